@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cutlass import Float32, Int32, cute  # type: ignore[import-not-found]
+from cutlass import Float32, Int32, cute
 from flash_attn.cute.utils import scalar_to_ssa
 
 

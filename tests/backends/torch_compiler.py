@@ -159,13 +159,17 @@ def described(
     constants: dict[str, Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}
     for n, (name, value) in enumerate(arguments.items()):
+        parameter = kernel.params[n]
+        is_general = parameter.do_not_specialize
         if isinstance(value, torch.Tensor):
             signature[name] = f"*{_NAMES[value.dtype]}"
-        elif isinstance(value, int) and value != 1 and not kernel.params[n].is_constexpr:
+        elif isinstance(value, int) and not parameter.is_constexpr and (value != 1 or is_general):
             signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
         else:
             signature[name], constants[name] = "constexpr", value
-        if signature[name][0] == "*" or (signature[name][0] == "i" and value % 16 == 0):
+        if signature[name][0] == "*" or (
+            signature[name][0] == "i" and value % 16 == 0 and not is_general
+        ):
             aligned[n,] = [["tt.divisibility", 16]]
     return signature, constants, aligned
 

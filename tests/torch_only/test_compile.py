@@ -269,8 +269,11 @@ def _without_numbers(rank: int) -> None:
         assert q.grad is not None
         assert out.shape == q.grad.shape == cp.shift(q, 1).shape == x.shape
         assert cp.unshard(out.detach()).shape == (1, 16, 2, 8)
+        layer = torch.nn.Linear(1, 1)
         with pytest.raises(UnsupportedError, match="FakeTensorMode"):
-            cp.reduce_gradients(torch.nn.Linear(1, 1))
+            cp.reduce_gradients(layer)
+    with pytest.raises(UnsupportedError, match="a FakeTensor"):
+        cp.reduce_gradients(layer)
     q = q.detach()
     for args in ((q, q, q), (x, x, q)):
         with pytest.raises(ValueError, match="outside of its FakeTensorMode"):

@@ -75,6 +75,11 @@ def of_rows(where: Any) -> tuple[Any, ...]:
     return (where,) if isinstance(where, int) else (slice(None), where)
 
 
+def with_attributes(function: Callable[..., Any]) -> Any:
+    """A function whose attributes are not typed: the library keeps its caches there."""
+    return function
+
+
 @dataclass
 class Library:
     """Version 4.0.0b36 on Hopper."""
@@ -90,6 +95,7 @@ class Library:
         )  # fmt: skip
 
     def _forward(self) -> Any:
+        @with_attributes
         def flash_attn_fwd(
             q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size_left: int | None,
             window_size_right: int | None, out: Tensor, lse: Tensor | None, return_lse: bool,
@@ -102,15 +108,15 @@ class Library:
             self.asked["forward"] += 1
             causal, window = resolved(window_size_left, window_size_right)
             key = (q.dtype, causal, *(side is None for side in window), lse is None)
-            if key not in flash_attn_fwd.compile_cache:  # type: ignore[attr-defined]  # set on a function
-                flash_attn_fwd.compile_cache[key] = self._compiled_forward(causal=causal)  # type: ignore[attr-defined]  # set on a function
-            flash_attn_fwd.compile_cache[key](  # type: ignore[attr-defined]  # set on a function
+            if key not in flash_attn_fwd.compile_cache:
+                flash_attn_fwd.compile_cache[key] = self._compiled_forward(causal=causal)
+            flash_attn_fwd.compile_cache[key](
                 q, as_it_reads(k), v, out.detach(), lse, softmax_scale, cu_seqlens_q, cu_seqlens_k, None,
                 None, None, *window, learnable_sink, None, (None, None), self.extra, None,
             )  # fmt: skip
             return out, lse
 
-        flash_attn_fwd.compile_cache = {}  # type: ignore[attr-defined]  # set on a function
+        flash_attn_fwd.compile_cache = {}
         return flash_attn_fwd
 
     def _compiled_forward(self, *, causal: bool) -> Callable[..., None]:
@@ -148,8 +154,9 @@ class Library:
         return launch
 
     def _prepare(self) -> Any:
+        @with_attributes
         def bwd_preprocess(out: Tensor, *args: Any) -> None:
-            cache = bwd_preprocess.compile_cache  # type: ignore[attr-defined]  # set on a function
+            cache = bwd_preprocess.compile_cache
             cache.setdefault(out.dtype, prepare) if isinstance(cache, dict) else None
             cache[out.dtype](out, *args, None, None, None, None, 1.0, None, None)
 
@@ -162,12 +169,13 @@ class Library:
             lse_log2[..., :n] = lse * LOG2_E
             dq_sums.zero_()
 
-        bwd_preprocess.compile_cache = {torch.float32: prepare}  # type: ignore[attr-defined]  # set on a function
+        bwd_preprocess.compile_cache = {torch.float32: prepare}
         return bwd_preprocess
 
     def _round(self) -> Any:
+        @with_attributes
         def bwd_postprocess_convert(sums: Tensor, grad: Tensor, scale: float, cu: Any) -> None:
-            cache = bwd_postprocess_convert.compile_cache  # type: ignore[attr-defined]  # set on a function
+            cache = bwd_postprocess_convert.compile_cache
             cache[grad.dtype](sums, grad, scale, cu, None, None, None)
 
         def round_to(
@@ -179,10 +187,11 @@ class Library:
             in_rows = sums.unflatten(-1, (-1, grad.shape[-1]))[..., : grad.shape[-3], :]
             grad.copy_(in_rows.transpose(-2, -3) * scale)
 
-        bwd_postprocess_convert.compile_cache = {torch.float32: round_to}  # type: ignore[attr-defined]  # set on a function
+        bwd_postprocess_convert.compile_cache = {torch.float32: round_to}
         return bwd_postprocess_convert
 
     def _backward(self) -> Any:
+        @with_attributes
         def flash_attn_bwd(
             q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, *, dq: Tensor | None,
             softmax_scale: float, window_size_left: int | None, window_size_right: int | None,
@@ -208,9 +217,9 @@ class Library:
             semaphores = order, order if grouped else None, order if grouped else None
             self.module._bwd_preprocess(out, dout, delta, lse, lse_log2, dq_sums, cu_seqlens_q)
             key = (q.dtype, causal, *(side is None for side in window), grouped, deterministic)
-            if key not in flash_attn_bwd.compile_cache:  # type: ignore[attr-defined]  # set on a function
-                flash_attn_bwd.compile_cache[key] = self._compiled_backward(causal=causal)  # type: ignore[attr-defined]  # set on a function
-            flash_attn_bwd.compile_cache[key](  # type: ignore[attr-defined]  # set on a function
+            if key not in flash_attn_bwd.compile_cache:
+                flash_attn_bwd.compile_cache[key] = self._compiled_backward(causal=causal)
+            flash_attn_bwd.compile_cache[key](
                 q.detach(), as_it_reads(k).detach(), v.detach(), dout, lse_log2, delta, dq_sums, *sums,
                 softmax_scale, cu_seqlens_q, cu_seqlens_k, None, None, *window, *semaphores, (None, None),
                 None, self.extra,
@@ -221,7 +230,7 @@ class Library:
                     self.module._bwd_postprocess_convert(x, grad, scale, cu_seqlens_k)
             return dq, dk, dv
 
-        flash_attn_bwd.compile_cache = {}  # type: ignore[attr-defined]  # set on a function
+        flash_attn_bwd.compile_cache = {}
         return flash_attn_bwd
 
     def _compiled_backward(self, *, causal: bool) -> Callable[..., None]:

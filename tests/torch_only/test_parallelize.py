@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring_core import RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, hf
+from ring_torch.hf.models.hooks import Reduction
 from ring_torch.local import LocalRankError, LocalRanks
 
 
@@ -39,7 +40,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
 
 
-def reduced(model: Any, cp: ContextParallel, reduction: str) -> dict[str, Tensor]:
+def reduced(model: Any, cp: ContextParallel, reduction: Reduction) -> dict[str, Tensor]:
     """Gradients, reduced over the ranks in the way that was asked for."""
     if reduction == "sum":
         cp.reduce_gradients(model)
@@ -90,7 +91,7 @@ def test_logits_loss_and_gradients_are_one_devices(pair: LocalRanks, name: str, 
     pair.run(_matches, name, kind, "striped" if kind == "right" else "zigzag")
 
 
-def _outside_loss(_: int, reduction: str) -> None:
+def _outside_loss(_: int, reduction: Reduction) -> None:
     """A loss that is computed of whole logits outside of the model, on every rank alike."""
 
     def loss_of(logits: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ def _outside_loss(_: int, reduction: str) -> None:
     expected = gradients(model)
     model.zero_grad()
     cp = ContextParallel()
-    hf.parallelize(model, cp, logits="gather", reduction=reduction)  # type: ignore[arg-type]  # a parameter of the test
+    hf.parallelize(model, cp, logits="gather", reduction=reduction)
     with Wide():
         loss_of(model(**batch).logits).backward()
     grads = reduced(model, cp, reduction)
@@ -113,7 +114,7 @@ def _outside_loss(_: int, reduction: str) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_loss_of_gathered_logits(pair: LocalRanks, reduction: str) -> None:
+def test_a_loss_of_gathered_logits(pair: LocalRanks, reduction: Reduction) -> None:
     pair.run(_outside_loss, reduction)
 
 
@@ -252,10 +253,10 @@ def test_mistakes_are_named(pair: LocalRanks) -> None:
     pair.run(_mistakes)
 
 
-def _drifts(_: int, reduction: str, forgets: bool) -> None:
+def _drifts(_: int, reduction: Reduction, forgets: bool) -> None:
     """Three steps of training, whose gradients are reduced or not."""
     cp, model, batch = ContextParallel(), build("Llama").train(), whole("plain")
-    hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]  # a parameter of the test
+    hf.parallelize(model, cp, reduction=reduction)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for _step in range(3):
@@ -267,7 +268,7 @@ def _drifts(_: int, reduction: str, forgets: bool) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_gradients_that_are_not_reduced_are_found(pair: LocalRanks, reduction: str) -> None:
+def test_gradients_that_are_not_reduced_are_found(pair: LocalRanks, reduction: Reduction) -> None:
     pair.run(_drifts, reduction, False)
     with pytest.raises(LocalRankError, match="gradients were not reduced"):
         pair.run(_drifts, reduction, True)
@@ -376,7 +377,7 @@ def test_documents_as_collators_state_them(pair: LocalRanks) -> None:
     pair.run(_documents)
 
 
-def _pools(_: int, side: str, reduction: str) -> None:
+def _pools(_: int, side: str, reduction: Reduction) -> None:
     batch = whole(side)
     batch["labels"] = torch.tensor([2, 0])
     if side != "plain":
@@ -401,8 +402,8 @@ def _pools(_: int, side: str, reduction: str) -> None:
         with pytest.raises(UnsupportedError, match="pools"):
             hf.shard_batch(cp, model_inputs, model=model)
         keys = list(model.state_dict())
-        handle = hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]  # wrong on purpose
-        assert hf.parallelize(model, cp, reduction=reduction) is handle  # type: ignore[arg-type]  # wrong on purpose
+        handle = hf.parallelize(model, cp, reduction=reduction)
+        assert hf.parallelize(model, cp, reduction=reduction) is handle
         assert list(model.state_dict()) == keys
         with Wide():
             local = model(**model_inputs)
@@ -420,11 +421,11 @@ def _pools(_: int, side: str, reduction: str) -> None:
 @pytest.mark.parametrize(
     ("side", "reduction"), [("right", "sum"), ("left", "mean"), ("plain", "mean")]
 )
-def test_sequences_are_classified(pair: LocalRanks, side: str, reduction: str) -> None:
+def test_sequences_are_classified(pair: LocalRanks, side: str, reduction: Reduction) -> None:
     pair.run(_pools, side, reduction)
 
 
-def _routes(_: int, kind: str, reduction: str) -> None:
+def _routes(_: int, kind: str, reduction: Reduction) -> None:
     batch = whole(kind)
     for name in ("Mixtral", "GptOss"):
         options: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -437,7 +438,7 @@ def _routes(_: int, kind: str, reduction: str) -> None:
             assert abs(out.loss - build(name)(**batch, **WHOLE).loss) > 0.1
         model = build(name, **options)
         cp = ContextParallel()
-        hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]  # a parameter of the test
+        hf.parallelize(model, cp, reduction=reduction)
         with Wide():
             local = model(**batch)
         local.loss.backward()
@@ -454,6 +455,6 @@ def _routes(_: int, kind: str, reduction: str) -> None:
 
 @pytest.mark.parametrize(("kind", "reduction"), [("right", "sum"), ("plain", "mean")])
 def test_router_losses_are_of_the_whole_sequence(
-    pair: LocalRanks, kind: str, reduction: str
+    pair: LocalRanks, kind: str, reduction: Reduction
 ) -> None:
     pair.run(_routes, kind, reduction)

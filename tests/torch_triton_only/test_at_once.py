@@ -123,15 +123,13 @@ def test_case(case: Case, pools: dict[int, LocalRanks], tmp_path: Path) -> None:
     assert_close(case, gather(case, case.plan, [part for part, _ in parts]))
 
 
-@pytest.mark.parametrize("captured", [True, False])
-def test_heads_arrive_in_parts(
-    captured: bool, pools: dict[int, LocalRanks], tmp_path: Path
-) -> None:
+def test_heads_arrive_in_parts(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
     """In a graph half by the kernel, the others by copies behind it; else all by the kernel."""
     case = CASES["v-dim-zigzag"]
-    parts = pools[case.cp_size].run(on_a_rank, tmp_path, case, None, False, captured)
-    assert all(ran.count("finish_reading") >= 1 for _, ran in parts)
-    assert_close(case, gather(case, case.plan, [part for part, _ in parts]))
+    for captured in (False, True):
+        parts = pools[case.cp_size].run(on_a_rank, tmp_path, case, None, False, captured)
+        assert all(ran.count("finish_reading") >= 1 for _, ran in parts)
+        assert_close(case, gather(case, case.plan, [part for part, _ in parts]))
 
 
 @pytest.mark.parametrize("name", ["causal-zigzag-cp2", "causal-random-cp4"])
@@ -259,3 +257,6 @@ def test_tables_of_a_pass_live_as_long_as_its_launches(
     state.reserve(0)  # the next pass begins
     assert state.prepared("launch") is None
     assert state.table(0, 1, lambda: [(2,)]).item() == 2
+    monkeypatch.setattr(one_kernel, "is_capturing", lambda: True)
+    with pytest.raises(ValueError, match="once more outside of a graph"):
+        state.table(1, 1, lambda: [(2,)])

@@ -95,17 +95,24 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "vjp": lambda f: torch.func.vjp(f, _x()),
     "jacrev": lambda f: torch.func.jacrev(f)(_x()),
 }
+CALLS: list[Callable[[Any], Any]] = [
+    lambda x: ring_attention(x, x, x),
+    lambda x: ContextParallel().shift(x, 1),
+    lambda x: ContextParallel().unshard(x, grad="sum"),
+]
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_are_refused_in_words(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"torch\.func|forward-mode"):
-        TRANSFORMS[name](lambda x: ring_attention(x, x, x))
+    for call in CALLS:
+        with pytest.raises(UnsupportedError, match=r"torch\.func|forward-mode"):
+            TRANSFORMS[name](call)
 
 
 def test_forward_mode_gradients_are_refused_in_words() -> None:
-    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="forward-mode"):
-        ring_attention(_x(), _x(), _x())
+    for call in CALLS:
+        with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="forward-mode"):
+            call(_x())
 
 
 def test_kernels_launch_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:

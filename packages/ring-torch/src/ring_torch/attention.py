@@ -8,9 +8,8 @@ from typing import Literal, Unpack, overload
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
-from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig, UnsupportedError, checks
+from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig, checks
 from ring_core.base.arguments import refuse_foreign_options
 from ring_torch.autograd import AttentionFunction
 from ring_torch.capture import fake_mode, proxy_mode
@@ -167,17 +166,6 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, group: Group, layout: LayoutSpec, options: CallOptions
 ) -> tuple[Tensor, Tensor]:
     """Check a call, and run it as one autograd function; return ``(out, lse)``."""
-    # An operation over several processes has no rules for transforms.
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - no public way
-        raise UnsupportedError(
-            "ring attention has no rule for vmap, grad, jvp and the other transforms of torch.func. "
-            "Instead: use the batch dimension of q, k and v, and torch.autograd (backward())"
-        )
-    if forward_ad._current_level >= 0:  # noqa: SLF001 - no public way
-        raise UnsupportedError(
-            "ring attention has no forward-mode gradient. Instead: use torch.autograd (backward()), "
-            "outside of torch.autograd.forward_ad.dual_level"
-        )
     segments = options.segment_ids if isinstance(options.segment_ids, tuple) else ()
     if FakeTensor in map(type, (q, k, v, *options, *segments)):
         raise ValueError(

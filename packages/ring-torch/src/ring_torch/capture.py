@@ -64,7 +64,7 @@ def untraced[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
 def constant_in_graphs[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     """Run a function while ``torch.compile`` traces, and put its result into the graph."""
-    decorated: Callable[P, T] = torch._dynamo.assume_constant_result(function)  # noqa: SLF001 - no public way
+    decorated: Callable[P, T] = torch.compiler.assume_constant_result(function)
     return decorated
 
 

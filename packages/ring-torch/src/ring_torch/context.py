@@ -351,11 +351,11 @@ class ContextParallel:
         if is_traced(x):
             other = to if isinstance(to, ContextParallel) else self
             self._sharding.check_group()
-            other._sharding.check_group()  # noqa: SLF001 - a field of this class
+            check_context(other).check_group()
             layout = to.layout if isinstance(to, ContextParallel) else to
             groups = (self.group, other.group)
             return relayout_in_graph(groups, self.layout, x, layout, dim=dim, seq_len=seq_len)
-        target = to._sharding if isinstance(to, ContextParallel) else Sharding(self.group, to)  # noqa: SLF001 - of another object of this class
+        target = check_context(to) if isinstance(to, ContextParallel) else Sharding(self.group, to)
         return methods.relayout(self._sharding, x, target, dim=dim, seq_len=seq_len)
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -471,7 +471,8 @@ def explained(
     )
 
 
-def check_context(cp: object) -> None:
-    """Raise a ``ValueError`` unless ``cp`` is a :class:`ContextParallel`."""
+def check_context(cp: object) -> Sharding:
+    """Return the sharding of a :class:`ContextParallel`; anything else is a ``ValueError``."""
     if not isinstance(cp, ContextParallel):
         raise ValueError(f"cp must be a ContextParallel, got {type(cp).__name__}")
+    return cp._sharding  # noqa: SLF001 - private to users, not to this package

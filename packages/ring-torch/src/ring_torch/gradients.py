@@ -10,13 +10,14 @@ and hold no tensor.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import unserializable_hook
@@ -120,7 +121,7 @@ def _used_gradients(
 
 
 def _check_model(ranks: Ranks, model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
-    """Refuse gradients that are not dense, or that FSDP reduces over ranks of this group.
+    """Refuse gradients without numbers, sparse ones, and those that FSDP reduces over this group.
 
     A ``DTensor`` is allowed if its mesh has no other rank of this group, as with tensor parallelism
     beside context parallelism: its gradients are summed shard by shard.
@@ -129,10 +130,16 @@ def _check_model(ranks: Ranks, model: nn.Module, weights: Mapping[str, nn.Parame
         UnsupportedError: The model has such a gradient.
     """
     for name, weight in weights.items():
-        if weight.grad is not None and weight.grad.is_sparse:
+        gradient = local_shard(weight if weight.grad is None else weight.grad)
+        if gradient.is_sparse:
             raise UnsupportedError(
                 f"reduce_gradients sums dense gradients, and that of {name} {tuple(weight.shape)} is "
                 f"sparse: make the layer with sparse=False"
+            )
+        if isinstance(gradient, FakeTensor):
+            raise UnsupportedError(
+                f"reduce_gradients sums numbers, and {name} {tuple(weight.shape)} or its gradient is a "
+                f"FakeTensor, which has none: leave the call out where models are run with fake tensors"
             )
     if ranks.group is None:
         return
@@ -195,6 +202,9 @@ def _each_bucket(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         size += gradient.nbytes
     if bucket:
         yield bucket
+
+
+_unserializable: Callable[[Any], Any] = unserializable_hook  # torch gives it no types
 
 
 class _Sums:
@@ -263,13 +273,13 @@ class _Guard:
         """Return True if this is the gradient that was summed, and it was not zeroed since."""
         return gradient is not None and self.summed is gradient and self._sums.holds(self._key)
 
-    @unserializable_hook  # type: ignore[untyped-decorator]  # torch gives it no types
+    @_unserializable
     def before(self, _: Tensor) -> None:
         """Note, before a gradient is accumulated, if the parameter's gradient is a sum."""
         # Asking means waiting for the GPU, which a graph that is being captured cannot.
         self._held = not is_capturing() and self.holds(self.summed)
 
-    @unserializable_hook  # type: ignore[untyped-decorator]  # torch gives it no types
+    @_unserializable
     def after(self, weight: Tensor) -> None:
         """Refuse a gradient that was added to a sum.
 

@@ -73,9 +73,12 @@ class LocalRanks:
                     f"{name} must be an integer in 1..{_MOST_PROCESSES}, got {value!r}"
                 )
         for name, seconds in (("timeout", timeout), ("patience", patience)):
-            is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-            if (seconds is not None or name == "timeout") and not (
-                is_number and 0 < seconds <= timedelta.max.days  # type: ignore[operator]  # is_number says that it is one
+            if seconds is None and name == "patience":
+                continue
+            if (
+                not isinstance(seconds, int | float)
+                or isinstance(seconds, bool)
+                or not 0 < seconds <= timedelta.max.days
             ):
                 raise ValueError(f"{name} must be a number of seconds above 0, got {seconds!r}")
         checks.check_flag("cuda", cuda)

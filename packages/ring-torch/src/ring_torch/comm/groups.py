@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ring_core.base.arguments import not_none
 from ring_torch.comm.ranks import Ranks, is_foreign, peer_errors, ranks_of
-from ring_torch.comm.store import read_hosts, timeout_of
+from ring_torch.comm.store import backend_of, read_hosts, timeout_of
 
 
 class Members(NamedTuple):
@@ -78,7 +78,7 @@ def check_device(ranks: Ranks, device: torch.device) -> None:
         ValueError: The group has no backend for the device.
     """
     try:
-        not_none(ranks.group)._get_backend(device)  # noqa: SLF001 - no public way
+        backend_of(not_none(ranks.group), device)
     except RuntimeError as error:
         raise ValueError(
             f"the process group ({dist.get_backend(ranks.group)}) sends no tensors of device "

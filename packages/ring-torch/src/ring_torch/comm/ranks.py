@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
+from torch._C._functorch import peek_interpreter_stack  # torch has no public name for it
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_core import UnsupportedError
@@ -118,7 +120,8 @@ class Ranks:
         sent, its peers still wait in it: numbers keep its next call from being taken for that one.
 
         Raises:
-            UnsupportedError: Tensors have no numbers here, or are traced.
+            UnsupportedError: Tensors have no numbers here, are traced, or are those of a transform
+                of ``torch.func`` or of a forward-mode gradient.
             RuntimeError: A pass of an earlier call failed.
         """
         if fake_mode() is not None or proxy_mode() is not None:
@@ -130,6 +133,13 @@ class Ranks:
             raise UnsupportedError(
                 "torch.jit.trace has no rule for this call: it would record no messages between ranks. "
                 "Instead: use torch.compile or torch.export"
+            )
+        # An operation over several processes has no rules for transforms.
+        if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:  # noqa: SLF001 - no public way
+            raise UnsupportedError(
+                "this call has no rule for vmap, grad, jvp and the other transforms of torch.func, nor for "
+                "forward-mode gradients (forward_ad.dual_level). Instead: use a batch dimension, and "
+                "torch.autograd (backward()), outside of them"
             )
         if self.group_ref is None:
             return 0

@@ -257,8 +257,13 @@ def _with_timeout[T](request: Callable[[], T], patience: timedelta | None = None
         raise RuntimeError(f"the process group's store did not answer within {patience}") from error
 
 
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return what sends a group's tensors of a device; a ``RuntimeError`` if nothing does."""
+    return group._get_backend(device)  # noqa: SLF001 - no public way
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return the timeout of a group: how long its ranks wait for each other."""
-    options = getattr(group._get_backend(device), "options", None)  # noqa: SLF001 - no public way
+    options = getattr(backend_of(group, device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
     return timeout

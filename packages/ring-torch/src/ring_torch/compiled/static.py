@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch._C._distributed_c10d import _resolve_process_group  # torch has no public name for it
+from torch.distributed.distributed_c10d import GroupName
 
 from ring_core import ChunkLayout, KernelConfig, StrategyConfig
 from ring_torch.capture import constant_in_graphs
@@ -125,8 +126,7 @@ def ranks_named(facts: Mapping[str, Any]) -> Ranks:
     name, group = facts["group"], None
     try:
         if name is not None:  # torch has no public function from a name to its group
-            typed = distributed_c10d.GroupName(name)
-            group = distributed_c10d._resolve_process_group(typed)  # type: ignore[attr-defined] # noqa: SLF001 - no public way
+            group = _resolve_process_group(GroupName(name))
         ranks = ranks_of(group)
     except RuntimeError as error:
         raise ValueError(f"{_OTHER_GROUP}: {error}") from error

@@ -75,7 +75,7 @@ def shard_batch(
         loss.backward()
         cp.reduce_gradients(model)
     """
-    check_context(cp)
+    sharding = check_context(cp)
     report = _REPORTS.get(model) if isinstance(model, nn.Module) else None
     if report is None:
         report = _REPORTS[model] = check_model(model)
@@ -84,4 +84,4 @@ def shard_batch(
             f"{type(model).__name__} needs hooks ({', '.join(report.hooks)}): its batches cannot "
             f"be split by hand. Give the model to ring_torch.hf.parallelize, and whole batches to it"
         )
-    return split_batch(cp._sharding, batch, report, dropout_seed)  # noqa: SLF001 - private to users, not to this package
+    return split_batch(sharding, batch, report, dropout_seed)

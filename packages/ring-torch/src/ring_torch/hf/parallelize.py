@@ -289,7 +289,7 @@ def _model(
     if reasons:
         raise UnsupportedError(f"{type(inner).__name__} cannot be split: {'; '.join(reasons)}")
     hooks = ModelHooks(
-        cp._sharding, report, logits, reduction, strategy, is_pooling=is_pooling,  # noqa: SLF001 - private to users, not to this package
+        check_context(cp), report, logits, reduction, strategy, is_pooling=is_pooling,
         joins_router=not is_pooling and has_router_loss(inner) and inner.base_model is not inner,
     )  # fmt: skip
     undo = [_set_ring_attention(inner, strategy)]
@@ -325,7 +325,7 @@ def _handle_of(
     Raises:
         ValueError: The earlier call had other options.
     """
-    same = hooks.sharding is cp._sharding  # noqa: SLF001 - private to users, not to this package
+    same = hooks.sharding is check_context(cp)
     options = hooks.logits, hooks.reduction, hooks.strategy
     if not same or options != (logits, reduction, strategy):
         raise ValueError(

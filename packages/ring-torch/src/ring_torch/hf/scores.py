@@ -55,7 +55,7 @@ class ScoreBias(AnyDevice):
         """Return the shape or one of its sizes, as :meth:`torch.Tensor.size` does."""
         return torch.Size(self.shape) if dim is None else self.shape[dim]
 
-    def __getitem__(self, _: object) -> ScoreBias:  # type: ignore[override]  # the base never returns
+    def __getitem__(self, _: object) -> ScoreBias:
         """Return self: models index it to cut off columns past the last key, and it has none."""
         return self
 

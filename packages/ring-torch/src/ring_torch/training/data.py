@@ -192,7 +192,7 @@ class ShardedLoader:
             RankMismatchError: It differs.
         """
         groups = (self._cp.group, *([] if self._dp is None else [self._dp]))
-        device = default_device(self._cp._sharding.ranks)  # noqa: SLF001 - of this package
+        device = default_device(check_context(self._cp).ranks)
         own = [int.from_bytes(self._digest[:8], "little", signed=True), self._batches, 1]
         # First the ranks of a ring exchange digests; then each with its like of other rings, which
         # hear from the third number whether they differed.

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack  # torch has no public name for it
 from torch.distributed.tensor import DTensor
 
 from ring_core import UnsupportedError, checks
@@ -154,10 +155,9 @@ def _divisor(
     own = is_kept.sum() if weight is None else weight[labels.where(is_kept, 0)][is_kept].sum()
     # Every rank gathers all counts and adds them up in the same order: all get the same divisor.
     counts = own.reshape(1)
+    check_context(cp).check_group()
     if torch.compiler.is_compiling():
-        cp._sharding.check_group()  # noqa: SLF001 - of the same package
         return unshard_in_graph(cp.group, "contiguous", counts, 0, None, None).sum()
-    cp.cp_size  # noqa: B018 - refuses another group than at the first use
     return Sharding(cp.group, "contiguous").unshard(counts, dim=0).sum()
 
 
@@ -169,7 +169,7 @@ def _refuse_transforms(what: str, instead: str) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - no public way
+    if peek_interpreter_stack() is not None:
         raise UnsupportedError(
             f"{what} inside vmap, grad and the other transforms of torch.func. Instead: {instead}; "
             f"or use torch.autograd (backward())"

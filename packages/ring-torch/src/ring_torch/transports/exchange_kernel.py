@@ -72,10 +72,9 @@ class KeyExchange(NamedTuple):
 
     def __call__(self, digest: int, k: Tensor, v: Tensor, target: Tensor) -> None:
         """Run it as :func:`exchange_keys` does."""
-        # Arguments of the kernel that change, by their places; all others stay. The kernel ends the
-        # exchange, which may have been left to `finish_reading` the first time.
+        # Arguments of the kernel that change, by their places; all others stay.
         pointers = {6: k.data_ptr(), 7: v.data_ptr(), 16: target.data_ptr()}
-        self.launch({2: digest, 20: 1, **pointers})
+        self.launch({2: digest, **pointers})
 
 
 class SumExchange(NamedTuple):
@@ -99,6 +98,8 @@ def exchange_keys(
     target: Tensor,
     table: Tensor,
     blocks: Blocks | None = None,
+    *,
+    ends: bool = True,
 ) -> KeyExchange | None:
     """Write own K/V where peers read them, and fetch pieces of peers' K/V: one exchange.
 
@@ -114,8 +115,9 @@ def exchange_keys(
         table: int64 ``[chunks, 3]``: the address of a piece, its offset in ``target`` and its
             length, in bytes, each a multiple of 16; at most :data:`CHUNK` long. With ``blocks``
             int64 ``[blocks, 4]``: address and offset of a block, its tokens, and bytes of each.
-        blocks: The shape of blocks, if the table is of blocks. :func:`finish_reading` then ends the
-            exchange: until then this rank may read more of what peers wrote.
+        blocks: The shape of blocks, if the table is of blocks.
+        ends: With False :func:`finish_reading` ends the exchange: until then this rank may read
+            more of what peers wrote.
 
     Returns:
         The same exchange for later calls, or ``None`` if it cannot be repeated directly.
@@ -127,7 +129,7 @@ def exchange_keys(
         setup.headers, setup.header, digest, setup.rank, setup.headers.shape[0], setup.patience,
         k, v, own, *k.stride()[:2], *v.stride()[:2], tokens, batch * tokens,
         places, target, target.shape[1], table, table.shape[0],
-        int(blocks is None),
+        int(ends),
     )  # fmt: skip
     constants = {
         "K": widths[0], "V": widths[1], "SIZE": size, "ROWS": max(1, _PACKED // size),
@@ -138,9 +140,12 @@ def exchange_keys(
     return None if launch is None else KeyExchange(launch)
 
 
-def finish_reading(setup: ExchangeSetup) -> None:
-    """End an exchange of blocks: all that this rank reads of it has been read on this stream."""
-    arguments = setup.headers, setup.header, setup.rank, setup.headers.shape[0]
+def finish_reading(setup: ExchangeSetup, *, ends: bool = True) -> None:
+    """End an exchange: all that this rank reads of it has been read on this stream.
+
+    With ``ends`` False this does no more than load the kernel, which a CUDA graph cannot do.
+    """
+    arguments = setup.headers, setup.header, setup.rank, setup.headers.shape[0], int(ends)
     _finish_reading[(1,)](*arguments, **OPTIONS)
 
 
@@ -342,11 +347,12 @@ def _exchange_keys(
 
 
 @DirectKernel
-@triton.jit
-def _finish_reading(headers, header, rank, ranks):
+@triton.jit(do_not_specialize=["ends"])
+def _finish_reading(headers, header, rank, ranks, ends):
     """End an exchange whose kernel did not."""
     header = header.to(tl.pointer_type(tl.int64))
-    finish(headers, header, rank, ranks, tl.load(header + 2))
+    if ends != 0:
+        finish(headers, header, rank, ranks, tl.load(header + 2))
 
 
 @DirectKernel

@@ -153,8 +153,18 @@ class ExchangeState:
     def table(
         self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]
     ) -> torch.Tensor:
-        """Return a table on the device, int64 ``[n, width]``, made by ``rows`` once a key."""
+        """Return a table on the device, int64 ``[n, width]``, made by ``rows`` once a key.
+
+        Raises:
+            ValueError: A CUDA graph is being captured, and the table is not there: the call was not
+                made since the memory last grew.
+        """
         if key not in self._tables:
+            if is_capturing():
+                raise ValueError(
+                    "a call is captured into a CUDA graph after a larger call has moved the memory that "
+                    "ranks share: make it once more outside of a graph, then capture it"
+                )
             values = torch.tensor(rows(), dtype=torch.int64).view(-1, width)
             self._tables[key] = values.to(not_none(self._setup).headers.device)
         if is_capturing():
@@ -265,10 +275,9 @@ class OneKernel(NamedTuple):
             for n in (1, 2)
         )
         if not is_capturing():
-            exchange = run(of_all, shape)
-            exchange_kernel.finish_reading(self.setup)
-            return exchange, PendingKV([target], lambda _fetches: None)
-        run(of_half, shape)
+            exchange_kernel.finish_reading(self.setup, ends=False)
+            return run(of_all, shape), PendingKV([target], lambda _fetches: None)
+        run(of_half, shape, ends=False)
         # Peers have signalled: copies may read. Nobody overwrites what they read before this rank
         # says that it has finished, which is queued behind them.
         main, num_items = torch.cuda.current_stream(), len(gather.items)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -166,7 +166,7 @@ def wrappers(model: nn.Module) -> Iterator[nn.Module]:
     yield model
     inner = getattr(model, "_orig_mod", None)
     if not isinstance(inner, nn.Module) and hasattr(type(model), "get_base_model"):
-        inner = model.get_base_model()  # type: ignore[operator]  # of PEFT, which mypy does not see
+        inner = cast("Any", model).get_base_model()  # of PEFT, which mypy does not see
     if not isinstance(inner, nn.Module) and not is_of_transformers(model):
         inner = getattr(model, "module", None)
     if isinstance(inner, nn.Module) and inner is not model:

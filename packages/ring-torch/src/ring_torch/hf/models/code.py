@@ -19,9 +19,9 @@ def _cache[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     return cast("Callable[P, T]", lru_cache(maxsize=4096)(function))
 
 
-def forward_of(cls: type) -> FunctionType | None:
+def forward_of(cls: type[Any]) -> FunctionType | None:
     """Return a class's function ``forward`` without decorators; ``None`` if it is no function."""
-    function = _undecorated(getattr(cls, "forward"))  # noqa: B009 - any class of modules has one
+    function = _undecorated(cls.forward)
     return function if isinstance(function, FunctionType) else None
 
 

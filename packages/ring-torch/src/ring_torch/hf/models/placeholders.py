@@ -33,7 +33,7 @@ class Placeholder:
     def __getattr__(self, name: str) -> Never:
         raise PlaceholderError(f"{self._refusal} (asked for {name!r})")
 
-    def __getitem__(self, _: object) -> Never:
+    def __getitem__(self, _: object) -> Any:
         raise PlaceholderError(self._refusal)
 
     def __eq__(self, other: object) -> bool:
@@ -218,7 +218,7 @@ class ShardedMask(Placeholder):
 
     __hash__ = object.__hash__
 
-    def __getitem__(self, key: object) -> ShardedMask:  # type: ignore[override]  # the base never returns
+    def __getitem__(self, key: object) -> ShardedMask:
         """Return self for ``mask[:, -T_local:]``, a cut that recurrent models make.
 
         Only a mask that ``gathers`` takes it; all other indices are refused.

@@ -16,7 +16,7 @@ import math
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from cutlass import (  # type: ignore[import-not-found]  # comes with flash-attn-4
+from cutlass import (
     Boolean,
     Float32,
     Int32,
@@ -26,8 +26,8 @@ from cutlass import (  # type: ignore[import-not-found]  # comes with flash-attn
     max as maximum,
     range_constexpr,
 )
-from cutlass._mlir.dialects import llvm  # type: ignore[import-not-found]  # comes with flash-attn-4
-from cutlass.cutlass_dsl import dsl_user_op  # type: ignore[import-not-found]  # comes with flash-attn-4
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
 from flash_attn.cute.utils import scalar_to_ssa
 
 from ring_core.masks.expression import OPERATORS, Expression, evaluated
