@@ -25,7 +25,10 @@ DOCS = ROOT / "docs"
 SLOW = ("bench", "doctor")
 
 #: Pages of what `tests/jax_only` tests, too, and which take JAX long to compile.
-NIGHTLY = ("docs/jax-adapters.md", "docs/jax-trainers.md", "docs/layers-beside-attention-jax.md")
+NIGHTLY = (
+    "docs/coming-from-maxtext.md", "docs/jax-adapters.md", "docs/jax-trainers.md",
+    "docs/layers-beside-attention-jax.md", "docs/training-loop-jax.md",
+)  # fmt: skip
 
 #: Commands that tests run here; those that take long have tests of their own.
 COMMANDS = {

@@ -111,20 +111,21 @@ def test_nothing_is_gathered_where_nobody_sees_others() -> None:
 
 def test_under_checkpoint_and_scan() -> None:
     """The gathered keys have the name of the ring's, for policies."""
-    q, k, v = _inputs()
+    x = _inputs()
     policy = jax.checkpoint_policies.save_only_these_names(*ring_jax.RESIDUALS)
 
     def loss(strategy: str) -> Any:
         layer = jax.checkpoint(_ring("zigzag", strategy, 2, causal=True), policy=policy)
 
-        def body(x: Any, _: Any) -> Any:
-            return layer(x, k, v), None
+        def of_layers(q: Any, k: Any, v: Any) -> Any:
+            return jax.lax.scan(lambda x, _: (layer(x, k, v), None), q, None, length=2)[0].sum()
 
-        return jax.jit(jax.grad(lambda q: jax.lax.scan(body, q, None, length=2)[0].sum()))
+        return jax.jit(jax.grad(of_layers, (0, 1, 2)))
 
     gathered = loss("gather")
-    np.testing.assert_allclose(gathered(q), loss("ring")(q), rtol=1e-4, atol=1e-5)
-    assert gathered.lower(q).as_text().count("stablehlo.all_gather") == 1
+    for grad, expected in zip(gathered(*x), loss("ring")(*x), strict=True):
+        np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-5)
+    assert gathered.lower(*x).as_text().count("stablehlo.all_gather") == 1
 
 
 @pytest.mark.parametrize("size", [1, 2])

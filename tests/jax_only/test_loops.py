@@ -15,7 +15,7 @@ def test_in_a_loop(name: str) -> None:
     assert_close(CASES[name], in_loop(JaxBackend(), CASES[name], ("auto", "ring")))
 
 
-@pytest.mark.nightly  # per change with kernels of jax-gpu and jax-tpu, bit for bit
+@pytest.mark.nightly  # which compiles all stages, too
 @pytest.mark.parametrize("name", CASES)
 def test_stages_one_by_one(name: str) -> None:
     """The same but for the order in which XLA adds."""

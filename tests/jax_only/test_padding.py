@@ -56,7 +56,7 @@ def test_there_and_back(layout: str, kind: str) -> None:
         assert not whole[:, length:].any()
 
 
-@pytest.mark.nightly("jax", unless=["zigzag-4-bias"])
+@pytest.mark.nightly("jax", unless=["contiguous-2-bias"])
 @pytest.mark.parametrize("name", ["mask", "bias", "segment_ids"])
 @pytest.mark.parametrize(("layout", "length"), [("zigzag", 4), ("contiguous", 2), ("striped", 8)])
 def test_what_is_sharded_with_padding_is_exact(layout: str, length: int, name: str) -> None:

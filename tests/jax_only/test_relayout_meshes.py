@@ -60,9 +60,7 @@ def in_order(cp: ContextParallel, whole: jax.Array, dim: int) -> Any:
 
 
 # Per change padded sequences go between others of the meshes: the same rows are sent.
-@pytest.mark.nightly(
-    unless=["auto-zigzag-contiguous-to others", "explicit-striped-zigzag-another order"]
-)  # fmt: skip
+@pytest.mark.nightly(unless=["explicit-striped-zigzag-another order"])
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

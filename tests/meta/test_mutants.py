@@ -43,7 +43,7 @@ def test_suite_goes_red(mutant: str, backend: Any) -> None:
     assert any(_fails(name, mutant, backend) for name in names)
 
 
-@pytest.mark.nightly("jax", unless=["causal-balanced-cp4"])
+@pytest.mark.nightly("jax")  # per change the table is
 @pytest.mark.parametrize("name", WITNESSES)
 def test_witnesses_are_green_otherwise(name: str, backend: Any) -> None:
     """The cases fail because of the mutant alone."""

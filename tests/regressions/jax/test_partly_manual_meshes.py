@@ -44,7 +44,7 @@ def shards(q: Any, k: Any, v: Any, **options: Any) -> Any:
 #: Options, the call, and whether the tripwire checks it.
 RUNS = [
     *((name, call, False) for name in OPTIONS for call in (global_arrays, shards)),
-    ("both", global_arrays, True), ("documents", shards, True),
+    ("both", global_arrays, True), ("documents of numpy", shards, True),
 ]  # fmt: skip
 
 
@@ -53,6 +53,7 @@ RUNS = [
         "documents-global_arrays-False",
         "documents-shards-False",
         "documents of numpy-global_arrays-False",
+        "documents of numpy-shards-False",  # runs, checked
         "chunks of numpy-shards-False",
         "chunks-global_arrays-False",
         "both-global_arrays-False",
