@@ -129,8 +129,8 @@ def test_wrong_gradients_are_found() -> None:
 def test_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that decides more about 16 bits is tested in them, too."""
 
-    def fail(_: object, spec: object, rows: Any, *__: object) -> None:
-        raise RuntimeError(f"no such instruction for {rows.q.dtype}")
+    def fail(*launch: Any) -> None:
+        raise RuntimeError(f"no such instruction for {launch[2].q.dtype}")
 
     monkeypatch.setattr(XlaKernel, "attend_into", fail)
     monkeypatch.setattr(XlaKernel, "notes", lambda *_: ("on some CPUs by kernels of their own",))

@@ -232,7 +232,7 @@ def test_the_doctor_reports_absent_kernels(setup: Setup, monkeypatch: pytest.Mon
     """What is broken fails on its own platform alone."""
     tested: list[str] = []
 
-    def self_test(kernel: Any, dtype: str) -> Iterator[Check]:
+    def self_test(kernel: Any, *_: str) -> Iterator[Check]:
         tested.append(kernel.capabilities.name)
         yield failed(kernel.capabilities.name, "", "")
 
