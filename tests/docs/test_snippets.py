@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 SLOW = ("bench", "doctor")
 
 #: Pages of what `tests/jax_only` tests, too, and which take JAX long to compile.
-NIGHTLY = ("docs/jax-adapters.md", "docs/jax-trainers.md", "docs/layers-beside-attention-jax.md")
+NIGHTLY = ("docs/jax-adapters.md", "docs/meshes-jax.md", "docs/layers-beside-attention-jax.md")
 
 #: Commands that tests run here; those that take long have tests of their own.
 COMMANDS = {
