@@ -164,7 +164,7 @@ def _guarded[T](direction: Direction, results: T, origins: Any) -> T:
     guarded = guard_p.bind(
         *leaves, *jax.tree.leaves(origins), count=len(leaves), direction=direction
     )
-    return cast("T", tree.unflatten(guarded))
+    return cast("T", jax.tree.unflatten(tree, guarded))
 
 
 def _guard_jvp(
