@@ -6,7 +6,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGES = Path(__file__).parents[1] / "packages"
@@ -28,22 +28,14 @@ def write(folder: Path, name: str, version: str, kernels: Mapping[str, str]) -> 
 def show(backend: str, folder: Path) -> None:
     """Let this process and those that it starts see the kernels that a backend's tests are about.
 
-    They see these alone, whatever is installed, and by the entry points of the sources: metadata
-    in front on the path hides others of the same name.
+    They see these alone, whatever is installed or on the path without metadata, and by the entry
+    points of the sources: metadata in front on the path hides others of the same name.
     """
     for name in set(PLUGINS.values()):
-        if name == PLUGINS.get(backend) or _is_installed(name):
+        if name == PLUGINS.get(backend) or find_spec(name.replace("-", "_")):
             project = tomllib.loads((PACKAGES / name / "pyproject.toml").read_text())["project"]
             kernels = project["entry-points"][GROUP] if name == PLUGINS.get(backend) else {}
             write(folder, name, project["version"], kernels)
     sys.path.insert(0, str(folder))
     paths = (str(folder), os.environ.get("PYTHONPATH", ""))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True

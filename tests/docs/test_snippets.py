@@ -26,7 +26,7 @@ SLOW = ("bench", "doctor")
 
 #: Pages of what `tests/jax_only` tests, too, and which take JAX long to compile.
 NIGHTLY = (
-    "docs/coming-from-maxtext.md", "docs/jax-adapters.md", "docs/jax-trainers.md",
+    "docs/coming-from-maxtext.md", "docs/jax-adapters.md", "docs/meshes-jax.md",
     "docs/layers-beside-attention-jax.md", "docs/training-loop-jax.md",
 )  # fmt: skip
 

@@ -362,3 +362,14 @@ def test_what_a_kernel_does_not_know_is_an_error() -> None:
     arrays = {"q": jnp.zeros((1, 1, 16, 16)), "q_idx": jnp.zeros(16)}
     with pytest.raises(AssertionError, match="q_idx"):
         arguments_of(fwd, launch, arrays, has_tma=False)
+
+
+def test_the_derivative_of_a_gradient_is_refused_when_it_is_traced() -> None:
+    """Though the launch of a kernel has no derivative: JAX would name its primitive."""
+    q = jnp.ones((1, 16, 2, 16))
+
+    def gradient(q: Any) -> Any:
+        return jax.grad(lambda q: ring_attention(q, q, q, axis_name=None, kernel="triton").sum())(q)
+
+    with pytest.raises(UnsupportedError, match="the derivative of a gradient"):
+        jax.make_jaxpr(jax.grad(lambda q: gradient(q).sum()))(q)

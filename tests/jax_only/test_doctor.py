@@ -127,13 +127,21 @@ def test_wrong_gradients_are_found() -> None:
 
 @pytest.mark.usefixtures("two_devices")
 def test_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("no such instruction")
+    """A kernel that decides more about 16 bits is tested in them, too."""
+
+    def fail(*launch: Any) -> None:
+        raise RuntimeError(f"no such instruction for {launch[2].q.dtype}")
 
     monkeypatch.setattr(XlaKernel, "attend_into", fail)
-    (check,) = self_test(XlaKernel())
-    assert (check.result, check.passed, check.error) == ("runs", False, None)
-    assert "no such instruction" in check.trace
+    monkeypatch.setattr(XlaKernel, "notes", lambda *_: ("on some CPUs by kernels of their own",))
+    monkeypatch.setattr(doctor, "installed_kernels", lambda: (XlaKernel(),))
+    for check, (name, dtype) in zip(
+        doctor.diagnose().checks,
+        {"xla": "float32", "xla in bfloat16": "bfloat16"}.items(),
+        strict=True,
+    ):
+        assert (check.name, check.result, check.passed, check.error) == (name, "runs", False, None)
+        assert f"no such instruction for {dtype}" in check.trace
 
 
 @pytest.mark.nightly
@@ -146,7 +154,7 @@ def test_a_result_that_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
         return grads._replace(dkv=grads.dkv * float("nan"))
 
     monkeypatch.setattr(XlaKernel, "grads_into", wrong)
-    assert {check.result: check.passed for check in self_test(XlaKernel())} == {
+    assert {check.result: check.passed for check in self_test(XlaKernel(), "float32")} == {
         "out": True, "dq": True, "dk": False, "dv": False
     }  # fmt: skip
 

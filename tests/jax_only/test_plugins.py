@@ -232,7 +232,7 @@ def test_the_doctor_reports_absent_kernels(setup: Setup, monkeypatch: pytest.Mon
     """What is broken fails on its own platform alone."""
     tested: list[str] = []
 
-    def self_test(kernel: Any) -> Iterator[Check]:
+    def self_test(kernel: Any, *_: str) -> Iterator[Check]:
         tested.append(kernel.capabilities.name)
         yield failed(kernel.capabilities.name, "", "")
 
@@ -250,7 +250,7 @@ def test_the_doctor_reports_absent_kernels(setup: Setup, monkeypatch: pytest.Mon
 
 def test_a_broken_kernel_fails_the_self_test(install: Callable[..., None]) -> None:
     install(GPU._replace(module="broken"))
-    (check,) = doctor.self_test(installed_kernels()[0])
+    (check,) = doctor.self_test(installed_kernels()[0], "float32")
     assert (check.name, check.passed) == ("triton", False)
     assert NOT_LOADED in check.trace
 

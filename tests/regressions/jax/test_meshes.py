@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from ring_core import reference
+from ring_core import UnsupportedError, reference
 from ring_jax import ContextParallel, ring_attention
 
 Q, KV = (2, 8, 4, 4), (2, 8, 2, 4)
@@ -245,3 +245,17 @@ def test_axes_of_two_types_are_refused() -> None:
 def test_axes_of_the_batch_that_are_none(axes: Any) -> None:
     with pytest.raises(ValueError, match=r"batch_axis"):
         ContextParallel(_mesh(AxisType.Auto, {"dp": 2, "cp": 2}), "cp", batch_axis=axes)
+
+
+@pytest.mark.parametrize("of", ["auto", "explicit"])
+def test_another_mesh_that_is_set_is_refused(of: str) -> None:
+    """Where either has explicit axes; errors of JAX were about its primitives."""
+    cp = ContextParallel(_mesh(TYPES[of], {"cp": 2}), "cp")
+    other = _mesh(AxisType.Explicit, {"x": 2})
+    x: Any = _inputs()[0]
+    text = re.escape(f"has the axes cp=2 ({TYPES[of]}), and jax.set_mesh has set one with x=2")
+    with jax.set_mesh(other):
+        with pytest.raises(UnsupportedError, match=text):
+            cp.shard(x)
+        with pytest.raises(UnsupportedError, match=text):
+            cp.attention(x, x, x)

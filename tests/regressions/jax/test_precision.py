@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
 from ring_core import UnsupportedError
+from ring_jax import ring_attention
 from ring_jax.compat import flash_attention
 
 HIGHEST = (lax.Precision.HIGHEST, "highest", "float32", (lax.Precision.HIGHEST, "highest"))
@@ -29,3 +31,10 @@ def test_others(precision: Any) -> None:
     x = jnp.ones((1, 4, 2, 8))
     with pytest.raises(UnsupportedError, match="products of float32 have the highest precision"):
         flash_attention(x, x, x, precision=precision)
+
+
+def test_float64_of_numpy_is_what_jax_makes_of_it() -> None:
+    """Without x64 that is float32, by a kernel of float32, and without a warning of JAX."""
+    q: Any = np.zeros((1, 8, 2, 4))
+    out = jax.eval_shape(lambda: ring_attention(q, q, q, axis_name=None, kernel="xla"))
+    assert out.dtype == jnp.float32

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -56,7 +57,9 @@ def _compiled(call: CallSpec) -> Callable[[Inputs], tuple[Array, Array]]:
     """Return the jitted function of a call. Equal calls share it, and are not traced again."""
 
     def run(x: Inputs) -> tuple[Array, Array]:
-        q, k, v, sinks, bias = _gradients_only("forward", (x.q, x.k, x.v, x.sinks, x.bias))
+        q, k, v, sinks, bias = jax.tree.map(
+            lambda array: _guarded("forward", array, ()), (x.q, x.k, x.v, x.sinks, x.bias)
+        )
         slopes = None if x.slopes is None else _without_gradient(x.slopes)
         return _attend(call, x._replace(q=q, k=k, v=v, sinks=sinks, bias=bias, slopes=slopes))
 
@@ -70,7 +73,9 @@ def _attend(call: CallSpec, inputs: Inputs) -> tuple[Array, Array]:
 
 def _forward(call: CallSpec, inputs: Inputs) -> tuple[tuple[Array, Array], Saved]:
     """Run the strategy's forward, add sinks, cast to the inputs' dtype, and check if asked to."""
-    inputs = with_bias_shift(call, inputs)
+    # To JAX all is constant in here, as kernels have no derivative of their own; `_guarded` says so
+    # to whoever differentiates a gradient.
+    origins, inputs = inputs, with_bias_shift(call, lax.stop_gradient(inputs))
     if (shift := inputs.bias_shift) is not None:
         # lse is saved less the shift, so a policy that saves the one must save the other.
         shift = checkpoint_name(shift, RESIDUALS[1])
@@ -89,6 +94,7 @@ def _forward(call: CallSpec, inputs: Inputs) -> tuple[tuple[Array, Array], Saved
         result = _add_sinks(result, inputs.sinks)
         if call.plan.q_layout.pad_to is not None:  # padding sees nothing, not even a sink
             result = result._replace(lse=jnp.where(is_padding(call), -jnp.inf, result.lse))
+    result, last = _guarded("backward", (result, last), origins)
     out = checkpoint_name(result.out.swapaxes(1, 2).astype(inputs.q.dtype), RESIDUALS[0])
     lse = checkpoint_name(result.lse, RESIDUALS[1])
     if checked_call is not None:
@@ -105,6 +111,12 @@ def _backward(call: CallSpec, saved: Saved, gradients: tuple[Array, Array]) -> t
     Gradients of replicated arrays are this device's part: the transpose of
     :func:`ring_jax.collectives.match_varying` sums them over the devices, once.
     """
+    grads = _gradients(call, *lax.stop_gradient((saved, gradients)))
+    return (_guarded("backward", grads, (saved, gradients)),)
+
+
+def _gradients(call: CallSpec, saved: Saved, gradients: tuple[Array, Array]) -> Inputs:
+    """Return the gradient of each input of a call; ``None`` for those without one."""
     dout, dlse = gradients
     # The softmax's backward is probs * (dprobs - delta), and lse, whose derivative by a score is
     # its probability, only subtracts from delta: kernels need no dlse.
@@ -129,44 +141,66 @@ def _backward(call: CallSpec, saved: Saved, gradients: tuple[Array, Array]) -> t
         tripwire.check_rate(checked_call, call, x, "backward", start_time, dq, dk, dv)
     dsinks = None if x.sinks is None else _sink_grads(x.sinks, saved.lse, delta)
     dbias = None if x.bias is None or grads.dbias is None else grads.dbias.astype(x.bias.dtype)
-    dq, dk, dv, dsinks, dbias = _gradients_only("backward", (dq, dk, dv, dsinks, dbias))
-    return (Inputs(dq, dk, dv, None, None, dsinks, dbias, None, None, None),)
+    return Inputs(dq, dk, dv, None, None, dsinks, dbias, None, None, None)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-#: ``guard_p`` is the identity; its tangent is ``refusal_p``, which raises once it is evaluated.
+#: ``guard_p`` returns its first operands; their tangents are ``refusal_p`` of the tangents of all,
+#: which raises once it is evaluated.
 guard_p, refusal_p = Primitive("ring_guard"), Primitive("ring_refusal")
+guard_p.multiple_results = refusal_p.multiple_results = True
 
 
-def _gradients_only[T](direction: Direction, arrays: T) -> T:
-    """Mark arrays so that derivatives other than a call's gradient raise an error that says so.
+def _guarded[T](direction: Direction, results: T, origins: Any) -> T:
+    """Return ``results`` so that derivatives other than a call's gradient raise an error.
 
-    Without the mark JAX's own error would name the loops inside the call. The inputs of a
-    ``forward`` have gradients but no tangents; the results of a ``backward`` have neither.
+    The inputs of a call (``forward``) have gradients but no tangents. What a call computes on the
+    way to its gradient (``backward``), of ``origins``, has neither. Without the guard JAX's own
+    error would name the loops and kernels inside the call.
     """
-    return cast("T", jax.tree.map(partial(guard_p.bind, direction=direction), arrays))
+    leaves, tree = jax.tree.flatten(results)
+    guarded = guard_p.bind(
+        *leaves, *jax.tree.leaves(origins), count=len(leaves), direction=direction
+    )
+    return cast("T", jax.tree.unflatten(tree, guarded))
 
 
 def _guard_jvp(
-    primals: tuple[Array], tangents: tuple[Any], *, direction: Direction
-) -> tuple[Array, Any]:
-    """Replace a tangent that is not zero by the primitive that refuses it."""
-    (x,), (tangent,) = primals, tangents
-    if type(tangent) is ad.Zero:
-        return x, tangent
-    return x, refusal_p.bind(tangent, direction=direction)
+    primals: list[Array], tangents: list[Any], *, count: int, direction: Direction
+) -> tuple[list[Array], list[Any]]:
+    """Replace the results' tangents by the primitive that refuses those that are not zero."""
+    results = primals[:count]
+    nonzero = [x for x in tangents if type(x) is not ad.Zero]
+    if not nonzero:
+        return results, tangents[:count]
+    refused = [jnp.issubdtype(x.dtype, jnp.floating) for x in results]  # integers have no tangents
+    types = tuple(
+        jax.typeof(x) for x, is_refused in zip(results, refused, strict=True) if is_refused
+    )
+    refusals = iter(refusal_p.bind(*nonzero, types=types, direction=direction))
+    return results, [
+        next(refusals) if is_refused else tangent
+        for is_refused, tangent in zip(refused, tangents, strict=False)
+    ]
 
 
-guard_p.def_impl(lambda x, **_: x)
-guard_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(guard_p, mlir.lower_fun(lambda x, **_: x, multiple_results=False))
+def _results_of(*arrays: Any, count: int, **_: Any) -> list[Any]:
+    """Return the results that a guard was given."""
+    return list(arrays[:count])
+
+
+guard_p.def_impl(_results_of)
+guard_p.def_abstract_eval(_results_of)
+mlir.register_lowering(guard_p, mlir.lower_fun(_results_of))
 ad.primitive_jvps[guard_p] = _guard_jvp
-batching.defvectorized(guard_p)
+batching.primitive_batchers[guard_p] = lambda arrays, dims, **params: (
+    guard_p.bind(*arrays, **params), _results_of(*dims, **params)
+)  # fmt: skip
 
 
-def _refuse(*_: Any, direction: Direction) -> Any:
+def _refuse(*_: Any, direction: Direction, **__: Any) -> Any:
     """Raise ``UnsupportedError`` for the kind of derivative that was asked for."""
     derivatives = {
         "forward": "forward mode (jax.jvp, jax.jacfwd, a function of jax.linearize)",
@@ -180,13 +214,13 @@ def _refuse(*_: Any, direction: Direction) -> Any:
 
 
 refusal_p.def_impl(_refuse)
-refusal_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(refusal_p, mlir.lower_fun(_refuse, multiple_results=False))
+refusal_p.def_abstract_eval(lambda *_, types, **__: types)
+mlir.register_lowering(refusal_p, mlir.lower_fun(_refuse))
 # Reverse mode of a forward is the one derivative there is: it passes the gradient through.
 ad.deflinear2(
     refusal_p,
-    lambda gradient, _, *, direction: (
-        [gradient] if direction == "forward" else _refuse(direction=direction)
+    lambda gradients, *_, direction, **__: (
+        gradients if direction == "forward" else _refuse(direction=direction)
     ),
 )
 # Only forward mode makes a batch of tangents.

@@ -28,7 +28,7 @@ from ring_jax.meshes import (
     check_axes,
     check_devices,
     check_divides,
-    check_not_in_shard_map,
+    check_surroundings,
     in_one_process,
     numbered,
     with_devices,
@@ -349,7 +349,7 @@ class ContextParallel:
         self, q: Array, k: Array, v: Array, options: CallOptions
     ) -> tuple[CallSpec, Inputs, Way]:
         """Check a call on global arrays, and choose its kernels."""
-        check_not_in_shard_map(self.axis_name)
+        check_surroundings(self.mesh, self.axis_name)
         self._check_qkv(q, k, v)
         batch, heads = self._axes(q, k)
         shards = ShardCounts(

@@ -32,7 +32,7 @@ from ring_jax.collectives import (
 )
 from ring_jax.kernels.plugins import AbsentKernel
 from ring_jax.kernels.xla import XlaKernel
-from ring_jax.meshes import check_devices, check_not_in_shard_map, devices_of
+from ring_jax.meshes import check_devices, check_surroundings, devices_of
 from ring_jax.prepare import prepared
 from ring_jax.records import Array, CallSpec, Inputs
 
@@ -174,9 +174,10 @@ class Sharding:
 
         Raises:
             ValueError: It has none.
-            UnsupportedError: This is inside ``shard_map``, where arrays are shards.
+            UnsupportedError: This is inside ``shard_map``, where arrays are shards, or inside
+                ``jax.set_mesh`` of another mesh.
         """
-        check_not_in_shard_map(self.axis_name)
+        check_surroundings(self.mesh, self.axis_name)
         check_devices(name, x, self.mesh)
         return movement.check_dim(x, dim, name)
 

@@ -45,10 +45,14 @@ def check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: o
         )
 
 
-def check_not_in_shard_map(axis_name: str) -> None:
-    """Refuse calls inside ``shard_map``, where arrays are shards along some axes.
+def check_surroundings(own: AnyMesh, axis_name: str) -> None:
+    """Refuse calls inside ``shard_map``, and inside ``jax.set_mesh`` of another mesh.
 
-    JAX cannot differentiate a ``shard_map`` over further axes in there.
+    In a ``shard_map`` arrays are shards along some axes, and JAX cannot differentiate one over
+    further axes in there. Of another mesh that is set, auto axes are left to JAX.
+
+    Raises:
+        UnsupportedError: This is inside one of them.
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = [
@@ -63,6 +67,20 @@ def check_not_in_shard_map(axis_name: str) -> None:
             f"ring_jax.ring_attention(axis_name={axis_name!r}) here; or call ContextParallel "
             f"outside of it, with batch_axis or head_axis for the other axes"
         )
+    axes, own_axes = (_described(x) for x in (mesh, own))
+    explicit = AxisType.Explicit in (*mesh.axis_types, *own.axis_types)
+    if explicit and not mesh.empty and axes != own_axes:
+        raise UnsupportedError(
+            f"the mesh of this ContextParallel has the axes {own_axes}, and jax.set_mesh has set one "
+            f"with {axes}: JAX runs all explicit axes on the mesh that is set. Instead: make both the "
+            f"same mesh, or leave out jax.set_mesh"
+        )
+
+
+def _described(mesh: AnyMesh) -> str:
+    """Return names, sizes and types of a mesh's axes, as ``data=2 (Auto), cp=4 (Auto)``."""
+    axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return ", ".join(f"{name}={size} ({kind})" for name, size, kind in axes)
 
 
 def check_devices(name: str, x: object, mesh: AnyMesh) -> None:

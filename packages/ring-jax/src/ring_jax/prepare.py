@@ -73,6 +73,7 @@ def check_call(
         UnsupportedError: No kernel, or not the one named, can do the call.
     """
     _check_static(options)
+    q, k, v = (_canonical(x) for x in (q, k, v))
     described = [described_as(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     sizes = checks.check_qkv(*described)
     factor = cp_size if shards.mesh is None else 1  # from the lengths of q and k to global ones
@@ -281,6 +282,13 @@ def _check_option_arrays(sizes: checks.Sizes, k_len: int, options: CallOptions) 
     for side, ids in zip(("queries", "keys"), pair, strict=True):
         checks.check_segment_ids(described_as("segment_ids", ids), sizes, side, DEVICE)
     return pair
+
+
+def _canonical(x: Any) -> Any:
+    """Return numpy's float64 arrays in the dtype that JAX has for them: float32 without x64."""
+    if isinstance(x, np.ndarray) and x.dtype == np.float64:
+        return x.astype(jnp.result_type(x), copy=False)
+    return x
 
 
 DEVICE = "device"  # arrays of a traced call have no device to compare

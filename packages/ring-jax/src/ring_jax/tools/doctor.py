@@ -27,6 +27,8 @@ LIBRARIES = (
 MOST_DEVICES = 8
 #: Devices that the command makes of a CPU, so that something travels in the self-test.
 HOST_DEVICES = 2
+#: Head dim of the self-test, which all kernels take.
+HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,15 @@ def diagnose() -> Diagnosis:
         raise RuntimeError(f"JAX finds no device; JAX_PLATFORMS={platforms!r}. {error}") from error
     kernels, platform = installed_kernels(), _platform()
     reports = [_report(kernel, platform) for kernel in kernels]
-    # A broken kernel for this platform fails its test, as every call here would.
+    # A broken kernel for this platform fails its test, as every call here would. One that decides
+    # in 16 bits when it is lowered may launch others there than in float32, so both are tested.
     tested = [
-        kernel for kernel, report in zip(kernels, reports, strict=True)
+        (kernel, dtype) for kernel, report in zip(kernels, reports, strict=True)
+        for dtype in dict.fromkeys([_sample_dtype(kernel.capabilities), *["bfloat16"] * bool(report.notes)])
         if report.available
         or (kernel in broken_kernels(kernels) and platform in kernel.capabilities.devices)
     ]  # fmt: skip
-    libraries, checks = versions(), (check for kernel in tested for check in self_test(kernel))
+    libraries, checks = versions(), (check for x in tested for check in self_test(*x))
     return Diagnosis(
         versions=libraries,
         clashes=doctor.clashes(libraries),
@@ -84,17 +88,16 @@ def versions() -> dict[str, str]:
     return doctor.versions(LIBRARIES, ["ring-core", "ring-jax"])
 
 
-def self_test(kernel: Kernel) -> Iterator[doctor.Check]:
+def self_test(kernel: Kernel, dtype: str) -> Iterator[doctor.Check]:
     """Check a causal ring with grouped heads over up to 8 local devices, forward and backward.
 
     Its errors are compared with those of JAX's own dense attention on the same devices, so that it
     also passes on platforms whose matmuls round their inputs.
     """
     can, devices = kernel.capabilities, jax.local_devices()[:MOST_DEVICES]
-    request, where = _sample_request(can), f"{len(devices)} {_platform()}"
-    inputs = [
-        jnp.asarray(x, request.dtype) for x in doctor.inputs_for(len(devices), request.head_dim)
-    ]
+    where = f"{len(devices)} {_platform()}"
+    name = can.name if dtype == _sample_dtype(can) else f"{can.name} in {dtype}"
+    inputs = [jnp.asarray(x, dtype) for x in doctor.inputs_for(len(devices), HEAD_DIM)]
     mesh = jax.make_mesh((len(devices),), ("ring",), (AxisType.Auto,), devices=devices)
     call = partial(RingAttention((kernel,)), axis_name="ring", causal=True, kernel=can.name)
     tokens = P(None, "ring")
@@ -102,9 +105,9 @@ def self_test(kernel: Kernel) -> Iterator[doctor.Check]:
     try:
         results = list(jax.block_until_ready(out_and_grads(ring)(*inputs)))
     except Exception:  # noqa: BLE001 - any error is a finding
-        yield doctor.failed(can.name, where, traceback.format_exc())
+        yield doctor.failed(name, where, traceback.format_exc())
         return
-    yield from compared(can.name, results, inputs, where=where, mask=doctor.CAUSAL)
+    yield from compared(name, results, inputs, where=where, mask=doctor.CAUSAL)
 
 
 def _report(kernel: Kernel, platform: str) -> KernelReport:
@@ -117,18 +120,18 @@ def _report(kernel: Kernel, platform: str) -> KernelReport:
     if isinstance(kernel, AbsentKernel):
         return KernelReport(can.name, kernel.package, available=False, why=kernel.reason)
     program = ring_program(make_plan(Mask(causal=True), seq_len=doctor.TOKENS, cp_size=1))
-    reasons = refusals(can, replace(_sample_request(can), device=platform), program)
+    sample = Request(platform, _sample_dtype(can), HEAD_DIM, HEAD_DIM, grad=True)
+    reasons = refusals(can, sample, program)
     if reasons:
         return KernelReport(can.name, package, available=False, why="; ".join(reasons))
-    in_16_bits = Request(platform, "bfloat16", 64, 64, grad=True)
+    in_16_bits = replace(sample, dtype="bfloat16")
     notes = kernel.notes(in_16_bits, KernelConfig(can.name), program)
     return KernelReport(can.name, package, available=True, why="", notes=notes)
 
 
-def _sample_request(can: Capabilities) -> Request:
-    """Return a request that fits a kernel's capabilities, for no device in particular."""
-    dtype = "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
-    return Request("", dtype, 64, 64, grad=True)
+def _sample_dtype(can: Capabilities) -> str:
+    """Return the dtype in which every kernel is tested: float32 if the kernel takes it."""
+    return "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
 
 
 def _platform() -> str:
