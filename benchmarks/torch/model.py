@@ -32,7 +32,7 @@ from ring_torch.local import LocalRanks
 ROPE_BASE, LEARNING_RATE = 1e6, 1e-4
 #: Tokens of the first step, which compiles kernels and is not timed.
 SHORT = 1 << 14
-TOLERANCE = 1e-2  # of the loss and of gradients' norm in bfloat16, beside one rank's in float32
+TOLERANCE = 1e-2  # relative error of the loss in bfloat16; gradients get three times that
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -245,6 +245,7 @@ def timed(_: int, setting: Setting, steps: int) -> dict[str, Any]:
     cp = ContextParallel(layout="zigzag")
     tokens, labels = (cp.shard(x, dim=1) for x in batch(short, device))
     step((tokens, labels, cp.positions(short.tokens, device=device)))  # compiles kernels
+    losses.clear()
     torch.cuda.reset_peak_memory_stats()
     taken = [step(inputs) for _ in range(steps)]
     most = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=device)

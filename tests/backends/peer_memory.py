@@ -25,8 +25,7 @@ class OnFiles:
     def __init__(self, ranks: Ranks, header: int) -> None:
         self.ranks, self.header, self.files = ranks, header, list[Any]()
 
-    def reserve(self, size: int, streams: Sequence[object] = ()) -> bool:
-        del streams
+    def reserve(self, size: int) -> bool:
         if self.files and self.files[0].size >= self.header + size:
             return False
         OnFiles.made += 1

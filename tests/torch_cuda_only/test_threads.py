@@ -20,7 +20,7 @@ from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
 NUM_THREADS, REPEATS = 2, 20
-#: Of the second pass: it needs more of the memory that peers read, beside passes of the other.
+#: The second needs more of the memory that peers read than the first left.
 LENGTHS = (1024, 4096)
 
 

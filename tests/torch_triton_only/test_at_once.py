@@ -247,7 +247,7 @@ def test_tables_of_a_pass_live_as_long_as_its_launches(
     """What is kept of a launch holds their addresses, so a pass forgets none of its own."""
     interpret_one_kernel(monkeypatch, tmp_path)
     monkeypatch.setattr(one_kernel, "_MOST_TABLES", 1)
-    memory: Any = SimpleNamespace(reserve=lambda *_: False)
+    memory: Any = SimpleNamespace(reserve=lambda _: False)
     setup = kernels.ExchangeSetup(torch.zeros(1, dtype=torch.int64), 0, 0, 1, 1, 1)
     state = one_kernel.ExchangeState(memory, setup)
     tables = [state.table(key, 1, lambda: [(1,)]) for key in range(3)]

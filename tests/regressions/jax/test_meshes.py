@@ -253,9 +253,11 @@ def test_another_mesh_that_is_set_is_refused(of: str) -> None:
     cp = ContextParallel(_mesh(TYPES[of], {"cp": 2}), "cp")
     other = _mesh(AxisType.Explicit, {"x": 2})
     x: Any = _inputs()[0]
-    text = re.escape(f"has the axes cp=2 ({TYPES[of]}), and jax.set_mesh has set one with x=2")
+    text = re.escape(f"has the axes cp=2 ({TYPES[of].name}), and jax.set_mesh has set one with x=2")
     with jax.set_mesh(other):
         with pytest.raises(UnsupportedError, match=text):
             cp.shard(x)
         with pytest.raises(UnsupportedError, match=text):
             cp.attention(x, x, x)
+        with pytest.raises(UnsupportedError, match=text):
+            ContextParallel(other, "x").relayout(x, to=cp)

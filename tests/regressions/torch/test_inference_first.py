@@ -41,7 +41,7 @@ def test_new_memory_is_taken_outside_of_inference_mode(monkeypatch: pytest.Monke
         lambda *_: recorded.append(torch.is_inference_mode_enabled()),
     )
     with torch.inference_mode():
-        assert SymmetricMemory(Ranks(None, 0, 2), 64).reserve(8, [])
+        assert SymmetricMemory(Ranks(None, 0, 2), 64).reserve(8)
     assert recorded == [False]
 
 

@@ -73,8 +73,8 @@ def _attend(call: CallSpec, inputs: Inputs) -> tuple[Array, Array]:
 
 def _forward(call: CallSpec, inputs: Inputs) -> tuple[tuple[Array, Array], Saved]:
     """Run the strategy's forward, add sinks, cast to the inputs' dtype, and check if asked to."""
-    # To JAX all is constant in here, as kernels have no derivative of their own; `_guarded` says so
-    # to whoever differentiates a gradient.
+    # Kernels have no derivative rules: JAX must not differentiate what follows. `_guarded` raises
+    # if somebody asks for a second derivative.
     origins, inputs = inputs, with_bias_shift(call, lax.stop_gradient(inputs))
     if (shift := inputs.bias_shift) is not None:
         # lse is saved less the shift, so a policy that saves the one must save the other.
@@ -220,7 +220,9 @@ mlir.register_lowering(refusal_p, mlir.lower_fun(_refuse))
 ad.deflinear2(
     refusal_p,
     lambda gradients, *_, direction, **__: (
-        gradients if direction == "forward" else _refuse(direction=direction)
+        gradients
+        if direction == "forward" or all(type(x) is ad.Zero for x in gradients)
+        else _refuse(direction=direction)
     ),
 )
 # Only forward mode makes a batch of tangents.

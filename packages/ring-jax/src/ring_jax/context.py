@@ -254,6 +254,8 @@ class ContextParallel:
             x = half.relayout(layer(cp.relayout(x, to=half)), to=cp)
         """
         dim, source = self._sharding.check_tokens(x, dim, seq_len)
+        if isinstance(to, ContextParallel):
+            check_surroundings(to.mesh, to.axis_name)
         target = (
             Sharding(to.mesh, to.axis_name, to.layout) if isinstance(to, ContextParallel)
             else replace(self._sharding, layout=check_layout(to))

@@ -49,7 +49,7 @@ def check_surroundings(own: AnyMesh, axis_name: str) -> None:
     """Refuse calls inside ``shard_map``, and inside ``jax.set_mesh`` of another mesh.
 
     In a ``shard_map`` arrays are shards along some axes, and JAX cannot differentiate one over
-    further axes in there. Of another mesh that is set, auto axes are left to JAX.
+    further axes in there. Another mesh may be set if all axes of both are auto.
 
     Raises:
         UnsupportedError: This is inside one of them.
@@ -80,7 +80,7 @@ def check_surroundings(own: AnyMesh, axis_name: str) -> None:
 def _described(mesh: AnyMesh) -> str:
     """Return names, sizes and types of a mesh's axes, as ``data=2 (Auto), cp=4 (Auto)``."""
     axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
-    return ", ".join(f"{name}={size} ({kind})" for name, size, kind in axes)
+    return ", ".join(f"{name}={size} ({kind.name})" for name, size, kind in axes)
 
 
 def check_devices(name: str, x: object, mesh: AnyMesh) -> None:

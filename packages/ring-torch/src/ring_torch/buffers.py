@@ -158,8 +158,10 @@ class KVPayload:
     def columns(self, kv: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
         """Return :meth:`split` of ``length`` tokens of ``kv`` from ``start`` on.
 
-        Each view is one call of torch, as a repeated call makes one for each of its launches.
+        ``kv`` has unit stride in its last dimension. Each view is one ``as_strided``: a repeated
+        call makes them for every launch, on the host.
         """
+        assert kv.stride(2) == 1
         (batch_step, step, _), shape = kv.stride(), (self.batch, length, self.heads)
         k_dim, v_dim, first = self.dim, self.v_dim, kv.storage_offset() + start * step
         k = kv.as_strided((*shape, k_dim), (batch_step, step, k_dim, 1), first)

@@ -129,7 +129,7 @@ class Call(NamedTuple):
     forward_signature: CallSignature
     backward_signature: CallSignature
     check_every: int  # the tripwire's setting at this call: it checks each n-th; 0 is none
-    # What differs between calls that are alike otherwise: the last three fields.
+    # The last three fields are set per call; all others are cached with the prepared call.
     number: int = 0  # counted on the group, from 1
     checked: int = 0  # not 0 if the tripwire checks this call: the number that picks its samples
     prepare_lse_grad: Callable[[], Call] | None = None  # makes this call for a gradient of ``lse``

@@ -158,7 +158,8 @@ def check_call(
         prepare_lse_grad = partial(prepare, *arguments, lse_grad=True)
     if seed is not None and call.params.dropout_p > 0:
         call = call._replace(params=replace(call.params, dropout_seed=seed))
-    # With other last fields: `_replace` would take the host longer.
+    # Replaces the last three fields; `_replace` would take the host longer.
+    assert Call._fields[-3:] == ("number", "checked", "prepare_lse_grad")
     return Call(*call[:-3], number, checked, prepare_lse_grad), inputs
 
 

@@ -304,8 +304,8 @@ def with_unit_strides(inputs: Inputs) -> Inputs:
 class Grads(NamedTuple):
     """Gradients of a work item, or of all of a rank's tensors, in the inputs' dtype or wider.
 
-    Beside them are ``(lse, delta)`` of all rows, ``delta = rowsum(dout * out)``, float32, if the
-    kernel has computed that: both ``[B, H, T_local]`` or, of one sequence, in equal parts of the
+    ``row_stats`` is ``(lse, delta)`` of all rows, ``delta = rowsum(dout * out)``, float32, if the
+    kernel computed ``delta``: both ``[B, H, T_local]`` or, of one sequence, in equal parts of the
     rows, ``[parts, H, n]``.
     """
 

@@ -64,8 +64,9 @@ def diagnose() -> Diagnosis:
         raise RuntimeError(f"JAX finds no device; JAX_PLATFORMS={platforms!r}. {error}") from error
     kernels, platform = installed_kernels(), _platform()
     reports = [_report(kernel, platform) for kernel in kernels]
-    # A broken kernel for this platform fails its test, as every call here would. One that decides
-    # in 16 bits when it is lowered may launch others there than in float32, so both are tested.
+    # A broken kernel for this platform fails its test, as every call here would. A kernel
+    # with notes picks its code for 16-bit inputs when a program is lowered (on Hopper other
+    # kernels), so it is tested in bfloat16, too.
     tested = [
         (kernel, dtype) for kernel, report in zip(kernels, reports, strict=True)
         for dtype in dict.fromkeys([_sample_dtype(kernel.capabilities), *["bfloat16"] * bool(report.notes)])

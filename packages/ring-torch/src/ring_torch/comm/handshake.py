@@ -357,6 +357,8 @@ def with_peer_errors(ranks: Ranks, number: int, signature: CallSignature) -> Ite
             own_message if failure is None else f"{failure}; {own_message}"
         ) from error
     except BaseException as error:
+        if is_capturing():  # nothing was sent: what is captured runs later, and this never does
+            raise
         context = f"call {number} ({name}) failed on rank {ranks.rank} of the group"
         # The others wait for this rank's tensors, up to the timeout: the note tells them why they
         # do not come.

@@ -138,8 +138,8 @@ class Ranks:
         if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:  # noqa: SLF001 - no public way
             raise UnsupportedError(
                 "this call has no rule for vmap, grad, jvp and the other transforms of torch.func, nor for "
-                "forward-mode gradients (forward_ad.dual_level). Instead: use a batch dimension, and "
-                "torch.autograd (backward()), outside of them"
+                "forward-mode gradients (forward_ad.dual_level). Instead: call it outside of them, with a "
+                "batch dimension where it takes one, and use torch.autograd (backward())"
             )
         if self.group_ref is None:
             return 0

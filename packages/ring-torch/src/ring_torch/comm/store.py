@@ -258,7 +258,7 @@ def _with_timeout[T](request: Callable[[], T], patience: timedelta | None = None
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return what sends a group's tensors of a device; a ``RuntimeError`` if nothing does."""
+    """Return the group's backend for a device; a ``RuntimeError`` if it has none."""
     return group._get_backend(device)  # noqa: SLF001 - no public way
 
 

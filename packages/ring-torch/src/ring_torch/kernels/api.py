@@ -61,7 +61,7 @@ class OwnSpans(NamedTuple):
     length: int
 
 
-#: Returns k and v of gathered columns, as views, by the first column and their number.
+#: ``(start, length)`` to views ``(k, v)`` of these columns of the gathered K/V.
 Columns = Callable[[int, int], tuple[Tensor, Tensor]]
 
 

@@ -65,6 +65,7 @@ from ring_torch.transports.api import (
     IndexMap,
     PendingGrads,
     add_staged,
+    as_in_shard,
 )
 
 #: Least FLOPs of a forward for each group of heads: about 1.5 ms on an H200. With shorter groups
@@ -297,6 +298,7 @@ def _finish_own_grads(
     keys, length = sums.keys, gather.length
     own_fetches = [fetch for fetch in gather.fetches if fetch.rank == call.ranks.rank]
     grads, own_sums = computed
+    own_columns = _own_columns(gather, call.ranks.rank)
     if (
         own_sums is None
         and sum(fetch.source.stop - fetch.source.start for fetch in own_fetches) < keys.length
@@ -309,10 +311,11 @@ def _finish_own_grads(
             add_staged(destinations, [sums.strided_views(grads, length, fetch.target)])
         all_keys = slice(0, keys.length)
         grads, own_fetches, length = own_sums, [Fetch(-1, all_keys, all_keys)], keys.length
+        own_columns = as_in_shard
     # Wait for the peers' sums and add them, in the order in which they were sent. `grads` may be
     # the memory that peers still read, but they read their own keys' columns of it.
     for pending in in_flight:
-        pending(grads, length, partial(_fetched_columns, own_fetches))
+        pending(grads, length, own_columns)
     # The sums are complete: round each once.
     for fetch in own_fetches:
         fetched_sums = sums.span_views(grads, length, fetch.target)

@@ -62,7 +62,8 @@ class PreparedForward(NamedTuple):
         wait: Callable[[int], None],
     ) -> None:  # fmt: skip
         """Write ``state``; ``wait`` is called with the fetches that a launch needs."""
-        rows, q = [*self.rows], q.detach()  # slices of it then need no gradient either
+        # Views of a tensor that needs no gradient take the host less time.
+        rows, q = [*self.rows], q.detach()
         # One call of torch cuts all slices of a tensor; `split` would go through Python. Padding
         # has a slice, and no launch.
         slices = zip(

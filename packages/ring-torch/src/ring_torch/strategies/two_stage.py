@@ -27,7 +27,7 @@ from ring_torch.records import (
     is_aligned,
 )
 from ring_torch.strategies.prepared_partials import PreparedPartials, prepare_partials
-from ring_torch.transports.api import GatherSession, Traffic, gathered_traffic
+from ring_torch.transports.api import GatherSession, Traffic, as_in_shard, gathered_traffic
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class TwoStageGather(GatheringStrategy):
         for item in self.own_items:
             differentiate(own, item, *sums.span_views(own_sums, keys.length, item.k_slice))
         # Wait for the peers' sums and add them; own keys lie there as they lie in the shard.
-        add_to(own_sums, keys.length, lambda source: source)
+        add_to(own_sums, keys.length, as_in_shard)
         return Grads(row_grads.dq, *sums.views(own_sums, keys.length), row_grads.dbias)
 
     def _repeat_backward(
@@ -226,5 +226,5 @@ class TwoStageGather(GatheringStrategy):
         )
         dq = prepared.differentiate_own(tensors, upstream.lse, (k, v), dqs, own_sums)
         # Wait for the peers' sums and add them; own keys lie there as they lie in the shard.
-        add_to(own_sums.view(-1), keys.length, lambda source: source)
+        add_to(own_sums.view(-1), keys.length, as_in_shard)
         return Grads(dq, *keys.split(own_sums), None)

@@ -27,6 +27,11 @@ Put = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # takes dK, dV
 IndexMap = Callable[[slice], slice]  # maps local indices of a rank's keys to columns of a buffer
 
 
+def as_in_shard(span: slice) -> slice:
+    """Return the same indices, for a buffer in which keys lie as in the rank's shard."""
+    return span
+
+
 class SessionSpec(NamedTuple):
     """Everything a transport needs to know about one pass over gathered keys.
 

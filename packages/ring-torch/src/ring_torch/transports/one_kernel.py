@@ -75,14 +75,12 @@ class ExchangeState:
         # Before a pass takes its first table: a launch that is kept holds addresses of several.
         if len(self._tables) > _MOST_TABLES:
             self._forget()
-        self._wait_last()
-        # Behind this stream's work all earlier passes have ended: each waited for the one before.
-        streams = [] if self._stream is None else [self._stream]
-        if self.memory.reserve(size, streams) or self._setup is None:
+        if self.memory.reserve(size) or self._setup is None:
             self._forget()
             self._setup = self._new_setup()
         if is_capturing():
             self._kept.append(self._setup)
+        self._wait_last()
         return self._setup
 
     def _wait_last(self) -> None:
@@ -156,14 +154,15 @@ class ExchangeState:
         """Return a table on the device, int64 ``[n, width]``, made by ``rows`` once a key.
 
         Raises:
-            ValueError: A CUDA graph is being captured, and the table is not there: the call was not
-                made since the memory last grew.
+            ValueError: A CUDA graph is being captured, and the table is not there: it was dropped
+                since the call was made, as the memory has grown, or there were too many.
         """
         if key not in self._tables:
             if is_capturing():
                 raise ValueError(
-                    "a call is captured into a CUDA graph after a larger call has moved the memory that "
-                    "ranks share: make it once more outside of a graph, then capture it"
+                    "a call is captured into a CUDA graph, and what was kept of it has been dropped: by a "
+                    "larger call, which moves the memory that ranks share, or by many others. Instead: "
+                    "make it once more outside of a graph, then capture it"
                 )
             values = torch.tensor(rows(), dtype=torch.int64).view(-1, width)
             self._tables[key] = values.to(not_none(self._setup).headers.device)

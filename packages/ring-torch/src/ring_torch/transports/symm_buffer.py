@@ -54,29 +54,26 @@ class SymmetricMemory:
     _kept: list[object] = field(default_factory=list)  # outgrown memory that CUDA graphs still use
     _views: dict[tuple[int, int, BufferSpec], list[torch.Tensor]] = field(default_factory=dict)
 
-    def reserve(self, size: int, streams: Sequence[torch.cuda.Stream]) -> bool:
+    def reserve(self, size: int) -> bool:
         """Ensure ``size`` bytes after the header; return True if new memory was allocated for that.
 
         All ranks call it with equal sizes, as growing is a collective. Memory that captured CUDA
-        graphs use is kept beside the new one. The host waits for ``streams`` before memory is
-        freed: this rank's reads of peers' memory are queued there.
+        graphs use is kept beside the new one.
         """
         if self._memory is not None and self._memory.numel() >= self.header + size:
             self._in_graphs = self._in_graphs or is_capturing()
             return False
         with torch.inference_mode(mode=False):  # passes that train will write there
-            self._reserve_new(size, streams)
+            self._reserve_new(size)
         return True
 
-    def _reserve_new(self, size: int, streams: Sequence[torch.cuda.Stream]) -> None:
+    def _reserve_new(self, size: int) -> None:
         """Replace the memory by a larger one. All ranks do so together, and the host waits."""
         import torch.distributed._symmetric_memory as symm_mem
 
         # This rank's copies out of the peers' old memory have ended. After the barrier the peers'
-        # have, too, so nobody reads what is freed here. Other streams are not waited for: a pass of
-        # another group may wait there for a peer whose host waits for this group.
-        for stream in streams:
-            stream.synchronize()
+        # have, too, so nobody reads what is freed here.
+        torch.cuda.synchronize()
         with peer_errors(self.ranks.peers):
             dist.barrier(group=self.ranks.group)
         if self._in_graphs:
@@ -86,7 +83,7 @@ class SymmetricMemory:
         device = torch.device("cuda", torch.cuda.current_device())
         self._memory = symm_mem.empty(self.header + size, dtype=torch.uint8, device=device)
         self._memory[: self.header].zero_()
-        torch.cuda.current_stream().synchronize()  # it is zero before any peer writes there
+        torch.cuda.synchronize()  # it is zero before any peer writes there
         with peer_errors(self.ranks.peers):
             self.handle = symm_mem.rendezvous(self._memory, not_none(self.ranks.group))
 
@@ -165,7 +162,7 @@ class SymmBuffer:
 
     def reserve(self, size: int) -> None:
         """Ensure ``size`` bytes after the header, on all ranks alike."""
-        if self.memory.reserve(size, (self.stream, self.local_stream, self.peer_stream)):
+        if self.memory.reserve(size):
             self._headers = self.memory.headers()
 
     def barrier_with_signature(self, digest: int) -> torch.cuda.Event:
