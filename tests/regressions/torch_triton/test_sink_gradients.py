@@ -38,18 +38,16 @@ def test_it_is_that_of_torch(batch: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("sinks_of_a_head", [0, 2])
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_delta_may_come_in_parts_of_the_rows(
-    on_gpu: bool, parts: int, sinks_of_a_head: int
-) -> None:
-    """As kernels have it that take the rows of several launches for a batch, padded behind."""
+def test_rows_may_come_in_parts(on_gpu: bool, parts: int, sinks_of_a_head: int) -> None:
+    """As kernels have them that take the rows of several launches for a batch, delta padded."""
     sinks, lse, delta, _ = _tensors(1, torch.float32)
     if sinks_of_a_head:
         sinks = torch.randn(H, sinks_of_a_head)
     expected = autograd._sink_grads(sinks, lse, delta)
-    padded = torch.full((parts, H, N // parts + 3), torch.nan)[..., :-3]
-    padded.copy_(delta[0].unflatten(1, (parts, -1)).transpose(0, 1))
+    in_parts, delta = (x[0].unflatten(1, (parts, -1)).transpose(0, 1) for x in (lse, delta))
+    padded = torch.full((parts, H, N // parts + 3), torch.nan)[..., :-3].copy_(delta)
     with patch.object(autograd, "_can_use_triton", lambda *_: on_gpu):
-        grads = autograd._sink_grads(sinks, lse, padded)
+        grads = autograd._sink_grads(sinks, in_parts.contiguous(), padded)
     assert grads.shape == sinks.shape
     torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-4)
 
