@@ -84,8 +84,8 @@ SETTINGS = (
     Setting(Widths(4), 1 << 20, recompute=True),
     Setting(Widths(36), 1 << 20, recompute=True),
 )
-#: The model of the check.
-SMALL = Setting(Widths(2, 512, 8, 2, 64, 1024, 4096), 4096, recompute=True)
+#: The model of the check, whose kernels are those of the others.
+SMALL = Setting(Widths(2, 512, 4, 1, 128, 1024, 4096), 4096, recompute=True)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
