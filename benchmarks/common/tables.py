@@ -292,6 +292,23 @@ def _host_time(rows: Sequence[Row]) -> str:
     return markdown(head, lines)
 
 
+def _models(rows: Sequence[Row]) -> str:
+    """Return seconds of a model's step by GPUs, and the rate over that of one GPU's if it ran."""
+    one_gpu = {row["setting"]: row["tflops_per_gpu"] for row in rows if row["gpus"] == 1}
+    head = ["model", "GPUs", "seconds a step", "each", "TFLOP/s per GPU", "GiB"]
+
+    def cells(row: Row) -> list[str]:
+        rate, base = row["tflops_per_gpu"], one_gpu.get(row["setting"])
+        efficiency = f" ({rate / base:.2f})" if base else ""
+        each = ", ".join(f"{x:.2f}" for x in row["each"])
+        return [
+            row["setting"], f"{row['gpus']}", f"{row['seconds']:.2f}", each,
+            f"{rate:.0f}{efficiency}", f"{row['gib']:.1f}",
+        ]  # fmt: skip
+
+    return markdown(head, map(cells, rows))
+
+
 #: How rows become a table, by a key that some of them have; the first that fits, else `scaling`.
 KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "row": _options,
@@ -300,6 +317,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "ranks": _jax_ranks,
     "way": _host_time,
     "every_strategy": _strategies,
+    "tflops_per_gpu": _models,
     "megabytes": _programs,
     "efficiency forward": _jax_ring,
     "causal": _jax_one_gpu,
