@@ -75,7 +75,7 @@ SETTINGS = (
 )
 #: What JAX runs over several GPUs.
 JAX_SETTINGS = (
-    *(Setting(n * K) for n in (8, 32, 128, 512)),
+    *(Setting(n * K) for n in (8, 32, 128, 256, 512)),
     *(Setting(n * K, kv_heads=32) for n in (32, 128)),
     Setting(128 * K, mask="window"),
     Setting(128 * K, mask="documents"),

@@ -324,8 +324,8 @@ def with_peer_errors(ranks: Ranks, number: int, signature: CallSignature) -> Ite
 
     The rank that fails leaves its message in the store and raises its own error. The others wait
     for its tensors until the group's timeout, and find the message then. On all of them the group
-    is closed for later calls. A RankMismatchError of the handshake is only passed on:
-    :func:`_compare` has closed the group where that is needed.
+    is closed for later calls. An error while a CUDA graph is captured is only passed on, as nothing
+    was sent, and so is a RankMismatchError: :func:`_compare` closes the group where needed.
 
     Raises:
         RankMismatchError: Ranks make different calls.

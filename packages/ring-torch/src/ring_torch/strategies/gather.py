@@ -60,13 +60,7 @@ from ring_torch.strategies.prepared import (
     prepare_forward,
 )
 from ring_torch.strategies.two_stage import GatheringStrategy, TwoStageGather
-from ring_torch.transports.api import (
-    GatherSession,
-    IndexMap,
-    PendingGrads,
-    add_staged,
-    as_in_shard,
-)
+from ring_torch.transports.api import GatherSession, IndexMap, PendingGrads, add_staged, as_in_shard
 
 #: Least FLOPs of a forward for each group of heads: about 1.5 ms on an H200. With shorter groups
 #: the host cannot launch ahead of the GPU.
