@@ -55,12 +55,15 @@ def bwd_hopper(
 ):  # fmt: skip
     """Add the gradients of blocks of 128 keys of one head to ``dq``, ``dk`` and ``dv``.
 
-    - ``q``, ``dout``: descriptors of ``[B * T, H * D]``; ``dq``: the same in float32.
+    - ``q``, ``dout``: descriptors of ``[2, B * T / 2, H * D]``, even tokens and odd ones; ``T`` is
+      padded to an even number. Blocks hold queries in this order, too: see ``in_order``.
+    - ``dq``: descriptor of ``[B * T, H * D]``, float32, in the order of the tokens.
     - ``k``, ``v``: descriptors of ``[B * S, K * D]``, or both of ``[B * S, K * 2 D]``, where values
       lie beside their keys.
-    - ``neg_lse``, ``neg_delta``: descriptors of ``[B * H * T]``, each head padded to whole blocks:
-      ``-lse / scale``, ``-inf`` for queries that see nothing, and ``-delta``. Products of Q and K,
-      which are not scaled yet, and of dO and V start from these.
+    - ``neg_lse``, ``neg_delta``: descriptors of ``[B * H * T]``, each head padded to whole blocks,
+      which hold even tokens first, too: ``-lse / scale``, ``-inf`` for queries that see nothing,
+      and ``-delta``. Products of Q and K, which are not scaled yet, and of dO and V start from
+      these.
     - ``items``, ``cells``: the bounds of the work items and the documents, see ``Bands``.
     - ``dk``, ``dv``: ``[B, S, K, D]``; or ``dk`` is ``[B, S, K, 2 D]`` and there is no ``dv``.
     - ``flags [B * K, blocks]``: set to 1 where dK and dV are left out because of NaN, and to 2
@@ -73,8 +76,10 @@ def bwd_hopper(
     stages: gl.constexpr = consts.STAGES
     k_tile = gl.allocate_shared_memory(k.dtype, [KEYS, consts.D], k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [KEYS, consts.D], v.layout)
-    q_tiles = gl.allocate_shared_memory(q.dtype, [stages, consts.BLOCK, consts.D], q.layout)
-    g_tiles = gl.allocate_shared_memory(q.dtype, [stages, consts.BLOCK, consts.D], dout.layout)
+    q_tiles = gl.allocate_shared_memory(q.dtype, [stages, 2, consts.BLOCK // 2, consts.D], q.layout)
+    g_tiles = gl.allocate_shared_memory(
+        q.dtype, [stages, 2, consts.BLOCK // 2, consts.D], dout.layout
+    )
     m_tiles = gl.allocate_shared_memory(gl.float32, [stages, consts.BLOCK], neg_lse.layout)
     d_tiles = gl.allocate_shared_memory(gl.float32, [stages, consts.BLOCK], neg_delta.layout)
     s_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -274,9 +279,8 @@ def bwd_producer(
                     mbarrier.wait(q_free.index(slot), phase)
                     mbarrier.expect(q_full.index(slot), q.nbytes_per_cta + neg_lse.nbytes_per_cta)
                     number, column = (b * sizes.heads + head) * padded + row, head * consts.D
-                    tma.async_load(
-                        q, [b * sizes.q_len + row, column], q_full.index(slot), q_tiles.index(slot)
-                    )
+                    pair = b * ((sizes.q_len + 1) // 2) + row // 2
+                    tma.async_load(q, [0, pair, column], q_full.index(slot), q_tiles.index(slot))
                     tma.async_load(neg_lse, [number], q_full.index(slot), m_tiles.index(slot))
                     # ... and the same for dO and delta, which are free earlier.
                     mbarrier.wait(g_free.index(slot), phase)
@@ -285,7 +289,7 @@ def bwd_producer(
                     )
                     tma.async_load(
                         dout,
-                        [b * sizes.q_len + row, column],
+                        [0, pair, column],
                         g_full.index(slot),
                         g_tiles.index(slot),
                     )
@@ -425,6 +429,18 @@ def has_nonfinite(tile, consts: gl.constexpr):
 
 
 @gluon.jit
+def in_order(x, consts: gl.constexpr):
+    """Bring rows of queries from the order even, odd to that of the tokens; no data moves.
+
+    A half-warp's stores go to four neighbouring rows of a product. In the order of the tokens these
+    are every other row of the tile for dQ, which its swizzle keeps in different banks of shared
+    memory. Neighbouring rows would share them in pairs, and each store take twice as long.
+    """
+    x = x.reshape([2, consts.BLOCK // 2, consts.D])
+    return x.permute((1, 0, 2)).reshape([consts.BLOCK, consts.D])
+
+
+@gluon.jit
 def add_grads_of_block(
     tiles, s_tile, dq_tiles, dq, bars, count, dk, dv, nonfinite, row, first_row, head, first, stop,
     MASKED: gl.constexpr, consts: gl.constexpr,
@@ -441,7 +457,8 @@ def add_grads_of_block(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     numbers: gl.constexpr = gl.SliceLayout(0, s_layout)
     slot, phase = count % consts.STAGES, (count // consts.STAGES) & 1
-    queries, gradient = q_tiles.index(slot), g_tiles.index(slot)
+    queries = q_tiles.index(slot).reshape([consts.BLOCK, consts.D])
+    gradient = g_tiles.index(slot).reshape([consts.BLOCK, consts.D])
     block: gl.constexpr = [KEYS, consts.BLOCK]
     mbarrier.wait(q_full.index(slot), phase)
     mbarrier.wait(g_full.index(slot), phase)
@@ -454,7 +471,8 @@ def add_grads_of_block(
     products = warpgroup_mma_wait(1, [products])
     weights = gl.exp2(products * (consts.SCALE * LOG2E))
     if MASKED:
-        rows = row + gl.arange(0, consts.BLOCK, layout=numbers)
+        places = gl.arange(0, consts.BLOCK, layout=numbers)  # even queries first
+        rows = row + places % (consts.BLOCK // 2) * 2 + places // (consts.BLOCK // 2)
         visible = (rows[None, :] >= first[:, None]) & (rows[None, :] < stop[:, None])
         weights = gl.where(visible, weights, 0.0)
     narrow = gl.convert_layout(weights.to(q_tiles.dtype), p_layout)
@@ -478,7 +496,7 @@ def add_grads_of_block(
     # There are two tiles for dQ. The copy engine still reads the block before out of the other one
     # while this one is written ...
     dq_tile = dq_tiles.index(count & 1)
-    dq_tile.store(part * consts.SCALE)
+    dq_tile.store(in_order(part * consts.SCALE, consts))
     fence_async_shared()
     # ... and is done with it behind this barrier: the next block may overwrite it.
     tma.store_wait(0)

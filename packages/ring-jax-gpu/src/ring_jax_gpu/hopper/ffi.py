@@ -29,17 +29,15 @@ class TileDescriptor:
     """A descriptor of the tensor memory accelerator (TMA), which kernels fetch blocks through.
 
     Attributes:
-        shape: The array as the kernel sees it: ``[rows, columns]`` or ``[rows]``.
+        shape: The array as the kernel sees it: ``[rows, columns]``, ``[2, row pairs, columns]``, or
+            ``[rows]``.
         block: Shape of the block that one fetch brings.
+        strides: Strides in elements; the last one is 1.
     """
 
     shape: tuple[int, ...]
     block: tuple[int, ...]
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Strides in elements; rows are contiguous."""
-        return (self.shape[1], 1) if len(self.shape) == 2 else (1,)
+    strides: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -123,8 +123,8 @@ def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
     )  # fmt: skip
     dv, parts = arrays.get("dv"), (split, 2, KEYS, dim)
     parameters: dict[str, Parameter] = {
-        "q": _tiles(q, hopper_consts.BLOCK, dim), **_key_tiles(arrays, KEYS, dim),
-        "dout": _tiles(arrays["dout"], hopper_consts.BLOCK, dim),
+        "q": _row_pairs(q, hopper_consts.BLOCK, dim), **_key_tiles(arrays, KEYS, dim),
+        "dout": _row_pairs(arrays["dout"], hopper_consts.BLOCK, dim),
         "neg_lse": _row_tiles(
             jnp.where(lse == -jnp.inf, lse, lse * (-1.0 / hopper_consts.SCALE)),
             hopper_consts.BLOCK,
@@ -239,7 +239,18 @@ def _keys(arrays: Arrays, name: str = "k") -> Any:
 def _tiles(x: Any, length: int, dim: int) -> InArray:
     """Pass ``[B, H, T, D]``, in memory ``[B * T, H * D]``, for fetches of ``[length, dim]``."""
     batch, heads, tokens, row = x.shape
-    tiles = TileDescriptor((batch * tokens, heads * row), (length, dim))
+    tiles = TileDescriptor((batch * tokens, heads * row), (length, dim), (heads * row, 1))
+    return InArray(x, tiles, layout=BTHD)
+
+
+def _row_pairs(x: Any, length: int, dim: int) -> InArray:
+    """Pass ``[B, H, T, D]`` for fetches of ``[2, length / 2, dim]``: even tokens, then odd ones."""
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, x.shape[2] % 2), (0, 0)))
+    batch, heads, tokens, row = x.shape
+    width = heads * row
+    tiles = TileDescriptor(
+        (2, batch * tokens // 2, width), (2, length // 2, dim), (width, 2 * width, 1)
+    )
     return InArray(x, tiles, layout=BTHD)
 
 
@@ -249,12 +260,13 @@ def _key_tiles(arrays: Arrays, length: int, dim: int) -> dict[str, Parameter]:
 
 
 def _row_tiles(x: Any, length: int) -> InArray:
-    """Pass ``[B, H, T]`` for fetches of ``[length]``.
+    """Pass ``[B, H, T]`` for fetches of ``[length]``, in which even tokens come before odd ones.
 
     Heads are padded to whole blocks, as the copy engine needs addresses in multiples of 16 bytes.
     """
     padded = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % length)))
-    return InArray(padded, TileDescriptor((padded.size,), (length,)))
+    ordered = padded.reshape(-1, length // 2, 2).swapaxes(1, 2).reshape(padded.shape)
+    return InArray(ordered, TileDescriptor((padded.size,), (length,), (1,)))
 
 
 def _result(x: Any, overwrite: bool, layout: tuple[int, ...] | None = None) -> Parameter:
