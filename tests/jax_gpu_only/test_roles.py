@@ -9,12 +9,14 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from triton.experimental.gluon import language as gl
 
 from ring_core.programs.ring import TABLE_UNBOUNDED
 from ring_jax.records import Item
-from ring_jax_gpu.hopper import backward, forward
+from ring_jax_gpu.hopper import backward, forward, run
 from ring_jax_gpu.hopper.common import Sizes
 from ring_jax_gpu.hopper.stream_k import (
     backward_schedule,
@@ -176,6 +178,32 @@ def test_all_is_done_once_backwards(
     assert +parts == Counter(
         {split_index: kernel.parts_of(split_index, sizes) for split_index in range(split)}
     )
+
+
+@dataclass(frozen=True)
+class Registers:
+    """A product's rows, as ``in_order`` regards them."""
+
+    rows: np.ndarray[Any, Any]
+
+    def reshape(self, shape: list[int]) -> Registers:
+        return Registers(self.rows.reshape(shape))
+
+    def permute(self, dims: tuple[int, ...]) -> Registers:
+        return Registers(self.rows.transpose(dims))
+
+
+def test_even_queries_come_first_and_leave_in_order() -> None:
+    """The order in which lse is fetched, that of masks, and that in which dQ is stored."""
+    kernel: Any = backward
+    consts = SimpleNamespace(BLOCK=64, D=1)
+    tokens = np.arange(150)
+    fetched = run._row_tiles(jnp.asarray(tokens)[None, None], 64).array
+    places = np.asarray(fetched).reshape(3, 64)
+    offsets = [kernel.offset_of.fn(place, consts) for place in range(64)]
+    assert places[1].tolist() == [64 + offset for offset in offsets] != sorted(places[1])
+    stored = kernel.in_order.fn(Registers(places[1][:, None]), consts).rows
+    assert stored.ravel().tolist() == tokens[64:128].tolist()
 
 
 @pytest.mark.parametrize(

@@ -429,6 +429,13 @@ def has_nonfinite(tile, consts: gl.constexpr):
 
 
 @gluon.jit
+def offset_of(place, consts: gl.constexpr):
+    """Return which query of a block is at a place of it: the even ones come first."""
+    half: gl.constexpr = consts.BLOCK // 2
+    return place % half * 2 + place // half
+
+
+@gluon.jit
 def in_order(x, consts: gl.constexpr):
     """Bring rows of queries from the order even, odd to that of the tokens; no data moves.
 
@@ -471,8 +478,7 @@ def add_grads_of_block(
     products = warpgroup_mma_wait(1, [products])
     weights = gl.exp2(products * (consts.SCALE * LOG2E))
     if MASKED:
-        places = gl.arange(0, consts.BLOCK, layout=numbers)  # even queries first
-        rows = row + places % (consts.BLOCK // 2) * 2 + places // (consts.BLOCK // 2)
+        rows = row + offset_of(gl.arange(0, consts.BLOCK, layout=numbers), consts)
         visible = (rows[None, :] >= first[:, None]) & (rows[None, :] < stop[:, None])
         weights = gl.where(visible, weights, 0.0)
     narrow = gl.convert_layout(weights.to(q_tiles.dtype), p_layout)
