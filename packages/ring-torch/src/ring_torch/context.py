@@ -383,7 +383,8 @@ class ContextParallel:
         loss. A gradient that no rank has stays ``None``. Call it once a step, after the last
         backward. A later backward that adds to a summed gradient raises a ``ValueError``, until
         ``zero_grad`` or a new gradient in its place. Tensor-parallel parameters, whose mesh has no
-        other rank of this group, are summed shard by shard.
+        other rank of this group, are summed shard by shard. A gradient that was set to an inference
+        tensor, or to a view whose elements share memory, is replaced by a tensor of its own.
 
         Args:
             model: The model, with the same parameters on all ranks.
