@@ -36,6 +36,7 @@ class GroupState:
     nonce: int | None = None  # drawn by rank 0, and passed on with the first header
     agreed: dict[bytes, None] = field(default_factory=dict)  # signatures compared, oldest first
     last: tuple[Any, bytes] | None = None  # the last ``StoreAgreement``, and the digest it used
+    is_inherited: bool = False  # True in a process forked from the one that made the group
     failure: str | None = None  # error message of a failed pass; the group is closed then
     is_watched: bool = False  # True once a thread looks for failures of other ranks
     queued: QueuedPass | None = None  # the last pass, until the thread has looked at it
