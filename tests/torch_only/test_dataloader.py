@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -144,7 +144,8 @@ def _resumed(rank: int) -> None:
         batches = iter(first)
         head = [next(batches).tokens.tolist()]
         state = first.state_dict()
-        batches.close()  # type: ignore[attr-defined]  # a generator
+        assert isinstance(batches, Generator)
+        batches.close()
         source = make()
         second = dataloader(cp, source, dp=dp)
         second.load_state_dict(state)

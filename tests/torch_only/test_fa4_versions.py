@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,8 +41,8 @@ def pieces(q: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) -> Iterator[tupl
     if cu_q is None or cu_k is None:
         yield from ((n, n) for n in range(len(q)))
         return
-    for n in range(len(cu_q) - 1):
-        yield tuple(slice(int(cu[n]), int(cu[n + 1])) for cu in (cu_q, cu_k))  # type: ignore[misc]  # a tuple of two
+    for rows, columns in zip(*(pairwise(cu.tolist()) for cu in (cu_q, cu_k)), strict=True):
+        yield slice(*rows), slice(*columns)
 
 
 def scores(q: Tensor, k: Tensor, scale: float, window: Window) -> Tensor:

@@ -275,8 +275,9 @@ def refused(message: str, model: Any, shard: dict[str, Any]) -> None:
 
 def _positions(_: int) -> None:
     batch, name = whole("plain"), hf.register()
-    for layout, limit in (("contiguous", 20), ("zigzag", 30), ("zigzag", 12)):
-        cp = ContextParallel(None, layout)  # type: ignore[arg-type]  # a parameter of the test
+    cases: list[tuple[LayoutSpec, int]] = [("contiguous", 20), ("zigzag", 30), ("zigzag", 12)]
+    for layout, limit in cases:
+        cp = ContextParallel(None, layout)
         rope = {
             "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
             "long_factor": [2.0] * 4, "original_max_position_embeddings": limit,

@@ -12,11 +12,12 @@ from hf_models import WHOLE, build, run, whole
 
 from ring_core import StrategyConfig
 from ring_torch import ContextParallel, hf
+from ring_torch.call import Strategy
 from ring_torch.local import LocalRanks
 from ring_torch.strategies.hybrid import Hybrid
 from ring_torch.strategies.ulysses import Ulysses
 
-WAYS: dict[str, tuple[Any, type]] = {
+WAYS: dict[str, tuple[Any, type[Strategy]]] = {
     "ring-ulysses": ("ulysses", Ulysses),
     "ring-hybrid-2-gather": (StrategyConfig("hybrid", ulysses_size=2, outer="gather"), Hybrid),
 }
@@ -40,7 +41,7 @@ def _matches(_: int, name: str) -> None:
         assert model.config._attn_implementation == attention
         with pytest.raises(ValueError, match="parallelized already, with"):
             hf.parallelize(model, cp)
-        with patch.object(kind, "backward", autospec=True, side_effect=kind.backward) as backward:  # type: ignore[attr-defined]  # of a strategy
+        with patch.object(kind, "backward", autospec=True, side_effect=kind.backward) as backward:
             ring_loss = run(model, batch)[1]
         assert backward.call_count == model.config.num_hidden_layers
         cp.reduce_gradients(model)

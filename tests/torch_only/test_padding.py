@@ -17,6 +17,7 @@ import ring_torch
 from ring_core import Mask, reference
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
+from ring_torch.sharding import UnshardGrad
 
 LAYOUTS = ("zigzag", "contiguous", "striped")
 
@@ -49,8 +50,9 @@ def _there_and_back(rank: int, layout: Any) -> None:
         assert (positions[tokens:] >= length).all()
         # Padding's gradient is dropped, whichever way the gradients of a whole tensor return.
         weights = _random(2, length, 5)
-        for grad, factor in (("slice", 1), ("sum", cp.cp_size)):
-            whole = cp.unshard(cp.shard(x, pad=True), grad=grad, seq_len=length)  # type: ignore[arg-type]  # a parameter of the test
+        factors: dict[UnshardGrad, int] = {"slice": 1, "sum": cp.cp_size}
+        for grad, factor in factors.items():
+            whole = cp.unshard(cp.shard(x, pad=True), grad=grad, seq_len=length)
             (grad_of_x,) = torch.autograd.grad((whole * weights).sum(), x)
             dist.all_reduce(grad_of_x)
             torch.testing.assert_close(grad_of_x, factor * weights)

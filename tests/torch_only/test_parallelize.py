@@ -14,6 +14,7 @@ from hf_models import LENGTH, WHOLE, Wide, build, run, whole
 from sweep.compare import build as build_any
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ring_core import RankMismatchError, UnsupportedError
@@ -157,7 +158,7 @@ def _wrapped(_: int, kind: str) -> None:
             hf.parallelize(wrapped, cp, reduction="mean")
         run(wrapped, batch)
         for name, grad in gradients(model).items():
-            whole_grad = grad.full_tensor() if kind == "fsdp" else grad  # type: ignore[attr-defined]  # a DTensor
+            whole_grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
             same(whole_grad, expected[name], f"gradient of {name} in {kind}")
         hooked = hf.parallelize(wrapped, cp, reduction="mean")
         hooked.remove()

@@ -21,8 +21,9 @@ from ring_core import Capabilities, Mask, Request, StrategyName, WorkItem, make_
 from ring_torch import kernels, strategies, transports
 from ring_torch.buffers import BufferSpec
 from ring_torch.call import Call, Resolution, Strategy, StrategySpec, zero_row_grads
+from ring_torch.comm.exchange import exchange
 from ring_torch.comm.handshake import agree
-from ring_torch.comm.ranks import Ranks, exchange
+from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import KERNELS
 from ring_torch.kernels.api import Kernel
 from ring_torch.prepare import _prepare

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from dense import dense, errors
 from torch import Tensor
 
 from ring_core import Mask
@@ -106,3 +107,20 @@ def test_an_lse_that_is_not_asked_for_may_be_anything(monkeypatch: pytest.Monkey
     with_grad = x.clone().requires_grad_()
     call(with_grad, x, x, causal=True, kernel="eager").sum().backward()
     assert asked[3] and with_grad.grad is not None and not with_grad.grad.isnan().any()
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_what_tests_on_gpus_compare_with(window: int | None) -> None:
+    """Dense attention is what attention computes, and a window that is off by one is not."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, T, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2, 4)]
+    sinks = torch.randn(4, dtype=torch.bfloat16)
+    exact, plain = (
+        dense(*(x.to(dtype) for x in inputs), sinks=sinks.to(dtype), window=window)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    leaves = [x.requires_grad_() for x in (*inputs[:3], sinks)]
+    for keys, is_right in ((window or T, True), ((window or T) - 1, False)):
+        out = ring_attention(*leaves[:3], sinks=sinks, causal=True, window=(keys - 1, 0))
+        results = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+        assert (max(errors(results, exact, plain)) < 2) == is_right

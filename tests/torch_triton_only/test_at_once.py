@@ -36,6 +36,7 @@ from ring_torch.transports import (
     copy_engine,
     exchange_kernel as kernels,
     exchange_tables,
+    kept_launches,
     one_kernel,
     peer_copies,
 )
@@ -246,17 +247,19 @@ def test_tables_of_a_pass_live_as_long_as_its_launches(
 ) -> None:
     """What is kept of a launch holds their addresses, so a pass forgets none of its own."""
     interpret_one_kernel(monkeypatch, tmp_path)
-    monkeypatch.setattr(one_kernel, "_MOST_TABLES", 1)
+    monkeypatch.setattr(kept_launches, "_MOST", 1)
     memory: Any = SimpleNamespace(reserve=lambda _: False)
     setup = kernels.ExchangeSetup(torch.zeros(1, dtype=torch.int64), 0, 0, 1, 1, 1)
-    state = one_kernel.ExchangeState(memory, setup)
-    tables = [state.table(key, 1, lambda: [(1,)]) for key in range(3)]
-    state.keep("launch", tables)
-    assert all(state.table(key, 1, list) is x for key, x in enumerate(tables))
-    assert state.prepared("launch") is tables
+    state, cpu = one_kernel.ExchangeState(memory, setup), torch.device("cpu")
+    kept = state.kept
+    tables = [kept.table(key, 1, lambda: [(1,)], cpu) for key in range(3)]
+    kept.keep("launch", tables)
+    assert all(kept.table(key, 1, list, cpu) is x for key, x in enumerate(tables))
+    assert kept.launch("launch", is_counted=False) is tables
+    assert kept.launch("launch", is_counted=True) is None
     state.reserve(0)  # the next pass begins
-    assert state.prepared("launch") is None
-    assert state.table(0, 1, lambda: [(2,)]).item() == 2
-    monkeypatch.setattr(one_kernel, "is_capturing", lambda: True)
+    assert kept.launch("launch", is_counted=False) is None
+    assert kept.table(0, 1, lambda: [(2,)], cpu).item() == 2
+    monkeypatch.setattr(kept_launches, "is_capturing", lambda: True)
     with pytest.raises(ValueError, match="once more outside of a graph"):
-        state.table(1, 1, lambda: [(2,)])
+        kept.table(1, 1, lambda: [(2,)], cpu)

@@ -1,11 +1,16 @@
-"""A pass that fails on one rank ends on all in that rank's words, and closes the group."""
+"""A pass that fails on one rank ends on all in that rank's words, and closes the group.
+
+The groups of a process are closed in its forks, too.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,7 +45,7 @@ def _attend(length: int, group: Any = None, **options: Any) -> tuple[Tensor, Ten
 def _words(function: Any) -> str:
     try:
         function()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "a result"
 
@@ -109,6 +114,34 @@ def test_a_failed_pass_is_named_on_all_ranks(
             assert "an earlier call on this process group failed" in message
             assert said in message
             assert "new_group" in message
+
+
+def _in_a_child(_: int) -> list[str]:
+    """Return what calls say in a forked process, on a group that was used and on another."""
+    groups: list[Any] = [dist.new_group(timeout=TIMEOUT) for _ in range(2)]
+    x, out = _attend(8, groups[0])
+    calls: list[Callable[[], object]] = [
+        *(partial(_attend, 8, group) for group in groups),
+        out.sum().backward,
+        lambda: ContextParallel(groups[1]).unshard(x),
+        lambda: ContextParallel(groups[1]).shard(x).shape,  # nothing is sent
+    ]
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        for call in calls:
+            os.write(writer, f"{_words(call)}\n".encode())
+        os._exit(0)
+    os.close(writer)
+    dist.barrier()  # this process goes on
+    with os.fdopen(reader) as file:
+        return file.read().splitlines()
+
+
+def test_a_forked_child_refuses_the_groups_of_its_parent(pool: LocalRanks) -> None:
+    for *refused, shard in pool.run(_in_a_child):
+        assert len(refused) == 4
+        assert all("this process was forked" in message for message in refused), refused
+        assert shard == "a result"
 
 
 class _Kept(logging.Handler):

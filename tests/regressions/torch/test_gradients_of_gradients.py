@@ -250,3 +250,26 @@ def _allowed(_: int, way: Way, kind: str) -> bool:
 @pytest.mark.parametrize(("way", "kind"), _pairs(ALLOWED))
 def test_first_derivatives_are_exact(pool: LocalRanks, way: str, kind: str) -> None:
     assert pool.run(_allowed, WAYS[way], kind) == [True, True]
+
+
+def _one_graph(_: int) -> str:
+    """Return what compiled autograd says of an eager forward; that of a compiled one is exact."""
+    q, messages = ContextParallel().shard(_qkv()[0]).requires_grad_(), []
+    for way in (Way(), Way(backend="aot_eager")):
+        torch.compiler.reset()  # graphs of other tests have breaks, and would be taken again
+        out = way.attend(q)
+        (expected,) = torch.autograd.grad(out.sum(), q, retain_graph=True)
+        compiler = torch.compile(backend="aot_eager", fullgraph=True)
+        try:
+            with compiled_autograd._enable(compiler):
+                out.sum().backward()
+        except RuntimeError as error:
+            messages.append(str(error))
+    torch.testing.assert_close(q.grad, expected, rtol=0, atol=0)
+    (message,) = messages
+    return message
+
+
+def test_compiled_autograd_makes_one_graph_of_a_compiled_forward(pool: LocalRanks) -> None:
+    for message in pool.run(_one_graph):
+        assert "With fullgraph=True compile what calls attention" in message

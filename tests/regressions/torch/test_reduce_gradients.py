@@ -272,6 +272,31 @@ def test_nothing_outlives_gradients_and_models(pool: LocalRanks) -> None:
     pool.run(_life)
 
 
+#: Gradients that a program may set and that no sum can be written into, for a weight ``[4, 3]``.
+UNWRITABLE: tuple[Callable[[], Tensor], ...] = (
+    lambda: torch.ones(()).expand(4, 3),
+    lambda: torch.arange(6.0).unfold(0, 3, 1),
+    torch.inference_mode()(lambda: torch.ones(4, 3)),
+    lambda: torch.arange(12.0).view(3, 4).T,  # writable: it stays
+)
+
+
+def _unwritable(rank: int) -> None:
+    cp, weight = ContextParallel(), nn.Parameter(torch.zeros(4, 3))
+    model = nn.ParameterList([weight])
+    given = weight.grad = UNWRITABLE[rank]()
+    cp.reduce_gradients(model)
+    torch.testing.assert_close(weight.grad, sum((make() for make in UNWRITABLE), torch.zeros(4, 3)))
+    assert (weight.grad is given) == (rank == len(UNWRITABLE) - 1)
+    assert not weight.grad.is_inference()
+    with pytest.raises(ValueError, match="already"):
+        cp.reduce_gradients(model)
+
+
+def test_gradients_that_cannot_be_written_are_replaced(pool: LocalRanks) -> None:
+    pool.run(_unwritable)
+
+
 def _compiled(rank: int) -> None:
     torch._dynamo.reset()
     step = Step(rank)

@@ -21,7 +21,7 @@ from ring_torch.call import Call, Saved, attend
 from ring_torch.capture import as_own, on_device
 from ring_torch.checking.watch import Watch
 from ring_torch.comm.handshake import check_graph, with_peer_errors
-from ring_torch.derivatives import check_backward
+from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_backward
 from ring_torch.optional import has_triton
 from ring_torch.records import GIVEN, BackwardInputs, Inputs, folded, with_unit_strides
 from ring_torch.strategies.bias_shift import bias_shift, sent_for_shift
@@ -189,7 +189,7 @@ def backward_pass(
     return dq, dk, dv, None, None, dsinks, dbias, None
 
 
-_backward_alone = torch.compiler.disable(backward_pass)
+_backward_alone = torch.compiler.disable(backward_pass, reason=NEEDS_COMPILED_FORWARD)
 
 
 @contextmanager

@@ -222,15 +222,8 @@ class ContextParallel:
 
             labels = cp.shift(tokens, -1, fill=-100)  # for each token the token after it
         """
-        if is_traced(x):
-            self._sharding.check_group()
-            return shift_in_graph(
-                self.group, self.layout, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens,
-                seq_len=seq_len,
-            )  # fmt: skip
-        return methods.shift(
-            self._sharding, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens, seq_len=seq_len
-        )
+        run = shift_in_graph if is_traced(x) else methods.shift
+        return run(self._sharding, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens, seq_len=seq_len)
 
     def halo(
         self, x: Tensor, left: int, right: int, *, dim: int = 1,
@@ -274,15 +267,8 @@ class ContextParallel:
             y = torch.nn.functional.conv1d(rows.mT, weight, groups=C).mT  # [B * R, L, C]
             y = cp.join(y)  # [B, T_local, C]
         """
-        if is_traced(x):
-            self._sharding.check_group()
-            return halo_in_graph(
-                self.group, self.layout, x, left, right, dim=dim, cu_seqlens=cu_seqlens,
-                seq_len=seq_len,
-            )  # fmt: skip
-        return methods.halo(
-            self._sharding, x, left, right, dim=dim, cu_seqlens=cu_seqlens, seq_len=seq_len
-        )
+        run = halo_in_graph if is_traced(x) else methods.halo
+        return run(self._sharding, x, left, right, dim=dim, cu_seqlens=cu_seqlens, seq_len=seq_len)
 
     def join(self, y: Tensor, *, dim: int = 1) -> Tensor:
         """Bring what a layer made of each run of :meth:`halo` back to this rank's slice.
@@ -302,10 +288,8 @@ class ContextParallel:
 
             y = cp.join(layer(cp.halo(x, 3, 0).rows))
         """
-        if is_traced(y):
-            self._sharding.check_group()
-            return methods.join(y, dim, self.layout, size_of(self.group))
-        return methods.join(y, dim, self.layout, self.cp_size)
+        self._sharding.check_group()
+        return methods.join(y, dim, self.layout, size_of(self.group))
 
     def relayout(
         self, x: Tensor, *, to: LayoutSpec | ContextParallel, dim: int = 1,
@@ -348,15 +332,9 @@ class ContextParallel:
             x = cp.relayout(x, to=half)  # no tokens on ranks 2 and 3
             x = half.relayout(x, to=cp, seq_len=4096)
         """
-        if is_traced(x):
-            other = to if isinstance(to, ContextParallel) else self
-            self._sharding.check_group()
-            check_context(other).check_group()
-            layout = to.layout if isinstance(to, ContextParallel) else to
-            groups = (self.group, other.group)
-            return relayout_in_graph(groups, self.layout, x, layout, dim=dim, seq_len=seq_len)
-        target = check_context(to) if isinstance(to, ContextParallel) else Sharding(self.group, to)
-        return methods.relayout(self._sharding, x, target, dim=dim, seq_len=seq_len)
+        target = check_context(to) if isinstance(to, ContextParallel) else to
+        run = relayout_in_graph if is_traced(x) else methods.relayout
+        return run(self._sharding, x, target, dim=dim, seq_len=seq_len)
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Return the global positions of this rank's tokens, int64 ``[T_local]``, as for RoPE.
@@ -383,7 +361,8 @@ class ContextParallel:
         loss. A gradient that no rank has stays ``None``. Call it once a step, after the last
         backward. A later backward that adds to a summed gradient raises a ``ValueError``, until
         ``zero_grad`` or a new gradient in its place. Tensor-parallel parameters, whose mesh has no
-        other rank of this group, are summed shard by shard.
+        other rank of this group, are summed shard by shard. A gradient that was set to an inference
+        tensor, or to a view whose elements share memory, is replaced by a tensor of its own.
 
         Args:
             model: The model, with the same parameters on all ranks.

@@ -13,6 +13,12 @@ from torch._C._functorch import (  # torch has no public name for these
 
 from ring_core import UnsupportedError
 
+#: What compiled autograd is told of backwards of ours that it meets, which it must not look into.
+NEEDS_COMPILED_FORWARD = (
+    "compiled autograd traces messages between ranks only as operations of a compiled forward. With "
+    "fullgraph=True compile what calls attention, unshard, shift, halo or relayout, too; or leave it out"
+)
+
 _LIBRARY = torch.library.Library("ring_torch", "FRAGMENT")
 
 
@@ -43,6 +49,8 @@ def check_no_batch(*grads: Tensor | None) -> None:
     Raises:
         UnsupportedError: They are one; nothing was sent.
     """
+    if torch.compiler.is_compiling():  # compiled autograd, which cannot trace the questions below
+        return
     for grad in grads:
         if grad is not None and (is_legacy_batchedtensor(grad) or is_batchedtensor(grad)):
             refuse_batch()

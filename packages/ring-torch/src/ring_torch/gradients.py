@@ -103,7 +103,10 @@ def reduce_gradients(ranks: Ranks, model: nn.Module) -> None:
 def _used_gradients(
     ranks: Ranks, weights: list[nn.Parameter], device: torch.device
 ) -> dict[nn.Parameter, Tensor]:
-    """Return the gradients that any rank has; where this rank has none, they are made as zeros."""
+    """Return the gradients that any rank has, all of them writable.
+
+    Where this rank has none, it is made as zeros.
+    """
     if not weights:
         return {}
     # A rank without a gradient would otherwise send fewer numbers than its peers.
@@ -115,9 +118,27 @@ def _used_gradients(
     gradients = {}
     for weight, is_used in zip(weights, used.tolist(), strict=True):
         if is_used:
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            gradient = weight.grad
+            weight.grad = torch.zeros_like(weight) if gradient is None else _as_writable(gradient)
             gradients[weight] = weight.grad
     return gradients
+
+
+def _as_writable(gradient: Tensor) -> Tensor:
+    """Return a gradient as it is, or a copy if sums cannot be written into it.
+
+    Backwards make no such gradients, but a program may set one: an inference tensor, or a view in
+    which several elements share memory, as of ``expand`` and ``unfold``.
+    """
+    shard, end = local_shard(gradient), 0
+    has_overlap = False
+    # By ascending strides, each dimension has to step over all that those before it reach.
+    for stride, size in sorted(zip(shard.stride(), shard.shape, strict=True)):
+        has_overlap |= size > 1 and stride <= end
+        end += stride * (size - 1)
+    if not has_overlap and not shard.is_inference():
+        return gradient
+    return gradient.clone(memory_format=torch.contiguous_format)
 
 
 def _check_model(ranks: Ranks, model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:

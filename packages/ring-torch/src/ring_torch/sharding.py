@@ -20,7 +20,7 @@ from ring_torch.comm.groups import Members, check_device, members_of, warn_if_al
 from ring_torch.comm.handshake import agree, check_graph, with_peer_errors
 from ring_torch.comm.ranks import Group, Ranks, is_foreign, peer_errors, ranks_of
 from ring_torch.comm.store import CallSignature
-from ring_torch.derivatives import check_no_batch
+from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
 
 UnshardGrad = Literal["sum", "slice"]
 UNSHARD_GRADS: tuple[str, ...] = get_args(UnshardGrad)
@@ -284,7 +284,9 @@ class _Unshard(torch.autograd.Function):
 
 
 # Compiled graphs use `ring_torch.compiled.unshard`. After a graph break this runs, untraced.
-_unshard: Callable[[Tensor, Unsharding], Tensor] = torch.compiler.disable(_Unshard.apply)
+_unshard: Callable[[Tensor, Unsharding], Tensor] = torch.compiler.disable(
+    _Unshard.apply, reason=NEEDS_COMPILED_FORWARD
+)
 
 
 def check_dim(x: object, dim: object, name: str = "x") -> int:

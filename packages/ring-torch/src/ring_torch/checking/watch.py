@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ring_torch.comm.ranks import Ranks, exchange
+from ring_torch.comm.exchange import exchange
+from ring_torch.comm.ranks import Ranks
 from ring_torch.transports.api import counted_by
 
 _NOTE = 2048  # bytes of the message in which a rank tells the others what it has found

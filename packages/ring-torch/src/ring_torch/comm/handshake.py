@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import secrets
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Self
@@ -23,7 +22,7 @@ from ring_core import RankMismatchError
 from ring_core.base.arguments import not_none
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import PeerError, Ranks, peer_errors
-from ring_torch.comm.state import QueuedPass
+from ring_torch.comm.state import note_queued
 from ring_torch.comm.store import (
     LONGEST_FIELD,
     CallSignature,
@@ -339,7 +338,7 @@ def with_peer_errors(ranks: Ranks, number: int, signature: CallSignature) -> Ite
     try:
         yield
         if ranks.state.is_watched:
-            _note_queued(ranks, f"call {number} ({name})")
+            note_queued(ranks.state, f"call {number} ({name})")
     except RankMismatchError:
         raise
     except PeerError as error:
@@ -364,28 +363,6 @@ def with_peer_errors(ranks: Ranks, number: int, signature: CallSignature) -> Ite
         # do not come.
         fail(ranks, f"{context}: {type(error).__name__}: {error}")
         raise
-
-
-def _note_queued(ranks: Ranks, name: str) -> None:
-    """Record the pass that the host has just queued, for the thread that checks whether it ends.
-
-    While a CUDA graph is captured nothing is recorded: querying an event from any thread could
-    break the capture.
-    """
-    state = ranks.state
-    state.queued = None  # before its event is recorded again
-    if not is_capturing():
-        device = torch.cuda.current_device()
-        if (ended := state.ended.get(device)) is None:
-            ended = state.ended[device] = torch.cuda.Event()
-        # Torch makes a new object for the current stream each time it is asked.
-        identity = torch._C._cuda_getCurrentStream(device)  # noqa: SLF001 - its id alone
-        if (stream := state.streams.get(identity)) is None:
-            stream = state.streams[identity] = torch.cuda.current_stream()
-        # The event is behind all that the pass has queued on this stream, transfers it waits for
-        # included.
-        ended.record(stream)
-        state.queued = QueuedPass(name, time.monotonic(), ended)
 
 
 def fail(ranks: Ranks, text: str, *, report: bool = True) -> None:

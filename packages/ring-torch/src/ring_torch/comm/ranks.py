@@ -5,6 +5,7 @@ Nothing here knows of attention. A message that a peer does not answer ends in a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_core import UnsupportedError
 from ring_core.base.arguments import not_none
-from ring_torch.buffers import BufferSpec
 from ring_torch.capture import fake_mode, is_jit_tracing, proxy_mode
 from ring_torch.comm.state import GroupState, watch
 from ring_torch.comm.store import publish_host, read_failure
@@ -101,11 +101,18 @@ class Ranks:
         )
 
     def check_open(self) -> None:
-        """Refuse to send anything on a group on which a pass has failed.
+        """Refuse to send anything on a group of a parent process, or on which a pass has failed.
 
         Raises:
+            ValueError: This process was forked from one that had made the group.
             RuntimeError: An earlier call failed.
         """
+        if self.state.is_inherited:
+            raise ValueError(
+                "this process was forked from one that had made the process group, and has none of the "
+                "threads that carry its messages. Start processes by 'spawn' (multiprocessing.get_context), "
+                "or fork before init_process_group and make the group in each process"
+            )
         if self.state.failure is not None:
             raise RuntimeError(
                 f"an earlier call on this process group failed, and its messages may still be "
@@ -122,6 +129,7 @@ class Ranks:
         Raises:
             UnsupportedError: Tensors have no numbers here, are traced, or are those of a transform
                 of ``torch.func`` or of a forward-mode gradient.
+            ValueError: This process was forked from one that had made the group.
             RuntimeError: A pass of an earlier call failed.
         """
         if fake_mode() is not None or proxy_mode() is not None:
@@ -314,47 +322,6 @@ def peer_errors(peers: Sequence[int]) -> Iterator[None]:
         raise PeerError(peers, error) from error
 
 
-@contextmanager
-def collective(ranks: Ranks, name: str) -> Iterator[None]:
-    """Run a collective so that its error names it; refuse it on a closed group.
-
-    Raises:
-        RuntimeError: A pass of an earlier call failed, or a peer did.
-    """
-    ranks.check_open()
-    try:
-        with peer_errors(ranks.peers):
-            yield
-    except PeerError as error:
-        raise RuntimeError(f"{name}: rank {ranks.rank} {error}") from error
-
-
-def exchange(
-    ranks: Ranks, parts: Sequence[Sequence[torch.Tensor]], device: torch.device
-) -> list[list[torch.Tensor]]:
-    """Send part ``n`` of each tensor to rank ``n``, and wait for what all ranks send.
-
-    All parts of a tensor have one shape, which is the same on all ranks. The parts for a rank
-    travel in one message.
-
-    Returns:
-        The received parts, by tensor and then by rank; this rank's own part is the one given.
-
-    Raises:
-        PeerError: A peer failed, or did not answer within the group's timeout.
-    """
-    spec = BufferSpec.of(*((blocks[0].shape, blocks[0].dtype) for blocks in parts))
-    peers = ranks.peers
-    sends = [(spec.pack([blocks[peer] for blocks in parts], device), peer) for peer in peers]
-    receives = [(spec.buffer(device), peer) for peer in peers]
-    # All pairs of ranks exchange at the same time; buffers are this exchange's own.
-    ranks.start(sends, receives).wait()
-    received = {peer: spec.views(buffer) for buffer, peer in receives}
-    # This rank's own part has not travelled.
-    received[ranks.rank] = [blocks[ranks.rank] for blocks in parts]
-    return [[received[rank][n] for rank in range(ranks.size)] for n in range(len(parts))]
-
-
 def is_foreign(group: Any) -> bool:
     """Return True for a one-dimensional ``DeviceMesh`` that this rank is not in."""
     return isinstance(group, DeviceMesh) and group.ndim == 1 and group.get_coordinate() is None
@@ -398,11 +365,29 @@ def ranks_of(group: Any) -> Ranks:
         raise ValueError(
             f"group must be a process group that this rank belongs to, a one-dimensional DeviceMesh or None; {reason}"
         )
-    # Kept, so that calls are counted on one object, whichever handle of the group the caller has.
     if (ranks := _ranks_of.get(group)) is not None:
         return ranks
-    rank = dist.get_rank(group)
-    ranks = _ranks_of.setdefault(group, Ranks(ref(group), rank, dist.get_world_size(group)))
+    ranks = _new_ranks(group)
     if ranks.size > 1:
-        publish_host(group, rank)
+        publish_host(group, ranks.rank)
     return ranks
+
+
+def _new_ranks(group: dist.ProcessGroup) -> Ranks:
+    """Return the ranks of a group, kept from now on: calls are counted on one object."""
+    ranks = Ranks(ref(group), dist.get_rank(group), dist.get_world_size(group))
+    return _ranks_of.setdefault(group, ranks)
+
+
+def _close_groups_of_parent() -> None:
+    """Refuse calls on all groups of this process, which was just forked.
+
+    They would wait in vain. Ranks of groups that were not used yet are made here, as their first
+    use would send to the parent's store.
+    """
+    for group in dist.distributed_c10d._world.pg_map:  # noqa: SLF001 - no public way
+        _new_ranks(group).state.is_inherited = True
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_close_groups_of_parent)

@@ -16,6 +16,8 @@ from datetime import timedelta
 from threading import Event, Thread
 from typing import Any, NamedTuple
 
+import torch
+
 _LOG = logging.getLogger("ring_torch")
 _LEAST_WAIT, _LONGEST = timedelta(seconds=0.25), timedelta(seconds=15)
 
@@ -36,6 +38,7 @@ class GroupState:
     nonce: int | None = None  # drawn by rank 0, and passed on with the first header
     agreed: dict[bytes, None] = field(default_factory=dict)  # signatures compared, oldest first
     last: tuple[Any, bytes] | None = None  # the last ``StoreAgreement``, and the digest it used
+    is_inherited: bool = False  # True in a process forked from the one that made the group
     failure: str | None = None  # error message of a failed pass; the group is closed then
     is_watched: bool = False  # True once a thread looks for failures of other ranks
     queued: QueuedPass | None = None  # the last pass, until the thread has looked at it
@@ -43,6 +46,27 @@ class GroupState:
     streams: dict[Any, Any] = field(default_factory=dict)  # by torch's id of each
     runs_together: dict[str, bool] = field(default_factory=dict)  # messages, by type of device
     hosts: tuple[str, ...] | None = None  # name of each rank's host, once it was asked for
+
+
+def note_queued(state: GroupState, name: str) -> None:
+    """Record the pass that the host has just queued, for the thread that checks whether it ends.
+
+    While a CUDA graph is captured nothing is recorded: querying an event from any thread could
+    break the capture.
+    """
+    state.queued = None  # before its event is recorded again
+    if not torch.cuda.is_current_stream_capturing():
+        device = torch.cuda.current_device()
+        if (ended := state.ended.get(device)) is None:
+            ended = state.ended[device] = torch.cuda.Event()
+        # Torch makes a new object for the current stream each time it is asked.
+        identity = torch._C._cuda_getCurrentStream(device)  # noqa: SLF001 - its id alone
+        if (stream := state.streams.get(identity)) is None:
+            stream = state.streams[identity] = torch.cuda.current_stream()
+        # The event is behind all that the pass has queued on this stream, transfers it waits for
+        # included.
+        ended.record(stream)
+        state.queued = QueuedPass(name, time.monotonic(), ended)
 
 
 def watch(

@@ -38,7 +38,7 @@ from ring_torch.movement.methods import (
     seq_len_of,
 )
 from ring_torch.movement.rows import HaloMove, MoveCall, MoveKind, RelayoutMove, ShiftMove
-from ring_torch.sharding import check_fill, check_slice
+from ring_torch.sharding import Sharding, check_fill, check_slice
 
 _KIND_OF: dict[str, type[MoveKind]] = {
     kind.name: kind for kind in (ShiftMove, HaloMove, RelayoutMove)
@@ -46,14 +46,15 @@ _KIND_OF: dict[str, type[MoveKind]] = {
 
 
 def shift_in_graph(
-    group: Any, layout: LayoutSpec, x: Tensor, n: int, *, dim: int, fill: float, cu_seqlens: Any,
-    seq_len: int | None,
+    sharding: Sharding, x: Tensor, n: int, *, dim: int, fill: float,
+    cu_seqlens: Sequence[int] | None, seq_len: int | None,
 ) -> Tensor:  # fmt: skip
     """Add a shift to the graph that is being traced.
 
     Raises:
         ValueError: An argument is malformed, as far as the trace can see.
     """
+    sharding.check_group()
     check_slice(x, dim)
     check_steps(n)
     fill = check_fill(x, fill)
@@ -61,17 +62,18 @@ def shift_in_graph(
     numbers: list[int] = []
     documents = None if cu_seqlens is None else as_documents(cu_seqlens)
     fields = [
-        to_json(layout), to_json(n, tensors, numbers), to_json(fill),
+        to_json(sharding.layout), to_json(n, tensors, numbers), to_json(fill),
         to_json(seq_len, tensors, numbers), to_json(documents, tensors, numbers),
     ]  # fmt: skip
-    text = _text((group,), "shift", fields, index(dim % x.ndim), _needs_grad(x))
-    moved: Tensor = move(x, tensors, numbers, text, x.shape[dim] * size_of(group), 0, None)[0]
+    text = _text((sharding.group,), "shift", fields, index(dim % x.ndim), _needs_grad(x))
+    tokens = x.shape[dim] * size_of(sharding.group)
+    moved: Tensor = move(x, tensors, numbers, text, tokens, 0, None)[0]
     return moved
 
 
 def halo_in_graph(
-    group: Any, layout: LayoutSpec, x: Tensor, left: int, right: int, *, dim: int,
-    cu_seqlens: Any, seq_len: int | None,
+    sharding: Sharding, x: Tensor, left: int, right: int, *, dim: int,
+    cu_seqlens: Sequence[int] | None, seq_len: int | None,
 ) -> Halo:  # fmt: skip
     """Add a halo to the graph that is being traced.
 
@@ -79,8 +81,9 @@ def halo_in_graph(
         ValueError: An argument is malformed, as far as the trace can see.
         UnsupportedError: The layout is striped.
     """
+    sharding.check_group()
     check_slice(x, dim)
-    size = size_of(group)
+    layout, size = sharding.layout, size_of(sharding.group)
     check_halo(left, right, layout, size)
     tensors: list[Tensor] = []
     numbers: list[int] = []
@@ -90,7 +93,7 @@ def halo_in_graph(
         to_json(seq_len, tensors, numbers), to_json(documents, tensors, numbers),
     ]  # fmt: skip
     dim %= x.ndim
-    text = _text((group,), "halo", fields, index(dim), _needs_grad(x))
+    text = _text((sharding.group,), "halo", fields, index(dim), _needs_grad(x))
     moved, _ = move(x, tensors, numbers, text, x.shape[dim] * size, 0, None)
     # The movement alone is an operation of its own; the rest is traced as torch's.
     rows = rows_of_runs(moved, dim, runs_a_rank(layout, size))
@@ -98,30 +101,27 @@ def halo_in_graph(
 
 
 def relayout_in_graph(
-    groups: tuple[Any, Any], layout: LayoutSpec, x: Tensor, to: LayoutSpec, *, dim: int,
-    seq_len: int | None,
-) -> Tensor:  # fmt: skip
+    sharding: Sharding, x: Tensor, to: LayoutSpec | Sharding, *, dim: int, seq_len: int | None
+) -> Tensor:
     """Add a relayout to the graph that is being traced.
-
-    Args:
-        groups: Process groups that hold the rows, and that get them.
-        layout: Their layout.
-        x: The rows of this rank.
-        to: The layout that they get.
-        dim: Dimension of the sequence.
-        seq_len: Length of the whole sequence, if the call states it.
 
     Raises:
         ValueError: An argument is malformed.
         UnsupportedError: Neither group has all ranks of the other.
     """
+    sharding.check_group()
+    # A layout alone is not made a sharding: that would look at the group while it is traced.
+    layout, groups = to, (sharding.group, sharding.group)
+    if isinstance(to, Sharding):
+        to.check_group()
+        layout, groups = to.layout, (sharding.group, to.group)
     check_slice(x, dim)
     numbers: list[int] = []
-    size, ranks = _ranks_of_relayout(*groups, to_json(to))
+    size, ranks = _ranks_of_relayout(*groups, to_json(layout))
     tokens = seq_len_of(x.shape[dim], size, ranks[0], seq_len)
     states_tokens = seq_len is not None or ranks[0] is not None
     fields = [
-        to_json(layout), to_json(to), *ranks,
+        to_json(sharding.layout), to_json(layout), *ranks,
         to_json(tokens if states_tokens else None, [], numbers), seq_len is not None,
     ]  # fmt: skip
     text = _text(groups, "relayout", fields, index(dim % x.ndim), _needs_grad(x))

@@ -1,11 +1,13 @@
-"""Register ring attention as an ``attn_implementation`` of transformers.
+"""Register ring attention as an ``attn_implementation`` of transformers, and set it on models.
 
 The registered function refuses, by name, every argument that it cannot honour.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,16 @@ from ring_core import KernelConfig, StrategyConfig, UnsupportedError, checks
 from ring_core.base.config import kernel_config, strategy_config
 from ring_torch.attention import ring_attention
 from ring_torch.hf.masks import LayerMask, check_mask_functions, ring_mask, sharded
+from ring_torch.hf.models.check import text_modules, towers
+from ring_torch.hf.models.classes import has_attention, has_eager_attention, name_of
+from ring_torch.hf.models.implementation import (
+    attention_of,
+    attention_of_parts,
+    set_attention,
+    whole_attention,
+)
 from ring_torch.hf.models.placeholders import ShardedMask
+from ring_torch.hf.models.releases import lacks
 from ring_torch.kernels import kernel_names
 from ring_torch.strategies import strategy_names
 from ring_torch.transports import transport_names
@@ -343,7 +354,46 @@ def registered_name(strategy: StrategyConfig) -> str:
     return "-".join(["ring", *(str(value) for value, default in pairs if value != default)])
 
 
-def attention_of(model: Any) -> str:
-    """Return the name of a model's attention implementation."""
-    name: str = model.config._attn_implementation  # noqa: SLF001 - transformers has no other name
-    return name
+def set_ring_attention(model: Any, strategy: StrategyConfig) -> Callable[[], object]:
+    """Set ring attention on the model, unless it has it; return a function that sets its own back.
+
+    Towers for images or sound get whole inputs on every rank. They keep their attention, or get
+    that of :func:`whole_attention` if it is a ring's.
+
+    Raises:
+        ValueError: It has ring attention that was registered with another strategy.
+        UnsupportedError: ``set_attn_implementation`` does not reach the model's attention.
+    """
+    if is_ring(attention_of(model)):
+        own = strategy_of(attention_of(model))
+        if strategy not in (own, StrategyConfig("auto")):
+            raise ValueError(
+                f"strategy={strategy.name!r}: the model's attention {attention_of(model)!r} was "
+                f"registered with strategy={own.name!r}. Instead: leave strategy out here, or "
+                f"register the attention with this one, under a name of its own"
+            )
+        # Loaded with ring attention everywhere: towers get whole inputs, which it cannot attend to.
+        with_ring = [
+            x for x in towers(model)
+            if is_ring(attention_of(x)) and x.config is not model.config
+        ]  # fmt: skip
+        tower_attention = [(x.config, attention_of(x)) for x in with_ring]
+        set_attention((x.config, whole_attention(x)) for x in with_ring)
+        return partial(set_attention, tower_attention)
+    attention_before = attention_of_parts(model)
+    tower_attention = [(module.config, attention_of(module)) for module in towers(model)]
+    set_implementation = model.set_attn_implementation
+    # transformers refuses to set attention on a model that writes out its own: set the field.
+    if has_eager_attention(model):
+        set_implementation = partial(setattr, model.config, "_attn_implementation")
+    set_implementation(register(registered_name(strategy), strategy=strategy))
+    # In some models, set_attn_implementation changes the text part only. So look at all text
+    # modules that attend, not at the model's own config.
+    attending = [x for _, x in text_modules(model) if has_attention(x) and hasattr(x, "config")]
+    if not all(is_ring(attention_of(x)) for x in attending or [model]):
+        set_attention(attention_before)
+        raise UnsupportedError(lacks(name_of(model), "attention that set_attn_implementation sets"))
+    set_attention(
+        [(config, name) for config, name in tower_attention if config is not model.config]
+    )
+    return partial(set_attention, attention_before)

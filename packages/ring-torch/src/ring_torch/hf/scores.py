@@ -23,6 +23,7 @@ from ring_core import UnsupportedError
 from ring_torch.capture import untraced
 from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.models.classes import EagerAttentionSpec
+from ring_torch.hf.models.implementation import attention_of
 from ring_torch.hf.models.placeholders import AnyDevice, Placeholder, PlaceholderError
 
 _HIDDEN = -1e4  # models hide a score by a value at or below this
@@ -295,8 +296,7 @@ class _Products(TorchFunctionMode):
         module, spec = self.module, self.layer.spec
         is_local = spec.local and getattr(module, spec.local) == "local"
         mask = replace(term.mask, window=(module.config.window_size - 1, 0) if is_local else None)
-        name = self.layer.config._attn_implementation  # noqa: SLF001 - it has no other name
-        out: Tensor = AttentionInterface()[name].attend(
+        out: Tensor = AttentionInterface()[attention_of(self.layer)].attend(
             module, q, k, values, mask, scaling=scores.scale, dropout=scores.dropout,
             bias=term.bias, alibi_slopes=term.slopes,
         )  # fmt: skip

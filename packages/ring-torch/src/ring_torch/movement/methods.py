@@ -85,9 +85,10 @@ def halo(
 
 
 def relayout(
-    sharding: Sharding, x: Tensor, to: Sharding, *, dim: int, seq_len: int | None
+    sharding: Sharding, x: Tensor, to: LayoutSpec | Sharding, *, dim: int, seq_len: int | None
 ) -> Tensor:
     """Return this rank's rows in the layout of ``to``; see :meth:`ContextParallel.relayout`."""
+    to = to if isinstance(to, Sharding) else Sharding(sharding.group, to)
     ranks, source_ranks, target_ranks = ranks_of_relayout(sharding.members, to.members)
     number = ranks.next_call()
     check_slice(x, dim)

@@ -25,7 +25,7 @@ from ring_torch.capture import capture_safe_cache
 from ring_torch.checking.watch import Watch, shared_findings
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
-from ring_torch.derivatives import check_no_batch
+from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
 from ring_torch.sharding import agree_on_call, guarded
 
 #: Copies of more slices than this read indices from a tensor, in two kernels.
@@ -386,4 +386,6 @@ class _MovementFunction(torch.autograd.Function):
 
 
 # Compiled graphs use `ring_torch.compiled.movement`. After a graph break this runs, untraced.
-move: Callable[[Tensor, MoveCall, int], Tensor] = torch.compiler.disable(_MovementFunction.apply)
+move: Callable[[Tensor, MoveCall, int], Tensor] = torch.compiler.disable(
+    _MovementFunction.apply, reason=NEEDS_COMPILED_FORWARD
+)

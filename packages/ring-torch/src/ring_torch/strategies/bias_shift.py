@@ -22,8 +22,8 @@ from ring_core.base.arguments import not_none
 from ring_core.base.merge import UNSHIFTED_BIAS
 from ring_torch.buffers import BufferSpec
 from ring_torch.call import Call
+from ring_torch.comm.exchange import exchange
 from ring_torch.comm.handshake import HEADER_BYTES, agree
-from ring_torch.comm.ranks import exchange
 from ring_torch.optional import has_triton
 from ring_torch.positions import visible_spans
 from ring_torch.records import Inputs

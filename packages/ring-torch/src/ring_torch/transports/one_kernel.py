@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +26,6 @@ from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
 from ring_torch.launches.cache import tensors_key
-from ring_torch.launches.direct import has_launch_hooks
 from ring_torch.records import Inputs
 from ring_torch.transports import exchange_kernel, exchange_tables as tables, head_kernel
 from ring_torch.transports.api import (
@@ -43,11 +42,11 @@ from ring_torch.transports.api import (
 )
 from ring_torch.transports.copy_engine import comes_in_parts, copy
 from ring_torch.transports.exchange_kernel import KeyExchange
+from ring_torch.transports.kept_launches import KeptLaunches
 from ring_torch.transports.symm_buffer import SymmetricMemory
 
 _HEADER_BYTES = 1024  # enough for MOST_RANKS
 _FIRST = 2  # index of the next exchange's number in a header
-_MOST_TABLES = 1024
 
 # The state of each group. Process groups take no attributes of ours, so it is kept here.
 _state_of: WeakKeyDictionary[dist.ProcessGroup, ExchangeState] = WeakKeyDictionary()
@@ -55,31 +54,25 @@ _state_of: WeakKeyDictionary[dist.ProcessGroup, ExchangeState] = WeakKeyDictiona
 
 @dataclass
 class ExchangeState:
-    """Symmetric memory of a group for exchanges by one kernel, and the tables that kernels read."""
+    """Symmetric memory of a group for exchanges by one kernel, and what is kept for later ones."""
 
     memory: SymmetricMemory
     _setup: exchange_kernel.ExchangeSetup | None = None
     _stream: torch.cuda.Stream | None = None  # stream of the last pass outside of CUDA graphs
     _side_streams: list[torch.cuda.Stream] = field(default_factory=list)
-    _tables: dict[object, torch.Tensor] = field(default_factory=dict)
-    _kept: list[object] = field(default_factory=list)  # tensors that captured CUDA graphs read
-    #: Launches of earlier passes, for passes that are alike. They hold addresses of the memory and
-    #: of tables, and live as long as these.
-    _prepared: dict[object, Any] = field(default_factory=dict)
+    kept: KeptLaunches = field(default_factory=KeptLaunches)
 
     def reserve(self, size: int) -> exchange_kernel.ExchangeSetup:
         """Ensure ``size`` bytes of data, let this pass follow the last one, and return its setup.
 
         All ranks call it with equal sizes. New memory makes all tables void, which hold addresses.
         """
-        # Before a pass takes its first table: a launch that is kept holds addresses of several.
-        if len(self._tables) > _MOST_TABLES:
-            self._forget()
+        self.kept.make_room()  # before a pass takes its first table
         if self.memory.reserve(size) or self._setup is None:
-            self._forget()
+            self.kept.clear()
             self._setup = self._new_setup()
         if is_capturing():
-            self._kept.append(self._setup)
+            self.kept.keep_in_graph([self._setup])
         self._wait_last()
         return self._setup
 
@@ -119,56 +112,6 @@ class ExchangeState:
             _head_programs(device),
             1000 * patience,
         )
-
-    def _forget(self) -> None:
-        """Drop all tables, and the launches that hold their addresses."""
-        self._tables.clear()
-        self._prepared.clear()
-
-    def prepared(self, key: object) -> Any:
-        """Return the launch that was kept for a key; ``None`` if there is none to be repeated.
-
-        A pass that is captured or whose bytes are counted is launched anew: it has more to do.
-        """
-        launch = self._prepared.get(key)
-        if launch is None or is_counted() or is_capturing() or has_launch_hooks():
-            return None
-        return launch
-
-    def keep(self, key: object, launch: object) -> None:
-        """Keep a launch for later passes with the same key, unless it is ``None``."""
-        if launch is None:
-            return
-        if len(self._prepared) > _MOST_TABLES:
-            self._prepared.clear()
-        self._prepared[key] = launch
-
-    def keep_in_graph(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Keep tensors alive that a CUDA graph reads, if one is being captured."""
-        if is_capturing():
-            self._kept += [x for x in tensors if x is not None]
-
-    def table(
-        self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]
-    ) -> torch.Tensor:
-        """Return a table on the device, int64 ``[n, width]``, made by ``rows`` once a key.
-
-        Raises:
-            ValueError: A CUDA graph is being captured, and the table is not there: it was dropped
-                since the call was made, as the memory has grown, or there were too many.
-        """
-        if key not in self._tables:
-            if is_capturing():
-                raise ValueError(
-                    "a call is captured into a CUDA graph, and what was kept of it has been dropped: by a "
-                    "larger call, which moves the memory that ranks share, or by many others. Instead: "
-                    "make it once more outside of a graph, then capture it"
-                )
-            values = torch.tensor(rows(), dtype=torch.int64).view(-1, width)
-            self._tables[key] = values.to(not_none(self._setup).headers.device)
-        if is_capturing():
-            self._kept.append(self._tables[key])
-        return self._tables[key]
 
 
 def _programs(device: torch.device) -> int:
@@ -234,15 +177,18 @@ class OneKernel(NamedTuple):
         pending = PendingKV([target], lambda _fetches: None)
         # The kernel waits until peers have read what lies in `own` from the pass before, writes,
         # waits until all ranks have written, and reads. The host waits for nothing.
-        if key is not None and (exchange := self.state.prepared(key)) is not None:
+        kept = self.state.kept
+        exchange = None if key is None else kept.launch(key, is_counted=is_counted())
+        if exchange is not None:
             exchange(self.digest, k, v, target)
         else:
             own_k, own_v = (x if are_rows(x) else x.contiguous() for x in (k, v))
             own = self._keys_of(self.setup.rank)
             own_fetches = [fetch for fetch in gather.fetches if fetch.rank == self.setup.rank]
-            places = self.state.table(
-                (gather, keys, "own"), 1, lambda: tables.own_places(own_fetches, keys.length)
-            )
+            places = kept.table(
+                (gather, keys, "own"), 1, lambda: tables.own_places(own_fetches, keys.length),
+                spec.device,
+            )  # fmt: skip
             run = partial(
                 exchange_kernel.exchange_keys, self.setup, self.digest, own_k, own_v, own, places,
                 target,
@@ -250,9 +196,10 @@ class OneKernel(NamedTuple):
             if spec.by_parts and comes_in_parts(keys, from_peers):
                 exchange, pending = self._fetch_in_halves(gather, run, target)
             else:
-                exchange = run(self.state.table((gather, keys), 3, lambda: self._pieces(gather)))
+                rows = partial(self._pieces, gather)
+                exchange = run(kept.table((gather, keys), 3, rows, spec.device))
             if key is not None and own_k is k and own_v is v:
-                self.state.keep(key, exchange)
+                kept.keep(key, exchange)
         if is_counted():
             note_reads(target[:, fetch.target] for fetch in from_peers)
         yield pending
@@ -270,7 +217,9 @@ class OneKernel(NamedTuple):
         halves, shape = tables.columns_of_halves(keys), tables.shape_of_blocks(keys)
         # Outside of graphs both tables are made and all kernels loaded: inside neither is possible.
         of_half, of_all = (
-            self.state.table((gather, keys, n), 4, partial(self._blocks, gather, halves[:n]))
+            self.state.kept.table(
+                (gather, keys, n), 4, partial(self._blocks, gather, halves[:n]), self.spec.device
+            )
             for n in (1, 2)
         )
         if not is_capturing():
@@ -309,18 +258,17 @@ class OneKernel(NamedTuple):
 
         It is filled with zeros if ``zero``, and uninitialised otherwise.
         """
-        if gather.length == 0:  # nobody reads any
-            grad_sums = torch.empty(0, dtype=self.spec.acc_dtype, device=self.spec.device)
-        else:
-            grad_sums = self._grads_of(self.spec.ranks.rank, sums, gather.length)
         # The kernel waits until peers have read what the exchange before left for them.
-        key = gather, sums, zero
-        if gather.length > 0 and (launch := self.state.prepared(key)) is not None:
+        if gather.length == 0:  # nobody will read any
+            grad_sums = torch.empty(0, dtype=self.spec.acc_dtype, device=self.spec.device)
+            exchange_kernel.wait_reusable(self.setup, grad_sums, zero=zero)
+            return [grad_sums]
+        grad_sums = self._grads_of(self.spec.ranks.rank, sums, gather.length)
+        key, kept = (gather, sums, zero), self.state.kept
+        if (launch := kept.launch(key, is_counted=is_counted())) is not None:
             launch({})
         else:
-            launch = exchange_kernel.wait_reusable(self.setup, grad_sums, zero=zero)
-            if gather.length > 0:
-                self.state.keep(key, launch)
+            kept.keep(key, exchange_kernel.wait_reusable(self.setup, grad_sums, zero=zero))
         return [grad_sums]
 
     def return_grads(
@@ -337,28 +285,26 @@ class OneKernel(NamedTuple):
         return lambda *total: self._add(gather, sums, *total)
 
     def _add(
-        self,
-        gather: GatherProgram,
-        sums: KeyGradBuffer,
-        total: torch.Tensor,
-        length: int,
+        self, gather: GatherProgram, sums: KeyGradBuffer, total: torch.Tensor, length: int,
         index_map: IndexMap,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Exchange dK/dV: let peers read this rank's, and add theirs for own keys to ``total``."""
         starts = _starts(self.spec.plan, self.spec.ranks.rank, gather, index_map)
-        key = gather, sums, length, starts
-        if (exchange := self.state.prepared(key)) is not None and total.data_ptr() % 16 == 0:
+        key, kept = (gather, sums, length, starts), self.state.kept
+        exchange = kept.launch(key, is_counted=is_counted())
+        if exchange is not None and total.data_ptr() % 16 == 0:
             exchange(self.digest, total)
             return
         spans = sent_spans(self.spec.plan, self.spec.ranks.rank, like=gather)
         num_peers = max(self.spec.ranks.size - 1, 1)
-        table = self.state.table(
+        table = kept.table(
             key, 2 + num_peers,
             lambda: self._sums_of_peers(gather, sums, length, zip(spans, starts, strict=True), num_peers),
+            self.spec.device,
         )  # fmt: skip
         exchange = exchange_kernel.reduce_from_peers(self.setup, self.digest, table, total)
         if total.data_ptr() % 16 == 0:
-            self.state.keep(key, exchange)
+            kept.keep(key, exchange)
         if is_counted():
             for _, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather):
                 note_reads(sums.strided_views(total, length, index_map(fetch.source)))
@@ -431,16 +377,19 @@ class HeadTrade(HeadCarrier):
         orders: Orders, *, splits_heads: bool,
     ) -> None:  # fmt: skip
         """Run the exchange in one kernel."""
-        key = layout, splits_heads, tensors_key(*sources, *results, *orders)
-        if (trade := self.state.prepared(key)) is not None:
+        key, kept = (
+            (layout, splits_heads, tensors_key(*sources, *results, *orders)),
+            self.state.kept,
+        )
+        if (trade := kept.launch(key, is_counted=is_counted())) is not None:
             trade(self.digest, sources, results, orders)
         else:
-            self.state.keep_in_graph(orders)
+            kept.keep_in_graph(orders)
             trade = head_kernel.trade_heads(
                 self.setup, self.state.memory.header, self.digest, layout, sources, results, orders,
                 splits_heads=splits_heads,
             )  # fmt: skip
-            self.state.keep(key, trade)
+            kept.keep(key, trade)
         if is_counted():
             message, rank = flat(layout.message.size, torch.uint8), self.setup.rank
             start = rank * layout.message.size

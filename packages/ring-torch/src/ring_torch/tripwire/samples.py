@@ -26,8 +26,8 @@ from ring_core.cost import BACKWARD_FLOPS, Model
 from ring_core.tripwire import Kind, SampledRows, peak_tflops, result_shapes, sampled
 from ring_torch.call import Call
 from ring_torch.checking.watch import Watch, shared_findings
+from ring_torch.comm.exchange import exchange
 from ring_torch.comm.handshake import HEADER_BYTES
-from ring_torch.comm.ranks import exchange
 from ring_torch.positions import on_device, positions_of
 from ring_torch.records import BackwardInputs, Inputs, folded
 from ring_torch.tripwire.dense import (

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ring_core import UnsupportedError
+from ring_torch.comm.exchange import collective
 from ring_torch.comm.groups import default_device
-from ring_torch.comm.ranks import Ranks, collective
+from ring_torch.comm.ranks import Ranks
 from ring_torch.gradients import local_shard
 from ring_torch.verification.trace import Recorder, Tokens, Trace
 

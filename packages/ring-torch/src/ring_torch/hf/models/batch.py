@@ -15,8 +15,9 @@ from torch.nn.functional import pad
 
 from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
 from ring_core.base.arguments import Ints
+from ring_torch.comm.exchange import collective
 from ring_torch.comm.groups import default_device
-from ring_torch.comm.ranks import Ranks, collective
+from ring_torch.comm.ranks import Ranks
 from ring_torch.hf.models.check import ModelReport
 from ring_torch.hf.models.documents import STATED, check_positions, stated_documents
 from ring_torch.hf.models.placeholders import (

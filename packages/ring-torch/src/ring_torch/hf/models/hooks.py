@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ring_core import StrategyConfig, UnsupportedError
 from ring_core.base.arguments import not_none
 from ring_torch.capture import untraced
-from ring_torch.comm.ranks import collective
+from ring_torch.comm.exchange import collective
 from ring_torch.gradients import ReductionChoice, hooks_in
 from ring_torch.hf.models.batch import split_batch
 from ring_torch.hf.models.check import ModelReport, unwrapped

@@ -1,0 +1,81 @@
+"""Tables that exchange kernels read, and launches of earlier passes, for passes that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ring_torch.capture import is_capturing
+from ring_torch.launches.direct import has_launch_hooks
+
+_MOST = 1024  # tables, and launches
+
+
+@dataclass
+class KeptLaunches:
+    """Tables and launches, which hold addresses of the memory that ranks share.
+
+    Launches hold addresses of tables, too, and live no longer than these.
+    """
+
+    _tables: dict[object, torch.Tensor] = field(default_factory=dict)
+    _launches: dict[object, Any] = field(default_factory=dict)
+    _in_graphs: list[object] = field(default_factory=list)  # tensors that captured graphs read
+
+    def make_room(self) -> None:
+        """Drop everything if there are too many tables; a pass's own stay until it ends."""
+        if len(self._tables) > _MOST:
+            self.clear()
+
+    def clear(self) -> None:
+        """Drop all tables, and the launches that hold their addresses."""
+        self._tables.clear()
+        self._launches.clear()
+
+    def launch(self, key: object, *, is_counted: bool) -> Any:
+        """Return the launch that was kept for a key; ``None`` if there is none to be repeated.
+
+        A pass that is captured or whose bytes are counted is launched anew: it has more to do.
+        """
+        launch = self._launches.get(key)
+        if launch is None or is_counted or is_capturing() or has_launch_hooks():
+            return None
+        return launch
+
+    def keep(self, key: object, launch: object) -> None:
+        """Keep a launch for later passes with the same key, unless it is ``None``."""
+        if launch is None:
+            return
+        if len(self._launches) > _MOST:
+            self._launches.clear()
+        self._launches[key] = launch
+
+    def keep_in_graph(self, tensors: Iterable[object]) -> None:
+        """Keep tensors alive that a CUDA graph reads, if one is being captured."""
+        if is_capturing():
+            self._in_graphs += [x for x in tensors if x is not None]
+
+    def table(
+        self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]],
+        device: torch.device,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return a table on the device, int64 ``[n, width]``, made by ``rows`` once a key.
+
+        Raises:
+            ValueError: A CUDA graph is being captured, and the table is not there: it was dropped
+                since the call was made, as the memory has grown, or there were too many.
+        """
+        if key not in self._tables:
+            if is_capturing():
+                raise ValueError(
+                    "a call is captured into a CUDA graph, and what was kept of it has been dropped: by a "
+                    "larger call, which moves the memory that ranks share, or by many others. Instead: "
+                    "make it once more outside of a graph, then capture it"
+                )
+            values = torch.tensor(rows(), dtype=torch.int64).view(-1, width)
+            self._tables[key] = values.to(device)
+        self.keep_in_graph([self._tables[key]])
+        return self._tables[key]

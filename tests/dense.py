@@ -1,0 +1,41 @@
+"""Dense causal attention in plain torch, and errors as multiples of those that it makes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, sinks: Tensor | None = None,
+    window: int | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Return ``out, dq, dk, dv`` of whole tensors, and ``dsinks``, computed in the tensors' dtype.
+
+    ``window`` is the number of keys that a query sees.
+    """
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    q, k, v, *logits = leaves
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+    length = q.shape[1]
+    position = torch.arange(length, device=q.device)
+    distance = position[:, None] - position
+    hidden = (distance < 0) | (distance >= (length if window is None else window))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5
+    scores = scores.masked_fill(hidden, -torch.inf)
+    columns = [scores, *(x[:, None, None].expand(len(q), -1, length, 1) for x in logits)]
+    weights = torch.cat(columns, dim=3).softmax(-1)[..., :length]
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def errors(
+    results: Sequence[Tensor], exact: Sequence[Tensor], plain: Sequence[Tensor]
+) -> list[float]:
+    """Return each result's error over that of a plain implementation, both as norms."""
+    return [
+        float((x.float() - y).norm() / (z.float() - y).norm())
+        for x, y, z in zip(results, exact, plain, strict=True)
+    ]
