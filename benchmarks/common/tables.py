@@ -292,6 +292,15 @@ def _host_time(rows: Sequence[Row]) -> str:
     return markdown(head, lines)
 
 
+def causes_table(rows: Sequence[Row]) -> str:
+    """Return host microseconds of a repeated call by cause, of the rank that takes longest."""
+    lines = (
+        [row["setting"], row["cause"], f"{row['forward_us']:.0f}", f"{row['backward_us']:.0f}"]
+        for row in rows
+    )
+    return markdown(["mask, length, heads", "cause", "forward, us", "backward, us"], lines)
+
+
 def _models(rows: Sequence[Row]) -> str:
     """Return seconds of a model's step by GPUs, and the rate over that of one GPU's if it ran."""
     one_gpu = {row["setting"]: row["tflops_per_gpu"] for row in rows if row["gpus"] == 1}
@@ -316,6 +325,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "milliseconds": _jax_options,
     "ranks": _jax_ranks,
     "way": _host_time,
+    "cause": causes_table,
     "every_strategy": _strategies,
     "tflops_per_gpu": _models,
     "megabytes": _programs,
