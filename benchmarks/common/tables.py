@@ -301,6 +301,19 @@ def causes_table(rows: Sequence[Row]) -> str:
     return markdown(["mask, length, heads", "cause", "forward, us", "backward, us"], lines)
 
 
+def _in_turns(rows: Sequence[Row]) -> str:
+    """Return milliseconds of old and new code in turns, and quartiles of new over old."""
+    lines = []
+    for row in rows:
+        cells = [row["row_in_turns"]]
+        for way in PASSES:
+            timed = row.get(way)
+            old_and_new = (f"{timed[name][1]:.3g}" for name in ("old", "new")) if timed else ()
+            cells += [" / ".join(old_and_new) or "none", _spread(timed and timed["ratio"])]
+        lines.append(cells)
+    return markdown(["", *_twice("old / new, ms", "new over old")], lines)
+
+
 def _models(rows: Sequence[Row]) -> str:
     """Return seconds of a model's step by GPUs, and the rate over that of one GPU's if it ran."""
     one_gpu = {row["setting"]: row["tflops_per_gpu"] for row in rows if row["gpus"] == 1}
@@ -326,6 +339,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "ranks": _jax_ranks,
     "way": _host_time,
     "cause": causes_table,
+    "row_in_turns": _in_turns,
     "every_strategy": _strategies,
     "tflops_per_gpu": _models,
     "megabytes": _programs,
