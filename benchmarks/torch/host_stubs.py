@@ -30,7 +30,7 @@ from ring_torch.transports import one_kernel, symm_mem
 _TILE = 64  # queries of a tile of the backward
 
 
-def nothing(*_: object) -> None:
+def nothing(*_: object, **__: object) -> None:
     """Take the place of a launch."""
 
 
@@ -110,7 +110,8 @@ def without_launches() -> Iterator[None]:
         (private, "interface", lambda: library), (compiled, "interface", lambda: library),
         (split, "split_functions", functions), (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "current_device", lambda: 0), (torch.cuda, "current_stream", lambda: stream),
-        (direct.DirectKernel, "launch", _launch), (one_kernel, "SymmetricMemory", OwnMemory),
+        (direct.DirectKernel, "launch", _launch),
+        (direct.DirectKernel, "__getitem__", lambda *_: nothing), (one_kernel, "SymmetricMemory", OwnMemory),
         (one_kernel, "_programs", lambda _: 66), (one_kernel, "_head_programs", lambda _: 96),
         (one_kernel, "timeout_of", lambda *_: timedelta(seconds=1)),
         (symm_mem, "has_agreed", lambda *_: True),
