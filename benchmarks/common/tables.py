@@ -301,6 +301,34 @@ def causes_table(rows: Sequence[Row]) -> str:
     return markdown(["mask, length, heads", "cause", "forward, us", "backward, us"], lines)
 
 
+def _bench_command(rows: Sequence[Row]) -> str:
+    """Return times of ``python -m ring_torch bench``, and rates over one device's with extremes."""
+    head = [
+        "tokens",
+        "pass",
+        "one device, ms",
+        "ring, ms",
+        "rate of a device over one's",
+        "a check adds",
+    ]
+
+    def cells(row: Row) -> list[str]:
+        first = [f"{row['tokens']:,}", row["bench_pass"]]
+        if "costs" in row:
+            least, cost, most = (f"{x:.1%}".replace("%", " %") for x in row["costs"])
+            return [*first, "", "", "", f"**{cost}** ({least} to {most})"]
+        least, share, most = (f"{x:.2f}" for x in row["shares"])
+        times = (f"{row[name]:.2f}" for name in ("alone_ms", "ring_ms"))
+        return [
+            *first,
+            *times,
+            f"**{share}** ({least} to {most})",
+            f"{row['check_cost']:.0%}".replace("%", " %"),
+        ]
+
+    return markdown(head, map(cells, rows))
+
+
 def _in_turns(rows: Sequence[Row]) -> str:
     """Return milliseconds of old and new code in turns, and quartiles of new over old."""
     lines = []
@@ -338,6 +366,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "milliseconds": _jax_options,
     "ranks": _jax_ranks,
     "way": _host_time,
+    "bench_pass": _bench_command,
     "cause": causes_table,
     "row_in_turns": _in_turns,
     "every_strategy": _strategies,
