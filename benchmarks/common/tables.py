@@ -292,6 +292,56 @@ def _host_time(rows: Sequence[Row]) -> str:
     return markdown(head, lines)
 
 
+def causes_table(rows: Sequence[Row]) -> str:
+    """Return host microseconds of a repeated call by cause, of the rank that takes longest."""
+    lines = (
+        [row["setting"], row["cause"], f"{row['forward_us']:.0f}", f"{row['backward_us']:.0f}"]
+        for row in rows
+    )
+    return markdown(["mask, length, heads", "cause", "forward, us", "backward, us"], lines)
+
+
+def _bench_command(rows: Sequence[Row]) -> str:
+    """Return times of ``python -m ring_torch bench``, and rates over one device's with extremes."""
+    head = [
+        "tokens",
+        "pass",
+        "one device, ms",
+        "ring, ms",
+        "rate of a device over one's",
+        "a check adds",
+    ]
+
+    def cells(row: Row) -> list[str]:
+        first = [f"{row['tokens']:,}", row["bench_pass"]]
+        if "costs" in row:
+            least, cost, most = (f"{x:.1%}".replace("%", " %") for x in row["costs"])
+            return [*first, "", "", "", f"**{cost}** ({least} to {most})"]
+        least, share, most = (f"{x:.2f}" for x in row["shares"])
+        times = (f"{row[name]:.2f}" for name in ("alone_ms", "ring_ms"))
+        return [
+            *first,
+            *times,
+            f"**{share}** ({least} to {most})",
+            f"{row['check_cost']:.0%}".replace("%", " %"),
+        ]
+
+    return markdown(head, map(cells, rows))
+
+
+def _in_turns(rows: Sequence[Row]) -> str:
+    """Return milliseconds of old and new code in turns, and quartiles of new over old."""
+    lines = []
+    for row in rows:
+        cells = [row["row_in_turns"]]
+        for way in PASSES:
+            timed = row.get(way)
+            old_and_new = (f"{timed[name][1]:.3g}" for name in ("old", "new")) if timed else ()
+            cells += [" / ".join(old_and_new) or "none", _spread(timed and timed["ratio"])]
+        lines.append(cells)
+    return markdown(["", *_twice("old / new, ms", "new over old")], lines)
+
+
 def _models(rows: Sequence[Row]) -> str:
     """Return seconds of a model's step by GPUs, and the rate over that of one GPU's if it ran."""
     one_gpu = {row["setting"]: row["tflops_per_gpu"] for row in rows if row["gpus"] == 1}
@@ -316,6 +366,9 @@ KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "milliseconds": _jax_options,
     "ranks": _jax_ranks,
     "way": _host_time,
+    "bench_pass": _bench_command,
+    "cause": causes_table,
+    "row_in_turns": _in_turns,
     "every_strategy": _strategies,
     "tflops_per_gpu": _models,
     "megabytes": _programs,

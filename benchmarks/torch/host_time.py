@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.common import report
-from benchmarks.torch.processors import bind
+from benchmarks.torch.processors import bind, cpu_name
 from ring_core import Layout
 from ring_torch import ring_attention
 from ring_torch.local import LocalRanks
@@ -42,25 +42,41 @@ TOLERANCE = 2e-2  # of bfloat16 results, beside dense attention's in float32
 Call = Callable[[], object]
 
 
-def by_hand() -> Callable[..., Tensor]:
-    """Return flash-attn-4's function where it is installed, else torch's."""
+def _fa4() -> Callable[..., Tensor]:
+    """Return flash-attn-4's function.
+
+    Raises:
+        ValueError: It is not installed, or does not load.
+    """
     try:
         from flash_attn.cute.interface import flash_attn_func
-    except ImportError:
+    except ImportError as error:
+        raise ValueError(
+            f"the column 'by hand' is flash-attn-4's own function, and it does not load: {error}. "
+            f"Instead: pip install flash-attn-4, or name another one by --by-hand sdpa"
+        ) from error
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            return out.transpose(1, 2)
-
-        return attend
-
-    def attend_by_library(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         result = flash_attn_func(q, k, v, causal=True)
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
-    return attend_by_library
+    return attend
+
+
+def _sdpa() -> Callable[..., Tensor]:
+    """Return torch's function, over whichever of its kernels it takes."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+#: Functions that are called by hand, beside Ring.
+BY_HAND = {"fa4": _fa4, "sdpa": _sdpa}
 
 
 def check(rank: int, size: int) -> None:
@@ -113,15 +129,16 @@ def python_calls(call: Call) -> int:
     return count
 
 
-def rows(rank: int, size: int) -> list[dict[str, Any]]:
+def rows(rank: int, size: int, by_hand: str) -> list[dict[str, Any]]:
     """Time all ways in turns; return a row for each, of this rank."""
+    attend = BY_HAND[by_hand]()
     check(rank, size)
     q, k, v = (
         torch.randn(1, TOKENS, heads, DIM, device="cuda", dtype=torch.bfloat16).requires_grad_()
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     dout = torch.randn_like(q)
-    forwards: dict[str, Callable[[], Tensor]] = {"by hand": partial(by_hand(), q, k, v)}
+    forwards: dict[str, Callable[[], Tensor]] = {"by hand": partial(attend, q, k, v)}
     for name, options in WAYS.items():
         forwards[name] = partial(
             ring_attention, q, k, v, causal=True, layout=LAYOUT, return_lse=False, **options
@@ -154,25 +171,37 @@ def rows(rank: int, size: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def main() -> int:
+def described(gpus: int, processors: int) -> dict[str, Any]:
+    """Return what ran, and where: GPUs, libraries, and the processors that queue the calls."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return report.environment(
+        gpu, "flash-attn-4", "triton", torch=torch.__version__, cuda=torch.version.cuda, gpus=gpus,
+        cpu=cpu_name(), processors=processors or "not bound",
+    )  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
     """Time what is asked for; returns the exit code."""
     parser = report.parser_of((__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="ranks")
     parser.add_argument("--bind", action="store_true", help="each process on its own processors")
-    options = parser.parse_args()
+    parser.add_argument("--by-hand", choices=BY_HAND, default="fa4", help="called beside Ring")
+    options = parser.parse_args(argv)
     if options.table:
         return report.show(options.table)
     if not 2 <= options.gpus <= torch.cuda.device_count():
         parser.error(f"--gpus {options.gpus}: there are {torch.cuda.device_count()}, 2 are needed")
+    try:
+        BY_HAND[options.by_hand]()
+    except ValueError as error:
+        parser.error(str(error))
     with LocalRanks(options.gpus, cuda=True, patience=300.0) as ranks:
         processors = ranks.run(bind)[0] if options.bind else 0
-        measured = ranks.run(rows, options.gpus)[0]
+        measured = ranks.run(rows, options.gpus, options.by_hand)[0]
     for row in measured:
         print(row)
     if options.json:
-        gpu = torch.cuda.get_device_name()
-        environment = {"gpus": options.gpus, "gpu": gpu, "torch": torch.__version__}
-        environment |= {"processors": processors} if processors else {}
+        environment = described(options.gpus, processors) | {"by_hand": options.by_hand}
         report.write(options.json, {"environment": environment, "rows": measured})
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,3 +20,12 @@ def bind(rank: int) -> int:
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(thread.name), cpus[first : first + share])
     return share
+
+
+def cpu_name() -> str:
+    """Return the model of this machine's processors, and how many this process may run on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return (
+        f"{models[0] if models else platform.processor()}, {len(os.sched_getaffinity(0))} of them"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 
 import pytest
@@ -45,28 +46,42 @@ def test_mistakes(command_line: str, message: str) -> None:
 def test_rounds_alternate_and_the_first_is_not_counted() -> None:
     order: list[tuple[str, int]] = []
 
-    def one(n: int) -> tuple[float, float]:
-        order.append(("one", n))
-        return 4.0, 12.0
+    def timed(name: str, forward: float, both: float) -> bench.TimedRound:
+        def run(n: int) -> dict[str, float]:
+            order.append((name, n))
+            late = 2.0 if (name, n) == ("ring", 3) else 1.0
+            return {"forward": late * forward, "forward and backward": both, "again": both}
 
-    def ring(n: int) -> tuple[float, float]:
-        order.append(("ring", n))
-        return 2.0 if n < 3 else 4.0, 4.0
+        return run
 
-    def checked(n: int) -> tuple[float, float]:
-        order.append(("checked", n))
-        return 4.0, 5.0
-
-    forward, both = bench.timings(one, ring, checked, work_fraction=0.5, seconds=0)
+    runs = timed("one", 4.0, 12.0), timed("ring", 2.0, 4.0), timed("checked", 4.0, 5.0)
+    results = forward, both, again = bench.timings(*runs, work_fraction=0.5, seconds=0)
     rounds = range(bench.LEAST_ROUNDS + 1)
     assert order == [(name, n) for n in rounds for name in ("one", "ring", "checked")]
     assert (forward.efficiencies, forward.efficiency) == ([0.5, 1.0, 1.0], 1.0)
-    assert (both.name, both.efficiency) == ("forward and backward", 1.5)
-    text = bench.report(DEFAULTS, "devices", (forward, both), {}, as_json=False)
+    assert (both.name, both.efficiency, again.name) == ("forward and backward", 1.5, "again")
+    text = bench.report(DEFAULTS, "devices", results, {}, as_json=False)
     assert "forward                  4000.00   2000.00  1.00  (0.50 to 1.00, 3 rounds)" in text
     assert both.check_cost == 0.25
-    added = "RING_CHECK=1 adds 25.0% to forward and backward, RING_CHECK=every:100 0.25%"
-    assert added in text
+    assert text.endswith("\nRING_CHECK=1 adds 25.0% to forward and backward")  # no line of others
+
+
+def test_checks_of_a_hundredth_are_timed_in_turns() -> None:
+    order: list[int] = []
+
+    def run(every: int) -> float:
+        order.append(every)
+        return 2.0 + len(order) / 100 if every else 2.0
+
+    sparse = bench.sparse_checks(run, 3)
+    assert order == [0, 100, 100, 0, 0, 100]
+    assert (len(sparse.checked), sparse.unchecked) == (3, (2.0, 2.0, 2.0))
+    assert [sparse.cost, sparse.costs[-1]] == pytest.approx([0.015, 0.03])
+    timing = bench.Timing("forward and backward", (1.0,), (1.0,), (2.0,), 0.5)
+    shown = bench.report(DEFAULTS, "devices", (timing,), {}, as_json=False, sparse=sparse)
+    assert f"every:100 adds {sparse.cost:.2%} to 100 calls forward and backward" in shown
+    read = json.loads(bench.report(DEFAULTS, "devices", (timing,), {}, as_json=True, sparse=sparse))
+    assert read["sparse_checks"]["cost"] == sparse.cost
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -2,7 +2,8 @@
 
 ``python -m ring_torch bench`` and ``python -m ring_jax bench`` are made of this. The ring is timed
 twice, also with ``RING_CHECK=1``. Rounds of the three alternate, so that a machine that slows down
-slows all, and each round has new random inputs.
+slows all, and each round has new random inputs. ``RING_CHECK=every:100`` is timed in rounds of 100
+calls each, which alternate with rounds of 100 unchecked calls.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from ring_core.tools.sizes import WINDOW, add_each, size
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 
-#: Function that runs one round, given its number, and returns the seconds of the forward, and of
-#: forward and backward.
-TimedRound = Callable[[int], tuple[float, float]]
-Round = tuple[tuple[float, float], ...]  # seconds of one device, the ring, and the checked ring
+#: Function that runs one round, given its number, and returns the seconds of a call by its pass:
+#: of each of :data:`PASSES`, and of what else it times, under the same names in every round.
+TimedRound = Callable[[int], Mapping[str, float]]
 PASSES = ("forward", "forward and backward")
+FROM_IDLE = ", from idle"  # behind a pass: the device had finished everything before the call
+CHECK_EVERY = 100  # calls of a round of :class:`SparseChecks`
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Timing:
     """Seconds of each round of a pass.
 
     Attributes:
-        name: The pass, one of :data:`PASSES`.
+        name: The pass, one of :data:`PASSES`; followed by :data:`FROM_IDLE` if calls did not follow
+            each other but each started on an idle device.
         alone: Seconds on one device that computes everything.
         ring: Seconds on the ring.
         checked: Seconds on the ring with ``RING_CHECK=1``.
@@ -106,6 +109,47 @@ class Timing:
     def efficiency(self) -> float:
         """Median of :attr:`efficiencies`."""
         return statistics.median(self.efficiencies)
+
+
+@dataclass(frozen=True)
+class SparseChecks:
+    """Seconds of rounds of :data:`CHECK_EVERY` calls, forward and backward.
+
+    Attributes:
+        unchecked: Seconds of each round without a check.
+        checked: Seconds of each round in which one call is checked, ``RING_CHECK=every:100``.
+    """
+
+    unchecked: tuple[float, ...]
+    checked: tuple[float, ...]
+
+    @property
+    def costs(self) -> list[float]:
+        """Time that the checked call adds to a round, as a share of the round's, sorted."""
+        return sorted(x / y - 1 for x, y in zip(self.checked, self.unchecked, strict=True))
+
+    @property
+    def cost(self) -> float:
+        """Median of :attr:`costs`."""
+        return statistics.median(self.costs)
+
+
+def sparse_checks(run: Callable[[int], float], rounds: int) -> SparseChecks:
+    """Time rounds with one checked call of 100 and rounds with none, in turns.
+
+    Args:
+        run: Returns the seconds of :data:`CHECK_EVERY` calls of which one in so many is checked, 0
+            for none.
+        rounds: Rounds of each kind, at least 1. Every other time the checked one comes first, so
+            that a machine that slows down slows both.
+    """
+    times: dict[int, list[float]] = {0: [], CHECK_EVERY: []}
+    with progress(rounds, "hundred") as bar:
+        for n in range(rounds):
+            for every in (0, CHECK_EVERY) if n % 2 == 0 else (CHECK_EVERY, 0):
+                times[every].append(run(every))
+            bar.update()
+    return SparseChecks(tuple(times[0]), tuple(times[CHECK_EVERY]))
 
 
 def default_case(ranks: int, *, on_cpu: bool) -> BenchCase:
@@ -201,7 +245,7 @@ def timings(
     *,
     work_fraction: float,
     seconds: float,
-) -> tuple[Timing, Timing]:
+) -> tuple[Timing, ...]:
     """Time one device, a ring and a checked ring in turns, with progress on stderr.
 
     The first round warms up, and is neither counted nor a part of ``seconds``. At least three timed
@@ -215,28 +259,25 @@ def timings(
         seconds: Time for all timed rounds; the one under way at its end is finished.
 
     Returns:
-        Timings of the forward, and of forward and backward.
+        Timings of all passes, in the order in which a round names them.
     """
-    rounds: list[Round] = []
     timed = (alone, ring, checked)
+    rounds: list[list[Mapping[str, float]]] = []
     with progress(MOST_ROUNDS, "round") as bar:
         for run in timed:
             run(0)
         end = time.monotonic() + seconds
         for n in range(1, MOST_ROUNDS + 1):
-            rounds.append(tuple(run(n) for run in timed))
+            rounds.append([run(n) for run in timed])
             bar.update()
             if n >= LEAST_ROUNDS and time.monotonic() >= end:
                 bar.total = n
                 break
-    forward, both = (_timing(name, rounds, n, work_fraction) for n, name in enumerate(PASSES))
-    return forward, both
-
-
-def _timing(name: str, rounds: Sequence[Round], n: int, work_fraction: float) -> Timing:
-    """Collect the timings of pass number ``n`` from all rounds."""
-    alone, ring, checked = (tuple(times[n] for times in x) for x in zip(*rounds, strict=True))
-    return Timing(name, alone, ring, checked, work_fraction)
+    results = []
+    for name in rounds[0][0]:
+        by_run = [tuple(times[name] for times in column) for column in zip(*rounds, strict=True)]
+        results.append(Timing(name, by_run[0], by_run[1], by_run[2], work_fraction))
+    return tuple(results)
 
 
 class Progress(Protocol):
@@ -283,41 +324,51 @@ def watched[T](items: Iterable[T], total: int, unit: str) -> Iterator[T]:
 
 def report(
     setting: BenchCase, where: str, timings_of_passes: Sequence[Timing], versions: Mapping[str, str],
-    *, as_json: bool,
+    *, as_json: bool, sparse: SparseChecks | None = None,
 ) -> str:  # fmt: skip
     """Return what a ``bench`` command prints.
 
     Args:
         setting: The case that was timed.
         where: The devices of the ring, behind their number.
-        timings_of_passes: Timings of the forward, and of forward and backward.
+        timings_of_passes: Timings of all passes.
         versions: Installed versions, for JSON.
         as_json: True for JSON with times in seconds, False for a table in milliseconds.
+        sparse: Times of rounds with ``RING_CHECK=every:100``; ``None`` if there were none.
     """
     if not as_json:
-        return _timings_text(setting, where, timings_of_passes)
+        return _timings_text(setting, where, timings_of_passes, sparse)
     rows = [
         asdict(timing) | {"efficiency": timing.efficiency, "check_cost": timing.check_cost}
         for timing in timings_of_passes
     ]
-    fields = {"versions": versions, "setting": asdict(setting), "where": where, "timings": rows}
+    fields = {
+        "versions": versions, "setting": asdict(setting), "where": where, "timings": rows,
+        "sparse_checks": sparse and asdict(sparse) | {"cost": sparse.cost},
+    }  # fmt: skip
     return json.dumps(fields, indent=2)
 
 
-def _timings_text(setting: BenchCase, where: str, timings_of_passes: Sequence[Timing]) -> str:
+def _timings_text(
+    setting: BenchCase, where: str, timings_of_passes: Sequence[Timing], sparse: SparseChecks | None
+) -> str:
     """Return timings as text for people, in milliseconds: medians of all rounds."""
+    width = 2 + max(len(timing.name) for timing in timings_of_passes)
     lines = [
         f"{setting.describe()} {where}",
-        f"{'pass':22}{'alone ms':>10}{'ring ms':>10}  efficiency (rate of a device of the ring / alone)",
+        f"{'pass':{width}}{'alone ms':>10}{'ring ms':>10}  efficiency (rate of a device of the ring / alone)",
     ]
     for timing in timings_of_passes:
         alone, ring = (1e3 * statistics.median(x) for x in (timing.alone, timing.ring))
         lines.append(
-            f"{timing.name:22}{alone:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  "
+            f"{timing.name:{width}}{alone:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  "
             f"({timing.efficiencies[0]:.2f} to {timing.efficiencies[-1]:.2f}, {len(timing.alone)} rounds)"
         )
-    cost = timings_of_passes[-1].check_cost
-    lines.append(
-        f"RING_CHECK=1 adds {cost:.1%} to {timings_of_passes[-1].name}, RING_CHECK=every:100 {cost / 100:.2%}"
-    )
+    both = next(timing for timing in timings_of_passes if timing.name == PASSES[-1])
+    lines.append(f"RING_CHECK=1 adds {both.check_cost:.1%} to {both.name}")
+    if sparse is not None:
+        lines.append(
+            f"RING_CHECK=every:{CHECK_EVERY} adds {sparse.cost:.2%} to {CHECK_EVERY} calls {PASSES[-1]} "
+            f"({sparse.costs[0]:.2%} to {sparse.costs[-1]:.2%}, {len(sparse.checked)} rounds)"
+        )
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 from ring_core import Mask
 from ring_core.tools import doctor
-from ring_core.tools.bench import BenchCase, TimedRound, Timing, default_case, timings
+from ring_core.tools.bench import PASSES, BenchCase, TimedRound, Timing, default_case, timings
 from ring_jax import tripwire
 from ring_jax.context import ContextParallel
 
@@ -124,15 +124,16 @@ def _run(cp: ContextParallel, setting: BenchCase, check: int) -> TimedRound:
     forward, both = jax.jit(attend), out_and_grads(attend)
     heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
 
-    def run(seed: int) -> tuple[float, float]:
+    def run(seed: int) -> dict[str, float]:
         shapes = [(1, setting.seq_len, h, setting.head_dim) for h in heads]
         q, k, v, dout = (
             cp.shard(jax.random.normal(key, shape, setting.dtype))
             for key, shape in zip(jax.random.split(jax.random.key(seed), 4), shapes, strict=True)
         )
         jax.block_until_ready((q, k, v, dout))
+        calls = partial(forward, q, k, v), partial(both, q, k, v, dout)
         with tripwire.check(check):
-            return _seconds(partial(forward, q, k, v)), _seconds(partial(both, q, k, v, dout))
+            return {name: _seconds(call) for name, call in zip(PASSES, calls, strict=True)}
 
     return run
 

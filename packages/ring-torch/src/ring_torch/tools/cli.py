@@ -48,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "choices": transport_names(), "default": "auto",
             "help": "how bytes get from rank to rank; default: auto",
         },
+        "--check-rounds": {
+            "type": int, "metavar": "N",
+            "help": "rounds of 100 calls with RING_CHECK=every:100, and as many without, in turns; "
+            f"default: {_bench_torch.CHECK_ROUNDS}, on a CPU 0",
+        },
         "--rates": {
             "type": Path, "metavar": "FILE",
             "help": "time each kernel alone, at --seq-len tokens, and write the table to FILE",
@@ -113,7 +118,9 @@ def _bench(args: argparse.Namespace) -> int:
     """Run ``bench`` without ``--rates``: time a ring, and return the exit code."""
     try:
         setting = bench.setting_of(args, _bench_torch.defaults())
-        checks, results = _bench_torch.bench(setting, args.transport, args.seconds, ring_checks)
+        checks, results, sparse = _bench_torch.bench(
+            setting, args.transport, args.seconds, args.check_rounds, ring_checks
+        )
     except (ValueError, ImportError, LocalRankError) as error:
         print(f"ring_torch: error: {error}", file=sys.stderr)
         return 1 if isinstance(error, LocalRankError) else 2
@@ -121,5 +128,5 @@ def _bench(args: argparse.Namespace) -> int:
         print("\n".join(doctor.shown_checks("the ring to be timed", checks, healthy=False)))
         return 1
     hardware = "GPUs" if torch.cuda.is_available() else "processes of one thread each"
-    print(bench.report(setting, hardware, results, versions(), as_json=args.json))
+    print(bench.report(setting, hardware, results, versions(), as_json=args.json, sparse=sparse))
     return 0

@@ -1,0 +1,74 @@
+"""What ``python -m ring_torch bench`` prints here, as a file whose table a page can show.
+
+It runs the command for each length, with the options that follow ``--``. So that it is torch alone
+that is timed, run it where flash-attn-4 is not installed::
+
+    python -m benchmarks.torch.bench_command --lengths 8k 32k 128k --json cudnn.json
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from statistics import median
+from typing import Any
+
+from benchmarks.common import report
+from benchmarks.common.tables import table
+from benchmarks.torch.host_time import described
+
+
+def rows_of(printed: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each pass, and one for rounds of 100 calls of which one is checked."""
+    setting = printed["setting"]
+    tokens = {"tokens": setting["seq_len"], "setting": setting}
+    rows = []
+    for timing in printed["timings"]:
+        alone, ring = timing["alone"], timing["ring"]
+        rates = sorted(timing["work_fraction"] * a / b for a, b in zip(alone, ring, strict=True))
+        rows.append(tokens | {
+            "bench_pass": timing["name"], "alone_ms": 1e3 * median(alone), "ring_ms": 1e3 * median(ring),
+            "shares": [rates[0], timing["efficiency"], rates[-1]], "check_cost": timing["check_cost"],
+        })  # fmt: skip
+    if sparse := printed["sparse_checks"]:
+        costs = sorted(
+            x / y - 1 for x, y in zip(sparse["checked"], sparse["unchecked"], strict=True)
+        )
+        rows.append(tokens | {
+            "bench_pass": "100 calls, one checked", "costs": [costs[0], sparse["cost"], costs[-1]],
+            "unchecked_ms": [1e3 * x for x in sparse["unchecked"]],
+            "checked_ms": [1e3 * x for x in sparse["checked"]],
+        })  # fmt: skip
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command for each length; returns the exit code."""
+    parser = report.parser_of((__doc__ or "").partition("\n")[0])
+    parser.add_argument("--lengths", nargs="+", default=["8k", "32k"], metavar="N")
+    parser.add_argument("rest", nargs="*", help="options of the command, behind --")
+    options = parser.parse_args(argv)
+    if options.table:
+        return report.show(options.table)
+    rows, libraries = list[dict[str, Any]](), dict[str, str]()
+    for length in options.lengths:
+        command = [sys.executable, "-m", "ring_torch", "bench", "--json", "--seq-len", length]
+        done = subprocess.run(
+            [*command, *options.rest], stdout=subprocess.PIPE, text=True, check=False
+        )
+        if done.returncode:
+            print(done.stdout)
+            return done.returncode
+        printed = json.loads(done.stdout[done.stdout.index("{") :])
+        rows, libraries = rows + rows_of(printed), printed["versions"]
+        if options.json:
+            gpus = printed["setting"]["ranks"]
+            environment = described(gpus, 0) | {"versions": libraries}
+            report.write(options.json, {"environment": environment, "rows": rows})
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,316 @@
+"""Where the host's time of a repeated call goes, by cause: forward and backward, in microseconds.
+
+Functions that begin a cause are replaced by ones that read a clock; time counts for the innermost
+of them. What that itself takes is the difference to the same calls before it. Each rank times
+itself; the rank whose call takes longest is shown, as all wait for it::
+
+    python -m benchmarks.torch.host_causes --gpus 4 --json causes.json
+    python -m benchmarks.torch.host_causes --stubs 4 --json causes.json
+
+The second needs no GPU: its launches do nothing, so it shows what Python and torch take besides.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from types import GeneratorType
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.common import report
+from benchmarks.common.cases import SHORT_SETTINGS, K, Setting, mask_of
+from benchmarks.common.tables import causes_table
+from benchmarks.torch.host_stubs import as_stubbed_rank
+from benchmarks.torch.host_time import described
+from benchmarks.torch.processors import bind
+from ring_torch import attention, autograd, prepare, ring_attention
+from ring_torch.call import Call
+from ring_torch.kernels import fa4
+from ring_torch.kernels.fa4 import split
+from ring_torch.launches import direct
+from ring_torch.local import LocalRanks
+from ring_torch.strategies import gather
+from ring_torch.transports.one_kernel import OneKernel
+from ring_torch.transports.peer_copies import PeerCopies
+
+LAYOUT: Final = "zigzag"
+SETTINGS = SHORT_SETTINGS[:2]  # 8k causal, and a layer of gpt-oss
+STUBBED_TOKENS = 2 * K  # of a sequence without a GPU: buffers are cheap, and items whole tiles
+WARM_UP, ROUNDS, AT_ONCE = 30, 40, 8
+PASSES = ("forward", "backward")
+
+ARGUMENTS, KEY = "arguments and options read", "call known again by its key"
+AUTOGRAD, PASS = "autograd, its thread included", "the rest of a pass: records, errors of peers"
+VIEWS, FLASH = "views and new tensors", "launches of flash-attn-4"
+EXCHANGE, TRITON = "exchange of K/V and dK/dV", "launches of Triton's kernels"
+SESSION = "session opened: digest of the call, room"
+LAUNCH_KEYS = "launches known again by strides and alignment"
+SINKS, MARKS = "gradients of sinks", "reading the clock"
+CAUSES = (
+    ARGUMENTS,
+    KEY,
+    AUTOGRAD,
+    PASS,
+    SESSION,
+    LAUNCH_KEYS,
+    EXCHANGE,
+    VIEWS,
+    FLASH,
+    TRITON,
+    SINKS,
+)
+
+#: Functions that begin a cause, by the object that has them.
+_BEGIN: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+    (KEY, attention, ("check_call",)),
+    (AUTOGRAD, autograd.AttentionFunction, ("apply",)),
+    (PASS, autograd, ("forward_pass", "backward_pass")),
+    (SINKS, autograd, ("_sink_grads",)),
+    (SESSION, Call, ("open_session",)),
+    (LAUNCH_KEYS, gather, ("tensors_key",)),
+    *((EXCHANGE, session, ("fetch", "accumulators", "return_grads")) for session in (OneKernel, PeerCopies)),
+    (EXCHANGE, OneKernel, ("of", "_add")),
+    (TRITON, direct.PreparedLaunch, ("__call__",)),
+    (TRITON, direct.DirectKernel, ("launch", "_launch")),
+    (VIEWS, torch, ("empty", "zeros", "empty_like", "zeros_like")),
+    (VIEWS, Tensor, (
+        "__getitem__", "as_strided", "contiguous", "copy_", "detach", "fill_", "flatten", "narrow", "split_with_sizes",
+        "to", "transpose", "unbind", "view", "zero_",
+    )),
+)  # fmt: skip
+
+
+class Clock:
+    """Seconds by cause; nothing counts while no cause has begun.
+
+    Autograd runs a backward in a thread of its own while its caller waits: one stack serves both.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
+        self._begun: list[str] = []  # causes under way, the innermost last
+        self._since = [0.0]  # when time was last counted
+
+    def marked(self, cause: str, function: Any, *, outermost: bool = False) -> Any:
+        """Return the function as one that begins a cause, wherever it is called within another.
+
+        Of a generator each step is counted. With ``outermost`` it begins without another, too.
+        """
+        seconds, begun, since, now = self.seconds, self._begun, self._since, time.perf_counter
+
+        # Plain statements: what they take, many times a call, is what the table shows too much.
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if begun:
+                start = now()
+                seconds[begun[-1]] += start - since[0]
+                since[0] = start
+            elif outermost:
+                since[0] = now()
+            else:
+                return function(*args, **kwargs)
+            begun.append(cause)
+            result = function(*args, **kwargs)
+            end = now()
+            seconds[begun.pop()] += end - since[0]
+            since[0] = end
+            return steps(result) if isinstance(result, GeneratorType) else result
+
+        def steps(items: Iterator[Any]) -> Iterator[Any]:
+            step, end = self.marked(cause, next), object()
+            while (item := step(items, end)) is not end:
+                yield item
+
+        return call
+
+    @contextmanager
+    def marks(self) -> Iterator[None]:
+        """Replace the functions that begin causes, for calls that are prepared inside."""
+        prepare._prepare.cache_clear()  # noqa: SLF001  # calls keep launches, which are replaced
+        with ExitStack() as stack:
+            for cause, place, names in _BEGIN:
+                for name in names:
+                    marked = self.marked(cause, getattr(place, name))
+                    stack.enter_context(patch.object(place, name, marked))
+            for place, name in ((fa4.Flash4, "prepare_forward"), (fa4.Flash4, "prepare_backward")):
+                stack.enter_context(
+                    patch.object(place, name, self._preparing(getattr(place, name)))
+                )
+            functions = partial(self._split_functions, split.split_functions)
+            stack.enter_context(patch.object(split, "split_functions", functions))
+            yield
+        prepare._prepare.cache_clear()  # noqa: SLF001 - likewise
+
+    def _preparing(self, prepare_launch: Any) -> Any:
+        """Return a function that prepares a launch which begins a cause."""
+
+        def prepared(*args: Any) -> Any:
+            launch = prepare_launch(*args)
+            return None if launch is None else self.marked(FLASH, launch)
+
+        return prepared
+
+    def _split_functions(self, make: Any, *args: Any) -> split.SplitFunctions:
+        """Return compiled functions of a split backward, each of which begins a cause."""
+        functions: split.SplitFunctions = make(*args)
+        names = "prepare", "main", "round_dq", "round_dkv"
+        return functions._replace(**{x: self.marked(FLASH, getattr(functions, x)) for x in names})
+
+
+class Repeated:
+    """A repeated call of a setting on this rank, forward and backward."""
+
+    def __init__(self, setting: Setting, device: str) -> None:
+        length = setting.seq_len // dist.get_world_size()
+        torch.manual_seed(dist.get_rank())
+        q, k, v, self.dout = (
+            torch.randn(setting.batch, length, *shape, device=device).to(torch.bfloat16)
+            for shape in setting.shapes
+        )
+        self.inputs = [x.requires_grad_() for x in (q, k, v)]
+        self.sinks = (
+            torch.zeros(setting.heads, device=device).requires_grad_() if setting.sinks else None
+        )
+        self.leaves = [*self.inputs, *([] if self.sinks is None else [self.sinks])]
+        mask = mask_of(setting.mask, setting.seq_len)
+        options: dict[str, Any] = {"strategy": "gather", "transport": "symm_mem"}
+        self.attend = partial(
+            ring_attention, layout=LAYOUT, mask=mask, kernel="fa4", sinks=self.sinks, **options
+        )
+
+    def forward(self) -> Tensor:
+        """Run the forward, to be differentiated."""
+        out: Tensor = self.attend(*self.inputs)
+        return out
+
+    def backward(self, out: Tensor) -> object:
+        """Run the backward."""
+        return torch.autograd.grad(out, self.leaves, self.dout)
+
+
+def _finish(device: str) -> None:
+    """Wait until the device has done everything, and, on GPUs, for the other ranks."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+
+
+def _plain(call: Repeated, device: str) -> dict[str, float]:
+    """Return the seconds of each pass, of some calls that the device has room to queue."""
+    _finish(device)
+    times = dict.fromkeys(PASSES, 0.0)
+    for _ in range(AT_ONCE):
+        start = time.perf_counter()
+        out = call.forward()
+        middle = time.perf_counter()
+        call.backward(out)
+        times["forward"] += (middle - start) / AT_ONCE
+        times["backward"] += (time.perf_counter() - middle) / AT_ONCE
+    return times
+
+
+def _by_cause(call: Repeated, clock: Clock, device: str) -> dict[tuple[str, str], float]:
+    """Return the seconds by pass and cause, of as many calls."""
+    _finish(device)
+    forward = clock.marked(ARGUMENTS, call.forward, outermost=True)
+    backward = clock.marked(AUTOGRAD, call.backward, outermost=True)
+    taken = dict.fromkeys(((name, cause) for name in PASSES for cause in CAUSES), 0.0)
+
+    def count(name: str) -> None:
+        for cause in CAUSES:
+            taken[name, cause] += clock.seconds[cause] / AT_ONCE
+            clock.seconds[cause] = 0.0
+
+    for _ in range(AT_ONCE):
+        out = forward()
+        count("forward")
+        backward(out)
+        count("backward")
+    return taken
+
+
+def causes(_: int, setting: Setting, device: str) -> dict[str, dict[str, float]]:
+    """Return microseconds by pass, in all and by cause: medians of this rank's rounds."""
+    call, clock = Repeated(setting, device), Clock()
+    gc.disable()
+    plain: list[dict[str, float]] = _rounds(call, partial(_plain, call, device))
+    with clock.marks():
+        marked: list[dict[tuple[str, str], float]] = _rounds(
+            call, partial(_by_cause, call, clock, device)
+        )
+    plain += _rounds(call, partial(_plain, call, device))  # a machine that slows down slows both
+    gc.enable()
+    found: dict[str, dict[str, float]] = {}
+    for name in PASSES:
+        by_cause = {cause: 1e6 * median(times[name, cause] for times in marked) for cause in CAUSES}
+        took = 1e6 * median(times[name] for times in plain)
+        found[name] = by_cause | {MARKS: sum(by_cause.values()) - took, "in all": took}
+    return found
+
+
+def _rounds[T](call: Repeated, timed: Callable[[], T]) -> list[T]:
+    """Return what rounds of calls take, after some that are not counted."""
+    for _ in range(WARM_UP):
+        call.backward(call.forward())
+    return [timed() for _ in range(ROUNDS)]
+
+
+def rows_of(setting: Setting, by_rank: list[dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
+    """Return a row for each cause of the rank whose forward and backward take longest."""
+    slowest = max(by_rank, key=lambda x: sum(x[name]["in all"] for name in PASSES))
+    return [
+        {
+            "setting": setting.name, "cause": cause,
+            **{f"{name}_us": round(slowest[name][cause], 1) for name in PASSES},
+            "of_ranks": {name: [round(x[name][cause], 1) for x in by_rank] for name in PASSES},
+        }
+        for cause in ("in all", *CAUSES, MARKS)
+    ]  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print, and write, where the time goes; returns the exit code."""
+    parser = report.parser_of((__doc__ or "").partition("\n")[0])
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="ranks")
+    parser.add_argument("--stubs", type=int, metavar="P", help="no GPU: each of P ranks in turn")
+    parser.add_argument("--bind", action="store_true", help="each process on its own processors")
+    options = parser.parse_args(argv)
+    if options.table:
+        return report.show(options.table)
+    rows: list[dict[str, Any]] = []
+    processors = 0
+    if options.stubs:
+        for setting in SETTINGS:
+            short = replace(setting, seq_len=STUBBED_TOKENS)
+            by_rank = [
+                as_stubbed_rank(rank, options.stubs, partial(causes, rank, short, "cpu"))
+                for rank in range(options.stubs)
+            ]
+            rows += rows_of(short, by_rank)
+    elif not 2 <= options.gpus <= torch.cuda.device_count():
+        parser.error(f"--gpus {options.gpus}: there are {torch.cuda.device_count()}, 2 are needed")
+    else:
+        with LocalRanks(options.gpus, cuda=True, patience=300.0) as ranks:
+            processors = ranks.run(bind)[0] if options.bind else 0
+            for setting in SETTINGS:
+                rows += rows_of(setting, ranks.run(causes, setting, "cuda"))
+    print(causes_table(rows))
+    if options.json:
+        environment = described(options.gpus, processors) | {"stubs": options.stubs or "none"}
+        report.write(options.json, {"environment": environment, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

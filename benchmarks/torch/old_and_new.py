@@ -1,0 +1,143 @@
+"""Old and new code in turns, each in processes of its own, on the same GPUs.
+
+Both stay alive and wait while the other is timed, so rounds are short and a GPU that slows down
+slows both. Every other round begins with the new code. Results are compared with float32 attention
+before a row is timed; a ratio is new over old, of the same round::
+
+    python -m benchmarks.torch.old_and_new --old ../before --gpus 4 --json turns.json
+
+``--old`` is a checkout, with ``packages`` and the benchmarks of its time. ``--one-gpu`` adds the
+table of options, on one GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import report
+from benchmarks.common.cases import PASSES, ROWS
+from benchmarks.torch import timed_rows
+from benchmarks.torch.host_time import described
+from benchmarks.torch.options import quartiles
+
+HERE = Path(__file__).parents[2]
+OVER_GPUS = ("causal 8k 32/8", "causal 32k 32/8", "causal 128k 32/8")
+METHOD = "zigzag/auto/auto/auto"
+Timed = Callable[[dict[str, Any]], dict[str, float]]
+
+
+class Tree:
+    """A source tree and the process that times its rows."""
+
+    def __init__(self, path: Path, ranks: int) -> None:
+        sources = [str(x) for x in sorted(path.glob("packages/*/src"))]
+        if not sources:
+            raise ValueError(f"{path} is no checkout: it has no packages/*/src")
+        worker = [sys.executable, "-P", timed_rows.__file__, str(ranks)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sources, str(path)])}
+        self._process = subprocess.Popen(
+            worker, env=environment, cwd=path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )  # fmt: skip
+
+    def time(self, request: dict[str, Any]) -> dict[str, float]:
+        """Return milliseconds of the passes of a row.
+
+        Raises:
+            RuntimeError: The process has ended, or could not time the row.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:  # libraries may print there, too
+            if line.startswith(timed_rows.ANSWER):
+                result = json.loads(line.removeprefix(timed_rows.ANSWER))
+                if "failed" in result:
+                    raise RuntimeError(result["failed"])
+                times: dict[str, float] = result["ms"]
+                return times
+        raise RuntimeError("the process has ended")
+
+    def close(self) -> None:
+        """End the process: it has no more requests."""
+        self._process.communicate()
+
+
+def digest(path: Path) -> str:
+    """Return a digest of the sources of a tree, which names them where there is no commit."""
+    files = sorted(path.glob("packages/*/src/**/*.py"))
+    contents = b"".join(str(x.relative_to(path)).encode() + x.read_bytes() for x in files)
+    return hashlib.sha256(contents).hexdigest()[:12]
+
+
+def commit_of(path: Path) -> str:
+    """Return the commit of a checkout, or that it has none."""
+    command = ["git", "-C", str(path), "rev-parse", "--short=8", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "no commit"
+
+
+def in_turns(old: Timed, new: Timed, request: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Return what is kept of a row: quartiles of each tree's times and of their ratios."""
+    trees = {"old": old, "new": new}
+    for timed in trees.values():  # results are compared, and kernels compiled
+        timed(request | {"first": True})
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
+    for n in range(rounds):
+        for name in trees if n % 2 == 0 else reversed(trees):
+            taken[name].append(trees[name](request | {"first": False}))
+    row: dict[str, Any] = {"row_in_turns": request["row"], "rounds": rounds}
+    for way in PASSES:
+        times = {name: [x[way] for x in by_round] for name, by_round in taken.items()}
+        ratios = [b / a for a, b in zip(times["old"], times["new"], strict=True)]
+        row[way] = {name: quartiles(x) for name, x in (*times.items(), ("ratio", ratios))}
+        row[way]["ratios"] = sorted(ratios)
+    return row
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Time what is asked for; returns the exit code, 1 if a row could not be timed."""
+    parser = report.parser_of((__doc__ or "").partition("\n")[0])
+    parser.add_argument("--old", type=Path, help="a checkout of the old code")
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2, help="ranks")
+    default = OVER_GPUS if torch.cuda.is_available() else (timed_rows.ON_CPU,)
+    parser.add_argument("--rows", nargs="*", default=default, metavar="NAME")
+    parser.add_argument("--one-gpu", action="store_true", help="the table of options, too")
+    parser.add_argument("--method", default=METHOD)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=0.4, help="for each figure of a round")
+    options = parser.parse_args(argv)
+    if options.table:
+        return report.show(options.table)
+    if options.old is None:
+        parser.error("--old PATH: a checkout of the old code")
+    names = [*options.rows, *(row.name for row in ROWS if options.one_gpu)]
+    paths = {"old": options.old.resolve(), "new": HERE}
+    environment = described(options.gpus, 0) | {
+        name: {"commit": commit_of(path), "digest": digest(path)} for name, path in paths.items()
+    }
+    kept, failed = report.Report(options.json, lambda: environment), False
+    trees = {name: Tree(path, options.gpus) for name, path in paths.items()}
+    for name in names:
+        request = {"row": name, "method": options.method, "seconds": options.seconds}
+        try:
+            kept.add(in_turns(trees["old"].time, trees["new"].time, request, options.rounds))
+        except RuntimeError as error:
+            failed = True
+            kept.add({"row_in_turns": name, "failed": str(error).strip().splitlines()[-1]})
+        print(json.dumps(kept.rows[-1]), flush=True)
+    for tree in trees.values():
+        tree.close()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Rows timed on request: the process of one source tree that ``old_and_new`` starts.
+
+It imports Ring, and the benchmarks below, from the tree that is in ``PYTHONPATH``. A request is a
+line of JSON on stdin, ``{"row": "causal 8k 32/8", "method": ..., "seconds": ...}``. The answer is a
+line on stdout that begins with :data:`ANSWER`: milliseconds of each pass, or what went wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import cases
+from benchmarks.common.turns import Run, passing
+from benchmarks.torch import options, scaling
+from benchmarks.torch.cases import Case
+from benchmarks.torch.methods import METHODS
+from ring_torch import ring_attention
+from ring_torch.local import LocalRanks
+
+ANSWER = "timed: "
+ON_CPU = "causal 1k on CPUs"  # a row for machines without GPUs
+PASSES = tuple(cases.PASSES)
+Milliseconds = dict[str, float]
+
+
+def _over_gpus(ranks: LocalRanks, request: dict[str, Any]) -> Milliseconds:
+    """Return the slowest rank's times of a row over several GPUs, checked the first time."""
+    settings = {
+        x.name: x for x in (*cases.SETTINGS, *cases.SHORT_SETTINGS, *cases.STRATEGY_SETTINGS)
+    }
+    setting, method = settings[request["row"]], request["method"]
+    if request["first"]:
+        errors = ranks.run(scaling.gate, setting, method)[0]
+        wrong = {key: x for key, x in errors.items() if key.endswith("max") and not x < 0.1}
+        if wrong:
+            raise ValueError(f"results are wrong: {wrong}")
+    times = ranks.run(scaling.measure, setting, method, request["seconds"])[0]
+    return {name: times[name]["ms"] for name in PASSES}
+
+
+def _on_one_gpu(request: dict[str, Any]) -> Milliseconds:
+    """Return the times of ours in a row of the table of options."""
+    (row,) = (x for x in cases.ROWS if x.name == request["row"])
+    if request["first"]:
+        wrong = options.errors(row, options.DEVICE, METHODS)
+        if cases.OURS not in passing(wrong):
+            raise ValueError(f"results are wrong: {wrong}")
+    case = Case(row, cases.OPTIONS_LENGTH, options.DEVICE)
+    tensors, ring = case.inputs(torch.bfloat16), METHODS["ring"](case)
+    runs: dict[str, Run] = {
+        "forward": partial(ring.forward, *tensors[:3]),
+        "both": partial(ring.both, *tensors),
+    }
+    return {name: options.rounds({name: runs[name]}, 1)[name][0] for name in PASSES}
+
+
+def _on_a_cpu(_: int) -> Milliseconds:
+    """Return this rank's times of a small call."""
+    q, k, v = (
+        torch.randn(1, cases.K // dist.get_world_size(), heads, 16, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    dist.barrier()
+    start = time.perf_counter()
+    out = ring_attention(q, k, v, causal=True, layout="zigzag")
+    forward = time.perf_counter() - start
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(q))
+    return {"forward": 1e3 * forward, "both": 1e3 * (time.perf_counter() - start)}
+
+
+def answer(ranks: LocalRanks, request: dict[str, Any]) -> Milliseconds:
+    """Time the row that is asked for."""
+    if request["row"] == ON_CPU:
+        by_rank = ranks.run(_on_a_cpu)
+        return {name: max(times[name] for times in by_rank) for name in PASSES}
+    if request["row"] in {row.name for row in cases.ROWS}:
+        return _on_one_gpu(request)
+    return _over_gpus(ranks, request)
+
+
+def main() -> None:
+    """Answer requests until there are no more; the argument is the number of ranks."""
+    cuda = torch.cuda.is_available()
+    with LocalRanks(int(sys.argv[1]), cuda=cuda, patience=300.0) as ranks:
+        for line in sys.stdin:
+            try:
+                result: dict[str, Any] = {"ms": answer(ranks, json.loads(line))}
+            except Exception as error:  # noqa: BLE001 - whatever a tree raises is told to whom it asked
+                result = {"failed": f"{type(error).__name__}: {error}"}
+            print(f"{ANSWER}{json.dumps(result)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

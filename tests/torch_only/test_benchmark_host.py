@@ -1,0 +1,62 @@
+"""What benchmarks of the host's time compare with, and say of the machine; bench as a table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.torch import bench_command, host_time
+from ring_core.tools import bench
+
+
+def test_no_other_kernel_takes_the_place_of_flash_attn_4(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        host_time.main(["--gpus", "2"])
+    assert "'by hand' is flash-attn-4's own function" in (said := capsys.readouterr().err)
+    assert said.rstrip().endswith("name another one by --by-hand sdpa")
+    q, k, v = (torch.randn(1, 8, heads, 4) for heads in (4, 2, 2))
+    assert host_time.BY_HAND["sdpa"]()(q, k, v).shape == q.shape
+
+
+def test_a_file_says_what_ran_and_on_which_processors() -> None:
+    environment = host_time.described(4, 0)
+    assert {"flash-attn-4", "torch", "triton", "cuda", "cpu", "gpus", "gpu"} <= {*environment}
+    assert environment["cpu"].endswith("of them") and environment["processors"] == "not bound"
+
+
+def test_what_bench_prints_becomes_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = bench.BenchCase(2, 64, 2, 1, 8, "float32", None, "zigzag", "auto", "auto")
+    timings = [bench.Timing(name, (4.0,), (2.5,), (3.0,), 0.5) for name in bench.PASSES]
+    sparse = bench.SparseChecks((2.0, 4.0), (2.1, 5.0))
+    printed = bench.report(case, "GPUs", timings, {}, as_json=True, sparse=sparse)
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(returncode=0, stdout=f"noise of a library\n{printed}")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    path = tmp_path / "bench.json"
+    assert (
+        bench_command.main(["--lengths", "64", "8k", "--json", str(path), "--", "--seconds", "9"])
+        == 0
+    )
+    assert [x[-3:] for x in commands] == [[length, "--seconds", "9"] for length in ("64", "8k")]
+    rows = json.loads(path.read_text())["rows"]
+    assert [x["bench_pass"] for x in rows] == 2 * [*bench.PASSES, "100 calls, one checked"]
+    assert rows[2]["costs"] == pytest.approx([0.05, 0.15, 0.25])
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[2] == "| 64 | forward | 4000.00 | 2500.00 | **0.80** (0.80 to 0.80) | 20 % |"
+    assert shown[4] == "| 64 | 100 calls, one checked |  |  |  | **15.0 %** (5.0 % to 25.0 %) |"

@@ -1,0 +1,57 @@
+"""Old and new code in turns: both trees' processes answer, and what is kept of their times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.common.tables import table
+from benchmarks.torch import old_and_new
+
+
+def test_turns() -> None:
+    order: list[tuple[str, bool]] = []
+
+    def tree(name: str, times: list[float]) -> old_and_new.Timed:
+        def timed(request: dict[str, Any]) -> dict[str, float]:
+            order.append((name, request["first"]))
+            return {"forward": times[0], "both": times[len([x for x in order if x[0] == name]) - 1]}
+
+        return timed
+
+    trees = tree("old", [2.0, 8.0, 8.0]), tree("new", [1.0, 8.0, 4.0])
+    row = old_and_new.in_turns(*trees, {"row": "causal 8k 32/8"}, 2)
+    turns = [("old", False), ("new", False), ("new", False), ("old", False)]
+    assert order == [("old", True), ("new", True), *turns]
+    assert row["forward"]["ratio"] == [0.5, 0.5, 0.5] and row["both"]["ratios"] == [0.5, 1.0]
+    assert row["both"]["ratio"][1] == 0.75
+    shown = table([row, {"row_in_turns": "documents", "failed": "refused"}]).splitlines()
+    assert shown[2].startswith("| causal 8k 32/8 | 2 / 1 | ") and shown[3].startswith(
+        "| documents | none |"
+    )
+
+
+@pytest.mark.nightly
+def test_both_trees_run_in_processes_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "turns.json"
+    arguments = [
+        "--old",
+        str(old_and_new.HERE),
+        "--gpus",
+        "2",
+        "--rounds",
+        "2",
+        "--json",
+        str(path),
+    ]
+    assert old_and_new.main(arguments) == 0
+    written = json.loads(path.read_text())
+    assert written["environment"]["old"] == written["environment"]["new"]
+    (row,) = written["rows"]
+    assert min(row["both"]["ratios"]) > 0 and row["forward"]["old"][1] < row["both"]["old"][1]
+    assert old_and_new.main([*arguments[:-2], "--rows", "no such row"]) == 1
+    with pytest.raises(ValueError, match="is no checkout"):
+        old_and_new.main(["--old", str(tmp_path)])

@@ -1,0 +1,103 @@
+"""How much memory a call over gathered keys takes, of one rank of four, whose launches do nothing.
+
+Peaks are multiples of the output's bytes, with 4 query heads of 128 for a key head, in bfloat16.
+Memory that peers read is left out, as torch's counters of a GPU leave it out; where copies between
+GPUs would fetch K/V, these are there before, and sums for peers count. The short call reads the
+same on an H200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.torch.alone import alone, as_rank
+from benchmarks.torch.host_stubs import without_launches
+from ring_core import Mask
+from ring_torch import ring_attention
+from ring_torch.buffers import HeadGroups
+from ring_torch.strategies import gather
+from ring_torch.transports import peer_copies
+
+HEADS, KV_HEADS, DIM, RANKS = 8, 2, 128, 4
+
+
+class Peak(NamedTuple):
+    """A call, and the most that it may take, forward and forward + backward."""
+
+    mask: Mask
+    tokens: int
+    most: tuple[float, float]
+    is_short: bool = False
+    groups: HeadGroups = HeadGroups(1, 1, before_last_item=True)
+
+
+CAUSAL = Mask(causal=True)
+PEAKS = {
+    "short": Peak(CAUSAL, 8192, (3.1, 6.6), is_short=True, groups=HeadGroups(1, 1, before_last_item=False)),
+    "long": Peak(CAUSAL, 8192, (1.02, 7.6)),
+    "rows that see own keys": Peak(Mask(causal=True, window=(128, 0)), 16384, (1.07, 4.65)),
+}  # fmt: skip
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Return the most bytes of tensors that are there at once, of those that ``run`` makes."""
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as recorded:
+        run()
+    events: Any = recorded.profiler.kineto_results.events()
+    changes = sorted((x.start_ns(), x.nbytes()) for x in events if x.name() == "[memory]")
+    total = most = 0
+    for _, size in changes:
+        total += size
+        most = max(most, total)
+    return most
+
+
+def peaks(peak: Peak) -> list[float]:
+    torch.manual_seed(0)
+    length = peak.tokens // RANKS
+    q, k, v, dout = (
+        torch.randn(1, length, heads, DIM).to(torch.bfloat16).requires_grad_(heads > 0)
+        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    )
+    attend = partial(
+        ring_attention, q, k, v, mask=peak.mask, layout="zigzag", kernel="fa4", strategy="gather",
+        transport="symm_mem",
+    )  # fmt: skip
+
+    def forward() -> object:
+        with torch.no_grad():
+            return attend()
+
+    def both() -> object:
+        out = attend()
+        return out, torch.autograd.grad(out, (q, k, v), dout.detach())
+
+    taken = []
+    for run in (forward, both):
+        for _ in range(2):  # what a repeated call takes
+            run()
+        taken.append(peak_bytes(run) / (q.numel() * q.itemsize))
+    return taken
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_peak(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = PEAKS[name]
+    monkeypatch.setattr(gather, "head_groups_of", lambda *_: peak.groups)
+    monkeypatch.setattr(peer_copies, "fits_one_kernel", lambda *_: peak.is_short)
+    # Copies between GPUs are left out; the buffers that they fill are not.
+    session: AbstractContextManager[None] = nullcontext() if peak.is_short else alone()
+    with without_launches(), session:
+        taken = as_rank(0, RANKS, peaks, peak)
+    for most, multiple in zip(peak.most, taken, strict=True):
+        assert multiple <= most, taken
+        assert multiple > most - 0.15, f"it takes less, {taken}: say so above"
