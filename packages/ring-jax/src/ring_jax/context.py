@@ -34,7 +34,7 @@ from ring_jax.meshes import (
     with_devices,
 )
 from ring_jax.movement import Halo
-from ring_jax.prepare import ShardCounts, check_call, described_as, split_mask
+from ring_jax.prepare import ShardCounts, check_call, described_as, split_mask, with_structs
 from ring_jax.records import Array, AttentionOptions, CallOptions, CallSpec, Inputs
 from ring_jax.strategies import Way, explained
 from ring_jax.tripwire import agreement
@@ -309,12 +309,22 @@ class ContextParallel:
     ) -> str:  # fmt: skip
         """Say what :meth:`attention` would do with these arguments, computing nothing.
 
+        A ``jax.ShapeDtypeStruct`` may be in the place of any array: it counts as one that is
+        traced, as in ``jax.jit(...).lower``.
+
         Returns:
             Lines of text: the kernel of each platform, why others were not chosen, the strategy,
             the size of the program, and the plan.
         """
-        call, _, way = self._check_call(q, k, v, CallOptions(return_lse=return_lse, **options))
-        return explained(call, way)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_devices(name, x, self.mesh)
+
+        def explain(q: Array, k: Array, v: Array, options: AttentionOptions) -> str:
+            call_options = CallOptions(return_lse=return_lse, **options)
+            call, _, way = self._check_call(q, k, v, call_options)
+            return explained(call, way)
+
+        return with_structs(explain, q, k, v, options)
 
     @with_options_of(RingAttention.__call__)
     def check_agreement(

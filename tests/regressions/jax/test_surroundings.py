@@ -1,0 +1,42 @@
+"""What surrounds a call: shapes in the place of arrays, other meshes, exported programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from ring_core import UnsupportedError
+from ring_jax import ContextParallel
+
+TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+SHAPE = (1, 16, 2, 4)
+
+
+def _mesh(kind: str, devices: slice = slice(4)) -> Mesh:
+    return Mesh(jax.devices()[devices], ("cp",), axis_types=(TYPES[kind],))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_shapes_are_explained_like_arrays(kind: str) -> None:
+    """With a sharding or without; options that are arrays may be shapes, too."""
+    mesh = _mesh(kind)
+    cp, split = ContextParallel(mesh, "cp"), NamedSharding(mesh, P(None, "cp"))
+    x, ids = jnp.zeros(SHAPE), jnp.zeros(SHAPE[:2], jnp.int32)
+    mask, seed = jnp.ones(SHAPE[1:2] * 2, bool), jnp.uint32(0)
+    options: dict[str, Any] = {"dropout_p": 0.5}
+    expected = cp.explain(x, x, x, segment_ids=ids, mask=mask, dropout_seed=seed, **options)
+    for sharding in (None, split):
+        struct = jax.ShapeDtypeStruct(SHAPE, x.dtype, sharding=sharding)
+        arrays = {"segment_ids": ids, "mask": mask, "dropout_seed": seed}
+        structs = {n: jax.ShapeDtypeStruct(y.shape, y.dtype) for n, y in arrays.items()}
+        assert cp.explain(struct, struct, struct, **structs, **options) == expected
+    elsewhere = NamedSharding(_mesh(kind, slice(4, 8)), P(None, "cp"))
+    struct = jax.ShapeDtypeStruct(SHAPE, x.dtype, sharding=elsewhere)
+    with pytest.raises(UnsupportedError, match="q lies on the devices"):
+        cp.explain(struct, x, x)
+    with pytest.raises(ValueError, match=r"q must be a jax.Array, got ShapeDtypeStruct"):
+        cp.attention(struct, x, x)
