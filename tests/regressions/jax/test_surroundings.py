@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,4 +40,26 @@ def test_shapes_are_explained_like_arrays(kind: str) -> None:
     with pytest.raises(UnsupportedError, match="q lies on the devices"):
         cp.explain(struct, x, x)
     with pytest.raises(ValueError, match=r"q must be a jax.Array, got ShapeDtypeStruct"):
-        cp.attention(struct, x, x)
+        cp.attention(jax.ShapeDtypeStruct(SHAPE, x.dtype), x, x)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("devices", [slice(3, None, -1), slice(4, 8)], ids=["reversed", "others"])
+def test_other_devices_are_refused(devices: slice, kind: str) -> None:
+    """Meshes of equal axes, whose devices differ; also while a function is traced."""
+    cp, other = ContextParallel(_mesh(kind), "cp"), _mesh(kind, devices)
+    x = jnp.zeros(SHAPE)
+    elsewhere = jax.device_put(x, NamedSharding(other, P(None, "cp")))
+    for call in (cp.shard, lambda x: cp.attention(x, x, x)):
+        with pytest.raises(UnsupportedError, match="lies on the devices"):
+            call(elsewhere)
+        with pytest.raises(UnsupportedError, match="lies on the devices"):
+            call(jax.device_put(x, jax.devices()[5]))
+        for run in (call, partial(jax.eval_shape, call)):
+            message = r"jax\.set_mesh has set one with \["
+            with jax.set_mesh(other), pytest.raises(UnsupportedError, match=message):
+                run(x)
+    with pytest.raises(UnsupportedError, match="sinks lies on the devices"):
+        cp.attention(x, x, x, sinks=jax.device_put(jnp.zeros(2), jax.devices()[5]))
+    with jax.sharding.use_abstract_mesh(other.abstract_mesh):  # sets no devices
+        assert cp.shard(x).sharding.mesh.device_ids.tolist() == [0, 1, 2, 3]

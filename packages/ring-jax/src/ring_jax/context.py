@@ -255,7 +255,8 @@ class ContextParallel:
         """
         dim, source = self._sharding.check_tokens(x, dim, seq_len)
         if isinstance(to, ContextParallel):
-            check_surroundings(to.mesh, to.axis_name)
+            # Of as many devices, pieces only come to lie there: no program runs on that mesh.
+            check_surroundings(to.mesh, to.axis_name, runs=to.cp_size != self.cp_size)
         target = (
             Sharding(to.mesh, to.axis_name, to.layout) if isinstance(to, ContextParallel)
             else replace(self._sharding, layout=check_layout(to))
@@ -316,8 +317,7 @@ class ContextParallel:
             Lines of text: the kernel of each platform, why others were not chosen, the strategy,
             the size of the program, and the plan.
         """
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            check_devices(name, x, self.mesh)
+        check_devices({"q": q, "k": k, "v": v, **options}, self.mesh)
 
         def explain(q: Array, k: Array, v: Array, options: AttentionOptions) -> str:
             call_options = CallOptions(return_lse=return_lse, **options)
@@ -362,6 +362,7 @@ class ContextParallel:
     ) -> tuple[CallSpec, Inputs, Way]:
         """Check a call on global arrays, and choose its kernels."""
         check_surroundings(self.mesh, self.axis_name)
+        check_devices({"q": q, "k": k, "v": v, **options._asdict()}, self.mesh)
         self._check_qkv(q, k, v)
         batch, heads = self._axes(q, k)
         shards = ShardCounts(
@@ -387,7 +388,6 @@ class ContextParallel:
         """Refuse shapes that do not fit the mesh, before ``shard_map`` does in words of its own."""
         for name, x in (("q", q), ("k", k), ("v", v)):
             described_as(name, x)
-            check_devices(name, x, self.mesh)
             if x.ndim != 4:
                 raise ValueError(
                     f"{name} must have 4 dimensions [batch, sequence, heads, head_dim], got shape "

@@ -175,10 +175,10 @@ class Sharding:
         Raises:
             ValueError: It has none.
             UnsupportedError: This is inside ``shard_map``, where arrays are shards, or inside
-                ``jax.set_mesh`` of another mesh.
+                ``jax.set_mesh`` of another mesh or of other devices.
         """
         check_surroundings(self.mesh, self.axis_name)
-        check_devices(name, x, self.mesh)
+        check_devices({name: x}, self.mesh)
         return movement.check_dim(x, dim, name)
 
     def check_tokens(self, x: Array, dim: int, seq_len: int | None) -> tuple[int, Layout]:
