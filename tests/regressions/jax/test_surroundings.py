@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from ring_core import UnsupportedError
-from ring_jax import ContextParallel
+from ring_jax import ContextParallel, ring_attention
 
 TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 SHAPE = (1, 16, 2, 4)
@@ -63,3 +65,25 @@ def test_other_devices_are_refused(devices: slice, kind: str) -> None:
         cp.attention(x, x, x, sinks=jax.device_put(jnp.zeros(2), jax.devices()[5]))
     with jax.sharding.use_abstract_mesh(other.abstract_mesh):  # sets no devices
         assert cp.shard(x).sharding.mesh.device_ids.tolist() == [0, 1, 2, 3]
+
+
+def test_exports_with_a_symbolic_batch() -> None:
+    """On one device it runs; over a mesh XLA would end the process, and other sizes are planned."""
+    (batch,) = export.symbolic_shape("b")
+    cp = ContextParallel(_mesh("auto"), "cp")
+
+    def call(x: Any) -> Any:
+        return ring_attention(x, x, x, axis_name=None, causal=True)
+
+    def exported(call: Any, *shape: Any) -> Any:
+        return export.export(jax.jit(call))(jax.ShapeDtypeStruct(shape, jnp.float32))
+
+    x = jax.random.normal(jax.random.key(0), SHAPE)
+    program = exported(call, batch, *SHAPE[1:])
+    np.testing.assert_allclose(program.call(x), call(x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(UnsupportedError, match="symbolic dimension b, and over a mesh XLA"):
+        exported(lambda x: cp.attention(x, x, x), batch, *SHAPE[1:])
+    with pytest.raises(UnsupportedError, match="symbolic dimension b, and over a mesh XLA"):
+        exported(lambda x: cp.shift(x, 1), batch, *SHAPE[1:])
+    with pytest.raises(UnsupportedError, match="planned for numbers of tokens"):
+        exported(call, 1, batch, *SHAPE[2:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 import jax
@@ -144,12 +144,31 @@ def _check_devices_of(name: str, x: object, mesh: AnyMesh) -> None:
         )
 
 
+def check_numbers(
+    shape: Sequence[object],
+    reason: str = "over a mesh XLA ends the process that runs such an exported program",
+) -> None:
+    """Refuse symbolic dimensions of ``jax.export``.
+
+    Raises:
+        UnsupportedError: There is one.
+    """
+    symbolic = [str(size) for size in shape if not isinstance(size, int)]
+    if symbolic:
+        raise UnsupportedError(
+            f"an array has the symbolic dimension {symbolic[0]}, and {reason}. Instead: export with "
+            f"numbers; or, of one device, with a symbolic batch alone and kernel='xla'"
+        )
+
+
 def check_divides(name: str, x: Array, mesh: AnyMesh, batch: Axes, heads: Axes) -> None:
     """Check that the axes of batch and heads divide these dimensions of ``[B, T, heads, D]``.
 
     Raises:
         ValueError: One does not; the message says what to do.
+        UnsupportedError: A dimension is symbolic.
     """
+    check_numbers(x.shape)
     for axis, dim, what in ((batch, 0, "batch"), (heads, 2, "heads")):
         size = size_of(mesh, axis)
         if x.shape[dim] % size:

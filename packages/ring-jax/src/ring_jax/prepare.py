@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh
 
 from ring_core import (
+    KernelConfig,
     Layout,
     LayoutSpec,
     Mask,
@@ -27,7 +28,9 @@ from ring_core.base.config import kernel_config, strategy_config
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.dropout import seed_words
 from ring_jax.kernels import choose, kernel_names
-from ring_jax.kernels.plugins import broken_kernels, installed_kernels
+from ring_jax.kernels.plugins import AbsentKernel, broken_kernels, installed_kernels
+from ring_jax.kernels.xla import XlaKernel
+from ring_jax.meshes import check_numbers
 from ring_jax.records import Array, CallOptions, CallSpec, Devices, Inputs, Kernel, LocalShape
 from ring_jax.strategies import STRATEGIES, Way, choose_way
 from ring_jax.tripwire import checked_every
@@ -76,6 +79,9 @@ def check_call(
     _check_static(options)
     q, k, v = (_canonical(x) for x in (q, k, v))
     described = [described_as(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
+    kernels = installed_kernels() if kernels is None else kernels
+    config = kernel_config(options.kernel, kernel_names(kernels))
+    _check_symbolic(described, axis_name, kernels, config)
     sizes = checks.check_qkv(*described)
     factor = cp_size if shards.mesh is None else 1  # from the lengths of q and k to global ones
     padded = sizes.q_len * factor, sizes.k_len * factor
@@ -102,8 +108,6 @@ def check_call(
     )
     request, scale, cap = _request(options, sizes, described[0].dtype, shards, dense is not None)
     q_ids, k_ids = _check_option_arrays(sizes, k_len, options)
-    kernels = installed_kernels() if kernels is None else kernels
-    config = kernel_config(options.kernel, kernel_names(kernels))
     inputs = Inputs(
         q, k, v, q_ids, k_ids, options.sinks, options.bias, options.alibi_slopes,
         None if options.dropout_seed is None else seed_words(options.dropout_seed), None, dense,
@@ -146,6 +150,26 @@ def with_structs[R](function: Callable[..., R], *args: Any) -> R:
 
     jax.eval_shape(run, *(leaf for leaf, x in zip(leaves, is_struct, strict=True) if x))
     return results[0]
+
+
+def _check_symbolic(
+    arrays: Sequence[checks.Tensor],
+    axis_name: Hashable | None,
+    kernels: Sequence[Kernel],
+    config: KernelConfig,
+) -> None:
+    """Refuse symbolic dimensions of ``jax.export``, but a batch on one device in plain XLA."""
+    others = [
+        kernel.capabilities.name for kernel in kernels
+        if config.name in ("auto", kernel.capabilities.name)
+        and not isinstance(kernel, XlaKernel | AbsentKernel)
+    ]  # fmt: skip
+    for x in arrays:
+        if axis_name is not None:
+            check_numbers(x.shape)
+        elif others:
+            check_numbers(x.shape, f"the blocks of {' and '.join(others)} depend on it")
+        check_numbers(x.shape[1:], "a call is planned for numbers of tokens and heads")
 
 
 def _check_mask(
