@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,16 +33,18 @@ def test_shapes_are_explained_like_arrays(kind: str) -> None:
     options: dict[str, Any] = {"dropout_p": 0.5}
     expected = cp.explain(x, x, x, segment_ids=ids, mask=mask, dropout_seed=seed, **options)
     for sharding in (None, split):
-        struct = jax.ShapeDtypeStruct(SHAPE, x.dtype, sharding=sharding)
+        struct: Any = jax.ShapeDtypeStruct(SHAPE, x.dtype, sharding=sharding)
         arrays = {"segment_ids": ids, "mask": mask, "dropout_seed": seed}
-        structs = {n: jax.ShapeDtypeStruct(y.shape, y.dtype) for n, y in arrays.items()}
+        structs: dict[str, Any] = {
+            n: jax.ShapeDtypeStruct(y.shape, y.dtype) for n, y in arrays.items()
+        }
         assert cp.explain(struct, struct, struct, **structs, **options) == expected
     elsewhere = NamedSharding(_mesh(kind, slice(4, 8)), P(None, "cp"))
     struct = jax.ShapeDtypeStruct(SHAPE, x.dtype, sharding=elsewhere)
     with pytest.raises(UnsupportedError, match="q lies on the devices"):
         cp.explain(struct, x, x)
     with pytest.raises(ValueError, match=r"q must be a jax.Array, got ShapeDtypeStruct"):
-        cp.attention(jax.ShapeDtypeStruct(SHAPE, x.dtype), x, x)
+        cp.attention(cast("Any", jax.ShapeDtypeStruct(SHAPE, x.dtype)), x, x)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -64,7 +66,7 @@ def test_other_devices_are_refused(devices: slice, kind: str) -> None:
     with pytest.raises(UnsupportedError, match="sinks lies on the devices"):
         cp.attention(x, x, x, sinks=jax.device_put(jnp.zeros(2), jax.devices()[5]))
     with jax.sharding.use_abstract_mesh(other.abstract_mesh):  # sets no devices
-        assert cp.shard(x).sharding.mesh.device_ids.tolist() == [0, 1, 2, 3]
+        assert cp.shard(x).sharding.device_set == set(jax.devices()[:4])
 
 
 def test_exports_with_a_symbolic_batch() -> None:

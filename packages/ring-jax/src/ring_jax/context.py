@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal, Unpack, cast, overload
 
 import jax.numpy as jnp
-from jax import lax
+from jax import ShapeDtypeStruct, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from ring_core import Layout, LayoutSpec, checks, divisor_of, row_checks
@@ -305,8 +305,8 @@ class ContextParallel:
     @refuse_foreign_options
     @with_options_of(RingAttention.__call__)
     def explain(
-        self, q: Array, k: Array, v: Array, *, return_lse: bool = False,
-        **options: Unpack[AttentionOptions],
+        self, q: Array | ShapeDtypeStruct, k: Array | ShapeDtypeStruct, v: Array | ShapeDtypeStruct, *,
+        return_lse: bool = False, **options: Unpack[AttentionOptions],
     ) -> str:  # fmt: skip
         """Say what :meth:`attention` would do with these arguments, computing nothing.
 

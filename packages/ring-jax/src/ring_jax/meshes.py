@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -132,7 +132,8 @@ def _check_devices_of(name: str, x: object, mesh: AnyMesh) -> None:
     if isinstance(sharding, NamedSharding):
         devices = devices_of(sharding.mesh)
     elif getattr(x, "committed", True):  # else JAX moves it, as it does numpy's arrays
-        devices, own = sorted(device.id for device in sharding.device_set), sorted(own)
+        on: Any = sharding.device_set
+        devices, own = sorted(device.id for device in on), sorted(own)
     else:
         return
     if devices is not None and devices != own:

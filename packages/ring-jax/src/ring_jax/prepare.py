@@ -137,6 +137,7 @@ def with_structs[R](function: Callable[..., R], *args: Any) -> R:
 
     The result must hold no array.
     """
+    tree: Any
     leaves, tree = jax.tree.flatten(args)
     is_struct = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
     if not any(is_struct):
