@@ -21,7 +21,7 @@ from ring_jax import ContextParallel
 address, rank, how = sys.argv[1], int(sys.argv[3]), getattr(signal, sys.argv[4])
 jax.distributed.initialize(
     address, num_processes=2, process_id=rank, heartbeat_timeout_seconds=10,
-    shutdown_timeout_seconds=10,
+    shutdown_timeout_seconds=2,
 )
 mesh = jax.make_mesh((2,), ("cp",), axis_types=(AxisType.Auto,))
 cp = ContextParallel(mesh, "cp")

@@ -284,3 +284,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_compile(name: str) -> None:
     compile_for("v5e:2x2", **OPTIONS[name])
+
+
+def test_a_program_keeps_no_arrays_of_its_trace() -> None:
+    """The function that ``vmap`` would run is kept, and held the arrays around it."""
+    x = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.float32)
+    bias = jax.ShapeDtypeStruct((1, 1, 256, 256), jnp.float32)
+
+    def loss(x: jax.Array, bias: jax.Array) -> jax.Array:
+        return ring_attention(x, x, x, axis_name=None, kernel="pallas", bias=bias).sum()
+
+    with jax.checking_leaks():
+        assert jax.eval_shape(jax.grad(loss), x, bias).shape == x.shape

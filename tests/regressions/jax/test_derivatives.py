@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from ring_core import ChunkLayout, UnsupportedError
-from ring_jax import ContextParallel, ring_attention
+from ring_jax import RESIDUALS, ContextParallel, ring_attention
 
 MESHES = {
     kind.name: jax.make_mesh((2, 2), ("dp", "cp"), (kind, kind), devices=jax.devices()[:4])
@@ -152,3 +152,14 @@ def test_shard_of_a_batch(batch_dim: int) -> None:
     batched = jnp.moveaxis(x, 2, batch_dim)
     actual = jax.vmap(CP.shard, in_axes=batch_dim, out_axes=2)(batched)
     np.testing.assert_array_equal(actual, CP.shard(x))
+
+
+def test_results_that_are_saved_are_not_computed_again() -> None:
+    """Where a policy saves ``out`` and ``lse``, the keys alone are gathered again."""
+
+    def products(*names: str) -> int:
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        call = jax.checkpoint(partial(CALLS["gather"], kernel="xla"), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(partial(loss, call)))(Q)).count("dot_general")
+
+    assert products(*RESIDUALS) < products(*RESIDUALS[:2]) < products()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ring_jax import ring_attention
-from ring_jax.prepare import seed_words
+from ring_jax.dropout import seed_words
 
 SMALL, WIDE, TOP = 9, (5 << 32) + 9, (1 << 63) + 5
 INTEGERS = (

@@ -13,6 +13,7 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import jaxpr_as_fun
 
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels.block_index import item_bounds
@@ -229,9 +230,11 @@ class Launch:
         if not _is_interpreted():
             lists = only_on("tpu", "pallas", lists)
         # Pallas's own vmap supports neither memory that a kernel copies from itself nor, if lists
-        # differ, a traced number of steps; so under vmap the launches run in sequence.
-        run = sequential_vmap(launch_pieces)
-        return cast("T", run(lists, steps, scalars, operands, extra, into))
+        # differ, a traced number of steps; so under vmap the launches run in sequence. The program
+        # around this keeps that function: traced first, it holds none of the arrays.
+        args = lists, steps, scalars, operands, extra, into
+        run = sequential_vmap(jaxpr_as_fun(jax.make_jaxpr(launch_pieces)(*args)))
+        return cast("T", jax.tree.unflatten(jax.tree.structure(into), run(*jax.tree.leaves(args))))
 
     def query_rows(self, grid: Grid, width: int) -> pl.BlockSpec:
         """Return the spec of a visit's block of ``[B, H, T, width]``."""

@@ -147,10 +147,9 @@ def _gradients(call: CallSpec, saved: Saved, gradients: tuple[Array, Array]) -> 
 _attend.defvjp(_forward, _backward)
 
 
-#: ``guard_p`` returns its first operands; their tangents are ``refusal_p`` of the tangents of all,
-#: which raises once it is evaluated.
+#: ``guard_p`` returns its first operand; the tangent is ``refusal_p`` of the tangents of all, which
+#: raises once it is evaluated.
 guard_p, refusal_p = Primitive("ring_guard"), Primitive("ring_refusal")
-guard_p.multiple_results = refusal_p.multiple_results = True
 
 
 def _guarded[T](direction: Direction, results: T, origins: Any) -> T:
@@ -160,43 +159,28 @@ def _guarded[T](direction: Direction, results: T, origins: Any) -> T:
     way to its gradient (``backward``), of ``origins``, has neither. Without the guard JAX's own
     error would name the loops and kernels inside the call.
     """
-    leaves, tree = jax.tree.flatten(results)
-    guarded = guard_p.bind(
-        *leaves, *jax.tree.leaves(origins), count=len(leaves), direction=direction
-    )
-    return cast("T", jax.tree.unflatten(tree, guarded))
+    # One guard a result: what computes a result that nobody uses is dead code to JAX.
+    leaves = jax.tree.leaves(origins)
+    return cast("T", jax.tree.map(lambda x: guard_p.bind(x, *leaves, direction=direction), results))
 
 
 def _guard_jvp(
-    primals: list[Array], tangents: list[Any], *, count: int, direction: Direction
-) -> tuple[list[Array], list[Any]]:
-    """Replace the results' tangents by the primitive that refuses those that are not zero."""
-    results = primals[:count]
+    primals: list[Array], tangents: list[Any], *, direction: Direction
+) -> tuple[Array, Any]:
+    """Replace the result's tangent by the primitive that refuses it, unless all are zero."""
+    result, tangent = primals[0], tangents[0]
     nonzero = [x for x in tangents if type(x) is not ad.Zero]
-    if not nonzero:
-        return results, tangents[:count]
-    refused = [jnp.issubdtype(x.dtype, jnp.floating) for x in results]  # integers have no tangents
-    types = tuple(
-        jax.typeof(x) for x, is_refused in zip(results, refused, strict=True) if is_refused
-    )
-    refusals = iter(refusal_p.bind(*nonzero, types=types, direction=direction))
-    return results, [
-        next(refusals) if is_refused else tangent
-        for is_refused, tangent in zip(refused, tangents, strict=False)
-    ]
+    if nonzero and jnp.issubdtype(result.dtype, jnp.floating):  # integers have no tangents
+        tangent = refusal_p.bind(*nonzero, like=jax.typeof(result), direction=direction)
+    return result, tangent
 
 
-def _results_of(*arrays: Any, count: int, **_: Any) -> list[Any]:
-    """Return the results that a guard was given."""
-    return list(arrays[:count])
-
-
-guard_p.def_impl(_results_of)
-guard_p.def_abstract_eval(_results_of)
-mlir.register_lowering(guard_p, mlir.lower_fun(_results_of))
+guard_p.def_impl(lambda x, *_, **__: x)
+guard_p.def_abstract_eval(lambda x, *_, **__: x)
+mlir.register_lowering(guard_p, lambda _, x, *__, **___: [x])
 ad.primitive_jvps[guard_p] = _guard_jvp
 batching.primitive_batchers[guard_p] = lambda arrays, dims, **params: (
-    guard_p.bind(*arrays, **params), _results_of(*dims, **params)
+    guard_p.bind(*arrays, **params), dims[0]
 )  # fmt: skip
 
 
@@ -214,15 +198,13 @@ def _refuse(*_: Any, direction: Direction, **__: Any) -> Any:
 
 
 refusal_p.def_impl(_refuse)
-refusal_p.def_abstract_eval(lambda *_, types, **__: types)
-mlir.register_lowering(refusal_p, mlir.lower_fun(_refuse))
+refusal_p.def_abstract_eval(lambda *_, like, **__: like)
+mlir.register_lowering(refusal_p, lambda _, *__, direction, **___: _refuse(direction=direction))
 # Reverse mode of a forward is the one derivative there is: it passes the gradient through.
 ad.deflinear2(
     refusal_p,
-    lambda gradients, *_, direction, **__: (
-        gradients
-        if direction == "forward" or all(type(x) is ad.Zero for x in gradients)
-        else _refuse(direction=direction)
+    lambda gradient, *_, direction, **__: (
+        [gradient] if direction == "forward" else _refuse(direction=direction)
     ),
 )
 # Only forward mode makes a batch of tangents.

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal, Unpack, cast, overload
 
 import jax.numpy as jnp
-from jax import lax
+from jax import ShapeDtypeStruct, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from ring_core import Layout, LayoutSpec, checks, divisor_of, row_checks
@@ -34,7 +34,7 @@ from ring_jax.meshes import (
     with_devices,
 )
 from ring_jax.movement import Halo
-from ring_jax.prepare import ShardCounts, check_call, described_as, split_mask
+from ring_jax.prepare import ShardCounts, check_call, described_as, split_mask, with_structs
 from ring_jax.records import Array, AttentionOptions, CallOptions, CallSpec, Inputs
 from ring_jax.strategies import Way, explained
 from ring_jax.tripwire import agreement
@@ -255,7 +255,8 @@ class ContextParallel:
         """
         dim, source = self._sharding.check_tokens(x, dim, seq_len)
         if isinstance(to, ContextParallel):
-            check_surroundings(to.mesh, to.axis_name)
+            # Of as many devices, pieces only come to lie there: no program runs on that mesh.
+            check_surroundings(to.mesh, to.axis_name, runs=to.cp_size != self.cp_size)
         target = (
             Sharding(to.mesh, to.axis_name, to.layout) if isinstance(to, ContextParallel)
             else replace(self._sharding, layout=check_layout(to))
@@ -304,17 +305,26 @@ class ContextParallel:
     @refuse_foreign_options
     @with_options_of(RingAttention.__call__)
     def explain(
-        self, q: Array, k: Array, v: Array, *, return_lse: bool = False,
-        **options: Unpack[AttentionOptions],
+        self, q: Array | ShapeDtypeStruct, k: Array | ShapeDtypeStruct, v: Array | ShapeDtypeStruct, *,
+        return_lse: bool = False, **options: Unpack[AttentionOptions],
     ) -> str:  # fmt: skip
         """Say what :meth:`attention` would do with these arguments, computing nothing.
+
+        A ``jax.ShapeDtypeStruct`` may be in the place of any array: it counts as one that is
+        traced, as in ``jax.jit(...).lower``.
 
         Returns:
             Lines of text: the kernel of each platform, why others were not chosen, the strategy,
             the size of the program, and the plan.
         """
-        call, _, way = self._check_call(q, k, v, CallOptions(return_lse=return_lse, **options))
-        return explained(call, way)
+        check_devices({"q": q, "k": k, "v": v, **options}, self.mesh)
+
+        def explain(q: Array, k: Array, v: Array, options: AttentionOptions) -> str:
+            call_options = CallOptions(return_lse=return_lse, **options)
+            call, _, way = self._check_call(q, k, v, call_options)
+            return explained(call, way)
+
+        return with_structs(explain, q, k, v, options)
 
     @with_options_of(RingAttention.__call__)
     def check_agreement(
@@ -352,6 +362,7 @@ class ContextParallel:
     ) -> tuple[CallSpec, Inputs, Way]:
         """Check a call on global arrays, and choose its kernels."""
         check_surroundings(self.mesh, self.axis_name)
+        check_devices({"q": q, "k": k, "v": v, **options._asdict()}, self.mesh)
         self._check_qkv(q, k, v)
         batch, heads = self._axes(q, k)
         shards = ShardCounts(
@@ -377,7 +388,6 @@ class ContextParallel:
         """Refuse shapes that do not fit the mesh, before ``shard_map`` does in words of its own."""
         for name, x in (("q", q), ("k", k), ("v", v)):
             described_as(name, x)
-            check_devices(name, x, self.mesh)
             if x.ndim != 4:
                 raise ValueError(
                     f"{name} must have 4 dimensions [batch, sequence, heads, head_dim], got shape "

@@ -1,10 +1,15 @@
-"""Random numbers of dropout: :mod:`ring_core.philox` in 32-bit words, for any device."""
+"""Random numbers of dropout: :mod:`ring_core.philox` in 32-bit words, for any device; its seed."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from ring_core import checks
 from ring_core.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, dropout_threshold
 
 Words = tuple[Array, Array, Array, Array]
@@ -56,3 +61,43 @@ def _multiply(x: Array, factor: int) -> tuple[Array, Array]:
     cross = x_low * f_high + (middle & mask)
     high = x_high * f_high + (middle >> half) + (cross >> half)
     return high, x * jnp.uint32(factor)
+
+
+def seed_words(seed: int | Array) -> Array:
+    """Split a dropout seed into its low and high 32 bits, uint32 ``[2]``.
+
+    A traced seed that is negative cannot be refused; its bits are taken as they are.
+
+    Raises:
+        ValueError: Not an integer below 2**64, nor an integer scalar, nor uint32 ``[2]``.
+    """
+    seed = _on_host(seed)
+    if not isinstance(seed, jax.Array | np.ndarray | np.generic):
+        checks.check_seed(seed)
+        return jnp.array([seed & 0xFFFFFFFF, seed >> 32], jnp.uint32)
+    shape, dtype = jnp.shape(seed), jnp.result_type(seed)
+    if dtype == jnp.uint32 and shape == (2,):
+        return jnp.asarray(seed)
+    if shape != () or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"dropout_seed must be an integer in [0, 2**64), an integer scalar or uint32 [2] "
+            f"(low word first), got {dtype} {list(shape)}; of a key "
+            f"pass jax.random.bits(key, (2,), jnp.uint32)"
+        )
+    x = jnp.asarray(seed)
+    high = x >> 32 if dtype.itemsize == 8 else jnp.zeros_like(x)
+    return jnp.stack([x, high]).astype(jnp.uint32)
+
+
+def _on_host(seed: Any) -> Any:
+    """Convert a seed to a Python integer if its value is known and could be wide or negative.
+
+    JAX would cut numpy's integers to 32 bits. Its own unsigned arrays need no conversion.
+    """
+    known = isinstance(seed, np.ndarray | np.generic) or (
+        isinstance(seed, jax.Array) and not isinstance(seed, jax.core.Tracer)
+    )
+    if not known or seed.shape != () or not jnp.issubdtype(seed.dtype, np.integer):
+        return seed
+    is_own_unsigned = isinstance(seed, jax.Array) and seed.dtype.kind == "u"
+    return seed if is_own_unsigned else int(seed)

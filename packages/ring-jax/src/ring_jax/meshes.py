@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 import numpy.typing as npt
 from jax import Array
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 
 from ring_core import UnsupportedError, checks
 from ring_jax.collectives import AnyMesh, Axes, size_of
@@ -45,11 +46,17 @@ def check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: o
         )
 
 
-def check_surroundings(own: AnyMesh, axis_name: str) -> None:
+def check_surroundings(own: AnyMesh, axis_name: str, *, runs: bool = True) -> None:
     """Refuse calls inside ``shard_map``, and inside ``jax.set_mesh`` of another mesh.
 
     In a ``shard_map`` arrays are shards along some axes, and JAX cannot differentiate one over
-    further axes in there. Another mesh may be set if all axes of both are auto.
+    further axes in there. Another mesh may be set if all axes of both are auto, and both have the
+    same devices in the same order.
+
+    Args:
+        own: The mesh of the ``ContextParallel``.
+        axis_name: Its axis.
+        runs: Programs will run on it; else arrays only come to lie there.
 
     Raises:
         UnsupportedError: This is inside one of them.
@@ -75,6 +82,23 @@ def check_surroundings(own: AnyMesh, axis_name: str) -> None:
             f"with {axes}: JAX runs all explicit axes on the mesh that is set. Instead: make both the "
             f"same mesh, or leave out jax.set_mesh"
         )
+    set_mesh = _concrete_mesh()
+    devices, own_devices = (None if x is None else devices_of(x) for x in (set_mesh, own))
+    if runs and devices and own_devices is not None and devices != own_devices:
+        raise UnsupportedError(
+            f"the mesh of this ContextParallel has the devices {own_devices}, and jax.set_mesh has set "
+            f"one with {devices}: one program runs on one list of devices. Instead: make both the same "
+            f"mesh, or leave out jax.set_mesh"
+        )
+
+
+def _concrete_mesh() -> Mesh | None:
+    """Return the mesh of ``jax.set_mesh``, whose abstract one does not tell the devices."""
+    from jax._src import mesh  # jax.sharding.get_mesh does not answer while a function is traced
+
+    get = getattr(mesh, "get_concrete_mesh", lambda: None)
+    set_mesh = cast("Mesh | None", get())
+    return None if set_mesh is None or set_mesh.empty else set_mesh
 
 
 def _described(mesh: AnyMesh) -> str:
@@ -83,16 +107,36 @@ def _described(mesh: AnyMesh) -> str:
     return ", ".join(f"{name}={size} ({kind.name})" for name, size, kind in axes)
 
 
-def check_devices(name: str, x: object, mesh: AnyMesh) -> None:
-    """Refuse an array that lies on other devices than a mesh, or on the same in another order.
+def check_devices(arguments: Mapping[str, object], mesh: AnyMesh) -> None:
+    """Refuse arrays that lie on other devices than a mesh, or on the same in another order.
+
+    Arguments are by name; all that are no arrays are skipped.
+
+    Raises:
+        UnsupportedError: An array does.
+    """
+    for name, value in arguments.items():
+        for x in jax.tree.leaves(value):
+            _check_devices_of(name, x, mesh)
+
+
+def _check_devices_of(name: str, x: object, mesh: AnyMesh) -> None:
+    """Refuse one array on other devices.
 
     Of a traced array this is not known; JAX refuses it when the program is lowered.
     """
     sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else None
-    if not isinstance(sharding, NamedSharding) or isinstance(mesh, AbstractMesh):
+    own = devices_of(mesh)
+    if not isinstance(sharding, Sharding) or own is None:
         return
-    devices = devices_of(sharding.mesh)
-    if devices is not None and devices != devices_of(mesh):
+    if isinstance(sharding, NamedSharding):
+        devices = devices_of(sharding.mesh)
+    elif getattr(x, "committed", True):  # else JAX moves it, as it does numpy's arrays
+        on: Any = sharding.device_set
+        devices, own = sorted(device.id for device in on), sorted(own)
+    else:
+        return
+    if devices is not None and devices != own:
         raise UnsupportedError(
             f"{name} lies on the devices {devices}, and the mesh of this ContextParallel has "
             f"{devices_of(mesh)}: one program runs on one list of devices. Instead: make all meshes of "
@@ -101,12 +145,31 @@ def check_devices(name: str, x: object, mesh: AnyMesh) -> None:
         )
 
 
+def check_numbers(
+    shape: Sequence[object],
+    reason: str = "over a mesh XLA ends the process that runs such an exported program",
+) -> None:
+    """Refuse symbolic dimensions of ``jax.export``.
+
+    Raises:
+        UnsupportedError: There is one.
+    """
+    symbolic = [str(size) for size in shape if not isinstance(size, int)]
+    if symbolic:
+        raise UnsupportedError(
+            f"an array has the symbolic dimension {symbolic[0]}, and {reason}. Instead: export with "
+            f"numbers; or, of one device, with a symbolic batch alone and kernel='xla'"
+        )
+
+
 def check_divides(name: str, x: Array, mesh: AnyMesh, batch: Axes, heads: Axes) -> None:
     """Check that the axes of batch and heads divide these dimensions of ``[B, T, heads, D]``.
 
     Raises:
         ValueError: One does not; the message says what to do.
+        UnsupportedError: A dimension is symbolic.
     """
+    check_numbers(x.shape)
     for axis, dim, what in ((batch, 0, "batch"), (heads, 2, "heads")):
         size = size_of(mesh, axis)
         if x.shape[dim] % size:

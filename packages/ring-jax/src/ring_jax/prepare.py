@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh
 
 from ring_core import (
+    KernelConfig,
     Layout,
     LayoutSpec,
     Mask,
@@ -25,8 +26,11 @@ from ring_core import (
 )
 from ring_core.base.config import kernel_config, strategy_config
 from ring_jax.collectives import match_varying, varying_axes
+from ring_jax.dropout import seed_words
 from ring_jax.kernels import choose, kernel_names
-from ring_jax.kernels.plugins import broken_kernels, installed_kernels
+from ring_jax.kernels.plugins import AbsentKernel, broken_kernels, installed_kernels
+from ring_jax.kernels.xla import XlaKernel
+from ring_jax.meshes import check_numbers
 from ring_jax.records import Array, CallOptions, CallSpec, Devices, Inputs, Kernel, LocalShape
 from ring_jax.strategies import STRATEGIES, Way, choose_way
 from ring_jax.tripwire import checked_every
@@ -75,6 +79,9 @@ def check_call(
     _check_static(options)
     q, k, v = (_canonical(x) for x in (q, k, v))
     described = [described_as(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
+    kernels = installed_kernels() if kernels is None else kernels
+    config = kernel_config(options.kernel, kernel_names(kernels))
+    _check_symbolic(described, axis_name, kernels, config)
     sizes = checks.check_qkv(*described)
     factor = cp_size if shards.mesh is None else 1  # from the lengths of q and k to global ones
     padded = sizes.q_len * factor, sizes.k_len * factor
@@ -101,8 +108,6 @@ def check_call(
     )
     request, scale, cap = _request(options, sizes, described[0].dtype, shards, dense is not None)
     q_ids, k_ids = _check_option_arrays(sizes, k_len, options)
-    kernels = installed_kernels() if kernels is None else kernels
-    config = kernel_config(options.kernel, kernel_names(kernels))
     inputs = Inputs(
         q, k, v, q_ids, k_ids, options.sinks, options.bias, options.alibi_slopes,
         None if options.dropout_seed is None else seed_words(options.dropout_seed), None, dense,
@@ -125,6 +130,47 @@ def check_call(
         forward_only=tuple(kernel for kernel, _ in choice.forward_only if len(choice.kernels) > 1),
     )  # fmt: skip
     return call, inputs, way
+
+
+def with_structs[R](function: Callable[..., R], *args: Any) -> R:
+    """Return ``function(*args)``, each ``jax.ShapeDtypeStruct`` in ``args`` as a traced array.
+
+    The result must hold no array.
+    """
+    tree: Any
+    leaves, tree = jax.tree.flatten(args)
+    is_struct = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+    if not any(is_struct):
+        return function(*args)
+    results: list[R] = []
+
+    def run(*arrays: Array) -> None:
+        remaining = iter(arrays)
+        traced = [next(remaining) if x else leaf for leaf, x in zip(leaves, is_struct, strict=True)]
+        results.append(function(*tree.unflatten(traced)))
+
+    jax.eval_shape(run, *(leaf for leaf, x in zip(leaves, is_struct, strict=True) if x))
+    return results[0]
+
+
+def _check_symbolic(
+    arrays: Sequence[checks.Tensor],
+    axis_name: Hashable | None,
+    kernels: Sequence[Kernel],
+    config: KernelConfig,
+) -> None:
+    """Refuse symbolic dimensions of ``jax.export``, but a batch on one device in plain XLA."""
+    others = [
+        kernel.capabilities.name for kernel in kernels
+        if config.name in ("auto", kernel.capabilities.name)
+        and not isinstance(kernel, XlaKernel | AbsentKernel)
+    ]  # fmt: skip
+    for x in arrays:
+        if axis_name is not None:
+            check_numbers(x.shape)
+        elif others:
+            check_numbers(x.shape, f"the blocks of {' and '.join(others)} depend on it")
+        check_numbers(x.shape[1:], "a call is planned for numbers of tokens and heads")
 
 
 def _check_mask(
@@ -310,46 +356,6 @@ def axis_size(axis_name: Hashable | None) -> int:
             f"jax.shard_map over a mesh that has it, use ContextParallel on global arrays, or "
             f"axis_name=None for one device"
         ) from error
-
-
-def seed_words(seed: int | Array) -> Array:
-    """Split a dropout seed into its low and high 32 bits, uint32 ``[2]``.
-
-    A traced seed that is negative cannot be refused; its bits are taken as they are.
-
-    Raises:
-        ValueError: Not an integer below 2**64, nor an integer scalar, nor uint32 ``[2]``.
-    """
-    seed = _on_host(seed)
-    if not isinstance(seed, jax.Array | np.ndarray | np.generic):
-        checks.check_seed(seed)
-        return jnp.array([seed & 0xFFFFFFFF, seed >> 32], jnp.uint32)
-    shape, dtype = jnp.shape(seed), jnp.result_type(seed)
-    if dtype == jnp.uint32 and shape == (2,):
-        return jnp.asarray(seed)
-    if shape != () or not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(
-            f"dropout_seed must be an integer in [0, 2**64), an integer scalar or uint32 [2] "
-            f"(low word first), got {dtype} {list(shape)}; of a key "
-            f"pass jax.random.bits(key, (2,), jnp.uint32)"
-        )
-    x = jnp.asarray(seed)
-    high = x >> 32 if dtype.itemsize == 8 else jnp.zeros_like(x)
-    return jnp.stack([x, high]).astype(jnp.uint32)
-
-
-def _on_host(seed: Any) -> Any:
-    """Convert a seed to a Python integer if its value is known and could be wide or negative.
-
-    JAX would cut numpy's integers to 32 bits. Its own unsigned arrays need no conversion.
-    """
-    known = isinstance(seed, np.ndarray | np.generic) or (
-        isinstance(seed, jax.Array) and not isinstance(seed, jax.core.Tracer)
-    )
-    if not known or seed.shape != () or not jnp.issubdtype(seed.dtype, np.integer):
-        return seed
-    is_own_unsigned = isinstance(seed, jax.Array) and seed.dtype.kind == "u"
-    return seed if is_own_unsigned else int(seed)
 
 
 #: Options that a program is compiled for.

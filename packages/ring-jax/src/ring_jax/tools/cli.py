@@ -20,7 +20,7 @@ from ring_core import support_matrix
 from ring_core.tools import bench, doctor, explain
 from ring_core.tools.commands import framework_commands, is_refused
 from ring_jax.kernels.plugins import AbsentKernel, installed_kernels
-from ring_jax.prepare import check_call
+from ring_jax.prepare import check_call, with_structs
 from ring_jax.records import CallOptions
 from ring_jax.strategies import explained
 from ring_jax.tools import bench as _bench_jax
@@ -72,23 +72,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     """Run the command ``explain`` and print its text; return the exit code."""
-    texts: list[str] = []
     try:
         case = explain.case_of(args)
+        q, k = (jax.ShapeDtypeStruct(x, jnp.dtype(case.dtype)) for x in case.local_shapes)
 
-        def call(q: Array, k: Array, v: Array) -> None:
-            spec, _, way = check_call(
-                None, "cp", case.layout, case.cp_size, q, k, v, CallOptions(**case.options)
-            )
-            texts.append(explained(spec, way))
+        def call(q: Array, k: Array) -> str:
+            options = CallOptions(**case.options)
+            spec, _, way = check_call(None, "cp", case.layout, case.cp_size, q, k, k, options)
+            return explained(spec, way)
 
-        shapes = (jax.ShapeDtypeStruct(x, jnp.dtype(case.dtype)) for x in case.local_shapes)
-        q, k = shapes
-        jax.eval_shape(call, q, k, k)  # traced, so that no array is made
+        text = with_structs(call, q, k)
     except (ValueError, RuntimeError) as error:
         print(f"ring_jax: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    print(f"{case.describe(_platform())}\n{texts[0]}")
+    print(f"{case.describe(_platform())}\n{text}")
     return 0
 
 
