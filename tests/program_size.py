@@ -32,9 +32,19 @@ def size_of(
     platform: str = "cpu", **options: Any,
 ) -> Size:  # fmt: skip
     """Trace and lower the forward and backward of some equal layers over so many devices."""
-    mesh = AbstractMesh((devices,), ("cp",), axis_types=(AxisType.Auto,))
-    cp = package.ContextParallel(mesh, "cp", layout=layout)
-    q, k = (jax.ShapeDtypeStruct((1, devices * LOCAL, heads, 64), jnp.bfloat16) for heads in (8, 2))
+    jax.clear_caches()
+    began = process_time()
+    program = traced(devices, layers, layout, package, **options)
+    text = program.lower(lowering_platforms=(platform,)).as_text()
+    return Size(len(text), process_time() - began)
+
+
+def traced(
+    devices: int, layers: int = 1, layout: LayoutSpec = "zigzag", package: Any = ring_jax,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Trace the forward and backward of some equal layers over so many devices."""
+    cp, (q, k, v) = call_over(devices, layout, package)
 
     def loss(q: Any, k: Any, v: Any) -> Any:
         total = jnp.float32(0)
@@ -42,11 +52,38 @@ def size_of(
             total += cp.attention(q * (n + 1), k, v, **options).astype(jnp.float32).sum()
         return total
 
-    jax.clear_caches()
-    began = process_time()
-    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k)
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
-    return Size(len(text), process_time() - began)
+    return jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, v)
+
+
+def call_over(devices: int, layout: LayoutSpec, package: Any = ring_jax) -> tuple[Any, Any]:
+    """Return a ``ContextParallel`` over so many devices, which are not here, and shapes for it."""
+    mesh = AbstractMesh((devices,), ("cp",), axis_types=(AxisType.Auto,))
+    q, k = (jax.ShapeDtypeStruct((1, devices * LOCAL, heads, 64), jnp.bfloat16) for heads in (8, 2))
+    return package.ContextParallel(mesh, "cp", layout=layout), (q, k, k)
+
+
+def constants_of(program: Any) -> list[Any]:
+    """Return the arrays that a traced program holds, at any depth."""
+    arrays: dict[int, Any] = {}
+    seen: set[int] = set()
+
+    def visit(jaxpr: Any) -> None:
+        if id(jaxpr) in seen:
+            return
+        seen.add(id(jaxpr))
+        arrays.update((id(x), x) for x in getattr(jaxpr, "consts", ()))
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            literals = [x.val for x in equation.invars if hasattr(x, "val")]
+            arrays.update((id(x), x) for x in literals)
+            for inner in jax.tree.leaves(
+                list(equation.params.values()),
+                is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
+            ):
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    visit(inner)
+
+    visit(program.jaxpr)
+    return [x for x in arrays.values() if hasattr(x, "nbytes")]
 
 
 def main() -> None:

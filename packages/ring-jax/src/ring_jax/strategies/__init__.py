@@ -7,6 +7,7 @@ May import ``rank_view`` and what is below it. A new strategy is one file here, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -25,6 +26,7 @@ from ring_core import (
 )
 from ring_jax.kernels import Selection, ask, sample_dtype
 from ring_jax.kernels.absent import AbsentKernel, or_broken
+from ring_jax.rank_view import Constants
 from ring_jax.records import BackwardInputs, CallSpec, Devices, Grads, Inputs, Kernel, LocalShape
 from ring_jax.strategies.gather import GATHER
 from ring_jax.strategies.ring import RING
@@ -125,15 +127,25 @@ def named_strategy(name: str, program: RingProgram) -> StrategyName:
 
 def explained(call: CallSpec, way: Way) -> str:
     """Return the text of :meth:`ContextParallel.explain`, for a call that was checked."""
-    launches = STRATEGIES[call.strategy].launches(call.program)
-    tables = sum(x.table.nbytes for x in launches if x.table is not None)
+    launches, plan = STRATEGIES[call.strategy].launches(call.program), call.plan
+    size = Constants(*map(sum, zip(*(x.constants(plan) for x in launches), strict=True)))
+    of_kernels = {
+        f"tiles of {kernel.capabilities.name}": len(launches) * added
+        for kernel in way.kernels.kernels
+        if isinstance(added := or_broken(kernel, partial(kernel.constant_bytes, call.program)), int)
+    }
+    contents = {
+        "work items of all ranks": size.items, "kinds of a predicate's tiles": size.kinds,
+        "boundaries of documents": size.boundaries, "positions of all ranks": size.positions, **of_kernels,
+    }  # fmt: skip
+    parts = ", ".join(f"{added:,} of {what}" for what, added in contents.items() if added)
     failing = {kernel.capabilities.name: trace_error(kernel) for kernel in way.kernels.kernels}
     return "\n".join([
         way.describe(),
         *(f"  {name} is broken: {reason}" for name, reason in failing.items() if reason),
         (
             f"program            {len(launches)} launches or loops of them, forward and backward; "
-            f"{tables:,} bytes of work items of all ranks"
+            f"{sum(contents.values()):,} bytes of constants: {parts or 'none'}"
         ),
         viz.describe(call.program, pictures=False),
     ])  # fmt: skip
