@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import pytest
-from program_size import LOCAL, call_over, constants_of, size_of, traced
+from program_size import LIMIT, LOCAL, call_over, constants_of, size_of, traced
 
 from ring_core import Mask, UnsupportedError, balanced_layout
 
@@ -24,8 +24,8 @@ MASKS: dict[str, dict[str, Any]] = {
 def test_256_devices(strategy: str) -> None:
     size_of(2, causal=True)  # imports and caches of jax itself
     size = size_of(256, causal=True, strategy=strategy)
-    assert size.bytes <= 1_200_000
-    assert size.seconds <= 3
+    assert size.bytes <= LIMIT.bytes
+    assert size.seconds <= LIMIT.seconds
 
 
 @pytest.mark.parametrize("devices", [8, pytest.param(256, marks=pytest.mark.nightly)])
@@ -48,7 +48,7 @@ def test_other_masks(strategy: str, layout: Any, mask: str) -> None:
         with pytest.raises(UnsupportedError, match="documents and chunks have to lie in natural"):
             size_of(256, **options)
     else:
-        assert size_of(256, **options).bytes <= 1_200_000
+        assert size_of(256, **options).bytes <= LIMIT.bytes
 
 
 TOKENS = 8 * LOCAL
