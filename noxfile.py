@@ -428,6 +428,16 @@ def program_size(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def gpu_schedule(session: nox.Session) -> None:
+    """Test how XLA's compiler for GPUs schedules a ring's loops, no GPU needed."""
+    install(session, BACKENDS["jax-gpu"], ["test"], *CONSTRAINED)
+    # The compiler alone, without CUDA's libraries.
+    session.install("jax-cuda13-pjrt", "jax-cuda13-plugin", "--no-deps", *CONSTRAINED)
+    test = "tests/jax_gpu_only/test_scheduled.py"
+    session.run("pytest", "--backend=jax-gpu", test, *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 def tpu_static(session: nox.Session) -> None:
     """Count what TPU kernels cost in their machine code, no TPU needed; arguments go to it."""
     install(session, BACKENDS["jax-tpu"], [], *CONSTRAINED)

@@ -265,7 +265,7 @@ def test_explain_says_what_would_run() -> None:
     program = ring_program(
         make_plan(Mask(causal=True), seq_len=q.shape[1], cp_size=2, layout="zigzag")
     )
-    size = "4 launches or loops of them, forward and backward; 176 bytes of work items of all ranks"
+    size = "4 launches or loops of them, forward and backward; 176 bytes of constants: 176 of work"
     absent = "".join(
         f"  not {name}: needs ring-jax-{package} {__version__}, which is not installed\n"
         for name, package in (
@@ -277,7 +277,7 @@ def test_explain_says_what_would_run() -> None:
     why = "devices of a CPU share its cores and its memory, and a ring was faster there"
     assert text == (
         f"kernel xla (any device)\n{absent}strategy ring, transport xla\n  not gather: {why}\n"
-        f"program            {size}\n{viz.describe(program, pictures=False)}"
+        f"program            {size} items of all ranks\n{viz.describe(program, pictures=False)}"
     )
     assert "strategy gather" in cp.explain(q, k, v, causal=True, strategy="gather")
     lines = []

@@ -22,15 +22,11 @@ from ring_jax.tools import cli, doctor
 from ring_jax.tools.doctor import self_test
 
 FOR_TPU = """
-from dataclasses import dataclass
-from ring_core import Capabilities
+from dataclasses import replace
+from ring_jax.kernels.xla import XlaKernel
 
-@dataclass(frozen=True)
-class Unavailable:
-    capabilities = Capabilities("pallas", devices=("tpu",), dtypes=("float32",), bands="any")
-
-    def refusals(self, *_):
-        return ()
+class Unavailable(XlaKernel):
+    capabilities = replace(XlaKernel.capabilities, name="pallas", devices=("tpu",))
 
 KERNELS = (Unavailable(),)
 """

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import invalidate_caches
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 from threading import Barrier
 from typing import Any, NamedTuple
@@ -26,7 +27,8 @@ import ring_jax
 from ring_core import KernelConfig, UnsupportedError
 from ring_core.tools.doctor import Check, failed
 from ring_jax.kernels import plugins
-from ring_jax.kernels.plugins import broken_kernels, installed_kernels, only_on
+from ring_jax.kernels.absent import broken_kernels, only_on
+from ring_jax.kernels.plugins import installed_kernels
 from ring_jax.nn import make_dot_product_attention
 from ring_jax.tools import doctor
 
@@ -103,11 +105,11 @@ SETUPS = {
     "both": Setup((GPU, TPU), PLAIN | {"cuda": "triton", "tpu": "pallas"}, {}),
     "broken-gpu": Setup(
         (GPU._replace(module="broken"), TPU), PLAIN | {"tpu": "pallas", "cuda": NOT_LOADED},
-        dict.fromkeys(NO_GPU, f"ring-jax-gpu {VERSION} {NOT_LOADED} cuda"),
+        dict.fromkeys(NO_GPU, f"ring-jax-gpu {NOT_LOADED} cuda"),
     ),
     "broken-tpu": Setup(
         (TPU._replace(module="broken"),), PLAIN | {"tpu": NOT_LOADED},
-        {"pallas": f"ring-jax-tpu {VERSION} {NOT_LOADED} tpu", **NO_GPU},
+        {"pallas": f"ring-jax-tpu {NOT_LOADED} tpu", **NO_GPU},
     ),
     "of another version": Setup(
         (GPU._replace(module="wrong", version="9.0"),), PLAIN | {"cuda": UNLIKE},
@@ -260,13 +262,13 @@ def test_sources_without_metadata(
 ) -> None:
     """A GPU gets no other kernel in their place without a word."""
 
-    def version(name: str) -> str:
+    def distribution(name: str) -> Distribution:
         raise PackageNotFoundError(name)
 
     install()
-    monkeypatch.setattr(plugins, "version", version)
+    monkeypatch.setattr(plugins, "distribution", distribution)
     (tmp_path / "ring_jax_gpu.py").write_text("raise AssertionError('imported')")
-    why = "ring-jax-gpu is on the path without its metadata"
+    why = "ring-jax-gpu does not load, ImportError: it is on the path without its metadata"
     with pytest.raises(UnsupportedError, match=f"kernel '(triton|cudnn)': {why}"):
         lowered(one_device)("cuda")
     assert lowered(one_device)("cpu") == lowered(one_device, kernel="xla")("cuda") == "xla"
@@ -281,7 +283,7 @@ RUBBISH = {
     "from for_tpu import KERNELS": "ValueError: it has [('pallas', ('tpu',))]",
     "from for_cuda import KERNELS; KERNELS *= 2": "ValueError: it has [('triton', ('cuda',))",
     "KERNELS = (": "SyntaxError",
-    "raise SystemExit(3)": "SystemExit: 3",
+    "class Panic(BaseException): ...\nraise Panic('as of Rust')": "Panic: as of Rust",
 }
 
 
@@ -297,6 +299,91 @@ def test_what_is_no_kernel_is_broken(install: Callable[..., None], tmp_path: Pat
         assert [kernel.name for kernel in kernels] == ["triton", "cudnn"], source
         assert f"does not load, {reason}" in kernels[0].reason, source
     assert jnp.allclose(one_device(jnp.ones((1, 8, 2, 4))), 1.0)
+
+
+class Damage(NamedTuple):
+    """A fault of a plug-in.
+
+    Attributes:
+        method: The method of its kernel that raises, if one does.
+        files: Bytes in place of those of the metadata of a distribution, if they are damaged.
+        reason: What a program for its platform, ``explain`` and the doctor say; empty for other
+            projects' metadata.
+    """
+
+    reason: str
+    method: str = ""
+    files: tuple[str, str, bytes] = ("", "", b"")
+
+
+UNDECODABLE = b"Name: ring-jax-gpu\nVersion: \xff\n"
+ENTRIES = b"[ring_jax.kernels]\n"
+DAMAGES = {
+    "metadata": Damage("UnicodeDecodeError", files=("ring-jax-gpu", "METADATA", UNDECODABLE)),
+    "own line": Damage("TypeError", files=("ring-jax-gpu", "entry_points.txt", ENTRIES + b"cuda")),
+    "line of others": Damage("", files=("their-rings", "entry_points.txt", ENTRIES + b"cuda")),
+    "bytes of others": Damage("", files=("their-rings", "entry_points.txt", ENTRIES + b"a=\xff")),
+    "refusals": Damage("Panic: refusals", "refusals"),
+    "notes": Damage("Panic: notes", "notes"),
+    "forward": Damage("Panic: attend_into", "attend_into"),
+    "backward": Damage("Panic: grads_into", "grads_into"),
+}
+
+
+class Panic(BaseException):
+    """An error as Rust's panics are in Python: no ``Exception``."""
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_fault_stops_its_own_platform_alone(
+    name: str, install: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason, method, (package, file, content) = DAMAGES[name]
+
+    def panic(*_: Any) -> Any:
+        raise Panic(method)
+
+    install(GPU, TPU, Offer("their-rings", "cuda", "wrong"))
+    if file:
+        (info,) = tmp_path.glob(f"{package.replace('-', '_')}-*.dist-info")
+        (info / file).write_bytes(content)
+    if method:
+        monkeypatch.setattr(type(installed_kernels()[0]), method, panic)
+    x = jnp.ones((1, 16, 2, 8))
+    assert jnp.allclose(one_device(x), 1.0)
+    kernel_on = lowered(jax.grad(lambda q: one_device(q).sum()))
+    assert (kernel_on("cpu"), kernel_on("tpu")) == ("xla", "pallas")
+    if not reason:
+        assert kernel_on("cuda") == "triton"
+        return
+    with pytest.raises(UnsupportedError, match=f"kernel '(triton|cudnn)': .*{reason}"):
+        kernel_on("cuda")
+    with pytest.raises((UnsupportedError, Panic), match=method or reason):
+        jax.grad(lambda q: one_device(q, kernel="triton").sum())(x)
+    mesh = jax.make_mesh((1,), ("cp",), devices=jax.devices()[:1])
+    explained = ring_jax.ContextParallel(mesh, "cp").explain(x, x, x, causal=True)
+    assert any(reason in line for line in explained.splitlines() if "triton" in line)
+    reports = [doctor._report(kernel, "cpu") for kernel in installed_kernels()]
+    assert any(reason in report.why for report in reports if report.name == "triton")
+    assert ("ring-jax-gpu" in doctor.versions()) == (name != "metadata")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_passes_and_an_exit_does_not(
+    error: type[BaseException], install: Callable[..., None], tmp_path: Path
+) -> None:
+    install(GPU._replace(module="rubbish"))
+    kernel = MODULES["for_cuda"] + "\ndef stop(*_):\n    raise {error}\nMarked.{method} = stop\n"
+    for source in (
+        f"raise {error.__name__}",
+        *(kernel.format(error=error.__name__, method=x) for x in ("refusals", "attend_into")),
+    ):
+        (tmp_path / "rubbish.py").write_text(source)
+        sys.modules.pop("rubbish", None)
+        invalidate_caches()
+        installed_kernels.cache_clear()
+        with pytest.raises(error) if error is KeyboardInterrupt else nullcontext():
+            one_device(jnp.ones((1, 8, 2, 4)))
 
 
 def test_damaged_and_older_metadata(install: Callable[..., None], tmp_path: Path) -> None:
@@ -354,7 +441,7 @@ def test_adapters_name_kernels(install: Callable[..., None]) -> None:
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_a_kernel_of_another_platform_is_refused_outside_of_programs(platform: str) -> None:
     with jax.disable_jit(), pytest.raises(UnsupportedError, match=r"^kernel 'named': runs on "):
-        plugins.only_on(platform, "named", jnp.ones(3))
+        only_on(platform, "named", jnp.ones(3))
 
 
 def test_checkify_sees_programs_with_kernels() -> None:

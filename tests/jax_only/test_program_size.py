@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import jax
 import pytest
-from program_size import size_of
+from program_size import LIMIT, LOCAL, call_over, constants_of, size_of, traced
 
-from ring_core import UnsupportedError
+from ring_core import Mask, UnsupportedError, balanced_layout
 
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
@@ -22,8 +24,8 @@ MASKS: dict[str, dict[str, Any]] = {
 def test_256_devices(strategy: str) -> None:
     size_of(2, causal=True)  # imports and caches of jax itself
     size = size_of(256, causal=True, strategy=strategy)
-    assert size.bytes <= 1_200_000
-    assert size.seconds <= 3
+    assert size.bytes <= LIMIT.bytes
+    assert size.seconds <= LIMIT.seconds
 
 
 @pytest.mark.parametrize("devices", [8, pytest.param(256, marks=pytest.mark.nightly)])
@@ -46,4 +48,57 @@ def test_other_masks(strategy: str, layout: Any, mask: str) -> None:
         with pytest.raises(UnsupportedError, match="documents and chunks have to lie in natural"):
             size_of(256, **options)
     else:
-        assert size_of(256, **options).bytes <= 1_200_000
+        assert size_of(256, **options).bytes <= LIMIT.bytes
+
+
+TOKENS = 8 * LOCAL
+CUTS = (0, *range(700, TOKENS, 130), TOKENS)
+
+
+def every_third_block(i: Any, j: Any) -> Any:
+    return (i - j) % 900 < 300
+
+
+PREDICATE = Mask(causal=True, predicate=every_third_block)
+CONSTANTS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": (1000, 0)},
+    "documents": {"causal": True, "cu_seqlens": CUTS},
+    "gather": {"causal": True, "cu_seqlens": CUTS, "strategy": "gather", "layout": "contiguous"},
+    "predicate": {"mask": PREDICATE},
+    "predicate, documents": {"mask": Mask(predicate=every_third_block, cu_seqlens=CUTS)},
+    "balanced": {"causal": True, "strategy": "balanced", "layout": "contiguous"},
+    "balanced, predicate": {"mask": PREDICATE, "strategy": "balanced", "layout": "contiguous"},
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_explain_states_all_constants(name: str) -> None:
+    """All but some numbers a launch: those that are no table."""
+    options = {"layout": "zigzag", "kernel": "xla", **CONSTANTS[name]}
+    tables = [x for x in constants_of(traced(8, **options)) if x.ndim > 1 or x.size == len(CUTS)]
+    assert stated(**options) == sum(x.nbytes for x in tables) > 500
+
+
+def test_explain_states_positions_that_are_looked_up() -> None:
+    """Some of them XLA does not need, so they are stated, and may not be there."""
+    mask = Mask(causal=True, cu_seqlens=CUTS)
+    options: dict[str, Any] = {"layout": balanced_layout(mask, seq_len=TOKENS, cp_size=8)}
+    options |= {"mask": mask, "kernel": "xla"}
+    held = sum(x.nbytes for x in constants_of(traced(8, **options)) if x.ndim > 0)
+    assert 0.9 * held <= stated(**options) <= 1.2 * held
+    assert "positions of all ranks" in explained(**options)
+
+
+def stated(**options: Any) -> int:
+    """The bytes of constants that ``explain`` states."""
+    found = re.search(r"([\d,]+) bytes of constants", explained(**options))
+    assert found is not None
+    return int(found[1].replace(",", ""))
+
+
+def explained(*, layout: Any, **options: Any) -> str:
+    cp, shapes = call_over(8, layout)
+    lines: list[str] = []
+    jax.eval_shape(lambda q, k, v: lines.append(cp.explain(q, k, v, **options)), *shapes)
+    return lines[0]

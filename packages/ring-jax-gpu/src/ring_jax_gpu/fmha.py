@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
-from ring_jax.kernels.plugins import only_on
+from ring_jax.kernels.absent import only_on
 from ring_jax.records import Array
 
 _ARRAYS = (

@@ -93,6 +93,11 @@ class TritonKernel(Kernel):
         )
         return (note,)
 
+    def constant_bytes(self, program: RingProgram, /) -> int:
+        """Return the bytes of a predicate's partial tiles, and of their numbers."""
+        tiles = None if program.plan.blocks is None else program.plan.blocks.tiles
+        return 0 if tiles is None else sum(x.nbytes for x in tiles)
+
     def attend_into(
         self,
         spec: LaunchSpec,

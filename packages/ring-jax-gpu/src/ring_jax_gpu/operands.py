@@ -319,8 +319,13 @@ class StepWork:
         if rows.slopes is not None or rows.seed is not None:
             options["k_at"] = columns.positions
         if (tiles := self._predicate_tiles) is not None:
-            options |= {"bits": jnp.asarray(tiles.bits.view(np.int32)), "tiles": tiles.which}
+            options |= {"bits": self._tile_bits, "tiles": tiles.which}
         return {name: array for name, array in options.items() if array is not None}
+
+    @cached_property
+    def _tile_bits(self) -> Array:
+        """The predicate's partial tiles, in words of 32 bits: one constant for all kernels."""
+        return jnp.asarray(not_none(self._predicate_tiles).bits.view(np.int32))
 
     @cached_property
     def _predicate_tiles(self) -> PredicateTiles | None:

@@ -19,7 +19,7 @@ from ring_core import UnsupportedError
 from ring_core.triton.tile_configs import HOPPER
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels import compute_capability
-from ring_jax.kernels.plugins import wrong_platform
+from ring_jax.kernels.absent import wrong_platform
 from ring_jax.records import Array
 from ring_jax_gpu.launch import (
     Arrays,

@@ -16,8 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import jaxpr_as_fun
 
 from ring_jax.collectives import match_varying, varying_axes
+from ring_jax.kernels.absent import only_on
 from ring_jax.kernels.block_index import item_bounds
-from ring_jax.kernels.plugins import only_on
 from ring_jax.records import Array, CallSpec, Direction, ItemTable, KeyBlock, QueryBlock
 from ring_jax_tpu.block_index import BlockIndex, block_kinds, with_nonfinite
 from ring_jax_tpu.block_sizes import (

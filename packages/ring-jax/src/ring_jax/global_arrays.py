@@ -30,7 +30,7 @@ from ring_jax.collectives import (
     spread,
     transfer,
 )
-from ring_jax.kernels.plugins import AbsentKernel
+from ring_jax.kernels.absent import AbsentKernel
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.meshes import check_devices, check_numbers, check_surroundings, devices_of
 from ring_jax.prepare import prepared

@@ -28,7 +28,8 @@ from ring_core.base.config import kernel_config, strategy_config
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.dropout import seed_words
 from ring_jax.kernels import choose, kernel_names
-from ring_jax.kernels.plugins import AbsentKernel, broken_kernels, installed_kernels
+from ring_jax.kernels.absent import AbsentKernel
+from ring_jax.kernels.plugins import installed_kernels
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.meshes import check_numbers
 from ring_jax.records import Array, CallOptions, CallSpec, Devices, Inputs, Kernel, LocalShape
@@ -121,9 +122,8 @@ def check_call(
         lambda strategy: choose(kernels, config, request, program, local_shape_of(strategy)),
     )  # fmt: skip
     choice = way.kernels
-    broken = broken_kernels(kernels) if config.name == "auto" else ()
     call = CallSpec(
-        program, axis_name, scale, cap, float(options.dropout_p), (*broken, *choice.kernels), config,
+        program, axis_name, scale, cap, float(options.dropout_p), (*choice.broken, *choice.kernels), config,
         described[0].dtype, sizes.head_dim, way.strategy, bias_masks=dense is not None,
         bias_grad=options.bias is not None, check_every=checked_every(),
         deterministic=options.deterministic, has_sinks=options.sinks is not None,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from ring_core import Layout, RingProgram
+from ring_core import Layout, Plan, RingProgram
 from ring_core.programs.ring import TABLE_COLUMNS, TABLE_UNBOUNDED
 from ring_jax.collectives import Ranks
 from ring_jax.records import (
@@ -132,6 +132,18 @@ class RankTable(NamedTuple):
         return jnp.asarray(self.rows)[numbers_of_rank], numbers_of_rank
 
 
+class Constants(NamedTuple):
+    """Bytes of constants of a program, by what they are.
+
+    A launch, or a step of a loop, has some numbers more, which are not counted.
+    """
+
+    items: int = 0  # tables of work items
+    kinds: int = 0  # kinds of a predicate's tiles
+    boundaries: int = 0  # offsets of documents or chunks
+    positions: int = 0  # first position of each run of all ranks, where it is looked up
+
+
 @dataclass(frozen=True)
 class Launches:
     """The work items of all ranks in one launch, or in a loop of launches, each for a part.
@@ -167,6 +179,41 @@ class Launches:
         return cls(
             tuple(part.shift for part in parts), parts[0].gathered, for_peer,
             any(part.has_documents for part in parts), items, compressed,
+        )  # fmt: skip
+
+    def kinds(self, plan: Plan) -> npt.NDArray[np.uint8] | None:
+        """Return the kinds of a predicate's tiles, ``[P, launches, tiles of T, tiles of S]``.
+
+        They are those of the pairs of ranks that meet alone. ``None`` without a predicate.
+        """
+        if plan.blocks is None:
+            return None
+        ranks = np.arange(plan.cp_size)[:, None]
+        q_ranks, kv_ranks = ranks, (ranks - np.array(self.shifts)) % plan.cp_size
+        if self.for_peer:
+            q_ranks, kv_ranks = kv_ranks, q_ranks
+        return cast("npt.NDArray[np.uint8]", plan.blocks.kinds[q_ranks, kv_ranks])
+
+    def boundaries(self, plan: Plan) -> Table | None:
+        """Return the offsets of documents or chunks that kernels compare tokens by, int32.
+
+        ``None`` if the mask has none. Without a predicate also if no item spans several, so that
+        kernels need not compare them.
+        """
+        if plan.boundaries is None or (plan.blocks is None and not self.has_documents):
+            return None
+        return plan.boundaries.astype(np.int32)
+
+    def constants(self, plan: Plan) -> Constants:
+        """Return the bytes of the constants that a program holds for these launches."""
+        if self.table is None:
+            return Constants()
+        kinds, boundaries = self.kinds(plan), self.boundaries(plan)
+        starts = [_run_starts(layout) for layout in (plan.q_layout, plan.k_layout)]
+        return Constants(
+            self.table.nbytes, 0 if kinds is None else kinds.nbytes,
+            0 if boundaries is None else 2 * boundaries.nbytes,  # for queries and for keys
+            sum(x.nbytes for x in starts if not _is_even(x)),
         )  # fmt: skip
 
 
@@ -291,17 +338,10 @@ class RankView:
         # are the queries, and the keys its own.
         ranks = jnp.broadcast_to(self.rank, shifts.shape), (self.rank - shifts) % size
         q_rank, kv_rank = ranks[::-1] if launches.for_peer else ranks
-        kinds = None
-        if self.call.plan.blocks is not None:
-            all_ranks = np.arange(size)[:, None]
-            q_ranks, kv_ranks = all_ranks, (all_ranks - shifts) % size
-            if launches.for_peer:
-                q_ranks, kv_ranks = kv_ranks, q_ranks
-            # Chosen on the host for every rank and launch, so that the program holds kinds of these
-            # pairs alone, and a device takes its row.
-            kinds = jnp.asarray(self.call.plan.blocks.kinds[q_ranks, kv_ranks])[self.rank]
+        # Chosen on the host for every rank and launch, so that a device takes its row.
+        kinds = launches.kinds(self.call.plan)
         return ItemTable(
-            items, kinds, q_rank, kv_rank,
+            items, None if kinds is None else jnp.asarray(kinds)[self.rank], q_rank, kv_rank,
             None if launches.items is None else numbers[:, 0],
         )  # fmt: skip
 
@@ -327,16 +367,11 @@ class RankView:
         return KeyBlock(keys.kv, positions, self._cells(launches, positions), keys.ids)
 
     def _cells(self, launches: Launches, positions: Array) -> Array | None:
-        """Return the number of the document or chunk at each position, int32.
-
-        ``None`` if the mask has none. Without a predicate also if no item of the launches spans
-        several, so that kernels need not compare them.
-        """
-        boundaries = self.call.plan.boundaries
-        if boundaries is None or (self.call.plan.blocks is None and not launches.has_documents):
+        """Return the number of the document or chunk at each position, int32, if it is needed."""
+        boundaries = launches.boundaries(self.call.plan)
+        if boundaries is None:
             return None
-        offsets = jnp.asarray(boundaries.astype(np.int32))
-        return cast("Array", searchsorted(offsets, positions, "right"))
+        return cast("Array", searchsorted(jnp.asarray(boundaries), positions, "right"))
 
 
 def local_positions(layout: Layout, rank: Array) -> Array:
@@ -355,12 +390,23 @@ def local_positions(layout: Layout, rank: Array) -> Array:
 
 def _run_positions(layout: Layout, rank: Array) -> Array:
     """Return the global index of the first token of each run of a rank, int32 ``[runs]``."""
-    starts = layout.run_positions(np.arange(layout.cp_size)).astype(np.int32)
+    starts = _run_starts(layout)
     # Most layouts go on from rank to rank by equal distances; others are looked up.
-    distance = starts[-1:] - starts[-2:-1] if layout.cp_size > 1 else starts
-    if (np.diff(starts, axis=0) == distance).all():
-        return jnp.asarray(starts[0]) + jnp.asarray(distance[0]) * rank
+    if _is_even(starts):
+        first, distance = starts[0], (starts[-1] - starts[-2] if len(starts) > 1 else starts[0])
+        return jnp.asarray(first) + jnp.asarray(distance) * rank
     return jnp.asarray(starts)[rank]
+
+
+def _run_starts(layout: Layout) -> Table:
+    """Return the global index of the first token of each run of all ranks, int32 ``[P, runs]``."""
+    return layout.run_positions(np.arange(layout.cp_size)).astype(np.int32)
+
+
+def _is_even(starts: Table) -> bool:
+    """Return True if runs of neighbouring ranks begin at equal distances."""
+    distances = np.diff(starts, axis=0)
+    return bool((distances == distances[-1:]).all())
 
 
 def is_padding(call: CallSpec) -> Array:

@@ -335,6 +335,10 @@ class Kernel(Protocol):
         """Return lines for ``explain`` and the doctor on what it decides when a call is lowered."""
         return ()
 
+    def constant_bytes(self, _program: RingProgram, /) -> int:
+        """Return the bytes of constants that each launch adds to a program, beside its items."""
+        return 0
+
     def attend_into(
         self,
         spec: LaunchSpec,

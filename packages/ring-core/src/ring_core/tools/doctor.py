@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires, version
 from typing import Any
 
 import numpy as np
@@ -128,11 +129,10 @@ def versions(libraries: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
 
 
 def installed(library: str) -> str | None:
-    """Return the version of a library, or ``None`` if it is not installed."""
-    try:
+    """Return the version of a library; ``None`` if it is not installed, or without one to read."""
+    with suppress(Exception):  # what damaged metadata raise differs by version of Python
         return version(library)
-    except PackageNotFoundError:
-        return None
+    return None
 
 
 def clashes(by_name: Mapping[str, str]) -> tuple[str, ...]:

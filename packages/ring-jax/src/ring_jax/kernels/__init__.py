@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 
@@ -18,6 +19,7 @@ from ring_core import (
 )
 from ring_core.choose.rates import UNKNOWN, Case, Expected, default, expected
 from ring_core.choose.refusals import split_by_reasons
+from ring_jax.kernels.absent import AbsentKernel, broken_kernels, or_broken
 from ring_jax.records import Kernel, LocalShape
 
 _HOPPER = 90
@@ -35,6 +37,7 @@ class Selection:
         forward_only: Chosen kernels whose backward another one does, each with its reasons.
         expected: The times that kernels for NVIDIA GPUs should take.
         notes: Lines on what chosen kernels decide only when the call is lowered.
+        broken: Installed kernels that cannot be used, in whose place ``auto`` takes no other.
     """
 
     kernels: tuple[Kernel, ...]
@@ -42,6 +45,7 @@ class Selection:
     forward_only: tuple[tuple[Kernel, tuple[str, ...]], ...] = ()
     expected: Expected = UNKNOWN
     notes: tuple[str, ...] = ()
+    broken: tuple[AbsentKernel, ...] = ()
 
     @property
     def names(self) -> str:
@@ -103,24 +107,31 @@ def choose(
             kernel.capabilities, _on_its_device(request, kernel), program,
             others=[other.capabilities for other in kernels],
         )  # fmt: skip
-        reasons = kernel.refusals("forward", local, config, program)
-        if reasons:
-            raise UnsupportedError(f"kernel {config.name!r}: {'; '.join(reasons)}")
+        answers = ask(kernel, request, config, program, local)
+        if answers.forward:
+            raise UnsupportedError(f"kernel {config.name!r}: {'; '.join(answers.forward)}")
         times = expected(timed(kernels), request, program, [config.name], grad=True)
-        return Selection(
-            (kernel,), (), _forward_only((kernel,), local, config, program), times,
-            kernel.notes(request, config, program),
-        )  # fmt: skip
+        return Selection((kernel,), (), _forward_only({kernel: answers}), times, answers.notes)
+    asked: dict[Kernel, Answers] = {}
+    broken = [*broken_kernels(kernels)]
+
+    def why_not(kernel: Kernel) -> tuple[str, ...]:
+        """Return every reason why a kernel cannot do the call, and keep what else it answers."""
+        if reasons := refusals(kernel.capabilities, _on_its_device(request, kernel), program):
+            return reasons
+        answers = or_broken(kernel, lambda: ask(kernel, request, config, program, local))
+        if isinstance(answers, AbsentKernel):
+            broken.append(answers)
+            return (answers.reason,)
+        asked[kernel] = answers
+        return answers.forward
+
     cases = timed(kernels)
     able, refused = split_by_reasons(
-        ((kernel, kernel.capabilities) for kernel in kernels),
-        lambda kernel: (
-            refusals(kernel.capabilities, _on_its_device(request, kernel), program)
-            or kernel.refusals("forward", local, config, program)
-        ),
+        ((kernel, kernel.capabilities) for kernel in kernels), why_not,
         {name for case in cases for name, _ in case.kernels},
         device=None,
-    )
+    )  # fmt: skip
     if all(kernel.capabilities.devices for kernel in able):
         why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in refused)
         raise UnsupportedError(f"no kernel can do this call. {why}")
@@ -128,15 +139,59 @@ def choose(
     names = [kernel.capabilities.name for kernel in for_gpus]
     times = expected(cases, request, program, names, grad=True)
     fastest = times.fastest(names, grad=True) if names else ""
-    slower = [kernel for kernel in for_gpus if kernel.capabilities.name != fastest]
-    chosen = tuple(kernel for kernel in able if kernel not in slower)
-    too_slow = (
-        (can, (times.time(can.name),)) for can in (kernel.capabilities for kernel in slower)
-    )
+    rejected: dict[Kernel, str] = {}
+    for kernel in able:
+        can = kernel.capabilities
+        if beside := [x.name for x in broken if x.platform in can.devices]:
+            rejected[kernel] = (
+                f"auto takes no other kernel for one that is broken: {', '.join(beside)}"
+            )
+        elif kernel in for_gpus and can.name != fastest:
+            rejected[kernel] = times.time(can.name)
+    chosen = {kernel: asked[kernel] for kernel in able if kernel not in rejected}
     return Selection(
-        chosen, (*too_slow, *refused), _forward_only(chosen, local, config, program), times,
-        tuple(note for kernel in chosen for note in kernel.notes(request, config, program)),
+        tuple(chosen), (*((x.capabilities, (why,)) for x, why in rejected.items()), *refused),
+        _forward_only(chosen), times,
+        tuple(note for answers in chosen.values() for note in answers.notes), tuple(broken),
     )  # fmt: skip
+
+
+class Answers(NamedTuple):
+    """A kernel's own answers about a call that fits its capabilities.
+
+    Attributes:
+        forward: Why it cannot do the forward; then nothing else is asked.
+        backward: Why it cannot do the backward.
+        notes: Lines on what it decides only when the call is lowered.
+    """
+
+    forward: tuple[str, ...]
+    backward: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def ask(
+    kernel: Kernel, request: Request, config: KernelConfig, program: RingProgram, local: LocalShape
+) -> Answers:
+    """Ask a kernel about a call."""
+    if forward := tuple(kernel.refusals("forward", local, config, program)):
+        return Answers(forward)
+    return Answers(
+        (), tuple(kernel.refusals("backward", local, config, program)),
+        tuple(kernel.notes(request, config, program)),
+    )  # fmt: skip
+
+
+def _forward_only(
+    asked: Mapping[Kernel, Answers],
+) -> tuple[tuple[Kernel, tuple[str, ...]], ...]:
+    """Return the kernels that refuse the backward, each with its reasons."""
+    return tuple((kernel, x.backward) for kernel, x in asked.items() if x.backward)
+
+
+def sample_dtype(can: Capabilities) -> str:
+    """Return the dtype in which every kernel is tried: float32 if the kernel takes it."""
+    return "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
 
 
 def timed(kernels: Sequence[Kernel]) -> tuple[Case, ...]:
@@ -157,14 +212,6 @@ def compute_capability() -> int | None:
         return None
     major, minor = device.compute_capability.split(".")
     return 10 * int(major) + int(minor)
-
-
-def _forward_only(
-    kernels: Sequence[Kernel], local: LocalShape, config: KernelConfig, program: RingProgram
-) -> tuple[tuple[Kernel, tuple[str, ...]], ...]:
-    """Return the kernels that refuse the backward, each with its reasons."""
-    pairs = ((kernel, kernel.refusals("backward", local, config, program)) for kernel in kernels)
-    return tuple((kernel, reasons) for kernel, reasons in pairs if reasons)
 
 
 def _on_its_device(request: Request, kernel: Kernel) -> Request:

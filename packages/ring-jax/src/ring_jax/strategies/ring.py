@@ -92,9 +92,13 @@ def _launches_of(program: RingProgram, run: Run) -> Launches:
 
 
 def _launches(program: RingProgram) -> list[Launches]:
-    """Return the launches of both passes."""
-    passes = (program.forward, program.backward)
-    return [_launches_of(program, run) for stages in passes for run in _runs(program, stages)]
+    """Return the launches of both passes, with those for other ranks' queries."""
+    launches: list[Launches] = []
+    for stages in (program.forward, program.backward):
+        launches += [_launches_of(program, run) for run in _runs(program, stages)]
+        parts = [step_table(program, stage.step) for stage in stages if stage.offloads]
+        launches += [Launches.of(part, for_peer=True) for part in parts]
+    return launches
 
 
 class ForwardState(NamedTuple):

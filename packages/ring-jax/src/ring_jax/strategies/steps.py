@@ -27,6 +27,7 @@ from ring_core import Request, RingProgram
 from ring_core.base.arguments import not_none
 from ring_core.programs.ring import Stage
 from ring_jax.collectives import Ranks, match_varying, reload_after, varying_axes
+from ring_jax.kernels.absent import AbsentKernel, or_broken
 from ring_jax.rank_view import Launches, RankView, StepTable, all_positions, step_table
 from ring_jax.records import (
     Array,
@@ -38,6 +39,7 @@ from ring_jax.records import (
     Grads,
     Inputs,
     ItemTable,
+    Kernel,
     KeyBlock,
     KVPayload,
     LaunchSpec,
@@ -342,13 +344,18 @@ def _launch[State: (AttentionState, Grads)](
     # Kernels without a backward are left out of it: another one of the call's takes their platform.
     excluded = () if method == "attend_into" else spec.call.forward_only
     kernels = [kernel for kernel in spec.call.kernels if kernel not in excluded]
+    # One kernel needs no branch: where it is named it refuses other platforms by itself.
+    if len(kernels) == 1:
+        return cast("State", getattr(kernels[0], method)(spec, rows, *args, into))
+
+    def branch(kernel: Kernel, *operands: Any) -> Any:
+        """Call a kernel; one that fails raises where the program is lowered for its platform."""
+        result = or_broken(kernel, lambda: getattr(kernel, method)(spec, *operands))
+        return result.attend_into(*operands) if isinstance(result, AbsentKernel) else result
+
     launches = {
-        device: partial(getattr(kernel, method), spec)
+        device: partial(branch, kernel)
         for kernel in kernels
         for device in kernel.capabilities.devices or ("default",)
     }
-    # One kernel needs no branch: where it is named it refuses other platforms by itself.
-    if len(kernels) == 1:
-        (launch, *_) = launches.values()
-        return cast("State", launch(rows, *args, into))
     return cast("State", lax.platform_dependent(rows, *args, into, **launches))

@@ -19,7 +19,8 @@ from jax import Array, numpy as jnp
 from ring_core import support_matrix
 from ring_core.tools import bench, doctor, explain
 from ring_core.tools.commands import framework_commands, is_refused
-from ring_jax.kernels.plugins import AbsentKernel, installed_kernels
+from ring_jax.kernels.absent import AbsentKernel
+from ring_jax.kernels.plugins import installed_kernels
 from ring_jax.prepare import check_call, with_structs
 from ring_jax.records import CallOptions
 from ring_jax.strategies import explained

@@ -12,11 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec as P
 
-from ring_core import Capabilities, KernelConfig, Mask, Request, make_plan, refusals, ring_program
+from ring_core import KernelConfig, Mask, Request, make_plan, refusals, ring_program
 from ring_core.tools import bench, doctor
 from ring_jax.attention import RingAttention
-from ring_jax.kernels.plugins import PACKAGES, AbsentKernel, broken_kernels, installed_kernels
+from ring_jax.kernels import sample_dtype
+from ring_jax.kernels.absent import AbsentKernel, broken_kernels
+from ring_jax.kernels.plugins import PACKAGES, installed_kernels
 from ring_jax.records import Kernel
+from ring_jax.strategies import trace_error
 from ring_jax.tools.bench import compared, out_and_grads
 
 LIBRARIES = (
@@ -69,7 +72,7 @@ def diagnose() -> Diagnosis:
     # kernels), so it is tested in bfloat16, too.
     tested = [
         (kernel, dtype) for kernel, report in zip(kernels, reports, strict=True)
-        for dtype in dict.fromkeys([_sample_dtype(kernel.capabilities), *["bfloat16"] * bool(report.notes)])
+        for dtype in dict.fromkeys([sample_dtype(kernel.capabilities), *["bfloat16"] * bool(report.notes)])
         if report.available
         or (kernel in broken_kernels(kernels) and platform in kernel.capabilities.devices)
     ]  # fmt: skip
@@ -97,7 +100,7 @@ def self_test(kernel: Kernel, dtype: str) -> Iterator[doctor.Check]:
     """
     can, devices = kernel.capabilities, jax.local_devices()[:MOST_DEVICES]
     where = f"{len(devices)} {_platform()}"
-    name = can.name if dtype == _sample_dtype(can) else f"{can.name} in {dtype}"
+    name = can.name if dtype == sample_dtype(can) else f"{can.name} in {dtype}"
     inputs = [jnp.asarray(x, dtype) for x in doctor.inputs_for(len(devices), HEAD_DIM)]
     mesh = jax.make_mesh((len(devices),), ("ring",), (AxisType.Auto,), devices=devices)
     call = partial(RingAttention((kernel,)), axis_name="ring", causal=True, kernel=can.name)
@@ -105,7 +108,9 @@ def self_test(kernel: Kernel, dtype: str) -> Iterator[doctor.Check]:
     ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
     try:
         results = list(jax.block_until_ready(out_and_grads(ring)(*inputs)))
-    except Exception:  # noqa: BLE001 - any error is a finding
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - any error is a finding
         yield doctor.failed(name, where, traceback.format_exc())
         return
     yield from compared(name, results, inputs, where=where, mask=doctor.CAUSAL)
@@ -114,25 +119,22 @@ def self_test(kernel: Kernel, dtype: str) -> Iterator[doctor.Check]:
 def _report(kernel: Kernel, platform: str) -> KernelReport:
     """Report whether a kernel's capabilities allow the self-test on the default platform.
 
-    What it refuses besides, as an old library or GPU (:meth:`Kernel.refusals`), is not asked: that
-    shows in the self-test.
+    What it refuses besides, as an old library or GPU (:meth:`Kernel.refusals`), is not reported:
+    that shows in the self-test. That it fails is reported on every platform.
     """
     can, package = kernel.capabilities, type(kernel).__module__.partition(".")[0]
     if isinstance(kernel, AbsentKernel):
         return KernelReport(can.name, kernel.package, available=False, why=kernel.reason)
+    error = trace_error(kernel)
     program = ring_program(make_plan(Mask(causal=True), seq_len=doctor.TOKENS, cp_size=1))
-    sample = Request(platform, _sample_dtype(can), HEAD_DIM, HEAD_DIM, grad=True)
-    reasons = refusals(can, sample, program)
-    if reasons:
-        return KernelReport(can.name, package, available=False, why="; ".join(reasons))
+    sample = Request(platform, sample_dtype(can), HEAD_DIM, HEAD_DIM, grad=True)
+    if reasons := refusals(can, sample, program):
+        why = "; ".join((*reasons, *[error] * bool(error)))
+        return KernelReport(can.name, package, available=False, why=why)
     in_16_bits = replace(sample, dtype="bfloat16")
-    notes = kernel.notes(in_16_bits, KernelConfig(can.name), program)
+    # Of a kernel that fails the self-test shows the error.
+    notes = () if error else kernel.notes(in_16_bits, KernelConfig(can.name), program)
     return KernelReport(can.name, package, available=True, why="", notes=notes)
-
-
-def _sample_dtype(can: Capabilities) -> str:
-    """Return the dtype in which every kernel is tested: float32 if the kernel takes it."""
-    return "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
 
 
 def _platform() -> str:

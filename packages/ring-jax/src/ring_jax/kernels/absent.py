@@ -1,0 +1,149 @@
+"""Kernels that are missing or fail, and programs that only one platform can run.
+
+Nothing that a kernel of a plug-in raises, while it is asked about a call or traced, stops a program
+for another platform, but ``KeyboardInterrupt``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from ring_core import Capabilities, UnsupportedError
+from ring_core.base.config import EVERYTHING
+from ring_jax.records import Array, Kernel
+
+_DEVICES = {"cuda": "NVIDIA GPUs", "tpu": "TPUs"}
+
+
+@dataclass(frozen=True)
+class AbsentKernel(Kernel):
+    """A kernel that is missing, fails, or is another project's: it refuses every call.
+
+    Attributes:
+        name: Its name, as in ``kernel=``.
+        platform: The platform that it is for, as JAX calls it; of another project's kernel the name
+            of its entry point.
+        package: Name of the package that has it.
+        reason: Why it cannot run, and what to do.
+        is_broken: The package is installed, or on the path without its metadata; never another
+            project's. Then ``auto`` takes no other kernel in its place without a word: programs for
+            its platform are refused.
+    """
+
+    name: str
+    platform: str
+    package: str
+    reason: str
+    is_broken: bool
+
+    @classmethod
+    def broken(cls, name: str, platform: str, package: str, reason: str) -> AbsentKernel:
+        """Return the kernel of a package that is there and cannot be used, for a reason."""
+        return cls(
+            name, platform, package,
+            f"{reason}. Programs for {platform} are refused. Instead: install it anew, uninstall it, "
+            f"or use kernel='xla'",
+            is_broken=True,
+        )  # fmt: skip
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Every capability on its platform: the reason for refusing is in :meth:`refusals`."""
+        return replace(EVERYTHING, name=self.name, devices=(self.platform,))
+
+    def refusals(self, *_: object) -> tuple[str, ...]:
+        """Return the reason, whatever the call is."""
+        return (self.reason,)
+
+    def attend_into(self, *launch: Any) -> Any:
+        """Return the accumulator by a primitive whose lowering raises the reason."""
+        message = f"kernel {self.name!r}: {self.reason}"
+        return jax.tree.map(partial(only_on_p.bind, platform="", message=message), launch[-1])
+
+    def grads_into(self, *launch: Any) -> Any:
+        """Return the accumulator like :meth:`attend_into`."""
+        return self.attend_into(*launch)
+
+
+def broken_kernels(kernels: Iterable[Kernel]) -> tuple[AbsentKernel, ...]:
+    """Return the kernels of this project's packages that are installed but cannot be loaded."""
+    return tuple(x for x in kernels if isinstance(x, AbsentKernel) and x.is_broken)
+
+
+def or_broken[T](kernel: Kernel, action: Callable[[], T]) -> T | AbsentKernel:
+    """Return what a kernel answers; if it raises, a broken kernel in its place.
+
+    A kernel that is for no platform alone raises its error, as there is no other one.
+    """
+    try:
+        return action()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        can, package = kernel.capabilities, type(kernel).__module__.partition(".")[0]
+        if not can.devices:
+            raise
+        package = package.replace("_", "-")
+        if isinstance(error, UnsupportedError):  # in the kernel's own words, which say what to do
+            reason = str(error).removeprefix(f"kernel {can.name!r}: ")
+            return AbsentKernel(can.name, can.devices[0], package, reason, is_broken=True)
+        return AbsentKernel.broken(
+            can.name, can.devices[0], package, f"{package} fails, {described(error)}"
+        )
+
+
+def described(error: BaseException) -> str:
+    """Return an error's type and text."""
+    return f"{type(error).__name__}: {error}"
+
+
+#: The identity of an array, for which there is code on one platform alone, or on none: JAX's own
+#: errors about a kernel on another platform do not say what to do. No parameter of a primitive is
+#: called ``error``, as ``checkify`` passes one of that name.
+only_on_p = Primitive("ring_only_on")
+
+
+def only_on(platform: str, kernel: str, x: Array) -> Array:
+    """Return ``x`` by a primitive that lowers on the kernel's platform, and raises on others."""
+    message = wrong_platform(platform, kernel)
+    return cast("Array", only_on_p.bind(x, platform=platform, message=message))
+
+
+def wrong_platform(platform: str, kernel: str) -> str:
+    """Return the error of a program with a platform's kernel that is lowered for another one."""
+    return (
+        f"kernel {kernel!r}: runs on {_DEVICES[platform]}, and this program is lowered for another "
+        f"platform, or for several. Instead: use kernel='xla' or 'auto', and lower it for each "
+        f"platform alone"
+    )
+
+
+def _lower(here: str, _: object, x: Any, *, platform: str, message: str) -> list[Any]:
+    """Lower the primitive for a platform, ``here``: to nothing, or raise its error."""
+    if platform != here:
+        raise UnsupportedError(message)
+    return [x]
+
+
+def _run(x: Array, **params: str) -> Array:
+    """Return ``x`` outside of programs, as under ``jax.disable_jit``.
+
+    It is lowered first, which raises the error on a platform that it is not for.
+    """
+    jax.jit(partial(only_on_p.bind, **params)).lower(x)
+    return x
+
+
+only_on_p.def_impl(_run)
+only_on_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(only_on_p, partial(_lower, "other"))
+for _platform in _DEVICES:
+    mlir.register_lowering(only_on_p, partial(_lower, _platform), platform=_platform)
+batching.defvectorized(only_on_p)
