@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from importlib import invalidate_caches
 from importlib.metadata import Distribution, PackageNotFoundError
