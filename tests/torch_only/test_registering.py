@@ -106,7 +106,9 @@ class Everywhere(Strategy):
 def _resolve(resolution: Resolution) -> Strategy:
     plan = resolution.program.plan
     return Everywhere(
-        tuple(x for kv_rank in range(plan.cp_size) for x in plan.items(resolution.rank, kv_rank))
+        tuple(
+            x for kv_rank in range(plan.cp_size) for x in plan.items(resolution.ranks.rank, kv_rank)
+        )
     )
 
 

@@ -319,5 +319,5 @@ def _result_bytes(call: Call, inputs: Inputs, *, forward: bool) -> int:
 
 
 BALANCED = StrategySpec(
-    "balanced", lambda resolution: Balanced.of(resolution.program, resolution.rank)
+    "balanced", lambda resolution: Balanced.of(resolution.program, resolution.ranks.rank)
 )

@@ -368,7 +368,7 @@ class RotatingKeyGrads:
 def _resolve(resolution: Resolution) -> Ring:
     """Return the ring of a rank."""
     prepares = resolution.kernel.prepares and resolution.is_plain and resolution.sizes.batch > 0
-    return Ring.of(resolution.program, resolution.rank, prepares=prepares)
+    return Ring.of(resolution.program, resolution.ranks.rank, prepares=prepares)
 
 
 RING = StrategySpec(
