@@ -260,9 +260,7 @@ NAMES = {*(x.name for x in STRATEGIES), *(x.name for x in TRANSPORTS)}
 KERNEL_NAMES = {*(x.capabilities.name for x in KERNELS), "xla", "pallas"}  # JAX's own, too
 #: Where else a name decides, and why.
 ALLOWED = {
-    ("ring_core/base/config.py", "balanced"),  # the table of layouts that strategies need
-    ("ring_core/base/config.py", "hybrid"),  # the table of parameters that strategies have
-    *(("ring_core/programs/steps.py", x) for x in ("ring", "balanced")),  # both rings' steps
+    ("ring_core/base/config.py", "hybrid"),  # its parameters, which are checked before any backend
     *(("ring_core/cost/sent.py", x) for x in ("ring", "gather", "hybrid")),  # their bytes
     *(
         ("ring_jax/strategies/__init__.py", x) for x in ("ring", "balanced", "gather")
@@ -291,10 +289,11 @@ def _branches(path: Path) -> Iterator[tuple[int, set[str]]]:
             parts.append(node.value)
         elif isinstance(node, ast.Subscript):
             parts.append(None if getattr(node.value, "id", None) == "Literal" else node.slice)
-        constants = {
-            x.value for part in parts if part is not None for x in ast.walk(part)
-            if isinstance(x, ast.Constant) and isinstance(x.value, str)
-        }  # fmt: skip
+        inside = [x for part in parts if part is not None for x in ast.walk(part)]
+        constants = {str(x.value) for x in inside if isinstance(x, ast.Constant)}
+        # Descriptions stand in constants: RING, RING.name, ring.RING.
+        named = [getattr(x, "attr", getattr(x, "id", "")) for x in inside]
+        constants |= {name.lower() for name in named if name.isupper()}
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "isinstance":
             constants |= {x.id.lower() for x in ast.walk(node.args[1]) if isinstance(x, ast.Name)}
         if constants:
@@ -314,7 +313,8 @@ def test_no_file_but_its_own_branches_on_a_name(tmp_path: Path) -> None:
     for text in (
         'call.transport.name == "p2p"', 'name in ("ring", "gather")', '{"ulysses": 1}[name]',
         "isinstance(call.strategy, Ulysses)", 'match name:\n    case "balanced":\n        pass',
-        'frozenset({"ulysses"})', 'lambda: "symm_mem" != name',
+        'frozenset({"ulysses"})', 'lambda: "symm_mem" != name', "name != ULYSSES.name",
+        "spec is ring.RING", "transport in (P2P, SYMM_MEM)", "{GATHER: 1}[spec]",
     ):  # fmt: skip
         wrong = tmp_path / "wrong.py"
         wrong.write_text(text)
