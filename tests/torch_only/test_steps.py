@@ -67,6 +67,12 @@ def _check_help(steps: list[Any], program: Any, stage: Any) -> None:
         assert (done > 0) == (len(others) > 0)
 
 
+def _offloaded_rows(program: Any, rank: int) -> int:
+    """Query rows that a rank sends to helpers in a pass."""
+    steps = Balanced.of(program, rank).backward_steps
+    return sum(x.stop - x.start for step in steps for y in step.pieces for x in y.sent_rows)
+
+
 EVEN, PADDED = (8, 4), (9, 3)
 HYBRID: list[tuple[int, Literal["ring", "gather"], str, tuple[int, int]]] = [
     (2, "ring", "zigzag", EVEN), (2, "gather", "contiguous", PADDED),
@@ -104,14 +110,16 @@ def test_bytes_are_those_of_the_model_and_what_is_sent_arrives(
         ranks.append(Traffic(*(sum(x) for x in zip(*passes, strict=True))))
     assert sum(x.sent for x in ranks) == sum(x.received for x in ranks) > 0
     model = cost.Model(*heads, 16, bytes_per_element=4)
-    if strategy != "balanced":
-        expected = cost.bytes_sent(call.plan, model, strategy, backward=backward)
-        delta = 0
-        if isinstance(call.strategy, Ulysses) and call.kernel.needs_delta:
-            # The CPU's kernel takes delta, float32 [B, H, T], beside the gradient of the output.
+    expected = cost.bytes_sent(call.plan, model, strategy, backward=backward)
+    deltas = [0] * 4
+    if call.kernel.needs_delta and backward:
+        # The CPU's kernel takes delta, float32 [B, H, T], beside the gradient of the output.
+        if isinstance(call.strategy, Ulysses):
             members, places = call.strategy.heads.q.shape
-            delta = 4 * (members - 1) * places * (T // 4)
-        assert [x.sent - delta * backward for x in ranks] == list(expected)
+            deltas = [4 * (members - 1) * places * (T // 4)] * 4
+        elif isinstance(call.strategy, Balanced):
+            deltas = [4 * heads[0] * _offloaded_rows(call.program, rank) for rank in range(4)]
+    assert [x.sent - delta for x, delta in zip(ranks, deltas, strict=True)] == list(expected)
     if strategy in ("ring", "balanced"):
         bound = cost.estimate(call.program, model, cost.hardware("h200-nvlink"), backward=backward)
         most = max(x.sent for x in ranks)
