@@ -7,6 +7,7 @@ tripwire, and compared with dense attention.
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks, exchange
 from ring_torch.kernels import KERNELS
 from ring_torch.kernels.api import Kernel
-from ring_torch.options import CallOptions
+from ring_torch.options import AttentionOptions, CallOptions
 from ring_torch.prepare import _prepare, check_call
 from ring_torch.records import (
     AttentionState,
@@ -432,3 +433,22 @@ def test_no_file_but_its_own_branches_on_a_name(tmp_path: Path) -> None:
         assert any(NAMES & constants for _, constants in _branches(wrong)), text
     (tmp_path / "right.py").write_text('StrategyConfig("ring")\nself.logits == "gather"')
     assert not any(NAMES & constants for _, constants in _branches(tmp_path / "right.py"))
+
+
+def test_spellings_of_an_option_are_one() -> None:
+    """The signature, the TypedDict and the record agree in names, order, types and defaults."""
+    signature = inspect.signature(ring_torch.ring_attention).parameters.values()
+    given = [x for x in signature if x.kind is x.KEYWORD_ONLY and x.name not in ("group", "layout")]
+    record = {
+        name: kind for name, kind in CallOptions.__annotations__.items() if name != "bias_role"
+    }
+    assert [x.name for x in given] == list(record)
+    assert {x.name: x.default for x in given} | {
+        "bias_role": "added"
+    } == CallOptions._field_defaults
+    spelled = {name: kind.__forward_arg__ for name, kind in record.items()}
+    assert {x.name: x.annotation for x in given} == spelled
+    # Overloads of the signature have `return_lse`, which decides the type of the result.
+    del spelled["return_lse"]
+    typed = {name: kind.__forward_arg__ for name, kind in AttentionOptions.__annotations__.items()}
+    assert list(typed) == list(spelled) and typed == spelled
