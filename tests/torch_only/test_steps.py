@@ -36,8 +36,8 @@ def test_they_are_the_program(strategy: Any, layout: Any, mask: str, size: int) 
     program = ring_program(plan, strategy)
     of: Any = Ring if strategy == "ring" else Balanced
     ranks = [of.of(program, rank) for rank in range(size)]
-    for stages, name in ((program.forward, "forward_steps"), (program.backward, "backward_steps")):
-        passes = [getattr(rank, name) for rank in ranks]
+    for stages, name in ((program.forward, "forward"), (program.backward, "backward")):
+        passes = [getattr(rank, f"{name}_steps") for rank in ranks]
         for n, stage in enumerate(stages):
             steps = [each[n] for each in passes]
             # All ranks send as far ahead as the others, so that every message meets its receive.
@@ -52,25 +52,25 @@ def test_they_are_the_program(strategy: Any, layout: Any, mask: str, size: int) 
                     held = steps[(rank - step.keys_hop) % size].keys_of
                     assert after.is_own or after.keys_of == held
             if strategy == "balanced":
-                _check_help(steps, program, stage)
+                _check_help([getattr(x, f"{name}_pieces")[n] for x in ranks], program, stage)
 
 
-def _check_help(steps: list[Any], program: Any, stage: Any) -> None:
+def _check_help(pieces: list[Any], program: Any, stage: Any) -> None:
     """What a rank has others compute is what they do, piece by piece and row by row."""
-    for rank, step in enumerate(steps):
-        for piece, offload in enumerate(step.pieces):
-            theirs = steps[offload.helper].pieces[piece].items
+    for rank, of_rank in enumerate(pieces):
+        for piece, offload in enumerate(of_rank):
+            theirs = pieces[offload.helper][piece].items
             rows = [x.q_slice for x in theirs if x.q_rank == rank]
             assert list(offload.sent_rows) == rows
-        done = sum(len(x.items) for x in step.pieces)
+        done = sum(len(x.items) for x in of_rank)
         others = [x for x in program.items(rank, stage.step) if x.q_rank != rank]
         assert (done > 0) == (len(others) > 0)
 
 
 def _offloaded_rows(program: Any, rank: int) -> int:
     """Query rows that a rank sends to helpers in a pass."""
-    steps = Balanced.of(program, rank).backward_steps
-    return sum(x.stop - x.start for step in steps for y in step.pieces for x in y.sent_rows)
+    steps = Balanced.of(program, rank).backward_pieces
+    return sum(x.stop - x.start for pieces in steps for y in pieces for x in y.sent_rows)
 
 
 EVEN, PADDED = (8, 4), (9, 3)

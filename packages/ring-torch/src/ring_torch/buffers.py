@@ -60,6 +60,10 @@ class BufferSpec:
         """Allocate an uninitialised buffer."""
         return torch.empty(self.size, dtype=torch.uint8, device=device)
 
+    def pair(self, device: torch.device) -> list[Tensor]:
+        """Allocate two uninitialised buffers: one is sent while the other is received."""
+        return [torch.empty(self.size, dtype=torch.uint8, device=device) for _ in range(2)]
+
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the tensors inside a buffer, as views."""
         return [
