@@ -441,8 +441,8 @@ def _dropout_of_local_heads() -> Patches:
 
 
 def _shared_bias_grad_of_one_rank() -> Patches:
-    ulysses = _torch("strategies.ulysses")
-    right = ulysses.to_tokens
+    carrier = _torch("buffers").HeadCarrier
+    right = carrier.to_tokens
 
     def first(carry: Any, layout: Any, tensors: Any, orders: Any) -> Any:
         results = right(carry, layout, tensors, orders)
@@ -450,7 +450,7 @@ def _shared_bias_grad_of_one_rank() -> Patches:
             results[0][:, :, 1:] = 0
         return results
 
-    return [(ulysses, "to_tokens", first)]
+    return [(carrier, "to_tokens", first)]
 
 
 def _ids_of_queries_for_keys() -> Patches:
@@ -466,7 +466,7 @@ def _ids_of_queries_for_keys() -> Patches:
 
 def _message_from_the_wrong_rank() -> Patches:
     """Messages of a group are unpacked as if they came from the ranks one further on."""
-    exchange = _torch("comm.head_exchange")
+    exchange = _torch("transports.p2p")
     right = exchange.move
 
     def wrong(layout: Any, buffer: Any, *args: Any, packs: bool, **named: Any) -> None:

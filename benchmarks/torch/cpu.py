@@ -24,7 +24,7 @@ import torch
 import ring_core
 from benchmarks.common.report import parser_of, write
 from ring_core import Mask, make_plan, ring_program
-from ring_core.base.config import pairs_of
+from ring_core.programs.steps import pairs_of
 from ring_core.tools.bench import watched
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks

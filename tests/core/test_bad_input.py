@@ -350,7 +350,7 @@ FOR_BACKENDS = {
     for name in (
         "Capabilities", "GatherProgram", "HeadPlan", "Plan", "Request", "RingProgram", "Run", "Step", "WorkItem",
         "gather_memory", "gather_refusals", "refusals", "require", "support_matrix",
-        "cost.Cost", "cost.LinkBytes", "philox.philox", "philox.seed_key", "philox.dropout_threshold",
+        "cost.Cost", "cost.CountedCall", "cost.LinkBytes", "cost.StrategyBytes", "philox.philox", "philox.seed_key", "philox.dropout_threshold",
         "reference.Grads", "reference.Simulation", "viz.computing_ranks", "viz.kv_messages",
     )
 }  # fmt: skip

@@ -18,12 +18,12 @@ from ring_core.programs.grid import RankGrid
 from ring_core.programs.heads import PADDING
 from ring_torch import ContextParallel
 from ring_torch.buffers import KeyGradBuffer
-from ring_torch.comm import head_exchange
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.compat.documents import PackMove
 from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
 from ring_torch.strategies.ulysses import exchanges_of, tables_of
+from ring_torch.transports.p2p import HeadMessages
 
 SIZE, TOKENS = 3, 36
 ALL = RankGrid(SIZE, SIZE)
@@ -104,17 +104,17 @@ def _ulysses(
     tables = tables_of(call.plan, grid, heads, rank, q.device)
     orders = tables.rows, tables.columns, tables.columns
     members = grid.inner_ranks(rank)
-    carry = head_exchange.HeadMessages(ring.part(members))
-    by_heads = head_exchange.to_heads(carry, layouts.qkv, tables.placed(q, k, v), orders)
+    carry = HeadMessages(ring.part(members))
+    by_heads = carry.to_heads(layouts.qkv, tables.placed(q, k, v), orders)
     y = numbers(rank + SIZE, *(x.shape for x in by_heads))
     for grad, places in zip(y, (heads.q, heads.kv, heads.kv), strict=True):
         grad[:, :, torch.tensor(places[members.index(rank)] == PADDING)] = (
             0  # as gradients of padding are
         )
-    back = tables.without_padding(*head_exchange.to_tokens(carry, layouts.grads, y, orders))
+    back = tables.without_padding(*carry.to_tokens(layouts.grads, y, orders))
     for x, grad, with_heads, with_tokens in zip((q, k, v), y, by_heads, back, strict=True):
         same([(with_heads, grad)], [(x, with_tokens)])
-    again = tables.without_padding(*head_exchange.to_tokens(carry, layouts.grads, by_heads, orders))
+    again = tables.without_padding(*carry.to_tokens(layouts.grads, by_heads, orders))
     for x, whole, copies in zip((q, k, v), again, (1, heads.copies, heads.copies), strict=True):
         assert torch.equal(x * copies, whole)
 

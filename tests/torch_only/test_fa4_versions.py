@@ -6,6 +6,7 @@ of arguments as in version 4.0.0b36, and public functions alone for another vers
 
 from __future__ import annotations
 
+import ast
 import gc
 import sys
 import threading
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -633,3 +635,20 @@ def test_other_versions_have_no_split_backward(install: Callable[[str], Library]
         install(version)
         applies = split_backward.applies(plan, request, splits=True, tile=split_backward.tile)
         assert applies == (version == KNOWN)
+
+
+def test_positions_of_private_arguments_are_known_in_one_file() -> None:
+    """Elsewhere nothing of the library is imported, and no call has a row of absent arguments."""
+    for path in Path(fa4.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        found = [x.module or "" for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)]
+        found += [str(x.value) for x in ast.walk(tree) if isinstance(x, ast.Constant)]
+        libraries = {x for x in found if x.startswith("flash_attn.")}
+        rows = [x.args for x in ast.walk(tree) if isinstance(x, ast.Call)]
+        rows += [x.elts for x in ast.walk(tree) if isinstance(x, ast.Tuple)]
+        absent = [sum(isinstance(x, ast.Constant) and x.value is None for x in row) for row in rows]
+        if path.name == "private.py":
+            assert max(absent) > 2 and len(libraries) > 2
+        else:  # public functions are in the module `flash_attn.cute`
+            assert max(absent, default=0) <= 2, path.name
+            assert libraries <= ({"flash_attn.cute"} if path.name == "public.py" else set())

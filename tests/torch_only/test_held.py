@@ -68,5 +68,20 @@ def test_a_capture_over_gloo_is_told_what_to_take(monkeypatch: pytest.MonkeyPatc
         handshake.check_graph(Ranks(None, 0, 2), CallSignature.of({}, "forward"))
 
 
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_graph_keeps_the_strategy_of_a_pass(
+    captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its index tables are in memory that the graph reads."""
+    monkeypatch.setattr(handshake, "is_capturing", lambda: captures)
+    monkeypatch.setattr(handshake, "has_agreed", lambda *_: True)
+    monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
+    ranks, strategy = Ranks(None, 0, 2), {1}
+    handshake.check_graph(ranks, CallSignature.of({}, "forward"), strategy)
+    alive = ref(strategy)
+    del strategy
+    assert (alive() is not None) == captures
+
+
 def test_nothing_is_captured_without_cuda() -> None:
     assert torch.cuda.is_initialized() or not capture.is_capturing()

@@ -16,18 +16,23 @@ import pytest
 import torch
 
 import ring_torch
+from ring_core import StrategyConfig
 
+HYBRID_RING = StrategyConfig("hybrid", ulysses_size=2)
+HYBRID_GATHER = StrategyConfig("hybrid", ulysses_size=2, outer="gather")
 #: Ranks, strategy, layout: the most calls, and files, of a repeated forward, and of a backward.
-MOST = {
+MOST: dict[tuple[int, str | StrategyConfig, str], tuple[tuple[int, int], tuple[int, int]]] = {
     (1, "ring", "zigzag"): ((33, 10), (37, 10)),
-    (4, "ring", "zigzag"): ((84, 11), (108, 10)),
+    (4, "ring", "zigzag"): ((84, 11), (107, 10)),
     (4, "gather", "zigzag"): ((75, 13), (107, 12)),
-    (4, "balanced", "contiguous"): ((108, 13), (119, 11)),
-    (2, "ulysses", "zigzag"): ((74, 13), (76, 12)),
+    (4, "balanced", "contiguous"): ((107, 13), (119, 11)),
+    (4, "ulysses", "zigzag"): ((71, 13), (77, 12)),
+    (4, HYBRID_RING, "zigzag"): ((91, 13), (94, 12)),
+    (4, HYBRID_GATHER, "zigzag"): ((98, 13), (107, 13)),
 }
 
 
-def counted(rank: int, strategy: str, layout: Any) -> list[tuple[int, int]]:
+def counted(rank: int, strategy: str | StrategyConfig, layout: Any) -> list[tuple[int, int]]:
     """Return the calls and files of one more forward like those before, and of its backward."""
     del rank
     torch.manual_seed(0)
@@ -61,7 +66,9 @@ def counted(rank: int, strategy: str, layout: Any) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("size", "strategy", "layout"), MOST)
-def test_a_repeated_call(size: int, strategy: str, layout: str, backend: Any) -> None:
+def test_a_repeated_call(
+    size: int, strategy: str | StrategyConfig, layout: str, backend: Any
+) -> None:
     for counts in backend.pool(size).run(counted, strategy, layout):
         for most, (calls, files) in zip(MOST[size, strategy, layout], counts, strict=True):
             assert calls <= most[0] and files <= most[1], counts

@@ -47,7 +47,9 @@ def test_it_is_what_the_loops_give(name: str, monkeypatch: pytest.MonkeyPatch) -
     results = _run(*CALLS[name])
     assert all(x.is_contiguous() for x in results)
     monkeypatch.setattr(
-        prepare, "resolve", lambda _, resolution, **__: Ring.of(resolution.program, resolution.rank)
+        prepare,
+        "resolve",
+        lambda _, resolution, **__: Ring.of(resolution.program, resolution.ranks.rank),
     )
     prepare._prepare.cache_clear()
     for x, y in zip(results, _run(*CALLS[name]), strict=True):

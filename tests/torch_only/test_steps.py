@@ -36,8 +36,8 @@ def test_they_are_the_program(strategy: Any, layout: Any, mask: str, size: int) 
     program = ring_program(plan, strategy)
     of: Any = Ring if strategy == "ring" else Balanced
     ranks = [of.of(program, rank) for rank in range(size)]
-    for stages, name in ((program.forward, "forward_steps"), (program.backward, "backward_steps")):
-        passes = [getattr(rank, name) for rank in ranks]
+    for stages, name in ((program.forward, "forward"), (program.backward, "backward")):
+        passes = [getattr(rank, f"{name}_steps") for rank in ranks]
         for n, stage in enumerate(stages):
             steps = [each[n] for each in passes]
             # All ranks send as far ahead as the others, so that every message meets its receive.
@@ -52,19 +52,25 @@ def test_they_are_the_program(strategy: Any, layout: Any, mask: str, size: int) 
                     held = steps[(rank - step.keys_hop) % size].keys_of
                     assert after.is_own or after.keys_of == held
             if strategy == "balanced":
-                _check_help(steps, program, stage)
+                _check_help([getattr(x, f"{name}_pieces")[n] for x in ranks], program, stage)
 
 
-def _check_help(steps: list[Any], program: Any, stage: Any) -> None:
+def _check_help(pieces: list[Any], program: Any, stage: Any) -> None:
     """What a rank has others compute is what they do, piece by piece and row by row."""
-    for rank, step in enumerate(steps):
-        for piece, offload in enumerate(step.pieces):
-            theirs = steps[offload.helper].pieces[piece].items
+    for rank, of_rank in enumerate(pieces):
+        for piece, offload in enumerate(of_rank):
+            theirs = pieces[offload.helper][piece].items
             rows = [x.q_slice for x in theirs if x.q_rank == rank]
             assert list(offload.sent_rows) == rows
-        done = sum(len(x.items) for x in step.pieces)
+        done = sum(len(x.items) for x in of_rank)
         others = [x for x in program.items(rank, stage.step) if x.q_rank != rank]
         assert (done > 0) == (len(others) > 0)
+
+
+def _offloaded_rows(program: Any, rank: int) -> int:
+    """Query rows that a rank sends to helpers in a pass."""
+    steps = Balanced.of(program, rank).backward_pieces
+    return sum(x.stop - x.start for pieces in steps for y in pieces for x in y.sent_rows)
 
 
 EVEN, PADDED = (8, 4), (9, 3)
@@ -104,14 +110,16 @@ def test_bytes_are_those_of_the_model_and_what_is_sent_arrives(
         ranks.append(Traffic(*(sum(x) for x in zip(*passes, strict=True))))
     assert sum(x.sent for x in ranks) == sum(x.received for x in ranks) > 0
     model = cost.Model(*heads, 16, bytes_per_element=4)
-    if strategy != "balanced":
-        expected = cost.bytes_sent(call.plan, model, strategy, backward=backward)
-        delta = 0
-        if isinstance(call.strategy, Ulysses) and call.kernel.needs_delta:
-            # The CPU's kernel takes delta, float32 [B, H, T], beside the gradient of the output.
+    expected = cost.bytes_sent(call.plan, model, strategy, backward=backward)
+    deltas = [0] * 4
+    if call.kernel.needs_delta and backward:
+        # The CPU's kernel takes delta, float32 [B, H, T], beside the gradient of the output.
+        if isinstance(call.strategy, Ulysses):
             members, places = call.strategy.heads.q.shape
-            delta = 4 * (members - 1) * places * (T // 4)
-        assert [x.sent - delta * backward for x in ranks] == list(expected)
+            deltas = [4 * (members - 1) * places * (T // 4)] * 4
+        elif isinstance(call.strategy, Balanced):
+            deltas = [4 * heads[0] * _offloaded_rows(call.program, rank) for rank in range(4)]
+    assert [x.sent - delta for x, delta in zip(ranks, deltas, strict=True)] == list(expected)
     if strategy in ("ring", "balanced"):
         bound = cost.estimate(call.program, model, cost.hardware("h200-nvlink"), backward=backward)
         most = max(x.sent for x in ranks)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ring_torch.buffers import HeadBuffer, HeadPart
-from ring_torch.comm import head_exchange
+from ring_torch.transports import p2p
 
 RANKS, BATCH = 4, 2
 #: Tensors exchanged together: heads a rank, head dim, dtype, whether `[B, H, T]` lies in memory.
@@ -40,12 +40,12 @@ def test_packing(names: str, lengths: tuple[int, int], ordered: bool, by_heads: 
         (x.length, RANKS * x.heads) if by_heads else (RANKS * x.length, x.heads) for x in parts
     ]
     tensors = [
-        head_exchange._empty(x, *shape, torch.device("cpu")).normal_()
+        x.empty(*shape, torch.device("cpu")).normal_()
         for x, shape in zip(parts, shapes, strict=True)
     ]
     size = (RANKS, layout.message.size)
     expected, packed = (torch.zeros(size, dtype=torch.uint8, device="cpu") for _ in range(2))
-    head_exchange.move(layout, expected, tensors, orders, by_heads=by_heads, packs=True)
+    p2p.move(layout, expected, tensors, orders, by_heads=by_heads, packs=True)
     head_exchange_kernel.move_on_gpu(layout, packed, tensors, orders, by_heads=by_heads, packs=True)
     assert torch.equal(packed, expected)
     unpacked = [torch.zeros_like(x) for x in tensors]
@@ -55,7 +55,7 @@ def test_packing(names: str, lengths: tuple[int, int], ordered: bool, by_heads: 
     for x, y in zip(unpacked, tensors, strict=True):
         assert torch.equal(x, y)
     again = [torch.zeros_like(x) for x in tensors]
-    head_exchange.move(layout, packed, again, orders, by_heads=by_heads, packs=False)
+    p2p.move(layout, packed, again, orders, by_heads=by_heads, packs=False)
     for x, y in zip(again, tensors, strict=True):
         assert torch.equal(x, y)
 

@@ -10,6 +10,7 @@ from benchmarks.common.cases import SHORT_SETTINGS, Setting, mask_of
 from ring_core import Mask, Request, make_plan, ring_program
 from ring_core.checks import Sizes
 from ring_torch.call import Resolution
+from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import fa4
 from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.eager import EagerKernel
@@ -46,7 +47,7 @@ def resolved(
         **{"grad": True} | options,
     )
     strategy = GATHER.resolve(Resolution(
-        ring_program(plan), rank, request, kernel, sizes, 2, True, True, returns_lse, None, None,
+        ring_program(plan), Ranks(None, rank, 4), request, kernel, sizes, 2, True, True, returns_lse, None, None,
     ))  # fmt: skip
     assert isinstance(strategy, Gather)
     return strategy

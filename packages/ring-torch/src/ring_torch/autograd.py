@@ -73,7 +73,7 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
         RuntimeError: A peer failed or did not answer, or a pass of an earlier call failed.
     """
     if call.device.type == "cuda":
-        check_graph(call.ranks, call.forward_signature)
+        check_graph(call.ranks, call.forward_signature, call.strategy)
     # Autograd saves the caller's own tensors: these copies live only as long as the pass.
     if False in [x is None or x.stride(-1) == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
@@ -154,7 +154,7 @@ def backward_pass(
     if False in [x is None or x.stride(-1) == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
     if call.device.type == "cuda":
-        check_graph(call.ranks, call.backward_signature)
+        check_graph(call.ranks, call.backward_signature, call.strategy)
     with (
         _on_device(call.device),
         with_peer_errors(call.ranks, call.number, call.backward_signature),

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ring_core import HeadPlan
-
 _ALIGNED_BYTES = 16
 
 #: For each tensor the global positions of rank 0's tokens, then of rank 1's, ..., int64 ``[T]``;
@@ -61,6 +59,10 @@ class BufferSpec:
     def buffer(self, device: torch.device) -> Tensor:
         """Allocate an uninitialised buffer."""
         return torch.empty(self.size, dtype=torch.uint8, device=device)
+
+    def pair(self, device: torch.device) -> list[Tensor]:
+        """Allocate two uninitialised buffers: one is sent while the other is received."""
+        return [torch.empty(self.size, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the tensors inside a buffer, as views."""
@@ -168,6 +170,11 @@ class KVPayload:
         first += self.heads * k_dim
         return k, kv.as_strided((*shape, v_dim), (batch_step, step, v_dim, 1), first)
 
+    def write(self, kv: Tensor, k: Tensor, v: Tensor) -> None:
+        """Copy ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` into ``kv [B, n, width]``."""
+        for packed, x in zip(self.split(kv), (k, v), strict=True):
+            packed.copy_(x)
+
 
 @lru_cache(maxsize=256)
 def _of_group(keys: KVPayload, groups: int) -> KVPayload:
@@ -242,6 +249,14 @@ class HeadPart(NamedTuple):
     dtype: torch.dtype
     head_major: bool = False
 
+    def empty(self, tokens: int, heads: int, device: torch.device) -> Tensor:
+        """Allocate ``[B, tokens, heads, D]``, in its order of memory."""
+        if not self.head_major:
+            shape = (self.batch, tokens, heads, self.dim)
+            return torch.empty(shape, dtype=self.dtype, device=device)
+        shape = (self.batch, heads, tokens, self.dim)
+        return torch.empty(shape, dtype=self.dtype, device=device).transpose(1, 2)
+
 
 @dataclass(frozen=True)
 class HeadBuffer:
@@ -287,81 +302,43 @@ class HeadCarrier(Protocol):
             PeerError: A peer failed, or did not answer within the group's timeout.
         """
 
+    def to_heads(
+        self, layout: HeadBuffer, tensors: Sequence[Tensor], orders: Orders
+    ) -> list[Tensor]:
+        """Send each rank its heads of our tokens; return all tokens of our heads, in natural order.
+
+        Args:
+            layout: How the messages hold the tensors; each rank has a contiguous range of heads.
+            tensors: ``[B, T_local, H, D]`` each, any strides but a contiguous last dimension.
+            orders: For each tensor the positions of rank 0's tokens, then those of rank 1, ...,
+                int64 ``[T]``; ``None`` if they are in natural order.
+
+        Returns:
+            ``[B, T, H / P, D]`` of each.
+
+        Raises:
+            PeerError: A peer failed, or did not answer within the group's timeout.
+        """
+        device = tensors[0].device
+        results = [x.empty(layout.ranks * x.length, x.heads, device) for x in layout.parts]
+        self(layout, tensors, results, orders, splits_heads=True)
+        return results
+
+    def to_tokens(
+        self, layout: HeadBuffer, tensors: Sequence[Tensor], orders: Orders
+    ) -> list[Tensor]:
+        """Undo :meth:`to_heads`: return ``[B, T_local, H, D]`` of each ``[B, T, H / P, D]``.
+
+        The arguments and errors are those of :meth:`to_heads`.
+        """
+        device = tensors[0].device
+        results = [x.empty(x.length, layout.ranks * x.heads, device) for x in layout.parts]
+        self(layout, tensors, results, orders, splits_heads=False)
+        return results
+
 
 @lru_cache(maxsize=256)
 def _head_buffer(ranks: int, parts: tuple[HeadPart, ...]) -> HeadBuffer:
     blocks = tuple((ranks, x.batch, x.length, x.heads, x.dim) for x in parts)
     message = BufferSpec.of(*((block[1:], x.dtype) for block, x in zip(blocks, parts, strict=True)))
     return HeadBuffer(ranks, parts, blocks, message)
-
-
-class ExchangeLayouts(NamedTuple):
-    """Message layouts of a call's exchanges of tokens for heads; ``None`` for those it has not.
-
-    Attributes:
-        qkv: Q, K and V from tokens to heads.
-        results: ``out`` and ``lse`` from heads to tokens.
-        upstream: ``dout``, and ``delta`` where the kernel takes it, from tokens to heads.
-        grads: dQ, dK and dV from heads to tokens.
-        ids: Segment ids of queries and keys, of which all ranks get all.
-        bias: The bias from tokens to heads; one for all heads goes to all ranks.
-        bias_shift: The shift of its rows, likewise.
-        bias_grad: Its gradient, from heads to tokens.
-        most_bytes: Bytes of the largest exchange: of the messages from one rank to all.
-    """
-
-    qkv: HeadBuffer
-    results: HeadBuffer
-    upstream: HeadBuffer
-    grads: HeadBuffer
-    ids: HeadBuffer | None
-    bias: HeadBuffer | None
-    bias_shift: HeadBuffer | None
-    bias_grad: HeadBuffer | None
-    most_bytes: int
-
-
-@lru_cache(maxsize=256)
-def head_exchanges(
-    heads: HeadPlan, q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_dim: int,
-    dtype: torch.dtype, acc_dtype: torch.dtype, needs_delta: bool, has_ids: bool,
-    bias: tuple[tuple[int, ...], torch.dtype, bool, bool] | None,
-) -> ExchangeLayouts:  # fmt: skip
-    """Make the message layouts of a call from the shapes of its tensors.
-
-    ``bias`` are its shape and dtype, and if it is shifted and has a gradient.
-    """
-    (ranks, q_places), kv_places = heads.q.shape, heads.kv.shape[1]
-    (batch, length, _, dim), k_length = q_shape, k_shape[1]
-    q = HeadPart(batch, length, q_places, dim, dtype)
-    k = HeadPart(batch, k_length, kv_places, dim, dtype)
-    out = q._replace(dim=v_dim)
-    # Of lse and delta there is one number for each token and head; kernels keep them head by head.
-    row = q._replace(dim=1, dtype=acc_dtype, head_major=True)
-    # Gradients of a K/V head with copies are summed before they are rounded.
-    dk = k._replace(dtype=dtype if heads.copies == 1 else acc_dtype)
-    # A copy of the ids is sent to each rank, as if it were the rank's head.
-    ids = [HeadPart(batch, n, 1, 1, torch.int32) for n in (length, k_length)]
-    traded_bias = traded_shift = bias_grad = None
-    if bias is not None:
-        (bias_batch, bias_heads, _, keys), bias_dtype, shifts, has_grad = bias
-        # A bias that heads share goes to all ranks whole, and its gradient comes back from all of
-        # them.
-        places = 1 if bias_heads == 1 else q_places
-        part = HeadPart(bias_batch, length, places, keys, bias_dtype, head_major=True)
-        shift = part._replace(batch=batch if has_ids else bias_batch, dim=1, dtype=acc_dtype)
-        # The gradient of a bias that all heads share is summed over ranks before it is rounded.
-        grad = part._replace(dtype=acc_dtype if bias_heads == 1 else bias_dtype)
-        traded_bias, traded_shift, bias_grad = (
-            HeadBuffer.of(ranks, x) if is_sent else None
-            for x, is_sent in ((part, True), (shift, shifts), (grad, has_grad))
-        )
-    layouts = ExchangeLayouts(
-        HeadBuffer.of(ranks, q, k, k._replace(dim=v_dim)), HeadBuffer.of(ranks, out, row),
-        HeadBuffer.of(ranks, out, *([row] if needs_delta else [])),
-        HeadBuffer.of(ranks, q, dk, dk._replace(dim=v_dim)),
-        HeadBuffer.of(ranks, *ids) if has_ids else None, traded_bias, traded_shift, bias_grad, 0,
-    )  # fmt: skip
-    # Memory of a pass is reserved once, for its largest exchange: the others reuse it.
-    sizes = [ranks * x.message.size for x in layouts if isinstance(x, HeadBuffer)]
-    return layouts._replace(most_bytes=max(sizes))

@@ -220,7 +220,7 @@ class Call(NamedTuple):
             self.needs_grad, signature, self.number, self.params.dropout_seed, by_parts,
         ))  # fmt: skip
 
-    def open_heads(self, signature: CallSignature, size: int, members: range | None) -> HeadCarrier:
+    def open_heads(self, signature: CallSignature, size: int, members: Ranks | None) -> HeadCarrier:
         """Begin a pass that trades tokens for heads, in exchanges of at most ``size`` bytes a rank.
 
         ``members`` are the ranks that trade, if it is a part of them. Those compare nothing among
@@ -232,9 +232,7 @@ class Call(NamedTuple):
         ranks = self.ranks
         if members is not None:
             agree(ranks, self.number, self.params.dropout_seed, signature, self.device)
-            # Messages of the trade name the ranks of the group, so several groups trade at the same
-            # time.
-            ranks = ranks.part(members)
+            ranks = members
         return self.transport.open_heads(
             ranks, self.number, self.params.dropout_seed, signature, self.device, size
         )
@@ -258,7 +256,7 @@ class Resolution(NamedTuple):
 
     Attributes:
         program: The plan in the order of a ring.
-        rank: The rank.
+        ranks: The ranks that hold one sequence, with this one.
         request: The options and sizes that the kernel has to support.
         kernel: The kernel of all launches.
         sizes: Sizes of this rank's tensors.
@@ -272,7 +270,7 @@ class Resolution(NamedTuple):
     """
 
     program: RingProgram
-    rank: int
+    ranks: Ranks
     request: Request
     kernel: Kernel
     sizes: Sizes

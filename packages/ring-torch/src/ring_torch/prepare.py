@@ -286,7 +286,7 @@ def _prepare(
     )  # fmt: skip
     is_short = spec.opens_sessions and ranks.size > 1 and transport.is_short(plan, keys, 1)
     resolution = Resolution(
-        program, ranks.rank, request, choice.kernel, sizes, dtype.itemsize,
+        program, ranks, request, choice.kernel, sizes, dtype.itemsize,
         not (needs_index or request.segment_ids), is_short, options.return_lse, inner, grid,
     )  # fmt: skip
     strategy = resolve(spec, resolution, sinks=tensors.sinks is not None)

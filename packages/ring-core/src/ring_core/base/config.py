@@ -5,7 +5,7 @@ Capabilities drive refusals, their tests, the doctor and the support matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -183,23 +183,7 @@ RING_STRATEGIES: tuple[RingStrategy, ...] = get_args(RingStrategy)
 OuterName = Literal["ring", "gather"]  # strategies between groups of ranks that split heads
 OUTER_NAMES: tuple[OuterName, ...] = get_args(OuterName)
 
-_LAYOUTS = {"balanced": ("contiguous",)}  # of strategies that need certain layouts
 _FIELDS = {"hybrid": ("ulysses_size", "outer")}  # of strategies that have parameters
-
-
-def takes_layout(strategy: str, layout: object) -> bool:
-    """Return True if a strategy runs on shards of a layout: a name, or a ``ChunkLayout``."""
-    return strategy not in _LAYOUTS or layout in _LAYOUTS[strategy]
-
-
-def pairs_of[Name: str](layouts: Sequence[Name]) -> Iterator[tuple[Name, RingStrategy]]:
-    """Yield each layout with each ring strategy that runs on it."""
-    return (
-        (layout, strategy)
-        for layout in layouts
-        for strategy in RING_STRATEGIES
-        if takes_layout(strategy, layout)
-    )
 
 
 @dataclass(frozen=True)

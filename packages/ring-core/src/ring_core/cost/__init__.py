@@ -22,7 +22,9 @@ from ring_core.cost.model import (
     hardware as hardware,
 )
 from ring_core.cost.sent import (
+    CountedCall as CountedCall,
     LinkBytes as LinkBytes,
+    StrategyBytes as StrategyBytes,
     bytes_by_link as bytes_by_link,
     bytes_sent as bytes_sent,
 )

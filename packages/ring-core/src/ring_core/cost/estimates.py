@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ring_core.base.arguments import Floats, check_kind, check_size
-from ring_core.base.config import pairs_of
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.cost.model import (
     BACKWARD_FLOPS,
@@ -23,6 +22,7 @@ from ring_core.layouts.layout import Layout
 from ring_core.masks.mask import Mask, check_documents
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import RingProgram, Stage, offload_pieces, ring_program
+from ring_core.programs.steps import pairs_of
 
 
 @dataclass(frozen=True)

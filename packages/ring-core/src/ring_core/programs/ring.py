@@ -27,12 +27,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core.base.arguments import Ints, check_choice, check_index, check_kind, not_none
-from ring_core.base.config import RING_STRATEGIES, RingStrategy, takes_layout
+from ring_core.base.config import RING_STRATEGIES, RingStrategy
 from ring_core.base.errors import UnsupportedError
 from ring_core.plan.geometry import RectangleTable
 from ring_core.plan.item import WorkItem
 from ring_core.plan.plan import Plan
-from ring_core.programs.steps import Offload, Step, active_steps, step_rectangles
+from ring_core.programs.steps import Offload, Step, active_steps, ring_of, step_rectangles
 
 _MOST_PIECES = 4  # in which offloaded queries travel
 _PIECE_ROWS = 256  # least query rows of a shard for each of them: smaller launches are mostly cost
@@ -301,10 +301,12 @@ def ring_program(plan: Plan, strategy: RingStrategy = "ring") -> RingProgram:
     """
     check_kind("plan", plan, Plan)
     check_choice("strategy", strategy, RING_STRATEGIES)
-    if not takes_layout(strategy, plan.q_layout.name):
+    ring, layout = ring_of(strategy), plan.q_layout.name
+    if not ring.takes_layout(layout):
+        layouts = " or ".join(f"layout={x!r}" for x in ring.layouts)
         raise UnsupportedError(
-            f"strategy 'balanced' needs contiguous shards, and the layout is "
-            f"{plan.q_layout.name!r}. Instead: use layout='contiguous', or strategy='ring'"
+            f"strategy {strategy!r} needs {' or '.join(ring.layouts)} shards, and the layout is "
+            f"{layout!r}. Instead: use {layouts}, or strategy={RING_STRATEGIES[0]!r}"
         )
     return _ring_program(plan, strategy)
 

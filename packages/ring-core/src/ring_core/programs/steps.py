@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -45,7 +44,7 @@ def active_steps(
     """
     # A step in which nobody computes is dropped on all ranks alike: K/V then hop over it in one
     # move.
-    steps = _STEPS[strategy](geometry, cp_size, num_runs)
+    steps = ring_of(strategy).steps(geometry, cp_size, num_runs)
     live = sorted(
         ((step, pairs) for step, pairs in steps if step.shift == 0 or pairs.any()),
         key=lambda step_and_pairs: step_and_pairs[0].shift,
@@ -124,10 +123,46 @@ def _balanced_steps(
                 yield Step(cp_size - shift), np.roll(mirrored[n], -shift)
 
 
-#: All steps of each strategy, with the pairs that each rank computes in them.
-_STEPS: Mapping[RingStrategy, Callable[[Geometry, int, int], Iterator[tuple[Step, Ints]]]] = (
-    MappingProxyType({"ring": _ring_steps, "balanced": _balanced_steps})
+@dataclass(frozen=True)
+class RingSpec:
+    """Self-description of a ring strategy.
+
+    Attributes:
+        name: The name that ``strategy=`` takes.
+        steps: Yields its steps, with the pairs that each rank computes in them, of a geometry,
+            a number of ranks and the number of runs per rank.
+        layouts: Names of the layouts on which it runs; empty means any.
+    """
+
+    name: RingStrategy
+    steps: Callable[[Geometry, int, int], Iterator[tuple[Step, Ints]]]
+    layouts: tuple[str, ...] = ()
+
+    def takes_layout(self, layout: object) -> bool:
+        """Return True if it runs on shards of a layout: a name, or a ``ChunkLayout``."""
+        return not self.layouts or layout in self.layouts
+
+
+RINGS = (
+    RingSpec("ring", _ring_steps),
+    RingSpec("balanced", _balanced_steps, layouts=("contiguous",)),
 )
+
+
+def ring_of(strategy: RingStrategy) -> RingSpec:
+    """Return the description of a ring strategy."""
+    (ring,) = (x for x in RINGS if x.name == strategy)
+    return ring
+
+
+def takes_layout(strategy: str, layout: object) -> bool:
+    """Return True if a strategy runs on shards of a layout; all that are no rings do."""
+    return all(ring.takes_layout(layout) for ring in RINGS if ring.name == strategy)
+
+
+def pairs_of[Name: str](layouts: Sequence[Name]) -> Iterator[tuple[Name, RingStrategy]]:
+    """Yield each layout with each ring strategy that runs on it."""
+    return ((layout, x.name) for layout in layouts for x in RINGS if x.takes_layout(layout))
 
 
 def _chunks(shifts: Ints, pairs: int) -> Iterator[Ints]:

@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 
 from ring_core import __version__, viz
 from ring_core.base.arguments import check_size
-from ring_core.base.config import RING_STRATEGIES, RingStrategy, pairs_of
+from ring_core.base.config import RING_STRATEGIES, RingStrategy
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.cost import HARDWARE, Cost, Model, compare, hardware
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import RingProgram, ring_program
+from ring_core.programs.steps import pairs_of
 from ring_core.tools import advice, doctor
 from ring_core.tools.commands import add_command
 from ring_core.tools.sizes import add_each, add_mask_options, integer, mask_of

@@ -20,11 +20,11 @@ import numpy.typing as npt
 import ring_core
 from ring_core import reference
 from ring_core.base.arguments import Floats as Floats
-from ring_core.base.config import pairs_of
 from ring_core.layouts.layout import LAYOUTS
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import ring_program
+from ring_core.programs.steps import pairs_of
 
 RESULTS = ("out", "dq", "dk", "dv")
 OURS = ("ring-core", "ring-torch", "ring-jax", "ring-jax-gpu", "ring-jax-tpu")

@@ -25,7 +25,7 @@ def move_on_gpu(
     layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
     orders: Sequence[Tensor | None], *, by_heads: bool, packs: bool,
 ) -> None:  # fmt: skip
-    """Do what :func:`ring_torch.comm.head_exchange.move` does, for up to three tensors.
+    """Do what :func:`ring_torch.transports.p2p.move` does, for up to three tensors.
 
     Their numbers must be contiguous along the last dimension.
     """

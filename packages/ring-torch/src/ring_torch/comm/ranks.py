@@ -87,6 +87,12 @@ class Ranks:
         """The rank after this one, round the ring."""
         return (self.rank + 1) % self.size
 
+    @cached_property
+    def numbers_here(self) -> list[int | None]:
+        """Number of each rank of the group among these, or ``None`` for one outside of them."""
+        number = {member: n for n, member in enumerate(self.members or range(self.size))}
+        return [number.get(rank) for rank in range(not_none(self.group).size())]
+
     def part(self, members: Sequence[int]) -> Ranks:
         """Return some of these ranks, ascending and this one among them, as ranks of their own.
 
@@ -258,22 +264,17 @@ class Ranks:
         peers = tuple([rank for rank in range(self.size) if rank != self.rank])
         if self.members is not None:
             peers = tuple([self.members[rank] for rank in peers])
-            sent_sizes, received_sizes = (
-                self._sizes_in_group(sizes or [1] * self.size)
+            # The backend counts all ranks of the group: those outside of this part get nothing.
+            sent_sizes, received_sizes = [
+                [0 if n is None else sizes[n] if sizes else 1 for n in self.numbers_here]
                 for sizes in (sent_sizes, received_sizes)
-            )
+            ]
         group = (self.group_ref and self.group_ref()) or not_none(self.group)
         try:
             work = group.alltoall_base(received, sent, received_sizes, sent_sizes, options)
         except RuntimeError as error:
             raise PeerError(peers, error) from error
         return Transfer(() if work is None else (work,), (sent,), peers)
-
-    def _sizes_in_group(self, sizes: Sequence[int]) -> list[int]:
-        """Return numbers for each of these ranks as numbers for each rank of the group."""
-        by_rank = dict(zip(not_none(self.members), sizes, strict=True))
-        # The backend counts all ranks of the group: those outside of this part get nothing.
-        return [by_rank.get(rank, 0) for rank in range(not_none(self.group).size())]
 
 
 ALONE = Ranks(None, 0, 1)

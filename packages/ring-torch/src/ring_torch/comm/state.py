@@ -46,6 +46,7 @@ class GroupState:
     streams: dict[Any, Any] = field(default_factory=dict)  # by torch's id of each
     runs_together: dict[str, bool] = field(default_factory=dict)  # messages, by type of device
     hosts: tuple[str, ...] | None = None  # name of each rank's host, once it was asked for
+    captured: dict[int, object] = field(default_factory=dict)  # what CUDA graphs read, by id
 
 
 def note_queued(state: GroupState, name: str) -> None:

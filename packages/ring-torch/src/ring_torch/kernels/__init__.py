@@ -96,10 +96,10 @@ def capability_number(device: str) -> int | None:
 
 
 def in_order(device: str) -> tuple[Kernel, ...]:
-    """Return the kernels in the order of ``auto`` without timings; before Hopper ``fa2`` leads."""
+    """Return the kernels in the order of ``auto`` without timings."""
     if device != "cuda" or capability()[0] >= 9:
         return KERNELS
-    return (FA2, *(kernel for kernel in KERNELS if kernel is not FA2))
+    return tuple(sorted(KERNELS, key=lambda kernel: not kernel.leads_before_hopper))
 
 
 def _named(config: KernelConfig, request: Request, program: RingProgram) -> Kernel:

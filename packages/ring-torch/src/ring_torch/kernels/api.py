@@ -152,6 +152,8 @@ class Kernel(Protocol):
     split_backward: SplitBackward | None = None
     #: About how many seconds the first call with a predicate compiles; 0 if nothing is compiled.
     predicate_compile_seconds: int = 0
+    #: True if it is the fastest on GPUs before Hopper.
+    leads_before_hopper: bool = False
 
     def unavailable_reason(self) -> str | None:
         """Return why it cannot run on this machine, or ``None``.

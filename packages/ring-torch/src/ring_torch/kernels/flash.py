@@ -74,7 +74,7 @@ class FlashKernel(Kernel):
             there are more queries than keys. FlashAttention-2 takes a right side that is at least
             the number of keys, or an open one beside a left side, for the number of keys, or
             ignores it; then rows see fewer keys, or more. Such items are launched in pieces.
-        predicate_compile_seconds: About how many seconds the first call with a predicate compiles.
+        predicate_compile_seconds, leads_before_hopper: As of every kernel.
         prepares: True, as the library may have a shorter way to repeat a launch.
     """
 
@@ -88,6 +88,7 @@ class FlashKernel(Kernel):
     clips_right_window: bool = False
     adds_sinks: bool = False
     predicate_compile_seconds: int = 0
+    leads_before_hopper: bool = False
     prepares: bool = True
 
     def unavailable_reason(self) -> str | None:

@@ -127,6 +127,7 @@ FA2 = FlashKernel(
     head_dims=rounded_to_8,
     unavailable=_missing_2,
     clips_right_window=True,
+    leads_before_hopper=True,
 )  # fmt: skip
 
 

@@ -95,12 +95,11 @@ def choose_strategy(
     """
     candidates = list(ways(strategy, transport))
     if not candidates:
-        senders = [f"transport={x.name!r}" for x in transports.TRANSPORTS if x.sends_messages]
         (named,) = (x for x in transports.TRANSPORTS if x.name == transport)
         over_it = [f"strategy={x.name!r}" for x in STRATEGIES if x.runs_over(named)]
         raise UnsupportedError(
             f"strategy {strategy!r} sends messages, and transport {transport!r} copies out of the "
-            f"peers' memory. Instead: use {', '.join(senders)} or 'auto', or {' or '.join(over_it)}"
+            f"peers' memory. Instead: use {_senders()} or 'auto', or {' or '.join(over_it)}"
         )
     if ranks.size == 1:
         return next(ways(program.strategy))
@@ -114,10 +113,21 @@ def choose_strategy(
             reasons = [*spec.automatic_refusals(program.plan, request)]
         if not reasons:
             return spec, candidate
+    # What `auto` comes to over messages: strategies that refuse nothing.
+    able = [
+        f"strategy={spec.name!r}"
+        for spec, sender in ways()
+        if sender.sends_messages and not spec.refusals(program.plan, request)
+    ]
     raise UnsupportedError(
         f"strategy {strategy!r} over transport {candidates[-1][1].name!r}: {'; '.join(reasons)}. "
-        f"Instead: use strategy='ring' or 'auto' and transport='p2p' or 'auto'"
+        f"Instead: use {', '.join(able)} or 'auto' and {_senders()} or 'auto'"
     )
+
+
+def _senders() -> str:
+    """Return the transports that send messages, as a caller names them."""
+    return ", ".join(f"transport={x.name!r}" for x in transports.TRANSPORTS if x.sends_messages)
 
 
 def without_trade(call: Call, transport: str) -> tuple[str, str]:
@@ -125,8 +135,9 @@ def without_trade(call: Call, transport: str) -> tuple[str, str]:
 
     The transport that it takes comes with it. ``call`` is what ``auto`` has chosen otherwise.
     """
-    if call.strategy.name != ULYSSES.name:
-        return call.strategy.name, call.transport.name
+    (chosen,) = (x for x in STRATEGIES if x.name == call.strategy.name)
+    if not chosen.splits_heads:
+        return chosen.name, call.transport.name
     spec, candidate = choose_strategy(
         "auto", transport, call.ranks, call.program, call.device,
         request=call.request, probe=False, trades=False,

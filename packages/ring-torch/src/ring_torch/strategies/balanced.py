@@ -7,9 +7,10 @@ Rows move in pieces. The next piece is in flight while one is computed, so a hel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
@@ -23,22 +24,36 @@ from ring_torch.records import (
     BackwardInputs,
     Inputs,
     KeyBlock,
-    KeyGrads,
     QueryBlock,
     QueryGrads,
     empty_state,
 )
-from ring_torch.strategies.ring import OffloadPiece, Ring, RingStep, ring_steps
+from ring_torch.strategies.ring import Ring, RotatingKeyGrads, ring_steps
 from ring_torch.transports.api import Traffic
 
 
-def balanced_steps(
-    program: RingProgram, rank: int, stages: tuple[Stage, ...]
-) -> tuple[RingStep, ...]:
-    """Return the steps of a pass for a rank, each with its pieces of offloaded work."""
+class OffloadPiece(NamedTuple):
+    """A piece of the work that ranks do for each other in a step, as one rank sees it.
+
+    Attributes:
+        helper: The rank that computes for this rank, if any rows are sent there.
+        sent_rows: Slices of this rank's query rows that are sent there.
+        items: Work items of this rank for other ranks' query rows, over its own K/V.
+    """
+
+    helper: int
+    sent_rows: tuple[slice, ...]
+    items: tuple[WorkItem, ...]
+
+
+Pieces = tuple[OffloadPiece, ...]  # of a step, as many on all ranks
+
+
+def offloaded(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tuple[Pieces, ...]:
+    """Return the pieces of offloaded work of each step of a pass for a rank."""
     count = offload_pieces(program.plan.q_layout.local_len)
 
-    def pieces(stage: Stage) -> tuple[OffloadPiece, ...]:
+    def pieces(stage: Stage) -> Pieces:
         """Return the pieces of a stage: its work items for other ranks, cut in slices of rows.
 
         Owner and helper cut the same items in the same order, so the owner's n-th piece is what
@@ -62,10 +77,7 @@ def balanced_steps(
             for n in range(count)
         )
 
-    steps = ring_steps(program, rank, stages)
-    return tuple(
-        step._replace(pieces=pieces(stage)) for step, stage in zip(steps, stages, strict=True)
-    )
+    return tuple(map(pieces, stages))
 
 
 @dataclass(frozen=True)
@@ -77,20 +89,25 @@ class Balanced(Ring):
     """
 
     name: str = "balanced"
-    offloads: ClassVar[bool] = True
+    forward_pieces: tuple[Pieces, ...] = ()  # of each step
+    backward_pieces: tuple[Pieces, ...] = ()
 
     @classmethod
     def of(cls, program: RingProgram, rank: int, *, prepares: bool = False) -> Self:
         """Make the steps of both passes for a rank; launches are not prepared."""
         del prepares
-        forward = balanced_steps(program, rank, program.forward)
-        return cls(forward, balanced_steps(program, rank, program.backward))
+        forward, backward = program.forward, program.backward
+        return cls(
+            ring_steps(program, rank, forward), ring_steps(program, rank, backward),
+            forward_pieces=offloaded(program, rank, forward),
+            backward_pieces=offloaded(program, rank, backward),
+        )  # fmt: skip
 
-    def remote_forward(
+    def beside_forward(
         self, call: Call, inputs: Inputs, keys: Sequence[Tensor], rows: QueryBlock,
         into: AttentionState,
-    ) -> RemoteQueries:  # fmt: skip
-        """Begin the exchange of queries and results; results for ``rows`` merge into ``into``."""
+    ) -> Iterator[None]:  # fmt: skip
+        """Return the exchange of queries and results; results for ``rows`` merge into ``into``."""
         own = call.columns(call.ranks.rank, keys)
 
         def attend(item: WorkItem, tensors: list[Tensor]) -> AttentionState:
@@ -102,26 +119,28 @@ class Balanced(Ring):
                 call.kernel.attend_into(peer_rows, columns, item, call.params, result)
             return result
 
-        return RemoteQueries(
-            call.ranks, self.forward_steps,
+        return remote_queries(
+            call.ranks, self.forward_pieces,
             take=lambda tokens: rows_tensors(rows.take(tokens)),
             compute=attend,
             like=into.take,
             add=lambda tokens, tensors: merge_into(into.take(tokens), *tensors),
         )  # fmt: skip
 
-    def remote_backward(
+    def beside_backward(
         self, call: Call, own: KeyBlock, upstream: BackwardInputs, rows: QueryBlock,
-        row_grads: QueryGrads, own_grads: KeyGrads,
-    ) -> RemoteQueries:  # fmt: skip
-        """Begin the exchange of queries and dQ; gradients of own K/V are added to ``own_grads``."""
+        row_grads: QueryGrads, key_grads: RotatingKeyGrads,
+    ) -> Iterator[None]:  # fmt: skip
+        """Return the exchange of queries and dQ; gradients of own K/V are added to their sums."""
+        own_grads = key_grads.grads(own=True)
+        num_upstream = 3 if upstream.delta is None else 4
 
         def differentiate(item: WorkItem, tensors: list[Tensor]) -> list[Tensor]:
             """Compute dQ and, if any, dbias for another rank's rows; dK/dV go to own sums."""
             peer_rows = remote_rows(call, item, rows, tensors)
             grads = zero_row_grads(call, peer_rows)
             if peer_rows.q.shape[0] > 0:
-                dout, out, lse, *delta = tensors[len(rows_tensors(rows)) :]
+                dout, out, lse, *delta = tensors[-num_upstream:]
                 peer_upstream = BackwardInputs(dout, out, lse, delta[0] if delta else None)
                 # Own sums stay at home while this step's launches for own rows may add to them,
                 # too: both are on one stream.
@@ -139,8 +158,8 @@ class Balanced(Ring):
             for total, x in zip(totals, tensors, strict=True):
                 total.add_(x)
 
-        return RemoteQueries(
-            call.ranks, self.backward_steps,
+        return remote_queries(
+            call.ranks, self.backward_pieces,
             take=lambda tokens: [
                 *rows_tensors(rows.take(tokens)),
                 *[x for x in upstream.take(tokens) if x is not None],
@@ -153,8 +172,8 @@ class Balanced(Ring):
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of the ring's K/V, of query rows for helpers, and of their results."""
         ring = super().traffic(call, inputs, forward=forward, saved=saved)
-        steps = self.forward_steps if forward else self.backward_steps
-        pieces = [piece for step in steps for piece in step.pieces]
+        steps = self.forward_pieces if forward else self.backward_pieces
+        pieces = [piece for pieces in steps for piece in pieces]
         rows_sent = sum(rows.stop - rows.start for piece in pieces for rows in piece.sent_rows)
         rows_received = sum(x.q_stop - x.q_start for piece in pieces for x in piece.items)
         query = _query_bytes(call, inputs, forward=forward)
@@ -165,104 +184,87 @@ class Balanced(Ring):
         )
 
 
-#: A piece that arrives at a helper: the transfer, and the tensors that it fills for each item.
-_Arriving = tuple[Transfer, list[tuple[WorkItem, list[Tensor]]]]
-
-
-class RemoteQueries:
-    """Exchange of query rows and results between busy ranks and their helpers in one pass.
+def remote_queries(
+    ranks: Ranks,
+    steps: Sequence[Pieces],
+    *,
+    take: Callable[[slice], list[Tensor]],
+    compute: Callable[[WorkItem, list[Tensor]], Sequence[Tensor]],
+    like: Callable[[slice], Sequence[Tensor]],
+    add: Callable[[slice, list[Tensor]], None],
+) -> Iterator[None]:
+    """Exchange query rows and results between busy ranks and their helpers, a part at a time.
 
     All ranks go through the pieces of all steps in one order, so that sends meet their receives.
-    Making it starts the exchange of the first piece.
+    The first part starts the exchange of the first piece; then there is a part for each step, and
+    one that takes in the last results.
 
     Args:
         ranks: The ranks that hold one sequence.
-        steps: The steps of the pass.
+        steps: The pieces of each step of the pass.
         take: Returns the tensors that a helper needs for a slice of this rank's rows. Shards have
             equal shapes on all ranks, so it also gives the shapes of what other ranks send.
         compute: Returns the results of a work item, from the tensors that arrived for it.
         like: Returns tensors with the shapes and dtypes of the results for a slice of rows.
         add: Merges or adds results that came home for a slice of rows.
     """
+    to_send = deque([piece for pieces in steps for piece in pieces])
+    returning: list[tuple[Transfer, list[tuple[slice, list[Tensor]]]]] = []
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        steps: Sequence[RingStep],
-        *,
-        take: Callable[[slice], list[Tensor]],
-        compute: Callable[[WorkItem, list[Tensor]], Sequence[Tensor]],
-        like: Callable[[slice], Sequence[Tensor]],
-        add: Callable[[slice, list[Tensor]], None],
-    ) -> None:
-        self._ranks, self._take, self._compute = ranks, take, compute
-        self._like, self._add = like, add
-        self._to_send = iter([piece for step in steps for piece in step.pieces])
-        self.returning: list[tuple[Transfer, list[tuple[slice, list[Tensor]]]]] = []
-        self._arriving = self._send_next()
+    def send_next() -> tuple[Transfer, list[tuple[WorkItem, list[Tensor]]]]:
+        """Start sending this rank's next piece to its helper, and receiving the next to compute.
 
-    def compute_pieces(self, pieces: Sequence[OffloadPiece]) -> None:
-        """Take in earlier results; compute for other ranks, and start sending the results home."""
-        if self.returning:
-            self.finish()
-        for piece in pieces:
-            transfer, arriving = self._arriving
-            # This piece of other ranks' rows is here, and this rank's own has left.
-            transfer.wait()
-            # The next piece travels, into tensors of its own, while this one is computed; the
-            # peers start the same exchange when they come to this point.
-            self._arriving = self._send_next()
-            results = [(item.out_rank, self._compute(item, x)) for item, x in arriving]
-            # Before more results are sent home take in those of the piece before: at most one
-            # piece of results is in flight, and what was sent of it may be freed.
-            if self.returning:
-                self.finish()
-            self._return_results(piece, results)
+        Return the transfer and what it fills.
+        """
+        piece = to_send.popleft()
+        # Copies, where rows are not contiguous: the transfer keeps them alive, and the rows
+        # themselves are never written in a pass.
+        sends = [(x.contiguous(), piece.helper) for rows in piece.sent_rows for x in take(rows)]
+        arriving = [
+            (item, [x.new_empty(x.shape) for x in take(item.q_slice)]) for item in piece.items
+        ]
+        receives = [(x, item.q_rank) for item, tensors in arriving for x in tensors]
+        return ranks.start(sends, receives), arriving
 
-    def finish(self) -> None:
+    def take_in() -> None:
         """Wait for the results that helpers sent home, and add them to this rank's."""
-        for transfer, expected in self.returning:
+        for transfer, expected in returning:
             transfer.wait()
             # What a helper computed is complete for its keys, so it is added or merged once.
             for rows, tensors in expected:
-                self._add(rows, tensors)
-        self.returning.clear()
+                add(rows, tensors)
+        returning.clear()
 
-    def _send_next(self) -> _Arriving:
-        """Start sending this rank's next piece to its helper, and receiving the next to compute.
-
-        Return the transfer and what it fills; after the last piece both are empty.
-        """
-        piece = next(self._to_send, None)
-        if piece is None:
-            return DONE, []
-        # Copies, where rows are not contiguous: the transfer keeps them alive, and the rows
-        # themselves are never written in a pass.
-        sends = [
-            (x.contiguous(), piece.helper) for rows in piece.sent_rows for x in self._take(rows)
-        ]
-        arriving = [
-            (item, [x.new_empty(x.shape) for x in self._take(item.q_slice)]) for item in piece.items
-        ]
-        receives = [(x, item.q_rank) for item, tensors in arriving for x in tensors]
-        return self._ranks.start(sends, receives), arriving
-
-    def _return_results(
-        self, piece: OffloadPiece, results: Sequence[tuple[int, Sequence[Tensor]]]
-    ) -> None:
-        """Start sending computed results to their owners, and receiving those of this rank's rows.
-
-        The transfer keeps what is sent alive; :meth:`finish` takes in what arrives.
-        """
-        # Memory for the results comes before the send, so both directions start at once.
-        expected = [
-            (rows, [x.new_empty(x.shape) for x in self._like(rows)]) for rows in piece.sent_rows
-        ]
-        transfer = self._ranks.start(
-            [(x, owner) for owner, tensors in results for x in tensors],
-            [(x, piece.helper) for _, tensors in expected for x in tensors],
-        )
-        self.returning.append((transfer, expected))
+    transfer, arriving = send_next() if to_send else (DONE, [])
+    yield
+    for pieces in steps:
+        # Take in earlier results, then compute for others.
+        if returning:
+            take_in()
+        for piece in pieces:
+            # This piece of other ranks' rows is here, and this rank's own has left.
+            transfer.wait()
+            received = arriving
+            # The next piece travels, into tensors of its own, while this one is computed; the
+            # peers start the same exchange when they come to this point.
+            transfer, arriving = send_next() if to_send else (DONE, [])
+            results = [(item.out_rank, compute(item, x)) for item, x in received]
+            # Before more results are sent home take in those of the piece before: at most one
+            # piece of results is in flight, and what was sent of it may be freed.
+            if returning:
+                take_in()
+            # Memory for the results comes before the send, so both directions start at once. The
+            # transfer keeps what is sent alive.
+            expected = [
+                (rows, [x.new_empty(x.shape) for x in like(rows)]) for rows in piece.sent_rows
+            ]
+            sends = [(x, owner) for owner, tensors in results for x in tensors]
+            receives = [(x, piece.helper) for _, tensors in expected for x in tensors]
+            returning.append((ranks.start(sends, receives), expected))
+        yield
+    if returning:
+        take_in()
+    yield
 
 
 def rows_tensors(rows: QueryBlock) -> list[Tensor]:
@@ -319,5 +321,5 @@ def _result_bytes(call: Call, inputs: Inputs, *, forward: bool) -> int:
 
 
 BALANCED = StrategySpec(
-    "balanced", lambda resolution: Balanced.of(resolution.program, resolution.rank)
+    "balanced", lambda resolution: Balanced.of(resolution.program, resolution.ranks.rank)
 )

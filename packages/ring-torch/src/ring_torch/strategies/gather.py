@@ -360,7 +360,7 @@ def _resolve(resolution: Resolution) -> Strategy:
         groups = head_groups_of(program, resolution.sizes, resolution.itemsize)
     splits = not resolution.is_short
     tile = None if not resolution.is_plain else _split_backward_tile(resolution, splits)
-    gather = gather_program(program.plan, resolution.rank, splits=splits, tile=tile or 1)
+    gather = gather_program(program.plan, resolution.ranks.rank, splits=splits, tile=tile or 1)
     items = (*gather.items, *gather.in_place)
     banded = resolution.is_plain and all(item.cu_q is None and item.tiles is None for item in items)
     fully_written = gather.num_rows == resolution.sizes.q_len and resolution.sizes.batch > 0

@@ -6,9 +6,9 @@ after their K/V, collecting each rank's part, until they are home.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
@@ -34,20 +34,6 @@ from ring_torch.strategies.prepared_ring import PreparedRing, prepare_ring
 from ring_torch.transports.api import Traffic
 
 
-class OffloadPiece(NamedTuple):
-    """A piece of the work that ranks do for each other in a step, as one rank sees it.
-
-    Attributes:
-        helper: The rank that computes for this rank, if any rows are sent there.
-        sent_rows: Slices of this rank's query rows that are sent there.
-        items: Work items of this rank for other ranks' query rows, over its own K/V.
-    """
-
-    helper: int
-    sent_rows: tuple[slice, ...]
-    items: tuple[WorkItem, ...]
-
-
 class RingStep(NamedTuple):
     """A step of one pass for one rank: work over the held K/V, and its messages.
 
@@ -60,7 +46,6 @@ class RingStep(NamedTuple):
         grads_hop: In the backward, how many ranks ahead the summed dK/dV of the held K/V are sent
             after the launches, while those of the next step's K/V arrive from as many behind.
             ``None`` if they are home.
-        pieces: Work that ranks do for each other after their own; as many pieces on all ranks.
     """
 
     items: tuple[WorkItem, ...]
@@ -68,7 +53,6 @@ class RingStep(NamedTuple):
     is_own: bool
     keys_hop: int | None
     grads_hop: int | None
-    pieces: tuple[OffloadPiece, ...] = ()
 
 
 def ring_steps(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tuple[RingStep, ...]:
@@ -81,20 +65,6 @@ def ring_steps(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tu
         )
         for stage, shift in zip(stages, shifts, strict=True)
     )  # fmt: skip
-
-
-class RemoteWork(Protocol):
-    """Work that ranks do for each other in a pass, beside that for their own queries."""
-
-    @property
-    def returning(self) -> Sequence[object]:
-        """Results that are on their way home."""
-
-    def compute_pieces(self, pieces: Sequence[OffloadPiece]) -> None:
-        """Take in results that helpers have sent home, and compute a step's pieces for others."""
-
-    def finish(self) -> None:
-        """Wait for the results that are on their way home, and take them in."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +81,6 @@ class Ring(Strategy):
     prepares: bool = False  # True if launches may be prepared: they need q, k and v alone
     # A forward's launches by the strides and alignment of q, k and v.
     launches: dict[object, PreparedRing] = field(default_factory=dict, compare=False)
-    offloads: ClassVar[bool] = False  # True if ranks also compute for each other
 
     @classmethod
     def of(cls, program: RingProgram, rank: int, *, prepares: bool = False) -> Self:
@@ -127,9 +96,11 @@ class Ring(Strategy):
 
         Nothing is saved on one rank, or where no step but the rank's own has work.
         """
-        agree(
-            call.ranks, call.number, call.params.dropout_seed, call.forward_signature, call.device
-        )
+        if call.ranks.size > 1:
+            agree(
+                call.ranks, call.number, call.params.dropout_seed, call.forward_signature,
+                call.device,
+            )  # fmt: skip
         rows, keys = call.rows(inputs), inputs.key_tensors()
         key, work = tensors_key(*inputs[:3]) if self.prepares else None, None
         if (prepared := self.launches.get(key)) is not None:
@@ -140,12 +111,13 @@ class Ring(Strategy):
             # Two buffers, whatever the number of ranks: `held` is read by kernels and by the send,
             # `spare` is where the next K/V arrive. The call's own K/V are copied into `held` once.
             packing = packing_of(keys)
-            held, spare = packing.buffer(call.device), packing.buffer(call.device)
+            held, spare = packing.pair(call.device)
             held_keys, spare_keys = packing.views(held), packing.views(spare)
             for view, x in zip(held_keys, keys, strict=True):
                 view.copy_(x)
-        # The first piece of queries for a helper leaves now, beside the steps before its own.
-        remote = self.remote_forward(call, inputs, keys, rows, into) if self.offloads else None
+        # Its first messages, if there are any, leave now, beside the steps before it.
+        beside = self.beside_forward(call, inputs, keys, rows, into)
+        next(beside, None)
         for n, step in enumerate(self.forward_steps):
             # Send the held K/V on, and receive the next into the spare buffer. Its former K/V were
             # sent in the step before, and their kernels are queued ahead of this transfer, so it
@@ -159,17 +131,15 @@ class Ring(Strategy):
             else:
                 columns = call.columns(step.keys_of, step_keys)
                 attend_step(call, step.items, rows, columns, into)
-            # Merge what helpers computed for this rank before, then compute for others.
-            if remote is not None:
-                remote.compute_pieces(step.pieces)
+            # What comes behind this step's launches, while the next K/V may still arrive.
+            next(beside, None)
             # The next step reads what arrived. That the send has completed frees `held`, too.
             if step.keys_hop is not None:
                 transfer.wait()
                 held, spare, held_keys, spare_keys = spare, held, spare_keys, held_keys
                 saved = (held,)
-        # Results of the last step's helpers may still be on their way.
-        if remote is not None and remote.returning:
-            remote.finish()
+        # The end of it takes in what is still on its way.
+        next(beside, None)
         if self.prepares and work is None:
             steps = [
                 (call.columns(step.keys_of, keys if step.is_own else held_keys), step.items)
@@ -198,10 +168,9 @@ class Ring(Strategy):
         # Sums of dK/dV travel in the accumulators' dtype: rounded at each rank they would lose
         # digits with the number of ranks.
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
-        remote = own_grads = None
-        if self.offloads:
-            own_grads = key_grads.grads(own=True)
-            remote = self.remote_backward(call, own, upstream, rows, row_grads, own_grads)
+        own_grads = None
+        beside = self.beside_backward(call, own, upstream, rows, row_grads, key_grads)
+        next(beside, None)
         # Nothing was saved where only the own block has work: then nothing travels here either.
         held = next(iter(saved), None)
         for step in self.backward_steps:
@@ -219,25 +188,21 @@ class Ring(Strategy):
             # Kernels read `held` while it is being sent, and add to dK/dV buffers of this rank
             # alone, while the sum of the ranks before for these K/V still arrives elsewhere.
             if step.items:
-                if step.is_own and own_grads is not None:
-                    column_grads = own_grads
-                else:
-                    column_grads = key_grads.grads(own=step.is_own)
+                column_grads = key_grads.grads(own=step.is_own)
                 differentiate_step(
                     call, step.items, rows, columns, upstream, row_grads, column_grads
                 )
-            # Add the dQ that helpers computed for this rank before, then compute for others.
-            if remote is not None:
-                remote.compute_pieces(step.pieces)
+                own_grads = column_grads if step.is_own else own_grads
+            # What comes behind these launches; it may add to own dK/dV, too.
+            next(beside, None)
             # That sum is needed now: this rank's part is added, and it follows the K/V.
             key_grads.hop(step)
             # The next step reads the K/V that arrived, or `held` again if none were to come.
             if transfer is not DONE:
                 transfer.wait()
             held = arriving
-        # dQ of the last step's helpers may still be on its way.
-        if remote is not None and remote.returning:
-            remote.finish()
+        # The end of it takes in what is still on its way.
+        next(beside, None)
         # The last hop brought the other ranks' sum home, and added it to the own part.
         if own_grads is None:
             own_grads = key_grads.grads(own=True)
@@ -262,25 +227,26 @@ class Ring(Strategy):
         del plan_known
         return [packing_of(inputs.key_tensors()).as_bytes] if call.ranks.size > 1 else []
 
-    def remote_forward(
+    def beside_forward(
         self, _call: Call, _inputs: Inputs, _keys: Sequence[Tensor], _rows: QueryBlock,
         _into: AttentionState, /,
-    ) -> RemoteWork | None:  # fmt: skip
-        """Begin the work of a forward for other ranks, of which a plain ring has none.
+    ) -> Iterator[None]:  # fmt: skip
+        """Return a forward's work beside these steps, of which a plain ring has none.
 
-        Results of other ranks for ``rows`` are merged into ``into``.
+        It is run in parts: one before the first step, one behind the launches of each, and the end.
+        Results for ``rows`` are merged into ``into``.
         """
-        return None
+        return iter(())
 
-    def remote_backward(
+    def beside_backward(
         self, _call: Call, _own: KeyBlock, _upstream: BackwardInputs, _rows: QueryBlock,
-        _row_grads: QueryGrads, _own_grads: KeyGrads, /,
-    ) -> RemoteWork | None:  # fmt: skip
-        """Begin the work of a backward for other ranks, of which a plain ring has none.
+        _row_grads: QueryGrads, _key_grads: RotatingKeyGrads, /,
+    ) -> Iterator[None]:  # fmt: skip
+        """Return a backward's work beside these steps, in parts as in :meth:`beside_forward`.
 
-        dQ comes home, dK/dV of own keys stay.
+        Gradients of ``rows`` are added to ``row_grads``, those of own K/V to ``key_grads``.
         """
-        return None
+        return iter(())
 
 
 def attend_step(
@@ -321,12 +287,13 @@ class RotatingKeyGrads:
     """Accumulators of dK/dV on a rank: for its own K/V, and for the K/V that it holds for now.
 
     At most three buffers are alive: one that kernels add to, one that arrives, one that leaves.
-    Where ranks also compute for each other, the rank's own is alive throughout, beside these.
+    The rank's own is alive beside these as soon as something is added to it.
     """
 
     def __init__(self, call: Call, packing: BufferSpec) -> None:
         self._call, self._packing = call, packing
         self._sums: dict[bool, Tensor] = {}  # True: of the rank's own K/V; False: of the held ones
+        self._own: KeyGrads | None = None  # views of the own sums, which stay where they are
         self._arriving: Tensor | None = None
         self._transfer: Transfer = DONE
 
@@ -335,9 +302,14 @@ class RotatingKeyGrads:
 
         They are allocated, and filled with zeros, when first asked for.
         """
+        if own and self._own is not None:
+            return self._own
         if own not in self._sums:
             self._sums[own] = self._packing.buffer(self._call.device).zero_()
-        return KeyGrads(*self._packing.views(self._sums[own]))
+        grads = KeyGrads(*self._packing.views(self._sums[own]))
+        if own:
+            self._own = grads
+        return grads
 
     def hop(self, step: RingStep) -> None:
         """Add the arrived dK/dV to those computed in a step, and start sending the sum on."""
@@ -368,7 +340,7 @@ class RotatingKeyGrads:
 def _resolve(resolution: Resolution) -> Ring:
     """Return the ring of a rank."""
     prepares = resolution.kernel.prepares and resolution.is_plain and resolution.sizes.batch > 0
-    return Ring.of(resolution.program, resolution.rank, prepares=prepares)
+    return Ring.of(resolution.program, resolution.ranks.rank, prepares=prepares)
 
 
 RING = StrategySpec(

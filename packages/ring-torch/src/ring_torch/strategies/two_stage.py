@@ -89,7 +89,7 @@ class TwoStageGather(GatheringStrategy):
         A call that returns ``lse`` saves nothing: another kernel, with another program, may run its
         backward.
         """
-        plan, rank = resolution.program.plan, resolution.rank
+        plan, rank = resolution.program.plan, resolution.ranks.rank
         gather = gather_program(plan, rank, own=False)
         return cls(
             gather, own_items=plan.items(rank, rank), prepares=resolution.kernel.prepares,

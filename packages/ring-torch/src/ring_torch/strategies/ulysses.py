@@ -11,7 +11,7 @@ are padded to equal counts, K/V heads copied where they are fewer than ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -24,11 +24,12 @@ from ring_core.base.arguments import not_none
 from ring_core.choose.trading import untraded_reason
 from ring_core.programs.grid import RankGrid, ulysses_sizes
 from ring_core.programs.heads import PADDING, too_many_ranks
-from ring_torch.buffers import ExchangeLayouts, HeadBuffer, HeadCarrier, Shapes, head_exchanges
+from ring_torch.buffers import HeadBuffer, HeadCarrier, Shapes
 from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec, attend
 from ring_torch.capture import capture_safe_cache
-from ring_torch.comm.head_exchange import to_heads, to_tokens
+from ring_torch.comm.ranks import Ranks
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
+from ring_torch.strategies.head_layouts import ExchangeLayouts, head_exchanges
 from ring_torch.transports.api import Refusals, Traffic
 
 _MOST_SHARED_BIAS = 1 << 30  # bytes of a bias with one head for all, which every rank gathers
@@ -45,8 +46,10 @@ class Ulysses(Strategy):
     inner: Call
     heads: HeadPlan
     grid: RankGrid
-    members: range | None = None  # ranks that trade tokens for heads; all if ``None``
+    members: Ranks | None = None  # ranks that trade tokens for heads; all if ``None``
     name: str = "ulysses"
+    # Index tables of the exchanges, once a pass has run. A graph that is captured keeps them.
+    tables: list[Tables] = field(default_factory=list, compare=False)
     depends_on_kernel = True
     adds_sinks = True
 
@@ -55,7 +58,10 @@ class Ulysses(Strategy):
         """Make the strategy of a rank from its inner call and the grid of the ranks."""
         request, grid = resolution.request, not_none(resolution.grid)
         heads = head_plan(request.q_heads, request.kv_heads, grid.ulysses_size)
-        members = grid.inner_ranks(resolution.rank) if grid.outer_size > 1 else None
+        ranks, members = resolution.ranks, None
+        if grid.outer_size > 1:
+            # Messages of the trade name the ranks of the group, so several groups trade at once.
+            members = ranks.part(grid.inner_ranks(ranks.rank))
         return cls(not_none(resolution.inner), heads, grid, members)
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
@@ -63,11 +69,11 @@ class Ulysses(Strategy):
         layouts = exchanges_of(call, inputs, self.heads)
         # The peers are found to make the same call before any of their tensors is used.
         carry = call.open_heads(call.forward_signature, layouts.most_bytes, self.members)
-        tables = tables_of(call.plan, self.grid, self.heads, call.ranks.rank, call.device)
+        tables = self.tables[0] if self.tables else self._make_tables(call)
         # Ranks trade tokens for heads. Nothing else is in flight: each exchange has buffers of its
         # own, and what follows on the stream waits for it ...
-        q, k, v = to_heads(
-            carry, layouts.qkv, tables.placed(*inputs[:3]),
+        q, k, v = carry.to_heads(
+            layouts.qkv, tables.placed(*inputs[:3]),
             (tables.rows, tables.columns, tables.columns),
         )  # fmt: skip
         inner_inputs = tables.of_heads(inputs)._replace(q=q, k=k, v=v)
@@ -77,8 +83,8 @@ class Ulysses(Strategy):
         (out, lse), inner_saved = attend(self._inner(call, tables), inner_inputs)
         out = out.to(call.dtype)
         # ... and results go back to the ranks that hold their tokens.
-        own_out, own_lse = to_tokens(
-            carry, layouts.results, (out, lse.transpose(1, 2).unsqueeze(-1)),
+        own_out, own_lse = carry.to_tokens(
+            layouts.results, (out, lse.transpose(1, 2).unsqueeze(-1)),
             (tables.rows, tables.rows),
         )  # fmt: skip
         saved: Saved = ()
@@ -100,7 +106,7 @@ class Ulysses(Strategy):
         """
         layouts = exchanges_of(call, inputs, self.heads)
         carry = call.open_heads(call.backward_signature, layouts.most_bytes, self.members)
-        tables = tables_of(call.plan, self.grid, self.heads, call.ranks.rank, call.device)
+        tables = self.tables[0] if self.tables else self._make_tables(call)
         # What the forward has exchanged and saved comes in the order of the inputs' fields.
         has_ids, has_bias = inputs.q_ids is not None, inputs.bias is not None
         is_there = {
@@ -120,7 +126,7 @@ class Ulysses(Strategy):
                 for x in sent
             ]
         # dout and delta go from tokens to heads; the others stayed since the forward ...
-        dout, *deltas = to_heads(carry, layouts.upstream, sent, [tables.rows] * len(sent))
+        dout, *deltas = carry.to_heads(layouts.upstream, sent, [tables.rows] * len(sent))
         delta = deltas[0].squeeze(-1).transpose(1, 2) if deltas else None
         # ... the backward of all tokens runs for this rank's heads ...
         inner = self._inner(call, tables)
@@ -131,13 +137,20 @@ class Ulysses(Strategy):
         # ... and gradients go back to the ranks that hold their tokens.
         sent = [x.to(part.dtype) for x, part in zip(grads[:3], layouts.grads.parts, strict=True)]
         orders = tables.rows, tables.columns, tables.columns
-        dq, dk, dv = to_tokens(carry, layouts.grads, sent, orders)
+        dq, dk, dv = carry.to_tokens(layouts.grads, sent, orders)
         # Copies of a K/V head were differentiated on different ranks: here their parts are summed.
         dq, dk, dv = tables.without_padding(dq, dk, dv)
         dbias = None
         if grads.dbias is not None:
             dbias = _bias_grad(carry, not_none(layouts.bias_grad), tables, inputs, grads.dbias)
         return Grads(dq, dk, dv, dbias)
+
+    def _make_tables(self, call: Call) -> Tables:
+        """Make the index tables of the call's device, for all passes to come."""
+        self.tables.append(
+            tables_of(call.plan, self.grid, self.heads, call.ranks.rank, call.device)
+        )
+        return self.tables[0]
 
     def _inner(self, call: Call, tables: Tables) -> Call:
         """Return the inner call, with what dropout depends on: the seed, and the rank's heads."""
@@ -311,7 +324,7 @@ def _with_options(
             for x in (inputs.q_ids, inputs.k_ids)
         )
         orders = tables.rows, tables.columns
-        q_ids, k_ids = to_heads(carry, layouts.ids, (q_ids, k_ids), orders)
+        q_ids, k_ids = carry.to_heads(layouts.ids, (q_ids, k_ids), orders)
         inner_inputs = inner_inputs._replace(q_ids=q_ids[..., 0, 0], k_ids=k_ids[..., 0, 0])
     if layouts.bias is not None:
         bias = _bias_to_heads(carry, layouts.bias, tables, not_none(inputs.bias))
@@ -330,7 +343,7 @@ def _bias_to_heads(carry: HeadCarrier, layout: HeadBuffer, tables: Tables, bias:
         x = x.expand(-1, -1, layout.ranks, -1)
     elif tables.q is not None:
         x = x.index_select(2, tables.q)
-    (received,) = to_heads(carry, layout, (x,), (tables.rows,))
+    (received,) = carry.to_heads(layout, (x,), (tables.rows,))
     return received.transpose(1, 2)
 
 
@@ -341,7 +354,7 @@ def _bias_grad(
     # A bias that heads share gets a part from each rank's heads: the parts travel wide, and are
     # summed at home.
     sent = dbias.to(layout.parts[0].dtype).transpose(1, 2)
-    (grad,) = to_tokens(carry, layout, (sent,), (tables.rows,))
+    (grad,) = carry.to_tokens(layout, (sent,), (tables.rows,))
     if not_none(inputs.bias).shape[1] == 1:
         grad = grad.sum(dim=2, keepdim=True)
     elif tables.q_slots is not None:

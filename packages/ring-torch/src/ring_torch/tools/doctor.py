@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ring_core import LAYOUTS, Mask
-from ring_core.base.config import takes_layout
+from ring_core.programs.steps import takes_layout
 from ring_core.tools import doctor
 from ring_core.tools.bench import BenchCase, watched
 from ring_core.tools.doctor import Check

@@ -21,8 +21,6 @@ from ring_torch.comm.store import CallSignature
 from ring_torch.optional import has_triton
 from ring_torch.records import Inputs
 
-_ALL = slice(None)
-
 Put = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # takes dK, dV, sums of both
 IndexMap = Callable[[slice], slice]  # maps local indices of a rank's keys to columns of a buffer
 
@@ -280,26 +278,6 @@ def some_fetches(gather: GatherProgram, before_last_item: bool | None) -> list[F
         for fetch in gather.fetches
         if before_last_item is None or gather.is_before_last_item(fetch) == before_last_item
     ]
-
-
-def write_keys(
-    keys: KVPayload, message: Sequence[torch.Tensor], inputs: Inputs, span: slice = _ALL
-) -> None:
-    """Copy this rank's K/V, and segment ids if any, of a span of tokens into a message's tensors.
-
-    ``message`` are tensors shaped as :attr:`KVPayload.message`, for as many tokens as ``span`` has.
-    """
-    own_k, own_v = inputs.k[:, span], inputs.v[:, span]
-    if message[0].is_cuda and has_triton():
-        from ring_torch.memory_ops import pack_kv_on_gpu
-
-        pack_kv_on_gpu(own_k, own_v, message[0])
-    else:
-        k, v = keys.split(message[0])
-        k.copy_(own_k)
-        v.copy_(own_v)
-    if inputs.k_ids is not None:
-        message[1].copy_(inputs.k_ids[:, span])
 
 
 def put_key_grads(

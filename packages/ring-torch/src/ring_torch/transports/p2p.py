@@ -6,15 +6,20 @@ memory, copies (``peer_copies``) do not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
+from torch import Tensor
 
 from ring_core import GatherProgram
-from ring_torch.buffers import KeyGradBuffer
+from ring_torch.buffers import HeadBuffer, HeadCarrier, KeyGradBuffer, Orders
 from ring_torch.comm.handshake import agree
-from ring_torch.comm.head_exchange import HeadMessages
+from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.store import CallSignature
+from ring_torch.optional import has_triton
 from ring_torch.records import Inputs, head_group
 from ring_torch.transports.api import (
     IndexMap,
@@ -27,7 +32,6 @@ from ring_torch.transports.api import (
     requests_to,
     some_fetches,
     staging_for,
-    write_keys,
 )
 
 
@@ -69,7 +73,14 @@ class Messages:
         # Own K/V side by side, as they travel, in a new buffer: the caller's tensors are not read
         # after this call.
         own = keys.message.views(keys.message.buffer(self.spec.device))
-        write_keys(keys, own, inputs)
+        if own[0].is_cuda and has_triton():
+            from ring_torch.memory_ops import pack_kv_on_gpu
+
+            pack_kv_on_gpu(inputs.k, inputs.v, own[0])
+        else:
+            keys.write(own[0], inputs.k, inputs.v)
+        if inputs.k_ids is not None:
+            own[1].copy_(inputs.k_ids)
         tensors = [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own]
         # Own K/V go into the buffer by copies.
         for fetch in gather.fetches:
@@ -116,7 +127,7 @@ class Messages:
 
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         """Return new buffers: peers get gradients in messages and read nothing of these."""
         spec, new = self.spec, torch.zeros if zero else torch.empty
         return [
@@ -125,7 +136,7 @@ class Messages:
         ]
 
     def return_grads(
-        self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *,
+        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *,
         overlapped: bool, before_last_item: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """Start the messages of :meth:`fetch` in the other direction, with gradients.
@@ -154,7 +165,7 @@ class Messages:
         ]
         transfer = ranks.start(sends, receives)
 
-        def add_to(total: torch.Tensor, length: int, index_map: IndexMap) -> None:
+        def add_to(total: Tensor, length: int, index_map: IndexMap) -> None:
             # All peers' parts are here; they are added in the plan's order, so sums are repeatable.
             transfer.wait()
             for (_, fetch), blocks_of_peer in zip(requests, staged, strict=True):
@@ -163,6 +174,93 @@ class Messages:
                 )
 
         return add_to
+
+
+@dataclass(frozen=True)
+class HeadMessages(HeadCarrier):
+    """A carrier that packs messages, exchanges them between these ranks, and unpacks them."""
+
+    ranks: Ranks
+
+    @classmethod
+    def open(
+        cls, ranks: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device,
+        size: int,
+    ) -> Self:  # fmt: skip
+        """Compare a pass with the peers', and return what carries its exchanges.
+
+        Raises:
+            RankMismatchError: A peer is making another call.
+        """
+        del size  # each exchange has buffers of its own
+        agree(ranks, number, seed, signature, device)
+        return cls(ranks)
+
+    def __call__(
+        self, layout: HeadBuffer, sources: Sequence[Tensor], results: Sequence[Tensor],
+        orders: Orders, *, splits_heads: bool,
+    ) -> None:  # fmt: skip
+        """Send the messages in one all-to-all."""
+        device, size = sources[0].device, (layout.ranks, layout.message.size)
+        copy = move
+        if device.type == "cuda" and has_triton():
+            from ring_torch.comm.head_exchange_kernel import move_on_gpu as copy
+        natural = [None] * len(orders)
+        sent = torch.empty(size, dtype=torch.uint8, device=device)
+        copy(
+            layout, sent, sources, natural if splits_heads else orders, by_heads=splits_heads,
+            packs=True,
+        )  # fmt: skip
+        # Both buffers belong to this exchange alone: sources may change now that they are packed.
+        received = torch.empty_like(sent)  # not before, as packing needs memory for a while
+        # Row n of `sent` goes to rank n, row n of `received` comes from it; all ranks exchange at
+        # the same time. The stream waits for that, so the buffers may be freed after it.
+        self.ranks.trade(sent, received).wait()
+        copy(
+            layout, received, results, orders if splits_heads else natural,
+            by_heads=not splits_heads, packs=False,
+        )  # fmt: skip
+
+
+def move(
+    layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
+    orders: Sequence[Tensor | None], *, by_heads: bool, packs: bool,
+) -> None:  # fmt: skip
+    """Copy between tensors and a buffer whose row n is the message to or from rank n.
+
+    Args:
+        layout: How a message holds the tensors' parts for its rank.
+        buffer: Messages of all ranks, ``[P, bytes]``.
+        tensors: Tensors ``[B, T_local, H, D]`` with ``by_heads``, and else ``[B, T, H / P, D]``.
+        orders: Positions of the tokens of each tensor, in rank order; ``None`` for natural order.
+        by_heads: True if a rank's part is a range of heads, False if it is a range of tokens.
+        packs: True to copy tensors into the buffer, False for the other way.
+    """
+    dim = 2 if by_heads else 1
+    # No message is in flight. Every number of a tensor has its place in exactly one of them.
+    for block, x, order in zip(_blocks(layout, buffer), tensors, orders, strict=True):
+        if packs:
+            ordered = x if order is None else x.index_select(1, order)
+            block.copy_(ordered.unflatten(dim, (layout.ranks, -1)).movedim(dim, 0))
+        elif order is None:
+            x.unflatten(dim, (layout.ranks, -1)).movedim(dim, 0).copy_(block)
+        else:
+            # All ranks' tokens together are the sequence: every row of `x` is written once.
+            x.index_copy_(1, order, block.transpose(0, 1).flatten(1, 2))
+
+
+def _blocks(layout: HeadBuffer, buffer: Tensor) -> list[Tensor]:
+    """Return views of a buffer ``[P, bytes]``: of each tensor ``[P, B, T_local, H / P, D]``."""
+    message = layout.message
+    if message.size == 0:  # which has no strides that another dtype could take
+        return [
+            buffer.new_empty(shape, dtype=dtype)
+            for shape, dtype in zip(layout.blocks, message.dtypes, strict=True)
+        ]
+    return [
+        buffer[:, offset : offset + math.prod(shape[1:]) * dtype.itemsize].view(dtype).view(shape)
+        for shape, dtype, offset in zip(layout.blocks, message.dtypes, message.offsets, strict=True)
+    ]
 
 
 P2P = Transport(

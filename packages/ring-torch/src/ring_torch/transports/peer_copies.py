@@ -25,7 +25,6 @@ from ring_torch.transports.api import (
     requests_to,
     spans_of,
     staging_for,
-    write_keys,
 )
 from ring_torch.transports.copy_engine import copy
 from ring_torch.transports.symm_buffer import SymmBuffer, on_stream
@@ -87,7 +86,7 @@ class PeerCopies:
             # Peers have read what the pass before put into the buffer: now it may be overwritten.
             buffer.wait_reusable()
             for n, span in product(group_numbers, spans):
-                write_keys(keys, [x[:, span] for x in own[n]], head_group(inputs, n, groups), span)
+                _write_keys(keys, [x[:, span] for x in own[n]], head_group(inputs, n, groups), span)
             # After `written` all ranks' K/V lie in their buffers and may be copied; after
             # `compared` they are known to be of this call and may be used.
             written = buffer.barrier_with_signature(self.digest)
@@ -131,7 +130,7 @@ class PeerCopies:
             if own_inputs is not None and fetch.rank == self.spec.ranks.rank:
                 inputs, ready = own_inputs
                 stream = buffer.stream_for(fetch.rank, after=ready)
-                write_keys(keys, destinations, inputs, fetch.source)
+                _write_keys(keys, destinations, inputs, fetch.source)
             else:
                 # One copy after the other, in the order in which kernels need them.
                 stream = buffer.stream_for(fetch.rank, after=written)
@@ -237,6 +236,24 @@ class PeerCopies:
         packing = flat(sums.numel(length), self.spec.acc_dtype)
         start = self.spec.groups * self.spec.keys.message.size + group * self.grad_bytes
         return self.buffer.memory.views(rank, start, packing)[0]
+
+
+def _write_keys(
+    keys: KVPayload, message: Sequence[torch.Tensor], inputs: Inputs, span: slice
+) -> None:
+    """Copy this rank's K/V, and segment ids if any, of a span of tokens into a message's tensors.
+
+    ``message`` are tensors shaped as :attr:`KVPayload.message`, for as many tokens as ``span`` has.
+    """
+    own_k, own_v = inputs.k[:, span], inputs.v[:, span]
+    if message[0].is_cuda and has_triton():
+        from ring_torch.memory_ops import pack_kv_on_gpu
+
+        pack_kv_on_gpu(own_k, own_v, message[0])
+    else:
+        keys.write(message[0], own_k, own_v)
+    if inputs.k_ids is not None:
+        message[1].copy_(inputs.k_ids[:, span])
 
 
 @lru_cache(maxsize=256)

@@ -21,11 +21,19 @@ from ring_torch.kernels.fa4.private import (
     RECORDING,
     Calls,
     Function,
+    MainArguments,
     Modded,
+    around_sinks,
     calls_of,
+    forward_arguments,
     interface,
     library_backward,
     library_forward,
+    main_arguments,
+    offsets,
+    prepare_arguments,
+    round_arguments,
+    told_forward,
 )
 from ring_torch.kernels.library import (
     Documents,
@@ -37,7 +45,6 @@ from ring_torch.kernels.library import (
 from ring_torch.options import Window
 
 _MOST_LAUNCHES = 256
-_SINKS = 8  # index of the sinks among a compiled forward's arguments after ``lse``
 
 
 class _Forward(NamedTuple):
@@ -52,19 +59,7 @@ class _Forward(NamedTuple):
     ) -> None:  # fmt: skip
         """Launch the forward: write ``out``, and ``lse`` if it is given."""
         aux = None, modded.numbers
-        self.launch(*self.arguments(q, k, v, out, lse, options, modded, aux))
-
-    def arguments(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions,
-        modded: Modded, aux: tuple[Any, ...],
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """Return the arguments of ``launch``; ``aux`` are the values that the mods read."""
-        cu_q, cu_k = _offsets(options.documents)
-        return (
-            _detached(q), _detached(k), _detached(v), out, lse, options.scale,
-            cu_q, cu_k, None, None, None, *self.window, modded.sinks, modded.expanded_lists(q), aux,
-            None, None,
-        )  # fmt: skip
+        self.launch(*forward_arguments(q, k, v, out, lse, options, modded, self.window, aux))
 
 
 class _Backward(NamedTuple):
@@ -87,8 +82,9 @@ class _Backward(NamedTuple):
         """Return ``(dq, dk, dv)``."""
         dq = torch.empty_like(q) if dst is None else dst
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        delta, lse_log2 = empty_floats(q, (2, *self.rows)).unbind()
-        dq_sums = empty_floats(q, self.dq_sums)
+        floats: Any = {"dtype": torch.float32, "device": q.device}
+        delta, lse_log2 = torch.empty((2, *self.rows), **floats).unbind()
+        dq_sums = torch.empty(self.dq_sums, **floats)
         # Where each query head has its own K/V head, the main kernel rounds dK and dV itself.
         sums = (dk, dv) if self.dkv_sums is None else _zero_sums(q, *self.dkv_sums)
         semaphores = [
@@ -100,35 +96,24 @@ class _Backward(NamedTuple):
             *prepare_arguments(out, dout, delta, lse, lse_log2, dq_sums, options.documents)
         )
         self.main(
-            *self.arguments(
-                q, k, v, dout, (lse_log2, delta, dq_sums, *sums), options, modded, semaphores,
-                (None, modded.numbers),
+            *main_arguments(
+                q, k, v, dout, (lse_log2, delta, dq_sums, *sums), options, modded, self.window,
+                semaphores, (None, modded.numbers),
             )
         )  # fmt: skip
         self._round(options, (dq_sums, *sums), (dq, dk, dv))
         return dq, dk, dv
 
-    def arguments(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, buffers: Sequence[Tensor],
-        options: LaunchOptions, modded: Modded, semaphores: Sequence[Tensor | None], aux: tuple[Any, ...],
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """Return the arguments of ``main``; ``aux`` are the values that the mods read."""
-        cu_q, cu_k = _offsets(options.documents)
-        return (
-            _detached(q), _detached(k), _detached(v), dout, *buffers, options.scale,
-            cu_q, cu_k, None, None, *self.window, *semaphores, aux, modded.expanded_lists(q), None,
-        )  # fmt: skip
-
     def _round(
         self, options: LaunchOptions, sums: Sequence[Tensor], grads: Sequence[Tensor]
     ) -> None:
         """Round the sums of dQ, and those of dK/dV if there are any, into gradients."""
-        cu_q, cu_k = _offsets(options.documents)
-        self.round_dq(sums[0], grads[0], options.scale, cu_q, None, None, None)
+        cu_q, cu_k = offsets(options.documents)
+        self.round_dq(*round_arguments(sums[0], grads[0], options.scale, cu_q))
         if self.round_dkv is not None:
             round_dk, round_dv = self.round_dkv
-            round_dk(sums[1], grads[1], options.scale, cu_k, None, None, None)
-            round_dv(sums[2], grads[2], 1.0, cu_k, None, None, None)
+            round_dk(*round_arguments(sums[1], grads[1], options.scale, cu_k))
+            round_dv(*round_arguments(sums[2], grads[2], 1.0, cu_k))
 
 
 class CompiledFlash4:
@@ -172,8 +157,9 @@ class CompiledFlash4:
         if compiled is None:
             return None
         launch, has_lse = compiled.launch, lse is not None
-        arguments = compiled.arguments(q, k, v, out, lse, options, PLAIN, (None, None))[5:]
-        before_sinks, after_sinks = arguments[:_SINKS], arguments[_SINKS + 1 :]
+        before_sinks, after_sinks = around_sinks(
+            forward_arguments(q, k, v, out, lse, options, PLAIN, compiled.window, (None, None))
+        )
 
         def run(
             q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
@@ -280,12 +266,11 @@ def _forward_of(
     if len(calls) != 1:
         return None
     launch, arguments = calls[0]
-    compiled = _Forward(launch, arguments[11:13])
-    aux = arguments[15] if len(arguments) > 15 else ()
+    window, aux = told_forward(arguments)
     # Built as later calls will build it: if that is what the library has passed, it may be left
     # out.
-    expected = compiled.arguments(q, k, v, out, lse, options, modded, aux)
-    return compiled if _alike(arguments, expected) else None
+    expected = forward_arguments(q, k, v, out, lse, options, modded, window, aux)
+    return _Forward(launch, window) if _alike(arguments, expected) else None
 
 
 def _backward_of(
@@ -297,56 +282,43 @@ def _backward_of(
     It is ``None`` if the library called them with other arguments than those expected here.
     """
     prepare_calls, main_calls, round_calls = calls
-    if (
-        len(prepare_calls) != 1
-        or len(main_calls) != 1
-        or len(round_calls) not in (1, 3)
-        or len(main_calls[0][1]) != 22
-    ):
+    if len(prepare_calls) != 1 or len(main_calls) != 1 or len(round_calls) not in (1, 3):
         return None
-    (prepare, actual_prepare), (main, main_arguments) = prepare_calls[0], main_calls[0]
+    (prepare, actual_prepare), (main, actual_main) = prepare_calls[0], main_calls[0]
+    if (told := MainArguments.of(actual_main)) is None:
+        return None
     (round_dq, _), *round_others = round_calls
-    lse_log2, delta, dq_sums, *sums = main_arguments[4:9]
-    semaphores = main_arguments[16:19]
+    lse_log2, delta, dq_sums, *sums = told.buffers
     round_dkv = (round_others[0][0], round_others[1][0]) if round_others else None
     compiled = _Backward(
-        prepare, main, round_dq, round_dkv, main_arguments[14:16], tuple(delta.shape), tuple(dq_sums.shape),
+        prepare, main, round_dq, round_dkv, told.window, tuple(delta.shape), tuple(dq_sums.shape),
         (tuple(sums[0].shape), tuple(sums[1].shape)) if round_others else None,
-        tuple(None if x is None else tuple(x.shape) for x in semaphores),
+        tuple(None if x is None else tuple(x.shape) for x in told.semaphores),
     )  # fmt: skip
     documents = options.documents
-    cu_q, cu_k = _offsets(documents)
-    expected_rounds = [(dq_sums, grads[0], options.scale, cu_q, None, None, None)]
+    cu_q, cu_k = offsets(documents)
+    expected_rounds = [round_arguments(dq_sums, grads[0], options.scale, cu_q)]
     if round_others:
         expected_rounds += [
-            (x, grad, scale, cu_k, None, None, None)
+            round_arguments(x, grad, scale, cu_k)
             for x, grad, scale in zip(sums, grads[1:], (options.scale, 1.0), strict=True)
         ]
     buffers = lse_log2, delta, dq_sums, *(sums if round_others else grads[1:])
-    expected = compiled.arguments(
-        q, k, v, dout, buffers, options, modded, semaphores, main_arguments[19]
+    expected = main_arguments(
+        q, k, v, dout, buffers, options, modded, told.window, told.semaphores, told.aux
     )
     as_expected = (
         _alike(
             actual_prepare,
             prepare_arguments(out, dout, delta, lse, lse_log2, dq_sums, documents),
         )
-        and _alike(main_arguments, expected)
+        and _alike(actual_main, expected)
         and all(
             _alike(actual, wanted)
             for (_, actual), wanted in zip(round_calls, expected_rounds, strict=True)
         )
     )
     return compiled if as_expected else None
-
-
-def prepare_arguments(
-    out: Tensor, dout: Tensor, delta: Tensor, lse: Tensor, lse_log2: Tensor, dq_sums: Tensor,
-    documents: Documents | None,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Return the arguments of ``prepare``."""
-    cu_q = None if documents is None else documents.cu_q
-    return out, dout, delta, lse, lse_log2, dq_sums, cu_q, None, None, None, None, 1.0, None, None
 
 
 def _alike(actual: Any, expected: Any) -> bool:
@@ -371,21 +343,6 @@ def _remember[T](functions: dict[object, T], key: object, function: T) -> None:
         while len(functions) >= _MOST_LAUNCHES:
             del functions[next(iter(functions))]
         functions[key] = function
-
-
-def _offsets(documents: Documents | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the offsets of documents among queries and among keys, ``None`` without documents."""
-    return (None, None) if documents is None else (documents.cu_q, documents.cu_k)
-
-
-def _detached(x: Tensor) -> Tensor:
-    """Return a tensor that requires no gradient, over the same memory."""
-    return x.detach() if x.requires_grad else x
-
-
-def empty_floats(q: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Allocate a float32 tensor on the device of ``q``."""
-    return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
 def _zero_sums(q: Tensor, k: tuple[int, ...], v: tuple[int, ...]) -> Sequence[Tensor]:

@@ -7,7 +7,7 @@ they do not offer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ring_torch.kernels.library import DOCUMENT_ARGUMENTS, Direction, LaunchOptions
+from ring_torch.kernels.library import DOCUMENT_ARGUMENTS, Direction, Documents, LaunchOptions
+from ring_torch.options import Window
 
 #: Versions of flash-attn-4 whose private parts are as this module says.
 VERSIONS = ("4.0.0b36",)
@@ -108,6 +109,101 @@ class Modded(NamedTuple):
 
 
 PLAIN = Modded()
+
+
+@cache
+def scalar_to_ssa() -> Any:
+    """Return the library's function that makes a value of its language from a number."""
+    return import_module("flash_attn.cute.utils").scalar_to_ssa
+
+
+def forward_arguments(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions,
+    modded: Modded, window: Window, aux: tuple[Any, ...],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the arguments of a compiled forward; ``aux`` are the values that its mods read."""
+    cu_q, cu_k = offsets(options.documents)
+    return (
+        *[x.detach() if x.requires_grad else x for x in (q, k, v)], out, lse, options.scale,
+        cu_q, cu_k, None, None, None, *window, modded.sinks, modded.expanded_lists(q), aux,
+        None, None,
+    )  # fmt: skip
+
+
+def around_sinks(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the arguments of a compiled forward between ``lse`` and its sinks, and after them."""
+    return arguments[5:13], arguments[14:]
+
+
+def told_forward(arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return the window and the values for mods that the library passed to a compiled forward."""
+    return arguments[11:13], arguments[15] if len(arguments) > 15 else ()
+
+
+class MainArguments(NamedTuple):
+    """Arguments that the library passed to the main function of a backward.
+
+    Attributes:
+        buffers: lse to base 2, delta, and sums of dQ, dK and dV, or the latter two themselves.
+        window: ``(left, right)`` in the form that the function takes.
+        semaphores: Of dQ, dK and dV.
+        aux: Values that its mods read.
+        after_window: All after the window.
+    """
+
+    buffers: tuple[Tensor, ...]
+    window: Window
+    semaphores: tuple[Tensor | None, ...]
+    aux: tuple[Any, ...]
+    after_window: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, arguments: tuple[Any, ...]) -> MainArguments | None:
+        """Take recorded arguments apart; ``None`` if they are not as many as expected here."""
+        if len(arguments) != 22:
+            return None
+        return cls(
+            arguments[4:9], arguments[14:16], arguments[16:19], arguments[19], tuple(arguments[16:])
+        )
+
+
+def main_arguments(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, buffers: Sequence[Tensor], options: LaunchOptions,
+    modded: Modded, window: Window, semaphores: Sequence[Tensor | None], aux: tuple[Any, ...],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the arguments of the main function; ``buffers`` as in :class:`MainArguments`."""
+    cu_q, cu_k = offsets(options.documents)
+    return (
+        *[x.detach() if x.requires_grad else x for x in (q, k, v)], dout, *buffers, options.scale,
+        cu_q, cu_k, None, None, *window, *semaphores, aux, modded.expanded_lists(q), None,
+    )  # fmt: skip
+
+
+def plain_main_arguments(
+    q: Tensor, kv: tuple[Tensor, Tensor], dout: Tensor, buffers: Sequence[Tensor], scale: float,
+    window: Window, after_window: tuple[Any, ...],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return :func:`main_arguments` without documents; those after the window as recorded."""
+    return q, *kv, dout, *buffers, scale, None, None, None, None, *window, *after_window
+
+
+def prepare_arguments(
+    out: Tensor, dout: Tensor, delta: Tensor, lse: Tensor, lse_log2: Tensor, dq_sums: Tensor,
+    documents: Documents | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the arguments of the function that writes delta, lse to base 2, and zeros for dQ."""
+    cu_q = None if documents is None else documents.cu_q
+    return out, dout, delta, lse, lse_log2, dq_sums, cu_q, None, None, None, None, 1.0, None, None
+
+
+def round_arguments(sums: Tensor, grad: Tensor, scale: float, cu: Tensor | None) -> tuple[Any, ...]:
+    """Return the arguments of a function that rounds sums, times ``scale``, into a gradient."""
+    return sums, grad, scale, cu, None, None, None
+
+
+def offsets(documents: Documents | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the offsets of documents among queries and among keys, ``None`` without documents."""
+    return (None, None) if documents is None else (documents.cu_q, documents.cu_k)
 
 
 @contextmanager

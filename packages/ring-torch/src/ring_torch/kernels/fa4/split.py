@@ -13,9 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ring_core.base.arguments import not_none
 from ring_torch.kernels.api import Columns, OwnSpans
-from ring_torch.kernels.fa4.compiled import empty_floats, prepare_arguments
-from ring_torch.kernels.fa4.private import Function, calls_of, interface
+from ring_torch.kernels.fa4.private import (
+    Function,
+    MainArguments,
+    calls_of,
+    interface,
+    plain_main_arguments,
+    prepare_arguments,
+    round_arguments,
+)
 from ring_torch.options import Window
 
 
@@ -46,7 +54,7 @@ class SplitFunctions(NamedTuple):
 
     prepare: Function
     main: Function
-    rest: tuple[Any, ...]  # arguments of ``main`` after the window
+    after_window: tuple[Any, ...]  # arguments of ``main`` after the window
     round_dq: Function
     round_dkv: Function
     tile: int  # queries of a tile
@@ -60,18 +68,17 @@ class SplitFunctions(NamedTuple):
         # `main` adds to whatever is in `sums`: they are not cleared between launches.
         batch, length, heads, _ = q.shape
         padded = -(-length // self.tile) * self.tile
-        dq_sums = empty_floats(q, (batch, heads, padded * self.dim))
-        delta, lse_log2 = empty_floats(q, (2, batch, heads, padded)).unbind()
+        floats: Any = {"dtype": torch.float32, "device": q.device}
+        dq_sums = torch.empty((batch, heads, padded * self.dim), **floats)
+        delta, lse_log2 = torch.empty((2, batch, heads, padded), **floats).unbind()
         self.prepare(*prepare_arguments(out, dout, delta, lse, lse_log2, dq_sums, None))
-        self.main(
-            q, k, v, dout, lse_log2, delta, dq_sums, *(x.flatten(2) for x in sums), scale,
-            None, None, None, None, *window, *self.rest,
-        )  # fmt: skip
-        self.round_dq(dq_sums, dq, scale, None, None, None, None)
+        buffers = lse_log2, delta, dq_sums, *(x.flatten(2) for x in sums)
+        self.main(*plain_main_arguments(q, (k, v), dout, buffers, scale, window, self.after_window))
+        self.round_dq(*round_arguments(dq_sums, dq, scale, None))
 
     def round(self, x: Tensor, grad: Tensor, scale: float) -> None:
         """Round a sum ``[B, K, m, D]``, times ``scale``, into a gradient ``[B, m, K, D]``."""
-        self.round_dkv(x.flatten(2), grad, scale, None, None, None, None)
+        self.round_dkv(*round_arguments(x.flatten(2), grad, scale, None))
 
 
 def accumulate_all(
@@ -93,8 +100,9 @@ def accumulate_all(
     rows = length // runs
     run_batch, shape = batch * runs, (batch * runs, rows, heads, dim)
     padded = -(-rows // functions.tile) * functions.tile
-    dq_sums = empty_floats(q, (run_batch, heads, padded * functions.dim))
-    delta, lse_log2 = empty_floats(q, (2, run_batch, heads, padded)).unbind()
+    floats: Any = {"dtype": torch.float32, "device": q.device}
+    dq_sums = torch.empty((run_batch, heads, padded * functions.dim), **floats)
+    delta, lse_log2 = torch.empty((2, run_batch, heads, padded), **floats).unbind()
     # Libraries misread lse if it is not contiguous.
     lse = lse.contiguous()
     if runs > 1:
@@ -115,14 +123,18 @@ def accumulate_all(
         # Columns of the sums that this launch sees, as the library lays its own buffer out.
         size = batch, kv_heads, launch.keys * dim
         first = start + launch.k_start * dim
-        launch.functions.main(
-            q_n, *columns(launch.k_start, launch.keys), dout_n, *rows_and_sums,
-            sums.as_strided(size, strides, first),
+        buffers = (
+            *rows_and_sums, sums.as_strided(size, strides, first),
             sums.as_strided(size, strides, first + batch * sequence_stride),
-            launch.scale, None, None, None, None, *launch.window, *launch.functions.rest,
+        )  # fmt: skip
+        launch.functions.main(
+            *plain_main_arguments(
+                q_n, columns(launch.k_start, launch.keys), dout_n, buffers, launch.scale,
+                launch.window, launch.functions.after_window,
+            )
         )  # fmt: skip
     # dQ is complete when all launches have run: one rounding for all rows.
-    functions.round_dq(dq_sums, dq, launches[0].scale, None, None, None, None)
+    functions.round_dq(*round_arguments(dq_sums, dq, launches[0].scale, None))
     return lse, delta if padded == rows else delta.narrow(2, 0, rows)
 
 
@@ -148,13 +160,14 @@ def round_all(spans: OwnSpans, scale: float, sums: Tensor, dk: Tensor, dv: Tenso
         sum_start = first + n * spans.target_step * dim
         grad_start = (spans.source + n * spans.source_step) * row
         for first_sum, grad, scale_n in ((sum_start, dk, scale), (sum_start + whole, dv, 1.0)):
-            functions.round_dkv(
-                sums.as_strided((count, *sum_shape), (steps[0], head, 1), first_sum),
-                grad.as_strided((count, *grad_shape), (steps[1], row, dim, 1), grad.storage_offset() + grad_start),
-                scale_n, None, None, None, None,
-            )  # fmt: skip
+            target = grad.as_strided(
+                (count, *grad_shape), (steps[1], row, dim, 1), grad.storage_offset() + grad_start
+            )
+            own_sums = sums.as_strided((count, *sum_shape), (steps[0], head, 1), first_sum)
+            functions.round_dkv(*round_arguments(own_sums, target, scale_n, None))
 
 
+@lru_cache(maxsize=32)
 def rounding_functions(dtype: torch.dtype, dim: int) -> SplitFunctions:
     """Return compiled functions whose ``round_dkv`` rounds sums of a head dim.
 
@@ -199,6 +212,7 @@ def split_functions(
     rows = module._tile_size_bwd_sm90(
         dim, dim, is_causal, not is_causal and any(bounded)
     ).m_block_size
-    # Read off the library's own buffer: it pads head dims by rules of its own.
-    padded = arguments[6].shape[2] // (-(-512 // rows) * rows)
-    return SplitFunctions(prepare, launch, tuple(arguments[16:]), round_dq, round_dkv, rows, padded)
+    told = not_none(MainArguments.of(arguments))
+    # Read off the library's own sums of dQ: it pads head dims by rules of its own.
+    padded = told.buffers[2].shape[2] // (-(-512 // rows) * rows)
+    return SplitFunctions(prepare, launch, told.after_window, round_dq, round_dkv, rows, padded)
