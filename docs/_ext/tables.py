@@ -24,10 +24,10 @@ from ring_core import (
     reference,
     ring_program,
 )
-from ring_core.base.config import pairs_of
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.cost import HARDWARE
 from ring_core.programs.grid import rank_grid
+from ring_core.programs.steps import pairs_of
 from ring_core.viz import kv_messages
 
 RING_SIZES = (1, 2, 4, 8, 16)
