@@ -1,6 +1,6 @@
-"""What a repeated call costs the host, counted in calls of this project's Python functions.
+"""What a repeated call costs the host, which has to be ahead of the GPU, and what it sends.
 
-The host has to be ahead of the GPU.
+Counted in calls of this project's Python functions, and in messages.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 
 import ring_torch
 from ring_core import StrategyConfig
+from ring_torch.comm.handshake import HEADER_BYTES
+from ring_torch.comm.ranks import Ranks
 
 HYBRID_RING = StrategyConfig("hybrid", ulysses_size=2)
 HYBRID_GATHER = StrategyConfig("hybrid", ulysses_size=2, outer="gather")
@@ -72,3 +75,60 @@ def test_a_repeated_call(
     for counts in backend.pool(size).run(counted, strategy, layout):
         for most, (calls, files) in zip(MOST[size, strategy, layout], counts, strict=True):
             assert calls <= most[0] and files <= most[1], counts
+
+
+#: Rows of the table of messages in ``docs/layouts-and-strategies.md``.
+SENT: dict[str, tuple[str | StrategyConfig, str]] = {
+    "`ring`": ("ring", "zigzag"),
+    "`balanced`, `contiguous`": ("balanced", "contiguous"),
+    "`gather`": ("gather", "zigzag"),
+    "`ulysses`": ("ulysses", "zigzag"),
+    "hybrid, two groups, a ring between them": (HYBRID_RING, "zigzag"),
+    "hybrid, two groups, a gather between them": (HYBRID_GATHER, "zigzag"),
+}
+
+
+def messages(rank: int, strategy: str | StrategyConfig, layout: Any) -> list[tuple[int, int]]:
+    """Return the messages and all-to-alls of a forward, and of its backward, without headers."""
+    del rank
+    q, k, v = (torch.randn(1, 96, heads, 16).requires_grad_() for heads in (4, 2, 2))
+    sent: list[int] = []
+    exchanges: list[object] = []
+    start, all_to_all = Ranks.start, Ranks._all_to_all
+
+    def counted_start(ranks: Ranks, sends: Any, receives: Any) -> Any:
+        sent.extend(x.nbytes for x, _ in sends if x.nbytes != HEADER_BYTES)
+        return start(ranks, sends, receives)
+
+    def counted_all_to_all(*args: Any, **options: Any) -> Any:
+        exchanges.append(args)
+        return all_to_all(*args, **options)
+
+    def taken() -> tuple[int, int]:
+        counts = len(sent), len(exchanges)
+        sent.clear()
+        exchanges.clear()
+        return counts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "start", counted_start)
+        patch.setattr(Ranks, "_all_to_all", counted_all_to_all)
+        out = ring_torch.ring_attention(q, k, v, causal=True, layout=layout, strategy=strategy)
+        forward = taken()
+        out.sum().backward()
+        return [forward, taken()]
+
+
+def _span(numbers: Iterable[int]) -> str:
+    least, most = min(found := list(numbers)), max(found)
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_messages_are_those_of_the_page(name: str, backend: Any) -> None:
+    ranks = backend.pool(4).run(messages, *SENT[name])
+    forward, backward = ([counts[n][0] for counts in ranks] for n in range(2))
+    (exchanges,) = {count for counts in ranks for _, count in counts}
+    row = f"| {name} | {_span(forward)} | {_span(backward)} | {exchanges} |"
+    page = Path(__file__).parents[2] / "docs" / "layouts-and-strategies.md"
+    assert row in page.read_text().splitlines(), row
