@@ -100,6 +100,11 @@ CALL: dict[str, Values] = {
     **TENSORS,
     **{n: {**x, **OPTION_ARRAYS.get(n, {})} for n, x in OPTIONS.items() if n != "layout"},
 }
+#: ``explain`` takes shapes in place of arrays.
+EXPLAINED: dict[str, Values] = CALL | {
+    name: {n: x for n, x in values.items() if n != "shape alone"}
+    for name, values in TENSORS.items() if name != "segment_ids"
+}  # fmt: skip
 inputs = {"q": zeros(Q), "k": zeros(KV), "v": zeros(KV)}
 mesh = jax.make_mesh(
     (2, 2), ("cp", "dp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
@@ -140,7 +145,7 @@ SUBJECTS: dict[str, Subject] = {
         },
     ),
     "ring_jax.ContextParallel.attention": Subject(cp.attention, inputs, CALL),
-    "ring_jax.ContextParallel.explain": Subject(cp.explain, inputs, CALL),
+    "ring_jax.ContextParallel.explain": Subject(cp.explain, inputs, EXPLAINED),
     "ring_jax.ContextParallel.check_agreement": Subject(cp.check_agreement, inputs, CALL),
     "ring_jax.ContextParallel.layout_of": Subject(
         cp.layout_of, {"seq_len": 8},
