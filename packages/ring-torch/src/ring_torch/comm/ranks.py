@@ -115,9 +115,10 @@ class Ranks:
         """
         if self.state.is_inherited:
             raise ValueError(
-                "this process was forked from one that had made the process group, and has none of the "
-                "threads that carry its messages. Start processes by 'spawn' (multiprocessing.get_context), "
-                "or fork before init_process_group and make the group in each process"
+                "call refused, nothing was sent: this process was forked from one that had made the process "
+                "group, and has none of the threads that carry its messages. In a DataLoader worker, call it "
+                "in the training process instead. Start other processes by 'spawn' "
+                "(multiprocessing.get_context), or fork before init_process_group and make the group in each"
             )
         if self.state.failure is not None:
             raise RuntimeError(

@@ -92,6 +92,11 @@ class Balanced(Ring):
     forward_pieces: tuple[Pieces, ...] = ()  # of each step
     backward_pieces: tuple[Pieces, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Check that both passes have pieces for each step, perhaps none: all steps are asked."""
+        assert len(self.forward_pieces) == len(self.forward_steps)
+        assert len(self.backward_pieces) == len(self.backward_steps)
+
     @classmethod
     def of(cls, program: RingProgram, rank: int, *, prepares: bool = False) -> Self:
         """Make the steps of both passes for a rank; launches are not prepared."""
@@ -196,8 +201,8 @@ def remote_queries(
     """Exchange query rows and results between busy ranks and their helpers, a part at a time.
 
     All ranks go through the pieces of all steps in one order, so that sends meet their receives.
-    The first part starts the exchange of the first piece; then there is a part for each step, and
-    one that takes in the last results.
+    The first part starts the exchange of the first piece; then there is a part for each step. The
+    end takes in the last results.
 
     Args:
         ranks: The ranks that hold one sequence.
@@ -261,10 +266,11 @@ def remote_queries(
             sends = [(x, owner) for owner, tensors in results for x in tensors]
             receives = [(x, piece.helper) for _, tensors in expected for x in tensors]
             returning.append((ranks.start(sends, receives), expected))
+            # A generator keeps its locals while other steps' launches run: free this piece.
+            del received, results, expected, sends, receives
         yield
     if returning:
         take_in()
-    yield
 
 
 def rows_tensors(rows: QueryBlock) -> list[Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import NamedTuple, Self
 
 from torch import Tensor
@@ -117,7 +118,7 @@ class Ring(Strategy):
                 view.copy_(x)
         # Its first messages, if there are any, leave now, beside the steps before it.
         beside = self.beside_forward(call, inputs, keys, rows, into)
-        next(beside, None)
+        next(beside)
         for n, step in enumerate(self.forward_steps):
             # Send the held K/V on, and receive the next into the spare buffer. Its former K/V were
             # sent in the step before, and their kernels are queued ahead of this transfer, so it
@@ -132,7 +133,7 @@ class Ring(Strategy):
                 columns = call.columns(step.keys_of, step_keys)
                 attend_step(call, step.items, rows, columns, into)
             # What comes behind this step's launches, while the next K/V may still arrive.
-            next(beside, None)
+            next(beside)
             # The next step reads what arrived. That the send has completed frees `held`, too.
             if step.keys_hop is not None:
                 transfer.wait()
@@ -170,7 +171,7 @@ class Ring(Strategy):
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
         own_grads = None
         beside = self.beside_backward(call, own, upstream, rows, row_grads, key_grads)
-        next(beside, None)
+        next(beside)
         # Nothing was saved where only the own block has work: then nothing travels here either.
         held = next(iter(saved), None)
         for step in self.backward_steps:
@@ -194,7 +195,7 @@ class Ring(Strategy):
                 )
                 own_grads = column_grads if step.is_own else own_grads
             # What comes behind these launches; it may add to own dK/dV, too.
-            next(beside, None)
+            next(beside)
             # That sum is needed now: this rank's part is added, and it follows the K/V.
             key_grads.hop(step)
             # The next step reads the K/V that arrived, or `held` again if none were to come.
@@ -236,7 +237,7 @@ class Ring(Strategy):
         It is run in parts: one before the first step, one behind the launches of each, and the end.
         Results for ``rows`` are merged into ``into``.
         """
-        return iter(())
+        return repeat(None)
 
     def beside_backward(
         self, _call: Call, _own: KeyBlock, _upstream: BackwardInputs, _rows: QueryBlock,
@@ -246,7 +247,7 @@ class Ring(Strategy):
 
         Gradients of ``rows`` are added to ``row_grads``, those of own K/V to ``key_grads``.
         """
-        return iter(())
+        return repeat(None)
 
 
 def attend_step(

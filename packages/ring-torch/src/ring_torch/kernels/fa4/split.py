@@ -167,7 +167,6 @@ def round_all(spans: OwnSpans, scale: float, sums: Tensor, dk: Tensor, dv: Tenso
             functions.round_dkv(*round_arguments(own_sums, target, scale_n, None))
 
 
-@lru_cache(maxsize=32)
 def rounding_functions(dtype: torch.dtype, dim: int) -> SplitFunctions:
     """Return compiled functions whose ``round_dkv`` rounds sums of a head dim.
 
