@@ -92,7 +92,7 @@ def test_rows_of_a_peer_are_freed_before_the_next_step() -> None:
     item: Any = SimpleNamespace(q_slice=slice(2), q_rank=1, out_rank=1)
     steps = [(OffloadPiece(1, (slice(2),), (item,)),), ()]
     parts = remote_queries(
-        ranks, steps, take=rows, compute=compute, like=rows, add=lambda *_: None
+        ranks, steps, take=rows, compute=compute, results_like=rows, add=lambda *_: None
     )  # fmt: skip
     next(parts)
     next(parts)

@@ -89,8 +89,8 @@ class Ranks:
 
     @cached_property
     def numbers_here(self) -> list[int | None]:
-        """Number of each rank of the group among these, or ``None`` for one outside of them."""
-        number = {member: n for n, member in enumerate(self.members or range(self.size))}
+        """Number of each rank of the group in this part, or ``None`` for one outside of it."""
+        number = {member: n for n, member in enumerate(not_none(self.members))}
         return [number.get(rank) for rank in range(not_none(self.group).size())]
 
     def part(self, members: Sequence[int]) -> Ranks:

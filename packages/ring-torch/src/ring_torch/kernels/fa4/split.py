@@ -211,7 +211,7 @@ def split_functions(
     rows = module._tile_size_bwd_sm90(
         dim, dim, is_causal, not is_causal and any(bounded)
     ).m_block_size
-    told = not_none(MainArguments.of(arguments))
+    recorded = not_none(MainArguments.of(arguments))
     # Read off the library's own sums of dQ: it pads head dims by rules of its own.
-    padded = told.buffers[2].shape[2] // (-(-512 // rows) * rows)
-    return SplitFunctions(prepare, launch, told.after_window, round_dq, round_dkv, rows, padded)
+    padded = recorded.buffers[2].shape[2] // (-(-512 // rows) * rows)
+    return SplitFunctions(prepare, launch, recorded.after_window, round_dq, round_dkv, rows, padded)
