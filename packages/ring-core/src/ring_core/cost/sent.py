@@ -12,12 +12,7 @@ import numpy.typing as npt
 
 from ring_core.base.arguments import check_kind, check_size, not_none
 from ring_core.base.config import RingStrategy, StrategyConfig, strategy_config
-from ring_core.cost.model import (
-    FLOAT32_BYTES,
-    Model,
-    message_bytes,
-    rows_and_keys,
-)
+from ring_core.cost.model import FLOAT32_BYTES, Model, message_bytes, rows_and_keys
 from ring_core.plan.plan import Plan, make_plan
 from ring_core.programs.gather import gather_program, gather_refusals, longest_gather
 from ring_core.programs.grid import RankGrid, rank_grid
