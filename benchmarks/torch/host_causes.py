@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from statistics import median
 from types import GeneratorType
 from typing import Any, Final
@@ -146,7 +146,7 @@ class Clock:
                 stack.enter_context(
                     patch.object(place, name, self._preparing(getattr(place, name)))
                 )
-            functions = partial(self._split_functions, split.split_functions)
+            functions = lru_cache(partial(self._split_functions, split.split_functions))
             stack.enter_context(patch.object(split, "split_functions", functions))
             yield
         prepare._prepare.cache_clear()  # noqa: SLF001 - likewise

@@ -53,6 +53,7 @@ class Tree:
 
         Raises:
             RuntimeError: The process has ended, or could not time the row.
+            OSError: The process had ended before.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -125,14 +126,18 @@ def main(argv: list[str] | None = None) -> int:
         name: {"commit": commit_of(path), "digest": digest(path)} for name, path in paths.items()
     }
     kept, failed = report.Report(options.json, lambda: environment), False
-    trees = {name: Tree(path, options.gpus) for name, path in paths.items()}
+    try:
+        trees = {name: Tree(path, options.gpus) for name, path in paths.items()}
+    except ValueError as error:
+        parser.error(f"--old: {error}")
     for name in names:
         request = {"row": name, "method": options.method, "seconds": options.seconds}
         try:
             kept.add(in_turns(trees["old"].time, trees["new"].time, request, options.rounds))
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             failed = True
-            kept.add({"row_in_turns": name, "failed": str(error).strip().splitlines()[-1]})
+            reason = str(error).strip() or type(error).__name__
+            kept.add({"row_in_turns": name, "failed": reason.splitlines()[-1]})
         print(json.dumps(kept.rows[-1]), flush=True)
     for tree in trees.values():
         tree.close()

@@ -20,6 +20,7 @@ from ring_core.cost import (
     estimate,
     hardware,
 )
+from ring_core.cost.sent import bytes_held
 
 # B=3, H=2, K=1, D=4, Dv=6, 2 bytes: 2 * 3 * 2 * (4 + 6) = 120 FLOPs a pair forward, 300 backward.
 MODEL = Model(num_q_heads=2, num_kv_heads=1, head_dim=4, v_head_dim=6, batch=3)
@@ -271,3 +272,11 @@ def test_groups_of_a_host_send_the_second_step_alone_to_others(outer: Any) -> No
         plan, Model(8, 4, 4), StrategyConfig("hybrid", outer=outer), ranks_per_host=4
     )
     assert sent.between_hosts == bytes_sent(halves, Model(2, 1, 4), outer) * 4
+
+
+def test_held_bytes_are_not_guessed() -> None:
+    """A helper holds rows of others besides a ring's buffers; what it holds has no count."""
+    plan = make_plan(Mask(causal=True), seq_len=8, cp_size=2)
+    assert bytes_held(plan, MODEL, "ring") == 120 * (2 * 2 + 3 * 4) + 4 * 6 * 4 * 4
+    with pytest.raises(ValueError, match="'balanced'"):
+        bytes_held(plan, MODEL, "balanced")

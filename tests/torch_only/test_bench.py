@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,9 +14,9 @@ import pytest
 import torch
 
 from ring_core.choose import rates
-from ring_core.tools.bench import BenchCase
+from ring_core.tools.bench import PASSES, BenchCase, Timing
 from ring_torch import ring_attention, tripwire
-from ring_torch.local import LocalRanks
+from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.tools import bench as torch_bench, rates as torch_rates
 from ring_torch.tools.cli import main
 
@@ -49,6 +50,26 @@ def _checked_calls(rank: int, every: int) -> int:
 def test_one_call_of_a_hundred_is_checked(backend: Any) -> None:
     for every, count in ((0, 0), (100, 1)):
         assert backend.pool(2).run(_checked_calls, every) == [count, count]
+
+
+def test_rounds_of_100_calls_take_no_longer_than_the_others() -> None:
+    quick, slow = (Timing(PASSES[-1], (1.0,), (x,), (x,), 0.5) for x in (0.01, 0.04))
+    assert torch_bench.default_rounds((replace(slow, name="forward"), quick), 20.0) == 3
+    assert torch_bench.default_rounds((slow,), 20.0) == 0
+
+
+def test_a_round_of_100_calls_that_fails_keeps_the_times(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise LocalRankError("rank 0: no answer in time")
+
+    times = tuple(Timing(name, (1.0,), (1.0,), (1.0,), 1.0) for name in PASSES)
+    monkeypatch.setattr(torch_bench, "timings", lambda *_, **__: times)
+    monkeypatch.setattr(torch_bench, "sparse_checks", fails)
+    assert main(["bench", *SMALL, "--ranks", "1", "--check-rounds", "1"]) == 1
+    printed = capsys.readouterr()
+    assert "efficiency" in printed.out and "rank 0: no answer in time" in printed.err
 
 
 def test_no_speed_without_right_results(

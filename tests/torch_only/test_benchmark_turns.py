@@ -53,5 +53,9 @@ def test_both_trees_run_in_processes_of_their_own(tmp_path: Path) -> None:
     (row,) = written["rows"]
     assert min(row["both"]["ratios"]) > 0 and row["forward"]["old"][1] < row["both"]["old"][1]
     assert old_and_new.main([*arguments[:-2], "--rows", "no such row"]) == 1
-    with pytest.raises(ValueError, match="is no checkout"):
+
+
+def test_old_code_is_a_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
         old_and_new.main(["--old", str(tmp_path)])
+    assert "is no checkout" in capsys.readouterr().err

@@ -350,7 +350,7 @@ def test_a_strategy_brings_its_own_count_of_bytes(monkeypatch: pytest.MonkeyPatc
         passes = model.bytes_per_element * (1 + call.backward) + 4 * call.backward
         return (1 - np.eye(ranks, dtype=np.int64)) * tokens * passes
 
-    own = StrategyBytes("everywhere", sent, held=lambda _: 0)
+    own = StrategyBytes("everywhere", sent)
     options = CallOptions(causal=True, strategy=a_strategy(monkeypatch)["strategy"])
     q, k, v = (torch.zeros(1, LENGTH // 2, heads, DIM, requires_grad=True) for heads in HEADS)
     for rank in range(2):

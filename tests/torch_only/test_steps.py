@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Literal
+from weakref import ref
 
 import pytest
 import torch
 
 from ring_core import Mask, StrategyConfig, cost, make_plan, ring_program
-from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.ranks import DONE, Ranks
 from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
-from ring_torch.strategies.balanced import Balanced
+from ring_torch.strategies.balanced import Balanced, OffloadPiece, remote_queries
 from ring_torch.strategies.ring import Ring
 from ring_torch.strategies.ulysses import Ulysses
 from ring_torch.transports.api import Traffic
@@ -65,6 +68,36 @@ def _check_help(pieces: list[Any], program: Any, stage: Any) -> None:
         done = sum(len(x.items) for x in of_rank)
         others = [x for x in program.items(rank, stage.step) if x.q_rank != rank]
         assert (done > 0) == (len(others) > 0)
+
+
+@pytest.mark.parametrize("name", ["forward_pieces", "backward_pieces"])
+def test_every_step_has_pieces(name: str) -> None:
+    plan = make_plan(MASKS["causal"], seq_len=T, cp_size=2, layout="contiguous")
+    strategy = Balanced.of(ring_program(plan, "balanced"), 0)
+    with pytest.raises(AssertionError):  # offloaded rows would never be computed
+        replace(strategy, **dict[str, Any]({name: ()}))
+
+
+def test_rows_of_a_peer_are_freed_before_the_next_step() -> None:
+    arrived: list[ref[torch.Tensor]] = []
+
+    def compute(_: object, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        arrived.extend(map(ref, tensors))
+        return tensors
+
+    def rows(tokens: slice) -> list[torch.Tensor]:
+        return [torch.zeros(4)[tokens]]
+
+    ranks: Any = SimpleNamespace(start=lambda *_: DONE)
+    item: Any = SimpleNamespace(q_slice=slice(2), q_rank=1, out_rank=1)
+    steps = [(OffloadPiece(1, (slice(2),), (item,)),), ()]
+    parts = remote_queries(
+        ranks, steps, take=rows, compute=compute, results_like=rows, add=lambda *_: None
+    )  # fmt: skip
+    next(parts)
+    next(parts)
+    assert [x() for x in arrived] == [None]
+    assert list(parts) == [None]  # a part for the step without pieces, then the end
 
 
 def _offloaded_rows(program: Any, rank: int) -> int:

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from ring_torch import ContextParallel, ring_attention
 from ring_torch.comm import handshake
+from ring_torch.comm.groups import hosts_of
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.comm.state import QueuedPass
 from ring_torch.kernels import eager, sdpa
 from ring_torch.local import LocalRanks
+from ring_torch.strategies import ask_ranks
 
 TIMEOUT = timedelta(seconds=2)
 BROKEN = 1  # the rank that runs out of memory
@@ -124,22 +126,28 @@ def _in_a_child(_: int) -> list[str]:
         *(partial(_attend, 8, group) for group in groups),
         out.sum().backward,
         lambda: ContextParallel(groups[1]).unshard(x),
+        lambda: ask_ranks(ranks_of(groups[1])),
+        lambda: hosts_of(ranks_of(groups[1]), torch.device("cpu"), wait=False),
         lambda: ContextParallel(groups[1]).shard(x).shape,  # nothing is sent
     ]
     reader, writer = os.pipe()
-    if os.fork() == 0:
-        for call in calls:
-            os.write(writer, f"{_words(call)}\n".encode())
-        os._exit(0)
+    if (child := os.fork()) == 0:
+        try:
+            for call in calls:
+                os.write(writer, f"{_words(call)}\n".encode())
+        finally:  # whatever it raises: a second process must not serve the pool
+            os._exit(0)
     os.close(writer)
     dist.barrier()  # this process goes on
     with os.fdopen(reader) as file:
-        return file.read().splitlines()
+        answers = file.read().splitlines()
+    os.waitpid(child, 0)
+    return answers
 
 
 def test_a_forked_child_refuses_the_groups_of_its_parent(pool: LocalRanks) -> None:
     for *refused, shard in pool.run(_in_a_child):
-        assert len(refused) == 4
+        assert len(refused) == 6
         assert all("this process was forked" in message for message in refused), refused
         assert shard == "a result"
 

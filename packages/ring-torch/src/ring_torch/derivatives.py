@@ -13,10 +13,11 @@ from torch._C._functorch import (  # torch has no public name for these
 
 from ring_core import UnsupportedError
 
-#: What compiled autograd is told of backwards of ours that it meets, which it must not look into.
+#: Error text when compiled autograd meets a backward that cannot be traced.
 NEEDS_COMPILED_FORWARD = (
     "compiled autograd traces messages between ranks only as operations of a compiled forward. With "
-    "fullgraph=True compile what calls attention, unshard, shift, halo or relayout, too; or leave it out"
+    "fullgraph=True compile what calls attention, unshard, shift, halo or relayout, too; or leave out "
+    "fullgraph=True"
 )
 
 _LIBRARY = torch.library.Library("ring_torch", "FRAGMENT")

@@ -10,14 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import check_kind, check_size
+from ring_core.base.arguments import check_kind, check_size, not_none
 from ring_core.base.config import RingStrategy, StrategyConfig, strategy_config
-from ring_core.cost.model import (
-    FLOAT32_BYTES,
-    Model,
-    message_bytes,
-    rows_and_keys,
-)
+from ring_core.cost.model import FLOAT32_BYTES, Model, message_bytes, rows_and_keys
 from ring_core.plan.plan import Plan, make_plan
 from ring_core.programs.gather import gather_program, gather_refusals, longest_gather
 from ring_core.programs.grid import RankGrid, rank_grid
@@ -49,27 +44,27 @@ class CountedCall(NamedTuple):
 
 @dataclass(frozen=True)
 class StrategyBytes:
-    """A strategy's own count of bytes; a new strategy passes its own in place of a name.
+    """How to count the bytes of a strategy that :func:`bytes_sent` does not know by name.
+
+    It is given as ``strategy``, in place of a name:
 
     >>> import numpy as np
     >>> from ring_core import Mask, make_plan
     >>> from ring_core.cost import Model, StrategyBytes, bytes_sent
     >>> def to_the_next(call):  # one byte
     ...     return np.roll(np.eye(call.plan.cp_size, dtype=np.int64), 1, axis=1)
-    >>> mine = StrategyBytes("mine", to_the_next, held=lambda call: 0)
+    >>> mine = StrategyBytes("mine", to_the_next)
     >>> bytes_sent(make_plan(Mask(), seq_len=8, cp_size=2), Model(1, 1, 8), mine)
     (1, 1)
 
     Attributes:
         name: The name that ``strategy=`` takes.
         sent: Returns the bytes that each rank sends to each rank in a call, int64 ``[P, P]``.
-        held: Returns the most bytes that a rank holds beyond the caller's tensors.
         gathers: Returns True if K/V are gathered, which a backward may fetch again.
     """
 
     name: str
     sent: Callable[[CountedCall], BytesByRanks]
-    held: Callable[[CountedCall], int]
     gathers: Callable[[StrategyConfig], bool] = lambda _config: False
 
 
@@ -104,7 +99,7 @@ def bytes_sent(
         plan: The plan.
         model: Heads, dims, batch, bytes an element.
         strategy: A name or a :class:`ring_core.StrategyConfig`; ``hybrid`` without ``ulysses_size``
-            has all ranks on one host. Or another strategy's own count.
+            has all ranks on one host; or a :class:`StrategyBytes`.
         backward: Count the backward as well.
         fetches_again: For ``gather``, or ``hybrid`` with it between groups: the backward fetches
             K/V again, as the forward has not saved them.
@@ -169,7 +164,7 @@ def bytes_by_link(
 
 
 def bytes_held(
-    plan: Plan, model: Model, strategy: str | StrategyConfig | StrategyBytes,
+    plan: Plan, model: Model, strategy: str | StrategyConfig,
     hosts: Sequence[str] | None = None,
 ) -> int:  # fmt: skip
     """Return the most bytes that a rank holds beyond the caller's tensors, in forward + backward.
@@ -183,12 +178,16 @@ def bytes_held(
     Args:
         plan: The plan.
         model: Heads, dims, batch, bytes an element.
-        strategy: As in :func:`bytes_sent`.
+        strategy: As in :func:`bytes_sent`, but for ``balanced`` and other strategies' own counts.
         hosts: The host of each rank, for ``hybrid`` without ``ulysses_size``; ``None`` if all are
             on one.
+
+    Raises:
+        ValueError: The strategy is none of these, or cannot run the plan.
     """
-    counted, call = _checked(plan, model, strategy, True, False)
-    return counted.held(call._replace(hosts=hosts))
+    config = strategy_config(strategy, [x.name for x in COUNTED if x.held is not None])
+    _, call = _checked(plan, model, config, True, False)
+    return not_none(_count_of(config).held)(call._replace(hosts=hosts))
 
 
 def _checked(
@@ -211,7 +210,7 @@ def _checked(
     return counted, CountedCall(plan, model, config, backward, fetches_again)
 
 
-def _count_of(config: StrategyConfig) -> StrategyBytes:
+def _count_of(config: StrategyConfig) -> _Counted:
     """Return the count of a strategy that ships with Ring."""
     (counted,) = (x for x in COUNTED if x.name == config.name)
     return counted
@@ -292,7 +291,9 @@ def _traded_held(call: CountedCall, grid: RankGrid) -> int:
     # gradients beside them.
     traded = rows * (model.head_dim + model.value_dim) + keys
     held = 2 * model.bytes_per_element * grid.ulysses_size * traded
-    return held if trade.outer is None else held + _count_of(trade.outer.config).held(trade.outer)
+    if trade.outer is None:
+        return held
+    return held + not_none(_count_of(trade.outer.config).held)(trade.outer)
 
 
 def _ring_held(call: CountedCall) -> int:
@@ -372,18 +373,25 @@ def _exchange_bytes(plan: Plan, model: Model, heads: HeadPlan, backward: bool) -
     return forward + (rows * (d + dv) * e + keys * grad if backward else 0)
 
 
+@dataclass(frozen=True)
+class _Counted(StrategyBytes):
+    """Count of a strategy that ships with Ring; ``held`` is that of :func:`bytes_held`, if any."""
+
+    held: Callable[[CountedCall], int] | None = None
+
+
 #: The strategies whose bytes are counted by name.
 COUNTED = (
-    StrategyBytes("ring", partial(_ring_bytes, strategy="ring"), _ring_held),
-    StrategyBytes("balanced", partial(_ring_bytes, strategy="balanced"), _ring_held),
-    StrategyBytes("gather", _gather_bytes, _gather_held, gathers=lambda _config: True),
-    StrategyBytes(
+    _Counted("ring", partial(_ring_bytes, strategy="ring"), held=_ring_held),
+    _Counted("balanced", partial(_ring_bytes, strategy="balanced")),
+    _Counted("gather", _gather_bytes, gathers=lambda _config: True, held=_gather_held),
+    _Counted(
         "ulysses", lambda call: _traded_bytes(call, _one_group(call)),
-        lambda call: _traded_held(call, _one_group(call)),
+        held=lambda call: _traded_held(call, _one_group(call)),
     ),
-    StrategyBytes(
+    _Counted(
         "hybrid", lambda call: _traded_bytes(call, _groups(call)),
-        lambda call: _traded_held(call, _groups(call)),
         gathers=lambda config: _count_of(StrategyConfig(config.outer)).gathers(config),
+        held=lambda call: _traded_held(call, _groups(call)),
     ),
 )  # fmt: skip

@@ -306,7 +306,7 @@ def ring_program(plan: Plan, strategy: RingStrategy = "ring") -> RingProgram:
         layouts = " or ".join(f"layout={x!r}" for x in ring.layouts)
         raise UnsupportedError(
             f"strategy {strategy!r} needs {' or '.join(ring.layouts)} shards, and the layout is "
-            f"{layout!r}. Instead: use {layouts}, or strategy={RING_STRATEGIES[0]!r}"
+            f"{layout!r}. Instead: use {layouts}, or strategy='ring'"
         )
     return _ring_program(plan, strategy)
 

@@ -156,7 +156,7 @@ def ring_of(strategy: RingStrategy) -> RingSpec:
 
 
 def takes_layout(strategy: str, layout: object) -> bool:
-    """Return True if a strategy runs on shards of a layout; all that are no rings do."""
+    """Return True if a strategy runs on shards of a layout; all but rings run on every layout."""
     return all(ring.takes_layout(layout) for ring in RINGS if ring.name == strategy)
 
 

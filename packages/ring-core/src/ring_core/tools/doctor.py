@@ -130,7 +130,8 @@ def versions(libraries: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
 
 def installed(library: str) -> str | None:
     """Return the version of a library; ``None`` if it is not installed, or without one to read."""
-    with suppress(Exception):  # what damaged metadata raise differs by version of Python
+    # The exception for damaged metadata differs between Python versions.
+    with suppress(Exception):
         return version(library)
     return None
 

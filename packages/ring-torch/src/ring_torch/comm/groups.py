@@ -53,9 +53,12 @@ def hosts_of(ranks: Ranks, device: torch.device, *, wait: bool) -> tuple[str, ..
 
     Raises:
         PeerError: A rank has not used the group.
+        ValueError: This process was forked from one that had made the group.
+        RuntimeError: A pass of an earlier call failed.
     """
     # Hosts do not change while a group lives: the store is asked once.
     if ranks.state.hosts is None:
+        ranks.check_open()
         group, timeout = not_none(ranks.group), timedelta(0)
         if wait:
             timeout = timeout_of(group, device)

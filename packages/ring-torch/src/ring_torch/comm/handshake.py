@@ -294,12 +294,17 @@ def has_agreed(ranks: Ranks, signature: CallSignature) -> bool:
     return signature.digest in ranks.state.agreed
 
 
-def check_graph(ranks: Ranks, signature: CallSignature, read: object = None) -> None:
+def check_graph(ranks: Ranks, signature: CallSignature, keep_alive: object = None) -> None:
     """Refuse to capture a pass into a CUDA graph if its ranks have not compared it before.
 
     The first comparison is made by the host, which a graph cannot hold; over gloo the host makes
-    all of them. What a captured pass ``read`` beside its tensors, if anything, is kept as long as
-    the group: the graph reads it whenever it is replayed.
+    all of them.
+
+    Args:
+        ranks: The ranks that hold one sequence.
+        signature: The pass.
+        keep_alive: Object whose tensors the captured pass reads besides its arguments, whenever the
+            graph is replayed; the group keeps it.
 
     Raises:
         ValueError: The pass is being captured, and was not compared or is of a gloo group.
@@ -316,7 +321,8 @@ def check_graph(ranks: Ranks, signature: CallSignature, read: object = None) -> 
             "a call is captured into a CUDA graph before the ranks have compared it: make it once "
             "outside of a graph, forward and backward, then capture it"
         )
-    ranks.state.captured[id(read)] = read
+    if keep_alive is not None:
+        ranks.state.captured[id(keep_alive)] = keep_alive
 
 
 @contextmanager

@@ -89,8 +89,8 @@ class Ranks:
 
     @cached_property
     def numbers_here(self) -> list[int | None]:
-        """Number of each rank of the group among these, or ``None`` for one outside of them."""
-        number = {member: n for n, member in enumerate(self.members or range(self.size))}
+        """Number of each rank of the group in this part, or ``None`` for one outside of it."""
+        number = {member: n for n, member in enumerate(not_none(self.members))}
         return [number.get(rank) for rank in range(not_none(self.group).size())]
 
     def part(self, members: Sequence[int]) -> Ranks:
@@ -115,9 +115,10 @@ class Ranks:
         """
         if self.state.is_inherited:
             raise ValueError(
-                "this process was forked from one that had made the process group, and has none of the "
-                "threads that carry its messages. Start processes by 'spawn' (multiprocessing.get_context), "
-                "or fork before init_process_group and make the group in each process"
+                "call refused, nothing was sent: this process was forked from one that had made the process "
+                "group, and has none of the threads that carry its messages. In a DataLoader worker, call it "
+                "in the training process instead. Start other processes by 'spawn' "
+                "(multiprocessing.get_context), or fork before init_process_group and make the group in each"
             )
         if self.state.failure is not None:
             raise RuntimeError(

@@ -63,7 +63,7 @@ class FlashKernel(Kernel):
 
     Attributes:
         flash: The calls of the library.
-        capabilities, needs_delta, split_backward, adds_sinks: As of every kernel.
+        capabilities, needs_delta, split_backward, adds_sinks: See :class:`Kernel`.
         head_dims: Returns the head dims at which a pass of a call is computed: those of the call,
             or larger ones at which the library is right or faster, reached by padding with zeros;
             ``None`` if there are none.
@@ -74,7 +74,7 @@ class FlashKernel(Kernel):
             there are more queries than keys. FlashAttention-2 takes a right side that is at least
             the number of keys, or an open one beside a left side, for the number of keys, or
             ignores it; then rows see fewer keys, or more. Such items are launched in pieces.
-        predicate_compile_seconds, leads_before_hopper: As of every kernel.
+        predicate_compile_seconds, leads_before_hopper: See :class:`Kernel`.
         prepares: True, as the library may have a shorter way to repeat a launch.
     """
 

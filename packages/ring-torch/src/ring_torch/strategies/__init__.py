@@ -179,8 +179,13 @@ def ask_ranks(ranks: Ranks) -> None:
 
     It communicates, so all ranks have to call it together. A compiled call needs it beforehand:
     while a compiler traces, ranks cannot communicate.
+
+    Raises:
+        ValueError: This process was forked from one that had made the group.
+        RuntimeError: A pass of an earlier call failed.
     """
     if ranks.size > 1:
+        ranks.check_open()
         device = default_device(ranks)
         # What they find out is kept with the group, where the traced call reads it.
         for transport in transports.TRANSPORTS:

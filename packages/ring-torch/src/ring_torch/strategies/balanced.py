@@ -49,7 +49,9 @@ class OffloadPiece(NamedTuple):
 Pieces = tuple[OffloadPiece, ...]  # of a step, as many on all ranks
 
 
-def offloaded(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tuple[Pieces, ...]:
+def offload_pieces_of(
+    program: RingProgram, rank: int, stages: tuple[Stage, ...]
+) -> tuple[Pieces, ...]:
     """Return the pieces of offloaded work of each step of a pass for a rank."""
     count = offload_pieces(program.plan.q_layout.local_len)
 
@@ -92,6 +94,11 @@ class Balanced(Ring):
     forward_pieces: tuple[Pieces, ...] = ()  # of each step
     backward_pieces: tuple[Pieces, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Check that both passes have pieces for each step, perhaps none: all steps are asked."""
+        assert len(self.forward_pieces) == len(self.forward_steps)
+        assert len(self.backward_pieces) == len(self.backward_steps)
+
     @classmethod
     def of(cls, program: RingProgram, rank: int, *, prepares: bool = False) -> Self:
         """Make the steps of both passes for a rank; launches are not prepared."""
@@ -99,11 +106,11 @@ class Balanced(Ring):
         forward, backward = program.forward, program.backward
         return cls(
             ring_steps(program, rank, forward), ring_steps(program, rank, backward),
-            forward_pieces=offloaded(program, rank, forward),
-            backward_pieces=offloaded(program, rank, backward),
+            forward_pieces=offload_pieces_of(program, rank, forward),
+            backward_pieces=offload_pieces_of(program, rank, backward),
         )  # fmt: skip
 
-    def beside_forward(
+    def offload_forward(
         self, call: Call, inputs: Inputs, keys: Sequence[Tensor], rows: QueryBlock,
         into: AttentionState,
     ) -> Iterator[None]:  # fmt: skip
@@ -123,11 +130,11 @@ class Balanced(Ring):
             call.ranks, self.forward_pieces,
             take=lambda tokens: rows_tensors(rows.take(tokens)),
             compute=attend,
-            like=into.take,
+            results_like=into.take,
             add=lambda tokens, tensors: merge_into(into.take(tokens), *tensors),
         )  # fmt: skip
 
-    def beside_backward(
+    def offload_backward(
         self, call: Call, own: KeyBlock, upstream: BackwardInputs, rows: QueryBlock,
         row_grads: QueryGrads, key_grads: RotatingKeyGrads,
     ) -> Iterator[None]:  # fmt: skip
@@ -165,7 +172,7 @@ class Balanced(Ring):
                 *[x for x in upstream.take(tokens) if x is not None],
             ],
             compute=differentiate,
-            like=lambda tokens: [x for x in row_grads.take(tokens) if x is not None],
+            results_like=lambda tokens: [x for x in row_grads.take(tokens) if x is not None],
             add=add,
         )  # fmt: skip
 
@@ -190,14 +197,14 @@ def remote_queries(
     *,
     take: Callable[[slice], list[Tensor]],
     compute: Callable[[WorkItem, list[Tensor]], Sequence[Tensor]],
-    like: Callable[[slice], Sequence[Tensor]],
+    results_like: Callable[[slice], Sequence[Tensor]],
     add: Callable[[slice, list[Tensor]], None],
 ) -> Iterator[None]:
     """Exchange query rows and results between busy ranks and their helpers, a part at a time.
 
     All ranks go through the pieces of all steps in one order, so that sends meet their receives.
-    The first part starts the exchange of the first piece; then there is a part for each step, and
-    one that takes in the last results.
+    The first part starts the exchange of the first piece; then there is a part for each step. The
+    end takes in the last results.
 
     Args:
         ranks: The ranks that hold one sequence.
@@ -205,7 +212,7 @@ def remote_queries(
         take: Returns the tensors that a helper needs for a slice of this rank's rows. Shards have
             equal shapes on all ranks, so it also gives the shapes of what other ranks send.
         compute: Returns the results of a work item, from the tensors that arrived for it.
-        like: Returns tensors with the shapes and dtypes of the results for a slice of rows.
+        results_like: Returns tensors with the shapes and dtypes of the results for a slice of rows.
         add: Merges or adds results that came home for a slice of rows.
     """
     to_send = deque([piece for pieces in steps for piece in pieces])
@@ -226,7 +233,7 @@ def remote_queries(
         receives = [(x, item.q_rank) for item, tensors in arriving for x in tensors]
         return ranks.start(sends, receives), arriving
 
-    def take_in() -> None:
+    def add_results() -> None:
         """Wait for the results that helpers sent home, and add them to this rank's."""
         for transfer, expected in returning:
             transfer.wait()
@@ -240,7 +247,7 @@ def remote_queries(
     for pieces in steps:
         # Take in earlier results, then compute for others.
         if returning:
-            take_in()
+            add_results()
         for piece in pieces:
             # This piece of other ranks' rows is here, and this rank's own has left.
             transfer.wait()
@@ -252,19 +259,21 @@ def remote_queries(
             # Before more results are sent home take in those of the piece before: at most one
             # piece of results is in flight, and what was sent of it may be freed.
             if returning:
-                take_in()
+                add_results()
             # Memory for the results comes before the send, so both directions start at once. The
             # transfer keeps what is sent alive.
             expected = [
-                (rows, [x.new_empty(x.shape) for x in like(rows)]) for rows in piece.sent_rows
+                (rows, [x.new_empty(x.shape) for x in results_like(rows)])
+                for rows in piece.sent_rows
             ]
             sends = [(x, owner) for owner, tensors in results for x in tensors]
             receives = [(x, piece.helper) for _, tensors in expected for x in tensors]
             returning.append((ranks.start(sends, receives), expected))
+            # A generator keeps its locals while other steps' launches run: free this piece.
+            del received, results, expected, sends, receives
         yield
     if returning:
-        take_in()
-    yield
+        add_results()
 
 
 def rows_tensors(rows: QueryBlock) -> list[Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import NamedTuple, Self
 
 from torch import Tensor
@@ -115,9 +116,10 @@ class Ring(Strategy):
             held_keys, spare_keys = packing.views(held), packing.views(spare)
             for view, x in zip(held_keys, keys, strict=True):
                 view.copy_(x)
-        # Its first messages, if there are any, leave now, beside the steps before it.
-        beside = self.beside_forward(call, inputs, keys, rows, into)
-        next(beside, None)
+        # Query rows for helpers, if there are any, leave now and travel while the first steps
+        # compute.
+        offload = self.offload_forward(call, inputs, keys, rows, into)
+        next(offload)
         for n, step in enumerate(self.forward_steps):
             # Send the held K/V on, and receive the next into the spare buffer. Its former K/V were
             # sent in the step before, and their kernels are queued ahead of this transfer, so it
@@ -131,15 +133,16 @@ class Ring(Strategy):
             else:
                 columns = call.columns(step.keys_of, step_keys)
                 attend_step(call, step.items, rows, columns, into)
-            # What comes behind this step's launches, while the next K/V may still arrive.
-            next(beside, None)
+            # Run this step's part of the offloaded work: take in results that came home, compute
+            # for peers. The next K/V may still arrive.
+            next(offload)
             # The next step reads what arrived. That the send has completed frees `held`, too.
             if step.keys_hop is not None:
                 transfer.wait()
                 held, spare, held_keys, spare_keys = spare, held, spare_keys, held_keys
                 saved = (held,)
-        # The end of it takes in what is still on its way.
-        next(beside, None)
+        # Wait for results that helpers still owe this rank, and merge them.
+        next(offload, None)
         if self.prepares and work is None:
             steps = [
                 (call.columns(step.keys_of, keys if step.is_own else held_keys), step.items)
@@ -169,8 +172,8 @@ class Ring(Strategy):
         # digits with the number of ranks.
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
         own_grads = None
-        beside = self.beside_backward(call, own, upstream, rows, row_grads, key_grads)
-        next(beside, None)
+        offload = self.offload_backward(call, own, upstream, rows, row_grads, key_grads)
+        next(offload)
         # Nothing was saved where only the own block has work: then nothing travels here either.
         held = next(iter(saved), None)
         for step in self.backward_steps:
@@ -193,16 +196,16 @@ class Ring(Strategy):
                     call, step.items, rows, columns, upstream, row_grads, column_grads
                 )
                 own_grads = column_grads if step.is_own else own_grads
-            # What comes behind these launches; it may add to own dK/dV, too.
-            next(beside, None)
+            # Run this step's part of the offloaded work; it may add to own dK/dV, too.
+            next(offload)
             # That sum is needed now: this rank's part is added, and it follows the K/V.
             key_grads.hop(step)
             # The next step reads the K/V that arrived, or `held` again if none were to come.
             if transfer is not DONE:
                 transfer.wait()
             held = arriving
-        # The end of it takes in what is still on its way.
-        next(beside, None)
+        # Wait for gradients that helpers still owe this rank, and add them.
+        next(offload, None)
         # The last hop brought the other ranks' sum home, and added it to the own part.
         if own_grads is None:
             own_grads = key_grads.grads(own=True)
@@ -227,26 +230,26 @@ class Ring(Strategy):
         del plan_known
         return [packing_of(inputs.key_tensors()).as_bytes] if call.ranks.size > 1 else []
 
-    def beside_forward(
+    def offload_forward(
         self, _call: Call, _inputs: Inputs, _keys: Sequence[Tensor], _rows: QueryBlock,
         _into: AttentionState, /,
     ) -> Iterator[None]:  # fmt: skip
-        """Return a forward's work beside these steps, of which a plain ring has none.
+        """Return an iterator whose parts run work that ranks do for each other in a forward.
 
-        It is run in parts: one before the first step, one behind the launches of each, and the end.
-        Results for ``rows`` are merged into ``into``.
+        There is a part before the first step, one after the launches of each, and the end; those of
+        a plain ring are empty. Results for ``rows`` are merged into ``into``.
         """
-        return iter(())
+        return repeat(None)
 
-    def beside_backward(
+    def offload_backward(
         self, _call: Call, _own: KeyBlock, _upstream: BackwardInputs, _rows: QueryBlock,
         _row_grads: QueryGrads, _key_grads: RotatingKeyGrads, /,
     ) -> Iterator[None]:  # fmt: skip
-        """Return a backward's work beside these steps, in parts as in :meth:`beside_forward`.
+        """Return an iterator over a backward's offloaded work, as :meth:`offload_forward` does.
 
         Gradients of ``rows`` are added to ``row_grads``, those of own K/V to ``key_grads``.
         """
-        return iter(())
+        return repeat(None)
 
 
 def attend_step(

@@ -48,7 +48,8 @@ class Ulysses(Strategy):
     grid: RankGrid
     members: Ranks | None = None  # ranks that trade tokens for heads; all if ``None``
     name: str = "ulysses"
-    # Index tables of the exchanges, once a pass has run. A graph that is captured keeps them.
+    # Index tables of the exchanges, once a pass has run. `check_graph` keeps this strategy, and so
+    # these, for CUDA graphs that read them.
     tables: list[Tables] = field(default_factory=list, compare=False)
     depends_on_kernel = True
     adds_sinks = True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -20,18 +21,16 @@ from ring_core.tools.bench import (
     sparse_checks,
     timings,
 )
-from ring_core.tools.doctor import Check
+from ring_core.tools.doctor import Check, failed
 from ring_torch.attention import ring_attention
 from ring_torch.checking.settings import check as checking
-from ring_torch.local import LocalRanks
+from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.tools.timing import seconds_of
 
 RingChecks = Callable[..., Iterator[Check]]  # type of ``doctor.ring_checks``
 PATIENCE = 600.0  # seconds after which a round is given up
 CALLS = 4  # calls in a row that a round times on a GPU
-CHECK_ROUNDS = (
-    3  # rounds of 100 calls that are timed unless an option says otherwise; on a CPU none
-)
+CHECK_ROUNDS = 3  # rounds of 100 calls on GPUs, where they take no longer than ``seconds``
 
 
 def defaults() -> BenchCase:
@@ -57,25 +56,25 @@ def bench(
         transport: Transport of the call.
         seconds: Time to spend, in seconds, besides that of ``check_rounds``.
         check_rounds: Rounds of 100 calls with ``RING_CHECK=every:100``, and as many without; 0 for
-            none, ``None`` for three on GPUs and none on a CPU, where calls are slow.
+            none, ``None`` for :func:`default_rounds` on GPUs and none on a CPU, where calls are
+            slow.
         ring_checks: Function that checks a ring's results, ``doctor.ring_checks``.
 
     Returns:
-        The checks, the timings, and those of the rounds of 100 calls; no timings if a check failed.
+        The checks, the timings, and those of the rounds of 100 calls; no timings if a result was
+        wrong. If a round of 100 calls failed, the last check says so.
 
     Raises:
         ValueError: There are fewer GPUs than ranks, too many ranks for one machine, or
             ``check_rounds`` is below 0.
-        LocalRankError: A rank failed while it was timed.
+        LocalRankError: A rank failed while single calls were timed.
     """
     cuda = torch.cuda.is_available()
     if cuda and setting.ranks > torch.cuda.device_count():
         raise ValueError(
             f"--ranks {setting.ranks}: there are {torch.cuda.device_count()} GPUs here, and a rank needs one"
         )
-    if check_rounds is None:
-        check_rounds = CHECK_ROUNDS if cuda else 0
-    if check_rounds < 0:
+    if check_rounds is not None and check_rounds < 0:
         raise ValueError(f"--check-rounds must be at least 0, got {check_rounds}")
     with LocalRanks(setting.ranks, cuda=cuda, patience=PATIENCE) as ranks:
         checks = list(ring_checks(ranks, setting, transport, cuda=cuda))
@@ -90,12 +89,25 @@ def bench(
                 alone_round, ring_round, checked_round,
                 work_fraction=1 / setting.ranks, seconds=seconds,
             )  # fmt: skip
-        sparse = None
-        if check_rounds:
+        if check_rounds is None:
+            check_rounds = default_rounds(times, seconds) if cuda else 0
+        if check_rounds == 0:
+            return checks, times, None
+        try:
             sparse = sparse_checks(
                 lambda every: max(ranks.run(time_hundred, setting, transport, every)), check_rounds
             )
+        except LocalRankError as error:
+            name, where = f"RING_CHECK=every:{CHECK_EVERY}", f"{setting.ranks} ranks"
+            return [*checks, failed(name, where, str(error))], times, None
         return checks, times, sparse
+
+
+def default_rounds(times: Sequence[Timing], seconds: float) -> int:
+    """Return ``CHECK_ROUNDS`` if so many rounds take at most ``seconds`` in all, otherwise 0."""
+    (ring,) = (statistics.median(x.ring) for x in times if x.name == PASSES[-1])
+    # As many rounds without a check, and a call before each that is not counted.
+    return CHECK_ROUNDS if 2 * CHECK_ROUNDS * (CHECK_EVERY + 1) * ring <= seconds else 0
 
 
 def _longest_round(
@@ -111,8 +123,8 @@ def time_round(
 ) -> dict[str, float]:
     """Return the mean seconds of a forward, and of a forward and backward, on this rank.
 
-    On a GPU a first call starts on an idle device, behind a pause of the host. Calls in a row, as
-    the layers of a model queue them, follow: there the host is quicker, and may be ahead.
+    On a GPU a first call starts on an idle device, when all ranks have met. Calls in a row, as the
+    layers of a model queue them, follow: there the host is quicker, and may be ahead.
 
     Args:
         rank: This rank.

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--check-rounds": {
             "type": int, "metavar": "N",
             "help": "rounds of 100 calls with RING_CHECK=every:100, and as many without, in turns; "
-            f"default: {_bench_torch.CHECK_ROUNDS}, on a CPU 0",
+            f"default: {_bench_torch.CHECK_ROUNDS} if these take no longer than --seconds, on a CPU 0",
         },
         "--rates": {
             "type": Path, "metavar": "FILE",
@@ -129,4 +129,8 @@ def _bench(args: argparse.Namespace) -> int:
         return 1
     hardware = "GPUs" if torch.cuda.is_available() else "processes of one thread each"
     print(bench.report(setting, hardware, results, versions(), as_json=args.json, sparse=sparse))
+    if failed := [check for check in checks if not check.passed]:
+        shown = doctor.shown_checks("the ring to be timed", failed, healthy=False)
+        print("\n".join(shown), file=sys.stderr)
+        return 1
     return 0

@@ -1,4 +1,4 @@
-"""Tables that exchange kernels read, and launches of earlier passes, for passes that are alike."""
+"""Cache of index tables and prepared launches of exchange kernels, for passes with equal keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KeptLaunches:
 
     _tables: dict[object, torch.Tensor] = field(default_factory=dict)
     _launches: dict[object, Any] = field(default_factory=dict)
-    _in_graphs: list[object] = field(default_factory=list)  # tensors that captured graphs read
+    _in_graphs: dict[int, object] = field(default_factory=dict)  # what captured graphs read, by id
 
     def make_room(self) -> None:
         """Drop everything if there are too many tables; a pass's own stay until it ends."""
@@ -53,10 +53,10 @@ class KeptLaunches:
             self._launches.clear()
         self._launches[key] = launch
 
-    def keep_in_graph(self, tensors: Iterable[object]) -> None:
-        """Keep tensors alive that a CUDA graph reads, if one is being captured."""
+    def keep_in_graph(self, objects: Iterable[object]) -> None:
+        """Keep objects alive whose memory a CUDA graph reads, if one is being captured."""
         if is_capturing():
-            self._in_graphs += [x for x in tensors if x is not None]
+            self._in_graphs |= {id(x): x for x in objects if x is not None}
 
     def table(
         self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]],

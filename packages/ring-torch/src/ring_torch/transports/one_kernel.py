@@ -377,10 +377,8 @@ class HeadTrade(HeadCarrier):
         orders: Orders, *, splits_heads: bool,
     ) -> None:  # fmt: skip
         """Run the exchange in one kernel."""
-        key, kept = (
-            (layout, splits_heads, tensors_key(*sources, *results, *orders)),
-            self.state.kept,
-        )
+        key = layout, splits_heads, tensors_key(*sources, *results, *orders)
+        kept = self.state.kept
         if (trade := kept.launch(key, is_counted=is_counted())) is not None:
             trade(self.digest, sources, results, orders)
         else:

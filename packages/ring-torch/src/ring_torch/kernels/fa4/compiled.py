@@ -32,8 +32,8 @@ from ring_torch.kernels.fa4.private import (
     main_arguments,
     offsets,
     prepare_arguments,
+    recorded_window_and_aux,
     round_arguments,
-    told_forward,
 )
 from ring_torch.kernels.library import (
     Documents,
@@ -266,7 +266,7 @@ def _forward_of(
     if len(calls) != 1:
         return None
     launch, arguments = calls[0]
-    window, aux = told_forward(arguments)
+    window, aux = recorded_window_and_aux(arguments)
     # Built as later calls will build it: if that is what the library has passed, it may be left
     # out.
     expected = forward_arguments(q, k, v, out, lse, options, modded, window, aux)
@@ -285,15 +285,15 @@ def _backward_of(
     if len(prepare_calls) != 1 or len(main_calls) != 1 or len(round_calls) not in (1, 3):
         return None
     (prepare, actual_prepare), (main, actual_main) = prepare_calls[0], main_calls[0]
-    if (told := MainArguments.of(actual_main)) is None:
+    if (recorded := MainArguments.of(actual_main)) is None:
         return None
     (round_dq, _), *round_others = round_calls
-    lse_log2, delta, dq_sums, *sums = told.buffers
+    lse_log2, delta, dq_sums, *sums = recorded.buffers
     round_dkv = (round_others[0][0], round_others[1][0]) if round_others else None
     compiled = _Backward(
-        prepare, main, round_dq, round_dkv, told.window, tuple(delta.shape), tuple(dq_sums.shape),
+        prepare, main, round_dq, round_dkv, recorded.window, tuple(delta.shape), tuple(dq_sums.shape),
         (tuple(sums[0].shape), tuple(sums[1].shape)) if round_others else None,
-        tuple(None if x is None else tuple(x.shape) for x in told.semaphores),
+        tuple(None if x is None else tuple(x.shape) for x in recorded.semaphores),
     )  # fmt: skip
     documents = options.documents
     cu_q, cu_k = offsets(documents)
@@ -305,7 +305,7 @@ def _backward_of(
         ]
     buffers = lse_log2, delta, dq_sums, *(sums if round_others else grads[1:])
     expected = main_arguments(
-        q, k, v, dout, buffers, options, modded, told.window, told.semaphores, told.aux
+        q, k, v, dout, buffers, options, modded, recorded.window, recorded.semaphores, recorded.aux
     )
     as_expected = (
         _alike(

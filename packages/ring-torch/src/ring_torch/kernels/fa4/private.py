@@ -135,7 +135,7 @@ def around_sinks(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any
     return arguments[5:13], arguments[14:]
 
 
-def told_forward(arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+def recorded_window_and_aux(arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """Return the window and the values for mods that the library passed to a compiled forward."""
     return arguments[11:13], arguments[15] if len(arguments) > 15 else ()
 
@@ -146,7 +146,7 @@ class MainArguments(NamedTuple):
     Attributes:
         buffers: lse to base 2, delta, and sums of dQ, dK and dV, or the latter two themselves.
         window: ``(left, right)`` in the form that the function takes.
-        semaphores: Of dQ, dK and dV.
+        semaphores: Semaphores of dQ, dK and dV; ``None`` where unused.
         aux: Values that its mods read.
         after_window: All after the window.
     """

@@ -167,7 +167,6 @@ def round_all(spans: OwnSpans, scale: float, sums: Tensor, dk: Tensor, dv: Tenso
             functions.round_dkv(*round_arguments(own_sums, target, scale_n, None))
 
 
-@lru_cache(maxsize=32)
 def rounding_functions(dtype: torch.dtype, dim: int) -> SplitFunctions:
     """Return compiled functions whose ``round_dkv`` rounds sums of a head dim.
 
@@ -212,7 +211,7 @@ def split_functions(
     rows = module._tile_size_bwd_sm90(
         dim, dim, is_causal, not is_causal and any(bounded)
     ).m_block_size
-    told = not_none(MainArguments.of(arguments))
+    recorded = not_none(MainArguments.of(arguments))
     # Read off the library's own sums of dQ: it pads head dims by rules of its own.
-    padded = told.buffers[2].shape[2] // (-(-512 // rows) * rows)
-    return SplitFunctions(prepare, launch, told.after_window, round_dq, round_dkv, rows, padded)
+    padded = recorded.buffers[2].shape[2] // (-(-512 // rows) * rows)
+    return SplitFunctions(prepare, launch, recorded.after_window, round_dq, round_dkv, rows, padded)
