@@ -13,7 +13,6 @@ from jax import lax
 from jax.sharding import AbstractMesh
 
 from ring_core import (
-    KernelConfig,
     Layout,
     LayoutSpec,
     Mask,
@@ -28,9 +27,7 @@ from ring_core.base.config import kernel_config, strategy_config
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.dropout import seed_words
 from ring_jax.kernels import choose, kernel_names
-from ring_jax.kernels.absent import AbsentKernel
 from ring_jax.kernels.plugins import installed_kernels
-from ring_jax.kernels.xla import XlaKernel
 from ring_jax.meshes import check_numbers
 from ring_jax.records import Array, CallOptions, CallSpec, Devices, Inputs, Kernel, LocalShape
 from ring_jax.strategies import STRATEGIES, Way, choose_way
@@ -82,7 +79,7 @@ def check_call(
     described = [described_as(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     kernels = installed_kernels() if kernels is None else kernels
     config = kernel_config(options.kernel, kernel_names(kernels))
-    _check_symbolic(described, axis_name, kernels, config)
+    _check_symbolic(described, axis_name)
     sizes = checks.check_qkv(*described)
     factor = cp_size if shards.mesh is None else 1  # from the lengths of q and k to global ones
     padded = sizes.q_len * factor, sizes.k_len * factor
@@ -153,23 +150,11 @@ def with_structs[R](function: Callable[..., R], *args: Any) -> R:
     return results[0]
 
 
-def _check_symbolic(
-    arrays: Sequence[checks.Tensor],
-    axis_name: Hashable | None,
-    kernels: Sequence[Kernel],
-    config: KernelConfig,
-) -> None:
-    """Refuse symbolic dimensions of ``jax.export``, but a batch on one device in plain XLA."""
-    others = [
-        kernel.capabilities.name for kernel in kernels
-        if config.name in ("auto", kernel.capabilities.name)
-        and not isinstance(kernel, XlaKernel | AbsentKernel)
-    ]  # fmt: skip
+def _check_symbolic(arrays: Sequence[checks.Tensor], axis_name: Hashable | None) -> None:
+    """Refuse symbolic dimensions of ``jax.export``, but a batch on one device."""
     for x in arrays:
         if axis_name is not None:
             check_numbers(x.shape)
-        elif others:
-            check_numbers(x.shape, f"the blocks of {' and '.join(others)} depend on it")
         check_numbers(x.shape[1:], "a call is planned for numbers of tokens and heads")
 
 

@@ -174,12 +174,24 @@ def ask(
     kernel: Kernel, request: Request, config: KernelConfig, program: RingProgram, local: LocalShape
 ) -> Answers:
     """Ask a kernel about a call."""
+    # A batch that jax.export keeps symbolic. The kernel of all platforms, in plain XLA, takes it.
+    if kernel.capabilities.devices and not _is_number(request.batch):
+        reason = (
+            f"its blocks depend on the symbolic dimension {request.batch}. Instead: export with "
+            f"numbers, or with kernel='xla'"
+        )
+        return Answers((reason,))
     if forward := tuple(kernel.refusals("forward", local, config, program)):
         return Answers(forward)
     return Answers(
         (), tuple(kernel.refusals("backward", local, config, program)),
         tuple(kernel.notes(request, config, program)),
     )  # fmt: skip
+
+
+def _is_number(size: object) -> bool:
+    """Return True if a dimension is not symbolic."""
+    return isinstance(size, int)
 
 
 def _forward_only(
