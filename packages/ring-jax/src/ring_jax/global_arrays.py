@@ -178,7 +178,7 @@ class Sharding:
                 ``jax.set_mesh`` of another mesh or of other devices.
         """
         check_surroundings(self.mesh, self.axis_name)
-        check_devices({name: x}, self.mesh)
+        check_devices([(name, x)], self.mesh)
         return movement.check_dim(x, dim, name)
 
     def check_tokens(self, x: Array, dim: int, seq_len: int | None) -> tuple[int, Layout]:

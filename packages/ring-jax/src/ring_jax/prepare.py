@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -148,6 +148,24 @@ def with_structs[R](function: Callable[..., R], *args: Any) -> R:
 
     jax.eval_shape(run, *(leaf for leaf, x in zip(leaves, is_struct, strict=True) if x))
     return results[0]
+
+
+def structs_in(arguments: Mapping[str, object]) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+    """Return the structs among arguments, each with the argument's name."""
+    return [
+        (name, x)
+        for name, value in arguments.items()
+        for x in jax.tree.leaves(value)
+        if isinstance(x, jax.ShapeDtypeStruct)
+    ]
+
+
+def named_arrays(inputs: Inputs) -> list[tuple[str, Array]]:
+    """Return the arrays of a checked call, each with the name of the user's argument."""
+    names = {
+        "q_ids": "segment_ids", "k_ids": "segment_ids", "slopes": "alibi_slopes", "seed": "dropout_seed"
+    }  # fmt: skip
+    return [(names.get(name, name), x) for name, x in inputs._asdict().items() if x is not None]
 
 
 def _check_symbolic(arrays: Sequence[checks.Tensor], axis_name: Hashable | None) -> None:
