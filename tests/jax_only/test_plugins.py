@@ -326,7 +326,6 @@ DAMAGES = {
     "line of others": Damage("", files=("their-rings", "entry_points.txt", ENTRIES + b"cuda")),
     "bytes of others": Damage("", files=("their-rings", "entry_points.txt", ENTRIES + b"a=\xff")),
     "refusals": Damage("PanicException: refusals", "refusals"),
-    "notes": Damage("PanicException: notes", "notes"),
     "forward": Damage("PanicException: attend_into", "attend_into"),
     "backward": Damage("PanicException: grads_into", "grads_into"),
 }
@@ -353,8 +352,9 @@ def test_a_fault_stops_its_own_platform_alone(
         monkeypatch.setattr(type(installed_kernels()[0]), method, panic)
     x = jnp.ones((1, 16, 2, 8))
     assert jnp.allclose(one_device(x), 1.0)
-    kernel_on = lowered(jax.grad(lambda q: one_device(q).sum()))
-    assert (kernel_on("cpu"), kernel_on("tpu")) == ("xla", "pallas")
+    for call in (on_a_mesh, one_device) if method else (one_device,):
+        kernel_on = lowered(jax.grad(lambda q, call=call: call(q).sum()))
+        assert (kernel_on("cpu"), kernel_on("tpu")) == ("xla", "pallas")
     if not reason:
         assert kernel_on("cuda") == "triton"
         return
@@ -368,6 +368,21 @@ def test_a_fault_stops_its_own_platform_alone(
     reports = [doctor._report(kernel, "cpu") for kernel in installed_kernels()]
     assert any(reason in report.why for report in reports if report.name == "triton")
     assert ("ring-jax-gpu" in doctor.versions()) == (name != "metadata")
+
+
+def test_notes_that_fail_are_a_line_of_text(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*_: Any) -> Any:
+        raise PanicException("notes")
+
+    install(GPU)
+    monkeypatch.setattr(type(installed_kernels()[0]), "notes", panic)
+    x, mesh = jnp.ones((1, 16, 2, 8)), jax.make_mesh((1,), ("cp",), devices=jax.devices()[:1])
+    assert lowered(one_device, kernel="triton")("cuda") == "triton"
+    line = "triton has no notes, PanicException: notes"
+    assert f"\n  {line}\n" in ring_jax.ContextParallel(mesh, "cp").explain(x, x, x, causal=True)
+    assert line in doctor._report(installed_kernels()[0], "cuda").notes
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

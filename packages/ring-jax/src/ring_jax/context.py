@@ -23,6 +23,7 @@ from ring_core.layouts.layout import check_layout
 from ring_jax import movement
 from ring_jax.attention import RingAttention
 from ring_jax.collectives import Axes, axes_along, names_of, size_of, split
+from ring_jax.explanation import explained
 from ring_jax.global_arrays import Sharding, attend_global
 from ring_jax.meshes import (
     check_axes,
@@ -44,7 +45,7 @@ from ring_jax.prepare import (
     with_structs,
 )  # fmt: skip
 from ring_jax.records import Array, AttentionOptions, CallOptions, CallSpec, Inputs
-from ring_jax.strategies import Way, explained
+from ring_jax.strategies import Way
 from ring_jax.tripwire import agreement
 
 

@@ -19,11 +19,11 @@ from jax import Array, numpy as jnp
 from ring_core import support_matrix
 from ring_core.tools import bench, doctor, explain
 from ring_core.tools.commands import framework_commands, is_refused
+from ring_jax.explanation import explained
 from ring_jax.kernels.absent import AbsentKernel
 from ring_jax.kernels.plugins import installed_kernels
 from ring_jax.prepare import check_call, with_structs
 from ring_jax.records import CallOptions
-from ring_jax.strategies import explained
 from ring_jax.tools import bench as _bench_jax
 from ring_jax.tools.doctor import HOST_DEVICES, _platform, diagnose, shown, versions
 
