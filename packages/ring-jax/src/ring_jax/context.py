@@ -23,7 +23,6 @@ from ring_core.layouts.layout import check_layout
 from ring_jax import movement
 from ring_jax.attention import RingAttention
 from ring_jax.collectives import Axes, axes_along, names_of, size_of, split
-from ring_jax.explanation import explained
 from ring_jax.global_arrays import Sharding, attend_global
 from ring_jax.meshes import (
     check_axes,
@@ -37,15 +36,16 @@ from ring_jax.meshes import (
 from ring_jax.movement import Halo
 from ring_jax.prepare import (
     ShardCounts,
+    call_with_traced_structs,
     check_call,
     described_as,
     named_arrays,
     split_mask,
     structs_in,
-    with_structs,
 )  # fmt: skip
 from ring_jax.records import Array, AttentionOptions, CallOptions, CallSpec, Inputs
 from ring_jax.strategies import Way
+from ring_jax.strategies.explanation import explained
 from ring_jax.tripwire import agreement
 
 
@@ -265,7 +265,7 @@ class ContextParallel:
         dim, source = self._sharding.check_tokens(x, dim, seq_len)
         if isinstance(to, ContextParallel):
             # Of as many devices, pieces only come to lie there: no program runs on that mesh.
-            check_surroundings(to.mesh, to.axis_name, runs=to.cp_size != self.cp_size)
+            check_surroundings(to.mesh, to.axis_name, compiles_here=to.cp_size != self.cp_size)
         target = (
             Sharding(to.mesh, to.axis_name, to.layout) if isinstance(to, ContextParallel)
             else replace(self._sharding, layout=check_layout(to))
@@ -332,7 +332,7 @@ class ContextParallel:
             call, _, way = self._check_call(q, k, v, call_options)
             return explained(call, way)
 
-        text = with_structs(explain, q, k, v, options)
+        text = call_with_traced_structs(explain, q, k, v, options)
         # As traced arrays they had lost their shardings.
         check_devices(structs_in({"q": q, "k": k, "v": v, **options}), self.mesh)
         return text

@@ -46,7 +46,7 @@ def check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: o
         )
 
 
-def check_surroundings(own: AnyMesh, axis_name: str, *, runs: bool = True) -> None:
+def check_surroundings(own: AnyMesh, axis_name: str, *, compiles_here: bool = True) -> None:
     """Refuse calls inside ``shard_map``, and inside ``jax.set_mesh`` of another mesh.
 
     In a ``shard_map`` arrays are shards along some axes, and JAX cannot differentiate one over
@@ -56,7 +56,7 @@ def check_surroundings(own: AnyMesh, axis_name: str, *, runs: bool = True) -> No
     Args:
         own: The mesh of the ``ContextParallel``.
         axis_name: Its axis.
-        runs: Programs will run on it; else arrays only come to lie there.
+        compiles_here: Programs will run on it; else arrays only come to lie there.
 
     Raises:
         UnsupportedError: This is inside one of them.
@@ -84,7 +84,7 @@ def check_surroundings(own: AnyMesh, axis_name: str, *, runs: bool = True) -> No
         )
     set_mesh = _concrete_mesh()
     devices, own_devices = (None if x is None else devices_of(x) for x in (set_mesh, own))
-    if runs and devices and own_devices is not None and devices != own_devices:
+    if compiles_here and devices and own_devices is not None and devices != own_devices:
         raise UnsupportedError(
             f"the mesh of this ContextParallel has the devices {own_devices}, and jax.set_mesh has set "
             f"one with {devices}: one program runs on one list of devices. Instead: make both the same "
@@ -141,7 +141,7 @@ def check_devices(arrays: Iterable[tuple[str, object]], mesh: AnyMesh) -> None:
             )
 
 
-def check_numbers(
+def refuse_symbolic_dims(
     shape: Sequence[object],
     reason: str = "over a mesh XLA ends the process that runs such an exported program",
 ) -> None:
@@ -165,7 +165,7 @@ def check_divides(name: str, x: Array, mesh: AnyMesh, batch: Axes, heads: Axes) 
         ValueError: One does not; the message says what to do.
         UnsupportedError: A dimension is symbolic.
     """
-    check_numbers(x.shape)
+    refuse_symbolic_dims(x.shape)
     for axis, dim, what in ((batch, 0, "batch"), (heads, 2, "heads")):
         size = size_of(mesh, axis)
         if x.shape[dim] % size:

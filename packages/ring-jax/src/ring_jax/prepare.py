@@ -28,7 +28,7 @@ from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.dropout import seed_words
 from ring_jax.kernels import choose, kernel_names
 from ring_jax.kernels.plugins import installed_kernels
-from ring_jax.meshes import check_numbers
+from ring_jax.meshes import refuse_symbolic_dims
 from ring_jax.records import Array, CallOptions, CallSpec, Devices, Inputs, Kernel, LocalShape
 from ring_jax.strategies import STRATEGIES, Way, choose_way
 from ring_jax.tripwire import checked_every
@@ -129,7 +129,7 @@ def check_call(
     return call, inputs, way
 
 
-def with_structs[R](function: Callable[..., R], *args: Any) -> R:
+def call_with_traced_structs[R](function: Callable[..., R], *args: Any) -> R:
     """Return ``function(*args)``, each ``jax.ShapeDtypeStruct`` in ``args`` as a traced array.
 
     The result must hold no array.
@@ -172,8 +172,8 @@ def _check_symbolic(arrays: Sequence[checks.Tensor], axis_name: Hashable | None)
     """Refuse symbolic dimensions of ``jax.export``, but a batch on one device."""
     for x in arrays:
         if axis_name is not None:
-            check_numbers(x.shape)
-        check_numbers(x.shape[1:], "a call is planned for numbers of tokens and heads")
+            refuse_symbolic_dims(x.shape)
+        refuse_symbolic_dims(x.shape[1:], "a call is planned for numbers of tokens and heads")
 
 
 def _check_mask(

@@ -1,7 +1,7 @@
 """Strategies: ways to move tokens so that each work item finds its operands; and their choice.
 
 May import ``rank_view`` and what is below it. A new strategy is one file here, and a line in
-``STRATEGIES``.
+``STRATEGIES``. ``explanation`` tells users what was chosen.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from jax.sharding import AxisType, PartitionSpec as P
 from ring_core import KernelConfig, Mask, Request, make_plan, refusals, ring_program
 from ring_core.tools import bench, doctor
 from ring_jax.attention import RingAttention
-from ring_jax.explanation import trial_error
 from ring_jax.kernels import notes_of, sample_dtype
 from ring_jax.kernels.absent import AbsentKernel, broken_kernels, is_fault
 from ring_jax.kernels.plugins import PACKAGES, installed_kernels
 from ring_jax.records import Kernel
+from ring_jax.strategies.explanation import trial_error
 from ring_jax.tools.bench import compared, out_and_grads
 
 LIBRARIES = (
