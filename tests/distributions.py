@@ -16,12 +16,14 @@ GROUP = "ring_jax.kernels"
 PLUGINS = {"jax-gpu": "ring-jax-gpu", "jax-cuda": "ring-jax-gpu", "jax-tpu": "ring-jax-tpu"}
 
 
-def write(folder: Path, name: str, version: str, kernels: Mapping[str, str]) -> None:
+def write(
+    folder: Path, name: str, version: str, kernels: Mapping[str, str], group: str = GROUP
+) -> None:
     """Write the metadata of a distribution, with entry points for kernels."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    lines = [f"[{GROUP}]", *(f"{key} = {value}" for key, value in kernels.items())]
+    lines = [f"[{group}]", *(f"{key} = {value}" for key, value in kernels.items())]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
@@ -34,8 +36,9 @@ def show(backend: str, folder: Path) -> None:
     for name in set(PLUGINS.values()):
         if name == PLUGINS.get(backend) or find_spec(name.replace("-", "_")):
             project = tomllib.loads((PACKAGES / name / "pyproject.toml").read_text())["project"]
-            kernels = project["entry-points"][GROUP] if name == PLUGINS.get(backend) else {}
-            write(folder, name, project["version"], kernels)
+            kernels = project["entry-points"][GROUP]
+            group = GROUP if name == PLUGINS.get(backend) else "hidden"
+            write(folder, name, project["version"], kernels, group)
     sys.path.insert(0, str(folder))
     paths = (str(folder), os.environ.get("PYTHONPATH", ""))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -308,6 +308,9 @@ def test_refusals_say_what_would_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockGeometry, "tiles", None)
     many_tiles = _refused(mask=Mask(predicate=diagonals), kernel="triton")
     assert "more than 64 MiB. Instead: use kernel='xla'" in many_tiles
+    cp, x = ContextParallel(jax.make_mesh((1,), ("cp",)), "cp"), jnp.zeros((1, 64, 2, 16))
+    first, _ = cp.explain(x, x, x, mask=Mask(predicate=diagonals)).split("\n", 1)
+    assert first == "kernel xla (any device)"
 
 
 def _launch(kernel: KernelName, block_q: int, block_k: int, dim: int, stages: int) -> Launch:

@@ -20,6 +20,7 @@ import distributions
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import export
 from jax.experimental import checkify
 from jax.sharding import AxisType, PartitionSpec as P
 
@@ -283,7 +284,7 @@ RUBBISH = {
     "from for_tpu import KERNELS": "ValueError: it has [('pallas', ('tpu',))]",
     "from for_cuda import KERNELS; KERNELS *= 2": "ValueError: it has [('triton', ('cuda',))",
     "KERNELS = (": "SyntaxError",
-    "class Panic(BaseException): ...\nraise Panic('as of Rust')": "Panic: as of Rust",
+    "class Own(BaseException): ...\nraise Own('no Exception')": "Own: no Exception",
 }
 
 
@@ -320,17 +321,17 @@ UNDECODABLE = b"Name: ring-jax-gpu\nVersion: \xff\n"
 ENTRIES = b"[ring_jax.kernels]\n"
 DAMAGES = {
     "metadata": Damage("UnicodeDecodeError", files=("ring-jax-gpu", "METADATA", UNDECODABLE)),
+    "no line": Damage("register no kernels", files=("ring-jax-gpu", "entry_points.txt", b"")),
     "own line": Damage("TypeError", files=("ring-jax-gpu", "entry_points.txt", ENTRIES + b"cuda")),
     "line of others": Damage("", files=("their-rings", "entry_points.txt", ENTRIES + b"cuda")),
     "bytes of others": Damage("", files=("their-rings", "entry_points.txt", ENTRIES + b"a=\xff")),
-    "refusals": Damage("Panic: refusals", "refusals"),
-    "notes": Damage("Panic: notes", "notes"),
-    "forward": Damage("Panic: attend_into", "attend_into"),
-    "backward": Damage("Panic: grads_into", "grads_into"),
+    "refusals": Damage("PanicException: refusals", "refusals"),
+    "forward": Damage("PanicException: attend_into", "attend_into"),
+    "backward": Damage("PanicException: grads_into", "grads_into"),
 }
 
 
-class Panic(BaseException):
+class PanicException(BaseException):
     """An error as Rust's panics are in Python: no ``Exception``."""
 
 
@@ -341,7 +342,7 @@ def test_a_fault_stops_its_own_platform_alone(
     reason, method, (package, file, content) = DAMAGES[name]
 
     def panic(*_: Any) -> Any:
-        raise Panic(method)
+        raise PanicException(method)
 
     install(GPU, TPU, Offer("their-rings", "cuda", "wrong"))
     if file:
@@ -351,14 +352,15 @@ def test_a_fault_stops_its_own_platform_alone(
         monkeypatch.setattr(type(installed_kernels()[0]), method, panic)
     x = jnp.ones((1, 16, 2, 8))
     assert jnp.allclose(one_device(x), 1.0)
-    kernel_on = lowered(jax.grad(lambda q: one_device(q).sum()))
-    assert (kernel_on("cpu"), kernel_on("tpu")) == ("xla", "pallas")
+    for call in (on_a_mesh, one_device) if method else (one_device,):
+        kernel_on = lowered(jax.grad(lambda q, call=call: call(q).sum()))
+        assert (kernel_on("cpu"), kernel_on("tpu")) == ("xla", "pallas")
     if not reason:
         assert kernel_on("cuda") == "triton"
         return
     with pytest.raises(UnsupportedError, match=f"kernel '(triton|cudnn)': .*{reason}"):
         kernel_on("cuda")
-    with pytest.raises((UnsupportedError, Panic), match=method or reason):
+    with pytest.raises((UnsupportedError, PanicException), match=method or reason):
         jax.grad(lambda q: one_device(q, kernel="triton").sum())(x)
     mesh = jax.make_mesh((1,), ("cp",), devices=jax.devices()[:1])
     explained = ring_jax.ContextParallel(mesh, "cp").explain(x, x, x, causal=True)
@@ -368,10 +370,26 @@ def test_a_fault_stops_its_own_platform_alone(
     assert ("ring-jax-gpu" in doctor.versions()) == (name != "metadata")
 
 
+def test_notes_that_fail_are_a_line_of_text(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*_: Any) -> Any:
+        raise PanicException("notes")
+
+    install(GPU)
+    monkeypatch.setattr(type(installed_kernels()[0]), "notes", panic)
+    x, mesh = jnp.ones((1, 16, 2, 8)), jax.make_mesh((1,), ("cp",), devices=jax.devices()[:1])
+    assert lowered(one_device, kernel="triton")("cuda") == "triton"
+    line = "triton has no notes, PanicException: notes"
+    assert f"\n  {line}\n" in ring_jax.ContextParallel(mesh, "cp").explain(x, x, x, causal=True)
+    assert line in doctor._report(installed_kernels()[0], "cuda").notes
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_passes_and_an_exit_does_not(
+def test_what_ends_a_program_passes(
     error: type[BaseException], install: Callable[..., None], tmp_path: Path
 ) -> None:
+    """A signal handler may raise it at any time. In an import an exit counts as a fault."""
     install(GPU._replace(module="rubbish"))
     kernel = MODULES["for_cuda"] + "\ndef stop(*_):\n    raise {error}\nMarked.{method} = stop\n"
     for source in (
@@ -382,8 +400,34 @@ def test_an_interrupt_passes_and_an_exit_does_not(
         sys.modules.pop("rubbish", None)
         invalidate_caches()
         installed_kernels.cache_clear()
-        with pytest.raises(error) if error is KeyboardInterrupt else nullcontext():
+        is_fault = error is SystemExit and source == "raise SystemExit"
+        with nullcontext() if is_fault else pytest.raises(error):
             one_device(jnp.ones((1, 8, 2, 4)))
+
+
+def test_a_finder_that_fails(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of another project; then nothing is known of what is installed."""
+
+    class Finder:
+        def find_distributions(self, *_: Any) -> Any:
+            raise OSError
+
+        def find_spec(self, *_: Any) -> None: ...
+
+    install(TPU)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    assert jnp.allclose(one_device(jnp.ones((1, 8, 2, 4))), 1.0)
+
+
+def test_a_symbolic_batch_takes_plain_xla(install: Callable[..., None]) -> None:
+    install(GPU, TPU)
+    (batch,) = export.symbolic_shape("b")
+    x = jax.ShapeDtypeStruct((batch, 16, 2, 8), jnp.float32)
+    for platform in ("cpu", "cuda", "tpu"):
+        program = export.export(jax.jit(one_device), platforms=[platform])(x)
+        assert not any(mark in program.mlir_module() for mark in MARKS.values())
+    with pytest.raises(UnsupportedError, match="kernel 'triton': its blocks depend on the symb"):
+        jax.eval_shape(partial(one_device, kernel="triton"), x)
 
 
 def test_damaged_and_older_metadata(install: Callable[..., None], tmp_path: Path) -> None:

@@ -162,4 +162,4 @@ def test_results_that_are_saved_are_not_computed_again() -> None:
         call = jax.checkpoint(partial(CALLS["gather"], kernel="xla"), policy=policy)
         return str(jax.make_jaxpr(jax.grad(partial(loss, call)))(Q)).count("dot_general")
 
-    assert products(*RESIDUALS) < products(*RESIDUALS[:2]) < products()
+    assert products(*RESIDUALS) == products(*RESIDUALS[:2]) < products()

@@ -63,8 +63,13 @@ def test_other_devices_are_refused(devices: slice, kind: str) -> None:
             message = r"jax\.set_mesh has set one with \["
             with jax.set_mesh(other), pytest.raises(UnsupportedError, match=message):
                 run(x)
+    on_one = partial(jax.device_put, device=jax.devices()[5])
     with pytest.raises(UnsupportedError, match="sinks lies on the devices"):
-        cp.attention(x, x, x, sinks=jax.device_put(jnp.zeros(2), jax.devices()[5]))
+        cp.attention(x, x, x, sinks=on_one(jnp.zeros(2)))
+    for static in ({"cu_seqlens": on_one(jnp.array([0, 16]))}, {"softmax_scale": on_one(1.0)}):
+        with pytest.raises(ValueError, match="must be known when the call is traced"):
+            cp.explain(x, x, x, **static)
+    cp.explain(x, x, x, dropout_p=0.5, dropout_seed=on_one(jnp.int32(1)))  # a number by then
     with jax.sharding.use_abstract_mesh(other.abstract_mesh):  # sets no devices
         assert cp.shard(x).sharding.device_set == set(jax.devices()[:4])
 

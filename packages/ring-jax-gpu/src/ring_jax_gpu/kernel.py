@@ -67,8 +67,14 @@ class TritonKernel(Kernel):
     def refusals(
         self, direction: Direction, local: LocalShape, config: KernelConfig, program: RingProgram, /
     ) -> tuple[str, ...]:
-        """Refuse a fused backward that must repeat bit for bit."""
-        del direction, program
+        """Refuse a fused backward that must repeat bit for bit, and predicates of many tiles."""
+        del direction
+        if program.plan.blocks is not None and program.plan.blocks.tiles is None:
+            reason = (
+                "the partial tiles of this predicate take more than 64 MiB. Instead: use "
+                "kernel='xla', which evaluates the predicate block by block"
+            )
+            return (reason,)
         if local.deterministic and config.fused_backward:
             reason = (
                 "fused_backward=True adds to dQ in an order that differs from run to run, which "

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ring_core import Plan, UnsupportedError
+from ring_core import Plan
 from ring_core.base.arguments import FULL, PARTIAL, not_none
 from ring_core.philox import dropout_threshold
 from ring_core.triton.tile_configs import (
@@ -329,20 +329,11 @@ class StepWork:
 
     @cached_property
     def _predicate_tiles(self) -> PredicateTiles | None:
-        """The tiles of this step's predicate; ``None`` without a predicate.
-
-        Raises:
-            UnsupportedError: The partial ones take more than 64 MiB.
-        """
+        """The tiles of this step's predicate; ``None`` without a predicate."""
         kinds, geometry = self.work.kinds, self.call.plan.blocks
         if kinds is None or geometry is None:
             return None
-        if geometry.tiles is None:
-            raise UnsupportedError(
-                "kernel 'triton': the partial tiles of this predicate take more than 64 MiB. "
-                "Instead: use kernel='xla', which evaluates the predicate block by block"
-            )
-        bits, index = geometry.tiles
+        bits, index = not_none(geometry.tiles)  # others are refused before
         # The plan has an index for each pair of ranks; which pair this is, is known on the device.
         which = jnp.asarray(index)[self.work.q_rank, self.work.kv_rank]
         which = jnp.where(kinds == PARTIAL, which, jnp.where(kinds == FULL, -1, -2))

@@ -34,9 +34,18 @@ from ring_jax.meshes import (
     with_devices,
 )
 from ring_jax.movement import Halo
-from ring_jax.prepare import ShardCounts, check_call, described_as, split_mask, with_structs
+from ring_jax.prepare import (
+    ShardCounts,
+    call_with_traced_structs,
+    check_call,
+    described_as,
+    named_arrays,
+    split_mask,
+    structs_in,
+)  # fmt: skip
 from ring_jax.records import Array, AttentionOptions, CallOptions, CallSpec, Inputs
-from ring_jax.strategies import Way, explained
+from ring_jax.strategies import Way
+from ring_jax.strategies.explanation import explained
 from ring_jax.tripwire import agreement
 
 
@@ -256,7 +265,7 @@ class ContextParallel:
         dim, source = self._sharding.check_tokens(x, dim, seq_len)
         if isinstance(to, ContextParallel):
             # Of as many devices, pieces only come to lie there: no program runs on that mesh.
-            check_surroundings(to.mesh, to.axis_name, runs=to.cp_size != self.cp_size)
+            check_surroundings(to.mesh, to.axis_name, compiles_here=to.cp_size != self.cp_size)
         target = (
             Sharding(to.mesh, to.axis_name, to.layout) if isinstance(to, ContextParallel)
             else replace(self._sharding, layout=check_layout(to))
@@ -310,21 +319,23 @@ class ContextParallel:
     ) -> str:  # fmt: skip
         """Say what :meth:`attention` would do with these arguments, computing nothing.
 
-        A ``jax.ShapeDtypeStruct`` may be in the place of any array: it counts as one that is
-        traced, as in ``jax.jit(...).lower``.
+        A ``jax.ShapeDtypeStruct`` may be in the place of q, k and v, at run time also of options
+        that are arrays: it counts as one that is traced, as in ``jax.jit(...).lower``.
 
         Returns:
             Lines of text: the kernel of each platform, why others were not chosen, the strategy,
             the size of the program, and the plan.
         """
-        check_devices({"q": q, "k": k, "v": v, **options}, self.mesh)
 
         def explain(q: Array, k: Array, v: Array, options: AttentionOptions) -> str:
             call_options = CallOptions(return_lse=return_lse, **options)
             call, _, way = self._check_call(q, k, v, call_options)
             return explained(call, way)
 
-        return with_structs(explain, q, k, v, options)
+        text = call_with_traced_structs(explain, q, k, v, options)
+        # As traced arrays they had lost their shardings.
+        check_devices(structs_in({"q": q, "k": k, "v": v, **options}), self.mesh)
+        return text
 
     @with_options_of(RingAttention.__call__)
     def check_agreement(
@@ -362,14 +373,17 @@ class ContextParallel:
     ) -> tuple[CallSpec, Inputs, Way]:
         """Check a call on global arrays, and choose its kernels."""
         check_surroundings(self.mesh, self.axis_name)
-        check_devices({"q": q, "k": k, "v": v, **options._asdict()}, self.mesh)
         self._check_qkv(q, k, v)
         batch, heads = self._axes(q, k)
         shards = ShardCounts(
             self.mesh.abstract_mesh, size_of(self.mesh, batch), size_of(self.mesh, heads),
             self._mask_shards(options.mask, batch, heads), in_one_process(self.mesh, self.axis_name),
         )  # fmt: skip
-        return check_call(None, self.axis_name, self.layout, self.cp_size, q, k, v, options, shards)
+        checked = check_call(
+            None, self.axis_name, self.layout, self.cp_size, q, k, v, options, shards
+        )
+        check_devices(named_arrays(checked[1]), self.mesh)
+        return checked
 
     def _axes(self, q: Array, k: Array) -> tuple[Axes, Axes]:
         """Return the axes of batch and heads: those named, else those that q is known to have."""

@@ -32,7 +32,7 @@ from ring_jax.collectives import (
 )
 from ring_jax.kernels.absent import AbsentKernel
 from ring_jax.kernels.xla import XlaKernel
-from ring_jax.meshes import check_devices, check_numbers, check_surroundings, devices_of
+from ring_jax.meshes import check_devices, check_surroundings, devices_of, refuse_symbolic_dims
 from ring_jax.prepare import prepared
 from ring_jax.records import Array, CallSpec, Inputs
 
@@ -178,7 +178,7 @@ class Sharding:
                 ``jax.set_mesh`` of another mesh or of other devices.
         """
         check_surroundings(self.mesh, self.axis_name)
-        check_devices({name: x}, self.mesh)
+        check_devices([(name, x)], self.mesh)
         return movement.check_dim(x, dim, name)
 
     def check_tokens(self, x: Array, dim: int, seq_len: int | None) -> tuple[int, Layout]:
@@ -248,7 +248,7 @@ class Sharding:
             spec: Axes of the operand.
             out: Axes of the results.
         """
-        check_numbers(x.shape)
+        refuse_symbolic_dims(x.shape)
         named = {"axis_name": self.axis_name, "layout": self.layout, "dim": dim, **options}
         explicit = is_explicit(self.mesh)
         manual = frozenset(self.mesh.axis_names if explicit else (self.axis_name,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -46,7 +46,7 @@ def check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: o
         )
 
 
-def check_surroundings(own: AnyMesh, axis_name: str, *, runs: bool = True) -> None:
+def check_surroundings(own: AnyMesh, axis_name: str, *, compiles_here: bool = True) -> None:
     """Refuse calls inside ``shard_map``, and inside ``jax.set_mesh`` of another mesh.
 
     In a ``shard_map`` arrays are shards along some axes, and JAX cannot differentiate one over
@@ -56,7 +56,7 @@ def check_surroundings(own: AnyMesh, axis_name: str, *, runs: bool = True) -> No
     Args:
         own: The mesh of the ``ContextParallel``.
         axis_name: Its axis.
-        runs: Programs will run on it; else arrays only come to lie there.
+        compiles_here: Programs will run on it; else arrays only come to lie there.
 
     Raises:
         UnsupportedError: This is inside one of them.
@@ -84,7 +84,7 @@ def check_surroundings(own: AnyMesh, axis_name: str, *, runs: bool = True) -> No
         )
     set_mesh = _concrete_mesh()
     devices, own_devices = (None if x is None else devices_of(x) for x in (set_mesh, own))
-    if runs and devices and own_devices is not None and devices != own_devices:
+    if compiles_here and devices and own_devices is not None and devices != own_devices:
         raise UnsupportedError(
             f"the mesh of this ContextParallel has the devices {own_devices}, and jax.set_mesh has set "
             f"one with {devices}: one program runs on one list of devices. Instead: make both the same "
@@ -107,45 +107,41 @@ def _described(mesh: AnyMesh) -> str:
     return ", ".join(f"{name}={size} ({kind.name})" for name, size, kind in axes)
 
 
-def check_devices(arguments: Mapping[str, object], mesh: AnyMesh) -> None:
+def check_devices(arrays: Iterable[tuple[str, object]], mesh: AnyMesh) -> None:
     """Refuse arrays that lie on other devices than a mesh, or on the same in another order.
 
-    Arguments are by name; all that are no arrays are skipped.
+    Where a traced array lies is not known; JAX refuses it when the program is lowered.
+
+    Args:
+        arrays: Pairs of an argument's name and its array, or a struct with a sharding; all else is
+            skipped.
+        mesh: The mesh of the ``ContextParallel``.
 
     Raises:
         UnsupportedError: An array does.
     """
-    for name, value in arguments.items():
-        for x in jax.tree.leaves(value):
-            _check_devices_of(name, x, mesh)
-
-
-def _check_devices_of(name: str, x: object, mesh: AnyMesh) -> None:
-    """Refuse one array on other devices.
-
-    Of a traced array this is not known; JAX refuses it when the program is lowered.
-    """
-    sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else None
     own = devices_of(mesh)
-    if not isinstance(sharding, Sharding) or own is None:
-        return
-    if isinstance(sharding, NamedSharding):
-        devices = devices_of(sharding.mesh)
-    elif getattr(x, "committed", True):  # else JAX moves it, as it does numpy's arrays
-        on: Any = sharding.device_set
-        devices, own = sorted(device.id for device in on), sorted(own)
-    else:
-        return
-    if devices is not None and devices != own:
-        raise UnsupportedError(
-            f"{name} lies on the devices {devices}, and the mesh of this ContextParallel has "
-            f"{devices_of(mesh)}: one program runs on one list of devices. Instead: make all meshes of "
-            f"the same devices in the same order; or move the array first, by jax.device_put, or in "
-            f"layout order by relayout(x, to=...) of its own ContextParallel"
-        )
+    for name, x in arrays:
+        sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else None
+        if not isinstance(sharding, Sharding) or own is None:
+            continue
+        if isinstance(sharding, NamedSharding):
+            devices, expected = devices_of(sharding.mesh), own
+        elif getattr(x, "committed", True):  # else JAX moves it, as it does numpy's arrays
+            on: Any = sharding.device_set
+            devices, expected = sorted(device.id for device in on), sorted(own)
+        else:
+            continue
+        if devices is not None and devices != expected:
+            raise UnsupportedError(
+                f"{name} lies on the devices {devices}, and the mesh of this ContextParallel has "
+                f"{own}: one program runs on one list of devices. Instead: make all meshes of the same "
+                f"devices in the same order; or move the array first, by jax.device_put, or in layout "
+                f"order by relayout(x, to=...) of its own ContextParallel"
+            )
 
 
-def check_numbers(
+def refuse_symbolic_dims(
     shape: Sequence[object],
     reason: str = "over a mesh XLA ends the process that runs such an exported program",
 ) -> None:
@@ -169,7 +165,7 @@ def check_divides(name: str, x: Array, mesh: AnyMesh, batch: Axes, heads: Axes) 
         ValueError: One does not; the message says what to do.
         UnsupportedError: A dimension is symbolic.
     """
-    check_numbers(x.shape)
+    refuse_symbolic_dims(x.shape)
     for axis, dim, what in ((batch, 0, "batch"), (heads, 2, "heads")):
         size = size_of(mesh, axis)
         if x.shape[dim] % size:

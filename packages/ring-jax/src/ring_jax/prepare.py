@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ from jax import lax
 from jax.sharding import AbstractMesh
 
 from ring_core import (
-    KernelConfig,
     Layout,
     LayoutSpec,
     Mask,
@@ -28,10 +27,8 @@ from ring_core.base.config import kernel_config, strategy_config
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.dropout import seed_words
 from ring_jax.kernels import choose, kernel_names
-from ring_jax.kernels.absent import AbsentKernel
 from ring_jax.kernels.plugins import installed_kernels
-from ring_jax.kernels.xla import XlaKernel
-from ring_jax.meshes import check_numbers
+from ring_jax.meshes import refuse_symbolic_dims
 from ring_jax.records import Array, CallOptions, CallSpec, Devices, Inputs, Kernel, LocalShape
 from ring_jax.strategies import STRATEGIES, Way, choose_way
 from ring_jax.tripwire import checked_every
@@ -82,7 +79,7 @@ def check_call(
     described = [described_as(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     kernels = installed_kernels() if kernels is None else kernels
     config = kernel_config(options.kernel, kernel_names(kernels))
-    _check_symbolic(described, axis_name, kernels, config)
+    _check_symbolic(described, axis_name)
     sizes = checks.check_qkv(*described)
     factor = cp_size if shards.mesh is None else 1  # from the lengths of q and k to global ones
     padded = sizes.q_len * factor, sizes.k_len * factor
@@ -132,7 +129,7 @@ def check_call(
     return call, inputs, way
 
 
-def with_structs[R](function: Callable[..., R], *args: Any) -> R:
+def call_with_traced_structs[R](function: Callable[..., R], *args: Any) -> R:
     """Return ``function(*args)``, each ``jax.ShapeDtypeStruct`` in ``args`` as a traced array.
 
     The result must hold no array.
@@ -153,24 +150,30 @@ def with_structs[R](function: Callable[..., R], *args: Any) -> R:
     return results[0]
 
 
-def _check_symbolic(
-    arrays: Sequence[checks.Tensor],
-    axis_name: Hashable | None,
-    kernels: Sequence[Kernel],
-    config: KernelConfig,
-) -> None:
-    """Refuse symbolic dimensions of ``jax.export``, but a batch on one device in plain XLA."""
-    others = [
-        kernel.capabilities.name for kernel in kernels
-        if config.name in ("auto", kernel.capabilities.name)
-        and not isinstance(kernel, XlaKernel | AbsentKernel)
-    ]  # fmt: skip
+def structs_in(arguments: Mapping[str, object]) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+    """Return the structs among arguments, each with the argument's name."""
+    return [
+        (name, x)
+        for name, value in arguments.items()
+        for x in jax.tree.leaves(value)
+        if isinstance(x, jax.ShapeDtypeStruct)
+    ]
+
+
+def named_arrays(inputs: Inputs) -> list[tuple[str, Array]]:
+    """Return the arrays of a checked call, each with the name of the user's argument."""
+    names = {
+        "q_ids": "segment_ids", "k_ids": "segment_ids", "slopes": "alibi_slopes", "seed": "dropout_seed"
+    }  # fmt: skip
+    return [(names.get(name, name), x) for name, x in inputs._asdict().items() if x is not None]
+
+
+def _check_symbolic(arrays: Sequence[checks.Tensor], axis_name: Hashable | None) -> None:
+    """Refuse symbolic dimensions of ``jax.export``, but a batch on one device."""
     for x in arrays:
         if axis_name is not None:
-            check_numbers(x.shape)
-        elif others:
-            check_numbers(x.shape, f"the blocks of {' and '.join(others)} depend on it")
-        check_numbers(x.shape[1:], "a call is planned for numbers of tokens and heads")
+            refuse_symbolic_dims(x.shape)
+        refuse_symbolic_dims(x.shape[1:], "a call is planned for numbers of tokens and heads")
 
 
 def _check_mask(

@@ -319,6 +319,10 @@ class LaunchSpec:
 class Kernel(Protocol):
     """A way to compute work items on one device, unaware of axes, steps and peers; hashable."""
 
+    def __hash__(self) -> int:
+        """Return the hash of a kernel without settings; dataclasses have their own."""
+        return hash(type(self))
+
     @property
     def capabilities(self) -> Capabilities:
         """Return what it can do; it is only given calls that fit."""

@@ -430,7 +430,7 @@ def has_nonfinite(tile, consts: gl.constexpr):
 
 @gluon.jit
 def offset_of(place, consts: gl.constexpr):
-    """Return which query of a block is at a place of it: the even ones come first."""
+    """Return the query's offset in its block for a row of the tile: even queries first."""
     half: gl.constexpr = consts.BLOCK // 2
     return place % half * 2 + place // half
 

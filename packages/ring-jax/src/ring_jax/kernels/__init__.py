@@ -19,7 +19,7 @@ from ring_core import (
 )
 from ring_core.choose.rates import UNKNOWN, Case, Expected, default, expected
 from ring_core.choose.refusals import split_by_reasons
-from ring_jax.kernels.absent import AbsentKernel, broken_kernels, or_broken
+from ring_jax.kernels.absent import AbsentKernel, broken_kernels, described, is_fault, or_broken
 from ring_jax.records import Kernel, LocalShape
 
 _HOPPER = 90
@@ -34,17 +34,17 @@ class Selection:
     Attributes:
         kernels: The chosen ones; the last one runs on every platform that no other one names.
         rejected: Kernels that were not chosen, each with its reasons.
+        request: The request by which they were chosen.
         forward_only: Chosen kernels whose backward another one does, each with its reasons.
         expected: The times that kernels for NVIDIA GPUs should take.
-        notes: Lines on what chosen kernels decide only when the call is lowered.
         broken: Installed kernels that cannot be used, in whose place ``auto`` takes no other.
     """
 
     kernels: tuple[Kernel, ...]
     rejected: tuple[tuple[Capabilities, tuple[str, ...]], ...]
+    request: Request
     forward_only: tuple[tuple[Kernel, tuple[str, ...]], ...] = ()
     expected: Expected = UNKNOWN
-    notes: tuple[str, ...] = ()
     broken: tuple[AbsentKernel, ...] = ()
 
     @property
@@ -56,15 +56,18 @@ class Selection:
             passes.append([kernel.capabilities.name for kernel in backward])
         return ", backward ".join(" or ".join(names) for names in passes)
 
-    def describe(self) -> str:
-        """Return the lines of ``explain`` about kernels: one for each, chosen or not."""
+    def describe(self, notes: Sequence[str]) -> str:
+        """Return the lines of ``explain`` about kernels: one for each, chosen or not.
+
+        ``notes`` are lines on what the chosen ones decide only when the call is lowered.
+        """
         rest = "any other device" if len(self.kernels) > 1 else "any device"
         lines = [
             f"kernel {can.name} ({', '.join(can.devices) or rest})"
             f"{self.expected.time_and_source(can.name)}"
             for can in (kernel.capabilities for kernel in self.kernels)
         ]
-        lines += [f"  {note}" for note in self.notes]
+        lines += [f"  {note}" for note in notes]
         lines += [
             f"  not the backward of {kernel.capabilities.name}: {'; '.join(why)}"
             for kernel, why in self.forward_only
@@ -111,8 +114,8 @@ def choose(
         if answers.forward:
             raise UnsupportedError(f"kernel {config.name!r}: {'; '.join(answers.forward)}")
         times = expected(timed(kernels), request, program, [config.name], grad=True)
-        return Selection((kernel,), (), _forward_only({kernel: answers}), times, answers.notes)
-    asked: dict[Kernel, Answers] = {}
+        return Selection((kernel,), (), request, _forward_only({kernel: answers}), times)
+    answers_of: dict[Kernel, Answers] = {}
     broken = [*broken_kernels(kernels)]
 
     def why_not(kernel: Kernel) -> tuple[str, ...]:
@@ -123,7 +126,7 @@ def choose(
         if isinstance(answers, AbsentKernel):
             broken.append(answers)
             return (answers.reason,)
-        asked[kernel] = answers
+        answers_of[kernel] = answers
         return answers.forward
 
     cases = timed(kernels)
@@ -142,17 +145,16 @@ def choose(
     rejected: dict[Kernel, str] = {}
     for kernel in able:
         can = kernel.capabilities
-        if beside := [x.name for x in broken if x.platform in can.devices]:
+        if broken_names := [x.name for x in broken if x.platform in can.devices]:
             rejected[kernel] = (
-                f"auto takes no other kernel for one that is broken: {', '.join(beside)}"
+                f"auto takes no other kernel for one that is broken: {', '.join(broken_names)}"
             )
         elif kernel in for_gpus and can.name != fastest:
             rejected[kernel] = times.time(can.name)
-    chosen = {kernel: asked[kernel] for kernel in able if kernel not in rejected}
+    chosen = {kernel: answers_of[kernel] for kernel in able if kernel not in rejected}
     return Selection(
         tuple(chosen), (*((x.capabilities, (why,)) for x, why in rejected.items()), *refused),
-        _forward_only(chosen), times,
-        tuple(note for answers in chosen.values() for note in answers.notes), tuple(broken),
+        request, _forward_only(chosen), times, tuple(broken),
     )  # fmt: skip
 
 
@@ -162,31 +164,50 @@ class Answers(NamedTuple):
     Attributes:
         forward: Why it cannot do the forward; then nothing else is asked.
         backward: Why it cannot do the backward.
-        notes: Lines on what it decides only when the call is lowered.
     """
 
     forward: tuple[str, ...]
     backward: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def ask(
     kernel: Kernel, request: Request, config: KernelConfig, program: RingProgram, local: LocalShape
 ) -> Answers:
     """Ask a kernel about a call."""
+    # A batch that jax.export keeps symbolic. The kernel of all platforms, in plain XLA, takes it.
+    if kernel.capabilities.devices and not _is_number(request.batch):
+        reason = (
+            f"its blocks depend on the symbolic dimension {request.batch}. Instead: export with "
+            f"numbers, or with kernel='xla'"
+        )
+        return Answers((reason,))
     if forward := tuple(kernel.refusals("forward", local, config, program)):
         return Answers(forward)
-    return Answers(
-        (), tuple(kernel.refusals("backward", local, config, program)),
-        tuple(kernel.notes(request, config, program)),
-    )  # fmt: skip
+    return Answers((), tuple(kernel.refusals("backward", local, config, program)))
+
+
+def notes_of(
+    kernel: Kernel, request: Request, config: KernelConfig, program: RingProgram
+) -> tuple[str, ...]:
+    """Return a kernel's notes on a call; of one that fails to tell them, its error."""
+    try:
+        return tuple(kernel.notes(request, config, program))
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        return (f"{kernel.capabilities.name} has no notes, {described(error)}",)
+
+
+def _is_number(size: object) -> bool:
+    """Return True if a dimension is not symbolic."""
+    return isinstance(size, int)
 
 
 def _forward_only(
-    asked: Mapping[Kernel, Answers],
+    answers_of: Mapping[Kernel, Answers],
 ) -> tuple[tuple[Kernel, tuple[str, ...]], ...]:
     """Return the kernels that refuse the backward, each with its reasons."""
-    return tuple((kernel, x.backward) for kernel, x in asked.items() if x.backward)
+    return tuple((kernel, x.backward) for kernel, x in answers_of.items() if x.backward)
 
 
 def sample_dtype(can: Capabilities) -> str:

@@ -1,7 +1,7 @@
 """Kernels that are missing or fail, and programs that only one platform can run.
 
-Nothing that a kernel of a plug-in raises, while it is asked about a call or traced, stops a program
-for another platform, but ``KeyboardInterrupt``.
+An error that a plug-in's kernel raises while it is checked or traced refuses programs for its
+platform only.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ class AbsentKernel(Kernel):
             of its entry point.
         package: Name of the package that has it.
         reason: Why it cannot run, and what to do.
-        is_broken: The package is installed, or on the path without its metadata; never another
-            project's. Then ``auto`` takes no other kernel in its place without a word: programs for
-            its platform are refused.
+        is_broken: True if the package is present but unusable: ``auto`` then refuses its platform
+            instead of falling back to ``xla``.
     """
 
     name: str
@@ -44,14 +43,13 @@ class AbsentKernel(Kernel):
     is_broken: bool
 
     @classmethod
-    def broken(cls, name: str, platform: str, package: str, reason: str) -> AbsentKernel:
-        """Return the kernel of a package that is there and cannot be used, for a reason."""
-        return cls(
-            name, platform, package,
-            f"{reason}. Programs for {platform} are refused. Instead: install it anew, uninstall it, "
-            f"or use kernel='xla'",
-            is_broken=True,
-        )  # fmt: skip
+    def broken(
+        cls, name: str, platform: str, package: str, reason: str,
+        instead: str = "install it anew, uninstall it, or use kernel='xla'",
+    ) -> AbsentKernel:  # fmt: skip
+        """Return the kernel of a package that is present but unusable, and what to do instead."""
+        reason = f"{reason}. Programs for {platform} are refused. Instead: {instead}"
+        return cls(name, platform, package, reason, is_broken=True)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -84,19 +82,27 @@ def or_broken[T](kernel: Kernel, action: Callable[[], T]) -> T | AbsentKernel:
     """
     try:
         return action()
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
         can, package = kernel.capabilities, type(kernel).__module__.partition(".")[0]
-        if not can.devices:
+        if not can.devices or not is_fault(error):
             raise
         package = package.replace("_", "-")
         if isinstance(error, UnsupportedError):  # in the kernel's own words, which say what to do
             reason = str(error).removeprefix(f"kernel {can.name!r}: ")
             return AbsentKernel(can.name, can.devices[0], package, reason, is_broken=True)
         return AbsentKernel.broken(
-            can.name, can.devices[0], package, f"{package} fails, {described(error)}"
-        )
+            can.name, can.devices[0], package, f"{package} fails, {described(error)}",
+            f"use kernel='xla'; kernel={can.name!r} raises the error with its traceback",
+        )  # fmt: skip
+
+
+def is_fault(error: BaseException) -> bool:
+    """Return True for an error of code, also in Rust; False for what ends a program.
+
+    ``KeyboardInterrupt``, ``SystemExit`` and whatever else is no ``Exception`` may come from a
+    signal handler, in the midst of a kernel that has no part in it.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def described(error: BaseException) -> str:

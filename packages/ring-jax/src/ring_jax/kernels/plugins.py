@@ -10,7 +10,13 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, distributions
+from importlib.metadata import (
+    Distribution,
+    EntryPoint,
+    PackageNotFoundError,
+    distribution,
+    distributions,
+)
 from importlib.util import find_spec
 
 from ring_jax.kernels.absent import AbsentKernel, described
@@ -54,18 +60,22 @@ def _load(package: str) -> tuple[Kernel, ...]:
 
 
 def _entry_point(package: str) -> EntryPoint | None:
-    """Return the entry point of a package's kernels; ``None`` if it is not installed, or has none.
+    """Return the entry point of a package's kernels; ``None`` if it is not installed.
 
     Raises:
-        ImportError: It can be imported and is not installed, as sources on a path.
+        ImportError: It can be imported, and its metadata are missing, as of sources on a path, or
+            register nothing.
     """
     try:
-        installed = distribution(package)  # of two on the path the first, as imports take it
+        entries = distribution(package).entry_points  # of two on the path the first, as for imports
     except PackageNotFoundError:
-        if find_spec(package.replace("-", "_")) is None:
-            return None
-        raise ImportError("it is on the path without its metadata, which register it") from None
-    return next(iter(installed.entry_points.select(group=_GROUP)), None)
+        entries = None
+    if entries:
+        return next(iter(entries.select(group=_GROUP)), None)
+    if find_spec(package.replace("-", "_")) is None:
+        return None
+    without = "it is on the path without its metadata, which register it"
+    raise ImportError(without if entries is None else "its metadata register no kernels")
 
 
 def _loaded(entry: EntryPoint, platform: str, names: tuple[str, ...]) -> tuple[Kernel, ...]:
@@ -84,12 +94,23 @@ def _loaded(entry: EntryPoint, platform: str, names: tuple[str, ...]) -> tuple[K
 def _foreign_kernels() -> tuple[AbsentKernel, ...]:
     """Return an absent kernel for each entry point that another project registers."""
     found: dict[str, AbsentKernel] = {}
-    for installed in distributions():
-        with suppress(Exception):  # metadata of others that are damaged are passed over
-            for entry in installed.entry_points.select(group=_GROUP):
-                package = installed.metadata["Name"].replace("_", "-").lower()
-                name = f"{entry.name} of {package}"
-                reason = "only packages of this project register kernels"
-                if package not in PACKAGES:
-                    found[name] = AbsentKernel(name, entry.name, package, reason, is_broken=False)
+    # Finders of other projects may fail, and their metadata may be damaged.
+    with suppress(Exception):
+        for installed in distributions():
+            with suppress(Exception):
+                found |= _foreign_kernels_of(installed)
     return tuple(found.values())
+
+
+def _foreign_kernels_of(installed: Distribution) -> dict[str, AbsentKernel]:
+    """Return the absent kernels of an installed package by their names, if it is not ours."""
+    entries = installed.entry_points.select(group=_GROUP)
+    package = installed.metadata["Name"].replace("_", "-").lower() if entries else ""
+    reason = "only packages of this project register kernels"
+    return {
+        (name := f"{entry.name} of {package}"): AbsentKernel(
+            name, entry.name, package, reason, is_broken=False
+        )
+        for entry in entries
+        if package not in PACKAGES
+    }

@@ -58,7 +58,9 @@ def _gather_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayloa
         remote_part, runner.work_of(remote_part), q, order_after(gathered, into), into,
         overwrite=False, is_final=True,
     )  # fmt: skip
-    return into, gathered if _is_kept(call, x) else None
+    # Kept as they arrived, not tied to the own block's kernel: gathered again under a policy of
+    # jax.checkpoint, they need no kernel.
+    return into, gathering if _is_kept(call, x) else None
 
 
 def _gather_backward(

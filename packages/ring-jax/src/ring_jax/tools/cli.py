@@ -21,9 +21,9 @@ from ring_core.tools import bench, doctor, explain
 from ring_core.tools.commands import framework_commands, is_refused
 from ring_jax.kernels.absent import AbsentKernel
 from ring_jax.kernels.plugins import installed_kernels
-from ring_jax.prepare import check_call, with_structs
+from ring_jax.prepare import call_with_traced_structs, check_call
 from ring_jax.records import CallOptions
-from ring_jax.strategies import explained
+from ring_jax.strategies.explanation import explained
 from ring_jax.tools import bench as _bench_jax
 from ring_jax.tools.doctor import HOST_DEVICES, _platform, diagnose, shown, versions
 
@@ -82,7 +82,7 @@ def _explain(args: argparse.Namespace) -> int:
             spec, _, way = check_call(None, "cp", case.layout, case.cp_size, q, k, k, options)
             return explained(spec, way)
 
-        text = with_structs(call, q, k)
+        text = call_with_traced_structs(call, q, k)
     except (ValueError, RuntimeError) as error:
         print(f"ring_jax: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

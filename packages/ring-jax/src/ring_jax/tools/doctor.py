@@ -15,11 +15,11 @@ from jax.sharding import AxisType, PartitionSpec as P
 from ring_core import KernelConfig, Mask, Request, make_plan, refusals, ring_program
 from ring_core.tools import bench, doctor
 from ring_jax.attention import RingAttention
-from ring_jax.kernels import sample_dtype
-from ring_jax.kernels.absent import AbsentKernel, broken_kernels
+from ring_jax.kernels import notes_of, sample_dtype
+from ring_jax.kernels.absent import AbsentKernel, broken_kernels, is_fault
 from ring_jax.kernels.plugins import PACKAGES, installed_kernels
 from ring_jax.records import Kernel
-from ring_jax.strategies import trace_error
+from ring_jax.strategies.explanation import trial_error
 from ring_jax.tools.bench import compared, out_and_grads
 
 LIBRARIES = (
@@ -108,9 +108,9 @@ def self_test(kernel: Kernel, dtype: str) -> Iterator[doctor.Check]:
     ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
     try:
         results = list(jax.block_until_ready(out_and_grads(ring)(*inputs)))
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # noqa: BLE001 - any error is a finding
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         yield doctor.failed(name, where, traceback.format_exc())
         return
     yield from compared(name, results, inputs, where=where, mask=doctor.CAUSAL)
@@ -125,7 +125,7 @@ def _report(kernel: Kernel, platform: str) -> KernelReport:
     can, package = kernel.capabilities, type(kernel).__module__.partition(".")[0]
     if isinstance(kernel, AbsentKernel):
         return KernelReport(can.name, kernel.package, available=False, why=kernel.reason)
-    error = trace_error(kernel)
+    error = trial_error(kernel)
     program = ring_program(make_plan(Mask(causal=True), seq_len=doctor.TOKENS, cp_size=1))
     sample = Request(platform, sample_dtype(can), HEAD_DIM, HEAD_DIM, grad=True)
     if reasons := refusals(can, sample, program):
@@ -133,7 +133,7 @@ def _report(kernel: Kernel, platform: str) -> KernelReport:
         return KernelReport(can.name, package, available=False, why=why)
     in_16_bits = replace(sample, dtype="bfloat16")
     # Of a kernel that fails the self-test shows the error.
-    notes = () if error else kernel.notes(in_16_bits, KernelConfig(can.name), program)
+    notes = () if error else notes_of(kernel, in_16_bits, KernelConfig(can.name), program)
     return KernelReport(can.name, package, available=True, why="", notes=notes)
 
 
