@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -135,7 +135,8 @@ def call_with_traced_structs[R](function: Callable[..., R], *args: Any) -> R:
     The result must hold no array.
     """
     tree: Any
-    leaves, tree = jax.tree.flatten(args)
+    # JAX warns of iterators that it takes as leaves by itself; what is called refuses them by name.
+    leaves, tree = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, Iterator))
     is_struct = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
     if not any(is_struct):
         return function(*args)
