@@ -63,19 +63,18 @@ def _entry_point(package: str) -> EntryPoint | None:
     """Return the entry point of a package's kernels; ``None`` if it is not installed.
 
     Raises:
-        ImportError: It can be imported, and its metadata are missing, as of sources on a path, or
-            register nothing.
+        ImportError: Its metadata register nothing; or it can be imported without metadata, as
+            sources on a path.
     """
     try:
         entries = distribution(package).entry_points  # of two on the path the first, as for imports
     except PackageNotFoundError:
-        entries = None
-    if entries:
-        return next(iter(entries.select(group=_GROUP)), None)
-    if find_spec(package.replace("-", "_")) is None:
-        return None
-    without = "it is on the path without its metadata, which register it"
-    raise ImportError(without if entries is None else "its metadata register no kernels")
+        if find_spec(package.replace("-", "_")) is None:
+            return None
+        raise ImportError("it is on the path without its metadata, which register it") from None
+    if not entries:
+        raise ImportError("its metadata register no kernels")
+    return next(iter(entries.select(group=_GROUP)), None)
 
 
 def _loaded(entry: EntryPoint, platform: str, names: tuple[str, ...]) -> tuple[Kernel, ...]:
