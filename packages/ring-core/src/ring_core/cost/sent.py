@@ -44,7 +44,7 @@ class CountedCall(NamedTuple):
 
 @dataclass(frozen=True)
 class StrategyBytes:
-    """How to count the bytes of a strategy that :func:`bytes_sent` does not know by name.
+    """A count of bytes for a strategy that :func:`bytes_sent` does not know by name.
 
     It is given as ``strategy``, in place of a name:
 

@@ -1,9 +1,8 @@
 """Adapter that makes a kernel of a library of fused CUDA kernels, such as FlashAttention.
 
 A library gives its two calls (:class:`ring_torch.kernels.library.FlashLibrary`), and
-:class:`FlashKernel` makes work items fit them. Libraries multiply masked weights, which are 0, with
-the values of their tile, so a NaN may reach rows of its tile that do not see it
-(``Capabilities.exact_nan``).
+:class:`FlashKernel` makes work items fit them. Libraries multiply masked weights, zeros, with all
+values of a tile, so a NaN reaches rows that do not see it too (``Capabilities.exact_nan``).
 """
 
 from __future__ import annotations

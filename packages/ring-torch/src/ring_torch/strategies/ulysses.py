@@ -3,9 +3,8 @@
 Two all-to-all exchanges a pass, as in DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509):
 in the forward Q, K and V go from tokens to heads and the output goes back; in the backward dout
 goes from tokens to heads, and dQ, dK and dV go back. Segment ids and a bias, with its shift and
-gradient, take exchanges of their own. In between a call of one rank runs over all tokens in natural
-order, so every layout will do. Which heads a rank has is a :class:`ring_core.HeadPlan`: query heads
-are padded to equal counts, K/V heads copied where they are fewer than ranks.
+gradient, take exchanges of their own. In between, a call of one rank runs over all tokens in order,
+so every layout will do. A :class:`ring_core.HeadPlan` says which heads a rank has.
 """
 
 from __future__ import annotations
