@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ class Tree:
         if not sources:
             raise ValueError(f"{path} is no checkout: it has no packages/*/src")
         worker = [sys.executable, "-P", timed_rows.__file__, str(ranks)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sources, str(path)])}
+        others = filter(None, [os.environ.get("PYTHONPATH")])  # of libraries: they come last
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sources, str(path), *others])}
         self._process = subprocess.Popen(
             worker, env=environment, cwd=path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )  # fmt: skip
@@ -89,8 +91,8 @@ def commit_of(path: Path) -> str:
 def in_turns(old: Timed, new: Timed, request: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Return what is kept of a row: quartiles of each tree's times and of their ratios."""
     trees = {"old": old, "new": new}
-    for timed in trees.values():  # results are compared, and kernels compiled
-        timed(request | {"first": True})
+    with ThreadPoolExecutor() as both:  # results are compared, and kernels compiled
+        list(both.map(lambda timed: timed(request | {"first": True}), trees.values()))
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
     for n in range(rounds):
         for name in trees if n % 2 == 0 else reversed(trees):
