@@ -89,6 +89,9 @@ SHORT_SETTINGS = (
     Setting(16 * K, dim=64),
     Setting(16 * K, dim=256, heads=16, kv_heads=4),
     Setting(32 * K, mask="documents"),
+    # As many tokens for each of two GPUs as the first two have for each of four.
+    Setting(4 * K),
+    Setting(16 * K, 64, 8, mask="window 128", dim=64, sinks=True),
 )
 #: Every strategy beside others. Settings whose kernels are the same are neighbours, as a process
 #: compiles a kernel once; what a run may miss stands last.
