@@ -203,18 +203,22 @@ class Gather(GatheringStrategy):
         grad_sums = session.accumulators(gather, sums, zero=sums.head_major or len(items) == 0)
         dbias = zero_bias_grad(rows, call.params, call.acc_dtype)
         row_grads = QueryGrads(_dq(call, gather, rows.q), dbias)
-        dk, dv = (
-            torch.empty(x.shape, dtype=call.dtype, device=call.device) for x in (inputs.k, inputs.v)
-        )
         in_flight: list[list[PendingGrads]] = [[] for _ in range(groups)]
         own_sums: list[Tensor | None] = []
+        key_grads: list[KeyGrads] = []  # dK/dV of all groups, once there is something to round
 
-        def finish(n: int) -> None:
-            """Wait for what peers send of group ``n``, add it, and round dK/dV."""
-            group_grads = head_group(KeyGrads(dk, dv), n, groups)
+        def finish(n: int) -> KeyGrads:
+            """Add what peers send of group ``n``, and round; return dK/dV of all groups."""
+            if not key_grads:
+                shapes = inputs.k.shape, inputs.v.shape
+                new = partial(torch.empty, dtype=call.dtype, device=call.device)
+                key_grads.append(KeyGrads(*map(new, shapes)))
+            group_grads = head_group(key_grads[0], n, groups)
             _finish_own_grads(
                 call, gather, sums, (grad_sums[n], own_sums[n]), in_flight[n], group_grads
             )
+            own_sums[n] = None  # their memory serves the groups after this one
+            return key_grads[0]
 
         # One group of dK/dV is in flight while the next is computed: a transfer is waited for only
         # when that group's kernels are in line ahead of the wait. Peers read a group's sums until
@@ -246,7 +250,7 @@ class Gather(GatheringStrategy):
             if n > 0:
                 finish(n - 1)
         # No launch is left that could hide the last group's transfer: wait for it.
-        finish(groups - 1)
+        dk, dv = finish(groups - 1)
         if self.prepares and not self.groups.before_last_item and upstream.delta is None and items:
             prepared = prepare_backward(
                 call.kernel, rows, columns, upstream, row_grads.dq, sums, gather, call.ranks.rank,
@@ -263,9 +267,6 @@ class Gather(GatheringStrategy):
         gather, keys, (q, k, v) = self.gather, session.spec.keys, inputs[:3]
         (grad_sums,) = session.accumulators(gather, sums, zero=sums.head_major)
         dq = _dq(call, gather, q)
-        # Contiguous, whatever the strides of k and v: launches that round go by tokens.
-        new = torch.zeros_like if prepared.has_padding else torch.empty_like
-        dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (k, v))
         kv = partial(keys.columns, self.gathered(session, inputs, saved)[0])
         dout, out, lse, _ = upstream
         row_stats = prepared.launch(q, kv, dout, out, lse, dq, grad_sums)
@@ -273,6 +274,9 @@ class Gather(GatheringStrategy):
         # the peers' sums for its own keys. Peers read other columns than those that these go to.
         pending = session.return_grads(gather, sums, grad_sums, 0, overlapped=False)
         pending(grad_sums, gather.length, _own_columns(gather, call.ranks.rank))
+        # Contiguous, whatever the strides of k and v: launches that round go by tokens.
+        new = torch.zeros_like if prepared.has_padding else torch.empty_like
+        dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (k, v))
         prepared.round(grad_sums, dk, dv)
         return Grads(dq, dk, dv, None, row_stats)
 
