@@ -28,7 +28,8 @@ from ring_core.base.arguments import not_none
 from ring_core.programs.ring import Stage
 from ring_jax.collectives import Ranks, match_varying, reload_after, varying_axes
 from ring_jax.kernels.absent import AbsentKernel, or_broken
-from ring_jax.rank_view import Launches, RankView, StepTable, all_positions, step_table
+from ring_jax.positions import all_positions
+from ring_jax.rank_view import Launches, RankView, StepTable, step_table
 from ring_jax.records import (
     Array,
     AttentionState,
