@@ -374,10 +374,6 @@ NAMES = {*(x.name for x in STRATEGIES), *(x.name for x in TRANSPORTS)}
 KERNEL_NAMES = {*(x.capabilities.name for x in KERNELS), "xla", "pallas"}  # JAX's own, too
 #: Where else a name decides, and why.
 ALLOWED = {
-    ("ring_core/base/config.py", "hybrid"),  # its parameters, which are checked before any backend
-    *(
-        ("ring_jax/strategies/__init__.py", x) for x in ("ring", "balanced", "gather")
-    ),  # JAX's table
     *(("ring_jax/maxtext.py", x) for x in ("ring", "ulysses")),  # values of MaxText's settings
     ("ring_torch/hf/models/check.py", "hybrid"),  # a name of transformers' layers
     ("ring_torch/hf/register.py", "eager"),  # a value of transformers' argument

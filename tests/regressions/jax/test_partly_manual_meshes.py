@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ring_core import UnsupportedError, reference
 from ring_jax import ContextParallel, check, nn, ring_attention
-from ring_jax.search import searchsorted
+from ring_jax.positions import searchsorted
 
 MESH = jax.make_mesh(
     (2, 2), ("cp", "tp"), (AxisType.Auto, AxisType.Auto), devices=jax.devices()[:4]

@@ -31,6 +31,7 @@ from ring_core.triton.tile_configs import (
     score_unit,
 )
 from ring_jax.kernels.block_index import item_bounds, kinds_of
+from ring_jax.positions import searchsorted
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -41,7 +42,6 @@ from ring_jax.records import (
     LaunchSpec,
     QueryBlock,
 )
-from ring_jax.search import searchsorted
 from ring_jax_gpu.block_index import PredicateTiles, block_index, in_tiles
 from ring_jax_gpu.launch import CELLS, ITEM_NUMBER, Arrays, KernelName, Launch
 from ring_jax_gpu.primitive import launch_kernel

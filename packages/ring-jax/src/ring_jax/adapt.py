@@ -18,8 +18,8 @@ from ring_core import Layout, Mask, UnsupportedError
 from ring_core.base.arguments import check_foreign_options
 from ring_jax.attention import RingAttention
 from ring_jax.context import ContextParallel
+from ring_jax.positions import local_positions
 from ring_jax.prepare import axis_size
-from ring_jax.rank_view import local_positions
 from ring_jax.records import Array
 
 Attention = Callable[..., Any]

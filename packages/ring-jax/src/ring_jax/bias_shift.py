@@ -18,7 +18,7 @@ from jax import lax
 from ring_core.base.arguments import not_none
 from ring_core.base.merge import UNSHIFTED_BIAS
 from ring_jax.collectives import Ranks, match_varying, permute, varying_axes
-from ring_jax.rank_view import local_positions
+from ring_jax.positions import local_positions
 from ring_jax.records import Array, CallSpec, Inputs
 
 _MAX_ELEMENTS = 1 << 22  # elements of a bias that are read at once, to bound temporaries

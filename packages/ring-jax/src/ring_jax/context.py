@@ -22,29 +22,12 @@ from ring_core.base.arguments import (
 from ring_core.layouts.layout import check_layout
 from ring_jax import movement
 from ring_jax.attention import RingAttention
-from ring_jax.collectives import Axes, axes_along, names_of, size_of, split
-from ring_jax.global_arrays import Sharding, attend_global
-from ring_jax.meshes import (
-    check_axes,
-    check_devices,
-    check_divides,
-    check_surroundings,
-    in_one_process,
-    numbered,
-    with_devices,
-)
+from ring_jax.collectives import Axes, split
+from ring_jax.global_arrays import GlobalCall, Sharding, attend_global, check_global
+from ring_jax.meshes import check_axes, check_devices, check_surroundings, numbered, with_devices
 from ring_jax.movement import Halo
-from ring_jax.prepare import (
-    ShardCounts,
-    call_with_traced_structs,
-    check_call,
-    described_as,
-    named_arrays,
-    split_mask,
-    structs_in,
-)  # fmt: skip
-from ring_jax.records import Array, AttentionOptions, CallOptions, CallSpec, Inputs
-from ring_jax.strategies import Way
+from ring_jax.prepare import call_with_traced_structs, structs_in
+from ring_jax.records import Array, AttentionOptions, CallOptions
 from ring_jax.strategies.explanation import explained
 from ring_jax.tripwire import agreement
 
@@ -307,8 +290,8 @@ class ContextParallel:
         Shapes are global: ``q [B, T, H, D]``, ``bias [B or 1, H or 1, T, T_kv]``, and so is a
         ``mask`` that is an array. Arrays that lie otherwise on the mesh are resharded first.
         """
-        call, inputs, _ = self._check_call(q, k, v, CallOptions(return_lse=return_lse, **options))
-        out, lse = attend_global(call, inputs, self.mesh, *self._axes(q, k))
+        call = self._check_call(q, k, v, CallOptions(return_lse=return_lse, **options))
+        out, lse = attend_global(call, self.mesh)
         return (out, lse) if return_lse else out
 
     @refuse_foreign_options
@@ -329,8 +312,8 @@ class ContextParallel:
 
         def explain(q: Array, k: Array, v: Array, options: AttentionOptions) -> str:
             call_options = CallOptions(return_lse=return_lse, **options)
-            call, _, way = self._check_call(q, k, v, call_options)
-            return explained(call, way)
+            call = self._check_call(q, k, v, call_options)
+            return explained(call.spec, call.way)
 
         text = call_with_traced_structs(explain, q, k, v, options)
         # As traced arrays they had lost their shardings.
@@ -362,53 +345,12 @@ class ContextParallel:
         def signature() -> agreement.Signature:
             check_foreign_options(options)
             call_options = CallOptions(return_lse=return_lse, **options)
-            call, inputs, _ = self._check_call(q, k, v, call_options)
+            spec, inputs, *_ = self._check_call(q, k, v, call_options)
             axes = self.axis_name, self.batch_axis, self.head_axis
-            return agreement.signature_of(self.mesh, self.layout, axes, call, inputs, call_options)
+            return agreement.signature_of(self.mesh, self.layout, axes, spec, inputs, call_options)
 
         agreement.compare(signature, (q, k, v, *options.values()))
 
-    def _check_call(
-        self, q: Array, k: Array, v: Array, options: CallOptions
-    ) -> tuple[CallSpec, Inputs, Way]:
+    def _check_call(self, q: Array, k: Array, v: Array, options: CallOptions) -> GlobalCall:
         """Check a call on global arrays, and choose its kernels."""
-        check_surroundings(self.mesh, self.axis_name)
-        self._check_qkv(q, k, v)
-        batch, heads = self._axes(q, k)
-        shards = ShardCounts(
-            self.mesh.abstract_mesh, size_of(self.mesh, batch), size_of(self.mesh, heads),
-            self._mask_shards(options.mask, batch, heads), in_one_process(self.mesh, self.axis_name),
-        )  # fmt: skip
-        checked = check_call(
-            None, self.axis_name, self.layout, self.cp_size, q, k, v, options, shards
-        )
-        check_devices(named_arrays(checked[1]), self.mesh)
-        return checked
-
-    def _axes(self, q: Array, k: Array) -> tuple[Axes, Axes]:
-        """Return the axes of batch and heads: those named, else those that q is known to have."""
-        batch = self.batch_axis or axes_along(q, self.mesh, 0, self.axis_name, self.head_axis)
-        heads = self.head_axis or axes_along(q, self.mesh, 2, self.axis_name, batch)
-        return batch, None if k.shape[2] % size_of(self.mesh, heads) else heads
-
-    def _mask_shards(self, mask: object, batch: Axes, heads: Axes) -> int:
-        """Return the number of shards of a mask that is an array, over all its dimensions."""
-        _, dense = split_mask(mask)
-        shape = (1, 1) if dense is None or dense.ndim != 4 else dense.shape[:2]
-        axes = (axis for axis, size in zip((batch, heads), shape, strict=True) if size > 1)
-        return size_of(self.mesh, names_of(self.axis_name, *axes))
-
-    def _check_qkv(self, q: Array, k: Array, v: Array) -> None:
-        """Refuse shapes that do not fit the mesh, before ``shard_map`` does in words of its own."""
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            described_as(name, x)
-            if x.ndim != 4:
-                raise ValueError(
-                    f"{name} must have 4 dimensions [batch, sequence, heads, head_dim], got shape "
-                    f"{x.shape}"
-                )
-            try:
-                self.layout_of(x.shape[1])
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-            check_divides(name, x, self.mesh, self.batch_axis, self.head_axis)
+        return check_global(self._sharding, self.batch_axis, self.head_axis, q, k, v, options)

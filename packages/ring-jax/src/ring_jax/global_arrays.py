@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import lcm
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax import lax
@@ -26,15 +26,31 @@ from ring_jax.collectives import (
     is_explicit,
     names_of,
     permute,
+    size_of,
     split,
     spread,
     transfer,
 )
 from ring_jax.kernels.absent import AbsentKernel
 from ring_jax.kernels.xla import XlaKernel
-from ring_jax.meshes import check_devices, check_surroundings, devices_of, refuse_symbolic_dims
-from ring_jax.prepare import prepared
-from ring_jax.records import Array, CallSpec, Inputs
+from ring_jax.meshes import (
+    check_devices,
+    check_divides,
+    check_surroundings,
+    devices_of,
+    in_one_process,
+    refuse_symbolic_dims,
+)
+from ring_jax.prepare import (
+    ShardCounts,
+    check_call,
+    described_as,
+    named_arrays,
+    prepared,
+    split_mask,
+)
+from ring_jax.records import Array, CallOptions, CallSpec, Inputs
+from ring_jax.strategies import Way
 
 _IN_VMAP = (
     "ContextParallel.attention cannot run under jax.vmap(spmd_axis_name=...) along an axis of its mesh, nor "
@@ -49,14 +65,78 @@ _VMAP_ERRORS = (
 )  # fmt: skip
 
 
-def attend_global(
-    call: CallSpec, inputs: Inputs, mesh: AnyMesh, batch: Axes, heads: Axes
-) -> tuple[Array, Array]:
+class GlobalCall(NamedTuple):
+    """A checked call on global arrays.
+
+    Attributes:
+        spec: Its static side.
+        inputs: Its arrays.
+        way: The choice of strategy and kernels, with its reasons.
+        batch, heads: Axes along which batch and heads are split.
+    """
+
+    spec: CallSpec
+    inputs: Inputs
+    way: Way
+    batch: Axes
+    heads: Axes
+
+
+def check_global(
+    sharding: Sharding, batch_axis: Axes, head_axis: Axes, q: Array, k: Array, v: Array,
+    options: CallOptions,
+) -> GlobalCall:  # fmt: skip
+    """Check a call on global arrays, and choose its strategy and kernels.
+
+    Args:
+        sharding: How tokens are split.
+        batch_axis, head_axis: Axes that the user named for batch and heads.
+        q, k, v: Arrays ``[B, T, heads, head_dim]``.
+        options: All other arguments of the user.
+
+    Raises:
+        ValueError: An argument is malformed, or a shape does not fit the mesh.
+        UnsupportedError: No kernel can do the call, or none can here: see ``check_surroundings``.
+    """
+    mesh, axis_name = sharding.mesh, sharding.axis_name
+    check_surroundings(mesh, axis_name)
+    # Shapes that do not fit the mesh are refused before shard_map does it in words of its own.
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        described_as(name, x)
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions [batch, sequence, heads, head_dim], got shape {x.shape}"
+            )
+        try:
+            sharding.layout_of(x.shape[1])
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        check_divides(name, x, mesh, batch_axis, head_axis)
+    # Axes that are not named are those that q is known to have.
+    batch = batch_axis or axes_along(q, mesh, 0, axis_name, head_axis)
+    heads = head_axis or axes_along(q, mesh, 2, axis_name, batch)
+    heads = None if k.shape[2] % size_of(mesh, heads) else heads
+    _, dense = split_mask(options.mask)
+    shape = (1, 1) if dense is None or dense.ndim != 4 else dense.shape[:2]
+    mask_axes = (axis for axis, size in zip((batch, heads), shape, strict=True) if size > 1)
+    shards = ShardCounts(
+        mesh.abstract_mesh, size_of(mesh, batch), size_of(mesh, heads),
+        size_of(mesh, names_of(axis_name, *mask_axes)), in_one_process(mesh, axis_name),
+    )  # fmt: skip
+    spec, inputs, way = check_call(
+        None, axis_name, sharding.layout, sharding.cp_size, q, k, v, options, shards
+    )
+    check_devices(named_arrays(inputs), mesh)
+    return GlobalCall(spec, inputs, way, batch, heads)
+
+
+def attend_global(checked: GlobalCall, mesh: AnyMesh) -> tuple[Array, Array]:
     """Return ``(out, lse)`` of a checked call on global arrays, resharded where they lie otherwise.
 
     Raises:
         UnsupportedError: This is inside ``jax.vmap(spmd_axis_name=...)`` along an axis of the mesh.
     """
+    call, inputs, _, batch, heads = checked
     tokens = cast("str", call.axis_name)
     specs = _specs_of(inputs, batch, tokens, heads)
     # The compiler can shard kernels in plain XLA itself, so axes that the call does not name are

@@ -28,9 +28,9 @@ from ring_core.movement import (
     shift as shift_movement,
 )
 from ring_jax.collectives import Ranks, match_varying, varying_axes
+from ring_jax.positions import searchsorted
 from ring_jax.prepare import axis_size, described_as
 from ring_jax.records import Array
-from ring_jax.search import searchsorted
 from ring_jax.tripwire import check_movement, checked_every
 
 

@@ -1,26 +1,26 @@
-"""A rank's side of the plan: its work items, and the positions of its tokens.
+"""A rank's side of the plan: its work items, and the operands of its kernels.
 
 Work comes in parts: a part is a step of the ring, or, with gathered keys, all other ranks' keys at
 once. Parts that differ in nothing but their items are launched in a loop.
 
-The rank is a traced number, so everything that differs between ranks is looked up in small arrays:
-the program's tables, and the first position of each run of the layout.
+The rank is a traced number, so everything that differs between ranks is looked up in small arrays,
+the program's tables.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from ring_core import Layout, Plan, RingProgram
+from ring_core import Plan, RingProgram
 from ring_core.programs.ring import TABLE_COLUMNS, TABLE_UNBOUNDED
 from ring_jax.collectives import Ranks
+from ring_jax.positions import constant_bytes, local_positions, searchsorted
 from ring_jax.records import (
     Array,
     CallSpec,
@@ -32,7 +32,6 @@ from ring_jax.records import (
     QueryBlock,
     QueryPayload,
 )
-from ring_jax.search import searchsorted
 
 Table = npt.NDArray[np.int32]
 
@@ -209,11 +208,10 @@ class Launches:
         if self.table is None:
             return Constants()
         kinds, boundaries = self.kinds(plan), self.boundaries(plan)
-        starts = [_run_starts(layout) for layout in (plan.q_layout, plan.k_layout)]
         return Constants(
             self.table.nbytes, 0 if kinds is None else kinds.nbytes,
             0 if boundaries is None else 2 * boundaries.nbytes,  # for queries and for keys
-            sum(x.nbytes for x in starts if not _is_even(x)),
+            constant_bytes(plan.q_layout) + constant_bytes(plan.k_layout),
         )  # fmt: skip
 
 
@@ -374,48 +372,8 @@ class RankView:
         return cast("Array", searchsorted(jnp.asarray(boundaries), positions, "right"))
 
 
-def local_positions(layout: Layout, rank: Array) -> Array:
-    """Return the global index of each token of a rank, int32 ``[T_local]``."""
-    # A rank holds a few runs one behind the other. Each overwrites what the run before would have
-    # gone on with, so no table of T positions is looked up.
-    starts = _run_positions(layout, rank)
-    index = jnp.arange(layout.local_len, dtype=jnp.int32)
-    positions = starts[0] + layout.stride * index
-    for n, run_start in enumerate(layout.run_starts[1:], start=1):
-        positions = jnp.where(
-            index >= run_start, starts[n] + layout.stride * (index - run_start), positions
-        )
-    return positions
-
-
-def _run_positions(layout: Layout, rank: Array) -> Array:
-    """Return the global index of the first token of each run of a rank, int32 ``[runs]``."""
-    starts = _run_starts(layout)
-    # Most layouts go on from rank to rank by equal distances; others are looked up.
-    if _is_even(starts):
-        first, distance = starts[0], (starts[-1] - starts[-2] if len(starts) > 1 else starts[0])
-        return jnp.asarray(first) + jnp.asarray(distance) * rank
-    return jnp.asarray(starts)[rank]
-
-
-def _run_starts(layout: Layout) -> Table:
-    """Return the global index of the first token of each run of all ranks, int32 ``[P, runs]``."""
-    return layout.run_positions(np.arange(layout.cp_size)).astype(np.int32)
-
-
-def _is_even(starts: Table) -> bool:
-    """Return True if runs of neighbouring ranks begin at equal distances."""
-    distances = np.diff(starts, axis=0)
-    return bool((distances == distances[-1:]).all())
-
-
 def is_padding(call: CallSpec) -> Array:
     """Return which of this device's queries are padding, bool ``[T_local]``."""
     layout = call.plan.q_layout
     rank = Ranks(call.axis_name, layout.cp_size).rank()
     return local_positions(layout, rank) >= layout.seq_len
-
-
-def all_positions(layout: Layout) -> Array:
-    """Return the global index of each token of every rank, int32 ``[P, T_local]``."""
-    return jax.vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size, dtype=jnp.int32))

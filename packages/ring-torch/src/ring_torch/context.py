@@ -1,27 +1,20 @@
-"""Context parallelism in one object: a process group and the layout in which its data are split.
-
-One object owns both, so that splitting and attention cannot use different ones.
-"""
+"""Context parallelism in one object, so that splitting and attention share group and layout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from inspect import signature
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
-from ring_core import Layout, LayoutSpec, UnsupportedError, viz
+from ring_core import Layout, LayoutSpec
 from ring_core.base.arguments import refuse_foreign_options, with_options_of
 from ring_torch.attention import in_modes_of_torch, ring_attention, with_dense_mask
 from ring_torch.capture import is_traced
-from ring_torch.comm.ranks import Group, Ranks
-from ring_torch.compiled.movement import (
-    halo_in_graph,
-    relayout_in_graph,
-    shift_in_graph,
-)
+from ring_torch.comm.ranks import Group
+from ring_torch.compiled.movement import halo_in_graph, relayout_in_graph, shift_in_graph
 from ring_torch.compiled.static import size_of
 from ring_torch.compiled.unshard import unshard_in_graph
 from ring_torch.gradients import reduce_gradients
@@ -30,7 +23,7 @@ from ring_torch.movement.methods import Halo
 from ring_torch.options import AttentionOptions, CallOptions
 from ring_torch.prepare import check_call
 from ring_torch.sharding import Sharding, UnshardGrad
-from ring_torch.strategies import describe_strategy
+from ring_torch.strategies import explained
 
 
 class ContextParallel:
@@ -42,16 +35,14 @@ class ContextParallel:
         layout: The layout says which rank holds which tokens: ``zigzag`` (default), ``striped``,
             ``contiguous`` or a result of :func:`ring_core.balanced_layout`.
 
-    Make it outside of functions that ``torch.compile`` compiles: a graph is for one object.
-
-    It can be pickled if it uses the default group; unpickled, it uses the default group of the
-    process that reads it. A copy shares the group.
+    Make it outside of functions that ``torch.compile`` compiles: a graph is for one object. It can
+    be pickled if it uses the default group; unpickled, it uses the default group of the process
+    that reads it. A copy shares the group.
 
     Raises:
         ValueError: The layout is unknown, or has chunks for another number of ranks; or it is made
-            inside of a function that ``torch.compile`` compiles. Later, from
-            every method: the group was destroyed, or the default group is another than at the first
-            use.
+            inside of a function that ``torch.compile`` compiles. Later, from every method: the
+            group was destroyed, or the default group is another than at the first use.
         UnsupportedError: An object that was given a group is pickled.
 
     Example::
@@ -69,21 +60,6 @@ class ContextParallel:
                 "make it once, outside of the function, and use it there"
             )
         self._sharding = Sharding(group, layout)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.group is not None:
-            raise UnsupportedError(
-                f"a ContextParallel over a {type(self.group).__name__} cannot be pickled, for a "
-                f"group belongs to its process. Instead: pickle its layout, and make "
-                f"ContextParallel(group, layout) where that is read; or use the default group"
-            )
-        return type(self), (None, self.layout)
-
-    def __copy__(self) -> ContextParallel:
-        return type(self)(self.group, self.layout)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
-        return type(self)(self.group, self.layout)
 
     @property
     def group(self) -> Group:
@@ -134,8 +110,7 @@ class ContextParallel:
             fill: Number in the padding, for example -100 for labels.
 
         Returns:
-            The slice, ``[..., T_local, ...]``, its tokens in the order of the layout. Padding is
-            behind a rank's tokens.
+            The slice, ``[..., T_local, ...]``, in the order of the layout, padding at its end.
 
         Raises:
             ValueError: ``x`` has no such dimension, or one that the layout cannot divide, and
@@ -149,14 +124,10 @@ class ContextParallel:
         return self._sharding.shard(x, dim=dim, pad=pad, fill=fill)
 
     def unshard(
-        self,
-        x: Tensor,
-        *,
-        dim: int = 1,
-        grad: UnshardGrad | None = None,
+        self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None,
         seq_len: int | None = None,
-    ) -> Tensor:
-        """Return the whole tensor, on every rank, joined from the slices of all ranks.
+    ) -> Tensor:  # fmt: skip
+        """Return the whole tensor ``[..., T, ...]``, on every rank, joined from all ranks' slices.
 
         All ranks must call it. If ``grad`` is ``"sum"``, all of them must run its backward too.
 
@@ -173,13 +144,9 @@ class ContextParallel:
             seq_len: ``T``, if the slices have padding behind it (:meth:`shard` with ``pad=True``),
                 which is left out of the result and gets no gradient.
 
-        Returns:
-            The whole tensor, ``[..., T, ...]``.
-
         Raises:
-            ValueError: ``x`` has no such dimension, or its size is no rank's part in this layout,
-                or not one of ``seq_len`` tokens; ``grad`` is unknown, or missing where it is
-                required.
+            ValueError: ``x`` has no such dimension, or is no rank's part in this layout, or not
+                that of ``seq_len`` tokens; ``grad`` is unknown, or missing where it is required.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
 
         Example::
@@ -199,7 +166,7 @@ class ContextParallel:
         """Move tokens ``n`` positions on: ``out[t] = x[t - n]`` over positions of the sequence.
 
         All ranks must call it, and if ``x`` requires a gradient run its backward, which moves
-        gradients back. Only rows that change rank are sent.
+        gradients back. Only rows that change rank are sent. The result is a tensor like ``x``.
 
         Args:
             x: This rank's slice, ``[..., T_local, ...]``, of any dtype.
@@ -210,12 +177,8 @@ class ContextParallel:
             seq_len: ``T``, if there is padding behind it (:meth:`shard` with ``pad=True``), which
                 no token moves to or from: its rows are ``fill``.
 
-        Returns:
-            A tensor like ``x``.
-
         Raises:
-            ValueError: An argument is malformed, or the size of ``x`` is no rank's part in this
-                layout.
+            ValueError: An argument is malformed, or ``x`` is no rank's part in this layout.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
 
         Example::
@@ -240,8 +203,7 @@ class ContextParallel:
         Args:
             x: This rank's slice, ``[B, ..., T_local, ...]``, of any dtype; ``[T_local, ...]`` with
                 ``dim=0``.
-            left: Number of tokens before each run.
-            right: Number of tokens behind it.
+            left, right: Number of tokens before and behind each run.
             dim: Dimension of the sequence.
             cu_seqlens: ``(0, ..., T)``, global offsets of packed documents. They change
                 ``documents`` alone: rows of other documents are in ``rows``, for the layer to mask.
@@ -249,14 +211,12 @@ class ContextParallel:
                 is outside of the sequence.
 
         Returns:
-            ``(rows, positions, documents)``: rows ``[B * R, ..., left + L + right, ...]``, zeros
-            outside of the sequence, or ``[R, left + L + right, ...]`` with ``dim=0``; and int64
-            ``[B * R, left + L + right]``, the global position and the document of each token, -1
-            outside.
+            ``rows [B * R, ..., left + L + right, ...]``, zeros outside of the sequence; and int64
+            ``[B * R, left + L + right]`` the global ``positions`` and ``documents`` of tokens, -1
+            outside. With ``dim=0``, ``rows`` are ``[R, left + L + right, ...]``.
 
         Raises:
-            ValueError: An argument is malformed, or the size of ``x`` is no rank's part in this
-                layout.
+            ValueError: An argument is malformed, or ``x`` is no rank's part in this layout.
             UnsupportedError: The layout is ``striped``, whose ranks, if several, hold no
                 consecutive tokens.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
@@ -273,12 +233,11 @@ class ContextParallel:
     def join(self, y: Tensor, *, dim: int = 1) -> Tensor:
         """Bring what a layer made of each run of :meth:`halo` back to this rank's slice.
 
+        Nothing is sent. The slice, ``[B, ..., R * L, ...]``, is a view where that is possible.
+
         Args:
             y: A row for each run, ``[B * R, ..., L, ...]``; ``[R, L, ...]`` with ``dim=0``.
             dim: Dimension of the tokens.
-
-        Returns:
-            ``[B, ..., R * L, ...]``; a view where that is possible. Nothing is sent.
 
         Raises:
             ValueError: ``y`` has no such dimension, or not a row for each run.
@@ -298,7 +257,7 @@ class ContextParallel:
         """Return this rank's tokens in another layout, for layers that want other tokens on a rank.
 
         All ranks must call it, and if ``x`` requires a gradient run its backward, which moves
-        gradients back. Only rows that change rank are sent.
+        gradients back. Only rows that change rank are sent. The result is a tensor like ``x``.
 
         To other ranks, one of the two groups must have all ranks of the other, and every rank of
         that one calls. A rank outside of the smaller group makes its ``ContextParallel`` over a
@@ -313,12 +272,8 @@ class ContextParallel:
                 ranks must give it. With it there may be padding behind ``T`` in both layouts, each
                 with the least that it needs; rows of padding are zeros in the result.
 
-        Returns:
-            A tensor like ``x``, its tokens those of this rank in the layout ``to``.
-
         Raises:
-            ValueError: An argument is malformed, or the size of ``x`` is no rank's part in one of
-                the layouts.
+            ValueError: An argument is malformed, or ``x`` is no rank's part in one of the layouts.
             UnsupportedError: Neither of the two groups has all ranks of the other.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
 
@@ -340,9 +295,8 @@ class ContextParallel:
         """Return the global positions of this rank's tokens, int64 ``[T_local]``, as for RoPE.
 
         Args:
-            seq_len: Length of the whole sequence, ``T``. If the layout cannot divide it, the
-                positions from ``T`` on are those of the padding that :meth:`shard` adds with
-                ``pad=True``.
+            seq_len: Length of the whole sequence, ``T``. If the layout cannot divide it, padding,
+                as of :meth:`shard` with ``pad=True``, has the positions from ``T`` on.
             device: Device of the result; ``None`` for torch's default device.
 
         Raises:
@@ -424,9 +378,8 @@ class ContextParallel:
     ) -> str:  # fmt: skip
         """Return a text that says what :meth:`attention` would do with these arguments.
 
-        It names the kernel it would choose and why not a faster one, how keys travel between ranks,
-        and the plan in numbers; :func:`ring_core.viz.describe` draws the plan. Nothing is sent or
-        computed.
+        It names the kernel and why not a faster one, how keys travel between ranks, and the plan in
+        numbers; :func:`ring_core.viz.describe` draws the plan. Nothing is sent or computed.
 
         Example::
 
@@ -436,18 +389,7 @@ class ContextParallel:
         modes = in_modes_of_torch(q, k, v, kwargs.get("deterministic", False))
         q, k, v, kwargs["deterministic"] = modes
         record = with_dense_mask(q, k, v, CallOptions(**kwargs), self.cp_size)
-        return explained(self._sharding.ranks, self.layout, q, k, v, record)
-
-
-def explained(
-    ranks: Ranks, layout: LayoutSpec, q: Tensor, k: Tensor, v: Tensor, options: CallOptions
-) -> str:
-    """Return the text of :meth:`ContextParallel.explain`, for ranks that need not be there."""
-    call, inputs = check_call(ranks, 0, layout, q, k, v, options)
-    return (
-        f"{call.choice.describe()}\n{describe_strategy(call, inputs)}\n"
-        f"{viz.describe(call.program, pictures=False)}"
-    )
+        return explained(*check_call(self._sharding.ranks, 0, self.layout, q, k, v, record))
 
 
 def check_context(cp: object) -> Sharding:

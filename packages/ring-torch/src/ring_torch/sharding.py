@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ring_core import Layout, LayoutSpec, checks, divisor_of, row_checks
+from ring_core import Layout, LayoutSpec, UnsupportedError, checks, divisor_of, row_checks
 from ring_core.base.arguments import check_size
 from ring_core.layouts.layout import Run, check_layout
 from ring_torch.capture import constant_in_graphs, on_device
@@ -46,6 +46,18 @@ class Sharding:
             divisor_of(self.layout, len(self.members.ranks))
         elif group is not None or (dist.is_available() and dist.is_initialized()):
             self.ranks  # noqa: B018 - refuses what these ranks cannot run
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.group is not None:
+            raise UnsupportedError(
+                f"a ContextParallel over a {type(self.group).__name__} cannot be pickled, for a "
+                f"group belongs to its process. Instead: pickle its layout, and make "
+                f"ContextParallel(group, layout) where that is read; or use the default group"
+            )
+        return type(self), (None, self.layout)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+        return type(self)(self.group, self.layout)
 
     @property
     def ranks(self) -> Ranks:

@@ -6,7 +6,7 @@ Capabilities drive refusals, their tests, the doctor and the support matrix.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from ring_core.base.arguments import check_choice, check_flag, check_size
@@ -183,8 +183,6 @@ RING_STRATEGIES: tuple[RingStrategy, ...] = get_args(RingStrategy)
 OuterName = Literal["ring", "gather"]  # strategies between groups of ranks that split heads
 OUTER_NAMES: tuple[OuterName, ...] = get_args(OuterName)
 
-_FIELDS = {"hybrid": ("ulysses_size", "outer")}  # of strategies that have parameters
-
 
 @dataclass(frozen=True)
 class StrategyConfig:
@@ -211,20 +209,19 @@ class StrategyConfig:
     """
 
     name: str
-    ulysses_size: int | None = None
-    outer: OuterName = "ring"
-    local_size: int | None = None
+    # Each setting says which strategies have it.
+    ulysses_size: int | None = field(default=None, metadata={"strategies": ("hybrid",)})
+    outer: OuterName = field(default="ring", metadata={"strategies": ("hybrid",)})
+    local_size: int | None = field(default=None, metadata={"strategies": ()})
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name must be that of a strategy, or 'auto', got {self.name!r}")
-        own_fields = _FIELDS.get(self.name, ())
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if field.name in own_fields:
-                continue
-            if type(value) is not type(field.default) or value != field.default:
-                raise ValueError(f"strategy {self.name!r} has no {field.name}; leave it out")
+        for setting in fields(self)[1:]:
+            value, default = getattr(self, setting.name), setting.default
+            is_given = type(value) is not type(default) or value != default
+            if is_given and self.name not in setting.metadata["strategies"]:
+                raise ValueError(f"strategy {self.name!r} has no {setting.name}; leave it out")
         if self.ulysses_size is not None:
             size = check_size("ulysses_size", self.ulysses_size)
             object.__setattr__(self, "ulysses_size", size)  # the dataclass is frozen

@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 
 from ring_core import KernelConfig, Mask, UnsupportedError, checks
 from ring_core.base.arguments import is_integer
+from ring_jax.positions import searchsorted
 from ring_jax.prepare import with_mask
 from ring_jax.records import Window
-from ring_jax.search import searchsorted
 
 SlidingWindow = int | tuple[int | None, int | None]
 

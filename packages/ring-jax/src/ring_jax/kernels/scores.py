@@ -14,8 +14,8 @@ from jax import lax
 from ring_core.base.arguments import TILE
 from ring_jax.dropout import dropout_keep
 from ring_jax.kernels.block_index import item_bounds, shown_in_blocks
+from ring_jax.positions import searchsorted
 from ring_jax.records import Array, CallSpec, Item, ItemTable, KeyBlock, QueryBlock
-from ring_jax.search import searchsorted
 
 Bounds = Item[Array]  # of traced int32 scalars
 

@@ -14,13 +14,13 @@ from ring_core import Request, RingProgram, StrategyName, UnsupportedError
 from ring_jax.kernels import Selection
 from ring_jax.records import Devices
 from ring_jax.strategies.gather import GATHER
-from ring_jax.strategies.ring import RING
+from ring_jax.strategies.ring import BALANCED, RING
 from ring_jax.strategies.steps import Strategy
 
 #: The strategies of ``strategy=``. ``auto`` takes the first that does not refuse, or the program's
 #: own as soon as it comes to that.
 STRATEGIES: Mapping[StrategyName, Strategy] = MappingProxyType(
-    {"gather": GATHER, "ring": RING, "balanced": RING}
+    {strategy.name: strategy for strategy in (GATHER, RING, BALANCED)}
 )
 
 

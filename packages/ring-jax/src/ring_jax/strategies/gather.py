@@ -196,6 +196,7 @@ def _automatic_refusals(
 
 
 GATHER = Strategy(
+    "gather",
     _gather_forward,
     _gather_backward,
     _refusals,

@@ -285,6 +285,7 @@ def _helper_bytes(call: CallSpec, x: Inputs, direction: Direction, stage: Stage,
 
 
 RING = Strategy(
+    "ring",
     _ring_forward,
     _ring_backward,
     refusals=lambda _: [],
@@ -292,3 +293,5 @@ RING = Strategy(
     launches=_launches,
     sent=_ring_sent,
 )
+# The same loop over another program, in whose stages ranks help others.
+BALANCED = RING._replace(name="balanced")

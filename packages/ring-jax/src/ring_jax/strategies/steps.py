@@ -23,12 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ring_core import Request, RingProgram
+from ring_core import Request, RingProgram, StrategyName
 from ring_core.base.arguments import not_none
 from ring_core.programs.ring import Stage
 from ring_jax.collectives import Ranks, match_varying, reload_after, varying_axes
 from ring_jax.kernels.absent import AbsentKernel, or_broken
-from ring_jax.rank_view import Launches, RankView, StepTable, all_positions, step_table
+from ring_jax.positions import all_positions
+from ring_jax.rank_view import Launches, RankView, StepTable, step_table
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -52,6 +53,7 @@ class Strategy(NamedTuple):
     """A way to move tokens so that each work item finds its operands.
 
     Attributes:
+        name: The name that ``strategy=`` takes.
         forward: Computes attention of this device's queries, wide, heads first, before sinks; and
             returns the K/V that the backward starts from (``None``: its own).
         backward: Computes gradients of this device's shards, wide, heads first.
@@ -63,6 +65,7 @@ class Strategy(NamedTuple):
         automatic_refusals: Returns the reasons why ``auto`` does not take it, though it could run.
     """
 
+    name: StrategyName
     forward: Callable[[CallSpec, Inputs], tuple[AttentionState, KVPayload | None]]
     backward: Callable[[CallSpec, Inputs, BackwardInputs, KVPayload | None], Grads]
     refusals: Callable[[RingProgram], list[str]]

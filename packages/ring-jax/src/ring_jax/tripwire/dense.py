@@ -18,8 +18,8 @@ from jax import lax
 
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.dropout import dropout_keep
+from ring_jax.positions import searchsorted
 from ring_jax.records import Array, CallSpec
-from ring_jax.search import searchsorted
 
 _BLOCK = 1024  # keys, or queries, that are processed at a time
 

@@ -21,7 +21,8 @@ from ring_core import WrongResultError
 from ring_core.base.arguments import not_none
 from ring_core.tripwire import SAMPLES, Kind, SampledRows, result_shapes
 from ring_jax.collectives import Ranks
-from ring_jax.rank_view import all_positions, is_padding, local_positions
+from ring_jax.positions import all_positions, local_positions
+from ring_jax.rank_view import is_padding
 from ring_jax.records import Array, CallSpec, Inputs
 from ring_jax.tripwire.dense import (
     EXACT,

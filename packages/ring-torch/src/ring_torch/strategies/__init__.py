@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ring_core import LayoutSpec, Request, RingProgram, StrategyConfig, UnsupportedError
+from ring_core import LayoutSpec, Request, RingProgram, StrategyConfig, UnsupportedError, viz
 from ring_core.programs.grid import RankGrid
 from ring_torch import transports
 from ring_torch.call import Call, Resolution, Strategy, StrategySpec
@@ -190,6 +190,14 @@ def ask_ranks(ranks: Ranks) -> None:
         # What they find out is kept with the group, where the traced call reads it.
         for transport in transports.TRANSPORTS:
             transport.refusals(ranks, device, True)
+
+
+def explained(call: Call, inputs: Inputs) -> str:
+    """Return the text of :meth:`ContextParallel.explain`: a call's kernel, movement and plan."""
+    return (
+        f"{call.choice.describe()}\n{describe_strategy(call, inputs)}\n"
+        f"{viz.describe(call.program, pictures=False)}"
+    )
 
 
 def describe_strategy(call: Call, inputs: Inputs) -> str:
