@@ -241,7 +241,6 @@ SUBJECTS: dict[str, Subject] = {
         StrategyConfig, {"name": "ring"},
         {
             "name": {n: x for n, x in NAME.items() if n != "typo"}, "ulysses_size": {"of another": 2}, "outer": NAME,
-            "local_size": {"of another": 2},
         },
     ),
     "ring_core.KernelConfig": Subject(

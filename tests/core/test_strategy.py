@@ -41,7 +41,7 @@ def test_a_name_stands_for_its_record() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", [{"ulysses_size": 2}, {"local_size": 1}, {"outer": "gather"}, {"outer": None}], ids=str
+    "field", [{"ulysses_size": 2}, {"outer": "gather"}, {"outer": None}], ids=str
 )
 @pytest.mark.parametrize("name", ["auto", "ring", "balanced", "gather", "ulysses"])
 def test_a_field_that_means_nothing_is_refused(name: str, field: dict[str, Any]) -> None:
@@ -53,8 +53,6 @@ def test_a_field_that_means_nothing_is_refused(name: str, field: dict[str, Any])
 def test_fields_of_hybrid_are_checked() -> None:
     config = StrategyConfig("hybrid", ulysses_size=4, outer="gather")
     assert (config.ulysses_size, config.outer, config.ring_strategy) == (4, "gather", "ring")
-    with pytest.raises(ValueError, match="strategy 'hybrid' has no local_size; leave"):
-        StrategyConfig("hybrid", local_size=2)
     for size in (0, -1, True, 2.0):
         wrong_size: Any = size
         with pytest.raises(ValueError, match=r"^ulysses_size must be "):

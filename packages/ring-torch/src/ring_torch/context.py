@@ -127,7 +127,7 @@ class ContextParallel:
         self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None,
         seq_len: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the whole tensor ``[..., T, ...]``, on every rank, joined from all ranks' slices.
+        """Return the whole tensor, on every rank, joined from the slices of all ranks.
 
         All ranks must call it. If ``grad`` is ``"sum"``, all of them must run its backward too.
 
@@ -143,6 +143,9 @@ class ContextParallel:
                 parameter, use ``"sum"`` and divide the loss by ``cp_size``.
             seq_len: ``T``, if the slices have padding behind it (:meth:`shard` with ``pad=True``),
                 which is left out of the result and gets no gradient.
+
+        Returns:
+            The whole tensor, ``[..., T, ...]``.
 
         Raises:
             ValueError: ``x`` has no such dimension, or is no rank's part in this layout, or not
@@ -166,7 +169,7 @@ class ContextParallel:
         """Move tokens ``n`` positions on: ``out[t] = x[t - n]`` over positions of the sequence.
 
         All ranks must call it, and if ``x`` requires a gradient run its backward, which moves
-        gradients back. Only rows that change rank are sent. The result is a tensor like ``x``.
+        gradients back. Only rows that change rank are sent.
 
         Args:
             x: This rank's slice, ``[..., T_local, ...]``, of any dtype.
@@ -176,6 +179,9 @@ class ContextParallel:
             cu_seqlens: ``(0, ..., T)``, global offsets of packed documents, which no token leaves.
             seq_len: ``T``, if there is padding behind it (:meth:`shard` with ``pad=True``), which
                 no token moves to or from: its rows are ``fill``.
+
+        Returns:
+            A tensor like ``x``.
 
         Raises:
             ValueError: An argument is malformed, or ``x`` is no rank's part in this layout.
@@ -203,7 +209,8 @@ class ContextParallel:
         Args:
             x: This rank's slice, ``[B, ..., T_local, ...]``, of any dtype; ``[T_local, ...]`` with
                 ``dim=0``.
-            left, right: Number of tokens before and behind each run.
+            left: Number of tokens before each run.
+            right: Number of tokens behind it.
             dim: Dimension of the sequence.
             cu_seqlens: ``(0, ..., T)``, global offsets of packed documents. They change
                 ``documents`` alone: rows of other documents are in ``rows``, for the layer to mask.
@@ -233,11 +240,12 @@ class ContextParallel:
     def join(self, y: Tensor, *, dim: int = 1) -> Tensor:
         """Bring what a layer made of each run of :meth:`halo` back to this rank's slice.
 
-        Nothing is sent. The slice, ``[B, ..., R * L, ...]``, is a view where that is possible.
-
         Args:
             y: A row for each run, ``[B * R, ..., L, ...]``; ``[R, L, ...]`` with ``dim=0``.
             dim: Dimension of the tokens.
+
+        Returns:
+            ``[B, ..., R * L, ...]``; a view where that is possible. Nothing is sent.
 
         Raises:
             ValueError: ``y`` has no such dimension, or not a row for each run.
@@ -257,7 +265,7 @@ class ContextParallel:
         """Return this rank's tokens in another layout, for layers that want other tokens on a rank.
 
         All ranks must call it, and if ``x`` requires a gradient run its backward, which moves
-        gradients back. Only rows that change rank are sent. The result is a tensor like ``x``.
+        gradients back. Only rows that change rank are sent.
 
         To other ranks, one of the two groups must have all ranks of the other, and every rank of
         that one calls. A rank outside of the smaller group makes its ``ContextParallel`` over a
@@ -271,6 +279,9 @@ class ContextParallel:
             seq_len: Length of the whole sequence, ``T``. If ranks call that hold none of it, all
                 ranks must give it. With it there may be padding behind ``T`` in both layouts, each
                 with the least that it needs; rows of padding are zeros in the result.
+
+        Returns:
+            A tensor like ``x``, its tokens those of this rank in the layout ``to``.
 
         Raises:
             ValueError: An argument is malformed, or ``x`` is no rank's part in one of the layouts.

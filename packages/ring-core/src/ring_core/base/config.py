@@ -201,7 +201,6 @@ class StrategyConfig:
         ulysses_size: Of ``hybrid``: number of ranks of a group. ``None`` takes the most that divide
             the ranks of a host, and are no more than query heads.
         outer: Of ``hybrid``: the strategy between groups, ``ring`` or ``gather``.
-        local_size: Ranks of one host. No strategy has it yet.
 
     Raises:
         ValueError: A name that is empty, a field that means nothing for it, or a value that a field
@@ -212,7 +211,6 @@ class StrategyConfig:
     # Each setting says which strategies have it.
     ulysses_size: int | None = field(default=None, metadata={"strategies": ("hybrid",)})
     outer: OuterName = field(default="ring", metadata={"strategies": ("hybrid",)})
-    local_size: int | None = field(default=None, metadata={"strategies": ()})
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
