@@ -228,13 +228,12 @@ def date_of(path: Path) -> str:
     return done.stdout.strip()
 
 
-def ask(path: Path, cases: dict[str, dict[str, Any]], folder: Path) -> list[Answer]:
-    """Return the answers of a tree to cases, in their order.
+def ask(process: subprocess.Popen[str], cases: dict[str, dict[str, Any]]) -> list[Answer]:
+    """Return the answers of a tree's process to cases, in their order.
 
     Raises:
         RuntimeError: The process ended before it had answered all.
     """
-    process = process_of(path, case_bits.__file__, str(folder))
     lines, _ = process.communicate("\n".join(map(json.dumps, cases.values())))
     found = [
         json.loads(line.removeprefix(case_bits.ANSWER))
@@ -242,7 +241,7 @@ def ask(path: Path, cases: dict[str, dict[str, Any]], folder: Path) -> list[Answ
         if line.startswith(case_bits.ANSWER)
     ]
     if len(found) < len(cases):
-        raise RuntimeError(f"{path}: the process ended at case {[*cases][len(found)]}")
+        raise RuntimeError(f"{process.args!r} ended at case {[*cases][len(found)]}")
     return found
 
 
@@ -285,9 +284,13 @@ def main(argv: list[str] | None = None) -> int:
         for folder in folders:
             folder.mkdir()
         try:
-            old, new = both.map(ask, paths.values(), [cases, cases], folders)
+            processes = [
+                process_of(path, case_bits.__file__, str(folder))
+                for path, folder in zip(paths.values(), folders, strict=True)
+            ]
         except ValueError as error:
             parser.error(f"--old: {error}")
+        old, new = both.map(ask, processes, [cases, cases])
         date = date_of(paths["old"])
         for (name, case), a, b in zip(cases.items(), old, new, strict=True):
             found = differences(a, b, folders, case["number"])

@@ -64,6 +64,18 @@ def test_known_changes_are_of_older_trees_and_no_larger() -> None:
         assert same_bits.reason_for(name, larger, "2026-11-01T00:00:00") is None
 
 
+def test_what_cannot_be_compared_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, message in (
+        (["--old", str(tmp_path)], "is no checkout"),
+        (["--old", str(HERE), "--cases", "rings"], "no case has such a name"),
+    ):
+        with pytest.raises(SystemExit):
+            same_bits.main(arguments)
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.nightly
 def test_a_tree_that_computes_otherwise_is_found(tmp_path: Path) -> None:
     arguments = ["--cases", "gather/zigzag/causal/*/2x32", "--json", str(tmp_path / "bits.json")]
