@@ -36,19 +36,28 @@ METHOD = "zigzag/auto/auto/auto"
 Timed = Callable[[dict[str, Any]], dict[str, float]]
 
 
+def process_of(path: Path, script: str, argument: str) -> subprocess.Popen[str]:
+    """Start a script of this tree, with the sources of another in ``PYTHONPATH``.
+
+    Raises:
+        ValueError: The path is no checkout.
+    """
+    sources = [str(x) for x in sorted(path.glob("packages/*/src"))]
+    if not sources:
+        raise ValueError(f"{path} is no checkout: it has no packages/*/src")
+    others = filter(None, [os.environ.get("PYTHONPATH")])  # of libraries: they come last
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sources, str(path), *others])}
+    return subprocess.Popen(
+        [sys.executable, "-P", script, argument], env=environment, cwd=path,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
 class Tree:
     """A source tree and the process that times its rows."""
 
     def __init__(self, path: Path, ranks: int) -> None:
-        sources = [str(x) for x in sorted(path.glob("packages/*/src"))]
-        if not sources:
-            raise ValueError(f"{path} is no checkout: it has no packages/*/src")
-        worker = [sys.executable, "-P", timed_rows.__file__, str(ranks)]
-        others = filter(None, [os.environ.get("PYTHONPATH")])  # of libraries: they come last
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sources, str(path), *others])}
-        self._process = subprocess.Popen(
-            worker, env=environment, cwd=path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )  # fmt: skip
+        self._process = process_of(path, timed_rows.__file__, str(ranks))
 
     def time(self, request: dict[str, Any]) -> dict[str, float]:
         """Return milliseconds of the passes of a row.
@@ -82,10 +91,11 @@ def digest(path: Path) -> str:
 
 
 def commit_of(path: Path) -> str:
-    """Return the commit of a checkout, or that it has none."""
-    command = ["git", "-C", str(path), "rev-parse", "--short=8", "HEAD"]
+    """Return the commit of a checkout, or that it has none: a folder within one has none, too."""
+    command = ["git", "-C", str(path), "rev-parse", "--show-toplevel", "--short=8", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "no commit"
+    top, _, commit = done.stdout.strip().partition("\n")
+    return commit if commit and Path(top) == path.resolve() else "no commit"
 
 
 def in_turns(old: Timed, new: Timed, request: dict[str, Any], rounds: int) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import weakref
 from contextlib import nullcontext
 from threading import Thread
 from typing import Any
@@ -16,18 +14,12 @@ from cases import Case
 from tolerances import assert_close
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import ring_torch
 from ring_core import Mask, RankMismatchError, StrategyConfig, UnsupportedError
-from ring_torch.comm.ranks import ranks_of
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
-from ring_torch.options import CallOptions
-from ring_torch.prepare import check_call
-from ring_torch.strategies.ulysses import Ulysses, exchanges_of
 
 OUTER: tuple[Any, ...] = ("ring", "gather")
 
@@ -211,69 +203,6 @@ def compiled_and_not(rank: int, outer: str, options: dict[str, Any]) -> list[flo
 def test_compiled_and_checkpointed(options: dict[str, Any], outer: str, backend: Any) -> None:
     for differences in backend.pool(4).run(compiled_and_not, outer, options):
         assert len(differences) == 16 and max(differences) == 0
-
-
-class LiveBytes(TorchDispatchMode):
-    """Most bytes that were live at once, of tensors that are seen since and were not there before.
-
-    What an operation allocates within itself is not seen.
-    """
-
-    def __init__(self, before: list[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # of torch
-        self._before = {x.untyped_storage()._cdata for x in before}
-        self._live: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        for x in tree_leaves(results):
-            if isinstance(x, Tensor):
-                storage = x.untyped_storage()
-                key = storage._cdata
-                if key not in self._before and key not in self._live:
-                    self._live[key] = storage.nbytes()
-                    weakref.finalize(storage, self._live.pop, key, None)
-        self.peak = max(self.peak, sum(self._live.values()))
-        return results
-
-
-def peak_memory(rank: int, strategy: Any) -> list[float]:
-    """Bytes of the forward, and of the backward, over what their exchanges need.
-
-    An exchange has its sources, two buffers and its results; beside it there is what the forward
-    saves. On CPUs each tensor is copied once more where it is put in order. The least of some calls
-    counts: gloo's thread lets go of a message at some time after it has been waited for.
-    """
-    torch.manual_seed(rank)
-    q, k, v, dout = (torch.randn(1, 256, heads, 64) for heads in (8, 4, 4, 8))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    options: dict[str, Any] = {"causal": True, "kernel": "sdpa", "strategy": strategy}
-    peaks = []
-    for _again in range(6):  # the first call makes tables, too
-        with LiveBytes([*leaves, dout]) as forward:
-            out = ring_torch.ring_attention(*leaves, layout="zigzag", **options)
-        with LiveBytes([*leaves, dout, out]) as backward:
-            out.backward(dout)
-        peaks.append((forward.peak, backward.peak))
-    call, inputs = check_call(ranks_of(None), 0, "zigzag", q, k, v, CallOptions(**options))
-    assert isinstance(call.strategy, Ulysses)
-    exchanges = exchanges_of(call, inputs, call.strategy.heads)
-    qkv, results, grads = (
-        x.ranks * x.message.size for x in (exchanges.qkv, exchanges.results, exchanges.grads)
-    )
-    shapes = call.strategy.saved_shapes(call, inputs, plan_known=True)
-    saved = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
-    figures = max(3 * qkv + q.nbytes, saved + 3 * results), saved + 4 * grads
-    return [min(x) / figure for x, figure in zip(zip(*peaks, strict=True), figures, strict=True)]
-
-
-@pytest.mark.parametrize(
-    "strategy", ["ulysses", hybrid("ring"), hybrid("gather")], ids=["ulysses", "ring", "gather"]
-)
-def test_memory_is_what_exchanges_need(strategy: Any, backend: Any) -> None:
-    for ratios in backend.pool(4).run(peak_memory, strategy):
-        assert all(0.9 < ratio < 1.1 for ratio in ratios), ratios
 
 
 def one_after_another(rank: int) -> list[float]:

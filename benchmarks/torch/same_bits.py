@@ -1,0 +1,310 @@
+"""Results of old and new code, bit for bit, on CPUs over gloo.
+
+Each tree runs every case in processes of its own: all strategies, layouts and options, on 2 and 4
+ranks. ``out``, ``lse`` and all gradients of every rank have to be equal, and so have the bytes that
+each rank sends in a pass. What is not is shown; the exit code is 1 if it is not a known change::
+
+    python -m benchmarks.torch.same_bits --old ../before
+
+``--old`` is a checkout with ``packages``. ``--cases 'gather/*'`` takes some of the cases, by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import report
+from benchmarks.torch import case_bits
+from benchmarks.torch.old_and_new import HERE, commit_of, digest, process_of
+
+Answer = dict[str, Any]  # a line of `case_bits`
+LAYOUTS = ("contiguous", "zigzag", "striped")
+#: Strategies as ``StrategyConfig`` takes them, and their layouts.
+STRATEGIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "ring": ({"name": "ring"}, LAYOUTS),
+    "balanced": ({"name": "balanced"}, LAYOUTS[:1]),
+    "gather": ({"name": "gather"}, LAYOUTS),
+    "ulysses": ({"name": "ulysses"}, LAYOUTS),
+    "hybrid-ring": ({"name": "hybrid", "ulysses_size": 2, "outer": "ring"}, LAYOUTS),
+    "hybrid-gather": ({"name": "hybrid", "ulysses_size": 2, "outer": "gather"}, LAYOUTS),
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """Arguments of a call, and its sizes.
+
+    Attributes:
+        options: Arguments that are no tensors.
+        tensors: Names of tensors beside q, k and v, as :func:`case_bits.inputs_of` makes them.
+        heads: Heads of queries, and of keys.
+        dims: Head dims of keys, and of values.
+        lengths: Numbers of queries and of keys of the whole sequence.
+        lse_grad: True if ``lse`` gets a gradient, too.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    tensors: tuple[str, ...] = ()
+    heads: tuple[int, int] = (8, 4)
+    dims: tuple[int, int] = (16, 16)
+    lengths: tuple[int, int] = (64, 64)
+    lse_grad: bool = False
+
+
+CAUSAL = {"causal": True}
+OPTIONS = {
+    "full": Option(),
+    "causal": Option(CAUSAL),
+    "window": Option(CAUSAL | {"window": (21, 0)}),
+    "window-both": Option({"window": (5, 9)}),
+    "chunks": Option(CAUSAL | {"chunk_size": 24}),
+    "documents": Option(CAUSAL | {"cu_seqlens": (0, 11, 37, 64)}),
+    "segments": Option(CAUSAL, ("segment_ids",)),
+    "bias": Option(CAUSAL, ("bias",)),
+    "bias-of-all-heads": Option({}, ("bias of all heads",)),
+    "bias-very-negative": Option({}, ("very negative bias",)),
+    "booleans": Option({}, ("mask",)),
+    "alibi": Option(CAUSAL, ("alibi_slopes",)),
+    "sinks": Option(CAUSAL, ("sinks",)),
+    "softcap": Option(CAUSAL | {"softcap": 5.0}),
+    "scale": Option(CAUSAL | {"softmax_scale": 0.7}),
+    "dropout": Option(CAUSAL | {"dropout_p": 0.2, "dropout_seed": 7}),
+    "lse-grad": Option(CAUSAL, lse_grad=True),
+    "equal-heads": Option(CAUSAL, heads=(4, 4)),
+    "one-kv-head": Option(CAUSAL, heads=(8, 1)),
+    "head-dims": Option(CAUSAL, dims=(16, 24)),
+    "more-keys": Option(CAUSAL, lengths=(64, 96)),
+    "long": Option(CAUSAL, heads=(2, 1), lengths=(4096, 4096)),
+    "all": Option(
+        CAUSAL | {"window": (30, 0), "softcap": 5.0, "dropout_p": 0.1, "dropout_seed": 3},
+        ("segment_ids", "bias", "sinks"), lse_grad=True,
+    ),
+}  # fmt: skip
+NUMERICS = (("auto", "float32"), ("eager", "float32"), ("auto", "bfloat16"))  # kernels and dtypes
+RANKS = (2, 4)
+
+
+def all_cases() -> dict[str, dict[str, Any]]:
+    """Return the cases by name, as ``case_bits`` takes them; names end in ranks x local tokens."""
+    made: dict[str, dict[str, Any]] = {}
+    for ranks, strategy, option, (kernel, dtype) in product(RANKS, STRATEGIES, OPTIONS, NUMERICS):
+        config, layouts = STRATEGIES[strategy]
+        local = OPTIONS[option].lengths[0] // ranks
+        for layout in layouts:
+            name = f"{strategy}/{layout}/{option}/{kernel}/{dtype}/{ranks}x{local}"
+            made[name] = asdict(OPTIONS[option]) | {
+                "option": option, "strategy": config, "layout": layout, "kernel": kernel,
+                "dtype": dtype, "ranks": ranks, "number": len(made),
+            }  # fmt: skip
+    return made
+
+
+@dataclass(frozen=True)
+class KnownChange:
+    """A deliberate difference from trees of before some time.
+
+    Attributes:
+        before: Commits of before this time differ, in UTC, ``2026-11-26T15:42:55``.
+        cases: A pattern of names of cases.
+        parts: The tensors that differ, ``sent`` for bytes, ``refused`` for a refusal.
+        at_most: Largest difference of a number.
+        reason: Why the new code differs.
+    """
+
+    before: str
+    cases: str
+    parts: tuple[str, ...]
+    at_most: float
+    reason: str
+
+
+_TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
+_SHIFTED = "2026-11-26T15:42:55"  # rows of a bias, before the softmax
+_WHOLE = "2026-11-27T12:02:11"  # short shards, on their way to helpers
+KNOWN = (
+    KnownChange(
+        _SHIFTED, "*/bias-very-negative/*", (*_TENSORS, "sent"), 100.0,
+        "scores beside a very negative bias were rounded away",
+    ),
+    KnownChange(
+        _SHIFTED, "balanced/*/bias*/*", ("sent",), 0.0, "helpers get the shifts of the bias's rows"
+    ),
+    KnownChange(
+        _WHOLE, "balanced/*/float32/?x??", _TENSORS, 1e-5,
+        "shards below 512 tokens go to helpers in one piece, so sums have another order",
+    ),
+    KnownChange(
+        _WHOLE, "balanced/*/bfloat16/?x??", _TENSORS, 8e-3,
+        "shards below 512 tokens go to helpers in one piece, so sums have another order",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A part of a case's results that differs, on some rank, and by how much at most."""
+
+    part: str
+    text: str
+    largest: float = 0.0
+
+
+def differences(old: Answer, new: Answer, folders: Sequence[Path], number: int) -> list[Difference]:
+    """Return what differs in the answers of two trees to a case.
+
+    A call that only the old tree refuses is none: there is nothing to compare.
+    """
+    by_tree = {"old": old, "new": new}
+    failed = [f"{name} failed: {x['failed']}" for name, x in by_tree.items() if "failed" in x]
+    if failed:
+        return [Difference("failed", "; ".join(failed))]
+    if refusal := refusal_of(new):
+        return [] if refusal_of(old) else [Difference("refused", f"new refuses: {refusal}")]
+    if refusal_of(old):
+        return []
+    found: dict[str, Difference] = {}
+    for rank, (a, b) in enumerate(zip(old["ranks"], new["ranks"], strict=True)):
+        for name in sorted(a["digests"].keys() | b["digests"].keys()):
+            if a["digests"].get(name) != b["digests"].get(name):
+                largest = _largest([x / f"{number}-{rank}.pt" for x in folders], name)
+                if name not in found or largest > found[name].largest:
+                    text = f"{name} of rank {rank} by {largest:.2g}"
+                    found[name] = Difference(name, text, largest)
+        if a["sent"] != b["sent"]:
+            text = f"bytes sent by rank {rank}: {a['sent']} before, {b['sent']} now"
+            found.setdefault("sent", Difference("sent", text))
+    return list(found.values())
+
+
+def refusal_of(answer: Answer) -> str | None:
+    """Return the first line of the reason why a tree refuses a case, or ``None``."""
+    refusals = [x["refused"] for x in answer.get("ranks", ()) if "refused" in x]
+    return str(refusals[0]).splitlines()[0] if refusals else None
+
+
+def _largest(paths: Sequence[Path], name: str) -> float:
+    """Return the largest difference of a tensor's numbers in two files; infinite if none is."""
+    old, new = (torch.load(path).get(name) for path in paths)
+    if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
+        return float("inf")
+    # Infinities of one sign are equal. Where just one of the two is NaN or infinite, so is this.
+    gaps = (old.double() - new.double()).abs()
+    gaps[old == new] = 0.0
+    return float(gaps.nan_to_num(float("inf")).max())
+
+
+def reason_for(name: str, difference: Difference, date: str) -> str | None:
+    """Return why a difference from a commit of that date is a known change, or ``None``."""
+    for known in KNOWN:
+        if (
+            date < known.before and fnmatchcase(name, known.cases)
+            and difference.part in known.parts and difference.largest <= known.at_most
+        ):  # fmt: skip
+            return known.reason
+    return None
+
+
+def date_of(path: Path) -> str:
+    """Return the time of a checkout's commit, in UTC; without a commit no change is known."""
+    if commit_of(path) == "no commit":
+        return "9999"
+    command = ["git", "-C", str(path), "log", "-1", "--format=%cd", "--date=format-local:%FT%T"]
+    environment = os.environ | {"TZ": "UTC"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return done.stdout.strip()
+
+
+def ask(process: subprocess.Popen[str], cases: dict[str, dict[str, Any]]) -> list[Answer]:
+    """Return the answers of a tree's process to cases, in their order.
+
+    Raises:
+        RuntimeError: The process ended before it had answered all.
+    """
+    lines, _ = process.communicate("\n".join(map(json.dumps, cases.values())))
+    found = [
+        json.loads(line.removeprefix(case_bits.ANSWER))
+        for line in lines.splitlines()  # libraries may print there, too
+        if line.startswith(case_bits.ANSWER)
+    ]
+    if len(found) < len(cases):
+        raise RuntimeError(f"{process.args!r} ended at case {[*cases][len(found)]}")
+    return found
+
+
+def row_of(name: str, old: Answer, new: Answer, found: list[Difference], date: str) -> Answer:
+    """Return what is shown of a case: its result, and what differs or why it is not compared."""
+    reasons = [reason_for(name, x, date) for x in found]
+    row: Answer = {"case": name, "result": "differs", "text": "; ".join(x.text for x in found)}
+    if found and None not in reasons:
+        why = "; ".join(dict.fromkeys(filter(None, reasons)))
+        return row | {"result": "known change", "text": f"{row['text']} ({why})"}
+    if found:
+        return row
+    by_tree = {"old": refusal_of(old), "new": refusal_of(new)}
+    refused = [tree for tree, refusal in by_tree.items() if refusal]
+    if refused:
+        text = by_tree[refused[-1]]
+        return row | {"result": f"{' and '.join(refused)} refused", "text": text}
+    return row | {"result": "equal"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compare what is asked for; returns the exit code, 1 if something differs unexpectedly."""
+    parser = report.parser_of((__doc__ or "").partition("\n")[0], tables=False)
+    parser.add_argument("--old", type=Path, required=True, help="a checkout of the old code")
+    parser.add_argument("--cases", default="*", metavar="PATTERN", help="names of cases to compare")
+    parser.add_argument("--all", action="store_true", help="show equal and refused cases, too")
+    options = parser.parse_args(argv)
+    cases = {name: x for name, x in all_cases().items() if fnmatchcase(name, options.cases)}
+    if not cases:
+        parser.error(
+            f"--cases {options.cases}: no case has such a name, as {next(iter(all_cases()))}"
+        )
+    paths = {"old": options.old.resolve(), "new": HERE}
+    environment = {
+        name: {"commit": commit_of(path), "digest": digest(path)} for name, path in paths.items()
+    }
+    kept = report.Report(options.json, lambda: environment)
+    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor() as both:
+        folders = [Path(made) / name for name in paths]
+        for folder in folders:
+            folder.mkdir()
+        try:
+            processes = [
+                process_of(path, case_bits.__file__, str(folder))
+                for path, folder in zip(paths.values(), folders, strict=True)
+            ]
+        except ValueError as error:
+            parser.error(f"--old: {error}")
+        old, new = both.map(ask, processes, [cases, cases])
+        date = date_of(paths["old"])
+        for (name, case), a, b in zip(cases.items(), old, new, strict=True):
+            found = differences(a, b, folders, case["number"])
+            kept.rows.append(row_of(name, a, b, found, date))
+    kept.save()
+    shown = [x for x in kept.rows if options.all or x["result"] in ("differs", "known change")]
+    for row in shown:
+        print(f"{row['case']:50} {row['result']}: {row['text']}".removesuffix(": "))
+    counts = Counter((x["case"].partition("/")[0], x["result"]) for x in kept.rows)
+    for strategy in dict.fromkeys(name for name, _ in counts):
+        of_it = (f"{n} {result}" for (name, result), n in counts.items() if name == strategy)
+        print(f"{strategy:14} {', '.join(of_it)}")
+    return int(any(x["result"] == "differs" for x in kept.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

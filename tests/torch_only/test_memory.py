@@ -1,0 +1,140 @@
+"""Memory of a call beyond its inputs and results, by strategy: a formula for each pass.
+
+A pass holds the most at a launch or an exchange. What an operation allocates within itself is not
+counted. On a GPU kernels and exchanges have other temporaries; what a strategy keeps is the same.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ring_core import StrategyConfig
+from ring_torch import ring_attention
+from ring_torch.kernels.eager import EagerKernel
+
+RANKS, LENGTH, HEADS, KV_HEADS, DIM = 4, 128, 16, 4, 64
+
+
+class Peak(NamedTuple):
+    """A strategy, and what the rank that holds most has beyond inputs and results.
+
+    Attributes:
+        strategy: As a call takes it.
+        forward: Multiples of the bytes of this rank's q, and of its k and v together.
+        backward: Likewise; what the forward has saved counts.
+        launches: False if launches do nothing, as those of ``eager`` have blocks of scores.
+    """
+
+    strategy: str | StrategyConfig
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    launches: bool = True
+
+
+# Where a launch is the peak, its check for NaN in q takes 7/4 of q: absolute values, three masks.
+PEAKS = {
+    # Two buffers of K/V. Backward: K/V saved, held and arriving; sums of dK/dV held and arriving.
+    "ring": Peak("ring", (1.75, 2), (1.75, 5)),
+    # As well a helper's rows and results, q each, and half of q on its way. Backward: K/V saved and
+    # arriving, sums held and arriving; a helper's q, dout, out and dQ.
+    "balanced": Peak("balanced", (4.25, 2), (5.75, 4)),
+    # Own K/V as a message, and the K/V of three peers. Backward: these, their sums, and dK/dV of
+    # two launches, with dQ of one query head of four for half of the rows.
+    "gather": Peak("gather", (1.75, 4), (0.25, 12)),
+    # K/V of all ranks, and a launch's results for half of the rows. Backward: K/V, sums, and
+    # accumulators of two launches, one of which sees an eighth of the keys.
+    "gather, one launch a row": Peak("gather", (0.5, 4), (1, 12.5), launches=False),
+    # Saved q, k, v and out by heads; out as a message, in order and packed. Backward: saved,
+    # gradients by heads, and these as messages, sent and received.
+    "ulysses": Peak("ulysses", (4, 1), (5, 4)),
+    # As well the K/V that the call between groups has saved.
+    "hybrid": Peak(StrategyConfig("hybrid", ulysses_size=2), (4, 2), (5, 5)),
+    "hybrid of a gather": Peak(
+        StrategyConfig("hybrid", ulysses_size=2, outer="gather"), (4, 2), (5, 5)
+    ),
+}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Most bytes that were live at once, of tensors that are seen since and were not there before.
+
+    What an operation allocates within itself is not seen.
+    """
+
+    def __init__(self, before: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self._before = {x.untyped_storage()._cdata for x in before}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for x in tree_leaves(results):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                key = storage._cdata
+                if key not in self._before and key not in self._live:
+                    self._live[key] = StorageWeakRef(storage), storage.nbytes()
+        # A weak reference keeps the address from being used again, so it stands for one storage.
+        self._live = {key: x for key, x in self._live.items() if not x[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return results
+
+
+def held(rank: int, peak: Peak) -> dict[str, int]:
+    """Return the bytes that each pass holds on this rank beyond inputs and results.
+
+    The least of some calls counts: the first makes tables, and gloo's thread lets go of a message
+    at some time after it has been waited for.
+    """
+    torch.manual_seed(rank)
+    q, k, v, dout = (
+        torch.randn(1, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    layout = "contiguous" if peak.strategy == "balanced" else "zigzag"
+    kernel = "sdpa" if peak.launches else "eager"
+    attend = partial(
+        ring_attention, layout=layout, causal=True, strategy=peak.strategy, kernel=kernel
+    )
+    without_launches = (
+        nullcontext() if peak.launches
+        else patch.multiple(EagerKernel, attend_into=nothing, grads_into=nothing)
+    )  # fmt: skip
+    least = {"forward": 1 << 62, "backward": 1 << 62}
+    with without_launches:
+        for _ in range(4):
+            with LiveBytes([*leaves, dout]) as forward:
+                out = attend(*leaves)
+            with LiveBytes([*leaves, dout, out]) as backward:
+                grads = torch.autograd.grad(out, leaves, dout)
+            for name, live, results in (
+                ("forward", forward, [out]), ("backward", backward, grads),
+            ):  # fmt: skip
+                least[name] = min(least[name], live.peak - sum(x.nbytes for x in results))
+    return least
+
+
+def nothing(*_: object) -> None:
+    """Stand in for a launch."""
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_memory(name: str, backend: Any) -> None:
+    """One more tensor of the size of k alone, where a pass holds the most, fails."""
+    peak, size = PEAKS[name], LENGTH * DIM * torch.float32.itemsize
+    q_bytes, kv_bytes = HEADS * size, 2 * KV_HEADS * size
+    by_rank = backend.pool(RANKS).run(held, peak)
+    for which, (q_times, kv_times) in (("forward", peak.forward), ("backward", peak.backward)):
+        most, formula = max(x[which] for x in by_rank), q_times * q_bytes + kv_times * kv_bytes
+        assert abs(most - formula) < kv_bytes / 4, (which, most / kv_bytes, formula / kv_bytes)
