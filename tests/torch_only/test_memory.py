@@ -52,8 +52,8 @@ PEAKS = {
     # two launches, with dQ of one query head of four for half of the rows.
     "gather": Peak("gather", (1.75, 4), (0.25, 12)),
     # K/V of all ranks, and a launch's results for half of the rows. Backward: K/V, sums, and
-    # accumulators of two launches, one of which sees an eighth of the keys.
-    "gather, one launch a row": Peak("gather", (0.5, 4), (1, 12.5), launches=False),
+    # accumulators of two launches, one of which sees an eighth of the keys; not yet dK and dV.
+    "gather, one launch a row": Peak("gather", (0.5, 4), (1, 11.5), launches=False),
     # Saved q, k, v and out by heads; out as a message, in order and packed. Backward: saved,
     # gradients by heads, and these as messages, sent and received.
     "ulysses": Peak("ulysses", (4, 1), (5, 4)),
