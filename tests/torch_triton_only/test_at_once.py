@@ -40,7 +40,7 @@ from ring_torch.transports import (
     one_kernel,
     peer_copies,
 )
-from ring_torch.transports.api import GatherSession, SessionSpec
+from ring_torch.transports.api import GatherSession, SessionSpec, counted_by
 from ring_torch.transports.p2p import P2P
 from ring_torch.transports.peer_copies import grad_bytes_of
 from ring_torch.transports.symm_mem import SYMM_MEM
@@ -150,7 +150,7 @@ def uncounted(rank: int, folder: Path, case: Case, kernel: str) -> None:
 
     def silent(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(one_kernel, "is_counted", lambda: False)
+            patched.setattr(one_kernel, "note_reads", lambda _: None)
             result = right(*args)
             return iter(list(result)) if which == "fetch" else result
 
@@ -255,10 +255,11 @@ def test_tables_of_a_pass_live_as_long_as_its_launches(
     tables = [kept.table(key, 1, lambda: [(1,)], cpu) for key in range(3)]
     kept.keep("launch", tables)
     assert all(kept.table(key, 1, list, cpu) is x for key, x in enumerate(tables))
-    assert kept.launch("launch", is_counted=False) is tables
-    assert kept.launch("launch", is_counted=True) is None
+    assert kept.launch("launch") is tables
+    with counted_by(lambda _: None):
+        assert kept.launch("launch") is None
     state.reserve(0)  # the next pass begins
-    assert kept.launch("launch", is_counted=False) is None
+    assert kept.launch("launch") is None
     assert kept.table(0, 1, lambda: [(2,)], cpu).item() == 2
     monkeypatch.setattr(kept_launches, "is_capturing", lambda: True)
     with pytest.raises(ValueError, match="once more outside of a graph"):

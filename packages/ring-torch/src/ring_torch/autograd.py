@@ -18,9 +18,9 @@ from ring_core import WrongResultError
 from ring_torch import tripwire
 from ring_torch.buffers import Shapes
 from ring_torch.call import Call, Saved, attend
-from ring_torch.capture import as_own, on_device
+from ring_torch.capture import as_own, is_capturing, on_device
 from ring_torch.checking.watch import Watch
-from ring_torch.comm.handshake import check_graph, with_peer_errors
+from ring_torch.comm.handshake import GuardedPass, check_graph
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_backward
 from ring_torch.optional import has_triton
 from ring_torch.records import GIVEN, BackwardInputs, Inputs, folded, with_unit_strides
@@ -68,18 +68,21 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
     what is saved begins with the shift and the ``lse`` of shifted scores.
 
     Raises:
+        ValueError: The pass is captured into a CUDA graph before the ranks have compared it.
+        UnsupportedError: It is captured with an option or a kernel that a graph cannot hold.
         RankMismatchError: Ranks make different calls.
         WrongResultError: The tripwire checked this call and found a wrong result.
         RuntimeError: A peer failed or did not answer, or a pass of an earlier call failed.
     """
-    if call.device.type == "cuda":
+    if call.device.type == "cuda" and is_capturing():
+        call.check_capture()
         check_graph(call.ranks, call.forward_signature, call.strategy)
     # Autograd saves the caller's own tensors: these copies live only as long as the pass.
     if False in [x is None or x.stride(-1) == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
     with (
         _on_device(call.device),
-        with_peer_errors(call.ranks, call.number, call.forward_signature),
+        GuardedPass(call.ranks, call.number, call.forward_signature),
     ):
         # The tripwire counts what is sent and received inside, if it checks this call.
         with Watch(call.device) if call.checked else _NO_CONTEXT as watch:
@@ -157,7 +160,7 @@ def backward_pass(
         check_graph(call.ranks, call.backward_signature, call.strategy)
     with (
         _on_device(call.device),
-        with_peer_errors(call.ranks, call.number, call.backward_signature),
+        GuardedPass(call.ranks, call.number, call.backward_signature),
     ):
         # Computed once and shared by all work items: it depends on the final results alone.
         delta = _delta(dout, out, dlse, call.acc_dtype) if call.kernel.needs_delta else None

@@ -339,10 +339,8 @@ def ranks_of(group: Any) -> Ranks:
         ValueError: It is no group, a mesh of several dimensions, a group that this rank is not in,
             or one that was destroyed.
     """
-    if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return ALONE
-        group = dist.group.WORLD
+    if group is None and (group := dist.group.WORLD) is None:
+        return ALONE
     if isinstance(group, dist.ProcessGroup):
         if group not in dist.distributed_c10d._world.pg_map:  # noqa: SLF001 - no public way
             raise ValueError("the process group was destroyed; give another group")

@@ -10,6 +10,7 @@ import torch
 
 from ring_torch.capture import is_capturing
 from ring_torch.launches.direct import has_launch_hooks
+from ring_torch.transports.api import is_counted
 
 _MOST = 1024  # tables, and launches
 
@@ -35,13 +36,13 @@ class KeptLaunches:
         self._tables.clear()
         self._launches.clear()
 
-    def launch(self, key: object, *, is_counted: bool) -> Any:
+    def launch(self, key: object) -> Any:
         """Return the launch that was kept for a key; ``None`` if there is none to be repeated.
 
         A pass that is captured or whose bytes are counted is launched anew: it has more to do.
         """
         launch = self._launches.get(key)
-        if launch is None or is_counted or is_capturing() or has_launch_hooks():
+        if launch is None or is_counted() or is_capturing() or has_launch_hooks():
             return None
         return launch
 

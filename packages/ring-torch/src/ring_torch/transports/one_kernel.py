@@ -33,7 +33,6 @@ from ring_torch.transports.api import (
     PendingGrads,
     PendingKV,
     SessionSpec,
-    is_counted,
     note_reads,
     nothing,
     program_of,
@@ -71,8 +70,7 @@ class ExchangeState:
         if self.memory.reserve(size) or self._setup is None:
             self.kept.clear()
             self._setup = self._new_setup()
-        if is_capturing():
-            self.kept.keep_in_graph([self._setup])
+        self.kept.keep_in_graph([self._setup])
         self._wait_last()
         return self._setup
 
@@ -170,18 +168,15 @@ class OneKernel(NamedTuple):
         spec, keys, (k, v) = self.spec, self.spec.keys, inputs[1:3]
         shape = keys.batch, gather.length, keys.width
         target = torch.empty(shape, dtype=keys.dtype, device=spec.device)
-        from_peers = [fetch for fetch in gather.fetches if fetch.rank != self.setup.rank]
-        aligned = (k.data_ptr() | v.data_ptr()) % 16 == 0
-        key = (gather, keys, spec.by_parts, k.stride(), v.stride()) if aligned else None
         # Without parts attention is queued behind the kernel on its stream, and waits for nothing.
         pending = PendingKV([target], lambda _fetches: None)
         # The kernel waits until peers have read what lies in `own` from the pass before, writes,
         # waits until all ranks have written, and reads. The host waits for nothing.
-        kept = self.state.kept
-        exchange = None if key is None else kept.launch(key, is_counted=is_counted())
-        if exchange is not None:
+        key, kept = (gather, keys, spec.by_parts, tensors_key(k, v)), self.state.kept
+        if (exchange := kept.launch(key)) is not None:
             exchange(self.digest, k, v, target)
         else:
+            from_peers = [fetch for fetch in gather.fetches if fetch.rank != self.setup.rank]
             own_k, own_v = (x if are_rows(x) else x.contiguous() for x in (k, v))
             own = self._keys_of(self.setup.rank)
             own_fetches = [fetch for fetch in gather.fetches if fetch.rank == self.setup.rank]
@@ -198,9 +193,8 @@ class OneKernel(NamedTuple):
             else:
                 rows = partial(self._pieces, gather)
                 exchange = run(kept.table((gather, keys), 3, rows, spec.device))
-            if key is not None and own_k is k and own_v is v:
+            if own_k is k and own_v is v:
                 kept.keep(key, exchange)
-        if is_counted():
             note_reads(target[:, fetch.target] for fetch in from_peers)
         yield pending
 
@@ -265,7 +259,7 @@ class OneKernel(NamedTuple):
             return [grad_sums]
         grad_sums = self._grads_of(self.spec.ranks.rank, sums, gather.length)
         key, kept = (gather, sums, zero), self.state.kept
-        if (launch := kept.launch(key, is_counted=is_counted())) is not None:
+        if (launch := kept.launch(key)) is not None:
             launch({})
         else:
             kept.keep(key, exchange_kernel.wait_reusable(self.setup, grad_sums, zero=zero))
@@ -290,9 +284,8 @@ class OneKernel(NamedTuple):
     ) -> None:  # fmt: skip
         """Exchange dK/dV: let peers read this rank's, and add theirs for own keys to ``total``."""
         starts = _starts(self.spec.plan, self.spec.ranks.rank, gather, index_map)
-        key, kept = (gather, sums, length, starts), self.state.kept
-        exchange = kept.launch(key, is_counted=is_counted())
-        if exchange is not None and total.data_ptr() % 16 == 0:
+        key, kept = (gather, sums, length, starts, total.data_ptr() % 16), self.state.kept
+        if (exchange := kept.launch(key)) is not None:
             exchange(self.digest, total)
             return
         spans = sent_spans(self.spec.plan, self.spec.ranks.rank, like=gather)
@@ -302,12 +295,12 @@ class OneKernel(NamedTuple):
             lambda: self._sums_of_peers(gather, sums, length, zip(spans, starts, strict=True), num_peers),
             self.spec.device,
         )  # fmt: skip
-        exchange = exchange_kernel.reduce_from_peers(self.setup, self.digest, table, total)
-        if total.data_ptr() % 16 == 0:
-            kept.keep(key, exchange)
-        if is_counted():
-            for _, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather):
-                note_reads(sums.strided_views(total, length, index_map(fetch.source)))
+        kept.keep(key, exchange_kernel.reduce_from_peers(self.setup, self.digest, table, total))
+        note_reads(
+            x
+            for _, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
+            for x in sums.strided_views(total, length, index_map(fetch.source))
+        )
 
     def _pieces(self, gather: GatherProgram) -> tables.Rows:
         return tables.pieces(self.spec.keys, gather.length, self._sources(gather))
@@ -379,17 +372,17 @@ class HeadTrade(HeadCarrier):
         """Run the exchange in one kernel."""
         key = layout, splits_heads, tensors_key(*sources, *results, *orders)
         kept = self.state.kept
-        if (trade := kept.launch(key, is_counted=is_counted())) is not None:
+        if (trade := kept.launch(key)) is not None:
             trade(self.digest, sources, results, orders)
-        else:
-            kept.keep_in_graph(orders)
-            trade = head_kernel.trade_heads(
-                self.setup, self.state.memory.header, self.digest, layout, sources, results, orders,
-                splits_heads=splits_heads,
-            )  # fmt: skip
-            kept.keep(key, trade)
-        if is_counted():
-            message, rank = flat(layout.message.size, torch.uint8), self.setup.rank
-            start = rank * layout.message.size
-            peers = (peer for peer in range(layout.ranks) if peer != rank)
-            note_reads(self.state.memory.views(peer, start, message)[0] for peer in peers)
+            return
+        kept.keep_in_graph(orders)
+        trade = head_kernel.trade_heads(
+            self.setup, self.state.memory.header, self.digest, layout, sources, results, orders,
+            splits_heads=splits_heads,
+        )  # fmt: skip
+        kept.keep(key, trade)
+        message, rank = flat(layout.message.size, torch.uint8), self.setup.rank
+        peers = (peer for peer in range(layout.ranks) if peer != rank)
+        note_reads(
+            self.state.memory.views(peer, rank * layout.message.size, message)[0] for peer in peers
+        )
