@@ -252,14 +252,17 @@ def test_tables_of_a_pass_live_as_long_as_its_launches(
     setup = kernels.ExchangeSetup(torch.zeros(1, dtype=torch.int64), 0, 0, 1, 1, 1)
     state, cpu = one_kernel.ExchangeState(memory, setup), torch.device("cpu")
     kept = state.kept
+    launches = kept.begin_pass(setup)
     tables = [kept.table(key, 1, lambda: [(1,)], cpu) for key in range(3)]
     kept.keep("launch", tables)
     assert all(kept.table(key, 1, list, cpu) is x for key, x in enumerate(tables))
-    assert kept.launch("launch") is tables
+    assert launches["launch"] is tables
+    state.begin_pass(0)  # the next pass begins
+    assert not launches
+    kept.keep("launch", tables)
+    assert kept.begin_pass(setup)
     with counted_by(lambda _: None):
-        assert kept.launch("launch") is None
-    state.reserve(0)  # the next pass begins
-    assert kept.launch("launch") is None
+        assert not kept.begin_pass(setup)
     assert kept.table(0, 1, lambda: [(2,)], cpu).item() == 2
     monkeypatch.setattr(kept_launches, "is_capturing", lambda: True)
     with pytest.raises(ValueError, match="once more outside of a graph"):

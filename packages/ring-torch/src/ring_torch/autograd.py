@@ -37,17 +37,12 @@ class AttentionFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, q_ids: Tensor | None,
-        k_ids: Tensor | None,
-        sinks: Tensor | None, bias: Tensor | None, slopes: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Run the forward of a call, and save for the backward."""
-        inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes)
-        out, lse, saved = forward_pass(call, inputs)
+    def forward(ctx: Any, call: Call, *given: Any) -> tuple[Tensor, Tensor]:
+        """Run the forward of a call on the fields of ``Inputs``, and save for the backward."""
+        out, lse, saved = forward_pass(call, Inputs(*given))
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:GIVEN], out, lse, *saved)
+        ctx.save_for_backward(*given, out, lse, *saved)
         return out, lse
 
     @staticmethod
