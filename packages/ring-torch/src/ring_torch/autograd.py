@@ -8,7 +8,7 @@ the check of results.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ring_core import WrongResultError
 from ring_torch import tripwire
 from ring_torch.buffers import Shapes
 from ring_torch.call import Call, Saved, attend
-from ring_torch.capture import as_own, is_capturing, on_device
+from ring_torch.capture import NO_CONTEXT, as_own, is_capturing, on_device
 from ring_torch.checking.watch import Watch
 from ring_torch.comm.handshake import GuardedPass, check_graph
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_backward
@@ -27,7 +27,6 @@ from ring_torch.records import GIVEN, BackwardInputs, Inputs, folded, with_unit_
 from ring_torch.strategies.bias_shift import bias_shift, sent_for_shift
 
 _DELTA_ROWS = 4096
-_NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -80,7 +79,7 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
         GuardedPass(call.ranks, call.number, call.forward_signature),
     ):
         # The tripwire counts what is sent and received inside, if it checks this call.
-        with Watch(call.device) if call.checked else _NO_CONTEXT as watch:
+        with Watch(call.device) if call.checked else NO_CONTEXT as watch:
             if call.params.shifts_bias:
                 inputs = inputs._replace(bias_shift=bias_shift(call, inputs))
             (out, lse), saved = attend(call, inputs)
@@ -160,7 +159,7 @@ def backward_pass(
         # Computed once and shared by all work items: it depends on the final results alone.
         delta = _delta(dout, out, dlse, call.acc_dtype) if call.kernel.needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)
-        with Watch(call.device) if call.checked else _NO_CONTEXT as watch:
+        with Watch(call.device) if call.checked else NO_CONTEXT as watch:
             # All ranks are here, or fail: K/V and gradients of peers move inside.
             computed = call.strategy.backward(call, inputs, upstream, saved)
         dsinks = None
@@ -204,7 +203,7 @@ def _on_device(device: torch.device) -> AbstractContextManager[object]:
     """
     if torch.is_autocast_enabled(device.type):
         return _launches_on(device)
-    return _NO_CONTEXT if device.type == "cpu" else on_device(device)
+    return NO_CONTEXT if device.type == "cpu" else on_device(device)
 
 
 def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, acc_dtype: torch.dtype) -> Tensor:
