@@ -40,7 +40,7 @@ from ring_torch.transports import (
     one_kernel,
     peer_copies,
 )
-from ring_torch.transports.api import GatherSession, SessionSpec, counted_by
+from ring_torch.transports.api import GatherSession, SessionSpec
 from ring_torch.transports.p2p import P2P
 from ring_torch.transports.peer_copies import grad_bytes_of
 from ring_torch.transports.symm_mem import SYMM_MEM
@@ -252,7 +252,7 @@ def test_tables_of_a_pass_live_as_long_as_its_launches(
     setup = kernels.ExchangeSetup(torch.zeros(1, dtype=torch.int64), 0, 0, 1, 1, 1)
     state, cpu = one_kernel.ExchangeState(memory, setup), torch.device("cpu")
     kept = state.kept
-    launches = kept.begin_pass(setup)
+    launches = kept.begin_pass(setup, is_counted=False)
     tables = [kept.table(key, 1, lambda: [(1,)], cpu) for key in range(3)]
     kept.keep("launch", tables)
     assert all(kept.table(key, 1, list, cpu) is x for key, x in enumerate(tables))
@@ -260,9 +260,8 @@ def test_tables_of_a_pass_live_as_long_as_its_launches(
     state.begin_pass(0)  # the next pass begins
     assert not launches
     kept.keep("launch", tables)
-    assert kept.begin_pass(setup)
-    with counted_by(lambda _: None):
-        assert not kept.begin_pass(setup)
+    assert kept.begin_pass(setup, is_counted=False)
+    assert not kept.begin_pass(setup, is_counted=True)
     assert kept.table(0, 1, lambda: [(2,)], cpu).item() == 2
     monkeypatch.setattr(kept_launches, "is_capturing", lambda: True)
     with pytest.raises(ValueError, match="once more outside of a graph"):

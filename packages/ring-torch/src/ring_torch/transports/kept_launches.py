@@ -10,7 +10,6 @@ import torch
 
 from ring_torch.capture import is_capturing
 from ring_torch.launches.direct import has_launch_hooks
-from ring_torch.transports.api import is_counted
 
 _MOST = 1024  # tables, and launches
 
@@ -26,7 +25,7 @@ class KeptLaunches:
     _launches: dict[object, Any] = field(default_factory=dict)
     _in_graphs: dict[int, object] = field(default_factory=dict)  # what captured graphs read, by id
 
-    def begin_pass(self, setup: object) -> Mapping[object, Any]:
+    def begin_pass(self, setup: object, *, is_counted: bool) -> Mapping[object, Any]:
         """Return the launches that a pass with this setup may repeat, by their keys.
 
         A pass that is captured or whose bytes are counted has more to do, and repeats none. If
@@ -37,7 +36,7 @@ class KeptLaunches:
         if is_capturing():
             self._in_graphs[id(setup)] = setup
             return {}
-        return {} if is_counted() or has_launch_hooks() else self._launches
+        return {} if is_counted or has_launch_hooks() else self._launches
 
     def clear(self) -> None:
         """Drop all tables, and the launches that hold their addresses."""

@@ -33,6 +33,7 @@ from ring_torch.transports.api import (
     PendingGrads,
     PendingKV,
     SessionSpec,
+    is_counted,
     note_reads,
     nothing,
     program_of,
@@ -70,7 +71,7 @@ class ExchangeState:
         if self.memory.reserve(size) or self._setup is None:
             self.kept.clear()
             self._setup = self._new_setup()
-        launches = self.kept.begin_pass(self._setup)
+        launches = self.kept.begin_pass(self._setup, is_counted=is_counted())
         self._wait_last()
         return self._setup, launches
 
