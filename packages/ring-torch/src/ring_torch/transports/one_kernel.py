@@ -168,7 +168,7 @@ class OneKernel(NamedTuple):
         # On the same stream, and so ahead of the exchange: a late peer is waited for behind it.
         meanwhile()
         spec, keys, (k, v) = self.spec, self.spec.keys, inputs[1:3]
-        # As `new_empty` takes sizes one by one, the host needs half the time of `torch.empty`.
+        # Sizes one by one take the host half the time of a tuple of them.
         target = k.new_empty(keys.batch, gather.length, keys.width)
         # Without parts attention is queued behind the kernel on its stream, and waits for nothing.
         pending = PendingKV([target], lambda _fetches: None)
