@@ -85,8 +85,8 @@ _BEGIN: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     (TRITON, direct.DirectKernel, ("launch", "_launch")),
     (VIEWS, torch, ("empty", "zeros", "empty_like", "zeros_like")),
     (VIEWS, Tensor, (
-        "__getitem__", "as_strided", "contiguous", "copy_", "detach", "fill_", "flatten", "narrow", "split_with_sizes",
-        "to", "transpose", "unbind", "view", "zero_",
+        "__getitem__", "as_strided", "contiguous", "copy_", "detach", "fill_", "flatten", "narrow", "new_empty",
+        "split_with_sizes", "to", "transpose", "unbind", "view", "zero_",
     )),
 )  # fmt: skip
 

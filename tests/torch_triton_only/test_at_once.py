@@ -150,7 +150,7 @@ def uncounted(rank: int, folder: Path, case: Case, kernel: str) -> None:
 
     def silent(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(one_kernel, "is_counted", lambda: False)
+            patched.setattr(one_kernel, "note_reads", lambda _: None)
             result = right(*args)
             return iter(list(result)) if which == "fetch" else result
 
@@ -252,13 +252,16 @@ def test_tables_of_a_pass_live_as_long_as_its_launches(
     setup = kernels.ExchangeSetup(torch.zeros(1, dtype=torch.int64), 0, 0, 1, 1, 1)
     state, cpu = one_kernel.ExchangeState(memory, setup), torch.device("cpu")
     kept = state.kept
+    launches = kept.begin_pass(setup, is_counted=False)
     tables = [kept.table(key, 1, lambda: [(1,)], cpu) for key in range(3)]
     kept.keep("launch", tables)
     assert all(kept.table(key, 1, list, cpu) is x for key, x in enumerate(tables))
-    assert kept.launch("launch", is_counted=False) is tables
-    assert kept.launch("launch", is_counted=True) is None
-    state.reserve(0)  # the next pass begins
-    assert kept.launch("launch", is_counted=False) is None
+    assert launches["launch"] is tables
+    state.begin_pass(0)  # the next pass begins
+    assert not launches
+    kept.keep("launch", tables)
+    assert kept.begin_pass(setup, is_counted=False)
+    assert not kept.begin_pass(setup, is_counted=True)
     assert kept.table(0, 1, lambda: [(2,)], cpu).item() == 2
     monkeypatch.setattr(kept_launches, "is_capturing", lambda: True)
     with pytest.raises(ValueError, match="once more outside of a graph"):

@@ -89,7 +89,7 @@ def on_a_rank(
         patched.setattr(head_kernel, "_NUMBERS", 64)  # several blocks, of tensors as small as these
         patched.setattr(head_kernel, "trade_heads", noted)
         if wrong == "uncounted":
-            patched.setattr(one_kernel, "is_counted", lambda: False)
+            patched.setattr(one_kernel, "note_reads", lambda _: None)
         with ring_torch.check(int(checked)):
             return run_rank(rank, case, ("eager", "ulysses", "p2p"), None, cuda=False), len(ran)
 

@@ -19,7 +19,7 @@ def test_the_group_stays_open(captures: bool, monkeypatch: pytest.MonkeyPatch) -
     signature: Any = SimpleNamespace(fields={"pass": "forward"})
     with (
         pytest.raises(ValueError, match="once more"),
-        handshake.with_peer_errors(ranks, 1, signature),
+        handshake.GuardedPass(ranks, 1, signature),
     ):
         raise ValueError("make it once more outside of a graph")
     assert bool(closed) is not captures

@@ -8,7 +8,7 @@ the check of results.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,16 +18,15 @@ from ring_core import WrongResultError
 from ring_torch import tripwire
 from ring_torch.buffers import Shapes
 from ring_torch.call import Call, Saved, attend
-from ring_torch.capture import as_own, on_device
+from ring_torch.capture import NO_CONTEXT, as_own, is_capturing, on_device
 from ring_torch.checking.watch import Watch
-from ring_torch.comm.handshake import check_graph, with_peer_errors
+from ring_torch.comm.handshake import GuardedPass, check_graph
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_backward
 from ring_torch.optional import has_triton
 from ring_torch.records import GIVEN, BackwardInputs, Inputs, folded, with_unit_strides
 from ring_torch.strategies.bias_shift import bias_shift, sent_for_shift
 
 _DELTA_ROWS = 4096
-_NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -37,17 +36,12 @@ class AttentionFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, q_ids: Tensor | None,
-        k_ids: Tensor | None,
-        sinks: Tensor | None, bias: Tensor | None, slopes: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Run the forward of a call, and save for the backward."""
-        inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes)
-        out, lse, saved = forward_pass(call, inputs)
+    def forward(ctx: Any, call: Call, *given: Any) -> tuple[Tensor, Tensor]:
+        """Run the forward of a call on the fields of ``Inputs``, and save for the backward."""
+        out, lse, saved = forward_pass(call, Inputs(*given))
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:GIVEN], out, lse, *saved)
+        ctx.save_for_backward(*given, out, lse, *saved)
         return out, lse
 
     @staticmethod
@@ -68,21 +62,24 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
     what is saved begins with the shift and the ``lse`` of shifted scores.
 
     Raises:
+        ValueError: The pass is captured into a CUDA graph before the ranks have compared it.
+        UnsupportedError: It is captured with an option or a kernel that a graph cannot hold.
         RankMismatchError: Ranks make different calls.
         WrongResultError: The tripwire checked this call and found a wrong result.
         RuntimeError: A peer failed or did not answer, or a pass of an earlier call failed.
     """
-    if call.device.type == "cuda":
+    if call.device.type == "cuda" and is_capturing():
+        call.check_capture()
         check_graph(call.ranks, call.forward_signature, call.strategy)
     # Autograd saves the caller's own tensors: these copies live only as long as the pass.
     if False in [x is None or x.stride(-1) == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
     with (
         _on_device(call.device),
-        with_peer_errors(call.ranks, call.number, call.forward_signature),
+        GuardedPass(call.ranks, call.number, call.forward_signature),
     ):
         # The tripwire counts what is sent and received inside, if it checks this call.
-        with Watch(call.device) if call.checked else _NO_CONTEXT as watch:
+        with Watch(call.device) if call.checked else NO_CONTEXT as watch:
             if call.params.shifts_bias:
                 inputs = inputs._replace(bias_shift=bias_shift(call, inputs))
             (out, lse), saved = attend(call, inputs)
@@ -157,12 +154,12 @@ def backward_pass(
         check_graph(call.ranks, call.backward_signature, call.strategy)
     with (
         _on_device(call.device),
-        with_peer_errors(call.ranks, call.number, call.backward_signature),
+        GuardedPass(call.ranks, call.number, call.backward_signature),
     ):
         # Computed once and shared by all work items: it depends on the final results alone.
         delta = _delta(dout, out, dlse, call.acc_dtype) if call.kernel.needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)
-        with Watch(call.device) if call.checked else _NO_CONTEXT as watch:
+        with Watch(call.device) if call.checked else NO_CONTEXT as watch:
             # All ranks are here, or fail: K/V and gradients of peers move inside.
             computed = call.strategy.backward(call, inputs, upstream, saved)
         dsinks = None
@@ -206,7 +203,7 @@ def _on_device(device: torch.device) -> AbstractContextManager[object]:
     """
     if torch.is_autocast_enabled(device.type):
         return _launches_on(device)
-    return _NO_CONTEXT if device.type == "cpu" else on_device(device)
+    return NO_CONTEXT if device.type == "cpu" else on_device(device)
 
 
 def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, acc_dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -24,11 +24,12 @@ Orders = Sequence[Tensor | None]
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]  # of several tensors
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BufferSpec:
     """Layout of several tensors in a flat buffer of bytes, which is one message.
 
-    Each tensor begins at a multiple of 16 bytes.
+    Each tensor begins at a multiple of 16 bytes. As part of a key it stands for itself: equal
+    messages of equal calls share one.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -109,11 +110,12 @@ class HeadGroups(NamedTuple):
 ONE_GROUP = HeadGroups(1, 1, before_last_item=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVPayload:
     """Shape of a rank's K/V as they travel, side by side: ``[B, T_kv_local, K * D + K * Dv]``.
 
-    ``K`` is the number of K/V heads of a group, which is all of them unless heads are cut.
+    ``K`` is the number of K/V heads of a group, which is all of them unless heads are cut. As part
+    of a key it stands for itself: :meth:`of` makes each once.
     """
 
     batch: int
@@ -124,9 +126,23 @@ class KVPayload:
     dtype: torch.dtype
     segments: bool  # True if segment ids, int32 ``[B, T_kv_local]``, travel with them
 
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(
+        batch: int, length: int, heads: int, dim: int, v_dim: int, dtype: torch.dtype,
+        segments: bool,
+    ) -> KVPayload:  # fmt: skip
+        """Return the shape of a rank's K/V, the same object for equal calls."""
+        return KVPayload(batch, length, heads, dim, v_dim, dtype, segments)
+
     def of_group(self, groups: int) -> KVPayload:
         """Return the shape of one of ``groups`` equal groups of heads; equal calls share it."""
-        return self if groups == 1 else _of_group(self, groups)
+        if groups == 1:
+            return self
+        return KVPayload.of(
+            self.batch, self.length, self.heads // groups, self.dim, self.v_dim, self.dtype,
+            self.segments,
+        )  # fmt: skip
 
     @cached_property
     def width(self) -> int:
@@ -163,8 +179,8 @@ class KVPayload:
         ``kv`` has unit stride in its last dimension. Each view is one ``as_strided``: a repeated
         call makes them for every launch, on the host.
         """
-        assert kv.stride(2) == 1
-        (batch_step, step, _), shape = kv.stride(), (self.batch, length, self.heads)
+        (batch_step, step, unit), shape = kv.stride(), (self.batch, length, self.heads)
+        assert unit == 1
         k_dim, v_dim, first = self.dim, self.v_dim, kv.storage_offset() + start * step
         k = kv.as_strided((*shape, k_dim), (batch_step, step, k_dim, 1), first)
         first += self.heads * k_dim
@@ -174,11 +190,6 @@ class KVPayload:
         """Copy ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` into ``kv [B, n, width]``."""
         for packed, x in zip(self.split(kv), (k, v), strict=True):
             packed.copy_(x)
-
-
-@lru_cache(maxsize=256)
-def _of_group(keys: KVPayload, groups: int) -> KVPayload:
-    return replace(keys, heads=keys.heads // groups)
 
 
 class KeyGradBuffer(NamedTuple):
@@ -258,11 +269,12 @@ class HeadPart(NamedTuple):
         return torch.empty(shape, dtype=self.dtype, device=device).transpose(1, 2)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadBuffer:
     """Layout of the messages of an exchange, one for each rank, ``[P, bytes]`` together.
 
-    A message holds a part ``[B, T_local, H / P, D]`` of each of several tensors.
+    A message holds a part ``[B, T_local, H / P, D]`` of each of several tensors. As part of a key
+    it stands for itself: :meth:`of` makes each once.
 
     Attributes:
         ranks: Number of ranks P.
@@ -276,7 +288,7 @@ class HeadBuffer:
     parts: tuple[HeadPart, ...]
     blocks: tuple[tuple[int, ...], ...]
     message: BufferSpec
-    launches: dict[object, Any] = field(default_factory=dict, compare=False)
+    launches: dict[object, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, ranks: int, *parts: HeadPart) -> HeadBuffer:

@@ -20,6 +20,7 @@ fake_mode = partial(_get_dispatch_mode, _TorchDispatchModeKey.FAKE)
 proxy_mode = partial(_get_dispatch_mode, _TorchDispatchModeKey.PROXY)
 #: Returns True while ``torch.jit.trace`` records operations.
 is_jit_tracing = _is_tracing
+NO_CONTEXT: AbstractContextManager[None] = nullcontext()  # it may be entered any number of times
 
 
 def is_traced(x: object) -> bool:
@@ -48,7 +49,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     """
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
-    return nullcontext()
+    return NO_CONTEXT
 
 
 def as_own(x: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from torch.utils.weak import TensorWeakRef
 from ring_core import UnsupportedError
 from ring_torch.capture import is_capturing, on_device
 from ring_torch.comm.groups import check_device, default_device
-from ring_torch.comm.handshake import agree, with_peer_errors
+from ring_torch.comm.handshake import GuardedPass, agree
 from ring_torch.comm.ranks import Ranks, peer_errors
 from ring_torch.comm.store import CallSignature
 
@@ -77,7 +77,7 @@ def reduce_gradients(ranks: Ranks, model: nn.Module) -> None:
     check_device(ranks, device)
     signature = CallSignature.of(_parameter_fields(weights), "reduce_gradients")
     # All ranks compare their parameters before they send gradients.
-    with on_device(device), with_peer_errors(ranks, number, signature), torch.no_grad():
+    with on_device(device), GuardedPass(ranks, number, signature), torch.no_grad():
         agree(ranks, number, 0, signature, device)
         gradients = _used_gradients(ranks, list(weights.values()), device)
         # One all-reduce for each bucket: join its gradients in float32 or wider, sum them over the

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -37,7 +36,7 @@ from ring_core.programs.grid import RankGrid
 from ring_core.tripwire import VARIABLE, every_of
 from ring_torch.buffers import KVPayload
 from ring_torch.call import Call, Resolution, agreed_fields
-from ring_torch.capture import is_capturing, on_device
+from ring_torch.capture import on_device
 from ring_torch.checking.settings import SETTING, number_checked
 from ring_torch.comm.groups import warn_if_alone
 from ring_torch.comm.ranks import Ranks
@@ -61,7 +60,6 @@ _VALUES = frozenset({
 _NO_TENSORS: Any = dict.fromkeys(("segment_ids", "sinks", "bias", "alibi_slopes"))
 _NO_FACTS = (None,) * 5
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)  # not subclasses, whose sizes may be symbols
-_NO_DEVICE: AbstractContextManager[None] = nullcontext()
 
 
 def check_call(
@@ -97,8 +95,7 @@ def check_call(
 
     Raises:
         ValueError: An argument is malformed.
-        UnsupportedError: No kernel, strategy or transport, or not the one named, can do the call;
-            or it is captured into a CUDA graph with an option or a kernel that a graph cannot hold.
+        UnsupportedError: No kernel, strategy or transport, or not the one named, can do the call.
         PeerError: Strategy ``hybrid`` is to go by the ranks' hosts, and a rank has not told its own
             within the group's timeout.
     """
@@ -145,10 +142,7 @@ def check_call(
     # A call with options that have no hash is prepared anew each time.
     is_known_again = (is_plain and isinstance(layout, str)) or _is_hashable(arguments)
     prepare = _prepare if is_known_again else _prepare.__wrapped__
-    with on_device(q.device) if q.is_cuda else _NO_DEVICE:
-        call = prepare(*arguments)
-    if q.is_cuda and is_capturing():
-        call.check_capture()
+    call = prepare(*arguments)
     if check is None:
         checked = call.check_every and number_checked(call.check_every, number)
     else:
@@ -260,36 +254,38 @@ def _prepare(
     program = ring_program(plan, strategy_setting.ring_strategy)
     checks.check_bias(tensors.bias, sizes, plan.kv_seq_len, tensors.q.device)
     dtype, device = not_none(facts[0]).dtype, not_none(facts[0]).device
-    spec, transport = choose_strategy(
-        strategy_setting.name, options.transport, ranks, program, device, request=request,
-        probe=probe,
-    )  # fmt: skip
-    if strategy_setting.name == "auto":
-        strategy_setting = StrategyConfig(spec.name)
-    grid = grid_of(strategy_setting, ranks, layout, request, probe=probe)
-    inner = None
-    if grid is not None and ranks.size > 1:
-        prepare = partial(
-            _prepare, as_given=False, types=types, grads=grads, setting=setting, probe=False,
-            lse_grad=lse_grad, lengths=lengths,
+    # Groups and kernels are asked about the current device.
+    with on_device(device):
+        spec, transport = choose_strategy(
+            strategy_setting.name, options.transport, ranks, program, device, request=request,
+            probe=probe,
         )  # fmt: skip
-        inner = _inner_call(
-            prepare, grid, ranks, layout, facts, options, request, transport, strategy_setting
+        if strategy_setting.name == "auto":
+            strategy_setting = StrategyConfig(spec.name)
+        grid = grid_of(strategy_setting, ranks, layout, request, probe=probe)
+        inner = None
+        if grid is not None and ranks.size > 1:
+            prepare = partial(
+                _prepare, as_given=False, types=types, grads=grads, setting=setting, probe=False,
+                lse_grad=lse_grad, lengths=lengths,
+            )  # fmt: skip
+            inner = _inner_call(
+                prepare, grid, ranks, layout, facts, options, request, transport, strategy_setting
+            )
+        choice = choose(config, request, program) if inner is None else inner.choice
+        needs_index = (
+            request.bias or request.alibi or request.dropout or plan.mask.predicate is not None
         )
-    choice = choose(config, request, program) if inner is None else inner.choice
-    needs_index = (
-        request.bias or request.alibi or request.dropout or plan.mask.predicate is not None
-    )
-    keys = KVPayload(
-        sizes.batch, sizes.k_len, sizes.kv_heads, sizes.head_dim, sizes.v_head_dim, dtype,
-        request.segment_ids,
-    )  # fmt: skip
-    is_short = spec.opens_sessions and ranks.size > 1 and transport.is_short(plan, keys, 1)
-    resolution = Resolution(
-        program, ranks, request, choice.kernel, sizes, dtype.itemsize,
-        not (needs_index or request.segment_ids), is_short, options.return_lse, inner, grid,
-    )  # fmt: skip
-    strategy = resolve(spec, resolution, sinks=tensors.sinks is not None)
+        keys = KVPayload.of(
+            sizes.batch, sizes.k_len, sizes.kv_heads, sizes.head_dim, sizes.v_head_dim, dtype,
+            request.segment_ids,
+        )  # fmt: skip
+        is_short = spec.opens_sessions and ranks.size > 1 and transport.is_short(plan, keys, 1)
+        resolution = Resolution(
+            program, ranks, request, choice.kernel, sizes, dtype.itemsize,
+            not (needs_index or request.segment_ids), is_short, options.return_lse, inner, grid,
+        )  # fmt: skip
+        strategy = resolve(spec, resolution, sinks=tensors.sinks is not None)
     params = _params(plan, request, config, options, grads, device, sinks=tensors.sinks is not None)
     fields = agreed_fields(layout, plan, tensors, options, params, grads) | {
         "check": check_every,

@@ -245,11 +245,8 @@ def unseen_state(
     They are those of rows that see nothing; with ``fully_written``, as all will be written, they
     are uninitialised. ``lse`` is float32, or float64 beside a float64 ``out``.
     """
-    batch, length, heads, dim = q.shape
-    if dim == v_dim:
-        out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
-    else:
-        out = q.new_empty(batch, length, heads, v_dim, dtype=dtype)
+    batch, length, heads, _ = q.shape
+    out = q.new_empty(batch, length, heads, v_dim, dtype=dtype)
     lse = out.new_empty(batch, heads, length, dtype=acc_dtype(out.dtype))
     if not fully_written:
         out.zero_()

@@ -17,7 +17,7 @@ from ring_core.base.arguments import check_size
 from ring_core.layouts.layout import Run, check_layout
 from ring_torch.capture import constant_in_graphs, on_device
 from ring_torch.comm.groups import Members, check_device, members_of, warn_if_alone
-from ring_torch.comm.handshake import agree, check_graph, with_peer_errors
+from ring_torch.comm.handshake import GuardedPass, agree, check_graph
 from ring_torch.comm.ranks import Group, Ranks, is_foreign, peer_errors, ranks_of
 from ring_torch.comm.store import CallSignature
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
@@ -273,7 +273,7 @@ def guarded(
     """Run a block on the tensors' GPU, with errors of peers raised as this call's."""
     # A failure here closes the group: messages of a collective that others are still in would match
     # a later one.
-    with on_device(device), with_peer_errors(ranks, number, signature):
+    with on_device(device), GuardedPass(ranks, number, signature):
         yield
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import secrets
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -325,9 +325,9 @@ def check_graph(ranks: Ranks, signature: CallSignature, keep_alive: object = Non
         ranks.state.captured[id(keep_alive)] = keep_alive
 
 
-@contextmanager
-def with_peer_errors(ranks: Ranks, number: int, signature: CallSignature) -> Iterator[None]:
-    """Run a pass so that a failure on one rank ends it on all, with that rank's error message.
+@dataclass
+class GuardedPass:
+    """Context of a pass, in which a failure on one rank ends it on all, with that rank's message.
 
     The rank that fails leaves its message in the store and raises its own error. The others wait
     for its tensors until the group's timeout, and find the message then. On all of them the group
@@ -338,39 +338,52 @@ def with_peer_errors(ranks: Ranks, number: int, signature: CallSignature) -> Ite
         RankMismatchError: Ranks make different calls.
         RuntimeError: A peer failed or did not answer, or a pass of an earlier call failed.
     """
-    if ranks.size == 1:
-        yield
-        return
-    ranks.check_open()
-    name = signature.fields["pass"]
-    try:
-        yield
-        if ranks.state.is_watched:
-            note_queued(ranks.state, f"call {number} ({name})")
-    except RankMismatchError:
-        raise
-    except PeerError as error:
-        # Without a nonce no header has arrived, so no rank before this one has come so far.
-        has_nonce = ranks.state.nonce is not None
-        note = _agreement(ranks, number, signature).read_report() if has_nonce else None
-        failure = read_failure(not_none(ranks.group))
-        own_message = f"call {number} ({name}): rank {ranks.rank} {error}"
-        # A message of this pass may still arrive, and would be taken for one of the next call:
-        # close the group.
-        fail(ranks, note or failure or own_message, report=False)
-        if note is not None:
-            raise RankMismatchError(note) from error
-        raise RuntimeError(
-            own_message if failure is None else f"{failure}; {own_message}"
-        ) from error
-    except BaseException as error:
-        if is_capturing():  # nothing was sent: what is captured runs later, and this never does
+
+    ranks: Ranks
+    number: int
+    signature: CallSignature
+
+    def __enter__(self) -> None:
+        if self.ranks.size > 1:
+            self.ranks.check_open()
+
+    def __exit__(self, _type: object, raised: BaseException | None, _traceback: object) -> None:
+        ranks = self.ranks
+        if ranks.size == 1:
+            return
+        name = f"call {self.number} ({self.signature.fields['pass']})"
+        try:
+            if raised is not None:
+                raise raised  # noqa: TRY301 - as if it were raised here
+            if ranks.state.is_watched:
+                note_queued(ranks.state, name)
+        except RankMismatchError:
             raise
-        context = f"call {number} ({name}) failed on rank {ranks.rank} of the group"
-        # The others wait for this rank's tensors, up to the timeout: the note tells them why they
-        # do not come.
-        fail(ranks, f"{context}: {type(error).__name__}: {error}")
-        raise
+        except PeerError as error:
+            # Without a nonce no header has arrived, so no rank before this one has come so far.
+            note = (
+                _agreement(ranks, self.number, self.signature).read_report()
+                if ranks.state.nonce is not None
+                else None
+            )
+            failure = read_failure(not_none(ranks.group))
+            own_message = f"{name}: rank {ranks.rank} {error}"
+            # A message of this pass may still arrive, and would be taken for one of the next call:
+            # close the group.
+            fail(ranks, note or failure or own_message, report=False)
+            if note is not None:
+                raise RankMismatchError(note) from error
+            raise RuntimeError(
+                own_message if failure is None else f"{failure}; {own_message}"
+            ) from error
+        except BaseException as error:
+            if is_capturing():  # nothing was sent: what is captured runs later, and this never does
+                raise
+            # The others wait for this rank's tensors, up to the timeout: the note tells them why
+            # they do not come.
+            failed = f"{name} failed on rank {ranks.rank} of the group"
+            fail(ranks, f"{failed}: {type(error).__name__}: {error}")
+            raise
 
 
 def fail(ranks: Ranks, text: str, *, report: bool = True) -> None:

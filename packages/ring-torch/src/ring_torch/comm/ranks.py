@@ -38,12 +38,13 @@ class PeerError(RuntimeError):
         super().__init__(f"waited in vain for {ranks} of the group: {reason}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ranks:
     """The ranks that hold one sequence, as this rank sees them; without a group it is alone.
 
-    The group is referenced weakly. Calls are cached, and a group that is kept after it is destroyed
-    keeps its threads, which may abort the process when the interpreter ends.
+    Those of a group are one object, by which its calls are known again. The group is referenced
+    weakly. Calls are cached, and a group that is kept after it is destroyed keeps its threads,
+    which may abort the process when the interpreter ends.
 
     Attributes:
         group_ref: Reference to the process group; ``None`` for a rank that is alone.
@@ -57,7 +58,7 @@ class Ranks:
     rank: int
     size: int
     members: tuple[int, ...] | None = None
-    state: GroupState = field(default_factory=GroupState, compare=False, repr=False)
+    state: GroupState = field(default_factory=GroupState, repr=False)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -339,10 +340,8 @@ def ranks_of(group: Any) -> Ranks:
         ValueError: It is no group, a mesh of several dimensions, a group that this rank is not in,
             or one that was destroyed.
     """
-    if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return ALONE
-        group = dist.group.WORLD
+    if group is None and (group := dist.group.WORLD) is None:
+        return ALONE
     if isinstance(group, dist.ProcessGroup):
         if group not in dist.distributed_c10d._world.pg_map:  # noqa: SLF001 - no public way
             raise ValueError("the process group was destroyed; give another group")

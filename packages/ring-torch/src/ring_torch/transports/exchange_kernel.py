@@ -73,8 +73,7 @@ class KeyExchange(NamedTuple):
     def __call__(self, digest: int, k: Tensor, v: Tensor, target: Tensor) -> None:
         """Run it as :func:`exchange_keys` does."""
         # Arguments of the kernel that change, by their places; all others stay.
-        pointers = {6: k.data_ptr(), 7: v.data_ptr(), 16: target.data_ptr()}
-        self.launch({2: digest, **pointers})
+        self.launch({2: digest, 6: k.data_ptr(), 7: v.data_ptr(), 16: target.data_ptr()})
 
 
 class SumExchange(NamedTuple):

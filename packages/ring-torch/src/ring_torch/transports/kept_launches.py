@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,25 +25,23 @@ class KeptLaunches:
     _launches: dict[object, Any] = field(default_factory=dict)
     _in_graphs: dict[int, object] = field(default_factory=dict)  # what captured graphs read, by id
 
-    def make_room(self) -> None:
-        """Drop everything if there are too many tables; a pass's own stay until it ends."""
+    def begin_pass(self, setup: object, *, is_counted: bool) -> Mapping[object, Any]:
+        """Return the launches that a pass with this setup may repeat, by their keys.
+
+        A pass that is captured or whose bytes are counted has more to do, and repeats none. If
+        there are too many tables all are dropped here: a pass's own stay until it ends.
+        """
         if len(self._tables) > _MOST:
             self.clear()
+        if is_capturing():
+            self._in_graphs[id(setup)] = setup
+            return {}
+        return {} if is_counted or has_launch_hooks() else self._launches
 
     def clear(self) -> None:
         """Drop all tables, and the launches that hold their addresses."""
         self._tables.clear()
         self._launches.clear()
-
-    def launch(self, key: object, *, is_counted: bool) -> Any:
-        """Return the launch that was kept for a key; ``None`` if there is none to be repeated.
-
-        A pass that is captured or whose bytes are counted is launched anew: it has more to do.
-        """
-        launch = self._launches.get(key)
-        if launch is None or is_counted or is_capturing() or has_launch_hooks():
-            return None
-        return launch
 
     def keep(self, key: object, launch: object) -> None:
         """Keep a launch for later passes with the same key, unless it is ``None``."""

@@ -8,11 +8,11 @@ CUDA graph takes none of the host's time, so there copies fetch a part of the K/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache, partial
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -62,19 +62,18 @@ class ExchangeState:
     _side_streams: list[torch.cuda.Stream] = field(default_factory=list)
     kept: KeptLaunches = field(default_factory=KeptLaunches)
 
-    def reserve(self, size: int) -> exchange_kernel.ExchangeSetup:
-        """Ensure ``size`` bytes of data, let this pass follow the last one, and return its setup.
+    def begin_pass(self, size: int) -> tuple[exchange_kernel.ExchangeSetup, Mapping[object, Any]]:
+        """Ensure ``size`` bytes of data, and let this pass follow the last one.
 
         All ranks call it with equal sizes. New memory makes all tables void, which hold addresses.
+        Returns the setup of the pass, and the launches that it may repeat.
         """
-        self.kept.make_room()  # before a pass takes its first table
         if self.memory.reserve(size) or self._setup is None:
             self.kept.clear()
             self._setup = self._new_setup()
-        if is_capturing():
-            self.kept.keep_in_graph([self._setup])
+        launches = self.kept.begin_pass(self._setup, is_counted=is_counted())
         self._wait_last()
-        return self._setup
+        return self._setup, launches
 
     def _wait_last(self) -> None:
         """Let the current stream wait for the last pass, if that ran on another stream.
@@ -153,13 +152,14 @@ class OneKernel(NamedTuple):
     spec: SessionSpec
     state: ExchangeState
     setup: exchange_kernel.ExchangeSetup
+    launches: Mapping[object, Any]  # that were kept, and that this pass may repeat
     digest: int  # identifies this pass of this call
 
     @classmethod
     def of(cls, spec: SessionSpec, grad_bytes: int, digest: int) -> OneKernel:
         """Open a session whose memory also holds ``grad_bytes`` bytes of dK/dV sums."""
         state = exchange_state_of(spec.ranks)
-        return cls(spec, state, state.reserve(spec.keys.message.size + grad_bytes), digest)
+        return cls(spec, state, *state.begin_pass(spec.keys.message.size + grad_bytes), digest)
 
     def fetch(
         self, gather: GatherProgram, inputs: Inputs, meanwhile: Callable[[], object] = nothing
@@ -168,20 +168,17 @@ class OneKernel(NamedTuple):
         # On the same stream, and so ahead of the exchange: a late peer is waited for behind it.
         meanwhile()
         spec, keys, (k, v) = self.spec, self.spec.keys, inputs[1:3]
-        shape = keys.batch, gather.length, keys.width
-        target = torch.empty(shape, dtype=keys.dtype, device=spec.device)
-        from_peers = [fetch for fetch in gather.fetches if fetch.rank != self.setup.rank]
-        aligned = (k.data_ptr() | v.data_ptr()) % 16 == 0
-        key = (gather, keys, spec.by_parts, k.stride(), v.stride()) if aligned else None
+        # Sizes one by one take the host half the time of a tuple of them.
+        target = k.new_empty(keys.batch, gather.length, keys.width)
         # Without parts attention is queued behind the kernel on its stream, and waits for nothing.
         pending = PendingKV([target], lambda _fetches: None)
         # The kernel waits until peers have read what lies in `own` from the pass before, writes,
         # waits until all ranks have written, and reads. The host waits for nothing.
-        kept = self.state.kept
-        exchange = None if key is None else kept.launch(key, is_counted=is_counted())
-        if exchange is not None:
+        key, kept = (gather, keys, spec.by_parts, tensors_key(k, v)), self.state.kept
+        if (exchange := self.launches.get(key)) is not None:
             exchange(self.digest, k, v, target)
         else:
+            from_peers = [fetch for fetch in gather.fetches if fetch.rank != self.setup.rank]
             own_k, own_v = (x if are_rows(x) else x.contiguous() for x in (k, v))
             own = self._keys_of(self.setup.rank)
             own_fetches = [fetch for fetch in gather.fetches if fetch.rank == self.setup.rank]
@@ -198,9 +195,8 @@ class OneKernel(NamedTuple):
             else:
                 rows = partial(self._pieces, gather)
                 exchange = run(kept.table((gather, keys), 3, rows, spec.device))
-            if key is not None and own_k is k and own_v is v:
+            if own_k is k and own_v is v:
                 kept.keep(key, exchange)
-        if is_counted():
             note_reads(target[:, fetch.target] for fetch in from_peers)
         yield pending
 
@@ -264,11 +260,13 @@ class OneKernel(NamedTuple):
             exchange_kernel.wait_reusable(self.setup, grad_sums, zero=zero)
             return [grad_sums]
         grad_sums = self._grads_of(self.spec.ranks.rank, sums, gather.length)
-        key, kept = (gather, sums, zero), self.state.kept
-        if (launch := kept.launch(key, is_counted=is_counted())) is not None:
+        key = gather, sums, zero
+        if (launch := self.launches.get(key)) is not None:
             launch({})
         else:
-            kept.keep(key, exchange_kernel.wait_reusable(self.setup, grad_sums, zero=zero))
+            self.state.kept.keep(
+                key, exchange_kernel.wait_reusable(self.setup, grad_sums, zero=zero)
+            )
         return [grad_sums]
 
     def return_grads(
@@ -282,7 +280,7 @@ class OneKernel(NamedTuple):
         del grads, group, overlapped
         if before_last_item:
             return lambda _total, _length, _index_map: None
-        return lambda *total: self._add(gather, sums, *total)
+        return partial(self._add, gather, sums)
 
     def _add(
         self, gather: GatherProgram, sums: KeyGradBuffer, total: torch.Tensor, length: int,
@@ -290,9 +288,8 @@ class OneKernel(NamedTuple):
     ) -> None:  # fmt: skip
         """Exchange dK/dV: let peers read this rank's, and add theirs for own keys to ``total``."""
         starts = _starts(self.spec.plan, self.spec.ranks.rank, gather, index_map)
-        key, kept = (gather, sums, length, starts), self.state.kept
-        exchange = kept.launch(key, is_counted=is_counted())
-        if exchange is not None and total.data_ptr() % 16 == 0:
+        key, kept = (gather, sums, length, starts, total.data_ptr() % 16), self.state.kept
+        if (exchange := self.launches.get(key)) is not None:
             exchange(self.digest, total)
             return
         spans = sent_spans(self.spec.plan, self.spec.ranks.rank, like=gather)
@@ -302,12 +299,12 @@ class OneKernel(NamedTuple):
             lambda: self._sums_of_peers(gather, sums, length, zip(spans, starts, strict=True), num_peers),
             self.spec.device,
         )  # fmt: skip
-        exchange = exchange_kernel.reduce_from_peers(self.setup, self.digest, table, total)
-        if total.data_ptr() % 16 == 0:
-            kept.keep(key, exchange)
-        if is_counted():
-            for _, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather):
-                note_reads(sums.strided_views(total, length, index_map(fetch.source)))
+        kept.keep(key, exchange_kernel.reduce_from_peers(self.setup, self.digest, table, total))
+        note_reads(
+            x
+            for _, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
+            for x in sums.strided_views(total, length, index_map(fetch.source))
+        )
 
     def _pieces(self, gather: GatherProgram) -> tables.Rows:
         return tables.pieces(self.spec.keys, gather.length, self._sources(gather))
@@ -364,13 +361,14 @@ class HeadTrade(HeadCarrier):
 
     state: ExchangeState
     setup: exchange_kernel.ExchangeSetup
+    launches: Mapping[object, Any]  # that were kept, and that this pass may repeat
     digest: int  # identifies this pass of this call
 
     @classmethod
     def of(cls, ranks: Ranks, digest: int, size: int) -> Self:
         """Make the carrier of a pass, for exchanges of at most ``size`` bytes a rank."""
         state = exchange_state_of(ranks)
-        return cls(state, state.reserve(size), digest)
+        return cls(state, *state.begin_pass(size), digest)
 
     def __call__(
         self, layout: HeadBuffer, sources: Sequence[torch.Tensor], results: Sequence[torch.Tensor],
@@ -378,18 +376,17 @@ class HeadTrade(HeadCarrier):
     ) -> None:  # fmt: skip
         """Run the exchange in one kernel."""
         key = layout, splits_heads, tensors_key(*sources, *results, *orders)
-        kept = self.state.kept
-        if (trade := kept.launch(key, is_counted=is_counted())) is not None:
+        if (trade := self.launches.get(key)) is not None:
             trade(self.digest, sources, results, orders)
-        else:
-            kept.keep_in_graph(orders)
-            trade = head_kernel.trade_heads(
-                self.setup, self.state.memory.header, self.digest, layout, sources, results, orders,
-                splits_heads=splits_heads,
-            )  # fmt: skip
-            kept.keep(key, trade)
-        if is_counted():
-            message, rank = flat(layout.message.size, torch.uint8), self.setup.rank
-            start = rank * layout.message.size
-            peers = (peer for peer in range(layout.ranks) if peer != rank)
-            note_reads(self.state.memory.views(peer, start, message)[0] for peer in peers)
+            return
+        self.state.kept.keep_in_graph(orders)
+        trade = head_kernel.trade_heads(
+            self.setup, self.state.memory.header, self.digest, layout, sources, results, orders,
+            splits_heads=splits_heads,
+        )  # fmt: skip
+        self.state.kept.keep(key, trade)
+        message, rank = flat(layout.message.size, torch.uint8), self.setup.rank
+        peers = (peer for peer in range(layout.ranks) if peer != rank)
+        note_reads(
+            self.state.memory.views(peer, rank * layout.message.size, message)[0] for peer in peers
+        )

@@ -17,6 +17,7 @@ from ring_torch.comm.handshake import agree, has_agreed
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.optional import has_triton
+from ring_torch.transports import peer_copies, symm_buffer
 from ring_torch.transports.api import GatherSession, Refusals, SessionSpec, Transport
 
 
@@ -31,26 +32,23 @@ def _open(spec: SessionSpec) -> GatherSession:
     Raises:
         RankMismatchError: A peer is making another call, and this one is the first of its kind.
     """
-    from ring_torch.transports.peer_copies import PeerCopies, fits_one_kernel, grad_bytes_of
-    from ring_torch.transports.symm_buffer import symm_buffer_of
-
     ranks, gather, keys, signature = spec.ranks, spec.gather, spec.keys, spec.signature
     if not has_agreed(ranks, signature):
         agree(ranks, spec.number, spec.seed, signature, spec.device)
     grad_bytes = (
-        grad_bytes_of(spec.plan, keys, spec.acc_dtype, gather.splits, gather.tile)
+        peer_copies.grad_bytes_of(spec.plan, keys, spec.acc_dtype, gather.splits, gather.tile)
         if spec.needs_grad
         else 0
     )
     digest = signature.as_int64(spec.number, spec.seed)
     splits = gather.own and gather.splits  # only own keys in the buffer can be left out of it
-    if fits_one_kernel(spec.plan, keys, spec.groups, splits, gather.tile):
+    if peer_copies.fits_one_kernel(spec.plan, keys, spec.groups, splits, gather.tile):
         from ring_torch.transports.one_kernel import OneKernel
 
         return OneKernel.of(spec, grad_bytes, digest)
-    buffer = symm_buffer_of(ranks)
+    buffer = symm_buffer.symm_buffer_of(ranks)
     buffer.reserve(spec.groups * (keys.message.size + grad_bytes))
-    return PeerCopies(spec, buffer, grad_bytes, digest)
+    return peer_copies.PeerCopies(spec, buffer, grad_bytes, digest)
 
 
 def _open_heads(
@@ -70,10 +68,8 @@ def _open_heads(
 
 def _head_refusals(ranks: Ranks) -> Refusals:
     """Return why one kernel cannot trade tokens for heads."""
-    from ring_torch.transports.peer_copies import MOST_RANKS
-
-    if ranks.size > MOST_RANKS:
-        return (f"tokens and heads are traded by at most {MOST_RANKS} ranks",)
+    if ranks.size > (most := peer_copies.MOST_RANKS):
+        return (f"tokens and heads are traded by at most {most} ranks",)
     if not has_triton() or torch.version.hip is not None:
         return ("tokens and heads are traded by a Triton kernel for NVIDIA GPUs",)
     return ()
@@ -84,8 +80,6 @@ def _is_short(plan: Plan, keys: KVPayload, groups: int) -> bool:
 
     The rank's own keys are then copied into the gathered buffer, too.
     """
-    from ring_torch.transports import peer_copies
-
     return peer_copies.fits_one_kernel(plan, keys, groups, False)
 
 
@@ -98,9 +92,7 @@ def _peer_memory_refusals(ranks: Ranks, device: torch.device, probe: bool) -> Re
         return None
     if device.type != "cuda" or dist.get_backend(ranks.group) != "nccl":
         return ("copies out of the peers' memory need CUDA tensors and a nccl group",)
-    from ring_torch.transports.symm_buffer import known_buffer, symm_buffer_of
-
-    buffer = symm_buffer_of(ranks) if probe else known_buffer(ranks)
+    buffer = symm_buffer.symm_buffer_of(ranks) if probe else symm_buffer.known_buffer(ranks)
     return None if buffer is None else buffer.refusals
 
 
