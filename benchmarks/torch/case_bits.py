@@ -1,9 +1,10 @@
 """Results and messages of cases, by rank: the process of one source tree that ``same_bits`` starts.
 
-It imports Ring from the tree that is in ``PYTHONPATH``, and nothing else of that tree: trees of any
-age answer. Cases are a line of JSON each on stdin. The answer to one is a line on stdout that
-begins with :data:`ANSWER`: for each rank digests of its tensors and the bytes that it sent, or the
-reason why the call was refused. The tensors are in the folder that the first argument names.
+It imports Ring from the tree that is in ``PYTHONPATH``, and nothing else of that tree: older trees
+answer, too, from the first with ``StrategyConfig`` on. Cases are a line of JSON each on stdin. The
+answer to one is a line on stdout that begins with :data:`ANSWER`: for each rank digests of its
+tensors and the bytes that it sent, or the reason why the call was refused. The tensors are in the
+folder that the first argument names.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PASSES = ("forward", "backward")
 
 
 class SentBytes(TorchDispatchMode):
-    """Count the bytes of tensors that this rank sends to others, headers left out.
+    """Count the bytes that this rank sends by ``send`` and ``all_to_all_single``, without headers.
 
     They are counted at torch's operations, which every tree calls: its own counters may have
     changed, too.

@@ -101,8 +101,8 @@ def commit_of(path: Path) -> str:
 def in_turns(old: Timed, new: Timed, request: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Return what is kept of a row: quartiles of each tree's times and of their ratios."""
     trees = {"old": old, "new": new}
-    with ThreadPoolExecutor() as both:  # results are compared, and kernels compiled
-        list(both.map(lambda timed: timed(request | {"first": True}), trees.values()))
+    with ThreadPoolExecutor() as pool:  # kernels are compiled, and results compared
+        list(pool.map(lambda timed: timed(request | {"first": True}), trees.values()))
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
     for n in range(rounds):
         for name in trees if n % 2 == 0 else reversed(trees):

@@ -2,13 +2,13 @@
 
 Every method first has to agree with float32 attention on a short sequence; one that does not prints
 no speed. Times are CUDA events, of the slowest rank: the median of up to 20 runs, or, of short
-ones, of as many turns of 20 as fit the seconds. TFLOP/s are per GPU: causal forward FLOPs are ``2
-N^2 H D``, the backward takes 2.5 times that. Scaling efficiency is a method's rate over that of one
-GPU on the same sequence. ``alone`` is a method's launches over keys that are there already: kernels
-only. Exposed communication is the share of the time that the rest takes. With ``--bind`` each
-process runs on processors of its own. With ``--ranks 4 8`` one GPU emulates all ranks of such
-rings, one after the other, ``alone``: what so many would reach if nothing had to travel. The
-slowest rank counts.
+ones, of up to 50 rounds of 20, as many as fit the seconds. TFLOP/s are per GPU: causal forward
+FLOPs are ``2 N^2 H D``, the backward takes 2.5 times that. Scaling efficiency is a method's rate
+over that of one GPU on the same sequence. ``alone`` is a method's launches over keys that are there
+already: kernels only. Exposed communication is the share of the time that the rest takes. With
+``--bind`` each process runs on processors of its own. With ``--ranks 4 8`` one GPU emulates all
+ranks of such rings, one after the other, ``alone``: what so many would reach if nothing had to
+travel. The slowest rank counts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from ring_torch.strategies import gather as gather_strategy
 from ring_torch.transports import copy_engine, peer_copies
 
 Pair = tuple[Setting, str]  # what to time, and by which method
-MOST_TURNS = 50  # in which a short run is timed
+MOST_ROUNDS = 50  # rounds of a short run
 GRAPH = "/graph"  # at the end of a method's name: as a CUDA graph, replayed
 
 
@@ -211,10 +211,10 @@ def _timed(run: Any, seconds: float) -> dict[str, float]:
             break
     repeats = max(3, min(20, int(seconds / float(once))))
     # A host shared with others has slow moments: short runs are spread over the time there is.
-    turns = max(1, min(MOST_TURNS, int(seconds / (repeats * float(once)))))
+    rounds = max(1, min(MOST_ROUNDS, int(seconds / (repeats * float(once)))))
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     times, host = list[float](), list[float]()
-    for _ in range(turns):
+    for _ in range(rounds):
         dist.barrier()
         start = time.perf_counter()
         events[0].record()

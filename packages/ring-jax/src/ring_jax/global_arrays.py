@@ -69,7 +69,7 @@ class GlobalCall(NamedTuple):
     """A checked call on global arrays.
 
     Attributes:
-        spec: Its static side.
+        spec: What is static of it: shapes, plan, strategy, kernels.
         inputs: Its arrays.
         way: The choice of strategy and kernels, with its reasons.
         batch, heads: Axes along which batch and heads are split.
@@ -115,6 +115,7 @@ def check_global(
     # Axes that are not named are those that q is known to have.
     batch = batch_axis or axes_along(q, mesh, 0, axis_name, head_axis)
     heads = head_axis or axes_along(q, mesh, 2, axis_name, batch)
+    # Heads stay whole where the axis does not divide those of K/V.
     heads = None if k.shape[2] % size_of(mesh, heads) else heads
     _, dense = split_mask(options.mask)
     shape = (1, 1) if dense is None or dense.ndim != 4 else dense.shape[:2]

@@ -36,12 +36,15 @@ class AttentionFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *given: Any) -> tuple[Tensor, Tensor]:
-        """Run the forward of a call on the fields of ``Inputs``, and save for the backward."""
-        out, lse, saved = forward_pass(call, Inputs(*given))
+    def forward(ctx: Any, call: Call, *tensors: Any) -> tuple[Tensor, Tensor]:
+        """Run the forward of a call, and save for the backward.
+
+        ``tensors`` are the first ``GIVEN`` fields of :class:`Inputs`, in order; some are ``None``.
+        """
+        out, lse, saved = forward_pass(call, Inputs(*tensors))
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*given, out, lse, *saved)
+        ctx.save_for_backward(*tensors, out, lse, *saved)
         return out, lse
 
     @staticmethod

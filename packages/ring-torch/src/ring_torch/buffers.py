@@ -28,8 +28,8 @@ Shapes = list[tuple[tuple[int, ...], torch.dtype]]  # of several tensors
 class BufferSpec:
     """Layout of several tensors in a flat buffer of bytes, which is one message.
 
-    Each tensor begins at a multiple of 16 bytes. As part of a key it stands for itself: equal
-    messages of equal calls share one.
+    Each tensor begins at a multiple of 16 bytes. It is compared by identity, which makes it a cheap
+    part of a key: what makes it for a call keeps it for equal calls.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -114,8 +114,9 @@ ONE_GROUP = HeadGroups(1, 1, before_last_item=False)
 class KVPayload:
     """Shape of a rank's K/V as they travel, side by side: ``[B, T_kv_local, K * D + K * Dv]``.
 
-    ``K`` is the number of K/V heads of a group, which is all of them unless heads are cut. As part
-    of a key it stands for itself: :meth:`of` makes each once.
+    ``K`` is the number of K/V heads of a group, which is all of them unless heads are cut. It is
+    compared by identity, which makes it a cheap part of a key: :meth:`of` returns the same object
+    for equal arguments.
     """
 
     batch: int
@@ -273,8 +274,8 @@ class HeadPart(NamedTuple):
 class HeadBuffer:
     """Layout of the messages of an exchange, one for each rank, ``[P, bytes]`` together.
 
-    A message holds a part ``[B, T_local, H / P, D]`` of each of several tensors. As part of a key
-    it stands for itself: :meth:`of` makes each once.
+    A message holds a part ``[B, T_local, H / P, D]`` of each of several tensors. It is
+    compared by identity: :meth:`of` returns the same object for equal arguments.
 
     Attributes:
         ranks: Number of ranks P.

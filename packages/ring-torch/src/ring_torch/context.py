@@ -1,4 +1,7 @@
-"""Context parallelism in one object, so that splitting and attention share group and layout."""
+"""Context parallelism in one object: a process group and the layout in which its data are split.
+
+One object owns both, so that splitting and attention cannot use different ones.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +38,16 @@ class ContextParallel:
         layout: The layout says which rank holds which tokens: ``zigzag`` (default), ``striped``,
             ``contiguous`` or a result of :func:`ring_core.balanced_layout`.
 
-    Make it outside of functions that ``torch.compile`` compiles: a graph is for one object. It can
-    be pickled if it uses the default group; unpickled, it uses the default group of the process
-    that reads it. A copy shares the group.
+    Make it outside of functions that ``torch.compile`` compiles: a graph is for one object.
+
+    It can be pickled if it uses the default group; unpickled, it uses the default group of the
+    process that reads it. A copy shares the group.
 
     Raises:
         ValueError: The layout is unknown, or has chunks for another number of ranks; or it is made
-            inside of a function that ``torch.compile`` compiles. Later, from every method: the
-            group was destroyed, or the default group is another than at the first use.
+            inside of a function that ``torch.compile`` compiles. Later, from
+            every method: the group was destroyed, or the default group is another than at the first
+            use.
         UnsupportedError: An object that was given a group is pickled.
 
     Example::
@@ -110,7 +115,8 @@ class ContextParallel:
             fill: Number in the padding, for example -100 for labels.
 
         Returns:
-            The slice, ``[..., T_local, ...]``, in the order of the layout, padding at its end.
+            The slice, ``[..., T_local, ...]``, its tokens in the order of the layout. Padding is
+            behind a rank's tokens.
 
         Raises:
             ValueError: ``x`` has no such dimension, or one that the layout cannot divide, and
@@ -124,9 +130,13 @@ class ContextParallel:
         return self._sharding.shard(x, dim=dim, pad=pad, fill=fill)
 
     def unshard(
-        self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None,
+        self,
+        x: Tensor,
+        *,
+        dim: int = 1,
+        grad: UnshardGrad | None = None,
         seq_len: int | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the whole tensor, on every rank, joined from the slices of all ranks.
 
         All ranks must call it. If ``grad`` is ``"sum"``, all of them must run its backward too.
@@ -148,8 +158,9 @@ class ContextParallel:
             The whole tensor, ``[..., T, ...]``.
 
         Raises:
-            ValueError: ``x`` has no such dimension, or is no rank's part in this layout, or not
-                that of ``seq_len`` tokens; ``grad`` is unknown, or missing where it is required.
+            ValueError: ``x`` has no such dimension, or its size is no rank's part in this layout,
+                or not one of ``seq_len`` tokens; ``grad`` is unknown, or missing where it is
+                required.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
 
         Example::
@@ -184,7 +195,8 @@ class ContextParallel:
             A tensor like ``x``.
 
         Raises:
-            ValueError: An argument is malformed, or ``x`` is no rank's part in this layout.
+            ValueError: An argument is malformed, or the size of ``x`` is no rank's part in this
+                layout.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
 
         Example::
@@ -218,12 +230,14 @@ class ContextParallel:
                 is outside of the sequence.
 
         Returns:
-            ``rows [B * R, ..., left + L + right, ...]``, zeros outside of the sequence; and int64
-            ``[B * R, left + L + right]`` the global ``positions`` and ``documents`` of tokens, -1
-            outside. With ``dim=0``, ``rows`` are ``[R, left + L + right, ...]``.
+            ``(rows, positions, documents)``: rows ``[B * R, ..., left + L + right, ...]``, zeros
+            outside of the sequence, or ``[R, left + L + right, ...]`` with ``dim=0``; and int64
+            ``[B * R, left + L + right]``, the global position and the document of each token, -1
+            outside.
 
         Raises:
-            ValueError: An argument is malformed, or ``x`` is no rank's part in this layout.
+            ValueError: An argument is malformed, or the size of ``x`` is no rank's part in this
+                layout.
             UnsupportedError: The layout is ``striped``, whose ranks, if several, hold no
                 consecutive tokens.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
@@ -284,7 +298,8 @@ class ContextParallel:
             A tensor like ``x``, its tokens those of this rank in the layout ``to``.
 
         Raises:
-            ValueError: An argument is malformed, or ``x`` is no rank's part in one of the layouts.
+            ValueError: An argument is malformed, or the size of ``x`` is no rank's part in one of
+                the layouts.
             UnsupportedError: Neither of the two groups has all ranks of the other.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
 
@@ -306,8 +321,9 @@ class ContextParallel:
         """Return the global positions of this rank's tokens, int64 ``[T_local]``, as for RoPE.
 
         Args:
-            seq_len: Length of the whole sequence, ``T``. If the layout cannot divide it, padding,
-                as of :meth:`shard` with ``pad=True``, has the positions from ``T`` on.
+            seq_len: Length of the whole sequence, ``T``. If the layout cannot divide it, the
+                positions from ``T`` on are those of the padding that :meth:`shard` adds with
+                ``pad=True``.
             device: Device of the result; ``None`` for torch's default device.
 
         Raises:
@@ -389,8 +405,9 @@ class ContextParallel:
     ) -> str:  # fmt: skip
         """Return a text that says what :meth:`attention` would do with these arguments.
 
-        It names the kernel and why not a faster one, how keys travel between ranks, and the plan in
-        numbers; :func:`ring_core.viz.describe` draws the plan. Nothing is sent or computed.
+        It names the kernel it would choose and why not a faster one, how keys travel between ranks,
+        and the plan in numbers; :func:`ring_core.viz.describe` draws the plan. Nothing is sent or
+        computed.
 
         Example::
 

@@ -327,7 +327,7 @@ def check_graph(ranks: Ranks, signature: CallSignature, keep_alive: object = Non
 
 @dataclass
 class GuardedPass:
-    """Context of a pass, in which a failure on one rank ends it on all, with that rank's message.
+    """Context manager of one pass: an error on any rank ends the pass on all, with that message.
 
     The rank that fails leaves its message in the store and raises its own error. The others wait
     for its tensors until the group's timeout, and find the message then. On all of them the group
@@ -347,27 +347,36 @@ class GuardedPass:
         if self.ranks.size > 1:
             self.ranks.check_open()
 
-    def __exit__(self, _type: object, raised: BaseException | None, _traceback: object) -> None:
-        ranks = self.ranks
-        if ranks.size == 1:
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        state = self.ranks.state
+        if self.ranks.size == 1:
             return
-        name = f"call {self.number} ({self.signature.fields['pass']})"
-        try:
-            if raised is not None:
-                raise raised  # noqa: TRY301 - as if it were raised here
-            if ranks.state.is_watched:
-                note_queued(ranks.state, name)
-        except RankMismatchError:
-            raise
-        except PeerError as error:
+        if error is not None:
+            self._end(error)
+        elif state.is_watched:
+            try:
+                note_queued(state, self._name)
+            except BaseException as failure:
+                self._end(failure)
+                raise
+
+    @property
+    def _name(self) -> str:
+        return f"call {self.number} ({self.signature.fields['pass']})"
+
+    def _end(self, error: BaseException) -> None:
+        """Close the group for an error of this pass, and raise what a waiting rank is told."""
+        ranks = self.ranks
+        if isinstance(error, RankMismatchError):
+            return
+        if isinstance(error, PeerError):
             # Without a nonce no header has arrived, so no rank before this one has come so far.
+            has_nonce = ranks.state.nonce is not None
             note = (
-                _agreement(ranks, self.number, self.signature).read_report()
-                if ranks.state.nonce is not None
-                else None
+                _agreement(ranks, self.number, self.signature).read_report() if has_nonce else None
             )
             failure = read_failure(not_none(ranks.group))
-            own_message = f"{name}: rank {ranks.rank} {error}"
+            own_message = f"{self._name}: rank {ranks.rank} {error}"
             # A message of this pass may still arrive, and would be taken for one of the next call:
             # close the group.
             fail(ranks, note or failure or own_message, report=False)
@@ -376,14 +385,11 @@ class GuardedPass:
             raise RuntimeError(
                 own_message if failure is None else f"{failure}; {own_message}"
             ) from error
-        except BaseException as error:
-            if is_capturing():  # nothing was sent: what is captured runs later, and this never does
-                raise
+        if not is_capturing():  # what is captured runs later: then nothing was sent
             # The others wait for this rank's tensors, up to the timeout: the note tells them why
             # they do not come.
-            failed = f"{name} failed on rank {ranks.rank} of the group"
-            fail(ranks, f"{failed}: {type(error).__name__}: {error}")
-            raise
+            context = f"{self._name} failed on rank {ranks.rank} of the group"
+            fail(ranks, f"{context}: {type(error).__name__}: {error}")
 
 
 def fail(ranks: Ranks, text: str, *, report: bool = True) -> None:

@@ -42,9 +42,9 @@ class PeerError(RuntimeError):
 class Ranks:
     """The ranks that hold one sequence, as this rank sees them; without a group it is alone.
 
-    Those of a group are one object, by which its calls are known again. The group is referenced
-    weakly. Calls are cached, and a group that is kept after it is destroyed keeps its threads,
-    which may abort the process when the interpreter ends.
+    There is one object for a group, by whose identity its calls are known again. The group is
+    referenced weakly. Calls are cached, and a group that is kept after it is destroyed keeps its
+    threads, which may abort the process when the interpreter ends.
 
     Attributes:
         group_ref: Reference to the process group; ``None`` for a rank that is alone.
@@ -340,8 +340,10 @@ def ranks_of(group: Any) -> Ranks:
         ValueError: It is no group, a mesh of several dimensions, a group that this rank is not in,
             or one that was destroyed.
     """
-    if group is None and (group := dist.group.WORLD) is None:
-        return ALONE
+    if group is None:
+        group = dist.group.WORLD if dist.is_available() else None
+        if group is None:
+            return ALONE
     if isinstance(group, dist.ProcessGroup):
         if group not in dist.distributed_c10d._world.pg_map:  # noqa: SLF001 - no public way
             raise ValueError("the process group was destroyed; give another group")

@@ -205,20 +205,21 @@ class Gather(GatheringStrategy):
         row_grads = QueryGrads(_dq(call, gather, rows.q), dbias)
         in_flight: list[list[PendingGrads]] = [[] for _ in range(groups)]
         own_sums: list[Tensor | None] = []
-        key_grads: list[KeyGrads] = []  # dK/dV of all groups, once there is something to round
+        key_grads: KeyGrads | None = None
 
         def finish(n: int) -> KeyGrads:
-            """Add what peers send of group ``n``, and round; return dK/dV of all groups."""
-            if not key_grads:
-                shapes = inputs.k.shape, inputs.v.shape
+            """Add what peers send of group ``n``, round it, and return dK/dV of all groups."""
+            nonlocal key_grads
+            # Allocated here, so that where most memory is taken, in the launches, they are not yet.
+            if key_grads is None:
                 new = partial(torch.empty, dtype=call.dtype, device=call.device)
-                key_grads.append(KeyGrads(*map(new, shapes)))
-            group_grads = head_group(key_grads[0], n, groups)
+                key_grads = KeyGrads(new(inputs.k.shape), new(inputs.v.shape))
+            group_grads = head_group(key_grads, n, groups)
             _finish_own_grads(
                 call, gather, sums, (grad_sums[n], own_sums[n]), in_flight[n], group_grads
             )
             own_sums[n] = None  # their memory serves the groups after this one
-            return key_grads[0]
+            return key_grads
 
         # One group of dK/dV is in flight while the next is computed: a transfer is waited for only
         # when that group's kernels are in line ahead of the wait. Peers read a group's sums until

@@ -29,7 +29,8 @@ class KeptLaunches:
         """Return the launches that a pass with this setup may repeat, by their keys.
 
         A pass that is captured or whose bytes are counted has more to do, and repeats none. If
-        there are too many tables all are dropped here: a pass's own stay until it ends.
+        there are too many tables all are dropped here: a pass's own stay until it ends. What is
+        returned is no copy: it loses what :meth:`clear` drops, and gains what :meth:`keep` keeps.
         """
         if len(self._tables) > _MOST:
             self.clear()

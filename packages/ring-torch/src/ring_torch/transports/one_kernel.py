@@ -152,7 +152,7 @@ class OneKernel(NamedTuple):
     spec: SessionSpec
     state: ExchangeState
     setup: exchange_kernel.ExchangeSetup
-    launches: Mapping[object, Any]  # that were kept, and that this pass may repeat
+    launches: Mapping[object, Any]  # prepared ones by key; empty if this pass must not repeat any
     digest: int  # identifies this pass of this call
 
     @classmethod
@@ -168,7 +168,7 @@ class OneKernel(NamedTuple):
         # On the same stream, and so ahead of the exchange: a late peer is waited for behind it.
         meanwhile()
         spec, keys, (k, v) = self.spec, self.spec.keys, inputs[1:3]
-        # Sizes one by one take the host half the time of a tuple of them.
+        # `new_empty(*sizes)` takes the host half the time of `torch.empty(shape, dtype=, device=)`.
         target = k.new_empty(keys.batch, gather.length, keys.width)
         # Without parts attention is queued behind the kernel on its stream, and waits for nothing.
         pending = PendingKV([target], lambda _fetches: None)
@@ -197,6 +197,7 @@ class OneKernel(NamedTuple):
                 exchange = run(kept.table((gather, keys), 3, rows, spec.device))
             if own_k is k and own_v is v:
                 kept.keep(key, exchange)
+            # A pass whose bytes are counted repeats no launch, so it comes here.
             note_reads(target[:, fetch.target] for fetch in from_peers)
         yield pending
 
@@ -300,6 +301,7 @@ class OneKernel(NamedTuple):
             self.spec.device,
         )  # fmt: skip
         kept.keep(key, exchange_kernel.reduce_from_peers(self.setup, self.digest, table, total))
+        # As in `fetch`: where bytes are counted, a pass comes here.
         note_reads(
             x
             for _, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
@@ -361,7 +363,7 @@ class HeadTrade(HeadCarrier):
 
     state: ExchangeState
     setup: exchange_kernel.ExchangeSetup
-    launches: Mapping[object, Any]  # that were kept, and that this pass may repeat
+    launches: Mapping[object, Any]  # prepared ones by key; empty if this pass must not repeat any
     digest: int  # identifies this pass of this call
 
     @classmethod
@@ -385,6 +387,7 @@ class HeadTrade(HeadCarrier):
             splits_heads=splits_heads,
         )  # fmt: skip
         self.state.kept.keep(key, trade)
+        # As in a session's `fetch`: where bytes are counted, a pass comes here.
         message, rank = flat(layout.message.size, torch.uint8), self.setup.rank
         peers = (peer for peer in range(layout.ranks) if peer != rank)
         note_reads(
