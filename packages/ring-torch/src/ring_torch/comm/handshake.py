@@ -348,14 +348,14 @@ class GuardedPass:
             self.ranks.check_open()
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
-        state = self.ranks.state
-        if self.ranks.size == 1:
+        ranks = self.ranks
+        if ranks.size == 1:
             return
         if error is not None:
             self._end(error)
-        elif state.is_watched:
+        elif ranks.state.is_watched:
             try:
-                note_queued(state, self._name)
+                note_queued(ranks.state, self._name)
             except BaseException as failure:
                 self._end(failure)
                 raise
