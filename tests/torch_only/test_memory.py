@@ -7,10 +7,12 @@ counted. On a GPU kernels and exchanges have other temporaries; what a strategy 
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from ring_core import LayoutSpec, StrategyConfig
 from ring_torch import ring_attention
+from ring_torch.comm import handshake
 from ring_torch.kernels.eager import EagerKernel
 
 RANKS, LENGTH, HEADS, KV_HEADS, DIM = 4, 128, 16, 4, 64
@@ -161,6 +164,25 @@ def left_over(rank: int) -> int:
         found = gc.collect()
         gc.enable()
     return found
+
+
+def test_a_failed_pass_lets_its_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "fail", lambda *_: None)
+    ranks: Any = SimpleNamespace(size=2, rank=0, check_open=lambda: None)
+    signature: Any = SimpleNamespace(fields={"pass": "forward"})
+    held: list[ReferenceType[Tensor]] = []
+
+    def failing_pass() -> None:
+        x = torch.ones(3)
+        held.append(ref(x))
+        with handshake.GuardedPass(ranks, 1, signature):
+            raise MemoryError(x.shape)
+
+    gc.disable()
+    with suppress(MemoryError):
+        failing_pass()
+    gc.enable()
+    assert held[0]() is None
 
 
 def test_a_call_leaves_no_reference_cycles(backend: Any) -> None:

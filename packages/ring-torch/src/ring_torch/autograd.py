@@ -137,8 +137,10 @@ def backward_pass(
     inputs' dtypes, and ``None`` for segment ids and slopes.
 
     Raises:
+        ValueError: The pass is captured into a CUDA graph before the ranks have compared it.
         RankMismatchError: Ranks make different calls.
-        UnsupportedError: ``lse`` has a gradient, and the kernel that was named cannot take it.
+        UnsupportedError: ``lse`` has a gradient, and the kernel that was named cannot take it; or
+            the pass is captured with an option or a kernel that a graph cannot hold.
         WrongResultError: The tripwire checked this call and found a wrong gradient.
         RuntimeError: A peer failed or did not answer, or a pass of an earlier call failed.
     """
@@ -153,7 +155,8 @@ def backward_pass(
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     if False in [x is None or x.stride(-1) == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
-    if call.device.type == "cuda":
+    if call.device.type == "cuda" and is_capturing():
+        call.check_capture()
         check_graph(call.ranks, call.backward_signature, call.strategy)
     with (
         _on_device(call.device),

@@ -21,6 +21,8 @@ _ALIGNED_BYTES = 16
 #: For each tensor the global positions of rank 0's tokens, then of rank 1's, ..., int64 ``[T]``;
 #: ``None`` where they are in natural order.
 Orders = Sequence[Tensor | None]
+#: Layouts that are kept: more than there are launches kept for them, which know them by identity.
+_MOST_SPECS = 4096
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]  # of several tensors
 
 
@@ -80,7 +82,7 @@ class BufferSpec:
         return buffer
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=_MOST_SPECS)
 def flat(numel: int, dtype: torch.dtype) -> BufferSpec:
     """Return the layout of a single flat tensor of ``numel`` numbers."""
     return BufferSpec.of(((numel,), dtype))
@@ -128,7 +130,7 @@ class KVPayload:
     segments: bool  # True if segment ids, int32 ``[B, T_kv_local]``, travel with them
 
     @staticmethod
-    @lru_cache(maxsize=256)
+    @lru_cache(maxsize=_MOST_SPECS)
     def of(
         batch: int, length: int, heads: int, dim: int, v_dim: int, dtype: torch.dtype,
         segments: bool,

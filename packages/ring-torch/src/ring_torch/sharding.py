@@ -71,8 +71,7 @@ class Sharding:
             divisor_of(self.layout, ranks.size)
             warn_if_alone()
             self._bound = ranks
-        # Identity first: the compiler of torch 2.11 does not compare weak references.
-        if ranks is not self._bound and ranks != self._bound:
+        if ranks is not self._bound:
             raise ValueError(
                 f"this ContextParallel is of another process group: at first it had "
                 f"{self._bound.size} ranks, now the default group has {ranks.size} (it was made or "
