@@ -132,7 +132,7 @@ def _again(rank: int, size: int, port: int) -> list[tuple[bool, bool]]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_new_group_reads_nothing_of_the_last(size: int, how: str) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with LocalRanks(size, timeout=20) as pool:
+    with LocalRanks(size, timeout=60) as pool:
         said = pool.run(_fail_in_a_group, size, store.port, how)
         message = "different calls" if how == "mismatch" else "played|waited in vain"
         assert all(re.search(message, x) for x in said), said
