@@ -13,12 +13,13 @@ from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig, checks
 from ring_core.base.arguments import refuse_foreign_options
 from ring_torch.autograd import AttentionFunction
 from ring_torch.capture import fake_mode, proxy_mode
-from ring_torch.comm.ranks import Group, ranks_of
+from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.compiled.attention import attend_in_graph
 from ring_torch.compiled.static import size_of
 from ring_torch.options import AttentionOptions, CallOptions, Window
 from ring_torch.prepare import check_call
 from ring_torch.records import GIVEN
+from ring_torch.strategies import explained
 
 
 @overload
@@ -176,6 +177,15 @@ def _attend(
     call, inputs = check_call(ranks, ranks.next_call(), layout, q, k, v, options)
     results: tuple[Tensor, Tensor] = AttentionFunction.apply(call, *inputs[:GIVEN])
     return results
+
+
+def explained_call(
+    ranks: Ranks, layout: LayoutSpec, q: Tensor, k: Tensor, v: Tensor, options: CallOptions
+) -> str:
+    """Return the text of :meth:`ContextParallel.explain`, for ranks that need not be there."""
+    q, k, v, deterministic = in_modes_of_torch(q, k, v, options.deterministic)
+    options = with_dense_mask(q, k, v, options._replace(deterministic=deterministic), ranks.size)
+    return explained(*check_call(ranks, 0, layout, q, k, v, options))
 
 
 _attend_between_graphs = torch.compiler.disable(_attend)

@@ -1,12 +1,8 @@
-"""Context parallelism in one object: a process group and the layout in which its data are split.
-
-One object owns both, so that splitting and attention cannot use different ones.
-"""
+"""Context parallelism as one object, so that all its methods use the same group and layout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from inspect import signature
 from typing import Literal, Unpack, overload
 
 import torch
@@ -14,7 +10,7 @@ from torch import Tensor, nn
 
 from ring_core import Layout, LayoutSpec
 from ring_core.base.arguments import refuse_foreign_options, with_options_of
-from ring_torch.attention import in_modes_of_torch, ring_attention, with_dense_mask
+from ring_torch.attention import explained_call, ring_attention
 from ring_torch.capture import is_traced
 from ring_torch.comm.ranks import Group
 from ring_torch.compiled.movement import halo_in_graph, relayout_in_graph, shift_in_graph
@@ -24,9 +20,7 @@ from ring_torch.gradients import reduce_gradients
 from ring_torch.movement import methods
 from ring_torch.movement.methods import Halo
 from ring_torch.options import AttentionOptions, CallOptions
-from ring_torch.prepare import check_call
 from ring_torch.sharding import Sharding, UnshardGrad
-from ring_torch.strategies import explained
 
 
 class ContextParallel:
@@ -38,16 +32,14 @@ class ContextParallel:
         layout: The layout says which rank holds which tokens: ``zigzag`` (default), ``striped``,
             ``contiguous`` or a result of :func:`ring_core.balanced_layout`.
 
-    Make it outside of functions that ``torch.compile`` compiles: a graph is for one object.
-
-    It can be pickled if it uses the default group; unpickled, it uses the default group of the
-    process that reads it. A copy shares the group.
+    Make it outside of functions that ``torch.compile`` compiles: a graph is for one object. It can
+    be pickled if it uses the default group; unpickled, it uses the default group of the process
+    that reads it. A copy shares the group.
 
     Raises:
         ValueError: The layout is unknown, or has chunks for another number of ranks; or it is made
-            inside of a function that ``torch.compile`` compiles. Later, from
-            every method: the group was destroyed, or the default group is another than at the first
-            use.
+            inside of a function that ``torch.compile`` compiles. Later, from every method: the
+            group was destroyed, or the default group is another than at the first use.
         UnsupportedError: An object that was given a group is pickled.
 
     Example::
@@ -115,8 +107,7 @@ class ContextParallel:
             fill: Number in the padding, for example -100 for labels.
 
         Returns:
-            The slice, ``[..., T_local, ...]``, its tokens in the order of the layout. Padding is
-            behind a rank's tokens.
+            The slice, ``[..., T_local, ...]``, in the order of the layout; padding comes last.
 
         Raises:
             ValueError: ``x`` has no such dimension, or one that the layout cannot divide, and
@@ -130,13 +121,9 @@ class ContextParallel:
         return self._sharding.shard(x, dim=dim, pad=pad, fill=fill)
 
     def unshard(
-        self,
-        x: Tensor,
-        *,
-        dim: int = 1,
-        grad: UnshardGrad | None = None,
+        self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None,
         seq_len: int | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return the whole tensor, on every rank, joined from the slices of all ranks.
 
         All ranks must call it. If ``grad`` is ``"sum"``, all of them must run its backward too.
@@ -158,9 +145,8 @@ class ContextParallel:
             The whole tensor, ``[..., T, ...]``.
 
         Raises:
-            ValueError: ``x`` has no such dimension, or its size is no rank's part in this layout,
-                or not one of ``seq_len`` tokens; ``grad`` is unknown, or missing where it is
-                required.
+            ValueError: ``x`` has no such dimension, or no rank's number of tokens in it; or
+                ``grad`` is unknown, or missing where it is required.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
 
         Example::
@@ -195,8 +181,7 @@ class ContextParallel:
             A tensor like ``x``.
 
         Raises:
-            ValueError: An argument is malformed, or the size of ``x`` is no rank's part in this
-                layout.
+            ValueError: An argument is malformed, or ``x`` has no rank's number of tokens.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
 
         Example::
@@ -236,8 +221,7 @@ class ContextParallel:
             outside.
 
         Raises:
-            ValueError: An argument is malformed, or the size of ``x`` is no rank's part in this
-                layout.
+            ValueError: An argument is malformed, or ``x`` has no rank's number of tokens.
             UnsupportedError: The layout is ``striped``, whose ranks, if several, hold no
                 consecutive tokens.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
@@ -298,8 +282,7 @@ class ContextParallel:
             A tensor like ``x``, its tokens those of this rank in the layout ``to``.
 
         Raises:
-            ValueError: An argument is malformed, or the size of ``x`` is no rank's part in one of
-                the layouts.
+            ValueError: An argument is malformed, or ``x`` has no rank's number of tokens.
             UnsupportedError: Neither of the two groups has all ranks of the other.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
 
@@ -321,9 +304,8 @@ class ContextParallel:
         """Return the global positions of this rank's tokens, int64 ``[T_local]``, as for RoPE.
 
         Args:
-            seq_len: Length of the whole sequence, ``T``. If the layout cannot divide it, the
-                positions from ``T`` on are those of the padding that :meth:`shard` adds with
-                ``pad=True``.
+            seq_len: Length of the whole sequence, ``T``. If the layout cannot divide it, positions
+                from ``T`` on are those of the padding that ``shard(pad=True)`` adds.
             device: Device of the result; ``None`` for torch's default device.
 
         Raises:
@@ -365,23 +347,19 @@ class ContextParallel:
 
     @overload
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ...,
-        **options: Unpack[AttentionOptions],
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[AttentionOptions],
     ) -> Tensor: ...  # fmt: skip
     @overload
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True],
-        **options: Unpack[AttentionOptions],
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     @overload
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool,
-        **options: Unpack[AttentionOptions],
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions],
     ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
     @with_options_of(ring_attention)
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False,
-        **options: Unpack[AttentionOptions],
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[AttentionOptions],
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Compute attention of this rank's shards, over this group and layout.
 
@@ -400,24 +378,19 @@ class ContextParallel:
     @refuse_foreign_options
     @with_options_of(ring_attention)
     def explain(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False,
-        **options: Unpack[AttentionOptions],
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[AttentionOptions],
     ) -> str:  # fmt: skip
         """Return a text that says what :meth:`attention` would do with these arguments.
 
-        It names the kernel it would choose and why not a faster one, how keys travel between ranks,
-        and the plan in numbers; :func:`ring_core.viz.describe` draws the plan. Nothing is sent or
-        computed.
+        It names the kernel and why not a faster one, how keys travel between ranks, and the plan in
+        numbers; :func:`ring_core.viz.describe` draws the plan. Nothing is sent or computed.
 
         Example::
 
             print(cp.explain(q, k, v, causal=True, window=(4095, 0)))
         """
-        kwargs = signature(self.explain).bind(q, k, v, return_lse=return_lse, **options).kwargs
-        modes = in_modes_of_torch(q, k, v, kwargs.get("deterministic", False))
-        q, k, v, kwargs["deterministic"] = modes
-        record = with_dense_mask(q, k, v, CallOptions(**kwargs), self.cp_size)
-        return explained(*check_call(self._sharding.ranks, 0, self.layout, q, k, v, record))
+        record = CallOptions(return_lse=return_lse, **options)
+        return explained_call(self._sharding.ranks, self.layout, q, k, v, record)
 
 
 def check_context(cp: object) -> Sharding:

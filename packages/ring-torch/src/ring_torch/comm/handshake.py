@@ -28,6 +28,7 @@ from ring_torch.comm.store import (
     CallSignature,
     StoreAgreement,
     clear_failure,
+    differences,
     read_failure,
     report_failure,
     timeout_of,
@@ -37,10 +38,6 @@ HEADER_BYTES = 2048
 _WORD_BYTES = 8
 _WORDS = HEADER_BYTES // _WORD_BYTES
 _MOST_AGREED = 4096  # signatures that a group remembers as compared
-_UNLIKE_SHARDS = (
-    " (ranks hold unlike numbers of tokens: pad every shard to the longest, and give the padding "
-    "negative segment_ids, so that it neither sees nor is seen)"
-)
 _HEAD = struct.Struct("<4sIQ8sQQ")
 _MAGIC = b"RING"
 # Kinds of headers: with readable fields, or the repeated digest of a call compared before.
@@ -104,17 +101,7 @@ class Header(NamedTuple):
                 "what arrived is no header. It is left over from a call that failed, or something "
                 "else sends messages over this process group"
             )
-        own_fields, peer_fields = self.as_fields(), peer_header.as_fields()
-        names = sorted(
-            name
-            for name in own_fields.keys() | peer_fields.keys()
-            if own_fields.get(name) != peer_fields.get(name)
-        )
-        differences = "; ".join(
-            f"{name} is {peer_fields.get(name)!r} there and {own_fields.get(name)!r} here"
-            for name in names
-        )
-        return differences + (_UNLIKE_SHARDS if _differ_in_length(own_fields, peer_fields) else "")
+        return differences(self.as_fields(), peer_header.as_fields())
 
     def as_fields(self) -> dict[str, Any]:
         """Return the fields of the header by name, call number and seed included."""
@@ -397,16 +384,3 @@ def fail(ranks: Ranks, text: str, *, report: bool = True) -> None:
     ranks.state.failure = text
     if report:
         report_failure(not_none(ranks.group), text)
-
-
-def _differ_in_length(own_fields: dict[str, Any], peer_fields: dict[str, Any]) -> bool:
-    """Return True if q or k differ in the number of tokens alone.
-
-    A field holds ``[B, T_local, H, D, dtype]``.
-    """
-    for a, b in ((own_fields.get(name), peer_fields.get(name)) for name in "qk"):
-        if not (isinstance(a, list) and isinstance(b, list) and len(a) == len(b) == 5):
-            continue
-        if a[1] != b[1] and (a[0], a[2:]) == (b[0], b[2:]):
-            return True
-    return False

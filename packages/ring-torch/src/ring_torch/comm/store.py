@@ -30,6 +30,10 @@ _SAME = b"the same"
 _DIGEST_BYTES = 8
 LONGEST_FIELD = 96  # characters
 _PATIENCE = timedelta(seconds=5)  # a store that is there answers within milliseconds
+_UNLIKE_SHARDS = (
+    " (ranks hold unlike numbers of tokens: pad every shard to the longest, and give the padding "
+    "negative segment_ids, so that it neither sees nor is seen)"
+)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.1  # seconds between two looks at a key
 
 
@@ -145,6 +149,33 @@ def _cut(value: Any) -> Any:
         return value
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     return f"{text[: LONGEST_FIELD - 12]}... {digest}"
+
+
+def differences(own_fields: dict[str, Any], peer_fields: dict[str, Any]) -> str:
+    """Describe how the fields of another rank's call differ from those of this one's."""
+    names = sorted(
+        name
+        for name in own_fields.keys() | peer_fields.keys()
+        if own_fields.get(name) != peer_fields.get(name)
+    )
+    text = "; ".join(
+        f"{name} is {peer_fields.get(name)!r} there and {own_fields.get(name)!r} here"
+        for name in names
+    )
+    return text + (_UNLIKE_SHARDS if _differ_in_length(own_fields, peer_fields) else "")
+
+
+def _differ_in_length(own_fields: dict[str, Any], peer_fields: dict[str, Any]) -> bool:
+    """Return True if q or k differ in the number of tokens alone.
+
+    A field holds ``[B, T_local, H, D, dtype]``.
+    """
+    for a, b in ((own_fields.get(name), peer_fields.get(name)) for name in "qk"):
+        if not (isinstance(a, list) and isinstance(b, list) and len(a) == len(b) == 5):
+            continue
+        if a[1] != b[1] and (a[0], a[2:]) == (b[0], b[2:]):
+            return True
+    return False
 
 
 def report_failure(group: dist.ProcessGroup, text: str) -> None:

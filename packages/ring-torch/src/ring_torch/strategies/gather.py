@@ -196,10 +196,9 @@ class Gather(GatheringStrategy):
             return self._repeat(call, inputs, upstream, saved, session, sums, prepared)
         rows = call.rows(inputs)
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
-        # Split backwards only add, so they need zeros. Otherwise the launch that comes first to
-        # some columns overwrites them, and memory need not be cleared.
-        # Peers will read these sums; where they lie in memory of the session, it waits until nobody
-        # reads those of the pass before.
+        # Split backwards only add, so they need zeros; else the first launch of some columns
+        # overwrites them. Peers will read these sums: where they lie in memory of the session, it
+        # waits until nobody reads those of the pass before.
         grad_sums = session.accumulators(gather, sums, zero=sums.head_major or len(items) == 0)
         dbias = zero_bias_grad(rows, call.params, call.acc_dtype)
         row_grads = QueryGrads(_dq(call, gather, rows.q), dbias)

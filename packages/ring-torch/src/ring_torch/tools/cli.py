@@ -20,12 +20,11 @@ from ring_core.choose.rates import RATES_VARIABLE
 from ring_core.tools import bench, doctor, explain
 from ring_core.tools.commands import framework_commands, is_refused
 from ring_core.tools.sizes import add_each
+from ring_torch.attention import explained_call
 from ring_torch.comm.ranks import ALONE, Ranks
 from ring_torch.kernels import matrix
 from ring_torch.local import LocalRankError
 from ring_torch.options import CallOptions
-from ring_torch.prepare import check_call
-from ring_torch.strategies import explained
 from ring_torch.tools import bench as _bench_torch, rates
 from ring_torch.tools.doctor import diagnose, ring_checks, shown, versions
 from ring_torch.transports import transport_names
@@ -94,7 +93,7 @@ def _explain(args: argparse.Namespace) -> int:
         )
         ranks = ALONE if case.cp_size == 1 else Ranks(None, 0, case.cp_size)
         options = CallOptions(**case.options)
-        text = explained(*check_call(ranks, 0, case.layout, q, k, v, options))
+        text = explained_call(ranks, case.layout, q, k, v, options)
     except (ValueError, RuntimeError) as error:
         print(f"ring_torch: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
