@@ -94,7 +94,7 @@ def packing_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> B
     return _packing(tuple(shapes), tuple([dtype or x.dtype for x in tensors]))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=_MOST_SPECS)
 def _packing(shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> BufferSpec:
     return BufferSpec.of(*zip(shapes, dtypes, strict=True))
 
@@ -352,7 +352,7 @@ class HeadCarrier(Protocol):
         return results
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=_MOST_SPECS)
 def _head_buffer(ranks: int, parts: tuple[HeadPart, ...]) -> HeadBuffer:
     blocks = tuple((ranks, x.batch, x.length, x.heads, x.dim) for x in parts)
     message = BufferSpec.of(*((block[1:], x.dtype) for block, x in zip(blocks, parts, strict=True)))
