@@ -18,7 +18,6 @@ from ring_torch import (
     attention,
     autograd,
     capture,
-    context,
     prepare,
     ring_attention,
 )
@@ -83,7 +82,7 @@ def test_explain_knows_of_autocast() -> None:
 
 def test_explain_knows_of_deterministic_algorithms(only_warns: bool) -> None:
     with patch.object(
-        context, "check_call", autospec=True, side_effect=prepare.check_call
+        attention, "check_call", autospec=True, side_effect=prepare.check_call
     ) as check:
         ContextParallel().explain(_x(), _x(), _x())
     assert check.call_args.args[6].deterministic is not only_warns
