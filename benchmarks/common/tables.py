@@ -10,6 +10,7 @@ from benchmarks.common.cases import OURS, PASSES
 
 Row = dict[str, Any]
 ALONE = "/alone"  # in a method's name: without its communication
+IN_LAYERS = "/layers"  # at its end: a call of several in a row, as the layers of a model
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -52,7 +53,9 @@ def _scaling_cells(row: Row, one_gpu: dict[Any, Row], exposed: dict[Any, str]) -
         rate = row[way]["tflops"]
         efficiency = f" ({rate / base[way]['tflops']:.2f})" if base and "forward" in base else ""
         cells.append(f"{rate:.0f}{efficiency}")
-    cells.append(f"{row['both']['peak_gib']:.2f}")
+    # What layers hold, they hold together.
+    of_one = not row["method"].endswith(IN_LAYERS)
+    cells.append(f"{row['both']['peak_gib']:.2f}" if of_one else "")
     return [*cells, exposed.get(_key(row), "")] if exposed else cells
 
 

@@ -31,6 +31,7 @@ class Method(NamedTuple):
         around: Forward and backward both run inside of it.
         chosen: Returns the strategy and transport that Ring takes, as ``gather/symm_mem``; nothing
             of others.
+        attend: The function of both passes, if autograd differentiates it.
     """
 
     forward: Attend
@@ -38,6 +39,7 @@ class Method(NamedTuple):
     shard: Callable[[Tensor], Tensor] = lambda x: x
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     chosen: Callable[..., str] = lambda *_: ""
+    attend: Attend | None = None
 
 
 def through_autograd(attend: Attend, *parameters: Tensor) -> Method:
@@ -51,7 +53,32 @@ def through_autograd(attend: Attend, *parameters: Tensor) -> Method:
         out = attend(q, k, v, *sinks)
         return [out.detach(), *torch.autograd.grad(out, (q, k, v, *sinks, *parameters), dout)]
 
-    return Method(forward, both)
+    return Method(forward, both, attend=attend)
+
+
+def in_layers(way: Method, number: int) -> Method:
+    """So many layers of a model: the output of one is the next one's q, and each has its k and v.
+
+    The layers read the same numbers for k and v, which get a gradient in each of them.
+    """
+    attend = way.attend
+    assert attend is not None
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        with torch.no_grad():
+            for _ in range(number):
+                q = attend(q, k, v, *sinks)
+        return q
+
+    def both(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *sinks: Tensor) -> list[Tensor]:
+        out, leaves = q, [q]
+        for _ in range(number):
+            of_layer = [x.detach().requires_grad_() for x in (k, v, *sinks)]
+            out = attend(out, *of_layer)
+            leaves += of_layer
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    return way._replace(forward=forward, both=both)
 
 
 def dense(

@@ -4,11 +4,12 @@ Every method first has to agree with float32 attention on a short sequence; one 
 no speed. Times are CUDA events, of the slowest rank: the median of up to 20 runs, or, of short
 ones, of up to 50 rounds of 20, as many as fit the seconds. TFLOP/s are per GPU: causal forward
 FLOPs are ``2 N^2 H D``, the backward takes 2.5 times that. Scaling efficiency is a method's rate
-over that of one GPU on the same sequence. ``alone`` is a method's launches over keys that are there
-already: kernels only. Exposed communication is the share of the time that the rest takes. With
-``--bind`` each process runs on processors of its own. With ``--ranks 4 8`` one GPU emulates all
-ranks of such rings, one after the other, ``alone``: what so many would reach if nothing had to
-travel. The slowest rank counts.
+over that of one GPU on the same sequence. ``layers`` is one of eight calls in a row, each of which
+has the output before as its q: a model's backward wakes autograd's thread once for all layers.
+``alone`` is a method's launches over keys that are there already: kernels only. Exposed
+communication is the share of the time that the rest takes. With ``--bind`` each process runs on
+processors of its own. With ``--ranks 4 8`` one GPU emulates all ranks of such rings, one after the
+other, ``alone``: what so many would reach if nothing had to travel. The slowest rank counts.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from benchmarks.common.cases import (
     mask_of,
 )
 from benchmarks.common.report import Report, environment, parser_of, rows_of, show
-from benchmarks.common.tables import ALONE
+from benchmarks.common.tables import ALONE, IN_LAYERS
 from benchmarks.torch.alone import as_rank
-from benchmarks.torch.methods import Method, dense
+from benchmarks.torch.methods import Method, dense, in_layers
 from benchmarks.torch.over_gpus import EVERY_STRATEGY, OVER_GPUS, method
 from benchmarks.torch.processors import bind
 from ring_core import Mask, RingProgram, make_plan, ring_program
@@ -57,6 +58,7 @@ from ring_torch.transports import copy_engine, peer_copies
 Pair = tuple[Setting, str]  # what to time, and by which method
 MOST_ROUNDS = 50  # rounds of a short run
 GRAPH = "/graph"  # at the end of a method's name: as a CUDA graph, replayed
+LAYERS = 8  # calls in a row
 
 
 def inputs(setting: Setting, length: int, seed: int) -> list[torch.Tensor]:
@@ -75,8 +77,9 @@ def inputs(setting: Setting, length: int, seed: int) -> list[torch.Tensor]:
 def gate(_: int, setting: Setting, name: str) -> dict[str, float]:
     """Largest and root mean square error of a method on a short sequence, over all ranks.
 
-    Without communication there is no result: then of the same with it.
+    Without communication there is no result: then of the same with it. Of layers it is one's.
     """
+    name = name.removesuffix(IN_LAYERS)
     if setting.sinks and "/" not in name.removesuffix(GRAPH):
         raise ValueError(f"{name} takes no sinks")
     mask = mask_of(setting.mask, GATE_LENGTH)
@@ -159,9 +162,12 @@ def _errors(
 def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
     """Milliseconds forward and forward + backward, spread, host time and peak memory."""
     mask = mask_of(setting.mask, setting.seq_len)
-    way = method(name.removesuffix(GRAPH), mask, setting.seq_len)
+    plain = name.removesuffix(GRAPH).removesuffix(IN_LAYERS)
+    way, layers = method(plain, mask, setting.seq_len), 1
+    if name.endswith(IN_LAYERS):
+        way, layers = in_layers(way, LAYERS), LAYERS
     world = dist.get_world_size()
-    length = setting.seq_len if name == "one" else setting.seq_len // world
+    length = setting.seq_len if plain == "one" else setting.seq_len // world
     *qkv, dout = inputs(setting, length, seed=rank)[:4]
     sinks = inputs(setting, length, seed=rank)[4:]
     leaves = [x.requires_grad_() for x in qkv]
@@ -177,7 +183,7 @@ def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str,
         torch.cuda.reset_peak_memory_stats()
         with way.around():
             run = _captured(once) if name.endswith(GRAPH) else once
-            results[key] = _timed(run, seconds)
+            results[key] = _timed(run, seconds, layers)
         peak = torch.cuda.max_memory_allocated() - before
         results[key]["peak_gib"] = peak / 2**30
     results["chosen"] = way.chosen(*leaves, *sinks)
@@ -198,7 +204,8 @@ def _captured(run: Callable[[], Any]) -> Callable[[], None]:
     return graph.replay
 
 
-def _timed(run: Any, seconds: float) -> dict[str, float]:
+def _timed(run: Any, seconds: float, layers: int) -> dict[str, float]:
+    """Times of one of the layers that a run has."""
     for _ in range(3):
         torch.cuda.synchronize()
         dist.barrier()
@@ -221,9 +228,9 @@ def _timed(run: Any, seconds: float) -> dict[str, float]:
         for event in events[1:]:
             run()
             event.record()
-        host.append((time.perf_counter() - start) / repeats)
+        host.append((time.perf_counter() - start) / repeats / layers)
         torch.cuda.synchronize()
-        times += [a.elapsed_time(b) for a, b in pairwise(events)]
+        times += [a.elapsed_time(b) / layers for a, b in pairwise(events)]
     local = torch.tensor(times, device="cuda")
     dist.all_reduce(local, op=dist.ReduceOp.MAX)
     ordered = sorted(local.tolist())
@@ -345,7 +352,8 @@ def _row(ranks: LocalRanks, setting: Setting, name: str, seconds: float) -> dict
         shared = str(error).count(f"\n{reason}") == len(ranks)
         broken = any(word in str(error) for word in ("CUDA error", "NCCL", "DistBackendError"))
         return {"failed": reason, "by_all": shared and not broken}
-    return {"errors": errors, **_with_rates(times, setting, 1 if name == "one" else len(ranks))}
+    shares = 1 if name.removesuffix(IN_LAYERS) == "one" else len(ranks)
+    return {"errors": errors, **_with_rates(times, setting, shares)}
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from benchmarks.common.cases import CAUSAL
 from benchmarks.torch import model
 from benchmarks.torch.alone import as_rank
+from benchmarks.torch.methods import dense, in_layers, through_autograd
 from benchmarks.torch.over_gpus import method
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
@@ -44,6 +45,25 @@ def test_a_whole_model_is_checked_before_it_is_timed() -> None:
     widths = model.Widths(2, 64, 4, 2, 16, 128, 256)
     with LocalRanks(2) as ranks:
         ranks.run(model.check, model.Setting(widths, 256, recompute=True), "cpu")
+
+
+def test_layers_take_the_output_before_as_their_q() -> None:
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 8, 2, 4, requires_grad=n < 3) for n in range(4))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return dense(q, k, v, visible=torch.ones(8, 8, dtype=torch.bool))
+
+    way = in_layers(through_autograd(attend), 3)
+    expected = attend(attend(attend(q, k, v), k, v), k, v)
+    assert torch.equal(way.forward(q, k, v), expected)
+    out, dq, *of_layers = way.both(q, k, v, dout)
+    dq_expected, *kv_expected = torch.autograd.grad(expected, (q, k, v), dout)
+    assert torch.equal(out, expected)
+    torch.testing.assert_close(dq, dq_expected)
+    # Each layer has a k and a v of its own: together they get what a shared one gets.
+    for n, grad in enumerate(kv_expected):
+        torch.testing.assert_close(sum(of_layers[n::2]), grad)
 
 
 def test_one_process_plays_the_ranks_of_a_ring() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
+from weakref import ref
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from ring_torch.kernels.api import (
     SplitBackward,
 )
 from ring_torch.kernels.eager import EagerKernel
+from ring_torch.kernels.fa4 import split
+from ring_torch.launches.cache import KeptViews
 from ring_torch.records import BackwardInputs, Grads, KernelParams, KeyBlock, QueryBlock
 from ring_torch.strategies import gather as gather_strategy
 from ring_torch.strategies.prepared import own_spans
@@ -84,12 +87,13 @@ class Tiled(SplitBackward):
         return launch
 
     def prepare_round(
-        self, spans: OwnSpans, params: KernelParams
+        self, spans: OwnSpans, k_shape: tuple[int, ...], params: KernelParams
     ) -> Callable[[Tensor, Tensor, Tensor], None]:
         def round_all(sums: Tensor, dk: Tensor, dv: Tensor) -> None:
             # A library's rounding kernel is told where tokens lie, not what strides they have.
             assert dk.is_contiguous() and dv.is_contiguous()
-            batch, _, heads, dim = dk.shape
+            assert dk.shape == k_shape
+            batch, _, heads, dim = k_shape
             totals = sums.view(2, batch, heads, spans.length, dim)
             for n in range(spans.number):
                 start = spans.target + n * spans.target_step
@@ -211,3 +215,66 @@ def test_tiles_of_all_launches_are_the_same(
         prepared = tiled and groups == ONE_GROUP and not program.in_place and len(spans) == 1
         assert used == [tiled, *([True] if prepared else [])]
         assert error < 1e-5
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_sums_are_passed_to_compiled_functions_as_they_lie(batch: int) -> None:
+    """Those of two launches over other columns, and of two spans of own keys."""
+    heads, columns, dim, tile = 2, 12, 4, 8
+    spans = OwnSpans(2, 3, 1, 4, 2, 5, columns)  # keys 1-3 and 5-7 in columns 2-4 and 7-9
+    sums = torch.randn(5 + 2 * batch * heads * columns * dim)[5:]  # not at the storage's beginning
+    totals = sums.view(2, batch, heads, columns, dim)
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def nothing(*_: object) -> None:
+        pass
+
+    def main(*arguments: Any) -> None:
+        seen.append(arguments[7:9])  # behind q, k, v, dout, lse, delta and the sums of dQ
+
+    def round_dkv(x: Tensor, grad: Tensor, scale: float, *_: object) -> None:
+        grad.copy_(scale * x.unflatten(2, (-1, dim)).transpose(1, 2))
+
+    functions = split.SplitFunctions(nothing, main, (), nothing, round_dkv, tile, dim)
+    launches = [split.SplitLaunch(a, n, 0.5, (None, None), functions) for a, n in ((0, 4), (3, 9))]
+    used = launches if batch == 1 else launches[1:]
+    run = split.AllLaunches(used, (batch, columns, heads, dim))
+    rows, lse = torch.randn(batch, 16, 4, dim), torch.randn(batch, 4, 16)
+    for _ in range(2):
+        seen.clear()
+        run(rows, lambda *_: (rows, rows), rows, rows, lse, rows.clone(), sums)
+        for launch, pair in zip(reversed(used), seen, strict=True):
+            span = slice(launch.k_start, launch.k_start + launch.keys)
+            for x, expected in zip(pair, totals, strict=True):
+                assert torch.equal(x, expected[:, :, span].flatten(2))
+    shape = batch, 9, heads, dim
+    with patch.object(split, "rounding_functions", lambda *_: functions):
+        rounding = split.RoundAll(spans, 0.5, shape)
+        for _ in range(2):
+            dk, dv = torch.zeros(shape), torch.zeros(shape)
+            rounding(sums, dk, dv)
+            for grad, total, scale in ((dk, totals[0], 0.5), (dv, totals[1], 1.0)):
+                expected = torch.zeros(shape)
+                for own, gathered in ((1, 2), (5, 7)):
+                    part = total[:, :, gathered : gathered + 3].transpose(1, 2)
+                    expected[:, own : own + 3] = scale * part
+                assert torch.equal(grad, expected)
+
+
+def test_kept_views_end_with_their_buffer() -> None:
+    made: list[int] = []
+
+    def halves(x: Tensor) -> list[Tensor]:
+        made.append(x.data_ptr())
+        return list(x.split(2))
+
+    views, buffer = KeptViews(halves), torch.zeros(4)
+    assert views(buffer) is views(buffer)
+    assert len(made) == 1
+    view = ref(views(buffer)[0])
+    other = torch.ones(4)
+    assert bool((views(other)[1] == 1).all()) and len(made) == 2
+    assert view() is None
+    view = ref(views(other)[0])
+    del other
+    assert view() is None

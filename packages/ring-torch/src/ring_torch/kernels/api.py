@@ -111,12 +111,13 @@ class SplitBackward(Protocol):
         """Write the rounded sums into ``dsts``: ``dk [B, m, K, D]``, ``dv [B, m, K, Dv]``."""
 
     def prepare_round(
-        self, _spans: OwnSpans, _params: KernelParams, /
+        self, _spans: OwnSpans, _k_shape: tuple[int, ...], _params: KernelParams, /
     ) -> Callable[[Tensor, Tensor, Tensor], None] | None:
         """Return a launch that rounds the sums of a rank's own keys into whole ``dk`` and ``dv``.
 
-        It is called as ``(sums, dk, dv)``, with the buffer of :class:`BackwardLaunch`. ``None``
-        means that each span has to be rounded by :meth:`round`.
+        It is called as ``(sums, dk, dv)``, with the buffer of :class:`BackwardLaunch`. The spans
+        are in own K of the given shape, ``[B, T_kv_local, K, D]``. ``None`` means that each span
+        has to be rounded by :meth:`round`.
         """
         return None
 

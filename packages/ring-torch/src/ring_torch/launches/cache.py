@@ -1,6 +1,10 @@
-"""Caches of prepared launches, by the strides and the alignment of their tensors."""
+"""Caches of prepared launches, by the strides and alignment of their tensors, and of views."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from weakref import ref
 
 from torch import Tensor
 
@@ -23,3 +27,31 @@ def keep[T](launches_by_key: dict[object, T], key: object, launches: T | None) -
     if len(launches_by_key) >= _MOST:
         launches_by_key.clear()
     launches_by_key[key] = launches
+
+
+class KeptViews:
+    """Views of a buffer, made once for calls that bring the same one: making them costs the host.
+
+    They live no longer than the tensor that was brought.
+    """
+
+    def __init__(self, make: Callable[[Tensor], Sequence[Tensor]]) -> None:
+        """Take the function that makes the views; it gets a detached tensor of the same memory."""
+        self._make = make
+        self._kept: tuple[ref[Tensor], Sequence[Tensor]] | None = None
+
+    def __call__(self, buffer: Tensor) -> Sequence[Tensor]:
+        """Return the views of a buffer."""
+        kept = self._kept  # read once: another thread may replace it
+        if kept is None or kept[0]() is not buffer:
+            # Nothing here keeps the buffer or this object alive: views would hold what they are of.
+            kept = ref(buffer, partial(_drop, ref(self))), self._make(buffer.detach())
+            self._kept = kept
+        return kept[1]
+
+
+def _drop(owner: ref[KeptViews], dead: ref[Tensor]) -> None:
+    """Drop the views of a buffer that is gone, if they are still kept."""
+    kept_views = owner()
+    if kept_views is not None and (kept := kept_views._kept) is not None and kept[0] is dead:  # noqa: SLF001 - of this module
+        kept_views._kept = None  # noqa: SLF001 - likewise

@@ -9,7 +9,7 @@ functions of the library (:mod:`ring_torch.kernels.fa4.split`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -240,17 +240,17 @@ class HopperSplitBackward:
             )
             for item, (compiled, sides) in zip(items, functions, strict=True)
         ]  # fmt: skip
-        return partial(split.accumulate_all, launches, tuple(columns.k.shape))
+        return split.AllLaunches(launches, tuple(columns.k.shape))
 
     def prepare_round(
-        self, spans: OwnSpans, params: KernelParams
+        self, spans: OwnSpans, k_shape: tuple[int, ...], params: KernelParams
     ) -> Callable[[Tensor, Tensor, Tensor], None]:
         """Return a function that rounds all spans into whole ``dk`` and ``dv``.
 
         For one sequence that takes one launch each for dK and dV, with the spans as its batch; for
         several, two launches a span.
         """
-        return partial(split.round_all, spans, params.scale)
+        return split.RoundAll(spans, params.scale, k_shape)
 
     def round(
         self, sums: tuple[Tensor, Tensor], dsts: tuple[Tensor, Tensor], params: KernelParams

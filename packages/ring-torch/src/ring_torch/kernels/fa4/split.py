@@ -24,6 +24,7 @@ from ring_torch.kernels.fa4.private import (
     prepare_arguments,
     round_arguments,
 )
+from ring_torch.launches.cache import KeptViews
 from ring_torch.options import Window
 
 
@@ -33,7 +34,7 @@ class SplitLaunch(NamedTuple):
     Attributes:
         k_start: First column.
         keys: Number of columns.
-        scale: Factor of the scores; ``round_dq`` applies it to dQ, :func:`round_all` to dK.
+        scale: Factor of the scores; ``round_dq`` applies it to dQ, :class:`RoundAll` to dK.
         window: ``(left, right)`` in the form that ``main`` takes.
         functions: Compiled functions of the launch; those of all launches have one tile.
     """
@@ -81,90 +82,125 @@ class SplitFunctions(NamedTuple):
         self.round_dkv(*round_arguments(x.flatten(2), grad, scale, None))
 
 
-def accumulate_all(
-    launches: Sequence[SplitLaunch], k_shape: tuple[int, ...], q: Tensor, columns: Columns,
-    dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, sums: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run all launches of a rank: write ``dq``, add to the sums of dK and dV.
+class AllLaunches:
+    """All launches of a rank: a :class:`ring_torch.kernels.api.BackwardLaunch`.
 
-    Return ``(lse, delta)``, ``[B * R, H, L / R]`` for R launches. ``k_shape`` is that of k of all
-    gathered columns, and ``sums`` one flat buffer, dK of all sequences ``[B, K, columns, D]`` and
-    then dV in the same shape.
-
-    Each launch has the next ``L / R`` rows of ``q [B, L, H, D]``, with B = 1 if there are
-    several. What does not depend on keys runs once for all rows, as a batch of R: ``main``
-    alone is launched for each.
+    Each has the next ``L / R`` rows of ``q [B, L, H, D]`` for R launches, with B = 1 if there are
+    several. What does not depend on keys runs once for all rows, as a batch of R: ``main`` alone
+    is launched for each.
     """
-    batch, length, heads, dim = q.shape
-    runs, functions = len(launches), launches[0].functions
-    rows = length // runs
-    run_batch, shape = batch * runs, (batch * runs, rows, heads, dim)
-    padded = -(-rows // functions.tile) * functions.tile
-    # In float32, as lse is. `new_empty(*sizes)` takes the host half the time of `torch.empty`.
-    dq_sums = lse.new_empty(run_batch, heads, padded * functions.dim)
-    delta, lse_log2 = lse.new_empty(2, run_batch, heads, padded).unbind()
-    # Libraries misread lse if it is not contiguous.
-    lse = lse.contiguous()
-    if runs > 1:
-        # Rows of a launch become a batch row of their own, as in the views of q and dout.
-        lse = lse.as_strided((runs, heads, rows), (rows, length, 1)).contiguous()
-    dq = dq.view(shape)
-    functions.prepare(
-        *prepare_arguments(out.view(shape), dout.view(shape), delta, lse, lse_log2, dq_sums, None)
-    )
-    kv_heads, start = k_shape[2], sums.storage_offset()
-    head_stride, sequence_stride = k_shape[1] * dim, kv_heads * k_shape[1] * dim
-    strides = sequence_stride, head_stride, 1
-    tensors = [x.split_with_sizes([rows] * runs, 1) for x in (q, dout)]
-    tensors += [x.split_with_sizes([batch] * runs) for x in (lse_log2, delta, dq_sums)]
-    # `main` adds to whatever is in `sums`: they are not cleared between launches. The last
-    # launch goes first, as in the forward in reverse.
-    for launch, q_n, dout_n, *rows_and_sums in reversed([*zip(launches, *tensors, strict=True)]):
-        # Columns of the sums that this launch sees, as the library lays its own buffer out.
-        size = batch, kv_heads, launch.keys * dim
-        first = start + launch.k_start * dim
-        buffers = (
-            *rows_and_sums, sums.as_strided(size, strides, first),
-            sums.as_strided(size, strides, first + batch * sequence_stride),
-        )  # fmt: skip
-        launch.functions.main(
-            *plain_main_arguments(
-                q_n, columns(launch.k_start, launch.keys), dout_n, buffers, launch.scale,
-                launch.window, launch.functions.after_window,
+
+    def __init__(self, launches: Sequence[SplitLaunch], k_shape: tuple[int, ...]) -> None:
+        """Take the launches, and the shape of k of all gathered columns."""
+        self._launches, self._k_shape = launches, k_shape
+        self._sums = KeptViews(self._sums_of_launches)
+
+    def _sums_of_launches(self, sums: Tensor) -> list[Tensor]:
+        """Return the sums of dK and dV of each launch's columns, as the library lays them out.
+
+        ``sums`` is one flat buffer: dK of all sequences ``[B, K, columns, D]``, then dV.
+        """
+        batch, columns, kv_heads, dim = self._k_shape
+        head_stride, start = columns * dim, sums.storage_offset()
+        sequence_stride = kv_heads * head_stride
+        return [
+            sums.as_strided(
+                (batch, kv_heads, launch.keys * dim), (sequence_stride, head_stride, 1),
+                start + launch.k_start * dim + first,
             )
-        )  # fmt: skip
-    # dQ is complete when all launches have run: one rounding for all rows.
-    functions.round_dq(*round_arguments(dq_sums, dq, launches[0].scale, None))
-    return lse, delta if padded == rows else delta.narrow(2, 0, rows)
+            for launch in self._launches
+            for first in (0, batch * sequence_stride)
+        ]  # fmt: skip
+
+    def __call__(
+        self, q: Tensor, columns: Columns, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
+        sums: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Write ``dq``, add to the sums of dK and dV.
+
+        Return ``(lse, delta)``, ``[B * R, H, L / R]``.
+        """
+        batch, length, heads, dim = q.shape
+        runs, functions = len(self._launches), self._launches[0].functions
+        rows = length // runs
+        run_batch, shape = batch * runs, (batch * runs, rows, heads, dim)
+        padded = -(-rows // functions.tile) * functions.tile
+        # In float32, as lse is. `new_empty(*sizes)` takes the host half the time of `torch.empty`.
+        dq_sums = lse.new_empty(run_batch, heads, padded * functions.dim)
+        delta, lse_log2 = lse.new_empty(2, run_batch, heads, padded).unbind()
+        lse = lse.contiguous()
+        if runs > 1:
+            # Rows of a launch become a batch row of their own, as in the views of q and dout.
+            lse = lse.as_strided((runs, heads, rows), (rows, length, 1))
+        dq = dq.view(shape)
+        functions.prepare(
+            *prepare_arguments(
+                out.view(shape), dout.view(shape), delta, lse, lse_log2, dq_sums, None
+            )
+        )
+        tensors = [x.split_with_sizes([rows] * runs, 1) for x in (q, dout)]
+        tensors += [x.split_with_sizes([batch] * runs) for x in (lse_log2, delta, dq_sums)]
+        kv_sums = self._sums(sums)
+        # `main` adds to whatever is in `sums`: they are not cleared between launches. The last
+        # launch goes first, as in the forward in reverse.
+        for launch, q_n, dout_n, *rest in reversed(
+            [*zip(self._launches, *tensors, kv_sums[::2], kv_sums[1::2], strict=True)]
+        ):
+            launch.functions.main(
+                *plain_main_arguments(
+                    q_n, columns(launch.k_start, launch.keys), dout_n, rest, launch.scale,
+                    launch.window, launch.functions.after_window,
+                )
+            )  # fmt: skip
+        # dQ is complete when all launches have run: one rounding for all rows.
+        functions.round_dq(*round_arguments(dq_sums, dq, self._launches[0].scale, None))
+        return lse, delta if padded == rows else delta.narrow(2, 0, rows)
 
 
-def round_all(spans: OwnSpans, scale: float, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Round the sums of own keys, head-major in a flat buffer, into ``dk`` and ``dv``.
+class RoundAll:
+    """Rounds the sums of own keys, head-major in a flat buffer, into ``dk`` and ``dv``.
 
-    ``scale`` is the factor of the scores, and so of dK. The spans become the batch of one launch;
-    with several sequences each span has its own.
+    The spans become the batch of one launch; with several sequences each span has its own.
     """
-    batch, length, heads, dim = dk.shape
-    functions = rounding_functions(dk.dtype, dim)
-    head, first = spans.length * dim, sums.storage_offset() + spans.target * dim
-    row, whole = heads * dim, batch * heads * spans.length * dim
-    sum_shape, grad_shape = (heads, spans.keys * dim), (spans.keys, heads, dim)
-    # Sums and gradients do not overlap, so the launches may run in any order.
-    in_one_launch = batch == 1
-    for n in range(1 if in_one_launch else spans.number):
-        count = spans.number if in_one_launch else batch
-        steps = (spans.target_step * dim, spans.source_step * row)
-        if not in_one_launch:
-            # Sequences of the batch lie that far apart, in sums and in gradients.
-            steps = heads * head, length * row
-        sum_start = first + n * spans.target_step * dim
-        grad_start = (spans.source + n * spans.source_step) * row
-        for first_sum, grad, scale_n in ((sum_start, dk, scale), (sum_start + whole, dv, 1.0)):
-            target = grad.as_strided(
-                (count, *grad_shape), (steps[1], row, dim, 1), grad.storage_offset() + grad_start
+
+    def __init__(self, spans: OwnSpans, scale: float, k_shape: tuple[int, ...]) -> None:
+        """Take the spans, the factor of the scores, which dK gets, and the shape of own k."""
+        self._spans, self._scale, self._k_shape = spans, scale, k_shape
+        self._sums = KeptViews(self._sums_of_spans)
+        # Sums and gradients do not overlap, so the launches may run in any order.
+        self._launches = 1 if k_shape[0] == 1 else spans.number
+
+    def _sums_of_spans(self, sums: Tensor) -> list[Tensor]:
+        """Return the sums of dK and of dV of each launch's spans."""
+        batch, _, heads, dim = self._k_shape
+        spans = self._spans
+        head = spans.length * dim
+        first, whole = sums.storage_offset() + spans.target * dim, batch * heads * head
+        # With one sequence spans are the batch; otherwise the sequences, which lie that far apart.
+        count, step = (
+            (spans.number, spans.target_step * dim) if batch == 1 else (batch, heads * head)
+        )
+        return [
+            sums.as_strided(
+                (count, heads, spans.keys * dim), (step, head, 1),
+                first + n * spans.target_step * dim + start,
             )
-            own_sums = sums.as_strided((count, *sum_shape), (steps[0], head, 1), first_sum)
-            functions.round_dkv(*round_arguments(own_sums, target, scale_n, None))
+            for n in range(self._launches)
+            for start in (0, whole)
+        ]  # fmt: skip
+
+    def __call__(self, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Write ``dk`` and ``dv``, both contiguous, of all own keys."""
+        batch, length, heads, dim = self._k_shape
+        spans, row = self._spans, heads * dim
+        functions = rounding_functions(dk.dtype, dim)
+        count, step = (spans.number, spans.source_step) if batch == 1 else (batch, length)
+        shape, strides = (count, spans.keys, heads, dim), (step * row, row, dim, 1)
+        scaled = [(dk, self._scale), (dv, 1.0)] * self._launches
+        for n, (own_sums, (grad, scale)) in enumerate(zip(self._sums(sums), scaled, strict=True)):
+            start = (spans.source + n // 2 * spans.source_step) * row
+            target = grad.as_strided(shape, strides, grad.storage_offset() + start)
+            functions.round_dkv(*round_arguments(own_sums, target, scale, None))
 
 
 def rounding_functions(dtype: torch.dtype, dim: int) -> SplitFunctions:
