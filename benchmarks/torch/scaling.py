@@ -14,14 +14,12 @@ other, ``alone``: what so many would reach if nothing had to travel. The slowest
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -46,6 +44,7 @@ from benchmarks.torch.alone import as_rank
 from benchmarks.torch.methods import Method, dense, in_layers
 from benchmarks.torch.over_gpus import EVERY_STRATEGY, OVER_GPUS, method
 from benchmarks.torch.processors import bind
+from benchmarks.torch.timing import timed
 from ring_core import Mask, RingProgram, make_plan, ring_program
 from ring_core.checks import Sizes
 from ring_core.tools.bench import watched
@@ -56,7 +55,6 @@ from ring_torch.strategies import gather as gather_strategy
 from ring_torch.transports import copy_engine, peer_copies
 
 Pair = tuple[Setting, str]  # what to time, and by which method
-MOST_ROUNDS = 50  # rounds of a short run
 GRAPH = "/graph"  # at the end of a method's name: as a CUDA graph, replayed
 LAYERS = 8  # calls in a row
 
@@ -183,7 +181,7 @@ def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str,
         torch.cuda.reset_peak_memory_stats()
         with way.around():
             run = _captured(once) if name.endswith(GRAPH) else once
-            results[key] = _timed(run, seconds, layers)
+            results[key] = timed(run, seconds, layers)
         peak = torch.cuda.max_memory_allocated() - before
         results[key]["peak_gib"] = peak / 2**30
     results["chosen"] = way.chosen(*leaves, *sinks)
@@ -202,43 +200,6 @@ def _captured(run: Callable[[], Any]) -> Callable[[], None]:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
     return graph.replay
-
-
-def _timed(run: Any, seconds: float, layers: int) -> dict[str, float]:
-    """Times of one of the layers that a run has."""
-    for _ in range(3):
-        torch.cuda.synchronize()
-        dist.barrier()
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        once = torch.tensor(time.perf_counter() - start, device="cuda")
-        dist.all_reduce(once, op=dist.ReduceOp.MAX)
-        if float(once) > 1:  # nothing at the start counts then
-            break
-    repeats = max(3, min(20, int(seconds / float(once))))
-    # A host shared with others has slow moments: short runs are spread over the time there is.
-    rounds = max(1, min(MOST_ROUNDS, int(seconds / (repeats * float(once)))))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    times, host = list[float](), list[float]()
-    for _ in range(rounds):
-        dist.barrier()
-        start = time.perf_counter()
-        events[0].record()
-        for event in events[1:]:
-            run()
-            event.record()
-        host.append((time.perf_counter() - start) / repeats / layers)
-        torch.cuda.synchronize()
-        times += [a.elapsed_time(b) / layers for a, b in pairwise(events)]
-    local = torch.tensor(times, device="cuda")
-    dist.all_reduce(local, op=dist.ReduceOp.MAX)
-    ordered = sorted(local.tolist())
-    return {
-        "ms": statistics.median(ordered), "low": ordered[0], "high": ordered[-1],
-        "quartiles": statistics.quantiles(ordered)[::2], "runs": len(ordered),
-        "host_ms": 1e3 * statistics.median(host),
-    }  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,57 @@
+"""The time of repeated runs on several GPUs, by CUDA events.
+
+``timed_rows`` loads it by its path, for old source trees too, so it imports no benchmark.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MOST_ROUNDS = 50  # rounds of a short run
+
+
+def timed(run: Callable[[], object], seconds: float, layers: int = 1) -> dict[str, Any]:
+    """Return milliseconds of the slowest rank, and of this rank's host, for one layer of a run.
+
+    All ranks call it at once, for about ``seconds``.
+    """
+    for _ in range(3):
+        torch.cuda.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        once = torch.tensor(time.perf_counter() - start, device="cuda")
+        dist.all_reduce(once, op=dist.ReduceOp.MAX)
+        if float(once) > 1:  # nothing at the start counts then
+            break
+    repeats = max(3, min(20, int(seconds / float(once))))
+    # A host shared with others has slow moments: short runs are spread over the time there is.
+    rounds = max(1, min(MOST_ROUNDS, int(seconds / (repeats * float(once)))))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    times, host = list[float](), list[float]()
+    for _ in range(rounds):
+        dist.barrier()
+        start = time.perf_counter()
+        events[0].record()
+        for event in events[1:]:
+            run()
+            event.record()
+        host.append((time.perf_counter() - start) / repeats / layers)
+        torch.cuda.synchronize()
+        times += [a.elapsed_time(b) / layers for a, b in pairwise(events)]
+    local = torch.tensor(times, device="cuda")
+    dist.all_reduce(local, op=dist.ReduceOp.MAX)
+    ordered = sorted(local.tolist())
+    return {
+        "ms": statistics.median(ordered), "low": ordered[0], "high": ordered[-1],
+        "quartiles": statistics.quantiles(ordered)[::2], "runs": len(ordered),
+        "host_ms": 1e3 * statistics.median(host),
+    }  # fmt: skip
