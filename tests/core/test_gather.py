@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -322,15 +322,19 @@ def test_a_backward_writes_each_column_once_first(plan: Plan, data: st.DataObjec
     assert written.all()
 
 
-def test_ranks_begin_with_different_peers() -> None:
-    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag")
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_ranks_read_from_different_peers_at_a_time(ranks: int) -> None:
+    plan = make_plan(Mask(causal=True), seq_len=16 * ranks, cp_size=ranks, layout="zigzag")
+    programs = [gather_program(plan, rank) for rank in range(ranks)]
     order = [
-        [fetch.rank for fetch in gather_program(plan, rank).fetches if fetch.rank != rank]
-        for rank in range(4)
+        [fetch.rank for fetch in program.fetches if fetch.rank != rank]
+        for rank, program in enumerate(programs)
     ]
-    assert [ranks[0] for ranks in order] == [3, 0, 1, 2]
-    full = gather_program(make_plan(Mask(), seq_len=64, cp_size=4), 1)
-    assert [fetch.rank for fetch in full.fetches] == [1, 0, 3, 2]
+    for at_a_time in zip_longest(*order):
+        sources = [rank for rank in at_a_time if rank is not None]
+        assert len({*sources}) == len(sources)
+    full = gather_program(make_plan(Mask(), seq_len=16 * ranks, cp_size=ranks), 1)
+    assert [fetch.rank for fetch in full.fetches] == [(1 - n) % ranks for n in range(ranks)]
 
 
 def test_a_window_fetches_its_halo() -> None:

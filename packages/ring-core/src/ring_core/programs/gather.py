@@ -7,10 +7,11 @@ Each rank fetches just the keys its queries see, in the order in which they are 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -198,9 +199,7 @@ def _gather_program(plan: Plan, rank: int, own: bool, splits: bool, tile: int) -
             for span in subtract(columns, fetched)
             for fetch in _fetches(plan.k_runs, spans, span)
         ]
-        # Begin with the own keys, which are copied, then the rank before this one: if all ranks
-        # began with the same one, they would share its links.
-        fetches += sorted(item_fetches, key=lambda fetch: (rank - fetch.rank) % plan.cp_size)
+        fetches += _in_rounds(item_fetches, rank, plan.cp_size)
         fetched = union([*fetched, columns])
         # Fetches are waited for in this order, so the item waits for all that earlier items needed,
         # too; those have been waited for already.
@@ -272,6 +271,27 @@ def _longest_gather(plan: Plan, splits: bool, tile: int) -> Longest:
     ]
     sizes = [sum(span.stop - span.start for span in spans) for _, _, spans in work_of_ranks]
     return Longest(max(sizes), any(in_place for _, in_place, _ in work_of_ranks))
+
+
+def _in_rounds(fetches: Iterable[Fetch], rank: int, ranks: int) -> list[Fetch]:
+    """Return an item's fetches in an order in which ranks seldom read from the same one at a time.
+
+    Two that do share its links, and both take twice as long. Own keys, which no link carries, come
+    first. Then there are rounds, each with one fetch from each rank that is left: the first from
+    the rank before this one backwards, the next one from the rank behind it forwards, and so on. In
+    layout ``zigzag`` with a causal mask the n-th fetches of all ranks are from different ranks.
+    """
+    backwards = sorted(fetches, key=lambda fetch: (rank - fetch.rank) % ranks)
+    own = [fetch for fetch in backwards if fetch.rank == rank]
+    rounds: list[list[Fetch]] = []
+    number_of: Counter[int] = Counter()  # fetches from each rank so far
+    for fetch in backwards[len(own) :]:
+        if number_of[fetch.rank] == len(rounds):
+            rounds.append([])
+        rounds[number_of[fetch.rank]].append(fetch)
+        number_of[fetch.rank] += 1
+    in_order = (x if n % 2 == 0 else x[::-1] for n, x in enumerate(rounds))
+    return [*own, *chain.from_iterable(in_order)]
 
 
 def _in_columns(item: WorkItem, spans: Sequence[Interval]) -> WorkItem:
