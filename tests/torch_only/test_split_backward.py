@@ -15,7 +15,7 @@ from torch import Tensor
 from ring_core import Mask, Plan, Request, WorkItem, make_plan
 from ring_core.programs import gather, gather_work
 from ring_torch import ContextParallel, prepare
-from ring_torch.buffers import ONE_GROUP, HeadGroups
+from ring_torch.buffers import ONE_GROUP, HeadGroups, KVPayload
 from ring_torch.kernels import fa4
 from ring_torch.kernels.api import (
     BackwardLaunch,
@@ -87,13 +87,13 @@ class Tiled(SplitBackward):
         return launch
 
     def prepare_round(
-        self, spans: OwnSpans, k_shape: tuple[int, ...], params: KernelParams
+        self, spans: OwnSpans, keys: KVPayload, params: KernelParams
     ) -> Callable[[Tensor, Tensor, Tensor], None]:
         def round_all(sums: Tensor, dk: Tensor, dv: Tensor) -> None:
             # A library's rounding kernel is told where tokens lie, not what strides they have.
             assert dk.is_contiguous() and dv.is_contiguous()
-            assert dk.shape == k_shape
-            batch, _, heads, dim = k_shape
+            assert dk.shape == (keys.batch, keys.length, keys.heads, keys.dim)
+            batch, _, heads, dim = dk.shape
             totals = sums.view(2, batch, heads, spans.length, dim)
             for n in range(spans.number):
                 start = spans.target + n * spans.target_step
@@ -249,16 +249,17 @@ def test_sums_are_passed_to_compiled_functions_as_they_lie(batch: int) -> None:
                 assert torch.equal(x, expected[:, :, span].flatten(2))
     shape = batch, 9, heads, dim
     with patch.object(split, "rounding_functions", lambda *_: functions):
-        rounding = split.RoundAll(spans, 0.5, shape)
-        for _ in range(2):
-            dk, dv = torch.zeros(shape), torch.zeros(shape)
-            rounding(sums, dk, dv)
-            for grad, total, scale in ((dk, totals[0], 0.5), (dv, totals[1], 1.0)):
-                expected = torch.zeros(shape)
-                for own, gathered in ((1, 2), (5, 7)):
-                    part = total[:, :, gathered : gathered + 3].transpose(1, 2)
-                    expected[:, own : own + 3] = scale * part
-                assert torch.equal(grad, expected)
+        keys = KVPayload.of(batch, 9, heads, dim, dim, torch.float32, False)
+        rounding = split.RoundAll(spans, 0.5, keys)
+    for _ in range(2):
+        dk, dv = torch.zeros(shape), torch.zeros(shape)
+        rounding(sums, dk, dv)
+        for grad, total, scale in ((dk, totals[0], 0.5), (dv, totals[1], 1.0)):
+            expected = torch.zeros(shape)
+            for own, gathered in ((1, 2), (5, 7)):
+                part = total[:, :, gathered : gathered + 3].transpose(1, 2)
+                expected[:, own : own + 3] = scale * part
+            assert torch.equal(grad, expected)
 
 
 def test_kept_views_end_with_their_buffer() -> None:

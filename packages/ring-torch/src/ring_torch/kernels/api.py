@@ -22,6 +22,7 @@ from ring_core import (
 )
 from ring_core.base.arguments import not_none
 from ring_core.choose.rates import UNKNOWN, Expected
+from ring_torch.buffers import KVPayload
 from ring_torch.kernels.library import ForwardLaunch, ItemBackward, PartialBackward, PartialForward
 from ring_torch.optional import has_triton
 from ring_torch.records import (
@@ -111,13 +112,12 @@ class SplitBackward(Protocol):
         """Write the rounded sums into ``dsts``: ``dk [B, m, K, D]``, ``dv [B, m, K, Dv]``."""
 
     def prepare_round(
-        self, _spans: OwnSpans, _k_shape: tuple[int, ...], _params: KernelParams, /
+        self, _spans: OwnSpans, _keys: KVPayload, _params: KernelParams, /
     ) -> Callable[[Tensor, Tensor, Tensor], None] | None:
         """Return a launch that rounds the sums of a rank's own keys into whole ``dk`` and ``dv``.
 
-        It is called as ``(sums, dk, dv)``, with the buffer of :class:`BackwardLaunch`. The spans
-        are in own K of the given shape, ``[B, T_kv_local, K, D]``. ``None`` means that each span
-        has to be rounded by :meth:`round`.
+        It is called as ``(sums, dk, dv)``, with the buffer of :class:`BackwardLaunch`; ``_keys``
+        is the shape of own K/V. ``None`` means that each span has to be rounded by :meth:`round`.
         """
         return None
 

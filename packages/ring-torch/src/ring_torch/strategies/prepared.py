@@ -141,9 +141,7 @@ def prepare_backward(
         if has_padding or len(spans) > 1 or len(sizes) > len(items):
             return None  # a split backward takes whole shards
         launch = split_backward.prepare(rows, columns, upstream, items, params)
-        keys = sums.keys
-        own_shape = keys.batch, own_tokens, keys.heads, keys.dim
-        rounding = split_backward.prepare_round(spans[0], own_shape, params)
+        rounding = split_backward.prepare_round(spans[0], sums.keys, params)
         return None if launch is None or rounding is None else PreparedBackward(launch, rounding)
     launches = []
     for item in items:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Plan, Request, RingProgram, WorkItem, gather_program
+from ring_torch.buffers import KVPayload
 from ring_torch.kernels.api import BackwardLaunch, OwnSpans
 from ring_torch.kernels.fa4 import compiled, private, public, split
 from ring_torch.kernels.fa4.options import modded_of
@@ -243,14 +244,14 @@ class HopperSplitBackward:
         return split.AllLaunches(launches, tuple(columns.k.shape))
 
     def prepare_round(
-        self, spans: OwnSpans, k_shape: tuple[int, ...], params: KernelParams
+        self, spans: OwnSpans, keys: KVPayload, params: KernelParams
     ) -> Callable[[Tensor, Tensor, Tensor], None]:
         """Return a function that rounds all spans into whole ``dk`` and ``dv``.
 
         For one sequence that takes one launch each for dK and dV, with the spans as its batch; for
         several, two launches a span.
         """
-        return split.RoundAll(spans, params.scale, k_shape)
+        return split.RoundAll(spans, params.scale, keys)
 
     def round(
         self, sums: tuple[Tensor, Tensor], dsts: tuple[Tensor, Tensor], params: KernelParams

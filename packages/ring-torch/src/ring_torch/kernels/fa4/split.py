@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ring_core.base.arguments import not_none
+from ring_torch.buffers import KVPayload
 from ring_torch.kernels.api import Columns, OwnSpans
 from ring_torch.kernels.fa4.private import (
     Function,
@@ -163,23 +164,24 @@ class RoundAll:
     The spans become the batch of one launch; with several sequences each span has its own.
     """
 
-    def __init__(self, spans: OwnSpans, scale: float, k_shape: tuple[int, ...]) -> None:
-        """Take the spans, the factor of the scores, which dK gets, and the shape of own k."""
-        self._spans, self._scale, self._k_shape = spans, scale, k_shape
+    def __init__(self, spans: OwnSpans, scale: float, keys: KVPayload) -> None:
+        """Take the spans, the factor of the scores, which dK gets, and the shape of own K/V."""
+        self._spans, self._scale, self._keys = spans, scale, keys
+        self._functions = rounding_functions(keys.dtype, keys.dim)
         self._sums = KeptViews(self._sums_of_spans)
         # Sums and gradients do not overlap, so the launches may run in any order.
-        self._launches = 1 if k_shape[0] == 1 else spans.number
+        self._launches = 1 if keys.batch == 1 else spans.number
 
     def _sums_of_spans(self, sums: Tensor) -> list[Tensor]:
         """Return the sums of dK and of dV of each launch's spans."""
-        batch, _, heads, dim = self._k_shape
+        batch, heads, dim = self._keys.batch, self._keys.heads, self._keys.dim
         spans = self._spans
         head = spans.length * dim
         first, whole = sums.storage_offset() + spans.target * dim, batch * heads * head
         # With one sequence spans are the batch; otherwise the sequences, which lie that far apart.
-        count, step = (
-            (spans.number, spans.target_step * dim) if batch == 1 else (batch, heads * head)
-        )
+        count, step = batch, heads * head
+        if batch == 1:
+            count, step = spans.number, spans.target_step * dim
         return [
             sums.as_strided(
                 (count, heads, spans.keys * dim), (step, head, 1),
@@ -191,16 +193,17 @@ class RoundAll:
 
     def __call__(self, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Write ``dk`` and ``dv``, both contiguous, of all own keys."""
-        batch, length, heads, dim = self._k_shape
+        batch, heads, dim = self._keys.batch, self._keys.heads, self._keys.dim
         spans, row = self._spans, heads * dim
-        functions = rounding_functions(dk.dtype, dim)
-        count, step = (spans.number, spans.source_step) if batch == 1 else (batch, length)
+        count, step = batch, self._keys.length
+        if batch == 1:
+            count, step = spans.number, spans.source_step
         shape, strides = (count, spans.keys, heads, dim), (step * row, row, dim, 1)
         scaled = [(dk, self._scale), (dv, 1.0)] * self._launches
         for n, (own_sums, (grad, scale)) in enumerate(zip(self._sums(sums), scaled, strict=True)):
             start = (spans.source + n // 2 * spans.source_step) * row
             target = grad.as_strided(shape, strides, grad.storage_offset() + start)
-            functions.round_dkv(*round_arguments(own_sums, target, scale, None))
+            self._functions.round_dkv(*round_arguments(own_sums, target, scale, None))
 
 
 def rounding_functions(dtype: torch.dtype, dim: int) -> SplitFunctions:
