@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,6 +20,15 @@ from ring_torch.launches.direct import DirectKernel, has_launch_hooks
 _OPTIONS = {"num_warps": 1, "debug": True, "sanitize_overflow": False}
 
 
+def loaded_check(number: int, device: torch.device) -> Callable[[Tensor, int], None] | None:
+    """Return :func:`assert_words` for messages of ``number`` words, with its kernel loaded.
+
+    A CUDA graph needs that. It is ``None`` if the kernel cannot be launched directly.
+    """
+    digest = 1 << 40  # of more than 32 bits, as all are
+    return assert_words(torch.full((number,), digest, dtype=torch.int64, device=device), digest)
+
+
 def assert_words(words: Tensor, digest: int) -> Callable[[Tensor, int], None] | None:
     """Let the stream end in an error unless all words of a message are a digest.
 
@@ -27,8 +37,8 @@ def assert_words(words: Tensor, digest: int) -> Callable[[Tensor, int], None] | 
         digest: What each has to be; a number of more than 32 bits.
 
     Returns:
-        The same function for messages of this size on this GPU, whose kernel is loaded, as a CUDA
-        graph needs it; ``None`` if the kernel cannot be launched directly.
+        The same function for messages of this size on this GPU; ``None`` if the kernel cannot be
+        launched directly.
     """
     options = {"NUMBER": words.numel(), **_OPTIONS}
     launch = _assert_words.launch((1,), words, digest, **options)
