@@ -239,10 +239,11 @@ class Ranks:
         if sent.is_cpu or not self._runs_messages_together(sent.device):
             return self.start([(sent, ahead)], [(received, behind)])
         # An all-to-all in which all parts but one are empty: NCCL sends nothing for these.
-        numbers, world = self.members or range(self.size), len(self._rows) or self.size
-        sent_sizes = sizes_of_one_part(world, numbers[ahead], sent.numel())
-        received_sizes = sizes_of_one_part(world, numbers[behind], sent.numel())
-        return self._all_to_all(sent, received, sent_sizes, received_sizes, beside=beside)
+        world, numel = len(self._rows) or self.size, sent.numel()
+        if self.members is not None:
+            ahead, behind = self.members[ahead], self.members[behind]
+        sizes = [sizes_of_one_part(world, rank, numel) for rank in (ahead, behind)]
+        return self._all_to_all(sent, received, *sizes, beside=beside)
 
     def trade(self, sent: torch.Tensor, received: torch.Tensor) -> Transfer:
         """Send row n of ``sent`` to rank n, and receive row n of ``received`` from it.

@@ -17,7 +17,6 @@ from ring_core import WorkItem
 from ring_torch.kernels.api import Kernel, merge_of_spans
 from ring_torch.kernels.library import ForwardLaunch
 from ring_torch.records import (
-    AttentionState,
     KernelParams,
     KeyBlock,
     QueryBlock,
@@ -37,7 +36,8 @@ class RingLaunch(NamedTuple):
         launch: The launch.
         rows: The item's rows; ``None`` stands for all.
         columns: Its columns of the K/V that are held; ``None`` stands for all.
-        in_place: True if the call's ``out`` holds its results until they are merged.
+        out_shape: Shape of its ``out``; ``None`` if the call's ``out`` holds it until it is merged.
+        lse_shape: Shape of its ``lse``.
         merge: The merge of its results and of those that wait for it; ``None`` if they wait, too.
         is_last: True if no other merge follows.
     """
@@ -45,7 +45,8 @@ class RingLaunch(NamedTuple):
     launch: ForwardLaunch
     rows: Span | None
     columns: Span | None
-    in_place: bool
+    out_shape: tuple[int, ...] | None
+    lse_shape: tuple[int, ...]
     merge: Callable[..., None] | None
     is_last: bool
 
@@ -83,17 +84,15 @@ class RingWork:
     def run(self, step: int, k: Tensor, v: Tensor) -> None:
         """Run the launches of a step over the K/V that are held, and the merges after them."""
         out, lse = self.into
-        for launch, rows, columns, in_place, merge, is_last in self._prepared.steps[step]:
+        for item in self._prepared.steps[step]:
+            launch, rows, columns, out_shape, lse_shape, merge, is_last = item
             q = self._rows.get(rows)
             if q is None:
                 assert rows is not None
                 q = self._rows[rows] = self._rows[None].narrow(1, *rows)
             # Launches only read the held K/V, which may be in flight to the next rank meanwhile.
             kv = (k, v) if columns is None else (k.narrow(1, *columns), v.narrow(1, *columns))
-            if in_place:
-                results = AttentionState(out, torch.empty_like(lse))
-            else:
-                results = unseen_state(q, v.shape[3], fully_written=True)
+            results = out if out_shape is None else q.new_empty(out_shape), lse.new_empty(lse_shape)
             launch(q, *kv, *results, None)
             self._results += results
             if merge is not None:
@@ -142,12 +141,14 @@ def prepare_ring(
             merge, is_last = None, number == num_launches
             if is_last or place == _AT_ONCE - 1:
                 merge = merge_of_spans(q, spans[start * _AT_ONCE : number], first=start == 0)
+            is_in_place = holds_results and item_rows is rows and place == 0
             launches.append(
                 RingLaunch(
                     launch,
                     None if item_rows is rows else span_of(item.q_slice),
                     None if item_columns is columns else span_of(item.k_slice),
-                    holds_results and item_rows is rows and place == 0, merge, is_last,
+                    None if is_in_place else tuple(results.out.shape), tuple(results.lse.shape),
+                    merge, is_last,
                 )
             )  # fmt: skip
         prepared.append(tuple(launches))
