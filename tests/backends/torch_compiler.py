@@ -81,7 +81,8 @@ def sink_grads() -> dict[str, Any]:
 
 
 def exchanges() -> Iterator[dict[str, Any]]:
-    """The kernels that exchange K/V and dK/dV of four ranks through each other's memory."""
+    """The kernels that exchange K/V and dK/dV of four ranks, and that compare their calls."""
+    from ring_torch.comm.digest_kernel import assert_words
     from ring_torch.launches.direct import DirectKernel
     from ring_torch.transports import exchange_kernel as exchange
 
@@ -108,6 +109,7 @@ def exchanges() -> Iterator[dict[str, Any]]:
         exchange.finish_reading(setup)
         exchange.wait_reusable(setup, sums, zero=True)
         exchange.reduce_from_peers(setup, 1 << 40, table, sums)
+        assert_words(torch.zeros(256, dtype=torch.int64), 1 << 40)
     yield from kept
 
 

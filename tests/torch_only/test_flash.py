@@ -490,6 +490,37 @@ def _again_and_again(rank: int, strategy: str, layout: Any, seq_len: int | None)
     prepare._prepare.cache_clear()
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_prepared_ring_rounds_once(layout: str, has_sinks: bool, backend: Any) -> None:
+    """Of 16 bits, with sums between merges that are wider, and sinks that join those."""
+    backend.pool(4).run(_rounded_alike, layout, has_sinks)
+
+
+def _rounded_alike(rank: int, layout: Any, has_sinks: bool) -> None:
+    prepare._prepare.cache_clear()
+    torch.manual_seed(rank)
+    kernel = FlashKernel(PlainFlash(), replace(CAN, dtypes=("bfloat16",)))
+    q, k, v = (torch.randn(1, 16, heads, 8).bfloat16() for heads in (4, 2, 2))
+    sinks = torch.arange(4.0).bfloat16() if has_sinks else None
+    results = []
+    with patch.object(prepare, "choose", lambda *_: Selection(kernel, ())):
+        for _ in range(3):
+            PREPARED.clear()
+            results.append(
+                ring_torch.ring_attention(
+                    q, k, v, causal=True, layout=layout, strategy="ring", sinks=sinks,
+                    return_lse=True,
+                )
+            )  # fmt: skip
+    assert PREPARED
+    for again in results[1:]:
+        for x, first in zip(again, results[0], strict=True):
+            assert x.dtype == first.dtype
+            assert torch.equal(x, first)
+    prepare._prepare.cache_clear()
+
+
 def test_documents_keep_their_right_side() -> None:
     item = WorkItem(0, 0, 0, 0, 7, 0, 5, -1, None, np.array([0, 5, 7]), np.array([0, 3, 5]))
     params = KernelParams(Mask(), 1.0)

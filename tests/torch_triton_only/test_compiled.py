@@ -38,8 +38,8 @@ def test_bias() -> None:
 
 def test_exchanges() -> None:
     kernels = compiled(["exchanges"], 90)
-    keys, sums = ["_exchange_keys"] * 2, ["_wait_reusable", "_add_peers"]
-    assert [x["kernel"] for x in kernels] == [*keys, "_finish_reading", *sums]
+    keys, others = ["_exchange_keys"] * 2, ["_wait_reusable", "_add_peers", "_assert_words"]
+    assert [x["kernel"] for x in kernels] == [*keys, "_finish_reading", *others]
     assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
 
 

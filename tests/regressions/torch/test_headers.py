@@ -113,6 +113,23 @@ def test_calls_compared_before_are_compared_by_digest(what: str) -> None:
             assert (message == "the same") == (what == "nothing")
 
 
+def _by_launch(rank: int) -> None:
+    del rank
+    ranks, signature, seen = ranks_of(None), CallSignature.of(FIELDS, "forward"), []
+    ranks.state.digest_checks[torch.device("cpu")] = lambda words, digest: seen.append(
+        (len(words), words.unique().tolist(), digest)
+    )
+    for number in (3, 4):
+        _check_on_stream(ranks, number, 5, signature, torch.device("cpu"))
+    digests = [signature.as_int64(number, 5) for number in (3, 4)]
+    assert seen == [(256, [digest], digest) for digest in digests]
+
+
+def test_a_launch_compares_each_call_with_its_own_digest() -> None:
+    with LocalRanks(2, timeout=10) as pool:
+        pool.run(_by_launch)
+
+
 def _unlike(rank: int, strategy: str) -> str:
     q, k = torch.ones(1, 5 + rank, 2, 8), torch.ones(1, 6 + 2 * rank, 2, 8)
     with pytest.raises(RuntimeError, match="make different calls") as error:

@@ -67,12 +67,27 @@ class BufferSpec:
         """Allocate two uninitialised buffers: one is sent while the other is received."""
         return [torch.empty(self.size, dtype=torch.uint8, device=device) for _ in range(2)]
 
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return the tensors inside a buffer, as views."""
+    @cached_property
+    def _strided(self) -> list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]:
+        """For each tensor its dtype, shape, strides, and offset in numbers of its dtype."""
         return [
-            buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            (dtype, shape, _contiguous_strides(shape), offset // dtype.itemsize)
             for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True)
         ]
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Return the tensors inside a buffer, as views, of which each is one operation of torch.
+
+        The buffer has :attr:`size` bytes, or more by a multiple of 16.
+        """
+        views: list[Tensor] = []
+        numbers: dict[torch.dtype, Tensor] = {}  # the whole buffer in each dtype
+        for dtype, shape, strides, offset in self._strided:
+            if (x := numbers.get(dtype)) is None:
+                x = numbers[dtype] = buffer.view(dtype)
+            # The buffer may be a part of larger memory, from whose start torch counts.
+            views.append(x.as_strided(shape, strides, x.storage_offset() + offset))
+        return views
 
     def pack(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """Copy tensors of these shapes and dtypes into a new buffer."""
@@ -80,6 +95,11 @@ class BufferSpec:
         for view, tensor in zip(self.views(buffer), tensors, strict=True):
             view.copy_(tensor)
         return buffer
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, as torch has them where a size is 0, too."""
+    return tuple(math.prod([max(n, 1) for n in shape[dim + 1 :]]) for dim in range(len(shape)))
 
 
 @lru_cache(maxsize=_MOST_SPECS)

@@ -34,34 +34,44 @@ def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None
 
     It is :func:`ring_core.merge`; ``acc`` and ``acc_lse`` have the same shapes.
     """
-    if acc.numel() > 0:
-        arguments = _merge_arguments(acc, acc_lse, out, lse, first=False, all_see=False)
-        grid, integers, constants = arguments
-        _merge[grid](acc, acc_lse, out, lse, *integers, **constants)
-
-
-def merge_of_seen_on_gpu(*, first: bool) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """Return :func:`merge_on_gpu` for launches in which every row sees something, of tensors alike.
-
-    An infinity in such a row's ``lse`` says that a score is not finite, and NaN is merged. If it
-    is the ``first`` merge of its rows, the accumulators need no value yet. There is at least one
-    number.
-    """
-    return RepeatedLaunch(_merge, partial(_merge_arguments, first=first, all_see=True))
-
-
-def _merge_arguments(
-    acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor, *, first: bool, all_see: bool
-) -> Arguments:
+    if acc.numel() == 0:
+        return
     assert_unit_strides(acc, acc_lse, out, lse)
     batch, rows, heads, dim = acc.shape
-    integers = (
-        rows, *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3], *lse.stride()[:2],
+    _merge[(triton.cdiv(rows, _ROWS), heads, batch)](
+        acc, acc_lse, out, lse, rows, *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3],
+        *lse.stride()[:2], DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS,
     )  # fmt: skip
+
+
+def merge_of_spans_on_gpu(spans: Sequence[Span], *, first: bool) -> Callable[..., None]:
+    """Return a merge ``(acc, dst, lse, *results)`` of one or two partial results.
+
+    Each number is the one that :func:`merge_on_gpu` computes result by result; ``dst`` may be
+    narrower than ``acc``. It serves tensors that are alike.
+
+    Args:
+        spans: The rows of each result ``(out, lse)``. Every row of a result sees something, so an
+            infinity in its ``lse`` says that a score is not finite, and NaN is merged.
+        first: True if ``(acc, lse)`` have no values yet, and are not read. Rows that no result has
+            are then those that see nothing.
+    """
+    return RepeatedLaunch(_merge_spans, partial(_spans_arguments, spans, first=first))
+
+
+def _spans_arguments(
+    spans: Sequence[Span], acc: Tensor, dst: Tensor, lse: Tensor, *results: Tensor, first: bool
+) -> Arguments:
+    tensors = acc, dst, lse, *results
+    assert_unit_strides(*tensors)
+    batch, rows, heads, dim = dst.shape
+    missing = 2 - len(spans)  # results
+    bounds = [bound for start, n in spans for bound in (start, start + n)] + [0, 0] * missing
+    strides = [stride for x in tensors for stride in x.stride()[:-1]] + [0] * (5 * missing)
     constants = {
         "DIM": dim, "PADDED": triton.next_power_of_2(dim), "ROWS": _ROWS, "FIRST": first,
-        "ALL_SEE": all_see,
     }  # fmt: skip
+    integers = *[None] * (2 * missing), rows, *bounds, *strides
     return Arguments((triton.cdiv(rows, _ROWS), heads, batch), integers, constants)
 
 
@@ -148,14 +158,9 @@ def _merge(
     acc, acc_lse, out, lse, rows,
     acc_batch, acc_row, acc_head, acc_lse_batch, acc_lse_head,
     out_batch, out_row, out_head, lse_batch, lse_head,
-    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
-    ALL_SEE: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge ``(out, lse)`` of a few rows of one head into the accumulators.
-
-    With ``FIRST`` these hold nothing yet and are not read. With ``ALL_SEE`` every row sees
-    something, so an infinity in ``lse`` comes from scores that are not finite.
-    """
+    """Merge ``(out, lse)`` of a few rows of one head into the accumulators."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, PADDED)
@@ -164,24 +169,78 @@ def _merge(
     row = row.to(tl.int64)
     old_at = acc_lse + batch * acc_lse_batch + head * acc_lse_head + row
     new_at = lse + batch * lse_batch + head * lse_head + row
-    old = tl.full((ROWS,), float("-inf"), tl.float32)
-    # The first result of a call finds no values in memory: what is there is not read.
-    if not FIRST:
-        old = tl.load(old_at, mask=inside, other=float("-inf"))
+    old = tl.load(old_at, mask=inside, other=float("-inf"))
     new = tl.load(new_at, mask=inside, other=float("-inf"))
-    if ALL_SEE:
-        new = tl.where(tl.abs(new) == float("inf"), float("nan"), new)
     old_weight, new_weight, both = _weights(old, new)
     acc_at = acc + batch * acc_batch + head * acc_head + row[:, None] * acc_row + column[None, :]
     out_at = out + batch * out_batch + head * out_head + row[:, None] * out_row + column[None, :]
     # Rows with lse = -inf have any numbers in out, NaN included: they are not loaded.
-    x = tl.zeros((ROWS, PADDED), tl.float32)
-    if not FIRST:
-        x = tl.load(acc_at, mask=mask & (old_weight > 0)[:, None], other=0.0)
+    x = tl.load(acc_at, mask=mask & (old_weight > 0)[:, None], other=0.0)
     y = tl.load(out_at, mask=mask & (new_weight > 0)[:, None], other=0.0).to(tl.float32)
     tl.store(acc_at, _weighted(x, old_weight, y, new_weight), mask=mask)
     # The program that has these rows of this head is the only one: the next merge reads them.
     tl.store(old_at, both, mask=inside)
+
+
+@triton.jit
+def _merge_span(x, old, out, lse, row, start, stop, mask, batch, head, column, o_batch, o_row, o_head,
+                l_batch, l_head):  # fmt: skip
+    """Return ``(x, lse)`` of a few rows after a merge as by `_merge` with rows start to stop."""
+    in_span = (row >= start) & (row < stop)
+    local_row = row - start
+    new = tl.load(lse + batch * l_batch + head * l_head + local_row, mask=in_span, other=0.0)
+    new = tl.where(tl.abs(new) == float("inf"), float("nan"), new)
+    old_weight, new_weight, both = _weights(old, new)
+    out_at = out + batch * o_batch + head * o_head + local_row[:, None] * o_row + column[None, :]
+    is_read = in_span & (new_weight > 0)
+    y = tl.load(out_at, mask=mask & is_read[:, None], other=0.0).to(tl.float32)
+    # Of a row of weight 0 nothing counts, whatever it holds. Rows outside stay as they are.
+    known = tl.where((old_weight > 0)[:, None], x, 0.0)
+    x = tl.where(in_span[:, None], _weighted(known, old_weight, y, new_weight), x)
+    return x, tl.where(in_span, both, old)
+
+
+@DirectKernel
+@triton.jit
+def _merge_spans(
+    acc, dst, lse, out1, lse1, out2, lse2, rows, start1, stop1, start2, stop2,
+    acc_batch, acc_row, acc_head, dst_batch, dst_row, dst_head, lse_batch, lse_head,
+    o1_batch, o1_row, o1_head, l1_batch, l1_head, o2_batch, o2_row, o2_head, l2_batch, l2_head,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """Merge one or two partial results into ``(acc, lse)`` for a few rows of one head.
+
+    The results are written to ``dst`` and ``lse``. With ``FIRST`` there is nothing to merge with.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    inside = row < rows
+    mask = inside[:, None] & (column < DIM)[None, :]
+    lse_at = lse + batch * lse_batch + head * lse_head + row
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    x = tl.zeros((ROWS, PADDED), tl.float32)
+    # The first results of a call find no values in memory: what is there is not read.
+    if not FIRST:
+        acc_at = (
+            acc + batch * acc_batch + head * acc_head + row[:, None] * acc_row + column[None, :]
+        )
+        top = tl.load(lse_at, mask=inside, other=float("-inf"))
+        x = tl.load(acc_at, mask=mask, other=0.0)
+    # Sums stay in registers, in float32, in the order of merging result by result.
+    x, top = _merge_span(
+        x, top, out1, lse1, row, start1, stop1, mask, batch, head, column, o1_batch, o1_row, o1_head,
+        l1_batch, l1_head,
+    )  # fmt: skip
+    if out2 is not None:
+        x, top = _merge_span(
+            x, top, out2, lse2, row, start2, stop2, mask, batch, head, column, o2_batch, o2_row,
+            o2_head, l2_batch, l2_head,
+        )  # fmt: skip
+    dst_at = dst + batch * dst_batch + head * dst_head + row[:, None] * dst_row + column[None, :]
+    tl.store(dst_at, x.to(dst.dtype.element_ty), mask=mask)
+    # The program that has these rows of this head is the only one: the next merge reads them.
+    tl.store(lse_at, top, mask=inside)
 
 
 @triton.jit

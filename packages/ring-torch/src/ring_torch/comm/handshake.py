@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.distributed as dist
 
 from ring_core import RankMismatchError
 from ring_core.base.arguments import not_none
@@ -33,6 +32,7 @@ from ring_torch.comm.store import (
     report_failure,
     timeout_of,
 )
+from ring_torch.optional import has_triton
 
 HEADER_BYTES = 2048
 _WORD_BYTES = 8
@@ -139,7 +139,7 @@ def agree(
     if ranks.size == 1 or ranks.members is not None:  # of a part, the whole group has agreed
         return
     state = ranks.state
-    if device.type != "cpu" and dist.get_backend(ranks.group) == "gloo":
+    if device.type != "cpu" and ranks.is_gloo:
         device = torch.device("cpu")  # gloo sends from the host
     has_agreed = signature.digest in state.agreed
     if device.type != "cpu" and has_agreed:
@@ -162,6 +162,12 @@ def agree(
     if device.type != "cpu" and not state.is_watched:
         state.is_watched = True
         ranks.watch(timeout_of(not_none(ranks.group), device))
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    if is_nvidia and device not in state.digest_checks and has_triton():
+        from ring_torch.comm.digest_kernel import loaded_check
+
+        # Now, as a CUDA graph may hold the next such call.
+        state.digest_checks[device] = loaded_check(_WORDS, device)
 
 
 def _compare(
@@ -245,7 +251,10 @@ def _check_on_stream(
     peer_digest = torch.empty_like(own_digest)
     ranks.rotate(own_digest, peer_digest, 1, beside=False).wait()
     # Kernels and messages queued behind this run only if the previous rank makes the same call.
-    torch._assert_async(own_digest[0] == peer_digest[0], "ranks of a ring make different calls")  # noqa: SLF001 - the public assert waits on the host
+    if (check := ranks.state.digest_checks.get(peer_digest.device)) is not None:
+        check(peer_digest, digest)
+    else:
+        torch._assert_async(peer_digest[0] == digest, "ranks of a ring make different calls")  # noqa: SLF001 - the public assert waits on the host
 
 
 def _are_same(own_header: Header, peer_header: Header, signature: CallSignature) -> bool:
@@ -298,7 +307,7 @@ def check_graph(ranks: Ranks, signature: CallSignature, keep_alive: object = Non
     """
     if ranks.size == 1 or not is_capturing():
         return
-    if dist.get_backend(ranks.group) == "gloo":
+    if ranks.is_gloo:
         raise ValueError(
             "a call over gloo cannot be captured into a CUDA graph, as the host carries its messages: "
             "use a group with the backend 'nccl'"

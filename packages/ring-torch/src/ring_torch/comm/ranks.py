@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_core import UnsupportedError
 from ring_core.base.arguments import not_none
 from ring_torch.capture import fake_mode, is_jit_tracing, proxy_mode
+from ring_torch.comm.all_to_all import all_to_all_options, sizes_of_one_part
 from ring_torch.comm.state import GroupState, watch
 from ring_torch.comm.store import publish_host, read_failure
 
@@ -89,10 +90,22 @@ class Ranks:
         return (self.rank + 1) % self.size
 
     @cached_property
-    def numbers_here(self) -> list[int | None]:
-        """Number of each rank of the group in this part, or ``None`` for one outside of it."""
-        number = {member: n for n, member in enumerate(not_none(self.members))}
-        return [number.get(rank) for rank in range(not_none(self.group).size())]
+    def _peer_numbers(self) -> tuple[int, ...]:
+        """The numbers of the peers in the group."""
+        numbers = self.members or range(self.size)
+        return tuple([n for n in numbers if n != numbers[self.rank]])
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        """Rows of :meth:`trade` for each rank of the group; none is said where all get one."""
+        if self.members is None:
+            return []
+        return [int(n in self.members) for n in range(not_none(self.group).size())]
+
+    @cached_property
+    def is_gloo(self) -> bool:
+        """True if messages go by gloo, which sends from the host."""
+        return dist.get_backend(self.group) == "gloo"
 
     def part(self, members: Sequence[int]) -> Ranks:
         """Return some of these ranks, ascending and this one among them, as ranks of their own.
@@ -223,12 +236,14 @@ class Ranks:
         """
         # Round the ring everybody sends and receives one message, whatever the distance.
         ahead, behind = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-        if sent.device.type == "cpu" or not self._runs_messages_together(sent.device):
+        if sent.is_cpu or not self._runs_messages_together(sent.device):
             return self.start([(sent, ahead)], [(received, behind)])
         # An all-to-all in which all parts but one are empty: NCCL sends nothing for these.
-        sent_sizes, received_sizes = [0] * self.size, [0] * self.size
-        sent_sizes[ahead] = received_sizes[behind] = sent.numel()
-        return self._all_to_all(sent, received, sent_sizes, received_sizes, beside=beside)
+        world, numel = len(self._rows) or self.size, sent.numel()
+        if self.members is not None:
+            ahead, behind = self.members[ahead], self.members[behind]
+        sizes = [sizes_of_one_part(world, rank, numel) for rank in (ahead, behind)]
+        return self._all_to_all(sent, received, *sizes, beside=beside)
 
     def trade(self, sent: torch.Tensor, received: torch.Tensor) -> Transfer:
         """Send row n of ``sent`` to rank n, and receive row n of ``received`` from it.
@@ -242,7 +257,8 @@ class Ranks:
         if self.size == 1:
             received.copy_(sent)
             return DONE
-        return self._all_to_all(sent, received, [], [], beside=False)
+        # The backend counts all ranks of the group: those outside of this part get nothing.
+        return self._all_to_all(sent, received, self._rows, self._rows, beside=False)
 
     def _runs_messages_together(self, device: torch.device) -> bool:
         """Return True if the backend runs all messages that start together as one operation."""
@@ -257,26 +273,15 @@ class Ranks:
     ) -> Transfer:  # fmt: skip
         """Start an all-to-all by what is inside of ``torch.distributed.all_to_all_single``.
 
-        Its checks and its log take the host as long as NCCL does. Peers without numbers get no
-        message.
+        Its checks and its log take the host as long as NCCL does. Ranks of size 0 get no message.
         """
-        options = dist.AllToAllOptions()
-        # Without it NCCL runs on the current stream, and no event is needed.
-        options.asyncOp = beside
-        peers = tuple([rank for rank in range(self.size) if rank != self.rank])
-        if self.members is not None:
-            peers = tuple([self.members[rank] for rank in peers])
-            # The backend counts all ranks of the group: those outside of this part get nothing.
-            sent_sizes, received_sizes = [
-                [0 if n is None else sizes[n] if sizes else 1 for n in self.numbers_here]
-                for sizes in (sent_sizes, received_sizes)
-            ]
         group = (self.group_ref and self.group_ref()) or not_none(self.group)
+        options = all_to_all_options(beside=beside)
         try:
             work = group.alltoall_base(received, sent, received_sizes, sent_sizes, options)
         except RuntimeError as error:
-            raise PeerError(peers, error) from error
-        return Transfer(() if work is None else (work,), (sent,), peers)
+            raise PeerError(self._peer_numbers, error) from error
+        return Transfer(() if work is None else (work,), (sent,), self._peer_numbers)
 
 
 ALONE = Ranks(None, 0, 1)
@@ -285,8 +290,7 @@ ALONE = Ranks(None, 0, 1)
 _ranks_of: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """Messages in flight; it keeps the tensors that are sent alive."""
 
     pending: tuple[dist.Work, ...] = ()

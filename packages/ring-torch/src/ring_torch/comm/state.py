@@ -45,6 +45,7 @@ class GroupState:
     ended: dict[int, Any] = field(default_factory=dict)  # CUDA event by device
     streams: dict[Any, Any] = field(default_factory=dict)  # by torch's id of each
     runs_together: dict[str, bool] = field(default_factory=dict)  # messages, by type of device
+    digest_checks: dict[Any, Any] = field(default_factory=dict)  # by device, or ``None``
     hosts: tuple[str, ...] | None = None  # name of each rank's host, once it was asked for
     captured: dict[int, object] = field(default_factory=dict)  # what CUDA graphs read, by id
 

@@ -34,6 +34,7 @@ from ring_torch.records import (
     KeyGrads,
     QueryBlock,
     QueryGrads,
+    Span,
     acc_dtype,
     empty_state,
     zero_bias_grad,
@@ -302,28 +303,32 @@ def mark_infinities(lse: Tensor) -> Tensor:
     return lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
 
 
-def merge_of_seen(like: Tensor, *, first: bool) -> Callable[[AttentionState, AttentionState], None]:
-    """Return a merge ``(into, results)`` for launches in which every row sees something.
+def merge_of_spans(like: Tensor, spans: Sequence[Span], *, first: bool) -> Callable[..., None]:
+    """Return a merge ``(acc, dst, lse, *results)`` of one or two launches' ``(out, lse)``.
 
-    An infinity in ``lse`` then comes from scores that are not finite, and NaN is merged, as
-    :meth:`Kernel.mark_nonfinite` would write. With ``first`` the accumulated state is not read: it
-    has no values yet. The merge serves tensors on the device of ``like``, of the shapes, strides
-    and alignments that it is called with first.
+    It merges each result into ``(acc, lse)``, in the accumulators' dtype, and writes ``dst``, which
+    may be ``acc`` or rounded, and ``lse``. It serves tensors on the device of ``like``, of the
+    shapes, strides and alignments that it is called with first.
+
+    Args:
+        like: A tensor.
+        spans: The rows of each result. Each sees something, so that an infinity in ``lse`` comes
+            from scores that are not finite: NaN is merged, as :meth:`Kernel.mark_nonfinite` would
+            write.
+        first: True if ``(acc, lse)`` have no values yet. Rows in no span then see nothing.
     """
     if like.is_cuda and has_triton():
-        from ring_torch.merge_ops import merge_of_seen_on_gpu
+        from ring_torch.merge_ops import merge_of_spans_on_gpu
 
-        merge = merge_of_seen_on_gpu(first=first)
-        return lambda into, results: merge(*into, *results)
+        return merge_of_spans_on_gpu(spans, first=first)
 
-    def merge_in_torch(into: AttentionState, results: AttentionState) -> None:
-        lse = results.lse.masked_fill(results.lse.isinf(), torch.nan)
+    def merge_in_torch(acc: Tensor, dst: Tensor, lse: Tensor, *results: Tensor) -> None:
+        into = AttentionState(lse.new_zeros(acc.shape) if first else acc, lse)
         if first:
-            # There is nothing to merge with yet; copying is exact.
-            into.out.copy_(results.out)
-            into.lse.copy_(lse)
-        else:
-            merge_into(into, results.out, lse)
+            lse.fill_(-torch.inf)
+        for (start, n), out, part_lse in zip(spans, results[::2], results[1::2], strict=True):
+            merge_into(into.take(slice(start, start + n)), out, mark_infinities(part_lse))
+        dst.copy_(into.out)
 
     return merge_in_torch
 

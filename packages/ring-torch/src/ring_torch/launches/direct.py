@@ -138,10 +138,13 @@ class DirectKernel:
 
 
 class Arguments(NamedTuple):
-    """Arguments of a launch behind its tensors: its grid, integers, and constants and options."""
+    """Arguments of a launch behind its tensors: its grid, integers, and constants and options.
+
+    Tensors that are absent come first among the integers, as ``None``.
+    """
 
     grid: tuple[int, ...]
-    integers: tuple[int, ...]
+    integers: tuple[int | None, ...]
     constants: dict[str, Any]
 
 

@@ -1,6 +1,7 @@
 """Launches of a ring's forward, prepared once for calls whose tensors are alike.
 
-As :mod:`ring_torch.strategies.prepared`, for results that are merged step by step.
+As :mod:`ring_torch.strategies.prepared`, for results that are merged as they come: those of two
+launches at once, by half of the launches and of the passes over memory. The last merge rounds.
 """
 
 from __future__ import annotations
@@ -9,37 +10,45 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ring_core import WorkItem
-from ring_torch.kernels.api import Kernel, merge_of_seen
+from ring_torch.kernels.api import Kernel, merge_of_spans
 from ring_torch.kernels.library import ForwardLaunch
 from ring_torch.records import (
-    AttentionState,
     KernelParams,
     KeyBlock,
     QueryBlock,
     Span,
-    empty_state,
+    acc_dtype,
     span_of,
     unseen_state,
 )
 
+_AT_ONCE = 2  # launches whose results are merged at once
 
-class MergedLaunch(NamedTuple):
-    """A forward launch of a work item, and the merge of its results.
+
+class RingLaunch(NamedTuple):
+    """A forward launch of a work item, and the merge of results that follows it.
 
     Attributes:
         launch: The launch.
-        rows: The item's rows.
-        columns: Its columns of the K/V that are held.
-        merge: The merge, called as ``(into, results)``.
+        rows: The item's rows; ``None`` stands for all.
+        columns: Its columns of the K/V that are held; ``None`` stands for all.
+        out_shape: Shape of its ``out``; ``None`` if the call's ``out`` holds it until it is merged.
+        lse_shape: Shape of its ``lse``.
+        merge: The merge of its results and of those that wait for it; ``None`` if they wait, too.
+        is_last: True if no other merge follows.
     """
 
     launch: ForwardLaunch
-    rows: Span
-    columns: Span
-    merge: Callable[[AttentionState, AttentionState], None]
+    rows: Span | None
+    columns: Span | None
+    out_shape: tuple[int, ...] | None
+    lse_shape: tuple[int, ...]
+    merge: Callable[..., None] | None
+    is_last: bool
 
 
 class PreparedRing(NamedTuple):
@@ -47,65 +56,55 @@ class PreparedRing(NamedTuple):
 
     Attributes:
         steps: The launches of each step.
-        starts_everywhere: True if those of the first step have all rows, each once. Their merges
-            read no accumulated state, which needs no initial values then.
+        dtype: The dtype of ``out``.
+        has_sums: True if there are sums between merges, wider than ``out``.
     """
 
-    steps: tuple[tuple[MergedLaunch, ...], ...]
-    starts_everywhere: bool
-
-    def work(self, q: Tensor, v_dim: int) -> RingWork:
-        """Allocate the state of one call."""
-        if not self.starts_everywhere:
-            return RingWork(self, q, empty_state(q, v_dim))
-        return RingWork(
-            self,
-            q,
-            unseen_state(q, v_dim, empty_state(q[:, :0], v_dim).out.dtype, fully_written=True),
-        )
+    steps: tuple[tuple[RingLaunch, ...], ...]
+    dtype: torch.dtype
+    has_sums: bool
 
 
 class RingWork:
     """The forward of one call.
 
     Attributes:
-        into: The merged results of the steps that have run; all results after the last.
+        into: Memory of the merged results, which are there after the last step.
     """
 
-    def __init__(self, prepared: PreparedRing, q: Tensor, into: AttentionState) -> None:
-        self.into = into
-        self._prepared, self._q = prepared, q
-        self._rows: dict[Span, tuple[Tensor, AttentionState]] = {}
-        self._results: dict[int, AttentionState] = {}
+    def __init__(self, prepared: PreparedRing, q: Tensor, v_dim: int) -> None:
+        self._prepared = prepared
+        # All rows are written: it needs no initial values, nor do the sums.
+        self.into = out, lse = unseen_state(q, v_dim, prepared.dtype, fully_written=True)
+        self._sums = lse.new_empty(out.shape) if prepared.has_sums else out
+        # Views of a tensor that needs no gradient take the host less time.
+        self._rows: dict[Span | None, Tensor] = {None: q.detach()}
+        self._results: list[Tensor] = []  # out and lse of each launch that waits for a merge
 
     def run(self, step: int, k: Tensor, v: Tensor) -> None:
-        """Run the launches of a step over the K/V that are held, and merge their results."""
-        for launch, rows, columns, merge in self._prepared.steps[step]:
+        """Run the launches of a step over the K/V that are held, and the merges after them."""
+        out, lse = self.into
+        for item in self._prepared.steps[step]:
+            launch, rows, columns, out_shape, lse_shape, merge, is_last = item
+            q = self._rows.get(rows)
+            if q is None:
+                assert rows is not None
+                q = self._rows[rows] = self._rows[None].narrow(1, *rows)
             # Launches only read the held K/V, which may be in flight to the next rank meanwhile.
-            # They and the merges run in order on one stream: `results` are merged before the next
-            # launch of as many rows overwrites them.
-            q, into, results = self._slices(rows, v.shape[3])
-            launch(q, k.narrow(1, *columns), v.narrow(1, *columns), *results, None)
-            merge(into, results)
-
-    def _slices(self, rows: Span, v_dim: int) -> tuple[Tensor, AttentionState, AttentionState]:
-        """Return queries and state of some rows, and memory for the results of a launch.
-
-        That memory serves all launches of as many rows: each is merged before the next runs.
-        """
-        if (slices := self._rows.get(rows)) is None:
-            q, (out, lse) = self._q, self.into
-            state = AttentionState(out.narrow(1, *rows), lse.narrow(2, *rows))
-            slices = self._rows[rows] = q.narrow(1, *rows), state
-        # Kernels write every row of it, so it needs no initial values.
-        if (results := self._results.get(rows[1])) is None:
-            results = self._results[rows[1]] = unseen_state(slices[0], v_dim, fully_written=True)
-        return *slices, results
+            kv = (k, v) if columns is None else (k.narrow(1, *columns), v.narrow(1, *columns))
+            results = out if out_shape is None else q.new_empty(out_shape), lse.new_empty(lse_shape)
+            launch(q, *kv, *results, None)
+            self._results += results
+            if merge is not None:
+                # Launches and merges run in order on one stream: memory of results that are merged
+                # may be that of later ones.
+                merge(self._sums, out if is_last else self._sums, lse, *self._results)
+                self._results.clear()
 
 
 def prepare_ring(
     kernel: Kernel, rows: QueryBlock, steps: Sequence[tuple[KeyBlock, Sequence[WorkItem]]],
-    params: KernelParams,
+    params: KernelParams, dtype: torch.dtype,
 ) -> PreparedRing | None:  # fmt: skip
     """Return the launches of a ring, or ``None`` if they cannot be prepared.
 
@@ -114,30 +113,43 @@ def prepare_ring(
         rows: This rank's rows.
         steps: For each step K/V like those that are held in it, and its items.
         params: Options of all launches.
+        dtype: The dtype of the results: the inputs', or the accumulators'.
     """
     q, params = rows.q, replace(params, needs_lse=True)
-    first_items = steps[0][1]
-    # No row is left out if the first item begins at row 0, and each where the one before ends.
-    edges = [0, *(item.q_stop for item in first_items)]
-    starts_everywhere = edges[-1] == q.shape[1] and all(
-        item.q_start == start for item, start in zip(first_items, edges, strict=False)
-    )
+    spans = [span_of(item.q_slice) for _, items in steps for item in items]
+    if not spans:
+        return None
     # Later calls have other tensors of these shapes: what is kept of each launch is no memory, but
     # slices, and how its results are merged.
-    prepared: list[tuple[MergedLaunch, ...]] = []
-    for n, (columns, items) in enumerate(steps):
-        launches: list[MergedLaunch] = []
+    num_launches = len(spans)
+    has_sums = num_launches > _AT_ONCE and dtype != acc_dtype(q.dtype)
+    # The last merge alone writes ``out``, unless there is no other memory for sums. Before, and as
+    # each number is read and written by one program, it may hold results of all rows.
+    holds_results = dtype == q.dtype and (has_sums or num_launches <= _AT_ONCE)
+    prepared: list[tuple[RingLaunch, ...]] = []
+    number = 0  # launches so far
+    for columns, items in steps:
+        launches: list[RingLaunch] = []
         for item in items:
             item_rows, item_columns = rows.take(item.q_slice), columns.take(item.k_slice)
             results = unseen_state(item_rows.q, columns.v.shape[3], fully_written=True)
             launch = kernel.prepare_forward(item_rows, item_columns, results, item, params)
             if launch is None:
                 return None
-            # Where the first step has all rows, its merge is a copy with the rounding of a merge:
-            # there is nothing before it.
-            merge = merge_of_seen(q, first=starts_everywhere and n == 0)
+            start, place = divmod(number, _AT_ONCE)  # of the merge, and in it
+            number += 1
+            merge, is_last = None, number == num_launches
+            if is_last or place == _AT_ONCE - 1:
+                merge = merge_of_spans(q, spans[start * _AT_ONCE : number], first=start == 0)
+            is_in_place = holds_results and item_rows is rows and place == 0
             launches.append(
-                MergedLaunch(launch, span_of(item.q_slice), span_of(item.k_slice), merge)
-            )
+                RingLaunch(
+                    launch,
+                    None if item_rows is rows else span_of(item.q_slice),
+                    None if item_columns is columns else span_of(item.k_slice),
+                    None if is_in_place else tuple(results.out.shape), tuple(results.lse.shape),
+                    merge, is_last,
+                )
+            )  # fmt: skip
         prepared.append(tuple(launches))
-    return PreparedRing(tuple(prepared), starts_everywhere)
+    return PreparedRing(tuple(prepared), dtype, has_sums)

@@ -31,7 +31,7 @@ from ring_torch.records import (
     QueryGrads,
     empty_state,
 )
-from ring_torch.strategies.prepared_ring import PreparedRing, prepare_ring
+from ring_torch.strategies.prepared_ring import PreparedRing, RingWork, prepare_ring
 from ring_torch.transports.api import Traffic
 
 
@@ -93,7 +93,7 @@ class Ring(Strategy):
         return cls(forward, backward, prepares=prepares and banded)
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
-        """Return ``(out, lse)`` in the accumulators' dtype, and the packed K/V that arrived last.
+        """Return ``(out, lse)``, and the packed K/V that arrived last.
 
         Nothing is saved on one rank, or where no step but the rank's own has work.
         """
@@ -102,11 +102,12 @@ class Ring(Strategy):
                 call.ranks, call.number, call.params.dropout_seed, call.forward_signature,
                 call.device,
             )  # fmt: skip
-        rows, keys = call.rows(inputs), inputs.key_tensors()
-        key, work = tensors_key(*inputs[:3]) if self.prepares else None, None
-        if (prepared := self.launches.get(key)) is not None:
-            work = prepared.work(rows.q, inputs.v.shape[3])
-        into = empty_state(rows.q, inputs.v.shape[3]) if work is None else work.into
+        # Kernels get K/V that need no gradient, as they lie in messages.
+        rows, keys = call.rows(inputs), [x.detach() for x in inputs.key_tensors()]
+        key = tensors_key(*inputs[:3], inputs.sinks) if self.prepares else None
+        prepared, v_dim = self.launches.get(key), inputs.v.shape[3]
+        work = None if prepared is None else RingWork(prepared, rows.q, v_dim)
+        into = empty_state(rows.q, v_dim) if work is None else work.into
         saved: Saved = ()
         if len(self.forward_steps) > 1:
             # Two buffers, whatever the number of ranks: `held` is read by kernels and by the send,
@@ -149,8 +150,9 @@ class Ring(Strategy):
                 for step in self.forward_steps
             ]
             # No transfer is in flight any more, and each step has run once on tensors of these
-            # strides.
-            keep(self.launches, key, prepare_ring(call.kernel, rows, steps, call.params))
+            # strides. Sinks join results in the accumulators' dtype, which are rounded after that.
+            dtype = call.dtype if inputs.sinks is None else call.acc_dtype
+            keep(self.launches, key, prepare_ring(call.kernel, rows, steps, call.params, dtype))
         return into, saved
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
