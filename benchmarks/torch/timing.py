@@ -22,7 +22,7 @@ def timed(run: Callable[[], object], seconds: float, layers: int = 1) -> dict[st
 
     All ranks call it at once, for about ``seconds``.
     """
-    for _ in range(3):
+    for attempt in range(3):
         torch.cuda.synchronize()
         dist.barrier()
         start = time.perf_counter()
@@ -30,7 +30,8 @@ def timed(run: Callable[[], object], seconds: float, layers: int = 1) -> dict[st
         torch.cuda.synchronize()
         once = torch.tensor(time.perf_counter() - start, device="cuda")
         dist.all_reduce(once, op=dist.ReduceOp.MAX)
-        if float(once) > 1:  # nothing at the start counts then
+        # Nothing at the start counts in a run of seconds; the first may have to make things ready.
+        if attempt > 0 and float(once) > 1:
             break
     repeats = max(3, min(20, int(seconds / float(once))))
     # A host shared with others has slow moments: short runs are spread over the time there is.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,26 @@ def sink_grads() -> dict[str, Any]:
     return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, arguments, strict=True))}
 
 
-def exchanges() -> Iterator[dict[str, Any]]:
-    """The kernels that exchange K/V and dK/dV of four ranks, and that compare their calls."""
-    from ring_torch.comm.digest_kernel import assert_words
+def merges() -> Iterator[dict[str, Any]]:
+    """The kernels that merge results of a ring, and of a gather in two stages."""
+    from ring_torch import merge_ops
+
+    spans = [(0, 1024), (512, 512)]
+    outs = [torch.zeros(1, n, 4, 128, dtype=torch.bfloat16) for _, n in spans]
+    lses = [torch.zeros(1, 4, n) for _, n in spans]
+    acc, results = outs[0].float(), [x for pair in zip(outs, lses, strict=True) for x in pair]
+    with kept_launches() as kept:
+        merge_ops.merge_on_gpu(acc, lses[0], acc, lses[0])
+        for dst in (acc, outs[0]):
+            merge_ops.merge_of_spans_on_gpu(spans, first=False)(acc, dst, lses[0], *results)
+        merge_ops.JoinOnGpu(spans).merge(list(zip(outs, lses, strict=True)))
+    yield from kept
+
+
+@contextmanager
+def kept_launches() -> Iterator[list[dict[str, Any]]]:
+    """Keep what kernels would be launched with, and launch none."""
     from ring_torch.launches.direct import DirectKernel
-    from ring_torch.transports import exchange_kernel as exchange
 
     kept: list[dict[str, Any]] = []
 
@@ -95,15 +111,24 @@ def exchanges() -> Iterator[dict[str, Any]]:
         arguments_by_name = dict(zip(names, arguments, strict=True)) | constants
         kept.append({"kernel": kernel, "arguments": arguments_by_name, **options})
 
+    with (
+        patch.object(DirectKernel, "launch", keep),
+        patch.object(DirectKernel, "__getitem__", lambda direct, grid: partial(keep, direct, grid)),
+    ):
+        yield kept
+
+
+def exchanges() -> Iterator[dict[str, Any]]:
+    """The kernels that exchange K/V and dK/dV of four ranks, and that compare their calls."""
+    from ring_torch.comm.digest_kernel import assert_words
+    from ring_torch.transports import exchange_kernel as exchange
+
     headers = torch.zeros(4, dtype=torch.int64)
     setup = exchange.ExchangeSetup(headers, headers.data_ptr(), 3, 66, 96, 10**12)
     k, own = torch.zeros(1, 64, 8, 128, dtype=torch.bfloat16), torch.zeros(1, 64, 2048)
     table, sums = torch.zeros(32, 4, dtype=torch.int64), torch.zeros(1 << 16)
     arguments = setup, 1 << 40, k, k, own.bfloat16(), table, own.bfloat16(), table
-    with (
-        patch.object(DirectKernel, "launch", keep),
-        patch.object(DirectKernel, "__getitem__", lambda direct, grid: partial(keep, direct, grid)),
-    ):
+    with kept_launches() as kept:
         exchange.exchange_keys(*arguments)
         exchange.exchange_keys(*arguments, exchange.Blocks(64, 128, 512))
         exchange.finish_reading(setup)
@@ -116,7 +141,7 @@ def exchanges() -> Iterator[dict[str, Any]]:
 #: Kernels that have no call of their own.
 PASSES: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
     "block_lists": lambda: [block_lists()], "row_dots": lambda: [row_dots()],
-    "sink_grads": lambda: [sink_grads()], "exchanges": exchanges,
+    "sink_grads": lambda: [sink_grads()], "merges": merges, "exchanges": exchanges,
 }  # fmt: skip
 
 
@@ -192,7 +217,8 @@ def answer(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     for name in question["names"]:
         for launch in launches(name, question["arch"]):
-            facts = taken_by(compile_one(question["arch"], **launch))
+            kernel = compile_one(question["arch"], **launch)
+            facts = taken_by(kernel) | {"barriers": kernel.asm["ptx"].count("bar.sync")}
             yield {"call": name, "kernel": launch["kernel"].fn.__name__, **facts}
 
 

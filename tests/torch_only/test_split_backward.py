@@ -229,13 +229,21 @@ def test_sums_are_passed_to_compiled_functions_as_they_lie(batch: int) -> None:
     def nothing(*_: object) -> None:
         pass
 
+    def prepare(
+        _out: Tensor, _dout: Tensor, _delta: Tensor, lse_of_launches: Tensor, *_: object
+    ) -> None:
+        runs = len(used)
+        for n in range(runs):
+            expected = lse[..., n * 16 // runs : (n + 1) * 16 // runs]
+            assert torch.equal(lse_of_launches[n * batch : (n + 1) * batch], expected)
+
     def main(*arguments: Any) -> None:
         seen.append(arguments[7:9])  # behind q, k, v, dout, lse, delta and the sums of dQ
 
     def round_dkv(x: Tensor, grad: Tensor, scale: float, *_: object) -> None:
         grad.copy_(scale * x.unflatten(2, (-1, dim)).transpose(1, 2))
 
-    functions = split.SplitFunctions(nothing, main, (), nothing, round_dkv, tile, dim)
+    functions = split.SplitFunctions(prepare, main, (), nothing, round_dkv, tile, dim)
     launches = [split.SplitLaunch(a, n, 0.5, (None, None), functions) for a, n in ((0, 4), (3, 9))]
     used = launches if batch == 1 else launches[1:]
     run = split.AllLaunches(used, (batch, columns, heads, dim))

@@ -80,11 +80,12 @@ class BufferSpec:
 
         The buffer has :attr:`size` bytes, or more by a multiple of 16.
         """
+        assert buffer.nbytes >= self.size
         views: list[Tensor] = []
-        numbers: dict[torch.dtype, Tensor] = {}  # the whole buffer in each dtype
+        typed: dict[torch.dtype, Tensor] = {}  # the whole buffer in each dtype
         for dtype, shape, strides, offset in self._strided:
-            if (x := numbers.get(dtype)) is None:
-                x = numbers[dtype] = buffer.view(dtype)
+            if (x := typed.get(dtype)) is None:
+                x = typed[dtype] = buffer.view(dtype)
             # The buffer may be a part of larger memory, from whose start torch counts.
             views.append(x.as_strided(shape, strides, x.storage_offset() + offset))
         return views

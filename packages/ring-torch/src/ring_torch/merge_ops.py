@@ -178,7 +178,9 @@ def _merge(
     x = tl.load(acc_at, mask=mask & (old_weight > 0)[:, None], other=0.0)
     y = tl.load(out_at, mask=mask & (new_weight > 0)[:, None], other=0.0).to(tl.float32)
     tl.store(acc_at, _weighted(x, old_weight, y, new_weight), mask=mask)
-    # The program that has these rows of this head is the only one: the next merge reads them.
+    # The program that has these rows of this head is the only one, but several of its warps read
+    # lse, and one may be late.
+    tl.debug_barrier()
     tl.store(old_at, both, mask=inside)
 
 
@@ -239,7 +241,8 @@ def _merge_spans(
         )  # fmt: skip
     dst_at = dst + batch * dst_batch + head * dst_head + row[:, None] * dst_row + column[None, :]
     tl.store(dst_at, x.to(dst.dtype.element_ty), mask=mask)
-    # The program that has these rows of this head is the only one: the next merge reads them.
+    # As in `_merge`: all warps have read lse before one of them overwrites it.
+    tl.debug_barrier()
     tl.store(lse_at, top, mask=inside)
 
 
@@ -298,6 +301,8 @@ def _merge_partials(
         # A row whose scores are not finite may have numbers in out: they become NaN, as in merges.
         nan = tl.full((ROWS, PADDED), float("nan"), tl.float32).to(out.dtype.element_ty)
         tl.store(out_at, nan, mask=mask & ~is_finite[:, None])
+    # As in `_merge`: all warps have read lse before one of them overwrites it.
+    tl.debug_barrier()
     tl.store(lse_at, top, mask=inside)
 
 

@@ -278,7 +278,7 @@ def _in_rounds(fetches: Iterable[Fetch], rank: int, ranks: int) -> list[Fetch]:
 
     Two that do share its links, and both take twice as long. Own keys, which no link carries, come
     first. Then there are rounds, each with one fetch from each rank that is left: the first from
-    the rank before this one backwards, the next one from the rank behind it forwards, and so on. In
+    the rank before this one backwards, the next one from the rank after it forwards, and so on. In
     layout ``zigzag`` with a causal mask the n-th fetches of all ranks are from different ranks.
     """
     backwards = sorted(fetches, key=lambda fetch: (rank - fetch.rank) % ranks)

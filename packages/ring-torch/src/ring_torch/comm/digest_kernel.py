@@ -1,4 +1,4 @@
-"""Triton kernel that compares the header of a call compared before, in one launch on the stream."""
+"""Triton kernel that asserts on the GPU that the previous rank makes the same call as this one."""
 
 # Triton's decorator, and the arguments of kernels, have no types in Python.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
@@ -30,7 +30,7 @@ def loaded_check(number: int, device: torch.device) -> Callable[[Tensor, int], N
 
 
 def assert_words(words: Tensor, digest: int) -> Callable[[Tensor, int], None] | None:
-    """Let the stream end in an error unless all words of a message are a digest.
+    """Queue an assertion that all words of a message are a digest; if not, the stream fails.
 
     Args:
         words: int64, contiguous, a power of two of them, at a multiple of 16 bytes.

@@ -97,7 +97,7 @@ class Ranks:
 
     @cached_property
     def _rows(self) -> list[int]:
-        """Rows of :meth:`trade` for each rank of the group; none is said where all get one."""
+        """Rows of :meth:`trade` by rank of the group, 0 outside of a part; empty: one for each."""
         if self.members is None:
             return []
         return [int(n in self.members) for n in range(not_none(self.group).size())]

@@ -311,7 +311,7 @@ def merge_of_spans(like: Tensor, spans: Sequence[Span], *, first: bool) -> Calla
     shapes, strides and alignments that it is called with first.
 
     Args:
-        like: A tensor.
+        like: Any tensor of the call: on a GPU with Triton a kernel merges, otherwise torch.
         spans: The rows of each result. Each sees something, so that an infinity in ``lse`` comes
             from scores that are not finite: NaN is merged, as :meth:`Kernel.mark_nonfinite` would
             write.

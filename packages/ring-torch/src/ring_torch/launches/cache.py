@@ -32,7 +32,8 @@ def keep[T](launches_by_key: dict[object, T], key: object, launches: T | None) -
 class KeptViews:
     """Views of a buffer, made once for calls that bring the same one: making them costs the host.
 
-    They live no longer than the tensor that was brought.
+    Views hold the buffer's memory, so they are dropped when the tensor that was brought is gone. A
+    caller that brings a new buffer each time gets new views.
     """
 
     def __init__(self, make: Callable[[Tensor], Sequence[Tensor]]) -> None:
@@ -44,7 +45,7 @@ class KeptViews:
         """Return the views of a buffer."""
         kept = self._kept  # read once: another thread may replace it
         if kept is None or kept[0]() is not buffer:
-            # Nothing here keeps the buffer or this object alive: views would hold what they are of.
+            # Views of the buffer itself would keep it alive, and the callback this object.
             kept = ref(buffer, partial(_drop, ref(self))), self._make(buffer.detach())
             self._kept = kept
         return kept[1]

@@ -1,7 +1,8 @@
 """Launches of a ring's forward, prepared once for calls whose tensors are alike.
 
-As :mod:`ring_torch.strategies.prepared`, for results that are merged as they come: those of two
-launches at once, by half of the launches and of the passes over memory. The last merge rounds.
+As :mod:`ring_torch.strategies.prepared`, for results that are merged as they come. One kernel
+merges those of two launches: half as many merges, each of which reads and writes the sums once. The
+last one also rounds.
 """
 
 from __future__ import annotations
@@ -123,8 +124,9 @@ def prepare_ring(
     # slices, and how its results are merged.
     num_launches = len(spans)
     has_sums = num_launches > _AT_ONCE and dtype != acc_dtype(q.dtype)
-    # The last merge alone writes ``out``, unless there is no other memory for sums. Before, and as
-    # each number is read and written by one program, it may hold results of all rows.
+    # Only the last merge writes ``out``, unless there is no other memory for sums. Until then it is
+    # free, and holds the first result of a merge if that has all rows. The last merge may read and
+    # write it, as one program does both to each number.
     holds_results = dtype == q.dtype and (has_sums or num_launches <= _AT_ONCE)
     prepared: list[tuple[RingLaunch, ...]] = []
     number = 0  # launches so far
@@ -136,12 +138,14 @@ def prepare_ring(
             launch = kernel.prepare_forward(item_rows, item_columns, results, item, params)
             if launch is None:
                 return None
-            start, place = divmod(number, _AT_ONCE)  # of the merge, and in it
+            merge_index, position = divmod(number, _AT_ONCE)
             number += 1
             merge, is_last = None, number == num_launches
-            if is_last or place == _AT_ONCE - 1:
-                merge = merge_of_spans(q, spans[start * _AT_ONCE : number], first=start == 0)
-            is_in_place = holds_results and item_rows is rows and place == 0
+            if is_last or position == _AT_ONCE - 1:
+                merge = merge_of_spans(
+                    q, spans[merge_index * _AT_ONCE : number], first=merge_index == 0
+                )
+            is_in_place = holds_results and item_rows is rows and position == 0
             launches.append(
                 RingLaunch(
                     launch,

@@ -86,9 +86,9 @@ class SplitFunctions(NamedTuple):
 class AllLaunches:
     """All launches of a rank: a :class:`ring_torch.kernels.api.BackwardLaunch`.
 
-    Each has the next ``L / R`` rows of ``q [B, L, H, D]`` for R launches, with B = 1 if there are
-    several. What does not depend on keys runs once for all rows, as a batch of R: ``main`` alone
-    is launched for each.
+    Of R launches the n-th has rows ``n * L / R`` to ``(n + 1) * L / R`` of ``q [B, L, H, D]``, with
+    B = 1 if there are several. What does not depend on keys runs once for all rows, as a batch of
+    R: ``main`` alone is launched for each.
     """
 
     def __init__(self, launches: Sequence[SplitLaunch], k_shape: tuple[int, ...]) -> None:
@@ -132,6 +132,7 @@ class AllLaunches:
         lse = lse.contiguous()
         if runs > 1:
             # Rows of a launch become a batch row of their own, as in the views of q and dout.
+            # `prepare` takes any strides of lse but the last, which is 1.
             lse = lse.as_strided((runs, heads, rows), (rows, length, 1))
         dq = dq.view(shape)
         functions.prepare(
