@@ -38,6 +38,18 @@ def test_parts_are_merged_as_one_by_one(spans: tuple[tuple[int, int], ...]) -> N
     assert outs[0][~visible].isnan().all()
 
 
+def test_a_part_of_no_weight_adds_nothing() -> None:
+    """Whatever it holds: beside lse = 0 the weight of lse = -200 is 0 in float32."""
+    join, (out, part) = _joined(((0, 40),))
+    expected = out.clone()
+    lse, part_lse = torch.zeros(2, 3, 40), torch.full((2, 3, 40), -200.0)
+    join.merge([(out, lse), (part.fill_(torch.inf), part_lse)])
+    assert torch.equal(out, expected)
+    lse, part_lse = part_lse, torch.zeros(2, 3, 40)
+    join.merge([(part, lse), (expected, part_lse)])
+    assert torch.equal(part, expected)
+
+
 @pytest.mark.parametrize("spans", PARTS[1:])
 def test_parts_are_added_as_one_by_one(spans: tuple[tuple[int, int], ...]) -> None:
     join, parts = _joined(spans)

@@ -246,23 +246,6 @@ def _merge_spans(
     tl.store(lse_at, top, mask=inside)
 
 
-@triton.jit
-def _add_partial(x, old, out, lse, row, start, stop, mask, batch, head, column, o_batch, o_row, o_head,
-              l_batch, l_head):  # fmt: skip
-    """Return ``(x, lse)`` of a few rows after a merge with a result of rows start to stop."""
-    in_span = (row >= start) & (row < stop)
-    local_row = row - start
-    new = tl.load(lse + batch * l_batch + head * l_head + local_row, mask=in_span, other=0.0)
-    new = tl.where(tl.abs(new) == float("inf"), float("nan"), new)
-    # Other rows get the weight 0, and nothing of this result is loaded for them.
-    new = tl.where(in_span, new, float("-inf"))
-    old_weight, new_weight, both = _weights(old, new)
-    out_at = out + batch * o_batch + head * o_head + local_row[:, None] * o_row + column[None, :]
-    y = tl.load(out_at, mask=mask & (new_weight > 0)[:, None], other=0.0).to(tl.float32)
-    # A row outside of the span stays as it is, bit for bit: its weight is 1.
-    return _weighted(x, old_weight, y, new_weight), both
-
-
 @DirectKernel
 @triton.jit
 def _merge_partials(
@@ -287,12 +270,12 @@ def _merge_partials(
     if PARTIALS > 1:
         # Sums stay in registers, in float32, until they are rounded once.
         x = tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
-        x, top = _add_partial(
+        x, top = _merge_span(
             x, top, out1, lse1, row, start1, stop1, mask, batch, head, column, o1_batch, o1_row,
             o1_head, l1_batch, l1_head,
         )  # fmt: skip
         if PARTIALS > 2:
-            x, top = _add_partial(
+            x, top = _merge_span(
                 x, top, out2, lse2, row, start2, stop2, mask, batch, head, column, o2_batch, o2_row,
                 o2_head, l2_batch, l2_head,
             )  # fmt: skip

@@ -84,7 +84,7 @@ class SplitFunctions(NamedTuple):
 
 
 class AllLaunches:
-    """All launches of a rank: a :class:`ring_torch.kernels.api.BackwardLaunch`.
+    """Runs all launches of a rank, as a :class:`ring_torch.kernels.api.BackwardLaunch`.
 
     Of R launches the n-th has rows ``n * L / R`` to ``(n + 1) * L / R`` of ``q [B, L, H, D]``, with
     B = 1 if there are several. What does not depend on keys runs once for all rows, as a batch of
