@@ -8,10 +8,11 @@ import torch
 from ring_core import Mask, gather_program, make_plan, ring_program
 from ring_core.checks import Sizes
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KVPayload
-from ring_torch.strategies.gather import head_groups_of
+from ring_torch.strategies.head_groups import head_groups_of
 from ring_torch.transports import copy_engine
 
 K = 1024
+CAUSAL = Mask(causal=True)
 
 
 @pytest.mark.parametrize(
@@ -38,9 +39,27 @@ def test_groups_divide_the_heads_of_keys() -> None:
     assert groups(128 * K, 30, 30).forward == 3
 
 
-def groups(tokens: int, q_heads: int, kv_heads: int) -> HeadGroups:
+@pytest.mark.parametrize(
+    ("tokens", "kv_heads", "expected"),
+    [
+        (128 * K, 8, HeadGroups(1, 1, before_last_item=True)),  # 256 MiB of sums
+        (256 * K, 8, HeadGroups(1, 2, before_last_item=True)),
+        (512 * K, 8, HeadGroups(1, 4, before_last_item=True)),
+        (512 * K, 2, HeadGroups(1, 1, before_last_item=True)),
+        (512 * K, 6, HeadGroups(1, 3, before_last_item=True)),
+        (128 * K, 32, HeadGroups(2, 2, before_last_item=True)),  # too little work for four
+    ],
+)
+def test_sums_of_keys_in_place_are_of_few_heads(
+    tokens: int, kv_heads: int, expected: HeadGroups
+) -> None:
+    window = Mask(causal=True, window=(4095, 0))
+    assert groups(tokens, 4 * kv_heads if kv_heads < 8 else 32, kv_heads, window) == expected
+
+
+def groups(tokens: int, q_heads: int, kv_heads: int, mask: Mask = CAUSAL) -> HeadGroups:
     """Of bfloat16 sequences with head dim 128."""
-    program = ring_program(make_plan(Mask(causal=True), seq_len=tokens, cp_size=4, layout="zigzag"))
+    program = ring_program(make_plan(mask, seq_len=tokens, cp_size=4, layout="zigzag"))
     local = tokens // 4
     return head_groups_of(program, Sizes(1, local, local, q_heads, kv_heads, 128, 128), itemsize=2)
 

@@ -47,24 +47,25 @@ class Peak(NamedTuple):
 
 # Where a launch is the peak, its check for NaN in q takes 7/4 of q: absolute values, three masks.
 PEAKS = {
-    # Two buffers of K/V. Backward: K/V saved, held and arriving; sums of dK/dV held and arriving.
-    "ring": Peak("ring", (1.75, 2), (1.75, 5)),
-    # As well a helper's rows and results, q each, and half of q on its way. Backward: K/V saved and
-    # arriving, sums held and arriving; a helper's q, dout, out and dQ.
-    "balanced": Peak("balanced", (4.25, 2), (5.75, 4)),
+    # Two buffers of K/V. Backward: K/V held and arriving; sums of dK/dV held and arriving.
+    "ring": Peak("ring", (1.75, 2), (1.75, 4)),
+    # As well a helper's rows and results, q each, and half of q on its way. Backward: K/V held,
+    # sums held and arriving; a helper's q, dout, out and dQ.
+    "balanced": Peak("balanced", (4.25, 2), (5.75, 3)),
     # Own K/V as a message, and the K/V of three peers. Backward: these, their sums, and dK/dV of
-    # two launches, with dQ of one query head of four for half of the rows.
-    "gather": Peak("gather", (1.75, 4), (0.25, 12)),
+    # two launches, with dQ of one query head of four for half of the rows; sums of own keys only
+    # when peers' K/V are gone.
+    "gather": Peak("gather", (1.75, 4), (0.25, 11)),
     # K/V of all ranks, and a launch's results for half of the rows. Backward: K/V, sums, and
     # accumulators of two launches, one of which sees an eighth of the keys; not yet dK and dV.
     "gather, one launch a row": Peak("gather", (0.5, 4), (1, 11.5), launches=False),
     # Saved q, k, v and out by heads; out as a message, in order and packed. Backward: saved,
-    # gradients by heads, and these as messages, sent and received.
-    "ulysses": Peak("ulysses", (4, 1), (5, 4)),
-    # As well the K/V that the call between groups has saved.
-    "hybrid": Peak(StrategyConfig("hybrid", ulysses_size=2), (4, 2), (5, 5)),
+    # dout and gradients by heads; when these are messages, what was saved is gone.
+    "ulysses": Peak("ulysses", (4, 1), (4, 2)),
+    # As well the K/V that the call between groups has saved, and its sums.
+    "hybrid": Peak(StrategyConfig("hybrid", ulysses_size=2), (4, 2), (4, 5)),
     "hybrid of a gather": Peak(
-        StrategyConfig("hybrid", ulysses_size=2, outer="gather"), (4, 2), (5, 5)
+        StrategyConfig("hybrid", ulysses_size=2, outer="gather"), (4, 2), (4, 3.5)
     ),
 }
 

@@ -127,6 +127,24 @@ def recomputed(attend: Attend) -> None:
             numbers[n].check(outs[n], [x.grad for x in qkv])
 
 
+def graph_retained(attend: Attend) -> None:
+    numbers = attend.numbers(1)
+    qkv, dout = numbers.shards()
+    out = attend(*qkv)
+    for retain_graph in (True, True, False):
+        numbers.check(out, torch.autograd.grad(out, qkv, dout, retain_graph=retain_graph))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out, qkv, dout)
+
+
+def saved_elsewhere(attend: Attend) -> None:
+    numbers = attend.numbers(1)
+    qkv, dout = numbers.shards()
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        out = attend(*qkv)
+    numbers.check(out, torch.autograd.grad(out, qkv, dout))
+
+
 def tensors_changed_in_place(attend: Attend) -> None:
     first, then = attend.numbers(1), attend.numbers(2)
     (qkv, _), (others, dout) = first.shards(), then.shards()
@@ -154,8 +172,8 @@ REPEATS = {
     repeat.__name__: repeat
     for repeat in (
         fresh_tensors, offset_by_one_number, changed_strides, two_forwards_first,
-        backward_in_another_thread, recomputed, tensors_changed_in_place,
-        documents_changed_in_place,
+        backward_in_another_thread, recomputed, graph_retained, saved_elsewhere,
+        tensors_changed_in_place, documents_changed_in_place,
     )
 }  # fmt: skip
 

@@ -63,9 +63,11 @@ class Tiled(SplitBackward):
         del rows, upstream
 
         def launch(
-            q: Tensor, kv: Columns, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, sums: Tensor
-        ) -> tuple[Tensor, Tensor]:  # fmt: skip
+            q: Tensor, kv: Columns, dout: Tensor, out: Tensor, lse: Tensor, sums: Tensor,
+            new_dq: Callable[[], Tensor], drop_keys: Callable[[], None],
+        ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
             self.used.append(True)
+            dq = new_dq()
             block = QueryBlock(q, None, None, None, None, None)
             batch, length, heads, dim = columns.k.shape
             k, v = kv(0, length)
@@ -82,7 +84,8 @@ class Tiled(SplitBackward):
                 lse, delta = (
                     x[0].unflatten(1, (len(items), -1)).transpose(0, 1) for x in (lse, delta)
                 )
-            return lse, torch.nn.functional.pad(delta, (0, 3), value=torch.nan)[..., :-3]
+            drop_keys()
+            return dq, (lse, torch.nn.functional.pad(delta, (0, 3), value=torch.nan)[..., :-3])
 
         return launch
 
@@ -250,7 +253,7 @@ def test_sums_are_passed_to_compiled_functions_as_they_lie(batch: int) -> None:
     rows, lse = torch.randn(batch, 16, 4, dim), torch.randn(batch, 4, 16)
     for _ in range(2):
         seen.clear()
-        run(rows, lambda *_: (rows, rows), rows, rows, lse, rows.clone(), sums)
+        run(rows, lambda *_: (rows, rows), rows, rows, lse, sums, rows.clone, nothing)
         for launch, pair in zip(reversed(used), seen, strict=True):
             span = slice(launch.k_start, launch.k_start + launch.keys)
             for x, expected in zip(pair, totals, strict=True):

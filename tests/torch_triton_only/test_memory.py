@@ -38,11 +38,12 @@ class Peak(NamedTuple):
     groups: HeadGroups = HeadGroups(1, 1, before_last_item=True)
 
 
-CAUSAL = Mask(causal=True)
+CAUSAL, WINDOW = Mask(causal=True), Mask(causal=True, window=(128, 0))
 PEAKS = {
-    "short": Peak(CAUSAL, 8192, (3.1, 6.1), is_short=True, groups=HeadGroups(1, 1, before_last_item=False)),
+    "short": Peak(CAUSAL, 8192, (3.1, 5.1), is_short=True, groups=HeadGroups(1, 1, before_last_item=False)),
     "long": Peak(CAUSAL, 8192, (1.02, 7.1)),
-    "rows that see own keys": Peak(Mask(causal=True, window=(128, 0)), 16384, (1.07, 4.15)),
+    "rows that see own keys": Peak(WINDOW, 16384, (1.07, 4.15)),
+    "rows that see own keys, in two groups": Peak(WINDOW, 16384, (1.07, 3.7), groups=HeadGroups(1, 2, before_last_item=True)),
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ the check of results.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -53,9 +53,12 @@ class AttentionFunction(torch.autograd.Function):
         check_backward(dout, dlse)
         tensors = ctx.saved_tensors  # read once: checkpointing asks for it
         inputs, (out, lse, *saved) = Inputs(*tensors[:GIVEN]), tensors[GIVEN:]
-        # Compiled autograd would trace the messages between ranks; it must not look inside.
-        run_pass = _backward_alone if torch.compiler.is_compiling() else backward_pass
-        return None, *run_pass(ctx.call, inputs, (out, lse), tuple(saved), (dout, dlse))
+        del tensors  # what the strategy saved is held by `saved` alone, once autograd lets go
+        run_pass, let_go = backward_pass, ctx.maybe_clear_saved_tensors
+        if torch.compiler.is_compiling():
+            # Compiled autograd would trace the messages between ranks; it must not look inside.
+            run_pass, let_go = _backward_alone, None
+        return None, *run_pass(ctx.call, inputs, (out, lse), saved, (dout, dlse), let_go)
 
 
 def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
@@ -104,7 +107,7 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
         raise WrongResultError(error_message)
     if inputs.bias_shift is not None:
         # The backward needs the lse of the scores that it computes again, which are shifted.
-        saved = (inputs.bias_shift, lse, *saved)
+        saved = [inputs.bias_shift, lse, *saved]
         lse = lse + inputs.bias_shift
     return out, lse, saved
 
@@ -129,12 +132,15 @@ def backward_pass(
     results: tuple[Tensor, Tensor],
     saved: Saved,
     grads: tuple[Tensor | None, Tensor | None],
+    let_go: Callable[[], object] | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Run the backward of a call; return a gradient for each field of ``Inputs`` that is given.
 
     ``results`` are ``(out, lse)`` as the forward returned them, ``saved`` what it saved, and
-    ``grads`` the gradients of the results, of which either may be ``None``. Gradients are in the
-    inputs' dtypes, and ``None`` for segment ids and slopes.
+    ``grads`` the gradients of the results, of which either may be ``None``. ``let_go`` makes
+    autograd drop what it holds of them, unless the graph is retained; it is called when nothing is
+    left to check on this rank. Gradients are in the inputs' dtypes, and ``None`` for segment ids
+    and slopes.
 
     Raises:
         ValueError: The pass is captured into a CUDA graph before the ranks have compared it.
@@ -146,8 +152,8 @@ def backward_pass(
     """
     (out, lse), (dout, dlse) = results, grads
     if call.params.shifts_bias:
-        shift, lse, *remaining = saved
-        inputs, saved = inputs._replace(bias_shift=shift), tuple(remaining)
+        shift, lse, *saved = saved
+        inputs = inputs._replace(bias_shift=shift)
     if dlse is not None:
         # Some kernels cannot take a gradient of lse. Another one then runs this backward.
         call = call.with_lse_grad()
@@ -165,6 +171,9 @@ def backward_pass(
         # Computed once and shared by all work items: it depends on the final results alone.
         delta = _delta(dout, out, dlse, call.acc_dtype) if call.kernel.needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)
+        fetches = not saved
+        if let_go is not None:
+            let_go()
         with Watch(call.device) if call.checked else NO_CONTEXT as watch:
             # All ranks are here, or fail: K/V and gradients of peers move inside.
             computed = call.strategy.backward(call, inputs, upstream, saved)
@@ -182,7 +191,7 @@ def backward_pass(
         error_message = None
         if watch is not None:
             error_message = tripwire.backward_faults(
-                call, inputs, upstream, dlse, (dq, dk, dv), watch, fetches=not saved
+                call, inputs, upstream, dlse, (dq, dk, dv), watch, fetches=fetches
             )
     if error_message is not None:
         raise WrongResultError(error_message)

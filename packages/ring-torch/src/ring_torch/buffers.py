@@ -197,12 +197,13 @@ class KVPayload:
         k, v = kv.split([self.heads * self.dim, self.heads * self.v_dim], dim=-1)
         return k.unflatten(-1, (self.heads, self.dim)), v.unflatten(-1, (self.heads, self.v_dim))
 
-    def columns(self, kv: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return :meth:`split` of ``length`` tokens of ``kv`` from ``start`` on.
+    def columns(self, gathered: Sequence[Tensor], start: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return :meth:`split` of ``length`` tokens of the first gathered tensor from ``start`` on.
 
-        ``kv`` has unit stride in its last dimension. Each view is one ``as_strided``: a repeated
-        call makes them for every launch, on the host.
+        It has unit stride in its last dimension. Each view is one ``as_strided``: a repeated call
+        makes them for every launch, on the host.
         """
+        kv = gathered[0]
         (batch_step, step, unit), shape = kv.stride(), (self.batch, length, self.heads)
         assert unit == 1
         k_dim, v_dim, first = self.dim, self.v_dim, kv.storage_offset() + start * step

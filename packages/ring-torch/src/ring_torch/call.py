@@ -56,7 +56,7 @@ from ring_torch.tensor_specs import Described
 from ring_torch.transports.api import GatherSession, Refusals, SessionSpec, Traffic, Transport
 
 _LONGEST = 48  # characters of a list of numbers in an error message
-Saved = tuple[Tensor, ...]  # tensors that a forward saves beside inputs and results
+Saved = list[Tensor]  # tensors that a forward saves beside inputs and results
 
 
 class Strategy(Protocol):
@@ -83,6 +83,8 @@ class Strategy(Protocol):
         """Return the gradients of this rank's shards, in the inputs' dtype or wider.
 
         ``upstream`` holds the final ``out`` and ``lse``, ``saved`` what the forward returned.
+        Tensors are taken out of ``saved`` when no launch to come reads them: unless the graph is
+        retained nobody else holds them, and their memory serves the rest of the backward.
         """
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:

@@ -352,7 +352,7 @@ def attention_backward(
     # Read on the host: it is a CPU tensor, so nobody waits for the GPU.
     number, every, checked = identity.tolist()
     call, inputs = _call(text, tensors, numbers, number, (every, checked))
-    input_grads = backward_pass(call, inputs, (out, lse), tuple(saved), (dout, dlse))
+    input_grads = backward_pass(call, inputs, (out, lse), saved, (dout, dlse))
     return [as_own(grad) for grad in input_grads if grad is not None]
 
 

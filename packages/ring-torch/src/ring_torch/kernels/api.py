@@ -71,14 +71,23 @@ class BackwardLaunch(Protocol):
     """The backward launches of a call, prepared for tensors of certain shapes and strides."""
 
     def __call__(
-        self, q: Tensor, columns: Columns, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
-        sums: Tensor, /,
-    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        """Write ``dq``, and put dK and dV into the flat sums.
+        self, q: Tensor, columns: Columns, dout: Tensor, out: Tensor, lse: Tensor, sums: Tensor,
+        new_dq: Callable[[], Tensor], drop_keys: Callable[[], None], /,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+        """Return dQ, and put dK and dV into the flat sums.
 
-        It returns :attr:`ring_torch.records.Grads.row_stats` if it has computed ``delta``.
-        ``columns`` are those of the gathered K/V, ``sums`` is a buffer in the order of
-        :class:`ring_torch.buffers.KeyGradBuffer`; the other tensors are all of a rank's rows.
+        With it come :attr:`ring_torch.records.Grads.row_stats`, if it has computed ``delta``.
+
+        Args:
+            q: All of a rank's rows, as ``dout``, ``out`` and ``lse`` are.
+            columns: Those of the gathered K/V.
+            dout: Gradient of ``out``.
+            out: Final results of the rows.
+            lse: Likewise.
+            sums: Buffer in the order of :class:`ring_torch.buffers.KeyGradBuffer`.
+            new_dq: Allocates dQ.
+            drop_keys: Called when all launches that read ``columns`` are queued: it frees the
+                memory of these, which may then be that of dQ.
         """
 
 

@@ -19,17 +19,10 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ring_core import (
-    GatherProgram,
-    RingProgram,
-    gather_program,
-    gather_refusals,
-    longest_gather,
-)
-from ring_core.checks import Sizes
-from ring_core.choose.gathering import MAX_SAVED_BYTES, memory_refusals
+from ring_core import GatherProgram, gather_program, gather_refusals
+from ring_core.choose.gathering import memory_refusals
 from ring_core.programs.gather import Fetch
-from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer
+from ring_torch.buffers import ONE_GROUP, KeyGradBuffer
 from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec
 from ring_torch.launches.cache import keep, tensors_key
 from ring_torch.records import (
@@ -53,6 +46,7 @@ from ring_torch.strategies.gather_launches import (
     keys_by_group,
     launch_parts,
 )
+from ring_torch.strategies.head_groups import head_groups_of
 from ring_torch.strategies.prepared import (
     PreparedBackward,
     PreparedLaunches,
@@ -61,41 +55,6 @@ from ring_torch.strategies.prepared import (
 )
 from ring_torch.strategies.two_stage import GatheringStrategy, TwoStageGather
 from ring_torch.transports.api import GatherSession, IndexMap, PendingGrads, add_staged, as_in_shard
-
-#: Least FLOPs of a forward for each group of heads: about 1.5 ms on an H200. With shorter groups
-#: the host cannot launch ahead of the GPU.
-GROUP_FLOPS = 1e12
-MOST_GROUPS = 4
-
-#: Bytes fetched per FLOP of a forward above which heads are cut into groups. It is the ratio of
-#: four ranks with as many K/V heads as query heads at 128k tokens. Below, fetches hide behind the
-#: launches of a single group, and more launches do not pay.
-MIN_BYTES_PER_FLOP = 1e-4
-
-#: FLOPs of a forward above which dK/dV travel home in two parts, the first beside a launch.
-EARLY_RETURN_FLOPS = 3e11
-
-
-def head_groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGroups:
-    """Return into how many groups of heads a call is cut, the same on all ranks.
-
-    It weighs the bytes of the longest gathered buffer of a rank, twice if these are so many that
-    the backward fetches them again, against the mean FLOPs of a rank. ``itemsize`` is the bytes of
-    a number of q, k and v.
-    """
-    dims = sizes.head_dim + sizes.v_head_dim
-    plan = program.plan
-    pairs = int(program.work().sum()) * sizes.batch // plan.cp_size
-    flops = 2 * pairs * sizes.q_heads * dims
-    size = longest_gather(plan).length * sizes.batch * sizes.kv_heads * dims * itemsize
-    moved = size if size <= MAX_SAVED_BYTES else 2 * size
-    groups = 1
-    if moved > MIN_BYTES_PER_FLOP * flops:
-        # Every rank has the same plan and sizes, so all cut alike: their messages are of the same
-        # groups.
-        most_groups = min(MOST_GROUPS, int(flops / GROUP_FLOPS))
-        groups = max(n for n in range(1, max(most_groups, 1) + 1) if sizes.kv_heads % n == 0)
-    return HeadGroups(groups, groups, before_last_item=flops > EARLY_RETURN_FLOPS)
 
 
 @dataclass(frozen=True)
@@ -127,7 +86,7 @@ class Gather(GatheringStrategy):
             sinks = folded(inputs.sinks, torch.float32)
         key = tensors_key(inputs.q, sinks) if self.prepares else None
         if (launches := self.launches.forward.get(key)) is not None:
-            saved: Saved = ()
+            saved: Saved = []
             # A single group. The session may have work to do behind its launches, so the loop runs
             # until the session ends.
             for arriving in session.fetch(gather, inputs):
@@ -135,14 +94,14 @@ class Gather(GatheringStrategy):
                     columns = call.gathered_columns(gather, keys, arriving.tensors)
                     attend_parts(call, call.rows(inputs), columns, gather, arriving, state)
                 else:
-                    kv = partial(keys.columns, arriving.tensors[0])
+                    kv = partial(keys.columns, arriving.tensors)
                     launches.run(inputs.q, kv, state, sinks, arriving.wait)
                 arriving.wait(None)
-                saved = tuple(arriving.tensors)
+                saved = [*arriving.tensors]
             if call.params.needs_lse:
                 lse = state.lse if fully_written else state.lse.narrow(2, 0, gather.num_rows)
                 call.kernel.mark_nonfinite(lse)
-            return state, saved if self.saves else ()
+            return state, saved if self.saves else []
         if sinks is not None:
             call = call._replace(params=replace(call.params, sinks=sinks))
         rows = call.rows(inputs)
@@ -176,7 +135,7 @@ class Gather(GatheringStrategy):
         elif results[0].out.dtype != state.out.dtype:
             outs, lses = zip(*results, strict=True)
             state = AttentionState(torch.cat(outs, dim=2), torch.cat(lses, dim=1))
-        return state, tuple(gathered) if self.saves else ()
+        return state, gathered if self.saves else []
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """Return the gradients; dK and dV in the inputs' dtype.
@@ -223,9 +182,9 @@ class Gather(GatheringStrategy):
         # One group of dK/dV is in flight while the next is computed: a transfer is waited for only
         # when that group's kernels are in line ahead of the wait. Peers read a group's sums until
         # their transfer ends, so nothing writes `grad_sums[n]` any more but own columns (`finish`).
-        for n, columns in enumerate(
-            keys_by_group(call, gather, inputs, session, saved, self.groups)
-        ):
+        keys_of_groups = keys_by_group(call, gather, inputs, session, saved, self.groups)
+        for n in range(groups):
+            columns = next(keys_of_groups)
             group_tensors = (
                 head_group(rows, n, groups), head_group(upstream, n, groups),
                 head_group(row_grads, n, groups),
@@ -243,12 +202,15 @@ class Gather(GatheringStrategy):
                     gather, sums, grad_sums[n], n, before_last_item=before_last_item,
                     overlapped=overlapped,
                 ))  # fmt: skip
-            in_place = items_in_place(call, gather, inputs, n, groups)
-            # Beside that: rows that see own keys only, whose gradients do not travel.
-            own_sums.append(differentiate_in_place(call, in_place, *group_tensors, sums))
             # Only now add the gradients that came for the group before.
             if n > 0:
                 finish(n - 1)
+            in_place = items_in_place(call, gather, inputs, n, groups)
+            if in_place:
+                del work, columns  # their memory serves the launches that follow
+            # Beside the transfer: rows that see own keys only, whose gradients do not travel.
+            own_sums.append(differentiate_in_place(call, in_place, *group_tensors, sums))
+        next(keys_of_groups, None)  # the session ends
         # No launch is left that could hide the last group's transfer: wait for it.
         dk, dv = finish(groups - 1)
         if self.prepares and not self.groups.before_last_item and upstream.delta is None and items:
@@ -266,10 +228,11 @@ class Gather(GatheringStrategy):
         """Run a backward by prepared launches: one group of heads, all work over the buffer."""
         gather, keys, (q, k, v) = self.gather, session.spec.keys, inputs[:3]
         (grad_sums,) = session.accumulators(gather, sums, zero=sums.head_major)
-        dq = _dq(call, gather, q)
-        kv = partial(keys.columns, self.gathered(session, inputs, saved)[0])
-        dout, out, lse, _ = upstream
-        row_stats = prepared.launch(q, kv, dout, out, lse, dq, grad_sums)
+        gathered, (dout, out, lse, _) = self.gathered(session, inputs, saved), upstream
+        dq, row_stats = prepared.launch(
+            q, partial(keys.columns, gathered), dout, out, lse, grad_sums,
+            partial(_dq, call, gather, q), gathered.clear,
+        )  # fmt: skip
         # The sums are final on this rank: the owners of their keys take them, and this rank takes
         # the peers' sums for its own keys. Peers read other columns than those that these go to.
         pending = session.return_grads(gather, sums, grad_sums, 0, overlapped=False)

@@ -168,7 +168,8 @@ def keys_by_group(
 ) -> Iterator[KeyBlock]:  # fmt: skip
     """Yield the gathered K/V of each of the backward's groups of heads, saved or fetched again.
 
-    Those that are fetched are waited for before they are yielded.
+    Those that are fetched are waited for before they are yielded. What was saved is taken out of
+    ``saved``, and no group is held here any more when the next is asked for.
     """
     keys = session.spec.keys
     if not saved:
@@ -180,9 +181,13 @@ def keys_by_group(
     cuts = groups.backward // forward_groups  # the forward's groups are cut once more
     # Saved tensors have the heads of a group of the forward; views cut them for the backward's.
     keys = replace(keys, heads=cuts * keys.heads)
-    for n in range(forward_groups):
-        columns = call.gathered_columns(gather, keys, saved[n * per_group : (n + 1) * per_group])
-        yield from (head_group(columns, n, cuts) for n in range(cuts))
+    for _ in range(forward_groups):
+        columns = call.gathered_columns(gather, keys, saved[:per_group])
+        del saved[:per_group]
+        parts = [head_group(columns, n, cuts) for n in reversed(range(cuts))]
+        del columns
+        while parts:
+            yield parts.pop()
 
 
 def items_in_place(

@@ -167,11 +167,11 @@ class _ItemByItem(BackwardLaunch):
     sums: KeyGradBuffer
 
     def __call__(
-        self, q: Tensor, columns: Columns, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
-        sums: Tensor,
-    ) -> None:  # fmt: skip
-        """Write ``dq``, and put dK/dV into the sums."""
-        rows = [*self.rows]
+        self, q: Tensor, columns: Columns, dout: Tensor, out: Tensor, lse: Tensor, sums: Tensor,
+        new_dq: Callable[[], Tensor], drop_keys: Callable[[], None],
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """Return dQ, and put dK/dV into the sums."""
+        rows, dq = [*self.rows], new_dq()
         slices = [x.split_with_sizes(rows, 1) for x in (q, dout, out, dq)]
         work = zip(
             self.launches, self.gather.items, self.gather.overwritten, *slices,
@@ -184,6 +184,9 @@ class _ItemByItem(BackwardLaunch):
             k, v = columns(item.k_start, item.k_stop - item.k_start)
             grads = launch(q_n, k, v, dout_n, out_n, lse_n, dq_n)
             put_columns(grads, self.sums, sums, self.gather.length, item, overwrite)
+        del k, v
+        drop_keys()
+        return dq, None
 
 
 @dataclass(frozen=True)

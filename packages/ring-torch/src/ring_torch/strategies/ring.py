@@ -108,7 +108,7 @@ class Ring(Strategy):
         prepared, v_dim = self.launches.get(key), inputs.v.shape[3]
         work = None if prepared is None else RingWork(prepared, rows.q, v_dim)
         into = empty_state(rows.q, v_dim) if work is None else work.into
-        saved: Saved = ()
+        saved: Saved = []
         if len(self.forward_steps) > 1:
             # Two buffers, whatever the number of ranks: `held` is read by kernels and by the send,
             # `spare` is where the next K/V arrive. The call's own K/V are copied into `held` once.
@@ -141,7 +141,7 @@ class Ring(Strategy):
             if step.keys_hop is not None:
                 transfer.wait()
                 held, spare, held_keys, spare_keys = spare, held, spare_keys, held_keys
-                saved = (held,)
+                saved = [held]
         # Wait for results that helpers still owe this rank, and merge them.
         next(offload, None)
         if self.prepares and work is None:
@@ -177,7 +177,7 @@ class Ring(Strategy):
         offload = self.offload_backward(call, own, upstream, rows, row_grads, key_grads)
         next(offload)
         # Nothing was saved where only the own block has work: then nothing travels here either.
-        held = next(iter(saved), None)
+        held = saved.pop() if saved else None
         for step in self.backward_steps:
             transfer, arriving = DONE, held
             if held is not None and step.keys_hop is not None:

@@ -46,7 +46,7 @@ class Single(Strategy):
             if params.needs_lse:
                 lse = state.lse if fully_written else state.lse.narrow(2, 0, item.q_stop)
                 call.kernel.mark_nonfinite(lse)
-            return state, ()
+            return state, []
         rows, columns = call.rows(inputs), call.columns(0, inputs.key_tensors())
         if sinks is not None:
             params = replace(params, sinks=sinks)
@@ -58,13 +58,13 @@ class Single(Strategy):
             launches = prepare_forward(call.kernel, rows, columns, state, [(item, 0)], params)
             keep(self.launches.forward, key, launches)
         if fully_written:
-            return result, ()
+            return result, []
         # Rows that the item has not are as they were made: they see nothing.
         state = AttentionState(state.out.to(result.out.dtype), state.lse.to(result.lse.dtype))
         for target, source in zip(state.take(item.q_slice), result, strict=True):
             if target.data_ptr() != source.data_ptr():
                 target.copy_(source)
-        return state, ()
+        return state, []
 
     def backward(
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: Saved

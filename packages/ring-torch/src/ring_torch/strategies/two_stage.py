@@ -56,12 +56,12 @@ class GatheringStrategy(Strategy):
         return keys.gathered_shapes(self.gather.length, self.groups.forward)
 
     def gathered(self, session: GatherSession, inputs: Inputs, saved: Saved) -> Saved:
-        """Return the gathered tensors of a backward over one group, saved or fetched again."""
+        """Return the gathered tensors of a backward over one group: ``saved``, or fetched again."""
         if not saved:
             # Nothing to compute meanwhile: launches over own keys are kept to hide the way home.
             for arriving in session.fetch(self.gather, inputs):
                 arriving.wait(None)
-                saved = tuple(arriving.tensors)
+                saved += arriving.tensors
         return saved
 
     def traffic(self, call: Call, _inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
@@ -118,7 +118,7 @@ class TwoStageGather(GatheringStrategy):
             for item in self.own_items:
                 attend(own, item)
 
-        saved: Saved = ()
+        saved: Saved = []
         # Fetches from all peers are in flight from here on, into one buffer. The loop has one pass,
         # as all heads are one group. What the session does after it comes behind these launches.
         for arriving in session.fetch(gather, inputs, attend_to_own_keys):
@@ -130,12 +130,12 @@ class TwoStageGather(GatheringStrategy):
                 attend(columns, item)
             # All has arrived, and the rank's own K/V have been read: the caller may change them.
             arriving.wait(None)
-            saved = tuple(arriving.tensors)
+            saved = [*arriving.tensors]
         if key is not None and rows.q.numel() > 0:
             own_work, others = (own, self.own_items), (columns, gather)
             prepared = prepare_partials(call.kernel, rows, own_work, others, keys, call.params)
             keep(self.launches, key, prepared)
-        return into, saved if self.saves else ()
+        return into, saved if self.saves else []
 
     def _repeat_forward(
         self, inputs: Inputs, session: GatherSession, prepared: PreparedPartials
@@ -148,14 +148,14 @@ class TwoStageGather(GatheringStrategy):
             # Runs while the session's fetches are in flight.
             own_results.append(prepared.own.forward(q, k, v))
 
-        saved: Saved = ()
+        saved: Saved = []
         for arriving in session.fetch(self.gather, inputs, attend_to_own_keys):
             gathered = session.spec.keys.split(arriving.tensors[0])
             state = prepared.attend(own_results[0], q, gathered, arriving.wait)
             # All has arrived, and the rank's own K/V have been read: the caller may change them.
             arriving.wait(None)
-            saved = tuple(arriving.tensors)
-        return state, saved if self.saves else ()
+            saved = [*arriving.tensors]
+        return state, saved if self.saves else []
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """Return the gradients in the inputs' dtype or the accumulators'."""
@@ -176,7 +176,7 @@ class TwoStageGather(GatheringStrategy):
         # Sums of dK/dV of other ranks' keys, where these ranks can read them; and of own keys.
         (peer_sums,) = session.accumulators(gather, sums, zero=True)
         columns = call.gathered_columns(gather, keys, self.gathered(session, inputs, saved))
-        own_sums = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
+        saved.clear()
 
         def differentiate(
             key_block: KeyBlock, item: WorkItem, dk: torch.Tensor, dv: torch.Tensor
@@ -193,6 +193,8 @@ class TwoStageGather(GatheringStrategy):
 
         for item in gather.items:
             differentiate(columns, item, *sums.span_views(peer_sums, gather.length, item.k_slice))
+        del columns  # their memory serves the launches over own keys
+        own_sums = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
         # `peer_sums` is final and may not be written any more: peers take their part of it, while
         # this rank starts taking the peers' sums for its own keys ...
         add_to = session.return_grads(gather, sums, peer_sums, 0, overlapped=True)
@@ -204,8 +206,8 @@ class TwoStageGather(GatheringStrategy):
         return Grads(row_grads.dq, *sums.views(own_sums, keys.length), row_grads.dbias)
 
     def _repeat_backward(
-        self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved, session: GatherSession,
-        prepared: PreparedPartials,
+        self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved,
+        session: GatherSession, prepared: PreparedPartials,
     ) -> Grads:  # fmt: skip
         """Run a backward by prepared launches.
 
@@ -217,6 +219,8 @@ class TwoStageGather(GatheringStrategy):
         kv = keys.split(self.gathered(session, inputs, saved)[0])
         packed = peer_sums.view(keys.batch, gather.length, keys.width)
         dqs = prepared.differentiate_others(tensors, upstream.lse, kv, packed)
+        saved.clear()
+        del kv  # the memory of gathered K/V serves the launch over own keys
         # `peer_sums` is final and may not be written any more: peers take their part of it, while
         # this rank starts taking the peers' sums for its own keys ...
         add_to = session.return_grads(gather, sums, peer_sums, 0, overlapped=True)

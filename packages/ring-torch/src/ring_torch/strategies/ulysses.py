@@ -87,12 +87,12 @@ class Ulysses(Strategy):
             layouts.results, (out, lse.transpose(1, 2).unsqueeze(-1)),
             (tables.rows, tables.rows),
         )  # fmt: skip
-        saved: Saved = ()
+        saved: Saved = []
         if call.needs_grad:
             traded = inner_inputs._replace(sinks=None, slopes=None)
             # The backward needs them by heads again, and trading them once more would cost as much
             # as the forward.
-            saved = (*[x for x in traded if x is not None], out, lse, *inner_saved)
+            saved = [*[x for x in traded if x is not None], out, lse, *inner_saved]
         if tables.q_slots is not None:
             # Results of places without a head are dropped here, after the exchange: messages have
             # equal sizes.
@@ -113,9 +113,8 @@ class Ulysses(Strategy):
             "q": True, "k": True, "v": True, "q_ids": has_ids, "k_ids": has_ids, "bias": has_bias,
             "bias_shift": call.params.shifts_bias,
         }  # fmt: skip
-        names = [name for name, is_saved in is_there.items() if is_saved]
-        out, lse, *inner_saved = saved[len(names) :]
-        traded: Any = dict(zip(names, saved, strict=False))
+        traded: Any = {name: saved.pop(0) for name, is_saved in is_there.items() if is_saved}
+        out, lse = saved.pop(0), saved.pop(0)  # what is left is the inner call's
         inner_inputs = tables.of_heads(inputs)._replace(**traded)
         sent = [upstream.dout]
         if upstream.delta is not None:
@@ -131,9 +130,10 @@ class Ulysses(Strategy):
         # ... the backward of all tokens runs for this rank's heads ...
         inner = self._inner(call, tables)
         grads = inner.strategy.backward(
-            inner, inner_inputs, BackwardInputs(dout, out, lse, delta), tuple(inner_saved),
+            inner, inner_inputs, BackwardInputs(dout, out, lse, delta), saved,
         )  # fmt: skip
-        del dout, deltas, delta  # their memory is free while gradients travel
+        # Their memory is free while gradients travel.
+        del dout, deltas, delta, out, lse, traded, inner_inputs
         # ... and gradients go back to the ranks that hold their tokens.
         sent = [x.to(part.dtype) for x, part in zip(grads[:3], layouts.grads.parts, strict=True)]
         orders = tables.rows, tables.columns, tables.columns

@@ -6,7 +6,7 @@ sums in place of gradients. Keys and values have one head dim, ``D``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -114,12 +114,12 @@ class AllLaunches:
         ]  # fmt: skip
 
     def __call__(
-        self, q: Tensor, columns: Columns, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
-        sums: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Write ``dq``, add to the sums of dK and dV.
+        self, q: Tensor, columns: Columns, dout: Tensor, out: Tensor, lse: Tensor, sums: Tensor,
+        new_dq: Callable[[], Tensor], drop_keys: Callable[[], None],
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+        """Add to the sums of dK and dV, and return dQ and ``(lse, delta)``.
 
-        Return ``(lse, delta)``, ``[B * R, H, L / R]``.
+        The latter are ``[B * R, H, L / R]``.
         """
         batch, length, heads, dim = q.shape
         runs, functions = len(self._launches), self._launches[0].functions
@@ -134,7 +134,6 @@ class AllLaunches:
             # Rows of a launch become a batch row of their own, as in the views of q and dout.
             # `prepare` takes any strides of lse but the last, which is 1.
             lse = lse.as_strided((runs, heads, rows), (rows, length, 1))
-        dq = dq.view(shape)
         functions.prepare(
             *prepare_arguments(
                 out.view(shape), dout.view(shape), delta, lse, lse_log2, dq_sums, None
@@ -154,9 +153,12 @@ class AllLaunches:
                     launch.window, launch.functions.after_window,
                 )
             )  # fmt: skip
-        # dQ is complete when all launches have run: one rounding for all rows.
-        functions.round_dq(*round_arguments(dq_sums, dq, self._launches[0].scale, None))
-        return lse, delta if padded == rows else delta.narrow(2, 0, rows)
+        # dQ is complete when all launches have run: one rounding for all rows, into what may be
+        # memory of the K/V. Launches on one stream keep their order.
+        drop_keys()
+        dq = new_dq()
+        functions.round_dq(*round_arguments(dq_sums, dq.view(shape), self._launches[0].scale, None))
+        return dq, (lse, delta if padded == rows else delta.narrow(2, 0, rows))
 
 
 class RoundAll:
