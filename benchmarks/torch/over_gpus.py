@@ -316,11 +316,16 @@ def method(name: str, mask: Mask, seq_len: int) -> Method:
     mean nothing.
 
     Raises:
-        ValueError: It cannot show this mask.
+        ValueError: It cannot show this mask, or there is no such method.
     """
     if "/" not in name:
         return OTHERS[name](mask)
     layout, kernel, strategy, transport, *without = name.split("/")
+    if without not in ([], ["alone"]):
+        raise ValueError(
+            f"{'/'.join(without)} at the end of {name}: behind a transport only 'alone' can follow, "
+            f"and then one of 'graph' and 'layers'"
+        )
     cp = ContextParallel(layout=_layout(layout, mask, seq_len))
     options: dict[str, Any] = {
         "kernel": kernel, "strategy": STRATEGIES[strategy], "transport": transport,

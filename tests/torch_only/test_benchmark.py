@@ -91,3 +91,9 @@ def test_one_process_plays_the_ranks_of_a_ring() -> None:
     expected = [[(chunk, (n + 1) * chunk), (chunk, (8 - n) * chunk)] for n in range(4)]
     assert results == expected
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("end", ["/graph", "/alone/graph", "/layers", "/alone/alone", "/"])
+def test_an_unknown_end_of_a_method_is_refused(end: str) -> None:
+    with pytest.raises(ValueError, match="behind a transport only 'alone' can follow"):
+        method(f"zigzag/eager/gather/p2p{end}", CAUSAL, 128)
