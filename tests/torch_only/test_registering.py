@@ -34,7 +34,7 @@ from ring_core.cost import CountedCall, Model, StrategyBytes, bytes_sent
 from ring_core.cost.sent import BytesByRanks
 from ring_torch import kernels, strategies, transports
 from ring_torch.buffers import BufferSpec, KeyGradBuffer
-from ring_torch.call import Call, Resolution, Strategy, StrategySpec, zero_row_grads
+from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec, zero_row_grads
 from ring_torch.comm.exchange import exchange
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks
@@ -80,7 +80,7 @@ class Everywhere(Strategy):
     items: tuple[WorkItem, ...]
     name: str = "everywhere"
 
-    def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, tuple[Tensor, ...]]:
+    def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Attend to each rank's keys in turn, and merge."""
         agree(
             call.ranks, call.number, call.params.dropout_seed, call.forward_signature, call.device
@@ -91,10 +91,10 @@ class Everywhere(Strategy):
             part, result = rows.take(item.q_slice), into.take(item.q_slice)
             columns = keys[item.kv_rank].take(item.k_slice)
             call.kernel.attend_into(part, columns, item, call.params, result)
-        return into, ()
+        return into, []
 
     def backward(
-        self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: tuple[Tensor, ...], /
+        self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: Saved, /
     ) -> Grads:
         """Compute the gradients of all keys, and send each rank its own."""
         agree(

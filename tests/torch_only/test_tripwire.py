@@ -38,7 +38,7 @@ def stale_keys_in_the_backward() -> Patches:
     right = Ring.backward
 
     def wrong(self: Any, call: Any, inputs: Any, upstream: Any, saved: Any) -> Any:
-        return right(self, call, inputs, upstream, tuple(x.roll(256) for x in saved))
+        return right(self, call, inputs, upstream, [x.roll(256) for x in saved])
 
     return [(Ring, "backward", wrong)]
 
