@@ -52,6 +52,7 @@ from ring_torch import prepare
 from ring_torch.buffers import HeadGroups
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.strategies import gather as gather_strategy
+from ring_torch.strategies.head_groups import head_groups_of
 from ring_torch.transports import copy_engine, peer_copies
 
 Pair = tuple[Setting, str]  # what to time, and by which method
@@ -91,7 +92,6 @@ def gate(_: int, setting: Setting, name: str) -> dict[str, float]:
 def _as_long(setting: Setting) -> Iterator[None]:
     """Let short calls go the way of the setting's: in as many groups of heads, large copies."""
     rule = mask_of(setting.mask, setting.seq_len)
-    head_groups_of = gather_strategy.head_groups_of
 
     def groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGroups:
         world = program.plan.cp_size
