@@ -25,6 +25,8 @@ from ring_torch.buffers import BufferSpec
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels.fa4 import FA4, compiled, private, split
 from ring_torch.launches import direct
+from ring_torch.merge_ops import merge_of_spans_on_gpu
+from ring_torch.strategies import prepared_ring
 from ring_torch.transports import one_kernel, symm_mem
 
 _TILE = 64  # queries of a tile of the backward
@@ -102,6 +104,9 @@ def without_launches() -> Iterator[None]:
     )
     stream, library = SimpleNamespace(cuda_stream=0), _library()
 
+    def merge_of_spans(_: Tensor, spans: Any, **options: bool) -> Callable[..., None]:
+        return merge_of_spans_on_gpu(spans, **options)
+
     def functions(_: Any, dim: int, *__: object) -> split.SplitFunctions:
         return split.SplitFunctions(nothing, nothing, (), nothing, nothing, _TILE, dim)
 
@@ -114,7 +119,7 @@ def without_launches() -> Iterator[None]:
         (direct.DirectKernel, "__getitem__", lambda *_: nothing), (one_kernel, "SymmetricMemory", OwnMemory),
         (one_kernel, "_programs", lambda _: 66), (one_kernel, "_head_programs", lambda _: 96),
         (one_kernel, "timeout_of", lambda *_: timedelta(seconds=1)),
-        (symm_mem, "has_agreed", lambda *_: True),
+        (symm_mem, "has_agreed", lambda *_: True), (prepared_ring, "merge_of_spans", merge_of_spans),
     ]  # fmt: skip
     prepare._prepare.cache_clear()  # noqa: SLF001  # calls hold their kernel
     with ExitStack() as stack:

@@ -91,8 +91,11 @@ def merges() -> Iterator[dict[str, Any]]:
     acc, results = outs[0].float(), [x for pair in zip(outs, lses, strict=True) for x in pair]
     with kept_launches() as kept:
         merge_ops.merge_on_gpu(acc, lses[0], acc, lses[0])
-        for dst in (acc, outs[0]):
-            merge_ops.merge_of_spans_on_gpu(spans, first=False)(acc, dst, lses[0], *results)
+        # A first, a middle and a last merge, with sums in two halves and in one tensor.
+        for out in (outs[0], acc):
+            for count, first, last in ((2, True, False), (1, False, False), (1, False, True)):
+                merge = merge_ops.merge_of_spans_on_gpu(spans[:count], first=first, last=last)
+                merge(out, torch.zeros_like(out), lses[0], *results[: 2 * count])
         merge_ops.JoinOnGpu(spans).merge(list(zip(outs, lses, strict=True)))
     yield from kept
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
 
 from ring_torch import merge_ops
+from ring_torch.kernels.api import merge_of_spans
 from ring_torch.records import AttentionState
 
 #: Rows of each part beside the first, which has all 40.
@@ -61,50 +66,100 @@ def test_parts_are_added_as_one_by_one(spans: tuple[tuple[int, int], ...]) -> No
     assert torch.equal(parts[0], total.half())
 
 
-#: Rows of each of several results, of 40 rows in all, which are merged two at a time.
+#: Rows of each of several results, of 40 rows in all: two are merged at first, then one at a time.
 IN_TURN: list[tuple[tuple[int, int], ...]] = [
     ((0, 40),),
+    ((7, 11),),
     ((0, 40), (20, 20)),
-    ((0, 20), (20, 20), (3, 30)),
-    ((0, 40), (0, 40), (20, 20), (0, 5), (5, 33)),
     ((7, 11), (20, 20)),
+    ((0, 20), (20, 20), (3, 30)),
+    ((0, 40), (0, 40), (0, 40), (0, 40)),
+    ((0, 40), (0, 40), (20, 20), (0, 5), (5, 33)),
 ]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("spans", IN_TURN)
-def test_two_at_once_are_merged_as_one_by_one(
+def _results(
     spans: tuple[tuple[int, int], ...], dtype: torch.dtype
-) -> None:
-    """To the bit, with results that are not finite, weights of 0, zeros below 0 and no results."""
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return results in 16 bits, some not finite, some of weights of 0, some zeros below 0."""
     torch.manual_seed(1)
+    narrow = torch.float16 if dtype == torch.float32 else dtype
     # They lie apart in memory.
-    outs = [torch.randn(2, n + 3, 3, 12).half()[:, 3:] for _, n in spans]
+    outs = [torch.randn(2, n + 3, 3, 12).to(narrow)[:, 3:] for _, n in spans]
     lses = [torch.randn(2, 3, out.shape[1]) for out in outs]
     for out, lse in zip(outs, lses, strict=True):
         out[0, 1] = -0.0
         lse[1, 2, 2] = 200.0  # beside it others count for nothing
         lse[0, 2, 3] = -200.0
         out[0, 3, 2] = torch.inf
+        out[1, 0, 1, 5] = torch.nan
+        out[1, 4] *= 1e-5  # sums whose upper halves are no normal numbers in float16
     lses[-1][0, 1, 2] = torch.inf
+    return outs, lses
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor, in which every NaN is the same."""
+    return x.masked_fill(x.isnan(), torch.nan).view(torch.int16)
+
+
+def _merges_on_cpu(spans: Any, *, first: bool, last: bool) -> Callable[..., None]:
+    return merge_of_spans(torch.empty(0), spans, first=first, last=last)
+
+
+def _merge_one_on_cpu(acc: Any, acc_lse: Any, out: Any, lse: Any) -> None:
+    AttentionState(acc, acc_lse).merge(out, lse)
+
+
+@pytest.mark.parametrize(
+    ("merge_of", "merge_one"),
+    [
+        (merge_ops.merge_of_spans_on_gpu, merge_ops.merge_on_gpu),
+        (_merges_on_cpu, _merge_one_on_cpu),
+    ],
+    ids=["kernel", "torch"],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spans", IN_TURN)
+def test_spans_are_merged_as_one_by_one(
+    spans: tuple[tuple[int, int], ...], dtype: torch.dtype, merge_of: Any, merge_one: Any
+) -> None:
+    """To the bit, with results that are not finite, weights of 0, zeros below 0 and no results."""
+    outs, lses = _results(spans, dtype)
     into = AttentionState(torch.zeros(2, 40, 3, 12), torch.full((2, 3, 40), -torch.inf))
-    for (start, n), out, lse in zip(spans, outs, lses, strict=True):
-        marked = lse.masked_fill(lse.isinf(), torch.nan)
-        merge_ops.merge_on_gpu(*into.take(slice(start, start + n)), out, marked)
     # What is there before the first merge is not read.
-    acc, lse = torch.full((2, 40, 3, 12), torch.nan), torch.full((2, 3, 40), torch.nan)
-    dst = torch.full((2, 40, 3, 12), torch.nan, dtype=dtype)
-    for start in range(0, len(spans), 2):
-        part = slice(start, start + 2)
-        results = [x for pair in zip(outs[part], lses[part], strict=True) for x in pair]
-        if spans[start] == (0, 40) and dtype == torch.float16:  # `dst` may hold one of them
-            results[0] = dst.copy_(results[0])
-        merge = merge_ops.merge_of_spans_on_gpu(spans[part], first=start == 0)
-        merge(acc, dst if start + 2 >= len(spans) else acc, lse, *results)
-    torch.testing.assert_close(lse, into.lse, rtol=0, atol=0, equal_nan=True)
-    expected = into.out.to(dtype)
-    assert torch.equal(dst.isnan(), expected.isnan())
-    assert expected.isnan().any()
-    assert torch.equal(
-        dst.nan_to_num(7.0).view(torch.int16), expected.nan_to_num(7.0).view(torch.int16)
-    )
+    out, low = (torch.full((2, 40, 3, 12), torch.nan, dtype=dtype) for _ in range(2))
+    lse = torch.full((2, 3, 40), torch.nan)
+    for start, stop in pairwise((0, *range(min(2, len(spans)), len(spans) + 1))):
+        results = []
+        for (row, n), x, x_lse in list(zip(spans, outs, lses, strict=True))[start:stop]:
+            results += [x.clone(), x_lse.clone()]
+            merge_one(
+                *into.take(slice(row, row + n)), x, x_lse.masked_fill(x_lse.isinf(), torch.nan)
+            )
+        if start == 0 and spans[0] == (0, 40) and dtype != torch.float32:  # it may lie in `out`
+            results[0] = out.copy_(results[0])
+        is_last = stop == len(spans)
+        merge_of(spans[start:stop], first=start == 0, last=is_last)(out, low, lse, *results)
+        torch.testing.assert_close(lse, into.lse, rtol=0, atol=0, equal_nan=True)
+        sums = out
+        if dtype != torch.float32 and not is_last:  # no bit of float32 is lost
+            halves = torch.stack([x.view(torch.int16) for x in (low, out)], dim=-1)
+            sums = halves.view(torch.float32).squeeze(-1)
+        expected = into.out.to(sums.dtype)
+        if sums.dtype == torch.bfloat16 and merge_one is merge_ops.merge_on_gpu:
+            # Triton's interpreter cuts off what GPUs round.
+            expected = into.out.view(torch.bfloat16)[..., 1::2].contiguous()
+        assert torch.equal(_bits(sums), _bits(expected))
+    assert out.isnan().any()
+
+
+def test_a_single_merge_takes_no_low_halves() -> None:
+    """As it is first and last, what stands for them is neither read nor written."""
+    outs, lses = _results(((0, 40), (20, 20)), torch.bfloat16)
+    low, lse = torch.full_like(outs[0], 5.0), torch.empty(2, 3, 40)
+    out = torch.empty_like(low)
+    merge = merge_ops.merge_of_spans_on_gpu(((0, 40), (20, 20)), first=True, last=True)
+    merge(out, low, lse, outs[0], lses[0], outs[1], lses[1])
+    assert (low == 5.0).all()

@@ -1,9 +1,10 @@
-"""How much memory a call over gathered keys takes, of one rank of four, whose launches do nothing.
+"""How much memory a call takes, of one rank of four, whose launches do nothing.
 
 Peaks are multiples of the output's bytes, with 4 query heads of 128 for a key head, in bfloat16.
 Memory that peers read is left out, as torch's counters of a GPU leave it out; where copies between
 GPUs would fetch K/V, these are there before, and sums for peers count. The short call reads the
-same on an H200.
+same on an H200. A ring's messages count, each of half the output's bytes; what the kernel's own
+backward allocates beside its results does not.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.torch.alone import alone, as_rank
-from benchmarks.torch.host_stubs import without_launches
+from benchmarks.torch.host_stubs import nothing, without_launches
 from ring_core import Mask
 from ring_torch import ring_attention
 from ring_torch.buffers import HeadGroups
-from ring_torch.strategies import gather
+from ring_torch.kernels.fa4 import FA4
+from ring_torch.strategies import gather, ring
 from ring_torch.transports import peer_copies
 
 HEADS, KV_HEADS, DIM, RANKS = 8, 2, 128, 4
@@ -36,6 +39,7 @@ class Peak(NamedTuple):
     most: tuple[float, float]
     is_short: bool = False
     groups: HeadGroups = HeadGroups(1, 1, before_last_item=True)
+    strategy: str = "gather"
 
 
 CAUSAL, WINDOW = Mask(causal=True), Mask(causal=True, window=(128, 0))
@@ -44,6 +48,8 @@ PEAKS = {
     "long": Peak(CAUSAL, 8192, (1.02, 7.1)),
     "rows that see own keys": Peak(WINDOW, 16384, (1.07, 4.15)),
     "rows that see own keys, in two groups": Peak(WINDOW, 16384, (1.07, 3.7), groups=HeadGroups(1, 2, before_last_item=True)),
+    # Two messages, the sums in float32 and a result that waits for its merge.
+    "ring": Peak(CAUSAL, 8192, (4.07, 10.6), strategy="ring"),
 }  # fmt: skip
 
 
@@ -70,8 +76,9 @@ def peaks(peak: Peak) -> list[float]:
         for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
     attend = partial(
-        ring_attention, q, k, v, mask=peak.mask, layout="zigzag", kernel="fa4", strategy="gather",
-        transport="symm_mem",
+        ring_attention, q, k, v, mask=peak.mask, kernel="fa4", strategy=peak.strategy,
+        layout="contiguous" if peak.strategy == "ring" else "zigzag",
+        transport="p2p" if peak.strategy == "ring" else "symm_mem",
     )  # fmt: skip
 
     def forward() -> object:
@@ -90,15 +97,24 @@ def peaks(peak: Peak) -> list[float]:
     return taken
 
 
+def _empty_grads(_: object, _dout: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+    """Return memory for dQ, dK and dV of an item."""
+    return tuple(torch.empty_like(x) for x in tensors[:3])
+
+
 @pytest.mark.parametrize("name", PEAKS)
 def test_peak(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     peak = PEAKS[name]
     monkeypatch.setattr(gather, "head_groups_of", lambda *_: peak.groups)
     monkeypatch.setattr(peer_copies, "fits_one_kernel", lambda *_: peak.is_short)
+    # A ring compares no calls, as no header arrives; its backward's launches do nothing, either.
+    monkeypatch.setattr(ring, "agree", nothing)
+    monkeypatch.setattr(type(FA4.flash), "backward", _empty_grads)
     # Copies between GPUs are left out; the buffers that they fill are not.
     session: AbstractContextManager[None] = nullcontext() if peak.is_short else alone()
     with without_launches(), session:
-        taken = as_rank(0, RANKS, peaks, peak)
+        # The last rank of a contiguous layout sees all keys: each launch has all of its rows.
+        taken = as_rank(RANKS - 1 if peak.strategy == "ring" else 0, RANKS, peaks, peak)
     for most, multiple in zip(peak.most, taken, strict=True):
         assert multiple <= most, taken
         assert multiple > most - 0.15, f"it takes less, {taken}: say so above"

@@ -44,32 +44,37 @@ def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None
     )  # fmt: skip
 
 
-def merge_of_spans_on_gpu(spans: Sequence[Span], *, first: bool) -> Callable[..., None]:
-    """Return a merge ``(acc, dst, lse, *results)`` of one or two partial results.
+def merge_of_spans_on_gpu(spans: Sequence[Span], *, first: bool, last: bool) -> Callable[..., None]:
+    """Return a merge ``(out, low, lse, *results)`` of one or two partial results.
 
-    Each number is the one that :func:`merge_on_gpu` computes result by result; ``dst`` may be
-    narrower than ``acc``. It serves tensors that are alike.
+    Each number is the one that :func:`merge_on_gpu` computes result by result. Until the last merge
+    float32 sums are in ``out``; if that has 16 bits, it holds their upper halves, and ``low``, laid
+    out alike, the lower ones. The last merge rounds them. A merge that is both first and last, or
+    has an ``out`` in float32, takes any tensor as ``low``. One of the results may lie in ``out``,
+    if it has all rows. It serves tensors that are alike.
 
     Args:
         spans: The rows of each result ``(out, lse)``. Every row of a result sees something, so an
             infinity in its ``lse`` says that a score is not finite, and NaN is merged.
-        first: True if ``(acc, lse)`` have no values yet, and are not read. Rows that no result has
-            are then those that see nothing.
+        first: True if there are no sums yet: ``low`` and ``lse`` are not read. Rows that no result
+            has are then those that see nothing.
+        last: True if no other merge follows.
     """
-    return RepeatedLaunch(_merge_spans, partial(_spans_arguments, spans, first=first))
+    return RepeatedLaunch(_merge_spans, partial(_spans_arguments, spans, first=first, last=last))
 
 
 def _spans_arguments(
-    spans: Sequence[Span], acc: Tensor, dst: Tensor, lse: Tensor, *results: Tensor, first: bool
-) -> Arguments:
-    tensors = acc, dst, lse, *results
+    spans: Sequence[Span], out: Tensor, low: Tensor, lse: Tensor, *results: Tensor, first: bool, last: bool
+) -> Arguments:  # fmt: skip
+    tensors = out, lse, *results
     assert_unit_strides(*tensors)
-    batch, rows, heads, dim = dst.shape
+    assert low.stride() == out.stride()
+    batch, rows, heads, dim = out.shape
     missing = 2 - len(spans)  # results
     bounds = [bound for start, n in spans for bound in (start, start + n)] + [0, 0] * missing
     strides = [stride for x in tensors for stride in x.stride()[:-1]] + [0] * (5 * missing)
     constants = {
-        "DIM": dim, "PADDED": triton.next_power_of_2(dim), "ROWS": _ROWS, "FIRST": first,
+        "DIM": dim, "PADDED": triton.next_power_of_2(dim), "ROWS": _ROWS, "FIRST": first, "LAST": last,
     }  # fmt: skip
     integers = *[None] * (2 * missing), rows, *bounds, *strides
     return Arguments((triton.cdiv(rows, _ROWS), heads, batch), integers, constants)
@@ -205,30 +210,39 @@ def _merge_span(x, old, out, lse, row, start, stop, mask, batch, head, column, o
 @DirectKernel
 @triton.jit
 def _merge_spans(
-    acc, dst, lse, out1, lse1, out2, lse2, rows, start1, stop1, start2, stop2,
-    acc_batch, acc_row, acc_head, dst_batch, dst_row, dst_head, lse_batch, lse_head,
+    out, low, lse, out1, lse1, out2, lse2, rows, start1, stop1, start2, stop2,
+    out_batch, out_row, out_head, lse_batch, lse_head,
     o1_batch, o1_row, o1_head, l1_batch, l1_head, o2_batch, o2_row, o2_head, l2_batch, l2_head,
-    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Merge one or two partial results into ``(acc, lse)`` for a few rows of one head.
+    """Merge one or two partial results into ``(out, lse)`` for a few rows of one head.
 
-    The results are written to ``dst`` and ``lse``. With ``FIRST`` there is nothing to merge with.
+    With ``FIRST`` there is nothing to merge with. Without ``LAST`` an ``out`` of 16 bits is left
+    with the upper halves of float32 sums, and ``low`` with the lower ones.
     """
+    is_split: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = row < rows
     mask = inside[:, None] & (column < DIM)[None, :]
     lse_at = lse + batch * lse_batch + head * lse_head + row
+    offset = batch * out_batch + head * out_head + row[:, None] * out_row + column[None, :]
+    out_at = out + offset
+    if is_split:
+        high_at = out.to(tl.pointer_type(tl.uint16), bitcast=True) + offset
+        low_at = low.to(tl.pointer_type(tl.uint16), bitcast=True) + offset
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     x = tl.zeros((ROWS, PADDED), tl.float32)
     # The first results of a call find no values in memory: what is there is not read.
     if not FIRST:
-        acc_at = (
-            acc + batch * acc_batch + head * acc_head + row[:, None] * acc_row + column[None, :]
-        )
         top = tl.load(lse_at, mask=inside, other=float("-inf"))
-        x = tl.load(acc_at, mask=mask, other=0.0)
+        if is_split:
+            high = tl.load(high_at, mask=mask, other=0).to(tl.uint32)
+            bits = (high << 16) | tl.load(low_at, mask=mask, other=0).to(tl.uint32)
+            x = bits.to(tl.float32, bitcast=True)
+        else:
+            x = tl.load(out_at, mask=mask, other=0.0)
     # Sums stay in registers, in float32, in the order of merging result by result.
     x, top = _merge_span(
         x, top, out1, lse1, row, start1, stop1, mask, batch, head, column, o1_batch, o1_row, o1_head,
@@ -239,8 +253,14 @@ def _merge_spans(
             x, top, out2, lse2, row, start2, stop2, mask, batch, head, column, o2_batch, o2_row,
             o2_head, l2_batch, l2_head,
         )  # fmt: skip
-    dst_at = dst + batch * dst_batch + head * dst_head + row[:, None] * dst_row + column[None, :]
-    tl.store(dst_at, x.to(dst.dtype.element_ty), mask=mask)
+    # Numbers of sums, and of a result that lies in `out`, count for their own place alone. Where
+    # several threads have a place, one writes: the others may read what that one has written.
+    if LAST or not is_split:
+        tl.store(out_at, x.to(out.dtype.element_ty), mask=mask)
+    else:
+        bits = x.to(tl.uint32, bitcast=True)
+        tl.store(high_at, (bits >> 16).to(tl.uint16), mask=mask)
+        tl.store(low_at, bits.to(tl.uint16), mask=mask)
     # As in `_merge`: all warps have read lse before one of them overwrites it.
     tl.debug_barrier()
     tl.store(lse_at, top, mask=inside)

@@ -312,32 +312,50 @@ def mark_infinities(lse: Tensor) -> Tensor:
     return lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
 
 
-def merge_of_spans(like: Tensor, spans: Sequence[Span], *, first: bool) -> Callable[..., None]:
-    """Return a merge ``(acc, dst, lse, *results)`` of one or two launches' ``(out, lse)``.
+def merge_of_spans(
+    like: Tensor, spans: Sequence[Span], *, first: bool, last: bool
+) -> Callable[..., None]:
+    """Return a merge ``(out, low, lse, *results)`` of one or two launches' ``(out, lse)``.
 
-    It merges each result into ``(acc, lse)``, in the accumulators' dtype, and writes ``dst``, which
-    may be ``acc`` or rounded, and ``lse``. It serves tensors on the device of ``like``, of the
-    shapes, strides and alignments that it is called with first.
+    It merges each result into the sums, in the accumulators' dtype, and ``lse``. The sums are
+    ``out`` itself if that is as wide. Otherwise ``out``, of 16 bits, holds the upper halves of
+    float32 sums until the last merge, which rounds them, and ``low``, another tensor like it, the
+    lower ones: nothing is lost, and there is no third tensor. It serves tensors on the device of
+    ``like``, of the shapes, strides and alignments that it is called with first.
 
     Args:
         like: Any tensor of the call: on a GPU with Triton a kernel merges, otherwise torch.
         spans: The rows of each result. Each sees something, so that an infinity in ``lse`` comes
             from scores that are not finite: NaN is merged, as :meth:`Kernel.mark_nonfinite` would
-            write.
-        first: True if ``(acc, lse)`` have no values yet. Rows in no span then see nothing.
+            write. A result with all rows may lie in ``out``, one of a first merge.
+        first: True if there are no sums yet. Rows in no span then see nothing.
+        last: True if no other merge follows. A merge that is first, too, needs no ``low``: any
+            tensor will do.
     """
     if like.is_cuda and has_triton():
         from ring_torch.merge_ops import merge_of_spans_on_gpu
 
-        return merge_of_spans_on_gpu(spans, first=first)
+        return merge_of_spans_on_gpu(spans, first=first, last=last)
 
-    def merge_in_torch(acc: Tensor, dst: Tensor, lse: Tensor, *results: Tensor) -> None:
-        into = AttentionState(lse.new_zeros(acc.shape) if first else acc, lse)
+    def merge_in_torch(out: Tensor, low: Tensor, lse: Tensor, *results: Tensor) -> None:
+        is_split = out.dtype != lse.dtype
         if first:
+            sums = lse.new_zeros(out.shape)
             lse.fill_(-torch.inf)
-        for (start, n), out, part_lse in zip(spans, results[::2], results[1::2], strict=True):
-            merge_into(into.take(slice(start, start + n)), out, mark_infinities(part_lse))
-        dst.copy_(into.out)
+        elif is_split:  # halves beside each other are float32 numbers, the lower one first
+            halves = torch.stack([x.view(torch.int16) for x in (low, out)], dim=-1)
+            sums = halves.view(torch.float32).squeeze(-1)
+        else:
+            sums = out
+        into = AttentionState(sums, lse)
+        for (start, n), result, part_lse in zip(spans, results[::2], results[1::2], strict=True):
+            merge_into(into.take(slice(start, start + n)), result, mark_infinities(part_lse))
+        if last or not is_split:
+            out.copy_(sums)
+        else:
+            halves = sums.view(torch.int16).unflatten(-1, (-1, 2))
+            for x, half in zip((low, out), halves.unbind(-1), strict=True):
+                x.view(torch.int16).copy_(half)
 
     return merge_in_torch
 

@@ -1,8 +1,9 @@
 """Launches of a ring's forward, prepared once for calls whose tensors are alike.
 
-As :mod:`ring_torch.strategies.prepared`, for results that are merged as they come. One kernel
-merges those of two launches: half as many merges, each of which reads and writes the sums once. The
-last one also rounds.
+As :mod:`ring_torch.strategies.prepared`, for results that are merged as they come. The first merge
+takes those of two launches, later ones one each, so that no more than one result waits beside
+``out``. Between merges ``out`` itself holds the float32 sums, or half of their bits if it has 16,
+and another tensor like it the other half: together three times the memory of ``out``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ring_torch.records import (
     unseen_state,
 )
 
-_AT_ONCE = 2  # launches whose results are merged at once
+_AT_ONCE = 2  # launches whose results the first merge takes
 
 
 class RingLaunch(NamedTuple):
@@ -40,7 +41,6 @@ class RingLaunch(NamedTuple):
         out_shape: Shape of its ``out``; ``None`` if the call's ``out`` holds it until it is merged.
         lse_shape: Shape of its ``lse``.
         merge: The merge of its results and of those that wait for it; ``None`` if they wait, too.
-        is_last: True if no other merge follows.
     """
 
     launch: ForwardLaunch
@@ -49,7 +49,6 @@ class RingLaunch(NamedTuple):
     out_shape: tuple[int, ...] | None
     lse_shape: tuple[int, ...]
     merge: Callable[..., None] | None
-    is_last: bool
 
 
 class PreparedRing(NamedTuple):
@@ -58,12 +57,13 @@ class PreparedRing(NamedTuple):
     Attributes:
         steps: The launches of each step.
         dtype: The dtype of ``out``.
-        has_sums: True if there are sums between merges, wider than ``out``.
+        splits_sums: True if there are sums between merges, wider than ``out``, whose lower bits
+            are in a tensor of their own.
     """
 
     steps: tuple[tuple[RingLaunch, ...], ...]
     dtype: torch.dtype
-    has_sums: bool
+    splits_sums: bool
 
 
 class RingWork:
@@ -76,8 +76,9 @@ class RingWork:
     def __init__(self, prepared: PreparedRing, q: Tensor, v_dim: int) -> None:
         self._prepared = prepared
         # All rows are written: it needs no initial values, nor do the sums.
-        self.into = out, lse = unseen_state(q, v_dim, prepared.dtype, fully_written=True)
-        self._sums = lse.new_empty(out.shape) if prepared.has_sums else out
+        self.into = out, _ = unseen_state(q, v_dim, prepared.dtype, fully_written=True)
+        # The lower halves of the sums; merges that need none do not touch what stands for them.
+        self._low = torch.empty_like(out) if prepared.splits_sums else out
         # Views of a tensor that needs no gradient take the host less time.
         self._rows: dict[Span | None, Tensor] = {None: q.detach()}
         self._results: list[Tensor] = []  # out and lse of each launch that waits for a merge
@@ -86,7 +87,7 @@ class RingWork:
         """Run the launches of a step over the K/V that are held, and the merges after them."""
         out, lse = self.into
         for item in self._prepared.steps[step]:
-            launch, rows, columns, out_shape, lse_shape, merge, is_last = item
+            launch, rows, columns, out_shape, lse_shape, merge = item
             q = self._rows.get(rows)
             if q is None:
                 assert rows is not None
@@ -96,10 +97,11 @@ class RingWork:
             results = out if out_shape is None else q.new_empty(out_shape), lse.new_empty(lse_shape)
             launch(q, *kv, *results, None)
             self._results += results
+            del results  # once they are merged, the next launch may get their memory
             if merge is not None:
                 # Launches and merges run in order on one stream: memory of results that are merged
                 # may be that of later ones.
-                merge(self._sums, out if is_last else self._sums, lse, *self._results)
+                merge(out, self._low, lse, *self._results)
                 self._results.clear()
 
 
@@ -123,11 +125,7 @@ def prepare_ring(
     # Later calls have other tensors of these shapes: what is kept of each launch is no memory, but
     # slices, and how its results are merged.
     num_launches = len(spans)
-    has_sums = num_launches > _AT_ONCE and dtype != acc_dtype(q.dtype)
-    # Only the last merge writes ``out``, unless there is no other memory for sums. Until then it is
-    # free, and holds the first result of a merge if that has all rows. The last merge may read and
-    # write it, as one program does both to each number.
-    holds_results = dtype == q.dtype and (has_sums or num_launches <= _AT_ONCE)
+    splits_sums = num_launches > _AT_ONCE and dtype != acc_dtype(q.dtype)
     prepared: list[tuple[RingLaunch, ...]] = []
     number = 0  # launches so far
     for columns, items in steps:
@@ -138,22 +136,23 @@ def prepare_ring(
             launch = kernel.prepare_forward(item_rows, item_columns, results, item, params)
             if launch is None:
                 return None
-            merge_index, position = divmod(number, _AT_ONCE)
+            # Until the first merge ``out`` is free: it holds the first result if that has all rows.
+            # The merge may read and write it, as one program does both to each number.
+            is_in_place = number == 0 and item_rows is rows and dtype == q.dtype
             number += 1
             merge, is_last = None, number == num_launches
-            if is_last or position == _AT_ONCE - 1:
-                merge = merge_of_spans(
-                    q, spans[merge_index * _AT_ONCE : number], first=merge_index == 0
-                )
-            is_in_place = holds_results and item_rows is rows and position == 0
+            if is_last or number >= _AT_ONCE:
+                is_first = number <= _AT_ONCE
+                merged = spans[0 if is_first else number - 1 : number]
+                merge = merge_of_spans(q, merged, first=is_first, last=is_last)
             launches.append(
                 RingLaunch(
                     launch,
                     None if item_rows is rows else span_of(item.q_slice),
                     None if item_columns is columns else span_of(item.k_slice),
                     None if is_in_place else tuple(results.out.shape), tuple(results.lse.shape),
-                    merge, is_last,
+                    merge,
                 )
             )  # fmt: skip
         prepared.append(tuple(launches))
-    return PreparedRing(tuple(prepared), dtype, has_sums)
+    return PreparedRing(tuple(prepared), dtype, splits_sums)
