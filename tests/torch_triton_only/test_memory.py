@@ -40,6 +40,7 @@ class Peak(NamedTuple):
     is_short: bool = False
     groups: HeadGroups = HeadGroups(1, 1, before_last_item=True)
     strategy: str = "gather"
+    has_sinks: bool = False
 
 
 CAUSAL, WINDOW = Mask(causal=True), Mask(causal=True, window=(128, 0))
@@ -50,6 +51,7 @@ PEAKS = {
     "rows that see own keys, in two groups": Peak(WINDOW, 16384, (1.07, 3.7), groups=HeadGroups(1, 2, before_last_item=True)),
     # Two messages, the sums in float32 and a result that waits for its merge.
     "ring": Peak(CAUSAL, 8192, (4.07, 10.6), strategy="ring"),
+    "ring with sinks": Peak(CAUSAL, 8192, (4.1, 10.6), strategy="ring", has_sinks=True),
 }  # fmt: skip
 
 
@@ -75,8 +77,9 @@ def peaks(peak: Peak) -> list[float]:
         torch.randn(1, length, heads, DIM).to(torch.bfloat16).requires_grad_(heads > 0)
         for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
+    sinks = torch.zeros(HEADS) if peak.has_sinks else None
     attend = partial(
-        ring_attention, q, k, v, mask=peak.mask, kernel="fa4", strategy=peak.strategy,
+        ring_attention, q, k, v, mask=peak.mask, sinks=sinks, kernel="fa4", strategy=peak.strategy,
         layout="contiguous" if peak.strategy == "ring" else "zigzag",
         transport="p2p" if peak.strategy == "ring" else "symm_mem",
     )  # fmt: skip

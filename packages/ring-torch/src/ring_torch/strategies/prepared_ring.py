@@ -1,9 +1,10 @@
 """Launches of a ring's forward, prepared once for calls whose tensors are alike.
 
 As :mod:`ring_torch.strategies.prepared`, for results that are merged as they come. The first merge
-takes those of two launches, later ones one each, so that no more than one result waits beside
-``out``. Between merges ``out`` itself holds the float32 sums, or half of their bits if it has 16,
-and another tensor like it the other half: together three times the memory of ``out``.
+takes those of two launches, one of which may lie in ``out``, later ones one each, so that no more
+than one result waits beside ``out``. Between merges ``out`` itself holds the float32 sums, or half
+of their bits if it has 16, and another tensor like it the other half: together three times the
+memory of a result.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ring_core import WorkItem
 from ring_torch.kernels.api import Kernel, merge_of_spans
 from ring_torch.kernels.library import ForwardLaunch
 from ring_torch.records import (
+    AttentionState,
     KernelParams,
     KeyBlock,
     QueryBlock,
@@ -27,8 +29,6 @@ from ring_torch.records import (
     span_of,
     unseen_state,
 )
-
-_AT_ONCE = 2  # launches whose results the first merge takes
 
 
 class RingLaunch(NamedTuple):
@@ -125,14 +125,21 @@ def prepare_ring(
     # Later calls have other tensors of these shapes: what is kept of each launch is no memory, but
     # slices, and how its results are merged.
     num_launches = len(spans)
-    splits_sums = num_launches > _AT_ONCE and dtype != acc_dtype(q.dtype)
+    # Launches whose results the first merge takes. Where ``out`` cannot hold one of two, as sinks
+    # have to join it in the accumulators' dtype, it takes one.
+    at_once = 2 if dtype == q.dtype else 1
+    splits_sums = num_launches > at_once and dtype != acc_dtype(q.dtype)
+    # Each merge runs once on memory of no meaning, so that it is compiled: the next call may be
+    # captured into a CUDA graph. All of its tensors may lie in the same memory.
+    trial = unseen_state(q, steps[0][0].v.shape[3], dtype, fully_written=True)
+    waiting: list[Tensor] = []
     prepared: list[tuple[RingLaunch, ...]] = []
     number = 0  # launches so far
     for columns, items in steps:
         launches: list[RingLaunch] = []
         for item in items:
             item_rows, item_columns = rows.take(item.q_slice), columns.take(item.k_slice)
-            results = unseen_state(item_rows.q, columns.v.shape[3], fully_written=True)
+            results = _beginning(trial, item_rows.q)
             launch = kernel.prepare_forward(item_rows, item_columns, results, item, params)
             if launch is None:
                 return None
@@ -141,10 +148,13 @@ def prepare_ring(
             is_in_place = number == 0 and item_rows is rows and dtype == q.dtype
             number += 1
             merge, is_last = None, number == num_launches
-            if is_last or number >= _AT_ONCE:
-                is_first = number <= _AT_ONCE
+            waiting += results
+            if is_last or number >= at_once:
+                is_first = number <= at_once
                 merged = spans[0 if is_first else number - 1 : number]
                 merge = merge_of_spans(q, merged, first=is_first, last=is_last)
+                merge(trial.out, trial.out, trial.lse, *waiting)
+                waiting.clear()
             launches.append(
                 RingLaunch(
                     launch,
@@ -156,3 +166,14 @@ def prepare_ring(
             )  # fmt: skip
         prepared.append(tuple(launches))
     return PreparedRing(tuple(prepared), dtype, splits_sums)
+
+
+def _beginning(results: AttentionState, q: Tensor) -> AttentionState:
+    """Return results of the rows ``q``, in its dtype, at the beginning of others' memory."""
+    batch, length, heads, _ = q.shape
+    flat, rows = results.out.view(-1).view(q.dtype), batch * length * heads
+    dim = results.out.shape[3]
+    return AttentionState(
+        flat[: rows * dim].view(batch, length, heads, dim),
+        results.lse.view(-1)[:rows].view(batch, heads, length),
+    )
