@@ -21,10 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.torch.alone import as_rank
 from ring_core import LayoutSpec, StrategyConfig
 from ring_torch import ring_attention
 from ring_torch.comm import handshake
 from ring_torch.kernels.eager import EagerKernel
+from ring_torch.strategies import ring
 
 RANKS, LENGTH, HEADS, KV_HEADS, DIM = 4, 128, 16, 4, 64
 
@@ -189,3 +191,35 @@ def test_a_failed_pass_lets_its_tensors_go(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_call_leaves_no_reference_cycles(backend: Any) -> None:
     """What a call made is freed with its results, and not when Python next looks for cycles."""
     assert backend.pool(RANKS).run(left_over) == [0] * RANKS
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_what_a_ring_has_saved_lives_for_one_step(
+    has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward begins with it, on one rank of four that no message reaches."""
+    forward, differentiate = ring.Ring.forward, ring.differentiate_step
+    saved: list[StorageWeakRef] = []
+    alive: list[bool] = []
+
+    def noted_forward(self: Any, call: Any, inputs: Any) -> Any:
+        state, tensors = forward(self, call, inputs)
+        saved.extend(StorageWeakRef(x.untyped_storage()) for x in tensors)
+        return state, tensors
+
+    def noted_step(*arguments: Any) -> None:
+        alive.append(not saved[0].expired())
+        differentiate(*arguments)
+
+    monkeypatch.setattr(ring, "agree", nothing)
+    monkeypatch.setattr(ring.Ring, "forward", noted_forward)
+    monkeypatch.setattr(ring, "differentiate_step", noted_step)
+
+    def run() -> None:
+        q, k, v = (torch.randn(1, 32, 2, 16, requires_grad=True) for _ in range(3))
+        bias = torch.randn(1, 2, 32, 128) if has_bias else None
+        out = ring_attention(q, k, v, bias=bias, strategy="ring", kernel="eager", transport="p2p")
+        torch.autograd.grad(out.sum(), (q, k, v))
+
+    as_rank(2, RANKS, run)
+    assert alive == [True, False, False, False]

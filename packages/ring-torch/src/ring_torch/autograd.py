@@ -53,12 +53,13 @@ class AttentionFunction(torch.autograd.Function):
         check_backward(dout, dlse)
         tensors = ctx.saved_tensors  # read once: checkpointing asks for it
         inputs, (out, lse, *saved) = Inputs(*tensors[:GIVEN]), tensors[GIVEN:]
-        del tensors  # what the strategy saved is held by `saved` alone, once autograd lets go
-        run_pass, let_go = backward_pass, ctx.maybe_clear_saved_tensors
+        del tensors  # once autograd releases them, `saved` alone holds what the strategy saved
+        run_pass, release_saved = backward_pass, ctx.maybe_clear_saved_tensors
         if torch.compiler.is_compiling():
             # Compiled autograd would trace the messages between ranks; it must not look inside.
-            run_pass, let_go = _backward_alone, None
-        return None, *run_pass(ctx.call, inputs, (out, lse), saved, (dout, dlse), let_go)
+            run_pass, release_saved = _backward_alone, None
+        grads = dout, dlse
+        return None, *run_pass(ctx.call, inputs, (out, lse), saved, grads, release_saved)
 
 
 def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
@@ -132,15 +133,15 @@ def backward_pass(
     results: tuple[Tensor, Tensor],
     saved: Saved,
     grads: tuple[Tensor | None, Tensor | None],
-    let_go: Callable[[], object] | None = None,
+    release_saved: Callable[[], object] | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Run the backward of a call; return a gradient for each field of ``Inputs`` that is given.
 
     ``results`` are ``(out, lse)`` as the forward returned them, ``saved`` what it saved, and
-    ``grads`` the gradients of the results, of which either may be ``None``. ``let_go`` makes
-    autograd drop what it holds of them, unless the graph is retained; it is called when nothing is
-    left to check on this rank. Gradients are in the inputs' dtypes, and ``None`` for segment ids
-    and slopes.
+    ``grads`` the gradients of the results, of which either may be ``None``. Gradients are in the
+    inputs' dtypes, and ``None`` for segment ids and slopes. ``release_saved`` drops autograd's
+    references to saved tensors, unless the graph is retained. It is called when this rank's own
+    checks have passed; after that the backward cannot be repeated.
 
     Raises:
         ValueError: The pass is captured into a CUDA graph before the ranks have compared it.
@@ -152,7 +153,7 @@ def backward_pass(
     """
     (out, lse), (dout, dlse) = results, grads
     if call.params.shifts_bias:
-        shift, lse, *saved = saved
+        shift, lse = saved.pop(0), saved.pop(0)
         inputs = inputs._replace(bias_shift=shift)
     if dlse is not None:
         # Some kernels cannot take a gradient of lse. Another one then runs this backward.
@@ -172,8 +173,8 @@ def backward_pass(
         delta = _delta(dout, out, dlse, call.acc_dtype) if call.kernel.needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)
         fetches = not saved
-        if let_go is not None:
-            let_go()
+        if release_saved is not None:
+            release_saved()
         with Watch(call.device) if call.checked else NO_CONTEXT as watch:
             # All ranks are here, or fail: K/V and gradients of peers move inside.
             computed = call.strategy.backward(call, inputs, upstream, saved)

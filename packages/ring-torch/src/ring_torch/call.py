@@ -83,8 +83,8 @@ class Strategy(Protocol):
         """Return the gradients of this rank's shards, in the inputs' dtype or wider.
 
         ``upstream`` holds the final ``out`` and ``lse``, ``saved`` what the forward returned.
-        Tensors are taken out of ``saved`` when no launch to come reads them: unless the graph is
-        retained nobody else holds them, and their memory serves the rest of the backward.
+        A strategy removes a tensor from ``saved`` once every launch that reads it is queued. Unless
+        the graph is retained, this frees its memory for the rest of the backward.
         """
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:

@@ -50,8 +50,8 @@ def merge_of_spans_on_gpu(spans: Sequence[Span], *, first: bool, last: bool) -> 
     Each number is the one that :func:`merge_on_gpu` computes result by result. Until the last merge
     float32 sums are in ``out``; if that has 16 bits, it holds their upper halves, and ``low``, laid
     out alike, the lower ones. The last merge rounds them. A merge that is both first and last, or
-    has an ``out`` in float32, takes any tensor as ``low``. One of the results may lie in ``out``,
-    if it has all rows. It serves tensors that are alike.
+    has an ``out`` in float32, does not access ``low``. In a first merge one result that has all
+    rows may lie in ``out`` itself. It serves tensors that are alike.
 
     Args:
         spans: The rows of each result ``(out, lse)``. Every row of a result sees something, so an
@@ -68,7 +68,7 @@ def _spans_arguments(
 ) -> Arguments:  # fmt: skip
     tensors = out, lse, *results
     assert_unit_strides(*tensors)
-    assert low.stride() == out.stride()
+    assert low.stride() == out.stride() or (first and last)
     batch, rows, heads, dim = out.shape
     missing = 2 - len(spans)  # results
     bounds = [bound for start, n in spans for bound in (start, start + n)] + [0, 0] * missing
@@ -253,8 +253,9 @@ def _merge_spans(
             x, top, out2, lse2, row, start2, stop2, mask, batch, head, column, o2_batch, o2_row,
             o2_head, l2_batch, l2_head,
         )  # fmt: skip
-    # Numbers of sums, and of a result that lies in `out`, count for their own place alone. Where
-    # several threads have a place, one writes: the others may read what that one has written.
+    # Each element depends on the same element of `out` alone, so working in place is safe. If
+    # several threads hold an element, Triton lets one store it; another may load the new value
+    # late, but never stores what it makes of it.
     if LAST or not is_split:
         tl.store(out_at, x.to(out.dtype.element_ty), mask=mask)
     else:

@@ -76,18 +76,19 @@ class BackwardLaunch(Protocol):
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
         """Return dQ, and put dK and dV into the flat sums.
 
-        With it come :attr:`ring_torch.records.Grads.row_stats`, if it has computed ``delta``.
+        The second result is :attr:`ring_torch.records.Grads.row_stats`, or ``None`` if the launch
+        does not compute ``delta``.
 
         Args:
             q: All of a rank's rows, as ``dout``, ``out`` and ``lse`` are.
-            columns: Those of the gathered K/V.
+            columns: Returns views of some columns of the gathered K/V.
             dout: Gradient of ``out``.
             out: Final results of the rows.
-            lse: Likewise.
+            lse: Final log-sum-exp of the rows.
             sums: Buffer in the order of :class:`ring_torch.buffers.KeyGradBuffer`.
             new_dq: Allocates dQ.
-            drop_keys: Called when all launches that read ``columns`` are queued: it frees the
-                memory of these, which may then be that of dQ.
+            drop_keys: Frees the gathered K/V. It is called once all launches that read them are
+                queued; if it is called before ``new_dq``, dQ may take their memory.
         """
 
 
@@ -320,17 +321,16 @@ def merge_of_spans(
     It merges each result into the sums, in the accumulators' dtype, and ``lse``. The sums are
     ``out`` itself if that is as wide. Otherwise ``out``, of 16 bits, holds the upper halves of
     float32 sums until the last merge, which rounds them, and ``low``, another tensor like it, the
-    lower ones: nothing is lost, and there is no third tensor. It serves tensors on the device of
+    lower ones. Together they hold the exact float32 sums. It serves tensors on the device of
     ``like``, of the shapes, strides and alignments that it is called with first.
 
     Args:
         like: Any tensor of the call: on a GPU with Triton a kernel merges, otherwise torch.
         spans: The rows of each result. Each sees something, so that an infinity in ``lse`` comes
             from scores that are not finite: NaN is merged, as :meth:`Kernel.mark_nonfinite` would
-            write. A result with all rows may lie in ``out``, one of a first merge.
+            write. In a first merge one result that has all rows may lie in ``out`` itself.
         first: True if there are no sums yet. Rows in no span then see nothing.
-        last: True if no other merge follows. A merge that is first, too, needs no ``low``: any
-            tensor will do.
+        last: True if no other merge follows. A merge that is first, too, does not access ``low``.
     """
     if like.is_cuda and has_triton():
         from ring_torch.merge_ops import merge_of_spans_on_gpu

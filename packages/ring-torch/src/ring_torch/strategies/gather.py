@@ -210,7 +210,7 @@ class Gather(GatheringStrategy):
                 del work, columns  # their memory serves the launches that follow
             # Beside the transfer: rows that see own keys only, whose gradients do not travel.
             own_sums.append(differentiate_in_place(call, in_place, *group_tensors, sums))
-        next(keys_of_groups, None)  # the session ends
+        next(keys_of_groups, None)  # a session may have work behind its last group
         # No launch is left that could hide the last group's transfer: wait for it.
         dk, dv = finish(groups - 1)
         if self.prepares and not self.groups.before_last_item and upstream.delta is None and items:

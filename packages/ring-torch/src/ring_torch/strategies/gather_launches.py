@@ -169,13 +169,15 @@ def keys_by_group(
     """Yield the gathered K/V of each of the backward's groups of heads, saved or fetched again.
 
     Those that are fetched are waited for before they are yielded. What was saved is taken out of
-    ``saved``, and no group is held here any more when the next is asked for.
+    ``saved``. A group that was yielded is held by the caller alone.
     """
     keys = session.spec.keys
     if not saved:
         for arriving in session.fetch(gather, inputs):
             arriving.wait(None)
-            yield call.gathered_columns(gather, keys, arriving.tensors)
+            parts = [call.gathered_columns(gather, keys, arriving.tensors)]
+            arriving.tensors.clear()  # sessions hold this list to their end
+            yield parts.pop()
         return
     forward_groups, per_group = groups.forward, len(saved) // groups.forward
     cuts = groups.backward // forward_groups  # the forward's groups are cut once more

@@ -1,4 +1,4 @@
-"""Into how many groups of heads strategy ``gather`` cuts a call."""
+"""How many groups of heads strategy ``gather`` cuts a call into."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def head_groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGro
     """Return into how many groups of heads a call is cut, the same on all ranks.
 
     It weighs the bytes of the longest gathered buffer of a rank, twice if these are so many that
-    the backward fetches them again, against the mean FLOPs of a rank, and where launches are in
-    place the memory of a backward. ``itemsize`` is the bytes of a number of q, k and v.
+    the backward fetches them again, against the mean FLOPs of a rank. If some rows are launched
+    over own K/V in place, the backward gets more groups, until a group's sums of dK/dV fit into
+    ``MOST_SUM_BYTES``. ``itemsize`` is the bytes of a number of q, k and v.
     """
     dims = sizes.head_dim + sizes.v_head_dim
     plan = program.plan
@@ -38,13 +39,13 @@ def head_groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGro
     flops = 2 * pairs * sizes.q_heads * dims
     longest, numbers = longest_gather(plan), sizes.batch * sizes.kv_heads * dims  # of a token
     size = longest.length * numbers * itemsize
-    moved = size if size <= MAX_SAVED_BYTES else 2 * size
+    fetched_bytes = size if size <= MAX_SAVED_BYTES else 2 * size
     # Every rank has the same plan and sizes, so all cut alike: their messages are of the same
     # groups.
     most_groups = max(1, min(MOST_GROUPS, int(flops / GROUP_FLOPS)))
-    cuts = [n for n in range(1, most_groups + 1) if sizes.kv_heads % n == 0]
-    groups = cuts[-1] if moved > MIN_BYTES_PER_FLOP * flops else 1
-    sums = 4 * plan.k_layout.local_len * numbers if longest.in_place else 0
-    finer = [n for n in cuts if n % groups == 0]
-    backward = next((n for n in finer if sums <= n * MOST_SUM_BYTES), finer[-1])
-    return HeadGroups(groups, backward, before_last_item=flops > EARLY_RETURN_FLOPS)
+    allowed = [n for n in range(1, most_groups + 1) if sizes.kv_heads % n == 0]
+    forward = backward = allowed[-1] if fetched_bytes > MIN_BYTES_PER_FLOP * flops else 1
+    if longest.in_place and forward == 1:
+        sum_bytes = max(itemsize, 4) * plan.k_layout.local_len * numbers
+        backward = next((n for n in allowed if sum_bytes <= n * MOST_SUM_BYTES), allowed[-1])
+    return HeadGroups(forward, backward, before_last_item=flops > EARLY_RETURN_FLOPS)

@@ -3,8 +3,8 @@
 As :mod:`ring_torch.strategies.prepared`, for results that are merged as they come. The first merge
 takes those of two launches, one of which may lie in ``out``, later ones one each, so that no more
 than one result waits beside ``out``. Between merges ``out`` itself holds the float32 sums, or half
-of their bits if it has 16, and another tensor like it the other half: together three times the
-memory of a result.
+of their bits if it has 16, and another tensor like it the other half. The peak is three tensors of
+a result's size: these sums, and one result that waits for its merge.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ring_core import WorkItem
+from ring_torch.capture import is_capturing
 from ring_torch.kernels.api import Kernel, merge_of_spans
 from ring_torch.kernels.library import ForwardLaunch
 from ring_torch.records import (
@@ -77,7 +78,7 @@ class RingWork:
         self._prepared = prepared
         # All rows are written: it needs no initial values, nor do the sums.
         self.into = out, _ = unseen_state(q, v_dim, prepared.dtype, fully_written=True)
-        # The lower halves of the sums; merges that need none do not touch what stands for them.
+        # The lower halves of the sums. Merges without them get `out` as a placeholder.
         self._low = torch.empty_like(out) if prepared.splits_sums else out
         # Views of a tensor that needs no gradient take the host less time.
         self._rows: dict[Span | None, Tensor] = {None: q.detach()}
@@ -125,21 +126,21 @@ def prepare_ring(
     # Later calls have other tensors of these shapes: what is kept of each launch is no memory, but
     # slices, and how its results are merged.
     num_launches = len(spans)
-    # Launches whose results the first merge takes. Where ``out`` cannot hold one of two, as sinks
-    # have to join it in the accumulators' dtype, it takes one.
+    # Launches whose results the first merge takes. With sinks ``out`` is float32 and cannot hold a
+    # result of 16 bits, so the first merge takes one result, not two.
     at_once = 2 if dtype == q.dtype else 1
     splits_sums = num_launches > at_once and dtype != acc_dtype(q.dtype)
-    # Each merge runs once on memory of no meaning, so that it is compiled: the next call may be
-    # captured into a CUDA graph. All of its tensors may lie in the same memory.
     trial = unseen_state(q, steps[0][0].v.shape[3], dtype, fully_written=True)
-    waiting: list[Tensor] = []
+    waiting: list[Tensor] = []  # results inside of `trial` that no merge has taken
+    # Merges of the same rows are one, with tensors to try it on.
+    merges: dict[object, tuple[Callable[..., None], list[Tensor]]] = {}
     prepared: list[tuple[RingLaunch, ...]] = []
     number = 0  # launches so far
     for columns, items in steps:
         launches: list[RingLaunch] = []
         for item in items:
             item_rows, item_columns = rows.take(item.q_slice), columns.take(item.k_slice)
-            results = _beginning(trial, item_rows.q)
+            results = _results_inside(trial, item_rows.q)
             launch = kernel.prepare_forward(item_rows, item_columns, results, item, params)
             if launch is None:
                 return None
@@ -152,9 +153,11 @@ def prepare_ring(
             if is_last or number >= at_once:
                 is_first = number <= at_once
                 merged = spans[0 if is_first else number - 1 : number]
-                merge = merge_of_spans(q, merged, first=is_first, last=is_last)
-                merge(trial.out, trial.out, trial.lse, *waiting)
-                waiting.clear()
+                kind = tuple(merged), is_first, is_last
+                if kind not in merges:
+                    new = merge_of_spans(q, merged, first=is_first, last=is_last)
+                    merges[kind] = new, waiting
+                merge, waiting = merges[kind][0], []
             launches.append(
                 RingLaunch(
                     launch,
@@ -165,11 +168,16 @@ def prepare_ring(
                 )
             )  # fmt: skip
         prepared.append(tuple(launches))
+    # Each merge runs once on uninitialised memory, so that it is compiled: the next call may be
+    # captured into a CUDA graph. All of its tensors may lie in the same memory.
+    if not (q.is_cuda and is_capturing()):
+        for merge, results_of_merge in merges.values():
+            merge(trial.out, trial.out, trial.lse, *results_of_merge)
     return PreparedRing(tuple(prepared), dtype, splits_sums)
 
 
-def _beginning(results: AttentionState, q: Tensor) -> AttentionState:
-    """Return results of the rows ``q``, in its dtype, at the beginning of others' memory."""
+def _results_inside(results: AttentionState, q: Tensor) -> AttentionState:
+    """Return uninitialised results for the rows ``q``: views of the first bytes of ``results``."""
     batch, length, heads, _ = q.shape
     flat, rows = results.out.view(-1).view(q.dtype), batch * length * heads
     dim = results.out.shape[3]

@@ -177,7 +177,7 @@ class Ring(Strategy):
         offload = self.offload_backward(call, own, upstream, rows, row_grads, key_grads)
         next(offload)
         # Nothing was saved where only the own block has work: then nothing travels here either.
-        held = saved.pop() if saved else None
+        held = saved.pop(0) if saved else None
         for step in self.backward_steps:
             transfer, arriving = DONE, held
             if held is not None and step.keys_hop is not None:
