@@ -8,6 +8,7 @@ saves time and keeps their memory shared.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.metadata
 from functools import cache
@@ -18,3 +19,4 @@ vars(importlib.metadata)["entry_points"] = cache(importlib.metadata.entry_points
 torch._dynamo.list_backends()
 gc.collect()
 gc.freeze()
+atexit.register(gc.unfreeze)  # else Triton's bindings report all of theirs as leaked
