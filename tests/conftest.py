@@ -34,7 +34,20 @@ FOLDERS = {
     "diffusers": {"diffusers"},
     "none": {"packaging"},
 }
+#: Modules that the process imports which ranks are forked from, beside those of `ring_torch.local`.
+#: Each rank would else import them itself: the compiler alone takes two seconds.
+PRELOADED = {
+    "torch": (
+        "ring_torch.hf", "transformers.trainer", "peft", "torch._inductor.compile_fx",
+        "torch.distributed.tensor.experimental", "hypothesis", "backends.torch_ranks",
+        "backends.before_ranks",
+    ),
+    "torch-triton": (
+        "backends.quick_interpreter", "hypothesis", "backends.torch_ranks", "backends.before_ranks",
+    ),
+}  # fmt: skip
 HERE = Path(__file__).parent
+ROOT = HERE.parent
 
 hypothesis.settings.register_profile("ci", max_examples=300, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=5000, deadline=None)
@@ -71,18 +84,18 @@ def pytest_configure(config: pytest.Config) -> None:
     # Workers and ranks take the cores: threads of numpy and torch beside them wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     backend = config.getoption("--backend")
-    also = {  # the compiler would else be imported by each rank that compiles: two seconds
-        "torch": ("ring_torch.hf", "transformers.trainer", "peft", "torch._inductor.compile_fx"),
-        "torch-triton": ("backends.quick_interpreter",),
-    }
     runs_tests = not config.getoption("numprocesses", None)  # else its workers do
     if backend in ("torch-triton", "jax-gpu"):
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, in ranks too
-    if backend in also and runs_tests and not config.getoption("--collect-only"):
-        from ring_torch.local import PRELOADED
+    if backend in PRELOADED and runs_tests and not config.getoption("--collect-only"):
+        from ring_torch.local import PRELOADED as OF_EVERY_RANK
 
-        multiprocessing.set_forkserver_preload([*PRELOADED, "pytest", *also[backend]])
-        forkserver.ensure_running()
+        multiprocessing.set_forkserver_preload([*OF_EVERY_RANK, "pytest", *PRELOADED[backend]])
+        with pytest.MonkeyPatch.context() as patch:
+            # Python before 3.12.9 does not hand `sys.path` on to that process, which passes over
+            # modules that it does not find.
+            patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{HERE}", prepend=os.pathsep)
+            forkserver.ensure_running()
         if backend == "torch-triton":
             importlib.import_module("backends.quick_interpreter")
     if config.getoption("--backend") == "torch-cuda":
