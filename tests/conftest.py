@@ -123,11 +123,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     os.environ["NPROC"] = "32"  # threads for callbacks of several devices, on machines of few cores
     if backend == "jax" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        # Of this run: its workers, and the processes that tests start, compile a program once.
+        # Of this run: the processes that tests start compile a program once.
         folder = tempfile.TemporaryDirectory()
         config.add_cleanup(folder.cleanup)
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # many are small, and alike
+        import jax
+
+        # Programs of this process are seldom alike: to look for them takes longer than it saves.
+        jax.config.update("jax_enable_compilation_cache", False)
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no TPU: only its compiler is used
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 

@@ -44,7 +44,7 @@ class Alone:
             if place not in self.made:
                 shape = (keys.batch, gather.length, keys.width)
                 self.made[place] = [torch.randn(shape, dtype=keys.dtype, device=device)]
-            yield PendingKV(self.made[place], lambda _: None)
+            yield PendingKV([*self.made[place]], lambda _: None)  # the caller may empty the list
 
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
