@@ -22,11 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.torch.alone import as_rank
-from ring_core import LayoutSpec, StrategyConfig
-from ring_torch import ring_attention
+from ring_core import LayoutSpec, Mask, StrategyConfig
+from ring_torch import prepare, ring_attention
+from ring_torch.buffers import HeadGroups
+from ring_torch.call import Resolution
 from ring_torch.comm import handshake
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.strategies import ring
+from ring_torch.strategies import gather, gather_launches, ring
+from ring_torch.transports import p2p
 
 RANKS, LENGTH, HEADS, KV_HEADS, DIM = 4, 128, 16, 4, 64
 
@@ -223,3 +226,44 @@ def test_what_a_ring_has_saved_lives_for_one_step(
 
     as_rank(2, RANKS, run)
     assert alive == [True, False, False, False]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gathered_keys_are_gone_before_launches_in_place(
+    groups: int, saves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the last group, whether they were saved or are fetched again."""
+    fetch, differentiate = p2p.Messages._fetch, gather_launches.differentiate_in_place
+    gathered: list[StorageWeakRef] = []
+    alive: list[bool] = []
+
+    def noted_fetch(self: Any, program: Any, inputs: Any) -> Any:
+        pending = fetch(self, program, inputs)
+        gathered.append(StorageWeakRef(pending.tensors[0].untyped_storage()))
+        return pending
+
+    def noted_launches(*arguments: Any) -> Any:
+        assert arguments[1], "no row sees own keys only"
+        alive.append(not gathered[-1].expired())
+        return differentiate(*arguments)
+
+    monkeypatch.setattr(p2p, "agree", nothing)
+    monkeypatch.setattr(p2p.Messages, "_fetch", noted_fetch)
+    monkeypatch.setattr(gather, "differentiate_in_place", noted_launches)
+    monkeypatch.setattr(Resolution, "saves_keys", lambda *_: saves)
+    cut = HeadGroups(1, groups, before_last_item=True)
+    monkeypatch.setattr(gather, "head_groups_of", lambda *_: cut)
+
+    def run() -> None:
+        q, k, v = (torch.randn(1, 2048, 4, 16, requires_grad=True) for _ in range(3))
+        out = ring_attention(
+            q, k, v, mask=Mask(causal=True, window=(31, 0)), layout="zigzag", strategy="gather",
+            kernel="eager", transport="p2p",
+        )  # fmt: skip
+        torch.autograd.grad(out.sum(), (q, k, v))
+
+    prepare._prepare.cache_clear()
+    as_rank(2, RANKS, run)
+    assert len(alive) == groups
+    assert not alive[-1]
