@@ -1,4 +1,4 @@
-"""How many groups of heads strategy ``gather`` cuts a call into."""
+"""Number of groups into which strategy ``gather`` cuts the heads of a call."""
 
 from __future__ import annotations
 

@@ -180,6 +180,7 @@ class Transport:
 class PendingKV(NamedTuple):
     """Gathered K/V of one group of heads, whose fetches are in flight."""
 
+    #: The caller may empty the list: then nobody else holds what has arrived.
     tensors: list[torch.Tensor]
     #: Waits (on CUDA: lets the current stream wait) until that many fetches have arrived, counted
     #: in the program's order. ``None`` waits for all, and until this rank's own K/V, which peers
