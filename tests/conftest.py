@@ -45,7 +45,9 @@ PRELOADED = {
     "torch-triton": (
         "backends.quick_interpreter", "hypothesis", "backends.torch_ranks", "backends.before_ranks",
     ),
+    "torch-cuda": (),
 }  # fmt: skip
+ON_ONE_GPU = "backends.on_one_gpu"
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 
@@ -72,6 +74,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run files alone that import transformers",
     )
     parser.addoption(
+        "--one-gpu",
+        action="store_true",
+        help="let ranks share a GPU, where they read each other's memory; NCCL's tests are left out",
+    )
+    parser.addoption(
         "--mutant", default=None, help="break the backend on purpose: the run must fail"
     )
 
@@ -84,13 +91,17 @@ def pytest_configure(config: pytest.Config) -> None:
     # Workers and ranks take the cores: threads of numpy and torch beside them wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     backend = config.getoption("--backend")
+    if config.getoption("--one-gpu") and backend != "torch-cuda":
+        raise pytest.UsageError(f"--one-gpu is of the backend torch-cuda, not of {backend}")
     runs_tests = not config.getoption("numprocesses", None)  # else its workers do
     if backend in ("torch-triton", "jax-gpu"):
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, in ranks too
     if backend in PRELOADED and runs_tests and not config.getoption("--collect-only"):
         from ring_torch.local import PRELOADED as OF_EVERY_RANK
 
-        multiprocessing.set_forkserver_preload([*OF_EVERY_RANK, "pytest", *PRELOADED[backend]])
+        modules = [*OF_EVERY_RANK, "pytest", *PRELOADED[backend]]
+        modules += [ON_ONE_GPU] * config.getoption("--one-gpu")
+        multiprocessing.set_forkserver_preload(modules)
         with pytest.MonkeyPatch.context() as patch:
             # Python before 3.12.9 does not hand `sys.path` on to that process, which passes over
             # modules that it does not find.
@@ -163,7 +174,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gpus = _gpus(backend)
     if gpus == 0:
         raise pytest.UsageError(f"backend {backend} was asked for, and there is no GPU")
-    _deselect(config, items, lambda item: _ranks(item) > gpus)
+    if config.getoption("--one-gpu"):
+        _deselect(config, items, lambda item: item.get_closest_marker("nccl") is not None)
+    else:
+        _deselect(config, items, lambda item: _ranks(item) > gpus)
 
 
 def _deselect(

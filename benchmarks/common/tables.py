@@ -304,6 +304,17 @@ def causes_table(rows: Sequence[Row]) -> str:
     return markdown(["mask, length, heads", "cause", "forward, us", "backward, us"], lines)
 
 
+def _memory(rows: Sequence[Row]) -> str:
+    """Return the most GiB that passes held."""
+    lines = (
+        [row["setting"], f"`{row['method']}`"]
+        + [f"{row[key]:.3g}" if key in row else "wrong" for key in ("forward_gib", "both_gib")]
+        for row in rows
+    )
+    head = ["mask, length, heads", "method", "forward, GiB", "forward + backward, GiB"]
+    return markdown(head, lines)
+
+
 def _bench_command(rows: Sequence[Row]) -> str:
     """Return times of ``python -m ring_torch bench``, and rates over one device's with extremes."""
     head = [
@@ -369,6 +380,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "milliseconds": _jax_options,
     "ranks": _jax_ranks,
     "way": _host_time,
+    "forward_gib": _memory,
     "bench_pass": _bench_command,
     "cause": causes_table,
     "row_in_turns": _in_turns,

@@ -324,7 +324,7 @@ def method(name: str, mask: Mask, seq_len: int) -> Method:
     if without not in ([], ["alone"]):
         raise ValueError(
             f"{'/'.join(without)} at the end of {name}: behind a transport only 'alone' can follow, "
-            f"and then one of 'graph' and 'layers'"
+            f"and then one of 'graph', 'layers' and 'one-thread'"
         )
     cp = ContextParallel(layout=_layout(layout, mask, seq_len))
     options: dict[str, Any] = {

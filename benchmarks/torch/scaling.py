@@ -5,7 +5,9 @@ no speed. Times are CUDA events, of the slowest rank: the median of up to 20 run
 ones, of up to 50 rounds of 20, as many as fit the seconds. TFLOP/s are per GPU: causal forward
 FLOPs are ``2 N^2 H D``, the backward takes 2.5 times that. Scaling efficiency is a method's rate
 over that of one GPU on the same sequence. ``layers`` is one of eight calls in a row, each of which
-has the output before as its q: a model's backward wakes autograd's thread once for all layers.
+has the output before as its q: a model's backward wakes autograd's thread once for all layers. Of
+``one-thread`` the backward runs in the thread of the forward, as
+``torch.autograd.set_multithreading_enabled(False)`` lets it.
 ``alone`` is a method's launches over keys that are there already: kernels only. Exposed
 communication is the share of the time that the rest takes. With ``--bind`` each process runs on
 processors of its own. With ``--ranks 4 8`` one GPU emulates all ranks of such rings, one after the
@@ -56,8 +58,22 @@ from ring_torch.strategies.head_groups import head_groups_of
 from ring_torch.transports import copy_engine, peer_copies
 
 Pair = tuple[Setting, str]  # what to time, and by which method
-GRAPH = "/graph"  # at the end of a method's name: as a CUDA graph, replayed
+# At the end of a method's name: as a CUDA graph, replayed; the backward in the forward's thread.
+GRAPH, ONE_THREAD = "/graph", "/one-thread"
 LAYERS = 8  # calls in a row
+
+
+def without_end(name: str) -> tuple[str, str]:
+    """Return a method's name without its end, and the end: how the calls are made, or nothing."""
+    end = next((x for x in (GRAPH, IN_LAYERS, ONE_THREAD) if name.endswith(x)), "")
+    return name.removesuffix(end), end
+
+
+@contextmanager
+def running(way: Method, end: str) -> Iterator[None]:
+    """Let a method's forward and backward run inside."""
+    with way.around(), torch.autograd.set_multithreading_enabled(end != ONE_THREAD):
+        yield
 
 
 def inputs(setting: Setting, length: int, seed: int) -> list[torch.Tensor]:
@@ -78,14 +94,14 @@ def gate(_: int, setting: Setting, name: str) -> dict[str, float]:
 
     Without communication there is no result: then of the same with it. Of layers it is one's.
     """
-    name = name.removesuffix(IN_LAYERS)
-    if setting.sinks and "/" not in name.removesuffix(GRAPH):
+    plain, end = without_end(name)
+    if setting.sinks and "/" not in plain:
         raise ValueError(f"{name} takes no sinks")
     mask = mask_of(setting.mask, GATE_LENGTH)
-    way = method(name.removesuffix(GRAPH).removesuffix(ALONE), mask, GATE_LENGTH)
+    way = method(plain.removesuffix(ALONE), mask, GATE_LENGTH)
     tensors = inputs(setting, GATE_LENGTH, seed=1)
     with _as_long(setting):
-        return _errors(way, mask, tensors, captured=name.endswith(GRAPH))
+        return _errors(way, mask, tensors, end)
 
 
 @contextmanager
@@ -116,9 +132,7 @@ def _as_long(setting: Setting) -> Iterator[None]:
     prepare._prepare.cache_clear()  # noqa: SLF001 - times first calls
 
 
-def _errors(
-    way: Method, mask: Mask, tensors: list[torch.Tensor], *, captured: bool
-) -> dict[str, float]:
+def _errors(way: Method, mask: Mask, tensors: list[torch.Tensor], end: str) -> dict[str, float]:
     """Return the errors of the output and the gradients, against those of float32 attention."""
     q, k, v, dout, *sinks = tensors
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
@@ -133,8 +147,8 @@ def _errors(
     def both() -> None:
         results[:] = way.both(*local, upstream, *own_sinks)
 
-    with way.around():
-        run = _captured(both) if captured else both
+    with running(way, end):
+        run = _captured(both) if end == GRAPH else both
         for _ in range(3):  # what is timed is a repeated call
             run()
     errors = {}
@@ -146,8 +160,9 @@ def _errors(
         error = (actual.float() - way.shard(want)).detach()
         largest, squares = error.abs().max(), error.square().mean()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        dist.all_reduce(squares, op=dist.ReduceOp.AVG)
-        errors[f"{key} max"], errors[f"{key} rms"] = float(largest), float(squares) ** 0.5
+        dist.all_reduce(squares)
+        rms = (float(squares) / dist.get_world_size()) ** 0.5
+        errors[f"{key} max"], errors[f"{key} rms"] = float(largest), rms
     if sinks:  # their gradient is a sum over all rows: relative to its largest entry
         total = results[4].detach().clone()
         dist.all_reduce(total)
@@ -160,9 +175,9 @@ def _errors(
 def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
     """Milliseconds forward and forward + backward, spread, host time and peak memory."""
     mask = mask_of(setting.mask, setting.seq_len)
-    plain = name.removesuffix(GRAPH).removesuffix(IN_LAYERS)
+    plain, end = without_end(name)
     way, layers = method(plain, mask, setting.seq_len), 1
-    if name.endswith(IN_LAYERS):
+    if end == IN_LAYERS:
         way, layers = in_layers(way, LAYERS), LAYERS
     world = dist.get_world_size()
     length = setting.seq_len if plain == "one" else setting.seq_len // world
@@ -179,8 +194,8 @@ def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str,
     }
     for key, once in passes.items():
         torch.cuda.reset_peak_memory_stats()
-        with way.around():
-            run = _captured(once) if name.endswith(GRAPH) else once
+        with running(way, end):
+            run = _captured(once) if end == GRAPH else once
             results[key] = timed(run, seconds, layers)
         peak = torch.cuda.max_memory_allocated() - before
         results[key]["peak_gib"] = peak / 2**30
@@ -279,15 +294,16 @@ def _emulated(world: int, setting: Setting, name: str, seconds: float) -> dict[s
     if name != "one" and ALONE not in name:
         raise SystemExit(f"one GPU emulates ranks without communication only, not {name}")
     errors = as_rank(0, 1, gate, 0, setting, name)
-    if wrong := _wrong(errors):
-        return {"wrong": wrong}
+    if off := wrong(errors):
+        return {"wrong": off}
     ranks = range(1 if name == "one" else world)
     by_rank = [as_rank(rank, len(ranks), measure, rank, setting, name, seconds) for rank in ranks]
     slowest = {key: max((x[key] for x in by_rank), key=lambda x: x["ms"]) for key in PASSES}
     return {"errors": errors, **_with_rates(slowest, setting, len(ranks))}
 
 
-def _wrong(errors: dict[str, float]) -> dict[str, float]:
+def wrong(errors: dict[str, float]) -> dict[str, float]:
+    """Return those of the errors that are too large for a time to be printed."""
     return {key: x for key, x in errors.items() if key.endswith("max") and not x < 0.1}
 
 
@@ -304,8 +320,8 @@ def _row(ranks: LocalRanks, setting: Setting, name: str, seconds: float) -> dict
     """One line of the table: gate first, then times."""
     try:
         errors = ranks.run(gate, setting, name)[0]
-        if wrong := _wrong(errors):
-            return {"wrong": wrong}
+        if off := wrong(errors):
+            return {"wrong": off}
         times = ranks.run(measure, setting, name, seconds)[0]
     except LocalRankError as error:
         reason = str(error).strip().splitlines()[-1]
@@ -313,7 +329,7 @@ def _row(ranks: LocalRanks, setting: Setting, name: str, seconds: float) -> dict
         shared = str(error).count(f"\n{reason}") == len(ranks)
         broken = any(word in str(error) for word in ("CUDA error", "NCCL", "DistBackendError"))
         return {"failed": reason, "by_all": shared and not broken}
-    shares = 1 if name.removesuffix(IN_LAYERS) == "one" else len(ranks)
+    shares = 1 if without_end(name)[0] == "one" else len(ranks)
     return {"errors": errors, **_with_rates(times, setting, shares)}
 
 

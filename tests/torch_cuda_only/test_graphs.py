@@ -147,9 +147,15 @@ def too_early(_: int, move: Any) -> str:
     return "captured"
 
 
+def _marks(size: int, move: dict[str, Any]) -> list[pytest.MarkDecorator]:
+    """The number of ranks; and messages can be captured if NCCL carries them."""
+    sends_messages = move.get("transport") != "symm_mem"
+    return [pytest.mark.ranks(size), *[pytest.mark.nccl] * sends_messages]
+
+
 @pytest.mark.parametrize(
     ("size", "move"),
-    [pytest.param(*way, id=name, marks=pytest.mark.ranks(way[0])) for name, way in WAYS.items()],
+    [pytest.param(*way, id=name, marks=_marks(*way)) for name, way in WAYS.items()],
 )
 def test_results_are_those_of_calls_as_usual(size: int, move: Any) -> None:
     with LocalRanks(size, cuda=True) as ranks:

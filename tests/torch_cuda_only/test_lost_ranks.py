@@ -9,7 +9,7 @@ from lost import LONGEST, LOSSES, LOST, STEPS, Loss, Steps, lose, steps
 
 from ring_torch.local import LocalRanks
 
-pytestmark = pytest.mark.ranks(2)
+pytestmark = [pytest.mark.ranks(2), pytest.mark.nccl]
 P2P: dict[str, Any] = {"device": "cuda", "transport": "p2p"}
 AUTO: dict[str, Any] = {"device": "cuda"}
 CASES = [

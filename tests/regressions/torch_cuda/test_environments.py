@@ -17,6 +17,8 @@ from torch import Tensor
 from ring_torch import ContextParallel, ring_attention
 from ring_torch.local import LocalRanks
 
+pytestmark = pytest.mark.nccl
+
 RANKS = 2
 HEADS, DIM = 4, 64
 LENGTHS = {"short": 512, "long": 98_304}  # of all ranks: keys of the long one are above 64 MiB

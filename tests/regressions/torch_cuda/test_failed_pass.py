@@ -14,6 +14,8 @@ from ring_torch import ring_attention
 from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
 
+pytestmark = pytest.mark.nccl
+
 BROKEN, TIMEOUT = 1, 8.0
 METHODS = {"forward": ("attend_into", "attend"), "backward": ("grads_into", "grads")}
 

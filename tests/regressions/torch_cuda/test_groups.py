@@ -12,6 +12,8 @@ from torch._C._distributed_c10d import TCPStore
 from ring_torch import ring_attention
 from ring_torch.local import LocalRanks
 
+pytestmark = pytest.mark.nccl
+
 TIMEOUT = timedelta(seconds=30)
 
 

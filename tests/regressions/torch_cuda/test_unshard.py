@@ -8,6 +8,8 @@ import torch
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
+pytestmark = pytest.mark.nccl
+
 
 def _queued(rank: int, layout: str) -> list[bool]:
     cp = ContextParallel(layout=layout)  # type: ignore[arg-type]  # a parameter of the test
