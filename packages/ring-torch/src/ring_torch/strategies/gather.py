@@ -125,7 +125,7 @@ class Gather(GatheringStrategy):
             # All of the group has arrived, and this rank's own K/V have been read: the caller may
             # change them after this call.
             arriving.wait(None)
-        if self.prepares and results[0] is state:
+        if self.prepares and results[0] is state and key not in self.launches.forward:
             items = list(zip(gather.items, gather.waits_for, strict=True))
             launches = prepare_forward(call.kernel, rows, columns, state, items, call.params)
             keep(self.launches.forward, key, launches)
@@ -150,7 +150,10 @@ class Gather(GatheringStrategy):
         session = call.open_session(call.backward_signature, self.gather, groups=groups)
         gather, keys = self.gather, session.spec.keys
         sums = KeyGradBuffer(keys, self.head_major)
-        key = sums.head_major, tensors_key(inputs.q, upstream.dout, upstream.out)
+        # Hooks on saved tensors may return them anywhere in memory.
+        tensors = inputs.q, upstream.dout, upstream.out, upstream.lse, *saved
+        key = sums.head_major, tensors_key(*tensors)
+        del tensors
         if (prepared := self.launches.backward.get(key)) is not None:
             return self._repeat(call, inputs, upstream, saved, session, sums, prepared)
         rows = call.rows(inputs)
@@ -213,7 +216,8 @@ class Gather(GatheringStrategy):
         next(keys_of_groups, None)  # a session may have work behind its last group
         # No launch is left that could hide the last group's transfer: wait for it.
         dk, dv = finish(groups - 1)
-        if self.prepares and not self.groups.before_last_item and upstream.delta is None and items:
+        can_prepare = self.prepares and not self.groups.before_last_item and upstream.delta is None
+        if can_prepare and items and key not in self.launches.backward:
             prepared = prepare_backward(
                 call.kernel, rows, columns, upstream, row_grads.dq, sums, gather, call.ranks.rank,
                 int(call.plan.k_layout.num_tokens(call.ranks.rank)), call.params,

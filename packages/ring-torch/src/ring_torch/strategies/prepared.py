@@ -92,10 +92,13 @@ class PreparedBackward(NamedTuple):
 
 @dataclass(frozen=True)
 class PreparedLaunches:
-    """Launches of both passes, each by :func:`ring_torch.launches.cache.tensors_key`."""
+    """Launches of both passes, each by :func:`ring_torch.launches.cache.tensors_key`.
 
-    forward: dict[object, PreparedForward] = field(default_factory=dict)
-    backward: dict[object, PreparedBackward] = field(default_factory=dict)
+    ``None`` stands for launches that cannot be prepared.
+    """
+
+    forward: dict[object, PreparedForward | None] = field(default_factory=dict)
+    backward: dict[object, PreparedBackward | None] = field(default_factory=dict)
 
 
 def prepare_forward(

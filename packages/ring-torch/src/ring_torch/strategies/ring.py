@@ -80,8 +80,8 @@ class Ring(Strategy):
     backward_steps: tuple[RingStep, ...]
     name: str = "ring"
     prepares: bool = False  # True if launches may be prepared: they need q, k and v alone
-    # A forward's launches by the strides and alignment of q, k and v.
-    launches: dict[object, PreparedRing] = field(default_factory=dict, compare=False)
+    # A forward's launches by the strides and alignment of q, k and v; `None`: cannot be prepared.
+    launches: dict[object, PreparedRing | None] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, program: RingProgram, rank: int, *, prepares: bool = False) -> Self:
@@ -144,7 +144,7 @@ class Ring(Strategy):
                 saved = [held]
         # Wait for results that helpers still owe this rank, and merge them.
         next(offload, None)
-        if self.prepares and work is None:
+        if self.prepares and key not in self.launches:
             steps = [
                 (call.columns(step.keys_of, keys if step.is_own else held_keys), step.items)
                 for step in self.forward_steps
@@ -178,6 +178,9 @@ class Ring(Strategy):
         next(offload)
         # Nothing was saved where only the own block has work: then nothing travels here either.
         held = saved.pop(0) if saved else None
+        if held is not None and (held.data_ptr() | held.storage_offset()) % 16:
+            # A hook on saved tensors has put it where it cannot be viewed in any dtype.
+            held = held.clone()
         for step in self.backward_steps:
             transfer, arriving = DONE, held
             if held is not None and step.keys_hop is not None:

@@ -54,7 +54,8 @@ class Single(Strategy):
         # The kernel may write into `dst`, a part of `state`, or return tensors of its own, possibly
         # wider.
         result = call.kernel.attend(rows_in_item, columns.take(item.k_slice), item, params, dst)
-        if self.prepares and result.out.data_ptr() == dst.out.data_ptr():
+        is_written_there = result.out.data_ptr() == dst.out.data_ptr()
+        if self.prepares and is_written_there and key not in self.launches.forward:
             launches = prepare_forward(call.kernel, rows, columns, state, [(item, 0)], params)
             keep(self.launches.forward, key, launches)
         if fully_written:

@@ -80,7 +80,7 @@ class TwoStageGather(GatheringStrategy):
     """
 
     own_items: tuple[WorkItem, ...] = ()
-    launches: dict[object, PreparedPartials] = field(default_factory=dict, compare=False)
+    launches: dict[object, PreparedPartials | None] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, resolution: Resolution) -> Self:
@@ -131,7 +131,7 @@ class TwoStageGather(GatheringStrategy):
             # All has arrived, and the rank's own K/V have been read: the caller may change them.
             arriving.wait(None)
             saved = [*arriving.tensors]
-        if key is not None and rows.q.numel() > 0:
+        if key is not None and key not in self.launches and rows.q.numel() > 0:
             own_work, others = (own, self.own_items), (columns, gather)
             prepared = prepare_partials(call.kernel, rows, own_work, others, keys, call.params)
             keep(self.launches, key, prepared)
@@ -161,11 +161,12 @@ class TwoStageGather(GatheringStrategy):
         """Return the gradients in the inputs' dtype or the accumulators'."""
         session = call.open_session(call.backward_signature, self.gather, groups=1)
         prepared = self.launches.get(tensors_key(*inputs[:3])) if self.prepares else None
-        rows_of_results = upstream.dout, upstream.out
+        # The others are no part of the key; hooks on saved tensors may put them anywhere in memory.
         if (
             prepared is not None
             and upstream.delta is None
-            and all(map(is_aligned, rows_of_results))
+            and upstream.lse.data_ptr() % 16 == 0
+            and all(map(is_aligned, (upstream.dout, upstream.out, *saved)))
         ):
             return self._repeat_backward(call, inputs, upstream, saved, session, prepared)
         gather, rows, keys = self.gather, call.rows(inputs), session.spec.keys
