@@ -64,12 +64,14 @@ def _differences(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
-def _captured(run: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """A graph of what was run as usual before, and where its results will be."""
+def _captured(
+    run: Callable[[], list[Tensor]], *, before: int = 3
+) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """A graph of what was run as usual ``before`` times, and where its results will be."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
-        for _ in range(3):
+        for _ in range(before):
             run()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
@@ -94,6 +96,23 @@ def in_one_graph(_: int, move: Any) -> list[float]:
         replayed.append(_differences(results, expected))
         if seed == 12:  # a longer call moves the memory that peers read
             _both(attend, _shards(seed, 4 * LENGTH))
+    return replayed
+
+
+def after_one_call(_: int, move: Any) -> list[float]:
+    """A single call, captured as soon as it can be: when it was made once."""
+    attend: Attend = partial(ContextParallel(layout="zigzag").attention, causal=True, **move)
+    held = _shards(0)
+    graph, results = _captured(partial(_both, attend, held), before=1)
+    replayed = []
+    for seed in range(30, 33):
+        fresh = _shards(seed)
+        with torch.no_grad():
+            for static_input, x in zip(held, fresh, strict=True):
+                static_input.copy_(x)
+        graph.replay()
+        again = [x.clone() for x in results]
+        replayed.append(_differences(again, _both(attend, fresh)))
     return replayed
 
 
@@ -160,6 +179,7 @@ def _marks(size: int, move: dict[str, Any]) -> list[pytest.MarkDecorator]:
 def test_results_are_those_of_calls_as_usual(size: int, move: Any) -> None:
     with LocalRanks(size, cuda=True) as ranks:
         for differences in (
+            *ranks.run(after_one_call, move),  # first, while nothing has been called
             *ranks.run(in_one_graph, move),
             *ranks.run(as_graphed_callable, move),
         ):

@@ -1,6 +1,7 @@
 """What a repeated call costs the host, which has to be ahead of the GPU, and what it sends.
 
-Counted in calls of this project's Python functions, and in messages.
+Counted in calls of this project's Python functions, and in messages. The call is a plain causal one
+in float32; windows, documents and 16 bits, which `eager` computes on CPUs, take more of them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from ring_torch.comm.ranks import Ranks
 
 HYBRID_RING = StrategyConfig("hybrid", ulysses_size=2)
 HYBRID_GATHER = StrategyConfig("hybrid", ulysses_size=2, outer="gather")
+#: The most calls and files of a pass in any strategy.
+GOAL = 120, 13
 #: Ranks, strategy, layout: the most calls, and files, of a repeated forward, and of a backward.
 MOST: dict[tuple[int, str | StrategyConfig, str], tuple[tuple[int, int], tuple[int, int]]] = {
     (1, "ring", "zigzag"): ((33, 10), (36, 10)),
@@ -72,6 +75,9 @@ def counted(rank: int, strategy: str | StrategyConfig, layout: Any) -> list[tupl
 def test_a_repeated_call(
     size: int, strategy: str | StrategyConfig, layout: str, backend: Any
 ) -> None:
+    assert all(
+        calls <= GOAL[0] and files <= GOAL[1] for calls, files in MOST[size, strategy, layout]
+    )
     for counts in backend.pool(size).run(counted, strategy, layout):
         for most, (calls, files) in zip(MOST[size, strategy, layout], counts, strict=True):
             assert calls <= most[0] and files <= most[1], counts

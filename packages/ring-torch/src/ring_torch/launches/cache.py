@@ -8,8 +8,6 @@ from weakref import ref
 
 from torch import Tensor
 
-from ring_torch.capture import is_capturing
-
 _MOST = 16  # keys of a cache
 
 
@@ -24,11 +22,8 @@ def tensors_key(*tensors: Tensor | None) -> object:
 def keep[T](launches_by_key: dict[object, T | None], key: object, launches: T | None) -> None:
     """Keep launches under a key; a full cache is emptied first.
 
-    ``None`` is kept, too: calls whose launches cannot be prepared are not asked for them again. But
-    not of a call that is captured into a CUDA graph, which may have run other launches than usual.
+    ``None`` is kept, too: calls whose launches cannot be prepared are not asked for them again.
     """
-    if launches is None and is_capturing():
-        return
     # Strides that change with every call would otherwise keep launches without end.
     if len(launches_by_key) >= _MOST:
         launches_by_key.clear()

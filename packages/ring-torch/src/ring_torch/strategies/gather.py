@@ -24,6 +24,7 @@ from ring_core.choose.gathering import memory_refusals
 from ring_core.programs.gather import Fetch
 from ring_torch.buffers import ONE_GROUP, KeyGradBuffer
 from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec
+from ring_torch.capture import is_capturing
 from ring_torch.launches.cache import keep, tensors_key
 from ring_torch.records import (
     AttentionState,
@@ -125,7 +126,9 @@ class Gather(GatheringStrategy):
             # All of the group has arrived, and this rank's own K/V have been read: the caller may
             # change them after this call.
             arriving.wait(None)
-        if self.prepares and results[0] is state and key not in self.launches.forward:
+        # A call that is captured into a CUDA graph may have run other launches than usual.
+        can_prepare = self.prepares and results[0] is state and not is_capturing()
+        if can_prepare and key not in self.launches.forward:
             items = list(zip(gather.items, gather.waits_for, strict=True))
             launches = prepare_forward(call.kernel, rows, columns, state, items, call.params)
             keep(self.launches.forward, key, launches)
@@ -217,7 +220,7 @@ class Gather(GatheringStrategy):
         # No launch is left that could hide the last group's transfer: wait for it.
         dk, dv = finish(groups - 1)
         can_prepare = self.prepares and not self.groups.before_last_item and upstream.delta is None
-        if can_prepare and items and key not in self.launches.backward:
+        if can_prepare and items and key not in self.launches.backward and not is_capturing():
             prepared = prepare_backward(
                 call.kernel, rows, columns, upstream, row_grads.dq, sums, gather, call.ranks.rank,
                 int(call.plan.k_layout.num_tokens(call.ranks.rank)), call.params,

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ring_core import WorkItem
-from ring_torch.capture import is_capturing
 from ring_torch.kernels.api import Kernel, merge_of_spans
 from ring_torch.kernels.library import ForwardLaunch
 from ring_torch.records import (
@@ -170,9 +169,8 @@ def prepare_ring(
         prepared.append(tuple(launches))
     # Each merge runs once on uninitialised memory, so that it is compiled: the next call may be
     # captured into a CUDA graph. All of its tensors may lie in the same memory.
-    if not (q.is_cuda and is_capturing()):
-        for merge, results_of_merge in merges.values():
-            merge(trial.out, trial.out, trial.lse, *results_of_merge)
+    for merge, results_of_merge in merges.values():
+        merge(trial.out, trial.out, trial.lse, *results_of_merge)
     return PreparedRing(tuple(prepared), dtype, splits_sums)
 
 

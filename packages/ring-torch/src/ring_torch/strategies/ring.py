@@ -17,6 +17,7 @@ from ring_core import RingProgram, WorkItem
 from ring_core.programs.ring import Stage
 from ring_torch.buffers import BufferSpec, Shapes, packing_of
 from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec, zero_row_grads
+from ring_torch.capture import is_capturing
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Transfer
 from ring_torch.launches.cache import keep, tensors_key
@@ -144,7 +145,7 @@ class Ring(Strategy):
                 saved = [held]
         # Wait for results that helpers still owe this rank, and merge them.
         next(offload, None)
-        if self.prepares and key not in self.launches:
+        if self.prepares and key not in self.launches and not is_capturing():
             steps = [
                 (call.columns(step.keys_of, keys if step.is_own else held_keys), step.items)
                 for step in self.forward_steps

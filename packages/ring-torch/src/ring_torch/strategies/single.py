@@ -8,6 +8,7 @@ import torch
 
 from ring_core import WorkItem
 from ring_torch.call import Call, Resolution, Saved, Strategy
+from ring_torch.capture import is_capturing
 from ring_torch.launches.cache import keep, tensors_key
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs, folded, unseen_state
 from ring_torch.strategies.prepared import PreparedLaunches, prepare_forward
@@ -54,8 +55,8 @@ class Single(Strategy):
         # The kernel may write into `dst`, a part of `state`, or return tensors of its own, possibly
         # wider.
         result = call.kernel.attend(rows_in_item, columns.take(item.k_slice), item, params, dst)
-        is_written_there = result.out.data_ptr() == dst.out.data_ptr()
-        if self.prepares and is_written_there and key not in self.launches.forward:
+        can_prepare = self.prepares and result.out.data_ptr() == dst.out.data_ptr()
+        if can_prepare and key not in self.launches.forward and not is_capturing():
             launches = prepare_forward(call.kernel, rows, columns, state, [(item, 0)], params)
             keep(self.launches.forward, key, launches)
         if fully_written:

@@ -15,6 +15,7 @@ import torch
 from ring_core import GatherProgram, WorkItem, gather_program
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, Shapes
 from ring_torch.call import Call, Resolution, Saved, Strategy, zero_row_grads
+from ring_torch.capture import is_capturing
 from ring_torch.launches.cache import keep, tensors_key
 from ring_torch.records import (
     AttentionState,
@@ -131,7 +132,8 @@ class TwoStageGather(GatheringStrategy):
             # All has arrived, and the rank's own K/V have been read: the caller may change them.
             arriving.wait(None)
             saved = [*arriving.tensors]
-        if key is not None and key not in self.launches and rows.q.numel() > 0:
+        can_prepare = key is not None and rows.q.numel() > 0 and not is_capturing()
+        if can_prepare and key not in self.launches:
             own_work, others = (own, self.own_items), (columns, gather)
             prepared = prepare_partials(call.kernel, rows, own_work, others, keys, call.params)
             keep(self.launches, key, prepared)
