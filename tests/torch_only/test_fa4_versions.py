@@ -96,6 +96,7 @@ class Library:
         self.module = SimpleNamespace(
             _flash_attn_fwd=self._forward(), _flash_attn_bwd=self._backward(),
             _bwd_preprocess=self._prepare(), _bwd_postprocess_convert=self._round(),
+            _tile_size_bwd_sm90=lambda *_: SimpleNamespace(m_block_size=TILE),
         )  # fmt: skip
 
     def _forward(self) -> Any:
@@ -204,7 +205,7 @@ class Library:
             max_seqlen_q: int = 0, max_seqlen_k: int = 0,
         ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
             del max_seqlen_q, max_seqlen_k
-            assert score_mod is score_mod_bwd is mask_mod is None
+            assert score_mod is score_mod_bwd is mask_mod is None and lse.dtype == torch.float32
             self.asked["backward"] += 1
             causal, window = resolved(window_size_left, window_size_right)
             dq = torch.empty_like(q) if dq is None else dq
@@ -600,6 +601,42 @@ def test_calls_of_other_threads_are_not_noted(install: Callable[[str], Library])
     torch.testing.assert_close(
         forward(flash, launch, *tensors[:3])[0], launch.wanted(*tensors[:3])[0]
     )
+
+
+@pytest.mark.parametrize("default_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (5, 2)])
+def test_functions_of_a_split_backward_are_those_of_a_small_one(
+    window: Window, default_dtype: torch.dtype, install: Callable[[str], Library],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """They are asked for once, and give an item's gradients."""
+    library, launch, zeros = install(KNOWN), Launch(window, heads=(4, 2)), torch.zeros
+
+    def on_cpu(*sizes: int, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+        del device
+        return zeros(*sizes, dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros", on_cpu)
+    is_causal, sides = resolved(*window)
+    bounded = tuple(side is not None for side in sides)
+    torch.set_default_dtype(default_dtype)
+    try:
+        functions = fa4.split.split_functions.__wrapped__(torch.float32, 8, 2, is_causal, bounded)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (functions.tile, functions.dim) == (TILE, 8)
+    assert functions.after_window == (None, None, None, (None, None), None, None)
+    assert library.asked == {"backward": 1}
+    q, k, v, dout = launch.tensors()
+    out, lse, grads = launch.whole(q, k, v, dout)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    sums = zeros(k.transpose(1, 2).shape), zeros(v.transpose(1, 2).shape)
+    functions.accumulate(q, k, v, dout, out, lse, dq, sums, launch.options.scale, sides)
+    for x, grad, scale in zip(sums, (dk, dv), (launch.options.scale, 1.0), strict=True):
+        functions.round(x, grad, scale)
+    for actual, right in zip((dq, dk, dv), grads, strict=True):
+        torch.testing.assert_close(actual, right)
+    assert library.asked == {"backward": 1}
 
 
 def program(mask: Mask) -> RingProgram:

@@ -241,7 +241,7 @@ def split_functions(
         torch.zeros(2, 512, 2 * group, dim, dtype=dtype, device="cuda") for _ in range(3)
     )
     k, v = (torch.zeros(2, 512, 2, dim, dtype=dtype, device="cuda") for _ in range(2))
-    lse = torch.zeros(2, 2 * group, 512, device="cuda")
+    lse = torch.zeros(2, 2 * group, 512, dtype=torch.float32, device="cuda")
     calls = not_none(recorded_backward(dout, q, k, v, out, lse, options, PLAIN, None)[1])
     rows = backward_tile_queries(dim, is_causal=is_causal, is_local=not is_causal and any(bounded))
     # Read off the library's own sums of dQ: it pads head dims by rules of its own.
