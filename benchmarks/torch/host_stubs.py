@@ -23,7 +23,7 @@ from benchmarks.torch.alone import as_rank
 from ring_torch import kernels, prepare
 from ring_torch.buffers import BufferSpec
 from ring_torch.comm.ranks import Ranks
-from ring_torch.kernels.fa4 import FA4, compiled, private, split
+from ring_torch.kernels.fa4 import FA4, private, split
 from ring_torch.launches import direct
 from ring_torch.merge_ops import merge_of_spans_on_gpu
 from ring_torch.strategies import prepared_ring
@@ -112,8 +112,8 @@ def without_launches() -> Iterator[None]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (kernels, "KERNELS", (fa4,)), (private, "is_known", lambda: True),
-        (private, "interface", lambda: library), (compiled, "interface", lambda: library),
-        (split, "split_functions", functions), (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        (private, "interface", lambda: library), (split, "split_functions", functions),
+        (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "current_device", lambda: 0), (torch.cuda, "current_stream", lambda: stream),
         (direct.DirectKernel, "launch", _launch),
         (direct.DirectKernel, "__getitem__", lambda *_: nothing), (one_kernel, "SymmetricMemory", OwnMemory),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import re
 import sys
 import threading
 import weakref
@@ -95,6 +96,7 @@ class Library:
         self.module = SimpleNamespace(
             _flash_attn_fwd=self._forward(), _flash_attn_bwd=self._backward(),
             _bwd_preprocess=self._prepare(), _bwd_postprocess_convert=self._round(),
+            _tile_size_bwd_sm90=lambda *_: SimpleNamespace(m_block_size=TILE),
         )  # fmt: skip
 
     def _forward(self) -> Any:
@@ -203,7 +205,7 @@ class Library:
             max_seqlen_q: int = 0, max_seqlen_k: int = 0,
         ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
             del max_seqlen_q, max_seqlen_k
-            assert score_mod is score_mod_bwd is mask_mod is None
+            assert score_mod is score_mod_bwd is mask_mod is None and lse.dtype == torch.float32
             self.asked["backward"] += 1
             causal, window = resolved(window_size_left, window_size_right)
             dq = torch.empty_like(q) if dq is None else dq
@@ -582,7 +584,7 @@ def test_calls_of_other_threads_are_not_noted(install: Callable[[str], Library])
 
     thread = threading.Thread(target=meanwhile)
     thread.start()
-    with fa4.private.calls_of(by_hand) as (calls,):
+    with fa4.private._calls_of(by_hand) as (calls,):
         begun.set()
         assert done.wait(10)
     thread.join()
@@ -599,6 +601,42 @@ def test_calls_of_other_threads_are_not_noted(install: Callable[[str], Library])
     torch.testing.assert_close(
         forward(flash, launch, *tensors[:3])[0], launch.wanted(*tensors[:3])[0]
     )
+
+
+@pytest.mark.parametrize("default_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (5, 2)])
+def test_functions_of_a_split_backward_are_those_of_a_small_one(
+    window: Window, default_dtype: torch.dtype, install: Callable[[str], Library],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """They are asked for once, and give an item's gradients."""
+    library, launch, zeros = install(KNOWN), Launch(window, heads=(4, 2)), torch.zeros
+
+    def on_cpu(*sizes: int, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+        del device
+        return zeros(*sizes, dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros", on_cpu)
+    is_causal, sides = resolved(*window)
+    bounded = tuple(side is not None for side in sides)
+    torch.set_default_dtype(default_dtype)
+    try:
+        functions = fa4.split.split_functions.__wrapped__(torch.float32, 8, 2, is_causal, bounded)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (functions.tile, functions.dim) == (TILE, 8)
+    assert functions.after_window == (None, None, None, (None, None), None, None)
+    assert library.asked == {"backward": 1}
+    q, k, v, dout = launch.tensors()
+    out, lse, grads = launch.whole(q, k, v, dout)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    sums = zeros(k.transpose(1, 2).shape), zeros(v.transpose(1, 2).shape)
+    functions.accumulate(q, k, v, dout, out, lse, dq, sums, launch.options.scale, sides)
+    for x, grad, scale in zip(sums, (dk, dv), (launch.options.scale, 1.0), strict=True):
+        functions.round(x, grad, scale)
+    for actual, right in zip((dq, dk, dv), grads, strict=True):
+        torch.testing.assert_close(actual, right)
+    assert library.asked == {"backward": 1}
 
 
 def program(mask: Mask) -> RingProgram:
@@ -637,18 +675,94 @@ def test_other_versions_have_no_split_backward(install: Callable[[str], Library]
         assert applies == (version == KNOWN)
 
 
-def test_positions_of_private_arguments_are_known_in_one_file() -> None:
-    """Elsewhere nothing of the library is imported, and no call has a row of absent arguments."""
-    for path in Path(fa4.__file__).parent.glob("*.py"):
-        tree = ast.parse(path.read_text())
+#: Private names of flash-attn-4, and of what records calls of its compiled functions.
+PRIVATE_NAME = re.compile(r"_(flash_attn|bwd_|tile_size)\w*|_?calls_of|compile_cache")
+#: Fields of its tiles, ``FwdConfig`` and ``BwdConfig``.
+TILE_FIELD = re.compile(
+    r"[mn]_block_size|(SdP|dKV|dQ)_swapAB|AtomLayout\w+|num_stages_\w+|num_wg|dQ_single_wg"
+    r"|mma_pv_is_rs|intra_wg_overlap|q_stage|num_splits"
+)
+
+
+def private_parts(code: str) -> set[str]:
+    """Return the private names and fields of flash-attn-4 that a module reads, imports or quotes.
+
+    Quoted are those that may be given to ``getattr``, also in part by an f-string.
+    """
+    tree = list(ast.walk(ast.parse(code)))
+    read = {x.attr for x in tree if isinstance(x, ast.Attribute)}
+    imported = {x.name for x in tree if isinstance(x, ast.alias)}
+    quoted = {str(x.value) for x in tree if isinstance(x, ast.Constant)}
+    return {
+        name
+        for name in read | imported | quoted
+        if PRIVATE_NAME.fullmatch(name) or TILE_FIELD.fullmatch(name)
+    }
+
+
+def positions_read(code: str) -> list[str]:
+    """Return the expressions of a module that read recorded arguments or buffers by position."""
+    tree = list(ast.walk(ast.parse(code)))
+    taken = [x.value for x in tree if isinstance(x, ast.Subscript)]
+    taken += [
+        x.value for x in tree if isinstance(x, ast.Assign) and isinstance(x.targets[0], ast.Tuple)
+    ]
+    lists = "arguments", "buffers"
+    return [ast.unparse(x) for x in taken if isinstance(x, ast.Attribute) and x.attr in lists]
+
+
+def test_private_parts_are_known_in_one_file() -> None:
+    """Elsewhere none is named or imported, and no recorded call is read by position.
+
+    Nor has any call a row of absent arguments.
+    """
+    folder = Path(fa4.__file__).parent
+    for path in folder.parents[1].rglob("*.py"):
+        code = path.read_text()
+        tree = ast.parse(code)
         found = [x.module or "" for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)]
+        found += [x.name for x in ast.walk(tree) if isinstance(x, ast.alias)]
         found += [str(x.value) for x in ast.walk(tree) if isinstance(x, ast.Constant)]
-        libraries = {x for x in found if x.startswith("flash_attn.")}
+        library = "flash_attn." if path.parent == folder else "flash_attn.cute"
+        libraries = {x for x in found if x.startswith(library)}
         rows = [x.args for x in ast.walk(tree) if isinstance(x, ast.Call)]
         rows += [x.elts for x in ast.walk(tree) if isinstance(x, ast.Tuple)]
         absent = [sum(isinstance(x, ast.Constant) and x.value is None for x in row) for row in rows]
-        if path.name == "private.py":
-            assert max(absent) > 2 and len(libraries) > 2
-        else:  # public functions are in the module `flash_attn.cute`
-            assert max(absent, default=0) <= 2, path.name
-            assert libraries <= ({"flash_attn.cute"} if path.name == "public.py" else set())
+        if path == folder / "private.py":
+            assert max(absent) > 2 and len(libraries) > 2 and len(private_parts(code)) > 8
+            continue
+        # Public functions are in the module `flash_attn.cute`.
+        public = {"flash_attn.cute"} if path == folder / "public.py" else set()
+        # Functions of flash-attn 2 and 3 begin alike.
+        others = {"_flash_attn_"} if path == folder.parent / "flash_attn.py" else set()
+        assert libraries <= public, path
+        assert private_parts(code) <= others, path
+        if path.parent == folder:
+            assert max(absent, default=0) <= 2, path
+            assert not positions_read(code), path
+
+
+@pytest.mark.parametrize(
+    ("code", "part"),
+    [
+        ("module._flash_attn_fwd(q)", "_flash_attn_fwd"),
+        ("calls_of(module._bwd_preprocess)", "_bwd_preprocess"),
+        ("getattr(module, '_bwd_postprocess_convert')", "_bwd_postprocess_convert"),
+        ("getattr(module, f'_tile_size_{direction}_sm90')", "_tile_size_"),
+        ("from flash_attn.cute.interface import _flash_attn_bwd", "_flash_attn_bwd"),
+        ("from ring_torch.kernels.fa4.private import _calls_of", "_calls_of"),
+        ("function.compile_cache = {}", "compile_cache"),
+        ("tile(direction, 64, 64).n_block_size", "n_block_size"),
+        ("bool(tile.SdP_swapAB)", "SdP_swapAB"),
+    ],
+)
+def test_private_parts_are_found(code: str, part: str) -> None:
+    assert private_parts(code) == {part}
+
+
+@pytest.mark.parametrize(
+    "code", ["calls.main.arguments[4:9]", "recorded.buffers[2]", "q, *_ = call.arguments"]
+)
+def test_reading_by_position_is_found(code: str) -> None:
+    assert positions_read(code)
+    assert not positions_read("run(*call.arguments)")

@@ -1,11 +1,11 @@
 """Repeat launches of flash-attn-4 by the compiled functions that an earlier call has used.
 
-A forward through ``_flash_attn_fwd`` takes the host 0.09 ms, in which the library works out which
-of its compiled functions to call, and with which arguments. On Hopper that is remembered, and later
-calls that are alike call the compiled functions directly. Calls are alike if their tensors have the
-same dtypes, devices, shapes and strides, begin at multiples of 16 bytes, and have the same options;
-the library's own keys distinguish less. Streams are read at each launch. Functions, shapes and
-numbers are remembered, but no tensors.
+A forward through the library takes the host 0.09 ms, in which the library works out which of its
+compiled functions to call, and with which arguments. On Hopper that is remembered, and later calls
+that are alike call the compiled functions directly. Calls are alike if their tensors have the same
+dtypes, devices, shapes and strides, begin at multiples of 16 bytes, and have the same options; the
+library's own keys distinguish less. Streams are read at each launch. Functions, shapes and numbers
+are remembered, but no tensors.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from torch import Tensor
 from ring_torch.kernels.fa4.private import (
     PLAIN,
     RECORDING,
-    Calls,
+    BackwardCalls,
+    ForwardCall,
     Function,
-    MainArguments,
     Modded,
-    around_sinks,
-    calls_of,
     forward_arguments,
-    interface,
     library_backward,
     library_forward,
     main_arguments,
     offsets,
     prepare_arguments,
-    recorded_window_and_aux,
+    recorded_backward,
+    recorded_forward,
+    repeated_forward,
     round_arguments,
 )
 from ring_torch.kernels.library import (
@@ -58,8 +57,7 @@ class _Forward(NamedTuple):
         modded: Modded,
     ) -> None:  # fmt: skip
         """Launch the forward: write ``out``, and ``lse`` if it is given."""
-        aux = None, modded.numbers
-        self.launch(*forward_arguments(q, k, v, out, lse, options, modded, self.window, aux))
+        self.launch(*forward_arguments(q, k, v, out, lse, options, modded, self.window))
 
 
 class _Backward(NamedTuple):
@@ -98,7 +96,7 @@ class _Backward(NamedTuple):
         self.main(
             *main_arguments(
                 q, k, v, dout, (lse_log2, delta, dq_sums, *sums), options, modded, self.window,
-                semaphores, (None, modded.numbers),
+                semaphores,
             )
         )  # fmt: skip
         self._round(options, (dq_sums, *sums), (dq, dk, dv))
@@ -137,9 +135,8 @@ class CompiledFlash4:
         elif key is None or key in self._forwards:
             library_forward(q, k, v, out, lse, options, modded)
         else:
-            with calls_of(interface()._flash_attn_fwd) as (calls,):
-                library_forward(q, k, v, out, lse, options, modded)
-            compiled = _forward_of(calls, q, k, v, out, lse, options, modded)
+            call = recorded_forward(q, k, v, out, lse, options, modded)
+            compiled = _forward_of(call, q, k, v, out, lse, options, modded)
             _remember(self._forwards, key, compiled)
 
     def prepared_forward(
@@ -156,20 +153,7 @@ class CompiledFlash4:
         compiled = self._forwards.get(_forward_key(q, k, v, out, lse, options, modded))
         if compiled is None:
             return None
-        launch, has_lse = compiled.launch, lse is not None
-        before_sinks, after_sinks = around_sinks(
-            forward_arguments(q, k, v, out, lse, options, PLAIN, compiled.window, (None, None))
-        )
-
-        def run(
-            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
-        ) -> None:
-            launch(
-                q.detach() if q.requires_grad else q, k, v, out, lse if has_lse else None, *before_sinks,
-                sinks, *after_sinks,
-            )  # fmt: skip
-
-        return run
+        return repeated_forward(compiled.launch, q, k, v, out, lse, options, compiled.window)
 
     def prepared_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -207,11 +191,7 @@ class CompiledFlash4:
             return launch(*arguments)
         if key is None or key in self._backwards:
             return library_backward(*arguments)
-        module = interface()
-        with calls_of(
-            module._bwd_preprocess, module._flash_attn_bwd, module._bwd_postprocess_convert
-        ) as calls:
-            grads = library_backward(*arguments)
+        grads, calls = recorded_backward(*arguments)
         _remember(self._backwards, key, _backward_of(calls, grads, *arguments[:-1]))
         return grads
 
@@ -256,69 +236,62 @@ def _documents_key(documents: Documents | None) -> object:
 
 
 def _forward_of(
-    calls: Calls, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None,
+    call: ForwardCall | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None,
     options: LaunchOptions, modded: Modded,
 ) -> _Forward | None:  # fmt: skip
     """Return the compiled function that a forward called, to be called directly from now on.
 
     It is ``None`` if the library called it with other arguments than those expected here.
     """
-    if len(calls) != 1:
+    if call is None:
         return None
-    launch, arguments = calls[0]
-    window, aux = recorded_window_and_aux(arguments)
     # Built as later calls will build it: if that is what the library has passed, it may be left
     # out.
-    expected = forward_arguments(q, k, v, out, lse, options, modded, window, aux)
-    return _Forward(launch, window) if _alike(arguments, expected) else None
+    expected = forward_arguments(q, k, v, out, lse, options, modded, call.window, call.aux)
+    return _Forward(call.function, call.window) if _alike(call.arguments, expected) else None
 
 
 def _backward_of(
-    calls: Sequence[Calls], grads: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor,
+    calls: BackwardCalls | None, grads: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor,
     k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: LaunchOptions, modded: Modded,
 ) -> _Backward | None:  # fmt: skip
     """Return the compiled functions that a backward called, to be called directly from now on.
 
     It is ``None`` if the library called them with other arguments than those expected here.
     """
-    prepare_calls, main_calls, round_calls = calls
-    if len(prepare_calls) != 1 or len(main_calls) != 1 or len(round_calls) not in (1, 3):
+    if calls is None:
         return None
-    (prepare, actual_prepare), (main, actual_main) = prepare_calls[0], main_calls[0]
-    if (recorded := MainArguments.of(actual_main)) is None:
-        return None
-    (round_dq, _), *round_others = round_calls
-    lse_log2, delta, dq_sums, *sums = recorded.buffers
-    round_dkv = (round_others[0][0], round_others[1][0]) if round_others else None
-    compiled = _Backward(
-        prepare, main, round_dq, round_dkv, recorded.window, tuple(delta.shape), tuple(dq_sums.shape),
-        (tuple(sums[0].shape), tuple(sums[1].shape)) if round_others else None,
-        tuple(None if x is None else tuple(x.shape) for x in recorded.semaphores),
-    )  # fmt: skip
-    documents = options.documents
-    cu_q, cu_k = offsets(documents)
-    expected_rounds = [round_arguments(dq_sums, grads[0], options.scale, cu_q)]
-    if round_others:
-        expected_rounds += [
-            round_arguments(x, grad, scale, cu_k)
-            for x, grad, scale in zip(sums, grads[1:], (options.scale, 1.0), strict=True)
+    prepare, main, round_dq, round_dk, round_dv = calls
+    dq, dk, dv = grads
+    cu_q, cu_k = offsets(options.documents)
+    buffers = main.lse_log2, main.delta, main.dq_sums
+    rounds = [(round_dq.arguments, round_arguments(main.dq_sums, dq, options.scale, cu_q))]
+    sums, round_dkv = (dk, dv), None
+    if round_dk is not None and round_dv is not None:
+        sums, round_dkv = (main.dk_sums, main.dv_sums), (round_dk.function, round_dv.function)
+        rounds += [
+            (round_dk.arguments, round_arguments(main.dk_sums, dk, options.scale, cu_k)),
+            (round_dv.arguments, round_arguments(main.dv_sums, dv, 1.0, cu_k)),
         ]
-    buffers = lse_log2, delta, dq_sums, *(sums if round_others else grads[1:])
-    expected = main_arguments(
-        q, k, v, dout, buffers, options, modded, recorded.window, recorded.semaphores, recorded.aux
+    expected_prepare = prepare_arguments(
+        out, dout, main.delta, lse, main.lse_log2, main.dq_sums, options.documents
+    )
+    expected_main = main_arguments(
+        q, k, v, dout, (*buffers, *sums), options, modded, main.window, main.semaphores, main.aux
     )
     as_expected = (
-        _alike(
-            actual_prepare,
-            prepare_arguments(out, dout, delta, lse, lse_log2, dq_sums, documents),
-        )
-        and _alike(actual_main, expected)
-        and all(
-            _alike(actual, wanted)
-            for (_, actual), wanted in zip(round_calls, expected_rounds, strict=True)
-        )
+        _alike(prepare.arguments, expected_prepare)
+        and _alike(main.arguments, expected_main)
+        and all(_alike(actual, expected) for actual, expected in rounds)
     )
-    return compiled if as_expected else None
+    if not as_expected:
+        return None
+    return _Backward(
+        prepare.function, main.function, round_dq.function, round_dkv, main.window,
+        tuple(main.delta.shape), tuple(main.dq_sums.shape),
+        None if round_dkv is None else (tuple(main.dk_sums.shape), tuple(main.dv_sums.shape)),
+        tuple(None if x is None else tuple(x.shape) for x in main.semaphores),
+    )  # fmt: skip
 
 
 def _alike(actual: Any, expected: Any) -> bool:

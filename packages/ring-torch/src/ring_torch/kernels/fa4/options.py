@@ -20,7 +20,13 @@ from ring_core.masks.expression import Expression, expression_of
 from ring_core.plan.tile_mask import BlockGeometry
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.block_index import FAR, Grid, kinds_on, tile_numbers
-from ring_torch.kernels.fa4.private import BLOCK_Q, PLAIN, Modded, tile
+from ring_torch.kernels.fa4.private import (
+    BLOCK_Q,
+    PLAIN,
+    Modded,
+    backward_is_transposed,
+    tile_keys,
+)
 from ring_torch.kernels.library import Direction, LaunchOptions, Mods
 
 _LARGEST_TILE = 256  # tokens; no tile of the library's is larger
@@ -162,7 +168,7 @@ def _lists(
     """Return block lists, shared by all heads, and the size of a block."""
     from ring_torch.kernels.fa4.block_lists import block_lists
 
-    block_k = int(tile(direction, q.shape[-1], v.shape[-1]).n_block_size)
+    block_k = tile_keys(direction, q.shape[-1], v.shape[-1])
     if direction == "forward" and mods.geometry is not None and mods.segments is None:
         block_k = _cheaper_block_k(item, mods.geometry, block_k)
     size = BLOCK_Q, block_k
@@ -188,7 +194,7 @@ def _cheaper_block_k(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
 @cache
 def _by_columns(direction: Direction, head_dim: int, v_head_dim: int) -> bool:
     """Return True if a thread of the kernel holds columns of scores: tiles are then transposed."""
-    return direction == "backward" and bool(tile(direction, head_dim, v_head_dim).SdP_swapAB)
+    return direction == "backward" and backward_is_transposed(head_dim, v_head_dim)
 
 
 @capture_safe_cache(maxsize=32)

@@ -1,8 +1,8 @@
 """Private parts of flash-attn-4: its compiled functions, their arguments, and its tile sizes.
 
-All of it was read from the sources of :data:`VERSIONS` and holds for these alone. With any other
-version the kernel calls public functions (:mod:`ring_torch.kernels.fa4.public`) and refuses what
-they do not offer.
+No other module names them, or knows the places of their arguments. All of it was read from the
+sources of :data:`VERSIONS` and holds for these alone. With any other version the kernel calls
+public functions (:mod:`ring_torch.kernels.fa4.public`) and refuses what they do not offer.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ring_torch.kernels.library import DOCUMENT_ARGUMENTS, Direction, Documents, LaunchOptions
+from ring_torch.kernels.library import (
+    DOCUMENT_ARGUMENTS,
+    Direction,
+    Documents,
+    ForwardLaunch,
+    LaunchOptions,
+)
 from ring_torch.options import Window
 
 #: Versions of flash-attn-4 whose private parts are as this module says.
 VERSIONS = ("4.0.0b36",)
 Function = Callable[..., None]
-Calls = list[tuple[Function, tuple[Any, ...]]]
 #: Queries of a block in block lists, in both passes.
 BLOCK_Q = 128
 # One thread at a time records calls: the library's caches of functions are replaced meanwhile.
@@ -46,11 +51,22 @@ def interface() -> Any:
     return import_module("flash_attn.cute.interface")
 
 
-def tile(direction: Direction, head_dim: int, v_head_dim: int) -> Any:
-    """Return the tile of the library's kernels on Hopper for blocks of 128 queries."""
+def tile_keys(direction: Direction, head_dim: int, v_head_dim: int) -> int:
+    """Return the keys of a tile on Hopper, with block lists."""
     module = interface()
     tiles = module._tile_size_fwd_sm90 if direction == "forward" else module._tile_size_bwd_sm90
-    return tiles(head_dim, v_head_dim, False, False, BLOCK_Q)
+    return int(tiles(head_dim, v_head_dim, False, False, BLOCK_Q).n_block_size)
+
+
+def backward_is_transposed(head_dim: int, v_head_dim: int) -> bool:
+    """Return True if a thread of the backward on Hopper holds columns of scores, not rows."""
+    tiles = interface()._tile_size_bwd_sm90
+    return bool(tiles(head_dim, v_head_dim, False, False, BLOCK_Q).SdP_swapAB)
+
+
+def backward_tile_queries(dim: int, *, is_causal: bool, is_local: bool) -> int:
+    """Return the queries of a tile of the backward on Hopper, without block lists."""
+    return int(interface()._tile_size_bwd_sm90(dim, dim, is_causal, is_local).m_block_size)
 
 
 class Modded(NamedTuple):
@@ -119,63 +135,54 @@ def scalar_to_ssa() -> Any:
 
 def forward_arguments(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions,
-    modded: Modded, window: Window, aux: tuple[Any, ...],
+    modded: Modded, window: Window, aux: tuple[Any, ...] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return the arguments of a compiled forward; ``aux`` are the values that its mods read."""
+    """Return the arguments of a compiled forward.
+
+    ``aux`` are the values that its mods read, as the library passed them; by default ``modded``'s.
+    """
     cu_q, cu_k = offsets(options.documents)
     return (
         *[x.detach() if x.requires_grad else x for x in (q, k, v)], out, lse, options.scale,
-        cu_q, cu_k, None, None, None, *window, modded.sinks, modded.expanded_lists(q), aux,
-        None, None,
+        cu_q, cu_k, None, None, None, *window, modded.sinks, modded.expanded_lists(q),
+        (None, modded.numbers) if aux is None else aux, None, None,
     )  # fmt: skip
 
 
-def around_sinks(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the arguments of a compiled forward between ``lse`` and its sinks, and after them."""
-    return arguments[5:13], arguments[14:]
+def repeated_forward(
+    launch: Function, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None,
+    options: LaunchOptions, window: Window,
+) -> ForwardLaunch:  # fmt: skip
+    """Return a launch of a compiled forward without documents or mods, for tensors like these."""
+    arguments = forward_arguments(q, k, v, out, lse, options, PLAIN, window)
+    # A launch takes its tensors anew; these others are the same each time.
+    before_sinks, after_sinks, has_lse = arguments[5:13], arguments[14:], lse is not None
 
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
+    ) -> None:
+        launch(
+            q.detach() if q.requires_grad else q, k, v, out, lse if has_lse else None, *before_sinks,
+            sinks, *after_sinks,
+        )  # fmt: skip
 
-def recorded_window_and_aux(arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the window and the values for mods that the library passed to a compiled forward."""
-    return arguments[11:13], arguments[15] if len(arguments) > 15 else ()
-
-
-class MainArguments(NamedTuple):
-    """Arguments that the library passed to the main function of a backward.
-
-    Attributes:
-        buffers: lse to base 2, delta, and sums of dQ, dK and dV, or the latter two themselves.
-        window: ``(left, right)`` in the form that the function takes.
-        semaphores: Semaphores of dQ, dK and dV; ``None`` where unused.
-        aux: Values that its mods read.
-        after_window: All after the window.
-    """
-
-    buffers: tuple[Tensor, ...]
-    window: Window
-    semaphores: tuple[Tensor | None, ...]
-    aux: tuple[Any, ...]
-    after_window: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, arguments: tuple[Any, ...]) -> MainArguments | None:
-        """Take recorded arguments apart; ``None`` if they are not as many as expected here."""
-        if len(arguments) != 22:
-            return None
-        return cls(
-            arguments[4:9], arguments[14:16], arguments[16:19], arguments[19], tuple(arguments[16:])
-        )
+    return run
 
 
 def main_arguments(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, buffers: Sequence[Tensor], options: LaunchOptions,
-    modded: Modded, window: Window, semaphores: Sequence[Tensor | None], aux: tuple[Any, ...],
+    modded: Modded, window: Window, semaphores: Sequence[Tensor | None], aux: tuple[Any, ...] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return the arguments of the main function; ``buffers`` as in :class:`MainArguments`."""
+    """Return the arguments of the main function of a backward.
+
+    ``buffers`` are lse to base 2, delta, and sums of dQ, dK and dV, or the latter two themselves;
+    ``aux`` as in :func:`forward_arguments`.
+    """
     cu_q, cu_k = offsets(options.documents)
     return (
         *[x.detach() if x.requires_grad else x for x in (q, k, v)], dout, *buffers, options.scale,
-        cu_q, cu_k, None, None, *window, *semaphores, aux, modded.expanded_lists(q), None,
+        cu_q, cu_k, None, None, *window, *semaphores,
+        (None, modded.numbers) if aux is None else aux, modded.expanded_lists(q), None,
     )  # fmt: skip
 
 
@@ -206,13 +213,112 @@ def offsets(documents: Documents | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if documents is None else (documents.cu_q, documents.cu_k)
 
 
+class Call(NamedTuple):
+    """A call of a compiled function by the library."""
+
+    function: Function
+    arguments: tuple[Any, ...]
+
+
+class ForwardCall(NamedTuple):
+    """The call of a compiled forward, and those of its arguments that are not our own.
+
+    Attributes:
+        function, arguments: As in :class:`Call`.
+        window: ``(left, right)`` in the form that the function takes.
+        aux: Values that its mods read.
+    """
+
+    function: Function
+    arguments: tuple[Any, ...]
+    window: Window
+    aux: tuple[Any, ...]
+
+
+class MainCall(NamedTuple):
+    """The call of the main function of a backward, and those of its arguments that are not our own.
+
+    Attributes:
+        function, arguments: As in :class:`Call`.
+        lse_log2, delta: lse to base 2, and delta.
+        dq_sums, dk_sums, dv_sums: Sums of gradients. The latter two are dK and dV themselves where
+            each query head has its own K/V head.
+        window, aux: As in :class:`ForwardCall`.
+        semaphores: Semaphores of dQ, dK and dV; ``None`` where unused.
+        after_window: All arguments after the window.
+    """
+
+    function: Function
+    arguments: tuple[Any, ...]
+    lse_log2: Tensor
+    delta: Tensor
+    dq_sums: Tensor
+    dk_sums: Tensor
+    dv_sums: Tensor
+    window: Window
+    semaphores: tuple[Tensor | None, ...]
+    aux: tuple[Any, ...]
+    after_window: tuple[Any, ...]
+
+
+class BackwardCalls(NamedTuple):
+    """Calls of compiled functions in a backward; sums of dK/dV are rounded for grouped heads."""
+
+    prepare: Call
+    main: MainCall
+    round_dq: Call
+    round_dk: Call | None = None
+    round_dv: Call | None = None
+
+
+def recorded_forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions, modded: Modded
+) -> ForwardCall | None:  # fmt: skip
+    """Call :func:`library_forward`, and return its call of a compiled function.
+
+    It is ``None`` if that was not one call.
+    """
+    with _calls_of(interface()._flash_attn_fwd) as (calls,):
+        library_forward(q, k, v, out, lse, options, modded)
+    if len(calls) != 1:
+        return None
+    function, arguments = calls[0]
+    aux = arguments[15] if len(arguments) > 15 else ()
+    return ForwardCall(function, arguments, arguments[11:13], aux)
+
+
+def recorded_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: LaunchOptions,
+    modded: Modded, dst: Tensor | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], BackwardCalls | None]:  # fmt: skip
+    """Call :func:`library_backward`, and return its gradients and its calls of compiled functions.
+
+    The latter are ``None`` if they, or the arguments of ``main``, are not as many as expected here.
+    """
+    module = interface()
+    functions = module._bwd_preprocess, module._flash_attn_bwd, module._bwd_postprocess_convert
+    with _calls_of(*functions) as (prepares, mains, rounds):
+        grads = library_backward(dout, q, k, v, out, lse, options, modded, dst)
+    if (len(prepares), len(mains)) != (1, 1) or len(rounds) not in (1, 3):
+        return grads, None
+    function, arguments = mains[0]
+    if len(arguments) != 22:
+        return grads, None
+    lse_log2, delta, dq_sums, dk_sums, dv_sums = arguments[4:9]
+    main = MainCall(
+        function, arguments, lse_log2, delta, dq_sums, dk_sums, dv_sums, arguments[14:16],
+        arguments[16:19], arguments[19], arguments[16:],
+    )  # fmt: skip
+    return grads, BackwardCalls(prepares[0], main, *rounds)
+
+
 @contextmanager
-def calls_of(*functions: Any) -> Iterator[tuple[Calls, ...]]:
+def _calls_of(*functions: Any) -> Iterator[tuple[list[Call], ...]]:
     """Record the compiled functions that functions of the library call inside, with arguments.
 
     It yields a list for each function. Calls of other threads are not recorded.
     """
-    calls: tuple[Calls, ...] = tuple([] for _ in functions)
+    calls: tuple[list[Call], ...] = tuple([] for _ in functions)
     with RECORDING:
         # While the block runs, the library looks its compiled functions up in recording caches. A
         # call of another thread passes through them unrecorded.
@@ -232,7 +338,7 @@ class _RecordingCache:
     """A cache of compiled functions that records which of them a thread calls."""
 
     cache: Any
-    calls: Calls
+    calls: list[Call]
     thread: int
 
     def __contains__(self, key: Any) -> bool:
@@ -248,7 +354,7 @@ class _RecordingCache:
             function(*arguments)
             # A launch of another thread is none of the call that is recorded.
             if get_ident() == self.thread:
-                self.calls.append((function, arguments))
+                self.calls.append(Call(function, arguments))
 
         return call
 

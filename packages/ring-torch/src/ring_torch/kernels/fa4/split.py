@@ -17,14 +17,15 @@ from ring_core.base.arguments import not_none
 from ring_torch.buffers import KVPayload
 from ring_torch.kernels.api import Columns, OwnSpans
 from ring_torch.kernels.fa4.private import (
+    PLAIN,
     Function,
-    MainArguments,
-    calls_of,
-    interface,
+    backward_tile_queries,
     plain_main_arguments,
     prepare_arguments,
+    recorded_backward,
     round_arguments,
 )
+from ring_torch.kernels.library import LaunchOptions
 from ring_torch.launches.cache import KeptViews
 from ring_torch.options import Window
 
@@ -233,27 +234,19 @@ def split_functions(
         is_causal: True if the band is causal, which compiled functions are told besides a window.
         bounded: True for each side of the window, left and right, that is bounded.
     """
-    module = interface()
     left, right = (64 if side else None for side in bounded)
+    options = LaunchOptions(1.0, None, (None, 0) if is_causal else (left, right), None, False)
     # Any numbers will do: only the functions are kept, which depend on dtypes, dims and the band.
     q, out, dout = (
         torch.zeros(2, 512, 2 * group, dim, dtype=dtype, device="cuda") for _ in range(3)
     )
     k, v = (torch.zeros(2, 512, 2, dim, dtype=dtype, device="cuda") for _ in range(2))
-    lse = torch.zeros(2, 2 * group, 512, device="cuda")
-    with calls_of(
-        module._bwd_preprocess, module._flash_attn_bwd, module._bwd_postprocess_convert
-    ) as (prepare_calls, main_calls, round_calls):
-        module._flash_attn_bwd(
-            q, k, v, out, dout, lse, softmax_scale=1.0, causal=is_causal, window_size_left=left,
-            window_size_right=right,
-        )  # fmt: skip
-    ((prepare, _),), ((launch, arguments),) = prepare_calls, main_calls
-    (round_dq, _), (round_dkv, _), _ = round_calls
-    rows = module._tile_size_bwd_sm90(
-        dim, dim, is_causal, not is_causal and any(bounded)
-    ).m_block_size
-    recorded = not_none(MainArguments.of(arguments))
+    lse = torch.zeros(2, 2 * group, 512, dtype=torch.float32, device="cuda")
+    calls = not_none(recorded_backward(dout, q, k, v, out, lse, options, PLAIN, None)[1])
+    rows = backward_tile_queries(dim, is_causal=is_causal, is_local=not is_causal and any(bounded))
     # Read off the library's own sums of dQ: it pads head dims by rules of its own.
-    padded = recorded.buffers[2].shape[2] // (-(-512 // rows) * rows)
-    return SplitFunctions(prepare, launch, recorded.after_window, round_dq, round_dkv, rows, padded)
+    padded = calls.main.dq_sums.shape[2] // (-(-512 // rows) * rows)
+    return SplitFunctions(
+        calls.prepare.function, calls.main.function, calls.main.after_window, calls.round_dq.function,
+        not_none(calls.round_dk).function, rows, padded,
+    )  # fmt: skip
