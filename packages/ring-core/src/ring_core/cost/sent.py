@@ -32,6 +32,7 @@ class CountedCall(NamedTuple):
         backward: True if the backward counts as well.
         fetches_again: True if the backward fetches K/V again, as the forward has not saved them.
         hosts: The host of each rank; ``None`` if all are on one.
+        tile: Keys of a tile, of which gathers fetch whole ones.
     """
 
     plan: Plan
@@ -40,6 +41,7 @@ class CountedCall(NamedTuple):
     backward: bool
     fetches_again: bool
     hosts: Sequence[str] | None = None
+    tile: int = 1
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class StrategyBytes:
     Attributes:
         name: The name that ``strategy=`` takes.
         sent: Returns the bytes that each rank sends to each rank in a call, int64 ``[P, P]``.
-        gathers: Returns True if K/V are gathered, which a backward may fetch again.
+        gathers: Returns True if K/V are gathered, which a backward may fetch again, and of which
+            kernels may need whole tiles.
     """
 
     name: str
@@ -70,7 +73,7 @@ class StrategyBytes:
 
 def bytes_sent(
     plan: Plan, model: Model, strategy: str | StrategyConfig | StrategyBytes, *,
-    backward: bool = True, fetches_again: bool = False,
+    backward: bool = True, fetches_again: bool = False, tile: int = 1,
 ) -> tuple[int, ...]:  # fmt: skip
     """Return the bytes that each rank sends in a call of a strategy, without headers.
 
@@ -103,12 +106,15 @@ def bytes_sent(
         backward: Count the backward as well.
         fetches_again: For ``gather``, or ``hybrid`` with it between groups: the backward fetches
             K/V again, as the forward has not saved them.
+        tile: Likewise: keys of a tile, where a kernel's backward needs whole tiles, so that more
+            keys travel at the edge of a window (:func:`ring_core.gather_program`). In PyTorch it is
+            128 for ``fa4`` on Hopper GPUs, in calls that have a gradient and do not return ``lse``.
 
     Raises:
-        ValueError: The strategy is none of these, or cannot run the plan; or ``fetches_again`` is
-            given where nothing is gathered, or without a backward.
+        ValueError: The strategy is none of these, or cannot run the plan; or ``fetches_again`` or
+            ``tile`` is given where nothing is gathered, or ``fetches_again`` without a backward.
     """
-    counted, call = _checked(plan, model, strategy, backward, fetches_again)
+    counted, call = _checked(plan, model, strategy, backward, fetches_again, tile)
     return tuple(map(int, counted.sent(call).sum(axis=1)))
 
 
@@ -126,7 +132,7 @@ class LinkBytes(NamedTuple):
 
 def bytes_by_link(
     plan: Plan, model: Model, strategy: str | StrategyConfig | StrategyBytes, *,
-    ranks_per_host: int, backward: bool = True, fetches_again: bool = False,
+    ranks_per_host: int, backward: bool = True, fetches_again: bool = False, tile: int = 1,
 ) -> LinkBytes:  # fmt: skip
     """Return the bytes that each rank sends within its host, and to other hosts.
 
@@ -145,12 +151,12 @@ def bytes_by_link(
             groups within a host.
         ranks_per_host: Number of consecutive ranks on each host, a divisor of the plan's ranks.
         backward: Count the backward as well.
-        fetches_again: As in :func:`bytes_sent`.
+        fetches_again, tile: As in :func:`bytes_sent`.
 
     Raises:
         ValueError: As in :func:`bytes_sent`; or hosts would have unlike numbers of ranks.
     """
-    counted, call = _checked(plan, model, strategy, backward, fetches_again)
+    counted, call = _checked(plan, model, strategy, backward, fetches_again, tile)
     if plan.cp_size % check_size("ranks_per_host", ranks_per_host):
         raise ValueError(
             f"ranks_per_host must divide the plan's {plan.cp_size} ranks, got {ranks_per_host}"
@@ -165,7 +171,7 @@ def bytes_by_link(
 
 def bytes_held(
     plan: Plan, model: Model, strategy: str | StrategyConfig,
-    hosts: Sequence[str] | None = None,
+    hosts: Sequence[str] | None = None, *, tile: int = 1,
 ) -> int:  # fmt: skip
     """Return the most bytes that a rank holds beyond the caller's tensors, in forward + backward.
 
@@ -181,18 +187,20 @@ def bytes_held(
         strategy: As in :func:`bytes_sent`, but for ``balanced`` and other strategies' own counts.
         hosts: The host of each rank, for ``hybrid`` without ``ulysses_size``; ``None`` if all are
             on one.
+        tile: As in :func:`bytes_sent`.
 
     Raises:
-        ValueError: The strategy is none of these, or cannot run the plan.
+        ValueError: The strategy is none of these, or cannot run the plan; or ``tile`` is given
+            where nothing is gathered.
     """
     config = strategy_config(strategy, [x.name for x in COUNTED if x.held is not None])
-    _, call = _checked(plan, model, config, True, False)
+    _, call = _checked(plan, model, config, True, False, tile)
     return not_none(_count_of(config).held)(call._replace(hosts=hosts))
 
 
 def _checked(
     plan: Plan, model: Model, strategy: str | StrategyConfig | StrategyBytes, backward: bool,
-    fetches_again: bool,
+    fetches_again: bool, tile: int,
 ) -> tuple[StrategyBytes, CountedCall]:  # fmt: skip
     """Check the arguments of a count of bytes, and return the strategy's count and what it gets."""
     for name, value, kind in (
@@ -207,7 +215,11 @@ def _checked(
         counted = _count_of(config)
     if fetches_again and not (counted.gathers(config) and backward):
         raise ValueError("fetches_again is for the backward of strategy 'gather': leave it out")
-    return counted, CountedCall(plan, model, config, backward, fetches_again)
+    if check_size("tile", tile) != 1 and not counted.gathers(config):
+        raise ValueError(
+            f"tile is for strategies that gather keys, not {config.name!r}: leave it out"
+        )
+    return counted, CountedCall(plan, model, config, backward, fetches_again, tile=tile)
 
 
 def _count_of(config: StrategyConfig) -> _Counted:
@@ -306,7 +318,8 @@ def _gather_held(call: CountedCall) -> int:
     """Return the bytes of the longest buffer of keys and the rank's own, with their gradients."""
     plan, (_, keys) = call.plan, rows_and_keys(call.plan, call.model)
     # Ranks differ in what they fetch: memory has to do for the one that fetches most.
-    gathered = longest_gather(plan).length * keys // plan.k_layout.local_len
+    longest = longest_gather(plan, tile=call.tile).length
+    gathered = longest * keys // plan.k_layout.local_len
     return (gathered + keys) * (call.model.bytes_per_element + FLOAT32_BYTES)
 
 
@@ -353,7 +366,7 @@ def _gather_bytes(call: CountedCall) -> BytesByRanks:
     width = model.batch * model.num_kv_heads * (model.head_dim + model.value_dim)
     keys = np.zeros((plan.cp_size, plan.cp_size), np.int64)
     for rank in range(plan.cp_size):
-        for fetch in gather_program(plan, rank).fetches:
+        for fetch in gather_program(plan, rank, tile=call.tile).fetches:
             # The receiver's program names the sender; own keys are copied, not sent.
             if fetch.rank != rank:
                 keys[fetch.rank, rank] += fetch.source.stop - fetch.source.start
