@@ -8,10 +8,10 @@ from itertools import islice
 import numpy as np
 
 from ring_core.base.arguments import check_kind, is_integer
-from ring_core.base.config import RING_STRATEGIES
 from ring_core.layouts.layout import Layout
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
+from ring_core.programs.steps import ring_of
 from ring_core.viz.cells import (
     NOBODY,
     WRONG,
@@ -77,7 +77,7 @@ def heading(program: RingProgram) -> str:
     lengths = f"seq_len={_length(plan.q_layout)}"
     if plan.kv_seq_len != plan.seq_len:
         lengths += f" kv_seq_len={_length(plan.k_layout)}"
-    strategy = "" if program.strategy == RING_STRATEGIES[0] else f" strategy={program.strategy}"
+    strategy = "" if ring_of(program.strategy).is_plain else f" strategy={program.strategy}"
     return (
         f"{lengths} cp_size={plan.cp_size} layout={plan.q_layout.name}{strategy} "
         f"mask: {plan.mask.describe()}"
