@@ -304,13 +304,16 @@ SUBJECTS: dict[str, Subject] = {
     "ring_core.cost.hardware": Subject(hardware, {"name": "tpu-v5e"}, {"name": NAME}),
     "ring_core.cost.bytes_sent": Subject(
         bytes_sent, {"plan": plan, "model": model, "strategy": "ring"},
-        {"plan": PLAN, "model": {"none": None, "word": "llama"}, "strategy": NAME, "backward": FLAG, "fetches_again": FLAG},
+        {
+            "plan": PLAN, "model": {"none": None, "word": "llama"}, "strategy": NAME, "backward": FLAG, "fetches_again": FLAG,
+            "tile": {**SIZE, "none": None, "of a ring": 2},
+        },
     ),
     "ring_core.cost.bytes_by_link": Subject(
         bytes_by_link, {"plan": plan, "model": model, "strategy": "ring", "ranks_per_host": 1},
         {
             "plan": PLAN, "model": {"none": None, "word": "llama"}, "strategy": NAME, "backward": FLAG, "fetches_again": FLAG,
-            "ranks_per_host": {**SIZE, "none": None, "more than ranks": 4},
+            "ranks_per_host": {**SIZE, "none": None, "more than ranks": 4}, "tile": {**SIZE, "none": None, "of a ring": 2},
         },
     ),
     "ring_core.cost.estimate": Subject(

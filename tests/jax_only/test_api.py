@@ -279,7 +279,13 @@ def test_explain_says_what_would_run() -> None:
         f"kernel xla (any device)\n{absent}strategy ring, transport xla\n  not gather: {why}\n"
         f"program            {size} items of all ranks\n{viz.describe(program, pictures=False)}"
     )
-    assert "strategy gather" in cp.explain(q, k, v, causal=True, strategy="gather")
+    gathering = cp.explain(q, k, v, causal=True, strategy="gather")
+    assert "strategy gather" in gathering
+    assert gathering.splitlines()[-3:] == [
+        "imbalance          1.000  busiest rank's (query, key) pairs over the mean",
+        "fetches            1 shard of K/V by each device, in one all-gather",
+        "launches           1 over own keys, 1 over all others, in the forward",
+    ]
     lines = []
     jax.eval_shape(lambda q: lines.append(cp.explain(q, k, v, causal=True)), q)
     assert lines == [text], "also while it is traced"

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import patch
 from weakref import ref
 
 import pytest
 import torch
 
 from ring_core import Mask, StrategyConfig, cost, make_plan, ring_program
+from ring_core.choose.gathering import MAX_SAVED_BYTES
+from ring_torch import call as call_module, prepare
 from ring_torch.comm.ranks import DONE, Ranks
+from ring_torch.kernels.api import Selection
+from ring_torch.kernels.eager import EagerKernel
 from ring_torch.options import CallOptions
-from ring_torch.prepare import check_call
+from ring_torch.prepare import _prepare, check_call
 from ring_torch.strategies.balanced import Balanced, OffloadPiece, remote_queries
 from ring_torch.strategies.ring import Ring
 from ring_torch.strategies.ulysses import Ulysses
@@ -158,3 +164,50 @@ def test_bytes_are_those_of_the_model_and_what_is_sent_arrives(
         most = max(x.sent for x in ranks)
         offloads = any(step.offload != "none" for step in call.program.steps)
         assert most <= bound.bytes_sent if offloads else most == bound.bytes_sent
+
+
+class WholeTiles(EagerKernel):
+    """Its backward adds up in whole tiles of keys, as flash-attn-4's does on Hopper."""
+
+    needs_delta = False
+
+    def __init__(self, tile: int) -> None:
+        self.split_backward: Any = SimpleNamespace(tile=tile, applies=lambda *_, **__: True)
+
+
+OUTER_GATHER = StrategyConfig("hybrid", ulysses_size=2, outer="gather")
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize(("strategy", "size"), [("gather", 4), ("gather", 8), (OUTER_GATHER, 8)])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("left", [200, 300, None])
+def test_bytes_in_whole_tiles_are_those_of_the_model(
+    left: int | None, layout: Any, strategy: Any, size: int, saves: bool
+) -> None:
+    tile, tokens = 128, 512
+    mask = Mask(causal=True, window=None if left is None else (left, 0))
+    q, k = (torch.zeros(1, tokens, n, 16, requires_grad=True) for n in EVEN)
+    options = CallOptions(mask=mask, strategy=strategy)
+    sent: list[int] = []
+    with (
+        patch.object(prepare, "choose", lambda *_: Selection(WholeTiles(tile), ())),
+        patch.object(call_module, "MAX_SAVED_BYTES", MAX_SAVED_BYTES if saves else 0),
+    ):
+        _prepare.cache_clear()
+        for rank in range(size):
+            call, inputs = check_call(Ranks(None, rank, size), 0, layout, q, k, k, options)
+            inner: Any = getattr(call.strategy, "inner", call)
+            assert (inner.strategy.gather.tile, inner.strategy.saves) == (tile, saves)
+            sent.append(
+                sum(
+                    call.strategy.traffic(call, inputs, forward=forward, saved=saves).sent
+                    for forward in (True, False)
+                )
+            )
+        _prepare.cache_clear()
+    model = cost.Model(*EVEN, 16, bytes_per_element=4)
+    counted = partial(cost.bytes_sent, call.plan, model, strategy, fetches_again=not saves)
+    assert sent == list(counted(tile=tile))
+    # Of shards that begin at tiles only a window begins elsewhere.
+    assert (sent == list(counted())) == (left is None)

@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from ring_core import StrategyConfig
 from ring_torch import ContextParallel
 from ring_torch.comm.ranks import Ranks
 from ring_torch.local import LocalRanks
+from ring_torch.options import CallOptions
+from ring_torch.prepare import check_call
+from ring_torch.strategies import explained
 from ring_torch.tools.cli import main
 from ring_torch.transports import TRANSPORTS
 
@@ -74,3 +78,93 @@ def test_gpus_that_are_not_there_are_to_be_asked() -> None:
     absent = Ranks(None, 0, 4)
     by_name = {transport.name: transport for transport in TRANSPORTS}
     assert by_name["symm_mem"].refusals(absent, torch.device("cuda"), False) is None
+
+
+def _figures(strategy: str | StrategyConfig, **options: Any) -> list[str]:
+    """The lines of ``explain`` below the plan's, on rank 1 of 4 whose shards are contiguous."""
+    q, k = (torch.empty(1, 256, n, 16, requires_grad=True) for n in (8, 4))
+    record = CallOptions(strategy=strategy, causal=True, **options)
+    text = explained(*check_call(Ranks(None, 1, 4), 0, "contiguous", q, k, k, record))
+    _, _, figures = text.partition("\nseq_len=1024 cp_size=4 layout=contiguous ")
+    return figures.splitlines()[1:]
+
+
+_IMBALANCE = "busiest rank's (query, key) pairs over the mean"
+_WAITS = "of each step's busiest rank: a ring waits for it"
+_EXCHANGES = "2 in the forward, 2 in the backward: tokens for heads among"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "figures"),
+    [
+        (
+            "ring",
+            [
+                f"imbalance          1.749  {_IMBALANCE}", f"imbalance by step  1.749  {_WAITS}",
+                "steps with work    4 of 4; others are skipped",
+                "K/V messages       3 per rank in the forward",
+            ],
+        ),
+        (
+            "gather",
+            [
+                f"imbalance          1.749  {_IMBALANCE}",
+                "fetches            1 by this rank: 256 keys out of 1 of 3 other ranks",
+                "launches           1 over gathered keys, 1 over own in place, in the forward",
+            ],
+        ),
+        (
+            "ulysses",
+            [f"imbalance          1.000  {_IMBALANCE}", f"exchanges          {_EXCHANGES} 4 ranks"],
+        ),
+        (
+            StrategyConfig("hybrid", ulysses_size=2),
+            [
+                f"exchanges          {_EXCHANGES} 2 ranks",
+                "between groups     ring over 2 groups of 2 ranks:",
+                f"imbalance          1.500  {_IMBALANCE}", f"imbalance by step  1.500  {_WAITS}",
+                "steps with work    2 of 2; others are skipped",
+                "K/V messages       1 per rank in the forward",
+            ],
+        ),
+        (
+            StrategyConfig("hybrid", ulysses_size=2, outer="gather"),
+            [
+                f"exchanges          {_EXCHANGES} 2 ranks",
+                "between groups     gather over 2 groups of 2 ranks:",
+                f"imbalance          1.500  {_IMBALANCE}",
+                "fetches            0 by this rank: 0 keys out of 0 of 1 other ranks",
+                "launches           0 over gathered keys, 1 over own in place, in the forward",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_figures_are_those_of_the_strategy_that_runs(
+    strategy: str | StrategyConfig, figures: list[str]
+) -> None:
+    assert _figures(strategy) == figures
+
+
+def test_own_keys_may_be_gathered_too() -> None:
+    """A kernel of all bands sees them in one launch with the others."""
+    *_, fetches, launches = _figures("gather", kernel="eager")
+    assert "1 by this rank: 256 keys" in fetches
+    assert "1 over gathered keys, 0 over own in place" in launches
+
+
+def test_helpers_of_balanced_are_figures() -> None:
+    *_, last = _figures("balanced")
+    assert last.startswith("offloaded steps    ")
+
+
+def test_exchanges_are_those_that_run() -> None:
+    bias = torch.empty(1, 8, 256, 1024, requires_grad=True)
+    ids = torch.zeros(1, 256, dtype=torch.int32)
+    _, exchanges = _figures("ulysses", segment_ids=ids, bias=bias)
+    assert "5 in the forward, 3 in the backward" in exchanges
+
+
+def test_one_rank_has_no_messages() -> None:
+    x = torch.empty(1, 64, 2, 16)
+    text = ContextParallel().explain(x, x, x, causal=True)
+    assert "imbalance " in text and "K/V messages" not in text

@@ -27,6 +27,7 @@ from ring_core.choose.gathering import MAX_SAVED_BYTES
 from ring_core.choose.rates import default as rates_in_use
 from ring_core.programs.grid import RankGrid
 from ring_core.triton.tile_configs import positions_aligned8
+from ring_core.viz.text import imbalance_line, step_lines
 from ring_torch.buffers import HeadCarrier, KVPayload, Shapes
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks
@@ -100,6 +101,15 @@ class Strategy(Protocol):
     def notes(self, _call: Call) -> tuple[str, ...]:
         """Return lines for ``explain`` that say what is special about this call."""
         return ()
+
+    def figures(self, call: Call, _inputs: Inputs) -> list[str]:
+        """Return lines for ``explain`` with numbers: how even the work is, what moves how often.
+
+        Ranks that do not run the steps of ``call.program`` say here what they do in their place.
+        """
+        # A program is made for the ring that runs it, and for other strategies as a stand-in.
+        runs_steps = call.ranks.size > 1 and call.program.strategy == self.name
+        return [imbalance_line(call.program), *(step_lines(call.program) if runs_steps else ())]
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes and dtypes of what a compiled forward saves.

@@ -6,7 +6,7 @@ Capabilities drive refusals, their tests, the doctor and the support matrix.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from ring_core.base.arguments import check_choice, check_flag, check_size
@@ -185,6 +185,29 @@ OUTER_NAMES: tuple[OuterName, ...] = get_args(OuterName)
 
 
 @dataclass(frozen=True)
+class StrategyTraits:
+    """Facts about a strategy that calls need before it is looked up in a framework's table.
+
+    Attributes:
+        name: The name that ``strategy=`` takes.
+        settings: Fields of :class:`StrategyConfig` that it has.
+        ring: Ring strategy whose steps stand for it when a kernel or its time is chosen: its own,
+            or for strategies that have no steps of a ring the plain ring.
+    """
+
+    name: str
+    settings: tuple[str, ...] = ()
+    ring: RingStrategy = "ring"
+
+
+#: Strategies with other traits than the defaults, which any other strategy has.
+STRATEGY_TRAITS = (
+    StrategyTraits("balanced", ring="balanced"),
+    StrategyTraits("hybrid", settings=("ulysses_size", "outer")),
+)
+
+
+@dataclass(frozen=True)
 class StrategyConfig:
     """A strategy and its parameters, for ``strategy=`` where a name alone does not say enough.
 
@@ -208,9 +231,8 @@ class StrategyConfig:
     """
 
     name: str
-    # Each setting says which strategies have it.
-    ulysses_size: int | None = field(default=None, metadata={"strategies": ("hybrid",)})
-    outer: OuterName = field(default="ring", metadata={"strategies": ("hybrid",)})
+    ulysses_size: int | None = None
+    outer: OuterName = "ring"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -218,7 +240,7 @@ class StrategyConfig:
         for setting in fields(self)[1:]:
             value, default = getattr(self, setting.name), setting.default
             is_given = type(value) is not type(default) or value != default
-            if is_given and self.name not in setting.metadata["strategies"]:
+            if is_given and setting.name not in self._traits.settings:
                 raise ValueError(f"strategy {self.name!r} has no {setting.name}; leave it out")
         if self.ulysses_size is not None:
             size = check_size("ulysses_size", self.ulysses_size)
@@ -231,7 +253,13 @@ class StrategyConfig:
 
         Strategies that have no steps of a ring are judged by those of a plain ring.
         """
-        return next((name for name in RING_STRATEGIES if name == self.name), RING_STRATEGIES[0])
+        return self._traits.ring
+
+    @property
+    def _traits(self) -> StrategyTraits:
+        """The strategy's traits; the defaults if it is not listed."""
+        listed = (x for x in STRATEGY_TRAITS if x.name == self.name)
+        return next(listed, StrategyTraits(self.name))
 
 
 def strategy_config(

@@ -9,6 +9,7 @@ Letters: ``B`` batch, ``H`` query heads, ``K`` key/value heads, ``D`` head dim o
 V, ``Tq`` and ``Tk`` queries and keys per rank, ``e`` bytes per element.
 """
 
+from ring_core.cost.counts.api import CountedCall as CountedCall, StrategyBytes as StrategyBytes
 from ring_core.cost.estimates import (
     Cost as Cost,
     compare as compare,
@@ -22,9 +23,7 @@ from ring_core.cost.model import (
     hardware as hardware,
 )
 from ring_core.cost.sent import (
-    CountedCall as CountedCall,
     LinkBytes as LinkBytes,
-    StrategyBytes as StrategyBytes,
     bytes_by_link as bytes_by_link,
     bytes_sent as bytes_sent,
 )

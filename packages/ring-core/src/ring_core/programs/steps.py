@@ -132,11 +132,14 @@ class RingSpec:
         steps: Yields its steps, with the pairs that each rank computes in them, of a geometry,
             a number of ranks and the number of runs per rank.
         layouts: Names of the layouts on which it runs; empty means any.
+        is_plain: True for the ring in which ranks compute for their own queries alone: the default,
+            which titles do not name.
     """
 
     name: RingStrategy
     steps: Callable[[Geometry, int, int], Iterator[tuple[Step, Ints]]]
     layouts: tuple[str, ...] = ()
+    is_plain: bool = False
 
     def takes_layout(self, layout: object) -> bool:
         """Return True if it runs on shards of a layout: a name, or a ``ChunkLayout``."""
@@ -144,7 +147,7 @@ class RingSpec:
 
 
 RINGS = (
-    RingSpec("ring", _ring_steps),
+    RingSpec("ring", _ring_steps, is_plain=True),
     RingSpec("balanced", _balanced_steps, layouts=("contiguous",)),
 )
 
@@ -152,6 +155,12 @@ RINGS = (
 def ring_of(strategy: RingStrategy) -> RingSpec:
     """Return the description of a ring strategy."""
     (ring,) = (x for x in RINGS if x.name == strategy)
+    return ring
+
+
+def plain_ring() -> RingSpec:
+    """Return the description of the plain ring."""
+    (ring,) = (x for x in RINGS if x.is_plain)
     return ring
 
 

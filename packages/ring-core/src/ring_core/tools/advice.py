@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ring_core.base.config import OUTER_NAMES, StrategyConfig
 from ring_core.cost.model import Model
-from ring_core.cost.sent import bytes_by_link, bytes_held
+from ring_core.cost.sent import COUNTED, bytes_by_link, bytes_held
 from ring_core.plan.plan import Plan
 
-#: Strategies of groups of ranks, by their names on the page "which strategy".
-GROUPED = {f"hybrid, {outer}": StrategyConfig("hybrid", outer=outer) for outer in OUTER_NAMES}
+#: Strategies that are compared, by their names on the page "which strategy".
+STRATEGIES = {name: config for count in COUNTED for name, config in count.compared.items()}
 
-#: Strategies that are compared, by their names there.
-STRATEGIES = {name: StrategyConfig(name) for name in ("ring", "gather", "ulysses")} | GROUPED
+#: Those of groups of ranks, of which ranks of one host would be one.
+GROUPED = {name for count in COUNTED if count.needs_hosts for name in count.compared}
 
 #: Strategies that send at most this many times what the best one sends count as tied with it.
 TIE = 1.05
@@ -43,9 +42,9 @@ class Sent:
     @property
     def spelled(self) -> str:
         """The argument ``strategy=`` of a call."""
-        if self.name not in GROUPED:
+        config = STRATEGIES[self.name]
+        if self.name == config.name:  # which says enough
             return f'"{self.name}"'
-        config = GROUPED[self.name]
         return f'StrategyConfig("{config.name}", outer="{config.outer}")'
 
 

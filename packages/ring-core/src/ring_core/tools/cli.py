@@ -19,7 +19,7 @@ from ring_core.cost import HARDWARE, Cost, Model, compare, hardware
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import RingProgram, ring_program
-from ring_core.programs.steps import pairs_of
+from ring_core.programs.steps import pairs_of, plain_ring, ring_of
 from ring_core.tools import advice, doctor
 from ring_core.tools.commands import add_command
 from ring_core.tools.sizes import add_each, add_mask_options, integer, mask_of
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
             "help": f"{', '.join(ALL_LAYOUTS)}, or all for a table; default: {DEFAULT_LAYOUT}",
         },
         "--strategy": {
-            "choices": RING_STRATEGIES, "default": RING_STRATEGIES[0], "help": "default: %(default)s",
+            "choices": RING_STRATEGIES, "default": plain_ring().name, "help": "default: %(default)s",
         },
         "--png": {
             "metavar": "FILE",
@@ -146,7 +146,7 @@ def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> N
         raise ValueError(
             f"{option} has no effect without --advise; add that, or leave {option} out"
         )
-    if args.strategy != RING_STRATEGIES[0] and (
+    if not ring_of(args.strategy).is_plain and (
         args.layout == "all" or (args.advise and not named)
     ):
         raise ValueError(

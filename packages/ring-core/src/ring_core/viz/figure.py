@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ring_core.base.arguments import check_kind, check_text
-from ring_core.base.config import RING_STRATEGIES
-from ring_core.cost import Cost
+from ring_core.cost.estimates import Cost
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
+from ring_core.programs.steps import ring_of
 from ring_core.viz.cells import (
     NOBODY,
     WRONG,
@@ -101,7 +101,7 @@ def _draw_program(program: RingProgram, figure: Figure) -> None:
     _draw_mask(program, figure.add_subplot(left[1]), of_rank)
     _draw_work(program, figure.add_subplot(parts[1]))
     keys = f" against {plan.kv_seq_len:,} keys" if plan.kv_seq_len != plan.seq_len else ""
-    strategy = "" if program.strategy == RING_STRATEGIES[0] else f", {program.strategy}"
+    strategy = "" if ring_of(program.strategy).is_plain else f", {program.strategy}"
     figure.suptitle(
         f"{plan.q_layout.name}{strategy}, {plan.cp_size} ranks, {plan.seq_len:,} tokens{keys}, "
         f"{plan.mask.describe()}\n"

@@ -8,10 +8,10 @@ from itertools import islice
 import numpy as np
 
 from ring_core.base.arguments import check_kind, is_integer
-from ring_core.base.config import RING_STRATEGIES
 from ring_core.layouts.layout import Layout
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
+from ring_core.programs.steps import ring_of
 from ring_core.viz.cells import (
     NOBODY,
     WRONG,
@@ -55,17 +55,10 @@ def describe(
     check_kind("pictures", pictures, bool)
     if not is_integer(width) or not 8 <= width <= WIDEST:
         raise ValueError(f"width must be at least 8 characters and at most {WIDEST}, got {width!r}")
-    plan = program.plan
-    lengths = f"seq_len={_length(plan.q_layout)}"
-    if plan.kv_seq_len != plan.seq_len:
-        lengths += f" kv_seq_len={_length(plan.k_layout)}"
-    strategy = "" if program.strategy == RING_STRATEGIES[0] else f" strategy={program.strategy}"
-    title = (
-        f"{lengths} cp_size={plan.cp_size} layout={plan.q_layout.name}{strategy} "
-        f"mask: {plan.mask.describe()}"
-    )
+    title, figures = heading(program), [imbalance_line(program), *step_lines(program)]
     if not pictures:
-        return "\n".join([title, *_figure_lines(program)])
+        return "\n".join([title, *figures])
+    plan = program.plan
     return "\n\n".join(
         "\n".join(lines)
         for lines in (
@@ -73,8 +66,21 @@ def describe(
             _mask_lines(program, color, min(SHOWN_CELLS, width // 2)),
             _layout_lines(plan, color, width),
             _work_lines(program, color, min(SHOWN_STEPS, width // 4)),
-            _figure_lines(program),
+            figures,
         )
+    )
+
+
+def heading(program: RingProgram) -> str:
+    """Return a line with a plan's lengths, ranks, layout and mask, and with its ring if special."""
+    plan = program.plan
+    lengths = f"seq_len={_length(plan.q_layout)}"
+    if plan.kv_seq_len != plan.seq_len:
+        lengths += f" kv_seq_len={_length(plan.k_layout)}"
+    strategy = "" if ring_of(program.strategy).is_plain else f" strategy={program.strategy}"
+    return (
+        f"{lengths} cp_size={plan.cp_size} layout={plan.q_layout.name}{strategy} "
+        f"mask: {plan.mask.describe()}"
     )
 
 
@@ -175,11 +181,26 @@ def percent(share: float) -> str:
     return f"{share:.0f}" if share < 999.5 else f"{share / 100:.0f}x"
 
 
-def _figure_lines(program: RingProgram) -> list[str]:
-    """Return lines with the program's imbalance, steps and messages."""
+def figure(name: str, text: object) -> str:
+    """Return a line with a figure, in the column below the others.
+
+    >>> figure("steps with work", "2 of 2")
+    'steps with work    2 of 2'
+    """
+    return f"{name:<18} {text}"
+
+
+def imbalance_line(program: RingProgram) -> str:
+    """Return a line with the imbalance of the ranks' work, in whatever steps they do it."""
+    return figure(
+        "imbalance", f"{program.imbalance:.3f}  busiest rank's (query, key) pairs over the mean"
+    )
+
+
+def step_lines(program: RingProgram) -> list[str]:
+    """Return lines that hold where ranks run the program's steps: imbalance, steps, messages."""
     num_offloaded = sum(step.offload != "none" for step in program.steps)
     lines = [
-        f"imbalance          {program.imbalance:.3f}  busiest rank's (query, key) pairs over the mean",
         (
             f"imbalance by step  {program.imbalance_by_step:.3f}  of each step's "
             f"busiest rank: a ring waits for it"

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from ring_core import KernelConfig, Mask, Request, make_plan, ring_program, viz
+from ring_core import KernelConfig, Mask, Request, make_plan, ring_program
+from ring_core.viz.text import heading
 from ring_jax.kernels import ask, notes_of, sample_dtype
 from ring_jax.kernels.absent import AbsentKernel, or_broken
 from ring_jax.rank_view import Constants
@@ -40,7 +41,8 @@ def explained(call: CallSpec, way: Way) -> str:
             f"program            {len(launches)} launches or loops of them, forward and backward; "
             f"{sum(contents.values()):,} bytes of constants: {parts or 'none'}"
         ),
-        viz.describe(call.program, pictures=False),
+        heading(call.program),
+        *STRATEGIES[call.strategy].figures(call.program),
     ])  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from ring_core import Request, RingProgram
 from ring_core.choose.gathering import MAX_SAVED_BYTES, memory_refusals
+from ring_core.viz.text import figure, imbalance_line
 from ring_jax.collectives import order_after, overlap
 from ring_jax.rank_view import Launches, remote_table, step_table
 from ring_jax.records import (
@@ -160,6 +161,21 @@ def _gather_sent(call: CallSpec, x: Inputs, direction: Direction) -> int:
     return call.plan.cp_size * (call.plan.cp_size - 1) * per_pair
 
 
+def _figures(program: RingProgram) -> list[str]:
+    """Return how even the work is, and what is gathered for which launches."""
+    remote_part, _ = _parts(program)
+    fetches, launches = "none, as no query sees keys of another device", "1 over own keys"
+    if remote_part is not None:
+        shards = program.plan.cp_size - 1
+        plural = "s" if shards > 1 else ""
+        fetches = f"{shards} shard{plural} of K/V by each device, in one all-gather"
+        launches += ", 1 over all others"
+    return [
+        imbalance_line(program), figure("fetches", fetches),
+        figure("launches", f"{launches}, in the forward"),
+    ]  # fmt: skip
+
+
 #: Platforms on which ``auto`` does not gather, and why.
 _RING_ON = {
     "cpu": "devices of a CPU share its cores and its memory, and a ring was faster there",
@@ -203,5 +219,6 @@ GATHER = Strategy(
     _key_lengths,
     launches=lambda program: [part for part in _parts(program) if part is not None] * 2,
     sent=_gather_sent,
+    figures=_figures,
     automatic_refusals=_automatic_refusals,
 )

@@ -15,6 +15,7 @@ import numpy as np
 from ring_core import RingProgram
 from ring_core.base.arguments import not_none
 from ring_core.programs.ring import Stage
+from ring_core.viz.text import imbalance_line, step_lines
 from ring_jax.collectives import order_after, overlap
 from ring_jax.rank_view import Launches, StepTable, step_table
 from ring_jax.records import (
@@ -284,6 +285,12 @@ def _helper_bytes(call: CallSpec, x: Inputs, direction: Direction, stage: Stage,
     return helpers * (sent + (x.q.size + (bias if call.bias_grad else 0)) * wide)
 
 
+def _figures(program: RingProgram) -> list[str]:
+    """Return how even the work is, and how often K/V are passed on; one device passes nothing."""
+    passes_on = program.plan.cp_size > 1
+    return [imbalance_line(program), *(step_lines(program) if passes_on else ())]
+
+
 RING = Strategy(
     "ring",
     _ring_forward,
@@ -292,6 +299,7 @@ RING = Strategy(
     key_lengths=lambda program: (program.plan.k_layout.local_len,),
     launches=_launches,
     sent=_ring_sent,
+    figures=_figures,
 )
 # The same loop over another program, in whose stages ranks help others.
 BALANCED = RING._replace(name="balanced")

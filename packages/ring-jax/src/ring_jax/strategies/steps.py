@@ -62,6 +62,8 @@ class Strategy(NamedTuple):
         launches: Returns the launches of both passes, whose tables a program holds.
         sent: Returns the bytes that leave all ranks together in one pass, counted over the stages
             that it runs.
+        figures: Returns lines for ``explain`` with numbers: how even the work is, what moves how
+            often.
         automatic_refusals: Returns the reasons why ``auto`` does not take it, though it could run.
     """
 
@@ -72,6 +74,7 @@ class Strategy(NamedTuple):
     key_lengths: Callable[[RingProgram], tuple[int, ...]]
     launches: Callable[[RingProgram], list[Launches]]
     sent: Callable[[CallSpec, Inputs, Direction], int]
+    figures: Callable[[RingProgram], list[str]]
     automatic_refusals: Callable[[RingProgram, Request, Devices], Sequence[str]] = lambda *_: ()
 
 

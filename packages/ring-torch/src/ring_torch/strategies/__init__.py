@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import torch
 
-from ring_core import LayoutSpec, Request, RingProgram, StrategyConfig, UnsupportedError, viz
+from ring_core import LayoutSpec, Request, RingProgram, StrategyConfig, UnsupportedError
 from ring_core.programs.grid import RankGrid
+from ring_core.viz.text import heading
 from ring_torch import transports
 from ring_torch.call import Call, Resolution, Strategy, StrategySpec
 from ring_torch.comm.groups import default_device
@@ -196,7 +197,7 @@ def explained(call: Call, inputs: Inputs) -> str:
     """Return the text of :meth:`ContextParallel.explain`: a call's kernel, movement and plan."""
     return (
         f"{call.choice.describe()}\n{describe_strategy(call, inputs)}\n"
-        f"{viz.describe(call.program, pictures=False)}"
+        f"{'\n'.join([heading(call.program), *call.strategy.figures(call, inputs)])}"
     )
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ring_core import HeadPlan
+from ring_core.viz import text as viz
 from ring_torch.buffers import HeadBuffer, HeadPart
 
 
@@ -35,6 +36,20 @@ class ExchangeLayouts(NamedTuple):
     bias_shift: HeadBuffer | None
     bias_grad: HeadBuffer | None
     most_bytes: int
+
+    def of_pass(self, *, forward: bool) -> list[HeadBuffer]:
+        """Return the exchanges of a pass, in no order."""
+        of_forward = self.qkv, self.ids, self.bias, self.bias_shift, self.results
+        exchanges = of_forward if forward else (self.upstream, self.grads, self.bias_grad)
+        return [x for x in exchanges if x is not None]
+
+    def figure(self, *, backward: bool) -> str:
+        """Return a line for ``explain`` with the number of exchanges in each pass."""
+        counts = [f"{len(self.of_pass(forward=True))} in the forward"]
+        if backward:
+            counts.append(f"{len(self.of_pass(forward=False))} in the backward")
+        among = f"tokens for heads among {self.qkv.ranks} ranks"
+        return viz.figure("exchanges", f"{', '.join(counts)}: {among}")
 
 
 @lru_cache(maxsize=256)

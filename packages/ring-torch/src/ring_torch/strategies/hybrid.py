@@ -20,6 +20,7 @@ import torch
 
 from ring_core import LayoutSpec, Request, StrategyConfig, UnsupportedError
 from ring_core.programs.grid import RankGrid, rank_grid
+from ring_core.viz.text import figure
 from ring_torch.buffers import Shapes
 from ring_torch.call import Call, StrategySpec
 from ring_torch.comm.groups import hosts_of
@@ -76,6 +77,16 @@ class Hybrid(Ulysses):
                 torch.empty(x.shape[:2], dtype=torch.int32, device="meta") for x in (q, k)
             )
         return Inputs(q, k, v, q_ids, k_ids, None, None, None)
+
+    def figures(self, call: Call, inputs: Inputs) -> list[str]:
+        """Return the exchanges of heads, and the figures of the inner call between groups."""
+        grid, strategy = self.grid, self.inner.strategy
+        if grid.outer_size == 1:
+            return super().figures(call, inputs)
+        between = f"{strategy.name} over {grid.outer_size} groups of {grid.ulysses_size} ranks:"
+        inside = strategy.figures(self.inner, self._shapes_inside(call, inputs))
+        exchanges = exchanges_of(call, inputs, self.heads).figure(backward=call.needs_grad)
+        return [exchanges, figure("between groups", between), *inside]
 
     def notes(self, call: Call) -> tuple[str, ...]:
         """Return the ranks of both exchanges, with this one, and what is special about heads."""

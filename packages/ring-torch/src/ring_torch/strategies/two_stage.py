@@ -13,6 +13,7 @@ from typing import Self
 import torch
 
 from ring_core import GatherProgram, WorkItem, gather_program
+from ring_core.viz.text import figure
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, Shapes
 from ring_torch.call import Call, Resolution, Saved, Strategy, zero_row_grads
 from ring_torch.capture import is_capturing
@@ -72,6 +73,26 @@ class GatheringStrategy(Strategy):
             forward=forward, fetches=forward or not saved,
         )  # fmt: skip
 
+    def figures(self, call: Call, inputs: Inputs) -> list[str]:
+        """Return how even the work is, what this rank fetches, and how many launches follow."""
+        gather, groups = self.gather, self.groups.forward
+        fetches = [x for x in gather.fetches if x.rank != call.ranks.rank]
+        keys = sum(x.target.stop - x.target.start for x in fetches)
+        peers = {x.rank for x in fetches}
+        fetched = f"{keys:,} keys out of {len(peers)} of {call.ranks.size - 1} other ranks"
+        launches = f"{len(gather.items)} over gathered keys, {len(self.own_work)} over own in place"
+        of_groups = f", for each of {groups} groups of heads" if groups > 1 else ""
+        return [
+            *super().figures(call, inputs),
+            figure("fetches", f"{len(fetches)} by this rank: {fetched}{of_groups}"),
+            figure("launches", f"{launches}, in the forward{of_groups}"),
+        ]
+
+    @property
+    def own_work(self) -> tuple[WorkItem, ...]:
+        """Work over the rank's own K/V where they lie."""
+        return self.gather.in_place
+
 
 @dataclass(frozen=True)
 class TwoStageGather(GatheringStrategy):
@@ -96,6 +117,11 @@ class TwoStageGather(GatheringStrategy):
             gather, own_items=plan.items(rank, rank), prepares=resolution.kernel.prepares,
             saves=resolution.saves_keys(gather) and not resolution.returns_lse,
         )  # fmt: skip
+
+    @property
+    def own_work(self) -> tuple[WorkItem, ...]:
+        """Work over the rank's own K/V, none of which are in the buffer."""
+        return self.own_items
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)`` in the inputs' dtype or the accumulators', and the gathered K/V."""

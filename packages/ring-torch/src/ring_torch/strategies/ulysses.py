@@ -23,6 +23,7 @@ from ring_core.base.arguments import not_none
 from ring_core.choose.trading import untraded_reason
 from ring_core.programs.grid import RankGrid, ulysses_sizes
 from ring_core.programs.heads import PADDING, too_many_ranks
+from ring_core.viz.text import imbalance_line
 from ring_torch.buffers import HeadBuffer, HeadCarrier, Shapes
 from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec, attend
 from ring_torch.capture import capture_safe_cache
@@ -187,13 +188,14 @@ class Ulysses(Strategy):
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of a pass's exchanges, with the padding inside their messages."""
         del saved
-        x = exchanges_of(call, inputs, self.heads)
-        of_forward = x.qkv, x.ids, x.bias, x.bias_shift, x.results
-        exchanges = of_forward if forward else (x.upstream, x.grads, x.bias_grad)
-        size = (x.qkv.ranks - 1) * sum(
-            exchange.message.size for exchange in exchanges if exchange is not None
-        )
+        exchanges = exchanges_of(call, inputs, self.heads).of_pass(forward=forward)
+        size = sum((x.ranks - 1) * x.message.size for x in exchanges)
         return Traffic(size, size)
+
+    def figures(self, call: Call, inputs: Inputs) -> list[str]:
+        """Return how even the work is, and how many exchanges of heads a pass has."""
+        exchanges = exchanges_of(call, inputs, self.heads)
+        return [imbalance_line(self.inner.program), exchanges.figure(backward=call.needs_grad)]
 
     def visible_pairs(self, _call: Call) -> float:
         """Return the (query, key) pairs that a rank computes, per query head of the call.

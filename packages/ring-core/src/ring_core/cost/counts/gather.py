@@ -1,0 +1,42 @@
+"""Bytes of a gather: a rank fetches the K/V that its queries see."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ring_core.base.config import StrategyConfig
+from ring_core.cost.counts.api import BytesByRanks, Count, CountedCall
+from ring_core.cost.model import FLOAT32_BYTES, rows_and_keys
+from ring_core.programs.gather import gather_program, gather_refusals, longest_gather
+
+
+def _sent(call: CountedCall) -> BytesByRanks:
+    """Return the bytes that each rank sends to each rank in a gather of what its queries see."""
+    plan, model = call.plan, call.model
+    if reasons := gather_refusals(plan):
+        raise ValueError(f"strategy 'gather' cannot run this plan: {'; '.join(reasons)}")
+    width = model.batch * model.num_kv_heads * (model.head_dim + model.value_dim)
+    keys = np.zeros((plan.cp_size, plan.cp_size), np.int64)
+    for rank in range(plan.cp_size):
+        for fetch in gather_program(plan, rank, tile=call.tile).fetches:
+            # The receiver's program names the sender; own keys are copied, not sent.
+            if fetch.rank != rank:
+                keys[fetch.rank, rank] += fetch.source.stop - fetch.source.start
+    # dK/dV go home against the way of their keys, as float32 sums.
+    grads = keys.T * width * FLOAT32_BYTES if call.backward else 0
+    return keys * width * model.bytes_per_element * (1 + call.fetches_again) + grads
+
+
+def _held(call: CountedCall) -> int:
+    """Return the bytes of the longest buffer of keys and the rank's own, with their gradients."""
+    plan, (_, keys) = call.plan, rows_and_keys(call.plan, call.model)
+    # Ranks differ in what they fetch: memory has to do for the one that fetches most.
+    longest = longest_gather(plan, tile=call.tile).length
+    gathered = longest * keys // plan.k_layout.local_len
+    return (gathered + keys) * (call.model.bytes_per_element + FLOAT32_BYTES)
+
+
+GATHER = Count(
+    "gather", _sent, gathers=lambda _config: True, held=_held,
+    compared={"gather": StrategyConfig("gather")},
+)  # fmt: skip
