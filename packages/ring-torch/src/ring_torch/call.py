@@ -27,7 +27,7 @@ from ring_core.choose.gathering import MAX_SAVED_BYTES
 from ring_core.choose.rates import default as rates_in_use
 from ring_core.programs.grid import RankGrid
 from ring_core.triton.tile_configs import positions_aligned8
-from ring_core.viz.text import imbalance_line, step_lines
+from ring_core.viz.text import imbalance_line
 from ring_torch.buffers import HeadCarrier, KVPayload, Shapes
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks
@@ -83,9 +83,8 @@ class Strategy(Protocol):
     ) -> Grads:
         """Return the gradients of this rank's shards, in the inputs' dtype or wider.
 
-        ``upstream`` holds the final ``out`` and ``lse``, ``saved`` what the forward returned.
-        A strategy removes a tensor from ``saved`` once every launch that reads it is queued. Unless
-        the graph is retained, this frees its memory for the rest of the backward.
+        ``saved`` is what the forward returned. A strategy takes a tensor out of it once all
+        launches that read it are queued: unless the graph is retained, that frees its memory.
         """
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
@@ -103,19 +102,11 @@ class Strategy(Protocol):
         return ()
 
     def figures(self, call: Call, _inputs: Inputs) -> list[str]:
-        """Return lines for ``explain`` with numbers: how even the work is, what moves how often.
-
-        Ranks that do not run the steps of ``call.program`` say here what they do in their place.
-        """
-        # A program is made for the ring that runs it, and for other strategies as a stand-in.
-        runs_steps = call.ranks.size > 1 and call.program.strategy == self.name
-        return [imbalance_line(call.program), *(step_lines(call.program) if runs_steps else ())]
+        """Return lines for ``explain`` with numbers: how even the work is, what moves how often."""
+        return [imbalance_line(call.program)]
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """Return the shapes and dtypes of what a compiled forward saves.
-
-        Without ``plan_known`` they have to fit every plan of the same graph.
-        """
+        """Return shapes and dtypes of what a compiled forward saves; of any plan if not known."""
         del call, inputs, plan_known
         return []
 
@@ -235,8 +226,7 @@ class Call(NamedTuple):
     def open_heads(self, signature: CallSignature, size: int, members: Ranks | None) -> HeadCarrier:
         """Begin a pass that trades tokens for heads, in exchanges of at most ``size`` bytes a rank.
 
-        ``members`` are the ranks that trade, if it is a part of them. Those compare nothing among
-        themselves: all ranks have compared their calls before.
+        ``members`` are the ranks that trade, if not all do; all compare their calls before.
 
         Raises:
             RankMismatchError: A peer is making another call.

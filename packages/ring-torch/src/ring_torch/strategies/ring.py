@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ring_core import RingProgram, WorkItem
 from ring_core.programs.ring import Stage
+from ring_core.viz.text import step_lines
 from ring_torch.buffers import BufferSpec, Shapes, packing_of
 from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec, zero_row_grads
 from ring_torch.capture import is_capturing
@@ -226,6 +227,11 @@ class Ring(Strategy):
         steps = self.forward_steps if forward else self.backward_steps
         size = sum(kv * (x.keys_hop is not None) + grads * (x.grads_hop is not None) for x in steps)
         return Traffic(size, size)
+
+    def figures(self, call: Call, inputs: Inputs) -> list[str]:
+        """Return how even the work is, and how often K/V are passed on; one rank passes nothing."""
+        moves = step_lines(call.program) if call.ranks.size > 1 else ()
+        return [*super().figures(call, inputs), *moves]
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shape of one packed K/V message, also if this plan moves none.

@@ -198,10 +198,7 @@ class Ulysses(Strategy):
         return [imbalance_line(self.inner.program), exchanges.figure(backward=call.needs_grad)]
 
     def visible_pairs(self, _call: Call) -> float:
-        """Return the (query, key) pairs that a rank computes, per query head of the call.
-
-        A rank computes those of the inner call for its heads, padding included.
-        """
+        """Return the inner call's pairs for a rank's heads, with padding, per head of the call."""
         heads: float = self.heads.q.shape[1] / len(self.heads.q_slots)
         return self.inner.strategy.visible_pairs(self.inner) * heads
 
