@@ -32,7 +32,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_cudnn(case: Case, backend: Any) -> None:
-    """cuDNN runs every case on Hopper, elsewhere those with equal head dims up to 128."""
+    """Every case runs on Hopper, elsewhere those with equal head dims up to 128."""
     try:
         results = backend.run(case, kernel="cudnn")
     except LocalRankError as error:

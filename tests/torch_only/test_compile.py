@@ -111,7 +111,7 @@ def test_on_chunks(name: str, pool: LocalRanks) -> None:
 
 
 def _other_chunks_are_another_graph(_: int) -> None:
-    """A compiled function is not reused for a ``ContextParallel`` with other chunks."""
+    """Check that a function compiles again for a ``ContextParallel`` with other chunks."""
     torch._dynamo.reset()
 
     def function(cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -224,7 +224,7 @@ def test_states_of_something_else_are_refused(state: Any) -> None:
 
 
 def _loaded_meanwhile(rank: int) -> None:
-    """Loading a state during an epoch neither loses that state nor mixes batches of two epochs."""
+    """Check that a state loaded during an epoch is kept, and that epochs do not mix batches."""
     del rank
     cp = ContextParallel()
     loader = dataloader(cp, list(shuffled()))  # the same in each epoch

@@ -120,7 +120,7 @@ LAYOUTS: dict[str, Any] = {
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_shard_and_unshard_have_them_all(layout: Any, mesh: Any) -> None:
-    """All derivatives of ``shard`` and ``unshard`` equal those of permutations by hand."""
+    """Derivatives of ``shard`` and ``unshard`` equal those of permutations by hand."""
     cp = ContextParallel(mesh, "cp", layout=layout)
     rows = cp.layout_of(16)
     order = np.concatenate([rows.positions(rank) for rank in range(2)])
