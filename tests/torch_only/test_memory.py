@@ -200,7 +200,7 @@ def test_a_call_leaves_no_reference_cycles(backend: Any) -> None:
 def test_what_a_ring_has_saved_lives_for_one_step(
     has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backward uses the saved K/V in its first step; played on one rank of four, alone."""
+    """The saved K/V is freed after the backward's first step; played on one rank of four."""
     forward, differentiate = ring.Ring.forward, ring.differentiate_step
     saved: list[StorageWeakRef] = []
     alive: list[bool] = []

@@ -1,4 +1,4 @@
-"""A name in transformers' code that a hook needs is missing: the error names it.
+"""A model is refused if transformers' code lacks a name that a hook needs; the error says it.
 
 Each case renames something in the code of one class, as a release may do.
 """
@@ -280,7 +280,7 @@ def test_a_part_of_a_routers_loss_that_is_gone(change: Callable[[Any], None], me
 
 
 def without_masks(model: Any) -> None:
-    """Rename the encoder's mask, so that the decoder gets none under the usual name."""
+    """Let the model pass its decoder no mask of the encoder's sequence."""
 
     def rename(_module: object, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "encoder_attention_mask": None}
