@@ -1,4 +1,4 @@
-"""Silent faults that were reported of other libraries, each modelled in a few lines of numpy.
+"""Silent faults reported of other libraries, each modelled in a few lines of numpy.
 
 A model computes what the library computed, for all ranks of a small sequence. Its docstring says
 what went wrong, and where that was reported.
@@ -23,7 +23,7 @@ RANKS, LENGTH, HEADS, KV_HEADS, DIM = 4, 24, 4, 2, 16
 
 @dataclass(frozen=True)
 class Example:
-    """A call on all tokens, and what dense attention makes of it."""
+    """A call on all tokens, with the results of dense attention."""
 
     options: Mapping[str, Any]
     heads: tuple[int, int] = (HEADS, KV_HEADS)
@@ -50,29 +50,29 @@ class Example:
     def attend(
         self, q: slice = slice(None), k: slice = slice(None), **other: Any
     ) -> tuple[Array, Array]:
-        """``out`` and ``lse`` of some queries over some keys at their own places, all visible."""
+        """Return ``out`` and ``lse`` of some queries over some keys, all of them visible."""
         x = self.arrays
         return reference.attention(x["q"][:, q], x["k"][:, k], x["v"][:, k], **other)
 
     def grads(self, q: slice, k: slice, dout: Array | None = None, **other: Any) -> reference.Grads:
-        """The gradients of that."""
+        """Return the gradients of ``attend``."""
         x = self.arrays
         dout = x["dout"][:, q] if dout is None else dout
         return reference.attention_grads(dout, x["q"][:, q], x["k"][:, k], x["v"][:, k], **other)
 
     def shard(self, rank: int) -> slice:
-        """A rank's tokens, one behind the other."""
+        """Return the slice of a rank's tokens in a contiguous layout."""
         size = LENGTH // RANKS
         return slice(rank * size, (rank + 1) * size)
 
     def over(self, rank: int, owner: int, mask: Mask) -> tuple[Array, Array]:
-        """A rank's queries over another's keys, by a mask over positions."""
+        """Attend from a rank's queries to another rank's keys, with a mask of global positions."""
         q, k = self.shard(rank), self.shard(owner)
         visible = mask.dense(np.arange(q.start, q.stop), np.arange(k.start, k.stop))
         return self.attend(q, k, bias=np.where(visible, 0.0, -np.inf)[None, None])
 
     def ring(self, part: Callable[[int, int], tuple[Array, Array]]) -> Results:
-        """Results of a ring in which each rank merges a part for each rank's keys."""
+        """Return results of a ring that merges ``part(rank, owner)`` over all owners."""
         rows = []
         for rank in range(RANKS):
             out, lse = part(rank, rank)
@@ -86,7 +86,7 @@ class Example:
 
 
 def no_communication(x: Example) -> Results:
-    """All-to-all and ring together, started without its sizes: no rank sent anything.
+    """Ulysses and ring were combined without their group sizes, and no rank sent anything.
 
     Each rank attended to its own tokens, at an impossible rate and with a smooth loss. Reported as
     NVIDIA-NeMo/Megatron-Bridge#2665.
@@ -96,7 +96,7 @@ def no_communication(x: Example) -> Results:
 
 
 def kernel_upgrade_bypasses_the_ring(x: Example) -> Results:
-    """A newer kernel was picked by another name than the one that the ring had replaced.
+    """A newer kernel was selected by another name than the one that the ring had replaced.
 
     Every rank attended to its own shard alone, with a plausible loss. Reported as
     axolotl-ai-cloud/axolotl#3928.
@@ -105,7 +105,7 @@ def kernel_upgrade_bypasses_the_ring(x: Example) -> Results:
 
 
 def replicated_tokens_counted_twice(x: Example) -> Results:
-    """Text tokens that all ranks hold went round the ring as if each rank had others.
+    """Text tokens that all ranks hold were sent round the ring as if each rank's were different.
 
     Their softmax weight is as many times too large as there are ranks. Reported as
     sgl-project/sglang#33327.
@@ -151,7 +151,7 @@ def layouts_that_differ(x: Example) -> Results:
 
 
 def heads_of_another_model(x: Example) -> Results:
-    """The number of heads of the first model of a process was taken for the second's.
+    """The number of heads of a process's first model was used for the second.
 
     Heads were dealt out as 4, 4, 4 and 0: the last rank had none. Reported as
     deepspeedai/DeepSpeed#8316 (and #8291).
@@ -162,7 +162,7 @@ def heads_of_another_model(x: Example) -> Results:
 
 
 def ratio_of_heads_broken_by_padding(x: Example) -> Results:
-    """Key heads were padded until ranks divide them, and query heads kept their old ratio.
+    """Key heads were padded to a multiple of the ranks, and query heads kept their old ratio.
 
     Query heads meet other key heads than their own. Reported as vllm-project/vllm-omni#5716.
     """
@@ -217,7 +217,7 @@ def window_dropped(x: Example) -> Results:
 
 
 def window_of_each_block(x: Example) -> Results:
-    """The window was handed to the kernel of each step, which counts from the block's own start.
+    """The window was passed to each step's kernel, which counts from the block's own start.
 
     Every step but the first is wrong. In zhuzilin/ring-flash-attention, whose README says that
     windows are not supported and whose code does not refuse them.
@@ -234,7 +234,7 @@ def window_of_each_block(x: Example) -> Results:
 
 
 def scale_dropped(x: Example) -> Results:
-    """The model's own scale was swallowed by keyword arguments, and the default taken.
+    """The model's own scale was lost in keyword arguments, and the default was used.
 
     Reported as PrimeIntellect-ai/prime-rl#2681.
     """
@@ -242,7 +242,7 @@ def scale_dropped(x: Example) -> Results:
 
 
 def sinks_dropped(x: Example) -> Results:
-    """Sinks were swallowed by keyword arguments.
+    """Sinks were lost in keyword arguments.
 
     Reported as PrimeIntellect-ai/prime-rl#3397.
     """
@@ -278,7 +278,7 @@ def lengths_rounded_down(x: Example) -> Results:
 
 
 def causal_by_local_positions(x: Example) -> Results:
-    """Each step's mask counted from the block's own start.
+    """The mask of each step counted positions from the block's own start.
 
     A rank saw half of every other rank's keys, also of later ones. Found in erfanzar/ejkernel
     0.0.31.
@@ -289,7 +289,7 @@ def causal_by_local_positions(x: Example) -> Results:
 
 
 def lse_of_zeros(x: Example) -> Results:
-    """A kernel gave zeros in place of its log-sum-exp, and steps were merged by these.
+    """A kernel returned zeros in place of its log-sum-exp, and steps were merged by these.
 
     All steps weigh the same. In feifeibear/long-context-attention (yunchang), with torch's math and
     cuDNN kernels.
@@ -353,7 +353,7 @@ def mask_forgotten_in_the_backward(x: Example) -> Results:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, the call that shows it, and what Ring does with that call.
+    """A fault, the call that shows it, and Ring's behaviour in that call.
 
     ``exact`` is right; ``refused`` raises before anything is sent.
     """
@@ -361,17 +361,17 @@ class Fault:
     model: Callable[[Example], Results]
     options: Mapping[str, Any] = field(default_factory=lambda: {"causal": True})
     ring: Literal["exact", "refused"] = "exact"
-    how: str = ""  # what Ring does, a sentence
+    how: str = ""  # a sentence about what Ring does
     heads: tuple[int, int] = (HEADS, KV_HEADS)
 
     @property
     def name(self) -> str:
-        """The model's."""
+        """The model's name."""
         return self.model.__name__
 
     @property
     def words(self) -> tuple[str, str]:
-        """What went wrong, and more of it with the source; from the model's text."""
+        """The fault in a sentence, and its details with the source, from the model's docstring."""
         first, _, rest = (self.model.__doc__ or "").partition("\n\n")
         return " ".join(first.split()), " ".join(rest.split())
 

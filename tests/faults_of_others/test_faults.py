@@ -1,4 +1,4 @@
-"""Each fault's numbers are rejected by the check, and Ring's are right."""
+"""The check rejects the results of each fault, and Ring's are right."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ KINDS: dict[str, Kind] = {
 
 
 def is_rejected(wrong: Results, exact: Results) -> bool:
-    """Whether one of the first calls' samples of some rank and result is beyond its limit."""
+    """Return True if a sample of the first four checked calls exceeds its limit on some rank."""
     for name, actual in wrong.items():
-        if name == "dsinks":  # one number a head: all are looked at
+        if name == "dsinks":  # one number per head: all are compared
             return not np.allclose(actual, exact[name], rtol=1e-4)
         rows = [x[0].T[..., None] if name == "lse" else x[0] for x in (actual, exact[name])]
         for call, rank in np.ndindex(4, RANKS):
@@ -43,7 +43,7 @@ def is_rejected(wrong: Results, exact: Results) -> bool:
 
 
 def shards(x: Example, rank: int, layout: str) -> list[torch.Tensor]:
-    """A rank's q, k, v and gradient of the output, views whose memory is heads first."""
+    """Return a rank's q, k, v and output gradient, as views of memory with heads first."""
     positions = Layout(layout, LENGTH, RANKS).positions(rank)  # type: ignore[arg-type]  # a parameter of the test
     return [
         torch.tensor(x.arrays[name][:, positions], dtype=torch.float32)
@@ -55,7 +55,7 @@ def shards(x: Example, rank: int, layout: str) -> list[torch.Tensor]:
 
 
 def run(rank: int, x: Example, layout: Any, strategy: str) -> Results:
-    """A rank's results, of a call that is checked."""
+    """Return a rank's results of a checked call."""
     q, k, v, dout = shards(x, rank, layout)
     leaves = [y.requires_grad_() for y in (q, k, v)]
     options: dict[str, Any] = dict(x.options)
@@ -75,7 +75,7 @@ def run(rank: int, x: Example, layout: Any, strategy: str) -> Results:
 
 
 def together(parts: list[Results], layout: str) -> Results:
-    """All ranks' results in the order of tokens."""
+    """Return all ranks' results in the order of tokens."""
     cut = Layout(layout, LENGTH, RANKS)  # type: ignore[arg-type]  # a parameter of the test
     back = np.argsort(np.concatenate([cut.positions(rank) for rank in range(RANKS)]))
     results = {
@@ -119,7 +119,7 @@ def test_fewer_heads_than_ranks_are_refused(backend: Any) -> None:
 
 
 def foreign_attention(rank: int) -> str:
-    """What another attention is told that is given a sharded batch's mask."""
+    """Return the error of torch's SDPA when it is given a sharded batch's mask."""
     del rank
     tokens = torch.arange(16)[None]
     cp, model = ContextParallel(layout="zigzag"), torch.nn.Identity()

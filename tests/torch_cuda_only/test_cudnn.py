@@ -32,7 +32,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_cudnn(case: Case, backend: Any) -> None:
-    """On Hopper it takes all of them; elsewhere equal ones up to 128."""
+    """Every case runs on Hopper, elsewhere those with equal head dims up to 128."""
     try:
         results = backend.run(case, kernel="cudnn")
     except LocalRankError as error:

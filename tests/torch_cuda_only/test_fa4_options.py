@@ -1,4 +1,4 @@
-"""What FlashAttention-4 does with masks and scores, at every kind of head dim, on one GPU."""
+"""FlashAttention-4 with masks and score options, at every kind of head dim, on one GPU."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ SEVERAL = [
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_one_rank(case: Case, backend: Any) -> None:
-    """On Hopper it takes all of them."""
+    """Kernel fa4 runs every case on Hopper."""
     try:
         results = backend.run(case, kernel="fa4")
     except LocalRankError as error:
@@ -98,18 +98,18 @@ def test_one_rank(case: Case, backend: Any) -> None:
     [
         pytest.param(case, gathered, id=f"{case.name}-{'gathered' if gathered else 'ring'}")
         for case, gathered in product(SEVERAL, (False, True))
-        if not gathered or case.mask.predicate is None  # which no plan gathers
+        if not gathered or case.mask.predicate is None  # no plan gathers a predicate
     ],
 )
 def test_several_ranks(emulated: Case, gathered: bool) -> None:
-    """Sums stay right over several launches, and gathered keys; the ranks take turns on a GPU."""
+    """Several launches and gathered keys sum right; one GPU plays all ranks in turn."""
     if torch.cuda.get_device_capability()[0] == 9:
         assert_close(emulated, Emulation(emulated, FA4, "cuda", gathered=gathered).run())
 
 
 @pytest.mark.parametrize("setting", ["segment_ids", "predicate"])
 def test_lists_and_determinism(setting: str) -> None:
-    """The library has no deterministic backward with block lists; a release may mend that."""
+    """The library has no deterministic backward with block lists; a later release may add it."""
     q = torch.randn(1, 256, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     ids = torch.zeros(1, 256, dtype=torch.int32, device="cuda")
     option: dict[str, Any] = (
@@ -120,7 +120,7 @@ def test_lists_and_determinism(setting: str) -> None:
 
 
 def test_segments_in_a_graph() -> None:
-    """Lists are made on the device, anew at each replay."""
+    """Block lists are made on the device, anew at each replay of a graph."""
     torch.manual_seed(0)
     q = torch.randn(1, 512, 4, 64, device="cuda", dtype=torch.bfloat16)
     ids = torch.zeros(1, 512, dtype=torch.int32, device="cuda")
@@ -143,7 +143,7 @@ def test_segments_in_a_graph() -> None:
 
 
 def test_a_score_that_is_no_number() -> None:
-    """With lists, too, it shows in ``out`` and ``lse``, and rows that see nothing have none."""
+    """NaN scores show in ``out`` and ``lse``, with block lists too; rows that see nothing are 0."""
     q = torch.randn(1, 512, 2, 64, device="cuda", dtype=torch.bfloat16)
     k = q.clone()
     k[:, 10] = torch.nan

@@ -20,7 +20,7 @@ from ring_torch.local import LocalRanks
 from ring_torch.transports import copy_engine
 
 LENGTH, HEADS, DIM = 2048, (8, 2, 2), 64
-#: Strategies and transports that are captured; ranks of a grid are two by two.
+#: Strategies and transports that are captured; a hybrid has two groups of two ranks.
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "symm_mem": (2, {"transport": "symm_mem"}),
     "ring": (2, {"strategy": "ring"}),
@@ -44,7 +44,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, move: Any) -> Tensor:
 
 
 def _shards(seed: int, length: int = LENGTH) -> list[Tensor]:
-    """q, k, v and dout of this rank."""
+    """Return q, k, v and dout of this rank."""
     torch.manual_seed(seed + dist.get_rank())
     shape = (1, length // dist.get_world_size())
     heads = (*HEADS, HEADS[0])
@@ -59,7 +59,7 @@ def _both(attend: Attend, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _differences(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest, over the largest number wanted."""
+    """Return the largest difference, relative to the largest expected number."""
     pairs = zip(results, expected, strict=True)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
@@ -67,7 +67,7 @@ def _differences(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float
 def _captured(
     run: Callable[[], list[Tensor]], *, before: int = 3
 ) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """A graph of what was run as usual ``before`` times, and where its results will be."""
+    """Capture a function after ``before`` eager runs; return the graph and its result tensors."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -81,7 +81,7 @@ def _captured(
 
 
 def in_one_graph(_: int, move: Any) -> list[float]:
-    """Both passes captured together and replayed with new numbers, calls as usual in between."""
+    """Capture both passes together, replay with new inputs and eager calls between replays."""
     attend, held = partial(_attend, move=move), _shards(0)
     with patch.object(copy_engine, "LEAST_COPY", 0):  # heads arrive in two parts
         graph, results = _captured(partial(_both, attend, held))
@@ -94,13 +94,13 @@ def in_one_graph(_: int, move: Any) -> list[float]:
                 static_input.copy_(x)
         graph.replay()
         replayed.append(_differences(results, expected))
-        if seed == 12:  # a longer call moves the memory that peers read
+        if seed == 12:  # a longer call reallocates the memory that peers read
             _both(attend, _shards(seed, 4 * LENGTH))
     return replayed
 
 
 def after_one_call(_: int, move: Any) -> list[float]:
-    """A single call, captured as soon as it can be: when it was made once."""
+    """Capture a call after one eager call, which is the least that a capture needs."""
     attend: Attend = partial(ContextParallel(layout="zigzag").attention, causal=True, **move)
     held = _shards(0)
     graph, results = _captured(partial(_both, attend, held), before=1)
@@ -117,7 +117,7 @@ def after_one_call(_: int, move: Any) -> list[float]:
 
 
 def as_graphed_callable(_: int, move: Any) -> list[float]:
-    """A graph for each pass, as ``torch.cuda.make_graphed_callables`` makes them."""
+    """Capture a graph for each pass by ``torch.cuda.make_graphed_callables``."""
     attend = partial(_attend, move=move)
     inputs = tuple(_shards(0)[:3])
     graphed: Any = torch.cuda.make_graphed_callables(attend, inputs)
@@ -130,7 +130,7 @@ def as_graphed_callable(_: int, move: Any) -> list[float]:
 
 
 def with_segments(_: int) -> list[float]:
-    """Replayed with other segment ids than were captured."""
+    """Replay with other segment ids than were captured."""
 
     def both(tensors: Sequence[Tensor], ids: Tensor) -> list[Tensor]:
         cp = ContextParallel(layout="zigzag")
@@ -154,9 +154,9 @@ def with_segments(_: int) -> list[float]:
 
 
 def too_early(_: int, move: Any) -> str:
-    """What a capture says of a call that was not made before."""
+    """Return the error of capturing a call that was never made before."""
     q, k, v, _dout = _shards(0, LENGTH // 2)
-    # Graphs of earlier calls wait for the collector: one that it frees inside a capture ends it.
+    # The collector may free earlier graphs inside of a capture, which would end it: collect now.
     gc.collect()
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
@@ -167,7 +167,7 @@ def too_early(_: int, move: Any) -> str:
 
 
 def _marks(size: int, move: dict[str, Any]) -> list[pytest.MarkDecorator]:
-    """The number of ranks; and messages can be captured if NCCL carries them."""
+    """Return marks for the number of ranks, and for NCCL, which captured messages need."""
     sends_messages = move.get("transport") != "symm_mem"
     return [pytest.mark.ranks(size), *[pytest.mark.nccl] * sends_messages]
 
@@ -179,7 +179,7 @@ def _marks(size: int, move: dict[str, Any]) -> list[pytest.MarkDecorator]:
 def test_results_are_those_of_calls_as_usual(size: int, move: Any) -> None:
     with LocalRanks(size, cuda=True) as ranks:
         for differences in (
-            *ranks.run(after_one_call, move),  # first, while nothing has been called
+            *ranks.run(after_one_call, move),  # first, before any other call
             *ranks.run(in_one_graph, move),
             *ranks.run(as_graphed_callable, move),
         ):

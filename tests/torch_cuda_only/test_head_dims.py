@@ -1,4 +1,4 @@
-"""Every head dim on one GPU, and two: right, at dims that a library has, or refused by name."""
+"""Every head dim on one GPU, and two: right, in dims that a library has, or refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DIMS = [
 ]  # fmt: skip
 HEADS = [(2, 2), (8, 2)]
 LENGTH = 330
-#: Masks, and keys where they are not as many as queries.
+#: Masks, and the number of keys if it differs from the number of queries.
 MASKS: dict[str, tuple[Mask, int | None]] = {
     "full": (Mask(), None),
     "causal": (Mask(causal=True), None),
@@ -45,7 +45,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_fa4(case: Case, backend: Any) -> None:
-    """On Hopper it takes all of them; elsewhere those up to 128."""
+    """Kernel fa4 runs every case on Hopper, elsewhere those with head dims up to 128."""
     try:
         results = backend.run(case, kernel="fa4", transport="auto")
     except LocalRankError as error:
@@ -57,7 +57,7 @@ def test_fa4(case: Case, backend: Any) -> None:
 
 @pytest.mark.parametrize("dim", [48, 80, 112])
 def test_the_library_is_still_wrong_there(dim: int) -> None:
-    """A release that mends this needs no zeros at these head dims."""
+    """The library is still wrong at these head dims; if that is fixed they need no padding."""
     (kernel,) = (known for known in KERNELS if known.capabilities.name == "fa4")
     flash: Any = kernel.flash  # type: ignore[attr-defined]  # only a FlashKernel has it
     torch.manual_seed(0)
@@ -78,7 +78,7 @@ def test_the_library_is_still_wrong_there(dim: int) -> None:
                 dout, *inputs, out.bfloat16(), scores.logsumexp(-1).contiguous(), options, None
             )
         except Exception:
-            if dim != 112:  # where it does not compile
+            if dim != 112:  # there it does not compile
                 raise
             return
     pairs = zip(grads, expected, strict=True)
@@ -88,7 +88,7 @@ def test_the_library_is_still_wrong_there(dim: int) -> None:
 @pytest.mark.parametrize("option", ["none", "sinks", "segment_ids", "alibi_slopes", "fewer keys"])
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128), (40, 100)])
 def test_without_a_backward(dims: tuple[int, int], option: str) -> None:
-    """``lse`` is not written then; the output is the same, in a second call too."""
+    """Without a backward ``lse`` is not written; the output is the same, in a second call too."""
     torch.manual_seed(0)
     shapes = ((4, dims[0]), (2, dims[0]), (2, dims[1]))
     q, k, v = (

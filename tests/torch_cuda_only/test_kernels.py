@@ -1,4 +1,4 @@
-"""Every kernel for GPUs, every strategy and transport, on the whole table: right, or refused."""
+"""Every GPU kernel, strategy and transport on the whole case table: right, or refused."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ RING = [case for case in CASES.values() if case.cp_size > 1 and case.dtype == "f
 
 @pytest.fixture(scope="module")
 def tally() -> Iterator[dict[str, dict[str, int]]]:
-    """How many cases each ran and refused, written to ``RING_TALLY``.
+    """Count the cases that each kernel ran and refused, and write them to ``RING_TALLY``.
 
-    Of several workers each writes a file of its own, which ends with its name.
+    Each of several workers writes its own file, whose name ends with the worker's.
     """
     counts: dict[str, dict[str, int]] = {}
     yield counts
@@ -40,7 +40,7 @@ def tally() -> Iterator[dict[str, dict[str, int]]]:
 
 @lru_cache(maxsize=2)
 def as_kernels_take_it(name: str) -> Case:
-    """The case in a dtype and with head dims that these kernels take, with what it has computed."""
+    """Return the case, and its expected results, in bfloat16 with head dims of GPU kernels."""
     case = CASES[name]
     dim, v_dim = case.dims
     return replace(case, dtype="bfloat16", dims=(8 * dim, 8 * v_dim))
@@ -67,7 +67,7 @@ def test_case(
     count["passed"] += 1
 
 
-#: Heads in groups with gradients in two parts, and keys that come one by one, by copy engines.
+#: Heads in groups with gradients in two parts, and keys fetched one by one, by copy engines.
 OTHER_WAYS = {
     "in-groups": ("causal-zigzag-cp4", "window-both-contiguous-cp3", "documents-chunks-cp2"),
     "by-copies": (
@@ -85,7 +85,7 @@ OTHERS = [(how, CASES[name]) for how, names in OTHER_WAYS.items() for name in na
     ("how", "case"), OTHERS, ids=[f"{how}-{case.name}" for how, case in OTHERS]
 )
 def test_other_ways_to_the_same(how: str, case: Case, kernel: str, backend: Any) -> None:
-    """As all keys and heads at once: or refused by name."""
+    """Head groups and copies give the case's results, or are refused by name."""
     case = as_kernels_take_it(case.name)
     if how == "in-groups":
         case = replace(case, heads=(8, 4))
@@ -101,21 +101,24 @@ def test_other_ways_to_the_same(how: str, case: Case, kernel: str, backend: Any)
 
 
 def exact_nan(kernel: str) -> bool:
-    """Whether a NaN reaches only what sees it."""
+    """Return True if the kernel passes a NaN only to rows that see it."""
     return all(k.capabilities.exact_nan for k in KERNELS if k.capabilities.name == kernel)
 
 
 def near(actual: npt.NDArray[Any], expected: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Results, but for numbers in whose place there is a NaN of their tile."""
+    """Return results in which a NaN at a finite expected number is replaced by that number.
+
+    Such a NaN comes from another key of the same tile.
+    """
     return np.where(np.isfinite(expected) & np.isnan(actual), expected, actual)
 
 
 def finite(actual: npt.NDArray[Any], expected: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Results, but for what is not finite here or there: libraries differ in what infinity does."""
+    """Return results, with the expected number where either is not finite: libraries differ."""
     return np.where(np.isfinite(expected) & np.isfinite(actual), actual, expected)
 
 
 def _is_refusal(text: str, kernel: str, strategy: str) -> bool:
-    """Whether a failure is a refusal that names what was asked for."""
+    """Return True if a failure is a refusal that names the kernel or the strategy."""
     names = (f"kernel '{kernel}'", f"strategy '{strategy}'")
     return "UnsupportedError" in text and any(name in text for name in names)

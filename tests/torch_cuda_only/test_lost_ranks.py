@@ -1,4 +1,4 @@
-"""GPUs whose peer is killed or stopped: an error in time, or an end by NCCL, no wrong result."""
+"""A GPU's peer is killed or stopped: an error in time, or an end by NCCL, and no wrong result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def right() -> list[Steps]:
-    """What the steps give that nothing disturbs."""
+    """Return the results of the steps without a fault."""
     with LocalRanks(2, cuda=True) as pool:
         return pool.run(steps, None, AUTO)
 
@@ -37,4 +37,4 @@ def test_the_other_ends_in_time(loss: Loss, options: dict[str, Any], right: list
         assert answer.sums == pytest.approx(right[1 - LOST].sums[: len(answer.sums)], rel=1e-3)
         assert answer.error is not None
     else:
-        assert answer.startswith("died with exit code -"), answer  # its watchdog's
+        assert answer.startswith("died with exit code -"), answer  # killed by NCCL's watchdog

@@ -1,4 +1,4 @@
-"""Movements and padded sequences over GPUs, against whole sequences."""
+"""Movements and padded sequences over GPUs, compared with whole sequences."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def _shifted(x: Tensor, n: int) -> Tensor:
 
 
 def _moves(cp: ContextParallel, length: int) -> dict[str, tuple[Move, Move]]:
-    """Movements of a rank's slice, and what each rank gets of a whole sequence by them."""
+    """Return movements of a rank's slice, and the equivalent on the whole sequence."""
     plain = ContextParallel(layout="contiguous")
 
     def halo_of(x: Tensor) -> Tensor:
-        # Rows outside of the sequence are its last one here, which is zeros.
+        # Rows outside of the sequence index its last row here, which is zero.
         positions = cp.halo(cp.shard(x.detach(), pad=True), 3, 1, seq_len=length).positions
         rows: Tensor = torch.nn.functional.pad(x, (0, 0, 0, 1))[:, positions[: len(positions) // 2]]
         return rows.flatten(0, 1)
@@ -67,7 +67,7 @@ def _compare(rank: int, layout: LayoutSpec, length: int, compiled: bool) -> None
         run = torch.compile(move, backend="aot_eager", fullgraph=True) if compiled else move
         for dtype in (torch.bfloat16, torch.float32, torch.int64, torch.bool):
             whole = _numbers(dtype, 2, length, 64)
-            # The host waits for the first call of a kind alone; the tripwire watches the last.
+            # The host waits only in the first call of a kind; the check watches the last call.
             for turn in range(3):
                 with ring_torch.check(int(turn == 2)):
                     leaf = whole.clone().requires_grad_(whole.is_floating_point())
@@ -76,7 +76,7 @@ def _compare(rank: int, layout: LayoutSpec, length: int, compiled: bool) -> None
                     assert torch.equal(out, expected), (name, dtype, turn)
                     if not whole.is_floating_point():
                         continue
-                    # Gradients are whole numbers, so that sums in bfloat16 are exact.
+                    # Gradients are integers, so that sums in bfloat16 are exact.
                     (out * (rank + 1)).sum().backward()
                     (expected * (rank + 1)).sum().backward()
                 assert leaf.grad is not None and like.grad is not None
@@ -96,12 +96,12 @@ def test_moved_rows_and_gradients_are_those_of_whole_sequences(
 
 
 def _attends(_: int, strategy: str, length: int) -> list[float]:
-    """Errors of a padded call and of its gradients beside the call over the tokens alone."""
+    """Return errors of a padded call and of its gradients against the unpadded call."""
     cp = ContextParallel()
     alone: Any = [dist.new_group([n]) for n in range(SIZE)][dist.get_rank()]
     x = [_numbers(torch.bfloat16, 1, length, heads, 64) / 8 for heads in (8, 4, 4)]
     errors = []
-    for _turn in range(3):  # repeated calls run prepared launches
+    for _turn in range(3):  # repeated calls reuse prepared launches
         leaves, like = ([y.clone().requires_grad_() for y in x] for _ in range(2))
         q, k, v = (cp.shard(y, pad=True, fill=3) for y in leaves)
         out = cp.attention(q, k, v, causal=True, seq_len=length, strategy=strategy)

@@ -1,4 +1,4 @@
-"""Every case of the table of times can be timed on a GPU, by the kernels that are there."""
+"""Every case of the table of kernel times can be timed on a GPU, by the installed kernels."""
 
 from __future__ import annotations
 

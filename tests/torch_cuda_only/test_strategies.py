@@ -1,4 +1,4 @@
-"""Strategies over NCCL and out of peers' memory, on cases of the table, each call checked."""
+"""Strategies over NCCL and peers' memory, on cases of the table, each call checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAYS = {
 
 
 def cases(way: str) -> list[Case]:
-    """Cases of two ranks that a strategy has."""
+    """Return cases of two ranks that a strategy supports."""
     two = [case for case in CASES.values() if case.cp_size == 2]
     return two if way == "p2p" else [case for case in two if case.strategy == "ring"]
 
@@ -30,7 +30,7 @@ def cases(way: str) -> list[Case]:
 TWO = [(way, case) for way in WAYS for case in cases(way)]
 
 
-#: Cases of four ranks, in a grid of two by two; every other one gathers between groups.
+#: Cases of four ranks, in two groups of two; every other one gathers between the groups.
 GRIDS = [
     case for case in CASES.values()
     if (case.cp_size, case.strategy) == (4, "ring") and case.layout != "striped"
@@ -38,7 +38,7 @@ GRIDS = [
 
 
 def checked(rank: int, case: Case, way: tuple[str | StrategyConfig, str]) -> Arrays | str:
-    """A rank's part of a case, or why it is refused."""
+    """Return a rank's part of a case, or the reason of its refusal."""
     with ring_torch.check():
         try:
             return run_rank(rank, case, ("auto", *way), None, True)

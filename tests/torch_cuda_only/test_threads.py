@@ -1,6 +1,6 @@
-"""Threads whose passes run at the same time, each on a process group and a CUDA stream of its own.
+"""Threads whose passes run at the same time, each on its own process group and CUDA stream.
 
-Calls begin in one order on all ranks, as NCCL asks for of communicators that are used at once.
+Calls begin in one order on all ranks, as NCCL requires of communicators that are used at once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
 NUM_THREADS, REPEATS = 2, 20
-#: Tokens a rank. The second needs more of the memory that peers read than the first left.
+#: Tokens per rank. The second needs more peer memory than was allocated for the first.
 LENGTHS = (1024, 4096)
 
 
 class Caller:
-    """One thread's calls: inputs, a group and a stream."""
+    """A thread's calls: inputs, a group and a stream."""
 
     def __init__(self, number: int, options: dict[str, Any]) -> None:
         self.device = torch.cuda.current_device()
@@ -48,7 +48,7 @@ class Caller:
         return [self.cp.shard(x) for x in tensors]
 
     def forward(self, n: int) -> tuple[Tensor, list[Tensor]]:
-        """Attend to the inputs of one length, in the thread that asks."""
+        """Attend to the inputs of one length, in the calling thread."""
         torch.cuda.set_device(self.device)
         with torch.cuda.stream(self.stream):
             qkv = [x.detach().requires_grad_() for x in self.shards[n][:3]]
@@ -63,13 +63,13 @@ class Caller:
 
 
 class Turns:
-    """Lets threads run something in turns."""
+    """A lock that lets threads run something in turns."""
 
     def __init__(self) -> None:
         self.next, self.changed = 0, Condition()
 
     def take(self, number: int, run: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Run it when all turns before ``number`` are over; the GPU goes on meanwhile."""
+        """Run a function after all turns before ``number``; the GPU continues meanwhile."""
         with self.changed:
             self.changed.wait_for(lambda: self.next == number)
             results = run()
@@ -79,9 +79,9 @@ class Turns:
 
 
 def at_once(_: int, options: dict[str, Any]) -> list[tuple[bool, float]]:
-    """Return, for all results, whether ``out`` was that of the first call, and the largest error.
+    """Return for each result True if ``out`` equals the first call's, and the largest error.
 
-    Errors are those of ``out`` and gradients, over those of dense attention in bfloat16.
+    Errors are those of ``out`` and gradients, relative to those of dense attention in bfloat16.
     """
     callers, turns = [Caller(n, options) for n in range(NUM_THREADS)], Turns()
 
@@ -100,7 +100,7 @@ def at_once(_: int, options: dict[str, Any]) -> list[tuple[bool, float]]:
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         results = list(pool.map(repeated, range(NUM_THREADS)))
     torch.cuda.synchronize()
-    # Kernels may add up dQ in any order, so gradients are not equal to the last bit.
+    # Kernels may sum dQ in any order, so gradients are not equal to the last bit.
     return [
         (torch.equal(repeats[0][0], tensors[0]), max(errors(tensors, exact, plain)))
         for caller, by_length in zip(callers, results, strict=True)

@@ -1,4 +1,4 @@
-"""A model whose attention and loss are replaced: as good on two GPUs as whole on one."""
+"""A model with replaced attention and loss is as accurate on two GPUs as the whole one on one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Model(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """The hidden states; the head is part of the loss."""
+        """Return the hidden states; the head is part of the loss."""
         hidden: Tensor = self.blocks(self.tokens(tokens) + self.places(positions))
         return hidden
 
@@ -64,7 +64,7 @@ def _error(grads: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def losses_and_errors(_: int, layout: Any) -> list[tuple[float, float, float]]:
-    """By loss: how far its sum is off, and errors of gradients, here and on one GPU."""
+    """Return for each loss its sum's error, and gradient errors on two GPUs and on one."""
     torch.manual_seed(0)
     exact = _Model().cuda()
     model = copy.deepcopy(exact).bfloat16()

@@ -1,4 +1,4 @@
-"""Tokens traded for heads that GPUs do not divide: over NCCL, and out of peers' memory."""
+"""Ulysses with head counts that GPUs do not divide, over NCCL and over peers' memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ring_torch
 from ring_core import Mask
 from ring_torch.local import LocalRankError
 
-#: By number of ranks: query heads and K/V heads that are copied, padded, or both, and divided.
+#: Query and K/V heads by number of ranks: copied, padded, or both, and divided.
 HEADS = {2: [(3, 1), (3, 3), (4, 2)], 4: [(16, 1), (7, 7), (12, 3), (14, 2), (8, 4)]}
 PLAIN = Case("plain", Mask(causal=True), "zigzag", 2, 512, dims=(64, 64), dtype="bfloat16")
 CASES = {
@@ -37,7 +37,7 @@ CASES = {
 
 
 def checked(rank: int, case: Case, transport: str) -> Arrays:
-    """A rank's part of a case, whose bytes and rows are checked."""
+    """Return a rank's part of a case whose bytes and rows are checked."""
     with ring_torch.check():
         return run_rank(rank, case, ("auto", "ulysses", transport), None, True)
 

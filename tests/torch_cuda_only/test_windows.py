@@ -1,4 +1,4 @@
-"""Windows with sinks over gathered keys, as in gpt-oss: repeated calls, against dense attention."""
+"""Windows with sinks over gathered keys, as in gpt-oss: repeated calls against dense attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH, HEADS, DIM = 4096, (16, 2, 2, 16), 64
 
 
 def on_a_rank(_: int, layout: Any, window: int, dtype: torch.dtype) -> list[list[float]]:
-    """Errors of some calls' results, over those of dense attention in bfloat16."""
+    """Return errors of some calls' results, relative to those of dense attention in bfloat16."""
     torch.manual_seed(0)
     tensors = [torch.randn(1, LENGTH, h, DIM, device="cuda").bfloat16() for h in HEADS]
     tensors.append(torch.randn(HEADS[0], device="cuda").to(dtype))

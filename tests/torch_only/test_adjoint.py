@@ -1,6 +1,7 @@
-"""The inverse movement is the backward: over all ranks, ``<M x, y> == <x, M' y>``.
+"""The backward of a movement is its adjoint: over all ranks, ``<M x, y> == <x, M' y>``.
 
-``M'`` is the return of the movement ``M``. In float64, on random numbers: no attention in sight.
+``M'`` is the backward of the movement ``M``. Checked in float64 on random numbers, without
+attention.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LAYOUTS: Any = ("contiguous", "zigzag", "striped")
 
 
 def over_ranks(*pairs: tuple[Tensor, Tensor]) -> Tensor:
-    """The dot product of what all ranks hold."""
+    """Return the dot product of tensors that are spread over the ranks."""
     total = torch.stack([(x * y).sum() for x, y in pairs]).sum()
     dist.all_reduce(total)
     return total
@@ -49,7 +50,7 @@ def numbers(rank: int, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def _shard(rank: int, layout: Any) -> None:
-    """From a tensor that all hold: what returns is each rank's part of its gradient."""
+    """Check ``shard`` of a replicated tensor; its backward returns this rank's part of the sum."""
     cp = ContextParallel(layout=layout)
     (x,), (y,) = numbers(SIZE, (2, TOKENS, 3)), numbers(rank, (2, TOKENS // SIZE, 3))
     moved = cp.shard(x.requires_grad_())
@@ -58,7 +59,7 @@ def _shard(rank: int, layout: Any) -> None:
 
 
 def _unshard_slice(rank: int, layout: Any) -> None:
-    """To a tensor that all hold, and whose gradient all know."""
+    """Check ``unshard`` with ``grad="slice"``, where all ranks have the same output gradient."""
     cp = ContextParallel(layout=layout)
     (x,), (y,) = numbers(rank, (2, TOKENS // SIZE, 3)), numbers(SIZE, (2, TOKENS, 3))
     moved = cp.unshard(x.requires_grad_(), grad="slice")
@@ -67,7 +68,7 @@ def _unshard_slice(rank: int, layout: Any) -> None:
 
 
 def _unshard_sum(rank: int, layout: Any) -> None:
-    """To a tensor that all hold, each with a gradient of its own; compiled, too."""
+    """Check ``unshard`` with ``grad="sum"``: output gradients differ by rank; compiled, too."""
     cp = ContextParallel(layout=layout)
     shapes = ((2, TOKENS // SIZE, 3), (2, TOKENS, 3))
     torch._dynamo.reset()
@@ -80,7 +81,7 @@ def _unshard_sum(rank: int, layout: Any) -> None:
 
 
 def _pack(rank: int, layout: Any) -> None:
-    """Documents that all ranks share, to the layout of their pack and back."""
+    """Check the move of packed documents to the layout of their pack and back."""
     if layout == "striped":
         return
     ring, pack = ranks_of(None), PackMove(layout, (0, 4, 4, 10, TOKENS // SIZE))
@@ -109,7 +110,7 @@ def _ulysses(
     y = numbers(rank + SIZE, *(x.shape for x in by_heads))
     for grad, places in zip(y, (heads.q, heads.kv, heads.kv), strict=True):
         grad[:, :, torch.tensor(places[members.index(rank)] == PADDING)] = (
-            0  # as gradients of padding are
+            0  # the gradient of padding is zero
         )
     back = tables.without_padding(*carry.to_tokens(layouts.grads, y, orders))
     for x, grad, with_heads, with_tokens in zip((q, k, v), y, by_heads, back, strict=True):
@@ -120,17 +121,17 @@ def _ulysses(
 
 
 def _ulysses_with_copies(rank: int, layout: Any) -> None:
-    """Three copies of one K/V head, and two of nine places of query heads for none."""
+    """Check Ulysses with three copies of the one K/V head, and 7 query heads padded to 9."""
     _ulysses(rank, layout, 7, 1)
 
 
 def _ulysses_with_padding(rank: int, layout: Any) -> None:
-    """K/V heads that are no multiple of the ranks, and query heads that are no range."""
+    """Check Ulysses with K/V heads that the ranks do not divide, and query heads in no range."""
     _ulysses(rank, layout, 15, 5)
 
 
 def _gather(rank: int, layout: Any, own: bool) -> None:
-    """Keys that a rank fetches, and sums of gradients that it returns."""
+    """Check the fetch of K/V, whose adjoint returns and sums their gradients."""
     q, k, v = numbers(rank, *3 * [(2, TOKENS // SIZE, 2, 4)])
     ring = ranks_of(None)
     options = CallOptions(causal=True, strategy="gather", transport="p2p")

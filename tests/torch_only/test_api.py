@@ -1,4 +1,4 @@
-"""ContextParallel and ring_attention: groups, layouts, autograd, what travels."""
+"""``ContextParallel`` and ``ring_attention``: groups, layouts, autograd, and what ranks send."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ring_torch.options import AttentionOptions, CallOptions
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[LocalRanks]:
-    """Four ranks."""
+    """Start four ranks."""
     ranks = LocalRanks(4)
     yield ranks
     ranks.close()
 
 
 def whole(*shape: int, seed: int = 0) -> Tensor:
-    """The same global tensor on every rank."""
+    """Return a global tensor that is the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
@@ -86,13 +86,13 @@ def test_shard_attend_unshard(pool: LocalRanks, layout: LayoutSpec, strategy: st
 
 
 def _subgroups(rank: int) -> None:
-    """Two rings at once, one with its ranks in another order, and a rank outside."""
+    """Check two rings at once, one whose ranks are in another order, and a rank outside of it."""
     pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     turned: Any = dist.new_group([3, 1, 0])
     q, k, v = qkv()
     cp = ContextParallel(pairs[rank // 2])
     assert cp.cp_size == 2
-    scale = 1.0 + rank // 2  # the two rings work on different data
+    scale = 1.0 + rank // 2  # the two rings have different inputs
     out = cp.unshard(cp.attention(*(cp.shard(x * scale) for x in (q, k, v)), causal=True))
     same(out, dense(q * scale, k * scale, v * scale, causal=True))
     if rank == 2:
@@ -127,7 +127,7 @@ def test_device_mesh(pool: LocalRanks) -> None:
 
 
 def _recorded(_: int, layout: Any, mask: Mask) -> tuple[list[str], list[str]]:
-    """What a rank does, in order, forward and backward."""
+    """Return the sends and kernel calls of a forward and of its backward, in order."""
     events: list[str] = []
     start, forward, backward = Ranks.start, EagerKernel.attend_into, EagerKernel.grads_into
 
@@ -223,7 +223,7 @@ def test_autograd_meets_checkpoint_autocast_and_double_backward() -> None:
     torch.testing.assert_close(through, grad, rtol=0, atol=0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = ring_attention(q, k, v, causal=True, kernel="eager")
-    assert out.dtype == torch.bfloat16  # as torch's own attention
+    assert out.dtype == torch.bfloat16  # like torch's SDPA
     torch.testing.assert_close(out.float(), plain, rtol=2e-2, atol=2e-2)
     with pytest.raises(UnsupportedError, match="no second derivative"):
         torch.autograd.grad(ring_attention(q, k, v).square().sum(), q, create_graph=True)
@@ -271,7 +271,7 @@ def test_explain_says_what_would_run() -> None:
 
 
 def test_one_call_in_both_forms() -> None:
-    """Attention, explain and ring_attention take the same options in the same order."""
+    """``attention``, ``explain`` and ``ring_attention`` take the same options in the same order."""
     options = list(inspect.signature(ring_attention).parameters)
     assert options[:5] == ["q", "k", "v", "group", "layout"]
     for method in (ContextParallel.attention, ContextParallel.explain):
@@ -281,7 +281,7 @@ def test_one_call_in_both_forms() -> None:
 
 
 def test_matches_torch_on_plain_attention() -> None:
-    """An independent witness of the convention of scale and heads."""
+    """Results equal torch's SDPA, which checks the default scale and the order of dimensions."""
     q, k, v = qkv()
     heads_first = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     expected = torch.nn.functional.scaled_dot_product_attention(
@@ -298,12 +298,12 @@ def test_dropout_is_the_oracles() -> None:
 
 
 def test_options_that_are_handed_on_are_those_of_the_function() -> None:
-    """In its order and with its defaults, so that a method's are the function's."""
+    """Methods and option types list the options and defaults of ``ring_attention`` in its order."""
     function, record = inspect.signature(ring_attention), get_type_hints(CallOptions)
     parameters = [x for x in function.parameters.values() if x.kind is x.KEYWORD_ONLY]
     options = {x.name: x.default for x in parameters if x.name not in {"group", "layout"}}
     types = {x: y for x, y in get_type_hints(ring_attention).items() if x in options}
-    del record["bias_role"]  # which no caller gives
+    del record["bias_role"]  # no caller passes it
     assert list(types.items()) == list(record.items())
     assert {x: CallOptions._field_defaults[x] for x in options} == options
     handed_on = get_type_hints(AttentionOptions)

@@ -1,4 +1,4 @@
-"""Bad input gets a clear error that names the argument, before anything is sent."""
+"""Bad input raises an error that names the argument, before anything is sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Q, KV = (2, 8, 4, 16), (2, 8, 2, 16)
 
 
 def tensors(**replaced: Any) -> dict[str, Any]:
-    """Good arguments, some replaced."""
+    """Return valid arguments, with some replaced."""
     good = {"q": torch.zeros(Q), "k": torch.zeros(KV), "v": torch.zeros(KV)}
     return good | replaced
 
@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_named_kernel_never_falls_back(name: str) -> None:
-    """Every reason is named at once, with what would work instead."""
+    """The error lists every reason, and what would work instead."""
     options, reasons = REFUSED[name]
     with pytest.raises(UnsupportedError) as caught:
         ring_attention(**tensors(**({"kernel": "sdpa"} | options)))
@@ -131,7 +131,7 @@ def _odd_shard(_: int) -> None:
 
 
 def test_nothing_is_sent_before_the_error() -> None:
-    """Both ranks raise at once, though neither waits for the other."""
+    """Both ranks raise at once: neither waits for the other."""
     pool = LocalRanks(2)
     try:
         pool.run(_odd_shard)

@@ -1,4 +1,4 @@
-"""``python -m ring_torch bench``: no speed without right results."""
+"""``python -m ring_torch bench`` prints a time only where results are right."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ OPTIONS = (
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One case of each option, and one round."""
+    """Let ``bench`` time one case of each option, in one round."""
     monkeypatch.setattr(torch_rates.renew, "__defaults__", (OPTIONS,))
     monkeypatch.setattr(torch_rates, "ROUNDS", 1)
 
@@ -124,7 +124,7 @@ def _of_the_host(path: Path) -> list[rates.Case]:
 @pytest.mark.usefixtures("few")
 def test_rates_are_renewed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rates.json"
-    for _ in range(2):  # the second time takes the place of the first
+    for _ in range(2):  # the second run replaces the results of the first
         assert main(["bench", "--rates", str(path), "--seq-len", "64"]) == 0
         assert f"RING_RATES={path} uses it" in capsys.readouterr().out
     renewed = _of_the_host(path)
@@ -133,7 +133,7 @@ def test_rates_are_renewed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert all(dict(x.kernels)["eager"].both for x in renewed)
     assert {x.option: x.pairs for x in renewed}["causal"] == 64 * 65 // 2
     others = [case for case in rates.read(str(path)).cases if case.capability]
-    assert others == list(rates.default().cases)  # what is known of other GPUs stays
+    assert others == list(rates.default().cases)  # entries of other GPUs are kept
 
 
 @ON_THE_HOST
@@ -191,7 +191,7 @@ def test_mistakes_about_rates(
 @pytest.mark.nightly
 @pytest.mark.parametrize("command", ["bench", "doctor"])
 def test_a_launcher_is_refused_once(command: str) -> None:
-    """Each process that torchrun starts would run the command: rank 0 says so, for all."""
+    """Under ``torchrun`` only rank 0 prints that the command starts its own ranks."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     done = subprocess.run(
         [*launcher, "-m", "ring_torch", command], capture_output=True, text=True, timeout=240,

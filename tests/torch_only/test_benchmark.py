@@ -1,4 +1,4 @@
-"""What the benchmark on GPUs compares with: a pass without its communication."""
+"""Passes without communication, which the GPU benchmark compares with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from ring_torch.local import LocalRanks
 
 
 def errors(rank: int) -> list[tuple[bool, float]]:
-    """Of the gradients of q and k, against those with communication: without, and after that."""
+    """Return errors of dQ and dK without communication, and of a normal call after that.
+
+    Both are compared with a normal call. Each item is ``(is finite, largest error)``.
+    """
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 64, heads, 16, requires_grad=True) for heads in (4, 2, 2))
     ways = [method(f"zigzag/eager/gather/p2p{end}", CAUSAL, 128) for end in ("", "/alone", "")]
@@ -61,13 +64,13 @@ def test_layers_take_the_output_before_as_their_q() -> None:
     dq_expected, *kv_expected = torch.autograd.grad(expected, (q, k, v), dout)
     assert torch.equal(out, expected)
     torch.testing.assert_close(dq, dq_expected)
-    # Each layer has a k and a v of its own: together they get what a shared one gets.
+    # Each layer has its own k and v: their gradients add up to that of a shared pair.
     for n, grad in enumerate(kv_expected):
         torch.testing.assert_close(sum(of_layers[n::2]), grad)
 
 
 def test_one_process_plays_the_ranks_of_a_ring() -> None:
-    """Each as it would run among the others: the same launches, without their keys."""
+    """A played rank makes its own launches, without the peers' keys."""
 
     def attend(rank: int) -> list[tuple[int, int]]:
         torch.manual_seed(rank)

@@ -1,4 +1,4 @@
-"""What benchmarks of the host's time compare with, and say of the machine; bench as a table."""
+"""Benchmarks of host time: their baselines, the machine they report, and ``bench`` as a table."""
 
 from __future__ import annotations
 

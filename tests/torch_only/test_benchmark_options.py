@@ -1,4 +1,4 @@
-"""The benchmark of head dims, masks and options: its gate, its rows, and the blocks it lists."""
+"""The benchmark of head dims, masks and options: its check, its rows, and its block lists."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMPARED = (
 
 
 def small(row: Any) -> Any:
-    """A row whose attention is quick on a CPU."""
+    """Return a row small enough to run fast on a CPU."""
     return replace(
         row, heads=row.heads // 8, kv_heads=row.kv_heads // 8, dim=row.dim // 8,
         v_dim=row.v_dim // 8,
@@ -116,7 +116,7 @@ def test_all_take_turns_in_an_order_of_each_round(monkeypatch: pytest.MonkeyPatc
     runs = {name: (lambda name=name: order.append(name)) for name in "ab"}
     times = options.rounds(runs, 16)
     assert times == {"a": [5.0] * 16, "b": [50.0] * 16}
-    once = "".join(order)[8:]  # after what says how many calls fill a turn
+    once = "".join(order)[8:]  # the first eight count the calls that fill a turn
     turns = [once[n : n + 5] for n in range(0, len(once), 5)]
     assert len(turns) == 16 and set(turns) == {"aaaab", "baaaa"}
 
@@ -168,7 +168,7 @@ def test_a_run_times_what_is_here_and_says_why_the_others_are_not(
 
 
 def blocks_of(shown: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
-    """Whether blocks show some, and all, by brute force."""
+    """Return the blocks with a visible pair, and those with only visible pairs, by brute force."""
     tiles = shown.unflatten(1, (-1, keys)).unflatten(0, (-1, queries)).transpose(1, 2).flatten(2)
     return tiles.any(2), tiles.all(2)
 

@@ -1,4 +1,4 @@
-"""Old and new code in turns: both trees' processes answer, and what is kept of their times."""
+"""Timing two source trees in turns: both trees' processes answer, and their times are recorded."""
 
 from __future__ import annotations
 

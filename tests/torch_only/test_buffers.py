@@ -1,4 +1,4 @@
-"""Tensors inside a message: views of its bytes, whatever the shapes, the dtypes and the memory."""
+"""Tensors inside a message are views of its bytes, for all shapes, dtypes and offsets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESSAGES: tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...] = (
 
 
 def _sliced(spec: BufferSpec, buffer: Tensor) -> list[Tensor]:
-    """The definition: each tensor's bytes, in its dtype and shape."""
+    """Return each tensor's bytes in its dtype and shape, by the definition."""
     return [
         buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         for shape, dtype, offset in zip(spec.shapes, spec.dtypes, spec.offsets, strict=True)
@@ -35,7 +35,7 @@ def test_views_are_slices_of_the_bytes(
     message: tuple[tuple[tuple[int, ...], torch.dtype], ...], start: int
 ) -> None:
     spec = BufferSpec.of(*message)
-    # The buffer may be a part of larger memory.
+    # The buffer may be part of a larger tensor.
     memory = torch.arange(start + spec.size + 16, dtype=torch.int64).to(torch.uint8)
     buffer = memory[start : start + spec.size]
     for view, expected in zip(spec.views(buffer), _sliced(spec, buffer), strict=True):

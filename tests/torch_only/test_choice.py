@@ -1,4 +1,4 @@
-"""Kernels and transports are chosen or refused: by name, with every reason, and what to do."""
+"""Kernels and transports are chosen, or refused with every reason and what to do instead."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def chosen(
     size: int = 4,
     probe: bool = True,
 ) -> tuple[str, str]:
-    """Strategy and transport, with four query heads of 8 for each key head, in bfloat16."""
+    """Return the chosen strategy and transport for bfloat16, with 4 query heads per K/V head."""
     ring = Ranks(None, 0, size)
     request = Request(device.type, "bfloat16", 8, 8, q_heads=4, kv_heads=1)
     spec, way = choose_strategy(*move, ring, over, device, request=request, probe=probe)
@@ -88,7 +88,7 @@ MESSAGES, COPIES = ("gather", "p2p"), ("gather", "symm_mem")
 @pytest.mark.parametrize("name", UNGATHERED)
 @pytest.mark.parametrize("move", [MESSAGES, COPIES, ("gather", "auto"), ("auto", "symm_mem")])
 def test_a_named_strategy_never_falls_back(move: tuple[str, str], name: str) -> None:
-    """Every reason is named at once, with what would work instead."""
+    """The error lists every reason, and what would work instead."""
     refused, expected_message = UNGATHERED[name]
     with pytest.raises(UnsupportedError) as caught:
         chosen(move, refused)
@@ -154,7 +154,7 @@ def test_copies_need_gpus_that_reach_each_other(
         "symm_buffer_of",
         lambda _: SimpleNamespace(refusals=() if reaches else (REASON,)),
     )
-    assert chosen(COPIES, program(), GPU, probe=False) == COPIES  # nobody is asked
+    assert chosen(COPIES, program(), GPU, probe=False) == COPIES  # no probe
     assert chosen(AUTO, program(), GPU) == (COPIES if reaches else RING)
     assert chosen(("gather", "auto"), program(), GPU) == (COPIES if reaches else MESSAGES)
     if not reaches:
@@ -163,7 +163,7 @@ def test_copies_need_gpus_that_reach_each_other(
 
 
 def test_auto_gathers_no_more_than_memory_bears(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole sequences on each of many ranks are for who asks for them; a window's halo is not."""
+    """``auto`` gathers no whole sequences on many ranks, as that takes memory; a halo it does."""
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
     monkeypatch.setattr(symm_buffer, "symm_buffer_of", lambda _: SimpleNamespace(refusals=()))
     many, halo = program(cp_size=32), program(Mask(window=(3, 3)), cp_size=32)
@@ -175,7 +175,7 @@ def test_auto_gathers_no_more_than_memory_bears(monkeypatch: pytest.MonkeyPatch)
 def test_auto_trades_heads_where_that_moves_few_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And where ranks can: by a kernel, over each other's memory; a bias would travel, too."""
+    """Ulysses needs Triton and peers' memory, and is not chosen with a bias: that travels, too."""
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
     reasons: list[str] = []
     monkeypatch.setattr(symm_buffer, "symm_buffer_of", lambda _: SimpleNamespace(refusals=reasons))
@@ -198,7 +198,7 @@ def test_auto_trades_heads_where_that_moves_few_bytes(
 
 
 def _of_one_choice(rank: int) -> bool:
-    """True if a call that is left to ``auto`` has the bits of one that names ``ulysses``."""
+    """Return True if ``auto`` gives the same bits as ``strategy="ulysses"``."""
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3))
     anywhere = replace(ULYSSES, is_automatic=lambda _: True)
@@ -213,7 +213,7 @@ def _of_one_choice(rank: int) -> bool:
 
 
 def _compiled_gathers(rank: int) -> bool:
-    """True if a compiled call with a window, left to ``auto``, has the bits of a gather."""
+    """Return True if a compiled ``auto`` call with a window gives the same bits as a gather."""
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3))
     anywhere = [replace(spec, is_automatic=lambda _: True) for spec in (ULYSSES, GATHER)]
@@ -230,7 +230,7 @@ def _compiled_gathers(rank: int) -> bool:
 
 
 def test_auto_runs_the_trade_that_it_chose() -> None:
-    """Where the compiler does not know what a mask hides it gathers, which leaves that out."""
+    """A compiled call with a window gathers: only a gather leaves out what the window hides."""
     with LocalRanks(4) as ranks:
         assert all(ranks.run(_of_one_choice))
         assert all(ranks.run(_compiled_gathers))
@@ -241,7 +241,7 @@ def _refused_on_every_rank(_: int) -> None:
     for options in ({"strategy": "gather", "layout": "striped"}, {"transport": "symm_mem"}):
         with pytest.raises(UnsupportedError, match=f"^strategy '.*{next(iter(options.values()))}'"):
             ring_attention(x, x, x, causal=True, **options)  # type: ignore[call-overload]  # wrong on purpose
-    ring_attention(x, x, x, causal=True, strategy="gather")  # ranks are still in step
+    ring_attention(x, x, x, causal=True, strategy="gather")  # the ranks' calls still match
 
 
 def test_a_refused_strategy_sends_nothing() -> None:
@@ -261,7 +261,7 @@ def test_kernels_for_gpus_refuse_the_host(name: str) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
-    """Let torch show a GPU of some compute capability; libraries are looked for anew."""
+    """Let torch report a GPU of a given compute capability, and look for libraries again."""
 
     def show(major: int, minor: int) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
@@ -363,7 +363,7 @@ EQUAL = {
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_an_equal_value_of_another_type_is_another_call(name: str) -> None:
-    """What was prepared for a good value does not let a bad one pass."""
+    """A call prepared for ``True`` is not reused for ``1``, which is refused."""
     good, bad, message = EQUAL[name]
     x = torch.zeros(1, 8, 2, 16)
     call: Any = ring_attention
@@ -381,7 +381,7 @@ def test_float_offsets_are_refused_after_equal_ints() -> None:
 
 @pytest.fixture
 def installed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let kernels for GPUs be there; with the major number of a capability."""
+    """Let GPU kernels count as installed, on a GPU of a given major compute capability."""
 
     def show(*names: str, major: int = 9) -> None:
         gpu(major, 0)

@@ -1,4 +1,4 @@
-"""Views of gathered K/V: those of columns are those of the whole buffer, cut."""
+"""Views of some columns of gathered K/V equal slices of views of the whole buffer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ring_torch.buffers import KVPayload
 @pytest.mark.parametrize(("dim", "v_dim"), [(8, 8), (12, 4)])
 def test_columns_are_slices_of_the_whole(dim: int, v_dim: int) -> None:
     keys = KVPayload(2, 16, 3, dim, v_dim, torch.float32, segments=False)
-    # The buffer may begin anywhere, and its rows may lie further apart than they are wide.
+    # The buffer may begin at any offset, and its rows may be strided.
     kv = torch.randn(2, 20, keys.width + 5)[:, 3:19, 2 : keys.width + 2]
     for start, length in ((0, 16), (5, 7), (16, 0)):
         cut = [x.narrow(1, start, length) for x in keys.split(kv)]

@@ -1,4 +1,4 @@
-"""``torch.compile``: the ring is in the graph, unbroken, and gives the results it gives without."""
+"""``torch.compile``: calls are in the graph, without breaks, and results equal the eager ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ring_torch.options import CallOptions
 LENGTH = 64
 DENSE = Mask(causal=True, window=(20, 0))
 
-#: Options of calls; tensors are made by their shapes.
+#: Options of calls; a tuple of sizes stands for a tensor.
 CALLS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "gather": {"causal": True, "window": (9, 3), "strategy": "gather"},
@@ -40,14 +40,14 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[LocalRanks]:
-    """Two ranks."""
+    """Start two ranks."""
     ranks = LocalRanks(2)
     yield ranks
     ranks.close()
 
 
 def tensors(cp: ContextParallel, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
-    """This rank's leaves, of which q, k and v come first, and all options."""
+    """Return this rank's leaf tensors, with q, k and v first, and all options."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -72,7 +72,7 @@ def tensors(cp: ContextParallel, options: dict[str, Any]) -> tuple[list[Tensor],
 def results(
     cp: ContextParallel, options: dict[str, Any], wrap: Callable[[Any], Any]
 ) -> list[Tensor]:
-    """Outputs and gradients of a function around the attention."""
+    """Return outputs and gradients of a function that calls attention."""
     leaves, options_of_call = tensors(cp, options)
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -111,7 +111,7 @@ def test_on_chunks(name: str, pool: LocalRanks) -> None:
 
 
 def _other_chunks_are_another_graph(_: int) -> None:
-    """The compiled function is used again, and does not take new chunks for the old ones."""
+    """Check that a function compiles again for a ``ContextParallel`` with other chunks."""
     torch._dynamo.reset()
 
     def function(cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def test_other_blocks_are_another_graph(pool: LocalRanks) -> None:
 
 
 def _operations_are_sound(_: int, name: str) -> None:
-    """What they say of their results before they run is what they return."""
+    """Check with ``opcheck`` that fake tensors predict what the custom operators return."""
     cp = ContextParallel()
     leaves, options = tensors(cp, CALLS[name])
     arguments: list[Any] = []
@@ -194,7 +194,7 @@ def test_checkpointed(pool: LocalRanks) -> None:
 
 
 def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
-    """A compiled function, and how many graphs were made of it."""
+    """Return a compiled function, and a list with one item for each graph compiled of it."""
     graphs: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
@@ -214,7 +214,7 @@ def test_a_new_seed_needs_no_new_graph() -> None:
     compiled, graphs = counted(function)
     for seed in range(2, 7):
         torch.testing.assert_close(compiled(x, seed), function(x, seed))
-    assert len(graphs) <= 2  # for the first seed, and for any
+    assert len(graphs) <= 2  # one for the first seed, one for any seed
 
 
 def test_a_predicate_breaks_the_graph_and_is_right() -> None:
@@ -241,7 +241,7 @@ def test_what_cannot_be_done_is_refused_when_the_graph_is_traced() -> None:
 
 
 def _other_lengths_are_other_graphs(_: int) -> None:
-    """Also where the compiler would rather have one graph of any length."""
+    """Check that other lengths compile again, also where dynamo would make the length dynamic."""
     cp = ContextParallel()
 
     def step(q: Tensor, ids: Tensor, bias: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ def _without_numbers(rank: int) -> None:
     for args in ((q, q, q), (x, x, q)):
         with pytest.raises(ValueError, match="outside of its FakeTensorMode"):
             cp.attention(*args)
-    # Only one rank calls these: nothing is sent for tensors without numbers.
+    # Only one rank makes these calls, so they must send nothing for tensors without data.
     if rank == 0:
         assert cp.unshard(q).shape == (1, 16, 2, 8)
         assert cp.shift(q, 1).shape == cp.relayout(q, to="striped").shape == q.shape
@@ -287,7 +287,7 @@ def _without_numbers(rank: int) -> None:
         for call in (cp.unshard, lambda x: cp.attention(x, x, x)):
             with pytest.raises(UnsupportedError, match=r"torch\.compile"):
                 torch.jit.trace(call, (x,))
-    # An object that is made inside of a compiled function breaks the graph, or is refused in words.
+    # Creating the object inside a compiled function breaks the graph, or is refused.
 
     def made_inside(x: Tensor) -> Tensor:
         return ContextParallel().shift(x, 1)
@@ -300,5 +300,5 @@ def _without_numbers(rank: int) -> None:
 
 
 def test_tensors_without_numbers_send_nothing(pool: LocalRanks) -> None:
-    """Nor do they close the group."""
+    """Calls on fake tensors leave the group usable."""
     pool.run(_without_numbers)

@@ -1,4 +1,4 @@
-"""Batches for rings: the same on the ranks of a ring, others across rings; runs are resumed."""
+"""Data loading: ranks of a ring read the same batches, rings read different ones; runs resume."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pool() -> Iterator[LocalRanks]:
 
 
 def documents(number: int = 14) -> list[Tensor]:
-    """Documents of unlike lengths; the token ids of each say which it is."""
+    """Return documents of different lengths, each recognizable by its token ids."""
     return [torch.arange(3 + 5 * n % 11) + 100 * n for n in range(number)]
 
 
@@ -39,7 +39,7 @@ def shuffled(seed: int = 0, documents_at_once: int = 3) -> Iterable[list[Tensor]
 
 
 class Counted:
-    """A loader with a state of its own."""
+    """A loader with its own state."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -67,7 +67,7 @@ def _rings() -> tuple[ContextParallel, Any]:
 def _packed_for_each_ring(rank: int) -> None:
     cp, dp = _rings()
     batches = list(dataloader(cp, shuffled(), dp=dp))
-    whole = list(shuffled())  # 5 batches; the last is of no turn
+    whole = list(shuffled())  # 5 batches; the last does not fill a turn of all rings
     assert len(batches) == len(dataloader(cp, shuffled(), dp=dp)) == 2
     for step, batch in enumerate(batches):
         docs = whole[2 * step + rank // 2]
@@ -104,7 +104,7 @@ def _balanced(rank: int) -> None:
     assert (batch.seq_len, batch.cu_seqlens[-2:]) == (2048, (tokens, 2048))
     joined = batch.cp.unshard(batch.tokens)[:, :tokens]
     assert joined.tolist() == [torch.cat(docs).tolist()]
-    assert batch.count == tokens - len(lengths)  # none in the padding
+    assert batch.count == tokens - len(lengths)  # padding has no labels
     mask = Mask(causal=True, cu_seqlens=batch.cu_seqlens)
     imbalance = {
         name: ring_program(make_plan(mask, seq_len=2048, cp_size=4, layout=layout)).imbalance
@@ -150,9 +150,9 @@ def _resumed(rank: int) -> None:
         second = dataloader(cp, source, dp=dp)
         second.load_state_dict(state)
         assert head + [x.tokens.tolist() for x in second] == expected
-        assert second.state_dict()["batches"] == 0  # the pass has ended, and another begins
+        assert second.state_dict()["batches"] == 0  # the epoch has ended; the next starts at 0
         if isinstance(source, Counted):
-            assert source.read == 4  # not the first 2 again
+            assert source.read == 4  # the first 2 are not read again
             assert len([*second]) == 3
     other = dataloader(cp, shuffled(seed=1), dp=dp)
     other.load_state_dict(first.state_dict() | {"loader": None, "batches": 1, "digest": "00"})
@@ -175,7 +175,7 @@ def _another_seed(rank: int, seeds: list[int]) -> str:
 
 @pytest.mark.parametrize("seeds", [[0, 1, 0, 0], [0, 0, 1, 1]], ids=["of a ring", "of rings"])
 def test_ranks_that_read_other_batches_are_told(pool: LocalRanks, seeds: list[int]) -> None:
-    for error in pool.run(_another_seed, seeds):  # also on ranks whose ring reads the same
+    for error in pool.run(_another_seed, seeds):  # also on ranks whose own ring reads the same
         assert "read different batches until batch 0" in error
         assert "seed the loader's generator alike" in error
 
@@ -224,10 +224,10 @@ def test_states_of_something_else_are_refused(state: Any) -> None:
 
 
 def _loaded_meanwhile(rank: int) -> None:
-    """A pass that runs does not undo a state that is loaded, or take batches of another pass."""
+    """Check that a state loaded during an epoch is kept, and that epochs do not mix batches."""
     del rank
     cp = ContextParallel()
-    loader = dataloader(cp, list(shuffled()))  # the same in each pass
+    loader = dataloader(cp, list(shuffled()))  # the same in each epoch
     running = iter(loader)
     next(running)
     state = loader.state_dict()

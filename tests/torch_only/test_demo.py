@@ -1,4 +1,4 @@
-"""The demonstration agrees with itself, and would say so if it did not."""
+"""The training demonstration: ring and single process agree, and it reports when they do not."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[ModuleType]:
-    """The example as a module, which its ranks find too."""
+    """Return the example as a module that its ranks can import, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(DEMO.parent)
         yield importlib.import_module("train_bytes")
 
 
 def agrees(printed: str) -> None:
-    """The losses that were printed do, as is said there."""
+    """Check that the printed losses agree as closely as the text says."""
     assert "largest relative difference" in printed
     assert "In float64 ring and single process agree" in printed
     table = [line.split() for line in printed.splitlines()]
@@ -105,7 +105,7 @@ def test_the_longest_sequence(capsys: pytest.CaptureFixture[str]) -> None:
         )
         == 0
     )
-    last = capsys.readouterr().out.splitlines()[-1]  # of this process; ranks print their own
+    last = capsys.readouterr().out.splitlines()[-1]  # of this process; ranks print their own lines
     assert last == "the longest: 256 tokens on 2 processes. 512: --most 256 was asked for."
 
 
@@ -114,7 +114,7 @@ def test_what_ends_the_search(demo: ModuleType) -> None:
     limits = example.Limits(memory=None, seconds=60.0, tokens=2**20)
     run = demo.Run(losses=(5.0,), seconds=1.0, tokens=1024, grown=0, peak=100)
     longer = replace(run, tokens=2048, peak=150)
-    assert example.obstacle([run], 1.0, limits) is None  # two lengths tell what a third needs
+    assert example.obstacle([run], 1.0, limits) is None  # one length estimates nothing
     assert example.obstacle([run, longer], 250.0, limits) is None
     assert "it needs" in example.obstacle([run, longer], 249.0, limits)
     assert "--seconds" in example.obstacle([replace(run, seconds=15.1)], 1.0, limits)
@@ -157,7 +157,7 @@ def test_the_script_for_slurm_is_bash() -> None:
 
 @pytest.mark.usefixtures("demo")
 def test_packed_documents_train_alike_on_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    packed = importlib.import_module("train_packed")  # beside the demonstration
+    packed = importlib.import_module("train_packed")  # next to the demonstration
     losses = []
     options = ["--device=cpu", "--steps=3", "--layers=1", "--longest=700", "--out=none"]
     for cp in (2, 1):

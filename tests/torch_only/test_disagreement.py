@@ -1,7 +1,7 @@
-"""Ranks that make different calls: an error on every rank, in both passes, that says how.
+"""Ranks that make different calls get an error on every rank, in both passes, that says how.
 
-A difference is found at once by the rank ahead of the one that differs. Others learn of it at once
-in the first such call, later when what they wait for does not come, within the group's timeout.
+The rank ahead of the one that differs finds it at once. Others learn of it at once in the first
+such call, later when the message they wait for does not come within the group's timeout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ODD = 1  # the rank that differs
 
 
 class Difference(NamedTuple):
-    """What one rank asks for and what the others do, and what the error names."""
+    """Options of one rank and of the others, and the name in the error."""
 
     others: dict[str, Any]
     odd: dict[str, Any]
@@ -93,7 +93,7 @@ def attend(options: dict[str, Any]) -> Tensor:
 
 @contextmanager
 def a_table_of_its_own() -> Iterator[None]:
-    """Calls in here choose by other times of kernels."""
+    """Let calls inside choose kernels by another table of measured times."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         path = Path(folder) / "rates.json"
         path.write_text(rates.to_text(rates.Rates(rates.default().cases[1:])))
@@ -106,7 +106,7 @@ def a_table_of_its_own() -> Iterator[None]:
 
 
 def ends(function: Callable[[], Any]) -> tuple[str, str]:
-    """The kind of error it ends in, and its words."""
+    """Return the type and the message of the error that a function raises."""
     try:
         function()
     except RuntimeError as error:
@@ -116,7 +116,7 @@ def ends(function: Callable[[], Any]) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[LocalRanks]:
-    """Three ranks; a disagreement that all learn of leaves them usable."""
+    """Start three ranks, which stay usable after a disagreement that all of them learn of."""
     with LocalRanks(3, timeout=TIMEOUT) as pool:
         yield pool
 
@@ -128,7 +128,7 @@ def _differ(rank: int, name: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_difference_is_an_error_on_all(three: LocalRanks, name: str) -> None:
-    """Also on the rank that needs nothing of the others."""
+    """The error is also raised on a rank that receives nothing from the one that differs."""
     for kind, message in three.run(_differ, name):
         assert kind == "RankMismatchError"
         assert re.search(rf"\b{DIFFERENCES[name].word} is ", message), message
@@ -157,7 +157,7 @@ def _differ_after_agreeing(rank: int) -> tuple[str, str]:
 
 
 def test_a_difference_after_equal_calls_is_an_error_on_all() -> None:
-    """Those that learn of it late learn the same; of four ranks one is no neighbour."""
+    """Ranks that learn of the difference late raise the same error; one of four is no neighbour."""
     with LocalRanks(4, timeout=TIMEOUT) as pool:
         for kind, message in pool.run(_differ_after_agreeing):
             assert kind == "RankMismatchError"
@@ -180,7 +180,7 @@ def test_a_missing_call_is_an_error_within_the_timeout() -> None:
 
 
 def _silent_store(_: int) -> tuple[bool, bool]:
-    """Whether asking a store over a link that is down comes back, and what it says."""
+    """Read from a store whose link is down; return ``(the result is None, the store answered)``."""
     never, patch = threading.Event(), pytest.MonkeyPatch()
     silent = SimpleNamespace(check=lambda _: not never.wait(), set=lambda *_: never.wait())
     patch.setattr(store, "_PATIENCE", timedelta(seconds=0.1))

@@ -1,4 +1,4 @@
-"""The doctor tells what works from what does not, and says why not."""
+"""The doctor command reports what works and what does not, and why."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EAGER = EagerKernel()
 
 
 def found_by(capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any]:
-    """What ``doctor --json`` prints, and it exits with this code."""
+    """Return what ``doctor --json`` prints, after checking its exit code."""
     assert main(["doctor", "--json"]) == code
     diagnosis: dict[str, Any] = json.loads(capsys.readouterr().out)
     return diagnosis
@@ -35,7 +35,7 @@ def found_by(capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let torch show two GPUs, which cannot compute."""
+    """Let torch report two GPUs, which cannot compute."""
 
     def show(*, reach: bool = True, capability: tuple[int, int] = (9, 0)) -> None:
         for name, value in {
@@ -77,7 +77,7 @@ def test_a_machine_without_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def _check_text(printed: str) -> None:
-    """People are told what programs are, as the page shows it."""
+    """Check the printed text against the documentation page."""
     rows = [line.split() for line in printed.splitlines()]
     assert ["eager", "any", "available"] in rows
     assert ["ring/p2p", "any", "available"] in rows
@@ -96,7 +96,7 @@ def test_what_people_are_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.nightly
 def test_as_a_command() -> None:
-    """It warns of nothing."""
+    """``doctor`` runs as a command, without warnings."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "ring_torch", "doctor"],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=240,
@@ -108,7 +108,7 @@ def test_as_a_command() -> None:
 
 def test_gpus_and_the_order_of_kernels(two_gpus: Any, capsys: pytest.CaptureFixture[str]) -> None:
     two_gpus(capability=(8, 0))
-    diagnosis = found_by(capsys, code=1)  # of all these kernels none has shown that it runs
+    diagnosis = found_by(capsys, code=1)  # no kernel has yet shown that it runs on these GPUs
     reached = [gpu["reaches"] for gpu in diagnosis["gpus"]]
     assert reached == [[1], [0]]
     assert diagnosis["gpus"][0]["capability"] == [8, 0]
@@ -142,7 +142,7 @@ def test_a_kernel_that_cannot_even_be_asked(monkeypatch: pytest.MonkeyPatch) -> 
     assert doctor.kernel_report(FA4, "cuda").why == (
         "looking for it failed: RuntimeError('undefined symbol')"
     )
-    assert "finds no such device" in doctor.kernel_report(FA4, "cpu").why  # it is not asked
+    assert "finds no such device" in doctor.kernel_report(FA4, "cpu").why  # not asked
 
 
 def test_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

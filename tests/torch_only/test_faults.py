@@ -1,4 +1,4 @@
-"""Ranks that disagree, die or never call: an error on the others, never a result or a hang."""
+"""Ranks that disagree, die or never call: the others raise an error; no wrong result, no hang."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def call(**options: Any) -> None:
 
 
 class Disagreement(NamedTuple):
-    """What two ranks ask for, and what the error says."""
+    """Options of each of two ranks, and a pattern of the error."""
 
     options: tuple[dict[str, Any], dict[str, Any]]
     words: str
@@ -55,7 +55,7 @@ def _disagree(rank: int, name: str) -> str:
 
 @pytest.fixture(scope="module")
 def pair() -> Any:
-    """Two ranks; a disagreement leaves them usable."""
+    """Start two ranks, which stay usable after a disagreement."""
     pool = LocalRanks(2)
     yield pool
     pool.close()
@@ -139,7 +139,7 @@ def _one_fails(rank: int) -> None:
 
 
 def test_a_failing_rank_ends_the_run_of_all() -> None:
-    """The others would wait for it for ten minutes, longer than a test may take."""
+    """A failing rank ends the run at once: the others would wait for it for ten minutes."""
     with LocalRanks(3, timeout=600) as ranks, pytest.raises(LocalRankError) as caught:
         ranks.run(_one_fails)
     assert "what went wrong" in str(caught.value)

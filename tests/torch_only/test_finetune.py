@@ -1,4 +1,4 @@
-"""The example of a Trainer on a ring agrees with itself on one process."""
+"""The fine-tuning example, a Trainer on a ring, agrees with itself on one process."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ OPTIONS = [
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[ModuleType]:
-    """The example as a module, which ranks find too."""
+    """Return the example as a module that ranks can import, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[2] / "examples")
         yield importlib.import_module("finetune_hf")
 
 
 def started(rank: int, ranks: int, port: int, more: list[str]) -> tuple[int, str]:
-    """The example as one of the processes ``torchrun`` starts: its exit code, what it prints."""
-    dist.destroy_process_group()  # the Trainer makes its own
+    """Run the example as one of ``torchrun``'s processes; return its exit code and output."""
+    dist.destroy_process_group()  # the Trainer creates its own
     if ranks > 1:
         os.environ |= {
             "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),

@@ -1,4 +1,4 @@
-"""What is made of a fused library, with one written in plain torch: on the host, by definition."""
+"""The adapter for fused attention libraries, on a CPU, with a library written in plain torch."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ PREPARED: list[torch.Size] = []  # queries of launches that were prepared
 
 @dataclass(frozen=True)
 class PlainFlash(FlashLibrary):
-    """A library as that protocol says: one call, one dense formula.
+    """A fused library with one dense formula in plain torch.
 
-    Where a row sees nothing it writes NaN and a ``lse`` of plus infinity, as libraries may.
+    Where a row sees nothing it writes NaN and an ``lse`` of plus infinity, as libraries may.
     """
 
     clips_right_window: bool = False
@@ -141,7 +141,7 @@ class PlainFlash(FlashLibrary):
         return launch
 
     def _taken(self, options: LaunchOptions, k: Tensor) -> LaunchOptions:
-        """The options as the library understands them."""
+        """Return the options as the library interprets them."""
         if not self.clips_right_window:
             return options
         keys = k.shape[-3] if options.documents is None else options.documents.max_k
@@ -152,7 +152,7 @@ class PlainFlash(FlashLibrary):
 
 
 def _sequences(q: Tensor, k: Tensor, options: LaunchOptions) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns that belong together."""
+    """Yield the rows and columns of each document."""
     if options.documents is None:
         yield slice(0, q.shape[-3]), slice(0, k.shape[-3])
         return
@@ -167,7 +167,7 @@ def _sequences(q: Tensor, k: Tensor, options: LaunchOptions) -> Iterator[tuple[s
 
 
 def _scores(q: Tensor, k: Tensor, options: LaunchOptions) -> tuple[Tensor, Tensor]:
-    """Masked scores ``[..., H, n, m]`` and what is visible ``[n, m]``; aligned bottom right."""
+    """Return masked scores ``[..., H, n, m]`` and a mask ``[n, m]``, aligned bottom right."""
     scores = q.transpose(-3, -2) @ _for_heads(k, q.shape[-2]).transpose(-2, -1) * options.scale
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
@@ -181,7 +181,7 @@ def _scores(q: Tensor, k: Tensor, options: LaunchOptions) -> tuple[Tensor, Tenso
 
 
 def _for_heads(x: Tensor, heads: int) -> Tensor:
-    """Keys or values ``[..., H, m, D]`` of each query head."""
+    """Return K or V ``[..., H, m, D]``, repeated for each query head."""
     return x.repeat_interleave(heads // x.shape[-2], dim=-2).transpose(-3, -2)
 
 
@@ -200,7 +200,7 @@ PLAIN, FORGETFUL = (
 
 @dataclass(frozen=True)
 class Narrow(PlainFlash):
-    """A library that has two pairs of head dims, and is wrong at others."""
+    """A library that supports two pairs of head dims, and is wrong at others."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, dst: AttentionState | None
@@ -232,7 +232,7 @@ UNLIKE = FlashKernel(Narrow(), CAN, head_dims=lambda *_: HeadDims(12, 8))
 
 @st.composite
 def items(draw: st.DrawFn) -> list[tuple[WorkItem, Any]]:
-    """A rank's items, round a ring and over gathered keys, and what each shows."""
+    """Draw a rank's items, in a ring and over gathered keys, and the pairs that each shows."""
     program = draw(programs())
     plan = program.plan
     rank = draw(st.integers(0, plan.cp_size - 1))
@@ -255,7 +255,7 @@ def test_any_item_is_its_dense_mask(
     softcap: float | None,
     kernel: FlashKernel,
 ) -> None:
-    """Whole, as several documents in one launch, or one by one: forward and gradients."""
+    """An item equals its dense mask, in one launch or one per document, forward and backward."""
     params = KernelParams(Mask(), 0.3, softcap)
     for item, cells in item_and_inputs:
         rows, columns = cells.shape
@@ -285,7 +285,7 @@ def test_any_item_is_its_dense_mask(
 
 @dataclass(frozen=True)
 class Silent(PlainFlash):
-    """Where a score is no number its ``lse`` is minus infinity, as FlashAttention-3 writes it."""
+    """A library whose ``lse`` of rows with NaN scores is minus infinity, as FlashAttention-3's."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, dst: AttentionState | None
@@ -300,7 +300,7 @@ SILENT = FlashKernel(Silent(), CAN)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("cu_k", [(0, 3, 6), (0, 0, 3), (0, 2, 5)], ids=["all", "none", "fewer"])
 def test_nan_in_documents_stays(cu_k: tuple[int, ...], batch: int) -> None:
-    """It is not taken for a row that sees nothing, of which there may be some, too."""
+    """A row with NaN scores stays NaN, also beside rows that see nothing."""
     cu_q = np.array([0, 3, 6])
     hi = None if cu_k == (0, 3, 6) else 0
     item = WorkItem(0, 0, 0, 0, 6, 0, cu_k[-1], None, hi, cu_q, np.array(cu_k))
@@ -377,7 +377,7 @@ def test_rows_begin_at_multiples_of_16_bytes() -> None:
 def _dense(
     q: Tensor, k: Tensor, v: Tensor, cells: Tensor, params: KernelParams
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` by definition; 0 and ``-inf`` where a row sees nothing."""
+    """Return ``(out, lse)`` by definition; 0 and ``-inf`` where a row sees nothing."""
     scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, dim=2)) * params.scale
     if params.softcap is not None:
         scores = params.softcap * torch.tanh(scores / params.softcap)
@@ -413,12 +413,12 @@ def test_a_batch_of_documents_is_one_launch() -> None:
 
 
 def can_do(case: Case) -> bool:
-    """Whether the kernel takes the case."""
+    """Return True if the kernel supports the case."""
     options = case.segments or case.bias or case.alibi or case.dropout_p or case.lse_grad
     return not (options or case.mask.predicate or case.poison) and case.dtype == "float32"
 
 
-#: Rings of two and four, and keys that lie in memory at once, where the plan lets them.
+#: Rings of two and four, and gathered keys, where the plan can be gathered.
 RING = [
     (case, strategy)
     for case in CASES.values()
@@ -435,7 +435,7 @@ def test_in_the_ring(case: Case, strategy: str, backend: Any) -> None:
 
 
 def _on_a_rank(rank: int, case: Case, strategy: str) -> Arrays:
-    """A rank's part of a case with this kernel."""
+    """Return a rank's part of a case, computed with this kernel."""
     prepare._prepare.cache_clear()
     try:
         with patch.object(prepare, "choose", lambda *_: Selection(PLAIN, ())):
@@ -451,7 +451,7 @@ def _on_a_rank(rank: int, case: Case, strategy: str) -> Arrays:
 def test_prepared_launches_give_the_same(
     strategy: str, layout: str, seq_len: int | None, backend: Any
 ) -> None:
-    """Of 15 tokens, padded to 16, one rank has the padding behind its tokens."""
+    """Repeated calls give the same bits, also with 15 tokens, where one rank has padding."""
     backend.pool(2).run(_again_and_again, strategy, layout, seq_len)
 
 
@@ -466,9 +466,9 @@ def _again_and_again(rank: int, strategy: str, layout: Any, seq_len: int | None)
         results = []
         for turn in range(5):
             q, k, v = (x.clone() for x in numbers)
-            if turn == 3:  # strides and an alignment that were not seen before
+            if turn == 3:  # new strides and a new alignment
                 q = torch.cat([torch.zeros(2, 8, 4, 1), q], dim=3)[..., 1:]
-            if turn == 4:  # a head's tokens lie together, which no key of a launch says
+            if turn == 4:  # each head's tokens are contiguous, which is not part of a launch's key
                 k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
             q, k, v = (x.requires_grad_() for x in (q, k, v))
             out, lse = ring_torch.ring_attention(
@@ -477,7 +477,7 @@ def _again_and_again(rank: int, strategy: str, layout: Any, seq_len: int | None)
             )  # fmt: skip
             count = len(PREPARED)
             results.append((out, lse, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-            # The first call of a kind of tensors prepares its launches, later ones run them.
+            # The first call with tensors of a kind prepares its launches, later ones reuse them.
             # A gather reads K/V of its buffer alone, and ulysses has copied all in its exchange.
             unlike = turn in {"gather": (3,), "ring": (3, 4), "ulysses": ()}[strategy]
             assert (count > 0) == (turn > 0 and not unlike), (turn, count)
@@ -493,7 +493,7 @@ def _again_and_again(rank: int, strategy: str, layout: Any, seq_len: int | None)
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_a_prepared_ring_rounds_once(layout: str, has_sinks: bool, backend: Any) -> None:
-    """Of 16 bits, with sums between merges that are wider, and sinks that join those."""
+    """A 16-bit result is rounded once: steps are merged in float32, and sinks join that sum."""
     backend.pool(4).run(_rounded_alike, layout, has_sinks)
 
 

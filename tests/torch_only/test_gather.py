@@ -1,4 +1,4 @@
-"""Over gathered keys every case of the table is right, too, and a wrong way is found out."""
+"""Gathered keys: every case of the table is right, and mutants of the code fail."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def test_case(case: Case, backend: Any, request: pytest.FixtureRequest) -> None:
     assert_close(case, backend.run(case, mutant=mutant, strategy="gather"))
 
 
-# In one launch a run of queries, and in two stages: the kernel knows bands, or it does not.
+# One launch per run of queries, and two stages: for kernels with and without band masks.
 WITNESSES = (("window-both-zigzag-cp4", "eager"), ("causal-zigzag-cp4", "sdpa"))
 
 
 @pytest.mark.parametrize("mutant", [*GATHERED_MUTANTS, "window-off-by-one"])
 def test_suite_goes_red(mutant: str, backend: Any) -> None:
-    """At least one case of the table fails."""
+    """A mutant fails at least one case of the table."""
     assert any(_fails(*witness, mutant, backend) for witness in WITNESSES)
 
 
 @pytest.mark.parametrize(("name", "kernel"), WITNESSES)
 def test_witnesses_are_green_otherwise(name: str, kernel: str, backend: Any) -> None:
-    """The cases fail because of the mutant alone."""
+    """Without a mutant the same cases pass."""
     assert not _fails(name, kernel, None, backend)
 
 
-#: Cases that go in groups of heads, given enough of them.
+#: Cases that run in groups of heads, if they have enough of them.
 IN_GROUPS = (
     "causal-zigzag-cp4", "window-both-contiguous-cp3", "documents-window-chunks-cp3", "keys80-causal-zigzag",
     "v-dim-zigzag", "sinks-zigzag",
@@ -47,7 +47,7 @@ IN_GROUPS = (
 
 @pytest.mark.parametrize("name", IN_GROUPS)
 def test_heads_in_groups(name: str, backend: Any) -> None:
-    """As all at once: two groups forward, four backward."""
+    """Two groups of heads forward and four backward give the results of one launch."""
     case = replace(CASES[name], heads=(8, 4))
     assert_close(case, backend.run(case, mutant="in-groups", strategy="gather"))
 

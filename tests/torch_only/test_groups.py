@@ -1,4 +1,4 @@
-"""Into how many groups or parts heads are cut: by the work, and the keys that travel for it."""
+"""The number of groups that heads are cut into, by the work and by the bytes of K/V that travel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CAUSAL = Mask(causal=True)
             32 * K,
             8,
             HeadGroups(1, 1, before_last_item=True),
-        ),  # few keys: what travels is hidden as it is
+        ),  # few keys: their transfer is hidden without groups
         (32 * K, 32, HeadGroups(2, 2, before_last_item=True)),
         (128 * K, 32, HeadGroups(4, 4, before_last_item=True)),
         (128 * K, 8, HeadGroups(1, 1, before_last_item=True)),
@@ -58,7 +58,7 @@ def test_sums_of_keys_in_place_are_of_few_heads(
 
 
 def groups(tokens: int, q_heads: int, kv_heads: int, mask: Mask = CAUSAL) -> HeadGroups:
-    """Of bfloat16 sequences with head dim 128."""
+    """Return the head groups of a bfloat16 sequence with head dim 128."""
     program = ring_program(make_plan(mask, seq_len=tokens, cp_size=4, layout="zigzag"))
     local = tokens // 4
     return head_groups_of(program, Sizes(1, local, local, q_heads, kv_heads, 128, 128), itemsize=2)
@@ -69,8 +69,8 @@ def groups(tokens: int, q_heads: int, kv_heads: int, mask: Mask = CAUSAL) -> Hea
     [
         (8 * K, 8, 128, True),
         (4 * K, 8, 128, False),  # copies of half a MiB
-        (8 * K, 9, 128, False),  # there is no half
-        (16 * K, 4, 131, False),  # two heads of values are no multiple of 16 bytes
+        (8 * K, 9, 128, False),  # an odd number of heads
+        (16 * K, 4, 131, False),  # two heads of V are no multiple of 16 bytes
     ],
 )
 def test_short_keys_come_in_parts(

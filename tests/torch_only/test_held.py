@@ -1,4 +1,4 @@
-"""Shared tensors: cached, and never dropped once a CUDA graph reads them."""
+"""Tensors shared by calls are cached, and never freed once a CUDA graph reads them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_a_graph_has_captured_is_not_dropped(monkeypatch: pytest.MonkeyPatc
     ids=lambda options: next(iter(options)),
 )
 def test_options_that_a_graph_cannot_hold_are_refused(options: dict[str, Any]) -> None:
-    """Calls on CUDA ask this while they are captured; those on a CPU never are."""
+    """Calls on CUDA make this check during a capture; on a CPU it is called here by hand."""
     x = torch.zeros(1, 8, 2, 4)
 
     def call(**options: Any) -> Call:
@@ -72,7 +72,7 @@ def test_a_capture_over_gloo_is_told_what_to_take(monkeypatch: pytest.MonkeyPatc
 def test_a_graph_keeps_the_strategy_of_a_pass(
     captures: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its index tables are in memory that the graph reads."""
+    """A captured pass keeps its strategy alive, as the graph reads its index tables."""
     monkeypatch.setattr(handshake, "is_capturing", lambda: captures)
     monkeypatch.setattr(handshake, "has_agreed", lambda *_: True)
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")

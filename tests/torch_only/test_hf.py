@@ -1,4 +1,4 @@
-"""Models of transformers on a ring: logits, loss and gradients are those of the whole model."""
+"""Models of transformers on a ring: logits, loss and gradients equal those of the whole model."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ring_torch import ContextParallel, hf
 from ring_torch.hf.register import _layer_seed
 from ring_torch.local import LocalRanks
 
-ANY = torch.nn.Identity()  # where no model is called
+ANY = torch.nn.Identity()  # for batches of no particular model
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[LocalRanks]:
-    """Four ranks."""
+    """Start four ranks."""
     ranks = LocalRanks(4)
     yield ranks
     ranks.close()
@@ -39,7 +39,7 @@ IN_GROUPS = StrategyConfig("hybrid", ulysses_size=2)
 
 
 def dense_masks(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
-    """Masks of packed documents for a model that does not tell its mask functions of positions."""
+    """Return dense masks of packed documents, for models whose masks do not use positions."""
     documents, positions = (batch["position_ids"] == 0).cumsum(dim=1), torch.arange(LENGTH)
     sees = (documents[:, :, None] == documents[:, None]) & (positions <= positions[:, None])
     near = positions[:, None] - positions < model.config.sliding_window
@@ -73,7 +73,7 @@ def _matches(rank: int, name: str, kind: str) -> None:
         rings: list[tuple[LayoutSpec, str | StrategyConfig]] = [*RINGS.values()]
         if name == "Llama":
             rings += [(chunks, "ring"), ("striped", "ulysses"), ("zigzag", IN_GROUPS)]
-        elif group is not None:  # on two ranks the sweep has these models, too
+        elif group is not None:  # the sweep runs these models on two ranks, too
             rings = [RINGS["zigzag"], RINGS["balanced"]]
         for layout, strategy in rings:
             cp = ContextParallel(group, layout=layout)
@@ -213,7 +213,7 @@ def test_float32_is_as_exact_as_without_a_ring(pool: LocalRanks) -> None:
 
 
 def _two_rings(rank: int) -> None:
-    """One model on two rings in turn, and two models of other options side by side."""
+    """Run one model on two rings in turn, and two models with different options side by side."""
     pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     batch = whole("packed")
     model = build("Mistral", hf.register())
@@ -252,7 +252,7 @@ def _reduced(rank: int) -> None:
     all_ranks, one_rank, no_rank = (layer.weight for layer in layers)
     layers[1].double()
     all_ranks.grad = torch.full((2, 3), float(rank))
-    if rank == 3:  # as of an expert that other ranks do not use
+    if rank == 3:  # like an expert that other ranks do not use
         one_rank.grad = torch.ones(2, 3, dtype=torch.float64)
     ContextParallel().reduce_gradients(torch.nn.ModuleList(layers))
     same(all_ranks.grad, torch.full((2, 3), 6.0), "sum")
@@ -287,7 +287,7 @@ def _positions(_: int) -> None:
         if limit > 12:
             refused("longrope", model, shard)
             continue
-        expected = run(build("Llama", rope_parameters=rope), batch)[0]  # all ranks turn far
+        expected = run(build("Llama", rope_parameters=rope), batch)[0]  # positions exceed the limit
         same(cp.unshard(run(model, shard)[0])[:, :LENGTH], expected, "logits")
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     model = build("Llama", name, rope_parameters=dynamic, max_position_embeddings=40)

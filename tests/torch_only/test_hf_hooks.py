@@ -1,4 +1,4 @@
-"""Models that need hooks inside: attention written out, two sequences, images, recurrent layers."""
+"""Models that need hooks: their own attention code, two sequences, images, recurrent layers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.local import LocalRanks
 
-#: One of each kind of hooks, and whether it tells documents by positions.
+#: One model for each kind of hook; True if it tells packed documents by their positions.
 DECODERS = {
-    "FalconForCausalLM": ("falcon", True),  # written out
-    "GPTNeoForCausalLM": ("gpt_neo", True),  # written out, with windows and masks of its own
-    "BloomForCausalLM": ("bloom", False),  # written out, with slopes
+    "FalconForCausalLM": ("falcon", True),  # its own attention code
+    "GPTNeoForCausalLM": ("gpt_neo", True),  # its own attention code, with windows and masks
+    "BloomForCausalLM": ("bloom", False),  # its own attention code, with ALiBi slopes
     "XGLMForCausalLM": ("xglm", False),
-    "BartForCausalLM": ("bart", False),  # positions of length
-    "Llama4ForCausalLM": ("llama4", True),  # chunks
+    "BartForCausalLM": ("bart", False),  # positions computed from the length
+    "Llama4ForCausalLM": ("llama4", True),  # chunked attention
     "Qwen3NextForCausalLM": ("qwen3_next", True),  # recurrent layers
 }
 PAIRS = {
@@ -35,8 +35,8 @@ PAIRS = {
     "M2M100ForConditionalGeneration": "m2m_100",
 }
 IMAGES = {
-    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",  # positions in three directions
-    "Qwen3VLForConditionalGeneration": "qwen3_vl",  # deepstack, too
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",  # three-dimensional positions
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",  # with deepstack
     "LlavaForConditionalGeneration": "llava",
 }
 LIMITS = {torch.float64: 1e-7, torch.float32: 1e-4}
@@ -44,13 +44,13 @@ LIMITS = {torch.float64: 1e-7, torch.float32: 1e-4}
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LocalRanks]:
-    """Two ranks."""
+    """Start two ranks."""
     with LocalRanks(2) as ranks:
         yield ranks
 
 
 def result(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """The loss and all gradients."""
+    """Return the loss and all gradients."""
     model.zero_grad()
     with Wide() if model.dtype == torch.float64 else nullcontext():
         loss = model(**batch).loss
@@ -60,7 +60,7 @@ def result(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def mean_over_ranks(grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As DDP reduces gradients; the loss is whole already."""
+    """Average gradients over the ranks, as DDP does; the loss is already that of the batch."""
     for name in grads.keys() - {"loss"}:
         dist.all_reduce(grads[name])
         grads[name] /= dist.get_world_size()
@@ -68,7 +68,7 @@ def mean_over_ranks(grads: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def compare(model: Any, batch: dict[str, Any], what: str, **options: Any) -> None:
-    """Two calls on the ring, and one after that is taken off, are one device's."""
+    """Compare a model with one process: two calls on the ring, and one with hooks removed."""
     more = {"use_cache": False}
     expected = result(model, batch | more)
     keys = list(model.state_dict())
@@ -85,7 +85,10 @@ def compare(model: Any, batch: dict[str, Any], what: str, **options: Any) -> Non
 
 
 def checkpoint(model: Any) -> None:
-    """Train with checkpoints, and no dropout; in float32, as what is run again is not widened."""
+    """Train with gradient checkpointing, without dropout, in float32.
+
+    Recomputed layers do not run under ``Wide``, so the model is float32 throughout.
+    """
     model.float().train()
     for part in model.modules():
         if isinstance(part, torch.nn.Dropout):
@@ -130,7 +133,7 @@ def test_a_decoder(two: LocalRanks, name: str, kind: str, is_checkpointed: bool)
 
 
 def pair_batch(kind: str) -> dict[str, Tensor]:
-    """Two sequences of unlike lengths."""
+    """Return a batch with an encoder's and a decoder's sequence of different lengths."""
     batch = whole("plain")
     tokens = batch["input_ids"].clamp(min=4)
     source = tokens[:, : LENGTH - 12]
@@ -175,7 +178,7 @@ def _images(_: int, name: str, kind: str) -> None:
         batch["attention_mask"] = torch.ones_like(tokens)
         batch["attention_mask"][0, :2] = 0
         batch["labels"][0, :3] = -100
-    if kind == "packed":  # text's own, of two documents, and three directions
+    if kind == "packed":  # text positions of two documents, in three dimensions
         positions = torch.cat([torch.arange(9), torch.arange(12)]).expand(2, -1)
         directions = torch.stack([positions, positions // 2, positions % 3])
         batch["position_ids"] = torch.cat([positions[None], directions])
@@ -209,7 +212,7 @@ def test_images_among_tokens(two: LocalRanks, name: str, kind: str) -> None:
 
 def _dropout(rank: int, name: str, kind: str, rates: dict[str, Any]) -> None:
     model = build(name, kind, **rates)
-    for part in model.modules():  # attention alone drops
+    for part in model.modules():  # dropout in attention only
         if isinstance(part, torch.nn.Dropout) and "attn_pdrop" not in rates:
             part.p = 0.0
     model.train()
@@ -334,7 +337,7 @@ def test_scores_that_are_read_are_refused() -> None:
     model = build("GPTNeoForCausalLM", "gpt_neo")
     hf.parallelize(model, ContextParallel())
     attention = model.transformer.h[0].attn.attention
-    attention.attn_dropout = torch.nn.GELU()  # another thing that is done to the weights
+    attention.attn_dropout = torch.nn.GELU()  # an unknown operation on the attention weights
     with pytest.raises(UnsupportedError, match="does more with its scores"):
         model(input_ids=TOKENS)
     attention.attn_dropout = torch.nn.Identity()
@@ -342,7 +345,7 @@ def test_scores_that_are_read_are_refused() -> None:
 
 
 def test_scores_that_are_scaled_by_what_is_learned_are_refused() -> None:
-    """A number is all that a ring takes: the gradient of another would be lost."""
+    """A learned score scale is refused: a ring takes a number, and would lose the gradient."""
     model = build("BloomForCausalLM", "bloom")
     hf.parallelize(model, ContextParallel())
     attention = model.transformer.h[0].self_attention

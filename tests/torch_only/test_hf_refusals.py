@@ -1,4 +1,4 @@
-"""What ``shard_batch`` gives a model, and what is refused by name."""
+"""The contents of a batch after ``shard_batch``, and batches and calls that are refused."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from transformers import masking_utils
 from ring_core import ChunkLayout, UnsupportedError
 from ring_torch import ContextParallel, hf
 
-ANY = torch.nn.Identity()  # where no model is called
-EVEN = ChunkLayout(((0, 1),))  # on one rank the layout that pads odd lengths
+ANY = torch.nn.Identity()  # for batches of no particular model
+EVEN = ChunkLayout(((0, 1),))  # a layout that pads odd lengths, on one rank
 
 
 def test_labels_are_shifted_before_the_split() -> None:
     batch, cp = whole("right"), ContextParallel(layout=EVEN)
     shard = hf.shard_batch(cp, batch, model=ANY)
-    expected = pad(batch["labels"][:, 1:], (0, 2), value=-100)  # and one token of padding
+    expected = pad(batch["labels"][:, 1:], (0, 2), value=-100)  # with one token of padding
     assert torch.equal(shard["shift_labels"], expected)
     assert shard["num_items_in_batch"] == int((expected != -100).sum())
     assert torch.equal(shard["position_ids"][:, :LENGTH], torch.arange(LENGTH).expand(2, -1))
@@ -98,7 +98,7 @@ def refused(message: str, call: Callable[[], Any], error: type = UnsupportedErro
 
 
 def test_half_of_the_change_is_an_error() -> None:
-    """The batch without the attention, and the attention without the batch."""
+    """A sharded batch without ring attention, and ring attention without one, raise errors."""
     batch = whole("right")
     shard = hf.shard_batch(ContextParallel(None, "contiguous"), batch, model=ANY)
     for implementation in ("eager", "sdpa", "flex_attention"):
@@ -122,7 +122,7 @@ def test_models_that_would_answer_wrong() -> None:
     refused("output_attentions", lambda: model(**shard, output_attentions=True))
     refused("head_mask", lambda: model(**shard, head_mask=TOKENS))
     takes = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
-    (argument,) = {"cache", "past_key_values"} & takes.keys()  # it was renamed in 5.24
+    (argument,) = {"cache", "past_key_values"} & takes.keys()  # transformers 5.24 renamed it
     cache = {argument: transformers.DynamicCache(config=model.config)}
     model(**shard, **cache)
     refused("KV cache", lambda: model(**shard, **cache))

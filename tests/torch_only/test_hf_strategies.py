@@ -1,4 +1,4 @@
-"""``hf.parallelize`` takes a strategy: one device's results, computed by that strategy."""
+"""``hf.parallelize`` with a strategy: the results of one device, computed by that strategy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAYS: dict[str, tuple[Any, type[Strategy]]] = {
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[LocalRanks]:
-    """Four ranks."""
+    """Start four ranks."""
     with LocalRanks(4) as ranks:
         yield ranks
 
@@ -60,7 +60,7 @@ def test_loss_and_gradients_are_one_devices(pool: LocalRanks, name: str) -> None
 
 
 def test_a_strategy_of_the_models_own_attention() -> None:
-    """It stays, and another one is refused."""
+    """The strategy of a model's registered attention stays, and naming another one is refused."""
     model, cp = build("Llama", hf.register("ring-gather", strategy="gather")), ContextParallel()
     hf.parallelize(model, cp).remove()
     hf.parallelize(model, cp, strategy="gather").remove()

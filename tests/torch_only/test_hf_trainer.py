@@ -22,14 +22,14 @@ from ring_torch import ContextParallel, hf
 from ring_torch.local import LocalRanks
 
 STEPS = 20
-TINY = 1e-6  # of values of about 5
+TINY = 1e-6  # values are about 5
 
 
 def check_twice(ring: Any, plain: Any, exact: Any) -> None:
-    """At most twice as far from float64 as one device in the same dtype is."""
+    """Check that errors against float64 are at most twice those of one device in this dtype."""
     ring, plain, exact = (torch.tensor(x, dtype=torch.float64) for x in (ring, plain, exact))
     assert ring.shape == plain.shape == exact.shape
-    for column in range(exact.shape[1]):  # losses, norms of gradients
+    for column in range(exact.shape[1]):  # losses and gradient norms
         error, allowed = ((x - exact)[:, column].norm() for x in (ring, plain))
         assert error <= 2 * allowed + TINY * len(exact) ** 0.5
 
@@ -49,7 +49,7 @@ def check_steps(
         check_twice(rank, plain, exact)
 
 
-#: Accumulation, whether tokens are counted over all devices, label smoothing, data parallel ranks.
+#: Gradient accumulation, token count over all devices, label smoothing, data parallel ranks.
 MATRIX = list(product((1, 4), (True, False), (0.0, 0.1), (1, 2)))
 
 
@@ -65,7 +65,7 @@ def test_steps_are_those_of_one_device(pools: dict[int, LocalRanks], setting: An
     check_steps(pools, "Llama", dp_size, {}, options)
 
 
-#: What reduces gradients, accumulation, data parallel ranks.
+#: Wrapper that reduces gradients, gradient accumulation, data parallel ranks.
 LOOPS = [(*x, 1) for x in product(("nothing", "ddp", "fsdp"), (1, 4))] + [
     ("ddp", 1, 2), ("ddp", 4, 2), ("fsdp", 1, 2), ("fsdp", 4, 2),
 ]  # fmt: skip
@@ -126,8 +126,8 @@ def test_a_routers_loss(pools: dict[int, LocalRanks], averages: bool) -> None:
 @pytest.mark.nightly(unless=["1"])
 @pytest.mark.parametrize("dp_size", [1, 2])
 def test_a_whole_session(pools: dict[int, LocalRanks], tmp_path: Path, dp_size: int) -> None:
-    """Two rings see pairs of batches, and so do two devices without a ring."""
-    # Before, transformers itself resumes on CPUs in one process alone: it looks for "cpu:0".
+    """Two rings read pairs of batches, like two devices without a ring."""
+    # Older versions resume on CPUs in one process only: they look for "cpu:0".
     resumes = Version(transformers.__version__) >= Version("5.20")
     expected = pools[dp_size].run(session, dp_size, None, str(tmp_path / "one"), resumes)[0]
     ranks = 2 * dp_size
@@ -181,7 +181,7 @@ def _mistakes(rank: int, folder: str) -> None:
     handle = hf.parallelize(trainer, ring)
     handle.remove()
     assert trainer.model._forward_pre_hooks and "get_tp_size" not in vars(trainer)
-    # The model's own handle undoes the Trainer's changes first, which need the model split.
+    # Removing the model's own handle first undoes the Trainer's changes, which need it split.
     handle = hf.parallelize(trainer, ring)
     earlier.remove()
     assert not trainer.model._forward_pre_hooks and "get_tp_size" not in vars(trainer)
@@ -223,7 +223,7 @@ def _later_models(rank: int, folder: str) -> None:
     trainer.model = model
     handle.remove()
     assert not trainer.ref_model._forward_pre_hooks
-    # A rank that makes another call is named, and leaves nothing changed.
+    # A rank that makes another call is named in the error, and nothing stays changed.
     del trainer.ref_model
     if rank == 0:
         with pytest.raises(RankMismatchError, match="different calls"):

@@ -1,4 +1,4 @@
-"""`verify` finds and names a wrong hook, and modules of unknown code that mix tokens."""
+"""``verify`` finds and names wrong hooks, and unknown modules that mix tokens."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ring_torch.local import LocalRanks
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LocalRanks]:
-    """Two ranks."""
+    """Start two ranks."""
     with LocalRanks(2) as ranks:
         yield ranks
 
 
 def verdict(handle: hf.Handle, batch: dict[str, Any]) -> str:
-    """Return what verify says is wrong; nothing if all is right."""
+    """Return the error that ``verify`` raises, or an empty string if all is right."""
     try:
         report = handle.verify(batch)
     except WrongResultError as error:
@@ -48,7 +48,7 @@ def verdict(handle: hf.Handle, batch: dict[str, Any]) -> str:
 
 
 def sequences(kind: str) -> dict[str, Tensor]:
-    """Return a batch; of ``pair`` an encoder's and a decoder's, with padding."""
+    """Return a batch; for ``pair`` one of an encoder and a decoder, with padding."""
     if kind != "pair":
         return whole(kind)
     batch = whole("plain")
@@ -60,7 +60,7 @@ def sequences(kind: str) -> dict[str, Tensor]:
 
 
 def changed(owner: Any, name: str, change: Callable[[Any], Any]) -> Any:
-    """Return a patch of a function: what it returns is changed."""
+    """Return a patch that changes what a function returns."""
     own = getattr(owner, name)
     return patch.object(owner, name, lambda *args, **kwargs: change(own(*args, **kwargs)))
 
@@ -100,7 +100,7 @@ def rolled_tokens(result: Any) -> Any:
     return {**shard, "input_ids": shard["input_ids"].roll(1, dims=1)}, *rest
 
 
-#: By kind of hook: a model, its batch, what is done wrongly, and the module that is to be named.
+#: By kind of hook: model, batch, a fault, and the module that the error has to name.
 WRONG: dict[str, tuple[str, str, str, Callable[[], Any], str]] = {
     "attention": (
         "GPTNeoXJapaneseForCausalLM", "gpt_neox_japanese", "plain", scaled_scores,
@@ -150,7 +150,7 @@ WRONG: dict[str, tuple[str, str, str, Callable[[], Any], str]] = {
 
 
 def _wrong_hook(_: int, kind: str) -> tuple[str, str]:
-    """Return what verify says of a model as it is, and with the wrong hook."""
+    """Return what ``verify`` says of a right model, and of one with the wrong hook."""
     name, model_type, batch, wrong = WRONG[kind][:4]
     model = build_any(name, model_type).float()
     handle = hf.parallelize(model, ContextParallel())
@@ -170,13 +170,13 @@ def test_a_wrong_hook_is_found_and_its_module_named(two: LocalRanks, kind: str) 
 
 
 def unsplit_rows(result: Any) -> Any:
-    """Give a text model embeddings that stand elsewhere, as if images were told to other tokens."""
+    """Shift a text model's input embeddings by a token, as if images were placed wrongly."""
     args, kwargs = result
     return args, {**kwargs, "inputs_embeds": kwargs["inputs_embeds"].roll(1, dims=1)}
 
 
 def _with_images(_: int, name: str, model_type: str, dtype: torch.dtype) -> tuple[str, str]:
-    """Return what verify says of a batch with images, and with embeddings split wrongly."""
+    """Return what ``verify`` says of a batch with images, and of wrongly split embeddings."""
     model = build_any(name, model_type)
     batch = image_batch(model, batch_of(model))
     assert batch is not None
@@ -206,7 +206,7 @@ def test_a_model_of_images(two: LocalRanks, name: str, model_type: str, dtype: t
 
 
 def _in_half_precision(_: int, name: str, dtype: torch.dtype) -> tuple[str, str]:
-    """Return what verify says of a model, and where its tokens are split wrongly."""
+    """Return what ``verify`` says of a model in half precision, and of wrongly split tokens."""
     model = build(name).to(dtype)
     handle = hf.parallelize(model, ContextParallel())
     right = verdict(handle, whole("left"))
@@ -224,21 +224,21 @@ def test_in_half_precision(two: LocalRanks, name: str, dtype: torch.dtype) -> No
 
 
 class Shift(nn.Module):
-    """Adds to each token the one before it."""
+    """A module that adds to each token the one before it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
 
 
 class Pool(nn.Module):
-    """Adds to each token the mean of all."""
+    """A module that adds the mean of all tokens to each."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + x.mean(dim=1, keepdim=True)
 
 
 class Filter(nn.Module):
-    """Convolves over the sequence, with weights that no layer of torch holds."""
+    """A convolution over the sequence whose weight is not in a torch layer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class Filter(nn.Module):
 
 
 class Unknown(transformers.LlamaForCausalLM):
-    """A model whose code no test of the sweep has seen."""
+    """A model class that the model sweep does not list."""
 
 
 MIXERS: dict[str, Callable[[], nn.Module]] = {
@@ -259,7 +259,7 @@ MIXERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def unknown(mixer: str = "", dtype: torch.dtype = torch.float32) -> Any:
-    """Return a small model, with a mixer before the MLP of its second layer."""
+    """Return a small model, with a module that mixes tokens before the MLP of its second layer."""
     known = build("Llama")
     model: Any = Unknown(known.config)
     model.load_state_dict(known.state_dict())
@@ -275,7 +275,7 @@ def _unknown(_: int, mixer: str, dtype: torch.dtype) -> str:
     try:
         hf.verify(model, ContextParallel(), whole("plain"))
     except WrongResultError as error:
-        assert hf.check_model(model).exact  # nothing else has told
+        assert hf.check_model(model).exact  # ``check_model`` has not found it
         return str(error)
     return ""
 
@@ -291,7 +291,7 @@ def test_a_module_of_unknown_code_that_mixes_tokens_is_named(
 
 
 def state(model: nn.Module) -> dict[str, Any]:
-    """Return all that verify has to leave as it is."""
+    """Return all state that ``verify`` must leave unchanged."""
     parts_of = dict(model.named_modules())
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
@@ -311,7 +311,7 @@ def state(model: nn.Module) -> dict[str, Any]:
 
 
 def is_same(kept: Any, current: Any) -> bool:
-    """Return True if values are equal, bit by bit."""
+    """Return True if values are equal bit for bit."""
     if isinstance(kept, Tensor):
         return torch.equal(kept, current)
     if isinstance(kept, dict):
@@ -322,7 +322,7 @@ def is_same(kept: Any, current: Any) -> bool:
 
 
 class Counter(nn.Module):
-    """Counts its forwards in a buffer, and draws a random number in each."""
+    """A module that counts its forwards in a buffer, and draws a random number in each."""
 
     calls: Tensor
 
@@ -337,14 +337,14 @@ class Counter(nn.Module):
 
 
 def stepping(model: Any) -> None:
-    """Let hooks step an optimizer as soon as there is a gradient."""
+    """Register hooks that step an optimizer as soon as there is a gradient."""
     for weight in model.parameters():
         if weight.requires_grad:
             weight.register_post_accumulate_grad_hook(lambda x: x.data.sub_(x.grad))
 
 
 def _unchanged(_: int, case: str) -> list[str]:
-    """Return which parts of the state verify has changed."""
+    """Return the parts of the state that ``verify`` has changed."""
     model = (
         build_any("BartForCausalLM", "bart")
         if case == "dropout"
@@ -363,7 +363,7 @@ def _unchanged(_: int, case: str) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         handle = hf.parallelize(model, cp)
-    model.register_forward_hook(lambda *_: None)  # after ours
+    model.register_forward_hook(lambda *_: None)  # registered after Ring's
     stepping(model)
     if case == "short of memory":
 
@@ -407,7 +407,7 @@ def _wrapped(rank: int, kind: str, is_wrong: bool) -> tuple[str, list[str]]:
             fully_shard(part, mesh=mesh)
     if kind == "ddp":
         model = DistributedDataParallel(model)
-    torch.manual_seed(rank)  # ranks draw other numbers
+    torch.manual_seed(rank)  # ranks draw different numbers
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         handle = hf.parallelize(
@@ -420,7 +420,7 @@ def _wrapped(rank: int, kind: str, is_wrong: bool) -> tuple[str, list[str]]:
         for name, x in model.named_parameters()
         if x.grad is not None or not torch.equal(x, before[name])
     ]
-    model(**whole("plain")).loss.backward()  # it still trains
+    model(**whole("plain")).loss.backward()  # the model still trains
     return message, changes
 
 
@@ -434,7 +434,7 @@ def test_in_what_wraps_a_model(two: LocalRanks, kind: str, is_wrong: bool) -> No
 
 
 def _read_padding(_: int) -> None:
-    """Of a model that reads padding two whole runs differ, too, and no verdict is possible."""
+    """A model that reads padding is refused: even two unsplit runs of it would differ."""
     with pytest.raises(ValueError, match="give a batch without padding"):
         hf.verify(unknown("Shift"), ContextParallel(), whole("left"))
 
@@ -444,7 +444,7 @@ def test_noise_that_hides_all_is_no_verdict(two: LocalRanks) -> None:
 
 
 def _hub(_: int, case: str) -> list[str]:
-    """Return what is warned of in two calls of parallelize, and in verify."""
+    """Return the warnings of two calls of ``parallelize``, and of ``verify``."""
     model = build("Llama") if case == "known" else unknown()
     batch = whole("plain")
     cp = ContextParallel()
@@ -507,7 +507,7 @@ def test_what_a_whole_model_cannot_be_given_is_refused(
 
 
 def _without_labels(_: int, head: str) -> None:
-    """Gradients are compared of what stands in for a loss."""
+    """Check that gradients are compared of a stand-in for the loss if there are no labels."""
     ways: tuple[dict[str, Any], ...] = ({}, {"logits": "gather", "reduction": "mean"})
     for options in ways:
         model = build("Llama", head=head).float()

@@ -1,4 +1,4 @@
-"""Models of transformers on a ring, in what torch wraps round models, over two rings at once."""
+"""Models of transformers on two rings at once, inside torch's wrappers: DDP, FSDP, autocast."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ RANKS = 4
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[LocalRanks]:
-    """Two rings of two ranks, with a sequence each."""
+    """Start two rings of two ranks, which have a sequence each."""
     with LocalRanks(RANKS) as ranks:
         yield ranks
 
 
 def sequences() -> dict[str, Tensor]:
-    """One for each ring."""
+    """Return a batch with one sequence for each ring."""
     tokens = torch.randint(BYTES, (2, LENGTH), generator=torch.Generator().manual_seed(5))
     return {"input_ids": tokens, "labels": tokens}
 
 
 def _trained(rank: int, kind: str) -> list[Tensor]:
-    """The gradient of the mean loss over both sequences, as the wrapper leaves it."""
+    """Return the gradient of the mean loss over both sequences, as the wrapper leaves it."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     cp = ContextParallel(mesh["cp"], layout="zigzag")
     row = slice(rank // 2, rank // 2 + 1)
@@ -56,7 +56,7 @@ def _trained(rank: int, kind: str) -> list[Tensor]:
 
 
 def whole_model(context: Any) -> list[Tensor]:
-    """That gradient without a ring."""
+    """Return the gradients of the mean loss without a ring."""
     model = build("Llama")
     with context:
         loss = model(**sequences(), use_cache=False).loss
@@ -75,7 +75,7 @@ def test_gradients_are_the_whole_models(kind: str, four: LocalRanks) -> None:
 
 @pytest.mark.nightly
 def test_under_autocast(four: LocalRanks) -> None:
-    """At most twice as far from float64 as the whole model is under autocast."""
+    """Errors against float64 are at most twice those of the whole model under autocast."""
     exact = torch.cat([x.flatten() for x in whole_model(Wide())])
     plain = torch.cat([x.flatten() for x in whole_model(torch.autocast("cpu", torch.bfloat16))])
     for grads in four.run(_trained, "ddp in autocast"):

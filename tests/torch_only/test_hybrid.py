@@ -1,4 +1,4 @@
-"""Groups of ranks that trade tokens for heads, with a ring or a gather between them."""
+"""The hybrid strategy: Ulysses within groups of ranks, a ring or a gather between the groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OUTER: tuple[Any, ...] = ("ring", "gather")
 
 
 def hybrid(outer: Any, size: int | None = 2) -> StrategyConfig:
-    """Groups of so many ranks."""
+    """Return the hybrid strategy with groups of ``size`` ranks."""
     return StrategyConfig("hybrid", ulysses_size=size, outer=outer)
 
 
@@ -37,7 +37,7 @@ def test_groups_of_every_size(size: int | None, outer: Any, backend: Any) -> Non
     assert_close(case, backend.run(case, strategy=hybrid(outer, size)))
 
 
-#: All options at once, with query heads and K/V heads: divided, copied, padded, both.
+#: Query and K/V heads of a case with all options: divided, copied, padded, both.
 HEADS = [(8, 4), (4, 1), (7, 7), (9, 3), (6, 2)]
 
 
@@ -61,7 +61,7 @@ PREFIX = Mask(predicate=_prefix)
 
 
 def attend(rank: int, strategy: Any = None, layout: Any = "zigzag", **options: Any) -> list[Tensor]:
-    """Results and gradients of a call of this rank's own random numbers."""
+    """Return results and gradients of a call on this rank's own random numbers."""
     torch.manual_seed(rank)
     *qkv, dout = (torch.randn(1, 8, heads, 16) for heads in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in qkv]
@@ -76,7 +76,7 @@ def attend(rank: int, strategy: Any = None, layout: Any = "zigzag", **options: A
 
 
 def refused(rank: int, options: dict[str, Any]) -> str:
-    """What a call is told before anything is sent."""
+    """Return the error that a call raises before anything is sent."""
     with pytest.raises(UnsupportedError) as error:
         attend(rank, **options)
     return str(error.value)
@@ -99,7 +99,7 @@ def test_what_is_refused(options: dict[str, Any], words: str, backend: Any) -> N
 
 
 def differ(rank: int, on_last: dict[str, Any]) -> str:
-    """What ranks are told of which the last makes another call."""
+    """Return the error of each rank when the last rank makes another call."""
     with pytest.raises(RankMismatchError) as error:
         attend(rank, **(on_last if rank == 3 else {}))
     return str(error.value)
@@ -122,7 +122,7 @@ def test_unlike_calls_are_named(on_last: dict[str, Any], words: str) -> None:
 
 
 def on_hosts(rank: int, hosts: str) -> str:
-    """What a call without a size would do, or why not, where each rank says another host."""
+    """Return the plan of a call without a group size, or its error, on ranks with these hosts."""
     with patch("platform.node", lambda: hosts[rank]):
         try:
             attend(rank, hybrid("gather", None))
@@ -148,7 +148,7 @@ def test_hosts_are_found(hosts: str, words: list[str]) -> None:
 
 
 def checked(rank: int, outer: str, bias_heads: int) -> None:
-    """Calls whose bytes and results are checked, with all that travels."""
+    """Make calls with every option under the check of bytes and results."""
     torch.manual_seed(rank)
     bias = torch.randn(1, bias_heads, 8, 32).requires_grad_()
     ids = (torch.arange(8).expand(1, 8) // 5).int()
@@ -167,7 +167,7 @@ def test_right_calls_pass_the_check(bias_heads: int, outer: str, backend: Any) -
 
 
 def compiled_and_not(rank: int, outer: str, options: dict[str, Any]) -> list[float]:
-    """Differences of results and gradients, compiled, and recomputed in the backward."""
+    """Return differences from eager of compiled calls, and of calls recomputed in the backward."""
     torch.manual_seed(rank)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -180,7 +180,7 @@ def compiled_and_not(rank: int, outer: str, options: dict[str, Any]) -> list[flo
 
     graphs = CompileCounterWithBackend("aot_eager")
     compiled, differences = torch.compile(run, backend=graphs, fullgraph=True), []
-    for _call in range(2):  # other numbers, the same graph
+    for _call in range(2):  # new inputs, the same graph
         qkv = [torch.randn(1, 8, heads, 16).requires_grad_() for heads in (4, 2, 2)]
         results = []
         for function in (run, compiled, again):
@@ -206,7 +206,7 @@ def test_compiled_and_checkpointed(options: dict[str, Any], outer: str, backend:
 
 
 def one_after_another(rank: int) -> list[float]:
-    """Differences from a ring, call by call, with fresh tensors."""
+    """Return differences from a ring, call by call, with fresh tensors."""
     differences = []
     for outer in ("ring", "gather", "ring", "gather"):
         both = [attend(rank, strategy) for strategy in (hybrid(outer), "ring")]
@@ -220,7 +220,7 @@ def test_calls_one_after_another(backend: Any) -> None:
 
 
 def lost(rank: int) -> str:
-    """What ranks are told when the last one does not come to the second call."""
+    """Return the error of each rank when the last one does not make the second call."""
     attend(rank)
     if rank == 3:
         return ""
@@ -236,7 +236,7 @@ def test_a_rank_that_does_not_come_is_an_error_on_all() -> None:
 
 
 def failed(rank: int, method: str, outer: str) -> str:
-    """What ranks are told when the kernel of one fails in a pass."""
+    """Return the error of each rank when the kernel of rank 1 fails in a pass."""
 
     def no_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("played: out of memory")
@@ -261,7 +261,7 @@ def test_a_kernel_that_fails_ends_the_pass_on_all(outer: str, method: str) -> No
 
 
 def on_three_groups(rank: int) -> list[float]:
-    """Differences from a ring of calls in three threads, each on a group of its own."""
+    """Return differences from a ring of calls in three threads, each on its own group."""
     groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1, 2, 3]), None]
     differences: list[float] = []
 

@@ -1,4 +1,4 @@
-"""Ring attention inside what else torch wraps round models: FSDP, DDP, hooks, modes."""
+"""Ring attention inside what torch wraps around models: FSDP, DDP, hooks, modes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LENGTH, DIM = 16, 16
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[LocalRanks]:
-    """Two rings of two ranks: data x context parallel."""
+    """Start two rings of two ranks: data x context parallel."""
     with LocalRanks(4) as ranks:
         yield ranks
 
 
 class Layer(nn.Module):
-    """Projections round causal attention; ``cp`` holds the sequence."""
+    """A layer of projections around causal attention; ``cp`` splits the sequence."""
 
     def __init__(self, cp: ContextParallel | None) -> None:
         super().__init__()
@@ -49,13 +49,13 @@ class Layer(nn.Module):
 
 
 def batches() -> list[Tensor]:
-    """A whole sequence for each of the two rings."""
+    """Return a whole sequence for each of the two rings."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(1, LENGTH, DIM, generator=generator, dtype=torch.float64) for _ in range(2)]
 
 
 def expected(steps: int = 1) -> list[Tensor]:
-    """Gradients of the mean loss of the ranks; for a process that is in no group."""
+    """Return gradients of the mean loss of the ranks, computed without a process group."""
     assert not dist.is_initialized()
     whole = Layer(None)
     for _ in range(steps):
@@ -85,7 +85,7 @@ def _fsdp(rank: int, expected: list[Tensor]) -> None:
 
 
 def test_fully_sharded(four: LocalRanks) -> None:
-    """Weights split over all four ranks, sequences over two of them."""
+    """FSDP splits weights over all four ranks, and rings of two split sequences."""
     four.run(_fsdp, expected())
 
 
@@ -103,7 +103,7 @@ def test_gradients_gathered_without_and_then_with_sync(four: LocalRanks) -> None
 
 
 def _checkpointed_and_hooked(rank: int) -> None:
-    """Recomputation calls the ring again, on all ranks alike; hooks see what they would see."""
+    """Check that checkpointing calls the ring again on all ranks, and that hooks run."""
     _, cp, x = mesh_and_shard(rank)
     x.requires_grad_()
     (expected,) = torch.autograd.grad(Layer(cp)(x).square().sum(), x)
@@ -122,7 +122,7 @@ def test_checkpointed_and_hooked(four: LocalRanks) -> None:
 
 
 def _some_inputs(_: int, expected: str) -> None:
-    """Gradients of the inputs that ask for one, equal to those when all do."""
+    """Check that gradients of the inputs that ask for one equal those when all do."""
     cp = ContextParallel()
     generator = torch.Generator().manual_seed(1)
     made = {
@@ -152,7 +152,7 @@ def test_one_input_alone_asks_for_a_gradient(four: LocalRanks, expected: str) ->
 
 
 def _layouts(_: int) -> None:
-    """Inputs and gradients with any strides, several rings of steps, one answer."""
+    """Check gradients of strided inputs against those of contiguous ones."""
     cp = ContextParallel()
     generator = torch.Generator().manual_seed(2)
     whole = torch.randn(1, LENGTH, 2, 8, generator=generator, dtype=torch.float64)
@@ -196,12 +196,12 @@ def _modes(_: int) -> None:
 
 
 def test_modes(four: LocalRanks) -> None:
-    """Inference, no gradient, autocast; a second derivative is a clear error."""
+    """Inference mode, no_grad and autocast work; a second derivative is a clear error."""
     four.run(_modes)
 
 
 def _destroyed(_: int) -> bool:
-    """Whether a group is gone once it is destroyed, though calls with it were kept."""
+    """Return True if a destroyed group is freed, though calls that used it are cached."""
     group = dist.new_group([0, 1, 2, 3])
     assert isinstance(group, dist.ProcessGroup)
     gone = weakref.ref(group)
@@ -215,5 +215,5 @@ def _destroyed(_: int) -> bool:
 
 
 def test_a_group_that_is_destroyed_is_gone(four: LocalRanks) -> None:
-    """Its threads with it: what they hold may be Python's, which they must not outlive."""
+    """The group's threads end with it: they may hold Python objects, and must end before Python."""
     assert four.run(_destroyed) == [True] * 4

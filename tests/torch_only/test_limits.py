@@ -1,4 +1,4 @@
-"""What kernels cannot do together, or not on every GPU: a reason by name, and none otherwise."""
+"""Limits of kernels, by option, GPU and head dim: a named reason, or none where they support it."""
 
 from __future__ import annotations
 

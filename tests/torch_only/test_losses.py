@@ -23,7 +23,7 @@ from ring_torch.local import LocalRanks
 SIZE, VOCAB, DIM, LENGTH = 2, 11, 6, 16
 IGNORED = -100
 
-#: Options that mean what they mean to torch.
+#: Options with the same meaning as in torch.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smooth": {"label_smoothing": 0.2},
@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "class 3 is ignored": {"ignore_index": 3, "label_smoothing": 0.1},
     "sum": {"reduction": "sum", "weight": True},
 }
-#: Which labels are ignored: none on any rank, some, all of rank 0, or all.
+#: Labels that are ignored: none on any rank, some, all of rank 0, or all.
 IGNORES = ("few", "rank 0", "all")
 MODES = ("eager", "compiled", "autocast", "checkpoint", "compiled checkpoint")
 
@@ -44,7 +44,7 @@ def pool() -> Iterator[LocalRanks]:
 
 
 class Whole:
-    """The whole sequences, equal on all ranks, and a head."""
+    """Whole sequences, equal on all ranks, and a head."""
 
     def __init__(
         self, dtype: torch.dtype, ignored: str, length: int, options: dict[str, Any]
@@ -60,13 +60,13 @@ class Whole:
             self.options["weight"] = torch.rand(VOCAB, generator=random).to(wide)
         drop = self.options.get("ignore_index", IGNORED)
         self.labels[0, :5] = drop
-        if ignored == "rank 0":  # in zigzag it holds the first quarter and the last
+        if ignored == "rank 0":  # in zigzag rank 0 holds the first and the last quarter
             self.labels[:, : length // 4] = self.labels[:, -(length // 4) :] = drop
         if ignored == "all":
             self.labels[:] = drop
 
     def expected(self) -> tuple[Tensor, list[Tensor]]:
-        """Torch's loss on one process, and the gradients of hidden, head and bias."""
+        """Return torch's loss on one process, and the gradients of hidden, head and bias."""
         leaves = [x.clone().requires_grad_() for x in (self.hidden, self.head, self.bias)]
         logits = functional.linear(*leaves)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -91,7 +91,7 @@ def _compare(
     rank: int, is_linear: bool, mode: str, dtype: torch.dtype, ignored: str, length: int,
     options: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Compare the sum of parts, and gradients of sharded and of whole tensors, with torch's."""
+    """Compare the sum of the ranks' losses, and the gradients of all tensors, with torch's."""
     del rank
     cp = ContextParallel()
     whole = Whole(dtype, ignored, length, options)
@@ -161,7 +161,7 @@ def test_parts_add_up_to_the_loss_of_one_process(
 
 
 def _differ_in_count(rank: int) -> None:
-    """Ranks hold unlike numbers of labels; with a count nothing is sent, so one may be alone."""
+    """Nothing is sent with a count: rank 0 may call alone."""
     cp = ContextParallel()
     logits, labels = torch.randn(1, 8, VOCAB), torch.zeros(1, 8, dtype=torch.int64)
     if rank == 0:
@@ -204,7 +204,7 @@ def test_second_derivatives_of_a_loss_in_pieces_are_refused() -> None:
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("kind", ["uint8", "int8", "int16", "uint16", "int32", "uint32", "uint64"])
 def test_labels_of_every_integer_dtype(kind: str, weights: bool, is_linear: bool) -> None:
-    """A class that would be ``ignore_index`` if that were rounded to the dtype of labels counts."""
+    """A class that equals ``ignore_index`` only after wrapping to the labels' dtype is counted."""
     dtype = getattr(torch, kind)
     ignored, classes = (300, 44) if kind == "int8" else (IGNORED, 157)  # 300 is 44 in 8 bits
     random = torch.Generator().manual_seed(0)
@@ -235,7 +235,7 @@ def test_a_loss_is_float32_whatever_the_dtype_of_count(is_linear: bool) -> None:
 
 
 def _transformed(_: int) -> None:
-    """Transforms of torch.func are refused before anything is sent, or send nothing."""
+    """Transforms of ``torch.func`` are refused before anything is sent, or send nothing."""
     cp, head, labels = ContextParallel(), torch.randn(5, 3), torch.tensor([[0, -100, 3, 1]])
     x = torch.randn(1, 4, 3, requires_grad=True)
 
@@ -246,7 +246,7 @@ def _transformed(_: int) -> None:
         torch.func.grad(loss)(x.detach())
     with pytest.raises(UnsupportedError, match=r"torch\.func.* cross_entropy with count="):
         torch.func.grad(lambda x: linear_cross_entropy(cp, x, head, labels, count=6))(x.detach())
-    (expected,) = torch.autograd.grad(loss(x), x)  # of two ranks with three labels each
+    (expected,) = torch.autograd.grad(loss(x), x)  # two ranks with three labels each
     torch.testing.assert_close(torch.func.grad(loss)(x.detach(), count=6), expected)
 
 
@@ -255,7 +255,7 @@ def test_transforms_of_a_loss_need_a_count(pool: LocalRanks) -> None:
 
 
 class Head(nn.Module):
-    """A module whose loss never holds its logits."""
+    """A module whose loss never holds all logits."""
 
     def __init__(self, cp: ContextParallel) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class Head(nn.Module):
 
 
 def _sharded_head(rank: int, expected: list[Tensor]) -> None:
-    """FSDP2 over two rings of two ranks, the head's weight split over all four."""
+    """Check FSDP2 over two rings of two ranks, with the head's weight split over all four."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     cp, whole = ContextParallel(mesh["cp"]), Whole(torch.float32, "few", LENGTH, {})
     model = Head(cp)
@@ -281,7 +281,7 @@ def _sharded_head(rank: int, expected: list[Tensor]) -> None:
         model(whole.hidden, whole.labels, torch.tensor(1))  # the head's own forward does not run
     model = Head(cp)
     fully_shard(model.body)
-    fully_shard(model)  # which joins the head's weight for the model's forward
+    fully_shard(model)  # gathers the head's weight for the model's forward
     row = slice(rank // 2, rank // 2 + 1)
     shards = cp.shard(whole.hidden[row]), cp.shard(whole.labels[row])
     count = (whole.labels != IGNORED).sum()

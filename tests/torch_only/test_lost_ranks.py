@@ -1,4 +1,4 @@
-"""Ranks killed, stopped or cut off within a step: an error on the others, nothing left behind."""
+"""Ranks killed, stopped or cut off in a step: the others raise an error, and nothing stays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ring_torch.local import LocalRanks
 
 @pytest.fixture(scope="module")
 def right() -> list[Steps]:
-    """What the steps give that nothing disturbs."""
+    """Return the results of the steps without a fault."""
     with LocalRanks(3) as pool:
         return pool.run(steps, None, {})
 
@@ -33,12 +33,12 @@ def test_others_end_in_an_error_in_time(loss: Loss, right: list[Steps]) -> None:
         assert (ok, answer) == (False, f"died with exit code {-signal.SIGKILL}")
     elif ok:
         assert answer.error is not None
-    else:  # by gloo
+    else:  # gloo aborts
         assert answer == f"died with exit code {-signal.SIGABRT}"
 
 
 def assert_ended(outcome: Outcome) -> None:
-    """Every survivor has made a step and then raised, in time, and no process stays."""
+    """Check that every survivor made a step, then raised in time, and that no process is left."""
     assert outcome.seconds < LONGEST
     assert outcome.staying == []
     for ok, answer in outcome.survivors.values():
@@ -50,7 +50,7 @@ def assert_ended(outcome: Outcome) -> None:
 @pytest.mark.nightly(unless=["killed-forward-during", "killed-backward-during"])
 @pytest.mark.parametrize("loss", LOSSES, ids="-".join)
 def test_groups_end_in_an_error_in_time(loss: Loss) -> None:
-    """Two groups that trade tokens for heads: the lost rank's own, and the one that meets it."""
+    """Both Ulysses groups of ``hybrid`` end: the lost rank's own, and the one it exchanges with."""
     assert_ended(lose(loss, 4, {"strategy": StrategyConfig("hybrid", ulysses_size=2)}))
 
 

@@ -1,7 +1,7 @@
-"""Memory of a call beyond its inputs and results, by strategy: a formula for each pass, no cycles.
+"""Memory of a call beyond its inputs and results: a formula for each strategy's passes, no cycles.
 
-A pass holds the most at a launch or an exchange. What an operation allocates within itself is not
-counted. On a GPU kernels and exchanges have other temporaries; what a strategy keeps is the same.
+Memory peaks at a launch or an exchange. Temporaries within one operator are not counted. On a GPU
+kernels and exchanges have other temporaries, but a strategy keeps the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RANKS, LENGTH, HEADS, KV_HEADS, DIM = 4, 128, 16, 4, 64
 
 
 class Peak(NamedTuple):
-    """A strategy, and what the rank that holds most has beyond inputs and results.
+    """The peak memory of a strategy beyond inputs and results, on the rank that holds most.
 
     Attributes:
         strategy: As a call takes it.
@@ -50,24 +50,24 @@ class Peak(NamedTuple):
     launches: bool = True
 
 
-# Where a launch is the peak, its check for NaN in q takes 7/4 of q: absolute values, three masks.
+# At a launch, the check for NaN in q takes 7/4 of q's bytes: absolute values and three masks.
 PEAKS = {
-    # Two buffers of K/V. Backward: K/V held and arriving; sums of dK/dV held and arriving.
+    # Two buffers of K/V. Backward: K/V held and received; sums of dK/dV held and received.
     "ring": Peak("ring", (1.75, 2), (1.75, 4)),
-    # As well a helper's rows and results, q each, and half of q on its way. Backward: K/V held,
-    # sums held and arriving; a helper's q, dout, out and dQ.
+    # Also a helper's rows and results, as large as q each, and half of q in transfer. Backward:
+    # K/V held, sums held and received; a helper's q, dout, out and dQ.
     "balanced": Peak("balanced", (4.25, 2), (5.75, 3)),
     # Own K/V as a message, and the K/V of three peers. Backward: these, their sums, and dK/dV of
     # two launches, with dQ of one query head of four for half of the rows; sums of own keys only
-    # when peers' K/V are gone.
+    # once the peers' K/V are freed.
     "gather": Peak("gather", (1.75, 4), (0.25, 11)),
     # K/V of all ranks, and a launch's results for half of the rows. Backward: K/V, sums, and
-    # accumulators of two launches, one of which sees an eighth of the keys; not yet dK and dV.
+    # accumulators of two launches, one of which sees an eighth of the keys; dK and dV come later.
     "gather, one launch a row": Peak("gather", (0.5, 4), (1, 11.5), launches=False),
-    # Saved q, k, v and out by heads; out as a message, in order and packed. Backward: saved,
-    # dout and gradients by heads; when these are messages, what was saved is gone.
+    # Saved q, k, v and out by heads; out as a message, in order and packed. Backward: saved
+    # tensors, dout and gradients by heads; once these are messages, the saved ones are freed.
     "ulysses": Peak("ulysses", (4, 1), (4, 2)),
-    # As well the K/V that the call between groups has saved, and its sums.
+    # Also the K/V that the call between groups has saved, and its sums.
     "hybrid": Peak(StrategyConfig("hybrid", ulysses_size=2), (4, 2), (4, 5)),
     "hybrid of a gather": Peak(
         StrategyConfig("hybrid", ulysses_size=2, outer="gather"), (4, 2), (4, 3.5)
@@ -76,9 +76,9 @@ PEAKS = {
 
 
 class LiveBytes(TorchDispatchMode):
-    """Most bytes that were live at once, of tensors that are seen since and were not there before.
+    """A dispatch mode that records the peak of live bytes, of tensors made under it.
 
-    What an operation allocates within itself is not seen.
+    Temporaries within one operator are not seen.
     """
 
     def __init__(self, before: list[Tensor]) -> None:
@@ -95,7 +95,7 @@ class LiveBytes(TorchDispatchMode):
                 key = storage._cdata
                 if key not in self._before and key not in self._live:
                     self._live[key] = StorageWeakRef(storage), storage.nbytes()
-        # A weak reference keeps the address from being used again, so it stands for one storage.
+        # The weak reference keeps the storage's address from being reused, so the key is unique.
         self._live = {key: x for key, x in self._live.items() if not x[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._live.values()))
         return results
@@ -104,8 +104,8 @@ class LiveBytes(TorchDispatchMode):
 def held(rank: int, peak: Peak) -> dict[str, int]:
     """Return the bytes that each pass holds on this rank beyond inputs and results.
 
-    The least of some calls counts: the first makes tables, and gloo's thread lets go of a message
-    at some time after it has been waited for.
+    The minimum over some calls counts: the first makes tables, and gloo's thread releases a message
+    some time after its wait has returned.
     """
     torch.manual_seed(rank)
     q, k, v, dout = (
@@ -136,12 +136,12 @@ def held(rank: int, peak: Peak) -> dict[str, int]:
 
 
 def nothing(*_: object) -> None:
-    """Stand in for a launch."""
+    """Do nothing, in place of a launch."""
 
 
 @pytest.mark.parametrize("name", PEAKS)
 def test_memory(name: str, backend: Any) -> None:
-    """One more tensor of the size of k alone, where a pass holds the most, fails."""
+    """The peak is within a quarter of K/V's bytes, so one more tensor as large as k fails."""
     peak, size = PEAKS[name], LENGTH * DIM * torch.float32.itemsize
     q_bytes, kv_bytes = HEADS * size, 2 * KV_HEADS * size
     by_rank = backend.pool(RANKS).run(held, peak)
@@ -151,7 +151,7 @@ def test_memory(name: str, backend: Any) -> None:
 
 
 def left_over(rank: int) -> int:
-    """Return how many objects forwards and backwards leave in reference cycles."""
+    """Return the number of objects that forwards and backwards leave in reference cycles."""
     torch.manual_seed(rank)
     q, k, v = (
         torch.randn(1, LENGTH, heads, DIM, requires_grad=True)
@@ -192,7 +192,7 @@ def test_a_failed_pass_lets_its_tensors_go(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_call_leaves_no_reference_cycles(backend: Any) -> None:
-    """What a call made is freed with its results, and not when Python next looks for cycles."""
+    """The tensors of a call are freed with its results, not at the next garbage collection."""
     assert backend.pool(RANKS).run(left_over) == [0] * RANKS
 
 
@@ -200,7 +200,7 @@ def test_a_call_leaves_no_reference_cycles(backend: Any) -> None:
 def test_what_a_ring_has_saved_lives_for_one_step(
     has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backward begins with it, on one rank of four that no message reaches."""
+    """The saved K/V is freed after the backward's first step; played on one rank of four."""
     forward, differentiate = ring.Ring.forward, ring.differentiate_step
     saved: list[StorageWeakRef] = []
     alive: list[bool] = []
@@ -233,7 +233,7 @@ def test_what_a_ring_has_saved_lives_for_one_step(
 def test_gathered_keys_are_gone_before_launches_in_place(
     groups: int, saves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the last group, whether they were saved or are fetched again."""
+    """K/V of the last head group are freed before launches on own keys, saved or fetched again."""
     fetch, differentiate = p2p.Messages._fetch, gather_launches.differentiate_in_place
     gathered: list[StorageWeakRef] = []
     alive: list[bool] = []

@@ -1,4 +1,4 @@
-"""Layers that look at neighbours: shifts, halos and relayouts against one process."""
+"""Layers that read neighbouring tokens: shifts, halos and relayouts, compared with one process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def layouts(size: int) -> list[LayoutSpec]:
 
 
 def shifted(x: Tensor, n: int, dim: int, fill: float, offsets: tuple[int, ...] | None) -> Tensor:
-    """The definition: ``out[t] = x[t - n]`` inside of documents."""
+    """Return the shifted tensor by definition: ``out[t] = x[t - n]`` within documents."""
     rows = x.movedim(dim, 0)
     out = []
     for start, stop in pairwise(offsets or (0, T)):
@@ -98,7 +98,7 @@ def _halo(_: int, size: int, left: int, right: int) -> None:
                 if seq_dim == 0
                 else (batch * runs, *shape[1:seq_dim], width, *shape[seq_dim + 1 :])
             )
-            # Every token is that of its position, and what is outside is zero.
+            # Each row holds the token of its position; positions outside of the sequence hold 0.
             tokens = torch.cat(
                 [whole.movedim(seq_dim, -1), torch.zeros_like(whole.movedim(seq_dim, -1)[..., :1])],
                 -1,
@@ -141,7 +141,7 @@ def test_a_relayout_gives_the_tokens_of_the_other_layout(pool: LocalRanks) -> No
 
 
 def _adjoint(rank: int, size: int) -> None:
-    """Over all ranks ``<M x, y> == <x, M' y>``, in graphs too."""
+    """Check that each backward is the adjoint, ``<M x, y> == <x, M' y>``, in graphs too."""
     for layout in layouts(size):
         cp = ContextParallel(layout=layout)
         moves: dict[str, Any] = {
@@ -204,7 +204,10 @@ def test_rows_of_every_dtype_move() -> None:
 
 
 def _bytes(rank: int, size: int) -> list[tuple[str, str, int, int]]:
-    """What a rank sends in each movement and its backward, and what it has to, in bytes."""
+    """Return the bytes that a rank sends in each movement and its backward, and the bytes needed.
+
+    Each item is ``(layout, movement, sent, needed)``.
+    """
     counts = []
     for layout in layouts(size):
         cp = ContextParallel(layout=layout)
@@ -255,13 +258,13 @@ class Heads(nn.Module):
         self.out = nn.Linear(8, 11, dtype=torch.float64)
 
     def forward(self, tokens: Tensor, attend: Any, shift: Any) -> Tensor:
-        """The sum of the losses of the next token and of the two behind it."""
+        """Return the sum of the losses of the next token and of the two after it."""
         q, k, v = self.qkv(self.embed(tokens)).unflatten(-1, (3, 2, 4)).unbind(2)
         hidden = attend(q, k, v).flatten(2)
         labels = shift(tokens, -1, -100)
         loss = self._loss(hidden, labels)
         for depth, head in enumerate(self.heads, 1):
-            # Each token's state beside the embedding of the token that it predicts so far.
+            # Each token's state next to the embedding of the latest token that it has predicted.
             ahead = shift(self.embed(tokens), -depth, 0)
             hidden = head(torch.cat([hidden, ahead], -1)).tanh()
             labels = shift(labels, -1, -100)
@@ -323,7 +326,7 @@ def test_multi_token_prediction_is_that_of_one_process(compiled: bool, pool: Loc
 
 
 class Convolution(nn.Module):
-    """A causal depthwise convolution that stays inside documents, as of hybrid models."""
+    """A causal depthwise convolution within documents, as in hybrid models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +342,7 @@ class Convolution(nn.Module):
         return (windows * same * self.weight.T).sum(-1)
 
     def forward(self, x: Tensor, halo: Any, join: Any) -> Tensor:
-        """Mix neighbours, three tokens back."""
+        """Mix each token with the three before it."""
         rows, documents = halo(self.before(x))
         mixed: Tensor = self.behind(join(self.taps(rows, documents)).sin())
         return mixed
@@ -392,7 +395,7 @@ def test_a_causal_convolution_over_documents_is_that_of_one_process(
 
 
 def _one_graph(rank: int) -> int:
-    """How many graphs are compiled for documents and steps that change from call to call."""
+    """Return the number of graphs compiled for documents and steps that change in each call."""
     torch._dynamo.reset()
     cp, graphs = ContextParallel(), []
 
@@ -435,7 +438,7 @@ UNLIKE: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-#: Calls of which rank 2 makes the second, and the others the first.
+#: Rank 2 makes the second call, the others the first.
 UNLIKE_OTHERS: dict[str, tuple[Any, Any, str]] = {
     "left": (lambda cp, x: cp.halo(x, 1, 0), lambda cp, x: cp.halo(x, 2, 0), "left is [12] there"),
     "right": (
@@ -469,7 +472,7 @@ def _unlike(rank: int, name: str) -> tuple[str, bool]:
         (other if rank == 2 else call)(cp, x)
     except (RuntimeError, ValueError) as error:
         message = f"{type(error).__name__}: {error}"
-    # Nothing was sent: the group goes on.
+    # Nothing was sent: the group stays usable.
     return message, bool((cp.shift(torch.full((1, 4, 4), 1.0), 0) == 1).all())
 
 

@@ -1,4 +1,4 @@
-"""Movements inside what torch wraps round models, against one process with whole sequences."""
+"""Movements inside what torch wraps around models, compared with whole sequences on one process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Move = Callable[[Tensor], Tensor]
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[LocalRanks]:
-    """Two groups of two ranks: data x context parallel."""
+    """Start two groups of two ranks: data x context parallel."""
     with LocalRanks(4, timeout=30) as ranks:
         yield ranks
 
 
 class Layer(nn.Module):
-    """Projections round a movement and round its return."""
+    """A layer of projections around a movement and around its inverse."""
 
     def __init__(self, move: Move, dtype: torch.dtype) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Layer(nn.Module):
 
 
 def _taps(rows: Tensor, size: int) -> Tensor:
-    """The sum of each token and of the two before it, weighted; rows begin two tokens earlier."""
+    """Return a weighted sum of each token and the two before it; rows begin two tokens earlier."""
     return sum(((n + 1) * rows[:, n : n + size] for n in range(3)), torch.zeros(()))
 
 
@@ -66,7 +66,7 @@ def _return(cp: ContextParallel) -> Move:
     return lambda x: plain.relayout(cp.relayout(x, to=plain).sin(), to=cp)
 
 
-#: Movements of a rank's slice, and what they do to whole sequences.
+#: Movements of a rank's slice, and the equivalent on whole sequences.
 MOVES: dict[str, tuple[Callable[[ContextParallel], Move], Move]] = {
     "shift": (
         lambda cp: lambda x: cp.shift(x, 3, fill=0.5),
@@ -146,7 +146,7 @@ def _wrapped(rank: int, way: str, layout: LayoutSpec) -> None:
         for weight, like in zip(layer.parameters(), whole.parameters(), strict=True):
             assert weight.grad is not None and like.grad is not None
             grad = weight.grad
-            if isinstance(grad, DTensor):  # of FSDP: the mean over all four ranks
+            if isinstance(grad, DTensor):  # FSDP takes the mean over all four ranks
                 grad = 4 * grad.full_tensor()
             else:
                 grad = grad.clone()

@@ -1,4 +1,4 @@
-"""Importing and running opens no connection but those of the process group a program makes."""
+"""Importing and running opens no connection but those of the program's process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences that no number of ranks divides: from `shard(pad=True)` to `unshard(seq_len=)`."""
+"""Sequences of any length: from ``shard(pad=True)`` to ``unshard(seq_len=)``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _there_and_back(rank: int, layout: Any) -> None:
             cp.shard(torch.arange(length), dim=0, pad=True, fill=-1)[:tokens], positions[:tokens]
         )
         assert (positions[tokens:] >= length).all()
-        # Padding's gradient is dropped, whichever way the gradients of a whole tensor return.
+        # The gradient of padding is dropped, for each ``grad=`` of ``unshard``.
         weights = _random(2, length, 5)
         factors: dict[UnshardGrad, int] = {"slice": 1, "sum": cp.cp_size}
         for grad, factor in factors.items():
@@ -70,7 +70,7 @@ def test_there_and_back(layout: str, pool: LocalRanks) -> None:
     pool.run(_there_and_back, layout)
 
 
-#: Options that are made of whole tensors, which ranks shard with padding of zeros.
+#: Options given for the whole sequence, which ranks shard with padding of zeros.
 WHOLE: dict[str, Callable[[int], dict[str, Any]]] = {
     "segment_ids": lambda n: {"segment_ids": (torch.arange(n) // 3).int()[None]},
     "mask": lambda n: {"mask": torch.rand(n, n, generator=torch.manual_seed(0)) < 0.7},
@@ -171,7 +171,7 @@ def test_in_one_graph(name: str, pool: LocalRanks) -> None:
 
 
 def _varying_lengths_are_one_graph(_: int) -> None:
-    """Of one padded length: the number of tokens is an argument of the graph."""
+    """Check that lengths with one padded length share a graph: the length is an argument."""
     cp = ContextParallel()
 
     def step(q: Tensor, length: int) -> Tensor:
@@ -185,7 +185,7 @@ def _varying_lengths_are_one_graph(_: int) -> None:
         torch.testing.assert_close(compiled(q, length), step(q, length), rtol=0, atol=0)
     assert (
         counter.frame_count == 2
-    )  # of 12 tokens, which 7 to 11 are padded to; and with any number
+    )  # one for the first length, one for any length that is padded to 12
 
 
 def test_varying_lengths_are_one_graph(pool: LocalRanks) -> None:
@@ -193,7 +193,7 @@ def test_varying_lengths_are_one_graph(pool: LocalRanks) -> None:
 
 
 def _fewer_tokens_than_ranks(rank: int, layout: Any, strategy: str) -> None:
-    """A rank without a token of the sequence takes part."""
+    """Check that a rank without a token of the sequence takes part."""
     cp = ContextParallel(layout=layout)
     x = _random(1, 1, 3, 8).requires_grad_()
     local = cp.shard(x, pad=True)
@@ -219,7 +219,7 @@ def _moves(rank: int, layout: Any, compiled: bool) -> None:
 
 
 def _moves_of(rank: int, layout: Any, length: int, compiled: bool) -> None:
-    """Tokens do not move into padding or out of it, and nor do their gradients."""
+    """Check that movements move no token, and no gradient, into padding or out of it."""
     cp, plain = ContextParallel(layout=layout), ContextParallel(layout="contiguous")
 
     def run(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Every strategy with every mask and option, from one token of a sequence to three a rank."""
+"""Padded sequences with each strategy, mask and option, from one token to three per rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ring_torch.local import LocalRanks
 
 SIZE = 3
 CHUNKS = ChunkLayout(((1, 5), (0, 2), (3, 4)))
-#: A layout and how attention over it is computed; ``sdpa`` gathers keys in two stages.
+#: A layout and options of a strategy; ``sdpa`` gathers keys in two stages.
 WAYS: dict[str, tuple[LayoutSpec, dict[str, Any]]] = {
     "ring-zigzag": ("zigzag", {"strategy": "ring"}),
     "ring-contiguous": ("contiguous", {"strategy": "ring"}),
@@ -44,7 +44,7 @@ def _every_third(q: Any, k: Any) -> Any:
     return (k - q) % 3 != 1
 
 
-#: Options of a sequence of so many tokens.
+#: Options for a sequence of this many tokens.
 OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
     "full": lambda _: {},
     "causal": lambda _: {"causal": True},
@@ -62,7 +62,7 @@ OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
     "dropout": lambda _: {"dropout_p": 0.4, "dropout_seed": 3},
     "scores": lambda _: {"softcap": 2.0, "alibi_slopes": _numbers(6).abs(), "softmax_scale": 0.3},
 }
-#: Options that a way refuses with or without padding, by the first word of its name.
+#: Options that a strategy refuses with or without padding, by the first word of its name.
 REFUSED = {
     "gather": {"predicate"},
     "two": {*OPTIONS} - {"full", "causal", "sinks"},
@@ -83,7 +83,7 @@ def pool() -> Iterator[LocalRanks]:
 
 
 def _leaves(length: int, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
-    """Q, K and V, and options of which the floats get gradients, too."""
+    """Return q, k and v, and options; their float tensors get gradients, too."""
     qkv = [_numbers(1, length, heads, 4).requires_grad_() for heads in (6, 3, 3)]
     return qkv, {
         name: x.clone().requires_grad_() if name in ("bias", "sinks") else x
@@ -97,7 +97,7 @@ def _grads(qkv: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
 
 
 def _attends(_: int, way: str, name: str) -> None:
-    """Compare all lengths with one process."""
+    """Compare sequences of all lengths with one process."""
     layout, how = WAYS[way]
     cp, takes_lse_grad = ContextParallel(layout=layout), not way.startswith("two")
     alone: Any = [dist.new_group([n]) for n in range(SIZE)][dist.get_rank()]

@@ -1,4 +1,4 @@
-"""One line, and a model takes whole batches: loss, logits and gradients are one device's."""
+"""``hf.parallelize``: a model takes whole batches; loss, logits and gradients are one device's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ring_torch.local import LocalRankError, LocalRanks
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[LocalRanks]:
-    """Two ranks."""
+    """Start two ranks."""
     with LocalRanks(2) as ranks:
         yield ranks
 
@@ -42,7 +42,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 def reduced(model: Any, cp: ContextParallel, reduction: Reduction) -> dict[str, Tensor]:
-    """Gradients, reduced over the ranks in the way that was asked for."""
+    """Return gradients that are reduced over the ranks by ``reduction``."""
     if reduction == "sum":
         cp.reduce_gradients(model)
     else:
@@ -93,7 +93,7 @@ def test_logits_loss_and_gradients_are_one_devices(pair: LocalRanks, name: str, 
 
 
 def _outside_loss(_: int, reduction: Reduction) -> None:
-    """A loss that is computed of whole logits outside of the model, on every rank alike."""
+    """Check a loss that is computed from whole logits outside of the model, alike on all ranks."""
 
     def loss_of(logits: Tensor) -> Tensor:
         return logits.double().log_softmax(-1).square().mean()
@@ -144,7 +144,7 @@ def _wrapped(_: int, kind: str) -> None:
     run(model, batch | WHOLE)
     expected = gradients(model)
     cp = ContextParallel()
-    for first in (True, False):  # the hooks before the wrapper, and after
+    for first in (True, False):  # parallelize before the wrapper, and after it
         model = wrapped = build("Llama")
         if first:
             hf.parallelize(model, cp, reduction="mean")
@@ -255,7 +255,7 @@ def test_mistakes_are_named(pair: LocalRanks) -> None:
 
 
 def _drifts(_: int, reduction: Reduction, forgets: bool) -> None:
-    """Three steps of training, whose gradients are reduced or not."""
+    """Train three steps with gradients that are reduced, or not."""
     cp, model, batch = ContextParallel(), build("Llama").train(), whole("plain")
     hf.parallelize(model, cp, reduction=reduction)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -325,7 +325,7 @@ def test_what_is_refused() -> None:
 
 
 def stated(kind: str) -> dict[str, Any]:
-    """Documents of 5, 1, 17 and 20 tokens, as collators state them."""
+    """Return documents of 5, 1, 17 and 20 tokens, described as a collator does."""
     batch = whole("flattened")
     positions = batch.pop("position_ids")
     offsets = torch.tensor([0, 5, 6, 23, LENGTH], dtype=torch.int32)

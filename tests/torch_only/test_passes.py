@@ -1,4 +1,4 @@
-"""The passes over memory of GPUs, run by Triton's interpreter on the CPU."""
+"""Elementwise passes that run on GPUs, executed by Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ interpreter = pytest.importorskip("triton.runtime.interpreter", reason="runs on 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Let the interpreter run a kernel."""
+    """Let Triton's interpreter run a kernel."""
 
     def interpret(name: str) -> None:
         kernel: Any = getattr(passes, name)
@@ -27,7 +27,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5])
 def test_add(count: int, interpreted: Callable[[str], None]) -> None:
-    """In the order of the parts, as one by one; what lies between the rows stays."""
+    """Parts are added in order, as one by one, and elements between the rows are not touched."""
     interpreted("_add")
     torch.manual_seed(0)
     total, *addends = (torch.randn(3, 40, 8) for _ in range(1 + count))

@@ -1,4 +1,4 @@
-"""Keys and gradients copied out of peers' memory: the table, between processes on CPUs, checked."""
+"""K/V and gradients copied out of peers' memory, played by processes on CPUs, on the case table."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NAMES = (
 def on_a_rank(
     rank: int, folder: Path, case: Case, groups: HeadGroups, kernel: str, triton: bool, lost: bool
 ) -> Arrays:
-    """A rank's part of a case; ``lost``: what is read of the gradients is not counted."""
+    """Return a rank's part of a case; if ``lost``, reads of gradients are not counted as bytes."""
     OnFiles.folder = folder
     buffers: list[BufferOnFiles] = []
 
@@ -72,7 +72,7 @@ def on_a_rank(
 
 
 def cut(case: Case, groups: HeadGroups) -> Case:
-    """With key heads that can be cut into groups."""
+    """Return the case, with two K/V heads if they are to be cut into groups."""
     return replace(case, heads=(4, 2)) if groups.forward > 1 else replace(case)
 
 
@@ -100,7 +100,7 @@ def test_case(name: str, groups: str, triton: bool, backend: Any, tmp_path: Path
 
 
 def test_in_two_stages(backend: Any, tmp_path: Path) -> None:
-    """A kernel that knows no band."""
+    """A kernel without band masks gathers in two stages."""
     case = CASES["causal-zigzag-cp2"]
     arguments = (tmp_path, case, ONE_GROUP, "sdpa", True, False)
     assert_close(case, gather(case, case.plan, backend.pool(2).run(on_a_rank, *arguments)))

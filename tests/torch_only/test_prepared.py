@@ -1,4 +1,4 @@
-"""Launches of kernels that cannot prepare any: they are asked for once."""
+"""A kernel that prepares no launches is asked for them once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CALLS = 4
 
 
 class Unprepared(EagerKernel):
-    """A kernel that may prepare launches, and never does."""
+    """A kernel that declares ``prepares`` but returns no prepared launch."""
 
     prepares = True
 
@@ -30,7 +30,7 @@ class Unprepared(EagerKernel):
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         out: AttentionState | None = None,
     ) -> AttentionState:  # fmt: skip
-        """Write results where they are wanted, as kernels do whose launches can be prepared."""
+        """Write results into ``out`` if it is given, as kernels with prepared launches do."""
         result = super().attend(rows, columns, item, params)
         if out is None:
             return result
@@ -39,12 +39,12 @@ class Unprepared(EagerKernel):
         return out
 
     def prepare_forward(self, *_: Any) -> None:
-        """Return no launch."""
+        """Return no prepared launch."""
         self.asked += 1
 
 
 def asked(rank: int, size: int, strategy: str) -> tuple[list[int], int]:
-    """Return how often launches were asked for by the end of each call, and tensors made for it."""
+    """Return how often launches were asked for by each call's end, and the states made for it."""
     kernel, made = Unprepared(), list[object]()
     group: Any = None
     if size == 1:

@@ -1,7 +1,7 @@
-"""What a repeated call costs the host, which has to be ahead of the GPU, and what it sends.
+"""The host's cost of a repeated call, which has to stay ahead of the GPU, and its messages.
 
-Counted in calls of this project's Python functions, and in messages. The call is a plain causal one
-in float32; windows, documents and 16 bits, which `eager` computes on CPUs, take more of them.
+The cost is counted in calls of this project's Python functions, and in source files. The call is a
+plain causal one in float32; windows, documents and 16 bits take more calls in ``eager``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ring_torch.comm.ranks import Ranks
 
 HYBRID_RING = StrategyConfig("hybrid", ulysses_size=2)
 HYBRID_GATHER = StrategyConfig("hybrid", ulysses_size=2, outer="gather")
-#: The most calls and files of a pass in any strategy.
+#: The most function calls and source files of a pass in any strategy.
 GOAL = 120, 13
-#: Ranks, strategy, layout: the most calls, and files, of a repeated forward, and of a backward.
+#: Ranks, strategy, layout: the most calls and files of a repeated forward, and of a backward.
 MOST: dict[tuple[int, str | StrategyConfig, str], tuple[tuple[int, int], tuple[int, int]]] = {
     (1, "ring", "zigzag"): ((33, 10), (36, 10)),
     (4, "ring", "zigzag"): ((84, 11), (107, 10)),

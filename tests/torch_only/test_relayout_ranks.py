@@ -1,4 +1,4 @@
-"""Relayouts to other ranks: to some of them, from some of them, and to another order of them."""
+"""Relayouts to other ranks: to a subset, from a subset, and to the same ranks in another order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pool() -> Iterator[LocalRanks]:
 
 
 def cp_over(ranks: tuple[int, ...], layout: LayoutSpec) -> ContextParallel:
-    """Context parallelism over some ranks, made on every rank."""
+    """Return context parallelism over some ranks; every rank has to call this."""
     if list(ranks) != sorted(ranks):
         options: Any = {"sort_ranks": False}
         group: Any = dist.new_group(list(ranks), **options)
@@ -54,7 +54,7 @@ def numbers(seed: int, *shape: int) -> Tensor:
 
 
 def part(cp: ContextParallel, ranks: tuple[int, ...], rank: int, x: Tensor, dim: int) -> Tensor:
-    """This rank's part of a whole tensor; of a rank outside no tokens."""
+    """Return this rank's part of a whole tensor; ranks outside of the group get no tokens."""
     return cp.shard(x, dim=dim) if rank in ranks else x.narrow(dim, 0, 0).contiguous()
 
 
@@ -108,7 +108,7 @@ def test_other_ranks_get_the_tokens_of_their_layout(
 
 
 def _bytes(rank: int, name: str) -> tuple[int, ...]:
-    """Bytes that a rank sends and has to send, forward and backward."""
+    """Return the bytes that a rank sends and needs to send, forward and backward."""
     source_ranks, target_ranks = RANKS[name]
     source, target = cp_over(source_ranks, "zigzag"), cp_over(target_ranks, "striped")
     if rank not in {*source_ranks, *target_ranks}:

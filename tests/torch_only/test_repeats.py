@@ -1,7 +1,7 @@
-"""A call like an earlier one is known again, and its tensors are not those of the earlier one.
+"""A call like an earlier one reuses what was prepared, but none of the earlier one's tensors.
 
-What is kept of a call holds no tensor of it and nothing that can change: each repeat here follows
-plain calls of the same shapes and options, and is compared with dense attention in one process.
+What is cached of a call holds no tensor of it and nothing mutable: each repeat here follows plain
+calls of the same shapes and options, and is compared with dense attention on one process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ring_core import Layout
 from ring_torch import ring_attention
 
 HEADS, TOKENS, DIM = (4, 2, 2), 24, 8
-#: How tokens and heads move, on how many ranks.
+#: Number of ranks, and options of strategy and layout.
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
     "ring": (2, {"strategy": "ring", "layout": "zigzag"}),
@@ -33,7 +33,7 @@ View = Callable[[Tensor], Tensor]
 
 
 class Numbers:
-    """A call's numbers, drawn alike on all ranks: whole sequences, and this rank's shards."""
+    """Inputs of a call, drawn alike on all ranks: whole sequences, and this rank's shards."""
 
     def __init__(self, rank: int, size: int, layout: Any, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -44,7 +44,7 @@ class Numbers:
         self.positions = torch.as_tensor(Layout(layout, TOKENS, size).positions(rank))
 
     def shards(self, view: View = torch.clone) -> tuple[list[Tensor], Tensor]:
-        """Q, K and V of this rank, each a view, and the gradient of the output."""
+        """Return q, k and v of this rank, each a view, and the gradient of the output."""
         *qkv, dout = (x[:, self.positions].clone() for x in self.whole)
         return [view(x).detach().requires_grad_() for x in qkv], view(dout)
 
@@ -61,7 +61,7 @@ class Numbers:
 
 
 class Attend:
-    """Calls of one kind, causal, and the numbers that they are made with."""
+    """Causal calls of one kind, and the inputs that they are made with."""
 
     def __init__(self, rank: int, size: int, options: dict[str, Any]) -> None:
         self._place = rank, size, options.get("layout", "contiguous")
@@ -138,7 +138,7 @@ def graph_retained(attend: Attend) -> None:
 
 
 def _at_an_odd_address(x: Tensor) -> Tensor:
-    """Return a copy that begins one number behind the beginning of its memory."""
+    """Return a copy whose memory begins one element after an aligned address."""
     memory = torch.empty(x.numel() + 1, dtype=x.dtype)
     return memory[1:].view(x.shape).copy_(x)
 
@@ -199,7 +199,7 @@ def test_repeats(way: str, backend: Any) -> None:
 
 
 def test_two_threads() -> None:
-    """Each makes calls of its own on one rank alone, some like the other's at the same time."""
+    """Two threads, each on one rank alone, make calls at the same time, some of them alike."""
     finished: list[int] = []
 
     def work(seed: int) -> None:

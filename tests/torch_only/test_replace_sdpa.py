@@ -1,4 +1,4 @@
-"""`replace_sdpa`: models that know nothing of rings compute on one what they do on one process."""
+"""``replace_sdpa``: plain models compute on a ring what they compute on one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pool() -> Iterator[LocalRanks]:
 
 
 def modes_left() -> int:
-    """Number of modes of torch's functions in this thread."""
+    """Return the number of torch function modes that are active in this thread."""
     return len(torch.overrides._get_current_function_mode_stack())
 
 
@@ -59,7 +59,7 @@ def _run(
 
 
 def _same_as_whole(_: int, name: str, mode: str, layout: Any) -> str:
-    """Compare a model on the ring with the same on one process; return its list of modules."""
+    """Compare a model on the ring with a copy on one process; return its list of modules."""
     cp = ContextParallel(layout=layout)
     _class, dims, options = MODELS[name]
     batch, whole, model = batch_of(name), model_of(name), model_of(name)
@@ -136,7 +136,7 @@ def test_a_model_is_that_of_one_process(
 
 
 class Attend(nn.Module):
-    """Nothing but a call of attention."""
+    """A module that only calls SDPA."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         out: Tensor = functional.scaled_dot_product_attention(q, k, v, **options)
@@ -152,7 +152,7 @@ def _qkv(
 
 
 def _masks(rank: int) -> None:
-    """Each kind of mask and option, on shards, against the whole: results and all gradients."""
+    """Compare results and gradients on shards with the whole, for each kind of mask and option."""
     cp = ContextParallel()
     attend = Attend()
     handle = replace_sdpa(attend, cp)
@@ -183,8 +183,8 @@ def _masks(rank: int) -> None:
         compiled(*(cp.shard(x, dim=2) for x in _qkv()), attn_mask=square),
         cp.shard(functional.scaled_dot_product_attention(q, k, v, attn_mask=square), dim=2),
     )
-    # A row for a rank's only query, and one row that is expanded over a rank's queries, are of
-    # these queries: other ranks' rows differ.
+    # A row for a rank's only query, or one expanded over a rank's queries, belongs to this rank:
+    # other ranks' rows differ.
     in_order = ContextParallel(layout="contiguous")
     near = Attend()
     replace_sdpa(near, in_order)
@@ -194,13 +194,13 @@ def _masks(rank: int) -> None:
     mine = blocks[8 * rank].expand(8, 16)
     _compare(in_order, near, _qkv(), {"attn_mask": blocks}, {"attn_mask": mine})
     _compare(cp, attend, _qkv(heads=4), *[{"enable_gqa": True, "is_causal": True}] * 2)
-    _compare(cp, attend, [x[:, 0] for x in _qkv()], {}, {})  # heads in the batch, or none
-    # A bias of each key gets its gradient from the queries of all ranks.
+    _compare(cp, attend, [x[:, 0] for x in _qkv()], {}, {})  # heads in the batch dimension, or none
+    # The bias of a key gets its gradient from the queries of all ranks.
     weights = [x.clone().requires_grad_() for x in (added, cp.shard(added, dim=3))]
     _compare(cp, attend, _qkv(), {"attn_mask": weights[0]}, {"attn_mask": weights[1]})
     assert weights[0].grad is not None and weights[1].grad is not None
     torch.testing.assert_close(weights[1].grad, cp.shard(weights[0].grad, dim=3))
-    # Documents, and padding behind the last.
+    # Documents, and padding after the last one.
     handle.documents = (0, 5, 13)
     q, k, v = _qkv(13)
     document = torch.bucketize(torch.arange(13), torch.tensor([5]), right=True)
@@ -208,7 +208,7 @@ def _masks(rank: int) -> None:
     same = (document[:, None] == document) & torch.ones(13, 13).tril().bool()
     expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=same)
     torch.testing.assert_close(cp.unshard(out, dim=2, seq_len=13), expected)
-    handle.documents = (0, 5)  # far less than the shards hold
+    handle.documents = (0, 5)  # shorter than the shards
     out = attend(*(cp.shard(x, dim=2) for x in _qkv()), is_causal=True)
     q, k, v = (x[:, :, :5] for x in _qkv())
     expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -243,7 +243,7 @@ def test_masks_and_options_mean_what_they_do_on_one_process(pool: LocalRanks) ->
 
 
 def _dropout(_: int) -> tuple[Tensor, Tensor]:
-    """Dropout on the ring; and over whole keys, where ranks' queries are made alike."""
+    """Check dropout on the ring; return outputs of equal queries over whole keys."""
     cp = ContextParallel()
     attend, shards = Attend(), [cp.shard(x, dim=2) for x in _qkv()]
     handle = replace_sdpa(attend, cp)
@@ -251,11 +251,11 @@ def _dropout(_: int) -> tuple[Tensor, Tensor]:
     seed = int(torch.randint(1 << 62, (), dtype=torch.int64))
     torch.manual_seed(5)
     out = attend(*shards, dropout_p=0.5)
-    plain = ContextParallel(layout="contiguous")  # without positions the order of tokens is free
+    plain = ContextParallel(layout="contiguous")  # without positions any order is right
     q, k, v = (x.transpose(1, 2) for x in shards)
     expected = plain.attention(q, k, v, dropout_p=0.5, dropout_seed=seed)
     torch.testing.assert_close(out, expected.transpose(1, 2))
-    # A checkpoint restores the generator, so what it computes again drops the same weights.
+    # A checkpoint restores the generator, so recomputation drops the same weights.
     x = shards[0].clone().requires_grad_()
     results = []
     for is_checkpointed in (False, True):
@@ -280,11 +280,11 @@ def _dropout(_: int) -> tuple[Tensor, Tensor]:
 def test_dropout_has_a_seed_that_ranks_share(pool: LocalRanks) -> None:
     (first, again), (second, _) = pool.run(_dropout)
     torch.testing.assert_close(first, again)
-    assert not torch.equal(first, second)  # ranks hold other queries, so drop other weights
+    assert not torch.equal(first, second)  # ranks hold different queries, so drop different weights
 
 
 class Checkpointing(nn.Module):
-    """A module that computes its own attention again, which happens outside of its forward."""
+    """A module that checkpoints its own attention, so it is recomputed outside of its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ def _heads_by_function(q: Tensor, *_: Tensor) -> Any:
 
 
 class OwnHeads(nn.MultiheadAttention):
-    """A layer with a forward of its own."""
+    """A MultiheadAttention subclass with its own forward."""
 
     def forward(self, query: Tensor, *_: Any) -> Any:
         return super().forward(2 * query, query, query)
@@ -333,7 +333,7 @@ def _varlen(q: Tensor, *_: Tensor) -> Any:
 
 
 def _refusals(_: int) -> list[str]:
-    """Messages of what is refused, each before anything is sent."""
+    """Return the messages of refusals, each of them raised before anything is sent."""
     cp = ContextParallel()
     attend = nn.ModuleDict({"inner": Attend(), "cross": Attend(), "other": Attend()})
     handle = replace_sdpa(attend, cp, whole_keys=("cross",), sharded_keys=("other",))
@@ -419,7 +419,7 @@ def _refusals(_: int) -> list[str]:
             messages.append(f"{type(error).__name__} {error}")
         assert modes_left() == 0
     assert type(gpt.blocks[0]) is Block
-    # The group is as good as before: nothing was sent. And the function is torch's again.
+    # The group is still usable, as nothing was sent, and SDPA is torch's function again.
     torch.testing.assert_close(
         attend["inner"](q, k, v), functional.scaled_dot_product_attention(q, k, v)
     )
@@ -475,13 +475,13 @@ def test_what_cannot_be_exact_is_refused_by_name(pool: LocalRanks) -> None:
     )
     for messages in pool.run(_refusals):
         for message, start in zip(messages, expected, strict=True):
-            # flex_attention compiles itself, and the compiler wraps what is raised inside.
+            # flex_attention compiles itself, and the compiler wraps errors raised inside.
             is_found = start in message if "flex" in start else message.startswith(start)
             assert is_found, (message, start)
 
 
 def _verdicts(_: int) -> list[str]:
-    """What verify says of modules that are wrong on shards."""
+    """Return the errors that ``verify`` raises of modules that are wrong on shards."""
     cp = ContextParallel()
     tokens = batch_of("gpt")["tokens"]
     gpt, mean = (
@@ -507,7 +507,7 @@ def test_verify_finds_positions_that_a_model_counts_itself(pool: LocalRanks) -> 
 
 
 def _placed(_: int) -> None:
-    """Modules in other threads, copied, called twice, failing, beside modules left alone."""
+    """Check replaced modules in threads, copied, called twice, failing, and next to others."""
     cp = ContextParallel()
     model, plain = model_of("gpt"), model_of("gpt")
     handle = replace_sdpa(model, cp)
@@ -524,7 +524,7 @@ def _placed(_: int) -> None:
     with pytest.raises(IndexError):
         model(shards["tokens"], torch.full((8,), 99))
     assert modes_left() == 0
-    # One module compiled before it is replaced, and one that is not, of the same class.
+    # One module compiled before it is replaced, and one of the same class that is not.
     compiled, alone = model_of("gpt"), model_of("gpt")
     whole: Any = torch.compile(compiled, backend="aot_eager")
     other: Any = torch.compile(alone, backend="aot_eager")
@@ -534,16 +534,16 @@ def _placed(_: int) -> None:
     torch.testing.assert_close(other(**batch), plain(**batch))
     removed.remove()
     torch.testing.assert_close(whole(**batch), plain(**batch))
-    # The compiled wrapper itself is replaced, after a class was derived from one of ours.
+    # The compiled wrapper itself is replaced, after a class was derived from one of Ring's.
     removed = replace_sdpa(compiled, cp)
     block = compiled.blocks[0]
     block.__class__ = type("Derived", (type(block),), {})
     removed.remove()
     replace_sdpa(whole, cp)
     torch.testing.assert_close(whole(**shards).detach(), expected)
-    copied = "SelfAttention"  # names are those of the module that was given
+    copied = "SelfAttention"  # names are those of the module that was passed
     assert {*handle.modules} == {"blocks.0.attention", "blocks.1.attention", copied}
-    # Modules named local attend within a rank, by torch.
+    # Modules named in ``local`` attend within a rank, by torch's SDPA.
     near = model_of("gpt")
     replace_sdpa(near, cp, local=("blocks.1",))
     near(**shards)
@@ -556,7 +556,7 @@ def test_modules_are_replaced_wherever_they_are_called(pool: LocalRanks) -> None
 
 
 def _fsdp(rank: int) -> None:
-    """Two rings of two ranks; FSDP2 over all four, on top of replaced modules and below them."""
+    """Check two rings of two ranks; FSDP2 over all four is applied before and after replacing."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     cp, batch = ContextParallel(mesh["cp"]), batch_of("gpt")
     row = {"tokens": cp.shard(batch["tokens"][rank // 2 :][:1]), "positions": cp.positions(16)}

@@ -1,4 +1,4 @@
-"""A rank that dies is started again with the others, and the run goes on as if nothing had been."""
+"""A rank that dies is restarted with the others, and training continues as if nothing happened."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL = [
     "--cp=2", "--seq-len=128", "--steps=8", "--layers=1", "--dim=64", "--out=none", "--no-compare",
 ]  # fmt: skip
 
-#: The demonstration, in which rank 1 is killed at a step of its first life.
+#: The demonstration, with rank 1 killed at a step of its first run.
 PROGRAM = f"""
 import faulthandler, os, signal, sys
 faulthandler.enable()
@@ -36,7 +36,7 @@ sys.exit(train_bytes.main())
 
 
 def losses(printed: str) -> list[str]:
-    """Those that the demonstration printed, as text."""
+    """Return the losses that the demonstration printed, as text."""
     rows = [line.split() for line in printed.splitlines()]
     return [row[1] for row in rows if len(row) == 2 and row[0].isdigit()]
 
@@ -45,7 +45,7 @@ def losses(printed: str) -> list[str]:
 def test_a_run_restarted_by_torchrun_has_the_losses_of_an_undisturbed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)  # that of the ranks, too
+    monkeypatch.syspath_prepend(EXAMPLES)  # also for the ranks
     assert importlib.import_module("train_bytes").main(SMALL) == 0
     undisturbed = losses(capsys.readouterr().out)
     assert len(undisturbed) == 8

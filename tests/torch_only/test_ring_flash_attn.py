@@ -1,4 +1,4 @@
-"""The drop-in for ring_flash_attn: its names and arguments, and the oracle's answers."""
+"""The drop-in for ring_flash_attn: its names and arguments, with the oracle's results."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ FAMILIES = {
     "ring_flash_attn_varlen": BOTH, "zigzag_ring_flash_attn_varlen": BOTH,
     "llama3_flash_attn_varlen": LLAMA3,
 }  # fmt: skip
-FEW = ("causal", "window")  # on two ranks, where four have all
+FEW = ("causal", "window")  # on two ranks only these; four ranks run all
 
 
 class Option(NamedTuple):
-    """Arguments of a call, and what the oracle calls them."""
+    """Arguments of a call, and the oracle's names for them."""
 
     given: dict[str, Any]
     oracle: dict[str, Any]
@@ -55,14 +55,14 @@ IN_GROUPS = Option(
 
 
 def seeds(state: int, count: int) -> list[int]:
-    """What is drawn after ``torch.manual_seed(state)``."""
+    """Return the seeds that calls draw after ``torch.manual_seed(state)``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(state)
         return [int(torch.randint(2**63 - 1, ())) for _ in range(count)]
 
 
 def tensors(batch: int, tokens: int, heads: int = K) -> list[Tensor]:
-    """Global Q, K, V and the gradient of the answer, the same everywhere."""
+    """Return global q, k, v and the output's gradient, the same on all ranks."""
     generator = torch.Generator().manual_seed(tokens)
     shapes = ((H, D), (heads, D), (heads, D), (H, D))
     return [
@@ -71,7 +71,7 @@ def tensors(batch: int, tokens: int, heads: int = K) -> list[Tensor]:
 
 
 def expected(batch: int, tokens: int, option: Option, **more: Any) -> list[Any]:
-    """Dense ``out``, ``lse`` and gradients."""
+    """Return ``out``, ``lse`` and gradients of dense attention."""
     q, k, v, dout = (x.numpy() for x in tensors(batch, tokens))
     options = option.oracle | more
     if "dropout_p" in options:
@@ -85,7 +85,7 @@ def same(actual: Any, expected: Any) -> None:
 
 
 def attended(function: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *args: Any, **kwargs: Any) -> list[Any]:  # fmt: skip
-    """``out``, ``lse`` and gradients of one rank's shards."""
+    """Return ``out``, ``lse`` and gradients of one rank's shards."""
     torch.manual_seed(5)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out, lse, nothing = function(*leaves, *args, return_attn_probs=True, **kwargs)
@@ -98,7 +98,7 @@ def attended(function: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *args
 
 
 def tokens_of(family: str, tokens: int, size: int, rank: int) -> list[int]:
-    """Tokens of a rank, by the definition of each layout."""
+    """Return the tokens of a rank, by the definition of each layout."""
     positions = torch.arange(tokens)
     if family.startswith("zigzag"):
         chunks = positions.chunk(2 * size)
@@ -137,7 +137,7 @@ LOCAL = {"three": (0, 6, 8, 18), "one": (0, 10), "empty": (0, 4, 4, 12), "equal"
 
 
 def tokens_of_documents(family: str, local: tuple[int, ...], size: int, rank: int) -> list[int]:
-    """Tokens of a rank where each document is split on its own."""
+    """Return the tokens of a rank where each document is split on its own."""
     return [
         size * start + token
         for start, stop in pairwise(local)
@@ -194,7 +194,7 @@ def _mixed(rank: int, family: str, kwargs: dict[str, Any]) -> list[Any]:
 def test_long_documents_have_calls_of_their_own(
     pools: dict[int, LocalRanks], family: str, option: str
 ) -> None:
-    """Each call draws a seed of its own: the long documents in order, then the others."""
+    """Long documents are calls with a seed each, in order; all other documents share a call."""
     tokens, options = 4 * MIXED[-1], ANSWERS[option].oracle
     q, k, v, dout = (x.numpy() for x in tensors(1, tokens))
     expected = [np.zeros_like(x) for x in (q, q[..., 0].swapaxes(1, 2), q, k, v)]
@@ -248,7 +248,7 @@ def test_one_stream(pools: dict[int, LocalRanks], size: int, stream: str, option
 
 
 def _packed(rank: int) -> None:
-    """Packed tensors give the same as the three they hold, gradients too."""
+    """Check that packed tensors give the results and gradients of the separate ones."""
     size = dist.get_world_size()
     local = torch.tensor([0, 6, 8, 18])
     whole = torch.tensor([0, 5, 20, 18 * size])
@@ -285,7 +285,7 @@ def _halves(rank: int, family: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("family", ["ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn"])  # fmt: skip
 def test_float16_stays_float16(pools: dict[int, LocalRanks], family: str) -> None:
-    """Errors are below those that rounding exact answers to bfloat16 would make."""
+    """Errors in float16 are smaller than those of exact results rounded to bfloat16."""
     q, k, v, dout = (x.half().double().numpy() for x in tensors(B, 32))
     out, _ = reference.attention(q, k, v, causal=True)
     expected = (out, *reference.attention_grads(dout, q, k, v, causal=True)[:3])
@@ -320,7 +320,7 @@ def test_group(pools: dict[int, LocalRanks]) -> None:
 
 
 def _exchanges(_: int, local: tuple[int, ...]) -> tuple[int, int]:
-    """Exchanges of rows in forward and backward."""
+    """Return the number of row exchanges in the forward and in the backward."""
     counts = [0]
     exchange = MoveCall.run
 

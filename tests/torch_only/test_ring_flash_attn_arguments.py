@@ -1,4 +1,4 @@
-"""The drop-in's names and arguments are those of ring_flash_attn; bad ones are named."""
+"""The drop-in has the names and arguments of ring_flash_attn; errors name bad arguments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIONS = {
     "alibi_slopes": None, "deterministic": False, "return_attn_probs": False, "group": None,
 }  # fmt: skip
 NONE = inspect.Parameter.empty
-#: Version 0.1.8: names of arguments, in order, and their defaults.
+#: Argument names in order, and their defaults, in version 0.1.8.
 SIGNATURES: dict[str, dict[str, Any]] = {
     f"{family}_{packing}func": dict.fromkeys(tensors + more, NONE) | OPTIONS
     for family, more in FAMILIES.items()
@@ -69,7 +69,7 @@ def test_arguments_are_the_same(name: str) -> None:
     assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters.values())
 
 
-#: What version 0.1.8 returns for documents (0, 3, 10, 16) on four ranks.
+#: Results of version 0.1.8 for documents (0, 3, 10, 16) on four ranks.
 PREPARED = {
     (True, 0): ([0, 3, 4], [0, 3, 4], 3, 3, slice(0, 4)),
     (True, 1): ([0, 4], [0, 5], 4, 5, slice(3, 8)),
@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
 
 
 def _bad(rank: int) -> dict[str, tuple[str, str]]:
-    """What each malformed call says on rank 0, where nothing can be sent."""
+    """Return the errors of malformed calls on rank 0, which cannot send anything."""
     if rank:
         return {}
     patch = pytest.MonkeyPatch()

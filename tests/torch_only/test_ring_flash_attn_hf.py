@@ -1,4 +1,4 @@
-"""Models of transformers after ``substitute_hf_flash_attn``: those of the whole sequence."""
+"""Models of transformers after ``substitute_hf_flash_attn`` equal those on the whole sequence."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def build(name: str, **changes: Any) -> Any:
-    """A small model with random weights, the same everywhere, in float64."""
+    """Build a small float64 model with random weights, the same on all ranks."""
     config = getattr(transformers, f"{name}Config")(**SIZES | MODELS[name] | changes)
     torch.manual_seed(1)
     model = getattr(transformers, f"{name}ForCausalLM")._from_config(
         config, attn_implementation="eager"
     )
-    with torch.no_grad():  # sinks begin at values that would hide their use
+    with torch.no_grad():  # initial sinks are too small to show in results
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight), alpha=0.1)
     return model.double().train()
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens and their positions in the documents, and a gradient of the logits."""
+    """Return tokens, their positions in the documents, and a gradient of the logits."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(29, (1, 32), generator=generator)
     places = torch.cat([torch.arange(stop - start) for start, stop in pairwise(DOCUMENTS)])
@@ -57,7 +57,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def ring_group(size: int) -> Any:
-    """The group of this many of the ranks that this one is in."""
+    """Return this rank's group of ``size`` ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
     return groups[rank // size]
@@ -78,7 +78,7 @@ def _ring(_: int, name: str, size: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def whole(name: str) -> tuple[Tensor, list[Tensor]]:
-    """Logits and gradients of the model on one document at a time."""
+    """Return logits and gradients of the model on one document at a time."""
     model, (tokens, places, weight) = build(name), batch()
     logits = [
         model(input_ids=tokens[:, a:b], position_ids=places[:, a:b], use_cache=False).logits
@@ -91,7 +91,7 @@ def whole(name: str) -> tuple[Tensor, list[Tensor]]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[LocalRanks]:
-    """Four ranks, whose transformers are changed for good."""
+    """Start four ranks, whose transformers stays changed."""
     ranks = LocalRanks(4)
     yield ranks
     ranks.close()
@@ -100,7 +100,7 @@ def pool() -> Iterator[LocalRanks]:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_models(pool: LocalRanks, name: str, size: int) -> None:
-    """Eager attention takes its softmax in float32, which is all that they differ by."""
+    """Results differ only by the softmax, which eager attention computes in float32."""
     logits, grads = whole(name)
     results = pool.run(_ring, name, size)[:size]
     actual = torch.cat([part for part, _ in results], dim=1)
@@ -114,7 +114,7 @@ def test_models(pool: LocalRanks, name: str, size: int) -> None:
 
 @pytest.fixture
 def registry() -> Iterator[None]:
-    """Transformers' registry and flash attention, put back afterwards."""
+    """Restore transformers' registry and flash attention afterwards."""
     from transformers import modeling_flash_attention_utils as flash
 
     shared, own = (
@@ -142,7 +142,7 @@ def test_all_flash_attention_is_substituted() -> None:
     with pytest.raises(UnsupportedError, match="past transformers' registry"):
         flash._flash_attention_forward()  # type: ignore[call-arg]  # wrong on purpose
     ALL_ATTENTION_FUNCTIONS["flash_attention_3"] = flash_attention_forward
-    AttentionInterface.register("some/kernel", flash_attention_forward)  # when a model is loaded
+    AttentionInterface.register("some/kernel", flash_attention_forward)  # as when a model is loaded
     substitute_hf_flash_attn(None, 2)
     ours = ALL_ATTENTION_FUNCTIONS["some/kernel"]
     assert isinstance(ours, RingFlashAttention) and ours.heads_k_stride == 2

@@ -1,4 +1,4 @@
-"""Results of old and new code, bit for bit: what differs is found, and what is known to differ."""
+"""Comparing results of old and new code bit for bit: differences are found, known ones allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank alone: a launch each way, no sums, and the same numbers as through the loops."""
+"""Calls on one rank: one launch each way, no sums, and the numbers of the general code path."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_it_is_what_the_loops_give(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_kernel_that_writes_where_it_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that see nothing keep what is said of them, and the others what the kernel wrote."""
+    """Rows that see nothing get their defined result, all other rows what the kernel wrote."""
     expected, attend = _run(*CALLS[name]), EagerKernel.attend
 
     def in_place(self: EagerKernel, *args: Any) -> Any:
@@ -90,7 +90,7 @@ def test_one_launch_each_way_and_no_sums(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_lse_that_is_not_asked_for_may_be_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked for where it is returned, by functions of other libraries, too."""
+    """``lse`` is asked for only where a caller or the backward gets it, else it is not read."""
     attend, asked = EagerKernel.attend, list[bool]()
 
     def careless(self: EagerKernel, *args: Any) -> Any:
@@ -113,7 +113,7 @@ def test_an_lse_that_is_not_asked_for_may_be_anything(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("window", [None, 9])
 def test_what_tests_on_gpus_compare_with(window: int | None) -> None:
-    """Dense attention is what attention computes, and a window that is off by one is not."""
+    """The dense attention that GPU tests compare with is right: a window off by one differs."""
     torch.manual_seed(0)
     inputs = [torch.randn(1, T, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2, 4)]
     sinks = torch.randn(4, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Gradients that a kernel adds up in tiles, in an order of its own, over launches and ranks."""
+"""Backwards that sum dK/dV in tiles, in a memory order of their own, over launches and ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KEYS, LENGTH, HEADS, DIM = 4, 128, (4, 2, 2), 8
 
 @dataclass(frozen=True)
 class Tiled(SplitBackward):
-    """See :class:`ring_torch.kernels.api.SplitBackward`: a tile's numbers stand in reverse."""
+    """A split backward that stores each tile's elements in reverse order."""
 
     used: list[bool]
     tile = KEYS
@@ -78,7 +78,7 @@ class Tiled(SplitBackward):
                     BackwardInputs(dout, out, lse, None).take(item.q_slice), item, params,
                     dq[:, item.q_slice], (totals[0, :, :, item.k_slice], totals[1, :, :, item.k_slice]),
                 )  # fmt: skip
-            # As a library has it: a batch of the items' rows, padded behind.
+            # As libraries have it: the items' rows as a batch, padded at the end.
             delta = (dout * out).sum(dim=-1).transpose(1, 2)
             if len({item.q_stop - item.q_start for item in items}) == batch == 1:
                 lse, delta = (
@@ -93,7 +93,7 @@ class Tiled(SplitBackward):
         self, spans: OwnSpans, keys: KVPayload, params: KernelParams
     ) -> Callable[[Tensor, Tensor, Tensor], None]:
         def round_all(sums: Tensor, dk: Tensor, dv: Tensor) -> None:
-            # A library's rounding kernel is told where tokens lie, not what strides they have.
+            # A library's rounding kernel takes token offsets, not strides.
             assert dk.is_contiguous() and dv.is_contiguous()
             assert dk.shape == (keys.batch, keys.length, keys.heads, keys.dim)
             batch, _, heads, dim = dk.shape
@@ -116,7 +116,7 @@ class Tiled(SplitBackward):
 
 
 class TiledKernel(EagerKernel):
-    """One that adds up in tiles."""
+    """An eager kernel with a split backward that sums in tiles."""
 
     needs_delta = False
     prepares = True
@@ -133,7 +133,7 @@ class TiledKernel(EagerKernel):
 
 
 def _reversed(x: Tensor) -> Tensor:
-    """``[B, K, n, D]``, each tile's numbers from the last to the first."""
+    """Return ``[B, K, n, D]`` with each tile's elements in reverse order."""
     tiles = x.unflatten(2, (-1, KEYS)).flatten(3)
     reversed_keys: Tensor = tiles.flip(3).unflatten(3, (KEYS, -1)).flatten(2, 3)
     return reversed_keys
@@ -142,7 +142,7 @@ def _reversed(x: Tensor) -> Tensor:
 def on_a_rank(
     rank: int, layout: Any, mask: Mask, groups: HeadGroups
 ) -> tuple[list[bool], float, list[Tensor]]:
-    """Which passes added up in tiles, the largest error of a gradient, and of sinks' parts."""
+    """Return which passes summed in tiles, the largest gradient error, and errors of dsinks."""
     del rank
     torch.manual_seed(0)
     whole = [torch.randn(1, LENGTH, heads, DIM).requires_grad_() for heads in HEADS]
@@ -170,8 +170,8 @@ def on_a_rank(
     ):
         out = cp.attention(*local, mask=mask, strategy="gather", sinks=sinks)
         *grads, part = torch.autograd.grad(out, (*local, sinks), cp.shard(dout))
-        # The second call runs the launches that the first has prepared, to the same bits, though
-        # the tokens of a key head lie together now.
+        # The second call reuses the prepared launches of the first, to the same bits, although the
+        # tokens of each K/V head are contiguous now.
         q, *kv = local
         local = [q, *(x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in kv)]
         local = [x.requires_grad_() for x in local]
@@ -187,10 +187,10 @@ def on_a_rank(
     ("mask", "tiled"),
     [
         (Mask(causal=True), True),
-        (Mask(causal=True, window=(8, 0)), True),  # most rows are in place
+        (Mask(causal=True, window=(8, 0)), True),  # most rows see own keys only
         (Mask(window=(12, 8)), True),
-        (Mask(causal=True, window=(24, 0)), True),  # none is
-        (Mask(window=(9, 7)), False),  # as many keys as fill tiles, cut elsewhere
+        (Mask(causal=True, window=(24, 0)), True),  # no row sees own keys only
+        (Mask(window=(9, 7)), False),  # a whole number of tiles, cut elsewhere
         (Mask(causal=True, window=(10, 0)), True),  # items begin inside tiles of the sequence
         (Mask(causal=True, window=(26, 0)), True),
     ],
@@ -221,10 +221,10 @@ def test_tiles_of_all_launches_are_the_same(
 
 
 def _saved_elsewhere(_: int, name: str) -> tuple[list[bool], bool]:
-    """Return which backwards added up in tiles, and True if all have the same gradients.
+    """Return which backwards summed in tiles, and True if all have the same gradients.
 
-    In the third of four calls what is saved comes back one number behind a multiple of 16 bytes:
-    the gathered K/V, or ``lse``.
+    In the third of four calls a saved tensor, the gathered K/V or ``lse``, is restored at an
+    address that is no multiple of 16 bytes.
     """
     torch.manual_seed(0)
     used: list[bool] = []
@@ -263,16 +263,16 @@ def test_prepared_launches_are_of_the_alignment_of_what_is_saved(name: str, back
             True,
             True,
             True,
-        ]  # asked for once, and the second and fourth repeat the first
+        ]  # asked for once; the second and fourth call reuse what the first prepared
         assert are_equal
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_sums_are_passed_to_compiled_functions_as_they_lie(batch: int) -> None:
-    """Those of two launches over other columns, and of two spans of own keys."""
+    """Launches over different columns get views of the sums; own keys are rounded in two spans."""
     heads, columns, dim, tile = 2, 12, 4, 8
     spans = OwnSpans(2, 3, 1, 4, 2, 5, columns)  # keys 1-3 and 5-7 in columns 2-4 and 7-9
-    sums = torch.randn(5 + 2 * batch * heads * columns * dim)[5:]  # not at the storage's beginning
+    sums = torch.randn(5 + 2 * batch * heads * columns * dim)[5:]  # not at the start of the storage
     totals = sums.view(2, batch, heads, columns, dim)
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -288,7 +288,7 @@ def test_sums_are_passed_to_compiled_functions_as_they_lie(batch: int) -> None:
             assert torch.equal(lse_of_launches[n * batch : (n + 1) * batch], expected)
 
     def main(*arguments: Any) -> None:
-        seen.append(arguments[7:9])  # behind q, k, v, dout, lse, delta and the sums of dQ
+        seen.append(arguments[7:9])  # after q, k, v, dout, lse, delta and the sums of dQ
 
     def round_dkv(x: Tensor, grad: Tensor, scale: float, *_: object) -> None:
         grad.copy_(scale * x.unflatten(2, (-1, dim)).transpose(1, 2))

@@ -1,4 +1,4 @@
-"""Every strategy is right: each option under each, and the whole table where heads are traded.
+"""Every strategy is right with each option; Ulysses and hybrid with the whole case table.
 
 Per change each strategy runs each option once. ``nox -s conformance`` runs all cases of the table
 under ``ulysses`` and ``hybrid``.
@@ -21,7 +21,7 @@ from ring_torch.local import LocalRankError
 
 CAUSAL = Mask(causal=True)
 
-#: Fields of cases of each option; those that go together share a call. Their keys name the cases.
+#: Fields of a case for each option; options that share a call share a key, which names the case.
 OPTIONS: dict[str, dict[str, Any]] = {
     "window-sinks-lse_grad": {
         "mask": Mask(causal=True, window=(9, 0)), "sinks": 2, "lse_grad": True,
@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alibi-dropout_p-heads": {"mask": CAUSAL, "alibi": 2, "dropout_p": 0.2, "heads": (9, 3)},
 }  # fmt: skip
 
-#: Strategies, by the words that ids have.
+#: Strategies by their names in test ids.
 WAYS: dict[str, str | StrategyConfig] = {
     **{name: name for name in STRATEGIES if name != "hybrid"},
     **{
@@ -44,7 +44,7 @@ WAYS: dict[str, str | StrategyConfig] = {
     },
 }
 
-#: What is refused, by name.
+#: Pairs of option and strategy that are refused.
 REFUSED = {("predicate-dims", "gather"), ("predicate-dims", "hybrid-gather")}
 
 
@@ -69,7 +69,7 @@ def test_option(option: str, way: str, backend: Any) -> None:
 
 def test_each_option_of_a_case_is_in_the_table() -> None:
     plain = {"name", "mask", "layout", "cp_size", "seq_len", "dtype", "nightly", "strategy"}
-    numbers = {"spread", "poison", "numbers"}  # of values, not of a call
+    numbers = {"spread", "poison", "numbers"}  # values, not options
     named = {field for fields_of in OPTIONS.values() for field in fields_of}
     assert {field.name for field in fields(Case)} - plain - numbers == named - plain
     rules = {
@@ -81,14 +81,14 @@ def test_each_option_of_a_case_is_in_the_table() -> None:
     assert rules == {rule.name for rule in fields(Mask) if rule.init}
 
 
-#: Cases of a plain ring; those of ``balanced`` are the same over contiguous shards.
+#: Cases of a plain ring; the ``balanced`` ones repeat them over contiguous shards.
 RING_CASES = [case for case in CASES.values() if case.strategy == "ring"]
-#: Those that groups of ranks take: ``striped`` is refused.
+#: Cases that groups of ranks support: ``striped`` is refused.
 GROUP_CASES = [case for case in RING_CASES if case.layout != "striped"]
 
 
 def _with_heads(case: Case, ranks: int) -> Case:
-    """The case, with as many groups of heads as make a query head for every rank."""
+    """Return the case with enough query heads for all ranks."""
     heads, kv_heads = case.heads
     return replace(case, heads=(heads * -(-ranks // heads), kv_heads))
 
@@ -103,7 +103,7 @@ def test_case_under_ulysses(case: Case, backend: Any) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", GROUP_CASES, ids=[case.name for case in GROUP_CASES])
 def test_case_under_hybrid(case: Case, backend: Any) -> None:
-    """In groups and between groups, where the number of ranks has divisors; neighbours differ."""
+    """Group sizes are divisors of the number of ranks if it has any; ring and gather alternate."""
     n, sizes = GROUP_CASES.index(case), ulysses_sizes(case.cp_size, case.cp_size)
     sizes = sizes[1:-1] or sizes
     size = sizes[n // 2 % len(sizes)]
@@ -113,7 +113,7 @@ def test_case_under_hybrid(case: Case, backend: Any) -> None:
     assert_close(case, backend.run(case, strategy=way))
 
 
-#: Query heads with padding, a K/V head with copies, and all that belongs to single heads.
+#: Padded query heads, a copied K/V head, and all options that are per head.
 WITNESS = Case(
     "witness", Mask(causal=True), "zigzag", 4, 24, 40, heads=(5, 1), sinks=2, bias="shared", alibi=1,
     dropout_p=0.2, segments="pair",

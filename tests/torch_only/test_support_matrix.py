@@ -1,4 +1,4 @@
-"""What the page says of the kernels is what the kernels say."""
+"""The support matrix in the documentation is the one that the kernels print."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
 
 
 def test_support_matrix_is_current(capsys: pytest.CaptureFixture[str]) -> None:
-    """If this fails, paste what ``python -m ring_torch matrix`` prints between the two comments."""
+    """The page holds the output of ``python -m ring_torch matrix``; paste it there to fix this."""
     assert main(["matrix"]) == 0
     printed = capsys.readouterr().out.strip()
     shown = PAGE.read_text().split("<!-- support matrix -->")[1]

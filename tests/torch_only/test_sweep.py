@@ -1,4 +1,4 @@
-"""The page of all models of transformers: of three releases, and true of a part of one."""
+"""The page of all transformers models covers three releases; a sample of its rows is checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ring_torch.hf import batch as batch_by_hand
 from ring_torch.hf.models.releases import TESTED_RELEASES
 from ring_torch.local import LocalRanks
 
-#: Run on two ranks again: models that have to be exact, and some that have to be refused.
+#: Models that run on two ranks again: some must be exact, and some refused.
 CHOSEN = (
     "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM",
     "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM",
@@ -41,13 +41,13 @@ REFUSED = ("LlamaForSequenceClassification", "RwkvForCausalLM", "MobileBertForMa
 
 ALWAYS = {*CHOSEN, *REFUSED}
 
-#: Classes of CHOSEN that a release refuses, or whose loss it does: T5 wrote its attention out.
+#: Classes of CHOSEN that a release refuses, in whole or for their loss; T5 has own attention there.
 REFUSED_ON = {
     "5.14": ("T5ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "XGLMForCausalLM")
 }
 
-#: Classes that are exact on the pinned release and not on the newest, and what became of them.
-#: Llama 4's own forward, of all of it, reads an output that its text model does not have.
+#: Classes that are exact on the pinned release and not on the newest, with the result there.
+#: Llama 4's own forward reads an output that its text model does not have.
 NOT_ON_NEWEST = {"Llama4ForConditionalGeneration": "does not run"}
 
 ROWS = read()
@@ -57,13 +57,13 @@ BY_RELEASE = {release: of_release(ROWS, f"{release}.0") for release in TESTED_RE
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LocalRanks]:
-    """A ring of two."""
+    """Start a ring of two."""
     with LocalRanks(2) as ranks:
         yield ranks
 
 
 def installed() -> dict[str, Entry]:
-    """Classes of the installed version."""
+    """Return the model classes of the installed version."""
     return {entry.name: entry for entry in entries()}
 
 
@@ -126,7 +126,7 @@ def test_no_class_is_less_exact_on_the_newest_release() -> None:
     assert less == NOT_ON_NEWEST
 
 
-@pytest.mark.nightly(  # models of code like that of others here
+@pytest.mark.nightly(  # other models have code like theirs
     only=[
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
@@ -160,15 +160,15 @@ def _careless(rank: int, name: str, model_type: str) -> Outcome:
     ],
 )  # fmt: skip
 def test_what_would_be_wrong_is_seen(two: LocalRanks, name: str, message: str) -> None:
-    """Without the check, so that the comparison is known to find what it is for."""
+    """Without the refusal results are wrong, so the comparison detects what it is for."""
     outcomes = two.run(_careless, name, LISTED[name].model_type)
     assert {outcome.result for outcome in outcomes} == {"wrong"}
     assert any(message in outcome.reason for outcome in outcomes)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # initialising empty weights
+@pytest.mark.filterwarnings("ignore::UserWarning")  # about empty weights
 def test_check_model_says_in_advance_what_the_page_says(request: pytest.FixtureRequest) -> None:
-    """Of all models where all tests are asked for, of one in 32 of them each time."""
+    """``check_model`` agrees with the page on all models with ``--all``, else on one in 32."""
     others, part = [], 1 if request.config.getoption("--all") else 32
     for name, entry in installed().items():
         listed = LISTED[name]
@@ -185,4 +185,4 @@ def test_check_model_says_in_advance_what_the_page_says(request: pytest.FixtureR
 
 
 def _is_exact(listed: Result) -> bool:
-    return listed.result == "exact" or not listed.is_checked  # what only a call shows
+    return listed.result == "exact" or not listed.is_checked  # only a call shows these

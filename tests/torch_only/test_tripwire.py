@@ -1,4 +1,4 @@
-"""The check that a job can leave on: right calls pass it, and each fault trips it on all ranks."""
+"""The check for running jobs: right calls pass it, and each fault trips it on all ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZE = 3
 
 
 def stale_keys_in_the_backward() -> Patches:
-    """What arrived last in another call is taken for this one's."""
+    """Fault: the backward uses the K/V that arrived last in another call."""
     right = Ring.backward
 
     def wrong(self: Any, call: Any, inputs: Any, upstream: Any, saved: Any) -> Any:
@@ -44,7 +44,7 @@ def stale_keys_in_the_backward() -> Patches:
 
 
 def keys_one_hop_late() -> Patches:
-    """A step computes with the keys of the step before, at its own positions."""
+    """Fault: a step computes with the K/V of the step before, at its own positions."""
     right = Call.columns
     last: list[list[torch.Tensor]] = []
 
@@ -56,7 +56,7 @@ def keys_one_hop_late() -> Patches:
 
 
 def in_kernels(change: Callable[..., Any]) -> Patches:
-    """Kernels that are given something else than was asked for."""
+    """Fault: kernels get another item or other parameters than they should."""
     attend: Any = EagerKernel.attend_into
     grads: Any = EagerKernel.grads_into
 
@@ -72,12 +72,12 @@ def in_kernels(change: Callable[..., Any]) -> Patches:
 
 
 def scale_dropped() -> Patches:
-    """The scale that was asked for does not reach the kernel."""
+    """Fault: the scale does not reach the kernel."""
     return in_kernels(lambda item, params: (item, replace(params, scale=16**-0.5)))
 
 
 def window_inverted() -> Patches:
-    """Left is taken for right."""
+    """Fault: left and right of the window are exchanged."""
 
     def swap(item: Any, params: Any) -> Any:
         lo, hi = (None if x is None else -x for x in (item.hi, item.lo))
@@ -87,7 +87,7 @@ def window_inverted() -> Patches:
 
 
 def another_mask_on_one_rank() -> Patches:
-    """Rank 1 sees all that it is given."""
+    """Fault: rank 1 applies no mask."""
     return in_kernels(
         lambda item, params: (
             replace(item, lo=None, hi=None) if item.q_rank == 1 else item, params
@@ -96,7 +96,7 @@ def another_mask_on_one_rank() -> Patches:
 
 
 def one_head_wrong() -> Patches:
-    """A kernel that is a hundredth off in its last head."""
+    """Fault: the forward is off by 1 % in its last head."""
     right = EagerKernel.attend_into
 
     def wrong(self: Any, *args: Any) -> None:
@@ -107,7 +107,7 @@ def one_head_wrong() -> Patches:
 
 
 def one_head_of_dk_wrong() -> Patches:
-    """The same in the backward, in its first head of keys."""
+    """Fault: the backward is off by 1 % in dK of the first K/V head."""
     right = EagerKernel.grads_into
 
     def wrong(self: Any, *args: Any) -> None:
@@ -118,11 +118,11 @@ def one_head_of_dk_wrong() -> Patches:
 
 
 def nothing_is_sent() -> Patches:
-    """Messages are left out, headers excepted; who waits finds what was there."""
+    """Fault: no message but headers is sent, so receivers read what was in memory."""
     right = Ranks.start
 
     def wrong(ring: Any, sends: Any, receives: Any) -> Any:
-        if all(x.nbytes == 2048 for x, _ in (*sends, *receives)):  # headers, and what was found
+        if all(x.nbytes == 2048 for x, _ in (*sends, *receives)):  # headers, and the check's
             return right(ring, sends, receives)
         for x, _ in receives:
             x.zero_()
@@ -132,7 +132,7 @@ def nothing_is_sent() -> Patches:
 
 
 def gradients_to_the_wrong_owner() -> Patches:
-    """Those of keys end one rank too far."""
+    """Fault: dK and dV end one rank too far."""
     right = Ring.backward
 
     def wrong(self: Any, call: Any, *args: Any) -> Any:
@@ -148,7 +148,7 @@ def gradients_to_the_wrong_owner() -> Patches:
 
 
 def counted_twice() -> Patches:
-    """Every rank's own keys count in the next step again, as replicated tokens do in a ring."""
+    """Fault: own keys count again in the next step, as replicated tokens do in a ring."""
     right = ring_module.RingProgram.items
 
     def wrong(self: Any, rank: int, step: int) -> Any:
@@ -159,7 +159,7 @@ def counted_twice() -> Patches:
 
 
 def last_step_dropped() -> Patches:
-    """The program forgets the step of the keys that come last."""
+    """Fault: the last step is left out."""
     right = ring_module.RingProgram.items
 
     def wrong(self: Any, rank: int, step: int) -> Any:
@@ -176,13 +176,13 @@ FAULTS: dict[str, Callable[[], Patches]] = {
         gradients_to_the_wrong_owner, counted_twice, last_step_dropped,
     )
 }  # fmt: skip
-#: Of the suite's own, those of the plan's algebra.
+#: Mutants of the test suite that change the plan's arithmetic.
 MUTANTS = ("window-off-by-one", "local-positions")
 
 
 @contextmanager
 def broken(fault: str) -> Iterator[None]:
-    """One of the faults, or of the suite's mutants; calls planned before are planned anew."""
+    """Apply a fault, or a mutant of the suite, with a fresh cache of prepared calls."""
     with ExitStack() as stack:
         stack.callback(_prepare.cache_clear)
         if fault in FAULTS:
@@ -195,7 +195,7 @@ def broken(fault: str) -> Iterator[None]:
 
 
 def attend(rank: int, **options: Any) -> None:
-    """A call and its backward, in a window of which every rank sees a part of every other's."""
+    """Run both passes of a call whose window shows each rank a part of every other's keys."""
     torch.manual_seed(rank)
     q, k, v = (torch.randn(2, 12, heads, 16).requires_grad_() for heads in (4, 2, 2))
     results: Any = ring_torch.ring_attention(
@@ -207,7 +207,7 @@ def attend(rank: int, **options: Any) -> None:
 
 
 def tripped(rank: int, fault: str, **options: Any) -> list[str]:
-    """The words of each call, of which every one is checked; and what a right call says then."""
+    """Return the errors of each call under a fault, all checked, and of a right call after them."""
     messages = []
     with ring_torch.check(), broken(fault):
         for _ in range(3):
@@ -239,7 +239,7 @@ def test_bytes_that_are_not_sent_are_counted(backend: Any) -> None:
 
 
 def tripped_in_groups(rank: int, fault: str) -> list[str]:
-    """The words of calls under ``hybrid``."""
+    """Return the errors of calls under ``hybrid``."""
     way = StrategyConfig("hybrid", ulysses_size=2)
     return tripped(rank, fault, strategy=way, layout="zigzag", sinks=torch.arange(4.0))
 
@@ -260,7 +260,7 @@ def test_a_fault_in_groups_trips(fault: str, words: str, backend: Any) -> None:
 
 
 def described(rank: int) -> str:
-    """An error of a call with one wrong head."""
+    """Return the error of a call with one wrong head."""
     with ring_torch.check(), broken("one_head_wrong"), pytest.raises(WrongResultError) as raised:
         attend(rank)
     return str(raised.value)
@@ -282,12 +282,12 @@ def test_right_calls_pass(strategy: str, backend: Any) -> None:
 
 @pytest.mark.parametrize("bias_heads", [1, 4])
 def test_right_calls_that_trade_all_there_is_pass(bias_heads: int, backend: Any) -> None:
-    """Over three ranks, which divide neither the query heads nor the K/V heads."""
+    """Three ranks exchange all options; they divide neither the query heads nor the K/V heads."""
     backend.pool(SIZE).run(all_traded, bias_heads)
 
 
 def all_traded(rank: int, bias_heads: int) -> None:
-    """Bytes of a bias, its shift and its gradient, of segment ids and of padding are counted."""
+    """Run checked calls that exchange a bias, its shift and gradient, segment ids and padding."""
     generator = torch.Generator().manual_seed(rank)
     bias = torch.randn(1, bias_heads, 12, 36, generator=generator).requires_grad_()
     ids = (torch.arange(12).expand(2, 12) // 5).int()
@@ -307,7 +307,7 @@ def test_right_calls_whose_heads_are_cut_into_groups_pass(groups: HeadGroups, ba
 
 
 def in_groups(rank: int, groups: HeadGroups) -> None:
-    """Ids travel with each group of heads."""
+    """Run checked calls whose segment ids travel with each group of heads."""
     ids = (torch.arange(12).expand(2, 12) // 5).int()
     _prepare.cache_clear()
     with patch.object(gather_strategy, "head_groups_of", lambda *_: groups), ring_torch.check():
@@ -316,9 +316,9 @@ def in_groups(rank: int, groups: HeadGroups) -> None:
 
 
 def right_calls(rank: int, options: dict[str, Any]) -> None:
-    """Calls of both dtypes, with and without a backward, and compiled."""
+    """Run checked calls in both dtypes, with and without a backward, and compiled."""
     with ring_torch.check():
-        for return_lse in (False, True, True):  # and a gradient through it
+        for return_lse in (False, True, True):  # the last with a gradient through lse
             attend(rank, return_lse=return_lse, **options)
         with torch.no_grad():
             attend_only(rank, torch.bfloat16, options)
@@ -328,7 +328,7 @@ def right_calls(rank: int, options: dict[str, Any]) -> None:
 
 
 def attend_only(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> torch.Tensor:
-    """A forward."""
+    """Run a forward."""
     q, k, v = (torch.full((1, 8, heads, 16), 0.1 + rank, dtype=dtype) for heads in (4, 2, 2))
     out = ring_torch.ring_attention(q, k, v, causal=True, **options | {"sinks": None})
     assert isinstance(out, torch.Tensor)
@@ -336,7 +336,7 @@ def attend_only(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> torch
 
 
 def checked_numbers(rank: int, variable: str | None, every: int | None) -> list[int]:
-    """Which of four calls are found wrong, counted from 1; and the process alone."""
+    """Return which of four calls the check finds wrong, counted from 1."""
     numbers: list[int] = []
     with ExitStack() as stack:
         environment = {} if variable is None else {"RING_CHECK": variable}
@@ -400,7 +400,7 @@ def test_wrong_numbers_are_refused(every: Any) -> None:
 
 
 def differs(rank: int) -> None:
-    """One rank checks, the other does not."""
+    """Check on one rank only."""
     with ring_torch.check(1 if rank else 0):
         attend(rank)
 

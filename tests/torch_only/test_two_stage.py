@@ -1,6 +1,6 @@
-"""A gather in two stages: its launches are prepared, and a repeat gives the bits of the first call.
+"""A gather in two stages prepares its launches, and repeated calls give the bits of the first.
 
-The kernel masks no band but the causal one, and returns views of tensors of its own, as cuDNN does.
+The kernel has no band mask but the causal one, and returns views of its own tensors, as cuDNN's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LENGTH, HEADS, DIM = 96, (4, 2, 2), 8
 
 @dataclass(frozen=True)
 class Bandless(PlainFlash):
-    """A library whose launches of parts are noted."""
+    """A library that records its partial launches."""
 
     launched: list[str]
 
@@ -39,7 +39,7 @@ class Bandless(PlainFlash):
         def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             self.launched.append("forward")
             out, lse = self.forward(q, k, v, options, None)
-            # cuDNN has heads before tokens, in memory as the queries are.
+            # cuDNN's output has heads before tokens, in the memory order of the queries.
             return out.transpose(1, 2).clone().transpose(1, 2), lse.unsqueeze(3).squeeze(3)
 
         def backward(
@@ -62,7 +62,7 @@ def kernel_of(launched: list[str]) -> FlashKernel:
 def repeated(
     rank: int, layout: Any, causal: bool, dtype: torch.dtype, saves: bool, view: str
 ) -> tuple[list[str], list[list[Tensor]], list[Tensor]]:
-    """What was launched in repeats, results of each call, and those of dense attention."""
+    """Return launches of repeated calls, results of each call, and those of dense attention."""
     del rank
     generator = torch.Generator().manual_seed(0)
     whole = [
@@ -113,7 +113,7 @@ def repeated(
 def test_repeats(
     layout: str, causal: bool, dtype: torch.dtype, saves: bool, view: str, backend: Any
 ) -> None:
-    # Own keys, keys of earlier tokens, and keys of later ones that half of the rows see.
+    # Launches over own keys, earlier tokens' keys, and later ones that half of the rows see.
     zigzag, contiguous = (2, 3, 2), (1, 2, 2)
     launches = zigzag if layout == "zigzag" else contiguous if causal else (2, 2, 2)
     results = backend.pool(3).run(repeated, layout, causal, dtype, saves, view)
@@ -129,7 +129,7 @@ def test_repeats(
 
 
 def with_sinks_or_lse(rank: int) -> None:
-    """A forward with sinks is rounded once; a call that returns lse saves no keys."""
+    """Check that a forward with sinks is rounded once, and that calls with lse save no keys."""
     del rank
     launched: list[str] = []
     q, k, v = (torch.randn(1, 32, n, DIM).requires_grad_() for n in HEADS)
@@ -154,7 +154,7 @@ def test_sinks_and_lse(backend: Any) -> None:
 
 
 def changed_in_place(rank: int) -> None:
-    """Results of a repeated call can be changed in place, as those of the first."""
+    """Check that results of a repeated call can be changed in place, like those of the first."""
     del rank
     q, k, v = (torch.randn(1, 32, n, DIM).requires_grad_() for n in HEADS)
     bias = torch.ones(DIM, requires_grad=True)
@@ -175,7 +175,7 @@ def test_results_may_be_changed_in_place(backend: Any) -> None:
 
 
 def with_odd_gradients(rank: int) -> None:
-    """A gradient of ``out`` may begin anywhere, and have any stride where it has one sequence."""
+    """Check gradients of ``out`` at any address, and of one sequence with any batch stride."""
     del rank
     q, k, v = (torch.randn(1, 32, n, DIM).requires_grad_() for n in HEADS)
     dout = torch.randn(1, 32, HEADS[0], DIM)
@@ -192,7 +192,7 @@ def with_odd_gradients(rank: int) -> None:
 
 
 def _among(x: Tensor, before: int) -> Tensor:
-    """Return a copy of a tensor of one sequence in a larger one: sequences are an odd way apart."""
+    """Return a copy of a one-sequence tensor in a larger one, with an odd stride of the batch."""
     apart = x.numel() + 1
     strides = (apart, *x.stride()[1:])
     return torch.zeros(2 * apart).as_strided(x.shape, strides, before).copy_(x)
@@ -203,7 +203,7 @@ def test_gradients_of_odd_strides(backend: Any) -> None:
 
 
 def with_infinities(rank: int, layout: Any) -> list[list[tuple[Tensor, Tensor]]]:
-    """``(out, lse)`` of the first call and of repeats where some rows' scores are not finite."""
+    """Return ``(out, lse)`` of the first and repeated calls where some scores are not finite."""
     del rank
     cp = ContextParallel(layout=layout)
     generator = torch.Generator().manual_seed(0)
@@ -223,7 +223,7 @@ def with_infinities(rank: int, layout: Any) -> list[list[tuple[Tensor, Tensor]]]
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_rows_whose_scores_are_not_finite(layout: str, backend: Any) -> None:
-    """They are NaN in every call, whatever the kernel has left in ``out``."""
+    """Rows with NaN or infinite scores are NaN in every call, whatever the kernel leaves there."""
     ranks = backend.pool(3).run(with_infinities, layout)
     for repeats in ranks:
         for pair in (pair for repeat in repeats for pair in repeat):

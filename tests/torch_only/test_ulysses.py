@@ -1,4 +1,4 @@
-"""Ranks that exchange tokens for heads: right for any head counts, with all that heads have."""
+"""Ulysses, which exchanges tokens for heads, is right for any head counts and per-head options."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def test_sinks_go_with_their_heads(sinks: int, backend: Any) -> None:
     assert_close(case, backend.run(case, strategy="ulysses"))
 
 
-#: Query heads and K/V heads of four ranks: divided, copied, padded, both, neither of them a range.
+#: Query and K/V heads on four ranks: divided, copied, padded, both, or no range of heads.
 HEADS = [(8, 4), (4, 1), (7, 7), (12, 3), (14, 2), (15, 5), (5, 1), (6, 3), (4, 4), (9, 3)]
 
 
 @pytest.mark.nightly(unless=["7-7", "12-3", "14-2", "6-3"])
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: "-".join(map(str, heads)))
 def test_heads(heads: tuple[int, int], backend: Any) -> None:
-    """With all that belongs to single heads, and all gradients."""
+    """Results and gradients are right for each pair of head counts, with all per-head options."""
     case = Case(
         f"ulysses-{heads[0]}-{heads[1]}", Mask(causal=True), "zigzag", 4, 16, 24, 2, heads, (8, 6),
         softcap=3.0, sinks=2, bias="full" if heads[0] % 2 else "heads", alibi=2, dropout_p=0.2,
@@ -39,7 +39,7 @@ def test_heads(heads: tuple[int, int], backend: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_gradients_of_copies_are_rounded_once(dtype: str, backend: Any) -> None:
-    """A K/V head that all four ranks attend with."""
+    """dK/dV of a K/V head that all four ranks use are summed, then rounded once."""
     case = Case(
         f"ulysses-copies-{dtype}", Mask(causal=True), "striped", 4, 64, heads=(16, 1), dtype=dtype
     )
@@ -47,7 +47,7 @@ def test_gradients_of_copies_are_rounded_once(dtype: str, backend: Any) -> None:
 
 
 def too_few_heads(rank: int) -> str:
-    """What a call is told; nothing is sent."""
+    """Return the error of a call with fewer heads than ranks, which sends nothing."""
     del rank
     q, k, v = (torch.ones(1, 4, n, 8) for n in (3, 1, 1))
     with pytest.raises(UnsupportedError) as error:
@@ -62,7 +62,7 @@ def test_too_few_heads_are_refused(backend: Any) -> None:
 
 
 def gathers_too_much(rank: int, keys: int) -> str:
-    """What a call is told whose bias has one head for all; its memory is a single number."""
+    """Return the error of a call with one large bias for all heads, an expanded single number."""
     del rank
     tokens = keys // 4
     q = torch.ones(1, 1, 1, 1).expand(1, tokens, 4, 8)
@@ -79,7 +79,7 @@ def test_a_bias_that_is_too_large_to_gather_is_refused(backend: Any) -> None:
 
 
 def unlike_heads(rank: int) -> str:
-    """What ranks are told whose numbers of heads differ."""
+    """Return each rank's error when their numbers of heads differ."""
     q, k, v = (torch.ones(1, 4, heads, 8) for heads in (4 + 2 * rank, 2, 2))
     with pytest.raises(RankMismatchError) as error:
         ring_torch.ring_attention(q, k, v, strategy="ulysses")
@@ -100,14 +100,14 @@ def test_explain_shows_padding_and_copies(backend: Any) -> None:
 
 
 def explained(rank: int, heads: tuple[int, int]) -> str:
-    """What a call would do."""
+    """Return what ``explain`` says of a call."""
     del rank
     q, k, v = (torch.ones(1, 4, n, 8) for n in (heads[0], heads[1], heads[1]))
     return ring_torch.ContextParallel().explain(q, k, v, strategy="ulysses")
 
 
 def compiled_and_not(rank: int, grad: bool) -> list[float]:
-    """Differences of results and gradients."""
+    """Return differences of results and gradients between compiled and eager calls."""
     torch.manual_seed(rank)
     shapes = ((5, 16), (1, 16), (1, 24), (5, 24))
     ids, bias = torch.tensor([[0] * 5 + [1] * 7]).int(), torch.randn(1, 5, 12, 24)
@@ -135,7 +135,7 @@ def test_compiled(grad: bool, backend: Any) -> None:
 
 
 def of_any_length(rank: int) -> list[float]:
-    """Differences of a graph for tensors of any length, with a bias for heads that are padded."""
+    """Return differences of a dynamic-length graph, with a bias for padded heads."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> Any:
         ids = torch.arange(q.shape[1])[None].int() // 5
@@ -161,7 +161,7 @@ def test_compiled_for_any_length(backend: Any) -> None:
 
 
 def one_after_another(rank: int) -> list[float]:
-    """Differences from a ring, call by call: without a backward, other masks, changed arguments."""
+    """Return differences from a ring, call by call: no backward, other masks, changed inputs."""
     torch.manual_seed(rank)
     *qkv, dout = (torch.randn(1, 12, heads, 16) for heads in (4, 2, 2, 4))
     in_turn = []

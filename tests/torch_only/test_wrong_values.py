@@ -1,4 +1,4 @@
-"""Every argument of every public function, with wrong values: an error that names it, no result."""
+"""Every argument of every public function, with wrong values: an error names the argument."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ids(*shape: int, dtype: torch.dtype = torch.int32, device: str = "cpu") -> T
 
 
 def bad_tensors(*shape: int) -> Values:
-    """Tensors of the right shape that are otherwise wrong, and what is no tensor."""
+    """Return tensors of this shape that are otherwise wrong, and values that are no tensors."""
     good = zeros(shape)
     return {
         "word": "q", "number": 1.0, "flag": True, "list": good.tolist(), "numpy": good.numpy(),
@@ -48,7 +48,7 @@ def bad_tensors(*shape: int) -> Values:
 
 
 def first_used(group: Any = None, layout: Any = "zigzag") -> int:
-    """Ranks of an object, which takes its group when it is first used."""
+    """Return the ranks of a new ``ContextParallel``, which reads its group on first use."""
     return ContextParallel(group, layout).cp_size
 
 
@@ -113,7 +113,7 @@ DIM: Values = {
     "too large": 4, "too small": -5, "float": 1.0, "flag": True, "word": "1", "none": None,
     "list": [1], "huge": 2**70,
 }  # fmt: skip
-#: ``seq_len`` may be missing.
+#: ``seq_len`` may be left out.
 LENGTH: Values = {name: x for name, x in SIZE.items() if x is not None}
 GRAD: Values = {"word": "mean", "flag": True, "number": 1, "list": ["sum"], "class": Tensor}
 SHARD: Values = {
@@ -178,7 +178,7 @@ LOSS: dict[str, Values] = {
 
 
 def entered(every: Any) -> None:
-    """The context, which says what is wrong when it is entered."""
+    """Enter the check's context, which validates its argument then."""
     with ring_torch.check(every):
         pass
 
@@ -307,7 +307,7 @@ SUBJECTS: dict[str, Subject] = {
         {"x": SHARD, "to": OPTIONS["layout"], "dim": DIM, "seq_len": LENGTH},
     ),
 }  # fmt: skip
-#: Checked with ring_core; those of other libraries' names have tests of their own.
+#: Checked by ring_core's tests; functions with names of other libraries have their own tests.
 ELSEWHERE = {
     "ring_torch.Halo",
     "ring_torch.KernelConfig",

@@ -1,6 +1,7 @@
-"""Short passes, whose keys and gradients one kernel moves, between processes on CPUs.
+"""Short passes, whose K/V and gradients one kernel exchanges, between processes on CPUs.
 
-The kernels are interpreted, a program a rank, over memory that all processes map.
+Triton's interpreter runs the kernels, one thread block per rank, over memory that all processes
+map.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def on_a_rank(
     rank: int, folder: Path, case: Case, wrong: str | None, checked: bool = False,
     captured: bool | None = None,
 ) -> tuple[Arrays, list[str]]:  # fmt: skip
-    """A rank's part of a case, and which kernels ran."""
+    """Return a rank's part of a case, and the names of the kernels that ran."""
     ran: list[str] = []
 
     def opened(spec: SessionSpec) -> GatherSession:
@@ -90,15 +91,15 @@ def on_a_rank(
 
     with pytest.MonkeyPatch.context() as patched:
         interpret_one_kernel(patched, folder)
-        # Checked as on GPUs that reach each other's memory.
+        # Checked like a transport over GPUs that reach each other's memory.
         transport = replace(SYMM_MEM if checked else P2P, open=opened)
         patched.setattr(prepare, "choose_strategy", lambda *_, **__: (GATHER, transport))
         _prepare.cache_clear()
-        # Several pieces, of tensors as small as these.
+        # Split even these small tensors into several pieces.
         patched.setattr(exchange_tables, "CHUNK", 64)
         patched.setattr(exchange_tables, "NUMBERS", 32)
         patched.setattr(kernels, "NUMBERS", 32)
-        if captured is not None:  # by blocks; in a graph, copies are made at once, row by row
+        if captured is not None:  # by blocks; in a graph, copies run at once, row by row
             patched.setattr(one_kernel, "comes_in_parts", lambda *_: True)
             patched.setattr(one_kernel, "is_capturing", lambda: captured)
             patched.setattr(copy_engine, "_cuda", lambda: None)
@@ -125,7 +126,7 @@ def test_case(case: Case, pools: dict[int, LocalRanks], tmp_path: Path) -> None:
 
 
 def test_heads_arrive_in_parts(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
-    """In a graph half by the kernel, the others by copies behind it; else all by the kernel."""
+    """The kernel moves all parts, or in a graph half of them, and copies after it the rest."""
     case = CASES["v-dim-zigzag"]
     for captured in (False, True):
         parts = pools[case.cp_size].run(on_a_rank, tmp_path, case, None, False, captured)
@@ -144,7 +145,7 @@ def test_a_check_counts_what_kernels_read_from_peers(name: str, tmp_path: Path) 
 
 
 def uncounted(rank: int, folder: Path, case: Case, kernel: str) -> None:
-    """A rank's part of a case, of which one kernel reads nothing."""
+    """Run a rank's part of a case in which one kernel reads nothing."""
     which = "fetch" if kernel == "exchange_keys" else "_add"
     right = getattr(one_kernel.OneKernel, which)
 
@@ -160,9 +161,9 @@ def uncounted(rank: int, folder: Path, case: Case, kernel: str) -> None:
 
 
 def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
-    """Exchanges one after the other, of ranks that are late in turns; whether each was right.
+    """Run exchanges in a row on ranks that are late in turns; return which were right.
 
-    ``wrong``: nobody waits for the readers of the exchange before.
+    If ``wrong``, no rank waits for the readers of the exchange before.
     """
     size, width = dist.get_world_size(), 8
     OnFiles.folder = folder
@@ -184,7 +185,7 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
 
     def late(*args: Any) -> None:
         everybody_came(*args)
-        time.sleep(0.05 * (rank == 0))  # the others may go on meanwhile
+        time.sleep(0.05 * (rank == 0))  # the others may continue meanwhile
 
     right = []
     with pytest.MonkeyPatch.context() as patched:
@@ -209,16 +210,16 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
 
 @pytest.mark.nightly
 def test_nobody_overtakes(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
-    """What a slow rank has not read yet is not written over.
+    """Data that a slow rank has not read yet is not overwritten.
 
-    Without the wait for it, it is; or a number that it waits for is, and it waits in vain.
+    Without waiting for that rank it is overwritten, or a counter is and the kernel waits in vain.
     """
     assert all(all(right) for right in pools[3].run(in_a_row, tmp_path, False))
     assert not all(all(right) for right in pools[3].run(in_a_row, tmp_path, True))
 
 
 def test_room_is_cleared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of what is asked for, once all have read what was there, and of nothing else."""
+    """Only the given part of the buffer is cleared, once all ranks have read what was there."""
     interpret_one_kernel(monkeypatch, tmp_path)
     monkeypatch.setattr(kernels, "NUMBERS", 8)
     header = torch.zeros(200, dtype=torch.int64)
@@ -232,7 +233,7 @@ def test_room_is_cleared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     kernels.wait_reusable(setup, memory_to_clear[:30], zero=True)
     assert memory_to_clear[:30].eq(0).all()
     assert memory_to_clear[30:].eq(1).all()
-    header[2] = 2  # who was to read the first has not
+    header[2] = 2  # the reader of the first exchange has not finished
     with pytest.raises(InterpreterError, match="did not come in time"):
         kernels.wait_reusable(setup._replace(patience=10**6), memory_to_clear, zero=True)
 
@@ -245,7 +246,7 @@ def test_other_calls_are_found_out(tmp_path: Path) -> None:
 def test_tables_of_a_pass_live_as_long_as_its_launches(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What is kept of a launch holds their addresses, so a pass forgets none of its own."""
+    """A pass keeps its own tables, whose addresses its cached launches hold."""
     interpret_one_kernel(monkeypatch, tmp_path)
     monkeypatch.setattr(kept_launches, "_MOST", 1)
     memory: Any = SimpleNamespace(reserve=lambda _: False)

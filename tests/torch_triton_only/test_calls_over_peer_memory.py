@@ -1,6 +1,6 @@
-"""What a repeated call over peers' memory costs the host, in calls of Python functions.
+"""The host's cost of a repeated call over peers' memory, in calls of Python functions.
 
-Those of torch and of Python's frozen modules are left out: other releases have other ones.
+Functions of torch and of Python's frozen modules are left out: they differ between releases.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from benchmarks.common.cases import Setting
 from benchmarks.torch import host_stubs
 from benchmarks.torch.host_causes import SETTINGS, STUBBED_TOKENS, Repeated
 
-#: Where functions are that do not count: torch, and what takes the place of launches.
+#: Folders whose functions do not count: torch's, and that of the stubs in place of launches.
 LEFT_OUT = (*(str(Path(str(x.__file__)).parent) for x in (torch, host_stubs)), "<frozen")
-#: The most calls of a repeated forward, and of its backward, by setting.
+#: The most function calls of a repeated forward, and of its backward, by setting.
 MOST = ((74, 71), (79, 73))
 
 

@@ -1,11 +1,11 @@
-"""What ring_torch launches compiles for GPUs that are not there, and fits on them."""
+"""The Triton kernels compile for GPUs that are not installed, within their limits."""
 
 from __future__ import annotations
 
 import pytest
 from backends.torch_compiler import compiled
 
-#: Bytes of shared memory that a block may have.
+#: Bytes of shared memory per thread block, by compute capability.
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 BACKWARD = ["bwd_dq", "bwd_dkv"]
 
@@ -18,7 +18,7 @@ def test_causal(arch: int) -> None:
     assert all(x["shared"] <= SHARED[arch] for x in kernels), kernels
     if arch == 90:
         assert all(x["ptx"] == "wgmma" for x in kernels)
-        assert all(x["stack"] <= 256 for x in kernels), kernels  # bytes: addresses, no tile
+        assert all(x["stack"] <= 256 for x in kernels), kernels  # bytes: addresses, not tiles
 
 
 @pytest.mark.nightly
@@ -50,7 +50,7 @@ def test_passes() -> None:
 
 
 def test_merges_read_lse_before_they_write_it() -> None:
-    """All warps of a program read lse of its rows, and one writes it: that one has to wait."""
+    """A barrier lets all warps read a row's lse before one of them writes it."""
     kernels = compiled(["merges"], 90)
     expected = ["_merge", *["_merge_spans"] * 6, "_merge_partials"]
     assert [x["kernel"] for x in kernels] == expected

@@ -1,4 +1,4 @@
-"""The kernel that compares the digests of two ranks' calls passes equal words alone."""
+"""The kernel that compares the digests of two ranks' calls accepts equal words only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ DIGEST = 1 << 40 | 12345
 
 @pytest.fixture(autouse=True)
 def _asserts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let device asserts be interpreted, which is no option of a launch there."""
-    # Imported here: Triton reads when it is imported whether it interprets kernels.
+    """Let Triton's interpreter run device asserts, for which launches have no option there."""
+    # Imported here, as Triton reads TRITON_INTERPRET when it is imported.
     from triton.runtime import interpreter
 
     checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
@@ -25,7 +25,7 @@ def _asserts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_equal_words_pass(digest: int) -> None:
     from ring_torch.comm.digest_kernel import assert_words
 
-    # The interpreter launches nothing directly.
+    # The interpreter makes no direct launches.
     assert assert_words(torch.full((256,), digest, dtype=torch.int64), digest) is None
 
 
@@ -55,7 +55,7 @@ def test_later_messages_are_compared_with_their_own_digest(monkeypatch: pytest.M
     assert check is not None
     check(later, -DIGEST)
     assert launched == [(later.data_ptr(), -DIGEST)]
-    # Whoever watches launches is told of it: then Triton launches.
+    # With a launch hook installed, Triton itself launches, so that the hook is called.
     monkeypatch.setattr(digest_kernel, "has_launch_hooks", lambda: True)
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(

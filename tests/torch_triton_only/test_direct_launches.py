@@ -1,4 +1,4 @@
-"""Repeated launches of Triton kernels call what was compiled; unlike ones ask Triton first."""
+"""Repeated launches call the compiled Triton kernel directly; new kinds go through Triton first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ring_torch.launches.direct import VERSIONS, DirectKernel
 
 
 class Kernel(JITFunction):  # type: ignore[misc]  # Triton has no types
-    """A kernel that notes how it was launched; each compiled form has a number."""
+    """A kernel that records its launches; each compiled variant has a number."""
 
     def __init__(self) -> None:
         self.arg_names = ["x", "y", "numel", "SIZE", "ROWS"]
@@ -35,7 +35,7 @@ class Kernel(JITFunction):  # type: ignore[misc]  # Triton has no types
 
 @pytest.fixture
 def state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The current device and its stream."""
+    """Stand in for the current device and its stream."""
     launch_state = SimpleNamespace(device=0, stream=5)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: launch_state.device)
     monkeypatch.setattr(
@@ -59,7 +59,7 @@ def test_a_repeat_calls_what_was_compiled(state: SimpleNamespace) -> None:
 
 
 def test_numbers_of_a_kind_share_what_was_compiled(state: SimpleNamespace) -> None:
-    """A digest, which is another in each call, is one of them."""
+    """Integers of one kind share a compiled kernel, as digests do, which differ in each call."""
     del state
     kernel = Kernel()
     direct = DirectKernel(kernel)
@@ -70,7 +70,7 @@ def test_numbers_of_a_kind_share_what_was_compiled(state: SimpleNamespace) -> No
 
 
 def test_a_flag_is_no_integer(state: SimpleNamespace) -> None:
-    """``False`` equals 0, by which the key knows odd integers of 64 bits."""
+    """The key tells ``False`` from the integer 0, by which it marks odd 64-bit integers."""
     del state
     kernel = Kernel()
     direct = DirectKernel(kernel)

@@ -1,4 +1,4 @@
-"""The block lists of FlashAttention-4: beside the mask itself, cell by cell."""
+"""The block lists of FlashAttention-4, compared with the mask element by element."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _shown(item: WorkItem, q_ids: Any, k_ids: Any) -> Any:
 
 
 def _check(lists: BlockLists, shown: Any, size: tuple[int, int], *, by_columns: bool) -> None:
-    """Every cell that is shown lies in a block that is listed once; full ones show all."""
+    """Check that each visible pair is in a block listed once, and that full blocks are full."""
     batch, down, across = len(shown), -(-Q_LEN // size[0]), -(-K_LEN // size[1])
     outer, inner = (across, down) if by_columns else (down, across)
     for b, o in product(range(batch), range(outer)):
@@ -63,14 +63,14 @@ def _check(lists: BlockLists, shown: Any, size: tuple[int, int], *, by_columns: 
 @pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
 @pytest.mark.parametrize("kind", IDS)
 def test_segments(kind: str, band: Any, size: tuple[int, int], by_columns: bool) -> None:
-    """Made on the device from each block's least and largest id."""
+    """Lists from segment ids are made on the device, from each block's least and largest id."""
     rng = np.random.default_rng(1)
     q_ids, k_ids = (IDS[kind](rng, n).astype(np.int32) for n in (Q_LEN, K_LEN))
     item = WorkItem(0, 0, 0, 0, Q_LEN, 0, K_LEN, *band)
     grid = Grid(*size, False, by_columns, torch.device("cpu"), None)
     lists = block_lists(item, grid, (torch.as_tensor(q_ids), torch.as_tensor(k_ids)))
     _check(lists, _shown(item, q_ids, k_ids), size, by_columns=by_columns)
-    if kind == "alike":  # as good as the band's own
+    if kind == "alike":  # as good as those of the band
         kinds = kinds_on(item, grid)
         assert int(lists.full_counts[0].sum()) == int((kinds == FULL).sum())
         assert int(lists.partial_counts[0].sum()) == int((kinds == PARTIAL).sum())
@@ -79,7 +79,7 @@ def test_segments(kind: str, band: Any, size: tuple[int, int], by_columns: bool)
 @pytest.mark.parametrize("by_columns", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 def test_predicate(size: tuple[int, int], by_columns: bool) -> None:
-    """From its tiles, whatever divides them or not."""
+    """Lists of a predicate come from the plan's tiles, also if block sizes do not divide them."""
 
     def rule(i: Any, j: Any) -> Any:
         return (i >= j) & ((i - j < 150) | (j % 256 < 32))

@@ -1,4 +1,4 @@
-"""The kernel that packs and unpacks an exchange of tokens for heads copies what torch does."""
+"""The kernel that packs and unpacks Ulysses messages copies what torch does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ring_torch.buffers import HeadBuffer, HeadPart
 from ring_torch.transports import p2p
 
 RANKS, BATCH = 4, 2
-#: Tensors exchanged together: heads a rank, head dim, dtype, whether `[B, H, T]` lies in memory.
+#: Tensors exchanged together: heads per rank, head dim, dtype, True for memory `[B, H, T]`.
 TOGETHER: dict[str, list[tuple[int, int, torch.dtype, bool]]] = {
     "q, k, v": [(3, 16, torch.bfloat16, False), (1, 16, torch.bfloat16, False),
                 (1, 24, torch.bfloat16, False)],
@@ -23,7 +23,7 @@ TOGETHER: dict[str, list[tuple[int, int, torch.dtype, bool]]] = {
 @pytest.mark.parametrize("lengths", [(5, 7), (8, 8)])
 @pytest.mark.parametrize("names", TOGETHER)
 def test_packing(names: str, lengths: tuple[int, int], ordered: bool, by_heads: bool) -> None:
-    # Imported here: Triton reads when it is imported whether it interprets kernels.
+    # Imported here, as Triton reads TRITON_INTERPRET when it is imported.
     from ring_torch.comm import head_exchange_kernel
 
     torch.manual_seed(0)
@@ -61,12 +61,12 @@ def test_packing(names: str, lengths: tuple[int, int], ordered: bool, by_heads: 
 
 
 def test_heads_may_lie_far_apart() -> None:
-    """Offsets beyond 2^31 numbers, in memory of which nearly nothing is touched."""
+    """Offsets may exceed 2^31 elements; nearly nothing of this large memory is touched."""
     from ring_torch.comm import head_exchange_kernel
 
     heads, stride = 3, 3 << 29
     layout = HeadBuffer.of(1, HeadPart(1, 1, heads, 2, torch.int8))
-    before = 1 << 30  # where 32 bits would find the last head
+    before = 1 << 30  # where 32-bit offsets would put the last head
     memory = torch.empty(before + (heads - 1) * stride + 2, dtype=torch.int8, device="cpu")
     x = memory.as_strided((1, 1, heads, 2), (1, 1, stride, 1), before)
     x.copy_(torch.arange(2 * heads, device="cpu").view(x.shape))

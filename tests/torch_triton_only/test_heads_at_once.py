@@ -1,6 +1,6 @@
-"""Tokens traded for heads by one kernel, between processes on CPUs.
+"""Ulysses exchanges by one kernel, between processes on CPUs.
 
-The kernel is interpreted, a program a rank, over memory that all processes map.
+Triton's interpreter runs the kernel, one thread block per rank, over memory that all processes map.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 def _with_a_head_a_rank(case: Case) -> Case:
-    """The case, with as many groups of heads as make a query head for every rank."""
+    """Return the case with enough query heads for every rank."""
     heads, kv_heads = case.heads
     return replace(case, heads=(heads * -(-case.cp_size // heads), kv_heads))
 
@@ -47,7 +47,7 @@ def _can_trade(case: Case) -> bool:
 
 
 TRADED = {case.name: _with_a_head_a_rank(case) for case in CASES.values() if _can_trade(case)}
-#: Heads that two ranks do not divide, with all that travels or belongs to single heads.
+#: Heads that two ranks do not divide, with all that travels and all per-head options.
 _ALL = Case(
     "heads-3-3", Mask(causal=True), "zigzag", 2, 16, None, 2, (3, 3), (8, 6), bias="heads", alibi=2,
     dropout_p=0.2, segments="padded", lse_grad=True,
@@ -59,7 +59,7 @@ for _case in (_ALL, replace(_ALL, name="heads-3-1", heads=(3, 1), bias="shared")
 def on_a_rank(
     rank: int, folder: Path, case: Case, wrong: str | None, checked: bool = False
 ) -> tuple[Arrays, int]:
-    """A rank's part of a case, and how many kernels ran."""
+    """Return a rank's part of a case, and the number of kernels that ran."""
     ran = []
 
     def opened(
@@ -77,7 +77,7 @@ def on_a_rank(
 
     with pytest.MonkeyPatch.context() as patched:
         interpret_one_kernel(patched, folder)
-        # Checked as on GPUs that reach each other's memory.
+        # Checked like a transport over GPUs that reach each other's memory.
         transport = replace(SYMM_MEM if checked else P2P, open_heads=opened)
         chosen, traded = choose_strategy, (ULYSSES, transport)
         patched.setattr(
@@ -86,7 +86,7 @@ def on_a_rank(
             lambda *args, **named: chosen(*args, **named) if args[2].size == 1 else traded,
         )
         _prepare.cache_clear()
-        patched.setattr(head_kernel, "_NUMBERS", 64)  # several blocks, of tensors as small as these
+        patched.setattr(head_kernel, "_NUMBERS", 64)  # several blocks even for such small tensors
         patched.setattr(head_kernel, "trade_heads", noted)
         if wrong == "uncounted":
             patched.setattr(one_kernel, "note_reads", lambda _: None)

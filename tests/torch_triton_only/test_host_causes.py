@@ -1,4 +1,4 @@
-"""Where the host's time goes, by a benchmark: all of it has a cause, and nothing stays replaced."""
+"""The benchmark of the host's time: all time has a cause, and patched functions are restored."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_causes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = json.loads(path.read_text())["rows"]
     monkeypatch.undo()
     assert all(getattr(place, name) == value for place, name, value in replaced)
-    # Repeated calls: K/V, room for dK/dV, and their exchange are a launch each, of two settings,
-    # by two ranks; three turns of three calls, and rounds of two.
+    # Repeated calls launch K/V, cleared dK/dV buffers and their exchange, in two settings, by two
+    # ranks; three turns of three calls, and rounds of two.
     assert len(launched) >= 2 * 2 * 3 * (2 * 2) * 3
     for setting in {row["setting"] for row in rows}:
         took = {row["cause"]: row for row in rows if row["setting"] == setting}
@@ -63,7 +63,7 @@ def test_time_counts_for_the_innermost_cause(monkeypatch: pytest.MonkeyPatch) ->
     clock = host_causes.Clock()
     inner: Callable[[], int] = clock.marked(host_causes.VIEWS, lambda: 5)
     outer = clock.marked(host_causes.PASS, inner, outermost=True)
-    assert inner() == 5 and not any(clock.seconds.values())  # within no cause
+    assert inner() == 5 and not any(clock.seconds.values())  # outside of any cause
     assert outer() == 5
     taken = {cause: seconds for cause, seconds in clock.seconds.items() if seconds}
     assert taken == {host_causes.PASS: 1.0 + 4.0, host_causes.VIEWS: 2.0}

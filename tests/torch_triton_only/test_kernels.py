@@ -1,4 +1,4 @@
-"""The Triton kernels on torch's tensors, in Triton's interpreter: whole calls on CPU ranks."""
+"""The Triton kernels on torch tensors, in Triton's interpreter: whole calls on CPU ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 CAUSAL = Mask(causal=True)
 SMALL = KernelConfig("triton", block_q=32, block_k=32)
 
-#: Several blocks on one device; lengths that are no multiple of a block.
+#: Several blocks on one device, and lengths that are no multiple of a block.
 ALONE = [
     Case("causal", CAUSAL, seq_len=80),
     Case("window", Mask(window=(50, 33)), seq_len=80, lse_grad=True),
@@ -47,7 +47,7 @@ ALONE = [
         lse_grad=True,
     ),
 ]  # fmt: skip
-#: Cases of the shared table and how keys come.
+#: Cases of the shared table, and the strategy.
 RING = [
     ("causal-zigzag-cp2", "ring"), ("window-small-striped-cp2", "ring"), ("everything-zigzag", "ring"),
     ("everything-contiguous", "gather"), ("documents-window-zigzag-cp4", "gather"),
@@ -62,7 +62,7 @@ RING = [
 def run(
     pools: dict[int, LocalRanks], case: Case, config: KernelConfig, strategy: str = "ring"
 ) -> Arrays:
-    """A case's results."""
+    """Return a case's results."""
     parts = pools[case.cp_size].run(_on_a_rank, replace(case), config, strategy)
     return gather(case, case.plan, parts)
 

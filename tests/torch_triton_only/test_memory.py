@@ -1,10 +1,10 @@
-"""How much memory a call takes, of one rank of four, whose launches do nothing.
+"""Peak memory of a call, played on one rank of four with launches that do nothing.
 
-Peaks are multiples of the output's bytes, with 4 query heads of 128 for a key head, in bfloat16.
+Peaks are multiples of the output's bytes, with 4 query heads of 128 for a K/V head, in bfloat16.
 Memory that peers read is left out, as torch's counters of a GPU leave it out; where copies between
-GPUs would fetch K/V, these are there before, and sums for peers count. The short call reads the
-same on an H200. A ring's messages count, each of half the output's bytes; what the kernel's own
-backward allocates beside its results does not.
+GPUs would fetch K/V, the buffers exist before, and sums for peers count. The short call has the
+same peak on an H200. A ring's messages count, each of half the output's bytes; what the kernel's
+own backward allocates besides its results does not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEADS, KV_HEADS, DIM, RANKS = 8, 2, 128, 4
 
 
 class Peak(NamedTuple):
-    """A call, and the most that it may take, forward and forward + backward."""
+    """A call, and its largest allowed peak in the forward, and in forward + backward."""
 
     mask: Mask
     tokens: int
@@ -49,14 +49,14 @@ PEAKS = {
     "long": Peak(CAUSAL, 8192, (1.02, 7.1)),
     "rows that see own keys": Peak(WINDOW, 16384, (1.07, 4.15)),
     "rows that see own keys, in two groups": Peak(WINDOW, 16384, (1.07, 3.7), groups=HeadGroups(1, 2, before_last_item=True)),
-    # Two messages, the sums in float32 and a result that waits for its merge.
+    # Two messages, the sums in float32 and a result that waits to be merged.
     "ring": Peak(CAUSAL, 8192, (4.07, 10.6), strategy="ring"),
     "ring with sinks": Peak(CAUSAL, 8192, (4.1, 10.6), strategy="ring", has_sinks=True),
 }  # fmt: skip
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Return the most bytes of tensors that are there at once, of those that ``run`` makes."""
+    """Return the peak bytes of tensors that ``run`` creates."""
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as recorded:
@@ -94,7 +94,7 @@ def peaks(peak: Peak) -> list[float]:
 
     taken = []
     for run in (forward, both):
-        for _ in range(2):  # what a repeated call takes
+        for _ in range(2):  # the repeated call counts
             run()
         taken.append(peak_bytes(run) / (q.numel() * q.itemsize))
     return taken
@@ -110,13 +110,13 @@ def test_peak(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     peak = PEAKS[name]
     monkeypatch.setattr(gather, "head_groups_of", lambda *_: peak.groups)
     monkeypatch.setattr(peer_copies, "fits_one_kernel", lambda *_: peak.is_short)
-    # A ring compares no calls, as no header arrives; its backward's launches do nothing, either.
+    # A ring compares no calls here, as no header arrives; its backward launches nothing, either.
     monkeypatch.setattr(ring, "agree", nothing)
     monkeypatch.setattr(type(FA4.flash), "backward", _empty_grads)
-    # Copies between GPUs are left out; the buffers that they fill are not.
+    # Copies between GPUs do nothing; their destination buffers are allocated.
     session: AbstractContextManager[None] = nullcontext() if peak.is_short else alone()
     with without_launches(), session:
-        # The last rank of a contiguous layout sees all keys: each launch has all of its rows.
+        # The last rank of a contiguous layout sees all keys, so each launch has all of its rows.
         taken = as_rank(RANKS - 1 if peak.strategy == "ring" else 0, RANKS, peaks, peak)
     for most, multiple in zip(peak.most, taken, strict=True):
         assert multiple <= most, taken

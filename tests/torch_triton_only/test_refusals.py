@@ -1,4 +1,4 @@
-"""Who gets the Triton kernels, and what they refuse."""
+"""The Triton kernels: the calls that get them, and the options that they refuse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROGRAM = ring_program(make_plan(Mask(causal=True), seq_len=256, cp_size=2, layo
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were one; libraries that need a GPU to be asked say they are not there."""
+    """Pretend that the GPU is a Hopper; libraries that need a real one report it missing."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 

@@ -1,4 +1,4 @@
-"""Messages that say what to do, and lengths that need no padding."""
+"""Errors say what to do instead, and name lengths that need no padding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ring_core.reference import attention, simulate
 
 @pytest.mark.parametrize("shape", [(2, 1, 1, 8), (1, 1, 1, 8), (2, 1, 1, 4), (2, 8)])
 def test_a_mask_of_keys_is_segment_ids(shape: tuple[int, ...]) -> None:
-    """Padding as BERT and Flax have it, of a rank's keys or of all, and as tokenizers have it."""
+    """A mask of keys is refused with advice to use segment ids, in the shapes of BERT and Flax."""
     with pytest.raises(ValueError, match=r"segment_ids, int32 \[B, T_local\].*-1 for padding"):
         checks.check_dense_mask(checks.Tensor(shape, "bool"), (2, 4, 2, 8), 8, "cpu")
     sizes = checks.Sizes(2, 4, 4, 2, 2, 8, 8)
@@ -29,7 +29,7 @@ def test_other_masks_are_not(shape: tuple[int, ...]) -> None:
 
 
 def test_a_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The packages are on no index: the line works from a clone."""
+    """The install command in the error works from a clone, as no index has the packages."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     program = ring_program(make_plan(Mask(), seq_len=4, cp_size=2))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""With fewer keys than queries ``causal=True`` is refused: such tensors are mostly heads first."""
+"""``causal=True`` with fewer keys than queries is refused: most such tensors are heads first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_oracle_refuses_it() -> None:
 
 
 def test_a_mask_keeps_the_rule() -> None:
-    """The last query stands at the last key; the first two see nothing."""
+    """An explicit mask aligns the last query with the last key; here the first two see nothing."""
     out, lse = attention(Q, K, K, mask=Mask(causal=True))
     assert np.isneginf(lse[..., :2]).all() and np.isfinite(lse[..., 2:]).all()
     assert (out[:, :2] == 0).all()

@@ -1,4 +1,4 @@
-"""Command lines take sizes as people write them, and fit a screen."""
+"""Command lines accept sizes as people write them, and fit a screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of other libraries: each is refused by the name of the option that says the same here."""
+"""Options named as in other libraries are refused, with the name of the equivalent option here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_words_name_the_option_here() -> None:
 
 
 def test_no_name_is_an_option_here() -> None:
-    """Else a right call would be refused."""
+    """No foreign name is an option here: a right call would be refused."""
     assert not FOREIGN_OPTIONS.keys() & inspect.signature(attention).parameters.keys()
 
 

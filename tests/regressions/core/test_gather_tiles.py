@@ -1,4 +1,4 @@
-"""Programs whose items begin with whole tiles of keys: as exact as others, and few bytes more."""
+"""Gathers whose items begin at whole tiles of keys: exact, with few bytes more."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ring_core.reference.item_kernel import Params, QueryRows, Side, backward, f
 
 @st.composite
 def windowed(draw: st.DrawFn) -> tuple[Plan, int, int]:
-    """Plans with windows whose runs are whole tiles, with the tile and a rank; others, too."""
+    """Draw a plan, a tile and a rank: most plans have windows whose runs are whole tiles."""
     if draw(st.integers(0, 3)) == 0:
         plan, tile = draw(plans().filter(lambda plan: not gather_refusals(plan))), 2
         return plan, tile, draw(st.integers(0, plan.cp_size - 1))
@@ -51,7 +51,7 @@ HEADS, DIM = 2, 4
 
 
 def computed(plan: Plan, rank: int, gather: GatherProgram, x: Arrays) -> list[npt.NDArray[Any]]:
-    """``(out, lse, dq, dk, dv)`` of a rank's rows, item by item; dK/dV at all keys."""
+    """Return ``(out, lse, dq, dk, dv)`` of a rank's rows, item by item; dK/dV at all keys."""
     params = Params(plan.mask, 0.5, None, 0.0, None, "float64")
     q_positions = plan.positions(rank)
     rows = QueryRows(Side(q_positions, plan.q_positions(rank), None), None, None, None)
@@ -83,12 +83,12 @@ def computed(plan: Plan, rank: int, gather: GatherProgram, x: Arrays) -> list[np
 
 
 def poisoned(plan: Plan, rank: int, seed: int) -> tuple[Arrays, npt.NDArray[np.bool_]]:
-    """Return tensors, and the keys that no row of the rank sees, which are NaN or infinite."""
+    """Return tensors, and a mask of the keys that no row of the rank sees: NaN or infinite."""
     rng = np.random.default_rng(seed)
     q_len, k_len = (plan.cp_size * x.local_len for x in (plan.q_layout, plan.k_layout))
     sizes = {"q": q_len, "dout": q_len, "k": k_len, "v": k_len}
     x = {name: rng.standard_normal((1, size, HEADS, DIM)) for name, size in sizes.items()}
-    tokens = int(plan.q_layout.num_tokens(rank))  # behind them a rank has padding
+    tokens = int(plan.q_layout.num_tokens(rank))  # a rank's padding follows its tokens
     rule = plan.mask.dense(plan.q_positions(rank)[:tokens], np.arange(plan.kv_seq_len))
     unseen = np.ones(k_len, np.bool_)
     unseen[: plan.kv_seq_len] = ~rule.any(axis=0)
@@ -102,7 +102,7 @@ def poisoned(plan: Plan, rank: int, seed: int) -> tuple[Arrays, npt.NDArray[np.b
 def test_results_are_those_of_programs_without_tiles(
     case: tuple[Plan, int, int], splits: bool
 ) -> None:
-    """Also where keys that a rank fetches only to fill a tile are NaN or infinite."""
+    """Results equal those without tiles, also if keys that only fill a tile are NaN or infinite."""
     plan, tile, rank = case
     x, unseen = poisoned(plan, rank, seed=plan.seq_len)
     expected = computed(plan, rank, gather_program(plan, rank, splits=splits), x)
@@ -117,7 +117,7 @@ def test_results_are_those_of_programs_without_tiles(
 def test_tiles_cost_less_than_a_tile_for_an_item(
     case: tuple[Plan, int, int], own: bool, splits: bool
 ) -> None:
-    """And nothing but where a window begins inside one."""
+    """Tiles add less than a tile per item, and only where a window begins inside of one."""
     plan, tile, rank = case
     plain = gather_program(plan, rank, own=own, splits=splits)
     tiled = gather_program(plan, rank, own=own, splits=splits, tile=tile)
@@ -139,7 +139,7 @@ def test_tiles_cost_less_than_a_tile_for_an_item(
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_a_window_of_128_fetches_a_key_more(layout: Any) -> None:
-    """Of a layer like gpt-oss's: the first row of a run sees 127 keys before it."""
+    """A window of 128, as in gpt-oss, fetches 128 keys of each run, not the 127 that it needs."""
     setting = SHORT_SETTINGS[1]
     mask = mask_of(setting.mask, setting.seq_len)
     plan = make_plan(mask, seq_len=setting.seq_len, cp_size=4, layout=layout)
@@ -161,7 +161,7 @@ def test_a_window_of_128_fetches_a_key_more(layout: Any) -> None:
 
 
 def test_what_no_window_can_hide_is_not_fetched() -> None:
-    """Documents hide keys by their borders, and a row before the first key hides none of them."""
+    """Keys do not fill a tile if a document border, and no window, would have to hide them."""
     for mask in (Mask(cu_seqlens=(0, 13, 32)), Mask(causal=True, cu_seqlens=(0, 13, 32))):
         plan = make_plan(mask, seq_len=32, cp_size=2)
         plain, tiled = (gather_program(plan, 1, tile=n) for n in (1, 8))
@@ -169,7 +169,7 @@ def test_what_no_window_can_hide_is_not_fetched() -> None:
 
 
 def test_runs_of_no_whole_tiles_have_none() -> None:
-    """Positions and local indices would count other tiles."""
+    """Runs that are no whole tiles are fetched without tiles: positions would not match indices."""
     plan = make_plan(Mask(causal=True, window=(5, 0)), seq_len=36, cp_size=2)
     plain, tiled = (gather_program(plan, 1, splits=False, tile=n) for n in (1, 4))
     assert plain.fetches == tiled.fetches

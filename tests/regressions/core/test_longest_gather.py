@@ -1,4 +1,4 @@
-"""What ranks have to know of each other's gathered keys is found without arrays of all tokens."""
+"""Lengths of all ranks' gathered keys are found without arrays of all tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_it_is_that_of_the_gathers(name: str, layout: str, cp_size: int) -> None
 
 
 def test_it_takes_little_memory() -> None:
-    """A million tokens on 256 ranks: less than a byte a token, and no lists of fetches."""
+    """A million tokens on 256 ranks take less than a byte per token, and no lists of fetches."""
     tokens = 1 << 20
     plan = make_plan(Mask(causal=True), seq_len=tokens, cp_size=256, layout="zigzag")
     tracemalloc.start()

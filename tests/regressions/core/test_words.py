@@ -1,4 +1,4 @@
-"""Messages about lengths say what helps the call at hand, and print no tensor's numbers."""
+"""Errors about lengths say what helps in the call at hand, and print no tensor's values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With fewer keys than queries ``causal=True`` is refused: such tensors are mostly heads first."""
+"""``causal=True`` with fewer keys than queries is refused: most such tensors are heads first."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_calls_of_other_libraries_keep_their_meaning(call: Callable[..., Any]) -
 
 
 def test_an_adapter_takes_the_mask() -> None:
-    """What its refusal says to bind is what runs."""
+    """The adapter for ``jax.nn`` runs with the mask that its error says to bind."""
     attend = nn.make_dot_product_attention(CP.attention)
     with pytest.raises(ValueError, match=r"bind mask=ring_core\.Mask\(causal=True\)"):
         attend(Q, K, K, is_causal=True)

@@ -1,4 +1,4 @@
-"""The check of a running job on calls of a few tokens in half precision: right ones pass."""
+"""The check for running jobs on calls of a few tokens in half precision: right calls pass."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ring_jax import ring_attention
 CALLS = 60
 
 
-@pytest.mark.nightly(unless=["bfloat16"])  # which has the fewest digits
+@pytest.mark.nightly(unless=["bfloat16"])  # it has the fewest digits
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_right_calls_pass(dtype: str) -> None:
-    """Peaked scores, of whose gradients little is left."""
+    """Scores are peaked, so gradients are small differences."""
 
     def loss(q: Any, k: Any, v: Any, dout: Any) -> Any:
         out = ring_attention(q, k, v, axis_name=None, window=(2, 9), softmax_scale=0.3)

@@ -1,4 +1,4 @@
-"""The check that a job can leave on counts the bytes of movements, forward and backward."""
+"""The check for running jobs counts the bytes of movements, forward and backward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def context(kind: AxisType = AxisType.Auto) -> ContextParallel:
 
 @contextmanager
 def longest_for_all() -> Iterator[None]:
-    """Every rank sends as many rows as the longest message has."""
+    """Let every rank send as many rows as the longest message has."""
 
     def uncut(*args: Any) -> tuple[Hop, ...]:
         everyone = tuple(range(SIZE))
@@ -47,7 +47,7 @@ def longest_for_all() -> Iterator[None]:
 
 @contextmanager
 def more_comes_back() -> Iterator[None]:
-    """The backward of a message sends it twice."""
+    """Let the backward send each message twice."""
     right = Ranks.move
 
     def wrong(ranks: Ranks, x: Any, *args: Any) -> Any:
@@ -69,7 +69,7 @@ def more_comes_back() -> Iterator[None]:
 @pytest.mark.parametrize("name", ["shift", "halo"])
 def test_more_bytes_than_those_of_rows_that_move_are_an_error(name: str) -> None:
     cp, x = context(), jnp.ones((2, T, 3))
-    MOVES[name](cp, x)  # an unchecked program does not stand for a checked one
+    MOVES[name](cp, x)  # an unchecked program is not reused for a checked call
     words = (
         r"collectives of a movement carry [\d,]+ bytes between 4 ranks, and the rows that change"
     )
@@ -109,7 +109,7 @@ def test_right_movements_pass(kind: AxisType) -> None:
 
 
 def test_replicated_shards_pass() -> None:
-    """The gradient of an array that is equal on all devices is summed over them, unchecked."""
+    """Gradients of replicated shards are summed over devices, which the check does not count."""
     mesh = jax.make_mesh((SIZE,), ("cp",))
 
     def local(x: jax.Array) -> jax.Array:

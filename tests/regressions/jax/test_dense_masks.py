@@ -1,4 +1,4 @@
-"""A mask that is an array of booleans: exact as it stands, or too large by name."""
+"""A mask given as an array of booleans: exact as it is, or refused by name as too large."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Arrays = dict[str, Any]
 
 
 def _given(shape: tuple[int, ...]) -> Arrays:
-    """Q, K and V; a mask that hides all from a row; a bias; ids."""
+    """Return q, k and v, a mask with one row that sees nothing, a bias, and segment ids."""
     rng = np.random.default_rng(0)
     arrays: Arrays = {name: rng.standard_normal((B, T, H, D), np.float32) for name in "qkv"}
     arrays["bias"] = rng.standard_normal((1, H, T, T), np.float32)
@@ -77,7 +77,7 @@ def _loss(attend: Any, mask: Any, diff: Arrays) -> Any:
 
 
 def _compared(x: Arrays, attend: Any, options: dict[str, Any]) -> None:
-    """Result, ``lse`` and gradients, of ``attend(inputs, mask)`` under ``jit``."""
+    """Compare the result, ``lse`` and gradients of ``attend(inputs, mask)`` under ``jit``."""
     diff = {name: x[name] for name in ("q", "k", "v", *(["bias"] if "bias" in options else []))}
     grads = jax.jit(jax.grad(partial(_loss, attend), argnums=1, has_aux=True))(x["mask"], diff)
 
@@ -92,7 +92,7 @@ def _compared(x: Arrays, attend: Any, options: dict[str, Any]) -> None:
 
 
 def _through(cp: ContextParallel, options: dict[str, Any], ids: Any, **more: Any) -> Any:
-    """``cp.attention`` of arrays in natural order."""
+    """Return a function that calls ``cp.attention`` on arrays in natural order."""
 
     def attend(x: Arrays, mask: Any) -> Any:
         kwargs = dict(options)
@@ -145,7 +145,7 @@ def test_with_batch_and_heads_split(kind: AxisType) -> None:
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_function(devices: int) -> None:
-    """On one device, and inside ``shard_map``: rows of the shard, columns of all keys."""
+    """A call on one device, and inside ``shard_map``: a mask of the shard's rows and all keys."""
     x, options = _given(SHAPES["by sequence"]), OPTIONS["causal"]
     cp = ContextParallel(_mesh({"cp": devices}), "cp")
     axis = None if devices == 1 else "cp"
@@ -172,7 +172,7 @@ LOCAL = partial(ring_attention, axis_name="cp", layout="zigzag")
 
 
 def _close(actual: Any, expected: Any) -> None:
-    """All rows but the one that sees nothing, of which frameworks make the mean of all values."""
+    """Compare all rows but the one that sees nothing, where frameworks return the mean of v."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     visible = np.arange(T) != 3
     np.testing.assert_allclose(actual[:, visible], expected[:, visible], rtol=2e-5, atol=2e-5)
@@ -205,7 +205,7 @@ def test_jax_nn_takes_a_mask_that_is_broadcast(shape: tuple[int, ...]) -> None:
 
 
 def test_jax_nn_beside_lengths_in_shard_map() -> None:
-    """A mask that is broadcast along the keys has a column for those of all devices."""
+    """A mask that is broadcast along the keys gets columns for the keys of all devices."""
     x = _given((B, 1, T, T))
     cp, lengths = ContextParallel(_mesh({"cp": 2}), "cp"), jnp.array([11, 20], jnp.int32)
     attend = partial(make_dot_product_attention(LOCAL), key_value_seq_lengths=lengths)
@@ -228,7 +228,7 @@ def test_jax_nn_beside_lengths_in_shard_map() -> None:
 
 @pytest.mark.parametrize("flax", ["nnx", "linen"])
 def test_flax(flax: str) -> None:
-    """Masks of its own functions, numbers that are not 0 among them."""
+    """Masks made by Flax's own functions work, also with numbers other than 0 and 1."""
     tokens = jnp.asarray(np.random.default_rng(2).standard_normal((B, T, 12), np.float32))
     is_token = jnp.asarray(np.arange(T)[None] < np.array([[9], [T]]))
     mask = linen.combine_masks(
@@ -256,7 +256,7 @@ def test_flax(flax: str) -> None:
 @pytest.mark.nightly(only=["shape0"])
 @pytest.mark.parametrize("shape", [(T, T), (H, T, T)])
 def test_equinox(shape: tuple[int, ...]) -> None:
-    """As its tests call it, and under the ``vmap`` that brings a batch."""
+    """Results equal Equinox's own layer, as its tests call it, under ``vmap`` over a batch."""
     layer = eqx.nn.MultiheadAttention(H, 12, key=jax.random.key(0))
     ours = convert(layer, ONE)
     rng = np.random.default_rng(3)
@@ -293,7 +293,7 @@ def test_what_is_no_such_mask_is_refused(mask: Any, message: str) -> None:
 
 
 def test_what_is_too_large_is_told_what_to_use() -> None:
-    """The bound is on what a device holds, of global arrays as of shards."""
+    """The size limit is on what a device holds, for global arrays as for shards."""
     length = (1 << 13) + 2
     q = jax.ShapeDtypeStruct((1, length, 4, 8), jnp.float32)
     mask = jax.ShapeDtypeStruct((length, length), jnp.bool_)
@@ -309,7 +309,7 @@ def test_what_is_too_large_is_told_what_to_use() -> None:
 @pytest.mark.parametrize("shape", [(1, H, 20, 30), (B, 1, 20, 30)])
 @pytest.mark.parametrize("sizes", [(4, 8), (32, 2)])
 def test_blocks_that_it_hides(shape: tuple[int, ...], sizes: tuple[int, int]) -> None:
-    """From all heads; the last ones may be shorter."""
+    """A block is visible if some head sees some of it; the last blocks may be shorter."""
     mask = np.random.default_rng(4).random(shape) < 0.02
     some = shown_in_blocks(jnp.where(mask, 1.0, -jnp.inf), *sizes)
     assert not some.all()
@@ -323,7 +323,7 @@ def test_blocks_that_it_hides(shape: tuple[int, ...], sizes: tuple[int, int]) ->
 
 
 def test_hidden_blocks_are_not_computed() -> None:
-    """Of 6 x 4 blocks those on the diagonal, in the forward and in the backward."""
+    """Only blocks on the mask's diagonal are computed, in the forward and in the backward."""
     x, positions = _given((T, T)), np.arange(T)
     computed: list[None] = []
     x["mask"] = (positions // 4)[:, None] == positions // 4

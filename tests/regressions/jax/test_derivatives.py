@@ -1,4 +1,4 @@
-"""Derivatives beside the gradient: attention refuses them by name, and ``shard`` has them all."""
+"""Derivatives other than the gradient: attention refuses them by name, ``shard`` supports them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ ASKED: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-#: What is asked of which call, every other one inside of ``jax.jit``.
+#: Pairs of call and derivative; every other one runs inside of ``jax.jit``.
 RUNS = [
     (asked, call, (n + m) % 2 == 1) for n, asked in enumerate(ASKED) for m, call in enumerate(CALLS)
 ]
@@ -90,7 +90,7 @@ def test_attention_refuses_all_but_the_gradient(asked: str, call: str, *, compil
 @pytest.mark.nightly(only=["shard_map"])
 @pytest.mark.parametrize("call", [CALLS["one device"], sharded], ids=["one device", "shard_map"])
 def test_gradients_stay(call: Callable[..., Any]) -> None:
-    """In a batch, in a loop, recomputed, and inside of a loss that does not differentiate them."""
+    """Gradients work in a batch, in a loop, recomputed, and beside a ``stop_gradient`` of them."""
     expected = jax.grad(partial(loss, call))(Q)
 
     def in_loop(q: Any) -> Any:
@@ -120,7 +120,7 @@ LAYOUTS: dict[str, Any] = {
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_shard_and_unshard_have_them_all(layout: Any, mesh: Any) -> None:
-    """A function of tokens beside each other in layout order, and its derivatives by hand."""
+    """Derivatives of ``shard`` and ``unshard`` equal those of permutations by hand."""
     cp = ContextParallel(mesh, "cp", layout=layout)
     rows = cp.layout_of(16)
     order = np.concatenate([rows.positions(rank) for rank in range(2)])
@@ -155,7 +155,7 @@ def test_shard_of_a_batch(batch_dim: int) -> None:
 
 
 def test_results_that_are_saved_are_not_computed_again() -> None:
-    """Where a policy saves ``out`` and ``lse``, the keys alone are gathered again."""
+    """Keys alone are gathered again if a checkpoint policy saves ``out`` and ``lse``."""
 
     def products(*names: str) -> int:
         policy = jax.checkpoint_policies.save_only_these_names(*names)

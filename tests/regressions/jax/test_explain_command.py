@@ -21,7 +21,7 @@ def test_the_command_explains_devices_that_are_not_there(
     assert (
         first == "rank 0 of 4 has queries [1, 16, 4, 16] and keys [1, 16, 2, 16], bfloat16 on cpu"
     )
-    # Which kernels this platform has is said of the default ones, as of these.
+    # The kernels of this platform are listed for default options, as for these.
     assert (
         text.splitlines()[-7:] == cp.explain(q, k, k, causal=True, window=(9, 0)).splitlines()[-7:]
     )

@@ -1,4 +1,4 @@
-"""Calls written for other libraries: their options are refused by the names they have here."""
+"""Calls written for other libraries: their options are refused, with the names they have here."""
 
 from __future__ import annotations
 

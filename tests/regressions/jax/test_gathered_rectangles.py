@@ -1,4 +1,4 @@
-"""What a rank sees of all others' keys, in as few rectangles as touch, and the same pairs."""
+"""Tables of gathered keys: touching rectangles are joined, and visible pairs stay the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUTS: tuple[LayoutSpec, ...] = ("contiguous", "zigzag", "striped")
 
 
 def _seen(rows: npt.NDArray[np.int32], shift: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """How often the rows of a rank show each pair of its queries and all keys, ``[T, S]``."""
+    """Return how often a rank's table shows each pair of its queries and all keys, ``[T, S]``."""
     visible = np.zeros((LOCAL, 4 * LOCAL), dtype=np.int64)
     i, j = np.ogrid[: visible.shape[0], : visible.shape[1]]
     for row, before in zip(rows.tolist(), shift.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Meshes with other axes: exact, and nothing travels along them."""
+"""Meshes with other axes: exact, and nothing is sent along them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ring_jax import ContextParallel, ring_attention
 
 Q, KV = (2, 8, 4, 4), (2, 8, 2, 4)
 TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-#: Sizes of the axes, and the names that the call is told of batch and heads.
+#: Sizes of the axes, and the call's axis names of batch and heads.
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "cp": ({"cp": 2}, {}),
     "dp-cp": ({"dp": 2, "cp": 2}, {"batch_axis": "dp"}),
@@ -34,13 +34,13 @@ def _mesh(axis_type: AxisType, sizes: dict[str, int]) -> Mesh:
 
 
 def _inputs() -> list[np.ndarray[Any, Any]]:
-    """Q, K, V and the gradient of the result."""
+    """Return q, k, v and the gradient of the result."""
     rng = np.random.default_rng(0)
     return [rng.standard_normal(shape).astype(np.float32) for shape in (Q, KV, KV, Q)]
 
 
 def _groups(text: str) -> Iterator[list[list[int]]]:
-    """The groups of devices of each collective of a compiled program."""
+    """Yield the device groups of each collective of a compiled program."""
     listed = r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}"
     counted = r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
     for line in text.splitlines():
@@ -57,7 +57,7 @@ def _groups(text: str) -> Iterator[list[list[int]]]:
 
 
 def _travelled(text: str, mesh: Mesh) -> set[str]:
-    """The axes of a mesh along which a compiled program sends anything."""
+    """Return the mesh axes along which a compiled program sends anything."""
     places = list(np.ndindex(tuple(mesh.shape.values())))
     names = list(mesh.shape)
     return {
@@ -68,7 +68,7 @@ def _travelled(text: str, mesh: Mesh) -> set[str]:
 
 
 def test_axes_that_a_program_sends_along() -> None:
-    """The reading of compiled programs finds what travels, in either way they write it."""
+    """Sends are found in compiled programs in both forms that list device groups."""
     mesh = _mesh(AxisType.Auto, {"dp": 2, "cp": 2})
     assert _travelled("x, replica_groups={{0,1},{2,3}}, y", mesh) == {"cp"}
     assert _travelled("x, replica_groups={{0,1,2,3}}", mesh) == {"dp", "cp"}
@@ -78,7 +78,7 @@ def test_axes_that_a_program_sends_along() -> None:
 
 
 def _check(call: Any, arrays: list[Any]) -> str:
-    """Compare one program, forward and gradients, with dense attention; its compiled text."""
+    """Compare a program, forward and gradients, with dense attention; return its compiled text."""
 
     def both(q: Any, k: Any, v: Any, weight: Any) -> Any:
         out, pull = jax.vjp(call, q, k, v)
@@ -105,7 +105,7 @@ def _of_the_class(mesh: Mesh, told: dict[str, Any]) -> Any:
 
 
 def _of_the_function(mesh: Mesh, spec: P) -> Any:
-    """In the order of tokens that a program of one's own would be in."""
+    """Return ``ring_attention`` under ``shard_map``, on tokens in a contiguous layout."""
 
     def local(q: Any, k: Any, v: Any) -> Any:
         return ring_attention(q, k, v, axis_name="cp", layout="contiguous", causal=True)
@@ -136,7 +136,7 @@ def _of_the_function(mesh: Mesh, spec: P) -> Any:
 def test_every_mesh(
     axis_type: AxisType, name: str, of: str, *, within: bool, placement: str
 ) -> None:
-    """Forward and gradients; nothing travels along the axes of batch and heads if it is split."""
+    """Results and gradients are right; nothing is sent along the split axes of batch and heads."""
     sizes, told = MESHES[name]
     mesh, (batch, heads) = _mesh(axis_type, sizes), AXES.get(name, (None, None))
     call = (
@@ -157,7 +157,7 @@ def test_every_mesh(
 @pytest.mark.nightly(only=["explicit"])
 @pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
 def test_an_axis_that_is_not_named(axis_type: AxisType) -> None:
-    """It is not copied along: at most flags and scalars are summed over auto axes."""
+    """Arrays are not copied along an unnamed axis: auto axes sum flags and scalars at most."""
     mesh = _mesh(axis_type, {"pod": 2, "cp": 2})
     arrays = [jax.device_put(x, NamedSharding(mesh, P("pod"))) for x in _inputs()]
     text = _check(_of_the_class(mesh, {}), arrays)
@@ -175,7 +175,7 @@ def test_an_axis_that_is_not_named(axis_type: AxisType) -> None:
 
 @pytest.mark.parametrize("name", ["bias", "mask"])
 def test_heads_of_a_bias_stay_split_along_an_axis_that_is_not_named(name: str) -> None:
-    """Nothing of a bias or a mask by heads is gathered along an auto axis."""
+    """Nothing of a bias or a mask per head is gathered along an auto axis."""
     mesh = _mesh(AxisType.Auto, {"cp": 2, "tp": 2})
     cp, x = ContextParallel(mesh, "cp", layout="contiguous"), _inputs()
     bias = np.random.default_rng(1).standard_normal((1, 4, 8, 8)).astype(np.float32)
@@ -194,10 +194,10 @@ def test_heads_of_a_bias_stay_split_along_an_axis_that_is_not_named(name: str) -
     assert _travelled(text, mesh) == {"cp"}
 
 
-@pytest.mark.nightly(unless=["auto"])  # there the compiler decides what travels
+@pytest.mark.nightly(unless=["auto"])  # there the compiler decides what is sent
 @pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
 def test_several_axes_of_the_batch(axis_type: AxisType) -> None:
-    """With heads split too, and dropout that counts rows over all of them."""
+    """A batch over two axes is right, with split heads too; dropout counts rows over all axes."""
     mesh = _mesh(axis_type, {"data": 2, "fsdp": 2, "cp": 2})
     cp = ContextParallel(mesh, "cp", batch_axis=("data", "fsdp"))
     q, k, v, _ = (np.concatenate([x, x[::-1]]) for x in _inputs())
@@ -217,7 +217,7 @@ def test_several_axes_of_the_batch(axis_type: AxisType) -> None:
 @pytest.mark.parametrize("spec", [P("dp"), P(None, None, "dp"), P("dp", "cp"), P()], ids=str)
 @pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
 def test_arrays_stay_split(axis_type: AxisType, spec: P) -> None:
-    """Also by calls that nothing compiles, and their gradients."""
+    """Arrays stay split in calls without ``jit`` too, and so do their gradients."""
     mesh = _mesh(axis_type, {"dp": 2, "cp": 2})
     cp, x = ContextParallel(mesh, "cp"), _inputs()[0]
     split_array = jax.device_put(x, NamedSharding(mesh, spec))
@@ -249,7 +249,10 @@ def test_axes_of_the_batch_that_are_none(axes: Any) -> None:
 
 @pytest.mark.parametrize("of", ["auto", "explicit"])
 def test_another_mesh_that_is_set_is_refused(of: str) -> None:
-    """Where either has explicit axes; errors of JAX were about its primitives."""
+    """Another mesh set by ``jax.set_mesh`` is refused if either has explicit axes.
+
+    JAX's own errors were about its primitives.
+    """
     cp = ContextParallel(_mesh(TYPES[of], {"cp": 2}), "cp")
     other = _mesh(AxisType.Explicit, {"x": 2})
     x: Any = _inputs()[0]

@@ -1,4 +1,4 @@
-"""Fills of every kind of number, and ids of halos that are no constants of the program."""
+"""Movements: fill values of every dtype, and halos with traced segment ids."""
 
 from __future__ import annotations
 

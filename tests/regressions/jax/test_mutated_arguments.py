@@ -1,4 +1,4 @@
-"""Arguments that are changed in place between two calls: the second call sees what they hold."""
+"""Arguments changed in place between two calls: the second call sees the new values."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _change(argument_value: Any, values: Any) -> None:
             argument_value[n] = value
 
 
-@pytest.mark.nightly(  # the other arguments change in calls of the function per change
+@pytest.mark.nightly(  # calls of the function change the other arguments per change
     only=[
         f"ContextParallel.attention-{x}-ndarray" for x in ("bias", "alibi_slopes", "dropout_seed")
     ]
@@ -122,5 +122,5 @@ def test_changed_in_place(name: str, argument: str, kind: str) -> None:
     results.append(np.asarray(function(argument, argument_value)))
     for result, value in zip(results, (first, second), strict=True):
         np.testing.assert_array_equal(result, function(argument, KINDS[kind](value)))
-    is_text = results[0].dtype.kind == "U"  # figures are alike
+    is_text = results[0].dtype.kind == "U"  # numbers are the same
     assert is_text or not np.array_equal(results[0], results[1])

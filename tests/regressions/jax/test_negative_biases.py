@@ -1,4 +1,4 @@
-"""Very negative finite biases, as additive masks have them, mean what real numbers say."""
+"""Very negative finite biases, as in additive masks, give what exact arithmetic gives."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ring_core import KernelConfig, Mask
 from ring_jax import ContextParallel, bias_shift, ring_attention
 
 
-#: Sinks beside such biases are in test_loops, ids in the next test.
+#: Sinks with such biases are in test_loops, segment ids in the next test.
 @pytest.mark.nightly(unless=["helpers"])
 @pytest.mark.parametrize("case", NEGATIVE, ids=[case.name for case in NEGATIVE])
 def test_rings_agree_with_real_numbers(case: NegativeCase, backend: Any) -> None:
-    """Results, ``lse`` and all gradients."""
+    """Results, ``lse`` and all gradients in a ring."""
     for variant in case.everywhere():
         assert_close(variant, backend.run(variant))
 
 
 def test_gathered_keys_agree_with_real_numbers(backend: Any) -> None:
-    """With segment ids, so that what a row sees is only known on devices."""
+    """Gathered keys with segment ids, so that only devices know what a row sees."""
     case = NegativeCase(
         "gathered", Mask(causal=True), "zigzag", 2, bias="shared", batch=2, segments="documents"
     )
@@ -43,7 +43,7 @@ Attend = Callable[..., tuple[Any, Any]]
 
 
 def _inputs() -> list[Any]:
-    """Q, K and V, and a bias of -1e10 in whole rows and at the left."""
+    """Return q, k and v, and a bias of -1e10 in whole rows and in the left columns."""
     rng = np.random.default_rng(0)
     bias = rng.standard_normal((1, H, T, T), np.float32)
     bias[:, :, -T // 4 :] -= 1e10
@@ -52,7 +52,7 @@ def _inputs() -> list[Any]:
 
 
 def _by_hand(q: Any, k: Any, v: Any, bias: Any) -> tuple[Any, Any]:
-    """Causal attention, each row of whose bias is shifted."""
+    """Return causal attention, with each row of the bias shifted."""
     visible = np.tri(T, dtype=bool)[None, None]
     shift = jax.lax.stop_gradient(jnp.where(visible, bias, -jnp.inf).max(axis=-1, keepdims=True))
     scores = jnp.einsum("bihd,bjhd->bhij", q, k) * D**-0.5 + (bias - shift)
@@ -78,7 +78,7 @@ def _compared(attend: Attend) -> None:
 
 
 def _global(cp: ContextParallel, **options: Any) -> Attend:
-    """``cp.attention`` of arrays in natural order."""
+    """Return a function that calls ``cp.attention`` on arrays in natural order."""
 
     def attend(q: Any, k: Any, v: Any, bias: Any) -> tuple[Any, Any]:
         q, k, v = (cp.shard(x) for x in (q, k, v))
@@ -101,14 +101,14 @@ def _mesh(sizes: dict[str, int], axis_type: AxisType = AxisType.Auto) -> Any:
     [pytest.param(AxisType.Auto, False, marks=pytest.mark.nightly), (AxisType.Explicit, True)],
 )
 def test_global_arrays(axis_type: AxisType, *, named: bool) -> None:
-    """On meshes with another axis, which splits batches or is the compiler's."""
+    """Meshes with another axis, which splits the batch or is left to the compiler."""
     mesh = _mesh({"data": 2, "cp": 2}, axis_type)
     with jax.set_mesh(mesh):
         _compared(_global(ContextParallel(mesh, "cp", batch_axis="data" if named else None)))
 
 
 def test_transformations() -> None:
-    """Under ``vmap``, ``scan`` and ``checkpoint`` by policy, inside ``shard_map``."""
+    """Results are right under ``vmap``, ``scan`` and ``checkpoint``, inside ``shard_map``."""
     policy = jax.checkpoint_policies.save_only_these_names(*ring_jax.RESIDUALS)
     ring = partial(ring_attention, axis_name="cp", causal=True, return_lse=True)
 
@@ -130,7 +130,7 @@ def test_transformations() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["ring", "balanced", "gather"])
 def test_checked_calls_pass(strategy: str) -> None:
-    """The check knows the shift, what helpers are sent, and the ids that are gathered."""
+    """Checked calls pass: the check knows the shift, the helpers' part, and gathered ids."""
     cp = ContextParallel(_mesh({"cp": 4}), "cp", layout="contiguous")
     ids = cp.shard(jnp.zeros((B, T), jnp.int32))
     with ring_jax.check():
@@ -139,8 +139,8 @@ def test_checked_calls_pass(strategy: str) -> None:
 
 
 def test_rows_are_looked_at_in_groups() -> None:
-    """The last group, which is shorter, begins within the one before."""
-    kernel = KernelConfig("xla", block_q=24)  # a program that no other test has compiled
+    """The last group of rows, which is shorter, begins within the one before."""
+    kernel = KernelConfig("xla", block_q=24)  # no other test has compiled this program
     attend: Any = partial(
         ring_attention, axis_name=None, causal=True, return_lse=True, kernel=kernel
     )
@@ -149,7 +149,7 @@ def test_rows_are_looked_at_in_groups() -> None:
 
 
 def test_no_second_bias_is_allocated() -> None:
-    """What a program keeps beside its arguments and results is less than half of the bias."""
+    """A program allocates less than half of the bias besides its arguments and results."""
     q = jax.ShapeDtypeStruct((1, 4096, 2, 8), jnp.float32)
     bias = jax.ShapeDtypeStruct((1, 2, 4096, 4096), jnp.float32)
     attend = jax.jit(lambda q, bias: ring_attention(q, q, q, axis_name=None, bias=bias))
@@ -158,7 +158,7 @@ def test_no_second_bias_is_allocated() -> None:
 
 
 def test_a_mask_alone_has_no_shift() -> None:
-    """No row of what says a mask is looked at, and no ids are gathered."""
+    """A boolean mask has no shift: its rows are not read, and no segment ids are gathered."""
     cp, x = ContextParallel(_mesh({"cp": 2}), "cp", layout="contiguous"), _inputs()
     ids = cp.shard(jnp.zeros((B, T), jnp.int32))
 

@@ -1,4 +1,4 @@
-"""Lengths that no layout divides: what the error says makes them exact."""
+"""Lengths that no layout divides: following the error's advice gives exact results."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ring_core import reference
 from ring_jax.compat import flash_attention
 
 H, K, D = 4, 2, 8
-#: Offsets and batch size: documents packed into one row, or one a row.
+#: Offsets and batch size: documents packed into one row, or one per row.
 PACKED, ROWS = (np.array([0, 7, 16, 30]), 1), (np.array([0, 30, 47]), 2)
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
@@ -32,7 +32,7 @@ def _ids(offsets: Any, batch: int, length: int) -> Any:
 
 
 def _shown(mask: dict[str, Any], ids: tuple[Any, Any]) -> Any:
-    """Which keys a query sees: both are counted from the start of their rows."""
+    """Return the keys that a query sees; both are counted from the start of their rows."""
     rows, columns = np.arange(ids[0].shape[1])[:, None], np.arange(ids[1].shape[1])
     left, right = mask.get("sliding_window", (10**6, 10**6))
     shown = (columns >= rows - left) & (columns <= rows + right)
@@ -55,7 +55,7 @@ def _shown(mask: dict[str, Any], ids: tuple[Any, Any]) -> Any:
 def test_padded_to_different_lengths(
     mask: dict[str, Any], documents: Any, lengths: tuple[int, int]
 ) -> None:
-    """Forward and gradients, of a bias and with dropout too."""
+    """Results and gradients are right, also of a bias and with dropout."""
     (offsets, batch), rng = documents, np.random.default_rng(0)
     q, k, v = (
         rng.standard_normal((batch, length, heads, D))

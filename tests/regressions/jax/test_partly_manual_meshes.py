@@ -1,4 +1,4 @@
-"""Meshes of which some axes are manual and others are not; calls inside of ``shard_map``."""
+"""Meshes with manual and other axes, and calls inside of ``shard_map``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ring_jax.positions import searchsorted
 MESH = jax.make_mesh(
     (2, 2), ("cp", "tp"), (AxisType.Auto, AxisType.Auto), devices=jax.devices()[:4]
 )
-CP = ContextParallel(MESH, "cp")  # tp is the compiler's
+CP = ContextParallel(MESH, "cp")  # tp is left to the compiler
 Q, K, V, DOUT = (jax.random.normal(jax.random.key(n), (1, 16, 2, 4)) for n in range(4))
 OPTIONS: dict[str, dict[str, Any]] = {
     "documents": {"cu_seqlens": (0, 5, 9, 16)},
@@ -41,7 +41,7 @@ def shards(q: Any, k: Any, v: Any, **options: Any) -> Any:
     return jax.shard_map(call, mesh=MESH, in_specs=spec, out_specs=spec, axis_names={"cp"})(q, k, v)
 
 
-#: Options, the call, and whether the tripwire checks it.
+#: Options, the call, and True if the check runs.
 RUNS = [
     *((name, call, False) for name in OPTIONS for call in (global_arrays, shards)),
     ("both", global_arrays, True), ("documents of numpy", shards, True),
@@ -91,7 +91,7 @@ def test_search(size: int, side: Any) -> None:
 
 
 def test_a_window_of_numpy() -> None:
-    """Of the adapter for ``jax.nn``."""
+    """The adapter for ``jax.nn`` takes a window that is a numpy integer."""
     attend = nn.make_dot_product_attention(CP.attention)
     expected = attend(Q, K, V, local_window_size=3)
     np.testing.assert_array_equal(attend(Q, K, V, local_window_size=np.int64(3)), expected)
@@ -111,7 +111,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("axis", ["tp", "cp"])
 def test_inside_shard_map(axis: str, call: Callable[..., Any]) -> None:
-    """JAX cannot differentiate one ``shard_map`` in another."""
+    """Calls inside ``shard_map`` are refused: JAX cannot differentiate one in another."""
     spec = PartitionSpec(None, None, axis)
     outer = jax.shard_map(call, mesh=MESH, in_specs=spec, out_specs=spec, axis_names={axis})
     message = (
@@ -129,7 +129,7 @@ def test_inside_vmap_along_an_axis() -> None:
 
 
 def test_arrays_on_another_list_of_devices() -> None:
-    """JAX's own error does not say how to move them."""
+    """Arrays on the same devices in another order are refused, with advice to ``relayout``."""
     turned = ContextParallel(Mesh(MESH.devices[::-1], MESH.axis_names), "cp").shard(Q)
     for call in (attention, CP.shard):
         with pytest.raises(UnsupportedError, match=r"devices \[2, 3, 0, 1\].*relayout\(x, to="):
@@ -137,7 +137,7 @@ def test_arrays_on_another_list_of_devices() -> None:
 
 
 def test_vmap_over_a_mask() -> None:
-    """Blocks that it hides are branches, which become selects: operands vary over all axes."""
+    """Under ``vmap``, branches over blocks become selects, whose operands vary over all axes."""
     axes = (AxisType.Explicit,) * 2
     mesh = jax.make_mesh((2, 2), ("data", "cp"), axes, devices=jax.devices()[:4])
     cp, q = ContextParallel(mesh, "cp", "data", layout="contiguous"), jnp.concatenate([Q, K])
@@ -152,7 +152,7 @@ def test_vmap_over_a_mask() -> None:
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_inside_vmap_along_an_axis_of_each_kind(kind: AxisType, strategy: Any) -> None:
-    """JAX has another error for each."""
+    """``spmd_axis_name`` is refused for each kind of axis, for which JAX has different errors."""
     mesh = jax.make_mesh((2, 2), ("tp", "cp"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
     cp = ContextParallel(mesh, "cp")
     call = jax.vmap(lambda q: cp.attention(q, q, q, strategy=strategy), spmd_axis_name="tp")

@@ -1,4 +1,4 @@
-"""A precision that is what runs is taken; others are refused in true words."""
+"""A precision that equals the one that runs is accepted; others are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_others(precision: Any) -> None:
 
 
 def test_float64_of_numpy_is_what_jax_makes_of_it() -> None:
-    """Without x64 that is float32, by a kernel of float32, and without a warning of JAX."""
+    """Without x64, float64 of numpy runs as float32, without a warning of JAX."""
     q: Any = np.zeros((1, 8, 2, 4))
     out = jax.eval_shape(lambda: ring_attention(q, q, q, axis_name=None, kernel="xla"))
     assert out.dtype == jnp.float32

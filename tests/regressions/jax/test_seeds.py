@@ -1,4 +1,4 @@
-"""Dropout seeds of every kind an integer comes in: all 64 bits count, and none is negative."""
+"""Dropout seeds of every integer type: all 64 bits count, and none is negative."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _words(seed: Any) -> int:
 @pytest.mark.parametrize("seed", [SMALL, WIDE, TOP])
 @pytest.mark.parametrize("kind", [int, *INTEGERS], ids=lambda kind: str(kind.__name__))
 def test_integers_of_the_host(kind: Any, seed: int, *, x64: bool) -> None:
-    """Python's, numpy's and arrays without dimensions."""
+    """Seeds may be integers of Python or numpy, or arrays without dimensions."""
     if kind is not int and seed > np.iinfo(kind).max:
         seed = int(np.iinfo(kind).max)
     with jax.enable_x64() if x64 else nullcontext():
@@ -39,7 +39,7 @@ def test_integers_of_the_host(kind: Any, seed: int, *, x64: bool) -> None:
 
 @pytest.mark.parametrize("x64", WITH_X64.values(), ids=WITH_X64)
 def test_arrays_of_jax(*, x64: bool) -> None:
-    """Of 64 bits where they have them, traced or not."""
+    """Arrays of JAX, traced or not, give all their bits, 64 with x64."""
     with jax.enable_x64() if x64 else nullcontext():
         seeds = [jnp.uint32(SMALL), jnp.int32(SMALL)]
         seeds += [jnp.int64(WIDE), jnp.uint64(TOP)] if x64 else []

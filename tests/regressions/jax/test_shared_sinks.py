@@ -1,4 +1,4 @@
-"""Sinks of foreign calls that could be read in two ways: said which, or refused."""
+"""Sinks of foreign calls with two possible meanings: the call says which, or is refused."""
 
 from __future__ import annotations
 

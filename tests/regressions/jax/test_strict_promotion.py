@@ -1,4 +1,4 @@
-"""Programs mix no dtypes by themselves: users may forbid it (``jax_numpy_dtype_promotion``)."""
+"""Programs do not mix dtypes, which users may forbid (``jax_numpy_dtype_promotion``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds a call: shapes in the place of arrays, other meshes, exported programs."""
+"""Calls with shapes in place of arrays, with other meshes, and in exported programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _mesh(kind: str, devices: slice = slice(4)) -> Mesh:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_shapes_are_explained_like_arrays(kind: str) -> None:
-    """With a sharding or without; options that are arrays may be shapes, too."""
+    """``explain`` takes shapes, with a sharding or without, and array options as shapes."""
     mesh = _mesh(kind)
     cp, split = ContextParallel(mesh, "cp"), NamedSharding(mesh, P(None, "cp"))
     x, ids = jnp.zeros(SHAPE), jnp.zeros(SHAPE[:2], jnp.int32)
@@ -50,7 +50,7 @@ def test_shapes_are_explained_like_arrays(kind: str) -> None:
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("devices", [slice(3, None, -1), slice(4, 8)], ids=["reversed", "others"])
 def test_other_devices_are_refused(devices: slice, kind: str) -> None:
-    """Meshes of equal axes, whose devices differ; also while a function is traced."""
+    """Arrays on a mesh with equal axes and other devices are refused, also while traced."""
     cp, other = ContextParallel(_mesh(kind), "cp"), _mesh(kind, devices)
     x = jnp.zeros(SHAPE)
     elsewhere = jax.device_put(x, NamedSharding(other, P(None, "cp")))
@@ -75,7 +75,10 @@ def test_other_devices_are_refused(devices: slice, kind: str) -> None:
 
 
 def test_exports_with_a_symbolic_batch() -> None:
-    """On one device it runs; over a mesh XLA would end the process, and other sizes are planned."""
+    """A symbolic batch exports on one device; over a mesh it is refused, as XLA would abort.
+
+    Symbolic lengths are refused, too: a plan is made for a number of tokens.
+    """
     (batch,) = export.symbolic_shape("b")
     cp = ContextParallel(_mesh("auto"), "cp")
 

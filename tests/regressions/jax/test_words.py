@@ -1,4 +1,4 @@
-"""Messages that say what to do; pickles; and zigzag over one device."""
+"""Errors that say what to do; pickling; and zigzag over one device."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_heads_that_an_axis_does_not_divide() -> None:
         ValueError, match=r"heads of k, 1, .*jnp\.repeat\(k, n, axis=2\).*head_axis out"
     ):
         CP.attention(Q, k, k)
-    out = CP.attention(Q, *[jnp.repeat(k, 2, axis=2)] * 2)  # what it says
+    out = CP.attention(Q, *[jnp.repeat(k, 2, axis=2)] * 2)  # follows the error's advice
     plain = ContextParallel(MESHES["Auto"], "cp").attention(Q, k, k)
     np.testing.assert_allclose(out, plain, atol=1e-6)
     with pytest.raises(ValueError, match=r"heads of q, 3, .*Instead: leave head_axis out"):

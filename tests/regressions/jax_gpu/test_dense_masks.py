@@ -1,4 +1,4 @@
-"""A mask that is an array, in the Triton kernels: exact, and what it hides is on no list."""
+"""An array mask in the Triton kernels: exact, and hidden blocks are on no list."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KERNEL = KernelConfig("triton", block_q=BLOCK, block_k=BLOCK)
 
 
 def _given(shape: tuple[int, ...]) -> tuple[list[Any], Any]:
-    """Q, K and V, and a mask of squares on the diagonal that are no multiple of a block."""
+    """Return q, k and v, and a mask of diagonal squares that are no multiple of a block."""
     rng, chunk = np.random.default_rng(0), np.arange(T) // 24
     mask = (chunk[:, None] == chunk) & (rng.random(shape) < 0.7)
     mask[..., 3, :] = False
@@ -60,7 +60,7 @@ def test_a_dense_mask_is_exact(
 @pytest.mark.nightly(unless=["shape1"])
 @pytest.mark.parametrize("shape", [(2, 1, T, T), (1, HEADS, T, T)])
 def test_hidden_blocks_are_on_no_list(shape: tuple[int, ...]) -> None:
-    """In the forward, for dQ and for dK and dV; no gradient of a bias is computed."""
+    """Lists of the forward, of dQ and of dK/dV have visible blocks only; no dbias is computed."""
     qkv, mask = _given(shape)
     visited: list[int] = []
 

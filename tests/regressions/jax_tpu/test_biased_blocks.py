@@ -1,4 +1,4 @@
-"""A bias that hides tokens of a block that the mask shows wholly: what they hold has no trace."""
+"""A bias of -inf within a block that the mask shows wholly hides tokens, even if they are NaN."""
 
 from __future__ import annotations
 

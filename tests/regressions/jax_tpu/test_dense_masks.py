@@ -1,4 +1,4 @@
-"""A mask that is an array, in the Pallas kernels: exact, and what it hides is not visited."""
+"""An array mask in the Pallas kernels: exact, and hidden blocks are not visited."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KERNEL = KernelConfig("pallas", block_q=BLOCK, block_k=BLOCK)
 
 
 def _given(shape: tuple[int, ...]) -> tuple[list[Any], Any]:
-    """Q, K and V, and a mask: a square below, part of one above, a row that sees nothing."""
+    """Return q, k and v, and a mask: a square below, part of one above, a row that sees nothing."""
     rng, positions = np.random.default_rng(0), np.arange(T)
     mask = (positions[:, None] < 40) == (positions < 150)
     mask = np.broadcast_to(mask, shape).copy()
@@ -39,7 +39,7 @@ def _given(shape: tuple[int, ...]) -> tuple[list[Any], Any]:
     [((T, T), True, False), ((2, 1, T, T), False, False), ((1, HEADS, T, T), True, True)],
 )
 def test_a_dense_mask_is_exact(shape: tuple[int, ...], *, fused: bool, poisoned: bool) -> None:
-    """Where it hides in a block keys that are NaN they leave no trace."""
+    """Results and gradients equal the XLA kernel's, also if hidden keys within a block are NaN."""
     qkv, mask = _given(shape)
     if poisoned:
         mask = mask.at[..., 200].set(False)
@@ -61,7 +61,7 @@ def test_a_dense_mask_is_exact(shape: tuple[int, ...], *, fused: bool, poisoned:
 @pytest.mark.nightly(unless=["shape0"])
 @pytest.mark.parametrize("shape", [(2, 1, T, T), (1, HEADS, T, T)])
 def test_hidden_blocks_are_not_visited(shape: tuple[int, ...]) -> None:
-    """In the forward, for dQ and for dK and dV."""
+    """The forward, dQ and dK/dV visit visible blocks only."""
     qkv, mask = _given(shape)
     mask = mask.at[0, :, 128:256].set(False) if shape[0] > 1 else mask
     visited: list[int] = []

@@ -1,6 +1,6 @@
 """Shards of more blocks than a list holds stay in Pallas, and ``explain`` says what would run.
 
-They were left to plain XLA without a word, by the number of all blocks, visible or not.
+They used to fall back to XLA silently, by the number of all blocks, visible or not.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EVERY_MASK = [
     EVERYTHING,
 ]  # fmt: skip
 
-#: By name: tokens a device, devices, batch, whether there are segment ids, options.
+#: By name: tokens per device, devices, batch, True for segment ids, options.
 LONG: dict[str, tuple[int, int, int, bool, dict[str, Any]]] = {
     "causal": (1 << 19, 1, 1, False, {"causal": True}),
     "window": (1 << 20, 1, 1, False, {"causal": True, "window": (4095, 0)}),
@@ -60,7 +60,7 @@ LONG: dict[str, tuple[int, int, int, bool, dict[str, Any]]] = {
 
 @pytest.fixture
 def few_words(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Lists of six words; programs that were traced with others are forgotten."""
+    """Limit lists to six words, and forget programs traced with another limit."""
     monkeypatch.setattr(block_sizes, "MAX_WORDS", 6)
     _compiled.cache_clear()
     yield monkeypatch
@@ -68,9 +68,9 @@ def few_words(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def run(case: Case, monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> dict[str, Any]:
-    """A case in small blocks, interpreted."""
+    """Run a case in small blocks, interpreted."""
     monkeypatch.setattr(ring_jax, "ring_attention", ring_attention)
-    # The interpreter cannot follow a grid of traced size under check_vma=True.
+    # The interpreter supports no grid of traced size under check_vma=True.
     monkeypatch.setattr(jax, "shard_map", partial(jax.shard_map, check_vma=False))
     config: Any = replace(SMALL, fused_backward=fused)
     with interpreted():
@@ -79,7 +79,7 @@ def run(case: Case, monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> dict[str
 
 @pytest.mark.nightly
 def test_pieces(few_words: pytest.MonkeyPatch) -> None:
-    """With every option, odd lengths and rows that see nothing: not a bit differs."""
+    """Every option, odd lengths and rows that see nothing give the same bits in pieces as whole."""
     pieces = run(EVERYTHING, few_words, fused=True)
     assert_close(EVERYTHING, pieces)
     few_words.setattr(block_sizes, "MAX_WORDS", 1 << 17)
@@ -105,7 +105,7 @@ def test_pieces_of_every_mask(case: Case, few_words: pytest.MonkeyPatch, *, fuse
 def test_pieces_are_all_blocks_in_order(
     shape: tuple[int, int, int], few_words: pytest.MonkeyPatch
 ) -> None:
-    """Whole rows or columns each; one that shows nothing writes back a block of its own."""
+    """A piece has whole rows or columns; one without visible blocks writes a block of its own."""
     kinds = np.random.default_rng(3).integers(0, FULL + 1, shape).astype(np.int32)
     kinds[:, shape[1] // 2] = EMPTY
     few_words.setattr(block_sizes, "MAX_WORDS", shape[0] * max(shape[1:]))
@@ -120,7 +120,7 @@ def test_pieces_are_all_blocks_in_order(
 
 
 def _check_piece(walk: Walk, n: int, outer: int, blocks_by_batch: list[list[list[int]]]) -> None:
-    """A piece's list; what it visits is added to ``blocks_by_batch``."""
+    """Check a piece's list, and add the blocks it visits to ``blocks_by_batch``."""
     entries, steps = walk.piece(jnp.int32(n))
     assert entries.size <= block_sizes.MAX_WORDS
     for row, blocks in zip(np.asarray(entries), blocks_by_batch, strict=True):
@@ -134,7 +134,7 @@ def _check_piece(walk: Walk, n: int, outer: int, blocks_by_batch: list[list[list
 
 
 def long_call(name: str, topology: str) -> tuple[ContextParallel, list[Any], dict[str, Any]]:
-    """A long call on a topology's devices: where it runs, its arrays, its options."""
+    """Return the ``ContextParallel``, arrays and options of a long call on a topology's devices."""
     local, size, batch, has_ids, options = LONG[name]
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh, tokens = Mesh(np.array(devices[:size]), ("cp",)), PartitionSpec(None, "cp")
@@ -145,7 +145,7 @@ def long_call(name: str, topology: str) -> tuple[ContextParallel, list[Any], dic
 
 
 def lowered(name: str, topology: str, *, backward: bool) -> tuple[Any, str]:
-    """A long call's program, and what ``explain`` says of it."""
+    """Return a long call's program, and what ``explain`` says of it."""
     cp, arrays, options = long_call(name, topology)
     said: list[str] = []
 
@@ -172,7 +172,7 @@ def lowered(name: str, topology: str, *, backward: bool) -> tuple[Any, str]:
 @pytest.mark.parametrize("topology", ["v5e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("name", LONG)
 def test_long_shards_run_in_pallas(name: str, topology: str) -> None:
-    """One kernel a part of the keys and pass, whatever the number of pieces, and no other's."""
+    """A long call has one Pallas kernel per pass and part of the keys, however many pieces."""
     program, said = lowered(name, topology, backward=True)
     assert said.startswith("kernel pallas (tpu)\nkernel xla (any other device)\n")
     assert "not the backward" not in said
@@ -184,7 +184,7 @@ def test_long_shards_run_in_pallas(name: str, topology: str) -> None:
 @pytest.mark.parametrize("name", ["causal", "window"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_long_shards_compile(name: str, topology: str, *, backward: bool) -> None:
-    """What a loop of launches works on is not copied."""
+    """Compiled programs do not copy the buffers that a loop of launches works on."""
     program = lowered(name, topology, backward=backward)[0].compile().as_text()
     assert program.count("tpu_custom_call") >= 1 + backward
     wide = f"f32[1,2,{LONG[name][0]},128]"
@@ -194,7 +194,7 @@ def test_long_shards_compile(name: str, topology: str, *, backward: bool) -> Non
 @pytest.mark.nightly
 @pytest.mark.parametrize("backward", [False, True])
 def test_transfers_beside_pieces(few_words: pytest.MonkeyPatch, *, backward: bool) -> None:
-    """Keys travel while a loop of launches runs, as beside a single one."""
+    """K/V are sent while a loop of launches runs, as they are with a single launch."""
     few_words.setattr(block_sizes, "MAX_WORDS", 32)
     program = compiled("v5e:2x2", "zigzag", backward=backward, causal=True)
     assert letters(program).count("K") == (8 if backward else 4)
@@ -203,7 +203,7 @@ def test_transfers_beside_pieces(few_words: pytest.MonkeyPatch, *, backward: boo
 
 
 def explained(config: KernelConfig, tokens: int) -> list[str]:
-    """What would run on a v4, in lines."""
+    """Return the lines of ``explain`` for a v4."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v4:2x2x1").devices
     cp = ContextParallel(Mesh(np.array(devices[:1]), ("cp",)), "cp", layout="contiguous")
     said: list[str] = []
@@ -217,7 +217,7 @@ def explained(config: KernelConfig, tokens: int) -> list[str]:
 
 
 def test_explain_says_why_not() -> None:
-    """The reason and the chip's generation, of a call that is left to another kernel."""
+    """``explain`` names the reason and the chip's generation if another kernel runs."""
     large = explained(KernelConfig(block_q=2048, block_k=2048), 8192)
     assert large[0] == "kernel xla (any device)"
     assert "not pallas (tpu): the forward with blocks of 2048 queries and 2048" in large[1]

@@ -1,4 +1,4 @@
-"""Very negative finite biases in the Pallas kernels: the shift of each row is taken off."""
+"""Very negative finite biases in the Pallas kernels: each row's shift is subtracted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ B, T, HEADS, BLOCK = 2, 300, 2, 128
     [((1, 1), True, True), ((1, HEADS), False, False), ((B, 1), False, True)],
 )
 def test_negative_biases_are_exact(shape: tuple[int, int], *, fused: bool, segmented: bool) -> None:
-    """In whole rows, at the left, and in part of a row; as kernel ``xla``, in all gradients.
+    """Results and gradients of biased whole rows, left columns and part of a row equal XLA's.
 
     With segment ids the shift has a row for each sequence, also where these share the bias.
     """

@@ -1,4 +1,4 @@
-"""Programs with ``jax_enable_x64``, in which a number of Python has 64 bits."""
+"""Programs with ``jax_enable_x64``, in which Python's numbers have 64 bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ring_jax import ring_attention
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_traced_with_x64(dtype: type) -> None:
-    """A program of a CPU holds the kernels of other platforms, too."""
+    """Tracing works on a CPU, too: its program holds the kernels of other platforms."""
 
     def loss(x: jax.Array) -> jax.Array:
         return ring_attention(x, x, x, axis_name=None, causal=True).astype(jnp.float32).sum()

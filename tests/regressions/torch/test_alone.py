@@ -1,4 +1,4 @@
-"""A process that ``torchrun`` started beside others, and that no group joins with them."""
+"""A process that ``torchrun`` started with others, and that joins no process group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_processes_that_are_not_joined_are_warned_once(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("default")  # as Python has it
+        warnings.simplefilter("default")  # Python's default
         for n in range(3):
             use(74 + 2 * n)
     (warning,) = said
@@ -41,6 +41,6 @@ def test_a_process_of_its_own_is_not_warned(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if size is not None:
         monkeypatch.setenv("WORLD_SIZE", size)
-    for n in range(2):  # warnings are errors
+    for n in range(2):  # warnings are errors here
         _attend(84 + 2 * n)
         _shard(84)

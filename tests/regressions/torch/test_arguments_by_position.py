@@ -1,4 +1,4 @@
-"""Arguments that may come by position, or be 0, where only their usual form was thought of."""
+"""Arguments given by position, or as 0, where callers usually pass another form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ring_torch.hf.models.placeholders import ShardedMask
 
 
 def test_a_cast_by_position_keeps_documents_apart() -> None:
-    """Models cast masks to bool; a mask's segment ids are no truth values."""
+    """Casting a model's mask to bool by position keeps its segment ids, and documents apart."""
     ids = torch.tensor([[0, 1, 2, -1]], dtype=torch.int32)
     positions = torch.arange(4)[None]
     unread: Any = None

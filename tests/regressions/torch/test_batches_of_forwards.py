@@ -1,4 +1,4 @@
-"""Hooks keep what belongs to the forward that made it, and layers that run again get its batch."""
+"""Hooks keep the state of the forward that made it: recomputed layers get their own batch."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from ring_torch.local import LocalRanks
 #: Models by their hooks: ``(model type, batches)``.
 MODELS = {
     "LlamaForCausalLM": ("llama", "text"),
-    "GPTJForCausalLM": ("gptj", "text"),  # attention written out
-    "BloomForCausalLM": ("bloom", "text"),  # slopes
+    "GPTJForCausalLM": ("gptj", "text"),  # its own attention code
+    "BloomForCausalLM": ("bloom", "text"),  # ALiBi slopes
     "BartForCausalLM": ("bart", "text"),  # positions
     "RoFormerForMaskedLM": ("roformer", "text"),  # positions, within the encoder
     "Llama4ForCausalLM": ("llama4", "text"),  # chunks
     "Lfm2ForCausalLM": ("lfm2", "text"),  # convolutions
     "Qwen3NextForCausalLM": ("qwen3_next", "text"),  # recurrent layers
     "FalconH1ForCausalLM": ("falcon_h1", "text"),  # recurrent layers beside attention
-    "RecurrentGemmaForCausalLM": ("recurrent_gemma", "text"),  # they are given attention's mask
-    "T5ForConditionalGeneration": ("t5", "pair"),  # biases
+    "RecurrentGemmaForCausalLM": ("recurrent_gemma", "text"),  # they get the attention mask
+    "T5ForConditionalGeneration": ("t5", "pair"),  # relative position biases
     "BartForConditionalGeneration": ("bart", "pair"),  # positions
-    "M2M100ForConditionalGeneration": ("m2m_100", "pair"),  # positions counted among tokens
+    "M2M100ForConditionalGeneration": ("m2m_100", "pair"),  # positions counted without padding
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "images"),
-    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "images"),  # and recurrent layers
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "images"),  # with recurrent layers
 }
 CHECKPOINTS = {
     "plain": None,
@@ -45,13 +45,13 @@ CHECKPOINTS = {
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LocalRanks]:
-    """A ring of two."""
+    """Start a ring of two."""
     with LocalRanks(2) as ranks:
         yield ranks
 
 
 def trainable(name: str) -> Any:
-    """Build a model that trains, and drops nothing."""
+    """Build a model in training mode, without dropout."""
     model = build(name, MODELS[name][0]).train()
     for part in model.modules():
         if isinstance(part, torch.nn.Dropout):
@@ -63,7 +63,7 @@ def trainable(name: str) -> Any:
 
 
 def text(rows: int, length: int, seed: int, padding: slice) -> dict[str, Tensor]:
-    """Make a batch whose first row has padding, and no labels where padding would count."""
+    """Make a batch whose first row has padding, without labels where padding would count."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(4, VOCAB - 16, (rows, length), generator=generator)
     mask = torch.ones(rows, length, dtype=torch.long)
@@ -74,7 +74,7 @@ def text(rows: int, length: int, seed: int, padding: slice) -> dict[str, Tensor]
 
 
 def batches(model: Any, kind: str) -> list[dict[str, Tensor]]:
-    """Two of unlike shapes and paddings."""
+    """Return two batches of different shapes and paddings."""
     parts = [text(2, 27, 1, slice(0, 6)), text(1, 18, 2, slice(13, 18))]
     if kind == "pair":
         for batch, source in zip(
@@ -115,7 +115,7 @@ def _matches(rank: int, name: str, way: str, checkpoints: str) -> None:
     model.config.get_text_config().use_cache = False
     if kwargs is not None:
         model.float().gradient_checkpointing_enable(kwargs)
-    is_wide = kwargs is None  # what runs again is not widened, so that it is of float32
+    is_wide = kwargs is None  # recomputed layers run outside of ``Wide``, in float32
     limit = 1e-7 if is_wide else 1e-4
     micro_batches = batches(model, MODELS[name][1])
     expected = grads_of(model, micro_batches, way, is_wide=is_wide)
@@ -155,7 +155,7 @@ def test_gradients_are_the_whole_models(
 
 
 def _of_two_tokens(rank: int) -> None:
-    """With one token on a rank transformers gives recurrent layers no mask, as when it decodes."""
+    """Check two tokens on two ranks: recurrent layers get no mask of one token, as in decoding."""
     del rank
     model = trainable("Lfm2ForCausalLM")
     tokens = torch.tensor([[5, 9]])

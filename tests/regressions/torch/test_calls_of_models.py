@@ -24,7 +24,7 @@ from ring_torch.local import LocalRanks
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LocalRanks]:
-    """A ring of two."""
+    """Start a ring of two."""
     with LocalRanks(2) as ranks:
         yield ranks
 
@@ -41,7 +41,7 @@ def test_generation_is_refused_until_the_handle_is_removed() -> None:
 
 
 def _objective(model: Any, batch: dict[str, Tensor], kept: Any) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the last tokens, as of GRPO, and a sum of them with its gradients."""
+    """Return logits and log-probabilities of the last tokens, as for GRPO; compute gradients."""
     model.zero_grad()
     tokens = batch["input_ids"]
     with Wide():
@@ -83,7 +83,7 @@ def _keeps_nothing(rank: int) -> None:
     model, batch = build("Llama"), whole("plain")
     tokens = {"input_ids": batch["input_ids"]}
     handle = hf.parallelize(model, ContextParallel())
-    assert model(**tokens, logits_to_keep=0).logits.shape[1] == 22  # a rank's part, of all
+    assert model(**tokens, logits_to_keep=0).logits.shape[1] == 22  # a rank's part of all tokens
     with pytest.raises(UnsupportedError, match=r"logits_to_keep=5 .* give logits='gather'"):
         model(**tokens, logits_to_keep=5)
     handle.remove()
@@ -101,7 +101,7 @@ def test_logits_to_keep_of_parts_are_refused(two: LocalRanks) -> None:
 
 
 class OwnLoss(Trainer):
-    """It computes a loss from logits."""
+    """A Trainer that computes a loss from logits."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -113,7 +113,7 @@ class OwnLoss(Trainer):
 
 
 class LoggedLoss(Trainer):
-    """It looks at the model's loss alone."""
+    """A Trainer that only reads the model's loss."""
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""With fewer keys than queries ``causal=True`` is refused: such tensors are mostly heads first."""
+"""``causal=True`` with fewer keys than queries is refused: most such tensors are heads first."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_as_many_keys_or_more_are_right(call: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("mask_first", [False, True])
 def test_a_call_before_does_not_decide(mask_first: bool) -> None:
-    """What is kept of equal calls tells the option from the mask of the same rule."""
+    """The cache of prepared calls tells the option from an equal mask, whichever comes first."""
     q, k = (x[:, :, :1].contiguous() for x in (Q, K))
     for _ in range(2):
         if mask_first:

@@ -1,4 +1,4 @@
-"""A call is checked by what was set when it was made, wherever and whenever its backward runs."""
+"""A call is checked by the setting of its forward, in whichever thread its backward runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WAYS = {"eager": _attend, "compiled": _compiled, "checkpointed": _checkpointed}
 
 
 def _in_a_thread(run: Callable[[], None]) -> list[str]:
-    """Run it as autograd runs the backward of tensors on GPUs, and return what it raises."""
+    """Run a function in a thread, as autograd runs backwards on GPUs, and return the errors."""
     raised: list[str] = []
 
     def backward() -> None:
@@ -64,7 +64,7 @@ def _wrong_grads(*args: Any, right: Any = EagerKernel.grads_into) -> None:
 
 
 def _called(rank: int, attend: Callable[..., Tensor], forward: int, backward: int) -> list[str]:
-    """What a wrong backward raises, by what is checked when either pass is started."""
+    """Return the errors of a wrong backward, given the check's settings around either pass."""
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 16, heads, 8).requires_grad_() for heads in (4, 2, 2))
     with pytest.MonkeyPatch.context() as patched:
@@ -90,14 +90,14 @@ def test_the_forward_decides(way: str, size: int, backend: Any) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_call_that_is_made_anew_is_checked_by_what_is_set_then(size: int, backend: Any) -> None:
-    """Reentrant checkpointing makes the call whose backward runs during the backward."""
+    """Reentrant checkpoints are checked by the backward's setting, as it makes the call again."""
     for raised in backend.pool(size).run(_called, _reentrant, 0, 1):
         assert len(raised) == 1 and "(backward) is wrong" in raised[0]
     assert backend.pool(size).run(_called, _reentrant, 1, 0) == [[]] * size
 
 
 def _numbers(rank: int, attend: Callable[..., Tensor]) -> list[int]:
-    """Which of six calls with a backward are found wrong in the backward, counted from 1."""
+    """Return which of six calls are found wrong in the backward, counted from 1."""
     messages = []
     with ring_torch.check(3), pytest.MonkeyPatch.context() as patched:
         patched.setattr(EagerKernel, "grads_into", _wrong_grads)
@@ -114,6 +114,6 @@ def _numbers(rank: int, attend: Callable[..., Tensor]) -> list[int]:
 @pytest.mark.nightly(only=["_compiled"])
 @pytest.mark.parametrize("attend", [_attend, _compiled])
 def test_both_passes_are_of_one_number(attend: Callable[..., Tensor]) -> None:
-    """A compiled backward is no call of its own: each third call is checked, both ways."""
+    """Every third call is checked, in both passes: a compiled backward is not counted as a call."""
     with LocalRanks(2) as ranks:
         assert ranks.run(_numbers, attend) == [[3, 6], [3, 6]]

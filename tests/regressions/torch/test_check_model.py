@@ -1,4 +1,4 @@
-"""Models of transformers that would answer wrong on split sequences are told before they run."""
+"""Models of transformers that would be wrong on split sequences are refused before they run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MIXING = (
     ("T5EncoderModel", "t5"), ("EsmForMaskedLM", "esm"), ("ViTForImageClassification", "vit"),
     ("BltForCausalLM", "blt"),
 )  # fmt: skip
-#: Exact with the hooks of ``hf.parallelize``, and with no batch that is split by hand.
+#: Models that are exact with the hooks of ``hf.parallelize`` only, not with a sharded batch.
 HOOKED = (
     ("FalconH1ForCausalLM", "falcon_h1"), ("Qwen3NextForCausalLM", "qwen3_next"),
     ("BloomForCausalLM", "bloom"), ("BartForCausalLM", "bart"),
@@ -61,15 +61,15 @@ EXACT = (
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LocalRanks]:
-    """A ring of two."""
+    """Start a ring of two."""
     with LocalRanks(2) as ranks:
         yield ranks
 
 
 def on_meta(name: str, model_type: str, **changes: Any) -> Any:
-    """A model without weights, that cannot run."""
+    """Build a model on the meta device, which cannot run."""
     cls = getattr(transformers, name)
-    with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of empty weights
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # about empty weights
         model = cls._from_config(config_of(model_type, cls, **changes))
     model.register_forward_pre_hook(_must_not_run)
     return model
@@ -121,28 +121,28 @@ def test_models_that_are_exact(name: str, model_type: str) -> None:
 
 
 class PooledOutput(transformers.LlamaForCausalLM):
-    """A model of the user's that makes one output of a sequence."""
+    """A user's model with one output per sequence."""
 
     def forward(self, input_ids: Tensor, **_: Any) -> SequenceClassifierOutputWithPast:
-        """Nothing that is run."""
+        """Never run; only this code is read."""
         raise NotImplementedError(input_ids)
 
 
 class OwnAttention(nn.Module):
-    """Attention that does not ask transformers' registry."""
+    """Attention that does not use transformers' registry."""
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
-        """Nothing that is run."""
+        """Never run; only this code is read."""
         return torch.nn.functional.scaled_dot_product_attention(
             hidden_states, hidden_states, hidden_states
         )
 
 
 class AliasedAttention(nn.Module):
-    """Attention that has transformers' registry by another name."""
+    """Attention that uses transformers' registry by another name."""
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
-        """Nothing that is run."""
+        """Never run; only this code is read."""
         return _attend(hidden_states)
 
 
@@ -181,7 +181,7 @@ def test_heads_that_users_write() -> None:
 
 
 def build_user(cls: Any) -> Any:
-    """A small model of a class of this file."""
+    """Build a small model of a class in this file."""
     return cls(config_of("llama", transformers.LlamaForCausalLM))
 
 
@@ -192,7 +192,7 @@ def test_the_routers_loss_is_refused() -> None:
 
 
 def test_the_routers_loss_within_a_users_module() -> None:
-    """It is judged as the model itself, and no hook that computes it is put on it."""
+    """A model in a user's module is judged like the model itself, and gets no router loss hook."""
     model = on_meta("MixtralForCausalLM", "mixtral", output_router_logits=True)
     wrapped = nn.ModuleDict({"inner": model})
     assert hf.check_model(wrapped).reasons == hf.check_model(model).reasons != ()
@@ -212,14 +212,14 @@ def test_modules_that_are_none_of_transformers() -> None:
 
 
 class Peft(nn.Module):
-    """A wrapper as PEFT's."""
+    """A wrapper like PEFT's."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.base_model = model
 
     def get_base_model(self) -> Any:
-        """The model that has the adapters."""
+        """Return the model that has the adapters."""
         return self.base_model
 
 
@@ -231,7 +231,7 @@ def test_prompts_that_peft_puts_before_a_sequence_are_refused() -> None:
 
 
 class Task(nn.Module):
-    """A module of the user's around a model."""
+    """A user's module around a model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ def test_a_model_is_checked_once_and_not_kept(monkeypatch: pytest.MonkeyPatch) -
 
 
 def _refused_alone(rank: int) -> None:
-    """One rank asks; were anything sent, it would wait for the other."""
+    """Refuse a batch on one rank alone: if it sent anything, it would wait for the other."""
     if rank == 0:
         model = build("LlamaForSequenceClassification", "llama")
         with pytest.raises(UnsupportedError, match="pools"):
@@ -301,7 +301,7 @@ OFFSET = (
 
 
 def _positions(_: int, name: str, model_type: str) -> list[tuple[Tensor, Tensor]]:
-    """Logits of real tokens, on two ranks and whole."""
+    """Return logits of real tokens on two ranks, and of the whole sequence."""
     cp, pairs = ContextParallel(), []
     model = build(name, model_type)
     padding = model.config.pad_token_id

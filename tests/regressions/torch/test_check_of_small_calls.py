@@ -1,4 +1,4 @@
-"""The check of a running job, on calls of a few tokens: right ones pass, and faults trip it."""
+"""The check for running jobs on calls of a few tokens: right calls pass, and faults trip it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ring_torch.kernels.eager import EagerKernel
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 KERNELS = ("eager", "flash")
-CALLS = 50  # of each kernel and dtype, in a part
+CALLS = 50  # calls of each kernel and dtype in a part
 PARTS = 12
 
 
 class SmallCall(NamedTuple):
-    """Tensors and options of a call of a process alone."""
+    """Tensors and options of a call on one process."""
 
     tensors: tuple[Tensor, ...]  # q, k, v, and the gradient of out
     options: dict[str, Any]
 
 
 def drawn(seed: int, dtype: torch.dtype) -> SmallCall:
-    """Random sizes; scores from even to peaked; keys and values that may have much in common."""
+    """Draw sizes and inputs: even to peaked scores, and K/V from independent to nearly equal."""
     rng = np.random.default_rng(seed)
     batch, length = int(rng.integers(1, 3)), int(rng.integers(1, 9))
     kv_heads, group = int(rng.choice([1, 2])), int(rng.choice([1, 2]))
@@ -51,7 +51,7 @@ def drawn(seed: int, dtype: torch.dtype) -> SmallCall:
 
 
 def run(call: SmallCall) -> None:
-    """Forward and backward, both checked."""
+    """Run forward and backward, both checked."""
     q, k, v, dout = call.tensors
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with ring_torch.check():
@@ -60,7 +60,7 @@ def run(call: SmallCall) -> None:
 
 
 def found_wrong(seeds: range, dtype: str) -> list[str]:
-    """What the check says of each call that it finds wrong."""
+    """Return the error of each call that the check finds wrong."""
     calls_found_wrong = []
     for seed in seeds:
         try:
@@ -72,7 +72,7 @@ def found_wrong(seeds: range, dtype: str) -> list[str]:
 
 @contextmanager
 def chosen(kernel: str) -> Iterator[None]:
-    """Calls inside run a kernel that sums in float32: plain, or rounding as fused ones do."""
+    """Let calls inside run a kernel with float32 sums: plain, or rounding as fused ones do."""
     prepare._prepare.cache_clear()
     kernel_object: Any = EagerKernel() if kernel == "eager" else FLASH
     with patch.object(prepare, "choose", lambda *_: Selection(kernel_object, ())):
@@ -94,7 +94,7 @@ def test_right_calls_pass(kernel: str, dtype: str, part: int) -> None:
 
 
 def _scaled(which: int, by: float) -> Callable[..., Any]:
-    """A backward that returns one gradient larger by a factor, in its first head."""
+    """Return a backward whose gradient number ``which`` is scaled by ``by`` in its first head."""
     right = PlainFlash.backward
 
     def wrong(self: Any, *args: Any) -> Any:
@@ -136,7 +136,7 @@ FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_trips(fault: str, dtype: str) -> None:
-    """Many of the calls of several tokens that it changes."""
+    """The check finds many of the calls of several tokens that the fault changes."""
     method, wrong = FAULTS[fault]
     with chosen("flash"), patch.object(PlainFlash, method, wrong):
         calls_found_wrong = found_wrong(range(40), dtype)

@@ -1,4 +1,4 @@
-"""The check that a job can leave on counts the bytes of movements, forward and backward."""
+"""The check for running jobs counts the bytes of movements, forward and backward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pool() -> Iterator[LocalRanks]:
         yield ranks
 
 
-#: Movements of a rank's slice; the second is context parallelism of rank 1 alone.
+#: Movements of a rank's slice; the second argument is context parallelism of rank 1 alone.
 MOVES: dict[str, Callable[[ContextParallel, ContextParallel, Tensor], Tensor]] = {
     "shift": lambda cp, _, x: cp.shift(x, 3, cu_seqlens=(0, 7, 9, T - 1), seq_len=T - 1),
     "halo": lambda cp, _, x: cp.halo(x, 3, 2).rows,
@@ -37,17 +37,17 @@ MOVES: dict[str, Callable[[ContextParallel, ContextParallel, Tensor], Tensor]] =
 
 
 def moves(name: str) -> Move:
-    """Return a movement, with its ranks."""
+    """Return a movement with its ``ContextParallel`` objects."""
     cp, one_rank = ContextParallel(), ContextParallel(DeviceMesh("cpu", [1]))
     return lambda x: MOVES[name](cp, one_rank, x)
 
 
 def more_rows() -> Any:
-    """Each peer gets its last row twice, and drops the second."""
+    """Let each peer receive its last row twice, and drop the second copy."""
     right = Ranks.start
 
     def wrong(ranks: Ranks, sends: Any, receives: Any) -> Any:
-        if any(x.nbytes == 2048 for x, _ in (*sends, *receives)):  # headers, and what was found
+        if any(x.nbytes == 2048 for x, _ in (*sends, *receives)):  # headers, and findings
             return right(ranks, sends, receives)
         longer = [torch.cat([x, x[-16:]]) for x, _ in receives]
         sends = [(torch.cat([x, x[-16:]]), peer) for x, peer in sends]
@@ -60,7 +60,7 @@ def more_rows() -> Any:
 
 
 def _words(rank: int, name: str, how: str) -> list[str]:
-    """Words of the errors of a movement and of its backward when more is sent."""
+    """Return the errors of a movement and of its backward when more is sent than needed."""
     move, messages = moves(name), []
     if how == "compiled":
         torch._dynamo.reset()
@@ -75,7 +75,7 @@ def _words(rank: int, name: str, how: str) -> list[str]:
             except WrongResultError as error:
                 messages.append(str(error))
                 continue
-        with more_rows():  # the backward of a checked movement is checked outside of the block
+        with more_rows():  # the backward of a checked movement is checked outside of the block, too
             try:
                 out.sum().backward()
             except WrongResultError as error:
@@ -98,7 +98,7 @@ def test_more_bytes_than_those_of_rows_that_move_are_an_error(
 
 
 def _right(_: int) -> None:
-    """Checked calls have the results of others, with every derivative, dtype and dimension."""
+    """Check that checked calls have the usual results, for all derivatives, dtypes and dims."""
     for move in map(moves, MOVES):
         x = torch.randn(1, T // SIZE, 2, dtype=torch.float64).requires_grad_()
         with ring_torch.check():

@@ -1,4 +1,4 @@
-"""Functions of other libraries' names, each given to ``torch.compile`` by itself."""
+"""Functions of the drop-in modules, each passed to ``torch.compile`` by itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _same(result: object, expected: object) -> bool:
 
 
 def test_documents_are_prepared_anew_in_each_batch() -> None:
-    """Dynamo takes ``torch.compiler.disable`` off the function that it is given."""
+    """Offsets are prepared anew in each batch, though dynamo strips ``torch.compiler.disable``."""
     torch.compiler.reset()
     prepare = torch.compile(compat.llama3_flash_attn_prepare_cu_seqlens, backend="aot_eager")
     for offsets in ([0, 5, 16], [0, 3, 9, 16], [0, 7, 32]):

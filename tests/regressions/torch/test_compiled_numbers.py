@@ -1,4 +1,4 @@
-"""Numbers that change from call to call, in one graph: as without a compiler, and compiled once."""
+"""Numbers that change from call to call share one graph, with the results of eager calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ring_torch import ContextParallel, compat
 from ring_torch.local import LocalRanks
 
 T = 32
-MOST = 2  # times that a graph is compiled anew
+MOST = 2  # most recompilations of a graph
 BIG = 0x9E3779B97F4A7C15
 
 
@@ -60,7 +60,7 @@ def pool() -> Iterator[LocalRanks]:
 
 
 def _graphs(_: int, name: str, strategy: str, calls: int) -> int:
-    """How many graphs were compiled; results and gradients have been compared."""
+    """Compare compiled and eager results and gradients; return the number of graphs compiled."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     cp = ContextParallel()
@@ -83,8 +83,8 @@ def _graphs(_: int, name: str, strategy: str, calls: int) -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-#: One strategy per change for each, in turn; but a list is read as a tuple, two sides as one, and
-#: `all` has a window, a tensor and a seed.
+#: Per change each case runs one strategy, in turn. Left out are a list, which is read as a tuple,
+#: a two-sided window, which is read like a one-sided one, and what `all` has: window, tensor, seed.
 PER_CHANGE = [
     f"{name}-{('auto', 'gather')[n % 2]}"
     for n, name in enumerate(VARIED)
@@ -96,7 +96,7 @@ PER_CHANGE = [
 @pytest.mark.parametrize("strategy", ["auto", "gather"])
 @pytest.mark.parametrize("name", VARIED)
 def test_one_graph_for_all(name: str, strategy: str, pool: LocalRanks) -> None:
-    calls = 20 if name == "all" else 6  # the compiler gives up after 8 graphs
+    calls = 20 if name == "all" else 6  # dynamo gives up after 8 graphs
     assert max(pool.run(_graphs, name, strategy, calls)) <= 1 + MOST
 
 
@@ -162,7 +162,7 @@ def test_prepared_documents(pool: LocalRanks) -> None:
 
 
 def test_a_flag_is_no_seed() -> None:
-    """As without a compiler, which refuses it in words of its own around these."""
+    """A bool as dropout seed is refused when compiled, too; dynamo adds words around the error."""
     torch._dynamo.reset()
     x = torch.randn(1, 8, 1, 8)
     call: Any = torch.compile(ContextParallel().attention, backend="aot_eager", fullgraph=True)

@@ -1,4 +1,4 @@
-"""A graph refuses the arguments that a call without a compiler refuses, and computes no more."""
+"""Compiled calls refuse the arguments that eager calls refuse, and compute no more than they."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ring_torch import ring_attention
 
 T, HEADS = 8, 2
 
-#: Options with a value of a wrong kind, and what both calls say.
+#: Options with one wrong value, and the error of both calls.
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "sinks, a list": ({"sinks": [0.0] * HEADS}, "sinks must be a"),
     "alibi_slopes, a list": ({"alibi_slopes": [0.5] * HEADS}, "alibi_slopes must be a"),
@@ -50,11 +50,11 @@ def test_wrong_kinds_of_values(name: str, compiled: bool) -> None:
     qkv = torch.randn(3, 1, T, HEADS, 8)
     with pytest.raises(Exception, match=message) as caught:
         call(*qkv, **options)
-    # The compiler wraps what the operation's own checks raise.
+    # The compiler wraps errors that the operator's own checks raise.
     assert isinstance(caught.value, ValueError) or "ValueError" in str(caught.value)
 
 
-#: Options with a bias, and whether it needs a gradient.
+#: Options with a bias, and True if it needs a gradient.
 BIASES: dict[str, tuple[dict[str, Any], bool]] = {
     "a mask of booleans": ({"mask": torch.ones(T, T).tril().bool()}, False),
     "a constant bias": ({"bias": torch.randn(1, 1, T, T)}, False),

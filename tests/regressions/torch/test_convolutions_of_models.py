@@ -1,4 +1,4 @@
-"""Causal convolutions of transformers' models get their neighbours' tokens, not whole sequences."""
+"""Causal convolutions of transformers' models receive neighbouring tokens, not whole sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUTS: dict[str, LayoutSpec] = {
     "zigzag": "zigzag", "contiguous": "contiguous", "striped": "striped",
     "chunks": ChunkLayout(((0, 3, 5), (1, 2, 4))),
 }  # fmt: skip
-KERNELS = (3, 6)  # 6 reaches over more tokens than a chunk has
+KERNELS = (3, 6)  # 6 reaches across a whole chunk
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,10 @@ def two() -> Iterator[LocalRanks]:
 
 
 def model_of(kernel: int) -> Any:
-    """A convolution, attention, and a convolution, with biases: a layer of zeros is not zero."""
+    """Build a model of a convolution, attention and a convolution, with biases.
+
+    With biases the output for padding is not zero.
+    """
     torch.manual_seed(0)
     config = transformers.Lfm2Config(**{
         **SIZES, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
@@ -54,7 +57,7 @@ def batch_of(length: int, padding: slice) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
-#: No padding, padding before tokens, behind them and between them; a token and a half on each rank.
+#: No padding, padding on the left, on the right and within; and a sequence of 3 tokens on 2 ranks.
 BATCHES = {
     "none": batch_of(22, slice(0)), "left": batch_of(19, slice(0, 5)),
     "right": batch_of(23, slice(11, 23)), "holes": batch_of(24, slice(7, 12)),
@@ -90,7 +93,7 @@ def test_a_model_has_the_loss_and_gradients_of_one_process(
 
 
 def _rows_given(_: int, layout: str) -> list[tuple[int, ...]]:
-    """Shapes that the convolutions get."""
+    """Return the shapes that the convolutions receive."""
     model, shapes, right = model_of(3), [], nn.functional.conv1d
     hf.parallelize(model, ContextParallel(layout=LAYOUTS[layout]))
 

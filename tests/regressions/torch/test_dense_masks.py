@@ -1,4 +1,4 @@
-"""A mask that is an array of booleans: exact as it stands, or too large by name."""
+"""A mask given as an array of booleans: exact as it is, or refused by name as too large."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pool() -> Iterator[LocalRanks]:
 
 
 def _given(shape: tuple[int, ...]) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Q, K and V; a mask that hides all from a row; a bias."""
+    """Return q, k and v, a mask with one row that sees nothing, and a bias."""
     torch.manual_seed(0)
     qkv = [torch.randn(2, T, HEADS, 8, dtype=torch.float64) for _ in range(3)]
     mask = torch.rand(shape) < 0.4
@@ -87,7 +87,7 @@ def _compared(_: int, shape: str, name: str, compiled: bool, strategy: str) -> N
         torch.testing.assert_close(leaf.grad, cp.shard(x.grad, dim=dim))
 
 
-#: Compiled with a bias and with nothing beside; with other options compiled calls have tests.
+#: Compiled with a bias and without options; other options have tests of compiled calls.
 @pytest.mark.nightly(
     only=["rows-causal-True-gather", "rows-documents-True-gather", "rows-sinks-True-gather"]
 )
@@ -105,7 +105,7 @@ def test_a_dense_mask_is_exact(
 
 
 def test_hidden_blocks_are_not_computed() -> None:
-    """Of 6 x 4 blocks those on the diagonal, in the forward and in the backward."""
+    """Only blocks on the mask's diagonal are computed, in the forward and in the backward."""
     qkv, _, _ = _given((T, T))
     chunk = torch.arange(T) // 4
     mask = chunk[:, None] == chunk

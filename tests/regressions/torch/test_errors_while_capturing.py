@@ -1,4 +1,4 @@
-"""An error while a CUDA graph is captured leaves the group open: nothing was sent."""
+"""An error during the capture of a CUDA graph leaves the group usable, as nothing was sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``explain`` fits a screen."""
+"""Lines of ``explain`` fit a screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pass that fails on one rank ends on all in that rank's words, and closes the group.
+"""A pass that fails on one rank raises that rank's error on all, and closes the group.
 
 The groups of a process are closed in its forks, too.
 """
@@ -28,13 +28,13 @@ from ring_torch.local import LocalRanks
 from ring_torch.strategies import ask_ranks
 
 TIMEOUT = timedelta(seconds=2)
-BROKEN = 1  # the rank that runs out of memory
-LENGTHS = {"short": 8, "long": 256}  # of a message of keys: as long as a header, and longer
+BROKEN = 1  # this rank runs out of memory
+LENGTHS = {"short": 8, "long": 256}  # bytes of K/V as many as a header's, and more
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[LocalRanks]:
-    """Two ranks, whose groups are closed one after the other."""
+    """Start two ranks, whose groups are closed one after the other."""
     with LocalRanks(2) as ranks:
         yield ranks
 
@@ -57,8 +57,8 @@ def _no_memory(*_: object, **__: object) -> None:
 
 
 def _fail_once(rank: int, where: str, length: int, strategy: str) -> list[str]:
-    """What the failing call, the next one and its backward say; then a new group is used."""
-    x, out = _attend(length, strategy=strategy)  # imports what it needs, in time
+    """Return the errors of a failing call, the next one and its backward; then use a new group."""
+    x, out = _attend(length, strategy=strategy)  # imports everything before the failure
     out.sum().backward()
     patch = pytest.MonkeyPatch()
     broken: Any = dist.new_group(timeout=TIMEOUT)
@@ -110,7 +110,7 @@ def test_a_failed_pass_is_named_on_all_ranks(
         if rank == BROKEN:
             assert first == "OutOfMemoryError: played: out of memory"
             later.append(second)
-        else:  # it may have had all that it needed, and learns of it in the next pass
+        else:  # a rank that had all it needed learns of the failure in the next pass
             assert said in first or (first == "a result" and said in second), (first, second)
         for message in later:
             assert "an earlier call on this process group failed" in message
@@ -119,7 +119,7 @@ def test_a_failed_pass_is_named_on_all_ranks(
 
 
 def _in_a_child(_: int) -> list[str]:
-    """Return what calls say in a forked process, on a group that was used and on another."""
+    """Return outcomes of calls in a forked process, on a group that was used and on another."""
     groups: list[Any] = [dist.new_group(timeout=TIMEOUT) for _ in range(2)]
     x, out = _attend(8, groups[0])
     calls: list[Callable[[], object]] = [
@@ -135,10 +135,10 @@ def _in_a_child(_: int) -> list[str]:
         try:
             for call in calls:
                 os.write(writer, f"{_words(call)}\n".encode())
-        finally:  # whatever it raises: a second process must not serve the pool
+        finally:  # on any error: a second process must not serve the pool
             os._exit(0)
     os.close(writer)
-    dist.barrier()  # this process goes on
+    dist.barrier()  # this process continues
     with os.fdopen(reader) as file:
         answers = file.read().splitlines()
     os.waitpid(child, 0)
@@ -153,7 +153,7 @@ def test_a_forked_child_refuses_the_groups_of_its_parent(pool: LocalRanks) -> No
 
 
 class _Kept(logging.Handler):
-    """What is logged."""
+    """A handler that keeps log records as lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class _Kept(logging.Handler):
 
 
 class _Played:
-    """An event of a pass that ends, or does not."""
+    """A stand-in for the event of a pass that ends, or does not."""
 
     def __init__(self, *, ended: bool) -> None:
         self._ended = ended
@@ -182,7 +182,7 @@ def _stuck(rank: int, ended: bool) -> list[str]:
     until = time.monotonic() + 15
     while rank and not ended and not kept.lines and time.monotonic() < until:
         time.sleep(0.05)
-    time.sleep(0.6)  # whatever comes more than once, or should not
+    time.sleep(0.6)  # time for repeated or wrong lines
     dist.barrier()
     logging.getLogger("ring_torch").removeHandler(kept)
     return kept.lines
@@ -190,14 +190,14 @@ def _stuck(rank: int, ended: bool) -> list[str]:
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_pass_that_does_not_end_is_named(ended: bool) -> None:
-    """Before NCCL's watchdog ends the process in words of its own."""
+    """A pass that hangs is logged by name before NCCL's watchdog ends the process."""
     with LocalRanks(2, timeout=20) as pool:
         early, late = pool.run(_stuck, ended)
     assert early == []
     if ended:
         assert late == []
     else:
-        (line,) = late  # once
+        (line,) = late  # logged once
         assert "call 7 (backward)" in line
         assert "rank 1: it waits for ranks 0 " in line
 
@@ -216,13 +216,13 @@ def _watched(rank: int, ends: str) -> tuple[list[str], str | None]:
     assert not thread.is_alive()
     if ends == "failed" and rank != BROKEN:
         assert "played" in _words(lambda: _attend(8))
-    time.sleep(0.5)  # the store is of one of the ranks
+    time.sleep(0.5)  # one of the ranks serves the store
     return kept.lines, state.failure
 
 
 @pytest.mark.parametrize(("ends", "said"), [("failed", ["played"]), ("destroyed", [])])
 def test_a_host_that_waits_for_nothing_is_told(ends: str, said: list[str]) -> None:
-    """As with NCCL, by a thread."""
+    """The failure is logged by a thread, as with NCCL, even if the host waits for nothing."""
     with LocalRanks(2, timeout=20) as pool:
         answers = pool.run(_watched, ends)
     assert [lines for lines, _ in answers] == [said, []]

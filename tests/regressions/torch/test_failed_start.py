@@ -1,4 +1,4 @@
-"""Processes that cannot become ranks say why."""
+"""Processes that cannot become ranks report why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel takes the mean of gradients, however it holds them."""
+"""FullyShardedDataParallel averages gradients, in each of its storage modes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ring_torch.local import LocalRanks
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LocalRanks]:
-    """A ring of two."""
+    """Start a ring of two."""
     with LocalRanks(2) as ranks:
         yield ranks
 
@@ -42,7 +42,7 @@ def norm_of_gradients(model: Any) -> float:
     square = torch.zeros((), dtype=torch.float64)
     for weight in model.parameters():
         square += 0 if weight.grad is None else weight.grad.square().sum()
-    if isinstance(model, FullyShardedDataParallel):  # each rank holds other parts
+    if isinstance(model, FullyShardedDataParallel):  # each rank holds other shards
         dist.all_reduce(square)
     return float(square.sqrt())
 

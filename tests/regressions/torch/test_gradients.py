@@ -1,4 +1,4 @@
-"""Gradients: of ``lse`` by whichever kernel has it, in memory of their own, summed exactly."""
+"""Gradients: of ``lse`` in each kernel that has it, in memory of their own, summed exactly."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def test_gradients_share_no_memory(strategy: str, dtype: torch.dtype, pool: Loca
     assert pool.run(_storages, strategy, dtype) == [True] * 2
 
 
-#: Each rank's gradient. The first two make a tie, which rounds down to 1; the last breaks it, but
-#: in its dtype is lost beside either of them.
+#: Each rank's gradient. The first two sum to a tie, which rounds down to 1; the last breaks the
+#: tie, but adds nothing to either of them in their dtype.
 HALVES = {torch.bfloat16: (1.0, 2**-8, 2**-17), torch.float16: (1.0, 2**-11, 2**-23)}
 
 
@@ -130,7 +130,7 @@ def _summed(rank: int, dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_half_precision_gradients_are_summed_in_float32(dtype: torch.dtype) -> None:
-    """In their own dtype they are 1 in whatever order, and in float32 the next larger number."""
+    """A sum in the own dtype is 1 in any order; in float32 it is the next larger number."""
     gradients = torch.tensor(HALVES[dtype], dtype=dtype)
     assert all(a + b + c == 1 for a, b, c in permutations(gradients))
     with LocalRanks(3) as ranks:

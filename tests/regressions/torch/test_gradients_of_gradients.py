@@ -1,6 +1,6 @@
 """Second derivatives and batched gradients: refused by name before anything is sent, never lost.
 
-What only looks like one of them (checkpoints, gradients row by row, compiled autograd) is exact.
+Checkpoints, gradients row by row and compiled autograd only look like them, and are exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Attend = Callable[[Tensor], Tensor]
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[LocalRanks]:
-    """Two ranks, which every refusal leaves usable."""
+    """Start two ranks, which every refusal leaves usable."""
     with LocalRanks(2, timeout=10) as ranks:
         yield ranks
 
@@ -37,14 +37,14 @@ def _qkv() -> list[Tensor]:
 
 
 class Way(NamedTuple):
-    """How a call is made, as a function of ``q``."""
+    """The way a call is made, as a function of ``q``."""
 
     strategy: str = "ring"
-    backend: str | None = None  # of torch.compile
-    scale: float = 1.0  # what a graph multiplies q by: of a product no leaf is saved
+    backend: str | None = None  # for torch.compile
+    scale: float = 1.0  # multiplies q within the graph: of a product no leaf is saved
 
     def attend(self, q: Tensor) -> Tensor:
-        """Compute this rank's part of causal attention."""
+        """Return this rank's part of causal attention."""
         cp = ContextParallel()
         k, v = (cp.shard(x) for x in _qkv()[1:])
         if self.strategy == "compat":
@@ -62,7 +62,7 @@ class Way(NamedTuple):
         return attend(q, k, v)
 
     def is_exact(self, kind: str = "plain") -> bool:
-        """Return True if a call and its gradient are those of full attention."""
+        """Return True if a call and its gradient equal those of full attention."""
         cp = ContextParallel()
         q, k, v = _qkv()
         q.requires_grad_()
@@ -186,7 +186,7 @@ ALLOWED: dict[str, Callable[[Attend, Tensor], Tensor]] = {
 
 
 def _refused(_: int, way: Way, asked: str) -> tuple[str, bool]:
-    """Return the words of the refusal, and whether the next call is exact."""
+    """Return the error of the refusal, and True if the next call is exact."""
     q = ContextParallel().shard(_qkv()[0]).requires_grad_()
     try:
         (SECOND | BATCHED)[asked](way.attend, q)
@@ -196,7 +196,7 @@ def _refused(_: int, way: Way, asked: str) -> tuple[str, bool]:
 
 
 def _pairs(kinds: Iterable[str]) -> list[tuple[str, str]]:
-    """Return every way with the first kind, and all kinds with a plain call and with a graph."""
+    """Return all ways with the first kind, and all kinds with a plain call and with a graph."""
     first, *rest = kinds
     return [(way, first) for way in WAYS] + [
         (way, kind) for way in ("ring", "aot graph of a product") for kind in rest
@@ -218,7 +218,7 @@ def _check_refused(pool: LocalRanks, way: str, asked: str, match: str) -> None:
 @pytest.mark.parametrize(("way", "asked"), _pairs(SECOND))
 def test_second_derivatives_are_refused(pool: LocalRanks, way: str, asked: str) -> None:
     match = "UnsupportedError: .*second derivative.*create_graph"
-    if way.startswith("aot"):  # there torch is the first to refuse a leaf's
+    if way.startswith("aot"):  # torch is the first to refuse a leaf's there
         match += "|RuntimeError: torch.compile with aot_autograd does not .* double backward"
     _check_refused(pool, way, asked, match)
 
@@ -232,7 +232,7 @@ def test_second_derivatives_are_refused(pool: LocalRanks, way: str, asked: str) 
 @pytest.mark.parametrize(("way", "asked"), _pairs(BATCHED))
 def test_batched_gradients_are_refused(pool: LocalRanks, way: str, asked: str) -> None:
     match = "UnsupportedError: .*is_grads_batched"
-    if way.startswith("aot"):  # there torch is the first to refuse torch.func's
+    if way.startswith("aot"):  # torch is the first to refuse torch.func's there
         match += "|RuntimeError: .*a compiled backward function within vmap"
     _check_refused(pool, way, asked, match)
 
@@ -253,10 +253,10 @@ def test_first_derivatives_are_exact(pool: LocalRanks, way: str, kind: str) -> N
 
 
 def _one_graph(_: int) -> str:
-    """Return what compiled autograd says of an eager forward; that of a compiled one is exact."""
+    """Return the error of compiled autograd after an eager forward; a compiled one is exact."""
     q, messages = ContextParallel().shard(_qkv()[0]).requires_grad_(), []
     for way in (Way(), Way(backend="aot_eager")):
-        torch.compiler.reset()  # graphs of other tests have breaks, and would be taken again
+        torch.compiler.reset()  # graphs of other tests have breaks, and would be reused
         out = way.attend(q)
         (expected,) = torch.autograd.grad(out.sum(), q, retain_graph=True)
         compiler = torch.compile(backend="aot_eager", fullgraph=True)

@@ -1,4 +1,4 @@
-"""What ranks send ahead of a pass: no other message looks like it, and a difference has a name."""
+"""Headers that ranks send before a pass: unlike any other message, and errors name differences."""
 
 from __future__ import annotations
 

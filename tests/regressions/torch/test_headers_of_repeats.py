@@ -1,4 +1,4 @@
-"""A rank whose call is new meets a peer that repeats another: the group is closed for all."""
+"""A rank with a new call meets a peer that repeats another: the group is closed for all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUMBER, SEED, NONCE = 7, 0, 1
 
 @pytest.mark.parametrize("in_words", [True, False])
 def test_the_group_is_closed(in_words: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that repeat a call go on without waiting, so a report alone would not reach them."""
+    """The group is closed: ranks that repeat a call do not wait, and would miss a mere report."""
     known, new = (CallSignature.of({"x": n}, "forward") for n in (1, 2))
     state = SimpleNamespace(agreed={known.digest: None}, nonce=NONCE)
     ranks: Any = SimpleNamespace(previous=0, rank=1, size=3, state=state, group=object())

@@ -1,4 +1,4 @@
-"""What calls share is made for training, even if the first call is made for inference."""
+"""Tensors shared by calls can be used in training, even if the first call was inference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses whose labels are not shifted: the ranks' parts add up to the whole model's loss."""
+"""Losses with unshifted labels: the ranks' parts add up to the whole model's loss."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ MODELS = (
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LocalRanks]:
-    """A ring of two."""
+    """Start a ring of two."""
     with LocalRanks(2) as ranks:
         yield ranks
 
 
 def batch_of(kind: str, classes: int) -> dict[str, Tensor]:
-    """Tokens and labels; ``first``: one rank of a contiguous layout has no label."""
+    """Return tokens and labels; for ``first`` one rank of a contiguous layout has no label."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(4, 40, (ROWS, LENGTH), generator=generator)
     labels = torch.randint(classes, (ROWS, LENGTH), generator=generator)
@@ -71,7 +71,7 @@ def _matches(rank: int, name: str, model_type: str, kind: str) -> None:
         cp.reduce_gradients(model)
         dist.all_reduce(loss)
         torch.testing.assert_close(loss, whole, rtol=1e-12, atol=0)
-        largest = max(float(x.abs().max()) for x in expected.values())  # of keys' biases it is 0
+        largest = max(float(x.abs().max()) for x in expected.values())  # 0 for biases of keys
         for weight, x in model.named_parameters():
             if weight in expected:
                 scale = max(float(expected[weight].abs().max()), 1e-4 * largest)
@@ -87,7 +87,7 @@ def test_loss_and_gradients_are_the_whole_models(
 
 
 def test_labels_of_several_batches_count_together() -> None:
-    """``num_items_in_batch`` is that of all batches of a step, in models that never read it too."""
+    """``num_items_in_batch`` counts all micro-batches, in models that never read it, too."""
     model = build("BertForMaskedLM", "bert", hf.register())
     batch = batch_of("plain", 40)
     count, cp = int((batch["labels"] != -100).sum()), ContextParallel()

@@ -1,4 +1,4 @@
-"""Partial results whose scores are not finite: merged, they are NaN, as in the specification."""
+"""Merged partial results with non-finite scores are NaN, as in the reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_merge_is_that_of_the_specification(old: float, new: float) -> None:
     lses = np.full((1, 1, 1), old), np.full((1, 1, 1), new)
     expected = merge(outs[0], lses[0], outs[1], lses[1])
     state = AttentionState(*(torch.tensor(x) for x in (outs[0], lses[0])))
-    if np.isneginf(old):  # the identity
+    if np.isneginf(old):  # the identity of merging
         state.out.zero_()
     state.merge(*(torch.tensor(x) for x in (outs[1], lses[1])))
     np.testing.assert_allclose(state.out.numpy(), expected[0], rtol=1e-9)

@@ -1,4 +1,4 @@
-"""A ring given as a ``DeviceMesh`` costs a call what its process group costs."""
+"""A ring given as a ``DeviceMesh`` costs a call as much as its process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ring_torch.local import LocalRanks
 
 
 def hosts_written(_: int) -> int:
-    """How often three calls leave this rank's host in the store."""
+    """Return how often three calls publish this rank's host in the store."""
     cp = ContextParallel(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"])
     x = torch.randn(1, 4, 2, 8)
     with patch.object(ring_ranks, "publish_host", wraps=store.publish_host) as publish:

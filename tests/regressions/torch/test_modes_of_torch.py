@@ -1,4 +1,4 @@
-"""Modes of torch around a call: honoured as by its own attention, or refused in words."""
+"""Torch's modes around a call: honoured as by SDPA, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Movements under ``create_graph=True``, fills of every kind of number, dimensions in graphs."""
+"""Movements under ``create_graph=True``, with fill values of every dtype, and dims in graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _shifted(x: Tensor, n: int, fill: float) -> Tensor:
     return torch.cat([filled, x[:, :-n]] if n > 0 else [x[:, -n:], filled], 1)
 
 
-#: A movement of a rank's slice, and the tokens of the whole sequence that the rank gets by it.
+#: A movement of a rank's slice, and its equivalent on the whole sequence.
 MOVES: dict[str, tuple[Callable[[ContextParallel], Move], Callable[[ContextParallel], Move]]] = {
     "shift": (
         lambda cp: lambda x: cp.shift(x, 5, fill=0.5),
@@ -55,21 +55,21 @@ MOVES: dict[str, tuple[Callable[[ContextParallel], Move], Callable[[ContextParal
 
 
 def _weighted(move: Move, rank: int) -> Move:
-    """A loss of third order, which each rank weights by another number."""
+    """Return a cubic loss, which each rank weights by another number."""
     return lambda x: (rank + 1) * move(x).pow(3).sum()
 
 
 def _second(rank: int, name: str, layout: LayoutSpec) -> None:
-    """A gradient penalty and a product with the Hessian, against whole sequences."""
+    """Compare a gradient penalty and a Hessian product with those on whole sequences."""
     cp = ContextParallel(layout=layout)
     local, of_whole = MOVES[name]
     whole = numbers(0, 1, T, 2).requires_grad_()
-    # The loss of all ranks, which every rank computes from whole sequences.
+    # The loss summed over ranks, which every rank computes from whole sequences.
     of_rank = _weighted(of_whole(cp), rank)(whole)
     (grad,) = torch.autograd.grad(of_rank, whole, create_graph=True)
     total = grad.detach().clone()
     dist.all_reduce(total)
-    (penalty,) = torch.autograd.grad((grad * 2 * total).sum(), whole)  # of the sum's square
+    (penalty,) = torch.autograd.grad((grad * 2 * total).sum(), whole)  # the square of the sum
     dist.all_reduce(penalty)
     x = cp.shard(whole.detach()).requires_grad_()
     loss = _weighted(local(cp), rank)
@@ -88,7 +88,7 @@ def test_second_derivatives_are_exact(name: str, layout: LayoutSpec, pool: Local
 
 
 def _slice(_: int) -> None:
-    """A loss that every rank computes whole: each has the second derivatives of its slice."""
+    """Check second derivatives of a loss that all ranks compute whole, on each rank's slice."""
     cp = ContextParallel()
     whole = numbers(0, 1, T, 2).requires_grad_()
     (grad,) = torch.autograd.grad(whole.pow(3).sum(), whole)
@@ -109,7 +109,7 @@ def _third(_: int) -> None:
     (first_grad,) = torch.autograd.grad(cp.shift(x, 1).pow(4).sum(), x, create_graph=True)
     (two,) = torch.autograd.grad(first_grad.sum(), x, create_graph=True)
     (three,) = torch.autograd.grad(two.sum(), x)
-    inside = cp.positions(T) < T - 1  # the last token is moved out of the sequence
+    inside = cp.positions(T) < T - 1  # the last token is shifted out of the sequence
     torch.testing.assert_close(three, 24 * x.detach() * inside[None, :, None])
 
 

@@ -1,4 +1,4 @@
-"""Arguments that are changed in place between two calls: the second call sees what they hold."""
+"""Arguments changed in place between two calls: the second call sees the new values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _narrow(x: Tensor) -> Tensor:
     return x.int() if x.dtype == torch.int64 else x
 
 
-#: What holds an argument, made of its values.
+#: Containers of an argument, made from its values.
 KINDS: dict[str, Callable[[Any], Any]] = {
     "tensor": lambda values: _narrow(torch.tensor(values)),
     "ndarray": np.array,
@@ -81,7 +81,7 @@ def _of_the_oracle(argument: str, argument_value: Any) -> Any:
 
 
 def _as_there(name: str) -> Callable[[str, Any], Any]:
-    """A function of ring_flash_attn's, whose inputs may be packed."""
+    """Return a function of the ring_flash_attn drop-in, which may take packed inputs."""
     call: Any = getattr(compat, name)
 
     def function(argument: str, argument_value: Any) -> Any:
@@ -105,7 +105,7 @@ def _as_there(name: str) -> Callable[[str, Any], Any]:
 
 Function = Callable[[str, Any], Any]
 OF_COMPAT = [name for name in vars(compat) if name.endswith("_func")]
-#: Every public function with arguments that can be changed in place, and what may hold them.
+#: Every public function with arguments that can be changed in place, and their containers.
 FUNCTIONS: dict[str, tuple[Function, dict[str, tuple[str, ...]]]] = {
     "ring_attention": (_ours, OURS),
     "ContextParallel.attention": (_of_an_object, OURS),
@@ -144,7 +144,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _check(function: Function, argument: str, kind: str) -> None:
-    """Two calls with one argument that is changed in between, beside two with fresh ones."""
+    """Compare two calls with an argument changed between them, and two with fresh ones."""
     first, second = VALUES[argument]
     argument_value = KINDS[kind](first)
     results = [function(argument, argument_value)]
@@ -152,11 +152,11 @@ def _check(function: Function, argument: str, kind: str) -> None:
     results.append(function(argument, argument_value))
     for result, value in zip(results, (first, second), strict=True):
         assert _same(result, function(argument, KINDS[kind](value)))
-    assert isinstance(results[0], str) or not _same(*results)  # figures are alike
+    assert isinstance(results[0], str) or not _same(*results)  # numbers are the same
 
 
 def test_every_function_that_takes_documents_is_here() -> None:
-    """By their signatures: a new one is missed here."""
+    """No public function with ``cu_seqlens`` in its signature is missing here."""
     taken = {
         name for module in (ring_torch, compat) for name, function in vars(module).items()
         if inspect.isfunction(function) and "cu_seqlens" in str(inspect.signature(function))
@@ -172,7 +172,7 @@ def test_changed_in_place(name: str, argument: str, kind: str) -> None:
     _check(FUNCTIONS[name][0], argument, kind)
 
 
-@pytest.mark.nightly(  # calls of the function change all of them per change
+@pytest.mark.nightly(  # per change calls of the function cover all arguments
     only=[
         f"ContextParallel.attention-{argument}-{kind}"
         for name, argument, kind in COMPILED
@@ -239,7 +239,7 @@ def test_chunks_changed_in_place() -> None:
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_prepared_offsets_changed_in_place_are_refused(inference: bool) -> None:
-    """Inference tensors do not count how often they are written to."""
+    """Changed offsets are refused once prepared, also inference tensors, which count no writes."""
     attend: Any = compat.llama3_flash_attn_varlen_func
     with torch.inference_mode(inference):
         offsets = torch.tensor(VALUES["cu_seqlens"][0], dtype=torch.int32)

@@ -1,6 +1,6 @@
-"""A name in transformers' code that a hook needs and does not find: the model is refused by it.
+"""A model is refused if transformers' code lacks a name that a hook needs; the error says it.
 
-Each case takes the code of one class and gives a name in it another, as a release may do.
+Each case renames something in the code of one class, as a release may do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ M2M = ("M2M100ForConditionalGeneration", "m2m_100")
 CACHES = ("past_key_values", "cache")
 LENGTHS = ("past_key_values_length", "cache_length")
 
-#: Models, the class whose method is another, names that it has no more, and what is said.
+#: Models, the class of the changed method, the names removed from it, and the error.
 RENAMED: dict[str, tuple[tuple[str, str], str, str, tuple[str, ...], str]] = {
     "cache": (LLAMA4, "Llama4TextAttention", "forward", CACHES, "Llama4TextAttention .* no argument cache"),
     "counted-queries": (LLAMA4, "Llama4TextAttention", "forward", ("get_seq_length",), "no get_seq_length"),
@@ -61,12 +61,12 @@ RENAMED: dict[str, tuple[tuple[str, str], str, str, tuple[str, ...], str]] = {
     "masks": (LLAMA, "LlamaModel", "forward", ("create_causal_mask",), "makes its masks itself"),
     "padding-idx": (ROBERTA, "RobertaEmbeddings", "forward", ("create_position_ids_from_input_ids",), "no create_position_ids_from_input_ids"),
 }  # fmt: skip
-#: Classes that are known by their names, and what is said of a model where one has another.
+#: Classes known by their names, and the error for a model in which one is renamed.
 CLASSES = {
     "BloomAttention": (BLOOM, "calls no attention function"),
     "Qwen3NextGatedDeltaNet": (NEXT, "layers of type linear_attention"),
 }
-#: Attributes that modules of a class have no more, or their configs.
+#: Attributes that are removed from modules of a class, or from their configs.
 ATTRIBUTES = {
     "attention_type": (NEO, "GPTNeoSelfAttention", "no attention_type"),
     "config.window_size": (NEO, "GPTNeoSelfAttention", r"no config\.window_size"),
@@ -76,13 +76,13 @@ ATTRIBUTES = {
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LocalRanks]:
-    """A ring of two."""
+    """Start a ring of two."""
     with LocalRanks(2) as ranks:
         yield ranks
 
 
 def with_class(model: Any, name: str, change: Callable[[type], dict[str, Any]]) -> int:
-    """Make modules of a class ones of a changed copy of it; return how many there were."""
+    """Change modules of a class to a modified copy of it; return how many there were."""
     modules = [x for x in model.modules() if type(x).__name__ == name]
     for module in modules:
         cls = type(module)
@@ -103,14 +103,14 @@ def renamed(function: Any, names: tuple[str, ...]) -> FunctionType:
 
 
 def _renamed(code: CodeType, names: tuple[str, ...]) -> CodeType:
-    """Return code, and what is within, without these names."""
+    """Return code, and the code within it, without these names."""
 
     def others(old: tuple[str, ...]) -> tuple[str, ...]:
         return tuple("renamed" if name in names else name for name in old)
 
     def constant(x: object) -> object:
         if isinstance(x, tuple) and all(isinstance(name, str) for name in x):
-            return others(x)  # keywords of a call
+            return others(x)  # keyword names of a call
         return _renamed(x, names) if isinstance(x, CodeType) else x
 
     return code.replace(
@@ -121,7 +121,7 @@ def _renamed(code: CodeType, names: tuple[str, ...]) -> CodeType:
 
 
 def is_served(model: Any) -> bool:
-    """Return False for T5 before transformers 5.20, which wrote its attention out."""
+    """Return False for T5 before transformers 5.20, which had its own attention code."""
     report = hf.check_model(model)
     if not report.exact:
         assert "T5Attention" in report.reasons[0], report.reasons
@@ -130,7 +130,7 @@ def is_served(model: Any) -> bool:
 
 
 def check_refused(model: Any, message: str) -> None:
-    """Check that a model is refused before it runs, and that all say the same."""
+    """Check that a model is refused before it runs, with one message everywhere."""
     report = hf.check_model(model)
     assert not report.exact
     assert re.search(message, "; ".join(report.reasons)), report.reasons
@@ -157,7 +157,7 @@ def test_a_reason_names_the_releases() -> None:
 
 
 def test_one_of_two_sequences_that_loses_its_positions() -> None:
-    """The encoder's alone are found; the decoder would count a rank's tokens from 0."""
+    """A model is refused if only its encoder's positions are found: its decoder counts from 0."""
     model = build(*BART_PAIR)
     decoder = model.get_decoder()
     assert with_class(
@@ -213,7 +213,7 @@ def test_attention_that_is_not_set() -> None:
 
 
 def test_a_loss_of_another_name() -> None:
-    """It would be of this rank's tokens."""
+    """A renamed loss is refused, as it would be the loss of this rank's tokens."""
     model = build(*LLAMA)
     batch = batch_of(model)
     hf.parallelize(model, ContextParallel())
@@ -224,7 +224,7 @@ def test_a_loss_of_another_name() -> None:
 
 
 def test_attention_of_a_text_part_alone() -> None:
-    """GOT-OCR2's own module has attention of images, which is kept; the text part's is set."""
+    """Only the text part's attention of GOT-OCR2 is replaced; that of images stays."""
     model = build("GotOcr2ForConditionalGeneration", "got_ocr2")
     language = next(x for x in model.modules() if type(x).__name__ == "Qwen2Model")
     before = language.config._attn_implementation, model.config._attn_implementation
@@ -235,7 +235,7 @@ def test_attention_of_a_text_part_alone() -> None:
 
 
 def test_a_routers_loss_of_another_name() -> None:
-    """It would be counted on each rank."""
+    """A renamed router loss is refused, as each rank would count its own."""
     model = build_known("Mixtral", output_router_logits=True)
 
     def rename(_module: object, _args: object, output: Any) -> Any:
@@ -280,7 +280,7 @@ def test_a_part_of_a_routers_loss_that_is_gone(change: Callable[[Any], None], me
 
 
 def without_masks(model: Any) -> None:
-    """Let the model give its decoder no mask of the encoder's sequence, by this name."""
+    """Let the model pass its decoder no mask of the encoder's sequence."""
 
     def rename(_module: object, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "encoder_attention_mask": None}
@@ -295,7 +295,7 @@ def with_other_rows(model: Any) -> None:
 
 
 def without_layers_mask(model: Any) -> None:
-    """Give attention that counts its queries no mask of the batch."""
+    """Give no mask to attention that counts its queries."""
 
     def drop(_module: object, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "attention_mask": None}
@@ -305,7 +305,7 @@ def without_layers_mask(model: Any) -> None:
 
 
 def without_a_layers_mask(model: Any) -> None:
-    """Give a recurrent layer, which is told the batch by its mask, none."""
+    """Give no mask to a recurrent layer, which finds its batch by it."""
 
     def drop(_module: object, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "attention_mask": None}
@@ -339,7 +339,7 @@ def test_a_method_of_the_trainer(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(build(*LLAMA), TrainingArguments(str(tmp_path), report_to="none"))
-    if name == "get_tp_size":  # of which what asks for it tells
+    if name == "get_tp_size":  # found in the code of the method that calls it
         monkeypatch.setattr(Trainer, "compute_loss", lambda *_: None)
         if transformers.__version__ < "5.20":
             return
@@ -379,7 +379,7 @@ def _exact(
 
 
 def hide_signatures(model: Any) -> None:
-    """Decorate recurrent layers as transformers 5.14 does: nothing leads to what is decorated."""
+    """Decorate recurrent layers as transformers 5.14 does, which hides the wrapped signature."""
 
     def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -408,7 +408,7 @@ def test_two_ranks_are_as_one(
     two.run(_exact, *model_of, prepare, changes)
 
 
-#: Names that a release has not: its models of these are newer, or older.
+#: Names missing in a release: the models that use them are newer, or older.
 ABSENT = {
     "5.14": {"BailingHybridDeltaAttention", "KimiLinearDeltaAttention", "Lfm3ShortConv"},
     "5.24": {"past_key_values_length"},
@@ -416,10 +416,10 @@ ABSENT = {
 
 
 def test_names_that_refuse_are_in_transformers() -> None:
-    """A model that is refused by a name would be taken for another where the name is gone.
+    """Names by which models are refused exist in transformers' code.
 
-    So each name that pooled outputs, heads, experts with a capacity, layers and attention that is
-    written out are told by has to stand somewhere in transformers' code.
+    A renamed one would let a model pass unnoticed. Checked are the names of pooled outputs, heads,
+    experts with a capacity, layers, and models with their own attention code.
     """
     release = ".".join(transformers.__version__.split(".")[:2])
     assert transformers.__file__ is not None

@@ -1,4 +1,4 @@
-"""Lengths that no layout divides: what the error says makes them exact."""
+"""Lengths that no layout divides: following the error's advice gives exact results."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _padded(_: int, name: str, layout: Any, length: int) -> None:
     torch.testing.assert_close(out, whole)
     for x, y in zip(leaves, expected, strict=True):
         assert x.grad is not None
-        torch.distributed.all_reduce(x.grad)  # each rank has the gradient of its own shard
+        torch.distributed.all_reduce(x.grad)  # each rank has the gradient from its own shard
         torch.testing.assert_close(x.grad, y.grad)
 
 

@@ -1,4 +1,4 @@
-"""A ``ContextParallel`` shards and attends over one group, in whatever order things are set up."""
+"""A ``ContextParallel`` shards and attends over one group, in any order of setting things up."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _chunks_first(rank: int, folder: str) -> list[bool]:
 
 
 def _compiled_for_another(rank: int, folder: str) -> list[bool]:
-    """A graph of one object is not taken for another's, whose group is gone."""
+    """Call one graph with its object, then with a stale one; return what was as it should be."""
     _destroy()
     stale = ContextParallel()
     alone = _is_exact(stale)

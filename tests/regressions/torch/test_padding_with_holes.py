@@ -1,4 +1,4 @@
-"""Padding may lie anywhere, between tokens too: a parallelized model computes the same."""
+"""Padding may be anywhere, also between tokens: a parallelized model gives the same results."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ MODELS = {
     "Llama4": "",
     "BertForMaskedLM": "bert",
     "ModernBertForMaskedLM": "modernbert",
-    "RobertaForMaskedLM": "roberta",  # positions are counted among tokens that are no padding
-    "OPTForCausalLM": "opt",  # the same, of the mask
+    "RobertaForMaskedLM": "roberta",  # positions are counted without padding
+    "OPTForCausalLM": "opt",  # positions are counted in the mask
     "XGLMForCausalLM": "xglm",
     "GPTNeoForCausalLM": "gpt_neo",
-    "MptForCausalLM": "mpt",  # ALiBi, of all tokens
+    "MptForCausalLM": "mpt",  # ALiBi by position, padding included
     "RecurrentGemmaForCausalLM": "recurrent_gemma",
     "Lfm2ForCausalLM": "lfm2",
     "Qwen3NextForCausalLM": "qwen3_next",
@@ -41,7 +41,7 @@ MODELS = {
     "T5ForConditionalGeneration": "t5",
     "M2M100ForConditionalGeneration": "m2m_100",
 }
-#: Which of the tokens are padding.
+#: Indices of padding tokens.
 PADDING = {
     "left": [*range(6)],
     "right": [*range(17, 23)],
@@ -54,7 +54,7 @@ PADDING = {
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LocalRanks]:
-    """A ring of two."""
+    """Start a ring of two."""
     with LocalRanks(2) as ranks:
         yield ranks
 
@@ -66,7 +66,7 @@ def build(name: str) -> Any:
 def batch_of(
     padding: list[int], rows: str, *, shifted: bool, token: int | None
 ) -> dict[str, Tensor]:
-    """Make two rows, of which the second has its padding elsewhere if they are ``unlike``.
+    """Make two rows, with padding elsewhere in the second if they are ``unlike``.
 
     Labels of padding, and those predicted by padding, are ignored.
     """
@@ -84,7 +84,7 @@ def batch_of(
 
 
 def both_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Make a batch of two sequences, of unlike lengths, out of one."""
+    """Make a batch of two sequences of different lengths out of one."""
     source = {name: batch[name].flip(1)[:, 3:] for name in ("input_ids", "attention_mask")}
     target = {f"decoder_{name}": batch[name] for name in ("input_ids", "attention_mask")}
     return source | target | {"labels": batch["labels"]}

@@ -1,4 +1,4 @@
-"""A ``ContextParallel`` is pickled, copied, and part of what is copied, such as a model."""
+"""A ``ContextParallel`` can be pickled and copied, also as part of an object such as a model."""
 
 from __future__ import annotations
 

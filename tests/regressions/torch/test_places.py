@@ -1,4 +1,4 @@
-"""Whether ranks can copy out of each other's memory, by what their hosts and GPUs are."""
+"""Ranks copy out of each other's memory depending on their hosts and GPUs; errors say why not."""
 
 from __future__ import annotations
 

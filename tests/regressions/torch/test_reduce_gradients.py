@@ -1,4 +1,4 @@
-"""``reduce_gradients``: each gradient is counted once, of whatever shards, on ranks that agree."""
+"""``reduce_gradients`` counts each gradient once, for any shards, and ranks must agree."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pool() -> Iterator[LocalRanks]:
 
 
 def _pair(rank: int) -> Any:
-    """A new group of this rank and its neighbour."""
+    """Create a group of this rank and its neighbour."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     return pairs[rank // SIZE]
 
@@ -72,7 +72,7 @@ class Step:
         self.cp.reduce_gradients(self.model)
 
     def check(self, times: float = 3) -> None:
-        """The gradients are those of all ranks' losses, ``1 + 2`` times that of one."""
+        """Check that gradients are those of all ranks' losses: ``1 + 2`` times that of one."""
         whole = torch.autograd.grad(
             self.model(self.x).square().sum() * times, list(self.model.parameters())
         )
@@ -97,11 +97,11 @@ def _step(step: Step) -> None:
 
 
 def _reduce_elsewhere(step: Step) -> None:
-    """Data parallel replicas, whose ranks are those of the other pairs."""
+    """Reduce over data parallel replicas, which are ranks of the other pairs."""
     dist.all_reduce(step.grads[0], group=step.cp.group)  # type: ignore[arg-type]  # there after a backward
 
 
-#: What may have become of a sum, and still nothing may be added to it.
+#: Changes after which gradients are still sums, to which nothing may be added.
 STILL_SUMS = (_nothing, _clip, _unscale, _step, _reduce_elsewhere)
 
 
@@ -156,7 +156,7 @@ def _zero_by_foreach(step: Step) -> None:
 
 
 def _zero_unseen(step: Step) -> None:
-    """By what does not count as a change of the tensor."""
+    """Zero gradients through ``.data``, which their version counters do not notice."""
     for grad in step.grads:
         grad.data.zero_()
 
@@ -191,7 +191,7 @@ def _steps(rank: int, freshen: Callable[[Step], None]) -> None:
         step.reduce()
         step.check(6)
         freshen(step)
-    step.reduce()  # of nothing
+    step.reduce()  # sums of zeros
     assert not any(grad.any() for grad in step.grads)
 
 
@@ -203,9 +203,9 @@ def test_steps_that_zero_or_replace_gradients_go_on(
 
 
 def _between(rank: int) -> None:
-    """What looks at gradients, or adds to none, is not refused."""
+    """Check that reading gradients, or adding to none, is not refused."""
     step = Step(rank)
-    other = ContextParallel(_pair(rank))  # of the same ranks, for which nothing was summed
+    other = ContextParallel(_pair(rank))  # a group of the same ranks, for which nothing was summed
     step.backward()
     step.reduce()
     torch.autograd.grad(step.loss(), list(step.model.parameters()))
@@ -224,7 +224,7 @@ def test_other_groups_and_gradients_of_other_things_are_free(pool: LocalRanks) -
 
 
 def _with_a_graph(rank: int) -> None:
-    """Where torch adds gradients up into a new tensor."""
+    """Check a backward with ``create_graph=True``, where torch adds gradients into a new tensor."""
     step = Step(rank)
     step.backward()
     step.reduce()
@@ -272,12 +272,12 @@ def test_nothing_outlives_gradients_and_models(pool: LocalRanks) -> None:
     pool.run(_life)
 
 
-#: Gradients that a program may set and that no sum can be written into, for a weight ``[4, 3]``.
+#: Gradients that programs may set, into which no sum can be written, for a weight ``[4, 3]``.
 UNWRITABLE: tuple[Callable[[], Tensor], ...] = (
     lambda: torch.ones(()).expand(4, 3),
     lambda: torch.arange(6.0).unfold(0, 3, 1),
     torch.inference_mode()(lambda: torch.ones(4, 3)),
-    lambda: torch.arange(12.0).view(3, 4).T,  # writable: it stays
+    lambda: torch.arange(12.0).view(3, 4).T,  # this one can be written to, and stays
 )
 
 
@@ -327,7 +327,7 @@ def _frozen() -> nn.Module:
     return model
 
 
-#: What the last rank has; the others have ``Linear(3, 4)``.
+#: Models of the last rank; the others have ``Linear(3, 4)``.
 UNLIKE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "shape": (partial(_model, 3, 5), r"0\.weight \[[45], 3\] float32"),
     "dtype": (partial(_model, 3, 4, dtype=torch.float64), r"0\.weight \[4, 3\] float(32|64)"),
@@ -354,7 +354,7 @@ def _unlike(rank: int, name: str) -> tuple[str, bool]:
         for weight in model.parameters()
         if weight.grad is not None
     )
-    cp.reduce_gradients(like)  # nothing was sent: the group goes on
+    cp.reduce_gradients(like)  # nothing was sent: the group stays usable
     return message, untouched
 
 
@@ -425,7 +425,7 @@ def _tensor_parallel(_: int, names: tuple[str, str]) -> None:
         like = dict(whole.named_parameters())
         for name, weight in local.named_parameters():
             grad = _full(weight.grad)
-            if name == "norm.weight":  # each rank's heads give a part
+            if name == "norm.weight":  # each rank's heads contribute a part
                 dist.all_reduce(grad, group=mesh["tp"].get_group())
             torch.testing.assert_close(grad, like[name].grad)
     with pytest.raises(ValueError, match="adds to the gradient"):
@@ -440,7 +440,7 @@ def test_shards_of_tensor_parallelism_are_summed_over_the_ring(
 
 
 def _beside_fsdp(_: int) -> None:
-    """FSDP reduces over ranks that have other batches, the ring over those of one."""
+    """Check FSDP over ranks with different batches, and a ring over ranks of one batch."""
     x, mesh = _input(), _mesh("dp", "cp")
     cp, size = ContextParallel(mesh["cp"]), mesh["dp"].size()
     whole, local = _whole(x), Attention(lambda *qkv: cp.attention(*qkv, causal=True))

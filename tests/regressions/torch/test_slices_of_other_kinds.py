@@ -1,4 +1,4 @@
-"""Movements and `unshard` refuse tensors that are not a rank's own dense ones, and send nothing."""
+"""Movements and ``unshard`` refuse DTensors, sparse and nested tensors, and send nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _refused(_: int) -> list[str]:
                 messages += [] if words in str(error) else [f"{name}, {words}: {error}"]
             else:
                 messages.append(f"{name}, {words}: no error")
-        call(cp, whole[:, :4])  # the group goes on
+        call(cp, whole[:, :4])  # the group stays usable
     return messages
 
 

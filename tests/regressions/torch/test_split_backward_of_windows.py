@@ -31,7 +31,7 @@ def resolved(
     setting: Setting, rank: int = 0, *, mask: Mask | None = None, layout: Any = "zigzag",
     kernel: Kernel = fa4.FA4, returns_lse: bool = False, **options: Any,
 ) -> Gather:  # fmt: skip
-    """Return the strategy of a setting over four ranks, whose K/V are few."""
+    """Return the strategy of a setting over four ranks, with few K/V heads."""
     mask = mask or mask_of(setting.mask, setting.seq_len)
     plan = make_plan(mask, seq_len=setting.seq_len, cp_size=4, layout=layout)
     tokens, dim = setting.seq_len // 4, setting.dim
@@ -56,7 +56,7 @@ def resolved(
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("rank", range(4))
 def test_a_layer_of_gpt_oss_has_one(rank: int, layout: Any) -> None:
-    """Repeated calls are prepared: own keys in equal spans, items of equal rows."""
+    """A layer of gpt-oss has a prepared split backward: equal spans, items of equal rows."""
     strategy = resolved(OSS, rank, layout=layout)
     assert strategy.head_major and strategy.prepares and strategy.gather.tile == fa4.KEYS
     assert own_spans(strategy.gather, rank, OSS.seq_len // 4) is not None
@@ -72,13 +72,13 @@ def test_so_have_other_causal_windows(keys: int) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"returns_lse": True},  # another kernel may differentiate lse, by what the forward saved
+        {"returns_lse": True},  # another kernel may compute lse's gradient, by what was saved
         {"grad": False},
         {"softcap": True},
         {"deterministic": True},
         {"kernel": EagerKernel()},
         {"mask": Mask(causal=True, window=(127, 0), cu_seqlens=(0, 1000, OSS.seq_len))},
-        {"mask": Mask(window=(127, 100))},  # would end inside a tile that the next rows need
+        {"mask": Mask(window=(127, 100))},  # it would end inside a tile that the next rows need
     ],
     ids=["returns_lse", "grad", "softcap", "deterministic", "kernel", "documents", "right"],
 )

@@ -1,4 +1,4 @@
-"""Groups that share a store: used by threads at once, or made one after the other."""
+"""Groups that share a store: used by threads at the same time, or created one after the other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMEOUT = timedelta(seconds=10)
 
 @pytest.fixture(scope="module")
 def served() -> TCPStore:
-    """A store that processes of this machine connect to."""
+    """Start a store that processes of this machine can connect to."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -47,8 +47,8 @@ def _places(kind: str, served: TCPStore, folder: Any) -> str | int:
 
 
 def _attended(group: Any, scale: float) -> tuple[bool, bool]:
-    """Return whether the results, and the gradients, of a call are those of full attention."""
-    drawn = torch.Generator().manual_seed(0)  # the default one is shared by threads
+    """Return True if a call's results are those of full attention; likewise for its gradients."""
+    drawn = torch.Generator().manual_seed(0)  # threads share the default generator
     whole = torch.randn(1, T, 2, 8, dtype=torch.float64, generator=drawn).requires_grad_()
     parts = (whole.transpose(1, 2),) * 3
     expected = torch.nn.functional.scaled_dot_product_attention(
@@ -64,7 +64,7 @@ def _attended(group: Any, scale: float) -> tuple[bool, bool]:
 
 
 def _in_threads(rank: int, size: int, store_at: str | int, count: int) -> list[Any]:
-    """Return what went wrong in threads that use a group each, in another order on each rank."""
+    """Return errors of threads that use a group each, in another order on each rank."""
     dist.destroy_process_group()
     _init(PrefixStore(f"threads {count} {size}", _store(store_at, size)), rank, size)
     groups: list[Any] = [None, *(dist.new_group(timeout=TIMEOUT) for _ in range(count - 1))]
@@ -73,7 +73,7 @@ def _in_threads(rank: int, size: int, store_at: str | int, count: int) -> list[A
     def work(n: int) -> None:
         try:
             for k in range(CALLS):
-                # Another thread is the first to wait on each rank.
+                # On each rank another thread is the first to wait.
                 time.sleep(0.1 * ((n + rank + k) % count))
                 if not all(_attended(groups[n], 0.1 + 0.01 * k)):
                     faults.append((n, k, "wrong"))
@@ -98,7 +98,7 @@ def test_threads_on_groups_of_their_own(
 
 
 def _fail_in_a_group(rank: int, size: int, port: int, how: str) -> str:
-    """Return how the first calls of a group end, which then is destroyed."""
+    """Return the error of a group's first calls, then destroy the group."""
     if dist.is_initialized():
         dist.destroy_process_group()
     _init(_store(port, size), rank, size)
@@ -123,7 +123,7 @@ def _broken(*_: object, **__: object) -> None:
 
 
 def _again(rank: int, size: int, port: int) -> list[tuple[bool, bool]]:
-    """Return whether calls on a new default group are exact."""
+    """Return True for each exact result and gradient of calls on a new default group."""
     _init(_store(port, size), rank, size)
     return [_attended(None, 0.3) for _ in range(2)]
 
@@ -139,14 +139,14 @@ def test_a_new_group_reads_nothing_of_the_last(size: int, how: str) -> None:
         left = [key for key in store.list_keys() if "ring/" in key]
         assert left, "notes of the first group"
         for key in store.list_keys():
-            if key not in left:  # gloo's addresses of the last group, which it may take for new
+            if key not in left:  # gloo's old addresses, which the next group may take for new
                 store.delete_key(key)
         exact = [(True, True)] * 2
         assert pool.run(_again, size, store.port) == [exact] * size
 
 
 def _nonces(_: int) -> list[int | None]:
-    """Return the nonces of two groups, the first before it is used, too."""
+    """Return the nonces of two groups; the first one's also before the group is used."""
     groups: list[Any] = [dist.new_group() for _ in range(2)]
     before = ranks_of(groups[0]).state.nonce
     for group in groups:
@@ -164,7 +164,7 @@ def test_each_group_has_a_nonce_of_its_own() -> None:
 
 
 def _told(rank: int) -> str:
-    """Return the words that a rank ends with where a stray message comes before the nonce."""
+    """Return a rank's error after a stray message arrives before the nonce."""
     ring = ranks_of(None)
     if rank == 0:
         ring.start([(torch.zeros(2048, dtype=torch.uint8), 1)], []).wait()

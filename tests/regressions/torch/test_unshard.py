@@ -1,4 +1,4 @@
-"""``unshard``: unlike slices are refused on all ranks, and its gradient is the one that is said."""
+"""``unshard`` refuses unequal slices on all ranks, and its gradient is that of ``grad=``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _words(function: Callable[[], object]) -> str:
     return "a result"
 
 
-#: What the last rank gives, and what all ranks say; the others give ``ones(1, 4, 2)``.
+#: The last rank's input and the error on all ranks; the others pass ``ones(1, 4, 2)``.
 UNLIKE: dict[str, tuple[Callable[[], Tensor], dict[str, Any], str]] = {
     "longer": (lambda: torch.ones(1, 6, 2), {}, r"shape is \[1, [46], 2\] there and \[1, [46], 2\]"),
     "no slice": (lambda: torch.ones(1, 5, 2), {}, r"shape is \[1, [45], 2\] there"),
@@ -56,7 +56,7 @@ def _unlike(rank: int, name: str) -> tuple[str, bool]:
     cp = ContextParallel(group)
     x, more = (make(), options) if rank == SIZE - 1 else (torch.ones(1, 4, 2), {})
     message = _words(lambda: cp.unshard(x, **more))
-    whole = cp.unshard(torch.full((1, 4, 2), float(rank)))  # nothing was sent: the group goes on
+    whole = cp.unshard(torch.full((1, 4, 2), float(rank)))  # nothing was sent: the group is usable
     return message, torch.equal(cp.shard(whole), torch.full((1, 4, 2), float(rank)))
 
 
@@ -69,7 +69,7 @@ def test_unlike_slices_are_named_on_all_ranks(name: str, pool: LocalRanks) -> No
 
 
 def _unlike_later(rank: int, name: str) -> str:
-    """Ranks that have agreed on a call before send headers ahead of it, too."""
+    """Return the error of unequal slices after equal calls, whose ranks send headers, too."""
     make, options, _ = UNLIKE[name]
     group: Any = dist.new_group(timeout=timedelta(seconds=2))
     cp = ContextParallel(group)
@@ -142,7 +142,7 @@ def _next_token(x: Tensor) -> Tensor:
 
 
 def _predict_tokens(x: Tensor, weights: list[Tensor], attend: Any, shift: Any) -> Tensor:
-    """Multi-token prediction: states beside those of the next token, with gradients to both."""
+    """Predict tokens from states next to those of the next token, with gradients to both."""
     q, k, v = (x @ weights[0]).unflatten(-1, (3, 2, 4)).unbind(2)
     hidden = x + attend(q, k, v).flatten(2)
     beside = torch.cat([hidden, shift(x)], -1) @ weights[2]
@@ -194,7 +194,7 @@ def test_a_layer_that_looks_at_neighbours_has_the_gradients_of_whole_sequences(
 
 
 class Classifier(torch.nn.Module):
-    """One layer, pooled; the head is in front of ``join``, or behind it."""
+    """A classifier of one layer that pools tokens, with its head before ``join``, or after it."""
 
     def __init__(self, join: Callable[[Tensor], Tensor], behind: bool) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class Classifier(torch.nn.Module):
 
 
 def _classify(_: int, behind: bool, grad: UnshardGrad, share: float) -> list[float]:
-    """How many times the gradient of the whole model each parameter's is, summed over the ranks."""
+    """Return each parameter's gradient summed over ranks, as a multiple of the whole model's."""
     cp = ContextParallel()
     (x,) = _numbers((2, T, W))
     whole = Classifier(lambda y: y, behind)
@@ -238,7 +238,7 @@ EXACT = [1.0, 1.0, 1.0, 1.0]  # layer.weight, layer.bias, head.weight, head.bias
         (False, "slice", 1.0, EXACT),
         (False, "sum", 1 / SIZE, EXACT),
         (True, "sum", 1 / SIZE, EXACT),
-        (True, "slice", 1.0, [1.0, 1.0, float(SIZE), float(SIZE)]),  # which "slice" is not for
+        (True, "slice", 1.0, [1.0, 1.0, float(SIZE), float(SIZE)]),  # not a use case of "slice"
     ],
 )
 def test_a_classification_head_is_exact_with_the_gradient_its_loss_needs(
@@ -248,7 +248,7 @@ def test_a_classification_head_is_exact_with_the_gradient_its_loss_needs(
 
 
 def _half(rank: int, grad: UnshardGrad) -> float:
-    """In bfloat16 each of the small ones would be lost beside 1."""
+    """Return a bfloat16 gradient whose two small parts a sum in bfloat16 would lose next to 1."""
     x = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
     whole = ContextParallel().unshard(x, grad=grad)
     (whole * [1.0, 2**-9, 2**-9][rank]).sum().backward()

@@ -1,4 +1,4 @@
-"""Very negative finite biases, as additive masks have them, mean what real numbers say."""
+"""Very negative finite biases, as in additive masks, give what exact arithmetic gives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pool() -> Iterator[LocalRanks]:
 
 
 def _assert_right(case: Case, results: dict[str, Any]) -> None:
-    """As :func:`assert_close`, and each ``lse`` beside its own size, not beside the largest."""
+    """Check results, and each ``lse`` relative to its own size, not to the largest."""
     assert_close(case, results)
     tolerance = 1e-12 if case.dtype == "float64" else 1e-5
     np.testing.assert_allclose(
@@ -69,20 +69,20 @@ WAYS = [(case, "ring") for case in NEGATIVE] + [
     ("case", "strategy"), WAYS, ids=[f"{case.name}-{strategy}" for case, strategy in WAYS]
 )
 def test_they_agree_with_real_numbers(case: NegativeCase, strategy: str, backend: Any) -> None:
-    """Results, ``lse`` and all gradients: each number, in part of a row, whole rows and padding."""
+    """Results, ``lse`` and gradients are right; biased are parts of rows, whole rows, padding."""
     for variant in case.everywhere():
         _assert_right(variant, backend.run(variant, strategy=strategy))
 
 
 def _by_hand(q: Tensor, k: Tensor, v: Tensor, *, shown: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention without a bias, which a number in all that a row sees is no more than."""
+    """Return attention without a bias: a constant bias over all that a row sees changes nothing."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = (q @ k.mT * D**-0.5).masked_fill(~shown, -torch.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1)
 
 
 def _padded(low: float) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Q, K, V; a bias that hides 16 tokens on the left from others; what rows see by it."""
+    """Return q, k and v; a bias that hides 16 tokens on the left from others; the visible pairs."""
     torch.manual_seed(0)
     positions = torch.arange(T)
     bias = torch.zeros(1, 1, T, T)
@@ -92,7 +92,7 @@ def _padded(low: float) -> tuple[list[Tensor], Tensor, Tensor]:
 
 
 def _run(_: int, way: str, strategy: str, low: float) -> None:
-    """A causal call of some way against the formula: results, gradients of Q, K and V."""
+    """Compare a causal call with the formula: results, and gradients of q, k and v."""
     torch._dynamo.reset()
     cp = ContextParallel(layout="contiguous")
     qkv, bias, seen = _padded(low)
@@ -128,7 +128,7 @@ def _run(_: int, way: str, strategy: str, low: float) -> None:
         assert x.grad is not None
         torch.testing.assert_close(leaf.grad.double(), cp.shard(x.grad), rtol=1e-5, atol=1e-5)
     assert rows.grad is not None
-    # A number added to all of a row changes nothing but ``lse``, by itself.
+    # A constant added to a whole row changes nothing but its ``lse``.
     added = cp.shard(weights, dim=0) * B * H
     torch.testing.assert_close(rows.grad.sum(dim=-1)[0, 0], added, rtol=1e-4, atol=1e-4)
 
@@ -137,7 +137,7 @@ def _run(_: int, way: str, strategy: str, low: float) -> None:
 @pytest.mark.parametrize("strategy", ["ring", "balanced", "gather"])
 @pytest.mark.parametrize("way", ["compiled", "checkpoint", "checked"])
 def test_ways_to_call(way: str, strategy: str, pool: LocalRanks) -> None:
-    """The check knows the shift, what helpers are sent of it, and the ids that are fetched."""
+    """Calls of each way are right; the check counts the shift, the helpers' part of it, and ids."""
     pool.run(_run, way, strategy, -1e10)
 
 
@@ -169,7 +169,7 @@ def test_a_mask_beside_a_bias_has_one() -> None:
 
 
 def test_rows_are_looked_at_in_blocks() -> None:
-    """Of 7 rows at a time, and of fewer in the last block."""
+    """Rows are read in blocks of 7, the last of which is shorter."""
     qkv, bias, _ = _padded(-1e10)
     bias[..., -9:, :] = -1e6
     call = partial(ring_attention, *qkv, bias=bias, causal=True, return_lse=True)
@@ -185,7 +185,7 @@ def test_rows_are_looked_at_in_blocks() -> None:
 
 
 def test_infinity_and_nan_leave_a_row_its_shift() -> None:
-    """It is the oracle's and the Triton kernel's: the largest finite number that a row sees."""
+    """The shift is the largest finite number that a row sees, as in the reference."""
     (q, k, v), bias, _ = _padded(-1e10)
     bias[..., 2, 1], bias[..., 3, 0], bias[..., 4, :] = torch.inf, torch.nan, torch.inf
     arrays = SimpleNamespace(bias=bias.numpy(), sinks=None)

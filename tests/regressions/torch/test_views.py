@@ -1,4 +1,4 @@
-"""Tensors that are views: a call reads their numbers wherever they lie, in every kernel."""
+"""Tensors that are views: a call reads the right elements in every kernel."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ring_torch.kernels.api import Selection
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.records import aligned, has_unit_stride
 
-#: What travels how, over how many ranks.
+#: Number of ranks, and options of strategy and layout.
 WAYS = {
     "alone": (1, {}), "ring": (2, {"strategy": "ring", "layout": "zigzag"}),
     "balanced": (2, {"strategy": "balanced"}), "gather": (2, {"strategy": "gather", "layout": "zigzag"}),
     "ulysses": (2, {"strategy": "ulysses", "layout": "zigzag"}),
 }  # fmt: skip
-#: The options that tests give each kernel.
+#: Options tested with each kernel.
 CAN = {
     "eager": ("sinks", "lse", "segments", "bias", "alibi"),
     "sdpa": ("sinks",),
@@ -35,7 +35,7 @@ PARTS, COMPILED_PARTS = 4, 24
 
 @contextmanager
 def chosen(kernel: str) -> Iterator[dict[str, Any]]:
-    """The options with which calls inside run a kernel."""
+    """Yield the options with which calls inside run a kernel."""
     if kernel != "flash":
         yield {"kernel": kernel}
         return
@@ -53,7 +53,7 @@ def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
 def _wrong(
     rank: int, size: int, kernel: str, options: dict[str, Any], some: list[Entry], compiled: bool
 ) -> list[str]:
-    """What is wrong, of which tensors and views."""
+    """Return the differences for each tensor and view."""
     errors, known = list[str](), Known()
     with chosen(kernel) as named:
         for entry in some:
@@ -83,7 +83,7 @@ def test_a_view_is_what_it_shows(kernel: str, way: str, part: int, backend: Any)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kernel", CAN)
 def test_compiled(kernel: str, way: str, part: int, backend: Any) -> None:
-    """Compiled calls take views, too, and what they return lies as their graphs expect."""
+    """Compiled calls accept views, and return tensors with the strides that their graphs expect."""
     size, options = WAYS[way]
     turn = list(WAYS).index(way) + 5 * list(CAN).index(kernel)
     some = entries(CAN[kernel], part, COMPILED_PARTS, turn)
@@ -122,13 +122,13 @@ def _run(qkv: list[Tensor], dout: Tensor) -> None:
 
 
 def _narrowed(x: Tensor) -> Tensor:
-    """The first half of a tensor that is twice as wide."""
+    """Return the first half of a tensor that is twice as wide."""
     return torch.cat([x, -x], dim=-1)[..., : x.shape[-1]]
 
 
 @pytest.mark.parametrize("view", [VIEWS["heads_first"], _narrowed])
 def test_what_kernels_can_read_is_not_copied(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is given the very tensors, and so is the backward."""
+    """The kernel gets the caller's tensors without a copy, and so does the backward."""
     monkeypatch.setattr(prepare, "choose", lambda *_: Selection(FLASH, ()))
     prepare._prepare.cache_clear()
     read: list[tuple[int, ...]] = []
@@ -149,7 +149,7 @@ def test_what_kernels_can_read_is_not_copied(view: Any, monkeypatch: pytest.Monk
 
 
 def test_saved_tensors_are_the_callers_own() -> None:
-    """A copy that a kernel needed lives as long as the pass."""
+    """A copy that a kernel needs lives only as long as the pass; the caller's tensors are saved."""
     x = made(0, 1)
     q, k, v = (strided(x[name]).requires_grad_() for name in ("q", "k", "v"))
     packed: list[int] = []
@@ -164,14 +164,14 @@ def test_saved_tensors_are_the_callers_own() -> None:
 
 
 def test_kernels_refuse_what_they_cannot_read() -> None:
-    """By an assertion: no call gets so far."""
+    """A kernel asserts strides that it cannot read; calls make copies before."""
     x = made(0, 1)
     with pytest.raises(AssertionError):
         aligned(strided(x["q"]))
 
 
 def test_accumulators_are_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the strides of what they are the gradients of."""
+    """Accumulators are contiguous for any strides of the tensors whose gradients they hold."""
     recorded: list[Tensor] = []
     grads_into = EagerKernel.grads_into
 

@@ -1,4 +1,4 @@
-"""Torch comes without Triton on some systems: nothing on a CPU needs it."""
+"""Calls on a CPU work without Triton, which torch lacks on some systems."""
 
 from __future__ import annotations
 

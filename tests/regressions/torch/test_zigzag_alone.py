@@ -1,4 +1,4 @@
-"""Zigzag over one rank: a sequence of any length, as it is."""
+"""Zigzag over one rank takes a sequence of any length, unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On two GPUs: first calls in inference mode, devices other than the current one, a GPU hidden."""
+"""Two GPUs: first calls in inference mode, devices other than the current one, a hidden GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.nccl
 
 RANKS = 2
 HEADS, DIM = 4, 64
-LENGTHS = {"short": 512, "long": 98_304}  # of all ranks: keys of the long one are above 64 MiB
+LENGTHS = {"short": 512, "long": 98_304}  # tokens of all ranks: keys of the long one exceed 64 MiB
 MOVES: dict[str, dict[str, Any]] = {
     "ring": {"strategy": "ring"}, "symm_mem": {"transport": "symm_mem"},
     "messages": {"strategy": "gather", "transport": "p2p"},
@@ -31,7 +31,7 @@ CLOSE: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2}
 
 @pytest.fixture(scope="module", autouse=True)
 def two_gpus() -> None:
-    """Two GPUs, without which there is nothing to see."""
+    """Require two GPUs."""
     assert torch.cuda.device_count() >= RANKS, "these tests are of two GPUs"
 
 
@@ -43,7 +43,7 @@ def pool(two_gpus: None) -> Iterator[LocalRanks]:
 
 
 def _whole(length: int, device: torch.device) -> list[Tensor]:
-    """Q, K, V and the gradient of the result, the same on all ranks."""
+    """Return q, k, v and the gradient of the result, the same on all ranks."""
     made = torch.Generator(device).manual_seed(0)
     shape = (1, length, HEADS, DIM)
     return [
@@ -56,7 +56,7 @@ def _new_group() -> Any:
 
 
 def _check(cp: ContextParallel, length: int, device: torch.device, **options: Any) -> None:
-    """Compare result and gradients with those of torch's attention over the whole sequence."""
+    """Compare the result and gradients with torch's attention over the whole sequence."""
     *qkv, dout = _whole(length, device)
     with torch.cuda.device(device):
         leaves = q, k, v = [x.transpose(1, 2).detach().requires_grad_() for x in qkv]
@@ -72,7 +72,7 @@ def _check(cp: ContextParallel, length: int, device: torch.device, **options: An
 
 def _inference_first(rank: int, length: int, move: Any) -> None:
     device = torch.device("cuda", rank)
-    cp = ContextParallel(_new_group())  # without memory of its own yet
+    cp = ContextParallel(_new_group())  # has no peer memory yet
     with torch.inference_mode():
         shards = [cp.shard(x) for x in _whole(length, device)[:3]]
         cp.attention(*shards, causal=True, **move)
@@ -117,7 +117,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kernel", ["auto", "triton", "sdpa", "cudnn", "fa4"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_one_rank_on_another_device(name: str, kernel: str) -> None:
-    """As models that are spread over GPUs have it."""
+    """A call on a device that is not the current one is right, as in models spread over GPUs."""
     results = []
     for device in ("cuda:0", "cuda:1"):
         leaves = [x.to(device).requires_grad_() for x in _whole(512, torch.device("cuda:0"))[:3]]
@@ -135,7 +135,7 @@ def test_one_rank_on_another_device(name: str, kernel: str) -> None:
 
 
 def _hidden(rank: int, folder: str) -> None:
-    """A rank that sees its own GPU alone; its answer is a file."""
+    """Run a rank that sees its own GPU alone, and write its answer to a file."""
     answer = Path(folder) / f"answer {rank}"
     try:
         dist.init_process_group(
@@ -156,7 +156,7 @@ def _hidden(rank: int, folder: str) -> None:
 def test_every_rank_sees_one_gpu(
     overlapping: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As launchers have it that hide other ranks' GPUs."""
+    """Launchers may hide other ranks' GPUs; the transport then depends on a variable of torch."""
     context = multiprocessing.get_context("spawn")
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", overlapping)
     processes = []

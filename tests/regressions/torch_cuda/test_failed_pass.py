@@ -1,4 +1,4 @@
-"""A pass that fails on one GPU: its words reach the other rank before NCCL ends that."""
+"""A pass that fails on one GPU: the other rank gets its error before NCCL ends that process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _no_memory(*_: object, **__: object) -> None:
 
 
 def _fails(rank: int, folder: str, where: str, length: int, transport: str) -> list[str]:
-    """What the broken rank says, then and of a later call; of the other, its log is kept."""
+    """Return the errors of the broken rank in two calls; the other rank's log goes to a file."""
     logging.getLogger("ring_torch").addHandler(logging.FileHandler(f"{folder}/{rank}"))
     options: dict[str, Any] = {"kernel": "triton", "transport": transport}
     x = torch.ones(1, length, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)

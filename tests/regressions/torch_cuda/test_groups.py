@@ -1,4 +1,4 @@
-"""Groups of GPUs made one after the other on one store, whose notes of failures stay there."""
+"""Groups of GPUs created one after the other on one store, which keeps notes of failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT = timedelta(seconds=30)
 
 
 def _attend_in_a_group(rank: int, size: int, port: int, is_right: bool) -> list[str]:
-    """Return how the calls of a group end that is made on the store, and destroyed."""
+    """Return the outcome of each call of a group that is created on the store, and destroyed."""
     if dist.is_initialized():
         dist.destroy_process_group()
     store = TCPStore("127.0.0.1", port, is_master=False)
@@ -44,7 +44,7 @@ def test_a_new_group_reads_nothing_of_the_last(size: int) -> None:
         left = [key for key in store.list_keys() if "ring/" in key]
         assert left, "notes of the first group"
         for key in store.list_keys():
-            if key not in left:  # what NCCL of the first group left
+            if key not in left:  # left by NCCL of the first group
                 store.delete_key(key)
         exact = [["exact"] * 2] * size
         assert pool.run(_attend_in_a_group, size, store.port, True) == exact

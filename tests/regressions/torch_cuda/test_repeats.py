@@ -1,4 +1,4 @@
-"""Repeated calls, whose launches are prepared, on GPUs: tensors of other strides than the first."""
+"""Repeated calls on GPUs reuse prepared launches, also for tensors of other strides."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 
 import ring_torch
 
-#: Query and key heads: grouped ones take the split backward of FlashAttention-4, others do not.
+#: Query and K/V heads: grouped ones take FlashAttention-4's split backward, others do not.
 HEADS = {"grouped": (8, 2), "single": (4, 4)}
 
 
 def _repeats(rank: int, heads: tuple[int, int]) -> None:
-    """Compare later calls with the first, while memory orders of k and v change."""
+    """Compare later calls with the first, while the memory orders of k and v change."""
     torch.manual_seed(rank)
     shapes = [(1, 1024, n, 128) for n in (heads[0], heads[1], heads[1], heads[0])]
     numbers = [torch.randn(x, device="cuda", dtype=torch.bfloat16) for x in shapes]
     results = []
     for turn in range(5):
         q, k, v, dout = (x.clone() for x in numbers)
-        if turn >= 2:  # the tokens of a head lie together
+        if turn >= 2:  # the tokens of a head are contiguous
             k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out = ring_torch.ring_attention(q, k, v, causal=True, layout="zigzag")

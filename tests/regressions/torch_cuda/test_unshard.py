@@ -1,4 +1,4 @@
-"""``unshard`` and its gradient over GPUs: once ranks have agreed on a shape, no host waits."""
+"""``unshard`` and its gradient over GPUs: once ranks agreed on a shape, the host never waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views on a GPU: every kernel reads their numbers wherever they lie, aligned or not."""
+"""Views on a GPU: every kernel reads the right elements, aligned or not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from views import OPERANDS, VIEWS, Entry, Given, Known, differences, made, resul
 from ring_core import UnsupportedError
 
 KERNELS = ("fa4", "fa3", "cudnn", "fa2", "sdpa", "triton", "eager")
-EVERY = ("q", "k", "v", "dout")  # the tensors that all kernels take
+EVERY = ("q", "k", "v", "dout")  # tensors that all kernels take
 #: Reasons to leave a kernel out: its library is missing, or has no kernels for this GPU.
 NOT_HERE = ("is not installed", "has no cuDNN", "compute capability")
 TOLERANCE: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2}
@@ -47,7 +47,7 @@ def test_a_view_is_what_it_shows(kernel: str, operand: str) -> None:
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("kernel", ["triton", "auto"])
 def test_compiled(kernel: str, view: str) -> None:
-    """What is returned lies as the graph expects it."""
+    """Compiled results have the strides that the graph expects."""
     options: dict[str, Any] = {"causal": True, "kernel": kernel}
     known = Known()
     for operand in EVERY:
@@ -57,7 +57,7 @@ def test_compiled(kernel: str, view: str) -> None:
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_in_float32(view: str) -> None:
-    """The Triton kernels to the digits of float32."""
+    """Triton kernels are accurate to float32."""
     known = Known()
     for operand in OPERANDS:
         call = Given.of(

@@ -1,4 +1,4 @@
-"""The pass that finds the largest bias that each row sees, interpreted."""
+"""The kernel that finds the largest bias that each row sees, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from ring_core.base.merge import UNSHIFTED_BIAS
 from ring_torch import memory_ops
 
-ROWS, KEYS = 13, 700  # of which the pass takes 8 and 512 at a time
+ROWS, KEYS = 13, 700  # the kernel reads 8 rows and 512 keys at a time
 
 
 def bias_of(dtype: torch.dtype, batch: int, heads: int) -> Tensor:
-    """Numbers of all sizes, hidden ones, and rows that have nothing else."""
+    """Return a bias of small and large numbers, hidden keys, and rows without a finite number."""
     bias = torch.randn(batch, heads, ROWS, KEYS).to(dtype)
     bias[:, :, 8:] *= 30  # rows with a shift
     bias[:, :, 3:5] = torch.finfo(dtype).min

@@ -1,4 +1,4 @@
-"""A mask that is a tensor, in the Triton kernels: exact, and what it hides is on no list."""
+"""A tensor mask in the Triton kernels: exact, and hidden blocks are on no list."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pool() -> Iterator[LocalRanks]:
 
 
 def _given(shape: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
-    """Q, K and V, and a mask of squares on the diagonal that are no multiple of a block."""
+    """Return q, k and v, and a mask of diagonal squares that are no multiple of a block."""
     torch.manual_seed(0)
     chunk = torch.arange(T) // 24
     mask = (chunk[:, None] == chunk) & (torch.rand(shape) < 0.7)
@@ -81,7 +81,7 @@ def test_a_dense_mask_is_exact(
 
 
 def _visited(_: int, layout: Any) -> tuple[int, int]:
-    """The blocks that all launches of the forward visit, and those that hold something."""
+    """Return the number of blocks that the forward visits, and of those with visible pairs."""
     cp, counts = ContextParallel(layout=layout), list[int]()
     qkv, mask = _given((2, 1, T, T))
 
@@ -113,7 +113,7 @@ def test_hidden_blocks_are_on_no_list(layout: Any, pool: LocalRanks) -> None:
 
 @pytest.mark.parametrize("sizes", [(16, 16), (32, 7)])
 def test_blocks_that_it_hides(sizes: tuple[int, int]) -> None:
-    """The last ones may be shorter."""
+    """A block is visible if any pair in it is; the last blocks may be shorter."""
     torch.manual_seed(1)
     mask = torch.rand(2, 70, 50) < 0.01
     kinds = in_blocks(mask, *sizes)

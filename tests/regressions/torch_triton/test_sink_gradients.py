@@ -10,15 +10,15 @@ from torch import Tensor
 
 from ring_torch import autograd, memory_ops
 
-H, N = 3, 5000  # rows that are no whole blocks
+H, N = 3, 5000  # not a multiple of a block of rows
 
 
 def _tensors(batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return sinks, lse, delta and the gradient; of some rows lse is infinite."""
+    """Return sinks, lse, delta and the gradient; some rows have an infinite lse."""
     torch.manual_seed(0)
     sinks, lse = torch.randn(H).to(dtype), torch.randn(batch, H, N)
     delta = torch.randn(batch, H, N)
-    lse[:, 1, ::7] = -torch.inf  # they see nothing
+    lse[:, 1, ::7] = -torch.inf  # these rows see nothing
     weights = torch.where(lse == -torch.inf, 0.0, (sinks.float()[:, None] - lse).exp())
     return sinks, lse, delta, -(weights * delta).sum((0, 2))
 
@@ -39,7 +39,7 @@ def test_it_is_that_of_torch(batch: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_rows_may_come_in_parts(on_gpu: bool, parts: int, sinks_of_a_head: int) -> None:
-    """As kernels have them that take the rows of several launches for a batch, delta padded."""
+    """Rows may be split into a batch of launches, with padded delta, as some kernels need."""
     sinks, lse, delta, _ = _tensors(1, torch.float32)
     if sinks_of_a_head:
         sinks = torch.randn(H, sinks_of_a_head)

@@ -1,4 +1,4 @@
-"""Views in the Triton kernels: they read numbers wherever they lie, and write rows of their own."""
+"""Views in the Triton kernels: they read the right elements, and write contiguous rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ READABLE = [name for name in VIEWS if name not in {"strided", "permuted", "expan
 
 
 def _wrong(rank: int, size: int, options: dict[str, Any], some: list[Entry]) -> list[str]:
-    """What is wrong, of which tensors and views; passes over memory are kernels, too."""
+    """Return the differences for each tensor and view, with elementwise kernels in Triton, too."""
     errors, known = list[str](), Known()
     prepare._prepare.cache_clear()
     with (
@@ -36,7 +36,7 @@ def _wrong(rank: int, size: int, options: dict[str, Any], some: list[Entry]) -> 
         patch.object(autograd, "_can_use_triton", lambda _, dtype: dtype == torch.float32),
     ):
         for entry in some:
-            batch = 2 if size == 1 else 1  # interpreted programs take their time
+            batch = 2 if size == 1 else 1  # interpreted kernels are slow
             x = made(rank, size, batch=batch, length=16, heads=(2, 2), dtype=torch.float32)
             config = KernelConfig("triton", block_q=16, block_k=16)
             call = Given.of(entry, x, {"causal": True, "kernel": config, **options})
@@ -67,7 +67,7 @@ def test_each_part_has_every_tensor_and_every_view() -> None:
             assert all(shares.count(name) >= 2 for name in names), (part, shares)
 
 
-# Blocks of rows are whole: of others the interpreter takes the logarithm of zero, with a warning.
+# Blocks of rows are full: else the interpreter warns of the logarithm of zero.
 def _rows(view: str, *shape: int) -> Tensor:
     return VIEWS[view](torch.randn(shape))
 
@@ -114,7 +114,7 @@ PASSES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", PASSES)
 def test_what_no_pass_reads(name: str) -> None:
-    """They take a contiguous last dimension for granted, and assert it."""
+    """Elementwise kernels assert that the last dimension is contiguous."""
     PASSES[name](lambda x: x)
     with pytest.raises(AssertionError):
         PASSES[name](strided)
