@@ -1,1 +1,1 @@
-"""What is timed, run from the root as modules: ``python -m benchmarks.torch.scaling``."""
+"""Benchmarks, run from the root as modules: ``python -m benchmarks.torch.scaling``."""

@@ -1,14 +1,14 @@
-"""Video and image transformers of diffusers on a ring: outputs and gradients of one process.
+"""Run diffusers' video and image transformers on a ring, and compare them with one process.
 
-:func:`ring_torch.replace_sdpa` runs their attention; their ``native`` backend is torch's SDPA. The
-latents are whole on every rank, because the models count positions of patches in them. So hooks
-split what the blocks are given: tokens, the angles of their positions, and masks. Tiny random
-weights; a model that is loaded is split in the same way::
+:func:`ring_torch.replace_sdpa` runs their attention; their ``native`` backend is torch's SDPA.
+Every rank gets the whole latents, because the models count positions of patches in them. Hooks
+split the inputs of the blocks: tokens, rotary angles and masks. The models are tiny, with random
+weights; a loaded model is split in the same way::
 
     pip install diffusers
     python examples/diffusers_models.py --strategy ulysses
 
-The exit code is 0, or 1 if an output differs.
+The exit code is 0, or 1 if outputs or gradients differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEADS: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 12}
 
 
 def wan() -> nn.Module:
-    """Return a tiny Wan: video tokens attend to themselves, and to a whole prompt."""
+    """Return a tiny Wan: video tokens attend to themselves, and to the whole prompt."""
     torch.manual_seed(0)
     model: nn.Module = WanTransformer3DModel(
         in_channels=4, out_channels=4, text_dim=16, freq_dim=16, ffn_dim=32, num_layers=2, **HEADS
@@ -39,7 +39,7 @@ def wan() -> nn.Module:
 
 
 def hunyuan_video() -> nn.Module:
-    """Return a tiny HunyuanVideo: video and padded text attend to both, in one attention."""
+    """Return a tiny HunyuanVideo: joint attention of video and padded text tokens."""
     torch.manual_seed(0)
     model: nn.Module = HunyuanVideoTransformer3DModel(
         in_channels=4, out_channels=4, num_layers=1, num_single_layers=1, num_refiner_layers=1,
@@ -49,7 +49,7 @@ def hunyuan_video() -> nn.Module:
 
 
 def flux() -> nn.Module:
-    """Return a tiny Flux: an image and text attend to both, at positions that it is given."""
+    """Return a tiny Flux: joint attention of image and text, at positions it is given."""
     torch.manual_seed(0)
     model: nn.Module = FluxTransformer2DModel(
         in_channels=4, num_layers=1, num_single_layers=1, joint_attention_dim=16,
@@ -59,11 +59,11 @@ def flux() -> nn.Module:
 
 
 def split_wan(model: Any, cp: ContextParallel, strategy: str) -> None:
-    """Split a Wan's tokens between its first block and its last projection."""
+    """Split a Wan's tokens over ranks, from its first block to its last projection."""
     handle = replace_sdpa(model, cp, whole_keys=("blocks.*.attn2",), strategy=strategy)
 
     def split(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        handle.documents = (0, args[0].shape[1])  # one, and what lies behind it is padding
+        handle.documents = (0, args[0].shape[1])  # one document; padding follows it
         return cp.shard(args[0], pad=True), *args[1:]
 
     model.rope.register_forward_hook(_sharding(cp, 1))  # angles [1, T, 1, D]
@@ -72,7 +72,10 @@ def split_wan(model: Any, cp: ContextParallel, strategy: str) -> None:
 
 
 def split_hunyuan_video(model: Any, cp: ContextParallel, strategy: str) -> None:
-    """Split a HunyuanVideo's video, and its text once every rank has refined it whole."""
+    """Split a HunyuanVideo's tokens over ranks, from its first block to its last projection.
+
+    Every rank refines the whole text first, and then keeps its shard of it.
+    """
     replace_sdpa(model, cp, local=("context_embedder",), strategy=strategy)
     lengths = [0, 0]  # of video and text
 
@@ -81,7 +84,7 @@ def split_hunyuan_video(model: Any, cp: ContextParallel, strategy: str) -> None:
         return *(cp.shard(x, pad=True) for x in args[:2]), *args[2:]
 
     def split_mask(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        parts = args[3].split(lengths, dim=-1)  # padding is hidden, as it is False
+        parts = args[3].split(lengths, dim=-1)  # padded with False, which hides
         mask = torch.cat([cp.shard(x, dim=3, pad=True) for x in parts], dim=3)
         return *args[:3], mask, *args[4:]
 
@@ -93,7 +96,7 @@ def split_hunyuan_video(model: Any, cp: ContextParallel, strategy: str) -> None:
 
 
 def split_flux(model: Any, cp: ContextParallel, strategy: str) -> None:
-    """Split a Flux's inputs, which say where each token stands; and join its output."""
+    """Split a Flux's inputs over ranks, position ids included, and join its output."""
     replace_sdpa(model, cp, strategy=strategy)
     dims = {"hidden_states": 1, "encoder_hidden_states": 1, "img_ids": 0, "txt_ids": 0}
     length = 0  # of the image
@@ -102,7 +105,7 @@ def split_flux(model: Any, cp: ContextParallel, strategy: str) -> None:
         nonlocal length
         length = kwargs["hidden_states"].shape[1]
         shards = {name: cp.shard(kwargs[name], dim=dim, pad=True) for name, dim in dims.items()}
-        # Its attention has text before the image. What is padded is no key.
+        # Its attention has text before the image. Padding is hidden from all queries.
         are_keys = [
             cp.shard(torch.ones(1, 1, 1, kwargs[name].shape[1], dtype=torch.bool), dim=3, pad=True)
             for name in ("encoder_hidden_states", "hidden_states")
@@ -115,21 +118,21 @@ def split_flux(model: Any, cp: ContextParallel, strategy: str) -> None:
 
 
 def _sharding(cp: ContextParallel, dim: int) -> Callable[..., Any]:
-    """Return a hook that keeps this rank's part of the angles that a module returns."""
+    """Return a hook that keeps this rank's shard of the angles that a module returns."""
     return lambda _module, _args, angles: tuple(cp.shard(x, dim=dim, pad=True) for x in angles)
 
 
 def _joining(cp: ContextParallel, length: Callable[[], int]) -> Callable[..., Tensor]:
-    """Return a hook that joins the tokens of all ranks, of which every rank computes the loss.
+    """Return a hook that joins the tokens of all ranks, so that every rank computes the whole loss.
 
-    No parameter follows, so each rank takes its part of the gradient: ``grad="slice"``. Padding
-    behind the ``length()`` tokens is dropped.
+    No parameter follows, so each rank takes its slice of the gradient: ``grad="slice"``. Padding
+    after the ``length()`` tokens is dropped.
     """
     return lambda _module, _args, x: cp.unshard(x, grad="slice", seq_len=length())
 
 
 def batch_of(name: str) -> Batch:
-    """Return a batch, with lengths of text, video and image that two ranks do not divide."""
+    """Return a batch; two ranks do not divide its lengths of text, video and image."""
     draw = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> Tensor:
@@ -156,7 +159,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
 
 
 def compare(_: int, name: str, strategy: str, layout: Any) -> tuple[float, float]:
-    """Return the largest differences from one process of the output and of the gradients."""
+    """Return the largest differences from one process: output, and gradients (relative)."""
     make, split = MODELS[name]
     cp, batch = ContextParallel(layout=layout), batch_of(name)
     whole, model = make(), make()

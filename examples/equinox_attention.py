@@ -1,4 +1,4 @@
-"""An Equinox model on sequences split over four devices: the loss and gradient of one device.
+"""Split the sequences of an Equinox model over four devices: loss and gradient stay the same.
 
 :func:`ring_jax.equinox.convert` gives every ``eqx.nn.MultiheadAttention`` of a model the attention
 of a :class:`ring_jax.ContextParallel`. Everything else of the model stays as it was::
@@ -25,11 +25,11 @@ from ring_jax.equinox import convert
 Array = jax.Array
 
 DEVICES, LENGTH, VOCABULARY, DIM, HEADS = 4, 512, 64, 64, 4
-LIMIT = 1e-5  # of relative differences, in float32
+LIMIT = 1e-5  # largest relative difference, in float32
 
 
 class Model(eqx.Module):
-    """One transformer block between an embedding and a head."""
+    """A transformer block between an embedding and a head."""
 
     tokens: eqx.nn.Embedding
     places: eqx.nn.Embedding
@@ -46,7 +46,7 @@ class Model(eqx.Module):
         self.head = eqx.nn.Linear(DIM, VOCABULARY, key=keys[3])
 
     def __call__(self, tokens: Array, positions: Array, mask: Array | None) -> Array:
-        """Logits ``[T, vocabulary]`` of ``tokens [T]`` at global ``positions [T]``."""
+        """Return logits ``[T, vocabulary]`` of ``tokens [T]`` at global ``positions [T]``."""
         x = jax.vmap(self.tokens)(tokens) + jax.vmap(self.places)(positions)
         y = jax.vmap(self.norm)(x)
         x = x + self.attention(y, y, y, mask)
@@ -57,7 +57,7 @@ class Model(eqx.Module):
 @eqx.filter_jit
 @eqx.filter_value_and_grad
 def loss(model: Model, tokens: Array, labels: Array, positions: Array, mask: Array | None) -> Array:
-    """The mean cross entropy of ``labels [B, T]``."""
+    """Return the mean cross entropy of ``labels [B, T]``; the decorator adds its gradient."""
     logits = jax.vmap(lambda row: model(row, positions, mask))(tokens)
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)
     return -jnp.mean(chosen)
@@ -65,7 +65,7 @@ def loss(model: Model, tokens: Array, labels: Array, positions: Array, mask: Arr
 
 def main() -> int:
     """Compare four devices with one; the exit code is 1 if they differ."""
-    os.environ.setdefault("NPROC", "32")  # host devices wait for each other in threads of one pool
+    os.environ.setdefault("NPROC", "32")  # threads in which host devices wait for each other
     jax.config.update("jax_num_cpu_devices", DEVICES)
     mesh = jax.make_mesh((DEVICES,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:DEVICES])
     cp = ContextParallel(mesh, axis_name="cp")

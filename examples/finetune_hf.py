@@ -1,8 +1,8 @@
-"""Train a Llama with a Trainer of transformers, its sequences split over processes.
+"""Train a Llama with transformers' Trainer, its sequences split over processes.
 
-The model is small, its weights random; the text is the help topics that come with Python, byte by
-byte, several to a sequence, each a document of its own. One line makes it a ring: ``parallelize``.
-Losses of one process are written down, and those of a ring compared with them::
+The model is small, with random weights. It reads the help topics that come with Python, byte by
+byte; a sequence packs several topics, each a document of its own. One line makes it a ring:
+``hf.parallelize``. Write the losses of one process, and compare those of a ring with them::
 
     python examples/finetune_hf.py --write losses.json
     torchrun --nproc-per-node 2 examples/finetune_hf.py --compare losses.json
@@ -36,11 +36,11 @@ from ring_core import LAYOUTS, STRATEGIES
 from ring_torch import ContextParallel, hf
 
 BYTES = 256
-LIMIT = 1e-4  # of relative differences of losses, in float32
+LIMIT = 1e-4  # largest relative difference of losses, in float32
 
 
 def documents(options: argparse.Namespace) -> list[dict[str, list[int]]]:
-    """Topics, each cut to an equal share of a sequence."""
+    """Return the help topics as token ids, each cut to an equal share of a sequence."""
     most = options.seq_len // options.documents
     return [{"input_ids": [*text.encode()[:most]]} for text in topics.values()]
 
@@ -52,9 +52,9 @@ def default_device() -> str:
 
 
 def train(options: argparse.Namespace) -> list[float]:
-    """Losses of all steps."""
+    """Train, and return the loss of every step."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(  # of several processes, it starts their group
+        arguments = TrainingArguments(  # starts the group of several processes
             folder, max_steps=options.steps, per_device_train_batch_size=options.documents,
             gradient_accumulation_steps=options.accumulate, learning_rate=options.lr,
             logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True,
@@ -79,7 +79,7 @@ def train(options: argparse.Namespace) -> list[float]:
 
 
 def compare(options: argparse.Namespace, losses: list[float], others: list[float]) -> int:
-    """Say how far losses are from those of another run; returns the exit code."""
+    """Print the largest difference from another run's losses; return 1 if it is too large."""
     if len(losses) != len(others):
         print(f"error: {len(losses)} losses, and {len(others)} to compare with", file=sys.stderr)
         return 1
@@ -95,7 +95,7 @@ def compare(options: argparse.Namespace, losses: list[float], others: list[float
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; returns the exit code."""
+    """Train, write or compare the losses, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layout", choices=LAYOUTS, default="zigzag")
     parser.add_argument("--strategy", choices=("auto", *STRATEGIES), default="auto")

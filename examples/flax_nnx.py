@@ -1,4 +1,4 @@
-"""A Flax NNX model on sequences split over four devices: the loss and gradient of one device.
+"""Split the sequences of a Flax NNX model over four devices: loss and gradient stay the same.
 
 ``nnx.MultiHeadAttention`` takes any function as its ``attention_fn``;
 :func:`ring_jax.flax.make_attention_fn` makes one of the attention of a
@@ -26,11 +26,11 @@ from ring_jax.flax import make_attention_fn
 Array = jax.Array
 
 DEVICES, LENGTH, VOCABULARY, DIM, HEADS = 4, 512, 64, 64, 4
-LIMIT = 1e-5  # of relative differences, in float32
+LIMIT = 1e-5  # largest relative difference, in float32
 
 
 class Model(nnx.Module):
-    """One transformer block between an embedding and a head."""
+    """A transformer block between an embedding and a head."""
 
     def __init__(self, attention_fn: Callable[..., Array], rngs: nnx.Rngs) -> None:
         self.tokens = nnx.Embed(VOCABULARY, DIM, rngs=rngs)
@@ -42,7 +42,7 @@ class Model(nnx.Module):
         self.head = nnx.Linear(DIM, VOCABULARY, rngs=rngs)
 
     def __call__(self, tokens: Array, positions: Array) -> Array:
-        """Logits ``[B, T, vocabulary]`` of ``tokens [B, T]`` at global ``positions [T]``."""
+        """Return logits ``[B, T, vocabulary]`` of ``tokens [B, T]`` at global ``positions [T]``."""
         x = self.tokens(tokens) + self.places(positions)[None]
         x = x + self.attention(self.norm(x), is_causal=True)
         logits: Array = self.head(x)
@@ -52,7 +52,7 @@ class Model(nnx.Module):
 def loss_and_gradient(
     attention_fn: Callable[..., Array], tokens: Array, labels: Array, positions: Array
 ) -> tuple[Array, Any]:
-    """The mean cross entropy of a new model, and its gradient."""
+    """Return the mean cross entropy of a newly initialized model, and its gradient."""
 
     @nnx.jit
     @nnx.value_and_grad
@@ -66,7 +66,7 @@ def loss_and_gradient(
 
 def main() -> int:
     """Compare four devices with one; the exit code is 1 if they differ."""
-    os.environ.setdefault("NPROC", "32")  # host devices wait for each other in threads of one pool
+    os.environ.setdefault("NPROC", "32")  # threads in which host devices wait for each other
     jax.config.update("jax_num_cpu_devices", DEVICES)
     mesh = jax.make_mesh((DEVICES,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:DEVICES])
     cp = ContextParallel(mesh, axis_name="cp")

@@ -1,15 +1,15 @@
-"""The longest sequence that a training step fits on the hardware at hand, found by doubling.
+"""Find the longest sequence that a training step can hold on this hardware, by doubling it.
 
 The step is that of ``train_bytes.py``: a byte-level transformer, forward, backward and AdamW. Each
 process holds its part of the sequence from embedding to loss. Memory grows with the tokens of a
-process, so twice the processes take twice the sequence; time grows with its square::
+process, so twice the processes hold twice the sequence; time grows with its square::
 
     python examples/long_context.py
     python examples/long_context.py --cp 1
     torchrun --nproc-per-node 8 examples/long_context.py --dtype bfloat16
 
-Before each length the memory that it needs is estimated from the two lengths before, so that no
-process runs out of it. On the CPU time ends the search first, unless ``--seconds`` is large.
+The memory of each length is estimated from the two lengths before it, so that no process runs out.
+On a CPU the time limit ends the search first, unless ``--seconds`` is large.
 The exit code is 0, or 2 for wrong arguments.
 """
 
@@ -37,12 +37,15 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 FREE = "SC_AVPHYS_PAGES"
-SPARE = 0.9  # of the memory that is free: allocators keep a little
+SPARE = 0.9  # usable share of the free memory: allocators keep a little
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What ends the search: memory of a process in GiB, seconds of a step, tokens."""
+    """Limits that end the search: memory of a process in GiB, seconds of a step, tokens.
+
+    Without a limit on memory nine tenths of what is free may be used.
+    """
 
     memory: float | None
     seconds: float
@@ -50,7 +53,7 @@ class Limits:
 
 
 def allowed(config: Config, limits: Limits) -> float:
-    """Bytes that a process may use, what it uses already included: the least of all processes."""
+    """Return how many bytes a process may use in all: the least over all processes."""
     if limits.memory is not None:
         own = limits.memory * GIB
     elif config.device == "cuda":
@@ -65,7 +68,7 @@ def allowed(config: Config, limits: Limits) -> float:
 
 
 def measured(config: Config) -> Run:
-    """One training step, with the time of the slowest process and the memory of the largest."""
+    """Run a training step: seconds of the slowest process, memory of the largest."""
     if config.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -77,7 +80,7 @@ def measured(config: Config) -> Run:
 
 
 def obstacle(runs: Sequence[Run], room: float, limits: Limits) -> str | None:
-    """Why the next length, twice the last one, is not tried; ``None`` if it is."""
+    """Return why the next length, twice the last one, is not tried; ``None`` if it is."""
     last = runs[-1]
     if 2 * last.tokens > limits.tokens:
         return f"--most {limits.tokens} was asked for"
@@ -94,8 +97,8 @@ def obstacle(runs: Sequence[Run], room: float, limits: Limits) -> str | None:
 
 
 def search(rank: int, config: Config, limits: Limits) -> tuple[list[Run], str]:
-    """Double the length until something is in the way, and say what; every process calls this."""
-    train(replace(config, seq_len=64 * config.cp), quiet=True)  # libraries load lazily
+    """Double the length until a limit is met; return the runs and the limit. All ranks call it."""
+    train(replace(config, seq_len=64 * config.cp), quiet=True)  # warm-up: libraries load lazily
     room, runs = allowed(config, limits), list[Run]()
     bar = tqdm_of(rank)
     say(
@@ -119,7 +122,7 @@ def search(rank: int, config: Config, limits: Limits) -> tuple[list[Run], str]:
 
 
 def tqdm_of(rank: int) -> Bar | None:
-    """A bar without an end, if there is a terminal to draw it in."""
+    """Return a progress bar without an end; ``None`` if there is no terminal, or not rank 0."""
     if rank or not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         return None
     from tqdm import tqdm
@@ -128,7 +131,7 @@ def tqdm_of(rank: int) -> Bar | None:
 
 
 def say(rank: int, line: str, bar: Bar | None = None) -> None:
-    """Print a line, once, above the bar."""
+    """Print a line on rank 0, above its progress bar."""
     if rank == 0 and bar is not None:
         bar.write(line, file=sys.stdout)
     elif rank == 0:
@@ -172,7 +175,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Search, and say how far it went."""
+    """Search, and print the longest length and why the next one was not tried."""
     options = arguments(argv)
     config = Config(
         cp=options.cp, layout=options.layout, strategy="auto", seq_len=options.first * options.cp,

@@ -1,8 +1,8 @@
-"""Train a layer of attention on several processes, each of which brings its own tokens.
+"""Train an attention layer on several JAX processes, each of which loads only its own tokens.
 
 ``python examples/processes_jax.py localhost:29511 2 0`` starts process 0 of 2, and waits for
-process 1, which is started by the same line with a 1 at its end. On GPUs and TPUs that is a process
-a host, and here each has two devices of the CPU. The loss is that of one process.
+process 1, which is started by the same line with a 1 at its end. On GPUs and TPUs that is one
+process per host; here each has two devices of the CPU. The loss is equal to that of one process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ LENGTH, WIDTH, HEADS, DIM, STEPS = 256, 32, 4, 8, 4
 
 
 def main() -> None:
-    """Train."""
+    """Train the layer; process 0 prints the losses."""
     address, count, number = sys.argv[1], *map(int, sys.argv[2:])
-    # Both come before anything else of JAX.
+    # Both must come before any other use of JAX.
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(address, num_processes=count, process_id=number)
     mesh = jax.make_mesh((jax.device_count(),), ("cp",), axis_types=(AxisType.Auto,))
@@ -59,7 +59,7 @@ def main() -> None:
         )
         for name in ("q", "k", "v")
     }
-    # Before the first step: a process that would make another call is named, in all of them.
+    # Before the first step: if a process would make another call, all raise an error that names it.
     cp.check_agreement(*jax.jit(projections)(weights, x), causal=True)
     for n in range(STEPS):
         weights, value = step(weights, x)

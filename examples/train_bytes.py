@@ -52,7 +52,7 @@ EXACT = 4  # steps of the float64 run
 
 
 class Block(nn.Module):
-    """Attention, two query heads to a key/value head, then a gated MLP; each behind a norm."""
+    """Transformer block: attention, two query heads to a K/V head, and a gated MLP; pre-norm."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * dim, dim, bias=False)
 
     def forward(self, x: Tensor, angles: Tensor, attend: Attend) -> Tensor:
-        """Map ``x [B, T, dim]``; ``attend`` knows the mask, and where the other tokens are."""
+        """Map ``x [B, T, dim]``; ``attend`` applies the mask and fetches other ranks' tokens."""
         y = self.norm_attention(x)
         q = self.query(y).unflatten(-1, (-1, HEAD_DIM))  # [B, T, H, D]
         k, v = self.key_value(y).unflatten(-1, (-1, HEAD_DIM)).chunk(2, dim=2)  # [B, T, H / 2, D]
@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A causal transformer over bytes; its first weights depend on the seed alone."""
+    """A causal transformer over bytes; its initial weights depend on the seed alone."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Model(nn.Module):
                 nn.init.normal_(part.weight, std=std, generator=random)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """What the head reads, ``[B, T, dim]``, of ``tokens [B, T]`` at ``positions [T]``."""
+        """Return the head's inputs ``[B, T, dim]`` for ``tokens [B, T]`` at ``positions [T]``."""
         x = self.embedding(tokens)
         exponents = torch.arange(0, 1, 2 / HEAD_DIM, dtype=torch.float64, device=x.device)
         angles = positions[:, None, None] * 10000.0**-exponents  # [T, 1, D / 2]
@@ -98,23 +98,23 @@ class Model(nn.Module):
         return normed
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Logits ``[B, T, 256]`` of ``tokens [B, T]`` at global ``positions [T]``."""
+        """Return logits ``[B, T, 256]`` of ``tokens [B, T]`` at global ``positions [T]``."""
         logits: Tensor = self.head(self.hidden(tokens, positions, attend))
         return logits
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary embedding of heads ``x [B, T, H, D]`` (Su et al., arXiv 2104.09864)."""
+    """Apply rotary embedding to heads ``x [B, T, H, D]`` (Su et al., arXiv 2104.09864)."""
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
 def sequence(config: Config, step: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Tokens and labels ``[1, T]`` of a step, whole, and who sees whom: options of attention.
+    """Return a step's whole tokens and labels ``[1, T]``, and its mask as options of attention.
 
-    Packed, topics are documents, and the label of a document's last byte is ignored: the next byte
-    belongs to another one.
+    If packed, each topic is a document, and the label of a document's last byte is ignored: the
+    next byte belongs to another one.
     """
     topic = [text.encode() for text in topics.values()]
     text, ends = np.frombuffer(b"".join(topic), np.uint8), np.cumsum([len(x) for x in topic])
@@ -133,7 +133,7 @@ def sequence(config: Config, step: int) -> tuple[Tensor, Tensor, dict[str, Any]]
 
 
 def train(config: Config, *, quiet: bool = False) -> Run:
-    """Train a model; with several processes, every one of them calls this."""
+    """Train a model, and return its losses, speed and memory. All processes call this."""
     before = peak_memory(config.device)
     cp = ContextParallel(layout=config.layout)
     model = Model(config).to(config.device, getattr(torch, config.dtype))  # drawn in float32
@@ -151,7 +151,7 @@ def train(config: Config, *, quiet: bool = False) -> Run:
         logits = model(tokens, positions, attend)
         count = int(
             (whole[1] != IGNORED).sum()
-        )  # known here, so that ranks need not ask each other
+        )  # of the whole labels, so that ranks need not ask each other
         loss = cross_entropy(cp, logits, labels, count=count)  # this rank's part of the mean
         optimizer.zero_grad()
         loss.backward()
@@ -173,19 +173,22 @@ def train(config: Config, *, quiet: bool = False) -> Run:
 
 
 def checkpoint_file(config: Config) -> Path | None:
-    """Where a run of this kind is kept."""
+    """Return the checkpoint file of a configuration; ``None`` if it has no folder."""
     if config.checkpoint is None:
         return None
     return Path(config.checkpoint) / f"{config.cp}-{config.dtype}.pt"
 
 
 def facts(config: Config) -> str:
-    """What a run that goes on has to have in common with the one that was cut off."""
+    """Return the settings that a resumed run must have in common with the one cut off."""
     return str(replace(config, steps=0, checkpoint=None, save_every=0).__dict__)
 
 
 def save(config: Config, kept: Sequence[Any], losses: list[float]) -> None:
-    """Keep all that the next steps depend on; every process holds the same, and one writes it."""
+    """Write all that the next steps depend on, every ``save_every`` steps.
+
+    Every process holds the same, so one of them calls this.
+    """
     file = checkpoint_file(config)
     if file is None or len(losses) % config.save_every:
         return
@@ -193,11 +196,11 @@ def save(config: Config, kept: Sequence[Any], losses: list[float]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_suffix(".new")
     torch.save(state, new)
-    new.replace(file)  # whole or not at all
+    new.replace(file)  # atomic: the file is whole or the old one
 
 
 def load(config: Config, kept: Sequence[Any]) -> list[float]:
-    """Take up a run where it was last saved; the losses of its steps so far."""
+    """Restore a run from its checkpoint, and return the losses of its steps so far."""
     file = checkpoint_file(config)
     if file is None or not file.exists():
         return []
@@ -211,7 +214,7 @@ def load(config: Config, kept: Sequence[Any]) -> list[float]:
 
 
 def peak_memory(device: str) -> int:
-    """The most bytes this process has used so far: of memory, or of its GPU's."""
+    """Return the most bytes that this process has used so far: on its GPU, or in RAM."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -219,7 +222,7 @@ def peak_memory(device: str) -> int:
 
 
 def progress(config: Config, losses: Sequence[float], *, quiet: bool) -> Iterator[int]:
-    """Count the steps to do, with a bar if there is a terminal to draw it in, else a few lines."""
+    """Yield the steps to do; show a bar if there is a terminal, else print a few lines."""
     name, steps = f"{config}, {config.dtype}", range(len(losses), config.steps)
     if bar := not quiet and sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
         from tqdm import tqdm
@@ -230,7 +233,7 @@ def progress(config: Config, losses: Sequence[float], *, quiet: bool) -> Iterato
 
 
 def run_apart(config: Config, function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function(rank, *args)`` on fresh processes of this machine; what rank 0 returns.
+    """Call ``function(rank, *args)`` in new processes of this machine; return rank 0's result.
 
     An error in one of them ends all and is raised.
     """
@@ -243,10 +246,10 @@ def run_apart(config: Config, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def run_here(config: Config, function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function(rank, *args)`` as one of the processes that torchrun started."""
+    """Call ``function(rank, *args)`` in this process, which torchrun started."""
     if config.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # torchrun may keep its store when it starts processes anew, with addresses of the old ones.
+    # After a restart torchrun may keep its store, which holds addresses of the old processes.
     store, rank, size = next(rendezvous("env://"))
     life = PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "nccl" if config.device == "cuda" else "gloo"
@@ -259,7 +262,7 @@ def run_here(config: Config, function: Callable[..., Any], *args: Any) -> Any:
 def train_all(_: int, configs: Sequence[Config]) -> list[Run]:
     """Train with one configuration after the other; every rank calls this."""
     first = configs[0]
-    # Libraries load lazily.
+    # Warm-up: libraries load lazily.
     train(replace(first, seq_len=64 * first.cp, steps=1, checkpoint=None), quiet=True)
     return [train(config) for config in configs]
 
@@ -301,7 +304,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def mistakes(options: argparse.Namespace, world: int) -> Iterator[str]:
-    """What is wrong with the arguments."""
+    """Yield an error message for each wrong argument."""
     limits = {"cp": 0, "seq_len": 0, "window": -1, "steps": 0, "layers": 0, "lr": 0, "seed": -1,
               "save_every": 0}  # fmt: skip
     for name, limit in limits.items():
@@ -329,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configs = [config]
     if options.compare and config.dtype == "float32" and not options.no_float64:
         configs.append(replace(config, dtype="float64", steps=min(EXACT, config.steps)))
-    by_torchrun = "WORLD_SIZE" in os.environ  # this process is one of them
+    by_torchrun = "WORLD_SIZE" in os.environ  # this process is one of the ranks
     ring: list[Run] = (run_here if by_torchrun else run_apart)(config, train_all, configs)
     if os.environ.get("RANK", "0") != "0":
         return 0

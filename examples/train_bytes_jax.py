@@ -41,13 +41,13 @@ Attend = Callable[[Array, Array, Array], Array]
 BYTES, HEAD_DIM, WARMUP = 256, 32, 10
 BETA1, BETA2, EPSILON, DECAY, MOST_NORM = 0.9, 0.95, 1e-8, 0.01, 1.0  # of AdamW
 IGNORED = -1  # the label of a byte that has nothing to predict
-LIMITS = {"float32": 1e-5, "float64": 1e-10}  # of relative differences of losses
+LIMITS = {"float32": 1e-5, "float64": 1e-10}  # largest relative differences of losses
 LONG, LEARNED = 60, 1.0  # in this many steps the loss has to fall by this much
 
 
 @dataclass(frozen=True)
 class Config:
-    """One training run; ``cp`` alone says how many devices share its sequences."""
+    """Settings of a training run; ``cp`` is how many devices share its sequences."""
 
     cp: int
     layout: LayoutName
@@ -68,7 +68,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run shows."""
+    """Results of a training run: the loss of every step, and times."""
 
     losses: tuple[float, ...]
     compiling: float  # seconds, the first step included
@@ -76,7 +76,7 @@ class Run:
 
 
 class Batch(NamedTuple):
-    """A sequence in natural order; ``documents`` says which help topic a byte is of."""
+    """A sequence in natural order; ``documents`` numbers the help topic of each byte."""
 
     tokens: Array  # int32 [1, T]
     labels: Array  # int32 [1, T]
@@ -84,7 +84,7 @@ class Batch(NamedTuple):
 
 
 class State(NamedTuple):
-    """Weights, and AdamW's means of gradients and of their squares."""
+    """Training state: weights, and AdamW's first and second moments."""
 
     weights: Weights
     mean: Weights
@@ -93,9 +93,12 @@ class State(NamedTuple):
 
 
 def initial(config: Config) -> State:
-    """Weights that depend on the seed alone; those of all layers lie in one array."""
+    """Return the initial state: weights depend on the seed alone.
+
+    Weights of all layers are stacked in one array, for ``lax.scan``.
+    """
     dim, random = config.dim, np.random.default_rng(config.seed)
-    dtype = jnp.promote_types(config.dtype, jnp.float32)  # updates are small
+    dtype = jnp.promote_types(config.dtype, jnp.float32)  # not below float32: updates are small
 
     def normal(*shape: int, std: float = 0.02) -> Array:
         return jnp.asarray(std * random.standard_normal(shape), dtype)
@@ -114,7 +117,7 @@ def initial(config: Config) -> State:
 
 
 def model(weights: Weights, tokens: Array, positions: Array, attend: Attend) -> Array:
-    """Logits ``[B, T, 256]`` of ``tokens [B, T]`` at global ``positions [T]``."""
+    """Return logits ``[B, T, 256]`` of ``tokens [B, T]`` at global ``positions [T]``."""
     exponents = np.arange(0, 1, 2 / HEAD_DIM)
     frequencies = jnp.asarray(10000.0**-exponents, jnp.float32)
     angles = jnp.outer(positions, frequencies)[None, :, None]  # [1, T, 1, D / 2]
@@ -126,7 +129,7 @@ def model(weights: Weights, tokens: Array, positions: Array, attend: Attend) -> 
 
 
 def transformer_block(x: Array, layer: Weights, *, angles: Array, attend: Attend) -> Array:
-    """Attention, two query heads to a key/value head, then a gated MLP; ``x [B, T, dim]``."""
+    """Apply attention, two query heads to a K/V head, and a gated MLP to ``x [B, T, dim]``."""
     y = normed(x, layer["norm_attention"])
     q = (y @ layer["query"]).reshape(*y.shape[:2], -1, HEAD_DIM)  # [B, T, H, D]
     kv = (y @ layer["key_value"]).reshape(*y.shape[:2], -1, HEAD_DIM)
@@ -139,19 +142,19 @@ def transformer_block(x: Array, layer: Weights, *, angles: Array, attend: Attend
 
 
 def normed(x: Array, weight: Array) -> Array:
-    """RMS norm (Zhang and Sennrich, arXiv 1910.07467)."""
+    """Apply RMS norm (Zhang and Sennrich, arXiv 1910.07467)."""
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight[None, None]
 
 
 def rotate(x: Array, angles: Array) -> Array:
-    """Rotary embedding of heads ``x [B, T, H, D]`` (Su et al., arXiv 2104.09864)."""
+    """Apply rotary embedding to heads ``x [B, T, H, D]`` (Su et al., arXiv 2104.09864)."""
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
 def loss_of(weights: Weights, batch: Batch, cp: ContextParallel, config: Config) -> Array:
-    """Mean cross entropy; tokens, positions and labels are split over the devices of ``cp``."""
+    """Return the mean cross entropy of a batch, which is split over the devices of ``cp``."""
     tokens, labels = cp.shard(batch.tokens), cp.shard(batch.labels)
     documents = None if batch.documents is None else cp.shard(batch.documents)
     window = None if config.window is None else (config.window, 0)
@@ -167,7 +170,7 @@ def loss_of(weights: Weights, batch: Batch, cp: ContextParallel, config: Config)
 
 
 def adamw(state: State, grads: Weights, lr: float) -> State:
-    """One step of AdamW (Loshchilov and Hutter, arXiv 1711.05101), warmed up and clipped."""
+    """Take a step of AdamW (Loshchilov and Hutter, arXiv 1711.05101), warmed up and clipped."""
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     grads = jax.tree.map(lambda g: g * jnp.minimum(1, MOST_NORM / norm), grads)
     step = state.step + 1
@@ -183,11 +186,11 @@ def adamw(state: State, grads: Weights, lr: float) -> State:
 
 
 def sequence(config: Config, step: int) -> Batch:
-    """The sequence of a step.
+    """Return the sequence of a step.
 
-    Packed, topics are documents, and the label of a document's last byte is ignored: the next byte
-    belongs to another one. They are named by segment ids, which one compiled program takes anew in
-    every step; ``cu_seqlens`` would be part of the program.
+    If packed, each topic is a document, and the label of a document's last byte is ignored: the
+    next byte belongs to another one. Documents are given as segment ids, so that one compiled
+    program serves all steps; ``cu_seqlens`` would be part of the program.
     """
     topic = [text.encode() for text in topics.values()]
     text, ends = np.frombuffer(b"".join(topic), np.uint8), np.cumsum([len(x) for x in topic])
@@ -204,7 +207,7 @@ def sequence(config: Config, step: int) -> Batch:
 
 
 def train(config: Config) -> Run:
-    """Train a model on ``config.cp`` devices."""
+    """Train a model on ``config.cp`` devices, and return its losses and times."""
     devices = jax.devices()[: config.cp]
     mesh = jax.make_mesh((config.cp,), ("cp",), (AxisType.Auto,), devices=devices)
     cp = ContextParallel(mesh, "cp", layout=config.layout)
@@ -226,7 +229,7 @@ def train(config: Config) -> Run:
 
 
 def progress(config: Config, losses: Sequence[float]) -> Iterator[int]:
-    """Count the steps, with a bar if there is a terminal to draw it in, else with a few lines."""
+    """Yield the steps to do; show a bar if there is a terminal, else print a few lines."""
     name, steps = f"{config}, {config.dtype}", range(config.steps)
     if bar := sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
         from tqdm import tqdm
@@ -237,12 +240,12 @@ def progress(config: Config, losses: Sequence[float]) -> Iterator[int]:
 
 
 def difference(ring: Run, single: Run) -> float:
-    """The largest relative difference of two runs' losses."""
+    """Return the largest relative difference of two runs' losses."""
     return float(np.abs(np.array(ring.losses) / np.array(single.losses) - 1).max())
 
 
 def failures(config: Config, ring: Run, single: Run) -> Iterator[str]:
-    """What is wrong with the losses; nothing is, for a dtype without a limit."""
+    """Yield what is wrong with the losses; a dtype without a limit is not checked."""
     if config.dtype not in LIMITS:
         return
     if (
@@ -293,7 +296,7 @@ def arguments(argv: Sequence[str] | None) -> Config:
 
 
 def mistakes(config: Config) -> Iterator[str]:
-    """What is wrong with the arguments."""
+    """Yield an error message for each wrong argument."""
     limits = {"cp": 0, "seq_len": 0, "window": -1, "steps": 0, "layers": 0, "lr": 0, "seed": -1}
     for name, limit in limits.items():
         if (value := getattr(config, name)) is not None and not value > limit:
@@ -309,7 +312,7 @@ def mistakes(config: Config) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Train on a ring and on one device and compare; returns the exit code."""
     config = arguments(argv)
-    # Host devices wait for each other in threads of one pool: too few of them would wait forever.
+    # Host devices wait for each other in threads of one pool: too few threads would deadlock.
     os.environ.setdefault("NPROC", str(max(32, 8 * config.cp)))
     jax.config.update("jax_num_cpu_devices", config.cp)
     jax.config.update("jax_enable_x64", config.dtype == "float64")

@@ -1,4 +1,4 @@
-"""What ``train_bytes.py`` shows of its runs: losses, differences, speed, memory, a picture."""
+"""Report the runs of ``train_bytes.py``: losses, differences, speed, memory, a picture."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from ring_core import LayoutName, Mask, StrategyConfig, make_plan, ring_program
 
 EARLY = 20  # steps in which float32 has to agree
-LIMITS = {"float32": 1e-5, "float64": 1e-10}  # of relative differences of losses
+LIMITS = {"float32": 1e-5, "float64": 1e-10}  # largest relative differences of losses
 MIB = 2**20
 LONG, LEARNED = 24, 1.0  # in this many steps the loss has to fall by this much
 
 
 @dataclass(frozen=True)
 class Config:
-    """One training run; ``cp`` alone says how many processes share its sequences."""
+    """Settings of a training run; ``cp`` is how many processes share its sequences."""
 
     cp: int
     layout: LayoutName
@@ -45,7 +45,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run shows; memory, in bytes, is that of the process that used most."""
+    """Results of a training run; memory, in bytes, is that of the process that used most."""
 
     losses: tuple[float, ...]
     seconds: float  # of its steps
@@ -55,19 +55,19 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all processes together."""
+        """Tokens per second of all processes together."""
         return self.tokens / self.seconds
 
 
 def differences(ring: Run, single: Run) -> Tensor:
-    """Relative differences of the losses in the steps that both have, float64."""
+    """Return relative differences of the losses in the steps that both have, float64."""
     steps = min(len(ring.losses), len(single.losses))
     a, b = (torch.tensor(run.losses[:steps], dtype=torch.float64) for run in (ring, single))
     return (a / b - 1).abs()
 
 
 def failures(config: Config, ring: Run, single: Run | None) -> Iterator[str]:
-    """What is wrong with the losses; nothing is, for a dtype without a limit."""
+    """Yield what is wrong with the losses; a dtype without a limit is not checked."""
     if config.dtype in LIMITS and single is not None:
         checked = differences(ring, single)[: EARLY if config.dtype == "float32" else None]
         if not checked.max() <= LIMITS[config.dtype]:  # NaN is wrong too
@@ -101,7 +101,7 @@ def report(config: Config, ring: Run, single: Run | None) -> None:
 
 
 def explain(ring: Sequence[Run], single: Sequence[Run]) -> None:
-    """Say in numbers why float32 losses differ; the runs are those of float32 and float64."""
+    """Print in numbers why float32 losses differ; runs are in float32, then in float64."""
     exact, rounding = differences(ring[1], single[1]), differences(single[0], single[1])
     by_step = differences(ring[0], single[0])[: len(exact)]
     print(f"In float64 ring and single process agree to {exact.max():.1e} over {len(exact)} steps: "
@@ -112,13 +112,13 @@ def explain(ring: Sequence[Run], single: Sequence[Run]) -> None:
 def draw(
     config: Config, mask: Mask, ring: Sequence[Run], single: Sequence[Run], path: Path
 ) -> None:
-    """Draw losses and their differences on the left, on the right memory, and who works when."""
+    """Draw losses and their differences on the left, memory and who works when on the right."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7), layout="constrained")
     ways = {"c": ("contiguous", "ring"), "r": (config.layout, config.strategy)}
     own = "c" if config.layout == "contiguous" and config.strategy != "balanced" else "r"
-    cells = f"lm;lc;{'d' if single else 'l'}{own}"  # loss, memory, contiguous, difference, this run
+    cells = f"lm;lc;{'d' if single else 'l'}{own}"  # l: loss, m: memory, d: difference, c, r: work
     axes = figure.subplot_mosaic(cells, width_ratios=(1.5, 1), height_ratios=(0.5, 1, 1))
     steps, loss = range(1, config.steps + 1), axes["l"]
     if single:

@@ -41,7 +41,7 @@ from ring_torch.training.data import Batch
 
 @dataclass(frozen=True)
 class Step:
-    """A step of training: its loss, and the plan of its batch in zigzag and in its own layout."""
+    """A training step: its loss, and its batch's program in zigzag and in its own layout."""
 
     loss: float
     zigzag: RingProgram
@@ -49,14 +49,14 @@ class Step:
 
 
 def documents(longest: int) -> list[Tensor]:
-    """Return the help topics, each cut to so many bytes, int64 ``[length]``."""
+    """Return the help topics, each cut to ``longest`` bytes, int64 ``[length]``."""
     texts = (text.encode()[:longest] for text in topics.values())
     return [torch.tensor(np.frombuffer(text, np.uint8).astype(np.int64)) for text in texts]
 
 
 def batches(cp: ContextParallel, config: Config, longest: int, at_once: int) -> Iterator[Batch]:
-    """Yield this rank's part of packed documents, pass after pass, each in another order."""
-    topic: Any = documents(longest)  # a list is a dataset to torch
+    """Yield this rank's part of packed batches, epoch after epoch, each in another order."""
+    topic: Any = documents(longest)  # torch takes a list as a dataset
     for number in count():
         order = torch.Generator().manual_seed(config.seed + number)  # the same on all ranks
         loader = DataLoader(topic, at_once, shuffle=True, generator=order, collate_fn=list)
@@ -64,14 +64,14 @@ def batches(cp: ContextParallel, config: Config, longest: int, at_once: int) -> 
 
 
 def plan_of(batch: Batch, layout: LayoutSpec) -> RingProgram:
-    """Return who computes what of a batch, and when, in a layout."""
+    """Return a batch's program in a layout: which rank computes what in which step."""
     mask = Mask(causal=True, cu_seqlens=batch.cu_seqlens)
     plan = make_plan(mask, seq_len=batch.seq_len, cp_size=batch.cp.cp_size, layout=layout)
     return ring_program(plan)
 
 
 def train(rank: int, config: Config, longest: int, at_once: int) -> list[Step]:
-    """Train a model; every process calls this."""
+    """Train a model, and return what each step did. Every process calls this."""
     cp = ContextParallel()
     model = Model(config).to(config.device, getattr(torch, config.dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
@@ -173,7 +173,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, say how even the work was, and draw it; returns the exit code."""
+    """Train, print how even the work was, and draw it; return the exit code."""
     options = arguments(argv)
     config = Config(
         cp=options.cp, layout="zigzag", strategy="auto", seq_len=options.longest, window=None,

@@ -1,4 +1,4 @@
-"""A model of torch's own layers, trained on a ring as it is: the losses are those of one process.
+"""Train an unchanged model of torch's own layers on a ring: the losses are those of one process.
 
 :func:`ring_torch.replace_sdpa` runs the attention of a ``torch.nn.TransformerEncoder`` on the ring.
 The model denoises patches of pictures. It is verified before the first step; a model that counts
@@ -28,7 +28,7 @@ STRATEGIES = ("auto", "ring", "gather", "ulysses")
 
 
 class Denoiser(nn.Module):
-    """A transformer over patches, which knows nothing of rings."""
+    """A transformer over patches whose code knows nothing of rings."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Denoiser(nn.Module):
 
 
 def train(_: int, length: int, steps: int, strategy: str) -> tuple[list[float], str]:
-    """Train on this rank's patches; return the losses, and what verification found."""
+    """Train on this rank's patches; return the losses, and the report of verification."""
     cp, model = ContextParallel(), Denoiser(length)
     handle = replace_sdpa(model, cp, strategy=strategy)
     data = torch.Generator().manual_seed(1)  # the same pictures in all processes

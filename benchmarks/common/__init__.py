@@ -1,6 +1,7 @@
-"""What benchmarks of either framework share: needs no framework, no GPU.
+"""Code that the benchmarks of both frameworks share; it needs no framework and no GPU.
 
-``cases`` says what is timed, ``turns`` in what order, which results are right, and what is kept of
-times; ``report`` has options, files and environments; ``tables`` and ``chart`` show what a file
-holds, and ``pages`` writes them into the pages; ``numerics`` is the error of the simulated ring.
+``cases`` has the settings and rows to time. ``turns`` times methods in rounds, selects those whose
+results are right, and summarizes times. ``report`` has command-line options, result files and
+descriptions of environments. ``tables`` and ``chart`` show a result file, and ``pages`` writes them
+into the docs. ``numerics`` measures the error of the simulated ring.
 """

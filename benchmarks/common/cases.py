@@ -1,4 +1,4 @@
-"""What is timed, in bfloat16: lengths and masks over GPUs, head dims and options on one."""
+"""Settings and rows to time, in bfloat16: masks and lengths over GPUs, options on one GPU."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from ring_core import Mask, make_plan, ring_program
 K = 1024
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SCALING_GATE = 2048  # tokens over which methods over GPUs are compared with float32 attention
-OPTIONS_GATE, OPTIONS_LENGTH, ROUNDS = 1024, 16 * K, 20  # of head dims and options on one GPU
+# For rows on one GPU: tokens of the comparison with float32, tokens that are timed, rounds.
+OPTIONS_GATE, OPTIONS_LENGTH, ROUNDS = 1024, 16 * K, 20
 OURS = "ring"
-PASSES = {"forward": 1.0, "both": 3.5}  # times the forward's FLOPs
+PASSES = {"forward": 1.0, "both": 3.5}  # FLOPs, in units of the forward's
 CAUSAL, FULL = Mask(causal=True), Mask()
-PADDED = {40: 64, 72: 96, 100: 128, 136: 160, 176: 192, 200: 256, 250: 256}  # head dims
+PADDED = {40: 64, 72: 96, 100: 128, 136: 160, 176: 192, 200: 256, 250: 256}  # head dims, padded
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A sequence to attend over, over several GPUs.
+    """A sequence to attend over, split over several GPUs.
 
     ``dim`` is the head dim of q and k; that of v is ``v_dim``, or the same if ``None``.
     """
@@ -37,7 +38,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Name of its rows, as ``causal 16k 24/24 of 64 x2``: two sequences, 24 heads of 64."""
+        """Name of its rows: ``causal 16k 24/24 of 64 x2`` is 2 sequences, 24 heads, head dim 64."""
         dims = f"{self.dim}/{self.v_dim}" if self.v_dim else f"{self.dim}"
         return (
             f"{self.mask} {self.seq_len // K}k {self.heads}/{self.kv_heads}"
@@ -56,9 +57,9 @@ class Setting:
 
     @property
     def flops(self) -> dict[str, int]:
-        """FLOPs of the forward, and of forward + backward: two products of blocks, and five more.
+        """FLOPs of the forward (two matrix products), and of forward + backward (five more).
 
-        Scores, their gradients and dQ, dK sum over the head dim of q; the rest over that of v.
+        Scores (computed twice), dQ and dK cost the head dim of q; out, dV and dP that of v.
         """
         pairs = pairs_of(mask_of(self.mask, self.seq_len), self.seq_len)
         dim, v_dim = self.dim, self.v_dim or self.dim
@@ -73,14 +74,14 @@ SETTINGS = (
     Setting(512 * K, mask="window"),
     Setting(128 * K, mask="documents"),
 )
-#: What JAX runs over several GPUs.
+#: Settings of the JAX benchmark over several GPUs.
 JAX_SETTINGS = (
     *(Setting(n * K) for n in (8, 32, 128, 256, 512)),
     *(Setting(n * K, kv_heads=32) for n in (32, 128)),
     Setting(128 * K, mask="window"),
     Setting(128 * K, mask="documents"),
 )
-#: Short passes, in which the host's time shows. The second is a layer of gpt-oss with a window.
+#: Settings so short that the host's time shows. The second is a layer of gpt-oss with a window.
 SHORT_SETTINGS = (
     Setting(8 * K),
     Setting(32 * K, 64, 8, mask="window 128", dim=64, sinks=True),
@@ -89,12 +90,12 @@ SHORT_SETTINGS = (
     Setting(16 * K, dim=64),
     Setting(16 * K, dim=256, heads=16, kv_heads=4),
     Setting(32 * K, mask="documents"),
-    # As many tokens for each of two GPUs as the first two have for each of four.
+    # On two GPUs these have as many tokens per GPU as the first two settings have on four.
     Setting(4 * K),
     Setting(16 * K, 64, 8, mask="window 128", dim=64, sinks=True),
 )
-#: Every strategy beside others. Settings whose kernels are the same are neighbours, as a process
-#: compiles a kernel once; what a run may miss stands last.
+#: Settings of the table of every strategy. Those with the same kernels are neighbours, as a process
+#: compiles a kernel once; those that a run may miss stand last.
 STRATEGY_SETTINGS = (
     *(Setting(n * K) for n in (32, 8, 128)),
     *(Setting(n * K, kv_heads=32) for n in (32, 128)),
@@ -108,12 +109,12 @@ STRATEGY_SETTINGS = (
 
 
 def windowed(keys: int) -> Mask:
-    """Causal; a query sees the last so many keys, its own included."""
+    """Return a causal mask in which a query sees the last ``keys`` keys, its own included."""
     return Mask(causal=True, window=(keys - 1, 0))
 
 
 def mask_of(name: str, seq_len: int) -> Mask:
-    """The mask of a setting at a length."""
+    """Return the mask of a setting at a length."""
     if name == "documents":
         rng = np.random.default_rng(0)
         lengths = rng.lognormal(np.log(4096) - 0.5, 1.0, 4 * seq_len // 4096).astype(int) + 1
@@ -124,12 +125,12 @@ def mask_of(name: str, seq_len: int) -> Mask:
 
 
 def pairs_of(mask: Mask, seq_len: int) -> int:
-    """Visible (query, key) pairs."""
+    """Return the number of visible (query, key) pairs."""
     return int(ring_program(make_plan(mask, seq_len=seq_len, cp_size=1)).work().sum())
 
 
 class Rival(NamedTuple):
-    """A method beside ours; of another head dim or option where a row's own cannot be compared."""
+    """A method to compare ours with, at another head dim or with another option if given."""
 
     name: str
     method: str
@@ -146,13 +147,12 @@ FA4_APART = Rival("fa4, heads apart", "fa4 apart")
 
 @dataclass(frozen=True)
 class Row:
-    """Attention of some heads with an option on one GPU, causal.
+    """A row of the table of options: causal attention on one GPU with a head dim, mask or option.
 
     Attributes:
-        goal: Our time over that of the best other should be at most this; ``None`` if it is only
-            to be known.
-        sharpness: What queries are multiplied by where results are compared, so that scores are
-            large enough for the option to matter.
+        goal: Our time over that of the best other should be at most this; ``None`` for no goal.
+        sharpness: Factor on queries where results are compared, so that scores are large enough for
+            the option to matter.
     """
 
     name: str
@@ -167,7 +167,7 @@ class Row:
 
     @property
     def entrants(self) -> tuple[Rival, ...]:
-        """Ours and the others."""
+        """Methods of the row: ours, then the rivals."""
         return (Rival(OURS, "ring"), *self.rivals)
 
     @property
@@ -179,7 +179,7 @@ class Row:
         )  # fmt: skip
 
     def of(self, rival: Rival) -> Row:
-        """This row as a rival runs it."""
+        """Return this row with the head dim and option that a rival runs it with."""
         return replace(
             self, option=rival.option or self.option, dim=rival.dim or self.dim,
             v_dim=rival.dim or self.v_dim,
@@ -214,7 +214,7 @@ ROWS = (
     ),
 )  # fmt: skip
 
-#: The rows that JAX times, under their names there and in its order.
+#: Rows of the JAX benchmark in its order: the name there, and the name in :data:`ROWS`.
 _NAMES_IN_JAX = {
     "128": "causal 32/8", "window 1,024": "window", "64": "64", "80": "80", "96": "96",
     "160": "160", "256": "256", "192/128, 16/16 heads": "192/128, 16/16",

@@ -13,14 +13,14 @@ from benchmarks.common.report import rows_of
 
 RESULTS = Path(__file__).parents[1] / "results" / "h200x4-strategies.json"
 
-#: Mask, length, and query and key heads, as the file names them, in the order of the chart.
+#: Settings in the order of the chart, as the file names them: mask, length, query and key heads.
 SETTINGS = (
     "causal 8k 32/8", "causal 32k 32/8", "causal 32k 32/32", "causal 128k 32/8", "window 128k 32/8",
     "documents 128k 32/8",
 )  # fmt: skip
 
-#: What the chart calls methods. Of several with one name the first that was timed counts: `auto`,
-#: or the strategy that it takes since the file was made.
+#: Names of methods in the chart. If several have one name, the first that was timed is drawn:
+#: `auto`, or the strategy that `auto` has chosen since the file was made.
 METHODS = {
     "zigzag/auto/auto/auto": "Ring",
     "zigzag/auto/ulysses/auto": "Ring",
@@ -35,7 +35,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def chart(rows: Sequence[dict[str, Any]]) -> str:
-    """A bar for each method that was timed in a setting: its scaling efficiency."""
+    """Return a bar of scaling efficiency for each method that was timed in a setting."""
     rates = {
         (row["setting"], row["method"]): row["both"]["tflops"] for row in rows if "both" in row
     }
@@ -53,7 +53,7 @@ def _bars(setting: str, rates: dict[tuple[str, str], float]) -> Iterator[str]:
 
 
 def bar(efficiency: float) -> str:
-    """As many eighths of characters as come nearest; those that are left of the last one."""
+    """Return a bar of block characters, ``WIDTH`` for 1.00, to an eighth of a character."""
     whole, eighths = divmod(round(efficiency * WIDTH * 8), 8)
     return ("█" * whole + EIGHTHS[eighths]).rstrip()
 

@@ -1,7 +1,7 @@
-"""Error against ring size: ``python -m benchmarks.common.numerics`` prints it for every precision.
+"""Measure error against ring size: ``python -m benchmarks.common.numerics`` prints a table.
 
-Root mean square errors of the simulated ring against float64, causal attention over tokens that the
-precision holds exactly, so that rounding inputs costs nothing.
+Root mean square errors of the simulated ring against float64, causal attention, for every
+precision. Inputs are numbers that the precision holds exactly, so that rounding them costs nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SEQ_LEN = 512
 def errors(
     precision: Precision, layout: LayoutName, ring_sizes: Sequence[int]
 ) -> npt.NDArray[np.float64]:
-    """``[len(ring_sizes), len(RESULTS)]``."""
+    """Return RMS errors of out, dQ, dK and dV by ring size, ``[len(ring_sizes), 4]``."""
     rng = np.random.default_rng(0)
     shape = (4, 1, SEQ_LEN, 2, 16)
     q, k, v, dout = round_to(rng.standard_normal(shape), precision)

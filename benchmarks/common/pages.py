@@ -1,6 +1,6 @@
 """Write tables and charts of measurements into pages: ``python -m benchmarks.common.pages``.
 
-A page marks where one stands, and of which file it is::
+A page marks the place of each, and names its result file::
 
     <!-- table of benchmarks/results/h200x4.json -->
     <!-- end of table -->
@@ -22,7 +22,7 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 
 MARKED = re.compile(r"(<!-- (table|chart) of (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 
-#: What a mark asks for, from the rows of its file.
+#: Functions that make the text of a mark, from the rows of its file.
 MAKERS: dict[str, Callable[[Sequence[dict[str, Any]]], str]] = {
     "table": table,
     "chart": lambda rows: f"```text\n{chart(rows)}\n```",

@@ -1,4 +1,4 @@
-"""Options, files and environments of benchmarks."""
+"""Command-line options, result files and environments of benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.common.tables import table
 def parser_of(
     description: str | None, *, json_path: Path | None = None, tables: bool = True
 ) -> argparse.ArgumentParser:
-    """A parser with the options that benchmarks share."""
+    """Return a parser with the options that benchmarks share."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -28,48 +28,48 @@ def parser_of(
 
 
 def show(path: Path) -> int:
-    """Print the table of a file."""
+    """Print the table of a result file; return the exit code."""
     print(table(rows_of(path)))
     return 0
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file."""
+    """Return the rows of a result file."""
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     return rows
 
 
 def write(path: Path, results: Any) -> None:
-    """Write JSON, into a new folder if need be."""
+    """Write results as JSON, into a new folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 class Report:
-    """Rows found so far; written after each, so that a run cut short leaves some."""
+    """Rows measured so far, written to a file after each, so that a run cut short leaves some."""
 
     def __init__(self, path: Path | None, environment: Callable[[], dict[str, Any]]) -> None:
         self.path, self.environment = path, environment
         self.rows: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep a row."""
+        """Add a row, and write the file."""
         self.rows.append(row)
         self.save()
 
     @property
     def found(self) -> dict[str, Any]:
-        """What is written."""
+        """Contents of the file: the environment and the rows."""
         return {"environment": self.environment(), "rows": self.rows}
 
     def save(self) -> None:
-        """Write all of it."""
+        """Write the file, if a path was given."""
         if self.path:
             write(self.path, self.found)
 
 
 def environment(gpu: str, *libraries: str, **more: Any) -> dict[str, Any]:
-    """What ran, and where; libraries by the names of their distributions."""
+    """Return the GPU, Python's version and those of libraries, by distribution name."""
     described = {"gpu": gpu, "python": platform.python_version()}
     for name in libraries:
         try:
@@ -80,6 +80,6 @@ def environment(gpu: str, *libraries: str, **more: Any) -> dict[str, Any]:
 
 
 def reason_of(error: BaseException) -> str:
-    """An error in a line."""
+    """Return an error as one line: its type, and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

@@ -1,4 +1,4 @@
-"""Tables of measurements as the pages show them: ``--table FILE`` of any benchmark prints one."""
+"""Markdown tables of measurements, as the pages show them: ``--table FILE`` prints one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks.common.cases import OURS, PASSES
 
 Row = dict[str, Any]
-ALONE = "/alone"  # in a method's name: without its communication
-IN_LAYERS = "/layers"  # at its end: a call of several in a row, as the layers of a model
+ALONE = "/alone"  # in a method's name: timed without its communication
+IN_LAYERS = "/layers"  # at its end: one of several calls in a row, as a model's layers make
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -53,14 +53,14 @@ def _scaling_cells(row: Row, one_gpu: dict[Any, Row], exposed: dict[Any, str]) -
         rate = row[way]["tflops"]
         efficiency = f" ({rate / base[way]['tflops']:.2f})" if base and "forward" in base else ""
         cells.append(f"{rate:.0f}{efficiency}")
-    # What layers hold, they hold together.
+    # Peak memory of layers is that of all together, not of one call.
     of_one = not row["method"].endswith(IN_LAYERS)
     cells.append(f"{row['both']['peak_gib']:.2f}" if of_one else "")
     return [*cells, exposed.get(_key(row), "")] if exposed else cells
 
 
 def _run_of(row: Row) -> tuple[int, str, int]:
-    """Return what a row shares with that of one GPU alone to which its rate is compared."""
+    """Return the key that a row shares with the one-GPU row to which its rate is compared."""
     return row["gpus"], row["setting"], row.get("processors", 0)
 
 
@@ -69,7 +69,10 @@ def _key(row: Row) -> tuple[int, str, str]:
 
 
 def _exposed(rows: Sequence[Row]) -> dict[tuple[int, str, str], str]:
-    """Return shares of the time, forward / forward + backward, of rows timed ``alone``, too."""
+    """Return the share of exposed communication, forward / forward + backward, by row.
+
+    It is known for rows that were timed ``alone``, too, and for those that were profiled.
+    """
     timed = {_key(row): row for row in rows if "forward" in row}
     shares = {}
     for (gpus, setting, name), without in timed.items():
@@ -88,8 +91,8 @@ def _exposed(rows: Sequence[Row]) -> dict[tuple[int, str, str], str]:
 def _strategies(rows: Sequence[Row]) -> str:
     """Return each strategy's scaling efficiency, and Ring's best one beside the best other method.
 
-    Lines of the best ones are of the forward, and of forward + backward, in TFLOP/s per GPU. Beside
-    the other's stands Ring's rate over it, in bold below 1.
+    Cells of the best have a line for the forward and one for forward + backward, in TFLOP/s per
+    GPU. Ring's rate over the other's follows it, in bold below 1.
     """
     by_setting: dict[str, dict[str, Row]] = {}
     for row in rows:
@@ -118,7 +121,7 @@ def _strategy(method: str) -> str:
 
 
 def _best_cells(ours: dict[str, Row], others: dict[str, Row]) -> tuple[str, str]:
-    """Return the cells of the fastest of ours and of the others, a line for each pass."""
+    """Return the cells of our fastest method and of the fastest other, a line per pass."""
     best, best_other = [], []
     for way in PASSES:
         (rate, name), (rate_of_other, other) = (
@@ -146,7 +149,7 @@ def _strategy_cells(ours: dict[str, Row], one: Row | None, chosen: str) -> Itera
 
 
 def _options(rows: Sequence[Row]) -> str:
-    """Return milliseconds of ours and the others, the ratio to the best of these, and the goal."""
+    """Return milliseconds of ours and others, the ratio to the best other, and the goal."""
     head = ["", "ours", *_twice("ms", "ratio to the best other"), "goal"]
     lines = (
         [row["row"], f"`{row['kernel']}`", *(cell for way in PASSES for cell in _beside_others(row, way)),
@@ -157,7 +160,7 @@ def _options(rows: Sequence[Row]) -> str:
 
 
 def _beside_others(row: Row, way: str) -> Iterator[str]:
-    """Yield ours and each of the others, then the quartiles of the ratio to the best of them."""
+    """Yield milliseconds of ours and of each other, then quartiles of the ratio to the best."""
     took = row["milliseconds"][way]
     others = (
         f"{name} {took[name][1]:.2f}" if name in took else f"{name} none"
@@ -266,7 +269,7 @@ def _jax_ranks(rows: Sequence[Row]) -> str:
 
 
 def _programs(rows: Sequence[Row]) -> str:
-    """Return seconds to trace, lower and compile programs of so many layers, and their sizes."""
+    """Return seconds to trace, lower and compile programs by number of layers, and sizes."""
     head = [
         "mask, length, heads",
         "method",
@@ -305,7 +308,7 @@ def causes_table(rows: Sequence[Row]) -> str:
 
 
 def _memory(rows: Sequence[Row]) -> str:
-    """Return the most GiB that passes held."""
+    """Return peak GiB of forward, and of forward + backward."""
     lines = (
         [row["setting"], f"`{row['method']}`"]
         + [f"{row[key]:.3g}" if key in row else "wrong" for key in ("forward_gib", "both_gib")]
@@ -316,7 +319,7 @@ def _memory(rows: Sequence[Row]) -> str:
 
 
 def _bench_command(rows: Sequence[Row]) -> str:
-    """Return times of ``python -m ring_torch bench``, and rates over one device's with extremes."""
+    """Return times of ``python -m ring_torch bench``, and rates over one device's, with spread."""
     head = [
         "tokens",
         "pass",
@@ -373,7 +376,7 @@ def _models(rows: Sequence[Row]) -> str:
     return markdown(head, map(cells, rows))
 
 
-#: How rows become a table, by a key that some of them have; the first that fits, else `scaling`.
+#: Table makers by a key that some of their rows have; the first match makes it, else `scaling`.
 KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "row": _options,
     "error over flex": _options_beside_flex,

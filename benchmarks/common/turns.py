@@ -1,4 +1,4 @@
-"""Rounds in which all take turns, which results are right, and what is kept of times."""
+"""Time methods in turns, select those whose results are right, and summarize their times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.common.cases import OURS
 
 Run = Callable[[], Any]
 Times = dict[str, list[float]]
-Errors = dict[str, float | str | None]  # or why a method has none; None if its results are random
+Errors = dict[str, float | str | None]  # or why there is none; None for random results
 
 
 def take_turns[Key](
@@ -22,10 +22,11 @@ def take_turns[Key](
     *,
     shuffled: bool = True,
 ) -> dict[Key, list[float]]:
-    """Time per call, a list of all rounds each.
+    """Time all runs in turns; return each one's time per call in every round.
 
-    In a round all take turns, as what ran before leaves a GPU cooler or warmer; in an order of its
-    own if ``shuffled``.
+    Every round times each run once, as what ran before leaves a GPU cooler or warmer; in a random
+    order if ``shuffled``. ``calls_of`` returns how many calls of a run a turn has, ``time_of`` the
+    time of each.
     """
     calls = {key: calls_of(run) for key, run in runs.items()}
     took: dict[Key, list[float]] = {key: [] for key in runs}
@@ -38,7 +39,10 @@ def take_turns[Key](
 
 
 def passing(wrong: Errors) -> list[str]:
-    """Those that err at most twice as much as the best of the others, and all that are random."""
+    """Return the methods whose results are right, or random.
+
+    A method is right if it errs at most twice as much as the best of the others.
+    """
     numbers = {name: x for name, x in wrong.items() if isinstance(x, float) and isfinite(x)}
     right = {
         name for name, x in numbers.items()
@@ -50,7 +54,10 @@ def passing(wrong: Errors) -> list[str]:
 def kept(
     took: Mapping[str, Times], spread: Callable[[Sequence[float]], list[float]]
 ) -> dict[str, dict[str, Any]]:
-    """Times of methods, forward and forward + backward, and ours over each, of one round."""
+    """Summarize times by pass and method, and ratios of our time to each in the same round.
+
+    ``spread`` makes a summary of several numbers, such as quartiles.
+    """
     ratios = {
         way: {
             name: [a / b for a, b in zip(times[OURS], x, strict=True)]

@@ -1,5 +1,6 @@
-"""Benchmarks of ring-jax: ``scaling`` over GPUs, ``options`` on one, ``tpu_static`` on none.
+"""Benchmarks of ring-jax: ``several`` over GPUs, ``scaling`` and ``options`` on one GPU.
 
-``columns`` has what is timed on one GPU, ``methods`` what is over several; ``alone`` leaves out
-communication, ``profile`` reads traces, and ``bundles`` the machine code of TPU kernels.
+``tpu_static`` needs no accelerator. ``columns`` has the methods on one GPU, ``methods`` those over
+several; ``alone`` leaves out communication, ``profile`` reads traces, and ``bundles`` the machine
+code of TPU kernels.
 """

@@ -1,10 +1,10 @@
-"""Bundles of instructions of a TPU kernel's loop, counted in the machine code that XLA dumps.
+"""Count the instruction bundles of a TPU kernel's loop, in the machine code that XLA dumps.
 
-The loop of a kernel walks over blocks. What lies outside all branches runs for each of them, and so
-does a branch that starts copies; a branch with products of matrices runs for the blocks of its
-kind, the first for full blocks and the second for partly masked ones; another branch runs once for
-each row of blocks. Left out are the branch for NaN and infinity and what a branch jumps over
-inside: waiting for the first block of dQ.
+A kernel's loop walks over blocks. Code outside all branches runs for each of them, and so does a
+branch that starts copies. A branch with matrix products runs for the blocks of its kind: the first
+for full blocks, the second for partly masked ones. Any other branch runs once for each row of
+blocks. Not counted are the branch for NaN and infinity, and what a branch jumps over inside:
+waiting for the first block of dQ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DIRECTIONS: tuple[Pass, Pass] = ("forward", "backward")
 
 
 class Blocks(NamedTuple):
-    """How many blocks a kernel visits, and what it finds."""
+    """Numbers of blocks that a kernel visits: full, partly masked and empty; and of rows."""
 
     full: int
     partial: int
@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRunner:
-    """Bundles of a kernel's loop: always run, once a row of blocks, with products of matrices."""
+    """Bundles of a kernel's loop: of every visit, of a row, of a full and a partial block."""
 
     always: int
     rare: int
@@ -37,14 +37,14 @@ class StepRunner:
     partial: int
 
     def total(self, blocks: Blocks) -> int:
-        """Bundles issued."""
+        """Return how many bundles are issued for these blocks."""
         visits = blocks.full + blocks.partial + blocks.empty
         products = self.full * blocks.full + self.partial * blocks.partial
         return self.always * visits + self.rare * blocks.rows + products
 
 
 def kernels_in(folder: Path, direction: Pass) -> dict[str, StepRunner]:
-    """The loops of a pass's kernels, by their names."""
+    """Return the loops of a pass's kernels in a folder of dumps, by kernel name."""
     return {
         match[1]: parse(path.read_text())
         for path in folder.glob("*-final_bundles.txt")
@@ -55,22 +55,22 @@ def kernels_in(folder: Path, direction: Pass) -> dict[str, StepRunner]:
 
 
 def is_of(direction: str, name: str) -> bool:
-    """Whether a dump is of a kernel of this pass; a backward's program runs the forward, too."""
+    """Return True if a dump is of a kernel of this pass; backward programs run the forward, too."""
     return (direction == "forward") == bool(re.search("fwd", name))
 
 
 class Branch(NamedTuple):
-    """A branch over some bundles."""
+    """A branch over the bundles between two addresses."""
 
     start: int
     stop: int
 
     def holds(self, addresses: list[int]) -> bool:
-        """Whether one of the addresses lies inside."""
+        """Return True if one of the addresses lies inside."""
         return any(self.start < address < self.stop for address in addresses)
 
     def covers(self, other: Branch) -> bool:
-        """Whether another branch lies inside."""
+        """Return True if another branch lies inside."""
         return self.start <= other.start and other.stop <= self.stop
 
 
@@ -106,14 +106,14 @@ def parse(text: str) -> StepRunner:
 
 
 def length_of(branch: Branch, jumps: list[Branch]) -> int:
-    """Bundles of a branch, without what is branched over inside."""
+    """Return the number of bundles of a branch, without those that branches inside jump over."""
     inside = [b for b in jumps if b != branch and branch.covers(b)]
     largest = [b for b in inside if not any(o != b and o.covers(b) for o in inside)]
     return branch.stop - branch.start - sum(b.stop - b.start for b in largest)
 
 
 def branches_of_kinds(heavy: list[Branch], products: list[int]) -> list[Branch]:
-    """The branches that compute: below those that only wrap others."""
+    """Return the branches that compute, without those that only wrap them."""
     largest = [b for b in heavy if not any(o != b and o.covers(b) for o in heavy)]
     inside = [b for b in heavy if b not in largest]
     wraps = all(

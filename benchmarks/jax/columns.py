@@ -1,7 +1,7 @@
-"""Attention on one GPU in JAX: ours, cuDNN's, Mosaic GPU's and ejkernel's, called alike.
+"""Attention on one GPU in JAX behind one interface: ours, cuDNN's, Mosaic GPU's and ejkernel's.
 
-Each takes ``q [B, T, H, D]``, ``k`` and ``v [B, T, K, D]``, and a mask. What one cannot do it
-refuses with a reason, which a table says in place of its time.
+Each takes ``q [B, T, H, D]``, ``k`` and ``v [B, T, K, D]``, and a mask. It raises an error for what
+it does not support; a table shows the reason in place of its time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Attend = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Column:
-    """A way to attend.
+    """An attention implementation, a column of the table.
 
     Attributes:
         attend: A function of ``q``, ``k``, ``v`` and ``mask``.
-        prepare: What is done to ``q``, ``k`` and ``v`` before, outside of the time.
-        backward: It has gradients.
+        prepare: Converts ``q``, ``k`` and ``v`` before, outside of the time.
+        backward: True if it has gradients.
     """
 
     attend: Attend
@@ -40,14 +40,14 @@ class Column:
 
 
 def ours(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask, kernel: str = "triton") -> Any:
-    """The kernels of ``ring_jax_gpu`` on one device."""
+    """Run the kernels of ``ring_jax_gpu`` on one device."""
     return ring_jax_gpu.ring_attention(
         q, k, v, axis_name=None, causal=mask.causal, window=mask.window, bias=bias, kernel=kernel
     )
 
 
 def cudnn(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask) -> Any:
-    """What JAX brings; it wants V as wide as Q and K."""
+    """Run cuDNN as JAX calls it; V is zero-padded to the head dim of Q and K."""
     padded, window = (
         jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[3] - v.shape[3])]),
         cast("Any", mask.window),
@@ -60,12 +60,12 @@ def cudnn(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask) -> Any:
 
 
 def mosaic(q: Any, k: Any, v: Any, *, mask: Mask) -> Any:
-    """FlashAttention-3 in Pallas for Hopper, which jax ships; the scale is in ``q``.
+    """Run FlashAttention-3 in Pallas for Hopper, which jax ships; ``q`` is already scaled.
 
-    The sizes are those that it is timed with there for head dim 128.
+    The block sizes are those that jax's own benchmark uses for head dim 128.
 
     Raises:
-        ValueError: It has no windows.
+        ValueError: The mask has a window.
     """
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
@@ -78,19 +78,22 @@ def mosaic(q: Any, k: Any, v: Any, *, mask: Mask) -> Any:
 
 
 def _for_mosaic(q: Any, k: Any, v: Any) -> Any:
-    """It multiplies float16 only, whatever it says, and knows no scale."""
+    """Scale ``q``, which ``attention_mgpu`` does not, and cast all to float16.
+
+    Its kernel multiplies float16 only, whatever it says.
+    """
     scaled = q.astype("float32") * q.shape[-1] ** -0.5
     return tuple(x.astype("float16") for x in (scaled, k, v))
 
 
 def ejkernel(q: Any, k: Any, v: Any, *, mask: Mask) -> Any:
-    """Its flash attention in Triton, with the sizes that it chooses by itself."""
+    """Run ejkernel's flash attention in Triton, with the block sizes that it chooses itself."""
     module = import_module("ejkernel.kernels._triton.flash_attention")
     return module.flash_attention(q, k, v, causal=mask.causal, sliding_window=mask.window)
 
 
 def exact(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask) -> Any:
-    """The definition, in float32."""
+    """Compute attention by its definition; inputs are float32."""
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bihd,bjhd->bhij", q, k, precision="highest") * q.shape[3] ** -0.5
     scores = scores if bias is None else scores + bias
@@ -108,16 +111,16 @@ COLUMNS: dict[str, Column] = {
 
 
 def both(attend: Attend, *arrays: Any) -> Any:
-    """The output and the gradients of all that is given but ``dout``, the last."""
+    """Return the output, and the gradients of all arrays but the last one, ``dout``."""
     *x, dout = arrays
     out, pull = jax.vjp(attend, *x)
     return (out, *pull(dout.astype(out.dtype)))
 
 
 def layered(attend: Attend, layers: int) -> Attend:
-    """So many layers one behind the other: what one yields is the ``q`` of the next.
+    """Return attention in ``layers`` layers: the output of one is the ``q`` of the next.
 
-    Each begins when the one before has ended, as in a model: nothing of it can be done or sent
+    Each begins when the one before has ended, as in a model: nothing of it can be computed or sent
     earlier, or once for several.
     """
 
@@ -131,9 +134,9 @@ def layered(attend: Attend, layers: int) -> Attend:
 
 
 def passes(column: Column, mask: Mask) -> dict[str, Attend]:
-    """What a column can compute, by name, as functions that are compiled when called.
+    """Return the passes that a column supports, by name, as jitted functions.
 
-    ``forward`` takes what ``prepare`` returns, ``both`` takes ``dout`` behind it.
+    ``forward`` takes what ``prepare`` returns, ``both`` takes ``dout`` after it.
     """
     attend = partial(column.attend, mask=mask)
     functions: dict[str, Attend] = {"forward": jax.jit(attend)}
@@ -141,7 +144,7 @@ def passes(column: Column, mask: Mask) -> dict[str, Attend]:
 
 
 def random_arrays(shapes: Sequence[Sequence[int]], seed: int) -> list[Any]:
-    """As many as there are shapes, bfloat16."""
+    """Return a random bfloat16 array for each shape."""
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     return [
         jax.random.normal(key, tuple(shape), "float32").astype("bfloat16")
@@ -150,7 +153,7 @@ def random_arrays(shapes: Sequence[Sequence[int]], seed: int) -> list[Any]:
 
 
 def seconds(run: Callable[[], Any], calls: int = 1) -> float:
-    """Of so many calls that are queued."""
+    """Return the seconds of ``calls`` queued calls, until the last one is ready."""
     start = time.perf_counter()
     for _ in range(calls):
         last = run()

@@ -1,4 +1,4 @@
-"""Ways to attend over a sequence split over GPUs in JAX: ours, and three written in plain JAX.
+"""Attention over a sequence split over GPUs in JAX: ours, and three methods in plain JAX.
 
 The plain ones run cuDNN's kernels or ours (``triton``), and have gradients. ``all-gather`` fetches
 all keys to every GPU, then attends; ``two-stage`` fetches them while a GPU attends to its own, then
@@ -39,19 +39,19 @@ _BLOCK = 128  # tokens; lengths that kernels get are multiples of it
 
 
 def mesh_of(gpus: int) -> Mesh:
-    """The first GPUs of this machine in a row."""
+    """Return a mesh of this machine's first ``gpus`` GPUs, with one axis."""
     devices = jax.devices()[:gpus]
     return jax.make_mesh((gpus,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to attend over a mesh with a mask.
+    """An attention method over a mesh, for a mask.
 
     Attributes:
         attend: A function of ``q``, ``k`` and ``v`` over all devices, in the order of the layout.
         layout: The order of tokens over devices.
-        chosen: Return the strategy that ``auto`` takes for arrays, and the kernel, of ours.
+        chosen: Returns the strategy that ``auto`` takes for arrays and the kernel, if it is ours.
     """
 
     attend: Attend
@@ -59,16 +59,16 @@ class Method:
     chosen: Callable[..., dict[str, str]] = lambda *_: {}
 
 
-Maker = Callable[[Mesh, Mask, int], Method]  # of the number of tokens
+Maker = Callable[[Mesh, Mask, int], Method]  # the last is the number of tokens
 
 
 def ours(
     mesh: Mesh, mask: Mask, seq_len: int, *, strategy: Any = "ring", chunks: bool = False,
     saved_bytes: int | None = None, kernel: str = "auto",
 ) -> Method:  # fmt: skip
-    """``ring_jax`` over the zigzag layout, or over ``chunks`` balanced for the mask.
+    """Return ``ring_jax`` over the zigzag layout, or over ``chunks`` balanced for the mask.
 
-    With ``saved_bytes`` gathered K/V of up to so many bytes are kept for the backward.
+    With ``saved_bytes``, gathered K/V of up to so many bytes are kept for the backward.
     """
     layout: LayoutSpec = "zigzag"
     if chunks:
@@ -96,20 +96,20 @@ def ours(
 
 
 def _forget_calls() -> None:
-    """Let calls be traced anew: what was patched is no part of their keys."""
-    autodiff._compiled.cache_clear()  # noqa: SLF001 - times first calls
+    """Clear the caches of traced calls, whose keys do not hold what was patched."""
+    autodiff._compiled.cache_clear()  # noqa: SLF001 - calls are traced anew
     global_arrays.global_attention.cache_clear()
 
 
 def one(mesh: Mesh, mask: Mask, seq_len: int, *, kernel: str = "auto") -> Method:
-    """The whole sequence on one GPU."""
+    """Return attention over the whole sequence on one GPU."""
     del mesh, seq_len
     run = partial(ring_jax_gpu.ring_attention, axis_name=None, mask=mask, kernel=kernel)
     return Method(run, "contiguous")
 
 
 def all_gather(mesh: Mesh, mask: Mask, seq_len: int, *, implementation: Implementation) -> Method:
-    """All keys on all GPUs; causal with queries in zigzag order, else in contiguous shards."""
+    """Return attention to all gathered K/V: zigzag queries if causal, else contiguous shards."""
     size = mesh.shape[AXIS]
 
     def causal(q: Any, k: Any, v: Any) -> Any:
@@ -129,12 +129,12 @@ def all_gather(mesh: Mesh, mask: Mask, seq_len: int, *, implementation: Implemen
 
 
 def two_stage(mesh: Mesh, mask: Mask, _: int, *, implementation: Implementation) -> Method:
-    """Its own keys while all travel, then all the others' at once."""
+    """Return attention to a GPU's own K/V while all travel, then to the others' at once."""
     _check_causal("two-stage", mask)
     size = mesh.shape[AXIS]
 
     def local(q: Any, k: Any, v: Any) -> Any:
-        # As one message: XLA lets one transfer go at a time.
+        # K and V in one message: XLA runs one transfer at a time.
         fetched = lax.all_gather(jnp.concatenate([k, v], axis=-1), AXIS)
         own = _part(q, k, v, implementation, is_causal=True)
         own, fetched = lax.optimization_barrier((own, fetched))
@@ -147,7 +147,10 @@ def two_stage(mesh: Mesh, mask: Mask, _: int, *, implementation: Implementation)
 
 
 def zigzag(mesh: Mesh, mask: Mask, _: int, *, implementation: Implementation) -> Method:
-    """A ring: what arrives is seen whole by half of the queries, or half of it by all."""
+    """Return a ring over the zigzag layout.
+
+    All queries see half of an earlier rank's keys; half of them see all keys of a later rank.
+    """
     _check_causal("zigzag", mask)
     size = mesh.shape[AXIS]
     turn = [(n, (n + 1) % size) for n in range(size)]
@@ -206,12 +209,12 @@ def _check_causal(name: str, mask: Mask) -> None:
 
 
 def sharding_of(mesh: Mesh) -> NamedSharding:
-    """Tokens over the GPUs of a mesh."""
+    """Return the sharding of tokens over the GPUs of a mesh."""
     return NamedSharding(mesh, PartitionSpec(None, AXIS))
 
 
 def in_order(layout: LayoutSpec, seq_len: int, size: int) -> Any:
-    """Positions of tokens in the order of a layout."""
+    """Return the positions of tokens in the order of a layout, rank 0 first."""
     placed = Layout(layout, seq_len, size)
     return np.concatenate([placed.positions(rank) for rank in range(size)])
 
@@ -222,7 +225,7 @@ def _over(mesh: Mesh, local: Attend) -> Attend:
 
 
 def _in_order(gathered: Any, size: int) -> Any:
-    """``[P, B, T, K, D]`` in zigzag order as ``[B, P * T, K, D]`` in natural order."""
+    """Reorder ``[P, B, T, K, D]`` in zigzag order to ``[B, P * T, K, D]`` in natural order."""
     half = gathered.shape[2] // 2
     chunks = [gathered[n, :, :half] for n in range(size)]
     chunks += [gathered[n, :, half:] for n in reversed(range(size))]
@@ -232,7 +235,7 @@ def _in_order(gathered: Any, size: int) -> Any:
 def _two_chunks(
     rank: int, size: int, implementation: Implementation, q: Any, k: Any, v: Any
 ) -> Any:
-    """Both chunks of a rank's queries: each sees all before it, and itself causally."""
+    """Attend with both chunks of a rank's queries: to all before, and causally to itself."""
     half = q.shape[1] // 2
     outs = []
     for n, chunk in enumerate((rank, 2 * size - 1 - rank)):
@@ -248,7 +251,7 @@ def _two_chunks(
 def _behind_earlier_rows(
     start: int, mask: Mask, implementation: Implementation, q: Any, k: Any, v: Any
 ) -> Any:
-    """A shard's queries with all keys that they see; its first query is at ``start``.
+    """Attend with a shard's queries, the first at ``start``, to all keys that they see.
 
     Rows of zeros before the queries make a square of it, so that ``is_causal`` and
     ``local_window_size`` mean what they should.
@@ -276,7 +279,7 @@ def _behind_earlier_rows(
 def _elsewhere(
     rank: int, size: int, implementation: Implementation, q: Any, k: Any, v: Any
 ) -> StepTable:
-    """Both chunks of a rank's queries with all that they see of other ranks."""
+    """Attend with both chunks of a rank's queries to all that they see of other ranks."""
     half, parts = q.shape[1] // 2, []
     first, last = rank * half, (2 * size - 1 - rank) * half
     for n, spans in enumerate(([(0, first)], [(0, first), (first + half, last)])):
@@ -307,9 +310,10 @@ def _part(
 
 
 def _of_xla(q: Any, k: Any, v: Any, *, is_causal: bool) -> StepTable:
-    """Attention written out, in float32.
+    """Compute attention by its definition, in float32.
 
-    ``jax.nn.dot_product_attention`` rounds the lse to bfloat16, and drops its gradient, here, too.
+    With XLA, too, ``jax.nn.dot_product_attention`` rounds the lse to bfloat16, and drops its
+    gradient.
     """
     q, k, v = (x.astype("float32") for x in (q, k, v))
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -322,7 +326,7 @@ def _of_xla(q: Any, k: Any, v: Any, *, is_causal: bool) -> StepTable:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _of_cudnn(pattern: fmha.Pattern, q: Any, k: Any, v: Any) -> StepTable:
-    """CuDNN's attention through JAX's primitives.
+    """Run cuDNN's attention through JAX's primitives.
 
     ``jax.nn.dot_product_attention`` rounds the lse to bfloat16, and drops its gradient.
     """
@@ -335,10 +339,10 @@ def _of_cudnn_forward(pattern: fmha.Pattern, q: Any, k: Any, v: Any) -> tuple[St
 
 
 def _of_cudnn_backward(pattern: fmha.Pattern, saved: Any, upstream: StepTable) -> Any:
-    """Of both results: cuDNN reads ``out`` for ``sum(dout * out)`` alone.
+    """Return gradients for those of both results, though cuDNN takes no gradient of the lse.
 
-    The gradient of a score is ``p * (dp - sum(dout * out) + dlse)``. So it gets an ``out`` whose
-    sum is less by ``dlse``.
+    The gradient of a score is ``p * (dp - sum(dout * out) + dlse)``, and cuDNN reads ``out`` for
+    that sum alone. So it gets an ``out`` whose sum is less by ``dlse``.
     """
     q, k, v, lse, out = saved
     dout, dlse = upstream

@@ -1,11 +1,11 @@
-"""Head dims, a window and a bias on one GPU in JAX, beside cuDNN: ``nox -s bench_jax_options``.
+"""Time head dims, window and bias on one GPU in JAX, beside cuDNN: ``nox -s bench_jax_options``.
 
-Batch 1, causal, bfloat16: what ``kernel="auto"`` takes, the kernels in Triton, and cuDNN as
-``jax.nn.dot_product_attention`` calls it, which wants V as wide as Q and K: it gets zeros there. A
-bias is one for all heads, and has a gradient. First out and all gradients of each are compared with
-float32 attention at 1,024 tokens: what errs more than twice as much as the best of the others
-prints no time. Times are of calls that are queued, in rounds in which all take turns, each round in
-an order of its own; a ratio is one of times in one round.
+Batch 1, causal, bfloat16. Methods are the kernel that ``kernel="auto"`` takes, our Triton kernels,
+and cuDNN as ``jax.nn.dot_product_attention`` calls it, with V zero-padded to the head dim of Q and
+K. A bias is one for all heads, and has a gradient. First the output and all gradients of each are
+compared with float32 attention at 1,024 tokens: a method that errs more than twice as much as the
+best of the others gets no time. Times are of queued calls, in rounds in which all take turns, each
+round in a random order; a ratio is of two times of one round.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ METHODS: dict[str, Attend] = {
 
 
 def mask_of(row: Row) -> Mask:
-    """What a query sees."""
+    """Return the mask of a row."""
     return windowed(WINDOW) if row.option == "window" else CAUSAL
 
 
 def inputs(row: Row, length: int) -> list[Any]:
-    """Random q, k, v, the bias if there is one, and dout, in bfloat16."""
+    """Return random q, k, v, the bias if there is one, and dout, in bfloat16."""
     *qkv, dout = [(1, length, *shape) for shape in row.shapes]
     bias = [(1, 1, length, length)] * (row.option == "bias")
     return random_arrays([*qkv, *bias, dout], seed=length)
@@ -61,9 +61,9 @@ def inputs(row: Row, length: int) -> list[Any]:
 def compiled(
     kind: str, row: Row, names: Sequence[str], x: Sequence[Any]
 ) -> tuple[dict[str, Run | str], str]:
-    """What runs each method's program, or why there is none; and the kernel that ours took.
+    """Return each method's compiled run, or why there is none; and the kernel that ours took.
 
-    They are compiled at once: for cuDNN, and for Triton, that takes seconds each.
+    Methods are compiled in parallel: cuDNN and Triton take seconds for each.
     """
     arguments = x if kind == "both" else x[:-1]
     runs: dict[str, Run | str] = {}
@@ -88,7 +88,7 @@ def compiled(
 
 
 def errors(row: Row) -> Errors:
-    """The largest root mean square error of out and gradients; or why a method has none."""
+    """Return the largest relative RMS error of out and gradients, or why a method has none."""
     x = inputs(row, GATE_LENGTH)
     wide = [y.astype("float32") for y in x]
     expected = jax.jit(partial(both, partial(exact, mask=mask_of(row))))(*wide)
@@ -105,12 +105,12 @@ def _error(result: Any, expected: Any) -> float:
 
 
 def rounds(runs: Mapping[str, Run]) -> Times:
-    """Milliseconds per call, a list of all rounds each."""
+    """Return milliseconds per call of each method, in every round."""
     return turns.take_turns(runs, ROUNDS, _calls, _milliseconds)
 
 
 def _calls(run: Run) -> int:
-    """How many calls fill a turn."""
+    """Return how many calls fill a turn."""
     return max(1, round(TURN * 1e3 / _milliseconds(run, 1)))
 
 
@@ -120,7 +120,7 @@ def _milliseconds(run: Run, calls: int) -> float:
 
 
 def measure(row: Row, length: int, names: Sequence[str]) -> tuple[dict[str, Times], str]:
-    """Milliseconds forward and forward + backward, by method; and the kernel that ours took."""
+    """Return milliseconds by pass and method, and the kernel that ours took."""
     x = inputs(row, length)
     took, kernel = {}, ""
     for direction in PASSES:
@@ -133,18 +133,18 @@ def measure(row: Row, length: int, names: Sequence[str]) -> tuple[dict[str, Time
 
 
 def spread(times: Sequence[float]) -> list[float]:
-    """Least, median, most."""
+    """Return the least, the median and the most."""
     return [min(times), statistics.median(times), max(times)]
 
 
 def row_of(row: Row, wrong: Errors, took: Mapping[str, Times], kernel: str) -> dict[str, Any]:
-    """What is kept of a row."""
+    """Return a row of the result file."""
     usable_times = turns.kept(took, spread)
     return {"setting": row.name, "kernel": kernel, "error": wrong, **usable_times}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Errors first, then times."""
+    """Compare results, then time each row; return the exit code."""
     parser = report.parser_of(__doc__)
     names = [row.name for row in JAX_ROWS]
     parser.add_argument("--length", type=int, default=OPTIONS_LENGTH)

@@ -1,4 +1,4 @@
-"""What GPUs do during a call, from a trace of JAX's profiler: kernels, transfers, waiting.
+"""Summarize what GPUs do in a call, from a trace of JAX's profiler: kernels, transfers, waiting.
 
 A GPU's time is that from its first operation in the trace to its last. ``exposed`` is exposed
 communication: the share in which a transfer runs and no attention kernel does. ``idle`` is the
@@ -21,7 +21,7 @@ from jax.profiler import ProfileData
 Span = tuple[float, float]  # begin and end, in nanoseconds
 
 _GPU = re.compile(r"/device:GPU:(\d+)")
-_STREAM = "Stream"  # names of other lines do not begin so: they sum up what these hold
+_STREAM = "Stream"  # how names of lines begin; the other lines sum these up
 _ATTENTION = re.compile(r"fwd|bwd|flash|fmha|sdpa|fprop|bprop|mosaic", re.IGNORECASE)
 _TRANSFER = re.compile(r"nccl|p2p|ptop", re.IGNORECASE)
 _TO_DEVICE = re.compile(r"\bdest:(\d+)")
@@ -38,12 +38,12 @@ class Operation:
 
     @property
     def is_attention(self) -> bool:
-        """It is an attention kernel."""
+        """True for an attention kernel."""
         return not self.is_transfer and _ATTENTION.search(self.name) is not None
 
 
 def united(spans: Iterable[Span]) -> list[Span]:
-    """Spans in order, those that touch or overlap as one."""
+    """Return spans in order, those that touch or overlap as one."""
     spans_united: list[Span] = []
     for begin, end in sorted(spans):
         if spans_united and begin <= spans_united[-1][1]:
@@ -54,18 +54,18 @@ def united(spans: Iterable[Span]) -> list[Span]:
 
 
 def total(spans: Iterable[Span]) -> float:
-    """How long any of the spans lasts."""
+    """Return for how long at least one of the spans lasts, in nanoseconds."""
     return sum(end - begin for begin, end in united(spans))
 
 
 def overlap(a: Iterable[Span], b: Iterable[Span]) -> float:
-    """How long some span of ``a`` and some span of ``b`` last at once."""
+    """Return for how long spans of ``a`` and of ``b`` last at once, in nanoseconds."""
     a, b = list(a), list(b)
     return total(a) + total(b) - total([*a, *b])
 
 
 def summary(operations: Iterable[Operation], calls: int) -> dict[str, Any]:
-    """What one GPU did in so many calls: shares of its time, and times per call in microseconds."""
+    """Return what one GPU did in some calls: shares of its time, and microseconds per call."""
     operations = list(operations)
     spans = {
         "all": [x.span for x in operations],
@@ -98,13 +98,13 @@ def summary(operations: Iterable[Operation], calls: int) -> dict[str, Any]:
 
 
 def operations_of(data: ProfileData) -> dict[str, list[Operation]]:
-    """Operations in a trace by GPU."""
+    """Return the operations in a trace, by GPU."""
     by_device: dict[str, list[Operation]] = {}
     for plane in data.planes:
         gpu = _GPU.search(plane.name)
         if gpu is None:
             continue
-        # An event must not outlive its line, nor that its plane.
+        # An event must not outlive its line, nor a line its plane.
         for line in plane.lines:
             if line.name.startswith(_STREAM):
                 by_device.setdefault(gpu[1], []).extend(_operations(line.events, int(gpu[1])))
@@ -125,7 +125,7 @@ def _operations(events: Iterable[Any], gpu: int) -> Iterator[Operation]:
 
 
 def profiled(run: Callable[[], Any], calls: int = 4) -> dict[str, Any]:
-    """The summary of each GPU over some calls in a row, after one that is not traced.
+    """Trace ``calls`` calls in a row, after one that is not traced; return each GPU's summary.
 
     Raises:
         ValueError: The trace holds nothing of GPUs.

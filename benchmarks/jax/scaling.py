@@ -1,14 +1,14 @@
-"""Triton kernels beside cuDNN's and others' attention in JAX: ``nox -s bench_jax_gpu``.
+"""Time our Triton kernels beside cuDNN and others on one GPU in JAX: ``nox -s bench_jax_gpu``.
 
 Batch 1, 32 query heads, 8 key heads, head dim 128, bfloat16. First the root mean square errors of
-out, dQ, dK and dV at 2,048 tokens against float32 attention: what is off by more than 1.1 times
-cuDNN's error gets no time, and where ours is, nothing is timed. A time is the median of five rounds
-of whole calls, in which all take turns. Besides cuDNN there are Mosaic GPU's attention (Hopper,
-forward, float16: it multiplies nothing else) and ejkernel's Triton kernels; what one of them cannot
-do, or failed in, is among the refused, with the reason.
+out, dQ, dK and dV are measured at 2,048 tokens against float32 attention: a method with more than
+1.1 times cuDNN's error gets no time, and if ours has more, nothing is timed. A time is the median
+of five rounds of whole calls, in which all take turns. Besides cuDNN there are Mosaic GPU's
+attention (Hopper, forward, float16: it multiplies nothing else) and ejkernel's Triton kernels; what
+one of them does not support, or fails in, is listed as refused, with the reason.
 
-``--ranks 4 8`` lets one GPU emulate ranks of such rings without communication: the first, the
-middle one and the last: what so many GPUs would reach if nothing had to travel. The slowest counts.
+With ``--ranks 4 8`` one GPU emulates the first, the middle and the last rank of such rings, without
+communication: the efficiency of so many GPUs if nothing had to travel. The slowest rank counts.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from benchmarks.jax.columns import (
 from ring_core import Mask
 from ring_core.tools.bench import watched
 
-GATE = 1.1  # times cuDNN's error
-SLOW = 0.2  # seconds per call, from which on a round is one call
+GATE = 1.1  # largest error, in units of cuDNN's
+SLOW = 0.2  # seconds per call above which a turn is one call
 TURN = 0.05  # seconds of calls in a turn
-REST = 0.05  # seconds
+REST = 0.05  # seconds before a turn
 MASKS = {"causal": CAUSAL, "full": FULL, "window": windowed(1024)}
 RESULTS = ("out", "dq", "dk", "dv")
 
 
 class Report(_report.Report):
-    """With errors, and reasons for what has no time."""
+    """A report that also keeps errors, and the reasons of what has no time."""
 
     def __init__(self, path: Path | None) -> None:
         super().__init__(path, environment)
@@ -71,50 +71,50 @@ class Report(_report.Report):
         self.refused: list[dict[str, Any]] = []
 
     def refuse(self, reason: str, **fields: Any) -> None:
-        """Keep why something has no time."""
+        """Keep the reason why something has no time, and print it."""
         self.refused.append({**fields, "reason": reason})
         print("refused:", *fields.values(), "-", reason, flush=True)
         self.save()
 
     @property
     def found(self) -> dict[str, Any]:
-        """What is written."""
+        """Contents of the file: the environment, rows, errors and refusals."""
         return super().found | {"errors": self.errors, "refused": self.refused}
 
 
 def keys_of(mask: Mask) -> int | None:
-    """How many keys a query sees, its own included; ``None`` for all."""
+    """Return how many keys a query sees, its own included; ``None`` for all."""
     return None if mask.window is None or mask.window[0] is None else mask.window[0] + 1
 
 
 def name_of(mask: Mask) -> str:
-    """For tables."""
+    """Return a mask's name in tables."""
     if mask.window is not None:
         return f"window {keys_of(mask)}"
     return "causal" if mask.causal else "full"
 
 
 def teraflops(mask: Mask, length: int) -> float:
-    """Of a forward; the pairs of a causal one are half of all, as is usual."""
+    """Return a forward's FLOPs in units of 1e12; causal masks count half of all pairs."""
     pairs = length**2 // 2 if mask == CAUSAL else pairs_of(mask, length)
     return 4 * pairs * HEADS * DIM / 1e12
 
 
 def inputs(length: int, seed: int) -> list[Any]:
-    """Random q, k, v and dout."""
+    """Return random q, k, v and dout."""
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
     return random_arrays([(1, length, h, DIM) for h in heads], seed)
 
 
 def environment() -> dict[str, str]:
-    """What ran."""
+    """Return the GPU, versions of libraries, and XLA's flags."""
     libraries = ("jax", "jaxlib", "triton", "jax-triton", "ejkernel")
     gpu, flags = jax.devices()[0].device_kind, os.environ.get("XLA_FLAGS", "")
     return _report.environment(gpu, *libraries, XLA_FLAGS=flags)
 
 
 def check(names: Iterable[str], mask: Mask, report: Report) -> dict[str, set[str]]:
-    """Compare columns with the definition; what may be timed of each."""
+    """Compare columns with float32 attention; return the passes of each that may be timed."""
     *qkv, dout = inputs(GATE_LENGTH, seed=2)
     wide = [x.astype("float32") for x in qkv]
     expected = jax.jit(partial(both, partial(exact, mask=mask)))(*wide, dout)
@@ -140,35 +140,36 @@ def check(names: Iterable[str], mask: Mask, report: Report) -> dict[str, set[str
 
 
 def _errors(results: Any, expected: Any) -> list[float]:
-    """Root mean square errors; of a forward that of its output."""
+    """Return RMS errors of out, dq, dk and dv; for a forward that of its output alone."""
     results = results if isinstance(results, tuple) else (results,)
     pairs = zip(results, expected, strict=False)
     return [float(jnp.sqrt(jnp.mean(jnp.square(x.astype("float32") - y)))) for x, y in pairs]
 
 
 def seconds_each[Key](runs: dict[Key, Run], rounds: int = 5) -> dict[Key, float]:
-    """Medians over rounds in which all take turns, as a GPU's clock changes with its warmth.
+    """Return medians of the times per call, over rounds in which all take turns.
 
-    Each turn begins with a rest, so that nobody begins at the clock that another left.
+    A GPU's clock changes with its warmth, so each turn begins with a rest, and no run begins at the
+    clock that another one left.
     """
     took = take_turns(runs, rounds, _calls, _rested, shuffled=False)
     return {key: sorted(times)[rounds // 2] for key, times in took.items()}
 
 
 def _calls(run: Run) -> int:
-    """How many calls fill a turn, of a run that has run before."""
+    """Return how many calls fill a turn; the run has been called before."""
     once = seconds(run)
     return 1 if once > SLOW else max(2, min(60, int(TURN / max(once, 1e-5))))
 
 
 def _rested(run: Run, calls: int) -> float:
-    """Seconds per call, after a rest."""
+    """Return seconds per call, after a rest."""
     time.sleep(REST)
     return seconds(run, calls) / calls
 
 
 def that_run[Key](runs: dict[Key, Run], refuse: Callable[[Key, str], None]) -> dict[Key, Run]:
-    """Those that can be called; of the others the reason is kept."""
+    """Return the runs that can be called; tell ``refuse`` the reasons of the others."""
     able = {}
     for key, run in runs.items():
         try:
@@ -183,7 +184,7 @@ def that_run[Key](runs: dict[Key, Run], refuse: Callable[[Key, str], None]) -> d
 def measure(
     allowed: dict[str, set[str]], length: int, mask: Mask, report: Report
 ) -> dict[str, dict[str, float]]:
-    """TFLOP/s forward and forward + backward."""
+    """Return TFLOP/s by column, forward and forward + backward."""
     *qkv, dout = inputs(length, seed=1)
     flops = teraflops(mask, length)
     runs: dict[tuple[str, str], Run] = {}
@@ -203,7 +204,7 @@ def measure(
 
 
 def one_gpu(names: list[str], mask: Mask, lengths: list[int], report: Report) -> None:
-    """Rows of one GPU, each time beside cuDNN's."""
+    """Add the rows of one GPU for a mask to the report, and print them."""
     if not lengths:
         return
     allowed = {name: kinds for name, kinds in check(names, mask, report).items() if name in names}
@@ -225,7 +226,10 @@ def one_gpu(names: list[str], mask: Mask, lengths: list[int], report: Report) ->
 
 
 def emulated(size: int, lengths: list[int], report: Report) -> None:
-    """Rows of rings whose ranks one GPU emulates, and of one GPU that has all to itself."""
+    """Add rows of rings whose ranks one GPU emulates, in the report.
+
+    Their efficiency is relative to the same GPU with the whole sequence.
+    """
     allowed = check(["triton"], CAUSAL, report)["triton"]
     if allowed != PASSES.keys():
         raise SystemExit("wrong: no times")
@@ -256,7 +260,7 @@ def emulated(size: int, lengths: list[int], report: Report) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the command line."""
     arguments = parser_of(__doc__)
     arguments.add_argument("--lengths", type=int, nargs="*", default=[4096, 8192, 16384, 32768])
     arguments.add_argument("--window-lengths", type=int, nargs="*", default=[32768])
@@ -269,7 +273,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Errors first, then times."""
+    """Compare results, then time; return the exit code."""
     options = parser().parse_args(argv)
     if options.table:
         return show(options.table)

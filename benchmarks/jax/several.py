@@ -1,15 +1,15 @@
-"""How fast attention over GPUs is in JAX, beside ways in plain JAX: ``nox -s bench_jax_gpus``.
+"""Time attention over several GPUs in JAX, beside methods in plain JAX: ``nox -s bench_jax_gpus``.
 
 Every method first has to agree with float32 attention at 2,048 tokens, output and gradients; one
-that does not prints no speed. Batch 1, bfloat16. Times are medians of rounds of whole calls, in
+that does not gets no time. Batch 1, bfloat16. Times are medians of rounds of whole calls, in
 which all methods of a setting take turns. Scaling efficiency is the rate per GPU over that of
 ``one`` GPU with the whole sequence, at 128k tokens where it did not run this one. ``GiB`` is what
 XLA sets aside on a GPU for results and temporaries. ``gather, kept`` keeps gathered K/V for the
 backward, ``gather, again`` gathers them anew, whatever their size.
 
-``--program 1 32`` times nothing on GPUs but a call: seconds to trace, lower and compile programs of
-so many layers, forward and backward, and their sizes. ``--profile`` traces a few calls of each
-method: exposed communication, and which operations take longest.
+``--program 1 32`` runs no kernels: it measures how many seconds programs of so many layers, forward
+and backward, take to trace, lower and compile, and their sizes. ``--profile`` traces a few calls of
+each method: exposed communication, and which operations take longest.
 """
 
 from __future__ import annotations
@@ -48,17 +48,18 @@ from benchmarks.jax.scaling import environment, seconds_each
 from ring_core.tools.bench import watched
 
 DEFAULT = ("one", "ring", "gather", "all-gather cudnn", "zigzag cudnn")
-WRONG = 0.1  # largest error from which on a method is wrong
-LONG = 256 * K  # tokens from which on there are fewer rounds
+WRONG = 0.1  # a method is right if its largest error is below this
+LONG = 256 * K  # tokens above which there are fewer rounds
 RESULTS = ("out", "dq", "dk", "dv")
 
 
 class Entrant(NamedTuple):
-    """A method in a setting: its programs, as they are compiled.
+    """A method in a setting, with its programs, which threads compile.
 
     Attributes:
-        passes: Programs by what they compute, each compiled by another thread.
-        gate: That of forward + backward at 2,048 tokens, and its method.
+        passes: Programs by pass.
+        gate: Program of forward + backward at 2,048 tokens, for the comparison.
+        gate_method: The method at 2,048 tokens.
     """
 
     method: Method
@@ -69,19 +70,19 @@ class Entrant(NamedTuple):
 
 
 def shapes_of(setting: Setting, length: int) -> list[tuple[int, ...]]:
-    """Of q, k, v and dout."""
+    """Return the shapes of q, k, v and dout."""
     heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
     return [(1, length, h, setting.dim) for h in heads]
 
 
 def arrays_of(setting: Setting, length: int, mesh: Mesh) -> list[Any]:
-    """Random q, k, v and dout, over the GPUs of a mesh."""
+    """Return random q, k, v and dout, split over the GPUs of a mesh."""
     make = partial(random_arrays, shapes_of(setting, length), 1)
     return list(jax.jit(make, out_shardings=sharding_of(mesh))())
 
 
 def abstract_arrays(setting: Setting, length: int, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
-    """What programs are made for: q, k, v and dout."""
+    """Return shapes, dtype and sharding of q, k, v and dout, to compile programs for."""
     return [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding_of(mesh))
         for shape in shapes_of(setting, length)
@@ -89,7 +90,7 @@ def abstract_arrays(setting: Setting, length: int, mesh: Mesh) -> list[jax.Shape
 
 
 def enter(name: str, setting: Setting, mesh: Mesh, pool: ThreadPoolExecutor) -> Entrant:
-    """Begin to compile what a setting needs of a method."""
+    """Start to compile a method's programs for a setting."""
     short, long = GATE_LENGTH, setting.seq_len
     mesh = mesh_of(1) if name == "one" else mesh
     gate_method, method = (
@@ -109,7 +110,7 @@ def enter(name: str, setting: Setting, mesh: Mesh, pool: ThreadPoolExecutor) -> 
 
 
 def errors_of(entrant: Entrant, arrays: list[Any], expected: Iterable[Any]) -> dict[str, float]:
-    """Largest errors of the output and the gradients at 2,048 tokens."""
+    """Return the largest errors of the output and the gradients at 2,048 tokens."""
     order = in_order(entrant.gate_method.layout, GATE_LENGTH, entrant.mesh.size)
     place = sharding_of(entrant.mesh)
     results = entrant.gate.result()(*(jax.device_put(x[:, order], place) for x in arrays))
@@ -124,7 +125,7 @@ def errors_of(entrant: Entrant, arrays: list[Any], expected: Iterable[Any]) -> d
 def rows_of_setting(
     setting: Setting, names: list[str], mesh: Mesh, pool: ThreadPoolExecutor, *, profile: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row of each method: gate first, then times, in which all take turns."""
+    """Yield a row for each method: all are compared first, then timed in turns."""
     began = perf_counter()
     key = {"gpus": mesh.size, "setting": setting.name}
     entrants: dict[str, Entrant] = {}
@@ -183,7 +184,7 @@ def rows_of_setting(
 
 
 def _set_aside(program: Any) -> float:
-    """GiB of a GPU for results and temporaries."""
+    """Return the GiB that a program takes on a GPU for results and temporaries."""
     memory = program.memory_analysis()
     size: float = memory.temp_size_in_bytes + memory.output_size_in_bytes
     return size / 2**30
@@ -197,7 +198,7 @@ def _traced(run: Run) -> dict[str, Any]:
 
 
 def program_row(name: str, setting: Setting, layers: int, mesh: Mesh) -> dict[str, Any]:
-    """Seconds and sizes of a program of so many layers, forward and backward."""
+    """Return seconds and sizes of a program of ``layers`` layers, forward and backward."""
     method = METHODS[name](mesh, mask_of(setting.mask, setting.seq_len), setting.seq_len)
     shapes = abstract_arrays(setting, setting.seq_len, mesh)
     jax.clear_caches()
@@ -232,7 +233,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the command line."""
     names = [setting.name for setting in JAX_SETTINGS]
     arguments = parser_of(__doc__, json_path=Path("out/bench_jax_gpus.json"))
     arguments.add_argument("--gpus", type=int, help="how many; by default all")

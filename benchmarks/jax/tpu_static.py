@@ -1,14 +1,14 @@
-"""What TPU kernels cost, told from their machine code: ``nox -s tpu_static``.
+"""Estimate the cost of TPU kernels from their machine code, without a TPU: ``nox -s tpu_static``.
 
 Each kernel is compiled for each generation of chips. A TPU core issues one bundle of instructions
 per cycle, so the bundles of a kernel's loop, each times how often it runs, over the visible (query,
-key) pairs, are the cycles per pair when no fetch is waited for. Printed, and written as JSON
-where ``--json`` says, for this project's kernels, at the block sizes they choose themselves, and
-for jax's own splash attention, at those that are best for it, with the ratio. Forward is what
-training runs: ``lse`` is kept.
+key) pairs, are the cycles per pair when no fetch is waited for. They are printed, and written as
+JSON where ``--json`` says, for our kernels at the block sizes that they choose themselves, and for
+jax's splash attention at those that are best for it, with the ratio. The forward is that of
+training, which keeps ``lse``.
 
-At the end stands how many blocks are computed where documents are told by ids that only the device
-knows, beside how many show something.
+The last line is of packed documents whose ids only the device knows: how many blocks are computed,
+and how many show something.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MASKS: dict[str, tuple[tuple[str, int], ...]] = {
     "window over a ring": (("window", 0), ("window", LENGTH)),
 }
 
-#: The mask that a program is compiled for: blocks without a mask are a branch of any.
+#: Masks that programs are compiled for: blocks without a mask are a branch of every program.
 PROGRAMS = {"full": "causal", "causal": "causal", "window over a ring": "window"}
 
 
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     """Compile everything and print the table."""
     parser = parser_of(__doc__, tables=False)
     parser.add_argument("--topology", nargs="*", default=TOPOLOGIES, help="of these alone")
-    # Compilations, in a process of their own.
+    # Compilations run in a process of their own, which is started with this.
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.child:
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Program(NamedTuple):
-    """What is compiled: a pass for a mask, with blocks of some sizes."""
+    """A program to compile: a pass for a mask, with block sizes of queries and of keys."""
 
     direction: Pass
     mask: str
@@ -80,7 +80,7 @@ class Program(NamedTuple):
 
 
 def measure(topology: str) -> Iterator[dict[str, Any]]:
-    """The rows of one generation, printed as they are found."""
+    """Yield the rows of one generation, and print each."""
     programs_of_ring = {
         (direction, name): Program(direction, compiled, *chosen(topology, direction, name))
         for name, compiled in PROGRAMS.items()
@@ -125,7 +125,7 @@ def measure(topology: str) -> Iterator[dict[str, Any]]:
 
 
 def chosen(topology: str, direction: Pass, name: str) -> tuple[int, int]:
-    """The block sizes that our kernels choose for a mask."""
+    """Return the block sizes of queries and keys that our kernels choose for a mask."""
     from ring_jax_tpu.block_sizes import GENERATIONS, Shape, default_sizes
 
     generations = (row for row in GENERATIONS.values() if row.name == topology.partition(":")[0])
@@ -135,7 +135,7 @@ def chosen(topology: str, direction: Pass, name: str) -> tuple[int, int]:
 
 
 def visible(mask: str, offset: int) -> int:
-    """Visible pairs of a step, per head."""
+    """Return the visible pairs of a step, per head."""
     if mask == "full":
         return LENGTH * LENGTH
     if mask == "causal":
@@ -147,7 +147,10 @@ def visible(mask: str, offset: int) -> int:
 
 
 def visited(who: str, kernel: str, sizes: tuple[int, int], mask: str, offset: int) -> Blocks:
-    """The blocks of a step: ours visits live ones, splash as many in each row as in the fullest."""
+    """Return the blocks that a kernel visits in a step.
+
+    Ours visits live blocks alone; splash visits as many in each row as in the fullest.
+    """
     q, k = sizes
     low, high = {"full": (-LENGTH, LENGTH), "causal": (0, LENGTH), "window": (0, WINDOW - 1)}[mask]
     full = partial = 0
@@ -168,12 +171,15 @@ def visited(who: str, kernel: str, sizes: tuple[int, int], mask: str, offset: in
 
 
 def k_major(kernel: str) -> bool:
-    """Whether a kernel walks over the blocks column by column."""
+    """Return True if a kernel's outer loop runs over blocks of keys."""
     return any(word in kernel for word in ("dkv", "fused"))
 
 
 def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dict[str, StepRunner]]:
-    """Compile in a process of its own and read what was dumped; without those that do not fit."""
+    """Compile programs in a process of its own, and return the loops of each, by kernel.
+
+    Programs that do not fit into the chip's memory are left out.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         task = {"folder": name, "topology": topology, "who": who, "programs": programs}
@@ -200,7 +206,7 @@ def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dic
 
 
 def blocks_of_documents() -> tuple[int, int]:
-    """Blocks that are computed for traced ids of documents of random lengths, and visible ones."""
+    """Return how many blocks are computed for traced document ids, and how many show something."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     import jax.numpy as jnp
@@ -236,7 +242,7 @@ def blocks_of_documents() -> tuple[int, int]:
 
 
 def compile_all(folder: str, topology: str, who: str, programs: list[list[Any]]) -> None:
-    """Compile for one device of a topology; what a program dumps is kept where it fits."""
+    """Compile programs for one device of a topology, and keep the dumps of those that fit."""
     import jax
     import jax.numpy as jnp
     import numpy as np

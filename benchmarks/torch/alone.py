@@ -1,6 +1,6 @@
-"""A pass without its communication: the same launches, over keys that are there already.
+"""Run passes without communication: the same launches, over keys that are there already.
 
-So one GPU can emulate the ranks of a ring of many, one after the other.
+With this one GPU can emulate the ranks of a larger ring, one after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from ring_torch.transports.p2p import Messages
 
 @dataclass(frozen=True)
 class Alone:
-    """A :class:`ring_torch.transports.api.GatherSession` that moves nothing: any keys do."""
+    """A stand-in for :class:`ring_torch.transports.api.GatherSession` that moves nothing.
+
+    Results are wrong, but times do not depend on what the keys are.
+    """
 
     spec: SessionSpec
     made: dict[tuple[object, ...], list[Tensor]]
@@ -35,7 +38,7 @@ class Alone:
     def fetch(
         self, gather: GatherProgram, inputs: Inputs, meanwhile: Callable[[], object] = nothing
     ) -> Iterator[PendingKV]:
-        """Random keys, made once and on no time."""
+        """Yield random keys, made at the first call so that later ones time no work for them."""
         del inputs
         meanwhile()
         keys, device = self.spec.keys, self.spec.device
@@ -49,21 +52,21 @@ class Alone:
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
     ) -> list[Tensor]:
-        """New ones."""
+        """Return new accumulators of dK and dV."""
         return Messages(self.spec).accumulators(gather, sums, zero=zero)
 
     def return_grads(
         self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
         before_last_item: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
-        """Nothing goes, nothing comes."""
+        """Send and receive nothing."""
         del gather, sums, grads, group, overlapped, before_last_item
         return lambda _total, _length, _where: None
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let gathered passes in here do without communication: their results mean nothing."""
+    """Let gathered passes inside run without communication: their results mean nothing."""
     made: dict[tuple[object, ...], list[Tensor]] = {}
     opened = tuple(
         replace(each, open=lambda spec: Alone(spec, made)) for each in transports.TRANSPORTS
@@ -71,17 +74,17 @@ def alone() -> Iterator[None]:
     prepare._prepare.cache_clear()  # noqa: SLF001  # calls hold their transport
     with patch.object(transports, "TRANSPORTS", opened):
         yield
-    prepare._prepare.cache_clear()  # noqa: SLF001 - times first calls
+    prepare._prepare.cache_clear()  # noqa: SLF001 - calls are prepared anew
 
 
 def as_rank[**P, R](
     rank: int, world: int, run: Callable[P, R], *args: P.args, **named: P.kwargs
 ) -> R:
-    """Run in a group of which only this rank is there, whose collectives do nothing."""
+    """Run a function as one rank of a fake group, whose collectives do nothing."""
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
-        # The group is no nccl's: there are no peers to ask for their memory, or to compare with
-        # before a call may be captured.
+        # The group is fake: there are no peers to ask for their memory, or to compare with before
+        # a call may be captured.
         with (
             patch.object(prepare, "choose_strategy", _as_named),
             patch.object(autograd, "check_graph"),
@@ -89,7 +92,7 @@ def as_rank[**P, R](
             return run(*args, **named)
     finally:
         dist.destroy_process_group()
-        prepare._prepare.cache_clear()  # noqa: SLF001  # of the strategies chosen here
+        prepare._prepare.cache_clear()  # noqa: SLF001  # forgets strategies chosen here
 
 
 def _as_named(strategy: str, transport: str, ring: Ranks, *_: object, **__: object) -> Way:

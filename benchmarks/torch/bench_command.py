@@ -1,7 +1,7 @@
-"""What ``python -m ring_torch bench`` prints here, as a file whose table a page can show.
+"""Keep what ``python -m ring_torch bench`` prints as a file whose table a page can show.
 
-It runs the command for each length, with the options that follow ``--``. So that it is torch alone
-that is timed, run it where flash-attn-4 is not installed::
+The command runs once for each length, with the options that follow ``--``. To time torch's kernels
+alone, run it where flash-attn-4 is not installed::
 
     python -m benchmarks.torch.bench_command --lengths 8k 32k 128k --json cudnn.json
 """

@@ -1,4 +1,4 @@
-"""Results and messages of cases, by rank: the process of one source tree that ``same_bits`` starts.
+"""Run cases in one source tree and answer with digests: the process that ``same_bits`` starts.
 
 It imports Ring from the tree that is in ``PYTHONPATH``, and nothing else of that tree: older trees
 answer, too, from the first with ``StrategyConfig`` on. Cases are a line of JSON each on stdin. The
@@ -27,12 +27,12 @@ from ring_torch import ring_attention
 from ring_torch.local import LocalRankError, LocalRanks
 
 ANSWER = "bits: "
-HEADER = b"RING"  # a header begins with it, whose fields are the tree's own affair
+HEADER = b"RING"  # how a header begins; its fields may differ between trees
 PASSES = ("forward", "backward")
 
 
 class SentBytes(TorchDispatchMode):
-    """Count the bytes that this rank sends by ``send`` and ``all_to_all_single``, without headers.
+    """Counter of bytes that this rank sends by ``send`` and ``all_to_all_single``, without headers.
 
     They are counted at torch's operations, which every tree calls: its own counters may have
     changed, too.
@@ -145,7 +145,7 @@ def path_of(folder: str, case: dict[str, Any], rank: int) -> Path:
 
 
 def answers(cases: list[dict[str, Any]], folder: str) -> Iterator[dict[str, Any]]:
-    """Yield for each case what its ranks say, and start new ranks where a call has failed."""
+    """Yield the answer to each case; start new ranks after a call has failed."""
     ranks: LocalRanks | None = None
     for case in cases:
         if ranks is None or len(ranks) != case["ranks"]:

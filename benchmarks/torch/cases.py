@@ -1,4 +1,4 @@
-"""The rows of ``options.py`` as tensors, and what their options ask of attention."""
+"""Tensors of the rows of ``options.py``, and their options as arguments and as definitions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from benchmarks.common.cases import Row
 from ring_core import Mask
 
-CAP = 20.0
-STRIPE, FIRST = 512, 64
+CAP = 20.0  # of softcap
+STRIPE, FIRST = 512, 64  # keys of a stripe and of its start, in the predicate
 DROPOUT = 0.1
 Options = dict[str, Any]
 Rule = Callable[[Any, Any], Any]
@@ -20,7 +20,7 @@ Score = Callable[[Any, Any, Any, Any], Any]
 
 
 class Case(NamedTuple):
-    """A row at a length on a device."""
+    """A row of the table of options, at a length and on a device."""
 
     row: Row
     length: int
@@ -28,48 +28,48 @@ class Case(NamedTuple):
 
     @property
     def window(self) -> int:
-        """4,096 keys of 16,384."""
+        """Keys before its own that a query sees: 4,096 for 16,384 tokens."""
         return self.length // 4
 
     @property
     def document(self) -> int:
-        """1,500 tokens, or a third of what there is."""
+        """Tokens of a document: 1,500, or a third of the sequence if that is less."""
         return min(1500, self.length // 3)
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where documents begin and end."""
+        """Boundaries of documents, as ``cu_seqlens``."""
         return (*range(0, self.length, self.document), self.length)
 
     @property
     def alibi_step(self) -> float:
-        """The slope of head ``h`` is two to the minus ``h + 1`` times this."""
+        """ALiBi's step in the exponent: head ``h`` has the slope ``2 ** (-step * (h + 1))``."""
         return 8 / self.row.heads
 
     def random(self, *shape: int) -> Tensor:
-        """The same numbers whenever a method asks for them, bfloat16."""
+        """Return random bfloat16 numbers, which are the same in every call."""
         made = torch.Generator(self.device).manual_seed(5)
         return torch.randn(shape, generator=made, device=self.device).bfloat16()
 
     def segments(self) -> Tensor:
-        """``[1, T]``."""
+        """Return the segment ids of documents, int32 ``[1, T]``."""
         return (torch.arange(self.length, device=self.device) // self.document).int()[None]
 
     def slopes(self) -> Tensor:
-        """``[H]``."""
+        """Return ALiBi's slopes, ``[H]``."""
         heads = torch.arange(1, self.row.heads + 1, device=self.device)
         return torch.exp2(-self.alibi_step * heads)
 
     def bias(self) -> Tensor:
-        """``[T, T]``."""
+        """Return a random bias for all heads, ``[T, T]``."""
         return self.random(self.length, self.length)
 
     def sinks(self) -> Tensor:
-        """``[H]``, a parameter."""
+        """Return random sinks, float32 ``[H]``, a parameter."""
         return self.random(self.row.heads).float().requires_grad_()
 
     def inputs(self, dtype: torch.dtype, sharpness: float = 1.0) -> list[Tensor]:
-        """Random q, k, v and the gradient of the output, rounded to bfloat16 in any dtype."""
+        """Return random q, k, v and dout, rounded to bfloat16; q is times ``sharpness``."""
         made = torch.Generator(self.device).manual_seed(self.length)
         tensors = [
             torch.randn(1, self.length, *shape, generator=made, device=self.device)
@@ -80,13 +80,13 @@ class Case(NamedTuple):
 
 
 class Option(NamedTuple):
-    """What a case asks of attention.
+    """An option of attention, as arguments and as a definition.
 
     Attributes:
-        ours: Options of ``ring_attention``.
-        shown: Whether the query at ``i`` sees the key at ``j``.
-        score: What becomes of a score of head ``h``; ``None`` if it stays.
-        random: Results of methods differ.
+        ours: Arguments of ``ring_attention``.
+        shown: Returns a rule that is True where the query at ``i`` sees the key at ``j``.
+        score: Returns a function that changes scores of head ``h``; ``None`` if they stay.
+        random: True if results of methods differ by chance, as with dropout.
     """
 
     ours: Callable[[Case], Options]
@@ -96,7 +96,7 @@ class Option(NamedTuple):
 
 
 def striped(i: Any, j: Any) -> Any:
-    """The predicate: a window, and the first keys of each stripe."""
+    """Return True where a key is visible: in a window, or among the first of its stripe."""
     return (i >= j) & ((i - j < STRIPE) | (j % STRIPE < FIRST))
 
 

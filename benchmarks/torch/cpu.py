@@ -1,6 +1,6 @@
-"""What plans and the ring cost on CPUs: ``nox -s bench_cpu`` (``-- --quick`` for a short run).
+"""Time plans and the ring on CPUs: ``nox -s bench_cpu`` (``-- --quick`` for a short run).
 
-Prints, and writes as JSON where ``--json`` says: seconds per plan, the CPU time of a ring of
+Prints, and writes as JSON where ``--json`` says: milliseconds per plan, the CPU time of a ring of
 four processes over that of one process with the same kernel, and the peak memory per rank beyond
 its own tensors over what two K/V slots and the accumulators take. The ring's result is compared
 with the single process's first; if they differ, no times are printed.
@@ -34,7 +34,7 @@ HEADS, KV_HEADS, DIM = 8, 2, 64
 
 @dataclass(frozen=True)
 class Shape:
-    """One measurement of the ring."""
+    """Arguments of one measurement of the ring."""
 
     seq_len: int
     cp_size: int
@@ -45,7 +45,7 @@ class Shape:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run all three parts."""
+    """Measure plans, CPU time and memory; return the exit code."""
     parser = parser_of(__doc__, tables=False)
     parser.add_argument("--quick", action="store_true", help="shorter sequences, fewer repeats")
     options = parser.parse_args(argv)
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def bench_plans() -> list[dict[str, Any]]:
-    """Milliseconds to make a plan, best of several, and what they may be."""
+    """Return the milliseconds to make each plan, best of several, and their limit."""
     tokens = 1 << 20
     rng = np.random.default_rng(0)
     cuts = np.sort(rng.choice(np.arange(1, tokens), 9999, replace=False)).tolist()
@@ -89,7 +89,7 @@ def bench_plans() -> list[dict[str, Any]]:
 
 
 def fresh_plan(mask: Mask, tokens: int, cp_size: int, layout: Any, strategy: Any) -> None:
-    """Make a plan that is in no cache: the mask has a window that never binds and is new."""
+    """Make a plan that no cache holds: its mask has a new window, too wide to hide a key."""
     unseen = Mask(
         causal=True, cu_seqlens=mask.cu_seqlens, window=(tokens + time.monotonic_ns() % 2**30, None)
     )
@@ -98,7 +98,7 @@ def fresh_plan(mask: Mask, tokens: int, cp_size: int, layout: Any, strategy: Any
 
 
 def best(function: Callable[[], object], repeats: int) -> float:
-    """Shortest of several runs, in milliseconds."""
+    """Return the shortest of several runs, in milliseconds."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -108,7 +108,7 @@ def best(function: Callable[[], object], repeats: int) -> float:
 
 
 def bench_time(seq_len: int, repeats: int) -> list[dict[str, Any]] | None:
-    """CPU time of all ranks over that of one process; ``None`` if their results differ."""
+    """Return the CPU time of all ranks over one process's; ``None`` if results differ."""
     print(
         f"\nCPU time, forward + backward, causal, T = {seq_len}, H = {HEADS}, K = {KV_HEADS}, D = {DIM}, float32"
     )
@@ -136,7 +136,7 @@ def bench_time(seq_len: int, repeats: int) -> list[dict[str, Any]] | None:
 
 
 def run_ranks(shape: Shape, repeats: int) -> dict[str, Any]:
-    """Run a shape on its ranks: CPU seconds per call, best of several, and sums of its results."""
+    """Run a shape on its ranks; return CPU seconds per call, best of several, and checksums."""
     with LocalRanks(shape.cp_size) as ranks:
         ranks.run(rank_time, Shape(256, shape.cp_size, shape.layout, shape.strategy, shape.kernel))
         runs = [ranks.run(rank_time, shape) for _ in range(repeats)]
@@ -146,7 +146,7 @@ def run_ranks(shape: Shape, repeats: int) -> dict[str, Any]:
 
 
 def inputs(shape: Shape) -> tuple[ContextParallel, list[torch.Tensor]]:
-    """A rank's q, k, v and the gradient of its output, equal at every ring size."""
+    """Return a rank's ``cp``, q, k, v and dout, shards of the same tensors at every ring size."""
     cp = ContextParallel(layout=shape.layout)
     generator = torch.Generator().manual_seed(0)
     local = []
@@ -157,7 +157,7 @@ def inputs(shape: Shape) -> tuple[ContextParallel, list[torch.Tensor]]:
 
 
 def rank_time(_: int, shape: Shape) -> tuple[float, list[float]]:
-    """CPU seconds of this rank, and sums that tell wrong results."""
+    """Return this rank's CPU seconds, and sums of squares that reveal wrong results."""
     cp, (q, k, v, dout) = inputs(shape)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     start = time.process_time()
@@ -169,7 +169,7 @@ def rank_time(_: int, shape: Shape) -> tuple[float, list[float]]:
 
 
 def bench_memory(local_len: int) -> list[dict[str, Any]]:
-    """Peak memory per rank beyond its own tensors, over what the ring may need."""
+    """Return the peak memory per rank beyond its own tensors, and what the ring may need."""
     print(
         f"\npeak memory per rank beyond its own tensors, {local_len} tokens per rank, MiB of allowed MiB (ratio)"
     )
@@ -207,7 +207,10 @@ def bench_memory(local_len: int) -> list[dict[str, Any]]:
 
 
 def memory_allowed(shape: Shape) -> list[float]:
-    """Bytes in the forward and in the backward: slots, accumulators and one block, times 1.1."""
+    """Return the bytes that the forward and the backward may take.
+
+    They are two K/V slots, accumulators and one block of scores, times 1.1.
+    """
     local, size = shape.seq_len // shape.cp_size, torch.finfo(getattr(torch, shape.dtype)).bits // 8
     slots = 2 * (2 * local * KV_HEADS * DIM * size)
     wide_rows, wide_keys = 4 * local * HEADS * DIM, 2 * 4 * local * KV_HEADS * DIM
@@ -218,7 +221,7 @@ def memory_allowed(shape: Shape) -> list[float]:
 
 
 def rank_memory(_: int, shape: Shape) -> tuple[int, int]:
-    """Bytes this rank took at its peak beyond q, k, v, out, lse and their gradients."""
+    """Return this rank's peak bytes by pass, beyond q, k, v, out, lse and their gradients."""
     cp, (q, k, v, dout) = inputs(shape)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     before = peak_memory(reset=True)
@@ -233,7 +236,7 @@ def rank_memory(_: int, shape: Shape) -> tuple[int, int]:
 
 
 def peak_memory(*, reset: bool = False) -> int:
-    """Peak resident bytes of this process, since the last reset (Linux)."""
+    """Return the peak resident bytes of this process since the last reset (Linux)."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     status = Path("/proc/self/status").read_text().splitlines()

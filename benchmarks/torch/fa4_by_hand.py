@@ -1,9 +1,9 @@
-"""FlashAttention-4 called by hand for the rows of ``options.py``, as fast as it goes.
+"""Call FlashAttention-4's two functions for the rows of ``options.py``, as fast as they go.
 
-Its two functions are called without autograd. Masks come as lists of blocks, of keys for each
-block of queries in the forward and of queries for each block of keys in the backward: those that
-are shown in part, where a function in its language decides, and those shown as a whole. From
-segment ids the lists are made in each call, of a predicate once.
+They are called without autograd. Masks are given as block lists: of keys for each block of queries
+in the forward, of queries for each block of keys in the backward. Partial blocks, where a
+``mask_mod`` decides, and full ones are listed apart. From segment ids the lists are made in each
+call, of a predicate once.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from benchmarks.torch.cases import CAP, FIRST, STRIPE, Case, Rule, striped
 
-MODS = "benchmarks.torch.fa4_mods"  # imported where its language is installed
-BLOCK = 128  # queries and keys, the tile of its forward at head dim 128 and of its backward's keys
+MODS = "benchmarks.torch.fa4_mods"  # imported where CuTe, its language, is installed
+BLOCK = 128  # queries and keys of a block: the forward's tile at head dim 128, the backward's keys
 Passes = tuple[Callable[..., Tensor], Callable[..., list[Tensor]]]
 Given = dict[str, Any]
 
 
 class Lists(NamedTuple):
-    """Blocks that each block lists: ``[1, 1, N]`` counts and ``[1, 1, N, M]`` indices, int32."""
+    """Block lists of FlashAttention-4: ``[1, 1, N]`` counts, ``[1, 1, N, M]`` indices, int32."""
 
     partial_count: Tensor
     partial: Tensor
@@ -33,19 +33,19 @@ class Lists(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks ``[queries, keys]`` that are shown in part and as a whole."""
+    """Boolean tables ``[query blocks, key blocks]`` of partial and of full blocks."""
 
     partial: Tensor
     full: Tensor
 
     @property
     def transposed(self) -> Blocks:
-        """``[keys, queries]``."""
+        """Tables ``[key blocks, query blocks]``."""
         return Blocks(self.partial.mT, self.full.mT)
 
 
 def lists_of(*blocks: Blocks) -> list[Lists]:
-    """The columns that each row lists, of tables of one shape."""
+    """Return the block lists of tables of one shape: for each row its True columns."""
     shown = torch.stack([table for both in blocks for table in both])
     counts = shown.sum(-1, dtype=torch.int32)[:, None, None]
     order = shown.byte().argsort(dim=-1, descending=True, stable=True).int()[:, None, None]
@@ -54,9 +54,10 @@ def lists_of(*blocks: Blocks) -> list[Lists]:
 
 
 def segment_blocks(ids: Tensor, size: int = BLOCK) -> Blocks:
-    """Causal attention among equal ids ``[1, T]``, from each block's least and largest.
+    """Return the blocks of causal attention among equal ids ``[1, T]``.
 
-    Blocks in part may show nothing where ids are out of order; the others are what they say.
+    They come from each block's least and largest id. Partial blocks may show nothing where ids are
+    out of order; full blocks are always full.
     """
     least, most = ids.view(-1, size).aminmax(dim=1)
     shown = ((least[:, None] <= most) & (least <= most[:, None])).tril()
@@ -65,7 +66,7 @@ def segment_blocks(ids: Tensor, size: int = BLOCK) -> Blocks:
 
 
 def predicate_blocks(rule: Rule, length: int, queries: int, keys: int, device: str) -> Blocks:
-    """Of a rule over positions."""
+    """Return the blocks of a predicate over positions."""
     j = torch.arange(length, device=device)
     blocks = []
     for i in j.split(queries):
@@ -76,7 +77,10 @@ def predicate_blocks(rule: Rule, length: int, queries: int, keys: int, device: s
 
 
 class Call(NamedTuple):
-    """What both functions are given, what the backward is, and lists, the backward's if asked."""
+    """Arguments of a call: those of both functions, and those of the backward alone.
+
+    ``lists`` makes the block lists, with the backward's if its argument is True.
+    """
 
     common: Given
     backward: Given | None = None
@@ -142,12 +146,12 @@ CALLS: dict[str, Callable[[Case, int], Call]] = {
 
 
 def passes(case: Case, *, pack_gqa: bool | None = None, keys: int = BLOCK) -> Passes:
-    """A case's forward, and its forward and backward.
+    """Return a case's forward, and its forward + backward.
 
     Args:
-        case: Its length is a multiple of ``BLOCK`` where its mask comes as lists.
-        pack_gqa: Whether a tile of the forward has all query heads of its keys.
-        keys: In a block of the forward's lists; the library then takes tiles of so many.
+        case: Its length is a multiple of ``BLOCK`` if its mask is given as block lists.
+        pack_gqa: True if a tile of the forward has all query heads of its keys.
+        keys: Keys in a block of the forward's lists; the library then takes tiles of so many.
     """
     library, call = import_module("flash_attn.cute.interface"), CALLS[case.row.option](case, keys)
     packed = "cu_seqlens_q" in call.common
@@ -181,7 +185,7 @@ def passes(case: Case, *, pack_gqa: bool | None = None, keys: int = BLOCK) -> Pa
 
 
 def _sparse(lists: list[Lists], keys: int) -> Given:
-    """The library's argument of the first of some lists, if there are any."""
+    """Return FlashAttention-4's argument for the first of some lists; none if there are none."""
     if not lists:
         return {}
     sparsity = import_module("flash_attn.cute.block_sparsity")

@@ -1,4 +1,4 @@
-"""What FlashAttention-4 is told of scores and masks, in its language: it compiles them.
+"""Define score and mask functions for FlashAttention-4, in CuTe, which compiles them.
 
 Imported where it is installed.
 """
@@ -18,9 +18,10 @@ from flash_attn.cute.utils import scalar_to_ssa
 
 @cache
 def alibi(step: float, packed: int = 1) -> Any:
-    """Slopes of ``2 ** (-step * (head + 1))``, computed: reading them takes one score at a time.
+    """Return ALiBi's ``score_mod`` with slopes ``2 ** (-step * (head + 1))``.
 
-    The backward of grouped heads says row ``i // packed`` and head ``h * packed + i % packed``.
+    Slopes are computed: reading them takes one score at a time. With grouped heads the library's
+    backward gives row ``i // packed`` and head ``h * packed + i % packed``.
     """
 
     @cute.jit
@@ -37,20 +38,20 @@ def alibi(step: float, packed: int = 1) -> Any:
 
 @cute.jit
 def biased(scores, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
-    """Adds a table of queries and keys."""
+    """Add to each score the bias of its query and key."""
     value = aux_tensors[0][q_idx[0], kv_idx[0]]
     return scores + scalar_to_ssa(value.to(Float32), Float32)
 
 
 @cute.jit
 def unchanged(gradients, scores, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
-    """The gradient of a score to which something was added."""
+    """Return the gradient of a score to which something was added: the same gradient."""
     return gradients
 
 
 @cute.jit
 def same_segment(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
-    """Causal, among equal ids."""
+    """Return True where a key is visible: causal, and with an equal id."""
     ids = aux_tensors[0]
     local = scalar_to_ssa(ids[batch_idx[0], q_idx[0]], Int32)
     theirs = scalar_to_ssa(ids[batch_idx[0], kv_idx[0]], Int32)
@@ -59,7 +60,10 @@ def same_segment(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
 
 @cache
 def striped(size: int, first: int) -> Any:
-    """Causal, within ``size`` or among the ``first`` of each ``size`` keys, a power of two."""
+    """Return the ``mask_mod`` of ``striped`` in ``cases.py``; ``size`` is a power of two.
+
+    It is causal, within ``size`` keys or among the ``first`` of each ``size`` keys.
+    """
 
     @cute.jit
     def mask_mod(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):

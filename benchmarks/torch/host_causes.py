@@ -1,7 +1,7 @@
-"""Where the host's time of a repeated call goes, by cause: forward and backward, in microseconds.
+"""Measure the host's time of a repeated call by cause: forward and backward, in microseconds.
 
 Functions that begin a cause are replaced by ones that read a clock; time counts for the innermost
-of them. What that itself takes is the difference to the same calls before it. Each rank times
+of them. The time of reading is the difference to the same calls without it. Each rank times
 itself; the rank whose call takes longest is shown, as all wait for it::
 
     python -m benchmarks.torch.host_causes --gpus 4 --json causes.json
@@ -46,8 +46,8 @@ from ring_torch.transports.peer_copies import PeerCopies
 
 LAYOUT: Final = "zigzag"
 SETTINGS = SHORT_SETTINGS[:2]  # 8k causal, and a layer of gpt-oss
-STUBBED_TOKENS = 2 * K  # of a sequence without a GPU: buffers are cheap, and items whole tiles
-WARM_UP, ROUNDS, AT_ONCE = 30, 40, 8
+STUBBED_TOKENS = 2 * K  # length without a GPU: buffers are cheap, work items whole tiles
+WARM_UP, ROUNDS, AT_ONCE = 30, 40, 8  # calls, rounds, calls of a round
 PASSES = ("forward", "backward")
 
 ARGUMENTS, KEY = "arguments and options read", "call known again by its key"
@@ -92,7 +92,7 @@ _BEGIN: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
 
 
 class Clock:
-    """Seconds by cause; nothing counts while no cause has begun.
+    """Clock of seconds by cause, which stands still while no cause has begun.
 
     Autograd runs a backward in a thread of its own while its caller waits: one stack serves both.
     """
@@ -103,13 +103,13 @@ class Clock:
         self._since = [0.0]  # when time was last counted
 
     def marked(self, cause: str, function: Any, *, outermost: bool = False) -> Any:
-        """Return the function as one that begins a cause, wherever it is called within another.
+        """Return a wrapper of a function that begins a cause, if another cause is under way.
 
         Of a generator each step is counted. With ``outermost`` it begins without another, too.
         """
         seconds, begun, since, now = self.seconds, self._begun, self._since, time.perf_counter
 
-        # Plain statements: what they take, many times a call, is what the table shows too much.
+        # Plain statements: their own time, spent many times a call, adds to the table's figures.
         def call(*args: Any, **kwargs: Any) -> Any:
             if begun:
                 start = now()
@@ -152,7 +152,7 @@ class Clock:
         prepare._prepare.cache_clear()  # noqa: SLF001 - likewise
 
     def _preparing(self, prepare_launch: Any) -> Any:
-        """Return a function that prepares a launch which begins a cause."""
+        """Return a wrapper of a function that prepares launches: each launch begins a cause."""
 
         def prepared(*args: Any) -> Any:
             launch = prepare_launch(*args)
@@ -189,7 +189,7 @@ class Repeated:
         )
 
     def forward(self) -> Tensor:
-        """Run the forward, to be differentiated."""
+        """Run the forward, for autograd to differentiate."""
         out: Tensor = self.attend(*self.inputs)
         return out
 
@@ -207,7 +207,7 @@ def _finish(device: str) -> None:
 
 
 def _plain(call: Repeated, device: str) -> dict[str, float]:
-    """Return the seconds of each pass, of some calls that the device has room to queue."""
+    """Return seconds of each pass, the mean of a few calls that the device can queue."""
     _finish(device)
     times = dict.fromkeys(PASSES, 0.0)
     for _ in range(AT_ONCE):
@@ -221,7 +221,7 @@ def _plain(call: Repeated, device: str) -> dict[str, float]:
 
 
 def _by_cause(call: Repeated, clock: Clock, device: str) -> dict[tuple[str, str], float]:
-    """Return the seconds by pass and cause, of as many calls."""
+    """Return seconds by pass and cause, the mean of a few calls, as :func:`_plain` makes."""
     _finish(device)
     forward = clock.marked(ARGUMENTS, call.forward, outermost=True)
     backward = clock.marked(AUTOGRAD, call.backward, outermost=True)
@@ -260,7 +260,7 @@ def causes(_: int, setting: Setting, device: str) -> dict[str, dict[str, float]]
 
 
 def _rounds[T](call: Repeated, timed: Callable[[], T]) -> list[T]:
-    """Return what rounds of calls take, after some that are not counted."""
+    """Return the times of each round, after calls that are not counted."""
     for _ in range(WARM_UP):
         call.backward(call.forward())
     return [timed() for _ in range(ROUNDS)]
@@ -280,7 +280,7 @@ def rows_of(setting: Setting, by_rank: list[dict[str, dict[str, float]]]) -> lis
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print, and write, where the time goes; returns the exit code."""
+    """Print, and write, the host's time by cause; return the exit code."""
     parser = report.parser_of((__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="ranks")
     parser.add_argument("--stubs", type=int, metavar="P", help="no GPU: each of P ranks in turn")

@@ -1,4 +1,4 @@
-"""Ring on a CPU as on a Hopper GPU, for the host's time: its launches do nothing.
+"""Run Ring on a CPU as on a Hopper GPU, to time the host: launches do nothing.
 
 One process is one rank of a group; flash-attn-4's compiled functions, Triton's launches and the
 memory of peers are replaced, and nothing that these would do is done. What a call costs the host
@@ -33,12 +33,12 @@ _TILE = 64  # queries of a tile of the backward
 
 
 def nothing(*_: object, **__: object) -> None:
-    """Take the place of a launch."""
+    """Do nothing, in place of a launch."""
 
 
 @dataclass
 class OwnMemory:
-    """In the place of :class:`ring_torch.transports.symm_buffer.SymmetricMemory`: nobody reads."""
+    """Stand-in for :class:`ring_torch.transports.symm_buffer.SymmetricMemory`: no peer reads it."""
 
     ranks: Ranks
     header: int
@@ -58,7 +58,7 @@ class OwnMemory:
         return [torch.zeros(self.header // 8, dtype=torch.int64) for _ in range(self.ranks.size)]
 
     def views(self, rank: int, start: int, packing: BufferSpec) -> list[Tensor]:
-        """Return the tensors of a message, kept for later calls: those of all ranks are here."""
+        """Return the tensors of a message, kept for later calls; those of all ranks are here."""
         if (key := (rank, start, packing)) not in self._views:
             assert self._memory is not None
             start += self.header
@@ -67,7 +67,7 @@ class OwnMemory:
 
 
 def _library() -> Any:
-    """Return flash-attn-4's private functions, of which the forward alone is asked here."""
+    """Return a stand-in for flash-attn-4's module, of which only the forward is used here."""
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor | None, softmax_scale: float,
@@ -81,7 +81,7 @@ def _library() -> Any:
             None, (None, None), None, None,
         )  # fmt: skip
 
-    made: Any = partial(forward)  # which takes attributes
+    made: Any = partial(forward)  # a partial, so that it takes attributes
     made.compile_cache = {"forward": nothing}
     return SimpleNamespace(_flash_attn_fwd=made)
 
@@ -89,7 +89,7 @@ def _library() -> Any:
 def _launch(
     self: direct.DirectKernel, grid: tuple[int, ...], *arguments: Any, **options: Any
 ) -> direct.PreparedLaunch:
-    """Launch nothing, and return that launch to be repeated."""
+    """Launch nothing; return a prepared launch that launches nothing, either."""
     del self
     values = direct._key_and_values(0, arguments, options)[1]  # noqa: SLF001 - as it does itself
     launch = SimpleNamespace(function=0, packed_metadata=())
@@ -98,7 +98,7 @@ def _launch(
 
 @contextmanager
 def without_launches() -> Iterator[None]:
-    """Let calls on CPU tensors go the way of those on a Hopper GPU with flash-attn-4."""
+    """Let calls on CPU tensors run the code for a Hopper GPU with flash-attn-4."""
     fa4 = replace(
         FA4, capabilities=replace(FA4.capabilities, devices=("cpu",)), unavailable=lambda: None
     )

@@ -37,13 +37,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "ulysses": {"strategy": "ulysses"},
     "ring": {"strategy": "ring", "transport": "p2p"},
 }
-WARM_UP, ROUNDS, AT_ONCE = 30, 15, 8
-TOLERANCE = 2e-2  # of bfloat16 results, beside dense attention's in float32
+WARM_UP, ROUNDS, AT_ONCE = 30, 15, 8  # calls, rounds, calls of a round
+TOLERANCE = 2e-2  # of bfloat16 results, against float32 attention
 Call = Callable[[], object]
 
 
 def _fa4() -> Callable[..., Tensor]:
-    """Return flash-attn-4's function.
+    """Return flash-attn-4's public function.
 
     Raises:
         ValueError: It is not installed, or does not load.
@@ -65,7 +65,7 @@ def _fa4() -> Callable[..., Tensor]:
 
 
 def _sdpa() -> Callable[..., Tensor]:
-    """Return torch's function, over whichever of its kernels it takes."""
+    """Return torch's SDPA, with whichever kernel it takes."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -103,7 +103,7 @@ def check(rank: int, size: int) -> None:
 
 
 def microseconds(call: Call) -> float:
-    """Return how long the host takes for a call, of some that the GPU has room to queue."""
+    """Return the host's microseconds per call, over a few calls that the GPU can queue."""
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
@@ -172,7 +172,7 @@ def rows(rank: int, size: int, by_hand: str) -> list[dict[str, Any]]:
 
 
 def described(gpus: int, processors: int) -> dict[str, Any]:
-    """Return what ran, and where: GPUs, libraries, and the processors that queue the calls."""
+    """Return the environment: GPUs, libraries, and the processors that queue the calls."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return report.environment(
         gpu, "flash-attn-4", "triton", torch=torch.__version__, cuda=torch.version.cuda, gpus=gpus,
@@ -181,7 +181,7 @@ def described(gpus: int, processors: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Time what is asked for; returns the exit code."""
+    """Time all ways, and write their rows; return the exit code."""
     parser = report.parser_of((__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="ranks")
     parser.add_argument("--bind", action="store_true", help="each process on its own processors")

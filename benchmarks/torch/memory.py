@@ -1,8 +1,8 @@
-"""Memory of a call, by torch's allocator, on ranks that share one GPU.
+"""Measure the memory of a call, by torch's allocator, on ranks that share one GPU.
 
 Every method first has to agree with float32 attention on a short sequence. Inputs are there before
-and do not count. Memory that ranks read of each other is not torch's allocator's, and not counted,
-either. Of all ranks the one that holds most is shown::
+and do not count. Nor does symmetric memory, which ranks read of each other: it is not of torch's
+allocator. Of all ranks the one that holds most is shown::
 
     python -m benchmarks.torch.memory --ranks 4 --json memory.json
 """
@@ -30,11 +30,11 @@ from benchmarks.torch.over_gpus import method
 from benchmarks.torch.scaling import gate, inputs, wrong
 
 DEFAULT = ("causal 8k 32/8", "window 512k 32/8", "documents 128k 32/8")
-REPEATS = 3  # what is read is a repeated call
+REPEATS = 3  # calls of a pass; the last one counts
 
 
 def peaks(rank: int, setting: Setting, name: str) -> dict[str, float]:
-    """Return the most GiB that a pass held beside its inputs, of this rank."""
+    """Return this rank's peak GiB in each pass, without its inputs."""
     way = method(name, mask_of(setting.mask, setting.seq_len), setting.seq_len)
     length = setting.seq_len // torch.distributed.get_world_size()
     q, k, v, dout, *sinks = inputs(setting, length, seed=rank)
@@ -54,7 +54,7 @@ def peaks(rank: int, setting: Setting, name: str) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print, and write, what is asked for; returns the exit code."""
+    """Measure each setting and method, and write their rows; return the exit code."""
     parser = report.parser_of((__doc__ or "").partition("\n")[0])
     settings = {s.name: s for s in (*SETTINGS, *SHORT_SETTINGS, *STRATEGY_SETTINGS)}
     parser.add_argument("--ranks", type=int, default=4, help="ranks that share the GPU")

@@ -1,4 +1,4 @@
-"""Ways to attend on one GPU, ours and others', behind the interface that all methods have."""
+"""Attention methods on one GPU, ours and others', behind the interface that all methods have."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ flex: Any = torch.compile(flex_attention, dynamic=False)
 
 
 class Method(NamedTuple):
-    """Attention, forward and forward + backward.
+    """An attention method: its forward, and its forward + backward.
 
     Attributes:
         forward: Returns ``out`` of q, k, v and, in rows that have them, sinks; without gradients.
         both: Returns ``[out, dq, dk, dv]``, then gradients of sinks and of parameters.
-        shard: How a rank's slice ``[B, T_local, heads, D]`` is cut out of ``[B, T, heads, D]``.
-        around: Forward and backward both run inside of it.
-        chosen: Returns the strategy and transport that Ring takes, as ``gather/symm_mem``; nothing
-            of others.
+        shard: Cuts a rank's slice ``[B, T_local, heads, D]`` out of ``[B, T, heads, D]``.
+        around: Makes the context in which forward and backward both run.
+        chosen: Returns the strategy and transport that Ring takes, as ``gather/symm_mem``; an empty
+            string for others.
         attend: The function of both passes, if autograd differentiates it.
     """
 
@@ -43,7 +43,7 @@ class Method(NamedTuple):
 
 
 def through_autograd(attend: Attend, *parameters: Tensor) -> Method:
-    """Of a differentiable function."""
+    """Return the method of a function that autograd differentiates."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
         with torch.no_grad():
@@ -57,7 +57,7 @@ def through_autograd(attend: Attend, *parameters: Tensor) -> Method:
 
 
 def in_layers(way: Method, number: int) -> Method:
-    """So many layers of a model: the output of one is the next one's q, and each has its k and v.
+    """Return a method as ``number`` layers of a model: the output of one is the next one's q.
 
     The layers read the same numbers for k and v, which get a gradient in each of them.
     """
@@ -85,7 +85,7 @@ def dense(
     q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor,
     score: Callable[[Tensor], Tensor] = lambda scores: scores, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention by definition, in float32."""
+    """Compute attention by its definition; inputs are float32."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     scores = score(torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[3] ** -0.5)
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -97,7 +97,7 @@ def dense(
 
 
 def exact(case: Case) -> Method:
-    """The definition."""
+    """Return a case's method by definition, with which others are compared."""
     option = OPTIONS[case.row.option]
     i = torch.arange(case.length, device=case.device)[:, None]
     j, heads = i.T, torch.arange(case.row.heads, device=case.device)[:, None, None]
@@ -116,7 +116,7 @@ def _ring(case: Case) -> Method:
 
 
 def ring_kernel(case: Case) -> str:
-    """The kernel that ours takes."""
+    """Return the name of the kernel that ours takes."""
     q, k, v, _ = case.inputs(torch.bfloat16)
     options = OPTIONS[case.row.option].ours(case)
     explained = ring_torch.ContextParallel().explain(q, k, v, **options)
@@ -124,7 +124,10 @@ def ring_kernel(case: Case) -> str:
 
 
 def _sdpa(case: Case, backend: SDPBackend, *, padded: bool = False) -> Method:
-    """Of torch's own attention, whose mask cannot be causal beside a bias: that hides the rest."""
+    """Return torch's SDPA on one backend.
+
+    Its mask cannot be causal beside a bias, so the bias is ``-inf`` for later keys.
+    """
     bias = None
     if case.row.option == "bias":
         later = torch.ones(case.length, case.length, dtype=torch.bool, device=case.device).triu(1)
@@ -145,7 +148,7 @@ def _sdpa(case: Case, backend: SDPBackend, *, padded: bool = False) -> Method:
 
 
 def _flex(case: Case) -> Method:
-    """Of compiled FlexAttention; its blocks are made once."""
+    """Return compiled FlexAttention; its block mask is made once."""
     option = OPTIONS[case.row.option]
     shown, score = option.shown(case), option.score(case)
     blocks = create_block_mask(
@@ -168,7 +171,7 @@ def _fa4(case: Case, *, pack_gqa: bool | None = None, keys: int = 128) -> Method
     return Method(*fa4_by_hand.passes(case, pack_gqa=pack_gqa, keys=keys))
 
 
-#: On one GPU.
+#: Methods on one GPU, by name.
 METHODS: dict[str, Callable[[Case], Method]] = {
     "ring": _ring,
     "fa4": _fa4,

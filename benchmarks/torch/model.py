@@ -51,7 +51,7 @@ class Widths:
 
 @dataclass(frozen=True)
 class Setting:
-    """A model and how it is trained; ``alone``: one GPU can hold it, and is timed too."""
+    """A model and how it is trained; if ``alone``, one GPU can hold it and is timed, too."""
 
     widths: Widths
     tokens: int
@@ -60,16 +60,16 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """What a row calls it."""
+        """Name of its row, as ``36 layers 128k recomputed``."""
         layers, length = self.widths.layers, f"{self.tokens // 1024}k"
         return f"{layers} layers {length}{' recomputed' if self.recompute else ''}"
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of a step, recomputation not counted: 6 a weight and token.
+        """FLOPs of a step, recomputation not counted: 6 per weight and token, and attention's.
 
-        Attention's are those of the pairs that a causal mask shows: 4 a pair and column forward,
-        and 2.5 times as many backward.
+        Attention takes 4 per visible pair, head and column of the head dim in the forward, and 2.5
+        times as many in the backward.
         """
         w = self.widths
         projections = w.dim * w.head_dim * (2 * w.heads + 2 * w.kv_heads)
@@ -84,7 +84,7 @@ SETTINGS = (
     Setting(Widths(4), 1 << 20, recompute=True),
     Setting(Widths(36), 1 << 20, recompute=True),
 )
-#: The model of the check, whose kernels are those of the others.
+#: A small model for the comparison, which runs the same kernels as the others.
 SMALL = Setting(Widths(2, 512, 4, 1, 128, 1024, 4096), 4096, recompute=True)
 
 
@@ -161,7 +161,10 @@ def initialize(model: nn.Module, device: torch.device) -> None:
 
 
 def batch(setting: Setting, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and labels of the whole sequence, on the CPU's generator: equal on all ranks."""
+    """Return tokens and labels of the whole sequence, int64 ``[1, T]``, equal on all ranks.
+
+    They are drawn by the CPU's generator.
+    """
     generator = torch.Generator().manual_seed(1)
     size = (1, setting.tokens + 1)
     tokens = torch.randint(setting.widths.vocabulary, size, generator=generator).to(device)
@@ -183,7 +186,10 @@ def sharded(setting: Setting, device: torch.device) -> tuple[Decoder, tuple[Tens
 
 
 def backward(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Run both passes; return the loss of the whole sequence. FSDP divides gradients by ranks."""
+    """Run both passes, and return the loss of the whole sequence.
+
+    FSDP divides gradients by the number of ranks, so the loss is multiplied by it.
+    """
     loss: Tensor = model(*inputs)
     (loss * dist.get_world_size()).backward()
     whole = loss.detach().clone()
@@ -259,7 +265,7 @@ def timed(_: int, setting: Setting, steps: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Time what is asked for; returns the exit code."""
+    """Time each setting, and write its row; return the exit code."""
     parser = report.parser_of((__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="ranks")
     parser.add_argument("--steps", type=int, default=3, help="timed, after a short one")

@@ -1,4 +1,4 @@
-"""Old and new code in turns, each in processes of its own, on the same GPUs.
+"""Time old and new code in turns, each in processes of its own, on the same GPUs.
 
 Both stay alive and wait while the other is timed, so rounds are short and a GPU that slows down
 slows both. Every other round begins with the new code. Results are compared with float32 attention
@@ -45,7 +45,7 @@ def process_of(path: Path, script: str, argument: str) -> subprocess.Popen[str]:
     sources = [str(x) for x in sorted(path.glob("packages/*/src"))]
     if not sources:
         raise ValueError(f"{path} is no checkout: it has no packages/*/src")
-    others = filter(None, [os.environ.get("PYTHONPATH")])  # of libraries: they come last
+    others = filter(None, [os.environ.get("PYTHONPATH")])  # paths of libraries come last
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sources, str(path), *others])}
     return subprocess.Popen(
         [sys.executable, "-P", script, argument], env=environment, cwd=path,
@@ -91,7 +91,7 @@ def digest(path: Path) -> str:
 
 
 def commit_of(path: Path) -> str:
-    """Return the commit of a checkout, or that it has none: a folder within one has none, too."""
+    """Return the commit of a checkout; ``no commit`` for any other folder, even within one."""
     command = ["git", "-C", str(path), "rev-parse", "--show-toplevel", "--short=8", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     top, _, commit = done.stdout.strip().partition("\n")
@@ -99,7 +99,7 @@ def commit_of(path: Path) -> str:
 
 
 def in_turns(old: Timed, new: Timed, request: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Return what is kept of a row: quartiles of each tree's times and of their ratios."""
+    """Time a row in both trees; return quartiles of each one's times and of their ratios."""
     trees = {"old": old, "new": new}
     with ThreadPoolExecutor() as pool:  # kernels are compiled, and results compared
         list(pool.map(lambda timed: timed(request | {"first": True}), trees.values()))
@@ -117,7 +117,7 @@ def in_turns(old: Timed, new: Timed, request: dict[str, Any], rounds: int) -> di
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Time what is asked for; returns the exit code, 1 if a row could not be timed."""
+    """Time each row; return the exit code, 1 if a row could not be timed."""
     parser = report.parser_of((__doc__ or "").partition("\n")[0])
     parser.add_argument("--old", type=Path, help="a checkout of the old code")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2, help="ranks")

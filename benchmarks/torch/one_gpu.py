@@ -1,8 +1,8 @@
-"""Several ranks on one GPU: for correctness and memory, as their times mean nothing.
+"""Run several ranks on one GPU, for correctness and memory: their times mean nothing.
 
-NCCL takes one rank a GPU. gloo takes more, and torch's symmetric memory lets them read each other's
-memory if it is told to, so passes out of peers' memory run as on a GPU each: the same kernels,
-copies and barriers, in turns. Messages, which gloo sends from the host, are copied there.
+NCCL takes one rank per GPU. gloo takes more, and torch's symmetric memory lets them read each
+other's memory if it is told to. So passes that read peers' memory run as on a GPU each: the same
+kernels, copies and barriers, in turns. gloo sends messages from the host, so they are copied there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def share(_: int) -> None:
 
 
 def _refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | None:
-    """Return why ranks cannot read each other's memory: none of this process's reasons on a GPU."""
+    """Return why ranks cannot read each other's memory; sharing a GPU is no reason."""
     if device.type != "cuda":
         return ("the tensors are not on a GPU",)
     known = symm_buffer.symm_buffer_of(ranks) if probe else symm_buffer.known_buffer(ranks)
@@ -59,7 +59,7 @@ def _refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | Non
 
 @dataclass
 class _Arriving:
-    """Messages in flight between hosts, in the place of a ``dist.Work``."""
+    """Messages in flight between hosts, in place of a ``dist.Work``."""
 
     transfer: Transfer
     received: list[tuple[Tensor, Tensor]]  # on the GPU, and on the host

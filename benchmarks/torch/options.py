@@ -1,13 +1,15 @@
-"""Head dims, masks and options on one GPU, beside other kernels: ``nox -s bench_options``.
+"""Time head dims, masks and options on one GPU, beside other kernels: ``nox -s bench_options``.
 
 Batch 1, bfloat16, causal; ``common/cases.py`` has the rows, ``methods.py`` the methods: ``ring`` is
 ``ring_attention`` with the kernel it chooses, ``fa4`` flash-attn-4 called by hand, ``cudnn`` and
-``flash`` torch's attention over these, ``flex`` compiled FlexAttention, whose blocks are made once.
+``flash`` torch's SDPA on these backends, ``flex`` compiled FlexAttention, whose block mask is made
+once.
 
-First out, dQ, dK and dV of each are compared with float32 attention at 1,024 tokens: what errs more
-than twice as much as the best of the others has no time. Times are CUDA events around calls that
-are queued, in rounds in which all take turns, each round in an order of its own, as what ran before
-leaves a GPU cooler or warmer; a ratio is one of times in one round. Each is kept as its quartiles.
+First out, dQ, dK and dV of each are compared with float32 attention at 1,024 tokens: a method that
+errs more than twice as much as the best of the others has no time. Times are CUDA events around
+calls that are queued, in rounds in which all take turns, each round in an order of its own, as what
+ran before leaves a GPU cooler or warmer; a ratio is one of times in one round. Each is kept as its
+quartiles.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ from benchmarks.common.turns import Errors, Run, Times, passing
 from benchmarks.torch.cases import OPTIONS, Case
 from benchmarks.torch.methods import METHODS, Method, exact, ring_kernel
 
-MOST_CALLS, ROUND_MS = 20, 20.0
+MOST_CALLS, ROUND_MS = 20, 20.0  # calls of a turn at most, and milliseconds
 DEVICE = "cuda"
 
 
 def errors(row: Row, device: str, methods: Mapping[str, Callable[[Case], Method]]) -> Errors:
-    """The largest root mean square error of out, dq, dk and dv; or why a method has none.
+    """Return the largest relative RMS error of out, dq, dk and dv, or why a method has none.
 
-    ``None`` where results are random: then they are only asked for.
+    It is ``None`` where results are random: then the method only has to run.
     """
     errors_by_name: Errors = {}
     for rival in row.entrants:
@@ -68,12 +70,12 @@ def _error(case: Case, results: Sequence[Tensor]) -> float:
 
 
 def rounds(runs: Mapping[str, Run], count: int) -> Times:
-    """Milliseconds per call, a list of all rounds each."""
+    """Return milliseconds per call of each method, in every round."""
     return turns.take_turns(runs, count, _calls, _milliseconds)
 
 
 def _calls(run: Run) -> int:
-    """How many calls fill a turn."""
+    """Return how many calls fill a turn."""
     took = min(_milliseconds(run, 2) for _ in range(2))
     return max(1, min(MOST_CALLS, round(ROUND_MS / took)))
 
@@ -90,9 +92,9 @@ def _milliseconds(run: Run, calls: int) -> float:
 
 
 def measure(row: Row, length: int, count: int, wrong: Errors) -> dict[str, Times]:
-    """Milliseconds forward and forward + backward, by method that passes.
+    """Return milliseconds by pass and method, of the methods whose results are right.
 
-    What raises at this length has its reason in ``wrong``, and no time.
+    A method that raises at this length gets no time, and its reason is put into ``wrong``.
     """
     runs: dict[str, dict[str, Run]] = {"forward": {}, "both": {}}
     names = passing(wrong)
@@ -112,13 +114,13 @@ def measure(row: Row, length: int, count: int, wrong: Errors) -> dict[str, Times
 
 
 def quartiles(times: Sequence[float]) -> list[float]:
-    """First, median, third."""
+    """Return the first quartile, the median and the third."""
     several = times if len(times) > 1 else [*times, *times]
     return [round(x, 5) for x in statistics.quantiles(several, n=4, method="inclusive")]
 
 
 def row_of(row: Row, wrong: Errors, took: Mapping[str, Times]) -> dict[str, Any]:
-    """What is kept of a row."""
+    """Return a row of the result file: times, ratios, the best other, and goals that are met."""
     kept = turns.kept(took, quartiles)
     result: dict[str, Any] = {"row": row.name, "goal": row.goal, "error": wrong, **kept}
     result |= {"best": {}, "met": {}}
@@ -133,8 +135,8 @@ def row_of(row: Row, wrong: Errors, took: Mapping[str, Times]) -> dict[str, Any]
 
 
 def measured(row: Row, length: int, count: int) -> dict[str, Any]:
-    """All of a row."""
-    torch.compiler.reset()  # after a few masks it would stop compiling
+    """Measure a row, and return it with the kernel that ours took."""
+    torch.compiler.reset()  # otherwise it stops compiling after a few masks
     wrong = errors(row, DEVICE, METHODS)
     took = measure(row, length, count, wrong)
     kernel = ring_kernel(Case(row, length, DEVICE)) if OURS in took["both"] else None
@@ -142,7 +144,7 @@ def measured(row: Row, length: int, count: int) -> dict[str, Any]:
 
 
 def environment(length: int, count: int) -> dict[str, Any]:
-    """What the figures depend on beside the rows."""
+    """Return the environment of a row: GPU, libraries, settings and command."""
     return report.environment(
         torch.cuda.get_device_name(), "flash-attn-4", "triton", torch=torch.__version__,
         cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(), length=length, rounds=count,
@@ -151,7 +153,7 @@ def environment(length: int, count: int) -> dict[str, Any]:
 
 
 def keep(path: Path, result: dict[str, Any], where: dict[str, Any]) -> None:
-    """Put a row in its place in a file, with what it was measured on."""
+    """Put a row and its environment in its place in a result file."""
     kept = report.rows_of(path) if path.exists() else []
     others = {kept_row["row"]: kept_row for kept_row in kept} | {
         result["row"]: result | {"environment": where}
@@ -160,7 +162,7 @@ def keep(path: Path, result: dict[str, Any], where: dict[str, Any]) -> None:
 
 
 def chosen(names: Sequence[str], part: str) -> list[Row]:
-    """The rows of these names, or of a part ``i/n`` of them every n-th."""
+    """Return the rows of these names; of a part ``i/n`` every n-th, from the i-th on."""
     first, count = (int(x) for x in part.split("/"))
     if not 1 <= first <= count:
         raise ValueError(f"--part {part}: it is the first to the last of so many parts, as 1/2")
@@ -168,7 +170,7 @@ def chosen(names: Sequence[str], part: str) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Errors first, then times."""
+    """Measure each row, and write it; return the exit code."""
     parser = report.parser_of(__doc__)
     names = [row.name for row in ROWS]
     parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="NAME")

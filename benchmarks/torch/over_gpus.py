@@ -1,4 +1,4 @@
-"""Ways to attend over several GPUs, ours and others', each as its users write it."""
+"""Attention methods over several GPUs, ours and others', each called as its users call it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ring_torch import ContextParallel
 
 
 def _layout(name: str, mask: Mask, seq_len: int) -> Any:
-    """A layout by its name; ``chunks`` are balanced for the mask."""
+    """Return a layout by its name; ``chunks`` are balanced for the mask."""
     if name != "chunks":
         return name
     return ring_core.balanced_layout(mask, seq_len=seq_len, cp_size=dist.get_world_size())
@@ -34,7 +34,7 @@ def _no_window_or_documents(mask: Mask, name: str) -> None:
 
 
 def _local(mask: Mask) -> Attend:
-    """The best kernel on one GPU: FlashAttention-4, called as its users call it."""
+    """Return the best kernel on one GPU: FlashAttention-4, called as its users call it."""
     from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
 
     window = mask.window or (None, None)
@@ -59,12 +59,12 @@ def _local(mask: Mask) -> Attend:
 
 
 def _over_zigzag(attend: Attend) -> Method:
-    """Of a function of slices in the zigzag layout."""
+    """Return the method of a function that takes shards in the zigzag layout."""
     return through_autograd(attend)._replace(shard=ContextParallel(layout="zigzag").shard)
 
 
 def _one_gpu(mask: Mask) -> Method:
-    """The whole sequence on every rank."""
+    """Return attention over the whole sequence, which every rank computes by itself."""
     return through_autograd(_local(mask))
 
 
@@ -73,7 +73,7 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Trade heads for tokens, or back."""
+    """Autograd function of an all-to-all that trades heads for tokens, or back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, to_heads: bool) -> Tensor:
@@ -99,7 +99,7 @@ def _traded(x: Tensor, *, to_heads: bool) -> Tensor:
 
 
 def _exchanged(parts: Tensor) -> Tensor:
-    """Send part ``n`` of ``[P, ...]`` to rank ``n``; return the parts that came."""
+    """Send part ``n`` of ``[P, ...]`` to rank ``n``; return the parts received."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts)
@@ -107,7 +107,7 @@ def _exchanged(parts: Tensor) -> Tensor:
 
 
 def _ulysses(mask: Mask) -> Method:
-    """Heads are split instead of the sequence (arXiv 2309.14509); too few K/V heads are copied."""
+    """Return Ulysses (arXiv 2309.14509), which splits heads; too few K/V heads are repeated."""
     local = _local(mask)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -120,7 +120,10 @@ def _ulysses(mask: Mask) -> Method:
 
 
 class _AllGather(torch.autograd.Function):
-    """All ranks' keys in natural order; the gradient is reduced and scattered."""
+    """Autograd function of an all-gather of zigzag shards into natural order.
+
+    The gradient is reduce-scattered.
+    """
 
     @staticmethod
     def forward(_: Any, x: Tensor) -> Tensor:
@@ -140,7 +143,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def _all_gather(mask: Mask) -> Method:
-    """All keys on all ranks (as Llama 3 was trained), queries in zigzag order."""
+    """Return attention to all gathered K/V (as in Llama 3's training), queries in zigzag."""
     _no_window_or_documents(mask, "all-gather")
     local, rank, world = _local(mask), dist.get_rank(), dist.get_world_size()
 
@@ -160,7 +163,7 @@ def _all_gather(mask: Mask) -> Method:
 
 
 def _padded(attend: Attend) -> Attend:
-    """Attend with zeros behind a short V, as users of FlashAttention-2 do: it has one head dim."""
+    """Return ``attend`` with V zero-padded: FlashAttention-2 has one head dim for q, k and v."""
 
     def padded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         short = q.shape[3] - v.shape[3]
@@ -170,7 +173,7 @@ def _padded(attend: Attend) -> Attend:
 
 
 def _ring_flash_attn(mask: Mask) -> Method:
-    """ring-flash-attn 0.1.8 over FlashAttention-2: its zigzag ring, or Llama 3's all-gather.
+    """Return ring-flash-attn 0.1.8 over FlashAttention-2: its zigzag ring, or Llama 3's all-gather.
 
     The zigzag ring is for causal masks alone; the all-gather takes documents, and windows.
     """
@@ -184,14 +187,17 @@ def _ring_flash_attn(mask: Mask) -> Method:
 
 
 def _llama3(mask: Mask) -> Method:
-    """Its ``llama3_flash_attn_varlen_func``: a few heads' keys at a time, contiguous shards."""
+    """Return ring-flash-attn's ``llama3_flash_attn_varlen_func``, over contiguous shards.
+
+    It gathers a few heads' keys at a time.
+    """
     from ring_flash_attn import (
         llama3_flash_attn_prepare_cu_seqlens,
         llama3_flash_attn_varlen_func,
     )
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    slices: dict[int, tuple[Any, ...]] = {}  # by the length of the sequence
+    slices: dict[int, tuple[Any, ...]] = {}  # by sequence length
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length = world * q.shape[1]
@@ -203,7 +209,7 @@ def _llama3(mask: Mask) -> Method:
         left = -1 if mask.window is None or mask.window[0] is None else mask.window[0]
         out: Tensor = llama3_flash_attn_varlen_func(
             q[0], k[0], v[0], cu_q, cu_k, longest_q, longest_k,
-            heads_k_stride=min(4, k.shape[2]),  # as its own benchmark
+            heads_k_stride=min(4, k.shape[2]),  # as in its own benchmark
             local_k_slice=keys, causal=True, window_size=(left, -1 if left < 0 else 0),
         )  # fmt: skip
         return out[None]
@@ -213,7 +219,7 @@ def _llama3(mask: Mask) -> Method:
 
 @cache
 def _yunchang_groups() -> None:
-    """Make its process groups, which are global: two consecutive ranks split heads."""
+    """Make yunchang's global process groups: two consecutive ranks split heads."""
     from yunchang import set_seq_parallel_pg
 
     world = dist.get_world_size()
@@ -221,9 +227,9 @@ def _yunchang_groups() -> None:
 
 
 def _yunchang(mask: Mask) -> Method:
-    """Yunchang 0.6.4 over FlashAttention-2: Ulysses in two ranks, a zigzag ring of the others.
+    """Return yunchang 0.6.4 over FlashAttention-2: Ulysses in rank pairs, a zigzag ring of pairs.
 
-    Its ring does not know windows; these take its Ulysses over all ranks.
+    Its ring does not support windows; these take its Ulysses over all ranks.
     """
     if mask.cu_seqlens is not None or not mask.causal:
         raise ValueError("yunchang: it takes no documents, and its zigzag ring is causal only")
@@ -252,14 +258,14 @@ def _yunchang(mask: Mask) -> Method:
 
 
 def _torch_cp(mask: Mask) -> Method:
-    """``context_parallel`` of torch, over cuDNN."""
+    """Return torch's ``context_parallel``, over cuDNN."""
     _no_window_or_documents(mask, "torch-cp")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
     world = dist.get_world_size()
     mesh = init_device_mesh("cuda", (world,))
-    # It wants buffers to split; the shards here are split already.
+    # A dummy: it needs buffers to split, and the shards are split already.
     rest = [torch.zeros(2 * world, device="cuda")]
 
     @contextmanager
@@ -272,7 +278,7 @@ def _torch_cp(mask: Mask) -> Method:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        # By its full name: context_parallel may put its own in this place.
+        # By its full name: context_parallel may replace this function.
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=mask.causal, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -281,7 +287,7 @@ def _torch_cp(mask: Mask) -> Method:
     return _over_zigzag(attend)._replace(around=around)
 
 
-#: Over several GPUs, beside ours.
+#: Methods over several GPUs beside ours, by name.
 OTHERS: dict[str, Callable[[Mask], Method]] = {
     "one": _one_gpu,
     "ulysses": _ulysses,
@@ -296,7 +302,7 @@ OVER_GPUS = (
     "zigzag/fa4/ring/p2p", "contiguous/fa4/gather/symm_mem", "ulysses", "all-gather",
     "ring-flash-attn", "torch-cp",
 )  # fmt: skip
-#: Strategies by the names of the table that compares them; ``hybrid`` in groups of two ranks.
+#: Strategies by their names in the table of all; ``hybrid`` has Ulysses in groups of two ranks.
 STRATEGIES: dict[str, str | StrategyConfig] = {
     **{name: name for name in ("auto", "gather", "ring", "ulysses")},
     "hybrid-gather": StrategyConfig("hybrid", ulysses_size=2, outer="gather"),
@@ -309,14 +315,14 @@ EVERY_STRATEGY = (
 
 
 def method(name: str, mask: Mask, seq_len: int) -> Method:
-    """The method of a name, as ``zigzag/fa4/gather/symm_mem``, ``ulysses`` or ``one``.
+    """Return a method by its name, as ``zigzag/fa4/gather/symm_mem``, ``ulysses`` or ``one``.
 
     The layout ``chunks`` is balanced for the mask and the length; strategies are those of
     ``STRATEGIES``; with ``/alone`` at its end a method does without communication, and its results
     mean nothing.
 
     Raises:
-        ValueError: It cannot show this mask, or there is no such method.
+        ValueError: It does not support this mask, or there is no such method.
     """
     if "/" not in name:
         return OTHERS[name](mask)

@@ -1,8 +1,8 @@
-"""Results of old and new code, bit for bit, on CPUs over gloo.
+"""Compare results of old and new code bit for bit, on CPUs over gloo.
 
 Each tree runs every case in processes of its own: all strategies, layouts and options, on 2 and 4
 ranks. ``out``, ``lse`` and all gradients of every rank have to be equal, and so have the bytes that
-each rank sends in a pass. What is not is shown; the exit code is 1 if it is not a known change::
+each rank sends in a pass. Differences are shown; the exit code is 1 if one is not a known change::
 
     python -m benchmarks.torch.same_bits --old ../before
 
@@ -118,7 +118,7 @@ class KnownChange:
     """A deliberate difference from trees of before some time.
 
     Attributes:
-        before: Commits of before this time differ, in UTC, ``2026-11-26T15:42:55``.
+        before: UTC time, as ``2026-11-26T15:42:55``; trees with an earlier commit differ.
         cases: A pattern of names of cases.
         parts: The tensors that differ, ``sent`` for bytes, ``refused`` for a refusal.
         at_most: Largest difference of a number.
@@ -133,8 +133,8 @@ class KnownChange:
 
 
 _TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
-_SHIFTED = "2026-11-26T15:42:55"  # rows of a bias, before the softmax
-_WHOLE = "2026-11-27T12:02:11"  # short shards, on their way to helpers
+_SHIFTED = "2026-11-26T15:42:55"  # since then rows of a bias are shifted before the softmax
+_WHOLE = "2026-11-27T12:02:11"  # since then short shards are sent to helpers whole
 KNOWN = (
     KnownChange(
         _SHIFTED, "*/bias-very-negative/*", (*_TENSORS, "sent"), 100.0,
@@ -166,7 +166,7 @@ class Difference:
 def differences(old: Answer, new: Answer, folders: Sequence[Path], number: int) -> list[Difference]:
     """Return what differs in the answers of two trees to a case.
 
-    A call that only the old tree refuses is none: there is nothing to compare.
+    If only the old tree refuses a call, there is nothing to compare, and so no difference.
     """
     by_tree = {"old": old, "new": new}
     failed = [f"{name} failed: {x['failed']}" for name, x in by_tree.items() if "failed" in x]
@@ -197,11 +197,11 @@ def refusal_of(answer: Answer) -> str | None:
 
 
 def _largest(paths: Sequence[Path], name: str) -> float:
-    """Return the largest difference of a tensor's numbers in two files; infinite if none is."""
+    """Return the largest difference of a tensor in two files; infinite if it cannot be compared."""
     old, new = (torch.load(path).get(name) for path in paths)
     if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
         return float("inf")
-    # Infinities of one sign are equal. Where just one of the two is NaN or infinite, so is this.
+    # Infinities of one sign are equal. Where just one of the two is NaN or infinite, the gap is.
     gaps = (old.double() - new.double()).abs()
     gaps[old == new] = 0.0
     return float(gaps.nan_to_num(float("inf")).max())
@@ -219,7 +219,7 @@ def reason_for(name: str, difference: Difference, date: str) -> str | None:
 
 
 def date_of(path: Path) -> str:
-    """Return the time of a checkout's commit, in UTC; without a commit no change is known."""
+    """Return the UTC time of a checkout's commit; without one a time after all known changes."""
     if commit_of(path) == "no commit":
         return "9999"
     command = ["git", "-C", str(path), "log", "-1", "--format=%cd", "--date=format-local:%FT%T"]
@@ -263,7 +263,7 @@ def row_of(name: str, old: Answer, new: Answer, found: list[Difference], date: s
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare what is asked for; returns the exit code, 1 if something differs unexpectedly."""
+    """Compare the cases; return the exit code, 1 if something differs unexpectedly."""
     parser = report.parser_of((__doc__ or "").partition("\n")[0], tables=False)
     parser.add_argument("--old", type=Path, required=True, help="a checkout of the old code")
     parser.add_argument("--cases", default="*", metavar="PATTERN", help="names of cases to compare")

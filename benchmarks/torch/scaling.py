@@ -1,17 +1,21 @@
-"""How fast the ring is on GPUs, beside others: ``nox -s bench_gpu`` (``-- --help`` for settings).
+"""Time the ring on GPUs, beside others: ``nox -s bench_gpu`` (``-- --help`` for settings).
 
-Every method first has to agree with float32 attention on a short sequence; one that does not prints
-no speed. Times are CUDA events, of the slowest rank: the median of up to 20 runs, or, of short
+Every method first has to agree with float32 attention on a short sequence; one that does not gets
+no time. Times are CUDA events, of the slowest rank: the median of up to 20 runs, or, of short
 ones, of up to 50 rounds of 20, as many as fit the seconds. TFLOP/s are per GPU: causal forward
 FLOPs are ``2 N^2 H D``, the backward takes 2.5 times that. Scaling efficiency is a method's rate
-over that of one GPU on the same sequence. ``layers`` is one of eight calls in a row, each of which
-has the output before as its q: a model's backward wakes autograd's thread once for all layers. Of
-``one-thread`` the backward runs in the thread of the forward, as
+over that of one GPU on the same sequence.
+
+Words at the end of a method's name say how it runs. ``alone`` runs its launches over keys that are
+there already: kernels only; the share of the time that the rest takes is exposed communication.
+``graph`` replays a CUDA graph. ``layers`` is one of eight calls in a row, each of which has the
+output before as its q: a model's backward wakes autograd's thread once for all layers.
+``one-thread`` runs the backward in the thread of the forward, as
 ``torch.autograd.set_multithreading_enabled(False)`` lets it.
-``alone`` is a method's launches over keys that are there already: kernels only. Exposed
-communication is the share of the time that the rest takes. With ``--bind`` each process runs on
-processors of its own. With ``--ranks 4 8`` one GPU emulates all ranks of such rings, one after the
-other, ``alone``: what so many would reach if nothing had to travel. The slowest rank counts.
+
+With ``--bind`` each process runs on processors of its own. With ``--ranks 4 8`` one GPU emulates
+all ranks of such rings, one after the other, ``alone``: what so many would reach if nothing had to
+travel. The slowest rank counts.
 """
 
 from __future__ import annotations
@@ -71,13 +75,13 @@ def without_end(name: str) -> tuple[str, str]:
 
 @contextmanager
 def running(way: Method, end: str) -> Iterator[None]:
-    """Let a method's forward and backward run inside."""
+    """Enter the context in which a method's forward and backward run."""
     with way.around(), torch.autograd.set_multithreading_enabled(end != ONE_THREAD):
         yield
 
 
 def inputs(setting: Setting, length: int, seed: int) -> list[torch.Tensor]:
-    """Fresh random q, k, v and dout ``[batch, length, heads, dim]``, and sinks ``[H]`` if any."""
+    """Return random q, k, v and dout ``[batch, length, heads, dim]``, and sinks ``[H]`` if any."""
     torch.manual_seed(seed)
     made = [
         torch.randn(setting.batch, length, *shape, device="cuda", dtype=torch.bfloat16)
@@ -90,9 +94,9 @@ def inputs(setting: Setting, length: int, seed: int) -> list[torch.Tensor]:
 
 
 def gate(_: int, setting: Setting, name: str) -> dict[str, float]:
-    """Largest and root mean square error of a method on a short sequence, over all ranks.
+    """Return the largest and the RMS errors of a method on a short sequence, over all ranks.
 
-    Without communication there is no result: then of the same with it. Of layers it is one's.
+    ``alone`` has no result, so its method is checked with communication; of ``layers`` one call is.
     """
     plain, end = without_end(name)
     if setting.sinks and "/" not in plain:
@@ -106,7 +110,7 @@ def gate(_: int, setting: Setting, name: str) -> dict[str, float]:
 
 @contextmanager
 def _as_long(setting: Setting) -> Iterator[None]:
-    """Let short calls go the way of the setting's: in as many groups of heads, large copies."""
+    """Make a short call run as the setting's would: the same head groups and kinds of copies."""
     rule = mask_of(setting.mask, setting.seq_len)
 
     def groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGroups:
@@ -118,7 +122,7 @@ def _as_long(setting: Setting) -> Iterator[None]:
         )
 
     fits_one_kernel, least = peer_copies.fits_one_kernel, copy_engine.LEAST_COPY
-    prepare._prepare.cache_clear()  # noqa: SLF001 - times first calls
+    prepare._prepare.cache_clear()  # noqa: SLF001 - calls are prepared anew
     with (
         patch.object(gather_strategy, "head_groups_of", groups_of),
         patch.object(
@@ -129,7 +133,7 @@ def _as_long(setting: Setting) -> Iterator[None]:
         patch.object(copy_engine, "LEAST_COPY", least * GATE_LENGTH // setting.seq_len),
     ):
         yield
-    prepare._prepare.cache_clear()  # noqa: SLF001 - times first calls
+    prepare._prepare.cache_clear()  # noqa: SLF001 - calls are prepared anew
 
 
 def _errors(way: Method, mask: Mask, tensors: list[torch.Tensor], end: str) -> dict[str, float]:
@@ -173,7 +177,7 @@ def _errors(way: Method, mask: Mask, tensors: list[torch.Tensor], end: str) -> d
 
 
 def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
-    """Milliseconds forward and forward + backward, spread, host time and peak memory."""
+    """Return milliseconds of both passes, their spread, the host's time and peak memory."""
     mask = mask_of(setting.mask, setting.seq_len)
     plain, end = without_end(name)
     way, layers = method(plain, mask, setting.seq_len), 1
@@ -204,7 +208,7 @@ def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str,
 
 
 def _captured(run: Callable[[], Any]) -> Callable[[], None]:
-    """The same as a CUDA graph; replaying it costs the host next to nothing."""
+    """Return a run as a CUDA graph, whose replay costs the host next to nothing."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -218,7 +222,7 @@ def _captured(run: Callable[[], Any]) -> Callable[[], None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the settings asked for, row by row; rows already in the JSON are kept."""
+    """Time the settings row by row; rows already in the JSON are kept."""
     parser = parser_of(__doc__, json_path=Path("out/bench_gpu.json"))
     settings = {s.name: s for s in (*SETTINGS, *SHORT_SETTINGS, *STRATEGY_SETTINGS)}
     parser.add_argument("--gpus", type=int, nargs="+", default=[torch.cuda.device_count()])
@@ -287,9 +291,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _emulated(world: int, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
-    """One line of the table for so many ranks that one GPU emulates, without communication.
+    """Return a row of ``world`` ranks that one GPU emulates, without communication.
 
-    Their results mean nothing, so it is the same calls on one rank that have to be right.
+    Their results mean nothing, so the same calls are compared on one rank.
     """
     if name != "one" and ALONE not in name:
         raise SystemExit(f"one GPU emulates ranks without communication only, not {name}")
@@ -308,7 +312,7 @@ def wrong(errors: dict[str, float]) -> dict[str, float]:
 
 
 def _with_rates(times: dict[str, Any], setting: Setting, shares: int) -> dict[str, Any]:
-    """With TFLOP/s of each of so many GPUs."""
+    """Return times with the TFLOP/s of each of the ``shares`` GPUs."""
     rates = {
         key: times[key] | {"tflops": flops / shares / times[key]["ms"] / 1e9}
         for key, flops in setting.flops.items()
@@ -317,7 +321,7 @@ def _with_rates(times: dict[str, Any], setting: Setting, shares: int) -> dict[st
 
 
 def _row(ranks: LocalRanks, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
-    """One line of the table: gate first, then times."""
+    """Compare a method with float32 attention, then time it; return a row, or why there is none."""
     try:
         errors = ranks.run(gate, setting, name)[0]
         if off := wrong(errors):

@@ -1,9 +1,9 @@
-"""Rows timed on request: the process of one source tree that ``old_and_new`` starts.
+"""Time rows in one source tree on request: the process that ``old_and_new`` starts.
 
-It imports Ring, and the benchmarks below, from the tree that is in ``PYTHONPATH``; how runs over
-GPUs are timed is this tree's, for both. A request is a line of JSON on stdin, ``{"row": "causal 8k
-32/8", "method": ..., "seconds": ...}``. The answer is a line on stdout that begins with
-:data:`ANSWER`: milliseconds of each pass, or what went wrong.
+It imports Ring, and the benchmarks below, from the tree that is in ``PYTHONPATH``; runs over GPUs
+are timed by the code of this file's tree, for both. A request is a line of JSON on stdin,
+``{"row": "causal 8k 32/8", "method": ..., "seconds": ...}``. The answer is a line on stdout that
+begins with :data:`ANSWER`: milliseconds of each pass, or what went wrong.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _over_gpus(ranks: LocalRanks, request: dict[str, Any]) -> Milliseconds:
 
 
 def _measured(rank: int, setting: cases.Setting, method: str, seconds: float) -> dict[str, Any]:
-    """Return what the tree measures, with runs that are timed as in this tree."""
+    """Return what the tree's ``scaling`` measures, timed by this tree's ``timing``."""
     spec = spec_from_file_location("timing", Path(__file__).with_name("timing.py"))
     assert spec is not None and spec.loader is not None
     timing = module_from_spec(spec)
@@ -63,7 +63,7 @@ def _measured(rank: int, setting: cases.Setting, method: str, seconds: float) ->
 
 
 def _on_one_gpu(request: dict[str, Any]) -> Milliseconds:
-    """Return the times of ours in a row of the table of options."""
+    """Return the times of ours in a row of the table of options, checked the first time."""
     (row,) = (replace(x, rivals=()) for x in cases.ROWS if x.name == request["row"])
     if request["first"]:
         error = options.errors(row, options.DEVICE, METHODS)[cases.OURS]
@@ -93,7 +93,7 @@ def _on_a_cpu(_: int) -> Milliseconds:
 
 
 def answer(ranks: LocalRanks, request: dict[str, Any]) -> Milliseconds:
-    """Time the row that is asked for."""
+    """Time the requested row; return milliseconds by pass."""
     if request["row"] == ON_CPU:
         by_rank = ranks.run(_on_a_cpu)
         return {name: max(times[name] for times in by_rank) for name in PASSES}
@@ -103,7 +103,7 @@ def answer(ranks: LocalRanks, request: dict[str, Any]) -> Milliseconds:
 
 
 def main() -> None:
-    """Answer requests until there are no more; the argument is the number of ranks."""
+    """Answer requests until stdin ends; the argument is the number of ranks."""
     cuda = torch.cuda.is_available()
     with LocalRanks(int(sys.argv[1]), cuda=cuda, patience=300.0) as ranks:
         for line in sys.stdin:

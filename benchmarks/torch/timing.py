@@ -1,4 +1,4 @@
-"""The time of repeated runs on several GPUs, by CUDA events.
+"""Time repeated runs on several GPUs, by CUDA events.
 
 ``timed_rows`` loads it by its path, for old source trees too, so it imports no benchmark.
 """
@@ -30,11 +30,11 @@ def timed(run: Callable[[], object], seconds: float, layers: int = 1) -> dict[st
         torch.cuda.synchronize()
         once = torch.tensor(time.perf_counter() - start, device="cuda")
         dist.all_reduce(once, op=dist.ReduceOp.MAX)
-        # Nothing at the start counts in a run of seconds; the first may have to make things ready.
+        # The first run may compile kernels. After it, one of over a second needs no more warm-up.
         if attempt > 0 and float(once) > 1:
             break
     repeats = max(3, min(20, int(seconds / float(once))))
-    # A host shared with others has slow moments: short runs are spread over the time there is.
+    # A host shared with others has slow moments: short runs are spread over all of ``seconds``.
     rounds = max(1, min(MOST_ROUNDS, int(seconds / (repeats * float(once)))))
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     times, host = list[float](), list[float]()
