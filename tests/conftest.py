@@ -110,7 +110,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if backend == "torch-triton":
             importlib.import_module("backends.quick_interpreter")
     if config.getoption("--backend") == "torch-cuda":
-        # Milliseconds, 60 s by default, that NCCL waits before it ends a process whose peer is lost.
+        # How long NCCL waits before it ends a process whose peer is lost; 60 s by default.
         os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
         # Warnings that FlashAttention-4 and the CuTe DSL cause in each other, and torch 2.11 in its
         # own compiler.
