@@ -191,7 +191,7 @@ def test_rows_that_see_own_keys_only_are_in_place() -> None:
     assert sides(gather.in_place) == [(0, 4, 0, 4, 0, 1), (5, 8, 4, 8, -1, 0)]
     assert gather.spans == ((11, 13),)
     assert gather.num_rows == 8
-        # The chunks of rank 1 are neighbours: no row of the second one needs another rank.
+    # The chunks of rank 1 are neighbours: no row of the second one needs another rank.
     gather = gather_program(plan, 1)
     assert sides(gather.items) == [(0, 1, 0, 2, None, None)]
     assert sides(gather.in_place) == [(1, 4, 0, 4, -1, 0), (4, 8, 3, 8, -1, 0)]
@@ -230,7 +230,7 @@ def test_half_of_the_own_keys_may_be_needed_beside_others() -> None:
     gather = gather_program(plan, 0)
     assert sides(gather.items) == [(4, 8, 0, 6, -2, 0)]
     assert sides(gather.in_place) == [(0, 4, 0, 4, 0, 2)]
-        # With one token to the right, a row of chunk 0 sees chunk 1, so chunk 0 is needed, too.
+    # With one token to the right, a row of chunk 0 sees chunk 1, so chunk 0 is needed, too.
     plan = make_plan(Mask(window=(2, 1)), seq_len=16, cp_size=2, layout="zigzag")
     assert gather_program(plan, 0).in_place == ()
 
@@ -252,7 +252,7 @@ def test_documents_are_not_cut_for_rows_in_place() -> None:
     (item,) = gather.in_place
     assert item.cu_q is not None and (item.q_slice, item.k_slice) == (slice(2, 16), slice(2, 16))
     assert item.cu_q.tolist() == [0, 6, 14]
-        # With one document per rank there is nothing to fetch.
+    # With one document per rank there is nothing to fetch.
     gather = gather_program(make_plan(Mask(cu_seqlens=(0, 8, 16)), seq_len=16, cp_size=2), 1)
     assert gather.items == ()
     assert sides(gather.in_place) == [(0, 8, 0, 8, None, None)]
