@@ -22,7 +22,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
 def test_256_devices(strategy: str) -> None:
-    size_of(2, causal=True)  # imports and caches of jax itself
+    size_of(2, causal=True)  # warms up jax's imports and caches
     size = size_of(256, causal=True, strategy=strategy)
     assert size.bytes <= LIMIT.bytes
     assert size.seconds <= LIMIT.seconds
