@@ -66,7 +66,7 @@ def test_documents_of_the_benchmark(cp_size: int, chunks: int) -> None:
 
 
 def test_as_few_chunks_as_are_even() -> None:
-    """If a named layout is even, the balanced layout is equal to it."""
+    """Balanced layouts use the chunks of a named layout if that one is even."""
     sizes = {"seq_len": 4096, "cp_size": 4}
     assert balanced_layout(Mask(causal=True), **sizes) == ChunkLayout(
         ((0, 7), (1, 6), (2, 5), (3, 4))

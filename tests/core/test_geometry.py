@@ -57,7 +57,7 @@ def pairs_by_row(rows: RectangleTable, plan: Plan, q_rank: int, kv_rank: int) ->
 
 
 def test_tokens_assigned_one_by_one_of_chunks() -> None:
-    """Each rank has two tokens of every chunk, so one range of documents spans all chunks."""
+    """Striped rectangles span all chunks at once, as each rank has two tokens of every chunk."""
     sizes: Any = {"seq_len": 16, "cp_size": 2, "layout": "striped"}
     geometry = make_plan(Mask(causal=True, chunk_size=4), **sizes).geometry
     rows = geometry.rectangles(0, 0)

@@ -52,7 +52,7 @@ def test_heads_that_ranks_divide_stay_side_by_side() -> None:
 
 
 def test_padding_is_never_more_than_that_of_copies_to_a_common_multiple() -> None:
-    """With more K/V heads than ranks, padding is never more than that of whole groups, either."""
+    """Padding is also at most that of whole groups if there are more K/V heads than ranks."""
     for q_heads, kv_heads, ranks in ALL:
         group, copies = q_heads // kv_heads, ranks // gcd(ranks, kv_heads)
         most = kv_heads * copies * -(-group // copies)

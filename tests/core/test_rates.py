@@ -150,7 +150,7 @@ def test_chunks_are_documents() -> None:
 
 
 def test_head_dims_weigh_more_than_the_option() -> None:
-    """If no case of the option has the call's head dim, a causal case that has it decides."""
+    """A causal case with the call's head dim decides if the option has none with it."""
     rows = case("window", a=1.0, b=2.0), case(dims=(256, 256), a=2.0, b=1.0)
     window = Mask(causal=True, window=(9, 0))
     assert fastest(*rows, mask=window) == "a"

@@ -27,7 +27,7 @@ def test_tables_and_charts_are_those_of_their_files(page: Path) -> None:
 
 
 def test_every_file_of_results_is_on_a_page() -> None:
-    """Each file is shown once: by a table on a page, or by ``docs/_ext/tables.py``."""
+    """Every result file is shown once: by a table on a page, or by ``docs/_ext/tables.py``."""
     made_when_built = (ROOT / "docs" / "_ext" / "tables.py").read_text()
     shown = {Path(file).name for file in files_shown()}
     for path in RESULTS.iterdir():

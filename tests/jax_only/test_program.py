@@ -112,7 +112,7 @@ def test_the_same_window_run() -> None:
 
 
 def test_helpers_alone_receive() -> None:
-    """With ``balanced``, lent queries are sent only to the ranks that help."""
+    """Lent queries of strategy ``balanced`` are sent only to the ranks that help."""
     program = traced(1024, "contiguous", backward=False, strategy="balanced", causal=True)
     text = program.lower().as_text()
     pairs = re.findall(r"source_target_pairs = dense<(\[\[.*?\]\])>", text)

@@ -91,7 +91,7 @@ def test_tables_hardly_grow_with_the_ring(layout: LayoutName) -> None:
 
 
 def test_steps_of_a_causal_ring_are_rectangles() -> None:
-    """In a causal zigzag all steps but the first are rectangles.
+    """Steps of a causal zigzag, except the first, are rectangles.
 
     Half of the queries see all keys, or all queries see half of the keys.
     """

@@ -103,7 +103,7 @@ def test_other_devices_get_the_tokens_of_their_layout(
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("length", [45, 3])
 def test_padded_sequences_go_to_other_devices(length: int, layouts: str, name: str) -> None:
-    """Each layout gets the padding that it needs, also with fewer tokens than devices."""
+    """Layouts get the padding that they need, also with fewer tokens than devices."""
     source, target = contexts(name, layouts, AxisType.Auto)
     dim, shape = (1, (2, length, 3)) if length == 45 else (-1, (2, 3, length))
     whole = jnp.arange(1.0, np.prod(shape) + 1).reshape(shape)

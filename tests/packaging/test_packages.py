@@ -243,7 +243,7 @@ def test_the_index_knows_its_classifiers(name: str) -> None:
 
 
 def test_packages_name_the_same_places() -> None:
-    """All packages have the same URLs; none as long as the project is not public."""
+    """Packages have equal URLs; none as long as the project is not public."""
     urls = [project.get("urls", {}) for project in PACKAGES.values()]
     assert all(of_one == urls[0] for of_one in urls)
 
