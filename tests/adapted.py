@@ -1,4 +1,4 @@
-"""Inputs and comparisons that the tests of adapters share."""
+"""Shared inputs and comparisons for the tests of adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one table of cases: every backend runs it and is compared with the float64 oracle."""
+"""Table of test cases: every backend runs them and is compared with the float64 oracle."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ Segments = Literal["documents", "pair", "padded", "scattered"]
 Bias = Literal["full", "shared", "heads", "batch", "masked", "very-negative"]
 Numbers = Literal["equal", "one-hot", "large", "tiny"]
 Poison = Literal["padding", "q", "k", "v", "q-inf", "k-inf", "v-inf", "bias"]
-#: Runs of the table that leave cases to nightly builds: `again` is torch's with other strategies.
+#: Runs of the table that leave cases to nightly builds: `again` is torch with other strategies.
 Run = Literal["torch", "again", "jax", "jax-cuda"]
 
-#: Layouts and strategies of rings, by the word that names of cases have.
+#: Layout and strategy of each ring, by the word that case names use for it.
 RINGS: dict[str, tuple[LayoutName, RingStrategy]] = {
     "contiguous": ("contiguous", "ring"), "zigzag": ("zigzag", "ring"),
     "striped": ("striped", "ring"), "balanced": ("contiguous", "balanced"),
 }  # fmt: skip
 
-#: Inputs of this size have products below the smallest normal number, or are below it themselves.
+#: Scales at which inputs, or their products, are below the dtype's smallest normal number.
 TINY = {"float64": 2.0**-1040, "float32": 2.0**-135, "bfloat16": 2.0**-129, "float16": 2.0**-18}
 
-#: What additive masks have for padding: a large number, beside which ``lse`` has no digits left,
-#: and the least of a dtype.
+#: Values that additive masks use for padding: a large negative number, next to which ``lse`` has
+#: no digits left, and the lowest finite value of the dtype.
 VERY_NEGATIVE = {
     "float64": (-1e300, float(np.finfo(np.float64).min)),
     "float32": (-1e10, float(np.finfo(np.float32).min)),
@@ -55,18 +55,18 @@ VERY_NEGATIVE = {
 }
 
 
-#: The dimension of tokens, or of queries, of inputs and results that have one.
+#: Token (or query) dimension of the inputs and results that have one.
 TOKEN_AXES = {
     **dict.fromkeys(("q", "k", "v", "q_ids", "k_ids", "dout", "out", "dq", "dk", "dv"), 1),
     **dict.fromkeys(("bias", "dlse", "lse", "dbias"), 2),
 }
-#: Numbers in the padding of inputs where not NaN: gradients that arrive there are dropped.
+#: Padding values of inputs, if not NaN. Gradients that arrive in padding are dropped.
 PADDING = {"q_ids": 0, "k_ids": 0, "dout": 1e3, "dlse": 1e3}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call, forward and backward, on global arrays; ``name`` is its id."""
+    """Test case: one forward and backward on global arrays; ``name`` is its pytest id."""
 
     name: str
     mask: Mask
@@ -80,28 +80,28 @@ class Case:
     dtype: str = "float32"
     softmax_scale: float | None = None
     softcap: float | None = None
-    sinks: int | None = None  # how many a head; 0 stands for shape [H]
+    sinks: int | None = None  # sinks per head; 0 stands for shape [H]
     bias: Bias | None = None
-    alibi: Literal[1, 2] | None = None  # dimensions of the slopes
+    alibi: Literal[1, 2] | None = None  # number of dimensions of the slopes
     dropout_p: float = 0.0
     segments: Segments | None = None
     lse_grad: bool = False
-    spread: float = 1.0  # how much larger the keys of the last quarter are
+    spread: float = 1.0  # factor by which the last quarter of the keys is larger
     poison: Poison | None = (
         None  # NaN in padding, at one pair's bias, or NaN or one -inf in a token
     )
     strategy: RingStrategy = "ring"
-    numbers: Numbers | None = None  # equal keys; one key a row; logits of some 10,000; denormals
-    nightly: frozenset[Run] = frozenset()  # the runs that have it in nightly builds alone
+    numbers: Numbers | None = None  # equal keys; one key per row; logits beyond 10,000; denormals
+    nightly: frozenset[Run] = frozenset()  # runs that leave it to nightly builds
 
     @property
     def keys(self) -> int:
-        """Number of keys."""
+        """Return the number of keys."""
         return self.seq_len if self.kv_seq_len is None else self.kv_seq_len
 
     @property
     def plan(self) -> Plan:
-        """The case's plan, with least padding; made anew when a mutant has emptied the cache."""
+        """Return the plan with the least padding; recomputed if a mutant has emptied the cache."""
         return make_plan(
             self.mask,
             seq_len=self.seq_len,
@@ -116,13 +116,13 @@ class Case:
 
     @property
     def lengths(self) -> tuple[int, int] | None:
-        """A call's ``seq_len``: given where there is padding."""
+        """Return the ``seq_len`` argument of a call, which is given only if there is padding."""
         plan = self.plan
         padded = plan.q_layout.pad_to is not None or plan.k_layout.pad_to is not None
         return (self.seq_len, self.keys) if padded else None
 
     def padded(self, name: str) -> npt.NDArray[Any]:
-        """An input with the padding of its layout, which must not show in any result."""
+        """Return an input padded for its layout; no result may depend on the padding."""
         x = self.inputs[name]
         if (axis := TOKEN_AXES.get(name)) is None:
             return x
@@ -131,7 +131,7 @@ class Case:
         return np.pad(x, widths, constant_values=PADDING.get(name, np.nan))
 
     def without_padding(self, name: str, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """A result in natural order without its padding, which has to be what it should be."""
+        """Check the padding of a result in natural order, and return the result without it."""
         if (axis := TOKEN_AXES.get(name)) is None:
             return x
         length = self.keys if name in ("dk", "dv") else self.seq_len
@@ -141,26 +141,26 @@ class Case:
 
     @property
     def program(self) -> RingProgram:
-        """What its ring does."""
+        """Return the ring program of the case's plan."""
         return ring_program(self.plan, self.strategy)
 
     @property
     def ring(self) -> str:
-        """The word for its layout and strategy."""
+        """Return the name in :data:`RINGS` of the layout and strategy."""
         return "balanced" if self.strategy == "balanced" else str(self.layout)
 
     def moved[S: str | StrategyConfig](self, strategy: S) -> S | str:
-        """A call's strategy: the case's, where it has one, else this."""
+        """Return ``balanced`` if the case asks for that strategy, otherwise ``strategy``."""
         return "balanced" if self.strategy == "balanced" else strategy
 
     @property
     def dropout_seed(self) -> int | None:
-        """A seed that uses both of its words."""
+        """Return a seed with nonzero bits in both of its 32-bit words."""
         return 0x1234_5678_9ABC_DEF0 if self.dropout_p else None
 
     @cached_property
     def inputs(self) -> Arrays:
-        """Global inputs, rounded to the case's dtype but held in float64."""
+        """Return the global inputs, rounded to the case's dtype and stored in float64."""
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
         (heads, kv_heads), (dim, v_dim) = self.heads, self.dims
         shapes = {
@@ -198,14 +198,14 @@ class Case:
         return arrays
 
     def _renumber(self, arrays: Arrays) -> None:
-        """Change inputs in place to what ``numbers`` says."""
+        """Replace input values in place as ``numbers`` asks."""
         if self.numbers == "equal":
             arrays["k"][:] = arrays["k"][:, :1]
         elif self.numbers == "one-hot":
             for name in "qk":
                 index = np.arange(arrays[name].shape[1]) % self.dims[0]
                 arrays[name][:] = 64 * np.eye(self.dims[0])[index][None, :, None]
-        elif self.numbers == "large":  # no rounding: whole numbers of 64
+        elif self.numbers == "large":  # multiples of 64, which do not round
             for name in "qk":
                 arrays[name] = 64 * np.round(2 * arrays[name])
         elif self.numbers == "tiny":
@@ -247,7 +247,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The oracle's keyword arguments."""
+        """Return the oracle's keyword arguments."""
         arrays = self.inputs
         by_name = {name: arrays.get(name) for name in ("sinks", "bias", "alibi_slopes")}
         ids = (arrays["q_ids"], arrays["k_ids"]) if self.segments else None
@@ -258,7 +258,7 @@ class Case:
 
     @cached_property
     def expected(self) -> Arrays:
-        """The oracle's results by name."""
+        """Return the oracle's results by name."""
         x = self.inputs
         out, lse = reference.attention(x["q"], x["k"], x["v"], mask=self.mask, **self.options)
         grads = reference.attention_grads(
@@ -269,7 +269,7 @@ class Case:
 
 
 def round_to(x: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """Round to a dtype's nearest number, held in float64."""
+    """Round to the dtype's nearest numbers, stored in float64."""
     if dtype == "bfloat16":
         bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
@@ -278,23 +278,23 @@ def round_to(x: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
 
 
 def diagonals(q_pos: Any, k_pos: Any) -> Any:
-    """A predicate with empty, partial and full blocks and rows that see little."""
+    """Mask predicate with empty, partial and full blocks, and rows that see few keys."""
     return ((q_pos - k_pos) % 7 < 3) & ((q_pos // 16 + k_pos // 16) % 3 != 1)
 
 
 def prefix(q_pos: Any, k_pos: Any) -> Any:
-    """Prefix-LM: everybody sees the first 20 tokens."""
+    """Mask predicate of a prefix LM: every query sees the first 20 tokens."""
     return (k_pos < 20) | (k_pos <= q_pos)
 
 
 def crossed(q_pos: Any, k_pos: Any) -> Any:
-    """A predicate that no expression in sums and quotients says."""
+    """Mask predicate with a bitwise operation, which sums and quotients cannot express."""
     return (q_pos ^ k_pos) % 5 < 2
 
 
 @dataclass(frozen=True)
 class Lattice:
-    """A predicate of two periods: which diagonals are seen, and which squares of ``block``."""
+    """Mask predicate of two periods: visible diagonals, and visible squares of ``block``."""
 
     period: int
     width: int
@@ -302,13 +302,13 @@ class Lattice:
     squares: int
 
     def __call__(self, q_pos: Any, k_pos: Any) -> Any:
-        """Whether a query sees a key."""
+        """Return True where a query sees a key."""
         diagonal = (q_pos - k_pos) % self.period < self.width
         return diagonal & ((q_pos // self.block + 2 * (k_pos // self.block)) % self.squares != 0)
 
 
 def masks(seq_len: int, cp_size: int) -> dict[str, Mask]:
-    """The masks of the table; windows smaller than, equal to and larger than a shard."""
+    """Return the table's masks; windows are smaller than, equal to and larger than a shard."""
     shard, t = seq_len // cp_size, seq_len
     documents = (0, 1, t // 3, t // 3 + 2, t // 2 + 1, t)
     return {
@@ -334,15 +334,15 @@ def masks(seq_len: int, cp_size: int) -> dict[str, Mask]:
 
 RING_SIZES = (1, 2, 3, 4, 8)
 EVERY_RING = tuple(RINGS)
-RINGS_ALONE = ("contiguous",)  # on one rank all rings are the same
+RINGS_ALONE = ("contiguous",)  # on one rank all rings are equal
 
-#: Rings in which a mask runs per change: in JAX on 3 ranks; in torch on 2 and 4, and on 8 ranks,
-#: while on 3 it runs in all. What no column names runs nightly.
+#: Rings in which a mask runs per change, in three columns: JAX on 3 ranks; torch on 2 and 4; torch
+#: on 8. On 3 ranks torch runs all rings. The other combinations run nightly.
 MASK_RINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
-    "full": ((), ("contiguous",), ("balanced",)),  # in JAX `k-inf-full`
-    "causal": ((), EVERY_RING, EVERY_RING),  # in JAX on 8 ranks
+    "full": ((), ("contiguous",), ("balanced",)),  # JAX runs `k-inf-full`
+    "causal": ((), EVERY_RING, EVERY_RING),  # JAX runs it on 8 ranks
     "window-small": ((), ("contiguous",), ("balanced",)),
-    "window-shard": ((), EVERY_RING, EVERY_RING),  # as `window-self`
+    "window-shard": ((), EVERY_RING, EVERY_RING),  # like `window-self`
     "window-large": ((), ("striped",), ("zigzag",)),
     "window-both": ((), ("striped",), ("zigzag",)),
     "window-right": ((), ("contiguous",), ("balanced",)),
@@ -350,19 +350,19 @@ MASK_RINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] 
     "window-self": ((), ("striped",), ("zigzag",)),
     "chunks": ((), ("balanced",), ("contiguous",)),
     "chunks-full": (("balanced",), ("striped",), ("zigzag",)),
-    "documents": ((), EVERY_RING, EVERY_RING),  # the same
+    "documents": ((), EVERY_RING, EVERY_RING),  # JAX runs it on 1 rank
     "documents-full": ((), ("contiguous",), ("balanced",)),
     "documents-window": ((), ("striped",), ("zigzag",)),
     "documents-chunks": (("zigzag",), ("zigzag",), ("striped",)),
-    "predicate": ((), ("striped",), ("zigzag",)),  # in JAX `padded299-tiles`
+    "predicate": ((), ("striped",), ("zigzag",)),  # JAX runs `padded299-tiles`
     "predicate-documents": ((), ("contiguous",), ("balanced",)),
 }
-#: What runs per change in JAX on other numbers of ranks: a program takes seconds to compile.
+#: Mask cases that JAX runs per change on other ring sizes; few, as compiling one takes seconds.
 OTHER_SIZES_IN_JAX = ("documents-contiguous-cp1", "causal-zigzag-cp8")
 
 
 def _mask_nightly(mask: str, ring: str, cp_size: int) -> frozenset[Run]:
-    """Return the runs that have a mask's case in nightly builds alone."""
+    """Return the runs that leave a mask's case to nightly builds."""
     in_jax, on_4, on_8 = MASK_RINGS[mask]
     often = on_4 == EVERY_RING
     again, on_gpus = (EVERY_RING if often else ()), (("zigzag",) if often else ())
@@ -378,7 +378,7 @@ def _mask_nightly(mask: str, ring: str, cp_size: int) -> frozenset[Run]:
 
 
 def _mask_cases() -> list[Case]:
-    """Every mask in every ring, of every size."""
+    """Return cases of every mask in every ring of every size."""
     cases = []
     for cp_size in RING_SIZES:
         seq_len = 2 * cp_size * {1: 23, 2: 13, 3: 9, 4: 6, 8: 4}[cp_size]
@@ -392,34 +392,34 @@ def _mask_cases() -> list[Case]:
     return cases
 
 
-#: Rings in which an option runs per change in JAX; in torch it runs in all, in one of two runs.
+#: Rings in which JAX runs an option per change. Torch runs it in all rings, in one of its two runs.
 OPTION_RINGS_IN_JAX: dict[str, tuple[str, ...]] = {
     "float64": ("balanced",),
-    "bfloat16": (),  # `sinks-many` is of it
+    "bfloat16": (),  # `sinks-many` has this dtype
     "float16": ("zigzag",),
     "mha": (),
-    "gqa": (),  # as most others
+    "gqa": (),  # most other cases have it
     "mqa": (),
     "v-dim": ("striped",),
-    "scale": (),  # with `everything`
+    "scale": (),  # in `everything`
     "scale-negative": (),
     "scale-zero": (),
-    "softcap": (),  # with `everything`
-    "sinks": (),  # with `everything`
+    "softcap": (),  # in `everything`
+    "sinks": (),  # in `everything`
     "sinks-many": ("contiguous", "zigzag"),
-    "bias": (),  # with keys of another number than queries, with `everything`
+    "bias": (),  # in cases with more or fewer keys than queries, and in `everything`
     "bias-shared": (),
     "bias-masked": (),
-    "alibi": (),  # as bias
+    "alibi": (),  # like `bias`
     "alibi-batch": (),
-    "dropout": (),  # as bias
-    "segments": (),  # `poison-padding` and `everything`
+    "dropout": (),  # like `bias`
+    "segments": (),  # in `poison-padding` and `everything`
     "segments-padded": (),
     "segments-pair": (),
     "poison-padding": ("striped",),
     "poison-q": (),
     "poison-k": (),
-    "poison-v": (),  # `poison-padding` has infinity there
+    "poison-v": (),  # `poison-padding` has infinities in v
     "poison-bias": ("zigzag",),
     "spread": ("contiguous",),
     "batch-0": ("contiguous",),
@@ -435,22 +435,25 @@ OPTION_RINGS_IN_JAX: dict[str, tuple[str, ...]] = {
 
 
 def _nightly_in_jax(ring: str, rings: tuple[str, ...]) -> frozenset[Run]:
-    """Return the runs of JAX for a ring that is not among the rings; on GPUs one ring runs."""
+    """Return the JAX runs that leave a case to nightly builds, unless its ring is in ``rings``.
+
+    JAX on GPUs runs at least the contiguous ring.
+    """
     nightly: set[Run] = set() if ring in rings else {"jax"}
     return frozenset(nightly | (set() if ring in (rings or RINGS_ALONE) else {"jax-cuda"}))
 
 
 def _nightly_in_torch(number: int, ring: str) -> frozenset[Run]:
-    """Return the run of torch that leaves a case out: of rings one run has every other, in turn.
+    """Return the torch run that leaves a case to nightly builds: the two runs alternate over rings.
 
-    Only the first has helpers, so that it runs all cases of ``balanced``.
+    ``balanced`` always belongs to the first run, the only one in which ranks help each other.
     """
     in_first = ring == "balanced" or (number + EVERY_RING.index(ring)) % 2 == 0
     return frozenset({"again" if in_first else "torch"})
 
 
 def _option_cases() -> list[Case]:
-    """Every option, alone and in company."""
+    """Return cases of every option, alone and combined."""
     causal, window = Mask(causal=True), Mask(causal=True, window=(9, 0))
     options: dict[str, dict[str, Any]] = {
         "float64": {"dtype": "float64"},
@@ -506,7 +509,7 @@ def _option_cases() -> list[Case]:
 
 
 def _length_cases() -> list[Case]:
-    """Other numbers of keys than queries, and the shortest sequences."""
+    """Return cases with more or fewer keys than queries, and the shortest sequences."""
     cases = []
     for ring, (layout, strategy) in RINGS.items():
         masks = {
@@ -545,7 +548,7 @@ def _length_cases() -> list[Case]:
 
 
 def _padding_cases() -> list[Case]:
-    """Lengths that the layout cannot divide: from one to three tokens a rank, and longer ones."""
+    """Return cases of lengths that the layout does not divide, from one token a rank on."""
     cases = []
     for ring, (layout, strategy) in RINGS.items():
         for cp in (2, 3, 4):
@@ -595,7 +598,7 @@ def _padding_cases() -> list[Case]:
 def _with_nightly(
     cases: list[Case], in_jax: tuple[str, ...], on_gpus: tuple[str, ...]
 ) -> list[Case]:
-    """Return the cases, of which these run per change in JAX, those also only on its GPUs."""
+    """Return the cases, all nightly in JAX but ``in_jax``, and on its GPUs also ``on_gpus``."""
     names = {case.name for case in cases}
     assert {*in_jax, *on_gpus} <= names, {*in_jax, *on_gpus} - names
     per_change: dict[Run, set[str]] = {"jax": {*in_jax}, "jax-cuda": {*in_jax, *on_gpus}}
@@ -609,7 +612,7 @@ def _with_nightly(
 
 
 def _number_cases() -> list[Case]:
-    """Numbers that are far from one, or none."""
+    """Return cases of large, equal and infinite numbers, and masks that show nothing."""
     causal, nothing = Mask(causal=True), Mask(predicate=Lattice(3, 0, 8, 2))
     numbers: dict[str, dict[str, Any]] = {
         "equal": {"numbers": "equal", "lse_grad": True},
@@ -642,7 +645,7 @@ def _number_cases() -> list[Case]:
     )
 
 
-#: Chunks assigned at random to so many ranks, neighbours to one rank among them.
+#: Chunks assigned to ranks at random, by ring size; some ranks have neighbouring chunks.
 RANDOM = {
     2: ChunkLayout(((0, 1, 4), (2, 3, 5))),
     3: ChunkLayout(((1, 5), (0, 2), (3, 4))),
@@ -651,7 +654,7 @@ RANDOM = {
 
 
 def _chunk_cases() -> list[Case]:
-    """Chunks balanced for a mask, and at random."""
+    """Return cases of chunk layouts: balanced for a mask, and random."""
     masks_of = {n: masks(48, n) for n in RANDOM}
     cases = [
         Case(f"{name}-chunks-cp{n}", mask, balanced_layout(mask, seq_len=48, cp_size=n), n)
@@ -686,7 +689,8 @@ def _chunk_cases() -> list[Case]:
     )
 
 
-#: Of each mask, option, layout, strategy, dtype and number of ranks at least two run per change.
+#: All cases by name. At least two cases of each mask, option, layout, strategy, dtype and ring size
+#: run per change.
 CASES = {
     case.name: case
     for case in (

@@ -1,4 +1,4 @@
-"""What runs for which backend; a backend that was asked for and cannot start is an error."""
+"""Pytest options and fixtures: selects tests by backend; one that cannot start is an error."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ FOLDERS = {
     "diffusers": {"diffusers"},
     "none": {"packaging"},
 }
-#: Modules that the process imports which ranks are forked from, beside those of `ring_torch.local`.
-#: Each rank would else import them itself: the compiler alone takes two seconds.
+#: Modules imported by the fork server of the ranks, besides those of `ring_torch.local`. Otherwise
+#: each rank would import them itself: torch's compiler alone takes two seconds.
 PRELOADED = {
     "torch": (
         "ring_torch.hf", "transformers.trainer", "peft", "torch._inductor.compile_fx",
@@ -61,7 +61,7 @@ hypothesis.settings.load_profile("ci")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of this suite."""
+    """Add the suite's command-line options."""
     parser.addoption("--backend", required=True, choices=sorted(FOLDERS), help="what to test")
     parser.addoption(
         "--all",
@@ -84,16 +84,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Settings that jax reads when it is imported: host devices, and no time spent on fast code.
+    """Set what jax reads at import: host devices, and few of XLA's optimizations.
 
-    For torch, start the process that ranks are forked from with all they import, once.
+    For torch, start the fork server of the ranks, which imports all that they need, once.
     """
-    # Workers and ranks take the cores: threads of numpy and torch beside them wait for each other.
+    # Workers and ranks occupy all cores: more threads of numpy and torch would only wait.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     backend = config.getoption("--backend")
     if config.getoption("--one-gpu") and backend != "torch-cuda":
         raise pytest.UsageError(f"--one-gpu is of the backend torch-cuda, not of {backend}")
-    runs_tests = not config.getoption("numprocesses", None)  # else its workers do
+    runs_tests = not config.getoption("numprocesses", None)  # with xdist the workers run them
     if backend in ("torch-triton", "jax-gpu"):
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, in ranks too
     if backend in PRELOADED and runs_tests and not config.getoption("--collect-only"):
@@ -103,17 +103,17 @@ def pytest_configure(config: pytest.Config) -> None:
         modules += [ON_ONE_GPU] * config.getoption("--one-gpu")
         multiprocessing.set_forkserver_preload(modules)
         with pytest.MonkeyPatch.context() as patch:
-            # Python before 3.12.9 does not hand `sys.path` on to that process, which passes over
-            # modules that it does not find.
+            # Python before 3.12.9 does not hand `sys.path` on to the fork server, which silently
+            # skips modules that it cannot import.
             patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{HERE}", prepend=os.pathsep)
             forkserver.ensure_running()
         if backend == "torch-triton":
             importlib.import_module("backends.quick_interpreter")
     if config.getoption("--backend") == "torch-cuda":
-        # NCCL waits so long, 60 s by default, before it ends a process whose peer is lost.
+        # How long NCCL waits before it ends a process whose peer is lost; 60 s by default.
         os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
-        # What FlashAttention-4 and the language it is written in say to each other, and torch 2.11
-        # to its own compiler.
+        # Warnings that FlashAttention-4 and the CuTe DSL cause in each other, and torch 2.11 in its
+        # own compiler.
         others = r"(cutlass|flash_attn|quack)(\.|$)"
         config.addinivalue_line("filterwarnings", f"ignore::Warning:{others}")
         config.addinivalue_line("filterwarnings", "ignore:.torch.jit:DeprecationWarning")
@@ -122,33 +122,34 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(metadata.cleanup)
         distributions.show(backend, Path(metadata.name))
     if config.getoption("--backend") == "jax-cuda":
-        os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # callbacks of checked calls need the latter
+        os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # callbacks of checked calls need the CPU
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # workers share the GPUs
         return
     if not config.getoption("--backend").startswith("jax"):
         return
-    gc.set_threshold(100_000, 50)  # tracing makes many objects; looking at them takes 3 % of a run
+    gc.set_threshold(100_000, 50)  # tracing makes many objects; collecting takes 3 % of a run
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"  # as many programs run, and tests of JAX
+    os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"  # many users, and JAX's own tests, set this
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     os.environ["NPROC"] = "32"  # threads for callbacks of several devices, on machines of few cores
     if backend == "jax" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        # Of this run: the processes that tests start compile a program once.
+        # A cache for this run: the processes that tests start compile each program once.
         folder = tempfile.TemporaryDirectory()
         config.add_cleanup(folder.cleanup)
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # many are small, and alike
+        # Most programs are small, and many are equal.
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         import jax
 
-        # Programs of this process are seldom alike: to look for them takes longer than it saves.
+        # Few programs of this process are equal: looking them up takes longer than it saves.
         jax.config.update("jax_enable_compilation_cache", False)
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no TPU: only its compiler is used
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no TPU: only the compiler is used
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out folders of other backends, which could not be imported, and unwanted files."""
+    """Ignore folders of other backends, which may not import here, and files not asked for."""
     expected = FOLDERS[config.getoption("--backend")]
     parts = collection_path.relative_to(HERE).parts if collection_path.is_relative_to(HERE) else ()
     others = set().union(*FOLDERS.values()) - expected
@@ -161,11 +162,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what runs nightly alone, and on GPUs what asks for more than there are."""
+    """Deselect nightly tests, and on GPUs those that need more GPUs than there are."""
     backend = config.getoption("--backend")
     if backend == "torch":
         expect_refusals(items)
-    if not any("::" in argument for argument in config.args):  # else a part of a test's ids
+    if not any("::" in argument for argument in config.args):  # else a test may lack some ids
         check_marks(items)
     if not config.getoption("--all"):
         _deselect(config, items, lambda item: runs_nightly(item, backend))
@@ -183,13 +184,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _deselect(
     config: pytest.Config, items: list[pytest.Item], is_left_out: Callable[[pytest.Item], bool]
 ) -> None:
-    """Leave out items."""
+    """Deselect the items for which ``is_left_out`` returns True."""
     config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
     items[:] = [item for item in items if not is_left_out(item)]
 
 
 def _gpus(backend: str) -> int:
-    """How many GPUs there are."""
+    """Return the number of GPUs."""
     if backend == "jax-cuda":
         import jax
 
@@ -200,7 +201,7 @@ def _gpus(backend: str) -> int:
 
 
 def _ranks(item: pytest.Item) -> int:
-    """How many ranks a test needs, or its case."""
+    """Return the number of ranks that a test, or its case, needs."""
     if (mark := item.get_closest_marker("ranks")) is not None:
         return int(mark.args[0])
     callspec = getattr(item, "callspec", None)
@@ -209,14 +210,14 @@ def _ranks(item: pytest.Item) -> int:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Say what is being tested."""
+    """Name the backend under test, and the mutant if there is one."""
     backend, mutant = config.getoption("--backend"), config.getoption("--mutant")
     return f"backend: {backend}" + (f", broken on purpose: {mutant}" if mutant else "")
 
 
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The backend under test: an object with ``run(case, mutant=None)``."""
+    """Yield the backend under test: an object with ``run(case, mutant=None)``."""
     name = request.config.getoption("--backend")
     if name == "core":
         from backends.simulator import SimulatorBackend
@@ -238,7 +239,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Any]:
-    """Processes of torch by their number, started when a test asks for so many."""
+    """Yield pools of torch ranks by world size, each started when a test first asks for it."""
     from backends.torch_ranks import Pools
 
     with closing(Pools()) as started:

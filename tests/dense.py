@@ -1,4 +1,4 @@
-"""Dense causal attention in plain torch, and errors as multiples of those that it makes itself."""
+"""Dense causal attention in plain torch, and errors as multiples of its own errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Installed packages as Python sees them: folders of metadata, written here and put on the path."""
+"""Fake installed packages: folders of metadata, written here and put on the path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 PACKAGES = Path(__file__).parents[1] / "packages"
 GROUP = "ring_jax.kernels"
 
-#: Packages with kernels, beside ``ring-jax``, by the backend whose tests are about them.
+#: Kernel packages besides ``ring-jax``, by the backend that tests them.
 PLUGINS = {"jax-gpu": "ring-jax-gpu", "jax-cuda": "ring-jax-gpu", "jax-tpu": "ring-jax-tpu"}
 
 
@@ -28,10 +28,10 @@ def write(
 
 
 def show(backend: str, folder: Path) -> None:
-    """Let this process and those that it starts see the kernels that a backend's tests are about.
+    """Make this process and its children see exactly the kernels that a backend tests.
 
-    They see these alone, whatever is installed or on the path without metadata, and by the entry
-    points of the sources: metadata in front on the path hides others of the same name.
+    They see no others, whatever is installed, and use the entry points of the sources: metadata
+    at the front of the path hides others of the same name.
     """
     for name in set(PLUGINS.values()):
         if name == PLUGINS.get(backend) or find_spec(name.replace("-", "_")):

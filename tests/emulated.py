@@ -1,4 +1,4 @@
-"""All ranks of a case on one device, one after another: what a kernel does for each, added up."""
+"""Runs all ranks of a case on one device, one after another, and sums their results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Emulation:
-    """The tensors of a case on a device."""
+    """Tensors of a case on one device, and the launches of all its ranks."""
 
     def __init__(self, case: Case, kernel: Kernel, device: str, *, gathered: bool) -> None:
         self.case, self.kernel, self.gathered = case, kernel, gathered
@@ -47,7 +47,7 @@ class Emulation:
         return getattr(torch, self.case.dtype) if array.dtype.kind == "f" else torch.int32
 
     def run(self) -> Arrays:
-        """``out``, ``lse`` and gradients, by name."""
+        """Return ``out``, ``lse`` and the gradients by name."""
         x, results = self.x, {}
         whole = empty_state(x["q"], x["v"].shape[3])
         for q_at, rows, columns, _, item in self._launches():
@@ -88,11 +88,11 @@ class Emulation:
         return {name: value.double().cpu().numpy() for name, value in results.items()}
 
     def _local(self, x: Tensor, index: Ints, dim: int) -> Tensor:
-        """A copy of a shard."""
+        """Return a copy of the rows at ``index``."""
         return x.index_select(dim, torch.as_tensor(index, device=self.device))
 
     def _launches(self) -> Iterator[tuple[Ints, QueryBlock, KeyBlock, Ints, WorkItem]]:
-        """Each rank's items: global rows, what belongs to an item's, and global columns."""
+        """Yield all launches: query indices, queries, keys, key indices (global) and item."""
         for rank in range(self.case.cp_size):
             q_at = self.plan.positions(rank)
             rows = self._rows(rank)

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-LENGTH, BYTES = 43, 61  # a length that no layout divides
+LENGTH, BYTES = 43, 61  # a length that no layout can split evenly
 SIZES: dict[str, Any] = {
     "vocab_size": BYTES, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Llama4": {"attention_chunk_size": 10, "num_local_experts": 2, "intermediate_size_mlp": 24},
 }  # fmt: skip
-#: Others, with layers of experts.
+#: Further models, with mixture-of-experts layers.
 EXPERTS: dict[str, dict[str, Any]] = {
     "Mixtral": {
         "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.3,
@@ -44,12 +44,12 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "experts_implementation": "eager",
     },
 }  # fmt: skip
-WHOLE: dict[str, Any] = {"use_cache": False}  # with a cache, transformers looks for no documents
+WHOLE: dict[str, Any] = {"use_cache": False}  # a cache disables packed documents
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}
 
 
 class Wide(TorchFunctionMode):
-    """Keeps in float64 what transformers takes in float32: norms, angles, softmax and loss."""
+    """Context that keeps transformers' float32 parts in float64: norms, angles, softmax, loss."""
 
     def __torch_function__(
         self,
@@ -72,21 +72,21 @@ class Wide(TorchFunctionMode):
 def build(
     name: str, implementation: str = "eager", *, head: str = "ForCausalLM", **changes: Any
 ) -> Any:
-    """A small model with random weights, the same on every rank, in float64."""
+    """Build a small model in float64 with random weights, equal on every rank."""
     config_class = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
     config = config_class(**SIZES | (MODELS | EXPERTS)[name] | changes)
     torch.manual_seed(1)
     model = getattr(transformers, f"{name}{head}")._from_config(
         config, attn_implementation=implementation
     )
-    with torch.no_grad():  # biases, norms and sinks begin at values that would hide their use
+    with torch.no_grad():  # default biases, norms and sinks would hide that they are unused
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight), alpha=0.1)
     return model.double().eval()
 
 
 def whole(kind: str) -> dict[str, Tensor]:
-    """A batch as a collator makes it."""
+    """Return a whole batch, as a collator makes it."""
     generator = torch.Generator().manual_seed(5)
     rows = 1 if kind == "flattened" else 2
     tokens = torch.randint(BYTES, (rows, LENGTH), generator=generator)
@@ -107,7 +107,7 @@ def whole(kind: str) -> dict[str, Tensor]:
 
 
 def run(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Logits and loss; gradients are in the model."""
+    """Return the logits and the loss; gradients are stored in the model."""
     model.zero_grad()
     with Wide():
         out = model(**batch)

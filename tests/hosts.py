@@ -1,10 +1,10 @@
-"""Several hosts on one machine: network namespaces with a link each, joined by a bridge.
+"""Emulates several hosts on one machine: network namespaces with a link each, on one bridge.
 
 ``python tests/hosts.py torch`` (or ``jax``) runs the jobs of ``on_hosts`` on 2 hosts with 2 ranks
 each and on 4 with one each, over a good link, a slow one, one that drops packets, and one that is
-cut. It needs Linux, root, and the programs ``ip`` and ``tc``; without, it says so and its exit code
-is 2. It is 1 if a result differs from dense attention, or a cut link does not end all ranks in an
-error in time. ``--json PATH`` adds what ran to a file.
+cut. It needs Linux, root, and the programs ``ip`` and ``tc``; without them it says so and exits
+with 2. It exits with 1 if a result differs from dense attention, or if a cut link does not end all
+ranks in an error in time. ``--json PATH`` adds the results to a file.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 PORT = 29511
-PATIENCE = 240  # seconds for a job, start of Python and all
-TIMEOUTS = {"torch": 5, "jax": 10}  # of the process group, the heartbeat, where a link is cut
-UNDISTURBED = 60  # seconds; of the same, where it is not
+PATIENCE = 240  # seconds for a job, including the start of Python
+TIMEOUTS = {"torch": 5, "jax": 10}  # seconds, of the process group or heartbeat, if a link is cut
+UNDISTURBED = 60  # the same timeouts in jobs whose links are not cut
 ENDINGS = r"RuntimeError|DistNetworkError|JaxRuntimeError|Terminating process|ChildFailedError"
 RINGS = ("all", "permuted", "subset", "two at once", "data x context")
 
 
 def run(*command: str) -> str:
-    """Run a program to its end; what it printed.
+    """Run a program and return its output.
 
     Raises:
-        RuntimeError: It failed.
+        RuntimeError: The program failed.
     """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -50,7 +50,7 @@ def run(*command: str) -> str:
 
 
 def missing() -> str | None:
-    """Why this machine cannot have such hosts, if it cannot."""
+    """Return the reason why this machine cannot emulate hosts, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need Linux and root"
     if lacking := [name for name in ("ip", "tc", "unshare") if shutil.which(name) is None]:
@@ -66,28 +66,28 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace with one link, ``eth0``."""
+    """Network namespace with one link, ``eth0``."""
 
     name: str
     address: str
 
     def command(self, *command: str) -> list[str]:
-        """A command that runs there, with its address for a host name."""
+        """Return a command line that runs on this host, whose host name is its address."""
         inside = f'hostname {self.address} && exec ip netns exec {self.name} "$@"'
         return ["unshare", "--uts", "sh", "-c", inside, "sh", *command]
 
     def link(self, *settings: str) -> str:
-        """Run ``tc qdisc`` on its link."""
+        """Run ``tc`` on the host's link."""
         return run("ip", "netns", "exec", self.name, "tc", *settings)
 
     def cut(self) -> None:
-        """Take the link down."""
+        """Take the host's link down."""
         run("ip", "netns", "exec", self.name, "ip", "link", "set", "eth0", "down")
 
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    """Hosts on a bridge, itself in a namespace; gone afterwards, with all that runs on them."""
+    """Create hosts on a bridge in its own namespace; remove them and their processes at the end."""
     switch = f"ring-{os.getpid()}-switch"
     started_hosts = [Host(f"ring-{os.getpid()}-{n}", f"10.77.0.{n + 1}") for n in range(count)]
     try:
@@ -115,7 +115,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
 
 @dataclass(frozen=True)
 class Link:
-    """What ``tc qdisc add dev eth0 root`` is given; of several, the first the kernel has."""
+    """Link quality: settings for ``tc qdisc add dev eth0 root``; the first accepted one is used."""
 
     name: str
     settings: tuple[str, ...]
@@ -130,10 +130,10 @@ LINKS = (
 
 
 def shape(host: Host, link: Link) -> str:
-    """Make a host's link like this; the setting that was taken.
+    """Shape a host's link, and return the setting that was taken.
 
     Raises:
-        RuntimeError: The kernel has none of them.
+        RuntimeError: The kernel accepts none of the settings.
     """
     refused = []
     for setting in link.settings:
@@ -150,7 +150,7 @@ def shape(host: Host, link: Link) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """So many ranks on each of some hosts; with torchrun, or started one by one."""
+    """Job with ``each`` ranks on each of some hosts, started by torchrun or one by one."""
 
     backend: str
     hosts: int
@@ -164,11 +164,11 @@ class Job:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a link is cut in its midst."""
+        """Return True if a link is cut during the job."""
         return self.link.name == "cut"
 
     def command(self, n: int, hosts_of_job: Sequence[Host]) -> list[str]:
-        """What runs on host ``n``, once, or once for each rank."""
+        """Return the command that host ``n`` runs, once with torchrun, otherwise once per rank."""
         program = [str(ROOT / "tests" / "on_hosts" / f"ring_{self.backend}_job.py")]
         program += ["cut"] if self.is_cut else []
         if not self.torchrun:
@@ -180,7 +180,7 @@ class Job:
         ]  # fmt: skip
 
     def environment(self, hosts_of_job: Sequence[Host]) -> dict[str, str]:
-        """What all its ranks are told."""
+        """Return the environment variables of the job's ranks."""
         timeout = TIMEOUTS[self.backend] if self.is_cut else UNDISTURBED
         return os.environ | {
             "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu",
@@ -192,20 +192,20 @@ class Job:
 
 @dataclass(frozen=True)
 class Started:
-    """A program that runs, and the file with what it says."""
+    """Running program and the file with its output."""
 
     process: subprocess.Popen[bytes]
     output: Path
 
     @property
     def text(self) -> str:
-        """What it has said so far."""
+        """Return the output so far."""
         return self.output.read_text(errors="replace")
 
 
 @contextmanager
 def started(job: Job, hosts_of_job: Sequence[Host]) -> Iterator[list[Started]]:
-    """Start a job; whatever of it still runs in the end is killed."""
+    """Start a job, and kill what still runs of it at the end."""
     running: list[Started] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -230,10 +230,10 @@ def started(job: Job, hosts_of_job: Sequence[Host]) -> Iterator[list[Started]]:
 
 
 def finish(running: Sequence[Started], seconds: float) -> list[int]:
-    """Wait for all; exit codes.
+    """Wait for all programs and return their exit codes.
 
     Raises:
-        RuntimeError: Some are not done in time.
+        RuntimeError: Some programs are not done in time.
     """
     until = time.monotonic() + seconds
     try:
@@ -246,12 +246,12 @@ def finish(running: Sequence[Started], seconds: float) -> list[int]:
 
 
 def tails(running: Sequence[Started]) -> str:
-    """The last that each has said."""
+    """Return the end of each program's output."""
     return "\n".join(rank_process.text[-1500:] for rank_process in running)
 
 
 def left(hosts_of_job: Sequence[Host]) -> list[str]:
-    """Processes that are still on hosts; they get a moment."""
+    """Return processes that are still on the hosts after five seconds."""
     for _ in range(50):
         pids = [
             pid for host in hosts_of_job for pid in run("ip", "netns", "pids", host.name).split()
@@ -263,10 +263,10 @@ def left(hosts_of_job: Sequence[Host]) -> list[str]:
 
 
 def undisturbed(job: Job, hosts_of_job: Sequence[Host]) -> str:
-    """Run a job to its end; words about it.
+    """Run a job to its end, and return a summary.
 
     Raises:
-        RuntimeError: It did not give the right results.
+        RuntimeError: The results are not right.
     """
     shapes = {shape(host, job.link) for host in hosts_of_job}
     with started(job, hosts_of_job) as running:
@@ -288,7 +288,7 @@ def undisturbed(job: Job, hosts_of_job: Sequence[Host]) -> str:
 
 
 def with_a_link_cut(job: Job, hosts_of_job: Sequence[Host]) -> str:
-    """Start a job, cut a link in its midst, and see all ranks end in an error; words about it.
+    """Start a job, cut a link during it, check that all ranks end in an error; return a summary.
 
     Raises:
         RuntimeError: A rank ended well, had a wrong result, or did not end in time.
@@ -315,7 +315,7 @@ def with_a_link_cut(job: Job, hosts_of_job: Sequence[Host]) -> str:
 
 
 def main() -> int:
-    """Run all jobs; the exit code."""
+    """Run all jobs, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("backend", choices=("torch", "jax"))
     parser.add_argument("--only", default="", help="of a job's name")
@@ -340,7 +340,7 @@ def main() -> int:
 
 @dataclass(frozen=True)
 class Report:
-    """How a job ended."""
+    """Outcome of a job."""
 
     name: str
     ok: bool
@@ -349,7 +349,7 @@ class Report:
 
 
 def report(job: Job) -> Report:
-    """Run a job, and say how it ended."""
+    """Run a job, and print and return its outcome."""
     began = time.monotonic()
     try:
         with hosts(job.hosts) as started_hosts:
@@ -367,7 +367,7 @@ def report(job: Job) -> Report:
 
 
 def keep(path: Path, backend: str, reports: Sequence[Report]) -> None:
-    """Write what ran, beside what a file says of other backends."""
+    """Write the reports to a file, and keep those of other backends in it."""
     stored = json.loads(path.read_text()) if path.exists() else {"environment": {}, "backends": {}}
     environment = {"python": platform.python_version(), "kernel": platform.release()}
     environment |= {backend: version(backend), "numpy": version("numpy")}

@@ -1,4 +1,4 @@
-"""Tiny models of Flax NNX, Flax Linen and Equinox, whose attention and whose layers' way are given.
+"""Tiny models of Flax NNX, Flax Linen and Equinox, with a choice of attention and of layer loop.
 
 Each is a library's own modules and transformations: blocks of norm and attention, one after another
 (``plain``), each with ``remat``, or as one ``scan`` with ``remat`` over stacked layers.
@@ -26,11 +26,11 @@ Array = jax.Array
 
 
 class Library(NamedTuple):
-    """Parameters of a model, a pytree of arrays, and what it makes of them.
+    """Functional form of a library's model: parameters are a pytree of arrays.
 
-    ``apply(parameters, attention, layers, x, mask)``: ``attention`` of this package, or ``None``
-    for the library's own; ``x [B, T, width]``; ``mask`` is what that attention takes. ``stack``
-    makes the parameters of stacked layers of those of single ones.
+    ``apply(parameters, attention, layers, x, mask)`` runs it: ``attention`` is this package's, or
+    ``None`` for the library's own; ``x`` is ``[B, T, width]``; ``mask`` is what that attention
+    takes. ``stack`` turns parameters of single layers into those of stacked layers.
     """
 
     init: Callable[[], Any]
@@ -39,12 +39,12 @@ class Library(NamedTuple):
 
 
 def stack(layers: Any) -> Any:
-    """One tree of several, each array with a dimension more."""
+    """Stack the arrays of several trees along a new first dimension."""
     return jax.tree.map(lambda *arrays: np.stack(arrays), *layers)
 
 
 class NnxBlock(nnx.Module):
-    """A layer of NNX."""
+    """Transformer layer in NNX: norm and attention."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
@@ -87,7 +87,7 @@ def nnx_apply(state: Any, attention: Any, layers: str, x: Array, mask: Any) -> A
 
 
 class LinenBlock(linen.Module):
-    """A layer of Linen."""
+    """Transformer layer in Linen: norm and attention."""
 
     attention: Any
 
@@ -100,7 +100,7 @@ class LinenBlock(linen.Module):
 
 
 class LinenModel(linen.Module):
-    """All layers of Linen."""
+    """Model of Linen layers, in sequence or scanned."""
 
     attention: Any
     layers: str
@@ -120,7 +120,7 @@ class LinenModel(linen.Module):
 
 
 class EquinoxBlock(eqx.Module):
-    """A layer of Equinox."""
+    """Transformer layer in Equinox: norm and attention."""
 
     norm: eqx.nn.RMSNorm
     attention: eqx.nn.MultiheadAttention

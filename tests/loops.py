@@ -1,4 +1,4 @@
-"""Calls whose ring is a loop, beside the same with each stage written out."""
+"""Runs cases with the ring rolled into a loop, and with each stage unrolled."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ring_jax.strategies import ring
 _SHAPE: dict[str, Any] = {"cp_size": 7, "seq_len": 112}
 CAUSAL = Mask(causal=True)
 
-#: Seven devices, the fewest whose forward and backward have a loop: of an odd and an even number of
-#: stages.
+#: Cases on seven devices, the fewest for which both passes have a loop: one with an odd, one with
+#: an even number of stages.
 CASES = {
     case.name: case
     for case in (
@@ -43,7 +43,7 @@ CASES = {
 
 
 def in_loop(backend: JaxBackend, case: Case, ways: Ways) -> Arrays:
-    """The results of a case as it runs, with a loop in its forward and in its backward."""
+    """Run a case, and check that its forward and backward have a loop."""
     program = ring_program(case.plan)
     for stages in (program.forward, program.backward):
         assert any(len(run.stages) > 1 for run in ring._runs(program, stages))
@@ -51,7 +51,7 @@ def in_loop(backend: JaxBackend, case: Case, ways: Ways) -> Arrays:
 
 
 def in_loop_and_unrolled(backend: JaxBackend, case: Case, ways: Ways) -> tuple[Arrays, Arrays]:
-    """The results of a case as it runs, and of its stages one by one."""
+    """Run a case with loops, and with all stages unrolled."""
     looped = in_loop(backend, case, ways)
     with _unrolled():
         return looped, backend._run(case, ways, _program)
@@ -59,7 +59,7 @@ def in_loop_and_unrolled(backend: JaxBackend, case: Case, ways: Ways) -> tuple[A
 
 @contextmanager
 def _unrolled() -> Iterator[None]:
-    plan._make_plan.cache_clear()  # so that the call is another one, and is traced anew
+    plan._make_plan.cache_clear()  # a new plan makes jax trace the call again
     try:
         with patch.object(ring, "_SHORTEST_LOOP", 1 << 30):
             yield
@@ -68,7 +68,7 @@ def _unrolled() -> Iterator[None]:
 
 
 def assert_equal_bits(looped: Arrays, unrolled: Arrays) -> None:
-    """Compare results, NaN included."""
+    """Assert that results are equal bit for bit, NaN included."""
     assert looped.keys() == unrolled.keys()
     for name, value in looped.items():
         np.testing.assert_array_equal(value, unrolled[name], err_msg=name)

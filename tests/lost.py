@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped or cut off within a step, for tests of what others do then."""
+"""Kills, stops or disconnects a rank within a step, to test what the others do."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ring_torch import ContextParallel, ring_attention
 from ring_torch.comm.ranks import Ranks, Transfer
 from ring_torch.local import LocalRanks
 
-TIMEOUT = 2.0  # of the group, seconds
-LONGEST = 60.0  # seconds, far more than the timeout and what starts around it
+TIMEOUT = 2.0  # seconds, of the process group
+LONGEST = 60.0  # seconds, far more than the timeout and the time to start
 LOST, STEPS = 1, 3
 
 
 class Loss(NamedTuple):
-    """How rank 1 is lost, and at which point of its second step."""
+    """Loss of rank 1: the way, and the point in its second step."""
 
     how: str
     where: str
@@ -49,7 +49,7 @@ MOVEMENTS: dict[str, Callable[[ContextParallel, Tensor], Tensor]] = {
 
 
 class Steps(NamedTuple):
-    """The sum of the gradient after each step, and the error that ended them."""
+    """Gradient sums of the completed steps, and the error that ended the run."""
 
     sums: list[float]
     error: str | None
@@ -73,7 +73,7 @@ def _lose(how: str) -> None:
 
 
 def _lose_while_sending(how: str) -> None:
-    """Be lost when the second transfer from now on is under way."""
+    """Lose this rank when the second transfer from now on is under way."""
     remaining = iter((1, 0))
 
     def losing[**P](start: Callable[P, Transfer]) -> Callable[P, Transfer]:
@@ -85,7 +85,7 @@ def _lose_while_sending(how: str) -> None:
 
         return start_and_be_lost
 
-    # On GPUs a ring's messages are an all-to-all. This process alone is changed.
+    # On GPUs a ring's messages are an all-to-all. Only this process is patched.
     for name in ("start", "_all_to_all"):
         setattr(Ranks, name, losing(getattr(Ranks, name)))
 
@@ -100,9 +100,9 @@ def _at(point: tuple[str, str], loss: Loss | None) -> None:
 
 
 def steps(rank: int, loss: Loss | None, options: dict[str, Any]) -> Steps:
-    """Make steps, with ``device`` and other options, until something ends them.
+    """Run steps, with ``device`` and other options, until all are done or an error ends them.
 
-    With ``movement`` a step is one of these instead of attention.
+    With ``movement`` a step is a movement of :data:`MOVEMENTS` instead of attention.
     """
     x = torch.randn(1, 64, 2, 16, generator=torch.Generator().manual_seed(rank))
     call_options: dict[str, Any] = {"causal": True, "layout": "zigzag"} | options
@@ -132,16 +132,16 @@ def steps(rank: int, loss: Loss | None, options: dict[str, Any]) -> Steps:
 
 
 class Outcome(NamedTuple):
-    """How ranks ended: ``(True, Steps)`` or ``(False, how it died)``."""
+    """Ends of all ranks: ``(True, Steps)`` or ``(False, how it died)``."""
 
     survivors: dict[int, tuple[bool, Any]]
     lost: tuple[bool, Any]
     seconds: float  # until the last survivor had ended
-    staying: list[int | None]  # processes that are there afterwards, if only to be reaped
+    staying: list[int | None]  # processes left afterwards, zombies included
 
 
 def lose(loss: Loss, ranks: int, options: dict[str, Any], *, cuda: bool = False) -> Outcome:
-    """Lose a rank of a new group."""
+    """Start a new group of ranks and lose one of them."""
     pool = LocalRanks(ranks, timeout=TIMEOUT, cuda=cuda)
     processes = [process.pid for process in pool._processes]
     try:
@@ -160,7 +160,7 @@ def lose(loss: Loss, ranks: int, options: dict[str, Any], *, cuda: bool = False)
 
 
 def _is_gone(process: int | None) -> bool:
-    """Whether a process is gone, not even waiting to be reaped; it gets a moment."""
+    """Return True if a process is gone, zombies included, within ten seconds."""
     assert process is not None
     until = time.monotonic() + 10
     while time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""Messages between ranks, counted: tests of bytes use it."""
+"""Counts the bytes that ranks send."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Sent(TorchDispatchMode):
-    """Bytes of the messages that a block sends, but for the header of its one pass."""
+    """Dispatch mode that counts the bytes sent in its block, without the header of one pass."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # the base has no types

@@ -1,4 +1,4 @@
-"""Backends broken on purpose: each of these must turn the suite red."""
+"""Mutants: patches that break the backends on purpose, each of which a test must notice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Patches = list[tuple[Any, str, Any]]
 
 @contextmanager
 def applied(name: str | None) -> Iterator[None]:
-    """Break the backends in one way while this context lasts."""
+    """Apply a mutant while this context lasts."""
     if name is None:
         yield
         return
@@ -40,12 +40,12 @@ def applied(name: str | None) -> Iterator[None]:
 
 
 def _torch(name: str) -> Any:
-    """Import a module of ring_torch; None where torch is not installed."""
+    """Import a module of ring_torch; return None if torch is not installed."""
     return _installed(f"ring_torch.{name}", ("torch", "ring_torch"))
 
 
 def _jax(name: str) -> Any:
-    """Import a module of ring_jax; None where jax is not installed."""
+    """Import a module of ring_jax; return None if jax is not installed."""
     return _installed(f"ring_jax.{name}", ("jax", "ring_jax"))
 
 
@@ -179,7 +179,7 @@ def _grads_not_sent_home() -> Patches:
         def kept(grads: Any, step: Any) -> None:
             if step.is_own:
                 grads._transfer.wait()
-                # Once: a second wait for a message that came lasts until the group's timeout.
+                # Only once: waiting again for a received message lasts until the group's timeout.
                 grads._arriving, grads._transfer = None, loop.DONE
             hop(grads, step)
 
@@ -283,7 +283,7 @@ def _lse_gradient_dropped() -> Patches:
 
 
 def _bias_not_shifted() -> Patches:
-    """Beside numbers like -1e10 ``lse`` has no digits left."""
+    """Leave out the bias shift, so that ``lse`` has no digits left next to biases of -1e10."""
     patches: Patches = [(simulated_ranks, "bias_shift", lambda *_: None)]
     if autograd := _torch("autograd"):
         right = autograd.bias_shift
@@ -294,7 +294,7 @@ def _bias_not_shifted() -> Patches:
 
 
 def _help_not_returned() -> Patches:
-    """``balanced``: what helpers computed is lost."""
+    """Drop the results that helpers computed, in strategy ``balanced``."""
     items = _ring.RingProgram.items
 
     def wrong(program: Any, rank: int, step: int) -> Any:
@@ -325,7 +325,7 @@ def _fetched_from_the_wrong_rank() -> Patches:
 
 
 def _gathered_grads_dropped(*, overlapped: bool | None = None) -> Patches:
-    """Gradients that are sent home beside kernels, or after them, or any of them, get lost."""
+    """Drop dK/dV returned during kernels (True), after them (False), or all (None)."""
     gather = _torch("transports.p2p")
     if gather is None:
         return []
@@ -340,7 +340,7 @@ def _gathered_grads_dropped(*, overlapped: bool | None = None) -> Patches:
 
 
 def _gathered_out_of_order() -> Patches:
-    """JAX: the keys of all ranks lie one rank further on."""
+    """Rotate the gathered keys by one rank, in JAX."""
     import jax.numpy as jnp
 
     ring = _jax("collectives")
@@ -353,7 +353,7 @@ def _gathered_out_of_order() -> Patches:
 
 
 def _scattered_grads_dropped() -> Patches:
-    """JAX: gradients of gathered keys do not come home."""
+    """Replace the scattered gradients of gathered keys by zeros, in JAX."""
     import jax.numpy as jnp
 
     ring = _jax("collectives")
@@ -362,7 +362,7 @@ def _scattered_grads_dropped() -> Patches:
 
 
 def _groups_swapped() -> Patches:
-    """The backward takes the gathered keys of the wrong heads."""
+    """Give the backward the gathered keys of the wrong head group."""
     gathered = _torch("strategies.gather")
     if gathered is None:
         return []
@@ -375,7 +375,7 @@ def _groups_swapped() -> Patches:
 
 
 def _in_groups() -> Patches:
-    """Heads go in groups, however little work they are: nothing may change."""
+    """Gather heads in groups even for little work; results may not change."""
     gathered = _torch("strategies.gather")
     if gathered is None:
         return []
@@ -390,7 +390,7 @@ def _in_groups() -> Patches:
 
 
 def _groups_interleaved() -> Patches:
-    """Ranks of a group are as far from each other as possible."""
+    """Form groups of ranks that are as far apart as possible."""
     grid = _grid.RankGrid
 
     def inner(self: Any, rank: int) -> range:
@@ -404,13 +404,13 @@ def _groups_interleaved() -> Patches:
 
 
 def _indices_inverted() -> Patches:
-    """Tokens of a group are put where the sorted ones come from, not where they go."""
+    """Invert the permutation that scatters the tokens of a group."""
     indices = _grid.RankGrid.scatter_indices
     return [(_grid.RankGrid, "scatter_indices", lambda *args: np.argsort(indices(*args)))]
 
 
 def _tables_changed(change: Callable[[Any], dict[str, Any]]) -> Patches:
-    """The tables of a rank's exchanges have other values in some fields."""
+    """Change fields in the tables of a rank's exchanges."""
     ulysses = _torch("strategies.ulysses")
     right = ulysses.tables_of
 
@@ -422,17 +422,17 @@ def _tables_changed(change: Callable[[Any], dict[str, Any]]) -> Patches:
 
 
 def _copies_not_summed() -> Patches:
-    """Of the gradients of a K/V head's copies only the first is taken."""
+    """Take the gradient of a K/V head's first copy instead of the sum over its copies."""
     return _tables_changed(lambda x: {"kv_slots": x.kv_slots[:, :1]})
 
 
 def _padding_has_gradients() -> Patches:
-    """What stands in places without a head adds to the gradients of its K/V head."""
+    """Let padding slots without a query head contribute to dK/dV."""
     return _tables_changed(lambda x: {"padding": x.padding[:0]})
 
 
 def _options_of_the_first_heads() -> Patches:
-    """Sinks and slopes are those of rank 0's heads on every rank."""
+    """Use the sinks and slopes of rank 0's heads on every rank."""
     return _tables_changed(lambda x: {"own": slice(0, len(x.heads))})
 
 
@@ -446,7 +446,7 @@ def _shared_bias_grad_of_one_rank() -> Patches:
 
     def first(carry: Any, layout: Any, tensors: Any, orders: Any) -> Any:
         results = right(carry, layout, tensors, orders)
-        if len(results) == 1:  # the gradient of a bias travels alone
+        if len(results) == 1:  # only the gradient of a bias is sent by itself
             results[0][:, :, 1:] = 0
         return results
 
@@ -465,7 +465,7 @@ def _ids_of_queries_for_keys() -> Patches:
 
 
 def _message_from_the_wrong_rank() -> Patches:
-    """Messages of a group are unpacked as if they came from the ranks one further on."""
+    """Unpack a group's messages as if each came from the next rank."""
     exchange = _torch("transports.p2p")
     right = exchange.move
 
@@ -476,7 +476,7 @@ def _message_from_the_wrong_rank() -> Patches:
 
 
 def _rounded_down() -> Patches:
-    """Tensors of a message begin at multiples of 16 bytes, which are rounded down."""
+    """Round the sizes of a message's tensors down to 16 bytes instead of up."""
     buffers = _torch("buffers")
 
     def of(*tensors: Any) -> Any:
@@ -489,7 +489,7 @@ def _rounded_down() -> Patches:
 
 
 def _spans_from_the_start() -> Patches:
-    """Gradients are added to the first tokens of a buffer, whichever they belong to."""
+    """Add gradients at the beginning of the buffer instead of at their tokens."""
     buffers = _torch("buffers")
     right = buffers.KeyGradBuffer.strided_views
 
@@ -514,7 +514,7 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "bias-not-shifted": _bias_not_shifted,
 }
 
-#: What only keys that are gathered show.
+#: Mutants that only strategy ``gather`` shows.
 GATHERED_MUTANTS: dict[str, Callable[[], Patches]] = {
     "fetched-from-the-wrong-rank": _fetched_from_the_wrong_rank,
     "gathered-grads-not-sent-home": _gathered_grads_dropped,
@@ -522,19 +522,19 @@ GATHERED_MUTANTS: dict[str, Callable[[], Patches]] = {
     "grads-after-kernels-dropped": lambda: _gathered_grads_dropped(overlapped=False),
 }
 
-#: What only keys that are gathered in JAX show.
+#: Mutants that only strategy ``gather`` in JAX shows.
 JAX_GATHERED_MUTANTS: dict[str, Callable[[], Patches]] = {
     "gathered-out-of-order": _gathered_out_of_order,
     "scattered-grads-dropped": _scattered_grads_dropped,
 }
 
-#: What only heads in groups show.
+#: Mutants that only a gather in groups of heads shows.
 GROUP_MUTANTS: dict[str, Callable[[], Patches]] = {
     "groups-swapped": _groups_swapped,
     "grads-of-groups-dropped": lambda: [*_in_groups(), *_gathered_grads_dropped(overlapped=True)],
 }
 
-#: What only heads that ranks trade for tokens show.
+#: Mutants that only strategies that trade tokens for heads (Ulysses) show.
 HEAD_MUTANTS: dict[str, Callable[[], Patches]] = {
     "groups-interleaved": _groups_interleaved,
     "groups-over-contiguous": lambda: [(_grid.RankGrid, "outer_layout", lambda *_: "contiguous")],
@@ -548,13 +548,13 @@ HEAD_MUTANTS: dict[str, Callable[[], Patches]] = {
     "message-from-the-wrong-rank": _message_from_the_wrong_rank,
 }
 
-#: What only messages of several tensors show.
+#: Mutants that only messages of several tensors show.
 BUFFER_MUTANTS: dict[str, Callable[[], Patches]] = {
     "rounded-down": _rounded_down,
     "spans-from-the-start": _spans_from_the_start,
 }
 
-#: Other ways to the same results.
+#: Changes that must not change results.
 HARMLESS: dict[str, Callable[[], Patches]] = {
     "in-groups": _in_groups,
     "by-copies": lambda: [

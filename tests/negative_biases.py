@@ -1,4 +1,4 @@
-"""Cases whose biases are very negative somewhere, as additive masks are."""
+"""Cases with very negative biases in some region, like those of additive masks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cases import VERY_NEGATIVE, Case, diagonals
 
 from ring_core import Mask
 
-#: Where scores of queries ``i`` and keys ``j`` are very negative.
+#: Regions of queries ``i`` and keys ``j`` with very negative scores.
 REGIONS: dict[str, Callable[[Any, Any], Any]] = {
     "part of a row": lambda i, j: (i + j) % 3 == 0,
     "whole rows": lambda i, j: (i >= i.max() * 3 // 4) & (j >= 0),
@@ -24,7 +24,7 @@ REGIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class NegativeCase(Case):
-    """A case whose bias is lowered by a number in a region; cases of other numbers are equal."""
+    """Case whose bias is lowered in a region; ``low`` and ``region`` do not count for equality."""
 
     low: float = field(default=0.0, compare=False)
     region: str = field(default="all rows", compare=False)
@@ -36,11 +36,11 @@ class NegativeCase(Case):
 
     @property
     def least(self) -> float:
-        """The least finite number of the dtype."""
+        """Return the lowest finite number of the dtype."""
         return VERY_NEGATIVE[self.dtype][1]
 
     def everywhere(self) -> list[NegativeCase]:
-        """The case with each number that its dtype holds, in each region."""
+        """Return the case with each low number that its dtype holds, in each region."""
         lows = [low for low in (-1e4, -1e6, -1e10, self.least) if low >= self.least]
         return [
             replace(self, name=f"{self.name}: {low:.3g} in {region}", low=low, region=region)

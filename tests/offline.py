@@ -1,4 +1,4 @@
-"""Programs in which no Python code may open a connection, and no socket may be left open."""
+"""Runs programs that may open no connection from Python and leave no socket open."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-#: Ends the process where anything looks up a host, connects, listens, or asks for a page.
+#: Code that ends the process if anything looks up a host, connects, listens, or fetches a page.
 PRELUDE = """
 import os, sys
 
@@ -23,7 +23,7 @@ def hook(event, arguments):
 sys.addaudithook(hook)
 """
 
-#: No library's own code has a connection open either, nor an unconnected socket.
+#: Code that checks that native code, too, has no connection or unconnected socket open.
 EPILOGUE = """
 if sys.platform == "linux":
     names = [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
@@ -34,7 +34,7 @@ print("offline")
 
 
 def run_offline(program: str) -> None:
-    """Run a program between the two; an error tells what it did."""
+    """Run a program between the two; the error message says what it opened."""
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE + program + EPILOGUE],
         env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=240,

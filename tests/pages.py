@@ -1,9 +1,9 @@
-"""The code on the pages of the documentation: read from Markdown, and run as a reader would.
+"""Reads the code on the documentation's pages from Markdown, and runs it as a reader would.
 
 ``python tests/pages.py PAGE`` runs the ``python`` blocks of a page top to bottom, in one namespace.
-What a block prints has to be what the ``output`` block right after it shows, if there is one; under
-``torchrun`` that is what rank 0 prints. Blocks that need what tests do not install carry a mark:
-``torchrun --nproc-per-node=2 tests/pages.py PAGE MARK`` runs these alone.
+A block has to print what the ``output`` block right after it shows, if there is one; under
+``torchrun`` rank 0 has to. Blocks that need packages which tests do not install carry a mark:
+``torchrun --nproc-per-node=2 tests/pages.py PAGE MARK`` runs only these.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _FENCE = re.compile(r"^( *)(`{3,})(?:\{code-block\} *)?([^`]*?) *$")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its lines, the line of the page where they start.
+    """Fenced block: its language, its code, and the page's line where the code starts.
 
-    ``mark`` is the ``:class:`` of a ``{code-block}``, which says why a block is not run.
+    ``mark`` is the ``:class:`` of a ``{code-block}``, the reason why a block is not run.
     """
 
     language: str
@@ -40,7 +40,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Page:
-    """A page: what its front matter says, and its blocks."""
+    """Page: settings of its front matter, and its blocks."""
 
     path: Path
     settings: dict[str, str]
@@ -54,7 +54,7 @@ class Page:
 
     @property
     def program(self) -> list[tuple[Block, str | None]]:
-        """Blocks to run, each with what it has to print, where the page shows that."""
+        """Return the blocks to run, each with the output that the page shows, if any."""
         return [
             (block, after.code if after is not None and after.language == "output" else None)
             for block, after in pairwise((*self.blocks, None))
@@ -63,12 +63,12 @@ class Page:
 
     @property
     def marked(self) -> list[Block]:
-        """Python blocks that no test runs, each with its reason."""
+        """Return the Python blocks that no test runs; their marks are the reasons."""
         return [block for block in self.blocks if block.language == "python" and block.mark]
 
     @property
     def commands(self) -> list[str]:
-        """The lines of its ``sh`` blocks, with continued ones joined, without comments."""
+        """Return the lines of the ``sh`` blocks, continuations joined, without comments."""
         text = "\n".join(block.code for block in self.blocks if block.language == "sh")
         lines = text.replace("\\\n", " ").splitlines()
         return [line for raw in lines if (line := raw.split(" #")[0].strip()) and line[0] != "#"]
@@ -108,9 +108,9 @@ def run(page: Page) -> None:
         AssertionError: A block prints something else than the page shows.
     """
     module = types.ModuleType("page")
-    sys.modules["page"] = module  # where dataclasses look for their names
+    sys.modules["page"] = module  # dataclasses look up their names there
     for block, shown in page.program:
-        source = "\n" * (block.line - 1) + block.code  # tracebacks then name the page's lines
+        source = "\n" * (block.line - 1) + block.code  # so that tracebacks name the page's lines
         printed = io.StringIO()
         with redirect_stdout(printed):
             exec(compile(source, str(page.path), "exec"), module.__dict__)
@@ -122,7 +122,7 @@ def run(page: Page) -> None:
 
 
 def columns_of(table: str) -> dict[str, list[str]]:
-    """The cells of a Markdown table by the names of its columns."""
+    """Return the cells of a Markdown table by column name."""
     rows = [
         [cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()
     ]
@@ -131,9 +131,9 @@ def columns_of(table: str) -> dict[str, list[str]]:
 
 
 def check_jax_matrix(printed: str, kernel: str) -> None:
-    """The columns of what ``python -m ring_jax matrix`` printed are those of the page.
+    """Check that the page has the columns that ``python -m ring_jax matrix`` prints.
 
-    If this fails, paste what it prints with all kernels installed.
+    If not, paste what it prints with all kernels installed.
     """
     page = (ROOT / "docs" / "support-matrix.md").read_text()
     _, _, rest = page.partition("<!-- jax support matrix -->")

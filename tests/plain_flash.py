@@ -1,4 +1,4 @@
-"""A library of fused kernels in plain torch: it rounds, reads and allocates as those on GPUs do."""
+"""Fused attention library in plain torch that rounds, reads and allocates like those on GPUs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from ring_torch.records import AttentionState
 
 @dataclass(frozen=True)
 class PlainFlash(FlashLibrary):
-    """Whole tensors and bands.
+    """Flash attention for whole tensors with a window.
 
-    Rows are read by their strides, from multiples of 16 bytes on, and numbers within a row one
-    behind the other, whatever their stride. What it allocates has the strides of what it is given.
-    Probabilities and gradients of scores are rounded to the inputs' dtype before they are
-    multiplied.
+    Rows are read by their strides and must be aligned to 16 bytes; the last dimension is read
+    contiguously, whatever its stride. Outputs have the strides of the inputs. Probabilities and
+    gradients of scores are rounded to the inputs' dtype before they are multiplied.
     """
 
     def forward(
@@ -31,7 +30,7 @@ class PlainFlash(FlashLibrary):
         options: FlashOptions,
         destination: AttentionState | None,
     ) -> tuple[Tensor, Tensor]:
-        """``(out, lse)``; it allocates them."""
+        """Allocate and return ``(out, lse)``."""
         del destination
         q_read, k_read, v_read = _read(q), _for_heads(_read(k), q), _for_heads(_read(v), q)
         scores = _scores(q_read, k_read, options)
@@ -49,7 +48,7 @@ class PlainFlash(FlashLibrary):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: FlashOptions, destination: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """``(dq, dk, dv)``; it allocates them."""
+        """Allocate and return ``(dq, dk, dv)``."""
         del destination
         up, local, q_read = _read(dout), _read(out), _read(q)
         k_read, v_read = _for_heads(_read(k), q), _for_heads(_read(v), q)
@@ -65,7 +64,7 @@ class PlainFlash(FlashLibrary):
 
 
 def _read(x: Tensor) -> Tensor:
-    """``[B, H, n, D]``, wide: what a kernel reads of ``[B, n, H, D]``."""
+    """Return what a kernel reads of ``[B, n, H, D]``, as ``[B, H, n, D]`` in at least float32."""
     starts = [n * x.itemsize for n in x.stride()[:-1]]
     assert x.data_ptr() % 16 == 0 and not any(start % 16 for start in starts)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -77,7 +76,7 @@ def _round(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _for_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values ``[B, K, m, D]`` of each query head."""
+    """Repeat keys or values ``[B, K, m, D]`` for each query head."""
     return x.repeat_interleave(q.shape[2] // x.shape[1], dim=1)
 
 
@@ -87,7 +86,7 @@ def _by_kv_head(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, options: FlashOptions) -> Tensor:
-    """Masked scores ``[B, H, n, m]``; aligned bottom right."""
+    """Return masked scores ``[B, H, n, m]``; the mask is aligned bottom right."""
     scores = options.scale * (q @ k.mT)
     rows, columns = scores.shape[-2:]
     apart = torch.arange(columns) - (torch.arange(rows)[:, None] + columns - rows)
@@ -98,7 +97,7 @@ def _scores(q: Tensor, k: Tensor, options: FlashOptions) -> Tensor:
     return scores.masked_fill(hidden, -torch.inf)
 
 
-#: The kernel that is made of it.
+#: Kernel of ring_torch on this library.
 FLASH = FlashKernel(
     PlainFlash(),
     Capabilities(

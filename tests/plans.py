@@ -1,4 +1,4 @@
-"""Any plan in a ring, for property tests, and what its items show."""
+"""Hypothesis strategies for plans and ring programs, and dense masks of their items."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ring_core.base.config import RingStrategy
 
 @st.composite
 def chunk_layouts(draw: st.DrawFn, cp_size: int) -> ChunkLayout:
-    """Any chunks, assigned in any way."""
+    """Draw a chunk layout."""
     chunks_per_rank = draw(st.integers(1, 5))
     order = draw(st.permutations(range(cp_size * chunks_per_rank)))
     chunks = (order[rank::cp_size] for rank in range(cp_size))
@@ -32,7 +32,7 @@ def chunk_layouts(draw: st.DrawFn, cp_size: int) -> ChunkLayout:
 
 @st.composite
 def programs(draw: st.DrawFn) -> RingProgram:
-    """Any ring: all rules combined, odd sizes, padding, keys unlike queries."""
+    """Draw a ring program: any mask rules, sizes, padding and numbers of keys."""
     cp_size = draw(st.integers(1, 9))
     strategy: RingStrategy = "ring"
     layout = draw(st.sampled_from(list(RINGS)) | chunk_layouts(cp_size))
@@ -63,12 +63,12 @@ def programs(draw: st.DrawFn) -> RingProgram:
 
 
 def plans() -> st.SearchStrategy[Plan]:
-    """Any plan."""
+    """Draw a plan."""
     return programs().map(lambda program: program.plan)
 
 
 def shown(plan: Plan, item: WorkItem) -> npt.NDArray[np.bool_]:
-    """The cells an item shows, from its own fields."""
+    """Return the dense mask of an item, from its own fields."""
     rows, columns = item.q_stop - item.q_start, item.k_stop - item.k_start
     distance = np.arange(rows)[:, None] - np.arange(columns)
     cells = np.ones((rows, columns), dtype=bool)

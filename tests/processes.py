@@ -1,8 +1,8 @@
-"""Start a Python program as several processes of one JAX job, over loopback.
+"""Starts a Python program as several processes of one JAX job, over loopback.
 
-Each has some devices of the host. It gets the coordinator's address, the number of processes and
-its own number as arguments, and further ones. If one fails, or all take too long, the others are
-killed and the test fails with what they printed.
+Each process has some host devices. Its arguments are the coordinator's address, the number of
+processes, its own number, and further ones. If one fails, or all take too long, the others are
+killed and the test fails with their output.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import NamedTuple
 
 
 class Started(NamedTuple):
-    """A process, and the file that it prints to."""
+    """Running process and the file with its output."""
 
     process: subprocess.Popen[bytes]
     output: Path
 
     @property
     def text(self) -> str:
-        """What it has printed so far."""
+        """Return the output so far."""
         return self.output.read_text(errors="replace")
 
 
 def free_address() -> str:
-    """An address of this host that nobody listens to."""
+    """Return a loopback address with a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
@@ -42,7 +42,7 @@ def free_address() -> str:
 def started(
     program: Path, count: int, *arguments: str, devices: int = 2
 ) -> Iterator[list[Started]]:
-    """Start the processes; what still runs in the end is killed."""
+    """Start the processes, and kill those that still run at the end."""
     address, running = free_address(), list[Started]()
     environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     with TemporaryDirectory() as folder:
@@ -66,10 +66,10 @@ def started(
 def run(
     program: Path, count: int, *arguments: str, devices: int = 2, seconds: float = 240
 ) -> list[str]:
-    """Run the processes to their end, and return what each printed.
+    """Run the processes to their end, and return the output of each.
 
     Raises:
-        AssertionError: One failed, or they were not done in time.
+        AssertionError: A process failed, or they were not done in time.
     """
     with started(program, count, *arguments, devices=devices) as running:
         until = time.monotonic() + seconds
@@ -84,5 +84,5 @@ def run(
 
 
 def _printed(running: Sequence[Started]) -> str:
-    """The end of what each has printed."""
+    """Return the end of each process's output."""
     return "\n".join(f"process {n}:\n{one.text[-4000:]}" for n, one in enumerate(running))

@@ -1,6 +1,6 @@
-"""A process's part of a JAX job: each argument after the first three is a check that it makes.
+"""Process of a JAX job: runs the checks that its arguments after the first three name.
 
-``processes.py`` starts it, with the address, the number of processes and its own number.
+``processes.py`` starts it with the coordinator's address, the number of processes and its own.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ OPTIONS: dict[str, Any] = {"causal": True, "dropout_p": 0.3, "dropout_seed": 5}
 
 
 def whole() -> list[np.ndarray]:
-    """The arrays of a call, in natural order, equal in all processes."""
+    """Return the arrays of a call, in natural order, equal in all processes."""
     random = np.random.default_rng(0)
     return [random.standard_normal(shape).astype(np.float32) for shape in SHAPE.values()]
 
 
 def context(kind: str, *, layout: Any = "zigzag", batch: int = 1) -> ContextParallel:
-    """A context over all devices, ``batch`` rows of a mesh that splits batches, too."""
+    """Return a context over all devices, on a mesh with ``batch`` rows that split the batch."""
     axis_type = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}[kind]
     shape = (batch, jax.device_count() // batch)
     mesh = jax.make_mesh(shape, ("data", "cp"), axis_types=(axis_type,) * 2)
@@ -45,7 +45,7 @@ def context(kind: str, *, layout: Any = "zigzag", batch: int = 1) -> ContextPara
 
 
 def from_hosts(cp: ContextParallel, x: np.ndarray) -> Array:
-    """An array in layout order, of which each process brings its own devices' tokens alone."""
+    """Make an array in layout order; each process provides only its own devices' tokens."""
     layout = cp.layout_of(x.shape[1])
     sharding: Any = NamedSharding(cp.mesh, P("data", "cp"))
     order = np.concatenate([layout.positions(rank) for rank in range(cp.cp_size)])
@@ -65,9 +65,9 @@ def assert_close(got: Any, expected: Any, tolerance: float = 5e-5) -> None:
 
 
 def attend(kind: str, strategy: str) -> None:
-    """A strategy on a kind of mesh, on auto axes with dropout: all results are the oracle's."""
+    """Check a strategy on a kind of mesh against the oracle, with dropout on auto axes."""
     layout = "contiguous" if strategy == "balanced" else "zigzag"
-    options = OPTIONS if kind == "auto" else {"causal": True}  # dropout takes long to compile
+    options = OPTIONS if kind == "auto" else {"causal": True}  # dropout is slow to compile
     x = whole()
     cp = context(kind, layout=layout)
     local = [from_hosts(cp, y) for y in x]
@@ -87,7 +87,7 @@ def attend(kind: str, strategy: str) -> None:
 
 
 def within_processes() -> None:
-    """Rings of each process alone, batches over processes; ``auto`` is told where they lie."""
+    """Check rings within each process, with the batch over processes, and that this is detected."""
     count = jax.process_count()
     cp, x = context("auto", batch=count), [np.repeat(y, count, axis=0) for y in whole()]
     local = [from_hosts(cp, y) for y in x]
@@ -99,7 +99,10 @@ def within_processes() -> None:
 
 
 def agreement() -> None:
-    """A difference is named, with its processes; so is a refusal of one; all get the same error."""
+    """Check that all processes raise the same error about a difference or one's refusal.
+
+    The error names the difference and its processes.
+    """
     cp, last = context("auto"), jax.process_index() == jax.process_count() - 1
     q, k, v = (from_hosts(cp, y) for y in whole())
     others = ", ".join(map(str, range(jax.process_count() - 1)))
@@ -141,7 +144,7 @@ def agreement() -> None:
 
 
 def checks() -> None:
-    """A checked call passes; a wrong one is raised in every process."""
+    """Check that a call passes under ``ring_jax.check`` and is right."""
     cp, x = context("auto"), whole()
     local = [from_hosts(cp, y) for y in x]
     with ring_jax.check():
@@ -150,14 +153,14 @@ def checks() -> None:
 
 
 def _loss(cp: ContextParallel, weights: dict[str, Array], tokens: Array) -> Array:
-    """The loss of a layer of attention."""
+    """Return the loss of a layer of attention."""
     q, k, v = (jnp.einsum("btw,whd->bthd", tokens, weights[name]) for name in ("q", "k", "v"))
     return (cp.attention(q, k, v, causal=True) ** 2).mean()
 
 
 def checkpoint(folder: str) -> None:
-    """Weights and tokens saved by a ring over all devices are restored on one of half of them."""
-    ocp: Any = import_module("orbax.checkpoint")  # for this check alone; it has no types
+    """Save weights on a ring over all devices, and restore them on a ring over half of them."""
+    ocp: Any = import_module("orbax.checkpoint")  # only this check needs it; it has no types
 
     random = np.random.default_rng(1)
     cp = context("auto")
@@ -175,7 +178,7 @@ def checkpoint(folder: str) -> None:
     path = Path(folder) / "state"
     with ocp.StandardCheckpointer() as saver:
         saver.save(path, weights)
-    # Of each process one device: a ring of half the size, over other shards of the weights.
+    # One device of each process: a ring of half the size, with other shards of the weights.
     devices = [
         next(d for d in jax.devices() if d.process_index == n) for n in range(jax.process_count())
     ]
@@ -198,7 +201,7 @@ CHECKS: dict[str, Callable[..., None]] = {
 
 
 def main() -> None:
-    """Make the checks, each an argument as ``name:argument:argument``."""
+    """Run the checks, which are arguments like ``name:argument:argument``."""
     address, count, number, *wanted = sys.argv[1:]
     jax.distributed.initialize(address, num_processes=int(count), process_id=int(number))
     assert jax.device_count() == 2 * jax.process_count() == 2 * int(count)

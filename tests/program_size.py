@@ -1,7 +1,7 @@
-"""What a program costs: bytes that JAX lowers an attention to, and seconds of tracing and lowering.
+"""Measures JAX programs of attention: bytes of StableHLO, and seconds of tracing and lowering.
 
-``python tests/program_size.py`` prints the table; nothing is compiled or run, and no device is
-needed but the host.
+``python tests/program_size.py`` prints a table. Nothing is compiled or run, and no device other
+than the host is needed.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from jax.sharding import AbstractMesh, AxisType
 import ring_jax
 from ring_core import LayoutName, LayoutSpec
 
-LOCAL = 512  # tokens of a device
+LOCAL = 512  # tokens per device
 
 
 class Size(NamedTuple):
-    """A program as it is lowered, for one platform, before it is compiled."""
+    """Size of a program lowered for one platform, before it is compiled."""
 
     bytes: int
-    seconds: float  # of CPU time, to trace it and to lower it
+    seconds: float  # CPU time of tracing and lowering
 
 
 def size_of(
     devices: int, *, layers: int = 1, layout: LayoutSpec = "zigzag", package: Any = ring_jax,
     platform: str = "cpu", **options: Any,
 ) -> Size:  # fmt: skip
-    """Trace and lower the forward and backward of some equal layers over so many devices."""
+    """Trace and lower forward and backward of equal layers; return the program's size."""
     jax.clear_caches()
     began = process_time()
     program = traced(devices, layers, layout, package, **options)
@@ -43,7 +43,7 @@ def traced(
     devices: int, layers: int = 1, layout: LayoutSpec = "zigzag", package: Any = ring_jax,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """Trace the forward and backward of some equal layers over so many devices."""
+    """Trace forward and backward of equal layers."""
     cp, (q, k, v) = call_over(devices, layout, package)
 
     def loss(q: Any, k: Any, v: Any) -> Any:
@@ -56,7 +56,7 @@ def traced(
 
 
 def call_over(devices: int, layout: LayoutSpec, package: Any = ring_jax) -> tuple[Any, Any]:
-    """Return a ``ContextParallel`` over so many devices, which are not here, and shapes for it."""
+    """Return a ``ContextParallel`` over abstract devices, and the shapes of q, k and v."""
     mesh = AbstractMesh((devices,), ("cp",), axis_types=(AxisType.Auto,))
     q, k = (jax.ShapeDtypeStruct((1, devices * LOCAL, heads, 64), jnp.bfloat16) for heads in (8, 2))
     return package.ContextParallel(mesh, "cp", layout=layout), (q, k, k)
@@ -86,7 +86,7 @@ def constants_of(program: Any) -> list[Any]:
     return [x for x in arrays.values() if hasattr(x, "nbytes")]
 
 
-#: A test holds a ring and a gather over 256 devices below this.
+#: Limit of a ring's and a gather's program over 256 devices, which a test checks.
 LIMIT = Size(1_200_000, 3.0)
 WAYS: tuple[tuple[LayoutName, str], ...] = (
     ("zigzag", "ring"), ("zigzag", "gather"), ("contiguous", "balanced"),
@@ -94,12 +94,12 @@ WAYS: tuple[tuple[LayoutName, str], ...] = (
 
 
 def main() -> None:
-    """Print the table, and how far from the limits the programs of a ring and a gather are."""
+    """Print the sizes, and those of rings and gathers as parts of the limits."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[4, 64, 256])
     parser.add_argument("--layers", type=int, nargs="+", default=[1])
     arguments = parser.parse_args()
-    size_of(2, causal=True)  # imports and caches of jax itself
+    size_of(2, causal=True)  # warms up jax's imports and caches
     print("| layout, strategy | devices | layers | bytes | seconds | of the limits |")
     print("|---|---|---|---|---|---|")
     for layout, strategy in WAYS:

@@ -1,6 +1,6 @@
-"""The public names of the packages, with signatures: ``python tests/public_api.py`` writes them.
+"""Lists the packages' public names and signatures: ``python tests/public_api.py`` writes them.
 
-It writes the files of those packages that can be imported; a test compares.
+It writes a file for each package that can be imported; a test compares the files.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ MODULES = {
 
 
 def described(backend: str) -> str:
-    """A line for each public name of a backend's public modules."""
+    """Return a line for each public name of a backend's public modules."""
     modules = [importlib.import_module(name) for name in MODULES[backend]]
     return "".join(f"{line}\n" for module in modules for line in _of_module(module))
 
 
 def file_of(backend: str) -> Path:
-    """Where those of a backend are kept."""
+    """Return the path of a backend's list of public names."""
     return FOLDER / f"{MODULES[backend][0]}.txt"
 
 
@@ -50,7 +50,10 @@ def _of_module(module: ModuleType) -> Iterator[str]:
 
 
 def _public_names(module: ModuleType) -> set[str]:
-    """As type checkers see it: what is defined, imported ``as`` itself, or named in ``__all__``."""
+    """Return the names that type checkers regard as public.
+
+    These are the names in ``__all__`` or, without it, those defined or imported ``as`` themselves.
+    """
     if hasattr(module, "__all__"):
         return set(module.__all__)
     names: set[str] = set()
@@ -68,13 +71,13 @@ def _public_names(module: ModuleType) -> set[str]:
 
 
 def is_union(value: Any) -> bool:
-    """Return True for `X | Y`, whichever class it is of."""
+    """Return True for `X | Y`, whatever its class."""
     return get_origin(value) in (Union, UnionType)
 
 
 def _of_value(name: str, value: Any) -> Iterator[str]:
     if not callable(value) or get_origin(value) is not None:  # an alias of a type
-        # A union is of another class where numpy's types in it are; that is no other name.
+        # The class of a union depends on its members (numpy's types): write one name for all.
         yield f"{name}: {'Union' if is_union(value) else type(value).__name__}"
         return
     yield f"{name}{_signature(value)}"
@@ -91,7 +94,7 @@ def _of_value(name: str, value: Any) -> Iterator[str]:
 
 
 def _signature(value: Any) -> str:
-    """Parameters with defaults; types are checked elsewhere, and long."""
+    """Return the parameters with defaults, without types: they are long and checked elsewhere."""
     try:
         signature = inspect.signature(value)
     except ValueError:
@@ -105,7 +108,7 @@ def _signature(value: Any) -> str:
 
 
 class _Shown:
-    """A default, without the place in memory that some print."""
+    """Default value printed without the address that some objects print."""
 
     def __init__(self, value: Any) -> None:
         self._text = getattr(value, "__name__", None) or repr(value)
@@ -115,7 +118,7 @@ class _Shown:
 
 
 def main() -> int:
-    """Write the files."""
+    """Write the files of all packages that can be imported."""
     FOLDER.mkdir(exist_ok=True)
     for backend, modules in MODULES.items():
         if find_spec(modules[0]) is not None:

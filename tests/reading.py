@@ -1,4 +1,4 @@
-"""Print what a stranger can read of some source files: docstrings, signatures and comments.
+"""Print the docstrings, signatures and comments of some source files, without their code.
 
 Read the output alone and write down what each file does; then open the code and compare. Where
 the two differ, the text is at fault:
@@ -59,7 +59,7 @@ def comments(source: str) -> Iterator[Line]:
 
 
 def reading(source: str) -> str:
-    """Return what a stranger can read of a file, in the order of its lines."""
+    """Return a file's docstrings, signatures and comments, in the order of its lines."""
     lines = {*declarations(ast.parse(source)), *comments(source)}
     return "\n".join(f"{number:5} {text}" for number, text in sorted(lines))
 

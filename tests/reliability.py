@@ -1,8 +1,8 @@
-"""What is promised, the tests of each promise, and how many of them ran: ``nox -s reliability``.
+"""Runs the tests of each promise of ``docs/reliability.md``: ``nox -s reliability``.
 
-Runs the tests of all promises, or of those named, and keeps the counts in
-``benchmarks/results/reliability.json``, of which ``docs/reliability.md`` is made. Its exit code is
-1 if a test failed, was skipped, or none ran.
+It runs the tests of all promises, or of those named, and stores the counts in
+``benchmarks/results/reliability.json``, which the page shows. The exit code is 1 if a test failed
+or was skipped, or if none ran.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ KEPT = ROOT / "benchmarks" / "results" / "reliability.json"
 
 @dataclass(frozen=True)
 class Promise:
-    """A promise, and the tests that would fail if it were broken."""
+    """Promise to users, and the tests that fail if it is broken."""
 
     name: str
     text: str
-    tests: tuple[tuple[str, str], ...]  # backend; paths in the folder of tests, and options
+    tests: tuple[tuple[str, str], ...]  # backend; paths in the tests folder, with pytest options
 
 
 PROMISES = (
@@ -48,7 +48,7 @@ PROMISES = (
         "interpreted",
         "so do the kernels for TPUs in the ring, where an interpreter runs them that looks for "
         "races and fills fresh memory with NaN; what they cannot do they refuse by name",
-        # In two processes: XLA's compiler crashes after some five hundred programs of one.
+        # In two runs: XLA's compiler crashes after some five hundred programs in one process.
         (
             ("jax-tpu", "jax_tpu_only/test_table.py --all -kplain"),
             ("jax-tpu", "jax_tpu_only/test_table.py --all -knot(plain)"),
@@ -125,7 +125,7 @@ PROMISES = (
 
 @dataclass(frozen=True)
 class Count:
-    """How the tests of a promise ended on a backend."""
+    """Test counts of a promise on a backend."""
 
     backend: str
     passed: int
@@ -135,7 +135,7 @@ class Count:
 
 
 def count(backend: str, paths: str) -> Count:
-    """Run tests."""
+    """Run tests on a backend, and return the counts."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -157,7 +157,7 @@ def count(backend: str, paths: str) -> Count:
 
 
 def environment() -> dict[str, str]:
-    """What the tests ran with."""
+    """Return the versions of Python and packages, and the machine."""
     facts = {"python": platform.python_version(), "machine": platform.machine()}
     for name in ("numpy", "torch", "jax"):
         try:
@@ -168,7 +168,7 @@ def environment() -> dict[str, str]:
 
 
 def main() -> int:
-    """Run and count; the exit code."""
+    """Run the tests, store the counts, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     names = [promise.name for promise in PROMISES]
     parser.add_argument("names", nargs="*", metavar="promise", help=", ".join(names))

@@ -1,4 +1,4 @@
-"""Long runs: thousands of calls that leave nothing behind, and one of a million tokens.
+"""Soak tests: thousands of calls that must leak nothing, and one of a million tokens.
 
 ``python tests/soak.py`` makes 10,000 forward and backward passes of changing shapes on a ring of
 three processes, twice, and prints what grew; then a million tokens, whose results it compares with
@@ -35,17 +35,17 @@ from ring_torch.comm import handshake, ranks as _ranks
 from ring_torch.local import LocalRanks
 
 HEAD_DIM = 8
-KINDS = 4000  # calls that differ in more than numbers: more than any cache keeps
+KINDS = 4000  # distinct shapes and options: more than any cache holds
 GROWTH = 32 << 20  # bytes by which a process may grow after the first fifth of a run
-WINDOW = 256  # of the long sequence
-NEAR = 1e-4  # of float32 results of a million tokens, from float64
+WINDOW = 256  # attention window of the long sequence
+NEAR = 1e-4  # allowed error of the long sequence's float32 results
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds."""
+    """Resources of a process: memory, files, threads and cache entries."""
 
-    memory: int  # bytes, resident
+    memory: int  # resident bytes
     files: int
     threads: int
     plans: int
@@ -54,7 +54,7 @@ class Held:
 
     @classmethod
     def now(cls) -> Held:
-        """What this process holds."""
+        """Return this process's resources now."""
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return cls(
@@ -69,7 +69,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of calls: what was held after the first fifth and at the end, and all its results."""
+    """Run of calls: resources after the first fifth and at the end, and a digest of all results."""
 
     warm: Held
     end: Held
@@ -78,7 +78,7 @@ class Run:
 
 
 def options(rng: np.random.Generator, length: int) -> dict[str, Any]:
-    """A rule for a sequence, of any kind."""
+    """Draw options of any kind for a sequence."""
     kinds: list[Callable[[], dict[str, Any]]] = [
         dict,
         lambda: {"causal": True},
@@ -93,7 +93,7 @@ def options(rng: np.random.Generator, length: int) -> dict[str, Any]:
 
 
 def one_call(kind: int, number: int) -> list[Tensor]:
-    """A forward and backward of a shape, layout and rule; results and gradients."""
+    """Run forward and backward of one kind of call; return the output and gradients."""
     rng = np.random.default_rng(kind)
     layout, strategy = tuple(RINGS.values())[kind % len(RINGS)]
     cp = ContextParallel(layout=layout)
@@ -112,7 +112,7 @@ def one_call(kind: int, number: int) -> list[Tensor]:
 
 
 def many_calls(rank: int, calls: int, seed: int) -> Run:
-    """So many calls; every rank makes this."""
+    """Run ``calls`` calls on this rank, the same ones on every rank."""
     started, rng, digest = time.monotonic(), np.random.default_rng(seed), hashlib.blake2b()
     warm = None
     for n in tqdm(range(calls), unit="call", disable=True if rank else None):
@@ -125,7 +125,7 @@ def many_calls(rank: int, calls: int, seed: int) -> Run:
 
 
 def growth(warm: Held, end: Held) -> list[str]:
-    """What calls left behind, and what they did not reach."""
+    """Return a message for each resource that grew, and for each cache that did not fill up."""
     wrong = []
     if end.memory > warm.memory + GROWTH:
         wrong.append(f"memory grew by {(end.memory - warm.memory) >> 20} MiB")
@@ -139,22 +139,22 @@ def growth(warm: Held, end: Held) -> list[str]:
         "agreed": handshake._MOST_AGREED,
     }
     for name, limit in limits.items():
-        if getattr(end, name) != limit:  # fewer: the calls did not show that there is a bound
+        if getattr(end, name) != limit:  # with fewer entries the run did not test the bound
             wrong.append(f"{name} kept: {getattr(end, name)}, where the bound is {limit}")
     return wrong
 
 
 def drawn(first: int, last: int, seed: int) -> Tensor:
-    """Tokens ``[1, last - first, 1, HEAD_DIM]`` of a long sequence, the same whoever draws them."""
+    """Return tokens ``[1, last - first, 1, HEAD_DIM]`` of a long sequence, equal on all ranks."""
     n = torch.arange(first, last, dtype=torch.float64)[:, None] + 1
     wave = torch.sin(n * (torch.arange(HEAD_DIM) + 1.37 + seed) * 0.7311 + seed) * 1.7
     return wave.float()[None, :, None]
 
 
 def long_sequence(rank: int, length: int, window: int) -> tuple[float, float]:
-    """Attention over a long sequence on contiguous shards: largest error, and seconds.
+    """Run attention over a long sequence on contiguous shards; return its error and the seconds.
 
-    Results are compared where shards meet, with those of a slab that holds all that they depend on.
+    Rows at the shard borders are compared with a reference on a slab with all keys they depend on.
     """
     started = time.monotonic()
     cp = ContextParallel(layout="contiguous")
@@ -183,13 +183,13 @@ def long_sequence(rank: int, length: int, window: int) -> tuple[float, float]:
 
 
 def say(text: str) -> None:
-    """A line, at once."""
+    """Print a line and flush."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def compared(first: Sequence[Run], again: Sequence[Run]) -> list[str]:
-    """What is wrong with two runs of the same calls, by rank; says what they held."""
+    """Print the resources of two equal runs by rank, and return what is wrong with them."""
     wrong: list[str] = []
     for rank, (first_result, second_result) in enumerate(zip(first, again, strict=True)):
         say(f"rank {rank}: {first_result.seconds:.0f} s, digest {first_result.digest}")
@@ -208,7 +208,7 @@ def compared(first: Sequence[Run], again: Sequence[Run]) -> list[str]:
 
 
 def main() -> int:
-    """Run both; the exit code."""
+    """Run both tests, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=10_000, help="forward and backward passes")
     parser.add_argument("--tokens", type=int, default=1 << 20, help="of the long sequence")
@@ -250,7 +250,7 @@ def main() -> int:
 
 
 def environment() -> dict[str, str]:
-    """What it ran with."""
+    """Return the versions and the machine of this run."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""Which tests run: marks for nightly builds and for refused models, and the files of models.
+"""Test selection: marks for nightly builds and for refused models, and tests of transformers.
 
 `@pytest.mark.nightly` on a test, or as `marks` of a `pytest.param`, leaves it to nightly builds.
 With names of backends it does so in their runs alone. Of a parametrized test, `unless=` lists the
@@ -10,7 +10,7 @@ ids of the parameters that run per change, and `only=` the ids of those that do 
 which are refused: where it is installed, tests whose ids begin so have to fail.
 
 With `--transformers` only files run that import transformers, themselves or by a module of the
-tests or examples: what other releases of it than the pinned one are tested with.
+tests or examples. Other releases of transformers than the pinned one are tested with these.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def runs_nightly(item: pytest.Item, backend: str) -> bool:
 
 
 def check_marks(items: Iterable[pytest.Item]) -> None:
-    """Raise UsageError if a mark has arguments it does not know, or ids that its test has not."""
+    """Raise UsageError if a mark has unknown arguments, or ids that its test does not have."""
     ids: defaultdict[str, set[str]] = defaultdict(set)
     named: defaultdict[str, set[str]] = defaultdict(set)
     for item in items:
@@ -98,7 +98,7 @@ def check_marks(items: Iterable[pytest.Item]) -> None:
 
 
 def expect_refusals(items: Iterable[pytest.Item]) -> None:
-    """Expect tests of models to fail that the installed transformers has in a form refused."""
+    """Expect failures of tests whose models are refused in the installed transformers."""
     from ring_torch.local import LocalRankError  # other backends' tests run without torch
 
     installed = version("transformers")
@@ -108,7 +108,7 @@ def expect_refusals(items: Iterable[pytest.Item]) -> None:
             of_it = installed.startswith(f"{release}.")
             if of_it and (not beginnings or _param_id(item).startswith(tuple(beginnings))):
                 reason = f"transformers {release}: refused"
-                # A refusal is a ValueError; ranks tell of one in theirs. Other errors are ours.
+                # A refusal is a ValueError, or a LocalRankError about one. Others are our bugs.
                 refusals = (ValueError, AssertionError, LocalRankError)
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=True, raises=refusals))
 

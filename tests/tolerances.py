@@ -1,11 +1,11 @@
-"""How close is close enough: at most twice the error of a plain implementation in the same dtype.
+"""Tolerances: at most twice the error of a plain implementation in the same dtype.
 
-The plain implementation writes the formula down once more, densely, and rounds where a framework
+The plain implementation is a second, dense version of the formula that rounds where a framework
 would round: inputs, probabilities and results to the dtype, sums in float32 (float64 for float64).
-Like every backward that keeps only ``lse``, its backward computes the scores once more, in another
-order of operations: with scores of some hundreds the two differ by their rounding, and what is left
-of ``exp(scores - lse)`` is not better than that. In float64 the oracle itself rounds like this; so
-that the two do not share their errors, all sums run in the reverse order there.
+Like every backward that saves only ``lse``, its backward recomputes the scores, in another order of
+operations. With scores of some hundreds the two differ by their rounding, and ``exp(scores - lse)``
+cannot be more exact than that. In float64 the oracle rounds like this itself; so that the two do
+not share their errors, all sums run in reverse order there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ring_core.reference.item_kernel import masked_matmul
 
 Arrays = dict[str, npt.NDArray[Any]]
 
-# A few units in the last place of the largest result, for sums that come out exact by luck.
+# Ulps of the largest result that are always allowed, for plain sums that are exact by luck.
 ULPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 FEW = 4
 
@@ -37,7 +37,7 @@ NOTHING = 2.0**-40
 
 @np.errstate(all="ignore")
 def plain(case: Case) -> Arrays:
-    """The formula in the case's dtype, by name like :attr:`Case.expected`."""
+    """Compute the formula in the case's dtype; results are named as in :attr:`Case.expected`."""
     wide, order = (np.float64, -1) if case.dtype == "float64" else (np.float32, 1)
     x: dict[str, Any] = {
         name: array.astype(wide) if array.dtype.kind == "f" else array
@@ -99,7 +99,7 @@ def plain(case: Case) -> Arrays:
 
 
 def sink_rows(case: Case, out: Any, lse: Any, wide: Any) -> Any:
-    """What each row adds to the gradient of the sinks, ``[B, H, T_q, n]``."""
+    """Return each row's contribution to the gradient of the sinks, ``[B, H, T_q, n]``."""
     x = {name: array.astype(wide) for name, array in case.inputs.items() if "ids" not in name}
     delta = (x["dout"] * out).sum(-1).swapaxes(1, 2) - x.get("dlse", wide(0))
     sinks = x["sinks"].reshape(case.heads[0], -1)
@@ -108,9 +108,10 @@ def sink_rows(case: Case, out: Any, lse: Any, wide: Any) -> Any:
 
 
 def _masks(case: Case, x: Arrays, wide: Any) -> tuple[Any, Any, Any, Any]:
-    """``(visible, dropout factor, what is added to the logits)``, ``[B, H, T_q, T_kv]``.
+    """Return ``(visible, dropout factor, added to logits, row shift)``.
 
-    The last is what was taken off the bias of each row, ``[B, H, T_q]``, or 0.
+    The first three are ``[B, H, T_q, T_kv]``. The last is what was subtracted from each row's bias,
+    ``[B, H, T_q]``, or 0.
     """
     q_pos, k_pos = np.arange(case.seq_len) + case.keys - case.seq_len, np.arange(case.keys)
     shape = (case.batch, case.heads[0], case.seq_len, case.keys)
@@ -141,10 +142,10 @@ def _masks(case: Case, x: Arrays, wide: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _row_shift(bias: Any, visible: Any) -> Any:
-    """Each row's largest finite bias that it sees, ``[B, H, T_q]``; 0 where there is none.
+    """Return the largest finite bias that each row sees, ``[B, H, T_q]``; 0 if there is none.
 
-    The scores of a row may be shifted by any number, and beside a bias of -1e10 in a whole row a
-    sum of exponentials and its logarithm would lose all their digits.
+    Softmax does not change if a row's scores are shifted. Without the shift ``lse`` would lose all
+    its digits in a row whose biases are all -1e10.
     """
     is_seen = visible & np.isfinite(bias)
     top = np.where(is_seen, bias, -np.inf).max(axis=-1, initial=-np.inf)
@@ -152,7 +153,7 @@ def _row_shift(bias: Any, visible: Any) -> Any:
 
 
 def _scores(s: Any, case: Case, visible: Any, added: Any) -> tuple[Any, Any]:
-    """``(masked scores, slope of the soft cap)`` from scaled products."""
+    """Return ``(masked scores, slope of the soft cap)`` of scaled products."""
     slope = s.dtype.type(1)
     if case.softcap is not None:
         cap = s.dtype.type(case.softcap)
@@ -167,7 +168,7 @@ def _rounded(x: Any, case: Case, wide: Any) -> Any:
 
 @dataclass(frozen=True)
 class Finding:
-    """How one result compares."""
+    """Comparison of one result with the oracle's."""
 
     name: str
     bad: int  # entries that are not finite where they should be, or the reverse
@@ -176,7 +177,7 @@ class Finding:
 
 
 def findings(case: Case, results: Arrays) -> Iterator[Finding]:
-    """How a backend's results, which have the right shapes, compare with the oracle's."""
+    """Compare a backend's results, which must have the right shapes, with the oracle's."""
     baseline = plain(case)
     for name, expected in case.expected.items():
         dtype = "float32" if name == "lse" and case.dtype != "float64" else case.dtype
@@ -187,7 +188,7 @@ def findings(case: Case, results: Arrays) -> Iterator[Finding]:
 
 
 def assert_close(case: Case, results: Arrays) -> None:
-    """Compare a backend's results with the oracle's, all of them, under the rule above."""
+    """Assert that all results of a backend are as close to the oracle's as the rule above asks."""
     assert_shapes(case, results)
     failures = [
         f"{finding.name}: {finding.bad} entries not finite where they should be or the reverse; error {finding.error:.3e}, allowed {finding.bound:.3e}"
@@ -198,17 +199,17 @@ def assert_close(case: Case, results: Arrays) -> None:
 
 
 def assert_shapes(case: Case, results: Arrays) -> None:
-    """All results are there, no more, and have the oracle's shapes."""
+    """Assert that a backend returns exactly the oracle's results, with the oracle's shapes."""
     shapes = {name: x.shape for name, x in case.expected.items()}
     actual = {name: x.shape for name, x in results.items()}
     assert actual == shapes, f"{case.name}: shapes {actual}, expected {shapes}"
 
 
 def rows_error(case: Case, baseline: Arrays) -> float:
-    """The errors that the plain implementation makes in rows of the sinks' gradient, summed.
+    """Return the plain implementation's summed errors in rows of the sinks' gradient.
 
-    The gradient is a number a head, a sum over all rows: the errors of some rows may cancel those
-    of others in the plain implementation, by luck, and not elsewhere.
+    The gradient is one number per head, a sum over all rows. In the plain implementation the
+    errors of rows may cancel by luck, and in a backend's they may not.
     """
     wide = np.float64 if case.dtype == "float64" else np.float32
     with np.errstate(all="ignore"):
@@ -219,7 +220,7 @@ def rows_error(case: Case, baseline: Arrays) -> float:
 
 
 def compare(result: Any, expected: Any, baseline: Any, dtype: str) -> tuple[int, float, float]:
-    """``(entries that are special in one only, largest error, largest error allowed)``."""
+    """Return the number of entries that are nonfinite in one only, the error and its bound."""
     finite = np.isfinite(expected)
     special = np.where(np.isnan(expected), np.isnan(result), result == expected)
     bad = int(np.count_nonzero(~np.where(finite, np.isfinite(result), special)))

@@ -1,4 +1,4 @@
-"""A plain ``transformers.Trainer`` on a tiny model: what it logs, evaluates and predicts."""
+"""Trains tiny models with ``transformers.Trainer`` or a plain loop, and returns their logs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTH, ROWS = 45, 64
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
-    """Documents that come one after another."""
+    """Iterable data set of :func:`documents`."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         yield from documents()
@@ -35,7 +35,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 def mean_of_squares(
     outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None
 ) -> Tensor:
-    """A loss that needs logits of the whole sequence."""
+    """Compute a loss that needs the logits of the whole sequence."""
     chosen = outputs["logits"].gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     total: Tensor = chosen.square().masked_fill(labels == -100, 0).sum()
     assert num_items_in_batch is not None
@@ -43,7 +43,7 @@ def mean_of_squares(
 
 
 def model_of(name: str, **changes: Any) -> Any:
-    """A small model, or one with LoRA, whose weights are the same everywhere."""
+    """Build a small model, or one with LoRA, with weights that are equal on all ranks."""
     if name != "LoRA":
         return build(name, **changes)
     from peft import LoraConfig, get_peft_model
@@ -54,25 +54,25 @@ def model_of(name: str, **changes: Any) -> Any:
 
 
 def documents(rows: int = ROWS, *, masked_tail: bool = False) -> list[dict[str, Any]]:
-    """Rows of bytes of Python's own help; a seventh of the labels is left out."""
+    """Return rows of bytes of Python's help texts; a seventh of the labels is ignored."""
     text = "".join(topics[name] for name in sorted(topics)).encode()
     rows_made = []
     for row in range(rows):
         tokens = torch.tensor([x % 61 for x in text[row * 97 : row * 97 + LENGTH]])
         labels = tokens.masked_fill(torch.arange(LENGTH) % 7 == row % 7, -100)
-        if masked_tail:  # all that ranks but the first hold
+        if masked_tail:  # ranks other than the first have no labels
             labels[5:] = -100
         rows_made.append({"input_ids": tokens, "labels": labels})
     return rows_made
 
 
 def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch of rows of one length."""
+    """Stack rows of equal length into a batch."""
     return {name: torch.stack([x[name] for x in samples]) for name in samples[0]}
 
 
 def be_started(rank: int, ranks: int) -> None:
-    """Set what ``torchrun`` does."""
+    """Set the environment variables that ``torchrun`` sets."""
     if ranks > 1:
         os.environ |= {
             "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
@@ -82,7 +82,7 @@ def be_started(rank: int, ranks: int) -> None:
 
 
 def context(cp_size: int) -> ContextParallel:
-    """The rings of so many neighbours among all ranks."""
+    """Return a context with rings of ``cp_size`` neighbouring ranks."""
     world = dist.get_world_size()
     if world == 1:
         return ContextParallel()
@@ -93,7 +93,7 @@ def context(cp_size: int) -> ContextParallel:
 
 
 def arguments(folder: str | Path, **options: Any) -> TrainingArguments:
-    """Of a Trainer that says nothing and saves nothing."""
+    """Return TrainingArguments that print and save nothing."""
     defaults: dict[str, Any] = {
         "max_steps": 20, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
         "logging_steps": 1, "learning_rate": 1e-3, "use_cpu": not torch.cuda.is_available(),
@@ -104,7 +104,7 @@ def arguments(folder: str | Path, **options: Any) -> TrainingArguments:
 
 
 def history(trainer: Trainer) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step."""
+    """Return the loss and gradient norm of each step."""
     return [(x["loss"], x["grad_norm"]) for x in trainer.state.log_history if "loss" in x]
 
 
@@ -112,7 +112,10 @@ def trained(
     rank: int, ranks: int, cp_size: int | None, name: str, dtype: str, data: dict[str, Any],
     options: dict[str, Any], changes: dict[str, Any] | None = None,
 ) -> list[tuple[float, float]]:  # fmt: skip
-    """Loss and gradient norm of the steps of a plain Trainer, parallelized where ``cp_size`` is."""
+    """Train with a plain Trainer, parallelized if ``cp_size`` is given.
+
+    Returns the loss and gradient norm of each step.
+    """
     be_started(rank, ranks)
     model = model_of(name, **changes or {}).to(getattr(torch, dtype))
     dtypes = Wide() if dtype == "float64" else nullcontext()
@@ -131,9 +134,9 @@ def looped(
     rank: int, ranks: int, cp_size: int | None, dtype: str, wrapper: str, accumulation: int,
     dp_size: int,
 ) -> list[tuple[float, float]]:  # fmt: skip
-    """Loss and gradient norm of the steps of a loop of one's own, as :func:`trained`.
+    """Train with a hand-written loop; return the loss and gradient norm of each step.
 
-    One device takes the batches of all data parallel ranks in turn.
+    Without ``cp_size`` one device runs the batches of all data parallel ranks in turn.
     """
     model: Any = build("Llama").to(getattr(torch, dtype)).train()
     wrapped = model
@@ -207,7 +210,7 @@ def session(
     predicted = first.predict(documents(7))
     saved = sorted(load_file(f"{folder}/checkpoint-6/model.safetensors"))
     again = built()
-    # Accelerate trains a model without DDP that it prepared to evaluate before.
+    # Accelerate trains a model without DDP if it has prepared it for evaluation before.
     untrained = (built() if cp_size is None else again).evaluate()["eval_loss"]
     if resumes:
         again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")

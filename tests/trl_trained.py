@@ -1,4 +1,4 @@
-"""Trainers of TRL on a tiny model: what they log and evaluate."""
+"""Trains tiny models with TRL's trainers, and returns their logs and evaluations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz ,.:()-'\n"
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each letter."""
+    """Return a tokenizer with a token for each letter."""
     vocabulary_words = ["<pad>", "<eos>", "<unk>", *LETTERS]
     vocabulary = {word: number for number, word in enumerate(vocabulary_words)}
     letters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -38,7 +38,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def texts(count: int, start: int = 0) -> list[str]:
-    """Pieces of Python's own help, of several lengths."""
+    """Return pieces of Python's help texts, of several lengths."""
     text = "".join(topics[name].lower() for name in sorted(topics))
     return [
         text[start + 80 * n : start + 80 * n + 20 + 7 * n % 50].replace("\n", " ")
@@ -47,7 +47,7 @@ def texts(count: int, start: int = 0) -> list[str]:
 
 
 def pairs(count: int) -> Dataset:
-    """A prompt with what is preferred, and what is not."""
+    """Return a data set of prompts with a chosen and a rejected completion."""
     three = zip(texts(count), texts(count, 3000), texts(count, 7000), strict=True)
     return Dataset.from_list([{"prompt": a, "chosen": b, "rejected": c} for a, b, c in three])
 
@@ -55,7 +55,7 @@ def pairs(count: int) -> Dataset:
 def trl_trained(
     rank: int, ranks: int, cp_size: int | None, kind: str, folder: str
 ) -> dict[str, Any]:
-    """The steps of a trainer of TRL, and one evaluation."""
+    """Train with a trainer of TRL and evaluate once; return the metrics."""
     be_started(rank, ranks)
     common: dict[str, Any] = {
         "output_dir": str(Path(folder) / f"{kind}{rank}"), "max_steps": 4, "logging_steps": 1,

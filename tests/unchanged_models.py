@@ -1,4 +1,4 @@
-"""Small models that know nothing of rings, of the structures that people train."""
+"""Small models of common architectures, written without knowledge of rings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.functional import scaled_dot_product_attention  # bound to the module, as many do
+from torch.nn.functional import scaled_dot_product_attention  # by name, as in much user code
 from torch.utils.checkpoint import checkpoint
 
 DIM, HEADS, VOCAB = 16, 2, 11
@@ -20,7 +20,7 @@ def heads(x: Tensor) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Attention of a GPT: causal, with dropout in training."""
+    """Attention layer of a GPT: causal, with dropout in training."""
 
     def __init__(self, *, is_causal: bool = True) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention to another sequence, by a function that was imported by name."""
+    """Attention to another sequence, by a function imported by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model; without ``positions`` it counts them itself, as nanoGPT does."""
+    """Language model; without ``positions`` it makes them itself, as nanoGPT does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class GPT(nn.Module):
 
 
 class ViT(nn.Module):
-    """A vision transformer of torch's own layers, which attend by ``MultiheadAttention``."""
+    """Vision transformer of torch's own layers, which use ``MultiheadAttention``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class ViT(nn.Module):
 
 
 class DiT(nn.Module):
-    """A diffusion transformer: video and padded text attend jointly, then to a whole prompt."""
+    """Diffusion transformer: video and padded text attend jointly, then to an unsplit prompt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class DiT(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """A causal decoder that attends to an encoder's tokens, of which some are padding."""
+    """Causal decoder with cross attention to an encoder's tokens, some of them padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,14 +143,14 @@ class EncoderDecoder(nn.Module):
         self.decoder = Block(is_causal=True, has_context=True)
 
     def forward(self, source: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
-        added = hidden[:, None, None]  # of each key: 0, or -inf
+        added = hidden[:, None, None]  # 0 or -inf for each key
         length = source.shape[1]
         source = self.encoder(source, added.expand(-1, 1, length, -1))
         y: Tensor = self.decoder(target, None, source, added)
         return y
 
 
-#: For each model: its sequences' dimensions, and options of ``replace_sdpa``.
+#: For each model, the sequence dimensions of its inputs, and options of ``replace_sdpa``.
 MODELS: dict[str, tuple[type[nn.Module], dict[str, int], dict[str, Any]]] = {
     "gpt": (GPT, {"tokens": 1, "positions": 0}, {}),
     "vit": (ViT, {"patches": 1, "positions": 0}, {}),

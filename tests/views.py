@@ -1,4 +1,4 @@
-"""Views of tensors that hold the same numbers in other places, and calls that are given them."""
+"""Strided views with the values of contiguous tensors, and attention calls on them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from ring_torch import ring_attention
 
 
 def strided(x: Tensor) -> Tensor:
-    """Every other number of a tensor whose others are not to be read."""
+    """Return a view of every other element; those between are poison."""
     wide = torch.full((*x.shape, 2), _poison(x), dtype=x.dtype, device=x.device)
     wide[..., 0] = x
     return wide[..., 0]
 
 
 def permuted(x: Tensor) -> Tensor:
-    """The last axis is the outermost in memory, and the first one the innermost."""
+    """Return a view whose axes are reversed in memory."""
     axes = tuple(reversed(range(x.ndim)))
     return x.permute(axes).contiguous().permute(axes)
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """The two axes in the middle change places in memory, as in ``[B, H, T, D]``."""
+    """Return a view with heads before tokens in memory, as in ``[B, H, T, D]``."""
     return x.transpose(-3, -2).contiguous().transpose(-3, -2) if x.ndim > 2 else permuted(x)
 
 
 def sliced(x: Tensor) -> Tensor:
-    """The middle of a tensor that is wider in every dimension."""
+    """Return the middle of a tensor that is larger in every dimension, with poison around it."""
     wide = torch.full([n + 2 for n in x.shape], _poison(x), dtype=x.dtype, device=x.device)
     middle = wide[(slice(1, -1),) * x.ndim]
     middle.copy_(x)
@@ -38,17 +38,17 @@ def sliced(x: Tensor) -> Tensor:
 
 
 def expanded(x: Tensor) -> Tensor:
-    """One number along the last axis, which has no stride."""
+    """Return the first element along the last axis, expanded with stride 0."""
     return x[..., :1].expand(x.shape)
 
 
 def broadcast(x: Tensor) -> Tensor:
-    """One row for all others, of which none has a place of its own."""
+    """Return the first row, expanded to all others with stride 0."""
     return x[(slice(0, 1),) * (x.ndim - 1)].expand(x.shape)
 
 
 def offset(x: Tensor) -> Tensor:
-    """One number behind the beginning of an allocation: not aligned to 16 bytes."""
+    """Return a view one element into an allocation, so not aligned to 16 bytes."""
     flat = torch.full((x.numel() + 1,), _poison(x), dtype=x.dtype, device=x.device)
     flat[1:] = x.flatten()
     return flat[1:].view(x.shape)
@@ -62,7 +62,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     view.__name__: view
     for view in (strided, permuted, heads_first, sliced, expanded, broadcast, offset)
 }
-#: What a call may be given as a view, and an option that its kernel has to have for that.
+#: Tensors that a call may get as a view, and the capability that its kernel needs for them.
 OPERANDS = {
     "q": None, "k": None, "v": None, "dout": None, "sinks": "sinks", "dlse": "lse",
     "segment_ids": "segments", "bias": "bias", "alibi_slopes": "alibi",
@@ -70,14 +70,17 @@ OPERANDS = {
 
 
 class Entry(NamedTuple):
-    """A tensor of a call and what it is a view of."""
+    """Tensor of a call, and the kind of view that it is."""
 
     operand: str
     view: str
 
 
 def entries(options: Sequence[str], part: int, parts: int, turn: int = 0) -> list[Entry]:
-    """A part of all tensors and views, in which each comes up, for kernels with some options."""
+    """Return one of ``parts`` shares of all pairs of a tensor and a view, for a kernel's options.
+
+    Every tensor and every view occurs in each share.
+    """
     operands = [name for name, needs in OPERANDS.items() if needs is None or needs in options]
     return [
         Entry(operand, view)
@@ -88,15 +91,15 @@ def entries(options: Sequence[str], part: int, parts: int, turn: int = 0) -> lis
 
 
 class Given(NamedTuple):
-    """The tensors of a call of one rank, and its other options."""
+    """Tensors of one rank's call, and its other options."""
 
     tensors: dict[str, Tensor]
     options: dict[str, Any]
-    numbers: Entry | None  # whose numbers it changes, or which tensor others do not have
+    numbers: Entry | None  # the view that changes values, or a tensor that other calls lack
 
     @classmethod
     def of(cls, entry: Entry, made: dict[str, Tensor], options: dict[str, Any]) -> Given:
-        """Those that every call has, and the one that is a view."""
+        """Select the tensors that every call has, and make that of the entry a view."""
         names = {"q", "k", "v", "dout", entry.operand}
         tensors = {name: x for name, x in made.items() if name in names}
         tensors[entry.operand] = VIEWS[entry.view](tensors[entry.operand])
@@ -105,7 +108,7 @@ class Given(NamedTuple):
         return cls(tensors, options, None if as_others else Entry(entry.operand, view))
 
     def contiguous(self) -> Given:
-        """The same numbers as torch would make them."""
+        """Return the call with contiguous copies of all tensors."""
         copies = {
             name: x.clone(memory_format=torch.contiguous_format) for name, x in self.tensors.items()
         }
@@ -116,14 +119,14 @@ def made(
     rank: int, size: int, *, batch: int = 2, length: int = 24, heads: tuple[int, int] = (4, 2), dim: int = 8,
     dtype: torch.dtype = torch.float64, device: str = "cpu",
 ) -> dict[str, Tensor]:  # fmt: skip
-    """All tensors that a rank's call may be given."""
+    """Make all tensors that a rank's call may get."""
     generator = torch.Generator().manual_seed(rank)
 
     def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=dtype).to(device)
 
     q_heads, kv_heads = heads
-    common = torch.Generator().manual_seed(99)  # of what is equal on all ranks
+    common = torch.Generator().manual_seed(99)  # for tensors that are equal on all ranks
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     ids = torch.randint(0, 3, (batch, length), generator=generator, dtype=torch.int32)
     return {
@@ -140,7 +143,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def results(given: Given, wrap: Wrap | None = None) -> dict[str, Tensor]:
-    """``out``, ``lse`` where it has a gradient, and all gradients of a call."""
+    """Return ``out``, ``lse`` if it has a gradient, and all gradients of a call."""
     x = {name: y.detach() for name, y in given.tensors.items()}
     dout, dlse = x.pop("dout"), x.pop("dlse", None)
     leaves = {
@@ -153,7 +156,8 @@ def results(given: Given, wrap: Wrap | None = None) -> dict[str, Tensor]:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
         outputs: Any = attend(q, k, v, return_lse=dlse is not None, **options, **given.options)
         out, *lse = outputs if dlse is not None else (outputs,)
-        return out.flatten(2).unflatten(2, out.shape[2:]), *lse  # as a model's projection needs it
+        # A model's output projection flattens the heads like this.
+        return out.flatten(2).unflatten(2, out.shape[2:]), *lse
 
     result = (call if wrap is None else wrap(call))(x["q"], x["k"], x["v"])
     grads = torch.autograd.grad(result, list(leaves.values()), [dout, dlse][: len(result)])
@@ -167,9 +171,9 @@ Known = dict[Entry | None, dict[str, Tensor]]
 def differences(
     given: Given, wrap: Wrap | None = None, *, known: Known, rtol: float, atol: float
 ) -> Iterator[str]:
-    """The results that are others than those of the same numbers in contiguous tensors.
+    """Yield the results that differ from those of contiguous tensors with the same values.
 
-    ``known`` keeps the latter, of calls whose options are the same.
+    ``known`` caches the latter among calls with the same options.
     """
     if given.numbers not in known:
         known[given.numbers] = results(given.contiguous())

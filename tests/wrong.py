@@ -1,7 +1,7 @@
-"""Wrong values for arguments: what every function has to refuse, in words that name the argument.
+"""Wrong values for arguments, which every function has to refuse with an error that names them.
 
-A backend's table says for each public function how to call it rightly, and which wrong values each
-of its arguments is tried with. :func:`problems` tries them, one at a time.
+A backend's table has for each public function valid arguments, and the wrong values to try for
+each of them. :func:`problems` tries them, one at a time.
 """
 
 from __future__ import annotations
@@ -106,25 +106,25 @@ OPTIONS: dict[str, Values] = {
 
 @dataclass(frozen=True)
 class Subject:
-    """A public function with right arguments, and wrong values of each, by a word for them."""
+    """Public function with valid arguments, and wrong values of each, by a word for them."""
 
     call: Callable[..., Any]
     right: Mapping[str, Any]
     wrong: Mapping[str, Values]
 
     def argument_without_row(self) -> set[str]:
-        """Arguments of the function that the table forgets."""
+        """Return arguments of the function that the table lacks."""
         parameters = set(inspect.signature(self.call).parameters) - {"self"}
         return parameters ^ set(self.wrong)
 
 
 def cases(subjects: Mapping[str, Subject]) -> list[tuple[str, str]]:
-    """Function and argument, for each of them."""
+    """Return all pairs of a function and one of its arguments."""
     return [(name, argument) for name, subject in subjects.items() for argument in subject.wrong]
 
 
 def problems(subject: Subject, argument: str) -> Iterator[str]:
-    """What is wrong with the answers to wrong values of an argument: nothing, if all is well."""
+    """Yield a message for each wrong value of an argument that is not refused by name."""
     names = {argument, *ALSO.get(argument, ())}
     for word, value in subject.wrong[argument].items():
         try:
@@ -141,7 +141,7 @@ def problems(subject: Subject, argument: str) -> Iterator[str]:
             yield f"{argument} {word}: a result: {str(result)[:100]}"
 
 
-#: Other words that say which argument is meant.
+#: Other words by which an error may name an argument.
 ALSO = {
     "seq_len": ("sequence length",),
     "kv_seq_len": ("sequence length",),
@@ -155,7 +155,7 @@ ALSO = {
 def forgotten(
     modules: tuple[str, ...], tables: Mapping[str, Subject], for_backends: set[str]
 ) -> set[str]:
-    """Public functions and classes that no table has, and that are not ``for_backends`` alone."""
+    """Return public functions and classes that no table has, without those in ``for_backends``."""
     public = {
         f"{module}.{name}"
         for module in modules

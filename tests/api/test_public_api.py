@@ -1,4 +1,4 @@
-"""What users see of the packages changes on purpose alone."""
+"""The packages' public names and signatures match the recorded ones in ``tests/api``."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How each backend runs a case: global numpy arrays in, global numpy arrays out."""
+"""Test backends that run a case: global numpy arrays in, global numpy arrays out."""

@@ -1,9 +1,9 @@
-"""Prepare the process that ranks of tests are forked from, which imports this module last.
+"""Prepares the fork server of the test ranks, which imports this module last.
 
 Torch reads the entry points of all installed packages each time that a process makes a group, and
-when it first compiles. They are read here, once for all ranks: nothing is installed while tests
-run. Objects that exist by now are frozen: the garbage collector of a rank passes over them, which
-saves time and keeps their memory shared.
+when it first compiles. They are read here, once for all ranks, as nothing is installed while tests
+run. Objects that exist by now are frozen: a rank's garbage collector skips them, which saves time
+and keeps their memory shared.
 """
 
 from __future__ import annotations
@@ -19,4 +19,4 @@ vars(importlib.metadata)["entry_points"] = cache(importlib.metadata.entry_points
 torch._dynamo.list_backends()
 gc.collect()
 gc.freeze()
-atexit.register(gc.unfreeze)  # else Triton's bindings report all of theirs as leaked
+atexit.register(gc.unfreeze)  # otherwise Triton's bindings report all of their objects as leaked

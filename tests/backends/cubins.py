@@ -1,4 +1,4 @@
-"""What kernels for NVIDIA GPUs take that are compiled where there is none."""
+"""Resource usage of kernels compiled for NVIDIA GPUs: registers, shared memory, stack, spills."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def taken_by(module: Any) -> dict[str, Any]:
-    """What a compiled kernel takes and uses."""
+    """Return a compiled kernel's resource usage and the instructions it relies on."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -18,7 +18,7 @@ def taken_by(module: Any) -> dict[str, Any]:
         tool = triton.knobs.nvidia.cuobjdump.path
         report = _said(tool, "-res-usage", file.name)
         is_warp_specialised = "setmaxnreg" in module.asm["ptx"]
-        # Code is read of warp-specialised kernels alone: it takes a second each to be taken apart.
+        # Only warp-specialised kernels are disassembled: it takes a second for each.
         code = (
             _said(triton.knobs.nvidia.nvdisasm.path, "-c", file.name)
             if is_warp_specialised
@@ -41,9 +41,9 @@ def _said(*command: str) -> str:
 
 
 def bare_arrivals(ptx: str) -> list[str]:
-    """Arrivals at barriers of memory with no barrier of their warps right before them.
+    """Return arrivals at mbarriers with no barrier of the arriving warps right before them.
 
-    One thread arrives for all: what the others have read must be read before.
+    One thread arrives on behalf of all, so the others must have finished their reads before it.
     """
     lines = [line.strip() for line in ptx.splitlines()]
     return [
@@ -55,7 +55,7 @@ def bare_arrivals(ptx: str) -> list[str]:
 
 
 def spilled_in_loop(code: str) -> int:
-    """How often the shortest loop that multiplies reads or writes spilled registers."""
+    """Count loads and stores of spilled registers in the shortest loop that has a GMMA."""
     instructions: list[str] = []
     labels: dict[str, int] = {}
     for line in code.splitlines():

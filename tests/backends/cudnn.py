@@ -1,7 +1,7 @@
-"""Cases for ``cudnn``, whose calls return no ``lse``; elsewhere the formula stands for cuDNN.
+"""Runs cases with kernel ``cudnn``, which returns no ``lse``; without a GPU a formula replaces it.
 
-Like it, the formula takes heads behind tokens, rounds results and probabilities, and is spoiled by
-an infinity in a bias.
+Like cuDNN, the formula takes ``[B, T, H, D]``, rounds results and probabilities, and gives NaN for
+infinities in a bias.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ring_jax_gpu.fmha import Pattern
 
 
 def run(case: Case, strategy: str = "auto") -> Arrays:
-    """A case's results; its ``lse`` is the oracle's."""
+    """Run a case; its ``lse`` is copied from the oracle."""
     results = JaxBackend(_without_lse).run(case, kernel="cudnn", strategy=strategy)
     return results | {"lse": case.expected["lse"]}
 
 
 def stand_in(patched: pytest.MonkeyPatch) -> None:
-    """Have the formula in place of cuDNN."""
+    """Replace cuDNN by the formula."""
     patched.setattr(fmha, "call_forward", _forward)
     patched.setattr(fmha, "call_backward", _backward)
 
@@ -37,7 +37,7 @@ def _without_lse(*arrays: Any, return_lse: bool, **options: Any) -> tuple[Any, A
 
 
 def _scores(pattern: Pattern, q: Any, k: Any, bias: Any) -> Any:
-    """Masked, ``[B, T, K, G, S]``."""
+    """Return masked scores, ``[B, T, K, G, S]``."""
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     x = _sum("btkgd,bskd->btkgs", grouped, k) * pattern.scale
     if bias:

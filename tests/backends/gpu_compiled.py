@@ -1,8 +1,8 @@
-"""Programs compiled for GPUs that are not here, by XLA's own compiler for them.
+"""Compiles programs for GPUs without having one, by XLA's own GPU compiler.
 
 ``python tests/backends/gpu_compiled.py LIBRARY`` prints, as JSON, the schedule of the loops of a
-ring over eight H100s as words: ``S`` a transfer starts, ``D`` it is done, ``K`` attention; and what
-they copy. ``LIBRARY`` is JAX's plug-in for CUDA, which finds no GPU and needs none.
+ring over eight H100s as letters, ``S`` for the start of a transfer, ``D`` for its end and ``K`` for
+attention, and what they copy. ``LIBRARY`` is JAX's CUDA plug-in, which needs no GPU for this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxlib import xla_client
 
 import ring_jax
 
-#: What XLA's compiler asks of a GPU, as text of its protocol ``GpuTargetConfig``.
+#: Properties of the GPU for XLA's compiler, a ``GpuTargetConfig`` in protobuf text format.
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -64,7 +64,7 @@ def compiled(library: str) -> str:
 def loops_of(text: str) -> list[tuple[str, list[str]]]:
     """Return, for each loop that transfers something, its schedule and what it copies.
 
-    Zeros are no copies: a stage's accumulator starts from a copy of the other stage's.
+    Copies that zero an accumulator do not count; their source is a ``loop_broadcast``.
     """
     loops = []
     letters = {"collective-permute-start": "S", "collective-permute-done": "D", "while": "K"}

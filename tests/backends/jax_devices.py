@@ -1,4 +1,4 @@
-"""ring_jax as a backend: host devices, or GPUs, of one process."""
+"""Test backend for ring_jax: host devices, or GPUs, of one process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class JaxBackend:
         self, case: Case, mutant: str | None = None, kernel: str = "auto", strategy: str = "auto"
     ) -> Arrays:
         """Run one case."""
-        _ = case.expected  # before anything is broken
+        _ = case.expected  # computed and cached before the mutant breaks anything
         with applied(mutant), jax.enable_x64(case.dtype == "float64"):
             return self._run(
                 case, (kernel, case.moved(strategy)), _kept if mutant is None else _program
@@ -71,7 +71,7 @@ def _natural_all(case: Case, results: dict[str, Any]) -> Arrays:
 
 
 def _without_values(case: Case) -> Case:
-    """What cases share that differ in the values of their arrays alone."""
+    """Return the case without what only changes array values, as a key to its compiled program."""
     segments: Segments | None = "pair" if case.segments else None
     bias: Bias | None = "full" if case.bias else None
     return replace(
@@ -80,7 +80,7 @@ def _without_values(case: Case) -> Case:
 
 
 def _program(case: Case, ways: Ways, attention: Callable[..., Any]) -> Any:
-    """The compiled function of the arrays, of ``dout`` and of ``dlse``."""
+    """Return a jitted forward and backward that takes the arrays, ``dout`` and ``dlse``."""
     mesh = jax.make_mesh(
         (case.cp_size,), ("cp",), axis_types=(AxisType.Auto,), devices=jax.devices()[: case.cp_size]
     )
@@ -113,7 +113,7 @@ _kept = lru_cache(maxsize=4)(_program)
 
 
 def _order(case: Case, name: str) -> tuple[int, npt.NDArray[np.int64]] | None:
-    """The axis along which an array is sharded, and its tokens in layout order."""
+    """Return the sharded axis of an array and the token positions in layout order."""
     if name in ("sinks", "alibi_slopes", "dsinks"):
         return None
     plan = case.plan
@@ -124,14 +124,14 @@ def _order(case: Case, name: str) -> tuple[int, npt.NDArray[np.int64]] | None:
 
 
 def _in_order(case: Case, name: str, value: npt.NDArray[Any]) -> jax.Array:
-    """A global array in layout order."""
+    """Return a global array permuted into layout order."""
     order = _order(case, name)
     value = value if order is None else np.take(value, order[1], axis=order[0])
     return jnp.asarray(value, dtype=None if value.dtype.kind == "i" else case.dtype)
 
 
 def _natural(case: Case, name: str, value: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A global array in natural order."""
+    """Return a global array in natural token order, without padding."""
     order = _order(case, name)
     if order is None:
         return value

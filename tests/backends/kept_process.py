@@ -1,4 +1,4 @@
-"""Programs that tests ask more than once: started once, as what they import takes seconds."""
+"""Long-lived helper processes for tests: started once, because their imports take seconds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ Answer = list[dict[str, Any]]
 
 
 def asked(program: Path, environment: dict[str, str], question: Any) -> Answer:
-    """What a program that :func:`serve` runs answers to a question of JSON."""
-    kept = {name: x for name, x in environment.items() if name != "PYTEST_CURRENT_TEST"}  # of each
+    """Send a JSON question to a program that runs :func:`serve`, and return its answer."""
+    # PYTEST_CURRENT_TEST differs in each test: it would start a new process for each.
+    kept = {name: x for name, x in environment.items() if name != "PYTEST_CURRENT_TEST"}
     process = _started(program, tuple(sorted(kept.items())))
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(question) + "\n")
@@ -38,7 +39,7 @@ def _started(program: Path, environment: tuple[tuple[str, str], ...]) -> subproc
     )  # fmt: skip
 
     def end() -> None:
-        process.kill()  # libraries that it has loaded would write of what they leave behind
+        process.kill()  # at a regular exit its libraries would print warnings about leaks
         process.communicate()
 
     atexit.register(end)
@@ -46,7 +47,7 @@ def _started(program: Path, environment: tuple[tuple[str, str], ...]) -> subproc
 
 
 def serve(answer: Callable[[Any], Iterable[dict[str, Any]]]) -> None:
-    """Answer the questions of standard input, a line each, also where that fails."""
+    """Answer each line of standard input with a line of JSON; errors are answers, too."""
     for line in sys.stdin:
         try:
             reply: dict[str, Any] = {"found": list(answer(json.loads(line)))}

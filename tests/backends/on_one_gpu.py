@@ -1,4 +1,4 @@
-"""Let ranks that ask for a GPU each share the first one: imported where they are forked from."""
+"""Makes ranks that ask for a GPU each share the first one; the fork server imports it."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ def _joined(rank: int, *rest: Any, cuda: bool) -> None:
         share(rank)
 
 
-patch.object(local, "_join", _joined).start()  # until the process ends
+patch.object(local, "_join", _joined).start()  # kept until the process ends

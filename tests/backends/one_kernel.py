@@ -1,4 +1,4 @@
-"""The kernels that read peers' memory, interpreted between processes on CPUs."""
+"""Runs the kernels that read peers' memory in the interpreter, between CPU processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ring_torch.transports import exchange_kernel, one_kernel
 
 
 def interpret_one_kernel(patched: pytest.MonkeyPatch, folder: Path) -> None:
-    """Have the kernels that read peers' memory interpreted, a program a rank, over files."""
+    """Patch the one-kernel transport: interpreted, one program per rank, memory in files."""
     OnFiles.folder = folder
     patched.setattr(one_kernel, "SymmetricMemory", OnFiles)
     patched.setattr(one_kernel, "_programs", lambda _: 1)
@@ -25,6 +25,6 @@ def interpret_one_kernel(patched: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def _now() -> int:
-    """Nanoseconds; who waits leaves its core to those it waits for."""
+    """Return the time in nanoseconds, after a sleep that lets the awaited ranks run."""
     time.sleep(1e-3)
     return time.monotonic_ns()

@@ -1,4 +1,4 @@
-"""Memory that ranks read of each other, between processes on CPUs: files that all of them map."""
+"""Peer memory emulated between CPU processes, by files that all ranks map."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ring_torch.comm.ranks import Ranks
 
 
 class OnFiles:
-    """In the place of :class:`SymmetricMemory`: a file for each rank."""
+    """Stand-in for :class:`SymmetricMemory`: one memory-mapped file for each rank."""
 
     folder: Path
     made = 0
@@ -40,12 +40,12 @@ class OnFiles:
 
     def views(self, rank: int, start: int, packing: BufferSpec) -> list[Tensor]:
         start += self.header
-        # Of its own: the interpreter copies the whole storage of what it is given.
+        # A storage of its own: the interpreter copies a tensor's whole storage.
         return packing.views(torch.from_numpy(self.files[rank][start : start + packing.size]))
 
 
 class Now:
-    """A stream, or an event on one, where whatever is asked for is done at once."""
+    """Stand-in for a CUDA stream or event: all work is done at once, so nothing ever waits."""
 
     def record_event(self) -> Now:
         return self
@@ -59,7 +59,7 @@ class Now:
 
 @dataclass
 class BufferOnFiles:
-    """In the place of :class:`SymmBuffer`: ranks wait for each other; copies are made at once."""
+    """Stand-in for :class:`SymmBuffer`: barriers are real; copies are made at once."""
 
     ranks: Ranks
     stream: Now = field(default_factory=Now)

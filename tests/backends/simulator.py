@@ -1,4 +1,4 @@
-"""The numpy simulator as a backend."""
+"""Test backend for ring_core: the numpy simulator."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 class SimulatorBackend:
-    """Runs the plan rank by rank in this process."""
+    """Backend that runs a plan rank by rank in this process."""
 
     dtypes = ("float64", "float32", "bfloat16", "float16")
     failures = ()
 
     def run(self, case: Case, mutant: str | None = None) -> Arrays:
         """Run one case."""
-        _ = case.expected  # before anything is broken
+        _ = case.expected  # computed and cached before the mutant breaks anything
         with applied(mutant):
             return simulate(case)
 
 
 def simulate(case: Case) -> Arrays:
-    """A case's results from the simulator."""
+    """Return the simulator's results for a case."""
     x = case.inputs
     result = reference.run(
         case.program,

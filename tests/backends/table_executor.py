@@ -1,4 +1,4 @@
-"""One program for all ranks, in numpy: reads ``program.table`` alone, with statically sized slices.
+"""Numpy executor that runs all ranks from ``program.table`` alone, with statically sized slices.
 
 This is what a traced SPMD program can do: a rank is an index into arrays, and sizes are those of
 the largest rank. Slices of smaller items start where they fit and the mask drops what they do not
@@ -20,7 +20,7 @@ COLUMN = {name: n for n, name in enumerate(TABLE_COLUMNS)}
 
 
 class Local(NamedTuple):
-    """What a rank holds, stacked over ranks: ``[P, B, T_local, heads, dim]``."""
+    """Local shards, stacked over ranks: ``[P, B, T_local, heads, dim]``."""
 
     q: Floats
     k: Floats
@@ -29,7 +29,7 @@ class Local(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A statically sized piece of work of one rank."""
+    """Work of one rank in one step, in slices of static size."""
 
     q_at: npt.NDArray[np.int64]
     k_at: npt.NDArray[np.int64]
@@ -39,7 +39,7 @@ class Block(NamedTuple):
 def execute(
     program: RingProgram, q: Floats, k: Floats, v: Floats, dout: Floats, scale: float
 ) -> tuple[Floats, ...]:
-    """``(out, lse, dq, dk, dv)`` on global arrays, causal-style masks without further options."""
+    """Return ``(out, lse, dq, dk, dv)`` of global arrays, for a mask without other options."""
     plan = program.plan
     ranks = range(plan.cp_size)
     q, dout = (_padded(x, plan.q_layout) for x in (q, dout))
@@ -114,7 +114,7 @@ def execute(
 
 
 def _blocks(program: RingProgram, step: int, q_pos: Any, k_pos: Any) -> Any:
-    """``(rank, block, kv_rank, out_rank)`` of every row of a step's table."""
+    """Yield ``(rank, block, kv_rank, out_rank)`` for every row of a step's table."""
     plan, table = program.plan, program.table(step)
     starts, stops = (
         table[..., [COLUMN["q_start"], COLUMN["k_start"]]],

@@ -1,7 +1,7 @@
-"""Launches of the Triton kernels by ring_torch, compiled for GPUs that are not there.
+"""Compiles the Triton kernels that ring_torch launches, on machines without a GPU.
 
-Run as a program, as a process that interprets kernels cannot compile them: it is asked for
-calls by name and answers what each kernel of each call takes.
+It runs as a separate program, because a process that interprets Triton kernels cannot compile
+them. A question names calls; the answer is the resource usage of each kernel of each call.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CALLS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def block_lists() -> dict[str, Any]:
-    """What the lists of blocks of FlashAttention-4 are made from."""
+    """Return the launch of the kernel that lists blocks for FlashAttention-4's block sparsity."""
     from ring_torch.kernels.fa4 import block_lists as _fa4_block_lists
 
     ids, kinds = torch.zeros(1, 1024, dtype=torch.int32), torch.zeros(1, 8, 11, dtype=torch.int8)
@@ -61,7 +61,7 @@ def block_lists() -> dict[str, Any]:
 
 
 def row_dots() -> dict[str, Any]:
-    """What the backward of this package's kernels starts from."""
+    """Return the launch of the backward's preprocessing kernel, ``delta = rowsum(out * dout)``."""
     from ring_torch import memory_ops
 
     x, dots = torch.zeros(1, 1024, 4, 80, dtype=torch.bfloat16), torch.zeros(1, 4, 1024)
@@ -72,7 +72,7 @@ def row_dots() -> dict[str, Any]:
 
 
 def sink_grads() -> dict[str, Any]:
-    """The gradient of sinks."""
+    """Return the launch of the kernel for the gradient of sinks."""
     from ring_torch import memory_ops
 
     sinks, lse = torch.zeros(4, dtype=torch.bfloat16), torch.zeros(1, 4, 1024)
@@ -82,7 +82,7 @@ def sink_grads() -> dict[str, Any]:
 
 
 def merges() -> Iterator[dict[str, Any]]:
-    """The kernels that merge results of a ring, and of a gather in two stages."""
+    """Return launches of the kernels that merge results of a ring and of a two-stage gather."""
     from ring_torch import merge_ops
 
     spans = [(0, 1024), (512, 512)]
@@ -102,7 +102,7 @@ def merges() -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def kept_launches() -> Iterator[list[dict[str, Any]]]:
-    """Keep what kernels would be launched with, and launch none."""
+    """Record kernel launches instead of running them."""
     from ring_torch.launches.direct import DirectKernel
 
     kept: list[dict[str, Any]] = []
@@ -122,7 +122,7 @@ def kept_launches() -> Iterator[list[dict[str, Any]]]:
 
 
 def exchanges() -> Iterator[dict[str, Any]]:
-    """The kernels that exchange K/V and dK/dV of four ranks, and that compare their calls."""
+    """Return launches of the kernels that exchange K/V and dK/dV and compare the ranks' calls."""
     from ring_torch.comm.digest_kernel import assert_words
     from ring_torch.transports import exchange_kernel as exchange
 
@@ -156,7 +156,7 @@ def compiled(names: list[str], arch: int) -> list[dict[str, Any]]:
 
 
 def launches(name: str, arch: int) -> Iterator[dict[str, Any]]:
-    """The launches of a call, forward and backward: what their kernels would be given."""
+    """Return the kernel launches of a call's forward and backward, with their arguments."""
     if name in PASSES:
         yield from PASSES[name]()
         return
@@ -184,7 +184,7 @@ def launches(name: str, arch: int) -> Iterator[dict[str, Any]]:
 def described(
     kernel: Any, arguments: Mapping[str, Any]
 ) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], Any]]:
-    """The signature, the constants and what is known of alignment, as a launch finds them."""
+    """Return a launch's signature, constants and alignment hints, as Triton would derive them."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}
@@ -205,7 +205,7 @@ def described(
 
 
 def compile_one(arch: int, kernel: Any, arguments: Mapping[str, Any], **options: int) -> Any:
-    """A compiled kernel."""
+    """Compile one kernel."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

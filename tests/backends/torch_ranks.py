@@ -1,4 +1,4 @@
-"""ring_torch as a backend: gloo processes on CPUs, NCCL processes on GPUs."""
+"""Test backend for ring_torch: gloo processes on CPUs, NCCL processes on GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 class Pools(dict[int, LocalRanks]):
-    """Processes by their number, started when they are asked for."""
+    """Pools of rank processes by world size, each started at its first use."""
 
     def __init__(self, *, cuda: bool = False) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Pools(dict[int, LocalRanks]):
 
 
 class TorchBackend:
-    """Runs cases on a pool for each ring size."""
+    """Backend that runs each case on the pool of its ring size."""
 
     dtypes = ("float64", "float32", "bfloat16", "float16")
     failures = (LocalRankError,)
@@ -46,7 +46,7 @@ class TorchBackend:
         self._pools = Pools(cuda=cuda)
 
     def pool(self, world_size: int) -> LocalRanks:
-        """The ranks of a world size."""
+        """Return the pool of a world size."""
         return self._pools[world_size]
 
     def run(
@@ -79,7 +79,7 @@ class TorchBackend:
             pool.close()
 
     def discard(self, world_size: int) -> None:
-        """End ranks in which messages may be left."""
+        """Stop a pool whose ranks may still have undelivered messages."""
         self._pools.pop(world_size).close()
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class TorchBackend:
 
 
 def _bare(case: Case) -> Case:
-    """The case without what it has computed so far."""
+    """Return a copy of the case without its cached results, which would be pickled too."""
     return replace(case)
 
 
@@ -96,7 +96,7 @@ Ways = tuple[str, str | StrategyConfig, str]  # kernel, strategy and transport
 
 
 def run_rank(rank: int, case: Case, ways: Ways, mutant: str | None, cuda: bool) -> Arrays:
-    """One rank's part of a case, forward and backward."""
+    """Run one rank's forward and backward of a case."""
     with applied(mutant):
         return _run_rank(rank, case, ways, torch.device("cuda" if cuda else "cpu"))
 
@@ -143,7 +143,7 @@ def _run_rank(rank: int, case: Case, ways: Ways, device: torch.device) -> Arrays
 
 
 def gather(case: Case, plan: Plan, parts: list[Arrays]) -> Arrays:
-    """Every rank's results as global arrays."""
+    """Assemble the results of all ranks into global arrays."""
     queries, keys = ("out", "dq"), ("dk", "dv")
     results: Arrays = {}
     for name in parts[0]:

@@ -1,4 +1,4 @@
-"""Programs compiled for TPUs that are not there, and what their schedules say."""
+"""Compiles programs for TPUs without having one, and reads XLA's schedules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LARGER = ("v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x2")
 
 @lru_cache
 def devices(topology: str, many: int) -> tuple[Any, ...]:
-    """The first devices of a topology."""
+    """Return the first devices of a topology."""
     described = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     return tuple(described[:many])
 
@@ -36,7 +36,7 @@ def compiled(
     topology: str, layout: Any, *, backward: bool, flags: dict[str, Any] | None = None,
     local: int = LOCAL, many: int = CP, **options: Any,
 ) -> Any:  # fmt: skip
-    """A call on bfloat16 arrays of ``local`` tokens on each of some devices, compiled."""
+    """Compile a call on bfloat16 arrays with ``local`` tokens on each device."""
     mesh = Mesh(np.array(devices(topology, many)), ("cp",))
     tokens = P(None, "cp")
     call = partial(ring_attention, axis_name="cp", layout=layout, **options)
@@ -51,7 +51,7 @@ def compiled(
         out, pull = jax.vjp(ring, q, k, v)
         return out, pull(dout)
 
-    # Inside a model the neighbours write and read the layout that the kernels want.
+    # In a model the neighbouring operations use the memory layout that the kernels want.
     chosen = Format(Layout.AUTO, sharding)
     function, inputs = (both, (q, k, v, q)) if backward else (ring, (q, k, v))
     jitted = jax.jit(function, in_shardings=chosen, out_shardings=chosen)
@@ -59,7 +59,7 @@ def compiled(
 
 
 def schedule_of(program: Any) -> list[tuple[str, str, str]]:
-    """``(what, name, operands)`` in the order a device runs them: start, done or kernel.
+    """Return ``(kind, name, operands)`` in scheduled order; kinds are start, done and kernel.
 
     A loop of launches counts as one kernel.
     """
@@ -88,10 +88,10 @@ def schedule_of(program: Any) -> list[tuple[str, str, str]]:
 
 
 def loops_of(program: Any) -> list[tuple[str, list[int]]]:
-    """Of each loop that transfers something, the schedule as a word, and the bytes that it copies.
+    """Return the schedule of each loop with a transfer, as letters, and the bytes it copies.
 
-    The bytes are those of copies of arrays; of the kernel's lists of blocks there are some. It is
-    none where the compiler fetches what a kernel reads next into memory on chip, ``S(1)``.
+    The bytes count copies of arrays, among them small ones of the kernel's block lists. Prefetches
+    of a kernel's operands into on-chip memory, ``S(1)``, do not count.
     """
     loops = []
     for match in re.finditer(r"\n%?[\w.-]+ [^\n]*\{\n(.*?)\n\}", program.as_text(), re.DOTALL):
@@ -117,13 +117,13 @@ def loops_of(program: Any) -> list[tuple[str, list[int]]]:
 
 
 def letters(program: Any) -> str:
-    """The schedule as a word: ``S`` start, ``D`` done, ``K`` kernel."""
+    """Return the schedule as letters: ``S`` start, ``D`` done, ``K`` kernel."""
     names = {"start": "S", "done": "D", "kernel": "K"}
     return "".join(names[what] for what, _, _ in schedule_of(program))
 
 
 def exposed(program: Any) -> list[str]:
-    """Transfers that no kernel runs beside: their done follows their start with none between."""
+    """Return transfers that overlap with no kernel: none runs between their start and done."""
     begun: dict[str, int] = {}
     kernels, alone = 0, []
     for what, name, rest in schedule_of(program):
@@ -139,13 +139,13 @@ def exposed(program: Any) -> list[str]:
 
 
 def begun_by(operands: str) -> str:
-    """The start that a done waits for."""
+    """Return the start that a done waits for."""
     names = re.findall(r"[\w.-]*collective-permute-start[\w.-]*", operands)
     return str(names[0])
 
 
 def permuted_bytes(program: Any) -> list[int]:
-    """Bytes of each transfer."""
+    """Return the bytes of each transfer."""
     sizes = []
     for line in program.as_text().splitlines():
         match = re.search(r"= \((\w+)\[([\d,]+)\].*collective-permute-start\(", line)
@@ -156,7 +156,7 @@ def permuted_bytes(program: Any) -> list[int]:
 
 
 def memory_allowed() -> tuple[float, float]:
-    """Bytes for the forward and for the backward: slots and accumulators."""
+    """Return the bytes that the forward and the backward may use: slots and accumulators."""
     slots = 2 * LOCAL * KV_HEADS * 2 * DIM * 2
     rows = LOCAL * HEADS * DIM * 4
     grads = 3 * LOCAL * KV_HEADS * 2 * DIM * 4

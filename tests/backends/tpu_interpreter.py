@@ -1,4 +1,4 @@
-"""Pallas kernels for TPUs, interpreted on the host: races are looked for, fresh memory is NaN."""
+"""Pallas TPU kernels interpreted on the host: races are detected, fresh memory is NaN."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _MOST_PROGRAMS = 200
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Kernels that are traced and run here are interpreted.
+    """Interpret the kernels that are traced and run in this context.
 
-    Each access to a kernel's memory is a call from the program to Python. jax puts the arguments of
-    such a call on a device first, which takes longer than all the rest, and may wait for a thread
-    that waits for this one: here they stay where they are.
+    Each access to a kernel's memory is a callback from the program to Python. jax first puts the
+    arguments of a callback on a device, which takes longer than all the rest and can deadlock with
+    a thread that waits for this one. Here the arguments stay where they are.
     """
     with mock.patch.object(jax_callback, "io_callback_impl", _call), _interpreting():
         try:
@@ -47,10 +47,10 @@ def interpreted() -> Iterator[None]:
 
 
 class InterpretedKernel(Kernel):
-    """The Pallas kernels, each call of which runs as a program of its own, one device at a time.
+    """Pallas kernels, each call of which runs as its own program, one device at a time.
 
-    Compiling a program that interprets a kernel takes seconds, running it hundredths of one. Calls
-    in all steps and cases that come to the same program, but for the values of arrays, share it.
+    Compiling a program that interprets a kernel takes seconds, running it some 10 ms. All calls
+    that trace to the same program share it, whatever the step, the case and the array values.
     """
 
     capabilities = PallasKernel.capabilities
@@ -59,11 +59,11 @@ class InterpretedKernel(Kernel):
         self._programs: dict[str, Any] = {}
         self._forward = jax.jit(PallasKernel().attend_into, static_argnums=0)
         self._backward = jax.jit(PallasKernel().grads_into, static_argnums=0)
-        self._outside = ThreadPoolExecutor(1)  # where jax knows of no mesh
+        self._outside = ThreadPoolExecutor(1)  # a thread in which no mesh is set
         self._turn = Lock()
 
     def refusals(self, *args: Any) -> tuple[str, ...]:
-        """As :meth:`PallasKernel.refusals`."""
+        """Return :meth:`PallasKernel.refusals`."""
         return PallasKernel().refusals(*args)
 
     def attend_into(
@@ -74,7 +74,7 @@ class InterpretedKernel(Kernel):
         work: ItemTable,
         into: AttentionState,
     ) -> AttentionState:
-        """As :meth:`PallasKernel.attend_into`."""
+        """Run :meth:`PallasKernel.attend_into` in the interpreter."""
         result: AttentionState = self._run(self._forward, spec, rows, columns, work, into)
         return result
 
@@ -82,7 +82,7 @@ class InterpretedKernel(Kernel):
         self, spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
-        """As :meth:`PallasKernel.grads_into`."""
+        """Run :meth:`PallasKernel.grads_into` in the interpreter."""
         grads: Grads = self._run(self._backward, spec, rows, columns, upstream, work, into)
         return grads
 
@@ -97,7 +97,7 @@ class InterpretedKernel(Kernel):
         return match_varying(jax.pure_callback(call, results, *args), varying_axes(args))
 
     def _program(self, function: Any, spec: LaunchSpec, types: Any) -> tuple[Any, Any]:
-        """What is compiled, and the types of its results."""
+        """Return the compiled program of a call and the types of its results."""
         with _interpreting():
             traced = function.trace(spec, *types)
             assert not traced.jaxpr.consts
@@ -119,7 +119,7 @@ def _call(*args: Any, result_avals: Any, callback: Any, sharding: Any, ordered: 
 
 
 def _index_maps(jaxpr: Any) -> Iterator[str]:
-    """What a jaxpr's text leaves out of its kernels: which block each step of the grid reads."""
+    """Yield the kernels' index maps, which the text of a jaxpr leaves out."""
     for equation in jaxpr.eqns:
         if "grid_mapping" in equation.params:
             for block in equation.params["grid_mapping"].block_mappings:

@@ -1,7 +1,7 @@
-"""Triton kernels compiled for GPUs that are not there.
+"""Compiles the Triton kernels of ring_jax_gpu on machines without a GPU.
 
-Run as a program, as a process that interprets kernels cannot compile them: it is asked for calls
-and answers what each kernel of each call takes.
+It runs as a separate program, because a process that interprets Triton kernels cannot compile
+them. A question lists calls; the answer is the resource usage of each kernel of each call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS = {"first": (True, False), "later": (False, False), "last": (False, True)}
 
 
 def pretend(patched: pytest.MonkeyPatch, step: str) -> None:
-    """Have calls on one device compute as a step of a ring does."""
+    """Make calls on one device compute what a step of a ring computes."""
     from ring_jax.records import LaunchSpec
     from ring_jax.strategies import steps
     from ring_jax_gpu import kernel as _triton
@@ -58,9 +58,9 @@ def compiled(calls: list[dict[str, Any]], arch: int) -> list[dict[str, Any]]:
 
 
 def launches_in(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-    """The parameters and the types of the arrays of every launch of a call.
+    """Yield the parameters and the array types of every launch of a call.
 
-    ``step`` says for which step of a ring: the ``only`` one, or the one that :data:`STEPS` names.
+    ``step`` selects a step of a ring: ``only``, or a name in :data:`STEPS`.
     """
     with pytest.MonkeyPatch.context() as patched:
         if call.get("step", "only") != "only":
@@ -98,7 +98,7 @@ def _launches_in(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[An
 
 
 def kernels_of(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-    """The same of every kernel of plain Triton."""
+    """Yield the parameters and the array types of every plain Triton kernel of a call."""
     for params, types in launches_in(call):
         avals = dict(zip(params["names"], types, strict=True))
         for part in launches_of(params["launch"]):
@@ -116,7 +116,7 @@ def _equations(program: Any) -> Iterator[Any]:
 
 
 def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str, Any]:
-    """Compile a kernel and say what it takes."""
+    """Compile a kernel and return its resource usage."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -160,7 +160,7 @@ def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str
 
 
 def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the kernels take that are for Hopper alone, and those that do what they leave."""
+    """Compile the kernels of a call's Hopper launches and return their resource usage."""
     from ring_jax_gpu.hopper import ffi, run
 
     modules: list[Any] = []
@@ -191,7 +191,7 @@ def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
 def answer(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Compile calls for a compute capability."""
     for call in question["calls"]:
-        jax.clear_caches()  # a step is none of what a program is found by
+        jax.clear_caches()  # the step is no part of jax's cache keys
         if call.get("hopper"):
             yield from compile_for_hopper(call)
             continue

@@ -1,8 +1,8 @@
 """Triton kernels in Triton's interpreter, called from JAX on host devices.
 
 Triton reads ``TRITON_INTERPRET`` when it is imported and from then on interprets every kernel of
-the process; what compiles kernels runs elsewhere. The interpreter patches ``triton.language`` while
-a kernel runs, so one runs at a time.
+the process; kernels are compiled in another process. The interpreter patches ``triton.language``
+while a kernel runs, so kernels run one at a time.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ _NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i3
 
 
 class HostArray:
-    """Memory as the interpreter wants it, which knows torch's tensors only."""
+    """Numpy memory with the tensor interface that Triton's interpreter expects of torch."""
 
     def __init__(self, array: Array) -> None:
         self.array = array
         self.dtype = _NAMES[array.dtype.name]
 
     def data_ptr(self) -> int:
-        """The address."""
+        """Return the address."""
         return int(self.array.ctypes.data)
 
     def untyped_storage(self) -> HostArray:
-        """The memory itself."""
+        """Return the object itself: it is its own storage."""
         return self
 
     def cpu(self) -> HostArray:
-        """The memory on the host, where it is."""
+        """Return the object itself: it is on the host."""
         return self
 
     def copy_(self, other: HostArray) -> None:
-        """Bring back what a kernel wrote: it is there already."""
+        """Do nothing: the kernel wrote to this memory already."""
         assert other.data_ptr() == self.data_ptr()
 
     def new_empty(self, *_: Any, **__: Any) -> HostArray:
-        """A tensor to be set."""
+        """Return a tensor for :meth:`set_`."""
         return HostArray(self.array)
 
     def set_(self, storage: HostArray, *_: Any) -> None:
@@ -66,20 +66,20 @@ class HostArray:
         self.array = storage.array
 
     def storage_offset(self) -> int:
-        """Where it begins."""
+        """Return 0: the data begin where the storage begins."""
         return 0
 
     def size(self) -> tuple[int, ...]:
-        """The shape."""
+        """Return the shape."""
         return self.array.shape
 
     def stride(self) -> tuple[int, ...]:
-        """Not needed."""
+        """Return the strides, which the interpreter does not need."""
         return ()
 
 
 def _repair_bfloat16() -> None:
-    """The interpreter multiplies the bits of bfloat16 as if they were integers, and truncates."""
+    """Patch the interpreter, whose dot multiplies bfloat16 bits as integers and truncates."""
     from triton import language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -114,7 +114,7 @@ def interpret(
     """Run a kernel on copies of arrays and return those that it changed."""
     copies: Any = {name: np.array(x) for name, x in zip(names, arrays, strict=True)}
     changed = names[len(names) - num_changed :]
-    for name in changed:  # kernels for Hopper get new memory there
+    for name in changed:  # Hopper kernels write these outputs to new memory
         is_new = "before" in copies and name == "out"
         if is_new or (dict(launch.consts)["OVERWRITE"] and name != "dq"):
             copies[name][...] = np.nan
@@ -151,7 +151,7 @@ WAYS = {
 
 
 class TritonBackend(JaxBackend):
-    """Runs a case on as many host devices as it has ranks, its kernels in the interpreter."""
+    """Backend that runs a case on host devices, one a rank, with kernels in the interpreter."""
 
     def __init__(self) -> None:
         super().__init__(ring_attention)
@@ -163,7 +163,7 @@ class TritonBackend(JaxBackend):
 
 
 def alone(case: Case, config: KernelConfig) -> dict[str, Array]:
-    """A case on one device, without a ring."""
+    """Run a case on one device, without a ring."""
     x = {
         name: jnp.asarray(value, dtype=None if value.dtype.kind == "i" else case.dtype)
         for name, value in case.inputs.items()

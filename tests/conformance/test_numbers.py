@@ -1,4 +1,4 @@
-"""Numbers far from one: denormal ones, and that cases of the table are what they are called."""
+"""Extreme numbers: denormal inputs are exact, and the table's cases have the numbers they name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DENORMAL = [
 @pytest.mark.nightly("jax", "jax-cuda")
 @pytest.mark.parametrize("case", DENORMAL, ids=TINY)
 def test_denormal_inputs(case: Case, run: Any) -> None:
-    """Logits are zero to rounding; values and gradients are as small as the smallest normal."""
+    """Results are right where logits round to zero and values are near the smallest normal."""
     smallest = NORMAL[case.dtype]
     assert 0 < np.abs(case.inputs["v"]).max() < 4 * smallest
     results = run(case)
@@ -38,14 +38,14 @@ def test_denormal_inputs(case: Case, run: Any) -> None:
 
 
 def scores(case: Case) -> Any:
-    """Products of queries and keys, scaled, ``[B, H, T_q, T_kv]``."""
+    """Return the scaled products of queries and keys, ``[B, H, T_q, T_kv]``."""
     x = case.inputs
     k = x["k"].repeat(case.heads[0] // case.heads[1], axis=2)
     return np.einsum("bqhd,bkhd->bhqk", x["q"], k) * case.dims[0] ** -0.5
 
 
 def test_large_logits_are_large() -> None:
-    """Beyond 10,000, and what float16 holds; the ``lse`` of shards differ by thousands."""
+    """Logits exceed 10,000 and the range of float16; ``lse`` of shards differs by thousands."""
     case = CASES["large-contiguous"]
     logits = scores(case)
     assert logits.max() > 1e4 and logits.min() < -1e4
@@ -73,7 +73,7 @@ def test_other_numbers_are_what_they_are_called() -> None:
 
 @pytest.mark.parametrize(("name", "most"), [("q-inf", 1), ("k-inf", 15), ("v-inf", 16)])
 def test_infinities_reach_those_who_see_them(name: str, most: int) -> None:
-    """Of 48 rows the last 16 see token 32."""
+    """Rows before 32 are finite: of the 48 rows only the last 16 see token 32, the infinite one."""
     case = CASES[f"{name}-contiguous"]
     odd = ~np.isfinite(case.expected["out"]).all(axis=(0, 2, 3))
     assert not odd[:32].any() and 0 < odd.sum() <= most

@@ -1,4 +1,4 @@
-"""Every backend against the float64 oracle, on the one table of cases."""
+"""Every backend agrees with the float64 oracle on the table of cases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_case(case: Case, run: Any, backend: Any) -> None:
 
 
 def test_options_are_those_of_the_oracle() -> None:
-    """The table exercises every option the oracle has."""
+    """The table exercises every option of the oracle."""
     options = set(inspect.signature(reference.attention).parameters) - {"q", "k", "v"}
     used = {
         name for case in CASES.values() for name, value in case.options.items() if value is not None
@@ -47,7 +47,7 @@ def test_options_are_those_of_the_oracle() -> None:
 
 
 def test_spread_case_separates_shards() -> None:
-    """Some case has lse that differ by more than 80 between shards."""
+    """The case ``spread`` has lse that differ by more than 80 between shards."""
     x = CASES["spread-contiguous"].inputs
     scores = (
         np.einsum("bqhd,bkgd->bhqk", x["q"], x["k"]) * CASES["spread-contiguous"].dims[0] ** -0.5

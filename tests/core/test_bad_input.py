@@ -1,4 +1,4 @@
-"""Every argument of every public function, with wrong values: an error that names it, no result."""
+"""Every public function refuses wrong values of every argument, with an error that names it."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
 }  # fmt: skip
 
-#: What kernels, loops and commands make and use, and what describes their tensors to the checks.
+#: Public names used only by backends: kernels, loops, commands and their checks.
 FOR_BACKENDS = {
     f"ring_core.{name}"
     for name in (

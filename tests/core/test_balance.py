@@ -1,4 +1,4 @@
-"""Chunks are assigned so that ranks see equally many pairs, and alike wherever that is done."""
+"""Balanced chunk layouts give all ranks equally many pairs, and are equal on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ring_core.choose.balance import EVEN, _assign, _balance, _swap_until_even, 
 
 
 def documents(seed: int, seq_len: int, mean: int = 4096) -> tuple[int, ...]:
-    """Offsets of documents whose lengths are log-normal."""
+    """Return ``cu_seqlens`` of documents with log-normal lengths."""
     rng = np.random.default_rng(seed)
     lengths = rng.lognormal(np.log(mean) - 0.5, 1.0, 4 * seq_len // mean).astype(int) + 1
     ends = np.cumsum(lengths)
@@ -66,7 +66,7 @@ def test_documents_of_the_benchmark(cp_size: int, chunks: int) -> None:
 
 
 def test_as_few_chunks_as_are_even() -> None:
-    """Where a layout by name is even, its chunks are those."""
+    """Balanced layouts use the chunks of a named layout if that one is even."""
     sizes = {"seq_len": 4096, "cp_size": 4}
     assert balanced_layout(Mask(causal=True), **sizes) == ChunkLayout(
         ((0, 7), (1, 6), (2, 5), (3, 4))
@@ -76,7 +76,7 @@ def test_as_few_chunks_as_are_even() -> None:
 
 
 def test_the_most_even_where_none_is_even() -> None:
-    """Also of the numbers of chunks that divide both lengths."""
+    """The most even candidate wins; chunks have to divide both the query and the key length."""
     mask = Mask(causal=True)
     assert balanced_layout(mask, seq_len=4 * 7, cp_size=4).chunks_per_rank == 1
     assert balanced_layout(mask, seq_len=4, cp_size=2, kv_seq_len=2) == ChunkLayout(((0,), (1,)))
@@ -101,7 +101,7 @@ def test_keys_beyond_the_queries() -> None:
 
 
 def test_the_same_everywhere() -> None:
-    """Made anew it is equal, hashes alike and gives the same plan; other chunks give another."""
+    """A recomputed layout is equal, hashes alike and gives the same plan; others differ."""
     mask = Mask(causal=True, cu_seqlens=documents(1, 16384, 700))
     first = balanced_layout(mask, seq_len=16384, cp_size=4)
     _balance.cache_clear()
@@ -118,15 +118,15 @@ def test_the_same_everywhere() -> None:
 
 
 def test_equal_chunks_go_round() -> None:
-    """In their order, on every machine."""
-    weights = np.tile([1, 2], 32)  # so many that sorts that are not stable mix them up
+    """Chunks of equal weight are dealt out in order, on every machine."""
+    weights = np.tile([1, 2], 32)  # enough that an unstable sort would permute them
     heavy, light = range(1, 64, 2), range(0, 64, 2)
     expected = [[*heavy[rank::4], *light[rank::4]] for rank in range(4)]
     assert _assign(weights, 4).tolist() == expected
 
 
 def test_chunks_move_only_where_that_helps() -> None:
-    """Rank 1 is the busiest; given chunk 0 for chunk 1, rank 0 would be as busy."""
+    """Chunks 0 and 1 stay: after swapping them rank 0 would be as busy as rank 1 is."""
     chunks = np.array([[0], [1], [2]])
     np.testing.assert_array_equal(_swap_until_even(chunks, np.array([1, 2, 2])), chunks)
 
@@ -172,7 +172,7 @@ def test_refused() -> None:
 
 
 def test_many_ranks_stay_cheap() -> None:
-    """Plans look at every pair of chunks: there are no more of them than 1,024, or two a rank."""
+    """At most 1,024 chunks, or two a rank, are made: a plan looks at every pair of chunks."""
     mask = Mask(causal=True, cu_seqlens=documents(2, 1 << 20))
     for cp_size, chunks in ((64, 16), (128, 8), (1024, 2)):
         assert balanced_layout(mask, seq_len=1 << 20, cp_size=cp_size).chunks_per_rank == chunks

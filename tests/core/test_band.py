@@ -1,4 +1,4 @@
-"""Bands over rectangles are cut, trimmed and counted as their cells say."""
+"""Bands over rectangles are cut, trimmed and counted like their dense masks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIDES = st.integers(-SIZE, SIZE)
 
 @st.composite
 def rectangles(draw: st.DrawFn) -> Rectangles:
-    """Any rectangle inside ``SIZE x SIZE``, and any band, also where nothing is seen."""
+    """Draw any rectangle in ``SIZE x SIZE`` with any band; it may show nothing."""
     (q_start, q_stop), (k_start, k_stop) = (
         sorted(draw(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)))) for _ in "qk"
     )
@@ -26,7 +26,7 @@ def rectangles(draw: st.DrawFn) -> Rectangles:
 
 
 def cells(rect: Rectangles) -> Any:
-    """What a rectangle shows, ``[SIZE, SIZE]``."""
+    """Return the dense mask of a rectangle, ``[SIZE, SIZE]``."""
     i, j = np.arange(SIZE)[:, None], np.arange(SIZE)
     inside = (rect.q_start <= i) & (i < rect.q_stop) & (rect.k_start <= j) & (j < rect.k_stop)
     distance = (i - rect.q_start) - (j - rect.k_start)
@@ -34,7 +34,7 @@ def cells(rect: Rectangles) -> Any:
 
 
 def test_trimmed() -> None:
-    """The smallest box, a side of the band only where it hides something, or all zeros."""
+    """Trimming gives the smallest box and drops band sides that hide nothing; or all zeros."""
     sides, sizes = range(-3, 4), range(4)
     for q_len, k_len, lo, hi in product(sizes, sizes, (-UNBOUNDED, *sides), (*sides, UNBOUNDED)):
         check_trimmed(Rectangles(*map(np.asarray, (1, 1 + q_len, 2, 2 + k_len, lo, hi))))
@@ -70,7 +70,7 @@ def test_counted(rect: Rectangles) -> None:
 
 @pytest.mark.parametrize("n", [1 << 22, (1 << 30) - 3])
 def test_long_rectangles_are_counted_exactly(n: int) -> None:
-    """In whole numbers that do not overflow, where floating-point ones would round."""
+    """Counts are int64: they do not overflow, and do not round as floats would."""
     for lo, hi, pairs in ((-UNBOUNDED, UNBOUNDED, n * n), (0, UNBOUNDED, n * (n + 1) // 2)):
         counted = count(n, n, lo, hi)
         assert counted == pairs and counted.dtype == np.int64

@@ -1,4 +1,4 @@
-"""What the ``bench`` commands share."""
+"""Tests of the code that the ``bench`` commands share."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_rounds_alternate_and_the_first_is_not_counted() -> None:
     text = bench.report(DEFAULTS, "devices", results, {}, as_json=False)
     assert "forward                  4000.00   2000.00  1.00  (0.50 to 1.00, 3 rounds)" in text
     assert both.check_cost == 0.25
-    assert text.endswith("\nRING_CHECK=1 adds 25.0% to forward and backward")  # no line of others
+    # A result without a comparison prints no line about one.
+    assert text.endswith("\nRING_CHECK=1 adds 25.0% to forward and backward")
 
 
 def test_checks_of_a_hundredth_are_timed_in_turns() -> None:

@@ -81,7 +81,7 @@ def test_ranks_of_one_host_leave_the_strategy_to_auto(capsys: pytest.CaptureFixt
 
 
 def test_strategies_that_send_equally_much_between_hosts_are_told_apart() -> None:
-    """By what they send within a host, then by memory; those 6 % behind are not tied."""
+    """Ties within 5 % are broken by the bytes sent within a host, then by memory."""
     a, b, c, d = (
         advice.Sent(name, between, within, 8, held)
         for name, between, within, held in (
@@ -212,7 +212,8 @@ def test_doctor_finds_a_wrong_result(
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split() for line in lines if "numpy, 2 ranks" in line]
-    assert {row[0] for row in rows} == set(PAIRS[:-1])  # with a space after the longest name, too
+    # The longest name, too, is followed by a space.
+    assert {row[0] for row in rows} == set(PAIRS[:-1])
     states = {row[4]: row[5] for row in rows if row[0] == "contiguous/balanced"}
     assert states == {"out": "ok", "dq": "FAILED", "dk": "FAILED", "dv": "ok"}
     assert lines[-1] == "something is wrong"

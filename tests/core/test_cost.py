@@ -1,4 +1,4 @@
-"""The cost model against sums done by hand."""
+"""The cost model agrees with sums done by hand."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_balanced_ring_by_hand(pieces: int, monkeypatch: pytest.MonkeyPatch) -> 
     q, dout, dq = 3 * 4 * 2 * 4 * 2, 3 * 4 * 2 * 6 * 2, 3 * 4 * 2 * 4 * 4
     out, lse = 3 * 4 * 2 * 6 * 4, 3 * 4 * 2 * 4
     shipped = q + dout + 2 * lse
-    # What is helped travels in pieces, one ahead of the kernels; results come home behind.
+    # Lent queries travel in pieces, one ahead of the kernels; their results return behind.
     # Forward: K/V and a piece of q under the own block; the last out and lse under nothing.
     ship, home, more = q / pieces, (out + lse) / pieces, pieces - 1
     helping = max(8, more * (2 + (ship + home) / 24))
@@ -266,7 +266,7 @@ def test_only_the_last_rank_of_a_host_sends_a_ring_to_the_next() -> None:
 
 @pytest.mark.parametrize("outer", ["ring", "gather"])
 def test_groups_of_a_host_send_the_second_step_alone_to_others(outer: Any) -> None:
-    """Of two hosts the one sends to the other what a rank of two does, with a part of the heads."""
+    """Hosts exchange only the outer step: each rank sends like a ring of two, for its heads."""
     plan, halves = (make_plan(Mask(), seq_len=64, cp_size=n, layout="zigzag") for n in (8, 2))
     sent = bytes_by_link(
         plan, Model(8, 4, 4), StrategyConfig("hybrid", outer=outer), ranks_per_host=4
@@ -275,7 +275,7 @@ def test_groups_of_a_host_send_the_second_step_alone_to_others(outer: Any) -> No
 
 
 def test_held_bytes_are_not_guessed() -> None:
-    """A helper holds rows of others besides a ring's buffers; what it holds has no count."""
+    """Held bytes of ``balanced`` are refused: nothing counts the rows that helpers borrow."""
     plan = make_plan(Mask(causal=True), seq_len=8, cp_size=2)
     assert bytes_held(plan, MODEL, "ring") == 120 * (2 * 2 + 3 * 4) + 4 * 6 * 4 * 4
     with pytest.raises(ValueError, match="'balanced'"):

@@ -1,4 +1,4 @@
-"""A mask's rule as an expression: says what the mask says, or there is none."""
+"""Mask predicates as expressions: an expression equals its predicate, or there is none."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_rule_that_says_another_thing_of_arrays() -> None:
 
 
 def test_a_rule_that_uses_what_it_has_again_and_again() -> None:
-    """Spelled out it would be 2^60 operators."""
+    """Shared subexpressions stay shared: written out this rule has 2^60 operators."""
 
     def rule(i: Any, j: Any) -> Any:
         far = i - j

@@ -23,7 +23,7 @@ from ring_core import ChunkLayout, Mask, UnsupportedError
 
 
 class Broken:
-    """A backend that has the right answers, except where a condition holds."""
+    """Backend whose results are right unless a condition holds."""
 
     def __init__(self, wrong: Any) -> None:
         self.wrong = wrong
@@ -63,14 +63,14 @@ def test_faults_are_found_and_simplified() -> None:
 @pytest.mark.nightly(only=["ring-reversed"])
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_found(mutant: str) -> None:
-    """Wrong results are not taken for bad luck."""
+    """The fuzzer finds mutants: wrong results do not pass as bad luck."""
     assert any(_is_found(mutant, draw(seed, LIMITS["core"]).case) for seed in range(200))
 
 
 def _is_found(mutant: str, case: Case) -> bool:
     try:
         results = SimulatorBackend().run(case, mutant=mutant)
-    except AssertionError:  # what arrived is not what was expected
+    except AssertionError:  # a message had an unexpected shape
         return True
     return any(
         finding.error > LUCK * (finding.bound + rounding(case)[finding.name])
@@ -80,7 +80,7 @@ def _is_found(mutant: str, case: Case) -> bool:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_imprecision_is_no_luck(dtype: str) -> None:
-    """Results that have a few times the allowed error, each time, are not accepted."""
+    """Results with a few times the allowed error in every draw are not accepted."""
     case = Case("imprecise", Mask(causal=True), cp_size=2, seq_len=24, heads=(2, 2), dtype=dtype)
 
     def compare(case: Case) -> Compared:

@@ -1,4 +1,4 @@
-"""Over gathered keys every visible pair is computed once, and only what is seen is fetched."""
+"""Gather programs compute every visible pair once and fetch only the keys that are seen."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TILES = st.integers(1, 8)
 
 
 def seen(plan: Plan, gather: GatherProgram) -> npt.NDArray[np.int64]:
-    """How often the items show each pair of a rank's queries and all keys."""
+    """Count how often the items show each pair of a rank's queries and all keys."""
     count = np.zeros((plan.q_layout.local_len, plan.kv_seq_len), dtype=int)
     for item in gather.items:
         columns = gather.positions[item.k_slice]
@@ -125,7 +125,7 @@ NEXT = ChunkLayout(((0, 1), (2, 3)))
 def test_full_items_side_by_side_are_one(
     mask: Mask, layout: ChunkLayout, rank: int, expected: list[tuple[int | None, ...]]
 ) -> None:
-    """Of keys of the other rank; items with a band stay apart."""
+    """Adjacent full items over fetched keys become one; items with a band stay separate."""
     gather = gather_program(make_plan(mask, seq_len=16, cp_size=2, layout=layout), rank, own=False)
     rectangles = [(i.q_start, i.q_stop, i.k_start, i.k_stop, i.lo, i.hi) for i in gather.items]
     assert rectangles == expected
@@ -142,7 +142,10 @@ def test_full_items_side_by_side_are_one(
 def test_kernels_that_can_run_the_ring_can_run_what_is_gathered(
     mask: Mask, seq_len: int, keys: int, layout: LayoutName
 ) -> None:
-    """Kernels without windows are chosen by the items of the ring."""
+    """Without banded items in the ring, gathered items are full or causal, too.
+
+    Kernels without windows are chosen by the items of the ring.
+    """
     plan = make_plan(mask, seq_len=seq_len, cp_size=3, layout=layout, kv_seq_len=keys)
     counts = ring_program(plan).item_counts
     assert counts.banded == counts.several_documents == 0
@@ -152,7 +155,7 @@ def test_kernels_that_can_run_the_ring_can_run_what_is_gathered(
 
 
 def test_a_band_is_not_continued() -> None:
-    """Beside keys of which the last query does not see the first lie keys that all see."""
+    """A band is not extended over full keys: the last query does not see the first key."""
     plan = make_plan(Mask(window=(9, None)), seq_len=18, cp_size=3)
     items = gather_program(plan, 1, own=False).items
     assert [(i.q_slice, i.k_start, i.k_stop, i.is_full) for i in items] == [
@@ -161,7 +164,7 @@ def test_a_band_is_not_continued() -> None:
 
 
 def test_touching_spans_are_one() -> None:
-    """Of two pairs of chunks of tokens each rank has one, and sees both."""
+    """Adjacent spans become one: each rank has one chunk of each pair, and sees both pairs."""
     layout = ChunkLayout(((0, 2), (1, 3)))
     gather = gather_program(make_plan(Mask(chunk_size=8), seq_len=16, cp_size=2, layout=layout), 1)
     assert gather.spans == ((0, 16),)
@@ -176,26 +179,26 @@ def test_touching_spans_are_one() -> None:
 
 
 def sides(items: Sequence[WorkItem]) -> list[tuple[int | None, ...]]:
-    """Rows, columns and band of each."""
+    """Return rows, columns and band of each item."""
     return [(i.q_start, i.q_stop, i.k_start, i.k_stop, i.lo, i.hi) for i in items]
 
 
 def test_rows_that_see_own_keys_only_are_in_place() -> None:
-    """Of a chunk of 4 tokens a row sees one before it: one row of each needs the rank before."""
+    """Only the first row of each chunk needs the rank before; all other rows are in place."""
     plan = make_plan(Mask(causal=True, window=(1, 0)), seq_len=16, cp_size=2, layout="zigzag")
     gather = gather_program(plan, 0)
     assert sides(gather.items) == [(4, 5, 0, 2, None, None)]
     assert sides(gather.in_place) == [(0, 4, 0, 4, 0, 1), (5, 8, 4, 8, -1, 0)]
     assert gather.spans == ((11, 13),)
     assert gather.num_rows == 8
-    # The other one's chunks are neighbours: of the second no row needs another rank.
+    # The chunks of rank 1 are neighbours: no row of the second one needs another rank.
     gather = gather_program(plan, 1)
     assert sides(gather.items) == [(0, 1, 0, 2, None, None)]
     assert sides(gather.in_place) == [(1, 4, 0, 4, -1, 0), (4, 8, 3, 8, -1, 0)]
 
 
 def test_rows_on_either_side_of_those_in_place() -> None:
-    """They are cut where a tile begins that is none of the first or the last two."""
+    """Rows in place are cut at tile borders, without the first and the last two tiles."""
     plan = make_plan(Mask(window=(200, 3)), seq_len=6144, cp_size=3)
     gather = gather_program(plan, 1)
     assert sides(gather.in_place) == [(256, 1792, 56, 1795, -203, 0)]
@@ -215,25 +218,25 @@ def test_rows_on_either_side_of_those_in_place() -> None:
 
 
 def test_rows_in_place_begin_and_end_where_windows_leave_the_own_keys() -> None:
-    """Without tiles at the very row: two see the rank before, three the one after."""
+    """Without tiles the cut is exact: two rows see the rank before, three the one after."""
     plan = make_plan(Mask(window=(2, 3)), seq_len=96, cp_size=3)
     rows = [[item.q_slice for item in gather_program(plan, rank).in_place] for rank in range(3)]
     assert rows == [[slice(0, 29)], [slice(2, 29)], [slice(2, 32)]]
 
 
 def test_half_of_the_own_keys_may_be_needed_beside_others() -> None:
-    """Of chunk 3 half of the rows see the chunk before, too: all of it stays, which is half."""
+    """Chunk 3, half of the own keys, is gathered whole: half of its rows see the chunk before."""
     plan = make_plan(Mask(causal=True, window=(2, 0)), seq_len=16, cp_size=2, layout="zigzag")
     gather = gather_program(plan, 0)
     assert sides(gather.items) == [(4, 8, 0, 6, -2, 0)]
     assert sides(gather.in_place) == [(0, 4, 0, 4, 0, 2)]
-    # A token to the right: of chunk 0 one row sees the next, and its keys are needed, too.
+    # With one token to the right, a row of chunk 0 sees chunk 1, so chunk 0 is needed, too.
     plan = make_plan(Mask(window=(2, 1)), seq_len=16, cp_size=2, layout="zigzag")
     assert gather_program(plan, 0).in_place == ()
 
 
 def test_windows_that_begin_before_the_first_key() -> None:
-    """Of queries that are more than the keys: positions 0 to 7 against own keys from 1 on."""
+    """More queries than keys: positions 0 to 7 against own keys from 1 on."""
     layout = ChunkLayout(((1, 2, 3, 4, 5, 6, 7, 14), (0, 8, 9, 10, 11, 12, 13, 15)))
     sizes: Any = {"seq_len": 128, "kv_seq_len": 16, "cp_size": 2}
     gather = gather_program(make_plan(Mask(causal=True, window=(1, 0)), **sizes, layout=layout), 0)
@@ -242,14 +245,14 @@ def test_windows_that_begin_before_the_first_key() -> None:
 
 
 def test_documents_are_not_cut_for_rows_in_place() -> None:
-    """A document of 4 tokens begins on the rank before; the others are seen where they lie."""
+    """Documents stay whole: one of 4 tokens begins on the rank before, the others are in place."""
     plan = make_plan(Mask(cu_seqlens=(0, 14, 18, 24, 32)), seq_len=32, cp_size=2)
     gather = gather_program(plan, 1)
     assert sides(gather.items) == [(0, 2, 0, 4, None, None)]
     (item,) = gather.in_place
     assert item.cu_q is not None and (item.q_slice, item.k_slice) == (slice(2, 16), slice(2, 16))
     assert item.cu_q.tolist() == [0, 6, 14]
-    # A document a rank: there is nothing to fetch.
+    # With one document per rank there is nothing to fetch.
     gather = gather_program(make_plan(Mask(cu_seqlens=(0, 8, 16)), seq_len=16, cp_size=2), 1)
     assert gather.items == ()
     assert sides(gather.in_place) == [(0, 8, 0, 8, None, None)]
@@ -264,7 +267,7 @@ def test_nothing_is_in_place_where_most_own_keys_are_needed_beside_others(mask: 
 
 
 def test_documents_are_cut_where_the_columns_begin_and_end() -> None:
-    """The window of query 8 begins at key 5, inside the first document; query 7 ends in another."""
+    """Offsets are clipped to the columns: query 8 sees from key 5, inside the first document."""
     mask = Mask(causal=True, window=(3, 0), cu_seqlens=(0, 12, 16))
     (item,) = gather_program(make_plan(mask, seq_len=16, cp_size=2), 1).items
     assert item.cu_q is not None and item.cu_k is not None
@@ -284,7 +287,7 @@ def test_keys_on_either_side_of_the_last_item_are_early() -> None:
 
 
 def test_parts_outside_others() -> None:
-    """Others may lie on either side, touch, overlap and hold all."""
+    """Intervals to subtract may lie on either side, touch, overlap or cover everything."""
     span = Interval(3, 9)
     assert subtract(span, [Interval(0, 2), Interval(11, 12)]) == [span]
     assert subtract(span, [Interval(0, 3), Interval(9, 12)]) == [span]
@@ -357,7 +360,7 @@ def test_memory_grows_with_what_is_seen() -> None:
 
 
 def test_what_cannot_be_gathered_says_why() -> None:
-    """Every reason at once."""
+    """The error names every reason at once."""
     reason = "layout 'striped' assigns tokens one by one"
     sizes: Any = {"seq_len": 64, "cp_size": 2, "layout": "striped"}
     plan = make_plan(Mask(causal=True), **sizes)

@@ -1,4 +1,4 @@
-"""What pairs of ranks share is counted and cut right: bands, documents, halves, chunks, tiles."""
+"""Plan geometry counts and cuts pairs of ranks right: bands, documents, halves, chunks, tiles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ring_core.plan.geometry import RectangleTable
 def test_one_pair_of_ranks_is_counted_as_among_many(
     program: RingProgram, data: st.DataObject
 ) -> None:
-    """Ranks may be numbers, rows or tables of numbers."""
+    """Scalar ranks give the same rectangles and counts as arrays of ranks."""
     geometry, ranks = program.plan.geometry, np.arange(program.plan.cp_size)
     pair = q_rank, kv_rank = [data.draw(st.integers(0, program.plan.cp_size - 1)) for _ in "qk"]
     half = data.draw(st.sampled_from([None, 0, 1])) if program.strategy == "balanced" else None
@@ -41,7 +41,7 @@ def columns_of(rows: RectangleTable) -> list[Any]:
 
 
 def seen_in(plan: Plan, q_rank: int, kv_rank: int) -> Any:
-    """Which keys of one rank the queries of another see; padding sees and shows nothing."""
+    """Return the dense mask between two ranks; padding sees nothing and is not seen."""
     visible = plan.mask.dense(plan.q_positions(q_rank), plan.k_positions(kv_rank))
     visible[plan.q_layout.num_tokens(q_rank) :] = False
     visible[:, plan.k_layout.num_tokens(kv_rank) :] = False
@@ -49,7 +49,7 @@ def seen_in(plan: Plan, q_rank: int, kv_rank: int) -> Any:
 
 
 def pairs_by_row(rows: RectangleTable, plan: Plan, q_rank: int, kv_rank: int) -> Any:
-    """How many keys each query of a rank sees in rectangles, which no two of them share."""
+    """Count the keys that each query of a rank sees in the rectangles, which are disjoint."""
     visible = np.zeros((plan.q_layout.local_len, plan.k_layout.local_len), dtype=int)
     for q_start, q_stop, k_start, k_stop, *_ in np.stack(columns_of(rows), axis=-1).tolist():
         visible[q_start:q_stop, k_start:k_stop] = 1
@@ -57,13 +57,13 @@ def pairs_by_row(rows: RectangleTable, plan: Plan, q_rank: int, kv_rank: int) ->
 
 
 def test_tokens_assigned_one_by_one_of_chunks() -> None:
-    """Each rank has two tokens of each chunk, and its rectangles span them all."""
+    """Striped rectangles span all chunks at once, as each rank has two tokens of every chunk."""
     sizes: Any = {"seq_len": 16, "cp_size": 2, "layout": "striped"}
     geometry = make_plan(Mask(causal=True, chunk_size=4), **sizes).geometry
     rows = geometry.rectangles(0, 0)
     assert (rows.doc_start.tolist(), rows.doc_stop.tolist()) == ([0], [4])
     assert geometry.count([[0], [1]], [0, 1]).tolist() == [[12, 4], [12, 12]]
-    # In chunks of one token no rank sees another: nothing is left of such rectangles.
+    # With chunks of one token no rank sees another: the rectangles are empty.
     assert not np.any(columns_of(make_plan(Mask(chunk_size=1), **sizes).geometry.rectangles(0, 1)))
 
 
@@ -71,7 +71,7 @@ def test_tokens_assigned_one_by_one_of_chunks() -> None:
 def test_halves_are_cut_at_the_row_that_halves_the_pairs(
     q_len: int, k_len: int, chunk: int | None, data: st.DataObject
 ) -> None:
-    """The first half is the shortest that sees half of what all see."""
+    """The first half is the fewest rows that see at least half of the pairs."""
     side = st.none() | st.integers(0, 4 * k_len)
     mask = Mask(data.draw(st.booleans()), (data.draw(side), data.draw(side)), chunk)
     sizes = {"seq_len": 4 * q_len, "kv_seq_len": 4 * k_len, "cp_size": 4}
@@ -90,9 +90,9 @@ def test_halves_are_cut_at_the_row_that_halves_the_pairs(
 def test_chunks_side_by_side_are_one_run(
     cp_size: int, chunks: int, length: int, data: st.DataObject
 ) -> None:
-    """What is cut where nothing ends is put together again.
+    """Adjacent chunks of a rank merge again, so the program is that of one chunk per rank.
 
-    But for bands that leave one cell of a piece, a corner that does not tell how they go on.
+    Bands that leave a single cell of a chunk are excluded: a corner does not show how they go on.
     """
     side = st.none() | st.integers(0, cp_size * chunks * length).filter(lambda n: n % length != 1)
     mask = Mask(data.draw(st.booleans()), (data.draw(side), data.draw(side)))
@@ -109,11 +109,11 @@ def test_chunks_side_by_side_are_one_run(
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize(("q_len", "k_len"), [(640, 640), (2304, 260), (260, 1200)])
 def test_tiles_are_counted(layout: Any, q_len: int, k_len: int) -> None:
-    """Kinds, boxes, counts and halves, of several tiles that are not all whole."""
+    """Kinds, boxes, counts and halves of tiles agree with the dense mask; some are not whole."""
     table = np.random.default_rng(q_len).random((2, 41, 41)) < [[[0.002]], [[0.2]]]
 
     def spots(q: Any, k: Any) -> Any:
-        """Full spots of 256 x 256, and fine ones beside them; some tiles stay empty."""
+        """Show full spots of 256 x 256 and smaller ones beside them; some tiles stay empty."""
         return table[1][q // 256 % 41, k // 256 % 41] | table[0][q % 41, k // 9 % 41]
 
     plan = make_plan(

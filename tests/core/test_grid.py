@@ -1,4 +1,4 @@
-"""Grids of ranks: groups, the tokens of a group, even work over all ranks, and what is refused."""
+"""Rank grids: groups, a group's tokens, even work on all ranks, and refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _layout(name: str, ranks: int) -> Any:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_each_pair_of_ranks_has_one_way(grid: tuple[int, int]) -> None:
-    """Groups are consecutive, and a rank meets another group at one rank alone."""
+    """Groups are consecutive, and a rank communicates with exactly one rank of each other group."""
     ranks, size = grid
     grid_of = RankGrid(ranks, size)
     for rank in range(ranks):
@@ -63,7 +63,7 @@ def test_a_group_has_the_tokens_of_one_rank_of_the_layout_over_groups(
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_causal_work_in_zigzag_is_even_over_all_ranks(grid: tuple[int, int]) -> None:
-    """Pairs of a group's tokens, for each rank's part of the heads."""
+    """Every rank computes equally many pairs of its group's tokens for its heads."""
     ranks, size = grid
     length, q_heads = 32 * ranks, 12
     grid_of, heads = RankGrid(ranks, size), head_plan(q_heads, 3, size)

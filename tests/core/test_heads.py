@@ -1,4 +1,4 @@
-"""Heads that ranks trade tokens for: each has its places, and the ranks together are exact."""
+"""Head plans of Ulysses: every head gets its slots, and all ranks together are exact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALL = [
 
 @pytest.mark.parametrize("ranks", range(1, MOST + 1))
 def test_every_head_has_its_places(ranks: int) -> None:
-    """And each K/V head of a rank serves equally many neighbouring query heads."""
+    """Every head has its slots; a rank's K/V heads serve equally many adjacent query heads."""
     for q_heads, kv_heads, _ in (x for x in ALL if x[2] == ranks):
         plan, group = head_plan(q_heads, kv_heads, ranks), q_heads // kv_heads
         assert len(plan.q) == len(plan.kv) == ranks
@@ -52,7 +52,7 @@ def test_heads_that_ranks_divide_stay_side_by_side() -> None:
 
 
 def test_padding_is_never_more_than_that_of_copies_to_a_common_multiple() -> None:
-    """Nor than that of whole groups, where there are more K/V heads than ranks."""
+    """Padding is also at most that of whole groups if there are more K/V heads than ranks."""
     for q_heads, kv_heads, ranks in ALL:
         group, copies = q_heads // kv_heads, ranks // gcd(ranks, kv_heads)
         most = kv_heads * copies * -(-group // copies)
@@ -91,7 +91,7 @@ def test_equal_plans_are_one_that_nobody_can_change() -> None:
             heads[0] = 0
 
 
-#: A part of all heads, in which each number of query heads and of ranks stands, runs per change.
+#: Head counts that run per change: each number of query heads and of ranks occurs.
 SOME = [
     "-".join(map(str, heads)) for heads in ALL
     if heads in {(n, n, n) for n in range(1, MOST + 1)}
@@ -103,7 +103,7 @@ SOME = [
 @pytest.mark.nightly(unless=SOME)
 @pytest.mark.parametrize("heads", ALL, ids=lambda heads: "-".join(map(str, heads)))
 def test_ranks_are_exact(heads: tuple[int, int, int]) -> None:
-    """With everything that belongs to single heads, and all gradients."""
+    """Results and all gradients are exact with every option that belongs to single heads."""
     q_heads, kv_heads, ranks = heads
     rng, length, keys = np.random.default_rng(sum(heads)), 2 * ranks, 4 * ranks
     q, dout = (rng.standard_normal((2, length, q_heads, dim)) for dim in (3, 2))

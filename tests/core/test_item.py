@@ -1,4 +1,4 @@
-"""Items in other forms show the same: as a window for each document, one by one, in part."""
+"""Work items show the same pairs per document, with a window for all documents, and in part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Cells = npt.NDArray[np.bool_]
 
 @st.composite
 def items(draw: st.DrawFn) -> tuple[Plan, list[WorkItem]]:
-    """A rank's items, round a ring and over gathered keys; not those in tiles."""
+    """Draw a rank's items of a ring and of a gather, except items made of tiles."""
     program = draw(programs())
     plan = program.plan
     rank = draw(st.integers(0, plan.cp_size - 1))
@@ -30,7 +30,7 @@ def items(draw: st.DrawFn) -> tuple[Plan, list[WorkItem]]:
 
 
 def within(whole: Cells, plan: Plan, part: WorkItem, corner: tuple[int, int]) -> Cells:
-    """What a part shows, as cells of the whole, whose corner has these indices."""
+    """Return the dense mask of a part, placed in that of the whole, which begins at ``corner``."""
     cells = np.zeros_like(whole)
     q, k = corner
     cells[part.q_start - q : part.q_stop - q, part.k_start - k : part.k_stop - k] = shown(
@@ -40,7 +40,7 @@ def within(whole: Cells, plan: Plan, part: WorkItem, corner: tuple[int, int]) ->
 
 
 def through(window: Any, rows: int, columns: int) -> Cells:
-    """What a window shows that is aligned bottom right."""
+    """Return the dense mask of a flash-attn window, which is aligned bottom right."""
     distance = np.arange(columns) - (np.arange(rows)[:, None] + columns - rows)
     left, right = window
     cells = np.ones((rows, columns), dtype=bool)
@@ -50,7 +50,7 @@ def through(window: Any, rows: int, columns: int) -> Cells:
 
 
 def packed(items: list[WorkItem]) -> list[WorkItem]:
-    """Those of several documents."""
+    """Return the items that pack several documents."""
     return [item for item in items if item.cu_q is not None]
 
 
@@ -72,7 +72,7 @@ def test_a_window_for_all_documents(plan_and_items: tuple[Plan, list[WorkItem]])
 
 
 def test_documents_that_end_alike_share_a_window() -> None:
-    """Where one launch is possible it is found: the window is not given up for caution's sake."""
+    """Items whose documents end alike get a common window, so that one launch computes them."""
     mask = Mask(causal=True, window=(5, 0), cu_seqlens=(0, 7, 7, 14, 30, 32))
     (item,) = ring_program(make_plan(mask, seq_len=32, cp_size=1)).items(0, 0)
     assert item.documents_window == (5, 0)
@@ -81,7 +81,7 @@ def test_documents_that_end_alike_share_a_window() -> None:
 
 
 def test_documents_that_end_apart_share_none() -> None:
-    """The first document's keys go on after its queries, the second's do not."""
+    """No window is common if one document's keys go on after its queries and another's do not."""
     item = WorkItem(0, 0, 0, 0, 6, 0, 8, -2, None, np.array([0, 3, 6]), np.array([0, 5, 8]))
     assert item.documents_window == (None, 0)
     apart = WorkItem(0, 0, 0, 0, 6, 0, 8, -2, None, np.array([0, 3, 6]), np.array([0, 4, 8]))
@@ -136,14 +136,14 @@ def test_the_part_between_two_rows(
 
 
 def plain(item: WorkItem | None) -> tuple[Any, ...]:
-    """All of an item but its ranks."""
+    """Return all fields of an item except its ranks, as plain numbers."""
     assert item is not None
     arrays = (None if x is None else x.tolist() for x in (item.cu_q, item.cu_k, item.tiles))
     return item.q_start, item.q_stop, item.k_start, item.k_stop, item.lo, item.hi, *arrays
 
 
 def test_rows_by_hand() -> None:
-    """Of documents those that the rows touch; of a rectangle all columns."""
+    """Cutting rows keeps the documents that the rows touch, and all columns of a rectangle."""
     nothing = None, None, None, None, None
     full = WorkItem(0, 0, 0, 0, 8, 3, 7, None, None)
     assert plain(full.rows(2, 4)) == (2, 4, 3, 7, *nothing)

@@ -1,4 +1,4 @@
-"""Masks mean what they say, and malformed ones are refused."""
+"""Masks show what their rules define, and malformed ones are refused."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_parts_are_kept_as_plain_values() -> None:
 
 
 def test_as_many_pairs_as_are_classified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit itself is allowed; one token more is refused in words that say what to do."""
+    """The limit of classified pairs is allowed; one token more raises and says what to do."""
     monkeypatch.setattr(tile_mask, "MAX_PAIRS", 48 * 50)
     mask, queries = Mask(predicate=lambda q, k: q >= k), Layout("contiguous", 48, 1)
     at_most = BlockGeometry(mask, queries, Layout("contiguous", 50, 1), 2)

@@ -1,4 +1,4 @@
-"""Merging has an identity, an order that does not matter, and never reads garbage."""
+"""Merging has an identity, does not depend on the order, and never reads garbage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Part = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 @st.composite
 def parts(draw: st.DrawFn) -> Part:
-    """Partial results with normalisers from tiny to huge, some empty with garbage for output."""
+    """Draw partial results with tiny to huge ``lse``; empty ones have garbage as output."""
     lse = draw(st.lists(st.floats(-1e3, 1e3) | st.just(-np.inf), min_size=3, max_size=3))
     out = draw(st.lists(st.floats(-4, 4), min_size=6, max_size=6))
     values = np.array(out).reshape(3, 2)
@@ -78,7 +78,7 @@ def test_sinks_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("sink", [-np.inf, -1e4])
 def test_sinks_of_no_weight_in_rows_that_see_nothing(sink: float) -> None:
-    """No NaN and no overflow: what is not there is zero, whatever lies in its place."""
+    """Rows that see nothing are zero, without NaN or overflow, whatever their memory holds."""
     out, lse = finalize(
         np.full((1, 1, 1, 2), np.nan), np.full((1, 1, 1), -np.inf), np.array([sink])
     )

@@ -1,4 +1,4 @@
-"""Movements of rows: every row lands where the definition over whole sequences puts it."""
+"""Movements (shift, halo, relayout) put rows where the definition on whole sequences does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ring_core.movement import (
 )
 
 Rows = npt.NDArray[np.int64]
-#: Chunks that are neighbours on a rank, and some that are far apart.
+#: A layout with neighbouring chunks on a rank, and with distant ones.
 CHUNKS = {
     2: ChunkLayout(((0, 1, 5), (2, 3, 4))), 3: ChunkLayout(((0, 3, 8), (1, 2, 7), (4, 5, 6))),
     4: ChunkLayout(((1, 7), (0, 2), (3, 6), (4, 5))),
@@ -68,7 +68,7 @@ def move(movement: Movement, parts: list[Rows]) -> list[Rows]:
 
 
 def messages_in(buffer: Rows, counts: tuple[tuple[int, int], ...]) -> list[Rows]:
-    """The rows of a buffer by peer."""
+    """Split the rows of a buffer by peer."""
     ends = np.cumsum([rows for _, rows in counts], dtype=np.int64)
     assert len(buffer) == sum(rows for _, rows in counts)
     return [buffer[end - rows : end] for end, (_, rows) in zip(ends, counts, strict=True)]
@@ -79,7 +79,7 @@ def shards(layout: Layout, whole: Rows) -> list[Rows]:
 
 
 def shifted(whole: Rows, n: int, offsets: tuple[int, ...]) -> Rows:
-    """The definition: ``out[t] = x[t - n]`` inside of documents."""
+    """Compute the definition of a shift: ``out[t] = x[t - n]`` within documents."""
     out = np.full_like(whole, FILL)
     for start, stop in pairwise(offsets):
         for t in range(start, stop):
@@ -89,7 +89,7 @@ def shifted(whole: Rows, n: int, offsets: tuple[int, ...]) -> Rows:
 
 
 def move_by_hops(movement: Movement, parts: list[Rows]) -> list[Rows]:
-    """Run a movement as one program for all ranks does."""
+    """Run a movement by hops, as an SPMD program does."""
     size = len(parts)
     results = [np.full(movement.target_rows, FILL) for _ in parts]
     for hop in hops(movement, size):
@@ -177,7 +177,7 @@ def test_a_relayout_goes_to_other_layouts_of_as_many_ranks_or_others(cp_size: in
             assert leaving == (owner[0] != owner[1]).sum()
 
 
-#: Ranks that exchange rows, and of these the ones that hold the sequence and that get it.
+#: Number of ranks, those that hold the sequence, and those that get it.
 RANKS: dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]] = {
     "to some": (4, (0, 1, 2, 3), (1, 3)), "from some": (4, (3, 0), (0, 1, 2, 3)),
     "to one": (3, (0, 1, 2), (2,)), "from one": (3, (1,), (0, 1, 2)),
@@ -227,7 +227,7 @@ def test_documents_that_all_ranks_share_move_to_the_layout_of_their_pack(
 
 @given(st.data())
 def test_adjoint(data: st.DataObject) -> None:
-    """The return of an exchange swaps what is sent and what is received, row by row."""
+    """A reversed exchange sends what was received and receives what was sent, row by row."""
     size = data.draw(st.integers(1, 5))
     layout = data.draw(st.sampled_from(layouts(size, 2 * 3 * 5 * size)))
     n = data.draw(st.integers(-layout.seq_len, layout.seq_len))
@@ -246,7 +246,7 @@ def test_adjoint(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
 def test_a_plan_is_as_large_as_its_runs(name: LayoutSpec) -> None:
-    """Slices, and no list of tokens: so long a sequence would not fit."""
+    """Plans store runs as slices: a list of the tokens of such a sequence would not fit."""
     layout = Layout(name, 1 << 39, 8)
     for movement in (shift(layout, 1), shift(layout, -12345), relayout(layout, layout)):
         for rank in range(8):

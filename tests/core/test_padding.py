@@ -1,4 +1,4 @@
-"""Layouts with padding, and the oracle's `seq_len`."""
+"""Padded layouts, and the oracle's `seq_len`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from ring_core.programs.ring import TABLE_COLUMNS, TABLE_UNBOUNDED
 
 
 def ring_of(name: str, mask: Mask, *, seq_len: int, cp_size: int) -> RingProgram:
-    """A ring by the word for its layout and strategy."""
+    """Return a ring program by its name in :data:`cases.RINGS`."""
     layout, strategy = RINGS[name]
     return ring_program(make_plan(mask, seq_len=seq_len, cp_size=cp_size, layout=layout), strategy)
 
@@ -45,7 +45,7 @@ def test_every_visible_pair_once(program: RingProgram) -> None:
 
 @given(programs())
 def test_items_are_kernel_shaped(program: RingProgram) -> None:
-    """Trimmed: every row and column sees something, and windows are flash-attention's."""
+    """Items are trimmed, so every row and column sees something, and have flash-attn windows."""
     for rank in range(program.plan.cp_size):
         for step in range(program.num_steps):
             for item in program.items(rank, step):
@@ -97,7 +97,7 @@ def test_steps_are_live_and_in_order(program: RingProgram) -> None:
 
 @given(programs())
 def test_programs_carry_everything_where_it_belongs(program: RingProgram) -> None:
-    """Hops add up to the shifts; dK/dV end at home; the last step sends nothing."""
+    """Hops add up to the shifts; dK/dV end at their owner; the last step sends nothing."""
     shift = 0
     for stage in program.forward:
         assert shift == program.steps[stage.step].shift
@@ -123,7 +123,7 @@ def test_stages_say_where_ranks_help(program: RingProgram) -> None:
 
 @given(programs())
 def test_the_own_block_is_sent_for_by_nobody(program: RingProgram) -> None:
-    """Backward it comes last, so the stage before it moves no K/V."""
+    """The own block comes last in the backward, so the stage before it moves no K/V."""
     assert all(stage.kv_hop is None for stage in program.backward if stage.step <= 1)
 
 
@@ -236,7 +236,7 @@ def test_plans_are_cached_and_refused() -> None:
 
 @given(plans(), plans())
 def test_digests_differ_where_plans_do(plan: Plan, other_plan: Plan) -> None:
-    """Equal digests mean equal sizes and equal masks, however the mask was written."""
+    """Digests are equal exactly if sizes and masks are, however the mask was written."""
     if plan.digest == other_plan.digest:
         sizes = [(p.seq_len, p.kv_seq_len, p.cp_size, p.q_layout.name) for p in (plan, other_plan)]
         assert sizes[0] == sizes[1]
@@ -280,7 +280,7 @@ def test_pieces_of_an_item_show_what_it_shows(program: RingProgram, pieces: int)
 
 
 def _in_columns_of(item: WorkItem, plan: Plan, piece: WorkItem) -> Any:
-    """What a piece shows, among all columns of its item."""
+    """Return the dense mask of a piece, padded to all columns of its item."""
     sides = piece.k_start - item.k_start, item.k_stop - piece.k_stop
     return np.pad(shown(plan, piece), ((0, 0), sides))
 

@@ -1,4 +1,4 @@
-"""Measured times of kernels: what a table may hold, and which kernel it makes of a call."""
+"""Measured kernel times: valid tables, and the kernel they choose for a call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def case(
     capability: int = 90,
     **kernels: float | tuple[float | None, float | None],
 ) -> Case:
-    """Kernels with one time for both passes, or two."""
+    """Make a case from kernels' times: one time for both passes, or a pair."""
     both_times = {name: x if isinstance(x, tuple) else (x, x) for name, x in kernels.items()}
     times = tuple((name, Times(*x)) for name, x in both_times.items())
     pairs = LENGTH * (LENGTH + 1) // 2
@@ -54,7 +54,7 @@ def test_the_fastest_is_taken() -> None:
 
 
 def test_a_tie_is_for_the_first_in_order() -> None:
-    """Whoever is behind has to be 5 % faster than all before it."""
+    """A kernel later in the order is taken only if it is 5 % faster than all before it."""
     assert fastest(case(a=1.04, b=1.0)) == "a"
     assert fastest(case(a=1.06, b=1.0)) == "b"
     assert fastest(case(c=1.0, b=1.03, a=1.09)) == "b"  # in whatever order they stand
@@ -150,7 +150,7 @@ def test_chunks_are_documents() -> None:
 
 
 def test_head_dims_weigh_more_than_the_option() -> None:
-    """Where no case of the option is as wide as the call, a causal one is."""
+    """A causal case with the call's head dim decides if the option has none with it."""
     rows = case("window", a=1.0, b=2.0), case(dims=(256, 256), a=2.0, b=1.0)
     window = Mask(causal=True, window=(9, 0))
     assert fastest(*rows, mask=window) == "a"
@@ -254,7 +254,7 @@ def test_the_variable_names_the_table(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_packages_own_table() -> None:
-    """It is as it would be written, and no two cases are of the same calls."""
+    """The packaged table is in canonical form and has one case for each kind of call."""
     path = Path(rates.__file__).with_name("rates.json")
     table = rates.read(str(path))
     assert rates.to_text(table) == path.read_text()

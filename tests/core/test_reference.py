@@ -1,4 +1,4 @@
-"""The oracle itself: by hand, by finite differences, its random numbers by published vectors."""
+"""The oracle is checked by hand, by finite differences and by published random vectors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_dropout_depends_on_global_indices_alone() -> None:
 
 
 def test_dropout_element_by_element() -> None:
-    """Element ``j`` takes word ``j & 3`` of its four neighbours' counter, under both seed words."""
+    """Element ``j`` uses word ``j & 3`` of the counter that four neighbours share."""
     p, seed, keys = 0.375, 0x1234_5678_9ABC_DEF0, np.arange(64)
     kept = philox.dropout_keep(p, seed, batch=[3], heads=[5], queries=[7], keys=keys)
     for j in keys.tolist():
@@ -88,7 +88,7 @@ def test_rows_that_see_nothing() -> None:
     "name", ["everything-contiguous", "keys80-window-contiguous", "sinks-contiguous"]
 )
 def test_gradients_by_finite_differences(name: str) -> None:
-    """The gradient of every input along a random direction."""
+    """Gradients of all inputs agree with finite differences along a random direction."""
     case = CASES[name]
     x, rng = dict(case.inputs), np.random.default_rng(1)
     dlse = np.where(

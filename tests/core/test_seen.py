@@ -1,4 +1,4 @@
-"""Products that read what is seen alone."""
+"""Masked products read only the entries that are seen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ring_core.reference.item_kernel import masked_matmul
 
 
 def test_what_is_finite_in_a_row_that_is_not_counts_as_it_is() -> None:
-    """Row 1 of ``x`` is odd in one column; the second row of weights does not see it."""
+    """Finite entries of a row with a nonfinite one count unless the nonfinite one is seen."""
     weights = np.array([[2.0, 3.0], [5.0, 0.0]])
     visible = np.array([[True, True], [True, False]])
     x = np.array([[1.0, 10.0, 100.0], [np.inf, 7.0, np.nan]])
@@ -17,7 +17,7 @@ def test_what_is_finite_in_a_row_that_is_not_counts_as_it_is() -> None:
 
 
 def test_infinite_weights_warn_of_nothing() -> None:
-    """``inf * 0`` is NaN, in rows that are finite and in those that are not."""
+    """``inf * 0`` gives NaN without a warning, in finite and in nonfinite rows."""
     weights = np.array([[np.inf, 0.0]])
     visible = np.array([[True, True]])
     product = masked_matmul(weights, visible, np.array([[0.0], [np.inf]]))

@@ -1,4 +1,4 @@
-"""What the simulator alone shows: which numbers it holds, and those that are not finite."""
+"""Simulator behaviour outside the table of cases: rounding, dtypes, nonfinite numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ones() -> list[Any]:
 
 @pytest.mark.parametrize(("precision", "unit"), [("bfloat16", 2.0**-7), ("float16", 2.0**-10)])
 def test_rounded_to_the_nearest(precision: Any, unit: float) -> None:
-    """``unit`` is the distance of numbers from 1 on; in the middle the even one is taken."""
+    """Rounding is to nearest, ties to even; ``unit`` is the spacing of numbers above 1."""
     steps = [0, 0.25, 0.5, 0.5 + 2**-8, 1, 1.25, 1.5, 1.5 + 2**-8, 2.5, 3.5, 4.5]
     nearest = [0, 0, 0, 1, 1, 1, 2, 2, 2, 4, 4]
     x = item_kernel.round_to(1 + unit * np.array([steps, nearest]), precision)
@@ -42,7 +42,7 @@ def test_rounded_to_the_nearest(precision: Any, unit: float) -> None:
 def test_items_are_computed_in_single_precision(
     precision: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever options there are: no part of a call makes it float64."""
+    """No option turns a single-precision call into float64."""
     case = CASES["everything-contiguous"]
     dtypes: set[Any] = set()
 
@@ -62,7 +62,7 @@ def test_items_are_computed_in_single_precision(
 
 
 def test_a_key_of_no_weight_alone_in_an_item() -> None:
-    """Its logits are -inf, and it is all that a rank's queries see of another rank's keys."""
+    """Keys with -inf logits may be all that a rank's queries see of another rank."""
     q, k, v, dout = ones()
     k[:, :2] = -np.inf
     simulated = reference.run(causal(), q, k, v, dout=dout)
@@ -72,7 +72,7 @@ def test_a_key_of_no_weight_alone_in_an_item() -> None:
 
 
 def test_what_is_no_call_of_the_plan_is_refused() -> None:
-    """In these words."""
+    """Arrays of other lengths, and ``dlse`` without ``dout``, raise these exact messages."""
     q, k, v, _ = ones()
     message = "the plan is for 4 queries and 8 keys, got q of 4 and k and v of 4"
     with pytest.raises(ValueError, match=f"^{message}$"):
@@ -101,7 +101,7 @@ def test_a_bias_that_heads_share() -> None:
 
 
 def test_sinks_that_take_nothing() -> None:
-    """They are -inf, and the last row sees no key: it gives them no gradient."""
+    """Sinks of -inf get no gradient from the last row, which sees no key."""
     q, k, v, dout = ones()
     options: Any = {"segment_ids": np.array([[0, 0, 0, -1]]), "sinks": [-np.inf]}
     simulated = reference.run(causal(), q, k, v, dout=dout, **options)

@@ -1,4 +1,4 @@
-"""A strategy is a name or a record, for some layouts; what means nothing for it is refused."""
+"""Strategies are names or configs; unsuitable layouts and meaningless settings are refused."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = {path.name: path for path in ROOT.glob("packages/*/src/*") if path.is_dir()}
 MOST_IN_A_CHAIN, MOST_AT_THE_TOP = 13, 20
-#: Habits, not laws: what is longer is listed in a warning.
+#: Soft limits: longer files and functions are listed in a warning.
 USUAL_LINES, USUAL_LINES_OF_A_FUNCTION = 400, 60
 #: Kernels are often longer, and are not listed.
 KERNELS = ("ring_core/triton/", "ring_jax_gpu/", "ring_jax_tpu/", "/kernels/")
@@ -21,7 +21,7 @@ KERNELS = ("ring_core/triton/", "ring_jax_gpu/", "ring_jax_tpu/", "/kernels/")
 
 @cache
 def modules(package: str) -> dict[str, Path]:
-    """A package's modules by name."""
+    """Return a package's modules by name."""
     source = PACKAGES[package].parent
     files: dict[str, Path] = {}
     for path in PACKAGES[package].rglob("*.py"):
@@ -31,7 +31,7 @@ def modules(package: str) -> dict[str, Path]:
 
 
 def imported(package: str, module: str) -> Iterator[str]:
-    """Modules of the package that one imports, inside functions and for types too."""
+    """Return the package's modules that a module imports, also in functions and for types."""
     files = modules(package)
     for node in ast.walk(ast.parse(files[module].read_text())):
         names: list[str] = []
@@ -44,7 +44,7 @@ def imported(package: str, module: str) -> Iterator[str]:
 
 
 def longest_chain(package: str) -> list[str]:
-    """Modules of which each imports the next, as many as there are."""
+    """Return the longest chain of modules of which each imports the next."""
 
     @cache
     def from_module(module: str) -> list[str]:
@@ -55,7 +55,7 @@ def longest_chain(package: str) -> list[str]:
 
 
 def lines_of(function: ast.FunctionDef) -> int:
-    """Lines of a function's own: without its signature, its docstring and functions inside."""
+    """Count a function's own lines, without signature, docstring and nested functions."""
     body = function.body[1:] if ast.get_docstring(function) else function.body
     inner = [x for x in body if isinstance(x, ast.FunctionDef)]
     if not body:
@@ -64,7 +64,7 @@ def lines_of(function: ast.FunctionDef) -> int:
 
 
 def span(first: ast.stmt, last: ast.stmt) -> int:
-    """Lines from one statement's first to another's last."""
+    """Count the lines from the first statement's first to the last statement's last."""
     return (last.end_lineno or last.lineno) - first.lineno + 1
 
 

@@ -26,7 +26,7 @@ CALLS = {
     "recv_object_list", "create_connection",
 }  # fmt: skip
 ALLOWED = {
-    "noxfile.py": {"subprocess"},  # itself, for a session of `ci` each
+    "noxfile.py": {"subprocess"},  # `ci` runs nox itself, once for each session
     "packages/ring-torch/src/ring_torch/local.py": {"multiprocessing"},  # its own children
     "packages/ring-torch/src/ring_torch/transports/symm_buffer.py": {
         "socket"
@@ -35,7 +35,7 @@ ALLOWED = {
 
 
 def findings(text: str) -> Iterator[str]:
-    """What in a source turns data into code or opens connections."""
+    """Yield what in a source turns data into code or opens connections."""
     for node in ast.walk(ast.parse(text)):
         names: list[str] = []
         if isinstance(node, ast.Import):

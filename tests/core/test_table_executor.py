@@ -1,4 +1,4 @@
-"""A program that reads tables alone, as a traced one must, equals the simulator."""
+"""An executor that reads only tables, as a traced program must, equals the simulator."""
 
 from __future__ import annotations
 

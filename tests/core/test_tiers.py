@@ -1,4 +1,4 @@
-"""Per change cases of each kind run; other releases of transformers run all its tests."""
+"""Cases of each kind run per change; other releases of transformers run all of its tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ring_core import ChunkLayout, Mask
 
 
 def kinds(case: Case) -> Iterator[str]:
-    """Yield what a case has: rules of its mask, options, where its tokens are."""
+    """Yield the features of a case: mask rules, options, layout, strategy and so on."""
     rules = [rule.name for rule in fields(Mask) if rule.init and getattr(case.mask, rule.name)]
     yield from (f"mask: {rule}" for rule in rules or ["full"])
     yield f"layout: {'chunks' if isinstance(case.layout, ChunkLayout) else case.layout}"
@@ -50,7 +50,7 @@ def test_cases_of_each_kind_run_per_change(run: str, least: int) -> None:
 
 
 def test_every_file_that_imports_transformers_is_found() -> None:
-    """Compare with a plain search of the text, which knows the modules that import it by name."""
+    """Files found by their imports are those that a plain text search finds."""
     importing = r"^ *(?:from|import) .*\b(?:transformers|hf|hf_models|trl|peft|sweep)\b"
     files = {*Path(__file__).parents[1].rglob("test_*.py")} - {Path(__file__)}
     named = {path for path in files if re.search(importing, path.read_text(), re.MULTILINE)}

@@ -1,4 +1,4 @@
-"""When ``strategy="auto"`` trades tokens for heads: by the bytes that a trade and a gather move."""
+"""``strategy="auto"`` chooses between Ulysses and a gather by the bytes that each moves."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ CAUSAL = Mask(causal=True)
         (Mask(), 4, (24, 24), True),
         (CAUSAL, 8, (32, 16), True),
         (CAUSAL, 4, (32, 8), False),  # a gather moves less
-        (CAUSAL, 8, (32, 8), False),  # more, but not twice as much
-        (CAUSAL, 2, (32, 32), False),  # as much
-        (Mask(causal=True, window=(63, 0)), 4, (32, 32), False),  # neighbours' keys alone
+        (CAUSAL, 8, (32, 8), False),  # a gather moves more, but not twice as much
+        (CAUSAL, 2, (32, 32), False),  # a gather moves as much
+        (Mask(causal=True, window=(63, 0)), 4, (32, 32), False),  # a gather moves few keys
         (CAUSAL, 4, (30, 30), False),  # heads would be padded
         (CAUSAL, 8, (32, 4), False),  # K/V heads would be copied
     ],
@@ -50,7 +50,10 @@ def test_what_cannot_be_gathered_is_left_to_a_ring() -> None:
 
 @pytest.mark.parametrize(("end", "trades"), [(40, False), (41, True)])
 def test_launches_span_no_more_documents_than_elsewhere(end: int, trades: bool) -> None:
-    """Or kernels that know one document a launch could not do what they do for a gather."""
+    """Ulysses is not chosen if its launches would span more documents than a gather's.
+
+    Kernels that take one document per launch could not run them.
+    """
     mask = Mask(causal=True, cu_seqlens=(0, end, 64))
     plan = make_plan(mask, seq_len=64, cp_size=8)
     assert trades_heads(plan, q_heads=8, kv_heads=8) == trades

@@ -1,4 +1,4 @@
-"""Which calls are checked, which rows, and when a row is beyond its limit."""
+"""The tripwire's choice of calls and rows, and its limit for a row's error."""
 
 from __future__ import annotations
 

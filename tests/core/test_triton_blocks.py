@@ -1,4 +1,4 @@
-"""What the launchers of the Triton kernels work out on the host; no Triton is needed."""
+"""Host computations of the Triton launchers, which need no Triton."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_positions_that_come_in_eights(positions: list[int], expected: bool) -> 
 
 
 def test_parts_of_tiles() -> None:
-    """One tile whose upper left quarter shows all, and the quarter below it one cell."""
+    """Blocks of a tile are classified: the upper left one is full, the one below has one cell."""
     tile = np.zeros((128, 128), dtype=bool)
     tile[:64, :64] = True
     tile[127, 0] = True

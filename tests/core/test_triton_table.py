@@ -1,4 +1,4 @@
-"""The table of blocks: what a file may hold, and which row a call gets."""
+"""The table of Triton block sizes: valid files, and the row that a call gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pictures show what the plan says, and a wrong plan looks wrong."""
+"""Pictures show what the plan computes, and a wrong plan looks wrong."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def program(request: pytest.FixtureRequest) -> RingProgram:
 
 
 def computed_by_items(program: RingProgram) -> np.ndarray[Any, Any]:
-    """Who computes each pair, ``[T_q, T_kv]``, from the items of every rank one by one."""
+    """Return the rank that computes each pair, ``[T_q, T_kv]``, from all ranks' items."""
     ranks = np.full((program.plan.seq_len, program.plan.kv_seq_len), viz.NOBODY)
     for rank in range(program.plan.cp_size):
         for step in range(program.num_steps):
@@ -272,7 +272,7 @@ def test_a_wrong_plan_looks_wrong(fault: str) -> None:
 
 
 def mask_rows(text: str) -> list[str]:
-    """The lines of the mask's picture."""
+    """Return the lines of the mask's picture."""
     paragraph = text.split("\n\n")[1].splitlines()
     return [line for line in paragraph if all(len(cell) == 1 for cell in line.split())]
 

@@ -1,4 +1,4 @@
-"""Transformers of diffusers on a ring: outputs and gradients of one process; the example's own."""
+"""Diffusers' transformers on a ring have one process's outputs and gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ring_torch.local import LocalRanks
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[ModuleType]:
-    """The example as a module, which ranks find too."""
+    """Import the example as a module that ranks can import, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[2] / "examples")
         yield importlib.import_module("diffusers_models")

@@ -1,4 +1,4 @@
-"""Which files of this folder run for which backend."""
+"""Ignores files of this folder that another backend runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ ONLY = {
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out what one backend alone runs, where that is another."""
+    """Ignore files that only one backend runs if another one is under test."""
     only = ONLY.get(collection_path.name)
     return True if only not in (None, config.getoption("--backend")) else None

@@ -1,4 +1,4 @@
-"""Every example in a docstring shows what it returns, of the packages of the backend under test."""
+"""Doctests: examples in the docstrings of the backend's packages show what they return."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FINDER = doctest.DocTestFinder(exclude_empty=True)
 
 
 def modules_with_examples(package: str) -> list[str]:
-    """Modules whose text has an example."""
+    """Return the modules of a package that have an example in their text."""
     (source,) = PACKAGES.glob(f"*/src/{package}")
     return [
         ".".join(path.relative_to(source.parent).with_suffix("").parts).removesuffix(".__init__")

@@ -17,7 +17,7 @@ TOKENS, RANKS = 32, 4
 
 
 def masks() -> list[Mask]:
-    """What the pictures show."""
+    """Return the masks that the gallery's pictures show."""
     return [eval(expression, {"Mask": Mask}) for expression in EXPRESSIONS]
 
 

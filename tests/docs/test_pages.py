@@ -1,4 +1,4 @@
-"""What the pages say of themselves and of the repository is so."""
+"""Pages are consistent: front matter, commands, and the names on API pages exist."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_api_page_names_all_that_is_public(init: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((DOCS / "api").glob("*.md")), ids=lambda path: path.stem)
 def test_members_that_are_listed_are_all_there_are(path: Path) -> None:
-    """Functions and classes that a module of an API page defines."""
+    """API pages list every public function and class that a documented module defines."""
     listed = re.findall(r"automodule:: ([\w.]+)\n   :members: (.+)", path.read_text())
     for module, members in listed:
         (file,) = (
@@ -90,7 +90,7 @@ def test_members_that_are_listed_are_all_there_are(path: Path) -> None:
 
 
 def public(init: Path) -> set[str]:
-    """Names that a module imports ``as`` something, or defines, without an underscore."""
+    """Return the public names of a module: those it defines or imports with ``as``."""
     names: set[str] = set()
     for node in ast.parse(init.read_text()).body:
         if isinstance(node, ast.ImportFrom | ast.Import):

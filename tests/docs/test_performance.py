@@ -1,4 +1,4 @@
-"""Tables and charts of measurements on the pages are those of ``benchmarks/results``."""
+"""Tables and charts on the pages are rendered from ``benchmarks/results`` and up to date."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MOST_COLUMNS = 7
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_and_charts_are_those_of_their_files(page: Path) -> None:
-    """If this fails, run ``python -m benchmarks.common.pages``."""
+    """Pages are up to date. If not, run ``python -m benchmarks.common.pages``."""
     assert page.read_text() == rendered(page.read_text())
 
 
 def test_every_file_of_results_is_on_a_page() -> None:
-    """As a table of measurements, or in a table that ``docs/_ext/tables.py`` makes."""
+    """Every result file is shown once: by a table on a page, or by ``docs/_ext/tables.py``."""
     made_when_built = (ROOT / "docs" / "_ext" / "tables.py").read_text()
     shown = {Path(file).name for file in files_shown()}
     for path in RESULTS.iterdir():
@@ -60,7 +60,10 @@ def test_a_setting_that_one_gpu_did_not_run_is_compared_with_128k_tokens() -> No
 
 
 def test_each_strategy_stands_beside_the_best_of_others() -> None:
-    """A method that was refused is no best one; a rate below the other's is in bold."""
+    """Our best rate stands beside the best of other methods; a ratio below 1 is in bold.
+
+    Refused methods do not count.
+    """
     rates = {
         "one": 100, "zigzag/auto/auto/auto": 90, "zigzag/auto/gather/auto": 90, "zigzag/auto/ring/auto": 60,
         "zigzag/auto/hybrid-gather/auto": 70, "chunks/auto/gather/auto": 80, "ulysses": 95, "torch-cp": 50,
@@ -82,7 +85,7 @@ def test_each_strategy_stands_beside_the_best_of_others() -> None:
 
 
 def test_flops_count_both_head_dims() -> None:
-    """Forward two products, backward five: three of them over the head dim of q and k."""
+    """FLOPs count two products forward and five backward, three of them over the q/k head dim."""
     pairs = 1024 * 1025 // 2
     equal, unlike = Setting(1024, dim=64), Setting(1024, dim=192, v_dim=128)
     assert equal.flops == {"forward": 4 * pairs * 32 * 64, "both": 14 * pairs * 32 * 64}
@@ -92,7 +95,10 @@ def test_flops_count_both_head_dims() -> None:
 
 
 def test_auto_chooses_in_jax_by_the_figures_of_that_file() -> None:
-    """Medians of four digits; at 192/128 ours, which is cuDNN, as ``jax.nn`` gets zeros there."""
+    """JAX's rates are the file's medians, to four digits.
+
+    At head dims 192/128 cuDNN's are those of this package's calls to it: ``jax.nn`` pads there.
+    """
     report = json.loads(JAX_OPTIONS.read_text())
     cases = [case for case in rates.default().cases if case.framework == "jax"]
     rows = [row for row in report["rows"] if "triton" in row["milliseconds"]["both"]]

@@ -1,7 +1,7 @@
-"""Every snippet of the pages and READMEs runs, each with the backend it is about.
+"""Every snippet of the pages and READMEs runs with the backend it is about.
 
-A page says so in its front matter: ``runs: core``, ``torch`` or ``jax``; in torch ``ranks: 2``
-starts two. JAX gets eight host devices.
+The front matter of a page names its backend, ``runs: core``, ``torch`` or ``jax``; with torch,
+``ranks: 2`` starts two ranks. JAX gets eight host devices.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ DOCS = ROOT / "docs"
 
 SLOW = ("bench", "doctor")
 
-#: Pages of what `tests/jax_only` tests, too, and which take JAX long to compile.
+#: Pages that JAX compiles slowly and whose subject `tests/jax_only` tests, too.
 NIGHTLY = (
     "docs/coming-from-maxtext.md", "docs/jax-adapters.md", "docs/meshes-jax.md",
     "docs/layers-beside-attention-jax.md", "docs/training-loop-jax.md",
 )  # fmt: skip
 
-#: Commands that tests run here; those that take long have tests of their own.
+#: Prefix of the commands that are run here; slow ones have tests of their own.
 COMMANDS = {
     "core": "python -m ring_core ",
     "torch": "python -m ring_torch ",
@@ -40,7 +40,7 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class Readme:
-    """What a README's snippets of a backend need before them, and what has to be true after."""
+    """Snippets of one backend in a README, with code to run before and after them."""
 
     path: str
     backend: str
@@ -134,12 +134,12 @@ READMES = (
 
 
 def pages() -> list[Page]:
-    """The pages of the documentation."""
+    """Return the pages of the documentation."""
     return [Page.read(path) for path in sorted(DOCS.rglob("*.md"))]
 
 
 def commands(backend: str) -> Iterator[str]:
-    """Commands on the pages and READMEs that this backend runs."""
+    """Yield the commands on the pages and READMEs that this backend runs."""
     paths = [*DOCS.rglob("*.md"), ROOT / "README.md", *ROOT.glob("packages/*/README.md")]
     for line in dict.fromkeys(line for path in sorted(paths) for line in Page.read(path).commands):
         if line.startswith(COMMANDS.get(backend, "-")) and line.split()[3] not in SLOW:
@@ -147,7 +147,7 @@ def commands(backend: str) -> Iterator[str]:
 
 
 def snippets(backend: str) -> dict[str, Callable[[Path], None]]:
-    """What this backend runs, by name: functions of a folder to run in."""
+    """Return what this backend runs, by name: functions that take a working directory."""
     functions: dict[str, Callable[[Path], None]] = {}
     for page in pages():
         if page.settings.get("runs") == backend:
@@ -159,7 +159,7 @@ def snippets(backend: str) -> dict[str, Callable[[Path], None]]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Choose what this backend runs."""
+    """Parametrize the test with the snippets of the backend under test."""
     chosen = snippets(metafunc.config.getoption("--backend"))
     metafunc.parametrize("snippet", [
         pytest.param(snippet, id=name, marks=[pytest.mark.nightly] * (name in NIGHTLY))
@@ -168,7 +168,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def start(command: list[str], folder: Path) -> str:
-    """What a command prints, started as a user would: without this suite's settings of JAX."""
+    """Run a command as a user would, without this suite's JAX settings; return its output."""
     paths = [
         str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(":") if path
     ]
@@ -190,7 +190,7 @@ def run_blocks(path: Path, backend: str, ranks: int, folder: Path) -> None:
 
 
 def run_on_ranks(path: Path, ranks: int) -> None:
-    """What ``torchrun`` does, but torch is imported once for all pages and ranks."""
+    """Run a page on ranks as ``torchrun`` does, but with torch imported once for all pages."""
     from torch._C._distributed_c10d import TCPStore
 
     from ring_torch.local import LocalRanks
@@ -201,7 +201,7 @@ def run_on_ranks(path: Path, ranks: int) -> None:
 
 
 def run_on_rank(rank: int, path: str, ranks: int, port: int) -> None:
-    """Run a page as a process that ``torchrun`` has just started."""
+    """Run a page as if ``torchrun`` had just started this process."""
     import torch.distributed as dist
 
     dist.destroy_process_group()  # the page makes its own

@@ -1,4 +1,4 @@
-"""The page of versions says what the packages ask for, and counts its dates as SPEC 0 does."""
+"""The page of versions agrees with the packages' requirements and with the dates of SPEC 0."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROJECTS: list[dict[str, Any]] = [
     tomllib.loads(path.read_text())["project"]
     for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 ]
-MONTHS = {"Python": 36}  # others: 24
+MONTHS = {"Python": 36}  # 24 for everything else
 PYTHON = "Programming Language :: Python :: 3."
 
 
@@ -37,7 +37,7 @@ def lower_bound(requirement: Requirement) -> str:
 
 
 def asked() -> dict[str, str]:
-    """What the packages need, and transformers: the oldest version of each, by the row's name."""
+    """Return the lower bound of each dependency, and of transformers, by the row's name."""
     specifiers: dict[str, str] = {}
     for project in PROJECTS:
         hf = project.get("optional-dependencies", {}).get("hf", [])
@@ -70,7 +70,7 @@ def test_dates_are_counted_as_spec_0_does() -> None:
 
 
 def pins(path: Path) -> dict[str, list[str]]:
-    """The versions of each package in a file of constraints, which may be other ones on 3.13."""
+    """Return each package's versions in a constraints file; Python 3.13 may have another one."""
     versions: dict[str, list[str]] = {}
     for line in path.read_text().splitlines():
         name, is_pin, version = line.partition(" ")[0].partition("==")
@@ -103,7 +103,7 @@ def test_the_oldest_versions_are_tested() -> None:
 
 
 def test_the_oldest_versions_are_those_that_are_asked_for() -> None:
-    """Where a bound was raised, `nox -s constraints` has to write the files anew."""
+    """Pinned oldest versions satisfy the requirements. If not, run `nox -s constraints`."""
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     asked = [x for project in PROJECTS for x in project["dependencies"]]
     asked += [x for name in ("test", "test-torch", "test-jax") for x in groups[name]]

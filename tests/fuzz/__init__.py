@@ -1,1 +1,1 @@
-"""Random cases of the table's kind, on every backend: ``python tests/fuzz`` or ``nox -s fuzz``."""
+"""Fuzzer: random cases on every backend, by ``python tests/fuzz`` or ``nox -s fuzz``."""

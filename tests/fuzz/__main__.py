@@ -1,9 +1,9 @@
 """Run random cases on a backend: ``nox -s fuzz`` (``-- --seconds 3600 --resume`` by hand).
 
-Goes on where ``out/fuzz.json`` ends with ``--resume``, after running again what failed. Prints the
-tallies of all backends in that file, and adds this one's to the file that ``--json`` names. A
-failure is printed as the expression that makes its case; put it into ``tests/cases.py`` under a
-name of its own.
+With ``--resume`` it first runs the failed seeds again and then continues where ``out/fuzz.json``
+ends. It prints the tallies of all backends in that file, and adds this one's to the file that
+``--json`` names. A failure is printed as the expression that makes its case; add it to
+``tests/cases.py`` under a name of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STATE = ROOT / "out" / "fuzz.json"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Fuzz, and say what was found; 1 if anything failed."""
+    """Run the fuzzer and print its findings; return 1 if a case failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--state", type=Path, default=STATE, help="where runs are kept")
     parser.add_argument("--json", type=Path, help="add the tally to this file, too")
     options = parser.parse_args(argv)
-    if options.backend.startswith("jax"):  # read when it is imported
+    if options.backend.startswith("jax"):  # read when jax is imported
         os.environ["NPROC"] = "32"  # threads for callbacks of several devices
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
@@ -60,7 +60,7 @@ def _run(options: Any) -> int:
     try:
         for failure in campaign.run_failed_again():
             _show(failure)
-        # Without a terminal there is no bar, but a line now and then.
+        # Without a terminal a line now and then replaces the progress bar.
         for _ in tqdm(range(options.cases), options.backend, unit="case", disable=None):
             if time.monotonic() - began > options.seconds:
                 break
@@ -109,7 +109,7 @@ def _show(failure: Any) -> None:
 
 
 def _keep(path: Path, name: str, tally: Any) -> None:
-    """Write a backend's tally, beside what the file says of others."""
+    """Write a backend's tally to a file, and keep those of other backends in it."""
     kept = json.loads(path.read_text()) if path.exists() else {"backends": {}}
     kept["backends"][name] = {
         "seeds": [tally.first, tally.next - 1],

@@ -1,4 +1,4 @@
-"""Trials run one by one, and what is kept of them."""
+"""Fuzz campaigns: trials run one by one, with tallies kept in a state file."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ _SHRINK_SECONDS = 60.0
 
 @dataclass
 class Failure:
-    """What went wrong with a seed."""
+    """Failed seed: its trial, the error and the simplest trial that fails alike."""
 
     seed: int
     trial: str
     error: str
-    simplest: str = ""  # a trial that fails alike with less in it
+    simplest: str = ""  # the simplest trial found that fails with the same kind of error
 
 
 @dataclass
 class Tally:
-    """What a backend has run; seeds ``first`` to before ``next``."""
+    """Counts of a backend's trials, for seeds from ``first`` to before ``next``."""
 
     first: int
     next: int
     cases: int = 0
-    refused: Counter[str] = field(default_factory=Counter)  # by the way that was asked for
-    redrawn: int = 0  # how often an error was judged over several draws of the arrays
+    refused: Counter[str] = field(default_factory=Counter)  # by kernel, strategy and so on
+    redrawn: int = 0  # number of cases that were judged over several draws of the arrays
     seconds: float = 0.0
-    worst: float = 0.0  # error over tolerance, of the results that passed
+    worst: float = 0.0  # largest error over tolerance of the results that passed
     worst_trial: str = ""
     failures: list[Failure] = field(default_factory=list)
 
     def line(self) -> str:
-        """The tally in a line."""
+        """Return the tally as a line of text."""
         return (
             f"{self.cases} cases in {self.seconds:.0f} s, {self.refused.total()} more refused by "
             f"name, {len(self.failures)} failed; worst error over tolerance {self.worst:.2f}, "
@@ -59,15 +59,15 @@ class Tally:
 
 @cache
 def generator() -> str:
-    """What tells seeds of one generator from those of another."""
+    """Return a digest of the generator's source; if it changes, seeds give other trials."""
     return hashlib.blake2b(Path(draw.__file__).read_bytes(), digest_size=8).hexdigest()
 
 
 def load(path: Path) -> dict[str, Tally]:
-    """The tallies of a state file, by backend.
+    """Read the tallies of a state file, by backend.
 
     Raises:
-        ValueError: Its seeds meant other cases.
+        ValueError: The file was written by another generator, so its seeds gave other cases.
     """
     state = json.loads(path.read_text())
     if state["generator"] != generator():
@@ -81,7 +81,7 @@ def _tally(values: dict[str, Any]) -> Tally:
 
 
 def save(path: Path, tallies: dict[str, Tally]) -> None:
-    """Write the state; a run that is cut off leaves the one before."""
+    """Write the state file atomically: an interrupted run leaves the previous one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new_file = path.with_suffix(".new")
     backends = {
@@ -95,7 +95,7 @@ def save(path: Path, tallies: dict[str, Tally]) -> None:
 
 
 class Campaign:
-    """Runs trials on one backend and tallies them."""
+    """Fuzz run on one backend, with its tally."""
 
     def __init__(self, name: str, backend: Any, tally: Tally) -> None:
         self.tally = tally
@@ -103,7 +103,7 @@ class Campaign:
         self._backend = backend
 
     def run_next(self) -> Failure | None:
-        """Run the next seed; its failure, if it failed."""
+        """Run the next seed and return its failure, if it failed."""
         began = time.monotonic()
         trial = draw.draw(self.tally.next, self._limits)
         failure = self._tallied(self.tally.next, trial)
@@ -112,7 +112,7 @@ class Campaign:
         return failure
 
     def run_failed_again(self) -> list[Failure]:
-        """Run the seeds that failed before; those that fail still."""
+        """Run the seeds that failed before, and return the failures that are left."""
         before, self.tally.failures = self.tally.failures, []
         trials = ((known.seed, draw.draw(known.seed, self._limits)) for known in before)
         failures = [self._tallied(seed, trial) for seed, trial in trials]
@@ -138,7 +138,11 @@ class Campaign:
         return judge(trial.case, lambda case: self._compared(replace(trial, case=case)))
 
     def _compared(self, trial: Trial) -> Compared:
-        """The error of each result, and the error allowed; those not finite are the oracle's."""
+        """Return the error and the bound of each result.
+
+        Raises:
+            AssertionError: Other entries than the oracle's are not finite.
+        """
         results = self._backend.run(trial.case, **dict(trial.way))
         assert_shapes(trial.case, results)
         results_found = list(findings(trial.case, results))
@@ -147,7 +151,7 @@ class Campaign:
         return {finding.name: (finding.error, finding.bound) for finding in results_found}
 
     def _shrunk(self, trial: Trial, error: Exception) -> Trial:
-        """The simplest trial found that fails with the same kind of error."""
+        """Return the simplest trial found that fails with the same type of error."""
         until = time.monotonic() + _SHRINK_SECONDS
         return shrink(
             trial,
@@ -163,7 +167,7 @@ class Campaign:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether a backend said by name that it cannot do this; ranks hand on their tracebacks."""
+    """Return True for an UnsupportedError, also in the traceback text that a rank sent."""
     if isinstance(error, AssertionError):
         return False
     lines = str(error).splitlines()

@@ -1,7 +1,7 @@
-"""A seed's case: every rule, shape, dtype, layout and option, in any company.
+"""Draws a random trial for a seed: any mask, shape, dtype and layout with any options.
 
 The same seed gives the same trial for the same limits, on any machine. Seeds that share a program
-differ in the values of their arrays alone, which costs a compiling backend one compilation.
+differ only in the values of their arrays, so a compiling backend compiles once for them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Rng = np.random.Generator
 
 @dataclass(frozen=True)
 class Limits:
-    """What a backend runs, and how much of it is affordable."""
+    """Choices that a backend supports, and limits on the size of a case."""
 
     ring_sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
     ways: dict[str, tuple[Choice, ...]]
     tokens: int = 72
-    pairs: int = 24_000  # of a query and a key, over batch and heads
-    values: int = 1  # how many seeds share a program
+    pairs: int = 24_000  # query-key pairs, over batch and heads
+    values: int = 1  # number of seeds that share a program
 
 
 LIMITS = {
@@ -75,7 +75,7 @@ LIMITS = {
 
 
 def draw(seed: int, limits: Limits) -> Trial:
-    """The trial of a seed."""
+    """Return the trial of a seed."""
     rng = np.random.default_rng([seed // limits.values, 0])
     cp_size = pick(rng, limits.ring_sizes)
     layout, strategy = pick(rng, (*RINGS.values(), (_chunks(rng, cp_size), "ring")))
@@ -93,25 +93,25 @@ def draw(seed: int, limits: Limits) -> Trial:
 
 
 def unit_of(layout: LayoutSpec, cp_size: int) -> int:
-    """What lengths are multiples of."""
+    """Return the number that sequence lengths have to be multiples of."""
     if isinstance(layout, ChunkLayout):
         return sum(map(len, layout.chunks))
     return 2 * cp_size if layout == "zigzag" else cp_size
 
 
 def _chunks(rng: Rng, cp_size: int) -> ChunkLayout:
-    """Up to three chunks a rank, anyhow."""
+    """Draw a chunk layout with up to three chunks a rank, assigned at random."""
     chunks = rng.permutation(cp_size * int(rng.integers(1, 4))).reshape(cp_size, -1)
     return ChunkLayout(tuple(tuple(sorted(numbers)) for numbers in chunks.tolist()))
 
 
 def pick[T](rng: Rng, choices: Sequence[T]) -> T:
-    """One of some, each as likely."""
+    """Return one of the choices, uniformly."""
     return choices[int(rng.integers(len(choices)))]
 
 
 def _lengths(rng: Rng, unit: int, tokens: int) -> tuple[int, int | None]:
-    """Queries, and keys where they are not as many."""
+    """Draw the number of queries, and of keys if it differs."""
     most = max(1, tokens // unit)
     seq_len, keys = (unit * int(n) for n in rng.integers(1, most + 1, 2))
     return seq_len, keys if rng.random() < 0.25 else None
@@ -137,7 +137,7 @@ def _mask(rng: Rng, seq_len: int, keys: int | None, cp_size: int) -> Mask:
 
 
 def _documents(rng: Rng, seq_len: int) -> tuple[int, ...]:
-    """Offsets: anywhere, or one long document among short ones; empty ones among them."""
+    """Draw ``cu_seqlens``: random offsets, or one long document among short and empty ones."""
     cuts = rng.integers(0, seq_len + 1, int(rng.integers(0, 9)))
     if rng.random() < 0.3:
         cuts = np.cumsum(rng.integers(0, 4, seq_len))
@@ -146,7 +146,7 @@ def _documents(rng: Rng, seq_len: int) -> tuple[int, ...]:
 
 
 def _shape(rng: Rng, pairs: int, limits: Limits) -> dict[str, Any]:
-    """Batch, heads and their dimensions, within what is affordable."""
+    """Draw batch, heads and head dims within the limits."""
     kv_heads, group = int(rng.integers(1, 4)), pick(rng, (1, 1, 2, 3, 8))
     batch = 0 if rng.random() < 0.005 else int(rng.integers(1, 4))
     while batch * kv_heads * group * pairs > limits.pairs and (batch, kv_heads, group) != (1, 1, 1):
@@ -175,7 +175,7 @@ def _options(rng: Rng) -> dict[str, Any]:
 
 
 def _values(rng: Rng, case: Case) -> Case:
-    """The case with what changes values alone: one program runs them all."""
+    """Add options that change only array values, so that one program runs all such cases."""
     if case.segments is not None:
         segments: tuple[Segments, ...] = ("pair", "scattered")
         if case.keys == case.seq_len:
@@ -191,7 +191,7 @@ def _values(rng: Rng, case: Case) -> Case:
     if rng.random() < 0.06:  # large logits are exact where the scale is a power of two
         is_exact = case.dims[0] in (1, 4, 16) and case.softmax_scale is None
         values["numbers"] = pick(rng, ("equal", "one-hot", "large" if is_exact else "equal"))
-    if values.get("poison") == "v-inf":  # weights or slopes that underflow make NaN of it
+    if values.get("poison") == "v-inf":  # 0 * inf is NaN if weights or slopes underflow
         values |= {"spread": 1.0, "numbers": None}
         values |= {"poison": "v"} if case.softcap is not None else {}
     if case.dtype in ("bfloat16", "float16"):
@@ -200,13 +200,13 @@ def _values(rng: Rng, case: Case) -> Case:
 
 
 def _without_cancellation(case: Case, values: dict[str, Any]) -> dict[str, Any]:
-    """Values for half precision, where a backward knows ``out``, and so ``delta``, rounded.
+    """Avoid values whose gradients cancel in half precision.
 
-    The gradient of Q is a sum over keys from which ``delta`` cancels where keys are equal, or one
-    is seen; what rounding leaves of it there is more than the whole gradient.
+    A backward knows ``out``, and therefore ``delta``, only rounded. If keys are equal, or a query
+    sees one key, ``delta`` cancels in dQ, and its rounding error exceeds the whole gradient.
     """
     is_alike = values.get("numbers") in ("equal", "one-hot")
     return {
         "numbers": None if is_alike else values.get("numbers"),
-        "dropout_p": 0.5 if case.dropout_p else 0.0,  # a factor that does not round
+        "dropout_p": 0.5 if case.dropout_p else 0.0,  # 1 / (1 - p) = 2 does not round
     }

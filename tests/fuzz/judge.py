@@ -1,12 +1,12 @@
-"""Whether an error that exceeds its tolerance is more than bad luck.
+"""Decides if an error that exceeds its tolerance is more than bad luck.
 
-The tolerance of the table is twice an error that the plain implementation makes once. Of thousands
-of small cases some have one that is small by luck, while the backend's is not. There are two more
-questions then. What must rounding cost, at the least? ``lse`` is a number of the call's precision,
-so probabilities ``exp(score - lse)`` are known to few units in the last place times ``|lse|``, and
-so is every sum of terms that hold them, however much they cancel. And does luck last? It does not,
-so the arrays are drawn again many times, and the largest error of these draws is compared with the
-largest tolerance of these draws, as if they were one batch.
+The table's tolerance is twice the error of one run of the plain implementation. Among thousands of
+small cases some have a plain error that is small by luck, while the backend's is not. Such a case
+gets two more chances. First, the tolerance grows by the least that rounding costs: ``lse`` has the
+call's precision, so probabilities ``exp(score - lse)`` are exact to a few units in the last place
+times ``|lse|``, and so is every sum of terms with them, however much they cancel. Second, the
+arrays are drawn again many times, and the largest error of all draws is compared with their
+largest tolerance, as if they were one batch: luck does not last.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import numpy as np
 from cases import Case
 from tolerances import FEW, ULPS, _masks, _scores
 
-Compared = dict[str, tuple[float, float]]  # error, and tolerance, of each result
+Compared = dict[str, tuple[float, float]]  # error and tolerance of each result
 
 DRAWS = 32
-LUCK = 4  # tolerances; an error beyond it is no luck
+LUCK = 4  # an error of more than so many tolerances is not bad luck
 
 
 class Verdict(NamedTuple):
-    """The largest error over tolerance of a case, and whether it took more draws to be accepted.
+    """Largest error over tolerance of an accepted case, and True if it took more draws.
 
-    If so the tolerance includes what rounding must cost.
+    If it did, the tolerance includes the least that rounding costs.
     """
 
     ratio: float
@@ -36,10 +36,10 @@ class Verdict(NamedTuple):
 
 
 def judge(case: Case, compare: Callable[[Case], Compared]) -> Verdict:
-    """Accept a case's errors.
+    """Accept the errors of a case.
 
     Raises:
-        AssertionError: Or do not.
+        AssertionError: An error is beyond its tolerance, and not by bad luck.
     """
     first = compare(case)
     if _worst(first) <= 1:
@@ -75,7 +75,7 @@ def _with_rounding(case: Case, compared: Compared) -> Compared:
 
 @np.errstate(all="ignore")
 def rounding(case: Case) -> dict[str, float]:
-    """What rounding costs each result: few units of ``|lse|``, times the sum of absolute terms."""
+    """Return the least rounding error of each result: ulps of ``|lse|`` times its terms' size."""
     x: dict[str, Any] = dict(case.inputs)
     group = case.heads[0] // case.heads[1]
     q, k, v, dout = (x[name].swapaxes(1, 2) for name in ("q", "k", "v", "dout"))
@@ -89,7 +89,7 @@ def rounding(case: Case) -> dict[str, float]:
     dlse = np.abs(x["dlse"]) if "dlse" in x else np.zeros(())
     delta = (p * dp).sum(axis=-1) + dlse
     ds = p * (dp + delta[..., None])
-    # A soft cap's slope ``1 - tanh**2`` is known to few units of one, however small it is.
+    # The slope of a soft cap, ``1 - tanh**2``, has an error of a few ulps of 1, even where small.
     dx = np.nan_to_num(ds * abs(scale), posinf=0.0)
     clean = {
         name: np.nan_to_num(np.abs(y), posinf=0.0)
@@ -111,7 +111,7 @@ def rounding(case: Case) -> dict[str, float]:
 
 
 def _size(x: Any) -> float:
-    """The largest finite number, or one."""
+    """Return the largest finite magnitude, at least 1."""
     return max(1.0, float(np.abs(x[np.isfinite(x)]).max(initial=0)))
 
 
@@ -120,6 +120,6 @@ def _by_kv_head(x: Any, case: Case) -> Any:
 
 
 def _summed(case: Case) -> tuple[int, ...]:
-    """The dimensions a bias broadcasts over."""
+    """Return the dimensions that the bias broadcasts over."""
     shape = case.inputs["bias"].shape if case.bias else (0, 0)
     return tuple(axis for axis in (0, 1) if shape[axis] == 1)

@@ -1,4 +1,4 @@
-"""From a trial that fails to the simplest one found that fails alike."""
+"""Shrinks a failing trial to the simplest one found that fails alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ring_core import ChunkLayout, Mask
 
 
 def shrink(trial: Trial, fails: Callable[[Trial], bool]) -> Trial:
-    """Follow simpler trials as long as they fail."""
+    """Replace the trial by a simpler one as long as one fails."""
     while True:
         simplest = next((candidate for candidate in simpler(trial) if fails(candidate)), None)
         if simplest is None:
@@ -23,7 +23,7 @@ def shrink(trial: Trial, fails: Callable[[Trial], bool]) -> Trial:
 
 
 def simpler(trial: Trial) -> list[Trial]:
-    """Trials that are one step simpler, the largest steps first."""
+    """Return trials that are one step simpler, largest steps first."""
     case, mask = trial.case, trial.case.mask
     unit = unit_of(case.layout, case.cp_size)
     changes: list[dict[str, Any]] = [
@@ -63,7 +63,7 @@ def _cropped(mask: Mask, seq_len: int) -> Mask:
 
 
 def _is_whole(case: Case) -> bool:
-    """Whether a simplified case still is one."""
+    """Return True if a simplified case is still valid."""
     if case.keys != case.seq_len and (
         case.segments in ("documents", "padded") or case.mask.cu_seqlens
     ):

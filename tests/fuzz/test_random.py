@@ -1,4 +1,4 @@
-"""Random cases, the same ones each time."""
+"""Random cases of fixed seeds, on the backend under test."""
 
 from __future__ import annotations
 

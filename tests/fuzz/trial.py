@@ -1,4 +1,4 @@
-"""A case, the way to run it, and both as Python."""
+"""Fuzz trials: a case with the backend's options, printable as Python."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Choice = str | StrategyConfig
 
 @dataclass(frozen=True)
 class Trial:
-    """A case and the way to run it."""
+    """Case and the options of the backend's ``run``."""
 
     case: Case
     way: tuple[tuple[str, Choice], ...] = ()  # keyword arguments of the backend's ``run``
 
     def __str__(self) -> str:
-        """What to paste into the table of cases, and the way."""
+        """Return the case as Python for the table of cases, and the options."""
         return f"{expression(self.case)}" + "".join(
             f" {name}={value!r}" for name, value in self.way
         )
 
 
 def expression(case: Case) -> str:
-    """A case as Python that makes it."""
+    """Return Python code that makes the case."""
     parts = [repr(case.name), _mask_expression(case.mask)]
     for field in fields(Case)[2:]:
         value = getattr(case, field.name)

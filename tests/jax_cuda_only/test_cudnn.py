@@ -1,4 +1,4 @@
-"""``cudnn`` on GPUs against the oracle: head dims, masks, biases, lengths, and steps that merge."""
+"""Kernel ``cudnn`` on GPUs agrees with the oracle, alone and in merged steps."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_options(case: Case) -> None:
     ("layout", "bias"),
     [
         ("contiguous", None), ("zigzag", None), ("striped", None),
-        ("contiguous", "full"), ("zigzag", "full"),  # with a bias squares have even sizes
+        ("contiguous", "full"), ("zigzag", "full"),  # with a bias, squares must have even sizes
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_in_the_ring(layout: Any, size: int, bias: Any) -> None:
 
 
 def test_parts_that_merge() -> None:
-    """``lse`` is the natural logarithm, and the backward takes that of all parts."""
+    """Parts merge: ``lse`` is a natural logarithm, and the backward accepts that of all parts."""
     rng = np.random.default_rng(0)
     shapes = ((2, 4, 130, 128), (2, 2, 300, 128), (2, 2, 300, 128), (2, 4, 130, 128))
     q, k, v, dout = (jnp.asarray(rng.standard_normal(shape), "bfloat16") for shape in shapes)

@@ -1,4 +1,4 @@
-"""A ring in a program that XLA's flags are set for."""
+"""A ring runs right in a program with ``set_xla_flags``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-#: Both passes of a ring over all GPUs, against XLA's kernel in float32 on one. Prints by how much
-#: they differ, and what XLA made of the transfers.
+#: Program: compares both passes of a ring over all GPUs with XLA's kernel in float32 on one. It
+#: prints the differences, and how XLA scheduled the transfers.
 CODE = """
 import json
 import ring_jax_gpu

@@ -1,4 +1,4 @@
-"""The kernels for Hopper, which no interpreter runs, against the oracle on GPUs."""
+"""The Hopper kernels, which no interpreter runs, agree with the oracle on GPUs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ring_jax_gpu.hopper import run as _roles
 CAUSAL = Mask(causal=True)
 SIZES = [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 4)]
 USUAL: dict[str, Any] = {"dims": (128, 128), "heads": (4, 2), "dtype": "bfloat16", "seq_len": 320}
-#: Token 213, which is the poisoned one, is a document of its own: no other query may get its NaN.
+#: Token 213, the poisoned one, is a document of its own: no other query may get its NaN.
 DOCUMENTS = Mask(causal=True, cu_seqlens=(0, 1, 70, 128, 129, 213, 214, 320))
-#: Of any length: chunks are documents to a kernel.
+#: Chunks, which may have any length, are documents to a kernel.
 CHUNKS = Mask(window=(60, 33), chunk_size=90)
 ALONE = [
     Case("causal", CAUSAL, **USUAL, lse_grad=True),
@@ -57,7 +57,7 @@ ALONE = [
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels for Hopper that were compiled."""
+    """Return a list that collects the names of the Hopper kernels that are compiled."""
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("these kernels are for compute capability 9.0")
     jax_devices._kept.cache_clear()  # so that every test compiles
@@ -97,10 +97,10 @@ def test_one_step(case: Case, calls: list[str]) -> None:
 def test_a_step_of_several(
     name: str, step: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results are wide but for the last step's, and but in the first step merged."""
+    """Ring steps of every kind are right: float32 but in the last, merged but in the first."""
     pretend(monkeypatch, step)
     (case,) = (case for case in ALONE if case.name == name)
-    length = case.seq_len + 1 + [*STEPS].index(step)  # else another's program would be taken
+    length = case.seq_len + 1 + [*STEPS].index(step)  # avoids another step's cached program
     case = replace(case, name=f"{length}-{case.name}", seq_len=length)
     assert_close(case, JaxBackend(ring_attention).run(case, kernel="triton"))
     assert set(calls) == {"fwd", "bwd_dkv"}
@@ -121,7 +121,7 @@ def test_many_tiles_a_program(
 
 
 def test_documents_as_in_plain_triton(calls: list[str]) -> None:
-    """Long documents, whose blocks need no mask, and several that share a block."""
+    """Long documents with unmasked blocks, and several in one block, are as in plain Triton."""
     ends = (0, 5, 700, 705, 706, 764, 1100, 1600)
     usual = {**USUAL, "seq_len": ends[-1]}
     case = Case("documents-long", Mask(causal=True, cu_seqlens=ends), **usual)
@@ -140,7 +140,7 @@ def test_documents_as_in_plain_triton(calls: list[str]) -> None:
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("size", SIZES)
 def test_documents_in_the_ring(ring: str, size: int, calls: list[str]) -> None:
-    """Several documents an item, and keys of padding, which are NaN and in none."""
+    """Items with several documents are right, and NaN in padded keys does not reach results."""
     layout, strategy = RINGS[ring]
     mask = Mask(causal=True, cu_seqlens=(0, 3, 90, 400, 402, 777, 1001))
     usual = {**USUAL, "seq_len": 1001}
@@ -153,7 +153,7 @@ def test_documents_in_the_ring(ring: str, size: int, calls: list[str]) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mask", [CAUSAL, Mask()], ids=["causal", "full"])
 def test_in_the_ring(mask: Mask, ring: str, size: int, calls: list[str]) -> None:
-    """Several items a step, and steps that merge."""
+    """Steps with several items, and merged steps, are right in every ring."""
     usual = {**USUAL, "seq_len": 1024}
     layout, strategy = RINGS[ring]
     name = f"hopper-{mask.causal}-{ring}-cp{size}"
@@ -166,7 +166,7 @@ def test_in_the_ring(mask: Mask, ring: str, size: int, calls: list[str]) -> None
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mask", [CAUSAL, Mask()], ids=["causal", "full"])
 def test_over_gathered_keys(mask: Mask, layout: Any, size: int, calls: list[str]) -> None:
-    """Many items in one launch, over the keys of all GPUs."""
+    """Many items in one launch over gathered keys are right."""
     _check_over_gathered_keys(mask, layout, size, calls)
 
 

@@ -1,4 +1,4 @@
-"""What the benchmark reads from a trace, and which pairs it counts."""
+"""The GPU benchmark reads traces right, counts pairs right and runs end to end."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ planes { name: "/device:GPU:1"
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The benchmark, with little work."""
+    """Return the benchmark, with little work to do."""
     sizes = {"HEADS": 4, "KV_HEADS": 2, "DIM": 16, "GATE_LENGTH": 128}
     for name, size in sizes.items():
         monkeypatch.setattr(scaling, name, size)
@@ -80,7 +80,7 @@ def test_spans() -> None:
 
 
 def test_shares_of_random_spans() -> None:
-    """Against counting them one by one."""
+    """Shares of busy time equal those counted tick by tick."""
     random = np.random.default_rng(0)
     for _ in range(50):
         begins, lengths = random.integers(0, 40, 12), random.integers(1, 9, 12)
@@ -144,7 +144,7 @@ SHAPES = [(1, 128, heads, 16) for heads in (4, 2, 2, 4)]
 @pytest.mark.nightly(
     unless=[
         "xla-two-stage-4",
-        "xla-zigzag-2",  # the next test has the other way
+        "xla-zigzag-2",  # the next test runs the all-gather
     ]
 )
 @pytest.mark.parametrize("size", [2, 4])
@@ -156,7 +156,7 @@ def test_ways_in_plain_jax(name: str, implementation: Any, size: int) -> None:
 
 @pytest.mark.parametrize("mask", [windowed(32), Mask(causal=True, cu_seqlens=(0, 40, 100, 128))])
 def test_contiguous_shards_in_plain_jax(mask: Mask) -> None:
-    """With ``xla`` alone: ``auto`` calls cuDNN there."""
+    """Contiguous shards with other masks are right; only with ``xla``, as ``auto`` calls cuDNN."""
     _check_way("all-gather", mask, "xla", 2)
 
 
@@ -176,7 +176,7 @@ def _check_way(name: str, mask: Mask, implementation: Any, size: int) -> None:
 
 
 def test_gradients_of_cudnns_lse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its backward takes none: it is in the output that the backward gets."""
+    """The lse gradient is right though cuDNN's backward takes none: it is folded into ``out``."""
     q, k, v, dout = (x.astype("float32") for x in random_arrays([(1, 16, 2, 8)] * 4, 0))
 
     def forward(pattern: Any, q: Any, k: Any, v: Any) -> Any:
@@ -228,14 +228,14 @@ def test_gathered_keys_are_kept_or_gathered_again() -> None:
 @pytest.mark.nightly(only=["zigzag"])
 @pytest.mark.parametrize("name", ["ring", "all-gather", "zigzag"])
 def test_layers(name: str) -> None:
-    """Each does all of its work, though all have the same keys."""
+    """Layers with equal keys are not merged: each does all of its work."""
     mesh = mesh_of(2)
     method = (
         over_gpus(mesh, CAUSAL, 128, kernel="xla") if name == "ring"
         else RIVALS[name](mesh, CAUSAL, 128, implementation="xla")
     )  # fmt: skip
     q, k, v, _ = (jax.device_put(x, sharding_of(mesh)) for x in random_arrays(SHAPES, 0))
-    # For CPUs jaxlib 0.11 takes barriers away before it merges what is equal: here they stay.
+    # On CPUs jaxlib 0.11 removes barriers before it merges equal operations: keep the barriers.
     kept = {"xla_disable_hlo_passes": "cse_barrier_expander"}
     lowered = [jax.jit(layered(method.attend, n)).lower(q, k, v) for n in (1, 3)]
     once, thrice = (x.compile(compiler_options=kept) for x in lowered)
@@ -250,7 +250,7 @@ def test_layers(name: str) -> None:
 
 @pytest.mark.nightly
 def test_the_whole_run_over_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On host devices, with kernels of XLA; a second run keeps the rows of the first."""
+    """The benchmark runs on host devices with XLA's kernel; a second run keeps the first's rows."""
 
     def wrong(*args: Any) -> Any:
         method = methods.all_gather(*args, implementation="xla")
@@ -282,7 +282,7 @@ def test_the_whole_run_over_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 @pytest.mark.nightly
 def test_the_whole_run(small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On host devices, with kernels of XLA in place of cuDNN's and ours."""
+    """The benchmark runs on host devices, with plain attention in place of GPU kernels."""
 
     def plain(*qkv: Any, mask: Any) -> Any:
         return exact(*qkv, mask=mask).astype(qkv[0].dtype)

@@ -1,4 +1,4 @@
-"""The benchmark of options times nothing that is wrong, and counts ratios round by round."""
+"""The benchmark of options times only right results, and takes ratios round by round."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.jax.columns import exact, ours
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The benchmark, with little work, of ways that are right, wrong, and refuse."""
+    """Return a small benchmark of methods that are right, wrong, and refuse."""
 
     def right(q: Any, *x: Any, mask: Any) -> Any:
         return exact(*(y.astype("float32") for y in (q, *x)), mask=mask).astype(q.dtype)

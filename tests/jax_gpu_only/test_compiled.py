@@ -1,4 +1,4 @@
-"""The kernels compile for GPUs that are not there, and fit on them."""
+"""The kernels compile for GPUs without having one, and fit their registers and memory."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_roles_on_hopper(mask: str, dim: int, step: str) -> None:
 
 
 def test_no_roles_for_options() -> None:
-    """What the kernels for Hopper cannot do goes the general way."""
+    """Options that the Hopper kernels lack, and other head dims and dtypes, do not launch them."""
     calls: list[dict[str, Any]] = [
         {"options": {"causal": True, "softcap": 5.0}},
         {"predicate": True},

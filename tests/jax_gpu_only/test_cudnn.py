@@ -1,4 +1,4 @@
-"""``cudnn`` without cuDNN: when it is taken, what is asked of it, and what is made of that."""
+"""Kernel ``cudnn`` without cuDNN: when it is chosen, its calls, and what is made of results."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_auto_says_why_not() -> None:
 def test_figures_are_of_one_generation_of_gpus(
     capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elsewhere the order decides, without a word of times."""
+    """On other GPUs than the measured ones the order decides, and no times are shown."""
     monkeypatch.setattr(kernels, "compute_capability", lambda: capability)
     first, second, _, strategy, *_ = _explained((256, 256), bias=False)
     assert (first, second) == ("kernel triton (cuda)", "kernel xla (any other device)")
@@ -245,7 +245,7 @@ def test_figures_are_of_one_generation_of_gpus(
 
 
 def _lowered(dims: tuple[int, int], **options: Any) -> str:
-    """The program of both passes for a GPU that is not there."""
+    """Lower forward and backward for a GPU without having one."""
     q, k, v = (
         jax.ShapeDtypeStruct((2, 64, *shape), "bfloat16")
         for shape in ((4, dims[0]), (2, dims[0]), (2, dims[1]))
@@ -265,14 +265,14 @@ def _lowered(dims: tuple[int, int], **options: Any) -> str:
 
 
 def _calls(text: str) -> list[tuple[str, str]]:
-    """What is called, and the types of what it is given and gives."""
+    """Return the cuDNN calls in a program: their names and the types of operands and results."""
     return re.findall(r"custom_call @(__cudnn\$\w+)\(.*?: (\(.*?\) -> .*)", text)
 
 
 @pytest.mark.parametrize("platforms", [("cpu",), ("tpu",), ("cpu", "cuda")])
 @pytest.mark.parametrize("kernel", ["cudnn", "auto"])
 def test_exports_for_other_platforms_are_refused(kernel: str, platforms: tuple[str, ...]) -> None:
-    """By name, those for several platforms, too; for one without GPUs ``auto`` is no ``cudnn``."""
+    """An export for CPUs, TPUs or several platforms raises; ``auto`` only for several platforms."""
     x = jax.ShapeDtypeStruct((1, 64, 2, 64), "bfloat16")
     call = jax.jit(lambda q: ring_attention(q, q, q, axis_name=None, kernel=kernel))
     for function in (call, jax.jit(jax.grad(lambda q: call(q).sum()))):
@@ -285,7 +285,7 @@ def test_exports_for_other_platforms_are_refused(kernel: str, platforms: tuple[s
 
 
 def test_without_programs() -> None:
-    """A kernel on another platform is refused under ``jax.disable_jit``, too."""
+    """The kernel is refused on other platforms under ``jax.disable_jit``, too."""
     x = jnp.ones((1, 64, 2, 64), "bfloat16")
     with (
         jax.disable_jit(),
@@ -322,7 +322,7 @@ def test_lowered_masks() -> None:
 
 
 def test_head_dims_that_are_unequal() -> None:
-    """Those of DeepSeek as they are, where cuDNN can; others with zeros."""
+    """DeepSeek's 192/128 is passed on if cuDNN can run it; other dims are padded with zeros."""
     for dims, shown_dims in (((192, 128), ("192", "128")), ((136, 72), ("136", "136"))):
         for _, types in _calls(_lowered(dims, causal=True)):
             assert f"2x64x2x{shown_dims[0]}xbf16>, tensor<2x64x2x{shown_dims[1]}xbf16>" in types
@@ -335,7 +335,7 @@ def test_zeros_where_cudnn_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_ring_lowered_for_a_gpu() -> None:
-    """A program for each rectangle that some rank has, not one a rank."""
+    """A ring has one cuDNN call for each distinct rectangle of its ranks, not one per rank."""
     mesh = jax.make_mesh((4,), ("cp",), devices=jax.devices()[:4])
     cp = ContextParallel(mesh, axis_name="cp", layout="zigzag")
     x = jnp.zeros((1, 64, 2, 256), "bfloat16")
@@ -351,7 +351,7 @@ def test_a_ring_lowered_for_a_gpu() -> None:
 
 
 def test_what_jax_calls_it_with() -> None:
-    """The operations of this jax, those of 0.11, and those of a release that nobody knows."""
+    """The binding fits this jax and jax 0.11; an unknown signature is refused with a reason."""
     module: Any = fused_attention_stablehlo
     name = "_dot_product_attention_fwd_cuda_lowering"
     signature = inspect.signature(getattr(module, name))

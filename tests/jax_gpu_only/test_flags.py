@@ -1,4 +1,4 @@
-"""XLA's flags are set when asked for, in time or not at all."""
+"""``set_xla_flags`` sets XLA's flags before JAX reads them, or raises."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(json.dumps([before == imported, added, os.environ.get("XLA_FLAGS")]))
 
 
 def outcome(flags: str | None = None, earlier: str = "", later: str = "") -> tuple[Any, str | None]:
-    """What the call returns, or its error, and the flags after it."""
+    """Return the result of ``set_xla_flags``, or its error, and XLA_FLAGS after it."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"JAX_PLATFORMS": "cpu"} | ({} if flags is None else {"XLA_FLAGS": flags})
     code = REPORT.format(earlier=earlier, later=later)
@@ -46,7 +46,7 @@ def outcome(flags: str | None = None, earlier: str = "", later: str = "") -> tup
 
 
 def test_the_installed_jaxlib_takes_them() -> None:
-    """It ends a process whose flags it does not know."""
+    """The installed jaxlib knows the flags: it ends a process that sets unknown ones."""
     assert outcome(later="jax.jit(lambda x: x + 1)(1.0)") == (XLA_FLAGS, WRITTEN)
 
 

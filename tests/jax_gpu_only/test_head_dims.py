@@ -30,7 +30,7 @@ def test_they_are_launched_at(dims: tuple[int, int], launched: tuple[int, int]) 
     assert _says_hopper(dims) == launches[0].hopper
 
 
-#: Options of a call, and the passes that have kernels for Hopper.
+#: Options of a call, and the passes that have a Hopper kernel for it.
 PASSES: dict[str, tuple[dict[str, Any], str]] = {
     "scale": ({"softmax_scale": 0.5}, "forward and backward"), "softcap": ({"softcap": 2.0}, ""),
     "deterministic": ({"deterministic": True}, "the forward"), "negative": ({"softmax_scale": -1.0}, ""),

@@ -31,7 +31,7 @@ from ring_jax_gpu.launch import KernelName, Launch, arguments_of, stages_of
 SMALL = KernelConfig("triton", block_q=32, block_k=32)
 CAUSAL = Mask(causal=True)
 
-# Several blocks on one device; lengths that are no multiple of a block.
+# Cases of several blocks on one device, with lengths that no block size divides.
 _CASES = [
     Case("causal", CAUSAL),
     Case("full", Mask(), heads=(2, 2)),
@@ -86,7 +86,7 @@ SEVERAL_BLOCKS = [case if case.seq_len != 48 else replace(case, seq_len=80) for 
 
 
 def test_programs_for_other_machines_are_refused() -> None:
-    """By name: for a TPU, for several platforms, and for GPUs where there is none."""
+    """Lowering for a TPU, or for a GPU on a machine without one, raises and says why."""
     x = jax.ShapeDtypeStruct((1, 16, 2, 16), jnp.float32)
     call = jax.jit(lambda q: ring_attention(q, q, q, axis_name=None, kernel="triton"))
     grad = jax.jit(jax.grad(lambda q: call(q).sum()))
@@ -182,7 +182,10 @@ def test_several_blocks_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_documents_on_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Hopper has one kernel for the backward, each of two gets its own side's documents."""
+    """Packed documents are right without Hopper's single backward kernel.
+
+    The dQ and the dK/dV kernel each get the documents of their own side.
+    """
     monkeypatch.setattr(ring_jax, "ring_attention", ring_attention)
     mask = Mask(causal=True, cu_seqlens=(0, 3, 10, 41, 72, 96))
     case = Case("documents-striped-cp2", mask, "striped", 2, 96, **_HOPPER)
@@ -209,7 +212,7 @@ def test_outside_of_programs() -> None:
 
 
 def test_vmap() -> None:
-    """A vmapped axis is run through one by one."""
+    """A vmapped call is right: its entries run one by one."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, 1, 40, 1, 8)), jnp.float32) for _ in range(3))
     ids = jnp.asarray(rng.integers(0, 2, (2, 1, 40)).cumsum(axis=2) // 10, jnp.int32)
@@ -236,10 +239,13 @@ def test_vmap() -> None:
 def test_what_the_kernels_for_hopper_leave(
     case: Case, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here they leave everything, in memory where heads lie behind tokens."""
+    """Work that the Hopper kernels leave out is done right; here they leave everything.
+
+    Arrays are in Hopper's layout, heads after tokens.
+    """
     if step != "only":
         pretend(monkeypatch, step)
-        length = case.seq_len + 1 + [*STEPS].index(step)  # else another's program would be taken
+        length = case.seq_len + 1 + [*STEPS].index(step)  # avoids another step's cached program
         case = replace(case, name=f"{length}-{case.name}", seq_len=length)
 
     def call(
@@ -356,7 +362,7 @@ def test_blocks_that_have_no_room_are_refused() -> None:
 
 
 def test_what_a_kernel_does_not_know_is_an_error() -> None:
-    """jax-triton would take it for a constant."""
+    """An array that the kernel has no argument for raises: jax-triton would make it a constant."""
     from ring_core.triton.forward import fwd
     from ring_core.triton.scores import Constexprs
 
@@ -368,7 +374,7 @@ def test_what_a_kernel_does_not_know_is_an_error() -> None:
 
 
 def test_the_derivative_of_a_gradient_is_refused_when_it_is_traced() -> None:
-    """Though the launch of a kernel has no derivative: JAX would name its primitive."""
+    """Second derivatives raise an error of this package, not JAX's about a primitive."""
     q = jnp.ones((1, 16, 2, 16))
 
     def gradient(q: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How programs share what is left for a last round."""
+"""Stream-K schedules of the Hopper kernels: tiles of the last round are split among programs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SEEN = {
 }
 
 
-#: What programs work out among themselves.
+#: Functions by which programs find their share of the work.
 NAMES = (
     "decode_tile", "seen_in_part", "work_of", "piece_of", "stream_k_of", "keys_of",
     "swizzled_block_and_head", "parts_of", "turn_of", "turned", "nth_block",
@@ -47,7 +47,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Pointer:
-    """Where a kernel reads numbers."""
+    """Pointer to scalars that a kernel loads."""
 
     numbers: tuple[int, ...]
     at: int = 0
@@ -57,7 +57,7 @@ class Pointer:
 
 
 def as_python(module: Any, patched: pytest.MonkeyPatch, seen: Any) -> None:
-    """Have what a kernel's programs work out among themselves run here, a program at a time."""
+    """Run the scheduling functions of a kernel as Python, one program at a time."""
     for name in NAMES:
         if hasattr(module, name):
             patched.setattr(module, name, getattr(module, name).fn)
@@ -73,7 +73,7 @@ def as_python(module: Any, patched: pytest.MonkeyPatch, seen: Any) -> None:
 
 
 def seen_by_tiles(outer: tuple[int, int], inner: tuple[int, int]) -> Callable[..., Any]:
-    """Which blocks tiles of outer tokens see, as the kernels' ``visited``."""
+    """Return a stand-in for the kernels' ``visited``: the blocks that an outer tile sees."""
 
     def visited(_i: Any, _n: Any, start: int, stop: int, size: int, **_: Any) -> tuple[int, ...]:
         if max(start, outer[0]) >= min(stop, outer[1]):
@@ -90,7 +90,7 @@ def seen_by_tiles(outer: tuple[int, int], inner: tuple[int, int]) -> Callable[..
 def test_all_is_done_once(
     name: str, programs: int, heads_per_swizzle: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the forward: what a program sees of each ticket, together."""
+    """Forward programs together visit every block once, and begin every tile once."""
     seen = SEEN[name]
     stream_k = forward_schedule(seen, BATCH * HEADS, programs)
     assert stream_k.split > 0 or programs == 132 or name == "nothing"
@@ -151,7 +151,7 @@ def test_all_is_done_once_backwards(
                     None, 0, block * 128, part, part_stop, member, sizes, consts
                 )
                 assert low <= whole_low <= whole_high <= high
-                # Beyond the last keys are those of the next batch row, which a mask has to hide.
+                # Behind the last keys lie those of the next batch row, which the mask has to hide.
                 assert whole_high == whole_low or block * 128 + 128 <= LENGTHS[1]
                 turn, whole_blocks = (
                     kernel.turn_of(block, whole_low, whole_high, consts), whole_high - whole_low
@@ -182,7 +182,7 @@ def test_all_is_done_once_backwards(
 
 @dataclass(frozen=True)
 class Registers:
-    """A product's rows, as ``in_order`` regards them."""
+    """Stand-in for the rows of a matrix product in registers."""
 
     rows: np.ndarray[Any, Any]
 
@@ -194,7 +194,7 @@ class Registers:
 
 
 def test_even_queries_come_first_and_leave_in_order() -> None:
-    """The order in which lse is fetched, that of masks, and that in which dQ is stored."""
+    """Fetching lse puts even queries first, as masks do; dQ is stored in order again."""
     kernel: Any = backward
     consts = SimpleNamespace(BLOCK=64, D=1)
     tokens = np.arange(150)
@@ -209,10 +209,10 @@ def test_even_queries_come_first_and_leave_in_order() -> None:
 @pytest.mark.parametrize(
     ("tiles", "length", "expected"),
     [
-        (132, 32, (0, 0, 1)),  # all even
-        (1024, 32, (0, 0, 1)),  # 100 left, which the others cannot help enough
+        (132, 32, (0, 0, 1)),  # one tile per program
+        (1024, 32, (0, 0, 1)),  # 100 tiles left: too few programs are idle to help
         (2048, 64, (68, 42, 3)),
-        (4096, 128, (4, 13, 10)),  # none of the others has more than one part
+        (4096, 128, (4, 13, 10)),  # no helper has more than one part
         (66, 16, (66, 8, 2)),
         (68, 11, (0, 0, 1)),
     ],
@@ -235,7 +235,7 @@ def test_what_is_shared_is_shorter(programs: int) -> None:
 
 @pytest.mark.parametrize("programs", [1, 5, 78, 132])
 def test_who_helps_has_as_much_as_who_is_helped(programs: int) -> None:
-    """In the backward, but for what a part costs besides its blocks."""
+    """Helpers and helped programs of the backward have equal work, up to a part's overhead."""
     for tiles in range(1, 3 * programs):
         for length in (1, 4, 12, 33, 512):
             split, own, helpers = split_tiles_backward(tiles, length, programs)
@@ -250,5 +250,5 @@ def test_examples_of_the_backward() -> None:
     assert split_tiles_backward(132, 512, PROGRAMS) == (0, 0, 0)
     assert split_tiles_backward(512, 512, PROGRAMS) == (116, 454, 16)
     assert split_tiles_backward(1024, 1024, PROGRAMS) == (100, 779, 32)
-    assert split_tiles_backward(4, 512, PROGRAMS) == (4, 129, 12)  # no more than three help one
+    assert split_tiles_backward(4, 512, PROGRAMS) == (4, 129, 12)  # at most three helpers per tile
     assert split_tiles_backward(12, 4, PROGRAMS) == (12, 2, 36)

@@ -1,4 +1,4 @@
-"""What XLA's compiler for GPUs makes of a ring's loops, without a GPU."""
+"""XLA's GPU schedule of a ring's loops, compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _library() -> Path | None:
     reason="needs jax-cuda13-pjrt; nox -s gpu_schedule has it",
 )
 def test_loops_transfer_beside_attention_and_copy_nothing() -> None:
-    """Forward and backward, two stages an iteration: start, attention, done; slots are swapped."""
+    """A loop iteration is two stages of start, attention, done, and swaps slots without copies."""
     assert _library() is not None, "this session installs jax-cuda13-pjrt, and it is not there"
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
     done = subprocess.run(

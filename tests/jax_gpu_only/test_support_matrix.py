@@ -1,4 +1,4 @@
-"""What the page says of the kernels is what the kernels say."""
+"""The support matrix on the page agrees with the kernels."""
 
 from __future__ import annotations
 

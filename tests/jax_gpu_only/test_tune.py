@@ -1,4 +1,4 @@
-"""The autotuner, on kernels that are interpreted: what is fastest to it, and what it writes."""
+"""The autotuner, on interpreted kernels: the configuration it chooses, and its output."""
 
 from __future__ import annotations
 

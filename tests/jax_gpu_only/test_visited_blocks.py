@@ -1,4 +1,4 @@
-"""The blocks that the kernels for Hopper visit for a plan with documents, against a dense mask."""
+"""Blocks that the Hopper kernels visit with packed documents agree with a dense mask."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DOCUMENTS = (0, 1, 40, 128, 129, 150, 256, 300, 301, 470, 512, 700)
 
 
 def random_documents(seed: int) -> Mask:
-    """Some documents of any lengths, and a window in half of the masks."""
+    """Return a mask of random documents, for odd seeds with a window."""
     rng = np.random.default_rng(seed)
     ends = np.unique(rng.integers(1, 700, rng.integers(1, 30))).tolist()
     window = (int(rng.integers(0, 200)), int(rng.integers(0, 200))) if seed % 2 else None
@@ -56,7 +56,7 @@ PLANS = {
 
 
 class Pointer:
-    """Memory that a kernel reads, one number or several at once."""
+    """Pointer to memory that a kernel loads, by scalars or vectors."""
 
     def __init__(self, numbers: Ints, offset: Any = 0) -> None:
         self.numbers, self.offset = numbers.reshape(-1), offset
@@ -65,7 +65,7 @@ class Pointer:
         return Pointer(self.numbers, self.offset + more)
 
     def load(self, mask: Any = True, other: int = 0) -> Any:
-        """Read where the mask says so; what is beyond the memory is an error."""
+        """Load where the mask is True; an address out of bounds is an error."""
         wanted = np.where(mask, self.offset, 0)
         assert ((wanted >= 0) & (wanted < self.numbers.size)).all()
         return np.where(mask, self.numbers[wanted], other)
@@ -73,7 +73,7 @@ class Pointer:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The kernels' functions, run as Python."""
+    """Return the kernels' module with its functions running as Python."""
     for name in ("sides_of", "document_of", "visited", "seen_by"):
         monkeypatch.setattr(common, name, getattr(common, name).fn)
     for name, x in vars(common).copy().items():
@@ -87,7 +87,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def cells_of(plan: Plan, q_rank: int, kv_rank: int) -> tuple[Ints, Ints]:
-    """The documents of a rank's queries and of another's keys."""
+    """Return the document numbers of one rank's queries and another's keys."""
     assert plan.boundaries is not None
     positions = plan.positions(q_rank), plan.k_positions(kv_rank)
     q_cells, k_cells = (np.searchsorted(plan.boundaries, x, "right") for x in positions)
@@ -95,7 +95,7 @@ def cells_of(plan: Plan, q_rank: int, kv_rank: int) -> tuple[Ints, Ints]:
 
 
 def shown(item: WorkItem, q_cells: Ints, k_cells: Ints) -> Flags:
-    """The dense mask of an item, ``[queries, keys]``."""
+    """Return the dense mask of an item, ``[queries, keys]``."""
     i, j = np.arange(q_cells.size)[:, None], np.arange(k_cells.size)[None]
     inside = (i >= item.q_start) & (i < item.q_stop) & (j >= item.k_start) & (j < item.k_stop)
     distance = (i - item.q_start) - (j - item.k_start)
@@ -106,7 +106,7 @@ def shown(item: WorkItem, q_cells: Ints, k_cells: Ints) -> Flags:
 
 
 def bounds_of(item: WorkItem) -> tuple[int, ...]:
-    """The numbers of an item as a kernel reads them."""
+    """Return the numbers of an item in the order in which a kernel reads them."""
     lo, hi = (-FAR if item.lo is None else item.lo), (FAR if item.hi is None else item.hi)
     return item.q_start, item.q_stop, item.k_start, item.k_stop, lo, hi
 
@@ -114,7 +114,7 @@ def bounds_of(item: WorkItem) -> tuple[int, ...]:
 @pytest.mark.parametrize("rows_outside", [True, False], ids=["queries", "keys"])
 @pytest.mark.parametrize("name", PLANS)
 def test_against_a_dense_mask(name: str, rows_outside: bool, kernel: Any) -> None:
-    """Of every pair of ranks, with queries outside as in the forward, or keys."""
+    """Every pair of ranks is right, with queries in the outer loop (forward) or keys (backward)."""
     plan, several = PLANS[name], 0
     for q_rank, kv_rank in product(range(plan.cp_size), repeat=2):
         cells = cells_of(plan, q_rank, kv_rank)
@@ -122,7 +122,7 @@ def test_against_a_dense_mask(name: str, rows_outside: bool, kernel: Any) -> Non
         ranges = np.stack([np.searchsorted(inner, outer, side) for side in ("left", "right")])
         assert (np.diff(ranges) >= 0).all()
         items = plan.items(q_rank, kv_rank)
-        # Behind them one of no queries, as ranks have that have fewer items than others.
+        # The last item is empty, as on ranks with fewer items than others.
         bounds = np.array([*map(bounds_of, items), (0,) * 6])
         bands = kernel.Bands(Pointer(bounds), Pointer(ranges), outer.size)
         dense = [shown(item, *cells) for item in items]
@@ -134,13 +134,13 @@ def test_against_a_dense_mask(name: str, rows_outside: bool, kernel: Any) -> Non
 
 
 def check_item(kernel: Any, bands: Any, n: int, dense: Flags, rows_outside: bool) -> None:
-    """What a kernel sees and visits of an item, whose mask is ``dense [outer, inner]``."""
+    """Check what a kernel sees and visits of an item with the mask ``dense [outer, inner]``."""
     (outer_len, inner_len), size = dense.shape, 128 if rows_outside else 64
     inner = np.arange(inner_len)
     for start in range(0, outer_len, 128):
         stop = min(start + 128, outer_len)
         expected = dense[start:stop]
-        # The last block has tokens beyond the end, which see nothing.
+        # Tokens of the last block beyond the end see nothing.
         first, last = kernel.seen_by(bands, n, start + np.arange(128), ROWS_OUTSIDE=rows_outside)
         seen = (inner >= first[:, None]) & (inner < last[:, None])
         np.testing.assert_array_equal(seen[: stop - start], expected)
@@ -149,7 +149,7 @@ def check_item(kernel: Any, bands: Any, n: int, dense: Flags, rows_outside: bool
         low, whole_low, whole_high, high = map(int, blocks)
         assert 0 <= low <= whole_low <= whole_high <= high <= -(-inner_len // size)
         some, whole = expected.any(axis=0), expected.all(axis=0)
-        if some.any():  # else nothing would be lost
+        if some.any():  # if nothing is visible, visiting nothing is right, too
             assert low == np.flatnonzero(some)[0] // size
             assert high == np.flatnonzero(some)[-1] // size + 1
         full = whole[: inner_len // size * size].reshape(-1, size).all(axis=1)

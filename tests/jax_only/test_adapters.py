@@ -1,4 +1,4 @@
-"""Flax on the ring: its own modules and the oracle say what is right."""
+"""Flax on the ring agrees with its own modules and with the oracle."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from ring_jax.nn import make_dot_product_attention
 
 @pytest.mark.parametrize("flax", [nnx, linen], ids=["nnx", "linen"])
 def test_signature_of_flax(flax: Any) -> None:
-    """Linen leaves out what an ``attention_fn`` has no name for, so all names have to be there."""
+    """The ``attention_fn`` has all of Flax's arguments: Linen drops those that it does not name."""
     expected = parameters(flax.dot_product_attention)
     actual = parameters(make_attention_fn(ONE))
     assert expected.keys() <= actual.keys()
     shared = list(expected)[: list(expected).index("module") + 1]
     assert list(actual)[: len(shared)] == shared
-    for name in expected.keys() - {"promote_dtype"}:  # whose default promotes as ours does
+    for name in expected.keys() - {"promote_dtype"}:  # its default promotes dtypes as ours does
         assert actual[name][1] == expected[name][1], name
 
 
@@ -65,7 +65,7 @@ def test_one_module_imports_a_framework() -> None:
 
 
 def nnx_loss(attention_fn: Callable[..., Any], x: jax.Array, weight: jax.Array) -> Any:
-    """The loss and gradient of an NNX module with grouped heads."""
+    """Return the loss and gradient of an NNX module with grouped heads."""
     layer = nnx.MultiHeadAttention(
         H, 12, H * D, num_kv_heads=K, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0)
     )
@@ -85,7 +85,7 @@ def test_nnx() -> None:
     all_close(nnx_loss(make_attention_fn(cp.attention), cp.shard(x), cp.shard(weight)), expected)
 
 
-@pytest.mark.nightly(only=["shard_map"])  # docs/jax-adapters.md has it
+@pytest.mark.nightly(only=["shard_map"])  # per change docs/jax-adapters.md runs it
 @pytest.mark.parametrize("where", ["global arrays", "shard_map"])
 def test_linen(where: str) -> None:
     x, weight = random(B, T, 12, seed=5), random(B, T, 12, seed=6)
@@ -121,7 +121,7 @@ def test_linen(where: str) -> None:
 
 
 class Honoured(NamedTuple):
-    """Arguments, what the oracle calls them, and whether the program is that of these options."""
+    """Supported arguments, the oracle's names for them, and options that give the same program."""
 
     arguments: dict[str, Any]
     oracle: dict[str, Any]
@@ -129,7 +129,7 @@ class Honoured(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Arguments, and a word of advice that the error has to hold."""
+    """Refused arguments, and a word of advice that the error must contain."""
 
     arguments: dict[str, Any]
     advice: str
@@ -190,10 +190,10 @@ def test_dtypes_of_flax() -> None:
     assert jax.eval_shape(partial(attend, dtype=jnp.bfloat16), q, k, v).dtype == jnp.bfloat16
 
 
-@pytest.mark.nightly(only=["shard_map"])  # per change jax.nn has it
+@pytest.mark.nightly(only=["shard_map"])  # per change the tests of jax.nn run it
 @pytest.mark.parametrize("where", ["global arrays", "shard_map"])
 def test_flax_on_two_devices(where: str) -> None:
-    """Segments, padded keys, bias and dropout by a traced key, in layout order."""
+    """Segments, padded keys, bias and dropout by a traced key are right in layout order."""
     cp = context()
     local = partial(ring_attention, axis_name="cp", layout="zigzag")
     attend = make_attention_fn(cp.attention if where == "global arrays" else local)
@@ -215,7 +215,7 @@ def test_flax_on_two_devices(where: str) -> None:
 
 
 def test_batches_of_flax() -> None:
-    """None, two dimensions, and one query that meets a cache."""
+    """Inputs may have no batch, two batch dimensions, or one query with a cache."""
     attend = make_attention_fn(partial(ONE, causal=True))
     ids, bias = Segments(jnp.asarray(IDS)[None]), random(B, 1, T, T, seed=8)
     written = jnp.asarray(SHOWN)[:, None, None]
@@ -246,7 +246,7 @@ def test_a_rule_may_be_the_mask() -> None:
             {"query": QKV[0][:, :1], "mask": SHOWN[:, None, None]},
             "^window: 1 queries meet 16 keys",
         ),
-        (  # one query may meet a cache: test_batches_of_flax
+        (  # one query with a cache is allowed: test_batches_of_flax
             {"causal": True},
             {"query": QKV[0][:, :2], "mask": SHOWN[:, None, None]},
             "^causal: 2 queries meet 16 keys",

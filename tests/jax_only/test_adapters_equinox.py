@@ -1,4 +1,4 @@
-"""Equinox on the ring: its own module says what is right."""
+"""Equinox on the ring gives the results of Equinox's own module."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def module_of(dropout_p: float = 0.0) -> eqx.nn.MultiheadAttention:
 
 
 def equinox_loss(model: Any, x: jax.Array, weight: jax.Array, mask: Any = None) -> Any:
-    """The loss and gradient of a model that holds an attention."""
+    """Return the loss and gradient of a model that contains an attention module."""
 
     @eqx.filter_jit
     @eqx.filter_value_and_grad
@@ -78,7 +78,7 @@ def test_equinox(size: int, layout: str) -> None:
 
 
 def test_equinox_inside_shard_map() -> None:
-    """Dropout, documents and what is done to heads, on two devices and on one."""
+    """Dropout, documents and ``process_heads`` agree between two devices and one."""
     x, module = random(T, 12, seed=5), module_of(dropout_p=0.3)
     cp = context()
     local = partial(ring_attention, axis_name="cp", layout="zigzag", causal=True)
@@ -110,7 +110,7 @@ def test_equinox_inside_shard_map() -> None:
 
 
 def test_parameters_of_equinox() -> None:
-    """The same initial values, and files of the one are files of the other."""
+    """Initial values and serialised files are those of Equinox's own module."""
     attention = partial(ONE, causal=True)
     new = ring_jax.equinox.MultiheadAttention(H, 12, attention=attention, key=jax.random.key(0))
     old = eqx.nn.MultiheadAttention(H, 12, key=jax.random.key(0))
@@ -123,7 +123,7 @@ def test_parameters_of_equinox() -> None:
 
 
 class Peculiar(eqx.nn.MultiheadAttention):
-    """A subclass may do anything."""
+    """Subclass that may have changed anything."""
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""What MaxText says to its attention, said to this package; MaxText itself is run elsewhere.
+"""The MaxText adapter translates MaxText's settings; MaxText itself is not needed.
 
-``nox -s maxtext`` trains with the real one.
+``nox -s maxtext`` trains with the real MaxText.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ring_jax.maxtext import with_ring
 
 
 def member(value: str) -> SimpleNamespace:
-    """Of an enumeration of MaxText."""
+    """Return a stand-in for a member of one of MaxText's enumerations."""
     return SimpleNamespace(value=value)
 
 
-SCALE = 8**-0.5  # MaxText's queries come scaled
+SCALE = 8**-0.5  # MaxText scales its queries itself
 CONFIG: dict[str, Any] = {
     "context_sharding": "context", "context_parallel_load_balance": True,
     "context_parallel_reorder_strategy": member("auto"), "context_parallel_strategy": "all_gather",
@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
 
 
 class Operation(SimpleNamespace):
-    """An ``AttentionOp`` as far as it is read."""
+    """Stand-in for MaxText's ``AttentionOp`` with the attributes that the adapter reads."""
 
     def _logical_to_mesh_axes(self, names: tuple[str, ...]) -> tuple[str | None, ...]:
         axes = {"batch": "data", "heads": None, "length": "context", "kv": None}
@@ -59,7 +59,7 @@ def theirs(
     self: Any, query: Any, key: Any, value: Any, decoder_segment_ids: Any, segment_positions: Any,
     lengths: Any, model_mode: Any, **others: Any,
 ) -> Any:  # fmt: skip
-    """MaxText's own method."""
+    """Stand-in for MaxText's own attention: return its arguments."""
     return self, others | {
         "query": query, "key": key, "value": value, "decoder_segment_ids": decoder_segment_ids,
         "segment_positions": segment_positions, "lengths": lengths, "model_mode": model_mode,
@@ -107,7 +107,7 @@ HONOURED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 def context(op: Operation, name: str) -> ContextParallel:
-    """The order that MaxText's pipeline puts tokens in."""
+    """Return a context with the token order that MaxText's input pipeline uses."""
     layouts: dict[str, LayoutSpec] = {
         "natural order": "contiguous", "full": "contiguous", "striped": "striped",
         "striped by itself": "striped",
@@ -153,7 +153,7 @@ def test_ids_of_keys() -> None:
 
 
 def test_another_attention_is_maxtexts() -> None:
-    """Every argument is handed on, under its name."""
+    """Calls for another attention go to MaxText's method with every argument under its name."""
     op, names = operation(attention_kernel="flash"), signature(APPLY, follow_wrapped=False)
     arguments = {name: object() for name in names.parameters if name != "self"}
     assert len(arguments) == 19

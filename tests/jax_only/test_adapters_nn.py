@@ -1,4 +1,4 @@
-"""The function with the signature of jax.nn.dot_product_attention, compared with that one."""
+"""``ring_jax.nn`` agrees with jax.nn.dot_product_attention."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def test_jax_nn_without_a_batch_and_with_a_residual() -> None:
     assert jax.eval_shape(attend, *narrow) == jax.eval_shape(theirs, *narrow)
 
 
-@pytest.mark.nightly(only=["global arrays"])  # per change Flax has them
+@pytest.mark.nightly(only=["global arrays"])  # per change the tests of Flax run them
 @pytest.mark.parametrize("where", ["global arrays", "shard_map"])
 def test_jax_nn_on_two_devices(where: str) -> None:
-    """Lengths count tokens in natural order, whatever the layout; for shards gradients too."""
+    """Lengths count tokens in natural order in every layout; gradients of shards are right."""
     in_shard_map = where == "shard_map"
     cp = context(layout="striped" if in_shard_map else "zigzag")
     local = partial(ring_attention, axis_name="cp", layout="striped")
@@ -117,7 +117,7 @@ def test_jax_nn_on_two_devices(where: str) -> None:
 
     def loss(function: Any, *args: Any) -> Any:
         out, lse = function(*args)
-        held = jnp.where(jnp.isneginf(lse), 0, lse)  # a residual of no gradient, here as there
+        held = jnp.where(jnp.isneginf(lse), 0, lse)  # lse has no gradient in either one
         return jnp.sum(out * weight) + jnp.sum(held), (out, lse)
 
     single = partial(jax.nn.dot_product_attention, **arguments)

@@ -1,6 +1,6 @@
-"""The inverse movement is the backward: over all devices, ``<M x, y> == <x, M' y>``.
+"""Inverse movements are adjoints: over all devices, ``<M x, y> == <x, M' y>``.
 
-``M'`` is the return of the movement ``M``.
+``M'`` is the reverse of the movement ``M``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ring_jax.collectives import Ranks
 SIZE, TOKENS = 4, 32
 RANKS = Ranks("cp", SIZE)
 
-#: A movement of a device's part ``[2, T / P, 3]``, its return, and how its result lies.
+#: A movement of a shard ``[2, T / P, 3]``, its reverse, and the layout of its result.
 MOVEMENTS: dict[str, tuple[Any, Any, P]] = {
     "a hop": (lambda x: RANKS.move(x, 1), lambda y: RANKS.move(y, -1), P(None, "cp")),
     "a hop over two": (lambda x: RANKS.move(x, 3), lambda y: RANKS.move(y, -3), P(None, "cp")),
@@ -35,7 +35,7 @@ def numbers(seed: int, *shape: int) -> jax.Array:
 
 
 def same(result: tuple[jax.Array, jax.Array], expected: tuple[jax.Array, jax.Array]) -> None:
-    """Equal dot products, of numbers that show something."""
+    """Check that dot products are equal, and not trivially zero."""
     moved, returned = (
         float(np.vdot(*(np.asarray(x, np.float64) for x in pair))) for pair in (result, expected)
     )

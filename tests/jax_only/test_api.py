@@ -24,7 +24,7 @@ CALL = partial(ring_attention, axis_name="cp", causal=True)
 
 
 def mesh_of(axis_type: AxisType = AxisType.Auto, **axes: int) -> Mesh:
-    """A mesh of host devices."""
+    """Make a mesh of host devices."""
     sizes, names = tuple(axes.values()), tuple(axes)
     devices = jax.devices()[: int(np.prod(sizes))]
     return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes), devices=devices)
@@ -39,7 +39,7 @@ def qkv() -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def ring(call: Callable[..., Any] = CALL, size: int = 2, **options: Any) -> Callable[..., Any]:
-    """A call on local shards as a function of global arrays."""
+    """Return a call on local shards as a function of global arrays."""
     tokens = P(None, "cp")
     return jax.shard_map(
         call, mesh=mesh_of(cp=size), in_specs=(tokens,) * 3, out_specs=tokens, **options
@@ -101,7 +101,7 @@ def test_under_vmap_scan_and_remat() -> None:
 @pytest.mark.nightly(unless=["False"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_replicated_parameters_get_their_gradient_once(*, check_vma: bool) -> None:
-    """Sinks on every device of a mesh with data parallelism beside: one sum, whatever the mesh."""
+    """Replicated sinks on a mesh with data parallelism get one summed gradient, not several."""
     sinks, args = random(4, seed=5), qkv()
     tokens = P("dp", "cp")
     function = jax.shard_map(
@@ -122,7 +122,7 @@ def test_replicated_parameters_get_their_gradient_once(*, check_vma: bool) -> No
     [*RINGS.values(), (ChunkLayout(((0, 3), (1, 2))), "ring")], ids=[*RINGS, "chunks"],
 )  # fmt: skip
 def test_context_parallel(axis_type: AxisType, layout: Any, strategy: str) -> None:
-    """All axes at once, every option that is an array, dropout by global indices."""
+    """Data, context and tensor parallelism are right together, with array options and dropout."""
     mesh = mesh_of(axis_type, dp=2, cp=2, tp=2)
     cp = ContextParallel(mesh, "cp", batch_axis="dp", head_axis="tp", layout=layout)
     ids = np.sort(np.random.default_rng(4).integers(0, 3, Q[:2])).astype(np.int32)
@@ -154,9 +154,9 @@ def test_context_parallel(axis_type: AxisType, layout: Any, strategy: str) -> No
 
 
 def test_calls_that_nothing_compiles(caplog: pytest.LogCaptureFixture) -> None:
-    """They are one program, compiled once, and another seed is not another program.
+    """Calls outside of jit run one program, compiled once, whatever the seed.
 
-    Their gradient is operation by operation before jax 0.12.
+    Before jax 0.12 their gradients run operation by operation.
     """
     cp = ContextParallel(mesh_of(dp=2, cp=2), "cp", batch_axis="dp")
     slopes = 2.0 ** -np.arange(1, 5, dtype=np.float32)
@@ -235,7 +235,7 @@ def test_seeds() -> None:
 
 
 def test_saved_residuals_spare_the_ring() -> None:
-    """With the named residuals saved, rematerialisation runs no transfer of the forward again."""
+    """Saving the named residuals spares rematerialisation all transfers of the forward."""
     policy = jax.checkpoint_policies.save_only_these_names(*RESIDUALS)
 
     def permutes(policy: Any) -> int:
@@ -247,7 +247,7 @@ def test_saved_residuals_spare_the_ring() -> None:
 
 
 def test_signatures_are_those_of_torch() -> None:
-    """The order of the options, which both frameworks promise."""
+    """Options have the order that both frameworks promise."""
     options = (
         "seq_len", "causal", "window", "chunk_size", "cu_seqlens", "segment_ids", "mask", "softmax_scale",
         "softcap", "sinks", "bias", "alibi_slopes", "dropout_p", "dropout_seed", "deterministic", "return_lse", "kernel", "strategy", "transport",
@@ -300,14 +300,14 @@ def test_one_device_on_a_mesh_with_explicit_axes() -> None:
 
     expected = jax.jit(jax.grad(loss))(x)
     replicated = jax.device_put(x, NamedSharding(mesh, P()))
-    close(jax.jit(jax.grad(loss))(replicated), expected)  # for two devices it is compiled anew
+    close(jax.jit(jax.grad(loss))(replicated), expected)  # recompiled for two devices
     split = jax.device_put(x, NamedSharding(mesh, P(None, "cp")))
     with pytest.raises(ValueError, match=r"axis_name=None runs on one device.*use ContextParallel"):
         loss(split)
 
 
 def test_donated_inputs() -> None:
-    """Buffers that a step may overwrite give the same step, and are gone after it."""
+    """A step with donated inputs gives the same results and deletes the inputs."""
 
     def step(*args: jax.Array) -> Any:
         return [x - 0.1 * g for x, g in zip(args, gradients(ring(), *args), strict=True)]
@@ -322,7 +322,7 @@ def test_donated_inputs() -> None:
 
 
 def test_options_that_are_handed_on_are_those_of_the_function() -> None:
-    """In its order and with its defaults, so that a method's are the function's."""
+    """Methods have the function's options, in its order and with its defaults."""
     keywords = [
         x for x in inspect.signature(ring_attention).parameters.values() if x.kind is x.KEYWORD_ONLY
     ]

@@ -1,4 +1,4 @@
-"""Which strategy ``auto`` takes, why, and that what it takes is right wherever JAX traces it."""
+"""Strategies that ``auto`` chooses, the reasons it states, and results under JAX's transforms."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ring_jax.strategies import gather
 GPUS = Devices("gpu", in_one_process=True)
 LOCAL = 1024
 MORE_MEMORY = "it takes more than 3 times the memory of a ring"
-DOCUMENTS = (0, 900, 2000, 3000, 4096)  # each crosses at most one border of four shards
+DOCUMENTS = (0, 900, 2000, 3000, 4096)  # each crosses at most one of the shard borders
 
 
 @pytest.fixture
 def on_gpus() -> Iterator[None]:
-    """The host's devices count as GPUs where a strategy is chosen."""
+    """Make host devices count as GPUs when a strategy is chosen."""
     with patch.object(prepare, "_devices", lambda *_: GPUS):
         yield
 
 
 def told(size: int, *, layout: Any = "zigzag", kv_heads: int = 8, **options: Any) -> list[str]:
-    """The lines of ``explain`` about the strategy."""
+    """Return the lines of ``explain`` about the strategy."""
     mesh: Any = AbstractMesh((size,), ("cp",), axis_types=(AxisType.Auto,))
     cp, texts = ContextParallel(mesh, "cp", layout=layout), list[str]()
     q, k = (
@@ -48,7 +48,7 @@ def told(size: int, *, layout: Any = "zigzag", kv_heads: int = 8, **options: Any
 CAUSAL: dict[str, Any] = {"causal": True}
 GATHERED = {
     "three": (3, CAUSAL),
-    "most memory": (11, CAUSAL),  # (11 + 1) * 12288 bytes a token for 49152
+    "most memory": (11, CAUSAL),  # (11 + 1) * 12288 bytes a token: 3 times the ring's 49152
     "most memory, heads alike": (8, {**CAUSAL, "kv_heads": 32}),
     "window of two hops": (4, {**CAUSAL, "layout": "zigzag", "window": (99, 0)}),
     "window of all shards": (4, {**CAUSAL, "window": (3 * LOCAL, 0)}),
@@ -88,7 +88,7 @@ def test_what_goes_round_on_gpus() -> None:
 
 
 def test_elsewhere() -> None:
-    """By the platform that a program is for, and never between processes."""
+    """CPUs, TPUs and devices of several processes do not gather."""
     assert told(4, **CAUSAL)[1].startswith("  not gather: devices of a CPU share")
     with patch.object(prepare, "_devices", lambda *_: Devices("gpu", in_one_process=False)):
         assert told(4, **CAUSAL)[1].startswith("  not gather: between processes")
@@ -99,7 +99,7 @@ def test_elsewhere() -> None:
 
 
 def _layers(attend: Any, place: Any = lambda x: x) -> Any:
-    """Two equal layers, then two in a scan with checkpoints, as one jitted gradient."""
+    """Return the gradient of two equal layers and two more in a scan with checkpoints, jitted."""
     policy = jax.checkpoint_policies.save_only_these_names(*ring_jax.RESIDUALS)
 
     def loss(q: Any, k: Any, v: Any) -> Any:
@@ -117,13 +117,13 @@ def _layers(attend: Any, place: Any = lambda x: x) -> Any:
 @pytest.mark.usefixtures("on_gpus")
 @pytest.mark.parametrize(
     "run",
-    [False, pytest.param(True, marks=pytest.mark.nightly)],  # `test_gather` runs loops
+    [False, pytest.param(True, marks=pytest.mark.nightly)],  # per change `test_gather` runs loops
 )
 @pytest.mark.nightly(unless=["AxisType.Explicit-False-False"])
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_in_functions_and_loops(kind: AxisType, kept: bool, run: bool) -> None:
-    """``auto`` is ``gather`` in equal layers and loops; what is not kept is gathered again."""
+    """``auto`` gathers in equal layers and in loops, and again for keys that are not saved."""
     mesh = jax.make_mesh((4,), ("cp",), axis_types=(kind,), devices=jax.devices()[:4])
     random = np.random.default_rng(0)
     x = [jnp.asarray(random.normal(size=(2, 64, h, 8)), "float32") for h in (4, 2, 2)]
@@ -133,8 +133,8 @@ def test_in_functions_and_loops(kind: AxisType, kept: bool, run: bool) -> None:
         layers = _layers(cp.attention, cp.shard)
         text, got = layers.lower(*x).as_text(), layers(*x) if run else None
     jax.clear_caches()
-    # Two layers are one function forward and one backward, the calls of the loops are others. With
-    # `RESIDUALS` saved no forward runs again for a backward.
+    # The two layers share one function forward and one backward; the loops have their own. With
+    # `RESIDUALS` saved no forward runs again in a backward.
     assert text.count("stablehlo.all_gather") == (2 if kept else 4)
     assert "collective_permute" not in text
     if not run:

@@ -1,4 +1,4 @@
-"""Bad input gets a clear error that names the argument, when the call is traced."""
+"""Bad input raises an error that names the argument when the call is traced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Q, KV = (2, 8, 4, 16), (2, 8, 2, 16)
 
 
 def arrays(**replaced: Any) -> dict[str, Any]:
-    """Good arguments, some replaced."""
+    """Return valid arguments with some replaced."""
     good = {"q": jnp.zeros(Q), "k": jnp.zeros(KV), "v": jnp.zeros(KV), "axis_name": None}
     return good | replaced
 

@@ -1,4 +1,4 @@
-"""Foreign calls: every argument changes the result as the oracle's does, or raises."""
+"""Compat functions: every argument changes the result as the oracle's does, or raises."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ SHOWN = random(B, 1, T, T, seed=5) > 0
 
 
 class Honoured(NamedTuple):
-    """Arguments, and what the oracle calls them; ``None`` where the result stays the same."""
+    """Supported arguments and the oracle's names for them; ``None`` if they change nothing."""
 
     arguments: dict[str, Any]
     oracle: dict[str, Any] | None
 
 
 class Refused(NamedTuple):
-    """Arguments, and a word of advice that the error has to hold; and their name in it."""
+    """Refused arguments, a word of advice that the error must contain, and their name in it."""
 
     arguments: dict[str, Any]
     advice: str
-    name: str | None = None  # if it is not the argument's
+    name: str | None = None  # if it differs from the argument's
 
 
 def alone(name: str, value: Any, **oracle: Any) -> tuple[str, Honoured]:
@@ -115,7 +115,7 @@ def _float64() -> Iterator[None]:
 
 
 def operation(*args: Any, **arguments: Any) -> jax.Array:
-    """The operation on one device as a function."""
+    """Return the operation on one device as a function."""
     return RingAttn(OperationMetadata())(*args, **arguments).attention_outputs
 
 
@@ -124,7 +124,7 @@ def mesh_of(size: int) -> Mesh:
 
 
 def split(call: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
-    """A call on the shards of two devices; arrays among the arguments are split, but for sinks."""
+    """Run a call on the shards of two devices; array arguments are split, except sinks."""
     arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
     others = {name: x for name, x in arguments.items() if name not in arrays}
     specs = {

@@ -1,4 +1,4 @@
-"""The doctor tells a machine that works from one that does not."""
+"""The ``doctor`` command tells a machine that works from one that does not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ THREE = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
 
 @pytest.fixture
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A self-test here takes two devices, and nothing of programs traced before or for others."""
+    """Limit self-tests to two devices, with fresh caches before and after."""
     monkeypatch.setattr(doctor, "MOST_DEVICES", 2)
     jax.clear_caches()
     yield
@@ -95,7 +95,7 @@ def test_two_host_devices_make_a_ring_where_nothing_else_is_asked_for() -> None:
 
 
 def test_kernels_for_another_device(tmp_path: Path) -> None:
-    """One that is fine, and a package that is broken: neither keeps a CPU from being healthy."""
+    """Kernels for other platforms, working or broken, do not make a CPU unhealthy."""
     (tmp_path / "for_tpu.py").write_text(FOR_TPU)
     distributions.write(tmp_path, "ring-jax-tpu", ring_jax.__version__, {"tpu": "for_tpu:KERNELS"})
     distributions.write(tmp_path, "ring-jax-gpu", ring_jax.__version__, {"cuda": "no_such:KERNELS"})
@@ -123,7 +123,7 @@ def test_wrong_gradients_are_found() -> None:
 
 @pytest.mark.usefixtures("two_devices")
 def test_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that decides more about 16 bits is tested in them, too."""
+    """A kernel with rules of its own for 16-bit dtypes is tested in them, too."""
 
     def fail(*launch: Any) -> None:
         raise RuntimeError(f"no such instruction for {launch[2].q.dtype}")

@@ -1,4 +1,4 @@
-"""The examples agree with themselves, and would say so if they did not."""
+"""The examples check their own results, and notice wrong ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = ["--seq-len=256", "--steps=4", "--layers=1", "--dim=64", "--cp=2"]
 
 
 def run(name: str, *options: str) -> str:
-    """What an example prints, started as a user would: without this suite's host devices."""
+    """Run an example as a user would, without this suite's host devices; return its output."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     environment["RING_CHECK"] = "1"
     command = [sys.executable, str(EXAMPLES / name), *options]
@@ -31,7 +31,7 @@ def run(name: str, *options: str) -> str:
 
 @pytest.fixture(scope="module")
 def training() -> ModuleType:
-    """The larger example as a module."""
+    """Import the training example as a module."""
     spec = importlib.util.spec_from_file_location(
         "train_bytes_jax", EXAMPLES / "train_bytes_jax.py"
     )
@@ -67,7 +67,7 @@ def test_devices_and_one_device_agree(options: list[str]) -> None:
     assert "largest relative difference" in printed
 
 
-@pytest.mark.nightly  # the pages on adapters hold the same layers
+@pytest.mark.nightly  # per change the pages on adapters run the same layers
 @pytest.mark.parametrize("name", ["flax_nnx.py", "equinox_attention.py"])
 def test_frameworks(name: str) -> None:
     last = run(name).splitlines()[-1]

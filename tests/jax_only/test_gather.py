@@ -1,4 +1,4 @@
-"""Over gathered keys every case of the table is right, too, or refused by name."""
+"""Strategy ``gather`` is right in every case of the table, or raises UnsupportedError."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_case(case: Case, backend: Any, request: pytest.FixtureRequest) -> None:
 
 
 def test_what_is_refused() -> None:
-    """Predicates, and documents out of order; nothing else."""
+    """Only predicates and documents out of natural order are refused."""
     for case in REFUSED:
         with pytest.raises(UnsupportedError) as error:
             named_strategy("gather", case.program)
@@ -90,7 +90,7 @@ def _inputs(length: int = 64) -> list[Any]:
 
 
 def test_one_transfer_each_way() -> None:
-    """All keys by one all-gather, all gradients by one reduce-scatter, nothing else."""
+    """A call needs one all-gather of keys, one reduce-scatter of gradients, and nothing else."""
     x = _inputs()
     ring = _ring("zigzag", "gather", causal=True)
     grads = jax.jit(jax.grad(lambda *x: ring(*x).sum(), argnums=(0, 1, 2)))
@@ -110,7 +110,7 @@ def test_nothing_is_gathered_where_nobody_sees_others() -> None:
 
 
 def test_under_checkpoint_and_scan() -> None:
-    """The gathered keys have the name of the ring's, for policies."""
+    """Gathered keys have the residual name of the ring's keys, for checkpoint policies."""
     x = _inputs()
     policy = jax.checkpoint_policies.save_only_these_names(*ring_jax.RESIDUALS)
 

@@ -1,4 +1,4 @@
-"""A ring in a loop is exact, and computes what its stages do one by one."""
+"""A ring rolled into a loop is exact and equals its unrolled stages."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def test_in_a_loop(name: str) -> None:
     assert_close(CASES[name], in_loop(JaxBackend(), CASES[name], ("auto", "ring")))
 
 
-@pytest.mark.nightly  # which compiles all stages, too
+@pytest.mark.nightly  # it compiles all unrolled stages, too
 @pytest.mark.parametrize("name", CASES)
 def test_stages_one_by_one(name: str) -> None:
-    """The same but for the order in which XLA adds."""
+    """Looped and unrolled stages agree up to the order in which XLA adds."""
     looped, unrolled = in_loop_and_unrolled(JaxBackend(), CASES[name], ("auto", "ring"))
     for result, value in looped.items():
         np.testing.assert_allclose(value, unrolled[result], rtol=1e-5, atol=1e-5, err_msg=result)

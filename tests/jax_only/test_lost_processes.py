@@ -1,4 +1,4 @@
-"""A process that is killed or stopped ends the others, in an error or by JAX's hand, in time."""
+"""Processes end in time, by an error or by JAX itself, if another is killed or stopped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Models of three libraries trained on meshes with other axes: losses and gradients of one device.
+"""Models of three libraries train on meshes with other axes as on one device.
 
-Each takes two steps by one compiled function, so that the second call is of other parameters, on
-packed documents with padding.
+Each runs two steps of one compiled function, so that the second has other parameters, on packed
+documents with padding.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ WAYS = ("jit", "explicit", "shard_map", "remat", "scan")
 
 
 def loss_of(library: Library, attention: Any, layers: str, parameters: Any, batch: Any) -> Any:
-    """The sum of squares of what is no padding."""
+    """Return the loss, a sum of squares over tokens that are not padding."""
     x, labels, ids, mask = batch
     squares = jnp.square(library.apply(parameters, attention, layers, x, mask) - labels)
     return jnp.sum(jnp.where((ids >= 0)[..., None], squares, 0)) / squares.size
 
 
 def two_steps(gradient: Any, parameters: Any, batch: Any) -> Any:
-    """Losses of both, and gradients of the second."""
+    """Run two steps; return both losses and the second step's gradients."""
     traces, losses = [], []
 
     @jax.jit
@@ -54,13 +54,13 @@ def two_steps(gradient: Any, parameters: Any, batch: Any) -> Any:
 
 @cache
 def parameters_of(name: str) -> Any:
-    """A model's first parameters, in numpy."""
+    """Return a model's initial parameters as numpy arrays."""
     return jax.tree.map(np.asarray, jax.jit(LIBRARIES[name].init)())
 
 
 @cache
 def on_one_device(name: str) -> Any:
-    """A library's own attention in float64, and in float32."""
+    """Run two steps with a library's own attention, in float64 and in float32."""
     results, first = [], parameters_of(name)
     shown = (IDS[:, :, None] == IDS[:, None]) & np.tri(T, dtype=bool)
     mask = shown if name == "equinox" else shown[:, None]
@@ -74,11 +74,11 @@ def on_one_device(name: str) -> Any:
 
 
 def on_a_mesh(name: str, way: str) -> Any:
-    """The ring on ``dp`` of 2 and ``cp`` of 2."""
+    """Run two steps on a ring, with ``dp`` and ``cp`` of size 2."""
     layers = way if way in ("remat", "scan") else "plain"
     kind = AxisType.Explicit if way == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((2, 2), ("dp", "cp"), (kind,) * 2, devices=jax.devices()[:4])
-    # Equinox sees no batch: its axis is the one that vmap maps over.
+    # Equinox modules have no batch dimension: vmap adds it.
     cp = ContextParallel(mesh, "cp", None if name == "equinox" else "dp")
     split = P("dp", "cp")
     parameters = parameters_of(name)
@@ -108,12 +108,12 @@ def on_a_mesh(name: str, way: str) -> Any:
 
 
 def test_vmap_over_an_explicit_axis_is_an_error() -> None:
-    """JAX maps no loop inside ``shard_map`` over such an axis: Equinox's batch needs auto axes."""
+    """Equinox's vmapped batch raises on explicit axes, over which JAX cannot map a loop."""
     with pytest.raises(UnsupportedError, match=r"along an axis of its mesh.*batch_axis="):
         on_a_mesh("equinox", "explicit")
 
 
-@pytest.mark.nightly(unless=["nnx-scan"])  # explicit axes: tests/regressions/jax/test_meshes.py
+@pytest.mark.nightly(unless=["nnx-scan"])  # tests/regressions/jax/test_meshes.py has explicit axes
 @pytest.mark.parametrize(
     ("name", "way"), [x for x in product(LIBRARIES, WAYS) if x != ("equinox", "explicit")]
 )

@@ -1,4 +1,4 @@
-"""Layers that look at neighbours: shifts, halos and relayouts against whole sequences."""
+"""Shifts, halos and relayouts agree with the same operations on whole sequences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DOCUMENTS = (0, 1, 1, 7, 23, 24, 30, T)
 
 
 def shifted(x: jax.Array, n: int, fill: float, offsets: tuple[int, ...] | None) -> jax.Array:
-    """The definition: ``out[:, t] = x[:, t - n]`` inside of documents."""
+    """Compute the definition of a shift: ``out[:, t] = x[:, t - n]`` within documents."""
     source = [
         t - n if start <= t - n < stop else -1
         for start, stop in pairwise(offsets or (0, T))
@@ -39,7 +39,7 @@ def numbers(seed: int, *shape: int) -> jax.Array:
 
 
 def order(layout: LayoutSpec) -> np.ndarray[Any, Any]:
-    """Positions in the order in which devices hold them."""
+    """Return the token positions in layout order."""
     layout_of_ranks = Layout(layout, T, SIZE)
     return np.concatenate([layout_of_ranks.positions(rank) for rank in range(SIZE)])
 
@@ -48,7 +48,7 @@ ALONG = P(None, "cp")
 
 
 def local(function: Callable[..., Any], *, out: Any = ALONG) -> Callable[..., Any]:
-    """A function of shards along ``cp``, as one of arrays ``[B, T, C]`` in layout order."""
+    """Turn a function of shards into one of arrays ``[B, T, C]`` in layout order."""
     mesh = jax.make_mesh((SIZE,), ("cp",), (AxisType.Auto,))
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=ALONG, out_specs=out))
 
@@ -120,7 +120,7 @@ def test_a_relayout_gives_the_tokens_of_the_other_layout(name: str) -> None:
 
 
 def movements(layout: LayoutSpec) -> dict[str, Callable[[jax.Array], jax.Array]]:
-    """Movements of a shard ``[2, T / P, 3]``."""
+    """Return movements of a shard ``[2, T / P, 3]`` by name."""
     arguments: Any = {"axis_name": "cp", "layout": layout}
     return {
         "shift": lambda x: ring_jax.shift(x, -3, cu_seqlens=DOCUMENTS, **arguments),
@@ -132,7 +132,7 @@ def movements(layout: LayoutSpec) -> dict[str, Callable[[jax.Array], jax.Array]]
     }
 
 
-#: Each movement in each layout that has it.
+#: All movements in all layouts that support them.
 MATRIX = [
     (layout, name)
     for layout in LAYOUTS
@@ -146,7 +146,7 @@ MATRIX = [
 )
 @pytest.mark.parametrize(("layout", "name"), MATRIX)
 def test_derivatives_and_transforms(layout: str, name: str) -> None:
-    """``<M x, y> == <x, M' y>``, ``M`` is its own tangent, and it goes through vmap and scan."""
+    """Movements have right tangents and adjoints, and work under vmap, scan and remat."""
     along = P("cp") if "halo" in name else P(None, "cp")
     move = local(movements(LAYOUTS[layout])[name], out=along)
     x, tangent = numbers(0, 2, T, 3), numbers(1, 2, T, 3)
@@ -160,14 +160,14 @@ def test_derivatives_and_transforms(layout: str, name: str) -> None:
     np.testing.assert_array_equal(jax.vmap(move)(many), jnp.stack([moved, of_tangent]))
     scanned = jax.lax.scan(lambda carry, x: (carry, jax.checkpoint(move)(x)), 0, many)[1]
     np.testing.assert_array_equal(scanned, jnp.stack([moved, of_tangent]))
-    # Under remat the gradient of what was squared, which needs the movement again.
+    # The gradient of a square under remat needs the movement again.
     (grad,) = jax.vjp(jax.checkpoint(lambda x: move(x) ** 2), x)[1](y)
     (expected,) = jax.vjp(move, x)[1](2 * moved * y)
     np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_of_rows_that_are_sent_twice_may_not_race() -> None:
-    """A GPU adds up the gradients of unique rows without atomic operations."""
+    """Scatter-adds do not claim unique indices: GPUs would then add without atomics."""
     halo = local(movements("zigzag")["halo"], out=P("cp"))
     x = numbers(0, 2, T, 3)
     backward = str(jax.make_jaxpr(jax.grad(lambda x: halo(x).sum()))(x))
@@ -177,7 +177,7 @@ def test_gradients_of_rows_that_are_sent_twice_may_not_race() -> None:
 
 
 def sent(jaxpr: Any) -> int:
-    """Rows that a program's messages hold, over all devices."""
+    """Count the rows that a program sends, over all devices."""
     rows = 0
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -279,12 +279,12 @@ def context(mesh: str, layout: LayoutSpec) -> ring_jax.ContextParallel:
 
 
 def on_mesh(cp: ring_jax.ContextParallel, x: jax.Array, dim: int) -> jax.Array:
-    """An array in layout order; its batch is split too, where there is an axis for it."""
+    """Shard an array along the sequence, and its batch if the mesh has an axis for it."""
     batch = ("dp",) if "dp" in cp.mesh.axis_names and dim % x.ndim else (None,)
     return cp.shard(jax.device_put(x, jax.NamedSharding(cp.mesh, P(*batch))), dim=dim)
 
 
-@pytest.mark.nightly(unless=["explicit-2d-chunks"])  # on auto axes: `test_padding`
+@pytest.mark.nightly(unless=["explicit-2d-chunks"])  # `test_padding` has auto axes
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_global_arrays_are_moved(mesh: str, name: str) -> None:
@@ -325,13 +325,13 @@ def test_global_arrays_are_moved(mesh: str, name: str) -> None:
 
 
 class Model:
-    """Attention, multi-token prediction of two depths, and a causal convolution over documents."""
+    """Model with attention, two-token prediction, and a causal convolution within documents."""
 
     def __init__(self, attend: Any, shift: Any, halo: Any, join: Any) -> None:
         self.attend, self.shift, self.halo, self.join = attend, shift, halo, join
 
     def loss(self, weights: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
-        """The sum over tokens."""
+        """Return the loss, summed over tokens."""
         states = jax.nn.one_hot(tokens, 11) @ weights["embed"]
         q, k, v = (
             x.reshape((*x.shape[:2], 2, 4)) for x in jnp.split(states @ weights["qkv"], 3, -1)
@@ -346,7 +346,7 @@ class Model:
         for depth in (1, 2):
             labels = self.shift(labels, -1, -1)
             logits = jax.nn.log_softmax(hidden @ weights["out"])
-            loss = loss - (jax.nn.one_hot(labels, 11) * logits).sum()  # nothing of -1
+            loss = loss - (jax.nn.one_hot(labels, 11) * logits).sum()  # labels of -1 give no loss
             ahead = self.shift(states, -depth, 0)
             hidden = jnp.tanh(jnp.concatenate([hidden, ahead], -1) @ weights["join"])
         return jnp.asarray(loss)

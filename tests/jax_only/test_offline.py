@@ -1,4 +1,4 @@
-"""Importing and running opens no connection but those a program makes with ``jax.distributed``."""
+"""Importing and running open no connections, except those of ``jax.distributed``."""
 
 from __future__ import annotations
 

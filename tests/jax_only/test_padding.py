@@ -60,7 +60,7 @@ def test_there_and_back(layout: str, kind: str) -> None:
 @pytest.mark.parametrize("name", ["mask", "bias", "segment_ids"])
 @pytest.mark.parametrize(("layout", "length"), [("zigzag", 4), ("contiguous", 2), ("striped", 8)])
 def test_what_is_sharded_with_padding_is_exact(layout: str, length: int, name: str) -> None:
-    """With the call checked, and under jit."""
+    """Padded shards are exact under jit, with every call checked."""
     cp = context(layout)
     q, k, v, dout = (random(1, length, heads, 8) for heads in (4, 2, 2, 4))
     options: dict[str, Any] = {
@@ -108,7 +108,7 @@ def test_a_length_of_one_token() -> None:
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_moves(layout: str) -> None:
-    """Tokens do not move into padding or out of it, and nor do their gradients."""
+    """Shift, relayout and halo move no tokens or gradients into padding or out of it."""
     cp, plain, length = context(layout), context("contiguous"), 8
     x, weights = random(2, length, 3), random(2, length, 3)
 

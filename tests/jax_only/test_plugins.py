@@ -1,6 +1,6 @@
-"""Kernels of other packages are found where they are installed, and run on their platform alone.
+"""Kernels of other packages are found if they are installed, and run only on their platform.
 
-Programs are lowered for platforms that are not here, and not compiled.
+Programs are lowered for other platforms, and not compiled.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ MARKS = {"triton": "stablehlo.cbrt", "pallas": "stablehlo.cosine"}
 
 
 class Offer(NamedTuple):
-    """A distribution that registers kernels."""
+    """Distribution that registers kernels."""
 
     name: str
     platform: str
@@ -85,10 +85,10 @@ UNLIKE = f"needs ring-jax-gpu {VERSION}, and 9.0 is installed. Programs for cuda
 
 
 class Setup(NamedTuple):
-    """Packages that are installed, and what follows.
+    """Set of installed packages, and what is expected of it.
 
     Attributes:
-        offers: The packages.
+        offers: The installed packages.
         runs: The kernel of each platform, or the reason why a program for it is refused.
         absent: Kernels that ``explain`` says are absent, with the reasons.
     """
@@ -125,7 +125,7 @@ SETUPS = {
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """A function that installs packages, in place of all that are."""
+    """Return a function that installs packages instead of the real ones."""
 
     def installed(*offers: Offer) -> None:
         for name, source in MODULES.items():
@@ -144,7 +144,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 @pytest.fixture(params=SETUPS)
 def setup(request: pytest.FixtureRequest, install: Callable[..., None]) -> Setup:
-    """Each of the sets of packages, installed."""
+    """Install each set of packages in turn."""
     chosen = SETUPS[request.param]
     install(*chosen.offers)
     return chosen
@@ -155,7 +155,7 @@ def one_device(q: Any, **options: Any) -> Any:
 
 
 def gradient(q: Any, **options: Any) -> Any:
-    """In ``shard_map`` over a ring of two, and under ``vmap``."""
+    """Return the gradient of a vmapped call in ``shard_map`` over a ring of two."""
     mesh = jax.make_mesh((2,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:2])
     ring = partial(ring_jax.ring_attention, axis_name="cp", layout="zigzag", causal=True, **options)
     tokens = P(None, "cp")
@@ -169,7 +169,7 @@ def on_a_mesh(q: Any, **options: Any) -> Any:
 
 
 def lowered(call: Callable[..., Any], **options: Any) -> Callable[[str], str]:
-    """A function that lowers one trace of a call for a platform and names the kernel in it."""
+    """Return a function that lowers a traced call for a platform and names its kernel."""
     x = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
     traced = jax.jit(partial(call, **options)).trace(x)
 
@@ -232,7 +232,7 @@ def test_a_kernel_that_is_named_never_falls_back(setup: Setup) -> None:
 
 @pytest.mark.nightly(unless=["both", "broken-gpu", "of another project"])
 def test_the_doctor_reports_absent_kernels(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is broken fails on its own platform alone."""
+    """The doctor names absent kernels with their reasons, and tests those of its platform."""
     tested: list[str] = []
 
     def self_test(kernel: Any, *_: str) -> Iterator[Check]:
@@ -261,7 +261,7 @@ def test_a_broken_kernel_fails_the_self_test(install: Callable[..., None]) -> No
 def test_sources_without_metadata(
     install: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU gets no other kernel in their place without a word."""
+    """Sources without metadata make calls for a GPU raise, instead of using another kernel."""
 
     def distribution(name: str) -> Distribution:
         raise PackageNotFoundError(name)
@@ -289,7 +289,7 @@ RUBBISH = {
 
 
 def test_what_is_no_kernel_is_broken(install: Callable[..., None], tmp_path: Path) -> None:
-    """It is neither taken nor passed over without a word, and stops no CPU."""
+    """A plug-in that registers no valid kernels is reported as broken, and CPUs still work."""
     install(GPU._replace(module="rubbish"))
     for source, reason in RUBBISH.items():
         (tmp_path / "rubbish.py").write_text(source)
@@ -303,7 +303,7 @@ def test_what_is_no_kernel_is_broken(install: Callable[..., None], tmp_path: Pat
 
 
 class Damage(NamedTuple):
-    """A fault of a plug-in.
+    """Fault of a plug-in.
 
     Attributes:
         method: The method of its kernel that raises, if one does.
@@ -332,7 +332,7 @@ DAMAGES = {
 
 
 class PanicException(BaseException):
-    """An error as Rust's panics are in Python: no ``Exception``."""
+    """Error that is no ``Exception``, like a Rust panic in Python."""
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -389,7 +389,10 @@ def test_notes_that_fail_are_a_line_of_text(
 def test_what_ends_a_program_passes(
     error: type[BaseException], install: Callable[..., None], tmp_path: Path
 ) -> None:
-    """A signal handler may raise it at any time. In an import an exit counts as a fault."""
+    """KeyboardInterrupt and SystemExit propagate: a signal handler may raise them at any time.
+
+    SystemExit in an import counts as a fault of the plug-in.
+    """
     install(GPU._replace(module="rubbish"))
     kernel = MODULES["for_cuda"] + "\ndef stop(*_):\n    raise {error}\nMarked.{method} = stop\n"
     for source in (
@@ -406,7 +409,7 @@ def test_what_ends_a_program_passes(
 
 
 def test_a_finder_that_fails(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of another project; then nothing is known of what is installed."""
+    """Calls work if another project's finder fails; no installed kernels are known then."""
 
     class Finder:
         def find_distributions(self, *_: Any) -> Any:
@@ -431,7 +434,7 @@ def test_a_symbolic_batch_takes_plain_xla(install: Callable[..., None]) -> None:
 
 
 def test_damaged_and_older_metadata(install: Callable[..., None], tmp_path: Path) -> None:
-    """The first of a name on the path counts, as for imports; what has no name is passed over."""
+    """The first distribution of a name on the path counts; one without a name is ignored."""
     install(TPU)
     older = tmp_path / "older"
     older.mkdir()
@@ -467,7 +470,7 @@ def test_threads_at_the_first_call(install: Callable[..., None]) -> None:
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(first_call, range(8)))
     assert [kernel.capabilities.name for kernel in results[0]] == ["triton", "pallas", "xla"]
-    # Programs are kept by their kernels, so that threads compile none twice.
+    # Compiled programs are cached by their kernels, so that threads compile none twice.
     assert len({results[0][:2], *(kernels[:2] for kernels in results)}) == 1
 
 
@@ -489,6 +492,6 @@ def test_a_kernel_of_another_platform_is_refused_outside_of_programs(platform: s
 
 
 def test_checkify_sees_programs_with_kernels() -> None:
-    """It passes the primitives' parameters on beside one of its own, called ``error``."""
+    """Checkify traces calls: it passes parameters on, besides its own one called ``error``."""
     checked = checkify.checkify(lambda x: only_on("tpu", "pallas", x))
     assert "ring_only_on" in str(jax.make_jaxpr(checked)(jnp.ones(2)))

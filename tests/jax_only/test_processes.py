@@ -1,4 +1,4 @@
-"""Several processes with several devices each, over loopback."""
+"""Jobs of several processes with several devices each, over loopback."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_processes_of_two_devices(count: int, checks: tuple[str, ...]) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("count", [2, 4])
 def test_saved_and_restored_on_a_ring_of_another_size(count: int, tmp_path: Path) -> None:
-    """By Orbax; the loss is the same, in every process."""
+    """An Orbax checkpoint restores on another ring size with the same loss in every process."""
     printed = run(JOB, count, f"checkpoint:{tmp_path}")
     assert len({line for text in printed for line in text.splitlines() if "loss" in line}) == 1
 
 
 @pytest.mark.nightly
 def test_the_line_of_the_page() -> None:
-    """Two processes print what the page shows, and what one process does."""
+    """Two processes print what the page shows, and the same steps as one process."""
     page = Page.read(ROOT / "docs" / "launching.md")
     (line,) = (line for line in page.commands if "processes_jax.py" in line)
     (shown,) = (block.code for block in page.blocks if "2 processes, 4 devices" in block.code)

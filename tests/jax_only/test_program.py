@@ -1,4 +1,4 @@
-"""What the traced program sends and needs, read from the program itself."""
+"""Transfers and memory of traced programs, read from the programs themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CP, HEADS, KV_HEADS, DIM = 8, 4, 2, 64
 
 
 def traced(length: int, layout: Any, *, backward: bool, **options: Any) -> Any:
-    """The program of a call on bfloat16 arrays, for 8 host devices."""
+    """Trace a call on bfloat16 arrays, for 8 host devices."""
     mesh = jax.make_mesh((CP,), ("cp",), axis_types=(AxisType.Auto,))
     call = partial(ring_attention, axis_name="cp", layout=layout, **options)
     tokens = P(None, "cp")
@@ -39,7 +39,7 @@ def traced(length: int, layout: Any, *, backward: bool, **options: Any) -> Any:
 
 
 def permutes(program: Any) -> list[int]:
-    """Bytes of each transfer of a traced program, in order; those of a loop as often as it runs."""
+    """Return the bytes of each transfer of a traced program, in order, with loops unrolled."""
     return list(_permutes(program.jaxpr.jaxpr))
 
 
@@ -70,7 +70,7 @@ MASKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MASKS)
 def test_transfers_are_the_plans(name: str, layout: Any) -> None:
-    """Live hops only, K and V in one message, dK/dV home in one hop."""
+    """Only live hops are sent, K and V in one message; dK/dV return in one hop."""
     length = 8192
     program = ring_program(
         make_plan(Mask(**MASKS[name]), seq_len=length, cp_size=CP, layout=layout)
@@ -85,7 +85,7 @@ def test_transfers_are_the_plans(name: str, layout: Any) -> None:
 
 
 def test_a_window_over_a_long_sequence_needs_one_hop() -> None:
-    """65,536 tokens on 8 devices, window 512: one neighbour, forward and back."""
+    """A window of 512 over 65,536 tokens on 8 devices needs one neighbour, forward and back."""
     window: dict[str, Any] = {"causal": True, "window": (511, 0)}
     program = ring_program(make_plan(Mask(**window), seq_len=1 << 16, cp_size=CP))
     assert program.num_steps == 2
@@ -94,7 +94,7 @@ def test_a_window_over_a_long_sequence_needs_one_hop() -> None:
 
 
 def test_the_same_window_run() -> None:
-    """The call of the test above, run: what stands beside the borders of shards is right."""
+    """Rows at the borders of shards are right in the call of the test above."""
     length, reach, edge = 1 << 16, 511, 4
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, length, heads, 8), np.float32) for heads in (2, 1, 1))
@@ -112,7 +112,7 @@ def test_the_same_window_run() -> None:
 
 
 def test_helpers_alone_receive() -> None:
-    """``balanced``, causal: a shipment names only the ranks that help."""
+    """Lent queries of strategy ``balanced`` are sent only to the ranks that help."""
     program = traced(1024, "contiguous", backward=False, strategy="balanced", causal=True)
     text = program.lower().as_text()
     pairs = re.findall(r"source_target_pairs = dense<(\[\[.*?\]\])>", text)
@@ -122,7 +122,7 @@ def test_helpers_alone_receive() -> None:
 
 @pytest.mark.nightly
 def test_memory_is_linear_in_the_length() -> None:
-    """No scores of a whole shard: the temporaries grow with the length, not its square."""
+    """Temporaries grow with the length, not its square: no shard's scores are stored whole."""
     sizes = [
         traced(length, "zigzag", backward=True, causal=True).lower().compile().memory_analysis()
         for length in (1 << 14, 1 << 15)

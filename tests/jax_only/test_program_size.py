@@ -1,4 +1,4 @@
-"""A program does not grow with the ring, nor with equal layers."""
+"""The size of a program does not grow with the ring, nor with equal layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
 def test_256_devices(strategy: str) -> None:
-    size_of(2, causal=True)  # imports and caches of jax itself
+    size_of(2, causal=True)  # warms up jax's imports and caches
     size = size_of(256, causal=True, strategy=strategy)
     assert size.bytes <= LIMIT.bytes
     assert size.seconds <= LIMIT.seconds
@@ -42,7 +42,7 @@ def test_equal_layers_are_one_function(devices: int, strategy: str) -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
 def test_other_masks(strategy: str, layout: Any, mask: str) -> None:
-    """Steps differ in their items alone, whatever the mask."""
+    """Programs stay small with other masks, too: only the steps' tables differ."""
     options = {"layout": layout, "strategy": strategy, **MASKS[mask]}
     if strategy == "gather" and layout == "striped" and mask in ("chunks", "documents"):
         with pytest.raises(UnsupportedError, match="documents and chunks have to lie in natural"):
@@ -74,14 +74,14 @@ CONSTANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_explain_states_all_constants(name: str) -> None:
-    """All but some numbers a launch: those that are no table."""
+    """``explain`` states the bytes of all constant tables, without a few scalars per launch."""
     options = {"layout": "zigzag", "kernel": "xla", **CONSTANTS[name]}
     tables = [x for x in constants_of(traced(8, **options)) if x.ndim > 1 or x.size == len(CUTS)]
     assert stated(**options) == sum(x.nbytes for x in tables) > 500
 
 
 def test_explain_states_positions_that_are_looked_up() -> None:
-    """Some of them XLA does not need, so they are stated, and may not be there."""
+    """``explain`` counts position tables, too; XLA may drop some, so the counts are close."""
     mask = Mask(causal=True, cu_seqlens=CUTS)
     options: dict[str, Any] = {"layout": balanced_layout(mask, seq_len=TOKENS, cp_size=8)}
     options |= {"mask": mask, "kernel": "xla"}
@@ -91,7 +91,7 @@ def test_explain_states_positions_that_are_looked_up() -> None:
 
 
 def stated(**options: Any) -> int:
-    """The bytes of constants that ``explain`` states."""
+    """Return the bytes of constants that ``explain`` states."""
     found = re.search(r"([\d,]+) bytes of constants", explained(**options))
     assert found is not None
     return int(found[1].replace(",", ""))

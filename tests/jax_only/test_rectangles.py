@@ -1,4 +1,4 @@
-"""What is known of items when a step, or a loop of steps, is traced: the distinct ones."""
+"""Distinct items known when a step, or a loop of steps, is traced."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MASKS = {
 
 
 def ring_of(name: str, ring: str, cp_size: int = 4) -> RingProgram:
-    """The program of a mask, 16 tokens a rank."""
+    """Return the ring program of a mask, with 16 tokens a rank."""
     plan = make_plan(MASKS[name], seq_len=16 * cp_size, cp_size=cp_size, layout=RINGS[ring][0])
     return ring_program(plan, RINGS[ring][1])
 
@@ -30,7 +30,10 @@ def ring_of(name: str, ring: str, cp_size: int = 4) -> RingProgram:
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("name", MASKS)
 def test_items_are_those_of_the_plan(name: str, ring: str) -> None:
-    """With their bands; none where a rank has several, or it takes more than a band to say it."""
+    """Launches list the plan's items with their bands.
+
+    They list none if a rank has several items or one that needs more than a band.
+    """
     program = ring_of(name, ring)
     ranks = range(program.plan.cp_size)
     for step in range(program.num_steps):
@@ -60,7 +63,7 @@ def test_items_are_those_of_the_plan(name: str, ring: str) -> None:
 @pytest.mark.parametrize("ring", [name for name in RINGS if RINGS[name][1] == "ring"])
 @pytest.mark.parametrize("name", MASKS)
 def test_a_rank_finds_its_rows(name: str, ring: str) -> None:
-    """Those of the program's tables, in a loop over all steps as in each step alone."""
+    """A rank's rows in a loop over all steps are those of each step's table."""
     program = ring_of(name, ring, cp_size=8)
     tables = [step_table(program, step).own for step in range(program.num_steps)]
     launches = Launches.of(*(step_table(program, step) for step in range(program.num_steps)))
@@ -75,7 +78,7 @@ def test_a_rank_finds_its_rows(name: str, ring: str) -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_tables_hardly_grow_with_the_ring(layout: LayoutName) -> None:
-    """A causal ring has two kinds of steps, so each step takes the first ranks of two ranges."""
+    """Tables grow little: a causal ring has two kinds of steps, each with one range of ranks."""
     sizes = []
     for cp_size in (64, 256):
         plan = make_plan(Mask(causal=True), seq_len=16 * cp_size, cp_size=cp_size, layout=layout)
@@ -88,7 +91,10 @@ def test_tables_hardly_grow_with_the_ring(layout: LayoutName) -> None:
 
 
 def test_steps_of_a_causal_ring_are_rectangles() -> None:
-    """All but the first, of a zigzag: half of the queries see all, or all of them a half."""
+    """Steps of a causal zigzag, except the first, are rectangles.
+
+    Half of the queries see all keys, or all queries see half of the keys.
+    """
     program = ring_of("causal", "zigzag")
     parts = [step_table(program, step) for step in range(program.num_steps)]
     assert [part.has_rectangles for part in parts] == [False, True, True, True]

@@ -59,7 +59,7 @@ def in_order(cp: ContextParallel, whole: jax.Array, dim: int) -> Any:
     return np.take(np.asarray(whole), order, axis=dim)
 
 
-# Per change padded sequences go between others of the meshes: the same rows are sent.
+# Per change the padded test below runs the other meshes, which sends the same rows.
 @pytest.mark.nightly(unless=["explicit-striped-zigzag-another order"])
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("layouts", LAYOUTS)
@@ -103,7 +103,7 @@ def test_other_devices_get_the_tokens_of_their_layout(
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("length", [45, 3])
 def test_padded_sequences_go_to_other_devices(length: int, layouts: str, name: str) -> None:
-    """Each of the layouts with the padding that it needs, also of fewer tokens than devices."""
+    """Layouts get the padding that they need, also with fewer tokens than devices."""
     source, target = contexts(name, layouts, AxisType.Auto)
     dim, shape = (1, (2, length, 3)) if length == 45 else (-1, (2, 3, length))
     whole = jnp.arange(1.0, np.prod(shape) + 1).reshape(shape)
@@ -133,7 +133,7 @@ def test_one_program_is_of_one_list_of_devices(name: str) -> None:
 
 
 def test_pieces_are_not_gathered() -> None:
-    """No device ever holds more than the pieces of the two layouts."""
+    """Relayout uses collective-permute only, so no device holds more than its two pieces."""
     source, target = contexts("another name", "striped-zigzag", AxisType.Auto)
     x = source.shard(jnp.ones((2, T, 3)))
     text = jax.jit(lambda x: source.relayout(x, to=target)).lower(x).compile().as_text() or ""

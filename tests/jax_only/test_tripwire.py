@@ -1,4 +1,4 @@
-"""The check that a job can leave on: right calls pass it, each fault trips it on all devices."""
+"""``ring_jax.check``: right calls pass, and each injected fault raises on all devices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Patches = list[tuple[Any, str, Any]]
 
 
 def in_kernels(change: Callable[[Any, Any], Any]) -> Patches:
-    """Kernels that are given something else than was asked for."""
+    """Change the specification and items that kernels are given."""
     attend, grads = XlaKernel.attend_into, XlaKernel.grads_into
 
     def wrong_attend(self: Any, spec: Any, rows: Any, columns: Any, work: Any, into: Any) -> Any:
@@ -50,14 +50,14 @@ def in_kernels(change: Callable[[Any, Any], Any]) -> Patches:
 
 
 def scale_dropped() -> Patches:
-    """The scale that was asked for does not reach the kernel."""
+    """Replace the call's softmax scale by the default."""
     return in_kernels(
         lambda spec, work: (replace(spec, call=replace(spec.call, scale=16**-0.5)), work)
     )
 
 
 def window_inverted() -> Patches:
-    """Left is taken for right."""
+    """Swap the left and right sides of windows."""
     lo, hi = (Item._fields.index(side) for side in ("lo", "hi"))
 
     def swap(spec: Any, work: Any) -> Any:
@@ -69,7 +69,7 @@ def window_inverted() -> Patches:
 
 
 def one_head_wrong() -> Patches:
-    """A kernel that is a hundredth off in its last head."""
+    """Scale the last head of the output by 1.01."""
     right = XlaKernel.attend_into
 
     def wrong(self: Any, *args: Any) -> Any:
@@ -80,7 +80,7 @@ def one_head_wrong() -> Patches:
 
 
 def one_head_of_dk_wrong() -> Patches:
-    """The same in the backward, in the first head of keys."""
+    """Scale the first head of dK and dV by 1.01."""
     right = XlaKernel.grads_into
 
     def wrong(self: Any, *args: Any) -> Any:
@@ -91,7 +91,7 @@ def one_head_of_dk_wrong() -> Patches:
 
 
 def keys_one_hop_late() -> Patches:
-    """A step computes with this device's own keys, at the positions of others."""
+    """Compute every step with the device's own keys, at the positions of the received ones."""
     right = StepRunner.attend
 
     def wrong(self: Any, launches: Any, work: Any, q: Any, _: Any, *into: Any, **named: Any) -> Any:
@@ -101,7 +101,7 @@ def keys_one_hop_late() -> Patches:
 
 
 def stale_keys_in_the_backward() -> Patches:
-    """What is saved are other keys than arrived last."""
+    """Save other keys for the backward than those that arrived last."""
     right = autodiff._forward
 
     def wrong(call: Any, inputs: Any) -> Any:
@@ -114,12 +114,12 @@ def stale_keys_in_the_backward() -> Patches:
 
 
 def nothing_is_sent() -> Patches:
-    """Hops are left out."""
+    """Leave out all transfers."""
     return [(collectives.Ranks, "move", lambda _, x, *_hop: x)]
 
 
 def gradients_to_the_wrong_owner() -> Patches:
-    """Those of keys end one device too far."""
+    """Return dK/dV to the device after their owner."""
     right = ring_strategy.RING.backward
 
     def wrong(call: Any, *args: Any) -> Any:
@@ -132,7 +132,7 @@ def gradients_to_the_wrong_owner() -> Patches:
 
 
 def last_step_dropped() -> Patches:
-    """The program forgets the step of the keys that come last."""
+    """Skip the step of the keys that arrive last."""
     right: Any = StepRunner.attend
 
     def wrong(self: Any, launches: Any, *args: Any, **named: Any) -> Any:
@@ -143,7 +143,7 @@ def last_step_dropped() -> Patches:
 
 
 def counted_twice() -> Patches:
-    """Every device's own keys count twice, as replicated tokens do in a ring."""
+    """Count every device's own keys twice, as happens if tokens are replicated over a ring."""
     right: Any = StepRunner.attend
 
     def wrong(self: Any, launches: Any, *args: Any, **named: Any) -> Any:
@@ -170,28 +170,28 @@ IN_TRACES = ("nothing_is_sent", "gradients_to_the_wrong_owner")
 
 @contextmanager
 def broken(fault: str) -> Iterator[None]:
-    """One of the faults."""
+    """Inject one of the faults."""
     with patched(FAULTS[fault]()):
         yield
 
 
 @contextmanager
 def patched(patches: Patches) -> Iterator[None]:
-    """Functions replaced; programs compiled before, or in between, are for nobody else."""
+    """Replace functions, and drop compiled programs before and after."""
     with ExitStack() as stack:
         for target, attribute, replacement in patches:
             stack.enter_context(patch.object(target, attribute, replacement))
         autodiff._compiled.cache_clear()
         jax.clear_caches()
         yield
-    with suppress(jax.errors.JaxRuntimeError):  # of callbacks that nobody waited for
+    with suppress(jax.errors.JaxRuntimeError):  # errors of callbacks that have not been awaited
         jax.effects_barrier()
     autodiff._compiled.cache_clear()
     jax.clear_caches()
 
 
 def grads(seed: int = 0, *, backward: bool = True, size: int = 3, **options: Any) -> Any:
-    """A call and its backward, in a window of which every device sees a part of every other's."""
+    """Return the gradients of a call with a window over parts of several shards."""
     mesh = jax.make_mesh((size,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:size])
     kwargs: Any = {"window": (20, 3), "softmax_scale": 0.4} | options
 
@@ -214,12 +214,12 @@ def grads(seed: int = 0, *, backward: bool = True, size: int = 3, **options: Any
     return jax.block_until_ready(run(q, k, v))
 
 
-#: Of an error that this package raises, in a trace or in a callback.
+#: Pattern of errors that this package raises, while tracing or in a callback.
 TEXT = r"WrongResult|carry"
 
 
 def three_steps(size: int) -> None:
-    """Three calls and their backward, on so many devices."""
+    """Run three calls with their backward on ``size`` devices."""
     for seed in range(3):
         grads(seed, sinks=jnp.zeros(4), size=size)
 
@@ -231,7 +231,8 @@ def three_steps(size: int) -> None:
 def test_a_fault_trips(fault: str) -> None:
     of_backward = fault in ("one_head_of_dk_wrong", "stale_keys_in_the_backward")
     with ring_jax.check(), broken(fault), pytest.raises(Exception, match=TEXT) as raised:
-        three_steps(2 if of_backward else 3)  # which is compiled to its end
+        # A backward's fault trips after the whole program is compiled: two devices are quicker.
+        three_steps(2 if of_backward else 3)
     text = str(raised.value)
     if fault in IN_TRACES:
         assert isinstance(raised.value, WrongResultError)
@@ -250,7 +251,7 @@ def test_a_fault_trips(fault: str) -> None:
      ("gather", "striped", 3)],
 )  # fmt: skip
 def test_right_calls_pass(strategy: str, layout: str, size: int) -> None:
-    """With a gradient through ``lse``."""
+    """Checked calls, with a gradient through ``lse``, pass and give the same bits."""
     plain = grads(strategy=strategy, layout=layout, return_lse=True, size=size)
     with ring_jax.check():
         checked = grads(strategy=strategy, layout=layout, return_lse=True, size=size)
@@ -276,7 +277,8 @@ def test_a_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RING_CHECK", "1")
     with broken("one_head_wrong"), pytest.raises(jax.errors.JaxRuntimeError, match="1 ranks"):
         jax.block_until_ready(ring_attention(q, q, q, axis_name=None))
-    with ring_jax.check(0), broken("one_head_wrong"):  # the context counts, not the variable
+    # The context overrides the environment variable.
+    with ring_jax.check(0), broken("one_head_wrong"):
         jax.block_until_ready(ring_attention(q, q, q, axis_name=None))
     monkeypatch.setenv("RING_CHECK", "sometimes")
     with pytest.raises(ValueError, match="RING_CHECK must be 1"):
@@ -300,7 +302,7 @@ def test_wrong_numbers_are_refused(every: Any) -> None:
 
 
 def loss_of(x: Any) -> Any:
-    """A call on one device of ``[B, T, H, D]``, and its sum."""
+    """Return the summed output of a call on one device, with ``x`` ``[B, T, H, D]``."""
     return ring_attention(x, x, x, axis_name=None, causal=True).sum()
 
 
@@ -318,7 +320,7 @@ def test_under_transformations(name: str) -> None:
     x = jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 8))
     with ring_jax.check():
         jax.block_until_ready(TRANSFORMED[name](x))
-        # jax 0.11 compiles no checkpoint of its own accord: then the error comes as it is.
+        # jax 0.11 does not compile a bare checkpoint: the error is then raised as it is.
         raised = (WrongResultError, jax.errors.JaxRuntimeError)
         with broken("one_head_wrong"), pytest.raises(raised, match=r"\(forward\) is wrong"):
             jax.block_until_ready(TRANSFORMED[name](x))
@@ -327,7 +329,7 @@ def test_under_transformations(name: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 def test_rings_beside_each_other_are_checked_each_by_itself(kind: AxisType) -> None:
-    """Which calls are, depends on a ring's own numbers: one may be while the other is not."""
+    """Parallel rings decide separately, from their own numbers, if a call is checked."""
     mesh = jax.make_mesh((2, 2), ("dp", "cp"), (kind, kind), devices=jax.devices()[:4])
     cp = ring_jax.ContextParallel(mesh, axis_name="cp", batch_axis="dp", layout="zigzag")
     run = jax.jit(jax.grad(lambda q: (cp.attention(q, q, q, causal=True) ** 2).sum()))
@@ -338,7 +340,7 @@ def test_rings_beside_each_other_are_checked_each_by_itself(kind: AxisType) -> N
 
 
 def device_of(tflops: float) -> Patches:
-    """A device whose peak is known."""
+    """Return patches for a device with this peak rate."""
     return [(tripwire_traffic, "peak_tflops", lambda name: tflops if name == "cpu" else None)]
 
 
@@ -392,7 +394,7 @@ def test_rates_under_transformations(name: str) -> None:
 
 
 def test_without_a_cpu_device_a_checked_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where JAX may use GPUs alone: its callbacks could not run."""
+    """Checked calls raise if JAX_PLATFORMS excludes CPUs: callbacks could not run."""
 
     def none(backend: str | None = None) -> list[Any]:
         raise RuntimeError(f"Unknown backend {backend}")

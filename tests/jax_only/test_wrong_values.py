@@ -1,4 +1,4 @@
-"""Every argument of every public function, with wrong values: an error that names it, no result."""
+"""Every public function refuses wrong values of every argument, with an error that names it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ids(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
 
 
 def bad_arrays(*shape: int) -> Values:
-    """Arrays of the right shape that are otherwise wrong, and what is no array."""
+    """Return arrays of the right shape that are wrong otherwise, and values that are no arrays."""
     good = jnp.zeros(shape)
     return {
         "word": "q", "number": 1.0, "flag": True, "list": good.tolist(), "class": jax.Array,
@@ -100,7 +100,7 @@ CALL: dict[str, Values] = {
     **TENSORS,
     **{n: {**x, **OPTION_ARRAYS.get(n, {})} for n, x in OPTIONS.items() if n != "layout"},
 }
-#: ``explain`` takes shapes in place of arrays.
+#: ``explain`` accepts shapes in place of arrays.
 EXPLAINED: dict[str, Values] = CALL | {
     name: {n: x for n, x in values.items() if n != "shape alone"}
     for name, values in TENSORS.items() if name != "segment_ids"
@@ -121,7 +121,7 @@ DIM: Values = {
 
 
 def entered(every: Any) -> None:
-    """The context, which says what is wrong when it is entered."""
+    """Enter the context, which checks its arguments only then."""
     with ring_jax.check(every):
         pass
 
@@ -204,7 +204,7 @@ SUBJECTS: dict[str, Subject] = {
         },
     ),
 }  # fmt: skip
-#: Checked with ring_core; made by ours.
+#: Names that ring_core's tests check, or that this package's functions return.
 ELSEWHERE = {"ring_jax.Halo", "ring_jax.KernelConfig", "ring_jax.Mask", "ring_jax.Segments"}
 
 

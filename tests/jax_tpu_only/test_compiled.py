@@ -1,4 +1,4 @@
-"""What the ring does on TPUs, read from the schedules of programs compiled without one."""
+"""TPU schedules of the ring, from programs compiled without a TPU."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from cases import RINGS
 from ring_core import KernelConfig, Mask, make_plan, ring_program
 
 CAUSAL: dict[str, Any] = {"causal": True}
-KV = LOCAL * KV_HEADS * 2 * DIM * 2  # bytes of a K/V message; dK/dV are twice as wide
+KV = LOCAL * KV_HEADS * 2 * DIM * 2  # bytes of a K/V message; dK/dV take twice as many
 
 
 def transfers(layout: Any, **mask: Any) -> tuple[list[int], list[int]]:
-    """Bytes of each transfer of the forward and of both passes, by the plan."""
+    """Return the bytes of each transfer that the plan has, of the forward and of both passes."""
     program = ring_program(make_plan(Mask(**mask), seq_len=CP * LOCAL, cp_size=CP, layout=layout))
     forward = [KV for stage in program.forward if stage.kv_hop is not None]
     backward = [KV for stage in program.backward if stage.kv_hop is not None]
@@ -36,7 +36,7 @@ def transfers(layout: Any, **mask: Any) -> tuple[list[int], list[int]]:
     return forward, sorted(forward + backward)
 
 
-@pytest.mark.nightly  # per change `test_dead_steps_are_not_run` sees transfers that nothing hides
+@pytest.mark.nightly  # per change `test_dead_steps_are_not_run` looks for exposed transfers
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_forward(topology: str) -> None:
     """Every transfer starts before the kernel it hides behind and is waited for after it."""
@@ -49,7 +49,7 @@ def test_forward(topology: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_forward_and_backward(topology: str) -> None:
-    """The same for dK/dV."""
+    """Every transfer of K/V and dK/dV overlaps with a kernel, in both passes."""
     program = compiled(topology, "zigzag", backward=True, **CAUSAL)
     assert exposed(program) == []
     assert sorted(permuted_bytes(program)) == transfers("zigzag", **CAUSAL)[1]
@@ -60,7 +60,7 @@ def test_forward_and_backward(topology: str) -> None:
 @pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_where_the_compiler_is_told_to_drop_barriers(topology: str, fused: bool | None) -> None:
-    """The order holds, with the kernels chosen by default and with one for dQ, one for dK/dV."""
+    """Transfers overlap with kernels even so, with a fused backward kernel and with two."""
     flags: dict[str, Any] = {"xla_tpu_aggressive_opt_barrier_removal": True}
     kernel = KernelConfig("pallas", fused_backward=fused)
     program = compiled(topology, "zigzag", backward=True, flags=flags, kernel=kernel, **CAUSAL)
@@ -73,7 +73,7 @@ def test_where_the_compiler_is_told_to_drop_barriers(topology: str, fused: bool 
 @pytest.mark.nightly  # per change `test_loops` runs a loop, and other tests read a schedule
 @pytest.mark.parametrize("topology", LARGER)
 def test_in_a_loop(topology: str) -> None:
-    """An iteration is two stages, ordered alike; K/V and dK/dV are not copied."""
+    """An iteration is two stages in the same order, and copies neither K/V nor dK/dV."""
     local = 2048
     program = compiled(topology, "zigzag", backward=True, local=local, many=8, **CAUSAL)
     forward, backward = loops_of(program)
@@ -83,7 +83,7 @@ def test_in_a_loop(topology: str) -> None:
 
 
 def test_dead_steps_are_not_run() -> None:
-    """A window over the plain ring: one hop, whatever the number of devices."""
+    """A window over a contiguous ring needs one hop, whatever the number of devices."""
     window: dict[str, Any] = {"causal": True, "window": (1023, 0)}
     program = compiled("v5e:2x2", "contiguous", backward=True, **window)
     assert sorted(permuted_bytes(program)) == transfers("contiguous", **window)[1] == [KV, 2 * KV]

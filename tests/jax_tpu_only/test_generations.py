@@ -1,4 +1,4 @@
-"""Which generation of TPUs a program is for, and what its table says."""
+"""TPU generations: detection for a program, and the table of block sizes and limits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NARROW = Shape(128, 128, 2, has_bias=False, has_dropout=False)
 
 
 def traced(topology: str, *, inside_shard_map: bool) -> list[str]:
-    """What a function and its gradient are told while they are traced, for a topology's chips."""
+    """Return the generations that a function and its gradient see while they are traced."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh, tokens = Mesh(np.array(devices[:4]), ("cp",)), PartitionSpec("cp")
     kernels_traced = []
@@ -92,7 +92,7 @@ def test_default_blocks_fit(name: str, head_dim: int, itemsize: int) -> None:
     ],
 )
 def test_the_table(name: str, forward: tuple[int, int], backward: tuple[int, int]) -> None:
-    """Windows take smaller blocks everywhere."""
+    """Default block sizes are those of the table, smaller with windows."""
     for direction, sizes in zip(PASSES, (forward, backward), strict=True):
         assert default_sizes(direction, NARROW, generation=ROWS[name]) == sizes
         assert default_sizes(direction, NARROW, 1024, ROWS[name]) == (512, 512)
@@ -130,8 +130,8 @@ def test_refusals_say_what_would_work() -> None:
     [
         (KernelConfig(), 2048, 2),
         (KernelConfig(block_q=2048, block_k=2048), 2048, 0),  # too large for the chip
-        (KernelConfig(block_q=128, block_k=128), 65536, 3),  # in pieces
-        (KernelConfig(block_q=128, block_k=128), 1 << 21, 0),  # too many along a side
+        (KernelConfig(block_q=128, block_k=128), 65536, 3),  # runs in pieces
+        (KernelConfig(block_q=128, block_k=128), 1 << 21, 0),  # too many blocks
     ],
 )
 def test_auto_leaves_what_does_not_fit_to_xla(
@@ -156,7 +156,7 @@ def test_auto_leaves_what_does_not_fit_to_xla(
 @pytest.mark.parametrize("platforms", [("cpu",), ("cuda",), ("tpu",), ("cpu", "tpu")])
 @pytest.mark.parametrize("kernel", ["pallas", "auto"])
 def test_exports(kernel: str, platforms: tuple[str, ...]) -> None:
-    """Refused by name unless for TPUs; for one other platform ``auto`` is no ``pallas``."""
+    """Exports with ``pallas`` raise unless for TPUs alone; ``auto`` only for several platforms."""
     x = jax.ShapeDtypeStruct((1, 128, 2, 64), "float32")
     call = jax.jit(lambda q: ring_attention(q, q, q, axis_name=None, kernel=kernel))
     for function in (call, jax.jit(jax.grad(lambda q: call(q).sum()))):

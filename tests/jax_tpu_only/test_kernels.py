@@ -1,4 +1,4 @@
-"""The Pallas kernels: interpreted against the oracle, and compiled for TPUs that are not there."""
+"""The Pallas kernels: interpreted against the oracle, and compiled without a TPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SMALL = KernelConfig("pallas", block_q=128, block_k=128)
 CAUSAL = Mask(causal=True)
 
 
-# Several blocks on one device; lengths that are no multiple of a block.
+# Cases of several blocks on one device, with lengths that no block size divides.
 _CASES = [
     Case("causal", CAUSAL),
     Case("full", Mask(), heads=(2, 2)),
@@ -75,7 +75,7 @@ SEVERAL_BLOCKS = [case if case.seq_len == 130 else replace(case, seq_len=300) fo
 
 
 def alone(case: Case, config: KernelConfig) -> dict[str, npt.NDArray[Any]]:
-    """A case on one device, without a ring."""
+    """Run a case on one device, without a ring."""
     x = {
         name: jnp.asarray(value, dtype=None if value.dtype.kind == "i" else case.dtype)
         for name, value in case.inputs.items()
@@ -110,7 +110,7 @@ def test_two_backward_kernels(case: Case) -> None:
 
 
 def test_vmap() -> None:
-    """A vmapped axis is run through one by one, with lists of its own where ids differ."""
+    """A vmapped call is right: its entries run one by one, with own block lists if ids differ."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, 1, 256, 1, 8)), jnp.float32) for _ in range(3))
     ids = jnp.asarray(rng.integers(0, 2, (2, 1, 256)).cumsum(axis=2) // 60, jnp.int32)
@@ -137,9 +137,9 @@ def test_fused_backward_kernel(name: str) -> None:
 @pytest.mark.nightly(unless=["TPU v6e"])
 @pytest.mark.parametrize("name", ["TPU v4", "TPU v6e", "TPU7x"])
 def test_ways_of_generations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of blocks, with scores asked for ahead or not, K and V fetched together or apart."""
+    """Kernel variants of generations are right: parts of blocks, prefetched scores, split K/V."""
     monkeypatch.setattr(operands, "generation_of", lambda _: GENERATIONS[name])
-    jax.clear_caches()  # of what was traced for others
+    jax.clear_caches()  # programs traced for other generations
     mask = Mask(causal=True, window=(400, 0))
     case = Case("parts", mask, seq_len=600, dims=(256, 128), dtype="bfloat16", softcap=1.5)
     config = KernelConfig("pallas", block_q=512, block_k=512, fused_backward=True)
@@ -150,13 +150,19 @@ def test_ways_of_generations(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("seq_len", [100, 200, 300])
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1)])
 def test_blocks_of_dq_that_come_back_at_once(seq_len: int, heads: tuple[int, int]) -> None:
-    """One to six visits a column: dQ is asked for again while it is still being written."""
+    """Blocks of dQ are right if fetched again while their write-back is still under way.
+
+    A column has one to six visits.
+    """
     case = Case("few-rows", Mask(), seq_len=seq_len, kv_seq_len=500, heads=heads)
     assert_close(case, alone(case, replace(SMALL, fused_backward=True)))
 
 
 def test_several_blocks_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter cannot follow a grid of traced size under ``check_vma=True``."""
+    """Several blocks are right in the ring.
+
+    ``check_vma`` is off: the interpreter does not support a grid of traced size with it.
+    """
     monkeypatch.setattr(ring_jax, "ring_attention", ring_attention)
     monkeypatch.setattr(jax, "shard_map", partial(jax.shard_map, check_vma=False))
     case = Case("blocks-zigzag-cp2", Mask(causal=True, window=(200, 0)), "zigzag", 2, 512)
@@ -176,7 +182,7 @@ def test_several_blocks_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("shift", [0, 1])
 def test_kinds_of_blocks(mask: Mask, shift: int) -> None:
-    """Full blocks show everything and empty ones nothing, in a zigzag ring's own coordinates."""
+    """Full blocks are all visible and empty ones not at all, for positions of a zigzag ring."""
     case = Case("kinds", mask, "zigzag", 2, 1024)
     plan, program, size = case.plan, case.program, 128
     step = next((n for n, step in enumerate(program.steps) if step.shift == shift), None)
@@ -207,7 +213,7 @@ def test_kinds_of_blocks(mask: Mask, shift: int) -> None:
 
 
 def test_numbers_that_are_not_finite() -> None:
-    """Partial blocks that meet one are nonfinite, in the batch rows that hold it."""
+    """Partial blocks with nonfinite inputs become NONFINITE, in the batch rows that have them."""
     blocks = Blocks(128, 128, 384, 256)
     kinds = jnp.asarray([[[FULL, EMPTY], [PARTIAL, PARTIAL], [PARTIAL, FULL]]], jnp.int32)
     rows, columns = np.zeros((2, 300), bool), np.zeros((2, 256), bool)
@@ -232,7 +238,7 @@ def compile_for(
     dtype: str = "bfloat16", config: KernelConfig | None = None,
     arrays: dict[str, tuple[str, tuple[int, ...]]] | None = None, **options: Any,
 ) -> None:  # fmt: skip
-    """Compile forward and backward for a chip of a topology: Mosaic accepts the kernels."""
+    """Compile forward and backward for a chip of a topology; Mosaic must accept the kernels."""
     mesh = Mesh(np.array([_device(topology)]), ("cp",))
     everywhere = NamedSharding(mesh, PartitionSpec())
     spec = partial(jax.ShapeDtypeStruct, sharding=everywhere)
@@ -255,7 +261,7 @@ def compile_for(
     jax.jit(both).lower(q, k, v, dout, more).compile()
 
 
-@pytest.mark.nightly  # per change `test_compiled` compiles for a chip, and reads what comes of it
+@pytest.mark.nightly  # per change `test_compiled` compiles for a chip and reads the schedule
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_compiles(topology: str, *, fused: bool) -> None:
@@ -287,7 +293,7 @@ def test_options_compile(name: str) -> None:
 
 
 def test_a_program_keeps_no_arrays_of_its_trace() -> None:
-    """The function that ``vmap`` would run is kept, and held the arrays around it."""
+    """Tracing leaks no arrays: the cached function for ``vmap`` must not hold those around it."""
     x = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.float32)
     bias = jax.ShapeDtypeStruct((1, 1, 256, 256), jnp.float32)
 

@@ -1,4 +1,4 @@
-"""A ring in a loop is exact, and launches what its stages do one by one: bit for bit the same."""
+"""A ring rolled into a loop is exact, and bitwise equal to its unrolled stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_in_a_loop(name: str) -> None:
         assert_close(CASES[name], in_loop(backend, CASES[name], ("pallas", "ring")))
 
 
-@pytest.mark.nightly  # which compiles all stages, too
+@pytest.mark.nightly  # it compiles all unrolled stages, too
 @pytest.mark.parametrize("name", CASES)
 def test_stages_one_by_one(name: str) -> None:
     backend = JaxBackend(RingAttention((InterpretedKernel(),)))

@@ -1,4 +1,4 @@
-"""A program for TPUs does not grow with the ring either."""
+"""The size of programs for TPUs does not grow with the ring."""
 
 from __future__ import annotations
 

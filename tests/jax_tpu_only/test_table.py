@@ -1,7 +1,7 @@
-"""The one table of cases, through the ring with the Pallas kernels interpreted.
+"""The table of cases in the ring, with the Pallas kernels interpreted.
 
-The interpreter looks for races and fills fresh memory with NaN. A few cases that use every option
-run each time, the others where all are asked for (``--all``).
+The interpreter detects races and fills fresh memory with NaN. A few cases that use every option
+run each time, the others with ``--all``.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ DTYPES = ("float32", "bfloat16")
 
 @pytest.fixture(scope="module")
 def kernel() -> InterpretedKernel:
-    """Programs that one case compiles serve others too."""
+    """Return a kernel that all tests share, with its compiled programs."""
     return InterpretedKernel()
 
 
 def check(case: Case, monkeypatch: pytest.MonkeyPatch, kernel: InterpretedKernel) -> None:
-    """A case is right, or refused by name."""
+    """Check that a case is right, or raises UnsupportedError for its dtype."""
     monkeypatch.setattr(ring_jax, "ring_attention", RingAttention((kernel,)))
     if case.dtype not in DTYPES:
         with pytest.raises(UnsupportedError, match=f"kernel 'pallas': .*not {case.dtype}"):
@@ -73,7 +73,7 @@ def test_other_cases(name: str, monkeypatch: pytest.MonkeyPatch, kernel: Interpr
 @pytest.mark.nightly(unless=["causal-balanced-cp3"])
 @pytest.mark.parametrize("name", IN_ONE_PROGRAM)
 def test_in_one_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of all devices at once, and what moves between them, as a user runs them."""
+    """Kernels of all devices and the transfers between them are right in one program."""
     monkeypatch.setattr(ring_jax, "ring_attention", ring_jax_tpu.ring_attention)
     with interpreted():
         results = JaxBackend().run(CASES[name], kernel="pallas")
@@ -81,7 +81,7 @@ def test_in_one_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_selected_cases_use_everything() -> None:
-    """Every option of a case and of a mask, every layout, 2, 3 and 4 devices."""
+    """The selected cases have every option, mask rule and ring, and 2, 3 and 4 devices."""
     cases = [CASES[name] for name in SELECTED]
     plain = Case("", Mask())
     for field in fields(Case):

@@ -1,4 +1,4 @@
-"""Blocks that are computed are those that hold a visible pair: no more, no fewer."""
+"""The computed blocks are exactly those with a visible pair."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTHING = Inputs(*[None] * len(Inputs._fields))  # type: ignore[arg-type]  # non
 
 
 def shown(program: RingProgram, rank: int, step: int, *, helped: bool) -> npt.NDArray[np.bool_]:
-    """The pairs that a rank computes in a step for its own queries, or for another's."""
+    """Return the pairs that a rank computes in a step for its own queries, or for lent ones."""
     visible = np.zeros(
         (program.plan.q_layout.local_len, program.plan.k_layout.local_len), dtype=bool
     )
@@ -47,7 +47,7 @@ def shown(program: RingProgram, rank: int, step: int, *, helped: bool) -> npt.ND
 
 
 def computed(program: RingProgram, rank: int, step: int, blocks: Blocks, *, helped: bool) -> Any:
-    """The kinds of the blocks that a rank's kernel is told."""
+    """Return the block kinds that a rank's kernel gets."""
     call = CallSpec(program, None, 1.0, None, 0.0, (XlaKernel(),), None, "float32", 8)  # type: ignore[arg-type]  # its strategy is not read
     side = RankView(call, NOTHING, jnp.int32(rank))
     launches = Launches.of(step_table(program, step), for_peer=helped)
@@ -63,7 +63,7 @@ def computed(program: RingProgram, rank: int, step: int, blocks: Blocks, *, help
     return np.asarray(block_kinds(rows, columns, work, blocks))[0]
 
 
-#: Two rings per change for each mask, in turn.
+#: Combinations that run per change: two rings for each mask, alternating.
 PER_CHANGE = [
     f"{name}-{ring}"
     for n, name in enumerate(masks(LENGTH, CP))

@@ -1,7 +1,7 @@
-"""Runs of MaxText's own training program, tiny and on host devices; prints what each step says.
+"""Runs MaxText's own training program, tiny and on host devices, and writes each step's metrics.
 
-``python runs.py DEVICES ATTENTION`` makes all of :data:`RUNS` one after another. MaxText's files
-are as they were installed: one method of one class is assigned.
+``python runs.py DEVICES ATTENTION OUT`` makes all of :data:`RUNS` one after another. MaxText's
+files are as they were installed: only one method of one class is replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ring_core import LayoutSpec
 from ring_jax import ContextParallel
 from ring_jax.maxtext import with_ring
 
-#: Settings of each run: the axes of four devices, then what the model is.
+#: Settings of each run: the mesh of four devices, then the model.
 RUNS: dict[str, dict[str, object]] = {
     "cp": {"ici_context_parallelism": 4},
     "dp-cp-packed": {
@@ -65,7 +65,7 @@ KEPT = ("learning/loss", "learning/grad_norm", "learning/param_norm")
 
 
 class Counted(ContextParallel):
-    """How often the ring was asked for."""
+    """Context that counts how often it is constructed."""
 
     calls = 0
 
@@ -77,7 +77,7 @@ class Counted(ContextParallel):
 
 
 def run(name: str, devices: int, attention: str, folder: Path) -> list[dict[str, float]]:
-    """Four steps of training, each a record of numbers."""
+    """Train for four steps, and return the metrics of each."""
     metrics = folder / f"{name}.json"
     settings = EVERY | {
         "run_name": name, "base_output_directory": folder, "metrics_file": metrics,
@@ -85,7 +85,7 @@ def run(name: str, devices: int, attention: str, folder: Path) -> list[dict[str,
     } | RUNS[name]  # fmt: skip
     if devices == 1:
         settings = {key: value for key, value in settings.items() if not key.startswith("ici_")}
-    if attention != "ring":  # which alone runs on explicit axes where sequences are split
+    if attention != "ring":  # MaxText's own cannot split sequences over explicit axes
         settings["shard_mode"] = "auto"
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
     train.main(["train.py", str(base), *(f"{key}={value}" for key, value in settings.items())])
@@ -94,7 +94,7 @@ def run(name: str, devices: int, attention: str, folder: Path) -> list[dict[str,
 
 
 def main() -> None:
-    """Make all runs and write them as JSON."""
+    """Make all runs and write their metrics as JSON."""
     devices, attention, out = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)

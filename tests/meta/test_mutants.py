@@ -1,4 +1,4 @@
-"""The suite is tested too: a backend broken on purpose must fail it."""
+"""Tests of the test suite: it must fail on every mutant of a backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cases import CASES
 from mutants import MUTANTS
 from tolerances import assert_close
 
-# A few cases of the table that between them see every mutant.
+# A few cases of the table that together detect every mutant.
 WITNESSES = (
     "causal-contiguous-cp2",
     "window-small-contiguous-cp3",
@@ -19,7 +19,7 @@ WITNESSES = (
     "full-zigzag-cp4",
     "bias-very-negative-contiguous",
 )
-#: The case that sees a mutant which the first one does not: it is asked first, as each takes time.
+#: Case to run first for a mutant that the first of these does not detect; each takes time.
 SEEN_IN = {
     "window-off-by-one": "window-small-contiguous-cp3",
     "ring-reversed": "sinks-contiguous",
@@ -38,15 +38,15 @@ SEEN_IN = {
 @pytest.mark.nightly("jax", unless=["last-step-dropped", "help-not-returned"])
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_suite_goes_red(mutant: str, backend: Any) -> None:
-    """At least one case of the table fails."""
+    """At least one case of the table fails on each mutant."""
     names = sorted(WITNESSES, key=lambda name: name != SEEN_IN.get(mutant))
     assert any(_fails(name, mutant, backend) for name in names)
 
 
-@pytest.mark.nightly("jax")  # per change the table is
+@pytest.mark.nightly("jax")  # per change the table itself runs
 @pytest.mark.parametrize("name", WITNESSES)
 def test_witnesses_are_green_otherwise(name: str, backend: Any) -> None:
-    """The cases fail because of the mutant alone."""
+    """Cases that detect mutants pass without a mutant."""
     assert not _fails(name, None, backend)
 
 

@@ -1,1 +1,1 @@
-"""ring_core broken in thousands of small ways, by mutmut: ``nox -s mutants``."""
+"""Mutation tests of ring_core with mutmut: ``nox -s mutants``."""

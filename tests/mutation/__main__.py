@@ -1,9 +1,9 @@
-"""Change ring_core in thousands of small ways and list the changes no test notices.
+"""Mutate ring_core in thousands of small ways and list the mutants that no test notices.
 
-``nox -s mutants`` runs the modules that decide what is computed, with ``-- masks/band`` that one.
-Works on a copy in ``out/mutants``: sources where mutmut looks for them, and the tests that kill
-fastest. A run that is cut off goes on where it ended, unless sources or tests changed. ``--json
-FILE`` keeps the counts. ``mutmut show NAME`` shows what a mutant changes.
+``nox -s mutants`` mutates the modules that decide what is computed; ``-- masks/band`` only that
+one. It works on a copy in ``out/mutants``, with the sources where mutmut looks for them and the
+quickest tests. An interrupted run continues where it ended, unless sources or tests changed.
+``--json FILE`` stores the counts. ``mutmut show NAME`` shows what a mutant changes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "out" / "mutants"
 SOURCES = ROOT / "packages" / "ring-core" / "src" / "ring_core"
 
-#: Decisions and formulas; what only words and draws is left to its own tests.
+#: Modules with decisions and formulas, without those that only format text or draw.
 MODULES = (
     "base/merge", "base/config", "choose/balance", "layouts/layout", "masks/band", "masks/mask", "philox", "plan/geometry", "plan/item", "plan/plan", "plan/tile_mask", "programs/gather", "programs/gather_work", "programs/intervals", "programs/ring", "reference/item_kernel", "reference/simulated_ranks", "reference/simulator",
 )  # fmt: skip
 
-#: Tests by what they take: mutmut runs those that reach a mutant, the quickest first.
+#: Tests, quickest first: mutmut runs those that reach a mutant.
 TESTS = (
     "core/test_bad_input.py::test_wrong_values_are_refused_by_name", "core/test_layout.py",
     "core/test_strategy.py", "core/test_band.py", "core/test_balance.py", "core/test_mask.py", "core/test_merge.py", "core/test_seen.py", "core/test_item.py",
@@ -51,12 +51,12 @@ pytest_add_cli_args_test_selection = [{tests}]
 timeout_multiplier = 4.0
 """
 
-#: What mutmut's exit codes mean; any other is a crash or a time limit.
+#: Meanings of mutmut's exit codes; any other is a crash or a timeout.
 OUTCOMES = {1: "killed", 3: "killed", 0: "survived", 5: "not reached", 33: "not reached"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run mutmut and count; 1 if less than 90 % of what ran was killed."""
+    """Run mutmut and print the counts; return 1 if it killed less than 90 % of those that ran."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -85,14 +85,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _copy(modules: list[str]) -> None:
-    """Lay out sources and tests anew; what mutmut knows of earlier runs stays."""
+    """Copy sources and tests again, and keep mutmut's results of earlier runs."""
     for name in ("src", "tests"):
         shutil.rmtree(WORK / name, ignore_errors=True)
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(SOURCES, WORK / "src" / "ring_core", ignore=ignore)
     shutil.copytree(ROOT / "tests", WORK / "tests", ignore=ignore)
     shutil.copy(Path(__file__).with_name("fresh.py"), WORK / "conftest.py")
-    for name in modules:  # mutmut takes a module that it has copied before for one it has changed
+    for name in modules:  # mutmut takes a module that it has copied before for a mutated one
         copied = WORK / "mutants" / "src" / "ring_core" / f"{name}.py"
         if not copied.with_name(f"{copied.name}.meta").exists():
             copied.unlink(missing_ok=True)
@@ -104,7 +104,7 @@ def _copy(modules: list[str]) -> None:
 
 
 def _counted(module: str) -> dict[str, int]:
-    """Return how many of a module's mutants ended in which way."""
+    """Return the number of a module's mutants by outcome."""
     outcomes = _outcomes(module).values()
     outcome_names = ("killed", "stopped", "survived", "not reached", "not run")
     counts = Counter(outcomes)
@@ -112,14 +112,14 @@ def _counted(module: str) -> dict[str, int]:
 
 
 def _outcomes(module: str) -> dict[str, str]:
-    """Return how each mutant of a module ended, by mutmut's name of it."""
+    """Return the outcome of each mutant of a module, by mutmut's name."""
     meta = WORK / "mutants" / "src" / "ring_core" / f"{module}.py.meta"
     codes = json.loads(meta.read_text())["exit_code_by_key"] if meta.exists() else {}
     return {name: _outcome(code) for name, code in codes.items()}
 
 
 def _keep(path: Path, counts: dict[str, dict[str, int]]) -> None:
-    """Write the counts of modules, beside what the file says of others."""
+    """Write the counts of modules to a file, and keep those of other modules in it."""
     kept = json.loads(path.read_text()) if path.exists() else {"modules": {}}
     modules = dict(sorted({**kept["modules"], **counts}.items()))
     report = {"environment": _environment(), "modules": modules}

@@ -1,7 +1,7 @@
-"""The ``conftest.py`` beside mutmut's copy of the tests: a mutant starts with nothing kept.
+"""``conftest.py`` for mutmut's copy of the tests: clears all caches before a mutant runs.
 
-Mutants run in forks of a process that has run all tests. Plans, programs and results of the oracle
-that it keeps would hide changes of what makes them.
+Mutants run in forks of a process that has run all tests. Its cached plans, programs and oracle
+results would hide mutants in the code that makes them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cases import CASES
 
 
 def pytest_sessionstart() -> None:
-    """Forget them."""
+    """Clear the caches of plans, programs and oracle results."""
     for name, module in list(sys.modules.items()):
         if name.startswith("ring_core"):
             for value in list(vars(module).values()):

@@ -1,6 +1,6 @@
-"""A process's part of a job on several hosts, with JAX: every way to make rings of four devices.
+"""JAX process of a job on several hosts: checks all kinds of rings of four devices.
 
-``hosts.py`` starts it. With ``cut`` it makes steps on one ring until a link is cut.
+``hosts.py`` starts it. With ``cut`` it runs steps on one ring until a link is cut.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from ring_core import reference
 from ring_jax import ContextParallel
 
-LENGTH = 384  # tokens, which zigzag divides by 2, 3 and 4 devices
+LENGTH = 384  # tokens; zigzag can split them over 2, 3 and 4 devices
 
 
 def checks(mesh: Mesh, data: int, batch_axis: str | None = None) -> Callable[[], None]:
-    """What compares attention on rings of a mesh with dense attention, forward and backward."""
+    """Return a function that compares attention and gradients on a mesh with dense attention."""
     batch = 1 if batch_axis is None else mesh.shape[batch_axis]
     shape = (3, batch, LENGTH, 2, 16)
     whole = np.random.default_rng(data).standard_normal(shape).astype(np.float32)
@@ -51,12 +51,12 @@ def checks(mesh: Mesh, data: int, batch_axis: str | None = None) -> Callable[[],
 
 
 def mesh_of(devices: Any, *names: str) -> Mesh:
-    """A mesh of devices in this order."""
+    """Make a mesh of devices in this order."""
     return Mesh(np.array(devices), names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def rings() -> Iterator[tuple[str, Mesh, str | None]]:
-    """Rings of some or all devices: a name, the mesh, and its axis of data."""
+    """Yield rings of some or all devices: a name, the mesh, and its data axis."""
     devices = np.array(jax.devices())
     yield "all", mesh_of(devices, "cp"), None
     yield "permuted", mesh_of(devices[[3, 1, 0, 2]], "cp"), None
@@ -66,7 +66,7 @@ def rings() -> Iterator[tuple[str, Mesh, str | None]]:
 
 
 def main() -> None:
-    """Run."""
+    """Join the job and run its checks."""
     jax.distributed.initialize(
         os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"],
         num_processes=int(os.environ["WORLD_SIZE"]),

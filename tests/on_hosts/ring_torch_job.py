@@ -1,6 +1,6 @@
-"""A rank's part of a job on several hosts, with torch: every way to make rings of four ranks.
+"""Torch rank of a job on several hosts: checks all kinds of rings of four ranks.
 
-``hosts.py`` starts it. With ``cut`` it makes steps on one ring until a link is cut.
+``hosts.py`` starts it. With ``cut`` it runs steps on one ring until a link is cut.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_core import reference
 from ring_torch import ContextParallel
 
-LENGTH = 384  # tokens, which zigzag divides by 2, 3 and 4 ranks
+LENGTH = 384  # tokens; zigzag can split them over 2, 3 and 4 ranks
 
 
 def check(group: Any, data: int) -> None:
@@ -38,14 +38,14 @@ def check(group: Any, data: int) -> None:
 
 
 def rings() -> Iterator[tuple[str, Any, int]]:
-    """Rings of some or all ranks: a name, this rank's group, and the number of its data.
+    """Yield rings of some or all ranks: a name, this rank's group, and the seed of its data.
 
-    Ranks that are in none get ``None``.
+    Ranks in no ring get ``None``.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     yield "all", dist.group.WORLD, 0
     yield "permuted", _group([3, 1, 0, 2]), 1
-    subset = _group([1, 2, 3])  # made by every rank
+    subset = _group([1, 2, 3])  # every rank has to create every group
     yield "subset", subset if rank else None, 2
     groups = [_group(ranks) for ranks in ([0, 2], [3, 1])]
     yield "two at once", groups[rank % 2], 3 + rank % 2
@@ -58,7 +58,7 @@ def _group(ranks: Sequence[int]) -> Any:
 
 
 def main() -> None:
-    """Run."""
+    """Join the job and run its checks."""
     cut = sys.argv[1:] == ["cut"]
     seconds = int(os.environ["RING_TIMEOUT"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))

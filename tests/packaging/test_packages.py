@@ -1,4 +1,4 @@
-"""Built packages: what is in them, what they ask for, and what importing them brings."""
+"""Built packages: their contents, their requirements and the modules that an import loads."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def sources(name: str) -> Path:
 
 
 def requirements(name: str) -> list[Requirement]:
-    """What a package asks for, without its extras."""
+    """Return the requirements of a package, without extras."""
     return [Requirement(text) for text in PACKAGES[name].get("dependencies", [])]
 
 
 def reachable(name: str) -> set[str]:
-    """The packages and frameworks that installing a package brings."""
+    """Return the packages and frameworks that installing a package installs."""
     names = {name} | BROUGHT_ALONG.get(name, set())
     for requirement in requirements(name) if name in PACKAGES else []:
         names |= reachable(requirement.name)
@@ -68,7 +68,7 @@ def uv(*arguments: str | Path) -> str:
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with each package's source distribution and the wheel built out of it."""
+    """Build each package's source distribution, and a wheel out of it; return their folder."""
     folder = tmp_path_factory.mktemp("dist")
     uv("build", "--quiet", "--all-packages", "--out-dir", folder)
     return folder
@@ -86,7 +86,7 @@ def metadata(built: Path, name: str) -> PathDistribution:
 
 
 def environment(folder: Path, *installs: str | Path) -> Path:
-    """Make an empty environment and install into it; the result is its Python."""
+    """Make an empty environment, install into it, and return its Python."""
     uv("venv", "--quiet", "--python", sys.executable, folder)
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     uv("pip", "install", "--quiet", "--python", python, "-c", "constraints.txt", *installs)
@@ -95,23 +95,23 @@ def environment(folder: Path, *installs: str | Path) -> Path:
 
 @pytest.fixture(scope="session")
 def numpy_only(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with ring-core and numpy, and nothing else."""
+    """Return the Python of an environment with ring-core and numpy only."""
     folder = tmp_path_factory.mktemp("numpy") / "venv"
     return environment(folder, "--no-deps", "numpy", wheel(built, "ring-core"))
 
 
 @pytest.fixture(scope="session")
 def torch_only(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with ring-torch and all it asks for."""
+    """Return the Python of an environment with ring-torch and its requirements."""
     wheels = [wheel(built, name) for name in ["ring-core", "ring-torch"]]
     return environment(tmp_path_factory.mktemp("torch") / "venv", *wheels)
 
 
 @pytest.fixture(scope="session")
 def jax_only(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with ring-jax and ring-jax-tpu and all they ask for.
+    """Return the Python of an environment with ring-jax, ring-jax-tpu and their requirements.
 
-    And ring-jax-gpu without what it asks for: Triton is for machines that compile for a GPU.
+    It also has ring-jax-gpu, without its requirements: only machines with a GPU need Triton.
     """
     wheels = [wheel(built, name) for name in ["ring-core", "ring-jax", "ring-jax-tpu"]]
     python = environment(tmp_path_factory.mktemp("jax") / "venv", *wheels)
@@ -136,7 +136,7 @@ tried = {{name for name in Watch.tried if name[0] != "_"}}
 print(json.dumps(sorted(tried - set(sys.stdlib_module_names))))
 """
 
-# Every way by which torch, or a program that uses it, asks for devices.
+# Makes every function fail by which torch, or a program that uses it, asks for devices.
 NO_DEVICE = """
 import sys
 import torch
@@ -160,7 +160,7 @@ assert not {"jax", "jaxlib", "transformers", "matplotlib"} & set(sys.modules)
 assert "ring_torch.hf" not in sys.modules  # nor what it is made of
 """
 
-# jax starts a backend when it is first asked for devices; none may have been.
+# jax starts its backends when it is first asked for devices; none may have started.
 NO_JAX_DEVICE = """
 import sys
 import ring_jax, ring_jax.compat, ring_jax.flax, ring_jax.maxtext, ring_jax.nn, ring_jax_gpu, ring_jax_tpu
@@ -236,14 +236,14 @@ def test_the_citation_is_of_this_version() -> None:
 
 @each_package
 def test_the_index_knows_its_classifiers(name: str) -> None:
-    """It refuses a package with another one."""
+    """Classifiers are sorted and known to PyPI, which refuses packages with unknown ones."""
     named = PACKAGES[name]["classifiers"]
     assert named == sorted(set(named))
     assert set(named) <= classifiers
 
 
 def test_packages_name_the_same_places() -> None:
-    """None, as long as there is no public home."""
+    """Packages have equal URLs; none as long as the project is not public."""
     urls = [project.get("urls", {}) for project in PACKAGES.values()]
     assert all(of_one == urls[0] for of_one in urls)
 
@@ -279,7 +279,7 @@ def test_frameworks_of_each_package() -> None:
 
 @each_package
 def test_sources_import_no_other_framework_or_backend(name: str) -> None:
-    """Imports at any depth, those inside functions too."""
+    """No module imports another framework or backend, not even inside a function."""
     foreign = {module(n) for n in (FRAMEWORKS | set(PACKAGES)) - reachable(name)}
     offending = []
     for path in sources(name).rglob("*.py"):
@@ -303,7 +303,7 @@ def test_sources_import_no_other_framework_or_backend(name: str) -> None:
 
 
 def test_every_module_of_core_needs_numpy_only(numpy_only: Path) -> None:
-    """But for kernels, which no other module imports."""
+    """Every module of core but the kernels imports with numpy alone; none imports kernels."""
     code = MODULES_OF.format(package="ring_core", but=sorted(KERNELS))
     assert tried_imports(numpy_only, code) <= {"ring_core", "numpy"}
 

@@ -1,4 +1,4 @@
-"""The workflows of the repository's host run sessions of the noxfile, all that have to pass."""
+"""The GitHub workflows run sessions of the noxfile, and all that have to pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def jobs(path: Path) -> dict[str, Json]:
 
 
 def cells(job: Json) -> Iterator[Json]:
-    """The combinations of a job's matrix."""
+    """Yield the combinations of a job's matrix."""
     matrix: Json = job.get("strategy", {}).get("matrix", {})
     lists = {name: values for name, values in matrix.items() if name != "include"}
     for values in product(*lists.values()):
@@ -44,7 +44,7 @@ def filled(text: str, cell: Json) -> str:
 
 
 def calls(path: Path) -> Iterator[Json]:
-    """What each run of the action is given."""
+    """Yield the inputs of each use of the nox action."""
     for job in jobs(path).values():
         for cell, step in product(cells(job), job["steps"]):
             if step.get("uses") == ACTION:
@@ -56,9 +56,9 @@ def sessions(path: Path) -> list[str]:
 
 
 def listed(*options: str) -> set[str]:
-    """Names of sessions, as nox selects them; one that is not there is an error."""
+    """Return the names of the sessions that nox selects; an unknown one is an error."""
     command = (sys.executable, "-m", "nox", "--list", "--json", *options)
-    here = os.environ | {"NOX_SCRIPT_MODE": "none"}  # in this environment, not in one made for it
+    here = os.environ | {"NOX_SCRIPT_MODE": "none"}  # nox must not create an environment
     done = subprocess.run(
         command, cwd=ROOT, env=here, capture_output=True, text=True, check=False
     )  # fmt: skip
@@ -67,7 +67,7 @@ def listed(*options: str) -> set[str]:
 
 
 def constant(name: str) -> ast.expr:
-    """What the noxfile assigns to a name."""
+    """Return the expression that the noxfile assigns to a name."""
     (value,) = (
         node.value
         for node in ast.parse((ROOT / "noxfile.py").read_text()).body
@@ -81,7 +81,7 @@ def test_sessions_are_those_of_the_noxfile(path: Path) -> None:
     names = sessions(path)
     assert names
     listed_sessions = listed("--extra-pythons", "3.14", "--session", *names)
-    for name in names:  # a session of one Python is also found without it
+    for name in names:  # a session with one Python has a name without the version, too
         assert {name, f"{name}-3.12"} & listed_sessions, name
 
 
@@ -102,7 +102,7 @@ def test_a_change_has_to_pass_on_every_backend_and_python() -> None:
         assert ran >= {f"{name}-3.12({backend})" for backend in backends}
     checks = {"lint", "types", "docs", "packaging", "workflows"}
     assert checks <= names
-    text = ast.unparse(constant("CI"))  # of one machine
+    text = ast.unparse(constant("CI"))  # sessions that run on one machine
     assert set(re.findall(r"'([a-z]+)'", text)) >= checks
 
 

@@ -1,8 +1,8 @@
-"""Run every class of models of transformers on two ranks, and write down what became of it.
+"""Run every model class of transformers on two ranks, and record if it is exact or refused.
 
-Results go to a file, a line of JSON each, and from there to a page of the documentation. What the
-file holds of the installed version of transformers is not run again, and what it holds of other
-releases stays::
+Results go to a file, a line of JSON each, and from there to a page of the documentation. Classes
+that the file has for the installed version of transformers are not run again, and results of other
+releases are kept::
 
     nox -s sweep
     nox -s "sweep-3.12(5.24)" -- --only llama bert --again
@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
-import transformers  # the environment it reads is set
+import transformers  # after the environment variables above, which it reads
 from tqdm import tqdm
 
 from ring_torch.local import PRELOADED, LocalRanks
@@ -30,12 +30,12 @@ from sweep.compare import Outcome, compare
 from sweep.entries import Entry, entries
 from sweep.page import PAGE, RESULTS, Result, read, rendered, written
 
-SECONDS = 60.0  # a class may take
-WAIT = 8.0  # a rank waits for another
+SECONDS = 60.0  # limit for a class
+WAIT = 8.0  # limit for a rank that waits for another
 
 
 def compared(answers: list[tuple[bool, object]]) -> Outcome:
-    """One outcome of both ranks' answers."""
+    """Combine the answers of both ranks into one outcome."""
     outcomes = [x if ok and isinstance(x, Outcome) else None for ok, x in answers]
     texts = [str(x).strip().splitlines()[-1][:300] for ok, x in answers if not ok]
     if texts:
@@ -66,14 +66,14 @@ def run(chosen: list[Entry], results: Path) -> None:
             file.write(json.dumps(asdict(result)) + "\n")
         if result.is_bad:
             bar.write(f"{outcome.result.upper()} {entry.name}: {outcome.reason}")
-            ranks.close()  # its group may be out of step
+            ranks.close()  # the ranks of the group may be out of step
             ranks = None
     if ranks is not None:
         ranks.close()
 
 
 def results_of(results: list[Result], names: set[str]) -> tuple[list[Result], list[Result]]:
-    """Return the latest results of the installed version, and those beside other releases'."""
+    """Return the installed version's latest results, alone and with other releases' results."""
     version = transformers.__version__
     by_name = {x.name: x for x in results if x.version == version and x.name in names}
     release = version.rpartition(".")[0]
@@ -82,7 +82,7 @@ def results_of(results: list[Result], names: set[str]) -> tuple[list[Result], li
 
 
 def main() -> int:
-    """Run what is asked for; returns the exit code."""
+    """Run the chosen classes, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=[], help="words in the names of classes")
     parser.add_argument("--auto", nargs="+", default=[], help="words in the names of auto classes")

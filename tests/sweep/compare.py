@@ -1,4 +1,4 @@
-"""One class of models on two ranks and on one: what differs, or what is refused."""
+"""Runs one model class on two ranks and on one, and compares them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from sweep.images import image_batch
 from sweep.tiny import VOCAB, config_of
 
 ROWS, LENGTH = 2, 21
-SOURCE = 14  # tokens of an encoder, beside a decoder's
-LIMIT = 1e-7  # of differences in float64, as a part of the largest number compared
-LARGEST = 80_000_000  # parameters of what counts as small
-FIRST_TOKEN = 4  # those below are special
+SOURCE = 14  # tokens of an encoder next to a decoder
+LIMIT = 1e-7  # allowed difference in float64, relative to the largest number compared
+LARGEST = 80_000_000  # most parameters of a small model
+FIRST_TOKEN = 4  # lower token ids are special
 
 #: Types that are given a mask of ones: in transformers 5.14 their own eager attention is causal
 #: only where there is a mask.
@@ -33,15 +33,15 @@ GIVEN_MASKS = ("moshi",)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a class of models.
+    """Outcome of a model class.
 
     Attributes:
         result: ``exact``, ``refused``, ``wrong``, ``error``, ``does not build``, ``does not run``.
         reason: Why, in words; empty where exact.
         loss: ``exact``, ``none`` or why it was refused.
-        padding: ``exact``, ``none``, or why it was refused, of rows with padding on either side.
-        images: ``exact``, ``none``, or why it was refused, of a batch with an image in each row.
-        by: What splits batches: ``shard_batch``, or only ``hf.parallelize``.
+        padding: ``exact``, ``none``, or why it was refused, for rows with padding on either side.
+        images: ``exact``, ``none``, or why it was refused, for a batch with an image in each row.
+        by: Function that splits batches: ``shard_batch``, or only ``hf.parallelize``.
     """
 
     result: str
@@ -53,11 +53,11 @@ class Outcome:
 
 
 class DifferentError(Exception):
-    """Ranks computed something else than the whole model."""
+    """Results of the ranks differ from those of the whole model."""
 
 
 def compare(rank: int, name: str, model_type: str) -> Outcome:
-    """Run a class of models whole and on the ranks of the default group."""
+    """Run a model class whole and on the ranks of the default group, and compare."""
     del rank
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -87,7 +87,7 @@ def compare(rank: int, name: str, model_type: str) -> Outcome:
 
 @contextmanager
 def ring(cp: ContextParallel, model: Any) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
-    """A model on a ring; gives what makes of a batch what the model is called with."""
+    """Put a model on a ring, and yield the function that splits its batches."""
     report = hf.check_model(model)
     if report.exact and report.hooks:
         handle = hf.parallelize(model, cp)
@@ -104,10 +104,10 @@ def ring(cp: ContextParallel, model: Any) -> Iterator[Callable[[dict[str, Any]],
 
 
 def _judged(cp: ContextParallel, model: Any, batch: dict[str, Any], real: Tensor) -> Outcome:
-    """One batch, whole and split.
+    """Compare one batch, whole and split.
 
     Raises:
-        DifferentError: They differ.
+        DifferentError: Outputs or gradients differ.
     """
     expected, failure = None, ""
     try:
@@ -129,7 +129,7 @@ def _judged(cp: ContextParallel, model: Any, batch: dict[str, Any], real: Tensor
 
 
 def _with_padding(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
-    """Rows with padding on the right, and on the left."""
+    """Compare rows with padding on the right, and on the left; return the outcome in words."""
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         return "none"
     right = (torch.arange(LENGTH) < torch.tensor([[13], [LENGTH]])).long()
@@ -141,7 +141,7 @@ def _with_padding(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str
 
 
 def _with_images(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
-    """A batch with an image in each row, and labels."""
+    """Compare a batch with labels and an image in each row; return the outcome in words."""
     try:
         with Wide():
             images = image_batch(model, batch)
@@ -173,7 +173,7 @@ def _with_images(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
 
 
 def _padded(model: Any, batch: dict[str, Any], real: Tensor) -> dict[str, Any]:
-    """A batch with padding; of an encoder-decoder in both sequences."""
+    """Pad a batch; of an encoder-decoder both sequences."""
     padding = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
     if "decoder_input_ids" not in batch:
         tokens = batch["input_ids"].where(real == 1, padding)
@@ -188,7 +188,7 @@ def _padded(model: Any, batch: dict[str, Any], real: Tensor) -> dict[str, Any]:
 
 
 def build(name: str, model_type: str, attention: str = "eager", **changes: Any) -> Any:
-    """A small model with random weights, the same on every rank, in float64."""
+    """Build a small model in float64 with random weights, equal on every rank."""
     cls = getattr(transformers, name)
     config = config_of(model_type, cls, **changes)
     with torch.device("meta"):
@@ -197,10 +197,10 @@ def build(name: str, model_type: str, attention: str = "eager", **changes: Any) 
     if size > LARGEST and hf.check_model(model).exact:
         raise ValueError(f"has {size:,} parameters with a small config")
     if size > LARGEST:
-        return model  # without weights: it is refused
+        return model  # on the meta device: the model is refused anyway
     torch.manual_seed(1)
     model = cls._from_config(config, attn_implementation=attention)
-    with torch.no_grad():  # biases, norms and sinks begin at values that would hide their use
+    with torch.no_grad():  # default biases, norms and sinks would hide that they are unused
         for weight in model.parameters():
             if weight.is_floating_point():
                 weight.copy_(torch.nan_to_num(weight)).add_(torch.randn_like(weight), alpha=0.1)
@@ -208,7 +208,7 @@ def build(name: str, model_type: str, attention: str = "eager", **changes: Any) 
 
 
 def batch_of(model: Any) -> dict[str, Any]:
-    """Tokens for a model of text, or nothing but what the model takes first."""
+    """Return tokens for a text model, or the main input of another model."""
     generator = torch.Generator().manual_seed(5)
     takes = inspect.signature(model.forward).parameters
     tokens = torch.randint(FIRST_TOKEN, VOCAB - 16, (ROWS, LENGTH), generator=generator)
@@ -228,10 +228,10 @@ def batch_of(model: Any) -> dict[str, Any]:
 def run(
     model: Any, batch: dict[str, Any], real: Tensor, cp: ContextParallel | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs, and gradients of a sum over those of real tokens, of this rank's part.
+    """Return this rank's outputs, and gradients of a weighted sum of the outputs of real tokens.
 
     Raises:
-        ValueError: The whole model's outputs are no numbers.
+        ValueError: Outputs of the whole model are not finite.
     """
     model.zero_grad()
     with Wide():
@@ -254,12 +254,12 @@ def run(
 
 
 def _length(cp: ContextParallel | None) -> int:
-    """Tokens of a row, or of a rank's part of it."""
+    """Return the tokens of a row, or of a rank's part of it."""
     return LENGTH if cp is None else -(-LENGTH // (2 * cp.cp_size)) * 2
 
 
 def _weights(x: Tensor, real: Tensor, cp: ContextParallel | None) -> Tensor:
-    """Random weights of an output's entries, nought where a token is padding."""
+    """Return random weights for an output's entries, 0 for padding tokens."""
     size = (ROWS, LENGTH, *x.shape[2:])
     weights = torch.randn(size, generator=torch.Generator().manual_seed(3)).to(x.dtype)
     weights = weights * real.reshape(ROWS, LENGTH, *(1 for _ in x.shape[2:]))
@@ -270,7 +270,7 @@ def _weights(x: Tensor, real: Tensor, cp: ContextParallel | None) -> Tensor:
 
 
 def _of_tokens(x: Tensor, real: Tensor) -> Tensor:
-    """An output of real tokens; all of one that is not of tokens."""
+    """Return the outputs of real tokens, or all of an output without a token dimension."""
     return x[real == 1] if x.shape[:2] == real.shape else x
 
 
@@ -278,7 +278,7 @@ def check(cp: ContextParallel, split_run: Any, expected: Any, real: Tensor) -> N
     """Compare outputs and gradients.
 
     Raises:
-        DifferentError: They differ.
+        DifferentError: Some differ.
     """
     (outs, grads), (whole_outs, whole_grads) = split_run, expected
     differences_found = [] if whole_outs else ["the model has no output to compare"]
@@ -289,7 +289,7 @@ def check(cp: ContextParallel, split_run: Any, expected: Any, real: Tensor) -> N
         if whole.shape[:2] == (ROWS, LENGTH) and x.shape[:2] == (ROWS, _length(cp)):
             x = cp.unshard(x.detach())[:, :LENGTH]
         differences_found += _difference(name, _of_tokens(x, real), _of_tokens(whole, real))
-    for name in sorted(grads.keys() | whole_grads.keys()):  # no gradient is one of zeros
+    for name in sorted(grads.keys() | whole_grads.keys()):  # a missing gradient counts as zeros
         gradient = grads.get(name, whole_grads.get(name))
         assert gradient is not None
         pair = [x.get(name, torch.zeros_like(gradient)) for x in (grads, whole_grads)]
@@ -309,7 +309,7 @@ def _difference(name: str, x: Tensor, whole: Tensor) -> list[str]:
 
 
 def labels_of(model: Any, tokens: Tensor) -> dict[str, Tensor]:
-    """Labels that a model of this kind may take."""
+    """Return labels for this kind of model, or nothing."""
     generator = torch.Generator().manual_seed(7)
     takes = inspect.signature(model.forward).parameters
     if "start_positions" in takes:
@@ -324,17 +324,17 @@ def labels_of(model: Any, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def _with_labels(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
-    """The model's own loss, of the whole batch and of its parts."""
+    """Compare the model's own loss, whole and split; return the outcome in words."""
     batch = dict(batch)
     tokens = batch.pop("decoder_input_ids", batch["input_ids"])
     if (
         tokens is not batch["input_ids"]
-    ):  # made of labels; some would take those ignored for padding
+    ):  # decoder inputs are made of labels, and some models take ignored labels for padding
         batch["decoder_attention_mask"] = torch.ones_like(tokens)
     if not (labels := labels_of(model, tokens)):
         return "none"
     expected = None
-    with suppress(Exception):  # the model has no loss of such labels
+    with suppress(Exception):  # the model has no loss for such labels
         expected = _loss(model, batch | labels | _whole(model))
     if expected is None:
         return "none"
@@ -367,7 +367,7 @@ def _loss(
     total = loss.detach().clone()
     if cp is not None:
         cp.reduce_gradients(model)
-        if not is_summed:  # by hf.parallelize
+        if not is_summed:  # with hf.parallelize the loss is summed over ranks already
             dist.all_reduce(total)
     return total, {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
 
@@ -378,7 +378,7 @@ def _whole(model: Any) -> dict[str, Any]:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether ring_torch refused it by name, wherever it was called from."""
+    """Return True for a ValueError raised in ring_torch or ring_core, whoever called them."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

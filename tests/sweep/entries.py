@@ -1,4 +1,4 @@
-"""Every class that an ``AutoModelFor*`` of the installed transformers can make."""
+"""Lists every class that an ``AutoModelFor*`` of the installed transformers can make."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers.models.auto import modeling_auto
 
-#: Kinds of models that the page counts, by what makes them.
+#: Kinds of models that the page counts, by their auto class.
 KINDS = {
     "AutoModelForCausalLM": "causal language models",
     "AutoModelForSeq2SeqLM": "encoder-decoders",
@@ -16,11 +16,11 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A class of models.
+    """Model class.
 
     Attributes:
-        name: Of the class.
-        model_type: Whose config it is built from.
+        name: Name of the class.
+        model_type: Model type of the config that it is built from.
         autos: The ``AutoModelFor*`` classes that make it.
     """
 
@@ -30,12 +30,12 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """First of :data:`KINDS` that makes it, if any."""
+        """Return the first of :data:`KINDS` that makes it, or an empty string."""
         return next((kind for kind in KINDS if kind in self.autos), "")
 
 
 def entries() -> list[Entry]:
-    """All, in the order of their types."""
+    """Return all model classes, sorted by model type and name."""
     by_class: dict[str, tuple[str, list[str]]] = {}
     for auto, mapping in sorted(_mappings().items()):
         for model_type, names in mapping.items():
@@ -46,7 +46,7 @@ def entries() -> list[Entry]:
 
 
 def _mappings() -> dict[str, dict[str, str | tuple[str, ...]]]:
-    """Names of classes by model type, for each auto class."""
+    """Return the names of classes by model type, for each auto class."""
     return {
         name: dict(auto._model_mapping._model_mapping)
         for name, auto in vars(modeling_auto).items()

@@ -1,4 +1,4 @@
-"""Batches of text and images for small models, whose images come as tokens."""
+"""Makes batches of text and images for small models that turn images into tokens."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_BEFORE = (3, 5)  # tokens before the image, of the two rows
+_BEFORE = (3, 5)  # tokens before the image, in each of the two rows
 
 
 def image_batch(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """The batch with an image in each row, or nothing where the model's images are not known."""
+    """Return the batch with an image in each row, or None if the kind of images is unknown."""
     takes = inspect.signature(model.forward).parameters
     config = model.config
     vision = getattr(config, "vision_config", None)
@@ -43,7 +43,7 @@ def image_batch(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor] | Non
 
 
 def _patches(vision: Any, generator: torch.Generator) -> dict[str, Tensor] | None:
-    """Patches of two images, as of Qwen's processors, each 4 by 4."""
+    """Return patches of two images, as Qwen's processors make them."""
     size = getattr(vision, "patch_size", None)
     channels = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
     if not isinstance(size, int):
@@ -58,7 +58,7 @@ def _patches(vision: Any, generator: torch.Generator) -> dict[str, Tensor] | Non
 
 
 def _squares(vision: Any, generator: torch.Generator) -> dict[str, Tensor] | None:
-    """Two square images."""
+    """Return two square images."""
     size = getattr(vision, "image_size", None)
     size = size[0] if isinstance(size, list | tuple) else size
     channels = getattr(vision, "num_channels", 3)
@@ -68,7 +68,7 @@ def _squares(vision: Any, generator: torch.Generator) -> dict[str, Tensor] | Non
 
 
 def _tokens_of_image(model: Any, images: dict[str, Tensor], rows: int) -> int:
-    """Tokens that an image takes."""
+    """Return the number of tokens per image."""
     with torch.no_grad():
         features = model.get_image_features(**images)
     for name in ("pooler_output", "last_hidden_state"):

@@ -1,4 +1,4 @@
-"""Results of every class of models: kept in a file, and shown as a table of the documentation."""
+"""Stores the results of every model class in a file, and renders them as a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sweep.entries import KINDS
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 PAGE = Path(__file__).parents[2] / "docs" / "transformers-models.md"
-REFUSED = "the model cannot be split: "  # what shard_batch says first
+REFUSED = "the model cannot be split: "  # beginning of shard_batch's refusals
 
 _TOP = """---
 runs: none
@@ -58,12 +58,12 @@ and where a note says so on an image in each row, too.
 
 
 class Reason(NamedTuple):
-    """A reason why classes are refused or not run.
+    """Reason why classes are refused or not run.
 
     Attributes:
-        found: A pattern of what :func:`ring_torch.hf.check_model`, or an error, says.
+        found: Pattern of the text of :func:`ring_torch.hf.check_model`, or of an error.
         why: The reason in a sentence.
-        todo: What a user can do.
+        todo: Advice for users.
     """
 
     found: str
@@ -176,7 +176,7 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a class, as in :class:`sweep.compare.Outcome`."""
+    """Outcome of a class on a version; fields as in :class:`sweep.compare.Outcome`."""
 
     version: str
     name: str
@@ -191,35 +191,35 @@ class Result:
 
     @property
     def release(self) -> str:
-        """Version without its last number, as ``5.23``."""
+        """Return the version without its last number, as ``5.23``."""
         return self.version.rpartition(".")[0]
 
     @property
     def is_bad(self) -> bool:
-        """Neither exact nor refused by name, though it was built and ran."""
+        """Return True if it was built and ran, and is neither exact nor refused."""
         return self.result in ("wrong", "hanging", "error")
 
     @property
     def is_checked(self) -> bool:
-        """Whether it was refused before it was called."""
+        """Return True if it was refused before it was called."""
         return self.reason.startswith(REFUSED)
 
 
 def read(path: Path = RESULTS) -> list[Result]:
-    """All results of a file."""
+    """Return all results of a file."""
     if not path.exists():
         return []
     return [Result(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def written(results: Iterable[Result]) -> str:
-    """Return lines of JSON, in the order of releases, types and names."""
+    """Return the results as lines of JSON, sorted by release, model type and name."""
     ordered = sorted(results, key=lambda x: (_number(x.release), x.model_type, x.name))
     return "".join(json.dumps(asdict(x)) + "\n" for x in ordered)
 
 
 def of_release(results: Iterable[Result], version: str) -> dict[str, Result]:
-    """Return results of a version's release by name; of the newest where there are none of it."""
+    """Return the results of a version's release by name, or of the newest if it has none."""
     by: defaultdict[str, dict[str, Result]] = defaultdict(dict)
     for each in results:
         by[each.release][each.name] = each
@@ -247,10 +247,10 @@ def rendered(results: list[Result]) -> str:
 
 
 def reasons_of(result: Result) -> list[int]:
-    """Return the numbers of a result's reasons; the first is what it says first.
+    """Return the numbers of a result's reasons, in the order of its text.
 
     Raises:
-        ValueError: None of :data:`REASONS` is in it.
+        ValueError: The text matches none of :data:`REASONS`.
     """
     text = result.reason if result.result == "refused" else f"{result.result}: {result.reason}"
     places = [(re.search(x.found, text), n) for n, x in enumerate(REASONS, 1)]
@@ -300,7 +300,7 @@ def _row(by: dict[str, Result]) -> tuple[str, ...]:
 
 
 def _difference(result: Result, best: Result) -> str:
-    """Return what is otherwise on another release than the newest on which a class is exact."""
+    """Return the notes that differ from those of the newest release on which a class is exact."""
     if result.result != "exact":
         later = _number(result.release) > _number(best.release)
         return ", ".join(map(str, reasons_of(result))) if later else ""

@@ -1,4 +1,4 @@
-"""Small configs of any architecture of transformers, by the names of their attributes."""
+"""Shrinks configs of any architecture of transformers, by the names of their attributes."""
 
 from __future__ import annotations
 
@@ -184,9 +184,9 @@ _LAYERS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types",
 
 
 def config_of(model_type: str, cls: Any, **changes: Any) -> PreTrainedConfig:
-    """A small config of this type for a class of models; sub-configs are shrunk too."""
+    """Return a small config of this type for a model class; sub-configs are shrunk, too."""
     kind = transformers.CONFIG_MAPPING[model_type]
-    own = getattr(cls, "config_class", None)  # of the text part alone, of models with more
+    own = getattr(cls, "config_class", None)  # may be the config of the text part only
     config = kind() if own is None else own()
     for each in configs_in(config):
         _shrink(each)
@@ -205,7 +205,7 @@ def config_of(model_type: str, cls: Any, **changes: Any) -> PreTrainedConfig:
 
 
 def configs_in(config: PreTrainedConfig) -> Iterable[PreTrainedConfig]:
-    """A config and those in it."""
+    """Yield a config and its sub-configs."""
     yield config
     for value in list(vars(config).values()):
         if isinstance(value, PreTrainedConfig):
@@ -248,7 +248,7 @@ def _shrink(config: PreTrainedConfig) -> None:
 
 
 def _complete(config: PreTrainedConfig, had: dict[str, Any]) -> None:
-    """What a model needs to run, and its config does not say or says of large images."""
+    """Set what a model needs to run: the decoder's start token and a small image size."""
     if isinstance(had.get("image_size"), list | tuple):
         _set(config, "image_size", [SIZES["image_size"]] * 2)
     if getattr(config, "is_encoder_decoder", False) and not had.get("decoder_start_token_id"):
@@ -269,11 +269,11 @@ def _set(config: PreTrainedConfig, name: str, value: object) -> None:
     try:
         setattr(config, name, value)
     except (AttributeError, TypeError, ValueError):
-        return  # a property, or refused by the config's own checks
+        return  # it is a property, or the config's own checks refuse the value
 
 
 def _layers(had: dict[str, Any]) -> list[int]:
-    """Layers to keep: one of each kind, two at least; none where the config names no kinds."""
+    """Return the layers to keep: one of each kind, at least two; none if there are no kinds."""
     lists = [tuple(had[n]) for n in _LAYERS if isinstance(had.get(n), list | tuple) and had[n]]
     if not lists:
         return []
@@ -285,7 +285,7 @@ def _layers(had: dict[str, Any]) -> list[int]:
 
 
 def _token(value: object, name: str) -> object:
-    """A token of the small vocabulary, apart from those that batches hold."""
+    """Return a token of the small vocabulary that batches do not contain."""
     if isinstance(value, list):
         return [_token(x, name) for x in value]
     if not isinstance(value, int) or isinstance(value, bool) or value < 4:
