@@ -108,3 +108,33 @@ def test_what_is_longer_than_usual_is_described(tmp_path: Path) -> None:
     assert list(long_parts(source)) == [
         f"{source}: 402 lines", f"{source}: long has 401 lines",
     ]  # fmt: skip
+
+
+FOLDERS = ("packages", "benchmarks", "examples", "tests")
+#: First words of docstrings that are no sentence: `What is timed`, `Of a forward`.
+FRAGMENTS = ("What", "Whether", "Of", "Which", "Where", "How", "As", "Those", "The same")
+
+
+def fragments(code: str) -> Iterator[str]:
+    """Yield the first lines of a file's docstrings that begin a fragment, not a sentence."""
+    documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, documented) and (docstring := ast.get_docstring(node)):
+            first = docstring.splitlines()[0]
+            if any(f"{first} ".startswith(f"{word} ") for word in FRAGMENTS):
+                yield first
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_docstrings_begin_with_a_sentence(folder: str) -> None:
+    found = [
+        f"{path}: {line}"
+        for path in (ROOT / folder).rglob("*.py")
+        for line in fragments(path.read_text())
+    ]
+    assert found == []
+
+
+def test_fragments_are_found() -> None:
+    code = 'def f():\n    """Of a forward."""\nclass A:\n    """Offsets of tokens."""\n'
+    assert list(fragments(code)) == ["Of a forward."]

@@ -40,7 +40,7 @@ Window = tuple[int | None, int | None]
 
 
 def pieces(q: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) -> Iterator[tuple[Any, Any]]:
-    """Where the rows and the columns of each sequence lie."""
+    """Yield the slices of the rows and of the columns of each sequence."""
     if cu_q is None or cu_k is None:
         yield from ((n, n) for n in range(len(q)))
         return
@@ -49,7 +49,7 @@ def pieces(q: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) -> Iterator[tupl
 
 
 def scores(q: Tensor, k: Tensor, scale: float, window: Window) -> Tensor:
-    """Of one sequence, ``[H, n, m]``."""
+    """Return the masked scores of one sequence, ``[H, n, m]``."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     s = torch.einsum("nhd,mhd->hnm", q, k) * scale
     apart = torch.arange(len(q))[:, None] - torch.arange(len(k))
@@ -65,7 +65,7 @@ def scores(q: Tensor, k: Tensor, scale: float, window: Window) -> Tensor:
 def attended(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``(out [n, H, Dv], lse [H, n])`` of one sequence, differentiable."""
+    """Return ``(out [n, H, Dv], lse [H, n])`` of one sequence, differentiable."""
     s = scores(q, k, scale, window)
     lse = s.logsumexp(-1)
     if sinks is not None:
@@ -75,7 +75,7 @@ def attended(
 
 
 def of_rows(where: Any) -> tuple[Any, ...]:
-    """Where rows lie in ``[B, H, n]`` or ``[H, n]``."""
+    """Return the index of rows in ``[B, H, n]`` or ``[H, n]``."""
     return (where,) if isinstance(where, int) else (slice(None), where)
 
 
@@ -280,7 +280,7 @@ class Library:
 
 
 def resolved(left: int | None, right: int | None) -> tuple[bool, Window]:
-    """As the library says it: whether it is causal, and a window beside that."""
+    """Return the library's flag for causal masks, and the window that it passes beside that."""
     return (True, (None, None)) if (left, right) == (None, 0) else (False, (left, right))
 
 
@@ -474,13 +474,13 @@ def test_repeats_are_bit_equal_to_the_library(
 
 
 def offset_by_one(x: Tensor) -> Tensor:
-    """The same numbers, not from a multiple of 16 bytes on."""
+    """Return a copy that does not begin at a multiple of 16 bytes."""
     room = torch.empty(x.numel() + 1)
     return room[1:].view(x.shape).copy_(x)
 
 
 def spread(x: Tensor) -> Tensor:
-    """The same numbers, rows further apart."""
+    """Return equal numbers with a larger stride between rows."""
     return torch.nn.functional.pad(x, (0, 8))[..., : x.shape[-1]]
 
 

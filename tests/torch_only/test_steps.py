@@ -65,7 +65,7 @@ def test_they_are_the_program(strategy: Any, layout: Any, mask: str, size: int) 
 
 
 def _check_help(pieces: list[Any], program: Any, stage: Any) -> None:
-    """What a rank has others compute is what they do, piece by piece and row by row."""
+    """Check that helpers compute the rows that a rank hands to them, piece by piece."""
     for rank, of_rank in enumerate(pieces):
         for piece, offload in enumerate(of_rank):
             theirs = pieces[offload.helper][piece].items
@@ -167,7 +167,7 @@ def test_bytes_are_those_of_the_model_and_what_is_sent_arrives(
 
 
 class WholeTiles(EagerKernel):
-    """Its backward adds up in whole tiles of keys, as flash-attn-4's does on Hopper."""
+    """A kernel whose backward adds up in whole tiles of keys, as flash-attn-4's on Hopper."""
 
     needs_delta = False
 

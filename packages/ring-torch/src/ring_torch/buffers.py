@@ -69,7 +69,7 @@ class BufferSpec:
 
     @cached_property
     def _strided(self) -> list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]:
-        """For each tensor its dtype, shape, strides, and offset in numbers of its dtype."""
+        """Return each tensor's dtype, shape, strides, and offset in numbers of its dtype."""
         return [
             (dtype, shape, _contiguous_strides(shape), offset // dtype.itemsize)
             for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True)

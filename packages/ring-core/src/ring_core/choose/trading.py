@@ -1,4 +1,4 @@
-"""When ``strategy="auto"`` trades tokens for heads rather than gather keys, in PyTorch."""
+"""The rule by which ``strategy="auto"`` trades tokens for heads instead of gathering keys."""
 
 from __future__ import annotations
 
