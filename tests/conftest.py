@@ -96,6 +96,9 @@ def pytest_configure(config: pytest.Config) -> None:
     runs_tests = not config.getoption("numprocesses", None)  # with xdist the workers run them
     if backend in ("torch-triton", "jax-gpu"):
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, in ranks too
+    if backend == "torch-cuda":  # before ranks' environment is fixed, where they are forked from
+        # How long NCCL waits before it ends a process whose peer is lost; 60 s by default.
+        os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
     if backend in PRELOADED and runs_tests and not config.getoption("--collect-only"):
         from ring_torch.local import PRELOADED as OF_EVERY_RANK
 
@@ -110,8 +113,6 @@ def pytest_configure(config: pytest.Config) -> None:
         if backend == "torch-triton":
             importlib.import_module("backends.quick_interpreter")
     if config.getoption("--backend") == "torch-cuda":
-        # How long NCCL waits before it ends a process whose peer is lost; 60 s by default.
-        os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
         # Warnings that FlashAttention-4 and the CuTe DSL cause in each other, and torch 2.11 in its
         # own compiler.
         others = r"(cutlass|flash_attn|quack)(\.|$)"

@@ -24,10 +24,11 @@ from benchmarks.common.cases import (
     Setting,
     mask_of,
 )
+from benchmarks.common.tables import ALONE
 from benchmarks.torch.host_time import described
 from benchmarks.torch.one_gpu import ranks_on_one_gpu
 from benchmarks.torch.over_gpus import method
-from benchmarks.torch.scaling import gate, inputs, wrong
+from benchmarks.torch.scaling import gate, inputs, without_end, wrong
 
 DEFAULT = ("causal 8k 32/8", "window 512k 32/8", "documents 128k 32/8")
 REPEATS = 3  # calls of a pass; the last one counts
@@ -45,9 +46,10 @@ def peaks(rank: int, setting: Setting, name: str) -> dict[str, float]:
     }
     before, found = torch.cuda.memory_allocated(), dict[str, float]()
     for key, run in passes.items():
-        for _ in range(REPEATS):
-            torch.cuda.reset_peak_memory_stats()
-            run()
+        with way.around():
+            for _ in range(REPEATS):
+                torch.cuda.reset_peak_memory_stats()
+                run()
         torch.cuda.synchronize()
         found[key] = (torch.cuda.max_memory_allocated() - before) / 2**30
     return found
@@ -66,6 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.table:
         return report.show(options.table)
+    for name in options.methods:
+        if name == "one" or without_end(name)[1] or ALONE in name:
+            parser.error(f"{name}: only what ranks do together is measured, without an end")
     found = report.Report(options.json, lambda: described(1, 0) | {"ranks": options.ranks})
     with ranks_on_one_gpu(options.ranks) as ranks:
         for name in options.settings:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 from weakref import ref
 
@@ -318,6 +319,28 @@ def test_sums_are_passed_to_compiled_functions_as_they_lie(batch: int) -> None:
                 part = total[:, :, gathered : gathered + 3].transpose(1, 2)
                 expected[:, own : own + 3] = scale * part
             assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "out"])
+def test_a_split_backward_gets_aligned_tensors(name: str) -> None:
+    """Compiled functions read 16 bytes at once; hooks may return ``out`` at any address."""
+    tensors = {x: torch.randn(1, 16, 2, DIM) for x in ("q", "k", "v", "dout", "out")}
+    memory = torch.empty(tensors[name].numel() + 1)
+    odd = memory[1:].view(tensors[name].shape).copy_(tensors[name])
+    q, k, v, dout, out = (tensors | {name: odd}).values()
+    passed: list[Tensor] = []
+    functions = SimpleNamespace(accumulate=lambda *given: passed.extend(given[:5]))
+    rows = QueryBlock(q, None, None, None, None, None)
+    columns = KeyBlock(k, v, None, None)
+    upstream = BackwardInputs(dout, out, torch.zeros(1, 2, 16), None)
+    split_backward = fa4.FA4.split_backward
+    assert split_backward is not None
+    with patch.object(fa4, "_split_functions", lambda *_: (functions, (None, None))):
+        item, params = cast("WorkItem", None), cast("KernelParams", SimpleNamespace(scale=1.0))
+        split_backward.accumulate(rows, columns, upstream, item, params, q, (k, v))
+    assert all(x.data_ptr() % 16 == 0 for x in passed)
+    in_order = [tensors[x] for x in ("q", "k", "v", "dout", "out")]
+    assert all(map(torch.equal, passed, in_order))
 
 
 def test_kept_views_end_with_their_buffer() -> None:

@@ -83,8 +83,8 @@ class Strategy(Protocol):
     ) -> Grads:
         """Return the gradients of this rank's shards, in the inputs' dtype or wider.
 
-        ``saved`` is what the forward returned. A strategy takes a tensor out of it once all
-        launches that read it are queued: unless the graph is retained, that frees its memory.
+        A strategy takes a tensor out of ``saved``, which the forward returned, once all launches
+        that read it are queued: unless the graph is retained, that frees its memory.
         """
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
@@ -106,7 +106,10 @@ class Strategy(Protocol):
         return [imbalance_line(call.program)]
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """Return shapes and dtypes of what a compiled forward saves; of any plan if not known."""
+        """Return shapes and dtypes of what a compiled forward saves.
+
+        Without ``plan_known`` they fit every plan of the same graph.
+        """
         del call, inputs, plan_known
         return []
 
@@ -226,10 +229,8 @@ class Call(NamedTuple):
     def open_heads(self, signature: CallSignature, size: int, members: Ranks | None) -> HeadCarrier:
         """Begin a pass that trades tokens for heads, in exchanges of at most ``size`` bytes a rank.
 
-        ``members`` are the ranks that trade, if not all do; all compare their calls before.
-
-        Raises:
-            RankMismatchError: A peer is making another call.
+        ``members`` are the ranks that trade, if it is a part of them; all ranks compare before.
+        Raises a ``RankMismatchError`` if a peer is making another call.
         """
         ranks = self.ranks
         if members is not None:

@@ -58,7 +58,9 @@ def bytes_sent(
             K/V again, as the forward has not saved them.
         tile: Likewise: keys of a tile, where a kernel's backward needs whole tiles, so that more
             keys travel at the edge of a window (:func:`ring_core.gather_program`). In PyTorch it is
-            128 for ``fa4`` on Hopper GPUs, in calls that have a gradient and do not return ``lse``.
+            128 where ``fa4`` adds up dK/dV over its launches itself: on Hopper GPUs, with grouped
+            heads of 64 or 128, in calls with a gradient, without other options than a mask, sinks
+            and a scale, which do not return ``lse``.
 
     Raises:
         ValueError: The strategy is none of these, or cannot run the plan; or ``fetches_again`` or

@@ -12,7 +12,7 @@ from ring_core.plan.plan import Plan
 #: Strategies that are compared, by their names on the page "which strategy".
 STRATEGIES = {name: config for count in COUNTED for name, config in count.compared.items()}
 
-#: Those of groups of ranks, of which ranks of one host would be one.
+#: Names that are left out where all ranks are on one host.
 GROUPED = {name for count in COUNTED if count.needs_hosts for name in count.compared}
 
 #: Strategies that send at most this many times what the best one sends count as tied with it.

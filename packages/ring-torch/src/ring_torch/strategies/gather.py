@@ -127,8 +127,8 @@ class Gather(GatheringStrategy):
             # change them after this call.
             arriving.wait(None)
         # A call that is captured into a CUDA graph may have run other launches than usual.
-        can_prepare = self.prepares and results[0] is state and not is_capturing()
-        if can_prepare and key not in self.launches.forward:
+        can_prepare = self.prepares and results[0] is state
+        if can_prepare and key not in self.launches.forward and not is_capturing():
             items = list(zip(gather.items, gather.waits_for, strict=True))
             launches = prepare_forward(call.kernel, rows, columns, state, items, call.params)
             keep(self.launches.forward, key, launches)

@@ -86,7 +86,8 @@ class Hybrid(Ulysses):
         between = f"{strategy.name} over {grid.outer_size} groups of {grid.ulysses_size} ranks:"
         inside = strategy.figures(self.inner, self._shapes_inside(call, inputs))
         exchanges = exchanges_of(call, inputs, self.heads).figure(backward=call.needs_grad)
-        return [exchanges, figure("between groups", between), *inside]
+        trades = [exchanges] if grid.ulysses_size > 1 else []
+        return [*trades, figure("between groups", between), *inside]
 
     def notes(self, call: Call) -> tuple[str, ...]:
         """Return the ranks of both exchanges, with this one, and what is special about heads."""

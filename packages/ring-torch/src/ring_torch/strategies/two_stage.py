@@ -79,12 +79,14 @@ class GatheringStrategy(Strategy):
         fetches = [x for x in gather.fetches if x.rank != call.ranks.rank]
         keys = sum(x.target.stop - x.target.start for x in fetches)
         peers = {x.rank for x in fetches}
-        fetched = f"{keys:,} keys out of {len(peers)} of {call.ranks.size - 1} other ranks"
+        fetched = f"{len(fetches)} by this rank: {keys:,} keys of {len(peers)} other ranks"
+        if not fetches:
+            fetched = "none, as no query of this rank sees keys of another"
         launches = f"{len(gather.items)} over gathered keys, {len(self.own_work)} over own in place"
         of_groups = f", for each of {groups} groups of heads" if groups > 1 else ""
         return [
             *super().figures(call, inputs),
-            figure("fetches", f"{len(fetches)} by this rank: {fetched}{of_groups}"),
+            figure("fetches", f"{fetched}{of_groups}"),
             figure("launches", f"{launches}, in the forward{of_groups}"),
         ]
 
@@ -158,8 +160,8 @@ class TwoStageGather(GatheringStrategy):
             # All has arrived, and the rank's own K/V have been read: the caller may change them.
             arriving.wait(None)
             saved = [*arriving.tensors]
-        can_prepare = key is not None and rows.q.numel() > 0 and not is_capturing()
-        if can_prepare and key not in self.launches:
+        can_prepare = key is not None and rows.q.numel() > 0
+        if can_prepare and key not in self.launches and not is_capturing():
             own_work, others = (own, self.own_items), (columns, gather)
             prepared = prepare_partials(call.kernel, rows, own_work, others, keys, call.params)
             keep(self.launches, key, prepared)

@@ -26,7 +26,7 @@ class CountedCall(NamedTuple):
         backward: True if the backward counts as well.
         fetches_again: True if the backward fetches K/V again, as the forward has not saved them.
         hosts: The host of each rank; ``None`` if all are on one.
-        tile: Keys of a tile, of which gathers fetch whole ones.
+        tile: Keys of a tile; what a gather fetches begins and ends at multiples of it.
     """
 
     plan: Plan

@@ -204,10 +204,11 @@ class HopperSplitBackward:
         dq: Tensor, sums: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip
         """Run an item's backward: write ``dq``, and add to the sums of dK and dV."""
-        q, k, v, dout = map(aligned, (rows.q, columns.k, columns.v, upstream.dout))
+        tensors = rows.q, columns.k, columns.v, upstream.dout, upstream.out
+        q, k, v, dout, out = map(aligned, tensors)
         functions, sides = _split_functions(q, k, item)
         lse = upstream.lse.contiguous()
-        functions.accumulate(q, k, v, dout, upstream.out, lse, dq, sums, params.scale, sides)
+        functions.accumulate(q, k, v, dout, out, lse, dq, sums, params.scale, sides)
 
     def prepare(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs,

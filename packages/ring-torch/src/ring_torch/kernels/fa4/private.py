@@ -52,7 +52,7 @@ def interface() -> Any:
 
 
 def tile_keys(direction: Direction, head_dim: int, v_head_dim: int) -> int:
-    """Return the keys of a tile on Hopper, with block lists."""
+    """Return how many keys a tile has on Hopper if the launch takes block lists."""
     module = interface()
     tiles = module._tile_size_fwd_sm90 if direction == "forward" else module._tile_size_bwd_sm90
     return int(tiles(head_dim, v_head_dim, False, False, BLOCK_Q).n_block_size)
@@ -65,7 +65,7 @@ def backward_is_transposed(head_dim: int, v_head_dim: int) -> bool:
 
 
 def backward_tile_queries(dim: int, *, is_causal: bool, is_local: bool) -> int:
-    """Return the queries of a tile of the backward on Hopper, without block lists."""
+    """Return how many queries a tile of the backward has on Hopper without block lists."""
     return int(interface()._tile_size_bwd_sm90(dim, dim, is_causal, is_local).m_block_size)
 
 
@@ -213,7 +213,7 @@ def offsets(documents: Documents | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if documents is None else (documents.cu_q, documents.cu_k)
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """A call of a compiled function by the library."""
 
     function: Function
@@ -224,7 +224,7 @@ class ForwardCall(NamedTuple):
     """The call of a compiled forward, and those of its arguments that are not our own.
 
     Attributes:
-        function, arguments: As in :class:`Call`.
+        function, arguments: As in :class:`RecordedCall`.
         window: ``(left, right)`` in the form that the function takes.
         aux: Values that its mods read.
     """
@@ -239,7 +239,7 @@ class MainCall(NamedTuple):
     """The call of the main function of a backward, and those of its arguments that are not our own.
 
     Attributes:
-        function, arguments: As in :class:`Call`.
+        function, arguments: As in :class:`RecordedCall`.
         lse_log2, delta: lse to base 2, and delta.
         dq_sums, dk_sums, dv_sums: Sums of gradients. The latter two are dK and dV themselves where
             each query head has its own K/V head.
@@ -264,11 +264,11 @@ class MainCall(NamedTuple):
 class BackwardCalls(NamedTuple):
     """Calls of compiled functions in a backward; sums of dK/dV are rounded for grouped heads."""
 
-    prepare: Call
+    prepare: RecordedCall
     main: MainCall
-    round_dq: Call
-    round_dk: Call | None = None
-    round_dv: Call | None = None
+    round_dq: RecordedCall
+    round_dk: RecordedCall | None = None
+    round_dv: RecordedCall | None = None
 
 
 def recorded_forward(
@@ -313,12 +313,12 @@ def recorded_backward(
 
 
 @contextmanager
-def _calls_of(*functions: Any) -> Iterator[tuple[list[Call], ...]]:
+def _calls_of(*functions: Any) -> Iterator[tuple[list[RecordedCall], ...]]:
     """Record the compiled functions that functions of the library call inside, with arguments.
 
     It yields a list for each function. Calls of other threads are not recorded.
     """
-    calls: tuple[list[Call], ...] = tuple([] for _ in functions)
+    calls: tuple[list[RecordedCall], ...] = tuple([] for _ in functions)
     with RECORDING:
         # While the block runs, the library looks its compiled functions up in recording caches. A
         # call of another thread passes through them unrecorded.
@@ -338,7 +338,7 @@ class _RecordingCache:
     """A cache of compiled functions that records which of them a thread calls."""
 
     cache: Any
-    calls: list[Call]
+    calls: list[RecordedCall]
     thread: int
 
     def __contains__(self, key: Any) -> bool:
@@ -354,7 +354,7 @@ class _RecordingCache:
             function(*arguments)
             # A launch of another thread is none of the call that is recorded.
             if get_ident() == self.thread:
-                self.calls.append(Call(function, arguments))
+                self.calls.append(RecordedCall(function, arguments))
 
         return call
 
