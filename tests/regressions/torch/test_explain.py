@@ -109,7 +109,7 @@ _EXCHANGES = "2 in the forward, 2 in the backward: tokens for heads among"
             "gather",
             [
                 f"imbalance          1.749  {_IMBALANCE}",
-                "fetches            1 by this rank: 256 keys out of 1 of 3 other ranks",
+                "fetches            1 by this rank: 256 keys from 1 of 3 other ranks",
                 "launches           1 over gathered keys, 1 over own in place, in the forward",
             ],
         ),
@@ -133,7 +133,7 @@ _EXCHANGES = "2 in the forward, 2 in the backward: tokens for heads among"
                 f"exchanges          {_EXCHANGES} 2 ranks",
                 "between groups     gather over 2 groups of 2 ranks:",
                 f"imbalance          1.500  {_IMBALANCE}",
-                "fetches            0 by this rank: 0 keys out of 0 of 1 other ranks",
+                "fetches            none, as no query of this rank sees keys of another",
                 "launches           0 over gathered keys, 1 over own in place, in the forward",
             ],
         ),

@@ -79,7 +79,8 @@ class GatheringStrategy(Strategy):
         fetches = [x for x in gather.fetches if x.rank != call.ranks.rank]
         keys = sum(x.target.stop - x.target.start for x in fetches)
         peers = {x.rank for x in fetches}
-        fetched = f"{len(fetches)} by this rank: {keys:,} keys of {len(peers)} other ranks"
+        others = f"{len(peers)} of {call.ranks.size - 1} other ranks"
+        fetched = f"{len(fetches)} by this rank: {keys:,} keys from {others}"
         if not fetches:
             fetched = "none, as no query of this rank sees keys of another"
         launches = f"{len(gather.items)} over gathered keys, {len(self.own_work)} over own in place"
