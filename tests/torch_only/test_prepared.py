@@ -16,6 +16,7 @@ from ring_core import WorkItem
 from ring_torch import prepare, records, ring_attention
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.eager import EagerKernel
+from ring_torch.launches.cache import keep
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -120,6 +121,13 @@ WAYS = {
     "gather": (2, "gather", WithoutDelta, {"forward": 1, "backward": 1, "partial": 0}),
     "two stages": (2, "gather", OfCausalBands, {"forward": 0, "backward": 0, "partial": 1}),
 }
+
+
+def test_a_full_cache_loses_its_oldest() -> None:
+    kept: dict[object, int | None] = {}
+    for key in range(20):
+        keep(kept, key, None if key % 2 else key)
+    assert kept == {key: None if key % 2 else key for key in range(4, 20)}
 
 
 @pytest.mark.parametrize("way", WAYS)

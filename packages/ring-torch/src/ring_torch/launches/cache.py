@@ -20,13 +20,15 @@ def tensors_key(*tensors: Tensor | None) -> object:
 
 
 def keep[T](launches_by_key: dict[object, T | None], key: object, launches: T | None) -> None:
-    """Keep launches under a key; a full cache is emptied first.
+    """Keep launches under a key; a full cache loses its oldest.
 
     ``None`` is kept, too: calls whose launches cannot be prepared are not asked for them again.
     """
-    # Strides that change with every call would otherwise keep launches without end.
+    # Strides that change with every call would otherwise keep launches without end. Another thread
+    # may do the same meanwhile: the list is a copy, and a key that is gone is no error.
     if len(launches_by_key) >= _MOST:
-        launches_by_key.clear()
+        oldest, *_ = [*launches_by_key]
+        launches_by_key.pop(oldest, None)
     launches_by_key[key] = launches
 
 
