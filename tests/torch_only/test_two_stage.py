@@ -98,6 +98,44 @@ def repeated(
     return launched, calls, [cp.shard(x.detach()) for x in (expected, *grads)]
 
 
+def _saved_elsewhere(_: int, name: str) -> tuple[list[str], list[tuple[Tensor, ...]]]:
+    """Return partial launches of the third of three calls, and the gradients of all.
+
+    In the third what is saved comes back one number behind a multiple of 16 bytes: the gathered
+    K/V, or ``lse``.
+    """
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, LENGTH // 2, n, DIM).requires_grad_() for n in HEADS)
+    shape_end = {"keys": HEADS[1] * 2 * DIM, "lse": LENGTH // 2}[name]
+
+    def elsewhere(x: Tensor) -> Tensor:
+        if x.ndim != 3 or x.shape[-1] != shape_end:
+            return x
+        memory = torch.empty(x.numel() + 1, dtype=x.dtype)
+        return memory[1:].view(x.shape).copy_(x)
+
+    launched: list[str] = []
+    results = []
+    prepare._prepare.cache_clear()
+    with patch.object(prepare, "choose", lambda *_: Selection(kernel_of(launched), ())):
+        for unpack in (torch.clone, torch.clone, elsewhere):
+            launched.clear()
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
+                out = ring_attention(q, k, v, causal=True, layout="zigzag", strategy="gather")
+            results.append(torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
+    prepare._prepare.cache_clear()
+    return launched, results
+
+
+@pytest.mark.parametrize("name", ["keys", "lse"])
+def test_prepared_launches_get_aligned_tensors(name: str, backend: Any) -> None:
+    for launched, results in backend.pool(2).run(_saved_elsewhere, name):
+        assert "forward" in launched and "backward" not in launched
+        for grads in results[1:]:
+            for x, first in zip(grads, results[0], strict=True):
+                torch.testing.assert_close(x, first)
+
+
 @pytest.mark.parametrize(
     ("layout", "causal", "dtype", "saves", "view"),
     [
