@@ -31,7 +31,7 @@ from benchmarks.torch.over_gpus import method
 from benchmarks.torch.scaling import gate, inputs, without_end, wrong
 
 DEFAULT = ("causal 8k 32/8", "window 512k 32/8", "documents 128k 32/8")
-REPEATS = 3  # calls of a pass; the last one counts
+REPEATS = 3  # calls of a pass, of which the last one counts
 
 
 def peaks(rank: int, setting: Setting, name: str) -> dict[str, float]:
@@ -63,14 +63,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--settings", nargs="+", choices=settings, default=DEFAULT, metavar="NAME")
     parser.add_argument(
         "--methods", nargs="+", default=["zigzag/auto/auto/auto"], metavar="NAME",
-        help="methods of benchmarks.torch.scaling, without anything at their ends",
+        help="Ring's methods of benchmarks.torch.scaling, without anything at their ends",
     )  # fmt: skip
     options = parser.parse_args(argv)
     if options.table:
         return report.show(options.table)
     for name in options.methods:
-        if name == "one" or without_end(name)[1] or ALONE in name:
-            parser.error(f"{name}: only what ranks do together is measured, without an end")
+        # Others send messages on GPUs, which ranks that share one cannot.
+        if "/" not in name or without_end(name)[1] or ALONE in name:
+            parser.error(f"{name}: only Ring's calls are measured, without an end")
+    if not torch.cuda.is_available():
+        parser.error("the ranks share a GPU, and torch finds none here")
     found = report.Report(options.json, lambda: described(1, 0) | {"ranks": options.ranks})
     with ranks_on_one_gpu(options.ranks) as ranks:
         for name in options.settings:

@@ -22,7 +22,7 @@ from ring_torch.comm.ranks import DONE, Ranks, Transfer
 from ring_torch.local import LocalRanks
 from ring_torch.transports import symm_buffer
 from ring_torch.transports.api import Refusals
-from ring_torch.transports.symm_buffer import SHARED
+from ring_torch.transports.symm_buffer import SHARED_GPU
 from ring_torch.transports.symm_mem import SYMM_MEM
 
 Messages = Sequence[tuple[Tensor, int]]  # tensors, and the ranks that they go to or come from
@@ -55,7 +55,7 @@ def _refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | Non
     if device.type != "cuda":
         return ("the tensors are not on a GPU",)
     known = symm_buffer.symm_buffer_of(ranks) if probe else symm_buffer.known_buffer(ranks)
-    return None if known is None else tuple(x for x in known.refusals if x != SHARED)
+    return None if known is None else tuple(x for x in known.refusals if x != SHARED_GPU)
 
 
 @dataclass

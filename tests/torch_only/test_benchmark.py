@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.cases import CAUSAL
-from benchmarks.torch import model
+from benchmarks.torch import memory, model
 from benchmarks.torch.alone import as_rank
 from benchmarks.torch.methods import dense, in_layers, through_autograd
 from benchmarks.torch.over_gpus import method
+from benchmarks.torch.scaling import ONE_THREAD, running, without_end
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
 
@@ -100,3 +101,21 @@ def test_one_process_plays_the_ranks_of_a_ring() -> None:
 def test_an_unknown_end_of_a_method_is_refused(end: str) -> None:
     with pytest.raises(ValueError, match="behind a transport only 'alone' can follow"):
         method(f"zigzag/eager/gather/p2p{end}", CAUSAL, 128)
+
+
+@pytest.mark.parametrize("end", ["", "/graph", "/layers", ONE_THREAD])
+def test_a_method_is_told_from_how_its_calls_are_made(end: str) -> None:
+    way = through_autograd(lambda *_: torch.ones(1))
+    assert without_end(f"zigzag/auto/auto/auto{end}") == ("zigzag/auto/auto/auto", end)
+    with running(way, end):
+        assert torch._C._is_multithreading_enabled() == (end != ONE_THREAD)
+    assert torch._C._is_multithreading_enabled()
+
+
+@pytest.mark.parametrize(
+    "name", ["one", "ulysses", "zigzag/auto/auto/auto/graph", "zigzag/auto/gather/auto/alone"]
+)
+def test_memory_is_of_calls_of_several_ranks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        memory.main(["--methods", name])
+    assert f"{name}: only Ring's calls are measured" in capsys.readouterr().err

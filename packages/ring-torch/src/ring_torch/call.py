@@ -229,7 +229,7 @@ class Call(NamedTuple):
     def open_heads(self, signature: CallSignature, size: int, members: Ranks | None) -> HeadCarrier:
         """Begin a pass that trades tokens for heads, in exchanges of at most ``size`` bytes a rank.
 
-        ``members`` are the ranks that trade, if it is a part of them; all ranks compare before.
+        ``members`` are the ranks that trade, if not all do; all compare their calls before that.
         Raises a ``RankMismatchError`` if a peer is making another call.
         """
         ranks = self.ranks

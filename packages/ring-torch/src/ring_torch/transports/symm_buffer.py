@@ -36,7 +36,7 @@ from ring_torch.comm.store import timeout_of
 
 _HEADER_SIZE = 64  # at the start of a buffer: the digest of the call whose K/V it holds
 _MOST_VIEWS = 1024
-SHARED = "several ranks share a GPU"  # a refusal
+SHARED_GPU = "several ranks share a GPU"  # one of the reasons of `refusals`
 _CHANNEL, _CAPTURE_CHANNEL = 0, 1  # barriers of captured passes must not meet those of others
 
 # The buffer of each group. Process groups take no attributes of ours, so it is kept here.
@@ -320,7 +320,7 @@ def refusals(
         yield "the ranks are on several hosts"
         return
     if len({location.gpu for location in locations}) < len(locations):
-        yield SHARED
+        yield SHARED_GPU
     elif len({location.device for location in locations}) < len(locations) and not overlapped:
         yield (
             "every rank calls its GPU by the same number, which PyTorch's symmetric memory takes "
