@@ -12,6 +12,7 @@ from weakref import ref
 import pytest
 import torch
 from torch import Tensor
+from views import offset
 
 from ring_core import Mask, Plan, Request, WorkItem, make_plan
 from ring_core.programs import gather, gather_work
@@ -231,14 +232,12 @@ def _saved_elsewhere(_: int, name: str) -> tuple[list[bool], bool]:
     used: list[bool] = []
     kernel: Kernel = TiledKernel(used)
     q, k, v = (torch.randn(1, LENGTH // 2, heads, DIM).requires_grad_() for heads in HEADS)
-    dims = {"keys": 3, "lse": 3}[name]
     last = {"keys": HEADS[1] * 2 * DIM, "lse": LENGTH // 2}[name]
 
     def elsewhere(x: Tensor) -> Tensor:
-        if x.ndim != dims or x.shape[-1] != last:
+        if x.ndim != 3 or x.shape[-1] != last:
             return x
-        memory = torch.empty(x.numel() + 1, dtype=x.dtype)
-        return memory[1:].view(x.shape).copy_(x)
+        return offset(x)
 
     results: list[tuple[Tensor, ...]] = []
     prepare._prepare.cache_clear()
@@ -325,9 +324,7 @@ def test_sums_are_passed_to_compiled_functions_as_they_lie(batch: int) -> None:
 def test_a_split_backward_gets_aligned_tensors(name: str) -> None:
     """Compiled functions read 16 bytes at once; hooks may return ``out`` at any address."""
     tensors = {x: torch.randn(1, 16, 2, DIM) for x in ("q", "k", "v", "dout", "out")}
-    memory = torch.empty(tensors[name].numel() + 1)
-    odd = memory[1:].view(tensors[name].shape).copy_(tensors[name])
-    q, k, v, dout, out = (tensors | {name: odd}).values()
+    q, k, v, dout, out = (tensors | {name: offset(tensors[name])}).values()
     passed: list[Tensor] = []
     functions = SimpleNamespace(accumulate=lambda *given: passed.extend(given[:5]))
     rows = QueryBlock(q, None, None, None, None, None)

@@ -14,6 +14,7 @@ import torch
 from plain_flash import PlainFlash
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from views import offset
 
 from ring_core import Capabilities
 from ring_torch import ContextParallel, call, prepare, ring_attention
@@ -106,13 +107,12 @@ def _saved_elsewhere(_: int, name: str) -> tuple[list[str], list[tuple[Tensor, .
     """
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, LENGTH // 2, n, DIM).requires_grad_() for n in HEADS)
-    shape_end = {"keys": HEADS[1] * 2 * DIM, "lse": LENGTH // 2}[name]
+    last = {"keys": HEADS[1] * 2 * DIM, "lse": LENGTH // 2}[name]
 
     def elsewhere(x: Tensor) -> Tensor:
-        if x.ndim != 3 or x.shape[-1] != shape_end:
+        if x.ndim != 3 or x.shape[-1] != last:
             return x
-        memory = torch.empty(x.numel() + 1, dtype=x.dtype)
-        return memory[1:].view(x.shape).copy_(x)
+        return offset(x)
 
     launched: list[str] = []
     results = []
