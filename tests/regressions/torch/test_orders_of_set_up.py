@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_core import Mask, balanced_layout
-from ring_torch import ContextParallel
+from ring_torch import ContextParallel, local
 from ring_torch.local import LocalRanks
 
 T = 16
@@ -169,6 +170,29 @@ def test_shards_and_attention_are_of_one_group(order: Any, tmp_path: Any) -> Non
     with LocalRanks(2, timeout=20) as pool:
         for result in pool.run(order, str(tmp_path)):
             assert all(result), result
+
+
+def _join_late(rank: int, folder: str) -> tuple[float, float]:
+    """Join once more, rank 1 a while later; return when this rank had connected and joined."""
+    _destroy()
+    connect, connected = dist.init_process_group, []
+
+    def connect_late(*args: Any, **kwargs: Any) -> None:
+        connect(*args, **kwargs)
+        time.sleep(0.5 * rank)
+        connected.append(time.monotonic())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", connect_late)
+        local._join(rank, 2, f"file://{folder}/late", 20.0, 1, cuda=False)
+    return connected[0], time.monotonic()
+
+
+def test_no_local_rank_joins_before_all_are_connected(tmp_path: Any) -> None:
+    # A rank that destroyed its group earlier would cut off those that still connect to it.
+    with LocalRanks(2, timeout=20) as pool:
+        connected, joined = zip(*pool.run(_join_late, str(tmp_path)), strict=True)
+    assert max(connected) <= min(joined)
 
 
 @pytest.mark.parametrize("dim", [-3, -1, 0, 2])

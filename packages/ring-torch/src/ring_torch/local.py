@@ -239,3 +239,7 @@ def _join(
         timeout=timedelta(seconds=timeout),
         device_id=torch.device("cuda", rank) if cuda else None,
     )
+    if not cuda:
+        # gloo lets a rank go on while others still connect to it; a rank whose function then
+        # destroys the group would cut them off.
+        dist.barrier()
