@@ -240,6 +240,13 @@ def diffusers(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def flash_attn_4(session: nox.Session) -> None:
+    """Call flash-attn-4 without a GPU, and compare its private parts with what is known of them."""
+    install(session, ["ring-core", "ring-torch[fa4]"], ["test"], *CONSTRAINED)
+    session.run("pytest", "tests", "--backend=fa4", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 def mutants(session: nox.Session) -> None:
     """Break ring_core in thousands of small ways and list what no test notices."""
     session.install("numpy", *nox.project.dependency_groups(PYPROJECT, "test", "mutants"))

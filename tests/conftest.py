@@ -32,6 +32,7 @@ FOLDERS = {
     "jax-tpu": {"api", "docs", "jax_tpu_only", "regressions/jax_tpu"},
     "maxtext": {"maxtext"},
     "diffusers": {"diffusers"},
+    "fa4": {"fa4_only"},
     "none": {"packaging"},
 }
 #: Modules imported by the fork server of the ranks, besides those of `ring_torch.local`. Otherwise
@@ -94,7 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--one-gpu") and backend != "torch-cuda":
         raise pytest.UsageError(f"--one-gpu is of the backend torch-cuda, not of {backend}")
     runs_tests = not config.getoption("numprocesses", None)  # with xdist the workers run them
-    if backend in ("torch-triton", "jax-gpu"):
+    if backend in ("torch-triton", "jax-gpu", "fa4"):
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, in ranks too
     if backend == "torch-cuda":  # before ranks' environment is fixed, where they are forked from
         # How long NCCL waits before it ends a process whose peer is lost; 60 s by default.
@@ -112,7 +113,7 @@ def pytest_configure(config: pytest.Config) -> None:
             forkserver.ensure_running()
         if backend == "torch-triton":
             importlib.import_module("backends.quick_interpreter")
-    if config.getoption("--backend") == "torch-cuda":
+    if backend in ("torch-cuda", "fa4"):
         # Warnings that FlashAttention-4 and the CuTe DSL cause in each other, and torch 2.11 in its
         # own compiler.
         others = r"(cutlass|flash_attn|quack)(\.|$)"
