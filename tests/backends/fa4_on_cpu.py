@@ -1,7 +1,7 @@
-"""flash-attn-4 on a machine without a GPU: all of its Python, but launches are recorded, not made.
+"""flash-attn-4's host code on a machine without a GPU: launches are recorded, not made.
 
-Its functions check arguments, look up or compile kernels, and call them. Here they take tensors of
-CPUs, see a Hopper GPU, and get a :class:`Kernel` from the compiler.
+Its functions check arguments, look up or compile kernels, and call them. Here they accept CPU
+tensors, see a Hopper GPU, and get a :class:`Kernel` where they ask for a compiled one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from torch import Tensor
 
 # Modules that ask whether tensors are on a GPU.
 _MODULES = ("flash_attn.cute.interface", "flash_attn.cute.block_sparsity")
-_HOPPER = {
+_LARGEST_NUMBER = 1 << 32  # an integer above it is an address
+_ENVIRONMENT = {
     "FLASH_ATTENTION_ARCH": "sm_90", "FLASH_ATTENTION_NUM_SMS": "132", "CUTE_DSL_ARCH": "sm_90a",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",  # compiled kernels on disk would be launched
 }  # fmt: skip
 
 
@@ -32,7 +34,7 @@ class Kernel:
     """Stands for a compiled function: a call adds itself and its arguments to ``launches``."""
 
     source: Any  # what was to be compiled: an object with the kernel's tile sizes
-    launches: list[tuple[Kernel, tuple[Any, ...]]] = field(repr=False)
+    launches: Launches = field(repr=False)
 
     def __call__(self, *arguments: Any) -> None:
         self.launches.append((self, arguments))
@@ -43,17 +45,20 @@ class Kernel:
         return type(self.source).__name__
 
 
+Launches = list[tuple[Kernel, tuple[Any, ...]]]
+
+
 @dataclass
 class Recorder:
-    """Launches of all kernels, in order."""
+    """Launches of all kernels, in order, each with its arguments."""
 
-    launches: list[tuple[Kernel, tuple[Any, ...]]] = field(default_factory=list)
+    launches: Launches = field(default_factory=list)
 
     def compiled(self, source: Any, *_: Any, **__: Any) -> Kernel:
         """Return a kernel in place of one that the compiler would make."""
         return Kernel(source, self.launches)
 
-    def taken(self) -> list[tuple[Kernel, tuple[Any, ...]]]:
+    def taken(self) -> Launches:
         """Return the launches since the last call, and forget them."""
         launches = [*self.launches]
         self.launches.clear()
@@ -61,7 +66,7 @@ class Recorder:
 
 
 class _OnCpu(SourceFileLoader):
-    """Loads a module so that it takes tensors of CPUs for those of GPUs."""
+    """Loads a module so that it accepts CPU tensors where it asks for CUDA tensors."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -79,15 +84,19 @@ class _Finder(MetaPathFinder):
 
 @contextmanager
 def loaded() -> Iterator[Recorder]:
-    """Import the library for CPUs, and yield the launches that it and its callers make."""
+    """Import the library for CPUs, once in a process, and yield a recorder of its launches."""
+    assert not {*_MODULES} & {*sys.modules}, "flash-attn-4 has been imported before"
     recorder, zeros = Recorder(), torch.zeros
 
     def zeros_on_cpu(*sizes: int, device: Any = None, **options: Any) -> Tensor:
         return zeros(*sizes, device="cpu" if device == "cuda" else device, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in _HOPPER.items():
+        for name, value in _ENVIRONMENT.items():
             patch.setenv(name, value)
+        patch.delenv(
+            "CUTE_DSL_PTXAS_PATH", raising=False
+        )  # with it the library changes the compiler
         patch.setattr(sys, "meta_path", [_Finder(), *sys.meta_path])
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         patch.setattr(torch, "zeros", zeros_on_cpu)
@@ -97,12 +106,15 @@ def loaded() -> Iterator[Recorder]:
         yield recorder
 
 
-def described(launches: list[tuple[Kernel, tuple[Any, ...]]]) -> list[Any]:
-    """Return launches in a form that is equal for the same kernels on other memory.
+def described(launches: Launches, own: Sequence[Tensor] = (), results: Any = ()) -> list[Any]:
+    """Return launches and results in a form that is equal for the same kernels on other memory.
 
-    Tensors are numbered by the order in which their memory first appears.
+    Memory is numbered: first that of ``own``, then the rest as it appears. Of addresses given as
+    numbers those of ``own`` are told apart.
     """
     numbers: dict[int, int] = {}
+    for x in own:
+        numbers.setdefault(x.data_ptr(), len(numbers))
 
     def of(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -110,6 +122,8 @@ def described(launches: list[tuple[Kernel, tuple[Any, ...]]]) -> list[Any]:
             return number, x.dtype, tuple(x.shape), x.stride(), x.requires_grad
         if isinstance(x, tuple):
             return [of(y) for y in x]
-        return getattr(x, "value", x)  # integers of the library's language have one
+        x = getattr(x, "value", x)  # `cutlass.Int32` and `Int64` hold their number there
+        is_address = isinstance(x, int) and x > _LARGEST_NUMBER
+        return ("address", numbers.get(x)) if is_address else x
 
-    return [(kernel, of(arguments)) for kernel, arguments in launches]
+    return [*((kernel, of(arguments)) for kernel, arguments in launches), of(results)]

@@ -1,23 +1,25 @@
-"""Private parts of flash-attn-4 as `kernels/fa4/private.py` says, in the library itself.
+"""Private parts of flash-attn-4 as `kernels/fa4/private.py` says, in the library itself, on Hopper.
 
-A green run with another version means that it may join `private.VERSIONS`, once results have been
-compared on a GPU.
+If a version fails `test_the_installed_version_is_known` alone, it may join `private.VERSIONS` once
+results have been compared on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import product
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import pytest
 import torch
-from backends.fa4_on_cpu import Recorder, described, loaded
+from backends.fa4_on_cpu import Kernel, Launches, Recorder, described, loaded
 from torch import Tensor
 
-from ring_core import WorkItem
+from ring_core import Mask, WorkItem, make_plan
+from ring_core.plan.tile_mask import BlockGeometry
 from ring_torch.kernels import fa4
 from ring_torch.kernels.fa4 import private, public
 from ring_torch.kernels.library import Documents, LaunchOptions, Mods
@@ -25,13 +27,18 @@ from ring_torch.options import Window
 from ring_torch.records import AttentionState
 
 LENGTH = 256
-DTYPE = torch.bfloat16
+SCALE = 0.3
+HALF = torch.bfloat16
+Predicate = Callable[[Any, Any], Any]
+FORWARD, BACKWARD = "FlashAttentionForwardSm90", "FlashAttentionBackwardSm90"
+PREPROCESS, POSTPROCESS = "FlashAttentionBackwardPreprocess", "FlashAttentionBackwardPostprocess"
 
 
 @pytest.fixture(scope="module")
 def recorder() -> Iterator[Recorder]:
     with loaded() as launches, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(private, "is_known", lambda: True)  # of any version: that is the question
+        # Treat the installed version as known: the tests check whether it is like those.
+        patch.setattr(private, "is_known", lambda: True)
         yield launches
 
 
@@ -41,6 +48,27 @@ def library(recorder: Recorder) -> Recorder:
     return recorder
 
 
+class Call(NamedTuple):
+    """A call's tensors, and its options for a forward and for a backward."""
+
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, dout
+    state: AttentionState
+    dq: Tensor
+    sinks: Tensor | None
+    forward: LaunchOptions
+    backward: LaunchOptions  # without sinks: the final lse, which it is given, contains them
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """Everything that a launch may read or write that is the call's own."""
+        options = self.forward
+        ids = () if options.mods is None else options.mods.segments or ()
+        slopes = None if options.mods is None else options.mods.slopes
+        offsets = () if options.documents is None else options.documents[:2]
+        own = [*self.tensors, *self.state, self.dq, self.sinks, slopes, *ids, *offsets]
+        return [x for x in own if x is not None]
+
+
 @dataclass(frozen=True)
 class Launch:
     """A forward and a backward of the library."""
@@ -48,109 +76,179 @@ class Launch:
     dims: tuple[int, int] = (128, 128)
     heads: tuple[int, int] = (4, 2)
     window: Window = (None, 0)
-    documents: bool = False
+    documents: int = 0
     deterministic: bool = False
     softcap: float | None = None
     sinks: bool = False
-    slopes: bool = False
+    slopes: Literal["causal", "counted", "read"] | None = None
     segments: bool = False
+    predicate: Predicate | None = None
     needs_lse: bool = True
+    dtype: torch.dtype = HALF
+    requires_grad: bool = False
+    has_gaps: bool = False  # between the heads of q, k, v and dout, which are views
+    has_dst: bool = True
 
     def __str__(self) -> str:
-        named = ("documents", "deterministic", "softcap", "sinks", "slopes", "segments")
-        names = [name for name in named if getattr(self, name)]
-        numbers = [*self.dims, *self.heads, *self.window]
-        return "-".join(map(str, [*numbers, *names, *["without-lse"] * (not self.needs_lse)]))
+        named = [
+            "documents", "deterministic", "softcap", "sinks", "slopes", "segments", "requires_grad",
+            "has_gaps",
+        ]  # fmt: skip
+        names = [f"{name}={getattr(self, name)}" for name in named if getattr(self, name)]
+        names += ["float16"] * (self.dtype == torch.float16)
+        names += [] if self.predicate is None else [self.predicate.__name__]
+        names += ["without-lse"] * (not self.needs_lse) + ["without-dst"] * (not self.has_dst)
+        return "-".join(map(str, [*self.dims, *self.heads, *self.window, *names]))
 
-    def options(self, *, sinks: Tensor | None = None) -> LaunchOptions:
-        documents = mods = None
+    def call(self, length: int = LENGTH) -> Call:
+        """Return a new call; none of its memory is another call's."""
+        lead, (heads, kv_heads), (dim, v_dim) = [2, length], self.heads, self.dims
+        documents = None
         if self.documents:
-            cu = torch.tensor([0, 100, 256, 512], dtype=torch.int32)
-            documents = Documents(cu, cu.clone(), LENGTH, LENGTH)
-        if sinks is not None or self.slopes or self.segments:
-            positions, ids = torch.arange(LENGTH), torch.zeros(2, LENGTH, dtype=torch.int32)
-            mods = Mods(
-                WorkItem(0, 0, 0, 0, LENGTH, 0, LENGTH, 0, None) if self.segments else None,
-                (ids, ids.clone()) if self.segments else None, None,
-                torch.ones(1, self.heads[0]) if self.slopes else None,
-                (positions, positions) if self.slopes else None, 0 if self.slopes else None,
-                is_causal=True, sinks=sinks,
-            )  # fmt: skip
-        return LaunchOptions(
-            0.3, self.softcap, self.window, documents, self.deterministic, mods, self.needs_lse
-        )
-
-    def tensors(self, length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return ``(q, k, v, dout)``."""
-        lead, (heads, kv_heads), (dim, v_dim) = (2, length), self.heads, self.dims
-        if self.documents:
-            lead = (512,)  # type: ignore[assignment]
+            lead = [length]
+            cu = torch.linspace(0, length, self.documents + 1).int()
+            documents = Documents(cu, cu.clone(), length, length)
         shapes = (heads, dim), (kv_heads, dim), (kv_heads, v_dim), (heads, v_dim)
-        q, k, v, dout = (torch.zeros(*lead, *shape, dtype=DTYPE) for shape in shapes)
-        return q, k, v, dout
+        q, k, v, dout = (self._numbers(*lead, *shape) for shape in shapes)
+        state = AttentionState(
+            torch.empty(dout.shape, dtype=self.dtype), torch.zeros(*lead[:-1], heads, length)
+        )
+        sinks = torch.zeros(heads) if self.sinks else None
+        item, geometry = self.masked()
+        # Where an item is masked by block lists, these include its band.
+        window = self.window if item is None else (None, None)
+        options = LaunchOptions(
+            SCALE, self.softcap, window, documents, self.deterministic, None, self.needs_lse
+        )
+        positions = torch.arange(length)
+        mods = Mods(
+            item, (self._ids(length), self._ids(length)) if self.segments else None, geometry,
+            torch.ones(1, heads) if self.slopes else None,
+            (positions, positions) if self.slopes else None,
+            0 if self.slopes in ("causal", "counted") else None, self.slopes == "causal", None,
+        )  # fmt: skip
+        has_mods = item is not None or self.slopes is not None
+        backward = options._replace(mods=mods if has_mods else None)
+        forward = backward
+        if has_mods or self.sinks:
+            forward = options._replace(mods=mods._replace(sinks=sinks))
+        return Call((q, k, v, dout), state, torch.empty_like(q), sinks, forward, backward)
+
+    @staticmethod
+    def _ids(length: int) -> Tensor:
+        return torch.zeros(2, length, dtype=torch.int32)
+
+    def _numbers(self, *shape: int) -> Tensor:
+        gap = 8 if self.has_gaps else 0
+        x = torch.zeros(*shape[:-1], shape[-1] + gap, dtype=self.dtype)[..., : shape[-1]]
+        return x.requires_grad_(self.requires_grad)
+
+    def masked(self) -> tuple[WorkItem | None, BlockGeometry | None]:
+        """Return the item of a launch with block lists, and the tiles of its predicate."""
+        if self.predicate is not None:
+            plan = make_plan(Mask(predicate=self.predicate), seq_len=LENGTH, cp_size=1)
+            return plan.items(0, 0)[0], plan.blocks
+        item = WorkItem(0, 0, 0, 0, LENGTH, 0, LENGTH, *band(self.window))
+        return (item if self.segments else None), None
+
+
+def band(window: Window) -> tuple[int | None, int | None]:
+    """Return ``(lo, hi)`` of an item with a window."""
+    left, right = window
+    return None if right is None else -right, left
+
+
+def formula(q: Any, k: Any) -> Any:
+    """Show the keys of a query's block of 64 and of those before, but for every fourth."""
+    return (k // 64 <= q // 64) & (k % 4 != 1)
+
+
+def near(q: Any, k: Any) -> Any:
+    """Show keys on both sides, so few that smaller blocks pay."""
+    return abs(q - k) < 40
+
+
+def from_table(q: Any, k: Any) -> Any:
+    """Show some keys at random: no formula, so the mask is given as bits of tiles."""
+    table = np.random.default_rng(0).integers(0, 4, LENGTH)
+    return table[np.asarray(q)] >= table[np.asarray(k)]
 
 
 PLAIN = [
     Launch(dims, heads, window, documents, deterministic)
     for dims, heads, window, documents, deterministic in product(
-        ((64, 64), (128, 128), (192, 128), (256, 256)), ((4, 4), (4, 2), (8, 1)),
-        ((None, 0), (None, None), (63, 0), (31, 31)), (False, True), (False, True),
+        ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)), ((4, 4), (4, 2), (8, 1)),
+        ((None, 0), (None, None), (63, 0), (31, 31)), (0, 3), (False, True),
     )
 ]  # fmt: skip
 LAUNCHES = [
-    *PLAIN, Launch(softcap=5.0), Launch(sinks=True), Launch(slopes=True), Launch(segments=True),
-    Launch(needs_lse=False), Launch((192, 128), needs_lse=False), Launch(softcap=5.0, sinks=True),
-    Launch((64, 64), (8, 1), (127, 0), sinks=True), Launch(slopes=True, segments=True),
-    Launch((128, 128), (4, 4), (None, None), segments=True),
-    Launch((128, 128), (4, 4), documents=True, sinks=True),
+    *PLAIN, Launch(window=(63, None)), Launch(window=(None, 5)), Launch(window=(100, -36)),
+    Launch(softcap=5.0), Launch(softcap=5.0, documents=3), Launch(softcap=5.0, deterministic=True),
+    Launch(softcap=5.0, sinks=True), Launch(sinks=True), Launch(sinks=True, documents=3),
+    Launch((64, 64), (8, 1), (127, 0), sinks=True), Launch((192, 128), sinks=True),
+    Launch(slopes="causal"), Launch(slopes="counted"), Launch(slopes="read"),
+    Launch(needs_lse=False), Launch((192, 128), needs_lse=False),
+    Launch(dtype=torch.float16), Launch(requires_grad=True), Launch(has_gaps=True),
+    Launch(has_gaps=True, requires_grad=True), Launch(has_dst=False),
+    Launch((192, 128), has_dst=False),
+    Launch(segments=True), Launch(slopes="causal", segments=True),
+    Launch((64, 64), (4, 4), (None, None), segments=True), Launch(predicate=formula),
+    Launch(predicate=near), Launch(predicate=from_table),
+    Launch((64, 64), (8, 1), predicate=from_table),
+    Launch((192, 128), (4, 4), predicate=from_table),
+    Launch(predicate=formula, segments=True, slopes="read"), Launch(predicate=formula, sinks=True),
 ]  # fmt: skip
 
 
+@dataclass(frozen=True)
 class Passes:
-    """Forwards and backwards by the kernel `fa4`, and the launches that they make."""
+    """Forwards and backwards by the kernel `fa4`, and what they launch."""
 
-    def __init__(self, library: Recorder, launch: Launch) -> None:
-        self.library, self.launch, self.flash = library, launch, fa4.Flash4()
-        self.sinks = torch.zeros(launch.heads[0]) if launch.sinks else None
-        self.forward = launch.options(sinks=self.sinks)
-        self.backward = launch.options()  # sinks are in the lse that it is given
+    library: Recorder
+    launch: Launch
+    flash: fa4.Flash4 = field(default_factory=fa4.Flash4)
 
-    def state(self, q: Tensor, dout: Tensor) -> AttentionState:
-        lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
-        return AttentionState(torch.empty_like(dout), lse)
+    def called(self) -> tuple[Launches, list[Any]]:
+        """Return the launches of a new call, and their description with that of its results."""
+        call = self.launch.call()
+        (q, k, v, _), dst, dq = call.tensors, call.state, call.dq
+        out, lse = self.flash.forward(q, k, v, call.forward, dst if self.launch.has_dst else None)
+        q, k, v, dout = (x.detach() for x in call.tensors)
+        dq_dst = dq if self.launch.has_dst else None
+        grads = self.flash.backward(dout, q, k, v, out, lse, call.backward, dq_dst)
+        launches = self.library.taken()
+        return launches, described(launches, call.memory, (out, lse, *grads))
 
-    def called(self) -> list[Any]:
-        """Return the launches of a forward and a backward on new tensors."""
-        q, k, v, dout = self.launch.tensors()
-        state = self.state(q, dout)
-        self.flash.forward(q, k, v, self.forward, state)
-        dq = torch.empty_like(q)
-        self.flash.backward(dout, q, k, v, *state, self.backward, dq)
-        return self.library.taken()
-
-    def prepared(self) -> list[Any]:
-        """Return the launches of a forward and a backward that were prepared with other tensors."""
-        q, k, v, dout = self.launch.tensors()
-        state, dq = self.state(q, dout), torch.empty_like(q)
-        forward = self.flash.prepare_forward(q, k, v, state, self.forward)
-        backward = self.flash.prepare_backward(dout, q, k, v, *state, self.backward, dq)
-        q, k, v, dout = self.launch.tensors()
-        state, dq = self.state(q, dout), torch.empty_like(q)
+    def prepared(self) -> tuple[list[Any] | None, list[Any] | None]:
+        """Return descriptions of a prepared forward and a prepared backward, if there are any."""
+        call = self.launch.call()
+        q, k, v, dout = call.tensors
+        forward = self.flash.prepare_forward(q, k, v, call.state, call.forward)
+        backward = self.flash.prepare_backward(
+            dout.detach(), q.detach(), k.detach(), v.detach(), *call.state, call.backward, call.dq
+        )
+        call = self.launch.call()
+        q, k, v, dout = (x.detach() for x in call.tensors)
+        forward_launches = backward_launches = None
         if forward is not None:
-            forward(q, k, v, *state, self.sinks)
+            forward(q, k, v, *call.state, call.sinks)
+            forward_launches = described(self.library.taken(), call.memory)
         if backward is not None:
-            backward(q, k, v, dout, *state, dq)
-        assert (forward is None, backward is None) == self.unprepared()
-        return self.library.taken()
+            backward(q, k, v, dout, *call.state, call.dq)
+            backward_launches = described(self.library.taken(), call.memory)
+        return forward_launches, backward_launches
 
-    def unprepared(self) -> tuple[bool, bool]:
-        """Return whether there is no prepared forward, and no prepared backward."""
-        launch = self.launch
-        modded = launch.softcap is not None or launch.slopes or launch.segments
-        return launch.documents or modded, launch.documents or launch.dims[0] != launch.dims[1]
+    def alone(self) -> tuple[list[Any], list[Any]]:
+        """Return descriptions of a forward and of a backward, each of a new call."""
+        call = self.launch.call()
+        (q, k, v, dout), state = [x.detach() for x in call.tensors], call.state
+        self.flash.forward(q, k, v, call.forward, state)
+        forward = described(self.library.taken(), call.memory)
+        self.flash.backward(dout, q, k, v, *state, call.backward, call.dq)
+        return forward, described(self.library.taken(), call.memory)
 
 
-def _refuse(*_: Any) -> None:
+def refuse(*_: Any) -> None:
     raise AssertionError("the library was asked, though it was called like this before")
 
 
@@ -159,44 +257,70 @@ def test_a_repeated_call_launches_what_the_library_launched(
     launch: Launch, library: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = Passes(library, launch)
-    first = passes.called()  # of the library's functions
+    launches, first = passes.called()  # by the library's functions
+    assert {kernel.name for kernel, _ in launches} == {FORWARD, PREPROCESS, BACKWARD, POSTPROCESS}
     for name in ("library_forward", "library_backward", "recorded_forward", "recorded_backward"):
-        monkeypatch.setattr(fa4.compiled, name, _refuse)
-    assert described(passes.called()) == described(first)
-    if launch.softcap is None and not launch.slopes and not launch.segments:
-        forward, backward = passes.unprepared()
-        left = first[forward : len(first) if not backward else 1]
-        assert described(passes.prepared()) == described(left)
+        monkeypatch.setattr(fa4.compiled, name, refuse)
+    assert passes.called()[1] == first
 
 
-@pytest.mark.parametrize("window", [(None, 0), (None, None), (63, 0), (31, 31)])
+@pytest.mark.parametrize("launch", [x for x in LAUNCHES if x.has_dst], ids=str)
+def test_a_prepared_call_launches_what_the_library_launched(
+    launch: Launch, library: Recorder
+) -> None:
+    passes = Passes(library, launch)
+    if launch.predicate is not None or launch.segments or launch.slopes:
+        # What is prepared is without these: a plain call of the same shapes must not be taken.
+        Passes(library, Launch(launch.dims, launch.heads, (None, None)), passes.flash).called()
+    forward, backward = passes.alone()
+    is_plain = not (launch.softcap or launch.slopes or launch.segments or launch.predicate)
+    expected_backward = backward if is_plain and launch.dims[0] == launch.dims[1] else None
+    expected = (forward if is_plain else None), expected_backward
+    assert passes.prepared() == ((None, None) if launch.documents else expected)
+
+
+def test_a_call_that_takes_more_arguments_is_the_librarys_each_time(library: Recorder) -> None:
+    """Beyond 256 documents the library passes sums over them, which it computes itself."""
+    passes = Passes(library, Launch((64, 64), documents=300))
+    (first, _), (second, _) = passes.called(), passes.called()
+    assert [kernel for kernel, _ in first] == [kernel for kernel, _ in second]
+    compiled = passes.flash._compiled
+    assert [*compiled._forwards.values(), *compiled._backwards.values()] == [None, None]
+
+
+WINDOWS = [(None, 0), (None, None), (63, 0), (31, 31), (63, None), (None, 5), (100, -36)]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize(("dim", "heads"), [*product((64, 128), ((4, 2), (8, 1)))])
 def test_a_split_backward_launches_what_the_library_launches(
     dim: int, heads: tuple[int, int], window: Window, library: Recorder
 ) -> None:
-    launch = Launch((dim, dim), heads, window)
-    passes = Passes(library, launch)
-    q, k, v, dout = launch.tensors(512)
-    out, lse = passes.state(q, dout)
-    grads = private.library_backward(
-        dout, q, k, v, out, lse, passes.backward, private.PLAIN, torch.empty_like(q)
-    )
-    wanted = library.taken()
-    item = WorkItem(0, 0, 0, 0, 512, 0, 512, *_band(window))
+    call = Launch((dim, dim), heads, window).call(512)
+    q, k, v, dout, out, lse, dq = (x[:1] for x in (*call.tensors, *call.state, call.dq))
+    _, dk, dv = private.library_backward(dout, q, k, v, out, lse, call.backward, private.PLAIN, dq)
+    main, *rounds = library.taken()[1:]
+    given = q, k, v, dout, out, lse, dq, dk, dv
+    # The last are the library's own sums of dK and dV, in float32.
+    wanted = described([main, *rounds], [*given, *main[1][7:9]])
+    item = WorkItem(0, 0, 0, 0, 512, 0, 512, *band(window))
     functions, sides = fa4._split_functions(q, k, item)
     library.taken()  # those of the call that compiled them
-    dq, *dkv = (torch.empty_like(x) for x in grads)
-    sums = torch.zeros(2, heads[1], 512, dim), torch.zeros(2, heads[1], 512, dim)
-    functions.accumulate(q, k, v, dout, out, lse, dq, sums, 0.3, sides)
-    for x, grad, scale in zip(sums, dkv, (0.3, 1.0), strict=True):
+    flat = torch.zeros(2 * heads[1] * 512 * dim)
+    dk_sums, dv_sums = flat.view(2, 1, heads[1], 512, dim).unbind()
+    own = [*given, dk_sums, dv_sums]
+    functions.accumulate(q, k, v, dout, out, lse, dq, (dk_sums, dv_sums), SCALE, sides)
+    for x, grad, scale in zip((dk_sums, dv_sums), (dk, dv), (SCALE, 1.0), strict=True):
         functions.round(x, grad, scale)
-    assert described(library.taken()) == described(wanted)
-
-
-def _band(window: Window) -> tuple[int | None, int | None]:
-    """Return ``(lo, hi)`` of an item with a window."""
-    left, right = window
-    return None if right is None else -right, left
+    prepare, main, *rounds = library.taken()
+    assert described([main, *rounds], own) == wanted
+    # All launches of a rank at once are those of one item, if there is one.
+    launch = fa4.split.SplitLaunch(0, 512, SCALE, sides, functions)
+    launches = fa4.split.AllLaunches([launch], tuple(k.shape))
+    launches(q, lambda *_: (k, v), dout, out, lse, flat, lambda: dq, lambda: None)
+    at_once = library.taken()
+    assert described(at_once, own) == described([prepare, main, rounds[0]], own)
+    assert fa4.split.rounding_functions(HALF, dim).round_dkv is functions.round_dkv
 
 
 @pytest.mark.parametrize("window", [(None, 0), (None, None), (63, 0)])
@@ -204,16 +328,16 @@ def _band(window: Window) -> tuple[int | None, int | None]:
 def test_tiles_of_queries_are_as_long_as_the_library_pads_its_sums_of_dq(
     dim: int, length: int, window: Window, library: Recorder
 ) -> None:
-    launch = Launch((dim, dim), window=window)
-    q, k, v, dout = launch.tensors(length)
-    out, lse = Passes(library, launch).state(q, dout)
+    call = Launch((dim, dim), window=window).call(length)
+    q, k, v, dout = call.tensors
     _, calls = private.recorded_backward(
-        dout, q, k, v, out, lse, launch.options(), private.PLAIN, None
+        dout, q, k, v, *call.state, call.backward, private.PLAIN, None
     )
     rows = private.backward_tile_queries(
         dim, is_causal=window == (None, 0), is_local=window == (63, 0)
     )
     assert calls is not None
+    assert library.taken()
     assert calls.main.dq_sums.shape[2] == -(-length // rows) * rows * dim
 
 
@@ -221,25 +345,53 @@ def test_tiles_of_queries_are_as_long_as_the_library_pads_its_sums_of_dq(
 def test_tiles_with_block_lists_are_those_of_the_kernels(
     dims: tuple[int, int], library: Recorder
 ) -> None:
-    launches = Passes(library, Launch(dims, (4, 4), (None, None), segments=True)).called()
+    launches, _ = Passes(library, Launch(dims, (4, 4), segments=True)).called()
     kernels = {kernel.name: kernel.source for kernel, _ in launches}
-    forward, backward = (kernels[f"FlashAttention{name}Sm90"] for name in ("Forward", "Backward"))
+    forward, backward = kernels[FORWARD], kernels[BACKWARD]
     assert forward.tile_m == private.BLOCK_Q
     assert forward.tile_n == private.tile_keys("forward", *dims)
     assert backward.tile_n == private.tile_keys("backward", *dims)
-    assert private.BLOCK_Q % backward.tile_m == 0  # blocks of queries are of several tiles there
+    assert private.BLOCK_Q % backward.tile_m == 0  # a block of queries consists of whole tiles
     assert backward.SdP_swapAB == private.backward_is_transposed(*dims)
 
 
-@pytest.mark.parametrize("launch", [x for x in PLAIN if x.dims[0] == x.dims[1]], ids=str)
+def test_a_forward_takes_smaller_blocks_than_its_tile(library: Recorder) -> None:
+    launches, _ = Passes(library, Launch(predicate=near)).called()
+    assert [x.source.tile_n for x, _ in launches if x.name == FORWARD] == [64]
+
+
+def numbers(launches: Launches, *, left_out: str) -> list[tuple[Kernel, list[Any]]]:
+    """Return the kernels of launches and their arguments that are no tensors, without repeats."""
+    found: list[tuple[Kernel, list[Any]]] = []
+    for kernel, arguments in launches:
+        entry = kernel, [x for x in arguments if not isinstance(x, Tensor)]
+        if kernel.name != left_out and entry not in found:
+            found.append(entry)
+    return found
+
+
+IN_PUBLIC = [
+    *[x for x in PLAIN if x.dims[0] == x.dims[1] or x.heads[0] == x.heads[1]],
+    Launch(sinks=True), Launch(sinks=True, documents=3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("launch", IN_PUBLIC, ids=str)
 def test_public_functions_launch_the_same_kernels(launch: Launch, library: Recorder) -> None:
-    """The functions for versions whose private parts are not known."""
-    options, (q, k, v, dout) = launch.options(), launch.tensors()
-    private_kernels = {kernel.name for kernel, _ in Passes(library, launch).called()}
-    out, lse = public.forward(q, k, v, options)
-    grads = public.backward(dout, q, k, v, out, lse, options)
+    """These are for versions whose private parts are not known.
+
+    They differentiate lse, too, for which the kernel before the backward is another one.
+    """
+    launches, _ = Passes(library, launch).called()
+    call = launch.call()
+    q, k, v, dout = call.tensors
+    out, lse = public.forward(q, k, v, call.forward)
+    forward = library.taken()
+    grads = public.backward(dout, q, k, v, out, lse, call.backward)
+    backward = [x for x in library.taken() if x[0].name != FORWARD]
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
-    assert {kernel.name for kernel, _ in library.taken()} == private_kernels
+    in_public = numbers([*forward, *backward], left_out=PREPROCESS)
+    assert in_public == numbers(launches, left_out=PREPROCESS)
 
 
 def test_the_installed_version_is_known() -> None:

@@ -173,7 +173,7 @@ def test_shards_and_attention_are_of_one_group(order: Any, tmp_path: Any) -> Non
 
 
 def _join_late(rank: int, folder: str) -> tuple[float, float]:
-    """Join once more, rank 1 a while later; return when this rank had connected and joined."""
+    """Join again, rank 1 half a second late; return the times of having connected and joined."""
     _destroy()
     connect, connected = dist.init_process_group, []
 

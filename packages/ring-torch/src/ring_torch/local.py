@@ -240,6 +240,6 @@ def _join(
         device_id=torch.device("cuda", rank) if cuda else None,
     )
     if not cuda:
-        # gloo lets a rank go on while others still connect to it; a rank whose function then
+        # gloo lets a rank go on while others still connect to it; one whose function then
         # destroys the group would cut them off.
         dist.barrier()

@@ -89,9 +89,10 @@ class Flash4(FlashLibrary):
         options: LaunchOptions, dst: Tensor,
     ) -> ItemBackward | None:  # fmt: skip
         """Return the compiled functions of an earlier backward like this one, if there are any."""
-        is_plain = options.softcap is None and q.shape[-1] == v.shape[-1]
-        if not (private.is_known() and is_plain):
+        if not private.is_known() or q.shape[-1] != v.shape[-1]:
             return None
+        if modded_of("backward", q, v, options) != private.PLAIN:
+            return None  # compiled functions with mods or lists are not repeated here
         return self._compiled.prepared_backward(dout, q, k, v, out, lse, options, dst)
 
     def backward(
