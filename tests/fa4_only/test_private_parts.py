@@ -355,6 +355,13 @@ def test_tiles_with_block_lists_are_those_of_the_kernels(
     assert backward.SdP_swapAB == private.backward_is_transposed(*dims)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tiles_of_keys_of_a_split_backward_are_the_librarys(dim: int, library: Recorder) -> None:
+    launches, _ = Passes(library, Launch((dim, dim))).called()
+    tiles = {kernel.source.tile_n for kernel, _ in launches if kernel.name == BACKWARD}
+    assert tiles == {fa4.KEYS}
+
+
 def test_a_forward_takes_smaller_blocks_than_its_tile(library: Recorder) -> None:
     launches, _ = Passes(library, Launch(predicate=near)).called()
     assert [x.source.tile_n for x, _ in launches if x.name == FORWARD] == [64]

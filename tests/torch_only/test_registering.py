@@ -212,8 +212,9 @@ def _open(spec: SessionSpec) -> Letters:
 
 
 LETTERS = Transport(
-    "letters", _open, lambda _ranks, _device, _probe: (), HeadMessages.open, sends_messages=False
-)
+    "letters", _open, lambda _ranks, _device, _probe: (), HeadMessages.open, sends_messages=False,
+    head_refusals=lambda _ranks: ("letters trade no heads",),
+)  # fmt: skip
 
 
 class Dense(Kernel):

@@ -78,7 +78,7 @@ class Diagnosis(doctor.Diagnosis):
     Attributes:
         device: Type of the accelerator, or ``cpu``.
         gpus: GPUs that torch sees.
-        kernels: Kernels, in the order in which ``kernel="auto"`` tries them.
+        kernels: Kernels, in the order in which ``kernel="auto"`` tries those that were not timed.
         strategies: Strategies, each over each transport that can carry it.
     """
 
@@ -312,7 +312,10 @@ def shown(diagnosis: Diagnosis) -> str:
             f"reaches {', '.join(map(str, gpu.reaches)) or 'no other'}"
         )
     for title, reports in (
-        ("kernels, in the order in which kernel='auto' tries them", diagnosis.kernels),
+        (
+            "kernels, in the order in which kernel='auto' tries those that were not timed",
+            diagnosis.kernels,
+        ),
         ("strategies, over transports, between processes of this machine", diagnosis.strategies),
     ):
         lines += ["", title]

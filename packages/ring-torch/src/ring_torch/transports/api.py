@@ -157,7 +157,8 @@ class Transport:
             empty string, the default. It gets the type of device and, for each GPU, the GPUs whose
             memory it reaches.
         open_heads: Begins a pass in which tokens are traded for heads, and returns what moves them.
-            Raises a ``RankMismatchError`` if a peer is making another call.
+            Raises a ``RankMismatchError`` if a peer is making another call. Its bytes are counted
+            as ``sends_messages`` says.
         head_refusals: Returns the reasons why these ranks cannot trade tokens for heads by it,
             though they can use it; the same on all ranks. By default there are none.
         is_short: Returns True if gathering K/V of a shape, in so many groups of heads, is so short

@@ -1,8 +1,10 @@
 """Private parts of flash-attn-4: its compiled functions, their arguments, and its tile sizes.
 
-No other module names them, or knows the places of their arguments. All of it was read from the
-sources of :data:`VERSIONS` and holds for these alone. With any other version the kernel calls
-public functions (:mod:`ring_torch.kernels.fa4.public`) and refuses what they do not offer.
+No other module names them, or knows the places of their arguments; in which order they are called,
+:mod:`ring_torch.kernels.fa4.compiled` and :mod:`ring_torch.kernels.fa4.split` know. All of it was
+read from the sources of :data:`VERSIONS` and holds for these alone. With any other version the
+kernel calls public functions (:mod:`ring_torch.kernels.fa4.public`) and refuses what they do not
+offer.
 """
 
 from __future__ import annotations
