@@ -31,7 +31,7 @@ MOST: dict[tuple[int, str | StrategyConfig, str], tuple[tuple[int, int], tuple[i
     (1, "ring", "zigzag"): ((33, 10), (36, 10)),
     (4, "ring", "zigzag"): ((84, 11), (107, 10)),
     (4, "gather", "zigzag"): ((75, 12), (107, 12)),
-    (4, "balanced", "contiguous"): ((105, 13), (118, 11)),
+    (4, "balanced", "contiguous"): ((105, 13), (119, 11)),
     (4, "ulysses", "zigzag"): ((71, 13), (76, 12)),
     (4, HYBRID_RING, "zigzag"): ((91, 13), (93, 12)),
     (4, HYBRID_GATHER, "zigzag"): ((98, 13), (107, 13)),

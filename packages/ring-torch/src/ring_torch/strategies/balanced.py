@@ -28,7 +28,7 @@ from ring_torch.records import (
     QueryGrads,
     empty_state,
 )
-from ring_torch.strategies.ring import Ring, RotatingKeyGrads, ring_steps
+from ring_torch.strategies.ring import Ring, RingStep, RotatingKeyGrads, ring_steps
 from ring_torch.transports.api import Traffic
 
 
@@ -105,7 +105,7 @@ class Balanced(Ring):
         del prepares
         forward, backward = program.forward, program.backward
         return cls(
-            ring_steps(program, rank, forward), ring_steps(program, rank, backward),
+            _own_work(program, rank, forward), _own_work(program, rank, backward),
             forward_pieces=offload_pieces_of(program, rank, forward),
             backward_pieces=offload_pieces_of(program, rank, backward),
         )  # fmt: skip
@@ -189,6 +189,14 @@ class Balanced(Ring):
             ring.sent + query * rows_sent + result * rows_received,
             ring.received + query * rows_received + result * rows_sent,
         )
+
+
+def _own_work(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tuple[RingStep, ...]:
+    """Return the steps of a pass for a rank, with the items of its own query rows alone."""
+    return tuple(
+        step._replace(items=tuple(item for item in step.items if item.q_rank == rank))
+        for step in ring_steps(program, rank, stages)
+    )
 
 
 def remote_queries(

@@ -59,12 +59,12 @@ class RingStep(NamedTuple):
 
 
 def ring_steps(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tuple[RingStep, ...]:
-    """Return the steps of a pass for a rank: its own work, and how far what it holds travels."""
+    """Return the steps of a pass for a rank: its work, and how far what it holds travels."""
     shifts = [program.steps[stage.step].shift for stage in stages]
     return tuple(
         RingStep(
-            tuple(item for item in program.items(rank, stage.step) if item.q_rank == rank),
-            (rank - shift) % program.plan.cp_size, shift == 0, stage.kv_hop, stage.grad_hop,
+            program.items(rank, stage.step), (rank - shift) % program.plan.cp_size, shift == 0,
+            stage.kv_hop, stage.grad_hop,
         )
         for stage, shift in zip(stages, shifts, strict=True)
     )  # fmt: skip
@@ -308,7 +308,6 @@ class RotatingKeyGrads:
     def __init__(self, call: Call, packing: BufferSpec) -> None:
         self._call, self._packing = call, packing
         self._sums: dict[bool, Tensor] = {}  # True: of the rank's own K/V; False: of the held ones
-        self._own: KeyGrads | None = None  # views of the own sums, which stay where they are
         self._arriving: Tensor | None = None
         self._transfer: Transfer = DONE
 
@@ -317,14 +316,9 @@ class RotatingKeyGrads:
 
         They are allocated, and filled with zeros, when first asked for.
         """
-        if own and self._own is not None:
-            return self._own
         if own not in self._sums:
             self._sums[own] = self._packing.buffer(self._call.device).zero_()
-        grads = KeyGrads(*self._packing.views(self._sums[own]))
-        if own:
-            self._own = grads
-        return grads
+        return KeyGrads(*self._packing.views(self._sums[own]))
 
     def hop(self, step: RingStep) -> None:
         """Add the arrived dK/dV to those computed in a step, and start sending the sum on."""
