@@ -190,6 +190,8 @@ def padded_layout(
     if seq_len is None:
         return Layout(layout, local_len * cp_size, cp_size)
     padded = Layout.padded(layout, check_size("seq_len", seq_len), cp_size)
+    if cp_size == 1 and local_len > padded.padded_len and local_len % padded.divisor == 0:
+        return Layout(layout, seq_len, cp_size, local_len)  # padded for several ranks
     if padded.local_len != local_len:
         raise ValueError(
             f"seq_len={seq_len} is the length of the whole sequence, without padding: the {layout} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, Unpack, overload
 
 import torch
@@ -56,16 +57,21 @@ class ContextParallel:
                 "a ContextParallel cannot be made inside of a function that torch.compile compiles: "
                 "make it once, outside of the function, and use it there"
             )
-        self._sharding = Sharding(group, layout)
+        self._split = Sharding(group, layout)
+
+    @property
+    def _sharding(self) -> Sharding:
+        """Sharding of the code that runs: inside of :meth:`whole` that of one rank alone."""
+        return self._split.acting
 
     @property
     def group(self) -> Group:
-        """Process group, as given."""
+        """Process group, as given; inside of :meth:`whole` what stands for one rank alone."""
         return self._sharding.group
 
     @property
     def layout(self) -> LayoutSpec:
-        """Layout, as given."""
+        """Layout, as given; inside of :meth:`whole` ``"contiguous"``."""
         return self._sharding.layout
 
     @property
@@ -296,9 +302,12 @@ class ContextParallel:
             x = cp.relayout(x, to=half)  # no tokens on ranks 2 and 3
             x = half.relayout(x, to=cp, seq_len=4096)
         """
+        sharding = self._sharding
         target = check_context(to) if isinstance(to, ContextParallel) else to
+        if sharding.acts_alone_with(target):
+            return x
         run = relayout_in_graph if is_traced(x) else methods.relayout
-        return run(self._sharding, x, target, dim=dim, seq_len=seq_len)
+        return run(sharding, x, target, dim=dim, seq_len=seq_len)
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Return the global positions of this rank's tokens, int64 ``[T_local]``, as for RoPE.
@@ -369,9 +378,10 @@ class ContextParallel:
 
             out = cp.attention(q, k, v, causal=True)  # [B, T_local, H, Dv]
         """
-        self._sharding.check_group()
+        sharding = self._sharding
+        sharding.check_group()
         return ring_attention(
-            q, k, v, group=self._sharding.group, layout=self._sharding.layout,
+            q, k, v, group=sharding.group, layout=sharding.layout,
             return_lse=return_lse, **options,
         )  # fmt: skip
 
@@ -392,9 +402,37 @@ class ContextParallel:
         record = CallOptions(return_lse=return_lse, **options)
         return explained_call(self._sharding.ranks, self.layout, q, k, v, record)
 
+    def whole(self) -> AbstractContextManager[None]:
+        """Return a context in which this rank acts alone, on whole sequences: nothing is sent.
 
-def check_context(cp: object) -> Sharding:
-    """Return the sharding of a :class:`ContextParallel`; anything else is a ``ValueError``."""
+        Inside, every method of a ``ContextParallel`` over these ranks, or over some of them, and
+        every function that takes one do what they do on one device: ``cp_size`` is 1,
+        :meth:`shard` and :meth:`unshard` return their argument, also with ``pad=True``, and
+        reductions do nothing. So code written for shards runs on whole tensors, to be compared.
+        Models of ``hf.parallelize`` and :func:`replace_sdpa` follow. Padding that the tensors have
+        themselves is padding still, as ``seq_len`` says.
+
+        The block belongs to its thread, and blocks nest. Backwards and recomputations follow their
+        forward, wherever they run. Compiled functions are compiled anew for the block.
+
+        Raises:
+            UnsupportedError: It begins inside of a function that ``torch.compile`` compiles, or in
+                a backward.
+
+        Example::
+
+            out = cp.unshard(model(cp.shard(x)), grad="slice")
+            with cp.whole():
+                expected = model(x)  # the same code, on every rank the whole sequence
+        """
+        return self._split.whole()
+
+
+def check_context(cp: object, *, acting: bool = True) -> Sharding:
+    """Return the sharding of a :class:`ContextParallel`; anything else is a ``ValueError``.
+
+    Without ``acting`` it is that of all ranks also inside of ``cp.whole()``, to be kept.
+    """
     if not isinstance(cp, ContextParallel):
         raise ValueError(f"cp must be a ContextParallel, got {type(cp).__name__}")
-    return cp._sharding  # noqa: SLF001 - private to users, not to this package
+    return cp._sharding if acting else cp._split  # noqa: SLF001 - private to users, not to this package

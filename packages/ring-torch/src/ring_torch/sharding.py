@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -18,9 +18,10 @@ from ring_core.layouts.layout import Run, check_layout
 from ring_torch.capture import constant_in_graphs, on_device
 from ring_torch.comm.groups import Members, check_device, members_of, warn_if_alone
 from ring_torch.comm.handshake import GuardedPass, agree, check_graph
-from ring_torch.comm.ranks import Group, Ranks, is_foreign, peer_errors, ranks_of
+from ring_torch.comm.ranks import Group, OneRank, Ranks, is_foreign, peer_errors, ranks_of
 from ring_torch.comm.store import CallSignature
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
+from ring_torch.whole import acting_alone, blocks
 
 UnshardGrad = Literal["sum", "slice"]
 UNSHARD_GRADS: tuple[str, ...] = get_args(UnshardGrad)
@@ -60,6 +61,38 @@ class Sharding:
         return type(self)(self.group, self.layout)
 
     @property
+    def acting(self) -> Sharding:
+        """This sharding, or inside of :meth:`ContextParallel.whole` that of one rank alone."""
+        return ALONE if self._acts_alone() else self
+
+    @constant_in_graphs
+    def _acts_alone(self) -> bool:
+        """Return True inside of ``whole`` of these ranks; a constant to the compiler."""
+        if self.group is OneRank.WHOLE:
+            return False
+        return any(alone.issuperset(self.members.ranks) for alone in blocks())
+
+    def acts_alone_with(self, other: LayoutSpec | Sharding) -> bool:
+        """Return True if this is a rank that acts alone; ``other`` is a layout, or acts alone too.
+
+        Raises:
+            UnsupportedError: One of two shardings acts alone.
+        """
+        alone = [self.group is OneRank.WHOLE]
+        if isinstance(other, Sharding):
+            alone.append(other.group is OneRank.WHOLE)
+        if any(alone) and not all(alone):
+            raise UnsupportedError(
+                "relayout between ranks that act alone, inside of whole(), and others: enter whole() of "
+                "the ContextParallel that has all ranks of both"
+            )
+        return all(alone)
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Let these ranks act alone in a block; see :meth:`ContextParallel.whole`."""
+        return acting_alone(self.members.ranks)
+
+    @property
     def ranks(self) -> Ranks:
         """Ranks of the group, which must be the same as at the first use.
 
@@ -69,7 +102,8 @@ class Sharding:
         ranks = ranks_of(self.group)
         if self._bound is None:
             divisor_of(self.layout, ranks.size)
-            warn_if_alone()
+            if self.group is None:
+                warn_if_alone()
             self._bound = ranks
         if ranks is not self._bound:
             raise ValueError(
@@ -113,6 +147,8 @@ class Sharding:
         check_dim(x, dim)
         fill = check_fill(x, fill)
         checks.check_padding(pad, fill)
+        if self.group is OneRank.WHOLE:  # which holds the whole tensor, and needs no padding
+            return x
         layout = self.layout_of(x.shape[dim], pad=pad)
         return _slice_of(x, dim, layout, self.ranks.rank, fill)
 
@@ -130,6 +166,8 @@ class Sharding:
         check_slice(x, dim)
         needs_grad = check_grad(x, grad)
         length = None if seq_len is None else check_size("seq_len", seq_len)
+        if self.group is OneRank.WHOLE and length in (None, x.shape[dim]):
+            return x
         return _unshard(
             x, Unsharding(ranks, self.layout, dim % x.ndim, grad, needs_grad, number, length)
         )
@@ -141,6 +179,10 @@ class Sharding:
             return torch.as_tensor(positions, device=device)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device {device!r} cannot be used: {error}") from error
+
+
+#: The sharding of a rank that acts alone, inside of :meth:`ContextParallel.whole`.
+ALONE = Sharding(OneRank.WHOLE, "contiguous")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ class Members(NamedTuple):
     """A group as any rank knows it, also one that it has no part in.
 
     Attributes:
-        group: Process group, one-dimensional ``DeviceMesh``, or ``None``.
+        group: Process group, one-dimensional ``DeviceMesh``, a rank alone, or ``None``.
         ranks: Global ranks of its members, in the order of the group.
     """
 
@@ -39,7 +39,7 @@ def members_of(group: Any) -> Members:
     # A rank of the group counts as using it from here on: the others learn its host.
     ranks = ranks_of(group)
     if ranks.group is None:
-        return Members(None, (0,))
+        return Members(group, (0,))
     return Members(group, tuple(dist.get_process_group_ranks(ranks.group)))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from enum import Enum
 from functools import cached_property
 from threading import Thread
 from typing import Any, NamedTuple
@@ -28,7 +29,18 @@ from ring_torch.comm.all_to_all import all_to_all_options, sizes_of_one_part
 from ring_torch.comm.state import GroupState, watch
 from ring_torch.comm.store import publish_host, read_failure
 
-Group = dist.ProcessGroup | DeviceMesh | None
+
+class OneRank(Enum):
+    """A rank that acts alone, whatever process groups there are, in the place of a group.
+
+    It is ``cp.group`` inside of ``cp.whole()``. An enumeration, as ``torch.compile`` takes its
+    members for constants.
+    """
+
+    WHOLE = "whole"
+
+
+Group = dist.ProcessGroup | DeviceMesh | OneRank | None
 
 
 class PeerError(RuntimeError):
@@ -285,6 +297,7 @@ class Ranks:
 
 
 ALONE = Ranks(None, 0, 1)
+_WHOLE = Ranks(None, 0, 1)  # of OneRank.WHOLE: graphs tell it from ALONE, which a group may replace
 
 # The ranks of each group. Process groups take no attributes of ours, so they are kept here.
 _ranks_of: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
@@ -346,8 +359,8 @@ def ranks_of(group: Any) -> Ranks:
     """
     if group is None:
         group = dist.group.WORLD if dist.is_available() else None
-        if group is None:
-            return ALONE
+    if group is None or group is OneRank.WHOLE:
+        return ALONE if group is None else _WHOLE
     if isinstance(group, dist.ProcessGroup):
         if group not in dist.distributed_c10d._world.pg_map:  # noqa: SLF001 - no public way
             raise ValueError("the process group was destroyed; give another group")

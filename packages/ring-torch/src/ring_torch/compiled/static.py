@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from ring_core import ChunkLayout, KernelConfig, StrategyConfig
 from ring_torch.capture import constant_in_graphs
-from ring_torch.comm.ranks import Ranks, ranks_of
+from ring_torch.comm.ranks import Group, OneRank, Ranks, ranks_of
 
 _OTHER_GROUP = (
     "the process group that this graph was compiled for is gone, or another one is the default "
@@ -113,7 +113,9 @@ def size_of(group: Any) -> int:
 
 def group_fields(ranks: Ranks) -> dict[str, Any]:
     """Return the facts of a group by which :func:`ranks_named` finds it again, ready for JSON."""
-    name = None if ranks.group is None else ranks.group.group_name
+    name: str | None = None if ranks.group is None else ranks.group.group_name
+    if ranks is ranks_of(OneRank.WHOLE):
+        name = OneRank.WHOLE.value
     return {"group": name, "ranks": [ranks.rank, ranks.size]}
 
 
@@ -123,9 +125,12 @@ def ranks_named(facts: Mapping[str, Any]) -> Ranks:
     Raises:
         ValueError: The group is gone, or this rank or the number of ranks is not that of the facts.
     """
-    name, group = facts["group"], None
+    name = facts["group"]
+    group: Group = None
     try:
-        if name is not None:  # torch has no public function from a name to its group
+        if name == OneRank.WHOLE.value:
+            group = OneRank.WHOLE
+        elif name is not None:  # torch has no public function from a name to its group
             group = _resolve_process_group(GroupName(name))
         ranks = ranks_of(group)
     except RuntimeError as error:

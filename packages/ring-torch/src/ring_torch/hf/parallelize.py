@@ -285,7 +285,7 @@ def _model(
     if reasons:
         raise UnsupportedError(f"{type(inner).__name__} cannot be split: {'; '.join(reasons)}")
     hooks = ModelHooks(
-        check_context(cp), report, logits, reduction, strategy, is_pooling=is_pooling,
+        check_context(cp, acting=False), report, logits, reduction, strategy, is_pooling=is_pooling,
         joins_router=not is_pooling and has_router_loss(inner) and inner.base_model is not inner,
     )  # fmt: skip
     undo = [set_ring_attention(inner, strategy)]
@@ -321,7 +321,7 @@ def _handle_of(
     Raises:
         ValueError: The earlier call had other options.
     """
-    same = hooks.sharding is check_context(cp)
+    same = hooks.all_ranks is check_context(cp, acting=False)
     options = hooks.logits, hooks.reduction, hooks.strategy
     if not same or options != (logits, reduction, strategy):
         raise ValueError(

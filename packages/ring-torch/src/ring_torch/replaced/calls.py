@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Never, Protocol
 
@@ -15,6 +16,7 @@ from torch.nn.attention.bias import CausalBias
 from ring_core import KernelConfig, StrategyConfig, UnsupportedError
 from ring_core.base.arguments import not_none
 from ring_torch.capture import constant_in_graphs, untraced
+from ring_torch.comm.ranks import OneRank
 from ring_torch.compiled.static import size_of
 from ring_torch.options import AttentionOptions
 
@@ -48,6 +50,8 @@ class _Context(Protocol):
 
     def positions(self, seq_len: int, *, device: Any = None) -> Tensor: ...
 
+    def whole(self) -> AbstractContextManager[None]: ...
+
 
 @dataclass(eq=False)
 class Replacement:
@@ -63,8 +67,7 @@ class Replacement:
         transport: Transport of each call.
         deterministic: True for gradients that are equal bit by bit in every run.
         documents: Offsets ``(0, ..., T)`` of packed documents; ``None`` for one.
-        computes: Who answers calls: all ranks, of their shards; ``"whole"`` for one rank that holds
-            whole sequences, of which ``documents`` are kept apart; ``"off"`` for torch.
+        removed: True once torch answers all calls again.
         names: Name of each module by its ``id``.
         modules: Modules that have called attention, by name, with a description.
     """
@@ -77,13 +80,24 @@ class Replacement:
     transport: str
     deterministic: bool
     documents: tuple[int, ...] | None = None
-    computes: Literal["shards", "whole", "off"] = "shards"
+    removed: bool = False
     names: dict[int, str] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
 
     def __deepcopy__(self, _: object) -> Replacement:
         """Return self: a copy of the module attends over the same ranks."""
         return self
+
+    @property
+    def computes(self) -> Literal["shards", "whole", "off"]:
+        """Who answers calls: all ranks, of their shards; ``"off"`` for torch.
+
+        ``"whole"`` inside of ``cp.whole()``: torch, of whole sequences, of which ``documents`` are
+        kept apart.
+        """
+        if self.removed:
+            return "off"
+        return "whole" if self.cp.group is OneRank.WHOLE else "shards"
 
     @property
     def ranks(self) -> int:

@@ -100,7 +100,7 @@ class SDPAHandle:
         A module keeps its class if another library has derived one from it since, and attends by
         torch even so.
         """
-        self._state.computes = "off"  # also where another library has derived classes of ours
+        self._state.removed = True  # also where another library has derived classes of ours
         while self._undo:
             self._undo.pop()()
 

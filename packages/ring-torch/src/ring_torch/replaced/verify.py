@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ def verify_module(
     state: Replacement, batch: Mapping[str, Any], dims: Mapping[str, int] | None
 ) -> VerifyReport:
     """Run a batch split and whole, and compare; see :meth:`ring_torch.SDPAHandle.verify`."""
-    if state.computes == "off":
+    if state.removed:
         raise ValueError("verify: remove() was called; call replace_sdpa again")
     if not isinstance(batch, Mapping):
         raise ValueError(
@@ -101,30 +101,40 @@ class _ModuleRunner(Runner):
             state.root, ranks_of(cp.group), sequences, (rows, first.shape[dim]), factor=1
         )  # fmt: skip
 
-    @contextmanager
-    def unhooked(self) -> Iterator[None]:
+    def unhooked(self) -> AbstractContextManager[None]:
         """Let each rank compute whole sequences alone within the block, by torch's attention."""
-        before = self.state.computes
-        self.state.computes = "off" if self.state.documents is None else "whole"
-        try:
-            yield
-        finally:
-            self.state.computes = before
+        return self.state.cp.whole()
 
     def compute(self, attention: str | None) -> tuple[Tensor | None, Tensor]:
-        """Run a forward; return no loss, and a random weighting of its outputs to differentiate.
+        """Run a forward; return its loss, and what to differentiate.
 
-        Outputs without a dimension of a sequence are left out where others have one.
+        That is a random weighting of its outputs. Those without a dimension of a sequence are left
+        out where others have one. If all are numbers, their sum is the loss: on a ring of the
+        ranks' parts, or where these are equal of one.
         """
         backend = sdpa_kernel(SDPBackend.MATH) if attention == "math" else nullcontext()
         with backend:
             output = self.model(**(self.split if attention is None else self.whole))
-        parts = [self._weighted(x, attention is None) for _, x in tensors_in(output)]
+        outputs = [x for _, x in tensors_in(output) if x.is_floating_point()]
+        if outputs and not any(x.ndim for x in outputs):
+            loss = torch.stack(outputs).sum()
+            return (loss, loss) if attention is not None else self._whole_loss(loss)
+        parts = [self._weighted(x, attention is None) for x in outputs]
         split = [total for total, is_split in parts if is_split]
         # An output that is not split is the same on all ranks, each of which has a part of it.
         share = 1 if attention is not None else self.ranks.size
         total = sum(split) if split else sum(total / share for total, _ in parts)
         return None, torch.as_tensor(total)
+
+    def _whole_loss(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the whole loss and this rank's part of it, from what each rank returns as loss.
+
+        That is its part, or the whole loss on all ranks.
+        """
+        losses = [x for (x,) in self.gather([float(loss.detach())])]
+        if len({*losses}) == 1:
+            return loss, loss / self.ranks.size
+        return torch.tensor(sum(losses), dtype=torch.float64), loss
 
     def _weighted(self, x: Tensor, is_split: bool) -> tuple[Tensor, bool]:
         """Return a weighted sum of an output, and True if it has a dimension of a sequence."""

@@ -275,16 +275,17 @@ def dataloader(
     if not (dp is None or dp == "own" or isinstance(dp, dist.ProcessGroup | DeviceMesh)):
         raise ValueError(f"dp must be a process group, a DeviceMesh, 'own' or None, got {dp!r}")
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if dp is None and world > cp.cp_size:
+    size = check_context(cp, acting=False).ranks.size
+    if dp is None and world > size:
         raise ValueError(
-            f"dp is missing: the ring has {cp.cp_size} of {world} ranks. Pass the group of ranks that "
+            f"dp is missing: the ring has {size} of {world} ranks. Pass the group of ranks that "
             f"hold the same part of different sequences, as dp=mesh['dp'] (also of size 1, as beside "
             f"tensor parallelism), or dp='own' if each ring's loader has batches of its own"
         )
     rings = None if isinstance(dp, str) else dp
-    if rings is not None and ranks_of(rings).size * cp.cp_size > world:
+    if rings is not None and ranks_of(rings).size * size > world:
         raise ValueError(
-            f"dp has {ranks_of(rings).size} ranks and cp {cp.cp_size}, of {world}: they must have no other "
+            f"dp has {ranks_of(rings).size} ranks and cp {size}, of {world}: they must have no other "
             f"rank than this one in common"
         )
     check_flag("balanced", balanced)

@@ -25,8 +25,10 @@ def compare_with_whole(runner: Runner, attention: str, other_attention: str | No
     Args:
         runner: Runner of the model and the batch.
         attention: Attention of the whole run.
-        other_attention: Attention of a second whole run, which shows the noise; ``None`` for the
-            same, with outputs of modules changed at random by a unit in the last place.
+        other_attention: Attention of a second whole run, which shows the noise: outputs of its
+            modules in float32 or float64 are changed at random by a unit in the last place, as
+            layers beside attention round, too. ``None`` for the same attention, with outputs of any
+            dtype changed.
 
     Raises:
         WrongResultError: The split run differs by more than rounding.
@@ -39,7 +41,9 @@ def compare_with_whole(runner: Runner, attention: str, other_attention: str | No
             whole = runner.run(attention)
             errors = runner.gradient_distances(split, whole)
             split.gradients.clear()  # free their memory before the next run
-            other = runner.run(other_attention or attention, perturbs=other_attention is None)
+            # In 16 bits the floor is the rounding of layers beside attention.
+            perturbs = other_attention is None or whole.trace.floor == LEAST_FLOOR
+            other = runner.run(other_attention or attention, perturbs=perturbs)
             noise = runner.gradient_distances(other, whole)
             sizes = runner.gradient_distances(None, whole)
     if whole.loss is not None and not math.isfinite(whole.loss):

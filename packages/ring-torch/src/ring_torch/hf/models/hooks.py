@@ -79,7 +79,7 @@ class ModelHooks(ReductionChoice):
     """Forward hooks of one parallelized model.
 
     Attributes:
-        sharding: Which rank holds which tokens.
+        all_ranks: Which rank holds which tokens.
         report: Report of the module whose batches are split.
         logits: ``"gather"`` to join logits over the ranks, ``"local"`` to return this rank's part.
         reduction: Reduction of gradients that runs outside the model, ``"sum"`` or ``"mean"``.
@@ -96,7 +96,7 @@ class ModelHooks(ReductionChoice):
             again take all they need from arguments.
     """
 
-    sharding: Sharding
+    all_ranks: Sharding
     report: ModelReport
     logits: Logits
     reduction: Reduction
@@ -112,6 +112,11 @@ class ModelHooks(ReductionChoice):
     def __deepcopy__(self, _: object) -> ModelHooks:
         """Return self: a copy of the model is split over the same ranks."""
         return self
+
+    @property
+    def sharding(self) -> Sharding:
+        """Which rank holds which tokens in the code that runs: inside of ``cp.whole()`` all."""
+        return self.all_ranks.acting
 
     @property
     def gathers_logits(self) -> bool:

@@ -83,7 +83,8 @@ class HFRunner(Runner):
         try:
             for undo in reversed(self.target.undo):
                 undo()
-            yield
+            with self.hooks.all_ranks.whole():  # of what the model itself calls of ours
+                yield
         finally:
             fields.restore()
 

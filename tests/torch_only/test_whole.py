@@ -1,0 +1,353 @@
+"""``cp.whole()``: code that is written for shards computes whole sequences, and sends nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from unchanged_models import MODELS, batch_of, model_of
+
+import ring_torch
+from ring_core import LayoutSpec, Mask, UnsupportedError, balanced_layout
+from ring_torch import ContextParallel, hf, replace_sdpa
+from ring_torch.comm.ranks import Ranks
+from ring_torch.local import LocalRanks
+
+T, D, V = 24, 8, 11
+LAYOUTS: tuple[LayoutSpec, ...] = (
+    "zigzag", "contiguous", "striped", balanced_layout(Mask(causal=True), seq_len=768, cp_size=2)
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalRanks]:
+    with LocalRanks(2) as ranks:
+        yield ranks
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).double()
+
+
+class Layers(nn.Module):
+    """A model that calls each method of its ``ContextParallel``, which a test may leave whole."""
+
+    def __init__(self, cp: ContextParallel, plain: ContextParallel, *, halos: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cp, self.plain, self.halos = cp, plain, halos
+        self.embed, self.qkv, self.head = nn.Embedding(V, D), nn.Linear(D, 3 * D), nn.Linear(D, V)
+        self.kernel = nn.Parameter(torch.randn(D, 1, 3))
+        self.double()
+
+    def mix(self, x: Tensor, seq_len: int | None) -> Tensor:
+        """Mix neighbours by shift, halo and relayout, and all tokens by attention and unshard."""
+        cp, plain = self.cp, self.plain
+        if self.halos:
+            rows = cp.halo(x, 2, 0, seq_len=seq_len).rows
+            x = x + cp.join(functional.conv1d(rows.mT, self.kernel, groups=D).mT)
+        moved = plain.shift(cp.relayout(x, to=plain, seq_len=seq_len), 1, seq_len=seq_len)
+        x = x + plain.relayout(moved, to=cp, seq_len=seq_len)
+        q, k, v = (y.unflatten(-1, (2, -1)) for y in self.qkv(x).chunk(3, -1))
+        x = x + cp.attention(q, k, v, causal=True, seq_len=seq_len).flatten(2)
+        whole = cp.unshard(x, grad="sum", seq_len=seq_len)
+        return x + cp.shard(whole.cumsum(1), pad=True)
+
+    def forward(self, tokens: Tensor, seq_len: int | None = None, again: str = "") -> Tensor:
+        """Return this rank's part of the loss; with ``again`` in a checkpoint, or in two."""
+        labels = self.cp.shift(tokens, -1, fill=-100, seq_len=seq_len)
+        x = self.embed(tokens) + self.cp.positions(seq_len or T)[:, None].sin()
+        if "nested" in again:
+            inner = lambda x: checkpoint(self.mix, x, seq_len, use_reentrant="re" in again)  # noqa: E731
+            x = checkpoint(inner, x, use_reentrant="re" in again)
+        elif again:
+            x = checkpoint(self.mix, x, seq_len, use_reentrant=again == "reentrant")
+        else:
+            x = self.mix(x, seq_len)
+        loss = ring_torch.linear_cross_entropy if self.halos else None
+        if loss is not None:
+            return loss(self.cp, x, self.head.weight, labels, bias=self.head.bias, seq_len=seq_len)
+        return ring_torch.cross_entropy(self.cp, self.head(x), labels, seq_len=seq_len)
+
+
+def pair(layout: LayoutSpec, *, halos: bool | None = None) -> tuple[ContextParallel, Layers]:
+    cp = ContextParallel(layout=layout)
+    plain = ContextParallel(layout="contiguous")
+    return cp, Layers(cp, plain, halos=layout != "striped" if halos is None else halos)
+
+
+def expected(halos: bool, tokens: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the loss and gradients of one process, whose attention and layers are torch's."""
+    model = Layers(ContextParallel(), ContextParallel(), halos=halos)
+    x = model.embed(tokens) + torch.arange(tokens.shape[1])[:, None].sin()
+    if halos:
+        padded = functional.pad(x, (0, 0, 2, 0))
+        x = x + functional.conv1d(padded.mT, model.kernel, groups=D).mT
+    x = x + functional.pad(x, (0, 0, 1, 0))[:, :-1]
+    q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in model.qkv(x).chunk(3, -1))
+    x = x + functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(
+        1, 2
+    ).flatten(2)
+    labels = functional.pad(tokens[:, 1:], (0, 1), value=-100)
+    loss = functional.cross_entropy(model.head(x + x.cumsum(1)).flatten(0, 1), labels.flatten())
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters()]
+
+
+def silent() -> ExitStack:
+    """Return a context in which every collective and message of a group is an error."""
+    start = Ranks.start
+
+    def refuse(*args: Any, **_: Any) -> Any:
+        if isinstance(args[0], Ranks) and not any(args[1:]):  # no messages
+            return start(*args)
+        raise AssertionError("something was sent")
+
+    stack = ExitStack()
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    for name in ("all_reduce", "all_gather", "reduce_scatter_tensor", "broadcast", "send", "recv"):
+        patch.setattr(dist, name, refuse)
+    for name in ("start", "_all_to_all"):
+        patch.setattr(Ranks, name, refuse)
+    return stack
+
+
+def check(loss: Tensor, model: nn.Module, want: tuple[Tensor, list[Tensor | None]]) -> None:
+    torch.testing.assert_close(loss.detach(), want[0])
+    for p, grad in zip(model.parameters(), want[1], strict=True):
+        torch.testing.assert_close(p.grad, grad)
+
+
+def every_method(_: int) -> None:
+    for layout in LAYOUTS:
+        cp, model = pair(layout)
+        tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
+        want = expected(model.halos, tokens)
+        with silent(), cp.whole():
+            assert (cp.cp_size, cp.cp_rank, cp.layout) == (1, 0, "contiguous")
+            x = numbers(2, 13, 3)
+            assert cp.shard(x, pad=True) is x and cp.unshard(x, seq_len=13) is x
+            assert cp.layout_of(13).positions(0).tolist() == [*range(13)]
+            loss = model(tokens)
+            loss.backward()
+            cp.reduce_gradients(model)
+            batch = next(iter(ring_torch.dataloader(cp, [tokens])))
+            assert torch.equal(batch.tokens, tokens)
+            assert "kernel" in cp.explain(*(numbers(1, T, 2, 4),) * 3)
+        check(loss, model, want)
+        # Behind the block all ranks compute again, and agree.
+        model.zero_grad()
+        part = model(cp.shard(tokens)) if T % cp.layout_of(768).divisor == 0 else None
+        if part is not None:
+            part.backward()
+            cp.reduce_gradients(model)
+            total = part.detach().clone()
+            dist.all_reduce(total)
+            check(total, model, want)
+
+
+def test_every_method_acts_on_whole_sequences(pool: LocalRanks) -> None:
+    pool.run(every_method)
+
+
+def padding(_: int) -> None:
+    """Compare sequences with padding that callers added themselves, which ``seq_len`` names."""
+    cp, model = pair("zigzag")
+    tokens = torch.arange(2 * 13).reshape(2, 13) * 7 % V
+    want = expected(True, tokens)
+    for padded in (tokens, functional.pad(tokens, (0, 3))):
+        model.zero_grad()
+        with silent(), cp.whole():
+            labels = cp.shift(padded, -1, fill=-100, seq_len=13)
+            assert (labels[:, 12:] == -100).all()
+            assert cp.unshard(padded, seq_len=13).shape == (2, 13)
+            q = numbers(2, padded.shape[1], 2, 4)
+            out = cp.attention(q, q, q, seq_len=13)[:, :13]
+            torch.testing.assert_close(out, cp.attention(*(q[:, :13],) * 3))
+    with silent(), cp.whole():
+        model.zero_grad()
+        loss = model(tokens, seq_len=13)
+        loss.backward()
+    check(loss, model, want)
+
+
+def test_padding_that_tensors_have_is_padding_still(pool: LocalRanks) -> None:
+    pool.run(padding)
+
+
+CHECKPOINTS = ("", "reentrant", "checkpoint", "nested", "nested re")
+
+
+def other_place(_: int, again: str) -> None:
+    """Run the backward of a whole forward outside of its block, and that of a split one inside."""
+    cp, model = pair("zigzag")
+    tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
+    want = expected(True, tokens)
+    for _repeat in range(2):
+        with cp.whole(), silent():
+            whole = model(tokens, again=again)
+        part = model(cp.shard(tokens), again=again)
+        with silent():
+            whole.backward()
+        check(whole, model, want)
+        model.zero_grad()
+        with cp.whole():
+            part.backward()
+        cp.reduce_gradients(model)
+        total = part.detach().clone()
+        dist.all_reduce(total)
+        check(total, model, want)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("again", CHECKPOINTS)
+def test_a_backward_follows_its_forward(pool: LocalRanks, again: str) -> None:
+    pool.run(other_place, again)
+
+
+def threads(_: int) -> None:
+    """Compute whole in one thread while another one splits."""
+    cp, model = pair("zigzag")
+    _, other = pair("zigzag")
+    other.cp = cp
+    tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
+    want, entered, done = expected(True, tokens), threading.Event(), threading.Event()
+    losses: list[Tensor] = []
+
+    def alone() -> None:
+        with cp.whole(), cp.whole():
+            assert cp.cp_size == 1
+            entered.set()
+            assert done.wait(60)
+            losses.append(model(tokens, again="checkpoint"))
+        losses[0].backward()
+
+    thread = threading.Thread(target=alone)
+    thread.start()
+    assert entered.wait(60)
+    part = other(cp.shard(tokens), again="checkpoint")
+    part.backward()
+    cp.reduce_gradients(other)
+    dist.all_reduce(total := part.detach().clone())
+    check(total, other, want)
+    done.set()
+    thread.join()
+    check(losses[0], model, want)
+
+
+def test_a_block_belongs_to_its_thread(pool: LocalRanks) -> None:
+    pool.run(threads)
+
+
+def compiled(_: int) -> None:
+    """Call one compiled function split, whole, whole over other ranks alone, and split again."""
+    cp, other = (
+        ContextParallel(),
+        ContextParallel(dist.new_group([dist.get_rank()], use_local_synchronization=True)),
+    )
+    x = numbers(1, T, 2, 4)
+
+    def step(x: Tensor) -> Tensor:
+        y = cp.shift(cp.attention(x, x, x, causal=True), 1)
+        return cp.unshard(y, grad="slice")
+
+    call = torch.compile(step, fullgraph=True, backend="aot_eager")
+    results = []
+    for block in (nullcontext(), cp.whole(), other.whole(), cp.whole(), nullcontext()):
+        with block:
+            mine = cp.shard(x).requires_grad_()
+            y = call(mine)
+            (grad,) = torch.autograd.grad(y.square().sum() / 2, mine)
+            results.append((y.detach(), grad))
+            is_whole = cp.cp_size == 1
+        assert y.shape[1] == T and mine.shape[1] == (T if is_whole else T // 2)
+        torch.testing.assert_close(y, results[0][0])
+    torch.testing.assert_close(results[1][1], results[3][1])
+    with pytest.raises(Exception, match="cannot begin in a function"):
+        torch.compile(lambda: cp.whole().__enter__(), backend="eager", fullgraph=True)()
+
+
+def test_a_compiled_function_is_compiled_anew(pool: LocalRanks) -> None:
+    pool.run(compiled)
+
+
+def models(_: int) -> None:
+    """Run models of ``replace_sdpa`` and of ``hf.parallelize`` in a block."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    cp = ContextParallel()
+    for name in ("gpt", "dit"):
+        _class, dims, options = MODELS[name]
+        batch, model = batch_of(name), model_of(name)
+        want = model(**batch)
+        handle = replace_sdpa(model, cp, **options)
+        shards = {key: cp.shard(x, dim=dims[key]) if key in dims else x for key, x in batch.items()}
+        before = cp.unshard(model(**shards).detach())
+        with cp.whole():
+            torch.testing.assert_close(model(**batch), want)
+        torch.testing.assert_close(before, want)
+        handle.remove()
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(config)
+    tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
+    want = llama(input_ids=tokens, labels=tokens)
+    hf.parallelize(llama, cp)
+    with cp.whole():
+        got = llama(input_ids=tokens, labels=tokens)
+    torch.testing.assert_close(got.logits, want.logits)
+    torch.testing.assert_close(got.loss, want.loss)
+
+
+def test_models_follow(pool: LocalRanks) -> None:
+    pool.run(models)
+
+
+def in_backward(_: int) -> None:
+    cp = ContextParallel()
+
+    def within(x: Tensor) -> Tensor:
+        with cp.whole():
+            return cp.shift(x, 1) * 2
+
+    x = numbers(1, T, 3).requires_grad_()
+    y = checkpoint(within, x, use_reentrant=True)
+    with pytest.raises(UnsupportedError, match="nor in a backward"):
+        y.sum().backward()
+
+
+def other_ranks(_: int) -> None:
+    """Relayout to ranks that do not act alone is refused; made inside, an object acts alone."""
+    cp, alone = (
+        ContextParallel(),
+        ContextParallel(dist.new_group([dist.get_rank()], use_local_synchronization=True)),
+    )
+    x = numbers(1, T, 3)
+    with alone.whole():
+        assert cp.cp_size == 2
+        with pytest.raises(UnsupportedError, match="relayout between ranks that act alone"):
+            cp.relayout(x, to=alone)
+    with cp.whole():
+        assert cp.relayout(x, to=alone) is x
+        inside = ContextParallel(cp.group, "striped")
+        assert ring_torch.ring_attention(*(numbers(1, T, 2, 4),) * 3, group=cp.group).shape[1] == T
+    assert (inside.cp_size, cp.cp_size) == (1, 2)
+
+
+@pytest.mark.parametrize("case", [in_backward, other_ranks], ids=lambda case: case.__name__)
+def test_what_is_refused(pool: LocalRanks, case: Callable[[int], None]) -> None:
+    pool.run(case)
