@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 import ring_torch
-from ring_core import Mask, reference
+from ring_core import Layout, Mask, reference
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 from ring_torch.sharding import UnshardGrad
@@ -281,3 +283,118 @@ def test_moves(layout: str, pool: LocalRanks) -> None:
 @pytest.mark.nightly
 def test_moves_in_one_graph(pool: LocalRanks) -> None:
     pool.run(_moves, "zigzag", True)
+
+
+def _remembered(_: int, layout: Any) -> None:
+    """Shift, read neighbours and take losses of shards whose padding nobody names.
+
+    The class is a length that a call reads off a shard, and that is padding's: where the shard is
+    the very tensor that ``shard(pad=True)`` returned, its own length is known.
+    """
+    cp = ContextParallel(layout=layout)
+    length, padded = 13, Layout.padded(layout, 13, cp.cp_size).padded_len
+    tokens = torch.arange(1, length + 1)[None]
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+
+    def shift(x: Tensor) -> Tensor:
+        return cp.shift(x, -1, fill=-100)
+
+    def sharded_inside(x: Tensor) -> Tensor:
+        return shift(cp.shard(x, pad=True))
+
+    def compiled(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+    shard = cp.shard(tokens, pad=True)
+    for moved in (
+        shift(shard), compiled(shift)(shard), compiled(sharded_inside)(tokens), shift(deepcopy(shard)),
+        shift(shard[:]).masked_fill(cp.positions(length) >= length - 1, -100),  # a view is another tensor
+    ):  # fmt: skip
+        assert torch.equal(cp.unshard(moved, seq_len=length), labels), moved
+        assert (cp.unshard(moved)[:, length:] == -100).all()
+    # Other tensors are as long as they are, also in the graph that was compiled for this one.
+    whole = torch.arange(padded)[None]
+    full = compiled(shift)(cp.shard(whole))
+    assert torch.equal(cp.unshard(full)[:, :-1], whole[:, 1:])
+    if layout != "striped":
+        rows = cp.halo(cp.shard(tokens[..., None], pad=True, fill=7), 1, 1)
+        assert rows.positions.max() < length and not rows.rows[rows.positions < 0].any()
+    logits = _random(1, length, 20)
+    part, mine = cp.shard(logits, pad=True), cp.shard(tokens, pad=True, fill=3)
+    loss = ring_torch.cross_entropy(cp, part, mine)
+    linear = ring_torch.linear_cross_entropy(cp, part, torch.eye(20).double(), mine)
+    dist.all_reduce(loss)
+    dist.all_reduce(linear)
+    expected = torch.nn.functional.cross_entropy(logits[0], tokens[0])
+    torch.testing.assert_close(torch.stack([loss, linear]), torch.stack([expected, expected]))
+    # A length that is named counts, and one along another dimension does not.
+    assert torch.equal(cp.shift(shard, 0, seq_len=padded), shard)
+    both = cp.shard(_random(length, padded), dim=0, pad=True)
+    assert torch.equal(
+        cp.shift(both[:, : padded // cp.cp_size], 0), both[:, : padded // cp.cp_size]
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_padded_shard_is_known_again(pool: LocalRanks, layout: Any) -> None:
+    pool.run(_remembered, layout)
+
+
+class _Attends(nn.Module):
+    """A module that shards its input itself, or is given shards, and attends by torch's SDPA."""
+
+    def __init__(self, split: Callable[[Tensor], Tensor], options: dict[str, Any]) -> None:
+        super().__init__()
+        self.split, self.options = split, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.split(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        return scaled_dot_product_attention(q, q, q, **self.options)
+
+
+def _replaced(_: int) -> None:
+    """Attend to shards with padding in a replaced module: exact, or refused if it is seen."""
+    cp, length = ContextParallel(), 13
+    x = _random(1, length, 8)
+    real = cp.positions(length) < length
+
+    def pad(x: Tensor) -> Tensor:
+        return cp.shard(x, pad=True)
+
+    ways: list[tuple[dict[str, Any], tuple[int, ...] | None]] = [
+        ({}, None), ({"is_causal": True}, None), ({"attn_mask": real[None, None, None]}, None),
+        ({}, (0, length)), ({}, (0, 5, length)),
+    ]  # fmt: skip
+    for options, documents in ways:
+        for split, batch in ((pad, x), (lambda y: y, pad(x))):
+            for compiles in {False, not options}:
+                torch._dynamo.reset()  # each model is a graph of its own
+                model = _Attends(split, options)
+                ring_torch.replace_sdpa(model, cp, documents=documents)
+                call: Any = torch.compile(model, backend="aot_eager") if compiles else model
+                if not options and documents is None:
+                    with pytest.raises(Exception, match="the call would see the padding"):
+                        call(batch)
+                    assert cp._split.padded is None
+                    continue
+                out = cp.unshard(call(batch), dim=2, seq_len=length)
+                q = x.unflatten(-1, (2, -1)).transpose(1, 2)
+                bounds = documents or (0, length)
+                causal = "is_causal" in options
+                want = [
+                    scaled_dot_product_attention(*(q[:, :, a:b],) * 3, is_causal=causal)
+                    for a, b in pairwise(bounds)
+                ]
+                torch.testing.assert_close(out, torch.cat(want, dim=2))
+    # Whole lengths, behind one with padding, and local modules, are as before.
+    model = _Attends(lambda y: y, {})
+    ring_torch.replace_sdpa(model, cp)
+    full = _random(1, cp.cp_size * 6, 8)
+    assert cp.unshard(model(cp.shard(full)), dim=2).shape[2] == full.shape[1]
+    model = _Attends(pad, {})
+    ring_torch.replace_sdpa(model, cp, local=["*"])
+    assert model(x).isfinite().all()
+
+
+def test_padding_that_a_replaced_module_sees_is_refused(pool: LocalRanks) -> None:
+    pool.run(_replaced)

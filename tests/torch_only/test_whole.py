@@ -120,6 +120,13 @@ def silent() -> ExitStack:
     return stack
 
 
+def own_group() -> dist.ProcessGroup:
+    """Return a group of this rank alone."""
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def check(loss: Tensor, model: nn.Module, want: tuple[Tensor, list[Tensor | None]]) -> None:
     torch.testing.assert_close(loss.detach(), want[0])
     for p, grad in zip(model.parameters(), want[1], strict=True):
@@ -216,8 +223,7 @@ def test_a_backward_follows_its_forward(pool: LocalRanks, again: str) -> None:
 def threads(_: int) -> None:
     """Compute whole in one thread while another one splits."""
     cp, model = pair("zigzag")
-    _, other = pair("zigzag")
-    other.cp = cp
+    other = Layers(cp, cp, halos=True)
     tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
     want, entered, done = expected(True, tokens), threading.Event(), threading.Event()
     losses: list[Tensor] = []
@@ -251,7 +257,7 @@ def compiled(_: int) -> None:
     """Call one compiled function split, whole, whole over other ranks alone, and split again."""
     cp, other = (
         ContextParallel(),
-        ContextParallel(dist.new_group([dist.get_rank()], use_local_synchronization=True)),
+        ContextParallel(own_group()),
     )
     x = numbers(1, T, 2, 4)
 
@@ -334,7 +340,7 @@ def other_ranks(_: int) -> None:
     """Relayout to ranks that do not act alone is refused; made inside, an object acts alone."""
     cp, alone = (
         ContextParallel(),
-        ContextParallel(dist.new_group([dist.get_rank()], use_local_synchronization=True)),
+        ContextParallel(own_group()),
     )
     x = numbers(1, T, 3)
     with alone.whole():

@@ -108,8 +108,10 @@ class ContextParallel:
             x: The whole tensor, ``[..., T, ...]``.
             dim: Dimension of the sequence.
             pad: If the layout cannot divide ``T``, pad the end of the sequence to the least length
-                that it can divide. Nothing remembers that: pass ``seq_len=T`` to what takes the
-                slices, as :meth:`attention` and :meth:`unshard`. Padding gets no gradient.
+                that it can divide. Pass ``seq_len=T`` to what takes the slices, as
+                :meth:`attention` and :meth:`unshard`. :meth:`shift`, :meth:`halo`, labels of the
+                losses and inputs of :func:`replace_sdpa` know the length of the very tensor that is
+                returned, not of what is computed from it. Padding gets no gradient.
             fill: Number in the padding, for example -100 for labels.
 
         Returns:
@@ -181,7 +183,8 @@ class ContextParallel:
             fill: Number in rows that no token moves to.
             cu_seqlens: ``(0, ..., T)``, global offsets of packed documents, which no token leaves.
             seq_len: ``T``, if there is padding behind it (:meth:`shard` with ``pad=True``), which
-                no token moves to or from: its rows are ``fill``.
+                no token moves to or from: its rows are ``fill``. ``None`` if there is none, or
+                ``x`` is what ``shard`` returned.
 
         Returns:
             A tensor like ``x``.
@@ -218,7 +221,8 @@ class ContextParallel:
             cu_seqlens: ``(0, ..., T)``, global offsets of packed documents. They change
                 ``documents`` alone: rows of other documents are in ``rows``, for the layer to mask.
             seq_len: ``T``, if there is padding behind it (:meth:`shard` with ``pad=True``), which
-                is outside of the sequence.
+                is outside of the sequence. ``None`` if there is none, or ``x`` is what ``shard``
+                returned.
 
         Returns:
             ``(rows, positions, documents)``: rows ``[B * R, ..., left + L + right, ...]``, zeros

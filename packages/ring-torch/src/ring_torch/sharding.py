@@ -24,6 +24,7 @@ from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
 from ring_torch.whole import acting_alone, blocks
 
 UnshardGrad = Literal["sum", "slice"]
+_PADDED = "_ring_padded"  # attribute of a shard that was padded; see `padded_of`
 UNSHARD_GRADS: tuple[str, ...] = get_args(UnshardGrad)
 
 
@@ -43,6 +44,8 @@ class Sharding:
         self.group = group
         self.layout = check_layout(layout)
         self._bound: Ranks | None = None
+        # While a forward collects them: of sequences sharded with padding, length by T_local.
+        self.padded: dict[int, int] | None = None
         if is_foreign(group):
             divisor_of(self.layout, len(self.members.ranks))
         elif group is not None or (dist.is_available() and dist.is_initialized()):
@@ -150,7 +153,12 @@ class Sharding:
         if self.group is OneRank.WHOLE:  # which holds the whole tensor, and needs no padding
             return x
         layout = self.layout_of(x.shape[dim], pad=pad)
-        return _slice_of(x, dim, layout, self.ranks.rank, fill)
+        shard = _slice_of(x, dim, layout, self.ranks.rank, fill)
+        if layout.padded_len > layout.seq_len:
+            if self.padded is not None:
+                self.padded[layout.local_len] = layout.seq_len
+            setattr(shard, _PADDED, (dim % x.ndim, layout.local_len, layout.seq_len))
+        return shard
 
     def unshard(
         self,
@@ -316,6 +324,25 @@ def guarded(
     # a later one.
     with on_device(device), GuardedPass(ranks, number, signature):
         yield
+
+
+def padded_of(x: Tensor) -> tuple[int, int, int] | None:
+    """Return the dimension, ``T_local`` and ``T`` of a shard that was made with padding.
+
+    ``shard(pad=True)`` leaves them on the very tensor that it returns; results of operations on it
+    have them not. ``None`` for any other tensor.
+    """
+    padded: tuple[int, int, int] | None = getattr(x, _PADDED, None)
+    if padded is None or padded[0] >= x.ndim or x.shape[padded[0]] != padded[1]:
+        return None
+    return padded
+
+
+def length_of(x: Tensor, dim: int, seq_len: int | None) -> int | None:
+    """Return ``seq_len``, or without it the length of a shard that was padded along ``dim``."""
+    if seq_len is not None or (padded := padded_of(x)) is None or padded[0] != dim % x.ndim:
+        return seq_len
+    return padded[2]
 
 
 class _Unshard(torch.autograd.Function):

@@ -10,6 +10,8 @@ over from the thread that calls ``backward``.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,6 +93,14 @@ def blocks() -> Blocks:
     return history.now()
 
 
+def _keep(history: _History) -> None:
+    """Put a history into torch's state of this thread."""
+    references = sys.getrefcount(history)
+    _stash_obj_in_tls(_KEY, history)
+    if sys.getrefcount(history) == references:  # torch 2.11 holds a reference that it did not count
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(history))
+
+
 @contextmanager
 def acting_alone(members: tuple[int, ...]) -> Iterator[None]:
     """Let global ranks act alone in a block of this thread; see :meth:`ContextParallel.whole`."""
@@ -100,7 +110,7 @@ def acting_alone(members: tuple[int, ...]) -> Iterator[None]:
             "checkpoints compute functions again. Instead: enter it around the call of that function"
         )
     if not _is_key_in_tls(_KEY):
-        _stash_obj_in_tls(_KEY, _History())
+        _keep(_History())
     history: _History = _get_obj_in_tls(_KEY)
     before = history.current
     history.enter((*before, frozenset(members)))

@@ -38,7 +38,7 @@ from ring_torch.movement.methods import (
     seq_len_of,
 )
 from ring_torch.movement.rows import HaloMove, MoveCall, MoveKind, RelayoutMove, ShiftMove
-from ring_torch.sharding import Sharding, check_fill, check_slice
+from ring_torch.sharding import Sharding, check_fill, check_slice, length_of
 
 _KIND_OF: dict[str, type[MoveKind]] = {
     kind.name: kind for kind in (ShiftMove, HaloMove, RelayoutMove)
@@ -57,7 +57,7 @@ def shift_in_graph(
     sharding.check_group()
     check_slice(x, dim)
     check_steps(n)
-    fill = check_fill(x, fill)
+    fill, seq_len = check_fill(x, fill), length_of(x, dim, seq_len)
     tensors: list[Tensor] = []
     numbers: list[int] = []
     documents = None if cu_seqlens is None else as_documents(cu_seqlens)
@@ -85,6 +85,7 @@ def halo_in_graph(
     check_slice(x, dim)
     layout, size = sharding.layout, size_of(sharding.group)
     check_halo(left, right, layout, size)
+    seq_len = length_of(x, dim, seq_len)
     tensors: list[Tensor] = []
     numbers: list[int] = []
     documents = None if cu_seqlens is None else as_documents(cu_seqlens)

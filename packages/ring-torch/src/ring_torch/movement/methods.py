@@ -29,7 +29,7 @@ from ring_torch.movement.rows import (
     layout_of,
     move,
 )
-from ring_torch.sharding import Sharding, check_dim, check_fill, check_slice
+from ring_torch.sharding import Sharding, check_dim, check_fill, check_slice, length_of
 
 
 class Halo(NamedTuple):
@@ -62,7 +62,7 @@ def shift(
     check_slice(x, dim)
     check_steps(n)
     fill = check_fill(x, fill)
-    length = None if seq_len is None else check_size("seq_len", seq_len)
+    length = length_of(x, dim, None if seq_len is None else check_size("seq_len", seq_len))
     kind = ShiftMove(sharding.layout, int(n), fill, length, offsets_of(cu_seqlens))
     return _moved(ranks, x, dim, kind, number, x.shape[dim] * ranks.size)
 
@@ -76,7 +76,7 @@ def halo(
     number = ranks.next_call()
     check_slice(x, dim)
     check_halo(left, right, layout, ranks.size)
-    length = None if seq_len is None else check_size("seq_len", seq_len)
+    length = length_of(x, dim, None if seq_len is None else check_size("seq_len", seq_len))
     kind = HaloMove(layout, int(left), int(right), length, offsets_of(cu_seqlens))
     dim %= x.ndim
     moved = _moved(ranks, x, dim, kind, number, x.shape[dim] * ranks.size)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Never, Protocol
 
@@ -12,6 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias
+from torch.utils._pytree import tree_leaves
 
 from ring_core import KernelConfig, StrategyConfig, UnsupportedError
 from ring_core.base.arguments import not_none
@@ -19,6 +21,7 @@ from ring_torch.capture import constant_in_graphs, untraced
 from ring_torch.comm.ranks import OneRank
 from ring_torch.compiled.static import size_of
 from ring_torch.options import AttentionOptions
+from ring_torch.sharding import Sharding, padded_of
 
 #: Holders of a module's keys: ranks hold parts of the queries' own sequence, or of another one;
 #: every rank holds all keys; or the rank's own tokens are all that its queries attend to.
@@ -59,6 +62,7 @@ class Replacement:
 
     Attributes:
         cp: Ranks of the ring, and their layout.
+        sharding: The sharding of ``cp``.
         unordered: The same ranks in a layout that divides every length, for calls without a rule
             over positions: any order of tokens gives the same result.
         root: The module that was given.
@@ -73,6 +77,7 @@ class Replacement:
     """
 
     cp: _Context
+    sharding: Sharding
     unordered: _Context
     root: nn.Module
     kernel: str | KernelConfig
@@ -87,6 +92,20 @@ class Replacement:
     def __deepcopy__(self, _: object) -> Replacement:
         """Return self: a copy of the module attends over the same ranks."""
         return self
+
+    @contextmanager
+    def collecting_padding(self, *inputs: Any) -> Iterator[None]:
+        """Collect, within a root forward, which of its sequences are padded: given or sharded."""
+        before = self.sharding.padded
+        self.sharding.padded = {
+            padded[1]: padded[2]
+            for x in tree_leaves(inputs)
+            if isinstance(x, Tensor) and (padded := padded_of(x)) is not None
+        }
+        try:
+            yield
+        finally:
+            self.sharding.padded = before
 
     @property
     def computes(self) -> Literal["shards", "whole", "off"]:
@@ -194,6 +213,8 @@ def _on_ring(state: Replacement, call: _Call) -> Tensor:
         if documents[-1] < tokens:  # padding is a document of its own
             documents = (*documents, tokens)
         options["cu_seqlens"] = documents
+    elif not call.is_causal and call.attn_mask is None:  # else no token sees the padding behind it
+        _refuse_padding(state, call)
     if call.dropout_p:
         options["dropout_p"], options["dropout_seed"] = call.dropout_p, _draw_seed()
     ordered = call.is_causal or documents is not None
@@ -203,6 +224,20 @@ def _on_ring(state: Replacement, call: _Call) -> Tensor:
     cp = state.cp if ordered else state.unordered
     out: Tensor = cp.attention(q, k, v, **options)
     return out.transpose(1, 2)
+
+
+def _refuse_padding(state: Replacement, call: _Call) -> None:
+    """Refuse a call that sees the padding of a sequence that ``shard(pad=True)`` made.
+
+    Raises:
+        UnsupportedError: Its keys are as many as those of such a sequence on this rank.
+    """
+    keys = call.key.shape[2]
+    if (length := (state.sharding.padded or {}).get(keys)) is not None:
+        _refuse(call.module, f"{keys} keys of this rank, of a sequence of {length} tokens that shard(pad=True) padded to "
+                f"{keys * state.ranks}: the call would see the padding. Set the handle's documents = (0, "
+                f"{length}), or give attn_mask [B, 1, 1, T_local], false for padding; if a rank's tokens "
+                f"attend to these keys alone, name the module in local=")  # fmt: skip
 
 
 def _add_mask(

@@ -15,6 +15,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -216,7 +217,8 @@ def _forward_in_mode(original: Any, scope: Scope, *, is_root: bool) -> Any:
             return original(self, *args, **kwargs)
         if is_root:
             _check_other_ring(self)
-        with RingMode(scope):
+        collects = state.collecting_padding(args, kwargs) if is_root else nullcontext()
+        with RingMode(scope), collects:
             output = original(self, *args, **kwargs)
         if is_root and not torch.compiler.is_compiling() and not state.modules:
             raise UnsupportedError(

@@ -177,13 +177,13 @@ def replace_sdpa(
         out = model(cp.shard(x), positions=cp.positions(T))  # this rank's tokens
         print(handle)  # which modules attended, and to what
     """
-    check_context(cp)
+    sharding = check_context(cp, acting=False)
     if not isinstance(module, nn.Module):
         raise ValueError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     checks.check_choice("transport", transport, transport_names())
     checks.check_flag("deterministic", deterministic)
     state = Replacement(
-        cp, ContextParallel(cp.group, "contiguous"), module, kernel_config(kernel, kernel_names()),
+        cp, sharding, ContextParallel(sharding.group, "contiguous"), module, kernel_config(kernel, kernel_names()),
         strategy_config(strategy, strategy_names()), transport, deterministic,
         _checked_documents(documents),
     )  # fmt: skip

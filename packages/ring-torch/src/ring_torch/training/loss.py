@@ -22,7 +22,7 @@ from ring_torch.comm.ranks import ranks_of
 from ring_torch.compiled.static import from_json, to_json
 from ring_torch.compiled.unshard import unshard_in_graph
 from ring_torch.context import ContextParallel, check_context
-from ring_torch.sharding import Sharding
+from ring_torch.sharding import Sharding, length_of
 from ring_torch.training.part import IGNORED, Count, linear_loss, loss_part, mean_of
 
 Reduction = Literal["mean", "sum"]
@@ -183,7 +183,7 @@ def _without_padding(
 
     They are int64, as another dtype may not hold ``ignore_index``: in uint8 -100 is class 156.
     """
-    labels = labels.long()
+    seq_len, labels = length_of(labels, -1, seq_len), labels.long()
     if seq_len is None:
         return labels
     if torch.compiler.is_compiling():
