@@ -20,8 +20,8 @@ from ring_torch.comm.groups import Members, check_device, members_of, warn_if_al
 from ring_torch.comm.handshake import GuardedPass, agree, check_graph
 from ring_torch.comm.ranks import Group, OneRank, Ranks, is_foreign, peer_errors, ranks_of
 from ring_torch.comm.store import CallSignature
+from ring_torch.comm.whole import acting_alone, blocks
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
-from ring_torch.whole import acting_alone, blocks
 
 UnshardGrad = Literal["sum", "slice"]
 _PADDED = "_ring_padded"  # attribute of a shard that was padded; see `padded_of`

@@ -115,7 +115,7 @@ class ModelHooks(ReductionChoice):
 
     @property
     def sharding(self) -> Sharding:
-        """Which rank holds which tokens in the code that runs: inside of ``cp.whole()`` all."""
+        """Sharding of the code that runs: inside of ``cp.whole()`` that of one rank alone."""
         return self.all_ranks.acting
 
     @property
