@@ -16,7 +16,8 @@ from ring_torch.comm.ranks import Group
 from ring_torch.compiled.movement import halo_in_graph, relayout_in_graph, shift_in_graph
 from ring_torch.compiled.static import size_of
 from ring_torch.compiled.unshard import unshard_in_graph
-from ring_torch.gradients import reduce_gradients
+from ring_torch.gradients.each import ReductionHandle, reduce_each_gradient
+from ring_torch.gradients.reduce import reduce_gradients
 from ring_torch.movement import methods
 from ring_torch.movement.methods import Halo
 from ring_torch.options import AttentionOptions, CallOptions
@@ -321,9 +322,10 @@ class ContextParallel:
         """Sum the gradients of a model that every rank holds whole over the ranks, in place.
 
         After each rank's backward of its part of the loss, the sums are the gradients of the whole
-        loss. A gradient that no rank has stays ``None``. Call it once a step, after the last
-        backward. A later backward that adds to a summed gradient raises a ``ValueError``, until
-        ``zero_grad`` or a new gradient in its place. Tensor-parallel parameters, whose mesh has no
+        loss. A gradient that no rank has stays ``None``, beside others that some rank has. Call it
+        once a step, after the last backward. A later backward that adds to a summed gradient raises
+        a ``ValueError``, until ``zero_grad``; a new tensor in its place, as ``p.grad = p.grad * c``,
+        still counts as the sum. Tensor-parallel parameters, whose mesh has no
         other rank of this group, are summed shard by shard. A gradient that was set to an inference
         tensor, or to a view whose elements share memory, is replaced by a tensor of its own.
 
@@ -331,10 +333,11 @@ class ContextParallel:
             model: The model, with the same parameters on all ranks.
 
         Raises:
-            ValueError: A gradient is summed over these ranks already, or ``hf.parallelize`` was
-                told that gradients are reduced by their mean.
+            ValueError: A gradient is summed over these ranks already; no rank has any gradient, as
+                where optimizers step inside of the backward (:meth:`reduce_each_gradient`); or
+                ``hf.parallelize`` was told that gradients are reduced by their mean.
             UnsupportedError: FSDP shards a parameter over ranks of the group, or a gradient is
-                sparse.
+                sparse, or kept in ``main_grad``.
             RankMismatchError: Parameters differ between ranks.
 
         Example::
@@ -344,6 +347,44 @@ class ContextParallel:
             optimizer.step()
         """
         reduce_gradients(self._sharding.ranks, model)
+
+    def reduce_each_gradient(self, model: nn.Module) -> ReductionHandle:
+        """Sum each gradient of a model over the ranks as soon as a backward has made it.
+
+        For optimizers that step inside of the backward, and leave no gradients for
+        :meth:`reduce_gradients`. It puts a hook on each parameter, which runs before the hooks that
+        the parameter has or gets (``register_post_accumulate_grad_hook``). All ranks call it once,
+        with the same model, and then run the same backwards. A parameter that a rank's backward does
+        not come to gets the sum, and runs its hooks, at the end of the backward. Each backward is a
+        step: a gradient that is still there when a backward comes to it again is refused. Parameters
+        that are unfrozen or added later need a new call.
+
+        Args:
+            model: The model, with the same parameters on all ranks.
+
+        Returns:
+            A handle, whose ``remove()`` takes the hooks off.
+
+        Raises:
+            ValueError: ``hf.parallelize`` was told that gradients are reduced by their mean. Later,
+                from the backward: it would add to a gradient that is there, or a parameter has no
+                hook.
+            UnsupportedError: The model is wrapped by DDP or FSDP, keeps gradients in ``main_grad``,
+                or has such hooks already. Later, from the backward: a gradient is sparse.
+            RankMismatchError: Parameters differ between ranks. Later, from the backward: ranks come
+                to parameters in another order.
+
+        Example::
+
+            cp.reduce_each_gradient(model)
+            for weight in model.parameters():
+                optimizer = torch.optim.AdamW([weight])
+                weight.register_post_accumulate_grad_hook(
+                    lambda _, optimizer=optimizer: (optimizer.step(), optimizer.zero_grad())
+                )
+            loss.backward()  # each rank's part of the loss
+        """
+        return reduce_each_gradient(self._sharding.ranks, model)
 
     @overload
     def attention(

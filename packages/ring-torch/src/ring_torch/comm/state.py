@@ -47,6 +47,7 @@ class GroupState:
     runs_together: dict[str, bool] = field(default_factory=dict)  # messages, by type of device
     digest_checks: dict[Any, Any] = field(default_factory=dict)  # by device, or ``None``
     hosts: tuple[str, ...] | None = None  # name of each rank's host, once it was asked for
+    before_passes: dict[int, Callable[[], None]] = field(default_factory=dict)  # by id, in order
     captured: dict[int, object] = field(default_factory=dict)  # what CUDA graphs read, by id
 
 

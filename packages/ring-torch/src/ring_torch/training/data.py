@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import accumulate, count, islice
 from string import hexdigits
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -334,9 +334,9 @@ class _Item:
 
     def positions(self) -> Tensor:
         """Return the place of each token in its document, int64 ``[T]``."""
-        bounds = torch.tensor(self._bounds())
+        bounds = torch.tensor(self._bounds(), device=self.tokens.device)
         starts = bounds[:-1].repeat_interleave(bounds.diff())
-        return (torch.arange(len(starts)) - starts).to(self.tokens.device)
+        return torch.arange(len(starts), device=starts.device) - starts
 
 
 def _read(item: Any) -> _Item:
@@ -377,8 +377,7 @@ def _packed(name: str, x: object) -> tuple[Tensor, tuple[int, ...] | None]:
             f"{name} of a batch must be int64 [B, T], or a list of documents, int64 [length] with a "
             f"token or more; got {type(x).__name__}"
         )
-    lengths = torch.tensor([0, *map(len, documents)])
-    return torch.cat(documents)[None], tuple(lengths.cumsum(0).tolist())
+    return torch.cat(documents)[None], (0, *accumulate(map(len, documents)))
 
 
 def _chained(digest: bytes, step: Sequence[_Item]) -> bytes:
