@@ -31,7 +31,10 @@ from ring_torch.local import LocalRanks
 WIDTH, EXPERTS, LAYERS, VOCAB = 16, 4, 2, 16
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+SIZES = 2, 3
+
+
+@pytest.fixture(scope="module", params=SIZES)
 def pool(request: pytest.FixtureRequest) -> Iterator[LocalRanks]:
     with LocalRanks(request.param, timeout=20.0) as ranks:
         yield ranks
@@ -105,7 +108,9 @@ def batch(size: int) -> tuple[Tensor, Tensor]:
     tokens, labels = torch.randint(VOCAB, (2, 2, 12 * size), generator=numbers)
     tokens -= tokens % EXPERTS
     tokens += torch.arange(size).repeat_interleave(12) % EXPERTS
-    tokens[:, [0, -1]] += EXPERTS - 1 - tokens[:, [0, -1]] % EXPERTS  # one of the first and the last
+    tokens[:, [0, -1]] += (
+        EXPERTS - 1 - tokens[:, [0, -1]] % EXPERTS
+    )  # one of the first and the last
     return tokens, labels
 
 
@@ -145,6 +150,12 @@ def _train(rank: int, kind: str, optimizers_first: bool) -> None:
         cp.reduce_gradients(model)
 
 
+@pytest.mark.nightly(
+    only=[
+        "2-compiled-False", "2-checkpoint-False", "2-two backwards-False", "3-compiled-False",
+        "3-two backwards-False", "3-plain-True", "3-reentrant checkpoint-True", "3-plain-False",
+    ]
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("kind", "optimizers_first"),
     [
@@ -170,11 +181,12 @@ class Two(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = (self.b, self.a) if self.swapped else (self.a, self.b)
-        return first(x).tanh() + second(x).sin()
+        out: Tensor = first(x).tanh() + second(x).sin()
+        return out
 
 
 def _swapped(rank: int) -> str:
-    group: Any = dist.new_group(timeout=timedelta(seconds=10))
+    group: Any = dist.new_group(timeout=timedelta(seconds=4))
     cp = ContextParallel(group)
     model = Two(swapped=rank == cp.cp_size - 1)
     cp.reduce_each_gradient(model)
@@ -192,9 +204,11 @@ def test_another_order_is_a_mismatch_on_all_ranks(pool: LocalRanks) -> None:
 
 
 def _swapped_part(rank: int) -> str:
-    """Run two layers in another order on two of three ranks that use them."""
-    group: Any = dist.new_group(timeout=timedelta(seconds=10))
+    """Run two layers in another order on one of the two ranks of three that use them."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=4))
     cp = ContextParallel(group)
+    if cp.cp_size == SIZES[0]:
+        return "part.: only one rank uses them"
     model = nn.ModuleDict({"used": nn.Linear(4, 4), "part": Two(swapped=rank == 1)})
     cp.reduce_each_gradient(model)
     x = model["used"](torch.ones(2, 4))
@@ -206,10 +220,10 @@ def _swapped_part(rank: int) -> str:
 
 
 def test_another_order_in_a_part_ends_on_all_ranks(pool: LocalRanks) -> None:
-    if pool.world_size == 3:
-        messages = pool.run(_swapped_part)
-        assert all(re_part in message for message in messages for re_part in ("part.",)), messages
-        assert all(message.startswith(RankMismatchError.__name__) for message in messages[1:])
+    messages = pool.run(_swapped_part)
+    assert all("part." in message for message in messages), messages
+    if len(messages) > SIZES[0]:
+        assert all(x.startswith(RankMismatchError.__name__) for x in messages[1:]), messages
 
 
 def _refused(_: int) -> None:
@@ -238,9 +252,10 @@ def _refused(_: int) -> None:
     handle.remove()
     handle.remove()
     cp.reduce_each_gradient(model).remove()
-    model.a.weight.main_grad = torch.zeros(4, 4)
+    setattr(model.a.weight, "main_grad", torch.zeros(4, 4))  # noqa: B010 - torch's types have none
     with pytest.raises(UnsupportedError, match="main_grad"):
         cp.reduce_each_gradient(model)
+    wrapped: Any
     for wrapped in (DistributedDataParallel(Two()), fully_shard(Two(), mesh=_alone())):
         with pytest.raises(UnsupportedError, match="behind the hooks of parameters"):
             cp.reduce_each_gradient(wrapped)
@@ -263,7 +278,7 @@ def test_what_cannot_be_summed_is_refused(pool: LocalRanks) -> None:
 
 
 def _unlike(rank: int) -> None:
-    group: Any = dist.new_group(timeout=timedelta(seconds=10))
+    group: Any = dist.new_group(timeout=timedelta(seconds=4))
     with pytest.raises(RankMismatchError, match="weight"):
         ContextParallel(group).reduce_each_gradient(nn.Linear(4, 4 + rank))
 

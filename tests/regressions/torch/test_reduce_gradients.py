@@ -207,6 +207,19 @@ def test_sums_of_a_deep_copy_are_sums(pool: LocalRanks) -> None:
     pool.run(_refused_copy)
 
 
+def _keep_elsewhere(step: Step, times: float, only: str = "") -> None:
+    """Keep gradients in ``main_grad``, as libraries with fused or wide gradients do."""
+    for name, weight in step.model.named_parameters():
+        if only in name:
+            weight.grad = None
+            setattr(weight, "main_grad", torch.full_like(weight, times))  # noqa: B010 - torch's types have none
+
+
+def _keep_beside_others(step: Step) -> None:
+    step.backward()
+    _keep_elsewhere(step, 1, "2.weight")
+
+
 #: Models without a gradient to sum on any rank, and a word of the way out.
 NOTHING: dict[str, tuple[Callable[[Step], None], type[ValueError], str]] = {
     "no backward": (_nothing, ValueError, r"cp\.reduce_each_gradient\(model\)"),
@@ -215,17 +228,10 @@ NOTHING: dict[str, tuple[Callable[[Step], None], type[ValueError], str]] = {
         lambda step: _keep_elsewhere(step, step.cp.cp_rank), UnsupportedError, "main_grad",
     ),
     "main_grad beside others": (
-        lambda step: (step.backward(), _keep_elsewhere(step, 1, "2.weight"))[0], UnsupportedError,
+        _keep_beside_others, UnsupportedError,
         "that of 2.weight is in main_grad",
     ),
 }  # fmt: skip
-
-
-def _keep_elsewhere(step: Step, times: float, only: str = "") -> None:
-    """Keep gradients in ``main_grad``, as libraries with fused or wide gradients do."""
-    for name, weight in step.model.named_parameters():
-        if only in name:
-            weight.grad, weight.main_grad = None, torch.full_like(weight, times)
 
 
 def _nothing_to_sum(rank: int, name: str) -> None:
@@ -235,7 +241,7 @@ def _nothing_to_sum(rank: int, name: str) -> None:
     with pytest.raises(kind, match=words):
         step.reduce()
     step = Step(rank)  # nothing was sent but the kinds of gradients: a new group of these goes on
-    step.model.get_parameter("2.weight").main_grad = torch.zeros(2, 4)
+    _keep_elsewhere(step, 0, "2.weight")
     (step.model[0](step.x).sum() * (rank % 2)).backward()
     step.reduce()  # a parameter without any beside others with one
     assert step.model.get_parameter("2.weight").grad is None
@@ -316,7 +322,9 @@ def _steps(rank: int, freshen: Callable[[Step], None]) -> None:
         step.check(6)
         freshen(step)
     if not step.grads:
-        with pytest.raises(ValueError, match="no parameter of the model has a gradient on any rank"):
+        with pytest.raises(
+            ValueError, match="no parameter of the model has a gradient on any rank"
+        ):
             step.reduce()
     else:
         step.reduce()  # sums of zeros

@@ -195,7 +195,10 @@ class Unsharding:
                 # rank sends its slice to all others, and receives theirs in the order of ranks.
                 local_slice = as_stored(x).contiguous()
                 slices = [torch.empty_like(local_slice) for _ in range(self.ranks.size)]
-                received, sent = [_as_bytes(rank_slice) for rank_slice in slices], _as_bytes(local_slice)
+                received, sent = (
+                    [_as_bytes(rank_slice) for rank_slice in slices],
+                    _as_bytes(local_slice),
+                )
                 run_collective(
                     self.ranks,
                     lambda: dist.all_gather(received, sent, group=self.ranks.group, async_op=True),

@@ -170,9 +170,7 @@ def agree(
         state.digest_checks[device] = loaded_check(_WORDS, device)
 
 
-def agree_in_part(
-    part: Ranks, number: int, signature: CallSignature, device: torch.device
-) -> None:
+def agree_in_part(part: Ranks, number: int, signature: CallSignature, device: torch.device) -> None:
     """Check that some ranks of a group make the same pass, while the others make none.
 
     Each sends its header to every other one. A difference closes the group, as ranks outside of

@@ -220,9 +220,7 @@ class _Hooks(ReducesEach):
                     f"gradient there, or zero_grad() before the next backward. For several micro-batches "
                     f"a step use cp.reduce_gradients after the last one"
                 )
-        return [
-            tuple(rank for rank, x in enumerate(of_ranks) if x & _COMES) for of_ranks in table
-        ]
+        return [tuple(rank for rank, x in enumerate(of_ranks) if x & _COMES) for of_ranks in table]
 
     @unserializable
     def _before(self, _: Tensor) -> None:
@@ -317,9 +315,7 @@ class _Hooks(ReducesEach):
                 hook(weight)
 
 
-def _sum_over_part(
-    part: Ranks, number: int, signature: CallSignature, shard: Tensor
-) -> None:
+def _sum_over_part(part: Ranks, number: int, signature: CallSignature, shard: Tensor) -> None:
     """Sum a gradient over the ranks that have it, in place, while others go on."""
     if part.size == 1:
         return

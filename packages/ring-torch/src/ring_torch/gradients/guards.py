@@ -1,4 +1,4 @@
-"""Which gradients are sums over ranks, and hooks that let none be counted twice.
+"""Memory of which gradients are sums over ranks, and hooks that let none be counted twice.
 
 A summed gradient must be neither added to nor summed again: its old content would count once for
 each rank. Programs put other tensors in a gradient's place, as ``p.grad = p.grad * c``, so a sum is
@@ -66,7 +66,9 @@ def without_zeros(weights: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return kept
 
 
-def sums_of(weights: Iterable[nn.Parameter], *, later_steps: bool = False) -> dict[nn.Parameter, Sums]:
+def sums_of(
+    weights: Iterable[nn.Parameter], *, later_steps: bool = False
+) -> dict[nn.Parameter, Sums]:
     """Return over which ranks the gradients of parameters are summed, of those that hold sums.
 
     A new tensor in a gradient's place is another gradient if a backward came to the parameter since
@@ -182,7 +184,11 @@ class Guard:
         """
         is_held, self._is_held = self._is_held, False
         gradient = weight.grad
-        if is_held and gradient is not None and (hasattr(gradient, _MARK) or gradient.requires_grad):
+        if (
+            is_held
+            and gradient is not None
+            and (hasattr(gradient, _MARK) or gradient.requires_grad)
+        ):
             size = max(map(len, self.sums))
             raise ValueError(
                 f"this backward adds to the gradient of {self.name}, which reduce_gradients has "

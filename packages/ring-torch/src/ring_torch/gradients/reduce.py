@@ -26,7 +26,7 @@ _BUCKET = 1 << 26
 _FIELDS = 8  # fields of the header in which ranks compare the descriptions of their parameters
 
 
-class ReducesEach(ABC):
+class ReducesEach:
     """Owner of hooks that sum each gradient over ranks as soon as it is made."""
 
 
@@ -83,14 +83,14 @@ def reduce_gradients(ranks: Ranks, model: nn.Module) -> None:
 _NOWHERE, _GRAD, _MAIN_GRAD = range(3)
 
 
-def _holders(
-    ranks: Ranks, weights: Collection[nn.Parameter], device: torch.device
-) -> list[int]:
+def _holders(ranks: Ranks, weights: Collection[nn.Parameter], device: torch.device) -> list[int]:
     """Return where ranks have each parameter's gradient: the largest number of any rank's."""
     if not weights:
         return []
     # A rank without a gradient would otherwise send fewer numbers than its peers.
-    holders = torch.tensor([_holder(weight) for weight in weights], dtype=torch.int32, device=device)
+    holders = torch.tensor(
+        [_holder(weight) for weight in weights], dtype=torch.int32, device=device
+    )
     run_collective(
         ranks, lambda: dist.all_reduce(holders, dist.ReduceOp.MAX, ranks.group, async_op=True)
     )
@@ -134,7 +134,7 @@ def _refusal(weights: Mapping[str, nn.Parameter], holders: Sequence[int]) -> Val
 def _writable_gradients(
     weights: Iterable[nn.Parameter], holders: Sequence[int]
 ) -> Iterator[Tensor]:
-    """Yield this rank's shards of gradients that any rank has, made as zeros if this one has none."""
+    """Yield this rank's shards of gradients that any rank has: zeros, if this one has none."""
     for weight, holder in zip(weights, holders, strict=True):
         if holder == _GRAD:
             gradient = weight.grad

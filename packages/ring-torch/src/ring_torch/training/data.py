@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from ring_core import Mask, RankMismatchError, balanced_layout
-from ring_core.base.arguments import check_flag, check_size, is_integer
+from ring_core.base.arguments import check_flag, check_size, is_integer, numbers_as_python
 from ring_torch.comm.groups import default_device
 from ring_torch.comm.ranks import Group, ranks_of
 from ring_torch.context import ContextParallel, check_context
@@ -228,6 +228,7 @@ class ShardedLoader:
         )  # fmt: skip
 
 
+@numbers_as_python
 def dataloader(
     cp: ContextParallel, loader: Iterable[Any], *, dp: Group | str = None,
     ignore_index: int = IGNORED, balanced: bool = False,

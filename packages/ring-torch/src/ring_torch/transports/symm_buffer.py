@@ -285,9 +285,7 @@ def gather_numbers(ranks: Ranks, numbers: Sequence[int], device: torch.device) -
     """
     local = torch.tensor(numbers, device=device)
     by_rank = [torch.empty_like(local) for _ in range(ranks.size)]
-    run_collective(
-        ranks, lambda: dist.all_gather(by_rank, local, group=ranks.group, async_op=True)
-    )
+    run_collective(ranks, lambda: dist.all_gather(by_rank, local, group=ranks.group, async_op=True))
     rows: list[list[int]] = torch.stack(by_rank).tolist()
     return rows
 
