@@ -297,6 +297,15 @@ def _of_autograd(step: Step) -> None:
     _set_to_none(step)
 
 
+def _by_hand(step: Step) -> None:
+    """Set gradients of each rank's own, that no backward has made, and without a step between."""
+    for weight in step.model.parameters():
+        weight.grad = torch.full_like(weight, step.cp.cp_rank + 1)
+    step.reduce()
+    assert all((grad == 1 + SIZE).all() for grad in step.grads)
+    _set_to_none(step)
+
+
 def _of_master_weights(step: Step) -> None:
     """Step, and set gradients that no backward of these parameters has made."""
     _step(step)
@@ -308,7 +317,7 @@ def _of_master_weights(step: Step) -> None:
 
 
 FRESH = (
-    _set_to_none, _of_autograd, _of_master_weights, _zero, _zero_by_foreach, _zero_unseen, _replace, _replace_each_other_way,
+    _set_to_none, _of_autograd, _by_hand, _of_master_weights, _zero, _zero_by_foreach, _zero_unseen, _replace, _replace_each_other_way,
     _clip_and_zero,
 )  # fmt: skip
 
@@ -457,6 +466,21 @@ def test_compiled_models_are_compiled_once(pool: LocalRanks) -> None:
 def _model(*sizes: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     layers = [nn.Linear(width, next_width, dtype=dtype) for width, next_width in pairwise(sizes)]
     return nn.Sequential(*layers)
+
+
+def _on_meta(rank: int) -> None:
+    cp, model = ContextParallel(), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
+    model[0](torch.ones(1, 2)).sum().backward()
+    cp.reduce_gradients(model)  # it has no gradient there
+    model.zero_grad()
+    for weight in model.parameters():
+        weight.grad = torch.full_like(weight, rank)
+    with pytest.raises(ValueError, match="sends no tensors of device 'meta'"):
+        cp.reduce_gradients(model)
+
+
+def test_gradients_of_a_device_that_sends_none_are_refused(pool: LocalRanks) -> None:
+    pool.run(_on_meta)
 
 
 def _frozen() -> nn.Module:

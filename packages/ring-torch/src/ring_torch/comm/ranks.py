@@ -144,8 +144,11 @@ class Ranks:
     def begin_pass(self) -> None:
         """Refuse a closed group, and let what has to precede messages in a backward run."""
         self.check_open()
-        for run in (*self.state.before_passes.values(),):
-            run()
+        for key, reference in [*self.state.before_passes.items()]:
+            if (run := reference()) is None:
+                del self.state.before_passes[key]
+            else:
+                run()
 
     def next_call(self) -> int:
         """Count a new call on this group and return its number, from 1; 0 without a group.

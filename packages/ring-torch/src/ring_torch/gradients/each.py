@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakMethod, ref
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import TensorWeakRef
 
 from ring_core import UnsupportedError
 from ring_core.base.arguments import not_none
@@ -82,11 +84,12 @@ def reduce_each_gradient(ranks: Ranks, model: nn.Module) -> ReductionHandle:
     if ranks.size == 1:
         return ReductionHandle(None)
     device = next((weight.device for weight in weights.values()), default_device(ranks))
-    check_device(ranks, device)
+    for sent in {device, *(weight.device for weight in weights.values())}:
+        check_device(ranks, sent)
     signature = CallSignature.of(parameter_fields(weights), _CALL)
     with on_device(device), GuardedPass(ranks, number, signature):
         agree(ranks, number, 0, signature, device)
-    return ReductionHandle(_Hooks(ranks, model, weights, device))
+    return ReductionHandle(_Hooks(ranks, number, model, weights, device))
 
 
 def _check_hooks(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
@@ -138,27 +141,32 @@ class _Hooks(ReducesEach):
 
     Args:
         ranks: Ranks of the group.
+        number: Number of the call, which is in the names of its passes: numbers of these count
+            backwards, as ranks make other calls in unlike places of a backward.
         model: The model.
         weights: Its parameters that have gradients, by name.
         device: Device of the numbers that ranks tell each other.
     """
 
     def __init__(
-        self, ranks: Ranks, model: nn.Module, weights: Mapping[str, nn.Parameter],
+        self, ranks: Ranks, number: int, model: nn.Module, weights: Mapping[str, nn.Parameter],
         device: torch.device,
     ) -> None:  # fmt: skip
-        self._ranks, self._model, self._device = ranks, model, device
+        self._pass = f"{_CALL}[{number}]"
+        self._ranks, self._device = ranks, device
+        # Weakly, as its parameters hold these hooks.
+        self._model = ref(model)
         self._names = [*weights]
-        self._weights = [*weights.values()]
-        self._index = {weight: n for n, weight in enumerate(self._weights)}
+        self._weights = [TensorWeakRef(weight) for weight in weights.values()]
+        self._index = {id(weight): n for n, weight in enumerate(weights.values())}
         self._count = 0
         self._backwards: dict[int, _Backward] = {}  # by the engine's number of its run
         self._handles = [
             handle
-            for weight in self._weights
+            for weight in weights.values()
             for handle in (weight.register_hook(self._before), _put_first(weight, self._sum))
         ]
-        ranks.state.before_passes[id(self)] = self._begin
+        ranks.state.before_passes[id(self)] = WeakMethod(self._begin)
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -175,7 +183,7 @@ class _Hooks(ReducesEach):
         backward = self._backwards[run] = _Backward(self._count)  # not again, by the messages below
         queue: Any = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001 - as torch's DDP
         queue(partial(self._end, run))
-        self._check(self._model)
+        self._check(not_none(self._model()))
         with torch.no_grad():
             backward.comers = self._comers(backward.number)
 
@@ -188,7 +196,7 @@ class _Hooks(ReducesEach):
                 f"optimizer after it"
             )
         for name, weight in model.named_parameters():
-            if weight.requires_grad and weight not in self._index:
+            if weight.requires_grad and id(weight) not in self._index:
                 raise ValueError(
                     f"{_CALL}: {name} requires a gradient and has no hook, as it was frozen, or not "
                     f"there, when the hooks were put on the model: remove() the handle, and call "
@@ -197,13 +205,18 @@ class _Hooks(ReducesEach):
 
     def _comers(self, number: int) -> list[tuple[int, ...]]:
         """Return which ranks come to each parameter in this backward."""
-        ranks, signature = self._ranks, CallSignature.of({"parameters": len(self._weights)}, _CALL)
-        held = {*without_zeros(self._weights)}
+        ranks = self._ranks
+        signature = CallSignature.of({"parameters": len(self._weights)}, f"{self._pass} begin")
+        weights = [reference() for reference in self._weights]
+        held = {*without_zeros(x for x in weights if x is not None)}
         facts = torch.zeros(
             ranks.size, len(self._weights), dtype=torch.int32, device=torch.device("cpu")
         )
         facts[ranks.rank] = torch.tensor(
-            [_COMES * _is_reached(x) + _HOLDS * (x in held) for x in self._weights],
+            [
+                0 if x is None else _COMES * _is_reached(x) + _HOLDS * (x in held)
+                for x in weights
+            ],
             dtype=torch.int32, device=facts.device,
         )  # fmt: skip
         with on_device(self._device), GuardedPass(ranks, number, signature):
@@ -230,7 +243,7 @@ class _Hooks(ReducesEach):
     @unserializable
     def _sum(self, weight: nn.Parameter) -> None:
         """Sum the gradient that was just made over the ranks, in place."""
-        ranks, n = self._ranks, self._index[weight]
+        ranks, n = self._ranks, self._index[id(weight)]
         backward = self._backwards[torch._C._current_graph_task_id()]  # noqa: SLF001 - torch has no public name
         if not_none(weight.grad).is_sparse:
             raise UnsupportedError(
@@ -241,7 +254,7 @@ class _Hooks(ReducesEach):
         shard, comers = local_shard(gradient), backward.comers[n]
         signature = CallSignature.of(
             {"shape": list(shard.shape), "dtype": str(shard.dtype).removeprefix("torch.")},
-            f"{_CALL} {self._names[n]}",
+            f"{self._pass} {self._names[n]}",
         )
         with (
             on_device(shard.device),
@@ -270,7 +283,7 @@ class _Hooks(ReducesEach):
         partly = [n for n, comers in enumerate(backward.comers) if 0 < len(comers) < ranks.size]
         if not partly:
             return
-        signature = CallSignature.of({"parameters": partly}, f"{_CALL} end")
+        signature = CallSignature.of({"parameters": partly}, f"{self._pass} end")
         received: dict[int, nn.Parameter] = {}
         with (
             on_device(self._device),
@@ -294,7 +307,8 @@ class _Hooks(ReducesEach):
 
     def _send_sum(self, backward: _Backward, n: int, received: dict[int, nn.Parameter]) -> None:
         """Send a sum from the first rank that has it to all, or receive it as the gradient."""
-        ranks, weight, shard = self._ranks, self._weights[n], backward.sums.pop(n, None)
+        ranks, weight = self._ranks, not_none(self._weights[n]())
+        shard = backward.sums.pop(n, None)
         gradient = None
         if shard is None:
             gradient = torch.zeros_like(weight, memory_format=torch.contiguous_format)

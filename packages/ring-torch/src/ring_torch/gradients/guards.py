@@ -102,6 +102,11 @@ def _forget(weight: nn.Parameter) -> None:
         guard.sums = NO_SUMS
 
 
+def is_marked(weight: nn.Parameter) -> bool:
+    """Return True if a gradient is a sum for certain: this very tensor was summed, or a copy."""
+    return hasattr(weight.grad, _MARK)
+
+
 def guard_of(weight: Tensor) -> Guard | None:
     """Return the hooks that a parameter has, or ``None``."""
     return next((x for x in hook_owners(weight) if isinstance(x, Guard)), None)

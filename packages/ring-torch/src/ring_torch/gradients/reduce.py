@@ -14,12 +14,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ring_core import UnsupportedError
+from ring_core.base.arguments import not_none
 from ring_torch.capture import as_stored, on_device
 from ring_torch.comm.groups import check_device, default_device
 from ring_torch.comm.handshake import GuardedPass, agree
 from ring_torch.comm.ranks import Ranks, run_collective
 from ring_torch.comm.store import CallSignature
-from ring_torch.gradients.guards import hook_owners, local_shard, members_of, note_sums, sums_of
+from ring_torch.gradients.guards import (
+    hook_owners,
+    is_marked,
+    local_shard,
+    members_of,
+    note_sums,
+    sums_of,
+)
 
 # Most bytes of gradients in a message: few messages are sent, and little is copied at a time.
 _BUCKET = 1 << 26
@@ -54,48 +62,76 @@ def reduce_gradients(ranks: Ranks, model: nn.Module) -> None:
         return
     names, members = {weight: name for name, weight in weights.items()}, {*members_of(ranks)}
     earlier = sums_of(names)
+    # A new tensor in the place of a sum may be made of it, or by the program itself: then the ranks
+    # have unlike numbers, which they compare below.
+    doubtful = []
     for weight, sums in earlier.items():
-        if (times := max(len(members.intersection(summed)) for summed in sums)) > 1:
-            over = "" if times == ranks.size else f"{times} of "
-            raise ValueError(
-                f"reduce_gradients: the gradient of {names[weight]} is summed over {over}the "
-                f"{ranks.size} ranks of the group already, and a second time would count it {times} times. "
-                f"Call reduce_gradients once a step, after the last backward; then step, then zero_grad()"
-            )
+        times = max(len(members.intersection(summed)) for summed in sums)
+        if times > 1 and is_marked(weight):
+            raise ValueError(_summed_before(names[weight], times, ranks.size))
+        if times > 1:
+            doubtful.append(weight)
     device = next((weight.device for weight in weights.values()), default_device(ranks))
-    check_device(ranks, device)
+    for sent in {device, *(x.grad.device for x in names if x.grad is not None)}:
+        check_device(ranks, sent)
     signature = CallSignature.of(parameter_fields(weights), "reduce_gradients")
     # All ranks compare their parameters before they send gradients.
     with on_device(device), GuardedPass(ranks, number, signature), torch.no_grad():
         agree(ranks, number, 0, signature, device)
-        holders = _holders(ranks, weights.values(), device)
+        holders, alike = _holders(ranks, weights.values(), {*doubtful}, device)
         refusal = _refusal(weights, holders)
+        if refusal is None and alike:
+            refusal = ValueError(_summed_before([*weights][alike[0]], ranks.size, ranks.size))
         if refusal is None:
             _sum_all(ranks, _writable_gradients(weights.values(), holders))
     if refusal is not None:  # on all ranks alike; nothing but the kinds of gradients was sent
         raise refusal
     summed = [weight for weight, n in zip(weights.values(), holders, strict=True) if n == _GRAD]
     # Remember the summed gradients, to refuse backwards that add to them.
-    note_sums(ranks, {weight: names[weight] for weight in summed}, earlier)
+    kept = {weight: sums for weight, sums in earlier.items() if weight not in {*doubtful}}
+    note_sums(ranks, {weight: names[weight] for weight in summed}, kept)
+
+
+def _summed_before(name: str, times: int, size: int) -> str:
+    """Return the error message of a gradient that would be counted several times."""
+    return (
+        f"reduce_gradients: the gradient of {name} is summed over {'' if times == size else f'{times} of '}"
+        f"the {size} ranks of the group already, and a second time would count it {times} times. "
+        f"Call reduce_gradients once a step, after the last backward; then step, then zero_grad()"
+    )
 
 
 #: Where ranks have a parameter's gradient: nowhere, in ``.grad``, or only in ``main_grad``.
 _NOWHERE, _GRAD, _MAIN_GRAD = range(3)
 
 
-def _holders(ranks: Ranks, weights: Collection[nn.Parameter], device: torch.device) -> list[int]:
-    """Return where ranks have each parameter's gradient: the largest number of any rank's."""
+def _holders(
+    ranks: Ranks, weights: Collection[nn.Parameter], doubtful: Collection[nn.Parameter],
+    device: torch.device,
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """Return where ranks have gradients, and which doubtful ones have equal numbers on all ranks.
+
+    Returns:
+        For each parameter the largest number of any rank's; and indices of parameters.
+    """
     if not weights:
-        return []
+        return [], []
     # A rank without a gradient would otherwise send fewer numbers than its peers.
-    holders = torch.tensor(
-        [_holder(weight) for weight in weights], dtype=torch.int32, device=device
-    )
+    digests = [_digest(weight) if weight in doubtful else 0 for weight in weights]
+    rows = [[_holder(weight) for weight in weights], digests, [-digest for digest in digests]]
+    table = torch.tensor(rows, dtype=torch.int64, device=device)
     run_collective(
-        ranks, lambda: dist.all_reduce(holders, dist.ReduceOp.MAX, ranks.group, async_op=True)
+        ranks, lambda: dist.all_reduce(table, dist.ReduceOp.MAX, ranks.group, async_op=True)
     )
-    numbers: list[int] = holders.tolist()
-    return numbers
+    holders, most, least = table.tolist()
+    # The largest digest of any rank, and the smallest, if all have one.
+    return holders, [n for n, (a, b) in enumerate(zip(most, least, strict=True)) if a == -b > 0]
+
+
+def _digest(weight: nn.Parameter) -> int:
+    """Return a number above 0 that is the same for equal gradients that are not zeros."""
+    total = local_shard(not_none(weight.grad)).abs().sum(dtype=torch.float64)
+    return int(total.view(torch.int64))
 
 
 def _holder(weight: nn.Parameter) -> int:
