@@ -365,7 +365,7 @@ def refuse_foreign_options[F: Callable[..., object]](function: F) -> F:
 
     See :func:`check_foreign_options`. The function's signature stays, and a keyword that no library
     has is Python's ``TypeError`` as before. Options take numpy's scalars, as with
-    :func:`numbers_as_python`.
+    :func:`numbers_as_python`, but for the seed: to a compiler it is a number that changes.
     """
 
     @wraps(function)
@@ -374,8 +374,11 @@ def refuse_foreign_options[F: Callable[..., object]](function: F) -> F:
         for name, value in kwargs.items():
             if name in FOREIGN_OPTIONS:
                 check_foreign_options(kwargs)
-            if isinstance(value, _NUMPY):
-                return function(*args, **{name: as_python(x) for name, x in kwargs.items()})
+            if isinstance(value, _NUMPY) and name != "dropout_seed":
+                return function(
+                    *args,
+                    **{n: x if n == "dropout_seed" else as_python(x) for n, x in kwargs.items()},
+                )
         return function(*args, **kwargs)
 
     return cast("F", call)
