@@ -580,10 +580,14 @@ def _tensor_parallel(_: int, names: tuple[str, str]) -> None:
     local = Attention(lambda *qkv: cp.attention(*qkv, causal=True))
     column, row = ColwiseParallel, RowwiseParallel
     parallelize_module(local, mesh["tp"], {"q": column(), "k": column(), "v": column(), "o": row()})
-    for _step in range(2):
+    for in_backward in (False, True):
         local.zero_grad()
+        handle = cp.reduce_each_gradient(local) if in_backward else None
         local(cp.shard(x)).square().sum().backward()
-        cp.reduce_gradients(local)
+        if handle is None:
+            cp.reduce_gradients(local)
+        else:
+            handle.remove()
         like = dict(whole.named_parameters())
         for name, weight in local.named_parameters():
             grad = _full(weight.grad)
