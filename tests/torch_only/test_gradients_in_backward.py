@@ -188,11 +188,15 @@ class Two(nn.Module):
         return out
 
 
-def _swapped(rank: int) -> str:
+def _swapped(rank: int, late: bool) -> str:
     group: Any = dist.new_group(timeout=timedelta(seconds=4))
     cp = ContextParallel(group)
-    model = Two(swapped=rank == cp.cp_size - 1)
+    model = Two()
     cp.reduce_each_gradient(model)
+    if late:  # after ranks have compared the same sums before
+        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+    model.swapped = rank == cp.cp_size - 1
     try:
         model(torch.ones(2, 4)).sum().backward()
     except RuntimeError as error:
@@ -200,8 +204,10 @@ def _swapped(rank: int) -> str:
     return "nothing"
 
 
-def test_another_order_is_a_mismatch_on_all_ranks(pool: LocalRanks) -> None:
-    for message in pool.run(_swapped):
+@pytest.mark.nightly(only=["3-True"])
+@pytest.mark.parametrize("late", [False, True])
+def test_another_order_is_a_mismatch_on_all_ranks(late: bool, pool: LocalRanks) -> None:
+    for message in pool.run(_swapped, late):
         assert message.startswith(RankMismatchError.__name__), message
         assert re.search(r"reduce_each_gradient\[1\] [ab]\.", message), message
 
