@@ -91,7 +91,7 @@ def _remembered(weight: nn.Parameter, *, later_steps: bool) -> Sums:
         return marked or guard.sums_in_any_tensor(weight, later_steps=later_steps)
     # Nobody watches this parameter: its gradient is a copy of another's or that itself, or was
     # changed since.
-    return marked if marked and weight.grad._version in {0, version} else NO_SUMS  # noqa: SLF001 - torch has no public name
+    return marked if marked and _version(weight.grad) in {0, version} else NO_SUMS
 
 
 def _forget(weight: nn.Parameter) -> None:
@@ -205,9 +205,9 @@ class Guard:
 
 def _mark(gradient: Any, sums: Sums) -> None:
     """Mark a gradient as a sum."""
-    setattr(gradient, _MARK, (sums, gradient._version))  # noqa: SLF001 - torch has no public name
+    setattr(gradient, _MARK, (sums, _version(gradient)))
 
 
-def _version(weight: Tensor) -> int:
-    """Return how often a parameter was changed in place, as far as torch counts it."""
-    return 0 if weight.is_inference() else weight._version  # noqa: SLF001 - torch has no public name
+def _version(x: Tensor) -> int:
+    """Return how often a tensor was changed in place, as far as torch counts it."""
+    return 0 if x.is_inference() else x._version  # noqa: SLF001 - torch has no public name
