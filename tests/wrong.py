@@ -165,3 +165,47 @@ def forgotten(
     }
     assert for_backends <= public, for_backends - public
     return public - for_backends - set(tables)
+
+
+#: Right values of options that are numbers or switches, which floats of 16 bits hold exactly.
+RIGHT: Values = {
+    "seq_len": 8, "kv_seq_len": 8, "pad_to": 8, "cp_size": 2, "chunk_size": 3, "causal": True,
+    "softmax_scale": 0.5, "softcap": 2.0, "dropout_p": 0.0, "dropout_seed": 3, "deterministic": False,
+    "return_lse": True, "dim": 1, "pad": False, "fill": 0, "n": 2, "left": 1, "right": 1, "every": 2,
+    "label_smoothing": 0.125, "ignore_index": -1, "count": 3.0, "tokens_at_once": 3,
+    "balanced": False, "block_q": 64, "fused_backward": True, "width": 32,
+    "backward": True, "hop_us": 2.0,
+}  # fmt: skip
+
+
+def in_numpy(value: Any) -> Iterator[Any]:
+    """Yield the scalars of numpy, and arrays without dimensions, that are equal to a number."""
+    kinds: list[Any] = [np.bool_]
+    if not isinstance(value, bool):
+        kinds = [np.float16, np.float32, np.float64, np.longdouble]
+    if isinstance(value, int) and not isinstance(value, bool):
+        kinds = [np.int8, np.int32, np.int64, *([np.uint8, np.uint64] if value >= 0 else [])]
+    for kind in kinds:
+        yield kind(value)
+        yield np.array(value, kind)
+
+
+def unlike_in_numpy(subject: Subject, argument: str) -> Iterator[str]:
+    """Yield a message for each scalar of numpy that is not taken as Python's number is."""
+
+    def result(value: Any) -> str:
+        return re.sub("0x[0-9a-f]+", "", repr(subject.call(**{**subject.right, argument: value})))
+
+    expected = result(RIGHT[argument])
+    for value in in_numpy(RIGHT[argument]):
+        try:
+            text = result(value)
+        except Exception as error:  # noqa: BLE001 - any error is the finding
+            text = f"{type(error).__name__}: {error}"
+        if text != expected:
+            yield f"{argument} {value!r}: {text[:200]}, not {expected[:200]}"
+
+
+def in_numbers(subjects: Mapping[str, Subject]) -> list[tuple[str, str]]:
+    """Return all pairs of a function and one of its arguments that is a number or a switch."""
+    return [(name, argument) for name, argument in cases(subjects) if argument in RIGHT]

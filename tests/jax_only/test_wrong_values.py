@@ -22,7 +22,9 @@ from wrong import (
     Values,
     cases,
     forgotten,
+    in_numbers,
     problems,
+    unlike_in_numpy,
 )
 
 import ring_jax
@@ -211,6 +213,12 @@ ELSEWHERE = {"ring_jax.Halo", "ring_jax.KernelConfig", "ring_jax.Mask", "ring_ja
 @pytest.mark.parametrize(("name", "argument"), cases(SUBJECTS))
 def test_wrong_values_are_refused_by_name(name: str, argument: str) -> None:
     assert not list(problems(SUBJECTS[name], argument))
+
+
+@pytest.mark.parametrize(("name", "argument"), in_numbers(SUBJECTS))
+def test_scalars_of_numpy_are_numbers(name: str, argument: str) -> None:
+    """All kinds of them, integers, floats, switches and arrays without dimensions, are alike."""
+    assert not list(unlike_in_numpy(SUBJECTS[name], argument))
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

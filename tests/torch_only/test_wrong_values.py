@@ -20,7 +20,9 @@ from wrong import (
     Values,
     cases,
     forgotten,
+    in_numbers,
     problems,
+    unlike_in_numpy,
 )
 
 import ring_torch
@@ -242,6 +244,10 @@ SUBJECTS: dict[str, Subject] = {
         cp.reduce_gradients, {"model": nn.Linear(1, 1)},
         {"model": {"none": None, "tensor": zeros(1), "list": [nn.Linear(1, 1)], "class": nn.Linear}},
     ),
+    "ring_torch.ContextParallel.reduce_each_gradient": Subject(
+        cp.reduce_each_gradient, {"model": nn.Linear(1, 1)},
+        {"model": {"none": None, "tensor": zeros(1), "list": [nn.Linear(1, 1)], "class": nn.Linear}},
+    ),
     "ring_torch.cross_entropy": Subject(
         ring_torch.cross_entropy,
         {"cp": cp, "logits": zeros(2, 8, 5), "labels": ids(2, 8)},
@@ -312,6 +318,7 @@ ELSEWHERE = {
     "ring_torch.Halo",
     "ring_torch.KernelConfig",
     "ring_torch.Mask",
+    "ring_torch.ReductionHandle",
     "ring_torch.SDPAHandle",
     "ring_torch.support_matrix",
 }
@@ -320,6 +327,12 @@ ELSEWHERE = {
 @pytest.mark.parametrize(("name", "argument"), cases(SUBJECTS))
 def test_wrong_values_are_refused_by_name(name: str, argument: str) -> None:
     assert not list(problems(SUBJECTS[name], argument))
+
+
+@pytest.mark.parametrize(("name", "argument"), in_numbers(SUBJECTS))
+def test_scalars_of_numpy_are_numbers(name: str, argument: str) -> None:
+    """All kinds of them, integers, floats, switches and arrays without dimensions, are alike."""
+    assert not list(unlike_in_numpy(SUBJECTS[name], argument))
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

@@ -15,7 +15,9 @@ def test_the_group_stays_open(captures: bool, monkeypatch: pytest.MonkeyPatch) -
     closed: list[object] = []
     monkeypatch.setattr(handshake, "fail", lambda *_: closed.append("closed"))
     monkeypatch.setattr(handshake, "is_capturing", lambda: captures)
-    ranks: Any = SimpleNamespace(size=2, rank=0, check_open=lambda: None)
+    ranks: Any = SimpleNamespace(
+        size=2, rank=0, check_open=lambda: None, state=SimpleNamespace(before_passes={})
+    )
     signature: Any = SimpleNamespace(fields={"pass": "forward"})
     with (
         pytest.raises(ValueError, match="once more"),

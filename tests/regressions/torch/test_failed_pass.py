@@ -5,12 +5,15 @@ The groups of a process are closed in its forks, too.
 
 from __future__ import annotations
 
+import ast
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import ring_torch
 from ring_torch import ContextParallel, ring_attention
 from ring_torch.comm import handshake
 from ring_torch.comm.groups import hosts_of
-from ring_torch.comm.ranks import ranks_of
+from ring_torch.comm.ranks import PeerError, Ranks, peer_errors, ranks_of, run_collective
 from ring_torch.comm.state import QueuedPass
 from ring_torch.kernels import eager, sdpa
 from ring_torch.local import LocalRanks
@@ -227,3 +231,94 @@ def test_a_host_that_waits_for_nothing_is_told(ends: str, said: list[str]) -> No
         answers = pool.run(_watched, ends)
     assert [lines for lines, _ in answers] == [said, []]
     assert {failure for _, failure in answers} == {said[0] if said else None}
+
+
+#: Errors of this rank alone, and those of peers, that torch raises as ``RuntimeError``.
+OWN_ERRORS = (
+    torch.OutOfMemoryError("played: out of memory"),
+    NotImplementedError("Could not run 'c10d::allreduce_' with arguments from the 'Meta' backend"),
+    RuntimeError("Invalid scalar type"),
+    RuntimeError("Tensors must be contiguous"),
+    RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed."),
+)
+
+
+@pytest.mark.parametrize("error", OWN_ERRORS, ids=str)
+def test_an_own_error_is_not_blamed_on_a_peer(error: RuntimeError) -> None:
+    """Check that only what ends the wait is a peer's: a start is refused for this rank's fault."""
+    ranks = Ranks(None, 0, 2)
+
+    def refused() -> Any:
+        raise error
+
+    with pytest.raises(type(error), match=re.escape(str(error))) as caught:
+        run_collective(ranks, refused)
+    assert caught.value is error
+    if type(error) is not RuntimeError:
+        with pytest.raises(type(error)) as caught, peer_errors(ranks.peers):
+            raise error
+        assert caught.value is error
+
+
+@pytest.mark.parametrize("when", ["start", "wait"])
+def test_an_error_of_a_peer_names_it(when: str) -> None:
+    class Work:
+        def wait(self) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    def start() -> Any:
+        if when == "start":  # NCCL connects there
+            raise dist.DistBackendError("Connection closed by peer")
+        return Work()
+
+    with pytest.raises(PeerError, match="in vain for rank 1 of the group: Connection closed"):
+        run_collective(Ranks(None, 0, 2), start)
+
+
+def test_only_what_waits_for_peers_is_blamed_on_them() -> None:
+    """Blocks of ``peer_errors`` hold one call: arguments are made before, as that may fail here."""
+    blocks = [
+        (path.name, item)
+        for path in sorted(Path(ring_torch.__file__).parent.rglob("*.py"))
+        for item in ast.walk(ast.parse(path.read_text()))
+        if isinstance(item, ast.With)
+        and any(ast.unparse(x.context_expr).startswith("peer_errors(") for x in item.items)
+    ]
+    assert blocks
+    for name, block in blocks:
+        calls = {
+            ast.unparse(x.func) for x in ast.walk(block) if isinstance(x, ast.Call)
+        } - {"peer_errors", "not_none"}  # fmt: skip
+        assert len(block.body) == len(calls) == 1, (name, calls)
+
+
+def _fails_alone(rank: int, where: str) -> str:
+    """Run out of memory on one rank, where buffers of a collective are made."""
+    group: Any = dist.new_group(timeout=TIMEOUT)
+    cp = ContextParallel(group)
+    model = torch.nn.Linear(4, 4)
+    x = cp.shard(torch.ones(1, 8, 4)).requires_grad_()
+    model(x).sum().backward()
+    whole = cp.unshard(x, grad="sum")
+    patch = pytest.MonkeyPatch()
+    if rank == BROKEN:
+        patch.setattr(
+            torch,
+            {"unshard": "empty_like", "unshard backward": "stack"}.get(where, "cat"),
+            _no_memory,
+        )
+    calls: dict[str, Callable[[], object]] = {
+        "unshard": lambda: cp.unshard(x.detach()),
+        "unshard backward": lambda: whole.sum().backward(),
+        "reduce_gradients": lambda: cp.reduce_gradients(model),
+    }
+    message = _words(calls[where])
+    patch.undo()
+    return message
+
+
+@pytest.mark.parametrize("where", ["unshard", "unshard backward", "reduce_gradients"])
+def test_a_rank_without_memory_is_named_on_the_others(where: str, pool: LocalRanks) -> None:
+    other, own = pool.run(_fails_alone, where)
+    assert own == "OutOfMemoryError: played: out of memory"
+    assert f"({where}) failed on rank 1 of the group: OutOfMemoryError: played" in other, other

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ring_core import UnsupportedError
-from ring_torch import ContextParallel, gradients, ring_attention
+from ring_torch import ContextParallel, ring_attention
+from ring_torch.gradients import reduce
 from ring_torch.local import LocalRanks
 
 T = 16
@@ -147,6 +148,6 @@ def test_buckets_look_at_each_gradient_once() -> None:
             return 4
 
     count = 2000
-    buckets: Any = list(gradients._each_bucket([Counted() for _ in range(count)]))  # type: ignore[misc]  # stands in for a tensor
+    buckets: Any = list(reduce._each_bucket([Counted() for _ in range(count)]))  # type: ignore[misc]  # stands in for a tensor
     assert [len(bucket) for bucket in buckets] == [count]
     assert Counted.looked <= 3 * count

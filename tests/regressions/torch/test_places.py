@@ -48,7 +48,7 @@ def test_gpus_are_told_apart_by_what_they_are(
 
 
 def test_a_peer_that_is_lost_meanwhile() -> None:
-    lost = RuntimeError("Connection closed by peer")
+    lost = dist.DistBackendError("Connection closed by peer")
     with (
         patch.object(dist, "all_gather", side_effect=lost),
         pytest.raises(PeerError, match="in vain for rank 1 of the group: Connection closed"),

@@ -73,9 +73,9 @@ class Step:
 
     def check(self, times: float = 3) -> None:
         """Check that gradients are those of all ranks' losses: ``1 + 2`` times that of one."""
-        whole = torch.autograd.grad(
-            self.model(self.x).square().sum() * times, list(self.model.parameters())
-        )
+        twin = copy.deepcopy(self.model)  # no backward comes to the model's own parameters
+        loss = twin(self.x).square().sum() * times
+        whole = torch.autograd.grad(loss, list(twin.parameters()))
         torch.testing.assert_close(self.grads, list(whole))
 
 
@@ -101,8 +101,51 @@ def _reduce_elsewhere(step: Step) -> None:
     dist.all_reduce(step.grads[0], group=step.cp.group)  # type: ignore[arg-type]  # there after a backward
 
 
-#: Changes after which gradients are still sums, to which nothing may be added.
-STILL_SUMS = (_nothing, _clip, _unscale, _step, _reduce_elsewhere)
+#: Tensors that programs put in the place of a gradient, made of that.
+MADE_OF: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda grad: grad,
+    "scaled": lambda grad: grad * 0.5,
+    "detached": lambda grad: grad.detach(),
+    "cloned": lambda grad: grad.clone(),
+    "copied": copy.deepcopy,
+    "flat": lambda grad: torch.cat([grad.flatten()] * 2)[: grad.numel()].view_as(grad),
+}
+
+
+def _replace_by(step: Step, made: str) -> None:
+    for weight in step.model.parameters():
+        weight.grad = MADE_OF[made](weight.grad)  # type: ignore[arg-type]  # there after a backward
+
+
+def _other_group(step: Step) -> None:
+    step.cp = ContextParallel(_pair(step.rank))
+
+
+def _other_dtype(step: Step) -> None:
+    """Move the model, and with it the gradients, to another dtype and back."""
+    step.model.double().float()
+
+
+def _read_others(step: Step) -> None:
+    """Look at other gradients of the parameters, after sums were scaled by new tensors."""
+    _replace_by(step, "scaled")
+    torch.autograd.grad(step.loss(), list(step.model.parameters()))
+
+
+def _copy(step: Step) -> None:
+    """Go on with a deep copy of the model, and of its gradients, which torch leaves out."""
+    model = copy.deepcopy(step.model)
+    for twin, weight in zip(model.parameters(), step.model.parameters(), strict=True):
+        twin.grad = copy.deepcopy(weight.grad)
+    step.model = model
+
+
+#: Changes after which gradients are still sums, to which nothing may be added: what is summed is
+#: known by parameter and backward, not by the tensor, its address or the object of the group.
+STILL_SUMS = (
+    _nothing, _clip, _unscale, _step, _reduce_elsewhere, _other_group, _other_dtype, _read_others,
+    *(partial(_replace_by, made=made) for made in MADE_OF),
+)  # fmt: skip
 
 
 def _refused(rank: int, then: Callable[[Step], None], options: dict[str, Any]) -> list[str]:
@@ -131,7 +174,8 @@ def _refused(rank: int, then: Callable[[Step], None], options: dict[str, Any]) -
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize(
-    ("then", "options"), [*((then, {}) for then in STILL_SUMS), (_nothing, {"retain_graph": True})]
+    ("then", "options"),
+    [*((then, {}) for then in STILL_SUMS), (_nothing, {"retain_graph": True})],
 )
 def test_a_sum_is_neither_added_to_nor_summed_again(
     then: Callable[[Step], None], options: dict[str, Any], pool: LocalRanks
@@ -141,6 +185,72 @@ def test_a_sum_is_neither_added_to_nor_summed_again(
         assert re.search(r"adds to the gradient of [02]\.(weight|bias), which reduce", added)
         for message in (twice, added):
             assert "once a step, after the last backward; then step, then zero_grad()" in message
+
+
+def _refused_copy(rank: int) -> None:
+    step = Step(rank)
+    step.backward()
+    step.reduce()
+    for _ in range(2):
+        _copy(step)
+        with pytest.raises(ValueError, match="already"):
+            step.reduce()
+    step.backward()
+    step.model.zero_grad()
+    step.backward()
+    step.reduce()
+    step.check()
+
+
+def test_sums_of_a_deep_copy_are_sums(pool: LocalRanks) -> None:
+    """A copy's parameters have no history: the gradient itself bears a mark, which is copied."""
+    pool.run(_refused_copy)
+
+
+def _keep_elsewhere(step: Step, times: float, only: str = "") -> None:
+    """Keep gradients in ``main_grad``, as libraries with fused or wide gradients do."""
+    for name, weight in step.model.named_parameters():
+        if only in name:
+            weight.grad = None
+            setattr(weight, "main_grad", torch.full_like(weight, times))  # noqa: B010 - torch's types have none
+
+
+def _keep_beside_others(step: Step) -> None:
+    step.backward()
+    _keep_elsewhere(step, 1, "2.weight")
+
+
+#: Models without a gradient to sum on any rank, and a word of the way out.
+NOTHING: dict[str, tuple[Callable[[Step], None], type[ValueError], str]] = {
+    "no backward": (_nothing, ValueError, r"cp\.reduce_each_gradient\(model\)"),
+    "main_grad": (lambda step: _keep_elsewhere(step, 1), UnsupportedError, "all_reduce.*main_grad"),
+    "main_grad on one rank": (
+        lambda step: _keep_elsewhere(step, step.cp.cp_rank), UnsupportedError, "main_grad",
+    ),
+    "main_grad beside others": (
+        _keep_beside_others, UnsupportedError,
+        "that of 2.weight is in main_grad",
+    ),
+}  # fmt: skip
+
+
+def _nothing_to_sum(rank: int, name: str) -> None:
+    change, kind, words = NOTHING[name]
+    step = Step(rank)
+    change(step)
+    with pytest.raises(kind, match=words):
+        step.reduce()
+    step = Step(rank)  # nothing was sent but the kinds of gradients: a new group of these goes on
+    _keep_elsewhere(step, 0, "2.weight")
+    (step.model[0](step.x).sum() * (rank % 2)).backward()
+    step.reduce()  # a parameter without any beside others with one
+    assert step.model.get_parameter("2.weight").grad is None
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_nothing_to_sum_is_an_error_on_all_ranks(name: str, pool: LocalRanks) -> None:
+    """Gradients that are used up or kept elsewhere leave weights to drift apart in silence."""
+    pool.run(_nothing_to_sum, name)
 
 
 def _set_to_none(step: Step) -> None:
@@ -177,8 +287,37 @@ def _clip_and_zero(step: Step) -> None:
     _zero(step)
 
 
+def _of_autograd(step: Step) -> None:
+    """Replace gradients by those of ``torch.autograd.grad``, as some loops do without zeroing."""
+    parts = torch.autograd.grad(step.loss(), list(step.model.parameters()))
+    for weight, part in zip(step.model.parameters(), parts, strict=True):
+        weight.grad = part
+    step.reduce()
+    step.check()
+    _set_to_none(step)
+
+
+def _by_hand(step: Step) -> None:
+    """Set gradients of each rank's own, that no backward has made, and without a step between."""
+    for weight in step.model.parameters():
+        weight.grad = torch.full_like(weight, step.cp.cp_rank + 1)
+    step.reduce()
+    assert all((grad == 1 + SIZE).all() for grad in step.grads)
+    _set_to_none(step)
+
+
+def _of_master_weights(step: Step) -> None:
+    """Step, and set gradients that no backward of these parameters has made."""
+    _step(step)
+    for weight in step.model.parameters():
+        weight.grad = torch.ones_like(weight)
+    step.reduce()
+    assert all((grad == SIZE).all() for grad in step.grads)
+    _set_to_none(step)
+
+
 FRESH = (
-    _set_to_none, _zero, _zero_by_foreach, _zero_unseen, _replace, _replace_each_other_way,
+    _set_to_none, _of_autograd, _by_hand, _of_master_weights, _zero, _zero_by_foreach, _zero_unseen, _replace, _replace_each_other_way,
     _clip_and_zero,
 )  # fmt: skip
 
@@ -191,7 +330,13 @@ def _steps(rank: int, freshen: Callable[[Step], None]) -> None:
         step.reduce()
         step.check(6)
         freshen(step)
-    step.reduce()  # sums of zeros
+    if not step.grads:
+        with pytest.raises(
+            ValueError, match="no parameter of the model has a gradient on any rank"
+        ):
+            step.reduce()
+    else:
+        step.reduce()  # sums of zeros
     assert not any(grad.any() for grad in step.grads)
 
 
@@ -203,9 +348,10 @@ def test_steps_that_zero_or_replace_gradients_go_on(
 
 
 def _between(rank: int) -> None:
-    """Check that reading gradients, or adding to none, is not refused."""
+    """Check that reading gradients, or adding to none, is not refused; nor is another group."""
     step = Step(rank)
-    other = ContextParallel(_pair(rank))  # a group of the same ranks, for which nothing was summed
+    cross = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # data parallel, beside the pairs
+    other = ContextParallel(cross[rank % SIZE])  # type: ignore[arg-type]  # there on its ranks
     step.backward()
     step.reduce()
     torch.autograd.grad(step.loss(), list(step.model.parameters()))
@@ -213,10 +359,11 @@ def _between(rank: int) -> None:
     step.model(x).sum().backward(inputs=[x])
     other.reduce_gradients(step.model)
     step.check(SIZE * 3)
-    with pytest.raises(ValueError, match="already"):
-        step.reduce()
-    with pytest.raises(ValueError, match="already"):
-        other.reduce_gradients(step.model)
+    for cp in (step.cp, other):
+        with pytest.raises(ValueError, match="over the 2 ranks of the group already"):
+            cp.reduce_gradients(step.model)
+    with pytest.raises(ValueError, match="over 2 of the 4 ranks of the group already"):
+        ContextParallel().reduce_gradients(step.model)
 
 
 def test_other_groups_and_gradients_of_other_things_are_free(pool: LocalRanks) -> None:
@@ -321,6 +468,21 @@ def _model(*sizes: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+def _on_meta(rank: int) -> None:
+    cp, model = ContextParallel(), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
+    model[0](torch.ones(1, 2)).sum().backward()
+    cp.reduce_gradients(model)  # it has no gradient there
+    model.zero_grad()
+    for weight in model.parameters():
+        weight.grad = torch.full_like(weight, rank)
+    with pytest.raises(ValueError, match="sends no tensors of device 'meta'"):
+        cp.reduce_gradients(model)
+
+
+def test_gradients_of_a_device_that_sends_none_are_refused(pool: LocalRanks) -> None:
+    pool.run(_on_meta)
+
+
 def _frozen() -> nn.Module:
     model = _model(3, 4)
     model.get_parameter("0.bias").requires_grad = False
@@ -418,10 +580,14 @@ def _tensor_parallel(_: int, names: tuple[str, str]) -> None:
     local = Attention(lambda *qkv: cp.attention(*qkv, causal=True))
     column, row = ColwiseParallel, RowwiseParallel
     parallelize_module(local, mesh["tp"], {"q": column(), "k": column(), "v": column(), "o": row()})
-    for _step in range(2):
+    for in_backward in (False, True):
         local.zero_grad()
+        handle = cp.reduce_each_gradient(local) if in_backward else None
         local(cp.shard(x)).square().sum().backward()
-        cp.reduce_gradients(local)
+        if handle is None:
+            cp.reduce_gradients(local)
+        else:
+            handle.remove()
         like = dict(whole.named_parameters())
         for name, weight in local.named_parameters():
             grad = _full(weight.grad)

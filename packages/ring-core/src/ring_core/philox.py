@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import as_positions
+from ring_core.base.arguments import as_positions, numbers_as_python
 
 Words = npt.NDArray[np.uint32]
 
@@ -48,6 +48,7 @@ def philox(
     return w0, w1, w2, w3
 
 
+@numbers_as_python
 def dropout_keep(
     p: float,
     seed: int,

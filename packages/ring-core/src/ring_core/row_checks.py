@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from ring_core.base.arguments import (
     SIZE_LIMIT,
+    as_python,
     check_size,
     describe_value,
     is_finite,
@@ -55,7 +54,7 @@ def check_fill(fill: object, dtype: str, low: float, high: float) -> None:
     Raises:
         ValueError: It is no number, or not one of this dtype.
     """
-    number = fill.item() if isinstance(fill, np.generic) else fill
+    number = as_python(fill)
     whole = isinstance(low, int)
     fits = (
         isinstance(number, int | float)
@@ -90,11 +89,11 @@ def check_dim(shape: Sequence[int], dim: object, name: str = "x") -> int:
         ValueError: It has not; the message calls the array ``name``.
     """
     rank = len(shape)
-    if not isinstance(dim, int) or isinstance(dim, bool) or not -rank <= dim < rank:
+    if not is_integer(dim) or not -rank <= dim < rank:
         raise ValueError(
             f"dim must be a dimension of {name}, an integer in [{-rank}, {rank}), got {dim!r}"
         )
-    return dim % rank
+    return int(dim) % rank
 
 
 def check_rows(

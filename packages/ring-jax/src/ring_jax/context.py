@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ring_core import Layout, LayoutSpec, checks, divisor_of, row_checks
 from ring_core.base.arguments import (
     check_foreign_options,
+    numbers_as_python,
     refuse_foreign_options,
     with_options_of,
 )
@@ -96,6 +97,7 @@ class ContextParallel:
         """Sharding of arrays in layout order."""
         return Sharding(self.mesh, self.axis_name, self.layout)
 
+    @numbers_as_python
     def layout_of(self, seq_len: int, *, pad: bool = False) -> Layout:
         """Return the layout of ``seq_len`` tokens: which device holds which of them.
 
@@ -110,6 +112,7 @@ class ContextParallel:
         checks.check_flag("pad", pad)
         return self._sharding.layout_of(seq_len, pad=pad)
 
+    @numbers_as_python
     def shard(self, x: Array, *, dim: int = 1, pad: bool = False, fill: float = 0) -> Array:
         """Put an array in natural order into layout order, and split it along the axis.
 
@@ -140,6 +143,7 @@ class ContextParallel:
             x = jnp.pad(x, [(0, n) for n in missing], constant_values=fill)
         return self._sharding.split(x, dim)
 
+    @numbers_as_python
     def unshard(self, x: Array, *, dim: int = 1, seq_len: int | None = None) -> Array:
         """Put an array back into natural order, no longer split along the axis.
 
@@ -157,6 +161,7 @@ class ContextParallel:
         whole = self._sharding.split(x, dim, whole=True)
         return whole if seq_len is None else lax.slice_in_dim(whole, 0, seq_len, axis=dim)
 
+    @numbers_as_python
     def shift(
         self, x: Array, n: int, *, dim: int = 1, fill: float = 0,
         cu_seqlens: Sequence[int] | None = None, seq_len: int | None = None,
@@ -177,6 +182,7 @@ class ContextParallel:
         spec = self._sharding.spec(x, dim)
         return cast("Array", self._sharding.run(movement.shift, x, dim, options, spec, spec))
 
+    @numbers_as_python
     def halo(
         self, x: Array, left: int, right: int, *, dim: int = 1,
         cu_seqlens: Sequence[int] | None = None, seq_len: int | None = None,
@@ -203,6 +209,7 @@ class ContextParallel:
         out = Halo._make((rows, ids, ids))
         return cast("Halo", self._sharding.run(movement.halo, x, dim, options, spec, out))
 
+    @numbers_as_python
     def join(self, y: Array, *, dim: int = 1) -> Array:
         """Bring what a layer made of each run of :meth:`halo` back to an array in layout order.
 
@@ -217,6 +224,7 @@ class ContextParallel:
         rows = self._sharding.row_spec(spec, dim)
         return cast("Array", self._sharding.run(movement.join, y, dim, {}, rows, spec))
 
+    @numbers_as_python
     def relayout(
         self, x: Array, *, to: LayoutSpec | ContextParallel, dim: int = 1,
         seq_len: int | None = None,
@@ -255,6 +263,7 @@ class ContextParallel:
         )  # fmt: skip
         return self._sharding.relayout(x, dim, source, target, pad=seq_len is not None)
 
+    @numbers_as_python
     def positions(self, seq_len: int) -> Array:
         """Return the global position of each token in layout order, int32 ``[T]``, sharded.
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from ring_core import Layout, LayoutSpec, row_checks
+from ring_core.base.arguments import numbers_as_python
 from ring_core.checks import padded_layout
 from ring_core.hops import Hop, RowTable, hops
 from ring_core.layouts.layout import check_layout
@@ -51,6 +52,7 @@ class Halo(NamedTuple):
     documents: Array
 
 
+@numbers_as_python
 def shift(
     x: Array, n: int, *, axis_name: Hashable | None, layout: LayoutSpec = "contiguous",
     dim: int = 1, fill: float = 0, cu_seqlens: Sequence[int] | None = None,
@@ -90,6 +92,7 @@ def shift(
     )
 
 
+@numbers_as_python
 def halo(
     x: Array, left: int, right: int, *, axis_name: Hashable | None,
     layout: LayoutSpec = "contiguous", dim: int = 1, cu_seqlens: Sequence[int] | None = None,
@@ -159,6 +162,7 @@ def _halo_ids(
     return jnp.where(inside, positions, -1), jnp.where(inside, documents, -1)
 
 
+@numbers_as_python
 def join(
     y: Array, *, axis_name: Hashable | None, layout: LayoutSpec = "contiguous", dim: int = 1
 ) -> Array:
@@ -186,6 +190,7 @@ def join(
     return lax.collapse(jnp.moveaxis(split, 1, dim), dim, dim + 2)
 
 
+@numbers_as_python
 def relayout(
     x: Array, *, to: LayoutSpec, axis_name: Hashable | None, layout: LayoutSpec = "contiguous",
     dim: int = 1, seq_len: int | None = None,

@@ -14,6 +14,7 @@ from ring_core import (
 from ring_torch.attention import ring_attention as ring_attention
 from ring_torch.checking.settings import check as check
 from ring_torch.context import ContextParallel as ContextParallel
+from ring_torch.gradients.each import ReductionHandle as ReductionHandle
 from ring_torch.kernels import matrix as support_matrix
 from ring_torch.movement.methods import Halo as Halo
 from ring_torch.replaced.replace import SDPAHandle as SDPAHandle, replace_sdpa as replace_sdpa
@@ -29,6 +30,7 @@ __all__ = [
     "KernelConfig",
     "Mask",
     "RankMismatchError",
+    "ReductionHandle",
     "SDPAHandle",
     "UnsupportedError",
     "WrongResultError",

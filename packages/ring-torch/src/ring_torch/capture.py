@@ -57,6 +57,14 @@ def as_own(x: torch.Tensor) -> torch.Tensor:
     return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
+def as_stored(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory holds its numbers, not their conjugates or negatives.
+
+    torch keeps ``x.conj()`` and ``x.conj().imag`` as views with a bit, which their bytes lack.
+    """
+    return x.resolve_conj().resolve_neg()
+
+
 def untraced[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     """Keep a function and what it calls out of the graphs of ``torch.compile``."""
     decorated: Callable[P, T] = torch.compiler.disable(function)

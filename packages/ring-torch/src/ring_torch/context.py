@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ring_core import Layout, LayoutSpec
-from ring_core.base.arguments import refuse_foreign_options, with_options_of
+from ring_core.base.arguments import numbers_as_python, refuse_foreign_options, with_options_of
 from ring_torch.attention import explained_call, ring_attention
 from ring_torch.capture import is_traced
 from ring_torch.comm.ranks import Group
 from ring_torch.compiled.movement import halo_in_graph, relayout_in_graph, shift_in_graph
 from ring_torch.compiled.static import size_of
 from ring_torch.compiled.unshard import unshard_in_graph
-from ring_torch.gradients import reduce_gradients
+from ring_torch.gradients.each import ReductionHandle, reduce_each_gradient
+from ring_torch.gradients.reduce import reduce_gradients
 from ring_torch.movement import methods
 from ring_torch.movement.methods import Halo
 from ring_torch.options import AttentionOptions, CallOptions
@@ -84,6 +85,7 @@ class ContextParallel:
         """Rank of this process in the group."""
         return self._sharding.ranks.rank
 
+    @numbers_as_python
     def layout_of(self, seq_len: int, *, pad: bool = False) -> Layout:
         """Return the layout of a sequence: which rank holds which of its ``seq_len`` tokens.
 
@@ -101,6 +103,7 @@ class ContextParallel:
         """
         return self._sharding.layout_of(seq_len, pad=pad)
 
+    @numbers_as_python
     def shard(self, x: Tensor, *, dim: int = 1, pad: bool = False, fill: float = 0) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds, as a contiguous tensor.
 
@@ -128,6 +131,7 @@ class ContextParallel:
         """
         return self._sharding.shard(x, dim=dim, pad=pad, fill=fill)
 
+    @numbers_as_python
     def unshard(
         self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None,
         seq_len: int | None = None,
@@ -167,6 +171,7 @@ class ContextParallel:
             return unshard_in_graph(self.group, self.layout, x, dim, grad, seq_len)
         return self._sharding.unshard(x, dim=dim, grad=grad, seq_len=seq_len)
 
+    @numbers_as_python
     def shift(
         self, x: Tensor, n: int, *, dim: int = 1, fill: float = 0,
         cu_seqlens: Sequence[int] | None = None, seq_len: int | None = None,
@@ -200,6 +205,7 @@ class ContextParallel:
         run = shift_in_graph if is_traced(x) else methods.shift
         return run(self._sharding, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens, seq_len=seq_len)
 
+    @numbers_as_python
     def halo(
         self, x: Tensor, left: int, right: int, *, dim: int = 1,
         cu_seqlens: Sequence[int] | None = None, seq_len: int | None = None,
@@ -245,6 +251,7 @@ class ContextParallel:
         run = halo_in_graph if is_traced(x) else methods.halo
         return run(self._sharding, x, left, right, dim=dim, cu_seqlens=cu_seqlens, seq_len=seq_len)
 
+    @numbers_as_python
     def join(self, y: Tensor, *, dim: int = 1) -> Tensor:
         """Bring what a layer made of each run of :meth:`halo` back to this rank's slice.
 
@@ -266,6 +273,7 @@ class ContextParallel:
         self._sharding.check_group()
         return methods.join(y, dim, self.layout, size_of(self.group))
 
+    @numbers_as_python
     def relayout(
         self, x: Tensor, *, to: LayoutSpec | ContextParallel, dim: int = 1,
         seq_len: int | None = None,
@@ -313,6 +321,7 @@ class ContextParallel:
         run = relayout_in_graph if is_traced(x) else methods.relayout
         return run(sharding, x, target, dim=dim, seq_len=seq_len)
 
+    @numbers_as_python
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Return the global positions of this rank's tokens, int64 ``[T_local]``, as for RoPE.
 
@@ -334,20 +343,22 @@ class ContextParallel:
         """Sum the gradients of a model that every rank holds whole over the ranks, in place.
 
         After each rank's backward of its part of the loss, the sums are the gradients of the whole
-        loss. A gradient that no rank has stays ``None``. Call it once a step, after the last
-        backward. A later backward that adds to a summed gradient raises a ``ValueError``, until
-        ``zero_grad`` or a new gradient in its place. Tensor-parallel parameters, whose mesh has no
-        other rank of this group, are summed shard by shard. A gradient that was set to an inference
-        tensor, or to a view whose elements share memory, is replaced by a tensor of its own.
+        loss. A gradient that no rank has stays ``None``, beside others that some rank has. Call it
+        once a step, after the last backward. A later backward that adds to a summed gradient raises
+        a ``ValueError``, until ``zero_grad``; a tensor in its place, as by ``p.grad = p.grad * c``,
+        still counts as the sum. Tensor-parallel parameters, whose mesh has no other rank of this
+        group, are summed shard by shard. A gradient that was set to an inference tensor, or to a
+        view whose elements share memory, is replaced by a tensor of its own.
 
         Args:
             model: The model, with the same parameters on all ranks.
 
         Raises:
-            ValueError: A gradient is summed over these ranks already, or ``hf.parallelize`` was
-                told that gradients are reduced by their mean.
+            ValueError: A gradient is summed over these ranks already; no rank has any gradient, as
+                where optimizers step inside of the backward (:meth:`reduce_each_gradient`); or
+                ``hf.parallelize`` was told that gradients are reduced by their mean.
             UnsupportedError: FSDP shards a parameter over ranks of the group, or a gradient is
-                sparse.
+                sparse, or kept in ``main_grad``.
             RankMismatchError: Parameters differ between ranks.
 
         Example::
@@ -357,6 +368,44 @@ class ContextParallel:
             optimizer.step()
         """
         reduce_gradients(self._sharding.ranks, model)
+
+    def reduce_each_gradient(self, model: nn.Module) -> ReductionHandle:
+        """Sum each gradient of a model over the ranks as soon as a backward has made it.
+
+        For optimizers that step inside of the backward, and leave no gradients for
+        :meth:`reduce_gradients`. It puts a hook on each parameter, which runs before the hooks that
+        the parameter has or gets (``register_post_accumulate_grad_hook``). All ranks call it once,
+        with the same model, and then run the same backwards. A parameter that a rank's backward
+        does not come to gets the sum, and runs its hooks, at the end of the backward. Each backward
+        is a step: a gradient that is still there when a backward comes to it again is refused.
+        Parameters that are unfrozen or added later need a new call.
+
+        Args:
+            model: The model, with the same parameters on all ranks.
+
+        Returns:
+            A handle, whose ``remove()`` takes the hooks off.
+
+        Raises:
+            ValueError: ``hf.parallelize`` was told that gradients are reduced by their mean. Later,
+                from the backward: it would add to a gradient that is there, or a parameter has no
+                hook.
+            UnsupportedError: The model is wrapped by DDP or FSDP, keeps gradients in ``main_grad``,
+                or has such hooks already. Later, from the backward: a gradient is sparse.
+            RankMismatchError: Parameters differ between ranks. Later, from the backward: ranks come
+                to parameters in another order.
+
+        Example::
+
+            cp.reduce_each_gradient(model)
+            for weight in model.parameters():
+                optimizer = torch.optim.AdamW([weight])
+                weight.register_post_accumulate_grad_hook(
+                    lambda _, optimizer=optimizer: (optimizer.step(), optimizer.zero_grad())
+                )
+            loss.backward()  # each rank's part of the loss
+        """
+        return reduce_each_gradient(self._sharding.ranks, model)
 
     @overload
     def attention(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ring_core import checks
+from ring_core.base.arguments import numbers_as_python
 
 # Modules that are imported once, before ranks are forked, as they take seconds to import.
 PRELOADED = ("torch._dynamo", "torch.distributed", "ring_torch")
@@ -54,6 +55,7 @@ class LocalRanks:
             results = ranks.run(function, argument)  # function(rank, argument) on every rank
     """
 
+    @numbers_as_python
     def __init__(
         self,
         world_size: int,

@@ -21,7 +21,7 @@ from ring_torch.records import PositionRun, runs_of
 def on_device(array: Ints, device: torch.device) -> Tensor:
     """Copy an array to a device behind the work that is queued there, without waiting for it."""
     # CUDA reads pageable memory before it returns, so the array may be freed at once.
-    return torch.as_tensor(array).to(device, non_blocking=True)
+    return torch.as_tensor(array, device="cpu").to(device, non_blocking=True)
 
 
 @capture_safe_cache(maxsize=16)  # few, as each takes megabytes for a long sequence

@@ -122,6 +122,7 @@ def check_call(
     seed = options.dropout_seed
     if seed is not None:
         checks.check_seed(seed)
+        seed = int(seed)
     # The key holds no tensors and no seed: calls with other numbers are prepared as one.
     if seed is not None or facts[3:] != _NO_FACTS:
         options = options._replace(**_NO_TENSORS, dropout_seed=None if seed is None else 0)

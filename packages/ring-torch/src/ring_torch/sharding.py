@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from ring_core import Layout, LayoutSpec, UnsupportedError, checks, divisor_of, row_checks
 from ring_core.base.arguments import check_size
 from ring_core.layouts.layout import Run, check_layout
-from ring_torch.capture import constant_in_graphs, on_device
+from ring_torch.capture import as_stored, constant_in_graphs, on_device
 from ring_torch.comm.groups import Members, check_device, members_of, warn_if_alone
 from ring_torch.comm.handshake import GuardedPass, agree, check_graph
-from ring_torch.comm.ranks import Group, OneRank, Ranks, is_foreign, peer_errors, ranks_of
+from ring_torch.comm.ranks import Group, OneRank, Ranks, is_foreign, ranks_of, run_collective
 from ring_torch.comm.store import CallSignature
 from ring_torch.comm.whole import acting_alone, blocks
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
@@ -238,20 +238,20 @@ class Unsharding:
         agree_on_call(self.ranks, self.number, signature, x.device)
         # If the layout cannot divide the length, all ranks refuse it here, as all have the same.
         layout = checks.padded_layout(self.seq_len, x.shape[self.dim], self.layout, self.ranks.size)
-        # Peers' slices have this shape, so one collective of equal sizes will do.
-        local_slice = x.contiguous()
-        slices = [local_slice]
+        slices = [x]
         if self.ranks.size > 1:
-            # Every rank sends its slice to all others, and receives theirs in the order of ranks.
-            slices = [torch.empty_like(local_slice) for _ in range(self.ranks.size)]
-            with (
-                guarded(self.ranks, self.number, signature, x.device),
-                peer_errors(self.ranks.peers),
-            ):
-                dist.all_gather(
+            with guarded(self.ranks, self.number, signature, x.device):
+                # Peers' slices have this shape, so one collective of equal sizes will do: every
+                # rank sends its slice to all others, and receives theirs in the order of ranks.
+                local_slice = as_stored(x).contiguous()
+                slices = [torch.empty_like(local_slice) for _ in range(self.ranks.size)]
+                received, sent = (
                     [_as_bytes(rank_slice) for rank_slice in slices],
                     _as_bytes(local_slice),
-                    group=self.ranks.group,
+                )
+                run_collective(
+                    self.ranks,
+                    lambda: dist.all_gather(received, sent, group=self.ranks.group, async_op=True),
                 )
         # Ranks hold every token once: all rows are written, and padding is left out.
         whole = x.new_empty([*x.shape[: self.dim], layout.seq_len, *x.shape[self.dim + 1 :]])
@@ -275,17 +275,20 @@ class Unsharding:
             return _slice_of(grad, self.dim, layout, self.ranks.rank)
         signature = self._signature(grad)
         agree_on_call(self.ranks, self.number, signature, grad.device)
-        # Put the slices in the order of ranks. A reduce-scatter in float32 or wider adds them up,
-        # and gives each rank the sum of its own.
-        slices = torch.stack([_slice_of(grad, self.dim, layout, rank) for rank in range(size)])
-        slices = slices.to(torch.promote_types(grad.dtype, torch.float32))
-        # Of these stacked slices one is for each rank; only the own sum comes back.
-        total = torch.empty_like(slices[0])
-        with (
-            guarded(self.ranks, self.number, signature, grad.device),
-            peer_errors(self.ranks.peers),
-        ):
-            dist.reduce_scatter_tensor(total.view(-1), slices.view(-1), group=self.ranks.group)
+        with guarded(self.ranks, self.number, signature, grad.device):
+            # Put the slices in the order of ranks. A reduce-scatter in float32 or wider adds them
+            # up, and gives each rank the sum of its own.
+            slices = torch.stack([_slice_of(grad, self.dim, layout, rank) for rank in range(size)])
+            slices = slices.to(torch.promote_types(grad.dtype, torch.float32))
+            # Of these stacked slices one is for each rank; only the own sum comes back.
+            total = torch.empty_like(slices[0])
+            received, sent = _as_real(total), _as_real(slices)
+            run_collective(
+                self.ranks,
+                lambda: dist.reduce_scatter_tensor(
+                    received, sent, group=self.ranks.group, async_op=True
+                ),
+            )
         return total.to(grad.dtype)
 
     def _signature(self, x: Tensor) -> CallSignature:
@@ -450,6 +453,12 @@ def _slice_of(x: Tensor, dim: int, layout: Layout, rank: int, fill: float = 0) -
 def _slice(run: Run) -> slice:
     """Return the rows of the whole tensor that hold a run of tokens."""
     return slice(run.global_start, run.global_start + run.length * run.stride, run.stride)
+
+
+def _as_real(x: Tensor) -> Tensor:
+    """View a contiguous tensor as one row of real numbers, as backends sum no complex ones."""
+    flat = as_stored(x).view(-1)
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def _as_bytes(x: Tensor) -> Tensor:

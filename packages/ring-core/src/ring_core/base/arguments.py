@@ -26,9 +26,42 @@ EMPTY, PARTIAL, FULL = 0, 1, 2  # kinds of tiles: no query sees a key, some do, 
 SIZE_LIMIT = 1 << 40  # no length, window or position reaches this
 
 
+_NUMPY = np.generic, np.ndarray
+
+
+def as_python(value: Any) -> Any:
+    """Return a numpy scalar, or an array without dimensions, as Python's number or text."""
+    if not isinstance(value, _NUMPY) or value.ndim > 0:
+        return value
+    number = value.item()
+    return float(number) if isinstance(number, np.floating) else number  # a long double stays one
+
+
+def numbers_as_python[F: Callable[..., Any]](function: F) -> F:
+    """Decorate a function, or a class, that takes numpy's scalars where it takes Python's numbers.
+
+    So all kinds of them are one to what follows: to checks, keys of caches, and what ranks compare.
+    """
+    if isinstance(function, type):
+        function.__init__ = numbers_as_python(function.__init__)  # type: ignore[misc]  # of a new class
+        return function
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, _NUMPY):
+                return function(
+                    *map(as_python, args), **{name: as_python(x) for name, x in kwargs.items()}
+                )
+        return function(*args, **kwargs)
+
+    return cast("F", call)
+
+
 def is_integer(value: object) -> TypeGuard[int | np.integer]:
     """Return True for a Python or numpy integer; a boolean is none."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    value = as_python(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def describe_value(value: object) -> str:
@@ -70,7 +103,8 @@ def check_rate(name: str, value: Any, *, zero: bool = False) -> None:
     Raises:
         ValueError: It is not; the message begins with ``name``.
     """
-    real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    number = as_python(value)
+    real = isinstance(number, int | float) and not isinstance(number, bool)
     if not real or not (value > 0 or (zero and value == 0)) or not is_finite(value):
         raise ValueError(
             f"{name} must {'not be negative' if zero else 'be positive'}, and a finite number, got "
@@ -170,7 +204,7 @@ def check_flag(name: str, value: object) -> None:
     Raises:
         ValueError: It is neither, for example 1.
     """
-    if not isinstance(value, bool):
+    if not isinstance(as_python(value), bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
@@ -224,7 +258,7 @@ def check_dropout(dropout_p: float, dropout_seed: int | None) -> None:
 
 
 def check_seed(dropout_seed: int | None) -> None:
-    """Check that dropout's seed is ``None`` or a Python integer in ``[0, 2**64)``.
+    """Check that dropout's seed is ``None`` or an integer in ``[0, 2**64)``.
 
     Traced seeds are checked elsewhere.
 
@@ -232,16 +266,15 @@ def check_seed(dropout_seed: int | None) -> None:
         ValueError: It is neither, or outside of this range.
     """
     if dropout_seed is not None and (
-        not isinstance(dropout_seed, int)
-        or isinstance(dropout_seed, bool)
-        or not 0 <= dropout_seed < 2**64
+        not is_integer(dropout_seed) or not 0 <= as_python(dropout_seed) < 2**64
     ):
         raise ValueError(f"dropout_seed must be an integer in [0, 2**64), got {dropout_seed!r}")
 
 
 def _is_real(value: object) -> bool:
-    """Return True for a finite Python number; a boolean is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
+    """Return True for a finite real number; a boolean is none."""
+    number = as_python(value)
+    return isinstance(number, int | float) and not isinstance(number, bool) and is_finite(number)
 
 
 def with_options_of[F: Callable[..., object]](function: Callable[..., object]) -> Callable[[F], F]:
@@ -331,14 +364,21 @@ def refuse_foreign_options[F: Callable[..., object]](function: F) -> F:
     """Decorate a function so that keywords of other attention libraries raise a helpful error.
 
     See :func:`check_foreign_options`. The function's signature stays, and a keyword that no library
-    has is Python's ``TypeError`` as before.
+    has is Python's ``TypeError`` as before. Options take numpy's scalars, as with
+    :func:`numbers_as_python`, but for the seed: to a compiler it is a number that changes.
     """
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> object:
-        for name in kwargs:  # no call of another function where none is foreign: this is a hot path
+        # No call of another function where none is foreign or numpy's: this is a hot path.
+        for name, value in kwargs.items():
             if name in FOREIGN_OPTIONS:
                 check_foreign_options(kwargs)
+            if isinstance(value, _NUMPY) and name != "dropout_seed":
+                return function(
+                    *args,
+                    **{n: x if n == "dropout_seed" else as_python(x) for n, x in kwargs.items()},
+                )
         return function(*args, **kwargs)
 
     return cast("F", call)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from ring_core.base.arguments import check_choice, check_flag, check_size
+from ring_core.base.arguments import check_choice, check_flag, check_size, numbers_as_python
 
 Band = Literal["full", "causal", "any"]
 
@@ -74,6 +74,7 @@ EVERYTHING = Capabilities(
 )  # fmt: skip
 
 
+@numbers_as_python
 @dataclass(frozen=True)
 class KernelConfig:
     """A kernel and its settings, for ``kernel=``; ``None`` leaves a setting to the kernel.
@@ -207,6 +208,7 @@ STRATEGY_TRAITS = (
 )
 
 
+@numbers_as_python
 @dataclass(frozen=True)
 class StrategyConfig:
     """A strategy and its parameters, for ``strategy=`` where a name alone does not say enough.

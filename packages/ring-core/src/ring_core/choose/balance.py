@@ -8,7 +8,7 @@ from typing import cast
 
 import numpy as np
 
-from ring_core.base.arguments import Ints, check_choice, check_kind, check_size
+from ring_core.base.arguments import Ints, check_choice, check_kind, check_size, numbers_as_python
 from ring_core.base.errors import UnsupportedError
 from ring_core.layouts.layout import LAYOUTS, ChunkLayout, Layout, LayoutName, LayoutSpec
 from ring_core.masks.mask import Mask, check_documents
@@ -22,6 +22,7 @@ _CHUNKS_PER_RANK = (1, 2, 4, 8, 16)
 _MOST_CHUNKS = 1024  # over all ranks, if more than 2 a rank: plans look at every pair of them
 
 
+@numbers_as_python
 def balanced_layout(
     mask: Mask, *, seq_len: int, cp_size: int, kv_seq_len: int | None = None
 ) -> ChunkLayout:

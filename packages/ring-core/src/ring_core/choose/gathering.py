@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ring_core.base.arguments import check_size
+from ring_core.base.arguments import check_size, numbers_as_python
 from ring_core.base.config import Request
 from ring_core.plan.plan import Plan
 from ring_core.programs.gather import longest_gather
@@ -15,6 +15,7 @@ MOST_MEMORY = 3.0
 MAX_SAVED_BYTES = 256 << 20
 
 
+@numbers_as_python
 def gather_memory(
     plan: Plan, *, q_width: int, kv_width: int, itemsize: int, buffer_len: int | None = None
 ) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ring_core.base.arguments import Floats, check_kind, check_size
+from ring_core.base.arguments import Floats, check_kind, check_size, numbers_as_python
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.cost.model import (
     BACKWARD_FLOPS,
@@ -54,6 +54,7 @@ class Cost:
     time_s: float
 
 
+@numbers_as_python
 def estimate(
     program: RingProgram, model: Model, hardware: Hardware, *, backward: bool = True
 ) -> Cost:
@@ -118,6 +119,7 @@ def estimate(
     )
 
 
+@numbers_as_python
 def compare(
     mask: Mask,
     *,

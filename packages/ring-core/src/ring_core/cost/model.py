@@ -7,13 +7,14 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ring_core.base.arguments import check_rate, check_size, check_text
+from ring_core.base.arguments import check_rate, check_size, check_text, numbers_as_python
 from ring_core.plan.plan import Plan
 
 BACKWARD_FLOPS = 2.5  # matmul FLOPs of the backward over those of the forward
 FLOAT32_BYTES = 4  # bytes of an accumulator, lse or delta
 
 
+@numbers_as_python
 @dataclass(frozen=True)
 class Hardware:
     """The rates that a device and its link achieve.
@@ -94,6 +95,7 @@ def hardware(name: str) -> Hardware:
     return HARDWARE[name]
 
 
+@numbers_as_python
 @dataclass(frozen=True)
 class Model:
     """The sizes of an attention layer.

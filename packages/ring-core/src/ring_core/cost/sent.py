@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ring_core.base.arguments import check_kind, check_size, not_none
+from ring_core.base.arguments import check_kind, check_size, not_none, numbers_as_python
 from ring_core.base.config import StrategyConfig, strategy_config
 from ring_core.cost.counts.api import Count, CountedCall, StrategyBytes
 from ring_core.cost.counts.gather import GATHER
@@ -21,6 +21,7 @@ from ring_core.plan.plan import Plan
 COUNTED: tuple[Count, ...] = (RING, BALANCED, GATHER, ULYSSES, HYBRID)
 
 
+@numbers_as_python
 def bytes_sent(
     plan: Plan, model: Model, strategy: str | StrategyConfig | StrategyBytes, *,
     backward: bool = True, fetches_again: bool = False, tile: int = 1,
@@ -82,6 +83,7 @@ class LinkBytes(NamedTuple):
     between_hosts: tuple[int, ...]
 
 
+@numbers_as_python
 def bytes_by_link(
     plan: Plan, model: Model, strategy: str | StrategyConfig | StrategyBytes, *,
     ranks_per_host: int, backward: bool = True, fetches_again: bool = False, tile: int = 1,

@@ -18,6 +18,7 @@ from ring_core.base.arguments import (
     check_size,
     describe_value,
     is_integer,
+    numbers_as_python,
 )
 
 LayoutName = Literal["contiguous", "zigzag", "striped"]
@@ -96,6 +97,7 @@ class ChunkLayout:
         return np.array(self.chunks, dtype=np.int64)
 
 
+@numbers_as_python
 @dataclass(frozen=True)
 class Layout:
     """An assignment of ``seq_len`` tokens, and padding behind them, to ``cp_size`` ranks.
@@ -301,6 +303,7 @@ def check_layout(layout: LayoutSpec) -> LayoutSpec:
     return layout
 
 
+@numbers_as_python
 def divisor_of(layout: LayoutSpec, cp_size: int) -> int:
     """Return the number that sequence lengths must be a multiple of, in a layout over ranks.
 

@@ -21,11 +21,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import SIZE_LIMIT, Bools, Ints, as_positions, is_integer
+from ring_core.base.arguments import (
+    SIZE_LIMIT,
+    Bools,
+    Ints,
+    as_positions,
+    is_integer,
+    numbers_as_python,
+)
 
 Window = tuple[int | None, int | None]
 
 
+@numbers_as_python
 @dataclass(frozen=True)
 class Mask:
     """A rule over global positions that says which query sees which key; frozen and hashable.

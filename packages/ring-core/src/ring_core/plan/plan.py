@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from ring_core.base.arguments import TILE, Ints, check_index, check_kind, check_size, not_none
+from ring_core.base.arguments import (
+    TILE,
+    Ints,
+    check_index,
+    check_kind,
+    check_size,
+    not_none,
+    numbers_as_python,
+)
 from ring_core.layouts.layout import ChunkLayout, Layout, LayoutSpec, Run, check_layout
 from ring_core.masks.band import UNBOUNDED
 from ring_core.masks.mask import Mask, check_documents
@@ -153,6 +161,7 @@ class Plan:
         )  # fmt: skip
 
 
+@numbers_as_python
 def make_plan(
     mask: Mask, *, seq_len: int, cp_size: int, layout: LayoutSpec = "contiguous",
     kv_seq_len: int | None = None, pad_to: int | tuple[int, int] | None = None,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ring_core.base.arguments import Ints, check_index, check_kind, check_size
+from ring_core.base.arguments import Ints, check_index, check_kind, check_size, numbers_as_python
 from ring_core.layouts.layout import Run
 from ring_core.plan.item import WorkItem
 from ring_core.plan.plan import Plan
@@ -143,6 +143,7 @@ def gather_refusals(plan: Plan) -> tuple[str, ...]:
     return tuple(reason for reason, applies in reasons.items() if applies)
 
 
+@numbers_as_python
 def gather_program(
     plan: Plan, rank: int, *, own: bool = True, splits: bool = True, tile: int = 1
 ) -> GatherProgram:
@@ -249,6 +250,7 @@ class Longest(NamedTuple):
     in_place: bool
 
 
+@numbers_as_python
 def longest_gather(plan: Plan, *, splits: bool = True, tile: int = 1) -> Longest:
     """Return the longest gather over all ranks, from a bounded cache.
 

@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from ring_core.base.arguments import check_size
+from ring_core.base.arguments import check_size, numbers_as_python
 
 Heads = npt.NDArray[np.int32]
 PADDING = -1  # stands for a head in slots that hold none
@@ -90,6 +90,7 @@ class HeadPlan:
         )
 
 
+@numbers_as_python
 def head_plan(q_heads: int, kv_heads: int, ranks: int) -> HeadPlan:
     """Return which heads each rank attends with when ranks trade tokens for heads.
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ring_core import checks
-from ring_core.base.arguments import Floats, check_choice, check_kind, not_none
+from ring_core.base.arguments import Floats, check_choice, check_kind, not_none, numbers_as_python
 from ring_core.base.merge import finalize, merge
 from ring_core.plan.item import WorkItem
 from ring_core.programs.ring import RingProgram
@@ -45,6 +45,7 @@ class Simulation:
     dbias: Floats | None = None
 
 
+@numbers_as_python
 def simulate(
     program: RingProgram,
     q: npt.ArrayLike,
@@ -103,6 +104,7 @@ def simulate(
     return result.out, result.lse, *map(not_none, (result.dq, result.dk, result.dv))
 
 
+@numbers_as_python
 def run(
     program: RingProgram,
     q: npt.ArrayLike,

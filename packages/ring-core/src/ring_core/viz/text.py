@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from ring_core.base.arguments import check_kind, is_integer
+from ring_core.base.arguments import check_kind, is_integer, numbers_as_python
 from ring_core.layouts.layout import Layout
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
@@ -27,6 +27,7 @@ _SYMBOLS = string.digits + string.ascii_letters
 _COLORS = (75, 114, 179, 209, 140, 80, 222, 168, 110, 150, 216, 183)  # of 256 ANSI colours
 
 
+@numbers_as_python
 def describe(
     program: RingProgram, *, color: bool = False, width: int = 64, pictures: bool = True
 ) -> str:

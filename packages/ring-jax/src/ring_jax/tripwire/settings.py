@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ring_core import UnsupportedError
-from ring_core.base.arguments import check_size
+from ring_core.base.arguments import check_size, numbers_as_python
 from ring_core.tripwire import VARIABLE, every_of
 from ring_jax.records import Array, CallSpec
 
@@ -20,6 +20,7 @@ _HASHED_TOKENS = 64  # at least so many tokens of a rank's q go into the hash, i
 _every: Any = jax.make_user_context(default_value=None)  # part of the key of compiled programs
 
 
+@numbers_as_python
 @contextmanager
 def check(every: int = 1) -> Iterator[None]:
     """Check calls of attention in this context: a few rows each, against dense float64 attention.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from ring_core.base.arguments import check_size
+from ring_core.base.arguments import check_size, numbers_as_python
 from ring_core.tripwire import VARIABLE, every_of
 from ring_torch.capture import is_capturing
 
@@ -18,6 +18,7 @@ SETTING: ContextVar[int | None] = ContextVar("every", default=None)
 _ALONE = itertools.count(1)  # numbers of calls without a group, which are not counted elsewhere
 
 
+@numbers_as_python
 @contextmanager
 def check(every: int = 1) -> Iterator[None]:
     """Check the results of attention calls within the block against dense attention in float64.

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from ring_torch.buffers import BufferSpec
-from ring_torch.comm.ranks import PeerError, Ranks, peer_errors
+from ring_torch.comm.ranks import PeerError, Ranks, run_collective
 
 
-@contextmanager
-def collective(ranks: Ranks, name: str) -> Iterator[None]:
+def collective(ranks: Ranks, name: str, start: Callable[[], dist.Work | None]) -> None:
     """Run a collective so that its error names it; refuse it on a closed group.
+
+    Args:
+        ranks: The ranks of the group.
+        name: Name of the call, for messages.
+        start: Starts it with ``async_op=True``.
 
     Raises:
         RuntimeError: A pass of an earlier call failed, or a peer did.
     """
-    ranks.check_open()
+    ranks.begin_pass()
     try:
-        with peer_errors(ranks.peers):
-            yield
+        run_collective(ranks, start)
     except PeerError as error:
         raise RuntimeError(f"{name}: rank {ranks.rank} {error}") from error
 

@@ -170,6 +170,33 @@ def agree(
         state.digest_checks[device] = loaded_check(_WORDS, device)
 
 
+def agree_in_part(part: Ranks, number: int, signature: CallSignature, device: torch.device) -> None:
+    """Check that some ranks of a group make the same pass, while the others make none.
+
+    Each sends its header to every other one. A difference closes the group, as ranks outside of
+    this part would not hear of it.
+
+    Raises:
+        RankMismatchError: They make different passes.
+        PeerError: A rank did not come within the group's timeout.
+    """
+    if part.is_gloo:
+        device = torch.device("cpu")
+    own_header = Header.of(signature, number, 0, not_none(part.state.nonce))
+    message = torch.frombuffer(own_header.bytes(), dtype=torch.uint8).to(device)
+    received = [(torch.empty_like(message), peer) for peer in part.peers]
+    part.start([(message, peer) for peer in part.peers], received).wait()
+    for arrived, peer in received:
+        peer_header = Header.read(bytes(arrived.cpu().numpy()))
+        if peer_header != own_header:
+            text = (
+                f"ranks {not_none(part.members)[peer]} and {not_none(part.members)[part.rank]} of "
+                f"the group make different calls: {own_header.mismatch(peer_header)}"
+            )
+            fail(part, text)
+            raise RankMismatchError(text)
+
+
 def _compare(
     ranks: Ranks, sent: bytes, received: bytes, signature: CallSignature, *, has_agreed: bool
 ) -> None:
@@ -342,6 +369,8 @@ class GuardedPass:
     def __enter__(self) -> None:
         if self.ranks.size > 1:
             self.ranks.check_open()
+            if self.ranks.state.before_passes:
+                self.ranks.begin_pass()
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
         ranks = self.ranks

@@ -6,7 +6,7 @@ Nothing here knows of attention. A message that a peer does not answer ends in a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -153,6 +153,15 @@ class Ranks:
                 f"destroy_process_group and init_process_group) and go on with that"
             )
 
+    def begin_pass(self) -> None:
+        """Refuse a closed group, and let what has to precede messages in a backward run."""
+        self.check_open()
+        for key, reference in [*self.state.before_passes.items()]:
+            if (run := reference()) is None:
+                del self.state.before_passes[key]
+            else:
+                run()
+
     def next_call(self) -> int:
         """Count a new call on this group and return its number, from 1; 0 without a group.
 
@@ -230,6 +239,8 @@ class Ranks:
             pending += [group.recv([tensor], peer, 0) for tensor, peer in receives]
             if coalesces:  # NCCL: all messages run together, and one handle stands for them
                 pending = [group._end_coalescing(device)]  # noqa: SLF001 - as torch's batch_isend_irecv
+        except _OWN_ERRORS:
+            raise
         except RuntimeError as error:
             raise PeerError(peers, error) from error
         return Transfer(tuple(pending), tuple([tensor for tensor, _ in sends]), peers)
@@ -291,6 +302,8 @@ class Ranks:
         options = all_to_all_options(beside=beside)
         try:
             work = group.alltoall_base(received, sent, received_sizes, sent_sizes, options)
+        except _OWN_ERRORS:
+            raise
         except RuntimeError as error:
             raise PeerError(self._peer_numbers, error) from error
         return Transfer(() if work is None else (work,), (sent,), self._peer_numbers)
@@ -329,17 +342,49 @@ class Transfer(NamedTuple):
 DONE = Transfer()
 
 
+#: Errors of this rank itself that are ``RuntimeError`` to Python: no peer has caused them.
+_OWN_ERRORS = (torch.OutOfMemoryError, NotImplementedError, RecursionError)
+
+
 @contextmanager
 def peer_errors(peers: Sequence[int]) -> Iterator[None]:
     """Turn a failure of the exchange inside the block into an error that names its peers.
+
+    Only what waits for peers belongs into the block: torch raises the same class for what this rank
+    does wrong itself, as for a view that it cannot make. Collectives go by :func:`run_collective`.
 
     Raises:
         PeerError: A peer failed, or did not answer within the group's timeout.
     """
     try:
         yield
+    except _OWN_ERRORS:
+        raise
     except RuntimeError as error:
         raise PeerError(peers, error) from error
+
+
+def run_collective(ranks: Ranks, start: Callable[[], dist.Work | None]) -> None:
+    """Run one of torch's collectives over the ranks of a group, and wait for it.
+
+    What its start raises is this rank's own error, for example a dtype that the backend does not
+    send, unless it is one of the classes that torch has for errors of communication: NCCL connects
+    ranks in the first start. Messages move, and peers fail, while it is waited for.
+
+    Args:
+        ranks: The ranks of the group.
+        start: Starts the collective with ``async_op=True``.
+
+    Raises:
+        PeerError: A peer failed, or did not answer within the group's timeout.
+    """
+    try:
+        work = start()
+    except dist.DistError as error:
+        raise PeerError(ranks.peers, error) from error
+    if work is not None:
+        with peer_errors(ranks.peers):
+            work.wait()
 
 
 def is_foreign(group: Any) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Event, Thread
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 
@@ -47,6 +48,7 @@ class GroupState:
     runs_together: dict[str, bool] = field(default_factory=dict)  # messages, by type of device
     digest_checks: dict[Any, Any] = field(default_factory=dict)  # by device, or ``None``
     hosts: tuple[str, ...] | None = None  # name of each rank's host, once it was asked for
+    before_passes: dict[int, WeakMethod[Callable[[], None]]] = field(default_factory=dict)  # by id
     captured: dict[int, object] = field(default_factory=dict)  # what CUDA graphs read, by id
 
 

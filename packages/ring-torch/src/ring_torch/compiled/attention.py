@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ring_core import LayoutSpec, Mask, checks
+from ring_core.base.arguments import as_python
 from ring_core.base.config import strategy_config
 from ring_torch.autograd import backward_pass, forward_pass, saved_shapes
 from ring_torch.call import Call
@@ -141,7 +142,7 @@ def static_text(group: Any, layout: Any, options: list[Any], grad: bool, bias_gr
         **group_fields(ranks), "layout": layout, "options": options, "grad": grad,
         "bias_grad": bias_grad, "probe": probe,
     }  # fmt: skip
-    return json.dumps(facts)
+    return json.dumps(facts, default=as_python)
 
 
 class _StaticCall(NamedTuple):

@@ -70,15 +70,20 @@ def as_documents(offsets: Any) -> Any:
     """
     is_sequence = isinstance(offsets, (tuple, list))
     if is_sequence and any(isinstance(x, (np.ndarray, np.generic, Tensor)) for x in offsets):
-        offsets, is_sequence = torch.stack([torch.as_tensor(x) for x in offsets]), False
+        offsets, is_sequence = torch.stack([_on_host(x) for x in offsets]), False
     if is_sequence:
         return offsets
-    array = torch.as_tensor(offsets)
+    array = _on_host(offsets)
     if array.device.type != "cpu":
         raise ValueError(
             "cu_seqlens must be known on the host: pass cu_seqlens.cpu(), or segment_ids"
         )
     return array.clone()  # the caller may write to the given one before the graph runs
+
+
+def _on_host(x: Any) -> Tensor:
+    """Return a tensor as it is, and numbers as one on the host, whatever the default device is."""
+    return x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu")
 
 
 def _placed(kind: str, x: Any, values: list[Any]) -> dict[str, int]:

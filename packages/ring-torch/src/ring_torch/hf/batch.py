@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ring_core import UnsupportedError
+from ring_core.base.arguments import numbers_as_python
 from ring_torch.context import ContextParallel, check_context
 from ring_torch.hf.models.batch import split_batch
 from ring_torch.hf.models.check import ModelReport, check_model
@@ -17,6 +18,7 @@ from ring_torch.hf.models.check import ModelReport, check_model
 _REPORTS: WeakKeyDictionary[nn.Module, ModelReport] = WeakKeyDictionary()
 
 
+@numbers_as_python
 def shard_batch(
     cp: ContextParallel,
     batch: Mapping[str, Any],

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ring_core import KernelConfig, StrategyConfig, UnsupportedError, checks
+from ring_core.base.arguments import numbers_as_python
 from ring_core.base.config import kernel_config, strategy_config
 from ring_torch.attention import ring_attention
 from ring_torch.hf.masks import LayerMask, check_mask_functions, ring_mask, sharded
@@ -53,6 +54,7 @@ _WHY_REFUSED = {
 }
 
 
+@numbers_as_python
 def register(
     name: str = "ring",
     *,

@@ -178,10 +178,10 @@ class _PositionBias:
             )
         if mask.keys is not None:
             return torch.zeros((), device=device)
-        positions = mask.batch.sharding.positions(mask.batch.seq_len)
+        positions = mask.batch.sharding.positions(mask.batch.seq_len, device=device)
         # The module's queries are at `arange(T_local) + past_seen_tokens`: let that be their
         # positions in the whole sequence.
-        offsets = (positions - torch.arange(len(positions)))[:, None].to(device)
+        offsets = (positions - torch.arange(len(positions), device=device))[:, None]
         return self.compute_own_bias(
             len(positions), mask.batch.seq_len, device=device, past_seen_tokens=offsets
         )
@@ -215,7 +215,8 @@ def _slopes_from_mask(
             "attention_mask with padding between tokens: this model's ALiBi counts distances without "
             "it, and a ring's with it; put padding to the left or right of all tokens"
         )
-    slopes = _slopes_from_pair(build_alibi(torch.ones(1, 2, dtype=torch.int64), *args, **kwargs))
+    pair = torch.ones(1, 2, dtype=torch.int64, device="cpu")
+    slopes = _slopes_from_pair(build_alibi(pair, *args, **kwargs))
     rows, length = attention_mask.shape
     return ScoreBias((rows * len(slopes), 1, length), slopes=slopes)
 

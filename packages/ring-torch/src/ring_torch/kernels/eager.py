@@ -262,7 +262,7 @@ class ScoreBlocks:
         device, item = self.rows.q.device, self.item
         q_doc, k_doc = (
             torch.bucketize(
-                torch.arange(n, device=device), torch.as_tensor(cu).to(device), right=True
+                torch.arange(n, device=device), torch.as_tensor(cu, device=device), right=True
             )
             for n, cu in ((self.rows.q.shape[1], item.cu_q), (self.columns.k.shape[1], item.cu_k))
         )

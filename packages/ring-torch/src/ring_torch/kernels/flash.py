@@ -391,7 +391,7 @@ def _documents_of_batch(item: WorkItem, batch: int, device: torch.device) -> Doc
     offsets = (
         np.concatenate([[0], *(cu[1:] + n * int(cu[-1]) for n in range(batch))]) for cu in sides
     )
-    cu_q, cu_k = (torch.as_tensor(cu, dtype=torch.int32).to(device) for cu in offsets)
+    cu_q, cu_k = (torch.as_tensor(cu, dtype=torch.int32, device=device) for cu in offsets)
     return Documents(cu_q, cu_k, *(int(np.diff(cu).max()) for cu in sides))
 
 

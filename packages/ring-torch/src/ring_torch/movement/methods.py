@@ -204,7 +204,7 @@ def halo_ids_of(kind: HaloMove, x: Tensor, dim: int, ranks: Ranks) -> Tensor:
 def _halo_ids(kind: HaloMove, layout: Layout, rank: int, device: torch.device) -> Tensor:
     """Return positions and documents of one sequence's halo, ``[2, R, left + L + right]``."""
     ids = halo_ids(layout, kind.left, kind.right, rank, kind.cu_seqlens)
-    return torch.stack([torch.as_tensor(x) for x in ids]).to(device)
+    return torch.stack([torch.as_tensor(x, device=device) for x in ids])
 
 
 def _moved(ranks: Ranks, x: Tensor, dim: int, kind: MoveKind, number: int, tokens: int) -> Tensor:

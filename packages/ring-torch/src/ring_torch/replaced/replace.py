@@ -9,7 +9,7 @@ from typing import Any, get_args
 from torch import nn
 
 from ring_core import KernelConfig, Mask, StrategyConfig, checks
-from ring_core.base.arguments import not_none
+from ring_core.base.arguments import not_none, numbers_as_python
 from ring_core.base.config import kernel_config, strategy_config
 from ring_torch.context import ContextParallel, check_context
 from ring_torch.kernels import kernel_names
@@ -109,6 +109,7 @@ class SDPAHandle:
         return "\n".join(lines) or "no module has called scaled_dot_product_attention yet"
 
 
+@numbers_as_python
 def replace_sdpa(
     module: nn.Module,
     cp: ContextParallel,

@@ -124,7 +124,7 @@ class _ModuleRunner(Runner):
         # An output that is not split is the same on all ranks, each of which has a part of it.
         share = 1 if attention is not None else self.ranks.size
         total = sum(split) if split else sum(total / share for total, _ in parts)
-        return None, torch.as_tensor(total)
+        return None, total if isinstance(total, Tensor) else torch.zeros((), device="cpu")
 
     def _whole_loss(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Return the whole loss and this rank's part of it, from what each rank returns as loss.
@@ -155,4 +155,4 @@ class _ModuleRunner(Runner):
 def _random(shape: Any, like: Tensor) -> Tensor:
     """Return the same random weights of a shape in every run and on every rank."""
     generator = torch.Generator().manual_seed(len(shape))
-    return torch.randn(shape, generator=generator).to(like)
+    return torch.randn(shape, generator=generator, device="cpu").to(like)

@@ -275,14 +275,14 @@ def tables_of(
 
     def table(indices: npt.NDArray[Any], *, skip: bool) -> Tensor | None:
         """Return indices on the device, or ``None`` to ``skip`` them."""
-        return None if skip else torch.as_tensor(indices.astype(np.int64)).to(device)
+        return None if skip else torch.as_tensor(indices.astype(np.int64), device=device)
 
     tokens = (grid.scatter_indices(layout, rank) for layout in (plan.q_layout, plan.k_layout))
     rows, columns = (table(x, skip=bool((np.diff(x) == 1).all())) for x in tokens)
     q_in_order = heads.q.size == len(heads.q_slots) and bool((np.diff(heads.q_slots) == 1).all())
     kv_in_order = heads.kv.size == len(heads.kv_slots)
     own = heads.q_filled[grid.inner_ranks(rank).index(rank)].astype(np.int64)
-    own_heads = torch.as_tensor(own).to(device)
+    own_heads = torch.as_tensor(own, device=device)
     is_range = bool((np.diff(own) == 1).all())
     return Tables(
         rows, columns,

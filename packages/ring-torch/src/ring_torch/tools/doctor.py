@@ -194,7 +194,8 @@ def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
         else capabilities.dtypes[0]
     )
     inputs = [
-        torch.as_tensor(x).to(device_type, getattr(torch, name)) for x in doctor.inputs_for(1, 64)
+        torch.as_tensor(x, device="cpu").to(device_type, getattr(torch, name))
+        for x in doctor.inputs_for(1, 64)
     ]
     yield from _compared(
         capabilities.name, device_type, inputs,
@@ -227,7 +228,7 @@ def ring_checks(
 ) -> Iterator[Check]:
     """Check the results of a setting on a short sequence, between the given ranks."""
     inputs = [
-        torch.as_tensor(x).to(getattr(torch, setting.dtype))
+        torch.as_tensor(x, device="cpu").to(getattr(torch, setting.dtype))
         for x in doctor.inputs_for(len(ranks), setting.head_dim)
     ]
     yield from _compared(
@@ -242,7 +243,9 @@ def _ring_rank(rank: int, arrays: Arrays, setting: BenchCase, transport: str, cu
     sharding = Sharding(None, setting.layout)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     inputs = [
-        sharding.shard(torch.as_tensor(x).to(device, getattr(torch, setting.dtype)), dim=1)
+        sharding.shard(
+            torch.as_tensor(x, device="cpu").to(device, getattr(torch, setting.dtype)), dim=1
+        )
         for x in arrays
     ]
     attend = partial(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import accumulate, count, islice
 from string import hexdigits
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from ring_core import Mask, RankMismatchError, balanced_layout
-from ring_core.base.arguments import check_flag, check_size, is_integer
+from ring_core.base.arguments import check_flag, check_size, is_integer, numbers_as_python
 from ring_torch.comm.groups import default_device
 from ring_torch.comm.ranks import Group, ranks_of
 from ring_torch.context import ContextParallel, check_context
@@ -228,6 +228,7 @@ class ShardedLoader:
         )  # fmt: skip
 
 
+@numbers_as_python
 def dataloader(
     cp: ContextParallel, loader: Iterable[Any], *, dp: Group | str = None,
     ignore_index: int = IGNORED, balanced: bool = False,
@@ -335,9 +336,9 @@ class _Item:
 
     def positions(self) -> Tensor:
         """Return the place of each token in its document, int64 ``[T]``."""
-        bounds = torch.tensor(self._bounds())
+        bounds = torch.tensor(self._bounds(), device=self.tokens.device)
         starts = bounds[:-1].repeat_interleave(bounds.diff())
-        return (torch.arange(len(starts)) - starts).to(self.tokens.device)
+        return torch.arange(len(starts), device=starts.device) - starts
 
 
 def _read(item: Any) -> _Item:
@@ -378,8 +379,7 @@ def _packed(name: str, x: object) -> tuple[Tensor, tuple[int, ...] | None]:
             f"{name} of a batch must be int64 [B, T], or a list of documents, int64 [length] with a "
             f"token or more; got {type(x).__name__}"
         )
-    lengths = torch.tensor([0, *map(len, documents)])
-    return torch.cat(documents)[None], tuple(lengths.cumsum(0).tolist())
+    return torch.cat(documents)[None], (0, *accumulate(map(len, documents)))
 
 
 def _chained(digest: bytes, step: Sequence[_Item]) -> bytes:

@@ -16,7 +16,7 @@ from torch._C._functorch import peek_interpreter_stack  # torch has no public na
 from torch.distributed.tensor import DTensor
 
 from ring_core import UnsupportedError, checks
-from ring_core.base.arguments import check_rate, check_size, is_integer
+from ring_core.base.arguments import check_rate, check_size, is_integer, numbers_as_python
 from ring_torch.capture import constant_in_graphs
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.compiled.static import from_json, to_json
@@ -28,6 +28,7 @@ from ring_torch.training.part import IGNORED, Count, linear_loss, loss_part, mea
 Reduction = Literal["mean", "sum"]
 
 
+@numbers_as_python
 def cross_entropy(
     cp: ContextParallel, logits: Tensor, labels: Tensor, *, weight: Tensor | None = None,
     ignore_index: int = IGNORED, reduction: Reduction = "mean", label_smoothing: float = 0.0,
@@ -80,6 +81,7 @@ def cross_entropy(
     )  # fmt: skip
 
 
+@numbers_as_python
 def linear_cross_entropy(
     cp: ContextParallel, hidden: Tensor, head_weight: Tensor, labels: Tensor, *,
     bias: Tensor | None = None, weight: Tensor | None = None, ignore_index: int = IGNORED,

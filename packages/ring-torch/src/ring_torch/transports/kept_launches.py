@@ -74,7 +74,7 @@ class KeptLaunches:
                     "larger call, which moves the memory that ranks share, or by many others. Instead: "
                     "make it once more outside of a graph, then capture it"
                 )
-            values = torch.tensor(rows(), dtype=torch.int64).view(-1, width)
-            self._tables[key] = values.to(device)
+            values = torch.tensor(rows(), dtype=torch.int64, device=device).view(-1, width)
+            self._tables[key] = values
         self.keep_in_graph([self._tables[key]])
         return self._tables[key]

@@ -102,7 +102,7 @@ class ExchangeState:
         headers[ranks.rank][_FIRST] = 1
         addresses = [x.data_ptr() for x in headers]
         patience = timeout_of(not_none(ranks.group), device) // timedelta(microseconds=1)
-        header_addresses = torch.tensor(addresses, dtype=torch.int64).to(device)
+        header_addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         return exchange_kernel.ExchangeSetup(
             header_addresses,
             addresses[ranks.rank],

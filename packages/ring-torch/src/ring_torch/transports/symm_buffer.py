@@ -31,7 +31,7 @@ import torch.distributed as dist
 from ring_core.base.arguments import not_none
 from ring_torch.buffers import BufferSpec
 from ring_torch.capture import is_capturing
-from ring_torch.comm.ranks import Ranks, peer_errors
+from ring_torch.comm.ranks import Ranks, peer_errors, run_collective
 from ring_torch.comm.store import timeout_of
 
 _HEADER_SIZE = 64  # at the start of a buffer: the digest of the call whose K/V it holds
@@ -75,8 +75,7 @@ class SymmetricMemory:
         # This rank's copies out of the peers' old memory have ended. After the barrier the peers'
         # have, too, so nobody reads what is freed here.
         torch.cuda.synchronize()
-        with peer_errors(self.ranks.peers):
-            dist.barrier(group=self.ranks.group)
+        run_collective(self.ranks, lambda: dist.barrier(self.ranks.group, async_op=True))
         if self._in_graphs:
             self._kept.append((self._memory, self.handle))
         self._views.clear()
@@ -286,9 +285,8 @@ def gather_numbers(ranks: Ranks, numbers: Sequence[int], device: torch.device) -
     """
     local = torch.tensor(numbers, device=device)
     by_rank = [torch.empty_like(local) for _ in range(ranks.size)]
-    with peer_errors(ranks.peers):
-        dist.all_gather(by_rank, local, group=ranks.group)
-        rows: list[list[int]] = torch.stack(by_rank).tolist()
+    run_collective(ranks, lambda: dist.all_gather(by_rank, local, group=ranks.group, async_op=True))
+    rows: list[list[int]] = torch.stack(by_rank).tolist()
     return rows
 
 

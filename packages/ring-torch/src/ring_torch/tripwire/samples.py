@@ -263,7 +263,13 @@ def forward_faults(
             x.unsqueeze(-1) for x in (lse[sample.batch, :, rows].t(), exact.lse, plain.lse)
         )
         zeros = torch.zeros_like(plain_lse)
-        results["lse"] = lse, exact_lse, plain_lse, torch.ones(len(rows)), zeros
+        results["lse"] = (
+            lse,
+            exact_lse,
+            plain_lse,
+            torch.ones(len(rows), device=zeros.device),
+            zeros,
+        )
     messages = sample.faults("queries", results)
     messages += _traffic_faults(call, inputs, watch, sent_before=sent_before)
     return sample.agree(messages, "forward")

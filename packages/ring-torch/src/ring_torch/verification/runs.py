@@ -17,7 +17,7 @@ from ring_core import UnsupportedError
 from ring_torch.comm.exchange import collective
 from ring_torch.comm.groups import default_device
 from ring_torch.comm.ranks import Ranks
-from ring_torch.gradients import local_shard
+from ring_torch.gradients.guards import local_shard
 from ring_torch.verification.trace import Recorder, Tokens, Trace
 
 
@@ -172,15 +172,19 @@ class Runner(ABC):
         if self.ranks.size == 1:
             return [local.tolist()]
         by_rank = [torch.empty_like(local) for _ in range(self.ranks.size)]
-        with collective(self.ranks, "verify"):
-            dist.all_gather(by_rank, local, group=self.ranks.group)
+        collective(
+            self.ranks, "verify",
+            lambda: dist.all_gather(by_rank, local, group=self.ranks.group, async_op=True),
+        )  # fmt: skip
         return [x.tolist() for x in by_rank]
 
     def _all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce a tensor over the ranks of the ring, in place."""
         if self.ranks.size > 1:
-            with collective(self.ranks, "verify"):
-                dist.all_reduce(x, op, group=self.ranks.group)
+            collective(
+                self.ranks, "verify",
+                lambda: dist.all_reduce(x, op, group=self.ranks.group, async_op=True),
+            )  # fmt: skip
 
 
 def class_name(module: nn.Module) -> str:

@@ -264,7 +264,9 @@ class Recorder:
             # Seeded by the width, on the CPU: ranks and runs project alike without sending a
             # matrix.
             generator = torch.Generator().manual_seed(width)
-            matrix = torch.randn(width, _WIDTH, generator=generator, dtype=torch.float64)
+            matrix = torch.randn(
+                width, _WIDTH, generator=generator, dtype=torch.float64, device="cpu"
+            )
             self._matrices[width, x.device] = (matrix / width**0.5).to(x.device)
         with torch.autocast(x.device.type, enabled=False):
             return x.double() @ self._matrices[width, x.device]

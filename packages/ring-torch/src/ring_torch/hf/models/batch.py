@@ -377,8 +377,10 @@ def _check_same_batch(
     ).to(default_device(ranks))
     # Every rank receives the two numbers of all ranks, and compares them with its own.
     by_rank = [torch.empty_like(local) for _ in range(ranks.size)]
-    with collective(ranks, "shard_batch"):
-        dist.all_gather(by_rank, local, group=ranks.group)
+    collective(
+        ranks, "shard_batch",
+        lambda: dist.all_gather(by_rank, local, group=ranks.group, async_op=True),
+    )  # fmt: skip
     own_digest, own_weight = local.tolist()
     digests, weights = zip(*(x.tolist() for x in by_rank), strict=True)
     if differing := [rank for rank, x in enumerate(digests) if x != own_digest]:

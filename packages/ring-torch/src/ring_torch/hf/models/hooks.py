@@ -16,7 +16,7 @@ from ring_core import StrategyConfig, UnsupportedError
 from ring_core.base.arguments import not_none
 from ring_torch.capture import untraced
 from ring_torch.comm.exchange import collective
-from ring_torch.gradients import ReductionChoice, hooks_in
+from ring_torch.gradients.reduce import ReductionChoice, hooks_in
 from ring_torch.hf.models.batch import split_batch
 from ring_torch.hf.models.check import ModelReport, unwrapped
 from ring_torch.hf.models.code import by_name, names_in_forward, parameters_of
@@ -316,8 +316,9 @@ class ModelHooks(ReductionChoice):
         """
         total, ranks = local_loss.detach().clone(), self.sharding.ranks
         if ranks.size > 1:
-            with collective(ranks, "loss"):
-                dist.all_reduce(total, group=ranks.group)
+            collective(
+                ranks, "loss", lambda: dist.all_reduce(total, group=ranks.group, async_op=True)
+            )
         joined: Tensor = _ReplaceValue.apply(local_loss, total, self.factor)
         return joined
 

@@ -213,7 +213,7 @@ class ShardedMask(Placeholder):
         any other refuses, as every stand-in does.
         """
         if self.gathers and isinstance(other, int) and other == 1:
-            return torch.zeros((), dtype=torch.bool)
+            return torch.zeros((), dtype=torch.bool, device="cpu")
         return super().__eq__(other)
 
     __hash__ = object.__hash__

@@ -116,7 +116,8 @@ class HFRunner(Runner):
             if len(x) != self.rows or not (is_whole or x.shape[1] == tokens.local_length):
                 continue
             generator = torch.Generator().manual_seed(x.ndim)
-            weights = torch.randn(self.rows, tokens.length, *x.shape[2:], generator=generator)
+            shape = self.rows, tokens.length, *x.shape[2:]
+            weights = torch.randn(shape, generator=generator, device="cpu")
             weights = weights.to(x.device, x.dtype) * tokens.real.reshape(
                 *tokens.real.shape, *[1] * (x.ndim - 2)
             )

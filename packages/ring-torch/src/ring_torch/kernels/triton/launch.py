@@ -312,7 +312,7 @@ def _cells(item: WorkItem, k_major: bool, device: torch.device) -> Tensor:
     cu_q, cu_k = not_none(item.cu_q), not_none(item.cu_k)
     outer, inner = (cu_k, cu_q) if k_major else (cu_q, cu_k)
     sides = [np.repeat(x, np.diff(outer)) for x in (inner[:-1], inner[1:])]
-    return torch.as_tensor(np.stack(sides), dtype=torch.int32).to(device)
+    return torch.as_tensor(np.stack(sides), dtype=torch.int32, device=device)
 
 
 @capture_safe_cache(maxsize=32)
