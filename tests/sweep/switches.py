@@ -38,12 +38,11 @@ NO_SWITCH = re.compile(
     r"|use_mamba_kernels|use_mambapy|use_associative_scan|deterministic_flash_attn|apply_spec_augment"
     r"|residual_in_fp32|enable_moe_fp32_combine|moe_shared_expert_overlap|rescale_prenorm_residual"
     r"|upsampling_ratios|downsample_mode|duration_delta|chunk_left_context|swiglu_limits.*|.*projector.*"
-    r"|drop_vision_last_layer|vocabulary_map|mamba_ssm.*"
+    r"|drop_vision_last_layer|vocab.*|mamba_ssm.*"
 )  # fmt: skip
 
 #: Values of fields that have none by default, or a name, which their docstrings do not type.
 VALUES: Mapping[str, Any] = {
-    "activation_sparsity_pattern": 0.5,
     "attention_multiplier": 0.5,
     "attn_logit_softcapping": 5.0,
     "clip_qkv": 0.5,
@@ -53,14 +52,11 @@ VALUES: Mapping[str, Any] = {
     "first_k_dense_replace": 2,
     "logit_scale": 0.5,
     "moe_router_logit_softcapping": 5.0,
-    "no_rope_layers": [0, 1],
-    "position_embedding_type": "rotary",
     "num_ln_in_parallel_attn": 1,
     "query_pre_attn_scalar": 16,
     "shared_expert_combination_strategy": "sum",
     "sliding_window": WINDOW,
     "topk_method": "group_limited_greedy",
-    "use_bidirectional_attention": True,
 }
 
 _BOTH = ["sliding_attention", "full_attention"]
@@ -138,7 +134,8 @@ RELEASED: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "electra": ({"embedding_size": 16, "is_decoder": True},),
 }  # fmt: skip
 
-_TOWERS = re.compile(
+#: Model types of configs of towers and of what joins them to the text.
+TOWERS = re.compile(
     r"vision|visual|image|img|audio|speech|video|tower|pixel|protein|codec|vq|clip|siglip|projector|depth|flow"
 )
 
@@ -213,7 +210,7 @@ def switches_of(entry: Entry) -> list[Switch]:
     by_label = {
         switch.label: switch
         for each in configs_in(config)
-        if each is config or not _TOWERS.search(each.model_type)
+        if each is config or not TOWERS.search(each.model_type)
         for switch in _switches_in(type(each))
     }
     return [*by_label.values()]
@@ -236,7 +233,7 @@ def values_of(config: type[PreTrainedConfig]) -> Iterator[tuple[str, tuple[Any, 
         name, default = each.name, each.default
         if name in common or NO_SWITCH.fullmatch(name):
             continue
-        if isinstance(default, bool):
+        if isinstance(default, bool) or (default is None and bool in typing.get_args(each.type)):
             yield name, (not default,)
         elif choices := tuple(_choices(each.type)):
             yield name, tuple(x for x in choices if x != default)

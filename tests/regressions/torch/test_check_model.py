@@ -199,8 +199,8 @@ def test_switches_that_a_call_would_refuse(
 ) -> None:
     """What a switch of the config makes impossible is a reason of ``check_model``.
 
-    Class: ``check_model`` calls a model exact, and its forward is refused. ``tests/sweep`` tries the
-    switches of every class.
+    Class: ``check_model`` calls a model exact, and its forward is refused. ``tests/sweep`` tries
+    the switches of every class.
     """
     assert hf.check_model(on_meta(name, model_type)).exact
     (reason,) = hf.check_model(on_meta(name, model_type, **changes)).reasons
