@@ -219,9 +219,14 @@ def reliability(session: nox.Session) -> None:
 @nox.session(python="3.12", default=False)
 @nox.parametrize("release", [nox.param(release, id=release) for release in ("pinned", *RELEASES)])
 def sweep(session: nox.Session, release: str) -> None:
-    """Run every class of models of transformers on two ranks; what was run before is skipped."""
+    """Run every class of models of transformers on two ranks; what was run before is skipped.
+
+    On the pinned release also with each switch of its config.
+    """
     install_release(session, release)
     session.run("python", "tests/sweep", *session.posargs)
+    if release == "pinned":
+        session.run("python", "tests/sweep", "--switches", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)

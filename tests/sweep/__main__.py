@@ -26,9 +26,11 @@ import transformers  # after the environment variables above, which it reads
 from tqdm import tqdm
 
 from ring_torch.local import PRELOADED, LocalRanks
+from sweep import switches
 from sweep.compare import Outcome, compare
 from sweep.entries import Entry, entries
-from sweep.page import PAGE, RESULTS, Result, read, rendered, written
+from sweep.page import PAGE, RESULTS, Result, of_release, read, rendered, written
+from sweep.switches import TABLE, Row
 
 SECONDS = 60.0  # limit for a class
 WAIT = 8.0  # limit for a rank that waits for another
@@ -72,6 +74,45 @@ def run(chosen: list[Entry], results: Path) -> None:
         ranks.close()
 
 
+def run_switches(
+    chosen: list[Entry], results: list[Result], table: Path, *, again: bool
+) -> list[Row]:
+    """Run the switches of classes that are exact without them, and return the rows of the table.
+
+    A class is run again if it has another set of switches than in the table.
+    """
+    defaults = of_release(results, transformers.__version__)
+    rows, ranks = switches.read(table), None
+    exact = [x for x in chosen if x.name in defaults and defaults[x.name].result == "exact"]
+    bar = tqdm(exact, unit="class", file=sys.stdout, mininterval=5)
+    for entry in bar:
+        bar.set_postfix_str(entry.name, refresh=False)
+        own = {x.label: x for x in switches.switches_of(entry)}
+        if not own:
+            rows.pop(entry.name, None)
+            continue
+        row = rows.get(entry.name)
+        if row is not None and row.labels == own.keys() and not row.bad and not again:
+            continue
+        row = rows[entry.name] = Row(transformers.__version__, entry.name)
+        for label, switch in own.items():
+            ranks = ranks or LocalRanks(2, timeout=WAIT, patience=SECONDS)
+            changes = {"kind": switch.kind, "values": switch.values}
+            answers = ranks.answers(compare, entry.name, entry.model_type, changes, grace=WAIT + 4)
+            outcome = compared(answers)
+            row.add(label, outcome, defaults[entry.name])
+            if label in row.bad:
+                bar.write(f"{entry.name} {label}: {row.bad[label]}")
+            if outcome.result in ("wrong", "hanging", "error"):
+                ranks.close()
+                ranks = None
+        switches.write(table, rows.values())
+    if ranks is not None:
+        ranks.close()
+    names = {x.name for x in exact}
+    return [row for row in rows.values() if row.name in names]
+
+
 def results_of(results: list[Result], names: set[str]) -> tuple[list[Result], list[Result]]:
     """Return the installed version's latest results, alone and with other releases' results."""
     version = transformers.__version__
@@ -87,6 +128,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], help="words in the names of classes")
     parser.add_argument("--auto", nargs="+", default=[], help="words in the names of auto classes")
     parser.add_argument("--again", action="store_true", help="also what was run before")
+    parser.add_argument("--switches", action="store_true", help="switches of classes instead")
+    parser.add_argument("--table", type=Path, default=TABLE, help="of switches")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     multiprocessing.get_context("forkserver").set_forkserver_preload(
@@ -101,6 +144,11 @@ def main() -> int:
         and (not options.auto or any(w in a for w in options.auto for a in entry.autos))
     ]
     earlier = read(options.results)
+    if options.switches:
+        rows = run_switches(chosen, earlier, options.table, again=options.again)
+        bad_rows = {row.name: row.bad for row in rows if row.bad}
+        print(f"{sum(len(x.labels) for x in rows)} switches, neither exact nor refused: {bad_rows}")
+        return 1 if bad_rows else 0
     before = {x.name for x in earlier if x.version == transformers.__version__}
     run([x for x in chosen if options.again or x.name not in before], options.results)
     done_before, results = results_of(read(options.results), {entry.name for entry in all_entries})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ FIRST_TOKEN = 4  # lower token ids are special
 #: Types that are given a mask of ones: in transformers 5.14 their own eager attention is causal
 #: only where there is a mask.
 GIVEN_MASKS = ("moshi",)
+
+
+NO_CHANGES: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,18 @@ class DifferentError(Exception):
     """Results of the ranks differ from those of the whole model."""
 
 
-def compare(rank: int, name: str, model_type: str) -> Outcome:
-    """Run a model class whole and on the ranks of the default group, and compare."""
+def compare(
+    rank: int, name: str, model_type: str, changes: Mapping[str, Any] = NO_CHANGES
+) -> Outcome:
+    """Run a model class whole and on the ranks of the default group, and compare.
+
+    ``changes`` are those of :func:`sweep.tiny.config_of`.
+    """
     del rank
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     try:
-        model = build(name, model_type)
+        model = build(name, model_type, **changes)
     except Exception as error:  # noqa: BLE001 - whatever a constructor may raise
         return Outcome("does not build", _words(error))
     try:

@@ -36,6 +36,11 @@ one in float64: outputs, the gradient of every weight, and the loss with its gra
 on the left. A class is exact where the largest difference is below 1e-7 of the largest number. Models of text and images run on text,
 and where a note says so on an image in each row, too.
 
+On the pinned release each exact class also runs with each switch of its config: fields that are true or false or have named choices,
+and what released checkpoints set (`num_kv_shared_layers` of Gemma 4 E2B, `use_bidirectional_attention` of EmbeddingGemma,
+`sparse_prediction` of ModernBERT, `new_decoder_architecture` of Falcon 40B). It is as exact with them, or `check_model` refuses it:
+`alibi` of Falcon, `use_prompt` of MVP, `use_learned_position_embeddings=False` of TrOCR.
+
 ## Columns
 
 - **result**: on the newest release that has the class, of {releases}, which are tested.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from types import MappingProxyType
 from typing import Any
 
 import transformers
@@ -183,16 +185,48 @@ _MROPE = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "paddleocr_vl"
 _LAYERS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types", "attn_layer_types")
 
 
-def config_of(model_type: str, cls: Any, **changes: Any) -> PreTrainedConfig:
-    """Return a small config of this type for a model class; sub-configs are shrunk, too."""
-    kind = transformers.CONFIG_MAPPING[model_type]
+def bare_config(
+    model_type: str, cls: Any, kind: str = "", values: Mapping[str, Any] = MappingProxyType({})
+) -> PreTrainedConfig:
+    """Return the default config of this type for a model class, of its own size.
+
+    The config of type ``kind``, which may be one within it, is made with ``values``.
+    """
     own = getattr(cls, "config_class", None)  # may be the config of the text part only
-    config = kind() if own is None else own()
+    config = (own or transformers.CONFIG_MAPPING[model_type])()
+    if not values:
+        return config
+    if config.model_type == kind:
+        return type(config)(**deepcopy(dict(values)))
+    for owner in configs_in(config):
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, PreTrainedConfig) and value.model_type == kind:
+                new = type(value)(**deepcopy(dict(values)))
+                for extra in vars(value).keys() - vars(new).keys():  # its owner's
+                    setattr(new, extra, getattr(value, extra))
+                setattr(owner, name, new)
+    return config
+
+
+def config_of(
+    model_type: str,
+    cls: Any,
+    kind: str = "",
+    values: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> PreTrainedConfig:
+    """Return a small config of this type for a model class; sub-configs are shrunk, too.
+
+    The config of type ``kind`` keeps ``values`` as they are.
+    """
+    config = bare_config(model_type, cls, kind, values)
     for each in configs_in(config):
         _shrink(each)
         for name, value in CHANGES.get(model_type, {}).items():
             if hasattr(each, name):
                 setattr(each, name, value)
+        for name, value in values.items() if each.model_type == kind else ():
+            _set(each, name, value)
         if model_type.startswith(_MROPE) and isinstance(
             getattr(each, "rope_parameters", None), dict
         ):

@@ -271,28 +271,3 @@ def test_gradients_are_summed(pool: LocalRanks) -> None:
 def refused(message: str, model: Any, shard: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=message):
         model(**shard)
-
-
-def _positions(_: int) -> None:
-    batch, name = whole("plain"), hf.register()
-    cases: list[tuple[LayoutSpec, int]] = [("contiguous", 20), ("zigzag", 30), ("zigzag", 12)]
-    for layout, limit in cases:
-        cp = ContextParallel(None, layout)
-        rope = {
-            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
-            "long_factor": [2.0] * 4, "original_max_position_embeddings": limit,
-        }  # fmt: skip
-        model = build("Llama", name, rope_parameters=rope)
-        shard = hf.shard_batch(cp, batch, model=model)
-        if limit > 12:
-            refused("longrope", model, shard)
-            continue
-        expected = run(build("Llama", rope_parameters=rope), batch)[0]  # positions exceed the limit
-        same(cp.unshard(run(model, shard)[0])[:, :LENGTH], expected, "logits")
-    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    model = build("Llama", name, rope_parameters=dynamic, max_position_embeddings=40)
-    refused("dynamic", model, shard)
-
-
-def test_positions_that_ranks_would_read_differently(pool: LocalRanks) -> None:
-    pool.run(_positions)

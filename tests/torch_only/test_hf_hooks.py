@@ -107,7 +107,7 @@ def _decoder(_: int, name: str, kind: str, is_checkpointed: bool) -> None:
     compare(model, whole(kind), f"of {name}, {kind}", layout=layout)
 
 
-@pytest.mark.refused_in("5.14", "XGLM", "Bloom", "Falcon")
+@pytest.mark.refused_in("5.14", "XGLM", "Bloom")
 @pytest.mark.nightly(
     unless=[
         "FalconForCausalLM-plain-",

@@ -8,6 +8,7 @@ from zlib import crc32
 import pytest
 import torch
 import transformers
+from sweep import switches
 from sweep.compare import Outcome, compare
 from sweep.entries import Entry, entries
 from sweep.page import (
@@ -21,7 +22,8 @@ from sweep.page import (
     rendered,
     written,
 )
-from sweep.tiny import config_of
+from sweep.switches import NO_SWITCH, Row, switches_of, values_of
+from sweep.tiny import bare_config, config_of, configs_in
 
 from ring_torch import hf
 from ring_torch.hf import batch as batch_by_hand
@@ -50,6 +52,13 @@ REFUSED_ON = {
 #: Llama 4's own forward reads an output that its text model does not have.
 NOT_ON_NEWEST = {"Llama4ForConditionalGeneration": "does not run"}
 
+#: Classes whose switches run for each change.
+SWITCHED = (
+    "EsmForMaskedLM", "FalconForCausalLM", "Gemma3ForCausalLM", "Gemma4ForConditionalGeneration",
+    "ModernBertForMaskedLM", "MvpForQuestionAnswering",
+)  # fmt: skip
+
+SWITCHES = switches.read()
 ROWS = read()
 LISTED = of_release(ROWS, transformers.__version__)
 BY_RELEASE = {release: of_release(ROWS, f"{release}.0") for release in TESTED_RELEASES}
@@ -143,6 +152,54 @@ def test_it_is_as_the_page_says(two: LocalRanks, name: str) -> None:
         assert (outcome.result, outcome.loss) == (listed.result, listed.loss), outcome.reason
         outcome_found = (outcome.padding, outcome.images, outcome.by)
         assert outcome_found == (listed.padding, listed.images, listed.by)
+
+
+def test_every_switch_of_an_exact_class_has_a_verdict() -> None:
+    """A field that a release brings needs a value, or a reason to be none, and then a verdict.
+
+    Class: settings of released checkpoints that small default configs leave out.
+    """
+    entries_found = installed()
+    exact = {name for name, x in LISTED.items() if x.result == "exact"} & entries_found.keys()
+    untried, lacking = set(), {}
+    for name in exact:
+        entry = entries_found[name]
+        for config in configs_in(bare_config(entry.model_type, getattr(transformers, name))):
+            untried |= {
+                f"{config.model_type}.{field}"
+                for field, values in values_of(type(config))
+                if not values and not switches.TOWERS.search(config.model_type)
+            }
+        labels = {x.label for x in switches_of(entry)}
+        if labels != (SWITCHES[name].labels if name in SWITCHES else set()):
+            lacking[name] = labels
+    assert untried == set(), "give them a value in tests/sweep/switches.py"
+    if {x.version for x in SWITCHES.values()} == {transformers.__version__}:
+        assert lacking == {}, "run nox -s sweep -- --switches"
+    assert not any(NO_SWITCH.fullmatch(x) for x in switches.VALUES)
+
+
+def test_no_switch_is_wrong_or_refused_in_a_call() -> None:
+    assert {name: row.bad for name, row in SWITCHES.items() if row.bad} == {}
+    refused = {label for row in SWITCHES.values() for label in row.refused}
+    assert any("alibi" in x for x in refused) and any("use_prompt" in x for x in refused)
+
+
+@pytest.mark.nightly(unless=SWITCHED)
+@pytest.mark.parametrize("name", SWITCHES)
+def test_its_switches_are_as_in_the_table(two: LocalRanks, name: str) -> None:
+    if name not in LISTED or LISTED[name].result != "exact":
+        pytest.skip("this release does not have it, or refuses it")
+    row = Row(transformers.__version__, name)
+    entry = installed()[name]
+    for switch in switches_of(entry):
+        changes = {"kind": switch.kind, "values": switch.values}
+        for outcome in two.run(compare, name, entry.model_type, changes):
+            row.add(switch.label, outcome, LISTED[name])
+    assert row.bad == {}
+    if SWITCHES[name].version == transformers.__version__:
+        assert {*row.exact} == {*SWITCHES[name].exact}
+        assert row.refused == SWITCHES[name].refused
 
 
 def _careless(rank: int, name: str, model_type: str) -> Outcome:

@@ -39,14 +39,13 @@ POOLED = (
 MIXING = (
     ("RwkvForCausalLM", "rwkv"), ("MambaForCausalLM", "mamba"), ("FNetForMaskedLM", "fnet"),
     ("CpmAntForCausalLM", "cpmant"), ("MobileBertForMaskedLM", "mobilebert"),
-    ("T5EncoderModel", "t5"), ("EsmForMaskedLM", "esm"), ("ViTForImageClassification", "vit"),
-    ("BltForCausalLM", "blt"),
+    ("T5EncoderModel", "t5"), ("ViTForImageClassification", "vit"), ("BltForCausalLM", "blt"),
 )  # fmt: skip
 #: Models that are exact with the hooks of ``hf.parallelize`` only, not with a sharded batch.
 HOOKED = (
     ("FalconH1ForCausalLM", "falcon_h1"), ("Qwen3NextForCausalLM", "qwen3_next"),
     ("BloomForCausalLM", "bloom"), ("BartForCausalLM", "bart"),
-    ("T5ForConditionalGeneration", "t5"), ("Llama4ForCausalLM", "llama4"),
+    ("T5ForConditionalGeneration", "t5"), ("Llama4ForCausalLM", "llama4"), ("EsmForMaskedLM", "esm"),
 )  # fmt: skip
 EXACT = (
     ("LlamaForCausalLM", "llama"), ("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3"),
@@ -183,6 +182,29 @@ def test_heads_that_users_write() -> None:
 def build_user(cls: Any) -> Any:
     """Build a small model of a class in this file."""
     return cls(config_of("llama", transformers.LlamaForCausalLM))
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "changes"),
+    [
+        ("MvpForConditionalGeneration", "mvp", {"use_prompt": True}),
+        (
+            "ModernBertForMaskedLM", "modernbert",
+            {"sparse_prediction": True, "sparse_pred_ignore_index": -1},
+        ),
+    ],
+)  # fmt: skip
+def test_switches_that_a_call_would_refuse(
+    name: str, model_type: str, changes: dict[str, Any]
+) -> None:
+    """What a switch of the config makes impossible is a reason of ``check_model``.
+
+    Class: ``check_model`` calls a model exact, and its forward is refused. ``tests/sweep`` tries
+    the switches of every class.
+    """
+    assert hf.check_model(on_meta(name, model_type)).exact
+    (reason,) = hf.check_model(on_meta(name, model_type, **changes)).reasons
+    assert [*changes][-1] in reason and "set it to" in reason
 
 
 def test_the_routers_loss_is_refused() -> None:

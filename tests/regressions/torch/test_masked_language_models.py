@@ -86,6 +86,53 @@ def test_loss_and_gradients_are_the_whole_models(
     two.run(_matches, name, model_type, kind)
 
 
+#: Heads that make logits of labelled tokens alone, and embeddings scaled by how many tokens of a
+#: row are masked, as ModernBERT and ESM-2 were trained.
+OF_THE_ROW = (
+    ("ModernBertForMaskedLM", "modernbert", {"sparse_prediction": True}),
+    ("EsmForMaskedLM", "esm", {"position_embedding_type": "rotary", "token_dropout": True}),
+    ("EsmForMaskedLM", "esm", {"position_embedding_type": "absolute", "token_dropout": True}),
+)
+
+
+def _of_the_row(rank: int, name: str, model_type: str, changes: Any, kind: str) -> None:
+    del rank
+    model, batch = build(name, model_type, **changes), batch_of(kind, 40)
+    batch["input_ids"][:, 9:13] = 5  # ESM's mask: more of them on one rank than on the other
+    whole, grads = _trained(model, batch)
+    expected = {weight: grad.clone() for weight, grad in grads.items()}
+    with Wide(), torch.no_grad():
+        logits = model(**batch).logits
+    largest = max(float(x.abs().max()) for x in expected.values())
+    for layout in ("zigzag", "contiguous", "striped"):
+        handle = hf.parallelize(model, cp := ContextParallel(layout=layout), logits="gather")
+        loss, _ = _trained(model, batch)
+        cp.reduce_gradients(model)
+        torch.testing.assert_close(loss, whole, rtol=1e-12, atol=0)
+        for weight, x in model.named_parameters():
+            if weight in expected:
+                atol = 1e-10 * largest
+                torch.testing.assert_close(x.grad, expected[weight], rtol=1e-9, atol=atol)
+        with Wide(), torch.no_grad():
+            actual = model(**batch).logits
+        real = batch.get("attention_mask") if logits.ndim == 3 else None
+        chosen = ... if real is None else real == 1
+        torch.testing.assert_close(actual[chosen], logits[chosen], rtol=1e-9, atol=1e-9)
+        handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["plain", "first", "padded"])
+@pytest.mark.parametrize(("name", "model_type", "changes"), OF_THE_ROW)
+def test_what_depends_on_the_whole_row(
+    two: LocalRanks, name: str, model_type: str, changes: dict[str, Any], kind: str
+) -> None:
+    """Loss, gradients and gathered logits are the whole model's, also if a rank has no label.
+
+    Class: code outside of attention that counts tokens of a row, or leaves some out.
+    """
+    two.run(_of_the_row, name, model_type, changes, kind)
+
+
 def test_labels_of_several_batches_count_together() -> None:
     """``num_items_in_batch`` counts all micro-batches, in models that never read it, too."""
     model = build("BertForMaskedLM", "bert", hf.register())
@@ -116,6 +163,11 @@ def test_other_losses_are_refused() -> None:
     for misuse in (
         lambda: labels[:, 1:],
         lambda: labels == -100,
+        lambda: labels != -100,
+        lambda: labels.shape,
+        lambda: flat != 0,
+        lambda: flat == -100,
+        lambda: flat[3:],
         lambda: labels.view(2, -1),
         lambda: labels.float().sum(),
         lambda: torch.ravel(labels),

@@ -429,7 +429,7 @@ def test_names_that_refuse_are_in_transformers() -> None:
     }
     names = {
         *classes._POOLED, *classes.RECURRENT, *classes.EAGER_ATTENTION, *classes.CACHES,
-        *classes.PAST_LENGTHS, *missing._RECURRENT_INPUTS, "expert_capacity", "get_seq_length",
+        *classes.PAST_LENGTHS, *missing._WHOLE_INPUTS, "expert_capacity", "get_seq_length",
         "make_default_2d_attention_mask", "patch_lengths", "question_token_id", "question_lengths",
     }  # fmt: skip
     parts = {*classes._POOLED_TYPES, *classes._POOLED_HEADS, *classes._TOKEN_HEADS}

@@ -64,9 +64,9 @@ def shard_batch(
     Raises:
         ValueError: Shapes do not fit; labels of padding are not -100; ``cp`` is no
             :class:`ring_torch.ContextParallel`, or ``model`` no module.
-        UnsupportedError: The model is not exact on split sequences, or only with the hooks of
-            :func:`parallelize`; or the batch has an entry that cannot be split. The message says
-            what to do.
+        UnsupportedError: The model is not exact on split sequences of this length, or only with the
+            hooks of :func:`parallelize`; or the batch has an entry that cannot be split. The
+            message says what to do.
         RankMismatchError: Ranks were given different batches.
 
     Example::
@@ -86,4 +86,4 @@ def shard_batch(
             f"{type(model).__name__} needs hooks ({', '.join(report.hooks)}): its batches cannot "
             f"be split by hand. Give the model to ring_torch.hf.parallelize, and whole batches to it"
         )
-    return split_batch(sharding, batch, report, dropout_seed)
+    return split_batch(sharding, batch, report, dropout_seed, model=model)

@@ -13,8 +13,16 @@ from torch import Tensor
 from transformers import masking_utils
 
 from ring_core import UnsupportedError
+from ring_torch.capture import untraced
 from ring_torch.hf.models.check import SERVED_LAYERS
-from ring_torch.hf.models.placeholders import AnyDevice, CrossMask, Placeholder, ShardedMask
+from ring_torch.hf.models.placeholders import (
+    AnyDevice,
+    CrossMask,
+    Placeholder,
+    PlaceholderError,
+    ShardedMask,
+    keeps_all,
+)
 from ring_torch.hf.models.releases import lacks
 
 MaskFunction = Callable[..., Any]
@@ -56,6 +64,20 @@ class LayerMask(AnyDevice):
         "ring attention has no mask that could be read or changed: a layer of this model does more "
         "with its attention_mask than hand it to the attention function, which is not supported"
     )
+
+    ndim = 4  # of a mask [B, 1, T_local, T_kv_local]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the mask tensor that a layer expects, ``(B, 1, T_local, T_kv_local)``."""
+        rows, length = self.batch.shape
+        return rows, 1, length, (self.keys or self.batch).shape[1]
+
+    def __getitem__(self, index: object) -> LayerMask:
+        """Return self for an index that cuts nothing off; refuse any other."""
+        if not keeps_all(index, self.shape):
+            raise PlaceholderError(self._refusal)
+        return self
 
     def documents(
         self, device: torch.device
@@ -113,7 +135,9 @@ def ring_mask(
 ) -> LayerMask | NoMask:
     """Return the mask pattern that transformers asks for, instead of a mask tensor.
 
-    Without ``attention_mask`` that is a :class:`NoMask`: only a layer that reads it is an error.
+    Without ``attention_mask`` that is a :class:`NoMask`: only a layer that reads it is an error. A
+    :class:`LayerMask`, of a model round this one, is returned as it is, as transformers does with a
+    mask of four dimensions.
     It is registered as transformers' mask function for ring attention. The arguments are those of
     the mask functions in ``transformers.masking_utils``; releases before 5.2 pass
     ``cache_position`` instead of ``q_length`` and ``q_offset``.
@@ -125,7 +149,7 @@ def ring_mask(
             passes an argument that this function does not know.
     """
     # These only say how a mask tensor is to be made.
-    del device, dtype, allow_is_causal_skip, allow_is_bidirectional_skip
+    del device, dtype, allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap
     if unknown:  # a newer transformers passes more: say so, instead of a TypeError
         raise UnsupportedError(
             lacks("masking_utils", f"known use of {', '.join(unknown)} of mask functions")
@@ -134,6 +158,8 @@ def ring_mask(
         q_length = cache_position.shape[0]
     # The offset is a tensor with a static KV cache. -1 lets it be refused below.
     offset = q_offset if isinstance(q_offset, int) else -1
+    if isinstance(attention_mask, LayerMask):
+        return attention_mask
     if isinstance(attention_mask, CrossMask):
         return _cross_mask(attention_mask, mask_function, (batch_size, q_length, kv_length))
     # Models ask for a cross attention mask even without cross attention, so this is no error yet.
@@ -152,12 +178,7 @@ def ring_mask(
             f"the model has layers of type {', '.join(unserved)}, which would see this rank's tokens "
             f"only; ring attention serves models of {' and '.join(SERVED_LAYERS)} alone"
         )
-    if use_vmap:
-        raise UnsupportedError(
-            "the model lays another mask over its pattern (tokens of images that see each other, "
-            "prefixes, blocks); only causal, bidirectional and sliding ones are supported"
-        )
-    causal, window = _pattern(mask_function, local_size)
+    causal, window = _pattern(_without_blocks(mask_function), local_size, batch.length)
     return LayerMask(batch, causal, window)
 
 
@@ -202,14 +223,17 @@ def sharded(attention_mask: object) -> ShardedMask:
     )
 
 
-def _pattern(mask_function: MaskFunction, size: int | None) -> tuple[bool, tuple[int, int] | None]:
+def _pattern(
+    mask_function: MaskFunction, size: int | None, length: int
+) -> tuple[bool, tuple[int, int] | None]:
     """Return ``causal`` and ``window`` of a mask function of transformers; chunks are refused.
 
     transformers passes a closure without a name. The known closures are built again and compared
-    with it: two closures are equal if they have the same code and equal enclosed values.
+    with it: two closures are equal if they have the same code and equal enclosed values. Others,
+    which models make themselves, are asked for some rows of a mask of ``length`` tokens.
 
     Raises:
-        UnsupportedError: It is none of the known ones.
+        UnsupportedError: It is none of the known ones, and no band.
     """
     if _is_same(mask_function, masking_utils.causal_mask_function):
         return True, None
@@ -221,10 +245,73 @@ def _pattern(mask_function: MaskFunction, size: int | None) -> tuple[bool, tuple
         bidirectional = getattr(masking_utils, "sliding_window_bidirectional_mask_function", None)
         if bidirectional is not None and _is_same(mask_function, bidirectional(size)):
             return False, (size, size)
-    raise UnsupportedError(
-        "the model asks for a mask other than causal, bidirectional or sliding attention (chunks, or "
-        "blocks of tokens that see each other, as those of images); it is not supported"
+    band = _band(mask_function, length) if _is_of_indices(mask_function) else None
+    if band is None:
+        raise UnsupportedError(
+            "the model asks for a mask other than causal, bidirectional or sliding attention (chunks, "
+            "or blocks of tokens that see each other, as those of images, or prefixes); it is not "
+            "supported"
+        )
+    left, right = band
+    # A side that reaches all tokens has no bound.
+    is_whole = left >= length - 1 and right in (0, length - 1)
+    return right == 0, None if is_whole else (left, right)
+
+
+def _without_blocks(function: MaskFunction) -> MaskFunction:
+    """Return a mask function without its blocks of tokens that see each other, if all are empty.
+
+    Models for text and images add such blocks to a batch without images, too.
+    """
+    parts = _inner_values(function) if isinstance(function, FunctionType) else ()
+    functions = parts[0] if len(parts) == 1 else None
+    if not isinstance(functions, tuple):
+        return function
+    others = [x for x in functions if not _is_without_tokens(x)]
+    is_union = _is_same(function, masking_utils.or_masks(*functions))
+    return others[0] if is_union and len(others) == 1 else function
+
+
+def _is_without_tokens(function: object) -> bool:
+    """Return True for transformers' mask function of blocks where no token is in a block."""
+    if not isinstance(function, FunctionType) or len(parts := _inner_values(function)) != 1:
+        return False
+    blocks = getattr(masking_utils, "blockwise_overlay", None)
+    (ids,) = parts
+    return (
+        blocks is not None
+        and isinstance(ids, Tensor)
+        and _is_same(function, blocks(ids))
+        and bool((ids < 0).all())
     )
+
+
+def _is_of_indices(value: object) -> bool:
+    """Return True if a mask function depends on the indices of queries and keys alone.
+
+    It then encloses numbers and other such functions, and no tensor.
+    """
+    if isinstance(value, FunctionType):
+        return all(map(_is_of_indices, (*_inner_values(value), *(value.__defaults__ or ()))))
+    if isinstance(value, tuple):
+        return all(map(_is_of_indices, value))
+    return value is None or isinstance(value, int)
+
+
+@untraced
+def _band(function: MaskFunction, length: int) -> tuple[int, int] | None:
+    """Return how many keys to the left and right of itself a token sees; ``None`` if it varies.
+
+    Rows at both ends and pairs of neighbours between them are compared with the band.
+    """
+    middle = [length * n // 7 + m for n in range(1, 7) for m in (0, 1)]
+    rows = torch.tensor([x for x in (0, *middle, length - 1) if x < length])[:, None]
+    keys, zero = torch.arange(length), torch.zeros((), dtype=torch.int64)
+    seen = torch.as_tensor(function(zero, zero, rows, keys)).expand(len(rows), length)
+    # The first row has all keys to its right, the last one all to its left.
+    left, right = int(seen[-1].sum()) - 1, int(seen[0].sum()) - 1
+    expected = (keys >= rows - left) & (keys <= rows + right)
+    return (left, right) if torch.equal(seen, expected) else None
 
 
 def _is_same(a: object, b: object) -> bool:

@@ -1,8 +1,8 @@
-"""Hooks for layers that mix tokens without attention: recurrent layers and convolutions."""
+"""Hooks for modules that mix tokens without attention: recurrent layers, convolutions, ids."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class MaskKeeper:
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the mask that the forward is given."""
         mask = by_name(module, args, kwargs).get("attention_mask")
+        if isinstance(mask, Mapping):  # one for each kind of layer, all of the same batch
+            mask = next((x for x in mask.values() if isinstance(x, LayerMask)), None)
         mask = mask.batch if isinstance(mask, LayerMask) else mask
         self._mask = mask if isinstance(mask, ShardedMask) else None
 
@@ -57,10 +59,11 @@ class MaskKeeper:
 
 
 class WholeLayer(MaskKeeper):
-    """Hooks that run a recurrent layer on whole sequences, on every rank.
+    """Hooks that run a recurrent layer, or an embedding of ids, on whole sequences, on every rank.
 
     Such a layer carries a state from each token to the next. It begins with none and does not
-    return its last one with a gradient, so that no rank can go on where another has ended.
+    return its last one with a gradient, so that no rank can go on where another has ended. Such an
+    embedding is scaled by how many tokens of the row are masked.
     """
 
     @untraced
@@ -70,7 +73,8 @@ class WholeLayer(MaskKeeper):
         """Replace the layer's input by the whole sequence, gathered from all ranks."""
         self.begin(module, args, kwargs)
         arguments = by_name(module, args, kwargs)
-        name = next(iter(arguments))  # the hidden states: [B, T_local, dim] becomes [B, T, dim]
+        # The hidden states, or ids: [B, T_local, ...] becomes [B, T, ...].
+        name = next(iter(arguments))
         arguments[name] = self.mask.unshard(arguments[name])
         # The state runs over whole rows, and so must know the padding of all ranks.
         arguments["attention_mask"] = self.mask.whole

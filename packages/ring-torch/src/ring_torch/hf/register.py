@@ -189,7 +189,6 @@ class HFAttention:
         ]:
             raise UnsupportedError(f"ring attention cannot honour {'; '.join(reasons)}")
         _check_pattern(mask, sliding_window, is_causal)
-        _check_positions(module, mask.batch)
         return self.attend(
             module, query, key, value, mask,
             dropout=dropout, scaling=scaling, softcap=softcap, sinks=s_aux,
@@ -299,31 +298,6 @@ def _check_pattern(mask: LayerMask, sliding_window: int | None, is_causal: bool 
             f"the layer asks for is_causal={is_causal}, and its mask for causal={mask.causal}; "
             f"a model that contradicts itself is not supported"
         )
-
-
-def _check_positions(module: nn.Module, batch: ShardedMask) -> None:
-    """Refuse rotary embeddings that ranks would scale differently.
-
-    With ``longrope`` and ``dynamic`` the frequencies depend on the largest position in the input,
-    which differs between ranks of a split sequence.
-    """
-    if batch.sharding.ranks.size == 1:
-        return
-    config = getattr(module, "config", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    low, high = batch.last_positions
-    for parameters in (rope, *(x for x in rope.values() if isinstance(x, dict))):
-        rope_type = parameters.get("rope_type") or ""
-        longest = getattr(config, "max_position_embeddings", 0)
-        if rope_type == "longrope":
-            longest = parameters.get("original_max_position_embeddings", longest)
-        if (rope_type == "longrope" and low < longest <= high) or (
-            "dynamic" in rope_type and longest <= high
-        ):
-            raise UnsupportedError(
-                f"rotary embeddings of type {rope_type} depend on a rank's largest position, here from "
-                f"{low} to {high}, on either side of {longest}: ranks would turn by other angles"
-            )
 
 
 def _layer_seed(module: nn.Module, batch: ShardedMask, mask: LayerMask | None = None) -> int:

@@ -296,10 +296,15 @@ class _Products(TorchFunctionMode):
         module, spec = self.module, self.layer.spec
         is_local = spec.local and getattr(module, spec.local) == "local"
         mask = replace(term.mask, window=(module.config.window_size - 1, 0) if is_local else None)
-        out: Tensor = AttentionInterface()[attention_of(self.layer)].attend(
-            module, q, k, values, mask, scaling=scores.scale, dropout=scores.dropout,
-            bias=term.bias, alibi_slopes=term.slopes,
-        )  # fmt: skip
+        # The kernel's products have the shape of scores, too, and after `@` this mode is active.
+        lengths, self.lengths = self.lengths, set()
+        try:
+            out: Tensor = AttentionInterface()[attention_of(self.layer)].attend(
+                module, q, k, values, mask, scaling=scores.scale, dropout=scores.dropout,
+                bias=term.bias, alibi_slopes=term.slopes,
+            )  # fmt: skip
+        finally:
+            self.lengths = lengths
         return out.transpose(1, 2).reshape(*scores.shape[:-1], v.shape[-1])
 
     def _scores(self, q: Tensor, keys: Tensor) -> Scores:

@@ -1,7 +1,7 @@
 """Forward hooks inside a transformers model, for what its attention function alone cannot do.
 
 Examples are position ids that a module counts itself, relative position biases, ALiBi, chunked
-masks, and recurrent layers.
+masks, recurrent layers, and rotary embeddings that depend on a sequence's length.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ring_torch.hf.models.classes import (
     eager_attention_spec,
     is_convolution,
     is_recurrent,
+    is_whole_embedding,
     makes_bias,
     makes_chunks,
     makes_positions,
@@ -34,6 +35,7 @@ from ring_torch.hf.models.code import by_name, parameters_of
 from ring_torch.hf.models.hooks import ModelHooks, replace_attribute
 from ring_torch.hf.models.parts import tell_keys, text_model
 from ring_torch.hf.models.placeholders import ShardedMask
+from ring_torch.hf.models.rope import depends_on_length
 from ring_torch.hf.scores import EagerAttentionHooks, ScoreBias
 
 _Undo = Callable[[], object]
@@ -54,6 +56,7 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
         yield decoder.register_forward_pre_hook(tell_keys, with_kwargs=True).remove
     if "positions" in hooks.report.hooks or hooks.is_pair:
         yield from _hook_positions(model)
+    yield from _hook_rotary(model)
     has_chunks = "chunks" in hooks.report.hooks
     for _, module in text_modules(model):
         if (spec := eager_attention_spec(module)) is not None:
@@ -71,7 +74,7 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
             yield module.register_forward_hook(bias.end, always_call=True).remove
             yield replace_attribute(module, "compute_bias", bias.compute)
             yield replace_attribute(module, "has_relative_attention_bias", True)
-        if is_recurrent(module):
+        if is_recurrent(module) or is_whole_embedding(module):
             layer_hooks = ConvolutionLayer() if is_convolution(module) else WholeLayer()
             yield module.register_forward_pre_hook(layer_hooks.gather, with_kwargs=True).remove
             yield module.register_forward_hook(layer_hooks.scatter).remove
@@ -127,6 +130,52 @@ def _hook_positions(model: nn.Module) -> Iterator[_Undo]:
             yield module.register_forward_pre_hook(positions.add, with_kwargs=True).remove
         else:
             yield replace_attribute(module, "create_position_ids_from_input_ids", positions.count)
+
+
+class _LastPosition(MaskKeeper):
+    """Hooks that show rotary embeddings the largest position of the whole sequence.
+
+    It is put behind a rank's own positions, and the angles of it are cut off again.
+    """
+
+    @untraced
+    def append(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        """Append the position to ``position_ids [..., T_local]`` before the forward."""
+        arguments = by_name(module, args, kwargs)
+        positions = arguments["position_ids"]
+        last = torch.as_tensor(self.mask.last_position, dtype=positions.dtype)
+        last = last.to(positions.device).expand(*positions.shape[:-1], 1)
+        return (), {**arguments, "position_ids": torch.cat([positions, last], dim=-1)}
+
+    @untraced
+    def cut(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        """Return the angles ``[..., T_local, D]`` of this rank's tokens, after the forward.
+
+        Raises:
+            UnsupportedError: The module returns something else.
+        """
+        angles, length = output if isinstance(output, tuple) else (output,), self.mask.shape[1]
+        if not all(isinstance(x, Tensor) and x.shape[-2:-1] == (length + 1,) for x in angles):
+            raise UnsupportedError(
+                f"{type(module).__name__} must return angles [..., T, D] of each position, as its "
+                f"type depends on the length of the sequence; take another rope_type"
+            )
+        local = tuple(x.narrow(-2, 0, length) for x in angles)
+        return local if isinstance(output, tuple) else local[0]
+
+
+def _hook_rotary(model: nn.Module) -> Iterator[_Undo]:
+    """Install hooks on rotary embeddings that depend on the length of the sequence."""
+    rotary = {id(x) for _, x in text_modules(model) if depends_on_length(x)}
+    for name, module in model.named_modules():
+        if id(module) in rotary:
+            positions, stack = _LastPosition(), _stack_of(model, name)
+            yield stack.register_forward_pre_hook(positions.begin, with_kwargs=True).remove
+            yield stack.register_forward_hook(positions.end, always_call=True).remove
+            yield module.register_forward_pre_hook(positions.append, with_kwargs=True).remove
+            yield module.register_forward_hook(positions.cut).remove
 
 
 def _stack_of(model: nn.Module, name: str) -> nn.Module:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
@@ -26,6 +26,7 @@ from ring_torch.hf.models.placeholders import (
     ShiftedLabels,
     UnshiftedLabels,
 )
+from ring_torch.hf.models.rope import check_last_positions
 from ring_torch.sharding import Sharding
 from ring_torch.training.part import IGNORED
 
@@ -67,6 +68,7 @@ def split_batch(
     also_compared: Mapping[str, Any] | None = None,
     *,
     with_ids: bool = False,
+    model: nn.Module | None = None,
 ) -> dict[str, Any]:
     """Return this rank's part of a batch, as :func:`ring_torch.hf.shard_batch` describes it.
 
@@ -78,6 +80,7 @@ def split_batch(
         weight: Checksum of the model's weights, which ranks compare.
         also_compared: More entries that ranks compare, which are not split.
         with_ids: True to make segment ids even where ``cu_seqlens`` would do.
+        model: The model, if its rotary embeddings have no hooks.
 
     Raises:
         ValueError: The batch is malformed.
@@ -110,17 +113,27 @@ def split_batch(
         _check_one_document(_array(positions), real)
     entries["position_ids"] = positions.expand(size, length)
     entries.pop("attention_mask", None)
+    gathers = "recurrent" in report.hooks
+    # Recurrent models take a forward of one token for a step of decoding, and give it no mask. So
+    # pad to at least two tokens a rank.
+    min_length = max(length, sharding.ranks.size + 1) if gathers else length
+    padding = min_length - length + -min_length % divisor_of(sharding.layout, sharding.ranks.size)
+    # Largest position id on each rank, padding of the layout left out.
+    last_positions = tuple(
+        int(_array(positions)[:, indices[indices < length]].max(initial=0))
+        for indices in (
+            sharding.layout_of(length + padding).positions(rank)
+            for rank in range(sharding.ranks.size)
+        )
+    )
+    if model is not None:
+        check_last_positions(model, last_positions)
     # Shift labels and count them before the split, as both need the whole sequence.
     _set_labels(entries, segments, report)
     _check_same_batch(
         sharding.ranks, {**(also_compared or {}), **entries}, segments, dropout_seed, weight
     )
 
-    gathers = "recurrent" in report.hooks
-    # Recurrent models take a forward of one token for a step of decoding, and give it no mask. So
-    # pad to at least two tokens a rank.
-    min_length = max(length, sharding.ranks.size + 1) if gathers else length
-    padding = min_length - length + -min_length % divisor_of(sharding.layout, sharding.ranks.size)
     # Pad each tensor to a length that the layout can divide, and keep this rank's tokens of it.
     for name in _SPLIT.keys() & entries.keys():
         if isinstance(entries[name], Placeholder):
@@ -131,14 +144,6 @@ def split_batch(
         entries["labels"] = UnshiftedLabels(entries["labels"], entries["num_items_in_batch"])
     is_real = segments >= 0
     segments = np.pad(segments, ((0, 0), (0, padding)), constant_values=-1)
-    # Largest position id on each rank, padding left out.
-    last_positions = [
-        int(_array(positions)[:, indices[indices < length]].max(initial=0))
-        for indices in (
-            sharding.layout_of(length + padding).positions(rank)
-            for rank in range(sharding.ranks.size)
-        )
-    ]
     single, cu_seqlens, needs_ids = _single_and_offsets(segments)
     ids = None
     if needs_ids or with_ids or "chunks" in report.hooks:
@@ -150,14 +155,14 @@ def split_batch(
         single,
         cu_seqlens,
         None if ids is None else sharding.shard(ids, dim=1),
-        (min(last_positions), max(last_positions)),
+        max(last_positions),
         dropout_seed,
         length,
         entries["position_ids"],
         has_padding=bool((segments < 0).any()),
         gathers=gathers,
         whole=torch.from_numpy(is_real).to(tokens.device, torch.int64)
-        if gathers and not is_real.all()
+        if {"recurrent", "embeddings"} & {*report.hooks} and not is_real.all()
         else None,
         first=tuple(is_real.argmax(axis=1).tolist()),
         has_holes=bool(

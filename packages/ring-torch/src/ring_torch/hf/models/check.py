@@ -20,6 +20,7 @@ from ring_torch.hf.models.classes import (
     is_mask_function,
     is_pair,
     is_recurrent,
+    is_whole_embedding,
     makes_chunks,
     makes_masks,
     name_of,
@@ -27,6 +28,7 @@ from ring_torch.hf.models.classes import (
     pooling_of,
     pooling_reason,
     position_offset,
+    predicts_labelled,
     shifts_labels,
     takes_positions,
 )
@@ -37,6 +39,7 @@ from ring_torch.hf.models.code import (
     reads_in_forward,
 )
 from ring_torch.hf.models.missing import missing_names
+from ring_torch.training.part import IGNORED
 
 #: Kinds of layers, in a config's ``layer_types``, that ring attention can compute.
 SERVED_LAYERS = ("full_attention", "sliding_attention")
@@ -331,11 +334,17 @@ def _layer_reasons(
         "config.alibi: its slopes are made of a mask, which cannot be split": (
             getattr(config, "alibi", False) is True and "FalconAttention" in types
         ),
+        "config.use_prompt: learned keys before a sequence's own cannot be split; set it to False": (
+            getattr(config, "use_prompt", False)
+        ),
         "config.attention_type: sparse blocks are not supported; set it to original_full": (
             getattr(config, "attention_type", None) == "block_sparse"
         ),
         "config.trigram_input: a token's embedding is made of its neighbours' too": (
             getattr(config, "trigram_input", False)
+        ),
+        "config.sparse_pred_ignore_index: labels that do not count are -100 on a ring; set it to -100": (
+            predicts_labelled(model) and model.sparse_pred_ignore_index != IGNORED
         ),
         f"{name_of(model)} cuts its sequence into patches, of a rank's own tokens": any(
             "patch_lengths" in names_in_forward(type(x)) for x in (model, model.base_model)
@@ -392,8 +401,8 @@ def _mask_reasons(modules: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> I
     yield from (reason for reason, applies in reasons.items() if applies)
     for module in modules.values():
         reads = reads_in_forward(type(module), "attention_mask") & {*_READS}
-        # Recurrent layers are given the whole mask, which they may read.
-        if reads and not is_recurrent(module):
+        # Some modules are given the whole mask, which they may read.
+        if reads and not (is_recurrent(module) or is_whole_embedding(module)):
             yield (
                 f"{type(module).__name__} reads the attention_mask "
                 f"({', '.join(sorted(reads))}), and that of a split batch cannot be read"

@@ -82,6 +82,9 @@ RECURRENT = CONVOLUTIONS | frozenset({
     "RecurrentGemmaRecurrentBlock", "Zamba2MambaMixer",
 })  # fmt: skip
 
+#: Embeddings that read the mask and all ids of a row, which run on whole ids on every rank.
+WHOLE_EMBEDDINGS = frozenset({"EsmEmbeddings"})
+
 #: Output fields with one entry for each sequence, not for each token, and their names in messages.
 _POOLED = {
     "pooler_output": "pooler_output",
@@ -112,6 +115,11 @@ def is_convolution(module: nn.Module) -> bool:
 def is_recurrent(module: nn.Module) -> bool:
     """Return True for a known recurrent or convolutional layer."""
     return type(module).__name__ in RECURRENT
+
+
+def is_whole_embedding(module: nn.Module) -> bool:
+    """Return True for known embeddings of a token that depend on its whole sequence."""
+    return type(module).__name__ in WHOLE_EMBEDDINGS
 
 
 def eager_attention_spec(module: nn.Module) -> EagerAttentionSpec | None:
@@ -171,6 +179,7 @@ def hooks_for(model: Any, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
             or (is_pair(model) and any(map(counts_positions, modules.values())))
         ),
         "recurrent": any(map(is_recurrent, modules.values())),
+        "embeddings": any(map(is_whole_embedding, modules.values())),
         "chunks": any(map(makes_chunks, modules.values())),
         "offsets": any(map(counts_queries, modules.values())),
     }
@@ -307,11 +316,13 @@ def pooling_reason(model: Any, pooling: str) -> str:
 
 def position_offset(modules: Mapping[str, nn.Module]) -> int:
     """Return a first token's position id: ``padding_idx + 1`` if made from token ids, else 0."""
-    # transformers counts from here if it makes position ids of token ids itself.
+    # transformers counts from here if it makes position ids of token ids itself. ESM does so with
+    # rotary embeddings as well, and those count from 0.
     paddings = (
         getattr(x, "padding_idx", None)
         for x in modules.values()
         if "create_position_ids_from_input_ids" in names_in(type(x))
+        and getattr(x, "position_embedding_type", "") != "rotary"
     )
     return next((padding + 1 for padding in paddings if isinstance(padding, int)), 0)
 
@@ -321,6 +332,12 @@ def counts_real_tokens(module: nn.Module) -> bool:
     return "cumsum" in names_in_forward(type(module)) and (
         {"inputs_embeds", "attention_mask", "position_ids"} <= parameters_of(type(module))
     )
+
+
+def predicts_labelled(model: Any) -> bool:
+    """Return True if a model makes logits of labelled tokens alone (ModernBERT)."""
+    names = {"sparse_prediction", "sparse_pred_ignore_index"}
+    return getattr(model, "sparse_prediction", False) and names <= names_in_forward(type(model))
 
 
 def shifts_labels(model: Any) -> bool:

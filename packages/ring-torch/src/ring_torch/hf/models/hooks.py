@@ -19,6 +19,7 @@ from ring_torch.comm.exchange import collective
 from ring_torch.gradients.reduce import ReductionChoice, hooks_in
 from ring_torch.hf.models.batch import split_batch
 from ring_torch.hf.models.check import ModelReport, unwrapped
+from ring_torch.hf.models.classes import predicts_labelled
 from ring_torch.hf.models.code import by_name, names_in_forward, parameters_of
 from ring_torch.hf.models.documents import STATED
 from ring_torch.hf.models.parts import (
@@ -38,6 +39,7 @@ from ring_torch.hf.models.training import (
     weight_checksum,
 )
 from ring_torch.sharding import Sharding
+from ring_torch.training.part import IGNORED
 
 Logits = Literal["local", "gather"]
 Reduction = Literal["sum", "mean"]
@@ -64,6 +66,8 @@ class _ForwardState:
         has_labels: True if a loss is computed.
         has_router_loss: True if a router's loss is computed, of the whole sequence.
         logit_rows: Rows of the whole sequence's logits that are asked for; ``None`` for all.
+        labelled: Tokens with a label, bool ``[B, length]``, if logits are made of these alone;
+            else ``None``.
     """
 
     mask: ShardedMask
@@ -72,6 +76,7 @@ class _ForwardState:
     has_labels: bool
     has_router_loss: bool
     logit_rows: slice | Tensor | None
+    labelled: Tensor | None
 
 
 @dataclass(eq=False)
@@ -178,6 +183,7 @@ class ModelHooks(ReductionChoice):
         logit_rows = take_logit_rows(unwrapped(module), batch, gathers_logits=self.gathers_logits)
         if not self.divides_by_items(module):
             batch.pop("num_items_in_batch", None)
+        labels = batch.get("labels") if predicts_labelled(unwrapped(module)) else None
         shard, mask, is_whole = self._shard(module, batch)
         self.state = _ForwardState(
             mask,
@@ -186,6 +192,7 @@ class ModelHooks(ReductionChoice):
             has_labels=shard.get("labels") is not None,
             has_router_loss=has_router_loss,
             logit_rows=logit_rows,
+            labelled=None if labels is None else labels != IGNORED,
         )
         # The head computes the router's loss of the whole sequence, so it gets the whole mask; the
         # part below it gets the split one, by `split_mask`.
@@ -245,12 +252,15 @@ class ModelHooks(ReductionChoice):
         state = self._take_state()
         # Join logits if they are wanted, and TRL's outputs of each token in any case. Where labels
         # were shifted here, TRL expects no entry for a row's last token.
-        for name in (*(_LOGITS if self.gathers_logits else ()), *_PER_TOKEN):
+        gathers_dense = self.gathers_logits and state.labelled is None
+        for name in (*(_LOGITS if gathers_dense else ()), *_PER_TOKEN):
             value = output.get(name)
             if isinstance(value, Tensor) and value.shape[:2] == state.mask.shape:
                 output[name] = self.whole(
                     value, state.mask.length - (name in _PER_TOKEN and state.is_shifted_here)
                 )
+        if self.gathers_logits and state.labelled is not None:
+            output["logits"] = self._whole_of_labelled(output["logits"], state)
         if state.logit_rows is not None and isinstance(output.get("logits"), Tensor):
             output["logits"] = output["logits"][:, state.logit_rows]
         if isinstance(output.get("loss"), Tensor):
@@ -308,6 +318,13 @@ class ModelHooks(ReductionChoice):
         """
         x = _ReplaceValue.apply(x, x, self.factor) if x.is_floating_point() else x
         return self.sharding.unshard(x, dim=dim, grad="slice").narrow(dim, 0, length)
+
+    def _whole_of_labelled(self, logits: Tensor, state: _ForwardState) -> Tensor:
+        """Join the logits ``[n, V]`` of labelled tokens, in the order of the whole batch."""
+        labelled = not_none(state.labelled)
+        local = state.mask.shard(labelled)
+        dense = logits.new_zeros(*state.mask.shape, logits.shape[-1]).index_put((local,), logits)
+        return self.whole(dense, state.mask.length)[labelled]
 
     def total_of(self, local_loss: Tensor) -> Tensor:
         """Return the sum of a loss over the ranks.

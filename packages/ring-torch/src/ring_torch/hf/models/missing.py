@@ -22,6 +22,7 @@ from ring_torch.hf.models.classes import (
     is_convolution,
     is_pair,
     is_recurrent,
+    is_whole_embedding,
     makes_bias,
     makes_chunks,
     makes_positions,
@@ -29,13 +30,15 @@ from ring_torch.hf.models.classes import (
 )
 from ring_torch.hf.models.code import names_in, names_in_forward, parameters_of
 from ring_torch.hf.models.releases import lacks
+from ring_torch.hf.models.rope import depends_on_length
 
 _COUNTER = "create_position_ids_from_input_ids"
 
-#: First arguments of recurrent layers, which are gathered, and their other known arguments.
-_RECURRENT_INPUTS = frozenset({"hidden_states", "input_states"})
-_RECURRENT_OTHERS = CACHES | {
-    "**", "attention_mask", "cache_params", "position_embeddings", "position_ids", "self", "seq_idx",
+#: First arguments of modules that run on whole sequences, which are gathered, and their other known
+#: arguments.
+_WHOLE_INPUTS = frozenset({"hidden_states", "input_states", "input_ids"})
+_WHOLE_OTHERS = CACHES | {
+    "**", "attention_mask", "cache_params", "inputs_embeds", "position_embeddings", "position_ids", "self", "seq_idx",
     "use_cache",
 }  # fmt: skip
 
@@ -43,8 +46,8 @@ _RECURRENT_OTHERS = CACHES | {
 def missing_names(model: Any, modules: Mapping[str, nn.Module]) -> Iterator[str]:
     """Yield a reason for each name that a hook of this model needs, and its code does not have.
 
-    A model with a reason is refused. An argument of a recurrent layer that no hook knows is a
-    reason too.
+    A model with a reason is refused. So is one with a module that runs on whole sequences and has
+    an argument that no hook knows.
 
     Args:
         model: The model, without wrappers.
@@ -82,12 +85,12 @@ def _missing_in(module: nn.Module) -> Iterator[str]:
         yield "causal_mask_mapping"
     yield from _missing_for_bias(module, names)
     yield from _missing_for_positions(module, names, parameters)
-    if is_recurrent(module):
+    if is_recurrent(module) or is_whole_embedding(module):
         if is_convolution(module) and not isinstance(getattr(module, "conv", None), nn.Conv1d):
             yield "nn.Conv1d conv"
-        if not _RECURRENT_INPUTS & parameters:
-            yield f"argument {' or '.join(sorted(_RECURRENT_INPUTS))}"
-        if unknown := sorted(parameters - _RECURRENT_INPUTS - _RECURRENT_OTHERS):
+        if not _WHOLE_INPUTS & parameters:
+            yield f"argument {' or '.join(sorted(_WHOLE_INPUTS))}"
+        if unknown := sorted(parameters - _WHOLE_INPUTS - _WHOLE_OTHERS):
             yield f"known use of its argument {', '.join(unknown)}"
 
 
@@ -109,6 +112,8 @@ def _missing_for_positions(
         yield from sorted({"attention_mask", "hidden_states"} - parameters)
     elif has_attention(module) and "arange" in names and "position_ids" not in names:
         yield "get_seq_length of a cache, nor position_ids, beside its arange"
+    if depends_on_length(module) and "position_ids" not in parameters:
+        yield "argument position_ids"
     is_embedding = "Position" in type(module).__name__ and "position_ids" in parameters
     if is_embedding and "arange" in names and not PAST_LENGTHS & parameters:
         yield f"argument {' or '.join(sorted(PAST_LENGTHS))}"

@@ -242,6 +242,10 @@ def split_text(
     if split_arguments.get("position_ids") is None:
         # The text model would count a rank's tokens from 0.
         split_arguments["position_ids"] = mask.position_ids
+    positions = arguments.get("position_ids")
+    if isinstance(positions, Tensor) and positions.ndim == _ROPE_AXES:
+        # A fourth row, of places in the text, does not turn tokens.
+        mask = replace(mask, last_position=positions[-_ROPE_AXES:].max())
     split_arguments["attention_mask"] = mask
     return (), split_arguments
 

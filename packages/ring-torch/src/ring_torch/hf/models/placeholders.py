@@ -53,6 +53,15 @@ class Placeholder:
         raise PlaceholderError(cls._refusal)
 
 
+def keeps_all(index: object, shape: tuple[int, ...]) -> bool:
+    """Return True for an index that cuts nothing off a tensor of this shape, as ``[:, -0:]``."""
+    indices = index if isinstance(index, tuple) else (index,)
+    return len(indices) <= len(shape) and all(
+        isinstance(x, slice) and x.indices(size) == (0, size, 1)
+        for x, size in zip(indices, shape, strict=False)
+    )
+
+
 class AnyDevice(Placeholder):
     """Stand-in that a model may move to any device and cast to any dtype."""
 
@@ -83,7 +92,7 @@ class UnshiftedLabels(Placeholder):
     says. Means of ranks do not add up to the mean of the batch; sums divided by its count do.
 
     Attributes:
-        values: int ``[B, T_local]`` or, flattened, ``[B * T_local]``.
+        values: int ``[B, T_local]``; flattened, ``[B * T_local]``, or some of these.
         items: Number of labels of the whole batch that are not ignored.
     """
 
@@ -109,6 +118,35 @@ class UnshiftedLabels(Placeholder):
     def to(self, *args: Any, **kwargs: Any) -> UnshiftedLabels:
         """Return the labels on a device or in a dtype, as :meth:`torch.Tensor.to` does."""
         return replace(self, values=self.values.to(*args, **kwargs))
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of flattened labels, ``(B * T_local,)``; that of others is refused."""
+        return self._flat("shape").shape
+
+    def __ne__(self, other: object) -> Any:
+        """Return which of the flattened labels are not ignored, bool ``[B * T_local]``.
+
+        Models that make logits of labelled tokens alone (``sparse_prediction`` of ModernBERT) ask
+        for it. Any other comparison is refused.
+        """
+        if type(other) is int and other == IGNORED:
+            return self._flat("!=") != IGNORED
+        return not self == other
+
+    __hash__ = Placeholder.__hash__
+
+    def __getitem__(self, index: object) -> UnshiftedLabels:
+        """Return some of the flattened labels, by a mask of them."""
+        if not isinstance(index, Tensor) or index.dtype != torch.bool:
+            raise PlaceholderError(self._refusal)
+        return replace(self, values=self._flat("an index")[index])
+
+    def _flat(self, name: str) -> Tensor:
+        """Return flattened labels; refuse others, which a model may index by row."""
+        if self.values.ndim != 1:
+            raise PlaceholderError(f"{self._refusal} (asked for {name})")
+        return self.values
 
     def view(self, *shape: int) -> UnshiftedLabels:
         """Return the labels flattened; ``view(-1)`` is the only view that is allowed."""
@@ -167,14 +205,15 @@ class ShardedMask(Placeholder):
         segment_ids: Document of each token, int32 ``[B, T_local]``, negative for padding. They are
             there where rows differ or padding cuts a document in two, and for chunks and the
             sequences of an encoder-decoder; else ``None``.
-        last_positions: Smallest and largest, over ranks, of a rank's largest position id.
+        last_position: Largest position id of the whole batch, on all ranks.
         dropout_seed: Seed of the batch, from which each layer derives its own.
         length: Length of a row without the padding that the layout needs.
         position_ids: int64 ``[B, T_local]``, of this rank's tokens.
         joins_router: True if a router's loss is computed from the whole sequence.
         has_padding: True if there is any padding, of the batch or of the layout.
         gathers: True if recurrent layers run on whole sequences, and look them up in this mask.
-        whole: Mask for those layers, int64 ``[B, length]`` of 0 and 1; ``None`` if all are 1.
+        whole: Mask for modules that run on whole sequences, int64 ``[B, length]`` of 0 and 1;
+            ``None`` if all are 1.
         first: Index of the first token of each row that is no padding.
         has_holes: True if some row has padding between tokens.
     """
@@ -185,7 +224,7 @@ class ShardedMask(Placeholder):
     single: bool
     cu_seqlens: tuple[int, ...] | None
     segment_ids: Tensor | None
-    last_positions: tuple[int, int]
+    last_position: int | Tensor
     dropout_seed: int | None
     length: int
     position_ids: Tensor
