@@ -363,6 +363,18 @@ def int32_ids(name: str, ids: Any) -> Any:
     return jnp.asarray(ids, jnp.int32)
 
 
+def int32_counts(counts: Any) -> Array:
+    """Return numbers of tokens as int32; numbers beyond it, beyond every sequence, become its last.
+
+    JAX alone would cut their bits.
+    """
+    wide: Any = counts if isinstance(counts, jax.Array) else np.asarray(counts)
+    if np.issubdtype(wide.dtype, np.integer) and not np.can_cast(wide.dtype, np.int32):
+        wide = wide.clip(None, np.iinfo(np.int32).max)
+    array = jnp.asarray(wide)
+    return array.astype(jnp.int32) if jnp.issubdtype(array.dtype, jnp.integer) else array
+
+
 DEVICE = "device"  # arrays of a traced call have no device to compare
 
 
