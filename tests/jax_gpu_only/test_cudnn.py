@@ -14,6 +14,7 @@ import pytest
 from backends import cudnn
 from cases import Case
 from jax._src.cudnn import fused_attention_stablehlo
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from tolerances import assert_close
 
 from ring_core import KernelConfig, Mask, UnsupportedError
@@ -383,3 +384,30 @@ def test_an_unknown_jax_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fmha, "found_binding", lambda: "jax 9 calls cuDNN with other arguments")
     assert "jax 9 calls cuDNN" in _refused()
     assert _explained((256, 256), bias=False)[0].startswith("kernel triton (cuda): ")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+def test_programs_over_an_abstract_mesh(strategy: str, kind: AxisType) -> None:
+    """No program may hold a primitive that JAX lowers for devices that are there alone.
+
+    A call's kernels for other platforms are in its program, so that one such primitive, as JAX's
+    own for cuDNN, keeps it from being lowered for any platform.
+    """
+    mesh = AbstractMesh((4,), ("cp",), axis_types=(kind,))
+    split = NamedSharding(mesh, PartitionSpec(None, "cp"))
+    q, k = (
+        jax.ShapeDtypeStruct((1, 512, heads, 64), jnp.bfloat16, sharding=split) for heads in (4, 2)
+    )
+    cp = ContextParallel(mesh, "cp", layout="zigzag")
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        out = cp.attention(q, k, v, causal=True, strategy=strategy)
+        return out.astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, k, k)
+    for platform in ("cpu", "tpu"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert "cudnn" not in text and "while" in text
+    if strategy == "ring":
+        assert "cudnn" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -47,7 +47,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "cu_seqlens as an array": ({"cu_seqlens": jnp.array([0, 8])}, "cu_seqlens must be known when the call is traced"),
     "mask twice": ({"mask": Mask(), "causal": True}, "mask was given together with causal"),
     "mask type": ({"mask": jnp.ones((8, 8))}, "mask must be a ring_core.Mask"),
-    "ids dtype": ({"segment_ids": jnp.zeros((2, 8), jnp.uint8)}, "segment_ids must be int32, got uint8"),
+    "ids dtype": ({"segment_ids": jnp.zeros((2, 8), jnp.uint32)}, "segment_ids must be int32, .* got uint32"),
     "ids shape": ({"segment_ids": ids(2, 9)}, r"shape \[2, 8\], got \(2, 9\)"),
     "ids triple": ({"segment_ids": (ids(2, 8),) * 3}, "pair"),
     "ids type": ({"segment_ids": 3}, "segment_ids must be a jax.Array"),

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from backends.jax_devices import GRADS, JaxBackend
 from backends.tpu_interpreter import interpreted
-from cases import Case, diagonals, prefix
+from cases import Case, crossed, diagonals, prefix
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tolerances import assert_close
@@ -52,6 +52,7 @@ _CASES = [
     Case("documents", Mask(cu_seqlens=(0, 1, 100, 102, 151, 300))),
     Case("predicate", Mask(causal=True, predicate=diagonals)),
     Case("predicate-documents", Mask(predicate=prefix, cu_seqlens=(0, 153, 300))),
+    Case("predicate-bits", Mask(predicate=crossed)),
     Case("keys", CAUSAL, seq_len=130, kv_seq_len=300),
     Case("fewer-keys", CAUSAL, kv_seq_len=140),
     Case("gqa", CAUSAL, heads=(6, 2), batch=2, dims=(24, 8)),

@@ -50,6 +50,25 @@ ASKED: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "jacfwd": ("forward mode", lambda call, x: jax.jacfwd(partial(loss, call))(x)),
     "linearize": ("forward mode", lambda call, x: jax.linearize(partial(loss, call), x)[1](x)),
+    # Reverse mode over forward mode: JAX has no rule for the tangent of a call with a gradient.
+    "grad of jvp": (
+        "forward mode",
+        lambda call, x: jax.grad(lambda a: jax.jvp(partial(loss, call), (a,), (a,))[1])(x),
+    ),
+    "grad of jvp along a constant": (
+        "forward mode",
+        lambda call, x: jax.grad(lambda a: jax.jvp(partial(loss, call), (a,), (Q,))[1])(x),
+    ),
+    "in a batch": (
+        "forward mode",
+        lambda call, x: jax.vmap(
+            lambda t: jax.grad(lambda a: jax.jvp(partial(loss, call), (a,), (t,))[1])(x)
+        )(Q[None]),
+    ),
+    "vjp of linearize": (
+        "forward mode",
+        lambda call, x: jax.vjp(jax.linearize(partial(loss, call), x)[1], x)[1](1.0),
+    ),
     "jvp of grad": (
         "derivative of a gradient",
         lambda call, x: jax.jvp(jax.grad(partial(loss, call)), (x,), (x,)),
@@ -74,6 +93,10 @@ RUNS = [
         "jvp of keys-gather-False",
         "jacfwd-shard_map-False",
         "linearize-one device-True",
+        "grad of jvp-one device-False",
+        "grad of jvp along a constant-one device-True",
+        "in a batch-shard_map-False",
+        "vjp of linearize-gather-False",
         "jvp of grad-gather-True",
         "hessian-shard_map-True",
         "grad of grad-one device-False",
@@ -85,6 +108,18 @@ def test_attention_refuses_all_but_the_gradient(asked: str, call: str, *, compil
     function = partial(ask, CALLS[call])
     with pytest.raises(UnsupportedError, match=f"{message}.*Instead: use gradients alone"):
         (jax.jit(function) if compiled else function)(Q)
+
+
+def test_other_functions_keep_the_words_of_jax() -> None:
+    """The rule that refuses the tangent of a tangent is registered for a primitive of JAX's."""
+
+    @jax.custom_vjp
+    def doubled(x: Any) -> Any:
+        return 2 * x
+
+    doubled.defvjp(lambda x: (2 * x, None), lambda _, gradient: (2 * gradient,))
+    with pytest.raises(NotImplementedError, match="'custom_lin' not implemented"):
+        jax.grad(lambda x: jax.jvp(lambda a: doubled(a).sum(), (x,), (x,))[1])(Q)
 
 
 @pytest.mark.nightly(only=["shard_map"])

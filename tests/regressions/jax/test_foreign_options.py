@@ -30,3 +30,21 @@ def test_each_is_refused_by_its_name_here(name: str, call: Callable[..., Any]) -
 def test_bound_to_an_adapter() -> None:
     with pytest.raises(ValueError, match="for is_causal, use causal"):
         flax.make_attention_fn(partial(CP.attention, is_causal=True))
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (CP.attention, "attention"), (CP.explain, "explain"), (CP.check_agreement, "check_agreement"),
+        (CALLS["ring_attention"], "__call__"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_option_is_named_with_the_function_that_was_called(
+    call: Callable[..., Any], name: str
+) -> None:
+    """Methods pass options on to a record, whose own error would name it."""
+    said = rf"^{name}\(\) got an unexpected keyword argument 'sofcap'. Did you mean 'softcap'\?"
+    with pytest.raises(TypeError, match=said):
+        call(Q, Q, Q, sofcap=1.0)
+    with pytest.raises(TypeError, match=rf"^{name}\(\) .* argument 'xyz'$"):
+        call(Q, Q, Q, softcap=1.0, xyz=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
+import ring_jax
 from ring_core import UnsupportedError, reference
 from ring_jax import ContextParallel, ring_attention
 
@@ -264,3 +266,36 @@ def test_another_mesh_that_is_set_is_refused(of: str) -> None:
             cp.attention(x, x, x)
         with pytest.raises(UnsupportedError, match=text):
             ContextParallel(other, "x").relayout(x, to=cp)
+
+
+#: Axes of a mesh, and those of the sequence in another order.
+ORDERS = {
+    "two": ({"a": 2, "b": 2}, ("b", "a")),
+    "two of three": ({"a": 2, "b": 2, "c": 2}, ("c", "a")),
+    "three": ({"a": 2, "b": 2, "c": 2}, ("b", "c", "a")),
+}
+
+
+@pytest.mark.parametrize("strategy", ["ring", "balanced", "gather"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.nightly(unless=["two-ring", "two-balanced", "two of three-gather"])
+def test_axes_in_another_order_than_the_meshs(order: str, strategy: str) -> None:
+    """Ranks count by the axes as they are named; JAX sends in the order of the mesh alone."""
+    sizes, names = ORDERS[order]
+    mesh, length = _mesh(AxisType.Auto, sizes), 24
+    x, _, _, dout = (np.repeat(y[:1, :1, :2], length, 1) for y in _inputs())
+    x = x + np.sin(np.arange(x.size)).reshape(x.shape).astype(np.float32)
+
+    def loss(q: Any, axes: Any) -> Any:
+        call: Any = partial(ring_attention, axis_name=axes, causal=True)
+        if axes is not None:
+            spec, call = P(None, axes), partial(call, strategy=strategy)
+            call = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+        return (call(q, q, q) * dout).sum()
+
+    sharded = jax.device_put(x, NamedSharding(mesh, P(None, names)))
+    with ring_jax.check(1):
+        out, grad = jax.jit(partial(jax.value_and_grad(loss), axes=names))(sharded)
+    right, right_grad = jax.value_and_grad(loss)(x, None)
+    np.testing.assert_allclose(out, right, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(grad), right_grad, atol=1e-4)

@@ -10,14 +10,17 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
-from ring_jax.kernels.absent import only_on
-from ring_jax.records import Array
+from ring_core import UnsupportedError
+from ring_jax.kernels.absent import wrong_platform
+from ring_jax.records import Array, Direction
 
 _ARRAYS = (
     "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets",
@@ -85,11 +88,10 @@ def call_forward(
     pattern: Pattern, q: Array, k: Array, v: Array, *bias: Array
 ) -> tuple[Array, Array]:
     """Return ``(out [B, T, H, Dv], lse [B, H, T])`` for arrays ``[B, T, heads, D]``."""
-    binding, none = _binding(), jnp.zeros(0, q.dtype)
-    q = only_on("cuda", "cudnn", q)
-    out, lse = binding.forward.bind(
-        q, k, v, *(bias or (none,)), *[none] * 6, **_params(pattern, binding, bias),
-        is_training=True,
+    none = jnp.zeros(0, q.dtype)
+    out, lse = cudnn_p.bind(
+        q, k, v, *(bias or (none,)), *[none] * 6, **_params(pattern, _binding(), bias),
+        is_training=True, direction="forward",
     )  # fmt: skip
     return out, lse
 
@@ -105,14 +107,46 @@ def call_backward(
     *bias: Array,
 ) -> tuple[Array, ...]:
     """Return ``(dq, dk, dv)``, and ``dbias`` with ``pattern.bias_grad``; ``[B, T, heads, D]``."""
-    binding, none = _binding(), jnp.zeros(0, q.dtype)
-    q = only_on("cuda", "cudnn", q)
+    none = jnp.zeros(0, q.dtype)
     return tuple(
-        binding.backward.bind(
+        cudnn_p.bind(
             q, k, v, *(bias or (none,)), *[none] * 6, lse, out, dout,
-            **_params(pattern, binding, bias),
+            **_params(pattern, _binding(), bias), direction="backward",
         )
     )  # fmt: skip
+
+
+#: Either of JAX's primitives, of which JAX says that a program with one is lowered for devices that
+#: are there, whatever platform it is for. Inside of this one they are lowered for CUDA alone.
+cudnn_p = Primitive("ring_cudnn")
+cudnn_p.multiple_results = True
+
+
+def _bind(*arrays: Any, direction: Direction, **params: Any) -> Any:
+    """Call the primitive of a pass."""
+    return getattr(_binding(), direction).bind(*arrays, **params)
+
+
+def _types(*types: Any, direction: Direction, **params: Any) -> Any:
+    """Return the types of the primitive's results, and its effects."""
+    return getattr(_binding(), direction).abstract_eval(*types, **params)
+
+
+def _run(*arrays: Array, **params: Any) -> Any:
+    """Run a program of one call, under ``jax.disable_jit``, too."""
+    with jax.disable_jit(disable=False):
+        return jax.jit(partial(cudnn_p.bind, **params))(*arrays)
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    """Raise the error of a program that names the kernel and is lowered for another platform."""
+    raise UnsupportedError(wrong_platform("cuda", "cudnn"))
+
+
+cudnn_p.def_impl(_run)
+cudnn_p.def_effectful_abstract_eval(_types)
+mlir.register_lowering(cudnn_p, _refuse)
+mlir.register_lowering(cudnn_p, mlir.lower_fun(_bind), platform="cuda")
 
 
 @lru_cache(maxsize=1)

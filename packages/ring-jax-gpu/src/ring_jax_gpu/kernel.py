@@ -12,6 +12,7 @@ from ring_core import Capabilities, KernelConfig, Request, RingProgram, refusals
 from ring_core.base.config import EVERYTHING
 from ring_core.programs.ring import Stage
 from ring_core.triton.tile_configs import Table
+from ring_jax.kernels.rules import predicate_refusal
 from ring_jax.records import (
     AttentionState,
     BackwardInputs,
@@ -69,12 +70,8 @@ class TritonKernel(Kernel):
     ) -> tuple[str, ...]:
         """Refuse a fused backward that must repeat bit for bit, and predicates of many tiles."""
         del direction
-        if program.plan.blocks is not None and program.plan.blocks.tiles is None:
-            reason = (
-                "the partial tiles of this predicate take more than 64 MiB. Instead: use "
-                "kernel='xla', which evaluates the predicate block by block"
-            )
-            return (reason,)
+        if refusal := predicate_refusal(program.plan, evaluates=False, reads_tiles=True):
+            return (refusal,)
         if local.deterministic and config.fused_backward:
             reason = (
                 "fused_backward=True adds to dQ in an order that differs from run to run, which "

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ring_core import KernelConfig, RingProgram, UnsupportedError
 from ring_core.base.config import EVERYTHING
+from ring_jax.kernels.rules import predicate_refusal
 from ring_jax.records import (
     AttentionState,
     BackwardInputs,
@@ -46,7 +47,9 @@ class PallasKernel(Kernel):
     def refusals(
         self, direction: Direction, local: LocalShape, config: KernelConfig, program: RingProgram, /
     ) -> tuple[str, ...]:
-        """Return why a launch would be refused: blocks too large or too many for this TPU."""
+        """Return why a launch would be refused: its predicate, or its blocks on this TPU."""
+        if refusal := predicate_refusal(program.plan, evaluates=True, reads_tiles=False):
+            return (refusal,)
         shape = Shape(
             local.head_dim, local.v_head_dim, local.itemsize, local.has_bias, local.has_dropout
         )

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 
 from ring_core.base.arguments import FULL, PARTIAL
 from ring_jax.dropout import dropout_keep
+from ring_jax.kernels.rules import evaluated_rule
 from ring_jax.records import CallSpec, Item
 from ring_jax_tpu.block_index import NONFINITE, Visit
 
@@ -208,8 +209,8 @@ class Tile:
         if self.rows.ids is not None:
             visible &= self.rows.ids[...] == as_column(self.columns.ids)
         if self.consts.call.plan.mask.predicate is not None:
-            visible &= self.consts.call.plan.mask.rule(
-                self.rows.positions[...], as_column(self.columns.positions)
+            visible &= evaluated_rule(
+                self.consts.call.plan, self.rows.positions[...], as_column(self.columns.positions)
             )
         return visible
 

@@ -19,7 +19,7 @@ from ring_core.base.arguments import check_foreign_options
 from ring_jax.attention import RingAttention
 from ring_jax.context import ContextParallel
 from ring_jax.positions import local_positions
-from ring_jax.prepare import axis_size
+from ring_jax.prepare import axis_size, int32_ids
 from ring_jax.records import Array
 
 Attention = Callable[..., Any]
@@ -254,10 +254,7 @@ def check_cache(options: Mapping[str, Any], q_len: int, k_len: int, *, hidden: b
 def _segment_ids(segments: Segments) -> Array | tuple[Array, Array]:
     """Return the option ``segment_ids``: int32 ``[B, T]``, or a pair of those."""
     sides = [segments.queries] if segments.keys is None else [segments.queries, segments.keys]
-    for ids in sides:
-        if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
-            raise ValueError(f"Segments must be integers, got {jnp.result_type(ids)}")
-    flat_ids = [flat(jnp.asarray(ids, jnp.int32), 1) for ids in sides]
+    flat_ids = [flat(int32_ids("Segments", ids), 1) for ids in sides]
     return flat_ids[0] if len(flat_ids) == 1 else (flat_ids[0], flat_ids[1])
 
 

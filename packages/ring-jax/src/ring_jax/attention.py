@@ -84,7 +84,8 @@ class RingAttention:
             k: ``[B, T_kv_local, K, D]`` with ``H % K == 0``; query head ``h`` uses K/V head ``h //
                 (H // K)``.
             v: ``[B, T_kv_local, K, Dv]``.
-            axis_name: The mesh axis along which the sequence is sharded; ``None`` is one device.
+            axis_name: The mesh axis along which the sequence is sharded, or a tuple of axes in any
+                order; ``None`` is one device.
             layout: Which device holds which tokens: ``contiguous``; ``zigzag`` or ``striped``, in
                 which causal work is even; or what :func:`ring_core.balanced_layout` returns, in
                 which the work of a mask is even.
@@ -100,10 +101,11 @@ class RingAttention:
             chunk_size: Sees keys of its own chunk of this many positions only.
             cu_seqlens: ``(0, ..., T)``, global offsets of packed documents; they see themselves
                 only.
-            segment_ids: int32 ``[B, T_local]``, or a pair (queries', keys'), in layout order: equal
-                ids see each other, negative ones see nothing and are not seen.
+            segment_ids: int32 ``[B, T_local]``, or of a type that int32 holds, or a pair (queries',
+                keys'), in layout order: equal ids see each other, negative ones see nothing and are
+                not seen.
             mask: A :class:`ring_core.Mask` in place of the four options above; the way to a
-                predicate, which is defined once: a new function is planned and compiled anew.
+                predicate.
                 Or booleans ``[T_local, T_kv]`` or ``[B or 1, H or 1, T_local, T_kv]``, true where a
                 query may see a key: rows in layout order, columns for all keys in natural order, at
                 most 64 MiB per device; beside the other options, and without a gradient. Blocks

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
+from jax.extend.core.primitives import custom_lin_p
 from jax.interpreters import ad, batching, mlir
 
 from ring_core import UnsupportedError
@@ -207,6 +208,22 @@ ad.deflinear2(
         [gradient] if direction == "forward" else _refuse(direction=direction)
     ),
 )
+# Only who differentiates a tangent asks for a tangent of it: `grad` of `jvp`, `vjp` of `linearize`.
+ad.primitive_jvps[refusal_p] = _refuse
+
+
+def _refuse_tangents(*_: Any, bwd: Any, **__: Any) -> Any:
+    """Refuse to differentiate the tangent of a call, whose backward is ``bwd``, as JAX does others.
+
+    JAX has no such rule. In a compiled function it would say so before the refusal of the tangent
+    is evaluated.
+    """
+    if __file__ in str(getattr(bwd, "debug_info", None)):
+        _refuse(direction="forward")
+    raise NotImplementedError("Differentiation rule for 'custom_lin' not implemented")
+
+
+ad.primitive_jvps.setdefault(custom_lin_p, _refuse_tangents)
 # Only forward mode makes a batch of tangents.
 batching.primitive_batchers[refusal_p] = _refuse
 

@@ -18,6 +18,7 @@ from jax import lax
 from ring_core.base.arguments import not_none
 from ring_core.base.merge import UNSHIFTED_BIAS
 from ring_jax.collectives import Ranks, match_varying, permute, varying_axes
+from ring_jax.kernels.rules import shown
 from ring_jax.positions import local_positions
 from ring_jax.records import Array, CallSpec, Inputs
 
@@ -71,17 +72,17 @@ def _largest_visible_bias(call: CallSpec, x: Inputs) -> Array:
 
 
 def _visible_keys(call: CallSpec, positions: Array, keys: int) -> Array:
-    """Return which of all keys the mask shows to queries, bool ``[1, 1, n or 1, S or 1]``.
+    """Return which of all keys the mask shows to queries, bool ``[1, 1, n, S]``.
 
     ``positions`` are those of the ``n`` queries among the ``keys``, int32 ``[n]``.
     """
     mask, k_pos = call.plan.mask, np.arange(keys, dtype=np.int32)
-    visible = jnp.asarray(mask.rule(positions[:, None], jnp.asarray(k_pos)[None]))
+    visible = shown(call.plan, positions[:, None], jnp.asarray(k_pos)[None])
     if mask.document_offsets is not None:
         number = np.searchsorted(mask.document_offsets, k_pos, side="right")
         documents = jnp.asarray(number.astype(np.int32))
         visible = visible & (documents[positions][:, None] == documents[None])
-    return jnp.atleast_2d(visible)[None, None]
+    return visible[None, None]
 
 
 def _ids_of_all_keys(call: CallSpec, x: Inputs) -> Array | None:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -178,7 +179,9 @@ class Ranks:
         pairs = [((target - hop) % self.size, target) for target in targets]
         if self.axis_name is None or not pairs:
             return cast("T", jax.tree.map(jnp.zeros_like, x))
-        return cast("T", jax.tree.map(lambda part: lax.ppermute(part, self.axis_name, pairs), x))
+        axes, number = _in_order_of_mesh(self.axis_name)
+        pairs = [(int(number[source]), int(number[target])) for source, target in pairs]
+        return cast("T", jax.tree.map(lambda part: lax.ppermute(part, axes, pairs), x))
 
     def gather(self, x: Array, axis: int) -> Array:
         """Concatenate the arrays of all ranks along a dimension, in the order of the ranks."""
@@ -193,6 +196,21 @@ class Ranks:
         return cast(
             "Array", lax.psum_scatter(x, self.axis_name, scatter_dimension=axis, tiled=True)
         )
+
+
+def _in_order_of_mesh(axis_name: Hashable) -> tuple[Hashable, npt.NDArray[np.int64]]:
+    """Return axes in the mesh's order, in which JAX sends, and the number of each rank in it.
+
+    Ranks are numbered by the axes as they are named, of which the last one runs fastest.
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    numbers = np.arange(lax.axis_size(axis_name))
+    mesh = jax.sharding.get_abstract_mesh().axis_names
+    order = sorted(range(len(names)), key=lambda n: mesh.index(names[n]) if names[n] in mesh else n)
+    if order == [*range(len(names))]:
+        return axis_name, numbers
+    grid = numbers.reshape([lax.axis_size(name) for name in names]).transpose(order)
+    return tuple(names[n] for n in order), np.argsort(grid.reshape(-1))
 
 
 def match_varying[T](arrays: T, axes: frozenset[Any]) -> T:

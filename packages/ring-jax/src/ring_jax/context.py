@@ -329,6 +329,7 @@ class ContextParallel:
         check_devices(structs_in({"q": q, "k": k, "v": v, **options}), self.mesh)
         return text
 
+    @refuse_foreign_options
     @with_options_of(RingAttention.__call__)
     def check_agreement(
         self, q: Array, k: Array, v: Array, *, return_lse: bool = False,

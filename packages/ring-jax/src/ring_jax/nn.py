@@ -24,6 +24,7 @@ from ring_jax.adapt import (
     is_array,
     mask_options,
 )
+from ring_jax.prepare import int32_counts
 from ring_jax.records import Array
 
 
@@ -167,7 +168,7 @@ def _mask_and_length_options(
 
 def _lengths(name: str, lengths: ArrayLike, rows: int) -> Array:
     """Check sequence lengths, integers ``[B]``, and return them as int32 ``[B, 1]``."""
-    array = jnp.asarray(lengths)
+    array = int32_counts(lengths)
     if array.shape != (rows,) or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers [{rows}], got {array.dtype} {array.shape}")
-    return array.astype(jnp.int32)[:, None]
+    return array[:, None]

@@ -328,10 +328,12 @@ def _check_option_arrays(sizes: checks.Sizes, k_len: int, options: CallOptions) 
     checks.check_alibi_slopes(slopes, sizes, DEVICE)
     if options.segment_ids is None:
         return None, None
-    pair = checks.check_pair(options.segment_ids, sizes)
-    for side, ids in zip(("queries", "keys"), pair, strict=True):
+    q_ids, k_ids = (
+        int32_ids("segment_ids", ids) for ids in checks.check_pair(options.segment_ids, sizes)
+    )
+    for side, ids in (("queries", q_ids), ("keys", k_ids)):
         checks.check_segment_ids(described_as("segment_ids", ids), sizes, side, DEVICE)
-    return pair
+    return q_ids, k_ids
 
 
 def _canonical(x: Any) -> Any:
@@ -339,6 +341,38 @@ def _canonical(x: Any) -> Any:
     if isinstance(x, np.ndarray) and x.dtype == np.float64:
         return x.astype(jnp.result_type(x), copy=False)
     return x
+
+
+def int32_ids(name: str, ids: Any) -> Any:
+    """Return segment ids as int32, the same array if they are.
+
+    Raises:
+        ValueError: They are no array of integers, or of a type that int32 does not hold.
+    """
+    dtype = jnp.dtype(described_as(name, ids).dtype)
+    if dtype == jnp.int32:
+        return ids
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, got {dtype}")
+    if not np.can_cast(dtype, np.int32):
+        raise ValueError(
+            f"{name} must be int32, or integers that it holds, got {dtype}, of which JAX would cut bits: "
+            f"two documents could become one. Number them first, as "
+            f"numpy.unique(ids, return_inverse=True) does, and cast that"
+        )
+    return jnp.asarray(ids, jnp.int32)
+
+
+def int32_counts(counts: Any) -> Array:
+    """Return numbers of tokens as int32; numbers beyond it, beyond every sequence, become its last.
+
+    JAX alone would cut their bits.
+    """
+    wide: Any = counts if isinstance(counts, jax.Array) else np.asarray(counts)
+    if np.issubdtype(wide.dtype, np.integer) and not np.can_cast(wide.dtype, np.int32):
+        wide = wide.clip(None, np.iinfo(np.int32).max)
+    array = jnp.asarray(wide)
+    return array.astype(jnp.int32) if jnp.issubdtype(array.dtype, jnp.integer) else array
 
 
 DEVICE = "device"  # arrays of a traced call have no device to compare

@@ -32,6 +32,7 @@ from ring_core import (
 )
 from ring_core.base.arguments import not_none
 from ring_core.base.config import kernel_config, strategy_config
+from ring_core.masks.mask import snapshot
 from ring_core.programs.grid import RankGrid
 from ring_core.tripwire import VARIABLE, every_of
 from ring_torch.buffers import KVPayload
@@ -129,6 +130,8 @@ def check_call(
     option_types = _types_in(options)
     # Options that may change in place, lists and arrays, are known again by what they say.
     is_plain = _VALUES.issuperset(option_types)
+    if isinstance(options.mask, Mask):  # the backward prepares again, by what a predicate reads now
+        options = options._replace(mask=snapshot(options.mask))
     arguments = (
         ranks,
         layout,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from typing import Any, TypeGuard, cast
@@ -250,6 +251,11 @@ def check_dropout(dropout_p: float, dropout_seed: int | None) -> None:
     """
     if not _is_real(dropout_p) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
+    if round(dropout_p * 2**32) == 2**32:
+        raise ValueError(
+            f"dropout_p={dropout_p!r} drops every weight: it is compared with random words of 32 bits, "
+            f"so the largest is 1 - 2**-32"
+        )
     if dropout_p > 0 and dropout_seed is None:
         raise ValueError(
             f"dropout_p={dropout_p} needs dropout_seed, an integer that is the same on every rank and new "
@@ -364,8 +370,9 @@ def refuse_foreign_options[F: Callable[..., object]](function: F) -> F:
     """Decorate a function so that keywords of other attention libraries raise a helpful error.
 
     See :func:`check_foreign_options`. The function's signature stays, and a keyword that no library
-    has is Python's ``TypeError`` as before. Options take numpy's scalars, as with
-    :func:`numbers_as_python`, but for the seed: to a compiler it is a number that changes.
+    has is a ``TypeError`` as Python's own, by this function's name, whatever it passes options to.
+    Options take numpy's scalars, as with :func:`numbers_as_python`, but for the seed: to a compiler
+    it is a number that changes.
     """
 
     @wraps(function)
@@ -375,11 +382,20 @@ def refuse_foreign_options[F: Callable[..., object]](function: F) -> F:
             if name in FOREIGN_OPTIONS:
                 check_foreign_options(kwargs)
             if isinstance(value, _NUMPY) and name != "dropout_seed":
-                return function(
-                    *args,
-                    **{n: x if n == "dropout_seed" else as_python(x) for n, x in kwargs.items()},
-                )
-        return function(*args, **kwargs)
+                kwargs = {n: x if n == "dropout_seed" else as_python(x) for n, x in kwargs.items()}
+                break
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            known = signature(function).parameters
+            for name in kwargs:
+                if name not in known:
+                    near = get_close_matches(name, known, 1)
+                    raise TypeError(
+                        f"{function.__name__}() got an unexpected keyword argument {name!r}"
+                        f"{f'. Did you mean {near[0]!r}?' if near else ''}"
+                    ) from error
+            raise
 
     return cast("F", call)
 

@@ -13,8 +13,8 @@ says so::
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, reduce
 from typing import Any
 
@@ -27,18 +27,24 @@ from ring_core.base.arguments import (
     Ints,
     as_positions,
     is_integer,
+    not_none,
     numbers_as_python,
 )
+from ring_core.base.errors import UnsupportedError
+from ring_core.masks.contents import OpaqueError, contents_of
+from ring_core.masks.expression import TracedRule, traced
 
 Window = tuple[int | None, int | None]
+_FAR = 1 << 30
 
 
 @numbers_as_python
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mask:
     """A rule over global positions that says which query sees which key; frozen and hashable.
 
-    The parts that are given are combined with *and*.
+    The parts that are given are combined with *and*. Masks are equal where their parts are; a
+    predicate is known by its code and by what that reads, as it is when it is compared.
 
     >>> from ring_core import Mask
     >>> Mask(causal=True, window=(1, 0)).dense(range(4), range(4)).astype(int)
@@ -53,12 +59,13 @@ class Mask:
             leaves a side unbounded.
         chunk_size: A query sees keys of its own chunk of this many positions only.
         cu_seqlens: ``(0, ..., T)``, offsets of packed documents; documents see themselves only.
-        predicate: ``predicate(q_pos, k_pos)``, any further rule, written with operators that work
-            on numpy, torch and jax integer arrays alike; it returns booleans of the broadcast
-            shape and must be a pure, hashable function.
+        predicate: ``predicate(q_pos, k_pos)``, any further rule: a pure, hashable function of two
+            arrays of integers that returns booleans of the broadcast shape. With operators on
+            integers, inside of 32 bits, every kernel computes it.
 
     Raises:
         ValueError: A part is malformed.
+        UnsupportedError: The predicate reads something that can change without being seen.
     """
 
     causal: bool = False
@@ -66,7 +73,8 @@ class Mask:
     chunk_size: int | None = None
     cu_seqlens: tuple[int, ...] | None = None
     predicate: Callable[[Any, Any], Any] | None = None
-    _hash: int = field(init=False, repr=False, compare=False, default=0)
+    _hash: int = field(init=False, repr=False, default=0)  # of all parts but the predicate
+    _contents: Hashable = field(init=False, repr=False, default=None)  # see `snapshot`
 
     def __post_init__(self) -> None:
         if not isinstance(self.causal, bool | np.bool_):
@@ -83,16 +91,37 @@ class Mask:
         ):  # fmt: skip
             value = getattr(self, name)
             store(self, name, None if value is None else checked(value))
-        parts = (self.causal, self.window, self.chunk_size, self.cu_seqlens, self.predicate)
+        store(self, "_hash", hash(self._parts))
         try:
-            store(self, "_hash", hash(parts))
+            hash(self.predicate)
         except TypeError as error:
             raise ValueError(
                 f"predicate must be hashable, for plans are kept by their masks: {error}"
             ) from error
+        self._key()  # refuses what no key can hold
+
+    @property
+    def _parts(self) -> tuple[Hashable, ...]:
+        """All parts but the predicate."""
+        return self.causal, self.window, self.chunk_size, self.cu_seqlens
+
+    def _key(self) -> Hashable:
+        """Return what the predicate reads: now, or when the snapshot was taken."""
+        if self.predicate is None or self._contents is not None:
+            return self._contents
+        return _contents_of(self.predicate)
 
     def __hash__(self) -> int:
-        return self._hash
+        return self._hash if self.predicate is None else hash((self._hash, self._key()))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return self is other or (
+            self._hash == other._hash
+            and self._parts == other._parts
+            and self._key() == other._key()
+        )
 
     @property
     def band(self) -> Window:
@@ -128,11 +157,27 @@ class Mask:
             cuts.append(self.document_offsets)
         return np.unique(np.concatenate(cuts)) if cuts else None
 
+    def check_unchanged(self) -> None:
+        """Refuse a :func:`snapshot` whose predicate reads something else by now.
+
+        Raises:
+            UnsupportedError: It does.
+        """
+        if self._contents is not None and _contents_of(not_none(self.predicate)) != self._contents:
+            raise UnsupportedError(
+                "mask: what the predicate reads has changed since the call was planned, and the call, "
+                "or its backward, evaluates it again. Instead: give each call a predicate that stays "
+                "as it is until its backward has run"
+            )
+
     def rule(self, q_pos: Any, k_pos: Any) -> Any:
         """Evaluate the rule without ``cu_seqlens`` on integer arrays of numpy, torch or jax.
 
         It uses operators that these share. The arrays must broadcast against each other; the
         result is boolean, or ``True`` when nothing but ``cu_seqlens`` was given.
+
+        Raises:
+            UnsupportedError: This is a :func:`snapshot`, and its predicate has changed since.
         """
         left, right = self.band
         parts = []
@@ -143,6 +188,7 @@ class Mask:
         if self.chunk_size is not None:
             parts.append(q_pos // self.chunk_size == k_pos // self.chunk_size)
         if self.predicate is not None:
+            self.check_unchanged()
             parts.append(self.predicate(q_pos, k_pos))
         return reduce(operator.and_, parts) if parts else True
 
@@ -176,6 +222,52 @@ class Mask:
         if self.predicate is not None:
             clauses.append(f"predicate={getattr(self.predicate, '__name__', 'function')}")
         return ", ".join(clauses) or "full"
+
+
+def _contents_of(predicate: Callable[[Any, Any], Any]) -> Hashable:
+    """Return the key of a predicate, or refuse it by name."""
+    try:
+        return contents_of(predicate)
+    except OpaqueError as error:
+        raise UnsupportedError(
+            f"mask: the predicate reads {error}, which can change without being seen, so no plan can "
+            f"be kept for it. Instead: let it hold numbers, text, None, arrays, and tuples or frozen "
+            f"dataclasses of these"
+        ) from error
+
+
+def snapshot(mask: Mask) -> Mask:
+    """Return a mask that stays equal to ``mask`` as it is now, whatever becomes of its predicate.
+
+    Plans are kept, and evaluate their mask later, too. A snapshot is evaluated only as long as its
+    predicate reads what it did.
+    """
+    if mask.predicate is None or mask._contents is not None:  # noqa: SLF001 - its other half
+        return mask
+    taken = replace(mask)
+    object.__setattr__(taken, "_contents", _contents_of(mask.predicate))  # the dataclass is frozen
+    return taken
+
+
+@lru_cache(maxsize=64)
+def rule_of(mask: Mask, q_span: tuple[int, int], k_span: tuple[int, int]) -> TracedRule:
+    """Return a mask's rule, without ``cu_seqlens``, as an expression, or why it has none.
+
+    It is good for positions inside ``[start, stop)``, as of ``ring_core.masks.expression.traced``.
+    """
+    mask.check_unchanged()
+    if max(map(abs, (*q_span, *k_span))) <= _FAR:
+        # Distances are below 2^31 there: larger numbers say the same as this.
+        (left, right), chunk = mask.window or (None, None), mask.chunk_size
+        mask = replace(
+            mask, chunk_size=_at_most(chunk, _FAR),
+            window=(_at_most(left, 2 * _FAR - 1), _at_most(right, 2 * _FAR - 1)),
+        )  # fmt: skip
+    return traced(mask.rule, q_span, k_span)
+
+
+def _at_most(x: int | None, limit: int) -> int | None:
+    return None if x is None else min(x, limit)
 
 
 def check_documents(mask: Mask, q_len: int, k_len: int) -> None:

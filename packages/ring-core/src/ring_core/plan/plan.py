@@ -24,10 +24,11 @@ from ring_core.base.arguments import (
 )
 from ring_core.layouts.layout import ChunkLayout, Layout, LayoutSpec, Run, check_layout
 from ring_core.masks.band import UNBOUNDED
-from ring_core.masks.mask import Mask, check_documents
+from ring_core.masks.expression import TracedRule
+from ring_core.masks.mask import Mask, check_documents, rule_of, snapshot
 from ring_core.plan.geometry import BandGeometry, RectangleTable
 from ring_core.plan.item import WorkItem
-from ring_core.plan.tile_mask import BlockGeometry, Geometry
+from ring_core.plan.tile_mask import BlockGeometry, Geometry, spans_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +69,13 @@ class Plan:
     def blocks(self) -> BlockGeometry | None:
         """Tiles of a predicate mask; ``None`` for any other mask."""
         return self.geometry if isinstance(self.geometry, BlockGeometry) else None
+
+    @cached_property
+    def rule(self) -> TracedRule:
+        """The mask's rule, without documents, as an expression that devices evaluate."""
+        if self.blocks is not None:
+            return self.blocks.rule
+        return rule_of(self.mask, *spans_of(self.seq_len, self.kv_seq_len))
 
     def positions(self, rank: int) -> Ints:
         """Return the global index of each query a rank holds, int64 ``[T_local]``."""
@@ -127,7 +135,7 @@ class Plan:
         if self.boundaries is not None:
             parts.append(self.boundaries.tobytes())
         if self.blocks is not None:
-            parts.append(self.blocks.digest())
+            parts.append(self.blocks.digest)
         return hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
 
     def work_items(
@@ -201,7 +209,7 @@ def make_plan(
     if len(padded) != 2:
         raise ValueError(f"pad_to must be an integer or a pair (queries', keys'), got {pad_to!r}")
     q_padded, k_padded = (None if x is None else check_size("pad_to", x) for x in padded)
-    return _make_plan(mask, seq_len, cp_size, layout, keys, q_padded, k_padded)
+    return _make_plan(snapshot(mask), seq_len, cp_size, layout, keys, q_padded, k_padded)
 
 
 @lru_cache(maxsize=128)

@@ -1,8 +1,9 @@
 """Classify every tile of a predicate mask once, when the plan is made.
 
 A predicate may be any rule, so it is evaluated on all pairs, tile by tile, and each tile kept as
-empty, partial or full. Kernels skip the empty ones, mask nothing in the full ones, and evaluate the
-rule, or read the tile from a deduplicated store, in the partial ones.
+empty, partial or full. Kernels skip the empty ones and mask nothing in the full ones. What the
+partial ones show is decided here, too: kernels read the tile from a deduplicated store, or evaluate
+the rule's expression, in which 32 bits hold every number, and never the function.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,8 @@ import numpy.typing as npt
 from ring_core.base.arguments import EMPTY, FULL, PARTIAL, TILE, Bools, Ints, not_none
 from ring_core.layouts.layout import Layout
 from ring_core.masks.band import UNBOUNDED, Rectangles
+from ring_core.masks.expression import TracedRule
+from ring_core.masks.mask import rule_of
 from ring_core.plan.geometry import BandGeometry, LaidOutMask, RectangleTable
 
 MAX_PAIRS = 1 << 34
@@ -32,6 +36,8 @@ class BlockGeometry(LaidOutMask):
         kinds: ``kinds[q_rank, kv_rank, a, b]`` is ``EMPTY``, ``PARTIAL`` or ``FULL``, for the tile
             that begins at local query row ``TILE * a`` and local key column ``TILE * b``.
         pairs: Visible pairs of each tile, of the same shape.
+        digest: 16 bytes by which ranks compare what their predicates show: a hash of all pairs.
+        rule: The mask's rule, without documents, as an expression, or why it has none.
 
     Raises:
         ValueError: More than ``2 ** 34`` pairs, or a predicate that fails or returns no booleans.
@@ -39,6 +45,8 @@ class BlockGeometry(LaidOutMask):
 
     kinds: npt.NDArray[np.uint8] = field(init=False)
     pairs: npt.NDArray[np.int32] = field(init=False)
+    digest: bytes = field(init=False)
+    rule: TracedRule = field(init=False)
 
     def __post_init__(self) -> None:
         total = self.q_layout.padded_len * self.k_layout.padded_len
@@ -49,8 +57,11 @@ class BlockGeometry(LaidOutMask):
                 f"or cu_seqlens, which need no classification, or a shorter sequence"
             )
         self._check_predicate()
-        for name, tiles in zip(("kinds", "pairs"), self._kinds_and_pairs(), strict=True):
-            object.__setattr__(self, name, tiles)  # the dataclass is frozen
+        rule = rule_of(self.mask, *spans_of(self.q_layout.seq_len, self.k_layout.seq_len))
+        for name, value in zip(
+            ("rule", "kinds", "pairs", "digest"), (rule, *self._evaluated()), strict=True
+        ):
+            object.__setattr__(self, name, value)  # the dataclass is frozen
 
     def rectangles(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
@@ -71,14 +82,6 @@ class BlockGeometry(LaidOutMask):
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
         """Count the visible (query, key) pairs of each pair of ranks; see :meth:`rectangles`."""
         return self._visible_pairs(q_rank, kv_rank, half).sum(axis=(-2, -1), dtype=np.int64)
-
-    def digest(self) -> bytes:
-        """Return 16 bytes by which ranks compare what their predicates show.
-
-        They are a hash of the kinds and counts of tiles: predicates that differ inside of tiles
-        alone, and show equally many pairs there, are not told apart.
-        """
-        return hashlib.blake2b(self.kinds.tobytes() + self.pairs.tobytes(), digest_size=16).digest()
 
     @cached_property
     def tiles(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]] | None:
@@ -103,6 +106,29 @@ class BlockGeometry(LaidOutMask):
                 return None
         store = np.frombuffer(b"".join(numbers), dtype=np.uint8)
         return store.reshape(len(numbers), TILE, TILE // 8), index
+
+    @cached_property
+    def lookup(self) -> TileLookup | None:
+        """All tiles, to look pairs of tokens up; ``None`` where :attr:`tiles` is."""
+        if self.tiles is None:
+            return None
+        store, index = self.tiles
+        constant = np.broadcast_to(
+            np.array([0, 255], np.uint8)[:, None, None], (2, *store.shape[1:])
+        )
+        number = np.where(index >= 0, index, len(store) + (self.kinds == FULL))
+        q_tiles, k_tiles = number.shape[2:]
+        number = number.swapaxes(1, 2).reshape(-1, number.shape[1] * k_tiles)
+        return TileLookup(
+            np.concatenate([store, constant]), number.astype(np.int32),
+            _slots(self.q_layout, q_tiles), _slots(self.k_layout, k_tiles),
+            np.left_shift(1, np.arange(8)).astype(np.uint8),
+        )  # fmt: skip
+
+    def dense(self, q_pos: Ints, k_pos: Ints) -> Bools:
+        """Evaluate the mask at positions; those of padding are moved to the last token."""
+        last = self.k_layout.seq_len - 1
+        return self.mask.dense(np.minimum(q_pos, last), np.minimum(k_pos, last))
 
     def _visible_pairs(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None
@@ -152,10 +178,11 @@ class BlockGeometry(LaidOutMask):
                 f"in (q_pos - k_pos) % 2 == 0"
             )
 
-    def _kinds_and_pairs(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
-        """Evaluate the mask on all pairs of tokens, and return ``kinds`` and ``pairs``."""
+    def _evaluated(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32], bytes]:
+        """Evaluate the mask on all pairs of tokens; return ``kinds``, ``pairs`` and ``digest``."""
         q_len, k_len = self.q_layout.local_len, self.k_layout.local_len
         size = self.q_layout.cp_size
+        digest = hashlib.blake2b(digest_size=16)
         pairs = np.zeros((size, size, -(-q_len // TILE), -(-k_len // TILE)), dtype=np.int32)
         # The whole mask may take gigabytes: evaluate some rows of it against the keys of one rank,
         # and keep only the sums of each tile.
@@ -170,6 +197,7 @@ class BlockGeometry(LaidOutMask):
                         continue
                     k_edges = np.arange(0, k.size, TILE)
                     visible = self.mask.dense(q, k)
+                    digest.update(np.packbits(visible).tobytes())
                     sums_of_rows = np.add.reduceat(visible, k_edges, axis=1, dtype=np.int32)
                     a = start // TILE
                     pairs[q_rank, kv_rank, a : a + q_edges.size, : k_edges.size] = np.add.reduceat(
@@ -180,7 +208,49 @@ class BlockGeometry(LaidOutMask):
         # Full tiles are computed without a mask, empty ones not at all.
         full = pairs == q_sizes[:, None, :, None] * k_sizes[None, :, None, :]
         kinds = np.where(pairs == 0, EMPTY, np.where(full, FULL, PARTIAL))
-        return kinds.astype(np.uint8), pairs
+        return kinds.astype(np.uint8), pairs, digest.digest()
+
+
+class TileLookup(NamedTuple):
+    """The tiles of all pairs of ranks, to look pairs of tokens up: arrays of any framework.
+
+    Attributes:
+        bits: Distinct tiles, uint8 ``[n, TILE, TILE // 8]``, as in :attr:`BlockGeometry.tiles`.
+        index: Number of each tile, int32 ``[P * a, P * b]``, the tiles of a rank beside each other.
+        q_slots, k_slots: Row, and column, of each query and key among the tiles, int32 ``[T]``.
+        lanes: The bit of each column of a byte, uint8 ``[8]``.
+    """
+
+    bits: Any
+    index: Any
+    q_slots: Any
+    k_slots: Any
+    lanes: Any
+
+    def shown(self, q_index: Any, k_index: Any) -> Any:
+        """Return whether queries see keys, booleans, by global indices that broadcast.
+
+        Indices beyond the last token, of padding, are moved to it.
+        """
+        row = self.q_slots[q_index.clip(0, len(self.q_slots) - 1)]
+        column = self.k_slots[k_index.clip(0, len(self.k_slots) - 1)]
+        tile = self.index[row // TILE, column // TILE]
+        byte = self.bits[tile, row % TILE, column % TILE // 8]
+        return (byte & self.lanes[column % 8]) != 0
+
+
+def spans_of(q_len: int, k_len: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the positions ``[start, stop)`` of queries, aligned at the last key, and of keys."""
+    return (k_len - q_len, k_len), (0, k_len)
+
+
+def _slots(layout: Layout, tiles: int) -> npt.NDArray[np.int32]:
+    """Return where each token is if all ranks' tokens are padded to whole tiles, int32 ``[T]``."""
+    slots = np.empty(layout.seq_len, dtype=np.int32)
+    for rank in range(layout.cp_size):
+        positions = layout.positions(rank)[: int(layout.num_tokens(rank))]
+        slots[positions] = rank * tiles * TILE + np.arange(positions.size)
+    return slots
 
 
 def _tile_sizes(layout: Layout) -> Ints:

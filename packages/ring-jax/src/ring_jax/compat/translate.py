@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from ring_core import KernelConfig, Mask, UnsupportedError, checks
 from ring_core.base.arguments import is_integer
 from ring_jax.positions import searchsorted
-from ring_jax.prepare import with_mask
+from ring_jax.prepare import int32_counts, int32_ids, with_mask
 from ring_jax.records import Window
 
 SlidingWindow = int | tuple[int | None, int | None]
@@ -119,11 +119,8 @@ def segments_of(
         raise ValueError(
             f"{missing} must be given too: {q.shape[1]} queries meet {k.shape[1]} keys a device"
         )
-    for name, ids in pair.items():
-        if ids is not None and not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
-            raise ValueError(f"{name} must be integers, got {jnp.result_type(ids)}")
-    passed = [ids for ids in pair.values() if ids is not None]
-    return jnp.asarray(passed[0], jnp.int32), jnp.asarray(passed[-1], jnp.int32)
+    passed = [int32_ids(name, ids) for name, ids in pair.items() if ids is not None]
+    return passed[0], passed[-1]
 
 
 def documents_of(
@@ -281,7 +278,7 @@ def _settings(name: str, params: object) -> Mapping[str, Any]:
 
 def _ids(name: str, offsets: Array, batch: int, length: int) -> Array:
     """Return the document number of each token, int32 ``[batch, length]``; -1 for padding."""
-    offsets = jnp.asarray(offsets)
+    offsets = int32_counts(offsets)
     if offsets.ndim != 1 or (batch > 1 and offsets.shape[0] != batch + 1):
         raise ValueError(
             f"{name} must have shape [{batch + 1}], one document a batch row, got "

@@ -14,6 +14,7 @@ from jax import lax
 from ring_core.base.arguments import TILE
 from ring_jax.dropout import dropout_keep
 from ring_jax.kernels.block_index import item_bounds, shown_in_blocks
+from ring_jax.kernels.rules import shown
 from ring_jax.positions import searchsorted
 from ring_jax.records import Array, CallSpec, Item, ItemTable, KeyBlock, QueryBlock
 
@@ -230,7 +231,7 @@ class ScoreBlocks:
             visible &= q_cell == k_cell
         if self.work.kinds is not None:
             q_pos, k_pos = self._pair_slices(rows.positions, columns.positions, i, j)
-            visible &= jnp.asarray(self.call.plan.mask.rule(q_pos, k_pos))
+            visible &= shown(self.call.plan, q_pos, k_pos)
         if rows.ids is None or columns.ids is None:
             return visible[None, None, None]
         q_ids = lax.dynamic_slice_in_dim(rows.ids, i.start, self.block_q, axis=1)[:, :, None]

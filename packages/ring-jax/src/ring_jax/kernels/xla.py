@@ -14,17 +14,21 @@ from functools import partial
 import jax.numpy as jnp
 from jax import lax
 
+from ring_core import KernelConfig, RingProgram
 from ring_core.base.config import EVERYTHING
+from ring_jax.kernels.rules import predicate_refusal
 from ring_jax.kernels.scores import Bounds, ScoreBlocks, dot, loop
 from ring_jax.records import (
     Array,
     AttentionState,
     BackwardInputs,
+    Direction,
     Grads,
     ItemTable,
     Kernel,
     KeyBlock,
     LaunchSpec,
+    LocalShape,
     QueryBlock,
 )
 
@@ -39,6 +43,20 @@ class XlaKernel(Kernel):
         EVERYTHING, name="xla", dtypes=("float64", "float32", "bfloat16", "float16"),
         fused_backward=False,
     )  # fmt: skip
+
+    def refusals(
+        self, _direction: Direction, _local: LocalShape, _config: KernelConfig, program: RingProgram, /
+    ) -> tuple[str, ...]:  # fmt: skip
+        """Refuse predicates without an expression that have too many tiles, too."""
+        refusal = predicate_refusal(program.plan, evaluates=True, reads_tiles=True)
+        return () if refusal is None else (refusal,)
+
+    def constant_bytes(self, program: RingProgram, /) -> int:
+        """Return the bytes of the tiles of a predicate that has no expression."""
+        plan = program.plan
+        if plan.blocks is None or plan.rule.expression is not None or plan.blocks.lookup is None:
+            return 0
+        return sum(x.nbytes for x in plan.blocks.lookup)
 
     def attend_into(
         self, spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock, work: ItemTable,

@@ -18,6 +18,7 @@ from jax import lax
 
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.dropout import dropout_keep
+from ring_jax.kernels.rules import shown
 from ring_jax.positions import searchsorted
 from ring_jax.records import Array, CallSpec
 
@@ -234,11 +235,9 @@ def _scores(
 def _visible_pairs(rule: Rule, queries: SampledQueries, keys: SampledKeys) -> Array:
     """Return which keys queries see by the mask's rule, documents and segments, bool ``[n, m]``."""
     q_pos, k_pos, mask = queries.position[:, None], keys.position[None], rule.call.plan.mask
-    visible = jnp.broadcast_to(
-        jnp.asarray(mask.rule(q_pos, k_pos), bool), (len(queries.position), len(keys.position))
-    )
-    # Padding, which stands behind all tokens, neither sees nor is seen.
     plan = rule.call.plan
+    visible = shown(plan, q_pos, k_pos)
+    # Padding, which stands behind all tokens, neither sees nor is seen.
     visible = visible & (queries.indices < plan.seq_len)[:, None] & (k_pos < plan.kv_seq_len)
     if mask.document_offsets is not None:
         offsets = jnp.asarray(mask.document_offsets.astype(np.int32))

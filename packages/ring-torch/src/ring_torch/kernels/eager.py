@@ -19,6 +19,7 @@ from ring_core import WorkItem, philox
 from ring_core.base.arguments import EMPTY, FULL, TILE, not_none
 from ring_core.base.config import EVERYTHING
 from ring_torch.kernels.api import AccumulatingKernel
+from ring_torch.kernels.rules import shown
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -274,8 +275,7 @@ class ScoreBlocks:
             not_none(self.rows.position)[i, None],
             not_none(self.columns.position)[None, j],
         )
-        visible = torch.as_tensor(self.params.mask.rule(q_pos, k_pos), device=q_pos.device)
-        visible = visible.expand(q_pos.shape[0], k_pos.shape[1])
+        visible = shown(not_none(self.params.blocks), q_pos[:, 0], k_pos[0])
         if self.params.boundaries is not None:
             q_cell, k_cell = (
                 torch.bucketize(x, self.params.boundaries, right=True) for x in (q_pos, k_pos)

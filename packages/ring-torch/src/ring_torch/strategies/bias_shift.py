@@ -24,6 +24,7 @@ from ring_torch.buffers import BufferSpec
 from ring_torch.call import Call
 from ring_torch.comm.exchange import exchange
 from ring_torch.comm.handshake import HEADER_BYTES, agree
+from ring_torch.kernels.rules import shown
 from ring_torch.optional import has_triton
 from ring_torch.positions import visible_spans
 from ring_torch.records import Inputs
@@ -105,10 +106,9 @@ def _visible(call: Call, inputs: Inputs, k_ids: Tensor | None, i: slice) -> Tens
     keys = torch.arange(plan.kv_seq_len, dtype=torch.int32, device=device)
     conditions = [] if start is None else [keys >= start[i, None]]
     conditions += [] if stop is None else [keys < stop[i, None]]
-    if plan.mask.predicate is not None:
-        q_pos = not_none(call.positions(rank)[1])[i, None]
-        shown = plan.mask.predicate(q_pos, keys.long()[None])
-        conditions.append(torch.as_tensor(shown, device=device).expand(len(q_pos), len(keys)))
+    if plan.blocks is not None:
+        q_pos = not_none(call.positions(rank)[1])[i]
+        conditions.append(shown(plan.blocks, q_pos, keys.long()))
     if k_ids is not None:
         q_ids = not_none(inputs.q_ids)[:, i, None]
         conditions.append((q_ids == k_ids[:, None]) & (q_ids >= 0))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ring_core.base.arguments import not_none
 from ring_torch.kernels.eager import dropout_keep
+from ring_torch.kernels.rules import shown
 from ring_torch.positions import on_device
 from ring_torch.records import KernelParams
 
@@ -292,7 +293,10 @@ def _visible_pairs(rule: ScoreRule, queries: SampledQueries, keys: SampledKeys) 
     """Return True where a query sees a key by the mask's rule and the bias, ``[1 or H, n, m]``."""
     q_pos, k_pos, mask = queries.position[:, None], keys.position[None], rule.params.mask
     shape, device = (len(queries.position), len(keys.position)), q_pos.device
-    visible = torch.as_tensor(mask.rule(q_pos, k_pos), device=device).expand(shape)
+    if (blocks := rule.params.blocks) is not None:
+        visible = shown(blocks, queries.position, keys.position)
+    else:
+        visible = torch.as_tensor(mask.rule(q_pos, k_pos), device=device).expand(shape)
     # Padding sees nothing and is not seen.
     visible = visible & (queries.indices < rule.seq_len)[:, None] & (k_pos < rule.kv_seq_len)
     if mask.document_offsets is not None:

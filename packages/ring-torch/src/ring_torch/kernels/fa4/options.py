@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_core import WorkItem
 from ring_core.base.arguments import FULL, PARTIAL, not_none
-from ring_core.masks.expression import Expression, expression_of
+from ring_core.masks.expression import Expression
 from ring_core.plan.tile_mask import BlockGeometry
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.block_index import FAR, Grid, kinds_on, tile_numbers
@@ -109,8 +109,8 @@ def _rule(item: WorkItem | None, geometry: BlockGeometry | None) -> Rule | None:
     if item is None or geometry is None:
         return None
     offset, k_layout = geometry.q_offset, geometry.k_layout
-    q_span = offset, geometry.q_layout.seq_len + offset
-    expression = expression_of(geometry.mask, q_span, (0, k_layout.seq_len))
+    # Documents are no part of the rule's expression.
+    expression = None if geometry.mask.cu_seqlens is not None else geometry.rule.short
     rows = geometry.q_layout.positions(item.q_rank)[item.q_slice] + offset
     columns = k_layout.positions(item.kv_rank)[item.k_slice]
     if expression is None or any((np.diff(x) != 1).any() for x in (rows, columns)):
