@@ -10,13 +10,13 @@ over from the thread that calls ``backward``.
 
 from __future__ import annotations
 
-import ctypes
-import sys
+import threading
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch._C import (  # torch has no public names for them
@@ -85,20 +85,33 @@ class _History:
         self._backward = None
 
 
+_OWN = threading.local()  # holds the history of each thread
+#: Histories by a number that torch's state of the thread holds: an integer that Python never frees,
+#: as torch 2.11 does not count its reference.
+_HISTORIES: WeakValueDictionary[int, _History] = WeakValueDictionary()
+_SLOTS = 256
+
+
 def blocks() -> Blocks:
     """Return the global ranks that act alone, for each block that the code that runs is of."""
     if not _is_key_in_tls(_KEY):
         return ()
-    history: _History = _get_obj_in_tls(_KEY)
-    return history.now()
+    return _HISTORIES[_get_obj_in_tls(_KEY)].now()
 
 
-def _keep(history: _History) -> None:
-    """Put a history into torch's state of this thread."""
-    references = sys.getrefcount(history)
-    _stash_obj_in_tls(_KEY, history)
-    if sys.getrefcount(history) == references:  # torch 2.11 holds a reference that it did not count
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(history))
+def _own_history() -> _History:
+    """Return the history of this thread, made at its first block."""
+    if (history := getattr(_OWN, "history", None)) is None:
+        _OWN.history = history = _History()
+        slot = next(
+            (n for n in range(_SLOTS) if _HISTORIES.setdefault(n, history) is history), None
+        )
+        if slot is None:
+            raise UnsupportedError(
+                f"whole() in more than {_SLOTS} threads at once: use it in fewer, or end some"
+            )
+        _stash_obj_in_tls(_KEY, slot)
+    return cast("_History", history)
 
 
 @contextmanager
@@ -109,9 +122,7 @@ def acting_alone(members: tuple[int, ...]) -> Iterator[None]:
             "whole() cannot begin in a function that torch.compile compiles, nor in a backward, where "
             "checkpoints compute functions again. Instead: enter it around the call of that function"
         )
-    if not _is_key_in_tls(_KEY):
-        _keep(_History())
-    history: _History = _get_obj_in_tls(_KEY)
+    history = _own_history()
     before = history.current
     history.enter((*before, frozenset(members)))
     try:
