@@ -14,7 +14,6 @@ import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -177,13 +176,13 @@ def _endless() -> Any:
     yield from iter(int, 1)
 
 
-_GENERATOR, _FILE = _endless(), Path(__file__)
+_GENERATOR = _endless()
 OPAQUE: dict[str, tuple[Any, str]] = {
     "a generator": (lambda i, j: i - j < next(_GENERATOR), "a builtins.generator as '_GENERATOR'"),
     "random numbers": (lambda i, j: i * random.random() < j, "as 'random.random'"),
     "random numbers of numpy": (lambda i, j: i * np.random.rand() < j, "RandomState as 'np.random.rand'"),  # noqa: NPY002
     "the time": (lambda i, j: i + time.time() < j, "as 'time.time'"),
-    "a file": (lambda i, _: i < len(open(_FILE).read()), "what a builtin finds as 'open'"),  # noqa: SIM115, PTH123
+    "a file": (lambda i, _: i < len(open("a file").read()), "what a builtin finds as 'open'"),  # noqa: SIM115, PTH123
     "names that it makes": (lambda i, j: i - j < globals()["WIDTH"], "as 'globals'"),
     "a function in an object of numpy's": (np.vectorize(operator.lt), "a numpy.vectorize"),
 }  # fmt: skip
