@@ -12,7 +12,6 @@ import operator
 import random
 import time
 import types
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ import numpy as np
 import pytest
 
 from ring_core import Mask, Plan, UnsupportedError, make_plan
-from ring_core.base.arguments import check_dropout
+from ring_core.base.arguments import check_dropout, not_none
 from ring_core.plan.tile_mask import BlockGeometry
 
 T, WIDTH = 24, 3
@@ -71,7 +70,7 @@ def _by_another(i: Any, j: Any) -> Any:
     return inner()
 
 
-def _changing(kind: str) -> tuple[Callable[[Any, Any], Any], Callable[[int], object]]:
+def _changing(kind: str) -> Any:
     """Return a predicate of a band 3 wide, and what makes it another width."""
     holder, values, array = Holder(), [3], np.array([3])
     names, width = types.SimpleNamespace(width=3), 3
@@ -91,7 +90,7 @@ def _changing(kind: str) -> tuple[Callable[[Any, Any], Any], Callable[[int], obj
         "a cell": (lambda i, j: abs(i - j) < width, set_cell),
         "a list": (lambda i, j: abs(i - j) < values[0], lambda n: values.__setitem__(0, n)),
         "a default": (by_default, lambda n: values.__setitem__(0, n)),
-        "a keyword's default": (by_default, lambda n: by_default.__kwdefaults__.update(scale=n)),
+        "a keyword's default": (by_default, lambda n: not_none(by_default.__kwdefaults__).update(scale=n)),
         "an array": (lambda i, j: abs(i - j) < array[0], lambda n: array.__setitem__(0, n)),
         "a table": (lambda i, j: table[i] == table[j], set_table),
         "a global": (by_global, lambda n: globals().update(WIDTH=n)),
