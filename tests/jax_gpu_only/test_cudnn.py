@@ -394,7 +394,7 @@ def test_programs_over_an_abstract_mesh(strategy: str, kind: AxisType) -> None:
     A call's kernels for other platforms are in its program, so that one such primitive, as JAX's
     own for cuDNN, keeps it from being lowered for any platform.
     """
-    mesh = AbstractMesh((4,), ("cp",), axis_types=(kind,))
+    mesh: Any = AbstractMesh((4,), ("cp",), axis_types=(kind,))
     split = NamedSharding(mesh, PartitionSpec(None, "cp"))
     q, k = (
         jax.ShapeDtypeStruct((1, 512, heads, 64), jnp.bfloat16, sharding=split) for heads in (4, 2)

@@ -12,16 +12,14 @@ import operator
 import random
 import time
 import types
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ring_core import Mask, Plan, UnsupportedError, make_plan
-from ring_core.base.arguments import check_dropout
+from ring_core.base.arguments import check_dropout, not_none
 from ring_core.plan.tile_mask import BlockGeometry
 
 T, WIDTH = 24, 3
@@ -72,7 +70,7 @@ def _by_another(i: Any, j: Any) -> Any:
     return inner()
 
 
-def _changing(kind: str) -> tuple[Callable[[Any, Any], Any], Callable[[int], object]]:
+def _changing(kind: str) -> Any:
     """Return a predicate of a band 3 wide, and what makes it another width."""
     holder, values, array = Holder(), [3], np.array([3])
     names, width = types.SimpleNamespace(width=3), 3
@@ -92,7 +90,7 @@ def _changing(kind: str) -> tuple[Callable[[Any, Any], Any], Callable[[int], obj
         "a cell": (lambda i, j: abs(i - j) < width, set_cell),
         "a list": (lambda i, j: abs(i - j) < values[0], lambda n: values.__setitem__(0, n)),
         "a default": (by_default, lambda n: values.__setitem__(0, n)),
-        "a keyword's default": (by_default, lambda n: by_default.__kwdefaults__.update(scale=n)),
+        "a keyword's default": (by_default, lambda n: not_none(by_default.__kwdefaults__).update(scale=n)),
         "an array": (lambda i, j: abs(i - j) < array[0], lambda n: array.__setitem__(0, n)),
         "a table": (lambda i, j: table[i] == table[j], set_table),
         "a global": (by_global, lambda n: globals().update(WIDTH=n)),
@@ -177,13 +175,13 @@ def _endless() -> Any:
     yield from iter(int, 1)
 
 
-_GENERATOR, _FILE = _endless(), Path(__file__)
+_GENERATOR = _endless()
 OPAQUE: dict[str, tuple[Any, str]] = {
     "a generator": (lambda i, j: i - j < next(_GENERATOR), "a builtins.generator as '_GENERATOR'"),
     "random numbers": (lambda i, j: i * random.random() < j, "as 'random.random'"),
     "random numbers of numpy": (lambda i, j: i * np.random.rand() < j, "RandomState as 'np.random.rand'"),  # noqa: NPY002
     "the time": (lambda i, j: i + time.time() < j, "as 'time.time'"),
-    "a file": (lambda i, _: i < len(open(_FILE).read()), "what a builtin finds as 'open'"),  # noqa: SIM115, PTH123
+    "a file": (lambda i, _: i < len(open("a file").read()), "what a builtin finds as 'open'"),  # noqa: SIM115, PTH123
     "names that it makes": (lambda i, j: i - j < globals()["WIDTH"], "as 'globals'"),
     "a function in an object of numpy's": (np.vectorize(operator.lt), "a numpy.vectorize"),
 }  # fmt: skip

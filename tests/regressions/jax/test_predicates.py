@@ -35,7 +35,7 @@ OWN: dict[str, Any] = {
 def test_what_the_plan_shows(name: str, biased: bool) -> None:
     q, k, v = (CP.shard(jnp.asarray(x)) for x in inputs(np.float32))
     bias = very_negative_bias(np.float32) if biased else None
-    own_rows = {} if bias is None else {"bias": CP.shard(jnp.asarray(bias), dim=-2)}
+    own_rows: Any = {} if bias is None else {"bias": CP.shard(jnp.asarray(bias), dim=-2)}
     with ring_jax.check(1):
         out = CP.unshard(CP.attention(q, k, v, mask=Mask(predicate=PREDICATES[name]), **own_rows))
     right, rows = expected(name, bias)
@@ -71,7 +71,7 @@ def test_functions_of_jax(name: str) -> None:
 def test_too_many_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockGeometry, "tiles", None)
     q = jnp.ones((1, T - 8, 2, 8))
-    call = {"axis_name": None, "mask": Mask(predicate=PREDICATES[name]), "kernel": "xla"}
+    call: Any = {"axis_name": None, "mask": Mask(predicate=PREDICATES[name]), "kernel": "xla"}
     if name in TRACED:
         ring_attention(q, q, q, **call)
         return
@@ -83,7 +83,11 @@ def test_too_many_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_windows_beyond_32_bits() -> None:
     """Numbers of options, too, may be wider than a device's: beside a bias JAX evaluates them."""
     q, k, v = (jnp.asarray(x) for x in inputs(np.float32))
-    wide = {"window": (2**35, 2**32), "chunk_size": 2**39, "bias": jnp.full((1, 1, T, T), -1e10)}
+    wide: Any = {
+        "window": (2**35, 2**32),
+        "chunk_size": 2**39,
+        "bias": jnp.full((1, 1, T, T), -1e10),
+    }
     outs = [ring_attention(q, k, v, axis_name=None, **x) for x in (wide, {})]
     np.testing.assert_allclose(np.asarray(outs[0]), np.asarray(outs[1]), atol=2e-6)
 

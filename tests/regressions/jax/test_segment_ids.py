@@ -20,7 +20,7 @@ from ring_jax import Segments, compat, flax, nn, ring_attention
 
 T = 8
 Q = jax.random.normal(jax.random.key(0), (1, T, 1, 4))
-IDS = np.array([[0] * 4 + [1] * 3 + [7]])
+IDS: Any = np.array([[0] * 4 + [1] * 3 + [7]])
 attention = partial(ring_attention, axis_name=None)
 in_flax = flax.make_attention_fn(attention)
 
@@ -61,7 +61,7 @@ def test_ids_of_64_bits_that_are_traced() -> None:
 
 @pytest.mark.parametrize("length", [2**31 + 3, 2**40])
 def test_lengths_beyond_int32_hide_nothing(length: int) -> None:
-    offsets = np.array([0, length])
+    offsets: Any = np.array([0, length])
     outs = [
         nn.make_dot_product_attention(attention)(Q, Q, Q, key_value_seq_lengths=offsets[1:]),
         compat.flash_attention(Q, Q, Q, cum_seqlens_q=offsets, cum_seqlens_k=offsets),

@@ -197,12 +197,12 @@ class _Reader:
             yield name, self.key(value, name)
         names = _names_in(function.__code__)
         self.names |= names.attributes
-        for name in names.globals:
+        for name in sorted(names.globals):
             if name in function.__globals__:
                 yield name, self.key(function.__globals__[name], name)
             elif name in _OPAQUE_BUILTINS:
                 raise OpaqueError(name, "what a builtin finds")
-        for name in names.modules:  # imported inside of it
+        for name in sorted(names.modules):  # imported inside of it
             if name in sys.modules:
                 yield name, self.key(sys.modules[name], name)
 

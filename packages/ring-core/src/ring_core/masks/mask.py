@@ -157,7 +157,7 @@ class Mask:
             cuts.append(self.document_offsets)
         return np.unique(np.concatenate(cuts)) if cuts else None
 
-    def check_unchanged(self) -> None:
+    def _check_unchanged(self) -> None:
         """Refuse a :func:`snapshot` whose predicate reads something else by now.
 
         Raises:
@@ -188,7 +188,7 @@ class Mask:
         if self.chunk_size is not None:
             parts.append(q_pos // self.chunk_size == k_pos // self.chunk_size)
         if self.predicate is not None:
-            self.check_unchanged()
+            self._check_unchanged()
             parts.append(self.predicate(q_pos, k_pos))
         return reduce(operator.and_, parts) if parts else True
 
@@ -255,7 +255,7 @@ def rule_of(mask: Mask, q_span: tuple[int, int], k_span: tuple[int, int]) -> Tra
 
     It is good for positions inside ``[start, stop)``, as of ``ring_core.masks.expression.traced``.
     """
-    mask.check_unchanged()
+    mask._check_unchanged()  # noqa: SLF001 - its other half
     if max(map(abs, (*q_span, *k_span))) <= _FAR:
         # Distances are below 2^31 there: larger numbers say the same as this.
         (left, right), chunk = mask.window or (None, None), mask.chunk_size
