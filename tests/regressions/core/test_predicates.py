@@ -34,6 +34,13 @@ class Frozen:
         return abs(i - j) < self.width
 
 
+class Slotted:
+    __slots__ = ("width",)
+
+    def __init__(self) -> None:
+        self.width = 3
+
+
 class Holder:
     width = 3
     limits: Any
@@ -72,7 +79,7 @@ def _by_another(i: Any, j: Any) -> Any:
 
 def _changing(kind: str) -> Any:
     """Return a predicate of a band 3 wide, and what makes it another width."""
-    holder, values, array = Holder(), [3], np.array([3])
+    holder, slotted, values, array = Holder(), Slotted(), [3], np.array([3])
     names, width = types.SimpleNamespace(width=3), 3
     table = np.arange(T) // 3
 
@@ -88,6 +95,9 @@ def _changing(kind: str) -> Any:
 
     return {
         "a cell": (lambda i, j: abs(i - j) < width, set_cell),
+        "a slot": (
+            lambda i, j: abs(i - j) < slotted.width, lambda n: setattr(slotted, "width", n)
+        ),
         "a list": (lambda i, j: abs(i - j) < values[0], lambda n: values.__setitem__(0, n)),
         "a default": (by_default, lambda n: values.__setitem__(0, n)),
         "a keyword's default": (by_default, lambda n: not_none(by_default.__kwdefaults__).update(scale=n)),

@@ -87,6 +87,13 @@ def contents_of(predicate: Callable[[Any, Any], Any]) -> Hashable:
         names |= reader.names
 
 
+def _state_of(x: object) -> dict[str, Any]:
+    """Return the attributes of an object itself: those in its dictionary, and in slots."""
+    slots = (getattr(kind, "__slots__", ()) for kind in type(x).__mro__)
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    return {n: getattr(x, n) for n in names if hasattr(x, n)} | getattr(x, "__dict__", {})
+
+
 class _Reader:
     """Reads what a predicate holds.
 
@@ -142,7 +149,7 @@ class _Reader:
             attributes = tuple(self._attributes(x, path))
             special: tuple[Hashable, ...] = tuple(self._special_methods(kind, path))
             if _is_installed(kind.__module__) and any(hasattr(kind, n) for n in _USED_BY_SYNTAX):
-                special += (self.key(vars(x), path),)
+                special += (self.key(_state_of(x), path),)
             yield _Identity(kind if attributes or special else x)
             yield attributes + special
         else:
