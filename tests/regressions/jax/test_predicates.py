@@ -88,7 +88,8 @@ def test_windows_beyond_32_bits() -> None:
         "chunk_size": 2**39,
         "bias": jnp.full((1, 1, T, T), -1e10),
     }
-    outs = [ring_attention(q, k, v, axis_name=None, **x) for x in (wide, {})]
+    none: dict[str, Any] = {}
+    outs = [ring_attention(q, k, v, axis_name=None, **options) for options in (wide, none)]
     np.testing.assert_allclose(np.asarray(outs[0]), np.asarray(outs[1]), atol=2e-6)
 
 
