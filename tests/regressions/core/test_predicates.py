@@ -124,7 +124,7 @@ def _changing(kind: str) -> Any:
 
 
 KINDS = (
-    "a cell", "a list", "a default", "a keyword's default", "an array", "a table", "a global",
+    "a cell", "a slot", "a list", "a default", "a keyword's default", "an array", "a table", "a global",
     "a global of a function that it calls", "a method's object", "a method's class",
     "an object that a function gets", "a property", "an attribute by name", "a subscript",
     "a namespace", "a module",
