@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,6 +22,9 @@ from ring_torch.comm.handshake import GuardedPass, agree, check_graph
 from ring_torch.comm.ranks import Group, Ranks, is_foreign, peer_errors, ranks_of
 from ring_torch.comm.store import CallSignature
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
+
+#: Numbers of objects, each of which a compiled graph may know again.
+_NUMBERS = count()
 
 UnshardGrad = Literal["sum", "slice"]
 UNSHARD_GRADS: tuple[str, ...] = get_args(UnshardGrad)
@@ -42,6 +46,7 @@ class Sharding:
         self.group = group
         self.layout = check_layout(layout)
         self._bound: Ranks | None = None
+        self._number = next(_NUMBERS)
         if is_foreign(group):
             divisor_of(self.layout, len(self.members.ranks))
         elif group is not None or (dist.is_available() and dist.is_initialized()):
@@ -92,13 +97,14 @@ class Sharding:
 
     def check_group(self) -> None:
         """Refuse a group other than at the first use; in a compiled graph, when it is traced."""
-        # Reading the id makes the compiler guard on it, so a graph is used for this object alone.
-        self._check_group(id(self))
+        # Reading the number makes the compiler guard on it, so a graph is used for this object alone.
+        # An id would do, were it not that torch 2.15 finds none of what a mode of torch holds.
+        self._check_group(self._number)
 
     # A method, as torch 2.11 refuses objects of our classes as arguments of a constant function.
     @constant_in_graphs
     def _check_group(self, _: int) -> None:
-        """Check the group; the argument, an id, ties a compiled graph to this object."""
+        """Check the group; the argument ties a compiled graph to this object."""
         self.members  # noqa: B018 - the property checks
 
     def layout_of(self, seq_len: int, *, pad: bool = False) -> Layout:

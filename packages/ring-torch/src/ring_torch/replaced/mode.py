@@ -1,0 +1,135 @@
+"""The mode in which calls of torch's attention are answered, by whatever name they are made."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunction  # torch has no public name for it
+from torch._ops import HigherOrderOperator
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from ring_core import UnsupportedError
+from ring_torch.replaced import names
+from ring_torch.replaced.calls import Scope, scaled_dot_product_attention
+from ring_torch.replaced.watch import steps_of
+
+_SEEN = names.SDPA | names.HIDDEN | names.PRODUCTS | names.SOFTMAX | {names.LEFT_ALIGNED}
+
+
+class RingMode(TorchFunctionMode):
+    """Mode in which SDPA is that of a scope; all other functions are called as they are.
+
+    Those that attend inside torch are refused where tokens are split. The functions that a
+    higher-order operator is given (checkpoints, ``cond`` and loops in graphs) run in the mode.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__()
+        self.scope = scope
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        """Call a function of torch, or answer it by the ring.
+
+        Raises:
+            ValueError: SDPA is given both a mask and ``is_causal``.
+            UnsupportedError: The function attends inside torch, where tokens are split.
+        """
+        kwargs = kwargs or {}
+        if func not in _SEEN:
+            if isinstance(func, HigherOrderOperator):
+                return self._call_in_mode(func, args, kwargs)
+            if isinstance(func, names.OPERATORS) and names.is_hidden(func):
+                return self._call_hidden(func, args, kwargs)
+            if func is Tensor.unflatten:  # whose super() the compiler of torch 2.11 does not trace
+                func = torch.unflatten
+            return func(*args, **kwargs)
+        if func is names.LEFT_ALIGNED:  # if not, torch's encoder makes no nested tensor
+            return False
+        is_own = not torch.compiler.is_compiling() and _is_called_by_ring()
+        if func in names.SDPA and not is_own:
+            _check_causal_mask(*args, **kwargs)
+            return scaled_dot_product_attention(self.scope, *args, **kwargs)
+        if func in names.HIDDEN and not is_own:
+            return self._call_hidden(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if not is_own:
+            for step, size in steps_of(func in names.PRODUCTS, args, kwargs, out):
+                self.scope.state.watch.step(step, size)
+        return out
+
+    def _call_hidden(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function that attends inside torch, or refuse it."""
+        text = str(func)
+        if text.startswith("ring_torch."):  # in a graph; the caller uses Ring by itself
+            self.scope.state.watch.call(0, 0, on_ring=False)
+        elif self.scope.is_split:
+            raise UnsupportedError(
+                f"replace_sdpa: {getattr(func, '__name__', text)} attends inside torch, to this rank's keys alone. "
+                f"Call scaled_dot_product_attention or a torch.nn.MultiheadAttention; if these tokens are "
+                f"meant to attend within the rank, name the module in local="
+            )
+        with DisableTorchFunction():  # else other modes of ours refuse it
+            return func(*args, **kwargs)
+
+    def _call_in_mode(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator that runs functions, which see no mode of their own accord."""
+        scope = self.scope
+        # The compiler lets the inner functions enter modes if one was entered outside before.
+        with RingMode(scope):
+            pass
+        args = [_in_mode(scope, x) if _is_function(x) else x for x in args]
+        return operator(*args, **kwargs)
+
+
+def _is_function(x: Any) -> bool:
+    """Return True for a function that an operator is to run."""
+    return callable(x) and not isinstance(x, Tensor)
+
+
+def _in_mode(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs in the mode of a scope."""
+    return functools.partial(_run_in_mode, scope, function)
+
+
+def _run_in_mode(scope: Scope, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with RingMode(scope):
+        return function(*args, **kwargs)
+
+
+def _is_called_by_ring() -> bool:
+    """Return True if Ring's own code calls the function, as in a model that uses Ring by itself."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name != __name__ and name.partition(".")[0] != "torch":
+            return name.startswith("ring_torch.") and not name.startswith("ring_torch.replaced.")
+        frame = frame.f_back
+    return False
+
+
+def current_mode() -> RingMode | None:
+    """Return the innermost mode of ours in this thread."""
+    # Other libraries' modes may lie between: ours is the last that was entered.
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, RingMode):
+            return mode
+    return None
+
+
+def _check_causal_mask(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0,
+    is_causal: Any = False, **_: Any,
+) -> None:  # fmt: skip
+    """Refuse both ``attn_mask`` and ``is_causal``, as torch does."""
+    del query, key, value, dropout_p
+    if is_causal and attn_mask is not None:
+        raise ValueError(
+            "replace_sdpa: give attn_mask or is_causal=True, as torch takes one of them"
+        )
