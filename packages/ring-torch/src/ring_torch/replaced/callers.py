@@ -22,8 +22,7 @@ class Caller:
     Attributes:
         module: The innermost module whose forward is under way, of those with a replaced one.
         is_checkpointed: True if a checkpoint of torch has been entered inside it.
-        nodes: Nodes of the functions with an own backward that have been entered inside it, of
-            those whose backward has not been asked for before.
+        nodes: Nodes of the functions with an own backward that have been entered inside it.
         has_setup_context: True if one of those keeps its node to itself.
     """
 
@@ -32,22 +31,25 @@ class Caller:
     nodes: list[Any] = field(default_factory=list)
     has_setup_context: bool = False
 
+    @property
+    def may_repeat(self) -> bool:
+        """True if the call may be made again in a backward, outside of every module's forward."""
+        return self.is_checkpointed or self.has_setup_context or bool(self.nodes)
+
 
 def caller() -> Caller:
     """Return the origin of the call that is under way."""
     made_by, frame = Caller(), inspect.currentframe()
     while frame is not None:
         code = frame.f_code
-        if code.co_name == FORWARD_NAME:
-            made_by.module = frame.f_locals["self"]
+        if FORWARD_NAME in code.co_name:  # or the rest of it, behind a break of a graph
+            made_by.module = frame.f_locals.get("self")
             break
         made_by.is_checkpointed |= code.co_filename == _CHECKPOINT_FILE
         if code.co_name == "forward" and code.co_varnames:
             first = frame.f_locals.get(code.co_varnames[0])
             if isinstance(first, BackwardCFunction):
-                if not first.__dict__.setdefault("_is_on_ring", False):
-                    first._is_on_ring = True  # type: ignore[attr-defined] # noqa: SLF001
-                    made_by.nodes.append(first)
+                made_by.nodes.append(first)
             elif not isinstance(first, nn.Module):
                 made_by.has_setup_context |= any(x.forward.__code__ is code for x in _functions())
         frame = frame.f_back

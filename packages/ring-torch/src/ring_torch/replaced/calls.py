@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple, Never, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunction  # torch has no public name for it
+from torch._C import DisableTorchFunction, _autograd  # torch has no public name for them
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
@@ -97,6 +98,18 @@ class Replacement:
     def note_traced(self) -> None:
         """Remember, while a graph is traced, that a module has called attention."""
         self.modules["(compiled)"] = "modules in graphs of torch.compile, whose names are not kept"
+
+    @constant_in_graphs
+    def may_repeat(self) -> bool:
+        """Return True if code outside of the graph that is traced may run it again in a backward.
+
+        Then the graph is to break, so that the call is seen each time. Functions that are a part of
+        the graph are differentiated with it.
+        """
+        if not torch_function_mode_stack_state_mgr.stack:  # no mode was entered before the graph
+            return False
+        is_in_function = self.watch.has_grad() and not torch.is_grad_enabled()
+        return is_in_function or caller().may_repeat or _hooks_of_user() is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -382,6 +395,8 @@ def _module_of(scope: Scope, query: Tensor, key: Tensor, *, is_causal: bool, has
     state = scope.state
     if torch.compiler.is_compiling():
         state.note_traced()
+        if state.may_repeat():
+            torch._dynamo.graph_break()  # noqa: SLF001 - torch has no public name for it
         return "a compiled module"
     made_by = caller()
     name = state.names.get(id(made_by.module)) or type(made_by.module or state.root).__name__
@@ -408,14 +423,30 @@ def _follow_into_backward(scope: Scope, name: str, made_by: Caller) -> None:
                 "backward would compute it again outside of the module. Call a module there, or give the "
                 "function a forward(ctx, ...)")  # fmt: skip
     for node in made_by.nodes:
-        modes: list[TorchFunctionMode] = []
+        if not hasattr(node, "_is_on_ring"):
+            node._is_on_ring = True  # noqa: SLF001 - a user's node, which lets us note this
+            modes = [scope.state.mode_of(scope)]
+            node.register_prehook(lambda _, modes=modes: modes[0].__enter__() and None)
+            node.register_hook(lambda *_, modes=modes: modes[0].__exit__(None, None, None))
+    _unpack_in_mode(scope)
 
-        def enter(_: Any, modes: list[TorchFunctionMode] = modes) -> None:
-            modes.append(scope.state.mode_of(scope))
-            modes[-1].__enter__()
 
-        def leave(*_: Any, modes: list[TorchFunctionMode] = modes) -> None:
-            modes.pop().__exit__(None, None, None)
+def _unpack_in_mode(scope: Scope) -> None:
+    """Let hooks of a user that may compute saved tensors again do it in the scope's mode."""
+    if (hooks := _hooks_of_user()) is None:
+        return
+    pack, unpack = hooks
 
-        node.register_prehook(enter)
-        node.register_hook(leave)
+    def unpack_in_mode(packed: Any) -> Any:
+        with scope.state.mode_of(scope):
+            return unpack(packed)
+
+    _autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001
+    _autograd._push_saved_tensors_default_hooks(pack, unpack_in_mode)  # noqa: SLF001
+
+
+def _hooks_of_user() -> tuple[Any, Any] | None:
+    """Return the functions that pack and unpack saved tensors now, if they are not torch's or ours."""
+    hooks = _autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
+    is_known = str(getattr(hooks and hooks[1], "__module__", "")).startswith(("torch.", __name__))
+    return None if is_known else hooks

@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunction  # torch has no public name for it
+from torch._C import DisableTorchFunction  # torch has no public name for it, nor for this
+from torch._dynamo.eval_frame import skip_code
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ring_core import UnsupportedError
+from ring_torch.capture import untraced
 from ring_torch.replaced import names
 from ring_torch.replaced.calls import Scope, scaled_dot_product_attention
 from ring_torch.replaced.watch import steps_of
 
-_SEEN = names.SDPA | names.HIDDEN | names.PRODUCTS | names.SOFTMAX | {names.LEFT_ALIGNED}
+_FLEX = torch.ops.higher_order.flex_attention
 
 
 class RingMode(TorchFunctionMode):
@@ -42,26 +44,27 @@ class RingMode(TorchFunctionMode):
             UnsupportedError: The function attends inside torch, where tokens are split.
         """
         kwargs = kwargs or {}
-        if func not in _SEEN:
-            if isinstance(func, HigherOrderOperator):
-                return self._call_in_mode(func, args, kwargs)
-            if isinstance(func, names.OPERATORS) and names.is_hidden(func):
-                return self._call_hidden(func, args, kwargs)
+        if isinstance(func, HigherOrderOperator) and func is not _FLEX:
+            return self._call_in_mode(func, args, kwargs)
+        kind = names.kind_of(func)
+        if kind == "nests":
+            return False
+        if kind is None:
             if func is Tensor.unflatten:  # whose super() the compiler of torch 2.11 does not trace
                 func = torch.unflatten
             return func(*args, **kwargs)
-        if func is names.LEFT_ALIGNED:  # if not, torch's encoder makes no nested tensor
-            return False
-        is_own = not torch.compiler.is_compiling() and _is_called_by_ring()
-        if func in names.SDPA and not is_own:
+        if not torch.compiler.is_compiling() and _is_called_by_ring():
+            return func(*args, **kwargs)
+        if kind == "sdpa":
             _check_causal_mask(*args, **kwargs)
-            return scaled_dot_product_attention(self.scope, *args, **kwargs)
-        if func in names.HIDDEN and not is_own:
+            if torch.compiler.is_compiling():
+                return scaled_dot_product_attention(self.scope, *args, **kwargs)
+            return _attend_eagerly(self.scope, *args, **kwargs)
+        if kind == "hidden":
             return self._call_hidden(func, args, kwargs)
         out = func(*args, **kwargs)
-        if not is_own:
-            for step, size in steps_of(func in names.PRODUCTS, args, kwargs, out):
-                self.scope.state.watch.step(step, size)
+        for step, size in steps_of(kind == "product", args, kwargs, out):
+            self.scope.state.watch.step(step, size)
         return out
 
     def _call_hidden(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -86,6 +89,11 @@ class RingMode(TorchFunctionMode):
             pass
         args = [_in_mode(scope, x) if _is_function(x) else x for x in args]
         return operator(*args, **kwargs)
+
+
+# A call that a graph has left to eager code is to stay there: its origin is looked at each time.
+skip_code(RingMode.__torch_function__.__code__)
+_attend_eagerly = untraced(scaled_dot_product_attention)
 
 
 def _is_function(x: Any) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from ring_core import UnsupportedError
 from ring_torch.replaced.calls import Scope, scaled_dot_product_attention
@@ -28,7 +29,7 @@ from ring_torch.replaced.names import hiding_object
 from ring_torch.replaced.watch import sizes_of
 
 #: Modules of torch whose forwards attend, or run a graph that may. Its others are left alone.
-_ATTENDING = ("torch.nn.modules.transformer", "torch.fx.", "torch.export.", "torch.ao.")
+_ATTENDING = ("torch.nn.modules.transformer", "torch.export.unflatten")
 
 
 def replace_forwards(
@@ -70,7 +71,7 @@ def _is_replaced(module: nn.Module, root: nn.Module) -> bool:
     where = getattr(forward, "__module__", None) or ""  # a graph of torch.fx has none
     if isinstance(module, nn.MultiheadAttention) or not where.startswith("torch."):
         return True
-    return where.startswith(_ATTENDING) or (module is root and forward is not nn.Module.forward)
+    return where in _ATTENDING or (module is root and forward is not nn.Module.forward)
 
 
 def _check_module(name: str, module: nn.Module, scope: Scope) -> None:
@@ -138,6 +139,15 @@ def _class_on_ring(base: type[nn.Module], scope: Scope, *, is_root: bool) -> typ
         "forward": forward, "_ring_scope": scope, "__module__": base.__module__,
         "__qualname__": base.__qualname__, "__doc__": base.__doc__,
     }  # fmt: skip
+    if issubclass(base, GraphModule):
+
+        def recompile(self: GraphModule) -> Any:
+            """Write the class's forward anew, as a copy or a changed graph does."""
+            code, kind = base.recompile(self), type(self)
+            kind.forward = _forward_in_mode(kind.forward, scope, is_root=is_root)  # type: ignore[method-assign]
+            return code
+
+        body["recompile"] = recompile
     # The name stays: checkpoints, wrappers and messages go by it.
     return types.new_class(base.__name__, (base,), {}, lambda namespace: namespace.update(body))
 

@@ -7,22 +7,20 @@ import inspect
 import re
 import types
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.attention.varlen
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 
-#: Classes of operators, called as ``torch.ops.namespace.name`` or as one of its overloads.
-OPERATORS = (OpOverload, OpOverloadPacket)
+from ring_torch.capture import constant_in_graphs
 
-
-def _with_overloads(names: Iterable[str], *owners: Any) -> frozenset[Any]:
+def _with_overloads(names: Iterable[str], *owners: Any) -> list[Any]:
     """Return the functions of these names, those of ``torch.ops.aten`` with their overloads."""
     functions = [getattr(x, n) for x in (*owners, torch.ops.aten) for n in names if hasattr(x, n)]
     packets = [x for x in functions if isinstance(x, OpOverloadPacket)]
-    return frozenset([*functions, *(getattr(x, name) for x in packets for name in x.overloads())])
+    return [*functions, *(getattr(x, name) for x in packets for name in x.overloads())]
 
 
 def _attends(name: str) -> bool:
@@ -30,37 +28,47 @@ def _attends(name: str) -> bool:
     return bool(re.search(r"attention|attn|_transformer_(en|de)coder\w*_fwd", name))
 
 
-#: Torch's function by its names; all have the same arguments.
-SDPA = _with_overloads(["scaled_dot_product_attention"], torch.nn.functional)
-#: Other functions that attend inside torch, where no call of SDPA is seen.
-HIDDEN = frozenset(
-    [
-        torch.ops.higher_order.flex_attention,
-        *(
-            getattr(owner, name)
-            for owner in (torch, torch.nn.functional)
-            for name in dir(owner)
-            if _attends(name) and callable(getattr(owner, name))
-        ),
-    ]
-) - SDPA  # fmt: skip
-#: Products of two tensors.
-PRODUCTS = _with_overloads(
-    ["matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "baddbmm_", "einsum"],
-    torch, Tensor, torch.linalg,
-)  # fmt: skip
-SOFTMAX = _with_overloads(
-    ["softmax", "_softmax", "_safe_softmax", "gumbel_softmax"],
-    torch, Tensor, torch.nn.functional, torch.special,
-)  # fmt: skip
-#: Makes a transformer layer of torch take nested tensors, which cannot be split.
-LEFT_ALIGNED = torch._nested_tensor_from_mask_left_aligned  # noqa: SLF001 - its only name
+def _hidden() -> list[Any]:
+    """Return functions that attend inside torch, where no call of SDPA is seen."""
+    owners = (torch, torch.nn.functional)
+    named = [getattr(owner, name) for owner in owners for name in dir(owner) if _attends(name)]
+    return [torch.ops.higher_order.flex_attention, *(x for x in named if callable(x))]
 
 
-def is_hidden(operator: Any) -> bool:
-    """Return True if an operator other than :data:`SDPA` attends, by its name or its library's."""
-    name = str(operator)  # namespace.name, or namespace.name.overload
-    return _attends(name) or "flash_attn" in name
+#: Kinds of functions that a mode looks at: torch's SDPA by all its names, which have the same
+#: arguments; others that attend inside torch; products and softmaxes, of which attention is written;
+#: and the one by whose result torch's transformer layers take nested tensors, which have no shards.
+Kind = Literal["sdpa", "hidden", "product", "softmax", "nests"]
+_KINDS: dict[Any, Kind] = {
+    torch._nested_tensor_from_mask_left_aligned: "nests",  # noqa: SLF001 - its only name
+    **dict.fromkeys(_hidden(), "hidden"),
+    **dict.fromkeys(
+        _with_overloads(
+            ["matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "baddbmm_", "einsum"],
+            torch, Tensor, torch.linalg,
+        ), "product",
+    ),
+    **dict.fromkeys(
+        _with_overloads(
+            ["softmax", "_softmax", "_safe_softmax"],
+            torch, Tensor, torch.nn.functional, torch.special,
+        ), "softmax",
+    ),
+    **dict.fromkeys(_with_overloads(["scaled_dot_product_attention"], torch.nn.functional), "sdpa"),
+}  # fmt: skip
+
+
+@constant_in_graphs
+def kind_of(function: Any) -> Kind | None:
+    """Return the kind of a function of torch, or ``None`` for one that a mode leaves alone.
+
+    Operators of other libraries attend if their name says so.
+    """
+    kind = _KINDS.get(function)
+    if kind is None and isinstance(function, OpOverload | OpOverloadPacket):
+        name = str(function)  # namespace.name, or namespace.name.overload
+        return "hidden" if _attends(name) or "flash_attn" in name else None
+    return kind
 
 
 def hiding_object(module: nn.Module) -> str | None:

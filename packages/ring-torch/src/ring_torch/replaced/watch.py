@@ -206,7 +206,7 @@ def steps_of(
         return
     if not func_is_product:
         dim = next((x for x in values if isinstance(x, int)), -1)
-        yield from _equal("softmax", out.shape[out.ndim > 2 :], out.shape[dim])
+        yield from _equal("softmax", out.shape, out.shape[dim])
         return
     operands = [x for x in values if isinstance(x, Tensor)][-2:]
     if len(operands) < 2 or any(x.ndim < 2 or _is_weight(x) for x in operands):
