@@ -1,13 +1,15 @@
-"""Attention that a replaced model reaches by another way than a call of ``F.scaled_dot_product_attention``.
+"""Attention that a replaced model reaches by another way than a plain call of torch's SDPA.
 
-Four classes, each with the members that a model may have: another name of torch's function; a
-module that writes attention out, or attends to windows, next to one that calls it; code that is run
-again in the backward; and modules that torch or the user compiled. Each is exact or refused by name.
+Classes, each with the members that a model may have: another name of torch's function; a module
+that writes attention out, or attends to windows, next to one that calls it; code that is run again
+in the backward; modules that torch or the user compiled; masks of torch's own layers. Each is exact
+or refused by name.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -42,7 +44,9 @@ class Layer(nn.Module):
         self.attend = attend
 
     def mix(self, x: Tensor) -> Tensor:
-        q, k, v = [f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v)]
+        q, k, v = [
+            f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        ]
         out: Tensor = self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
         return out
 
@@ -101,17 +105,23 @@ def _outcome(
 # Other names ----------------------------------------------------------------------------------
 
 
-@torch.jit.script
+def _script(function: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates scripts
+        return torch.jit.script(function)
+
+
+@_script
 def scripted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
 
-@torch.jit.script
+@_script
 def scripted_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.matmul(torch.softmax(torch.matmul(q, k.mT), -1), v)
 
 
-@torch.jit.script
+@_script
 def scripted_gelu(x: Tensor) -> Tensor:
     return torch.nn.functional.gelu(x)
 
@@ -123,7 +133,7 @@ def own_operator(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 torch.library.define("ring_tests_flash_attn::fwd", "(Tensor q, Tensor k, Tensor v) -> Tensor")
 torch.library.impl("ring_tests_flash_attn::fwd", "CompositeImplicitAutograd")(
-    lambda q, k, v: functional.scaled_dot_product_attention(q, k, v)
+    lambda q, k, v: functional.scaled_dot_product_attention(q, k, v)  # noqa: PLW0108 - looked up when called
 )
 aten = torch.ops.aten
 UNSEEN, INSIDE = "whose attention Python does not see", "attends inside torch"
@@ -131,16 +141,16 @@ UNSEEN, INSIDE = "whose attention Python does not see", "attends inside torch"
 NAMES: dict[str, tuple[Any, str]] = {
     "an operator": (aten.scaled_dot_product_attention, EXACT),
     "an overload": (aten.scaled_dot_product_attention.default, EXACT),
-    "by torch._C": (lambda *x: torch._C._nn.scaled_dot_product_attention(*x), EXACT),
+    "by torch._C": (lambda *x: torch._C._nn.scaled_dot_product_attention(*x), EXACT),  # noqa: PLW0108 - looked up when called
     "a fused one": (lambda *x: aten._scaled_dot_product_flash_attention_for_cpu(*x)[0], INSIDE),
     "the plain one": (lambda *x: torch._scaled_dot_product_attention_math(*x)[0], INSIDE),
-    "another library's": (lambda *x: torch.ops.ring_tests_flash_attn.fwd(*x), INSIDE),
+    "another library's": (lambda *x: torch.ops.ring_tests_flash_attn.fwd(*x), INSIDE),  # noqa: PLW0108 - looked up when called
     "a script": (scripted, UNSEEN),
-    "a script, by a global name": (lambda *x: scripted(*x), UNSEEN),
+    "a script, by a global name": (lambda *x: scripted(*x), UNSEEN),  # noqa: PLW0108 - looked up when called
     "a script in a list": ([scripted], UNSEEN),
     "a script that writes it out": (scripted_by_hand, UNSEEN),
     "an operator of one's own": (own_operator, UNSEEN),
-    "an operator by a global name": (lambda *x: own_operator(*x), UNSEEN),
+    "an operator by a global name": (lambda *x: own_operator(*x), UNSEEN),  # noqa: PLW0108 - looked up when called
     "beside a script of another thing": (
         lambda q, k, v: functional.scaled_dot_product_attention(scripted_gelu(q), k, v), EXACT,
     ),
@@ -150,10 +160,10 @@ NAMES: dict[str, tuple[Any, str]] = {
 def _by_name(_: int, name: str, how: str) -> str:
     attend = NAMES[name][0]
 
-    def make(context: object) -> nn.Module:
+    def make(_: object) -> nn.Module:
         layer = Layer(attend)
         if isinstance(attend, list):
-            layer.attend, layer.kept = attend[0], attend  # type: ignore[assignment]
+            layer.attend, layer.kept = attend[0], attend
         return layer
 
     return _outcome(make, how=how)
@@ -172,11 +182,6 @@ def test_every_name_of_attention(pool: LocalRanks, name: str, how: str) -> None:
 
 def test_a_replaced_module_may_be_local_and_call_a_script() -> None:
     model = nn.ModuleDict({"a": Layer(scripted), "b": Layer()})
-    with LocalRanks(2) as ranks:
-        ranks.run(_replace_locally, model)
-
-
-def _replace_locally(_: int, model: nn.ModuleDict) -> None:
     replace_sdpa(model, ContextParallel(), local=("a",))
 
 
@@ -230,9 +235,7 @@ def _written(_: int, name: str, has_own: bool, how: str) -> str:
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("has_own", [False, True])
 @pytest.mark.parametrize("how", ["eager", "inference", "compiled"])
-def test_written_attention_is_refused(
-    pool: LocalRanks, name: str, has_own: bool, how: str
-) -> None:
+def test_written_attention_is_refused(pool: LocalRanks, name: str, has_own: bool, how: str) -> None:
     """Of every module by itself, whatever the others call, a local one or one on the ring."""
     for outcome in pool.run(_written, name, has_own, how):
         assert "UnsupportedError: replace_sdpa: " in outcome
@@ -354,7 +357,12 @@ def _right(_: int, name: str, how: str) -> str:
 
 
 @pytest.mark.nightly(
-    unless=["router by matmul-eager", "by itself, in chunks-eager", "by itself-eager", "windows-compiled"]
+    unless=[
+        "router by matmul-eager",
+        "by itself, in chunks-eager",
+        "by itself-eager",
+        "windows-compiled",
+    ]
 )
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("name", EXACT_MODULES)
@@ -397,7 +405,12 @@ def _named(_: int, name: str) -> list[str]:
         calls = [(Shared(), ("near",)), (Shared(), ("near", "far")), (Shared(), ("*",))]
     else:
         del shared
-        calls = [(Folded((OWN, 4)), ()), (Folded((4,)), ()), (Folded((4, 8)), ()), (Folded((OWN,)), ())]
+        calls = [
+            (Folded((OWN, 4)), ()),
+            (Folded((4,)), ()),
+            (Folded((4, 8)), ()),
+            (Folded((OWN,)), ()),
+        ]
     messages = []
     for model, local in calls:
         try:
@@ -492,7 +505,7 @@ def _hooks(function: Any, x: Tensor, *_: Tensor) -> Any:
     def unpack(index: int) -> Tensor:
         if not saved:
             keep = torch.autograd.graph.saved_tensors_hooks(
-                lambda t: saved.append(t) or t, lambda t: t
+                lambda t: (saved.append(t), t)[1], lambda t: t
             )
             with torch.enable_grad(), keep:
                 function(x.detach().requires_grad_())
@@ -557,7 +570,7 @@ class Runs(Layer):
         self.run, self.closure = run, closure
 
     def forward(self, x: Tensor) -> Tensor:
-        function = (lambda y: self.mix(y)) if self.closure else self.mix
+        function = (lambda y: self.mix(y)) if self.closure else self.mix  # noqa: PLW0108 - looked up when called
         out: Tensor = self.run(function, x, *self.parameters())
         return x + out
 
@@ -567,14 +580,17 @@ def _again(_: int, name: str, closure: bool, how: str) -> str:
 
 
 @pytest.mark.nightly(
-    unless=["eager-False-own checkpoint", "eager-True-own hooks", "compiled-False-checkpoint", "eager-False-cond"]
+    unless=[
+        "eager-False-own checkpoint",
+        "eager-True-own hooks",
+        "compiled-False-checkpoint",
+        "eager-False-cond",
+    ]
 )
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_functions_that_are_run_again(
-    pool: LocalRanks, name: str, closure: bool, how: str
-) -> None:
+def test_functions_that_are_run_again(pool: LocalRanks, name: str, closure: bool, how: str) -> None:
     """In a backward, or inside an operator, they attend as in their module's forward."""
     expected = RUNS[name][1 if how == "eager" else 2]
     for outcome in pool.run(_again, name, closure, how):
@@ -589,12 +605,17 @@ class Compiled(Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attend = torch.compile(lambda *x: functional.scaled_dot_product_attention(*x), backend="aot_eager")
+        self.attend = torch.compile(
+            lambda *x: functional.scaled_dot_product_attention(*x),  # noqa: PLW0108 - as users do
+            backend="aot_eager",
+        )
 
 
 def _exported() -> torch.export.ExportedProgram:
     shapes = {1: torch.export.Dim("tokens", min=2, max=64)}
-    return torch.export.export(Layer().double(), (torch.randn(2, T, DIM).double(),), dynamic_shapes=(shapes,))
+    return torch.export.export(
+        Layer().double(), (torch.randn(2, T, DIM).double(),), dynamic_shapes=(shapes,)
+    )
 
 
 GRAPHS: dict[str, Callable[[], nn.Module]] = {
@@ -661,7 +682,11 @@ def _heads(_: int) -> None:
             (window, True, None), (window, False, padding), (window, False, None),
             (causal, True, padding), (causal, False, None), (numbers, True, padding),
         ):  # fmt: skip
-            options: Any = {"is_causal": True, "need_weights": need_weights, "key_padding_mask": pad}
+            options: Any = {
+                "is_causal": True,
+                "need_weights": need_weights,
+                "key_padding_mask": pad,
+            }
             with torch.no_grad() if not training else nullcontext():
                 expected = cp.shard(whole(x, x, x, attn_mask=mask, **options)[0])
                 out = model(shard, shard, shard, attn_mask=mask, **options)[0]

@@ -97,7 +97,7 @@ class Sharding:
 
     def check_group(self) -> None:
         """Refuse a group other than at the first use; in a compiled graph, when it is traced."""
-        # Reading the number makes the compiler guard on it, so a graph is used for this object alone.
+        # Reading the number makes the compiler guard on it, so a graph is for this object alone.
         # An id would do, were it not that torch 2.15 finds none of what a mode of torch holds.
         self._check_group(self._number)
 

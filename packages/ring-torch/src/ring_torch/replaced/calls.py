@@ -160,7 +160,10 @@ def scaled_dot_product_attention(
     """
     module = _module_of(scope, query, key, is_causal=is_causal, has_mask=attn_mask is not None)
     if scope.others and scope.state.computes == "shards":
-        _refuse(module, f"it is also {scope.others}: give the options all of its names, or make two modules of it")
+        _refuse(
+            module,
+            f"it is also {scope.others}: give the options all of its names, or make two modules of it",
+        )
     call = _Call(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, module
     )  # fmt: skip
@@ -203,7 +206,9 @@ def _on_ring(state: Replacement, call: _Call) -> Tensor:
     """Compute a checked call on the ring; returns ``[B, H, T_local, Dv]``."""
     batch, _, length, _ = call.query.shape
     are_known = sizes_are_known(batch, length)
-    if (reason := state.watch.call(*(batch, length) if are_known else (0, 0), on_ring=True)) is not None:
+    if (
+        reason := state.watch.call(*(batch, length) if are_known else (0, 0), on_ring=True)
+    ) is not None:
         _refuse(call.module, reason)
     sent = state.watch.sent()
     documents, tokens = state.documents, length * state.ranks
@@ -446,7 +451,7 @@ def _unpack_in_mode(scope: Scope) -> None:
 
 
 def _hooks_of_user() -> tuple[Any, Any] | None:
-    """Return the functions that pack and unpack saved tensors now, if they are not torch's or ours."""
+    """Return the functions that pack and unpack saved tensors, unless they are torch's or ours."""
     hooks = _autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
     is_known = str(getattr(hooks and hooks[1], "__module__", "")).startswith(("torch.", __name__))
     return None if is_known else hooks

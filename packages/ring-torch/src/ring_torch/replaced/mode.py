@@ -20,6 +20,8 @@ from ring_torch.replaced import names
 from ring_torch.replaced.calls import Scope, scaled_dot_product_attention
 from ring_torch.replaced.watch import steps_of
 
+#: Modules of torch that run graphs.
+_COMPILED = ("torch._dynamo.", "torch._functorch._aot_autograd.", "torch._inductor.")
 _FLEX = torch.ops.higher_order.flex_attention
 
 
@@ -49,17 +51,15 @@ class RingMode(TorchFunctionMode):
         kind = names.kind_of(func)
         if kind == "nests":
             return False
-        if kind is None:
+        is_traced = torch.compiler.is_compiling()
+        if kind is None or (not is_traced and _is_called_by_ring()):
             if func is Tensor.unflatten:  # whose super() the compiler of torch 2.11 does not trace
                 func = torch.unflatten
             return func(*args, **kwargs)
-        if not torch.compiler.is_compiling() and _is_called_by_ring():
-            return func(*args, **kwargs)
         if kind == "sdpa":
             _check_causal_mask(*args, **kwargs)
-            if torch.compiler.is_compiling():
-                return scaled_dot_product_attention(self.scope, *args, **kwargs)
-            return _attend_eagerly(self.scope, *args, **kwargs)
+            attend = scaled_dot_product_attention if is_traced else _attend_eagerly
+            return attend(self.scope, *args, **kwargs)
         if kind == "hidden":
             return self._call_hidden(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -112,11 +112,16 @@ def _run_in_mode(scope: Scope, function: Callable[..., Any], *args: Any, **kwarg
 
 
 def _is_called_by_ring() -> bool:
-    """Return True if Ring's own code calls the function, as in a model that uses Ring by itself."""
+    """Return True if Ring's own code calls the function, or a graph that was compiled before.
+
+    Ring's is in models that use it by themselves; what a graph holds has been seen in its trace.
+    """
     frame = inspect.currentframe()
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name != __name__ and name.partition(".")[0] != "torch":
+        name = frame.f_globals.get("__name__", "")  # the code of a graph has none
+        if name.startswith(_COMPILED) and name != "torch._dynamo.external_utils":
+            return True
+        if name and name != __name__ and name.partition(".")[0] != "torch":
             return name.startswith("ring_torch.") and not name.startswith("ring_torch.replaced.")
         frame = frame.f_back
     return False

@@ -135,7 +135,7 @@ def _class_on_ring(base: type[nn.Module], scope: Scope, *, is_root: bool) -> typ
         if is_heads
         else _forward_in_mode(base.forward, scope, is_root=is_root)
     )
-    body = {
+    body: dict[str, Any] = {
         "forward": forward, "_ring_scope": scope, "__module__": base.__module__,
         "__qualname__": base.__qualname__, "__doc__": base.__doc__,
     }  # fmt: skip
@@ -144,10 +144,16 @@ def _class_on_ring(base: type[nn.Module], scope: Scope, *, is_root: bool) -> typ
         def recompile(self: GraphModule) -> Any:
             """Write the class's forward anew, as a copy or a changed graph does."""
             code, kind = base.recompile(self), type(self)
-            kind.forward = _forward_in_mode(kind.forward, scope, is_root=is_root)  # type: ignore[method-assign]
+            kind.__call__ = nn.Module.__call__
+            kind.forward = _forward_in_mode(kind.forward, scope, is_root=is_root)
             return code
 
-        body["recompile"] = recompile
+        # Under another name than its own, torch derives the class of a copy from this one. Its way
+        # of a call, which explains errors, does not end in a class that is derived.
+        body |= {
+            "recompile": recompile, "__qualname__": f"{base.__qualname__}OnRing",
+            "__call__": nn.Module.__call__,
+        }  # fmt: skip
     # The name stays: checkpoints, wrappers and messages go by it.
     return types.new_class(base.__name__, (base,), {}, lambda namespace: namespace.update(body))
 

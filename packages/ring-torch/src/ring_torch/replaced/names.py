@@ -16,6 +16,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from ring_torch.capture import constant_in_graphs
 
+
 def _with_overloads(names: Iterable[str], *owners: Any) -> list[Any]:
     """Return the functions of these names, those of ``torch.ops.aten`` with their overloads."""
     functions = [getattr(x, n) for x in (*owners, torch.ops.aten) for n in names if hasattr(x, n)]
@@ -36,8 +37,8 @@ def _hidden() -> list[Any]:
 
 
 #: Kinds of functions that a mode looks at: torch's SDPA by all its names, which have the same
-#: arguments; others that attend inside torch; products and softmaxes, of which attention is written;
-#: and the one by whose result torch's transformer layers take nested tensors, which have no shards.
+#: arguments; others that attend inside torch; products and softmaxes, of which attention is
+#: written; and the one by whose result torch's encoder takes nested tensors, which have no shards.
 Kind = Literal["sdpa", "hidden", "product", "softmax", "nests"]
 _KINDS: dict[Any, Kind] = {
     torch._nested_tensor_from_mask_left_aligned: "nests",  # noqa: SLF001 - its only name
@@ -123,12 +124,15 @@ def _named_by(value: Any, package: str) -> Iterable[Any]:
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.MethodType | staticmethod | classmethod):
-        return [value.__func__]
-    if isinstance(value, property):
-        return [value.fget]
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
     value = inspect.unwrap(value) if callable(value) else value
     # The forward of a graph of torch.fx has no __module__.
-    if not isinstance(value, types.FunctionType) or (value.__module__ or package).split(".")[0] != package:
+    if (
+        not isinstance(value, types.FunctionType)
+        or (value.__module__ or package).split(".")[0] != package
+    ):
         return []
     names = [*_names_in(value.__code__)]
     named = [value.__globals__[name] for name in names if name in value.__globals__]
