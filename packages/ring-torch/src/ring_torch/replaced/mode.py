@@ -21,7 +21,7 @@ from ring_torch.replaced.calls import Scope, scaled_dot_product_attention
 from ring_torch.replaced.watch import steps_of
 
 #: Modules of torch that run graphs.
-_COMPILED = ("torch._dynamo.", "torch._functorch._aot_autograd.", "torch._inductor.")
+_COMPILED = ("torch._functorch._aot_autograd.", "torch._inductor.")
 _FLEX = torch.ops.higher_order.flex_attention
 
 
@@ -116,10 +116,11 @@ def _is_called_by_ring() -> bool:
 
     Ring's is in models that use it by themselves; what a graph holds has been seen in its trace.
     """
-    frame = inspect.currentframe()
+    frame, is_graph = inspect.currentframe(), False
     while frame is not None:
         name = frame.f_globals.get("__name__", "")  # the code of a graph has none
-        if name.startswith(_COMPILED) and name != "torch._dynamo.external_utils":
+        is_graph |= not name
+        if name.startswith(_COMPILED) or (is_graph and name.startswith("torch._dynamo.")):
             return True
         if name and name != __name__ and name.partition(".")[0] != "torch":
             return name.startswith("ring_torch.") and not name.startswith("ring_torch.replaced.")
