@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,6 +23,9 @@ from ring_torch.comm.ranks import Group, OneRank, Ranks, is_foreign, ranks_of, r
 from ring_torch.comm.store import CallSignature
 from ring_torch.comm.whole import acting_alone, blocks
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
+
+#: Numbers of objects, each of which a compiled graph may know again.
+_NUMBERS = count()
 
 UnshardGrad = Literal["sum", "slice"]
 _PADDED = "_ring_padded"  # attribute of a shard that was padded; see `padded_of`
@@ -46,6 +50,7 @@ class Sharding:
         self._bound: Ranks | None = None
         # While a forward collects them: of sequences sharded with padding, length by T_local.
         self.padded: dict[int, int] | None = None
+        self._number = str(next(_NUMBERS))  # a text: the compiler takes other numbers for symbols
         if is_foreign(group):
             divisor_of(self.layout, len(self.members.ranks))
         elif group is not None or (dist.is_available() and dist.is_initialized()):
@@ -129,13 +134,14 @@ class Sharding:
 
     def check_group(self) -> None:
         """Refuse a group other than at the first use; in a compiled graph, when it is traced."""
-        # Reading the id makes the compiler guard on it, so a graph is used for this object alone.
-        self._check_group(id(self))
+        # Reading the number makes the compiler guard on it, so a graph is for this object alone.
+        # An id would do, were it not that torch 2.15 finds none of what a mode of torch holds.
+        self._check_group(self._number)
 
     # A method, as torch 2.11 refuses objects of our classes as arguments of a constant function.
     @constant_in_graphs
-    def _check_group(self, _: int) -> None:
-        """Check the group; the argument, an id, ties a compiled graph to this object."""
+    def _check_group(self, _: str) -> None:
+        """Check the group; the argument ties a compiled graph to this object."""
         self.members  # noqa: B018 - the property checks
 
     def layout_of(self, seq_len: int, *, pad: bool = False) -> Layout:

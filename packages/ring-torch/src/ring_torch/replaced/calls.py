@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Never, Protocol
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction, _autograd  # torch has no public name for them
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ring_core import KernelConfig, StrategyConfig, UnsupportedError
@@ -21,15 +22,13 @@ from ring_torch.capture import constant_in_graphs, untraced
 from ring_torch.comm.ranks import OneRank
 from ring_torch.compiled.static import size_of
 from ring_torch.options import AttentionOptions
+from ring_torch.replaced.callers import Caller, caller
+from ring_torch.replaced.watch import Watch, sizes_are_known
 from ring_torch.sharding import Sharding, padded_of
 
 #: Holders of a module's keys: ranks hold parts of the queries' own sequence, or of another one;
 #: every rank holds all keys; or the rank's own tokens are all that its queries attend to.
 Keys = Literal["own", "sharded", "whole", "local"]
-
-#: Name of the function that takes the place of a module's forward.
-FORWARD_NAME = "forward_on_ring"
-_CHECKPOINT_FILE = inspect.getfile(torch.utils.checkpoint)
 
 
 class _Context(Protocol):
@@ -70,6 +69,8 @@ class Replacement:
         strategy: Strategy of each call.
         transport: Transport of each call.
         deterministic: True for gradients that are equal bit by bit in every run.
+        watch: Finds modules that attend to a rank's keys alone.
+        mode_of: Returns a new mode that answers calls in a scope.
         documents: Offsets ``(0, ..., T)`` of packed documents; ``None`` for one.
         removed: True once torch answers all calls again.
         names: Name of each module by its ``id``.
@@ -84,6 +85,8 @@ class Replacement:
     strategy: str | StrategyConfig
     transport: str
     deterministic: bool
+    watch: Watch
+    mode_of: Callable[[Scope], TorchFunctionMode]
     documents: tuple[int, ...] | None = None
     removed: bool = False
     names: dict[int, str] = field(default_factory=dict)
@@ -128,6 +131,18 @@ class Replacement:
         """Remember, while a graph is traced, that a module has called attention."""
         self.modules["(compiled)"] = "modules in graphs of torch.compile, whose names are not kept"
 
+    @constant_in_graphs
+    def may_repeat(self) -> bool:
+        """Return True if code outside of the graph that is traced may run it again in a backward.
+
+        Then the graph is to break, so that the call is seen each time. Functions that are a part of
+        the graph are differentiated with it.
+        """
+        if not torch_function_mode_stack_state_mgr.stack:  # no mode was entered before the graph
+            return False
+        is_in_function = self.watch.has_grad() and not torch.is_grad_enabled()
+        return is_in_function or caller().may_repeat or _hooks_of_user() is not None
+
 
 @dataclass(frozen=True, eq=False)
 class Scope:
@@ -136,10 +151,17 @@ class Scope:
     Attributes:
         state: State that all modules share.
         keys: Holder of their keys.
+        others: Another name of the module, and the holder of keys that it stands for.
     """
 
     state: Replacement
     keys: Keys
+    others: str = ""
+
+    @property
+    def is_split(self) -> bool:
+        """True if calls attend over the ring now."""
+        return self.keys in ("own", "sharded") and self.state.computes == "shards"
 
 
 class _Call(NamedTuple):
@@ -169,6 +191,11 @@ def scaled_dot_product_attention(
             where ring attention itself refuses the call, the ranks' parts of ``attn_mask``.
     """
     module = _module_of(scope, query, key, is_causal=is_causal, has_mask=attn_mask is not None)
+    if scope.others and scope.state.computes == "shards":
+        _refuse(
+            module,
+            f"it is also {scope.others}: give the options all of its names, or make two modules of it",
+        )
     call = _Call(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, module
     )  # fmt: skip
@@ -176,6 +203,7 @@ def scaled_dot_product_attention(
         if scope.keys in ("own", "sharded"):
             out = _on_ring(scope.state, _checked(scope, call))
             return out.reshape(*query.shape[:-1], value.shape[-1])
+        scope.state.watch.call(0, 0, on_ring=False)
         if scope.keys == "whole":
             if is_causal:
                 _refuse(module, "is_causal=True with keys that every rank holds whole: which of them a "
@@ -190,15 +218,32 @@ def scaled_dot_product_attention(
 
 def _by_torch(call: _Call) -> Tensor:
     """Call torch's own attention, below the functions and modes by which Ring replaces it."""
+    if call.is_causal and call.attn_mask is not None:  # as of heads, with padding
+        rows, columns = call.query.shape[-2], call.key.shape[-2]
+        seen = torch.ones(rows, columns, dtype=torch.bool, device=call.query.device).tril()
+        call = call._replace(attn_mask=_hidden(call.attn_mask, seen), is_causal=False)
     *arguments, scale, enable_gqa, _ = call
-    attend = torch.ops.aten.scaled_dot_product_attention.default
-    out: Tensor = attend(*arguments, scale=scale, enable_gqa=enable_gqa)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with DisableTorchFunction():
+        out: Tensor = attend(*arguments, scale=scale, enable_gqa=enable_gqa)
     return out
+
+
+def _hidden(mask: Tensor, seen: Tensor) -> Tensor:
+    """Return a mask, boolean or added, that also hides what is not ``seen``."""
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
 
 
 def _on_ring(state: Replacement, call: _Call) -> Tensor:
     """Compute a checked call on the ring; returns ``[B, H, T_local, Dv]``."""
-    documents, tokens = state.documents, call.query.shape[2] * state.ranks
+    batch, _, length, _ = call.query.shape
+    are_known = sizes_are_known(batch, length)
+    if (
+        reason := state.watch.call(*(batch, length) if are_known else (0, 0), on_ring=True)
+    ) is not None:
+        _refuse(call.module, reason)
+    sent = state.watch.sent()
+    documents, tokens = state.documents, length * state.ranks
     options: AttentionOptions = {
         "causal": call.is_causal, "softmax_scale": call.scale, "kernel": state.kernel,
         "strategy": state.strategy, "transport": state.transport,
@@ -223,6 +268,7 @@ def _on_ring(state: Replacement, call: _Call) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
     cp = state.cp if ordered else state.unordered
     out: Tensor = cp.attention(q, k, v, **options)
+    state.watch.answered(sent)
     return out.transpose(1, 2)
 
 
@@ -361,9 +407,7 @@ def _within_documents(state: Replacement, call: _Call) -> Tensor:
     visible = document[:, None] == document
     if call.is_causal:
         visible &= index[:, None] >= index
-    if mask is None or mask.dtype == torch.bool:
-        return visible if mask is None else visible & mask
-    return mask.masked_fill(~visible, -torch.inf)
+    return visible if mask is None else _hidden(mask, visible)
 
 
 @untraced
@@ -394,6 +438,9 @@ def _with_dropout_of_rank(rank: int, call: _Call) -> Tensor:
 def _module_of(scope: Scope, query: Tensor, key: Tensor, *, is_causal: bool, has_mask: bool) -> str:
     """Return the name of the module that makes the call, and note it in ``state.modules``.
 
+    An ``autograd.Function`` between the call and the module may compute the call again in its
+    backward: that runs in the scope's mode, too.
+
     Raises:
         UnsupportedError: A checkpoint lies between the call and the module: it would compute the
             call again outside of every module's forward, where nobody replaces it.
@@ -401,31 +448,58 @@ def _module_of(scope: Scope, query: Tensor, key: Tensor, *, is_causal: bool, has
     state = scope.state
     if torch.compiler.is_compiling():
         state.note_traced()
+        if state.may_repeat():
+            torch._dynamo.graph_break()  # noqa: SLF001 - torch has no public name for it
         return "a compiled module"
-    module, is_checkpointed = calling_module()
-    if module is None:
-        return type(state.root).__name__
-    name = state.names.get(id(module)) or type(module).__name__
-    if is_checkpointed and state.computes == "shards":
-        _refuse(name, "it calls attention inside torch.utils.checkpoint within its own forward, which would compute "
-                "it again outside of the module. Checkpoint a module's call instead: checkpoint(block, x)")  # fmt: skip
-    if name not in state.modules:
+    made_by = caller()
+    name = state.names.get(id(made_by.module)) or type(made_by.module or state.root).__name__
+    if state.computes == "shards":
+        _follow_into_backward(scope, name, made_by)
+    if made_by.module is not None and name not in state.modules:
         words = ["causal"] * is_causal + ["attn_mask"] * has_mask
         sizes = f"{query.shape[-2]} queries, {key.shape[-2]} keys of this rank"
         state.modules[name] = ", ".join([f"{scope.keys} keys", *words, sizes])
     return name
 
 
-def calling_module() -> tuple[Any, bool]:
-    """Return the innermost module whose forward is under way, of those with a replaced one.
+def _follow_into_backward(scope: Scope, name: str, made_by: Caller) -> None:
+    """Let functions that may compute a call again in their backward do it in the scope's mode.
 
-    Returns:
-        The module; and True if a checkpoint has been entered inside it.
+    Raises:
+        UnsupportedError: They cannot.
     """
-    frame, is_checkpointed = inspect.currentframe(), False
-    while frame is not None:
-        if frame.f_code.co_name == FORWARD_NAME:
-            return frame.f_locals["self"], is_checkpointed
-        is_checkpointed |= frame.f_code.co_filename == _CHECKPOINT_FILE
-        frame = frame.f_back
-    return None, is_checkpointed
+    if made_by.is_checkpointed and made_by.module is not None:
+        _refuse(name, "it calls attention inside torch.utils.checkpoint within its own forward, which would compute "
+                "it again outside of the module. Checkpoint a module's call instead: checkpoint(block, x)")  # fmt: skip
+    if made_by.has_setup_context and scope.state.watch.has_grad():
+        _refuse(name, "it calls attention inside an autograd.Function with setup_context within its own forward, whose "
+                "backward would compute it again outside of the module. Call a module there, or give the "
+                "function a forward(ctx, ...)")  # fmt: skip
+    for node in made_by.nodes:
+        if not hasattr(node, "_is_on_ring"):
+            node._is_on_ring = True  # noqa: SLF001 - a user's node, which lets us note this
+            modes = [scope.state.mode_of(scope)]
+            node.register_prehook(lambda _, modes=modes: modes[0].__enter__() and None)
+            node.register_hook(lambda *_, modes=modes: modes[0].__exit__(None, None, None))
+    _unpack_in_mode(scope)
+
+
+def _unpack_in_mode(scope: Scope) -> None:
+    """Let hooks of a user that may compute saved tensors again do it in the scope's mode."""
+    if (hooks := _hooks_of_user()) is None:
+        return
+    pack, unpack = hooks
+
+    def unpack_in_mode(packed: Any) -> Any:
+        with scope.state.mode_of(scope):
+            return unpack(packed)
+
+    _autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001
+    _autograd._push_saved_tensors_default_hooks(pack, unpack_in_mode)  # noqa: SLF001
+
+
+def _hooks_of_user() -> tuple[Any, Any] | None:
+    """Return the functions that pack and unpack saved tensors, unless they are torch's or ours."""
+    hooks = _autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
+    is_known = str(getattr(hooks and hooks[1], "__module__", "")).startswith(("torch.", __name__))
+    return None if is_known else hooks

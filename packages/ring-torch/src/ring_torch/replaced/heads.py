@@ -13,12 +13,14 @@ from ring_core import UnsupportedError
 
 def attend_with_heads(
     attend: Callable[..., Tensor], layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor,
-    key_padding_mask: Tensor | None, attn_mask: Tensor | None, *, is_causal: bool,
+    key_padding_mask: Tensor | None, attn_mask: Tensor | None, *, is_causal: bool, need_weights: bool,
+    is_split: bool,
 ) -> Tensor:  # fmt: skip
     """Compute the layer's output from this rank's tokens.
 
     Arguments but ``attend``, which takes those of SDPA, are the forward's. With ``is_causal``
-    ``attn_mask`` is not read, as in torch.
+    ``attn_mask`` is read where torch reads it, and else taken to be causal. If tokens are split
+    (``is_split``), one that is causal for a rank's own tokens means that of the whole sequence.
 
     Raises:
         UnsupportedError: Tensors are nested.
@@ -28,6 +30,12 @@ def attend_with_heads(
         raise UnsupportedError(
             "replace_sdpa: a MultiheadAttention was given a nested tensor: give a padded one, and key_padding_mask"
         )
+    if is_causal and attn_mask is not None:
+        reads_mask = (
+            need_weights or key_padding_mask is not None
+            or _is_fused(layer, query, key, value, attn_mask)
+        )  # fmt: skip
+        is_causal = not reads_mask or (is_split and _is_causal(attn_mask, query))
     is_batched = query.ndim == 3
     if not is_batched:
         query, key, value = (x.unsqueeze(0) for x in (query, key, value))
@@ -54,6 +62,49 @@ def attend_with_heads(
     if not is_batched:
         return out.squeeze(0)
     return out if layer.batch_first else out.transpose(0, 1)
+
+
+def _is_fused(
+    layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+) -> bool:
+    """Return True if torch computes the layer by its fused function, which reads the mask."""
+    parameters = [*layer.parameters()]
+    return (
+        torch.backends.mha.get_fastpath_enabled()
+        and not layer.training
+        and layer.batch_first
+        and query.ndim == 3
+        and query is key is value
+        and layer._qkv_same_embed_dim  # noqa: SLF001 - torch has no public name for it
+        and layer.in_proj_bias is not None
+        and layer.num_heads % 2 == 0
+        and not mask.is_floating_point()
+        and query.dtype == layer.in_proj_bias.dtype
+        and not torch.is_autocast_enabled()
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, *parameters)))
+    )
+
+
+def _is_causal(mask: Tensor, query: Tensor) -> bool:
+    """Return True if a mask of the layer is causal.
+
+    A graph does not know a mask's numbers: that of a rank's own keys it takes to be causal, as no
+    other is possible there, and asserts it when it runs; others it reads.
+    """
+    rows, columns = mask.shape[-2:]
+    if rows != columns or (torch.compiler.is_compiling() and rows not in query.shape[:-1]):
+        return False
+    causal = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).triu(1)
+    if mask.dtype != torch.bool:
+        causal = torch.zeros_like(causal, dtype=mask.dtype).masked_fill(causal, -torch.inf)
+    is_equal = (mask == causal).all()
+    if torch.compiler.is_compiling():
+        torch._assert_async(  # noqa: SLF001 - torch has no public name for it
+            is_equal, "replace_sdpa: a MultiheadAttention with is_causal=True was given an attn_mask of this rank's "
+            "keys that is not causal: give a column for each of the keys of all ranks"
+        )  # fmt: skip
+        return True
+    return bool(is_equal)
 
 
 def _shown(mask: Tensor | None, dtype: torch.dtype, heads: int) -> Tensor | None:

@@ -19,81 +19,18 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen
 from torch import Tensor, nn
-from torch._C import DisableTorchFunction  # torch has no public name for it
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.fx import GraphModule
 
 from ring_core import UnsupportedError
 from ring_torch.replaced.calls import Scope, scaled_dot_product_attention
 from ring_torch.replaced.heads import attend_with_heads
+from ring_torch.replaced.mode import RingMode, current_mode
+from ring_torch.replaced.names import hiding_object
+from ring_torch.replaced.watch import sizes_of
 
-_SDPA = torch.nn.functional.scaled_dot_product_attention
-
-#: Functions that attend inside torch, where no call of SDPA is seen.
-_OUT_OF_SIGHT = frozenset(
-    getattr(owner, name)
-    for owner, name in (
-        (torch.nn.functional, "multi_head_attention_forward"),
-        (torch, "_native_multi_head_attention"),
-        (torch, "_transformer_encoder_layer_fwd"),
-        (torch.ops.higher_order, "flex_attention"),
-        (torch.ops.torch_attn, "_varlen_attn"),
-    )
-    if hasattr(owner, name)
-)
-
-#: Files of torch whose modules attend. Forwards of its other modules are left alone.
-_ATTENDING = ("torch.nn.modules.activation", "torch.nn.modules.transformer")
-
-
-class RingMode(TorchFunctionMode):
-    """Mode in which SDPA is that of a scope; all other functions are called as they are.
-
-    Those that attend inside torch are refused where tokens are split.
-    """
-
-    def __init__(self, scope: Scope) -> None:
-        super().__init__()
-        self.scope = scope
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # fmt: skip
-        """Call a function of torch, or answer it by the ring.
-
-        Raises:
-            ValueError: SDPA is given both a mask and ``is_causal``.
-            UnsupportedError: The function attends inside torch, where tokens are split.
-        """
-        kwargs = kwargs or {}
-        if func is _SDPA:
-            _check_causal_mask(*args, **kwargs)
-            return scaled_dot_product_attention(self.scope, *args, **kwargs)
-        if func is Tensor.unflatten:  # whose super() the compiler of torch 2.11 does not trace
-            func = torch.unflatten
-        if func not in _OUT_OF_SIGHT:
-            return func(*args, **kwargs)
-        if self.scope.keys in ("own", "sharded") and self.scope.state.computes == "shards":
-            raise UnsupportedError(
-                f"replace_sdpa: {func.__name__} attends inside torch, to this rank's keys alone. Call "
-                f"scaled_dot_product_attention or a torch.nn.MultiheadAttention; if these tokens are "
-                f"meant to attend within the rank, name the module in local="
-            )
-        with DisableTorchFunction():  # else other modes of ours refuse it
-            return func(*args, **kwargs)
-
-
-def _check_causal_mask(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0,
-    is_causal: Any = False, **_: Any,
-) -> None:  # fmt: skip
-    """Refuse both ``attn_mask`` and ``is_causal``, as torch does."""
-    del query, key, value, dropout_p
-    if is_causal and attn_mask is not None:
-        raise ValueError(
-            "replace_sdpa: give attn_mask or is_causal=True, as torch takes one of them"
-        )
+#: Modules of torch whose forwards attend, or run a graph that may. Its others are left alone.
+_ATTENDING = ("torch.nn.modules.transformer", "torch.export.unflatten")
 
 
 def replace_forwards(
@@ -115,7 +52,7 @@ def replace_forwards(
     """
     chosen = [(name, x) for name, x in module.named_modules() if _is_replaced(x, module)]
     for name, x in chosen:
-        _check_module(name, x)
+        _check_module(name, x, scope_of(x))
     classes: dict[tuple[type, Scope, bool], type] = {}
     for _, x in chosen:
         # Modules of one class share the new one, as the compiler's guards compare classes.
@@ -132,13 +69,13 @@ def _is_replaced(module: nn.Module, root: nn.Module) -> bool:
     That of the root is replaced even so, as it finds out whether anything attended.
     """
     forward = type(module).forward
-    where = getattr(forward, "__module__", "")
-    if module is root and forward is not nn.Module.forward:
+    where = getattr(forward, "__module__", None) or ""  # a graph of torch.fx has none
+    if isinstance(module, nn.MultiheadAttention) or not where.startswith("torch."):
         return True
-    return not where.startswith("torch.") or where in _ATTENDING
+    return where in _ATTENDING or (module is root and forward is not nn.Module.forward)
 
 
-def _check_module(name: str, module: nn.Module) -> None:
+def _check_module(name: str, module: nn.Module, scope: Scope) -> None:
     """Refuse a module whose class cannot be replaced; errors as in :func:`replace_forwards`."""
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError(
@@ -157,8 +94,14 @@ def _check_module(name: str, module: nn.Module) -> None:
             f"replace_sdpa: {name or type(module).__name__} is a MultiheadAttention with add_bias_kv or add_zero_attn, "
             f"whose added keys would count once for each rank: leave them out"
         )
-    scope = getattr(type(module), "_ring_scope", None)
-    if scope is not None and scope.state.computes != "off":
+    if scope.is_split and (hidden := hiding_object(module)) is not None:
+        raise UnsupportedError(
+            f"replace_sdpa: {name or type(module).__name__} calls {hidden}, whose attention Python does not see, so it "
+            f"would attend to this rank's keys alone: call it without torch.jit.script and custom_op, or "
+            f"name the module in local="
+        )
+    replaced = getattr(type(module), "_ring_scope", None)
+    if replaced is not None and replaced.state.computes != "off":
         raise ValueError(
             f"replace_sdpa: the attention of {name or type(module).__name__} is replaced already: call remove() of the "
             f"first handle, or give modules that do not overlap"
@@ -193,10 +136,25 @@ def _class_on_ring(base: type[nn.Module], scope: Scope, *, is_root: bool) -> typ
         if is_heads
         else _forward_in_mode(base.forward, scope, is_root=is_root)
     )
-    body = {
+    body: dict[str, Any] = {
         "forward": forward, "_ring_scope": scope, "__module__": base.__module__,
         "__qualname__": base.__qualname__, "__doc__": base.__doc__,
     }  # fmt: skip
+    if issubclass(base, GraphModule):
+
+        def recompile(self: GraphModule) -> Any:
+            """Write the class's forward anew, as a copy or a changed graph does."""
+            code, kind = base.recompile(self), type(self)
+            kind.__call__ = nn.Module.__call__
+            kind.forward = _forward_in_mode(kind.forward, scope, is_root=is_root)
+            return code
+
+        # Under another name than its own, torch derives the class of a copy from this one. Its way
+        # of a call, which explains errors, does not end in a class that is derived.
+        body |= {
+            "recompile": recompile, "__qualname__": f"{base.__qualname__}OnRing",
+            "__call__": nn.Module.__call__,
+        }  # fmt: skip
     # The name stays: checkpoints, wrappers and messages go by it.
     return types.new_class(base.__name__, (base,), {}, lambda namespace: namespace.update(body))
 
@@ -204,31 +162,56 @@ def _class_on_ring(base: type[nn.Module], scope: Scope, *, is_root: bool) -> typ
 def _forward_in_mode(original: Any, scope: Scope, *, is_root: bool) -> Any:
     """Return a forward that runs ``original`` in the scope's mode, unless that is the mode now.
 
-    While the scope is off it runs ``original`` alone. That of the root raises UnsupportedError if
-    nothing attended over the ring.
+    While the scope is off it runs ``original`` alone. It raises UnsupportedError if a module inside
+    has attended to a rank's keys alone, that of the root also if nothing attended over the ring.
     """
 
     @functools.wraps(original)
     def forward_on_ring(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = scope.state
-        # Nested modules run in the mode of the outermost; a checkpoint runs one of them alone,
-        # which then enters it.
-        if state.computes == "off" or _current_scope() is scope:
+        if state.computes == "off":
             return original(self, *args, **kwargs)
         if is_root:
             _check_other_ring(self)
+        depth, mode = _enter(self, scope, args, kwargs), current_mode()
         collects = state.collecting_padding(args, kwargs) if is_root else nullcontext()
-        with RingMode(scope), collects:
+        # Nested modules run in the mode of the outermost; a checkpoint runs one of them alone,
+        # which then enters it.
+        if mode is not None and mode.scope is scope:
             output = original(self, *args, **kwargs)
+        else:
+            with RingMode(scope), collects:
+                output = original(self, *args, **kwargs)
         if is_root and not torch.compiler.is_compiling() and not state.modules:
             raise UnsupportedError(
                 f"replace_sdpa: the forward of {type(self).__name__} called no scaled_dot_product_attention, so "
                 f"nothing attended over the ring: its attention is written out, or of another library "
                 f"(flash-attn, xformers); configure it to use torch's SDPA"
             )
+        _leave(scope, depth)
         return output
 
     return forward_on_ring
+
+
+def _enter(
+    module: nn.Module, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:  # fmt: skip
+    """Note that a forward begins; returns how many are around it."""
+    state, mode = scope.state, current_mode()
+    if torch.compiler.is_compiling():
+        name = type(module).__name__
+    else:
+        name = state.names.get(id(module)) or type(module).__name__
+    is_outermost = mode is None or mode.scope.state is not state
+    sizes = sizes_of((*args, *kwargs.values())) if is_outermost else None
+    return state.watch.enter(name, scope.is_split, sizes)
+
+
+def _leave(scope: Scope, depth: int) -> None:
+    """Note that a forward ends; raises UnsupportedError if the outermost one is wrong."""
+    if (reason := scope.state.watch.leave(depth)) is not None:
+        raise UnsupportedError(f"replace_sdpa: {reason}")
 
 
 def _forward_of_heads(original: Any, scope: Scope) -> Any:
@@ -250,18 +233,13 @@ def _forward_of_heads(original: Any, scope: Scope) -> Any:
                 average_attn_weights, is_causal,
             )  # fmt: skip
             return result
+        depth = _enter(self, scope, (query,), {})
         attend = functools.partial(scaled_dot_product_attention, scope)
-        return attend_with_heads(
-            attend, self, query, key, value, key_padding_mask, attn_mask, is_causal=is_causal
-        ), None
+        out = attend_with_heads(
+            attend, self, query, key, value, key_padding_mask, attn_mask,
+            is_causal=is_causal, need_weights=need_weights, is_split=scope.is_split,
+        )  # fmt: skip
+        _leave(scope, depth)
+        return out, None
 
     return forward_on_ring
-
-
-def _current_scope() -> Scope | None:
-    """Return the scope of the innermost mode of ours in this thread."""
-    # Other libraries' modes may lie between: ours is the last that was entered.
-    for mode in reversed(_get_current_function_mode_stack()):
-        if isinstance(mode, RingMode):
-            return mode.scope
-    return None

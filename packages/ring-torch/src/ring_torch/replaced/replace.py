@@ -11,11 +11,14 @@ from torch import nn
 from ring_core import KernelConfig, Mask, StrategyConfig, checks
 from ring_core.base.arguments import not_none, numbers_as_python
 from ring_core.base.config import kernel_config, strategy_config
+from ring_torch.comm.ranks import ranks_of
 from ring_torch.context import ContextParallel, check_context
 from ring_torch.kernels import kernel_names
 from ring_torch.replaced.calls import Keys, Replacement, Scope
+from ring_torch.replaced.mode import RingMode
 from ring_torch.replaced.modules import replace_forwards
 from ring_torch.replaced.verify import verify_module
+from ring_torch.replaced.watch import Watch
 from ring_torch.strategies import strategy_names
 from ring_torch.transports import transport_names
 from ring_torch.verification.judgement import VerifyReport
@@ -183,23 +186,36 @@ def replace_sdpa(
         raise ValueError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     checks.check_choice("transport", transport, transport_names())
     checks.check_flag("deterministic", deterministic)
+    watch = Watch(
+        lambda: ranks_of(cp.group), frozenset(n for x in module.parameters() for n in x.shape)
+    )
     state = Replacement(
         cp, sharding, ContextParallel(sharding.group, "contiguous"), module, kernel_config(kernel, kernel_names()),
-        strategy_config(strategy, strategy_names()), transport, deterministic,
+        strategy_config(strategy, strategy_names()), transport, deterministic, watch, RingMode,
         _checked_documents(documents),
     )  # fmt: skip
-    names = {name.replace("_orig_mod.", ""): x for name, x in module.named_modules()}
-    state.names = {id(x): name or type(x).__name__ for name, x in names.items()}
+    # A module that is used in several places has as many names.
+    names = {
+        name.replace("_orig_mod.", ""): x
+        for name, x in module.named_modules(remove_duplicate=False)
+    }
+    for name, x in names.items():
+        state.names.setdefault(id(x), name or type(x).__name__)
     patterns: dict[Keys, Sequence[str]] = {
         "whole": _checked_names("whole_keys", whole_keys, [*names]),
         "sharded": _checked_names("sharded_keys", sharded_keys, [*names]),
         "local": _checked_names("local", local, [*names]),
     }
     scopes = {keys: Scope(state, keys) for keys in get_args(Keys)}
-    keys_of = {id(x): _key_holder_of(name, patterns) for name, x in names.items()}
+    scope_of: dict[int, Scope] = {}
+    for name, x in names.items():
+        keys = _key_holder_of(name, patterns)
+        scope = scope_of.setdefault(id(x), scopes[keys])
+        if scope.keys != keys and not scope.others:
+            scope_of[id(x)] = Scope(state, scope.keys, f"{name}, of {keys} keys")
     undo: list[Callable[[], None]] = []
     try:
-        undo.extend(replace_forwards(module, lambda x: scopes[keys_of[id(x)]]))
+        undo.extend(replace_forwards(module, lambda x: scope_of[id(x)]))
     except BaseException:
         SDPAHandle(state, undo).remove()
         raise
