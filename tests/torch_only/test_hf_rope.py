@@ -127,10 +127,11 @@ def same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     """Compare losses and gradients, relative to the largest gradient."""
     largest = max(float(x.abs().max()) for x in expected.values())
     for name, x in expected.items():
+        local = actual.get(name, torch.zeros_like(x))
+        off = float((local - x).abs().max())
         torch.testing.assert_close(
-            actual.get(name, torch.zeros_like(x)), x, rtol=1e-7, atol=1e-9 * largest,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )  # fmt: skip
+            local, x, rtol=1e-7, atol=1e-9 * largest, msg=f"{name}: off by {off}"
+        )
 
 
 def test_every_type_and_field_is_tried() -> None:
