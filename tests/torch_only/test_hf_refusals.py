@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import masking_utils
 
 from ring_core import ChunkLayout, UnsupportedError
 from ring_torch import ContextParallel, hf
+from ring_torch.hf.masks import ring_mask
 
 ANY = torch.nn.Identity()  # for batches of no particular model
 EVEN = ChunkLayout(((0, 1),))  # a layout that pads odd lengths, on one rank
@@ -54,6 +56,53 @@ def test_documents_cost_nothing_where_they_say_nothing() -> None:
     assert masks["flattened"].segment_ids is None
     assert masks["packed"].cu_seqlens is None and masks["packed"].segment_ids is not None
     assert (masks["packed"].segment_ids[:, -1] == -1).all()
+
+
+_ALL = lambda *_: torch.tensor(True)  # noqa: E731 - as models write it
+_NEAR = lambda size: lambda _b, _h, q, k: abs(q - k) < size  # noqa: E731
+_CAUSAL = masking_utils.causal_mask_function
+_BLOCKS = torch.full((2, LENGTH), -1)
+
+
+_OWN_MASKS: list[tuple[Any, Any]] = [
+    (masking_utils.or_masks(_CAUSAL, _ALL), (False, None)),
+    (masking_utils.and_masks(_CAUSAL, _ALL), (True, None)),
+    (masking_utils.or_masks(masking_utils.sliding_window_causal_mask_function(5), _NEAR(5)),
+     (False, (4, 4))),
+    (masking_utils.and_masks(_NEAR(7), _CAUSAL), (True, (6, 0))),
+    (masking_utils.or_masks(_CAUSAL, masking_utils.blockwise_overlay(_BLOCKS)), (True, None)),
+    (masking_utils.or_masks(_CAUSAL, masking_utils.blockwise_overlay(_BLOCKS + 1)), None),
+    (masking_utils.or_masks(_CAUSAL, lambda _b, _h, _q, k: k < 9), None),  # a prefix
+    (lambda _b, _h, q, k: q // 8 == k // 8, None),  # chunks
+    (lambda _b, _h, q, k: (q - k) % 2 == 0, None),
+    (lambda _b, _h, q, k, _hidden=_BLOCKS: k < q, None),  # encloses a tensor
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(_OWN_MASKS)))
+def test_masks_of_a_models_own(case: int) -> None:
+    """A mask function of positions alone is taken where it is a band, and refused elsewhere.
+
+    Class: masks that models make themselves, and pass to transformers' mask functions.
+    """
+    function, pattern = _OWN_MASKS[case]
+    shard = hf.shard_batch(ContextParallel(), {"input_ids": TOKENS.repeat(1, 6)}, model=ANY)
+    sizes: dict[str, Any] = {"batch_size": 2, "q_length": 48, "kv_length": 48}
+    mask_of = partial(
+        ring_mask, **sizes, mask_function=function, attention_mask=shard["attention_mask"]
+    )
+    if pattern is None:
+        with pytest.raises(UnsupportedError, match="other than causal, bidirectional or sliding"):
+            mask_of()
+        return
+    mask: Any = mask_of()
+    assert (mask.causal, mask.window) == pattern
+    # A model round this one has made it; an index that cuts nothing off changes nothing.
+    assert ring_mask(**sizes, attention_mask=mask) is mask
+    assert mask[:, :, slice(-0, None), :] is mask is mask[:, :, :, :48]
+    for cut in ((..., slice(1, None)), (slice(None), 0), (slice(None),) * 3 + (slice(0, 47),)):
+        with pytest.raises(UnsupportedError, match="read or changed"):
+            mask[cut]
 
 
 TOKENS = torch.ones(2, 8, dtype=torch.int64)
@@ -127,9 +176,6 @@ def test_models_that_would_answer_wrong() -> None:
     model(**shard, **cache)
     refused("KV cache", lambda: model(**shard, **cache))
     refused("chunked", lambda: build("Llama4", name)(**shard))
-    refused(
-        "another mask", lambda: build("Gemma3", name, use_bidirectional_attention=True)(**shard)
-    )
     refused("router", lambda: build("GptOss", name)(**shard, output_router_logits=True))
     blocks = torch.zeros(2, LENGTH + 1, dtype=torch.int64)
     embeddings = model.get_input_embeddings()(shard["input_ids"])

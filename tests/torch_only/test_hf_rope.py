@@ -127,10 +127,11 @@ def same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     """Compare losses and gradients, relative to the largest gradient."""
     largest = max(float(x.abs().max()) for x in expected.values())
     for name, x in expected.items():
+        local = actual.get(name, torch.zeros_like(x))
+        off = float((local - x).abs().max())
         torch.testing.assert_close(
-            actual.get(name, torch.zeros_like(x)), x, rtol=1e-7, atol=1e-9 * largest,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )  # fmt: skip
+            local, x, rtol=1e-7, atol=1e-9 * largest, msg=f"{name}: off by {off}"
+        )
 
 
 def test_every_type_and_field_is_tried() -> None:
@@ -167,9 +168,9 @@ def _model(_: int, name: str) -> None:
     if name == "Phi3ForCausalLM":  # its config checks the number of factors
         values |= {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = build(name, model_type, kind=kind, values=values)
-    batches = [batch(), batch(position_ids=torch.arange(LENGTH)[None] % MIDDLE)]
-    if kind == "modernbert":  # whole, it does not separate documents
-        batches = [batch()]
+    batches = [batch()]
+    if kind.startswith("phi"):  # others do not separate documents, whole, or not in each release
+        batches.append(batch(position_ids=torch.arange(LENGTH)[None] % MIDDLE))
     if kind == "qwen2_vl_text":
         batches = [batch(), image_batch(model, batch_of(model)) or {}]
         batches[1]["labels"] = batches[1]["input_ids"].clamp(max=40)
@@ -177,10 +178,10 @@ def _model(_: int, name: str) -> None:
         batches = [{**batch(), "decoder_input_ids": batch(31)["input_ids"]}]
         batches[0]["labels"] = batches[0]["decoder_input_ids"]
     for inputs in batches:
-        expected = result(model, inputs)
-        handle = hf.parallelize(model, cp := ContextParallel())
-        same(result(model, inputs, cp), expected)
-        handle.remove()
+        # One model for each: in transformers 5.14 `longrope` of a kind of layers runs once only.
+        whole, model = (build(name, model_type, kind=kind, values=values) for _ in range(2))
+        hf.parallelize(model, cp := ContextParallel())
+        same(result(model, inputs, cp), result(whole, inputs))
 
 
 @pytest.mark.filterwarnings("ignore")

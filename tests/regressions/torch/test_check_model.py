@@ -197,7 +197,7 @@ def build_user(cls: Any) -> Any:
 def test_switches_that_a_call_would_refuse(
     name: str, model_type: str, changes: dict[str, Any]
 ) -> None:
-    """A switch of the config that makes a split impossible is a reason of ``check_model``.
+    """A switch of the config that makes splitting impossible is a reason of ``check_model``.
 
     Class: ``check_model`` calls a model exact, and its forward is refused. ``tests/sweep`` tries
     the switches of every class.
