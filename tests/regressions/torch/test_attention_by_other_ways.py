@@ -163,7 +163,8 @@ def _by_name(_: int, name: str, how: str) -> str:
     def make(_: object) -> nn.Module:
         layer = Layer(attend)
         if isinstance(attend, list):
-            layer.attend, layer.kept = attend[0], attend
+            layer.attend = attend[0]
+            vars(layer)["kept"] = attend
         return layer
 
     return _outcome(make, how=how)
@@ -236,14 +237,14 @@ def _written(_: int, name: str, has_own: bool, how: str) -> str:
 @pytest.mark.parametrize("has_own", [False, True])
 @pytest.mark.parametrize("how", ["eager", "inference", "compiled"])
 def test_written_attention_is_refused(pool: LocalRanks, name: str, has_own: bool, how: str) -> None:
-    """Of every module by itself, whatever the others call, a local one or one on the ring."""
+    """Each module is judged by itself, whatever local modules and those on the ring call."""
     for outcome in pool.run(_written, name, has_own, how):
         assert "UnsupportedError: replace_sdpa: " in outcome
         assert "writes attention out" in outcome
 
 
 class Router(nn.Module):
-    """As many experts as a rank has tokens, or as many channels."""
+    """A router with as many experts as a rank has tokens, or as channels."""
 
     def __init__(self, logits: Callable[[Tensor, Tensor], Tensor], experts: int = OWN) -> None:
         super().__init__()
@@ -264,7 +265,8 @@ class Windows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x.unflatten(1, (-1, 8)).flatten(0, 1))
-        return y.unflatten(0, (x.shape[0], -1)).flatten(1, 2)
+        out: Tensor = y.unflatten(0, (x.shape[0], -1)).flatten(1, 2)
+        return out
 
 
 class OfToken(nn.Module):
@@ -272,7 +274,8 @@ class OfToken(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q = x.unflatten(-1, (6, -1))
-        return x + ((q @ q.mT).softmax(-1) @ q).flatten(2)
+        out: Tensor = x + ((q @ q.mT).softmax(-1) @ q).flatten(2)
+        return out
 
 
 class Angles(nn.Module):
@@ -333,7 +336,8 @@ class Towers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         images = torch.cat([x[:, : OWN // 4]] * 3)
-        return x + self.images(images).mean() * 0
+        out: Tensor = x + self.images(images).mean() * 0
+        return out
 
 
 EXACT_MODULES: dict[str, Callable[[ContextParallel | None], nn.Module]] = {
@@ -400,11 +404,10 @@ class Folded(nn.Module):
 def _named(_: int, name: str) -> list[str]:
     """Return what becomes of modules with two names, and of windows."""
     cp, x = ContextParallel(layout="contiguous"), torch.randn(BATCH, T, DIM)
-    shared = Shared()
+    calls: list[tuple[nn.Module, tuple[str, ...]]]
     if name == "shared":
         calls = [(Shared(), ("near",)), (Shared(), ("near", "far")), (Shared(), ("*",))]
     else:
-        del shared
         calls = [
             (Folded((OWN, 4)), ()),
             (Folded((4,)), ()),
@@ -505,7 +508,7 @@ def _hooks(function: Any, x: Tensor, *_: Tensor) -> Any:
     def unpack(index: int) -> Tensor:
         if not saved:
             keep = torch.autograd.graph.saved_tensors_hooks(
-                lambda t: (saved.append(t), t)[1], lambda t: t
+                lambda t: saved.__iadd__([t])[-1], lambda t: t
             )
             with torch.enable_grad(), keep:
                 function(x.detach().requires_grad_())

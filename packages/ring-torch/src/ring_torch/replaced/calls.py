@@ -223,7 +223,7 @@ def _by_torch(call: _Call) -> Tensor:
         seen = torch.ones(rows, columns, dtype=torch.bool, device=call.query.device).tril()
         call = call._replace(attn_mask=_hidden(call.attn_mask, seen), is_causal=False)
     *arguments, scale, enable_gqa, _ = call
-    attend = torch.nn.functional.scaled_dot_product_attention
+    attend: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
     with DisableTorchFunction():
         out: Tensor = attend(*arguments, scale=scale, enable_gqa=enable_gqa)
     return out

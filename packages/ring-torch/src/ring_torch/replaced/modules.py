@@ -145,7 +145,7 @@ def _class_on_ring(base: type[nn.Module], scope: Scope, *, is_root: bool) -> typ
         def recompile(self: GraphModule) -> Any:
             """Write the class's forward anew, as a copy or a changed graph does."""
             code, kind = base.recompile(self), type(self)
-            kind.__call__ = nn.Module.__call__
+            kind.__call__ = nn.Module.__call__  # type: ignore[method-assign]
             kind.forward = _forward_in_mode(kind.forward, scope, is_root=is_root)
             return code
 

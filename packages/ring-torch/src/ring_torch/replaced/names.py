@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.attention.varlen
 from torch import Tensor, nn
+from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 
 from ring_torch.capture import constant_in_graphs
@@ -101,7 +102,7 @@ def _hides_attention(value: Any) -> bool:
         graph = str(value.inlined_graph)
         products = re.findall(r"aten::(?:matmul|bmm|baddbmm|einsum)\b", graph)
         return "scaled_dot_product" in graph or ("softmax" in graph and len(products) > 1)
-    if isinstance(value, torch.library.CustomOpDef):
+    if isinstance(value, CustomOpDef):
         names = _names_in(value._init_fn.__code__)  # noqa: SLF001 - torch has no public name for it
         return "scaled_dot_product_attention" in names
     return False

@@ -217,7 +217,7 @@ def steps_of(
         x, _, y = left.partition(",")
         if not {*left} - {*result, ",", "."}:  # nothing is summed, as of angles by positions
             return
-        first = x[:1] == y[:1] == result[:1]  # of a batch
+        first = int(x[:1] == y[:1] == result[:1])  # of a batch
     elif a.ndim == b.ndim and a.shape[-1] > 1:
         first = a.ndim - 2
     else:
