@@ -29,6 +29,7 @@ from ring_torch.hf.models.hooks import (
     refuse_generation,
     replace_attribute,
 )
+from ring_torch.hf.models.lengths import is_activated
 from ring_torch.hf.models.releases import lacks, warn_of_untested
 from ring_torch.hf.register import set_ring_attention
 from ring_torch.hf.trainer import TrainerHooks, trainer_hooks_of
@@ -282,6 +283,8 @@ def _model(
     reasons = report.reasons
     if is_pooling and not hasattr(inner, "score"):
         reasons = (*reasons, lacks(type(inner).__name__, "score"))
+    if is_pooling and any(map(is_activated, wrappers(model))):
+        reasons = (*reasons, "activated LoRA of a classifier counts tokens of a rank's part")
     if reasons:
         raise UnsupportedError(f"{type(inner).__name__} cannot be split: {'; '.join(reasons)}")
     hooks = ModelHooks(

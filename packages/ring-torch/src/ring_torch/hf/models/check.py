@@ -36,6 +36,7 @@ from ring_torch.hf.models.code import (
     parameters_of,
     reads_in_forward,
 )
+from ring_torch.hf.models.lengths import is_activated
 from ring_torch.hf.models.missing import missing_names
 
 #: Kinds of layers, in a config's ``layer_types``, that ring attention can compute.
@@ -133,9 +134,11 @@ def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
             exact=False,
             reasons=("PEFT puts tokens of its own before each rank's part (prompt learning)",),
         )
+    is_invoked = any(map(is_activated, wrappers(model)))
     model = unwrapped(model)
     if is_of_transformers(model):
-        return _report(model, joins_router=joins_router)
+        report = _report(model, joins_router=joins_router)
+        return replace(report, hooks=(*report.hooks, *["activated LoRA"][:is_invoked]))
     # A user's own module round models of transformers: each of them that takes tokens is examined,
     # the rest is taken on trust. What the report has of positions, labels and hooks is the first's:
     # positions and labels have to be the same for all.
