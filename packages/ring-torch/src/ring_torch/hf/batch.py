@@ -12,7 +12,7 @@ from ring_core import UnsupportedError
 from ring_torch.context import ContextParallel, check_context
 from ring_torch.hf.models.batch import split_batch
 from ring_torch.hf.models.check import ModelReport, check_model
-from ring_torch.hf.models.lengths import refuse_noise
+from ring_torch.hf.models.foreign import refuse_noise
 
 #: Cached reports of checked models; an entry goes when its model is freed.
 _REPORTS: WeakKeyDictionary[nn.Module, ModelReport] = WeakKeyDictionary()

@@ -21,7 +21,7 @@ from ring_torch.hf.models.batch import split_batch
 from ring_torch.hf.models.check import ModelReport, unwrapped
 from ring_torch.hf.models.code import by_name, names_in_forward, parameters_of
 from ring_torch.hf.models.documents import STATED
-from ring_torch.hf.models.lengths import (
+from ring_torch.hf.models.foreign import (
     activated_offsets,
     is_activated,
     local_offsets,

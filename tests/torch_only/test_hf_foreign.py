@@ -114,7 +114,7 @@ def _activated(_: int, layout: Any, checkpointed: bool) -> None:
         for start in starts:
             tokens[row, start : start + 2] = torch.tensor([1, 2])
     tokens[3, 9] = tokens[4, LENGTH - 1] = 1
-    batches = (
+    batches: tuple[dict[str, Any], ...] = (
         {"input_ids": tokens},
         {"input_ids": tokens, "alora_offsets": [1, 0, None, LENGTH, 9]},
     )
@@ -149,6 +149,34 @@ def _activated(_: int, layout: Any, checkpointed: bool) -> None:
 def test_activated_lora(pools: dict[int, LocalRanks], layout: str, checkpointed: bool) -> None:
     """Adapters that begin where tokens invoke them find these in the whole sequence."""
     pools[2].run(_activated, layout, checkpointed)
+
+
+def _adapted_classifier(_: int) -> None:
+    import peft
+
+    for config, reduction, message in (
+        (
+            peft.AdaLoraConfig(total_step=9, target_modules=["q_proj"]),
+            "sum",
+            "AdaLoRA of a classif",
+        ),
+        (
+            peft.LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[1]),
+            "mean",
+            "activated",
+        ),
+        (peft.LilyConfig(target_modules=["q_proj"]), "mean", "mean over the tokens"),
+    ):
+        model = build("Llama", head="ForSequenceClassification", num_labels=2).float()
+        adapted: Any = peft.get_peft_model(model, config)
+        with pytest.raises(UnsupportedError, match=message):
+            hf.parallelize(adapted, ContextParallel(), reduction=reduction)  # type: ignore[arg-type]
+        assert not adapted.base_model._forward_hooks
+
+
+def test_adapters_of_a_classifier_are_refused_by_name(pools: dict[int, LocalRanks]) -> None:
+    """Its base model is split, within the adapters that see the whole batch."""
+    pools[2].run(_adapted_classifier)
 
 
 class Critic(nn.Module):

@@ -1,13 +1,14 @@
-"""Code of other libraries in a model's forward that reads the length of the sequence it sees.
+"""Code of other libraries in a model's forward that takes a rank's part for the whole batch.
 
-NEFTune (a hook that Trainers put on input embeddings) scales its noise by the length, and PEFT's
-activated LoRA counts tokens from the end. On a ring both would see a rank's part.
+NEFTune (a hook that Trainers put on input embeddings) scales its noise by the length. PEFT's
+activated LoRA counts tokens from the end, its AdaLoRA adds a term to the loss, and other adapters
+take means over tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +20,13 @@ from ring_torch.hf.models.code import names_in_forward
 from ring_torch.hf.models.placeholders import ShardedMask
 
 _NEFTUNE = "neftune_post_forward_hook"
+_TERM = "orth_reg_weight"  # of AdaLoRA's config
+
+#: Adapters of PEFT that are not exact on split sequences, by the class of their config, and why.
+_MIXING = {
+    "ShadowConfig": "runs a second model on a rank's tokens, without ring attention",
+    "LilyConfig": "weighs its experts by a mean over the tokens that it sees, which are a rank's",
+}
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,60 @@ def adapter_configs(model: Any) -> Iterator[Any]:
     """Yield the configs of all adapters of a model of PEFT."""
     configs = getattr(model, "peft_config", None)
     yield from configs.values() if isinstance(configs, dict) else ()
+
+
+def puts_tokens(model: Any) -> bool:
+    """Return True if a model of PEFT puts tokens of its own before the batch's."""
+    config = getattr(model, "active_peft_config", None)
+    return getattr(config, "is_prompt_learning", False) is True
+
+
+def adapter_reasons(model: Any) -> Iterator[str]:
+    """Yield reasons why adapters of PEFT would not compute on a rank's part what they do whole."""
+    for config in adapter_configs(model):
+        velora = getattr(config, "velora_config", None)
+        if velora is not None and getattr(velora, "init_type", "") != "random":
+            yield (
+                f"VeLoRA with init_type={velora.init_type!r} takes the mean of the tokens that it sees, "
+                f"which are a rank's; give init_type='random'"
+            )
+        name = type(config).__name__
+        if name in _MIXING:
+            yield f"{name} {_MIXING[name]}; take another adapter"
+
+
+@dataclass(eq=False)
+class LossTerm:
+    """Forward hooks of PEFT's AdaLoRA model, which adds a term of its weights to the loss.
+
+    Every rank adds it to its part of the loss, and the parts are summed.
+
+    Attributes:
+        share_of: Function that returns the share of the term that a rank is to add.
+    """
+
+    share_of: Callable[[], float]
+    undo: list[tuple[Any, float]] = field(default_factory=list)
+
+    @untraced
+    def begin(self, module: Any, _args: object) -> None:
+        """Set the term's weight in the adapters' configs to a rank's share."""
+        for config in adapter_configs(module):
+            if (weight := getattr(config, _TERM, None)) is not None:
+                self.undo.append((config, weight))
+                setattr(config, _TERM, weight * self.share_of())
+
+    @untraced
+    def end(self, *_: object) -> None:
+        """Set it back after the forward, also when it raised."""
+        while self.undo:
+            config, weight = self.undo.pop()
+            setattr(config, _TERM, weight)
+
+
+def has_loss_term(model: Any) -> bool:
+    """Return True if an adapter of a model of PEFT adds a term to the loss."""
+    return any(hasattr(x, _TERM) for x in adapter_configs(model))
 
 
 def is_activated(model: Any) -> bool:
