@@ -230,6 +230,13 @@ def sweep(session: nox.Session, release: str) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def sweep_options(session: nox.Session) -> None:
+    """Try every option of Trainers, adapters and RoPE on two ranks; skip rows of the table."""
+    install(session, BACKENDS["torch"], GROUPS["torch"], *CONSTRAINED)
+    session.run("python", "tests/sweep_options", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 def maxtext(session: nox.Session) -> None:
     """Train with MaxText's own program on the ring, tiny, and compare with its own attention."""
     install(session, BACKENDS["jax"], ["test", "test-jax", "maxtext"], *CONSTRAINED)

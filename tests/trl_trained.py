@@ -6,6 +6,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from hf_models import build
@@ -15,14 +16,25 @@ from transformers import PreTrainedTokenizerFast
 from trl import (
     DPOConfig,
     DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     RewardConfig,
     RewardTrainer,
     SFTConfig,
     SFTTrainer,
 )
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 from ring_torch import hf
 
+PREFERENCES: dict[str, tuple[Any, Any]] = {
+    "dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig), "cpo": (CPOTrainer, CPOConfig),
+    "orpo": (ORPOTrainer, ORPOConfig), "tpo": (TPOTrainer, TPOConfig),
+}  # fmt: skip
+READ_LOGITS = ("cpo", "orpo", "tpo", "gkd")
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.:()-'\n"
 
 
@@ -55,7 +67,10 @@ def pairs(count: int) -> Dataset:
 def trl_trained(
     rank: int, ranks: int, cp_size: int | None, kind: str, folder: str
 ) -> dict[str, Any]:
-    """Train with a trainer of TRL and evaluate once; return the metrics."""
+    """Train with a trainer of TRL and evaluate once; return the metrics.
+
+    Losses of :data:`READ_LOGITS` read logits, so these Trainers are refused without whole ones.
+    """
     be_started(rank, ranks)
     common: dict[str, Any] = {
         "output_dir": str(Path(folder) / f"{kind}{rank}"), "max_steps": 4, "logging_steps": 1,
@@ -84,13 +99,49 @@ def trl_trained(
             model, processing_class=tokenizer_of_letters, train_dataset=pairs(16), eval_dataset=pairs(5),
             args=RewardConfig(**common, max_length=96),
         )  # fmt: skip
-    else:
-        trainer = DPOTrainer(
-            build("Llama", **letters).float(), ref_model=build("Llama", **letters).float(),
-            processing_class=tokenizer_of_letters, train_dataset=pairs(16), eval_dataset=pairs(5),
-            args=DPOConfig(**common, max_length=96),
+    elif kind == "gkd":
+        turns = [
+            [
+                {"role": "user", "content": x["prompt"]},
+                {"role": "assistant", "content": x["chosen"]},
+            ]
+            for x in pairs(16)
+        ]
+        tokenizer_of_letters.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        data = Dataset.from_list([{"messages": x} for x in turns])
+        trainer = GKDTrainer(
+            build("Llama", **letters).float(), teacher_model=build("Llama", **letters, rms_norm_eps=0.1).float(),
+            processing_class=tokenizer_of_letters, train_dataset=data, eval_dataset=data.select(range(5)),
+            args=GKDConfig(**common, lmbda=0.0, max_length=96),
         )  # fmt: skip
-    if cp_size is not None:
+    else:
+        trainer_of_kind, config_of_kind = PREFERENCES[kind]
+        data, model = pairs(16), build("Llama", **letters).float()
+        if kind == "kto":
+            right, wrong = (
+                [
+                    {"prompt": x["prompt"], "completion": x[name], "label": name == "chosen"}
+                    for x in data
+                ]
+                for name in ("chosen", "rejected")
+            )
+            data = Dataset.from_list(
+                [row for both in zip(right, wrong, strict=True) for row in both]
+            )
+        if kind == "tpo":
+            data = data.add_column("reference", texts(16, 9000))
+        reference = (
+            {"ref_model": build("Llama", **letters).float()} if kind in ("dpo", "kto") else {}
+        )
+        trainer = trainer_of_kind(
+            model, **reference, processing_class=tokenizer_of_letters, train_dataset=data,
+            eval_dataset=data.select(range(5)), args=config_of_kind(**common, max_length=96),
+        )  # fmt: skip
+    if cp_size is not None and kind in READ_LOGITS:
+        with pytest.raises(ValueError, match=r"reads logits .*give logits='gather'"):
+            hf.parallelize(trainer, context(cp_size))
+        hf.parallelize(trainer, context(cp_size), logits="gather")
+    elif cp_size is not None:
         hf.parallelize(trainer, context(cp_size))
     trainer.train()
     trainer.evaluate()
@@ -99,5 +150,6 @@ def trl_trained(
         f"{n} {name}": value
         for n, entry in enumerate(trainer.state.log_history)
         for name, value in entry.items()
-        if not name.endswith(timed)
+        # Means over all tokens, those of padding too, which have no meaning on a ring.
+        if not name.endswith(timed) and not (kind in READ_LOGITS and "logits/" in name)
     }

@@ -73,7 +73,7 @@ def compare(
     try:
         model = build(name, model_type, **changes)
     except Exception as error:  # noqa: BLE001 - whatever a constructor may raise
-        return Outcome("does not build", _words(error))
+        return Outcome("does not build", words(error))
     try:
         batch = batch_of(model)
     except Exception:  # noqa: BLE001 - it is no model of tokens; such are refused
@@ -90,7 +90,7 @@ def compare(
     except DifferentError as error:
         return Outcome("wrong", str(error))
     except Exception as error:  # noqa: BLE001 - to be told from what is refused by name
-        return Outcome("error", _words(error))
+        return Outcome("error", words(error))
     return outcome
 
 
@@ -122,15 +122,15 @@ def _judged(cp: ContextParallel, model: Any, batch: dict[str, Any], real: Tensor
     try:
         expected = run(model, batch, real)
     except Exception as error:  # noqa: BLE001 - the error of the whole model itself
-        failure = _words(error)
+        failure = words(error)
     try:
         with ring(cp, model) as split:
             shard = split(batch)
             split_run = None if expected is None else run(model, shard, real, cp)
     except Exception as error:
-        if not _is_refusal(error):
+        if not is_refusal(error):
             raise
-        return Outcome("refused", _words(error))
+        return Outcome("refused", words(error))
     if expected is None:
         return Outcome("does not run", failure)
     check(cp, split_run, expected, real)
@@ -156,7 +156,7 @@ def _with_images(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
             images = image_batch(model, batch)
         expected = None if images is None else run(model, images, torch.ones(ROWS, LENGTH))
     except Exception as error:  # noqa: BLE001 - whatever a small tower may raise
-        return f"not run: {_words(error)}"
+        return f"not run: {words(error)}"
     if images is None:
         return "none"
     labels = torch.where(images["input_ids"] < VOCAB - 16, images["input_ids"], -100)
@@ -171,9 +171,9 @@ def _with_images(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
         )
         loss, grads = _loss(model, images | {"labels": labels}, cp, is_summed=True)
     except Exception as error:
-        if not _is_refusal(error):
+        if not is_refusal(error):
             raise
-        return f"refused: {_words(error)}"
+        return f"refused: {words(error)}"
     finally:
         handle.remove()
     whole = ({"loss": expected_loss[0]}, expected_loss[1])
@@ -352,9 +352,9 @@ def _with_labels(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
             is_summed = bool(hf.check_model(model).hooks)
             loss, grads = _loss(model, split(batch | labels), cp, is_summed=is_summed)
     except Exception as error:
-        if not _is_refusal(error):
+        if not is_refusal(error):
             raise
-        return _words(error)
+        return words(error)
     real = torch.ones(ROWS, LENGTH)
     check(cp, ({"loss": loss}, grads), ({"loss": expected[0]}, expected[1]), real)
     return "exact"
@@ -386,7 +386,7 @@ def _whole(model: Any) -> dict[str, Any]:
     return {"use_cache": False} if "use_cache" in takes else {}
 
 
-def _is_refusal(error: BaseException) -> bool:
+def is_refusal(error: BaseException) -> bool:
     """Return True for a ValueError raised in ring_torch or ring_core, whoever called them."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
@@ -395,7 +395,7 @@ def _is_refusal(error: BaseException) -> bool:
     return isinstance(error, ValueError) and module.partition(".")[0] in ("ring_torch", "ring_core")
 
 
-def _words(error: BaseException) -> str:
+def words(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     kind = "" if isinstance(error, UnsupportedError) else f"{type(error).__name__}: "
     return f"{kind}{text}"[:400]

@@ -15,7 +15,7 @@ from packaging.version import Version
 from torch import Tensor
 from trained import arguments, be_started, collate, documents, looped, session, trained
 from transformers import Trainer
-from trl_trained import trl_trained
+from trl_trained import PREFERENCES, trl_trained
 
 from ring_core import RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, hf
@@ -143,6 +143,34 @@ def test_a_whole_session(pools: dict[int, LocalRanks], tmp_path: Path, dp_size: 
         close(results["resumed"], results["history"], "history of what was resumed")
 
 
+def _negative(outputs: Any) -> Any:
+    return -outputs["logits"].mean()
+
+
+class _LossByFunction(Trainer):
+    """Reads logits in a function that its loss calls."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return _negative(model(**inputs))
+
+
+class _LossByMethod(_LossByFunction):
+    """Reads logits in a method that a class below its own calls."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return self.of(model(**inputs)) + super().compute_loss(model, inputs).detach()
+
+    def of(self, outputs: Any) -> Any:
+        return getattr(outputs, "logits").sum()  # noqa: B009 - the name is a string
+
+
+class _OwnPrediction(Trainer):
+    """Reads logits outside of its loss, where they are joined."""
+
+    def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return None, model(**inputs).logits, None
+
+
 def _mistakes(rank: int, folder: str) -> None:
     be_started(rank, 2)
     cp = ContextParallel()
@@ -162,6 +190,13 @@ def _mistakes(rank: int, folder: str) -> None:
     refused(ValueError, "takes the mean", trainer, reduction="sum")
     trainer.compute_loss_func = lambda *_, **__: None
     refused(ValueError, "logits='gather'", trainer)
+    for kind in (_LossByFunction, _LossByMethod):
+        args = arguments(folder)
+        refused(
+            ValueError, "reads logits", kind(build("Llama").float(), args, collate, documents())
+        )
+    trainer = _OwnPrediction(build("Llama").float(), arguments(folder), collate, documents())
+    hf.parallelize(trainer, cp).remove()
     refused(UnsupportedError, "batch_rebalance", built(train_sampling_strategy="batch_rebalance"))
     streams = {"accelerator_config": {"dispatch_batches": True}}
     refused(UnsupportedError, "dispatch_batches", built(**streams))
@@ -240,9 +275,10 @@ def test_models_that_are_set_later_are_never_computed_whole(
     pools[2].run(_later_models, str(tmp_path))
 
 
-@pytest.mark.nightly(unless=["sft"])
-@pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
+@pytest.mark.nightly(unless=["sft", "orpo"])
+@pytest.mark.parametrize("kind", ["sft", "reward", "gkd", *PREFERENCES])
 def test_trainers_of_trl(pools: dict[int, LocalRanks], tmp_path: Path, kind: str) -> None:
+    """A Trainer is trusted by class, not package: a loss that reads logits needs whole ones."""
     expected = pools[1].run(trl_trained, 1, None, kind, str(tmp_path / "one"))[0]
     assert sum(name.endswith(" loss") for name in expected) == 4
     for steps in pools[2].run(trl_trained, 2, 2, kind, str(tmp_path / "ring")):

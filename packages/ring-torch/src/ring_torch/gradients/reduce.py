@@ -42,8 +42,8 @@ class ReductionChoice(ABC):
     """Owner of a model's forward hook that knows how the model's gradients are to be reduced."""
 
     @abstractmethod
-    def check_reduction(self) -> None:
-        """Raise a ``ValueError`` unless gradients are to be summed by :func:`reduce_gradients`."""
+    def check_reduction(self, model: nn.Module) -> None:
+        """Raise a ``ValueError`` unless :func:`reduce_gradients` is to sum its gradients."""
 
 
 def hooks_in(model: nn.Module) -> Iterator[object]:
@@ -233,7 +233,7 @@ def weights_to_reduce(ranks: Ranks, model: object, call: str) -> dict[str, nn.Pa
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for owner in hooks_in(model):
         if isinstance(owner, ReductionChoice):
-            owner.check_reduction()
+            owner.check_reduction(model)
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     _check_model(ranks, model, weights, call)
     return weights

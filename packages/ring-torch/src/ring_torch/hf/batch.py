@@ -13,6 +13,7 @@ from ring_core.base.arguments import numbers_as_python
 from ring_torch.context import ContextParallel, check_context
 from ring_torch.hf.models.batch import split_batch
 from ring_torch.hf.models.check import ModelReport, check_model
+from ring_torch.hf.models.foreign import refuse_noise
 
 #: Cached reports of checked models; an entry goes when its model is freed.
 _REPORTS: WeakKeyDictionary[nn.Module, ModelReport] = WeakKeyDictionary()
@@ -86,4 +87,5 @@ def shard_batch(
             f"{type(model).__name__} needs hooks ({', '.join(report.hooks)}): its batches cannot "
             f"be split by hand. Give the model to ring_torch.hf.parallelize, and whole batches to it"
         )
+    refuse_noise(model, "of a batch that is split by hand (give the model to hf.parallelize)")
     return split_batch(sharding, batch, report, dropout_seed, model=model)

@@ -21,6 +21,7 @@ from ring_torch.hf.models.check import (
     wrappers,
 )
 from ring_torch.hf.models.code import forward_of
+from ring_torch.hf.models.foreign import LossTerm, adapter_reasons, has_loss_term, is_activated
 from ring_torch.hf.models.hooks import (
     Logits,
     ModelHooks,
@@ -282,6 +283,14 @@ def _model(
     reasons = report.reasons
     if is_pooling and not hasattr(inner, "score"):
         reasons = (*reasons, lacks(type(inner).__name__, "score"))
+    # Adapters of a classifier see the whole batch, and the base model within them a rank's part.
+    adapted = [x for x in wrappers(model) if has_loss_term(x)]
+    if is_pooling:
+        reasons = (*reasons, *(reason for x in wrappers(model) for reason in adapter_reasons(x)))
+        if any(map(is_activated, wrappers(model))):
+            reasons = (*reasons, "activated LoRA of a classifier counts tokens of a rank's part")
+        if adapted and reduction == "sum":
+            reasons = (*reasons, "AdaLoRA of a classifier adds a term that each rank has whole")
     if reasons:
         raise UnsupportedError(f"{type(inner).__name__} cannot be split: {'; '.join(reasons)}")
     hooks = ModelHooks(
@@ -290,6 +299,11 @@ def _model(
     )  # fmt: skip
     undo = [set_ring_attention(inner, strategy)]
     undo += [*_register(hooks, split, inner), *wire(hooks, inner)]
+    for wrapper in () if is_pooling else adapted:
+        tuner: Any = wrapper.base_model
+        term = LossTerm(lambda: hooks.undivided_share / hooks.sharding.ranks.size)
+        undo.append(tuner.register_forward_pre_hook(term.begin).remove)
+        undo.append(tuner.register_forward_hook(term.end, always_call=True).remove)
     handle = hooks.owner = Handle(undo, Target(_split_module(model), hooks, undo))
     return handle
 

@@ -164,6 +164,12 @@ class TrainerHooks:
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather results of all ranks as the Accelerator does, but only once from each ring."""
         original = self._original(self.accelerator, "gather_for_metrics")
+        if use_gather_object and len(self.firsts) == 1:
+            # Accelerate makes a list of the objects of several processes, and leaves one process
+            # its own, which the ranks of one ring all have.
+            state = self.accelerator.gradient_state
+            is_partial = state.end_of_dataloader and state.remainder > 0
+            return input_data[: state.remainder] if is_partial else input_data
         if use_gather_object:
             is_first = self.hooks.sharding.ranks.rank == 0
             return original(input_data if is_first else [], use_gather_object=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from types import FunctionType
 from typing import Any
 
 from ring_core import UnsupportedError
+from ring_torch.hf.models.code import names_and_strings
 from ring_torch.hf.models.releases import lacks
 
 #: Names of the methods replaced on the Accelerator, and on the Trainer.
@@ -13,6 +15,14 @@ ACCELERATOR_METHODS = ("prepare_data_loader", "prepare_model", "gather_for_metri
 TRAINER_METHODS = (
     "evaluation_loop", "training_step", "prediction_step", "get_total_train_batch_size",
     "floating_point_ops", "_track_num_input_tokens",
+)  # fmt: skip
+
+#: Trainers whose losses are right where each rank has its part of the logits: they have none of
+#: their own, or read TRL's outputs of each token, which are joined.
+TESTED = (
+    "transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer",
+    "trl.trainer.dpo_trainer.DPOTrainer", "trl.trainer.kto_trainer.KTOTrainer",
+    "trl.trainer.reward_trainer.RewardTrainer",
 )  # fmt: skip
 
 
@@ -69,14 +79,34 @@ def check_trainer(trainer: Any, logits: str) -> None:
 
 
 def _custom_loss(trainer: Any) -> str | None:
-    """Return the name of a user's ``compute_loss`` that reads logits; ``None`` if there is none.
+    """Return the name of a function of the Trainer's loss that reads logits; ``None`` if none does.
 
-    Found from the names and string constants in its code.
+    The loss is ``compute_loss`` and all that it calls: methods and functions that their code names,
+    to any depth. A function reads logits if its code has that name or string. Functions of
+    :data:`TESTED` classes are followed, as they may call what a subclass overrides, but trusted.
     """
-    method = trainer.compute_loss
-    function = inspect.unwrap(getattr(method, "__func__", method))
-    if function.__module__.partition(".")[0] in ("transformers", "trl"):
-        return None  # TRL's losses are of the whole batch; its metrics read this rank's logits
-    code = function.__code__
-    is_reading = "logits" in {*code.co_names, *map(str, code.co_consts)}
-    return f"compute_loss ({function.__qualname__})" if is_reading else None
+    owners = [(vars(trainer), False)]
+    for cls in type(trainer).__mro__:
+        # Classes below a tested one are part of what was tested.
+        is_tested = owners[-1][1] or f"{cls.__module__}.{cls.__qualname__}" in TESTED
+        owners.append((vars(cls), is_tested))
+    visited: set[str | FunctionType] = set()
+    waiting: list[str | FunctionType] = ["compute_loss"]
+    while waiting:
+        visited.add(current := waiting.pop())
+        functions = [(current, False)]
+        if isinstance(current, str):
+            functions = [(x[current], is_tested) for x, is_tested in owners if current in x]
+        for value, is_trusted in functions:
+            function: Any = inspect.unwrap(value) if callable(value) else value
+            function = getattr(function, "__func__", function)
+            if not isinstance(function, FunctionType):
+                continue
+            names, strings = names_and_strings(function)
+            if not is_trusted and "logits" in names | strings:
+                return f"loss ({function.__qualname__})"
+            called = {
+                x for x in map(function.__globals__.get, names) if isinstance(x, FunctionType)
+            }
+            waiting += (names | (set() if is_trusted else called)) - visited
+    return None

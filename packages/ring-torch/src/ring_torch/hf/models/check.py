@@ -38,6 +38,7 @@ from ring_torch.hf.models.code import (
     parameters_of,
     reads_in_forward,
 )
+from ring_torch.hf.models.foreign import adapter_reasons, is_activated, puts_tokens
 from ring_torch.hf.models.missing import missing_names
 from ring_torch.training.part import IGNORED
 
@@ -128,17 +129,16 @@ def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if any(
-        getattr(getattr(x, "active_peft_config", None), "is_prompt_learning", False) is True
-        for x in wrappers(model)
-    ):
-        return ModelReport(
-            exact=False,
-            reasons=("PEFT puts tokens of its own before each rank's part (prompt learning)",),
-        )
+    adapters = [reason for x in wrappers(model) for reason in adapter_reasons(x)]
+    if any(map(puts_tokens, wrappers(model))):
+        adapters.append("PEFT puts tokens of its own before each rank's part (prompt learning)")
+    if adapters:
+        return ModelReport(exact=False, reasons=tuple(adapters))
+    is_invoked = any(map(is_activated, wrappers(model)))
     model = unwrapped(model)
     if is_of_transformers(model):
-        return _report(model, joins_router=joins_router)
+        report = _report(model, joins_router=joins_router)
+        return replace(report, hooks=(*report.hooks, *["activated LoRA"][:is_invoked]))
     # A user's own module round models of transformers: each of them that takes tokens is examined,
     # the rest is taken on trust. What the report has of positions, labels and hooks is the first's:
     # positions and labels have to be the same for all.
@@ -365,6 +365,8 @@ def _mixes(module: nn.Module) -> bool:
         return True
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return max(module.kernel_size) > 1
+    if type(module).__module__.startswith("peft."):
+        return False  # its adapters are named after their weights (FourierFT)
     # The prefix RecurrentGemma is the model's name, and says nothing about this layer.
     name = type(module).__name__.removeprefix("RecurrentGemma")
     return _MIXERS.search(name) is not None and not any(

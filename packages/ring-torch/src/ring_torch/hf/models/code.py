@@ -106,6 +106,13 @@ def names_in_forward(cls: type) -> frozenset[str]:
     )
 
 
+def names_and_strings(function: FunctionType) -> tuple[set[str], set[str]]:
+    """Return the globals and attributes that a function's code names, and its string constants."""
+    codes = [*_with_inner(function.__code__)]
+    strings = {x for code in codes for x in code.co_consts if isinstance(x, str)}
+    return {name for code in codes for name in code.co_names}, strings
+
+
 @_cache
 def reads_in_forward(cls: type, name: str) -> frozenset[str]:
     """Return the attributes of local variable ``name`` that ``forward`` reads."""

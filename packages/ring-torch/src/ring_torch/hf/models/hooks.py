@@ -22,6 +22,13 @@ from ring_torch.hf.models.check import ModelReport, unwrapped
 from ring_torch.hf.models.classes import predicts_labelled
 from ring_torch.hf.models.code import by_name, names_in_forward, parameters_of
 from ring_torch.hf.models.documents import STATED
+from ring_torch.hf.models.foreign import (
+    activated_offsets,
+    is_activated,
+    local_offsets,
+    refuse_noise,
+    replace_noise,
+)
 from ring_torch.hf.models.parts import (
     is_merged,
     split_labels,
@@ -44,8 +51,9 @@ from ring_torch.training.part import IGNORED
 Logits = Literal["local", "gather"]
 Reduction = Literal["sum", "mean"]
 
-#: Outputs ``[B, T_local, V]``, which are joined for ``logits="gather"``.
-_LOGITS = ("logits", "start_logits", "end_logits")
+#: Outputs ``[B, T_local, ...]`` that are joined for ``logits="gather"``: those of a head, and those
+#: of a base model, which a head of the caller's takes.
+_LOGITS = ("logits", "start_logits", "end_logits", "last_hidden_state")
 
 #: Outputs ``[B, T_local]`` of a head that makes no logits (TRL's), which are always joined.
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
@@ -96,6 +104,7 @@ class ModelHooks(ReductionChoice):
         undivided_share: Factor of losses that are not divided by a label count: 1, or ``1 /
             cp_size`` under a Trainer that multiplies the loss by the number of all ranks.
         is_evaluating_logits: True while :meth:`with_whole_logits` joins logits.
+        has_joined_states: True once a base model's hidden states were joined with a gradient.
         state: Facts about the forward under way. With activation checkpointing, parts of a forward
             run again in the backward, when ``state`` may be a later batch's. So hooks that run
             again take all they need from arguments.
@@ -112,6 +121,7 @@ class ModelHooks(ReductionChoice):
     takes_merged: bool = False
     undivided_share: float = 1.0
     is_evaluating_logits: bool = False
+    has_joined_states: bool = False
     state: _ForwardState | None = None
 
     def __deepcopy__(self, _: object) -> ModelHooks:
@@ -184,7 +194,18 @@ class ModelHooks(ReductionChoice):
         if not self.divides_by_items(module):
             batch.pop("num_items_in_batch", None)
         labels = batch.get("labels") if predicts_labelled(unwrapped(module)) else None
+        offsets = activated_offsets(module, batch) if is_activated(module) else None
+        if offsets is not None and self.takes_merged and is_merged(batch):
+            raise UnsupportedError(
+                "alora_invocation_tokens: where images are, activated LoRA is not supported; leave "
+                "them out, or take another adapter"
+            )
+        if self.is_pair:
+            refuse_noise(module, "of an encoder-decoder's two sequences is not supported")
+        replace_noise(module, self._mask)
         shard, mask, is_whole = self._shard(module, batch)
+        if offsets is not None:
+            shard["alora_offsets"] = local_offsets(mask, offsets)
         self.state = _ForwardState(
             mask,
             is_whole=is_whole,
@@ -230,6 +251,10 @@ class ModelHooks(ReductionChoice):
         shard = split_batch(self.sharding, batch, self.report, seed, weight)
         return shard, shard["attention_mask"], False
 
+    def _mask(self) -> ShardedMask | None:
+        """Return the mask of the forward under way, ``None`` outside of one."""
+        return None if self.state is None else self.state.mask
+
     @untraced
     def split_text(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -259,6 +284,7 @@ class ModelHooks(ReductionChoice):
                 output[name] = self.whole(
                     value, state.mask.length - (name in _PER_TOKEN and state.is_shifted_here)
                 )
+                self.has_joined_states |= name == "last_hidden_state" and value.requires_grad
         if self.gathers_logits and state.labelled is not None:
             output["logits"] = self._whole_of_labelled(output["logits"], state)
         if state.logit_rows is not None and isinstance(output.get("logits"), Tensor):
@@ -375,12 +401,31 @@ class ModelHooks(ReductionChoice):
             )
         return batch
 
-    def check_reduction(self) -> None:
-        """Raise a ValueError in ``reduce_gradients`` if gradients were multiplied for a mean."""
-        if self.reduction == "mean" and self.sharding.ranks.size > 1:
+    def check_reduction(self, model: nn.Module) -> None:
+        """Raise a ValueError in ``reduce_gradients`` if gradients are no parts of a sum.
+
+        They are multiplied for a mean, or of a head that took joined hidden states: every rank has
+        all of its gradient.
+        """
+        if self.sharding.ranks.size == 1:
+            return
+        if self.reduction == "mean":
             raise ValueError(
                 "reduce_gradients sums gradients over the ranks, and hf.parallelize was given "
                 "reduction='mean': give reduction='sum', or leave it to DDP or fully_shard"
+            )
+        if not self.has_joined_states:
+            return
+        inner = next(x for x in model.modules() if self.split in x._forward_pre_hooks.values())  # noqa: SLF001 - torch has no other list
+        own = {*inner.parameters()}
+        if others := [
+            n for n, x in model.named_parameters() if x.grad is not None and x not in own
+        ]:
+            raise ValueError(
+                f"reduce_gradients: {', '.join(others[:3])} got hidden states of the whole sequence "
+                f"(logits='gather'), so every rank has all of its gradient, and a sum counts it "
+                f"{self.sharding.ranks.size} times: give reduce_gradients the {type(inner).__name__} "
+                f"that hf.parallelize was given"
             )
 
 

@@ -1,0 +1,131 @@
+"""Fields of TrainingArguments, of TRL's configs and of PEFT's, each with a value to try.
+
+A value follows from a field's type; :data:`VALUES` has those that do not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from types import UnionType
+from typing import Any, Literal
+
+import peft
+import transformers
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from trl import DPOConfig, SFTConfig
+
+from sweep_options import adapters, values
+from sweep_options.values import Try
+
+TRAINERS = {x.__name__: x for x in (transformers.TrainingArguments, SFTConfig, DPOConfig)}
+ADAPTERS = {
+    x.__name__: x for x in (peft.PeftConfig, *PEFT_TYPE_TO_CONFIG_MAPPING.values())
+}  # fmt: skip
+ROPE = "rope_parameters"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Option with a value to try.
+
+    Attributes:
+        kind: ``trainer``, ``peft`` or ``rope``.
+        owner: Name of the config class, or of the model for ``rope``.
+        option: Name of the field.
+        attempt: The value.
+    """
+
+    kind: str
+    owner: str
+    option: str
+    attempt: Try
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Owner, option and value, by which a row of the table is known."""
+        return self.owner, self.option, repr(self.attempt.value)
+
+
+def fields_of(cls: Any) -> dict[str, Any]:
+    """Return the fields of a config class by name, but for those of its base as they are there."""
+    names = {x.name: x for x in dataclasses.fields(cls)}
+    bases = (peft.PeftConfig, transformers.TrainingArguments)
+    base = next((x for x in bases if cls is not x and issubclass(cls, x)), None)
+    inherited = {} if base is None else {x.name: x.default for x in dataclasses.fields(base)}
+    return {n: x for n, x in names.items() if n not in inherited or x.default != inherited[n]}
+
+
+def installed() -> Iterator[tuple[str, str, str]]:
+    """Yield kind, owner and name of every option of the installed packages."""
+    for kind, owners in (("trainer", TRAINERS), ("peft", ADAPTERS)):
+        for owner, cls in owners.items():
+            yield from ((kind, owner, name) for name in fields_of(cls))
+    yield from (("rope", name, ROPE) for name in ROPE_INIT_FUNCTIONS)
+
+
+def entries() -> Iterator[Entry]:
+    """Yield every option of the installed packages with each of its values."""
+    for kind, owner, name in installed():
+        if kind == "rope":
+            yield Entry(kind, owner, name, Try(ROPES[owner]))
+            continue
+        cls = (TRAINERS | ADAPTERS)[owner]
+        table = adapters.VALUES if kind == "peft" else values.VALUES
+        chosen = table.get(f"{owner}.{name}", table.get(name, ...))
+        if chosen is ...:
+            chosen = other_value(cls, name)
+        several = isinstance(chosen, list) and isinstance(chosen[0], Try)
+        for value in chosen if several else [chosen]:
+            attempt = value if isinstance(value, Try) else Try(value)
+            if owner in adapters.SINGLE:
+                attempt = dataclasses.replace(attempt, limit=max(attempt.limit, values.SINGLE))
+            yield Entry(kind, owner, name, attempt)
+
+
+def other_value(cls: type, name: str) -> Any:
+    """Return a value of a field's type that is not its default; ``None`` if none follows."""
+    option = fields_of(cls)[name]
+    default = option.default
+    if default is dataclasses.MISSING and option.default_factory is not dataclasses.MISSING:
+        default = option.default_factory()
+    hints = _kinds(typing.get_type_hints(cls)[name])
+    if isinstance(default, bool):
+        return not default
+    for hint in hints:
+        if typing.get_origin(hint) is Literal:
+            return next((x for x in typing.get_args(hint) if x != default), None)
+        if isinstance(hint, type) and issubclass(hint, Enum):
+            return next(x.value for x in hint if default not in (x, x.value))
+    if isinstance(default, int):
+        return default * 2 or 1
+    if isinstance(default, float):
+        return default / 2 or 0.3
+    return True if bool in hints else None
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """Return the types of a union, or the one type."""
+    if typing.get_origin(hint) in (typing.Union, UnionType):
+        return [y for x in typing.get_args(hint) for y in _kinds(x)]
+    return [hint]
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "proportional": {"factor": 2.0, "partial_rotary_factor": 0.5},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "longrope": {
+        "factor": 8.0, "original_max_position_embeddings": 36,
+        "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0],
+    },
+    "llama3": {
+        "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip

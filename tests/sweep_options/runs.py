@@ -1,0 +1,239 @@
+"""Runs of a small model with one option: a Trainer's session, an adapter's gradients, RoPE."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+import transformers
+from hf_models import BYTES, LENGTH, Wide, build
+from sweep.compare import is_refusal, words
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from trained import arguments, be_started, collate, documents
+from transformers import Trainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl_trained import pairs, texts, tokenizer
+
+from ring_torch import ContextParallel, hf
+from ring_torch.hf.models.hooks import hooks_of
+from sweep_options.adapters import adapted
+from sweep_options.options import ROPE
+
+Results = dict[str, Any]
+
+#: Parts of names of metrics that tell of time and memory.
+TIMED = ("runtime", "per_second", "_time", "flos", "mem_")
+BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
+
+
+def run(
+    rank: int, ranks: int, kind: str, owner: str, options: dict[str, Any], limit: float, folder: str
+) -> Results:  # fmt: skip
+    """Run with options; return numbers by name, or ``error`` and ``is refusal`` (by name)."""
+    be_started(rank, ranks)
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+    # A data loader's workers are children, which daemons may not have.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    torch.manual_seed(5)
+    cp = ContextParallel() if ranks > 1 else None
+    dtypes = Wide() if limit < 1e-5 else nullcontext()
+    try:
+        draws = Draws()
+        with dtypes, draws if limit < 1e-5 else nullcontext():
+            results = RUNS[kind](draws, owner, options, cp, folder, limit < 1e-5)
+    except Exception as error:  # noqa: BLE001 - whatever an option may raise
+        return {"error": words(error), "is refusal": is_refusal(error)}
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch._dynamo.reset()
+    return results | {"draws": draws.calls}
+
+
+class Draws(TorchFunctionMode):
+    """Context in which random numbers of tokens are drawn for the whole sequence on every rank.
+
+    Outside of it each rank draws for its own tokens, and no rank draws what one device does.
+    """
+
+    FUNCTIONS = (functional.dropout, torch.randn, torch.randn_like, torch.rand_like)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = None
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        x = args[0] if args else None
+        shape: Any = x if isinstance(x, torch.Size) else getattr(x, "shape", ())
+        if self.model is None or func not in self.FUNCTIONS or len(shape) < 2:
+            return func(*args, **kwargs)
+        if func is functional.dropout and not (
+            kwargs.get("p", 0.5) and kwargs.get("training", True)
+        ):
+            return x
+        state: Any = getattr(hooks_of(self.model), "state", None)
+        is_split = state is not None and shape[:2] == state.mask.shape
+        if is_split:
+            shape = torch.Size((shape[0], state.mask.length, *shape[2:]))
+        drawn = func(x.new_ones(shape) if isinstance(x, Tensor) else shape, *args[1:], **kwargs)
+        drawn = state.mask.shard(drawn) if is_split else drawn
+        if func is functional.dropout:
+            self.calls += bool((drawn != 1).any())
+            return x * drawn
+        self.calls += 1
+        return drawn
+
+
+def _trainer(
+    draws: Draws, owner: str, options: dict[str, Any], cp: Any, folder: str, is_wide: bool
+) -> Results:  # fmt: skip
+    """Train, evaluate and, with a plain Trainer, predict; return logs, weights and predictions."""
+    options = dict(options)
+    name, data = options.pop("_model", "Llama"), options.pop("_data", "text")
+    common: dict[str, Any] = {
+        "max_steps": 3, "learning_rate": 1e-2, "lr_scheduler_type": "linear", "logging_steps": 1,
+    }  # fmt: skip
+    if owner == "TrainingArguments":
+        settings = arguments(folder, **common | options)
+        model = build(name, **BIASES if name == "Llama" else {})
+        rows = documents(13)
+        trainer: Any = Trainer(
+            model.double() if is_wide else model.float(),
+            settings,
+            collate,
+            rows,
+            documents(7),
+            compute_metrics=_metrics,
+        )
+    else:
+        trainer = _trl(owner, name, data, arguments(folder).to_dict(), common | options, is_wide)
+    draws.model = trainer.model
+    if cp is not None:
+        hf.parallelize(trainer, cp)
+    trainer.train()
+    trainer.evaluate()
+    results: Results = {
+        f"{n} {name}": float(x)
+        for n, entry in enumerate(trainer.state.log_history)
+        for name, x in entry.items()
+        if not any(x in name for x in TIMED)
+    }
+    if owner == "TrainingArguments":
+        predicted = trainer.predict(documents(5))
+        if predicted.predictions is not None:
+            results["predictions"] = torch.from_numpy(np.concatenate([*predicted.predictions]))
+    results["tokens"] = float(trainer.state.num_input_tokens_seen)
+    inner = trainer.accelerator.unwrap_model(trainer.model)
+    return results | {n: x.detach().double().clone() for n, x in inner.state_dict().items()}
+
+
+def _metrics(result: Any, compute_result: bool = True) -> dict[str, float]:
+    """Return what metrics can see of a result: sizes, accuracy and losses."""
+    del compute_result
+    predictions, labels = (
+        np.concatenate([np.asarray(y) for y in x]) for x in (result.predictions, result.label_ids)
+    )
+    return {
+        "right": float((predictions.argmax(-1) == labels).mean()),
+        "shape": float(np.ndim(result.predictions[0])),
+        "inputs": 0.0 if result.inputs is None else float(np.asarray(result.inputs[0]).mean()),
+        "losses": 0.0 if result.losses is None else float(np.mean(result.losses)),
+    }
+
+
+def _trl(
+    owner: str, name: str, data: str, defaults: dict[str, Any], options: dict[str, Any], is_wide: bool
+) -> Any:  # fmt: skip
+    """Return a Trainer of TRL that is built of a small model."""
+    kept = ("output_dir", "per_device_train_batch_size", "per_device_eval_batch_size", "use_cpu", "report_to",
+            "save_strategy", "disable_tqdm", "dataloader_pin_memory", "seed")  # fmt: skip
+    options = (
+        {n: defaults[n] for n in kept} | {"bf16": False, "gradient_checkpointing": False} | options
+    )
+    letters = tokenizer()
+    sizes: dict[str, Any] = {"vocab_size": len(letters), "pad_token_id": 0, "eos_token_id": 1}
+
+    def model(**changes: Any) -> Any:
+        built = build(name, **sizes | (BIASES if name == "Llama" else {}) | changes)
+        return built if is_wide else built.float()
+
+    if owner == "DPOConfig":
+        # Rejected answers are shorter than chosen ones.
+        answers = datasets.Dataset.from_list(
+            [x | {"rejected": x["rejected"][9:]} for x in pairs(13)]
+        )
+        return DPOTrainer(
+            model(), ref_model=model(rms_norm_eps=0.1), processing_class=letters, train_dataset=answers,
+            eval_dataset=answers.select(range(5)), args=DPOConfig(**options),
+        )  # fmt: skip
+    rows: list[dict[str, Any]] = [
+        {"text": x, "words": y} for x, y in zip(texts(13), texts(13, 3000), strict=True)
+    ]
+    if data == "completion":
+        rows = [{"prompt": x["text"], "completion": x["words"]} for x in rows]
+    if data == "chat":
+        letters.chat_template = (
+            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+            "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+        )
+        rows = [
+            {"messages": [{"role": "user", "content": x["text"]}, {"role": "assistant", "content": x["words"]}]}
+            for x in rows
+        ]  # fmt: skip
+    dataset = datasets.Dataset.from_list(rows)
+    return SFTTrainer(
+        model(), processing_class=letters, train_dataset=dataset, eval_dataset=dataset.select(range(5)),
+        args=SFTConfig(**options),
+    )  # fmt: skip
+
+
+def _adapter(
+    draws: Draws, owner: str, options: dict[str, Any], cp: Any, folder: str, is_wide: bool
+) -> Results:  # fmt: skip
+    """Return the loss, logits and gradients of an adapted model in training."""
+    model, more = adapted(owner, build("Llama", **BIASES), options, folder)
+    draws.model = model.double() if is_wide else model
+    return _forward(draws.model, cp, more)
+
+
+def _rope(
+    draws: Draws, rope_type: str, options: dict[str, Any], cp: Any, _: str, is_wide: bool
+) -> Results:  # fmt: skip
+    """Return the loss, logits and gradients of a model with this RoPE on a long sequence."""
+    del is_wide
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    if ROPE in options:
+        rope |= {"rope_type": rope_type, **options[ROPE]}
+    model = draws.model = build("Llama", rope_parameters=rope, max_position_embeddings=16)
+    return _forward(model, cp, {})
+
+
+def _forward(model: Any, cp: Any, more: dict[str, Any]) -> Results:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(4, BYTES, (2, LENGTH), generator=generator)
+    tokens[0, 20:22] = tokens[1, 11:13] = torch.tensor([1, 2])  # invokes activated LoRA
+    labels = tokens.where(torch.rand(tokens.shape, generator=generator) < 0.9, -100)
+    if cp is not None:
+        hf.parallelize(model, cp, logits="gather")
+    torch.manual_seed(11)
+    output = model(input_ids=tokens, labels=labels, **more)
+    output.loss.backward()
+    if cp is not None:
+        cp.reduce_gradients(model)
+    grads = {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
+    return {"loss": output.loss.detach(), "logits": output.logits.detach()} | grads
+
+
+RUNS = {"trainer": _trainer, "peft": _adapter, "rope": _rope}
