@@ -9,7 +9,8 @@ equally long; the loss is ``ring_torch.linear_cross_entropy``, whose logits are 
     python examples/train_packed.py --cp 2 --documents 8
     torchrun --nproc-per-node 4 examples/train_packed.py --dtype bfloat16
 
-A picture shows who works when, in both layouts. The exit code is 0, or 2 for wrong arguments.
+A picture shows who works when, in both layouts, in the step that ``zigzag`` balances worst. The
+exit code is 0, or 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -100,39 +101,65 @@ def train(rank: int, config: Config, longest: int, at_once: int) -> list[Step]:
 
 
 def report(steps: Sequence[Step]) -> None:
-    """Print a line for each step, and the mean imbalance of both layouts."""
-    print(f"{'step':>4}{'bytes':>8}{'loss':>8}{'zigzag':>9}{'balanced':>10}")
+    """Print a line for each step, the imbalance of both layouts, and the step that is drawn."""
+    print(f"{'step':>4}{'bytes':>8}{'loss':>8}{'zigzag':>9}{'balanced':>10}  imbalance in all")
     for number, step in enumerate(steps, 1):
         print(
             f"{number:4}{step.zigzag.plan.seq_len:8,}{step.loss:8.3f}{step.zigzag.imbalance:9.3f}"
             f"{step.balanced.imbalance:10.3f}"
         )
-    zigzag, balanced = (
-        float(np.mean([getattr(step, name).imbalance for step in steps]))
-        for name in ("zigzag", "balanced")
-    )
+    drawn = worst(steps)
     print(
-        f"the busiest rank computes {zigzag:.2f} times the mean in zigzag, and {balanced:.2f} times "
-        f"in layouts of the batches' own"
+        "imbalance: the busiest rank's work over the mean, in zigzag and in the batches' own layouts"
     )
+    for title, of_steps in (
+        (f"mean of {len(steps)} steps", steps),
+        (f"step {drawn + 1}, which zigzag balances worst", [steps[drawn]]),
+    ):
+        print(title)
+        for name, means in imbalances(of_steps).items():
+            print(f"  {name:33}{means[0]:6.3f}{means[1]:10.3f}")
+
+
+def worst(steps: Sequence[Step]) -> int:
+    """Return the index of the step that zigzag balances worst."""
+    return max(range(len(steps)), key=lambda n: steps[n].zigzag.imbalance)
+
+
+def imbalances(steps: Sequence[Step]) -> dict[str, list[float]]:
+    """Return mean imbalances of zigzag and of the batches' own layouts, by what they compare."""
+    names = {"imbalance_by_step": "if ranks wait at each ring step", "imbalance": "in all"}
+    return {
+        name: [
+            float(np.mean([getattr(getattr(step, layout), field) for step in steps]))
+            for layout in ("zigzag", "balanced")
+        ]
+        for field, name in names.items()
+    }
 
 
 def draw(steps: Sequence[Step], path: Path) -> None:
     """Draw the losses, and who works when in the step that zigzag balances worst."""
     from matplotlib.figure import Figure
 
-    worst = max(steps, key=lambda step: step.zigzag.imbalance)
+    number = worst(steps)
+    step, by_name = steps[number], imbalances([steps[number]])
     figure = Figure(figsize=(11, 4), layout="constrained")
+    figure.suptitle(f"right: training step {number + 1}, which zigzag balances worst")
     loss, *cells = figure.subplots(1, 3)
     loss.plot(range(1, len(steps) + 1), [step.loss for step in steps])
     loss.set(title="loss in nats a byte", xlabel="training step")
-    for work, name in zip(cells, ("zigzag", "balanced"), strict=True):
-        program: RingProgram = getattr(worst, name)
+    loss.axvline(number + 1, color="silver", zorder=0)
+    for n, (work, name) in enumerate(zip(cells, ("zigzag", "balanced"), strict=True)):
+        program: RingProgram = getattr(step, name)
         share = program.work().T * (100 / program.work().mean())  # [rank, step]
         work.imshow(share, cmap="Blues", vmin=0, vmax=300, aspect="auto")
-        for (rank, number), value in np.ndenumerate(share if share.size <= 256 else share[:0]):
-            work.text(number, rank, f"{value:.0f}" if value else "idle", ha="center", va="center")
-        work.set(title=f"work, {name}; 100 is the mean", xlabel="step of the ring", ylabel="rank")
+        for (rank, at), value in np.ndenumerate(share if share.size <= 256 else share[:0]):
+            work.text(at, rank, f"{value:.0f}" if value else "idle", ha="center", va="center")
+        lines = [f"work, {name}; 100 is the mean. Imbalance"]
+        lines += [f"{what}: {means[n]:.2f}" for what, means in by_name.items()]
+        work.set_title("\n".join(lines), fontsize=10)
+        work.set(xlabel="step of the ring", ylabel="rank")
         work.locator_params(integer=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=144)

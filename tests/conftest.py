@@ -49,6 +49,10 @@ PRELOADED = {
     "torch-cuda": (),
 }  # fmt: skip
 ON_ONE_GPU = "backends.on_one_gpu"
+#: Most workers of xdist whose ranks share a GPU. A worker keeps a pool of ranks of each world size,
+#: up to 18 ranks, and each rank a CUDA context of some 0.5 GB. With 14 workers all worlds of four
+#: ranks ran on an H200, and some of eight did not: 7 make as many processes of eight.
+MOST_ON_ONE_GPU = 7
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 
@@ -82,6 +86,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--mutant", default=None, help="break the backend on purpose: the run must fail"
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Bound the workers whose ranks share a GPU, before xdist counts them, whatever ``-n`` says."""
+    if config.getoption("--one-gpu"):
+        asked = config.getoption("maxprocesses", None) or MOST_ON_ONE_GPU
+        config.option.maxprocesses = min(asked, MOST_ON_ONE_GPU)
 
 
 def pytest_configure(config: pytest.Config) -> None:

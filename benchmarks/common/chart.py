@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from benchmarks.common.cases import mask_of
 from benchmarks.common.report import rows_of
 
 RESULTS = Path(__file__).parents[1] / "results" / "h200x4-strategies.json"
@@ -30,7 +34,10 @@ METHODS = {
     "yunchang": "yunchang",
 }
 
+#: Tokens of the settings with a window and with documents.
+LONG = 128 * 1024
 WIDTH = 40  # characters of a bar of 1.00
+COLUMNS = 128  # of a line below the bars
 EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -40,6 +47,31 @@ def chart(rows: Sequence[dict[str, Any]]) -> str:
         (row["setting"], row["method"]): row["both"]["tflops"] for row in rows if "both" in row
     }
     return "\n".join(line for setting in SETTINGS for line in _bars(setting, rates))
+
+
+def legend(rows: Sequence[dict[str, Any]]) -> str:
+    """Return what rows are, and which bars are missing and why, in the words of the benchmark."""
+    window, offsets = mask_of("window", LONG).window, mask_of("documents", LONG).cu_seqlens
+    assert window is not None and window[0] is not None and offsets is not None
+    lengths = np.diff(offsets)
+    absent = []
+    for method, name in METHODS.items():
+        missing = {
+            row["setting"].partition(" ")[0]: row["failed"].partition(f"{method}: ")[2]
+            for row in rows
+            if row["setting"] in SETTINGS and row["method"] == method and "failed" in row
+        }
+        if missing:
+            masks = " and ".join(f"`{mask}`" for mask in missing)
+            reasons = "; ".join(dict.fromkeys(reason.split(",")[0] for reason in missing.values()))
+            absent.append(f"{name} in {masks} ({reasons})")
+    text = (
+        "A row names mask (all are causal), tokens, and query and K/V heads. `window`: a query sees "
+        f"itself and {window[0]:,} keys before it. `documents`: {len(lengths)} documents of "
+        f"{lengths.min():,} to {lengths.max():,} tokens, {lengths.mean():,.0f} on average, packed "
+        f"into one sequence. Without a bar: {', '.join(absent)}."
+    )
+    return textwrap.fill(text, COLUMNS, break_on_hyphens=False)
 
 
 def _bars(setting: str, rates: dict[tuple[str, str], float]) -> Iterator[str]:
@@ -59,4 +91,4 @@ def bar(efficiency: float) -> str:
 
 
 if __name__ == "__main__":
-    print(chart(rows_of(RESULTS)))
+    print(f"{chart(rows_of(RESULTS))}\n\n{legend(rows_of(RESULTS))}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.chart import chart
+from benchmarks.common.chart import chart, legend
 from benchmarks.common.report import rows_of
 from benchmarks.common.tables import table
 
@@ -25,7 +25,7 @@ MARKED = re.compile(r"(<!-- (table|chart) of (\S+) -->\n).*?(<!-- end of \2 -->)
 #: Functions that make the text of a mark, from the rows of its file.
 MAKERS: dict[str, Callable[[Sequence[dict[str, Any]]], str]] = {
     "table": table,
-    "chart": lambda rows: f"```text\n{chart(rows)}\n```",
+    "chart": lambda rows: f"```text\n{chart(rows)}\n```\n\n{legend(rows)}",
 }
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cases import CASES, Case
@@ -80,3 +81,15 @@ def test_what_counts_as_importing_transformers(text: str, expected: bool, tmp_pa
     path = tmp_path / "test_file.py"
     path.write_text(text)
     assert imports_transformers(path) is expected
+
+
+@pytest.mark.parametrize(("asked", "most"), [(None, 7), (4, 4), (20, 7)])
+def test_workers_that_share_a_gpu_are_few(
+    pytestconfig: pytest.Config, asked: int | None, most: int
+) -> None:
+    """``--one-gpu`` bounds what xdist starts, before it counts, also where ``-n`` names more."""
+    bound = pytestconfig.hook.pytest_cmdline_main.get_hookimpls()[-1]  # the first to be called
+    options = {"--one-gpu": True, "maxprocesses": asked}
+    config = SimpleNamespace(getoption=options.get, option=SimpleNamespace())
+    bound.function(config)
+    assert config.option.maxprocesses == most

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common.cases import Setting
-from benchmarks.common.chart import WIDTH, bar
+from benchmarks.common.chart import METHODS, SETTINGS, WIDTH, bar, legend
 from benchmarks.common.pages import PAGES, files_shown, rendered
 from benchmarks.common.tables import table
 from ring_core.choose import rates
@@ -112,6 +112,22 @@ def test_auto_chooses_in_jax_by_the_figures_of_that_file() -> None:
             assert [times.forward, times.both] == medians, row["setting"]
         assert case.gpu == report["environment"]["gpu"]
         assert dict(case.versions) == {"jax": report["environment"]["jax"]}
+
+
+def test_below_the_chart_each_row_and_each_missing_bar_is_explained() -> None:
+    """No mask is named in a row, and no bar is missing, without a sentence below the chart."""
+    rows = json.loads((RESULTS / "h200x4-strategies.json").read_text())["rows"]
+    timed = {(row["setting"], row["method"]) for row in rows if "both" in row}
+    text = " ".join(legend(rows).split())
+    explained, absent = text.split("Without a bar: ")
+    by_name = {part.split(" in ")[0]: part for part in absent.split("), ")}
+    for setting in SETTINGS:
+        mask = setting.partition(" ")[0]
+        assert mask == "causal" or f"`{mask}`: " in explained
+        for name in set(METHODS.values()):
+            is_drawn = any((setting, m) in timed for m, of in METHODS.items() if of == name)
+            assert is_drawn != (f"`{mask}`" in by_name.get(name, "")), (setting, name)
+    assert "itself and 4,096 keys before it" in text
 
 
 def test_bars_are_drawn_to_the_eighth() -> None:

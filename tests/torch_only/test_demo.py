@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import ge
 from pathlib import Path
 from types import ModuleType
 
@@ -163,7 +164,18 @@ def test_packed_documents_train_alike_on_one_process(capsys: pytest.CaptureFixtu
     for cp in (2, 1):
         assert packed.main([*options, f"--cp={cp}"]) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-        losses.append([float(line[2]) for line in lines if line[0].isdigit()])
+        steps = [[float(x.replace(",", "")) for x in line] for line in lines if line[0].isdigit()]
+        losses.append([step[2] for step in steps])
+        # Below them the means, and the step that the picture shows, the worst of zigzag's.
+        worst = max(steps, key=lambda step: step[3])
+        assert ["step", f"{worst[0]:.0f},", "which", "zigzag", "balances", "worst"] in lines
+        waits, means, waits_there, there = (
+            [float(x) for x in line[-2:]] for line in lines if line[0] in ("if", "in")
+        )
+        mean = [sum(step[n] for step in steps) / len(steps) for n in (3, 4)]
+        assert means == pytest.approx(mean, abs=1e-3)
+        assert there == worst[3:]
+        assert all(map(ge, waits + waits_there, means + there))
     assert len(losses[0]) == 3
     assert losses[0] == pytest.approx(losses[1], abs=2e-3)  # three digits are printed
     assert losses[0][2] < losses[0][0]

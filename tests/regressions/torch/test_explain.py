@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from ring_core import StrategyConfig
-from ring_torch import ContextParallel
+from ring_core.tripwire import CAPABILITIES, peak_tflops
+from ring_torch import ContextParallel, kernels
 from ring_torch.comm.ranks import Ranks
+from ring_torch.kernels import fa4
+from ring_torch.kernels.api import Kernel
+from ring_torch.kernels.flash_attn import FA2, FA3
 from ring_torch.local import LocalRanks
 from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
@@ -56,6 +61,8 @@ def test_the_command_explains_ranks_that_are_not_there(capsys: pytest.CaptureFix
         ("--cp 0 --seq-len 8 --heads 4", "--cp must be at least 1"),
         ("--cp 2 --seq-len 8 --heads 4 --kernel fa9", "unknown kernel 'fa9'"),
         ("--cp 2 --seq-len 8 --heads 4 --cu-seqlens 0,x", "--cu-seqlens takes integers"),
+        ("--cp 2 --seq-len 8 --heads 4 --strategy hybrid", "no process group to ask. Instead: "),
+        ("--cp 2 --seq-len 8 --heads 4 --device a100 --kernel fa4", "kernel 'fa4'"),
     ],
 )
 def test_what_cannot_be_explained(
@@ -65,6 +72,53 @@ def test_what_cannot_be_explained(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert words in captured.err
+
+
+LONG = "--cp 4 --seq-len 64k --heads 32/8"
+
+
+@pytest.mark.parametrize("size", [LONG, LONG.replace("4", "1", 1), f"{LONG} --strategy ulysses"])
+def test_another_device_is_explained_as_on_a_machine_that_has_it(
+    size: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is decided by the device is decided by the one that is asked about.
+
+    That is the kernels that run on it and their order, measured times, transports and strategies.
+    Earlier answers about other devices are not given again.
+    """
+    libraries: dict[Kernel, Kernel] = {
+        x: replace(x, unavailable=lambda: None) for x in (fa4.FA4, FA2, FA3)
+    }
+    installed = tuple(libraries.get(kernel, kernel) for kernel in kernels.KERNELS)
+    monkeypatch.setattr(kernels, "KERNELS", installed)
+    monkeypatch.setattr(fa4.private, "is_known", lambda: True)
+    texts = dict[str | None, str]()
+    for device in ("h200", "A100", "cpu", "h200", None):
+        asked = [] if device is None else ["--device", device]
+        assert main(["explain", *size.split(), *asked]) == 0
+        text = capsys.readouterr().out
+        assert texts.setdefault(device, text) == text
+    assert texts["cpu"] == texts[None]  # torch finds no GPU here
+    assert "on cuda (h200)" in texts["h200"]
+    assert "\nkernel fa4: about" in texts["h200"]
+    assert "\nkernel fa2\n" in texts["A100"]
+    if "--cp 4" in size:
+        assert all("symm_mem, if the ranks' GPUs" in texts[x] for x in ("h200", "A100"))
+    # The same by another way: a machine whose torch finds that GPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    assert main(["explain", *size.split()]) == 0
+    assert capsys.readouterr().out == texts["h200"].replace(" (h200)", "")
+
+
+def test_devices_that_are_not_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", *LONG.split(), "--device", "voodoo2"])
+    printed = capsys.readouterr().err
+    assert all(name in printed for name in ("cpu", *CAPABILITIES))
+    for name in CAPABILITIES:  # those whose peak is known, too
+        assert peak_tflops(f"NVIDIA {name.upper()}") is not None
 
 
 def test_heads_are_a_pair(capsys: pytest.CaptureFixture[str]) -> None:

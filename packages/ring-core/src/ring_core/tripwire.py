@@ -43,6 +43,12 @@ _PEAK_TFLOPS = {
     "TPU v6 lite": 918.0, "TPU7x": 2307.0,
 }  # fmt: skip
 
+#: Compute capabilities of the GPUs in that table, in lower case as a command line names them.
+CAPABILITIES = {
+    "b300": (10, 3), "b200": (10, 0), "h200": (9, 0), "h100": (9, 0), "h800": (9, 0),
+    "a100": (8, 0), "a800": (8, 0), "l40s": (8, 9),
+}  # fmt: skip
+
 
 @lru_cache(maxsize=16)
 def every_of(setting: str | int | None) -> int:

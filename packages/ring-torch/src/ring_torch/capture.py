@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from functools import lru_cache, partial, wraps
 
 import torch
@@ -20,6 +21,10 @@ fake_mode = partial(_get_dispatch_mode, _TorchDispatchModeKey.FAKE)
 proxy_mode = partial(_get_dispatch_mode, _TorchDispatchModeKey.PROXY)
 #: Returns True while ``torch.jit.trace`` records operations.
 is_jit_tracing = _is_tracing
+#: Compute capability of the GPU that ``explain`` is asked about, which this machine need not have.
+ASSUMED_CAPABILITY: ContextVar[tuple[int, int] | None] = ContextVar(
+    "ring_torch.capture.assumed_capability", default=None
+)
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()  # it may be entered any number of times
 
 
@@ -47,6 +52,8 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
     The empty one is cheaper: entering torch's costs the host more than the check.
     """
+    if ASSUMED_CAPABILITY.get() is not None:
+        return NO_CONTEXT
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
     return NO_CONTEXT

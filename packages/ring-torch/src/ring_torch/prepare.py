@@ -37,7 +37,7 @@ from ring_core.programs.grid import RankGrid
 from ring_core.tripwire import VARIABLE, every_of
 from ring_torch.buffers import KVPayload
 from ring_torch.call import Call, Resolution, agreed_fields
-from ring_torch.capture import on_device
+from ring_torch.capture import ASSUMED_CAPABILITY, on_device
 from ring_torch.checking.settings import SETTING, number_checked
 from ring_torch.comm.groups import warn_if_alone
 from ring_torch.comm.ranks import Ranks
@@ -138,7 +138,7 @@ def check_call(
         facts,
         options if is_plain else _in_normal_form(options),
         is_plain,
-        option_types,
+        (option_types, ASSUMED_CAPABILITY.get()),
         (grad, bias_grad),
         setting,
         number > 0,
@@ -210,7 +210,7 @@ def _prepare(
     facts: tuple[TensorSpec | None, ...],
     options: CallOptions,
     as_given: bool,
-    types: tuple[type, ...],
+    types: tuple[tuple[type, ...], tuple[int, int] | None],
     grads: tuple[bool, bool],
     setting: str | int | None,
     probe: bool,
@@ -226,7 +226,7 @@ def _prepare(
         facts: Properties of each field of :class:`Inputs` that is given.
         options: The options.
         as_given: True if they are as the caller gave them, not in their normal form.
-        types: Types of the options, part of the key alone.
+        types: Types of the options, and the GPU that is assumed: part of the key alone.
         grads: True if there will be a backward, and if it is to have the bias's gradient.
         setting: The tripwire's setting, of a block or of the environment.
         probe: True if ranks may communicate to find out which transports they can use, and wait

@@ -69,6 +69,8 @@ class FlashKernel(Kernel):
         limits: Returns reasons against a call: combinations of options that it cannot do, or not
             on this GPU.
         unavailable: Returns why the library cannot be called on this machine, or ``None``.
+        wrong_gpu: Returns why an installed library cannot run on the current GPU, or ``None``. It
+            is another function where the answer of the first is kept, as machines have unlike GPUs.
         clips_right_window: True if the library is wrong about the right side of a window where
             there are more queries than keys. FlashAttention-2 takes a right side that is at least
             the number of keys, or an open one beside a left side, for the number of keys, or
@@ -84,6 +86,7 @@ class FlashKernel(Kernel):
     head_dims: Callable[[Direction, int, int], HeadDims | None] = as_given
     limits: Callable[[Request, RingProgram], tuple[str, ...]] | None = None
     unavailable: Callable[[], str | None] = old_gpu_reason
+    wrong_gpu: Callable[[], str | None] = lambda: None
     clips_right_window: bool = False
     adds_sinks: bool = False
     predicate_compile_seconds: int = 0
@@ -92,7 +95,7 @@ class FlashKernel(Kernel):
 
     def unavailable_reason(self) -> str | None:
         """Return why it cannot run on this machine, or ``None``."""
-        return self.unavailable()
+        return self.unavailable() or self.wrong_gpu()
 
     def config_refusals(
         self, _config: KernelConfig, request: Request, program: RingProgram, /

@@ -114,7 +114,7 @@ def _missing_2() -> str | None:
     major, minor, *_ = (int(number) for number in installed.split(".")[:2])
     if (major, minor) not in ((2, 6), (2, 7), (2, 8)):
         return f"flash-attn {installed} is installed; 2.6 to 2.8 are known to work"
-    return old_gpu_reason()
+    return None
 
 
 FA2 = FlashKernel(
@@ -126,6 +126,7 @@ FA2 = FlashKernel(
     ),
     head_dims=rounded_to_8,
     unavailable=_missing_2,
+    wrong_gpu=old_gpu_reason,
     clips_right_window=True,
     leads_before_hopper=True,
 )  # fmt: skip
@@ -141,9 +142,13 @@ def _missing_3() -> str | None:
             f"FlashAttention-3 is not installed or does not load ({error}); build it from the "
             f"folder hopper of github.com/Dao-AILab/flash-attention"
         )
-    if capability()[0] not in (8, 9):
-        return f"has kernels for compute capability 8.x and 9.x, this is {capability()}"
     return None
+
+
+def _wrong_gpu_3() -> str | None:
+    if capability()[0] in (8, 9):
+        return None
+    return f"has kernels for compute capability 8.x and 9.x, this is {capability()}"
 
 
 FA3 = FlashKernel(
@@ -156,4 +161,5 @@ FA3 = FlashKernel(
     ),
     head_dims=rounded_to_8,
     unavailable=_missing_3,
+    wrong_gpu=_wrong_gpu_3,
 )  # fmt: skip

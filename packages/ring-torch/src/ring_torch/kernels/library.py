@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ring_core import WorkItem
 from ring_core.plan.tile_mask import BlockGeometry
+from ring_torch.capture import ASSUMED_CAPABILITY
 from ring_torch.options import Window
 from ring_torch.records import AttentionState
 
@@ -19,8 +20,11 @@ Direction = Literal["forward", "backward"]
 def capability(device: int | None = None) -> tuple[int, int]:
     """Return the compute capability of a CUDA device, by default of the current one.
 
-    It is remembered: torch's own function takes the host longer than many launches.
+    It is remembered: torch's own function takes the host longer than many launches. Where
+    ``explain`` is asked about another GPU, it is that one's.
     """
+    if (assumed := ASSUMED_CAPABILITY.get()) is not None:
+        return assumed
     if not torch.cuda.is_initialized():
         return torch.cuda.get_device_capability(device)
     return _capability(torch.cuda.current_device() if device is None else device)

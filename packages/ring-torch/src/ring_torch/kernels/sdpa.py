@@ -11,8 +11,6 @@ All multiply masked weights, which are 0, with the values they belong to, and th
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -231,7 +229,6 @@ def _is_causal(q: Tensor, options: LaunchOptions) -> bool:
     return options.window == (None, 0) and q.shape[1] > 1
 
 
-@cache
 def _missing_cudnn() -> str | None:
     return old_gpu_reason() if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
 

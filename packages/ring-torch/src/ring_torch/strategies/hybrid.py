@@ -117,6 +117,11 @@ def _grid(
     """
     hosts = None
     if config.ulysses_size is None and ranks.size > 1:
+        if ranks.group is None:  # `explain` of ranks that are not there
+            raise UnsupportedError(
+                f"strategy {config.name!r} groups ranks by their hosts, and there is no process group to ask. "
+                f"Instead: ask cp.explain in the job, or 'python -m ring_core plan --advise --ranks-per-host N'"
+            )
         # A trade moves all of its bytes before and after kernels, so it stays on a host's links;
         # the ring or gather between hosts hides behind kernels.
         hosts = hosts_of(ranks, torch.device(request.device), wait=probe)

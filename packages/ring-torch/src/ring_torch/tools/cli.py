@@ -15,13 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ring_core.choose.rates import RATES_VARIABLE
 from ring_core.tools import bench, doctor, explain
 from ring_core.tools.commands import framework_commands, is_refused
 from ring_core.tools.sizes import add_each
+from ring_core.tripwire import CAPABILITIES
 from ring_torch.attention import explained_call
-from ring_torch.comm.ranks import ALONE, Ranks
+from ring_torch.capture import ASSUMED_CAPABILITY
+from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import matrix
 from ring_torch.local import LocalRankError
 from ring_torch.options import CallOptions
@@ -42,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain_parser.add_argument(
         "--backward", action=argparse.BooleanOptionalAction, default=True,
         help="a backward follows, which is the default",
+    )  # fmt: skip
+    explain_parser.add_argument(
+        "--device", choices=("cpu", *CAPABILITIES), type=str.lower,
+        help="the device that ranks have, here or not; default: a GPU if there is one",
     )  # fmt: skip
     add_each(bench_parser, {
         "--transport": {
@@ -81,23 +88,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    """Run ``explain``: print what rank 0 would do, on a GPU if there is one; return exit code."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """Run ``explain``: print what rank 0 would do; return the exit code.
+
+    Tensors have shapes alone, so their device need not be here. What is asked of a GPU that is not
+    is its compute capability.
+    """
+    capability = CAPABILITIES.get(args.device)
+    if args.device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    else:
+        device = "cpu" if capability is None else "cuda"
+    named = "" if capability is None else f" ({args.device})"
+    assumed = ASSUMED_CAPABILITY.set(capability)
     try:
         case = explain.case_of(args)
         dtype, needs_grad = getattr(torch, case.dtype), case.backward
         query_shape, key_shape = case.local_shapes
-        q, k, v = (
-            torch.empty(shape, dtype=dtype, device=device, requires_grad=needs_grad)
-            for shape in (query_shape, key_shape, key_shape)
-        )
-        ranks = ALONE if case.cp_size == 1 else Ranks(None, 0, case.cp_size)
+        with FakeTensorMode():
+            q, k, v = (
+                torch.empty(shape, dtype=dtype, device=device, requires_grad=needs_grad)
+                for shape in (query_shape, key_shape, key_shape)
+            )
+        ranks = Ranks(None, 0, case.cp_size)
         options = CallOptions(**case.options)
         text = explained_call(ranks, case.layout, q, k, v, options)
     except (ValueError, RuntimeError) as error:
         print(f"ring_torch: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    print(f"{case.describe(device)}\n{text}")
+    finally:
+        ASSUMED_CAPABILITY.reset(assumed)
+    print(f"{case.describe(device + named)}\n{text}")
     return 0
 
 

@@ -177,9 +177,13 @@ def _missing() -> str | None:
             f"flash-attn-4 {installed} is installed, but flash-attn 2.8 has put an older "
             f"flash_attn/cute over it; pip install --force-reinstall --no-deps flash-attn-4"
         )
-    if capability()[0] not in (9, 10, 11):
-        return f"has kernels for compute capability 9.x to 11.x, this is {capability()}"
     return None
+
+
+def _wrong_gpu() -> str | None:
+    if capability()[0] in (9, 10, 11):
+        return None
+    return f"has kernels for compute capability 9.x to 11.x, this is {capability()}"
 
 
 class HopperSplitBackward:
@@ -306,6 +310,7 @@ FA4 = FlashKernel(
     split_backward=HopperSplitBackward(),
     head_dims=_head_dims,
     unavailable=_missing,
+    wrong_gpu=_wrong_gpu,
     limits=_limits,
     adds_sinks=True,
     predicate_compile_seconds=10,
