@@ -174,7 +174,8 @@ def left_over(rank: int) -> int:
 
 def test_a_failed_pass_lets_its_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "fail", lambda *_: None)
-    ranks: Any = SimpleNamespace(size=2, rank=0, check_open=lambda: None)
+    state = SimpleNamespace(before_passes={})
+    ranks: Any = SimpleNamespace(size=2, rank=0, check_open=lambda: None, state=state)
     signature: Any = SimpleNamespace(fields={"pass": "forward"})
     held: list[ReferenceType[Tensor]] = []
 

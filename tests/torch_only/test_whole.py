@@ -17,6 +17,7 @@ from unchanged_models import MODELS, batch_of, model_of
 
 import ring_torch
 from ring_core import LayoutSpec, Mask, UnsupportedError, balanced_layout
+from ring_core.layouts.layout import WHOLE_LAYOUT
 from ring_torch import ContextParallel, hf, replace_sdpa
 from ring_torch.comm.ranks import Ranks
 from ring_torch.local import LocalRanks
@@ -139,7 +140,7 @@ def every_method(_: int) -> None:
         tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
         want = expected(model.halos, tokens)
         with silent(), cp.whole():
-            assert (cp.cp_size, cp.cp_rank, cp.layout) == (1, 0, "contiguous")
+            assert (cp.cp_size, cp.cp_rank, cp.layout) == (1, 0, WHOLE_LAYOUT)
             x = numbers(2, 13, 3)
             assert cp.shard(x, pad=True) is x and cp.unshard(x, seq_len=13) is x
             assert cp.layout_of(13).positions(0).tolist() == [*range(13)]

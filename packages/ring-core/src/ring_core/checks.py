@@ -21,7 +21,7 @@ from ring_core.base.arguments import (
     check_softcap as check_softcap,
     describe_value,
 )
-from ring_core.layouts.layout import Layout, LayoutSpec
+from ring_core.layouts.layout import WHOLE_LAYOUT, Layout, LayoutSpec
 from ring_core.masks.mask import Mask, Window, mask_of
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -190,8 +190,8 @@ def padded_layout(
     if seq_len is None:
         return Layout(layout, local_len * cp_size, cp_size)
     padded = Layout.padded(layout, check_size("seq_len", seq_len), cp_size)
-    if cp_size == 1 and local_len > padded.padded_len and local_len % padded.divisor == 0:
-        return Layout(layout, seq_len, cp_size, local_len)  # padded for several ranks
+    if layout == WHOLE_LAYOUT and local_len > padded.padded_len:
+        return Layout(layout, seq_len, cp_size, local_len)
     if padded.local_len != local_len:
         raise ValueError(
             f"seq_len={seq_len} is the length of the whole sequence, without padding: the {layout} "

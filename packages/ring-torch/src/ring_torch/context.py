@@ -72,7 +72,7 @@ class ContextParallel:
 
     @property
     def layout(self) -> LayoutSpec:
-        """Layout, as given; inside of :meth:`whole` ``"contiguous"``."""
+        """Layout, as given; inside of :meth:`whole` a single chunk."""
         return self._sharding.layout
 
     @property

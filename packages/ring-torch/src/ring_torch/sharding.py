@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ring_core import Layout, LayoutSpec, UnsupportedError, checks, divisor_of, row_checks
 from ring_core.base.arguments import check_size
-from ring_core.layouts.layout import Run, check_layout
+from ring_core.layouts.layout import WHOLE_LAYOUT, Run, check_layout
 from ring_torch.capture import as_stored, constant_in_graphs, on_device
 from ring_torch.comm.groups import Members, check_device, members_of, warn_if_alone
 from ring_torch.comm.handshake import GuardedPass, agree, check_graph
@@ -196,7 +196,7 @@ class Sharding:
 
 
 #: The sharding of a rank that acts alone, inside of :meth:`ContextParallel.whole`.
-ALONE = Sharding(OneRank.WHOLE, "contiguous")
+ALONE = Sharding(OneRank.WHOLE, WHOLE_LAYOUT)
 
 
 @dataclass(frozen=True)

@@ -285,6 +285,8 @@ class Layout:
         return (self.run_positions(rank)[:, None] + steps).reshape(-1)
 
 
+#: The layout of one rank that holds a sequence as several ranks have padded it: by any length.
+WHOLE_LAYOUT = ChunkLayout(((0,),))
 LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
 LayoutSpec = LayoutName | ChunkLayout
 

@@ -305,9 +305,10 @@ def _band(function: MaskFunction, length: int) -> tuple[int, int] | None:
     Rows at both ends and pairs of neighbours between them are compared with the band.
     """
     middle = [length * n // 7 + m for n in range(1, 7) for m in (0, 1)]
-    rows = torch.tensor([x for x in (0, *middle, length - 1) if x < length])[:, None]
-    keys, zero = torch.arange(length), torch.zeros((), dtype=torch.int64)
-    seen = torch.as_tensor(function(zero, zero, rows, keys)).expand(len(rows), length)
+    rows = torch.tensor([x for x in (0, *middle, length - 1) if x < length], device="cpu")[:, None]
+    keys = torch.arange(length, device="cpu")
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
+    seen = torch.as_tensor(function(zero, zero, rows, keys), device="cpu").expand(len(rows), length)
     # The first row has all keys to its right, the last one all to its left.
     left, right = int(seen[-1].sum()) - 1, int(seen[0].sum()) - 1
     expected = (keys >= rows - left) & (keys <= rows + right)

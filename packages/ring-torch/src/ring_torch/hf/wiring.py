@@ -145,8 +145,9 @@ class _LastPosition(MaskKeeper):
         """Append the position to ``position_ids [..., T_local]`` before the forward."""
         arguments = by_name(module, args, kwargs)
         positions = arguments["position_ids"]
-        last = torch.as_tensor(self.mask.last_position, dtype=positions.dtype)
-        last = last.to(positions.device).expand(*positions.shape[:-1], 1)
+        last = torch.as_tensor(
+            self.mask.last_position, dtype=positions.dtype, device=positions.device
+        ).expand(*positions.shape[:-1], 1)
         return (), {**arguments, "position_ids": torch.cat([positions, last], dim=-1)}
 
     @untraced

@@ -56,7 +56,7 @@ class RingMode(TorchFunctionMode):
             if func is Tensor.unflatten:  # whose super() the compiler of torch 2.11 does not trace
                 func = torch.unflatten
             return func(*args, **kwargs)
-        if kind == "sdpa":
+        if kind == "seen":
             _check_causal_mask(*args, **kwargs)
             attend = scaled_dot_product_attention if is_traced else _attend_eagerly
             return attend(self.scope, *args, **kwargs)

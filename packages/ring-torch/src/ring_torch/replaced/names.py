@@ -40,7 +40,7 @@ def _hidden() -> list[Any]:
 #: Kinds of functions that a mode looks at: torch's SDPA by all its names, which have the same
 #: arguments; others that attend inside torch; products and softmaxes, of which attention is
 #: written; and the one by whose result torch's encoder takes nested tensors, which have no shards.
-Kind = Literal["sdpa", "hidden", "product", "softmax", "nests"]
+Kind = Literal["seen", "hidden", "product", "softmax", "nests"]
 _KINDS: dict[Any, Kind] = {
     torch._nested_tensor_from_mask_left_aligned: "nests",  # noqa: SLF001 - its only name
     **dict.fromkeys(_hidden(), "hidden"),
@@ -56,7 +56,7 @@ _KINDS: dict[Any, Kind] = {
             torch, Tensor, torch.nn.functional, torch.special,
         ), "softmax",
     ),
-    **dict.fromkeys(_with_overloads(["scaled_dot_product_attention"], torch.nn.functional), "sdpa"),
+    **dict.fromkeys(_with_overloads(["scaled_dot_product_attention"], torch.nn.functional), "seen"),
 }  # fmt: skip
 
 

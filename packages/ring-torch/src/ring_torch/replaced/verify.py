@@ -134,7 +134,7 @@ class _ModuleRunner(Runner):
         losses = [x for (x,) in self.gather([float(loss.detach())])]
         if len({*losses}) == 1:
             return loss, loss / self.ranks.size
-        return torch.tensor(sum(losses), dtype=torch.float64), loss
+        return torch.tensor(sum(losses), dtype=torch.float64, device="cpu"), loss
 
     def _weighted(self, x: Tensor, is_split: bool) -> tuple[Tensor, bool]:
         """Return a weighted sum of an output, and True if it has a dimension of a sequence."""
