@@ -114,7 +114,8 @@ class ContextParallel:
                 that it can divide. Pass ``seq_len=T`` to what takes the slices, as
                 :meth:`attention` and :meth:`unshard`. :meth:`shift`, :meth:`halo`, labels of the
                 losses and inputs of :func:`replace_sdpa` know the length of the very tensor that is
-                returned, not of what is computed from it. Padding gets no gradient.
+                returned, not of what is computed from it, nor of a sequence of another length that
+                is copied into it. Padding gets no gradient.
             fill: Number in the padding, for example -100 for labels.
 
         Returns:
@@ -465,8 +466,11 @@ class ContextParallel:
         Models of ``hf.parallelize`` and :func:`replace_sdpa` follow. Padding that the tensors have
         themselves is padding still, as ``seq_len`` says.
 
-        The block belongs to its thread, and blocks nest. Backwards and recomputations follow their
-        forward, wherever they run. Compiled functions are compiled anew for the block.
+        The block belongs to its thread, and blocks nest. In this thread backwards and
+        recomputations follow their forward, wherever they run. Compiled functions are compiled anew
+        for the block. A compiled function that a checkpoint computes again, compiled autograd, and
+        hooks of parameters, as of :meth:`reduce_each_gradient`, follow the block that ``backward``
+        is called in: call it where the forward ran.
 
         Raises:
             UnsupportedError: It begins inside of a function that ``torch.compile`` compiles, or in

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
+from weakref import ref
 
 import torch
 from torch._C import (  # torch has no public names for them
@@ -50,7 +51,8 @@ class _History:
         self.current: Blocks = ()
         self._numbers = [0]  # ascending: from this node on ...
         self._blocks: list[Blocks] = [()]  # ... the thread was in these blocks
-        self._backward: tuple[int, Blocks] | None = None  # outermost one, and blocks of its node
+        # Outermost backward, blocks of its node, and what lives as long as it: it may fail.
+        self._backward: tuple[int, Blocks, ref[_Backward]] | None = None
 
     def enter(self, blocks: Blocks) -> None:
         """Go on in these blocks."""
@@ -71,18 +73,25 @@ class _History:
         number = _LEAF if node is None else node._sequence_nr()  # noqa: SLF001 - no public way
         if backward == _NO_BACKWARD or number >= _LEAF:
             return self.current
+        outermost = self._backward
+        if outermost is not None and outermost[2]() is None:
+            outermost = None
         # A backward within a backward is of nodes that a checkpoint has made in it.
-        if self._backward is not None and self._backward[0] != backward:
-            return self._backward[1]
+        if outermost is not None and outermost[0] != backward:
+            return outermost[1]
         blocks = self._blocks[bisect_right(self._numbers, number) - 1]
-        if self._backward is None:
-            Variable._execution_engine.queue_callback(self._end_backward)  # noqa: SLF001 - no public way
-        self._backward = backward, blocks
+        if outermost is None:
+            life = _Backward()
+            Variable._execution_engine.queue_callback(life)  # noqa: SLF001 - no public way
+        self._backward = backward, blocks, ref(life) if outermost is None else outermost[2]
         return blocks
 
-    def _end_backward(self) -> None:
-        """Forget the outermost backward, which has ended."""
-        self._backward = None
+
+class _Backward:
+    """What autograd holds for as long as a backward runs: a callback that does nothing."""
+
+    def __call__(self) -> None:
+        """Do nothing at the end of the backward."""
 
 
 def blocks() -> Blocks:
@@ -91,6 +100,11 @@ def blocks() -> Blocks:
         return ()
     history: _History = _get_obj_in_tls(_KEY)
     return history.now()
+
+
+def acts_alone(members: tuple[int, ...]) -> bool:
+    """Return True if these global ranks act alone in the code that runs."""
+    return any(alone.issuperset(members) for alone in blocks())
 
 
 def _keep(history: _History) -> None:

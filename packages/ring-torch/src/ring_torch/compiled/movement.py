@@ -57,7 +57,7 @@ def shift_in_graph(
     sharding.check_group()
     check_slice(x, dim)
     check_steps(n)
-    fill, seq_len = check_fill(x, fill), length_of(x, dim, seq_len)
+    fill, seq_len = check_fill(x, fill), length_of(x, dim, seq_len, size_of(sharding.group))
     tensors: list[Tensor] = []
     numbers: list[int] = []
     documents = None if cu_seqlens is None else as_documents(cu_seqlens)
@@ -85,7 +85,7 @@ def halo_in_graph(
     check_slice(x, dim)
     layout, size = sharding.layout, size_of(sharding.group)
     check_halo(left, right, layout, size)
-    seq_len = length_of(x, dim, seq_len)
+    seq_len = length_of(x, dim, seq_len, size)
     tensors: list[Tensor] = []
     numbers: list[int] = []
     documents = None if cu_seqlens is None else as_documents(cu_seqlens)
