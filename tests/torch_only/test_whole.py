@@ -338,6 +338,43 @@ def test_a_compiled_function_is_compiled_anew(pool: LocalRanks) -> None:
     pool.run(compiled)
 
 
+def compiled_again(_: int) -> None:
+    """Compute compiled functions again, whose graph is of the block that ``backward`` is in.
+
+    Tensors have the same shape on both sides, so nothing else tells graphs apart.
+    """
+    cp = ContextParallel()
+    x = {cp.whole: numbers(1, T, 2, 4), nullcontext: numbers(1, 2 * T, 2, 4)}
+    refusals: list[str] = []
+    functions: list[Callable[[Tensor], Tensor]] = [
+        lambda y: cp.shift(y.sin(), 1).sin(),
+        lambda y: cp.attention(y.sin(), y, y, causal=True).sin(),
+        lambda y: cp.unshard(y.sin(), grad="sum")[:, :T].sin(),
+    ]
+    for function in functions:
+        call = torch.compile(function, backend="aot_eager")
+        torch._dynamo.reset()
+        sides = (cp.whole, nullcontext)
+        # Backward on the forward's own side, with one graph there and then two; on the other side.
+        for there, here in [(side, side) for side in sides * 2] + [sides, sides[::-1]]:
+            with there():
+                leaf = cp.shard(x[there]).requires_grad_()
+                (want,) = torch.autograd.grad(function(leaf).square().sum(), leaf)
+                y = checkpoint(call, leaf, use_reentrant=False).square().sum()
+            try:
+                with here():
+                    (grad,) = torch.autograd.grad(y, leaf)
+            except Exception as error:  # noqa: BLE001 - the compiler may wrap it
+                refusals.append(str(error))
+            else:
+                torch.testing.assert_close(grad, want)
+    assert refusals and all("other side of whole()" in error for error in refusals), refusals
+
+
+def test_compiled_functions_that_are_computed_again_follow_or_are_refused(pool: LocalRanks) -> None:
+    pool.run(compiled_again)
+
+
 def models(_: int) -> None:
     """Run models of ``replace_sdpa`` and of ``hf.parallelize`` in a block."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -468,13 +468,14 @@ class ContextParallel:
 
         The block belongs to its thread, and blocks nest. In this thread backwards and
         recomputations follow their forward, wherever they run. Compiled functions are compiled anew
-        for the block. A compiled function that a checkpoint computes again, compiled autograd, and
-        hooks of parameters, as of :meth:`reduce_each_gradient`, follow the block that ``backward``
-        is called in: call it where the forward ran.
+        for the block; a checkpoint may be refused that would compute one again by the other side's
+        graph. Under compiled autograd, and for hooks of parameters, as of
+        :meth:`reduce_each_gradient`, ``backward`` has to be called on the forward's side.
 
         Raises:
             UnsupportedError: It begins inside of a function that ``torch.compile`` compiles, or in
-                a backward.
+                a backward. Later, from the backward of a compiled function in a checkpoint: its
+                graph is of the other side of the block than the forward.
 
         Example::
 

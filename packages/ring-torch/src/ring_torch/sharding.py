@@ -20,7 +20,7 @@ from ring_torch.comm.groups import Members, check_device, members_of, warn_if_al
 from ring_torch.comm.handshake import GuardedPass, agree, check_graph
 from ring_torch.comm.ranks import Group, OneRank, Ranks, is_foreign, ranks_of, run_collective
 from ring_torch.comm.store import CallSignature
-from ring_torch.comm.whole import acting_alone, acts_alone
+from ring_torch.comm.whole import acting_alone, acts_alone, check_trace
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
 
 UnshardGrad = Literal["sum", "slice"]
@@ -66,11 +66,13 @@ class Sharding:
     @property
     def acting(self) -> Sharding:
         """This sharding, or inside of :meth:`ContextParallel.whole` that of one rank alone."""
-        return ALONE if self._acts_alone() else self
+        return ALONE if self._acts_alone(torch.compiler.is_compiling()) else self
 
     @constant_in_graphs
-    def _acts_alone(self) -> bool:
+    def _acts_alone(self, is_traced: bool) -> bool:
         """Return True inside of ``whole`` of these ranks; a constant to the compiler."""
+        if is_traced:
+            check_trace()
         if self.group is OneRank.WHOLE:
             return False
         return acts_alone(self.members.ranks)

@@ -102,6 +102,42 @@ def blocks() -> Blocks:
     return history.now()
 
 
+_OTHER_SIDE = (
+    "a checkpoint computes a compiled function again in a backward, where the compiler takes a graph "
+    "that was made on the other side of whole() than the forward. Instead: compile the function that "
+    "calls the checkpoint; or call torch.compiler.reset() when you enter and leave whole(), and "
+    "backward on the forward's side"
+)
+
+
+def check_trace() -> None:
+    """Refuse a trace in a backward for a graph that others in this block would use.
+
+    Raises:
+        UnsupportedError: The forward was on the other side of a block.
+    """
+    if _is_key_in_tls(_KEY) and blocks() != _get_obj_in_tls(_KEY).current:
+        raise UnsupportedError(_OTHER_SIDE)
+
+
+def check_graph(members: tuple[int, ...], *, is_whole: bool) -> None:
+    """Refuse a graph of the other side of a block, in a backward that computes a forward again.
+
+    The compiler picks a graph by the block that ``backward`` is called in.
+
+    Args:
+        members: Global ranks that the graph is for.
+        is_whole: True if it is for a rank that acts alone.
+
+    Raises:
+        UnsupportedError: The forward was on the other side.
+    """
+    if _current_autograd_node() is None:
+        return
+    if is_whole != (bool(blocks()) if is_whole else acts_alone(members)):
+        raise UnsupportedError(_OTHER_SIDE)
+
+
 def acts_alone(members: tuple[int, ...]) -> bool:
     """Return True if these global ranks act alone in the code that runs."""
     return any(alone.issuperset(members) for alone in blocks())

@@ -200,7 +200,7 @@ def move(
         check: Of a backward the interval of checked calls, and whether its movement was checked.
     """
     facts: dict[str, Any] = json.loads(text)
-    ranks = ranks_named(facts)
+    ranks = ranks_named(facts, is_forward=order == 0)
     # Counted when it runs, not when it is traced: one trace serves many calls.
     number = ranks.next_call()
     kind = _kind(text, tensors, numbers)
