@@ -327,7 +327,11 @@ def _remembered(_: int, layout: Any) -> None:
     dist.all_reduce(linear)
     expected = torch.nn.functional.cross_entropy(logits[0], tokens[0])
     torch.testing.assert_close(torch.stack([loss, linear]), torch.stack([expected, expected]))
-    # A length that is named counts, and one along another dimension does not.
+    # A length that is named counts, and one along another dimension, or of other ranks, does not.
+    alone = ContextParallel(_alone())
+    with cp.whole():
+        assert torch.equal(cp.shift(shard, 0), shard) and torch.equal(alone.shift(shard, 0), shard)
+    assert torch.equal(alone.shift(shard, 0), shard)
     assert torch.equal(cp.shift(shard, 0, seq_len=padded), shard)
     both = cp.shard(_random(length, padded), dim=0, pad=True)
     assert torch.equal(

@@ -214,6 +214,7 @@ def _masks(rank: int) -> None:
     expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(cp.unshard(out, dim=2)[:, :, :5], expected)
     handle.documents = (0, 5, 13)
+    attend.register_parameter("unused", nn.Parameter(torch.ones(1)))  # all gradients are zeros
     report = handle.verify(dict(zip("qkv", _qkv(), strict=True)), dims=dict.fromkeys("qkv", 2))
     assert report.logits is not None and report.logits.is_within
 

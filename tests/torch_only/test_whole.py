@@ -221,6 +221,59 @@ def test_a_backward_follows_its_forward(pool: LocalRanks, again: str) -> None:
     pool.run(other_place, again)
 
 
+def failed(_: int) -> None:
+    """Run a backward right behind one that failed, whose nodes were of the other kind."""
+    cp = ContextParallel()
+    x, other = numbers(1, T, 3).requires_grad_(), numbers(1, T, 3).requires_grad_()
+    moved = functional.pad(x.sin(), (0, 0, 1, 0))[:, :-1].sin().square().sum()
+    (want,) = torch.autograd.grad(moved, x)
+
+    def shifts(x: Tensor) -> Tensor:
+        return cp.shift(x.sin(), 1).sin().square()
+
+    def fails(x: Tensor) -> Tensor:
+        y = cp.shift(x, 1)
+        if torch._C._current_graph_task_id() >= 0:
+            raise RuntimeError("on purpose")
+        return y.sin()
+
+    for good, bad in ((cp.whole, nullcontext), (nullcontext, cp.whole)):
+        with bad():
+            failing = checkpoint(fails, cp.shard(other), use_reentrant=False).sum()
+        with good():
+            loss = checkpoint(shifts, cp.shard(x), use_reentrant=False).sum()
+            is_whole = cp.cp_size == 1
+        with pytest.raises(RuntimeError, match="on purpose"):
+            failing.backward()
+        (grad,) = torch.autograd.grad(loss, x)
+        if not is_whole:
+            dist.all_reduce(grad)
+        torch.testing.assert_close(grad, want)
+
+
+def test_a_backward_behind_a_failed_one_follows_its_own_forward(pool: LocalRanks) -> None:
+    pool.run(failed)
+
+
+def reduced(rank: int) -> None:
+    """Let hooks of ``reduce_each_gradient`` be there, as a member of what sends in a backward."""
+    cp = ContextParallel()
+    model = nn.Linear(3, 3).double()
+    cp.reduce_each_gradient(model)
+    if rank:  # alone, as nothing is sent
+        with cp.whole(), silent():
+            model(numbers(1, T, 3)).sum().backward()
+        expected = numbers(1, T, 3).sum((0, 1)).expand(3, 3)
+        torch.testing.assert_close(model.weight.grad, expected)
+    model.zero_grad()
+    model(cp.shard(numbers(1, T, 3))).sum().backward()
+    torch.testing.assert_close(model.weight.grad, numbers(1, T, 3).sum((0, 1)).expand(3, 3))
+
+
+def test_hooks_of_gradients_sum_nothing(pool: LocalRanks) -> None:
+    pool.run(reduced)
+
+
 def threads(_: int) -> None:
     """Compute whole in one thread while another one splits."""
     cp, model = pair("zigzag")
@@ -284,6 +337,43 @@ def compiled(_: int) -> None:
 
 def test_a_compiled_function_is_compiled_anew(pool: LocalRanks) -> None:
     pool.run(compiled)
+
+
+def compiled_again(_: int) -> None:
+    """Compute compiled functions again, whose graph is of the block that ``backward`` is in.
+
+    Tensors have the same shape on both sides, so nothing else tells graphs apart.
+    """
+    cp = ContextParallel()
+    x = {cp.whole: numbers(1, T, 2, 4), nullcontext: numbers(1, 2 * T, 2, 4)}
+    refusals: list[str] = []
+    functions: list[Callable[[Tensor], Tensor]] = [
+        lambda y: cp.shift(y.sin(), 1).sin(),
+        lambda y: cp.attention(y.sin(), y, y, causal=True).sin(),
+        lambda y: cp.unshard(y.sin(), grad="sum")[:, :T].sin(),
+    ]
+    for function in functions:
+        call = torch.compile(function, backend="aot_eager")
+        torch._dynamo.reset()
+        sides = (cp.whole, nullcontext)
+        # Backward on the forward's own side, with one graph there and then two; on the other side.
+        for there, here in [(side, side) for side in sides * 2] + [sides, sides[::-1]]:
+            with there():
+                leaf = cp.shard(x[there]).requires_grad_()
+                (want,) = torch.autograd.grad(function(leaf).square().sum(), leaf)
+                y = checkpoint(call, leaf, use_reentrant=False).square().sum()
+            try:
+                with here():
+                    (grad,) = torch.autograd.grad(y, leaf)
+            except Exception as error:  # noqa: BLE001 - the compiler may wrap it
+                refusals.append(str(error))
+            else:
+                torch.testing.assert_close(grad, want)
+    assert refusals and all("other side of whole()" in error for error in refusals), refusals
+
+
+def test_compiled_functions_that_are_computed_again_follow_or_are_refused(pool: LocalRanks) -> None:
+    pool.run(compiled_again)
 
 
 def models(_: int) -> None:

@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -25,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.parallel import DistributedDataParallel
 
 from ring_core import RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel
@@ -306,6 +308,15 @@ def _by_hand(step: Step) -> None:
     _set_to_none(step)
 
 
+def _not_finite(step: Step) -> None:
+    """Set gradients that are NaN on all ranks, for steps that are left out."""
+    for _ in range(2):
+        for weight in step.model.parameters():
+            weight.grad = torch.full_like(weight, torch.nan)
+        step.reduce()
+    _set_to_none(step)
+
+
 def _of_master_weights(step: Step) -> None:
     """Step, and set gradients that no backward of these parameters has made."""
     _step(step)
@@ -317,7 +328,7 @@ def _of_master_weights(step: Step) -> None:
 
 
 FRESH = (
-    _set_to_none, _of_autograd, _by_hand, _of_master_weights, _zero, _zero_by_foreach, _zero_unseen, _replace, _replace_each_other_way,
+    _set_to_none, _of_autograd, _by_hand, _not_finite, _of_master_weights, _zero, _zero_by_foreach, _zero_unseen, _replace, _replace_each_other_way,
     _clip_and_zero,
 )  # fmt: skip
 
@@ -345,6 +356,30 @@ def test_steps_that_zero_or_replace_gradients_go_on(
     freshen: Callable[[Step], None], pool: LocalRanks
 ) -> None:
     pool.run(_steps, freshen)
+
+
+def _in_buckets(rank: int) -> None:
+    """Let DDP put views of its buckets, of which each step has the same, in gradients' places.
+
+    The class is a tensor that was a sum and is used again for a gradient that is none.
+    """
+    step = Step(rank)
+    alone = [dist.new_group([n]) for n in range(dist.get_world_size())][rank]
+    ddp = DistributedDataParallel(step.model, process_group=alone, gradient_as_bucket_view=True)
+    for to_none in (True, False, True):
+        for _ in range(2):
+            step.optimizer.zero_grad(set_to_none=to_none)
+            for context in (ddp.no_sync(), nullcontext()):
+                with context:
+                    (ddp(step.x).square().sum() * (step.cp.cp_rank + 1)).backward()
+            step.reduce()
+            step.check(6)
+    with pytest.raises(ValueError, match="already"):
+        step.reduce()
+
+
+def test_buckets_of_ddp_are_no_sums_in_the_next_step(pool: LocalRanks) -> None:
+    pool.run(_in_buckets)
 
 
 def _between(rank: int) -> None:

@@ -114,7 +114,8 @@ class ContextParallel:
                 that it can divide. Pass ``seq_len=T`` to what takes the slices, as
                 :meth:`attention` and :meth:`unshard`. :meth:`shift`, :meth:`halo`, labels of the
                 losses and inputs of :func:`replace_sdpa` know the length of the very tensor that is
-                returned, not of what is computed from it. Padding gets no gradient.
+                returned, not of what is computed from it, nor of a sequence of another length that
+                is copied into it. Padding gets no gradient.
             fill: Number in the padding, for example -100 for labels.
 
         Returns:
@@ -465,12 +466,16 @@ class ContextParallel:
         Models of ``hf.parallelize`` and :func:`replace_sdpa` follow. Padding that the tensors have
         themselves is padding still, as ``seq_len`` says.
 
-        The block belongs to its thread, and blocks nest. Backwards and recomputations follow their
-        forward, wherever they run. Compiled functions are compiled anew for the block.
+        The block belongs to its thread, and blocks nest. In this thread backwards and
+        recomputations follow their forward, wherever they run. Compiled functions are compiled anew
+        for the block; a checkpoint may be refused that would compute one again by the other side's
+        graph. Under compiled autograd, and for hooks of parameters, as of
+        :meth:`reduce_each_gradient`, ``backward`` has to be called on the forward's side.
 
         Raises:
             UnsupportedError: It begins inside of a function that ``torch.compile`` compiles, or in
-                a backward.
+                a backward. Later, from the backward of a compiled function in a checkpoint: its
+                graph is of the other side of the block than the forward.
 
         Example::
 

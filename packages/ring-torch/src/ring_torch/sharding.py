@@ -21,7 +21,7 @@ from ring_torch.comm.groups import Members, check_device, members_of, warn_if_al
 from ring_torch.comm.handshake import GuardedPass, agree, check_graph
 from ring_torch.comm.ranks import Group, OneRank, Ranks, is_foreign, ranks_of, run_collective
 from ring_torch.comm.store import CallSignature
-from ring_torch.comm.whole import acting_alone, blocks
+from ring_torch.comm.whole import acting_alone, acts_alone, check_trace
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
 
 #: Numbers of objects, each of which a compiled graph may know again.
@@ -71,14 +71,16 @@ class Sharding:
     @property
     def acting(self) -> Sharding:
         """This sharding, or inside of :meth:`ContextParallel.whole` that of one rank alone."""
-        return ALONE if self._acts_alone() else self
+        return ALONE if self._acts_alone(torch.compiler.is_compiling()) else self
 
     @constant_in_graphs
-    def _acts_alone(self) -> bool:
+    def _acts_alone(self, is_traced: bool) -> bool:
         """Return True inside of ``whole`` of these ranks; a constant to the compiler."""
+        if is_traced:
+            check_trace()
         if self.group is OneRank.WHOLE:
             return False
-        return any(alone.issuperset(self.members.ranks) for alone in blocks())
+        return acts_alone(self.members.ranks)
 
     def acts_alone_with(self, other: LayoutSpec | Sharding) -> bool:
         """Return True if this is a rank that acts alone; ``other`` is a layout, or acts alone too.
@@ -163,7 +165,8 @@ class Sharding:
         if layout.padded_len > layout.seq_len:
             if self.padded is not None:
                 self.padded[layout.local_len] = layout.seq_len
-            setattr(shard, _PADDED, (dim % x.ndim, layout.local_len, layout.seq_len))
+            facts = dim % x.ndim, layout.local_len, layout.seq_len, self.ranks.size
+            setattr(shard, _PADDED, facts)
         return shard
 
     def unshard(
@@ -335,21 +338,22 @@ def guarded(
         yield
 
 
-def padded_of(x: Tensor) -> tuple[int, int, int] | None:
+def padded_of(x: Tensor, ranks: int) -> tuple[int, int, int] | None:
     """Return the dimension, ``T_local`` and ``T`` of a shard that was made with padding.
 
     ``shard(pad=True)`` leaves them on the very tensor that it returns; results of operations on it
-    have them not. ``None`` for any other tensor.
+    have them not. ``None`` for any other tensor, and for one of another number of ranks, as that of
+    one rank that acts alone.
     """
-    padded: tuple[int, int, int] | None = getattr(x, _PADDED, None)
-    if padded is None or padded[0] >= x.ndim or x.shape[padded[0]] != padded[1]:
+    padded: tuple[int, int, int, int] | None = getattr(x, _PADDED, None)
+    if padded is None or padded[3] != ranks:
         return None
-    return padded
+    return padded[:3] if padded[0] < x.ndim and x.shape[padded[0]] == padded[1] else None
 
 
-def length_of(x: Tensor, dim: int, seq_len: int | None) -> int | None:
+def length_of(x: Tensor, dim: int, seq_len: int | None, ranks: int) -> int | None:
     """Return ``seq_len``, or without it the length of a shard that was padded along ``dim``."""
-    if seq_len is not None or (padded := padded_of(x)) is None or padded[0] != dim % x.ndim:
+    if seq_len is not None or (padded := padded_of(x, ranks)) is None or padded[0] != dim % x.ndim:
         return seq_len
     return padded[2]
 

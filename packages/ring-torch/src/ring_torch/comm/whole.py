@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, cast
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch._C import (  # torch has no public names for them
@@ -50,7 +50,8 @@ class _History:
         self.current: Blocks = ()
         self._numbers = [0]  # ascending: from this node on ...
         self._blocks: list[Blocks] = [()]  # ... the thread was in these blocks
-        self._backward: tuple[int, Blocks] | None = None  # outermost one, and blocks of its node
+        # Outermost backward, blocks of its node, and what lives as long as it: it may fail.
+        self._backward: tuple[int, Blocks, ref[_Backward]] | None = None
 
     def enter(self, blocks: Blocks) -> None:
         """Go on in these blocks."""
@@ -71,18 +72,25 @@ class _History:
         number = _LEAF if node is None else node._sequence_nr()  # noqa: SLF001 - no public way
         if backward == _NO_BACKWARD or number >= _LEAF:
             return self.current
+        outermost = self._backward
+        if outermost is not None and outermost[2]() is None:
+            outermost = None
         # A backward within a backward is of nodes that a checkpoint has made in it.
-        if self._backward is not None and self._backward[0] != backward:
-            return self._backward[1]
+        if outermost is not None and outermost[0] != backward:
+            return outermost[1]
         blocks = self._blocks[bisect_right(self._numbers, number) - 1]
-        if self._backward is None:
-            Variable._execution_engine.queue_callback(self._end_backward)  # noqa: SLF001 - no public way
-        self._backward = backward, blocks
+        if outermost is None:
+            life = _Backward()
+            Variable._execution_engine.queue_callback(life)  # noqa: SLF001 - no public way
+        self._backward = backward, blocks, ref(life) if outermost is None else outermost[2]
         return blocks
 
-    def _end_backward(self) -> None:
-        """Forget the outermost backward, which has ended."""
-        self._backward = None
+
+class _Backward:
+    """A callback that does nothing, which autograd holds for as long as a backward runs."""
+
+    def __call__(self) -> None:
+        """Do nothing at the end of the backward."""
 
 
 _OWN = threading.local()  # holds the history of each thread
@@ -97,6 +105,47 @@ def blocks() -> Blocks:
     if not _is_key_in_tls(_KEY):
         return ()
     return _HISTORIES[_get_obj_in_tls(_KEY)].now()
+
+
+_OTHER_SIDE = (
+    "a checkpoint computes a compiled function again in a backward, where the compiler takes a graph "
+    "that was made on the other side of whole() than the forward. Instead: compile the function that "
+    "calls the checkpoint; or call torch.compiler.reset() when you enter and leave whole(), and "
+    "backward on the forward's side"
+)
+
+
+def check_trace() -> None:
+    """Refuse a trace in a backward for a graph that others in this block would use.
+
+    Raises:
+        UnsupportedError: The forward was on the other side of a block.
+    """
+    if _is_key_in_tls(_KEY) and blocks() != _HISTORIES[_get_obj_in_tls(_KEY)].current:
+        raise UnsupportedError(_OTHER_SIDE)
+
+
+def check_graph(members: tuple[int, ...], *, is_whole: bool) -> None:
+    """Refuse a graph of the other side of a block, in a backward that computes a forward again.
+
+    The compiler picks a graph by the block that ``backward`` is called in.
+
+    Args:
+        members: Global ranks that the graph is for.
+        is_whole: True if it is for a rank that acts alone.
+
+    Raises:
+        UnsupportedError: The forward was on the other side.
+    """
+    if _current_autograd_node() is None:
+        return
+    if is_whole != (bool(blocks()) if is_whole else acts_alone(members)):
+        raise UnsupportedError(_OTHER_SIDE)
+
+
+def acts_alone(members: tuple[int, ...]) -> bool:
+    """Return True if these global ranks act alone in the code that runs."""
+    return any(alone.issuperset(members) for alone in blocks())
 
 
 def _own_history() -> _History:

@@ -291,7 +291,8 @@ def attention(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Compute a call's ``(out, lse)``, and the tensors that its backward needs."""
     static = _static_call(text)
-    call, inputs = _call(text, tensors, numbers, static.ranks.next_call())
+    ranks = ranks_named(static.group, is_forward=True)
+    call, inputs = _call(text, tensors, numbers, ranks.next_call())
     out, lse, saved = forward_pass(call, inputs)
     # The trace has promised tensors for every plan that the graph serves.
     shapes = saved_shapes(call, inputs, plan_known=static.plan_known)

@@ -57,7 +57,7 @@ def shift_in_graph(
     sharding.check_group()
     check_slice(x, dim)
     check_steps(n)
-    fill, seq_len = check_fill(x, fill), length_of(x, dim, seq_len)
+    fill, seq_len = check_fill(x, fill), length_of(x, dim, seq_len, size_of(sharding.group))
     tensors: list[Tensor] = []
     numbers: list[int] = []
     documents = None if cu_seqlens is None else as_documents(cu_seqlens)
@@ -85,7 +85,7 @@ def halo_in_graph(
     check_slice(x, dim)
     layout, size = sharding.layout, size_of(sharding.group)
     check_halo(left, right, layout, size)
-    seq_len = length_of(x, dim, seq_len)
+    seq_len = length_of(x, dim, seq_len, size)
     tensors: list[Tensor] = []
     numbers: list[int] = []
     documents = None if cu_seqlens is None else as_documents(cu_seqlens)
@@ -200,7 +200,7 @@ def move(
         check: Of a backward the interval of checked calls, and whether its movement was checked.
     """
     facts: dict[str, Any] = json.loads(text)
-    ranks = ranks_named(facts)
+    ranks = ranks_named(facts, is_forward=order == 0)
     # Counted when it runs, not when it is traced: one trace serves many calls.
     number = ranks.next_call()
     kind = _kind(text, tensors, numbers)

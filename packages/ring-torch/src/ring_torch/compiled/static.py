@@ -18,7 +18,9 @@ from torch.distributed.distributed_c10d import GroupName
 
 from ring_core import ChunkLayout, KernelConfig, StrategyConfig
 from ring_torch.capture import constant_in_graphs
+from ring_torch.comm.groups import members_of
 from ring_torch.comm.ranks import Group, OneRank, Ranks, ranks_of
+from ring_torch.comm.whole import check_graph
 
 _OTHER_GROUP = (
     "the process group that this graph was compiled for is gone, or another one is the default "
@@ -124,11 +126,17 @@ def group_fields(ranks: Ranks) -> dict[str, Any]:
     return {"group": name, "ranks": [ranks.rank, ranks.size]}
 
 
-def ranks_named(facts: Mapping[str, Any]) -> Ranks:
+def ranks_named(facts: Mapping[str, Any], *, is_forward: bool = False) -> Ranks:
     """Return the ranks of a group from its facts, as :func:`group_fields` wrote them.
+
+    Args:
+        facts: The facts.
+        is_forward: True for a forward, which a backward may be computing again.
 
     Raises:
         ValueError: The group is gone, or this rank or the number of ranks is not that of the facts.
+        UnsupportedError: It is computed again in a backward, whose forward was of a graph for
+            shards and this one is for whole sequences, or the other way round.
     """
     name = facts["group"]
     group: Group = None
@@ -142,4 +150,6 @@ def ranks_named(facts: Mapping[str, Any]) -> Ranks:
         raise ValueError(f"{_OTHER_GROUP}: {error}") from error
     if [ranks.rank, ranks.size] != facts["ranks"]:
         raise ValueError(_OTHER_GROUP)
+    if is_forward:
+        check_graph(members_of(group).ranks, is_whole=group is OneRank.WHOLE)
     return ranks

@@ -50,10 +50,10 @@ def _unshard_text(
     })  # fmt: skip
 
 
-def _unsharding(text: str, seq_len: int | None) -> Unsharding:
+def _unsharding(text: str, seq_len: int | None, *, is_forward: bool = False) -> Unsharding:
     """Return the ``unshard`` that a text describes, as a new call of its group."""
     facts: dict[str, Any] = json.loads(text)
-    ranks = ranks_named(facts)
+    ranks = ranks_named(facts, is_forward=is_forward)
     return Unsharding(
         ranks,
         from_json(facts["layout"]),
@@ -68,7 +68,7 @@ def _unsharding(text: str, seq_len: int | None) -> Unsharding:
 @torch.library.custom_op("ring_torch::unshard", mutates_args=())
 def unshard(x: Tensor, seq_len: int | None, text: str) -> Tensor:
     """Return the whole tensor, joined from the slices of all ranks."""
-    return _unsharding(text, seq_len).join(x)
+    return _unsharding(text, seq_len, is_forward=True).join(x)
 
 
 @unshard.register_fake

@@ -40,10 +40,12 @@ from ring_torch.comm.groups import check_device, default_device
 from ring_torch.comm.handshake import GuardedPass, agree, agree_in_part
 from ring_torch.comm.ranks import Ranks, run_collective
 from ring_torch.comm.store import CallSignature
+from ring_torch.comm.whole import acts_alone
 from ring_torch.gradients.guards import (
     Guard,
     hook_owners,
     local_shard,
+    members_of,
     note_sums,
     unserializable,
     without_zeros,
@@ -177,7 +179,7 @@ class _Hooks(ReducesEach):
     def _begin(self) -> None:
         """In a backward, let ranks tell each other once which parameters they come to."""
         run = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public name
-        if run < 0 or run in self._backwards:
+        if run < 0 or run in self._backwards or acts_alone(members_of(self._ranks)):
             return
         self._count += 1
         backward = self._backwards[run] = _Backward(self._count)  # not again, by the messages below
@@ -195,8 +197,9 @@ class _Hooks(ReducesEach):
                 f"parameters each rank comes to. Instead: capture with cp.reduce_gradients and the "
                 f"optimizer after it"
             )
+        hooked = {id(weight) for x in self._weights if (weight := x()) is not None}
         for name, weight in model.named_parameters():
-            if weight.requires_grad and id(weight) not in self._index:
+            if weight.requires_grad and id(weight) not in hooked:
                 raise ValueError(
                     f"{_CALL}: {name} requires a gradient and has no hook, as it was frozen, or not "
                     f"there, when the hooks were put on the model: remove() the handle, and call "
@@ -244,7 +247,9 @@ class _Hooks(ReducesEach):
     def _sum(self, weight: nn.Parameter) -> None:
         """Sum the gradient that was just made over the ranks, in place."""
         ranks, n = self._ranks, self._index[id(weight)]
-        backward = self._backwards[torch._C._current_graph_task_id()]  # noqa: SLF001 - torch has no public name
+        backward = self._backwards.get(torch._C._current_graph_task_id())  # noqa: SLF001 - torch has no public name
+        if backward is None:  # inside of cp.whole(): the gradient is whole
+            return
         if not_none(weight.grad).is_sparse:
             raise UnsupportedError(
                 f"{_CALL} sums dense gradients, and that of {self._names[n]} {tuple(weight.shape)} is "

@@ -88,7 +88,10 @@ def _remembered(weight: nn.Parameter, *, later_steps: bool) -> Sums:
         return NO_SUMS
     marked, version = getattr(weight.grad, _MARK, (NO_SUMS, 0))
     if (guard := guard_of(weight)) is not None:
-        return marked or guard.sums_in_any_tensor(weight, later_steps=later_steps)
+        # A tensor that was a sum may be used for a later gradient, as a view of a bucket of DDP.
+        if marked and (guard.sums or _version(weight.grad) == version):
+            return marked
+        return guard.sums_in_any_tensor(weight, later_steps=later_steps)
     # Nobody watches this parameter: its gradient is a copy of another's or that itself, or was
     # changed since.
     return marked if marked and _version(weight.grad) in {0, version} else NO_SUMS
@@ -179,6 +182,8 @@ class Guard:
             self._is_held = weight in sums
             if self._is_held:  # of a tensor in the place of the one that was summed, too
                 _mark(weight.grad, sums[weight])
+        if not self._is_held and not is_capturing():
+            self.sums = NO_SUMS
         self._backwards += 1
 
     @unserializable

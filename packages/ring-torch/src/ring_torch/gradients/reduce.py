@@ -129,9 +129,12 @@ def _holders(
 
 
 def _digest(weight: nn.Parameter) -> int:
-    """Return a number above 0 that is the same for equal gradients that are not zeros."""
+    """Return a number above 0 that is the same for equal gradients that are not zeros.
+
+    It is 0 for those that are not finite, which may be equal by chance, as all NaN.
+    """
     total = local_shard(not_none(weight.grad)).abs().sum(dtype=torch.float64)
-    return int(total.view(torch.int64))
+    return int(total.nan_to_num(0.0, 0.0).view(torch.int64))
 
 
 def _holder(weight: nn.Parameter) -> int:

@@ -62,7 +62,9 @@ def shift(
     check_slice(x, dim)
     check_steps(n)
     fill = check_fill(x, fill)
-    length = length_of(x, dim, None if seq_len is None else check_size("seq_len", seq_len))
+    length = length_of(
+        x, dim, None if seq_len is None else check_size("seq_len", seq_len), ranks.size
+    )
     kind = ShiftMove(sharding.layout, int(n), fill, length, offsets_of(cu_seqlens))
     return _moved(ranks, x, dim, kind, number, x.shape[dim] * ranks.size)
 
@@ -76,7 +78,9 @@ def halo(
     number = ranks.next_call()
     check_slice(x, dim)
     check_halo(left, right, layout, ranks.size)
-    length = length_of(x, dim, None if seq_len is None else check_size("seq_len", seq_len))
+    length = length_of(
+        x, dim, None if seq_len is None else check_size("seq_len", seq_len), ranks.size
+    )
     kind = HaloMove(layout, int(left), int(right), length, offsets_of(cu_seqlens))
     dim %= x.ndim
     moved = _moved(ranks, x, dim, kind, number, x.shape[dim] * ranks.size)

@@ -103,7 +103,7 @@ class Replacement:
         self.sharding.padded = {
             padded[1]: padded[2]
             for x in tree_leaves(inputs)
-            if isinstance(x, Tensor) and (padded := padded_of(x)) is not None
+            if isinstance(x, Tensor) and (padded := padded_of(x, self.ranks)) is not None
         }
         try:
             yield

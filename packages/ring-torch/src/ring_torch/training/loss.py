@@ -19,7 +19,7 @@ from ring_core import UnsupportedError, checks
 from ring_core.base.arguments import check_rate, check_size, is_integer, numbers_as_python
 from ring_torch.capture import constant_in_graphs
 from ring_torch.comm.ranks import ranks_of
-from ring_torch.compiled.static import from_json, to_json
+from ring_torch.compiled.static import from_json, size_of, to_json
 from ring_torch.compiled.unshard import unshard_in_graph
 from ring_torch.context import ContextParallel, check_context
 from ring_torch.sharding import Sharding, length_of
@@ -185,7 +185,7 @@ def _without_padding(
 
     They are int64, as another dtype may not hold ``ignore_index``: in uint8 -100 is class 156.
     """
-    seq_len, labels = length_of(labels, -1, seq_len), labels.long()
+    seq_len, labels = length_of(labels, -1, seq_len, size_of(cp.group)), labels.long()
     if seq_len is None:
         return labels
     if torch.compiler.is_compiling():

@@ -142,7 +142,7 @@ def gradient_differences(
     if not len(numels):
         return {}
     typical = (sizes.square().sum() / numels.sum()).sqrt() * numels.sqrt()
-    sizes = sizes.maximum(_SMALL_GRADIENT * typical).clamp(min=1e-300)
+    sizes = sizes.maximum(_SMALL_GRADIENT * typical).clamp(min=1e-150)  # its square is above 0
     common = (noise.square().sum() / sizes.square().sum()).sqrt()
     noise = (noise / sizes).maximum(common)
     rows = torch.stack([errors / sizes, noise], dim=1).tolist()

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from ring_core import UnsupportedError
 from ring_torch.capture import untraced
 from ring_torch.hf.models.code import names_in_forward
-from ring_torch.hf.models.placeholders import ShardedMask
 
 _NEFTUNE = "neftune_post_forward_hook"
 _TERM = "orth_reg_weight"  # of AdaLoRA's config
@@ -27,6 +26,24 @@ _MIXING = {
     "ShadowConfig": "runs a second model on a rank's tokens, without ring attention",
     "LilyConfig": "weighs its experts by a mean over the tokens that it sees, which are a rank's",
 }
+
+
+class _Mask(Protocol):
+    """The parts of a :class:`~ring_torch.hf.models.placeholders.ShardedMask` that are needed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def seq_len(self) -> int: ...
+
+    @property
+    def sharding(self) -> Any: ...
+
+    def shard(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +56,7 @@ class WholeNoise:
     """
 
     hook: Callable[..., Tensor]
-    mask_of: Callable[[], ShardedMask | None]
+    mask_of: Callable[[], _Mask | None]
 
     @untraced
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -53,7 +70,7 @@ class WholeNoise:
         return output + mask.shard(self.hook(module, args, whole))
 
 
-def replace_noise(model: nn.Module, mask_of: Callable[[], ShardedMask | None]) -> None:
+def replace_noise(model: nn.Module, mask_of: Callable[[], _Mask | None]) -> None:
     """Replace NEFTune's hooks in a model by :class:`WholeNoise`.
 
     A Trainer sets its hook when training starts, and removes it by its handle, which works as
@@ -164,7 +181,7 @@ def activated_offsets(module: Any, batch: dict[str, Any]) -> list[int | None] | 
     return offsets
 
 
-def local_offsets(mask: ShardedMask, offsets: list[int | None]) -> list[int]:
+def local_offsets(mask: _Mask, offsets: list[int | None]) -> list[int]:
     """Return offsets counted from the end of this rank's part, whose tokens are in order.
 
     Raises:
