@@ -88,7 +88,7 @@ class _History:
 
 
 class _Backward:
-    """What autograd holds for as long as a backward runs: a callback that does nothing."""
+    """Callback that does nothing, which autograd holds for as long as a backward runs."""
 
     def __call__(self) -> None:
         """Do nothing at the end of the backward."""
