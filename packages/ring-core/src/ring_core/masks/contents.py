@@ -306,5 +306,13 @@ def _is_installed(module: str) -> bool:
     package = module.partition(".")[0]
     if package in sys.stdlib_module_names:
         return True
-    path = getattr(sys.modules.get(package), "__file__", None) or ""
-    return not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
+    path = Path(getattr(sys.modules.get(package), "__file__", None) or "")
+    if not {"site-packages", "dist-packages"}.isdisjoint(path.parts):
+        return True
+    return _holds_distributions(path.parent.parent if path.stem == "__init__" else path.parent)
+
+
+@functools.lru_cache(maxsize=256)
+def _holds_distributions(folder: Path) -> bool:
+    """Return True for a folder into which packages were installed, as by ``pip --target``."""
+    return any(folder.glob("*.dist-info"))
