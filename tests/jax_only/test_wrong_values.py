@@ -71,9 +71,9 @@ TENSORS: dict[str, Values] = {
     },
     "segment_ids": {
         **{n: x for n, x in bad_arrays(2, 8).items() if n != "integers"},
-        "floats": zeros((2, 8)), "uint8": ids(2, 8, dtype=jnp.uint8), "shape": ids(2, 9),
+        "floats": zeros((2, 8)), "uint32": ids(2, 8, dtype=jnp.uint32), "shape": ids(2, 9),
         "row": ids(8), "scalar": ids(), "triple": (ids(2, 8),) * 3, "empty pair": (),
-        "one of two": (ids(2, 8), None), "pair of uint8": (ids(2, 8), ids(2, 8, dtype=jnp.uint8)),
+        "one of two": (ids(2, 8), None), "pair of uint32": (ids(2, 8), ids(2, 8, dtype=jnp.uint32)),
     },
     "sinks": {
         **bad_arrays(4), "heads": zeros(3), "none a head": zeros((4, 0)), "scalar": zeros(()),

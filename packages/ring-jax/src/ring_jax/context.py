@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Unpack, cast, overload
 
 import jax.numpy as jnp
@@ -15,7 +16,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ring_core import Layout, LayoutSpec, checks, divisor_of, row_checks
 from ring_core.base.arguments import (
-    check_foreign_options,
     numbers_as_python,
     refuse_foreign_options,
     with_options_of,
@@ -329,7 +329,6 @@ class ContextParallel:
         check_devices(structs_in({"q": q, "k": k, "v": v, **options}), self.mesh)
         return text
 
-    @refuse_foreign_options
     @with_options_of(RingAttention.__call__)
     def check_agreement(
         self, q: Array, k: Array, v: Array, *, return_lse: bool = False,
@@ -352,14 +351,19 @@ class ContextParallel:
             cp.check_agreement(q, k, v, causal=True)
         """
 
-        def signature() -> agreement.Signature:
-            check_foreign_options(options)
+        # Under this name for its errors, which all processes have to hear of.
+        @refuse_foreign_options
+        @with_options_of(RingAttention.__call__)
+        def check_agreement(
+            *, return_lse: bool = False, **options: Unpack[AttentionOptions]
+        ) -> agreement.Signature:
             call_options = CallOptions(return_lse=return_lse, **options)
             spec, inputs, *_ = self._check_call(q, k, v, call_options)
             axes = self.axis_name, self.batch_axis, self.head_axis
             return agreement.signature_of(self.mesh, self.layout, axes, spec, inputs, call_options)
 
-        agreement.compare(signature, (q, k, v, *options.values()))
+        own = partial(check_agreement, return_lse=return_lse, **options)
+        agreement.compare(own, (q, k, v, *options.values()))
 
     def _check_call(self, q: Array, k: Array, v: Array, options: CallOptions) -> GlobalCall:
         """Check a call on global arrays, and choose its kernels."""
