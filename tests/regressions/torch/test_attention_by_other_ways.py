@@ -143,7 +143,7 @@ NAMES: dict[str, tuple[Any, str]] = {
     "an overload": (aten.scaled_dot_product_attention.default, EXACT),
     "by torch._C": (lambda *x: torch._C._nn.scaled_dot_product_attention(*x), EXACT),  # noqa: PLW0108 - looked up when called
     "a fused one": (lambda *x: aten._scaled_dot_product_flash_attention_for_cpu(*x)[0], INSIDE),
-    "the plain one": (lambda *x: torch._scaled_dot_product_attention_math(*x)[0], INSIDE),
+    "the plain one": (lambda *x: torch._scaled_dot_product_attention_math(*x)[0], UNSEEN),
     "another library's": (lambda *x: torch.ops.ring_tests_flash_attn.fwd(*x), INSIDE),  # noqa: PLW0108 - looked up when called
     "a script": (scripted, UNSEEN),
     "a script, by a global name": (lambda *x: scripted(*x), UNSEEN),  # noqa: PLW0108 - looked up when called
@@ -344,7 +344,7 @@ EXACT_MODULES: dict[str, Callable[[ContextParallel | None], nn.Module]] = {
     "router": lambda _: Router(functional.linear),
     "router by matmul": lambda _: Router(lambda x, w: x @ w.mT),
     "router by einsum": lambda _: Router(lambda x, w: torch.einsum("td,ed->te", x, w)),
-    "router in float32": lambda _: Router(lambda x, w: (x.float() @ w.float().T).to(x.dtype)),
+    "router by a computed weight": lambda _: Router(lambda x, w: x @ (2 * w).T),
     "windows": lambda _: Windows(),
     "of a token": lambda _: OfToken(),
     "angles": lambda _: Angles(False),
@@ -557,7 +557,7 @@ RUNS: dict[str, tuple[Any, str, str]] = {
     ),
     "without gradients": (_frozen, EXACT, EXACT),
     "cond": (_cond, EXACT, EXACT),
-    "scan": (_scan, EXACT, EXACT),
+    "scan": (_scan, "scan runs a function", "scan runs a function"),
     "while_loop": (_while, EXACT, EXACT),
     "map": (
         lambda f, x, *_: torch._higher_order_ops.map(f, torch.stack([x, x]))[1], EXACT, EXACT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch.utils.checkpoint
@@ -46,14 +47,23 @@ def caller() -> Caller:
             made_by.module = frame.f_locals.get("self")
             break
         made_by.is_checkpointed |= code.co_filename == _CHECKPOINT_FILE
-        if code.co_name == "forward" and code.co_varnames:
+        if "forward" in code.co_name and code.co_varnames:
             first = frame.f_locals.get(code.co_varnames[0])
             if isinstance(first, BackwardCFunction):
                 made_by.nodes.append(first)
             elif not isinstance(first, nn.Module):
-                made_by.has_setup_context |= any(x.forward.__code__ is code for x in _functions())
+                made_by.has_setup_context |= any(_is_of(code, x.forward) for x in _functions())
         frame = frame.f_back
     return made_by
+
+
+def _is_of(code: CodeType, forward: Any) -> bool:
+    """Return True if code is a function's, or what the compiler has made of a part of it."""
+    own: CodeType = forward.__code__
+    if own is code or own.co_filename != code.co_filename:
+        return own is code
+    lines = [line for *_, line in own.co_lines() if line is not None]
+    return own.co_firstlineno <= code.co_firstlineno <= max(lines, default=0)
 
 
 def _functions() -> list[Any]:

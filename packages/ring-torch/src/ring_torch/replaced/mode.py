@@ -22,7 +22,7 @@ from ring_torch.replaced.watch import steps_of
 
 #: Modules of torch that run graphs.
 _COMPILED = ("torch._functorch._aot_autograd.", "torch._inductor.")
-_FLEX = torch.ops.higher_order.flex_attention
+_FLEX, _SCAN = torch.ops.higher_order.flex_attention, torch.ops.higher_order.scan
 
 
 class RingMode(TorchFunctionMode):
@@ -46,7 +46,12 @@ class RingMode(TorchFunctionMode):
             UnsupportedError: The function attends inside torch, where tokens are split.
         """
         kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator) and func is not _FLEX:
+        if func is _SCAN and self.scope.is_split:
+            raise UnsupportedError(
+                "replace_sdpa: scan runs a function in which no call of attention is seen. Write its steps as a "
+                "loop; if they attend within the rank, name the module in local="
+            )
+        if isinstance(func, HigherOrderOperator) and func not in (_FLEX, _SCAN):
             return self._call_in_mode(func, args, kwargs)
         kind = names.kind_of(func)
         if kind == "nests":

@@ -69,7 +69,8 @@ def kind_of(function: Any) -> Kind | None:
     kind = _KINDS.get(function)
     if kind is None and isinstance(function, OpOverload | OpOverloadPacket):
         name = str(function)  # namespace.name, or namespace.name.overload
-        return "hidden" if _attends(name) or "flash_attn" in name else None
+        is_own = name.startswith("ring_torch.")  # of a module that uses Ring by itself
+        return "hidden" if is_own or _attends(name) or "flash_attn" in name else None
     return kind
 
 
@@ -97,7 +98,12 @@ def hiding_object(module: nn.Module) -> str | None:
 
 
 def _hides_attention(value: Any) -> bool:
-    """Return True for a script, or an operator of one's own, that attends."""
+    """Return True for a script, or an operator of one's own, that attends.
+
+    So do torch's own functions behind SDPA, which ``torch.compile`` shows no mode.
+    """
+    if isinstance(value, types.BuiltinFunctionType):
+        return value.__name__.startswith("_scaled_dot_product") and value in _KINDS
     if isinstance(value, torch.jit.ScriptFunction | torch.jit.ScriptModule):
         graph = str(value.inlined_graph)
         products = re.findall(r"aten::(?:matmul|bmm|baddbmm|einsum)\b", graph)
