@@ -22,7 +22,7 @@ nitpick_ignore_regex = [
     ("py:(class|mod)", r"ring_\w+(\.\w+)*\._\w+(\.\w+)*"),  # private
     (
         "py:class",
-        r"ring_core\.(programs\.intervals\.Interval|plan\.\w+\.\w+Geometry)",
+        r"ring_core\.(programs\.intervals\.Interval|plan\.\w+\.\w+Geometry|masks\.expression\.TracedRule)",
     ),  # of no page
 ]
 

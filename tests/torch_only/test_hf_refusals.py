@@ -62,6 +62,7 @@ _ALL = lambda *_: torch.tensor(True)  # noqa: E731 - as models write it
 _NEAR = lambda size: lambda _b, _h, q, k: abs(q - k) < size  # noqa: E731
 _CAUSAL = masking_utils.causal_mask_function
 _BLOCKS = torch.full((2, LENGTH), -1)
+_overlay: Any = masking_utils.blockwise_overlay  # without types
 
 
 _OWN_MASKS: list[tuple[Any, Any]] = [
@@ -70,8 +71,8 @@ _OWN_MASKS: list[tuple[Any, Any]] = [
     (masking_utils.or_masks(masking_utils.sliding_window_causal_mask_function(5), _NEAR(5)),
      (False, (4, 4))),
     (masking_utils.and_masks(_NEAR(7), _CAUSAL), (True, (6, 0))),
-    (masking_utils.or_masks(_CAUSAL, masking_utils.blockwise_overlay(_BLOCKS)), (True, None)),
-    (masking_utils.or_masks(_CAUSAL, masking_utils.blockwise_overlay(_BLOCKS + 1)), None),
+    (masking_utils.or_masks(_CAUSAL, _overlay(_BLOCKS)), (True, None)),
+    (masking_utils.or_masks(_CAUSAL, _overlay(_BLOCKS + 1)), None),
     (masking_utils.or_masks(_CAUSAL, lambda _b, _h, _q, k: k < 9), None),  # a prefix
     (lambda _b, _h, q, k: q // 8 == k // 8, None),  # chunks
     (lambda _b, _h, q, k: (q - k) % 2 == 0, None),

@@ -16,7 +16,7 @@ def test_a_cast_by_position_keeps_documents_apart() -> None:
     ids = torch.tensor([[0, 1, 2, -1]], dtype=torch.int32)
     positions = torch.arange(4)[None]
     unread: Any = None
-    mask = ShardedMask(unread, (1, 4), 4, False, None, ids, (0, 0), None, 4, positions)
+    mask = ShardedMask(unread, (1, 4), 4, False, None, ids, 3, None, 4, positions)
     for cast in (mask.to(torch.bool), mask.to(dtype=torch.bool), mask.to("cpu", torch.bool)):
         assert cast.segment_ids is not None
         torch.testing.assert_close(cast.segment_ids, ids)

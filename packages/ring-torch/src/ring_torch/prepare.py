@@ -130,7 +130,8 @@ def check_call(
     option_types = _types_in(options)
     # Options that may change in place, lists and arrays, are known again by what they say.
     is_plain = _VALUES.issuperset(option_types)
-    if isinstance(options.mask, Mask):  # the backward prepares again, by what a predicate reads now
+    # The backward prepares again, by what a predicate reads now.
+    if isinstance(options.mask, Mask) and options.mask.predicate is not None:
         options = options._replace(mask=snapshot(options.mask))
     arguments = (
         ranks,

@@ -177,7 +177,7 @@ class Mask:
         result is boolean, or ``True`` when nothing but ``cu_seqlens`` was given.
 
         Raises:
-            UnsupportedError: This is a :func:`snapshot`, and its predicate has changed since.
+            UnsupportedError: This is the mask of a plan, and its predicate has changed since.
         """
         left, right = self.band
         parts = []
