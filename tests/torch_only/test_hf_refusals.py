@@ -58,8 +58,8 @@ def test_documents_cost_nothing_where_they_say_nothing() -> None:
     assert (masks["packed"].segment_ids[:, -1] == -1).all()
 
 
-_ALL = lambda *_: torch.tensor(True)  # noqa: E731 - as models write it
-_NEAR = lambda size: lambda _b, _h, q, k: abs(q - k) < size  # noqa: E731
+_ALL: Any = lambda *_: torch.tensor(True)  # noqa: E731 - as models write it
+_NEAR: Any = lambda size: lambda _b, _h, q, k: abs(q - k) < size  # noqa: E731
 _CAUSAL = masking_utils.causal_mask_function
 _BLOCKS = torch.full((2, LENGTH), -1)
 _overlay: Any = masking_utils.blockwise_overlay  # without types
