@@ -70,7 +70,7 @@ class Sharding:
 
     @property
     def acting(self) -> Sharding:
-        """This sharding, or inside of :meth:`ContextParallel.whole` that of one rank alone."""
+        """Sharding of the code that runs: self, or inside of ``cp.whole()`` one of a rank alone."""
         return ALONE if self._acts_alone(torch.compiler.is_compiling()) else self
 
     @constant_in_graphs

@@ -102,7 +102,7 @@ class Mask:
 
     @property
     def _parts(self) -> tuple[Hashable, ...]:
-        """All parts but the predicate."""
+        """Parts by which masks are compared, but for the predicate."""
         return self.causal, self.window, self.chunk_size, self.cu_seqlens
 
     def _key(self) -> Hashable:

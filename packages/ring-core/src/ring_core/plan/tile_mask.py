@@ -109,7 +109,7 @@ class BlockGeometry(LaidOutMask):
 
     @cached_property
     def lookup(self) -> TileLookup | None:
-        """All tiles, to look pairs of tokens up; ``None`` where :attr:`tiles` is."""
+        """Table of tiles, to look pairs of tokens up; ``None`` where :attr:`tiles` is."""
         if self.tiles is None:
             return None
         store, index = self.tiles

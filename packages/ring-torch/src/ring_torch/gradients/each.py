@@ -125,7 +125,7 @@ def _check_hooks(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
 
 @dataclass
 class _Backward:
-    """One run of autograd's engine, as all ranks know it.
+    """Run of autograd's engine, as all ranks know it.
 
     Attributes:
         number: Its number, counted alike on all ranks.
@@ -177,7 +177,7 @@ class _Hooks(ReducesEach):
             handle.remove()
 
     def _begin(self) -> None:
-        """In a backward, let ranks tell each other once which parameters they come to."""
+        """Let ranks tell each other, once in a backward, which parameters they come to."""
         run = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public name
         if run < 0 or run in self._backwards or acts_alone(members_of(self._ranks)):
             return
