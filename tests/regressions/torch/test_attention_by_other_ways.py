@@ -151,6 +151,7 @@ NAMES: dict[str, tuple[Any, str]] = {
     "a script that writes it out": (scripted_by_hand, UNSEEN),
     "an operator of one's own": (own_operator, UNSEEN),
     "an operator by a global name": (lambda *x: own_operator(*x), UNSEEN),  # noqa: PLW0108 - looked up when called
+    "an operator by torch.ops": (lambda *x: torch.ops.ring_tests.mix(*x), UNSEEN),  # noqa: PLW0108 - looked up when called
     "beside a script of another thing": (
         lambda q, k, v: functional.scaled_dot_product_attention(scripted_gelu(q), k, v), EXACT,
     ),

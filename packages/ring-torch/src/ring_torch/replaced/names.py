@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.attention.varlen
 from torch import Tensor, nn
-from torch._library.custom_ops import CustomOpDef
+from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 
 from ring_torch.capture import constant_in_graphs
@@ -147,6 +147,8 @@ def _named_by(value: Any, package: str) -> Iterable[Any]:
         vars(x)[name] for x in named if isinstance(x, types.ModuleType)
         for name in names if name in vars(x)
     ]  # fmt: skip
+    if "ops" in names:  # torch.ops.namespace.name
+        named += [op for name, op in OPDEFS.items() if {*name.split("::")} <= {*names}]
     cells = [x.cell_contents for x in value.__closure__ or () if _is_filled(x)]
     return [*named, *of_modules, *cells, *(value.__defaults__ or ())]
 
