@@ -64,7 +64,8 @@ _KINDS: dict[Any, Kind] = {
 def kind_of(function: Any) -> Kind | None:
     """Return the kind of a function of torch, or ``None`` for one that a mode leaves alone.
 
-    Operators of other libraries attend if their name says so.
+    Operators of other libraries attend if their name says so; so do Ring's own in graphs, of
+    modules that use Ring by themselves.
     """
     kind = _KINDS.get(function)
     if kind is None and isinstance(function, OpOverload | OpOverloadPacket):
@@ -78,7 +79,8 @@ def hiding_object(module: nn.Module) -> str | None:
     """Return the name of what the module's code calls where Python does not see attention.
 
     That is a function or module of ``torch.jit``, or an operator made by
-    ``torch.library.custom_op``, that calls SDPA or writes it out. It is looked for in the module's
+    ``torch.library.custom_op``, that calls SDPA or writes it out; or one of torch's own functions
+    behind SDPA, which its compiler shows no mode. It is looked for in the module's
     attributes and in all that the functions of its class name: globals, closures and defaults, and
     through functions of the same package.
     """
