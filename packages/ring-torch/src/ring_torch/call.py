@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,12 +22,12 @@ from ring_core import (
     UnsupportedError,
     longest_gather,
 )
-from ring_core.checks import Sizes
 from ring_core.choose.gathering import MAX_SAVED_BYTES
 from ring_core.choose.rates import default as rates_in_use
 from ring_core.programs.grid import RankGrid
 from ring_core.triton.tile_configs import positions_aligned8
 from ring_core.viz.text import imbalance_line
+from ring_torch.accumulate import Rows
 from ring_torch.buffers import HeadCarrier, KVPayload, Shapes
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks
@@ -44,12 +44,12 @@ from ring_torch.positions import (
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
+    Dropout,
     Grads,
     Inputs,
     KernelParams,
     KeyBlock,
     QueryBlock,
-    QueryGrads,
     folded,
     zero_bias_grad,
 )
@@ -114,6 +114,10 @@ class Strategy(Protocol):
         return []
 
 
+#: The strategy of a call while one is made for it.
+UNRESOLVED: Strategy = cast("Strategy", None)
+
+
 class Call(NamedTuple):
     """A checked call without its tensors: plan, kernel, strategy, dtypes, signatures, number."""
 
@@ -135,9 +139,13 @@ class Call(NamedTuple):
     forward_signature: CallSignature
     backward_signature: CallSignature
     check_every: int  # the tripwire's setting at this call: it checks each n-th; 0 is none
-    # The last three fields are set per call; all others are cached with the prepared call.
+    has_sinks: bool
+    returns_lse: bool  # whose gradient may need another kernel
+    # The fields that follow are set per call; all others are cached with the prepared call.
     number: int = 0  # counted on the group, from 1
     checked: int = 0  # not 0 if the tripwire checks this call: the number that picks its samples
+    seed: int = 0  # of dropout
+    dropout_heads: Tensor | None = None  # as in `records.Dropout`
     prepare_lse_grad: Callable[[], Call] | None = None  # makes this call for a gradient of ``lse``
 
     def with_lse_grad(self) -> Call:
@@ -152,8 +160,9 @@ class Call(NamedTuple):
         call = self.prepare_lse_grad()
         if not self.strategy.depends_on_kernel:
             call = call._replace(backward_signature=self.backward_signature)
-        params = replace(call.params, dropout_seed=self.params.dropout_seed)
-        return call._replace(number=self.number, checked=self.checked, params=params)
+        return call._replace(
+            number=self.number, checked=self.checked, seed=self.seed, dropout_heads=self.dropout_heads
+        )  # fmt: skip
 
     def check_capture(self) -> None:
         """Refuse a call that a CUDA graph cannot hold.
@@ -183,17 +192,36 @@ class Call(NamedTuple):
             return None, None, None
         return positions_of(self.plan, rank, self.device)
 
-    def rows(self, inputs: Inputs) -> QueryBlock:
-        """Return this rank's queries as a block, with what options need beside them."""
-        slopes = None if inputs.slopes is None else torch.atleast_2d(inputs.slopes)
-        rows = QueryBlock(
-            inputs.q, None, None, inputs.q_ids, inputs.bias, slopes, bias_shift=inputs.bias_shift
-        )
+    def rows(self, inputs: Inputs, *, adds_sinks: bool = False) -> QueryBlock:
+        """Return this rank's queries as a block, with what options need beside them.
+
+        With ``adds_sinks`` that is the sinks, too, for launches that see all keys of a row.
+        """
+        sinks = inputs.sinks
+        sinks = folded(sinks, torch.float32) if adds_sinks and sinks is not None else None
         if not self.needs_index:
-            return rows
+            return QueryBlock(inputs.q, None, None, inputs.q_ids, None, None, sinks=sinks)
         indices, position, _ = self.positions(self.ranks.rank)
-        runs = query_runs(self.plan, self.ranks.rank)
-        return rows._replace(indices=indices, position=position, runs=runs)
+        return QueryBlock(
+            inputs.q, indices, position, inputs.q_ids, inputs.bias,
+            None if inputs.slopes is None else torch.atleast_2d(inputs.slopes),
+            query_runs(self.plan, self.ranks.rank), inputs.bias_shift, sinks,
+            Dropout(self.seed, self.dropout_heads),
+        )  # fmt: skip
+
+    def row_sums(
+        self, rows: QueryBlock, how: Literal["write", "add", "wait"], *, fully_written: bool = False
+    ) -> Rows:
+        """Return where launches leave dQ, and the bias's gradient, of this rank's rows.
+
+        dQ that is written is in the inputs' dtype if the kernel rounds it itself, with zeros in
+        rows that are in no launch unless it is ``fully_written``; sums begin with zeros.
+        """
+        is_sum = how == "add" or self.kernel.needs_delta
+        dtype = self.acc_dtype if is_sum else self.dtype
+        new = torch.empty_like if how == "write" and fully_written else torch.zeros_like
+        make = partial(new, rows.q, dtype=dtype, memory_format=torch.contiguous_format)
+        return Rows(make, how, zero_bias_grad(rows, self.params, self.acc_dtype))
 
     def columns(self, rank: int, tensors: Sequence[Tensor]) -> KeyBlock:
         """Return K/V of a rank as a block; ``tensors`` are k, v and, if any, segment ids."""
@@ -223,7 +251,7 @@ class Call(NamedTuple):
         """
         return self.transport.open(SessionSpec(
             self.ranks, self.plan, gather, self.keys.of_group(groups), groups, self.device, self.acc_dtype,
-            self.needs_grad, signature, self.number, self.params.dropout_seed, by_parts,
+            self.needs_grad, signature, self.number, self.seed, by_parts,
         ))  # fmt: skip
 
     def open_heads(self, signature: CallSignature, size: int, members: Ranks | None) -> HeadCarrier:
@@ -234,10 +262,10 @@ class Call(NamedTuple):
         """
         ranks = self.ranks
         if members is not None:
-            agree(ranks, self.number, self.params.dropout_seed, signature, self.device)
+            agree(ranks, self.number, self.seed, signature, self.device)
             ranks = members
         return self.transport.open_heads(
-            ranks, self.number, self.params.dropout_seed, signature, self.device, size
+            ranks, self.number, self.seed, signature, self.device, size
         )
 
     def gathered_columns(
@@ -254,44 +282,16 @@ class Call(NamedTuple):
         )
 
 
-class Resolution(NamedTuple):
-    """Arguments from which a strategy is resolved for one rank of a call.
-
-    Attributes:
-        program: The plan in the order of a ring.
-        ranks: The ranks that hold one sequence, with this one.
-        request: The options and sizes that the kernel has to support.
-        kernel: The kernel of all launches.
-        sizes: Sizes of this rank's tensors.
-        itemsize: Bytes of a number of q, k and v.
-        is_plain: True if launches need q, k and v alone: no option needs positions of tokens, and
-            there are no segment ids.
-        is_short: True if K/V are so few that no work is done over own keys in place.
-        returns_lse: True if the call returns ``lse``, whose gradient may need another kernel.
-        inner: The call for this rank's heads, if the strategy splits heads.
-        grid: The groups of ranks that trade tokens for heads, likewise.
-    """
-
-    program: RingProgram
-    ranks: Ranks
-    request: Request
-    kernel: Kernel
-    sizes: Sizes
-    itemsize: int
-    is_plain: bool
-    is_short: bool
-    returns_lse: bool
-    inner: Call | None
-    grid: RankGrid | None
+    @property
+    def is_plain(self) -> bool:
+        """True if launches need q, k and v alone, and maybe sinks."""
+        return not self.needs_index and not self.request.segment_ids
 
     def saves_keys(self, gather: GatherProgram) -> bool:
         """Return True if the forward saves K/V that it gathers, which all ranks decide alike."""
-        plan, sizes = self.program.plan, self.sizes
-        width = sizes.kv_heads * (sizes.head_dim + sizes.v_head_dim)
-        token = width * self.itemsize + (4 if self.request.segment_ids else 0)
         # By the rank that fetches most: all ranks save, or none does.
-        longest = longest_gather(plan, splits=gather.splits, tile=gather.tile).length
-        return self.request.grad and sizes.batch * longest * token <= MAX_SAVED_BYTES
+        longest = longest_gather(self.plan, splits=gather.splits, tile=gather.tile).length
+        return self.needs_grad and self.keys.size(longest) <= MAX_SAVED_BYTES
 
 
 def agreed_fields(
@@ -331,8 +331,10 @@ class StrategySpec:
 
     Attributes:
         name: The name that ``strategy=`` takes.
-        resolve: Returns the object that runs both passes on a rank, with all steps made. It is not
-            asked for a one-rank call that is a single launch.
+        resolve: Returns the object that runs both passes of a call, which has none yet, on its
+            rank, with all steps made; its other arguments are there if it splits heads: the call
+            for this rank's heads, and the groups of ranks that trade. It is not asked for a
+            one-rank call that is a single launch.
         refusals: Returns the reasons why it cannot do a call, the same on all ranks.
         opens_sessions: True if its K/V move in sessions of any transport. A strategy that does
             neither this nor ``splits_heads`` sends messages itself, and needs a transport that
@@ -351,7 +353,7 @@ class StrategySpec:
     """
 
     name: str
-    resolve: Callable[[Resolution], Strategy]
+    resolve: Callable[[Call, Call | None, RankGrid | None], Strategy]
     refusals: Callable[[Plan, Request], Refusals] = lambda _plan, _request: ()
     opens_sessions: bool = False
     splits_heads: bool = False
@@ -389,11 +391,3 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> AttentionState:
     weight = (lse - with_sinks.masked_fill(with_sinks == -torch.inf, 0.0)).exp_()
     out.mul_(weight.transpose(1, 2).unsqueeze(-1))
     return AttentionState(out, with_sinks)
-
-
-def zero_row_grads(call: Call, rows: QueryBlock) -> QueryGrads:
-    """Allocate accumulators, filled with zeros, of the gradients of query rows."""
-    dq = torch.zeros(rows.q.shape, dtype=call.acc_dtype, device=call.device)
-    if rows.bias is None:
-        return QueryGrads(dq, None)
-    return QueryGrads(dq, zero_bias_grad(rows, call.params, call.acc_dtype))

@@ -6,8 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -18,7 +17,7 @@ from ring_core.base.merge import UNSHIFTED_BIAS
 from ring_torch.launches.direct import (
     Arguments,
     DirectKernel,
-    RepeatedLaunch,
+    RepeatedKernel,
     assert_unit_strides,
 )
 
@@ -110,16 +109,7 @@ def pack_kv_on_gpu(k: Tensor, v: Tensor, packed: Tensor, *, add: bool = False) -
     their last dimensions.
     """
     if packed.numel() > 0:
-        grid, integers, constants = _pack_arguments(k, v, packed, add=add)
-        _pack_token[grid](k, v, packed, *integers, **constants)
-
-
-def repeated_pack(*, add: bool) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """Return a launch of :func:`pack_kv_on_gpu` that is kept, so that a repeat costs little.
-
-    All tensors it is called with have to be like the first ones, and not empty.
-    """
-    return RepeatedLaunch(_pack_token, partial(_pack_arguments, add=add))
+        _pack(k, v, packed, add=add)
 
 
 def _pack_arguments(k: Tensor, v: Tensor, packed: Tensor, *, add: bool) -> Arguments:
@@ -307,3 +297,6 @@ def _sum_sinks(
         lse_at += lse_batch
         delta_at += delta_batch
     tl.store(grads + head, -tl.sum(sums, axis=0))
+
+
+_pack = RepeatedKernel(_pack_token, _pack_arguments)

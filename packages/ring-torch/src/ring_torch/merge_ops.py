@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -17,121 +16,68 @@ from torch import Tensor
 from ring_torch.launches.direct import (
     Arguments,
     DirectKernel,
-    RepeatedLaunch,
+    RepeatedKernel,
     assert_unit_strides,
 )
 from ring_torch.records import Span
 
-#: Most partial results that :class:`JoinOnGpu` merges: those of a zigzag layout over own keys, keys
-#: of earlier tokens and, for half of the rows, keys of later ones.
-MOST_PARTIALS = 3
 _ROWS = 16
 _LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
 
+#: Most results that one launch merges or adds: those of a zigzag layout over own keys, keys of
+#: earlier tokens and, for half of the rows, keys of later ones.
+MOST = 3
 
-def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merge ``(out [B, n, H, D], lse [B, H, n])`` into float32 accumulators, in place.
 
-    It is :func:`ring_core.merge`; ``acc`` and ``acc_lse`` have the same shapes.
+def merge_on_gpu(
+    out: Tensor, low: Tensor, lse: Tensor, results: Sequence[Tensor], *, spans: tuple[Span, ...],
+    marks: int, first: bool, last: bool,
+) -> None:  # fmt: skip
+    """Merge up to three results ``(out, lse)``, in their order, into float32 sums.
+
+    It is :func:`ring_torch.accumulate.merge`, in one launch.
     """
-    if acc.numel() == 0:
-        return
-    assert_unit_strides(acc, acc_lse, out, lse)
-    batch, rows, heads, dim = acc.shape
-    _merge[(triton.cdiv(rows, _ROWS), heads, batch)](
-        acc, acc_lse, out, lse, rows, *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3],
-        *lse.stride()[:2], DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS,
-    )  # fmt: skip
+    if out.numel() > 0:
+        _merge(out, low, lse, *results, spans=spans, marks=marks, first=first, last=last)
 
 
-def merge_of_spans_on_gpu(spans: Sequence[Span], *, first: bool, last: bool) -> Callable[..., None]:
-    """Return a merge ``(out, low, lse, *results)`` of one or two partial results.
-
-    Each number is the one that :func:`merge_on_gpu` computes result by result. Until the last merge
-    float32 sums are in ``out``; if that has 16 bits, it holds their upper halves, and ``low``, laid
-    out alike, the lower ones. The last merge rounds them. A merge that is both first and last, or
-    has an ``out`` in float32, does not access ``low``. In a first merge one result that has all
-    rows may lie in ``out`` itself. It serves tensors that are alike.
-
-    Args:
-        spans: The rows of each result ``(out, lse)``. Every row of a result sees something, so an
-            infinity in its ``lse`` says that a score is not finite, and NaN is merged.
-        first: True if there are no sums yet: ``low`` and ``lse`` are not read. Rows that no result
-            has are then those that see nothing.
-        last: True if no other merge follows.
-    """
-    return RepeatedLaunch(_merge_spans, partial(_spans_arguments, spans, first=first, last=last))
-
-
-def _spans_arguments(
-    spans: Sequence[Span], out: Tensor, low: Tensor, lse: Tensor, *results: Tensor, first: bool, last: bool
+def _merge_arguments(
+    out: Tensor, low: Tensor, lse: Tensor, *results: Tensor, spans: tuple[Span, ...], marks: int,
+    first: bool, last: bool,
 ) -> Arguments:  # fmt: skip
-    tensors = out, lse, *results
-    assert_unit_strides(*tensors)
+    assert_unit_strides(out, lse, *results)
     reads_low = out.element_size() == 2 and not (first and last)
     assert not reads_low or low.stride() == out.stride()
     batch, rows, heads, dim = out.shape
-    missing = 2 - len(spans)  # results
+    missing = MOST - len(spans)
     bounds = [bound for start, n in spans for bound in (start, start + n)] + [0, 0] * missing
-    strides = [stride for x in tensors for stride in x.stride()[:-1]] + [0] * (5 * missing)
+    strides = [stride for x in (out, lse, *results) for stride in x.stride()[:-1]]
     constants = {
-        "DIM": dim, "PADDED": triton.next_power_of_2(dim), "ROWS": _ROWS, "FIRST": first, "LAST": last,
+        "DIM": dim, "PADDED": triton.next_power_of_2(dim), "ROWS": _ROWS, "MARKS": marks,
+        "FIRST": first, "LAST": last,
     }  # fmt: skip
-    integers = *[None] * (2 * missing), rows, *bounds, *strides
+    integers = *[None] * (2 * missing), rows, *bounds, *strides, *[0] * (5 * missing)
     return Arguments((triton.cdiv(rows, _ROWS), heads, batch), integers, constants)
 
 
-class JoinOnGpu:
-    """A merge of partial results in one launch, for tensors alike.
+def sum_on_gpu(dq: Tensor, others: Sequence[Tensor], spans: tuple[Span, ...]) -> None:
+    """Replace ``dq [B, n, H, D]`` by the sum of one or two others, of spans of rows, and itself.
 
-    Each number is read once, and rounded once. The first result has all rows, and is the merged one
-    afterwards; others have a span of the rows each. The order of additions is that of merging, or
-    adding, one by one in float32.
+    Each number is read once, added in float32 in this order, and rounded once.
     """
-
-    def __init__(self, spans: Sequence[Span]) -> None:
-        """Prepare for partial results of these rows, of which the first has all."""
-        assert 1 <= len(spans) <= MOST_PARTIALS
-        assert spans[0][0] == 0
-        assert all(start + n <= spans[0][1] for start, n in spans)
-        self._missing = MOST_PARTIALS - len(spans)
-        bounds = [bound for start, n in spans[1:] for bound in (start, start + n)]
-        # Absent results have no rows. The kernel is compiled for the number that is there, and
-        # reads no others.
-        bounds += [0, 0] * self._missing
-        self._merge = RepeatedLaunch(_merge_partials, partial(_join_arguments, bounds, len(spans)))
-        self._sum = RepeatedLaunch(_sum_partials, partial(_join_arguments, bounds, len(spans)))
-
-    def merge(self, partials: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Merge ``(out [B, n, H, D], lse [B, H, n])`` of all partial results.
-
-        The first one is overwritten with the result. Every row of them sees something, so an
-        infinity in ``lse`` says that a score is not finite; it becomes NaN, and so do the row's
-        numbers in ``out``.
-        """
-        # Places of absent results are filled with the first one's tensors, which keeps strides and
-        # alignment valid.
-        self._merge(*(x for y in (*partials, *[partials[0]] * self._missing) for x in y))
-
-    def sum(self, partials: Sequence[Tensor]) -> None:
-        """Add up ``[B, n, H, D]`` of two or more partial results, the first one last.
-
-        The first one is overwritten with the sum.
-        """
-        self._sum(*partials, *[partials[0]] * self._missing)
+    # The place of an absent one is filled with the first, which keeps strides and alignment valid.
+    _sum(dq, *others, *[dq] * (MOST - 1 - len(others)), spans=spans)
 
 
-def _join_arguments(bounds: Sequence[int], num_partials: int, *tensors: Tensor) -> Arguments:
-    """Return a kernel's arguments behind the tensors, ``num_partials`` of which it reads."""
+def _sum_arguments(*tensors: Tensor, spans: tuple[Span, ...]) -> Arguments:
     assert_unit_strides(*tensors)
     batch, rows, heads, dim = tensors[0].shape
+    bounds = [bound for start, n in spans for bound in (start, start + n)]
+    bounds += [0, 0] * (MOST - 1 - len(spans))
     integers = rows, *bounds, *(stride for x in tensors for stride in x.stride()[:-1])
     constants = {
-        "PARTIALS": num_partials,
-        "DIM": dim,
-        "PADDED": triton.next_power_of_2(dim),
-        "ROWS": _ROWS,
-    }
+        "PARTIALS": 1 + len(spans), "DIM": dim, "PADDED": triton.next_power_of_2(dim), "ROWS": _ROWS,
+    }  # fmt: skip
     return Arguments((triton.cdiv(rows, _ROWS), heads, batch), integers, constants)
 
 
@@ -158,46 +104,15 @@ def _weighted(x, x_weight, y, y_weight):
     return tl.fma(x, x_weight[:, None] + tl.zeros_like(x), y * y_weight[:, None])
 
 
-@DirectKernel
-@triton.jit
-def _merge(
-    acc, acc_lse, out, lse, rows,
-    acc_batch, acc_row, acc_head, acc_lse_batch, acc_lse_head,
-    out_batch, out_row, out_head, lse_batch, lse_head,
-    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Merge ``(out, lse)`` of a few rows of one head into the accumulators."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    column = tl.arange(0, PADDED)
-    inside = row < rows
-    mask = inside[:, None] & (column < DIM)[None, :]
-    row = row.to(tl.int64)
-    old_at = acc_lse + batch * acc_lse_batch + head * acc_lse_head + row
-    new_at = lse + batch * lse_batch + head * lse_head + row
-    old = tl.load(old_at, mask=inside, other=float("-inf"))
-    new = tl.load(new_at, mask=inside, other=float("-inf"))
-    old_weight, new_weight, both = _weights(old, new)
-    acc_at = acc + batch * acc_batch + head * acc_head + row[:, None] * acc_row + column[None, :]
-    out_at = out + batch * out_batch + head * out_head + row[:, None] * out_row + column[None, :]
-    # Rows with lse = -inf have any numbers in out, NaN included: they are not loaded.
-    x = tl.load(acc_at, mask=mask & (old_weight > 0)[:, None], other=0.0)
-    y = tl.load(out_at, mask=mask & (new_weight > 0)[:, None], other=0.0).to(tl.float32)
-    tl.store(acc_at, _weighted(x, old_weight, y, new_weight), mask=mask)
-    # The program that has these rows of this head is the only one, but several of its warps read
-    # lse, and one may be late.
-    tl.debug_barrier()
-    tl.store(old_at, both, mask=inside)
-
-
 @triton.jit
 def _merge_span(x, old, out, lse, row, start, stop, mask, batch, head, column, o_batch, o_row, o_head,
-                l_batch, l_head):  # fmt: skip
-    """Return ``(x, lse)`` of a few rows after a merge as by `_merge` with rows start to stop."""
+                l_batch, l_head, MARK: tl.constexpr):  # fmt: skip
+    """Return ``(x, lse)`` of a few rows after a merge with a result of rows start to stop."""
     in_span = (row >= start) & (row < stop)
     local_row = row - start
     new = tl.load(lse + batch * l_batch + head * l_head + local_row, mask=in_span, other=0.0)
-    new = tl.where(tl.abs(new) == float("inf"), float("nan"), new)
+    if MARK:  # every row sees something: an infinity says that a score is not finite
+        new = tl.where(tl.abs(new) == float("inf"), float("nan"), new)
     old_weight, new_weight, both = _weights(old, new)
     out_at = out + batch * o_batch + head * o_head + local_row[:, None] * o_row + column[None, :]
     is_read = in_span & (new_weight > 0)
@@ -210,16 +125,18 @@ def _merge_span(x, old, out, lse, row, start, stop, mask, batch, head, column, o
 
 @DirectKernel
 @triton.jit
-def _merge_spans(
-    out, low, lse, out1, lse1, out2, lse2, rows, start1, stop1, start2, stop2,
-    out_batch, out_row, out_head, lse_batch, lse_head,
+def _merge_results(
+    out, low, lse, out1, lse1, out2, lse2, out3, lse3, rows,
+    start1, stop1, start2, stop2, start3, stop3, out_batch, out_row, out_head, lse_batch, lse_head,
     o1_batch, o1_row, o1_head, l1_batch, l1_head, o2_batch, o2_row, o2_head, l2_batch, l2_head,
-    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    o3_batch, o3_row, o3_head, l3_batch, l3_head, DIM: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, MARKS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Merge one or two partial results into ``(out, lse)`` for a few rows of one head.
+    """Merge up to three results into ``(out, lse)`` for a few rows of one head.
 
     With ``FIRST`` there is nothing to merge with. Without ``LAST`` an ``out`` of 16 bits is left
-    with the upper halves of float32 sums, and ``low`` with the lower ones.
+    with the upper halves of float32 sums, and ``low`` with the lower ones. Bits of ``MARKS`` say of
+    each result that all of its rows see something.
     """
     is_split: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -247,12 +164,17 @@ def _merge_spans(
     # Sums stay in registers, in float32, in the order of merging result by result.
     x, top = _merge_span(
         x, top, out1, lse1, row, start1, stop1, mask, batch, head, column, o1_batch, o1_row, o1_head,
-        l1_batch, l1_head,
+        l1_batch, l1_head, MARKS & 1,
     )  # fmt: skip
     if out2 is not None:
         x, top = _merge_span(
             x, top, out2, lse2, row, start2, stop2, mask, batch, head, column, o2_batch, o2_row,
-            o2_head, l2_batch, l2_head,
+            o2_head, l2_batch, l2_head, MARKS & 2,
+        )  # fmt: skip
+    if out3 is not None:
+        x, top = _merge_span(
+            x, top, out3, lse3, row, start3, stop3, mask, batch, head, column, o3_batch, o3_row,
+            o3_head, l3_batch, l3_head, MARKS & 4,
         )  # fmt: skip
     # Each element depends on the same element of `out` alone, so working in place is safe. If
     # several threads hold an element, Triton lets one store it; another may load the new value
@@ -263,57 +185,15 @@ def _merge_spans(
         bits = x.to(tl.uint32, bitcast=True)
         tl.store(high_at, (bits >> 16).to(tl.uint16), mask=mask)
         tl.store(low_at, bits.to(tl.uint16), mask=mask)
-    # As in `_merge`: all warps have read lse before one of them overwrites it.
+    # The program that has these rows of this head is the only one, but several of its warps read
+    # lse, and one may be late.
     tl.debug_barrier()
     tl.store(lse_at, top, mask=inside)
 
 
 @DirectKernel
 @triton.jit
-def _merge_partials(
-    out, lse, out1, lse1, out2, lse2, rows, start1, stop1, start2, stop2,
-    o_batch, o_row, o_head, l_batch, l_head, o1_batch, o1_row, o1_head, l1_batch, l1_head,
-    o2_batch, o2_row, o2_head, l2_batch, l2_head,
-    PARTIALS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Merge up to two partial results into one that has all rows, for a few rows of one head."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    column = tl.arange(0, PADDED)
-    inside = row < rows
-    mask = inside[:, None] & (column < DIM)[None, :]
-    lse_at = lse + batch * l_batch + head * l_head + row
-    out_at = out + batch * o_batch + head * o_head + row[:, None] * o_row + column[None, :]
-    top = tl.load(lse_at, mask=inside, other=0.0)
-    is_finite = tl.abs(top) < float("inf")
-    # As every row sees something, an infinity says that a score was not finite.
-    top = tl.where(is_finite, top, float("nan"))
-    # With one result there is nothing to merge: it is final where it lies.
-    if PARTIALS > 1:
-        # Sums stay in registers, in float32, until they are rounded once.
-        x = tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
-        x, top = _merge_span(
-            x, top, out1, lse1, row, start1, stop1, mask, batch, head, column, o1_batch, o1_row,
-            o1_head, l1_batch, l1_head,
-        )  # fmt: skip
-        if PARTIALS > 2:
-            x, top = _merge_span(
-                x, top, out2, lse2, row, start2, stop2, mask, batch, head, column, o2_batch, o2_row,
-                o2_head, l2_batch, l2_head,
-            )  # fmt: skip
-        tl.store(out_at, x.to(out.dtype.element_ty), mask=mask)
-    else:
-        # A row whose scores are not finite may have numbers in out: they become NaN, as in merges.
-        nan = tl.full((ROWS, PADDED), float("nan"), tl.float32).to(out.dtype.element_ty)
-        tl.store(out_at, nan, mask=mask & ~is_finite[:, None])
-    # As in `_merge`: all warps have read lse before one of them overwrites it.
-    tl.debug_barrier()
-    tl.store(lse_at, top, mask=inside)
-
-
-@DirectKernel
-@triton.jit
-def _sum_partials(
+def _sum_results(
     x, x1, x2, rows, start1, stop1, start2, stop2,
     x_batch, x_row, x_head, x1_batch, x1_row, x1_head, x2_batch, x2_row, x2_head,
     PARTIALS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
@@ -339,3 +219,7 @@ def _sum_partials(
     address = x + batch * x_batch + head * x_head + row[:, None] * x_row + column[None, :]
     total += tl.load(address, mask=mask, other=0.0).to(tl.float32)
     tl.store(address, total.to(x.dtype.element_ty), mask=mask)
+
+
+_merge = RepeatedKernel(_merge_results, _merge_arguments)
+_sum = RepeatedKernel(_sum_results, _sum_arguments)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -36,7 +35,7 @@ from ring_core.masks.mask import snapshot
 from ring_core.programs.grid import RankGrid
 from ring_core.tripwire import VARIABLE, every_of
 from ring_torch.buffers import KVPayload
-from ring_torch.call import Call, Resolution, agreed_fields
+from ring_torch.call import UNRESOLVED, Call, agreed_fields
 from ring_torch.capture import ASSUMED_CAPABILITY, on_device
 from ring_torch.checking.settings import SETTING, number_checked
 from ring_torch.comm.groups import warn_if_alone
@@ -155,11 +154,11 @@ def check_call(
     prepare_lse_grad = None
     if grad and options.return_lse:
         prepare_lse_grad = partial(prepare, *arguments, lse_grad=True)
-    if seed is not None and call.params.dropout_p > 0:
-        call = call._replace(params=replace(call.params, dropout_seed=seed))
-    # Replaces the last three fields; `_replace` would take the host longer.
-    assert Call._fields[-3:] == ("number", "checked", "prepare_lse_grad")
-    return Call(*call[:-3], number, checked, prepare_lse_grad), inputs
+    if seed is None or call.params.dropout_p == 0:
+        seed = 0
+    return call._replace(
+        number=number, checked=checked, seed=seed, prepare_lse_grad=prepare_lse_grad
+    ), inputs
 
 
 def _is_hashable(x: object) -> bool:
@@ -285,12 +284,6 @@ def _prepare(
             sizes.batch, sizes.k_len, sizes.kv_heads, sizes.head_dim, sizes.v_head_dim, dtype,
             request.segment_ids,
         )  # fmt: skip
-        is_short = spec.opens_sessions and ranks.size > 1 and transport.is_short(plan, keys, 1)
-        resolution = Resolution(
-            program, ranks, request, choice.kernel, sizes, dtype.itemsize,
-            not (needs_index or request.segment_ids), is_short, options.return_lse, inner, grid,
-        )  # fmt: skip
-        strategy = resolve(spec, resolution, sinks=tensors.sinks is not None)
     params = _params(plan, request, config, options, grads, device, sinks=tensors.sinks is not None)
     fields = agreed_fields(layout, plan, tensors, options, params, grads) | {
         "check": check_every,
@@ -298,11 +291,14 @@ def _prepare(
     }  # fmt: skip
     if spec.grid is not None and grid is not None:
         fields |= {"ulysses_size": grid.ulysses_size, "outer": strategy_setting.outer}
-    return Call(
+    call = Call(
         ranks, plan, program, keys, request, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
-        grads[0], strategy, transport, CallSignature.of(fields, "forward"),
-        CallSignature.of(fields, "backward"), check_every,
+        grads[0], UNRESOLVED, transport, CallSignature.of(fields, "forward"),
+        CallSignature.of(fields, "backward"), check_every, tensors.sinks is not None,
+        options.return_lse,
     )  # fmt: skip
+    with on_device(device):
+        return call._replace(strategy=resolve(spec, call, inner, grid))
 
 
 def _inner_call(
@@ -364,14 +360,14 @@ def _params(
     plan: Plan, request: Request, config: KernelConfig, options: CallOptions, grads: tuple[bool, bool],
     device: torch.device, *, sinks: bool,
 ) -> KernelParams:  # fmt: skip
-    """Return the parameters of all work items, but for the dropout seed, which calls set later."""
+    """Return the parameters of all work items."""
     return KernelParams(
         plan.mask, checks.check_scale(options.softmax_scale, request.head_dim),
-        checks.check_softcap(options.softcap), float(options.dropout_p), 0, config.block_q,
+        checks.check_softcap(options.softcap), float(options.dropout_p), config.block_q,
         config.block_k, bool(config.fused_backward), _boundaries(plan, device), plan.blocks,
         options.deterministic, grads[1], options.bias_role != "added",
         shifts_bias=request.bias and options.bias_role != "mask" and not sinks,
-        needs_lse=grads[0] or sinks or options.return_lse,
+        needs_lse=grads[0] or sinks or options.return_lse, segment_ids=request.segment_ids,
     )  # fmt: skip
 
 

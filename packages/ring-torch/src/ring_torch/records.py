@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ring_core import Mask
+from ring_core import Mask, WorkItem
 from ring_core.plan.tile_mask import BlockGeometry
 
 _MERGED_ROWS = 512
@@ -29,7 +29,6 @@ class KernelParams:
     scale: float
     softcap: float | None = None
     dropout_p: float = 0.0
-    dropout_seed: int = 0
     block_q: int | None = (
         None  # queries, and keys, of a kernel's block; None lets the kernel choose
     )
@@ -41,9 +40,8 @@ class KernelParams:
     bias_grad: bool = False  # the bias needs its gradient
     bias_masks: bool = False  # the bias holds a boolean mask: blocks that are all -inf are skipped
     shifts_bias: bool = False  # each row of the bias is shifted (QueryBlock.bias_shift)
-    sinks: Tensor | None = None  # float32 [H], for a launch that has to add them
     needs_lse: bool = True  # if false, a kernel may leave the lse that it is given uninitialised
-    heads: Tensor | None = None  # int64 [H], global query heads, for dropout; None counts from 0
+    segment_ids: bool = False  # rows and columns come with segment ids
 
 
 Span = tuple[int, int]  # first index, and how many
@@ -80,6 +78,13 @@ def _runs_in(runs: tuple[PositionRun, ...], tokens: slice) -> tuple[PositionRun,
     )
 
 
+class Dropout(NamedTuple):
+    """What random numbers of dropout depend on, beside positions."""
+
+    seed: int
+    heads: Tensor | None = None  # int64 [H], global query heads; None counts from 0
+
+
 class QueryBlock(NamedTuple):
     """Queries, and the rows of other inputs that belong to them."""
 
@@ -94,6 +99,8 @@ class QueryBlock(NamedTuple):
     #: bias, as scores lose their digits beside numbers such as -1e10. The softmax stays the same;
     #: kernels return the ``lse`` of shifted scores.
     bias_shift: Tensor | None = None
+    sinks: Tensor | None = None  # float32 [H], for a launch that has to add them
+    dropout: Dropout | None = None
 
     def take(self, tokens: slice) -> QueryBlock:
         """Return the block of a slice of the queries, as views."""
@@ -108,6 +115,8 @@ class QueryBlock(NamedTuple):
             self.slopes,
             _runs_in(self.runs, tokens) if self.runs else (),
             None if self.bias_shift is None else self.bias_shift[:, :, tokens],
+            self.sinks,
+            self.dropout,
         )
 
 
@@ -134,6 +143,10 @@ class KeyBlock(NamedTuple):
             _runs_in(self.runs, tokens) if self.runs else (),
         )
 
+    def spanned(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return k and v of a span of the keys, as views."""
+        return self.k.narrow(1, start, length), self.v.narrow(1, start, length)
+
 
 class AttentionState(NamedTuple):
     """Attention over some keys, ``(out, lse)``, which merges with that over others.
@@ -146,6 +159,8 @@ class AttentionState(NamedTuple):
 
     def take(self, tokens: slice) -> AttentionState:
         """Return the record of a slice of the rows, as views."""
+        if tokens.start == 0 and tokens.stop == self.out.shape[1]:
+            return self
         return AttentionState(self.out[:, tokens], self.lse[:, :, tokens])
 
     def merge(self, out: Tensor, lse: Tensor) -> None:
@@ -185,6 +200,8 @@ class BackwardInputs(NamedTuple):
 
     def take(self, tokens: slice) -> BackwardInputs:
         """Return the record of a slice of the rows, as views."""
+        if tokens.start == 0 and tokens.stop == self.dout.shape[1]:
+            return self
         delta = None if self.delta is None else self.delta[:, :, tokens]
         return BackwardInputs(
             self.dout[:, tokens], self.out[:, tokens], self.lse[:, :, tokens], delta
@@ -219,7 +236,14 @@ class KeyGrads(NamedTuple):
 
     def take(self, tokens: slice) -> KeyGrads:
         """Return the accumulators of a slice of the keys, as views."""
+        if tokens.start == 0 and tokens.stop == self.dk.shape[1]:
+            return self
         return KeyGrads(self.dk[:, tokens], self.dv[:, tokens])
+
+    def put(self, item: WorkItem, dk: Tensor, dv: Tensor) -> None:
+        """Add an item's dK/dV, which are rounded or not, to the sums."""
+        for total, grad in zip(self.take(item.k_slice), (dk, dv), strict=True):
+            total.add_(grad)
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:

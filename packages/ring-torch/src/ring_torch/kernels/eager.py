@@ -7,9 +7,9 @@ the backward recomputes probabilities from the final ``lse`` (Dao et al., arXiv 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ from torch import Tensor
 from ring_core import WorkItem, philox
 from ring_core.base.arguments import EMPTY, FULL, TILE, not_none
 from ring_core.base.config import EVERYTHING
-from ring_torch.kernels.api import AccumulatingKernel
+from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.rules import shown
+from ring_torch.launches.launch import Backward, Forward, merging, summed
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -35,7 +36,7 @@ BLOCK_SCORES = 1 << 19  # scores of all heads in a block: 2 MiB in float32
 _LOW_WORD = 0xFFFFFFFF
 
 
-class EagerKernel(AccumulatingKernel):
+class EagerKernel(Kernel):
     """Kernel ``eager``, in torch's operations: slow, exact, and complete."""
 
     capabilities = replace(
@@ -44,8 +45,17 @@ class EagerKernel(AccumulatingKernel):
     )  # fmt: skip
     reads_on_host = True
 
-    def attend_into(
-        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
+    def forward(self, item: WorkItem, params: KernelParams) -> Forward:
+        """Return the launch of an item's forward, which merges as it computes."""
+        return merging(partial(self.attend, item, params))
+
+    def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
+        """Return the launch of the backward of items."""
+        launches = [partial(self.differentiate, item, params) for item in items]
+        return summed(items, launches, params, adds=adds)
+
+    def attend(
+        self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
         into: AttentionState,
     ) -> None:  # fmt: skip
         """Attend to the item's keys and merge into ``into``, one block of rows after the other."""
@@ -86,9 +96,9 @@ class EagerKernel(AccumulatingKernel):
             )
             block_state.lse.copy_((top + total.log()).view(block_state.lse.shape))
 
-    def grads_into(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
-        row_grads: QueryGrads, column_grads: KeyGrads,
+    def differentiate(
+        self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
+        upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """Add the item's gradients to the accumulators, one block of scores after the other."""
         blocks = ScoreBlocks(rows, columns, item, params)
@@ -210,10 +220,11 @@ class ScoreBlocks:
         p = self.params.dropout_p
         if p == 0:
             return None
-        batch, num_heads, heads = self.rows.q.shape[0], self.rows.q.shape[2], self.params.heads
+        batch, num_heads = self.rows.q.shape[0], self.rows.q.shape[2]
+        seed, heads = not_none(self.rows.dropout)
         index, position = not_none(self.rows.indices)[i], not_none(self.columns.position)[j]
         is_kept = dropout_keep(
-            p, self.params.dropout_seed, range(batch), num_heads if heads is None else heads, index,
+            p, seed, range(batch), num_heads if heads is None else heads, index,
             position,
         )  # fmt: skip
         return is_kept.to(like.dtype).div_(1 - p).view(like.shape)

@@ -16,22 +16,23 @@ from torch import Tensor
 
 from ring_core import Capabilities, KernelConfig, Request, RingProgram, WorkItem
 from ring_core.base.arguments import not_none
-from ring_torch.capture import capture_safe_cache
-from ring_torch.kernels.api import Kernel, SplitBackward, mark_infinities
+from ring_torch.accumulate import mark_infinities
+from ring_torch.capture import capture_safe_cache, is_capturing
+from ring_torch.kernels.api import Kernel, SplitBackward
 from ring_torch.kernels.library import (
+    BackwardLaunch,
     Direction,
     Documents,
     FlashLibrary,
     ForwardLaunch,
     HeadDims,
-    ItemBackward,
     LaunchOptions,
     Mods,
-    PartialBackward,
-    PartialForward,
     as_given,
     capability,
 )
+from ring_torch.launches.cache import keep, tensors_key
+from ring_torch.launches.launch import Backward, Forward, ItemGrads, Mode, one_by_one
 from ring_torch.optional import has_triton
 from ring_torch.options import Window
 from ring_torch.records import (
@@ -76,7 +77,6 @@ class FlashKernel(Kernel):
             the number of keys, or an open one beside a left side, for the number of keys, or
             ignores it; then rows see fewer keys, or more. Such items are launched in pieces.
         predicate_compile_seconds, leads_before_hopper: See :class:`Kernel`.
-        prepares: True, as the library may have a shorter way to repeat a launch.
     """
 
     flash: FlashLibrary
@@ -91,7 +91,6 @@ class FlashKernel(Kernel):
     adds_sinks: bool = False
     predicate_compile_seconds: int = 0
     leads_before_hopper: bool = False
-    prepares: bool = True
 
     def unavailable_reason(self) -> str | None:
         """Return why it cannot run on this machine, or ``None``."""
@@ -106,7 +105,71 @@ class FlashKernel(Kernel):
             return (f"has no kernel for head dims {dims[0]} and {dims[1]} on this GPU",)
         return () if self.limits is None else self.limits(request, program)
 
-    def attend(
+    def forward(self, item: WorkItem, params: KernelParams) -> Forward:
+        """Return the launch of an item's forward, which repeats what the library does at first.
+
+        A band without options of single heads or keys is repeated for tensors of equal strides and
+        alignment, where nothing has to be padded, copied or cut.
+        """
+        is_band = item.cu_q is None and item.tiles is None and not params.segment_ids
+        repeated: dict[object, ForwardLaunch | None] = {}
+
+        def run(
+            rows: QueryBlock, columns: KeyBlock, into: AttentionState | None, _: Mode
+        ) -> AttentionState:
+            q, k, v, sinks = rows.q, columns.k, columns.v, rows.sinks
+            if into is None:
+                return self._attend(rows, columns, item, params)
+            key = tensors_key(q, k, v, *into, sinks)
+            if (launch := repeated.get(key)) is not None:
+                launch(q, k, v, *into, sinks)
+                return into
+            result = self._attend(rows, columns, item, params, into)
+            if result.out is not into.out:
+                into.out.copy_(result.out)
+                into.lse.copy_(result.lse)
+            elif is_band and key not in repeated and not is_capturing():
+                launch = None
+                if self._takes_as_is("forward", rows, columns, item, into.out):
+                    options = _with_mods(_options(item, params), rows, columns, item, params)
+                    launch = self.flash.repeated_forward(q, k, v, into, options)
+                keep(repeated, key, launch)
+            return into
+
+        modes: tuple[Mode, ...] = ("write",) if self.flash.writes else ("return",)
+        return Forward(run, modes, marks=is_band and params.needs_lse)
+
+    def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
+        """Return the launch of the backward of items, each of which is repeated likewise."""
+        del adds  # libraries round the gradients of each launch
+        return one_by_one(items, [self._backward_of(item, params) for item in items])
+
+    def _backward_of(self, item: WorkItem, params: KernelParams) -> ItemGrads:
+        """Return the launch of an item's backward."""
+        is_band = item.cu_q is None and item.tiles is None and not params.segment_ids
+        repeated: dict[object, BackwardLaunch | None] = {}
+
+        def run(
+            rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, dst: Tensor | None
+        ) -> Grads:
+            q, k, v, (dout, out, lse, _) = rows.q, columns.k, columns.v, upstream
+            if dst is None or not is_band or not self.flash.writes:
+                return self._grads(rows, columns, upstream, item, params, dst)
+            key, lse = tensors_key(dout, q, k, v, out, lse, dst), lse.contiguous()
+            if (launch := repeated.get(key)) is not None:
+                return Grads(*launch(dout, q, k, v, out, lse, dst), None)
+            grads = self._grads(rows, columns, upstream, item, params, dst)
+            if key not in repeated and not is_capturing():
+                launch = None
+                if self._takes_as_is("backward", rows, columns, item, dout, out):
+                    options = _options(item, params)
+                    launch = self.flash.repeated_backward(dout, q, k, v, out, lse, options, dst)
+                keep(repeated, key, launch)
+            return grads
+
+        return run
+
+    def _attend(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         out: AttentionState | None = None,
     ) -> AttentionState:  # fmt: skip
@@ -117,15 +180,11 @@ class FlashKernel(Kernel):
         q, k, v = rows.q, columns.k, columns.v
         if item.cu_q is None:
             options = _with_mods(_options(item, params), rows, columns, item, params)
-            if out is not None and not params.needs_lse:
-                return AttentionState(
-                    *self._forward(q, k, v, options._replace(needs_lse=False), out)
-                )
             result, lse = self._forward(q, k, v, options, out)
             # Every row of a band sees something: plans cut others off. Other masks leave them in.
-            if options.mods is not None and options.mods.masked is not None:
-                return AttentionState(result, _mark_nonfinite_where_seen(result, lse))
-            return AttentionState(result, mark_infinities(lse))
+            if options.mods is not None and options.mods.masked is not None and options.needs_lse:
+                lse = _mark_nonfinite_where_seen(result, lse)
+            return AttentionState(result, lse)
         # With documents libraries take packed rows: the batch's sequences one after the other.
         batch, device = q.shape[0], q.device
         options = _options(
@@ -144,48 +203,6 @@ class FlashKernel(Kernel):
             result = result.masked_fill(unseen[:, None, None], 0.0)
         return AttentionState(result, lse)
 
-    def prepare_forward(
-        self, rows: QueryBlock, columns: KeyBlock, dst: AttentionState, item: WorkItem,
-        params: KernelParams,
-    ) -> ForwardLaunch | None:  # fmt: skip
-        """Return the library's launch of a band, if nothing has to be padded, copied or cut."""
-        q, k, v = rows.q, columns.k, columns.v
-        if not self._takes_as_is("forward", rows, columns, item):
-            return None
-        options = _with_mods(_options(item, params), rows, columns, item, params)
-        return self.flash.prepare_forward(
-            q, k, v, dst, options._replace(needs_lse=params.needs_lse)
-        )
-
-    def prepare_backward(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, dq: Tensor,
-        item: WorkItem, params: KernelParams,
-    ) -> ItemBackward | None:  # fmt: skip
-        """Return the library's backward of a band, if nothing has to be padded, copied or cut."""
-        q, k, v, (dout, out, lse, _) = rows.q, columns.k, columns.v, upstream
-        if not self._takes_as_is("backward", rows, columns, item, dout, out):
-            return None
-        options = _options(item, params)
-        launch = self.flash.prepare_backward(dout, q, k, v, out, lse.contiguous(), options, dq)
-        if launch is None:
-            return None
-
-        def run(
-            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor
-        ) -> tuple[Tensor, Tensor]:
-            return launch(q, k, v, dout, out, lse.contiguous(), dq)
-
-        return run
-
-    def prepare_partial(
-        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams
-    ) -> tuple[PartialForward, PartialBackward] | None:
-        """Return the library's launches of a band, if nothing has to be padded, copied or cut."""
-        directions: tuple[Direction, ...] = "forward", "backward"
-        if not all(self._takes_as_is(one_way, rows, columns, item) for one_way in directions):
-            return None
-        return self.flash.prepare_partial(rows.q, columns.k, _options(item, params))
-
     def _takes_as_is(
         self, direction: Direction, rows: QueryBlock, columns: KeyBlock, item: WorkItem,
         *others: Tensor,
@@ -197,13 +214,9 @@ class FlashKernel(Kernel):
         are_ready = all(map(is_aligned, (q, k, v, *others)))
         return is_band and fits and rows.slopes is None and are_ready and not self._pieces(item)
 
-    def mark_nonfinite(self, lse: Tensor) -> None:
-        """Write NaN into ``lse`` where it is infinite: a score was not finite there."""
-        mark_infinities(lse)
-
-    def grads(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
-        out: Tensor | None = None,
+    def _grads(
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem,
+        params: KernelParams, out: Tensor | None = None,
     ) -> Grads:  # fmt: skip
         """Return the item's gradients, in one launch or in one for each of its pieces."""
         pieces = self._pieces(item)
@@ -294,7 +307,7 @@ class FlashKernel(Kernel):
         state = unseen_state(rows.q, columns.v.shape[3])
         for piece in pieces:
             piece_state = state.take(piece.q_slice)
-            result = self.attend(
+            result = self._attend(
                 rows.take(piece.q_slice), columns.take(piece.k_slice), piece, params
             )
             piece_state.out.copy_(result.out)
@@ -315,7 +328,7 @@ class FlashKernel(Kernel):
                 columns.take(piece.k_slice),
                 upstream.take(piece.q_slice),
             )
-            grads = self.grads(*operands, piece, params)
+            grads = self._grads(*operands, piece, params)
             dq[:, piece.q_slice].copy_(grads.dq)
             dk[:, piece.k_slice].add_(grads.dk)
             dv[:, piece.k_slice].add_(grads.dv)
@@ -353,8 +366,9 @@ def _options(
 ) -> LaunchOptions:
     """Return a launch's options, with the item's own window if none is given."""
     return LaunchOptions(
-        params.scale, params.softcap, window or item.window, documents, params.deterministic
-    )
+        params.scale, params.softcap, window or item.window, documents, params.deterministic,
+        needs_lse=params.needs_lse,
+    )  # fmt: skip
 
 
 def _with_mods(
@@ -378,11 +392,11 @@ def _with_mods(
             q_k_offset = rows.runs[0].position - columns.runs[0].position
     is_causal = q_k_offset is not None and item.lo is not None and item.lo + q_k_offset >= 0
     masked = item if segments is not None or item.tiles is not None else None
-    if masked is None and rows.slopes is None and params.sinks is None:
+    if masked is None and rows.slopes is None and rows.sinks is None:
         return options
     geometry = None if item.tiles is None else params.blocks
     mods = Mods(
-        masked, segments, geometry, rows.slopes, positions, q_k_offset, is_causal, params.sinks
+        masked, segments, geometry, rows.slopes, positions, q_k_offset, is_causal, rows.sinks
     )
     return options._replace(window=options.window if masked is None else (None, None), mods=mods)
 

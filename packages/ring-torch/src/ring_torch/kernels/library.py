@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Literal, NamedTuple, Protocol
 
@@ -93,38 +94,13 @@ class LaunchOptions(NamedTuple):
     needs_lse: bool = True
 
 
-class ForwardLaunch(Protocol):
-    """A forward launch that was prepared for tensors of certain shapes, strides and alignment."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, /
-    ) -> None:
-        """Write ``out [B, n, H, Dv]`` and ``lse [B, H, n]``; ``sinks`` are float32 ``[H]``."""
-
-
-class ItemBackward(Protocol):
-    """A backward launch that was prepared for tensors of certain shapes, strides and alignment."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, /
-    ) -> tuple[Tensor, Tensor]:
-        """Write ``dq``, and return ``(dk, dv)``."""
-
-
-class PartialForward(Protocol):
-    """A forward launch, prepared for tensors alike, whose results are of some keys of a row."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Return ``out [B, n, H, Dv]`` and ``lse [B, H, n]`` in memory of their own."""
-
-
-class PartialBackward(Protocol):
-    """A backward launch, prepared for tensors alike, whose gradients are of some keys of a row."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, /
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(dq, dk, dv)`` in memory of their own."""
+#: A forward for tensors alike, ``(q, k, v, out, lse, sinks)``, that writes ``out`` and ``lse``.
+ForwardLaunch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
+#: A backward for tensors alike, ``(dout, q, k, v, out, lse, dq)`` to ``(dq, dk, dv)``; it writes
+#: ``dq``.
+BackwardLaunch = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]
+]
 
 
 class HeadDims(NamedTuple):
@@ -171,24 +147,20 @@ class FlashLibrary(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return ``(dq, dk, dv)`` from the final ``out`` and ``lse``; ``dq`` may be ``dst``."""
 
-    def prepare_forward(
+    @property
+    def writes(self) -> bool:
+        """True if results are written into ``dst``."""
+        return False
+
+    def repeated_forward(
         self, _q: Tensor, _k: Tensor, _v: Tensor, _dst: AttentionState, _options: LaunchOptions, /
     ) -> ForwardLaunch | None:
-        """Return a forward for later calls with tensors like these, if there is a shorter way."""
+        """Return a shorter way for later calls with tensors like these, of which one has run."""
         return None
 
-    def prepare_backward(
+    def repeated_backward(
         self, _dout: Tensor, _q: Tensor, _k: Tensor, _v: Tensor, _out: Tensor, _lse: Tensor,
         _options: LaunchOptions, _dst: Tensor, /,
-    ) -> ItemBackward | None:  # fmt: skip
-        """Return a backward for later calls with tensors like these, if there is a shorter way."""
-        return None
-
-    def prepare_partial(
-        self, _q: Tensor, _k: Tensor, _options: LaunchOptions, /
-    ) -> tuple[PartialForward, PartialBackward] | None:
-        """Return both launches of a part for later calls with tensors like these.
-
-        A library that writes into memory of the caller has :meth:`prepare_forward` instead.
-        """
+    ) -> BackwardLaunch | None:  # fmt: skip
+        """Return a shorter way for later calls with tensors like these, of which one has run."""
         return None

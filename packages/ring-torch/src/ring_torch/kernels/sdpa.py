@@ -11,21 +11,24 @@ All multiply masked weights, which are 0, with the values they belong to, and th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Request, RingProgram, WorkItem
-from ring_torch.kernels.api import AccumulatingKernel
+from ring_torch.capture import capture_safe_cache
+from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
 from ring_torch.kernels.library import (
     FlashLibrary,
     LaunchOptions,
-    PartialBackward,
-    PartialForward,
     capability,
     rounded_to_8,
 )
+from ring_torch.launches.launch import Backward, Forward, merging, summed
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -41,7 +44,7 @@ _WIDE = 128  # head dims above, and different ones for QK and V, need Hopper and
 _WIDE_FROM = 91900  # version of cuDNN that has them
 
 
-class CpuFlashKernel(AccumulatingKernel):
+class CpuFlashKernel(Kernel):
     """Kernel ``sdpa`` on the CPU: torch's flash attention, for full and square causal items.
 
     In half precision its exponential is approximate and costs ``lse`` 5e-5, more than the rounding
@@ -53,20 +56,25 @@ class CpuFlashKernel(AccumulatingKernel):
         name="sdpa", devices=("cpu",), dtypes=("float64", "float32"), bands="causal"
     )
 
-    def attend_into(
-        self,
-        rows: QueryBlock,
-        columns: KeyBlock,
-        item: WorkItem,
-        params: KernelParams,
+    def forward(self, item: WorkItem, params: KernelParams) -> Forward:
+        """Return the launch of an item's forward, which merges."""
+        return merging(partial(self.attend, item, params))
+
+    def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
+        """Return the launch of the backward of items."""
+        launches = [partial(self.differentiate, item, params) for item in items]
+        return summed(items, launches, params, adds=adds)
+
+    def attend(
+        self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
         into: AttentionState,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Attend and merge into ``into``, without repeating K/V for grouped query heads.
 
         The operator is called once for each query head of a K/V head.
         """
         if _reads_nonfinite(item, rows.q, columns.k, columns.v):
-            EagerKernel().attend_into(rows, columns, item, params, into)
+            EagerKernel().attend(item, params, rows, columns, into)
             return
         # Each call has one query head of every K/V head; their accumulators are apart.
         for heads, (q, k, v) in _head_groups(rows.q, columns):
@@ -77,14 +85,15 @@ class CpuFlashKernel(AccumulatingKernel):
             own_heads = AttentionState(into.out[:, :, heads], into.lse[:, heads])
             own_heads.merge(out.transpose(1, 2), lse)
 
-    def grads_into(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
-        row_grads: QueryGrads, column_grads: KeyGrads,
+    def differentiate(
+        self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
+        upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """Add the item's gradients to the accumulators."""
         value_tensors = columns.v, upstream.dout, upstream.out
         if _reads_nonfinite(item, rows.q, columns.k, *value_tensors):
-            EagerKernel().grads_into(rows, columns, upstream, item, params, row_grads, column_grads)
+            grads = row_grads, column_grads
+            EagerKernel().differentiate(item, params, rows, columns, upstream, *grads)
             return
         # Query heads that share a K/V head add to the same dK and dV, call by call.
         for heads, (q, k, v) in _head_groups(rows.q, columns):
@@ -155,9 +164,9 @@ class Cudnn(FlashLibrary):
         self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, _dst: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)``, allocated by torch."""
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, _is_causal(q, options), False,
-            scale=options.scale,
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0,
+            _is_causal(q, options), False, scale=options.scale,
         )  # fmt: skip
         return out.transpose(1, 2), lse.view(lse.shape[:3])
 
@@ -179,48 +188,19 @@ class Cudnn(FlashLibrary):
             lse = torch.cat([lse, lse], dim=2)
             dq, dk, dv = self.backward(dout, q, k, v, out, lse, causal, None)
             return dq[:, :1], dk[:, :1], dv[:, :1]
-        state = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's state
-        grads = aten._scaled_dot_product_cudnn_attention_backward(
-            *(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse.unsqueeze(-1), state, state,
-            None, None, None, q.shape[1], k.shape[1], 0.0, _is_causal(q, options),
-            scale=options.scale,
+        state = _no_dropout(q.device)
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
+            dout.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+            out.transpose(1, 2), lse.unsqueeze(-1), state, state, None, None, None, q.shape[1],
+            k.shape[1], 0.0, _is_causal(q, options), scale=options.scale,
         )  # fmt: skip
-        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
-        return dq, dk, dv
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
-    def prepare_partial(
-        self, q: Tensor, k: Tensor, options: LaunchOptions
-    ) -> tuple[PartialForward, PartialBackward] | None:
-        """Return torch's operators without what is looked up in each call.
 
-        It is ``None`` for a single query and a single key, which :meth:`backward` has to pad.
-        """
-        queries, keys = q.shape[1], k.shape[1]
-        if queries == keys == 1:
-            return None
-        is_causal, scale = _is_causal(q, options), options.scale
-        attend = aten._scaled_dot_product_cudnn_attention.default
-        differentiate = aten._scaled_dot_product_cudnn_attention_backward.default
-        state = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's, which is not read
-
-        def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            out, lse, *_ = attend(
-                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, is_causal,
-                False, scale=scale,
-            )  # fmt: skip
-            return out.transpose(1, 2), lse.squeeze(3)
-
-        def backward(
-            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            dq, dk, dv = differentiate(
-                dout.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-                out.transpose(1, 2), lse.contiguous().unsqueeze(3), state, state, None, None, None,
-                queries, keys, 0.0, is_causal, scale=scale,
-            )  # fmt: skip
-            return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-        return forward, backward
+@capture_safe_cache(maxsize=16)
+def _no_dropout(device: torch.device) -> Tensor:
+    """Return the state of a dropout that there is not; nothing reads it."""
+    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _is_causal(q: Tensor, options: LaunchOptions) -> bool:

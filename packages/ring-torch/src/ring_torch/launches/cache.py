@@ -8,7 +8,7 @@ from weakref import ref
 
 from torch import Tensor
 
-_MOST = 16  # keys of a cache
+_MOST = 256  # keys of a cache
 
 
 def tensors_key(*tensors: Tensor | None) -> object:

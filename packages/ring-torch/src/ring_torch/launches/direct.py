@@ -18,6 +18,8 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from ring_torch.launches.cache import keep
+
 #: Versions of Triton whose compiled kernels are launched as :class:`DirectKernel` does.
 VERSIONS = ("3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
 _MOST_LAUNCHES = 1024
@@ -148,24 +150,28 @@ class Arguments(NamedTuple):
     constants: dict[str, Any]
 
 
-class RepeatedLaunch:
-    """A launch of a kernel whose arguments begin with tensors, for tensors like those of the first.
+class RepeatedKernel:
+    """A kernel whose arguments begin with tensors, launched directly for tensors like earlier ones.
 
-    They have the same shapes, strides, dtypes and alignment to 16 bytes.
+    They are alike in shapes, strides, dtypes, device and alignment to 16 bytes; all else that the
+    arguments depend on is static.
     """
 
     def __init__(self, kernel: DirectKernel, arguments_of: Callable[..., Arguments]) -> None:
-        """Take the kernel, and a function from the tensors to the arguments behind them."""
+        """Take the kernel, and a function from tensors and static values to what follows them."""
         self._kernel, self._arguments_of = kernel, arguments_of
-        self._launch: PreparedLaunch | None = None
+        self._launches: dict[object, PreparedLaunch | None] = {}
 
-    def __call__(self, *tensors: Tensor) -> None:
-        """Launch; the arguments are worked out once."""
-        if self._launch is not None and not has_launch_hooks():
-            self._launch(dict(enumerate([x.data_ptr() for x in tensors])))
+    def __call__(self, *tensors: Tensor, **static: Any) -> None:
+        """Launch; arguments are worked out once."""
+        facts = [(x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors]
+        key = tensors[0].device, *static.values(), *facts
+        launch = self._launches.get(key)
+        if launch is not None and not has_launch_hooks():
+            launch(dict(enumerate([x.data_ptr() for x in tensors])))
             return
-        grid, integers, constants = self._arguments_of(*tensors)
-        self._launch = self._kernel.launch(grid, *tensors, *integers, **constants)
+        grid, integers, constants = self._arguments_of(*tensors, **static)
+        keep(self._launches, key, self._kernel.launch(grid, *tensors, *integers, **constants))
 
 
 def _key_and_values(

@@ -15,7 +15,7 @@ from ring_core import LayoutSpec, Request, RingProgram, StrategyConfig, Unsuppor
 from ring_core.programs.grid import RankGrid
 from ring_core.viz.text import heading
 from ring_torch import transports
-from ring_torch.call import Call, Resolution, Strategy, StrategySpec
+from ring_torch.call import Call, Strategy, StrategySpec
 from ring_torch.comm.groups import default_device
 from ring_torch.comm.ranks import Ranks
 from ring_torch.records import Inputs
@@ -38,17 +38,18 @@ def strategy_names() -> tuple[str, ...]:
     return ("auto", *(spec.name for spec in STRATEGIES))
 
 
-def resolve(spec: StrategySpec, resolution: Resolution, *, sinks: bool) -> Strategy:
-    """Return the object that runs both passes of a strategy on a rank.
+def resolve(
+    spec: StrategySpec, call: Call, inner: Call | None, grid: RankGrid | None
+) -> Strategy:
+    """Return the object that runs both passes of a call, which has none yet, on its rank.
 
     A call of one rank whose plan is a single launch gets a :class:`Single`, whatever the strategy,
     unless :func:`only_item` says that it needs more.
     """
-    item = only_item(resolution, sinks=sinks)
+    item = only_item(call)
     if item is None:
-        return spec.resolve(resolution)
-    is_plain = resolution.is_plain and item.cu_q is None and item.tiles is None
-    return Single(item, spec.name, resolution.kernel.prepares and is_plain)
+        return spec.resolve(call, inner, grid)
+    return Single.of(spec.name, item, call)
 
 
 def ways(strategy: str = "auto", transport: str = "auto") -> Iterator[Way]:

@@ -8,25 +8,25 @@ Rows move in pieces. The next piece is in flight while one is computed, so a hel
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 from torch import Tensor
 
 from ring_core import RingProgram, WorkItem
+from ring_core.programs.grid import RankGrid
 from ring_core.programs.ring import Stage, offload_pieces
-from ring_torch.call import Call, StrategySpec, zero_row_grads
+from ring_torch.accumulate import Accumulator, Joins, Rows, joins_of, merge
+from ring_torch.call import Call, StrategySpec
 from ring_torch.comm.ranks import DONE, Ranks, Transfer
-from ring_torch.kernels.api import merge_into
+from ring_torch.launches.launch import Backward, Forward
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
     Inputs,
     KeyBlock,
     QueryBlock,
-    QueryGrads,
-    empty_state,
 )
 from ring_torch.strategies.ring import Ring, RingStep, RotatingKeyGrads, ring_steps
 from ring_torch.transports.api import Traffic
@@ -82,17 +82,25 @@ def offload_pieces_of(
     return tuple(map(pieces, stages))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Balanced(Ring):
     """Strategy ``balanced``: a ring in which idle ranks compute for the queries of busy ones.
 
     In the backward helpers also get dout, out, lse and delta of the rows they compute for, and send
     dQ back. Their part of dK/dV is of their own K/V and stays.
+
+    Attributes:
+        forward_pieces: The pieces of each step of the forward.
+        backward_pieces: The same of the backward.
+        lent: The launches of items for other ranks' queries, and how their results are kept.
+        lent_backward: The launches of their backward.
     """
 
     name: str = "balanced"
-    forward_pieces: tuple[Pieces, ...] = ()  # of each step
-    backward_pieces: tuple[Pieces, ...] = ()
+    forward_pieces: tuple[Pieces, ...]  # of each step
+    backward_pieces: tuple[Pieces, ...]
+    lent: Mapping[WorkItem, tuple[Forward, Joins]]
+    lent_backward: Mapping[WorkItem, Backward]
 
     def __post_init__(self) -> None:
         """Check that both passes have pieces for each step, perhaps none: all steps are asked."""
@@ -100,43 +108,57 @@ class Balanced(Ring):
         assert len(self.backward_pieces) == len(self.backward_steps)
 
     @classmethod
-    def of(cls, program: RingProgram, rank: int, *, prepares: bool = False) -> Self:
-        """Make the steps of both passes for a rank; launches are not prepared."""
-        del prepares
-        forward, backward = program.forward, program.backward
-        return cls(
-            _own_work(program, rank, forward), _own_work(program, rank, backward),
-            forward_pieces=offload_pieces_of(program, rank, forward),
-            backward_pieces=offload_pieces_of(program, rank, backward),
+    def of(cls, call: Call, _inner: Call | None = None, _grid: RankGrid | None = None) -> Self:
+        """Make the steps of both passes of a call for its rank."""
+        program, rank, params = call.program, call.ranks.rank, replace(call.params, needs_lse=True)
+        passes = program.forward, program.backward
+        forward, backward = (offload_pieces_of(program, rank, stages) for stages in passes)
+        lent, lent_back = (
+            [item for pieces in steps for piece in pieces for item in piece.items]
+            for steps in (forward, backward)
+        )
+        launches = {}
+        for item in lent:
+            launch, length = call.kernel.forward(item, params), item.q_stop - item.q_start
+            whole = replace(item, q_start=0, q_stop=length)  # the rows that come are its own
+            # Results travel in the accumulators' dtype: the owner merges them.
+            launches[item] = launch, joins_of([(launch, whole)], call.dtype, length, resumes=True)
+        return cls.of_steps(
+            call, *(_own_work(program, rank, stages) for stages in passes), resumes=True,
+            forward_pieces=forward, backward_pieces=backward, lent=launches,
+            lent_backward={item: call.kernel.backward([item], params, adds=True) for item in lent_back},
         )  # fmt: skip
 
     def offload_forward(
         self, call: Call, inputs: Inputs, keys: Sequence[Tensor], rows: QueryBlock,
-        into: AttentionState,
+        results: Accumulator,
     ) -> Iterator[None]:  # fmt: skip
-        """Return the exchange of queries and results; results for ``rows`` merge into ``into``."""
-        own = call.columns(call.ranks.rank, keys)
+        """Return the exchange of queries and results; those for ``rows`` merge into ``results``."""
+        own, into = call.columns(call.ranks.rank, keys), results.state
 
         def attend(item: WorkItem, tensors: list[Tensor]) -> AttentionState:
             """Attend to own K/V with another rank's rows; the result is merged there, not here."""
-            peer_rows = remote_rows(call, item, rows, tensors)
-            result = empty_state(peer_rows.q, inputs.v.shape[3])
-            if peer_rows.q.shape[0] > 0:
-                columns = own.take(item.k_slice)
-                call.kernel.attend_into(peer_rows, columns, item, call.params, result)
-            return result
+            peer_rows, (launch, joins) = remote_rows(call, item, rows, tensors), self.lent[item]
+            result = Accumulator(joins, peer_rows.q, inputs.v.shape[3])
+            result.attend(0, launch, peer_rows, own.take(item.k_slice))
+            return result.finish()
+
+        def add(tokens: slice, tensors: list[Tensor]) -> None:
+            """Merge results that a helper sent home for a slice of this rank's rows."""
+            rows_of_helper = (0, tokens.stop - tokens.start)
+            merge(into.take(tokens), tensors[0], tensors, spans=(rows_of_helper,))
 
         return remote_queries(
             call.ranks, self.forward_pieces,
             take=lambda tokens: rows_tensors(rows.take(tokens)),
             compute=attend,
             results_like=into.take,
-            add=lambda tokens, tensors: merge_into(into.take(tokens), *tensors),
+            add=add,
         )  # fmt: skip
 
     def offload_backward(
         self, call: Call, own: KeyBlock, upstream: BackwardInputs, rows: QueryBlock,
-        row_grads: QueryGrads, key_grads: RotatingKeyGrads,
+        row_sums: Rows, key_grads: RotatingKeyGrads,
     ) -> Iterator[None]:  # fmt: skip
         """Return the exchange of queries and dQ; gradients of own K/V are added to their sums."""
         own_grads = key_grads.grads(own=True)
@@ -145,21 +167,19 @@ class Balanced(Ring):
         def differentiate(item: WorkItem, tensors: list[Tensor]) -> list[Tensor]:
             """Compute dQ and, if any, dbias for another rank's rows; dK/dV go to own sums."""
             peer_rows = remote_rows(call, item, rows, tensors)
-            grads = zero_row_grads(call, peer_rows)
+            sums = call.row_sums(peer_rows, "add")
             if peer_rows.q.shape[0] > 0:
                 dout, out, lse, *delta = tensors[-num_upstream:]
                 peer_upstream = BackwardInputs(dout, out, lse, delta[0] if delta else None)
                 # Own sums stay at home while this step's launches for own rows may add to them,
                 # too: both are on one stream.
-                into = own_grads.take(item.k_slice)
-                call.kernel.grads_into(
-                    peer_rows, own.take(item.k_slice), peer_upstream, item, call.params, grads, into
-                )
+                self.lent_backward[item].run(peer_rows, [own], peer_upstream, sums, own_grads)
+            grads = sums.whole(), sums.dbias
             return [x for x in grads if x is not None]
 
         def add(tokens: slice, tensors: list[Tensor]) -> None:
             """Add the gradients that a helper sent home for a slice of this rank's rows."""
-            totals = [x for x in row_grads.take(tokens) if x is not None]
+            totals = [x for x in row_sums.take(tokens) if x is not None]
             # A row may be helped in several steps; its sum grows in the order of the pieces on
             # every run.
             for total, x in zip(totals, tensors, strict=True):
@@ -172,7 +192,7 @@ class Balanced(Ring):
                 *[x for x in upstream.take(tokens) if x is not None],
             ],
             compute=differentiate,
-            results_like=lambda tokens: [x for x in row_grads.take(tokens) if x is not None],
+            results_like=lambda tokens: [x for x in row_sums.take(tokens) if x is not None],
             add=add,
         )  # fmt: skip
 
@@ -306,7 +326,9 @@ def remote_rows(call: Call, item: WorkItem, local: QueryBlock, tensors: list[Ten
     index, position, _ = [
         None if x is None else x[item.q_slice] for x in call.positions(item.q_rank)
     ]
-    return QueryBlock(q, index, position, segments, bias, local.slopes, bias_shift=shift)
+    return local._replace(
+        q=q, indices=index, position=position, segments=segments, bias=bias, runs=(), bias_shift=shift
+    )
 
 
 def _query_bytes(call: Call, inputs: Inputs, *, forward: bool) -> int:
@@ -337,6 +359,4 @@ def _result_bytes(call: Call, inputs: Inputs, *, forward: bool) -> int:
     return (batch * heads * dim + bias) * call.acc_dtype.itemsize
 
 
-BALANCED = StrategySpec(
-    "balanced", lambda resolution: Balanced.of(resolution.program, resolution.ranks.rank)
-)
+BALANCED = StrategySpec("balanced", Balanced.of)

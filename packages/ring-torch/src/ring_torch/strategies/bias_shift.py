@@ -84,7 +84,7 @@ def _all_key_ids(call: Call, inputs: Inputs) -> Tensor | None:
     if k_ids is None:
         return None
     # The strategy checks the call with the peers as well, but later, when it sends K/V.
-    agree(ranks, call.number, call.params.dropout_seed, call.forward_signature, call.device)
+    agree(ranks, call.number, call.seed, call.forward_signature, call.device)
     # Nothing of the strategy is in flight yet: its first messages come after this exchange on every
     # rank, so none is taken for another.
     (ids_of_ranks,) = exchange(ranks, [[k_ids] * ranks.size], call.device)

@@ -1,9 +1,16 @@
 """Strategy ``gather``: a rank fetches all K/V that its queries see into one buffer.
 
-Every query row meets all its keys in a single launch, so nothing is merged and results are rounded
-as on one device. K/V are fetched in the order in which the launches need them. Where most rows see
-keys of their own rank only, these rows are launched over the rank's own K/V, without copying them:
-first in the forward, while fetches are in flight, and last in the backward.
+A kernel that can mask any band meets all keys of a query row in a single launch, so nothing is
+merged and results are rounded as on one device. K/V are fetched in the order in which the launches
+need them. Where most rows see keys of their own rank only, these rows are launched over the rank's
+own K/V, without copying them.
+
+A kernel that can mask only some bands takes two stages: the rank's own K/V are not in the buffer.
+It attends to them while those of other ranks arrive, then to these in full rectangles, and the
+results of a row are merged.
+
+Launches over own K/V come first in the forward, while fetches are in flight, and last in the
+backward, while dK/dV travel home.
 
 Heads may be cut into groups, so that transfers hide behind kernels: while kernels run for one
 group, K/V of the next arrive and dK/dV of the one before travel home. Only the first group's fetch
@@ -12,59 +19,155 @@ and the last group's return have no other group's kernels beside them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import pairwise, repeat
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ring_core import GatherProgram, gather_program, gather_refusals
-from ring_core.choose.gathering import memory_refusals
+from ring_core import GatherProgram, WorkItem, gather_program, gather_refusals, longest_gather
+from ring_core.base.arguments import not_none
+from ring_core.choose.gathering import MAX_SAVED_BYTES, memory_refusals
 from ring_core.programs.gather import Fetch
-from ring_torch.buffers import ONE_GROUP, KeyGradBuffer
-from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec
-from ring_torch.capture import is_capturing
-from ring_torch.launches.cache import keep, tensors_key
+from ring_core.programs.grid import RankGrid
+from ring_core.viz.text import figure
+from ring_torch.accumulate import Accumulator, Columns, Joins, Segments, joins_of, segments_of
+from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, Shapes
+from ring_torch.call import Call, Saved, Strategy, StrategySpec
+from ring_torch.capture import NO_CONTEXT
+from ring_torch.kernels.api import OwnSpans
+from ring_torch.launches.launch import Backward, Forward
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
     Grads,
     Inputs,
+    KeyBlock,
     KeyGrads,
-    QueryGrads,
-    folded,
     head_group,
-    unseen_state,
-    zero_bias_grad,
 )
-from ring_torch.strategies.gather_launches import (
-    attend_group,
-    attend_parts,
-    differentiate,
-    differentiate_in_place,
-    items_in_place,
-    keys_by_group,
-    launch_parts,
+from ring_torch.transports.api import (
+    GatherSession,
+    IndexMap,
+    PendingGrads,
+    Traffic,
+    add_staged,
+    as_in_shard,
+    gathered_traffic,
 )
-from ring_torch.strategies.head_groups import head_groups_of
-from ring_torch.strategies.prepared import (
-    PreparedBackward,
-    PreparedLaunches,
-    prepare_backward,
-    prepare_forward,
-)
-from ring_torch.strategies.two_stage import GatheringStrategy, TwoStageGather
-from ring_torch.transports.api import GatherSession, IndexMap, PendingGrads, add_staged, as_in_shard
+
+#: Least FLOPs of a forward for each group of heads: about 1.5 ms on an H200. With shorter groups
+#: the host cannot launch ahead of the GPU.
+GROUP_FLOPS = 1e12
+MOST_GROUPS = 4
+
+#: Bytes fetched per FLOP of a forward above which heads are cut into groups. It is the ratio of
+#: four ranks with as many K/V heads as query heads at 128k tokens. Below, fetches hide behind the
+#: launches of a single group, and more launches do not pay.
+MIN_BYTES_PER_FLOP = 1e-4
+
+#: Most bytes of own dK/dV in float32 that a group of heads may take in a backward where some rows
+#: see own keys only. Above, heads are cut into more groups; sums of dQ shrink with them.
+MOST_SUM_BYTES = 1 << 28
+
+#: FLOPs of a forward above which dK/dV travel home in two parts, the first beside a launch.
+EARLY_RETURN_FLOPS = 3e11
+
+#: Rounds flat sums of own keys into dK and dV.
+Rounding = Callable[[Tensor, Tensor, Tensor], object]
 
 
-@dataclass(frozen=True)
-class Gather(GatheringStrategy):
-    """Strategy ``gather`` for kernels that can mask any band, so that one launch sees all keys."""
+Wait = Callable[[int], object]
+Launching = Callable[[], AbstractContextManager[object]]
 
-    head_major: bool = False  # True if backwards are split: sums of dK/dV are in the kernel's order
-    adds_sinks: bool = False  # True if launches add the sinks, which else are added at the end
-    launches: PreparedLaunches = field(default_factory=PreparedLaunches, compare=False)
+
+class Work(NamedTuple):
+    """A forward launch.
+
+    Attributes:
+        number: Its place among all launches, those over own keys first.
+        launch: The launch.
+        item: Its item.
+        waits_for: How many fetches must have arrived.
+    """
+
+    number: int
+    launch: Forward
+    item: WorkItem
+    waits_for: int
+
+
+class Part(NamedTuple):
+    """Backward launches over gathered keys, after which gradients are sent home.
+
+    Attributes:
+        launch: The launches.
+        before_last_item: Which gradients are sent after them, see
+            :meth:`ring_torch.transports.api.GatherSession.return_grads`.
+        overlapped: True if more launches follow that can hide the transfer.
+    """
+
+    launch: Backward
+    before_last_item: bool | None
+    overlapped: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gather(Strategy):
+    """Strategy ``gather``: the launches of both passes over gathered and over own keys.
+
+    The forward saves the gathered K/V if they are few on every rank; otherwise the backward fetches
+    them again.
+
+    Attributes:
+        gather: What is fetched, in which order.
+        groups: Groups of heads.
+        saves: True if the forward saves the gathered K/V.
+        adds_sinks: True if launches add the sinks, which else are added at the end.
+        by_parts: True if heads of a group may arrive, and be launched, in parts.
+        own_work: The forward's launches over own K/V where they lie.
+        work: Those over gathered keys.
+        joins: How their results come together.
+        parts: The backward's launches over gathered keys, for all groups of heads but the last.
+        last_parts: Those for the last group.
+        own_launch: The backward's launches over own keys.
+        rows: How launches leave dQ of their rows.
+        whole_rows: True if each row is in a launch.
+        zero: True if sums over gathered keys begin with zeros.
+        segments: What launches overwrite, as no launch before has written it.
+        overwrites_own: True if that is all sums over own keys.
+        head_major: True if backwards are split: sums of dK/dV are in the kernel's order.
+        own_fetches: Fetches of own keys into the buffer.
+        rounding: Rounds sums of own keys in the buffer; ``None`` if not all of these are there.
+        own_rounding: Rounds sums of own keys that lie as in the shard.
+    """
+
+    name: str = "gather"
+    depends_on_kernel = True
+    gather: GatherProgram
+    groups: HeadGroups
+    saves: bool
+    adds_sinks: bool
+    by_parts: bool
+    own_work: tuple[Work, ...]
+    work: tuple[Work, ...]
+    joins: Joins
+    parts: tuple[Part, ...]
+    last_parts: tuple[Part, ...]
+    own_launch: Backward
+    rows: Literal["write", "add", "wait"]
+    whole_rows: bool
+    zero: bool
+    segments: Segments
+    overwrites_own: bool
+    head_major: bool
+    own_fetches: tuple[Fetch, ...]
+    rounding: Rounding | None
+    own_rounding: Rounding
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``, ``out`` in the inputs' dtype or wider, and what it saves.
@@ -72,73 +175,57 @@ class Gather(GatheringStrategy):
         That is K/V of each group, or nothing if ``saves`` is false: if there is no backward, or if
         K/V are so large that the backward fetches them again.
         """
-        groups = self.groups.forward
-        takes_sinks = self.adds_sinks and inputs.sinks is not None
+        gather, groups = self.gather, self.groups.forward
         session = call.open_session(
-            call.forward_signature, self.gather, groups=groups,
-            by_parts=self.prepares and not takes_sinks,
+            call.forward_signature, gather, groups=groups,
+            by_parts=self.by_parts,
         )  # fmt: skip
-        gather, keys = self.gather, session.spec.keys
-        fully_written = gather.num_rows == inputs.q.shape[1]
-        state = unseen_state(inputs.q, inputs.v.shape[3], fully_written=fully_written)
-        sinks = None
-        if takes_sinks and inputs.sinks is not None:
-            # Launches see all keys of a row, so the sinks join its softmax there, once.
-            sinks = folded(inputs.sinks, torch.float32)
-        key = tensors_key(inputs.q, sinks) if self.prepares else None
-        if (launches := self.launches.forward.get(key)) is not None:
-            saved: Saved = []
-            # A single group. The session may have work to do behind its launches, so the loop runs
-            # until the session ends.
-            for arriving in session.fetch(gather, inputs):
-                if arriving.parts:  # of which no launches are kept
-                    columns = call.gathered_columns(gather, keys, arriving.tensors)
-                    attend_parts(call, call.rows(inputs), columns, gather, arriving, state)
-                else:
-                    kv = partial(keys.columns, arriving.tensors)
-                    launches.run(inputs.q, kv, state, sinks, arriving.wait)
-                arriving.wait(None)
-                saved = [*arriving.tensors]
-            if call.params.needs_lse:
-                lse = state.lse if fully_written else state.lse.narrow(2, 0, gather.num_rows)
-                call.kernel.mark_nonfinite(lse)
-            return state, saved if self.saves else []
-        if sinks is not None:
-            call = call._replace(params=replace(call.params, sinks=sinks))
-        rows = call.rows(inputs)
-        results: list[AttentionState] = []
-        gathered: list[Tensor] = []
-        # The session keeps one group ahead: the fetches of group n + 1 are started before the
-        # launches of group n. Each group arrives in tensors of its own.
-        for n, arriving in enumerate(session.fetch(gather, inputs)):
-            gathered += arriving.tensors
-            columns = call.gathered_columns(gather, keys, arriving.tensors)
-            in_place = items_in_place(call, gather, inputs, n, groups)
-            group_rows, group_state = head_group(rows, n, groups), head_group(state, n, groups)
-            # Each launch waits for the fetches that it needs; later ones go on beside it.
-            results.append(
-                attend_parts(call, group_rows, columns, gather, arriving, group_state)
-                if arriving.parts
-                else attend_group(
-                    call, group_rows, columns, in_place, gather, arriving, group_state
-                )
-            )
+        rows, keys = call.rows(inputs, adds_sinks=self.adds_sinks), session.spec.keys
+        results = Accumulator(self.joins, inputs.q, inputs.v.shape[3])
+        gathered: Saved = []
+
+        def attend(
+            work: Iterable[Work], columns: KeyBlock, n: int, count: int, wait: Wait = _no_wait,
+            contexts: Iterable[Launching] = repeat(lambda: NO_CONTEXT),
+        ) -> None:  # fmt: skip
+            """Run launches for the ``n``-th of ``count`` groups, or parts, of heads."""
+            heads = head_group(rows, n, count)
+            state = None if count == 1 else head_group(results.state, n, count)
+            for (number, launch, item, waits_for), launching in zip(work, contexts, strict=False):
+                # Let each launch wait for its own fetches. Those of later items write other columns
+                # of the buffer meanwhile; peers copy from this rank's memory and need nothing from
+                # this loop.
+                if waits_for > 0:
+                    wait(waits_for)
+                operands = heads.take(item.q_slice), columns.take(item.k_slice)
+                with launching():
+                    results.attend(number, launch, *operands, state)
+
+        def attend_to_own_keys(n: int = 0) -> None:
+            """Queue launches over own K/V, which run while fetches are in flight."""
+            if self.own_work:
+                own = head_group(inputs, n, groups).key_tensors()
+                attend(self.own_work, call.columns(call.ranks.rank, own), n, groups)
+
+        # Fetches from all peers are in flight from here on. The session keeps one group ahead: the
+        # fetches of group n + 1 are started before the launches of group n, each into tensors of
+        # its own. What the session does after it comes behind these launches.
+        for n, arriving in enumerate(session.fetch(gather, inputs, attend_to_own_keys)):
+            if n > 0:
+                attend_to_own_keys(n)
+            columns, count = call.gathered_columns(gather, keys, arriving.tensors), len(arriving.parts)
+            if count == 0:
+                attend(self.work, columns, n, groups, arriving.wait)
+            # All keys of a part are there. Its longest launch goes first, and the others, and those
+            # of the next part, fill the multiprocessors that it leaves.
+            for m, contexts in enumerate(arriving.parts):
+                by_size = sorted(self.work, key=_size, reverse=True)
+                attend(by_size, head_group(columns, m, count), m, count, contexts=contexts)
             # All of the group has arrived, and this rank's own K/V have been read: the caller may
             # change them after this call.
             arriving.wait(None)
-        # A call that is captured into a CUDA graph may have run other launches than usual.
-        can_prepare = self.prepares and results[0] is state
-        if can_prepare and key not in self.launches.forward and not is_capturing():
-            items = list(zip(gather.items, gather.waits_for, strict=True))
-            launches = prepare_forward(call.kernel, rows, columns, state, items, call.params)
-            keep(self.launches.forward, key, launches)
-        if len(results) == 1:
-            state = results[0]
-        # Each group has widened its own copy: put the heads together again.
-        elif results[0].out.dtype != state.out.dtype:
-            outs, lses = zip(*results, strict=True)
-            state = AttentionState(torch.cat(outs, dim=2), torch.cat(lses, dim=1))
-        return state, gathered if self.saves else []
+            gathered += arriving.tensors
+        return results.finish(), gathered if self.saves else []
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """Return the gradients; dK and dV in the inputs' dtype.
@@ -149,150 +236,161 @@ class Gather(GatheringStrategy):
         have at most launches over own K/V in place beside them: these come after the others of
         their group, and have sums of their own.
         """
-        groups = self.groups.backward
-        session = call.open_session(call.backward_signature, self.gather, groups=groups)
-        gather, keys = self.gather, session.spec.keys
-        sums = KeyGradBuffer(keys, self.head_major)
-        # Hooks on saved tensors may return them anywhere in memory.
-        tensors = inputs.q, upstream.dout, upstream.out, upstream.lse, *saved
-        key = sums.head_major, tensors_key(*tensors)
-        del tensors
-        if (prepared := self.launches.backward.get(key)) is not None:
-            return self._repeat(call, inputs, upstream, saved, session, sums, prepared)
-        rows = call.rows(inputs)
-        items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
-        # Split backwards only add, so they need zeros; else the first launch of some columns
-        # overwrites them. Peers will read these sums: where they lie in memory of the session, it
-        # waits until nobody reads those of the pass before.
-        grad_sums = session.accumulators(gather, sums, zero=sums.head_major or len(items) == 0)
-        dbias = zero_bias_grad(rows, call.params, call.acc_dtype)
-        row_grads = QueryGrads(_dq(call, gather, rows.q), dbias)
+        gather, groups, rank = self.gather, self.groups.backward, call.ranks.rank
+        session = call.open_session(call.backward_signature, gather, groups=groups)
+        keys, rows = session.spec.keys, call.rows(inputs)
+        layout, is_empty = KeyGradBuffer(keys, self.head_major), rows.q.shape[0] == 0
+        # Peers will read these sums: where they lie in memory of the session, it waits until nobody
+        # reads those of the pass before.
+        grad_sums = session.accumulators(gather, layout, zero=self.zero or is_empty)
+        row_sums = call.row_sums(rows, self.rows, fully_written=self.whole_rows)
         in_flight: list[list[PendingGrads]] = [[] for _ in range(groups)]
-        own_sums: list[Tensor | None] = []
+        own_sums: list[Tensor | None] = [None] * groups
         key_grads: KeyGrads | None = None
+        row_stats = None
 
         def finish(n: int) -> KeyGrads:
             """Add what peers send of group ``n``, round it, and return dK/dV of all groups."""
             nonlocal key_grads
             # Allocated here, so that where most memory is taken, in the launches, they are not yet.
             if key_grads is None:
-                new = partial(torch.empty, dtype=call.dtype, device=call.device)
-                key_grads = KeyGrads(new(inputs.k.shape), new(inputs.v.shape))
-            group_grads = head_group(key_grads, n, groups)
-            _finish_own_grads(
-                call, gather, sums, (grad_sums[n], own_sums[n]), in_flight[n], group_grads
-            )
+                tokens = int(call.plan.k_layout.num_tokens(rank))  # behind them is padding
+                new = torch.empty if tokens == keys.length else torch.zeros
+                dk, dv = (new(x.shape, dtype=call.dtype, device=call.device) for x in inputs[1:3])
+                key_grads = KeyGrads(dk, dv)
+            sums, own = grad_sums[n], own_sums[n]
+            length, rounding, index_map = gather.length, self.rounding, _own_columns(gather, rank)
+            # Two places may hold dK/dV of own keys: columns of the gathered buffer, which are this
+            # rank's alone, as peers read others; and the sums of launches in place. They are added
+            # up in the latter if there are any, or if the buffer has not all own keys.
+            if own is None and rounding is None:
+                own = torch.zeros(layout.numel(keys.length), dtype=call.acc_dtype, device=call.device)
+            if own is not None:
+                for fetch in self.own_fetches:
+                    parts = layout.strided_views(sums, length, fetch.target)
+                    add_staged(layout.strided_views(own, keys.length, fetch.source), [parts])
+                sums, length, rounding, index_map = own, keys.length, self.own_rounding, as_in_shard
+            # Wait for the peers' sums and add them, in the order in which they were sent.
+            for pending in in_flight[n]:
+                pending(sums, length, index_map)
+            # The sums are complete: round each once.
+            not_none(rounding)(sums, *head_group(key_grads, n, groups))
             own_sums[n] = None  # their memory serves the groups after this one
             return key_grads
 
         # One group of dK/dV is in flight while the next is computed: a transfer is waited for only
         # when that group's kernels are in line ahead of the wait. Peers read a group's sums until
         # their transfer ends, so nothing writes `grad_sums[n]` any more but own columns (`finish`).
-        keys_of_groups = keys_by_group(call, gather, inputs, session, saved, self.groups)
+        keys_of_groups = self._keys_by_group(call, inputs, session, saved)
         for n in range(groups):
-            columns = next(keys_of_groups)
-            group_tensors = (
-                head_group(rows, n, groups), head_group(upstream, n, groups),
-                head_group(row_grads, n, groups),
-            )  # fmt: skip
-            for part_items, before_last_item, overlapped in launch_parts(
-                items, self.groups, last=n + 1 == groups
-            ):
-                work = [
-                    (columns, gather.items[m], gather.overwritten[m]) for m in reversed(part_items)
-                ]
-                differentiate(call, work, *group_tensors, sums, grad_sums[n], gather.length)
+            held = [next(keys_of_groups)]
+            operands = head_group(rows, n, groups), head_group(upstream, n, groups)
+            group_rows = row_sums.of_group(n, groups)
+            sums = Columns(layout, grad_sums[n], gather.length, self.segments)
+            parts = self.parts if n + 1 < groups else self.last_parts
+            for part in parts:
+                # The last launches empty what they get, so that others take the memory of K/V.
+                columns = held if part is parts[-1] else [*held]
+                if not is_empty:
+                    row_stats = part.launch.run(operands[0], columns, operands[1], group_rows, sums)
                 # These sums are final on this rank: let the owners of their keys take them, and
                 # start taking the peers' sums for this rank's keys.
                 in_flight[n].append(session.return_grads(
-                    gather, sums, grad_sums[n], n, before_last_item=before_last_item,
-                    overlapped=overlapped,
+                    gather, layout, grad_sums[n], n, before_last_item=part.before_last_item,
+                    overlapped=part.overlapped,
                 ))  # fmt: skip
             # Only now add the gradients that came for the group before.
             if n > 0:
                 finish(n - 1)
-            in_place = items_in_place(call, gather, inputs, n, groups)
-            if in_place:
-                del work, columns  # their memory serves the launches that follow
-            # Beside the transfer: rows that see own keys only, whose gradients do not travel.
-            own_sums.append(differentiate_in_place(call, in_place, *group_tensors, sums))
+            # Beside the transfer: launches over own keys, whose gradients do not travel.
+            if self.own_work:
+                new = torch.empty if self.overwrites_own and not is_empty else torch.zeros
+                own = new(layout.numel(keys.length), dtype=call.acc_dtype, device=call.device)
+                own_sums[n] = own
+                if not is_empty:
+                    held = [call.columns(rank, head_group(inputs, n, groups).key_tensors())]
+                    sums = Columns(layout, own, keys.length, self.segments)
+                    self.own_launch.run(operands[0], held, operands[1], group_rows, sums)
         next(keys_of_groups, None)  # a session may have work behind its last group
         # No launch is left that could hide the last group's transfer: wait for it.
         dk, dv = finish(groups - 1)
-        can_prepare = self.prepares and not self.groups.before_last_item and upstream.delta is None
-        if can_prepare and items and key not in self.launches.backward and not is_capturing():
-            prepared = prepare_backward(
-                call.kernel, rows, columns, upstream, row_grads.dq, sums, gather, call.ranks.rank,
-                int(call.plan.k_layout.num_tokens(call.ranks.rank)), call.params,
-            )  # fmt: skip
-            keep(self.launches.backward, key, prepared)
-        return Grads(row_grads.dq, dk, dv, row_grads.dbias)
+        is_whole = groups == len(self.last_parts) == 1
+        return Grads(row_sums.whole(), dk, dv, row_sums.dbias, row_stats if is_whole else None)
 
-    def _repeat(
-        self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved,
-        session: GatherSession, sums: KeyGradBuffer, prepared: PreparedBackward,
-    ) -> Grads:  # fmt: skip
-        """Run a backward by prepared launches: one group of heads, all work over the buffer."""
-        gather, keys, (q, k, v) = self.gather, session.spec.keys, inputs[:3]
-        (grad_sums,) = session.accumulators(gather, sums, zero=sums.head_major)
-        gathered, (dout, out, lse, _) = self.gathered(session, inputs, saved), upstream
-        dq, row_stats = prepared.launch(
-            q, partial(keys.columns, gathered), dout, out, lse, grad_sums,
-            partial(_dq, call, gather, q), gathered.clear,
+    def _keys_by_group(
+        self, call: Call, inputs: Inputs, session: GatherSession, saved: Saved
+    ) -> Iterator[KeyBlock]:
+        """Yield the gathered K/V of each of the backward's groups of heads, saved or fetched again.
+
+        Those that are fetched are waited for before they are yielded. What was saved is taken out
+        of ``saved``. A group that was yielded is held by the caller alone.
+        """
+        gather, keys, groups = self.gather, session.spec.keys, self.groups
+        if not saved:
+            # Nothing to compute meanwhile: launches over own keys are kept to hide the way home.
+            for arriving in session.fetch(gather, inputs):
+                arriving.wait(None)
+                parts = [call.gathered_columns(gather, keys, arriving.tensors)]
+                arriving.tensors.clear()  # sessions hold this list to their end
+                yield parts.pop()
+            return
+        per_group = len(saved) // groups.forward
+        cuts = groups.backward // groups.forward  # the forward's groups are cut once more
+        # Saved tensors have the heads of a group of the forward; views cut them for the backward's.
+        keys = replace(keys, heads=cuts * keys.heads)
+        for _ in range(groups.forward):
+            columns = call.gathered_columns(gather, keys, saved[:per_group])
+            del saved[:per_group]
+            parts = [head_group(columns, n, cuts) for n in reversed(range(cuts))]
+            del columns
+            while parts:
+                yield parts.pop()
+
+    def saved_shapes(self, call: Call, _inputs: Inputs, *, plan_known: bool) -> Shapes:
+        """Return the shapes of the gathered K/V, group by group; none if the plan is not known.
+
+        Another plan may gather more keys, and then a compiled backward fetches them again.
+        """
+        if not plan_known or not self.saves:
+            return []
+        keys = call.keys.of_group(self.groups.forward)
+        return keys.gathered_shapes(self.gather.length, self.groups.forward)
+
+    def traffic(self, call: Call, _inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
+        return gathered_traffic(
+            self.gather, call.plan, call.ranks.rank, call.keys, call.acc_dtype,
+            forward=forward, fetches=forward or not saved,
         )  # fmt: skip
-        # The sums are final on this rank: the owners of their keys take them, and this rank takes
-        # the peers' sums for its own keys. Peers read other columns than those that these go to.
-        pending = session.return_grads(gather, sums, grad_sums, 0, overlapped=False)
-        pending(grad_sums, gather.length, _own_columns(gather, call.ranks.rank))
-        # Contiguous, whatever the strides of k and v: launches that round go by tokens.
-        new = torch.zeros_like if prepared.has_padding else torch.empty_like
-        dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (k, v))
-        prepared.round(grad_sums, dk, dv)
-        return Grads(dq, dk, dv, None, row_stats)
+
+    def figures(self, call: Call, inputs: Inputs) -> list[str]:
+        """Return how even the work is, what this rank fetches, and how many launches follow."""
+        gather, groups = self.gather, self.groups.forward
+        fetches = [x for x in gather.fetches if x.rank != call.ranks.rank]
+        keys = sum(x.target.stop - x.target.start for x in fetches)
+        peers = {x.rank for x in fetches}
+        others = f"{len(peers)} of {call.ranks.size - 1} other ranks"
+        fetched = f"{len(fetches)} by this rank: {keys:,} keys from {others}"
+        if not fetches:
+            fetched = "none, as no query of this rank sees keys of another"
+        launches = f"{len(gather.items)} over gathered keys, {len(self.own_work)} over own in place"
+        of_groups = f", for each of {groups} groups of heads" if groups > 1 else ""
+        return [
+            *super().figures(call, inputs),
+            figure("fetches", f"{fetched}{of_groups}"),
+            figure("launches", f"{launches}, in the forward{of_groups}"),
+        ]
 
 
-def _finish_own_grads(
-    call: Call, gather: GatherProgram, sums: KeyGradBuffer, computed: tuple[Tensor, Tensor | None],
-    in_flight: Sequence[PendingGrads], key_grads: KeyGrads,
-) -> None:  # fmt: skip
-    """Add the peers' dK/dV of own keys to this rank's, and round the sums into ``key_grads``.
+def _no_wait(_fetches: int) -> None:
+    """Wait for nothing."""
 
-    ``computed`` are the flat sums over the gathered buffer, and those over own K/V in place, if
-    any. All is added up in the latter if they exist. Otherwise own sums stay in the buffer if it
-    holds all own keys, and are copied into a buffer of their own if not.
-    """
-    # Two places may hold dK/dV of own keys: columns of the gathered buffer, and the sums of
-    # launches in place.
-    keys, length = sums.keys, gather.length
-    own_fetches = [fetch for fetch in gather.fetches if fetch.rank == call.ranks.rank]
-    grads, own_sums = computed
-    own_columns = _own_columns(gather, call.ranks.rank)
-    if (
-        own_sums is None
-        and sum(fetch.source.stop - fetch.source.start for fetch in own_fetches) < keys.length
-    ):
-        own_sums = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
-    # Own columns of the gathered buffer are this rank's alone: peers read other columns of it.
-    if own_sums is not None:
-        for fetch in own_fetches:
-            destinations = sums.strided_views(own_sums, keys.length, fetch.source)
-            add_staged(destinations, [sums.strided_views(grads, length, fetch.target)])
-        all_keys = slice(0, keys.length)
-        grads, own_fetches, length = own_sums, [Fetch(-1, all_keys, all_keys)], keys.length
-        own_columns = as_in_shard
-    # Wait for the peers' sums and add them, in the order in which they were sent. `grads` may be
-    # the memory that peers still read, but they read their own keys' columns of it.
-    for pending in in_flight:
-        pending(grads, length, own_columns)
-    # The sums are complete: round each once.
-    for fetch in own_fetches:
-        fetched_sums = sums.span_views(grads, length, fetch.target)
-        dst = key_grads.take(fetch.source)
-        if sums.head_major and call.kernel.split_backward is not None:
-            call.kernel.split_backward.round(fetched_sums, dst, call.params)
-        else:
-            for grad, x in zip(dst, fetched_sums, strict=True):
-                grad.copy_(x)
+
+def _size(work: Work) -> int:
+    """Return how many pairs of queries and keys a launch is about, masked ones among them."""
+    item = work.item
+    size: int = (item.q_stop - item.q_start) * (item.k_stop - item.k_start)
+    return size
 
 
 @lru_cache(maxsize=256)
@@ -310,55 +408,174 @@ def _fetched_columns(fetches: Sequence[Fetch], source: slice) -> slice:
     return slice(source.start + shift, source.stop + shift)
 
 
-def _dq(call: Call, gather: GatherProgram, q: Tensor) -> Tensor:
-    """Allocate dQ; it is zeroed only if some rows are in no launch, as the others are overwritten.
+def _round_spans(
+    layout: KeyGradBuffer, spans: Sequence[OwnSpans], sums: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    """Round the sums of own keys by token, spans of one length at once, in torch's operations."""
+    # The peers' sums have been added by now, and nobody else has these columns.
+    for some in spans:
+        for x, grad in zip(layout.views(sums, some.length), (dk, dv), strict=True):
+            _spans_of(grad, some.source, some.source_step, some).copy_(
+                _spans_of(x, some.target, some.target_step, some)
+            )
 
-    Every row is in one launch, so dQ is in the inputs' dtype if the kernel rounds it itself.
-    """
-    dtype = call.acc_dtype if call.kernel.needs_delta else None
-    dq = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
-    return dq if gather.num_rows == q.shape[1] else dq.zero_()
 
-
-def _resolve(resolution: Resolution) -> Strategy:
-    """Return the gathering strategy for a rank: by one launch a row, or in two stages.
-
-    Kernels that can mask only some bands take two stages. Heads are not cut into groups with
-    options that belong to single heads or keys: bias, slopes, dropout, predicates, segment ids.
-    """
-    program = resolution.program
-    if resolution.kernel.capabilities.bands != "any":
-        return TwoStageGather.of(resolution)
-    groups = ONE_GROUP
-    if resolution.is_plain:
-        groups = head_groups_of(program, resolution.sizes, resolution.itemsize)
-    splits = not resolution.is_short
-    tile = None if not resolution.is_plain else _split_backward_tile(resolution, splits)
-    gather = gather_program(program.plan, resolution.ranks.rank, splits=splits, tile=tile or 1)
-    items = (*gather.items, *gather.in_place)
-    banded = resolution.is_plain and all(item.cu_q is None and item.tiles is None for item in items)
-    fully_written = gather.num_rows == resolution.sizes.q_len and resolution.sizes.batch > 0
-    return Gather(
-        gather, groups, saves=resolution.saves_keys(gather), head_major=tile is not None,
-        # Each row is in one launch, so a kernel that can add the sinks to it does.
-        adds_sinks=resolution.kernel.adds_sinks and banded and fully_written and groups.forward == 1,
-        prepares=resolution.kernel.prepares and banded and groups.backward == 1 and not gather.in_place,
+def _spans_of(x: Tensor, start: int, step: int, spans: OwnSpans) -> Tensor:
+    """Return a view ``[B, spans, keys, K, D]`` of spans of ``x [B, n, K, D]``."""
+    batch, token, head, number = x.stride()
+    return x.as_strided(
+        (x.shape[0], spans.number, spans.keys, *x.shape[2:]),
+        (batch, step * token, token, head, number), x.storage_offset() + start * token,
     )  # fmt: skip
 
 
-def _split_backward_tile(resolution: Resolution, splits: bool) -> int | None:
+def _own_spans(fetches: Sequence[Fetch], length: int) -> list[OwnSpans]:
+    """Return where own keys lie in a buffer of ``length`` columns, into which they were fetched.
+
+    It is one set of spans if these are of one size and equally far apart, else a set for each.
+    """
+    spans = sorted((x.source.start, x.source.stop, x.target.start) for x in fetches)
+    sizes = {stop - start for start, stop, _ in spans}
+    steps = {(b[0] - a[0], b[2] - a[2]) for a, b in pairwise(spans)}
+    if len(sizes) == 1 and len(steps) < 2:
+        source_step, target_step = next(iter(steps), (0, 0))
+        start, stop, target = spans[0]
+        return [OwnSpans(len(spans), stop - start, start, source_step, target, target_step, length)]
+    return [OwnSpans(1, stop - a, a, 0, target, 0, length) for a, stop, target in spans]
+
+
+def _head_groups(call: Call) -> HeadGroups:
+    """Return into how many groups of heads a call is cut, the same on all ranks.
+
+    It weighs the bytes of the longest gathered buffer of a rank, twice if these are so many that
+    the backward fetches them again, against the mean FLOPs of a rank. If some rows are launched
+    over own K/V in place, the backward gets more groups, until a group's sums of dK/dV fit into
+    ``MOST_SUM_BYTES``. Options that belong to single heads or keys rule groups out: bias, slopes,
+    dropout, predicates, segment ids.
+    """
+    if not call.is_plain:
+        return ONE_GROUP
+    keys, plan, itemsize = call.keys, call.plan, call.dtype.itemsize
+    pairs = int(call.program.work().sum()) * keys.batch // plan.cp_size
+    flops = 2 * pairs * call.request.q_heads * (keys.dim + keys.v_dim)
+    longest, numbers = longest_gather(plan), keys.batch * keys.width  # of a token
+    size = longest.length * numbers * itemsize
+    fetched_bytes = size if size <= MAX_SAVED_BYTES else 2 * size
+    # Every rank has the same plan and sizes, so all cut alike: their messages are of the same
+    # groups.
+    most_groups = max(1, min(MOST_GROUPS, int(flops / GROUP_FLOPS)))
+    allowed = [n for n in range(1, most_groups + 1) if keys.heads % n == 0]
+    forward = backward = allowed[-1] if fetched_bytes > MIN_BYTES_PER_FLOP * flops else 1
+    if longest.in_place and forward == 1:
+        sum_bytes = max(itemsize, 4) * plan.k_layout.local_len * numbers
+        backward = next((n for n in allowed if sum_bytes <= n * MOST_SUM_BYTES), allowed[-1])
+    return HeadGroups(forward, backward, before_last_item=flops > EARLY_RETURN_FLOPS)
+
+
+def _split_backward_tile(call: Call, splits: bool) -> int | None:
     """Return the ``tile`` of gather programs with which the kernel's split backward can run.
 
     It is ``None`` if it cannot, or if there is no backward. All ranks get the same answer. Another
     kernel, to which a gradient of ``lse`` may lead, reads the same gathered K/V, so programs of
     calls that return ``lse`` are as for any kernel.
     """
-    split_backward, request = resolution.kernel.split_backward, resolution.request
-    if split_backward is None or not request.grad:
+    split_backward = call.kernel.split_backward
+    if split_backward is None or not call.needs_grad or not call.is_plain:
         return None
-    tile = 1 if resolution.returns_lse else split_backward.tile
-    applies = split_backward.applies(resolution.program.plan, request, splits=splits, tile=tile)
+    tile = 1 if call.returns_lse else split_backward.tile
+    applies = split_backward.applies(call.plan, call.request, splits=splits, tile=tile)
     return tile if applies else None
+
+
+def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
+    """Make what a rank fetches and launches: once for all keys of a row, or in two stages.
+
+    A call in two stages that returns ``lse`` saves nothing: another kernel, with another program,
+    may run its backward.
+    """
+    kernel, plan, rank, params = call.kernel, call.plan, call.ranks.rank, call.params
+    if kernel.capabilities.bands == "any":
+        is_short = call.ranks.size > 1 and call.transport.is_short(plan, call.keys, 1)
+        groups, tile = _head_groups(call), _split_backward_tile(call, not is_short)
+        gather = gather_program(plan, rank, splits=not is_short, tile=tile or 1)
+        own_items, in_stages = gather.in_place, False
+    else:
+        groups, tile, in_stages = ONE_GROUP, None, True
+        gather, own_items = gather_program(plan, rank, own=False), plan.items(rank, rank)
+        params = replace(params, needs_lse=True)  # partial results are merged by it
+    items, num_rows, num_keys = (*own_items, *gather.items), plan.q_layout.local_len, call.keys.length
+    banded = call.is_plain and all(item.cu_q is None and item.tiles is None for item in items)
+    whole_rows = gather.num_rows == num_rows and call.keys.batch > 0
+    # Each row is in one launch, so a kernel that can add the sinks to it does.
+    adds_sinks = kernel.adds_sinks and banded and whole_rows and groups.forward == 1
+    adds_sinks = adds_sinks and not in_stages
+    launches = [kernel.forward(item, params) for item in items]
+    work = [
+        Work(n, launch, item, waits_for)
+        for n, (launch, item, waits_for) in enumerate(
+            zip(launches, items, (*[0] * len(own_items), *gather.waits_for), strict=True)
+        )
+    ]
+    joins = joins_of(
+        [*zip(launches, items, strict=True)], call.dtype, num_rows, is_final=not in_stages,
+        wide=call.has_sinks, at_once=3,
+    )  # fmt: skip
+    by_parts = banded and not own_items and groups.backward == 1 and not in_stages
+    by_parts = by_parts and all("merge" not in launch.modes for launch in launches)
+    by_parts = by_parts and not (adds_sinks and call.has_sinks)
+    if joins.is_final and (groups.forward > 1 or by_parts):
+        joins = joins._replace(holds_first=False)  # groups of heads are written into one memory
+
+    own_whole = [x.q_slice for x in own_items] == [slice(0, num_rows)]
+    covers_keys = [x.k_slice for x in own_items] == [slice(0, num_keys)]
+    split = kernel.split_backward if tile is not None else None
+
+    def backward(some: Sequence[WorkItem], *, adds: bool = False) -> Backward:
+        return kernel.backward(some, params, adds=adds) if split is None else split.backward(some, params)
+
+    in_order = not in_stages  # launches run in reverse
+    own_launch = backward(own_items[:: 1 if in_order else -1], adds=in_stages)
+    # Partial dQ wait and are added up at the end, where the last one has all rows.
+    rows: Literal["write", "add", "wait"] = "write"
+    if in_stages:
+        can_wait = own_whole and covers_keys and not own_launch.adds
+        rows, in_order = ("wait", True) if can_wait else ("add", False)
+    items_back = gather.items[:: 1 if in_order else -1]
+    segments = {
+        **segments_of(gather.items, gather.overwritten if in_order else [()] * len(gather.items)),
+        **segments_of(own_items, [(slice(0, num_keys),)] if covers_keys else [()] * len(own_items)),
+    }
+    whole = Part(backward(items_back, adds=in_stages), None, True)
+    last_parts: tuple[Part, ...] = (whole._replace(overlapped=in_stages),)
+    if groups.before_last_item:
+        last_parts = (
+            Part(backward(gather.items[1:]), True, True),
+            Part(backward(gather.items[:1]), False, False),
+        )
+    layout = KeyGradBuffer(call.keys.of_group(groups.backward), tile is not None)
+    own_fetches = tuple(x for x in gather.fetches if x.rank == rank)
+
+    def rounding(fetches: Sequence[Fetch], length: int) -> Rounding:
+        spans = _own_spans(fetches, length) if fetches else []
+        if split is None:
+            return partial(_round_spans, layout, spans)
+        each = [split.rounding(some, layout.keys, params) for some in spans]
+        return lambda sums, dk, dv: [launch(sums, dk, dv) for launch in each]
+
+    tokens = int(plan.k_layout.num_tokens(rank))
+    is_complete = sum(x.source.stop - x.source.start for x in own_fetches) == tokens
+    shard = [Fetch(rank, slice(0, num_keys), slice(0, num_keys))]
+    return Gather(
+        gather=gather, groups=groups, adds_sinks=adds_sinks, by_parts=by_parts,
+        saves=call.saves_keys(gather) and not (in_stages and call.returns_lse),
+        own_work=tuple(work[: len(own_items)]), work=tuple(work[len(own_items) :]), joins=joins,
+        parts=(whole,), last_parts=last_parts, own_launch=own_launch, rows=rows,
+        whole_rows=whole_rows, zero=split is not None or not in_order or not gather.items,
+        segments=segments, overwrites_own=covers_keys and in_order, head_major=split is not None,
+        own_fetches=own_fetches,
+        rounding=rounding(own_fetches, gather.length) if is_complete else None,
+        own_rounding=rounding(shard, num_keys),
+    )  # fmt: skip
 
 
 GATHER = StrategySpec(

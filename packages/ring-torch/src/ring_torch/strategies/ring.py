@@ -7,21 +7,22 @@ after their K/V, collecting each rank's part, until they are home.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
 from ring_core import RingProgram, WorkItem
+from ring_core.programs.grid import RankGrid
 from ring_core.programs.ring import Stage
 from ring_core.viz.text import step_lines
+from ring_torch.accumulate import Accumulator, Joins, Rows, joins_of
 from ring_torch.buffers import BufferSpec, Shapes, packing_of
-from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec, zero_row_grads
-from ring_torch.capture import is_capturing
+from ring_torch.call import Call, Saved, Strategy, StrategySpec
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Transfer
-from ring_torch.launches.cache import keep, tensors_key
+from ring_torch.launches.launch import Backward, Forward
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -30,10 +31,7 @@ from ring_torch.records import (
     KeyBlock,
     KeyGrads,
     QueryBlock,
-    QueryGrads,
-    empty_state,
 )
-from ring_torch.strategies.prepared_ring import PreparedRing, RingWork, prepare_ring
 from ring_torch.transports.api import Traffic
 
 
@@ -70,29 +68,58 @@ def ring_steps(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tu
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ring(Strategy):
     """Strategy ``ring``: each rank computes for its own queries, and K/V shards go round.
 
     The forward starts with the rank's own K/V, and saves the packed ones that arrived last, if any
     travelled. The backward starts from those, sends the others round again, and ends with its own.
+
+    Attributes:
+        forward_steps: The steps of the forward.
+        backward_steps: The steps of the backward.
+        launches: The launches of each step of the forward.
+        joins: How the results of all of them come together.
+        backward_launches: The launches of each step of the backward.
     """
 
+    name: str = "ring"
     forward_steps: tuple[RingStep, ...]
     backward_steps: tuple[RingStep, ...]
-    name: str = "ring"
-    prepares: bool = False  # True if launches may be prepared: they need q, k and v alone
-    # A forward's launches by the strides and alignment of q, k and v; `None`: cannot be prepared.
-    launches: dict[object, PreparedRing | None] = field(default_factory=dict, compare=False)
+    launches: tuple[tuple[Forward, ...], ...]
+    joins: Joins
+    backward_launches: tuple[Backward, ...]
 
     @classmethod
-    def of(cls, program: RingProgram, rank: int, *, prepares: bool = False) -> Self:
-        """Make the steps of both passes for a rank."""
-        forward = ring_steps(program, rank, program.forward)
-        backward = ring_steps(program, rank, program.backward)
-        items = [item for step in forward for item in step.items]
-        banded = all(item.cu_q is None and item.tiles is None for item in items)
-        return cls(forward, backward, prepares=prepares and banded)
+    def of(cls, call: Call, _inner: Call | None = None, _grid: RankGrid | None = None) -> Self:
+        """Make the steps of both passes of a call for its rank."""
+        program, rank = call.program, call.ranks.rank
+        steps = ring_steps(program, rank, program.forward), ring_steps(program, rank, program.backward)
+        return cls.of_steps(call, *steps)
+
+    @classmethod
+    def of_steps(
+        cls, call: Call, forward: tuple[RingStep, ...], backward: tuple[RingStep, ...], *,
+        resumes: bool = False, **fields: Any,
+    ) -> Self:  # fmt: skip
+        """Make the launches of a call's steps; with ``resumes`` others merge results, too."""
+        params = replace(call.params, needs_lse=True)  # partial results are merged by it
+        launches = [[call.kernel.forward(item, params) for item in step.items] for step in forward]
+        work = [
+            pair for some, step in zip(launches, forward, strict=True)
+            for pair in zip(some, step.items, strict=True)
+        ]  # fmt: skip
+        joins = joins_of(
+            work, call.dtype, call.plan.q_layout.local_len, wide=call.has_sinks, resumes=resumes
+        )
+        return cls(
+            forward_steps=forward, backward_steps=backward, launches=tuple(map(tuple, launches)),
+            joins=joins,
+            # Launches run in reverse.
+            backward_launches=tuple(
+                call.kernel.backward(step.items[::-1], params, adds=True) for step in backward
+            ), **fields,
+        )  # fmt: skip
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``, and the packed K/V that arrived last.
@@ -100,16 +127,10 @@ class Ring(Strategy):
         Nothing is saved on one rank, or where no step but the rank's own has work.
         """
         if call.ranks.size > 1:
-            agree(
-                call.ranks, call.number, call.params.dropout_seed, call.forward_signature,
-                call.device,
-            )  # fmt: skip
+            agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
         # Kernels get K/V that need no gradient, as they lie in messages.
         rows, keys = call.rows(inputs), [x.detach() for x in inputs.key_tensors()]
-        key = tensors_key(*inputs[:3], inputs.sinks) if self.prepares else None
-        prepared, v_dim = self.launches.get(key), inputs.v.shape[3]
-        work = None if prepared is None else RingWork(prepared, rows.q, v_dim)
-        into = empty_state(rows.q, v_dim) if work is None else work.into
+        results = Accumulator(self.joins, rows.q, inputs.v.shape[3])
         saved: Saved = []
         if len(self.forward_steps) > 1:
             # Two buffers, whatever the number of ranks: `held` is read by kernels and by the send,
@@ -121,21 +142,22 @@ class Ring(Strategy):
                 view.copy_(x)
         # Query rows for helpers, if there are any, leave now and travel while the first steps
         # compute.
-        offload = self.offload_forward(call, inputs, keys, rows, into)
+        offload = self.offload_forward(call, inputs, keys, rows, results)
         next(offload)
-        for n, step in enumerate(self.forward_steps):
+        number = 0  # launches so far
+        for step, launches in zip(self.forward_steps, self.launches, strict=True):
             # Send the held K/V on, and receive the next into the spare buffer. Its former K/V were
             # sent in the step before, and their kernels are queued ahead of this transfer, so it
             # may be overwritten. The peers do the same with their buffers.
             if step.keys_hop is not None:
                 transfer = call.ranks.rotate(held, spare, step.keys_hop, beside=True)
             # Kernels read `held` while it is being sent: both only read.
-            step_keys = keys if step.is_own else held_keys
-            if work is not None:
-                work.run(n, step_keys[0], step_keys[1])
-            else:
-                columns = call.columns(step.keys_of, step_keys)
-                attend_step(call, step.items, rows, columns, into)
+            columns = call.columns(step.keys_of, keys if step.is_own else held_keys)
+            # Launches on one stream run in order; each may be merged with what those before wrote.
+            for launch, item in zip(launches, step.items, strict=True):
+                item_columns = columns.take(item.k_slice)
+                results.attend(number, launch, rows.take(item.q_slice), item_columns)
+                number += 1
             # Run this step's part of the offloaded work: take in results that came home, compute
             # for peers. The next K/V may still arrive.
             next(offload)
@@ -146,16 +168,7 @@ class Ring(Strategy):
                 saved = [held]
         # Wait for results that helpers still owe this rank, and merge them.
         next(offload, None)
-        if self.prepares and key not in self.launches and not is_capturing():
-            steps = [
-                (call.columns(step.keys_of, keys if step.is_own else held_keys), step.items)
-                for step in self.forward_steps
-            ]
-            # No transfer is in flight any more, and each step has run once on tensors of these
-            # strides. Sinks join results in the accumulators' dtype, which are rounded after that.
-            dtype = call.dtype if inputs.sinks is None else call.acc_dtype
-            keep(self.launches, key, prepare_ring(call.kernel, rows, steps, call.params, dtype))
-        return into, saved
+        return results.finish(), saved
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """Return the gradients in the accumulators' dtype.
@@ -165,25 +178,23 @@ class Ring(Strategy):
         over the ranks before is still arriving. The rank's own K/V come last, and their launches
         hide the last hop of their gradients home.
         """
-        agree(
-            call.ranks, call.number, call.params.dropout_seed, call.backward_signature, call.device
-        )
+        agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
         rows, keys = call.rows(inputs), inputs.key_tensors()
         own = call.columns(call.ranks.rank, keys)
         packing = packing_of(keys)
-        row_grads = zero_row_grads(call, rows)
+        row_sums = call.row_sums(rows, "add")
         # Sums of dK/dV travel in the accumulators' dtype: rounded at each rank they would lose
         # digits with the number of ranks.
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
         own_grads = None
-        offload = self.offload_backward(call, own, upstream, rows, row_grads, key_grads)
+        offload = self.offload_backward(call, own, upstream, rows, row_sums, key_grads)
         next(offload)
         # Nothing was saved where only the own block has work: then nothing travels here either.
         held = saved.pop(0) if saved else None
         if held is not None and (held.data_ptr() | held.storage_offset()) % 16:
             # A hook on saved tensors has put it where it cannot be viewed in any dtype.
             held = held.clone()
-        for step in self.backward_steps:
+        for step, launch in zip(self.backward_steps, self.backward_launches, strict=True):
             transfer, arriving = DONE, held
             if held is not None and step.keys_hop is not None:
                 # Send the held K/V on and receive the next into a new buffer. `held` may be the
@@ -199,9 +210,8 @@ class Ring(Strategy):
             # alone, while the sum of the ranks before for these K/V still arrives elsewhere.
             if step.items:
                 column_grads = key_grads.grads(own=step.is_own)
-                differentiate_step(
-                    call, step.items, rows, columns, upstream, row_grads, column_grads
-                )
+                if rows.q.shape[0] > 0:
+                    launch.run(rows, [columns], upstream, row_sums, column_grads)
                 own_grads = column_grads if step.is_own else own_grads
             # Run this step's part of the offloaded work; it may add to own dK/dV, too.
             next(offload)
@@ -216,7 +226,7 @@ class Ring(Strategy):
         # The last hop brought the other ranks' sum home, and added it to the own part.
         if own_grads is None:
             own_grads = key_grads.grads(own=True)
-        return Grads(row_grads.dq, own_grads.dk, own_grads.dv, row_grads.dbias)
+        return Grads(row_sums.whole(), own_grads.dk, own_grads.dv, row_sums.dbias)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of K/V that are passed on and, in the backward, of dK/dV."""
@@ -244,58 +254,24 @@ class Ring(Strategy):
 
     def offload_forward(
         self, _call: Call, _inputs: Inputs, _keys: Sequence[Tensor], _rows: QueryBlock,
-        _into: AttentionState, /,
+        _results: Accumulator, /,
     ) -> Iterator[None]:  # fmt: skip
         """Return an iterator whose parts run work that ranks do for each other in a forward.
 
         There is a part before the first step, one after the launches of each, and the end; those of
-        a plain ring are empty. Results for ``rows`` are merged into ``into``.
+        a plain ring are empty. Results for ``rows`` are merged into ``results``.
         """
         return repeat(None)
 
     def offload_backward(
         self, _call: Call, _own: KeyBlock, _upstream: BackwardInputs, _rows: QueryBlock,
-        _row_grads: QueryGrads, _key_grads: RotatingKeyGrads, /,
+        _row_sums: Rows, _key_grads: RotatingKeyGrads, /,
     ) -> Iterator[None]:  # fmt: skip
         """Return an iterator over a backward's offloaded work, as :meth:`offload_forward` does.
 
-        Gradients of ``rows`` are added to ``row_grads``, those of own K/V to ``key_grads``.
+        Gradients of ``rows`` are added to ``row_sums``, those of own K/V to ``key_grads``.
         """
         return repeat(None)
-
-
-def attend_step(
-    call: Call,
-    items: Sequence[WorkItem],
-    rows: QueryBlock,
-    columns: KeyBlock,
-    into: AttentionState,
-) -> None:
-    """Run a step's forward launches, and merge each partial result into ``into`` in place."""
-    if rows.q.shape[0] == 0:
-        return
-    # Each merge reads what the launch before has written; launches on one stream keep that order.
-    for item in items:
-        call.kernel.attend_into(
-            rows.take(item.q_slice), columns.take(item.k_slice), item, call.params,
-            into.take(item.q_slice),
-        )  # fmt: skip
-
-
-def differentiate_step(
-    call: Call, items: Sequence[WorkItem], rows: QueryBlock, columns: KeyBlock,
-    upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads,
-) -> None:  # fmt: skip
-    """Run a step's backward launches, and add their gradients to the accumulators."""
-    if rows.q.shape[0] == 0:
-        return
-    # dQ of a row and dK/dV of a column are added to by several items, one after the other.
-    for item in items:
-        q_slice, k_slice = item.q_slice, item.k_slice
-        call.kernel.grads_into(
-            rows.take(q_slice), columns.take(k_slice), upstream.take(q_slice), item, call.params,
-            row_grads.take(q_slice), column_grads.take(k_slice),
-        )  # fmt: skip
 
 
 class RotatingKeyGrads:
@@ -346,14 +322,4 @@ class RotatingKeyGrads:
         self._transfer = self._call.ranks.rotate(sent, self._arriving, step.grads_hop, beside=True)
 
 
-def _resolve(resolution: Resolution) -> Ring:
-    """Return the ring of a rank."""
-    prepares = resolution.kernel.prepares and resolution.is_plain and resolution.sizes.batch > 0
-    return Ring.of(resolution.program, resolution.ranks.rank, prepares=prepares)
-
-
-RING = StrategySpec(
-    "ring",
-    _resolve,
-    is_automatic=lambda _: True,
-)
+RING = StrategySpec("ring", Ring.of, is_automatic=lambda _: True)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-
-import torch
+from dataclasses import dataclass
+from typing import Self
 
 from ring_core import WorkItem
-from ring_torch.call import Call, Resolution, Saved, Strategy
-from ring_torch.capture import is_capturing
-from ring_torch.launches.cache import keep, tensors_key
-from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs, folded, unseen_state
-from ring_torch.strategies.prepared import PreparedLaunches, prepare_forward
+from ring_torch.accumulate import Accumulator, Joins, OneItem, joins_of
+from ring_torch.call import Call, Saved, Strategy
+from ring_torch.launches.launch import Backward, Forward
+from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
 from ring_torch.transports.api import Traffic
 
 
@@ -23,70 +21,42 @@ class Single(Strategy):
     them afterwards would round twice.
     """
 
-    item: WorkItem
     name: str
-    prepares: bool = False  # True if the launch may be prepared: it needs q, k and v alone
-    launches: PreparedLaunches = field(default_factory=PreparedLaunches, compare=False)
+    item: WorkItem
+    launch: Forward
+    joins: Joins
+    backward_launch: Backward
     adds_sinks = True
+
+    @classmethod
+    def of(cls, name: str, item: WorkItem, call: Call) -> Self:
+        """Make the launches of an item that is all of a call."""
+        launch = call.kernel.forward(item, call.params)
+        length = call.plan.q_layout.local_len
+        joins = joins_of([(launch, item)], call.dtype, length, is_final=True)
+        backward = call.kernel.backward([item], call.params, adds=False)
+        return cls(name, item, launch, joins, backward)
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``, ``out`` in the inputs' dtype or wider; nothing is saved."""
-        q, k, v = inputs[:3]
-        item, params, sinks = self.item, call.params, None
-        fully_written = item.q_stop - item.q_start == q.shape[1]
-        # Rows outside of the item see nothing; where the launch writes every row, their initial
-        # values are left out.
-        state = unseen_state(q, v.shape[3], fully_written=fully_written)
-        if inputs.sinks is not None:
-            sinks = folded(inputs.sinks, torch.float32)
-        key = tensors_key(q, k, v, sinks) if self.prepares else None
-        if (launches := self.launches.forward.get(key)) is not None:
-            launches.run(
-                q, lambda *span: (k.narrow(1, *span), v.narrow(1, *span)), state, sinks, lambda _: None
-            )  # fmt: skip
-            if params.needs_lse:
-                lse = state.lse if fully_written else state.lse.narrow(2, 0, item.q_stop)
-                call.kernel.mark_nonfinite(lse)
-            return state, []
-        rows, columns = call.rows(inputs), call.columns(0, inputs.key_tensors())
-        if sinks is not None:
-            params = replace(params, sinks=sinks)
-        dst, rows_in_item = state.take(item.q_slice), rows.take(item.q_slice)
-        # The kernel may write into `dst`, a part of `state`, or return tensors of its own, possibly
-        # wider.
-        result = call.kernel.attend(rows_in_item, columns.take(item.k_slice), item, params, dst)
-        can_prepare = self.prepares and result.out.data_ptr() == dst.out.data_ptr()
-        if can_prepare and key not in self.launches.forward and not is_capturing():
-            launches = prepare_forward(call.kernel, rows, columns, state, [(item, 0)], params)
-            keep(self.launches.forward, key, launches)
-        if fully_written:
-            return result, []
-        # Rows that the item has not are as they were made: they see nothing.
-        state = AttentionState(state.out.to(result.out.dtype), state.lse.to(result.lse.dtype))
-        for target, source in zip(state.take(item.q_slice), result, strict=True):
-            if target.data_ptr() != source.data_ptr():
-                target.copy_(source)
-        return state, []
+        item, results = self.item, Accumulator(self.joins, inputs.q, inputs.v.shape[3])
+        rows = call.rows(inputs, adds_sinks=True).take(item.q_slice)
+        columns = call.columns(0, inputs.key_tensors()).take(item.k_slice)
+        results.attend(0, self.launch, rows, columns)
+        return results.finish(), []
 
     def backward(
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: Saved
     ) -> Grads:
         """Return the gradients in the inputs' dtype or wider."""
-        item = self.item
         rows, columns = call.rows(inputs), call.columns(0, inputs.key_tensors())
-        operands = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
         # One launch has all keys of its rows, so its gradients are final: there is nothing to add
         # to.
-        grads = call.kernel.grads(*operands, item, call.params)
-        dbias = grads.dbias
-        if dbias is not None and rows.bias is not None:
-            dbias = _padded(dbias, rows.bias, item.q_slice, dim=2)
-        return Grads(
-            _padded(grads.dq, inputs.q, item.q_slice, dim=1),
-            _padded(grads.dk, inputs.k, item.k_slice, dim=1),
-            _padded(grads.dv, inputs.v, item.k_slice, dim=1),
-            dbias,
-        )
+        fully_written = self.item.q_slice == slice(0, inputs.q.shape[1])
+        row_sums = call.row_sums(rows, "write", fully_written=fully_written)
+        column_sums = OneItem(columns)
+        self.backward_launch.run(rows, [columns], upstream, row_sums, column_sums)
+        return Grads(row_sums.whole(), *column_sums.grads, row_sums.dbias)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Return zeros: one rank sends nothing."""
@@ -94,27 +64,18 @@ class Single(Strategy):
         return Traffic(0, 0)
 
 
-def only_item(resolution: Resolution, *, sinks: bool) -> WorkItem | None:
+def only_item(call: Call) -> WorkItem | None:
     """Return the single launch of a one-rank plan; ``None`` if a call needs more than that.
 
     A call needs more with several ranks or items, an empty batch, a kernel that can mask only some
     bands, or sinks that the launch cannot add.
     """
-    plan, kernel = resolution.program.plan, resolution.kernel
-    has_bands, is_empty = kernel.capabilities.bands == "any", resolution.sizes.batch == 0
+    plan, kernel = call.plan, call.kernel
+    has_bands, is_empty = kernel.capabilities.bands == "any", call.keys.batch == 0
     if plan.cp_size > 1 or not has_bands or is_empty or len(plan.items(0, 0)) != 1:
         return None
     # Kernels add sinks only where every row is in the launch, and the mask is a band alone.
     (item,) = plan.items(0, 0)
-    banded = not resolution.request.segment_ids and item.cu_q is None and item.tiles is None
+    banded = not call.request.segment_ids and item.cu_q is None and item.tiles is None
     covers_all = item.q_stop - item.q_start == plan.q_layout.local_len
-    return None if sinks and not (kernel.adds_sinks and banded and covers_all) else item
-
-
-def _padded(grad: torch.Tensor, like: torch.Tensor, span: slice, *, dim: int) -> torch.Tensor:
-    """Return a gradient of a span of rows or keys, padded with zeros to the size of ``like``."""
-    if grad.shape[dim] == like.shape[dim]:
-        return grad
-    padded = torch.zeros_like(like, dtype=grad.dtype, memory_format=torch.contiguous_format)
-    padded.narrow(dim, span.start, span.stop - span.start).copy_(grad)
-    return padded
+    return None if call.has_sinks and not (kernel.adds_sinks and banded and covers_all) else item

@@ -10,7 +10,7 @@ so every layout will do. A :class:`ring_core.HeadPlan` says which heads a rank h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -25,7 +25,7 @@ from ring_core.programs.grid import RankGrid, ulysses_sizes
 from ring_core.programs.heads import PADDING, too_many_ranks
 from ring_core.viz.text import imbalance_line
 from ring_torch.buffers import HeadBuffer, HeadCarrier, Shapes
-from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec, attend
+from ring_torch.call import Call, Saved, Strategy, StrategySpec, attend
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.ranks import Ranks
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
@@ -55,15 +55,14 @@ class Ulysses(Strategy):
     adds_sinks = True
 
     @classmethod
-    def of(cls, resolution: Resolution) -> Self:
+    def of(cls, call: Call, inner: Call | None, grid: RankGrid | None) -> Self:
         """Make the strategy of a rank from its inner call and the grid of the ranks."""
-        request, grid = resolution.request, not_none(resolution.grid)
+        request, ranks, grid, members = call.request, call.ranks, not_none(grid), None
         heads = head_plan(request.q_heads, request.kv_heads, grid.ulysses_size)
-        ranks, members = resolution.ranks, None
         if grid.outer_size > 1:
             # Messages of the trade name the ranks of the group, so several groups trade at once.
             members = ranks.part(grid.inner_ranks(ranks.rank))
-        return cls(not_none(resolution.inner), heads, grid, members)
+        return cls(not_none(inner), heads, grid, members)
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``; ``out`` is rounded to the inputs' dtype before it travels."""
@@ -157,10 +156,7 @@ class Ulysses(Strategy):
         """Return the inner call, with what dropout depends on: the seed, and the rank's heads."""
         if call.params.dropout_p == 0:
             return self.inner
-        params = replace(
-            self.inner.params, dropout_seed=call.params.dropout_seed, heads=tables.heads
-        )
-        return self.inner._replace(params=params)
+        return self.inner._replace(seed=call.seed, dropout_heads=tables.heads)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes of the inner call's inputs and results, whatever the plan."""

@@ -79,6 +79,7 @@ class ScoreRule(NamedTuple):
         slopes: ALiBi slopes ``[H]``, if any.
         seq_len: Number of queries, over all ranks; those behind are padding.
         kv_seq_len: Number of keys, likewise.
+        seed: Seed of dropout.
     """
 
     params: KernelParams
@@ -86,6 +87,7 @@ class ScoreRule(NamedTuple):
     slopes: Tensor | None
     seq_len: int
     kv_seq_len: int
+    seed: int = 0
 
 
 class SampledQueries(NamedTuple):
@@ -277,7 +279,7 @@ def _scores(
         x = x - rule.slopes.to(acc_dtype).reshape(*by_group, 1, 1) * distance.to(acc_dtype)
     if params.dropout_p > 0:
         keep_mask = dropout_keep(
-            params.dropout_p, params.dropout_seed, range(rule.batch, rule.batch + 1),
+            params.dropout_p, rule.seed, range(rule.batch, rule.batch + 1),
             math.prod(by_group), queries.indices, keys.position,
         )  # fmt: skip
         keep = _by_group(keep_mask[0].to(acc_dtype) / (1 - params.dropout_p), by_group)

@@ -9,28 +9,32 @@ functions of the library (:mod:`ring_torch.kernels.fa4.split`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Plan, Request, RingProgram, WorkItem, gather_program
+from ring_torch.accumulate import Columns
 from ring_torch.buffers import KVPayload
-from ring_torch.kernels.api import BackwardLaunch, OwnSpans
+from ring_torch.kernels.api import OwnSpans
 from ring_torch.kernels.fa4 import compiled, private, public, split
 from ring_torch.kernels.fa4.options import modded_of
 from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.library import (
+    BackwardLaunch,
     Direction,
     FlashLibrary,
     ForwardLaunch,
     HeadDims,
-    ItemBackward,
     LaunchOptions,
     capability,
     padded_to,
 )
+from ring_torch.launches.cache import keep, tensors_key
+from ring_torch.launches.launch import Backward, ColumnSums, RowSums
 from ring_torch.options import Window
 from ring_torch.records import (
     AttentionState,
@@ -72,28 +76,31 @@ class Flash4(FlashLibrary):
         self._compiled.forward(q, k, v, dst.out, dst.lse if has_lse else None, options, modded)
         return dst.out, dst.lse
 
-    def prepare_forward(
+    @property
+    def writes(self) -> bool:
+        """True for versions whose private functions are known."""
+        return private.is_known()
+
+    def repeated_forward(
         self, q: Tensor, k: Tensor, v: Tensor, dst: AttentionState, options: LaunchOptions
     ) -> ForwardLaunch | None:
         """Return the compiled function of an earlier forward like this one, if there is any."""
-        if not private.is_known() or options.softcap is not None:
+        if options.softcap is not None:
             return None
         has_lse = options.needs_lse or q.shape[-1] == v.shape[-1]
         modded = modded_of("forward", q, v, options)
-        return self._compiled.prepared_forward(
+        return self._compiled.repeated_forward(
             q, k, v, dst.out, dst.lse if has_lse else None, options, modded
         )
 
-    def prepare_backward(
+    def repeated_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: LaunchOptions, dst: Tensor,
-    ) -> ItemBackward | None:  # fmt: skip
+    ) -> BackwardLaunch | None:  # fmt: skip
         """Return the compiled functions of an earlier backward like this one, if there are any."""
-        if not private.is_known() or q.shape[-1] != v.shape[-1]:
-            return None
-        if modded_of("backward", q, v, options) != private.PLAIN:
+        if q.shape[-1] != v.shape[-1] or modded_of("backward", q, v, options) != private.PLAIN:
             return None  # compiled functions with mods or lists are not repeated here
-        return self._compiled.prepared_backward(dout, q, k, v, out, lse, options, dst)
+        return self._compiled.repeated_backward(dout, q, k, v, out, lse, options, dst)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -204,52 +211,43 @@ class HopperSplitBackward:
         is_supported = private.is_known() and capability()[0] == 9
         return is_supported and fits and is_plain and in_whole_tiles(plan, splits, tile)
 
-    def accumulate(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
-        dq: Tensor, sums: tuple[Tensor, Tensor],
-    ) -> None:  # fmt: skip
-        """Run an item's backward: write ``dq``, and add to the sums of dK and dV."""
-        tensors = rows.q, columns.k, columns.v, upstream.dout, upstream.out
-        q, k, v, dout, out = map(aligned, tensors)
-        functions, sides = _split_functions(q, k, item)
-        lse = upstream.lse.contiguous()
-        functions.accumulate(q, k, v, dout, out, lse, dq, sums, params.scale, sides)
+    def backward(self, items: Sequence[WorkItem], params: KernelParams) -> Backward:
+        """Return the launch of items: what does not depend on keys runs once for all rows.
 
-    def prepare(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs,
-        items: Sequence[WorkItem], params: KernelParams,
-    ) -> BackwardLaunch | None:  # fmt: skip
-        """Return one function that runs the backward of all items.
-
-        Items have to have equally many rows, one item's behind the other's, and all rows together.
-        It is ``None`` otherwise, and for tensors that are not aligned, items whose functions have
-        unlike tiles, and several items of several sequences.
+        Items that do not have equally many rows, one item's behind the other's, are launched one by
+        one; so are several items of several sequences, and those whose functions have unlike tiles.
         """
-        q, k = rows.q, columns.k
-        count = q.shape[1] // max(len(items), 1)
-        in_turn = all(
-            (item.q_start, item.q_stop) == (n * count, (n + 1) * count)
-            for n, item in enumerate(items)
-        )
-        whole_rows = in_turn and count * len(items) == q.shape[1]
-        tensors = q, k, columns.v, upstream.dout, upstream.out
-        if not (whole_rows and all(map(is_aligned, tensors))) or (
-            q.shape[0] > 1 and len(items) > 1
-        ):
-            return None
-        functions = [_split_functions(q, k, item) for item in items]
-        first = functions[0][0]
-        if any((x.tile, x.dim) != (first.tile, first.dim) for x, _ in functions):
-            return None
-        launches = [
-            split.SplitLaunch(
-                item.k_start, item.k_stop - item.k_start, params.scale, sides, compiled
-            )
-            for item, (compiled, sides) in zip(items, functions, strict=True)
-        ]  # fmt: skip
-        return split.AllLaunches(launches, tuple(columns.k.shape))
+        known: dict[object, tuple[bool, list[split.AllLaunches]]] = {}
 
-    def prepare_round(
+        def run(
+            rows: QueryBlock, held: list[KeyBlock], upstream: BackwardInputs, row_sums: RowSums,
+            column_sums: ColumnSums,
+        ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+            assert isinstance(column_sums, Columns)
+            q, k, v, dout, out = rows.q, held[0].k, held[0].v, upstream.dout, upstream.out
+            key = q.shape, tensors_key(q, k, v, dout, out)
+            if key not in known:
+                are_ready = all(map(is_aligned, (q, k, v, dout, out)))
+                keep(known, key, (are_ready, _split_launches(items, params, q, k)))
+            are_ready, launches = known[key]
+            if not are_ready:
+                rows = rows._replace(q=aligned(q))
+                held[0] = held[0]._replace(k=aligned(k), v=aligned(v))
+                upstream = upstream._replace(dout=aligned(dout), out=aligned(out))
+            del q, k, v, dout, out  # `held` alone holds the keys
+            # The last launches go first, as in the forward in reverse.
+            row_stats = None
+            for launch in launches[::-1]:
+                tokens, is_last = launch.rows, launch is launches[0]
+                row_stats = launch(
+                    rows.take(tokens).q, held, upstream.take(tokens), column_sums.flat,
+                    partial(row_sums.memory, tokens), is_last=is_last,
+                )  # fmt: skip
+            return row_stats if len(launches) == 1 else None
+
+        return Backward(run, adds=False)
+
+    def rounding(
         self, spans: OwnSpans, keys: KVPayload, params: KernelParams
     ) -> Callable[[Tensor, Tensor, Tensor], None]:
         """Return a function that rounds all spans into whole ``dk`` and ``dv``.
@@ -259,26 +257,28 @@ class HopperSplitBackward:
         """
         return split.RoundAll(spans, params.scale, keys)
 
-    def round(
-        self, sums: tuple[Tensor, Tensor], dsts: tuple[Tensor, Tensor], params: KernelParams
-    ) -> None:
-        """Round sums into ``dsts`` by the library's own function.
 
-        It is the same for any number of query heads, and taken from a compilation for two.
-        """
-        dtype, dim = dsts[0].dtype, sums[0].shape[3]
-        functions = split.rounding_functions(dtype, dim)
-        for x, dst, scale in zip(sums, dsts, (params.scale, 1.0), strict=True):
-            functions.round(x, dst, scale)
-
-
-def _split_functions(q: Tensor, k: Tensor, item: WorkItem) -> tuple[split.SplitFunctions, Window]:
-    """Return the compiled functions of an item, and its window in the form that they take."""
-    is_causal = item.window == (None, 0)  # compiled functions have a flag for it
-    sides: Window = (None, None) if is_causal else item.window
-    bounded = tuple(side is not None for side in sides)
-    group = q.shape[2] // k.shape[2]
-    return split.split_functions(q.dtype, q.shape[3], group, is_causal, bounded), sides
+def _split_launches(
+    items: Sequence[WorkItem], params: KernelParams, q: Tensor, k: Tensor
+) -> list[split.AllLaunches]:
+    """Return the launches of items, together if they can be, in the order of the items."""
+    launches = []
+    for item in items:
+        is_causal = item.window == (None, 0)  # compiled functions have a flag for it
+        sides: Window = (None, None) if is_causal else item.window
+        bounded = tuple(side is not None for side in sides)
+        functions = split.split_functions(
+            q.dtype, q.shape[3], q.shape[2] // k.shape[2], is_causal, bounded
+        )
+        keys = item.k_stop - item.k_start
+        launches.append(split.SplitLaunch(item.k_start, keys, params.scale, sides, functions))
+    rows, shape = [item.q_slice for item in items], tuple(k.shape)
+    sizes = {x.stop - x.start for x in rows}
+    in_turn = len(sizes) < 2 and all(a.stop == b.start for a, b in pairwise(rows))
+    alike = len({(x.functions.tile, x.functions.dim) for x in launches}) == 1
+    if in_turn and alike and (q.shape[0] == 1 or len(items) == 1):
+        return [split.AllLaunches(slice(rows[0].start, rows[-1].stop), launches, shape)]
+    return [split.AllLaunches(x, [y], shape) for x, y in zip(rows, launches, strict=True)]
 
 
 def in_whole_tiles(plan: Plan, splits: bool, tile: int) -> bool:

@@ -11,6 +11,7 @@ are remembered, but no tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,9 +36,9 @@ from ring_torch.kernels.fa4.private import (
     round_arguments,
 )
 from ring_torch.kernels.library import (
+    BackwardLaunch,
     Documents,
     ForwardLaunch,
-    ItemBackward,
     LaunchOptions,
     capability,
 )
@@ -139,7 +140,7 @@ class CompiledFlash4:
             compiled = _forward_of(call, q, k, v, out, lse, options, modded)
             _remember(self._forwards, key, compiled)
 
-    def prepared_forward(
+    def repeated_forward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions,
         modded: Modded,
     ) -> ForwardLaunch | None:  # fmt: skip
@@ -155,10 +156,10 @@ class CompiledFlash4:
             return None
         return repeated_forward(compiled.launch, q, k, v, out, lse, options, compiled.window)
 
-    def prepared_backward(
+    def repeated_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: LaunchOptions, dst: Tensor,
-    ) -> ItemBackward | None:  # fmt: skip
+    ) -> BackwardLaunch | None:  # fmt: skip
         """Return a launch for calls with tensors like these, of which one was made before.
 
         It is ``None`` if there was none, and for calls with documents.
@@ -170,13 +171,7 @@ class CompiledFlash4:
         if compiled is None:
             return None
 
-        def run(
-            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor
-        ) -> tuple[Tensor, Tensor]:
-            _, dk, dv = compiled(dout, q, k, v, out, lse, options, PLAIN, dq)
-            return dk, dv
-
-        return run
+        return partial(_repeat, compiled, options)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -194,6 +189,13 @@ class CompiledFlash4:
         grads, calls = recorded_backward(*arguments)
         _remember(self._backwards, key, _backward_of(calls, grads, *arguments[:-1]))
         return grads
+
+
+def _repeat(
+    compiled: _Backward, options: LaunchOptions, dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, dq: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return compiled(dout, q, k, v, out, lse, options, PLAIN, dq)
 
 
 def _forward_key(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ring_core.base.arguments import not_none
 from ring_torch.buffers import KVPayload
-from ring_torch.kernels.api import Columns, OwnSpans
+from ring_torch.kernels.api import OwnSpans
 from ring_torch.kernels.fa4.private import (
     PLAIN,
     Function,
@@ -28,6 +28,7 @@ from ring_torch.kernels.fa4.private import (
 from ring_torch.kernels.library import LaunchOptions
 from ring_torch.launches.cache import KeptViews
 from ring_torch.options import Window
+from ring_torch.records import BackwardInputs, KeyBlock
 
 
 class SplitLaunch(NamedTuple):
@@ -63,38 +64,23 @@ class SplitFunctions(NamedTuple):
     tile: int  # queries of a tile
     dim: int  # padded head dim of the sum of dQ
 
-    def accumulate(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
-        sums: tuple[Tensor, Tensor], scale: float, window: Window,
-    ) -> None:  # fmt: skip
-        """Write ``dq``, and add to the sums of dK and dV, ``[B, K, m, D]`` each."""
-        # `main` adds to whatever is in `sums`: they are not cleared between launches.
-        batch, length, heads, _ = q.shape
-        padded = -(-length // self.tile) * self.tile
-        floats: Any = {"dtype": torch.float32, "device": q.device}
-        dq_sums = torch.empty((batch, heads, padded * self.dim), **floats)
-        delta, lse_log2 = torch.empty((2, batch, heads, padded), **floats).unbind()
-        self.prepare(*prepare_arguments(out, dout, delta, lse, lse_log2, dq_sums, None))
-        buffers = lse_log2, delta, dq_sums, *(x.flatten(2) for x in sums)
-        self.main(*plain_main_arguments(q, (k, v), dout, buffers, scale, window, self.after_window))
-        self.round_dq(*round_arguments(dq_sums, dq, scale, None))
-
-    def round(self, x: Tensor, grad: Tensor, scale: float) -> None:
-        """Round a sum ``[B, K, m, D]``, times ``scale``, into a gradient ``[B, m, K, D]``."""
-        self.round_dkv(*round_arguments(x.flatten(2), grad, scale, None))
-
 
 class AllLaunches:
-    """Runs all launches of a rank, as a :class:`ring_torch.kernels.api.BackwardLaunch`.
+    """Runs several launches over their rows together.
 
     Of R launches the n-th has rows ``n * L / R`` to ``(n + 1) * L / R`` of ``q [B, L, H, D]``, with
     B = 1 if there are several. What does not depend on keys runs once for all rows, as a batch of
     R: ``main`` alone is launched for each.
+
+    Attributes:
+        rows: The rows of all launches.
     """
 
-    def __init__(self, launches: Sequence[SplitLaunch], k_shape: tuple[int, ...]) -> None:
-        """Take the launches, and the shape of k of all gathered columns."""
-        self._launches, self._k_shape = launches, k_shape
+    def __init__(
+        self, rows: slice, launches: Sequence[SplitLaunch], k_shape: tuple[int, ...]
+    ) -> None:
+        """Take the rows, the launches, and the shape of k of all gathered columns."""
+        self.rows, self._launches, self._k_shape = rows, launches, k_shape
         self._sums = KeptViews(self._sums_of_launches)
 
     def _sums_of_launches(self, sums: Tensor) -> list[Tensor]:
@@ -115,13 +101,15 @@ class AllLaunches:
         ]  # fmt: skip
 
     def __call__(
-        self, q: Tensor, columns: Columns, dout: Tensor, out: Tensor, lse: Tensor, sums: Tensor,
-        new_dq: Callable[[], Tensor], drop_keys: Callable[[], None],
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-        """Add to the sums of dK and dV, and return dQ and ``(lse, delta)``.
+        self, q: Tensor, held: list[KeyBlock], upstream: BackwardInputs, sums: Tensor,
+        new_dq: Callable[[], Tensor | None], *, is_last: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Add to the sums of dK and dV, write dQ, and return ``(lse, delta)``.
 
-        The latter are ``[B * R, H, L / R]``.
+        The latter are ``[B * R, H, L / R]``. With ``is_last`` the columns that are held are dropped
+        when all launches are queued.
         """
+        (dout, out, lse, _), columns = upstream, held[0]
         batch, length, heads, dim = q.shape
         runs, functions = len(self._launches), self._launches[0].functions
         rows = length // runs
@@ -150,16 +138,18 @@ class AllLaunches:
         ):
             launch.functions.main(
                 *plain_main_arguments(
-                    q_n, columns(launch.k_start, launch.keys), dout_n, rest, launch.scale,
+                    q_n, columns.spanned(launch.k_start, launch.keys), dout_n, rest, launch.scale,
                     launch.window, launch.functions.after_window,
                 )
             )  # fmt: skip
         # dQ is complete when all launches have run: one rounding for all rows, into what may be
         # memory of the K/V. Launches on one stream keep their order.
-        drop_keys()
-        dq = new_dq()
-        functions.round_dq(*round_arguments(dq_sums, dq.view(shape), self._launches[0].scale, None))
-        return dq, (lse, delta if padded == rows else delta.narrow(2, 0, rows))
+        del columns
+        if is_last:
+            held.clear()
+        dq = not_none(new_dq()).view(shape)
+        functions.round_dq(*round_arguments(dq_sums, dq, self._launches[0].scale, None))
+        return lse, delta if padded == rows else delta.narrow(2, 0, rows)
 
 
 class RoundAll:
@@ -196,17 +186,18 @@ class RoundAll:
         ]  # fmt: skip
 
     def __call__(self, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Write ``dk`` and ``dv``, both contiguous, of all own keys."""
-        batch, heads, dim = self._keys.batch, self._keys.heads, self._keys.dim
-        spans, row = self._spans, heads * dim
-        count, step = batch, self._keys.length
-        if batch == 1:
-            count, step = spans.number, spans.source_step
-        shape, strides = (count, spans.keys, heads, dim), (step * row, row, dim, 1)
+        """Write the spans of ``dk`` and ``dv``, gradients of all own keys."""
+        batch, heads, dim, spans = self._keys.batch, self._keys.heads, self._keys.dim, self._spans
+        count = spans.number if batch == 1 else batch
         scaled = [(dk, self._scale), (dv, 1.0)] * self._launches
         for n, (own_sums, (grad, scale)) in enumerate(zip(self._sums(sums), scaled, strict=True)):
-            start = (spans.source + n // 2 * spans.source_step) * row
-            target = grad.as_strided(shape, strides, grad.storage_offset() + start)
+            sequence, token, head, _ = grad.stride()
+            first = spans.source + n // 2 * spans.source_step
+            target = grad.as_strided(
+                (count, spans.keys, heads, dim),
+                (spans.source_step * token if batch == 1 else sequence, token, head, 1),
+                grad.storage_offset() + first * token,
+            )
             self._functions.round_dkv(*round_arguments(own_sums, target, scale, None))
 
 

@@ -5,7 +5,9 @@ Only blocks that are not empty are visited, and full ones skip their mask. Trito
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.flash import old_gpu_reason
 from ring_torch.kernels.library import capability
 from ring_torch.kernels.triton.launch import ItemLaunch, backward_tensors
+from ring_torch.launches.launch import Backward, Forward, Mode, one_by_one, summed
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
@@ -27,7 +30,6 @@ from ring_torch.records import (
     KeyGrads,
     QueryBlock,
     QueryGrads,
-    unseen_state,
     zero_bias_grad,
 )
 
@@ -64,48 +66,50 @@ class TritonKernel(Kernel):
             reasons.append("the partial tiles of this predicate take more than 64 MiB")
         return (*reasons, *_size_refusals(config, request))
 
-    def attend(
-        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
-        out: AttentionState | None = None,
-    ) -> AttentionState:  # fmt: skip
-        """Return attention over the item's keys, in ``out`` if it is given."""
-        into = out or unseen_state(rows.q, columns.v.shape[3], fully_written=True)
-        ItemLaunch(rows, columns, item, params).run("fwd", into._asdict(), overwrite=True)
-        return into
+    def forward(self, item: WorkItem, params: KernelParams) -> Forward:
+        """Return the launch of an item's forward, which merges, or writes."""
 
-    def attend_into(
-        self,
-        rows: QueryBlock,
-        columns: KeyBlock,
-        item: WorkItem,
-        params: KernelParams,
-        into: AttentionState,
-    ) -> None:
-        """Attend to the item's keys and merge into ``into``, in one launch."""
-        ItemLaunch(rows, columns, item, params).run("fwd", into._asdict())
+        def run(
+            rows: QueryBlock, columns: KeyBlock, into: AttentionState | None, mode: Mode
+        ) -> AttentionState:
+            assert into is not None
+            launch = ItemLaunch(rows, columns, item, params)
+            launch.run("fwd", into._asdict(), overwrite=mode == "write")
+            return into
 
-    def grads_into(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
-        row_grads: QueryGrads, column_grads: KeyGrads,
-    ) -> None:  # fmt: skip
-        """Compute the item's gradients and add them to the accumulators."""
-        launch = ItemLaunch(rows, columns, item, params)
-        _launch_backward(launch, upstream, row_grads, column_grads, overwrite=False)
+        return Forward(run, ("merge", "write"))
 
-    def grads(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
-        out: Tensor | None = None,
-    ) -> Grads:  # fmt: skip
-        """Return the item's gradients in float32; ``dq`` is in ``out`` if it is given."""
-        dq, dk, dv = (
-            torch.empty(x.shape, dtype=torch.float32, device=x.device)
-            for x in (rows.q, columns.k, columns.v)
-        )
-        dq = dq if out is None else out
-        dbias = zero_bias_grad(rows, params, torch.float32)
-        launch, query_grads = ItemLaunch(rows, columns, item, params), QueryGrads(dq, dbias)
-        _launch_backward(launch, upstream, query_grads, KeyGrads(dk, dv), overwrite=True)
-        return Grads(dq, dk, dv, dbias)
+    def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
+        """Return the launch of the backward of items, which adds in its kernels."""
+        if adds:
+            launches = [partial(_add_grads, item, params) for item in items]
+            return summed(items, launches, params, adds=True)
+        return one_by_one(items, [partial(_grads, item, params) for item in items])
+
+
+def _add_grads(
+    item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
+    upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads,
+) -> None:  # fmt: skip
+    """Compute an item's gradients and add them to the accumulators."""
+    launch = ItemLaunch(rows, columns, item, params)
+    _launch_backward(launch, upstream, row_grads, column_grads, overwrite=False)
+
+
+def _grads(
+    item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
+    upstream: BackwardInputs, dst: Tensor | None,
+) -> Grads:  # fmt: skip
+    """Return an item's gradients in float32; ``dq`` is in ``dst`` if it is given."""
+    dq, dk, dv = (
+        torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        for x in (rows.q if dst is None else rows.q[:, :0], columns.k, columns.v)
+    )
+    dq = dq if dst is None else dst
+    dbias = zero_bias_grad(rows, params, torch.float32)
+    launch = ItemLaunch(rows, columns, item, params)
+    _launch_backward(launch, upstream, QueryGrads(dq, dbias), KeyGrads(dk, dv), overwrite=True)
+    return Grads(dq, dk, dv, dbias)
 
 
 def _launch_backward(

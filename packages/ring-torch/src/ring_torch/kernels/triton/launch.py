@@ -28,6 +28,7 @@ from ring_torch.capture import capture_safe_cache, on_device
 from ring_torch.kernels.block_index import FAR, Grid, block_index, tile_numbers
 from ring_torch.records import (
     BackwardInputs,
+    Dropout,
     KernelParams,
     KeyBlock,
     QueryBlock,
@@ -224,7 +225,7 @@ class ItemLaunch:
             arguments["slopes_batch"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
         if params.dropout_p > 0:
             assert rows.indices is not None
-            dropout = _dropout(params, rows.q.shape[2], rows.q.device)
+            dropout = _dropout(not_none(rows.dropout), rows.q.shape[2], rows.q.device)
             arguments |= {"q_index": rows.indices.to(torch.int32), "dropout": dropout}
         return arguments
 
@@ -327,13 +328,14 @@ def _tile_numbers(item: WorkItem, geometry: BlockGeometry, device: torch.device)
     return torch.as_tensor(tile_numbers(item, geometry), device=device)
 
 
-def _dropout(params: KernelParams, heads: int, device: torch.device) -> Tensor:
+def _dropout(dropout: Dropout, heads: int, device: torch.device) -> Tensor:
     """Return int32 ``[3 + H]``: the seed's two words, the first batch row 0, and global heads.
 
     It is filled on the device, so the host copies nothing and does not wait.
     """
     numbers = torch.zeros(3 + heads, dtype=torch.int64, device=device)
-    numbers[0].fill_(params.dropout_seed & 0xFFFFFFFF)
-    numbers[1].fill_(params.dropout_seed >> 32 & 0xFFFFFFFF)
-    numbers[3:] = torch.arange(heads, device=device) if params.heads is None else params.heads
+    numbers[0].fill_(dropout.seed & 0xFFFFFFFF)
+    numbers[1].fill_(dropout.seed >> 32 & 0xFFFFFFFF)
+    own = dropout.heads
+    numbers[3:] = torch.arange(heads, device=device) if own is None else own
     return numbers.to(torch.int32)
