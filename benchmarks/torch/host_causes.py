@@ -36,11 +36,10 @@ from benchmarks.torch.host_time import described
 from benchmarks.torch.processors import bind
 from ring_torch import attention, autograd, prepare, ring_attention
 from ring_torch.call import Call
-from ring_torch.kernels import fa4
+from ring_torch.kernels import fa4, flash
 from ring_torch.kernels.fa4 import split
 from ring_torch.launches import direct
 from ring_torch.local import LocalRanks
-from ring_torch.strategies import gather
 from ring_torch.transports.one_kernel import OneKernel
 from ring_torch.transports.peer_copies import PeerCopies
 
@@ -78,7 +77,7 @@ _BEGIN: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     (PASS, autograd, ("forward_pass", "backward_pass")),
     (SINKS, autograd, ("_sink_grads",)),
     (SESSION, Call, ("open_session",)),
-    (LAUNCH_KEYS, gather, ("tensors_key",)),
+    *((LAUNCH_KEYS, place, ("tensors_key",)) for place in (flash, fa4)),
     *((EXCHANGE, session, ("fetch", "accumulators", "return_grads")) for session in (OneKernel, PeerCopies)),
     (EXCHANGE, OneKernel, ("of", "_add")),
     (TRITON, direct.PreparedLaunch, ("__call__",)),
@@ -142,7 +141,10 @@ class Clock:
                 for name in names:
                     marked = self.marked(cause, getattr(place, name))
                     stack.enter_context(patch.object(place, name, marked))
-            for place, name in ((fa4.Flash4, "prepare_forward"), (fa4.Flash4, "prepare_backward")):
+            for place, name in (
+                (fa4.Flash4, "repeated_forward"),
+                (fa4.Flash4, "repeated_backward"),
+            ):
                 stack.enter_context(
                     patch.object(place, name, self._preparing(getattr(place, name)))
                 )

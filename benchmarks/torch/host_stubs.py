@@ -7,7 +7,7 @@ beside them is as on a GPU, in the same Python; its results mean nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.torch.alone import as_rank
-from ring_torch import kernels, prepare
+from ring_torch import accumulate, kernels, prepare
 from ring_torch.buffers import BufferSpec
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels.fa4 import FA4, private, split
 from ring_torch.launches import direct
-from ring_torch.merge_ops import merge_of_spans_on_gpu
-from ring_torch.strategies import prepared_ring
+from ring_torch.merge_ops import merge_on_gpu
+from ring_torch.records import AttentionState
 from ring_torch.transports import one_kernel, symm_mem
 
 _TILE = 64  # queries of a tile of the backward
@@ -104,8 +104,10 @@ def without_launches() -> Iterator[None]:
     )
     stream, library = SimpleNamespace(cuda_stream=0), _library()
 
-    def merge_of_spans(_: Tensor, spans: Any, **options: bool) -> Callable[..., None]:
-        return merge_of_spans_on_gpu(spans, **options)
+    def merge(
+        state: AttentionState, low: Tensor, results: Sequence[Tensor], **options: Any
+    ) -> None:
+        merge_on_gpu(state.out, low, state.lse, results, **options)
 
     def functions(_: Any, dim: int, *__: object) -> split.SplitFunctions:
         return split.SplitFunctions(nothing, nothing, (), nothing, nothing, _TILE, dim)
@@ -119,7 +121,7 @@ def without_launches() -> Iterator[None]:
         (direct.DirectKernel, "__getitem__", lambda *_: nothing), (one_kernel, "SymmetricMemory", OwnMemory),
         (one_kernel, "_programs", lambda _: 66), (one_kernel, "_head_programs", lambda _: 96),
         (one_kernel, "timeout_of", lambda *_: timedelta(seconds=1)),
-        (symm_mem, "has_agreed", lambda *_: True), (prepared_ring, "merge_of_spans", merge_of_spans),
+        (symm_mem, "has_agreed", lambda *_: True), (accumulate, "merge", merge),
     ]  # fmt: skip
     prepare._prepare.cache_clear()  # noqa: SLF001  # calls hold their kernel
     with ExitStack() as stack:

@@ -52,13 +52,11 @@ from benchmarks.torch.over_gpus import EVERY_STRATEGY, OVER_GPUS, method
 from benchmarks.torch.processors import bind
 from benchmarks.torch.timing import timed
 from ring_core import Mask, RingProgram, make_plan, ring_program
-from ring_core.checks import Sizes
 from ring_core.tools.bench import watched
 from ring_torch import prepare
-from ring_torch.buffers import HeadGroups
+from ring_torch.buffers import HeadGroups, KVPayload
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.strategies import gather as gather_strategy
-from ring_torch.strategies.head_groups import head_groups_of
 from ring_torch.transports import copy_engine, peer_copies
 
 Pair = tuple[Setting, str]  # what to time, and by which method
@@ -113,13 +111,13 @@ def _as_long(setting: Setting) -> Iterator[None]:
     """Make a short call run as the setting's would: the same head groups and kinds of copies."""
     rule = mask_of(setting.mask, setting.seq_len)
 
-    def groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGroups:
+    head_groups_of = gather_strategy.head_groups_of
+
+    def groups_of(program: RingProgram, keys: KVPayload, q_heads: int) -> HeadGroups:
         world = program.plan.cp_size
         plan = make_plan(rule, seq_len=setting.seq_len, cp_size=world, layout="zigzag")
         length = setting.seq_len // world
-        return head_groups_of(
-            ring_program(plan), replace(sizes, q_len=length, k_len=length), itemsize
-        )
+        return head_groups_of(ring_program(plan), replace(keys, length=length), q_heads)
 
     fits_one_kernel, least = peer_copies.fits_one_kernel, copy_engine.LEAST_COPY
     prepare._prepare.cache_clear()  # noqa: SLF001 - calls are prepared anew

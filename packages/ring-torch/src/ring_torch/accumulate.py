@@ -8,8 +8,9 @@ number is rounded when its sum is complete.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,22 +19,26 @@ from ring_core import WorkItem
 from ring_core.programs.gather import column_segments
 from ring_core.programs.intervals import Interval, union
 from ring_torch.buffers import KeyGradBuffer
-from ring_torch.launches.launch import Forward, Mode
+from ring_torch.launches.launch import Backward, ColumnSums, Forward, Mode, RowSums
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
+    BackwardInputs,
+    Grads,
+    KernelParams,
     KeyBlock,
     KeyGrads,
     QueryBlock,
     QueryGrads,
     Span,
     acc_dtype,
-    empty_state,
     span_of,
     unseen_state,
+    zero_bias_grad,
 )
 
 _MOST_MERGED = 3  # results that one launch merges
+_MERGED_ROWS = 512  # rows that torch's operations merge at a time
 
 
 def merge(
@@ -72,8 +77,8 @@ def merge(
     for n, ((start, rows), result, part_lse) in enumerate(
         zip(spans, results[::2], results[1::2], strict=True)
     ):
-        part_lse = mark_infinities(part_lse.clone()) if marks >> n & 1 else part_lse
-        into.take(slice(start, start + rows)).merge(result, part_lse)
+        seen = mark_infinities(part_lse.clone()) if marks >> n & 1 else part_lse
+        merge_in_torch(into.take(slice(start, start + rows)), result, seen)
     if into is state:
         return
     lse.copy_(into.lse)
@@ -83,6 +88,39 @@ def merge(
     halves = into.out.view(torch.int16).unflatten(-1, (-1, 2))
     for x, half in zip((low, out), halves.unbind(-1), strict=True):
         x.view(torch.int16).copy_(half)
+
+
+def merge_in_torch(state: AttentionState, out: Tensor, lse: Tensor) -> None:
+    """Merge attention over other keys into ``state``, in place, by torch's operations.
+
+    It is the formula of :func:`ring_core.merge`: both are scaled by ``exp(lse - merged)`` and
+    added. Rows with ``lse = -inf`` are ignored, whatever numbers ``out`` has there, NaN included.
+    Rows with ``lse = inf`` or NaN, of scores that are not finite, become NaN.
+    """
+    # Some rows at a time, to bound the memory of temporaries.
+    for start in range(0, out.shape[1], _MERGED_ROWS):
+        rows = slice(start, start + _MERGED_ROWS)
+        some_out, some_lse = state.out[:, rows], state.lse[:, :, rows]
+        new_lse = lse[:, :, rows].to(some_lse.dtype)
+        merged = torch.logaddexp(some_lse, new_lse)
+        safe = merged.masked_fill(merged == -torch.inf, 0.0)
+        old = (some_lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
+        new = (new_lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
+        some_out.mul_(old)
+        some_out.add_(torch.where(new == 0, 0.0, out[:, rows] * new))
+        some_lse.copy_(merged)
+
+
+def empty_state(q: Tensor, v_dim: int, dtype: torch.dtype) -> AttentionState:
+    """Return the identity of the merge for queries ``[B, n, H, D]``: zeros, and ``lse = -inf``.
+
+    ``dtype`` is the accumulators'.
+    """
+    batch, length, heads, _ = q.shape
+    return AttentionState(
+        q.new_zeros(batch, length, heads, v_dim, dtype=dtype),
+        q.new_full((batch, heads, length), -torch.inf, dtype=dtype),
+    )
 
 
 def mark_infinities(lse: Tensor) -> Tensor:
@@ -175,7 +213,7 @@ class Accumulator:
     """``(out, lse)`` of a rank's rows in one forward pass.
 
     Attributes:
-        state: Memory of the results, which are there after :meth:`finish`.
+        state: Memory of the results, which are there when all launches have run.
     """
 
     def __init__(self, joins: Joins, q: Tensor, v_dim: int) -> None:
@@ -183,35 +221,49 @@ class Accumulator:
         self._joins, self._v_dim = joins, v_dim
         self._waiting: list[Tensor] = []  # out and lse of each launch that waits for a merge
         if joins.begins and not joins.is_final:
-            self.state = empty_state(q, v_dim)
+            self.state = empty_state(q, v_dim, joins.dtype)
         elif joins.mode != "return" or not joins.holds_first or q.shape[0] == 0:
             self.state = unseen_state(q, v_dim, joins.dtype, fully_written=not joins.begins)
 
     def attend(
-        self, n: int, launch: Forward, rows: QueryBlock, columns: KeyBlock,
+        self, n: int, launch: Forward, item: WorkItem, rows: QueryBlock, columns: KeyBlock,
         state: AttentionState | None = None,
     ) -> None:  # fmt: skip
-        """Run the ``n``-th launch on its rows and columns; an empty batch launches nothing.
+        """Run the launch of the ``n``-th item; an empty batch launches nothing.
 
-        ``state`` is a group of heads of :attr:`state`, where each row is in one launch.
+        Args:
+            n: Number of launches before it.
+            launch: The launch.
+            item: Its item.
+            rows: All rows, or those of the only item.
+            columns: All columns.
+            state: A group of heads of :attr:`state`, where each row is in one launch.
         """
-        joins = self._joins
+        joins, count = self._joins, item.q_stop - item.q_start
         mode = joins.mode
         if rows.q.shape[0] == 0:
             return
+        is_part = rows.q.shape[1] > count
+        if is_part:
+            rows = rows.take(item.q_slice)
+        if columns.k.shape[1] > item.k_stop - item.k_start:
+            columns = columns.take(item.k_slice)
         if joins.is_final and joins.holds_first and mode == "return":
             self.state = launch.run(rows, columns, None, mode)
             return
         if joins.is_final or mode == "merge":
-            into = (state or self.state).take(joins.rows[n])
-            result = launch.run(rows, columns, None if mode == "return" else into, mode)
-            if result is not into:
-                into.out.copy_(result.out)
-                into.lse.copy_(result.lse)
+            own = state or self.state
+            if is_part:
+                own = own.take(item.q_slice)
+            result = launch.run(rows, columns, None if mode == "return" else own, mode)
+            if result is not own:
+                own.out.copy_(result.out)
+                own.lse.copy_(result.lse)
             return
         # Until the first merge `state` is free: it holds the first result if that has all rows.
         # The merge may read and write it, as one program does both to each number.
-        is_held, into = n == 0 and joins.holds_first, None
+        is_held = n == 0 and joins.holds_first
+        into: AttentionState | None = None
         if mode == "write":
             into = self.state if is_held else unseen_state(rows.q, self._v_dim, fully_written=True)
         result = launch.run(rows, columns, into, mode)
@@ -240,51 +292,49 @@ class Accumulator:
         last = n + 1 == len(joins.rows)
         merge(state, self._low, self._waiting, spans=spans, marks=marks, first=first, last=last)
 
-    def finish(self) -> AttentionState:
-        """Return the results, after all launches."""
-        # Infinities that launches have left, where every row sees something, become NaN.
+    def mark(self) -> None:
+        """Make infinities NaN that launches have left where every row sees something."""
         for span in self._joins.marked:
             mark_infinities(self.state.lse.narrow(2, *span))
-        return self.state
 
 
+@dataclass
 class Rows:
     """dQ of a rank's rows in one backward pass: a :class:`ring_torch.launches.launch.RowSums`.
 
-    Launches write it where each row is in one of them, or add to sums in the accumulators' dtype;
-    or their parts wait and are added up at the end, the last one last.
+    Attributes:
+        new: Allocates dQ, when it is needed first.
+        how: Launches write it where each row is in one of them, or add to sums in the accumulators'
+            dtype; or their parts wait and are added up at the end, the last one last.
+        dbias: Sums of the bias's gradient.
     """
 
-    def __init__(
-        self, new: Callable[[], Tensor], how: Literal["write", "add", "wait"],
-        dbias: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Take a function that allocates dQ, which is called when it is needed first."""
-        self._new, self._how, self.dbias = new, how, dbias
-        self._dq: Tensor | None = None
-        self._parts: list[tuple[slice, Tensor]] = []
+    new: Callable[[], Tensor]
+    how: Literal["write", "add", "wait"]
+    dbias: Tensor | None = None
+    _dq: Tensor | None = None
+    _parts: list[tuple[slice, Tensor]] = field(default_factory=list)
 
     def whole(self) -> Tensor:
         """Return dQ of all rows: its memory, or the sum of the parts that wait."""
         if self._parts:
-            (tokens, self._dq), *others = self._parts[::-1]
-            assert tokens == slice(0, self._dq.shape[1])
+            (_, self._dq), *others = self._parts[::-1]
             if others:
                 _sum_rows(self._dq, others)
             self._parts = []
         if self._dq is None:
-            self._dq = self._new()
+            self._dq = self.new()
         return self._dq
 
     def memory(self, rows: slice) -> Tensor | None:
         """Return memory for dQ of some rows; ``None`` if it is added, or waits."""
-        return self.whole()[:, rows] if self._how == "write" else None
+        return self.whole()[:, rows] if self.how == "write" else None
 
     def put(self, rows: slice, dq: Tensor) -> None:
         """Take dQ of some rows."""
-        if self._how == "wait":
+        if self.how == "wait":
             self._parts.append((rows, dq))
-        elif self._how == "add":
+        elif self.how == "add":
             self.whole()[:, rows].add_(dq)
         else:
             into = self.whole()[:, rows]
@@ -293,18 +343,18 @@ class Rows:
 
     def take(self, rows: slice) -> QueryGrads:
         """Return sums of some rows."""
-        return QueryGrads(self.whole(), self.dbias).take(rows)
+        dbias = None if self.dbias is None else self.dbias[:, :, rows]
+        dq = self.whole() if self._dq is None else self._dq
+        return QueryGrads(dq[:, rows], dbias)
 
     def of_group(self, n: int, groups: int) -> Rows:
         """Return the ``n``-th of ``groups`` equal groups of heads."""
-        if groups == 1:
-            return self
 
         def heads() -> Tensor:
             size = self.whole().shape[2] // groups
             return self.whole().narrow(2, n * size, size)
 
-        return Rows(heads, self._how, self.dbias)
+        return Rows(heads, self.how, self.dbias)
 
 
 def _sum_rows(dq: Tensor, parts: Sequence[tuple[slice, Tensor]]) -> None:
@@ -323,28 +373,26 @@ def _sum_rows(dq: Tensor, parts: Sequence[tuple[slice, Tensor]]) -> None:
     dq.copy_(total.add_(dq))
 
 
+@dataclass
 class OneItem:
     """Gradients of the keys of a single item, which are final: a ``ColumnSums`` of launches.
 
     Attributes:
-        grads: dK and dV of all keys.
+        keys: All keys.
+        grads: dK and dV of all keys; those that the item has not get zeros.
     """
 
-    grads: KeyGrads
-
-    def __init__(self, keys: KeyBlock) -> None:
-        """Take all keys."""
-        self._keys = keys
+    keys: KeyBlock
+    grads: tuple[Tensor, ...] = ()
 
     def put(self, item: WorkItem, dk: Tensor, dv: Tensor) -> None:
-        """Take the item's dK/dV; keys that it has not get zeros."""
-        if item.k_slice != slice(0, self._keys.k.shape[1]):
-            pairs = zip((self._keys.k, self._keys.v), (dk, dv), strict=True)
-            whole = [x.new_zeros(x.shape, dtype=grad.dtype) for x, grad in pairs]
-            for x, grad in zip(whole, (dk, dv), strict=True):
+        """Take the item's dK/dV."""
+        self.grads = dk, dv
+        if dk.shape[1] < self.keys.k.shape[1]:
+            pairs = zip((self.keys.k, self.keys.v), (dk, dv), strict=True)
+            self.grads = tuple([x.new_zeros(x.shape, dtype=grad.dtype) for x, grad in pairs])
+            for x, grad in zip(self.grads, (dk, dv), strict=True):
                 x[:, item.k_slice] = grad
-            dk, dv = whole
-        self.grads = KeyGrads(dk, dv)
 
     def take(self, columns: slice) -> KeyGrads:
         """Refuse: nothing is added."""
@@ -361,41 +409,110 @@ def segments_of(items: Sequence[WorkItem], overwritten: Sequence[Sequence[slice]
     return {item: [*column_segments(item, overwrite)] for item, overwrite in spans}
 
 
+@dataclass
 class Columns:
     """dK/dV of columns, flat in the accumulators' dtype: a ``ColumnSums`` of launches.
 
     Attributes:
-        flat: The buffer, in the order of :class:`ring_torch.buffers.KeyGradBuffer`.
+        layout: The order of the numbers.
+        flat: The buffer.
+        length: Columns of the buffer.
+        segments: What items overwrite.
     """
 
-    def __init__(
-        self, layout: KeyGradBuffer, flat: Tensor, length: int, segments: Segments
-    ) -> None:
-        """Take sums of ``length`` tokens, and what items overwrite."""
-        self.flat, self._layout, self._length, self._segments = flat, layout, length, segments
-
-    @cached_property
-    def _grads(self) -> KeyGrads:
-        return KeyGrads(*self._layout.views(self.flat, self._length))
+    layout: KeyGradBuffer
+    flat: Tensor
+    length: int
+    segments: Segments
+    _views: tuple[Tensor, Tensor] | None = None
 
     def take(self, columns: slice) -> KeyGrads:
         """Return sums of some columns."""
-        return self._grads.take(columns)
+        if self._views is None:
+            self._views = self.layout.views(self.flat, self.length)
+        dk, dv = self._views
+        return KeyGrads(dk[:, columns], dv[:, columns])
 
     def put(self, item: WorkItem, dk: Tensor, dv: Tensor) -> None:
         """Put an item's dK/dV into the sums."""
         # The buffer holds nothing valid in columns that this backward has not written yet: the
         # first to come overwrites, the others add.
-        keys = self._layout.keys
-        for start, stop, add in self._segments[item]:
+        keys = self.layout.keys
+        for start, stop, add in self.segments[item]:
             k, v = dk, dv
             if stop - start < dk.shape[1]:
                 k, v = (x.narrow(1, start - item.k_start, stop - start) for x in (dk, dv))
             if dk.is_cuda and has_triton():
                 from ring_torch.memory_ops import pack_kv_on_gpu
 
-                packed = self.flat.view(keys.batch, self._length, keys.width)
+                packed = self.flat.view(keys.batch, self.length, keys.width)
                 pack_kv_on_gpu(k, v, packed.narrow(1, start, stop - start), add=add)
                 continue
             for total, grad in zip(self.take(slice(start, stop)), (k, v), strict=True):
                 total.add_(grad) if add else total.copy_(grad)
+
+
+#: The backward of one item: ``(rows, columns, upstream, dst)`` to its gradients alone; ``dst`` is
+#: memory that dQ may be written to.
+ItemGrads = Callable[[QueryBlock, KeyBlock, BackwardInputs, Tensor | None], Grads]
+#: One that adds to sums: ``(rows, columns, upstream, row_grads, column_grads)``.
+ItemSums = Callable[[QueryBlock, KeyBlock, BackwardInputs, QueryGrads, KeyGrads], None]
+
+
+def one_by_one(
+    items: Sequence[WorkItem], launches: Sequence[ItemGrads | ItemSums], *, adds: bool = False
+) -> Backward:
+    """Return the backward of items that are launched one by one, in reverse.
+
+    With ``adds`` launches are :data:`ItemSums`, otherwise :data:`ItemGrads`.
+    """
+    # In reverse, as sums know which columns no launch before has written in that order.
+    work: list[tuple[WorkItem, Any]] = [*zip(items, launches, strict=True)][::-1]
+
+    def run(
+        rows: QueryBlock, held: list[KeyBlock], upstream: BackwardInputs, row_sums: RowSums,
+        column_sums: ColumnSums,
+    ) -> None:  # fmt: skip
+        (columns,) = held
+        # Launches run one after the other on a stream: each may add to what those before wrote.
+        for item, launch in work:
+            count, tokens = item.q_stop - item.q_start, item.q_slice
+            is_part = columns.k.shape[1] > item.k_stop - item.k_start
+            keys = columns.take(item.k_slice) if is_part else columns
+            if rows.q.shape[1] > count:
+                operands = rows.take(tokens), keys, upstream.take(tokens)
+            else:
+                tokens, operands = slice(0, count), (rows, keys, upstream)
+            if adds:
+                launch(*operands, row_sums.take(tokens), column_sums.take(item.k_slice))
+                continue
+            grads = launch(*operands, row_sums.memory(tokens))
+            row_sums.put(tokens, grads.dq)
+            if grads.dbias is not None and row_sums.dbias is not None:
+                row_sums.dbias[:, :, tokens].add_(grads.dbias)
+            column_sums.put(item, grads.dk, grads.dv)
+        held.clear()
+
+    return Backward(run, adds)
+
+
+def alone(launch: ItemSums, params: KernelParams) -> ItemGrads:
+    """Return an item's backward whose gradients are of the item alone: sums that begin with zeros.
+
+    They are in the accumulators' dtype.
+    """
+    return partial(_alone, launch, params)
+
+
+def _alone(
+    launch: ItemSums, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
+    upstream: BackwardInputs, _dst: Tensor | None,
+) -> Grads:  # fmt: skip
+    """Return the gradients of an item alone, in the accumulators' dtype."""
+    dtype = acc_dtype(rows.q.dtype)
+    dq, dk, dv = (
+        torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (rows.q, columns.k, columns.v)
+    )
+    dbias = zero_bias_grad(rows, params, dtype)
+    launch(rows, columns, upstream, QueryGrads(dq, dbias), KeyGrads(dk, dv))
+    return Grads(dq, dk, dv, dbias)

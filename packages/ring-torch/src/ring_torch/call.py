@@ -221,6 +221,8 @@ class Call(NamedTuple):
         dtype = self.acc_dtype if is_sum else self.dtype
         new = torch.empty_like if how == "write" and fully_written else torch.zeros_like
         make = partial(new, rows.q, dtype=dtype, memory_format=torch.contiguous_format)
+        if rows.bias is None:
+            return Rows(make, how)
         return Rows(make, how, zero_bias_grad(rows, self.params, self.acc_dtype))
 
     def columns(self, rank: int, tensors: Sequence[Tensor]) -> KeyBlock:
@@ -280,7 +282,6 @@ class Call(NamedTuple):
             aligned8=positions_aligned8(gather.positions),
             runs=gathered_runs(gather),
         )
-
 
     @property
     def is_plain(self) -> bool:

@@ -18,8 +18,6 @@ from torch import Tensor
 from ring_core import Mask, WorkItem
 from ring_core.plan.tile_mask import BlockGeometry
 
-_MERGED_ROWS = 512
-
 
 @dataclass(frozen=True)
 class KernelParams:
@@ -149,10 +147,7 @@ class KeyBlock(NamedTuple):
 
 
 class AttentionState(NamedTuple):
-    """Attention over some keys, ``(out, lse)``, which merges with that over others.
-
-    Kernels merge into one in the accumulators' dtype.
-    """
+    """Attention over some keys, ``(out, lse)``, which merges with that over others."""
 
     out: Tensor
     lse: Tensor
@@ -162,28 +157,6 @@ class AttentionState(NamedTuple):
         if tokens.start == 0 and tokens.stop == self.out.shape[1]:
             return self
         return AttentionState(self.out[:, tokens], self.lse[:, :, tokens])
-
-    def merge(self, out: Tensor, lse: Tensor) -> None:
-        """Merge attention over other keys into this, in place, by torch's operations.
-
-        It is the formula of :func:`ring_core.merge`: both are scaled by ``exp(lse - merged)`` and
-        added. Rows with ``lse = -inf`` are ignored, whatever numbers ``out`` has there, NaN
-        included. Rows with ``lse = inf`` or NaN, of scores that are not finite, become NaN.
-        """
-        rows = out.shape[1]
-        if rows > _MERGED_ROWS:  # some rows at a time, to bound the memory of temporaries
-            for start in range(0, rows, _MERGED_ROWS):
-                some = slice(start, start + _MERGED_ROWS)
-                self.take(some).merge(out[:, some], lse[:, :, some])
-            return
-        lse = lse.to(self.lse.dtype)
-        merged = torch.logaddexp(self.lse, lse)
-        safe = merged.masked_fill(merged == -torch.inf, 0.0)
-        old = (self.lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
-        new = (lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
-        self.out.mul_(old)
-        self.out.add_(torch.where(new == 0, 0.0, out * new))
-        self.lse.copy_(merged)
 
 
 class BackwardInputs(NamedTuple):
@@ -249,16 +222,6 @@ class KeyGrads(NamedTuple):
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of accumulators: float64 for float64 inputs, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def empty_state(q: Tensor, v_dim: int) -> AttentionState:
-    """Return the identity of the merge for queries ``[B, n, H, D]``: zeros, and ``lse = -inf``."""
-    batch, length, heads, _ = q.shape
-    dtype = acc_dtype(q.dtype)
-    return AttentionState(
-        q.new_zeros(batch, length, heads, v_dim, dtype=dtype),
-        q.new_full((batch, heads, length), -torch.inf, dtype=dtype),
-    )
 
 
 def unseen_state(

@@ -18,9 +18,10 @@ from torch import Tensor
 from ring_core import WorkItem, philox
 from ring_core.base.arguments import EMPTY, FULL, TILE, not_none
 from ring_core.base.config import EVERYTHING
+from ring_torch.accumulate import alone, one_by_one
 from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.rules import shown
-from ring_torch.launches.launch import Backward, Forward, merging, summed
+from ring_torch.launches.launch import Backward, Forward, Mode
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -47,18 +48,21 @@ class EagerKernel(Kernel):
 
     def forward(self, item: WorkItem, params: KernelParams) -> Forward:
         """Return the launch of an item's forward, which merges as it computes."""
-        return merging(partial(self.attend, item, params))
+        return Forward(partial(self.attend, item, params), ("merge",))
 
     def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
         """Return the launch of the backward of items."""
         launches = [partial(self.differentiate, item, params) for item in items]
-        return summed(items, launches, params, adds=adds)
+        if adds:
+            return one_by_one(items, launches, adds=True)
+        return one_by_one(items, [alone(launch, params) for launch in launches])
 
     def attend(
         self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
-        into: AttentionState,
-    ) -> None:  # fmt: skip
+        into: AttentionState | None, _mode: Mode,
+    ) -> AttentionState:  # fmt: skip
         """Attend to the item's keys and merge into ``into``, one block of rows after the other."""
+        assert into is not None
         blocks = ScoreBlocks(rows, columns, item, params)
         v_clean = is_clean(columns.v)
         # Rows of different blocks share nothing, so each block goes through all its keys at once.
@@ -95,6 +99,7 @@ class EagerKernel(Kernel):
                 )
             )
             block_state.lse.copy_((top + total.log()).view(block_state.lse.shape))
+        return into
 
     def differentiate(
         self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,

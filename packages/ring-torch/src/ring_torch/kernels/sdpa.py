@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Request, RingProgram, WorkItem
+from ring_torch.accumulate import alone, merge_in_torch, one_by_one
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.eager import EagerKernel
@@ -28,7 +29,7 @@ from ring_torch.kernels.library import (
     capability,
     rounded_to_8,
 )
-from ring_torch.launches.launch import Backward, Forward, merging, summed
+from ring_torch.launches.launch import Backward, Forward, Mode
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -58,24 +59,26 @@ class CpuFlashKernel(Kernel):
 
     def forward(self, item: WorkItem, params: KernelParams) -> Forward:
         """Return the launch of an item's forward, which merges."""
-        return merging(partial(self.attend, item, params))
+        return Forward(partial(self.attend, item, params), ("merge",))
 
     def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
         """Return the launch of the backward of items."""
         launches = [partial(self.differentiate, item, params) for item in items]
-        return summed(items, launches, params, adds=adds)
+        if adds:
+            return one_by_one(items, launches, adds=True)
+        return one_by_one(items, [alone(launch, params) for launch in launches])
 
     def attend(
         self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
-        into: AttentionState,
-    ) -> None:  # fmt: skip
+        into: AttentionState | None, mode: Mode,
+    ) -> AttentionState:  # fmt: skip
         """Attend and merge into ``into``, without repeating K/V for grouped query heads.
 
         The operator is called once for each query head of a K/V head.
         """
+        assert into is not None
         if _reads_nonfinite(item, rows.q, columns.k, columns.v):
-            EagerKernel().attend(item, params, rows, columns, into)
-            return
+            return EagerKernel().attend(item, params, rows, columns, into, mode)
         # Each call has one query head of every K/V head; their accumulators are apart.
         for heads, (q, k, v) in _head_groups(rows.q, columns):
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -83,7 +86,8 @@ class CpuFlashKernel(Kernel):
             )
             # Views of the accumulators: these heads of all rows.
             own_heads = AttentionState(into.out[:, :, heads], into.lse[:, heads])
-            own_heads.merge(out.transpose(1, 2), lse)
+            merge_in_torch(own_heads, out.transpose(1, 2), lse)
+        return into
 
     def differentiate(
         self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,

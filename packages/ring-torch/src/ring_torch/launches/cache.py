@@ -14,15 +14,15 @@ _MOST = 256  # keys of a cache
 def tensors_key(*tensors: Tensor | None) -> object:
     """Return a key of tensors: equal for tensors of equal strides and alignment to 16 bytes.
 
-    Shapes are not part of it: the prepared call or the message layout of the tensors has them.
+    Shapes are not part of it: the launch or the message layout of the tensors has them.
     """
     return tuple([None if x is None else (x.stride(), x.data_ptr() % 16) for x in tensors])
 
 
-def keep[T](launches_by_key: dict[object, T | None], key: object, launches: T | None) -> None:
+def keep[T](launches_by_key: dict[object, T], key: object, launches: T) -> None:
     """Keep launches under a key; a full cache loses its oldest.
 
-    ``None`` is kept, too: calls whose launches cannot be prepared are not asked for them again.
+    Where ``None`` is kept, a launch that cannot be repeated is not asked for that again.
     """
     # Strides that change with every call would otherwise keep launches without end. Another thread
     # may do the same meanwhile: the list is a copy, and a key that is gone is no error.

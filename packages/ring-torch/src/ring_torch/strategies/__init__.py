@@ -38,9 +38,7 @@ def strategy_names() -> tuple[str, ...]:
     return ("auto", *(spec.name for spec in STRATEGIES))
 
 
-def resolve(
-    spec: StrategySpec, call: Call, inner: Call | None, grid: RankGrid | None
-) -> Strategy:
+def resolve(spec: StrategySpec, call: Call, inner: Call | None, grid: RankGrid | None) -> Strategy:
     """Return the object that runs both passes of a call, which has none yet, on its rank.
 
     A call of one rank whose plan is a single launch gets a :class:`Single`, whatever the strategy,

@@ -120,9 +120,8 @@ class Balanced(Ring):
         launches = {}
         for item in lent:
             launch, length = call.kernel.forward(item, params), item.q_stop - item.q_start
-            whole = replace(item, q_start=0, q_stop=length)  # the rows that come are its own
             # Results travel in the accumulators' dtype: the owner merges them.
-            launches[item] = launch, joins_of([(launch, whole)], call.dtype, length, resumes=True)
+            launches[item] = launch, joins_of([(launch, item)], call.dtype, length, resumes=True)
         return cls.of_steps(
             call, *(_own_work(program, rank, stages) for stages in passes), resumes=True,
             forward_pieces=forward, backward_pieces=backward, lent=launches,
@@ -140,8 +139,8 @@ class Balanced(Ring):
             """Attend to own K/V with another rank's rows; the result is merged there, not here."""
             peer_rows, (launch, joins) = remote_rows(call, item, rows, tensors), self.lent[item]
             result = Accumulator(joins, peer_rows.q, inputs.v.shape[3])
-            result.attend(0, launch, peer_rows, own.take(item.k_slice))
-            return result.finish()
+            result.attend(0, launch, item, peer_rows, own)
+            return result.state
 
         def add(tokens: slice, tensors: list[Tensor]) -> None:
             """Merge results that a helper sent home for a slice of this rank's rows."""
@@ -327,7 +326,13 @@ def remote_rows(call: Call, item: WorkItem, local: QueryBlock, tensors: list[Ten
         None if x is None else x[item.q_slice] for x in call.positions(item.q_rank)
     ]
     return local._replace(
-        q=q, indices=index, position=position, segments=segments, bias=bias, runs=(), bias_shift=shift
+        q=q,
+        indices=index,
+        position=position,
+        segments=segments,
+        bias=bias,
+        runs=(),
+        bias_shift=shift,
     )
 
 

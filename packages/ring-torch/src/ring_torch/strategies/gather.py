@@ -23,23 +23,29 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import pairwise, repeat
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ring_core import GatherProgram, WorkItem, gather_program, gather_refusals, longest_gather
-from ring_core.base.arguments import not_none
+from ring_core import (
+    GatherProgram,
+    RingProgram,
+    WorkItem,
+    gather_program,
+    gather_refusals,
+    longest_gather,
+)
 from ring_core.choose.gathering import MAX_SAVED_BYTES, memory_refusals
 from ring_core.programs.gather import Fetch
 from ring_core.programs.grid import RankGrid
 from ring_core.viz.text import figure
-from ring_torch.accumulate import Accumulator, Columns, Joins, Segments, joins_of, segments_of
-from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, Shapes
+from ring_torch.accumulate import Accumulator, Columns, Joins, Rows, Segments, joins_of, segments_of
+from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload, Shapes
 from ring_torch.call import Call, Saved, Strategy, StrategySpec
 from ring_torch.capture import NO_CONTEXT
-from ring_torch.kernels.api import OwnSpans
+from ring_torch.kernels.api import OwnSpans, SplitBackward
 from ring_torch.launches.launch import Backward, Forward
 from ring_torch.records import (
     AttentionState,
@@ -48,6 +54,7 @@ from ring_torch.records import (
     Inputs,
     KeyBlock,
     KeyGrads,
+    QueryBlock,
     head_group,
 )
 from ring_torch.transports.api import (
@@ -144,6 +151,7 @@ class Gather(Strategy):
         own_fetches: Fetches of own keys into the buffer.
         rounding: Rounds sums of own keys in the buffer; ``None`` if not all of these are there.
         own_rounding: Rounds sums of own keys that lie as in the shard.
+        new_grads: Allocates dK and dV of own keys, with zeros if there is padding behind these.
     """
 
     name: str = "gather"
@@ -168,6 +176,7 @@ class Gather(Strategy):
     own_fetches: tuple[Fetch, ...]
     rounding: Rounding | None
     own_rounding: Rounding
+    new_grads: Callable[..., Tensor]
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``, ``out`` in the inputs' dtype or wider, and what it saves.
@@ -186,25 +195,26 @@ class Gather(Strategy):
 
         def attend(
             work: Iterable[Work], columns: KeyBlock, n: int, count: int, wait: Wait = _no_wait,
-            contexts: Iterable[Launching] = repeat(lambda: NO_CONTEXT),
+            contexts: Iterable[Launching] | None = None,
         ) -> None:  # fmt: skip
             """Run launches for the ``n``-th of ``count`` groups, or parts, of heads."""
-            heads = head_group(rows, n, count)
-            state = None if count == 1 else head_group(results.state, n, count)
-            for (number, launch, item, waits_for), launching in zip(work, contexts, strict=False):
+            heads, state = rows, None
+            if count > 1:
+                heads, state = head_group(rows, n, count), head_group(results.state, n, count)
+            begin = None if contexts is None else iter(contexts)
+            for number, launch, item, waits_for in work:
                 # Let each launch wait for its own fetches. Those of later items write other columns
                 # of the buffer meanwhile; peers copy from this rank's memory and need nothing from
                 # this loop.
                 if waits_for > 0:
                     wait(waits_for)
-                operands = heads.take(item.q_slice), columns.take(item.k_slice)
-                with launching():
-                    results.attend(number, launch, *operands, state)
+                with NO_CONTEXT if begin is None else next(begin)():
+                    results.attend(number, launch, item, heads, columns, state)
 
         def attend_to_own_keys(n: int = 0) -> None:
             """Queue launches over own K/V, which run while fetches are in flight."""
             if self.own_work:
-                own = head_group(inputs, n, groups).key_tensors()
+                own = (inputs if groups == 1 else head_group(inputs, n, groups)).key_tensors()
                 attend(self.own_work, call.columns(call.ranks.rank, own), n, groups)
 
         # Fetches from all peers are in flight from here on. The session keeps one group ahead: the
@@ -213,7 +223,10 @@ class Gather(Strategy):
         for n, arriving in enumerate(session.fetch(gather, inputs, attend_to_own_keys)):
             if n > 0:
                 attend_to_own_keys(n)
-            columns, count = call.gathered_columns(gather, keys, arriving.tensors), len(arriving.parts)
+            columns, count = (
+                call.gathered_columns(gather, keys, arriving.tensors),
+                len(arriving.parts),
+            )
             if count == 0:
                 attend(self.work, columns, n, groups, arriving.wait)
             # All keys of a part are there. Its longest launch goes first, and the others, and those
@@ -225,7 +238,9 @@ class Gather(Strategy):
             # change them after this call.
             arriving.wait(None)
             gathered += arriving.tensors
-        return results.finish(), gathered if self.saves else []
+        if self.joins.marked:
+            results.mark()
+        return results.state, gathered if self.saves else []
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """Return the gradients; dK and dV in the inputs' dtype.
@@ -236,47 +251,18 @@ class Gather(Strategy):
         have at most launches over own K/V in place beside them: these come after the others of
         their group, and have sums of their own.
         """
-        gather, groups, rank = self.gather, self.groups.backward, call.ranks.rank
+        gather, groups = self.gather, self.groups.backward
         session = call.open_session(call.backward_signature, gather, groups=groups)
-        keys, rows = session.spec.keys, call.rows(inputs)
-        layout, is_empty = KeyGradBuffer(keys, self.head_major), rows.q.shape[0] == 0
+        rows, layout = call.rows(inputs), KeyGradBuffer(session.spec.keys, self.head_major)
+        is_empty = rows.q.shape[0] == 0
         # Peers will read these sums: where they lie in memory of the session, it waits until nobody
         # reads those of the pass before.
         grad_sums = session.accumulators(gather, layout, zero=self.zero or is_empty)
         row_sums = call.row_sums(rows, self.rows, fully_written=self.whole_rows)
         in_flight: list[list[PendingGrads]] = [[] for _ in range(groups)]
-        own_sums: list[Tensor | None] = [None] * groups
-        key_grads: KeyGrads | None = None
+        own_sums: list[Tensor | None] = []
+        key_grads: list[Tensor] = []
         row_stats = None
-
-        def finish(n: int) -> KeyGrads:
-            """Add what peers send of group ``n``, round it, and return dK/dV of all groups."""
-            nonlocal key_grads
-            # Allocated here, so that where most memory is taken, in the launches, they are not yet.
-            if key_grads is None:
-                tokens = int(call.plan.k_layout.num_tokens(rank))  # behind them is padding
-                new = torch.empty if tokens == keys.length else torch.zeros
-                dk, dv = (new(x.shape, dtype=call.dtype, device=call.device) for x in inputs[1:3])
-                key_grads = KeyGrads(dk, dv)
-            sums, own = grad_sums[n], own_sums[n]
-            length, rounding, index_map = gather.length, self.rounding, _own_columns(gather, rank)
-            # Two places may hold dK/dV of own keys: columns of the gathered buffer, which are this
-            # rank's alone, as peers read others; and the sums of launches in place. They are added
-            # up in the latter if there are any, or if the buffer has not all own keys.
-            if own is None and rounding is None:
-                own = torch.zeros(layout.numel(keys.length), dtype=call.acc_dtype, device=call.device)
-            if own is not None:
-                for fetch in self.own_fetches:
-                    parts = layout.strided_views(sums, length, fetch.target)
-                    add_staged(layout.strided_views(own, keys.length, fetch.source), [parts])
-                sums, length, rounding, index_map = own, keys.length, self.own_rounding, as_in_shard
-            # Wait for the peers' sums and add them, in the order in which they were sent.
-            for pending in in_flight[n]:
-                pending(sums, length, index_map)
-            # The sums are complete: round each once.
-            not_none(rounding)(sums, *head_group(key_grads, n, groups))
-            own_sums[n] = None  # their memory serves the groups after this one
-            return key_grads
 
         # One group of dK/dV is in flight while the next is computed: a transfer is waited for only
         # when that group's kernels are in line ahead of the wait. Peers read a group's sums until
@@ -284,8 +270,10 @@ class Gather(Strategy):
         keys_of_groups = self._keys_by_group(call, inputs, session, saved)
         for n in range(groups):
             held = [next(keys_of_groups)]
-            operands = head_group(rows, n, groups), head_group(upstream, n, groups)
-            group_rows = row_sums.of_group(n, groups)
+            operands, group_rows = (rows, upstream), row_sums
+            if groups > 1:
+                operands = head_group(rows, n, groups), head_group(upstream, n, groups)
+                group_rows = row_sums.of_group(n, groups)
             sums = Columns(layout, grad_sums[n], gather.length, self.segments)
             parts = self.parts if n + 1 < groups else self.last_parts
             for part in parts:
@@ -299,23 +287,76 @@ class Gather(Strategy):
                     gather, layout, grad_sums[n], n, before_last_item=part.before_last_item,
                     overlapped=part.overlapped,
                 ))  # fmt: skip
+            del held, columns
             # Only now add the gradients that came for the group before.
             if n > 0:
-                finish(n - 1)
+                self._finish(call, inputs, layout, grad_sums, own_sums, in_flight, key_grads, n - 1)
             # Beside the transfer: launches over own keys, whose gradients do not travel.
-            if self.own_work:
-                new = torch.empty if self.overwrites_own and not is_empty else torch.zeros
-                own = new(layout.numel(keys.length), dtype=call.acc_dtype, device=call.device)
-                own_sums[n] = own
-                if not is_empty:
-                    held = [call.columns(rank, head_group(inputs, n, groups).key_tensors())]
-                    sums = Columns(layout, own, keys.length, self.segments)
-                    self.own_launch.run(operands[0], held, operands[1], group_rows, sums)
+            group = inputs if groups == 1 else head_group(inputs, n, groups)
+            own_sums.append(self._own_sums(call, layout, group, *operands, group_rows))
         next(keys_of_groups, None)  # a session may have work behind its last group
         # No launch is left that could hide the last group's transfer: wait for it.
-        dk, dv = finish(groups - 1)
+        self._finish(call, inputs, layout, grad_sums, own_sums, in_flight, key_grads, groups - 1)
+        dk, dv = key_grads
         is_whole = groups == len(self.last_parts) == 1
         return Grads(row_sums.whole(), dk, dv, row_sums.dbias, row_stats if is_whole else None)
+
+    def _own_sums(
+        self, call: Call, layout: KeyGradBuffer, group: Inputs, rows: QueryBlock,
+        upstream: BackwardInputs, row_sums: Rows,
+    ) -> Tensor | None:  # fmt: skip
+        """Run a group's launches over own keys; return flat sums of dK/dV, ``None`` without any."""
+        if not self.own_work:
+            return None
+        length, is_empty = layout.keys.length, rows.q.shape[0] == 0
+        new = torch.empty if self.overwrites_own and not is_empty else torch.zeros
+        own = new(layout.numel(length), dtype=call.acc_dtype, device=call.device)
+        if not is_empty:
+            columns, sums = (
+                call.columns(call.ranks.rank, group.key_tensors()),
+                Columns(layout, own, length, self.segments),
+            )
+            self.own_launch.run(rows, [columns], upstream, row_sums, sums)
+        return own
+
+    def _finish(
+        self, call: Call, inputs: Inputs, layout: KeyGradBuffer, grad_sums: Sequence[Tensor],
+        own_sums: list[Tensor | None], in_flight: Sequence[Sequence[PendingGrads]],
+        key_grads: list[Tensor], n: int,
+    ) -> None:  # fmt: skip
+        """Add the peers' dK/dV of group ``n`` of own keys to this rank's, and round the sums.
+
+        ``grad_sums`` and ``own_sums`` are the flat sums of each group over gathered keys, and over
+        own keys in place. ``key_grads`` are dK and dV of all groups; the first call makes them, so
+        that where most memory is taken, in the launches, they are not there yet.
+        """
+        if not key_grads:
+            new = partial(self.new_grads, dtype=call.dtype, device=call.device)
+            key_grads += [new(x.shape) for x in inputs[1:3]]
+        sums, own, gather, keys = grad_sums[n], own_sums[n], self.gather, layout.keys
+        length, rounding, index_map = (
+            gather.length,
+            self.rounding,
+            _own_columns(gather, call.ranks.rank),
+        )
+        # Two places may hold dK/dV of own keys: columns of the gathered buffer, which are this
+        # rank's alone, as peers read others; and the sums of launches in place. They are added up
+        # in the latter if there are any, or if the buffer has not all own keys.
+        if own is None and rounding is None:
+            own = torch.zeros(layout.numel(keys.length), dtype=call.acc_dtype, device=call.device)
+        if own is not None:
+            for fetch in self.own_fetches:
+                part = layout.strided_views(sums, length, fetch.target)
+                add_staged(layout.strided_views(own, keys.length, fetch.source), [part])
+            sums, length, rounding, index_map = own, keys.length, self.own_rounding, as_in_shard
+        # Wait for the peers' sums and add them, in the order in which they were sent.
+        for pending in in_flight[n]:
+            pending(sums, length, index_map)
+        # The sums are complete: round each once.
+        assert rounding is not None
+        groups, grads = self.groups.backward, KeyGrads(*key_grads)
+        rounding(sums, *(grads if groups == 1 else head_group(grads, n, groups)))
+        own_sums[n] = None  # their memory serves the groups after this one
 
     def _keys_by_group(
         self, call: Call, inputs: Inputs, session: GatherSession, saved: Saved
@@ -341,7 +382,9 @@ class Gather(Strategy):
         for _ in range(groups.forward):
             columns = call.gathered_columns(gather, keys, saved[:per_group])
             del saved[:per_group]
-            parts = [head_group(columns, n, cuts) for n in reversed(range(cuts))]
+            parts = [columns]
+            if cuts > 1:
+                parts = [head_group(columns, n, cuts) for n in reversed(range(cuts))]
             del columns
             while parts:
                 yield parts.pop()
@@ -415,6 +458,9 @@ def _round_spans(
     # The peers' sums have been added by now, and nobody else has these columns.
     for some in spans:
         for x, grad in zip(layout.views(sums, some.length), (dk, dv), strict=True):
+            if some.keys == some.length == grad.shape[1]:  # all keys, in order
+                grad.copy_(x)
+                continue
             _spans_of(grad, some.source, some.source_step, some).copy_(
                 _spans_of(x, some.target, some.target_step, some)
             )
@@ -444,20 +490,17 @@ def _own_spans(fetches: Sequence[Fetch], length: int) -> list[OwnSpans]:
     return [OwnSpans(1, stop - a, a, 0, target, 0, length) for a, stop, target in spans]
 
 
-def _head_groups(call: Call) -> HeadGroups:
+def head_groups_of(program: RingProgram, keys: KVPayload, q_heads: int) -> HeadGroups:
     """Return into how many groups of heads a call is cut, the same on all ranks.
 
     It weighs the bytes of the longest gathered buffer of a rank, twice if these are so many that
     the backward fetches them again, against the mean FLOPs of a rank. If some rows are launched
     over own K/V in place, the backward gets more groups, until a group's sums of dK/dV fit into
-    ``MOST_SUM_BYTES``. Options that belong to single heads or keys rule groups out: bias, slopes,
-    dropout, predicates, segment ids.
+    ``MOST_SUM_BYTES``. ``keys`` is the shape of a rank's K/V.
     """
-    if not call.is_plain:
-        return ONE_GROUP
-    keys, plan, itemsize = call.keys, call.plan, call.dtype.itemsize
-    pairs = int(call.program.work().sum()) * keys.batch // plan.cp_size
-    flops = 2 * pairs * call.request.q_heads * (keys.dim + keys.v_dim)
+    plan, itemsize = program.plan, keys.dtype.itemsize
+    pairs = int(program.work().sum()) * keys.batch // plan.cp_size
+    flops = 2 * pairs * q_heads * (keys.dim + keys.v_dim)
     longest, numbers = longest_gather(plan), keys.batch * keys.width  # of a token
     size = longest.length * numbers * itemsize
     fetched_bytes = size if size <= MAX_SAVED_BYTES else 2 * size
@@ -470,6 +513,20 @@ def _head_groups(call: Call) -> HeadGroups:
         sum_bytes = max(itemsize, 4) * plan.k_layout.local_len * numbers
         backward = next((n for n in allowed if sum_bytes <= n * MOST_SUM_BYTES), allowed[-1])
     return HeadGroups(forward, backward, before_last_item=flops > EARLY_RETURN_FLOPS)
+
+
+def _rounding_of(
+    call: Call, split: SplitBackward | None, keys: KVPayload, fetches: Sequence[Fetch], length: int
+) -> Rounding:
+    """Return what rounds sums of own keys, fetched into a buffer of ``length`` columns.
+
+    ``keys`` is the shape of a group's own K/V.
+    """
+    spans = _own_spans(fetches, length)
+    if split is None:
+        return partial(_round_spans, KeyGradBuffer(keys, head_major=False), spans)
+    launches = [split.rounding(some, keys, call.params) for some in spans]
+    return lambda sums, dk, dv: [launch(sums, dk, dv) for launch in launches]
 
 
 def _split_backward_tile(call: Call, splits: bool) -> int | None:
@@ -496,14 +553,22 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
     kernel, plan, rank, params = call.kernel, call.plan, call.ranks.rank, call.params
     if kernel.capabilities.bands == "any":
         is_short = call.ranks.size > 1 and call.transport.is_short(plan, call.keys, 1)
-        groups, tile = _head_groups(call), _split_backward_tile(call, not is_short)
+        # Options that belong to single heads or keys rule groups out: bias, slopes, dropout,
+        # predicates, segment ids.
+        groups, tile = ONE_GROUP, _split_backward_tile(call, not is_short)
+        if call.is_plain:
+            groups = head_groups_of(call.program, call.keys, call.request.q_heads)
         gather = gather_program(plan, rank, splits=not is_short, tile=tile or 1)
         own_items, in_stages = gather.in_place, False
     else:
         groups, tile, in_stages = ONE_GROUP, None, True
         gather, own_items = gather_program(plan, rank, own=False), plan.items(rank, rank)
         params = replace(params, needs_lse=True)  # partial results are merged by it
-    items, num_rows, num_keys = (*own_items, *gather.items), plan.q_layout.local_len, call.keys.length
+    items, num_rows, num_keys = (
+        (*own_items, *gather.items),
+        plan.q_layout.local_len,
+        call.keys.length,
+    )
     banded = call.is_plain and all(item.cu_q is None and item.tiles is None for item in items)
     whole_rows = gather.num_rows == num_rows and call.keys.batch > 0
     # Each row is in one launch, so a kernel that can add the sinks to it does.
@@ -531,7 +596,11 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
     split = kernel.split_backward if tile is not None else None
 
     def backward(some: Sequence[WorkItem], *, adds: bool = False) -> Backward:
-        return kernel.backward(some, params, adds=adds) if split is None else split.backward(some, params)
+        return (
+            kernel.backward(some, params, adds=adds)
+            if split is None
+            else split.backward(some, params)
+        )
 
     in_order = not in_stages  # launches run in reverse
     own_launch = backward(own_items[:: 1 if in_order else -1], adds=in_stages)
@@ -552,16 +621,8 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
             Part(backward(gather.items[1:]), True, True),
             Part(backward(gather.items[:1]), False, False),
         )
-    layout = KeyGradBuffer(call.keys.of_group(groups.backward), tile is not None)
+    rounding = partial(_rounding_of, call, split, call.keys.of_group(groups.backward))
     own_fetches = tuple(x for x in gather.fetches if x.rank == rank)
-
-    def rounding(fetches: Sequence[Fetch], length: int) -> Rounding:
-        spans = _own_spans(fetches, length) if fetches else []
-        if split is None:
-            return partial(_round_spans, layout, spans)
-        each = [split.rounding(some, layout.keys, params) for some in spans]
-        return lambda sums, dk, dv: [launch(sums, dk, dv) for launch in each]
-
     tokens = int(plan.k_layout.num_tokens(rank))
     is_complete = sum(x.source.stop - x.source.start for x in own_fetches) == tokens
     shard = [Fetch(rank, slice(0, num_keys), slice(0, num_keys))]
@@ -575,6 +636,7 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
         own_fetches=own_fetches,
         rounding=rounding(own_fetches, gather.length) if is_complete else None,
         own_rounding=rounding(shard, num_keys),
+        new_grads=torch.empty if tokens == num_keys else torch.zeros,
     )  # fmt: skip
 
 

@@ -94,7 +94,10 @@ class Ring(Strategy):
     def of(cls, call: Call, _inner: Call | None = None, _grid: RankGrid | None = None) -> Self:
         """Make the steps of both passes of a call for its rank."""
         program, rank = call.program, call.ranks.rank
-        steps = ring_steps(program, rank, program.forward), ring_steps(program, rank, program.backward)
+        steps = (
+            ring_steps(program, rank, program.forward),
+            ring_steps(program, rank, program.backward),
+        )
         return cls.of_steps(call, *steps)
 
     @classmethod
@@ -129,7 +132,8 @@ class Ring(Strategy):
         if call.ranks.size > 1:
             agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
         # Kernels get K/V that need no gradient, as they lie in messages.
-        rows, keys = call.rows(inputs), [x.detach() for x in inputs.key_tensors()]
+        key_tensors = inputs.k, inputs.v, inputs.k_ids
+        rows, keys = call.rows(inputs), [x.detach() for x in key_tensors if x is not None]
         results = Accumulator(self.joins, rows.q, inputs.v.shape[3])
         saved: Saved = []
         if len(self.forward_steps) > 1:
@@ -155,8 +159,7 @@ class Ring(Strategy):
             columns = call.columns(step.keys_of, keys if step.is_own else held_keys)
             # Launches on one stream run in order; each may be merged with what those before wrote.
             for launch, item in zip(launches, step.items, strict=True):
-                item_columns = columns.take(item.k_slice)
-                results.attend(number, launch, rows.take(item.q_slice), item_columns)
+                results.attend(number, launch, item, rows, columns)
                 number += 1
             # Run this step's part of the offloaded work: take in results that came home, compute
             # for peers. The next K/V may still arrive.
@@ -168,7 +171,9 @@ class Ring(Strategy):
                 saved = [held]
         # Wait for results that helpers still owe this rank, and merge them.
         next(offload, None)
-        return results.finish(), saved
+        if self.joins.marked:
+            results.mark()
+        return results.state, saved
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """Return the gradients in the accumulators' dtype.

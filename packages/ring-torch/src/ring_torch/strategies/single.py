@@ -40,10 +40,12 @@ class Single(Strategy):
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``, ``out`` in the inputs' dtype or wider; nothing is saved."""
         item, results = self.item, Accumulator(self.joins, inputs.q, inputs.v.shape[3])
-        rows = call.rows(inputs, adds_sinks=True).take(item.q_slice)
-        columns = call.columns(0, inputs.key_tensors()).take(item.k_slice)
-        results.attend(0, self.launch, rows, columns)
-        return results.finish(), []
+        rows = call.rows(inputs, adds_sinks=True)
+        columns = call.columns(0, inputs.key_tensors())
+        results.attend(0, self.launch, item, rows, columns)
+        if self.joins.marked:
+            results.mark()
+        return results.state, []
 
     def backward(
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: Saved
@@ -56,7 +58,8 @@ class Single(Strategy):
         row_sums = call.row_sums(rows, "write", fully_written=fully_written)
         column_sums = OneItem(columns)
         self.backward_launch.run(rows, [columns], upstream, row_sums, column_sums)
-        return Grads(row_sums.whole(), *column_sums.grads, row_sums.dbias)
+        dk, dv = column_sums.grads
+        return Grads(row_sums.whole(), dk, dv, row_sums.dbias)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Return zeros: one rank sends nothing."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -21,7 +21,6 @@ from ring_torch.comm.store import CallSignature
 from ring_torch.optional import has_triton
 from ring_torch.records import Inputs
 
-Put = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # takes dK, dV, sums of both
 IndexMap = Callable[[slice], slice]  # maps local indices of a rank's keys to columns of a buffer
 
 
@@ -280,40 +279,6 @@ def some_fetches(gather: GatherProgram, before_last_item: bool | None) -> list[F
         for fetch in gather.fetches
         if before_last_item is None or gather.is_before_last_item(fetch) == before_last_item
     ]
-
-
-def put_key_grads(
-    sums: KeyGradBuffer, flat: torch.Tensor, length: int, span: slice, dk: torch.Tensor,
-    dv: torch.Tensor, *, add: bool = False,
-) -> None:  # fmt: skip
-    """Write, or add, dK/dV of a span of tokens in flat sums by token, of ``length`` tokens."""
-    assert not sums.head_major
-    (packed,) = sums.strided_views(flat, length, span)
-    if flat.is_cuda and has_triton():
-        from ring_torch.memory_ops import pack_kv_on_gpu
-
-        pack_kv_on_gpu(dk, dv, packed, add=add)
-    else:
-        _put(sums.keys, dk, dv, packed, add=add)
-
-
-def repeated_put(keys: KVPayload, device: torch.device, *, add: bool) -> Put:
-    """Return what writes, or adds, dK/dV of tokens into sums ``[B, n, width]``, for tensors alike.
-
-    It is :func:`put_key_grads` on such a part of the flat sums.
-    """
-    if device.type == "cuda" and has_triton():
-        from ring_torch.memory_ops import repeated_pack
-
-        return repeated_pack(add=add)
-    return partial(_put, keys, add=add)
-
-
-def _put(
-    keys: KVPayload, dk: torch.Tensor, dv: torch.Tensor, packed: torch.Tensor, *, add: bool
-) -> None:
-    for total, grad in zip(keys.split(packed), (dk, dv), strict=True):
-        total.add_(grad) if add else total.copy_(grad)
 
 
 def staging_for(sums: KeyGradBuffer, like: torch.Tensor, fetch: Fetch) -> list[torch.Tensor]:

@@ -71,7 +71,9 @@ class Sample(NamedTuple):
         slopes = None if inputs.slopes is None else torch.atleast_2d(inputs.slopes)
         row_slopes = None if slopes is None else slopes[batch % len(slopes)]
         lengths = call.plan.seq_len, call.plan.kv_seq_len
-        return cls(call, inputs, batch, ScoreRule(call.params, batch, row_slopes, *lengths, call.seed))
+        return cls(
+            call, inputs, batch, ScoreRule(call.params, batch, row_slopes, *lengths, call.seed)
+        )
 
     def local_rows(self, kind: Kind) -> Tensor:
         """Return the local indices of this rank's sampled queries or keys."""
