@@ -77,7 +77,7 @@ def _runs_in(runs: tuple[PositionRun, ...], tokens: slice) -> tuple[PositionRun,
 
 
 class Dropout(NamedTuple):
-    """What random numbers of dropout depend on, beside positions."""
+    """Seed of dropout, and the heads, on which its random numbers depend beside positions."""
 
     seed: int
     heads: Tensor | None = None  # int64 [H], global query heads; None counts from 0

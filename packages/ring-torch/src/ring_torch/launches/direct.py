@@ -18,8 +18,6 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from ring_torch.launches.cache import keep
-
 #: Versions of Triton whose compiled kernels are launched as :class:`DirectKernel` does.
 VERSIONS = ("3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
 _MOST_LAUNCHES = 1024
@@ -171,7 +169,9 @@ class RepeatedKernel:
             launch(dict(enumerate([x.data_ptr() for x in tensors])))
             return
         grid, integers, constants = self._arguments_of(*tensors, **static)
-        keep(self._launches, key, self._kernel.launch(grid, *tensors, *integers, **constants))
+        if len(self._launches) >= _MOST_LAUNCHES:
+            self._launches = {}
+        self._launches[key] = self._kernel.launch(grid, *tensors, *integers, **constants)
 
 
 def _key_and_values(

@@ -46,7 +46,7 @@ class Forward(NamedTuple):
 
 
 class RowSums(Protocol):
-    """Where launches of a backward leave dQ, and the bias's gradient, of their rows."""
+    """Sums, or memory, for dQ and the bias's gradient of the rows of a backward's launches."""
 
     @property
     def dbias(self) -> Tensor | None:
@@ -66,7 +66,7 @@ class RowSums(Protocol):
 
 
 class ColumnSums(Protocol):
-    """Where launches of a backward leave dK and dV of their columns."""
+    """Sums of dK and dV of the columns of a backward's launches."""
 
     def put(self, item: WorkItem, dk: Tensor, dv: Tensor) -> None:
         """Take an item's dK/dV: add them, or overwrite what no launch before has written."""
