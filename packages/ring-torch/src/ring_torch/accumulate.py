@@ -287,7 +287,9 @@ class Accumulator:
         first = numbers[0] == 0 and not joins.begins
         spans = tuple([span_of(joins.rows[x]) for x in numbers])
         if joins.begins:  # wide sums: what is in no span need not be touched
-            state, spans = state.take(joins.rows[n]), ((0, spans[0][1]),)
+            (_, rows), *_ = spans
+            spans = ((0, rows),)
+            state = state.take(joins.rows[n]) if state.out.shape[1] > rows else state
         marks = sum(joins.marks[x] << i for i, x in enumerate(numbers))
         last = n + 1 == len(joins.rows)
         merge(state, self._low, self._waiting, spans=spans, marks=marks, first=first, last=last)
