@@ -7,6 +7,7 @@ each rank sends in a pass. Differences are shown; the exit code is 1 if one is n
     python -m benchmarks.torch.same_bits --old ../before
 
 ``--old`` is a checkout with ``packages``. ``--cases 'gather/*'`` takes some of the cases, by name.
+``--one-gpu`` takes others: kernels of GPUs, three calls each, on two ranks that share one.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,10 @@ class Option:
         dims: Head dims of keys, and of values.
         lengths: Numbers of queries and of keys of the whole sequence.
         lse_grad: True if ``lse`` gets a gradient, too.
+        returns_lse: True if the call returns ``lse``.
+        grad: True if there is a backward.
+        head_groups: True if heads are cut into groups, as those of long calls.
+        batch: Number of sequences.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -63,6 +69,10 @@ class Option:
     dims: tuple[int, int] = (16, 16)
     lengths: tuple[int, int] = (64, 64)
     lse_grad: bool = False
+    returns_lse: bool = True
+    grad: bool = True
+    head_groups: bool = False
+    batch: int = 2
 
 
 CAUSAL = {"causal": True}
@@ -96,6 +106,42 @@ OPTIONS = {
 }  # fmt: skip
 NUMERICS = (("auto", "float32"), ("eager", "float32"), ("auto", "bfloat16"))  # kernels and dtypes
 RANKS = (2, 4)
+
+
+_GPU = partial(Option, heads=(8, 2), dims=(64, 64), lengths=(2048, 2048), batch=1)
+#: What kernels of GPUs bind in the first call, and repeat.
+GPU_OPTIONS = {
+    "full": _GPU(),
+    "causal": _GPU(CAUSAL),
+    "without-lse": _GPU(CAUSAL, returns_lse=False),
+    "inference": _GPU(CAUSAL, returns_lse=False, grad=False),
+    "two-sequences": replace(_GPU(CAUSAL), batch=2),
+    "equal-heads": replace(_GPU(CAUSAL), heads=(4, 4)),
+    "head-groups": _GPU(CAUSAL, returns_lse=False, head_groups=True),
+    "window": _GPU(CAUSAL | {"window": (300, 0)}, returns_lse=False),
+    "documents": _GPU(CAUSAL | {"cu_seqlens": (0, 400, 1100, 2048)}),
+    "padding": _GPU(CAUSAL | {"seq_len": 1900}),
+    "sinks": _GPU(CAUSAL, ("sinks",), returns_lse=False),
+    "segments": _GPU(CAUSAL, ("segment_ids",)),
+}
+GPU_KERNELS = ("fa4", "cudnn", "triton")
+
+
+def gpu_cases() -> dict[str, dict[str, Any]]:
+    """Return the cases of two ranks that share a GPU, each of three calls, by name."""
+    made: dict[str, dict[str, Any]] = {}
+    for kernel, strategy, option in product(GPU_KERNELS, STRATEGIES, GPU_OPTIONS):
+        config, _ = STRATEGIES[strategy]
+        if config["name"] == "hybrid":
+            continue  # its inner call is one of the others
+        layout = "contiguous" if strategy == "balanced" else "zigzag"
+        made[f"{strategy}/{layout}/{option}/{kernel}/bfloat16/2x1024"] = asdict(
+            GPU_OPTIONS[option]
+        ) | {
+            "option": option, "strategy": config, "layout": layout, "kernel": kernel, "calls": 3,
+            "dtype": "bfloat16", "ranks": 2, "number": len(made), "device": "cuda",
+        }  # fmt: skip
+    return made
 
 
 def all_cases() -> dict[str, dict[str, Any]]:
@@ -268,12 +314,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--old", type=Path, required=True, help="a checkout of the old code")
     parser.add_argument("--cases", default="*", metavar="PATTERN", help="names of cases to compare")
     parser.add_argument("--all", action="store_true", help="show equal and refused cases, too")
+    parser.add_argument("--one-gpu", action="store_true", help="on two ranks that share a GPU")
     options = parser.parse_args(argv)
-    cases = {name: x for name, x in all_cases().items() if fnmatchcase(name, options.cases)}
+    named = gpu_cases() if options.one_gpu else all_cases()
+    cases = {name: x for name, x in named.items() if fnmatchcase(name, options.cases)}
     if not cases:
-        parser.error(
-            f"--cases {options.cases}: no case has such a name, as {next(iter(all_cases()))}"
-        )
+        parser.error(f"--cases {options.cases}: no case has such a name, as {next(iter(named))}")
     paths = {"old": options.old.resolve(), "new": HERE}
     environment = {
         name: {"commit": commit_of(path), "digest": digest(path)} for name, path in paths.items()
