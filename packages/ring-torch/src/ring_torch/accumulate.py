@@ -1,4 +1,8 @@
-"""Results of several launches put together: merged, written, added, and rounded once.
+"""Launches of kernels, and their results put together: merged, written, added, and rounded once.
+
+A launch is made when a call is resolved, and run by every call. It holds options and slices, no
+tensors. What its first run for tensors of some strides and alignment has found out
+(:func:`ring_torch.launches.cache.tensors_key`) it may remember, and do less in the runs after it.
 
 Forwards: attention over some keys is ``(out, lse)``, and merges with that over others
 (:func:`ring_core.merge`). Backwards: gradients add up. Sums are in the accumulators' dtype, and a
@@ -9,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,7 +22,6 @@ from ring_core import WorkItem
 from ring_core.programs.gather import column_segments
 from ring_core.programs.intervals import Interval, union
 from ring_torch.buffers import KeyGradBuffer
-from ring_torch.launches.launch import Backward, ColumnSums, Forward, Mode, RowSums
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
@@ -39,6 +41,47 @@ from ring_torch.records import (
 
 _MOST_MERGED = 3  # results that one launch merges
 _MERGED_ROWS = 512  # rows that torch's operations merge at a time
+
+
+#: How a forward hands over ``(out, lse)``: merged into sums in the accumulators' dtype, written
+#: into memory that it is given, or returned in memory of its own.
+Mode = Literal["merge", "write", "return"]
+
+
+class Forward(NamedTuple):
+    """The forward of a kernel over a work item.
+
+    Attributes:
+        run: Called as ``run(rows, columns, into, mode)`` with the item's rows and columns. It
+            returns ``into`` or, in mode ``"return"``, where that is ``None``, its own tensors, in
+            the inputs' dtype. In a row that sees nothing ``lse`` is ``-inf``, and ``out``, unless
+            it is merged, may be anything.
+        modes: The modes that it has.
+        marks: True if it leaves infinities in ``lse`` where scores are not finite, while every row
+            sees something: whoever finishes the pass makes them NaN.
+    """
+
+    run: Callable[[QueryBlock, KeyBlock, AttentionState | None, Mode], AttentionState]
+    modes: tuple[Mode, ...]
+    marks: bool = False
+
+
+class Backward(NamedTuple):
+    """The backward of a kernel over work items that read the same columns.
+
+    Attributes:
+        run: Called as ``run(rows, held, upstream, row_sums, column_sums)`` with all rows, or those
+            of the only item, and all columns. ``held`` holds the columns and is emptied when all
+            launches that read them are queued, so that results may take their memory. It returns
+            :attr:`ring_torch.records.Grads.row_stats`, or ``None`` if ``delta`` was not computed.
+        adds: True if it adds to the sums itself, in the accumulators' dtype.
+    """
+
+    run: Callable[
+        [QueryBlock, list[KeyBlock], BackwardInputs, Rows, ColumnSums],
+        tuple[Tensor, Tensor] | None,
+    ]
+    adds: bool
 
 
 def merge(
@@ -213,7 +256,7 @@ class Accumulator:
     """``(out, lse)`` of a rank's rows in one forward pass.
 
     Attributes:
-        state: Memory of the results, which are there when all launches have run.
+        state: Memory of the results, which are there after :meth:`finish`.
     """
 
     def __init__(self, joins: Joins, q: Tensor, v_dim: int) -> None:
@@ -294,15 +337,17 @@ class Accumulator:
         last = n + 1 == len(joins.rows)
         merge(state, self._low, self._waiting, spans=spans, marks=marks, first=first, last=last)
 
-    def mark(self) -> None:
-        """Make infinities NaN that launches have left where every row sees something."""
+    def finish(self) -> AttentionState:
+        """Return the results, after all launches."""
+        # Infinities that launches have left, where every row sees something, become NaN.
         for span in self._joins.marked:
             mark_infinities(self.state.lse.narrow(2, *span))
+        return self.state
 
 
 @dataclass
 class Rows:
-    """dQ of a rank's rows in one backward pass: a :class:`ring_torch.launches.launch.RowSums`.
+    """dQ of a rank's rows in one backward pass.
 
     Attributes:
         new: Allocates dQ, when it is needed first.
@@ -377,7 +422,7 @@ def _sum_rows(dq: Tensor, parts: Sequence[tuple[slice, Tensor]]) -> None:
 
 @dataclass
 class OneItem:
-    """Gradients of the keys of a single item, which are final: a ``ColumnSums`` of launches.
+    """Gradients of the keys of a single item, which are final.
 
     Attributes:
         keys: All keys.
@@ -413,7 +458,7 @@ def segments_of(items: Sequence[WorkItem], overwritten: Sequence[Sequence[slice]
 
 @dataclass
 class Columns:
-    """dK/dV of columns, flat in the accumulators' dtype: a ``ColumnSums`` of launches.
+    """dK/dV of columns, flat in the accumulators' dtype.
 
     Attributes:
         layout: The order of the numbers.
@@ -454,6 +499,9 @@ class Columns:
                 total.add_(grad) if add else total.copy_(grad)
 
 
+#: Where launches of a backward leave dK and dV: ``put(item, dk, dv)`` takes those of an item,
+#: ``take(columns)`` returns sums of some columns.
+ColumnSums = Columns | KeyGrads | OneItem
 #: The backward of one item: ``(rows, columns, upstream, dst)`` to its gradients alone; ``dst`` is
 #: memory that dQ may be written to.
 ItemGrads = Callable[[QueryBlock, KeyBlock, BackwardInputs, Tensor | None], Grads]
@@ -472,7 +520,7 @@ def one_by_one(
     work: list[tuple[WorkItem, Any]] = [*zip(items, launches, strict=True)][::-1]
 
     def run(
-        rows: QueryBlock, held: list[KeyBlock], upstream: BackwardInputs, row_sums: RowSums,
+        rows: QueryBlock, held: list[KeyBlock], upstream: BackwardInputs, row_sums: Rows,
         column_sums: ColumnSums,
     ) -> None:  # fmt: skip
         (columns,) = held
@@ -503,18 +551,17 @@ def alone(launch: ItemSums, params: KernelParams) -> ItemGrads:
 
     They are in the accumulators' dtype.
     """
-    return partial(_alone, launch, params)
 
+    def run(
+        rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, _dst: Tensor | None
+    ) -> Grads:
+        dtype = acc_dtype(rows.q.dtype)
+        dq, *key_grads = (
+            torch.zeros(x.shape, dtype=dtype, device=x.device)
+            for x in (rows.q, columns.k, columns.v)
+        )
+        dbias = zero_bias_grad(rows, params, dtype)
+        launch(rows, columns, upstream, QueryGrads(dq, dbias), KeyGrads(*key_grads))
+        return Grads(dq, *key_grads, dbias)
 
-def _alone(
-    launch: ItemSums, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
-    upstream: BackwardInputs, _dst: Tensor | None,
-) -> Grads:  # fmt: skip
-    """Return the gradients of an item alone, in the accumulators' dtype."""
-    dtype = acc_dtype(rows.q.dtype)
-    dq, dk, dv = (
-        torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (rows.q, columns.k, columns.v)
-    )
-    dbias = zero_bias_grad(rows, params, dtype)
-    launch(rows, columns, upstream, QueryGrads(dq, dbias), KeyGrads(dk, dv))
-    return Grads(dq, dk, dv, dbias)
+    return run

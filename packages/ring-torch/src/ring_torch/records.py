@@ -154,8 +154,6 @@ class AttentionState(NamedTuple):
 
     def take(self, tokens: slice) -> AttentionState:
         """Return the record of a slice of the rows, as views."""
-        if tokens.start == 0 and tokens.stop == self.out.shape[1]:
-            return self
         return AttentionState(self.out[:, tokens], self.lse[:, :, tokens])
 
 
@@ -173,8 +171,6 @@ class BackwardInputs(NamedTuple):
 
     def take(self, tokens: slice) -> BackwardInputs:
         """Return the record of a slice of the rows, as views."""
-        if tokens.start == 0 and tokens.stop == self.dout.shape[1]:
-            return self
         delta = None if self.delta is None else self.delta[:, :, tokens]
         return BackwardInputs(
             self.dout[:, tokens], self.out[:, tokens], self.lse[:, :, tokens], delta
@@ -209,8 +205,6 @@ class KeyGrads(NamedTuple):
 
     def take(self, tokens: slice) -> KeyGrads:
         """Return the accumulators of a slice of the keys, as views."""
-        if tokens.start == 0 and tokens.stop == self.dk.shape[1]:
-            return self
         return KeyGrads(self.dk[:, tokens], self.dv[:, tokens])
 
     def put(self, item: WorkItem, dk: Tensor, dv: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_core import Capabilities, KernelConfig, Request, RingProgram, WorkItem
 from ring_core.base.arguments import not_none
-from ring_torch.accumulate import ItemGrads, mark_infinities, one_by_one
+from ring_torch.accumulate import Backward, Forward, ItemGrads, Mode, mark_infinities, one_by_one
 from ring_torch.capture import capture_safe_cache, is_capturing
 from ring_torch.kernels.api import Kernel, SplitBackward
 from ring_torch.kernels.library import (
@@ -32,7 +32,6 @@ from ring_torch.kernels.library import (
     capability,
 )
 from ring_torch.launches.cache import keep, tensors_key
-from ring_torch.launches.launch import Backward, Forward, Mode
 from ring_torch.optional import has_triton
 from ring_torch.options import Window
 from ring_torch.records import (

@@ -41,12 +41,21 @@ from ring_core.choose.gathering import MAX_SAVED_BYTES, memory_refusals
 from ring_core.programs.gather import Fetch
 from ring_core.programs.grid import RankGrid
 from ring_core.viz.text import figure
-from ring_torch.accumulate import Accumulator, Columns, Joins, Rows, Segments, joins_of, segments_of
+from ring_torch.accumulate import (
+    Accumulator,
+    Backward,
+    Columns,
+    Forward,
+    Joins,
+    Rows,
+    Segments,
+    joins_of,
+    segments_of,
+)
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload, Shapes
 from ring_torch.call import Call, Saved, Strategy, StrategySpec
 from ring_torch.capture import NO_CONTEXT
 from ring_torch.kernels.api import OwnSpans, SplitBackward
-from ring_torch.launches.launch import Backward, Forward
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -238,9 +247,7 @@ class Gather(Strategy):
             # change them after this call.
             arriving.wait(None)
             gathered += arriving.tensors
-        if self.joins.marked:
-            results.mark()
-        return results.state, gathered if self.saves else []
+        return results.finish(), gathered if self.saves else []
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """Return the gradients; dK and dV in the inputs' dtype.

@@ -17,12 +17,11 @@ from ring_core import RingProgram, WorkItem
 from ring_core.programs.grid import RankGrid
 from ring_core.programs.ring import Stage
 from ring_core.viz.text import step_lines
-from ring_torch.accumulate import Accumulator, Joins, Rows, joins_of
+from ring_torch.accumulate import Accumulator, Backward, Forward, Joins, Rows, joins_of
 from ring_torch.buffers import BufferSpec, Shapes, packing_of
 from ring_torch.call import Call, Saved, Strategy, StrategySpec
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Transfer
-from ring_torch.launches.launch import Backward, Forward
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -171,9 +170,7 @@ class Ring(Strategy):
                 saved = [held]
         # Wait for results that helpers still owe this rank, and merge them.
         next(offload, None)
-        if self.joins.marked:
-            results.mark()
-        return results.state, saved
+        return results.finish(), saved
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """Return the gradients in the accumulators' dtype.

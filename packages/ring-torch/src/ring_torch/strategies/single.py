@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from ring_core import WorkItem
-from ring_torch.accumulate import Accumulator, Joins, OneItem, joins_of
+from ring_torch.accumulate import Accumulator, Backward, Forward, Joins, OneItem, joins_of
 from ring_torch.call import Call, Saved, Strategy
-from ring_torch.launches.launch import Backward, Forward
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
 from ring_torch.transports.api import Traffic
 
@@ -43,9 +42,7 @@ class Single(Strategy):
         rows = call.rows(inputs, adds_sinks=True)
         columns = call.columns(0, inputs.key_tensors())
         results.attend(0, self.launch, item, rows, columns)
-        if self.joins.marked:
-            results.mark()
-        return results.state, []
+        return results.finish(), []
 
     def backward(
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: Saved

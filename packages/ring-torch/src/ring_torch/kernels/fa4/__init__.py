@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Plan, Request, RingProgram, WorkItem, gather_program
-from ring_torch.accumulate import Columns
+from ring_torch.accumulate import Backward, Columns, ColumnSums, RowSums
 from ring_torch.buffers import KVPayload
 from ring_torch.kernels.api import OwnSpans
 from ring_torch.kernels.fa4 import compiled, private, public, split
@@ -34,7 +34,6 @@ from ring_torch.kernels.library import (
     padded_to,
 )
 from ring_torch.launches.cache import keep, tensors_key
-from ring_torch.launches.launch import Backward, ColumnSums, RowSums
 from ring_torch.options import Window
 from ring_torch.records import (
     AttentionState,
@@ -220,7 +219,7 @@ class HopperSplitBackward:
         known: dict[object, tuple[bool, list[split.AllLaunches]]] = {}
 
         def run(
-            rows: QueryBlock, held: list[KeyBlock], upstream: BackwardInputs, row_sums: RowSums,
+            rows: QueryBlock, held: list[KeyBlock], upstream: BackwardInputs, row_sums: Rows,
             column_sums: ColumnSums,
         ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
             assert isinstance(column_sums, Columns)

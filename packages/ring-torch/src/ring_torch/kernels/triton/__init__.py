@@ -15,12 +15,11 @@ from torch import Tensor
 from ring_core import KernelConfig, Request, RingProgram, UnsupportedError, WorkItem
 from ring_core.base.config import EVERYTHING
 from ring_core.triton.tile_configs import KernelPass, choose_blocks, stages_that_fit
-from ring_torch.accumulate import one_by_one
+from ring_torch.accumulate import Backward, Forward, Mode, one_by_one
 from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.flash import old_gpu_reason
 from ring_torch.kernels.library import capability
 from ring_torch.kernels.triton.launch import ItemLaunch, backward_tensors
-from ring_torch.launches.launch import Backward, Forward, Mode
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
