@@ -556,12 +556,12 @@ def alone(launch: ItemSums, params: KernelParams) -> ItemGrads:
         rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, _dst: Tensor | None
     ) -> Grads:
         dtype = acc_dtype(rows.q.dtype)
-        dq, *key_grads = (
+        dq, dk, dv = (
             torch.zeros(x.shape, dtype=dtype, device=x.device)
             for x in (rows.q, columns.k, columns.v)
         )
         dbias = zero_bias_grad(rows, params, dtype)
-        launch(rows, columns, upstream, QueryGrads(dq, dbias), KeyGrads(*key_grads))
-        return Grads(dq, *key_grads, dbias)
+        launch(rows, columns, upstream, QueryGrads(dq, dbias), KeyGrads(dk, dv))
+        return Grads(dq, dk, dv, dbias)
 
     return run

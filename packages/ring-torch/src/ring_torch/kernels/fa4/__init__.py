@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Plan, Request, RingProgram, WorkItem, gather_program
-from ring_torch.accumulate import Backward, Columns, ColumnSums, RowSums
+from ring_torch.accumulate import Backward, Columns, ColumnSums, Rows
 from ring_torch.buffers import KVPayload
 from ring_torch.kernels.api import OwnSpans
 from ring_torch.kernels.fa4 import compiled, private, public, split
