@@ -1,8 +1,4 @@
-"""Launches of kernels, and their results put together: merged, written, added, and rounded once.
-
-A launch is made when a call is resolved, and run by every call. It holds options and slices, no
-tensors. What its first run for tensors of some strides and alignment has found out
-(:func:`ring_torch.launches.cache.tensors_key`) it may remember, and do less in the runs after it.
+"""Results of several launches put together: merged, written, added, and rounded once.
 
 Forwards: attention over some keys is ``(out, lse)``, and merges with that over others
 (:func:`ring_core.merge`). Backwards: gradients add up. Sums are in the accumulators' dtype, and a
@@ -25,11 +21,14 @@ from ring_torch.buffers import KeyGradBuffer
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
+    Backward,
     BackwardInputs,
+    Forward,
     Grads,
     KernelParams,
     KeyBlock,
     KeyGrads,
+    Mode,
     QueryBlock,
     QueryGrads,
     Span,
@@ -41,47 +40,6 @@ from ring_torch.records import (
 
 _MOST_MERGED = 3  # results that one launch merges
 _MERGED_ROWS = 512  # rows that torch's operations merge at a time
-
-
-#: How a forward hands over ``(out, lse)``: merged into sums in the accumulators' dtype, written
-#: into memory that it is given, or returned in memory of its own.
-Mode = Literal["merge", "write", "return"]
-
-
-class Forward(NamedTuple):
-    """The forward of a kernel over a work item.
-
-    Attributes:
-        run: Called as ``run(rows, columns, into, mode)`` with the item's rows and columns. It
-            returns ``into`` or, in mode ``"return"``, where that is ``None``, its own tensors, in
-            the inputs' dtype. In a row that sees nothing ``lse`` is ``-inf``, and ``out``, unless
-            it is merged, may be anything.
-        modes: The modes that it has.
-        marks: True if it leaves infinities in ``lse`` where scores are not finite, while every row
-            sees something: whoever finishes the pass makes them NaN.
-    """
-
-    run: Callable[[QueryBlock, KeyBlock, AttentionState | None, Mode], AttentionState]
-    modes: tuple[Mode, ...]
-    marks: bool = False
-
-
-class Backward(NamedTuple):
-    """The backward of a kernel over work items that read the same columns.
-
-    Attributes:
-        run: Called as ``run(rows, held, upstream, row_sums, column_sums)`` with all rows, or those
-            of the only item, and all columns. ``held`` holds the columns and is emptied when all
-            launches that read them are queued, so that results may take their memory. It returns
-            :attr:`ring_torch.records.Grads.row_stats`, or ``None`` if ``delta`` was not computed.
-        adds: True if it adds to the sums itself, in the accumulators' dtype.
-    """
-
-    run: Callable[
-        [QueryBlock, list[KeyBlock], BackwardInputs, Rows, ColumnSums],
-        tuple[Tensor, Tensor] | None,
-    ]
-    adds: bool
 
 
 def merge(
@@ -175,7 +133,7 @@ def mark_infinities(lse: Tensor) -> Tensor:
 
 
 class Joins(NamedTuple):
-    """How the results of a rank's forward launches come together.
+    """Rule by which the results of a rank's forward launches come together.
 
     Attributes:
         mode: The mode in which all launches run.

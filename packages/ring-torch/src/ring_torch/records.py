@@ -6,9 +6,10 @@ Shapes: an item has ``n`` query rows and ``m`` key columns; ``q [B, n, H, D]``, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -292,6 +293,50 @@ class Grads(NamedTuple):
     dv: Tensor
     dbias: Tensor | None
     row_stats: tuple[Tensor, Tensor] | None = None
+
+
+#: How a forward hands over ``(out, lse)``: merged into sums in the accumulators' dtype, written
+#: into memory that it is given, or returned in memory of its own.
+Mode = Literal["merge", "write", "return"]
+
+
+class Forward(NamedTuple):
+    """Launch of a kernel's forward over a work item.
+
+    It is made when a call is resolved, and run by every call. It holds options and slices, no
+    tensors. What its first run for tensors of some strides and alignment has found out
+    (:func:`ring_torch.launches.cache.tensors_key`) it may remember, and do less in the runs after.
+
+    Attributes:
+        run: Called as ``run(rows, columns, into, mode)`` with the item's rows and columns. It
+            returns ``into`` or, in mode ``"return"``, where that is ``None``, its own tensors, in
+            the inputs' dtype. In a row that sees nothing ``lse`` is ``-inf``, and ``out``, unless
+            it is merged, may be anything.
+        modes: The modes that it has.
+        marks: True if it leaves infinities in ``lse`` where scores are not finite, while every row
+            sees something: whoever finishes the pass makes them NaN.
+    """
+
+    run: Callable[[QueryBlock, KeyBlock, AttentionState | None, Mode], AttentionState]
+    modes: tuple[Mode, ...]
+    marks: bool = False
+
+
+class Backward(NamedTuple):
+    """Launch of a kernel's backward over work items that read the same columns, likewise.
+
+    Attributes:
+        run: Called as ``run(rows, held, upstream, row_sums, column_sums)`` with all rows, or those
+            of the only item, and all columns. ``held`` holds the columns and is emptied when all
+            launches that read them are queued, so that results may take their memory. Gradients
+            are left in the sums, :class:`ring_torch.accumulate.Rows` and
+            :data:`ring_torch.accumulate.ColumnSums`. It returns :attr:`Grads.row_stats`, or
+            ``None`` if ``delta`` was not computed.
+        adds: True if it adds to the sums itself, in the accumulators' dtype.
+    """
+
+    run: Callable[..., tuple[Tensor, Tensor] | None]
+    adds: bool
 
 
 #: The dimension of heads, for each field that is cut into groups of heads.

@@ -20,9 +20,8 @@ from ring_core import (
     WorkItem,
 )
 from ring_core.choose.rates import UNKNOWN, Expected
-from ring_torch.accumulate import Backward, Forward
 from ring_torch.buffers import KVPayload
-from ring_torch.records import KernelParams
+from ring_torch.records import Backward, Forward, KernelParams
 
 
 class OwnSpans(NamedTuple):

@@ -18,15 +18,18 @@ from torch import Tensor
 from ring_core import WorkItem, philox
 from ring_core.base.arguments import EMPTY, FULL, TILE, not_none
 from ring_core.base.config import EVERYTHING
-from ring_torch.accumulate import Backward, Forward, Mode, alone, one_by_one
+from ring_torch.accumulate import alone, one_by_one
 from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.rules import shown
 from ring_torch.records import (
     AttentionState,
+    Backward,
     BackwardInputs,
+    Forward,
     KernelParams,
     KeyBlock,
     KeyGrads,
+    Mode,
     QueryBlock,
     QueryGrads,
 )

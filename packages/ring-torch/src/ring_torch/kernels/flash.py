@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_core import Capabilities, KernelConfig, Request, RingProgram, WorkItem
 from ring_core.base.arguments import not_none
-from ring_torch.accumulate import Backward, Forward, ItemGrads, Mode, mark_infinities, one_by_one
+from ring_torch.accumulate import ItemGrads, mark_infinities, one_by_one
 from ring_torch.capture import capture_safe_cache, is_capturing
 from ring_torch.kernels.api import Kernel, SplitBackward
 from ring_torch.kernels.library import (
@@ -36,10 +36,13 @@ from ring_torch.optional import has_triton
 from ring_torch.options import Window
 from ring_torch.records import (
     AttentionState,
+    Backward,
     BackwardInputs,
+    Forward,
     Grads,
     KernelParams,
     KeyBlock,
+    Mode,
     QueryBlock,
     is_aligned,
     narrowed,

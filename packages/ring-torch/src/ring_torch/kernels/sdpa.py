@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Request, RingProgram, WorkItem
-from ring_torch.accumulate import Backward, Forward, Mode, alone, merge_in_torch, one_by_one
+from ring_torch.accumulate import alone, merge_in_torch, one_by_one
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.eager import EagerKernel
@@ -31,10 +31,13 @@ from ring_torch.kernels.library import (
 )
 from ring_torch.records import (
     AttentionState,
+    Backward,
     BackwardInputs,
+    Forward,
     KernelParams,
     KeyBlock,
     KeyGrads,
+    Mode,
     QueryBlock,
     QueryGrads,
 )

@@ -17,12 +17,14 @@ from torch import Tensor
 from ring_core import RingProgram, WorkItem
 from ring_core.programs.grid import RankGrid
 from ring_core.programs.ring import Stage, offload_pieces
-from ring_torch.accumulate import Accumulator, Backward, Forward, Joins, Rows, joins_of, merge
+from ring_torch.accumulate import Accumulator, Joins, Rows, joins_of, merge
 from ring_torch.call import Call, StrategySpec
 from ring_torch.comm.ranks import DONE, Ranks, Transfer
 from ring_torch.records import (
     AttentionState,
+    Backward,
     BackwardInputs,
+    Forward,
     Inputs,
     KeyBlock,
     QueryBlock,

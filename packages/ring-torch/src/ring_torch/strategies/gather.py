@@ -41,24 +41,16 @@ from ring_core.choose.gathering import MAX_SAVED_BYTES, memory_refusals
 from ring_core.programs.gather import Fetch
 from ring_core.programs.grid import RankGrid
 from ring_core.viz.text import figure
-from ring_torch.accumulate import (
-    Accumulator,
-    Backward,
-    Columns,
-    Forward,
-    Joins,
-    Rows,
-    Segments,
-    joins_of,
-    segments_of,
-)
+from ring_torch.accumulate import Accumulator, Columns, Joins, Rows, Segments, joins_of, segments_of
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload, Shapes
 from ring_torch.call import Call, Saved, Strategy, StrategySpec
 from ring_torch.capture import NO_CONTEXT
 from ring_torch.kernels.api import OwnSpans, SplitBackward
 from ring_torch.records import (
     AttentionState,
+    Backward,
     BackwardInputs,
+    Forward,
     Grads,
     Inputs,
     KeyBlock,

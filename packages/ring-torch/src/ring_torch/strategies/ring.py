@@ -17,14 +17,16 @@ from ring_core import RingProgram, WorkItem
 from ring_core.programs.grid import RankGrid
 from ring_core.programs.ring import Stage
 from ring_core.viz.text import step_lines
-from ring_torch.accumulate import Accumulator, Backward, Forward, Joins, Rows, joins_of
+from ring_torch.accumulate import Accumulator, Joins, Rows, joins_of
 from ring_torch.buffers import BufferSpec, Shapes, packing_of
 from ring_torch.call import Call, Saved, Strategy, StrategySpec
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Transfer
 from ring_torch.records import (
     AttentionState,
+    Backward,
     BackwardInputs,
+    Forward,
     Grads,
     Inputs,
     KeyBlock,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from ring_core import WorkItem
-from ring_torch.accumulate import Accumulator, Backward, Forward, Joins, OneItem, joins_of
+from ring_torch.accumulate import Accumulator, Joins, OneItem, joins_of
 from ring_torch.call import Call, Saved, Strategy
-from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
+from ring_torch.records import AttentionState, Backward, BackwardInputs, Forward, Grads, Inputs
 from ring_torch.transports.api import Traffic
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Plan, Request, RingProgram, WorkItem, gather_program
-from ring_torch.accumulate import Backward, Columns, ColumnSums, Rows
+from ring_torch.accumulate import Columns, ColumnSums, Rows
 from ring_torch.buffers import KVPayload
 from ring_torch.kernels.api import OwnSpans
 from ring_torch.kernels.fa4 import compiled, private, public, split
@@ -37,6 +37,7 @@ from ring_torch.launches.cache import keep, tensors_key
 from ring_torch.options import Window
 from ring_torch.records import (
     AttentionState,
+    Backward,
     BackwardInputs,
     KernelParams,
     KeyBlock,

@@ -15,7 +15,7 @@ from torch import Tensor
 from ring_core import KernelConfig, Request, RingProgram, UnsupportedError, WorkItem
 from ring_core.base.config import EVERYTHING
 from ring_core.triton.tile_configs import KernelPass, choose_blocks, stages_that_fit
-from ring_torch.accumulate import Backward, Forward, Mode, one_by_one
+from ring_torch.accumulate import one_by_one
 from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.flash import old_gpu_reason
 from ring_torch.kernels.library import capability
@@ -23,11 +23,14 @@ from ring_torch.kernels.triton.launch import ItemLaunch, backward_tensors
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
+    Backward,
     BackwardInputs,
+    Forward,
     Grads,
     KernelParams,
     KeyBlock,
     KeyGrads,
+    Mode,
     QueryBlock,
     QueryGrads,
     zero_bias_grad,
