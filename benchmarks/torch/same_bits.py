@@ -18,8 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -274,21 +273,22 @@ def date_of(path: Path) -> str:
     return done.stdout.strip()
 
 
-def ask(process: subprocess.Popen[str], cases: dict[str, dict[str, Any]]) -> list[Answer]:
-    """Return the answers of a tree's process to cases, in their order.
+def ask(process: subprocess.Popen[str], cases: dict[str, dict[str, Any]]) -> Iterator[Answer]:
+    """Yield the answers of a tree's process to cases, in their order, as they come.
 
     Raises:
         RuntimeError: The process ended before it had answered all.
     """
-    lines, _ = process.communicate("\n".join(map(json.dumps, cases.values())))
-    found = [
-        json.loads(line.removeprefix(case_bits.ANSWER))
-        for line in lines.splitlines()  # libraries may print there, too
-        if line.startswith(case_bits.ANSWER)
-    ]
-    if len(found) < len(cases):
-        raise RuntimeError(f"{process.args!r} ended at case {[*cases][len(found)]}")
-    return found
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("\n".join(map(json.dumps, cases.values())))
+    process.stdin.close()
+    count = 0
+    for line in process.stdout:  # libraries may print there, too
+        if line.startswith(case_bits.ANSWER):
+            count += 1
+            yield json.loads(line.removeprefix(case_bits.ANSWER))
+    if count < len(cases):
+        raise RuntimeError(f"{process.args!r} ended at case {[*cases][count]}")
 
 
 def row_of(name: str, old: Answer, new: Answer, found: list[Difference], date: str) -> Answer:
@@ -325,7 +325,7 @@ def main(argv: list[str] | None = None) -> int:
         name: {"commit": commit_of(path), "digest": digest(path)} for name, path in paths.items()
     }
     kept = report.Report(options.json, lambda: environment)
-    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor() as both:
+    with tempfile.TemporaryDirectory() as made:
         folders = [Path(made) / name for name in paths]
         for folder in folders:
             folder.mkdir()
@@ -336,12 +336,13 @@ def main(argv: list[str] | None = None) -> int:
             ]
         except ValueError as error:
             parser.error(f"--old: {error}")
-        old, new = both.map(ask, processes, [cases, cases])
-        date = date_of(paths["old"])
-        for (name, case), a, b in zip(cases.items(), old, new, strict=True):
-            found = differences(a, b, folders, case["number"])
-            kept.rows.append(row_of(name, a, b, found, date))
-    kept.save()
+        answers, date = (ask(x, cases) for x in processes), date_of(paths["old"])
+        try:
+            for (name, case), a, b in zip(cases.items(), *answers, strict=True):
+                found = differences(a, b, folders, case["number"])
+                kept.rows.append(row_of(name, a, b, found, date))
+        finally:
+            kept.save()
     shown = [x for x in kept.rows if options.all or x["result"] in ("differs", "known change")]
     for row in shown:
         print(f"{row['case']:50} {row['result']}: {row['text']}".removesuffix(": "))
