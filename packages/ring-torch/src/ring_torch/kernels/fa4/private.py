@@ -222,80 +222,73 @@ class RecordedCall(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-class ForwardCall(NamedTuple):
-    """The call of a compiled forward, and those of its arguments that are not our own.
+class CompiledForward(NamedTuple):
+    """A compiled forward, with the arguments that a call does not say.
 
     Attributes:
-        function, arguments: As in :class:`RecordedCall`.
-        window: ``(left, right)`` in the form that the function takes.
-        aux: Values that its mods read.
+        function: The function.
+        window: ``(left, right)`` in the form that it takes.
     """
 
     function: Function
-    arguments: tuple[Any, ...]
     window: Window
-    aux: tuple[Any, ...]
 
 
-class MainCall(NamedTuple):
-    """The call of the main function of a backward, and those of its arguments that are not our own.
+class CompiledBackward(NamedTuple):
+    """Compiled functions of a backward, and shapes of the buffers between them.
 
     Attributes:
-        function, arguments: As in :class:`RecordedCall`.
-        lse_log2, delta: lse to base 2, and delta.
-        dq_sums, dk_sums, dv_sums: Sums of gradients. The latter two are dK and dV themselves where
-            each query head has its own K/V head.
-        window, aux: As in :class:`ForwardCall`.
-        semaphores: Semaphores of dQ, dK and dV; ``None`` where unused.
-        after_window: All arguments after the window.
+        prepare: Writes delta, lse to base 2, and zeros into the sums of dQ.
+        main: Adds to sums of dQ, dK and dV; where each query head has its own K/V head, dK and dV
+            take the place of their sums.
+        round_dq: Rounds the sums of dQ.
+        round_dkv: Round those of dK and of dV, with grouped heads.
+        window: ``(left, right)`` in the form that ``main`` takes.
+        after_window: Arguments of ``main`` after the window.
+        rows: Shape of delta, and of lse to base 2.
+        dq_sums: Shape of the sums of dQ.
+        dkv_sums: Shapes of the sums of dK and dV, with grouped heads.
+        semaphores: Shapes of semaphores of dQ, dK and dV; ``None`` where unused.
     """
 
-    function: Function
-    arguments: tuple[Any, ...]
-    lse_log2: Tensor
-    delta: Tensor
-    dq_sums: Tensor
-    dk_sums: Tensor
-    dv_sums: Tensor
+    prepare: Function
+    main: Function
+    round_dq: Function
+    round_dkv: tuple[Function, Function] | None
     window: Window
-    semaphores: tuple[Tensor | None, ...]
-    aux: tuple[Any, ...]
     after_window: tuple[Any, ...]
-
-
-class BackwardCalls(NamedTuple):
-    """Calls of compiled functions in a backward; sums of dK/dV are rounded for grouped heads."""
-
-    prepare: RecordedCall
-    main: MainCall
-    round_dq: RecordedCall
-    round_dk: RecordedCall | None = None
-    round_dv: RecordedCall | None = None
+    rows: tuple[int, ...]
+    dq_sums: tuple[int, ...]
+    dkv_sums: tuple[tuple[int, ...], tuple[int, ...]] | None
+    semaphores: tuple[tuple[int, ...] | None, ...]
 
 
 def recorded_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions, modded: Modded
-) -> ForwardCall | None:  # fmt: skip
-    """Call :func:`library_forward`, and return its call of a compiled function.
+) -> CompiledForward | None:  # fmt: skip
+    """Call :func:`library_forward`, and return its compiled function, to be called from now on.
 
-    It is ``None`` if that was not one call.
+    It is ``None`` if there was not one call, with the arguments that are expected here.
     """
     with _calls_of(interface()._flash_attn_fwd) as (calls,):
         library_forward(q, k, v, out, lse, options, modded)
     if len(calls) != 1:
         return None
     function, arguments = calls[0]
-    aux = arguments[15] if len(arguments) > 15 else ()
-    return ForwardCall(function, arguments, arguments[11:13], aux)
+    window, aux = arguments[11:13], arguments[15] if len(arguments) > 15 else ()
+    # Built as later calls will build it: if that is what the library has passed, it may be left
+    # out.
+    expected = forward_arguments(q, k, v, out, lse, options, modded, window, aux)
+    return CompiledForward(function, window) if _alike(arguments, expected) else None
 
 
 def recorded_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: LaunchOptions,
     modded: Modded, dst: Tensor | None,
-) -> tuple[tuple[Tensor, Tensor, Tensor], BackwardCalls | None]:  # fmt: skip
-    """Call :func:`library_backward`, and return its gradients and its calls of compiled functions.
+) -> tuple[tuple[Tensor, Tensor, Tensor], CompiledBackward | None]:  # fmt: skip
+    """Call :func:`library_backward`; return its gradients, and its compiled functions.
 
-    The latter are ``None`` if they, or the arguments of ``main``, are not as many as expected here.
+    The latter are ``None`` if their calls, or the arguments, are not as expected here.
     """
     module = interface()
     functions = module._bwd_preprocess, module._flash_attn_bwd, module._bwd_postprocess_convert
@@ -303,15 +296,49 @@ def recorded_backward(
         grads = library_backward(dout, q, k, v, out, lse, options, modded, dst)
     if (len(prepares), len(mains)) != (1, 1) or len(rounds) not in (1, 3):
         return grads, None
-    function, arguments = mains[0]
+    main, arguments = mains[0]
     if len(arguments) != 22:
         return grads, None
-    lse_log2, delta, dq_sums, dk_sums, dv_sums = arguments[4:9]
-    main = MainCall(
-        function, arguments, lse_log2, delta, dq_sums, dk_sums, dv_sums, arguments[14:16],
-        arguments[16:19], arguments[19], arguments[16:],
+    lse_log2, delta, *sums = arguments[4:9]
+    window, semaphores, aux = arguments[14:16], arguments[16:19], arguments[19]
+    # Without grouped heads `main` writes dK and dV themselves, and only dQ is rounded.
+    written = sums if len(rounds) == 3 else [sums[0], *grads[1:]]
+    cu_q, cu_k = offsets(options.documents)
+    rounding = zip(
+        sums, grads, (options.scale, options.scale, 1.0), (cu_q, cu_k, cu_k), strict=True
+    )
+    expected = [
+        prepare_arguments(out, dout, delta, lse, lse_log2, sums[0], options.documents),
+        main_arguments(
+            q, k, v, dout, (lse_log2, delta, *written), options, modded, window, semaphores, aux
+        ),
+        *[round_arguments(*x) for x in rounding][: len(rounds)],
+    ]  # fmt: skip
+    if not _alike(tuple(x.arguments for x in (*prepares, *mains, *rounds)), tuple(expected)):
+        return grads, None
+    round_dq, *round_dkv = (x.function for x in rounds)
+    dkv = (round_dkv[0], round_dkv[1]) if round_dkv else None
+    return grads, CompiledBackward(
+        prepares[0].function, main, round_dq, dkv, window, arguments[16:], tuple(delta.shape),
+        tuple(sums[0].shape), None if dkv is None else (tuple(sums[1].shape), tuple(sums[2].shape)),
+        tuple(None if x is None else tuple(x.shape) for x in semaphores),
     )  # fmt: skip
-    return grads, BackwardCalls(prepares[0], main, *rounds)
+
+
+def _alike(actual: Any, expected: Any) -> bool:
+    """Return True if two arguments are the same memory, or the same numbers."""
+    if actual is expected:
+        return True
+    if isinstance(actual, Tensor) and isinstance(expected, Tensor):
+        return (
+            actual.data_ptr() == expected.data_ptr()
+            and actual.dtype == expected.dtype
+            and actual.shape == expected.shape
+            and actual.stride() == expected.stride()
+        )
+    if isinstance(actual, tuple) and isinstance(expected, tuple):
+        return len(actual) == len(expected) and all(map(_alike, actual, expected))
+    return type(actual) is type(expected) and bool(actual == expected)
 
 
 @contextmanager

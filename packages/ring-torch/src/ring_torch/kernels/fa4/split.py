@@ -233,11 +233,11 @@ def split_functions(
     )
     k, v = (torch.zeros(2, 512, 2, dim, dtype=dtype, device="cuda") for _ in range(2))
     lse = torch.zeros(2, 2 * group, 512, dtype=torch.float32, device="cuda")
-    calls = not_none(recorded_backward(dout, q, k, v, out, lse, options, PLAIN, None)[1])
+    compiled = not_none(recorded_backward(dout, q, k, v, out, lse, options, PLAIN, None)[1])
     rows = backward_tile_queries(dim, is_causal=is_causal, is_local=not is_causal and any(bounded))
     # Read off the library's own sums of dQ: it pads head dims by rules of its own.
-    padded = calls.main.dq_sums.shape[2] // (-(-512 // rows) * rows)
+    padded = compiled.dq_sums[2] // (-(-512 // rows) * rows)
     return SplitFunctions(
-        calls.prepare.function, calls.main.function, calls.main.after_window, calls.round_dq.function,
-        not_none(calls.round_dk).function, rows, padded,
+        compiled.prepare, compiled.main, compiled.after_window, compiled.round_dq,
+        not_none(compiled.round_dkv)[0], rows, padded,
     )  # fmt: skip
