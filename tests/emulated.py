@@ -41,17 +41,17 @@ class Emulation:
 
     def run(self) -> Arrays:
         """Return ``out``, ``lse`` and the gradients by name."""
-        x, results = self.x, {}
+        x = self.x
         whole = empty_state(x["q"], x["v"].shape[3], torch.float32)
         for rank in range(self.case.cp_size):
             q_at, rows, work = self._work(rank)
             launches = [(self.kernel.forward(item, self.params), item) for *_, item in work]
             # One by one, as in a ring.
             joins = joins_of(launches, rows.q.dtype, len(q_at), resumes=True)
-            results = Accumulator(joins, rows.q, x["v"].shape[3])
+            accumulator = Accumulator(joins, rows.q, x["v"].shape[3])
             for n, (_, columns, item) in enumerate(work):
-                results.attend(n, launches[n][0], item, rows, columns)
-            whole.out[:, q_at], whole.lse[:, :, q_at] = results.state
+                accumulator.attend(n, launches[n][0], item, rows, columns)
+            whole.out[:, q_at], whole.lse[:, :, q_at] = accumulator.state
         out, lse = whole
         if "sinks" in x:
             out, lse = add_sinks(out, lse, x["sinks"])

@@ -99,8 +99,8 @@ def test_results_are_merged_as_one_by_one(
             results += [outs[n].clone(), lses[n].clone()]
             seen = lses[n].masked_fill(lses[n].isinf(), torch.nan) if marks >> n & 1 else lses[n]
             (row, count) = spans[n]
-            for one, sums in ((merge_one, into), (accumulate.merge_in_torch, by_torch)):
-                one(sums.take(slice(row, row + count)), outs[n], seen)
+            for one, total in ((merge_one, into), (accumulate.merge_in_torch, by_torch)):
+                one(total.take(slice(row, row + count)), outs[n], seen)
         if start == 0 and spans[0] == (0, 40) and dtype == of_results:  # it may be the state itself
             results[:2] = out.copy_(results[0]), state.lse.copy_(results[1])
         is_last = stop == len(spans)
