@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,19 +13,11 @@ from cases import Case
 from torch import Tensor
 
 from ring_core import WorkItem, gather_program
+from ring_torch.accumulate import Accumulator, Rows, empty_state, joins_of
 from ring_torch.autograd import _sink_grads
 from ring_torch.call import add_sinks
 from ring_torch.kernels.api import Kernel
-from ring_torch.records import (
-    BackwardInputs,
-    KernelParams,
-    KeyBlock,
-    KeyGrads,
-    QueryBlock,
-    QueryGrads,
-    empty_state,
-    runs_of,
-)
+from ring_torch.records import BackwardInputs, KernelParams, KeyBlock, KeyGrads, QueryBlock, runs_of
 
 Arrays = dict[str, npt.NDArray[Any]]
 Ints = npt.NDArray[np.int64]
@@ -48,36 +41,35 @@ class Emulation:
 
     def run(self) -> Arrays:
         """Return ``out``, ``lse`` and the gradients by name."""
-        x, results = self.x, {}
-        whole = empty_state(x["q"], x["v"].shape[3])
-        for q_at, rows, columns, _, item in self._launches():
-            into = self._local(whole.out, q_at, 1), self._local(whole.lse, q_at, 2)
-            result = whole._replace(out=into[0], lse=into[1])
-            self.kernel.attend_into(rows, columns, item, self.params, result.take(item.q_slice))
-            whole.out[:, q_at], whole.lse[:, :, q_at] = result.out, result.lse
+        x = self.x
+        whole = empty_state(x["q"], x["v"].shape[3], torch.float32)
+        for rank in range(self.case.cp_size):
+            q_at, rows, work = self._work(rank)
+            launches = [(self.kernel.forward(item, self.params), item) for *_, item in work]
+            # One by one, as in a ring.
+            joins = joins_of(launches, rows.q.dtype, len(q_at), resumes=True)
+            accumulator = Accumulator(joins, rows.q, x["v"].shape[3])
+            for n, (_, columns, item) in enumerate(work):
+                accumulator.attend(n, launches[n][0], item, rows, columns)
+            whole.out[:, q_at], whole.lse[:, :, q_at] = accumulator.state
         out, lse = whole
         if "sinks" in x:
             out, lse = add_sinks(out, lse, x["sinks"])
         out = out.to(x["q"].dtype)
         delta = (x["dout"].float() * out.float()).sum(-1).transpose(1, 2).contiguous()
         dq, dk, dv = (torch.zeros_like(x[name], dtype=torch.float32) for name in "qkv")
-        for q_at, rows, columns, k_at, item in self._launches():
+        for rank in range(self.case.cp_size):
+            q_at, rows, work = self._work(rank)
             upstream = BackwardInputs(
                 x["dout"][:, q_at], out[:, q_at], lse[:, :, q_at], delta[:, :, q_at]
             )
-            grads = [self._local(dq, q_at, 1), self._local(dk, k_at, 1), self._local(dv, k_at, 1)]
-            row_grads = QueryGrads(grads[0], None).take(item.q_slice)
-            column_grads = KeyGrads(grads[1], grads[2]).take(item.k_slice)
-            self.kernel.grads_into(
-                rows,
-                columns,
-                upstream.take(item.q_slice),
-                item,
-                self.params,
-                row_grads,
-                column_grads,
-            )
-            dq[:, q_at], dk[:, k_at], dv[:, k_at] = grads
+            row_sums = Rows(partial(self._local, dq, q_at, 1), "add")
+            for k_at, columns, item in work:
+                key_sums = KeyGrads(self._local(dk, k_at, 1), self._local(dv, k_at, 1))
+                launch = self.kernel.backward([item], self.params, adds=True)
+                launch.run(rows, [columns], upstream, row_sums, key_sums)
+                dk[:, k_at], dv[:, k_at] = key_sums
+            dq[:, q_at] = row_sums.whole()
         results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
         results = {
             name: value.to(x["q"].dtype) if name[0] == "d" else value
@@ -91,13 +83,9 @@ class Emulation:
         """Return a copy of the rows at ``index``."""
         return x.index_select(dim, torch.as_tensor(index, device=self.device))
 
-    def _launches(self) -> Iterator[tuple[Ints, QueryBlock, KeyBlock, Ints, WorkItem]]:
-        """Yield all launches: query indices, queries, keys, key indices (global) and item."""
-        for rank in range(self.case.cp_size):
-            q_at = self.plan.positions(rank)
-            rows = self._rows(rank)
-            for k_at, columns, item in self._items(rank):
-                yield q_at, rows.take(item.q_slice), columns.take(item.k_slice), k_at, item
+    def _work(self, rank: int) -> tuple[Ints, QueryBlock, list[tuple[Ints, KeyBlock, WorkItem]]]:
+        """Return a rank's rows, and for each launch its columns and item; indices are global."""
+        return self.plan.positions(rank), self._rows(rank), [*self._items(rank)]
 
     def _rows(self, rank: int) -> QueryBlock:
         positions, x = self.plan.positions(rank), self.x

@@ -82,21 +82,25 @@ def sink_grads() -> dict[str, Any]:
 
 
 def merges() -> Iterator[dict[str, Any]]:
-    """Return launches of the kernels that merge results of a ring and of a two-stage gather."""
+    """Return launches of the kernel that merges results of a ring and of a two-stage gather."""
     from ring_torch import merge_ops
 
-    spans = [(0, 1024), (512, 512)]
+    spans = (0, 1024), (512, 512), (0, 512)
     outs = [torch.zeros(1, n, 4, 128, dtype=torch.bfloat16) for _, n in spans]
     lses = [torch.zeros(1, 4, n) for _, n in spans]
-    acc, results = outs[0].float(), [x for pair in zip(outs, lses, strict=True) for x in pair]
+    results = [x for pair in zip(outs, lses, strict=True) for x in pair]
     with kept_launches() as kept:
-        merge_ops.merge_on_gpu(acc, lses[0], acc, lses[0])
         # A first, a middle and a last merge, with sums in two halves and in one tensor.
-        for out in (outs[0], acc):
+        for out in (outs[0], outs[0].float()):
             for count, first, last in ((2, True, False), (1, False, False), (1, False, True)):
-                merge = merge_ops.merge_of_spans_on_gpu(spans[:count], first=first, last=last)
-                merge(out, torch.zeros_like(out), lses[0], *results[: 2 * count])
-        merge_ops.JoinOnGpu(spans).merge(list(zip(outs, lses, strict=True)))
+                merge_ops.merge_on_gpu(
+                    out, torch.zeros_like(out), lses[0], results[: 2 * count], spans=spans[:count],
+                    marks=(1 << count) - 1, first=first, last=last,
+                )  # fmt: skip
+        # All at once, of which the first lies where the merged ones go.
+        merge_ops.merge_on_gpu(
+            outs[0], outs[0], lses[0], results, spans=spans, marks=7, first=True, last=True
+        )
     yield from kept
 
 

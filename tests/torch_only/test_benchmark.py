@@ -80,9 +80,11 @@ def test_one_process_plays_the_ranks_of_a_ring() -> None:
         pairs: list[tuple[int, int]] = []
         right = EagerKernel.attend
 
-        def counted(kernel: Any, rows: Any, columns: Any, item: Any, *rest: Any) -> Any:
+        def counted(
+            kernel: Any, item: Any, params: Any, rows: Any, columns: Any, *rest: Any
+        ) -> Any:
             pairs.append((rows.q.shape[1], columns.k.shape[1]))
-            return right(kernel, rows, columns, item, *rest)
+            return right(kernel, item, params, rows, columns, *rest)
 
         with way.around(), patch.object(EagerKernel, "attend", counted):
             _, dq, *_ = way.both(q, k, v, torch.ones_like(q))

@@ -1,165 +1,195 @@
-"""Parts of a row's attention, and of its gradient, are joined in one elementwise pass."""
+"""Results of a row's launches, and parts of its gradient, are joined in one elementwise pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from ring_torch import merge_ops
-from ring_torch.kernels.api import merge_of_spans
-from ring_torch.records import AttentionState
+from ring_torch import accumulate, merge_ops
+from ring_torch.records import AttentionState, Span
 
-#: Row ``(start, length)`` of each part after the first, which has all 40 rows.
-PARTS: list[tuple[tuple[int, int], ...]] = [(), ((0, 40),), ((0, 40), (20, 20)), ((3, 30), (0, 5))]
-
-
-def _joined(spans: tuple[tuple[int, int], ...]) -> tuple[merge_ops.JoinOnGpu, list[torch.Tensor]]:
-    """Return the join, and float16 tensors of each part, which are not adjacent in memory."""
-    torch.manual_seed(0)
-    numbers = [torch.randn(2, n + 3, 3, 12).half()[:, 3:] for _, n in ((0, 40), *spans)]
-    return merge_ops.JoinOnGpu([(0, 40), *spans]), numbers
+#: Results that a merge takes, with their rows and marks.
+Merge = Callable[..., None]
 
 
-@pytest.mark.parametrize("spans", PARTS)
-def test_parts_are_merged_as_one_by_one(spans: tuple[tuple[int, int], ...]) -> None:
-    """Joined parts equal merges one by one, to the bit; rows with non-finite scores become NaN."""
-    join, outs = _joined(spans)
-    lses = [torch.randn(2, 3, out.shape[1]) for out in outs]
-    lses[-1][0, 1, 2] = torch.inf
-    into = AttentionState(torch.zeros(2, 40, 3, 12), torch.full((2, 3, 40), -torch.inf))
-    for (start, n), out, lse in zip(((0, 40), *spans), outs, lses, strict=True):
-        marked = lse.masked_fill(lse.isinf(), torch.nan)
-        merge_ops.merge_on_gpu(*into.take(slice(start, start + n)), out, marked)
-    join.merge(list(zip(outs, lses, strict=True)))
-    torch.testing.assert_close(lses[0], into.lse, rtol=0, atol=0, equal_nan=True)
-    visible = ~into.lse.isnan().transpose(1, 2)
-    assert visible.sum() == visible.numel() - 1
-    assert torch.equal(outs[0][visible], into.out.half()[visible])
-    assert into.out[~visible].isnan().all()
-    assert outs[0][~visible].isnan().all()
+def _by_kernel(
+    state: AttentionState, low: Tensor, results: Sequence[Tensor], **options: Any
+) -> None:
+    merge_ops.merge_on_gpu(state.out, low, state.lse, results, **options)
 
 
-def test_a_part_of_no_weight_adds_nothing() -> None:
-    """A part with lse -200 next to lse 0 has weight 0 in float32: whatever it holds is ignored."""
-    join, (out, part) = _joined(((0, 40),))
-    expected = out.clone()
-    lse, part_lse = torch.zeros(2, 3, 40), torch.full((2, 3, 40), -200.0)
-    join.merge([(out, lse), (part.fill_(torch.inf), part_lse)])
-    assert torch.equal(out, expected)
-    lse, part_lse = part_lse, torch.zeros(2, 3, 40)
-    join.merge([(part, lse), (expected, part_lse)])
-    assert torch.equal(part, expected)
+def _one_by_kernel(state: AttentionState, out: Tensor, lse: Tensor) -> None:
+    whole = ((0, out.shape[1]),)
+    _by_kernel(state, state.out, [out, lse], spans=whole, marks=0, first=False, last=True)
 
 
-@pytest.mark.parametrize("spans", PARTS[1:])
-def test_parts_are_added_as_one_by_one(spans: tuple[tuple[int, int], ...]) -> None:
-    join, parts = _joined(spans)
-    total = torch.zeros(2, 40, 3, 12)
-    for (start, n), part in zip(spans, parts[1:], strict=True):
-        total[:, start : start + n] += part
-    total += parts[0]
-    join.sum(parts)
-    assert torch.equal(parts[0], total.half())
-
-
-#: Rows of each result, of 40 in all: the first two are merged together, then one at a time.
-IN_TURN: list[tuple[tuple[int, int], ...]] = [
+WAYS = pytest.mark.parametrize(
+    ("merge", "merge_one"),
+    [(_by_kernel, _one_by_kernel), (accumulate.merge, accumulate.merge_in_torch)],
+    ids=["kernel", "torch"],
+)
+#: Rows ``(start, length)`` of each result, of 40 in all.
+SPANS: list[tuple[Span, ...]] = [
     ((0, 40),),
     ((7, 11),),
     ((0, 40), (20, 20)),
     ((7, 11), (20, 20)),
     ((0, 20), (20, 20), (3, 30)),
+    ((0, 40), (3, 30), (0, 5)),
     ((0, 40), (0, 40), (0, 40), (0, 40)),
     ((0, 40), (0, 40), (20, 20), (0, 5), (5, 33)),
 ]
-DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+#: Dtypes of the sums, and of the results.
+DTYPES = [(x, x) for x in (torch.float16, torch.bfloat16, torch.float32)]
+DTYPES.append((torch.float32, torch.float16))
+ALL_MARKS, SOME_MARKS = 0b11111, 0b01010
 
 
-def _results(
-    spans: tuple[tuple[int, int], ...], dtype: torch.dtype
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return 16-bit results with non-finite values, weights of 0, and negative zeros."""
+def _results(spans: Sequence[Span], dtype: torch.dtype, marks: int) -> tuple[list[Tensor], ...]:
+    """Return results with non-finite values, weights of 0, negative zeros and unseen rows."""
     torch.manual_seed(1)
-    narrow = torch.float16 if dtype == torch.float32 else dtype
     # They are not adjacent in memory.
-    outs = [torch.randn(2, n + 3, 3, 12).to(narrow)[:, 3:] for _, n in spans]
+    outs = [torch.randn(2, n + 3, 3, 12).to(dtype)[:, 3:] for _, n in spans]
     lses = [torch.randn(2, 3, out.shape[1]) for out in outs]
-    for out, lse in zip(outs, lses, strict=True):
+    for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         out[0, 1] = -0.0
         lse[1, 2, 2] = 200.0  # others have weight 0 next to it
         lse[0, 2, 3] = -200.0
         out[0, 3, 2] = torch.inf
         out[1, 0, 1, 5] = torch.nan
         out[1, 4] *= 1e-5  # the sums' upper halves are subnormal in float16
-    lses[-1][0, 1, 2] = torch.inf
+        # A row that sees nothing may hold anything; one whose scores are not finite, if marked.
+        lse[1, 1, 3], out[1, 3, 1] = -torch.inf, torch.nan
+        if n + 1 == len(lses):
+            lse[0, 1, 2] = torch.inf if marks >> n & 1 else torch.nan
     return outs, lses
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
+def _bits(x: Tensor) -> Tensor:
     """Return the bits of a tensor, with one NaN for all."""
     return x.masked_fill(x.isnan(), torch.nan).view(torch.int16)
 
 
-def _merges_on_cpu(spans: Any, *, first: bool, last: bool) -> Callable[..., None]:
-    return merge_of_spans(torch.empty(0), spans, first=first, last=last)
-
-
-def _merge_one_on_cpu(acc: Any, acc_lse: Any, out: Any, lse: Any) -> None:
-    AttentionState(acc, acc_lse).merge(out, lse)
-
-
+@WAYS
+@pytest.mark.parametrize("marks", [ALL_MARKS, SOME_MARKS], ids=["marked", "some-marked"])
+@pytest.mark.parametrize(("dtype", "of_results"), DTYPES)
 @pytest.mark.parametrize(
-    ("merge_of", "merge_one"),
-    [
-        (merge_ops.merge_of_spans_on_gpu, merge_ops.merge_on_gpu),
-        (_merges_on_cpu, _merge_one_on_cpu),
-    ],
-    ids=["kernel", "torch"],
+    ("spans", "at_once"), [(x, n) for x in SPANS for n in range(1, min(3, len(x)) + 1)]
 )
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spans", IN_TURN)
-def test_spans_are_merged_as_one_by_one(
-    spans: tuple[tuple[int, int], ...], dtype: torch.dtype, merge_of: Any, merge_one: Any
-) -> None:
-    """Merged spans equal merges one by one, bit for bit, also with non-finite or no results."""
-    outs, lses = _results(spans, dtype)
-    into = AttentionState(torch.zeros(2, 40, 3, 12), torch.full((2, 3, 40), -torch.inf))
+def test_results_are_merged_as_one_by_one(
+    spans: tuple[Span, ...], dtype: torch.dtype, of_results: torch.dtype, at_once: int, marks: int,
+    merge: Merge, merge_one: Merge,
+) -> None:  # fmt: skip
+    """Merged results equal merges one by one in float32, bit for bit, non-finite ones too."""
+    outs, lses = _results(spans, of_results, marks)
+    into, by_torch = (
+        AttentionState(torch.zeros(2, 40, 3, 12), torch.full((2, 3, 40), -torch.inf))
+        for _ in range(2)
+    )
     # The first merge does not read what is there.
     out, low = (torch.full((2, 40, 3, 12), torch.nan, dtype=dtype) for _ in range(2))
-    lse = torch.full((2, 3, 40), torch.nan)
-    for start, stop in pairwise((0, *range(min(2, len(spans)), len(spans) + 1))):
-        results = []
-        for (row, n), x, x_lse in list(zip(spans, outs, lses, strict=True))[start:stop]:
-            results += [x.clone(), x_lse.clone()]
-            merge_one(
-                *into.take(slice(row, row + n)), x, x_lse.masked_fill(x_lse.isinf(), torch.nan)
-            )
-        if start == 0 and spans[0] == (0, 40) and dtype != torch.float32:  # it may be in `out`
-            results[0] = out.copy_(results[0])
+    state = AttentionState(out, torch.full((2, 3, 40), torch.nan))
+    for start in range(0, len(spans), at_once):
+        stop, results = min(start + at_once, len(spans)), list[Tensor]()
+        for n in range(start, stop):
+            results += [outs[n].clone(), lses[n].clone()]
+            seen = lses[n].masked_fill(lses[n].isinf(), torch.nan) if marks >> n & 1 else lses[n]
+            (row, count) = spans[n]
+            for one, total in ((merge_one, into), (accumulate.merge_in_torch, by_torch)):
+                one(total.take(slice(row, row + count)), outs[n], seen)
+        if start == 0 and spans[0] == (0, 40) and dtype == of_results:  # it may be the state itself
+            results[:2] = out.copy_(results[0]), state.lse.copy_(results[1])
         is_last = stop == len(spans)
-        merge_of(spans[start:stop], first=start == 0, last=is_last)(out, low, lse, *results)
-        torch.testing.assert_close(lse, into.lse, rtol=0, atol=0, equal_nan=True)
+        options = {"marks": marks >> start & (1 << stop - start) - 1, "spans": spans[start:stop]}
+        merge(state, low, results, first=start == 0, last=is_last, **options)
+        torch.testing.assert_close(state.lse, into.lse, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(into.lse, by_torch.lse, equal_nan=True)
+        is_finite = by_torch.out.isfinite()  # of no weight, an infinity in sums counts in torch
+        assert is_finite.float().mean() > 0.9
+        torch.testing.assert_close(into.out[is_finite], by_torch.out[is_finite])
         sums = out
         if dtype != torch.float32 and not is_last:  # float32 loses no bits
             halves = torch.stack([x.view(torch.int16) for x in (low, out)], dim=-1)
             sums = halves.view(torch.float32).squeeze(-1)
         expected = into.out.to(sums.dtype)
-        if sums.dtype == torch.bfloat16 and merge_one is merge_ops.merge_on_gpu:
+        if sums.dtype == torch.bfloat16 and merge is _by_kernel:
             # Triton's interpreter truncates where GPUs round.
             expected = into.out.view(torch.bfloat16)[..., 1::2].contiguous()
         assert torch.equal(_bits(sums), _bits(expected))
-    assert out.isnan().any()
+    is_nan = out.isnan().any(-1).transpose(1, 2)
+    assert torch.equal(is_nan | state.lse.isnan(), is_nan)
+    last_row = spans[-1][0] + 2
+    assert is_nan[0, 1, last_row]
+    assert state.lse[0, 1, last_row].isnan()
+
+
+@WAYS
+def test_only_marked_infinities_are_no_numbers(merge: Merge, merge_one: Merge) -> None:
+    """Of an unmarked result a row with lse -inf sees nothing; of a marked one it is not finite."""
+    del merge_one
+    for marks in range(8):
+        outs = [torch.full((1, 40, 1, 12), float(n)) for n in range(3)]
+        lses = [torch.zeros(1, 1, 40) for _ in range(3)]
+        for n, (x, lse) in enumerate(zip(outs, lses, strict=True)):
+            lse[..., n], x[:, n] = -torch.inf, torch.inf
+        out, lse = torch.empty(1, 40, 1, 12), torch.empty(1, 1, 40)
+        merge(
+            AttentionState(out, lse), out, [x for y in zip(outs, lses, strict=True) for x in y],
+            spans=((0, 40),) * 3, marks=marks, first=True, last=True,
+        )  # fmt: skip
+        for n in range(3):
+            is_marked = bool(marks >> n & 1)
+            assert bool(lse[..., n].isnan()) == is_marked
+            assert bool(out[:, n].isnan().all()) == is_marked
+            mean = sum(m for m in range(3) if m != n) / 2
+            assert is_marked or torch.allclose(out[:, n], torch.tensor(mean))
+        torch.testing.assert_close(out[:, 3:], torch.ones(1, 37, 1, 12))
+
+
+def test_a_result_of_no_weight_adds_nothing() -> None:
+    """A result with lse -200 next to lse 0 has weight 0 in float32: what it holds is ignored."""
+    options = {"spans": ((0, 40), (0, 40)), "marks": 3, "first": True, "last": True}
+    right, wrong = torch.randn(2, 40, 3, 12).half(), torch.full((2, 40, 3, 12), torch.inf).half()
+    for order in (1, -1):
+        results = [(right.clone(), torch.zeros(2, 3, 40))]
+        results = [*results, (wrong.clone(), torch.full((2, 3, 40), -200.0))][::order]
+        state = AttentionState(*results[0])  # the first one lies where the merged ones go
+        _by_kernel(state, state.out, [x for pair in results for x in pair], **options)
+        assert torch.equal(state.out, right)
+        assert torch.equal(state.lse, torch.zeros(2, 3, 40))
 
 
 def test_a_single_merge_takes_no_low_halves() -> None:
     """A merge that is first and last neither reads nor writes the argument for low halves."""
-    outs, lses = _results(((0, 40), (20, 20)), torch.bfloat16)
-    low, lse = torch.full_like(outs[0], 5.0), torch.empty(2, 3, 40)
-    out = torch.empty_like(low)
-    merge = merge_ops.merge_of_spans_on_gpu(((0, 40), (20, 20)), first=True, last=True)
-    merge(out, low, lse, outs[0], lses[0], outs[1], lses[1])
+    spans = ((0, 40), (20, 20))
+    outs, lses = _results(spans, torch.bfloat16, ALL_MARKS)
+    low = torch.full_like(outs[0], 5.0)
+    state = AttentionState(torch.empty_like(low), torch.empty(2, 3, 40))
+    results = [x for pair in zip(outs, lses, strict=True) for x in pair]
+    _by_kernel(state, low, results, spans=spans, marks=3, first=True, last=True)
     assert (low == 5.0).all()
+
+
+def _sum_by_kernel(dq: Tensor, parts: Sequence[tuple[slice, Tensor]]) -> None:
+    spans = tuple((rows.start, rows.stop - rows.start) for rows, _ in parts)
+    merge_ops.sum_on_gpu(dq, [x for _, x in parts], spans)
+
+
+@pytest.mark.parametrize("add", [_sum_by_kernel, accumulate._sum_rows], ids=["kernel", "torch"])
+@pytest.mark.parametrize("spans", [((0, 40),), ((0, 40), (20, 20)), ((3, 30), (0, 5))])
+def test_parts_are_added_as_one_by_one(
+    spans: tuple[Span, ...], add: Callable[[Tensor, Sequence[tuple[slice, Tensor]]], None]
+) -> None:
+    torch.manual_seed(0)
+    dq, *parts = [torch.randn(2, n + 3, 3, 12).half()[:, 3:] for _, n in ((0, 40), *spans)]
+    total = torch.zeros(2, 40, 3, 12)
+    rows = [slice(start, start + n) for start, n in spans]
+    for some, part in zip(rows, parts, strict=True):
+        total[:, some] += part
+    total += dq
+    add(dq, [*zip(rows, parts, strict=True)])
+    assert torch.equal(dq, total.half())

@@ -8,7 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_torch import autograd, memory_ops
+from benchmarks.torch.alone import alone, as_rank
+from benchmarks.torch.host_stubs import without_launches
+from ring_core import Mask
+from ring_torch import autograd, memory_ops, ring_attention
+from ring_torch.transports import peer_copies
 
 H, N = 3, 5000  # not a multiple of a block of rows
 
@@ -55,3 +59,30 @@ def test_rows_may_come_in_parts(on_gpu: bool, parts: int, sinks_of_a_head: int) 
 def test_heads_without_rows_have_none() -> None:
     grads = memory_ops.sink_grads_on_gpu(torch.ones(H), *torch.empty(2, 1, H, 0).unbind())
     assert torch.equal(grads, torch.zeros(H))
+
+
+@pytest.mark.parametrize("window", [128, None])
+def test_all_rows_count(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that see own keys only, whose launches come apart from the others', count, too."""
+    shapes: list[tuple[int, ...]] = []
+
+    def noted(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+        shapes.extend((tuple(lse.shape), tuple(delta.shape)))
+        return sinks
+
+    def grads() -> None:
+        q, k, v = (torch.zeros(1, 4096, heads, 128).bfloat16() for heads in (4, 2, 2))
+        sinks = torch.zeros(4).requires_grad_()
+        mask = Mask(causal=True, window=None if window is None else (window, 0))
+        out = ring_attention(
+            q.requires_grad_(), k, v, mask=mask, sinks=sinks, kernel="fa4", strategy="gather",
+            layout="zigzag", transport="symm_mem",
+        )  # fmt: skip
+        torch.autograd.grad(out, (q, sinks), torch.ones_like(out))
+
+    monkeypatch.setattr(peer_copies, "fits_one_kernel", lambda *_: False)
+    monkeypatch.setattr(autograd, "_sink_grads", noted)
+    with without_launches(), alone():
+        as_rank(0, 4, grads)
+    assert len(shapes) == 2
+    assert {(x[0] * x[2], x[1]) for x in shapes} == {(4096, 4)}

@@ -72,6 +72,13 @@ def _rows(view: str, *shape: int) -> Tensor:
     return VIEWS[view](torch.randn(shape))
 
 
+def _merge(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    spans = ((0, acc.shape[1]),)
+    merge_ops.merge_on_gpu(
+        acc, acc, acc_lse, [out, lse], spans=spans, marks=0, first=False, last=True
+    )
+
+
 @pytest.mark.parametrize("view", READABLE)
 def test_passes_over_memory(view: str) -> None:
     torch.manual_seed(0)
@@ -85,17 +92,17 @@ def test_passes_over_memory(view: str) -> None:
     weights = torch.stack([acc_lse, lse]).softmax(0).transpose(2, 3).unsqueeze(-1)
     merged = weights[0] * acc + weights[1] * y
     total = torch.logaddexp(acc_lse, lse)
-    merge_ops.merge_on_gpu(acc, acc_lse, y, lse)
+    _merge(acc, acc_lse, y, lse)
     torch.testing.assert_close(acc, merged)
     torch.testing.assert_close(acc_lse, total)
 
 
 WIDE, ROWS = (2, 32, 3, 8), (2, 3, 32)
 PASSES: dict[str, Callable[..., Any]] = {
-    "merge": lambda view: merge_ops.merge_on_gpu(
+    "merge": lambda view: _merge(
         torch.zeros(WIDE), torch.zeros(ROWS), view(torch.zeros(WIDE)), torch.zeros(ROWS)
     ),
-    "merge lse": lambda view: merge_ops.merge_on_gpu(
+    "merge lse": lambda view: _merge(
         torch.zeros(WIDE), torch.zeros(ROWS), torch.zeros(WIDE), view(torch.zeros(ROWS))
     ),
     "mark": lambda view: memory_ops.mark_on_gpu(torch.zeros(WIDE), view(torch.zeros(ROWS))),

@@ -261,7 +261,8 @@ class Gather(Strategy):
         in_flight: list[list[PendingGrads]] = [[] for _ in range(groups)]
         own_sums: list[Tensor | None] = []
         key_grads: list[Tensor] = []
-        row_stats = None
+        # Those of a launch are of all rows and heads if it is the only one.
+        has_stats, row_stats = groups == len(self.last_parts) == 1 and not self.own_work, None
 
         # One group of dK/dV is in flight while the next is computed: a transfer is waited for only
         # when that group's kernels are in line ahead of the wait. Peers read a group's sums until
@@ -287,6 +288,7 @@ class Gather(Strategy):
                     overlapped=part.overlapped,
                 ))  # fmt: skip
             del held, columns
+            row_stats = row_stats if has_stats else None
             # Only now add the gradients that came for the group before.
             if n > 0:
                 self._finish(call, inputs, layout, grad_sums, own_sums, in_flight, key_grads, n - 1)
@@ -297,8 +299,7 @@ class Gather(Strategy):
         # No launch is left that could hide the last group's transfer: wait for it.
         self._finish(call, inputs, layout, grad_sums, own_sums, in_flight, key_grads, groups - 1)
         dk, dv = key_grads
-        is_whole = groups == len(self.last_parts) == 1
-        return Grads(row_sums.whole(), dk, dv, row_sums.dbias, row_stats if is_whole else None)
+        return Grads(row_sums.whole(), dk, dv, row_sums.dbias, row_stats)
 
     def _own_sums(
         self, call: Call, layout: KeyGradBuffer, group: Inputs, rows: QueryBlock,

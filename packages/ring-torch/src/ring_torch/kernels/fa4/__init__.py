@@ -236,8 +236,8 @@ class HopperSplitBackward:
                 upstream = upstream._replace(dout=aligned(dout), out=aligned(out))
             del q, k, v, dout, out  # `held` alone holds the keys
             # The last launches go first, as in the forward in reverse.
-            row_stats = None
             for launch in launches[::-1]:
+                row_stats = None  # frees those of the launch before
                 tokens, is_last = launch.rows, launch is launches[0]
                 row_stats = launch(
                     rows.take(tokens).q, held, upstream.take(tokens), column_sums.flat,
