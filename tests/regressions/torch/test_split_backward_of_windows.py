@@ -70,7 +70,7 @@ def resolved(
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("rank", range(4))
 def test_a_layer_of_gpt_oss_has_one(rank: int, layout: Any) -> None:
-    """A layer of gpt-oss has a split backward that rounds at once: equal spans, items of equal rows."""
+    """A layer of gpt-oss has a split backward of one launch: equal spans, items of equal rows."""
     strategy = resolved(OSS, rank, layout=layout)
     assert strategy.head_major and not strategy.own_work and strategy.gather.tile == fa4.KEYS
     assert strategy.rounding is not None

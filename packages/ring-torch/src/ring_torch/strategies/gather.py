@@ -298,7 +298,8 @@ class Gather(Strategy):
         # No launch is left that could hide the last group's transfer: wait for it.
         self._finish(call, inputs, layout, grad_sums, own_sums, in_flight, key_grads, groups - 1)
         dk, dv = key_grads
-        is_whole = groups == len(self.last_parts) == 1
+        # Statistics are of the rows of the launches that return them: of all, if there are no others.
+        is_whole = groups == len(self.last_parts) == 1 and not self.own_work
         return Grads(row_sums.whole(), dk, dv, row_sums.dbias, row_stats if is_whole else None)
 
     def _own_sums(
@@ -632,7 +633,8 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
         own_work=tuple(work[: len(own_items)]), work=tuple(work[len(own_items) :]), joins=joins,
         parts=(whole,), last_parts=last_parts, own_launch=own_launch, rows=rows,
         whole_rows=whole_rows, zero=split is not None or not in_order or not gather.items,
-        segments=segments, overwrites_own=covers_keys and in_order, head_major=split is not None,
+        segments=segments, overwrites_own=covers_keys and in_order and split is None,
+        head_major=split is not None,
         own_fetches=own_fetches,
         rounding=rounding(own_fetches, gather.length) if is_complete else None,
         own_rounding=rounding(shard, num_keys),
