@@ -19,12 +19,22 @@ from backends.fa4_on_cpu import Kernel, Launches, Recorder, described, loaded
 from torch import Tensor
 
 from ring_core import Mask, WorkItem, make_plan
+from ring_core.base.arguments import not_none
 from ring_core.plan.tile_mask import BlockGeometry
+from ring_torch.accumulate import Columns, Rows
+from ring_torch.buffers import KeyGradBuffer, KVPayload
 from ring_torch.kernels import fa4
+from ring_torch.kernels.api import OwnSpans
 from ring_torch.kernels.fa4 import private, public
 from ring_torch.kernels.library import Documents, LaunchOptions, Mods
 from ring_torch.options import Window
-from ring_torch.records import AttentionState
+from ring_torch.records import (
+    AttentionState,
+    BackwardInputs,
+    KernelParams,
+    KeyBlock,
+    QueryBlock,
+)
 
 LENGTH = 256
 SCALE = 0.3
@@ -168,10 +178,12 @@ def near(q: Any, k: Any) -> Any:
     return abs(q - k) < 40
 
 
+TABLE = np.random.default_rng(0).integers(0, 4, LENGTH)
+
+
 def from_table(q: Any, k: Any) -> Any:
     """Show some keys at random: no formula, so the mask is given as bits of tiles."""
-    table = np.random.default_rng(0).integers(0, 4, LENGTH)
-    return table[np.asarray(q)] >= table[np.asarray(k)]
+    return TABLE[np.asarray(q)] >= TABLE[np.asarray(k)]
 
 
 PLAIN = [
@@ -219,12 +231,12 @@ class Passes:
         launches = self.library.taken()
         return launches, described(launches, call.memory, (out, lse, *grads))
 
-    def prepared(self) -> tuple[list[Any] | None, list[Any] | None]:
-        """Return descriptions of a prepared forward and a prepared backward, if there are any."""
+    def repeated(self) -> tuple[list[Any] | None, list[Any] | None]:
+        """Return descriptions of a repeated forward and a repeated backward, if there are any."""
         call = self.launch.call()
         q, k, v, dout = call.tensors
-        forward = self.flash.prepare_forward(q, k, v, call.state, call.forward)
-        backward = self.flash.prepare_backward(
+        forward = self.flash.repeated_forward(q, k, v, call.state, call.forward)
+        backward = self.flash.repeated_backward(
             dout.detach(), q.detach(), k.detach(), v.detach(), *call.state, call.backward, call.dq
         )
         call = self.launch.call()
@@ -234,7 +246,8 @@ class Passes:
             forward(q, k, v, *call.state, call.sinks)
             forward_launches = described(self.library.taken(), call.memory)
         if backward is not None:
-            backward(q, k, v, dout, *call.state, call.dq)
+            dq, *_ = backward(dout, q, k, v, *call.state, call.dq)
+            assert dq is call.dq
             backward_launches = described(self.library.taken(), call.memory)
         return forward_launches, backward_launches
 
@@ -265,18 +278,19 @@ def test_a_repeated_call_launches_what_the_library_launched(
 
 
 @pytest.mark.parametrize("launch", [x for x in LAUNCHES if x.has_dst], ids=str)
-def test_a_prepared_call_launches_what_the_library_launched(
+def test_what_is_repeated_launches_what_the_library_launched(
     launch: Launch, library: Recorder
 ) -> None:
     passes = Passes(library, launch)
+    assert passes.repeated() == (None, None), "nothing was called like this before"
     if launch.predicate is not None or launch.segments or launch.slopes:
-        # What is prepared is without these: a plain call of the same shapes must not be taken.
+        # What is repeated is without these: a plain call of the same shapes must not be taken.
         Passes(library, Launch(launch.dims, launch.heads, (None, None)), passes.flash).called()
     forward, backward = passes.alone()
     is_plain = not (launch.softcap or launch.slopes or launch.segments or launch.predicate)
     expected_backward = backward if is_plain and launch.dims[0] == launch.dims[1] else None
     expected = (forward if is_plain else None), expected_backward
-    assert passes.prepared() == ((None, None) if launch.documents else expected)
+    assert passes.repeated() == ((None, None) if launch.documents else expected)
 
 
 def test_a_call_that_takes_more_arguments_is_the_librarys_each_time(library: Recorder) -> None:
@@ -304,23 +318,26 @@ def test_a_split_backward_launches_what_the_library_launches(
     # The last are the library's own sums of dK and dV, in float32.
     wanted = described([main, *rounds], [*given, *main[1][7:9]])
     item = WorkItem(0, 0, 0, 0, 512, 0, 512, *band(window))
-    functions, sides = fa4._split_functions(q, k, item)
-    library.taken()  # those of the call that compiled them
-    flat = torch.zeros(2 * heads[1] * 512 * dim)
-    dk_sums, dv_sums = flat.view(2, 1, heads[1], 512, dim).unbind()
-    own = [*given, dk_sums, dv_sums]
-    functions.accumulate(q, k, v, dout, out, lse, dq, (dk_sums, dv_sums), SCALE, sides)
-    for x, grad, scale in zip((dk_sums, dv_sums), (dk, dv), (SCALE, 1.0), strict=True):
-        functions.round(x, grad, scale)
+    keys = KVPayload.of(1, 512, heads[1], dim, dim, HALF, False)
+    layout, spans = KeyGradBuffer(keys, head_major=True), OwnSpans(1, 512, 0, 0, 0, 0, 512)
+    params, split_backward = KernelParams(Mask(), SCALE), not_none(fa4.FA4.split_backward)
+    backward = split_backward.backward([item], params)
+    rounding = split_backward.rounding(spans, keys, params)
+    rows, upstream = (
+        QueryBlock(q, None, None, None, None, None),
+        BackwardInputs(dout, out, lse, None),
+    )
+    for _ in range(2):  # the first call asks the library for its functions
+        library.taken()
+        flat = torch.zeros(2 * heads[1] * 512 * dim)
+        held, sums = [KeyBlock(k, v, None, None)], Columns(layout, flat, 512, {})
+        row_stats = backward.run(rows, held, upstream, Rows(lambda: dq, "write"), sums)
+        assert row_stats is not None and not held
+        rounding(flat, dk, dv)
     prepare, main, *rounds = library.taken()
-    assert described([main, *rounds], own) == wanted
-    # All launches of a rank at once are those of one item, if there is one.
-    launch = fa4.split.SplitLaunch(0, 512, SCALE, sides, functions)
-    launches = fa4.split.AllLaunches([launch], tuple(k.shape))
-    launches(q, lambda *_: (k, v), dout, out, lse, flat, lambda: dq, lambda: None)
-    at_once = library.taken()
-    assert described(at_once, own) == described([prepare, main, rounds[0]], own)
-    assert fa4.split.rounding_functions(HALF, dim).round_dkv is functions.round_dkv
+    assert prepare[0].name == PREPROCESS
+    dk_sums, dv_sums = flat.view(2, 1, heads[1], 512, dim).unbind()
+    assert described([main, *rounds], [*given, dk_sums, dv_sums]) == wanted
 
 
 @pytest.mark.parametrize("window", [(None, 0), (None, None), (63, 0)])

@@ -32,7 +32,7 @@ from ring_torch.kernels.library import (
     LaunchOptions as FlashOptions,
     Mods as FlashMods,
 )
-from ring_torch.records import AttentionState
+from ring_torch.records import AttentionState, BackwardInputs, KeyBlock
 
 KNOWN, UNKNOWN = fa4.private.VERSIONS[0], "4.0.0b37"
 TILE = 8  # queries that the stub rounds lengths up to
@@ -625,10 +625,15 @@ def test_functions_of_a_split_backward_are_those_of_a_small_one(
     q, k, v, dout = launch.tensors()
     out, lse, grads = launch.whole(q, k, v, dout)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    sums = zeros(k.transpose(1, 2).shape), zeros(v.transpose(1, 2).shape)
-    functions.accumulate(q, k, v, dout, out, lse, dq, sums, launch.options.scale, sides)
-    for x, grad, scale in zip(sums, (dk, dv), (launch.options.scale, 1.0), strict=True):
-        functions.round(x, grad, scale)
+    flat = zeros(k.numel() + v.numel())
+    item = fa4.split.SplitLaunch(0, k.shape[1], launch.options.scale, sides, functions)
+    run = fa4.split.AllLaunches(slice(0, q.shape[1]), [item], tuple(k.shape))
+    held, upstream = [KeyBlock(k, v, None, None)], BackwardInputs(dout, out, lse, None)
+    run(q, held, upstream, flat, lambda: dq, is_last=True)
+    assert held == []
+    for x, grad, scale in zip(flat.chunk(2), (dk, dv), (launch.options.scale, 1.0), strict=True):
+        sums = x.view(*k.transpose(1, 2).shape[:2], -1)
+        functions.round_dkv(*fa4.private.round_arguments(sums, grad, scale, None))
     for actual, right in zip((dq, dk, dv), grads, strict=True):
         torch.testing.assert_close(actual, right)
     assert library.asked == {"backward": 1}

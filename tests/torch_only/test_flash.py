@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,6 @@ from plans import programs, shown
 from tolerances import assert_close
 from torch import Tensor
 
-import ring_torch
 from ring_core import (
     Capabilities,
     KernelConfig,
@@ -31,14 +31,21 @@ from ring_core import (
     ring_program,
 )
 from ring_torch import prepare
+from ring_torch.accumulate import (
+    Columns,
+    OneItem,
+    Rows,
+    empty_state,
+    mark_infinities,
+    merge_in_torch,
+)
+from ring_torch.buffers import KeyGradBuffer, KVPayload
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.library import (
     Direction,
     FlashLibrary,
-    ForwardLaunch,
     HeadDims,
-    ItemBackward,
     LaunchOptions,
 )
 from ring_torch.records import (
@@ -46,14 +53,9 @@ from ring_torch.records import (
     BackwardInputs,
     KernelParams,
     KeyBlock,
-    KeyGrads,
     QueryBlock,
-    QueryGrads,
     aligned,
-    empty_state,
 )
-
-PREPARED: list[torch.Size] = []  # queries of launches that were prepared
 
 
 @dataclass(frozen=True)
@@ -111,34 +113,9 @@ class PlainFlash(FlashLibrary):
             dq = dst.copy_(dq)
         return dq, dk, dv
 
-    def prepare_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, dst: AttentionState, options: LaunchOptions
-    ) -> ForwardLaunch | None:
-        del q, k, v, dst
-
-        def launch(
-            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
-        ) -> None:
-            assert sinks is None
-            PREPARED.append(q.shape)
-            self.forward(q, k, v, options, AttentionState(out, lse))
-
-        return launch
-
-    def prepare_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: LaunchOptions, dst: Tensor,
-    ) -> ItemBackward | None:  # fmt: skip
-        del dout, q, k, v, out, lse, dst
-
-        def launch(
-            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor
-        ) -> tuple[Tensor, Tensor]:
-            PREPARED.append(q.shape)
-            _, dk, dv = self.backward(dout, q, k, v, out, lse, options, dq)
-            return dk, dv
-
-        return launch
+    @property
+    def writes(self) -> bool:
+        return True
 
     def _taken(self, options: LaunchOptions, k: Tensor) -> LaunchOptions:
         """Return the options as the library interprets them."""
@@ -269,16 +246,25 @@ def test_any_item_is_its_dense_mask(
         expected = torch.autograd.grad(out, leaves, dout)
         q, k, v, out, lse = (x.detach() for x in (q, k, v, out, lse))
         queries, keys = QueryBlock(q, None, None, None, None, None), KeyBlock(k, v, None, None)
-        into = empty_state(q, 5)
-        kernel.attend_into(queries, keys, item, params, into)
+        into = empty_state(q, 5, q.dtype)
+        merge_in_torch(into, *_attended(kernel, queries, keys, item, params))
         _same(into.out, out)
         _same(into.lse, lse)
-        upstream = BackwardInputs(dout, out, lse, None)
-        grads = kernel.grads(queries, keys, upstream, item, params)
-        sums = [torch.ones_like(x) for x in (q, k, v)]
-        totals = QueryGrads(sums[0], None), KeyGrads(*sums[1:])
-        kernel.grads_into(queries, keys, upstream, item, params, *totals)
-        for actual, total, want in zip(grads[:3], sums, expected, strict=True):
+        upstream, backward = BackwardInputs(dout, out, lse, None), kernel.backward
+        alone = Rows(partial(torch.empty_like, q), "write"), OneItem(keys)
+        backward([item], params, adds=False).run(queries, [keys], upstream, *alone)
+        layout = KeyGradBuffer(
+            KVPayload.of(batch, columns, 2, 3, 5, torch.float32, False), head_major=False
+        )
+        flat, spans = torch.ones(layout.numel(columns)), {item: [(0, columns, True)]}
+        sums = (
+            Rows(partial(torch.ones_like, q), "add"),
+            Columns(layout, flat, columns, spans),
+        )
+        backward([item], params, adds=True).run(queries, [keys], upstream, *sums)
+        totals = sums[0].whole(), *layout.views(flat, columns)
+        grads = alone[0].whole(), *alone[1].grads
+        for actual, total, want in zip(grads, totals, expected, strict=True):
             _same(actual, want)
             _same(total, want + 1)
 
@@ -318,7 +304,7 @@ def test_nan_in_documents_stays(cu_k: tuple[int, ...], batch: int) -> None:
         item,
         KernelParams(Mask(), 1.0),
     )
-    for result in (SILENT.attend(*arguments), SILENT.attend(*arguments, dst)):
+    for result in (_attended(SILENT, *arguments), _attended(SILENT, *arguments, dst)):
         expected = torch.zeros(batch, 2, 6, dtype=torch.bool)
         expected[-1, 1, 4] = not unseen[4]
         assert torch.equal(result.lse.isnan(), expected)
@@ -339,14 +325,15 @@ def test_results_are_written_in_place_where_they_fit(
         QueryBlock(q, None, None, None, None, None), KeyBlock(k, v, None, None), item, KernelParams(Mask(), 1.0),
     )  # fmt: skip
     dst = AttentionState(torch.empty(1, 6, 2, 8), torch.empty(1, 2, 6))
-    result = kernel.attend(*arguments, dst)
-    _same(result.out, kernel.attend(*arguments).out)
+    result = kernel._attend(arguments[0], arguments[1], item, arguments[3], dst)
+    _same(result.out, _attended(kernel, *arguments).out)
     assert result.out.data_ptr() == dst.out.data_ptr()  # V's head dim is as it was
     upstream, dq = (
         BackwardInputs(torch.randn_like(v), result.out, result.lse, None),
         torch.empty_like(q),
     )
-    grads = kernel.grads(arguments[0], arguments[1], upstream, item, arguments[3], dq)
+    rows, columns, _, params = arguments
+    grads = kernel._backward_of(item, params)(rows, columns, upstream, dq)
     assert grads.dq.is_contiguous()
     assert (grads.dq.data_ptr() == dq.data_ptr()) == (kernel is PLAIN)
 
@@ -387,6 +374,18 @@ def _dense(
     return torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(2, dim=2)), lse
 
 
+def _attended(
+    kernel: FlashKernel, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
+    dst: AttentionState | None = None,
+) -> AttentionState:  # fmt: skip
+    """Return what a pass of one launch makes of it."""
+    launch = kernel.forward(item, params)
+    result = launch.run(rows, columns, dst, "return" if dst is None else "write")
+    if launch.marks:
+        mark_infinities(result.lse)
+    return result
+
+
 def _same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
@@ -404,11 +403,11 @@ def test_a_batch_of_documents_is_one_launch() -> None:
         return forward(*args)
 
     with patch.object(PlainFlash, "forward", watched):
-        PLAIN.attend(rows, columns, item, params)
+        _attended(PLAIN, rows, columns, item, params)
         (options,) = calls
         assert options.window == (None, 0) and options.documents is not None
         assert options.documents.cu_q.tolist() == [0, 2, 2, 6, 8, 8, 12, 14, 14, 18]
-        PLAIN.attend(rows, columns, replace(item, cu_k=np.array([0, 1, 1, 6])), params)
+        _attended(PLAIN, rows, columns, replace(item, cu_k=np.array([0, 1, 1, 6])), params)
         assert len(calls) == 3  # no window suits both: one launch each
 
 
@@ -444,87 +443,10 @@ def _on_a_rank(rank: int, case: Case, strategy: str) -> Arrays:
         prepare._prepare.cache_clear()
 
 
-@pytest.mark.parametrize("seq_len", [None, 15], ids=["whole", "padded"])
-@pytest.mark.parametrize(
-    ("strategy", "layout"), [("gather", "zigzag"), ("ulysses", "contiguous"), ("ring", "zigzag")]
-)
-def test_prepared_launches_give_the_same(
-    strategy: str, layout: str, seq_len: int | None, backend: Any
-) -> None:
-    """Repeated calls give the same bits, also with 15 tokens, where one rank has padding."""
-    backend.pool(2).run(_again_and_again, strategy, layout, seq_len)
-
-
-def _again_and_again(rank: int, strategy: str, layout: Any, seq_len: int | None) -> None:
-    """Repeat a call with other tensors, some of other strides, and compare bits with the first."""
-    prepare._prepare.cache_clear()
-    generator = torch.Generator().manual_seed(rank)
-    shapes = [(2, 8, heads, 4) for heads in (4, 2, 2)]
-    numbers = [torch.randn(shape, generator=generator) for shape in shapes]
-    with patch.object(prepare, "choose", lambda *_: Selection(PLAIN, ())):
-        PREPARED.clear()
-        results = []
-        for turn in range(5):
-            q, k, v = (x.clone() for x in numbers)
-            if turn == 3:  # new strides and a new alignment
-                q = torch.cat([torch.zeros(2, 8, 4, 1), q], dim=3)[..., 1:]
-            if turn == 4:  # each head's tokens are contiguous, which is not part of a launch's key
-                k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
-            q, k, v = (x.requires_grad_() for x in (q, k, v))
-            out, lse = ring_torch.ring_attention(
-                q, k, v, causal=True, layout=layout, strategy=strategy, return_lse=True,
-                seq_len=seq_len,
-            )  # fmt: skip
-            count = len(PREPARED)
-            results.append((out, lse, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-            # The first call with tensors of a kind prepares its launches, later ones reuse them.
-            # A gather reads K/V of its buffer alone, and ulysses has copied all in its exchange.
-            unlike = turn in {"gather": (3,), "ring": (3, 4), "ulysses": ()}[strategy]
-            assert (count > 0) == (turn > 0 and not unlike), (turn, count)
-            if strategy == "gather":
-                assert (len(PREPARED) > count) == (count > 0), (turn, count)
-            PREPARED.clear()
-        for again in results[1:]:
-            for x, first in zip(again, results[0], strict=True):
-                assert torch.equal(x, first)
-    prepare._prepare.cache_clear()
-
-
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_a_prepared_ring_rounds_once(layout: str, has_sinks: bool, backend: Any) -> None:
-    """A 16-bit result is rounded once: steps are merged in float32, and sinks join that sum."""
-    backend.pool(4).run(_rounded_alike, layout, has_sinks)
-
-
-def _rounded_alike(rank: int, layout: Any, has_sinks: bool) -> None:
-    prepare._prepare.cache_clear()
-    torch.manual_seed(rank)
-    kernel = FlashKernel(PlainFlash(), replace(CAN, dtypes=("bfloat16",)))
-    q, k, v = (torch.randn(1, 16, heads, 8).bfloat16() for heads in (4, 2, 2))
-    sinks = torch.arange(4.0).bfloat16() if has_sinks else None
-    results = []
-    with patch.object(prepare, "choose", lambda *_: Selection(kernel, ())):
-        for _ in range(3):
-            PREPARED.clear()
-            results.append(
-                ring_torch.ring_attention(
-                    q, k, v, causal=True, layout=layout, strategy="ring", sinks=sinks,
-                    return_lse=True,
-                )
-            )  # fmt: skip
-    assert PREPARED
-    for again in results[1:]:
-        for x, first in zip(again, results[0], strict=True):
-            assert x.dtype == first.dtype
-            assert torch.equal(x, first)
-    prepare._prepare.cache_clear()
-
-
 def test_documents_keep_their_right_side() -> None:
     item = WorkItem(0, 0, 0, 0, 7, 0, 5, -1, None, np.array([0, 5, 7]), np.array([0, 3, 5]))
     params = KernelParams(Mask(), 1.0)
     q, k = torch.randn(1, 7, 1, 4), torch.randn(1, 5, 1, 4)
     rows, columns = QueryBlock(q, None, None, None, None, None), KeyBlock(k, k, None, None)
-    a, b = (x.attend(rows, columns, item, params).lse for x in (PLAIN, FORGETFUL))
+    a, b = (_attended(x, rows, columns, item, params).lse for x in (PLAIN, FORGETFUL))
     _same(a, b)

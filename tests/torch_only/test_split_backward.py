@@ -2,149 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, cast
-from unittest.mock import patch
+from typing import Any
+from unittest.mock import Mock, patch
 from weakref import ref
 
 import pytest
 import torch
+from tiled import KEYS, TiledKernel
 from torch import Tensor
 from views import offset
 
-from ring_core import Mask, Plan, Request, WorkItem, make_plan
-from ring_core.programs import gather, gather_work
-from ring_torch import ContextParallel, prepare, ring_attention
-from ring_torch.buffers import ONE_GROUP, HeadGroups, KVPayload
+from ring_core import Mask, WorkItem
+from ring_core.programs import gather_work
+from ring_torch import ContextParallel, prepare
+from ring_torch.accumulate import Columns, Rows
+from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload
 from ring_torch.kernels import fa4
-from ring_torch.kernels.api import (
-    BackwardLaunch,
-    Columns,
-    Kernel,
-    OwnSpans,
-    Selection,
-    SplitBackward,
-)
-from ring_torch.kernels.eager import EagerKernel
+from ring_torch.kernels.api import Kernel, OwnSpans, Selection
 from ring_torch.kernels.fa4 import split
 from ring_torch.launches.cache import KeptViews
-from ring_torch.records import BackwardInputs, Grads, KernelParams, KeyBlock, QueryBlock
+from ring_torch.records import BackwardInputs, KernelParams, KeyBlock, QueryBlock
 from ring_torch.strategies import gather as gather_strategy
-from ring_torch.strategies.prepared import own_spans
 
-KEYS, LENGTH, HEADS, DIM = 4, 128, (4, 2, 2), 8
-
-
-@dataclass(frozen=True)
-class Tiled(SplitBackward):
-    """A split backward that stores each tile's elements in reverse order."""
-
-    used: list[bool]
-    tile = KEYS
-
-    def applies(self, plan: Plan, request: Request, *, splits: bool, tile: int) -> bool:
-        del request
-        self.used.append(fa4.in_whole_tiles(plan, splits, tile))
-        return self.used[-1]
-
-    def accumulate(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
-        dq: Tensor, sums: tuple[Tensor, Tensor],
-    ) -> None:  # fmt: skip
-        grads = TiledKernel([]).grads(rows, columns, upstream, item, params)
-        dq.copy_(grads.dq)
-        for total, x in zip(sums, (grads.dk, grads.dv), strict=True):
-            total.add_(_reversed(x.transpose(1, 2)))
-
-    def prepare(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs,
-        items: Sequence[WorkItem], params: KernelParams,
-    ) -> BackwardLaunch:  # fmt: skip
-        del rows, upstream
-
-        def launch(
-            q: Tensor, kv: Columns, dout: Tensor, out: Tensor, lse: Tensor, sums: Tensor,
-            new_dq: Callable[[], Tensor], drop_keys: Callable[[], None],
-        ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-            self.used.append(True)
-            dq = new_dq()
-            block = QueryBlock(q, None, None, None, None, None)
-            batch, length, heads, dim = columns.k.shape
-            k, v = kv(0, length)
-            totals = sums.view(2, batch, heads, length, dim)
-            for item in reversed(items):
-                self.accumulate(
-                    block.take(item.q_slice), columns._replace(k=k, v=v).take(item.k_slice),
-                    BackwardInputs(dout, out, lse, None).take(item.q_slice), item, params,
-                    dq[:, item.q_slice], (totals[0, :, :, item.k_slice], totals[1, :, :, item.k_slice]),
-                )  # fmt: skip
-            # As libraries have it: the items' rows as a batch, padded at the end.
-            delta = (dout * out).sum(dim=-1).transpose(1, 2)
-            if len({item.q_stop - item.q_start for item in items}) == batch == 1:
-                lse, delta = (
-                    x[0].unflatten(1, (len(items), -1)).transpose(0, 1) for x in (lse, delta)
-                )
-            drop_keys()
-            return dq, (lse, torch.nn.functional.pad(delta, (0, 3), value=torch.nan)[..., :-3])
-
-        return launch
-
-    def prepare_round(
-        self, spans: OwnSpans, keys: KVPayload, params: KernelParams
-    ) -> Callable[[Tensor, Tensor, Tensor], None]:
-        def round_all(sums: Tensor, dk: Tensor, dv: Tensor) -> None:
-            # A library's rounding kernel takes token offsets, not strides.
-            assert dk.is_contiguous() and dv.is_contiguous()
-            assert dk.shape == (keys.batch, keys.length, keys.heads, keys.dim)
-            batch, _, heads, dim = dk.shape
-            totals = sums.view(2, batch, heads, spans.length, dim)
-            for n in range(spans.number):
-                start = spans.target + n * spans.target_step
-                first = spans.source + n * spans.source_step
-                columns, rows = slice(start, start + spans.keys), slice(first, first + spans.keys)
-                parts = totals[0, :, :, columns], totals[1, :, :, columns]
-                self.round(parts, (dk[:, rows], dv[:, rows]), params)
-
-        return round_all
-
-    def round(
-        self, sums: tuple[Tensor, Tensor], dsts: tuple[Tensor, Tensor], params: KernelParams
-    ) -> None:
-        del params
-        for x, dst in zip(sums, dsts, strict=True):
-            dst.copy_(_reversed(x).transpose(1, 2))
-
-
-class TiledKernel(EagerKernel):
-    """An eager kernel with a split backward that sums in tiles."""
-
-    needs_delta = False
-    prepares = True
-
-    def __init__(self, used: list[bool]) -> None:
-        self.split_backward: SplitBackward = Tiled(used)
-
-    def grads(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
-        out: Tensor | None = None,
-    ) -> Grads:  # fmt: skip
-        delta = (upstream.dout * upstream.out).sum(dim=-1).transpose(1, 2)
-        return super().grads(rows, columns, upstream._replace(delta=delta), item, params, out)
-
-
-def _reversed(x: Tensor) -> Tensor:
-    """Return ``[B, K, n, D]`` with each tile's elements in reverse order."""
-    tiles = x.unflatten(2, (-1, KEYS)).flatten(3)
-    reversed_keys: Tensor = tiles.flip(3).unflatten(3, (KEYS, -1)).flatten(2, 3)
-    return reversed_keys
+LENGTH, HEADS, DIM = 128, (4, 2, 2), 8
 
 
 def on_a_rank(
     rank: int, layout: Any, mask: Mask, groups: HeadGroups
-) -> tuple[list[bool], float, list[Tensor]]:
-    """Return which passes summed in tiles, the largest gradient error, and errors of dsinks."""
+) -> tuple[list[bool], float, Tensor]:
+    """Return which passes summed in tiles, the largest gradient error, and the error of dsinks."""
     del rank
     torch.manual_seed(0)
     whole = [torch.randn(1, LENGTH, heads, DIM).requires_grad_() for heads in HEADS]
@@ -172,17 +58,9 @@ def on_a_rank(
     ):
         out = cp.attention(*local, mask=mask, strategy="gather", sinks=sinks)
         *grads, part = torch.autograd.grad(out, (*local, sinks), cp.shard(dout))
-        # The second call reuses the prepared launches of the first, to the same bits, although the
-        # tokens of each K/V head are contiguous now.
-        q, *kv = local
-        local = [q, *(x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in kv)]
-        local = [x.requires_grad_() for x in local]
-        out = cp.attention(*local, mask=mask, strategy="gather", sinks=sinks)
-        *again, part_again = torch.autograd.grad(out, (*local, sinks), cp.shard(dout))
-        assert all(map(torch.equal, grads, again))
     prepare._prepare.cache_clear()
     errors = [(a - cp.shard(b)).abs().max() for a, b in zip(grads, expected, strict=True)]
-    return used, float(torch.stack(errors).max()), [part - dsinks / 2, part_again - dsinks / 2]
+    return used, float(torch.stack(errors).max()), part - dsinks / 2
 
 
 @pytest.mark.parametrize(
@@ -209,62 +87,12 @@ def on_a_rank(
 def test_tiles_of_all_launches_are_the_same(
     layout: Any, groups: HeadGroups, mask: Mask, tiled: bool, backend: Any
 ) -> None:
-    plan = make_plan(mask, seq_len=LENGTH, cp_size=2, layout=layout)
     results = backend.pool(2).run(on_a_rank, layout, mask, groups)
-    for a, b in zip(results[0][2], results[1][2], strict=True):
-        assert (a + b).abs().max() < 1e-4
-    for rank, (used, error, _) in enumerate(results):
-        with patch.object(gather_work, "TILE", KEYS):
-            program = gather._gather_program.__wrapped__(plan, rank, True, True, KEYS)
-        spans = own_spans(program, rank, LENGTH // 2)
-        prepared = tiled and groups == ONE_GROUP and not program.in_place and len(spans) == 1
-        assert used == [tiled, *([True] if prepared else [])]
+    assert (results[0][2] + results[1][2]).abs().max() < 1e-4
+    for used, error, _ in results:
+        assert used[0] == tiled
+        assert (len(used) > 1) == tiled and all(used[1:])
         assert error < 1e-5
-
-
-def _saved_elsewhere(_: int, name: str) -> tuple[list[bool], bool]:
-    """Return which backwards summed in tiles, and True if all have the same gradients.
-
-    In the third of four calls a saved tensor, the gathered K/V or ``lse``, is restored at an
-    address that is no multiple of 16 bytes.
-    """
-    torch.manual_seed(0)
-    used: list[bool] = []
-    kernel: Kernel = TiledKernel(used)
-    q, k, v = (torch.randn(1, LENGTH // 2, heads, DIM).requires_grad_() for heads in HEADS)
-    last = {"keys": HEADS[1] * 2 * DIM, "lse": LENGTH // 2}[name]
-
-    def elsewhere(x: Tensor) -> Tensor:
-        if x.ndim != 3 or x.shape[-1] != last:
-            return x
-        return offset(x)
-
-    results: list[tuple[Tensor, ...]] = []
-    prepare._prepare.cache_clear()
-    with (
-        patch.object(prepare, "choose", lambda *_: Selection(kernel, ())),
-        patch.object(fa4, "KEYS", KEYS),
-        patch.object(gather_work, "TILE", KEYS),
-    ):
-        for unpack in (torch.clone, torch.clone, elsewhere, torch.clone):
-            with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
-                out = ring_attention(q, k, v, causal=True, layout="zigzag", strategy="gather")
-            results.append(torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
-    prepare._prepare.cache_clear()
-    return used, all(
-        torch.equal(*pair) for x in results for pair in zip(x, results[0], strict=True)
-    )
-
-
-@pytest.mark.parametrize("name", ["keys", "lse"])
-def test_prepared_launches_are_of_the_alignment_of_what_is_saved(name: str, backend: Any) -> None:
-    for used, are_equal in backend.pool(2).run(_saved_elsewhere, name):
-        assert used == [
-            True,
-            True,
-            True,
-        ]  # asked for once; the second and fourth call reuse what the first prepared
-        assert are_equal
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -296,22 +124,23 @@ def test_sums_are_passed_to_compiled_functions_as_they_lie(batch: int) -> None:
     functions = split.SplitFunctions(prepare, main, (), nothing, round_dkv, tile, dim)
     launches = [split.SplitLaunch(a, n, 0.5, (None, None), functions) for a, n in ((0, 4), (3, 9))]
     used = launches if batch == 1 else launches[1:]
-    run = split.AllLaunches(used, (batch, columns, heads, dim))
+    run = split.AllLaunches(slice(0, 16), used, (batch, columns, heads, dim))
     rows, lse = torch.randn(batch, 16, 4, dim), torch.randn(batch, 4, 16)
+    keys, upstream = KeyBlock(rows, rows, None, None), BackwardInputs(rows, rows, lse, None)
     for _ in range(2):
         seen.clear()
-        run(rows, lambda *_: (rows, rows), rows, rows, lse, sums, rows.clone, nothing)
+        run(rows, [keys], upstream, sums, rows.clone, is_last=True)
         for launch, pair in zip(reversed(used), seen, strict=True):
             span = slice(launch.k_start, launch.k_start + launch.keys)
             for x, expected in zip(pair, totals, strict=True):
                 assert torch.equal(x, expected[:, :, span].flatten(2))
     shape = batch, 9, heads, dim
-    with patch.object(split, "rounding_functions", lambda *_: functions):
-        keys = KVPayload.of(batch, 9, heads, dim, dim, torch.float32, False)
-        rounding = split.RoundAll(spans, 0.5, keys)
+    payload = KVPayload.of(batch, 9, heads, dim, dim, torch.float32, False)
+    rounding = split.RoundAll(spans, 0.5, payload)
     for _ in range(2):
         dk, dv = torch.zeros(shape), torch.zeros(shape)
-        rounding(sums, dk, dv)
+        with patch.object(split, "rounding_functions", lambda *_: functions):
+            rounding(sums, dk, dv)
         for grad, total, scale in ((dk, totals[0], 0.5), (dv, totals[1], 1.0)):
             expected = torch.zeros(shape)
             for own, gathered in ((1, 2), (5, 7)):
@@ -326,18 +155,31 @@ def test_a_split_backward_gets_aligned_tensors(name: str) -> None:
     tensors = {x: torch.randn(1, 16, 2, DIM) for x in ("q", "k", "v", "dout", "out")}
     q, k, v, dout, out = (tensors | {name: offset(tensors[name])}).values()
     passed: list[Tensor] = []
-    functions = SimpleNamespace(accumulate=lambda *given: passed.extend(given[:5]))
-    rows = QueryBlock(q, None, None, None, None, None)
-    columns = KeyBlock(k, v, None, None)
-    upstream = BackwardInputs(dout, out, torch.zeros(1, 2, 16), None)
+
+    def launched(
+        q: Tensor, held: list[KeyBlock], upstream: BackwardInputs, *_: Any, **__: Any
+    ) -> None:
+        passed.extend((q, held[0].k, held[0].v, upstream.dout, upstream.out))
+
     split_backward = fa4.FA4.split_backward
     assert split_backward is not None
-    with patch.object(fa4, "_split_functions", lambda *_: (functions, (None, None))):
-        item, params = cast("WorkItem", None), cast("KernelParams", SimpleNamespace(scale=1.0))
-        split_backward.accumulate(rows, columns, upstream, item, params, q, (k, v))
-    assert all(x.data_ptr() % 16 == 0 for x in passed)
-    in_order = [tensors[x] for x in ("q", "k", "v", "dout", "out")]
-    assert all(map(torch.equal, passed, in_order))
+    item, layout = (
+        WorkItem(0, 0, 0, 0, 16, 0, 16, None, None),
+        KeyGradBuffer(KVPayload.of(1, 16, 2, DIM, DIM, torch.float32, False), head_major=True),
+    )
+    backward = split_backward.backward([item], KernelParams(Mask(), 1.0))
+    launch = Mock(rows=slice(0, 16), side_effect=launched)
+    with patch.object(fa4, "_split_launches", lambda *_: [launch]):
+        for _ in range(2):
+            passed.clear()
+            held, sums = [KeyBlock(k, v, None, None)], Columns(layout, torch.zeros(0), 16, {})
+            backward.run(
+                QueryBlock(q, None, None, None, None, None), held,
+                BackwardInputs(dout, out, torch.zeros(1, 2, 16), None), Rows(q.clone, "write"), sums,
+            )  # fmt: skip
+            assert all(x.data_ptr() % 16 == 0 for x in passed)
+            in_order = [tensors[x] for x in ("q", "k", "v", "dout", "out")]
+            assert all(map(torch.equal, passed, in_order))
 
 
 def test_kept_views_end_with_their_buffer() -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from benchmarks.common.cases import SHORT_SETTINGS, Setting, mask_of
 from ring_core import Mask, Request, make_plan, ring_program
-from ring_core.checks import Sizes
-from ring_torch.call import Resolution
+from ring_torch.buffers import KVPayload
+from ring_torch.call import UNRESOLVED, Call
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import fa4
-from ring_torch.kernels.api import Kernel
+from ring_torch.kernels.api import Kernel, Selection
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.fa4 import private
+from ring_torch.records import KernelParams
+from ring_torch.strategies import gather
 from ring_torch.strategies.gather import GATHER, Gather
-from ring_torch.strategies.prepared import own_spans
+from ring_torch.transports.api import Transport
 
 OSS = SHORT_SETTINGS[1]  # a layer of gpt-oss with a window
 
@@ -31,12 +35,14 @@ def resolved(
     setting: Setting, rank: int = 0, *, mask: Mask | None = None, layout: Any = "zigzag",
     kernel: Kernel = fa4.FA4, returns_lse: bool = False, **options: Any,
 ) -> Gather:  # fmt: skip
-    """Return the strategy of a setting over four ranks, with few K/V heads."""
+    """Return the strategy of a setting over four ranks, with few K/V heads.
+
+    There is no GPU and no flash-attn-4: that must not matter until something is launched.
+    """
     mask = mask or mask_of(setting.mask, setting.seq_len)
     plan = make_plan(mask, seq_len=setting.seq_len, cp_size=4, layout=layout)
     tokens, dim = setting.seq_len // 4, setting.dim
     heads = setting.heads, setting.kv_heads
-    sizes = Sizes(setting.batch, tokens, tokens, *heads, dim, dim)
     request = Request(
         "cuda",
         "bfloat16",
@@ -46,9 +52,17 @@ def resolved(
         kv_heads=heads[1],
         **{"grad": True} | options,
     )
-    strategy = GATHER.resolve(Resolution(
-        ring_program(plan), Ranks(None, rank, 4), request, kernel, sizes, 2, True, True, returns_lse, None, None,
-    ))  # fmt: skip
+    transport: Any = SimpleNamespace(is_short=lambda *_: True)
+    signature: Any = None
+    half, device = torch.bfloat16, torch.device("cuda")
+    keys = KVPayload.of(setting.batch, tokens, heads[1], dim, dim, half, False)
+    params = KernelParams(mask, dim**-0.5, needs_lse=True)
+    call = Call(
+        Ranks(None, rank, 4), plan, ring_program(plan), keys, request, params, kernel, Selection(kernel, ()),
+        half, torch.float32, device, False, request.grad, UNRESOLVED, cast("Transport", transport),
+        signature, signature, 0, False, returns_lse,
+    )  # fmt: skip
+    strategy = GATHER.resolve(call, None, None)
     assert isinstance(strategy, Gather)
     return strategy
 
@@ -56,10 +70,11 @@ def resolved(
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("rank", range(4))
 def test_a_layer_of_gpt_oss_has_one(rank: int, layout: Any) -> None:
-    """A layer of gpt-oss has a prepared split backward: equal spans, items of equal rows."""
+    """A layer of gpt-oss has a split backward of one launch: equal spans, items of equal rows."""
     strategy = resolved(OSS, rank, layout=layout)
-    assert strategy.head_major and strategy.prepares and strategy.gather.tile == fa4.KEYS
-    assert own_spans(strategy.gather, rank, OSS.seq_len // 4) is not None
+    assert strategy.head_major and not strategy.own_work and strategy.gather.tile == fa4.KEYS
+    assert strategy.rounding is not None
+    assert len(gather._own_spans(strategy.own_fetches, strategy.gather.length)) == 1
     assert len({item.q_stop - item.q_start for item in strategy.gather.items}) == 1
 
 

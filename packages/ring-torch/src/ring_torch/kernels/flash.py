@@ -313,7 +313,8 @@ class FlashKernel(Kernel):
                 rows.take(piece.q_slice), columns.take(piece.k_slice), piece, params
             )
             piece_state.out.copy_(result.out)
-            piece_state.lse.copy_(result.lse)
+            # Every row of a piece sees something; of the item, rows may be left that see nothing.
+            piece_state.lse.copy_(mark_infinities(result.lse))
         return state
 
     def _grads_each(

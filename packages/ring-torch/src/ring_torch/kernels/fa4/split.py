@@ -7,7 +7,7 @@ sums in place of gradients. Keys and values have one head dim, ``D``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -161,10 +161,14 @@ class RoundAll:
     def __init__(self, spans: OwnSpans, scale: float, keys: KVPayload) -> None:
         """Take the spans, the factor of the scores, which dK gets, and the shape of own K/V."""
         self._spans, self._scale, self._keys = spans, scale, keys
-        self._functions = rounding_functions(keys.dtype, keys.dim)
         self._sums = KeptViews(self._sums_of_spans)
         # Sums and gradients do not overlap, so the launches may run in any order.
         self._launches = 1 if keys.batch == 1 else spans.number
+
+    @cached_property
+    def _functions(self) -> SplitFunctions:
+        # Not before the first launch: a call may be prepared, or traced, without its GPU.
+        return rounding_functions(self._keys.dtype, self._keys.dim)
 
     def _sums_of_spans(self, sums: Tensor) -> list[Tensor]:
         """Return the sums of dK and of dV of each launch's spans."""
