@@ -55,8 +55,9 @@ PEAKS = {
     # Two buffers of K/V. Backward: K/V held and received; sums of dK/dV held and received.
     "ring": Peak("ring", (1.75, 2), (1.75, 4)),
     # Also a helper's rows and results, as large as q each, and half of q in transfer. Backward:
-    # K/V held, sums held and received; a helper's q, dout, out and dQ.
-    "balanced": Peak("balanced", (4.25, 2), (5.75, 3)),
+    # K/V held, sums held and received; a helper's q, dout, out and dQ, while there is no dQ of own
+    # rows yet, which is a result.
+    "balanced": Peak("balanced", (4.25, 2), (4.75, 3)),
     # Own K/V as a message, and the K/V of three peers. Backward: these, their sums, and dK/dV of
     # two launches, with dQ of one query head of four for half of the rows; sums of own keys only
     # once the peers' K/V are freed.
