@@ -120,13 +120,12 @@ def _merge_without_rescale() -> Patches:
         return out_a + np.where(visible, out_b, 0), np.logaddexp(lse_a, lse_b)
 
     patches: Patches = [(simulator, "merge", merge)]
-    if records := _torch("records"):
 
-        def merge_into(into: Any, out: Any, lse: Any) -> None:
-            into.out.add_(out)
-            into.lse.copy_(into.lse.logaddexp(lse))
+    def add_up(state: Any, out: Any, lse: Any) -> None:
+        state.out.add_(out)
+        state.lse.copy_(state.lse.logaddexp(lse))
 
-        patches.append((records.AttentionState, "merge", merge_into))
+    patches += _torch_merges(lambda _: add_up)
     if ring := _jax("strategies.ring"):
         import jax.numpy as jnp
 
@@ -135,6 +134,13 @@ def _merge_without_rescale() -> Patches:
 
         patches.append((ring, "merge", added))
     return patches
+
+
+def _torch_merges(change: Callable[[Any], Any]) -> Patches:
+    """Change torch's merge in the modules that merge; none if torch is not installed."""
+    users = (_torch("accumulate"), _torch("kernels.sdpa"))
+    name = "merge_in_torch"
+    return [(user, name, change(getattr(user, name))) for user in users if user]
 
 
 def _sink_per_step() -> Patches:
@@ -214,10 +220,9 @@ def _lse_in_base_2() -> Patches:
         return out, lse / math.log(2)
 
     patches: Patches = [(item_kernel, "forward", wrong)]
-    if records := _torch("records"):
-        state = records.AttentionState
-        merge = state.merge
-        patches.append((state, "merge", lambda into, out, lse: merge(into, out, lse / math.log(2))))
+    patches += _torch_merges(
+        lambda merge: lambda state, out, lse: merge(state, out, lse / math.log(2))
+    )
     if xla := _jax("kernels.xla"):
         attend = xla.XlaKernel.attend_into
 
@@ -366,12 +371,12 @@ def _groups_swapped() -> Patches:
     gathered = _torch("strategies.gather")
     if gathered is None:
         return []
-    right = gathered.keys_by_group
+    right = gathered.Gather._keys_by_group
 
     def wrong(*args: Any) -> Any:
         return reversed(list(right(*args)))
 
-    return [*_in_groups(), (gathered, "keys_by_group", wrong)]
+    return [*_in_groups(), (gathered.Gather, "_keys_by_group", wrong)]
 
 
 def _in_groups() -> Patches:
@@ -380,10 +385,10 @@ def _in_groups() -> Patches:
     if gathered is None:
         return []
 
-    def groups_of(plan: Any, sizes: Any, itemsize: int) -> Any:
-        del plan, itemsize
+    def groups_of(program: Any, keys: Any, q_heads: int) -> Any:
+        del program, q_heads
         return _torch("buffers").HeadGroups(
-            *(math.gcd(n, sizes.kv_heads) for n in (2, 4)), before_last_item=True
+            *(math.gcd(n, keys.heads) for n in (2, 4)), before_last_item=True
         )
 
     return [(gathered, "head_groups_of", groups_of)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import RINGS
+from patched import replaced
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -129,16 +130,16 @@ def test_device_mesh(pool: LocalRanks) -> None:
 def _recorded(_: int, layout: Any, mask: Mask) -> tuple[list[str], list[str]]:
     """Return the sends and kernel calls of a forward and of its backward, in order."""
     events: list[str] = []
-    start, forward, backward = Ranks.start, EagerKernel.attend_into, EagerKernel.grads_into
+    start, forward, backward = Ranks.start, EagerKernel.attend, EagerKernel.differentiate
 
     def start_(ranks: Ranks, sends: Any, receives: Any) -> Any:
         moved = [tensor.numel() for tensor, _ in sends]
         events.extend(f"send {n}" for n in moved if n != 2048)
         return start(ranks, sends, receives)
 
-    def forward_(self: Any, *args: Any) -> None:
+    def forward_(self: Any, *args: Any) -> Any:
         events.append("kernel")
-        forward(self, *args)
+        return forward(self, *args)
 
     def backward_(self: Any, *args: Any) -> None:
         events.append("kernel")
@@ -148,13 +149,12 @@ def _recorded(_: int, layout: Any, mask: Mask) -> tuple[list[str], list[str]]:
     local = [cp.shard(x).requires_grad_() for x in (q, k, v)]
     patch = pytest.MonkeyPatch()
     patch.setattr(Ranks, "start", start_)
-    patch.setattr(EagerKernel, "attend_into", forward_)
-    patch.setattr(EagerKernel, "grads_into", backward_)
     try:
-        out = cp.attention(*local, mask=mask, kernel="eager")
-        first = events.copy()
-        events.clear()
-        out.sum().backward()
+        with replaced(EagerKernel, attend=forward_, differentiate=backward_):
+            out = cp.attention(*local, mask=mask, kernel="eager")
+            first = events.copy()
+            events.clear()
+            out.sum().backward()
     finally:
         patch.undo()
     return first, events

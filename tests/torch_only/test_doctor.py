@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from patched import replaced
 
 from ring_core.tools.doctor import RESULTS
 from ring_torch.kernels import KERNELS
@@ -145,34 +146,34 @@ def test_a_kernel_that_cannot_even_be_asked(monkeypatch: pytest.MonkeyPatch) -> 
     assert "finds no such device" in doctor.kernel_report(FA4, "cpu").why  # not asked
 
 
-def test_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_fails() -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(EagerKernel, "attend_into", fail)
-    (check,) = doctor.self_test(EAGER, "cpu")
+    with replaced(EagerKernel, attend=fail):
+        (check,) = doctor.self_test(EAGER, "cpu")
     assert (check.result, check.passed, check.error) == ("runs", False, None)
     assert "no such instruction" in check.trace
 
 
 @pytest.mark.parametrize("factor", [1.001, float("nan"), float("inf")])
 def test_a_wrong_result_is_found(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = EagerKernel.attend_into
+    right = EagerKernel.attend
 
-    def wrong(
-        kernel: Any, rows: Any, columns: Any, item: Any, params: Any, into: AttentionState
-    ) -> None:
-        right(kernel, rows, columns, item, params, into)
-        into.out.mul_(factor)
+    def wrong(*args: Any) -> AttentionState:
+        result = right(*args)
+        result.out.mul_(factor)
+        return result
 
-    monkeypatch.setattr(EagerKernel, "attend_into", wrong)
-    checks = {check.result: check for check in doctor.self_test(EAGER, "cpu")}
+    with replaced(EagerKernel, attend=wrong):
+        checks = {check.result: check for check in doctor.self_test(EAGER, "cpu")}
     assert not checks["out"].passed
     assert (checks["out"].error is None) == (factor != 1.001)
     assert checks["dv"].passed
     monkeypatch.setattr(doctor, "in_order", lambda _: (EAGER,))
     monkeypatch.setattr(doctor, "all_ways", lambda: ())
-    assert main(["doctor"]) == 1
+    with replaced(EagerKernel, attend=wrong):
+        assert main(["doctor"]) == 1
 
 
 def test_a_ring_that_fails() -> None:

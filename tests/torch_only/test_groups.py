@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from ring_core import Mask, gather_program, make_plan, ring_program
-from ring_core.checks import Sizes
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KVPayload
-from ring_torch.strategies.head_groups import head_groups_of
+from ring_torch.strategies.gather import head_groups_of
 from ring_torch.transports import copy_engine
 
 K = 1024
@@ -60,8 +59,8 @@ def test_sums_of_keys_in_place_are_of_few_heads(
 def groups(tokens: int, q_heads: int, kv_heads: int, mask: Mask = CAUSAL) -> HeadGroups:
     """Return the head groups of a bfloat16 sequence with head dim 128."""
     program = ring_program(make_plan(mask, seq_len=tokens, cp_size=4, layout="zigzag"))
-    local = tokens // 4
-    return head_groups_of(program, Sizes(1, local, local, q_heads, kv_heads, 128, 128), itemsize=2)
+    keys = KVPayload(1, tokens // 4, kv_heads, 128, 128, torch.bfloat16, segments=False)
+    return head_groups_of(program, keys, q_heads)
 
 
 @pytest.mark.parametrize(

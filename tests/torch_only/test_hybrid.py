@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case
+from patched import replaced
 from tolerances import assert_close
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -243,15 +244,15 @@ def failed(rank: int, method: str, outer: str) -> str:
 
     attend(rank, hybrid(outer), kernel="eager")
     with (
-        patch.object(EagerKernel, method, no_memory) if rank == 1 else nullcontext(),
+        replaced(EagerKernel, **{method: no_memory}) if rank == 1 else nullcontext(),
         pytest.raises(RuntimeError) as error,
     ):
         attend(rank, hybrid(outer), kernel="eager")
     return str(error.value)
 
 
-@pytest.mark.nightly(unless=["ring-grads_into"])
-@pytest.mark.parametrize("method", ["attend_into", "grads_into"])
+@pytest.mark.nightly(unless=["ring-differentiate"])
+@pytest.mark.parametrize("method", ["attend", "differentiate"])
 @pytest.mark.parametrize("outer", OUTER)
 def test_a_kernel_that_fails_ends_the_pass_on_all(outer: str, method: str) -> None:
     with LocalRanks(4, timeout=4) as pool:

@@ -11,11 +11,11 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import patch
 from weakref import ReferenceType, ref
 
 import pytest
 import torch
+from patched import replaced
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,10 +25,10 @@ from benchmarks.torch.alone import as_rank
 from ring_core import LayoutSpec, Mask, StrategyConfig
 from ring_torch import prepare, ring_attention
 from ring_torch.buffers import HeadGroups
-from ring_torch.call import Resolution
+from ring_torch.call import Call
 from ring_torch.comm import handshake
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.strategies import gather, gather_launches, ring
+from ring_torch.strategies import gather, ring
 from ring_torch.transports import p2p
 
 RANKS, LENGTH, HEADS, KV_HEADS, DIM = 4, 128, 16, 4, 64
@@ -55,8 +55,9 @@ PEAKS = {
     # Two buffers of K/V. Backward: K/V held and received; sums of dK/dV held and received.
     "ring": Peak("ring", (1.75, 2), (1.75, 4)),
     # Also a helper's rows and results, as large as q each, and half of q in transfer. Backward:
-    # K/V held, sums held and received; a helper's q, dout, out and dQ.
-    "balanced": Peak("balanced", (4.25, 2), (5.75, 3)),
+    # K/V held, sums held and received; a helper's q, dout, out and dQ, while there is no dQ of own
+    # rows yet, which is a result.
+    "balanced": Peak("balanced", (4.25, 2), (4.75, 3)),
     # Own K/V as a message, and the K/V of three peers. Backward: these, their sums, and dK/dV of
     # two launches, with dQ of one query head of four for half of the rows; sums of own keys only
     # once the peers' K/V are freed.
@@ -119,7 +120,7 @@ def held(rank: int, peak: Peak) -> dict[str, int]:
     )
     without_launches = (
         nullcontext() if peak.launches
-        else patch.multiple(EagerKernel, attend_into=nothing, grads_into=nothing)
+        else replaced(EagerKernel, attend=untouched, differentiate=nothing)
     )  # fmt: skip
     least = {"forward": 1 << 62, "backward": 1 << 62}
     with without_launches:
@@ -137,6 +138,12 @@ def held(rank: int, peak: Peak) -> dict[str, int]:
 
 def nothing(*_: object) -> None:
     """Do nothing, in place of a launch."""
+
+
+def untouched(*arguments: Any) -> Any:
+    """Return what a forward is to merge into, in place of its launch."""
+    *_, into, _mode = arguments
+    return into
 
 
 @pytest.mark.parametrize("name", PEAKS)
@@ -202,7 +209,7 @@ def test_what_a_ring_has_saved_lives_for_one_step(
     has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The saved K/V is freed after the backward's first step; played on one rank of four."""
-    forward, differentiate = ring.Ring.forward, ring.differentiate_step
+    forward, differentiate = ring.Ring.forward, EagerKernel.differentiate
     saved: list[StorageWeakRef] = []
     alive: list[bool] = []
 
@@ -211,13 +218,12 @@ def test_what_a_ring_has_saved_lives_for_one_step(
         saved.extend(StorageWeakRef(x.untyped_storage()) for x in tensors)
         return state, tensors
 
-    def noted_step(*arguments: Any) -> None:
+    def noted_launch(*arguments: Any) -> None:  # of a step
         alive.append(not saved[0].expired())
         differentiate(*arguments)
 
     monkeypatch.setattr(ring, "agree", nothing)
     monkeypatch.setattr(ring.Ring, "forward", noted_forward)
-    monkeypatch.setattr(ring, "differentiate_step", noted_step)
 
     def run() -> None:
         q, k, v = (torch.randn(1, 32, 2, 16, requires_grad=True) for _ in range(3))
@@ -225,7 +231,8 @@ def test_what_a_ring_has_saved_lives_for_one_step(
         out = ring_attention(q, k, v, bias=bias, strategy="ring", kernel="eager", transport="p2p")
         torch.autograd.grad(out.sum(), (q, k, v))
 
-    as_rank(2, RANKS, run)
+    with replaced(EagerKernel, differentiate=noted_launch):
+        as_rank(2, RANKS, run)
     assert alive == [True, False, False, False]
 
 
@@ -235,7 +242,7 @@ def test_gathered_keys_are_gone_before_launches_in_place(
     groups: int, saves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """K/V of the last head group are freed before launches on own keys, saved or fetched again."""
-    fetch, differentiate = p2p.Messages._fetch, gather_launches.differentiate_in_place
+    fetch, own_sums = p2p.Messages._fetch, gather.Gather._own_sums
     gathered: list[StorageWeakRef] = []
     alive: list[bool] = []
 
@@ -244,15 +251,15 @@ def test_gathered_keys_are_gone_before_launches_in_place(
         gathered.append(StorageWeakRef(pending.tensors[0].untyped_storage()))
         return pending
 
-    def noted_launches(*arguments: Any) -> Any:
-        assert arguments[1], "no row sees own keys only"
+    def noted_launches(strategy: Any, *arguments: Any) -> Any:
+        assert strategy.own_work, "no row sees own keys only"
         alive.append(not gathered[-1].expired())
-        return differentiate(*arguments)
+        return own_sums(strategy, *arguments)
 
     monkeypatch.setattr(p2p, "agree", nothing)
     monkeypatch.setattr(p2p.Messages, "_fetch", noted_fetch)
-    monkeypatch.setattr(gather, "differentiate_in_place", noted_launches)
-    monkeypatch.setattr(Resolution, "saves_keys", lambda *_: saves)
+    monkeypatch.setattr(gather.Gather, "_own_sums", noted_launches)
+    monkeypatch.setattr(Call, "saves_keys", lambda *_: saves)
     cut = HeadGroups(1, groups, before_last_item=True)
     monkeypatch.setattr(gather, "head_groups_of", lambda *_: cut)
 

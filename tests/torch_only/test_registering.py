@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,10 +36,12 @@ from ring_core.base.config import OUTER_NAMES, RING_STRATEGIES, STRATEGY_TRAITS
 from ring_core.cost import CountedCall, Model, StrategyBytes, bytes_sent
 from ring_core.cost.counts.api import BytesByRanks
 from ring_core.cost.sent import COUNTED
+from ring_core.programs.grid import RankGrid
 from ring_core.programs.steps import RINGS
 from ring_torch import kernels, strategies, transports
+from ring_torch.accumulate import Accumulator, Joins, joins_of, one_by_one
 from ring_torch.buffers import BufferSpec, KeyGradBuffer
-from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec, zero_row_grads
+from ring_torch.call import Call, Saved, Strategy, StrategySpec
 from ring_torch.comm.exchange import exchange
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks
@@ -48,17 +51,18 @@ from ring_torch.options import AttentionOptions, CallOptions
 from ring_torch.prepare import _prepare, check_call
 from ring_torch.records import (
     AttentionState,
+    Backward,
     BackwardInputs,
+    Forward,
     Grads,
     Inputs,
     KernelParams,
     KeyBlock,
     KeyGrads,
     QueryBlock,
-    empty_state,
 )
 from ring_torch.strategies import STRATEGIES, choose_strategy
-from ring_torch.strategies.gather import GATHER
+from ring_torch.strategies.gather import GATHER, Gather
 from ring_torch.transports import TRANSPORTS
 from ring_torch.transports.api import (
     IndexMap,
@@ -82,43 +86,36 @@ class Everywhere(Strategy):
     """Every rank gets all keys and values in one exchange, and computes its items pair by pair."""
 
     items: tuple[WorkItem, ...]
+    launches: tuple[Forward, ...]
+    joins: Joins
+    backward_launches: tuple[Backward, ...]
     name: str = "everywhere"
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Attend to each rank's keys in turn, and merge."""
-        agree(
-            call.ranks, call.number, call.params.dropout_seed, call.forward_signature, call.device
-        )
+        agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
         keys, rows = self._keys(call, inputs), call.rows(inputs)
-        into = empty_state(rows.q, inputs.v.shape[3])
-        for item in self.items:
-            part, result = rows.take(item.q_slice), into.take(item.q_slice)
-            columns = keys[item.kv_rank].take(item.k_slice)
-            call.kernel.attend_into(part, columns, item, call.params, result)
-        return into, []
+        results = Accumulator(self.joins, rows.q, inputs.v.shape[3])
+        for n, (launch, item) in enumerate(zip(self.launches, self.items, strict=True)):
+            results.attend(n, launch, item, rows, keys[item.kv_rank])
+        return results.state, []
 
     def backward(
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: Saved, /
     ) -> Grads:
         """Compute the gradients of all keys, and send each rank its own."""
-        agree(
-            call.ranks, call.number, call.params.dropout_seed, call.backward_signature, call.device
-        )
+        agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
         keys, rows = self._keys(call, inputs), call.rows(inputs)
-        row_grads = zero_row_grads(call, rows)
+        row_sums = call.row_sums(rows, "add")
         sums = [
             KeyGrads(*(torch.zeros_like(x, dtype=call.acc_dtype) for x in (inputs.k, inputs.v)))
             for _ in keys
         ]
-        for item in self.items:
-            call.kernel.grads_into(
-                rows.take(item.q_slice), keys[item.kv_rank].take(item.k_slice),
-                upstream.take(item.q_slice), item, call.params, row_grads.take(item.q_slice),
-                sums[item.kv_rank].take(item.k_slice),
-            )  # fmt: skip
+        for launch, columns, of_rank in zip(self.backward_launches, keys, sums, strict=True):
+            launch.run(rows, [columns], upstream, row_sums, of_rank)
         came = exchange(call.ranks, [[x.dk for x in sums], [x.dv for x in sums]], call.device)
         dk, dv = (torch.stack(parts).sum(dim=0) for parts in came)
-        return Grads(row_grads.dq, dk, dv, None)
+        return Grads(row_sums.whole(), dk, dv, None)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Keys to all others in both passes, and gradients back."""
@@ -135,13 +132,15 @@ class Everywhere(Strategy):
         return [call.columns(n, pair) for n, pair in enumerate(zip(*came, strict=True))]
 
 
-def _resolve(resolution: Resolution) -> Strategy:
-    plan = resolution.program.plan
-    return Everywhere(
-        tuple(
-            x for kv_rank in range(plan.cp_size) for x in plan.items(resolution.ranks.rank, kv_rank)
-        )
-    )
+def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Strategy:
+    plan, kernel = call.plan, call.kernel
+    by_rank = [plan.items(call.ranks.rank, kv_rank) for kv_rank in range(plan.cp_size)]
+    items = tuple(item for items in by_rank for item in items)
+    launches = tuple(kernel.forward(item, call.params) for item in items)
+    work = [*zip(launches, items, strict=True)]
+    joins = joins_of(work, call.dtype, plan.q_layout.local_len)
+    back = tuple(kernel.backward(some, call.params, adds=True) for some in by_rank)
+    return Everywhere(items, launches, joins, back)
 
 
 def _refuse(_plan: object, request: Request) -> tuple[str, ...]:
@@ -222,23 +221,29 @@ class Dense(Kernel):
 
     capabilities = Capabilities("dense", dtypes=("float32",), bands="any")
 
-    def attend(
-        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
-        out: AttentionState | None = None,
-    ) -> AttentionState:  # fmt: skip
+    def forward(self, item: WorkItem, params: KernelParams) -> Forward:
+        """Return the launch of an item's forward, which returns its results."""
+        return Forward(partial(self._attend, item, params), ("return",))
+
+    def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
+        """Return the launch of the backward of items."""
+        del adds
+        return one_by_one(items, [partial(self._grads, item, params) for item in items])
+
+    def _attend(
+        self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock, *_: object
+    ) -> AttentionState:
         """Return softmax over the item's keys."""
-        del out
         _, _, v, scores = self._scores(rows, columns, item, params)
         lse = scores.logsumexp(dim=-1)
         probs = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
         return AttentionState(torch.einsum("bhij,bjhd->bihd", probs, v), lse)
 
-    def grads(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem,
-        params: KernelParams, out: Tensor | None = None,
+    def _grads(
+        self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
+        upstream: BackwardInputs, _dst: Tensor | None,
     ) -> Grads:  # fmt: skip
         """Return the gradients from the final ``lse``, and from ``delta``."""
-        del out
         q, k, v, scores = self._scores(rows, columns, item, params)
         assert upstream.delta is not None
         probs = (scores - upstream.lse[..., None]).exp()
@@ -371,7 +376,7 @@ def test_a_strategy_brings_its_own_count_of_bytes(monkeypatch: pytest.MonkeyPatc
 PACKAGES = Path(__file__).parents[2] / "packages"
 #: A name stands in its own file; ``logits="gather"`` is an option of models.
 OWN_FILES = {
-    "gather": ("gather.py", "two_stage.py"), "fa3": ("flash_attn.py",), "fa2": ("flash_attn.py",),
+    "gather": ("gather.py",), "fa3": ("flash_attn.py",), "fa2": ("flash_attn.py",),
     "cudnn": ("cudnn.py", "sdpa.py"), "pallas": ("kernel.py",),
 }  # fmt: skip
 OTHERS = {"logits"}
@@ -427,6 +432,10 @@ def _classes() -> dict[str, str]:
         if isinstance(name := getattr(x, "name", None), str):
             found[x.__name__.lower()] = name
     return found
+
+
+class Staged(Gather):
+    """A strategy's class of another name."""
 
 
 CLASSES = _classes()
@@ -546,7 +555,7 @@ def test_no_file_but_its_own_branches_on_a_name() -> None:
         "config.OUTER_NAMES[-1]", "TRANSPORTS[:1]", "next(iter(STRATEGIES))", "spec is RINGS[0]",
         "match x:\n    case Ring():\n        pass", "match x:\n    case ring.Hybrid(grid=None):\n        pass",
         "type(x) is Gather", "type(x) in (Ring, Balanced)", "x.__class__ is strategies.Ulysses",
-        "isinstance(x, TwoStageGather)", "isinstance(x, ring.Ring)", 'table.get("gather")',
+        "isinstance(x, Staged)", "isinstance(x, ring.Ring)", 'table.get("gather")',
         'name.startswith("ring")', 'PLAIN = "ring"\nname == PLAIN', 'Count("gather", sent)',
     ):  # fmt: skip
         assert any(NAMES & constants for _, constants in _Decisions(ast.parse(text))), text

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from dense import dense, errors
+from patched import replaced
 from torch import Tensor
 
 from ring_core import Mask
-from ring_torch import prepare, ring_attention
+from ring_torch import accumulate, prepare, ring_attention
+from ring_torch.accumulate import empty_state
 from ring_torch.compat import zigzag_ring_flash_attn_func
 from ring_torch.kernels.eager import EagerKernel
+from ring_torch.records import AttentionState, Forward, Mode
 from ring_torch.strategies.ring import Ring
 
 T = 48
@@ -46,68 +49,82 @@ def _run(keys: int, options: dict[str, Any]) -> list[Tensor]:
 def test_it_is_what_the_loops_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     results = _run(*CALLS[name])
     assert all(x.is_contiguous() for x in results)
-    monkeypatch.setattr(
-        prepare,
-        "resolve",
-        lambda _, resolution, **__: Ring.of(resolution.program, resolution.ranks.rank),
-    )
-    prepare._prepare.cache_clear()
-    for x, y in zip(results, _run(*CALLS[name]), strict=True):
-        torch.testing.assert_close(x, y)
+    monkeypatch.setattr(prepare, "resolve", lambda _, call, *__: Ring.of(call))
+    with replaced():
+        for x, y in zip(results, _run(*CALLS[name]), strict=True):
+            torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("mode", ["write", "return"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_kernel_that_writes_where_it_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that see nothing get their defined result, all other rows what the kernel wrote."""
-    expected, attend = _run(*CALLS[name]), EagerKernel.attend
+def test_a_kernel_that_does_not_merge(name: str, mode: Mode) -> None:
+    """Rows that see nothing get their defined result, all other rows what the kernel returned."""
+    expected, taken = _run(*CALLS[name]), list[Mode]()
 
-    def in_place(self: EagerKernel, *args: Any) -> Any:
-        result, destination = attend(self, *args[:4]), args[4]
-        for x, where in zip(result, destination, strict=True):
-            where.copy_(x)
-        return destination
+    def forward(kernel: EagerKernel, item: Any, params: Any) -> Forward:
+        def run(rows: Any, columns: Any, into: Any, asked: Mode) -> AttentionState:
+            taken.append(asked)
+            result = empty_state(rows.q, columns.v.shape[3], torch.float64)
+            kernel.attend(item, params, rows, columns, result, "merge")
+            if asked == "return":
+                assert into is None
+                return result
+            for x, y in zip(into, result, strict=True):
+                x.copy_(y)
+            return into
 
-    monkeypatch.setattr(EagerKernel, "attend", in_place)
-    for x, y in zip(_run(*CALLS[name]), expected, strict=True):
+        return Forward(run, (mode,))
+
+    with replaced(EagerKernel, forward=forward):
+        results = _run(*CALLS[name])
+    assert taken == [mode]
+    for x, y in zip(results, expected, strict=True):
         assert torch.equal(x, y)
 
 
 def test_one_launch_each_way_and_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
-    for name in ("attend", "attend_into", "grads", "grads_into"):
+
+    def spy_on(name: str) -> Any:
         method = getattr(EagerKernel, name)
 
-        def spy(*args: Any, name: str = name, method: Any = method, **kwargs: Any) -> Any:
+        def spy(*args: Any) -> Any:
             launched.append(name)
-            return method(*args, **kwargs)
+            return method(*args)
 
-        monkeypatch.setattr(EagerKernel, name, spy)
-    monkeypatch.setattr(Ring, "forward", None)
-    monkeypatch.setattr(Ring, "backward", None)
+        return spy
+
+    for owner, name in (
+        (Ring, "forward"), (Ring, "backward"), (accumulate, "merge"), (accumulate, "Columns"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, None)
     x = torch.randn(1, T, 2, 8, dtype=torch.bfloat16, requires_grad=True)
-    ring_attention(x, x, x, causal=True, kernel="eager").sum().backward()
-    assert [name for name in launched if name in {"attend", "grads"}] == ["attend", "grads"]
+    with replaced(EagerKernel, **{name: spy_on(name) for name in ("attend", "differentiate")}):
+        ring_attention(x, x, x, causal=True, kernel="eager").sum().backward()
+    assert launched == ["attend", "differentiate"]
 
 
-def test_an_lse_that_is_not_asked_for_may_be_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_lse_that_is_not_asked_for_may_be_anything() -> None:
     """``lse`` is asked for only where a caller or the backward gets it, else it is not read."""
     attend, asked = EagerKernel.attend, list[bool]()
 
-    def careless(self: EagerKernel, *args: Any) -> Any:
-        result, params = attend(self, *args), args[3]
+    def careless(self: EagerKernel, item: Any, params: Any, *args: Any) -> Any:
+        result = attend(self, item, params, *args)
         asked.append(params.needs_lse)
         return result if params.needs_lse else result._replace(lse=result.lse.fill_(torch.nan))
 
-    monkeypatch.setattr(EagerKernel, "attend", careless)
     x = torch.randn(1, T, 2, 8, dtype=torch.bfloat16)
     call: Any = ring_attention
-    out, lse = call(x, x, x, causal=True, kernel="eager", return_lse=True)
-    assert torch.equal(call(x, x, x, causal=True, kernel="eager"), out)
-    theirs, their_lse, _ = zigzag_ring_flash_attn_func(x, x, x, causal=True, return_attn_probs=True)
-    assert torch.equal(theirs, out) and torch.equal(their_lse, lse)
-    assert asked == [True, False, True]
-    with_grad = x.clone().requires_grad_()
-    call(with_grad, x, x, causal=True, kernel="eager").sum().backward()
+    with replaced(EagerKernel, attend=careless):
+        out, lse = call(x, x, x, causal=True, kernel="eager", return_lse=True)
+        assert torch.equal(call(x, x, x, causal=True, kernel="eager"), out)
+        theirs, their_lse, _ = zigzag_ring_flash_attn_func(
+            x, x, x, causal=True, return_attn_probs=True
+        )
+        assert torch.equal(theirs, out) and torch.equal(their_lse, lse)
+        assert asked == [True, False, True]
+        with_grad = x.clone().requires_grad_()
+        call(with_grad, x, x, causal=True, kernel="eager").sum().backward()
     assert asked[3] and with_grad.grad is not None and not with_grad.grad.isnan().any()
 
 

@@ -57,18 +57,14 @@ def keys_one_hop_late() -> Patches:
 
 def in_kernels(change: Callable[..., Any]) -> Patches:
     """Fault: kernels get another item or other parameters than they should."""
-    attend: Any = EagerKernel.attend_into
-    grads: Any = EagerKernel.grads_into
 
-    def wrong_attend(self: Any, rows: Any, columns: Any, item: Any, params: Any, into: Any) -> None:
-        attend(self, rows, columns, *change(item, params), into)
+    def changed(right: Any) -> Any:
+        return lambda self, item, params, *rest: right(self, *change(item, params), *rest)
 
-    def wrong_grads(
-        self: Any, rows: Any, columns: Any, upstream: Any, item: Any, params: Any, *into: Any
-    ) -> None:
-        grads(self, rows, columns, upstream, *change(item, params), *into)
-
-    return [(EagerKernel, "attend_into", wrong_attend), (EagerKernel, "grads_into", wrong_grads)]
+    return [
+        (EagerKernel, name, changed(getattr(EagerKernel, name)))
+        for name in ("attend", "differentiate")
+    ]
 
 
 def scale_dropped() -> Patches:
@@ -97,24 +93,25 @@ def another_mask_on_one_rank() -> Patches:
 
 def one_head_wrong() -> Patches:
     """Fault: the forward is off by 1 % in its last head."""
-    right = EagerKernel.attend_into
+    right = EagerKernel.attend
 
-    def wrong(self: Any, *args: Any) -> None:
-        right(self, *args)
-        args[-1].out[:, :, -1] *= 1.01
+    def wrong(self: Any, *args: Any) -> Any:
+        result = right(self, *args)
+        result.out[:, :, -1] *= 1.01
+        return result
 
-    return [(EagerKernel, "attend_into", wrong)]
+    return [(EagerKernel, "attend", wrong)]
 
 
 def one_head_of_dk_wrong() -> Patches:
     """Fault: the backward is off by 1 % in dK of the first K/V head."""
-    right = EagerKernel.grads_into
+    right = EagerKernel.differentiate
 
     def wrong(self: Any, *args: Any) -> None:
         right(self, *args)
         args[-1].dk[:, :, 0] *= 1.01
 
-    return [(EagerKernel, "grads_into", wrong)]
+    return [(EagerKernel, "differentiate", wrong)]
 
 
 def nothing_is_sent() -> Patches:

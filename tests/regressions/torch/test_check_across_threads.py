@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from patched import replaced
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -58,7 +59,7 @@ def _in_a_thread(run: Callable[[], None]) -> list[str]:
     return raised
 
 
-def _wrong_grads(*args: Any, right: Any = EagerKernel.grads_into) -> None:
+def _wrong_grads(*args: Any, right: Any = EagerKernel.differentiate) -> None:
     right(*args)
     args[-1].dk[:, :, 0] *= 1.5
 
@@ -67,8 +68,7 @@ def _called(rank: int, attend: Callable[..., Tensor], forward: int, backward: in
     """Return the errors of a wrong backward, given the check's settings around either pass."""
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 16, heads, 8).requires_grad_() for heads in (4, 2, 2))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(EagerKernel, "grads_into", _wrong_grads)
+    with replaced(EagerKernel, differentiate=_wrong_grads):
         with ring_torch.check(forward):
             out = attend(q, k, v)
 
@@ -99,8 +99,7 @@ def test_a_call_that_is_made_anew_is_checked_by_what_is_set_then(size: int, back
 def _numbers(rank: int, attend: Callable[..., Tensor]) -> list[int]:
     """Return which of six calls are found wrong in the backward, counted from 1."""
     messages = []
-    with ring_torch.check(3), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(EagerKernel, "grads_into", _wrong_grads)
+    with ring_torch.check(3), replaced(EagerKernel, differentiate=_wrong_grads):
         for number in range(1, 7):
             torch.manual_seed(rank)
             q, k, v = (torch.randn(1, 16, heads, 8).requires_grad_() for heads in (4, 2, 2))

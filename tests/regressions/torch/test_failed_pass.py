@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from patched import replaced
 from torch import Tensor
 
 import ring_torch
@@ -64,22 +66,25 @@ def _fail_once(rank: int, where: str, length: int, strategy: str) -> list[str]:
     """Return the errors of a failing call, the next one and its backward; then use a new group."""
     x, out = _attend(length, strategy=strategy)  # imports everything before the failure
     out.sum().backward()
-    patch = pytest.MonkeyPatch()
+    patch, stack = pytest.MonkeyPatch(), ExitStack()
     broken: Any = dist.new_group(timeout=TIMEOUT)
-    kept = _attend(length, broken, strategy=strategy)[1]
+    backward = where == "backward"
+
+    def again() -> tuple[Tensor, Tensor]:
+        return _attend(length, broken, strategy=strategy)
+
+    kept = again()[1]
     if rank == BROKEN:
         if where == "agreement":
             patch.setattr(handshake.Header, "of", _no_memory)
         else:
-            for kernel in (eager.EagerKernel, sdpa.CpuFlashKernel):
-                name = {"forward": "attend_into", "backward": "grads_into"}[where]
-                patch.setattr(kernel, name, _no_memory)
-    backward = where == "backward"
-
-    def again() -> object:
-        return _attend(length, broken, strategy=strategy)
-
+            name = {"forward": "attend", "backward": "differentiate"}[where]
+            kernels = eager.EagerKernel, sdpa.CpuFlashKernel
+            stack.enter_context(replaced(*kernels, **{name: _no_memory}))
+    if backward:  # its launches were made with the forward's
+        kept = again()[1]
     messages = [_words(kept.sum().backward if backward else again)]
+    stack.close()
     patch.undo()
     messages.append(_words(again))
     messages.append(_words(lambda: ContextParallel(broken).unshard(x)))

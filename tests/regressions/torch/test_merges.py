@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ring_core import merge
+from ring_torch.accumulate import merge_in_torch
 from ring_torch.records import AttentionState
 
 LSE = (-np.inf, -1e5, 0.0, np.inf, np.nan)
@@ -22,6 +23,6 @@ def test_a_merge_is_that_of_the_specification(old: float, new: float) -> None:
     state = AttentionState(*(torch.tensor(x) for x in (outs[0], lses[0])))
     if np.isneginf(old):  # the identity of merging
         state.out.zero_()
-    state.merge(*(torch.tensor(x) for x in (outs[1], lses[1])))
+    merge_in_torch(state, *(torch.tensor(x) for x in (outs[1], lses[1])))
     np.testing.assert_allclose(state.out.numpy(), expected[0], rtol=1e-9)
     assert np.isnan(expected[0]).all() == (not np.maximum(old, new) < np.inf)

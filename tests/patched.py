@@ -1,0 +1,25 @@
+"""Kernels whose methods are replaced: calls make launches of these when they are prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from ring_torch.prepare import _prepare
+
+
+@contextmanager
+def replaced(*kernels: type, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Replace methods of kernels in all calls that are made while this context lasts."""
+    # Calls that were prepared before have launches of the methods as they were; those that are
+    # prepared meanwhile must not be found later.
+    _prepare.cache_clear()
+    try:
+        with ExitStack() as stack:
+            for kernel in kernels:
+                stack.enter_context(patch.multiple(kernel, **methods))
+            yield
+    finally:
+        _prepare.cache_clear()
