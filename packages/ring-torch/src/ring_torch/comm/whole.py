@@ -10,12 +10,13 @@ over from the thread that calls ``backward``.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -27,12 +28,15 @@ from torch._C import (  # torch has no public names for them
     _is_key_in_tls,
     _stash_obj_in_tls,
 )
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.variable import Variable
 from torch.overrides import TorchFunctionMode
 
 from ring_core import UnsupportedError
+from ring_torch.capture import untraced
 
 _KEY = "ring_torch.whole"
+_NOTED = "_ring_blocks"  # attribute of a node that takes blocks along
 _NO_BACKWARD = -1
 _LEAF = 1 << 63  # nodes that accumulate gradients are of no forward, and have numbers above it
 
@@ -102,6 +106,9 @@ _SLOTS = 256
 
 def blocks() -> Blocks:
     """Return the global ranks that act alone, for each block that the code that runs is of."""
+    taken: _Taken | None = getattr(_OWN, "taken", None)
+    if taken is not None and (taken.backward is None or taken.backward() is not None):
+        return taken.blocks
     if not _is_key_in_tls(_KEY):
         return ()
     return _HISTORIES[_get_obj_in_tls(_KEY)].now()
@@ -121,7 +128,8 @@ def check_trace() -> None:
     Raises:
         UnsupportedError: The forward was on the other side of a block.
     """
-    if _is_key_in_tls(_KEY) and blocks() != _HISTORIES[_get_obj_in_tls(_KEY)].current:
+    current = _HISTORIES[_get_obj_in_tls(_KEY)].current if _is_key_in_tls(_KEY) else ()
+    if blocks() != current:
         raise UnsupportedError(_OTHER_SIDE)
 
 
@@ -145,7 +153,77 @@ def check_graph(members: tuple[int, ...], *, is_whole: bool) -> None:
 
 def acts_alone(members: tuple[int, ...]) -> bool:
     """Return True if these global ranks act alone in the code that runs."""
-    return any(alone.issuperset(members) for alone in blocks())
+    current = blocks()
+    if current and _current_graph_task_id() == _NO_BACKWARD:
+        _take_along(current)
+    return any(alone.issuperset(members) for alone in current)
+
+
+def _take_along(current: Blocks) -> None:
+    """Let what may compute this code again in a backward do it in these blocks, in any thread."""
+    hooks: Any = _autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001 - no public way
+    pack, unpack = hooks or (None, None)
+    taken, unpack = (
+        (unpack.blocks, unpack.function) if isinstance(unpack, _Unpack) else ((), unpack)
+    )
+    if hooks is not None and taken != current:
+        _autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001
+        unpack = _Unpack(unpack, current) if current else unpack
+        _autograd._push_saved_tensors_default_hooks(pack, unpack)  # noqa: SLF001
+    frame = inspect.currentframe() if current else None
+    while frame is not None:
+        name = (*frame.f_code.co_varnames, "")[0]
+        node: Any = frame.f_locals.get(name) if "forward" in frame.f_code.co_name else None
+        if isinstance(node, BackwardCFunction) and not hasattr(node, _NOTED):
+            setattr(node, _NOTED, True)
+            node.register_prehook(lambda _: _enter(current))
+            node.register_hook(lambda *_: _leave())
+        frame = frame.f_back
+
+
+class _Taken(NamedTuple):
+    """Blocks of a forward, of which a part is computed again in this thread.
+
+    Attributes:
+        blocks: The blocks.
+        before: What was computed again around it.
+        backward: What lives as long as the backward, which may fail; ``None`` if nobody needs it.
+    """
+
+    blocks: Blocks
+    before: _Taken | None
+    backward: ref[_Backward] | None
+
+
+@untraced
+def _enter(blocks: Blocks, *, in_backward: bool = True) -> None:
+    """Go on in the blocks of a forward."""
+    life = _Backward()
+    if in_backward:
+        Variable._execution_engine.queue_callback(life)  # noqa: SLF001 - no public way
+    before = getattr(_OWN, "taken", None)
+    _OWN.taken = _Taken(blocks, before, ref(life) if in_backward else None)
+
+
+@untraced
+def _leave() -> None:
+    """Go back to the blocks before."""
+    _OWN.taken = _OWN.taken.before
+
+
+class _Unpack:
+    """A function that unpacks a saved tensor, and maybe computes it again, in its own blocks."""
+
+    def __init__(self, function: Callable[[Any], Any], blocks: Blocks) -> None:
+        self.function, self.blocks = function, blocks
+
+    @untraced
+    def __call__(self, packed: Any) -> Any:
+        _enter(self.blocks, in_backward=False)
+        try:
+            return self.function(packed)
+        finally:
+            _leave()
 
 
 def _own_history() -> _History:
@@ -179,6 +257,7 @@ def acting_alone(members: tuple[int, ...]) -> Iterator[None]:
             yield
     finally:
         history.enter(before)
+        _take_along(before)  # hooks may go on behind the block
 
 
 class _Mode(TorchFunctionMode):
