@@ -161,15 +161,15 @@ def acts_alone(members: tuple[int, ...]) -> bool:
 
 def _take_along(current: Blocks) -> None:
     """Let what may compute this code again in a backward do it in these blocks, in any thread."""
-    hooks: Any = _autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001 - no public way
-    pack, unpack = hooks or (None, None)
-    taken, unpack = (
-        (unpack.blocks, unpack.function) if isinstance(unpack, _Unpack) else ((), unpack)
-    )
+    hooks = _autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001 - no public way
+    function: Any = None if hooks is None else hooks[1]
+    taken: Blocks = ()
+    if isinstance(function, _Unpack):
+        function, taken = function.function, function.blocks
     if hooks is not None and taken != current:
+        unpack = _Unpack(function, current) if current else function
         _autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001
-        unpack = _Unpack(unpack, current) if current else unpack
-        _autograd._push_saved_tensors_default_hooks(pack, unpack)  # noqa: SLF001
+        _autograd._push_saved_tensors_default_hooks(hooks[0], unpack)  # noqa: SLF001
     frame = inspect.currentframe() if current else None
     while frame is not None:
         name = (*frame.f_code.co_varnames, "")[0]
