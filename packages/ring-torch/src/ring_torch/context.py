@@ -467,12 +467,11 @@ class ContextParallel:
         themselves is padding still, as ``seq_len`` says.
 
         The block belongs to its thread, and blocks nest. Backwards and recomputations follow their
-        forward: in this thread wherever they run, under compiled autograd and in other threads, if
-        these are in no block, where checkpoints, saved-tensor hooks or functions that are given
-        their ``ctx`` compute again. Compiled functions are compiled anew for the block; a
-        checkpoint may be refused that would compute one again by the other side's graph, as one
-        with ``use_reentrant=True`` is under compiled autograd. For hooks of parameters, as of
-        :meth:`reduce_each_gradient`, ``backward`` has to be called on the forward's side.
+        forward; in another thread, and under compiled autograd, those of checkpoints, saved-tensor
+        hooks and functions with a ``ctx``. Compiled functions are compiled anew for the block; a
+        checkpoint may be refused that would compute one again by the other side's graph. For hooks
+        of parameters, as of :meth:`reduce_each_gradient`, ``backward`` has to be called on the
+        forward's side.
 
         Raises:
             UnsupportedError: It begins inside of a function that ``torch.compile`` compiles, or in

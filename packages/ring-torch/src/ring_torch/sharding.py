@@ -34,11 +34,7 @@ UNSHARD_GRADS: tuple[str, ...] = get_args(UnshardGrad)
 
 
 class _Thread(threading.local):
-    """Record of one thread.
-
-    Attributes:
-        padded: Of sequences sharded with padding, length by T_local, while a forward collects them.
-    """
+    """Lengths of a thread's padded sequences, by T_local, while a forward collects them."""
 
     def __init__(self) -> None:
         self.padded: dict[int, int] | None = None

@@ -5,7 +5,8 @@ compute parts of a forward again there, maybe when the block has ended; what bel
 a block has to stay in it. So each thread keeps the numbers that autograd gives its nodes at the
 beginning and the end of its blocks: in a backward, the number of the node under way tells the
 forward that it is of. The history is in torch's thread-local state, which autograd's threads take
-over from the thread that calls ``backward``.
+over from the thread that calls ``backward``. Another thread, and a graph of a backward, have no
+such numbers: what checkpoints leave in autograd takes its blocks along.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from __future__ import annotations
 import inspect
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -83,10 +84,7 @@ class _History:
         if outermost is not None and outermost[0] != backward:
             return outermost[1]
         blocks = self._blocks[bisect_right(self._numbers, number) - 1]
-        if outermost is None:
-            life = _Backward()
-            Variable._execution_engine.queue_callback(life)  # noqa: SLF001 - no public way
-        self._backward = backward, blocks, ref(life) if outermost is None else outermost[2]
+        self._backward = backward, blocks, _until_end() if outermost is None else outermost[2]
         return blocks
 
 
@@ -95,6 +93,13 @@ class _Backward:
 
     def __call__(self) -> None:
         """Do nothing at the end of the backward."""
+
+
+def _until_end() -> ref[_Backward]:
+    """Return a reference to what lives as long as the backward under way, which may fail."""
+    life = _Backward()
+    Variable._execution_engine.queue_callback(life)  # noqa: SLF001 - no public way
+    return ref(life)
 
 
 _OWN = threading.local()  # holds the history of each thread
@@ -106,9 +111,9 @@ _SLOTS = 256
 
 def blocks() -> Blocks:
     """Return the global ranks that act alone, for each block that the code that runs is of."""
-    taken: _Taken | None = getattr(_OWN, "taken", None)
-    if taken is not None and (taken.backward is None or taken.backward() is not None):
-        return taken.blocks
+    taken: Any = getattr(_OWN, "taken", None)
+    if taken is not None and (taken[1] is None or taken[1]() is not None):
+        return cast("Blocks", taken[0])
     if not _is_key_in_tls(_KEY):
         return ()
     return _HISTORIES[_get_obj_in_tls(_KEY)].now()
@@ -161,13 +166,10 @@ def acts_alone(members: tuple[int, ...]) -> bool:
 
 def _take_along(current: Blocks) -> None:
     """Let what may compute this code again in a backward do it in these blocks, in any thread."""
-    hooks = _autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001 - no public way
-    function: Any = None if hooks is None else hooks[1]
-    taken: Blocks = ()
-    if isinstance(function, _Unpack):
-        function, taken = function.function, function.blocks
-    if hooks is not None and taken != current:
-        unpack = _Unpack(function, current) if current else function
+    hooks: Any = _autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001 - no public way
+    taken = hooks[1] if hooks and isinstance(hooks[1], _Unpack) else _Unpack(hooks and hooks[1], ())
+    if hooks and taken.blocks != current:
+        unpack = _Unpack(taken.function, current) if current else taken.function
         _autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001
         _autograd._push_saved_tensors_default_hooks(hooks[0], unpack)  # noqa: SLF001
     frame = inspect.currentframe() if current else None
@@ -176,45 +178,27 @@ def _take_along(current: Blocks) -> None:
         node: Any = frame.f_locals.get(name) if "forward" in frame.f_code.co_name else None
         if isinstance(node, BackwardCFunction) and not hasattr(node, _NOTED):
             setattr(node, _NOTED, True)
-            node.register_prehook(lambda _: _enter(current))
+            node.register_prehook(lambda _: _enter(current, in_backward=True))
             node.register_hook(lambda *_: _leave())
         frame = frame.f_back
 
 
-class _Taken(NamedTuple):
-    """Blocks of a forward, of which a part is computed again in this thread.
-
-    Attributes:
-        blocks: The blocks.
-        before: What was computed again around it.
-        backward: What lives as long as the backward, which may fail; ``None`` if nobody needs it.
-    """
-
-    blocks: Blocks
-    before: _Taken | None
-    backward: ref[_Backward] | None
-
-
 @untraced
-def _enter(blocks: Blocks, *, in_backward: bool = True) -> None:
-    """Go on in the blocks of a forward."""
-    life = _Backward()
-    if in_backward:
-        Variable._execution_engine.queue_callback(life)  # noqa: SLF001 - no public way
-    before = getattr(_OWN, "taken", None)
-    _OWN.taken = _Taken(blocks, before, ref(life) if in_backward else None)
+def _enter(blocks: Blocks, *, in_backward: bool) -> None:
+    """Go on in the blocks of a forward, of which a part is computed again in this thread."""
+    _OWN.taken = blocks, _until_end() if in_backward else None, getattr(_OWN, "taken", None)
 
 
 @untraced
 def _leave() -> None:
     """Go back to the blocks before."""
-    _OWN.taken = _OWN.taken.before
+    _OWN.taken = _OWN.taken[-1]
 
 
 class _Unpack:
     """A function that unpacks a saved tensor, and maybe computes it again, in its own blocks."""
 
-    def __init__(self, function: Callable[[Any], Any], blocks: Blocks) -> None:
+    def __init__(self, function: Any, blocks: Blocks) -> None:
         self.function, self.blocks = function, blocks
 
     @untraced

@@ -10,9 +10,8 @@ a sum can still be told from zeros. The second runs after, and only if a gradien
 accumulated, which ``torch.autograd.grad`` does not do. They stay on the parameter, and hold no
 tensor.
 
-Not known are sums whose parameter and tensor are both others: a clone that a program gives to a
-copy of the parameter. Behind ``torch.autograd.grad`` a new tensor may be one of its gradients, so a
-sum that is scaled into one there is found by the next reduction, and not by a backward that adds.
+Not known are clones that a program gives to a copy of the parameter; and to a backward, sums that
+were scaled into new tensors behind ``torch.autograd.grad``, which may be its gradients.
 """
 
 from __future__ import annotations
@@ -158,8 +157,7 @@ class Guard:
         self._beside = [self]  # guards of the parameters that were summed in the same call
         self._computed = 0  # how often a gradient of the parameter was computed ...
         self._accumulated = 0  # ... and how often it was added to the parameter's
-        # Both counts, and the version of the parameter, at the last sum.
-        self._when = (0, 0, 0)
+        self._when = (0, 0, 0)  # both counts, and the version of the parameter, at the last sum
         self._is_held = False  # the gradient was a sum before the accumulation under way
         weight.register_hook(self.before)
         weight.register_post_accumulate_grad_hook(self.after)
@@ -173,10 +171,8 @@ class Guard:
     def sums_in_any_tensor(self, weight: nn.Parameter, *, later_steps: bool) -> Sums:
         """Return the sums that the gradient holds whatever tensor it is; see :func:`sums_of`."""
         computed, accumulated, version = self._when
-        if later_steps:
-            return self.sums if self._computed == computed else NO_SUMS
         is_same = self._accumulated == accumulated and _version(weight) == version
-        return self.sums if is_same else NO_SUMS
+        return self.sums if (self._computed == computed if later_steps else is_same) else NO_SUMS
 
     @unserializable
     def before(self, _: Tensor) -> None:

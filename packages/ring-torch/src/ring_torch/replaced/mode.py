@@ -29,12 +29,13 @@ class RingMode(TorchFunctionMode):
     """Mode in which SDPA is that of a scope; all other functions are called as they are.
 
     Those that attend inside torch are refused where tokens are split. The functions that a
-    higher-order operator is given (checkpoints, ``cond`` and loops in graphs) run in the mode.
+    higher-order operator is given (checkpoints, ``cond`` and loops in graphs) run in the mode, and
+    so does the kernel of an ``operator``, whose own backward would not attend over the ring.
     """
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope, operator: str = "") -> None:
         super().__init__()
-        self.scope = scope
+        self.scope, self.operator = scope, operator
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -61,13 +62,12 @@ class RingMode(TorchFunctionMode):
             if func is Tensor.unflatten:  # whose super() the compiler of torch 2.11 does not trace
                 func = torch.unflatten
             is_operator = isinstance(func, OpOverload | OpOverloadPacket) and not types
-            if (
-                is_operator
-                and self.scope.is_split
-                and not (is_traced and names.may_stay_in_graph(func))
-            ):
+            is_unseen = is_operator and self.scope.is_split
+            if is_unseen and not (is_traced and names.may_stay_in_graph(func)):
                 func = functools.partial(_call_operator, self.scope, func)
             return func(*args, **kwargs)
+        if self.operator and kind in ("seen", "hidden"):
+            _refuse(self.operator)
         if kind == "seen":
             _check_causal_mask(*args, **kwargs)
             attend = scaled_dot_product_attention if is_traced else _attend_eagerly
@@ -99,22 +99,6 @@ class RingMode(TorchFunctionMode):
         return operator(*args, **kwargs)
 
 
-class _InOperator(RingMode):
-    """Mode inside the kernel of an operator, whose own backward would not attend over the ring."""
-
-    def __init__(self, scope: Scope, name: str) -> None:
-        super().__init__(scope)
-        self.name = name
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # fmt: skip
-        """Call a function of torch; raises UnsupportedError if it attends."""
-        if names.kind_of(func) in ("seen", "hidden") and not _is_called_by_ring():
-            _refuse(self.name)
-        return super().__torch_function__(func, types, args, kwargs)
-
-
 @untraced
 def _call_operator(scope: Scope, func: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Call an operator whose name says nothing; refuses attention that a kernel in Python calls."""
@@ -122,7 +106,7 @@ def _call_operator(scope: Scope, func: Any, /, *args: Any, **kwargs: Any) -> Any
         overload = torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs)  # noqa: SLF001
         func = getattr(func, overload or "default")
     # Called by its name it would leave all modes for as long as its kernel runs.
-    with _InOperator(scope, str(func)):
+    with RingMode(scope, str(func)):
         return torch._C._dispatch_call_boxed(func._handle, *args, **kwargs)  # noqa: SLF001
 
 
@@ -167,7 +151,7 @@ def current_mode() -> RingMode | None:
     """Return the innermost mode of ours in this thread."""
     # Other libraries' modes may lie between: ours is the last that was entered.
     for mode in reversed(_get_current_function_mode_stack()):
-        if isinstance(mode, RingMode) and not isinstance(mode, _InOperator):
+        if isinstance(mode, RingMode) and not mode.operator:
             return mode
     return None
 

@@ -91,8 +91,8 @@ def may_stay_in_graph(operator: OpOverload | OpOverloadPacket) -> bool:
     name = "::".join(str(operator).split(".")[:2])
     if (made := OPDEFS.get(name)) is not None:
         kernel = made._init_fn  # noqa: SLF001 - torch has no public name for it
-        package = kernel.__module__.partition(".")[0]
-        return not any(map(_calls_attention, _all_named_by([kernel], package)))
+        code = _all_named_by([kernel], kernel.__module__.partition(".")[0])
+        return not any(map(_calls_attention, code))
     kernels = {x.rpartition("/")[2] for x in _impls if x.startswith(name.replace("::", "/") + "/")}
     is_seen = name.split("::")[0] in _OF_TORCH or kernels <= {"Meta"}
     return is_seen or InstructionTranslator.current_tx().one_graph
