@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
@@ -379,7 +380,7 @@ def _replaced(_: int) -> None:
                 if not options and documents is None:
                     with pytest.raises(Exception, match="the call would see the padding"):
                         call(batch)
-                    assert cp._split.padded is None
+                    assert cp._split.thread.padded is None
                     continue
                 out = cp.unshard(call(batch), dim=2, seq_len=length)
                 q = x.unflatten(-1, (2, -1)).transpose(1, 2)
@@ -402,3 +403,44 @@ def _replaced(_: int) -> None:
 
 def test_padding_that_a_replaced_module_sees_is_refused(pool: LocalRanks) -> None:
     pool.run(_replaced)
+
+
+def _in_threads(_: int, padded: bool) -> str:
+    """Attend while another thread's forward, of the other kind of sequence, is under way."""
+    cp, length = ContextParallel(), 13
+    x, full = _random(1, length, 8), _random(1, 6 * cp.cp_size, 8)
+    inputs = [cp.shard(x, pad=True), cp.shard(full)]
+    is_entered, is_done = threading.Event(), threading.Event()
+
+    def enter(y: Tensor) -> Tensor:
+        is_entered.set()
+        assert is_done.wait(30)
+        return y
+
+    def wait(y: Tensor) -> Tensor:
+        thread.start()
+        assert is_entered.wait(30)
+        return y
+
+    mine, other = inputs if padded else reversed(inputs)
+    model, beside = _Attends(wait, {}), _Attends(enter, {"is_causal": True})
+    for each in (model, beside):
+        ring_torch.replace_sdpa(each, cp)
+    thread = threading.Thread(target=beside, args=(other,))
+    try:
+        out = cp.unshard(model(mine), dim=2)
+    except ring_torch.UnsupportedError as error:
+        return str(error)
+    finally:
+        is_done.set()
+        thread.join()
+    q = full.unflatten(-1, (2, -1)).transpose(1, 2)
+    torch.testing.assert_close(out, scaled_dot_product_attention(q, q, q))
+    return "exact"
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_padding_of_another_thread_is_not_seen(pool: LocalRanks, padded: bool) -> None:
+    """Each forward knows the padding of its own thread: no refusal is missed, and none is wrong."""
+    for outcome in pool.run(_in_threads, padded):
+        assert ("the call would see the padding" if padded else "exact") in outcome

@@ -216,6 +216,43 @@ def other_place(_: int, again: str) -> None:
         model.zero_grad()
 
 
+def in_thread(function: Callable[[], None]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def elsewhere(_: int, again: str) -> None:
+    """Run the backward of a whole forward in another thread, and under compiled autograd."""
+    cp, model = pair("zigzag")
+    tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
+    with silent():
+        with cp.whole():
+            loss = model(tokens, again=again)
+        in_thread(loss.backward)
+    check(loss, model, expected(True, tokens))
+    x = numbers(1, T, 3).requires_grad_()
+    moved = functional.pad(x.sin(), (0, 0, 1, 0))[:, :-1].sin()
+    (want,) = torch.autograd.grad(moved.sum(), x)
+    with silent():
+        with cp.whole():
+            reentrant = again in ("reentrant", "nested re")
+            y = checkpoint(lambda x: cp.shift(x.sin(), 1).sin(), x, use_reentrant=reentrant).sum()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            if reentrant:  # its function is compiled, for the side that the backward is on
+                with pytest.raises(Exception, match="other side of whole"):
+                    y.backward()
+            else:
+                y.backward()
+                torch.testing.assert_close(x.grad, want)
+
+
+@pytest.mark.parametrize("again", CHECKPOINTS)
+def test_a_backward_elsewhere_follows_its_forward(pool: LocalRanks, again: str) -> None:
+    """Another thread, or the graph of a backward, has no history of blocks."""
+    pool.run(elsewhere, again)
+
+
 @pytest.mark.parametrize("again", CHECKPOINTS)
 def test_a_backward_follows_its_forward(pool: LocalRanks, again: str) -> None:
     pool.run(other_place, again)
@@ -237,18 +274,21 @@ def failed(_: int) -> None:
             raise RuntimeError("on purpose")
         return y.sin()
 
-    for good, bad in ((cp.whole, nullcontext), (nullcontext, cp.whole)):
+    for good, bad, reentrant in (
+        (cp.whole, nullcontext, False), (nullcontext, cp.whole, False), (nullcontext, cp.whole, True),
+    ):  # fmt: skip
         with bad():
-            failing = checkpoint(fails, cp.shard(other), use_reentrant=False).sum()
+            failing = checkpoint(fails, cp.shard(other), use_reentrant=reentrant).sum()
         with good():
-            loss = checkpoint(shifts, cp.shard(x), use_reentrant=False).sum()
+            loss = checkpoint(shifts, cp.shard(x), use_reentrant=reentrant).sum()
             is_whole = cp.cp_size == 1
         with pytest.raises(RuntimeError, match="on purpose"):
             failing.backward()
-        (grad,) = torch.autograd.grad(loss, x)
+        x.grad = torch.zeros_like(x)
+        loss.backward()
         if not is_whole:
-            dist.all_reduce(grad)
-        torch.testing.assert_close(grad, want)
+            dist.all_reduce(x.grad)
+        torch.testing.assert_close(x.grad, want)
 
 
 def test_a_backward_behind_a_failed_one_follows_its_own_forward(pool: LocalRanks) -> None:

@@ -135,6 +135,34 @@ torch.library.define("ring_tests_flash_attn::fwd", "(Tensor q, Tensor k, Tensor 
 torch.library.impl("ring_tests_flash_attn::fwd", "CompositeImplicitAutograd")(
     lambda q, k, v: functional.scaled_dot_product_attention(q, k, v)  # noqa: PLW0108 - looked up when called
 )
+
+
+def plainly_named(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v)
+
+
+@torch.library.custom_op("ring_tests::deep", mutates_args=())
+def deep_operator(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return plainly_named(q, k, v)
+
+
+@torch.library.custom_op("ring_tests::doubled", mutates_args=())
+def other_operator(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+other_operator.register_fake(torch.empty_like)
+other_operator.register_autograd(lambda _, grad: 2 * grad)
+
+
+def _registered(name: str, key: str, function: Any) -> Any:
+    """Return a call of an operator with a neutral name and a kernel in Python."""
+    torch.library.define(f"ring_tests_lib::{name}", "(Tensor q, Tensor k, Tensor v) -> Tensor")
+    torch.library.impl(f"ring_tests_lib::{name}", key)(function)
+    return getattr(torch.ops.ring_tests_lib, name)
+
+
+halves = _registered("e", "CompositeImplicitAutograd", lambda q, *_: q / 2)
 aten = torch.ops.aten
 UNSEEN, INSIDE = "whose attention Python does not see", "attends inside torch"
 
@@ -152,6 +180,19 @@ NAMES: dict[str, tuple[Any, str]] = {
     "an operator of one's own": (own_operator, UNSEEN),
     "an operator by a global name": (lambda *x: own_operator(*x), UNSEEN),  # noqa: PLW0108 - looked up when called
     "an operator by torch.ops": (lambda *x: torch.ops.ring_tests.mix(*x), UNSEEN),  # noqa: PLW0108 - looked up when called
+    "an operator whose kernel calls on": (lambda *x: torch.ops.ring_tests.deep(*x), INSIDE),  # noqa: PLW0108 - looked up when called
+    "a library's": (_registered("a", "CompositeImplicitAutograd", plainly_named), INSIDE),
+    "a library's, explicit": (_registered("b", "CompositeExplicitAutograd", plainly_named), INSIDE),
+    "a library's, of a device": (_registered("c", "CPU", plainly_named), INSIDE),
+    "a library's that writes it out": (
+        _registered("d", "CompositeImplicitAutograd", lambda q, k, v: (q @ k.mT).softmax(-1) @ v),
+        "writes attention out",
+    ),
+    "beside operators of another thing": (
+        lambda q, k, v: functional.scaled_dot_product_attention(
+            torch.ops.ring_tests.doubled(q), k, halves(v, q, k)
+        ), EXACT,
+    ),
     "beside a script of another thing": (
         lambda q, k, v: functional.scaled_dot_product_attention(scripted_gelu(q), k, v), EXACT,
     ),

@@ -209,6 +209,25 @@ def test_sums_of_a_deep_copy_are_sums(pool: LocalRanks) -> None:
     pool.run(_refused_copy)
 
 
+def _refused_behind_others(rank: int) -> None:
+    step = Step(rank)
+    step.backward()
+    step.reduce()
+    torch.autograd.grad(step.loss(), list(step.model.parameters()))
+    _replace_by(step, "scaled")
+    with pytest.raises(ValueError, match="already"):
+        step.reduce()
+    step.model.zero_grad()
+    step.backward()
+    step.reduce()
+    step.check()
+
+
+def test_a_sum_that_is_replaced_behind_other_gradients_is_one(pool: LocalRanks) -> None:
+    """``torch.autograd.grad`` adds nothing, so what is put in the sum's place is compared."""
+    pool.run(_refused_behind_others)
+
+
 def _keep_elsewhere(step: Step, times: float, only: str = "") -> None:
     """Keep gradients in ``main_grad``, as libraries with fused or wide gradients do."""
     for name, weight in step.model.named_parameters():

@@ -466,11 +466,12 @@ class ContextParallel:
         Models of ``hf.parallelize`` and :func:`replace_sdpa` follow. Padding that the tensors have
         themselves is padding still, as ``seq_len`` says.
 
-        The block belongs to its thread, and blocks nest. In this thread backwards and
-        recomputations follow their forward, wherever they run. Compiled functions are compiled anew
-        for the block; a checkpoint may be refused that would compute one again by the other side's
-        graph. Under compiled autograd, and for hooks of parameters, as of
-        :meth:`reduce_each_gradient`, ``backward`` has to be called on the forward's side.
+        The block belongs to its thread, and blocks nest. Backwards and recomputations follow their
+        forward; in another thread, and under compiled autograd, those of checkpoints, saved-tensor
+        hooks and functions with a ``ctx``. Compiled functions are compiled anew for the block; a
+        checkpoint may be refused that would compute one again by the other side's graph. For hooks
+        of parameters, as of :meth:`reduce_each_gradient`, ``backward`` has to be called on the
+        forward's side.
 
         Raises:
             UnsupportedError: It begins inside of a function that ``torch.compile`` compiles, or in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +33,13 @@ _PADDED = "_ring_padded"  # attribute of a shard that was padded; see `padded_of
 UNSHARD_GRADS: tuple[str, ...] = get_args(UnshardGrad)
 
 
+class _Thread(threading.local):
+    """Lengths of a thread's padded sequences, by T_local, while a forward collects them."""
+
+    def __init__(self) -> None:
+        self.padded: dict[int, int] | None = None
+
+
 class Sharding:
     """Process group and layout that split sequences: ``ContextParallel`` without attention.
 
@@ -48,8 +56,7 @@ class Sharding:
         self.group = group
         self.layout = check_layout(layout)
         self._bound: Ranks | None = None
-        # While a forward collects them: of sequences sharded with padding, length by T_local.
-        self.padded: dict[int, int] | None = None
+        self.thread = _Thread()
         self._number = str(next(_NUMBERS))  # a text: the compiler takes other numbers for symbols
         if is_foreign(group):
             divisor_of(self.layout, len(self.members.ranks))
@@ -163,8 +170,8 @@ class Sharding:
         layout = self.layout_of(x.shape[dim], pad=pad)
         shard = _slice_of(x, dim, layout, self.ranks.rank, fill)
         if layout.padded_len > layout.seq_len:
-            if self.padded is not None:
-                self.padded[layout.local_len] = layout.seq_len
+            if self.thread.padded is not None:
+                self.thread.padded[layout.local_len] = layout.seq_len
             facts = dim % x.ndim, layout.local_len, layout.seq_len, self.ranks.size
             setattr(shard, _PADDED, facts)
         return shard

@@ -5,11 +5,13 @@ compute parts of a forward again there, maybe when the block has ended; what bel
 a block has to stay in it. So each thread keeps the numbers that autograd gives its nodes at the
 beginning and the end of its blocks: in a backward, the number of the node under way tells the
 forward that it is of. The history is in torch's thread-local state, which autograd's threads take
-over from the thread that calls ``backward``.
+over from the thread that calls ``backward``. Another thread, and a graph of a backward, have no
+such numbers: what checkpoints leave in autograd takes its blocks along.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -27,12 +29,15 @@ from torch._C import (  # torch has no public names for them
     _is_key_in_tls,
     _stash_obj_in_tls,
 )
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.variable import Variable
 from torch.overrides import TorchFunctionMode
 
 from ring_core import UnsupportedError
+from ring_torch.capture import untraced
 
 _KEY = "ring_torch.whole"
+_NOTED = "_ring_blocks"  # attribute of a node that takes blocks along
 _NO_BACKWARD = -1
 _LEAF = 1 << 63  # nodes that accumulate gradients are of no forward, and have numbers above it
 
@@ -79,10 +84,7 @@ class _History:
         if outermost is not None and outermost[0] != backward:
             return outermost[1]
         blocks = self._blocks[bisect_right(self._numbers, number) - 1]
-        if outermost is None:
-            life = _Backward()
-            Variable._execution_engine.queue_callback(life)  # noqa: SLF001 - no public way
-        self._backward = backward, blocks, ref(life) if outermost is None else outermost[2]
+        self._backward = backward, blocks, _until_end() if outermost is None else outermost[2]
         return blocks
 
 
@@ -91,6 +93,13 @@ class _Backward:
 
     def __call__(self) -> None:
         """Do nothing at the end of the backward."""
+
+
+def _until_end() -> ref[_Backward]:
+    """Return a reference to what lives as long as the backward under way, which may fail."""
+    life = _Backward()
+    Variable._execution_engine.queue_callback(life)  # noqa: SLF001 - no public way
+    return ref(life)
 
 
 _OWN = threading.local()  # holds the history of each thread
@@ -102,6 +111,9 @@ _SLOTS = 256
 
 def blocks() -> Blocks:
     """Return the global ranks that act alone, for each block that the code that runs is of."""
+    taken: Any = getattr(_OWN, "taken", None)
+    if taken is not None and (taken[1] is None or taken[1]() is not None):
+        return cast("Blocks", taken[0])
     if not _is_key_in_tls(_KEY):
         return ()
     return _HISTORIES[_get_obj_in_tls(_KEY)].now()
@@ -121,7 +133,8 @@ def check_trace() -> None:
     Raises:
         UnsupportedError: The forward was on the other side of a block.
     """
-    if _is_key_in_tls(_KEY) and blocks() != _HISTORIES[_get_obj_in_tls(_KEY)].current:
+    current = _HISTORIES[_get_obj_in_tls(_KEY)].current if _is_key_in_tls(_KEY) else ()
+    if blocks() != current:
         raise UnsupportedError(_OTHER_SIDE)
 
 
@@ -145,7 +158,56 @@ def check_graph(members: tuple[int, ...], *, is_whole: bool) -> None:
 
 def acts_alone(members: tuple[int, ...]) -> bool:
     """Return True if these global ranks act alone in the code that runs."""
-    return any(alone.issuperset(members) for alone in blocks())
+    current = blocks()
+    if current and _current_graph_task_id() == _NO_BACKWARD:
+        _take_along(current)
+    return any(alone.issuperset(members) for alone in current)
+
+
+def _take_along(current: Blocks) -> None:
+    """Let what may compute this code again in a backward do it in these blocks, in any thread."""
+    hooks: Any = _autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001 - no public way
+    taken = hooks[1] if hooks and isinstance(hooks[1], _Unpack) else _Unpack(hooks and hooks[1], ())
+    if hooks and taken.blocks != current:
+        unpack = _Unpack(taken.function, current) if current else taken.function
+        _autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001
+        _autograd._push_saved_tensors_default_hooks(hooks[0], unpack)  # noqa: SLF001
+    frame = inspect.currentframe() if current else None
+    while frame is not None:
+        name = (*frame.f_code.co_varnames, "")[0]
+        node: Any = frame.f_locals.get(name) if "forward" in frame.f_code.co_name else None
+        if isinstance(node, BackwardCFunction) and not hasattr(node, _NOTED):
+            setattr(node, _NOTED, True)
+            node.register_prehook(lambda _: _enter(current, in_backward=True))
+            node.register_hook(lambda *_: _leave())
+        frame = frame.f_back
+
+
+@untraced
+def _enter(blocks: Blocks, *, in_backward: bool) -> None:
+    """Go on in the blocks of a forward, of which a part is computed again in this thread."""
+    _OWN.taken = blocks, _until_end() if in_backward else None, getattr(_OWN, "taken", None)
+
+
+@untraced
+def _leave() -> None:
+    """Go back to the blocks before."""
+    _OWN.taken = _OWN.taken[-1]
+
+
+class _Unpack:
+    """A function that unpacks a saved tensor, and maybe computes it again, in its own blocks."""
+
+    def __init__(self, function: Any, blocks: Blocks) -> None:
+        self.function, self.blocks = function, blocks
+
+    @untraced
+    def __call__(self, packed: Any) -> Any:
+        _enter(self.blocks, in_backward=False)
+        try:
+            return self.function(packed)
+        finally:
+            _leave()
 
 
 def _own_history() -> _History:
@@ -179,6 +241,7 @@ def acting_alone(members: tuple[int, ...]) -> Iterator[None]:
             yield
     finally:
         history.enter(before)
+        _take_along(before)  # hooks may go on behind the block
 
 
 class _Mode(TorchFunctionMode):

@@ -9,6 +9,9 @@ Two hooks on each parameter detect additions. The first runs before a gradient i
 a sum can still be told from zeros. The second runs after, and only if a gradient was really
 accumulated, which ``torch.autograd.grad`` does not do. They stay on the parameter, and hold no
 tensor.
+
+Not known are clones that a program gives to a copy of the parameter; and to a backward, sums that
+were scaled into new tensors behind ``torch.autograd.grad``, which may be its gradients.
 """
 
 from __future__ import annotations
@@ -152,8 +155,9 @@ class Guard:
         self.name, self.sums = name, NO_SUMS
         self._weight = TensorWeakRef(weight)
         self._beside = [self]  # guards of the parameters that were summed in the same call
-        self._backwards = 0  # how often a gradient of the parameter was computed
-        self._when = (0, 0)  # count of backwards and version of the parameter at the last sum
+        self._computed = 0  # how often a gradient of the parameter was computed ...
+        self._accumulated = 0  # ... and how often it was added to the parameter's
+        self._when = (0, 0, 0)  # both counts, and the version of the parameter, at the last sum
         self._is_held = False  # the gradient was a sum before the accumulation under way
         weight.register_hook(self.before)
         weight.register_post_accumulate_grad_hook(self.after)
@@ -161,14 +165,14 @@ class Guard:
     def watch(self, weight: nn.Parameter, sums: Sums, beside: list[Guard]) -> None:
         """Remember that the gradient was just summed, beside other gradients."""
         self.sums, self._beside = sums, beside
-        self._when = self._backwards, _version(weight)
+        self._when = self._computed, self._accumulated, _version(weight)
         _mark(weight.grad, sums)
 
     def sums_in_any_tensor(self, weight: nn.Parameter, *, later_steps: bool) -> Sums:
         """Return the sums that the gradient holds whatever tensor it is; see :func:`sums_of`."""
-        backwards, version = self._when
-        is_same = self._backwards == backwards and (later_steps or _version(weight) == version)
-        return self.sums if is_same else NO_SUMS
+        computed, accumulated, version = self._when
+        is_same = self._accumulated == accumulated and _version(weight) == version
+        return self.sums if (self._computed == computed if later_steps else is_same) else NO_SUMS
 
     @unserializable
     def before(self, _: Tensor) -> None:
@@ -184,7 +188,7 @@ class Guard:
                 _mark(weight.grad, sums[weight])
         if not self._is_held and not is_capturing():
             self.sums = NO_SUMS
-        self._backwards += 1
+        self._computed += 1
 
     @unserializable
     def after(self, weight: Tensor) -> None:
@@ -192,6 +196,7 @@ class Guard:
 
         Under ``create_graph`` the total is a new tensor, which requires a gradient.
         """
+        self._accumulated += 1
         is_held, self._is_held = self._is_held, False
         gradient = weight.grad
         if (

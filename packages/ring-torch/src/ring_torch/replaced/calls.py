@@ -99,8 +99,8 @@ class Replacement:
     @contextmanager
     def collecting_padding(self, *inputs: Any) -> Iterator[None]:
         """Collect, within a root forward, which of its sequences are padded: given or sharded."""
-        before = self.sharding.padded
-        self.sharding.padded = {
+        before = self.sharding.thread.padded
+        self.sharding.thread.padded = {
             padded[1]: padded[2]
             for x in tree_leaves(inputs)
             if isinstance(x, Tensor) and (padded := padded_of(x, self.ranks)) is not None
@@ -108,7 +108,7 @@ class Replacement:
         try:
             yield
         finally:
-            self.sharding.padded = before
+            self.sharding.thread.padded = before
 
     @property
     def computes(self) -> Literal["shards", "whole", "off"]:
@@ -279,7 +279,7 @@ def _refuse_padding(state: Replacement, call: _Call) -> None:
         UnsupportedError: Its keys are as many as those of such a sequence on this rank.
     """
     keys = call.key.shape[2]
-    if (length := (state.sharding.padded or {}).get(keys)) is not None:
+    if (length := (state.sharding.thread.padded or {}).get(keys)) is not None:
         _refuse(call.module, f"{keys} keys of this rank, of a sequence of {length} tokens that shard(pad=True) padded to "
                 f"{keys * state.ranks}: the call would see the padding. Set the handle's documents = (0, "
                 f"{length}), or give attn_mask [B, 1, 1, T_local], false for padding; if a rank's tokens "

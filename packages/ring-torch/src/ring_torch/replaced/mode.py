@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction  # torch has no public name for it, nor for this
 from torch._dynamo.eval_frame import skip_code
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ring_core import UnsupportedError
@@ -29,12 +29,13 @@ class RingMode(TorchFunctionMode):
     """Mode in which SDPA is that of a scope; all other functions are called as they are.
 
     Those that attend inside torch are refused where tokens are split. The functions that a
-    higher-order operator is given (checkpoints, ``cond`` and loops in graphs) run in the mode.
+    higher-order operator is given (checkpoints, ``cond`` and loops in graphs) run in the mode, and
+    so does the kernel of an ``operator``, whose own backward would not attend over the ring.
     """
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope, operator: str = "") -> None:
         super().__init__()
-        self.scope = scope
+        self.scope, self.operator = scope, operator
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -60,7 +61,13 @@ class RingMode(TorchFunctionMode):
         if kind is None or (not is_traced and _is_called_by_ring()):
             if func is Tensor.unflatten:  # whose super() the compiler of torch 2.11 does not trace
                 func = torch.unflatten
+            is_operator = isinstance(func, OpOverload | OpOverloadPacket) and not types
+            is_unseen = is_operator and self.scope.is_split
+            if is_unseen and not (is_traced and names.may_stay_in_graph(func)):
+                func = functools.partial(_call_operator, self.scope, func)
             return func(*args, **kwargs)
+        if self.operator and kind in ("seen", "hidden"):
+            _refuse(self.operator)
         if kind == "seen":
             _check_causal_mask(*args, **kwargs)
             attend = scaled_dot_product_attention if is_traced else _attend_eagerly
@@ -78,11 +85,7 @@ class RingMode(TorchFunctionMode):
         if text.startswith("ring_torch."):  # in a graph; the caller uses Ring by itself
             self.scope.state.watch.call(0, 0, on_ring=False)
         elif self.scope.is_split:
-            raise UnsupportedError(
-                f"replace_sdpa: {getattr(func, '__name__', text)} attends inside torch, to this rank's keys alone. "
-                f"Call scaled_dot_product_attention or a torch.nn.MultiheadAttention; if these tokens are "
-                f"meant to attend within the rank, name the module in local="
-            )
+            _refuse(getattr(func, "__name__", text))
         with DisableTorchFunction():  # else other modes of ours refuse it
             return func(*args, **kwargs)
 
@@ -94,6 +97,17 @@ class RingMode(TorchFunctionMode):
             pass
         args = [_in_mode(scope, x) if _is_function(x) else x for x in args]
         return operator(*args, **kwargs)
+
+
+@untraced
+def _call_operator(scope: Scope, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator whose name says nothing; refuses attention that a kernel in Python calls."""
+    if isinstance(func, OpOverloadPacket):
+        overload = torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs)  # noqa: SLF001
+        func = getattr(func, overload or "default")
+    # Called by its name it would leave all modes for as long as its kernel runs.
+    with RingMode(scope, str(func)):
+        return torch._C._dispatch_call_boxed(func._handle, *args, **kwargs)  # noqa: SLF001
 
 
 # A call that a graph has left to eager code is to stay there: its origin is looked at each time.
@@ -137,9 +151,18 @@ def current_mode() -> RingMode | None:
     """Return the innermost mode of ours in this thread."""
     # Other libraries' modes may lie between: ours is the last that was entered.
     for mode in reversed(_get_current_function_mode_stack()):
-        if isinstance(mode, RingMode):
+        if isinstance(mode, RingMode) and not mode.operator:
             return mode
     return None
+
+
+def _refuse(function: str) -> Never:
+    """Raise an UnsupportedError that names a function that attends."""
+    raise UnsupportedError(
+        f"replace_sdpa: {function} attends inside torch, to this rank's keys alone. "
+        f"Call scaled_dot_product_attention or a torch.nn.MultiheadAttention; if these tokens are "
+        f"meant to attend within the rank, name the module in local="
+    )
 
 
 def _check_causal_mask(

@@ -12,8 +12,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.attention.varlen
 from torch import Tensor, nn
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.library import _impls
 
 from ring_torch.capture import constant_in_graphs
 
@@ -75,6 +77,27 @@ def kind_of(function: Any) -> Kind | None:
     return kind
 
 
+#: Namespaces of torch's own operators, of those that have kernels in Python.
+_OF_TORCH = {"aten", "prims", "c10d", "_c10d_functional", "quantized", "onednn", "fsdp"}
+
+
+@constant_in_graphs
+def may_stay_in_graph(operator: OpOverload | OpOverloadPacket) -> bool:
+    """Return False for an operator that a graph that is traced has to leave to eager code.
+
+    There a mode sees what a kernel in Python calls. Of ``custom_op`` the kernel's code is looked
+    at; where none can be, a graph that may not break keeps the operator.
+    """
+    name = "::".join(str(operator).split(".")[:2])
+    if (made := OPDEFS.get(name)) is not None:
+        kernel = made._init_fn  # noqa: SLF001 - torch has no public name for it
+        code = _all_named_by([kernel], kernel.__module__.partition(".")[0])
+        return not any(map(_calls_attention, code))
+    kernels = {x.rpartition("/")[2] for x in _impls if x.startswith(name.replace("::", "/") + "/")}
+    is_seen = name.split("::")[0] in _OF_TORCH or kernels <= {"Meta"}
+    return is_seen or InstructionTranslator.current_tx().one_graph
+
+
 def hiding_object(module: nn.Module) -> str | None:
     """Return the name of what the module's code calls where Python does not see attention.
 
@@ -86,17 +109,22 @@ def hiding_object(module: nn.Module) -> str | None:
     """
     package = type(module).__module__.partition(".")[0]
     bases = [x for x in type(module).__mro__ if not x.__module__.startswith("torch.")]
-    pending = [type(module).forward, *(x for base in (*bases, module) for x in vars(base).values())]
+    held = [type(module).forward, *(x for base in (*bases, module) for x in vars(base).values())]
+    for value in _all_named_by(held, package):
+        if _hides_attention(value):
+            return getattr(value, "__name__", None) or getattr(value, "name", type(value).__name__)
+    return None
+
+
+def _all_named_by(pending: list[Any], package: str) -> Iterator[Any]:
+    """Yield values, and what :func:`_named_by` returns for them, and so on."""
     seen: dict[int, Any] = {}
     while pending:
         value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
-        if _hides_attention(value):
-            return getattr(value, "__name__", None) or getattr(value, "name", type(value).__name__)
-        pending += _named_by(value, package)
-    return None
+        if id(value) not in seen:
+            seen[id(value)] = value
+            yield value
+            pending += _named_by(value, package)
 
 
 def _hides_attention(value: Any) -> bool:
@@ -110,10 +138,14 @@ def _hides_attention(value: Any) -> bool:
         graph = str(value.inlined_graph)
         products = re.findall(r"aten::(?:matmul|bmm|baddbmm|einsum)\b", graph)
         return "scaled_dot_product" in graph or ("softmax" in graph and len(products) > 1)
-    if isinstance(value, CustomOpDef):
-        names = _names_in(value._init_fn.__code__)  # noqa: SLF001 - torch has no public name for it
-        return "scaled_dot_product_attention" in names
-    return False
+    return isinstance(value, CustomOpDef) and _calls_attention(value._init_fn)  # noqa: SLF001 - torch has no public name for it
+
+
+def _calls_attention(value: Any) -> bool:
+    """Return True for torch's SDPA, or a function whose code names it."""
+    if isinstance(value, types.FunctionType):
+        return "scaled_dot_product_attention" in _names_in(value.__code__)
+    return isinstance(value, types.BuiltinFunctionType) and kind_of(value) == "seen"
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
