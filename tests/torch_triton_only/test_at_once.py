@@ -34,7 +34,6 @@ from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.prepare import _prepare
 from ring_torch.strategies.gather import GATHER
 from ring_torch.transports import (
-    copy_engine,
     exchange_kernel as kernels,
     exchange_tables,
     kept_launches,
@@ -102,7 +101,7 @@ def on_a_rank(
         if captured is not None:  # by blocks; in a graph, copies run at once, row by row
             patched.setattr(one_kernel, "comes_in_parts", lambda *_: True)
             patched.setattr(one_kernel, "is_capturing", lambda: captured)
-            patched.setattr(copy_engine, "_cuda", lambda: None)
+            patched.setattr(peer_copies, "_cuda", lambda: None)
             patched.setattr(one_kernel.ExchangeState, "side_streams", lambda _, n: [Now()] * n)
             patched.setattr(torch.cuda, "current_stream", Now)
             patched.setattr(torch.cuda, "stream", lambda _: nullcontext())

@@ -40,9 +40,9 @@ from ring_torch.transports.api import (
     requests_to,
     sent_spans,
 )
-from ring_torch.transports.copy_engine import comes_in_parts, copy
 from ring_torch.transports.exchange_kernel import KeyExchange
 from ring_torch.transports.kept_launches import KeptLaunches
+from ring_torch.transports.peer_copies import comes_in_parts, copy
 from ring_torch.transports.symm_buffer import SymmetricMemory
 
 _HEADER_BYTES = 1024  # enough for MOST_RANKS
