@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from ring_torch.capture import is_capturing
-from ring_torch.launches.direct import has_launch_hooks
+from ring_torch.launches.direct import PreparedLaunch, has_launch_hooks
 
 _MOST = 1024  # tables, and launches
 
@@ -22,10 +21,10 @@ class KeptLaunches:
     """
 
     _tables: dict[object, torch.Tensor] = field(default_factory=dict)
-    _launches: dict[object, Any] = field(default_factory=dict)
+    _launches: dict[object, PreparedLaunch] = field(default_factory=dict)
     _in_graphs: dict[int, object] = field(default_factory=dict)  # what captured graphs read, by id
 
-    def begin_pass(self, setup: object, *, is_counted: bool) -> Mapping[object, Any]:
+    def begin_pass(self, setup: object, *, is_counted: bool) -> Mapping[object, PreparedLaunch]:
         """Return the launches that a pass with this setup may repeat, by their keys.
 
         A pass that is captured or whose bytes are counted has more to do, and repeats none. If
@@ -44,7 +43,7 @@ class KeptLaunches:
         self._tables.clear()
         self._launches.clear()
 
-    def keep(self, key: object, launch: object) -> None:
+    def keep(self, key: object, launch: PreparedLaunch | None) -> None:
         """Keep a launch for later passes with the same key, unless it is ``None``."""
         if launch is None:
             return

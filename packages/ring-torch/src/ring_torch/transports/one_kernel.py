@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,8 +26,9 @@ from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
 from ring_torch.launches.cache import tensors_key
+from ring_torch.launches.direct import PreparedLaunch
 from ring_torch.records import Inputs
-from ring_torch.transports import exchange_kernel, exchange_tables as tables, head_kernel
+from ring_torch.transports import exchange_kernel, exchange_tables as tables
 from ring_torch.transports.api import (
     IndexMap,
     PendingGrads,
@@ -40,9 +41,19 @@ from ring_torch.transports.api import (
     requests_to,
     sent_spans,
 )
-from ring_torch.transports.exchange_kernel import KeyExchange
+from ring_torch.transports.exchange_kernel import (
+    DIGEST,
+    ORDERS,
+    RESULTS,
+    SOURCES,
+    TARGET,
+    TOTAL,
+    ExchangeSetup,
+    K,
+    V,
+)
 from ring_torch.transports.kept_launches import KeptLaunches
-from ring_torch.transports.peer_copies import comes_in_parts, copy
+from ring_torch.transports.peer_copies import MOST_RANKS, comes_in_parts, copy
 from ring_torch.transports.symm_buffer import SymmetricMemory
 
 _HEADER_BYTES = 1024  # enough for MOST_RANKS
@@ -57,12 +68,12 @@ class ExchangeState:
     """Symmetric memory of a group for exchanges by one kernel, and what is kept for later ones."""
 
     memory: SymmetricMemory
-    _setup: exchange_kernel.ExchangeSetup | None = None
+    _setup: ExchangeSetup | None = None
     _stream: torch.cuda.Stream | None = None  # stream of the last pass outside of CUDA graphs
     _side_streams: list[torch.cuda.Stream] = field(default_factory=list)
     kept: KeptLaunches = field(default_factory=KeptLaunches)
 
-    def begin_pass(self, size: int) -> tuple[exchange_kernel.ExchangeSetup, Mapping[object, Any]]:
+    def begin_pass(self, size: int) -> tuple[ExchangeSetup, Mapping[object, PreparedLaunch]]:
         """Ensure ``size`` bytes of data, and let this pass follow the last one.
 
         All ranks call it with equal sizes. New memory makes all tables void, which hold addresses.
@@ -94,16 +105,16 @@ class ExchangeState:
             self._side_streams.append(torch.cuda.Stream())
         return self._side_streams[:number]
 
-    def _new_setup(self) -> exchange_kernel.ExchangeSetup:
+    def _new_setup(self) -> ExchangeSetup:
         """Make the setup of this rank in new memory, whose first exchange has number 1."""
         headers, ranks = self.memory.headers(), self.memory.ranks
-        assert ranks.size <= exchange_kernel.MOST_RANKS
+        assert ranks.size <= MOST_RANKS
         device = headers[ranks.rank].device
         headers[ranks.rank][_FIRST] = 1
         addresses = [x.data_ptr() for x in headers]
         patience = timeout_of(not_none(ranks.group), device) // timedelta(microseconds=1)
         header_addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
-        return exchange_kernel.ExchangeSetup(
+        return ExchangeSetup(
             header_addresses,
             addresses[ranks.rank],
             ranks.rank,
@@ -151,8 +162,10 @@ class OneKernel(NamedTuple):
 
     spec: SessionSpec
     state: ExchangeState
-    setup: exchange_kernel.ExchangeSetup
-    launches: Mapping[object, Any]  # prepared ones by key; empty if this pass must not repeat any
+    setup: ExchangeSetup
+    launches: Mapping[
+        object, PreparedLaunch
+    ]  # prepared ones by key; empty if this pass must not repeat any
     digest: int  # identifies this pass of this call
 
     @classmethod
@@ -176,7 +189,8 @@ class OneKernel(NamedTuple):
         # waits until all ranks have written, and reads. The host waits for nothing.
         key, kept = (gather, keys, spec.by_parts, tensors_key(k, v)), self.state.kept
         if (exchange := self.launches.get(key)) is not None:
-            exchange(self.digest, k, v, target)
+            tensors = {K: k.data_ptr(), V: v.data_ptr(), TARGET: target.data_ptr()}
+            exchange({DIGEST: self.digest, **tensors})
         else:
             from_peers = [fetch for fetch in gather.fetches if fetch.rank != self.setup.rank]
             own_k, own_v = (x if are_rows(x) else x.contiguous() for x in (k, v))
@@ -202,8 +216,8 @@ class OneKernel(NamedTuple):
         yield pending
 
     def _fetch_in_halves(
-        self, gather: GatherProgram, run: Callable[..., KeyExchange | None], target: torch.Tensor
-    ) -> tuple[KeyExchange | None, PendingKV]:
+        self, gather: GatherProgram, run: Callable[..., PreparedLaunch | None], target: torch.Tensor
+    ) -> tuple[PreparedLaunch | None, PendingKV]:
         """Fetch K/V; in a CUDA graph half of the heads beside the kernels of the others.
 
         Copy engines fetch that half, which take no multiprocessor. Each launch has a stream, so
@@ -291,7 +305,7 @@ class OneKernel(NamedTuple):
         starts = _starts(self.spec.plan, self.spec.ranks.rank, gather, index_map)
         key, kept = (gather, sums, length, starts, total.data_ptr() % 16), self.state.kept
         if (exchange := self.launches.get(key)) is not None:
-            exchange(self.digest, total)
+            exchange({DIGEST: self.digest, TOTAL: total.data_ptr()})
             return
         spans = sent_spans(self.spec.plan, self.spec.ranks.rank, like=gather)
         num_peers = max(self.spec.ranks.size - 1, 1)
@@ -362,8 +376,10 @@ class HeadTrade(HeadCarrier):
     """
 
     state: ExchangeState
-    setup: exchange_kernel.ExchangeSetup
-    launches: Mapping[object, Any]  # prepared ones by key; empty if this pass must not repeat any
+    setup: ExchangeSetup
+    launches: Mapping[
+        object, PreparedLaunch
+    ]  # prepared ones by key; empty if this pass must not repeat any
     digest: int  # identifies this pass of this call
 
     @classmethod
@@ -379,10 +395,19 @@ class HeadTrade(HeadCarrier):
         """Run the exchange in one kernel."""
         key = layout, splits_heads, tensors_key(*sources, *results, *orders)
         if (trade := self.launches.get(key)) is not None:
-            trade(self.digest, sources, results, orders)
+            tensors = (SOURCES, sources), (RESULTS, results), (ORDERS, orders)
+            trade(
+                {
+                    first + n: x.data_ptr()
+                    for first, group in tensors
+                    for n, x in enumerate(group)
+                    if x is not None
+                }
+                | {DIGEST: self.digest}
+            )
             return
         self.state.kept.keep_in_graph(orders)
-        trade = head_kernel.trade_heads(
+        trade = exchange_kernel.trade_heads(
             self.setup, self.state.memory.header, self.digest, layout, sources, results, orders,
             splits_heads=splits_heads,
         )  # fmt: skip

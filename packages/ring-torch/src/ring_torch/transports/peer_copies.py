@@ -39,7 +39,9 @@ Event = torch.cuda.Event
 Stream = torch.cuda.Stream
 Done = tuple[Stream, Event]  # the stream of a copy, and an event recorded behind it
 
-MOST_RANKS = 32  # most ranks that exchange in one kernel: what `exchange_kernel` can signal to
+MOST_RANKS = (
+    32  # most ranks that exchange in one kernel: a power of two, as it signals to all at once
+)
 _MOST_BYTES = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
 #: Least mean bytes of a copy for which it pays to fetch half of the heads by copies: twelve of them
 #: hide behind half of the launches of 8k causal tokens on four H200s.
