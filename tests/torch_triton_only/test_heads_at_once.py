@@ -66,8 +66,8 @@ def on_a_rank(
         ranks: Ranks, number: int, seed: int, signature: CallSignature, device: Any, size: int
     ) -> HeadCarrier:
         agree(ranks, number, seed, signature, device)
-        trade = HeadTrade.of(ranks, signature.as_int64(number, seed), size)
-        return replace(trade, digest=trade.digest + (rank if wrong == "digest" else 0))
+        digest = signature.as_int64(number, seed) + (rank if wrong == "digest" else 0)
+        return HeadTrade(one_kernel.exchange_state_of(ranks).begin_pass(size, digest))
 
     trade_heads = exchange_kernel.trade_heads
 

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -251,22 +250,6 @@ def requests_to(
 def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
     """Return the union of the fetches' source spans, ascending; touching spans are joined."""
     return [slice(*x) for x in union(Interval(y.source.start, y.source.stop) for y in fetches)]
-
-
-@lru_cache(maxsize=256)
-def sent_spans(plan: Plan, rank: int, *, like: GatherProgram) -> tuple[slice, ...]:
-    """Return the spans of a rank's keys that peers fetch, cut at all edges of fetches.
-
-    So each fetch covers a span wholly or not at all. ``like`` is this rank's program, see
-    :func:`requests_to`.
-    """
-    fetches = [fetch for _, fetch in requests_to(plan, rank, like=like)]
-    edges = sorted({edge for fetch in fetches for edge in (fetch.source.start, fetch.source.stop)})
-    return tuple(
-        slice(a, b)
-        for a, b in pairwise(edges)
-        if any(fetch.source.start <= a and b <= fetch.source.stop for fetch in fetches)
-    )
 
 
 def some_fetches(gather: GatherProgram, before_last_item: bool | None) -> list[Fetch]:

@@ -72,6 +72,9 @@ class Blocks(NamedTuple):
     stride: int  # words from token to token
 
 
+WHOLE = Blocks(1, CHUNK // 8, 0)  # whole tokens, contiguous: together they count as one
+
+
 def exchange_keys(
     setup: ExchangeSetup,
     digest: int,
@@ -81,7 +84,7 @@ def exchange_keys(
     places: Tensor,
     target: Tensor,
     table: Tensor,
-    blocks: Blocks | None = None,
+    blocks: Blocks = WHOLE,
     *,
     ends: bool = True,
 ) -> PreparedLaunch | None:
@@ -96,10 +99,10 @@ def exchange_keys(
         places: int64 ``[n, 1]``: the token of ``target`` to which each own token goes, or -1.
         target: The buffer to fill, ``[B, T, K * (D + Dv)]``, contiguous, at an address that is a
             multiple of 16.
-        table: int64 ``[chunks, 3]``: the address of a piece, its offset in ``target`` and its
-            length, in bytes, each a multiple of 16; at most :data:`CHUNK` long. With ``blocks``
-            int64 ``[blocks, 4]``: address and offset of a block, its tokens, and bytes of each.
-        blocks: The shape of blocks, if the table is of blocks.
+        table: int64 ``[blocks, 4]``: the address of a block, its offset in ``target``, its tokens,
+            and bytes of each; bytes are multiples of 16. :data:`WHOLE` tokens count as one, of at
+            most :data:`CHUNK` bytes.
+        blocks: The shape of blocks.
         ends: With False :func:`finish_reading` ends the exchange: until then this rank may read
             more of what peers wrote.
 
@@ -118,8 +121,7 @@ def exchange_keys(
     )  # fmt: skip
     constants = {
         "K": widths[0], "V": widths[1], "SIZE": size, "ROWS": max(1, _MOVED // size),
-        "TOKENS": blocks.tokens if blocks else 1, "WORDS": blocks.words if blocks else CHUNK // 8,
-        "STRIDE": blocks.stride if blocks else 0, **_OPTIONS,
+        "TOKENS": blocks.tokens, "WORDS": blocks.words, "STRIDE": blocks.stride, **_OPTIONS,
     }  # fmt: skip
     return _exchange_keys.launch((setup.programs,), *arguments, **constants)
 
@@ -208,19 +210,6 @@ def trade_heads(
         "HEADER": header, "SPLITS_HEADS": splits_heads, **_OPTIONS, "num_warps": 8,
     }  # fmt: skip
     return _trade_heads.launch((setup.head_programs,), *arguments, **constants)
-
-
-def interleaved(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:
-    """Return the rows of several lists in one, evenly interleaved.
-
-    Programs take rows in turns: those that run at the same time then read from all ranks.
-    """
-    keyed = [
-        ((n + 0.5) / len(list_rows), list_number, row)
-        for list_number, list_rows in enumerate(rows)
-        for n, row in enumerate(list_rows)
-    ]
-    return [row for *_, row in sorted(keyed)]
 
 
 @triton.jit
@@ -354,16 +343,15 @@ def _exchange_keys(
     # From here on all parts are there to be read, and none is overwritten before this rank has
     # signalled that it has finished reading.
     signal_and_await(headers, header, digest, rank, ranks, number, patience)
-    # Copy pieces in words of 8 bytes; programs that run at once read from different ranks. A piece
-    # is contiguous, or a block of TOKENS tokens that lie STRIDE words apart.
-    width: tl.constexpr = 3 if STRIDE == 0 else 4
+    # Copy blocks in words of 8 bytes; programs that run at once read from different ranks. A block
+    # is contiguous, or of TOKENS tokens that lie STRIDE words apart.
     memory = target.to(tl.pointer_type(tl.uint8))
     token, word = tl.arange(0, TOKENS)[:, None], tl.arange(0, WORDS)[None, :]
     for chunk in range(tl.program_id(0), chunks, programs):
-        table_row = table + width * chunk
+        table_row = table + 4 * chunk
         source = tl.multiple_of(tl.load(table_row).to(tl.pointer_type(tl.int64)), 16)
         dst = tl.multiple_of((memory + tl.load(table_row + 1)).to(tl.pointer_type(tl.int64)), 16)
-        inside = word < tl.multiple_of(tl.load(table_row + width - 1) // 8, 2)
+        inside = word < tl.multiple_of(tl.load(table_row + 3) // 8, 2)
         if STRIDE > 0:
             inside &= token < tl.load(table_row + 2)
         index = token * STRIDE + word

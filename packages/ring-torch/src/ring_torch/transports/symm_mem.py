@@ -43,9 +43,10 @@ def _open(spec: SessionSpec) -> GatherSession:
     digest = signature.as_int64(spec.number, spec.seed)
     splits = gather.own and gather.splits  # only own keys in the buffer can be left out of it
     if peer_copies.fits_one_kernel(spec.plan, keys, spec.groups, splits, gather.tile):
-        from ring_torch.transports.one_kernel import OneKernel
+        from ring_torch.transports.one_kernel import OneKernel, exchange_state_of
 
-        return OneKernel.of(spec, grad_bytes, digest)
+        size = keys.message.size + grad_bytes
+        return OneKernel(spec, exchange_state_of(ranks).begin_pass(size, digest))
     buffer = symm_buffer.symm_buffer_of(ranks)
     buffer.reserve(spec.groups * (keys.message.size + grad_bytes))
     return peer_copies.PeerCopies(spec, buffer, grad_bytes, digest)
@@ -59,11 +60,12 @@ def _open_heads(
     Ranks compare calls as in :func:`_open`. Arguments are those of
     :class:`ring_torch.transports.api.HeadOpener`.
     """
-    from ring_torch.transports.one_kernel import HeadTrade
+    from ring_torch.transports.one_kernel import HeadTrade, exchange_state_of
 
     if not has_agreed(ranks, signature):
         agree(ranks, number, seed, signature, device)
-    return HeadTrade.of(ranks, signature.as_int64(number, seed), size)
+    digest = signature.as_int64(number, seed)
+    return HeadTrade(exchange_state_of(ranks).begin_pass(size, digest))
 
 
 def _head_refusals(ranks: Ranks) -> Refusals:
