@@ -13,7 +13,6 @@ import torch
 
 from ring_core import GatherProgram, Plan, gather_program
 from ring_core.programs.gather import Fetch, moved_keys
-from ring_core.programs.intervals import Interval, union
 from ring_torch.buffers import HeadCarrier, KeyGradBuffer, KVPayload
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
@@ -247,11 +246,6 @@ def requests_to(
     )
 
 
-def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
-    """Return the union of the fetches' source spans, ascending; touching spans are joined."""
-    return [slice(*x) for x in union(Interval(y.source.start, y.source.stop) for y in fetches)]
-
-
 def some_fetches(gather: GatherProgram, before_last_item: bool | None) -> list[Fetch]:
     """Return the program's fetches, all or a part of them.
 
@@ -272,12 +266,7 @@ def put_key_grads(
     """Write, or add, dK/dV of a span of tokens in flat sums by token, of ``length`` tokens."""
     assert not sums.head_major
     (packed,) = sums.strided_views(flat, length, span)
-    if flat.is_cuda and has_triton():
-        from ring_torch.memory_ops import pack_kv_on_gpu
-
-        pack_kv_on_gpu(dk, dv, packed, add=add)
-    else:
-        _put(sums.keys, dk, dv, packed, add=add)
+    sums.keys.write(dk, dv, packed, add=add)
 
 
 def repeated_put(keys: KVPayload, device: torch.device, *, add: bool) -> Put:
@@ -289,14 +278,7 @@ def repeated_put(keys: KVPayload, device: torch.device, *, add: bool) -> Put:
         from ring_torch.memory_ops import repeated_pack
 
         return repeated_pack(add=add)
-    return partial(_put, keys, add=add)
-
-
-def _put(
-    keys: KVPayload, dk: torch.Tensor, dv: torch.Tensor, packed: torch.Tensor, *, add: bool
-) -> None:
-    for total, grad in zip(keys.split(packed), (dk, dv), strict=True):
-        total.add_(grad) if add else total.copy_(grad)
+    return partial(keys.write, add=add)
 
 
 def staging_for(sums: KeyGradBuffer, like: torch.Tensor, fetch: Fetch) -> list[torch.Tensor]:

@@ -131,8 +131,8 @@ def finish_reading(setup: ExchangeSetup, *, ends: bool = True) -> None:
 
     With ``ends`` False this does no more than load the kernel, which a CUDA graph cannot do.
     """
-    ranks = setup.headers.shape[0]
-    _finish_reading[(1,)](setup.headers, setup.header, setup.rank, ranks, int(ends), **_OPTIONS)
+    headers, header, rank, *_ = setup
+    _finish_reading[(1,)](headers, header, rank, headers.shape[0], int(ends), **_OPTIONS)
 
 
 def wait_reusable(setup: ExchangeSetup, sums: Tensor, *, zero: bool) -> PreparedLaunch | None:

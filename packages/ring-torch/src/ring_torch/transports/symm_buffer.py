@@ -64,35 +64,32 @@ class SymmetricMemory:
         if self._memory is not None and self._memory.numel() >= self.header + size:
             self._in_graphs = self._in_graphs or is_capturing()
             return False
-        with torch.inference_mode(mode=False):  # passes that train will write there
-            self._reserve_new(size)
-        return True
-
-    def _reserve_new(self, size: int) -> None:
-        """Replace the memory by a larger one. All ranks do so together, and the host waits."""
         import torch.distributed._symmetric_memory as symm_mem
 
-        # This rank's copies out of the peers' old memory have ended. After the barrier the peers'
-        # have, too, so nobody reads what is freed here.
-        torch.cuda.synchronize()
-        run_collective(self.ranks, lambda: dist.barrier(self.ranks.group, async_op=True))
-        if self._in_graphs:
-            self._kept.append((self._memory, self.handle))
-        self._views.clear()
-        self._memory, self.handle, self._in_graphs = None, None, False
-        device = torch.device("cuda", torch.cuda.current_device())
-        self._memory = symm_mem.empty(self.header + size, dtype=torch.uint8, device=device)
-        self._memory[: self.header].zero_()
-        torch.cuda.synchronize()  # it is zero before any peer writes there
-        with peer_errors(self.ranks.peers):
-            self.handle = symm_mem.rendezvous(self._memory, not_none(self.ranks.group))
+        # Replace the memory by a larger one. All ranks do so together, and the host waits. Passes
+        # that train will write there, so it is no inference tensor.
+        with torch.inference_mode(mode=False):
+            # This rank's copies out of the peers' old memory have ended. After the barrier the
+            # peers' have, too, so nobody reads what is freed here.
+            torch.cuda.synchronize()
+            run_collective(self.ranks, lambda: dist.barrier(self.ranks.group, async_op=True))
+            if self._in_graphs:
+                self._kept.append((self._memory, self.handle))
+            self._views.clear()
+            self._memory, self.handle, self._in_graphs = None, None, False
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._memory = symm_mem.empty(self.header + size, dtype=torch.uint8, device=device)
+            self._memory[: self.header].zero_()
+            torch.cuda.synchronize()  # it is zero before any peer writes there
+            with peer_errors(self.ranks.peers):
+                self.handle = symm_mem.rendezvous(self._memory, not_none(self.ranks.group))
+        return True
 
     def headers(self) -> list[torch.Tensor]:
         """Return a view of each rank's header, int64 ``[header / 8]``."""
-        num_words = self.header // torch.int64.itemsize
         with torch.inference_mode(mode=False):
             return [
-                self.handle.get_buffer(rank, (num_words,), torch.int64, 0)
+                self.handle.get_buffer(rank, (self.header // 8,), torch.int64, 0)
                 for rank in range(self.ranks.size)
             ]
 
@@ -147,7 +144,20 @@ class SymmBuffer:
         self.ranks, self.device = ranks, torch.cuda.current_device()
         gather = partial(gather_numbers, ranks, device=torch.device("cuda", self.device))
         locations = [DeviceLocation(*x) for x in gather(device_location(self.device))]
-        reaches = [int(_reaches(self.device, other, locations[ranks.rank])) for other in locations]
+        local = locations[ranks.rank]
+        visible = {device_location(n).gpu: n for n in range(torch.cuda.device_count())}
+        # False if torch says that this device cannot read another rank's GPU. On another host, on
+        # the same GPU, and for GPUs that this process does not see, it is True: the first two are
+        # refused for other reasons, and torch's own set-up finds out the last.
+        reaches = [
+            int(
+                other.host != local.host
+                or other.gpu == local.gpu
+                or other.gpu not in visible
+                or torch.cuda.can_device_access_peer(self.device, visible[other.gpu])
+            )
+            for other in locations
+        ]
         self.refusals = tuple(refusals(locations, gather(reaches)))
         # High priority: barriers and packing go ahead of kernels that wait for a multiprocessor.
         streams = [torch.cuda.Stream(priority=-1) for _ in range(3)]
@@ -155,9 +165,8 @@ class SymmBuffer:
         self.memory = SymmetricMemory(ranks, _HEADER_SIZE)
         self._patience = timeout_of(not_none(ranks.group), torch.device("cuda"))
         # Recorded when all ranks have read what the last pass needed; then it may be overwritten.
-        self._reusable_event: torch.cuda.Event | None = None
-        # Likewise, in the pass that is being captured.
-        self._captured_event: torch.cuda.Event | None = None
+        # Under True that of the pass that is being captured, under False of the last one outside.
+        self._reusable_events: dict[bool, torch.cuda.Event] = {}
         self._headers: list[torch.Tensor] = []
 
     def reserve(self, size: int) -> None:
@@ -206,11 +215,7 @@ class SymmBuffer:
         torch.cuda.set_stream(self.stream)
         for event in after:
             self.stream.wait_event(event)
-        self._barrier()
-        if is_capturing():
-            self._captured_event = self.stream.record_event()
-        else:
-            self._reusable_event = self.stream.record_event()
+        self._reusable_events[is_capturing()] = self.barrier()
 
     def _barrier(self) -> None:
         """Queue a barrier of all ranks on the current stream."""
@@ -224,17 +229,17 @@ class SymmBuffer:
 
         A CUDA graph may be captured only if all streams that it forked are joined again.
         """
-        if self._captured_event is not None and is_capturing():
-            stream.wait_event(self._captured_event)
+        if True in self._reusable_events and is_capturing():
+            stream.wait_event(self._reusable_events[True])
 
     def wait_reusable(self) -> None:
         """Let the current stream wait until all ranks have read what earlier passes wrote here."""
         # A captured pass cannot wait for an event from outside of its graph: all ranks meet anew.
         if is_capturing():
             self._barrier()
-            self._captured_event = None
-        elif self._reusable_event is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._reusable_event)
+            self._reusable_events.pop(True, None)
+        elif False in self._reusable_events:
+            torch.cuda.current_stream(self.device).wait_event(self._reusable_events[False])
 
 
 @contextmanager
@@ -260,15 +265,11 @@ class DeviceLocation(NamedTuple):
 def device_location(device: int) -> DeviceLocation:
     """Return the location of a CUDA device of this process."""
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return DeviceLocation(_number(_host()), _number(gpu), device)
-
-
-def _host() -> str:
-    """Return an id of this host: that of its boot, or its name where there is none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    try:  # an id of this host: that of its boot, or its name where there is none
+        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return socket.gethostname()
+        host = socket.gethostname()
+    return DeviceLocation(_number(host), _number(gpu), device)
 
 
 def _number(name: str) -> int:
@@ -288,18 +289,6 @@ def gather_numbers(ranks: Ranks, numbers: Sequence[int], device: torch.device) -
     run_collective(ranks, lambda: dist.all_gather(by_rank, local, group=ranks.group, async_op=True))
     rows: list[list[int]] = torch.stack(by_rank).tolist()
     return rows
-
-
-def _reaches(device: int, other: DeviceLocation, local: DeviceLocation) -> bool:
-    """Return False if torch says that a device of this process cannot read another rank's GPU.
-
-    On another host, on the same GPU, and for GPUs that this process does not see, it returns True:
-    the first two are refused for other reasons, and torch's own set-up finds out the last.
-    """
-    if other.host != local.host or other.gpu == local.gpu:
-        return True
-    visible = {device_location(n).gpu: n for n in range(torch.cuda.device_count())}
-    return other.gpu not in visible or torch.cuda.can_device_access_peer(device, visible[other.gpu])
 
 
 def refusals(

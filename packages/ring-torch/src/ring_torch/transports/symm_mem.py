@@ -11,8 +11,7 @@ from itertools import combinations
 import torch
 import torch.distributed as dist
 
-from ring_core import Plan
-from ring_torch.buffers import HeadCarrier, KVPayload
+from ring_torch.buffers import HeadCarrier
 from ring_torch.comm.handshake import agree, has_agreed
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
@@ -77,14 +76,6 @@ def _head_refusals(ranks: Ranks) -> Refusals:
     return ()
 
 
-def _is_short(plan: Plan, keys: KVPayload, groups: int) -> bool:
-    """Return True if a call is short enough to exchange in one kernel each way.
-
-    The rank's own keys are then copied into the gathered buffer, too.
-    """
-    return peer_copies.fits_one_kernel(plan, keys, groups, False)
-
-
 def _peer_memory_refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | None:
     """Return why ranks cannot read each other's memory; ``None`` if that is not known yet.
 
@@ -120,5 +111,8 @@ def _missing_on_machine(device: str, reaches: Sequence[Sequence[int]]) -> str:
 SYMM_MEM = Transport(
     "symm_mem", _open, _peer_memory_refusals, _open_heads, sends_messages=False, head_refusals=_head_refusals,
     asks="the ranks' GPUs reach each other's memory: the first call asks them", devices=("cuda",),
-    missing=_missing_on_machine, is_short=_is_short,
+    missing=_missing_on_machine,
+    # Such calls exchange in one kernel each way. The rank's own keys are then copied into the
+    # gathered buffer, too.
+    is_short=lambda plan, keys, groups: peer_copies.fits_one_kernel(plan, keys, groups, False),
 )  # fmt: skip
