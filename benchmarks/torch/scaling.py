@@ -59,7 +59,7 @@ from ring_torch.buffers import HeadGroups
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.strategies import gather as gather_strategy
 from ring_torch.strategies.head_groups import head_groups_of
-from ring_torch.transports import peer_copies
+from ring_torch.transports import peer_copies, symm_buffer
 
 Pair = tuple[Setting, str]  # what to time, and by which method
 # At the end of a method's name: as a CUDA graph, replayed; the backward in the forward's thread.
@@ -121,7 +121,7 @@ def _as_long(setting: Setting) -> Iterator[None]:
             ring_program(plan), replace(sizes, q_len=length, k_len=length), itemsize
         )
 
-    fits_one_kernel, least = peer_copies.fits_one_kernel, peer_copies.LEAST_COPY
+    fits_one_kernel, least = peer_copies.fits_one_kernel, symm_buffer.LEAST_COPY
     prepare._prepare.cache_clear()  # noqa: SLF001 - calls are prepared anew
     with (
         patch.object(gather_strategy, "head_groups_of", groups_of),
@@ -130,7 +130,7 @@ def _as_long(setting: Setting) -> Iterator[None]:
             "fits_one_kernel",
             lambda *x: setting.seq_len <= 8 * K and fits_one_kernel(*x),
         ),
-        patch.object(peer_copies, "LEAST_COPY", least * GATE_LENGTH // setting.seq_len),
+        patch.object(symm_buffer, "LEAST_COPY", least * GATE_LENGTH // setting.seq_len),
     ):
         yield
     prepare._prepare.cache_clear()  # noqa: SLF001 - calls are prepared anew

@@ -9,7 +9,7 @@ from ring_core import Mask, gather_program, make_plan, ring_program
 from ring_core.checks import Sizes
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KVPayload
 from ring_torch.strategies.head_groups import head_groups_of
-from ring_torch.transports import peer_copies
+from ring_torch.transports import symm_buffer
 
 K = 1024
 CAUSAL = Mask(causal=True)
@@ -76,11 +76,11 @@ def groups(tokens: int, q_heads: int, kv_heads: int, mask: Mask = CAUSAL) -> Hea
 def test_short_keys_come_in_parts(
     tokens: int, heads: int, v_dim: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_copies, "_cuda", lambda: peer_copies)
+    monkeypatch.setattr(symm_buffer, "_cuda", lambda: symm_buffer)
     plan = make_plan(Mask(causal=True), seq_len=tokens, cp_size=4, layout="zigzag")
     keys = KVPayload(1, tokens // 4, heads, 128, v_dim, torch.bfloat16, segments=False)
     fetches = [fetch for fetch in gather_program(plan, 0).fetches if fetch.rank != 0]
-    assert peer_copies.comes_in_parts(keys, fetches) == expected
-    assert not peer_copies.comes_in_parts(keys, [])
-    monkeypatch.setattr(peer_copies, "_cuda", lambda: None)
-    assert not peer_copies.comes_in_parts(keys, fetches)
+    assert symm_buffer.comes_in_parts(keys, fetches) == expected
+    assert not symm_buffer.comes_in_parts(keys, [])
+    monkeypatch.setattr(symm_buffer, "_cuda", lambda: None)
+    assert not symm_buffer.comes_in_parts(keys, fetches)

@@ -57,7 +57,7 @@ def on_a_rank(
         patched.setattr(torch.cuda, "current_stream", lambda *_: Now())
         patched.setattr(torch.cuda, "set_stream", lambda _: None)
         patched.setattr(peer_copies, "on_stream", lambda _: nullcontext())
-        patched.setattr(peer_copies, "_cuda", lambda: None)
+        patched.setattr(symm_buffer, "_cuda", lambda: None)
         patched.setattr(peer_copies, "has_triton", lambda: triton)
         patched.setattr(symm_buffer, "symm_buffer_of", buffer_of)
         patched.setattr(peer_copies, "fits_one_kernel", lambda *_: False)

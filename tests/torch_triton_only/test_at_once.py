@@ -37,6 +37,7 @@ from ring_torch.transports import (
     exchange_kernel as kernels,
     one_kernel,
     peer_copies,
+    symm_buffer,
 )
 from ring_torch.transports.api import GatherSession, SessionSpec, counted_by
 from ring_torch.transports.p2p import P2P
@@ -98,7 +99,7 @@ def on_a_rank(
         if captured is not None:  # by blocks; in a graph, copies run at once, row by row
             patched.setattr(one_kernel, "comes_in_parts", lambda *_: True)
             patched.setattr(one_kernel, "is_capturing", lambda: captured)
-            patched.setattr(peer_copies, "_cuda", lambda: None)
+            patched.setattr(symm_buffer, "_cuda", lambda: None)
             patched.setattr(one_kernel.ExchangeState, "side_streams", lambda _, n: [Now()] * n)
             patched.setattr(torch.cuda, "current_stream", Now)
             patched.setattr(torch.cuda, "stream", lambda _: nullcontext())

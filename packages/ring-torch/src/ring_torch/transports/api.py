@@ -266,7 +266,7 @@ def put_key_grads(
     """Write, or add, dK/dV of a span of tokens in flat sums by token, of ``length`` tokens."""
     assert not sums.head_major
     (packed,) = sums.strided_views(flat, length, span)
-    sums.keys.write(dk, dv, packed, add=add)
+    write_keys(sums.keys, dk, dv, packed, add=add)
 
 
 def repeated_put(keys: KVPayload, device: torch.device, *, add: bool) -> Put:
@@ -279,6 +279,18 @@ def repeated_put(keys: KVPayload, device: torch.device, *, add: bool) -> Put:
 
         return repeated_pack(add=add)
     return partial(keys.write, add=add)
+
+
+def write_keys(
+    keys: KVPayload, k: torch.Tensor, v: torch.Tensor, packed: torch.Tensor, *, add: bool = False
+) -> None:
+    """Do what :meth:`KVPayload.write` does, on GPUs in one kernel."""
+    if packed.is_cuda and has_triton():
+        from ring_torch.memory_ops import pack_kv_on_gpu
+
+        pack_kv_on_gpu(k, v, packed, add=add)
+    else:
+        keys.write(k, v, packed, add=add)
 
 
 def staging_for(sums: KeyGradBuffer, like: torch.Tensor, fetch: Fetch) -> list[torch.Tensor]:

@@ -52,6 +52,7 @@ from ring_torch.transports.api import (
 from ring_torch.transports.exchange_kernel import (
     CHUNK,
     DIGEST,
+    MOST_RANKS,
     NUMBERS,
     ORDERS,
     RESULTS,
@@ -64,14 +65,11 @@ from ring_torch.transports.exchange_kernel import (
     K,
     V,
 )
-from ring_torch.transports.peer_copies import MOST_RANKS, comes_in_parts, copy
-from ring_torch.transports.symm_buffer import SymmetricMemory
+from ring_torch.transports.symm_buffer import SymmetricMemory, comes_in_parts, copy
 
 _MOST = 1024  # tables, and launches, that are kept
-
-Rows = Sequence[
-    Sequence[int]
-]  # of a table that tells a kernel what a rank reads, and where it goes
+#: Rows of a table that tells a kernel what a rank reads of its peers, and where it goes.
+Rows = Sequence[Sequence[int]]
 
 # The state of each group. Process groups take no attributes of ours, so it is kept here.
 _state_of: WeakKeyDictionary[dist.ProcessGroup, ExchangeState] = WeakKeyDictionary()
@@ -100,7 +98,7 @@ class ExchangeState:
         If there are too many, all are dropped here, too: a pass's own stay until it ends.
         """
         setup = None if self.memory.reserve(size) else self._setup
-        if setup is None or max(len(self._tables), len(self.launches)) > _MOST:
+        if setup is None or len(self._tables) > _MOST or len(self.launches) > _MOST:
             self._tables.clear()
             self.launches.clear()
         if setup is None:
@@ -196,11 +194,12 @@ def exchange_state_of(ranks: Ranks) -> ExchangeState:
 
 
 class ExchangePass(NamedTuple):
-    """A pass of this rank in the memory that its group exchanges by."""
+    """A pass of this rank through the memory by which its group exchanges."""
 
     state: ExchangeState
     setup: ExchangeSetup
-    #: Those that it may repeat, by key. They lose what a later pass drops.
+    #: Launches that it may repeat, by key: none if it is captured or counted. No copy: they lose
+    #: what a later pass drops.
     launches: Mapping[object, PreparedLaunch | None]
     digest: int  # identifies this pass of this call
 

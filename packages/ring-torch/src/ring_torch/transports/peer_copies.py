@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from importlib import import_module
-from importlib.util import find_spec
+from functools import lru_cache, partial
 from itertools import product
-from types import ModuleType
 
 import torch
 
 from ring_core import GatherProgram, Plan, longest_gather
-from ring_core.programs.gather import Fetch
 from ring_core.programs.intervals import Interval, union
 from ring_torch.buffers import KeyGradBuffer, KVPayload, flat
 from ring_torch.optional import has_triton
@@ -32,22 +28,15 @@ from ring_torch.transports.api import (
     program_of,
     requests_to,
     staging_for,
+    write_keys,
 )
-from ring_torch.transports.symm_buffer import SymmBuffer, on_stream
+from ring_torch.transports.symm_buffer import MOST_RANKS, SymmBuffer, copy, on_stream
 
 Event = torch.cuda.Event
 Stream = torch.cuda.Stream
 Done = tuple[Stream, Event]  # the stream of a copy, and an event recorded behind it
 
-MOST_RANKS = (
-    32  # most ranks that exchange in one kernel: a power of two, as it signals to all at once
-)
 _MOST_BYTES = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
-#: Least mean bytes of a copy for which it pays to fetch half of the heads by copies: twelve of them
-#: hide behind half of the launches of 8k causal tokens on four H200s.
-LEAST_COPY = 1 << 20
-
-_MOST_STRIDE = (1 << 31) - 1  # largest pitch in bytes of a two-dimensional copy
 
 
 @dataclass(frozen=True)
@@ -242,7 +231,7 @@ def _write_keys(
 
     ``message`` are tensors shaped as :attr:`KVPayload.message`, for as many tokens as ``span`` has.
     """
-    keys.write(inputs.k[:, span], inputs.v[:, span], message[0])
+    write_keys(keys, inputs.k[:, span], inputs.v[:, span], message[0])
     if inputs.k_ids is not None:
         message[1].copy_(inputs.k_ids[:, span])
 
@@ -283,57 +272,3 @@ def _wait(stream: Stream, compared: Event, copies: Sequence[Done], fetches: int 
 def _last(copies: Sequence[Done]) -> list[Event]:
     """Return the last event of each stream: it follows those before."""
     return list(dict(copies).values())
-
-
-def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``[rows, ...]`` on the current stream by a copy engine; rows are contiguous each.
-
-    Rows that lie apart are one two-dimensional copy if ``cuda.bindings`` is installed, which torch
-    brings on Linux, and less than 2 GiB lie from row to row; and a copy each otherwise. Torch's own
-    ``copy_`` of all of them would launch a kernel.
-
-    Raises:
-        RuntimeError: The two-dimensional copy could not be queued.
-    """
-    if target.is_contiguous() and source.is_contiguous():
-        target.copy_(source)
-        return
-    strides = [x.stride(0) * x.itemsize for x in (target, source)]
-    module = _cuda()
-    # All of these are queued on the copy's stream; the host goes on.
-    if module is None or max(strides) > _MOST_STRIDE:
-        for target_row, source_row in zip(target.unbind(), source.unbind(), strict=True):
-            target_row.copy_(source_row)
-        return
-    width = target[0].numel() * target.itemsize
-    (error,) = module.cudaMemcpy2DAsync(
-        target.data_ptr(), strides[0], source.data_ptr(), strides[1], width, target.shape[0],
-        module.cudaMemcpyKind.cudaMemcpyDeviceToDevice,
-        torch.cuda.current_stream(target.device).cuda_stream,
-    )  # fmt: skip
-    if error != module.cudaError_t.cudaSuccess:
-        raise RuntimeError(f"a copy out of a peer's memory failed: {error}")
-
-
-def comes_in_parts(keys: KVPayload, fetches: Sequence[Fetch]) -> bool:
-    """Return True if a pass with these fetches from peers makes them in two parts of the heads.
-
-    Of an even number of heads the second half is fetched beside kernels of the first, by a copy of
-    K and one of V for each fetch and row of the batch. Only a CUDA graph does so: without one the
-    host would take longer to launch the parts than they save.
-    """
-    half = keys.heads // 2 * keys.dtype.itemsize
-    aligned = half * keys.dim % 16 == 0 and half * keys.v_dim % 16 == 0
-    size = keys.size(sum(fetch.target.stop - fetch.target.start for fetch in fetches)) // 2
-    copies = 2 * keys.batch * len(fetches)
-    return (
-        keys.heads % 2 == 0 and aligned and copies > 0 and size >= copies * LEAST_COPY
-        and _cuda() is not None
-    )  # fmt: skip
-
-
-@cache
-def _cuda() -> ModuleType | None:
-    """Return the module ``cuda.bindings.runtime``, or ``None`` if it is not installed."""
-    is_installed = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
-    return import_module("cuda.bindings.runtime") if is_installed else None

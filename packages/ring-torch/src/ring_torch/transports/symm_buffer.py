@@ -1,4 +1,4 @@
-"""Symmetric memory of a group: a buffer on each rank that its peers read, and barriers around it.
+"""Symmetric memory of a group: a buffer on each rank that its peers read, barriers, and copies.
 
 It is for GPUs of one host that reach each other's memory (NVLink, PCIe), and built on PyTorch's
 symmetric memory. In a pass a rank writes its K/V into its buffer, all ranks meet at a barrier on a
@@ -20,8 +20,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -29,13 +32,19 @@ import torch
 import torch.distributed as dist
 
 from ring_core.base.arguments import not_none
-from ring_torch.buffers import BufferSpec
+from ring_core.programs.gather import Fetch
+from ring_torch.buffers import BufferSpec, KVPayload
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks, peer_errors, run_collective
 from ring_torch.comm.store import timeout_of
 
 _HEADER_SIZE = 64  # at the start of a buffer: the digest of the call whose K/V it holds
 _MOST_VIEWS = 1024
+MOST_RANKS = 32  # most ranks that exchange in one kernel: what `exchange_kernel` can signal to
+#: Least mean bytes of a copy for which it pays to fetch half of the heads by copies: twelve of them
+#: hide behind half of the launches of 8k causal tokens on four H200s.
+LEAST_COPY = 1 << 20
+_MOST_STRIDE = (1 << 31) - 1  # largest pitch in bytes of a two-dimensional copy
 SHARED_GPU = "several ranks share a GPU"  # one of the reasons of `refusals`
 _CHANNEL, _CAPTURE_CHANNEL = 0, 1  # barriers of captured passes must not meet those of others
 
@@ -316,3 +325,57 @@ def refusals(
         )
     elif not all(map(all, reaches)):
         yield "the ranks' GPUs do not reach each other's memory"
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``[rows, ...]`` on the current stream by a copy engine; rows are contiguous each.
+
+    Rows that lie apart are one two-dimensional copy if ``cuda.bindings`` is installed, which torch
+    brings on Linux, and less than 2 GiB lie from row to row; and a copy each otherwise. Torch's own
+    ``copy_`` of all of them would launch a kernel.
+
+    Raises:
+        RuntimeError: The two-dimensional copy could not be queued.
+    """
+    if target.is_contiguous() and source.is_contiguous():
+        target.copy_(source)
+        return
+    strides = [x.stride(0) * x.itemsize for x in (target, source)]
+    module = _cuda()
+    # All of these are queued on the copy's stream; the host goes on.
+    if module is None or max(strides) > _MOST_STRIDE:
+        for target_row, source_row in zip(target.unbind(), source.unbind(), strict=True):
+            target_row.copy_(source_row)
+        return
+    width = target[0].numel() * target.itemsize
+    (error,) = module.cudaMemcpy2DAsync(
+        target.data_ptr(), strides[0], source.data_ptr(), strides[1], width, target.shape[0],
+        module.cudaMemcpyKind.cudaMemcpyDeviceToDevice,
+        torch.cuda.current_stream(target.device).cuda_stream,
+    )  # fmt: skip
+    if error != module.cudaError_t.cudaSuccess:
+        raise RuntimeError(f"a copy out of a peer's memory failed: {error}")
+
+
+def comes_in_parts(keys: KVPayload, fetches: Sequence[Fetch]) -> bool:
+    """Return True if a pass with these fetches from peers makes them in two parts of the heads.
+
+    Of an even number of heads the second half is fetched beside kernels of the first, by a copy of
+    K and one of V for each fetch and row of the batch. Only a CUDA graph does so: without one the
+    host would take longer to launch the parts than they save.
+    """
+    half = keys.heads // 2 * keys.dtype.itemsize
+    aligned = half * keys.dim % 16 == 0 and half * keys.v_dim % 16 == 0
+    size = keys.size(sum(fetch.target.stop - fetch.target.start for fetch in fetches)) // 2
+    copies = 2 * keys.batch * len(fetches)
+    return (
+        keys.heads % 2 == 0 and aligned and copies > 0 and size >= copies * LEAST_COPY
+        and _cuda() is not None
+    )  # fmt: skip
+
+
+@cache
+def _cuda() -> ModuleType | None:
+    """Return the module ``cuda.bindings.runtime``, or ``None`` if it is not installed."""
+    is_installed = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+    return import_module("cuda.bindings.runtime") if is_installed else None

@@ -69,8 +69,8 @@ def _open_heads(
 
 def _head_refusals(ranks: Ranks) -> Refusals:
     """Return why one kernel cannot trade tokens for heads."""
-    if ranks.size > peer_copies.MOST_RANKS:
-        return (f"tokens and heads are traded by at most {peer_copies.MOST_RANKS} ranks",)
+    if ranks.size > symm_buffer.MOST_RANKS:
+        return (f"tokens and heads are traded by at most {symm_buffer.MOST_RANKS} ranks",)
     if not has_triton() or torch.version.hip is not None:
         return ("tokens and heads are traded by a Triton kernel for NVIDIA GPUs",)
     return ()
