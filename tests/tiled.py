@@ -8,6 +8,7 @@ from functools import partial
 from itertools import pairwise
 
 import torch
+from ring_torch.launches.launch import Backward, ColumnSums, RowSums
 from torch import Tensor
 
 from ring_core import Plan, Request, WorkItem
@@ -16,7 +17,6 @@ from ring_torch.buffers import KVPayload
 from ring_torch.kernels import fa4
 from ring_torch.kernels.api import OwnSpans, SplitBackward
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.launches.launch import Backward, ColumnSums, RowSums
 from ring_torch.records import BackwardInputs, Grads, KernelParams, KeyBlock, QueryBlock
 
 KEYS = 4  # keys of a tile

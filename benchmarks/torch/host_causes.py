@@ -40,7 +40,7 @@ from ring_torch.kernels import fa4, flash
 from ring_torch.kernels.fa4 import split
 from ring_torch.launches import direct
 from ring_torch.local import LocalRanks
-from ring_torch.transports.one_kernel import OneKernel
+from ring_torch.transports.one_kernel import ExchangeState, OneKernel
 from ring_torch.transports.peer_copies import PeerCopies
 
 LAYOUT: Final = "zigzag"
@@ -79,7 +79,7 @@ _BEGIN: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     (SESSION, Call, ("open_session",)),
     *((LAUNCH_KEYS, place, ("tensors_key",)) for place in (flash, fa4)),
     *((EXCHANGE, session, ("fetch", "accumulators", "return_grads")) for session in (OneKernel, PeerCopies)),
-    (EXCHANGE, OneKernel, ("of", "_add")),
+    (EXCHANGE, OneKernel, ("_add",)), (EXCHANGE, ExchangeState, ("begin_pass",)),
     (TRITON, direct.PreparedLaunch, ("__call__",)),
     (TRITON, direct.DirectKernel, ("launch", "_launch")),
     (VIEWS, torch, ("empty", "zeros", "empty_like", "zeros_like")),

@@ -57,7 +57,7 @@ from ring_torch import prepare
 from ring_torch.buffers import HeadGroups, KVPayload
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.strategies import gather as gather_strategy
-from ring_torch.transports import copy_engine, peer_copies
+from ring_torch.transports import peer_copies, symm_buffer
 
 Pair = tuple[Setting, str]  # what to time, and by which method
 # At the end of a method's name: as a CUDA graph, replayed; the backward in the forward's thread.
@@ -119,7 +119,7 @@ def _as_long(setting: Setting) -> Iterator[None]:
         length = setting.seq_len // world
         return head_groups_of(ring_program(plan), replace(keys, length=length), q_heads)
 
-    fits_one_kernel, least = peer_copies.fits_one_kernel, copy_engine.LEAST_COPY
+    fits_one_kernel, least = peer_copies.fits_one_kernel, symm_buffer.LEAST_COPY
     prepare._prepare.cache_clear()  # noqa: SLF001 - calls are prepared anew
     with (
         patch.object(gather_strategy, "head_groups_of", groups_of),
@@ -128,7 +128,7 @@ def _as_long(setting: Setting) -> Iterator[None]:
             "fits_one_kernel",
             lambda *x: setting.seq_len <= 8 * K and fits_one_kernel(*x),
         ),
-        patch.object(copy_engine, "LEAST_COPY", least * GATE_LENGTH // setting.seq_len),
+        patch.object(symm_buffer, "LEAST_COPY", least * GATE_LENGTH // setting.seq_len),
     ):
         yield
     prepare._prepare.cache_clear()  # noqa: SLF001 - calls are prepared anew

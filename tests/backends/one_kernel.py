@@ -16,8 +16,7 @@ def interpret_one_kernel(patched: pytest.MonkeyPatch, folder: Path) -> None:
     """Patch the one-kernel transport: interpreted, one program per rank, memory in files."""
     OnFiles.folder = folder
     patched.setattr(one_kernel, "SymmetricMemory", OnFiles)
-    patched.setattr(one_kernel, "_programs", lambda _: 1)
-    patched.setattr(one_kernel, "_head_programs", lambda _: 1)
+    patched.setattr(one_kernel, "_programs", lambda _: (1, 1))
     patched.setattr(one_kernel.ExchangeState, "_wait_last", lambda _: None)
     patched.setattr(exchange_kernel, "_now", _now)
     checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)

@@ -17,7 +17,7 @@ from ring_core import StrategyConfig
 from ring_core.base.config import OUTER_NAMES
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
-from ring_torch.transports import copy_engine
+from ring_torch.transports import symm_buffer
 
 LENGTH, HEADS, DIM = 2048, (8, 2, 2), 64
 #: Strategies and transports that are captured; a hybrid has two groups of two ranks.
@@ -83,7 +83,7 @@ def _captured(
 def in_one_graph(_: int, move: Any) -> list[float]:
     """Capture both passes together, replay with new inputs and eager calls between replays."""
     attend, held = partial(_attend, move=move), _shards(0)
-    with patch.object(copy_engine, "LEAST_COPY", 0):  # heads arrive in two parts
+    with patch.object(symm_buffer, "LEAST_COPY", 0):  # heads arrive in two parts
         graph, results = _captured(partial(_both, attend, held))
     replayed = []
     for seed in range(10, 16):

@@ -8,7 +8,7 @@ import torch
 from ring_core import Mask, gather_program, make_plan, ring_program
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KVPayload
 from ring_torch.strategies.gather import head_groups_of
-from ring_torch.transports import copy_engine
+from ring_torch.transports import symm_buffer
 
 K = 1024
 CAUSAL = Mask(causal=True)
@@ -75,11 +75,11 @@ def groups(tokens: int, q_heads: int, kv_heads: int, mask: Mask = CAUSAL) -> Hea
 def test_short_keys_come_in_parts(
     tokens: int, heads: int, v_dim: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_engine, "_cuda", lambda: copy_engine)
+    monkeypatch.setattr(symm_buffer, "_cuda", lambda: symm_buffer)
     plan = make_plan(Mask(causal=True), seq_len=tokens, cp_size=4, layout="zigzag")
     keys = KVPayload(1, tokens // 4, heads, 128, v_dim, torch.bfloat16, segments=False)
     fetches = [fetch for fetch in gather_program(plan, 0).fetches if fetch.rank != 0]
-    assert copy_engine.comes_in_parts(keys, fetches) == expected
-    assert not copy_engine.comes_in_parts(keys, [])
-    monkeypatch.setattr(copy_engine, "_cuda", lambda: None)
-    assert not copy_engine.comes_in_parts(keys, fetches)
+    assert symm_buffer.comes_in_parts(keys, fetches) == expected
+    assert not symm_buffer.comes_in_parts(keys, [])
+    monkeypatch.setattr(symm_buffer, "_cuda", lambda: None)
+    assert not symm_buffer.comes_in_parts(keys, fetches)

@@ -22,7 +22,7 @@ from ring_torch.comm.ranks import Ranks
 from ring_torch.local import LocalRankError
 from ring_torch.strategies import gather as gather_strategy
 from ring_torch.strategies.gather import GATHER
-from ring_torch.transports import copy_engine, peer_copies, symm_buffer
+from ring_torch.transports import peer_copies, symm_buffer
 from ring_torch.transports.symm_mem import SYMM_MEM
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -57,7 +57,7 @@ def on_a_rank(
         patched.setattr(torch.cuda, "current_stream", lambda *_: Now())
         patched.setattr(torch.cuda, "set_stream", lambda _: None)
         patched.setattr(peer_copies, "on_stream", lambda _: nullcontext())
-        patched.setattr(copy_engine, "_cuda", lambda: None)
+        patched.setattr(symm_buffer, "_cuda", lambda: None)
         patched.setattr(peer_copies, "has_triton", lambda: triton)
         patched.setattr(symm_buffer, "symm_buffer_of", buffer_of)
         patched.setattr(peer_copies, "fits_one_kernel", lambda *_: False)

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from plain_flash import PlainFlash
+from ring_torch.strategies.prepared_partials import PreparedPartials
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from views import offset
@@ -21,7 +22,6 @@ from ring_torch import ContextParallel, call, prepare, ring_attention
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.library import LaunchOptions, PartialBackward, PartialForward, rounded_to_8
-from ring_torch.strategies.prepared_partials import PreparedPartials
 
 LENGTH, HEADS, DIM = 96, (4, 2, 2), 8
 

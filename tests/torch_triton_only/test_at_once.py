@@ -34,14 +34,12 @@ from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.prepare import _prepare
 from ring_torch.strategies.gather import GATHER
 from ring_torch.transports import (
-    copy_engine,
     exchange_kernel as kernels,
-    exchange_tables,
-    kept_launches,
     one_kernel,
     peer_copies,
+    symm_buffer,
 )
-from ring_torch.transports.api import GatherSession, SessionSpec
+from ring_torch.transports.api import GatherSession, SessionSpec, counted_by
 from ring_torch.transports.p2p import P2P
 from ring_torch.transports.peer_copies import grad_bytes_of
 from ring_torch.transports.symm_mem import SYMM_MEM
@@ -74,11 +72,10 @@ def on_a_rank(
         assert peer_copies.fits_one_kernel(spec.plan, spec.keys, spec.groups, *options)
         digest = spec.signature.as_int64(spec.number, spec.seed)
         digest += rank if wrong == "digest" else 0
-        return one_kernel.OneKernel.of(
-            spec._replace(by_parts=captured is not None),
-            grad_bytes_of(spec.plan, spec.keys, spec.acc_dtype, *options),
-            digest,
-        )
+        size = grad_bytes_of(spec.plan, spec.keys, spec.acc_dtype, *options)
+        size += spec.keys.message.size
+        exchange = one_kernel.exchange_state_of(spec.ranks).begin_pass(size, digest)
+        return one_kernel.OneKernel(spec._replace(by_parts=captured is not None), exchange)
 
     def noted(name: str) -> Any:
         kernel = getattr(kernels, name)
@@ -96,13 +93,13 @@ def on_a_rank(
         patched.setattr(prepare, "choose_strategy", lambda *_, **__: (GATHER, transport))
         _prepare.cache_clear()
         # Split even these small tensors into several pieces.
-        patched.setattr(exchange_tables, "CHUNK", 64)
-        patched.setattr(exchange_tables, "NUMBERS", 32)
+        patched.setattr(one_kernel, "CHUNK", 64)
+        patched.setattr(one_kernel, "NUMBERS", 32)
         patched.setattr(kernels, "NUMBERS", 32)
         if captured is not None:  # by blocks; in a graph, copies run at once, row by row
             patched.setattr(one_kernel, "comes_in_parts", lambda *_: True)
             patched.setattr(one_kernel, "is_capturing", lambda: captured)
-            patched.setattr(copy_engine, "_cuda", lambda: None)
+            patched.setattr(symm_buffer, "_cuda", lambda: None)
             patched.setattr(one_kernel.ExchangeState, "side_streams", lambda _, n: [Now()] * n)
             patched.setattr(torch.cuda, "current_stream", Now)
             patched.setattr(torch.cuda, "stream", lambda _: nullcontext())
@@ -178,7 +175,7 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
     )
     own = [memory.views(r, 0, packing)[0] for r in range(size)]
     table = torch.tensor(
-        [[x.data_ptr(), n * x.nbytes, x.nbytes] for n, x in enumerate(own) if n != rank]
+        [[x.data_ptr(), n * x.nbytes, 1, x.nbytes] for n, x in enumerate(own) if n != rank]
     )
     places = torch.tensor([[rank]])
     everybody_came = kernels.await_all
@@ -248,22 +245,23 @@ def test_tables_of_a_pass_live_as_long_as_its_launches(
 ) -> None:
     """A pass keeps its own tables, whose addresses its cached launches hold."""
     interpret_one_kernel(monkeypatch, tmp_path)
-    monkeypatch.setattr(kept_launches, "_MOST", 1)
+    monkeypatch.setattr(one_kernel, "_MOST", 1)
     memory: Any = SimpleNamespace(reserve=lambda _: False)
     setup = kernels.ExchangeSetup(torch.zeros(1, dtype=torch.int64), 0, 0, 1, 1, 1)
     state, cpu = one_kernel.ExchangeState(memory, setup), torch.device("cpu")
-    kept = state.kept
-    launches = kept.begin_pass(setup, is_counted=False)
-    tables = [kept.table(key, 1, lambda: [(1,)], cpu) for key in range(3)]
-    kept.keep("launch", tables)
-    assert all(kept.table(key, 1, list, cpu) is x for key, x in enumerate(tables))
+    launches = state.begin_pass(0, 0).launches
+    tables: Any = [state.table(key, 1, lambda: [(1,)], cpu) for key in range(3)]
+    state.launches["launch"] = tables
+    assert all(state.table(key, 1, list, cpu) is x for key, x in enumerate(tables))
     assert launches["launch"] is tables
-    state.begin_pass(0)  # the next pass begins
+    state.begin_pass(0, 0)  # the next pass begins
     assert not launches
-    kept.keep("launch", tables)
-    assert kept.begin_pass(setup, is_counted=False)
-    assert not kept.begin_pass(setup, is_counted=True)
-    assert kept.table(0, 1, lambda: [(2,)], cpu).item() == 2
-    monkeypatch.setattr(kept_launches, "is_capturing", lambda: True)
+    state.launches["launch"] = tables
+    assert state.begin_pass(0, 0).launches
+    with counted_by(lambda _: None):
+        assert not state.begin_pass(0, 0).launches
+    assert state.table(0, 1, lambda: [(2,)], cpu).item() == 2
+    monkeypatch.setattr(one_kernel, "is_capturing", lambda: True)
+    assert not state.begin_pass(0, 0).launches
     with pytest.raises(ValueError, match="once more outside of a graph"):
-        kept.table(1, 1, lambda: [(2,)], cpu)
+        state.table(1, 1, lambda: [(2,)], cpu)

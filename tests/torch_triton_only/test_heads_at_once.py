@@ -28,7 +28,7 @@ from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.prepare import _prepare
 from ring_torch.strategies import choose_strategy
 from ring_torch.strategies.ulysses import ULYSSES
-from ring_torch.transports import head_kernel, one_kernel
+from ring_torch.transports import exchange_kernel, one_kernel
 from ring_torch.transports.one_kernel import HeadTrade
 from ring_torch.transports.p2p import P2P
 from ring_torch.transports.symm_mem import SYMM_MEM
@@ -66,10 +66,10 @@ def on_a_rank(
         ranks: Ranks, number: int, seed: int, signature: CallSignature, device: Any, size: int
     ) -> HeadCarrier:
         agree(ranks, number, seed, signature, device)
-        trade = HeadTrade.of(ranks, signature.as_int64(number, seed), size)
-        return replace(trade, digest=trade.digest + (rank if wrong == "digest" else 0))
+        digest = signature.as_int64(number, seed) + (rank if wrong == "digest" else 0)
+        return HeadTrade(one_kernel.exchange_state_of(ranks).begin_pass(size, digest))
 
-    trade_heads = head_kernel.trade_heads
+    trade_heads = exchange_kernel.trade_heads
 
     def noted(*args: Any, **options: Any) -> Any:
         ran.append(1)
@@ -86,8 +86,8 @@ def on_a_rank(
             lambda *args, **named: chosen(*args, **named) if args[2].size == 1 else traded,
         )
         _prepare.cache_clear()
-        patched.setattr(head_kernel, "_NUMBERS", 64)  # several blocks even for such small tensors
-        patched.setattr(head_kernel, "trade_heads", noted)
+        patched.setattr(exchange_kernel, "_MOVED", 64)  # several blocks even for such small tensors
+        patched.setattr(exchange_kernel, "trade_heads", noted)
         if wrong == "uncounted":
             patched.setattr(one_kernel, "note_reads", lambda _: None)
         with ring_torch.check(int(checked)):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory as torch_memory
 from torch import Tensor
 
 from ring_core import Mask
@@ -14,6 +15,7 @@ from ring_torch import ring_attention
 from ring_torch.buffers import flat
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.ranks import Ranks
+from ring_torch.transports import symm_buffer
 from ring_torch.transports.symm_buffer import SymmetricMemory
 
 
@@ -35,11 +37,19 @@ def test_memory_of_peers_can_be_written_to_by_later_passes(inference: bool) -> N
 
 def test_new_memory_is_taken_outside_of_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[bool] = []
-    monkeypatch.setattr(
-        SymmetricMemory,
-        "_reserve_new",
-        lambda *_: recorded.append(torch.is_inference_mode_enabled()),
-    )
+    for name in ("run_collective", "not_none"):
+        monkeypatch.setattr(symm_buffer, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def allocated(size: int, **_: object) -> torch.Tensor:
+        return torch.ones(size, dtype=torch.uint8)
+
+    def shared(memory: torch.Tensor, _: object) -> None:
+        recorded.append(memory.is_inference())
+
+    monkeypatch.setattr(torch_memory, "empty", allocated)
+    monkeypatch.setattr(torch_memory, "rendezvous", shared)
     with torch.inference_mode():
         assert SymmetricMemory(Ranks(None, 0, 2), 64).reserve(8)
     assert recorded == [False]

@@ -111,8 +111,7 @@ def flat(numel: int, dtype: torch.dtype) -> BufferSpec:
 
 def packing_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> BufferSpec:
     """Return the layout of tensors of the same shapes, in their dtypes or in ``dtype``."""
-    shapes = [x.shape for x in tensors]
-    return _packing(tuple(shapes), tuple([dtype or x.dtype for x in tensors]))
+    return _packing(tuple([x.shape for x in tensors]), tuple([dtype or x.dtype for x in tensors]))
 
 
 @lru_cache(maxsize=_MOST_SPECS)
@@ -211,10 +210,10 @@ class KVPayload:
         first += self.heads * k_dim
         return k, kv.as_strided((*shape, v_dim), (batch_step, step, v_dim, 1), first)
 
-    def write(self, kv: Tensor, k: Tensor, v: Tensor) -> None:
-        """Copy ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` into ``kv [B, n, width]``."""
-        for packed, x in zip(self.split(kv), (k, v), strict=True):
-            packed.copy_(x)
+    def write(self, k: Tensor, v: Tensor, packed: Tensor, *, add: bool = False) -> None:
+        """Copy or add ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` into ``packed [B, n, width]``."""
+        for part, x in zip(self.split(packed), (k, v), strict=True):
+            part.add_(x) if add else part.copy_(x)
 
 
 class KeyGradBuffer(NamedTuple):
@@ -376,6 +375,10 @@ class HeadCarrier(Protocol):
 
 @lru_cache(maxsize=_MOST_SPECS)
 def _head_buffer(ranks: int, parts: tuple[HeadPart, ...]) -> HeadBuffer:
-    blocks = tuple((ranks, x.batch, x.length, x.heads, x.dim) for x in parts)
-    message = BufferSpec.of(*((block[1:], x.dtype) for block, x in zip(blocks, parts, strict=True)))
-    return HeadBuffer(ranks, parts, blocks, message)
+    shapes = [(x.batch, x.length, x.heads, x.dim) for x in parts]
+    return HeadBuffer(
+        ranks,
+        parts,
+        tuple([(ranks, *shape) for shape in shapes]),
+        BufferSpec.of(*zip(shapes, [x.dtype for x in parts], strict=True)),
+    )

@@ -7,14 +7,12 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
 
 from ring_core import GatherProgram, Plan, gather_program
 from ring_core.programs.gather import Fetch, moved_keys
-from ring_core.programs.intervals import Interval, union
 from ring_torch.buffers import HeadCarrier, KeyGradBuffer, KVPayload
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
@@ -247,27 +245,6 @@ def requests_to(
     )
 
 
-def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
-    """Return the union of the fetches' source spans, ascending; touching spans are joined."""
-    return [slice(*x) for x in union(Interval(y.source.start, y.source.stop) for y in fetches)]
-
-
-@lru_cache(maxsize=256)
-def sent_spans(plan: Plan, rank: int, *, like: GatherProgram) -> tuple[slice, ...]:
-    """Return the spans of a rank's keys that peers fetch, cut at all edges of fetches.
-
-    So each fetch covers a span wholly or not at all. ``like`` is this rank's program, see
-    :func:`requests_to`.
-    """
-    fetches = [fetch for _, fetch in requests_to(plan, rank, like=like)]
-    edges = sorted({edge for fetch in fetches for edge in (fetch.source.start, fetch.source.stop)})
-    return tuple(
-        slice(a, b)
-        for a, b in pairwise(edges)
-        if any(fetch.source.start <= a and b <= fetch.source.stop for fetch in fetches)
-    )
-
-
 def some_fetches(gather: GatherProgram, before_last_item: bool | None) -> list[Fetch]:
     """Return the program's fetches, all or a part of them.
 
@@ -279,6 +256,18 @@ def some_fetches(gather: GatherProgram, before_last_item: bool | None) -> list[F
         for fetch in gather.fetches
         if before_last_item is None or gather.is_before_last_item(fetch) == before_last_item
     ]
+
+
+def write_keys(
+    keys: KVPayload, k: torch.Tensor, v: torch.Tensor, packed: torch.Tensor, *, add: bool = False
+) -> None:
+    """Do what :meth:`KVPayload.write` does, on GPUs in one kernel."""
+    if packed.is_cuda and has_triton():
+        from ring_torch.memory_ops import pack_kv_on_gpu
+
+        pack_kv_on_gpu(k, v, packed, add=add)
+    else:
+        keys.write(k, v, packed, add=add)
 
 
 def staging_for(sums: KeyGradBuffer, like: torch.Tensor, fetch: Fetch) -> list[torch.Tensor]:

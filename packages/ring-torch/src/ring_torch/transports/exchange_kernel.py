@@ -1,4 +1,6 @@
-"""Triton kernels that exchange K/V or dK/dV of a short pass, and synchronise the ranks in it.
+"""Triton kernels that exchange K/V or dK/dV of a short pass, or tokens for heads, in one launch.
+
+They synchronise the ranks in it.
 
 Each rank has a header of int64 numbers at the start of its symmetric memory. Its peers write there
 to signal to it. Exchanges are numbered from 1, on all ranks alike:
@@ -34,16 +36,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_torch.buffers import HeadBuffer
+from ring_torch.comm.head_exchange_kernel import HeadArguments, move_block
 from ring_torch.launches.direct import DirectKernel, PreparedLaunch
 
-MOST_RANKS = 32  # most ranks that exchange: a power of two, as in `peer_copies`
+MOST_RANKS = 32  # most ranks that exchange: a power of two, as in `symm_buffer`
 _RANKS = tl.constexpr(MOST_RANKS)
 CHUNK = 1 << 16  # bytes that a program fetches at a time
 NUMBERS = 1 << 13  # numbers that it adds at a time
-_PACKED = 1 << 14  # numbers that it packs at a time
+_MOVED = 1 << 14  # numbers that it packs or unpacks at a time
 # With `debug`, device asserts end the kernels of ranks that wait in vain or make different calls.
 # Checks for integer overflow, which it would bring, too, are left out.
-OPTIONS = {"num_warps": 16, "debug": True, "sanitize_overflow": False}
+_OPTIONS = {"num_warps": 16, "debug": True, "sanitize_overflow": False}
+# Indices of the arguments that change when a launch is repeated for tensors of the same shapes,
+# strides and alignment: of all exchanges, of K/V, of dK/dV, and of tokens for heads.
+DIGEST, K, V, TARGET, TOTAL, SOURCES, RESULTS, ORDERS = 2, 6, 7, 16, 8, 6, 9, 12
 
 
 class ExchangeSetup(NamedTuple):
@@ -65,26 +72,7 @@ class Blocks(NamedTuple):
     stride: int  # words from token to token
 
 
-class KeyExchange(NamedTuple):
-    """An exchange of K/V that was made before, for tensors of the same strides and alignment."""
-
-    launch: PreparedLaunch
-
-    def __call__(self, digest: int, k: Tensor, v: Tensor, target: Tensor) -> None:
-        """Run it as :func:`exchange_keys` does."""
-        # Arguments of the kernel that change, by their places; all others stay.
-        self.launch({2: digest, 6: k.data_ptr(), 7: v.data_ptr(), 16: target.data_ptr()})
-
-
-class SumExchange(NamedTuple):
-    """An exchange of dK/dV that was made before."""
-
-    launch: PreparedLaunch
-
-    def __call__(self, digest: int, total: Tensor) -> None:
-        """Run it as :func:`reduce_from_peers` does."""
-        # Arguments of the kernel that change, by their places; all others stay.
-        self.launch({2: digest, 8: total.data_ptr()})
+WHOLE = Blocks(1, CHUNK // 8, 0)  # whole tokens, contiguous: together they count as one
 
 
 def exchange_keys(
@@ -96,10 +84,10 @@ def exchange_keys(
     places: Tensor,
     target: Tensor,
     table: Tensor,
-    blocks: Blocks | None = None,
+    blocks: Blocks = WHOLE,
     *,
     ends: bool = True,
-) -> KeyExchange | None:
+) -> PreparedLaunch | None:
     """Write own K/V where peers read them, and fetch pieces of peers' K/V: one exchange.
 
     Args:
@@ -111,15 +99,16 @@ def exchange_keys(
         places: int64 ``[n, 1]``: the token of ``target`` to which each own token goes, or -1.
         target: The buffer to fill, ``[B, T, K * (D + Dv)]``, contiguous, at an address that is a
             multiple of 16.
-        table: int64 ``[chunks, 3]``: the address of a piece, its offset in ``target`` and its
-            length, in bytes, each a multiple of 16; at most :data:`CHUNK` long. With ``blocks``
-            int64 ``[blocks, 4]``: address and offset of a block, its tokens, and bytes of each.
-        blocks: The shape of blocks, if the table is of blocks.
+        table: int64 ``[blocks, 4]``: the address of a block, its offset in ``target``, its tokens,
+            and bytes of each; bytes are multiples of 16. :data:`WHOLE` tokens count as one, of at
+            most :data:`CHUNK` bytes.
+        blocks: The shape of blocks.
         ends: With False :func:`finish_reading` ends the exchange: until then this rank may read
             more of what peers wrote.
 
     Returns:
-        The same exchange for later calls, or ``None`` if it cannot be repeated directly.
+        The launch for later calls, in which ``DIGEST``, ``K``, ``V`` and ``TARGET`` change, or
+        ``None`` if it cannot be repeated directly.
     """
     batch, tokens, heads, dim = k.shape
     widths = heads * dim, heads * v.shape[3]
@@ -131,12 +120,10 @@ def exchange_keys(
         int(ends),
     )  # fmt: skip
     constants = {
-        "K": widths[0], "V": widths[1], "SIZE": size, "ROWS": max(1, _PACKED // size),
-        "TOKENS": blocks.tokens if blocks else 1, "WORDS": blocks.words if blocks else CHUNK // 8,
-        "STRIDE": blocks.stride if blocks else 0, **OPTIONS,
+        "K": widths[0], "V": widths[1], "SIZE": size, "ROWS": max(1, _MOVED // size),
+        "TOKENS": blocks.tokens, "WORDS": blocks.words, "STRIDE": blocks.stride, **_OPTIONS,
     }  # fmt: skip
-    launch = _exchange_keys.launch((setup.programs,), *arguments, **constants)
-    return None if launch is None else KeyExchange(launch)
+    return _exchange_keys.launch((setup.programs,), *arguments, **constants)
 
 
 def finish_reading(setup: ExchangeSetup, *, ends: bool = True) -> None:
@@ -144,8 +131,8 @@ def finish_reading(setup: ExchangeSetup, *, ends: bool = True) -> None:
 
     With ``ends`` False this does no more than load the kernel, which a CUDA graph cannot do.
     """
-    arguments = setup.headers, setup.header, setup.rank, setup.headers.shape[0], int(ends)
-    _finish_reading[(1,)](*arguments, **OPTIONS)
+    headers, header, rank, *_ = setup
+    _finish_reading[(1,)](headers, header, rank, headers.shape[0], int(ends), **_OPTIONS)
 
 
 def wait_reusable(setup: ExchangeSetup, sums: Tensor, *, zero: bool) -> PreparedLaunch | None:
@@ -159,12 +146,12 @@ def wait_reusable(setup: ExchangeSetup, sums: Tensor, *, zero: bool) -> Prepared
     """
     programs, size = (setup.programs, sums.numel()) if zero else (1, 0)
     arguments = setup.header, setup.headers.shape[0], setup.patience, sums, size
-    return _wait_reusable.launch((programs,), *arguments, NUMBERS=NUMBERS, **OPTIONS)
+    return _wait_reusable.launch((programs,), *arguments, NUMBERS=NUMBERS, **_OPTIONS)
 
 
 def reduce_from_peers(
     setup: ExchangeSetup, digest: int, table: Tensor, total: Tensor
-) -> SumExchange | None:
+) -> PreparedLaunch | None:
     """Let peers read the sums that this rank holds, and add those of peers to ``total``.
 
     It is one exchange. What peers read has been written by earlier kernels of this stream, after
@@ -178,28 +165,51 @@ def reduce_from_peers(
         total: The sums of own keys, float32, contiguous, at an address that is a multiple of 16.
 
     Returns:
-        The same exchange for later calls, or ``None`` if it cannot be repeated directly.
+        The launch for later calls, in which ``DIGEST`` and ``TOTAL`` change, or ``None`` if it
+        cannot be repeated directly.
     """
     arguments = (
         setup.headers, setup.header, digest, setup.rank, setup.headers.shape[0], setup.patience,
         table, table.shape[0], total,
     )  # fmt: skip
-    constants = {"PARTS": table.shape[1] - 2, "NUMBERS": NUMBERS, **OPTIONS}
-    launch = _add_peers.launch((setup.programs,), *arguments, **constants)
-    return None if launch is None else SumExchange(launch)
+    constants = {"PARTS": table.shape[1] - 2, "NUMBERS": NUMBERS, **_OPTIONS}
+    return _add_peers.launch((setup.programs,), *arguments, **constants)
 
 
-def interleaved(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:
-    """Return the rows of several lists in one, evenly interleaved.
+def trade_heads(
+    setup: ExchangeSetup, header: int, digest: int, layout: HeadBuffer, sources: Sequence[Tensor],
+    results: Sequence[Tensor], orders: Sequence[Tensor | None], *, splits_heads: bool,
+) -> PreparedLaunch | None:  # fmt: skip
+    """Write parts of ``sources`` where peers read them, and read parts of ``results`` from peers.
 
-    Programs take rows in turns: those that run at the same time then read from all ranks.
+    Args:
+        setup: Setup of this rank.
+        header: Bytes before the messages in each rank's memory.
+        digest: Identifies the exchange; a rank with another one ends in a device assert.
+        layout: How the messages hold the tensors: row n of a rank's memory is for rank n.
+        sources: Up to three tensors, ``[B, T_local, H, D]`` with ``splits_heads`` and else ``[B, T,
+            H / P, D]``.
+        results: Tensors of the other shape, to be written.
+        orders: For each tensor the positions of rank 0's tokens, then those of rank 1, ..., int64
+            ``[T]``; ``None`` if they are in natural order.
+        splits_heads: True to trade tokens for heads, False for the way back.
+
+    Returns:
+        The launch for later calls, in which ``DIGEST``, and tensors from ``SOURCES``, ``RESULTS``
+        and ``ORDERS`` on change, or ``None`` if it cannot be repeated directly.
     """
-    keyed = [
-        ((n + 0.5) / len(list_rows), list_number, row)
-        for list_number, list_rows in enumerate(rows)
-        for n, row in enumerate(list_rows)
-    ]
-    return [row for *_, row in sorted(keyed)]
+    sent = HeadArguments.of(layout, sources, orders, at_once=_MOVED)
+    received = HeadArguments.of(layout, results, orders, at_once=_MOVED)
+    arguments = (
+        setup.headers, setup.header, digest, setup.rank, layout.ranks, setup.patience,
+        *sent.tensors, *received.tensors, *sent.orders, *sent.sizes, *sent.strides,
+        *received.strides, layout.parts[0].batch, layout.message.size,
+        header + setup.rank * layout.message.size, sent.blocks,
+    )  # fmt: skip
+    constants = sent.constants | {
+        "HEADER": header, "SPLITS_HEADS": splits_heads, **_OPTIONS, "num_warps": 8,
+    }  # fmt: skip
+    return _trade_heads.launch((setup.head_programs,), *arguments, **constants)
 
 
 @triton.jit
@@ -269,6 +279,19 @@ def await_all(header, digest, ranks, number, patience) -> None:
 
 
 @triton.jit
+def signal_and_await(headers, header, digest, rank, ranks, number, patience) -> None:
+    """Tell all ranks that this one has written, and wait until all of them have."""
+    # The program that is the last to have written signals for all of them.
+    tl.debug_barrier()
+    num_written = tl.atomic_add(header, 1, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+    if num_written == tl.num_programs(0) - 1:
+        signal_peers(headers, digest, rank, ranks, number)
+    # Each program waits for all ranks' signals.
+    await_all(header, digest, ranks, number, patience)
+
+
+@triton.jit
 def finish(headers, header, rank, ranks, number) -> None:
     """Count a program that has finished reading; the last one of the launch tells all ranks."""
     # All threads of this program have read.
@@ -317,25 +340,18 @@ def _exchange_keys(
         dst = target + (batch * length + place) * (K + V) + column
         tl.store(dst, x, mask=in_k & (place >= 0))
         tl.store(dst + K, y, mask=in_v & (place >= 0))
-    # The program that is the last to have written signals for all of them.
-    tl.debug_barrier()
-    num_written = tl.atomic_add(header, 1, sem="acq_rel", scope="gpu")
-    tl.debug_barrier()
-    if num_written == programs - 1:
-        signal_peers(headers, digest, rank, ranks, number)
-    # Each program waits for all ranks' signals. From here on all parts are there to be read, and
-    # none is overwritten before this rank has signalled that it has finished reading.
-    await_all(header, digest, ranks, number, patience)
-    # Copy pieces in words of 8 bytes; programs that run at once read from different ranks. A piece
-    # is contiguous, or a block of TOKENS tokens that lie STRIDE words apart.
-    width: tl.constexpr = 3 if STRIDE == 0 else 4
+    # From here on all parts are there to be read, and none is overwritten before this rank has
+    # signalled that it has finished reading.
+    signal_and_await(headers, header, digest, rank, ranks, number, patience)
+    # Copy blocks in words of 8 bytes; programs that run at once read from different ranks. A block
+    # is contiguous, or of TOKENS tokens that lie STRIDE words apart.
     memory = target.to(tl.pointer_type(tl.uint8))
     token, word = tl.arange(0, TOKENS)[:, None], tl.arange(0, WORDS)[None, :]
     for chunk in range(tl.program_id(0), chunks, programs):
-        table_row = table + width * chunk
+        table_row = table + 4 * chunk
         source = tl.multiple_of(tl.load(table_row).to(tl.pointer_type(tl.int64)), 16)
         dst = tl.multiple_of((memory + tl.load(table_row + 1)).to(tl.pointer_type(tl.int64)), 16)
-        inside = word < tl.multiple_of(tl.load(table_row + width - 1) // 8, 2)
+        inside = word < tl.multiple_of(tl.load(table_row + 3) // 8, 2)
         if STRIDE > 0:
             inside &= token < tl.load(table_row + 2)
         index = token * STRIDE + word
@@ -395,3 +411,72 @@ def _add_peers(
             x += tl.load(peer_sums + index, mask=index < tl.where(address == 0, 0, size), other=0.0)
         tl.store(dst, x, mask=inside)
     finish(headers, header, rank, ranks, number)
+
+
+@DirectKernel
+@triton.jit(do_not_specialize=["digest"])
+def _trade_heads(
+    headers, header, digest, rank, ranks, patience,
+    x0, x1, x2, y0, y1, y2, order0, order1, order2,
+    length0, width0, offset0, length1, width1, offset1, length2, width2, offset2,
+    x_batch0, x_row0, x_head0, x_batch1, x_row1, x_head1, x_batch2, x_row2, x_head2,
+    y_batch0, y_row0, y_head0, y_batch1, y_row1, y_head1, y_batch2, y_row2, y_head2,
+    batch, size, own_message, blocks,
+    DIM0: tl.constexpr, DIM1: tl.constexpr, DIM2: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADER: tl.constexpr, SPLITS_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Run one exchange: write own parts, signal, wait for all ranks, and read theirs."""
+    own_header = header.to(tl.pointer_type(tl.int64))
+    number = tl.load(own_header + 2)
+    programs = tl.num_programs(0)
+    # Peers may still be reading what this rank wrote for the exchange before.
+    await_readers(own_header, ranks, patience)
+    # Write the message for each rank into own memory, some rows at a time in each program.
+    for n in range(tl.program_id(0), ranks * blocks, programs):
+        peer, block = n % ranks, n // ranks
+        message = tl.multiple_of(header + HEADER + peer.to(tl.int64) * size, 16)
+        _move_parts(
+            message, x0, x1, x2, order0, order1, order2, peer, block,
+            length0, width0, offset0, length1, width1, offset1, length2, width2, offset2,
+            x_batch0, x_row0, x_head0, x_batch1, x_row1, x_head1, x_batch2, x_row2, x_head2,
+            batch, DIM0, DIM1, DIM2, ROWS, COLUMNS, SPLITS_HEADS, True,
+        )  # fmt: skip
+    # From here on all messages are there to be read, and none is overwritten before this rank has
+    # signalled that it has finished reading.
+    signal_and_await(headers, own_header, digest, rank, ranks, number, patience)
+    # Read the message for this rank from each, beginning with another rank on each of them.
+    for n in range(tl.program_id(0), ranks * blocks, programs):
+        peer, block = (n + rank) % ranks, n // ranks
+        message = tl.multiple_of(tl.load(headers + peer) + own_message, 16)
+        _move_parts(
+            message, y0, y1, y2, order0, order1, order2, peer, block,
+            length0, width0, offset0, length1, width1, offset1, length2, width2, offset2,
+            y_batch0, y_row0, y_head0, y_batch1, y_row1, y_head1, y_batch2, y_row2, y_head2,
+            batch, DIM0, DIM1, DIM2, ROWS, COLUMNS, not SPLITS_HEADS, False,
+        )  # fmt: skip
+    finish(headers, own_header, rank, ranks, number)
+
+
+@triton.jit
+def _move_parts(
+    message, x0, x1, x2, order0, order1, order2, peer, block,
+    length0, width0, offset0, length1, width1, offset1, length2, width2, offset2,
+    batch0, row0, head0, batch1, row1, head1, batch2, row2, head2,
+    batch, DIM0: tl.constexpr, DIM1: tl.constexpr, DIM2: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_HEADS: tl.constexpr, PACKS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Copy some rows of up to three tensors' parts in the message to or from a rank."""
+    move_block(
+        message + offset0, x0, order0, peer, block, length0, width0, batch0, row0, head0, batch,
+        DIM0, ROWS, COLUMNS, BY_HEADS, PACKS,
+    )  # fmt: skip
+    if x1 is not None:
+        move_block(
+            message + offset1, x1, order1, peer, block, length1, width1, batch1, row1, head1, batch,
+            DIM1, ROWS, COLUMNS, BY_HEADS, PACKS,
+        )  # fmt: skip
+    if x2 is not None:
+        move_block(
+            message + offset2, x2, order2, peer, block, length2, width2, batch2, row2, head2, batch,
+            DIM2, ROWS, COLUMNS, BY_HEADS, PACKS,
+        )  # fmt: skip

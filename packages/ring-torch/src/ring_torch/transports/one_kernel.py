@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Self
+from itertools import pairwise
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,13 +22,22 @@ import torch.distributed as dist
 from ring_core import GatherProgram, Plan
 from ring_core.base.arguments import not_none
 from ring_core.programs.gather import Fetch
-from ring_torch.buffers import HeadBuffer, HeadCarrier, KeyGradBuffer, Orders, are_rows, flat
+from ring_torch.buffers import (
+    HeadBuffer,
+    HeadCarrier,
+    KeyGradBuffer,
+    KVPayload,
+    Orders,
+    are_rows,
+    flat,
+)
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
 from ring_torch.launches.cache import tensors_key
+from ring_torch.launches.direct import PreparedLaunch, has_launch_hooks
 from ring_torch.records import Inputs
-from ring_torch.transports import exchange_kernel, exchange_tables as tables, head_kernel
+from ring_torch.transports import exchange_kernel
 from ring_torch.transports.api import (
     IndexMap,
     PendingGrads,
@@ -38,15 +48,28 @@ from ring_torch.transports.api import (
     nothing,
     program_of,
     requests_to,
-    sent_spans,
 )
-from ring_torch.transports.copy_engine import comes_in_parts, copy
-from ring_torch.transports.exchange_kernel import KeyExchange
-from ring_torch.transports.kept_launches import KeptLaunches
-from ring_torch.transports.symm_buffer import SymmetricMemory
+from ring_torch.transports.exchange_kernel import (
+    CHUNK,
+    DIGEST,
+    MOST_RANKS,
+    NUMBERS,
+    ORDERS,
+    RESULTS,
+    SOURCES,
+    TARGET,
+    TOTAL,
+    WHOLE,
+    Blocks,
+    ExchangeSetup,
+    K,
+    V,
+)
+from ring_torch.transports.symm_buffer import SymmetricMemory, comes_in_parts, copy
 
-_HEADER_BYTES = 1024  # enough for MOST_RANKS
-_FIRST = 2  # index of the next exchange's number in a header
+_MOST = 1024  # tables, and launches, that are kept
+#: Rows of a table that tells a kernel what a rank reads of its peers, and where it goes.
+Rows = Sequence[Sequence[int]]
 
 # The state of each group. Process groups take no attributes of ours, so it is kept here.
 _state_of: WeakKeyDictionary[dist.ProcessGroup, ExchangeState] = WeakKeyDictionary()
@@ -54,26 +77,77 @@ _state_of: WeakKeyDictionary[dist.ProcessGroup, ExchangeState] = WeakKeyDictiona
 
 @dataclass
 class ExchangeState:
-    """Symmetric memory of a group for exchanges by one kernel, and what is kept for later ones."""
+    """Symmetric memory of a group for exchanges by one kernel, and what is kept for later ones.
+
+    Index tables and launches are kept for passes with equal keys. They hold addresses of the memory
+    that ranks share. Launches hold addresses of tables, too, and live no longer than these.
+    """
 
     memory: SymmetricMemory
-    _setup: exchange_kernel.ExchangeSetup | None = None
+    _setup: ExchangeSetup | None = None
     _stream: torch.cuda.Stream | None = None  # stream of the last pass outside of CUDA graphs
     _side_streams: list[torch.cuda.Stream] = field(default_factory=list)
-    kept: KeptLaunches = field(default_factory=KeptLaunches)
+    _tables: dict[object, torch.Tensor] = field(default_factory=dict)
+    launches: dict[object, PreparedLaunch | None] = field(default_factory=dict)
+    _in_graphs: dict[int, object] = field(default_factory=dict)  # what captured graphs read, by id
 
-    def begin_pass(self, size: int) -> tuple[exchange_kernel.ExchangeSetup, Mapping[object, Any]]:
+    def begin_pass(self, size: int, digest: int) -> ExchangePass:
         """Ensure ``size`` bytes of data, and let this pass follow the last one.
 
         All ranks call it with equal sizes. New memory makes all tables void, which hold addresses.
-        Returns the setup of the pass, and the launches that it may repeat.
+        If there are too many, all are dropped here, too: a pass's own stay until it ends.
         """
-        if self.memory.reserve(size) or self._setup is None:
-            self.kept.clear()
-            self._setup = self._new_setup()
-        launches = self.kept.begin_pass(self._setup, is_counted=is_counted())
+        setup = None if self.memory.reserve(size) else self._setup
+        if setup is None or len(self._tables) > _MOST or len(self.launches) > _MOST:
+            self._tables.clear()
+            self.launches.clear()
+        if setup is None:
+            headers, ranks = self.memory.headers(), self.memory.ranks
+            assert ranks.size <= MOST_RANKS
+            device = headers[ranks.rank].device
+            headers[ranks.rank][2] = 1  # the number of the next exchange
+            addresses = [x.data_ptr() for x in headers]
+            patience = timeout_of(not_none(ranks.group), device) // timedelta(microseconds=1)
+            setup = self._setup = ExchangeSetup(
+                torch.tensor(addresses, dtype=torch.int64, device=device),
+                addresses[ranks.rank],
+                ranks.rank,
+                *_programs(device),
+                1000 * patience,
+            )
+        # A pass that is captured or whose bytes are counted has more to do, and repeats none.
+        is_captured = is_capturing()
+        if is_captured:
+            self._in_graphs[id(setup)] = setup
+        launches = {} if is_captured or is_counted() or has_launch_hooks() else self.launches
         self._wait_last()
-        return self._setup, launches
+        return ExchangePass(self, setup, launches, digest)
+
+    def keep_in_graph(self, objects: Iterable[object]) -> None:
+        """Keep objects alive whose memory a CUDA graph reads, if one is being captured."""
+        if is_capturing():
+            self._in_graphs |= {id(x): x for x in objects if x is not None}
+
+    def table(
+        self, key: object, width: int, rows: Callable[[], Rows], device: torch.device
+    ) -> torch.Tensor:
+        """Return a table on the device, int64 ``[n, width]``, made by ``rows`` once a key.
+
+        Raises:
+            ValueError: A CUDA graph is being captured, and the table is not there: it was dropped
+                since the call was made, as the memory has grown, or there were too many.
+        """
+        if key not in self._tables:
+            if is_capturing():
+                raise ValueError(
+                    "a call is captured into a CUDA graph, and what was kept of it has been dropped: by a "
+                    "larger call, which moves the memory that ranks share, or by many others. Instead: "
+                    "make it once more outside of a graph, then capture it"
+                )
+            values = torch.tensor(rows(), dtype=torch.int64, device=device).view(-1, width)
+            self._tables[key] = values
+        self.keep_in_graph([self._tables[key]])
+        return self._tables[key]
 
     def _wait_last(self) -> None:
         """Let the current stream wait for the last pass, if that ran on another stream.
@@ -94,51 +168,40 @@ class ExchangeState:
             self._side_streams.append(torch.cuda.Stream())
         return self._side_streams[:number]
 
-    def _new_setup(self) -> exchange_kernel.ExchangeSetup:
-        """Make the setup of this rank in new memory, whose first exchange has number 1."""
-        headers, ranks = self.memory.headers(), self.memory.ranks
-        assert ranks.size <= exchange_kernel.MOST_RANKS
-        device = headers[ranks.rank].device
-        headers[ranks.rank][_FIRST] = 1
-        addresses = [x.data_ptr() for x in headers]
-        patience = timeout_of(not_none(ranks.group), device) // timedelta(microseconds=1)
-        header_addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
-        return exchange_kernel.ExchangeSetup(
-            header_addresses,
-            addresses[ranks.rank],
-            ranks.rank,
-            _programs(device),
-            _head_programs(device),
-            1000 * patience,
-        )
 
+def _programs(device: torch.device) -> tuple[int, int]:
+    """Return how many thread blocks the exchange kernels launch, and how many trade heads.
 
-def _programs(device: torch.device) -> int:
-    """Return how many thread blocks the exchange kernels launch: half of the GPU's multiprocessors.
+    K/V and dK/dV are exchanged by half of the GPU's multiprocessors. The blocks wait for other
+    ranks, so all of them must run at once. If they held all multiprocessors, a kernel of NCCL on
+    another stream might wait for one here, while its peer holds those that the blocks there need: a
+    deadlock.
 
-    They wait for other ranks, so all of them must run at once. If they held all multiprocessors, a
-    kernel of NCCL on another stream might wait for one here, while its peer holds those that the
-    blocks there need: a deadlock.
-    """
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) // 2
-
-
-def _head_programs(device: torch.device) -> int:
-    """Return how many thread blocks trade tokens for heads: all multiprocessors but 36.
-
-    Those are left for NCCL, as :func:`_programs` says, which takes up to 32. With fewer blocks the
-    kernel is slower than NCCL: it writes and reads all of q, k and v, not K/V alone.
+    Tokens are traded for heads by all multiprocessors but 36. Those are left for NCCL, which takes
+    up to 32. With fewer blocks the kernel is slower than NCCL: it writes and reads all of q, k and
+    v, not K/V alone.
     """
     processors = int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return max(_programs(device), processors - 36)
+    return processors // 2, max(processors // 2, processors - 36)
 
 
 def exchange_state_of(ranks: Ranks) -> ExchangeState:
     """Return the exchange state of a group, with memory of its own, made the first time."""
     group = not_none(ranks.group)
     if (state := _state_of.get(group)) is None:
-        state = _state_of[group] = ExchangeState(SymmetricMemory(ranks, _HEADER_BYTES))
+        state = _state_of[group] = ExchangeState(SymmetricMemory(ranks, header=1024))
     return state
+
+
+class ExchangePass(NamedTuple):
+    """A pass of this rank through the memory by which its group exchanges."""
+
+    state: ExchangeState
+    setup: ExchangeSetup
+    #: Launches that it may repeat, by key: none if it is captured or counted. No copy: they lose
+    #: what a later pass drops.
+    launches: Mapping[object, PreparedLaunch | None]
+    digest: int  # identifies this pass of this call
 
 
 class OneKernel(NamedTuple):
@@ -150,16 +213,7 @@ class OneKernel(NamedTuple):
     """
 
     spec: SessionSpec
-    state: ExchangeState
-    setup: exchange_kernel.ExchangeSetup
-    launches: Mapping[object, Any]  # prepared ones by key; empty if this pass must not repeat any
-    digest: int  # identifies this pass of this call
-
-    @classmethod
-    def of(cls, spec: SessionSpec, grad_bytes: int, digest: int) -> OneKernel:
-        """Open a session whose memory also holds ``grad_bytes`` bytes of dK/dV sums."""
-        state = exchange_state_of(spec.ranks)
-        return cls(spec, state, *state.begin_pass(spec.keys.message.size + grad_bytes), digest)
+    exchange: ExchangePass
 
     def fetch(
         self, gather: GatherProgram, inputs: Inputs, meanwhile: Callable[[], object] = nothing
@@ -167,6 +221,7 @@ class OneKernel(NamedTuple):
         """Write own K/V where peers read them, and fetch all K/V that this rank's queries see."""
         # On the same stream, and so ahead of the exchange: a late peer is waited for behind it.
         meanwhile()
+        state, setup, launches, digest = self.exchange
         spec, keys, (k, v) = self.spec, self.spec.keys, inputs[1:3]
         # `new_empty(*sizes)` takes the host half the time of `torch.empty(shape, dtype=, device=)`.
         target = k.new_empty(keys.batch, gather.length, keys.width)
@@ -174,66 +229,63 @@ class OneKernel(NamedTuple):
         pending = PendingKV([target], lambda _fetches: None)
         # The kernel waits until peers have read what lies in `own` from the pass before, writes,
         # waits until all ranks have written, and reads. The host waits for nothing.
-        key, kept = (gather, keys, spec.by_parts, tensors_key(k, v)), self.state.kept
-        if (exchange := self.launches.get(key)) is not None:
-            exchange(self.digest, k, v, target)
+        key = gather, keys, spec.by_parts, tensors_key(k, v)
+        if (launch := launches.get(key)) is not None:
+            launch({DIGEST: digest, K: k.data_ptr(), V: v.data_ptr(), TARGET: target.data_ptr()})
         else:
-            from_peers = [fetch for fetch in gather.fetches if fetch.rank != self.setup.rank]
             own_k, own_v = (x if are_rows(x) else x.contiguous() for x in (k, v))
-            own = self._keys_of(self.setup.rank)
-            own_fetches = [fetch for fetch in gather.fetches if fetch.rank == self.setup.rank]
-            places = kept.table(
-                (gather, keys, "own"), 1, lambda: tables.own_places(own_fetches, keys.length),
+            from_peers = [fetch for fetch in gather.fetches if fetch.rank != setup.rank]
+            places = state.table(
+                (gather, keys, "own"), 1, partial(_places, gather, setup.rank, keys.length),
                 spec.device,
             )  # fmt: skip
-            run = partial(
-                exchange_kernel.exchange_keys, self.setup, self.digest, own_k, own_v, own, places,
-                target,
+            in_parts = spec.by_parts and comes_in_parts(keys, from_peers)
+            blocks = _blocks_of_half(keys) if in_parts else WHOLE
+            # Outside of graphs both tables are made and all kernels loaded: inside neither is
+            # possible.
+            tables = [
+                state.table(
+                    (gather, keys, n), 4,
+                    partial(self._pieces, gather, from_peers, halves=n, at_once=blocks.tokens),
+                    spec.device,
+                )
+                for n in ((1, 2) if in_parts else (0,))
+            ]  # fmt: skip
+            is_halved = in_parts and is_capturing()
+            if in_parts and not is_halved:
+                exchange_kernel.finish_reading(setup, ends=False)
+            launch = exchange_kernel.exchange_keys(
+                setup, digest, own_k, own_v, self._keys_of(setup.rank), places, target,
+                tables[0 if is_halved else -1], blocks, ends=not is_halved,
             )  # fmt: skip
-            if spec.by_parts and comes_in_parts(keys, from_peers):
-                exchange, pending = self._fetch_in_halves(gather, run, target)
-            else:
-                rows = partial(self._pieces, gather)
-                exchange = run(kept.table((gather, keys), 3, rows, spec.device))
-            if own_k is k and own_v is v:
-                kept.keep(key, exchange)
+            if is_halved:
+                pending = self._copy_half(gather, from_peers, target)
+            elif own_k is k and own_v is v:
+                state.launches[key] = launch
             # A pass whose bytes are counted repeats no launch, so it comes here.
             note_reads(target[:, fetch.target] for fetch in from_peers)
         yield pending
 
-    def _fetch_in_halves(
-        self, gather: GatherProgram, run: Callable[..., KeyExchange | None], target: torch.Tensor
-    ) -> tuple[KeyExchange | None, PendingKV]:
-        """Fetch K/V; in a CUDA graph half of the heads beside the kernels of the others.
+    def _copy_half(
+        self, gather: GatherProgram, from_peers: Sequence[Fetch], target: torch.Tensor
+    ) -> PendingKV:
+        """Fetch half of the heads, in a CUDA graph, beside the kernels of the others.
 
         Copy engines fetch that half, which take no multiprocessor. Each launch has a stream, so
-        kernels of the second half fill the multiprocessors that those of the first leave. Returns
-        the exchange, if later calls can repeat it, and what is in flight.
+        kernels of the second half fill the multiprocessors that those of the first leave.
         """
-        keys = self.spec.keys
-        halves, shape = tables.columns_of_halves(keys), tables.shape_of_blocks(keys)
-        # Outside of graphs both tables are made and all kernels loaded: inside neither is possible.
-        of_half, of_all = (
-            self.state.kept.table(
-                (gather, keys, n), 4, partial(self._blocks, gather, halves[:n]), self.spec.device
-            )
-            for n in (1, 2)
-        )
-        if not is_capturing():
-            exchange_kernel.finish_reading(self.setup, ends=False)
-            return run(of_all, shape), PendingKV([target], lambda _fetches: None)
-        run(of_half, shape, ends=False)
+        state, setup, *_ = self.exchange
         # Peers have signalled: copies may read. Nobody overwrites what they read before this rank
         # says that it has finished, which is queued behind them.
         main, num_items = torch.cuda.current_stream(), len(gather.items)
-        side, *streams = self.state.side_streams(2 * num_items - 1)
+        side, *streams = state.side_streams(2 * num_items - 1)
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            for fetch, sources in self._sources(gather):
-                for n, source in enumerate(sources):
-                    for columns in halves[1]:
+            for fetch in from_peers:
+                for n, source in enumerate(self._keys_of(fetch.rank)[:, fetch.source]):
+                    for columns in _columns_of_halves(self.spec.keys)[2:]:
                         copy(target[n, fetch.target, columns], source[:, columns])
-            exchange_kernel.finish_reading(self.setup)
+            exchange_kernel.finish_reading(setup)
         # Launches of a part run beside each other, behind the exchange or behind the copies.
         firsts, seconds = [main, *streams[: num_items - 1]], [side, *streams[num_items - 1 :]]
         for arrived, *others in (firsts, seconds):
@@ -246,7 +298,7 @@ class OneKernel(NamedTuple):
                 main.wait_stream(stream)
 
         parts = [[partial(torch.cuda.stream, x) for x in part] for part in (firsts, seconds)]
-        return None, PendingKV([target], wait, parts)
+        return PendingKV([target], wait, parts)
 
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
@@ -255,19 +307,18 @@ class OneKernel(NamedTuple):
 
         It is filled with zeros if ``zero``, and uninitialised otherwise.
         """
+        state, setup, launches, _ = self.exchange
+        grad_sums = (
+            self._grads_of(setup.rank, sums, gather.length)
+            if gather.length > 0
+            else torch.empty(0, dtype=self.spec.acc_dtype, device=self.spec.device)  # nobody reads
+        )
         # The kernel waits until peers have read what the exchange before left for them.
-        if gather.length == 0:  # nobody will read any
-            grad_sums = torch.empty(0, dtype=self.spec.acc_dtype, device=self.spec.device)
-            exchange_kernel.wait_reusable(self.setup, grad_sums, zero=zero)
-            return [grad_sums]
-        grad_sums = self._grads_of(self.spec.ranks.rank, sums, gather.length)
         key = gather, sums, zero
-        if (launch := self.launches.get(key)) is not None:
+        if (launch := launches.get(key)) is not None:
             launch({})
         else:
-            self.state.kept.keep(
-                key, exchange_kernel.wait_reusable(self.setup, grad_sums, zero=zero)
-            )
+            state.launches[key] = exchange_kernel.wait_reusable(setup, grad_sums, zero=zero)
         return [grad_sums]
 
     def return_grads(
@@ -288,69 +339,167 @@ class OneKernel(NamedTuple):
         index_map: IndexMap,
     ) -> None:  # fmt: skip
         """Exchange dK/dV: let peers read this rank's, and add theirs for own keys to ``total``."""
-        starts = _starts(self.spec.plan, self.spec.ranks.rank, gather, index_map)
-        key, kept = (gather, sums, length, starts, total.data_ptr() % 16), self.state.kept
-        if (exchange := self.launches.get(key)) is not None:
-            exchange(self.digest, total)
+        state, setup, launches, digest = self.exchange
+        plan, rank = self.spec.plan, setup.rank
+        spans, starts = _sent_spans(plan, rank, gather, index_map)
+        key = gather, sums, length, starts, total.data_ptr() % 16
+        if (launch := launches.get(key)) is not None:
+            launch({DIGEST: digest, TOTAL: total.data_ptr()})
             return
-        spans = sent_spans(self.spec.plan, self.spec.ranks.rank, like=gather)
         num_peers = max(self.spec.ranks.size - 1, 1)
-        table = kept.table(
-            key, 2 + num_peers,
-            lambda: self._sums_of_peers(gather, sums, length, zip(spans, starts, strict=True), num_peers),
-            self.spec.device,
-        )  # fmt: skip
-        kept.keep(key, exchange_kernel.reduce_from_peers(self.setup, self.digest, table, total))
+        columns = [*zip(spans, starts, strict=True)]
+        rows = partial(self._sums_of_peers, gather, sums, length, columns, num_peers)
+        table = state.table(key, 2 + num_peers, rows, self.spec.device)
+        state.launches[key] = exchange_kernel.reduce_from_peers(setup, digest, table, total)
         # As in `fetch`: where bytes are counted, a pass comes here.
         note_reads(
             x
-            for _, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
+            for _, fetch in requests_to(plan, rank, like=gather)
             for x in sums.strided_views(total, length, index_map(fetch.source))
         )
 
-    def _pieces(self, gather: GatherProgram) -> tables.Rows:
-        return tables.pieces(self.spec.keys, gather.length, self._sources(gather))
+    def _pieces(
+        self, gather: GatherProgram, from_peers: Sequence[Fetch], *, halves: int, at_once: int
+    ) -> Rows:
+        """Return the table by which :func:`exchange_keys` fetches K/V of peers.
 
-    def _blocks(self, gather: GatherProgram, halves: Sequence[tables.HeadColumns]) -> tables.Rows:
-        return tables.blocks(self.spec.keys, gather.length, self._sources(gather), halves)
+        It is for whole tokens or, if ``halves`` is not 0, for so many halves of the heads, in
+        blocks of at most ``at_once`` tokens.
+        """
+        keys, itemsize = self.spec.keys, self.spec.keys.dtype.itemsize
+        token, columns = keys.width * itemsize, _columns_of_halves(keys)[: 2 * halves]
+        rows: dict[int, list[Sequence[int]]] = {}
+        # A row of a peer's batch is contiguous there and here. It is cut into pieces, which
+        # programs of the kernel take in turns: each begins so many bytes behind both addresses.
+        for fetch in from_peers:
+            for n, source in enumerate(self._keys_of(fetch.rank)[:, fetch.source]):
+                tokens, size = len(source), len(source) * token
+                offset = (n * gather.length + fetch.target.start) * token
+                pieces = [
+                    (start * token + x.start * itemsize, min(at_once, tokens - start), (x.stop - x.start) * itemsize)
+                    for start in range(0, tokens, at_once)
+                    for x in columns
+                ] if halves else [
+                    (start, 1, min(CHUNK, size - start)) for start in range(0, size, CHUNK)
+                ]  # fmt: skip
+                rows.setdefault(fetch.rank, []).extend(
+                    (source.data_ptr() + start, offset + start, *shape) for start, *shape in pieces
+                )
+        return _interleaved(list(rows.values()))
 
     def _sums_of_peers(
         self, gather: GatherProgram, sums: KeyGradBuffer, length: int,
         spans: Iterable[tuple[slice, int]], width: int,
-    ) -> tables.Rows:  # fmt: skip
-        requests = requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
-        lengths = [program_of(self.spec.plan, peer, like=gather).length for peer, _ in requests]
-        parts = [
-            tables.PeerSums(fetch, self._grads_of(peer, sums, peer_length), peer_length)
-            for (peer, fetch), peer_length in zip(requests, lengths, strict=True)
-        ]
-        return tables.sums_of_peers(sums, self.spec.acc_dtype, length, spans, parts, width)
+    ) -> Rows:  # fmt: skip
+        """Return the table of :func:`reduce_from_peers`, with ``width`` addresses in a row.
 
-    def _sources(self, gather: GatherProgram) -> list[tuple[Fetch, torch.Tensor]]:
-        """Return the fetches of peers' K/V, each with the K/V in the peer's memory."""
-        return [
-            (fetch, self._keys_of(fetch.rank)[:, fetch.source])
-            for fetch in gather.fetches
-            if fetch.rank != self.setup.rank
+        Args:
+            gather: This rank's program.
+            sums: The shape of the sums.
+            length: Tokens of ``total``, to which they are added.
+            spans: Spans of own keys, each with its first column in ``total``; a fetch covers a span
+                wholly or not at all.
+            width: Most peers that have sums for a span.
+        """
+        plan, rank, dtype = self.spec.plan, self.exchange.setup.rank, self.spec.acc_dtype
+        # dK/dV that peers have summed up for what they fetched of this rank, in the order in which
+        # they are added.
+        parts = [
+            (fetch, self._grads_of(peer, sums, peer_length), peer_length)
+            for peer, fetch in requests_to(plan, rank, like=gather)
+            for peer_length in [program_of(plan, peer, like=gather).length]
         ]
+        like = torch.empty(sums.numel(length), dtype=dtype, device="meta")
+        rows: list[list[Sequence[int]]] = []
+        # Each number of `total` is in one row of the table: one program adds all peers' sums to it,
+        # in the order of the parts, so sums are repeatable.
+        for span, start in spans:
+            peer_sums = [
+                sums.strided_views(peer_flat, peer_length, slice(span.start + shift, span.stop + shift))
+                for fetch, peer_flat, peer_length in parts
+                if fetch.source.start <= span.start and span.stop <= fetch.source.stop
+                for shift in [fetch.target.start - fetch.source.start]
+            ]  # fmt: skip
+            own_sums = sums.strided_views(
+                like, length, slice(start, start + span.stop - span.start)
+            )
+            absent = [0] * (width - len(peer_sums))
+            # A span is cut into runs that are contiguous in `total` and on all peers.
+            rows.append([
+                (
+                    row.storage_offset() + offset, min(NUMBERS, row.numel() - offset),
+                    *(x.data_ptr() + offset * x.itemsize for x in peers), *absent,
+                )
+                for total_rows, *parts_of_row in zip(own_sums, *peer_sums, strict=True)
+                for row, *peers in zip(total_rows, *parts_of_row, strict=True)
+                for offset in range(0, row.numel(), NUMBERS)
+            ])  # fmt: skip
+        return _interleaved(rows)
 
     def _keys_of(self, rank: int) -> torch.Tensor:
         """Return where a rank's own K/V lie for its peers."""
-        return self.state.memory.views(rank, 0, self.spec.keys.message)[0]
+        return self.exchange.state.memory.views(rank, 0, self.spec.keys.message)[0]
 
     def _grads_of(self, rank: int, sums: KeyGradBuffer, length: int) -> torch.Tensor:
         """Return where a rank's dK/dV of ``length`` fetched keys lie for the keys' owners."""
         packing = flat(sums.numel(length), self.spec.acc_dtype)
-        return self.state.memory.views(rank, self.spec.keys.message.size, packing)[0]
+        return self.exchange.state.memory.views(rank, self.spec.keys.message.size, packing)[0]
+
+
+def _places(gather: GatherProgram, rank: int, length: int) -> Rows:
+    """Return the token of the gathered buffer to which each own token goes, or -1 for none."""
+    places = [-1] * length
+    for fetch in gather.fetches:
+        if fetch.rank == rank:
+            places[fetch.source] = range(fetch.target.start, fetch.target.stop)
+    return [(place,) for place in places]
+
+
+def _columns_of_halves(keys: KVPayload) -> list[slice]:
+    """Return the columns of K and of V of the first half of the heads, then of the second."""
+    k, v = keys.heads // 2 * keys.dim, keys.heads // 2 * keys.v_dim
+    return [
+        slice(start, start + size) for n in range(2) for start, size in ((n * k, k), (2 * k + n * v, v))
+    ]  # fmt: skip
+
+
+def _blocks_of_half(keys: KVPayload) -> Blocks:
+    """Return the shape of the blocks in which half of the heads of some tokens is fetched."""
+    most = keys.heads // 2 * max(keys.dim, keys.v_dim) * keys.dtype.itemsize // 8
+    words = 1 << (most - 1).bit_length()
+    return Blocks(max(1, CHUNK // (8 * words)), words, keys.width * keys.dtype.itemsize // 8)
+
+
+def _interleaved(rows: Sequence[Rows]) -> Rows:
+    """Return the rows of several lists in one, evenly interleaved.
+
+    Programs take rows in turns: those that run at the same time then read from all ranks.
+    """
+    keyed = [
+        ((n + 0.5) / len(list_rows), list_number, row)
+        for list_number, list_rows in enumerate(rows)
+        for n, row in enumerate(list_rows)
+    ]
+    return [row for *_, row in sorted(keyed)]
 
 
 @lru_cache(maxsize=256)
-def _starts(plan: Plan, rank: int, gather: GatherProgram, index_map: IndexMap) -> tuple[int, ...]:
-    """Return the columns at which spans of own keys begin that peers fetch.
+def _sent_spans(
+    plan: Plan, rank: int, gather: GatherProgram, index_map: IndexMap
+) -> tuple[tuple[slice, ...], tuple[int, ...]]:
+    """Return the spans of a rank's keys that peers fetch, cut at all edges of fetches.
 
-    It is asked once for each index map: repeated calls bring the same one.
+    So each fetch covers a span wholly or not at all. The second tuple has the columns at which they
+    begin. It is asked once for each index map: repeated calls bring the same one.
     """
-    return tuple([index_map(span).start for span in sent_spans(plan, rank, like=gather)])
+    sources = [fetch.source for _, fetch in requests_to(plan, rank, like=gather)]
+    edges = sorted({edge for x in sources for edge in (x.start, x.stop)})
+    spans = tuple(
+        slice(a, b)
+        for a, b in pairwise(edges)
+        if any(x.start <= a and b <= x.stop for x in sources)
+    )
+    return spans, tuple([index_map(span).start for span in spans])
 
 
 @dataclass(frozen=True)
@@ -361,35 +510,30 @@ class HeadTrade(HeadCarrier):
     ranks have written, and reads. The host waits for nothing.
     """
 
-    state: ExchangeState
-    setup: exchange_kernel.ExchangeSetup
-    launches: Mapping[object, Any]  # prepared ones by key; empty if this pass must not repeat any
-    digest: int  # identifies this pass of this call
-
-    @classmethod
-    def of(cls, ranks: Ranks, digest: int, size: int) -> Self:
-        """Make the carrier of a pass, for exchanges of at most ``size`` bytes a rank."""
-        state = exchange_state_of(ranks)
-        return cls(state, *state.begin_pass(size), digest)
+    exchange: ExchangePass
 
     def __call__(
         self, layout: HeadBuffer, sources: Sequence[torch.Tensor], results: Sequence[torch.Tensor],
         orders: Orders, *, splits_heads: bool,
     ) -> None:  # fmt: skip
         """Run the exchange in one kernel."""
+        state, setup, launches, digest = self.exchange
         key = layout, splits_heads, tensors_key(*sources, *results, *orders)
-        if (trade := self.launches.get(key)) is not None:
-            trade(self.digest, sources, results, orders)
+        if (launch := launches.get(key)) is not None:
+            changing = (SOURCES, sources), (RESULTS, results), (ORDERS, orders)
+            launch({DIGEST: digest} | {
+                first + n: x.data_ptr()
+                for first, tensors in changing for n, x in enumerate(tensors) if x is not None
+            })  # fmt: skip
             return
-        self.state.kept.keep_in_graph(orders)
-        trade = head_kernel.trade_heads(
-            self.setup, self.state.memory.header, self.digest, layout, sources, results, orders,
+        state.keep_in_graph(orders)
+        state.launches[key] = exchange_kernel.trade_heads(
+            setup, state.memory.header, digest, layout, sources, results, orders,
             splits_heads=splits_heads,
         )  # fmt: skip
-        self.state.kept.keep(key, trade)
         # As in a session's `fetch`: where bytes are counted, a pass comes here.
-        message, rank = flat(layout.message.size, torch.uint8), self.setup.rank
+        message, rank = flat(layout.message.size, torch.uint8), setup.rank
         peers = (peer for peer in range(layout.ranks) if peer != rank)
         note_reads(
-            self.state.memory.views(peer, rank * layout.message.size, message)[0] for peer in peers
+            state.memory.views(peer, rank * layout.message.size, message)[0] for peer in peers
         )

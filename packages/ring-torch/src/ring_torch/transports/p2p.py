@@ -78,7 +78,7 @@ class Messages:
 
             pack_kv_on_gpu(inputs.k, inputs.v, own[0])
         else:
-            keys.write(own[0], inputs.k, inputs.v)
+            keys.write(inputs.k, inputs.v, own[0])
         if inputs.k_ids is not None:
             own[1].copy_(inputs.k_ids)
         tensors = [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own]
@@ -236,9 +236,17 @@ def move(
         by_heads: True if a rank's part is a range of heads, False if it is a range of tokens.
         packs: True to copy tensors into the buffer, False for the other way.
     """
-    dim = 2 if by_heads else 1
+    dim, message = 2 if by_heads else 1, layout.message
+    # Of each tensor a view `[P, B, T_local, H / P, D]` of the buffer; an empty message has no
+    # strides that another dtype could take.
+    blocks = [
+        buffer[:, offset : offset + math.prod(shape[1:]) * dtype.itemsize].view(dtype).view(shape)
+        if message.size > 0
+        else buffer.new_empty(shape, dtype=dtype)
+        for shape, dtype, offset in zip(layout.blocks, message.dtypes, message.offsets, strict=True)
+    ]
     # No message is in flight. Every number of a tensor has its place in exactly one of them.
-    for block, x, order in zip(_blocks(layout, buffer), tensors, orders, strict=True):
+    for block, x, order in zip(blocks, tensors, orders, strict=True):
         if packs:
             ordered = x if order is None else x.index_select(1, order)
             block.copy_(ordered.unflatten(dim, (layout.ranks, -1)).movedim(dim, 0))
@@ -247,20 +255,6 @@ def move(
         else:
             # All ranks' tokens together are the sequence: every row of `x` is written once.
             x.index_copy_(1, order, block.transpose(0, 1).flatten(1, 2))
-
-
-def _blocks(layout: HeadBuffer, buffer: Tensor) -> list[Tensor]:
-    """Return views of a buffer ``[P, bytes]``: of each tensor ``[P, B, T_local, H / P, D]``."""
-    message = layout.message
-    if message.size == 0:  # which has no strides that another dtype could take
-        return [
-            buffer.new_empty(shape, dtype=dtype)
-            for shape, dtype in zip(layout.blocks, message.dtypes, strict=True)
-        ]
-    return [
-        buffer[:, offset : offset + math.prod(shape[1:]) * dtype.itemsize].view(dtype).view(shape)
-        for shape, dtype, offset in zip(layout.blocks, message.dtypes, message.offsets, strict=True)
-    ]
 
 
 P2P = Transport(

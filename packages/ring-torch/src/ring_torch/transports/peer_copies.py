@@ -1,4 +1,7 @@
-"""Sessions of ``symm_mem`` for long passes: copy engines read K/V and dK/dV from peers' memory."""
+"""Sessions of ``symm_mem`` for long passes: copy engines read K/V and dK/dV from peers' memory.
+
+They take no multiprocessor from the kernels that run meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from itertools import product
 import torch
 
 from ring_core import GatherProgram, Plan, longest_gather
+from ring_core.programs.intervals import Interval, union
 from ring_torch.buffers import KeyGradBuffer, KVPayload, flat
 from ring_torch.optional import has_triton
 from ring_torch.records import Inputs, head_group
@@ -23,17 +27,15 @@ from ring_torch.transports.api import (
     nothing,
     program_of,
     requests_to,
-    spans_of,
     staging_for,
+    write_keys,
 )
-from ring_torch.transports.copy_engine import copy
-from ring_torch.transports.symm_buffer import SymmBuffer, on_stream
+from ring_torch.transports.symm_buffer import MOST_RANKS, SymmBuffer, copy, on_stream
 
 Event = torch.cuda.Event
 Stream = torch.cuda.Stream
 Done = tuple[Stream, Event]  # the stream of a copy, and an event recorded behind it
 
-MOST_RANKS = 32  # most ranks that exchange in one kernel: what `exchange_kernel` can signal to
 _MOST_BYTES = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
 
 
@@ -65,9 +67,9 @@ class PeerCopies:
         requests = [
             fetch for _, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
         ]
-        spans = spans_of(
-            [*requests, *(x for x in gather.fetches if through_buffer and x.rank == rank)]
-        )
+        own_fetches = [x for x in gather.fetches if through_buffer and x.rank == rank]
+        sources = [x.source for x in (*requests, *own_fetches)]
+        spans = [slice(*x) for x in union(Interval(y.start, y.stop) for y in sources)]
         # Where peers read: the same offsets in every rank's memory, so no address is sent.
         own = [buffer.memory.views(rank, n * message.size, message) for n in group_numbers]
         # New tensors each pass: autograd may keep those of the pass before.
@@ -96,9 +98,22 @@ class PeerCopies:
         for n in group_numbers:
             # Queue the copies of a group behind the barrier. They run beside kernels of the groups
             # before, into tensors of their own, while peers copy from this rank's buffer.
+            copies: list[Done] = []
             with on_stream(main):
-                own_inputs = None if through_buffer else (inputs, ready)
-                copies = self._fetch_group(gather, n, tensors[n], written, own_inputs)
+                for fetch in gather.fetches:
+                    destinations = [x[:, fetch.target] for x in tensors[n]]
+                    # Own K/V need not wait for peers; they are packed on the stream for own memory.
+                    if fetch.rank == rank and not through_buffer:
+                        stream = buffer.stream_for(rank, after=ready)
+                        _write_keys(keys, destinations, inputs, fetch.source)
+                    else:
+                        # One copy after the other, in the order in which kernels need them.
+                        stream = buffer.stream_for(fetch.rank, after=written)
+                        note_reads(destinations if fetch.rank != rank else ())
+                        views = buffer.memory.views(fetch.rank, n * message.size, message)
+                        for destination, source in zip(destinations, views, strict=True):
+                            copy(destination, source[:, fetch.source])
+                    copies.append((stream, stream.record_event()))
                 all_copies += copies
                 # After the last copy this rank needs nobody's buffer any more; when all ranks have
                 # said so, the next pass may write.
@@ -112,37 +127,6 @@ class PeerCopies:
         yield pending[-1]
         buffer.join(main)
 
-    def _fetch_group(
-        self, gather: GatherProgram, group: int, tensors: list[torch.Tensor], written: Event,
-        own_inputs: tuple[Inputs, Event] | None,
-    ) -> list[Done]:  # fmt: skip
-        """Queue the copies of a group's K/V one by one; return the stream and end event of each.
-
-        ``written`` is the event after which peers' buffers may be read. ``own_inputs`` are the
-        call's own tensors, and the event after which they are computed, if own K/V are read from
-        them.
-        """
-        buffer, keys = self.buffer, self.spec.keys
-        copies = []
-        for fetch in gather.fetches:
-            destinations = [x[:, fetch.target] for x in tensors]
-            # Own K/V need not wait for peers; they are packed on the stream for own memory.
-            if own_inputs is not None and fetch.rank == self.spec.ranks.rank:
-                inputs, ready = own_inputs
-                stream = buffer.stream_for(fetch.rank, after=ready)
-                _write_keys(keys, destinations, inputs, fetch.source)
-            else:
-                # One copy after the other, in the order in which kernels need them.
-                stream = buffer.stream_for(fetch.rank, after=written)
-                peer_tensors = buffer.memory.views(
-                    fetch.rank, group * keys.message.size, keys.message
-                )
-                note_reads(destinations if fetch.rank != self.spec.ranks.rank else ())
-                for destination, source in zip(destinations, peer_tensors, strict=True):
-                    copy(destination, source[:, fetch.source])
-            copies.append((stream, stream.record_event()))
-        return copies
-
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
     ) -> list[torch.Tensor]:
@@ -153,9 +137,12 @@ class PeerCopies:
         # Peers may still be reading what the pass before put there.
         self.buffer.wait_reusable()
         spec, groups = self.spec, range(self.spec.groups)
-        if gather.length == 0:  # this rank gathers no keys
-            return [torch.empty(0, dtype=spec.acc_dtype, device=spec.device) for _ in groups]
-        buffers = [self._grads_of(spec.ranks.rank, n, sums, gather.length) for n in groups]
+        buffers = [
+            self._grads_of(spec.ranks.rank, n, sums, gather.length)
+            if gather.length > 0
+            else torch.empty(0, dtype=spec.acc_dtype, device=spec.device)  # it gathers no keys
+            for n in groups
+        ]
         return [x.zero_() for x in buffers] if zero else buffers
 
     def return_grads(
@@ -171,14 +158,13 @@ class PeerCopies:
         """
         buffer, plan = self.buffer, self.spec.plan
         requests = requests_to(
-            self.spec.plan, self.spec.ranks.rank, like=gather, before_last_item=before_last_item
+            plan, self.spec.ranks.rank, like=gather, before_last_item=before_last_item
         )
-        peer_sums = []
-        for peer, fetch in requests:
-            length = program_of(plan, peer, like=gather).length
-            peer_sums.append(
-                sums.strided_views(self._grads_of(peer, group, sums, length), length, fetch.target)
-            )
+        lengths = [program_of(plan, peer, like=gather).length for peer, _ in requests]
+        peer_sums = [
+            sums.strided_views(self._grads_of(peer, group, sums, length), length, fetch.target)
+            for (peer, fetch), length in zip(requests, lengths, strict=True)
+        ]
         note_reads(x for peer_parts in peer_sums for x in peer_parts)
         is_staged = overlapped or not has_triton()
         staged = (
@@ -245,13 +231,7 @@ def _write_keys(
 
     ``message`` are tensors shaped as :attr:`KVPayload.message`, for as many tokens as ``span`` has.
     """
-    own_k, own_v = inputs.k[:, span], inputs.v[:, span]
-    if message[0].is_cuda and has_triton():
-        from ring_torch.memory_ops import pack_kv_on_gpu
-
-        pack_kv_on_gpu(own_k, own_v, message[0])
-    else:
-        keys.write(message[0], own_k, own_v)
+    write_keys(keys, inputs.k[:, span], inputs.v[:, span], message[0])
     if inputs.k_ids is not None:
         message[1].copy_(inputs.k_ids[:, span])
 

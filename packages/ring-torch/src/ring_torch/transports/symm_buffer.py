@@ -1,4 +1,4 @@
-"""Symmetric memory of a group: a buffer on each rank that its peers read, and barriers around it.
+"""Symmetric memory of a group: a buffer on each rank that its peers read, barriers, and copies.
 
 It is for GPUs of one host that reach each other's memory (NVLink, PCIe), and built on PyTorch's
 symmetric memory. In a pass a rank writes its K/V into its buffer, all ranks meet at a barrier on a
@@ -20,8 +20,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -29,13 +32,19 @@ import torch
 import torch.distributed as dist
 
 from ring_core.base.arguments import not_none
-from ring_torch.buffers import BufferSpec
+from ring_core.programs.gather import Fetch
+from ring_torch.buffers import BufferSpec, KVPayload
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks, peer_errors, run_collective
 from ring_torch.comm.store import timeout_of
 
 _HEADER_SIZE = 64  # at the start of a buffer: the digest of the call whose K/V it holds
 _MOST_VIEWS = 1024
+MOST_RANKS = 32  # most ranks that exchange in one kernel: what `exchange_kernel` can signal to
+#: Least mean bytes of a copy for which it pays to fetch half of the heads by copies: twelve of them
+#: hide behind half of the launches of 8k causal tokens on four H200s.
+LEAST_COPY = 1 << 20
+_MOST_STRIDE = (1 << 31) - 1  # largest pitch in bytes of a two-dimensional copy
 SHARED_GPU = "several ranks share a GPU"  # one of the reasons of `refusals`
 _CHANNEL, _CAPTURE_CHANNEL = 0, 1  # barriers of captured passes must not meet those of others
 
@@ -64,35 +73,32 @@ class SymmetricMemory:
         if self._memory is not None and self._memory.numel() >= self.header + size:
             self._in_graphs = self._in_graphs or is_capturing()
             return False
-        with torch.inference_mode(mode=False):  # passes that train will write there
-            self._reserve_new(size)
-        return True
-
-    def _reserve_new(self, size: int) -> None:
-        """Replace the memory by a larger one. All ranks do so together, and the host waits."""
         import torch.distributed._symmetric_memory as symm_mem
 
-        # This rank's copies out of the peers' old memory have ended. After the barrier the peers'
-        # have, too, so nobody reads what is freed here.
-        torch.cuda.synchronize()
-        run_collective(self.ranks, lambda: dist.barrier(self.ranks.group, async_op=True))
-        if self._in_graphs:
-            self._kept.append((self._memory, self.handle))
-        self._views.clear()
-        self._memory, self.handle, self._in_graphs = None, None, False
-        device = torch.device("cuda", torch.cuda.current_device())
-        self._memory = symm_mem.empty(self.header + size, dtype=torch.uint8, device=device)
-        self._memory[: self.header].zero_()
-        torch.cuda.synchronize()  # it is zero before any peer writes there
-        with peer_errors(self.ranks.peers):
-            self.handle = symm_mem.rendezvous(self._memory, not_none(self.ranks.group))
+        # Replace the memory by a larger one. All ranks do so together, and the host waits. Passes
+        # that train will write there, so it is no inference tensor.
+        with torch.inference_mode(mode=False):
+            # This rank's copies out of the peers' old memory have ended. After the barrier the
+            # peers' have, too, so nobody reads what is freed here.
+            torch.cuda.synchronize()
+            run_collective(self.ranks, lambda: dist.barrier(self.ranks.group, async_op=True))
+            if self._in_graphs:
+                self._kept.append((self._memory, self.handle))
+            self._views.clear()
+            self._memory, self.handle, self._in_graphs = None, None, False
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._memory = symm_mem.empty(self.header + size, dtype=torch.uint8, device=device)
+            self._memory[: self.header].zero_()
+            torch.cuda.synchronize()  # it is zero before any peer writes there
+            with peer_errors(self.ranks.peers):
+                self.handle = symm_mem.rendezvous(self._memory, not_none(self.ranks.group))
+        return True
 
     def headers(self) -> list[torch.Tensor]:
         """Return a view of each rank's header, int64 ``[header / 8]``."""
-        num_words = self.header // torch.int64.itemsize
         with torch.inference_mode(mode=False):
             return [
-                self.handle.get_buffer(rank, (num_words,), torch.int64, 0)
+                self.handle.get_buffer(rank, (self.header // 8,), torch.int64, 0)
                 for rank in range(self.ranks.size)
             ]
 
@@ -147,7 +153,20 @@ class SymmBuffer:
         self.ranks, self.device = ranks, torch.cuda.current_device()
         gather = partial(gather_numbers, ranks, device=torch.device("cuda", self.device))
         locations = [DeviceLocation(*x) for x in gather(device_location(self.device))]
-        reaches = [int(_reaches(self.device, other, locations[ranks.rank])) for other in locations]
+        local = locations[ranks.rank]
+        visible = {device_location(n).gpu: n for n in range(torch.cuda.device_count())}
+        # False if torch says that this device cannot read another rank's GPU. On another host, on
+        # the same GPU, and for GPUs that this process does not see, it is True: the first two are
+        # refused for other reasons, and torch's own set-up finds out the last.
+        reaches = [
+            int(
+                other.host != local.host
+                or other.gpu == local.gpu
+                or other.gpu not in visible
+                or torch.cuda.can_device_access_peer(self.device, visible[other.gpu])
+            )
+            for other in locations
+        ]
         self.refusals = tuple(refusals(locations, gather(reaches)))
         # High priority: barriers and packing go ahead of kernels that wait for a multiprocessor.
         streams = [torch.cuda.Stream(priority=-1) for _ in range(3)]
@@ -155,9 +174,8 @@ class SymmBuffer:
         self.memory = SymmetricMemory(ranks, _HEADER_SIZE)
         self._patience = timeout_of(not_none(ranks.group), torch.device("cuda"))
         # Recorded when all ranks have read what the last pass needed; then it may be overwritten.
-        self._reusable_event: torch.cuda.Event | None = None
-        # Likewise, in the pass that is being captured.
-        self._captured_event: torch.cuda.Event | None = None
+        # Under True that of the pass that is being captured, under False of the last one outside.
+        self._reusable_events: dict[bool, torch.cuda.Event] = {}
         self._headers: list[torch.Tensor] = []
 
     def reserve(self, size: int) -> None:
@@ -206,11 +224,7 @@ class SymmBuffer:
         torch.cuda.set_stream(self.stream)
         for event in after:
             self.stream.wait_event(event)
-        self._barrier()
-        if is_capturing():
-            self._captured_event = self.stream.record_event()
-        else:
-            self._reusable_event = self.stream.record_event()
+        self._reusable_events[is_capturing()] = self.barrier()
 
     def _barrier(self) -> None:
         """Queue a barrier of all ranks on the current stream."""
@@ -224,17 +238,17 @@ class SymmBuffer:
 
         A CUDA graph may be captured only if all streams that it forked are joined again.
         """
-        if self._captured_event is not None and is_capturing():
-            stream.wait_event(self._captured_event)
+        if True in self._reusable_events and is_capturing():
+            stream.wait_event(self._reusable_events[True])
 
     def wait_reusable(self) -> None:
         """Let the current stream wait until all ranks have read what earlier passes wrote here."""
         # A captured pass cannot wait for an event from outside of its graph: all ranks meet anew.
         if is_capturing():
             self._barrier()
-            self._captured_event = None
-        elif self._reusable_event is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._reusable_event)
+            self._reusable_events.pop(True, None)
+        elif False in self._reusable_events:
+            torch.cuda.current_stream(self.device).wait_event(self._reusable_events[False])
 
 
 @contextmanager
@@ -260,15 +274,11 @@ class DeviceLocation(NamedTuple):
 def device_location(device: int) -> DeviceLocation:
     """Return the location of a CUDA device of this process."""
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return DeviceLocation(_number(_host()), _number(gpu), device)
-
-
-def _host() -> str:
-    """Return an id of this host: that of its boot, or its name where there is none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    try:  # an id of this host: that of its boot, or its name where there is none
+        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return socket.gethostname()
+        host = socket.gethostname()
+    return DeviceLocation(_number(host), _number(gpu), device)
 
 
 def _number(name: str) -> int:
@@ -288,18 +298,6 @@ def gather_numbers(ranks: Ranks, numbers: Sequence[int], device: torch.device) -
     run_collective(ranks, lambda: dist.all_gather(by_rank, local, group=ranks.group, async_op=True))
     rows: list[list[int]] = torch.stack(by_rank).tolist()
     return rows
-
-
-def _reaches(device: int, other: DeviceLocation, local: DeviceLocation) -> bool:
-    """Return False if torch says that a device of this process cannot read another rank's GPU.
-
-    On another host, on the same GPU, and for GPUs that this process does not see, it returns True:
-    the first two are refused for other reasons, and torch's own set-up finds out the last.
-    """
-    if other.host != local.host or other.gpu == local.gpu:
-        return True
-    visible = {device_location(n).gpu: n for n in range(torch.cuda.device_count())}
-    return other.gpu not in visible or torch.cuda.can_device_access_peer(device, visible[other.gpu])
 
 
 def refusals(
@@ -327,3 +325,57 @@ def refusals(
         )
     elif not all(map(all, reaches)):
         yield "the ranks' GPUs do not reach each other's memory"
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``[rows, ...]`` on the current stream by a copy engine; rows are contiguous each.
+
+    Rows that lie apart are one two-dimensional copy if ``cuda.bindings`` is installed, which torch
+    brings on Linux, and less than 2 GiB lie from row to row; and a copy each otherwise. Torch's own
+    ``copy_`` of all of them would launch a kernel.
+
+    Raises:
+        RuntimeError: The two-dimensional copy could not be queued.
+    """
+    if target.is_contiguous() and source.is_contiguous():
+        target.copy_(source)
+        return
+    strides = [x.stride(0) * x.itemsize for x in (target, source)]
+    module = _cuda()
+    # All of these are queued on the copy's stream; the host goes on.
+    if module is None or max(strides) > _MOST_STRIDE:
+        for target_row, source_row in zip(target.unbind(), source.unbind(), strict=True):
+            target_row.copy_(source_row)
+        return
+    width = target[0].numel() * target.itemsize
+    (error,) = module.cudaMemcpy2DAsync(
+        target.data_ptr(), strides[0], source.data_ptr(), strides[1], width, target.shape[0],
+        module.cudaMemcpyKind.cudaMemcpyDeviceToDevice,
+        torch.cuda.current_stream(target.device).cuda_stream,
+    )  # fmt: skip
+    if error != module.cudaError_t.cudaSuccess:
+        raise RuntimeError(f"a copy out of a peer's memory failed: {error}")
+
+
+def comes_in_parts(keys: KVPayload, fetches: Sequence[Fetch]) -> bool:
+    """Return True if a pass with these fetches from peers makes them in two parts of the heads.
+
+    Of an even number of heads the second half is fetched beside kernels of the first, by a copy of
+    K and one of V for each fetch and row of the batch. Only a CUDA graph does so: without one the
+    host would take longer to launch the parts than they save.
+    """
+    half = keys.heads // 2 * keys.dtype.itemsize
+    aligned = half * keys.dim % 16 == 0 and half * keys.v_dim % 16 == 0
+    size = keys.size(sum(fetch.target.stop - fetch.target.start for fetch in fetches)) // 2
+    copies = 2 * keys.batch * len(fetches)
+    return (
+        keys.heads % 2 == 0 and aligned and copies > 0 and size >= copies * LEAST_COPY
+        and _cuda() is not None
+    )  # fmt: skip
+
+
+@cache
+def _cuda() -> ModuleType | None:
+    """Return the module ``cuda.bindings.runtime``, or ``None`` if it is not installed."""
+    is_installed = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+    return import_module("cuda.bindings.runtime") if is_installed else None

@@ -11,8 +11,7 @@ from itertools import combinations
 import torch
 import torch.distributed as dist
 
-from ring_core import Plan
-from ring_torch.buffers import HeadCarrier, KVPayload
+from ring_torch.buffers import HeadCarrier
 from ring_torch.comm.handshake import agree, has_agreed
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
@@ -43,9 +42,10 @@ def _open(spec: SessionSpec) -> GatherSession:
     digest = signature.as_int64(spec.number, spec.seed)
     splits = gather.own and gather.splits  # only own keys in the buffer can be left out of it
     if peer_copies.fits_one_kernel(spec.plan, keys, spec.groups, splits, gather.tile):
-        from ring_torch.transports.one_kernel import OneKernel
+        from ring_torch.transports.one_kernel import OneKernel, exchange_state_of
 
-        return OneKernel.of(spec, grad_bytes, digest)
+        size = keys.message.size + grad_bytes
+        return OneKernel(spec, exchange_state_of(ranks).begin_pass(size, digest))
     buffer = symm_buffer.symm_buffer_of(ranks)
     buffer.reserve(spec.groups * (keys.message.size + grad_bytes))
     return peer_copies.PeerCopies(spec, buffer, grad_bytes, digest)
@@ -59,28 +59,21 @@ def _open_heads(
     Ranks compare calls as in :func:`_open`. Arguments are those of
     :class:`ring_torch.transports.api.HeadOpener`.
     """
-    from ring_torch.transports.one_kernel import HeadTrade
+    from ring_torch.transports.one_kernel import HeadTrade, exchange_state_of
 
     if not has_agreed(ranks, signature):
         agree(ranks, number, seed, signature, device)
-    return HeadTrade.of(ranks, signature.as_int64(number, seed), size)
+    digest = signature.as_int64(number, seed)
+    return HeadTrade(exchange_state_of(ranks).begin_pass(size, digest))
 
 
 def _head_refusals(ranks: Ranks) -> Refusals:
     """Return why one kernel cannot trade tokens for heads."""
-    if ranks.size > peer_copies.MOST_RANKS:
-        return (f"tokens and heads are traded by at most {peer_copies.MOST_RANKS} ranks",)
+    if ranks.size > symm_buffer.MOST_RANKS:
+        return (f"tokens and heads are traded by at most {symm_buffer.MOST_RANKS} ranks",)
     if not has_triton() or torch.version.hip is not None:
         return ("tokens and heads are traded by a Triton kernel for NVIDIA GPUs",)
     return ()
-
-
-def _is_short(plan: Plan, keys: KVPayload, groups: int) -> bool:
-    """Return True if a call is short enough to exchange in one kernel each way.
-
-    The rank's own keys are then copied into the gathered buffer, too.
-    """
-    return peer_copies.fits_one_kernel(plan, keys, groups, False)
 
 
 def _peer_memory_refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | None:
@@ -118,5 +111,8 @@ def _missing_on_machine(device: str, reaches: Sequence[Sequence[int]]) -> str:
 SYMM_MEM = Transport(
     "symm_mem", _open, _peer_memory_refusals, _open_heads, sends_messages=False, head_refusals=_head_refusals,
     asks="the ranks' GPUs reach each other's memory: the first call asks them", devices=("cuda",),
-    missing=_missing_on_machine, is_short=_is_short,
+    missing=_missing_on_machine,
+    # Such calls exchange in one kernel each way. The rank's own keys are then copied into the
+    # gathered buffer, too.
+    is_short=lambda plan, keys, groups: peer_copies.fits_one_kernel(plan, keys, groups, False),
 )  # fmt: skip
