@@ -115,12 +115,12 @@ def merge_in_torch(state: AttentionState, out: Tensor, lse: Tensor) -> None:
 def empty_state(q: Tensor, v_dim: int, dtype: torch.dtype) -> AttentionState:
     """Return the identity of the merge for queries ``[B, n, H, D]``: zeros, and ``lse = -inf``.
 
-    ``dtype`` is the accumulators'.
+    ``dtype`` is that of ``out``: the accumulators', or the inputs'.
     """
     batch, length, heads, _ = q.shape
     return AttentionState(
         q.new_zeros(batch, length, heads, v_dim, dtype=dtype),
-        q.new_full((batch, heads, length), -torch.inf, dtype=dtype),
+        q.new_full((batch, heads, length), -torch.inf, dtype=acc_dtype(dtype)),
     )
 
 
@@ -147,6 +147,7 @@ class Joins(NamedTuple):
         begins: True if rows begin as those that see nothing: some are in no launch, or results are
             merged into sums from the first one on.
         holds_first: True if the first result, which has all rows, may lie where the merged ones go.
+        lse_dtype: The dtype of ``lse``, the accumulators'.
     """
 
     mode: Mode
@@ -158,6 +159,7 @@ class Joins(NamedTuple):
     is_final: bool
     begins: bool
     holds_first: bool
+    lse_dtype: torch.dtype
 
     @property
     def splits_sums(self) -> bool:
@@ -206,7 +208,7 @@ def joins_of(
         is_final, holds_first = True, count == 1 and is_covered
     return Joins(
         mode, out_dtype, rows, takes, marks, marked if is_final else (), is_final, begins,
-        holds_first,
+        holds_first, acc,
     )  # fmt: skip
 
 
@@ -221,10 +223,13 @@ class Accumulator:
         """Allocate for the rows of ``q [B, T_local, H, D]``."""
         self._joins, self._v_dim = joins, v_dim
         self._waiting: list[Tensor] = []  # out and lse of each launch that waits for a merge
-        if joins.begins and not joins.is_final:
+        if joins.begins:
             self.state = empty_state(q, v_dim, joins.dtype)
         elif joins.mode != "return" or not joins.holds_first or q.shape[0] == 0:
-            self.state = unseen_state(q, v_dim, joins.dtype, fully_written=not joins.begins)
+            batch, length, heads, _ = q.shape
+            out = q.new_empty(batch, length, heads, v_dim, dtype=joins.dtype)
+            lse = out.new_empty(batch, heads, length, dtype=joins.lse_dtype)
+            self.state = AttentionState(out, lse)
 
     def attend(
         self, n: int, launch: Forward, item: WorkItem, rows: QueryBlock, columns: KeyBlock,
@@ -299,7 +304,7 @@ class Accumulator:
         """Return the results, after all launches."""
         # Infinities that launches have left, where every row sees something, become NaN.
         for span in self._joins.marked:
-            mark_infinities(self.state.lse.narrow(2, *span))
+            self.state.lse.narrow(2, *span).nan_to_num_(torch.nan, torch.nan, torch.nan)
         return self.state
 
 

@@ -197,13 +197,15 @@ class Call(NamedTuple):
 
         With ``adds_sinks`` that is the sinks, too, for launches that see all keys of a row.
         """
-        sinks = inputs.sinks
+        q, sinks = inputs.q, inputs.sinks
+        # Views of a tensor that needs no gradient take the host less time.
+        q = q.detach() if q.requires_grad else q
         sinks = folded(sinks, torch.float32) if adds_sinks and sinks is not None else None
         if not self.needs_index:
-            return QueryBlock(inputs.q, None, None, inputs.q_ids, None, None, sinks=sinks)
+            return QueryBlock(q, None, None, inputs.q_ids, None, None, sinks=sinks)
         indices, position, _ = self.positions(self.ranks.rank)
         return QueryBlock(
-            inputs.q, indices, position, inputs.q_ids, inputs.bias,
+            q, indices, position, inputs.q_ids, inputs.bias,
             None if inputs.slopes is None else torch.atleast_2d(inputs.slopes),
             query_runs(self.plan, self.ranks.rank), inputs.bias_shift, sinks,
             Dropout(self.seed, self.dropout_heads),

@@ -105,8 +105,9 @@ class QueryBlock(NamedTuple):
         """Return the block of a slice of the queries, as views."""
         if tokens.start == 0 and tokens.stop == self.q.shape[1]:
             return self
+        span = tokens.start, tokens.stop - tokens.start
         return QueryBlock(
-            self.q[:, tokens],
+            self.q.narrow(1, *span),
             None if self.indices is None else self.indices[tokens],
             None if self.position is None else self.position[tokens],
             None if self.segments is None else self.segments[:, tokens],
@@ -133,9 +134,10 @@ class KeyBlock(NamedTuple):
         """Return the block of a slice of the keys, as views."""
         if tokens.start == 0 and tokens.stop == self.k.shape[1]:
             return self
+        span = tokens.start, tokens.stop - tokens.start
         return KeyBlock(
-            self.k[:, tokens],
-            self.v[:, tokens],
+            self.k.narrow(1, *span),
+            self.v.narrow(1, *span),
             None if self.position is None else self.position[tokens],
             None if self.segments is None else self.segments[:, tokens],
             self.aligned8 and tokens.start % 8 == 0,
@@ -155,7 +157,8 @@ class AttentionState(NamedTuple):
 
     def take(self, tokens: slice) -> AttentionState:
         """Return the record of a slice of the rows, as views."""
-        return AttentionState(self.out[:, tokens], self.lse[:, :, tokens])
+        span = tokens.start, tokens.stop - tokens.start
+        return AttentionState(self.out.narrow(1, *span), self.lse.narrow(2, *span))
 
 
 class BackwardInputs(NamedTuple):
@@ -172,9 +175,10 @@ class BackwardInputs(NamedTuple):
 
     def take(self, tokens: slice) -> BackwardInputs:
         """Return the record of a slice of the rows, as views."""
-        delta = None if self.delta is None else self.delta[:, :, tokens]
+        span = tokens.start, tokens.stop - tokens.start
+        delta = None if self.delta is None else self.delta.narrow(2, *span)
         return BackwardInputs(
-            self.dout[:, tokens], self.out[:, tokens], self.lse[:, :, tokens], delta
+            self.dout.narrow(1, *span), self.out.narrow(1, *span), self.lse.narrow(2, *span), delta
         )
 
 

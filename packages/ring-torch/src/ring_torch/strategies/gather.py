@@ -44,7 +44,6 @@ from ring_core.viz.text import figure
 from ring_torch.accumulate import Accumulator, Columns, Joins, Rows, Segments, joins_of, segments_of
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload, Shapes
 from ring_torch.call import Call, Saved, Strategy, StrategySpec
-from ring_torch.capture import NO_CONTEXT
 from ring_torch.kernels.api import OwnSpans, SplitBackward
 from ring_torch.records import (
     AttentionState,
@@ -209,7 +208,10 @@ class Gather(Strategy):
                 # this loop.
                 if waits_for > 0:
                     wait(waits_for)
-                with NO_CONTEXT if begin is None else next(begin)():
+                if begin is None:
+                    results.attend(number, launch, item, heads, columns, state)
+                    continue
+                with next(begin)():
                     results.attend(number, launch, item, heads, columns, state)
 
         def attend_to_own_keys(n: int = 0) -> None:
@@ -293,8 +295,10 @@ class Gather(Strategy):
             if n > 0:
                 self._finish(call, inputs, layout, grad_sums, own_sums, in_flight, key_grads, n - 1)
             # Beside the transfer: launches over own keys, whose gradients do not travel.
-            group = inputs if groups == 1 else head_group(inputs, n, groups)
-            own_sums.append(self._own_sums(call, layout, group, *operands, group_rows))
+            own_sums.append(None)
+            if self.own_work:
+                group = inputs if groups == 1 else head_group(inputs, n, groups)
+                own_sums[n] = self._own_sums(call, layout, group, *operands, group_rows)
         next(keys_of_groups, None)  # a session may have work behind its last group
         # No launch is left that could hide the last group's transfer: wait for it.
         self._finish(call, inputs, layout, grad_sums, own_sums, in_flight, key_grads, groups - 1)
@@ -304,10 +308,8 @@ class Gather(Strategy):
     def _own_sums(
         self, call: Call, layout: KeyGradBuffer, group: Inputs, rows: QueryBlock,
         upstream: BackwardInputs, row_sums: Rows,
-    ) -> Tensor | None:  # fmt: skip
-        """Run a group's launches over own keys; return flat sums of dK/dV, ``None`` without any."""
-        if not self.own_work:
-            return None
+    ) -> Tensor:  # fmt: skip
+        """Run a group's launches over own keys; return flat sums of dK/dV."""
         length, is_empty = layout.keys.length, rows.q.shape[0] == 0
         new = torch.empty if self.overwrites_own and not is_empty else torch.zeros
         own = new(layout.numel(length), dtype=call.acc_dtype, device=call.device)
@@ -331,8 +333,9 @@ class Gather(Strategy):
         that where most memory is taken, in the launches, they are not there yet.
         """
         if not key_grads:
-            new = partial(self.new_grads, dtype=call.dtype, device=call.device)
-            key_grads += [new(x.shape) for x in inputs[1:3]]
+            key_grads += [
+                self.new_grads(x.shape, dtype=call.dtype, device=call.device) for x in inputs[1:3]
+            ]
         sums, own, gather, keys = grad_sums[n], own_sums[n], self.gather, layout.keys
         length, rounding, index_map = (
             gather.length,
@@ -378,7 +381,7 @@ class Gather(Strategy):
         per_group = len(saved) // groups.forward
         cuts = groups.backward // groups.forward  # the forward's groups are cut once more
         # Saved tensors have the heads of a group of the forward; views cut them for the backward's.
-        keys = replace(keys, heads=cuts * keys.heads)
+        keys = keys if cuts == 1 else replace(keys, heads=cuts * keys.heads)
         for _ in range(groups.forward):
             columns = call.gathered_columns(gather, keys, saved[:per_group])
             del saved[:per_group]
@@ -526,6 +529,8 @@ def _rounding_of(
     if split is None:
         return partial(_round_spans, KeyGradBuffer(keys, head_major=False), spans)
     launches = [split.rounding(some, keys, call.params) for some in spans]
+    if len(launches) == 1:
+        return launches[0]
     return lambda sums, dk, dv: [launch(sums, dk, dv) for launch in launches]
 
 

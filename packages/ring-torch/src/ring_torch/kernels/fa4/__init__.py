@@ -239,8 +239,10 @@ class HopperSplitBackward:
             for launch in launches[::-1]:
                 row_stats = None  # frees those of the launch before
                 tokens, is_last = launch.rows, launch is launches[0]
+                is_part = tokens.stop - tokens.start < rows.q.shape[1]
                 row_stats = launch(
-                    rows.take(tokens).q, held, upstream.take(tokens), column_sums.flat,
+                    rows.take(tokens).q if is_part else rows.q, held,
+                    upstream.take(tokens) if is_part else upstream, column_sums.flat,
                     partial(row_sums.memory, tokens), is_last=is_last,
                 )  # fmt: skip
             return row_stats if len(launches) == 1 else None
