@@ -19,7 +19,8 @@ def replaced(*kernels: type, **methods: Callable[..., Any]) -> Iterator[None]:
     try:
         with ExitStack() as stack:
             for kernel in kernels:
-                stack.enter_context(patch.multiple(kernel, **methods))
+                for name, method in methods.items():
+                    stack.enter_context(patch.object(kernel, name, method))
             yield
     finally:
         _prepare.cache_clear()

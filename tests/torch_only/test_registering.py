@@ -231,7 +231,12 @@ class Dense(Kernel):
         return one_by_one(items, [partial(self._grads, item, params) for item in items])
 
     def _attend(
-        self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock, *_: object
+        self,
+        item: WorkItem,
+        params: KernelParams,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        *_into: object,
     ) -> AttentionState:
         """Return softmax over the item's keys."""
         _, _, v, scores = self._scores(rows, columns, item, params)

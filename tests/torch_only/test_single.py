@@ -62,13 +62,16 @@ def test_a_kernel_that_does_not_merge(name: str, mode: Mode) -> None:
     expected, taken = _run(*CALLS[name]), list[Mode]()
 
     def forward(kernel: EagerKernel, item: Any, params: Any) -> Forward:
-        def run(rows: Any, columns: Any, into: Any, asked: Mode) -> AttentionState:
+        def run(
+            rows: Any, columns: Any, into: AttentionState | None, asked: Mode
+        ) -> AttentionState:
             taken.append(asked)
             result = empty_state(rows.q, columns.v.shape[3], torch.float64)
             kernel.attend(item, params, rows, columns, result, "merge")
             if asked == "return":
                 assert into is None
                 return result
+            assert into is not None
             for x, y in zip(into, result, strict=True):
                 x.copy_(y)
             return into
