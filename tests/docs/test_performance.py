@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common.cases import Setting
-from benchmarks.common.chart import METHODS, SETTINGS, WIDTH, bar, legend
+from benchmarks.common.chart import METHODS, SETTINGS, WIDTH, bar, chart, legend
 from benchmarks.common.pages import PAGES, files_shown, printed, rendered
 from benchmarks.common.tables import table
 from ring_core.choose import rates
@@ -146,6 +146,16 @@ def test_below_the_chart_each_row_and_each_missing_bar_is_explained() -> None:
             is_drawn = any((setting, m) in timed for m, of in METHODS.items() if of == name)
             assert is_drawn != (f"`{mask}`" in by_name.get(name, "")), (setting, name)
     assert "itself and 4,096 keys before it" in text
+
+
+def test_the_readme_has_figures_of_the_chart() -> None:
+    rows = json.loads((RESULTS / "h200x4-strategies.json").read_text())["rows"]
+    ring = {
+        line[:21].strip(): line[-4:] for line in chart(rows).splitlines() if line[21:25] == "Ring"
+    }
+    short, middle, long = (ring[f"causal {length} 32/8"] for length in ("8k", "32k", "128k"))
+    text = f"{short} of one GPU's rate at 8k causal tokens, {middle} at 32k and {long} at 128k"
+    assert text in (ROOT / "README.md").read_text()
 
 
 def test_bars_are_drawn_to_the_eighth() -> None:
