@@ -1,4 +1,4 @@
-"""The page of versions agrees with the packages' requirements and with the dates of SPEC 0."""
+"""The table of versions agrees with the packages' requirements and with the dates of SPEC 0."""
 
 from __future__ import annotations
 
