@@ -83,7 +83,7 @@ CI = {
         *(f"--ignore=tests/{x}" for x in ("conformance", "docs", "fuzz", "meta")),
         *(f"--ignore=tests/core/test_{x}.py" for x in (*NUMBERS_ALONE, *TEXT_ALONE)),
     ],
-    **dict.fromkeys(("packaging", "lint", "workflows")),
+    **dict.fromkeys(("packaging", "lint", "workflows", "size")),
 }
 
 #: The module whose doctor tests a backend.
@@ -376,6 +376,12 @@ def docs(session: nox.Session) -> None:
     install(session, packages, ["docs"], *CONSTRAINED)
     strict = ["--fail-on-warning", "--keep-going", "--fresh-env"]
     session.run("sphinx-build", *strict, "--builder=html", "docs", "out/docs", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def size(session: nox.Session) -> None:
+    """Print how much there is to read and to run: words, lines, statements, tests, results."""
+    session.run(sys.executable, "tests/size.py")
 
 
 @nox.session(python="3.12", default=False)

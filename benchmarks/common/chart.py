@@ -1,6 +1,6 @@
-"""The chart of scaling efficiency, forward + backward, that README and docs show.
+"""Charts of scaling efficiency, forward + backward, that README and docs show.
 
-``python -m benchmarks.common.chart`` prints it.
+``python -m benchmarks.common.chart`` prints that of PyTorch.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ METHODS = {
     "yunchang": "yunchang",
 }
 
+#: The same of JAX. On two GPUs `auto` takes the ring.
+JAX_METHODS = {"ring": "Ring", "all-gather cudnn": "all-gather", "zigzag cudnn": "zigzag"}
+
 #: Tokens of the settings with a window and with documents.
 LONG = 128 * 1024
 WIDTH = 40  # characters of a bar of 1.00
@@ -46,7 +49,8 @@ def chart(rows: Sequence[dict[str, Any]]) -> str:
     rates = {
         (row["setting"], row["method"]): row["both"]["tflops"] for row in rows if "both" in row
     }
-    return "\n".join(line for setting in SETTINGS for line in _bars(setting, rates))
+    methods = _methods(rows)
+    return "\n".join(line for setting in SETTINGS for line in _bars(setting, rates, methods))
 
 
 def legend(rows: Sequence[dict[str, Any]]) -> str:
@@ -55,7 +59,7 @@ def legend(rows: Sequence[dict[str, Any]]) -> str:
     assert window is not None and window[0] is not None and offsets is not None
     lengths = np.diff(offsets)
     absent = []
-    for method, name in METHODS.items():
+    for method, name in _methods(rows).items():
         missing = {
             row["setting"].partition(" ")[0]: row["failed"].partition(f"{method}: ")[2]
             for row in rows
@@ -69,14 +73,23 @@ def legend(rows: Sequence[dict[str, Any]]) -> str:
         "A row names mask (all are causal), tokens, and query and K/V heads. `window`: a query sees "
         f"itself and {window[0]:,} keys before it. `documents`: {len(lengths)} documents of "
         f"{lengths.min():,} to {lengths.max():,} tokens, {lengths.mean():,.0f} on average, packed "
-        f"into one sequence. Without a bar: {', '.join(absent)}."
+        "into one sequence."
     )
+    if absent:
+        text += f" Without a bar: {', '.join(absent)}."
     return textwrap.fill(text, COLUMNS, break_on_hyphens=False)
 
 
-def _bars(setting: str, rates: dict[tuple[str, str], float]) -> Iterator[str]:
+def _methods(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    is_jax = any(row["method"] in JAX_METHODS for row in rows)
+    return JAX_METHODS if is_jax else METHODS
+
+
+def _bars(
+    setting: str, rates: dict[tuple[str, str], float], methods: dict[str, str]
+) -> Iterator[str]:
     head, drawn = setting, set[str]()
-    for method, name in METHODS.items():
+    for method, name in methods.items():
         if (setting, method) in rates and name not in drawn:
             drawn.add(name)
             efficiency = rates[setting, method] / rates[setting, "one"]

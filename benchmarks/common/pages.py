@@ -4,11 +4,16 @@ A page marks the place of each, and names its result file::
 
     <!-- table of benchmarks/results/h200x4.json -->
     <!-- end of table -->
+
+``python -m benchmarks.common.pages FILE ...`` prints files of results instead: the command that
+measured, what has to be known beside it, and the table.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +49,19 @@ def files_shown() -> set[str]:
     return {file for page in PAGES for _, _, file, _ in MARKED.findall(page.read_text())}
 
 
-if __name__ == "__main__":
-    for path in PAGES:
+def printed(path: Path) -> str:
+    """Return how a file of results was measured, and its table."""
+    about, rows = (json.loads(path.read_text())[key] for key in ("about", "rows"))
+    return f"{path.name}\n$ {about['command']}\n{about['note']}\n\n{table(rows)}"
+
+
+def main(files: Sequence[str]) -> None:
+    """Print files of results, or write the pages if there are none."""
+    for file in files:
+        print(printed(Path(file)), end="\n\n")
+    for path in () if files else PAGES:
         path.write_text(rendered(path.read_text()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -187,19 +187,6 @@ def _twice(*columns: str) -> list[str]:
     return [f"{way}, {column}" for way in ("forward", "forward + backward") for column in columns]
 
 
-def _options_beside_flex(rows: Sequence[Row]) -> str:
-    """Return milliseconds of the Triton kernel / FlexAttention, and ratios of times and errors."""
-    lines = []
-    for row in rows:
-        cells = [row["setting"]]
-        for way in PASSES:
-            ours, theirs = (row["milliseconds"][name][way] for name in ("triton", "flex"))
-            cells += [f"{ours:.2f} / {theirs:.2f}", f"{ours / theirs:.2f}"]
-        error = row["error over flex"].get("triton")
-        lines.append([*cells, "" if error is None else f"{error:.3f}"])
-    return markdown(["", *_twice("ms", "ratio"), "error over FlexAttention's"], lines)
-
-
 def _jax_options(rows: Sequence[Row]) -> str:
     """Return milliseconds of ours, ``triton`` and cuDNN, and the ratio of ours to cuDNN's."""
     lines = []
@@ -379,7 +366,6 @@ def _models(rows: Sequence[Row]) -> str:
 #: Table makers by a key that some of their rows have; the first match makes it, else `scaling`.
 KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "row": _options,
-    "error over flex": _options_beside_flex,
     "milliseconds": _jax_options,
     "ranks": _jax_ranks,
     "way": _host_time,

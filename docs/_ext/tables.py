@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -37,18 +38,19 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def faults() -> str:
     """Silent faults of other libraries: what, where it was reported, what Ring does, the test."""
-    path = ROOT / "tests" / "faults_of_others" / "models.py"
-    spec = importlib.util.spec_from_file_location("faults_of_others_models", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
     rows = []
-    for fault in module.FAULTS:
+    for fault in _of_tests("faults_of_others/models.py").FAULTS:
         fault_text, details = fault.words
         test = f"`test_rejected_there_and_right_here[{fault.name}]`"
         rows.append((f"{fault_text} {details}", f"**{fault.ring}** {fault.how}", test))
     return _table(("the fault, and where it was reported", "what Ring does", "test"), rows)
+
+
+def models(part: Literal["notes", "reasons", "classes"]) -> str:
+    """Every class of transformers with its result, or what the notes and reasons there mean."""
+    page = _of_tests("sweep/page.py")
+    made: str = page.classes(page.read()) if part == "classes" else getattr(page, part)()
+    return made
 
 
 def rings(*masks: Mask, seq_len: int, cp_size: int) -> str:
@@ -259,6 +261,17 @@ def mutants() -> str:
     rows = [(f"`{module}`", *(counts[x] for x in outcomes)) for module, counts in stored.items()]
     total = ("all", *(sum(row[n] for row in rows) for n in range(1, len(rows[0]))))
     return _table(("module", *outcomes), [*rows, total])
+
+
+def _of_tests(file: str) -> ModuleType:
+    """Import a file of the tests, which are no package."""
+    path = ROOT / "tests" / file
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
 
 
 def _rms(x: Any) -> float:

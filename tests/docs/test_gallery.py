@@ -9,8 +9,8 @@ from pages import ROOT, Page
 from ring_core import LAYOUTS, LayoutName, Mask, make_plan, reference, ring_program
 
 EXPRESSIONS = [
-    "\n".join(line for line in block.code.splitlines() if not line.startswith(":"))
-    for block in Page.read(ROOT / "docs" / "masks-gallery.md").blocks
+    block.code.partition("\n")[2]  # below its :alt:
+    for block in Page.read(ROOT / "docs" / "masks-and-options.md").blocks
     if block.language == "{picture}"
 ]
 TOKENS, RANKS = 32, 4

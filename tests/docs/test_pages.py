@@ -13,7 +13,12 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 INITS = sorted(ROOT.glob("packages/*/src/*/__init__.py"))
-READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
+READMES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "NOTES.md",
+    *sorted(ROOT.glob("packages/*/README.md")),
+]
 RUNS = ("core", "torch", "jax", "none")
 
 #: Python blocks that no test runs, by the reason that marks them.
@@ -54,6 +59,22 @@ def test_commands_name_what_there_is(path: Path) -> None:
             assert (ROOT / f"{module.replace('.', '/')}.py").exists(), line
         for session in re.findall(r"\bnox -s (\w+)", line):
             assert f"def {session}(" in noxfile, line
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    """Sphinx checks those between pages; these are read where the repository is hosted."""
+    links = re.findall(r"\]\((?!\w+:)([^)#\s]+)(?:#([\w-]+))?\)", path.read_text())
+    for file, anchor in links:
+        target = path.parent / file
+        assert target.exists(), file
+        assert not anchor or anchor in anchors(target), f"{file}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("init", INITS, ids=lambda init: init.parent.name)

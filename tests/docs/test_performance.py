@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.common.cases import Setting
-from benchmarks.common.chart import METHODS, SETTINGS, WIDTH, bar, legend
-from benchmarks.common.pages import PAGES, files_shown, rendered
+from benchmarks.common.chart import METHODS, SETTINGS, WIDTH, bar, chart, legend
+from benchmarks.common.pages import PAGES, files_shown, printed, rendered
 from benchmarks.common.tables import table
 from ring_core.choose import rates
 
@@ -26,12 +27,26 @@ def test_tables_and_charts_are_those_of_their_files(page: Path) -> None:
     assert page.read_text() == rendered(page.read_text())
 
 
-def test_every_file_of_results_is_on_a_page() -> None:
-    """Every result file is shown once: by a table on a page, or by ``docs/_ext/tables.py``."""
+def test_every_file_of_results_is_shown() -> None:
+    """A file of results is shown by ``docs/_ext/tables.py``, or can be printed.
+
+    What prints it says by which command it was measured; the page lists what none of them shows.
+    """
     made_when_built = (ROOT / "docs" / "_ext" / "tables.py").read_text()
-    shown = {Path(file).name for file in files_shown()}
+    page = (ROOT / "docs" / "performance.md").read_text()
     for path in RESULTS.iterdir():
-        assert (path.name in shown) != (f'"{path.name}"' in made_when_built), path.name
+        by_extension = f'"{path.name}"' in made_when_built
+        assert by_extension != (path.name in page), path.name
+        if not by_extension:
+            text = printed(path)
+            assert "python -m benchmarks." in text or "nox -s bench" in text, path.name
+            assert text.endswith(table(json.loads(path.read_text())["rows"]))
+
+
+def test_the_page_names_no_other_file() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    assert all((RESULTS / name).exists() for name in re.findall(r"`([\w-]+\.json)`", page))
+    assert files_shown() <= {f"benchmarks/results/{path.name}" for path in RESULTS.iterdir()}
 
 
 def test_a_stale_table_would_be_noticed() -> None:
@@ -41,9 +56,12 @@ def test_a_stale_table_would_be_noticed() -> None:
     assert rendered(fresh) == fresh
 
 
-@pytest.mark.parametrize("file", sorted(files_shown()))
-def test_tables_are_narrow_enough_to_read(file: str) -> None:
-    lines = table(json.loads((ROOT / file).read_text())["rows"]).splitlines()
+@pytest.mark.parametrize("path", sorted(RESULTS.iterdir()), ids=lambda path: path.stem)
+def test_tables_are_narrow_enough_to_read(path: Path) -> None:
+    rows = json.loads(path.read_text()).get("rows")
+    if rows is None:
+        pytest.skip("docs/_ext/tables.py makes its table")
+    lines = table(rows).splitlines()
     (columns,) = {line.count(" |") for line in lines}
     assert columns <= MOST_COLUMNS
 
@@ -128,6 +146,16 @@ def test_below_the_chart_each_row_and_each_missing_bar_is_explained() -> None:
             is_drawn = any((setting, m) in timed for m, of in METHODS.items() if of == name)
             assert is_drawn != (f"`{mask}`" in by_name.get(name, "")), (setting, name)
     assert "itself and 4,096 keys before it" in text
+
+
+def test_the_readme_has_figures_of_the_chart() -> None:
+    rows = json.loads((RESULTS / "h200x4-strategies.json").read_text())["rows"]
+    ring = {
+        line[:21].strip(): line[-4:] for line in chart(rows).splitlines() if line[21:25] == "Ring"
+    }
+    short, middle, long = (ring[f"causal {length} 32/8"] for length in ("8k", "32k", "128k"))
+    text = f"{short} of one GPU's rate at 8k causal tokens, {middle} at 32k and {long} at 128k"
+    assert text in (ROOT / "README.md").read_text()
 
 
 def test_bars_are_drawn_to_the_eighth() -> None:

@@ -1,4 +1,4 @@
-"""The page of versions agrees with the packages' requirements and with the dates of SPEC 0."""
+"""The table of versions agrees with the packages' requirements and with the dates of SPEC 0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PYTHON = "Programming Language :: Python :: 3."
 
 
 def rows() -> Iterator[dict[str, str]]:
-    page = (ROOT / "docs" / "versions.md").read_text()
+    page = (ROOT / "docs" / "reliability.md").read_text()
     table = re.search(r"^\| what .*?\n\n", page, re.MULTILINE | re.DOTALL)
     assert table
     columns = columns_of(table[0].strip())

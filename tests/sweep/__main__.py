@@ -1,6 +1,6 @@
 """Run every model class of transformers on two ranks, and record if it is exact or refused.
 
-Results go to a file, a line of JSON each, and from there to a page of the documentation. Classes
+Results go to a file, a line of JSON each, of which a page of the documentation is made. Classes
 that the file has for the installed version of transformers are not run again, and results of other
 releases are kept::
 
@@ -29,7 +29,7 @@ from ring_torch.local import PRELOADED, LocalRanks
 from sweep import switches
 from sweep.compare import Outcome, compare
 from sweep.entries import Entry, entries
-from sweep.page import PAGE, RESULTS, Result, of_release, read, rendered, written
+from sweep.page import RESULTS, Result, of_release, read, written
 from sweep.switches import TABLE, Row
 
 SECONDS = 60.0  # limit for a class
@@ -153,8 +153,6 @@ def main() -> int:
     run([x for x in chosen if options.again or x.name not in before], options.results)
     done_before, results = results_of(read(options.results), {entry.name for entry in all_entries})
     options.results.write_text(written(results))
-    if options.results == RESULTS:
-        PAGE.write_text(rendered(results))
     bad = [x.name for x in done_before if x.is_bad]
     print(
         f"{len(done_before)} of {len(all_entries)} classes, {len(bad)} neither exact nor refused: {bad}"

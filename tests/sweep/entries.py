@@ -6,12 +6,7 @@ from dataclasses import dataclass
 
 from transformers.models.auto import modeling_auto
 
-#: Kinds of models that the page counts, by their auto class.
-KINDS = {
-    "AutoModelForCausalLM": "causal language models",
-    "AutoModelForSeq2SeqLM": "encoder-decoders",
-    "AutoModelForImageTextToText": "models of text and images",
-}
+from sweep.page import KINDS
 
 
 @dataclass(frozen=True)

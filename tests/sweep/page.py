@@ -1,4 +1,4 @@
-"""Stores the results of every model class in a file, and renders them as a page."""
+"""Stores the results of every model class in a file, and makes the tables of the page of them."""
 
 from __future__ import annotations
 
@@ -10,56 +10,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from sweep.entries import KINDS
-
 RESULTS = Path(__file__).parent / "results.jsonl"
 PAGE = Path(__file__).parents[2] / "docs" / "transformers-models.md"
 REFUSED = "the model cannot be split: "  # beginning of shard_batch's refusals
 
-_TOP = """---
-runs: none
----
-
-# Models of transformers
-
-Find a class in the [table](#every-class). **Exact** classes train on a ring as on one device; **refused** ones say so before
-anything is sent, and the table says why. None is wrong and none hangs.
-
-{sums}
-
-Exact on {newest} are {counts}.
-
-`ring_torch.hf.check_model(model)` says the same of a model of your own. How to train an exact one: [transformers](transformers.md).
-
-`nox -s sweep` builds every class that an `AutoModelFor*` makes, from a small config with random weights, and compares two ranks with
-one in float64: outputs, the gradient of every weight, and the loss with its gradients, without padding and with padding on the right and
-on the left. A class is exact where the largest difference is below 1e-7 of the largest number. Models of text and images run on text,
-and where a note says so on an image in each row, too.
-
-On the pinned release each exact class also runs with each switch of its config: fields that are true or false or have named choices,
-and what released checkpoints set (`num_kv_shared_layers` of Gemma 4 E2B, `use_bidirectional_attention` of EmbeddingGemma,
-`sparse_prediction` of ModernBERT, `new_decoder_architecture` of Falcon 40B). It is as exact with them, or `check_model` refuses it:
-`alibi` of Falcon, `use_prompt` of MVP, `use_learned_position_embeddings=False` of TrOCR.
-
-## Columns
-
-- **result**: on the newest release that has the class, of {releases}, which are tested.
-- **exact since**: the first of these releases on which it is exact.
-- **split by**: `shard_batch` splits a batch by hand, and `hf.parallelize` works as well; `hf.parallelize` is for models that need its
-  hooks.
-- **notes**: letters are of exact classes, numbers are reasons why a class is refused. After a release stands what differs there.
-
-| note | what it means |
-|---|---|
-{notes}
-
-| reason | why it is refused | what to do |
-|---|---|---|
-{reasons}
-
-## Every class
-
-"""
+#: Kinds of models that the page counts, by their auto class.
+KINDS = {
+    "AutoModelForCausalLM": "causal language models",
+    "AutoModelForSeq2SeqLM": "encoder-decoders",
+    "AutoModelForImageTextToText": "models of text and images",
+}
 
 
 class Reason(NamedTuple):
@@ -176,6 +136,7 @@ NOTES = {
     "e": "images among its tokens are refused",
     "f": "images were not run",
     "g": "padding was not run",
+    "h": "`hf.parallelize` splits it; all others `shard_batch` splits by hand, too",
 }
 
 
@@ -231,24 +192,40 @@ def of_release(results: Iterable[Result], version: str) -> dict[str, Result]:
     return by.get(version.rpartition(".")[0]) or by[max(by, key=_number)]
 
 
-def rendered(results: list[Result]) -> str:
-    """Return the text of the page."""
-    releases = sorted({x.release for x in results}, key=_number)
-    classes: dict[str, dict[str, Result]] = {}
-    for each in sorted(results, key=lambda x: _number(x.release)):
-        classes.setdefault(each.name, {})[each.release] = each
+def summary(results: list[Result]) -> str:
+    """Return how many classes each release has, by result, and what is exact on the newest."""
+    releases = _releases(results)
     newest = [x for x in results if x.release == releases[-1] and x.result == "exact"]
     sums = [_sums([x for x in results if x.release == release], release) for release in releases]
-    top = _TOP.format(
-        sums=_table(("release", "classes", "exact", "refused", "not run"), sums),
-        newest=releases[-1],
-        counts=_counts(newest),
-        releases=", ".join(releases),
-        notes="\n".join(f"| {letter} | {described} |" for letter, described in NOTES.items()),
-        reasons="\n".join(f"| {n} | {x.why} | {x.todo} |" for n, x in enumerate(REASONS, 1)),
-    )
-    head = ("model", "class", "result", "exact since", "split by", "notes")
-    return top + _table(head, sorted(map(_row, classes.values()))) + "\n"
+    table = _table(("release", "classes", "exact", "refused", "not run"), sums)
+    return f"{table}\n\nExact on {releases[-1]} are {_counts(newest)}."
+
+
+def classes(results: list[Result]) -> str:
+    """Return the table of all classes, a row for each model type."""
+    by_class: defaultdict[str, dict[str, Result]] = defaultdict(dict)
+    for each in sorted(results, key=lambda x: _number(x.release)):
+        by_class[each.name][each.release] = each
+    oldest = _releases(results)[0]
+    cells: defaultdict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for name, by in sorted(by_class.items()):
+        *_, latest = by.values()
+        is_exact = any(x.result == "exact" for x in by.values())
+        text = _exact(by, oldest) if is_exact else ", ".join(map(str, reasons_of(latest)))
+        cells[latest.model_type][not is_exact].append(f"`{name}`{f' ({text})' * bool(text)}")
+    rows = ((model, *("<br>".join(x) for x in of)) for model, of in sorted(cells.items()))
+    return _table(("model", "exact", "refused or not run"), rows)
+
+
+def notes() -> str:
+    """Return the table of notes of exact classes."""
+    return _table(("note", "what it means"), NOTES.items())
+
+
+def reasons() -> str:
+    """Return the table of reasons why classes are refused or not run."""
+    rows = ((str(n), x.why, x.todo) for n, x in enumerate(REASONS, 1))
+    return _table(("reason", "why it is refused", "what to do"), rows)
 
 
 def reasons_of(result: Result) -> list[int]:
@@ -278,30 +255,23 @@ def _sums(results: list[Result], release: str) -> tuple[str, ...]:
     return (release, *(str(n) for n in (len(results), counts["exact"], counts["refused"], others)))
 
 
-def _row(by: dict[str, Result]) -> tuple[str, ...]:
-    """Return the cells of a class: its result on the newest release that has it, and notes.
+def _releases(results: list[Result]) -> list[str]:
+    return sorted({x.release for x in results}, key=_number)
+
+
+def _exact(by: dict[str, Result], oldest: str) -> str:
+    """Return since when a class is exact, unless since the oldest release, and its notes.
 
     ``by`` holds its results by release, from the oldest to the newest.
     """
     ordered = list(by.values())
-    latest, exact = ordered[-1], [x for x in ordered if x.result == "exact"]
-    if not exact:
-        result = "refused" if latest.result == "refused" else "not run"
-        numbers = ", ".join(map(str, reasons_of(latest)))
-        return (latest.model_type, f"`{latest.name}`", result, "", "", numbers)
-    best = exact[-1]
-    since = exact[0].release if best is latest else f"{exact[0].release} to {best.release}"
-    notes = [", ".join(_letters(best))]
+    exact = [x for x in ordered if x.result == "exact"]
+    best, since = exact[-1], exact[0].release
+    notes = [f"since {since}"] * (since != oldest)
+    notes += [f"to {best.release}"] * (best is not ordered[-1])
+    notes += [", ".join(_letters(best))]
     notes += [f"{x.release}: {_difference(x, best)}" for x in ordered if _difference(x, best)]
-    result = "exact" if best is latest else latest.result.replace("does not run", "not run")
-    return (
-        latest.model_type,
-        f"`{best.name}`",
-        result,
-        since,
-        best.by,
-        "; ".join(filter(None, notes)),
-    )
+    return "; ".join(filter(None, notes))
 
 
 def _difference(result: Result, best: Result) -> str:
@@ -310,10 +280,7 @@ def _difference(result: Result, best: Result) -> str:
         later = _number(result.release) > _number(best.release)
         return ", ".join(map(str, reasons_of(result))) if later else ""
     letters = _letters(result)
-    others = ([", ".join(letters) or "none of these"] if letters != _letters(best) else []) + (
-        [result.by] if result.by != best.by else []
-    )
-    return ", ".join(others)
+    return (", ".join(letters) or "none of these") if letters != _letters(best) else ""
 
 
 def _letters(result: Result) -> list[str]:
@@ -327,6 +294,8 @@ def _letters(result: Result) -> list[str]:
         letters.append("d" if result.images == "exact" else "e" if refused else "f")
     if result.padding not in ("exact", "none"):
         letters.append("g")
+    if result.by != "shard_batch":
+        letters.append("h")
     return letters
 
 

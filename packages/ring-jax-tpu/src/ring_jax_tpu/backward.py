@@ -288,7 +288,7 @@ def _add_finite(
 ) -> None:
     """Add the gradients of a block without numbers that are not finite.
 
-    The order of the three sums matters to the compiler: see docs/tried.md.
+    The order of the three sums matters to the compiler: see benchmarks/NOTES.md.
     """
     grads = _score_grads(tile, x, upstream, masked=masked, finite=True)
     q, dout, scale = x.q[...], upstream.dout[...], tile.consts.call.scale

@@ -1,8 +1,8 @@
 """Choose the sizes of blocks, and check that they fit on chip.
 
 The sizes are those of a table by TPU generation; :class:`ring_core.KernelConfig` overrides them.
-The table was made from compiled machine code, see ``nox -s tpu_static`` and docs/tried.md; nothing
-was timed.
+The table was made from compiled machine code, see ``nox -s tpu_static`` and benchmarks/NOTES.md;
+nothing was timed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_WORDS = 1 << 17  # of a list in scalar memory; compiles for every generation
 # the model puts at 13 and 14 MiB.
 _VMEM_FRACTION = 0.75
 _MIB = 2.0**20
-WINDOWED_SPAN = 8192  # for fewer visible keys smaller blocks are faster: see docs/tried.md
+WINDOWED_SPAN = 8192  # for fewer visible keys smaller blocks are faster: see benchmarks/NOTES.md
 
 #: ``(queries, keys)`` of a block by pass, for float32 and for head dims beyond 128.
 _WIDE: dict[Direction, Pair] = {"forward": (512, 1024), "backward": (512, 512)}

@@ -31,7 +31,7 @@ from ring_torch.kernels.library import Direction, LaunchOptions, Mods
 
 _LARGEST_TILE = 256  # tokens; no tile of the library's is larger
 _FEW_KEYS = 64  # keys of the smaller block that a forward over a predicate may use
-# Time of a score, relative to one of a full block of 128 keys: measured (docs/tried.md).
+# Time of a score, relative to one of a full block of 128 keys: measured (benchmarks/NOTES.md).
 _FEW_KEYS_COST = 1.15  # in a block of 64 keys
 _PARTIAL_COST = 1.3  # in a block that needs its mask
 
