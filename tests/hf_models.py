@@ -106,6 +106,24 @@ def whole(kind: str) -> dict[str, Tensor]:
     return batch
 
 
+def on_one_process(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a whole batch for a model without the ring, with the masks that it does not make.
+
+    Masks of GPT-OSS do not use positions, so packed documents are given as dense masks.
+    """
+    if model.config.model_type != "gpt_oss" or "position_ids" not in batch:
+        return batch | WHOLE
+    documents, positions = (batch["position_ids"] == 0).cumsum(dim=1), torch.arange(LENGTH)
+    sees = (documents[:, :, None] == documents[:, None]) & (positions <= positions[:, None])
+    near = positions[:, None] - positions < model.config.sliding_window
+    allowed = torch.zeros(sees.shape, dtype=torch.float64)
+    masks = {
+        name: allowed.masked_fill(~mask, -torch.inf)[:, None]
+        for name, mask in (("full_attention", sees), ("sliding_attention", sees & near))
+    }
+    return batch | WHOLE | {"attention_mask": masks}
+
+
 def run(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the logits and the loss; gradients are stored in the model."""
     model.zero_grad()

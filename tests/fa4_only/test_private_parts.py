@@ -178,12 +178,12 @@ def near(q: Any, k: Any) -> Any:
     return abs(q - k) < 40
 
 
-TABLE = np.random.default_rng(0).integers(0, 4, LENGTH)
+TOKENS = np.random.default_rng(0).integers(0, 4, LENGTH)
 
 
 def from_table(q: Any, k: Any) -> Any:
     """Show some keys at random: no formula, so the mask is given as bits of tiles."""
-    return TABLE[np.asarray(q)] >= TABLE[np.asarray(k)]
+    return TOKENS[np.asarray(q)] >= TOKENS[np.asarray(k)]
 
 
 PLAIN = [

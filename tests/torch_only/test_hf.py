@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from cases import RANDOM, RINGS
-from hf_models import LENGTH, MODELS, SIZES, WHOLE, Wide, build, run, whole
+from hf_models import LENGTH, MODELS, SIZES, WHOLE, Wide, build, on_one_process, run, whole
 from torch import Tensor
 
 from ring_core import (
@@ -38,18 +38,6 @@ def pool() -> Iterator[LocalRanks]:
 IN_GROUPS = StrategyConfig("hybrid", ulysses_size=2)
 
 
-def dense_masks(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
-    """Return dense masks of packed documents, for models whose masks do not use positions."""
-    documents, positions = (batch["position_ids"] == 0).cumsum(dim=1), torch.arange(LENGTH)
-    sees = (documents[:, :, None] == documents[:, None]) & (positions <= positions[:, None])
-    near = positions[:, None] - positions < model.config.sliding_window
-    allowed = torch.zeros(sees.shape, dtype=torch.float64)
-    return {
-        name: allowed.masked_fill(~mask, -torch.inf)[:, None]
-        for name, mask in (("full_attention", sees), ("sliding_attention", sees & near))
-    }
-
-
 def same(actual: Tensor, expected: Tensor, what: str) -> None:
     scale = float(expected.abs().max())
     torch.testing.assert_close(
@@ -60,9 +48,7 @@ def same(actual: Tensor, expected: Tensor, what: str) -> None:
 def _matches(rank: int, name: str, kind: str) -> None:
     batch = whole(kind)
     model = build(name)
-    masks = dense_masks(model, batch) if (name, kind[-2:]) == ("GptOss", "ed") else None
-    model_inputs = batch if masks is None else batch | {"attention_mask": masks}
-    logits, loss = run(model, model_inputs | WHOLE)
+    logits, loss = run(model, on_one_process(model, batch))
     expected = {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 1
 

@@ -19,9 +19,10 @@ from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.local import LocalRanks
 
-#: One model for each kind of hook; True if it tells packed documents by their positions.
+#: One model for each kind of hook; True if it tells packed documents by their positions on one
+#: process, too.
 DECODERS = {
-    "FalconForCausalLM": ("falcon", True),  # its own attention code
+    "FalconForCausalLM": ("falcon", False),  # its own attention code
     "GPTNeoForCausalLM": ("gpt_neo", True),  # its own attention code, with windows and masks
     "BloomForCausalLM": ("bloom", False),  # its own attention code, with ALiBi slopes
     "XGLMForCausalLM": ("xglm", False),

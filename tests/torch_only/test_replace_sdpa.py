@@ -179,7 +179,8 @@ def _masks(rank: int) -> None:
         _compare(cp, attend, _qkv(), whole, split)
     q, k, v = _qkv()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(
+    compiled(*(cp.shard(x, dim=2) for x in _qkv(heads=4, kv_heads=4)))
+    torch.testing.assert_close(  # the number of heads has changed: it is symbolic in this graph
         compiled(*(cp.shard(x, dim=2) for x in _qkv()), attn_mask=square),
         cp.shard(functional.scaled_dot_product_attention(q, k, v, attn_mask=square), dim=2),
     )

@@ -190,7 +190,7 @@ class Sharding:
         check_slice(x, dim)
         needs_grad = check_grad(x, grad)
         length = None if seq_len is None else check_size("seq_len", seq_len)
-        if self.group is OneRank.WHOLE and length in (None, x.shape[dim]):
+        if self.group is OneRank.WHOLE and (length is None or length == x.shape[dim]):
             return x
         return _unshard(
             x, Unsharding(ranks, self.layout, dim % x.ndim, grad, needs_grad, number, length)

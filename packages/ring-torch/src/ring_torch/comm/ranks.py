@@ -402,8 +402,8 @@ def ranks_of(group: Any) -> Ranks:
         ValueError: It is no group, a mesh of several dimensions, a group that this rank is not in,
             or one that was destroyed.
     """
-    if group is None:
-        group = dist.group.WORLD if dist.is_available() else None
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
     if group is None or group is OneRank.WHOLE:
         return ALONE if group is None else _WHOLE
     if isinstance(group, dist.ProcessGroup):

@@ -307,14 +307,15 @@ def _add_mask(
     batch, heads, queries = call.query.shape[:3]
     own_keys = call.key.shape[2]
     keys = own_keys * state.ranks
-    if mask.ndim != 4 or mask.shape[0] not in (1, batch) or mask.shape[1] not in (1, heads):
+    if mask.ndim != 4 or not all(map(_is_one_or, mask.shape[:2], (batch, heads))):
         _wrong_shape(call, mask, keys)
     rows, columns = mask.shape[2:]
     is_alike, is_square = rows == 1 or mask.stride(2) == 0, rows == keys and queries == own_keys
     # One row for a rank's only query is of that query; rows of [T_local, T] may differ by rank.
     if is_alike and columns == keys != own_keys and (is_square or rows == 1 != queries):
         mask, rows, columns = state.cp.shard(mask[:, :, :1], dim=3), 1, own_keys
-    if is_alike and columns == own_keys and rows in (1, queries):  # padding, alike for all queries
+    # Padding, alike for all queries.
+    if is_alike and columns == own_keys and _is_one_or(rows, queries):
         mask = mask[:, :, :1]
         if mask.dtype == torch.bool and mask.shape[1] == 1:
             # Queries and visible keys are of one segment, hidden keys of none.
@@ -339,6 +340,11 @@ def _add_mask(
         ordered = True
     options["mask" if mask.dtype == torch.bool else "bias"] = mask
     return ordered
+
+
+def _is_one_or(size: int, other: int) -> bool:
+    """Return True if a size is 1 or another size, in graphs, too."""
+    return size == 1 or size == other  # noqa: PLR1714 - torch 2.11 finds no symbolic size in a tuple
 
 
 def _wrong_shape(call: _Call, mask: Tensor, keys: int) -> Never:
