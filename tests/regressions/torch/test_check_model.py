@@ -301,16 +301,35 @@ def test_a_model_is_checked_once_and_not_kept(monkeypatch: pytest.MonkeyPatch) -
     assert kept() is None
 
 
-def _refused_alone(rank: int) -> None:
+def _refused_alone(rank: int, name: str, model_type: str, message: str) -> None:
     """Refuse a batch on one rank alone: if it sent anything, it would wait for the other."""
+    model = build(name, model_type)
+    report, labels = hf.check_model(model), {} if "pools" in message else {"labels": TOKENS}
+    assert message in (report.no_labels or "; ".join(report.reasons))
+    assert report.exact == bool(labels)
     if rank == 0:
-        model = build("LlamaForSequenceClassification", "llama")
-        with pytest.raises(UnsupportedError, match="pools"):
-            hf.shard_batch(ContextParallel(), {"input_ids": TOKENS}, model=model)
+        with pytest.raises(UnsupportedError, match=message):
+            hf.shard_batch(ContextParallel(), {"input_ids": TOKENS, **labels}, model=model)
+    if labels:  # the model itself is exact
+        hf.shard_batch(ContextParallel(), {"input_ids": TOKENS}, model=model)
 
 
-def test_it_is_refused_before_anything_is_sent(two: LocalRanks) -> None:
-    two.run(_refused_alone)
+@pytest.mark.parametrize(
+    ("name", "model_type", "message"),
+    [
+        ("LlamaForSequenceClassification", "llama", "pools"),
+        ("BioGptForTokenClassification", "biogpt", "leave labels out"),
+        ("XLMRobertaXLForTokenClassification", "xlm-roberta-xl", "leave labels out"),
+        ("ElectraForPreTraining", "electra", "leave labels out"),
+        ("GraniteSpeechForConditionalGeneration", "granite_speech", "leave labels out"),
+        ("Qwen2AudioForConditionalGeneration", "qwen2_audio", "leave labels out"),
+    ],
+)
+def test_it_is_refused_before_anything_is_sent(
+    two: LocalRanks, name: str, model_type: str, message: str
+) -> None:
+    """A report says what a call refuses: models, and losses that read the mask."""
+    two.run(_refused_alone, name, model_type, message)
 
 
 OFFSET = (

@@ -86,12 +86,14 @@ def test_loss_and_gradients_are_the_whole_models(
     two.run(_matches, name, model_type, kind)
 
 
-#: Heads that make logits of labelled tokens alone, and embeddings scaled by how many tokens of a
-#: row are masked, as ModernBERT and ESM-2 were trained.
+#: Heads that make logits of labelled tokens alone, embeddings scaled by how many tokens of a row
+#: are masked, as ModernBERT and ESM-2 were trained, and losses that ask for the labels' shape.
 OF_THE_ROW = (
     ("ModernBertForMaskedLM", "modernbert", {"sparse_prediction": True}),
     ("EsmForMaskedLM", "esm", {"position_embedding_type": "rotary", "token_dropout": True}),
     ("EsmForMaskedLM", "esm", {"position_embedding_type": "absolute", "token_dropout": True}),
+    ("BloomForTokenClassification", "bloom", {"num_labels": 40}),
+    ("MptForTokenClassification", "mpt", {"num_labels": 40}),
 )
 
 
@@ -164,11 +166,11 @@ def test_other_losses_are_refused() -> None:
         lambda: labels[:, 1:],
         lambda: labels == -100,
         lambda: labels != -100,
-        lambda: labels.shape,
         lambda: flat != 0,
         lambda: flat == -100,
         lambda: flat[3:],
         lambda: labels.view(2, -1),
+        lambda: labels.view(labels.shape[0]),
         lambda: labels.float().sum(),
         lambda: torch.ravel(labels),
         lambda: cross_entropy(logits, flat, weight=torch.ones(40)),

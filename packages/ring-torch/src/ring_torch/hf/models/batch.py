@@ -41,7 +41,7 @@ _SPLIT = {
 }
 
 #: Arguments that are passed on unchanged: they mean the same for a part of a sequence.
-_PASSED_ON = ("num_items_in_batch", "output_hidden_states", "return_dict", "use_cache")
+_PASSED_ON = ("num_items_in_batch", "output_hidden_states", "return_dict", "task_ids", "use_cache")
 
 _NO_CACHE = (
     "there is no cache of a split sequence; to generate call remove() of the handle of hf.parallelize "
@@ -94,6 +94,8 @@ def split_batch(
         raise ValueError(f"batch must be a mapping of names to tensors, got {type(batch).__name__}")
     entries = {name: value for name, value in batch.items() if value is not None}
     _check_names(entries)
+    if report.no_labels and {"labels", "shift_labels"} & entries.keys():
+        raise UnsupportedError(report.no_labels)
     # Every rank has the whole batch and works out the same masks and positions: only a digest is
     # sent.
     tokens = tokens_of(entries)

@@ -21,6 +21,7 @@ from ring_torch.hf.models.classes import (
     is_pair,
     is_recurrent,
     is_whole_embedding,
+    labels_reason,
     makes_chunks,
     makes_masks,
     name_of,
@@ -82,6 +83,7 @@ class ModelReport:
             False if it predicts label ``i``.
         hooks: Names of the hooks that ``hf.parallelize`` installs for it, besides those for batch
             and loss. Batches of a model that needs any cannot be split by hand.
+        no_labels: Reason why ``labels`` are refused, and what to do; empty if they are not.
     """
 
     exact: bool = True
@@ -92,6 +94,7 @@ class ModelReport:
     layers: tuple[str, ...] = ()
     shifts_labels: bool = True
     hooks: tuple[str, ...] = ()
+    no_labels: str = ""
 
 
 def check_model(model: nn.Module) -> ModelReport:
@@ -156,6 +159,7 @@ def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
         reasons=reasons,
         pooling=next((x.pooling for x in reports if x.pooling), None),
         layers=tuple(layer for x in reports for layer in x.layers),
+        no_labels="",  # the loss may be the module's own
     )
 
 
@@ -200,6 +204,7 @@ def _report(model: Any, *, joins_router: bool) -> ModelReport:
         layers=layers,
         shifts_labels=shifts_labels(model),
         hooks=hooks,
+        no_labels=labels_reason(model),
     )
 
 

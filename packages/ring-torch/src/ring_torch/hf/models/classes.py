@@ -350,3 +350,15 @@ def shifts_labels(model: Any) -> bool:
         loss = getattr(model, "loss_function", None)
         return getattr(loss, "__name__", "") not in ("ForMaskedLMLoss", "ForTokenClassification")
     return not ({"CrossEntropyLoss", "cross_entropy"} & names) or any("shift" in n for n in names)
+
+
+def labels_reason(model: Any) -> str:
+    """Return the reason why a model's loss cannot be computed from a rank's labels, or nothing."""
+    # Losses that pick tokens by the mask have these local variables.
+    if not {"active_loss", "shift_attention_mask"} & names_in_forward(type(model)):
+        return ""
+    return (
+        f"the loss of {name_of(model)} reads the attention_mask, and that of a split batch cannot be "
+        f"read: leave labels out, and compute it on every rank from "
+        f"ContextParallel.unshard(logits, grad='slice')"
+    )

@@ -121,8 +121,8 @@ class UnshiftedLabels(Placeholder):
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of flattened labels, ``(B * T_local,)``; that of others is refused."""
-        return self._flat("shape").shape
+        """Shape of the labels, ``(B, T_local)``, which is that of other tensors of the batch."""
+        return self.values.shape
 
     def __ne__(self, other: object) -> Any:
         """Return which of the flattened labels are not ignored, bool ``[B * T_local]``.
@@ -149,8 +149,8 @@ class UnshiftedLabels(Placeholder):
         return self.values
 
     def view(self, *shape: int) -> UnshiftedLabels:
-        """Return the labels flattened; ``view(-1)`` is the only view that is allowed."""
-        if shape != (-1,):
+        """Return the labels flattened, as ``view(-1)`` does; other views are refused."""
+        if shape not in ((-1,), (self.values.numel(),)):
             raise PlaceholderError(f"{self._refusal} (asked for view{shape})")
         return replace(self, values=self.values.reshape(-1))
 
