@@ -22,6 +22,7 @@ from ring_torch.gradients.reduce import reduce_gradients
 from ring_torch.movement import methods
 from ring_torch.movement.methods import Halo
 from ring_torch.options import AttentionOptions, CallOptions
+from ring_torch.recurrent import convolution, operations as recurrent
 from ring_torch.sharding import Sharding, UnshardGrad
 
 
@@ -455,6 +456,14 @@ class ContextParallel:
         """
         record = CallOptions(return_lse=return_lse, **options)
         return explained_call(self._sharding.ranks, self.layout, q, k, v, record)
+
+    # Recurrent layers: functions whose first argument is a ContextParallel, as they stand.
+    causal_conv1d = convolution.causal_conv1d
+    gated_delta_rule = recurrent.gated_delta_rule
+    kda = recurrent.kda
+    linear_recurrence = recurrent.linear_recurrence
+    simple_gla = recurrent.simple_gla
+    ssd = recurrent.ssd
 
     def whole(self) -> AbstractContextManager[None]:
         """Return a context in which this rank acts alone, on whole sequences: nothing is sent.

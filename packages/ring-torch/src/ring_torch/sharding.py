@@ -50,6 +50,8 @@ class Sharding:
         self._bound: Ranks | None = None
         # While a forward collects them: of sequences sharded with padding, length by T_local.
         self.padded: dict[int, int] | None = None
+        #: The same ranks with consecutive tokens; made here, as a graph that is traced cannot.
+        self.contiguous = self if layout != "striped" else Sharding(group, "contiguous")
         self._number = str(next(_NUMBERS))  # a text: the compiler takes other numbers for symbols
         if is_foreign(group):
             divisor_of(self.layout, len(self.members.ranks))
