@@ -98,6 +98,10 @@ def drawn(name: str, tokens: int, rows: int, *, states: Offsets | bool = False) 
             "x": randn(*heads, V), "dt": randn(*heads).abs(), "B": randn(rows, tokens, H, K),
             "C": randn(rows, tokens, H, K),
         }, {"A": -randn(HV).exp()}),
+        "selective_scan": lambda: Layer(kind, {
+            "u": randn(rows, tokens, HV), "delta": randn(rows, tokens, HV).abs(),
+            "B": randn(rows, tokens, K), "C": randn(rows, tokens, K),
+        }, {"A": -randn(HV, K).exp()}),
     }[kind]()  # fmt: skip
     if variant == "no decay":
         del layer.rows["g"]
@@ -109,16 +113,20 @@ def drawn(name: str, tokens: int, rows: int, *, states: Offsets | bool = False) 
     elif variant == "norms, scale":
         layer.options |= {"use_qk_l2norm": True, "scale": 0.7}
         layer.rows["k"] = layer.rows["k"] * 5
+    elif variant == "groups, all options":
+        layer.rows |= {"B": randn(rows, tokens, H, K), "C": randn(rows, tokens, H, K)}
+        layer.rows["z"] = randn(rows, tokens, HV)
+        layer.shared |= {"D": randn(HV), "delta_bias": randn(HV)}
+        layer.options["delta_softplus"] = True
     elif variant == "all options":
         layer.rows["z"] = randn(*heads, V)
         layer.shared |= {"D": randn(HV, V), "dt_bias": randn(HV)}
         layer.options |= {"dt_softplus": True, "dt_limit": (0.3, 1.5)}
     elif variant == "D a head":
         layer.shared["D"] = randn(HV)
-    if states is not False:
-        shape = {"linear_recurrence": (2, 3), "ssd": (HV, V, K)}.get(kind, (HV, K, V))
+    if states is not False and kind != "selective_scan":  # which has none
         key = "initial_states" if kind == "ssd" else "initial_state"
-        layer.shared[key] = randn(count, *shape)
+        layer.shared[key] = randn(count, *STATES[kind])
         layer.options["output_final_state"] = True
     return layer
 
@@ -128,56 +136,81 @@ KINDS = ("linear_recurrence", "simple_gla", "gated_delta_rule", "kda", "ssd, all
 VARIANTS = (
     *KINDS, "simple_gla, no decay", "simple_gla, g_gamma", "simple_gla, both decays",
     "simple_gla, norms, scale", "gated_delta_rule, norms, scale", "kda, norms, scale", "ssd",
-    "ssd, D a head",
+    "ssd, D a head", "selective_scan", "selective_scan, groups, all options",
 )  # fmt: skip
+
+
+def spread(x: Tensor, heads: int = HV) -> Tensor:
+    return x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def step_of_recurrence(x: dict[str, Tensor], s: Any, _: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    s = x["a"] * s + x["b"]
+    return s, s
+
+
+def step_of_attention(
+    x: dict[str, Tensor], s: Any, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    q, k, v = spread(x["q"]), spread(x["k"]), x["v"]
+    if options.get("use_qk_l2norm"):
+        q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+    g = x.get("g", torch.zeros(1, HV).double()) + x.get("g_gamma", 0)
+    s = (g if g.ndim == 3 else g[..., None]).exp()[..., None] * s
+    if "beta" in x:
+        v = x["beta"][..., None] * (v - (s * k[..., None]).sum(-2))
+    s = s + k[..., None] * v[:, :, None]
+    return s, options.get("scale", K**-0.5) * (s * q[..., None]).sum(-2)
+
+
+def step_of_ssd(x: dict[str, Tensor], s: Any, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    u, dt = x["x"], x["dt"] + x.get("dt_bias", 0)
+    dt = functional.softplus(dt) if options.get("dt_softplus") else dt
+    dt = dt.clamp(*options.get("dt_limit", (0, inf)))
+    s = (dt * x["A"]).exp()[..., None, None] * s
+    s = s + (dt[..., None] * u)[..., None] * spread(x["B"])[:, :, None]
+    y = (s * spread(x["C"])[:, :, None]).sum(-1)
+    skip = x.get("D", torch.zeros(HV).double())
+    y = y + (skip if skip.ndim == 2 else skip[:, None]) * u
+    return s, y * functional.silu(x["z"]) if "z" in x else y
+
+
+def step_of_scan(x: dict[str, Tensor], s: Any, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    u, dt = x["u"], x["delta"] + x.get("delta_bias", 0)
+    dt = functional.softplus(dt) if options.get("delta_softplus") else dt
+    b, c = (spread(x[name].view(len(u), -1, K)) for name in "BC")
+    s = (dt[..., None] * x["A"]).exp() * s + (dt * u)[..., None] * b
+    y = (s * c).sum(-1) + x.get("D", 0) * u
+    return s, y * functional.silu(x["z"]) if "z" in x else y
+
+
+#: The step of each layer: state and output of a token, of its inputs and the state before.
+STEPS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "linear_recurrence": step_of_recurrence, "ssd": step_of_ssd, "selective_scan": step_of_scan,
+    **dict.fromkeys(("simple_gla", "gated_delta_rule", "kda"), step_of_attention),
+}  # fmt: skip
+#: The shape of its state, of one row.
+STATES = {
+    "linear_recurrence": (2, 3), "ssd": (HV, V, K), "selective_scan": (HV, K),
+    **dict.fromkeys(("simple_gla", "gated_delta_rule", "kda"), (HV, K, V)),
+}  # fmt: skip
 
 
 def by_token(layer: Layer, offsets: Offsets) -> tuple[Tensor, Tensor]:
     """Return outputs and final states of the recurrence, one token after another."""
-    x = {**layer.rows, **layer.shared}
-    options = layer.options
     first = next(iter(layer.rows.values()))
-    tokens, rows = first.shape[1], first.shape[0]
-    copies = HV // H
-    spread = lambda y: y.repeat_interleave(copies, 1)  # noqa: E731
-    state = x.get("initial_state", x.get("initial_states"))
+    rows, tokens = first.shape[:2]
+    initial = layer.shared.get("initial_state", layer.shared.get("initial_states"))
+    if initial is None:
+        initial = first.new_zeros(len(offsets or (0, 0)) - 1, *STATES[layer.name])
+        initial = initial.expand(rows, *initial.shape[1:]) if offsets is None else initial
     outs, finals = [], []
     for number, (start, stop) in enumerate(pairwise(offsets or (0, tokens))):
-        s: Any = 0 if state is None else (state if offsets is None else state[number : number + 1])
+        s = initial if offsets is None else initial[number : number + 1]
         for t in range(start, stop):
-            if layer.name == "linear_recurrence":
-                s = x["a"][:, t] * s + x["b"][:, t]
-                outs.append(s)
-            elif layer.name == "ssd":
-                dt = x["dt"][:, t] + x.get("dt_bias", 0)
-                dt = functional.softplus(dt) if options.get("dt_softplus") else dt
-                dt = dt.clamp(*options.get("dt_limit", (0, inf)))
-                b, c = spread(x["B"][:, t]), spread(x["C"][:, t])
-                u = x["x"][:, t]
-                s = (dt * x["A"]).exp()[..., None, None] * s
-                s = s + (dt[..., None] * u)[..., None] * b[:, :, None]
-                y = (s * c[:, :, None]).sum(-1)
-                if (d := x.get("D")) is not None:
-                    y = y + (d if d.ndim == 2 else d[:, None]) * u
-                outs.append(y * functional.silu(x["z"][:, t]) if "z" in x else y)
-            else:
-                q, k, v = spread(x["q"][:, t]), spread(x["k"][:, t]), x["v"][:, t]
-                if options.get("use_qk_l2norm"):
-                    q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
-                g = x["g"][:, t] if "g" in x else v.new_zeros(rows, HV)
-                if "g_gamma" in x:
-                    g = g + x["g_gamma"]
-                s = (g if layer.name == "kda" else g[..., None]).exp()[..., None] * s
-                if "beta" in x:
-                    held = (s * k[..., None]).sum(-2)
-                    v = x["beta"][:, t, :, None] * (v - held)
-                s = s + k[..., None] * v[:, :, None]
-                scale = options.get("scale", K**-0.5)
-                outs.append(scale * (s * q[..., None]).sum(-2))
-        like = outs[0].shape[1:] if layer.name == "linear_recurrence" else ()
-        if isinstance(s, int):
-            shape = like or ((HV, V, K) if layer.name == "ssd" else (HV, K, V))
-            s = first.new_zeros(1, *shape)
+            token = {name: x[:, t] for name, x in layer.rows.items()}
+            s, out = STEPS[layer.name]({**token, **layer.shared}, s, layer.options)
+            outs.append(out)
         finals.append(s)
     return torch.stack(outs, 1), torch.cat(finals)
 
@@ -296,7 +329,7 @@ def _padded(rank: int, size: int, name: str) -> None:
 @pytest.mark.nightly(
     unless=["4 ranks-linear_recurrence", "4 ranks-gated_delta_rule", "4 ranks-ssd, all options"]
 )
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, "selective_scan, groups, all options"])
 def test_padding_may_hold_anything(name: str, pool: LocalRanks) -> None:
     pool.run(_padded, len(pool), name)
 
@@ -407,7 +440,7 @@ def _compiled(rank: int, _: int, name: str) -> None:
 
 
 @pytest.mark.nightly(unless=["gated_delta_rule", "ssd, all options"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, "selective_scan, groups, all options"])
 def test_a_layer_is_an_operation_of_a_compiled_graph(name: str, two: LocalRanks) -> None:
     two.run(_compiled, 2, name)
 
@@ -565,6 +598,15 @@ def _precisions(rank: int) -> None:
             torch.testing.assert_close(
                 out.double(), cp.shard(expected), rtol=rounding, atol=1e-5 + rounding / 16
             )
+            # Splitting costs no digits: the error is that of one rank.
+            with cp.whole():
+                alone, _ = getattr(cp, layer.name)(**layer.rows, **layer.shared, **layer.options)
+            errors = [
+                (x.double() - like).square().mean()
+                for x, like in ((out, cp.shard(expected)), (alone, expected))
+            ]
+            dist.all_reduce(errors[0])
+            assert errors[0] / cp.cp_size <= 1.1**2 * errors[1]
             # Neither autocast nor torch's settings change what is computed.
             torch.set_float32_matmul_precision("medium")
             with torch.autocast("cpu", torch.bfloat16):

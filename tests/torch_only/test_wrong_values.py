@@ -260,6 +260,18 @@ SUBJECTS: dict[str, Subject] = {
             "initial_states": optional(like(1, 4, 3, 4)), "kernel": OPTIONS["kernel"],
         },
     ),
+    "ring_torch.ContextParallel.selective_scan": Subject(
+        cp.selective_scan,
+        {"u": zeros(HEADS), "delta": zeros(HEADS), "A": zeros(4, 3), "B": zeros(1, 8, 3), "C": zeros(1, 8, 3)},
+        {
+            "u": {n: x for n, x in like(*HEADS).items() if n != "size"}, "delta": like(*HEADS),
+            "A": {n: x for n, x in like(4, 3).items() if n != "size"},
+            "B": {n: x for n, x in like(1, 8, 3).items() if n != "one axis more"},
+            "C": like(1, 8, 3), "D": optional(like(4)), "z": optional(like(*HEADS)),
+            "delta_bias": optional(like(4)), "delta_softplus": FLAG, "kernel": OPTIONS["kernel"],
+            "cu_seqlens": OPTIONS["cu_seqlens"], "seq_len": OPTIONS["seq_len"],
+        },
+    ),
     "ring_torch.ContextParallel.linear_recurrence": Subject(
         cp.linear_recurrence, {"a": zeros(VALUES), "b": zeros(VALUES)},
         {

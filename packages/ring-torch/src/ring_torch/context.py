@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ring_core import Layout, LayoutSpec
 from ring_core.base.arguments import numbers_as_python, refuse_foreign_options, with_options_of
+from ring_torch import recurrent
 from ring_torch.attention import explained_call, ring_attention
 from ring_torch.capture import is_traced
 from ring_torch.comm.ranks import Group
@@ -22,7 +23,6 @@ from ring_torch.gradients.reduce import reduce_gradients
 from ring_torch.movement import methods
 from ring_torch.movement.methods import Halo
 from ring_torch.options import AttentionOptions, CallOptions
-from ring_torch.recurrent import convolution, operations as recurrent
 from ring_torch.sharding import Sharding, UnshardGrad
 
 
@@ -458,10 +458,11 @@ class ContextParallel:
         return explained_call(self._sharding.ranks, self.layout, q, k, v, record)
 
     # Recurrent layers: functions whose first argument is a ContextParallel, as they stand.
-    causal_conv1d = convolution.causal_conv1d
+    causal_conv1d = recurrent.causal_conv1d
     gated_delta_rule = recurrent.gated_delta_rule
     kda = recurrent.kda
     linear_recurrence = recurrent.linear_recurrence
+    selective_scan = recurrent.selective_scan
     simple_gla = recurrent.simple_gla
     ssd = recurrent.ssd
 

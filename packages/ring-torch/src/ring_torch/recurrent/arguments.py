@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Literal, Protocol, TypedDict
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ring_core.checks import FLOATS
+from ring_core.base.arguments import as_python, is_finite
+from ring_core.checks import FLOATS, check_flag
 from ring_torch.sharding import Sharding
 
 KernelName = Literal["auto", "eager"]
@@ -66,13 +68,15 @@ def sharding_of(cp: SplitsSequences) -> Sharding:
 
 
 def sizes_of(
-    required: dict[str, Tensor], axes: dict[str, tuple[str, ...]], **optional: Tensor | None
-) -> dict[str, int]:
+    required: dict[str, Tensor], axes: dict[str, tuple[str, ...]],
+    groups: tuple[str, str] = ("H", "HV"), **optional: Tensor | None,
+) -> dict[str, int]:  # fmt: skip
     """Check tensors, and return the size of each axis by its name.
 
     Args:
         required: Tensors by their names.
         axes: Names of each tensor's axes.
+        groups: Axes of which the first divides the second, if there are such.
         **optional: Tensors that may be ``None``.
 
     Raises:
@@ -96,11 +100,11 @@ def sizes_of(
         sizes |= zip(axes[name], x.shape, strict=True)
     if any(n == 0 for n in sizes.values()):
         raise ValueError(f"no axis may be empty, got {sizes}")
-    keys, values = ("H", "HV") if "HV" in sizes else ("G", "H")
-    if keys in sizes and sizes[values] % sizes[keys]:
+    few, many = groups
+    if few in sizes and sizes[many] % sizes[few]:
         raise ValueError(
-            f"the {sizes[values]} heads of values ({values}) must be a multiple of the "
-            f"{sizes[keys]} of keys ({keys})"
+            f"{many}, the {sizes[many]} heads or channels of values, must be a multiple of {few}, the "
+            f"{sizes[few]} of keys"
         )
     return sizes
 
@@ -117,3 +121,24 @@ def check_tensor(name: str, x: object) -> None:
         raise ValueError(f"{name} must be a dense tensor with numbers in it")
     if str(x.dtype).removeprefix("torch.") not in FLOATS:
         raise ValueError(f"{name} must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}, got {x.dtype}")
+
+
+def checked_flag(name: str, value: bool) -> bool:
+    """Return an option that switches something, as Python's ``bool``."""
+    check_flag(name, value)
+    return bool(value)
+
+
+def checked_real(name: str, value: object, *, infinite: bool = False) -> float:
+    """Return an option that is a number as Python's ``float``.
+
+    Raises:
+        ValueError: It is none, NaN, or infinite where that is not allowed.
+    """
+    number = as_python(value)
+    if isinstance(number, int | float) and not isinstance(number, bool):
+        if is_finite(number):
+            return float(number)
+        if infinite and number in (inf, -inf):
+            return float(number)
+    raise ValueError(f"{name} must be a finite number, got {value!r}")

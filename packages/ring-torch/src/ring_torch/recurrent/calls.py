@@ -138,7 +138,9 @@ class RecurrentCall:
         self, initial: Tensor | None, inputs: Sequence[Tensor], entries: Tensor,
         transitions: Tensor, out_grad: Tensor, final_grad: Tensor,
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
-        """Return the gradients of the initial states, this rank's part, and of the inputs.
+        """Return the gradients of the initial states and of the inputs.
+
+        Those of the initial states, and of inputs that all tokens share, are this rank's part.
 
         Args:
             initial: As of :meth:`forward`, as ``inputs``.
@@ -263,9 +265,9 @@ class RecurrentCall:
         return *runs.slots(travels), travels
 
     def _split(self, chunks: Chunks, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the inputs in chunks, in the dtype of states."""
+        """Return the inputs in chunks, those that tokens share whole, in the dtype of states."""
         return [
-            chunks.split(x, fill).to(self.dtype)
+            (x if fill is None else chunks.split(x, fill)).to(self.dtype)
             for x, fill in zip(inputs, self.kernel.fills, strict=True)
         ]
 

@@ -28,16 +28,22 @@ from ring_torch.compiled.static import (
 )
 from ring_torch.derivatives import refuse_batches
 from ring_torch.recurrent.calls import RecurrentCall, second_derivative_of
-from ring_torch.recurrent.kernels import Kernel, LinearAttention, LinearRecurrence
+from ring_torch.recurrent.kernels import (
+    AnyKernel,
+    Kernel,
+    LinearAttention,
+    LinearRecurrence,
+    SelectiveScan,
+)
 from ring_torch.sharding import Sharding
 
-_KERNELS: dict[str, type[LinearAttention | LinearRecurrence]] = {
-    kind.__name__: kind for kind in (LinearAttention, LinearRecurrence)
+_KERNELS: dict[str, type[AnyKernel]] = {
+    kind.__name__: kind for kind in (LinearAttention, LinearRecurrence, SelectiveScan)
 }
 
 
 def run_in_graph(
-    sharding: Sharding, kernel: LinearAttention | LinearRecurrence,
+    sharding: Sharding, kernel: AnyKernel,
     documents: Sequence[int] | None, seq_len: int | None, dtype: torch.dtype,
     initial: Tensor | None, inputs: Sequence[Tensor], *, wants_final: bool, needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

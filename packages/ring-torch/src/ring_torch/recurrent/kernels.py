@@ -66,8 +66,11 @@ class Kernel(Hashable, Protocol):
         """Names of its inputs."""
 
     @property
-    def fills(self) -> tuple[float, ...]:
-        """Number in rows of each input that hold no token, by which they change no state."""
+    def fills(self) -> tuple[float | None, ...]:
+        """Number in rows of each input that hold no token, by which they change no state.
+
+        ``None`` for an input that all tokens share; the first input is none of these.
+        """
 
     @property
     def values(self) -> int:
@@ -98,13 +101,12 @@ class Kernel(Hashable, Protocol):
 class LinearRecurrence:
     """Kernel of ``h_t = a_t h_{t-1} + b_t``, number by number.
 
-    All prefixes of a chunk are composed by doubling: after step ``s`` each token has the map of the
-    ``2^s`` tokens that end with it (Hillis and Steele, 1986).
+    Its chunks are composed by :func:`prefixes`.
     """
 
     name: ClassVar[str] = "linear_recurrence"
     inputs: ClassVar[tuple[str, ...]] = ("a", "b")
-    fills: ClassVar[tuple[float, ...]] = (1, 0)
+    fills: ClassVar[tuple[float | None, ...]] = (1, 0)
     values: ClassVar[int] = 1
     is_matrix: ClassVar[bool] = False
     most_tokens: ClassVar[int] = 32
@@ -117,19 +119,7 @@ class LinearRecurrence:
 
     def parts(self, *inputs: Tensor) -> Parts:
         """Return the map of each chunk, and of each token the map of what leads to it."""
-        a, b = inputs
-        distance = 1
-        while distance < a.shape[2]:
-            late, early = (
-                (slice(None), slice(None), slice(distance, None)),
-                (slice(None), slice(None), slice(-distance)),
-            )
-            new_b = a[late] * b[early] + b[late]
-            new_a = a[late] * a[early]
-            # The first tokens have the maps of all that precedes them in the chunk already.
-            b = torch.cat([b[:, :, :distance], new_b], 2)
-            a = torch.cat([a[:, :, :distance], new_a], 2)
-            distance *= 2
+        a, b = prefixes(*inputs)
         return Parts(a[:, :, -1], b[:, :, -1], a, b)
 
     def read(self, readout: Tensor, own: Tensor, state: Tensor) -> Tensor:
@@ -165,7 +155,7 @@ class LinearAttention:
         return ("q", "k", "v", *("g",) * self.has_decay, *("beta",) * self.is_delta)
 
     @property
-    def fills(self) -> tuple[float, ...]:
+    def fills(self) -> tuple[float | None, ...]:
         """Zeros: a token without key, logarithm of a decay and ``beta`` changes no state."""
         return (0,) * len(self.inputs)
 
@@ -239,6 +229,71 @@ class LinearAttention:
         if self.by_channel:
             return torch.einsum("...ic,...jc,...ijc->...ij", x, y, decay)
         return (x @ y.mT) * decay.squeeze(-1)
+
+
+@dataclass(frozen=True)
+class SelectiveScan:
+    """Kernel of Mamba's state space model (Gu and Dao, arXiv 2312.00752).
+
+    For each channel ``h_t = exp(delta_t A) h_{t-1} + delta_t u_t B_t``, with ``N`` numbers, and
+    ``y_t = C_t . h_t``. Channels of a group share ``B`` and ``C``, ``[n, B, C, G, N]``; all tokens
+    share ``A``, ``[D, N]``.
+    """
+
+    name: ClassVar[str] = "selective_scan"
+    inputs: ClassVar[tuple[str, ...]] = ("u", "delta", "B", "C", "A")
+    fills: ClassVar[tuple[float | None, ...]] = (0, 0, 0, 0, None)
+    values: ClassVar[int] = 0
+    is_matrix: ClassVar[bool] = False
+    most_tokens: ClassVar[int] = 16
+
+    def state_shape(self, *inputs: Tensor) -> tuple[int, ...]:
+        """Return ``(D, N)``."""
+        return tuple(inputs[-1].shape)
+
+    transition_shape = state_shape
+
+    def parts(self, *inputs: Tensor) -> Parts:
+        """Return the map of each chunk, and what each token reads of the state before it."""
+        u, delta, projected, read, rates = inputs
+        copies = u.shape[3] // read.shape[3]
+        projected, read = (x.repeat_interleave(copies, 3) for x in (projected, read))
+        step = delta.unsqueeze(-1)
+        a, b = prefixes((step * rates).exp(), step * u.unsqueeze(-1) * projected)
+        return Parts(a[:, :, -1], b[:, :, -1], a * read, (b * read).sum(-1))
+
+    def read(self, readout: Tensor, own: Tensor, state: Tensor) -> Tensor:
+        """Return ``C_t . h_t``."""
+        return (readout * state.unsqueeze(2)).sum(-1) + own
+
+
+#: The kernels there are, which graphs name.
+AnyKernel = LinearAttention | LinearRecurrence | SelectiveScan
+
+
+def prefixes(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each token of a chunk the map ``h -> a h + b`` of all that lead to it.
+
+    Maps are composed by doubling: after step ``s`` each token has that of the ``2^s`` tokens that
+    end with it (Hillis and Steele, "Data Parallel Algorithms", 1986).
+
+    Args:
+        a: Factors, ``[n, B, C, ...]``.
+        b: What is added, likewise.
+    """
+    distance = 1
+    while distance < a.shape[2]:
+        (first_a, late_a), (first_b, late_b) = (
+            x.split([distance, x.shape[2] - distance], 2) for x in (a, b)
+        )
+        early_a, early_b = a[:, :, :-distance], b[:, :, :-distance]
+        # The first tokens have the maps of all that precedes them in the chunk already.
+        a, b = (
+            torch.cat([first_a, late_a * early_a], 2),
+            torch.cat([first_b, late_a * early_b + late_b], 2),
+        )
+        distance *= 2
+    return a, b
 
 
 def decays(g: Tensor) -> tuple[Tensor, Tensor]:
