@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from math import inf
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ring_core import ChunkLayout, LayoutSpec, RankMismatchError, UnsupportedError
-from ring_torch import ContextParallel
+from ring_torch import ContextParallel, recurrent
 from ring_torch.local import LocalRanks
 
 T = 48
@@ -332,6 +333,32 @@ def _padded(rank: int, size: int, name: str) -> None:
 @pytest.mark.parametrize("name", [*KINDS, "selective_scan, groups, all options"])
 def test_padding_may_hold_anything(name: str, pool: LocalRanks) -> None:
     pool.run(_padded, len(pool), name)
+
+
+def _random(rank: int, size: int, seed: int) -> None:
+    """Any chunks, length, padding and documents, empty ones too."""
+    random = Random(seed)
+    for _ in range(12):
+        chunks = random.randint(1, 4)
+        order = random.sample(range(size * chunks), size * chunks)
+        layout = random.choice(
+            [
+                "contiguous",
+                "zigzag",
+                ChunkLayout(tuple(tuple(sorted(order[n::size])) for n in range(size))),
+            ]
+        )
+        tokens = random.randint(1, 90)
+        offsets = (0, *sorted(random.choices(range(tokens + 1), k=random.randint(0, 6))), tokens)
+        name = random.choice(VARIANTS)
+        compare(drawn(name, tokens, 1, states=offsets), layout, offsets, rank=rank)
+        compare(drawn(name, tokens, B), layout, random.choice([None, offsets]), rank=rank)
+
+
+@pytest.mark.nightly(unless=["3 ranks-0"])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_documents_in_any_layout(seed: int, pool: LocalRanks) -> None:
+    pool.run(_random, len(pool), seed)
 
 
 def _long(rank: int, _: int, name: str) -> None:
@@ -684,6 +711,18 @@ def _convolution(rank: int, size: int, width: int) -> None:
 @pytest.mark.parametrize("width", [1, 4, 17])  # 17 is wider than some ranks' parts
 def test_a_split_convolution_is_that_of_each_document(width: int, pool: LocalRanks) -> None:
     pool.run(_convolution, len(pool), width)
+
+
+def test_functions_are_methods() -> None:
+    names = {name for name in vars(recurrent) if name in vars(ContextParallel) and name[0] != "_"}
+    assert names == {*STEPS, "causal_conv1d"}
+    for name in names:
+        assert getattr(ContextParallel, name) is getattr(recurrent, name)
+    rows = drawn("linear_recurrence", 8, B).rows
+    close(recurrent.linear_recurrence(ContextParallel(), **rows), by_token(
+        Layer("linear_recurrence", rows), None)[0], "function")  # fmt: skip
+    with pytest.raises(ValueError, match="cp must be a ContextParallel"):
+        recurrent.linear_recurrence(None, **rows)  # type: ignore[call-overload]  # no context
 
 
 def _striped(_: int) -> None:

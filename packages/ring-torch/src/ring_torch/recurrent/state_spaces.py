@@ -112,7 +112,8 @@ def ssd(
     )  # fmt: skip
     low, high = _limit(dt_limit)
     dtype = state_dtype([y for y in (x, dt, A, B, C, D, z, dt_bias) if y is not None])
-    tokens = _tokens(sharding, x, seq_len)
+    seq_len = length_of(x, 1, seq_len, size_of(sharding.group))
+    tokens = _tokens(sharding, seq_len)
     values = _without_padding(x.to(dtype), tokens)
     step = _steps(_without_padding(dt.to(dtype), tokens), dt_bias, dt_softplus).clamp(low, high)
     if initial_states is not None:
@@ -181,7 +182,8 @@ def selective_scan(
         groups=("G", "D"), D=D, z=z, delta_bias=delta_bias,
     )  # fmt: skip
     dtype = state_dtype([y for y in (u, delta, A, B, C, D, z, delta_bias) if y is not None])
-    tokens = _tokens(sharding, u, seq_len)
+    seq_len = length_of(u, 1, seq_len, size_of(sharding.group))
+    tokens = _tokens(sharding, seq_len)
     values = _without_padding(u.to(dtype), tokens)
     step = _steps(
         _without_padding(delta.to(dtype), tokens), delta_bias, delta_softplus, "delta_softplus"
@@ -280,12 +282,11 @@ def _limit(limit: object) -> tuple[float, float]:
     return low, high
 
 
-def _tokens(sharding: Sharding, x: Tensor, seq_len: int | None) -> int | None:
+def _tokens(sharding: Sharding, seq_len: int | None) -> int | None:
     """Return how many of this rank's rows are tokens; ``None`` if there is no padding."""
-    length = length_of(x, 1, seq_len, size_of(sharding.group))
-    if length is None:
+    if seq_len is None:
         return None
-    return _tokens_of(sharding.group, to_json(sharding.layout), int(check_size("seq_len", length)))
+    return _tokens_of(sharding.group, to_json(sharding.layout), int(check_size("seq_len", seq_len)))
 
 
 @constant_in_graphs
