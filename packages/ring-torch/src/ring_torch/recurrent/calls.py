@@ -125,13 +125,14 @@ class RecurrentCall:
                     )
             out = self._read(chunks, inputs, parts.readout, parts.own, before)
             own_entries = [entries[n] for n in runs.of_rank(rank).tolist() if runs.follows[n]]
-            later = runs.behind(rank)
-            later = later[travels[later]]
-            transitions = gathered[runs.rank[later], slot[later], : _numel(parts.transition)]
+            later = [n for n in runs.behind(rank).tolist() if travels[n]]
+            size = _numel(parts.transition)
             no_states = parts.state.new_empty(0, *parts.state.shape[1:])
             return Results(
                 out, no_states if final is None else final,
-                torch.stack(own_entries) if own_entries else no_states, transitions,
+                torch.stack(own_entries) if own_entries else no_states,
+                torch.stack([gathered[runs.rank[n], slot[n], :size] for n in later])
+                if later else sent.new_empty(0, size),
             )  # fmt: skip
 
     def backward(
