@@ -114,6 +114,8 @@ def drawn(name: str, tokens: int, rows: int, *, states: Offsets | bool = False) 
     elif variant == "norms, scale":
         layer.options |= {"use_qk_l2norm": True, "scale": 0.7}
         layer.rows["k"] = layer.rows["k"] * 5
+        if "beta" in layer.rows:  # with keys of norm 1 it may reach 2
+            layer.rows["beta"] = layer.rows["beta"] * 2
     elif variant == "groups, all options":
         layer.rows |= {"B": randn(rows, tokens, H, K), "C": randn(rows, tokens, H, K)}
         layer.rows["z"] = randn(rows, tokens, HV)

@@ -78,15 +78,15 @@ def causal_conv1d(
     rows, _, documents = halo(
         sharding, x, width - 1, 0, dim=1, cu_seqlens=cu_seqlens, seq_len=seq_len
     )
-    y = _convolve(rows, documents, weight, bias).to(x.dtype)
-    y = methods.join(y, 1, sharding.layout, size)
+    y = _convolve(rows, documents, weight, bias)
     if activation is not None:
         y = functional.silu(y)
+    y = methods.join(y.to(x.dtype), 1, sharding.layout, size)
     return relayout(sharding, y, layout, dim=1, seq_len=seq_len) if is_striped else y
 
 
 def _convolve(rows: Tensor, documents: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the convolution of runs, inside of documents.
+    """Return the convolution of runs, inside of documents, in float32 or wider.
 
     Args:
         rows: Runs with ``W - 1`` rows before each, ``[B * R, W - 1 + L, D]``.
