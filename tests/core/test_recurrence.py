@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from ring_core import ChunkLayout, Layout
+from ring_core import ChunkLayout, Layout, LayoutSpec
 from ring_core.recurrence import DocumentRuns, runs_of_documents
 
 PRIME = 10_007  # maps of integers modulo a prime are exact
@@ -21,8 +21,8 @@ def sequences(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...] | None]:
     chunks = draw(st.integers(1, 4))
     order = draw(st.permutations(range(size * chunks)))
     shares = [tuple(sorted(order[n::size])) for n in range(size)]
-    name = draw(st.sampled_from(["contiguous", "zigzag", "striped", ChunkLayout(tuple(shares))]))
-    layout = Layout.padded(name, draw(st.integers(1, 60)), size)
+    names: list[LayoutSpec] = ["contiguous", "zigzag", "striped", ChunkLayout(tuple(shares))]
+    layout = Layout.padded(draw(st.sampled_from(names)), draw(st.integers(1, 60)), size)
     inner = draw(st.lists(st.integers(0, layout.seq_len), max_size=8))
     offsets = (0, *sorted(inner), layout.seq_len)
     return layout, draw(st.sampled_from([None, offsets]))
@@ -85,8 +85,8 @@ def test_folding_the_maps_of_runs_is_the_recurrence(
     slot, slots = runs.slots(runs.continues)
     # What is in no slot must not be read.
     gathered: list[list[tuple[int, int] | None]] = [[None] * slots for _ in range(layout.cp_size)]
-    for n, (rank, _, start, length, document) in enumerate(columns(runs)):
-        transition, left = 1, 0 if runs.follows[n] else initial[document]
+    for n, (rank, _, start, length, number) in enumerate(columns(runs)):
+        transition, left = 1, 0 if runs.follows[n] else initial[number]
         for token in range(start, start + length):
             transition, left = transition * a[token] % PRIME, (a[token] * left + b[token]) % PRIME
         if runs.continues[n]:

@@ -58,8 +58,8 @@ class Layer:
     """A layer with whole inputs: those that are sharded, and those that every rank holds."""
 
     name: str
-    rows: dict[str, Tensor]
-    shared: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Any]  # tensors
+    shared: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
     def leaves(self) -> Layer:
@@ -343,13 +343,9 @@ def _random(rank: int, size: int, seed: int) -> None:
     for _ in range(6):
         chunks = random.randint(1, 4)
         order = random.sample(range(size * chunks), size * chunks)
-        layout = random.choice(
-            [
-                "contiguous",
-                "zigzag",
-                ChunkLayout(tuple(tuple(sorted(order[n::size])) for n in range(size))),
-            ]
-        )
+        shares = tuple(tuple(sorted(order[n::size])) for n in range(size))
+        names: list[LayoutSpec] = ["contiguous", "zigzag", ChunkLayout(shares)]
+        layout = random.choice(names)
         tokens = random.randint(1, 90)
         offsets = (0, *sorted(random.choices(range(tokens + 1), k=random.randint(0, 6))), tokens)
         name = random.choice(VARIANTS)
@@ -557,7 +553,7 @@ DIFFERENCES = {
 def _disagreeing(rank: int, change: str) -> None:
     cp = ContextParallel()
     layer = drawn("simple_gla", T, 1)
-    rows = {key: cp.shard(x) for key, x in layer.rows.items()}
+    rows: dict[str, Any] = {key: cp.shard(x) for key, x in layer.rows.items()}
     options: dict[str, Any] = {"cu_seqlens": (0, 7, T)}
     if rank == 1:
         match change:
@@ -653,7 +649,8 @@ def test_states_are_float32(two: LocalRanks) -> None:
 def _whole(_: int) -> None:
     cp = ContextParallel()
     layer = drawn("gated_delta_rule", T, B)
-    out = cp.gated_delta_rule(**{key: cp.shard(x) for key, x in layer.rows.items()})
+    rows: dict[str, Any] = {key: cp.shard(x) for key, x in layer.rows.items()}
+    out = cp.gated_delta_rule(**rows)
     x, weight = layer.rows["v"].flatten(2), numbers(1)(HV * V, 3)
     with cp.whole():
         close(out, cp._split.shard(cp.gated_delta_rule(**layer.rows)), "delta rule")
@@ -679,15 +676,16 @@ def _convolution(rank: int, size: int, width: int) -> None:
     cut = T // max(size, 2)
     for layout in (*layouts(size), "striped"):
         cp = ContextParallel(layout=layout)
-        for tokens, offsets, activation in (
+        cases: list[tuple[int, Offsets, Any]] = [
             (T, None, None), (T, DOCUMENTS, "silu"), (T - 7, (0, 20, 21, T - 7), "swish"),
             (T, (0, cut - 1, cut, cut + 1, T), None),
-        ):  # fmt: skip
+        ]  # fmt: skip
+        for tokens, offsets, activation in cases:
             randn = numbers(width)
             x, weight = randn(B, tokens, 5), randn(5, width)
-            bias = randn(5) if activation else None
-            whole = [y.clone().requires_grad_() for y in (x, weight, bias) if y is not None]
-            expected = by_taps(*(whole if activation else (*whole, None)), offsets)
+            biases = [randn(5)] if activation else []
+            whole = [y.clone().requires_grad_() for y in (x, weight, *biases)]
+            expected = by_taps(whole[0], whole[1], whole[2] if biases else None, offsets)
             expected = functional.silu(expected) if activation else expected
             grad = randn(*expected.shape)
             likes = torch.autograd.grad(expected, whole, grad)
@@ -729,7 +727,7 @@ def test_functions_are_methods() -> None:
 
 def _striped(_: int) -> None:
     cp = ContextParallel(layout="striped")
-    rows = {key: cp.shard(x) for key, x in drawn("simple_gla", T, B).rows.items()}
+    rows: dict[str, Any] = {key: cp.shard(x) for key, x in drawn("simple_gla", T, B).rows.items()}
     with pytest.raises(UnsupportedError, match="relayout"):
         cp.simple_gla(**rows)
 
