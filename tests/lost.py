@@ -40,11 +40,12 @@ LOSSES = [
 ]  # fmt: skip
 
 
-#: Movements over which every rank sends to another one, forward and backward.
+#: Movements, and a recurrence, over which every rank sends to another one, forward and backward.
 MOVEMENTS: dict[str, Callable[[ContextParallel, Tensor], Tensor]] = {
     "shift": lambda cp, x: cp.shift(x, 1),
     "halo": lambda cp, x: cp.halo(x, 3, 1).rows,
     "relayout": lambda cp, x: cp.relayout(x, to="striped"),
+    "recurrence": lambda cp, x: cp.linear_recurrence(x.sigmoid(), x),
 }
 
 

@@ -21,7 +21,10 @@ MODULES = {
         "ring_core", "ring_core.tools.bench", "ring_core.checks", "ring_core.cost", "ring_core.tools.doctor",
         "ring_core.philox", "ring_core.reference", "ring_core.viz",
     ),
-    "torch": ("ring_torch", "ring_torch.compat", "ring_torch.hf", "ring_torch.local"),
+    "torch": (
+        "ring_torch", "ring_torch.compat", "ring_torch.hf", "ring_torch.local",
+        "ring_torch.recurrent",
+    ),
     "jax": (
         "ring_jax", "ring_jax.compat", "ring_jax.equinox", "ring_jax.flax", "ring_jax.maxtext",
         "ring_jax.nn",

@@ -174,7 +174,8 @@ RIGHT: Values = {
     "return_lse": True, "dim": 1, "pad": False, "fill": 0, "n": 2, "left": 1, "right": 1, "every": 2,
     "label_smoothing": 0.125, "ignore_index": -1, "count": 3.0, "tokens_at_once": 3,
     "balanced": False, "block_q": 64, "fused_backward": True, "width": 32,
-    "backward": True, "hop_us": 2.0,
+    "backward": True, "hop_us": 2.0, "scale": 0.5, "output_final_state": False,
+    "use_qk_l2norm": False, "dt_softplus": False, "delta_softplus": False,
 }  # fmt: skip
 
 

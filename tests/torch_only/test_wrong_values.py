@@ -202,7 +202,92 @@ def replaced(module: Any, cp: Any, **options: Any) -> None:
     ring_torch.replace_sdpa(module, cp, **options).remove()
 
 
+def like(*shape: int) -> Values:
+    """Return wrong values of a tensor of this shape, beside others of right shapes."""
+    return {
+        "none": None, **bad_tensors(*shape), "nested": nested(*shape) if len(shape) > 1 else "x",
+        "size": zeros(*shape[:-1], shape[-1] + 5), "one axis more": zeros(*shape, 1),
+    }  # fmt: skip
+
+
+KEYS, HEADS, VALUES = (1, 8, 2, 4), (1, 8, 4), (1, 8, 4, 3)
+recurrent: dict[str, Tensor] = {
+    "q": zeros(KEYS), "k": zeros(KEYS), "v": zeros(VALUES), "g": zeros(HEADS), "beta": zeros(HEADS),
+}  # fmt: skip
+ssd: dict[str, Tensor] = {
+    "x": zeros(VALUES), "dt": zeros(HEADS), "A": zeros(4), "B": zeros(KEYS), "C": zeros(KEYS),
+}  # fmt: skip
+#: Options of all recurrent layers.
+LAYER: dict[str, Values] = {
+    "output_final_state": FLAG, "cu_seqlens": OPTIONS["cu_seqlens"],
+    "seq_len": OPTIONS["seq_len"],
+}  # fmt: skip
+
+
+def optional(values: Values) -> Values:
+    return {name: x for name, x in values.items() if x is not None}
+
+
+LINEAR: dict[str, Values] = {
+    **LAYER, "q": {n: x for n, x in like(*KEYS).items() if n != "size"}, "k": like(*KEYS),
+    "v": {n: x for n, x in like(*VALUES).items() if n != "size"}, "scale": REAL,
+    "initial_state": optional(like(1, 4, 4, 3)), "use_qk_l2norm": FLAG, "kernel": OPTIONS["kernel"],
+}  # fmt: skip
+
 SUBJECTS: dict[str, Subject] = {
+    "ring_torch.ContextParallel.gated_delta_rule": Subject(
+        cp.gated_delta_rule, recurrent, {**LINEAR, "g": like(*HEADS), "beta": like(*HEADS)}
+    ),
+    "ring_torch.ContextParallel.kda": Subject(
+        cp.kda, {**recurrent, "g": zeros(*HEADS, 4)},
+        {**LINEAR, "g": like(*HEADS, 4), "beta": like(*HEADS)},
+    ),
+    "ring_torch.ContextParallel.simple_gla": Subject(
+        cp.simple_gla, {name: recurrent[name] for name in "qkvg"},
+        {**LINEAR, "g": optional(like(*HEADS)), "g_gamma": optional(like(4))},
+    ),
+    "ring_torch.ContextParallel.ssd": Subject(
+        cp.ssd, ssd,
+        {
+            **LAYER, "x": {n: x for n, x in like(*VALUES).items() if n != "size"},
+            "dt": like(*HEADS), "A": like(4), "B": {n: x for n, x in like(*KEYS).items() if n != "size"},
+            "C": like(*KEYS), "D": {n: x for n, x in optional(like(4)).items() if n != "one axis more"},
+            "z": optional(like(*VALUES)), "dt_bias": optional(like(4)), "dt_softplus": FLAG,
+            "dt_limit": {
+                "number": 1.0, "none": None, "falling": (1.0, 0.5), "words": ("0", "1"), "nan": (0.0, float("nan")),
+                "flags": (False, True), "three": (0.0, 1.0, 2.0),
+            },
+            "initial_states": optional(like(1, 4, 3, 4)), "kernel": OPTIONS["kernel"],
+        },
+    ),
+    "ring_torch.ContextParallel.selective_scan": Subject(
+        cp.selective_scan,
+        {"u": zeros(HEADS), "delta": zeros(HEADS), "A": zeros(4, 3), "B": zeros(1, 8, 3), "C": zeros(1, 8, 3)},
+        {
+            "u": {n: x for n, x in like(*HEADS).items() if n != "size"}, "delta": like(*HEADS),
+            "A": {n: x for n, x in like(4, 3).items() if n != "size"},
+            "B": {n: x for n, x in like(1, 8, 3).items() if n != "one axis more"},
+            "C": like(1, 8, 3), "D": optional(like(4)), "z": optional(like(*HEADS)),
+            "delta_bias": optional(like(4)), "delta_softplus": FLAG, "kernel": OPTIONS["kernel"],
+            "cu_seqlens": OPTIONS["cu_seqlens"], "seq_len": OPTIONS["seq_len"],
+        },
+    ),
+    "ring_torch.ContextParallel.linear_recurrence": Subject(
+        cp.linear_recurrence, {"a": zeros(VALUES), "b": zeros(VALUES)},
+        {
+            **LAYER, "a": {n: x for n, x in like(*VALUES).items() if n not in {"size", "one axis more"}},
+            "b": like(*VALUES), "initial_state": optional(like(1, 4, 3)),
+        },
+    ),
+    "ring_torch.ContextParallel.causal_conv1d": Subject(
+        cp.causal_conv1d, {"x": zeros(HEADS), "weight": zeros(4, 3)},
+        {
+            "x": {n: x for n, x in like(*HEADS).items() if n != "size"},
+            "weight": {n: x for n, x in like(4, 3).items() if n != "size"}, "bias": optional(like(4)),
+            "activation": {n: x for n, x in OPTIONS["kernel"].items() if n != "none"},
+            "cu_seqlens": OPTIONS["cu_seqlens"], "seq_len": OPTIONS["seq_len"],
+        },
+    ),
     "ring_torch.ring_attention": Subject(
         ring_attention, inputs, {**CALL, "group": GROUP, "layout": OPTIONS["layout"]}
     ),

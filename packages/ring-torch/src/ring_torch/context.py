@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ring_core import Layout, LayoutSpec
 from ring_core.base.arguments import numbers_as_python, refuse_foreign_options, with_options_of
+from ring_torch import recurrent
 from ring_torch.attention import explained_call, ring_attention
 from ring_torch.capture import is_traced
 from ring_torch.comm.ranks import Group
@@ -455,6 +456,15 @@ class ContextParallel:
         """
         record = CallOptions(return_lse=return_lse, **options)
         return explained_call(self._sharding.ranks, self.layout, q, k, v, record)
+
+    # Recurrent layers: functions whose first argument is a ContextParallel, as they stand.
+    causal_conv1d = recurrent.causal_conv1d
+    gated_delta_rule = recurrent.gated_delta_rule
+    kda = recurrent.kda
+    linear_recurrence = recurrent.linear_recurrence
+    selective_scan = recurrent.selective_scan
+    simple_gla = recurrent.simple_gla
+    ssd = recurrent.ssd
 
     def whole(self) -> AbstractContextManager[None]:
         """Return a context in which this rank acts alone, on whole sequences: nothing is sent.

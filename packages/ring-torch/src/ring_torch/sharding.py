@@ -57,6 +57,8 @@ class Sharding:
         self.layout = check_layout(layout)
         self._bound: Ranks | None = None
         self.thread = _Thread()
+        #: The same ranks with consecutive tokens; made here, as a graph that is traced cannot.
+        self.contiguous = self if layout != "striped" else Sharding(group, "contiguous")
         self._number = str(next(_NUMBERS))  # a text: the compiler takes other numbers for symbols
         if is_foreign(group):
             divisor_of(self.layout, len(self.members.ranks))

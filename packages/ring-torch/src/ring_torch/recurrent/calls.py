@@ -1,0 +1,401 @@
+"""One call of a recurrent layer over the ranks of a group, forward and backward.
+
+Forward, a rank makes the affine map of each of its runs (:mod:`ring_core.recurrence`). One
+all-gather carries the maps of runs whose document goes on elsewhere, and each rank folds those that
+precede its own runs: ``S -> A S + B``, in the order of the sequence. Then every run has its entry
+state, and is computed as if it were alone.
+
+The backward is the mirror. A rank makes the gradient ``W`` of each run's entry state from the run's
+own outputs. One all-gather carries them, and each rank folds those behind its own runs, in the
+reverse order: the gradient ``G`` behind a run becomes ``A^T G + W`` before it. Then every run has
+the gradient of what it leaves, and the rest is local. Entry states and transitions are kept from
+the forward, so nothing is gathered twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_core import LayoutSpec, UnsupportedError
+from ring_core.base.arguments import Ints
+from ring_core.checks import padded_layout
+from ring_core.recurrence import Bools, DocumentRuns
+from ring_torch.comm.ranks import Ranks, run_collective
+from ring_torch.comm.store import CallSignature
+from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
+from ring_torch.recurrent import maps
+from ring_torch.recurrent.chunks import Chunks, chunks_of
+from ring_torch.recurrent.kernels import Kernel, Parts
+from ring_torch.sharding import agree_on_call, guarded
+
+
+class Results(NamedTuple):
+    """Results of a forward, and what its backward needs beside the inputs.
+
+    Attributes:
+        out: Outputs of this rank's tokens, ``[B, T_local, ...]``; zeros in padding.
+        final: State behind each document, ``[documents, B, *S]``; no documents if not asked for.
+        entries: Entry states of this rank's runs that follow another, ``[runs, B, *S]``.
+        transitions: Transitions of the runs behind this rank's, last first, flat.
+    """
+
+    out: Tensor
+    final: Tensor
+    entries: Tensor
+    transitions: Tensor
+
+
+@dataclass(frozen=True)
+class RecurrentCall:
+    """Everything static about one call of a recurrent layer.
+
+    Attributes:
+        ranks: Ranks of the group.
+        layout: Layout, which says which rank holds which tokens.
+        kernel: Kernel with its options.
+        cu_seqlens: Offsets of documents; ``None`` if each row is one.
+        seq_len: Number of tokens of the whole sequence; ``None`` if there is no padding.
+        dtype: Dtype of states, in which all is computed.
+        has_initial: True if initial states are given.
+        wants_final: True if final states are wanted.
+        needs_grad: True if there will be a backward.
+        number: Number of the call on its group, from :meth:`Ranks.next_call`.
+    """
+
+    ranks: Ranks
+    layout: LayoutSpec
+    kernel: Kernel
+    cu_seqlens: tuple[int, ...] | None
+    seq_len: int | None
+    dtype: torch.dtype
+    has_initial: bool
+    wants_final: bool
+    needs_grad: bool
+    number: int
+
+    def forward(self, initial: Tensor | None, inputs: Sequence[Tensor]) -> Results:
+        """Return the outputs of this rank's tokens, and the final states.
+
+        Args:
+            initial: State before each document, ``[documents, B, *S]``, in the dtype of states.
+            inputs: The kernel's inputs, ``[B, T_local, ...]``.
+
+        Raises:
+            ValueError: ``T_local`` is no rank's part in this layout, or documents end elsewhere.
+            RankMismatchError: Shapes, dtypes or arguments differ between ranks.
+        """
+        with self._agreed("", inputs) as chunks:
+            runs, rank, is_matrix = chunks.runs, self.ranks.rank, self.kernel.is_matrix
+            parts = self.kernel.parts(*self._split(chunks, inputs))
+            chunk_maps = parts.transition, parts.state
+            slot, slots, travels = self._slots(runs)
+            sent = parts.state.new_zeros(slots, _numel(parts.transition) + _numel(parts.state))
+            before = torch.empty_like(parts.state)
+            # Each run's map. A run that begins its document has its entry state, so that its map is
+            # a constant, what it leaves; that of others begins with zeros.
+            for span in chunks.spans:
+                n = span.run
+                if not runs.follows[n]:
+                    start = None if initial is None else initial[span.document]
+                    state = maps.states_before(
+                        chunk_maps, span.chunks, start, before, is_matrix=is_matrix
+                    )
+                    if travels[n]:
+                        sent[slot[n], -_numel(parts.state) :] = state.flatten()
+                elif travels[n]:
+                    run_map = maps.run_map(chunk_maps, span.chunks, is_matrix=is_matrix)
+                    sent[slot[n]] = torch.cat([x.flatten() for x in run_map])
+            gathered = self._gather(sent)
+            entries, final = self._fold(runs, gathered, slot, parts, initial)
+            # Now every run has its entry state, and is computed as if it were alone.
+            for span in chunks.spans:
+                if runs.follows[span.run]:
+                    maps.states_before(
+                        chunk_maps, span.chunks, entries[span.run], before, is_matrix=is_matrix
+                    )
+            out = self._read(chunks, inputs, parts.readout, parts.own, before)
+            own_entries = [entries[n] for n in runs.of_rank(rank).tolist() if runs.follows[n]]
+            later = [n for n in runs.behind(rank).tolist() if travels[n]]
+            size = _numel(parts.transition)
+            no_states = parts.state.new_empty(0, *parts.state.shape[1:])
+            return Results(
+                out, no_states if final is None else final,
+                torch.stack(own_entries) if own_entries else no_states,
+                torch.stack([gathered[runs.rank[n], slot[n], :size] for n in later])
+                if later else sent.new_empty(0, size),
+            )  # fmt: skip
+
+    def backward(
+        self, initial: Tensor | None, inputs: Sequence[Tensor], entries: Tensor,
+        transitions: Tensor, out_grad: Tensor, final_grad: Tensor,
+    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
+        """Return the gradients of the initial states and of the inputs.
+
+        Those of the initial states, and of inputs that all tokens share, are this rank's part.
+
+        Args:
+            initial: As of :meth:`forward`, as ``inputs``.
+            inputs: The kernel's inputs.
+            entries: Of the forward's results, as ``transitions``.
+            transitions: Transitions of the runs behind this rank's.
+            out_grad: Gradient of the outputs.
+            final_grad: This rank's gradient of the final states; of no documents if there are none.
+
+        Raises:
+            RankMismatchError: Ranks run other backwards.
+        """
+        with self._agreed(" backward", inputs) as chunks:
+            runs, is_matrix = chunks.runs, self.kernel.is_matrix
+            # What was not kept is computed again; nothing is gathered for it.
+            results, pull = torch.func.vjp(
+                lambda *inputs: tuple(self.kernel.parts(*self._split(chunks, inputs))), *inputs
+            )[:2]
+            parts = Parts(*results)
+            before = torch.empty_like(parts.state)
+            kept = iter(entries)
+            for span in chunks.spans:
+                start = None if initial is None else initial[span.document]
+                if runs.follows[span.run]:
+                    start = next(kept)
+                maps.states_before(
+                    (parts.transition, parts.state), span.chunks, start, before, is_matrix=is_matrix
+                )
+            _, pull_read = torch.func.vjp(
+                lambda *parts: self._read(chunks, inputs, *parts), parts.readout, parts.own, before
+            )[:2]
+            readout_grad, own_grad, grads = pull_read(out_grad)
+            # The gradient of each entry state from the run's own outputs, for the runs before it.
+            slot, slots = runs.slots(runs.follows)
+            sent = grads.new_zeros(slots + len(final_grad), *grads.shape[1:])
+            for span in chunks.spans:
+                if runs.follows[span.run]:
+                    sent[slot[span.run]] = maps.grads_behind(
+                        parts.transition, grads, span.chunks, None, None, is_matrix=is_matrix
+                    )
+            sent[slots:] = final_grad
+            gathered = self._gather(sent)
+            # The loss is the sum of the ranks' losses: a final state has every rank's gradient.
+            final_grads = gathered[:, slots:].sum(0) if self.wants_final else None
+            exits = self._fold_back(runs, gathered, slot, parts, transitions, final_grads)
+            behind = torch.empty_like(before)
+            initial_grad = None if initial is None else torch.zeros_like(initial)
+            if initial_grad is not None and self.wants_final:
+                # Through a document without tokens its state passes as it is: each rank's part.
+                is_empty = np.bincount(runs.document, minlength=runs.documents) == 0
+                for document in np.flatnonzero(is_empty).tolist():
+                    initial_grad[document] = final_grad[document]
+            for span in chunks.spans:
+                entry_grad = maps.grads_behind(
+                    parts.transition, grads, span.chunks, exits.get(span.run), behind,
+                    is_matrix=is_matrix,
+                )  # fmt: skip
+                if initial_grad is not None and not runs.follows[span.run]:
+                    initial_grad[span.document] = entry_grad
+            transition_grad = maps.transition_grad(
+                behind, before, parts.transition, is_matrix=is_matrix
+            )
+            input_grads: tuple[Tensor, ...] = pull(
+                (transition_grad, behind, readout_grad, own_grad)
+            )
+            return initial_grad, input_grads
+
+    def _fold(
+        self, runs: DocumentRuns, gathered: Tensor, slot: Ints, parts: Parts, initial: Tensor | None
+    ) -> tuple[dict[int, Tensor], Tensor | None]:
+        """Fold the maps that precede this rank's runs; return entry states, and final states."""
+        rank, size = self.ranks.rank, _numel(parts.transition)
+        entries: dict[int, Tensor] = {}
+        final: Tensor | None = None
+        numbers = runs.before(rank)
+        if self.wants_final:
+            numbers = np.arange(len(runs.rank))
+            shape = (runs.documents, *parts.state.shape[1:])
+            final = parts.state.new_zeros(shape) if initial is None else initial.clone()
+        state = parts.state.new_empty(0)
+        for n in numbers.tolist():
+            row = gathered[runs.rank[n], slot[n]]
+            left = row[size:].view(parts.state.shape[1:])
+            if runs.follows[n]:
+                transition = row[:size].view(parts.transition.shape[1:])
+                # In the order of the sequence, so `state` is that behind the run before this one.
+                state = maps.apply(transition, state, is_matrix=self.kernel.is_matrix) + left
+            else:
+                state = left
+            if runs.continues[n]:
+                if runs.rank[n + 1] == rank:
+                    entries[n + 1] = state
+            elif final is not None:
+                final[runs.document[n]] = state
+        return entries, final
+
+    def _fold_back(
+        self, runs: DocumentRuns, gathered: Tensor, slot: Ints, parts: Parts, transitions: Tensor,
+        final_grads: Tensor | None,
+    ) -> dict[int, Tensor]:  # fmt: skip
+        """Fold the gradients behind this rank's runs; return that of each run's exit state."""
+        rank, travels = self.ranks.rank, self._slots(runs)[2]
+        exits: dict[int, Tensor] = {}
+        if final_grads is not None:
+            last = np.flatnonzero(~runs.continues)
+            exits = {n: final_grads[runs.document[n]] for n in last.tolist()}
+        kept = iter(transitions)
+        for n in runs.behind(rank).tolist():
+            grad = gathered[runs.rank[n], slot[n]]
+            if travels[n]:
+                transition = next(kept).view(parts.transition.shape[1:])
+                grad = grad + maps.apply_adjoint(
+                    transition, exits[n], is_matrix=self.kernel.is_matrix
+                )
+            exits[n - 1] = grad
+        return exits
+
+    def _slots(self, runs: DocumentRuns) -> tuple[Ints, int, Bools]:
+        """Return the slots of a forward's gather, how many a rank has, and which runs travel."""
+        # Final states are wanted on all ranks, so that all runs have to travel.
+        travels = runs.continues | self.wants_final
+        return *runs.slots(travels), travels
+
+    def _split(self, chunks: Chunks, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the inputs in chunks, those that tokens share whole, in the dtype of states."""
+        return [
+            (x if fill is None else chunks.split(x, fill)).to(self.dtype)
+            for x, fill in zip(inputs, self.kernel.fills, strict=True)
+        ]
+
+    def _read(
+        self, chunks: Chunks, inputs: Sequence[Tensor], readout: Tensor, own: Tensor, before: Tensor
+    ) -> Tensor:
+        """Return the outputs of this rank's rows, in the dtype of values."""
+        out = self.kernel.read(readout, own, before)
+        return chunks.join(out, inputs[0].shape[1]).to(inputs[self.kernel.values].dtype)
+
+    def _gather(self, sent: Tensor) -> Tensor:
+        """Return what all ranks send, ``[ranks, ...]``; nothing moves if that is nothing."""
+        ranks = self.ranks
+        if ranks.size == 1 or sent.numel() == 0:
+            return sent.expand(ranks.size, *sent.shape)
+        gathered = sent.new_empty(ranks.size, *sent.shape)
+        run_collective(
+            ranks,
+            lambda: dist.all_gather_into_tensor(
+                gathered.view(-1), sent.view(-1), group=ranks.group, async_op=True
+            ),
+        )
+        return gathered
+
+    @contextmanager
+    def _agreed(self, order: str, inputs: Sequence[Tensor]) -> Iterator[Chunks]:
+        """Run a block, in IEEE arithmetic, after all ranks have found their calls to be equal."""
+        x, ranks = inputs[0], self.ranks
+        shapes = tuple((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in inputs)
+        signature = _signature(
+            self.kernel, order, shapes, self.layout, self.cu_seqlens, self.seq_len, self.dtype,
+            (self.has_initial, self.wants_final, self.needs_grad),
+        )  # fmt: skip
+        agree_on_call(ranks, self.number, signature, x.device)
+        # Refuse what no rank can do. All ranks refuse alike, as their arguments are equal.
+        layout = padded_layout(self.seq_len, x.shape[1], self.layout, ranks.size)
+        chunks = chunks_of(layout, self.cu_seqlens, ranks.rank, self.kernel.most_tokens, x.device)
+        with guarded(ranks, self.number, signature, x.device), ieee(x.device.type):
+            yield chunks
+
+
+def state_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Return the dtype of states: float32, or float64 if any of the tensors is."""
+    return reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
+
+
+@contextmanager
+def ieee(device_type: str) -> Iterator[None]:
+    """Multiply matrices in IEEE float32 in a block, whatever autocast and torch's settings say.
+
+    A state is a sum over all that precedes it, and would lose digits with each chunk.
+    """
+    backend = torch.backends.mkldnn if device_type == "cpu" else torch.backends.cuda
+    precision = backend.matmul.fp32_precision
+    backend.matmul.fp32_precision = "ieee"
+    try:
+        with torch.autocast(device_type, enabled=False):
+            yield
+    finally:
+        backend.matmul.fp32_precision = precision
+
+
+def _numel(parts: Tensor) -> int:
+    """Return the number of numbers of each part."""
+    return prod(parts.shape[1:])
+
+
+@lru_cache(maxsize=256)
+def _signature(
+    kernel: Kernel, order: str, shapes: tuple[tuple[tuple[int, ...], str], ...], layout: LayoutSpec,
+    cu_seqlens: tuple[int, ...] | None, seq_len: int | None, dtype: torch.dtype,
+    flags: tuple[bool, bool, bool],
+) -> CallSignature:  # fmt: skip
+    """Return the facts of a pass that must be equal on all ranks."""
+    has_initial, wants_final, needs_grad = flags
+    facts = {
+        name: [list(shape), dtype]
+        for name, (shape, dtype) in zip(kernel.inputs, shapes, strict=True)
+    }
+    return CallSignature.of(
+        {
+            **facts, "kernel": str(kernel), "layout": str(layout), "cu_seqlens": cu_seqlens,
+            "seq_len": seq_len, "states": str(dtype), "initial_state": has_initial, "output_final_state": wants_final,
+            "needs_grad": needs_grad,
+        }, kernel.name + order,
+    )  # fmt: skip
+
+
+def second_derivative_of(name: str) -> UnsupportedError:
+    """Return the error of a backward under ``create_graph=True``."""
+    return UnsupportedError(
+        f"{name} has no second derivative, and this backward runs under create_graph=True (as in "
+        f"gradient penalties). Instead: pass create_graph=False, or compute what is differentiated "
+        f"twice on whole sequences, token by token"
+    )
+
+
+class _RecurrentFunction(torch.autograd.Function):
+    """Autograd function of a recurrent layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: RecurrentCall, initial: Tensor | None, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        results = call.forward(initial, inputs)
+        ctx.call = call
+        if call.needs_grad:
+            ctx.save_for_backward(initial, results.entries, results.transitions, *inputs)
+        return results.out, results.final
+
+    @staticmethod
+    def backward(ctx: Any, out_grad: Tensor, final_grad: Tensor) -> tuple[Any, ...]:
+        check_no_batch(out_grad, final_grad)
+        if torch.is_grad_enabled():  # which autograd does under create_graph=True alone
+            raise second_derivative_of(ctx.call.kernel.name)
+        initial, entries, transitions, *inputs = ctx.saved_tensors
+        initial_grad, grads = ctx.call.backward(
+            initial, inputs, entries, transitions, out_grad, final_grad
+        )
+        needed = ctx.needs_input_grad[2:]
+        return (
+            None, initial_grad,
+            *(grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True)),
+        )  # fmt: skip
+
+
+# Compiled graphs use `ring_torch.recurrent.in_graph`. After a graph break this runs, untraced.
+run: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(
+    _RecurrentFunction.apply, reason=NEEDS_COMPILED_FORWARD
+)
