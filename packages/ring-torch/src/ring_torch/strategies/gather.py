@@ -298,7 +298,7 @@ class Gather(Strategy):
         # No launch is left that could hide the last group's transfer: wait for it.
         self._finish(call, inputs, layout, grad_sums, own_sums, in_flight, key_grads, groups - 1)
         dk, dv = key_grads
-        # Statistics are of the rows of the launches that return them: of all, if there are no others.
+        # Statistics are of a launch's rows: of all, if there is no other launch.
         is_whole = groups == len(self.last_parts) == 1 and not self.own_work
         return Grads(row_sums.whole(), dk, dv, row_sums.dbias, row_stats if is_whole else None)
 
