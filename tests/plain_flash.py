@@ -1,15 +1,23 @@
-"""Fused attention library in plain torch that rounds, reads and allocates like those on GPUs."""
+"""Fused attention libraries in plain torch that round, read and allocate like those on GPUs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ring_core import Capabilities
 from ring_torch.kernels.flash import FlashKernel
-from ring_torch.kernels.library import FlashLibrary, LaunchOptions as FlashOptions, rounded_to_8
+from ring_torch.kernels.library import (
+    BackwardLaunch,
+    FlashLibrary,
+    ForwardLaunch,
+    LaunchOptions as FlashOptions,
+    rounded_to_8,
+)
 from ring_torch.records import AttentionState
 
 
@@ -97,13 +105,119 @@ def _scores(q: Tensor, k: Tensor, options: FlashOptions) -> Tensor:
     return scores.masked_fill(hidden, -torch.inf)
 
 
-#: Kernel of ring_torch on this library.
-FLASH = FlashKernel(
-    PlainFlash(),
-    Capabilities(
-        "flash", dtypes=("float64", "float32", "bfloat16", "float16"), bands="any",
-        mixed_head_dims=True,
-    ),
-    head_dims=rounded_to_8,
-    unavailable=lambda: None,
-)  # fmt: skip
+@dataclass(frozen=True)
+class Returning(PlainFlash):
+    """A library that returns views of its own tensors, as cuDNN's operators do."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, destination: AttentionState | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return ``(out, lse)``; heads lie before tokens."""
+        out, lse = super().forward(q, k, v, options, destination)
+        return out.transpose(1, 2).clone().transpose(1, 2), lse.unsqueeze(3).squeeze(3)
+
+
+@dataclass(frozen=True)
+class Writing(PlainFlash):
+    """A library that writes where it is told, and whose launches can be repeated.
+
+    As compiled code does, a repeated launch goes by the strides and alignments for which it was
+    bound: it reads other numbers, or faults, where a tensor has others.
+
+    Attributes:
+        events: What was called: ``"forward"``, ``"bind forward"``, ``"repeat forward"``, and of
+            backwards likewise.
+    """
+
+    events: list[str] = field(default_factory=list, compare=False)
+
+    @property
+    def writes(self) -> bool:
+        """True."""
+        return True
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, destination: AttentionState | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return ``(out, lse)``, in ``destination`` if that is given."""
+        self.events.append("forward")
+        result = super().forward(q, k, v, options, None)
+        return result if destination is None else _put(result, destination)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: FlashOptions, destination: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return ``(dq, dk, dv)``, the first in ``destination`` if that is given."""
+        self.events.append("backward")
+        dq, dk, dv = super().backward(dout, q, k, v, out, lse, options, None)
+        return dq if destination is None else destination.copy_(dq), dk, dv
+
+    def repeated_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, destination: AttentionState, options: FlashOptions
+    ) -> ForwardLaunch:
+        """Return a forward for tensors with these strides and alignments."""
+        self.events.append("bind forward")
+        compiled = _compiled(q, k, v, *destination)
+
+        def launch(
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
+        ) -> None:
+            assert sinks is None
+            self.events.append("repeat forward")
+            q, k, v, *into = compiled(q, k, v, out, lse)
+            _put(PlainFlash.forward(self, q, k, v, options, None), AttentionState(*into))
+
+        return launch
+
+    def repeated_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: FlashOptions, destination: Tensor,
+    ) -> BackwardLaunch:  # fmt: skip
+        """Return a backward for tensors with these strides and alignments."""
+        self.events.append("bind backward")
+        compiled = _compiled(dout, q, k, v, out, lse, destination)
+
+        def launch(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            self.events.append("repeat backward")
+            dout, q, k, v, out, lse, into = compiled(*tensors)
+            dq, dk, dv = PlainFlash.backward(self, dout, q, k, v, out, lse, options, None)
+            into.copy_(dq)
+            return tensors[-1], dk, dv
+
+        return launch
+
+
+def _compiled(*tensors: Tensor) -> Callable[..., list[Tensor]]:
+    """Return how code compiled for these tensors sees others."""
+    kinds = [(x.stride(), x.data_ptr() % 16) for x in tensors]
+
+    def seen(*others: Tensor) -> list[Tensor]:
+        for x, (_, alignment) in zip(others, kinds, strict=True):
+            assert x.data_ptr() % 16 == alignment, "misaligned address"
+        pairs = zip(others, kinds, strict=True)
+        return [x.detach().as_strided(x.shape, stride) for x, (stride, _) in pairs]
+
+    return seen
+
+
+def _put(result: tuple[Tensor, Tensor], destination: AttentionState) -> AttentionState:
+    for x, into in zip(result, destination, strict=True):
+        into.copy_(x)
+    return destination
+
+
+def flash_of(library: PlainFlash, bands: Literal["any", "causal"]) -> FlashKernel:
+    """Return a kernel of ring_torch on one of these libraries."""
+    return FlashKernel(
+        library,
+        Capabilities(
+            "flash", dtypes=("float64", "float32", "bfloat16", "float16"), bands=bands,
+            mixed_head_dims=True,
+        ),
+        head_dims=rounded_to_8,
+        unavailable=lambda: None,
+    )  # fmt: skip
+
+
+FLASH = flash_of(PlainFlash(), "any")

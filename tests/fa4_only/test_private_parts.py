@@ -311,14 +311,14 @@ def test_a_split_backward_launches_what_the_library_launches(
     dim: int, heads: tuple[int, int], window: Window, library: Recorder
 ) -> None:
     call = Launch((dim, dim), heads, window).call(512)
-    q, k, v, dout, out, lse, dq = (x[:1] for x in (*call.tensors, *call.state, call.dq))
+    q, k, v, dout, out, lse, dq = *call.tensors, *call.state, call.dq
     _, dk, dv = private.library_backward(dout, q, k, v, out, lse, call.backward, private.PLAIN, dq)
     main, *rounds = library.taken()[1:]
     given = q, k, v, dout, out, lse, dq, dk, dv
     # The last are the library's own sums of dK and dV, in float32.
     wanted = described([main, *rounds], [*given, *main[1][7:9]])
     item = WorkItem(0, 0, 0, 0, 512, 0, 512, *band(window))
-    keys = KVPayload.of(1, 512, heads[1], dim, dim, HALF, False)
+    keys = KVPayload.of(2, 512, heads[1], dim, dim, HALF, False)
     layout, spans = KeyGradBuffer(keys, head_major=True), OwnSpans(1, 512, 0, 0, 0, 0, 512)
     params, split_backward = KernelParams(Mask(), SCALE), not_none(fa4.FA4.split_backward)
     backward = split_backward.backward([item], params)
@@ -329,14 +329,14 @@ def test_a_split_backward_launches_what_the_library_launches(
     )
     for _ in range(2):  # the first call asks the library for its functions
         library.taken()
-        flat = torch.zeros(2 * heads[1] * 512 * dim)
+        flat = torch.zeros(2 * 2 * heads[1] * 512 * dim)
         held, sums = [KeyBlock(k, v, None, None)], Columns(layout, flat, 512, {})
         row_stats = backward.run(rows, held, upstream, Rows(lambda: dq, "write"), sums)
         assert row_stats is not None and not held
         rounding(flat, dk, dv)
     prepare, main, *rounds = library.taken()
     assert prepare[0].name == PREPROCESS
-    dk_sums, dv_sums = flat.view(2, 1, heads[1], 512, dim).unbind()
+    dk_sums, dv_sums = flat.view(2, 2, heads[1], 512, dim).unbind()
     assert described([main, *rounds], [*given, dk_sums, dv_sums]) == wanted
 
 

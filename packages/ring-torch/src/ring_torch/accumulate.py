@@ -198,7 +198,8 @@ def joins_of(
     if mode == "merge" or resumes or not launches:
         is_final, out_dtype, begins = False, acc, True
         takes = (int(mode != "merge"),) * count
-    elif not is_final and (count > 1 or wide):
+    elif not is_final and (count > 1 or wide or True in marks):
+        # One result is merged, too, if infinities are left in it: then ``out`` becomes NaN as well.
         # ``out`` in the accumulators' dtype cannot hold a result of 16 bits until it is merged.
         out_dtype = acc if wide else dtype
         first = min(at_once if out_dtype == dtype else 1, count)

@@ -1,0 +1,341 @@
+"""A call like an earlier one runs launches that were bound before, and gives the bits of the first.
+
+Calls are alike in all but their tensors' numbers and memory; strides, alignments, threads and
+captured graphs are not. Each kind of launch is tried in each strategy that can run it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from plain_flash import Returning, Writing, flash_of
+from tiled import KEYS, TiledKernel
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from views import VIEWS
+
+from ring_core import Layout
+from ring_core.programs import gather_work
+from ring_torch import call, prepare, ring_attention
+from ring_torch.kernels import fa4, flash
+from ring_torch.kernels.api import Kernel, Selection
+from ring_torch.kernels.eager import EagerKernel
+from ring_torch.kernels.sdpa import CpuFlashKernel
+from ring_torch.launches import cache
+
+TOKENS, HEADS, DIM = 48, (4, 2, 2), 8
+View = Callable[[Tensor], Tensor]
+Results = list[Tensor]
+
+
+def spread(x: Tensor) -> Tensor:
+    """Return a view whose heads lie farther apart: aligned, with other strides."""
+    return pad(x, (0, 8))[..., : x.shape[-1]]
+
+
+#: Views of q, k, v and dout that are calls of one kind each.
+KINDS: dict[str, View] = {
+    "plain": torch.clone, "heads first": VIEWS["heads_first"], "spread": spread,
+    "offset": VIEWS["offset"],
+}  # fmt: skip
+#: Kinds whose tensors are copied before each launch: these are not bound.
+COPIED = "offset"
+KERNELS: dict[str, Callable[[], Kernel]] = {
+    "writes": lambda: flash_of(Writing(), "any"),
+    "returns": lambda: flash_of(Returning(), "any"),
+    "eager": EagerKernel,
+    "split": lambda: TiledKernel([]),
+    "writes, causal": lambda: flash_of(Writing(), "causal"),
+    "returns, causal": lambda: flash_of(Returning(), "causal"),
+    "sdpa": CpuFlashKernel,
+}
+#: Number of ranks, options, and True if each backward launch has memory for dQ, and so is bound.
+STRATEGIES: dict[str, tuple[int, dict[str, Any], bool]] = {
+    "single": (1, {}, True),
+    "gather": (2, {"strategy": "gather", "transport": "p2p", "layout": "zigzag"}, True),
+    "two stages": (3, {"strategy": "gather", "transport": "p2p", "layout": "zigzag"}, False),
+    "ring": (2, {"strategy": "ring", "layout": "zigzag"}, False),
+    "balanced": (3, {"strategy": "balanced"}, False),
+    "ulysses": (2, {"strategy": "ulysses", "layout": "striped"}, True),
+}
+#: Further options of calls; K/V of those that are fetched again are not saved.
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lse": {"return_lse": True},
+    "sinks": {"sinks": torch.linspace(-1.0, 1.0, HEADS[0])},
+    "padded": {"seq_len": TOKENS - 1},
+    "fetched again": {},
+}
+WAYS = [
+    (kernel, strategy, dtype)
+    for kernel in KERNELS
+    for strategy in STRATEGIES
+    for dtype in (torch.float64, torch.bfloat16)
+    if (strategy == "two stages") == (kernel.endswith("causal")) or kernel == "sdpa"
+    if strategy == "gather" or kernel != "split"
+    if (kernel, strategy) != ("sdpa", "gather")
+    if dtype == torch.float64 or kernel.startswith(("writes", "returns"))
+]
+
+
+@contextmanager
+def chosen(kernel: Kernel, *, saves: bool = True) -> Iterator[None]:
+    """Let calls take a kernel, and begin and end with no call prepared."""
+    prepare._prepare.cache_clear()
+    with (
+        patch.object(prepare, "choose", lambda *_: Selection(kernel, ())),
+        patch.object(call, "MAX_SAVED_BYTES", (1 << 20) * saves),
+        patch.object(fa4, "KEYS", KEYS),
+        patch.object(gather_work, "TILE", KEYS),
+    ):
+        yield
+    prepare._prepare.cache_clear()
+
+
+def events_of(kernel: Any) -> list[str]:
+    """Return the events of a kernel's library; none for other kernels."""
+    return getattr(getattr(kernel, "flash", None), "events", [])
+
+
+class Numbers:
+    """Inputs of calls, drawn alike on all ranks, of which this rank has a shard."""
+
+    def __init__(self, rank: int, size: int, options: dict[str, Any], dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.whole = [
+            torch.randn(2, TOKENS, heads, DIM, generator=generator, dtype=torch.float64).to(dtype)
+            for heads in (*HEADS, HEADS[0])
+        ]
+        layout = Layout(options.get("layout", "contiguous"), TOKENS, size)
+        self.positions, self.options = torch.as_tensor(layout.positions(rank)), options
+
+    def call(self, view: View, unpack: View | None = None, **more: Any) -> Results:
+        """Make a causal call on new views; return ``out``, ``lse`` if asked, and gradients.
+
+        With ``unpack`` a hook on saved tensors restores them by it.
+        """
+        *qkv, dout = (view(x[:, self.positions]) for x in self.whole)
+        qkv = [x.detach().requires_grad_() for x in qkv]
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        with nullcontext() if unpack is None else hooks(torch.clone, unpack):
+            result = ring_attention(*qkv, causal=True, **self.options, **more)
+        out, *lse = result if isinstance(result, tuple) else (result,)
+        return [x.detach() for x in (out, *lse)] + [*torch.autograd.grad(out, qkv, dout)]
+
+    def check(self, results: Results) -> None:
+        """Compare a plain call's results with dense attention."""
+        q, k, v = (x.double().requires_grad_() for x in self.whole[:3])
+        keys = [x.repeat_interleave(HEADS[0] // HEADS[1], dim=2) for x in (k, v)]
+        query, key, value = (x.transpose(1, 2) for x in (q, *keys))
+        out = scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+        expected = out, *torch.autograd.grad(out, (q, k, v), self.whole[3].double())
+        tolerance = 3e-2 if results[0].dtype == torch.bfloat16 else 1e-6
+        for x, y in zip(results, expected, strict=True):
+            torch.testing.assert_close(
+                x.double(), y[:, self.positions], rtol=tolerance, atol=tolerance
+            )
+
+
+def assert_same(first: Results, again: Results) -> None:
+    """Check that the results of two calls are equal to the bit, and no memory is both's."""
+    for x, y in zip(first, again, strict=True):
+        assert x.dtype == y.dtype
+        assert torch.equal(x, y)
+        assert x.data_ptr() != y.data_ptr()
+
+
+def _repeats(rank: int, kernel_name: str, strategy: str, dtype: torch.dtype) -> None:
+    size, options, binds_backward = STRATEGIES[strategy]
+    numbers = Numbers(rank, size, options, dtype)
+    for name, more in CALLS.items():
+        if (name, strategy) == ("padded", "single"):  # nothing to pad
+            continue
+        if dtype == torch.bfloat16 and name in ("lse", "padded"):  # no number is rounded elsewhere
+            continue
+        kernel = KERNELS[kernel_name]()
+        # One rank's launch that cannot add the sinks is a ring's.
+        binds = binds_backward and (name != "sinks" or strategy == "gather")
+        events, firsts = events_of(kernel), dict[str, Results]()
+        with chosen(kernel, saves=name != "fetched again"):
+            # Kinds in turn, then each once more: what one has bound must not serve another.
+            for kind in [*[x for x in KINDS for _ in range(3)], *KINDS]:
+                events.clear()
+                results = numbers.call(KINDS[kind], **more)
+                is_repeat = kind in firsts
+                if is_repeat:
+                    assert_same(firsts[kind], results)
+                firsts.setdefault(kind, results)
+                if name in ("plain", "fetched again"):
+                    numbers.check(results)
+                if kernel_name.startswith("writes") and kind != COPIED:
+                    check_events(events, is_repeat=is_repeat, backward=binds)
+            # What was saved may be restored at addresses of another alignment, where torch's own
+            # operations may add in another order.
+            for unpack in (torch.clone, VIEWS["offset"], torch.clone):
+                results = numbers.call(torch.clone, unpack, **more)
+                for x, y in zip(firsts["plain"], results, strict=True):
+                    torch.testing.assert_close(x, y)
+                if "writes" in kernel_name or "returns" in kernel_name:
+                    assert_same(firsts["plain"], results)
+
+
+def check_events(events: list[str], *, is_repeat: bool, backward: bool) -> None:
+    """Check that a first call asks the library and binds what it does, and a later one does not."""
+    passes = ["forward", "backward"] if backward else ["forward"]
+    for name in passes:
+        asked, bound, repeated = (events.count(x + name) for x in ("", "bind ", "repeat "))
+        assert asked == bound, events
+        assert bool(repeated) if is_repeat else bool(asked + repeated), events
+        assert not (is_repeat and asked), events
+
+
+IDS = [f"{kernel}-{strategy}-{dtype}" for kernel, strategy, dtype in WAYS]
+RARE = [
+    name
+    for name, (kernel, strategy, dtype) in zip(IDS, WAYS, strict=True)
+    if dtype == torch.bfloat16
+    if kernel.startswith("returns") or strategy in ("balanced", "ulysses", "single")
+]
+
+
+@pytest.mark.nightly(only=RARE)
+@pytest.mark.parametrize(("kernel", "strategy", "dtype"), WAYS, ids=IDS)
+def test_calls_repeat_the_first(
+    kernel: str, strategy: str, dtype: torch.dtype, backend: Any
+) -> None:
+    backend.pool(STRATEGIES[strategy][0]).run(_repeats, kernel, strategy, dtype)
+
+
+def _with_captures(rank: int, strategy: str) -> None:
+    size, options, _ = STRATEGIES[strategy]
+    numbers, kernel = Numbers(rank, size, options, torch.float64), KERNELS["writes"]()
+    if strategy == "two stages":
+        kernel = KERNELS["writes, causal"]()
+    events, calls = events_of(kernel), list[Results]()
+    with chosen(kernel):
+        for captures in (True, True, False, True):
+            events.clear()
+            with patch.object(flash, "is_capturing", lambda now=captures: now):
+                calls.append(numbers.call(torch.clone))
+            assert_same(calls[0], calls[-1]) if calls[1:] else None
+            numbers.check(calls[-1])
+            bound, repeated = (events.count(x + "forward") for x in ("bind ", "repeat "))
+            if len(calls) < 3:
+                assert not [x for x in events if x not in ("forward", "backward")]
+            elif not captures:
+                assert bound > 0
+            else:
+                assert bound == 0 and "forward" not in events and repeated > 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nothing_is_bound_while_a_graph_is_captured(strategy: str, backend: Any) -> None:
+    """Captures use what is bound before, and bind nothing: their memory is the graph's."""
+    backend.pool(STRATEGIES[strategy][0]).run(_with_captures, strategy)
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_a_launch_that_raises_stays_unbound(name: str) -> None:
+    kernel, numbers = flash_of(Writing(), "any"), Numbers(0, 1, {}, torch.float64)
+    events = events_of(kernel)
+    with chosen(kernel):
+        for method in (name, f"repeated_{name}"):
+            prepare._prepare.cache_clear()
+            with (
+                patch.object(Writing, method, side_effect=MemoryError),
+                pytest.raises(MemoryError),
+            ):
+                numbers.call(torch.clone)
+            events.clear()
+            first = numbers.call(torch.clone)
+            assert (events.count(name), events.count(f"bind {name}")) == (1, 1)
+            numbers.check(first)
+            events.clear()
+            assert_same(first, numbers.call(torch.clone))
+            assert events == ["repeat forward", "repeat backward"]
+
+
+def test_two_threads_bind_at_once() -> None:
+    """Two threads that are the first to make a call both bind its launches, at the same time."""
+    kernel, numbers = flash_of(Writing(), "any"), Numbers(0, 1, {}, torch.float64)
+    barrier, calls = threading.Barrier(2, timeout=30), list[Results]()
+
+    def waiting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def bind(*args: Any) -> Any:
+            barrier.wait()
+            launch = method(*args)
+            barrier.wait()
+            return launch
+
+        return bind
+
+    with chosen(kernel):
+        numbers.call(spread)  # prepares the call, so that both threads have the same launches
+        with (
+            patch.object(Writing, "repeated_forward", waiting(Writing.repeated_forward)),
+            patch.object(Writing, "repeated_backward", waiting(Writing.repeated_backward)),
+        ):
+            threads = [
+                threading.Thread(target=lambda: calls.append(numbers.call(torch.clone)))
+                for _ in range(2)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        events_of(kernel).clear()
+        calls.append(numbers.call(torch.clone))
+        assert events_of(kernel) == ["repeat forward", "repeat backward"]
+    first, *others = calls
+    assert len(others) == 2
+    numbers.check(first)
+    for again in others:
+        assert_same(first, again)
+
+
+def test_threads_on_ranks_of_their_own() -> None:
+    """Two threads make calls of several kinds at the same time, some of them alike."""
+    finished: list[int] = []
+    kernel, numbers = flash_of(Writing(), "any"), Numbers(0, 1, {}, torch.float64)
+
+    def work(first: int) -> None:
+        views = [*KINDS.values()]
+        for n in range(4 * len(views)):
+            numbers.check(numbers.call(views[(first + n) % len(views)]))
+        finished.append(first)
+
+    with chosen(kernel):
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(finished) == [0, 1]
+
+
+def test_a_full_cache_loses_its_oldest() -> None:
+    kernel, numbers = flash_of(Writing(), "any"), Numbers(0, 1, {}, torch.float64)
+    events, firsts = events_of(kernel), dict[str, Results]()
+    with chosen(kernel), patch.object(cache, "_MOST", 2):
+        for kind, binds in (
+            ("plain", True), ("heads first", True), ("plain", False), ("spread", True),
+            ("heads first", False), ("plain", True), ("spread", False), ("heads first", True),
+        ):  # fmt: skip
+            events.clear()
+            results = numbers.call(KINDS[kind])
+            assert_same(firsts[kind], results) if kind in firsts else None
+            firsts.setdefault(kind, results)
+            assert ("bind forward" in events, "repeat forward" in events) == (binds, not binds)
+
+
+def test_of_a_full_cache_the_oldest_keys_go() -> None:
+    kept: dict[object, int | None] = {}
+    for key in range(cache._MOST + 4):
+        cache.keep(kept, key, None if key % 2 else key)
+    assert kept == {key: None if key % 2 else key for key in range(4, cache._MOST + 4)}
