@@ -25,7 +25,7 @@ from ring_torch.comm.ranks import Ranks
 HYBRID_RING = StrategyConfig("hybrid", ulysses_size=2)
 HYBRID_GATHER = StrategyConfig("hybrid", ulysses_size=2, outer="gather")
 #: The most function calls and source files of a pass in any strategy.
-GOAL = 120, 13
+GOAL = 120, 14
 #: Ranks, strategy, layout: the most calls and files of a repeated forward, and of a backward.
 MOST: dict[tuple[int, str | StrategyConfig, str], tuple[tuple[int, int], tuple[int, int]]] = {
     (1, "ring", "zigzag"): ((32, 10), (36, 11)),
@@ -33,8 +33,8 @@ MOST: dict[tuple[int, str | StrategyConfig, str], tuple[tuple[int, int], tuple[i
     (4, "gather", "zigzag"): ((75, 13), (107, 13)),
     (4, "balanced", "contiguous"): ((102, 13), (116, 12)),
     (4, "ulysses", "zigzag"): ((70, 13), (76, 13)),
-    (4, HYBRID_RING, "zigzag"): ((89, 13), (93, 13)),
-    (4, HYBRID_GATHER, "zigzag"): ((98, 13), (107, 13)),
+    (4, HYBRID_RING, "zigzag"): ((89, 14), (93, 13)),
+    (4, HYBRID_GATHER, "zigzag"): ((98, 14), (107, 14)),
 }
 
 
