@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction  # torch has no public name for it, nor for this
 from torch._dynamo.eval_frame import skip_code
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverloadPacket
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ring_core import UnsupportedError
@@ -58,11 +58,10 @@ class RingMode(TorchFunctionMode):
         if kind == "nests":
             return False
         is_traced = torch.compiler.is_compiling()
-        if kind is None or (not is_traced and _is_called_by_ring()):
+        if kind in (None, "foreign") or (not is_traced and _is_called_by_ring()):
             if func is Tensor.unflatten:  # whose super() the compiler of torch 2.11 does not trace
                 func = torch.unflatten
-            is_operator = isinstance(func, OpOverload | OpOverloadPacket) and not types
-            is_unseen = is_operator and self.scope.is_split
+            is_unseen = kind == "foreign" and not types and self.scope.is_split
             if is_unseen and not (is_traced and names.may_stay_in_graph(func)):
                 func = functools.partial(_call_operator, self.scope, func)
             return func(*args, **kwargs)

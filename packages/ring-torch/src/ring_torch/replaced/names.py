@@ -41,8 +41,10 @@ def _hidden() -> list[Any]:
 
 #: Kinds of functions that a mode looks at: torch's SDPA by all its names, which have the same
 #: arguments; others that attend inside torch; products and softmaxes, of which attention is
-#: written; and the one by whose result torch's encoder takes nested tensors, which have no shards.
-Kind = Literal["seen", "hidden", "product", "softmax", "nests"]
+#: written; the one by whose result torch's encoder takes nested tensors, which have no shards; and
+#: operators that are not torch's, whose names say nothing.
+Kind = Literal["seen", "hidden", "product", "softmax", "nests", "foreign"]
+_OF_TORCH = {"aten", "prim", "prims", "c10d", "_c10d_functional", "quantized", "onednn", "fsdp"}
 _KINDS: dict[Any, Kind] = {
     torch._nested_tensor_from_mask_left_aligned: "nests",  # noqa: SLF001 - its only name
     **dict.fromkeys(_hidden(), "hidden"),
@@ -73,12 +75,10 @@ def kind_of(function: Any) -> Kind | None:
     if kind is None and isinstance(function, OpOverload | OpOverloadPacket):
         name = str(function)  # namespace.name, or namespace.name.overload
         is_own = name.startswith("ring_torch.")  # of a module that uses Ring by itself
-        return "hidden" if is_own or _attends(name) or "flash_attn" in name else None
+        if is_own or _attends(name) or "flash_attn" in name:
+            return "hidden"
+        return None if name.partition(".")[0] in _OF_TORCH else "foreign"
     return kind
-
-
-#: Namespaces of torch's own operators, of those that have kernels in Python.
-_OF_TORCH = {"aten", "prims", "c10d", "_c10d_functional", "quantized", "onednn", "fsdp"}
 
 
 @constant_in_graphs
@@ -94,8 +94,7 @@ def may_stay_in_graph(operator: OpOverload | OpOverloadPacket) -> bool:
         code = _all_named_by([kernel], kernel.__module__.partition(".")[0])
         return not any(map(_calls_attention, code))
     kernels = {x.rpartition("/")[2] for x in _impls if x.startswith(name.replace("::", "/") + "/")}
-    is_seen = name.split("::")[0] in _OF_TORCH or kernels <= {"Meta"}
-    return is_seen or InstructionTranslator.current_tx().one_graph
+    return kernels <= {"Meta"} or InstructionTranslator.current_tx().one_graph
 
 
 def hiding_object(module: nn.Module) -> str | None:
