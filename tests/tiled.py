@@ -8,16 +8,15 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-from ring_torch.launches.launch import Backward, ColumnSums, RowSums
 from torch import Tensor
 
 from ring_core import Plan, Request, WorkItem
-from ring_torch.accumulate import Columns, alone, one_by_one
+from ring_torch.accumulate import Columns, ColumnSums, Rows, alone, one_by_one
 from ring_torch.buffers import KVPayload
 from ring_torch.kernels import fa4
 from ring_torch.kernels.api import OwnSpans, SplitBackward
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.records import BackwardInputs, Grads, KernelParams, KeyBlock, QueryBlock
+from ring_torch.records import Backward, BackwardInputs, Grads, KernelParams, KeyBlock, QueryBlock
 
 KEYS = 4  # keys of a tile
 
@@ -43,7 +42,7 @@ class Tiled(SplitBackward):
         """Return the launch of items."""
 
         def run(
-            rows: QueryBlock, held: list[KeyBlock], upstream: BackwardInputs, row_sums: RowSums,
+            rows: QueryBlock, held: list[KeyBlock], upstream: BackwardInputs, row_sums: Rows,
             column_sums: ColumnSums,
         ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
             assert isinstance(column_sums, Columns)

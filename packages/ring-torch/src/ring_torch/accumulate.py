@@ -115,13 +115,12 @@ def merge_in_torch(state: AttentionState, out: Tensor, lse: Tensor) -> None:
 def empty_state(q: Tensor, v_dim: int, dtype: torch.dtype) -> AttentionState:
     """Return the identity of the merge for queries ``[B, n, H, D]``: zeros, and ``lse = -inf``.
 
-    ``dtype`` is that of ``out``: the accumulators', or the inputs'.
+    ``dtype`` is that of ``out``: the accumulators', or the inputs' 16 bits.
     """
     batch, length, heads, _ = q.shape
-    return AttentionState(
-        q.new_zeros(batch, length, heads, v_dim, dtype=dtype),
-        q.new_full((batch, heads, length), -torch.inf, dtype=acc_dtype(dtype)),
-    )
+    out = q.new_zeros(batch, length, heads, v_dim, dtype=dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return AttentionState(out, q.new_full((batch, heads, length), -torch.inf, dtype=wide))
 
 
 def mark_infinities(lse: Tensor) -> Tensor:
