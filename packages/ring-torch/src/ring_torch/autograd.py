@@ -52,7 +52,7 @@ class AttentionFunction(torch.autograd.Function):
         """Run the backward of a call; it has no derivative itself."""
         check_backward(dout, dlse)
         tensors = ctx.saved_tensors  # read once: checkpointing asks for it
-        inputs, out, lse = Inputs(*tensors[:GIVEN]), *tensors[GIVEN : GIVEN + 2]
+        inputs, out, lse = Inputs(*tensors[:GIVEN]), tensors[GIVEN], tensors[GIVEN + 1]
         saved = [*tensors[GIVEN + 2 :]]  # a list in graphs of compiled autograd, too
         del tensors  # once autograd releases them, `saved` alone holds what the strategy saved
         run_pass, release_saved = backward_pass, ctx.maybe_clear_saved_tensors
