@@ -55,14 +55,14 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
     "returns, causal": lambda: flash_of(Returning(), "causal"),
     "sdpa": CpuFlashKernel,
 }
-#: Number of ranks, options, and True if each backward launch has memory for dQ, and so is bound.
-STRATEGIES: dict[str, tuple[int, dict[str, Any], bool]] = {
-    "single": (1, {}, True),
-    "gather": (2, {"strategy": "gather", "transport": "p2p", "layout": "zigzag"}, True),
-    "two stages": (3, {"strategy": "gather", "transport": "p2p", "layout": "zigzag"}, False),
-    "ring": (2, {"strategy": "ring", "layout": "zigzag"}, False),
-    "balanced": (3, {"strategy": "balanced"}, False),
-    "ulysses": (2, {"strategy": "ulysses", "layout": "striped"}, True),
+#: Number of ranks, and options.
+STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "gather": (2, {"strategy": "gather", "transport": "p2p", "layout": "zigzag"}),
+    "two stages": (3, {"strategy": "gather", "transport": "p2p", "layout": "zigzag"}),
+    "ring": (2, {"strategy": "ring", "layout": "zigzag"}),
+    "balanced": (3, {"strategy": "balanced"}),
+    "ulysses": (2, {"strategy": "ulysses", "layout": "striped"}),
 }
 #: Further options of calls; K/V of those that are fetched again are not saved.
 CALLS: dict[str, dict[str, Any]] = {
@@ -121,10 +121,10 @@ class Numbers:
         With ``unpack`` a hook on saved tensors restores them by it.
         """
         *qkv, dout = (view(x[:, self.positions]) for x in self.whole)
-        qkv = [x.detach().requires_grad_() for x in qkv]
+        q, k, v = qkv = [x.detach().requires_grad_() for x in qkv]
         hooks = torch.autograd.graph.saved_tensors_hooks
         with nullcontext() if unpack is None else hooks(torch.clone, unpack):
-            result = ring_attention(*qkv, causal=True, **self.options, **more)
+            result: Any = ring_attention(q, k, v, causal=True, **self.options, **more)
         out, *lse = result if isinstance(result, tuple) else (result,)
         return [x.detach() for x in (out, *lse)] + [*torch.autograd.grad(out, qkv, dout)]
 
@@ -151,7 +151,7 @@ def assert_same(first: Results, again: Results) -> None:
 
 
 def _repeats(rank: int, kernel_name: str, strategy: str, dtype: torch.dtype) -> None:
-    size, options, binds_backward = STRATEGIES[strategy]
+    size, options = STRATEGIES[strategy]
     numbers = Numbers(rank, size, options, dtype)
     for name, more in CALLS.items():
         if (name, strategy) == ("padded", "single"):  # nothing to pad
@@ -159,8 +159,6 @@ def _repeats(rank: int, kernel_name: str, strategy: str, dtype: torch.dtype) -> 
         if dtype == torch.bfloat16 and name in ("lse", "padded"):  # no number is rounded elsewhere
             continue
         kernel = KERNELS[kernel_name]()
-        # One rank's launch that cannot add the sinks is a ring's.
-        binds = binds_backward and (name != "sinks" or strategy == "gather")
         events, firsts = events_of(kernel), dict[str, Results]()
         with chosen(kernel, saves=name != "fetched again"):
             # Kinds in turn, then each once more: what one has bound must not serve another.
@@ -174,7 +172,7 @@ def _repeats(rank: int, kernel_name: str, strategy: str, dtype: torch.dtype) -> 
                 if name in ("plain", "fetched again"):
                     numbers.check(results)
                 if kernel_name.startswith("writes") and kind != COPIED:
-                    check_events(events, is_repeat=is_repeat, backward=binds)
+                    check_events(events, is_repeat=is_repeat)
             # What was saved may be restored at addresses of another alignment, where torch's own
             # operations may add in another order.
             for unpack in (torch.clone, VIEWS["offset"], torch.clone):
@@ -185,10 +183,9 @@ def _repeats(rank: int, kernel_name: str, strategy: str, dtype: torch.dtype) -> 
                     assert_same(firsts["plain"], results)
 
 
-def check_events(events: list[str], *, is_repeat: bool, backward: bool) -> None:
+def check_events(events: list[str], *, is_repeat: bool) -> None:
     """Check that a first call asks the library and binds what it does, and a later one does not."""
-    passes = ["forward", "backward"] if backward else ["forward"]
-    for name in passes:
+    for name in ("forward", "backward"):
         asked, bound, repeated = (events.count(x + name) for x in ("", "bind ", "repeat "))
         assert asked == bound, events
         assert bool(repeated) if is_repeat else bool(asked + repeated), events
@@ -213,7 +210,7 @@ def test_calls_repeat_the_first(
 
 
 def _with_captures(rank: int, strategy: str) -> None:
-    size, options, _ = STRATEGIES[strategy]
+    size, options = STRATEGIES[strategy]
     numbers, kernel = Numbers(rank, size, options, torch.float64), KERNELS["writes"]()
     if strategy == "two stages":
         kernel = KERNELS["writes, causal"]()

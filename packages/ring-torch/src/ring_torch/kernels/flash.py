@@ -155,8 +155,9 @@ class FlashKernel(Kernel):
             rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, dst: Tensor | None
         ) -> Grads:
             q, k, v, (dout, out, lse, _) = rows.q, columns.k, columns.v, upstream
-            if dst is None or not is_band or not self.flash.writes:
+            if not is_band or not self.flash.writes:
                 return self._grads(rows, columns, upstream, item, params, dst)
+            dst = q.new_empty(q.shape) if dst is None else dst
             key, lse = tensors_key(dout, q, k, v, out, lse, dst), lse.contiguous()
             if (launch := repeated.get(key)) is not None:
                 return Grads(*launch(dout, q, k, v, out, lse, dst), None)
