@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,12 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.torch.alone import as_rank
-from ring_core import LayoutSpec, Mask, StrategyConfig
+from ring_core import LayoutSpec, Mask, StrategyConfig, make_plan
 from ring_torch import prepare, ring_attention
+from ring_torch.accumulate import Rows, one_by_one
 from ring_torch.buffers import HeadGroups
 from ring_torch.call import Call
 from ring_torch.comm import handshake
 from ring_torch.kernels.eager import EagerKernel
+from ring_torch.records import BackwardInputs, Grads, KeyBlock, KeyGrads, QueryBlock
 from ring_torch.strategies import gather, ring
 from ring_torch.transports import p2p
 
@@ -63,8 +66,8 @@ PEAKS = {
     # once the peers' K/V are freed.
     "gather": Peak("gather", (1.75, 4), (0.25, 11)),
     # K/V of all ranks, and a launch's results for half of the rows. Backward: K/V, sums, and
-    # accumulators of two launches, one of which sees an eighth of the keys; dK and dV come later.
-    "gather, one launch a row": Peak("gather", (0.5, 4), (1, 11.5), launches=False),
+    # accumulators of one launch, which sees all keys; dK and dV come later.
+    "gather, one launch a row": Peak("gather", (0.5, 4), (0.5, 11), launches=False),
     # Saved q, k, v and out by heads; out as a message, in order and packed. Backward: saved
     # tensors, dout and gradients by heads; once these are messages, the saved ones are freed.
     "ulysses": Peak("ulysses", (4, 1), (4, 2)),
@@ -177,6 +180,30 @@ def left_over(rank: int) -> int:
         found = gc.collect()
         gc.enable()
     return found
+
+
+@pytest.mark.parametrize("how", ["write", "add", "wait"])
+def test_gradients_of_a_launch_are_gone_before_the_next(how: Any) -> None:
+    """Of an earlier launch only dQ that waits to be added is left."""
+    x = torch.randn(1, 8, 2, 4)
+    items = [replace(make_plan(Mask(), seq_len=8, cp_size=1).items(0, 0)[0]) for _ in range(3)]
+    alive: list[ReferenceType[Tensor]] = []
+    left: list[int] = []
+
+    def launch(*_: Any) -> Grads:
+        left.append(sum(made() is not None for made in alive))
+        grads = [torch.ones_like(x) for _ in range(3)]
+        alive.extend(map(ref, grads))
+        return Grads(grads[0], grads[1], grads[2], None)
+
+    backward = one_by_one(items, [launch] * len(items))
+    rows, keys = QueryBlock(x, *[None] * 5), KeyBlock(x, x, None, None)
+    row_sums = Rows(partial(torch.zeros_like, x), how)
+    column_sums = KeyGrads(torch.zeros_like(x), torch.zeros_like(x))
+    upstream = BackwardInputs(x, x, x[..., 0].transpose(1, 2), None)
+    backward.run(rows, [keys], upstream, row_sums, column_sums)
+    assert left == ([0, 1, 2] if how == "wait" else [0, 0, 0])
+    assert torch.equal(column_sums.dk, torch.full_like(x, 3))
 
 
 def test_a_failed_pass_lets_its_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:

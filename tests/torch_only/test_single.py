@@ -107,6 +107,25 @@ def test_one_launch_each_way_and_no_sums(monkeypatch: pytest.MonkeyPatch) -> Non
     assert launched == ["attend", "differentiate"]
 
 
+def test_what_the_only_launch_returns_is_not_copied() -> None:
+    """Neither dQ nor the gradient of a bias, which is larger, is in memory twice."""
+    made: list[int] = []
+
+    def differentiate(kernel: EagerKernel, *args: Any) -> None:
+        *_, row_grads, _column_grads = args
+        made.extend(x.data_ptr() for x in row_grads)
+        original(kernel, *args)
+
+    original = EagerKernel.differentiate
+    x = torch.randn(1, T, 2, 8, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(1, 2, T, T, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn_like(x) for _ in range(2))
+    with replaced(EagerKernel, differentiate=differentiate):
+        out = ring_attention(x, k, v, causal=True, bias=bias, kernel="eager")
+        grads = torch.autograd.grad(out, (x, bias), torch.ones_like(out))
+    assert made == [grad.data_ptr() for grad in grads]
+
+
 def test_an_lse_that_is_not_asked_for_may_be_anything() -> None:
     """``lse`` is asked for only where a caller or the backward gets it, else it is not read."""
     attend, asked = EagerKernel.attend, list[bool]()

@@ -316,7 +316,8 @@ class Rows:
         new: Allocates dQ, when it is needed first.
         how: Launches write it where each row is in one of them, or add to sums in the accumulators'
             dtype; or their parts wait and are added up at the end, the last one last.
-        dbias: Sums of the bias's gradient.
+        dbias: Sums of the bias's gradient; ``None`` if there are none, or where an only launch has
+            all rows, whose own gradient it then is.
     """
 
     new: Callable[[], Tensor]
@@ -340,8 +341,13 @@ class Rows:
         """Return memory for dQ of some rows; ``None`` if it is added, or waits."""
         return self.whole()[:, rows] if self.how == "write" else None
 
-    def put(self, rows: slice, dq: Tensor) -> None:
-        """Take dQ of some rows."""
+    def put(self, rows: slice, dq: Tensor, dbias: Tensor | None = None) -> None:
+        """Take dQ of some rows, and their part of the bias's gradient."""
+        if dbias is not None:
+            if self.dbias is None:
+                self.dbias = dbias
+            else:
+                self.dbias[:, :, rows].add_(dbias)
         if self.how == "wait":
             self._parts.append((rows, dq))
         elif self.how == "add":
@@ -500,10 +506,9 @@ def one_by_one(
                 launch(*operands, row_sums.take(tokens), column_sums.take(item.k_slice))
                 continue
             grads = launch(*operands, row_sums.memory(tokens))
-            row_sums.put(tokens, grads.dq)
-            if grads.dbias is not None and row_sums.dbias is not None:
-                row_sums.dbias[:, :, tokens].add_(grads.dbias)
+            row_sums.put(tokens, grads.dq, grads.dbias)
             column_sums.put(item, grads.dk, grads.dv)
+            del grads  # the next launch may get the memory of what has been added
         held.clear()
 
     return Backward(run, adds)

@@ -212,18 +212,20 @@ class Call(NamedTuple):
         )  # fmt: skip
 
     def row_sums(
-        self, rows: QueryBlock, how: Literal["write", "add", "wait"], *, fully_written: bool = False
-    ) -> Rows:
+        self, rows: QueryBlock, how: Literal["write", "add", "wait"], *, fully_written: bool = False,
+        by_one: bool = False,
+    ) -> Rows:  # fmt: skip
         """Return where launches leave dQ, and the bias's gradient, of this rank's rows.
 
         dQ that is written is in the inputs' dtype if the kernel rounds it itself, with zeros in
-        rows that are in no launch unless it is ``fully_written``; sums begin with zeros.
+        rows that are in no launch unless it is ``fully_written``; sums begin with zeros. With
+        ``by_one`` a single launch has all rows, so the bias's gradient is no sum.
         """
         is_sum = how == "add" or self.kernel.needs_delta
         dtype = self.acc_dtype if is_sum else self.dtype
         new = torch.empty_like if how == "write" and fully_written else torch.zeros_like
         make = partial(new, rows.q, dtype=dtype, memory_format=torch.contiguous_format)
-        if rows.bias is None:
+        if rows.bias is None or by_one:
             return Rows(make, how)
         return Rows(make, how, zero_bias_grad(rows, self.params, self.acc_dtype))
 

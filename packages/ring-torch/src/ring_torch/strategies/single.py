@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from ring_core import WorkItem
 from ring_torch.accumulate import Accumulator, Joins, OneItem, joins_of
@@ -51,8 +51,13 @@ class Single(Strategy):
         rows, columns = call.rows(inputs), call.columns(0, inputs.key_tensors())
         # One launch has all keys of its rows, so its gradients are final: there is nothing to add
         # to.
-        fully_written = self.item.q_slice == slice(0, inputs.q.shape[1])
-        row_sums = call.row_sums(rows, "write", fully_written=fully_written)
+        has_all = self.item.q_slice == slice(0, inputs.q.shape[1])
+        # Kernels that do not write where they are told return dQ in memory of their own, and so do
+        # all with the bias's gradient. Where that is of all rows it is taken as it is.
+        how: Literal["write", "wait"] = "write"
+        if has_all and self.joins.mode != "write":
+            how = "wait"
+        row_sums = call.row_sums(rows, how, fully_written=has_all, by_one=has_all)
         column_sums = OneItem(columns)
         self.backward_launch.run(rows, [columns], upstream, row_sums, column_sums)
         dk, dv = column_sums.grads

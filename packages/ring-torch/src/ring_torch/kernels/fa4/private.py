@@ -164,8 +164,8 @@ def repeated_forward(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
     ) -> None:
         launch(
-            q.detach() if q.requires_grad else q, k, v, out, lse if has_lse else None, *before_sinks,
-            sinks, *after_sinks,
+            *[x.detach() if x.requires_grad else x for x in (q, k, v)], out,
+            lse if has_lse else None, *before_sinks, sinks, *after_sinks,
         )  # fmt: skip
 
     return run
