@@ -184,7 +184,7 @@ def left_over(rank: int) -> int:
 
 @pytest.mark.parametrize("how", ["write", "add", "wait"])
 def test_gradients_of_a_launch_are_gone_before_the_next(how: Any) -> None:
-    """Of an earlier launch only dQ that waits to be added is left."""
+    """Only dQ that waits to be added is left of an earlier launch."""
     x = torch.randn(1, 8, 2, 4)
     items = [replace(make_plan(Mask(), seq_len=8, cp_size=1).items(0, 0)[0]) for _ in range(3)]
     alive: list[ReferenceType[Tensor]] = []

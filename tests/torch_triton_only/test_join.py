@@ -129,7 +129,7 @@ def test_results_are_merged_as_one_by_one(
 
 @WAYS
 def test_only_marked_infinities_are_no_numbers(merge: Merge, merge_one: Merge) -> None:
-    """Of an unmarked result a row with lse -inf sees nothing; of a marked one it is not finite."""
+    """A row with lse -inf sees nothing in an unmarked result; in a marked one it is not finite."""
     del merge_one
     for marks in range(8):
         outs = [torch.full((1, 40, 1, 12), float(n)) for n in range(3)]
