@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Plan, Request, WorkItem
-from ring_torch.accumulate import Columns, ColumnSums, Rows, alone, one_by_one
+from ring_torch.accumulate import Columns, ColumnSums, Rows, item_grads, one_by_one
 from ring_torch.buffers import KVPayload
 from ring_torch.kernels import fa4
 from ring_torch.kernels.api import OwnSpans, SplitBackward
@@ -113,8 +113,8 @@ def _item_grads(
     upstream: BackwardInputs, dst: Tensor | None,
 ) -> Grads:  # fmt: skip
     delta = (upstream.dout * upstream.out).sum(dim=-1).transpose(1, 2)
-    launch = alone(partial(EagerKernel().differentiate, item, params), params)
-    return launch(rows, columns, upstream._replace(delta=delta), dst)
+    launch = partial(EagerKernel().differentiate, item, params)
+    return item_grads(launch, params, rows, columns, upstream._replace(delta=delta), dst)
 
 
 def _reversed(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -514,22 +515,27 @@ def one_by_one(
     return Backward(run, adds)
 
 
-def alone(launch: ItemSums, params: KernelParams) -> ItemGrads:
-    """Return an item's backward whose gradients are of the item alone: sums that begin with zeros.
+def sums_one_by_one(
+    items: Sequence[WorkItem], launches: Sequence[ItemSums], params: KernelParams, *, adds: bool
+) -> Backward:
+    """Return the backward of items that add to sums, launched one by one, in reverse.
 
-    They are in the accumulators' dtype.
+    Without ``adds`` an item's gradients are sums that begin with zeros, in the accumulators' dtype.
     """
+    if adds:
+        return one_by_one(items, launches, adds=True)
+    return one_by_one(items, [partial(item_grads, launch, params) for launch in launches])
 
-    def run(
-        rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, _dst: Tensor | None
-    ) -> Grads:
-        dtype = acc_dtype(rows.q.dtype)
-        dq, dk, dv = (
-            torch.zeros(x.shape, dtype=dtype, device=x.device)
-            for x in (rows.q, columns.k, columns.v)
-        )
-        dbias = zero_bias_grad(rows, params, dtype)
-        launch(rows, columns, upstream, QueryGrads(dq, dbias), KeyGrads(dk, dv))
-        return Grads(dq, dk, dv, dbias)
 
-    return run
+def item_grads(
+    launch: ItemSums, params: KernelParams,
+    rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, _dst: Tensor | None,
+) -> Grads:  # fmt: skip
+    """Run a launch that adds to sums on sums of its own, which begin with zeros."""
+    dtype = acc_dtype(rows.q.dtype)
+    dq, dk, dv = (
+        torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (rows.q, columns.k, columns.v)
+    )
+    dbias = zero_bias_grad(rows, params, dtype)
+    launch(rows, columns, upstream, QueryGrads(dq, dbias), KeyGrads(dk, dv))
+    return Grads(dq, dk, dv, dbias)

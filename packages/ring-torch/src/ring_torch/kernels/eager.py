@@ -18,7 +18,7 @@ from torch import Tensor
 from ring_core import WorkItem, philox
 from ring_core.base.arguments import EMPTY, FULL, TILE, not_none
 from ring_core.base.config import EVERYTHING
-from ring_torch.accumulate import alone, one_by_one
+from ring_torch.accumulate import sums_one_by_one
 from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.rules import shown
 from ring_torch.records import (
@@ -55,9 +55,7 @@ class EagerKernel(Kernel):
     def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
         """Return the launch of the backward of items."""
         launches = [partial(self.differentiate, item, params) for item in items]
-        if adds:
-            return one_by_one(items, launches, adds=True)
-        return one_by_one(items, [alone(launch, params) for launch in launches])
+        return sums_one_by_one(items, launches, params, adds=adds)
 
     def attend(
         self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Request, RingProgram, WorkItem
-from ring_torch.accumulate import alone, merge_in_torch, one_by_one
+from ring_torch.accumulate import merge_in_torch, sums_one_by_one
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.eager import EagerKernel
@@ -66,9 +66,7 @@ class CpuFlashKernel(Kernel):
     def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
         """Return the launch of the backward of items."""
         launches = [partial(self.differentiate, item, params) for item in items]
-        if adds:
-            return one_by_one(items, launches, adds=True)
-        return one_by_one(items, [alone(launch, params) for launch in launches])
+        return sums_one_by_one(items, launches, params, adds=adds)
 
     def attend(
         self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,

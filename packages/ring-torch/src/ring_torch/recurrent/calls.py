@@ -1,4 +1,4 @@
-"""One call of a recurrent layer over the ranks of a group, forward and backward.
+"""A call of a recurrent layer over the ranks of a group, forward and backward.
 
 Forward, a rank makes the affine map of each of its runs (:mod:`ring_core.recurrence`). One
 all-gather carries the maps of runs whose document goes on elsewhere, and each rank folds those that
