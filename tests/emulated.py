@@ -13,7 +13,7 @@ from cases import Case
 from torch import Tensor
 
 from ring_core import WorkItem, gather_program
-from ring_torch.accumulate import Accumulator, Rows, empty_state, joins_of
+from ring_torch.accumulate import Accumulator, Rows, Work, empty_state, joins_of
 from ring_torch.autograd import _sink_grads
 from ring_torch.call import add_sinks
 from ring_torch.kernels.api import Kernel
@@ -45,12 +45,12 @@ class Emulation:
         whole = empty_state(x["q"], x["v"].shape[3], torch.float32)
         for rank in range(self.case.cp_size):
             q_at, rows, work = self._work(rank)
-            launches = [(self.kernel.forward(item, self.params), item) for *_, item in work]
+            launches = [self.kernel.forward(item, self.params) for *_, item in work]
             # One by one, as in a ring.
             joins = joins_of(launches, rows.q.dtype, len(q_at), resumes=True)
             accumulator = Accumulator(joins, rows.q, x["v"].shape[3])
-            for n, (_, columns, item) in enumerate(work):
-                accumulator.attend(n, launches[n][0], item, rows, columns)
+            for launch, (_, columns, _) in zip(launches, work, strict=True):
+                accumulator.attend(Work.of([launch], len(q_at)), rows, columns)
             whole.out[:, q_at], whole.lse[:, :, q_at] = accumulator.state
         out, lse = whole
         if "sinks" in x:

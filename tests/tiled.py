@@ -54,7 +54,7 @@ class Tiled(SplitBackward):
                 memory = row_sums.memory(item.q_slice)
                 assert memory is not None
                 operands = rows.take(item.q_slice), columns.take(item.k_slice)
-                grads = _item_grads(item, params, *operands, upstream.take(item.q_slice), memory)
+                grads = _item_grads(item, params, *operands, upstream.take(item.q_slice), memory, None)
                 memory.copy_(grads.dq)
                 for total, x in zip(totals, (grads.dk, grads.dv), strict=True):
                     total[:, :, item.k_slice] += _reversed(x.transpose(1, 2))
@@ -110,11 +110,11 @@ class TiledKernel(EagerKernel):
 
 def _item_grads(
     item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
-    upstream: BackwardInputs, dst: Tensor | None,
+    upstream: BackwardInputs, dst: Tensor | None, key: object,
 ) -> Grads:  # fmt: skip
     delta = (upstream.dout * upstream.out).sum(dim=-1).transpose(1, 2)
     launch = partial(EagerKernel().differentiate, item, params)
-    return item_grads(launch, params, rows, columns, upstream._replace(delta=delta), dst)
+    return item_grads(launch, params, rows, columns, upstream._replace(delta=delta), dst, key)
 
 
 def _reversed(x: Tensor) -> Tensor:

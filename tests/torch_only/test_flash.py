@@ -333,7 +333,7 @@ def test_results_are_written_in_place_where_they_fit(
         torch.empty_like(q),
     )
     rows, columns, _, params = arguments
-    grads = kernel._backward_of(item, params)(rows, columns, upstream, dq)
+    grads = kernel._backward_of(item, params)(rows, columns, upstream, dq, None)
     assert grads.dq.is_contiguous()
     assert (grads.dq.data_ptr() == dq.data_ptr()) == (kernel is PLAIN)
 
@@ -380,7 +380,7 @@ def _attended(
 ) -> AttentionState:  # fmt: skip
     """Return what a pass of one launch makes of it."""
     launch = kernel.forward(item, params)
-    result = launch.run(rows, columns, dst, "return" if dst is None else "write")
+    result = launch.run(rows, columns, dst, "return" if dst is None else "write", None)
     if launch.marks:
         mark_infinities(result.lse)
     return result

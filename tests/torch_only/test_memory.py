@@ -145,7 +145,7 @@ def nothing(*_: object) -> None:
 
 def untouched(*arguments: Any) -> Any:
     """Return what a forward is to merge into, in place of its launch."""
-    *_, into, _mode = arguments
+    *_, into, _mode, _key = arguments
     return into
 
 

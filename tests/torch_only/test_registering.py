@@ -39,7 +39,7 @@ from ring_core.cost.sent import COUNTED
 from ring_core.programs.grid import RankGrid
 from ring_core.programs.steps import RINGS
 from ring_torch import kernels, strategies, transports
-from ring_torch.accumulate import Accumulator, Joins, joins_of, one_by_one
+from ring_torch.accumulate import Accumulator, Joins, Work, joins_of, one_by_one
 from ring_torch.buffers import BufferSpec, KeyGradBuffer
 from ring_torch.call import Call, Saved, Strategy, StrategySpec
 from ring_torch.comm.exchange import exchange
@@ -85,8 +85,7 @@ LENGTH, HEADS, DIM = 16, (4, 2, 2), 8  # tokens of the sequence, heads of q, k a
 class Everywhere(Strategy):
     """Every rank gets all keys and values in one exchange, and computes its items pair by pair."""
 
-    items: tuple[WorkItem, ...]
-    launches: tuple[Forward, ...]
+    work: tuple[Work, ...]
     joins: Joins
     backward_launches: tuple[Backward, ...]
     name: str = "everywhere"
@@ -96,8 +95,8 @@ class Everywhere(Strategy):
         agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
         keys, rows = self._keys(call, inputs), call.rows(inputs)
         results = Accumulator(self.joins, rows.q, inputs.v.shape[3])
-        for n, (launch, item) in enumerate(zip(self.launches, self.items, strict=True)):
-            results.attend(n, launch, item, rows, keys[item.kv_rank])
+        for work, columns in zip(self.work, keys, strict=True):
+            results.attend(work, rows, columns)
         return results.state, []
 
     def backward(
@@ -135,12 +134,12 @@ class Everywhere(Strategy):
 def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Strategy:
     plan, kernel = call.plan, call.kernel
     by_rank = [plan.items(call.ranks.rank, kv_rank) for kv_rank in range(plan.cp_size)]
-    items = tuple(item for items in by_rank for item in items)
-    launches = tuple(kernel.forward(item, call.params) for item in items)
-    work = [*zip(launches, items, strict=True)]
-    joins = joins_of(work, call.dtype, plan.q_layout.local_len)
+    launches = [[kernel.forward(item, call.params) for item in items] for items in by_rank]
+    length = plan.q_layout.local_len
+    joins = joins_of([x for some in launches for x in some], call.dtype, length)
     back = tuple(kernel.backward(some, call.params, adds=True) for some in by_rank)
-    return Everywhere(items, launches, joins, back)
+    work = tuple(Work.of(some, length) for some in launches)
+    return Everywhere(work, joins, back)
 
 
 def _refuse(_plan: object, request: Request) -> tuple[str, ...]:
@@ -223,7 +222,7 @@ class Dense(Kernel):
 
     def forward(self, item: WorkItem, params: KernelParams) -> Forward:
         """Return the launch of an item's forward, which returns its results."""
-        return Forward(partial(self._attend, item, params), ("return",))
+        return Forward(item, partial(self._attend, item, params), ("return",))
 
     def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
         """Return the launch of the backward of items."""
@@ -246,7 +245,7 @@ class Dense(Kernel):
 
     def _grads(
         self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
-        upstream: BackwardInputs, _dst: Tensor | None,
+        upstream: BackwardInputs, _dst: Tensor | None, _key: object,
     ) -> Grads:  # fmt: skip
         """Return the gradients from the final ``lse``, and from ``delta``."""
         q, k, v, scores = self._scores(rows, columns, item, params)

@@ -63,7 +63,7 @@ def test_a_kernel_that_does_not_merge(name: str, mode: Mode) -> None:
 
     def forward(kernel: EagerKernel, item: Any, params: Any) -> Forward:
         def run(
-            rows: Any, columns: Any, into: AttentionState | None, asked: Mode
+            rows: Any, columns: Any, into: AttentionState | None, asked: Mode, _key: object
         ) -> AttentionState:
             taken.append(asked)
             result = empty_state(rows.q, columns.v.shape[3], torch.float64)
@@ -76,7 +76,7 @@ def test_a_kernel_that_does_not_merge(name: str, mode: Mode) -> None:
                 x.copy_(y)
             return into
 
-        return Forward(run, (mode,))
+        return Forward(item, run, (mode,))
 
     with replaced(EagerKernel, forward=forward):
         results = _run(*CALLS[name])

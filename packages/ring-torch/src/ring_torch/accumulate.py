@@ -7,18 +7,21 @@ number is rounded when its sum is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_core import WorkItem
+from ring_core.base.arguments import not_none
 from ring_core.programs.gather import column_segments
 from ring_core.programs.intervals import Interval, union
 from ring_torch.buffers import KeyGradBuffer
+from ring_torch.launches.cache import tensors_key
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
@@ -30,6 +33,7 @@ from ring_torch.records import (
     KeyBlock,
     KeyGrads,
     Mode,
+    Parts,
     QueryBlock,
     QueryGrads,
     Span,
@@ -137,13 +141,13 @@ class Joins(NamedTuple):
 
     Attributes:
         mode: The mode in which all launches run.
+        is_final: True if launches write results where they belong, as each row is in one launch.
         dtype: The dtype of ``out``.
         rows: The rows of each launch.
         merged: For each launch how many results, the last ones, are merged when it has run: none
             if results wait, or belong where they are written.
         marks: For each launch :attr:`Forward.marks`.
-        marked: Rows to mark at the end, where results are not merged.
-        is_final: True if launches write results where they belong, as each row is in one launch.
+        marked: Rows to mark at the end, where results are not merged; ``None`` stands for all.
         begins: True if rows begin as those that see nothing: some are in no launch, or results are
             merged into sums from the first one on.
         holds_first: True if the first result, which has all rows, may lie where the merged ones go.
@@ -151,12 +155,12 @@ class Joins(NamedTuple):
     """
 
     mode: Mode
+    is_final: bool
     dtype: torch.dtype
     rows: tuple[slice, ...]
     merged: tuple[int, ...]
     marks: tuple[bool, ...]
-    marked: tuple[Span, ...]
-    is_final: bool
+    marked: tuple[Span, ...] | None
     begins: bool
     holds_first: bool
     lse_dtype: torch.dtype
@@ -168,13 +172,13 @@ class Joins(NamedTuple):
 
 
 def joins_of(
-    launches: Sequence[tuple[Forward, WorkItem]], dtype: torch.dtype, length: int, *,
+    launches: Sequence[Forward], dtype: torch.dtype, length: int, *,
     is_final: bool = False, wide: bool = False, resumes: bool = False, at_once: int = 2,
 ) -> Joins:  # fmt: skip
     """Return how the results of a rank's launches, in this order, come together.
 
     Args:
-        launches: The launches, with their items.
+        launches: The launches.
         dtype: The inputs' dtype.
         length: The rank's rows.
         is_final: True if each row is in one launch at most.
@@ -186,13 +190,15 @@ def joins_of(
     preferred: tuple[Mode, ...] = ("write", "return", "merge")
     if not is_final:
         preferred = "merge", "write", "return"
-    rows = tuple(item.q_slice for _, item in launches)
-    marks = tuple(launch.marks for launch, _ in launches)
-    mode = next(x for x in preferred if all(x in launch.modes for launch, _ in launches))
+    rows = tuple(launch.item.q_slice for launch in launches)
+    marks = tuple(launch.marks for launch in launches)
+    mode = next(x for x in preferred if all(x in launch.modes for launch in launches))
     covered = union(Interval(x.start, x.stop) for x in rows)
     is_covered = [tuple(x) for x in covered] == [(0, length)]
     spans = [Interval(x.start, x.stop) for x, mark in zip(rows, marks, strict=True) if mark]
-    marked = tuple((x.start, x.stop - x.start) for x in union(spans))
+    marked: tuple[Span, ...] | None = tuple((x.start, x.stop - x.start) for x in union(spans))
+    if marked == ((0, length),):
+        marked = None
     count, acc = len(launches), acc_dtype(dtype)
     takes, out_dtype, begins, holds_first = (0,) * count, dtype, not is_covered, False
     if mode == "merge" or resumes or not launches:
@@ -208,9 +214,31 @@ def joins_of(
     else:
         is_final, holds_first = True, count == 1 and is_covered
     return Joins(
-        mode, out_dtype, rows, takes, marks, marked if is_final else (), is_final, begins,
+        mode, is_final, out_dtype, rows, takes, marks, marked if is_final else (), begins,
         holds_first, acc,
     )  # fmt: skip
+
+
+class Work(NamedTuple):
+    """Forward launches over the same columns.
+
+    Attributes:
+        launches: The launches, in their order.
+        rows: Their rows.
+        waits_for: For each how many fetches must have arrived.
+    """
+
+    launches: tuple[Forward, ...]
+    rows: Parts
+    waits_for: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, launches: Sequence[Forward], length: int, waits_for: Sequence[int] | None = None
+    ) -> Work:
+        """Return launches of ``length`` rows; by default they wait for no fetch."""
+        rows = Parts.of_rows([x.item.q_slice for x in launches], length)
+        return cls(tuple(launches), rows, tuple(waits_for or [0] * len(launches)))
 
 
 class Accumulator:
@@ -223,7 +251,9 @@ class Accumulator:
     def __init__(self, joins: Joins, q: Tensor, v_dim: int) -> None:
         """Allocate for the rows of ``q [B, T_local, H, D]``."""
         self._joins, self._v_dim = joins, v_dim
+        self._launched = 0  # launches so far
         self._waiting: list[Tensor] = []  # out and lse of each launch that waits for a merge
+        self.state: Any = None  # the first launch returns it
         if joins.begins:
             self.state = empty_state(q, v_dim, joins.dtype)
         elif joins.mode != "return" or not joins.holds_first or q.shape[0] == 0:
@@ -233,56 +263,65 @@ class Accumulator:
             self.state = AttentionState(out, lse)
 
     def attend(
-        self, n: int, launch: Forward, item: WorkItem, rows: QueryBlock, columns: KeyBlock,
-        state: AttentionState | None = None,
+        self, work: Work, rows: QueryBlock, columns: KeyBlock, *,
+        state: AttentionState | None = None, wait: Callable[[int], object] | None = None,
     ) -> None:  # fmt: skip
-        """Run the launch of the ``n``-th item; an empty batch launches nothing.
+        """Run launches, each when what it reads has arrived; an empty batch launches nothing.
 
         Args:
-            n: Number of launches before it.
-            launch: The launch.
-            item: Its item.
+            work: The launches.
             rows: All rows, or those of the only item.
             columns: All columns.
             state: A group of heads of :attr:`state`, where each row is in one launch.
+            wait: Waits until so many fetches have arrived.
         """
-        joins, count = self._joins, item.q_stop - item.q_start
-        mode = joins.mode
+        joins = self._joins
+        (mode, is_final), state = joins[:2], state or self.state
         if rows.q.shape[0] == 0:
             return
-        is_part = rows.q.shape[1] > count
-        if is_part:
-            rows = rows.take(item.q_slice)
-        if columns.k.shape[1] > item.k_stop - item.k_start:
-            columns = columns.take(item.k_slice)
-        if joins.is_final and joins.holds_first and mode == "return":
-            self.state = launch.run(rows, columns, None, mode)
-            return
-        if joins.is_final or mode == "merge":
-            own = state or self.state
-            if is_part:
-                own = own.take(item.q_slice)
-            result = launch.run(rows, columns, None if mode == "return" else own, mode)
-            if result is not own:
-                own.out.copy_(result.out)
-                own.lse.copy_(result.lse)
-            return
-        # Until the first merge `state` is free: it holds the first result if that has all rows.
-        # The merge may read and write it, as one program does both to each number.
-        is_held = n == 0 and joins.holds_first
-        into: AttentionState | None = None
-        if mode == "write":
-            into = self.state if is_held else unseen_state(rows.q, self._v_dim, fully_written=True)
-        result = launch.run(rows, columns, into, mode)
-        if is_held:
-            self.state = result
-        self._waiting += result
-        del result, into  # once they are merged, the next launch may get their memory
-        if joins.merged[n]:
-            # Launches and merges run in order on one stream: memory of results that are merged may
-            # be that of later ones.
-            self._merge(n, joins.merged[n])
-            self._waiting.clear()
+        is_added = is_final or mode == "merge"  # a launch leaves results where they belong
+        own: Iterable[AttentionState | None] = repeat(None)
+        if is_added and state is not None:
+            own = state.parts(work.rows)
+        width = columns.k.shape[1]
+        key = tensors_key(rows.q, columns.k, columns.v, rows.sinks)
+        # Fetches of later items write other columns meanwhile, and peers copy from this rank's
+        # memory and need nothing from this loop.
+        for launch, fetches, some_rows, into in zip(
+            work.launches, work.waits_for, rows.parts(work.rows), own, strict=False
+        ):
+            n, self._launched = self._launched, self._launched + 1
+            if fetches > 0:
+                not_none(wait)(fetches)
+            item = launch.item
+            is_part = width > item.k_stop - item.k_start
+            keys = columns.take(item.k_slice) if is_part else columns
+            if mode == "return":
+                result = launch.run(some_rows, keys, None, mode, key)
+            else:
+                # Until the first merge `state` is free: it holds the first result if that has all
+                # rows. The merge may read and write it, as one program does both to each number.
+                if into is None and n == 0 and joins.holds_first:
+                    into = state
+                elif into is None:
+                    into = unseen_state(some_rows.q, self._v_dim, fully_written=True)
+                result = launch.run(some_rows, keys, into, mode, key)
+            if is_added and into is not None:
+                if result is not into:
+                    into.out.copy_(result.out)
+                    into.lse.copy_(result.lse)
+                continue
+            if n == 0 and joins.holds_first:
+                self.state = result
+            if is_added:
+                continue
+            self._waiting += result
+            del result, into  # once they are merged, the next launch may get their memory
+            if joins.merged[n]:
+                # Launches and merges run in order on one stream: memory of results that are merged
+                # may be that of later ones.
+                self._merge(n, joins.merged[n])
+                self._waiting.clear()
 
     def _merge(self, n: int, count: int) -> None:
         """Merge the results of ``count`` launches, of which the ``n``-th is the last."""
@@ -304,9 +343,13 @@ class Accumulator:
     def finish(self) -> AttentionState:
         """Return the results, after all launches."""
         # Infinities that launches have left, where every row sees something, become NaN.
-        for span in self._joins.marked:
-            self.state.lse.narrow(2, *span).nan_to_num_(torch.nan, torch.nan, torch.nan)
-        return self.state
+        state: AttentionState = self.state
+        if (marked := self._joins.marked) is None:
+            mark_infinities(state.lse)
+            return state
+        for span in marked:
+            mark_infinities(state.lse.narrow(2, *span))
+        return state
 
 
 @dataclass
@@ -472,9 +515,9 @@ class Columns:
 #: Where launches of a backward leave dK and dV: ``put(item, dk, dv)`` takes those of an item,
 #: ``take(columns)`` returns sums of some columns.
 ColumnSums = Columns | KeyGrads | OneItem
-#: The backward of one item: ``(rows, columns, upstream, dst)`` to its gradients alone; ``dst`` is
-#: memory that dQ may be written to.
-ItemGrads = Callable[[QueryBlock, KeyBlock, BackwardInputs, Tensor | None], Grads]
+#: The backward of one item: ``(rows, columns, upstream, dst, key)`` to its gradients alone; ``dst``
+#: is memory that dQ may be written to, ``key`` as in :class:`ring_torch.records.Forward`.
+ItemGrads = Callable[[QueryBlock, KeyBlock, BackwardInputs, Tensor | None, object], Grads]
 #: One that adds to sums: ``(rows, columns, upstream, row_grads, column_grads)``.
 ItemSums = Callable[[QueryBlock, KeyBlock, BackwardInputs, QueryGrads, KeyGrads], None]
 
@@ -494,6 +537,7 @@ def one_by_one(
         column_sums: ColumnSums,
     ) -> None:  # fmt: skip
         (columns,) = held
+        key = tensors_key(rows.q, columns.k, columns.v, *upstream)
         # Launches run one after the other on a stream: each may add to what those before wrote.
         for item, launch in work:
             count, tokens = item.q_stop - item.q_start, item.q_slice
@@ -506,7 +550,7 @@ def one_by_one(
             if adds:
                 launch(*operands, row_sums.take(tokens), column_sums.take(item.k_slice))
                 continue
-            grads = launch(*operands, row_sums.memory(tokens))
+            grads = launch(*operands, row_sums.memory(tokens), key)
             row_sums.put(tokens, grads.dq, grads.dbias)
             column_sums.put(item, grads.dk, grads.dv)
             del grads  # the next launch may get the memory of what has been added
@@ -529,7 +573,7 @@ def sums_one_by_one(
 
 def item_grads(
     launch: ItemSums, params: KernelParams,
-    rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, _dst: Tensor | None,
+    rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, _dst: Tensor | None, _key: object,
 ) -> Grads:  # fmt: skip
     """Run a launch that adds to sums on sums of its own, which begin with zeros."""
     dtype = acc_dtype(rows.q.dtype)

@@ -278,7 +278,8 @@ class Call(NamedTuple):
         self, gather: GatherProgram, keys: KVPayload, tensors: Sequence[Tensor]
     ) -> KeyBlock:
         """Return gathered K/V as a block; ``tensors`` are those that a session has filled."""
-        columns = KeyBlock(*keys.split(tensors[0]), None, tensors[1] if keys.segments else None)
+        k, v = keys.columns(tensors, 0, gather.length)
+        columns = KeyBlock(k, v, None, tensors[1] if keys.segments else None)
         if not self.needs_index:
             return columns
         return columns._replace(

@@ -6,9 +6,9 @@ Shapes: an item has ``n`` query rows and ``m`` key columns; ``q [B, n, H, D]``, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -49,6 +49,30 @@ Span = tuple[int, int]  # first index, and how many
 def span_of(indices: slice) -> Span:
     """Return a slice of one step as a span, in the form of :meth:`torch.Tensor.narrow`."""
     return indices.start, indices.stop - indices.start
+
+
+class Parts(NamedTuple):
+    """Slices of rows, to be cut out of a tensor."""
+
+    slices: tuple[slice, ...]
+    sizes: list[int] | None  # of slices that are all rows in their order
+    is_whole: bool  # True of a single slice that is all rows
+
+    @classmethod
+    def of_rows(cls, slices: Sequence[slice], length: int) -> Parts:
+        """Return the slices of ``length`` rows; a single one of so many is all of them."""
+        sizes = [x.stop - x.start for x in slices]
+        ends = [0, *accumulate(sizes)]
+        in_order = ends[-1] == length and ends[:-1] == [x.start for x in slices]
+        return cls(tuple(slices), sizes if in_order else None, sizes == [length])
+
+    def of(self, x: Tensor, dim: int) -> Sequence[Tensor]:
+        """Return the parts of a tensor whose rows are a dimension, as views."""
+        if self.is_whole:
+            return (x,)
+        if self.sizes is not None:
+            return x.split_with_sizes(self.sizes, dim)
+        return [x.narrow(dim, *span_of(rows)) for rows in self.slices]
 
 
 class PositionRun(NamedTuple):
@@ -100,6 +124,17 @@ class QueryBlock(NamedTuple):
     bias_shift: Tensor | None = None
     sinks: Tensor | None = None  # float32 [H], for a launch that has to add them
     dropout: Dropout | None = None
+
+    def parts(self, rows: Parts) -> Sequence[QueryBlock]:
+        """Return the blocks of several slices of the queries, as views."""
+        if rows.is_whole:
+            return (self,)
+        if self.indices is not None or self.segments is not None:
+            return [self.take(x) for x in rows.slices]
+        sinks = self.sinks  # all else is absent: few views, which cost the host most
+        return [
+            QueryBlock(q, None, None, None, None, None, sinks=sinks) for q in rows.of(self.q, 1)
+        ]
 
     def take(self, tokens: slice) -> QueryBlock:
         """Return the block of a slice of the queries, as views."""
@@ -154,6 +189,13 @@ class AttentionState(NamedTuple):
 
     out: Tensor
     lse: Tensor
+
+    def parts(self, rows: Parts) -> Sequence[AttentionState]:
+        """Return the records of several slices of the rows, as views."""
+        if rows.is_whole:
+            return (self,)
+        pairs = zip(rows.of(self.out, 1), rows.of(self.lse, 2), strict=True)
+        return [AttentionState(*x) for x in pairs]
 
     def take(self, tokens: slice) -> AttentionState:
         """Return the record of a slice of the rows, as views."""
@@ -308,20 +350,23 @@ class Forward(NamedTuple):
     """Launch of a kernel's forward over a work item.
 
     It is made when a call is resolved, and run by every call. It holds options and slices, no
-    tensors. What its first run for tensors of some strides and alignment has found out
-    (:func:`ring_torch.launches.cache.tensors_key`) it may remember, and do less in the runs after.
+    tensors.
 
     Attributes:
-        run: Called as ``run(rows, columns, into, mode)`` with the item's rows and columns. It
+        item: The item.
+        run: Called as ``run(rows, columns, into, mode, key)`` with the item's rows and columns. It
             returns ``into`` or, in mode ``"return"``, where that is ``None``, its own tensors, in
             the inputs' dtype. In a row that sees nothing ``lse`` is ``-inf``, and ``out``, unless
-            it is merged, may be anything.
+            it is merged, may be anything. Runs with equal keys have tensors of equal strides and
+            alignment (:func:`ring_torch.launches.cache.tensors_key`): what the first has found out
+            for a key may be remembered, so that those after it do less.
         modes: The modes that it has.
         marks: True if it leaves infinities in ``lse`` where scores are not finite, while every row
             sees something: whoever finishes the pass makes them NaN.
     """
 
-    run: Callable[[QueryBlock, KeyBlock, AttentionState | None, Mode], AttentionState]
+    item: WorkItem
+    run: Callable[[QueryBlock, KeyBlock, AttentionState | None, Mode, object], AttentionState]
     modes: tuple[Mode, ...]
     marks: bool = False
 

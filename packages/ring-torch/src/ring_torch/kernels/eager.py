@@ -50,7 +50,7 @@ class EagerKernel(Kernel):
 
     def forward(self, item: WorkItem, params: KernelParams) -> Forward:
         """Return the launch of an item's forward, which merges as it computes."""
-        return Forward(partial(self.attend, item, params), ("merge",))
+        return Forward(item, partial(self.attend, item, params), ("merge",))
 
     def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
         """Return the launch of the backward of items."""
@@ -59,7 +59,7 @@ class EagerKernel(Kernel):
 
     def attend(
         self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
-        into: AttentionState | None, _mode: Mode,
+        into: AttentionState | None, _mode: Mode, _key: object = None,
     ) -> AttentionState:  # fmt: skip
         """Attend to the item's keys and merge into ``into``, one block of rows after the other."""
         assert into is not None

@@ -31,7 +31,7 @@ from ring_torch.kernels.library import (
     as_given,
     capability,
 )
-from ring_torch.launches.cache import keep, tensors_key
+from ring_torch.launches.cache import keep
 from ring_torch.optional import has_triton
 from ring_torch.options import Window
 from ring_torch.records import (
@@ -117,12 +117,11 @@ class FlashKernel(Kernel):
         repeated: dict[object, ForwardLaunch | None] = {}
 
         def run(
-            rows: QueryBlock, columns: KeyBlock, into: AttentionState | None, _: Mode
+            rows: QueryBlock, columns: KeyBlock, into: AttentionState | None, _: Mode, key: object
         ) -> AttentionState:
             q, k, v, sinks = rows.q, columns.k, columns.v, rows.sinks
             if into is None:
                 return self._attend(rows, columns, item, params)
-            key = tensors_key(q, k, v, *into, sinks)
             if (launch := repeated.get(key)) is not None:
                 launch(q, k, v, *into, sinks)
                 return into
@@ -139,7 +138,7 @@ class FlashKernel(Kernel):
             return into
 
         modes: tuple[Mode, ...] = ("write",) if self.flash.writes else ("return",)
-        return Forward(run, modes, marks=is_band and params.needs_lse)
+        return Forward(item, run, modes, marks=is_band and params.needs_lse)
 
     def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
         """Return the launch of the backward of items, each of which is repeated likewise."""
@@ -152,13 +151,14 @@ class FlashKernel(Kernel):
         repeated: dict[object, BackwardLaunch | None] = {}
 
         def run(
-            rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, dst: Tensor | None
+            rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, dst: Tensor | None,
+            key: object,
         ) -> Grads:
             q, k, v, (dout, out, lse, _) = rows.q, columns.k, columns.v, upstream
             if not is_band or not self.flash.writes:
                 return self._grads(rows, columns, upstream, item, params, dst)
             dst = q.new_empty(q.shape) if dst is None else dst
-            key, lse = tensors_key(dout, q, k, v, out, lse, dst), lse.contiguous()
+            lse = lse.contiguous()
             if (launch := repeated.get(key)) is not None:
                 return Grads(*launch(dout, q, k, v, out, lse, dst), None)
             grads = self._grads(rows, columns, upstream, item, params, dst)

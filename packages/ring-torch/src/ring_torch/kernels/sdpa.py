@@ -61,7 +61,7 @@ class CpuFlashKernel(Kernel):
 
     def forward(self, item: WorkItem, params: KernelParams) -> Forward:
         """Return the launch of an item's forward, which merges."""
-        return Forward(partial(self.attend, item, params), ("merge",))
+        return Forward(item, partial(self.attend, item, params), ("merge",))
 
     def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
         """Return the launch of the backward of items."""
@@ -70,7 +70,7 @@ class CpuFlashKernel(Kernel):
 
     def attend(
         self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
-        into: AttentionState | None, mode: Mode,
+        into: AttentionState | None, mode: Mode, _key: object = None,
     ) -> AttentionState:  # fmt: skip
         """Attend and merge into ``into``, without repeating K/V for grouped query heads.
 

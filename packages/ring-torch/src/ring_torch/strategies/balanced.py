@@ -17,14 +17,13 @@ from torch import Tensor
 from ring_core import RingProgram, WorkItem
 from ring_core.programs.grid import RankGrid
 from ring_core.programs.ring import Stage, offload_pieces
-from ring_torch.accumulate import Accumulator, Joins, Rows, joins_of, merge
+from ring_torch.accumulate import Accumulator, Joins, Rows, Work, joins_of, merge
 from ring_torch.call import Call, StrategySpec
 from ring_torch.comm.ranks import DONE, Ranks, Transfer
 from ring_torch.records import (
     AttentionState,
     Backward,
     BackwardInputs,
-    Forward,
     Inputs,
     KeyBlock,
     QueryBlock,
@@ -100,7 +99,7 @@ class Balanced(Ring):
     name: str = "balanced"
     forward_pieces: tuple[Pieces, ...]  # of each step
     backward_pieces: tuple[Pieces, ...]
-    lent: Mapping[WorkItem, tuple[Forward, Joins]]
+    lent: Mapping[WorkItem, tuple[Work, Joins]]
     lent_backward: Mapping[WorkItem, Backward]
 
     def __post_init__(self) -> None:
@@ -122,7 +121,8 @@ class Balanced(Ring):
         for item in lent:
             launch, length = call.kernel.forward(item, params), item.q_stop - item.q_start
             # Results travel in the accumulators' dtype: the owner merges them.
-            launches[item] = launch, joins_of([(launch, item)], call.dtype, length, resumes=True)
+            joins = joins_of([launch], call.dtype, length, resumes=True)
+            launches[item] = Work.of([launch], length), joins
         return cls.of_steps(
             call, *(_own_work(program, rank, stages) for stages in passes), resumes=True,
             forward_pieces=forward, backward_pieces=backward, lent=launches,
@@ -138,9 +138,9 @@ class Balanced(Ring):
 
         def attend(item: WorkItem, tensors: list[Tensor]) -> AttentionState:
             """Attend to own K/V with another rank's rows; the result is merged there, not here."""
-            peer_rows, (launch, joins) = remote_rows(call, item, rows, tensors), self.lent[item]
+            peer_rows, (work, joins) = remote_rows(call, item, rows, tensors), self.lent[item]
             result = Accumulator(joins, peer_rows.q, inputs.v.shape[3])
-            result.attend(0, launch, item, peer_rows, own)
+            result.attend(work, peer_rows, own)
             return result.state
 
         def add(tokens: slice, tensors: list[Tensor]) -> None:

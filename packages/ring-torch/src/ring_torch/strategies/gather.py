@@ -19,8 +19,7 @@ and the last group's return have no other group's kernels beside them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -41,7 +40,16 @@ from ring_core.choose.gathering import MAX_SAVED_BYTES, memory_refusals
 from ring_core.programs.gather import Fetch
 from ring_core.programs.grid import RankGrid
 from ring_core.viz.text import figure
-from ring_torch.accumulate import Accumulator, Columns, Joins, Rows, Segments, joins_of, segments_of
+from ring_torch.accumulate import (
+    Accumulator,
+    Columns,
+    Joins,
+    Rows,
+    Segments,
+    Work,
+    joins_of,
+    segments_of,
+)
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload, Shapes
 from ring_torch.call import Call, Saved, Strategy, StrategySpec
 from ring_torch.kernels.api import OwnSpans, SplitBackward
@@ -87,25 +95,7 @@ EARLY_RETURN_FLOPS = 3e11
 #: Rounds flat sums of own keys into dK and dV.
 Rounding = Callable[[Tensor, Tensor, Tensor], object]
 
-
 Wait = Callable[[int], object]
-Launching = Callable[[], AbstractContextManager[object]]
-
-
-class Work(NamedTuple):
-    """A forward launch.
-
-    Attributes:
-        number: Its place among all launches, those over own keys first.
-        launch: The launch.
-        item: Its item.
-        waits_for: How many fetches must have arrived.
-    """
-
-    number: int
-    launch: Forward
-    item: WorkItem
-    waits_for: int
 
 
 class Part(NamedTuple):
@@ -135,9 +125,9 @@ class Gather(Strategy):
         groups: Groups of heads.
         saves: True if the forward saves the gathered K/V.
         adds_sinks: True if launches add the sinks, which else are added at the end.
-        by_parts: True if heads of a group may arrive, and be launched, in parts.
         own_work: The forward's launches over own K/V where they lie.
         work: Those over gathered keys.
+        by_size: Those one by one, the longest first, if heads may arrive in parts; else none.
         joins: How their results come together.
         parts: The backward's launches over gathered keys, for all groups of heads but the last.
         last_parts: Those for the last group.
@@ -160,9 +150,9 @@ class Gather(Strategy):
     groups: HeadGroups
     saves: bool
     adds_sinks: bool
-    by_parts: bool
-    own_work: tuple[Work, ...]
-    work: tuple[Work, ...]
+    own_work: Work
+    work: Work
+    by_size: tuple[Work, ...]
     joins: Joins
     parts: tuple[Part, ...]
     last_parts: tuple[Part, ...]
@@ -187,36 +177,24 @@ class Gather(Strategy):
         gather, groups = self.gather, self.groups.forward
         session = call.open_session(
             call.forward_signature, gather, groups=groups,
-            by_parts=self.by_parts,
+            by_parts=bool(self.by_size),
         )  # fmt: skip
         rows, keys = call.rows(inputs, adds_sinks=self.adds_sinks), session.spec.keys
         results = Accumulator(self.joins, inputs.q, inputs.v.shape[3])
         gathered: Saved = []
 
         def attend(
-            work: Iterable[Work], columns: KeyBlock, n: int, count: int, wait: Wait = _no_wait,
-            contexts: Iterable[Launching] | None = None,
-        ) -> None:  # fmt: skip
+            work: Work, columns: KeyBlock, n: int, count: int, wait: Wait | None = None
+        ) -> None:
             """Run launches for the ``n``-th of ``count`` groups, or parts, of heads."""
             heads, state = rows, None
             if count > 1:
                 heads, state = head_group(rows, n, count), head_group(results.state, n, count)
-            begin = None if contexts is None else iter(contexts)
-            for number, launch, item, waits_for in work:
-                # Let each launch wait for its own fetches. Those of later items write other columns
-                # of the buffer meanwhile; peers copy from this rank's memory and need nothing from
-                # this loop.
-                if waits_for > 0:
-                    wait(waits_for)
-                if begin is None:
-                    results.attend(number, launch, item, heads, columns, state)
-                    continue
-                with next(begin)():
-                    results.attend(number, launch, item, heads, columns, state)
+            results.attend(work, heads, columns, state=state, wait=wait)
 
         def attend_to_own_keys(n: int = 0) -> None:
             """Queue launches over own K/V, which run while fetches are in flight."""
-            if self.own_work:
+            if self.own_work.launches:
                 own = (inputs if groups == 1 else head_group(inputs, n, groups)).key_tensors()
                 attend(self.own_work, call.columns(call.ranks.rank, own), n, groups)
 
@@ -226,17 +204,17 @@ class Gather(Strategy):
         for n, arriving in enumerate(session.fetch(gather, inputs, attend_to_own_keys)):
             if n > 0:
                 attend_to_own_keys(n)
-            columns, count = (
-                call.gathered_columns(gather, keys, arriving.tensors),
-                len(arriving.parts),
-            )
+            columns = call.gathered_columns(gather, keys, arriving.tensors)
+            count = len(arriving.parts)
             if count == 0:
                 attend(self.work, columns, n, groups, arriving.wait)
             # All keys of a part are there. Its longest launch goes first, and the others, and those
             # of the next part, fill the multiprocessors that it leaves.
             for m, contexts in enumerate(arriving.parts):
-                by_size = sorted(self.work, key=_size, reverse=True)
-                attend(by_size, head_group(columns, m, count), m, count, contexts=contexts)
+                of_part = head_group(columns, m, count)
+                for work, context in zip(self.by_size, contexts, strict=True):
+                    with context():
+                        attend(work, of_part, m, count)
             # All of the group has arrived, and this rank's own K/V have been read: the caller may
             # change them after this call.
             arriving.wait(None)
@@ -264,7 +242,7 @@ class Gather(Strategy):
         own_sums: list[Tensor | None] = []
         key_grads: list[Tensor] = []
         # Those of a launch are of all rows and heads if it is the only one.
-        has_stats, row_stats = groups == len(self.last_parts) == 1 and not self.own_work, None
+        has_stats, row_stats = groups == len(self.last_parts) == 1 and not self.own_work.launches, None
 
         # One group of dK/dV is in flight while the next is computed: a transfer is waited for only
         # when that group's kernels are in line ahead of the wait. Peers read a group's sums until
@@ -296,7 +274,7 @@ class Gather(Strategy):
                 self._finish(call, inputs, layout, grad_sums, own_sums, in_flight, key_grads, n - 1)
             # Beside the transfer: launches over own keys, whose gradients do not travel.
             own_sums.append(None)
-            if self.own_work:
+            if self.own_work.launches:
                 group = inputs if groups == 1 else head_group(inputs, n, groups)
                 own_sums[n] = self._own_sums(call, layout, group, *operands, group_rows)
         next(keys_of_groups, None)  # a session may have work behind its last group
@@ -419,7 +397,8 @@ class Gather(Strategy):
         fetched = f"{len(fetches)} by this rank: {keys:,} keys from {others}"
         if not fetches:
             fetched = "none, as no query of this rank sees keys of another"
-        launches = f"{len(gather.items)} over gathered keys, {len(self.own_work)} over own in place"
+        own = len(self.own_work.launches)
+        launches = f"{len(gather.items)} over gathered keys, {own} over own in place"
         of_groups = f", for each of {groups} groups of heads" if groups > 1 else ""
         return [
             *super().figures(call, inputs),
@@ -428,13 +407,9 @@ class Gather(Strategy):
         ]
 
 
-def _no_wait(_fetches: int) -> None:
-    """Wait for nothing."""
-
-
-def _size(work: Work) -> int:
+def _size(launch: Forward) -> int:
     """Return how many pairs of queries and keys a launch is about, masked ones among them."""
-    item = work.item
+    item = launch.item
     size: int = (item.q_stop - item.q_start) * (item.k_stop - item.k_start)
     return size
 
@@ -580,21 +555,18 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
     adds_sinks = kernel.adds_sinks and banded and whole_rows and groups.forward == 1
     adds_sinks = adds_sinks and not in_stages
     launches = [kernel.forward(item, params) for item in items]
-    work = [
-        Work(n, launch, item, waits_for)
-        for n, (launch, item, waits_for) in enumerate(
-            zip(launches, items, (*[0] * len(own_items), *gather.waits_for), strict=True)
-        )
-    ]
+    own_work = Work.of(launches[: len(own_items)], num_rows)
+    over_gathered = launches[len(own_items) :]
+    work = Work.of(over_gathered, num_rows, gather.waits_for)
     joins = joins_of(
-        [*zip(launches, items, strict=True)], call.dtype, num_rows, is_final=not in_stages,
-        wide=call.has_sinks, at_once=3,
-    )  # fmt: skip
+        launches, call.dtype, num_rows, is_final=not in_stages, wide=call.has_sinks, at_once=3
+    )
     by_parts = banded and not own_items and groups.backward == 1 and not in_stages
     by_parts = by_parts and all("merge" not in launch.modes for launch in launches)
     by_parts = by_parts and not (adds_sinks and call.has_sinks)
     if joins.is_final and (groups.forward > 1 or by_parts):
         joins = joins._replace(holds_first=False)  # groups of heads are written into one memory
+    by_size = sorted(over_gathered, key=_size, reverse=True) if by_parts else []
 
     own_whole = [x.q_slice for x in own_items] == [slice(0, num_rows)]
     covers_keys = [x.k_slice for x in own_items] == [slice(0, num_keys)]
@@ -632,9 +604,10 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
     is_complete = sum(x.source.stop - x.source.start for x in own_fetches) == tokens
     shard = [Fetch(rank, slice(0, num_keys), slice(0, num_keys))]
     return Gather(
-        gather=gather, groups=groups, adds_sinks=adds_sinks, by_parts=by_parts,
+        gather=gather, groups=groups, adds_sinks=adds_sinks,
         saves=call.saves_keys(gather) and not (in_stages and call.returns_lse),
-        own_work=tuple(work[: len(own_items)]), work=tuple(work[len(own_items) :]), joins=joins,
+        own_work=own_work, work=work, joins=joins,
+        by_size=tuple(Work.of([x], num_rows) for x in by_size),
         parts=(whole,), last_parts=last_parts, own_launch=own_launch, rows=rows,
         whole_rows=whole_rows, zero=split is not None or not in_order or not gather.items,
         segments=segments, overwrites_own=covers_keys and in_order and split is None,

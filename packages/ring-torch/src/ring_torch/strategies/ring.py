@@ -17,7 +17,7 @@ from ring_core import RingProgram, WorkItem
 from ring_core.programs.grid import RankGrid
 from ring_core.programs.ring import Stage
 from ring_core.viz.text import step_lines
-from ring_torch.accumulate import Accumulator, Joins, Rows, joins_of
+from ring_torch.accumulate import Accumulator, Joins, Rows, Work, joins_of
 from ring_torch.buffers import BufferSpec, Shapes, packing_of
 from ring_torch.call import Call, Saved, Strategy, StrategySpec
 from ring_torch.comm.handshake import agree
@@ -79,7 +79,7 @@ class Ring(Strategy):
     Attributes:
         forward_steps: The steps of the forward.
         backward_steps: The steps of the backward.
-        launches: The launches of each step of the forward.
+        work: The launches of each step of the forward.
         joins: How the results of all of them come together.
         backward_launches: The launches of each step of the backward.
     """
@@ -87,7 +87,7 @@ class Ring(Strategy):
     name: str = "ring"
     forward_steps: tuple[RingStep, ...]
     backward_steps: tuple[RingStep, ...]
-    launches: tuple[tuple[Forward, ...], ...]
+    work: tuple[Work, ...]
     joins: Joins
     backward_launches: tuple[Backward, ...]
 
@@ -108,17 +108,15 @@ class Ring(Strategy):
     ) -> Self:  # fmt: skip
         """Make the launches of a call's steps; with ``resumes`` others merge results, too."""
         params = replace(call.params, needs_lse=True)  # partial results are merged by it
-        launches = [[call.kernel.forward(item, params) for item in step.items] for step in forward]
-        work = [
-            pair for some, step in zip(launches, forward, strict=True)
-            for pair in zip(some, step.items, strict=True)
-        ]  # fmt: skip
-        joins = joins_of(
-            work, call.dtype, call.plan.q_layout.local_len, wide=call.has_sinks, resumes=resumes
-        )
+        launches: list[Forward] = []
+        work, length = [], call.plan.q_layout.local_len
+        for step in forward:
+            some = [call.kernel.forward(item, params) for item in step.items]
+            work.append(Work.of(some, length))
+            launches += some
+        joins = joins_of(launches, call.dtype, length, wide=call.has_sinks, resumes=resumes)
         return cls(
-            forward_steps=forward, backward_steps=backward, launches=tuple(map(tuple, launches)),
-            joins=joins,
+            forward_steps=forward, backward_steps=backward, work=tuple(work), joins=joins,
             # Launches run in reverse.
             backward_launches=tuple(
                 call.kernel.backward(step.items[::-1], params, adds=True) for step in backward
@@ -149,8 +147,7 @@ class Ring(Strategy):
         # compute.
         offload = self.offload_forward(call, inputs, keys, rows, results)
         next(offload)
-        number = 0  # launches so far
-        for step, launches in zip(self.forward_steps, self.launches, strict=True):
+        for step, work in zip(self.forward_steps, self.work, strict=True):
             # Send the held K/V on, and receive the next into the spare buffer. Its former K/V were
             # sent in the step before, and their kernels are queued ahead of this transfer, so it
             # may be overwritten. The peers do the same with their buffers.
@@ -159,9 +156,7 @@ class Ring(Strategy):
             # Kernels read `held` while it is being sent: both only read.
             columns = call.columns(step.keys_of, keys if step.is_own else held_keys)
             # Launches on one stream run in order; each may be merged with what those before wrote.
-            for launch, item in zip(launches, step.items, strict=True):
-                results.attend(number, launch, item, rows, columns)
-                number += 1
+            results.attend(work, rows, columns)
             # Run this step's part of the offloaded work: take in results that came home, compute
             # for peers. The next K/V may still arrive.
             next(offload)

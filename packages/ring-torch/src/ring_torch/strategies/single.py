@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from ring_core import WorkItem
-from ring_torch.accumulate import Accumulator, Joins, OneItem, joins_of
+from ring_torch.accumulate import Accumulator, Joins, OneItem, Work, joins_of
 from ring_torch.call import Call, Saved, Strategy
-from ring_torch.records import AttentionState, Backward, BackwardInputs, Forward, Grads, Inputs
+from ring_torch.records import AttentionState, Backward, BackwardInputs, Grads, Inputs
 from ring_torch.transports.api import Traffic
 
 
@@ -22,7 +22,7 @@ class Single(Strategy):
 
     name: str
     item: WorkItem
-    launch: Forward
+    work: Work
     joins: Joins
     backward_launch: Backward
     adds_sinks = True
@@ -32,16 +32,15 @@ class Single(Strategy):
         """Make the launches of an item that is all of a call."""
         launch = call.kernel.forward(item, call.params)
         length = call.plan.q_layout.local_len
-        joins = joins_of([(launch, item)], call.dtype, length, is_final=True)
+        joins = joins_of([launch], call.dtype, length, is_final=True)
         backward = call.kernel.backward([item], call.params, adds=False)
-        return cls(name, item, launch, joins, backward)
+        return cls(name, item, Work.of([launch], length), joins, backward)
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``, ``out`` in the inputs' dtype or wider; nothing is saved."""
-        item, results = self.item, Accumulator(self.joins, inputs.q, inputs.v.shape[3])
-        rows = call.rows(inputs, adds_sinks=True)
-        columns = call.columns(0, inputs.key_tensors())
-        results.attend(0, self.launch, item, rows, columns)
+        results = Accumulator(self.joins, inputs.q, inputs.v.shape[3])
+        rows, columns = call.rows(inputs, adds_sinks=True), call.columns(0, inputs.key_tensors())
+        results.attend(self.work, rows, columns)
         return results.finish(), []
 
     def backward(

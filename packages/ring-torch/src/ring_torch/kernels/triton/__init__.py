@@ -73,14 +73,14 @@ class TritonKernel(Kernel):
         """Return the launch of an item's forward, which merges, or writes."""
 
         def run(
-            rows: QueryBlock, columns: KeyBlock, into: AttentionState | None, mode: Mode
+            rows: QueryBlock, columns: KeyBlock, into: AttentionState | None, mode: Mode, _: object
         ) -> AttentionState:
             assert into is not None
             launch = ItemLaunch(rows, columns, item, params)
             launch.run("fwd", into._asdict(), overwrite=mode == "write")
             return into
 
-        return Forward(run, ("merge", "write"))
+        return Forward(item, run, ("merge", "write"))
 
     def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
         """Return the launch of the backward of items, which adds in its kernels."""
@@ -101,7 +101,7 @@ def _add_grads(
 
 def _grads(
     item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
-    upstream: BackwardInputs, dst: Tensor | None,
+    upstream: BackwardInputs, dst: Tensor | None, _key: object,
 ) -> Grads:  # fmt: skip
     """Return an item's gradients in float32; ``dq`` is in ``dst`` if it is given."""
     dq, dk, dv = (
