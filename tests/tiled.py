@@ -54,7 +54,9 @@ class Tiled(SplitBackward):
                 memory = row_sums.memory(item.q_slice)
                 assert memory is not None
                 operands = rows.take(item.q_slice), columns.take(item.k_slice)
-                grads = _item_grads(item, params, *operands, upstream.take(item.q_slice), memory, None)
+                grads = _item_grads(
+                    item, params, *operands, upstream.take(item.q_slice), memory, None
+                )
                 memory.copy_(grads.dq)
                 for total, x in zip(totals, (grads.dk, grads.dv), strict=True):
                     total[:, :, item.k_slice] += _reversed(x.transpose(1, 2))

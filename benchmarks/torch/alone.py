@@ -15,53 +15,49 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ring_core import GatherProgram
 from ring_torch import autograd, prepare, transports
-from ring_torch.buffers import KeyGradBuffer
+from ring_torch.call import Call, PendingGrads, PendingKV, SessionSpec, nothing
 from ring_torch.comm.ranks import Ranks
 from ring_torch.records import Inputs
 from ring_torch.strategies import Way, ways
-from ring_torch.transports.api import PendingGrads, PendingKV, SessionSpec, nothing
 from ring_torch.transports.p2p import Messages
 
 
 @dataclass(frozen=True)
 class Alone:
-    """A stand-in for :class:`ring_torch.transports.api.GatherSession` that moves nothing.
+    """A stand-in for :class:`ring_torch.call.GatherSession` that moves nothing.
 
     Results are wrong, but times do not depend on what the keys are.
     """
 
+    call: Call
     spec: SessionSpec
     made: dict[tuple[object, ...], list[Tensor]]
 
     def fetch(
-        self, gather: GatherProgram, inputs: Inputs, meanwhile: Callable[[], object] = nothing
+        self, inputs: Inputs, meanwhile: Callable[[], object] = nothing
     ) -> Iterator[PendingKV]:
         """Yield random keys, made at the first call so that later ones time no work for them."""
         del inputs
         meanwhile()
-        keys, device = self.spec.keys, self.spec.device
-        for n in range(self.spec.groups):
+        (gather, keys, groups, *_), device = self.spec, self.call.device
+        for n in range(groups):
             place = (gather, keys, n)
             if place not in self.made:
                 shape = (keys.batch, gather.length, keys.width)
                 self.made[place] = [torch.randn(shape, dtype=keys.dtype, device=device)]
             yield PendingKV([*self.made[place]], lambda _: None)  # the caller may empty the list
 
-    def accumulators(
-        self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
-    ) -> list[Tensor]:
+    def accumulators(self, *, zero: bool) -> list[Tensor]:
         """Return new accumulators of dK and dV."""
-        return Messages(self.spec).accumulators(gather, sums, zero=zero)
+        return Messages(self.call, self.spec).accumulators(zero=zero)
 
     def return_grads(
-        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
-        before_last_item: bool | None = None,
-    ) -> PendingGrads:  # fmt: skip
+        self, grads: Tensor, group: int, *, overlapped: bool, before_last_item: bool | None = None
+    ) -> PendingGrads:
         """Send and receive nothing."""
-        del gather, sums, grads, group, overlapped, before_last_item
-        return lambda _total, _length, _where: None
+        del grads, group, overlapped, before_last_item
+        return nothing
 
 
 @contextmanager
@@ -69,7 +65,8 @@ def alone() -> Iterator[None]:
     """Let gathered passes inside run without communication: their results mean nothing."""
     made: dict[tuple[object, ...], list[Tensor]] = {}
     opened = tuple(
-        replace(each, open=lambda spec: Alone(spec, made)) for each in transports.TRANSPORTS
+        replace(each, open=lambda call, spec, _: Alone(call, spec, made))
+        for each in transports.TRANSPORTS
     )
     prepare._prepare.cache_clear()  # noqa: SLF001  # calls hold their transport
     with patch.object(transports, "TRANSPORTS", opened):

@@ -19,6 +19,7 @@ from ring_core.programs.grid import RankGrid
 from ring_core.programs.heads import PADDING
 from ring_torch import ContextParallel
 from ring_torch.buffers import KeyGradBuffer
+from ring_torch.call import SessionSpec
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.compat.documents import PackMove
 from ring_torch.options import CallOptions
@@ -137,14 +138,14 @@ def _gather(rank: int, layout: Any, own: bool) -> None:
     options = CallOptions(causal=True, strategy="gather", transport="p2p")
     call, inputs = check_call(ring, ring.next_call(), layout, q, k, v, options)
     gather = gather_program(call.plan, rank, own=own)
-    session = call.open_session(call.forward_signature, gather, groups=1)
-    keys, (arriving,) = session.spec.keys, session.fetch(gather, inputs)
+    keys, sums = call.keys, KeyGradBuffer(call.keys, head_major=False)
+    spec = SessionSpec(gather, keys, 1, sums)
+    (arriving,) = call.open_session(spec, call.forward_signature).fetch(inputs)
     arriving.wait(None)
     fetched = keys.split(arriving.tensors[0])
     y = numbers(rank, *2 * [tuple(fetched[0].shape)])
-    session = call.open_session(call.backward_signature, gather, groups=1)
-    sums = KeyGradBuffer(keys, head_major=False)
-    (room,) = session.accumulators(gather, sums, zero=True)
+    session = call.open_session(spec, call.backward_signature)
+    (room,) = session.accumulators(zero=True)
     for sums_of_keys, of in zip(sums.views(room, gather.length), y, strict=True):
         sums_of_keys.copy_(of)
     home = torch.zeros(sums.numel(keys.length), dtype=torch.float64)
@@ -154,7 +155,7 @@ def _gather(rank: int, layout: Any, own: bool) -> None:
             places, sums.span_views(room, gather.length, own_fetch.target), strict=True
         ):
             sums_of_keys.add_(of)
-    returning = session.return_grads(gather, sums, room, 0, overlapped=False)
+    returning = session.return_grads(room, 0, overlapped=False)
     returning(home, keys.length, lambda source: source)
     returned = sums.views(home, keys.length)
     same(list(zip(fetched, y, strict=True)), list(zip((k, v), returned, strict=True)))

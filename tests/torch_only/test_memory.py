@@ -249,7 +249,7 @@ def test_what_a_ring_has_saved_lives_for_one_step(
         alive.append(not saved[0].expired())
         differentiate(*arguments)
 
-    monkeypatch.setattr(ring, "agree", nothing)
+    monkeypatch.setattr(Call, "agree", nothing)
     monkeypatch.setattr(ring.Ring, "forward", noted_forward)
 
     def run() -> None:
@@ -283,7 +283,7 @@ def test_gathered_keys_are_gone_before_launches_in_place(
         alive.append(not gathered[-1].expired())
         return own_sums(strategy, *arguments)
 
-    monkeypatch.setattr(p2p, "agree", nothing)
+    monkeypatch.setattr(Call, "agree", nothing)
     monkeypatch.setattr(p2p.Messages, "_fetch", noted_fetch)
     monkeypatch.setattr(gather.Gather, "_own_sums", noted_launches)
     monkeypatch.setattr(Call, "saves_keys", lambda *_: saves)

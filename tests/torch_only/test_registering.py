@@ -24,7 +24,6 @@ from torch import Tensor
 import ring_torch
 from ring_core import (
     Capabilities,
-    GatherProgram,
     Mask,
     Request,
     StrategyName,
@@ -40,11 +39,23 @@ from ring_core.programs.grid import RankGrid
 from ring_core.programs.steps import RINGS
 from ring_torch import kernels, strategies, transports
 from ring_torch.accumulate import Accumulator, Joins, Work, joins_of, one_by_one
-from ring_torch.buffers import BufferSpec, KeyGradBuffer
-from ring_torch.call import Call, Saved, Strategy, StrategySpec
+from ring_torch.buffers import BufferSpec
+from ring_torch.call import (
+    Call,
+    IndexMap,
+    PendingGrads,
+    PendingKV,
+    Saved,
+    SessionSpec,
+    Strategy,
+    StrategySpec,
+    Traffic,
+    Transport,
+    nothing,
+)
 from ring_torch.comm.exchange import exchange
-from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.store import CallSignature
 from ring_torch.kernels import KERNELS
 from ring_torch.kernels.api import Kernel
 from ring_torch.options import AttentionOptions, CallOptions
@@ -64,18 +75,7 @@ from ring_torch.records import (
 from ring_torch.strategies import STRATEGIES, choose_strategy
 from ring_torch.strategies.gather import GATHER, Gather
 from ring_torch.transports import TRANSPORTS
-from ring_torch.transports.api import (
-    IndexMap,
-    PendingGrads,
-    PendingKV,
-    SessionSpec,
-    Traffic,
-    Transport,
-    note_reads,
-    nothing,
-    program_of,
-    requests_to,
-)
+from ring_torch.transports.api import note_reads, program_of, requests_to
 from ring_torch.transports.p2p import HeadMessages
 
 LENGTH, HEADS, DIM = 16, (4, 2, 2), 8  # tokens of the sequence, heads of q, k and v
@@ -92,7 +92,7 @@ class Everywhere(Strategy):
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Attend to each rank's keys in turn, and merge."""
-        agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
+        call.agree(call.ranks, call.forward_signature)
         keys, rows = self._keys(call, inputs), call.rows(inputs)
         results = Accumulator(self.joins, rows.q, inputs.v.shape[3])
         for work, columns in zip(self.work, keys, strict=True):
@@ -103,7 +103,7 @@ class Everywhere(Strategy):
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: Saved, /
     ) -> Grads:
         """Compute the gradients of all keys, and send each rank its own."""
-        agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
+        call.agree(call.ranks, call.backward_signature)
         keys, rows = self._keys(call, inputs), call.rows(inputs)
         row_sums = call.row_sums(rows, "add")
         sums = [
@@ -153,44 +153,44 @@ EVERYWHERE = StrategySpec("everywhere", _resolve, _refuse)
 class Letters:
     """Ranks put tensors into the group's store, and read those of their peers there."""
 
+    call: Call
     spec: SessionSpec
+    pass_name: str
 
     def _shared(self, name: str, own: Tensor) -> list[Tensor]:
         """Put a tensor there, and return those of all ranks, which are of its dtype."""
-        spec, store = self.spec, dist.distributed_c10d._get_default_store()
-        name = f"letters/{spec.number}/{spec.signature.fields['pass']}/{name}"
-        store.set(f"{name}/{spec.ranks.rank}", own.numpy().tobytes().hex())
-        letters = [store.get(f"{name}/{rank}").decode() for rank in range(spec.ranks.size)]
+        ranks, store = self.call.ranks, dist.distributed_c10d._get_default_store()
+        name = f"letters/{self.call.number}/{self.pass_name}/{name}"
+        store.set(f"{name}/{ranks.rank}", own.numpy().tobytes().hex())
+        letters = [store.get(f"{name}/{rank}").decode() for rank in range(ranks.size)]
         return [torch.frombuffer(bytearray.fromhex(x), dtype=own.dtype) for x in letters]
 
     def fetch(
-        self, gather: GatherProgram, inputs: Inputs, meanwhile: Callable[[], object] = nothing
+        self, inputs: Inputs, meanwhile: Callable[[], object] = nothing
     ) -> Iterator[PendingKV]:
         """Copy what is fetched out of each rank's K/V."""
-        keys = self.spec.keys
+        gather, keys, *_ = self.spec
         own = torch.cat([inputs.k.flatten(2), inputs.v.flatten(2)], dim=2)
         kv = own.new_empty(keys.batch, gather.length, keys.width)
         whole = [x.view(own.shape) for x in self._shared("keys", own.detach())]
         for fetch in gather.fetches:
             kv[:, fetch.target] = whole[fetch.rank][:, fetch.source]
-            if fetch.rank != self.spec.ranks.rank:
+            if fetch.rank != self.call.ranks.rank:
                 note_reads([kv[:, fetch.target]])
         meanwhile()
         return iter([PendingKV([kv], lambda _: None)])
 
-    def accumulators(
-        self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
-    ) -> list[Tensor]:
+    def accumulators(self, *, zero: bool) -> list[Tensor]:
         """Return a buffer for the only group of heads."""
+        gather, sums = self.spec.gather, self.spec.sums
         return [(torch.zeros if zero else torch.empty)(sums.numel(gather.length))]
 
     def return_grads(
-        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *,
-        overlapped: bool, before_last_item: bool | None = None,
-    ) -> PendingGrads:  # fmt: skip
+        self, grads: Tensor, group: int, *, overlapped: bool, before_last_item: bool | None = None
+    ) -> PendingGrads:
         """Put all sums into the store; owners take theirs out of them."""
         del group, overlapped
-        plan, rank = self.spec.plan, self.spec.ranks.rank
+        (gather, _, _, sums, _), plan, rank = self.spec, self.call.plan, self.call.ranks.rank
         by_rank = self._shared(f"grads/{before_last_item}", grads)
         requests = requests_to(plan, rank, like=gather, before_last_item=before_last_item)
 
@@ -204,9 +204,9 @@ class Letters:
         return add_to
 
 
-def _open(spec: SessionSpec) -> Letters:
-    agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
-    return Letters(spec)
+def _open(call: Call, spec: SessionSpec, signature: CallSignature) -> Letters:
+    call.agree(call.ranks, signature)
+    return Letters(call, spec, signature.fields["pass"])
 
 
 LETTERS = Transport(

@@ -15,7 +15,7 @@ import torch
 from ring_core import Mask, StrategyConfig, cost
 from ring_core.choose.gathering import MAX_SAVED_BYTES
 from ring_torch import call as call_module, prepare
-from ring_torch.call import Call
+from ring_torch.call import Call, Traffic
 from ring_torch.comm.ranks import DONE, Ranks
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.eager import EagerKernel
@@ -24,7 +24,6 @@ from ring_torch.prepare import _prepare, check_call
 from ring_torch.strategies.balanced import Balanced, OffloadPiece, offload_pieces_of, remote_queries
 from ring_torch.strategies.ring import Ring
 from ring_torch.strategies.ulysses import Ulysses
-from ring_torch.transports.api import Traffic
 
 T = 768
 MASKS = {

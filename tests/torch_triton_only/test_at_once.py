@@ -28,8 +28,9 @@ import ring_torch
 from ring_core import gather_refusals
 from ring_torch import prepare
 from ring_torch.buffers import BufferSpec, KVPayload
+from ring_torch.call import Call, GatherSession, SessionSpec
 from ring_torch.comm import ranks as _comm
-from ring_torch.comm.handshake import agree
+from ring_torch.comm.store import CallSignature
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.prepare import _prepare
 from ring_torch.strategies.gather import GATHER
@@ -39,7 +40,7 @@ from ring_torch.transports import (
     peer_copies,
     symm_buffer,
 )
-from ring_torch.transports.api import GatherSession, SessionSpec, counted_by
+from ring_torch.transports.api import counted_by
 from ring_torch.transports.p2p import P2P
 from ring_torch.transports.peer_copies import grad_bytes_of
 from ring_torch.transports.symm_mem import SYMM_MEM
@@ -66,16 +67,16 @@ def on_a_rank(
     """Return a rank's part of a case, and the names of the kernels that ran."""
     ran: list[str] = []
 
-    def opened(spec: SessionSpec) -> GatherSession:
-        agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
+    def opened(call: Call, spec: SessionSpec, signature: CallSignature) -> GatherSession:
+        call.agree(call.ranks, signature)
         options = spec.gather.splits, spec.gather.tile
-        assert peer_copies.fits_one_kernel(spec.plan, spec.keys, spec.groups, *options)
-        digest = spec.signature.as_int64(spec.number, spec.seed)
+        assert peer_copies.fits_one_kernel(call.plan, spec.keys, spec.groups, *options)
+        digest = signature.as_int64(call.number, call.seed)
         digest += rank if wrong == "digest" else 0
-        size = grad_bytes_of(spec.plan, spec.keys, spec.acc_dtype, *options)
+        size = grad_bytes_of(call.plan, spec.keys, call.acc_dtype, *options)
         size += spec.keys.message.size
-        exchange = one_kernel.exchange_state_of(spec.ranks).begin_pass(size, digest)
-        return one_kernel.OneKernel(spec._replace(by_parts=captured is not None), exchange)
+        exchange = one_kernel.exchange_state_of(call.ranks).begin_pass(size, digest)
+        return one_kernel.OneKernel(call, spec._replace(by_parts=captured is not None), exchange)
 
     def noted(name: str) -> Any:
         kernel = getattr(kernels, name)

@@ -21,7 +21,7 @@ import ring_torch
 from ring_core import Mask
 from ring_torch import prepare
 from ring_torch.buffers import HeadCarrier
-from ring_torch.comm.handshake import agree
+from ring_torch.call import Call
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.local import LocalRankError, LocalRanks
@@ -62,11 +62,9 @@ def on_a_rank(
     """Return a rank's part of a case, and the number of kernels that ran."""
     ran = []
 
-    def opened(
-        ranks: Ranks, number: int, seed: int, signature: CallSignature, device: Any, size: int
-    ) -> HeadCarrier:
-        agree(ranks, number, seed, signature, device)
-        digest = signature.as_int64(number, seed) + (rank if wrong == "digest" else 0)
+    def opened(call: Call, ranks: Ranks, signature: CallSignature, size: int) -> HeadCarrier:
+        call.agree(ranks, signature)
+        digest = signature.as_int64(call.number, call.seed) + (rank if wrong == "digest" else 0)
         return HeadTrade(one_kernel.exchange_state_of(ranks).begin_pass(size, digest))
 
     trade_heads = exchange_kernel.trade_heads

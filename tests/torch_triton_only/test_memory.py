@@ -111,7 +111,7 @@ def test_peak(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "head_groups_of", lambda *_: peak.groups)
     monkeypatch.setattr(peer_copies, "fits_one_kernel", lambda *_: peak.is_short)
     # A ring compares no calls here, as no header arrives; its backward launches nothing, either.
-    monkeypatch.setattr(ring, "agree", nothing)
+    monkeypatch.setattr(Call, "agree", nothing)
     monkeypatch.setattr(type(FA4.flash), "backward", _empty_grads)
     # Copies between GPUs do nothing; their destination buffers are allocated.
     session: AbstractContextManager[None] = nullcontext() if peak.is_short else alone()

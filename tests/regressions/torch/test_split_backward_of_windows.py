@@ -11,7 +11,7 @@ import torch
 from benchmarks.common.cases import SHORT_SETTINGS, Setting, mask_of
 from ring_core import Mask, Request, make_plan, ring_program
 from ring_torch.buffers import KVPayload
-from ring_torch.call import UNRESOLVED, Call
+from ring_torch.call import UNRESOLVED, Call, Transport
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import fa4
 from ring_torch.kernels.api import Kernel, Selection
@@ -20,7 +20,6 @@ from ring_torch.kernels.fa4 import private
 from ring_torch.records import KernelParams
 from ring_torch.strategies import gather
 from ring_torch.strategies.gather import GATHER, Gather
-from ring_torch.transports.api import Transport
 
 OSS = SHORT_SETTINGS[1]  # a layer of gpt-oss with a window
 

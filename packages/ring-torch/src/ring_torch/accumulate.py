@@ -275,20 +275,20 @@ class Accumulator:
             state: A group of heads of :attr:`state`, where each row is in one launch.
             wait: Waits until so many fetches have arrived.
         """
-        joins = self._joins
-        (mode, is_final), state = joins[:2], state or self.state
+        joins, v_dim, state = self._joins, self._v_dim, state or self.state
+        mode, is_final, *_ = joins
         if rows.q.shape[0] == 0:
             return
         is_added = is_final or mode == "merge"  # a launch leaves results where they belong
-        own: Iterable[AttentionState | None] = repeat(None)
+        parts: Iterable[AttentionState | None] = repeat(None)
         if is_added and state is not None:
-            own = state.parts(work.rows)
+            parts = state.parts(work.rows)
         width = columns.k.shape[1]
         key = tensors_key(rows.q, columns.k, columns.v, rows.sinks)
         # Fetches of later items write other columns meanwhile, and peers copy from this rank's
         # memory and need nothing from this loop.
-        for launch, fetches, some_rows, into in zip(
-            work.launches, work.waits_for, rows.parts(work.rows), own, strict=False
+        for launch, fetches, some_rows, own in zip(
+            work.launches, work.waits_for, rows.parts(work.rows), parts, strict=False
         ):
             n, self._launched = self._launched, self._launched + 1
             if fetches > 0:
@@ -296,23 +296,18 @@ class Accumulator:
             item = launch.item
             is_part = width > item.k_stop - item.k_start
             keys = columns.take(item.k_slice) if is_part else columns
-            if mode == "return":
-                result = launch.run(some_rows, keys, None, mode, key)
-            else:
+            into = own
+            if not is_added and mode == "write":
                 # Until the first merge `state` is free: it holds the first result if that has all
                 # rows. The merge may read and write it, as one program does both to each number.
-                if into is None and n == 0 and joins.holds_first:
-                    into = state
-                elif into is None:
-                    into = unseen_state(some_rows.q, self._v_dim, fully_written=True)
-                result = launch.run(some_rows, keys, into, mode, key)
-            if is_added and into is not None:
-                if result is not into:
-                    into.out.copy_(result.out)
-                    into.lse.copy_(result.lse)
-                continue
+                is_held = n == 0 and joins.holds_first
+                into = state if is_held else unseen_state(some_rows.q, v_dim, fully_written=True)
+            result = launch.run(some_rows, keys, None if mode == "return" else into, mode, key)
             if n == 0 and joins.holds_first:
                 self.state = result
+            elif own is not None and result is not own:
+                own.out.copy_(result.out)
+                own.lse.copy_(result.lse)
             if is_added:
                 continue
             self._waiting += result

@@ -1,9 +1,13 @@
-"""The record of one checked call, the interface of strategies, and the forward of a call."""
+"""The record of one checked call, the interfaces of strategies and transports, and the forward.
+
+A session of a transport carries K/V to ranks and dK/dV back, in one pass.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -28,7 +32,7 @@ from ring_core.programs.grid import RankGrid
 from ring_core.triton.tile_configs import positions_aligned8
 from ring_core.viz.text import imbalance_line
 from ring_torch.accumulate import Rows
-from ring_torch.buffers import HeadCarrier, KVPayload, Shapes
+from ring_torch.buffers import HeadCarrier, KeyGradBuffer, KVPayload, Shapes
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
@@ -54,10 +58,149 @@ from ring_torch.records import (
     zero_bias_grad,
 )
 from ring_torch.tensor_specs import Described
-from ring_torch.transports.api import GatherSession, Refusals, SessionSpec, Traffic, Transport
 
 _LONGEST = 48  # characters of a list of numbers in an error message
 Saved = list[Tensor]  # tensors that a forward saves beside inputs and results
+
+
+#: Maps local indices of a rank's keys to columns of a buffer.
+IndexMap = Callable[[slice], slice]
+
+
+class SessionSpec(NamedTuple):
+    """What the passes of a call over gathered keys exchange, in one direction.
+
+    Attributes:
+        gather: This rank's program, from which it derives those of the others.
+        keys: The shape of the K/V of a rank for one group of heads.
+        groups: Number of groups into which heads are cut.
+        sums: The order of dK/dV of a group that travel.
+        by_parts: True if the caller can launch kernels for parts of the heads, as they arrive.
+    """
+
+    gather: GatherProgram
+    keys: KVPayload
+    groups: int
+    sums: KeyGradBuffer
+    by_parts: bool = False
+
+
+def nothing(*_: object) -> None:
+    """Do nothing: queue no kernels beside fetches, or add no gradients."""
+
+
+class GatherSession(Protocol):
+    """The exchange of gathered K/V, and of their gradients, in one pass of a call.
+
+    All ranks call its methods in the same order, groups of heads from the first to the last. A rank
+    that calls none in a pass would let its peers wait until the group's timeout.
+    """
+
+    def fetch(
+        self, inputs: Inputs, meanwhile: Callable[[], object] = nothing
+    ) -> Iterator[PendingKV]:
+        """Start fetching K/V into new tensors, and yield each group's tensors and their arrival.
+
+        The tensors are shaped as :attr:`KVPayload.message`, for as many tokens as are gathered. The
+        caller takes the groups one by one and runs a group's kernels before it takes the next; it
+        takes all of them. ``meanwhile`` queues kernels that need nothing of what is fetched. It is
+        called once, as early as the fetches can run beside these kernels, so that the GPU need not
+        wait until the host has queued the fetches.
+        """
+
+    def accumulators(self, *, zero: bool) -> list[Tensor]:
+        """Return a flat buffer for each group, for dK/dV of the keys that this rank fetches.
+
+        A backward calls it before anything else. The buffers may be memory that peers read; they
+        are filled with zeros if ``zero``, and uninitialised otherwise.
+        """
+
+    def return_grads(
+        self, grads: Tensor, group: int, *, overlapped: bool, before_last_item: bool | None = None
+    ) -> PendingGrads:
+        """Start sending a group's dK/dV to the ranks that own the keys, and receiving this rank's.
+
+        Nothing may write ``grads`` any more, but what arrives for own keys. ``before_last_item``
+        selects what is sent: ``None`` all; ``True`` the gradients for which
+        :meth:`ring_core.GatherProgram.is_before_last_item` is true; ``False``, afterwards, the
+        others. ``overlapped`` says that more kernels follow, which the transfer must not slow down.
+        """
+
+
+Refusals = tuple[str, ...]  # reasons, each a clause of a sentence; empty if there is none
+
+
+@dataclass(frozen=True)
+class Transport:
+    """Self-description of a transport: a way in which bytes move between ranks.
+
+    Attributes:
+        name: The name that ``transport=`` takes.
+        open: Opens a session for a pass over gathered keys, whose signature is the last argument.
+            Raises a ``RankMismatchError`` if a peer is making another call.
+        refusals: Returns the reasons why these ranks cannot use it for tensors on a device, the
+            same on all ranks. Its third argument, ``probe``, allows it to communicate; without
+            that it returns ``None`` if only communication can tell.
+        sends_messages: True if bytes move as messages of the process group, which a strategy may
+            also send itself; they are counted where they are sent. False if ranks read them out of
+            their peers' memory; then they are counted where they are read.
+        asks: The condition that ranks find out together at the first call, worded to follow "if" in
+            the text of ``explain``.
+        devices: Types of devices that it supports; empty means any.
+        missing: Returns the reason why it cannot run between processes of this machine, or an
+            empty string, the default. It gets the type of device and, for each GPU, the GPUs whose
+            memory it reaches.
+        open_heads: Begins a pass in which some ranks trade tokens for heads, in exchanges of at
+            most so many bytes from a rank to all, and returns what moves them. Raises a
+            ``RankMismatchError`` if a peer is making another call. Bytes are counted as
+            ``sends_messages`` says.
+        head_refusals: Returns the reasons why these ranks cannot trade tokens for heads by it,
+            though they can use it; the same on all ranks. By default there are none.
+        is_short: Returns True if gathering K/V of a shape, in so many groups of heads, is so short
+            that no work is done over own keys in place; the same on all ranks. By default no call
+            is short.
+    """
+
+    name: str
+    open: Callable[[Call, SessionSpec, CallSignature], GatherSession]
+    refusals: Callable[[Ranks, torch.device, bool], Refusals | None]
+    open_heads: Callable[[Call, Ranks, CallSignature, int], HeadCarrier]
+    sends_messages: bool
+    head_refusals: Callable[[Ranks], Refusals] = lambda _ranks: ()
+    asks: str = ""
+    devices: tuple[str, ...] = ()
+    missing: Callable[[str, Sequence[Sequence[int]]], str] = lambda _device, _reaches: ""
+    is_short: Callable[[Plan, KVPayload, int], bool] = lambda _plan, _keys, _groups: False
+
+
+class PendingKV(NamedTuple):
+    """Gathered K/V of one group of heads, whose fetches are in flight."""
+
+    #: The caller may empty the list: then nobody else holds what has arrived.
+    tensors: list[Tensor]
+    #: Waits (on CUDA: lets the current stream wait) until that many fetches have arrived, counted
+    #: in the program's order. ``None`` waits for all, and until this rank's own K/V, which peers
+    #: or copies may still read, can be changed by the caller.
+    wait: Callable[[int | None], None]
+    #: If heads arrive in equal parts, one after the other: for each part, in their order, contexts
+    #: in which to launch its kernels, as many as the program has items. A kernel there waits for
+    #: its part alone, not for what the caller has queued since, and the caller waits for all behind
+    #: them. Empty if all heads arrive together, and if the session was not opened ``by_parts``.
+    parts: Sequence[Sequence[Callable[[], AbstractContextManager[object]]]] = ()
+
+
+#: dK/dV of own keys, on their way home from peers. Called as ``(total, length, index_map)``, it
+#: waits for them and adds them to the flat sums ``total`` of ``length`` tokens, in which
+#: ``index_map`` finds the columns of own keys. Each is called once, in the order in which the
+#: gradients were sent.
+PendingGrads = Callable[[Tensor, int, IndexMap], None]
+
+
+class Traffic(NamedTuple):
+    """Bytes that a rank sends to and receives from its peers in a pass, without headers."""
+
+    sent: int
+    received: int
 
 
 class Strategy(Protocol):
@@ -240,25 +383,13 @@ class Call(NamedTuple):
             runs=key_runs(self.plan, rank),
         )
 
-    def open_session(
-        self,
-        signature: CallSignature,
-        gather: GatherProgram,
-        *,
-        groups: int,
-        by_parts: bool = False,
-    ) -> GatherSession:
-        """Open a session of the transport for one pass, over ``groups`` groups of heads.
-
-        With ``by_parts`` heads of a group may arrive in parts: :class:`PendingKV` has them.
+    def open_session(self, spec: SessionSpec, signature: CallSignature) -> GatherSession:
+        """Open a session of the transport for the pass that a signature is of.
 
         Raises:
             RankMismatchError: A peer is making another call.
         """
-        return self.transport.open(SessionSpec(
-            self.ranks, self.plan, gather, self.keys.of_group(groups), groups, self.device, self.acc_dtype,
-            self.needs_grad, signature, self.number, self.seed, by_parts,
-        ))  # fmt: skip
+        return self.transport.open(self, spec, signature)
 
     def open_heads(self, signature: CallSignature, size: int, members: Ranks | None) -> HeadCarrier:
         """Begin a pass that trades tokens for heads, in exchanges of at most ``size`` bytes a rank.
@@ -266,13 +397,13 @@ class Call(NamedTuple):
         ``members`` are the ranks that trade, if not all do; all compare their calls before that.
         Raises a ``RankMismatchError`` if a peer is making another call.
         """
-        ranks = self.ranks
         if members is not None:
-            agree(ranks, self.number, self.seed, signature, self.device)
-            ranks = members
-        return self.transport.open_heads(
-            ranks, self.number, self.seed, signature, self.device, size
-        )
+            self.agree(self.ranks, signature)
+        return self.transport.open_heads(self, members or self.ranks, signature, size)
+
+    def agree(self, ranks: Ranks, signature: CallSignature) -> None:
+        """Compare a pass of the call with the ranks' (:func:`ring_torch.comm.handshake.agree`)."""
+        agree(ranks, self.number, self.seed, signature, self.device)
 
     def gathered_columns(
         self, gather: GatherProgram, keys: KVPayload, tensors: Sequence[Tensor]

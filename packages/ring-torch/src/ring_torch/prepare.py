@@ -35,7 +35,7 @@ from ring_core.masks.mask import snapshot
 from ring_core.programs.grid import RankGrid
 from ring_core.tripwire import VARIABLE, every_of
 from ring_torch.buffers import KVPayload
-from ring_torch.call import UNRESOLVED, Call, agreed_fields
+from ring_torch.call import UNRESOLVED, Call, Transport, agreed_fields
 from ring_torch.capture import ASSUMED_CAPABILITY, on_device
 from ring_torch.checking.settings import SETTING, number_checked
 from ring_torch.comm.groups import warn_if_alone
@@ -47,7 +47,6 @@ from ring_torch.records import Inputs, KernelParams, acc_dtype
 from ring_torch.strategies import choose_strategy, grid_of, resolve, strategy_names
 from ring_torch.tensor_specs import Described, TensorSpec, check_tensors, head_parallel_specs
 from ring_torch.transports import transport_names
-from ring_torch.transports.api import Transport
 
 _QKV = ("q", "k", "v")
 #: The name of each field of :class:`Inputs` in the public function.

@@ -151,7 +151,10 @@ class FlashKernel(Kernel):
         repeated: dict[object, BackwardLaunch | None] = {}
 
         def run(
-            rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, dst: Tensor | None,
+            rows: QueryBlock,
+            columns: KeyBlock,
+            upstream: BackwardInputs,
+            dst: Tensor | None,
             key: object,
         ) -> Grads:
             q, k, v, (dout, out, lse, _) = rows.q, columns.k, columns.v, upstream

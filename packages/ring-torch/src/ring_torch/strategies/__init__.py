@@ -15,7 +15,7 @@ from ring_core import LayoutSpec, Request, RingProgram, StrategyConfig, Unsuppor
 from ring_core.programs.grid import RankGrid
 from ring_core.viz.text import heading
 from ring_torch import transports
-from ring_torch.call import Call, Strategy, StrategySpec
+from ring_torch.call import Call, Strategy, StrategySpec, Traffic, Transport
 from ring_torch.comm.groups import default_device
 from ring_torch.comm.ranks import Ranks
 from ring_torch.records import Inputs
@@ -25,7 +25,6 @@ from ring_torch.strategies.hybrid import HYBRID
 from ring_torch.strategies.ring import RING
 from ring_torch.strategies.single import Single, only_item
 from ring_torch.strategies.ulysses import ULYSSES
-from ring_torch.transports.api import Traffic, Transport
 
 #: The strategies of ``strategy=``: ``auto`` takes the first of its own that can do a call.
 STRATEGIES: tuple[StrategySpec, ...] = (ULYSSES, GATHER, RING, BALANCED, HYBRID)

@@ -18,7 +18,7 @@ from ring_core import RingProgram, WorkItem
 from ring_core.programs.grid import RankGrid
 from ring_core.programs.ring import Stage, offload_pieces
 from ring_torch.accumulate import Accumulator, Joins, Rows, Work, joins_of, merge
-from ring_torch.call import Call, StrategySpec
+from ring_torch.call import Call, StrategySpec, Traffic
 from ring_torch.comm.ranks import DONE, Ranks, Transfer
 from ring_torch.records import (
     AttentionState,
@@ -29,7 +29,6 @@ from ring_torch.records import (
     QueryBlock,
 )
 from ring_torch.strategies.ring import Ring, RingStep, RotatingKeyGrads, ring_steps
-from ring_torch.transports.api import Traffic
 
 
 class OffloadPiece(NamedTuple):

@@ -23,7 +23,7 @@ from ring_core.base.merge import UNSHIFTED_BIAS
 from ring_torch.buffers import BufferSpec
 from ring_torch.call import Call
 from ring_torch.comm.exchange import exchange
-from ring_torch.comm.handshake import HEADER_BYTES, agree
+from ring_torch.comm.handshake import HEADER_BYTES
 from ring_torch.kernels.rules import shown
 from ring_torch.optional import has_triton
 from ring_torch.positions import visible_spans
@@ -84,7 +84,7 @@ def _all_key_ids(call: Call, inputs: Inputs) -> Tensor | None:
     if k_ids is None:
         return None
     # The strategy checks the call with the peers as well, but later, when it sends K/V.
-    agree(ranks, call.number, call.seed, call.forward_signature, call.device)
+    call.agree(ranks, call.forward_signature)
     # Nothing of the strategy is in flight yet: its first messages come after this exchange on every
     # rank, so none is taken for another.
     (ids_of_ranks,) = exchange(ranks, [[k_ids] * ranks.size], call.device)

@@ -37,7 +37,7 @@ from ring_core import (
     longest_gather,
 )
 from ring_core.choose.gathering import MAX_SAVED_BYTES, memory_refusals
-from ring_core.programs.gather import Fetch
+from ring_core.programs.gather import Fetch, moved_keys
 from ring_core.programs.grid import RankGrid
 from ring_core.viz.text import figure
 from ring_torch.accumulate import (
@@ -51,7 +51,17 @@ from ring_torch.accumulate import (
     segments_of,
 )
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload, Shapes
-from ring_torch.call import Call, Saved, Strategy, StrategySpec
+from ring_torch.call import (
+    Call,
+    GatherSession,
+    IndexMap,
+    PendingGrads,
+    Saved,
+    SessionSpec,
+    Strategy,
+    StrategySpec,
+    Traffic,
+)
 from ring_torch.kernels.api import OwnSpans, SplitBackward
 from ring_torch.records import (
     AttentionState,
@@ -65,15 +75,7 @@ from ring_torch.records import (
     QueryBlock,
     head_group,
 )
-from ring_torch.transports.api import (
-    GatherSession,
-    IndexMap,
-    PendingGrads,
-    Traffic,
-    add_staged,
-    as_in_shard,
-    gathered_traffic,
-)
+from ring_torch.transports.api import add_staged, as_in_shard
 
 #: Least FLOPs of a forward for each group of heads: about 1.5 ms on an H200. With shorter groups
 #: the host cannot launch ahead of the GPU.
@@ -104,7 +106,7 @@ class Part(NamedTuple):
     Attributes:
         launch: The launches.
         before_last_item: Which gradients are sent after them, see
-            :meth:`ring_torch.transports.api.GatherSession.return_grads`.
+            :meth:`ring_torch.call.GatherSession.return_grads`.
         overlapped: True if more launches follow that can hide the transfer.
     """
 
@@ -121,8 +123,9 @@ class Gather(Strategy):
     them again.
 
     Attributes:
-        gather: What is fetched, in which order.
-        groups: Groups of heads.
+        forward_spec: What the forward exchanges.
+        backward_spec: What the backward exchanges, in groups of heads cut once more. Where
+            backwards are split, sums of dK/dV are in the kernel's order.
         saves: True if the forward saves the gathered K/V.
         adds_sinks: True if launches add the sinks, which else are added at the end.
         own_work: The forward's launches over own K/V where they lie.
@@ -137,7 +140,6 @@ class Gather(Strategy):
         zero: True if sums over gathered keys begin with zeros.
         segments: What launches overwrite, as no launch before has written it.
         overwrites_own: True if that is all sums over own keys.
-        head_major: True if backwards are split: sums of dK/dV are in the kernel's order.
         own_fetches: Fetches of own keys into the buffer.
         rounding: Rounds sums of own keys in the buffer; ``None`` if not all of these are there.
         own_rounding: Rounds sums of own keys that lie as in the shard.
@@ -146,8 +148,8 @@ class Gather(Strategy):
 
     name: str = "gather"
     depends_on_kernel = True
-    gather: GatherProgram
-    groups: HeadGroups
+    forward_spec: SessionSpec
+    backward_spec: SessionSpec
     saves: bool
     adds_sinks: bool
     own_work: Work
@@ -162,7 +164,6 @@ class Gather(Strategy):
     zero: bool
     segments: Segments
     overwrites_own: bool
-    head_major: bool
     own_fetches: tuple[Fetch, ...]
     rounding: Rounding | None
     own_rounding: Rounding
@@ -174,12 +175,9 @@ class Gather(Strategy):
         That is K/V of each group, or nothing if ``saves`` is false: if there is no backward, or if
         K/V are so large that the backward fetches them again.
         """
-        gather, groups = self.gather, self.groups.forward
-        session = call.open_session(
-            call.forward_signature, gather, groups=groups,
-            by_parts=bool(self.by_size),
-        )  # fmt: skip
-        rows, keys = call.rows(inputs, adds_sinks=self.adds_sinks), session.spec.keys
+        spec, groups = self.forward_spec, self.forward_spec.groups
+        session = call.open_session(spec, call.forward_signature)
+        rows = call.rows(inputs, adds_sinks=self.adds_sinks)
         results = Accumulator(self.joins, inputs.q, inputs.v.shape[3])
         gathered: Saved = []
 
@@ -201,10 +199,10 @@ class Gather(Strategy):
         # Fetches from all peers are in flight from here on. The session keeps one group ahead: the
         # fetches of group n + 1 are started before the launches of group n, each into tensors of
         # its own. What the session does after it comes behind these launches.
-        for n, arriving in enumerate(session.fetch(gather, inputs, attend_to_own_keys)):
+        for n, arriving in enumerate(session.fetch(inputs, attend_to_own_keys)):
             if n > 0:
                 attend_to_own_keys(n)
-            columns = call.gathered_columns(gather, keys, arriving.tensors)
+            columns = call.gathered_columns(spec.gather, spec.keys, arriving.tensors)
             count = len(arriving.parts)
             if count == 0:
                 attend(self.work, columns, n, groups, arriving.wait)
@@ -225,24 +223,27 @@ class Gather(Strategy):
         """Return the gradients; dK and dV in the inputs' dtype.
 
         For each group of heads the launches of the forward run in reverse. A group's dK/dV travel
-        home beside the next group's launches. Of the last group, with ``groups.before_last_item``,
-        those that its last launch does not touch travel beside that launch. The others, or all,
+        home beside the next group's launches. Of the last group, with two ``last_parts``, those
+        that its last launch does not touch travel beside that launch. The others, or all,
         have at most launches over own K/V in place beside them: these come after the others of
         their group, and have sums of their own.
         """
-        gather, groups = self.gather, self.groups.backward
-        session = call.open_session(call.backward_signature, gather, groups=groups)
-        rows, layout = call.rows(inputs), KeyGradBuffer(session.spec.keys, self.head_major)
+        gather, _, groups, layout, _ = self.backward_spec
+        session = call.open_session(self.backward_spec, call.backward_signature)
+        rows = call.rows(inputs)
         is_empty = rows.q.shape[0] == 0
         # Peers will read these sums: where they lie in memory of the session, it waits until nobody
         # reads those of the pass before.
-        grad_sums = session.accumulators(gather, layout, zero=self.zero or is_empty)
+        grad_sums = session.accumulators(zero=self.zero or is_empty)
         row_sums = call.row_sums(rows, self.rows, fully_written=self.whole_rows)
         in_flight: list[list[PendingGrads]] = [[] for _ in range(groups)]
         own_sums: list[Tensor | None] = []
         key_grads: list[Tensor] = []
         # Those of a launch are of all rows and heads if it is the only one.
-        has_stats, row_stats = groups == len(self.last_parts) == 1 and not self.own_work.launches, None
+        has_stats, row_stats = (
+            groups == len(self.last_parts) == 1 and not self.own_work.launches,
+            None,
+        )
 
         # One group of dK/dV is in flight while the next is computed: a transfer is waited for only
         # when that group's kernels are in line ahead of the wait. Peers read a group's sums until
@@ -264,43 +265,41 @@ class Gather(Strategy):
                 # These sums are final on this rank: let the owners of their keys take them, and
                 # start taking the peers' sums for this rank's keys.
                 in_flight[n].append(session.return_grads(
-                    gather, layout, grad_sums[n], n, before_last_item=part.before_last_item,
+                    grad_sums[n], n, before_last_item=part.before_last_item,
                     overlapped=part.overlapped,
                 ))  # fmt: skip
             del held, columns
             row_stats = row_stats if has_stats else None
             # Only now add the gradients that came for the group before.
             if n > 0:
-                self._finish(call, inputs, layout, grad_sums, own_sums, in_flight, key_grads, n - 1)
+                self._finish(call, inputs, grad_sums, own_sums, in_flight, key_grads, n - 1)
             # Beside the transfer: launches over own keys, whose gradients do not travel.
             own_sums.append(None)
             if self.own_work.launches:
                 group = inputs if groups == 1 else head_group(inputs, n, groups)
-                own_sums[n] = self._own_sums(call, layout, group, *operands, group_rows)
+                own_sums[n] = self._own_sums(call, group, *operands, group_rows)
         next(keys_of_groups, None)  # a session may have work behind its last group
         # No launch is left that could hide the last group's transfer: wait for it.
-        self._finish(call, inputs, layout, grad_sums, own_sums, in_flight, key_grads, groups - 1)
+        self._finish(call, inputs, grad_sums, own_sums, in_flight, key_grads, groups - 1)
         dk, dv = key_grads
         return Grads(row_sums.whole(), dk, dv, row_sums.dbias, row_stats)
 
     def _own_sums(
-        self, call: Call, layout: KeyGradBuffer, group: Inputs, rows: QueryBlock,
-        upstream: BackwardInputs, row_sums: Rows,
-    ) -> Tensor:  # fmt: skip
+        self, call: Call, group: Inputs, rows: QueryBlock, upstream: BackwardInputs, row_sums: Rows
+    ) -> Tensor:
         """Run a group's launches over own keys; return flat sums of dK/dV."""
-        length, is_empty = layout.keys.length, rows.q.shape[0] == 0
+        layout, is_empty = self.backward_spec.sums, rows.q.shape[0] == 0
+        length = layout.keys.length
         new = torch.empty if self.overwrites_own and not is_empty else torch.zeros
         own = new(layout.numel(length), dtype=call.acc_dtype, device=call.device)
         if not is_empty:
-            columns, sums = (
-                call.columns(call.ranks.rank, group.key_tensors()),
-                Columns(layout, own, length, self.segments),
-            )
+            columns = call.columns(call.ranks.rank, group.key_tensors())
+            sums = Columns(layout, own, length, self.segments)
             self.own_launch.run(rows, [columns], upstream, row_sums, sums)
         return own
 
     def _finish(
-        self, call: Call, inputs: Inputs, layout: KeyGradBuffer, grad_sums: Sequence[Tensor],
+        self, call: Call, inputs: Inputs, grad_sums: Sequence[Tensor],
         own_sums: list[Tensor | None], in_flight: Sequence[Sequence[PendingGrads]],
         key_grads: list[Tensor], n: int,
     ) -> None:  # fmt: skip
@@ -314,12 +313,9 @@ class Gather(Strategy):
             key_grads += [
                 self.new_grads(x.shape, dtype=call.dtype, device=call.device) for x in inputs[1:3]
             ]
-        sums, own, gather, keys = grad_sums[n], own_sums[n], self.gather, layout.keys
-        length, rounding, index_map = (
-            gather.length,
-            self.rounding,
-            _own_columns(gather, call.ranks.rank),
-        )
+        gather, keys, groups, layout, _ = self.backward_spec
+        sums, own, length, rounding = grad_sums[n], own_sums[n], gather.length, self.rounding
+        index_map = _own_columns(gather, call.ranks.rank)
         # Two places may hold dK/dV of own keys: columns of the gathered buffer, which are this
         # rank's alone, as peers read others; and the sums of launches in place. They are added up
         # in the latter if there are any, or if the buffer has not all own keys.
@@ -335,7 +331,7 @@ class Gather(Strategy):
             pending(sums, length, index_map)
         # The sums are complete: round each once.
         assert rounding is not None
-        groups, grads = self.groups.backward, KeyGrads(*key_grads)
+        grads = KeyGrads(*key_grads)
         rounding(sums, *(grads if groups == 1 else head_group(grads, n, groups)))
         own_sums[n] = None  # their memory serves the groups after this one
 
@@ -347,20 +343,19 @@ class Gather(Strategy):
         Those that are fetched are waited for before they are yielded. What was saved is taken out
         of ``saved``. A group that was yielded is held by the caller alone.
         """
-        gather, keys, groups = self.gather, session.spec.keys, self.groups
+        gather, keys, groups, *_ = self.backward_spec
         if not saved:
             # Nothing to compute meanwhile: launches over own keys are kept to hide the way home.
-            for arriving in session.fetch(gather, inputs):
+            for arriving in session.fetch(inputs):
                 arriving.wait(None)
                 parts = [call.gathered_columns(gather, keys, arriving.tensors)]
                 arriving.tensors.clear()  # sessions hold this list to their end
                 yield parts.pop()
             return
-        per_group = len(saved) // groups.forward
-        cuts = groups.backward // groups.forward  # the forward's groups are cut once more
         # Saved tensors have the heads of a group of the forward; views cut them for the backward's.
-        keys = keys if cuts == 1 else replace(keys, heads=cuts * keys.heads)
-        for _ in range(groups.forward):
+        keys, forward_groups = self.forward_spec.keys, self.forward_spec.groups
+        per_group, cuts = len(saved) // forward_groups, groups // forward_groups
+        for _ in range(forward_groups):
             columns = call.gathered_columns(gather, keys, saved[:per_group])
             del saved[:per_group]
             parts = [columns]
@@ -370,26 +365,31 @@ class Gather(Strategy):
             while parts:
                 yield parts.pop()
 
-    def saved_shapes(self, call: Call, _inputs: Inputs, *, plan_known: bool) -> Shapes:
+    def saved_shapes(self, _call: Call, _inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes of the gathered K/V, group by group; none if the plan is not known.
 
         Another plan may gather more keys, and then a compiled backward fetches them again.
         """
         if not plan_known or not self.saves:
             return []
-        keys = call.keys.of_group(self.groups.forward)
-        return keys.gathered_shapes(self.gather.length, self.groups.forward)
+        gather, keys, groups, *_ = self.forward_spec
+        return keys.gathered_shapes(gather.length, groups)
 
     def traffic(self, call: Call, _inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
-        return gathered_traffic(
-            self.gather, call.plan, call.ranks.rank, call.keys, call.acc_dtype,
-            forward=forward, fetches=forward or not saved,
-        )  # fmt: skip
+        keys, tokens = (
+            call.keys,
+            moved_keys(call.plan, call.ranks.rank, like=self.forward_spec.gather),
+        )
+        sent, received = map(keys.size, tokens) if forward or not saved else (0, 0)
+        if forward:
+            return Traffic(sent, received)
+        token = keys.batch * keys.width * call.acc_dtype.itemsize
+        return Traffic(sent + tokens[1] * token, received + tokens[0] * token)
 
     def figures(self, call: Call, inputs: Inputs) -> list[str]:
         """Return how even the work is, what this rank fetches, and how many launches follow."""
-        gather, groups = self.gather, self.groups.forward
+        gather, _, groups, *_ = self.forward_spec
         fetches = [x for x in gather.fetches if x.rank != call.ranks.rank]
         keys = sum(x.target.stop - x.target.start for x in fetches)
         peers = {x.rank for x in fetches}
@@ -603,15 +603,18 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
     tokens = int(plan.k_layout.num_tokens(rank))
     is_complete = sum(x.source.stop - x.source.start for x in own_fetches) == tokens
     shard = [Fetch(rank, slice(0, num_keys), slice(0, num_keys))]
+    specs = [
+        SessionSpec(gather, some, n, KeyGradBuffer(some, split is not None), by_parts)
+        for n in groups[:2] for some in [call.keys.of_group(n)]
+    ]  # fmt: skip
     return Gather(
-        gather=gather, groups=groups, adds_sinks=adds_sinks,
+        forward_spec=specs[0], backward_spec=specs[1], adds_sinks=adds_sinks,
         saves=call.saves_keys(gather) and not (in_stages and call.returns_lse),
         own_work=own_work, work=work, joins=joins,
         by_size=tuple(Work.of([x], num_rows) for x in by_size),
         parts=(whole,), last_parts=last_parts, own_launch=own_launch, rows=rows,
         whole_rows=whole_rows, zero=split is not None or not in_order or not gather.items,
         segments=segments, overwrites_own=covers_keys and in_order and split is None,
-        head_major=split is not None,
         own_fetches=own_fetches,
         rounding=rounding(own_fetches, gather.length) if is_complete else None,
         own_rounding=rounding(shard, num_keys),

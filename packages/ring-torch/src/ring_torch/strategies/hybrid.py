@@ -22,12 +22,11 @@ from ring_core import LayoutSpec, Request, StrategyConfig, UnsupportedError
 from ring_core.programs.grid import RankGrid, rank_grid
 from ring_core.viz.text import figure
 from ring_torch.buffers import Shapes
-from ring_torch.call import Call, StrategySpec
+from ring_torch.call import Call, StrategySpec, Traffic
 from ring_torch.comm.groups import hosts_of
 from ring_torch.comm.ranks import Ranks
 from ring_torch.records import Inputs
 from ring_torch.strategies.ulysses import Ulysses, exchanges_of, shared_bias_refusals
-from ring_torch.transports.api import Traffic
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from ring_core.programs.ring import Stage
 from ring_core.viz.text import step_lines
 from ring_torch.accumulate import Accumulator, Joins, Rows, Work, joins_of
 from ring_torch.buffers import BufferSpec, Shapes, packing_of
-from ring_torch.call import Call, Saved, Strategy, StrategySpec
-from ring_torch.comm.handshake import agree
+from ring_torch.call import Call, Saved, Strategy, StrategySpec, Traffic
 from ring_torch.comm.ranks import DONE, Transfer
 from ring_torch.records import (
     AttentionState,
@@ -33,7 +32,6 @@ from ring_torch.records import (
     KeyGrads,
     QueryBlock,
 )
-from ring_torch.transports.api import Traffic
 
 
 class RingStep(NamedTuple):
@@ -129,7 +127,7 @@ class Ring(Strategy):
         Nothing is saved on one rank, or where no step but the rank's own has work.
         """
         if call.ranks.size > 1:
-            agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
+            call.agree(call.ranks, call.forward_signature)
         # Kernels get K/V that need no gradient, as they lie in messages.
         key_tensors = inputs.k, inputs.v, inputs.k_ids
         rows, keys = call.rows(inputs), [x.detach() for x in key_tensors if x is not None]
@@ -177,7 +175,7 @@ class Ring(Strategy):
         over the ranks before is still arriving. The rank's own K/V come last, and their launches
         hide the last hop of their gradients home.
         """
-        agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
+        call.agree(call.ranks, call.backward_signature)
         rows, keys = call.rows(inputs), inputs.key_tensors()
         own = call.columns(call.ranks.rank, keys)
         packing = packing_of(keys)

@@ -7,9 +7,8 @@ from typing import Literal, Self
 
 from ring_core import WorkItem
 from ring_torch.accumulate import Accumulator, Joins, OneItem, Work, joins_of
-from ring_torch.call import Call, Saved, Strategy
+from ring_torch.call import Call, Saved, Strategy, Traffic
 from ring_torch.records import AttentionState, Backward, BackwardInputs, Grads, Inputs
-from ring_torch.transports.api import Traffic
 
 
 @dataclass(frozen=True)

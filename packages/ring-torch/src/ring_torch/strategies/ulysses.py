@@ -25,12 +25,11 @@ from ring_core.programs.grid import RankGrid, ulysses_sizes
 from ring_core.programs.heads import PADDING, too_many_ranks
 from ring_core.viz.text import imbalance_line
 from ring_torch.buffers import HeadBuffer, HeadCarrier, Shapes
-from ring_torch.call import Call, Saved, Strategy, StrategySpec, attend
+from ring_torch.call import Call, Refusals, Saved, Strategy, StrategySpec, Traffic, attend
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.ranks import Ranks
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
 from ring_torch.strategies.head_layouts import ExchangeLayouts, head_exchanges
-from ring_torch.transports.api import Refusals, Traffic
 
 _MOST_SHARED_BIAS = 1 << 30  # bytes of a bias with one head for all, which every rank gathers
 

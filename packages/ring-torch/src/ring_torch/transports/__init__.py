@@ -1,11 +1,10 @@
 """Transports: the ways in which bytes move between ranks, by messages or out of peers' memory.
 
-This package may import ``kernels``, ``comm`` and what is below. A new transport is one
-file here, which ends in its :class:`~ring_torch.transports.api.Transport`, and a line in
-``TRANSPORTS``.
+This package may import ``call`` and what is below. A new transport is one file here, which ends in
+its :class:`~ring_torch.call.Transport`, and a line in ``TRANSPORTS``.
 """
 
-from ring_torch.transports.api import Transport
+from ring_torch.call import Transport
 from ring_torch.transports.p2p import P2P
 from ring_torch.transports.symm_mem import SYMM_MEM
 

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ring_core import GatherProgram, Plan
 from ring_core.base.arguments import not_none
@@ -25,12 +26,12 @@ from ring_core.programs.gather import Fetch
 from ring_torch.buffers import (
     HeadBuffer,
     HeadCarrier,
-    KeyGradBuffer,
     KVPayload,
     Orders,
     are_rows,
     flat,
 )
+from ring_torch.call import Call, IndexMap, PendingGrads, PendingKV, SessionSpec, nothing
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
@@ -38,17 +39,7 @@ from ring_torch.launches.cache import tensors_key
 from ring_torch.launches.direct import PreparedLaunch, has_launch_hooks
 from ring_torch.records import Inputs
 from ring_torch.transports import exchange_kernel
-from ring_torch.transports.api import (
-    IndexMap,
-    PendingGrads,
-    PendingKV,
-    SessionSpec,
-    is_counted,
-    note_reads,
-    nothing,
-    program_of,
-    requests_to,
-)
+from ring_torch.transports.api import is_counted, note_reads, program_of, requests_to
 from ring_torch.transports.exchange_kernel import (
     CHUNK,
     DIGEST,
@@ -87,7 +78,7 @@ class ExchangeState:
     _setup: ExchangeSetup | None = None
     _stream: torch.cuda.Stream | None = None  # stream of the last pass outside of CUDA graphs
     _side_streams: list[torch.cuda.Stream] = field(default_factory=list)
-    _tables: dict[object, torch.Tensor] = field(default_factory=dict)
+    _tables: dict[object, Tensor] = field(default_factory=dict)
     launches: dict[object, PreparedLaunch | None] = field(default_factory=dict)
     _in_graphs: dict[int, object] = field(default_factory=dict)  # what captured graphs read, by id
 
@@ -130,7 +121,7 @@ class ExchangeState:
 
     def table(
         self, key: object, width: int, rows: Callable[[], Rows], device: torch.device
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return a table on the device, int64 ``[n, width]``, made by ``rows`` once a key.
 
         Raises:
@@ -212,24 +203,25 @@ class OneKernel(NamedTuple):
     device assert: the host has gone on.
     """
 
+    call: Call
     spec: SessionSpec
     exchange: ExchangePass
 
     def fetch(
-        self, gather: GatherProgram, inputs: Inputs, meanwhile: Callable[[], object] = nothing
+        self, inputs: Inputs, meanwhile: Callable[[], object] = nothing
     ) -> Iterator[PendingKV]:
         """Write own K/V where peers read them, and fetch all K/V that this rank's queries see."""
         # On the same stream, and so ahead of the exchange: a late peer is waited for behind it.
         meanwhile()
         state, setup, launches, digest = self.exchange
-        spec, keys, (k, v) = self.spec, self.spec.keys, inputs[1:3]
+        (gather, keys, _, _, by_parts), (k, v) = self.spec, inputs[1:3]
         # `new_empty(*sizes)` takes the host half the time of `torch.empty(shape, dtype=, device=)`.
         target = k.new_empty(keys.batch, gather.length, keys.width)
         # Without parts attention is queued behind the kernel on its stream, and waits for nothing.
         pending = PendingKV([target], lambda _fetches: None)
         # The kernel waits until peers have read what lies in `own` from the pass before, writes,
         # waits until all ranks have written, and reads. The host waits for nothing.
-        key = gather, keys, spec.by_parts, tensors_key(k, v)
+        key = gather, keys, by_parts, tensors_key(k, v)
         if (launch := launches.get(key)) is not None:
             launch({DIGEST: digest, K: k.data_ptr(), V: v.data_ptr(), TARGET: target.data_ptr()})
         else:
@@ -237,17 +229,17 @@ class OneKernel(NamedTuple):
             from_peers = [fetch for fetch in gather.fetches if fetch.rank != setup.rank]
             places = state.table(
                 (gather, keys, "own"), 1, partial(_places, gather, setup.rank, keys.length),
-                spec.device,
+                self.call.device,
             )  # fmt: skip
-            in_parts = spec.by_parts and comes_in_parts(keys, from_peers)
+            in_parts = by_parts and comes_in_parts(keys, from_peers)
             blocks = _blocks_of_half(keys) if in_parts else WHOLE
             # Outside of graphs both tables are made and all kernels loaded: inside neither is
             # possible.
             tables = [
                 state.table(
                     (gather, keys, n), 4,
-                    partial(self._pieces, gather, from_peers, halves=n, at_once=blocks.tokens),
-                    spec.device,
+                    partial(self._pieces, from_peers, halves=n, at_once=blocks.tokens),
+                    self.call.device,
                 )
                 for n in ((1, 2) if in_parts else (0,))
             ]  # fmt: skip
@@ -259,16 +251,14 @@ class OneKernel(NamedTuple):
                 tables[0 if is_halved else -1], blocks, ends=not is_halved,
             )  # fmt: skip
             if is_halved:
-                pending = self._copy_half(gather, from_peers, target)
+                pending = self._copy_half(from_peers, target)
             elif own_k is k and own_v is v:
                 state.launches[key] = launch
             # A pass whose bytes are counted repeats no launch, so it comes here.
             note_reads(target[:, fetch.target] for fetch in from_peers)
         yield pending
 
-    def _copy_half(
-        self, gather: GatherProgram, from_peers: Sequence[Fetch], target: torch.Tensor
-    ) -> PendingKV:
+    def _copy_half(self, from_peers: Sequence[Fetch], target: Tensor) -> PendingKV:
         """Fetch half of the heads, in a CUDA graph, beside the kernels of the others.
 
         Copy engines fetch that half, which take no multiprocessor. Each launch has a stream, so
@@ -277,7 +267,7 @@ class OneKernel(NamedTuple):
         state, setup, *_ = self.exchange
         # Peers have signalled: copies may read. Nobody overwrites what they read before this rank
         # says that it has finished, which is queued behind them.
-        main, num_items = torch.cuda.current_stream(), len(gather.items)
+        main, num_items = torch.cuda.current_stream(), len(self.spec.gather.items)
         side, *streams = state.side_streams(2 * num_items - 1)
         side.wait_stream(main)
         with torch.cuda.stream(side):
@@ -300,18 +290,17 @@ class OneKernel(NamedTuple):
         parts = [[partial(torch.cuda.stream, x) for x in part] for part in (firsts, seconds)]
         return PendingKV([target], wait, parts)
 
-    def accumulators(
-        self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
-    ) -> list[torch.Tensor]:
+    def accumulators(self, *, zero: bool) -> list[Tensor]:
         """Return the buffer of dK/dV, where the owners of the keys will read them.
 
         It is filled with zeros if ``zero``, and uninitialised otherwise.
         """
-        state, setup, launches, _ = self.exchange
+        (state, setup, launches, _), call = self.exchange, self.call
+        gather, _, _, sums, _ = self.spec
         grad_sums = (
-            self._grads_of(setup.rank, sums, gather.length)
+            self._grads_of(setup.rank, gather.length)
             if gather.length > 0
-            else torch.empty(0, dtype=self.spec.acc_dtype, device=self.spec.device)  # nobody reads
+            else torch.empty(0, dtype=call.acc_dtype, device=call.device)  # nobody reads
         )
         # The kernel waits until peers have read what the exchange before left for them.
         key = gather, sums, zero
@@ -322,34 +311,28 @@ class OneKernel(NamedTuple):
         return [grad_sums]
 
     def return_grads(
-        self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *, overlapped: bool,
-        before_last_item: bool | None = None,
-    ) -> PendingGrads:  # fmt: skip
+        self, grads: Tensor, group: int, *, overlapped: bool, before_last_item: bool | None = None
+    ) -> PendingGrads:
         """Return what makes the exchange of dK/dV: all of them go home in one kernel at the end.
 
         So nothing is sent early.
         """
         del grads, group, overlapped
-        if before_last_item:
-            return lambda _total, _length, _index_map: None
-        return partial(self._add, gather, sums)
+        return nothing if before_last_item else self._add
 
-    def _add(
-        self, gather: GatherProgram, sums: KeyGradBuffer, total: torch.Tensor, length: int,
-        index_map: IndexMap,
-    ) -> None:  # fmt: skip
+    def _add(self, total: Tensor, length: int, index_map: IndexMap) -> None:
         """Exchange dK/dV: let peers read this rank's, and add theirs for own keys to ``total``."""
         state, setup, launches, digest = self.exchange
-        plan, rank = self.spec.plan, setup.rank
+        plan, rank, (gather, _, _, sums, _) = self.call.plan, setup.rank, self.spec
         spans, starts = _sent_spans(plan, rank, gather, index_map)
         key = gather, sums, length, starts, total.data_ptr() % 16
         if (launch := launches.get(key)) is not None:
             launch({DIGEST: digest, TOTAL: total.data_ptr()})
             return
-        num_peers = max(self.spec.ranks.size - 1, 1)
+        num_peers = max(self.call.ranks.size - 1, 1)
         columns = [*zip(spans, starts, strict=True)]
-        rows = partial(self._sums_of_peers, gather, sums, length, columns, num_peers)
-        table = state.table(key, 2 + num_peers, rows, self.spec.device)
+        rows = partial(self._sums_of_peers, length, columns, num_peers)
+        table = state.table(key, 2 + num_peers, rows, self.call.device)
         state.launches[key] = exchange_kernel.reduce_from_peers(setup, digest, table, total)
         # As in `fetch`: where bytes are counted, a pass comes here.
         note_reads(
@@ -358,15 +341,14 @@ class OneKernel(NamedTuple):
             for x in sums.strided_views(total, length, index_map(fetch.source))
         )
 
-    def _pieces(
-        self, gather: GatherProgram, from_peers: Sequence[Fetch], *, halves: int, at_once: int
-    ) -> Rows:
+    def _pieces(self, from_peers: Sequence[Fetch], *, halves: int, at_once: int) -> Rows:
         """Return the table by which :func:`exchange_keys` fetches K/V of peers.
 
         It is for whole tokens or, if ``halves`` is not 0, for so many halves of the heads, in
         blocks of at most ``at_once`` tokens.
         """
-        keys, itemsize = self.spec.keys, self.spec.keys.dtype.itemsize
+        gather, keys, *_ = self.spec
+        itemsize = keys.dtype.itemsize
         token, columns = keys.width * itemsize, _columns_of_halves(keys)[: 2 * halves]
         rows: dict[int, list[Sequence[int]]] = {}
         # A row of a peer's batch is contiguous there and here. It is cut into pieces, which
@@ -387,29 +369,24 @@ class OneKernel(NamedTuple):
                 )
         return _interleaved(list(rows.values()))
 
-    def _sums_of_peers(
-        self, gather: GatherProgram, sums: KeyGradBuffer, length: int,
-        spans: Iterable[tuple[slice, int]], width: int,
-    ) -> Rows:  # fmt: skip
+    def _sums_of_peers(self, length: int, spans: Iterable[tuple[slice, int]], width: int) -> Rows:
         """Return the table of :func:`reduce_from_peers`, with ``width`` addresses in a row.
 
         Args:
-            gather: This rank's program.
-            sums: The shape of the sums.
             length: Tokens of ``total``, to which they are added.
             spans: Spans of own keys, each with its first column in ``total``; a fetch covers a span
                 wholly or not at all.
             width: Most peers that have sums for a span.
         """
-        plan, rank, dtype = self.spec.plan, self.exchange.setup.rank, self.spec.acc_dtype
+        plan, rank, (gather, _, _, sums, _) = self.call.plan, self.exchange.setup.rank, self.spec
         # dK/dV that peers have summed up for what they fetched of this rank, in the order in which
         # they are added.
         parts = [
-            (fetch, self._grads_of(peer, sums, peer_length), peer_length)
+            (fetch, self._grads_of(peer, peer_length), peer_length)
             for peer, fetch in requests_to(plan, rank, like=gather)
             for peer_length in [program_of(plan, peer, like=gather).length]
         ]
-        like = torch.empty(sums.numel(length), dtype=dtype, device="meta")
+        like = torch.empty(sums.numel(length), dtype=self.call.acc_dtype, device="meta")
         rows: list[list[Sequence[int]]] = []
         # Each number of `total` is in one row of the table: one program adds all peers' sums to it,
         # in the order of the parts, so sums are repeatable.
@@ -436,13 +413,13 @@ class OneKernel(NamedTuple):
             ])  # fmt: skip
         return _interleaved(rows)
 
-    def _keys_of(self, rank: int) -> torch.Tensor:
+    def _keys_of(self, rank: int) -> Tensor:
         """Return where a rank's own K/V lie for its peers."""
         return self.exchange.state.memory.views(rank, 0, self.spec.keys.message)[0]
 
-    def _grads_of(self, rank: int, sums: KeyGradBuffer, length: int) -> torch.Tensor:
+    def _grads_of(self, rank: int, length: int) -> Tensor:
         """Return where a rank's dK/dV of ``length`` fetched keys lie for the keys' owners."""
-        packing = flat(sums.numel(length), self.spec.acc_dtype)
+        packing = flat(self.spec.sums.numel(length), self.call.acc_dtype)
         return self.exchange.state.memory.views(rank, self.spec.keys.message.size, packing)[0]
 
 
@@ -513,7 +490,7 @@ class HeadTrade(HeadCarrier):
     exchange: ExchangePass
 
     def __call__(
-        self, layout: HeadBuffer, sources: Sequence[torch.Tensor], results: Sequence[torch.Tensor],
+        self, layout: HeadBuffer, sources: Sequence[Tensor], results: Sequence[Tensor],
         orders: Orders, *, splits_heads: bool,
     ) -> None:  # fmt: skip
         """Run the exchange in one kernel."""

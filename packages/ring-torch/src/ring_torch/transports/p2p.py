@@ -14,46 +14,43 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ring_core import GatherProgram
-from ring_torch.buffers import HeadBuffer, HeadCarrier, KeyGradBuffer, Orders
-from ring_torch.comm.handshake import agree
-from ring_torch.comm.ranks import Ranks
-from ring_torch.comm.store import CallSignature
-from ring_torch.optional import has_triton
-from ring_torch.records import Inputs, head_group
-from ring_torch.transports.api import (
+from ring_torch.buffers import HeadBuffer, HeadCarrier, Orders
+from ring_torch.call import (
+    Call,
     IndexMap,
     PendingGrads,
     PendingKV,
     SessionSpec,
     Transport,
-    add_staged,
     nothing,
-    requests_to,
-    some_fetches,
-    staging_for,
 )
+from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.store import CallSignature
+from ring_torch.optional import has_triton
+from ring_torch.records import Inputs, head_group
+from ring_torch.transports.api import add_staged, requests_to, some_fetches, staging_for
 
 
 @dataclass(frozen=True)
 class Messages:
     """Session over point-to-point messages: each rank sends each peer what that peer fetches."""
 
+    call: Call
     spec: SessionSpec
 
     @classmethod
-    def open(cls, spec: SessionSpec) -> Messages:
+    def open(cls, call: Call, spec: SessionSpec, signature: CallSignature) -> Messages:
         """Open a session after checking that the peers are making the same call.
 
         Raises:
             RankMismatchError: A peer is making another call.
             PeerError: A peer did not come within the group's timeout.
         """
-        agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
-        return cls(spec)
+        call.agree(call.ranks, signature)
+        return cls(call, spec)
 
     def fetch(
-        self, gather: GatherProgram, inputs: Inputs, meanwhile: Callable[[], object] = nothing
+        self, inputs: Inputs, meanwhile: Callable[[], object] = nothing
     ) -> Iterator[PendingKV]:
         """Start the messages of all groups at once.
 
@@ -62,17 +59,17 @@ class Messages:
         groups = self.spec.groups
         parts = [inputs] if groups == 1 else [head_group(inputs, n, groups) for n in range(groups)]
         # All groups at once: waiting for one leaves the messages of the next under way.
-        pending = [self._fetch(gather, part) for part in parts]
+        pending = [self._fetch(part) for part in parts]
         # Not before: messages wait for the kernels that are queued when they are started.
         meanwhile()
         return iter(pending)
 
-    def _fetch(self, gather: GatherProgram, inputs: Inputs) -> PendingKV:
+    def _fetch(self, inputs: Inputs) -> PendingKV:
         """Start the messages of one group of heads, whose tensors ``inputs`` holds."""
-        ranks, keys = self.spec.ranks, self.spec.keys
+        ranks, (gather, keys, *_) = self.call.ranks, self.spec
         # Own K/V side by side, as they travel, in a new buffer: the caller's tensors are not read
         # after this call.
-        own = keys.message.views(keys.message.buffer(self.spec.device))
+        own = keys.message.views(keys.message.buffer(self.call.device))
         if own[0].is_cuda and has_triton():
             from ring_torch.memory_ops import pack_kv_on_gpu
 
@@ -90,7 +87,7 @@ class Messages:
         # Peers have derived from the plan that these messages come, and in which order.
         sends = [
             (x[:, fetch.source].contiguous(), peer)
-            for peer, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
+            for peer, fetch in requests_to(self.call.plan, ranks.rank, like=gather)
             for x in own
         ]
         destinations = [
@@ -125,26 +122,21 @@ class Messages:
 
         return PendingKV(tensors, wait)
 
-    def accumulators(
-        self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
-    ) -> list[Tensor]:
+    def accumulators(self, *, zero: bool) -> list[Tensor]:
         """Return new buffers: peers get gradients in messages and read nothing of these."""
-        spec, new = self.spec, torch.zeros if zero else torch.empty
-        return [
-            new(sums.numel(gather.length), dtype=spec.acc_dtype, device=spec.device)
-            for _ in range(spec.groups)
-        ]
+        (gather, _, groups, sums, _), call = self.spec, self.call
+        new, size = torch.zeros if zero else torch.empty, sums.numel(gather.length)
+        return [new(size, dtype=call.acc_dtype, device=call.device) for _ in range(groups)]
 
     def return_grads(
-        self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *,
-        overlapped: bool, before_last_item: bool | None = None,
-    ) -> PendingGrads:  # fmt: skip
+        self, grads: Tensor, group: int, *, overlapped: bool, before_last_item: bool | None = None
+    ) -> PendingGrads:
         """Start the messages of :meth:`fetch` in the other direction, with gradients.
 
         What arrives is added only when the function that is returned is called.
         """
         del group, overlapped  # messages are matched by their order, and always run beside kernels
-        ranks = self.spec.ranks
+        ranks, (gather, _, _, sums, _) = self.call.ranks, self.spec
         # Send each owner the sums for its keys: views of `grads` where those are contiguous.
         sends = [
             (block.contiguous(), fetch.rank)
@@ -153,7 +145,7 @@ class Messages:
             for block in sums.strided_views(grads, gather.length, fetch.target)
         ]
         requests = requests_to(
-            self.spec.plan, self.spec.ranks.rank, like=gather, before_last_item=before_last_item
+            self.call.plan, ranks.rank, like=gather, before_last_item=before_last_item
         )
         # Receive from each peer the sums for the keys that it fetched here, into staging tensors:
         # several peers may have fetched the same keys.
@@ -183,17 +175,14 @@ class HeadMessages(HeadCarrier):
     ranks: Ranks
 
     @classmethod
-    def open(
-        cls, ranks: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device,
-        size: int,
-    ) -> Self:  # fmt: skip
+    def open(cls, call: Call, ranks: Ranks, signature: CallSignature, size: int) -> Self:
         """Compare a pass with the peers', and return what carries its exchanges.
 
         Raises:
             RankMismatchError: A peer is making another call.
         """
         del size  # each exchange has buffers of its own
-        agree(ranks, number, seed, signature, device)
+        call.agree(ranks, signature)
         return cls(ranks)
 
     def __call__(

@@ -11,20 +11,17 @@ from functools import lru_cache, partial
 from itertools import product
 
 import torch
+from torch import Tensor
 
-from ring_core import GatherProgram, Plan, longest_gather
+from ring_core import Plan, longest_gather
 from ring_core.programs.intervals import Interval, union
 from ring_torch.buffers import KeyGradBuffer, KVPayload, flat
+from ring_torch.call import Call, IndexMap, PendingGrads, PendingKV, SessionSpec, nothing
 from ring_torch.optional import has_triton
 from ring_torch.records import Inputs, head_group
 from ring_torch.transports.api import (
-    IndexMap,
-    PendingGrads,
-    PendingKV,
-    SessionSpec,
     add_staged,
     note_reads,
-    nothing,
     program_of,
     requests_to,
     staging_for,
@@ -47,13 +44,14 @@ class PeerCopies:
     group by group, its dK/dV of the keys that it fetched.
     """
 
+    call: Call
     spec: SessionSpec
     buffer: SymmBuffer
     grad_bytes: int  # bytes of a group's dK/dV, on the rank that fetches most
     digest: int  # identifies this pass of this call
 
     def fetch(
-        self, gather: GatherProgram, inputs: Inputs, meanwhile: Callable[[], object] = nothing
+        self, inputs: Inputs, meanwhile: Callable[[], object] = nothing
     ) -> Iterator[PendingKV]:
         """Write this rank's K/V into its buffer, and copy from all ranks' buffers, fetch by fetch.
 
@@ -61,12 +59,10 @@ class PeerCopies:
         tensors with a kernel; with several groups they go through the buffer instead, as copies
         by an engine do not delay kernels of other groups.
         """
-        buffer, keys, groups = self.buffer, self.spec.keys, self.spec.groups
-        message, rank = keys.message, self.spec.ranks.rank
+        buffer, (gather, keys, groups, *_) = self.buffer, self.spec
+        message, rank = keys.message, self.call.ranks.rank
         group_numbers, through_buffer = range(groups), groups > 1
-        requests = [
-            fetch for _, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
-        ]
+        requests = [fetch for _, fetch in requests_to(self.call.plan, rank, like=gather)]
         own_fetches = [x for x in gather.fetches if through_buffer and x.rank == rank]
         sources = [x.source for x in (*requests, *own_fetches)]
         spans = [slice(*x) for x in union(Interval(y.start, y.stop) for y in sources)]
@@ -127,28 +123,25 @@ class PeerCopies:
         yield pending[-1]
         buffer.join(main)
 
-    def accumulators(
-        self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
-    ) -> list[torch.Tensor]:
+    def accumulators(self, *, zero: bool) -> list[Tensor]:
         """Return the places of dK/dV in the buffer, where the owners of the keys will read them.
 
         They are filled with zeros if ``zero``, and uninitialised otherwise.
         """
         # Peers may still be reading what the pass before put there.
         self.buffer.wait_reusable()
-        spec, groups = self.spec, range(self.spec.groups)
+        length, call = self.spec.gather.length, self.call
         buffers = [
-            self._grads_of(spec.ranks.rank, n, sums, gather.length)
-            if gather.length > 0
-            else torch.empty(0, dtype=spec.acc_dtype, device=spec.device)  # it gathers no keys
-            for n in groups
+            self._grads_of(call.ranks.rank, n, length)
+            if length > 0
+            else torch.empty(0, dtype=call.acc_dtype, device=call.device)  # it gathers no keys
+            for n in range(self.spec.groups)
         ]
         return [x.zero_() for x in buffers] if zero else buffers
 
     def return_grads(
-        self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *, overlapped: bool,
-        before_last_item: bool | None = None,
-    ) -> PendingGrads:  # fmt: skip
+        self, grads: Tensor, group: int, *, overlapped: bool, before_last_item: bool | None = None
+    ) -> PendingGrads:
         """Let the owners read a group's dK/dV, and start reading this rank's from its peers.
 
         Beside kernels copy engines bring them into staging tensors. Otherwise nothing would be
@@ -156,13 +149,13 @@ class PeerCopies:
         :data:`ring_torch.transports.api.PendingGrads`. Without Triton, which that kernel needs,
         they are always copied.
         """
-        buffer, plan = self.buffer, self.spec.plan
+        buffer, plan, (gather, _, groups, sums, _) = self.buffer, self.call.plan, self.spec
         requests = requests_to(
-            plan, self.spec.ranks.rank, like=gather, before_last_item=before_last_item
+            plan, self.call.ranks.rank, like=gather, before_last_item=before_last_item
         )
         lengths = [program_of(plan, peer, like=gather).length for peer, _ in requests]
         peer_sums = [
-            sums.strided_views(self._grads_of(peer, group, sums, length), length, fetch.target)
+            sums.strided_views(self._grads_of(peer, group, length), length, fetch.target)
             for (peer, fetch), length in zip(requests, lengths, strict=True)
         ]
         note_reads(x for peer_parts in peer_sums for x in peer_parts)
@@ -175,7 +168,7 @@ class PeerCopies:
         ready = main.record_event()
         # Each group has one barrier, or two where its first part leaves before the last launch.
         is_first = group == 0 and before_last_item is not False
-        is_last = group + 1 == self.spec.groups and not before_last_item
+        is_last = group + 1 == groups and not before_last_item
         with on_stream(main):
             torch.cuda.set_stream(buffer.stream)
             buffer.stream.wait_event(ready)
@@ -198,13 +191,13 @@ class PeerCopies:
                 buffer.release(_last(copies))
         buffer.join(main)
 
-        def add_to(total: torch.Tensor, length: int, index_map: IndexMap) -> None:
+        def add_to(total: Tensor, length: int, index_map: IndexMap) -> None:
             """Wait for the peers' sums and add them to ``total``."""
             # The kernels of the caller's stream go on when the copies are there and calls compared.
             for event in _last(copies):
                 main.wait_event(event)
             # Parts of several peers for the same keys are added by one kernel, in the peers' order.
-            by_span: dict[tuple[int, int], list[list[torch.Tensor]]] = {}
+            by_span: dict[tuple[int, int], list[list[Tensor]]] = {}
             for (_, fetch), peer_parts in zip(requests, staged, strict=True):
                 by_span.setdefault((fetch.source.start, fetch.source.stop), []).append(peer_parts)
             for span, all_parts in by_span.items():
@@ -217,16 +210,15 @@ class PeerCopies:
 
         return add_to
 
-    def _grads_of(self, rank: int, group: int, sums: KeyGradBuffer, length: int) -> torch.Tensor:
+    def _grads_of(self, rank: int, group: int, length: int) -> Tensor:
         """Return where a rank's dK/dV of a group's ``length`` fetched keys lie for their owners."""
-        packing = flat(sums.numel(length), self.spec.acc_dtype)
-        start = self.spec.groups * self.spec.keys.message.size + group * self.grad_bytes
+        _, keys, groups, sums, _ = self.spec
+        packing = flat(sums.numel(length), self.call.acc_dtype)
+        start = groups * keys.message.size + group * self.grad_bytes
         return self.buffer.memory.views(rank, start, packing)[0]
 
 
-def _write_keys(
-    keys: KVPayload, message: Sequence[torch.Tensor], inputs: Inputs, span: slice
-) -> None:
+def _write_keys(keys: KVPayload, message: Sequence[Tensor], inputs: Inputs, span: slice) -> None:
     """Copy this rank's K/V, and segment ids if any, of a span of tokens into a message's tensors.
 
     ``message`` are tensors shaped as :attr:`KVPayload.message`, for as many tokens as ``span`` has.

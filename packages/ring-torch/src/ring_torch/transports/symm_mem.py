@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from ring_torch.buffers import HeadCarrier
-from ring_torch.comm.handshake import agree, has_agreed
+from ring_torch.call import Call, GatherSession, Refusals, SessionSpec, Transport
+from ring_torch.comm.handshake import has_agreed
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.optional import has_triton
 from ring_torch.transports import peer_copies, symm_buffer
-from ring_torch.transports.api import GatherSession, Refusals, SessionSpec, Transport
 
 
-def _open(spec: SessionSpec) -> GatherSession:
+def _open(call: Call, spec: SessionSpec, signature: CallSignature) -> GatherSession:
     """Open a session in the symmetric memory of the group, which grows if the pass needs more.
 
     Short passes exchange in one kernel each way, longer ones by copy engines. The first time that a
@@ -31,40 +31,39 @@ def _open(spec: SessionSpec) -> GatherSession:
     Raises:
         RankMismatchError: A peer is making another call, and this one is the first of its kind.
     """
-    ranks, gather, keys, signature = spec.ranks, spec.gather, spec.keys, spec.signature
-    if not has_agreed(ranks, signature):
-        agree(ranks, spec.number, spec.seed, signature, spec.device)
-    grad_bytes = (
-        peer_copies.grad_bytes_of(spec.plan, keys, spec.acc_dtype, gather.splits, gather.tile)
-        if spec.needs_grad
-        else 0
-    )
-    digest = signature.as_int64(spec.number, spec.seed)
+    ranks, plan, (gather, keys, groups, *_) = call.ranks, call.plan, spec
+    digest, grad_bytes = _digest(call, ranks, signature), 0
+    if call.needs_grad:
+        grad_bytes = peer_copies.grad_bytes_of(
+            plan, keys, call.acc_dtype, gather.splits, gather.tile
+        )
     splits = gather.own and gather.splits  # only own keys in the buffer can be left out of it
-    if peer_copies.fits_one_kernel(spec.plan, keys, spec.groups, splits, gather.tile):
+    if peer_copies.fits_one_kernel(plan, keys, groups, splits, gather.tile):
         from ring_torch.transports.one_kernel import OneKernel, exchange_state_of
 
         size = keys.message.size + grad_bytes
-        return OneKernel(spec, exchange_state_of(ranks).begin_pass(size, digest))
+        return OneKernel(call, spec, exchange_state_of(ranks).begin_pass(size, digest))
     buffer = symm_buffer.symm_buffer_of(ranks)
-    buffer.reserve(spec.groups * (keys.message.size + grad_bytes))
-    return peer_copies.PeerCopies(spec, buffer, grad_bytes, digest)
+    buffer.reserve(groups * (keys.message.size + grad_bytes))
+    return peer_copies.PeerCopies(call, spec, buffer, grad_bytes, digest)
 
 
-def _open_heads(
-    ranks: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device, size: int
-) -> HeadCarrier:
+def _open_heads(call: Call, ranks: Ranks, signature: CallSignature, size: int) -> HeadCarrier:
     """Begin a pass that trades tokens for heads by one kernel each way.
 
-    Ranks compare calls as in :func:`_open`. Arguments are those of
-    :class:`ring_torch.transports.api.HeadOpener`.
+    Ranks compare calls as in :func:`_open`.
     """
     from ring_torch.transports.one_kernel import HeadTrade, exchange_state_of
 
-    if not has_agreed(ranks, signature):
-        agree(ranks, number, seed, signature, device)
-    digest = signature.as_int64(number, seed)
+    digest = _digest(call, ranks, signature)
     return HeadTrade(exchange_state_of(ranks).begin_pass(size, digest))
+
+
+def _digest(call: Call, ranks: Ranks, signature: CallSignature) -> int:
+    """Return what identifies a pass of a call; the first of a signature is compared by hosts."""
+    if not has_agreed(ranks, signature):
+        call.agree(ranks, signature)
+    return signature.as_int64(call.number, call.seed)
 
 
 def _head_refusals(ranks: Ranks) -> Refusals:
