@@ -45,7 +45,8 @@ def test_they_are_the_program(strategy: Any, layout: Any, mask: str, size: int) 
     calls = [_call(rank, size, strategy, layout, MASKS[mask]) for rank in range(size)]
     program, ranks = calls[0].program, [of.of(call) for call in calls]
     for each in ranks:
-        assert [*map(len, each.launches)] == [len(step.items) for step in each.forward_steps]
+        counts = [len(work.launches) for work in each.work]
+        assert counts == [len(step.items) for step in each.forward_steps]
     for stages, name in ((program.forward, "forward"), (program.backward, "backward")):
         passes = [getattr(rank, f"{name}_steps") for rank in ranks]
         for n, stage in enumerate(stages):
@@ -208,7 +209,7 @@ def test_bytes_in_whole_tiles_are_those_of_the_model(
         for rank in range(size):
             call, inputs = check_call(Ranks(None, rank, size), 0, layout, q, k, k, options)
             inner: Any = getattr(call.strategy, "inner", call)
-            assert (inner.strategy.gather.tile, inner.strategy.saves) == (tile, saves)
+            assert (inner.strategy.forward_spec.gather.tile, inner.strategy.saves) == (tile, saves)
             sent.append(
                 sum(
                     call.strategy.traffic(call, inputs, forward=forward, saved=saves).sent

@@ -24,8 +24,9 @@ from benchmarks.torch.host_stubs import nothing, without_launches
 from ring_core import Mask
 from ring_torch import ring_attention
 from ring_torch.buffers import HeadGroups
+from ring_torch.call import Call
 from ring_torch.kernels.fa4 import FA4
-from ring_torch.strategies import gather, ring
+from ring_torch.strategies import gather
 from ring_torch.transports import peer_copies
 
 HEADS, KV_HEADS, DIM, RANKS = 8, 2, 128, 4
