@@ -254,7 +254,7 @@ def diffusers(session: nox.Session) -> None:
 @nox.session(python="3.12", default=False)
 @nox.parametrize("release", [nox.param(release, id=release) for release in ("pinned", "newest")])
 def flash_attn_4(session: nox.Session, release: str) -> None:
-    """Compare flash-attn-4 with what `kernels/fa4/private.py` says of it; needs no GPU."""
+    """Compare flash-attn-4 with what `kernels/fa4/library.py` says of it; needs no GPU."""
     constrained = CONSTRAINED if release == "pinned" else ()
     install(session, ["ring-core", "ring-torch[fa4]"], ["test"], *constrained)
     session.run("pytest", "tests", "--backend=fa4", *session.posargs)

@@ -37,7 +37,7 @@ from benchmarks.torch.processors import bind
 from ring_torch import attention, autograd, prepare, ring_attention
 from ring_torch.call import Call
 from ring_torch.kernels import fa4, flash
-from ring_torch.kernels.fa4 import split
+from ring_torch.kernels.fa4 import library
 from ring_torch.launches import direct
 from ring_torch.local import LocalRanks
 from ring_torch.transports.one_kernel import ExchangeState, OneKernel
@@ -148,8 +148,8 @@ class Clock:
                 stack.enter_context(
                     patch.object(place, name, self._preparing(getattr(place, name)))
                 )
-            functions = lru_cache(partial(self._split_functions, split.split_functions))
-            stack.enter_context(patch.object(split, "split_functions", functions))
+            functions = lru_cache(partial(self._split_functions, library.split_functions))
+            stack.enter_context(patch.object(library, "split_functions", functions))
             yield
         prepare._prepare.cache_clear()  # noqa: SLF001 - likewise
 
@@ -162,9 +162,9 @@ class Clock:
 
         return prepared
 
-    def _split_functions(self, make: Any, *args: Any) -> split.SplitFunctions:
+    def _split_functions(self, make: Any, *args: Any) -> library.SplitFunctions:
         """Return compiled functions of a split backward, each of which begins a cause."""
-        functions: split.SplitFunctions = make(*args)
+        functions: library.SplitFunctions = make(*args)
         names = "prepare", "main", "round_dq", "round_dkv"
         return functions._replace(**{x: self.marked(FLASH, getattr(functions, x)) for x in names})
 

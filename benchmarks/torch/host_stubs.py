@@ -23,7 +23,7 @@ from benchmarks.torch.alone import as_rank
 from ring_torch import accumulate, kernels, prepare
 from ring_torch.buffers import BufferSpec
 from ring_torch.comm.ranks import Ranks
-from ring_torch.kernels.fa4 import FA4, private, split
+from ring_torch.kernels.fa4 import FA4, library
 from ring_torch.launches import direct
 from ring_torch.merge_ops import merge_on_gpu
 from ring_torch.records import AttentionState
@@ -102,19 +102,19 @@ def without_launches() -> Iterator[None]:
     fa4 = replace(
         FA4, capabilities=replace(FA4.capabilities, devices=("cpu",)), unavailable=lambda: None
     )
-    stream, library = SimpleNamespace(cuda_stream=0), _library()
+    stream, module = SimpleNamespace(cuda_stream=0), _library()
 
     def merge(
         state: AttentionState, low: Tensor, results: Sequence[Tensor], **options: Any
     ) -> None:
         merge_on_gpu(state.out, low, state.lse, results, **options)
 
-    def functions(_: Any, dim: int, *__: object) -> split.SplitFunctions:
-        return split.SplitFunctions(nothing, nothing, (), nothing, nothing, _TILE, dim)
+    def functions(_: Any, dim: int, *__: object) -> library.SplitFunctions:
+        return library.SplitFunctions(nothing, nothing, (), nothing, nothing, _TILE, dim)
 
     replaced: list[tuple[Any, str, Any]] = [
-        (kernels, "KERNELS", (fa4,)), (private, "is_known", lambda: True),
-        (private, "interface", lambda: library), (split, "split_functions", functions),
+        (kernels, "KERNELS", (fa4,)), (library, "is_known", lambda: True),
+        (library, "interface", lambda: module), (library, "split_functions", functions),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "current_device", lambda: 0), (torch.cuda, "current_stream", lambda: stream),
         (direct.DirectKernel, "launch", _launch),

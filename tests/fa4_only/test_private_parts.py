@@ -1,6 +1,6 @@
-"""Private parts of flash-attn-4 as `kernels/fa4/private.py` says, in the library itself, on Hopper.
+"""Private parts of flash-attn-4 as `kernels/fa4/library.py` says, in the library itself, on Hopper.
 
-If a version fails `test_the_installed_version_is_known` alone, it may join `private.VERSIONS` once
+If a version fails `test_the_installed_version_is_known` alone, it may join `library.VERSIONS` once
 results have been compared on a GPU.
 """
 
@@ -25,8 +25,8 @@ from ring_torch.accumulate import Columns, Rows
 from ring_torch.buffers import KeyGradBuffer, KVPayload
 from ring_torch.kernels import fa4
 from ring_torch.kernels.api import OwnSpans
-from ring_torch.kernels.fa4 import private, public
-from ring_torch.kernels.library import Documents, LaunchOptions, Mods
+from ring_torch.kernels.fa4 import library as fa4_library
+from ring_torch.kernels.library import Documents, LaunchOptions
 from ring_torch.options import Window
 from ring_torch.records import (
     AttentionState,
@@ -48,7 +48,7 @@ PREPROCESS, POSTPROCESS = "FlashAttentionBackwardPreprocess", "FlashAttentionBac
 def recorder() -> Iterator[Recorder]:
     with loaded() as launches, pytest.MonkeyPatch.context() as patch:
         # Treat the installed version as known: the tests check whether it is like those.
-        patch.setattr(private, "is_known", lambda: True)
+        patch.setattr(fa4_library, "is_known", lambda: True)
         yield launches
 
 
@@ -72,8 +72,7 @@ class Call(NamedTuple):
     def memory(self) -> list[Tensor]:
         """Everything that a launch may read or write that is the call's own."""
         options = self.forward
-        ids = () if options.mods is None else options.mods.segments or ()
-        slopes = None if options.mods is None else options.mods.slopes
+        ids, slopes = options.segments or (), options.slopes
         offsets = () if options.documents is None else options.documents[:2]
         own = [*self.tensors, *self.state, self.dq, self.sinks, slopes, *ids, *offsets]
         return [x for x in own if x is not None]
@@ -128,20 +127,23 @@ class Launch:
         # Where an item is masked by block lists, these include its band.
         window = self.window if item is None else (None, None)
         options = LaunchOptions(
-            SCALE, self.softcap, window, documents, self.deterministic, None, self.needs_lse
+            SCALE,
+            self.softcap,
+            window,
+            documents,
+            self.deterministic,
+            self.needs_lse,
+            item,
+            (self._ids(length), self._ids(length)) if self.segments else None,
+            geometry,
         )
-        positions = torch.arange(length)
-        mods = Mods(
-            item, (self._ids(length), self._ids(length)) if self.segments else None, geometry,
-            torch.ones(1, heads) if self.slopes else None,
-            (positions, positions) if self.slopes else None,
-            0 if self.slopes in ("causal", "counted") else None, self.slopes == "causal", None,
-        )  # fmt: skip
-        has_mods = item is not None or self.slopes is not None
-        backward = options._replace(mods=mods if has_mods else None)
-        forward = backward
-        if has_mods or self.sinks:
-            forward = options._replace(mods=mods._replace(sinks=sinks))
+        if self.slopes:
+            positions = torch.arange(length)
+            options = options._replace(
+                slopes=torch.ones(1, heads), positions=(positions, positions),
+                q_k_offset=None if self.slopes == "read" else 0, is_causal=self.slopes == "causal",
+            )  # fmt: skip
+        forward, backward = options._replace(sinks=sinks), options
         return Call((q, k, v, dout), state, torch.empty_like(q), sinks, forward, backward)
 
     @staticmethod
@@ -273,7 +275,7 @@ def test_a_repeated_call_launches_what_the_library_launched(
     launches, first = passes.called()  # by the library's functions
     assert {kernel.name for kernel, _ in launches} == {FORWARD, PREPROCESS, BACKWARD, POSTPROCESS}
     for name in ("library_forward", "library_backward", "recorded_forward", "recorded_backward"):
-        monkeypatch.setattr(fa4.compiled, name, refuse)
+        monkeypatch.setattr(fa4.library, name, refuse)
     assert passes.called()[1] == first
 
 
@@ -298,8 +300,8 @@ def test_a_call_that_takes_more_arguments_is_the_librarys_each_time(library: Rec
     passes = Passes(library, Launch((64, 64), documents=300))
     (first, _), (second, _) = passes.called(), passes.called()
     assert [kernel for kernel, _ in first] == [kernel for kernel, _ in second]
-    compiled = passes.flash._compiled
-    assert [*compiled._forwards.values(), *compiled._backwards.values()] == [None, None]
+    flash = passes.flash
+    assert [*flash._forwards.values(), *flash._backwards.values()] == [None, None]
 
 
 WINDOWS = [(None, 0), (None, None), (63, 0), (31, 31), (63, None), (None, 5), (100, -36)]
@@ -312,7 +314,9 @@ def test_a_split_backward_launches_what_the_library_launches(
 ) -> None:
     call = Launch((dim, dim), heads, window).call(512)
     q, k, v, dout, out, lse, dq = *call.tensors, *call.state, call.dq
-    _, dk, dv = private.library_backward(dout, q, k, v, out, lse, call.backward, private.PLAIN, dq)
+    _, dk, dv = fa4_library.library_backward(
+        dout, q, k, v, out, lse, call.backward, fa4_library.PLAIN, dq
+    )
     main, *rounds = library.taken()[1:]
     given = q, k, v, dout, out, lse, dq, dk, dv
     # The last are the library's own sums of dK and dV, in float32.
@@ -347,10 +351,10 @@ def test_tiles_of_queries_are_as_long_as_the_library_pads_its_sums_of_dq(
 ) -> None:
     call = Launch((dim, dim), window=window).call(length)
     q, k, v, dout = call.tensors
-    _, compiled = private.recorded_backward(
-        dout, q, k, v, *call.state, call.backward, private.PLAIN, None
+    _, compiled = fa4_library.recorded_backward(
+        dout, q, k, v, *call.state, call.backward, fa4_library.PLAIN, None
     )
-    rows = private.backward_tile_queries(
+    rows = fa4_library.backward_tile_queries(
         dim, is_causal=window == (None, 0), is_local=window == (63, 0)
     )
     assert compiled is not None
@@ -365,11 +369,11 @@ def test_tiles_with_block_lists_are_those_of_the_kernels(
     launches, _ = Passes(library, Launch(dims, (4, 4), segments=True)).called()
     kernels = {kernel.name: kernel.source for kernel, _ in launches}
     forward, backward = kernels[FORWARD], kernels[BACKWARD]
-    assert forward.tile_m == private.BLOCK_Q
-    assert forward.tile_n == private.tile_keys("forward", *dims)
-    assert backward.tile_n == private.tile_keys("backward", *dims)
-    assert private.BLOCK_Q % backward.tile_m == 0  # a block of queries consists of whole tiles
-    assert backward.SdP_swapAB == private.backward_is_transposed(*dims)
+    assert forward.tile_m == fa4_library.BLOCK_Q
+    assert forward.tile_n == fa4_library.tile_keys("forward", *dims)
+    assert backward.tile_n == fa4_library.tile_keys("backward", *dims)
+    assert fa4_library.BLOCK_Q % backward.tile_m == 0  # a block of queries consists of whole tiles
+    assert backward.SdP_swapAB == fa4_library.backward_is_transposed(*dims)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -409,9 +413,9 @@ def test_public_functions_launch_the_same_kernels(launch: Launch, library: Recor
     launches, _ = Passes(library, launch).called()
     call = launch.call()
     q, k, v, dout = call.tensors
-    out, lse = public.forward(q, k, v, call.forward)
+    out, lse = fa4_library.public_forward(q, k, v, call.forward)
     forward = library.taken()
-    grads = public.backward(dout, q, k, v, out, lse, call.backward)
+    grads = fa4_library.public_backward(dout, q, k, v, out, lse, call.backward)
     backward = [x for x in library.taken() if x[0].name != FORWARD]
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
     in_public = numbers([*forward, *backward], left_out=PREPROCESS)
@@ -419,4 +423,4 @@ def test_public_functions_launch_the_same_kernels(launch: Launch, library: Recor
 
 
 def test_the_installed_version_is_known() -> None:
-    assert version("flash-attn-4") in private.VERSIONS
+    assert version("flash-attn-4") in fa4_library.VERSIONS

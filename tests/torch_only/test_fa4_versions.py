@@ -30,11 +30,10 @@ from ring_torch.kernels import fa4
 from ring_torch.kernels.library import (
     Documents as FlashDocuments,
     LaunchOptions as FlashOptions,
-    Mods as FlashMods,
 )
 from ring_torch.records import AttentionState, BackwardInputs, KeyBlock
 
-KNOWN, UNKNOWN = fa4.private.VERSIONS[0], "4.0.0b37"
+KNOWN, UNKNOWN = fa4.library.VERSIONS[0], "4.0.0b37"
 TILE = 8  # queries that the stub rounds lengths up to
 LOG2_E = 1.4426950408889634
 Window = tuple[int | None, int | None]
@@ -319,7 +318,7 @@ def public_functions(asked: Counter[str]) -> SimpleNamespace:
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Library]]:
     """Install a version of the library, on a GPU of Hopper's capability."""
-    caches = fa4.private.is_known, fa4.private.interface, fa4.public._module, fa4._missing
+    caches = fa4.library.is_known, fa4.library.interface, fa4.library._public_module, fa4._missing
 
     def forget() -> None:
         for cached in caches:
@@ -328,7 +327,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Library
     def installed(version: str) -> Library:
         library = Library()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        for module in (fa4, fa4.private):
+        for module in (fa4, fa4.library):
             monkeypatch.setattr(module, "version", lambda _: version)
         public = public_functions(library.asked)
         # Of another version nothing but public functions is there.
@@ -361,15 +360,14 @@ class Launch:
 
     @property
     def options(self) -> FlashOptions:
-        documents, mods = None, None
+        documents = sinks = None
         if self.documents:
             cu = torch.tensor([0, 3, 11, 12, 20], dtype=torch.int32)
             documents = FlashDocuments(cu, cu.clone(), 8, 8)
         if self.sinks:
             sinks = torch.linspace(-1.0, 1.0, self.heads[0])
-            mods = FlashMods(None, None, None, None, None, None, is_causal=False, sinks=sinks)
         return FlashOptions(
-            0.3, None, self.window, documents, self.deterministic, mods, self.needs_lse
+            0.3, None, self.window, documents, self.deterministic, self.needs_lse, sinks=sinks
         )
 
     def tensors(self, seed: int = 0) -> list[Tensor]:
@@ -397,8 +395,7 @@ class Launch:
 
     @property
     def added_sinks(self) -> Tensor | None:
-        mods = self.options.mods
-        return None if mods is None else mods.sinks
+        return self.options.sinks
 
     def whole(self, *tensors: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The global ``(out, lse)`` of this launch and of another one, and this launch's grads."""
@@ -541,7 +538,7 @@ def test_compiled_functions_get_no_tensors_that_need_gradients(
     q, k, v = (x.detach() for x in launch.tensors()[:3])
     out, lse = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
     options = FlashOptions(1.0, None, (None, None), None, False)
-    repeated = fa4.private.repeated_forward(
+    repeated = fa4.library.repeated_forward(
         lambda *args: taken.extend(x for x in args if isinstance(x, Tensor)),
         q, k, v, out, lse, options, (None, None),
     )  # fmt: skip
@@ -597,7 +594,7 @@ def test_calls_of_other_threads_are_not_noted(install: Callable[[str], Library])
 
     thread = threading.Thread(target=meanwhile)
     thread.start()
-    with fa4.private._calls_of(by_hand) as (calls,):
+    with fa4.library._calls_of(by_hand) as (calls,):
         begun.set()
         assert done.wait(10)
     thread.join()
@@ -634,7 +631,7 @@ def test_functions_of_a_split_backward_are_those_of_a_small_one(
     bounded = tuple(side is not None for side in sides)
     torch.set_default_dtype(default_dtype)
     try:
-        functions = fa4.split.split_functions.__wrapped__(torch.float32, 8, 2, is_causal, bounded)
+        functions = fa4.library.split_functions.__wrapped__(torch.float32, 8, 2, is_causal, bounded)
     finally:
         torch.set_default_dtype(torch.float32)
     assert (functions.tile, functions.dim) == (TILE, 8)
@@ -644,14 +641,14 @@ def test_functions_of_a_split_backward_are_those_of_a_small_one(
     out, lse, grads = launch.whole(q, k, v, dout)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     flat = zeros(k.numel() + v.numel())
-    item = fa4.split.SplitLaunch(0, k.shape[1], launch.options.scale, sides, functions)
-    run = fa4.split.AllLaunches(slice(0, q.shape[1]), [item], tuple(k.shape))
+    item = fa4.library.SplitLaunch(0, k.shape[1], launch.options.scale, sides, functions)
+    run = fa4.library.AllLaunches(slice(0, q.shape[1]), [item], tuple(k.shape))
     held, upstream = [KeyBlock(k, v, None, None)], BackwardInputs(dout, out, lse, None)
     run(q, held, upstream, flat, lambda: dq, is_last=True)
     assert held == []
     for x, grad, scale in zip(flat.chunk(2), (dk, dv), (launch.options.scale, 1.0), strict=True):
         sums = x.view(*k.transpose(1, 2).shape[:2], -1)
-        functions.round_dkv(*fa4.private.round_arguments(sums, grad, scale, None))
+        functions.round_dkv(*fa4.library.round_arguments(sums, grad, scale, None))
     for actual, right in zip((dq, dk, dv), grads, strict=True):
         torch.testing.assert_close(actual, right)
     assert library.asked == {"backward": 1}
@@ -746,11 +743,11 @@ def test_private_parts_are_known_in_one_file() -> None:
         rows = [x.args for x in ast.walk(tree) if isinstance(x, ast.Call)]
         rows += [x.elts for x in ast.walk(tree) if isinstance(x, ast.Tuple)]
         absent = [sum(isinstance(x, ast.Constant) and x.value is None for x in row) for row in rows]
-        if path == folder / "private.py":
+        if path == folder / "library.py":
             assert max(absent) > 2 and len(libraries) > 2 and len(private_parts(code)) > 8
             continue
         # Public functions are in the module `flash_attn.cute`.
-        public = {"flash_attn.cute"} if path == folder / "public.py" else set()
+        public = set[str]()
         # Functions of flash-attn 2 and 3 begin alike.
         others = {"_flash_attn_"} if path == folder.parent / "flash_attn.py" else set()
         assert libraries <= public, path
@@ -768,7 +765,7 @@ def test_private_parts_are_known_in_one_file() -> None:
         ("getattr(module, '_bwd_postprocess_convert')", "_bwd_postprocess_convert"),
         ("getattr(module, f'_tile_size_{direction}_sm90')", "_tile_size_"),
         ("from flash_attn.cute.interface import _flash_attn_bwd", "_flash_attn_bwd"),
-        ("from ring_torch.kernels.fa4.private import _calls_of", "_calls_of"),
+        ("from ring_torch.kernels.fa4.library import _calls_of", "_calls_of"),
         ("function.compile_cache = {}", "compile_cache"),
         ("tile(direction, 64, 64).n_block_size", "n_block_size"),
         ("bool(tile.SdP_swapAB)", "SdP_swapAB"),

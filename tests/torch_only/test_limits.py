@@ -38,7 +38,7 @@ def _limits(
     monkeypatch: pytest.MonkeyPatch, mask: Mask, options: dict[str, Any], gpu: tuple[int, int]
 ) -> tuple[str, ...]:
     monkeypatch.setattr(fa4, "capability", lambda: gpu)
-    monkeypatch.setattr(fa4.private, "is_known", lambda: True)
+    monkeypatch.setattr(fa4.library, "is_known", lambda: True)
     program = ring_program(make_plan(mask, seq_len=512, cp_size=1))
     assert fa4.FA4.limits is not None
     return fa4.FA4.limits(replace(CALL, **options), program)

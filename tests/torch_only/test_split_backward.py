@@ -19,7 +19,7 @@ from ring_torch.accumulate import Columns, Rows
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload
 from ring_torch.kernels import fa4
 from ring_torch.kernels.api import Kernel, OwnSpans, Selection
-from ring_torch.kernels.fa4 import split
+from ring_torch.kernels.fa4 import library
 from ring_torch.launches.cache import KeptViews
 from ring_torch.records import BackwardInputs, KernelParams, KeyBlock, QueryBlock
 from ring_torch.strategies import gather as gather_strategy
@@ -121,10 +121,12 @@ def test_sums_are_passed_to_compiled_functions_as_they_lie(batch: int) -> None:
     def round_dkv(x: Tensor, grad: Tensor, scale: float, *_: object) -> None:
         grad.copy_(scale * x.unflatten(2, (-1, dim)).transpose(1, 2))
 
-    functions = split.SplitFunctions(prepare, main, (), nothing, round_dkv, tile, dim)
-    launches = [split.SplitLaunch(a, n, 0.5, (None, None), functions) for a, n in ((0, 4), (3, 9))]
+    functions = library.SplitFunctions(prepare, main, (), nothing, round_dkv, tile, dim)
+    launches = [
+        library.SplitLaunch(a, n, 0.5, (None, None), functions) for a, n in ((0, 4), (3, 9))
+    ]
     used = launches if batch == 1 else launches[1:]
-    run = split.AllLaunches(slice(0, 16), used, (batch, columns, heads, dim))
+    run = library.AllLaunches(slice(0, 16), used, (batch, columns, heads, dim))
     rows, lse = torch.randn(batch, 16, 4, dim), torch.randn(batch, 4, 16)
     keys, upstream = KeyBlock(rows, rows, None, None), BackwardInputs(rows, rows, lse, None)
     for _ in range(2):
@@ -136,10 +138,10 @@ def test_sums_are_passed_to_compiled_functions_as_they_lie(batch: int) -> None:
                 assert torch.equal(x, expected[:, :, span].flatten(2))
     shape = batch, 9, heads, dim
     payload = KVPayload.of(batch, 9, heads, dim, dim, torch.float32, False)
-    rounding = split.RoundAll(spans, 0.5, payload)
+    rounding = library.RoundAll(spans, 0.5, payload)
     for _ in range(2):
         dk, dv = torch.zeros(shape), torch.zeros(shape)
-        with patch.object(split, "rounding_functions", lambda *_: functions):
+        with patch.object(library, "rounding_functions", lambda *_: functions):
             rounding(sums, dk, dv)
         for grad, total, scale in ((dk, totals[0], 0.5), (dv, totals[1], 1.0)):
             expected = torch.zeros(shape)

@@ -91,7 +91,7 @@ def test_another_device_is_explained_as_on_a_machine_that_has_it(
     }
     installed = tuple(libraries.get(kernel, kernel) for kernel in kernels.KERNELS)
     monkeypatch.setattr(kernels, "KERNELS", installed)
-    monkeypatch.setattr(fa4.private, "is_known", lambda: True)
+    monkeypatch.setattr(fa4.library, "is_known", lambda: True)
     texts = dict[str | None, str]()
     for device in ("h200", "A100", "cpu", "h200", None):
         asked = [] if device is None else ["--device", device]

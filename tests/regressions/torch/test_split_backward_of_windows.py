@@ -16,7 +16,7 @@ from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import fa4
 from ring_torch.kernels.api import Kernel, Selection
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.kernels.fa4 import private
+from ring_torch.kernels.fa4 import library
 from ring_torch.records import KernelParams
 from ring_torch.strategies import gather
 from ring_torch.strategies.gather import GATHER, Gather
@@ -26,7 +26,7 @@ OSS = SHORT_SETTINGS[1]  # a layer of gpt-oss with a window
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private, "is_known", lambda: True)
+    monkeypatch.setattr(library, "is_known", lambda: True)
     monkeypatch.setattr(fa4, "capability", lambda: (9, 0))
 
 
@@ -71,16 +71,20 @@ def resolved(
 def test_a_layer_of_gpt_oss_has_one(rank: int, layout: Any) -> None:
     """A layer of gpt-oss has a split backward of one launch: equal spans, items of equal rows."""
     strategy = resolved(OSS, rank, layout=layout)
-    assert strategy.head_major and not strategy.own_work and strategy.gather.tile == fa4.KEYS
+    assert (
+        strategy.backward_spec.sums.head_major
+        and not strategy.own_work.launches
+        and strategy.forward_spec.gather.tile == fa4.KEYS
+    )
     assert strategy.rounding is not None
-    assert len(gather._own_spans(strategy.own_fetches, strategy.gather.length)) == 1
-    assert len({item.q_stop - item.q_start for item in strategy.gather.items}) == 1
+    assert len(gather._own_spans(strategy.own_fetches, strategy.forward_spec.gather.length)) == 1
+    assert len({item.q_stop - item.q_start for item in strategy.forward_spec.gather.items}) == 1
 
 
 @pytest.mark.parametrize("keys", [130, 200, 513, 1000])
 def test_so_have_other_causal_windows(keys: int) -> None:
     mask = Mask(causal=True, window=(keys - 1, 0))
-    assert all(resolved(OSS, rank, mask=mask).head_major for rank in range(4))
+    assert all(resolved(OSS, rank, mask=mask).backward_spec.sums.head_major for rank in range(4))
 
 
 @pytest.mark.parametrize(
@@ -98,9 +102,9 @@ def test_so_have_other_causal_windows(keys: int) -> None:
 )
 def test_others_fetch_what_they_see(options: dict[str, Any]) -> None:
     strategy = resolved(OSS, 1, **options)
-    assert not strategy.head_major and strategy.gather.tile == 1
+    assert not strategy.backward_spec.sums.head_major and strategy.forward_spec.gather.tile == 1
 
 
 def test_calls_that_return_lse_keep_that_of_whole_tiles() -> None:
     strategy = resolved(OSS, 1, mask=Mask(causal=True), returns_lse=True)
-    assert strategy.head_major and strategy.gather.tile == 1
+    assert strategy.backward_spec.sums.head_major and strategy.forward_spec.gather.tile == 1

@@ -355,11 +355,12 @@ class Forward(NamedTuple):
     Attributes:
         item: The item.
         run: Called as ``run(rows, columns, into, mode, key)`` with the item's rows and columns. It
-            returns ``into`` or, in mode ``"return"``, where that is ``None``, its own tensors, in
-            the inputs' dtype. In a row that sees nothing ``lse`` is ``-inf``, and ``out``, unless
-            it is merged, may be anything. Runs with equal keys have tensors of equal strides and
-            alignment (:func:`ring_torch.launches.cache.tensors_key`): what the first has found out
-            for a key may be remembered, so that those after it do less.
+            returns ``into`` or, in mode ``"return"``, where that is ``None``, or where results do
+            not fit there, its own tensors, in the inputs' dtype. In a row that sees nothing ``lse``
+            is ``-inf``, and ``out``, unless it is merged, may be anything. Runs with equal keys
+            have tensors of equal strides and alignment
+            (:func:`ring_torch.launches.cache.tensors_key`): what the first has found out for a key
+            may be remembered, so that those after it do less.
         modes: The modes that it has.
         marks: True if it leaves infinities in ``lse`` where scores are not finite, while every row
             sees something: whoever finishes the pass makes them NaN.

@@ -27,7 +27,6 @@ from ring_torch.kernels.library import (
     ForwardLaunch,
     HeadDims,
     LaunchOptions,
-    Mods,
     as_given,
     capability,
 )
@@ -127,12 +126,11 @@ class FlashKernel(Kernel):
                 return into
             result = self._attend(rows, columns, item, params, into)
             if result.out.data_ptr() != into.out.data_ptr():  # not even as a view
-                into.out.copy_(result.out)
-                into.lse.copy_(result.lse)
-            elif is_band and key not in repeated and not is_capturing():
+                return result
+            if is_band and key not in repeated and not is_capturing():
                 launch = None
                 if self._takes_as_is("forward", rows, columns, item, into.out):
-                    options = _with_mods(_options(item, params), rows, columns, item, params)
+                    options = _options(item, params, rows, columns)
                     launch = self.flash.repeated_forward(q, k, v, into, options)
                 keep(repeated, key, launch)
             return into
@@ -168,7 +166,7 @@ class FlashKernel(Kernel):
             if key not in repeated and not is_capturing():
                 launch = None
                 if self._takes_as_is("backward", rows, columns, item, dout, out):
-                    options = _options(item, params)
+                    options = _options(item, params, rows, columns)
                     launch = self.flash.repeated_backward(dout, q, k, v, out, lse, options, dst)
                 keep(repeated, key, launch)
             return grads
@@ -185,17 +183,15 @@ class FlashKernel(Kernel):
             return self._attend_each(rows, columns, pieces, params)
         q, k, v = rows.q, columns.k, columns.v
         if item.cu_q is None:
-            options = _with_mods(_options(item, params), rows, columns, item, params)
+            options = _options(item, params, rows, columns)
             result, lse = self._forward(q, k, v, options, out)
             # Every row of a band sees something: plans cut others off. Other masks leave them in.
-            if options.mods is not None and options.mods.masked is not None and options.needs_lse:
+            if options.masked is not None and options.needs_lse:
                 lse = _mark_nonfinite_where_seen(result, lse)
             return AttentionState(result, lse)
         # With documents libraries take packed rows: the batch's sequences one after the other.
         batch, device = q.shape[0], q.device
-        options = _options(
-            item, params, item.documents_window, _documents_of_batch(item, batch, device)
-        )
+        options = _options(item, params, rows, columns)
         unseen, packed_dst = _unseen(item, device), None
         if out is not None and batch == 1 and unseen is None:
             packed_dst = AttentionState(out.out[0], out.lse[0])
@@ -230,14 +226,11 @@ class FlashKernel(Kernel):
             return self._grads_each(rows, columns, upstream, pieces, params)
         dout, q, k, v, result = upstream.dout, rows.q, columns.k, columns.v, upstream.out
         if item.cu_q is None:
-            options = _with_mods(_options(item, params), rows, columns, item, params)
+            options = _options(item, params, rows, columns)
             lse = upstream.lse.contiguous()  # libraries misread other strides, without an error
             grads = self._backward(dout, q, k, v, result, lse, options, out)
             return Grads(*grads, None)
-        batch = rows.q.shape[0]
-        options = _options(
-            item, params, item.documents_window, _documents_of_batch(item, batch, rows.q.device)
-        )
+        batch, options = rows.q.shape[0], _options(item, params, rows, columns)
         dout, q, k, v, result = (x.flatten(0, 1) for x in (dout, q, k, v, result))
         lse = upstream.lse.transpose(0, 1).flatten(1, 2).contiguous()
         packed_dst = out[0] if out is not None and batch == 1 else None
@@ -366,46 +359,38 @@ def _unseen(item: WorkItem, device: torch.device) -> Tensor | None:
 
 
 def _options(
-    item: WorkItem,
-    params: KernelParams,
-    window: Window | None = None,
-    documents: Documents | None = None,
+    item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock
 ) -> LaunchOptions:
-    """Return a launch's options, with the item's own window if none is given."""
-    return LaunchOptions(
-        params.scale, params.softcap, window or item.window, documents, params.deterministic,
-        needs_lse=params.needs_lse,
-    )  # fmt: skip
-
-
-def _with_mods(
-    options: LaunchOptions,
-    rows: QueryBlock,
-    columns: KeyBlock,
-    item: WorkItem,
-    params: KernelParams,
-) -> LaunchOptions:
-    """Return a launch's options with the modifications of scores and masks that it needs.
+    """Return the options of a launch over a band, or over documents of a batch.
 
     If the item is masked by block lists and a mask function, these include the band, and no window
     is given beside them.
     """
-    segments, positions, q_k_offset = None, None, None
-    if rows.segments is not None and columns.segments is not None:
-        segments = rows.segments, columns.segments
-    if rows.slopes is not None and rows.position is not None and columns.position is not None:
-        positions = rows.position, columns.position
+    options = LaunchOptions(
+        params.scale, params.softcap, item.window, None, params.deterministic, params.needs_lse,
+        sinks=rows.sinks,
+    )  # fmt: skip
+    if item.cu_q is not None:
+        documents = _documents_of_batch(item, rows.q.shape[0], rows.q.device)
+        return options._replace(window=item.documents_window or item.window, documents=documents)
+    if rows.segments is not None or item.tiles is not None:
+        segments = None
+        if rows.segments is not None:
+            segments = rows.segments, not_none(columns.segments)
+        geometry = None if item.tiles is None else params.blocks
+        options = options._replace(
+            window=(None, None), masked=item, segments=segments, geometry=geometry
+        )
+    if rows.slopes is not None:
+        q_k_offset = None
         if len(rows.runs) == len(columns.runs) == 1:
             q_k_offset = rows.runs[0].position - columns.runs[0].position
-    is_causal = q_k_offset is not None and item.lo is not None and item.lo + q_k_offset >= 0
-    masked = item if segments is not None or item.tiles is not None else None
-    if masked is None and rows.slopes is None and rows.sinks is None:
-        return options
-    geometry = None if item.tiles is None else params.blocks
-    mods = Mods(
-        masked, segments, geometry, rows.slopes, positions, q_k_offset, is_causal, rows.sinks
-    )
-    return options._replace(window=options.window if masked is None else (None, None), mods=mods)
+        options = options._replace(
+            slopes=rows.slopes, positions=(not_none(rows.position), not_none(columns.position)),
+            q_k_offset=q_k_offset,
+            is_causal=q_k_offset is not None and item.lo is not None and item.lo + q_k_offset >= 0,
+        )  # fmt: skip
+    return options
 
 
 @capture_safe_cache(maxsize=256)

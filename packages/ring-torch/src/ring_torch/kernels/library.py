@@ -56,10 +56,13 @@ class Documents(NamedTuple):
 DOCUMENT_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
-class Mods(NamedTuple):
-    """Modifications of scores and masks beyond softcap, window and documents.
+class LaunchOptions(NamedTuple):
+    """Options of one launch of a library's kernel.
 
     Attributes:
+        scale, softcap, deterministic, needs_lse: As in :class:`ring_torch.records.KernelParams`.
+        window: As :attr:`ring_core.WorkItem.window`.
+        documents: Packed documents.
         masked: The work item, if segment ids or a predicate mask it; ``None`` if the window or
             documents say it all.
         segments: Segment ids of the rows, int32 ``[B, n]``, and of the columns, ``[B, m]``.
@@ -68,30 +71,24 @@ class Mods(NamedTuple):
         positions: Positions of rows ``[n]`` and columns ``[m]``, if there are slopes.
         q_k_offset: The first row's position minus the first column's, if the positions of both are
             consecutive; otherwise ``None``.
-        is_causal: True if no row sees keys at later positions than its own.
+        is_causal: True if there are slopes, and no row sees keys at later positions than its own.
         sinks: Float32 ``[H]``, if the launch is a whole call and has to add them.
     """
 
-    masked: WorkItem | None
-    segments: tuple[Tensor, Tensor] | None
-    geometry: BlockGeometry | None
-    slopes: Tensor | None
-    positions: tuple[Tensor, Tensor] | None
-    q_k_offset: int | None
-    is_causal: bool
-    sinks: Tensor | None
-
-
-class LaunchOptions(NamedTuple):
-    """Options of one launch of a library's kernel."""
-
     scale: float
     softcap: float | None
-    window: Window  # as WorkItem.window
+    window: Window
     documents: Documents | None
     deterministic: bool
-    mods: Mods | None = None
     needs_lse: bool = True
+    masked: WorkItem | None = None
+    segments: tuple[Tensor, Tensor] | None = None
+    geometry: BlockGeometry | None = None
+    slopes: Tensor | None = None
+    positions: tuple[Tensor, Tensor] | None = None
+    q_k_offset: int | None = None
+    is_causal: bool = False
+    sinks: Tensor | None = None
 
 
 #: A forward for tensors alike, ``(q, k, v, out, lse, sinks)``, that writes ``out`` and ``lse``.

@@ -3,7 +3,7 @@
 On Hopper it also has a split backward. A backward of the library adds dK/dV up in float32, in an
 order of its own (tiles of keys, one head at a time), and rounds them at the end. Split, the sums of
 several launches, on several GPUs, are added up first and rounded once. Its two parts call compiled
-functions of the library (:mod:`ring_torch.kernels.fa4.split`).
+functions of the library (:mod:`ring_torch.kernels.fa4.library`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from ring_core import Capabilities, Plan, Request, RingProgram, WorkItem, gather
 from ring_torch.accumulate import Columns, ColumnSums, Rows
 from ring_torch.buffers import KVPayload
 from ring_torch.kernels.api import OwnSpans
-from ring_torch.kernels.fa4 import compiled, private, public, split
+from ring_torch.kernels.fa4 import library
 from ring_torch.kernels.fa4.options import modded_of
 from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.library import (
@@ -48,14 +49,24 @@ from ring_torch.records import (
 
 KEYS = 128  # keys of a tile; inside one the sums have an order of their own and cannot be cut
 _WIDEST_COMMON = 128  # wider head dims have kernels of their own, on Hopper alone
-_VERSIONS = " or ".join(private.VERSIONS)
+_VERSIONS = " or ".join(library.VERSIONS)
 
 
 class Flash4(FlashLibrary):
-    """Calls of the library: by private functions if this version's are known, or else public."""
+    """Calls of the library: by private functions if this version's are known, or else public.
+
+    Compiled functions that a call has used are remembered, for all later calls like it; ``None`` is
+    kept of a call that cannot be repeated directly: it is not recorded again.
+    """
 
     def __init__(self) -> None:
-        self._compiled = compiled.CompiledFlash4()
+        self._forwards: dict[object, library.CompiledForward | None] = {}
+        self._backwards: dict[object, library.CompiledBackward | None] = {}
+
+    @property
+    def writes(self) -> bool:
+        """True for versions whose private functions are known."""
+        return library.is_known()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, dst: AttentionState | None
@@ -64,43 +75,35 @@ class Flash4(FlashLibrary):
 
         Private functions may leave ``lse`` unwritten if ``options.needs_lse`` is false.
         """
-        if not private.is_known():
-            return public.forward(q, k, v, options)
+        if not library.is_known():
+            return library.public_forward(q, k, v, options)
         if dst is None:
             out = q.new_empty((*q.shape[:-1], v.shape[-1]))
             lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
             dst = AttentionState(out, lse)
-        # Without lse a launch is faster if the head dims of QK and V differ, and slower if not.
-        has_lse = options.needs_lse or q.shape[-1] == v.shape[-1]
-        modded = modded_of("forward", q, v, options)
-        self._compiled.forward(q, k, v, dst.out, dst.lse if has_lse else None, options, modded)
-        return dst.out, dst.lse
-
-    @property
-    def writes(self) -> bool:
-        """True for versions whose private functions are known."""
-        return private.is_known()
+        arguments, key = _of_forward(q, k, v, dst, options)
+        compiled = self._forwards.get(key)
+        if compiled is not None:
+            compiled.function(*library.forward_arguments(*arguments, compiled.window))
+        elif key is None or key in self._forwards:
+            library.library_forward(*arguments)
+        else:
+            library.remember(self._forwards, key, library.recorded_forward(*arguments))
+        return dst
 
     def repeated_forward(
         self, q: Tensor, k: Tensor, v: Tensor, dst: AttentionState, options: LaunchOptions
     ) -> ForwardLaunch | None:
-        """Return the compiled function of an earlier forward like this one, if there is any."""
-        if options.softcap is not None:
-            return None
-        has_lse = options.needs_lse or q.shape[-1] == v.shape[-1]
-        modded = modded_of("forward", q, v, options)
-        return self._compiled.repeated_forward(
-            q, k, v, dst.out, dst.lse if has_lse else None, options, modded
-        )
+        """Return the compiled function of an earlier forward like this one, if there is any.
 
-    def repeated_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: LaunchOptions, dst: Tensor,
-    ) -> BackwardLaunch | None:  # fmt: skip
-        """Return the compiled functions of an earlier backward like this one, if there are any."""
-        if q.shape[-1] != v.shape[-1] or modded_of("backward", q, v, options) != private.PLAIN:
-            return None  # compiled functions with mods or lists are not repeated here
-        return self._compiled.repeated_backward(dout, q, k, v, out, lse, options, dst)
+        There is none of calls with documents, lists or functions.
+        """
+        arguments, key = _of_forward(q, k, v, dst, options)
+        compiled, modded = self._forwards.get(key), arguments[-1]
+        is_plain = options.documents is None and modded._replace(sinks=None) == library.PLAIN
+        if compiled is None or not is_plain:
+            return None
+        return library.repeated_forward(compiled.function, *arguments[:-1], compiled.window)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -114,16 +117,68 @@ class Flash4(FlashLibrary):
         group = q.shape[-2] // k.shape[-2] if q.shape[-1] != v.shape[-1] else 1
         if group > 1:
             k, v = (x.repeat_interleave(group, dim=-2) for x in (k, v))
-        if private.is_known():
-            modded = modded_of("backward", q, v, options)
-            grads = self._compiled.backward(dout, q, k, v, out, lse, options, modded, dst)
-        else:
-            grads = public.backward(dout, q, k, v, out, lse, options)
+        grads = self._backward(dout, q, k, v, out, lse, options, dst)
         if group == 1:
             return grads
         dq, *sums = grads
         dk, dv = (x.unflatten(-2, (-1, group)).sum(-2, dtype=torch.float32) for x in sums)
         return dq, dk, dv
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: LaunchOptions, dst: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return ``(dq, dk, dv)`` of a call that the library takes as it is."""
+        tensors = dout, q, k, v, out, lse
+        if not library.is_known():
+            return library.public_backward(*tensors, options)
+        arguments, key = _of_backward(*tensors, options, dst)
+        compiled = self._backwards.get(key)
+        if compiled is not None:
+            return library.launched_backward(compiled, *arguments[6:8], *tensors, dst)
+        if key is None or key in self._backwards:
+            return library.library_backward(*arguments)
+        grads, compiled = library.recorded_backward(*arguments)
+        library.remember(self._backwards, key, compiled)
+        return grads
+
+    def repeated_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: LaunchOptions, dst: Tensor,
+    ) -> BackwardLaunch | None:  # fmt: skip
+        """Return the compiled functions of an earlier backward like this one, if there are any.
+
+        There are none of calls with documents, lists or functions.
+        """
+        if q.shape[-1] != v.shape[-1] or options.documents is not None:
+            return None
+        arguments, key = _of_backward(dout, q, k, v, out, lse, options, dst)
+        compiled, modded = self._backwards.get(key), arguments[7]
+        if compiled is None or modded != library.PLAIN:
+            return None
+        return partial(library.launched_backward, compiled, options, modded)
+
+
+def _of_forward(
+    q: Tensor, k: Tensor, v: Tensor, dst: AttentionState, options: LaunchOptions
+) -> tuple[Any, object]:
+    """Return the arguments of a forward, and its key; ``None`` if it cannot be repeated."""
+    # Without lse a launch is faster if the head dims of QK and V differ, and slower if not.
+    lse = dst.lse if options.needs_lse or q.shape[-1] == v.shape[-1] else None
+    modded = modded_of("forward", q, v, options)
+    arguments = q, k, v, dst.out, lse, options, modded
+    can_record = library.can_record(q, k, v, dst.out, modded.sinks)
+    return arguments, library.forward_key(*arguments) if can_record else None
+
+
+def _of_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    options: LaunchOptions, dst: Tensor | None,
+) -> tuple[Any, object]:  # fmt: skip
+    """Return the arguments of a backward, and its key; ``None`` if it cannot be repeated."""
+    arguments = dout, q, k, v, out, lse, options, modded_of("backward", q, v, options), dst
+    can_record = library.can_record(*arguments[:6], dst)
+    return arguments, library.backward_key(*arguments) if can_record else None
 
 
 def _limits(request: Request, program: RingProgram) -> tuple[str, ...]:
@@ -135,7 +190,7 @@ def _limits(request: Request, program: RingProgram) -> tuple[str, ...]:
             (with_lists or request.alibi) and capability()[0] != 9
         ),
         f"has segment_ids, predicates and alibi_slopes with flash-attn-4 {_VERSIONS} only": (
-            (with_lists or request.alibi) and not private.is_known()
+            (with_lists or request.alibi) and not library.is_known()
         ),
         "is not deterministic with segment_ids or a predicate": with_lists
         and request.deterministic,
@@ -176,7 +231,7 @@ def _missing() -> str | None:
     except PackageNotFoundError:
         return "flash-attn-4 is not installed; pip install flash-attn-4"
     try:
-        is_overwritten = public.is_overwritten()
+        is_overwritten = library.is_overwritten()
     except ImportError as error:
         return f"flash-attn-4 {installed} does not load: {error}"
     if is_overwritten:
@@ -204,11 +259,11 @@ class HopperSplitBackward:
         Heads have to be grouped, as only then the library keeps sums of dK/dV; head dims have to be
         some that it does not pad; and items and fetches have to consist of whole tiles of keys. It
         is False with a softcap or ``deterministic``, on other GPUs, and for other versions of the
-        library than :mod:`ring_torch.kernels.fa4.private` knows.
+        library than :mod:`ring_torch.kernels.fa4.library` knows.
         """
         dim, is_plain = request.head_dim, not (request.softcap or request.deterministic)
         fits = dim == request.v_head_dim and dim in (64, 128) and request.q_heads > request.kv_heads
-        is_supported = private.is_known() and capability()[0] == 9
+        is_supported = library.is_known() and capability()[0] == 9
         return is_supported and fits and is_plain and in_whole_tiles(plan, splits, tile)
 
     def backward(self, items: Sequence[WorkItem], params: KernelParams) -> Backward:
@@ -217,7 +272,7 @@ class HopperSplitBackward:
         Items that do not have equally many rows, one item's behind the other's, are launched one by
         one; so are several items of several sequences, and those whose functions have unlike tiles.
         """
-        known: dict[object, tuple[bool, list[split.AllLaunches]]] = {}
+        known: dict[object, tuple[bool, list[library.AllLaunches]]] = {}
 
         def run(
             rows: QueryBlock, held: list[KeyBlock], upstream: BackwardInputs, row_sums: Rows,
@@ -257,30 +312,30 @@ class HopperSplitBackward:
         For one sequence that takes one launch each for dK and dV, with the spans as its batch; for
         several, two launches a span.
         """
-        return split.RoundAll(spans, params.scale, keys)
+        return library.RoundAll(spans, params.scale, keys)
 
 
 def _split_launches(
     items: Sequence[WorkItem], params: KernelParams, q: Tensor, k: Tensor
-) -> list[split.AllLaunches]:
+) -> list[library.AllLaunches]:
     """Return the launches of items, together if they can be, in the order of the items."""
     launches = []
     for item in items:
         is_causal = item.window == (None, 0)  # compiled functions have a flag for it
         sides: Window = (None, None) if is_causal else item.window
         bounded = tuple(side is not None for side in sides)
-        functions = split.split_functions(
+        functions = library.split_functions(
             q.dtype, q.shape[3], q.shape[2] // k.shape[2], is_causal, bounded
         )
         keys = item.k_stop - item.k_start
-        launches.append(split.SplitLaunch(item.k_start, keys, params.scale, sides, functions))
+        launches.append(library.SplitLaunch(item.k_start, keys, params.scale, sides, functions))
     rows, shape = [item.q_slice for item in items], tuple(k.shape)
     sizes = {x.stop - x.start for x in rows}
     in_turn = len(sizes) < 2 and all(a.stop == b.start for a, b in pairwise(rows))
     alike = len({(x.functions.tile, x.functions.dim) for x in launches}) == 1
     if in_turn and alike and (q.shape[0] == 1 or len(items) == 1):
-        return [split.AllLaunches(slice(rows[0].start, rows[-1].stop), launches, shape)]
-    return [split.AllLaunches(x, [y], shape) for x, y in zip(rows, launches, strict=True)]
+        return [library.AllLaunches(slice(rows[0].start, rows[-1].stop), launches, shape)]
+    return [library.AllLaunches(x, [y], shape) for x, y in zip(rows, launches, strict=True)]
 
 
 def in_whole_tiles(plan: Plan, splits: bool, tile: int) -> bool:

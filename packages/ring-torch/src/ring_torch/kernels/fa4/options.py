@@ -20,14 +20,14 @@ from ring_core.masks.expression import Expression
 from ring_core.plan.tile_mask import BlockGeometry
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.block_index import FAR, Grid, kinds_on, tile_numbers
-from ring_torch.kernels.fa4.private import (
+from ring_torch.kernels.fa4.library import (
     BLOCK_Q,
     PLAIN,
     Modded,
     backward_is_transposed,
     tile_keys,
 )
-from ring_torch.kernels.library import Direction, LaunchOptions, Mods
+from ring_torch.kernels.library import Direction, LaunchOptions
 
 _LARGEST_TILE = 256  # tokens; no tile of the library's is larger
 _FEW_KEYS = 64  # keys of the smaller block that a forward over a predicate may use
@@ -38,36 +38,33 @@ _PARTIAL_COST = 1.3  # in a block that needs its mask
 
 def modded_of(direction: Direction, q: Tensor, v: Tensor, options: LaunchOptions) -> Modded:
     """Return the library's options for a pass over ``q [B, n, H, D]`` and ``v [B, m, K, Dv]``."""
-    mods, cap = options.mods, options.softcap
-    if mods is None and cap is None:
-        return PLAIN
-    alibi = mods is not None and mods.slopes is not None
-    masked = None if mods is None else mods.masked
-    modded = Modded(sinks=None if mods is None else mods.sinks)
-    if cap is None and not alibi and masked is None:
+    cap, alibi, masked = options.softcap, _alibi(options), options.masked
+    modded = PLAIN if options.sinks is None else Modded(sinks=options.sinks)
+    if cap is None and alibi is None and masked is None:
         return modded
     functions = import_module("ring_torch.kernels.fa4.mods")
-    if cap is not None or alibi:
+    if cap is not None or alibi is not None:
         modded = modded._replace(
-            score_mod=functions.score_mod(cap, _alibi(mods), _packed(direction, q, v)),
+            score_mod=functions.score_mod(cap, alibi, _packed(direction, q, v)),
             score_mod_bwd=functions.score_mod_bwd(cap),
         )
-    if mods is None or not (alibi or masked is not None):
+    if alibi is None and masked is None:
         return modded
-    rule = _rule(masked, mods.geometry)
+    rule = _rule(masked, options.geometry)
     by_columns = _by_columns(direction, q.shape[-1], v.shape[-1])
-    tensors = _tensors_read(mods, q.device, tiles=rule is None, by_columns=by_columns)
+    tensors = _tensors_read(options, q.device, tiles=rule is None, by_columns=by_columns)
     numbers = functions.Numbers(
-        **{name: x.data_ptr() for name, x in tensors.items()}, **_other_numbers(mods, tensors, rule)
+        **{name: x.data_ptr() for name, x in tensors.items()},
+        **_other_numbers(options, tensors, rule),
     )
     modded = modded._replace(numbers=numbers, keep_alive=tuple(tensors.values()))
     if masked is None:
         return modded
     mask_mod = functions.mask_mod(
-        mods.segments is not None, "tiles" in tensors, by_columns and "tiles" in tensors,
+        options.segments is not None, "tiles" in tensors, by_columns and "tiles" in tensors,
         None if rule is None else rule.expression, rule is not None and rule[1:] == (0, 0),
     )  # fmt: skip
-    lists, block_size = _lists(direction, q, v, masked, mods)
+    lists, block_size = _lists(direction, q, v, masked, options)
     return modded._replace(mask_mod=mask_mod, lists=lists, block_size=block_size)
 
 
@@ -80,16 +77,16 @@ def _packed(direction: Direction, q: Tensor, v: Tensor) -> int:
     return q.shape[-2] // v.shape[-2] if direction == "backward" else 1
 
 
-def _alibi(mods: Mods | None) -> str | None:
+def _alibi(options: LaunchOptions) -> str | None:
     """Return how ALiBi gets distances, a ``mods.Alibi``; ``None`` without ALiBi.
 
     ``read`` is from positions in tensors; ``causal`` and ``counted`` are by indices.
     """
-    if mods is None or mods.slopes is None:
+    if options.slopes is None:
         return None
-    if mods.q_k_offset is None:
+    if options.q_k_offset is None:
         return "read"
-    return "causal" if mods.is_causal else "counted"
+    return "causal" if options.is_causal else "counted"
 
 
 class Rule(NamedTuple):
@@ -119,24 +116,27 @@ def _rule(item: WorkItem | None, geometry: BlockGeometry | None) -> Rule | None:
 
 
 def _tensors_read(
-    mods: Mods, device: torch.device, *, tiles: bool, by_columns: bool
+    options: LaunchOptions, device: torch.device, *, tiles: bool, by_columns: bool
 ) -> dict[str, Tensor]:
     """Return the tensors that the functions read, by the names that ``Numbers`` has for them."""
     tensors: dict[str, Tensor] = {}
-    if mods.slopes is not None:
-        tensors["slopes"] = mods.slopes.float().contiguous()
-    if mods.positions is not None and mods.q_k_offset is None:
-        rows, columns = mods.positions
+    if options.slopes is not None:
+        tensors["slopes"] = options.slopes.float().contiguous()
+    if options.positions is not None and options.q_k_offset is None:
+        rows, columns = options.positions
         # Relative to the first row: float32 is exact only for integers up to 2^24.
         tensors |= {
             name: torch.nn.functional.pad((x - rows[:1]).float(), (0, _LARGEST_TILE))
             for name, x in (("q_at", rows), ("k_at", columns))
         }
-    if mods.segments is not None:
-        tensors["q_ids"], tensors["k_ids"] = map(_from_16_bytes, mods.segments)
-    if tiles and mods.geometry is not None and mods.masked is not None:
-        bits = _bits_and_constants(mods.geometry, by_columns, device)
-        tensors |= {"bits": bits, "tiles": _padded_tile_numbers(mods.masked, mods.geometry, device)}
+    if options.segments is not None:
+        tensors["q_ids"], tensors["k_ids"] = map(_from_16_bytes, options.segments)
+    if tiles and options.geometry is not None and options.masked is not None:
+        bits = _bits_and_constants(options.geometry, by_columns, device)
+        tensors |= {
+            "bits": bits,
+            "tiles": _padded_tile_numbers(options.masked, options.geometry, device),
+        }
     return tensors
 
 
@@ -146,13 +146,18 @@ def _from_16_bytes(ids: Tensor) -> Tensor:
     return ids if ids.data_ptr() % 16 == 0 else ids.clone()
 
 
-def _other_numbers(mods: Mods, tensors: dict[str, Tensor], rule: Rule | None) -> dict[str, int]:
+def _other_numbers(
+    options: LaunchOptions, tensors: dict[str, Tensor], rule: Rule | None
+) -> dict[str, int]:
     """Return the fields of ``Numbers`` that are no addresses."""
     numbers = {} if rule is None else {"q_first": rule.q_first, "k_first": rule.k_first}
-    if mods.slopes is not None:
+    if options.slopes is not None:
         batch, heads = tensors["slopes"].shape
-        numbers |= {"slopes_batch": heads if batch > 1 else 0, "q_k_offset": mods.q_k_offset or 0}
-    if (item := mods.masked) is not None:
+        numbers |= {
+            "slopes_batch": heads if batch > 1 else 0,
+            "q_k_offset": options.q_k_offset or 0,
+        }
+    if (item := options.masked) is not None:
         numbers |= {
             "lo": -FAR if item.lo is None else item.lo, "hi": FAR if item.hi is None else item.hi,
             "q_len": item.q_stop - item.q_start, "k_len": item.k_stop - item.k_start,
@@ -163,17 +168,17 @@ def _other_numbers(mods: Mods, tensors: dict[str, Tensor], rule: Rule | None) ->
 
 
 def _lists(
-    direction: Direction, q: Tensor, v: Tensor, item: WorkItem, mods: Mods
+    direction: Direction, q: Tensor, v: Tensor, item: WorkItem, options: LaunchOptions
 ) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
     """Return block lists, shared by all heads, and the size of a block."""
     from ring_torch.kernels.fa4.block_lists import block_lists
 
     block_k = tile_keys(direction, q.shape[-1], v.shape[-1])
-    if direction == "forward" and mods.geometry is not None and mods.segments is None:
-        block_k = _cheaper_block_k(item, mods.geometry, block_k)
+    if direction == "forward" and options.geometry is not None and options.segments is None:
+        block_k = _cheaper_block_k(item, options.geometry, block_k)
     size = BLOCK_Q, block_k
-    grid = Grid(*size, False, direction == "backward", q.device, mods.geometry)
-    return tuple(x.unsqueeze(1) for x in block_lists(item, grid, mods.segments)), size
+    grid = Grid(*size, False, direction == "backward", q.device, options.geometry)
+    return tuple(x.unsqueeze(1) for x in block_lists(item, grid, options.segments)), size
 
 
 @lru_cache(maxsize=256)
