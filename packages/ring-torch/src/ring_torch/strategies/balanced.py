@@ -140,7 +140,7 @@ class Balanced(Ring):
             peer_rows, (work, joins) = remote_rows(call, item, rows, tensors), self.lent[item]
             result = Accumulator(joins, peer_rows.q, inputs.v.shape[3])
             result.attend(work, peer_rows, own)
-            return result.state
+            return result.finish()
 
         def add(tokens: slice, tensors: list[Tensor]) -> None:
             """Merge results that a helper sent home for a slice of this rank's rows."""

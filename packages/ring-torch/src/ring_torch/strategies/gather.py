@@ -544,40 +544,40 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
         groups, tile, in_stages = ONE_GROUP, None, True
         gather, own_items = gather_program(plan, rank, own=False), plan.items(rank, rank)
         params = replace(params, needs_lse=True)  # partial results are merged by it
-    items, num_rows, num_keys = (
-        (*own_items, *gather.items),
+    num_rows, num_keys, items = (
         plan.q_layout.local_len,
         call.keys.length,
+        (*own_items, *gather.items),
     )
     banded = call.is_plain and all(item.cu_q is None and item.tiles is None for item in items)
     whole_rows = gather.num_rows == num_rows and call.keys.batch > 0
     # Each row is in one launch, so a kernel that can add the sinks to it does.
-    adds_sinks = kernel.adds_sinks and banded and whole_rows and groups.forward == 1
-    adds_sinks = adds_sinks and not in_stages
+    adds_sinks = (
+        kernel.adds_sinks and banded and whole_rows and groups.forward == 1 and not in_stages
+    )
     launches = [kernel.forward(item, params) for item in items]
     own_work = Work.of(launches[: len(own_items)], num_rows)
-    over_gathered = launches[len(own_items) :]
-    work = Work.of(over_gathered, num_rows, gather.waits_for)
+    work = Work.of(launches[len(own_items) :], num_rows, gather.waits_for)
     joins = joins_of(
         launches, call.dtype, num_rows, is_final=not in_stages, wide=call.has_sinks, at_once=3
     )
-    by_parts = banded and not own_items and groups.backward == 1 and not in_stages
-    by_parts = by_parts and all("merge" not in launch.modes for launch in launches)
-    by_parts = by_parts and not (adds_sinks and call.has_sinks)
+    by_parts = (
+        banded and not own_items and groups.backward == 1 and not in_stages
+        and not (adds_sinks and call.has_sinks)
+        and all("merge" not in launch.modes for launch in launches)
+    )  # fmt: skip
     if joins.is_final and (groups.forward > 1 or by_parts):
         joins = joins._replace(holds_first=False)  # groups of heads are written into one memory
-    by_size = sorted(over_gathered, key=_size, reverse=True) if by_parts else []
+    by_size = sorted(work.launches, key=_size, reverse=True) if by_parts else []
 
     own_whole = [x.q_slice for x in own_items] == [slice(0, num_rows)]
     covers_keys = [x.k_slice for x in own_items] == [slice(0, num_keys)]
     split = kernel.split_backward if tile is not None else None
 
     def backward(some: Sequence[WorkItem], *, adds: bool = False) -> Backward:
-        return (
-            kernel.backward(some, params, adds=adds)
-            if split is None
-            else split.backward(some, params)
-        )
+        if split is not None:
+            return split.backward(some, params)
+        return kernel.backward(some, params, adds=adds)
 
     in_order = not in_stages  # launches run in reverse
     own_launch = backward(own_items[:: 1 if in_order else -1], adds=in_stages)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,7 +102,7 @@ class Flash4(FlashLibrary):
         is_plain = options.documents is None and modded._replace(sinks=None) == library.PLAIN
         if compiled is None or not is_plain:
             return None
-        return library.repeated_forward(compiled.function, *arguments[:-1], compiled.window)
+        return library.repeated_forward(compiled.function, *arguments[:6], compiled.window)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -135,7 +134,7 @@ class Flash4(FlashLibrary):
         arguments, key = _of_backward(*tensors, options, dst)
         compiled = self._backwards.get(key)
         if compiled is not None:
-            return library.launched_backward(compiled, *arguments[6:8], *tensors, dst)
+            return library.launched_backward(compiled, options, arguments[7], *tensors, dst)
         if key is None or key in self._backwards:
             return library.library_backward(*arguments)
         grads, compiled = library.recorded_backward(*arguments)
@@ -161,7 +160,7 @@ class Flash4(FlashLibrary):
 
 def _of_forward(
     q: Tensor, k: Tensor, v: Tensor, dst: AttentionState, options: LaunchOptions
-) -> tuple[Any, object]:
+) -> tuple[library.ForwardArguments, object]:
     """Return the arguments of a forward, and its key; ``None`` if it cannot be repeated."""
     # Without lse a launch is faster if the head dims of QK and V differ, and slower if not.
     lse = dst.lse if options.needs_lse or q.shape[-1] == v.shape[-1] else None
@@ -174,7 +173,7 @@ def _of_forward(
 def _of_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     options: LaunchOptions, dst: Tensor | None,
-) -> tuple[Any, object]:  # fmt: skip
+) -> tuple[library.BackwardArguments, object]:  # fmt: skip
     """Return the arguments of a backward, and its key; ``None`` if it cannot be repeated."""
     arguments = dout, q, k, v, out, lse, options, modded_of("backward", q, v, options), dst
     can_record = library.can_record(*arguments[:6], dst)

@@ -238,6 +238,14 @@ def offsets(documents: Documents | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if documents is None else (documents.cu_q, documents.cu_k)
 
 
+#: q, k, v, out, lse and options of a forward, in the order of :func:`library_forward`.
+ForwardArguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, LaunchOptions, Modded]
+#: dout, q, k, v, out, lse, options and dst of a backward, in that of :func:`library_backward`.
+BackwardArguments = tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, LaunchOptions, Modded, Tensor | None
+]
+
+
 class RecordedCall(NamedTuple):
     """A call of a compiled function by the library."""
 
