@@ -30,14 +30,14 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from ring_core.masks.expression import OPERATORS, Expression, evaluated
-from ring_torch.kernels.fa4 import private
+from ring_torch.kernels.fa4 import library
 
 #: Source of a key's distance for ALiBi: ``causal`` subtracts the numbers of row and column, and no
 #: key is ahead of its query; ``counted`` also takes the absolute value, for keys on both sides;
 #: ``read`` subtracts positions read from memory.
 Alibi = Literal["causal", "counted", "read"]
 _OPERATORS = {**OPERATORS, "max": maximum}
-scalar_to_ssa = private.scalar_to_ssa()  # compiled functions find it here by its name
+scalar_to_ssa = library.scalar_to_ssa()  # compiled functions find it here by its name
 _UNBOUNDED = (
     1 << 30
 )  # length of a tensor without bounds: its layout needs one, and nothing reads it
