@@ -46,7 +46,7 @@ class Alone:
             if place not in self.made:
                 shape = (keys.batch, gather.length, keys.width)
                 self.made[place] = [torch.randn(shape, dtype=keys.dtype, device=device)]
-            yield PendingKV([*self.made[place]], lambda _: None)  # the caller may empty the list
+            yield PendingKV([*self.made[place]], None)  # the caller may empty the list
 
     def accumulators(self, *, zero: bool) -> list[Tensor]:
         """Return new accumulators of dK and dV."""

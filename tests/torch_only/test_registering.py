@@ -178,7 +178,7 @@ class Letters:
             if fetch.rank != self.call.ranks.rank:
                 note_reads([kv[:, fetch.target]])
         meanwhile()
-        return iter([PendingKV([kv], lambda _: None)])
+        return iter([PendingKV([kv], None)])
 
     def accumulators(self, *, zero: bool) -> list[Tensor]:
         """Return a buffer for the only group of heads."""

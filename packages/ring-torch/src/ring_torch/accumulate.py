@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ring_core import WorkItem
-from ring_core.base.arguments import not_none
 from ring_core.programs.gather import column_segments
 from ring_core.programs.intervals import Interval, union
 from ring_torch.buffers import KeyGradBuffer
@@ -33,7 +32,6 @@ from ring_torch.records import (
     KeyBlock,
     KeyGrads,
     Mode,
-    Parts,
     QueryBlock,
     QueryGrads,
     Span,
@@ -224,21 +222,46 @@ class Work(NamedTuple):
 
     Attributes:
         launches: The launches, in their order.
-        rows: Their rows.
+        sizes: How many rows each has, if they have all rows, in their order.
         waits_for: For each how many fetches must have arrived.
     """
 
     launches: tuple[Forward, ...]
-    rows: Parts
+    sizes: list[int] | None
     waits_for: tuple[int, ...]
 
     @classmethod
     def of(
         cls, launches: Sequence[Forward], length: int, waits_for: Sequence[int] | None = None
     ) -> Work:
-        """Return launches of ``length`` rows; by default they wait for no fetch."""
-        rows = Parts.of_rows([x.item.q_slice for x in launches], length)
-        return cls(tuple(launches), rows, tuple(waits_for or [0] * len(launches)))
+        """Return launches of ``length`` rows; by default they wait for no fetch.
+
+        A single one of so many rows has all, whatever number its first row has in the item.
+        """
+        rows = [x.item.q_slice for x in launches]
+        sizes = [x.stop - x.start for x in rows]
+        in_order = all(x.start == sum(sizes[:n]) for n, x in enumerate(rows)) or len(rows) == 1
+        has_all = in_order and sum(sizes) == length
+        return cls(
+            tuple(launches), sizes if has_all else None, tuple(waits_for or [0] * len(launches))
+        )
+
+    def cut(
+        self, rows: QueryBlock, state: AttentionState | None
+    ) -> Iterable[tuple[QueryBlock, AttentionState | None]]:
+        """Return the rows of each launch, and its part of the results, as views."""
+        if self.sizes is None or rows.indices is not None or rows.segments is not None:
+            slices = [x.item.q_slice for x in self.launches]
+            return [(rows.take(x), None if state is None else state.take(x)) for x in slices]
+        # Few views, which cost the host most; all that these rows have beside q is the sinks.
+        blocks = [
+            QueryBlock(q, None, None, None, None, None, sinks=rows.sinks)
+            for q in rows.q.split_with_sizes(self.sizes, 1)
+        ]
+        if state is None:
+            return zip(blocks, repeat(None))
+        parts = state.out.split_with_sizes(self.sizes, 1), state.lse.split_with_sizes(self.sizes, 2)
+        return zip(blocks, map(AttentionState, *parts), strict=True)
 
 
 class Accumulator:
@@ -273,26 +296,27 @@ class Accumulator:
             rows: All rows, or those of the only item.
             columns: All columns.
             state: A group of heads of :attr:`state`, where each row is in one launch.
-            wait: Waits until so many fetches have arrived.
+            wait: Waits until so many fetches have arrived; ``None`` where the stream does.
         """
         joins, v_dim, state = self._joins, self._v_dim, state or self.state
         mode, is_final, *_ = joins
         if rows.q.shape[0] == 0:
             return
         is_added = is_final or mode == "merge"  # a launch leaves results where they belong
-        parts: Iterable[AttentionState | None] = repeat(None)
-        if is_added and state is not None:
-            parts = state.parts(work.rows)
+        cuts: Any = [(rows, state if is_added else None)]
+        if work.sizes is None or len(work.sizes) > 1:
+            cuts = work.cut(*cuts[0])
         width = columns.k.shape[1]
-        key = tensors_key(rows.q, columns.k, columns.v, rows.sinks)
+        # What is returned or merged is not bound to strides.
+        key = tensors_key(rows.q, columns.k, columns.v, rows.sinks) if mode == "write" else None
         # Fetches of later items write other columns meanwhile, and peers copy from this rank's
         # memory and need nothing from this loop.
-        for launch, fetches, some_rows, own in zip(
-            work.launches, work.waits_for, rows.parts(work.rows), parts, strict=False
+        for launch, fetches, (some_rows, own) in zip(
+            work.launches, work.waits_for, cuts, strict=True
         ):
             n, self._launched = self._launched, self._launched + 1
-            if fetches > 0:
-                not_none(wait)(fetches)
+            if fetches > 0 and wait is not None:
+                wait(fetches)
             item = launch.item
             is_part = width > item.k_stop - item.k_start
             keys = columns.take(item.k_slice) if is_part else columns
@@ -532,7 +556,7 @@ def one_by_one(
         column_sums: ColumnSums,
     ) -> None:  # fmt: skip
         (columns,) = held
-        key = tensors_key(rows.q, columns.k, columns.v, *upstream)
+        key = None if adds else tensors_key(rows.q, columns.k, columns.v, *upstream)
         # Launches run one after the other on a stream: each may add to what those before wrote.
         for item, launch in work:
             count, tokens = item.q_stop - item.q_start, item.q_slice

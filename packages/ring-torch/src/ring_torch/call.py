@@ -179,9 +179,10 @@ class PendingKV(NamedTuple):
     #: The caller may empty the list: then nobody else holds what has arrived.
     tensors: list[Tensor]
     #: Waits (on CUDA: lets the current stream wait) until that many fetches have arrived, counted
-    #: in the program's order. ``None`` waits for all, and until this rank's own K/V, which peers
-    #: or copies may still read, can be changed by the caller.
-    wait: Callable[[int | None], None]
+    #: in the program's order. With ``None`` it waits for all, and until this rank's own K/V, which
+    #: peers or copies may still read, can be changed by the caller. It is ``None`` where whatever
+    #: is queued from now on comes after them.
+    wait: Callable[[int | None], None] | None
     #: If heads arrive in equal parts, one after the other: for each part, in their order, contexts
     #: in which to launch its kernels, as many as the program has items. A kernel there waits for
     #: its part alone, not for what the caller has queued since, and the caller waits for all behind

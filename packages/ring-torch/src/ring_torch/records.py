@@ -6,9 +6,9 @@ Shapes: an item has ``n`` query rows and ``m`` key columns; ``q [B, n, H, D]``, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -49,30 +49,6 @@ Span = tuple[int, int]  # first index, and how many
 def span_of(indices: slice) -> Span:
     """Return a slice of one step as a span, in the form of :meth:`torch.Tensor.narrow`."""
     return indices.start, indices.stop - indices.start
-
-
-class Parts(NamedTuple):
-    """Slices of rows, to be cut out of a tensor."""
-
-    slices: tuple[slice, ...]
-    sizes: list[int] | None  # of slices that are all rows in their order
-    is_whole: bool  # True of a single slice that is all rows
-
-    @classmethod
-    def of_rows(cls, slices: Sequence[slice], length: int) -> Parts:
-        """Return the slices of ``length`` rows; a single one of so many is all of them."""
-        sizes = [x.stop - x.start for x in slices]
-        ends = [0, *accumulate(sizes)]
-        in_order = ends[-1] == length and ends[:-1] == [x.start for x in slices]
-        return cls(tuple(slices), sizes if in_order else None, sizes == [length])
-
-    def of(self, x: Tensor, dim: int) -> Sequence[Tensor]:
-        """Return the parts of a tensor whose rows are a dimension, as views."""
-        if self.is_whole:
-            return (x,)
-        if self.sizes is not None:
-            return x.split_with_sizes(self.sizes, dim)
-        return [x.narrow(dim, *span_of(rows)) for rows in self.slices]
 
 
 class PositionRun(NamedTuple):
@@ -124,17 +100,6 @@ class QueryBlock(NamedTuple):
     bias_shift: Tensor | None = None
     sinks: Tensor | None = None  # float32 [H], for a launch that has to add them
     dropout: Dropout | None = None
-
-    def parts(self, rows: Parts) -> Sequence[QueryBlock]:
-        """Return the blocks of several slices of the queries, as views."""
-        if rows.is_whole:
-            return (self,)
-        if self.indices is not None or self.segments is not None:
-            return [self.take(x) for x in rows.slices]
-        sinks = self.sinks  # all else is absent: few views, which cost the host most
-        return [
-            QueryBlock(q, None, None, None, None, None, sinks=sinks) for q in rows.of(self.q, 1)
-        ]
 
     def take(self, tokens: slice) -> QueryBlock:
         """Return the block of a slice of the queries, as views."""
@@ -189,13 +154,6 @@ class AttentionState(NamedTuple):
 
     out: Tensor
     lse: Tensor
-
-    def parts(self, rows: Parts) -> Sequence[AttentionState]:
-        """Return the records of several slices of the rows, as views."""
-        if rows.is_whole:
-            return (self,)
-        pairs = zip(rows.of(self.out, 1), rows.of(self.lse, 2), strict=True)
-        return [AttentionState(*x) for x in pairs]
 
     def take(self, tokens: slice) -> AttentionState:
         """Return the record of a slice of the rows, as views."""

@@ -215,7 +215,8 @@ class Gather(Strategy):
                         attend(work, of_part, m, count)
             # All of the group has arrived, and this rank's own K/V have been read: the caller may
             # change them after this call.
-            arriving.wait(None)
+            if arriving.wait is not None:
+                arriving.wait(None)
             gathered += arriving.tensors
         return results.finish(), gathered if self.saves else []
 
@@ -331,8 +332,9 @@ class Gather(Strategy):
             pending(sums, length, index_map)
         # The sums are complete: round each once.
         assert rounding is not None
-        grads = KeyGrads(*key_grads)
-        rounding(sums, *(grads if groups == 1 else head_group(grads, n, groups)))
+        if groups > 1:
+            key_grads = [*head_group(KeyGrads(*key_grads), n, groups)]
+        rounding(sums, *key_grads)
         own_sums[n] = None  # their memory serves the groups after this one
 
     def _keys_by_group(
@@ -347,7 +349,8 @@ class Gather(Strategy):
         if not saved:
             # Nothing to compute meanwhile: launches over own keys are kept to hide the way home.
             for arriving in session.fetch(inputs):
-                arriving.wait(None)
+                if arriving.wait is not None:
+                    arriving.wait(None)
                 parts = [call.gathered_columns(gather, keys, arriving.tensors)]
                 arriving.tensors.clear()  # sessions hold this list to their end
                 yield parts.pop()

@@ -178,7 +178,8 @@ def _programs(device: torch.device) -> tuple[int, int]:
 
 def exchange_state_of(ranks: Ranks) -> ExchangeState:
     """Return the exchange state of a group, with memory of its own, made the first time."""
-    group = not_none(ranks.group)
+    group = ranks.group
+    assert group is not None, "one rank exchanges nothing"
     if (state := _state_of.get(group)) is None:
         state = _state_of[group] = ExchangeState(SymmetricMemory(ranks, header=1024))
     return state
@@ -218,7 +219,7 @@ class OneKernel(NamedTuple):
         # `new_empty(*sizes)` takes the host half the time of `torch.empty(shape, dtype=, device=)`.
         target = k.new_empty(keys.batch, gather.length, keys.width)
         # Without parts attention is queued behind the kernel on its stream, and waits for nothing.
-        pending = PendingKV([target], lambda _fetches: None)
+        pending = PendingKV([target], None)
         # The kernel waits until peers have read what lies in `own` from the pass before, writes,
         # waits until all ranks have written, and reads. The host waits for nothing.
         key = gather, keys, by_parts, tensors_key(k, v)
