@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.torch.alone import as_rank
-from ring_torch import accumulate, kernels, prepare
+from ring_torch import accumulate, kernels, prepare, transports
 from ring_torch.buffers import BufferSpec
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels.fa4 import FA4, library
 from ring_torch.launches import direct
 from ring_torch.merge_ops import merge_on_gpu
 from ring_torch.records import AttentionState
-from ring_torch.transports import one_kernel, symm_mem
+from ring_torch.transports import one_kernel
 
 _TILE = 64  # queries of a tile of the backward
 
@@ -120,7 +120,7 @@ def without_launches() -> Iterator[None]:
         (direct.DirectKernel, "launch", _launch),
         (direct.DirectKernel, "__getitem__", lambda *_: nothing), (one_kernel, "SymmetricMemory", OwnMemory),
         (one_kernel, "_programs", lambda _: (66, 96)), (one_kernel, "timeout_of", lambda *_: timedelta(seconds=1)),
-        (symm_mem, "has_agreed", lambda *_: True), (accumulate, "merge", merge),
+        (transports, "has_agreed", lambda *_: True), (accumulate, "merge", merge),
     ]  # fmt: skip
     prepare._prepare.cache_clear()  # noqa: SLF001  # calls hold their kernel
     with ExitStack() as stack:

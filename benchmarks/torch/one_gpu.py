@@ -21,9 +21,8 @@ from ring_torch.call import Refusals
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import DONE, Ranks, Transfer
 from ring_torch.local import LocalRanks
-from ring_torch.transports import symm_buffer
+from ring_torch.transports import SYMM_MEM, symm_buffer
 from ring_torch.transports.symm_buffer import SHARED_GPU
-from ring_torch.transports.symm_mem import SYMM_MEM
 
 Messages = Sequence[tuple[Tensor, int]]  # tensors, and the ranks that they go to or come from
 

@@ -27,7 +27,7 @@ from ring_core import (
     ring_program,
 )
 from ring_core.choose.rates import Case, Rates, Times, to_text
-from ring_torch import ContextParallel, kernels, prepare, ring_attention, strategies
+from ring_torch import ContextParallel, kernels, prepare, ring_attention, strategies, transports
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import fa4, flash_attn
 from ring_torch.kernels.flash import FlashKernel
@@ -37,7 +37,7 @@ from ring_torch.prepare import _prepare
 from ring_torch.strategies import choose_strategy
 from ring_torch.strategies.gather import GATHER
 from ring_torch.strategies.ulysses import ULYSSES, Ulysses
-from ring_torch.transports import symm_buffer, symm_mem
+from ring_torch.transports import symm_buffer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CAUSAL = Mask(causal=True)
@@ -179,7 +179,7 @@ def test_auto_trades_heads_where_that_moves_few_bytes(
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
     reasons: list[str] = []
     monkeypatch.setattr(symm_buffer, "symm_buffer_of", lambda _: SimpleNamespace(refusals=reasons))
-    monkeypatch.setattr(symm_mem, "has_triton", lambda: True)
+    monkeypatch.setattr(transports, "has_triton", lambda: True)
     equal = replace(BFLOAT16, q_heads=4, kv_heads=4)
 
     def taken(request: Request = equal, move: tuple[str, str] = AUTO) -> tuple[str, str]:
@@ -191,7 +191,7 @@ def test_auto_trades_heads_where_that_moves_few_bytes(
     assert taken() == taken(equal, ("auto", "symm_mem")) == traded
     assert taken(replace(equal, kv_heads=1)) == taken(replace(equal, bias=True)) == COPIES
     assert taken(equal, ("gather", "auto")) == COPIES
-    monkeypatch.setattr(symm_mem, "has_triton", lambda: False)
+    monkeypatch.setattr(transports, "has_triton", lambda: False)
     assert taken() == COPIES
     reasons.append(REASON)
     assert taken() == RING

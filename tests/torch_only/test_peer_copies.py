@@ -22,8 +22,7 @@ from ring_torch.comm.ranks import Ranks
 from ring_torch.local import LocalRankError
 from ring_torch.strategies import gather as gather_strategy
 from ring_torch.strategies.gather import GATHER
-from ring_torch.transports import peer_copies, symm_buffer
-from ring_torch.transports.symm_mem import SYMM_MEM
+from ring_torch.transports import SYMM_MEM, peer_copies, symm_buffer
 
 Arrays = dict[str, npt.NDArray[Any]]
 GROUPS = {

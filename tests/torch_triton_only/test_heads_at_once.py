@@ -28,10 +28,9 @@ from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.prepare import _prepare
 from ring_torch.strategies import choose_strategy
 from ring_torch.strategies.ulysses import ULYSSES
-from ring_torch.transports import exchange_kernel, one_kernel
+from ring_torch.transports import SYMM_MEM, exchange_kernel, one_kernel
 from ring_torch.transports.one_kernel import HeadTrade
 from ring_torch.transports.p2p import P2P
-from ring_torch.transports.symm_mem import SYMM_MEM
 
 Arrays = dict[str, npt.NDArray[Any]]
 

@@ -68,7 +68,7 @@ IndexMap = Callable[[slice], slice]
 
 
 class SessionSpec(NamedTuple):
-    """What the passes of a call over gathered keys exchange, in one direction.
+    """An exchange of the passes of a call over gathered keys: its program, shapes and groups.
 
     Attributes:
         gather: This rank's program, from which it derives those of the others.

@@ -1,4 +1,4 @@
-"""What transports share: requests that follow from the plan, packing, sums, and counted reads."""
+"""Functions that transports share: requests that a plan implies, packing, sums, counted reads."""
 
 from __future__ import annotations
 

@@ -16,7 +16,14 @@ from torch import Tensor
 from ring_core import Plan, longest_gather
 from ring_core.programs.intervals import Interval, union
 from ring_torch.buffers import KeyGradBuffer, KVPayload, flat
-from ring_torch.call import Call, IndexMap, PendingGrads, PendingKV, SessionSpec, nothing
+from ring_torch.call import (
+    Call,
+    IndexMap,
+    PendingGrads,
+    PendingKV,
+    SessionSpec,
+    nothing,
+)
 from ring_torch.optional import has_triton
 from ring_torch.records import Inputs, head_group
 from ring_torch.transports.api import (
@@ -27,7 +34,12 @@ from ring_torch.transports.api import (
     staging_for,
     write_keys,
 )
-from ring_torch.transports.symm_buffer import MOST_RANKS, SymmBuffer, copy, on_stream
+from ring_torch.transports.symm_buffer import (
+    MOST_RANKS,
+    SymmBuffer,
+    copy,
+    on_stream,
+)
 
 Event = torch.cuda.Event
 Stream = torch.cuda.Stream
