@@ -13,11 +13,9 @@ from benchmarks.common.cases import Setting
 from benchmarks.common.chart import METHODS, SETTINGS, WIDTH, bar, chart, legend
 from benchmarks.common.pages import PAGES, files_shown, printed, rendered
 from benchmarks.common.tables import table
-from ring_core.choose import rates
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-JAX_OPTIONS = RESULTS / "jax-options-h200.json"
 MOST_COLUMNS = 7
 
 
@@ -111,26 +109,6 @@ def test_flops_count_both_head_dims() -> None:
     both = 2 * pairs * 32 * (192 + 128 + 3 * 192 + 2 * 128)
     assert unlike.flops == {"forward": 2 * pairs * 32 * (192 + 128), "both": both}
     assert unlike.name == "causal 1k 32/8 of 192/128"
-
-
-def test_auto_chooses_in_jax_by_the_figures_of_that_file() -> None:
-    """JAX's rates are the file's medians, to four digits.
-
-    At head dims 192/128 cuDNN's are those of this package's calls to it: ``jax.nn`` pads there.
-    """
-    report = json.loads(JAX_OPTIONS.read_text())
-    cases = [case for case in rates.default().cases if case.framework == "jax"]
-    rows = [row for row in report["rows"] if "triton" in row["milliseconds"]["both"]]
-    assert len(cases) == len(rows) > 0
-    for case, row in zip(cases, rows, strict=True):
-        cudnn = "ring" if row["setting"].startswith("192/128") else "cudnn"
-        took = [row["milliseconds"][way] for way in ("forward", "both")]
-        for name, method in (("triton", "triton"), ("cudnn", cudnn)):
-            medians = [float(f"{of_way[method][1]:.4g}") for of_way in took]
-            times = dict(case.kernels)[name]
-            assert [times.forward, times.both] == medians, row["setting"]
-        assert case.gpu == report["environment"]["gpu"]
-        assert dict(case.versions) == {"jax": report["environment"]["jax"]}
 
 
 def test_below_the_chart_each_row_and_each_missing_bar_is_explained() -> None:

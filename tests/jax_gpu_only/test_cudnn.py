@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,11 +19,13 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from tolerances import assert_close
 
-from ring_core import KernelConfig, Mask, UnsupportedError
+from benchmarks.common.cases import JAX_ROWS
+from ring_core import KernelConfig, Mask, Request, UnsupportedError
 from ring_jax import kernels
 from ring_jax_gpu import ContextParallel, cudnn as _cudnn, fmha, ring_attention
 
 CAUSAL = Mask(causal=True)
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "jax-options-h200.json"
 HALF: dict[str, Any] = {"dtype": "bfloat16", "dims": (16, 16), "heads": (4, 2)}
 CASES = [
     Case("cudnn-causal", CAUSAL, **HALF),
@@ -202,7 +206,7 @@ def _explained(dims: tuple[int, int], bias: bool, **options: Any) -> list[str]:
 )  # fmt: skip
 def test_what_auto_takes(dims: tuple[int, int], bias: bool, name: str) -> None:
     first, second, *_ = _explained(dims, bias)
-    assert first.startswith(f"kernel {name} (cuda): about ")
+    assert first == f"kernel {name} (cuda)"
     assert second == "kernel xla (any other device)"
 
 
@@ -215,19 +219,9 @@ def test_head_dims_decide_with_a_window_too(dim: int, name: str) -> None:
 
 
 def test_auto_says_why_not() -> None:
-    mesh = jax.make_mesh((1, 2), ("cp", "tp"), devices=jax.devices()[:2])
-    cp = ContextParallel(mesh, axis_name="cp", head_axis="tp")
-    q, k = (jax.ShapeDtypeStruct((2, 16384, heads, 128), "bfloat16") for heads in (32, 8))
-    said: list[str] = []
-    jax.eval_shape(lambda *x: said.append(cp.explain(*x, causal=True)), q, k, k)
-    (text,) = said
-    assert text.splitlines()[0] == (
-        "kernel triton (cuda): about 3.58 ms forward, 14.7 ms with backward (by NVIDIA H200, causal, head dim 128)"
-    )
-    assert "\n  not cudnn (cuda): about 3.96 ms forward, 14.5 ms with backward\n" in text
     _, _, line, *_ = _explained((256, 256), bias=False, softcap=3.0)
     assert line == "  not cudnn (cuda): has no softcap"
-    assert _explained((256, 256), False, kernel="triton")[0].startswith("kernel triton (cuda): ")
+    assert _explained((256, 256), False, kernel="triton")[0] == "kernel triton (cuda)"
     settings = KernelConfig(block_q=64)
     assert (
         "has no choice of block_q and block_k" in _explained((256, 256), False, kernel=settings)[2]
@@ -235,14 +229,13 @@ def test_auto_says_why_not() -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 100])
-def test_figures_are_of_one_generation_of_gpus(
+def test_cudnn_leads_on_one_generation_of_gpus(
     capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On other GPUs than the measured ones the order decides, and no times are shown."""
     monkeypatch.setattr(kernels, "compute_capability", lambda: capability)
-    first, second, _, strategy, *_ = _explained((256, 256), bias=False)
+    first, second, *rest = _explained((256, 256), bias=False)
     assert (first, second) == ("kernel triton (cuda)", "kernel xla (any other device)")
-    assert strategy == "strategy ring, transport xla"
+    assert "cudnn" not in " ".join(rest)
 
 
 def _lowered(dims: tuple[int, int], **options: Any) -> str:
@@ -383,7 +376,7 @@ def test_what_jax_calls_it_with() -> None:
 def test_an_unknown_jax_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fmha, "found_binding", lambda: "jax 9 calls cuDNN with other arguments")
     assert "jax 9 calls cuDNN" in _refused()
-    assert _explained((256, 256), bias=False)[0].startswith("kernel triton (cuda): ")
+    assert _explained((256, 256), bias=False)[0] == "kernel triton (cuda)"
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -411,3 +404,23 @@ def test_programs_over_an_abstract_mesh(strategy: str, kind: AxisType) -> None:
         assert "cudnn" not in text and "while" in text
     if strategy == "ring":
         assert "cudnn" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_it_leads_where_it_was_measured_to_be_faster() -> None:
+    """Both passes count, and by less than 5 % nothing is faster: there ``triton`` comes first.
+
+    At head dims 192/128 cuDNN's times are those of this package's calls: ``jax.nn`` pads there.
+    """
+    report = json.loads(RESULTS.read_text())
+    by_name = {row.name: row for row in JAX_ROWS}
+    rows = [row for row in report["rows"] if "triton" in row["milliseconds"]["both"]]
+    assert rows
+    for row in rows:
+        took, call = row["milliseconds"]["both"], by_name[row["setting"]]
+        cudnn = took["ring" if row["setting"].startswith("192/128") else "cudnn"][1]
+        request = Request(
+            "cuda", "bfloat16", call.dim, call.v_dim, bias=call.option == "bias", grad=True,
+        )  # fmt: skip
+        mask = Mask(causal=True, window=(1024, 0) if call.option == "window" else None)
+        assert _cudnn.CudnnKernel().leads(90, request, mask) is (1.05 * cudnn < took["triton"][1])
+        assert not _cudnn.CudnnKernel().leads(100, request, mask)

@@ -13,11 +13,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from ring_core.choose import rates
 from ring_core.tools.bench import PASSES, BenchCase, Timing
 from ring_torch import ring_attention, tripwire
+from ring_torch.kernels.measured import OPTIONS, RATES_VARIABLE, measured
 from ring_torch.local import LocalRankError, LocalRanks
-from ring_torch.tools import bench as torch_bench, rates as torch_rates
+from ring_torch.tools import bench as torch_bench, doctor, rates as torch_rates
 from ring_torch.tools.cli import main
 
 SMALL = ("--seq-len", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "16")
@@ -103,71 +103,70 @@ def test_mistakes(command_line: str, message: str, capsys: pytest.CaptureFixture
 ON_THE_HOST = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="this machine has an accelerator"
 )
-OPTIONS = (
-    *(torch_rates.Sizes(option, (16, 16), (4, 2)) for option in rates.OPTIONS),
-    torch_rates.Sizes(dims=(16, 8), heads=(2, 2)),
-)
+FEW = (("causal", 16), ("window", 16))
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``bench`` time one case of each option, in one round."""
-    monkeypatch.setattr(torch_rates.renew, "__defaults__", (OPTIONS,))
+    """Let ``bench --rates`` time two cases with few heads, in one round."""
+    monkeypatch.setattr(torch_rates.renew, "__defaults__", (FEW,))
     monkeypatch.setattr(torch_rates, "ROUNDS", 1)
+    monkeypatch.setattr(torch_rates, "HEADS", (4, 2))
 
 
-def _of_the_host(path: Path) -> list[rates.Case]:
-    return [case for case in rates.read(str(path)).cases if not case.capability]
+def _orders(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], list[str]]:
+    monkeypatch.setenv(RATES_VARIABLE, str(path))
+    return measured().orders
 
 
 @ON_THE_HOST
 @pytest.mark.usefixtures("few")
-def test_rates_are_renewed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_are_written_and_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "rates.json"
-    for _ in range(2):  # the second run replaces the results of the first
-        assert main(["bench", "--rates", str(path), "--seq-len", "64"]) == 0
-        assert f"RING_RATES={path} uses it" in capsys.readouterr().out
-    renewed = _of_the_host(path)
-    assert [(x.option, x.dims, x.heads) for x in renewed] == [tuple(x) for x in OPTIONS]
-    assert {name for name, _ in renewed[0].kernels} == {"sdpa", "eager"}
-    assert all(dict(x.kernels)["eager"].both for x in renewed)
-    assert {x.option: x.pairs for x in renewed}["causal"] == 64 * 65 // 2
-    others = [case for case in rates.read(str(path)).cases if case.capability]
-    assert others == list(rates.default().cases)  # entries of other GPUs are kept
+    path.write_text("of another run")
+    assert main(["bench", "--rates", str(path), "--seq-len", "64"]) == 0
+    said = capsys.readouterr()
+    assert f"RING_RATES={path} uses it" in said.out and "no time" not in said.err
+    orders = _orders(path, monkeypatch)
+    assert {case: {*names} for case, names in orders.items()} == {
+        ("causal", 16): {"sdpa", "eager"}, ("window", 16): {"eager"},
+    }  # fmt: skip
+    assert measured().device == "cpu"
+    for row in json.loads(path.read_text())["rows"]:
+        times = [*row["milliseconds"].values()]
+        assert times == sorted(times) and times[0] > 0
+
+
+@ON_THE_HOST
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_can_be_timed(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_rates, "HEADS", (4, 2))
+    out, *grads = torch_rates._call(option, 16, 64, "cpu")(kernel="eager")
+    assert out.shape == (1, 64, 4, 16) and len(grads) == 3
+    assert all(x.isfinite().all() for x in (out, *grads))
 
 
 @ON_THE_HOST
 @pytest.mark.usefixtures("few")
-def test_what_fails_has_no_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("fault", ["raises", "rough"])
+def test_a_kernel_that_fails_has_no_time(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right: Any = ring_attention
 
-    def broken(*tensors: Any, kernel: str, **options: Any) -> Any:
-        if kernel == "sdpa":
+    def wrong(*tensors: Any, kernel: str, **options: Any) -> Any:
+        if kernel == "sdpa" and fault == "raises":
             raise RuntimeError("not today\nnor tomorrow")
-        return right(*tensors, kernel=kernel, **options)
+        return right(*tensors, kernel=kernel, **options) * (1.001 if kernel == "sdpa" else 1)
 
+    # One that raises does so when it is timed; one that errs, in the doctor's test before.
+    monkeypatch.setattr(torch_rates if fault == "raises" else doctor, "ring_attention", wrong)
     path = tmp_path / "rates.json"
-    monkeypatch.setattr(torch_rates, "ring_attention", broken)
     assert main(["bench", "--rates", str(path), "--seq-len", "64"]) == 0
-    assert "no time of sdpa, causal, (16, 16): not today\n" in capsys.readouterr().err
-    assert {name for case in _of_the_host(path) for name, _ in case.kernels} == {"eager"}
-
-
-@ON_THE_HOST
-def test_what_errs_more_than_plain_torch_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    right: Any = ring_attention
-
-    def rough(*tensors: Any, kernel: str, **options: Any) -> Any:
-        factor = 1.0001 if kernel == "sdpa" else 1.0
-        return factor * right(*tensors, kernel=kernel, **options)
-
-    monkeypatch.setattr(torch_rates, "ROUNDS", 1)
-    sizes = torch_rates.Sizes(dims=(16, 16), heads=(4, 2))
-    assert set(torch_rates._times(sizes, 64, "cpu")) == {"sdpa", "eager"}
-    monkeypatch.setattr(torch_rates, "ring_attention", rough)
-    assert set(torch_rates._times(sizes, 64, "cpu")) == {"eager"}
+    assert ("no time of sdpa: not today\n" in capsys.readouterr().err) is (fault == "raises")
+    assert all(names == ["eager"] for names in _orders(path, monkeypatch).values())
 
 
 @pytest.mark.parametrize(

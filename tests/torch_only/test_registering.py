@@ -415,8 +415,6 @@ ALLOWED = {
     ("ring_torch/hf/parallelize.py", "gather"),  # a value of `logits`
     ("ring_torch/optional.py", "triton"),  # the package
     ("ring_torch/tools/doctor.py", "triton"),  # likewise
-    ("ring_torch/tools/rates.py", "triton"),  # likewise
-    ("ring_torch/tools/rates.py", "eager"),  # nothing to compare with on GPUs: plain torch
     ("ring_core/viz/figure.py", "ring"),  # from which ids in an .svg are made
     ("ring_jax/compat/calls.py", "ring"),  # ejkernel's name of an operation
     *((f"ring_jax/tools/{x}.py", "ring") for x in ("bench", "doctor")),  # an axis of a mesh

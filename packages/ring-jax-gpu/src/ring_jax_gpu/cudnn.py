@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, cast
 import jax.numpy as jnp
 from jax import lax
 
-from ring_core import Capabilities, KernelConfig, RingProgram
+from ring_core import Capabilities, KernelConfig, Mask, Request, RingProgram
 from ring_core.base.arguments import not_none
 from ring_jax.kernels import compute_capability
 from ring_jax.rank_view import Launches, remote_table, step_table
@@ -99,6 +99,16 @@ class CudnnKernel(Kernel):
         """Return why cuDNN, jax or the GPU cannot do a call, forward or backward."""
         del direction, config  # a call whose backward it cannot do is refused as a whole
         return (*_refused_here(compute_capability(), local), *_refused_steps(local, program))
+
+    def leads(self, capability: int, request: Request, mask: Mask, /) -> bool:
+        """Return True for calls that it computes faster than Triton's kernels.
+
+        On an H200, forward + backward (``benchmarks/results/jax-options-h200.json``), these have
+        head dims above 128, or up to 64 without a window, or a bias. Elsewhere nothing was timed.
+        """
+        dim = max(request.head_dim, request.v_head_dim)
+        is_faster = dim > 128 or request.bias or (dim <= 64 and mask.window is None)
+        return capability // 10 == _HOPPER // 10 and is_faster
 
     def attend_into(
         self,

@@ -339,6 +339,10 @@ class Kernel(Protocol):
         """Return lines for ``explain`` and the doctor on what it decides when a call is lowered."""
         return ()
 
+    def leads(self, _capability: int, _request: Request, _mask: Mask, /) -> bool:
+        """Return True if ``auto`` tries it before others on GPUs of a capability, 90 for 9.0."""
+        return False
+
     def constant_bytes(self, _program: RingProgram, /) -> int:
         """Return the bytes of constants that each launch adds to a program, beside its items."""
         return 0

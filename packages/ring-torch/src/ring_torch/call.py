@@ -27,7 +27,6 @@ from ring_core import (
     longest_gather,
 )
 from ring_core.choose.gathering import MAX_SAVED_BYTES
-from ring_core.choose.rates import default as rates_in_use
 from ring_core.programs.grid import RankGrid
 from ring_core.triton.tile_configs import positions_aligned8
 from ring_core.viz.text import imbalance_line
@@ -37,6 +36,7 @@ from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels.api import Kernel, Selection
+from ring_torch.kernels.measured import measured
 from ring_torch.options import CallOptions
 from ring_torch.positions import (
     gathered_positions,
@@ -446,7 +446,7 @@ def agreed_fields(
         "softmax_scale": params.scale, "softcap": params.softcap, "dropout_p": params.dropout_p,
         "deterministic": options.deterministic, "return_lse": options.return_lse,
         "segment_ids": tensors.q_ids is not None, "needs_grad": grads[0], "bias_grad": grads[1],
-        "shifts_bias": params.shifts_bias, "rates": rates_in_use().digest,
+        "shifts_bias": params.shifts_bias, "rates": measured().digest,
         **{
             name: None if x is None else [*x.shape, x.dtype]
             for name, x in tensors._asdict().items() if not name.endswith("_ids")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -104,45 +104,6 @@ def require(
         else "no kernel here can do this call"
     )
     raise UnsupportedError(f"kernel {capabilities.name!r}: {'; '.join(reasons)}. Instead: {advice}")
-
-
-def split_by_reasons[Kernel](
-    kernels: Iterable[tuple[Kernel, Capabilities]],
-    why_not: Callable[[Kernel], tuple[str, ...]],
-    timed: Collection[str],
-    device: str | None,
-) -> tuple[list[Kernel], tuple[tuple[Capabilities, tuple[str, ...]], ...]]:
-    """Return the kernels that can do a call, in their order, and why others cannot.
-
-    Where earlier kernels that can do the call serve the same device types, one without measured
-    times is skipped, as ``auto`` would not take it: it is not asked, and in neither result. With
-    ``device=None`` a kernel that can, and is for any device, ends the list.
-
-    Args:
-        kernels: Kernels with their capabilities, in order of preference.
-        why_not: A function that returns every reason why a kernel cannot do the call.
-        timed: Names of kernels with measured times.
-        device: The call's device type; ``None`` if it is not known yet, and each kernel's own
-            types count.
-
-    Returns:
-        The kernels that can; and the capabilities of those that cannot, with their reasons.
-    """
-    able: list[Kernel] = []
-    refused: list[tuple[Capabilities, tuple[str, ...]]] = []
-    served: set[str] = set()
-    for kernel, can in kernels:
-        devices = can.devices if device is None else (device,)
-        if devices and served.issuperset(devices) and can.name not in timed:
-            continue
-        if reasons := why_not(kernel):
-            refused.append((can, reasons))
-            continue
-        able.append(kernel)
-        served.update(devices)
-        if not devices:
-            break
-    return able, tuple(refused)
 
 
 def support_matrix(kernels: Sequence[Capabilities]) -> str:

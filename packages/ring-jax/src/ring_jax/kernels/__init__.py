@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,8 +17,6 @@ from ring_core import (
     refusals,
     require,
 )
-from ring_core.choose.rates import UNKNOWN, Case, Expected, default, expected
-from ring_core.choose.refusals import split_by_reasons
 from ring_jax.kernels.absent import AbsentKernel, broken_kernels, described, is_fault, or_broken
 from ring_jax.records import Kernel, LocalShape
 
@@ -36,7 +34,6 @@ class Selection:
         rejected: Kernels that were not chosen, each with its reasons.
         request: The request by which they were chosen.
         forward_only: Chosen kernels whose backward another one does, each with its reasons.
-        expected: The times that kernels for NVIDIA GPUs should take.
         broken: Installed kernels that cannot be used, in whose place ``auto`` takes no other.
     """
 
@@ -44,7 +41,6 @@ class Selection:
     rejected: tuple[tuple[Capabilities, tuple[str, ...]], ...]
     request: Request
     forward_only: tuple[tuple[Kernel, tuple[str, ...]], ...] = ()
-    expected: Expected = UNKNOWN
     broken: tuple[AbsentKernel, ...] = ()
 
     @property
@@ -64,7 +60,6 @@ class Selection:
         rest = "any other device" if len(self.kernels) > 1 else "any device"
         lines = [
             f"kernel {can.name} ({', '.join(can.devices) or rest})"
-            f"{self.expected.time_and_source(can.name)}"
             for can in (kernel.capabilities for kernel in self.kernels)
         ]
         lines += [f"  {note}" for note in notes]
@@ -93,8 +88,8 @@ def choose(
 ) -> Selection:
     """Choose the kernel a call asked for, or with ``auto`` the fastest for each platform.
 
-    Where no times are known (other platforms, other GPUs) the first that can do the call counts as
-    the fastest. A kernel that can do the forward but not the backward is taken for the forward.
+    It is the first that can do the call, after those that lead on this GPU (:meth:`Kernel.leads`).
+    A kernel that can do the forward but not the backward is taken for the forward.
 
     Raises:
         UnsupportedError: No kernel, or not the one asked for, can do the call; with all reasons.
@@ -113,8 +108,7 @@ def choose(
         answers = ask(kernel, request, config, program, local)
         if answers.forward:
             raise UnsupportedError(f"kernel {config.name!r}: {'; '.join(answers.forward)}")
-        times = expected(timed(kernels), request, program, [config.name], grad=True)
-        return Selection((kernel,), (), request, _forward_only({kernel: answers}), times)
+        return Selection((kernel,), (), request, _forward_only({kernel: answers}))
     answers_of: dict[Kernel, Answers] = {}
     broken = [*broken_kernels(kernels)]
 
@@ -129,33 +123,52 @@ def choose(
         answers_of[kernel] = answers
         return answers.forward
 
-    cases = timed(kernels)
-    able, refused = split_by_reasons(
-        ((kernel, kernel.capabilities) for kernel in kernels), why_not,
-        {name for case in cases for name, _ in case.kernels},
-        device=None,
-    )  # fmt: skip
+    able, refused = _able(_in_order(kernels, request, program), why_not)
     if all(kernel.capabilities.devices for kernel in able):
         why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in refused)
         raise UnsupportedError(f"no kernel can do this call. {why}")
-    for_gpus = [kernel for kernel in able if "cuda" in kernel.capabilities.devices]
-    names = [kernel.capabilities.name for kernel in for_gpus]
-    times = expected(cases, request, program, names, grad=True)
-    fastest = times.fastest(names, grad=True) if names else ""
     rejected: dict[Kernel, str] = {}
     for kernel in able:
-        can = kernel.capabilities
-        if broken_names := [x.name for x in broken if x.platform in can.devices]:
+        if names := [x.name for x in broken if x.platform in kernel.capabilities.devices]:
             rejected[kernel] = (
-                f"auto takes no other kernel for one that is broken: {', '.join(broken_names)}"
+                f"auto takes no other kernel for one that is broken: {', '.join(names)}"
             )
-        elif kernel in for_gpus and can.name != fastest:
-            rejected[kernel] = times.time(can.name)
     chosen = {kernel: answers_of[kernel] for kernel in able if kernel not in rejected}
     return Selection(
         tuple(chosen), (*((x.capabilities, (why,)) for x, why in rejected.items()), *refused),
-        request, _forward_only(chosen), times, tuple(broken),
+        request, _forward_only(chosen), tuple(broken),
     )  # fmt: skip
+
+
+def _in_order(
+    kernels: Sequence[Kernel], request: Request, program: RingProgram
+) -> Sequence[Kernel]:
+    """Return the kernels, those first that lead on the GPU of this machine, or on Hopper."""
+    if not any("cuda" in kernel.capabilities.devices for kernel in kernels):
+        return kernels
+    capability, mask = compute_capability() or _HOPPER, program.plan.mask
+    return sorted(kernels, key=lambda kernel: not kernel.leads(capability, request, mask))
+
+
+def _able(
+    kernels: Sequence[Kernel], why_not: Callable[[Kernel], tuple[str, ...]]
+) -> tuple[list[Kernel], list[tuple[Capabilities, tuple[str, ...]]]]:
+    """Return the first kernel for each platform that can do a call, and why those before cannot."""
+    able: list[Kernel] = []
+    refused: list[tuple[Capabilities, tuple[str, ...]]] = []
+    served: set[str] = set()
+    for kernel in kernels:
+        can = kernel.capabilities
+        if can.devices and served.issuperset(can.devices):
+            continue
+        if reasons := why_not(kernel):
+            refused.append((can, reasons))
+            continue
+        able.append(kernel)
+        served.update(can.devices)
+        if not can.devices:
+            break
+    return able, refused
 
 
 class Answers(NamedTuple):
@@ -213,16 +226,6 @@ def _forward_only(
 def sample_dtype(can: Capabilities) -> str:
     """Return the dtype in which every kernel is tried: float32 if the kernel takes it."""
     return "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
-
-
-def timed(kernels: Sequence[Kernel]) -> tuple[Case, ...]:
-    """Return the measured times for the GPU of this machine, or for Hopper if it has none.
-
-    Empty if none of the kernels is for NVIDIA GPUs.
-    """
-    if not any("cuda" in kernel.capabilities.devices for kernel in kernels):
-        return ()
-    return default().cases_of("jax", compute_capability() or _HOPPER)
 
 
 def compute_capability() -> int | None:

@@ -1,4 +1,4 @@
-"""Attention kernels of ring_torch, and the choice among them by measured times or by order."""
+"""Attention kernels of ring_torch, and the choice among them by their order on a device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from ring_core import (
+    Capabilities,
     KernelConfig,
     Request,
     RingProgram,
@@ -15,20 +16,24 @@ from ring_core import (
     require,
     support_matrix,
 )
-from ring_core.choose.rates import Case, default, expected
-from ring_core.choose.refusals import split_by_reasons
 from ring_torch.kernels.api import Kernel, Selection
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.fa4 import FA4
 from ring_torch.kernels.flash_attn import FA2, FA3
 from ring_torch.kernels.library import capability
+from ring_torch.kernels.measured import measured
 from ring_torch.kernels.sdpa import CUDA_FLASH, CUDNN, CpuFlashKernel
 from ring_torch.kernels.triton import TritonKernel
 
-#: All kernels, the fastest on Hopper and Blackwell first: the order of ``auto`` without timings.
-KERNELS: tuple[Kernel, ...] = (
-    FA4, FA3, CUDNN, FA2, CUDA_FLASH, CpuFlashKernel(), TritonKernel(), EagerKernel(),
-)  # fmt: skip
+_TRITON, _EAGER, _CPU_FLASH = TritonKernel(), EagerKernel(), CpuFlashKernel()
+
+#: All kernels, in the order in which ``auto`` tries them: the fastest first, by times of an H200
+#: (``benchmarks/results``), and the same on Blackwell.
+KERNELS: tuple[Kernel, ...] = (FA4, FA3, CUDNN, FA2, CUDA_FLASH, _CPU_FLASH, _TRITON, _EAGER)
+
+#: On Hopper (an H200) Triton's kernels are faster than FlashAttention-2 up to this head dim: 1.07
+#: to 1.8 times as fast.
+_TRITON_BEFORE_FA2 = 128
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -37,69 +42,53 @@ def kernel_names() -> tuple[str, ...]:
 
 
 def choose(config: KernelConfig, request: Request, program: RingProgram) -> Selection:
-    """Return the kernel that a call names or, with ``auto``, the fastest that can do it.
-
-    Without measured times of this GPU the first that can do it counts as the fastest.
+    """Return the kernel that a call names or, with ``auto``, the first in order that can do it.
 
     Raises:
         UnsupportedError: The named kernel cannot do the call, or none can; every reason is named.
+        ValueError: ``RING_RATES`` names a file that is no table of times.
     """
     request = replace(
         request,
         block_sizes=config.block_q is not None or config.block_k is not None,
         fused_backward=config.fused_backward is not None,
     )
-    cases, has_predicate = timed(request.device), program.plan.mask.predicate is not None
+    mask = program.plan.mask
     if config.name != "auto":
-        kernel = _named(config, request, program)
-        times = expected(cases, request, program, [config.name], grad=request.grad)
-        return Selection(kernel, (), times, has_predicate)
-    able, refused = split_by_reasons(
-        ((kernel, kernel.capabilities) for kernel in in_order(request.device)),
-        lambda kernel: (
+        return Selection(_named(config, request, program), (), mask.predicate is not None)
+    kernels = in_order(request.device, max(request.head_dim, request.v_head_dim))
+    # A user's own times come before our order; kernels that these lack come after those in them.
+    fastest = measured().order(device_name(request.device), request, mask)
+    places = {name: place for place, name in enumerate(fastest)}
+    refused: list[tuple[Capabilities, tuple[str, ...]]] = []
+    for kernel in sorted(kernels, key=lambda x: places.get(x.capabilities.name, len(places))):
+        reasons = (
             refusals(kernel.capabilities, request, program)
             or _unavailable_reasons(kernel, request)
             or kernel.config_refusals(config, request, program)
-        ),
-        {name for case in cases for name, _ in case.kernels},
-        request.device,
-    )
-    if not able:
-        all_reasons = "; ".join(
-            f"{capabilities.name}: {', '.join(reasons)}" for capabilities, reasons in refused
         )
-        raise UnsupportedError(f"no kernel can do this call. {all_reasons}")
-    names = [kernel.capabilities.name for kernel in able]
-    times = expected(cases, request, program, names, grad=request.grad)
-    chosen = able[names.index(times.fastest(names, grad=request.grad))]
-    not_chosen = [kernel.capabilities for kernel in able if kernel is not chosen]
-    slower = ((capabilities, (times.time(capabilities.name),)) for capabilities in not_chosen)
-    return Selection(chosen, (*slower, *refused), times, has_predicate)
+        if not reasons:
+            return Selection(kernel, tuple(refused), mask.predicate is not None)
+        refused.append((kernel.capabilities, reasons))
+    all_reasons = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in refused)
+    raise UnsupportedError(f"no kernel can do this call. {all_reasons}")
 
 
-def timed(device: str) -> tuple[Case, ...]:
-    """Return the measured cases for GPUs like the current one or, for ``"cpu"``, for the host."""
-    return default().cases_of("torch", capability_number(device))
-
-
-def capability_number(device: str) -> int | None:
-    """Return the current device's key in the table of rates: ``90`` for sm_90, 0 for the CPU.
-
-    It is ``None`` for devices that the table does not have, such as AMD's.
-    """
-    if device == "cpu":
-        return 0
+def device_name(device: str) -> str:
+    """Return the name of the current device in tables of measured times: ``sm_90``, ``cpu``."""
     if device != "cuda" or torch.version.hip:
-        return None
-    major, minor = capability()
-    return 10 * major + minor
+        return device
+    return f"sm_{''.join(map(str, capability()))}"
 
 
-def in_order(device: str) -> tuple[Kernel, ...]:
-    """Return the kernels in the order of ``auto`` without timings."""
-    if device != "cuda" or capability()[0] >= 9:
-        return KERNELS
-    return tuple(sorted(KERNELS, key=lambda kernel: not kernel.leads_before_hopper))
+def in_order(device: str, head_dim: int = 128) -> tuple[Kernel, ...]:
+    """Return the kernels in the order of ``auto``: of device types, and of generations of GPUs."""
+    kernels = [*KERNELS]
+    if device == "cuda" and capability()[0] < 9:
+        kernels.insert(0, kernels.pop(kernels.index(FA2)))
+    if device == "cuda" and capability() == (9, 0) and head_dim <= _TRITON_BEFORE_FA2:
+        kernels.insert(kernels.index(FA2), kernels.pop(kernels.index(_TRITON)))
+    return tuple(kernels)
 
 
 def _named(config: KernelConfig, request: Request, program: RingProgram) -> Kernel:

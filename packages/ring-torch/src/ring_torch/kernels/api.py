@@ -19,7 +19,6 @@ from ring_core import (
     RingProgram,
     WorkItem,
 )
-from ring_core.choose.rates import UNKNOWN, Expected
 from ring_torch.buffers import KVPayload
 from ring_torch.records import Backward, Forward, KernelParams
 
@@ -94,8 +93,6 @@ class Kernel(Protocol):
     split_backward: SplitBackward | None = None
     #: About how many seconds the first call with a predicate compiles; 0 if nothing is compiled.
     predicate_compile_seconds: int = 0
-    #: True if it is the fastest on GPUs before Hopper.
-    leads_before_hopper: bool = False
 
     def unavailable_reason(self) -> str | None:
         """Return why it cannot run on this machine, or ``None``.
@@ -126,17 +123,16 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """The kernel chosen for a call, with the reasons against others and the expected times."""
+    """The kernel chosen for a call, with the reasons against those before it."""
 
     kernel: Kernel
     rejected: tuple[tuple[Capabilities, tuple[str, ...]], ...]
-    expected: Expected = UNKNOWN
     has_predicate: bool = False
 
     def describe(self) -> str:
         """Return the lines of ``explain`` about the kernel, and about those not taken."""
         name = self.kernel.capabilities.name
-        lines = [f"kernel {name}{self.expected.time_and_source(name)}"]
+        lines = [f"kernel {name}"]
         if self.has_predicate:
             seconds = self.kernel.predicate_compile_seconds
             compile_time = f"about {seconds} s to compile, forward and backward"

@@ -77,7 +77,7 @@ class FlashKernel(Kernel):
             there are more queries than keys. FlashAttention-2 takes a right side that is at least
             the number of keys, or an open one beside a left side, for the number of keys, or
             ignores it; then rows see fewer keys, or more. Such items are launched in pieces.
-        predicate_compile_seconds, leads_before_hopper: See :class:`Kernel`.
+        predicate_compile_seconds: See :class:`Kernel`.
     """
 
     flash: FlashLibrary
@@ -91,7 +91,6 @@ class FlashKernel(Kernel):
     clips_right_window: bool = False
     adds_sinks: bool = False
     predicate_compile_seconds: int = 0
-    leads_before_hopper: bool = False
 
     def unavailable_reason(self) -> str | None:
         """Return why it cannot run on this machine, or ``None``."""

@@ -128,7 +128,6 @@ FA2 = FlashKernel(
     unavailable=_missing_2,
     wrong_gpu=old_gpu_reason,
     clips_right_window=True,
-    leads_before_hopper=True,
 )  # fmt: skip
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ring_core.choose.rates import RATES_VARIABLE
 from ring_core.tools import bench, doctor, explain
 from ring_core.tools.commands import framework_commands, is_refused
 from ring_core.tools.sizes import add_each
@@ -26,10 +25,11 @@ from ring_torch.attention import explained_call
 from ring_torch.capture import ASSUMED_CAPABILITY
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import matrix
+from ring_torch.kernels.measured import RATES_VARIABLE
 from ring_torch.local import LocalRankError
 from ring_torch.options import CallOptions
 from ring_torch.tools import bench as _bench_torch, rates
-from ring_torch.tools.doctor import diagnose, ring_checks, shown, versions
+from ring_torch.tools.doctor import diagnose, ring_checks, shown, versions, working_kernels
 from ring_torch.transports import transport_names
 
 
@@ -127,7 +127,7 @@ def _time_kernels(path: Path, length: int | None) -> int:
     ``length`` is the number of tokens that kernels are timed on, ``None`` for the default.
     """
     try:
-        rates.renew(path, length, versions())
+        rates.renew(path, length, working_kernels)
     except (ValueError, OSError) as error:
         print(f"ring_torch: error: {error}", file=sys.stderr)
         return 2

@@ -29,6 +29,7 @@ from ring_torch.kernels.api import Kernel
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.sharding import Sharding
 from ring_torch.strategies import Way, ways
+from ring_torch.tools.timing import out_and_grads
 
 LIBRARIES = (
     "numpy", "torch", "triton", "jax-triton", "flash-attn-4", "flash-attn-3", "flash-attn",
@@ -78,7 +79,7 @@ class Diagnosis(doctor.Diagnosis):
     Attributes:
         device: Type of the accelerator, or ``cpu``.
         gpus: GPUs that torch sees.
-        kernels: Kernels, in the order in which ``kernel="auto"`` tries those that were not timed.
+        kernels: Kernels, in the order in which ``kernel="auto"`` tries them.
         strategies: Strategies, each over each transport that can carry it.
     """
 
@@ -199,8 +200,19 @@ def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
     ]
     yield from _compared(
         capabilities.name, device_type, inputs,
-        lambda: _out_and_grads(partial(ring_attention, causal=True, kernel=capabilities.name), *inputs),
+        lambda: out_and_grads(partial(ring_attention, causal=True, kernel=capabilities.name), *inputs),
     )  # fmt: skip
+
+
+def working_kernels(device: str) -> list[str]:
+    """Return the names of the kernels that can run on a type of device and pass their test."""
+    return [
+        kernel.capabilities.name
+        for kernel in in_order(device)
+        if device in (kernel.capabilities.devices or (device,))
+        and kernel.unavailable_reason() is None
+        and all(check.passed for check in self_test(kernel, device))
+    ]
 
 
 def ring_test(names: Sequence[tuple[str, str]], *, cuda: bool) -> Iterator[Check]:
@@ -252,7 +264,7 @@ def _ring_rank(rank: int, arrays: Arrays, setting: BenchCase, transport: str, cu
         ring_attention, layout=setting.layout, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy,
         transport=transport,
     )  # fmt: skip
-    return [_float64_array(sharding.unshard(x)) for x in _out_and_grads(attend, *inputs)]
+    return [_float64_array(sharding.unshard(x)) for x in out_and_grads(attend, *inputs)]
 
 
 def _compared(
@@ -274,7 +286,7 @@ def _compared(
         yield doctor.failed(name, device_name, trace)
         return
     example = doctor.example_of([_float64_array(x) for x in inputs], mask)
-    plain = [_float64_array(x) for x in _out_and_grads(partial(_dense, mask), *inputs)]
+    plain = [_float64_array(x) for x in out_and_grads(partial(_dense, mask), *inputs)]
     yield from doctor.compared(
         name, device_name, example, results, plain, torch.finfo(inputs[0].dtype).eps
     )
@@ -295,16 +307,6 @@ def _dense(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _out_and_grads(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the output of an attention function, and dQ, dK and dV."""
-    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attend(*inputs)
-    return out.detach(), *torch.autograd.grad(out, inputs, dout)
-
-
 def shown(diagnosis: Diagnosis) -> str:
     """Return a diagnosis as text for people."""
     lines = doctor.shown_versions(diagnosis.versions, diagnosis.clashes)
@@ -316,7 +318,7 @@ def shown(diagnosis: Diagnosis) -> str:
         )
     for title, reports in (
         (
-            "kernels, in the order in which kernel='auto' tries those that were not timed",
+            "kernels, in the order in which kernel='auto' tries them",
             diagnosis.kernels,
         ),
         ("strategies, over transports, between processes of this machine", diagnosis.strategies),

@@ -1,4 +1,4 @@
-"""Time of runs on a device."""
+"""Runs of attention forward and backward, and the time of runs on a device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 
 def seconds_of(run: Callable[[], object], calls: int, device: str) -> float:
@@ -21,3 +22,13 @@ def seconds_of(run: Callable[[], object], calls: int, device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - start) / calls
+
+
+def out_and_grads(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the output of an attention function, and dQ, dK and dV."""
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attend(*inputs)
+    return out.detach(), *torch.autograd.grad(out, inputs, dout)
