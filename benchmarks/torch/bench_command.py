@@ -20,7 +20,7 @@ from benchmarks.torch.host_time import described
 
 
 def rows_of(printed: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each pass, and one for rounds of 100 calls of which one is checked."""
+    """Return a row for each pass."""
     setting = printed["setting"]
     tokens = {"tokens": setting["seq_len"], "setting": setting}
     rows = []
@@ -30,15 +30,6 @@ def rows_of(printed: dict[str, Any]) -> list[dict[str, Any]]:
         rows.append(tokens | {
             "bench_pass": timing["name"], "alone_ms": 1e3 * median(alone), "ring_ms": 1e3 * median(ring),
             "shares": [rates[0], timing["efficiency"], rates[-1]], "check_cost": timing["check_cost"],
-        })  # fmt: skip
-    if sparse := printed["sparse_checks"]:
-        costs = sorted(
-            x / y - 1 for x, y in zip(sparse["checked"], sparse["unchecked"], strict=True)
-        )
-        rows.append(tokens | {
-            "bench_pass": "100 calls, one checked", "costs": [costs[0], sparse["cost"], costs[-1]],
-            "unchecked_ms": [1e3 * x for x in sparse["unchecked"]],
-            "checked_ms": [1e3 * x for x in sparse["checked"]],
         })  # fmt: skip
     return rows
 

@@ -26,7 +26,6 @@ from ring_core import (
     ring_program,
 )
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
-from ring_core.cost import HARDWARE
 from ring_core.programs.grid import rank_grid
 from ring_core.programs.steps import pairs_of
 from ring_core.viz import kv_messages
@@ -118,16 +117,6 @@ def layouts(*, seq_len: int, cp_size: int) -> str:
         plan = make_plan(Mask(), seq_len=seq_len, cp_size=cp_size, layout=layout)
         ranks = (" ".join(map(str, plan.positions(rank))) for rank in range(cp_size))
         rows.append((f"`{layout}`", *ranks))
-    return _table(header, rows)
-
-
-def hardware() -> str:
-    """The presets of the cost model."""
-    header = ("name", "forward TFLOP/s", "backward", "link GB/s", "us a message", "where from")
-    rows = [
-        (f"`{h.name}`", h.matmul_tflops, h.backward_tflops, h.link_gb_s, h.hop_us, h.source)
-        for h in HARDWARE.values()
-    ]
     return _table(header, rows)
 
 

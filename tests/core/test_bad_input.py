@@ -14,7 +14,6 @@ from wrong import (
     NAME,
     NAN,
     OPTIONS,
-    REAL,
     SIZE,
     Subject,
     Values,
@@ -43,17 +42,12 @@ from ring_core import (
     ring_program,
 )
 from ring_core.cost import (
-    HARDWARE,
-    Hardware,
     Model,
     bytes_by_link,
     bytes_sent,
-    compare,
-    estimate,
-    hardware,
 )
 from ring_core.philox import dropout_keep
-from ring_core.viz import describe, plot, plot_costs
+from ring_core.viz import describe, plot
 
 Q, KV = (2, 8, 4, 16), (2, 8, 2, 16)
 
@@ -156,7 +150,7 @@ PREDICATE_MASKS: Values = {
         "takes one argument": lambda i: i,
     }.items()
 }
-model, fast = Model(4, 2, 16), HARDWARE["tpu-v5e"]
+model = Model(4, 2, 16)
 inputs = {"q": zeros(*Q), "k": zeros(*KV), "v": zeros(*KV)}
 
 SUBJECTS: dict[str, Subject] = {
@@ -294,16 +288,6 @@ SUBJECTS: dict[str, Subject] = {
             "v_head_dim": SIZE, **{key: {**SIZE, "none": None} for key in ("batch", "bytes_per_element")},
         },
     ),
-    "ring_core.cost.Hardware": Subject(
-        Hardware, {"name": "x", "matmul_tflops": 1.0, "backward_tflops": 1.0, "link_gb_s": 1.0, "hop_us": 1.0, "source": "x"},
-        {
-            "name": {n: x for n, x in NAME.items() if n not in ("typo", "empty")},
-            **{key: {**REAL, "zero": 0.0, "negative": -1.0, "none": None} for key in ("matmul_tflops", "backward_tflops", "link_gb_s")},
-            "hop_us": {**REAL, "negative": -1.0, "none": None},
-            "source": {n: x for n, x in NAME.items() if n not in ("typo", "empty")},
-        },
-    ),
-    "ring_core.cost.hardware": Subject(hardware, {"name": "tpu-v5e"}, {"name": NAME}),
     "ring_core.cost.bytes_sent": Subject(
         bytes_sent, {"plan": plan, "model": model, "strategy": "ring"},
         {
@@ -318,33 +302,10 @@ SUBJECTS: dict[str, Subject] = {
             "ranks_per_host": {**SIZE, "none": None, "more than ranks": 4}, "tile": {**SIZE, "none": None, "of a ring": 2},
         },
     ),
-    "ring_core.cost.estimate": Subject(
-        estimate, {"program": program, "model": model, "hardware": fast},
-        {"program": PROGRAM, "model": {"none": None, "word": "llama"}, "hardware": {"none": None, "word": "tpu-v5e"}, "backward": FLAG},
-    ),
-    "ring_core.cost.compare": Subject(
-        compare, {"mask": CAUSAL, "seq_len": 8, "cp_size": 2, "model": model, "hardware": fast},
-        {
-            "mask": MASKS, "seq_len": {n: x for n, x in LENGTH.items() if n not in ("zero", "negative", "indivisible")},
-            "cp_size": {**SIZE, "none": None},
-            "model": {"none": None, "word": "llama"}, "hardware": {"none": None, "word": "tpu-v5e"},
-            "layouts": {"typo": ("zigzak",), "word": "contiguous", "number": 3, "numbers": (3,), "none": None},
-            "kv_seq_len": {n: x for n, x in LENGTH.items() if n not in ("none", "zero", "negative", "indivisible")},
-            "backward": FLAG,
-        },
-    ),
     "ring_core.viz.describe": Subject(describe, {"program": program}, {"program": PROGRAM, "color": FLAG, "pictures": FLAG, "width": {**SIZE, "none": None}}),
     "ring_core.viz.plot": Subject(
         plot, {"program": program, "path": Path("x.svg")},
         {"program": PROGRAM, "path": {"none": None, "number": 3.5, "list": ["x.svg"]}},
-    ),
-    "ring_core.viz.plot_costs": Subject(
-        plot_costs, {"costs": {2: compare(CAUSAL, seq_len=8, cp_size=2, model=model, hardware=fast)}, "title": "x", "path": Path("x.svg")},
-        {
-            "costs": {"none": None, "empty": {}, "word": "x", "flat": {"contiguous": 1}},
-            "title": {"none": None, "number": 3},
-            "path": {"none": None, "number": 3.5, "list": ["x.svg"]},
-        },
     ),
 }  # fmt: skip
 
@@ -354,7 +315,7 @@ FOR_BACKENDS = {
     for name in (
         "Capabilities", "GatherProgram", "HeadPlan", "Plan", "Request", "RingProgram", "Run", "Step", "WorkItem",
         "gather_memory", "gather_refusals", "refusals", "require", "support_matrix",
-        "cost.Cost", "cost.CountedCall", "cost.LinkBytes", "cost.StrategyBytes", "philox.philox", "philox.seed_key", "philox.dropout_threshold",
+        "cost.CountedCall", "cost.LinkBytes", "cost.StrategyBytes", "philox.philox", "philox.seed_key", "philox.dropout_threshold",
         "reference.Grads", "reference.Simulation", "viz.computing_ranks", "viz.kv_messages",
     )
 }  # fmt: skip

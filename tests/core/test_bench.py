@@ -8,23 +8,28 @@ import sys
 
 import pytest
 
+from ring_core import Mask
 from ring_core.tools import bench
+from ring_core.tools.case import BENCH_OPTIONS, Case, timed_case
+from ring_core.tools.doctor import Check
 
-DEFAULTS = bench.BenchCase(4, 4096, 8, 2, 64, "float32", None, "zigzag", "auto", "auto")
+USUAL = Case(4, 4096, 8, 2, 64, "float32")
 
 
-def setting(*command_line: str) -> bench.BenchCase:
+def setting(*command_line: str) -> Case:
     parser = argparse.ArgumentParser()
-    bench.add_options(parser)
-    return bench.setting_of(parser.parse_args(command_line), DEFAULTS)
+    for flag, arguments in BENCH_OPTIONS.items():
+        parser.add_argument(flag, **arguments)
+    return timed_case(parser.parse_args(command_line), 4, on_cpu=True)
 
 
 def test_what_is_given_replaces_the_defaults() -> None:
-    assert setting() == DEFAULTS
+    assert setting() == USUAL
     command_line = ("--ranks", "2", "--seq-len", "64", "--heads", "4", "--dtype", "float64")
     more = ("--window", "9,0", "--layout", "contiguous", "--kernel", "eager")
-    assert setting(*command_line, *more) == bench.BenchCase(
-        2, 64, 4, 2, 64, "float64", (9, 0), "contiguous", "auto", "eager"
+    mask = Mask(causal=True, window=(9, 0))
+    assert setting(*command_line, *more) == Case(
+        2, 64, 4, 2, 64, "float64", mask, "contiguous", "auto", "eager"
     )  # fmt: skip
 
 
@@ -55,34 +60,25 @@ def test_rounds_alternate_and_the_first_is_not_counted() -> None:
         return run
 
     runs = timed("one", 4.0, 12.0), timed("ring", 2.0, 4.0), timed("checked", 4.0, 5.0)
-    results = forward, both, again = bench.timings(*runs, work_fraction=0.5, seconds=0)
+    results = forward, both, again = bench.timings(runs, work_fraction=0.5, seconds=0)
     rounds = range(bench.LEAST_ROUNDS + 1)
     assert order == [(name, n) for n in rounds for name in ("one", "ring", "checked")]
     assert (forward.efficiencies, forward.efficiency) == ([0.5, 1.0, 1.0], 1.0)
     assert (both.name, both.efficiency, again.name) == ("forward and backward", 1.5, "again")
-    text = bench.report(DEFAULTS, "devices", results, {}, as_json=False)
+    result = bench.Result(USUAL, "devices", [], results, {})
+    text, code = bench.report(result, as_json=False)
+    assert code == 0
     assert "forward                  4000.00   2000.00  1.00  (0.50 to 1.00, 3 rounds)" in text
     assert both.check_cost == 0.25
-    # A result without a comparison prints no line about one.
-    assert text.endswith("\nRING_CHECK=1 adds 25.0% to forward and backward")
+    assert text.splitlines()[-1].startswith("RING_CHECK=1 adds 25.0% to forward and backward, ")
+    read = json.loads(bench.report(result, as_json=True)[0])
+    assert read["timings"][1]["check_cost"] == 0.25 and read["setting"]["window"] is None
 
 
-def test_checks_of_a_hundredth_are_timed_in_turns() -> None:
-    order: list[int] = []
-
-    def run(every: int) -> float:
-        order.append(every)
-        return 2.0 + len(order) / 100 if every else 2.0
-
-    sparse = bench.sparse_checks(run, 3)
-    assert order == [0, 100, 100, 0, 0, 100]
-    assert (len(sparse.checked), sparse.unchecked) == (3, (2.0, 2.0, 2.0))
-    assert [sparse.cost, sparse.costs[-1]] == pytest.approx([0.015, 0.03])
-    timing = bench.Timing("forward and backward", (1.0,), (1.0,), (2.0,), 0.5)
-    shown = bench.report(DEFAULTS, "devices", (timing,), {}, as_json=False, sparse=sparse)
-    assert f"every:100 adds {sparse.cost:.2%} to 100 calls forward and backward" in shown
-    read = json.loads(bench.report(DEFAULTS, "devices", (timing,), {}, as_json=True, sparse=sparse))
-    assert read["sparse_checks"]["cost"] == sparse.cost
+def test_a_wrong_result_has_no_times() -> None:
+    checks = [Check("auto", "2 ranks", "out", 1.0, 0.1, passed=False)]
+    text, code = bench.report(bench.Result(USUAL, "devices", checks, (), {}), as_json=True)
+    assert code == 1 and "FAILED" in text and "efficiency" not in text
 
 
 @pytest.mark.parametrize("terminal", [True, False])

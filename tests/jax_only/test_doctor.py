@@ -77,10 +77,10 @@ def test_a_healthy_machine() -> None:
         "jax",
         "jaxlib",
     }
-    assert report["backend"] == "cpu"
+    assert report["device"] == "cpu"
     assert report["devices"]
     assert report["kernels"][-1] == {
-        "name": "xla", "package": "ring_jax", "available": True, "why": "", "notes": []
+        "name": "xla", "where": "ring_jax", "available": True, "why": "", "notes": []
     }  # fmt: skip
     assert [check["result"] for check in report["checks"]] == ["out", "dq", "dk", "dv"]
     assert {check["where"] for check in report["checks"]} == {"3 cpu"}

@@ -26,7 +26,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import ring_jax
 from ring_core import KernelConfig, UnsupportedError
-from ring_core.tools.doctor import Check, failed
+from ring_core.tools.doctor import Check
 from ring_jax.kernels import plugins
 from ring_jax.kernels.absent import broken_kernels, only_on
 from ring_jax.kernels.plugins import installed_kernels
@@ -237,12 +237,12 @@ def test_the_doctor_reports_absent_kernels(setup: Setup, monkeypatch: pytest.Mon
 
     def self_test(kernel: Any, *_: str) -> Iterator[Check]:
         tested.append(kernel.capabilities.name)
-        yield failed(kernel.capabilities.name, "", "")
+        yield Check(kernel.capabilities.name, "", "runs", None, 0.0, passed=False)
 
     monkeypatch.setattr(doctor, "self_test", self_test)
     for platform, name in setup.runs.items():
         tested.clear()
-        monkeypatch.setattr(doctor, "_platform", lambda platform=platform: platform)
+        monkeypatch.setattr(doctor, "platform", lambda platform=platform: platform)
         diagnosis = doctor.diagnose()
         why = {report.name: report.why for report in diagnosis.kernels if not report.available}
         for absent, reason in setup.absent.items():

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from ring_core.tools.bench import PASSES, BenchCase, Timing
-from ring_torch import ring_attention, tripwire
+from ring_torch import ring_attention
 from ring_torch.kernels.measured import OPTIONS, RATES_VARIABLE, measured
-from ring_torch.local import LocalRankError, LocalRanks
-from ring_torch.tools import bench as torch_bench, doctor, rates as torch_rates
+from ring_torch.local import LocalRanks
+from ring_torch.tools import doctor, rates as torch_rates
 from ring_torch.tools.cli import main
 
 SMALL = ("--seq-len", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "16")
@@ -26,7 +23,7 @@ SMALL = ("--seq-len", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "1
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--window", "40,0", "--strategy", "gather", "--kernel", "eager", "--seconds", "0")
-    assert main(["bench", *SMALL, *options, "--check-rounds", "1", "--json"]) == 0
+    assert main(["bench", *SMALL, *options, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["setting"]["ranks"] == 2 and report["setting"]["window"] == [40, 0]
     assert [row["name"] for row in report["timings"]] == ["forward", "forward and backward"]
@@ -34,42 +31,6 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
         assert len(row["alone"]) == len(row["ring"]) == len(row["checked"]) == 3
         assert row["work_fraction"] == 0.5 and row["efficiency"] > 0
         assert row["check_cost"] > 0
-    sparse = report["sparse_checks"]
-    assert min(sparse["checked"] + sparse["unchecked"]) > 0
-    assert sparse["cost"] == sparse["checked"][0] / sparse["unchecked"][0] - 1
-
-
-def _checked_calls(rank: int, every: int) -> int:
-    """Return how many calls of a round of 100 are compared with dense attention."""
-    case = BenchCase(2, 32, 2, 2, 8, "float32", None, "zigzag", "auto", "eager")
-    with patch.object(tripwire, "forward_faults", wraps=tripwire.forward_faults) as compared:
-        assert torch_bench.time_hundred(rank, case, "auto", every) > 0
-    return compared.call_count
-
-
-def test_one_call_of_a_hundred_is_checked(backend: Any) -> None:
-    for every, count in ((0, 0), (100, 1)):
-        assert backend.pool(2).run(_checked_calls, every) == [count, count]
-
-
-def test_rounds_of_100_calls_take_no_longer_than_the_others() -> None:
-    quick, slow = (Timing(PASSES[-1], (1.0,), (x,), (x,), 0.5) for x in (0.01, 0.04))
-    assert torch_bench.default_rounds((replace(slow, name="forward"), quick), 20.0) == 3
-    assert torch_bench.default_rounds((slow,), 20.0) == 0
-
-
-def test_a_round_of_100_calls_that_fails_keeps_the_times(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*_: object) -> None:
-        raise LocalRankError("rank 0: no answer in time")
-
-    times = tuple(Timing(name, (1.0,), (1.0,), (1.0,), 1.0) for name in PASSES)
-    monkeypatch.setattr(torch_bench, "timings", lambda *_, **__: times)
-    monkeypatch.setattr(torch_bench, "sparse_checks", fails)
-    assert main(["bench", *SMALL, "--ranks", "1", "--check-rounds", "1"]) == 1
-    printed = capsys.readouterr()
-    assert "efficiency" in printed.out and "rank 0: no answer in time" in printed.err
 
 
 def test_no_speed_without_right_results(
@@ -92,7 +53,6 @@ def test_no_speed_without_right_results(
     [
         ("--seq-len 255", "255 is not a positive multiple of 4"),
         ("--ranks 0", "--ranks must be at least 1"),
-        ("--check-rounds -1", "--check-rounds must be at least 0, got -1"),
     ],
 )
 def test_mistakes(command_line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

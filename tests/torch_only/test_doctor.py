@@ -15,7 +15,7 @@ import pytest
 import torch
 from patched import replaced
 
-from ring_core.tools.doctor import RESULTS
+from ring_core.tools.doctor import RESULTS, report
 from ring_torch.kernels import KERNELS
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.fa4 import FA4
@@ -55,12 +55,12 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_a_machine_without_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     diagnosis = found_by(capsys)
     assert diagnosis["healthy"]
-    assert (diagnosis["device"], diagnosis["gpus"]) == ("cpu", [])
+    assert (diagnosis["device"], diagnosis["devices"]) == ("cpu", [])
     assert diagnosis["versions"].keys() >= {"python", "numpy", "ring-core", "ring-torch", "torch"}
     names = [kernel.capabilities.name for kernel in KERNELS]
     assert [kernel["name"] for kernel in diagnosis["kernels"]] == names
     for kernel in diagnosis["kernels"]:
-        if kernel["devices"] == ["cuda"]:
+        if kernel["where"] == "cuda":
             assert kernel["why"] == "runs on cuda; torch finds no such device here"
         else:
             assert kernel["available"] and not kernel["why"]
@@ -110,12 +110,12 @@ def test_as_a_command() -> None:
 def test_gpus_and_the_order_of_kernels(two_gpus: Any, capsys: pytest.CaptureFixture[str]) -> None:
     two_gpus(capability=(8, 0))
     diagnosis = found_by(capsys, code=1)  # no kernel has yet shown that it runs on these GPUs
-    reached = [gpu["reaches"] for gpu in diagnosis["gpus"]]
-    assert reached == [[1], [0]]
-    assert diagnosis["gpus"][0]["capability"] == [8, 0]
+    assert diagnosis["devices"] == [
+        f"H200, compute capability 8.0, reaches {other}" for other in (1, 0)
+    ]
     assert [kernel["name"] for kernel in diagnosis["kernels"]][:2] == ["fa2", "fa4"]
     assert diagnosis["strategies"][0] == {
-        "name": "ulysses/symm_mem", "devices": ["cuda"], "available": True, "why": ""
+        "name": "ulysses/symm_mem", "where": "cuda", "available": True, "why": "", "notes": []
     }  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def test_gpus_that_do_not_reach_each_other(two_gpus: Any) -> None:
     two_gpus(reach=False)
     diagnosis = doctor.diagnose()
     assert diagnosis.strategies[0].why == "GPUs do not reach each other's memory: 0 and 1"
-    text = doctor.shown(diagnosis)
+    text = report(diagnosis, as_json=False)
     assert "H200, compute capability 9.0, reaches no other" in text
     assert text.endswith("something is wrong")
 

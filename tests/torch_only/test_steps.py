@@ -167,11 +167,6 @@ def test_bytes_are_those_of_the_model_and_what_is_sent_arrives(
         elif isinstance(call.strategy, Balanced):
             deltas = [4 * heads[0] * _offloaded_rows(call.program, rank) for rank in range(4)]
     assert [x.sent - delta for x, delta in zip(ranks, deltas, strict=True)] == list(expected)
-    if strategy in ("ring", "balanced"):
-        bound = cost.estimate(call.program, model, cost.hardware("h200-nvlink"), backward=backward)
-        most = max(x.sent for x in ranks)
-        offloads = any(step.offload != "none" for step in call.program.steps)
-        assert most <= bound.bytes_sent if offloads else most == bound.bytes_sent
 
 
 class WholeTiles(EagerKernel):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from itertools import chain
 
 import pytest
 
 from ring_core import Mask, make_plan, ring_program, viz
 from ring_core.tools import bench
+from ring_core.tools.case import BENCH_OPTIONS
 from ring_core.tools.cli import main
 from ring_core.tools.commands import LAUNCHERS, is_refused
 
@@ -50,22 +50,18 @@ def test_what_is_no_size_is_refused(
 
 def test_bench_takes_such_sizes() -> None:
     parser = argparse.ArgumentParser()
-    bench.add_options(parser)
+    for flag, arguments in BENCH_OPTIONS.items():
+        parser.add_argument(flag, **arguments)
     args = parser.parse_args(["--seq-len", "64k", "--window", "4k,0"])
     assert (args.seq_len, args.window) == (65536, (4096, 0))
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_bench_runs_without_a_progress_bar(
-    installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if not installed:
-        monkeypatch.setitem(sys.modules, "tqdm", None)
+def test_bench_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
     run: bench.TimedRound = lambda _: dict.fromkeys(bench.PASSES, 1.0)  # noqa: E731 - a type for three uses
-    forward, both = bench.timings(run, run, run, work_fraction=0.5, seconds=0)
+    forward, both = bench.timings([run] * 3, work_fraction=0.5, seconds=0)
     assert forward.name == "forward"
     assert both.name == "forward and backward"
-    assert ("round 1 of at most" in capsys.readouterr().err) != installed
+    assert "\rround 1 of 20\rround 2 of 20\rround 3 of 20\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cp_size", [1, 8, 64])

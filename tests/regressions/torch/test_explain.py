@@ -60,7 +60,6 @@ def test_the_command_explains_ranks_that_are_not_there(capsys: pytest.CaptureFix
     [
         ("--cp 0 --seq-len 8 --heads 4", "--cp must be at least 1"),
         ("--cp 2 --seq-len 8 --heads 4 --kernel fa9", "unknown kernel 'fa9'"),
-        ("--cp 2 --seq-len 8 --heads 4 --cu-seqlens 0,x", "--cu-seqlens takes integers"),
         ("--cp 2 --seq-len 8 --heads 4 --strategy hybrid", "no process group to ask. Instead: "),
         ("--cp 2 --seq-len 8 --heads 4 --device a100 --kernel fa4", "kernel 'fa4'"),
     ],
@@ -83,7 +82,7 @@ def test_another_device_is_explained_as_on_a_machine_that_has_it(
 ) -> None:
     """Whatever is decided by the device is decided by the one that is asked about.
 
-    That is the kernels that run on it and their order, measured times, transports and strategies.
+    That is the kernels that run on it and their order, transports and strategies.
     Earlier answers about other devices are not given again.
     """
     libraries: dict[Kernel, Kernel] = {
@@ -100,7 +99,7 @@ def test_another_device_is_explained_as_on_a_machine_that_has_it(
         assert texts.setdefault(device, text) == text
     assert texts["cpu"] == texts[None]  # torch finds no GPU here
     assert "on cuda (h200)" in texts["h200"]
-    assert "\nkernel fa4: about" in texts["h200"]
+    assert "\nkernel fa4\n" in texts["h200"]
     assert "\nkernel fa2\n" in texts["A100"]
     if "--cp 4" in size:
         assert all("symm_mem, if the ranks' GPUs" in texts[x] for x in ("h200", "A100"))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -23,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ring_core import KernelConfig, __version__  # all packages carry one version
+from ring_core import KernelConfig
+from ring_core.tools import commands
 from ring_core.tools.bench import progress
-from ring_core.tools.commands import add_command
+from ring_core.tools.case import Options
 from ring_core.triton.tile_configs import (
     KERNEL_PASSES,
     Row,
@@ -49,14 +49,18 @@ _DEFAULT_KERNELS = ("fwd", "bwd_dq", "bwd_dkv")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 0, or 2 for mistakes of the user."""
-    try:
-        return _tune_table(_parser().parse_args(argv))
-    except (ValueError, OSError) as error:
-        print(f"ring_jax_gpu: error: {error}", file=sys.stderr)
-        return 2
+    tune = commands.Command(
+        "tune", "Find the fastest block sizes of the plain Triton kernels for this GPU.",
+        _tune_table, OPTIONS, "blocks.json --head-dims 128",
+        "Each size, number of warps and of stages is checked against the table's own results "
+        "before it is timed. The table with the fastest ones is written to FILE; rows that are not "
+        "chosen stay, and so does a row that is not beaten twice. RING_TRITON_BLOCKS=FILE uses it. "
+        "The kernels for Hopper have no such sizes.",
+    )  # fmt: skip
+    return commands.main("ring_jax_gpu", "Ring's kernels for JAX on NVIDIA GPUs.", (tune,), argv)
 
 
-def _tune_table(options: argparse.Namespace) -> int:
+def _tune_table(options: argparse.Namespace, _given: set[str]) -> tuple[str, int]:
     """Tune the chosen rows of a table one after another, and write it after each."""
     gpu, path = device(), Path(options.file)
     table = read_table(str(path)) if path.exists() else default_table()
@@ -78,8 +82,7 @@ def _tune_table(options: argparse.Namespace) -> int:
             table = tuple(best if x == row else x for x in table)
             path.write_text(to_text(table))  # an interrupted run keeps the rows tuned so far
             bar.update()
-    print(f"written to {path}: RING_TRITON_BLOCKS={path} uses it")
-    return 0
+    return f"written to {path}: RING_TRITON_BLOCKS={path} uses it", 0
 
 
 def _positive(text: str) -> int:
@@ -89,50 +92,33 @@ def _positive(text: str) -> int:
     return number
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m ring_jax_gpu",
-        description="Ring's kernels for JAX on NVIDIA GPUs.",
-    )
-    version = f"ring-jax-gpu {__version__}"
-    parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    add = add_command(
-        commands, "tune", "Find the fastest block sizes of the plain Triton kernels for this GPU.",
-        more="Each size, number of warps and of stages is checked against the table's own results "
-        "before it is timed. The table with the fastest ones is written to FILE; rows that are not "
-        "chosen stay, and so does a row that is not beaten twice. RING_TRITON_BLOCKS=FILE uses it. "
-        "The kernels for Hopper have no such sizes.",
-        example="python -m ring_jax_gpu tune blocks.json --head-dims 128", version=version,
-    ).add_argument  # fmt: skip
-    add("file", metavar="FILE", help="the table, JSON; one that is there is tuned further")
-    add(
-        "--kernels", nargs="+", choices=KERNEL_PASSES, default=_DEFAULT_KERNELS,
-        help=f"kernels to tune; default: {' '.join(_DEFAULT_KERNELS)}",
-    )  # fmt: skip
-    add(
-        "--itemsize", nargs="+", type=int, choices=(2, 4), default=(2,),
-        help="bytes of a number: 2 for bfloat16 and float16, 4 for float32; default: 2",
-    )  # fmt: skip
-    add(
-        "--head-dims", nargs="+", type=int, default=(64, 128), metavar="D",
-        help="head dims to tune for; default: 64 128",
-    )  # fmt: skip
-    add(
-        "--per-score-inputs",
-        action="store_true",
-        help="tune for calls with dropout, a bias or a predicate",
-    )
-    add(
-        "--tokens", type=_positive, default=4096, metavar="N",
-        help="tokens of the timed sequence; default: %(default)s",
-    )  # fmt: skip
-    add(
-        "--rounds", type=_positive, default=5, metavar="N",
-        help="timings of each size, of which the median counts; default: %(default)s",
-    )  # fmt: skip
-    add("--verbose", action="store_true", help="print a line for each size that is tried")
-    return parser
+OPTIONS: Options = {
+    "file": {"metavar": "FILE", "help": "the table, JSON; one that is there is tuned further"},
+    "--kernels": {
+        "nargs": "+", "choices": KERNEL_PASSES, "default": _DEFAULT_KERNELS,
+        "help": f"kernels to tune; default: {' '.join(_DEFAULT_KERNELS)}",
+    },
+    "--itemsize": {
+        "nargs": "+", "type": int, "choices": (2, 4), "default": (2,),
+        "help": "bytes of a number: 2 for bfloat16 and float16, 4 for float32; default: 2",
+    },
+    "--head-dims": {
+        "nargs": "+", "type": int, "default": (64, 128), "metavar": "D",
+        "help": "head dims to tune for; default: 64 128",
+    },
+    "--per-score-inputs": {
+        "action": "store_true", "help": "tune for calls with dropout, a bias or a predicate",
+    },
+    "--tokens": {
+        "type": _positive, "default": 4096, "metavar": "N",
+        "help": "tokens of the timed sequence; default: %(default)s",
+    },
+    "--rounds": {
+        "type": _positive, "default": 5, "metavar": "N",
+        "help": "timings of each size, of which the median counts; default: %(default)s",
+    },
+    "--verbose": {"action": "store_true", "help": "print a line for each size that is tried"},
+}  # fmt: skip
 
 
 def tuned(row: Row, seconds: Seconds) -> tuple[Row, float]:

@@ -132,16 +132,6 @@ def check_kind(name: str, value: object, kind: type) -> None:
         raise ValueError(f"{name} must be a {kind.__name__}, got {actual}")
 
 
-def check_text(name: str, value: object) -> None:
-    """Check that an argument is a ``str``.
-
-    Raises:
-        ValueError: It is not; the message begins with ``name``.
-    """
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be text, got {value!r}")
-
-
 def as_floats(name: str, value: Any, shape: Sequence[int] | None = None) -> Floats:
     """Return an array of real numbers as float64, of exactly ``shape`` if that is given.
 

@@ -1,4 +1,1 @@
-"""Command line, doctor and bench, and the parts that commands of other packages share.
-
-May import all of the package.
-"""
+"""Command line, doctor and bench, and what those of other packages share; may import all."""

@@ -1,14 +1,16 @@
-"""Add commands to command lines, each with its version and an example."""
+"""Command lines: what those of all packages share; what differs is a table of commands."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ring_core import __version__  # all packages carry one version
-from ring_core.tools import bench, explain
+from ring_core.tools import bench, doctor
+from ring_core.tools.case import BENCH_OPTIONS, EXPLAIN_OPTIONS, Case, Options, explained_case
 
 #: Launchers of several processes, and the environment variables of their number and of the rank.
 LAUNCHERS = {
@@ -18,81 +20,130 @@ LAUNCHERS = {
 }
 
 
-def add_command(
-    commands: Any, name: str, purpose: str, *, example: str, version: str, more: str = ""
-) -> argparse.ArgumentParser:
-    """Add a command to a command line, with ``--version`` and an example at the end of its help.
+@dataclass(frozen=True)
+class Command:
+    """A command of a package's command line.
 
-    Args:
-        commands: The result of :meth:`argparse.ArgumentParser.add_subparsers`.
+    Attributes:
         name: The name of the command.
         purpose: A sentence that says what it does.
-        example: A whole command line to show.
-        version: The text that ``--version`` prints.
-        more: Further sentences of the command's own help.
+        run: Returns the text to print and the exit code, of the arguments and the names of those
+            that were given.
+        options: Its options.
+        example: Arguments of an example, at the end of its help.
+        more: Further sentences of its help.
+        starts_ranks: True if it starts ranks itself: under a launcher each process would do so.
+        failure: Exit code of an error, if it is not 2, for a mistake of the user's.
     """
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=purpose[0].lower() + purpose[1:].rstrip("."),
-        description=f"{purpose} {more}".rstrip(),
-        epilog=f"example: {example}",
-    )  # fmt: skip
-    parser.add_argument("--version", action="version", version=version)
-    return parser
+
+    name: str
+    purpose: str
+    run: Callable[[argparse.Namespace, set[str]], tuple[str, int]]
+    options: Options = field(default_factory=dict)
+    example: str = ""
+    more: str = ""
+    starts_ranks: bool = False
+    failure: int = 2
 
 
-def framework_commands(
-    package: str, framework: str
-) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argparse.ArgumentParser]:
-    """Make the command line of a framework's package.
+def main(
+    package: str, description: str, commands: Sequence[Command], argv: Sequence[str] | None,
+    failures: tuple[type[Exception], ...] = (),
+) -> int:  # fmt: skip
+    """Run a command line, and return its exit code.
 
-    Its commands are ``doctor``, ``matrix``, ``explain`` and ``bench``.
+    It is 0 on success, 1 if something fails or nothing can run, and 2 for a mistake of the user's.
 
     Args:
         package: The package, as ``ring_torch``.
-        framework: The name of the framework, as ``PyTorch``.
-
-    Returns:
-        The parser, and those of ``explain`` and ``bench``, to which a package may add options.
+        description: What its commands are for.
+        commands: Its commands; the example of the first is that of the package.
+        argv: Arguments without the program's name; ``None`` for those of the process.
+        failures: Errors of this machine.
     """
     program, version = f"python -m {package}", f"{package.replace('_', '-')} {__version__}"
-    parser = argparse.ArgumentParser(
-        prog=program, description=f"Exact context-parallel attention for {framework}.",
-        epilog=f"example: {program} doctor",
+    parsers: dict[str, argparse.ArgumentParser] = {}
+    examples = [f"example: {program} {x.name} {x.example}".rstrip() for x in commands]
+    parser = argparse.ArgumentParser(prog=program, description=description, epilog=examples[0])
+    added = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for command, example in zip(commands, examples, strict=True):
+        parsers[command.name] = added.add_parser(
+            command.name, help=command.purpose[0].lower() + command.purpose[1:].rstrip("."),
+            description=f"{command.purpose} {command.more}".rstrip(), epilog=example,
+        )  # fmt: skip
+        for flag, arguments in command.options.items():
+            parsers[command.name].add_argument(flag, **arguments)
+    for each in (parser, *parsers.values()):
+        each.add_argument("--version", action="version", version=version)
+    args = parser.parse_args(argv)
+    (command,) = (x for x in commands if x.name == args.command)
+    if command.starts_ranks and is_refused(package, command.name):
+        return 2
+    default = parsers[command.name].get_default
+    given = {name for name, value in vars(args).items() if value != default(name)} - {"command"}
+    try:
+        text, code = command.run(args, given)
+    except (ValueError, ImportError, OSError, RuntimeError) as error:
+        sys.stderr.write(f"{package}: error: {' '.join(str(error).split())}\n")
+        return 1 if isinstance(error, failures) else command.failure
+    sys.stdout.write(f"{text}\n")
+    return code
+
+
+def framework_commands(
+    *, diagnose: Callable[[], doctor.Diagnosis], matrix: Callable[[], str],
+    explained: Callable[[Case, argparse.Namespace], tuple[str, str]],
+    timed: Callable[[argparse.Namespace, set[str]], bench.Result | str],
+    options: Mapping[str, Options],
+) -> tuple[Command, ...]:  # fmt: skip
+    """Return the commands of a framework's package: doctor, matrix, explain and bench.
+
+    Args:
+        diagnose: Examines and tests this machine.
+        matrix: Returns what each kernel supports, as a Markdown table.
+        explained: Returns the name of the device, and what rank 0 would do in a call.
+        timed: Runs ``bench``, and may return text to print instead of times.
+        options: Further options of these commands.
+    """
+
+    def explain(args: argparse.Namespace, _given: set[str]) -> tuple[str, int]:
+        case = explained_case(args)
+        device, text = explained(case, args)
+        return f"{case.describe_rank(device)}\n{text}", 0
+
+    return (
+        doctor_command("Show what can run here, and test it.", diagnose),
+        Command("matrix", "Show what each kernel supports.", lambda *_: (matrix(), 0)),
+        Command(
+            "explain", "Show what a call would do: its kernel, what travels, and the plan.", explain,
+            {**EXPLAIN_OPTIONS, **options.get("explain", {})},
+            "--cp 4 --seq-len 64k --heads 32/8",
+            "Lengths are in tokens, of which k is 1,024. No other process is needed.",
+        ),
+        Command(
+            "bench", "Time a ring against one device that computes everything.",
+            lambda args, given: bench.report(timed(args, given), as_json=args.json),
+            {**BENCH_OPTIONS, **options.get("bench", {})}, "--seq-len 16k --window 4096,0",
+            starts_ranks=True,
+        ),
     )  # fmt: skip
-    parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    add_command(
-        commands, "doctor", "Show what can run here, and test it.", example=f"{program} doctor",
-        version=version,
-    ).add_argument("--json", action="store_true", help="print JSON")  # fmt: skip
-    add_command(
-        commands, "matrix", "Show what each kernel supports.", example=f"{program} matrix",
-        version=version,
-    )  # fmt: skip
-    explain_parser = add_command(
-        commands, "explain", "Show what a call would do: its kernel, what travels, and the plan.",
-        example=f"{program} explain --cp 4 --seq-len 64k --heads 32/8", version=version,
-        more="Lengths are in tokens, of which k is 1,024. No other process is needed.",
-    )  # fmt: skip
-    explain.add_options(explain_parser)
-    bench_parser = add_command(
-        commands, "bench", "Time a ring against one device that computes everything.",
-        example=f"{program} bench --seq-len 16k --window 4096,0", version=version,
-    )  # fmt: skip
-    bench.add_options(bench_parser)
-    return parser, explain_parser, bench_parser
+
+
+def doctor_command(
+    purpose: str, diagnose: Callable[[], doctor.Diagnosis], *, starts_ranks: bool = True
+) -> Command:
+    """Return the command ``doctor``."""
+
+    def run(args: argparse.Namespace, _given: set[str]) -> tuple[str, int]:
+        diagnosis = diagnose()
+        return doctor.report(diagnosis, as_json=args.json), int(not diagnosis.healthy)
+
+    options = {"--json": {"action": "store_true", "help": "print JSON"}}
+    return Command("doctor", purpose, run, options, starts_ranks=starts_ranks, failure=1)
 
 
 def is_refused(package: str, command: str) -> bool:
-    """Return True, and say so on stderr, if a launcher has started this process beside others.
-
-    ``bench`` and ``doctor`` start their ranks themselves. Under a launcher each process would do
-    so, on the same devices.
-
-    Args:
-        package: The package whose command line it is, as ``ring_torch``.
-        command: Name of the command, as ``bench``.
-    """
+    """Return True, and say so on stderr, if a launcher has started this process beside others."""
     for launcher, (size_name, rank_name) in LAUNCHERS.items():
         size = os.environ.get(size_name, "1")
         if size == "1":

@@ -1,13 +1,14 @@
 """Diagnose an installation: versions, clashes between them, results against the oracle.
 
-``python -m ring_core doctor`` is the doctor of this package; ``ring_torch`` and ``ring_jax`` have
-theirs, made of the same parts.
+``python -m ring_core doctor`` is the doctor of this package; those of ``ring_torch`` and
+``ring_jax`` are the same, with what they find on their kernels and devices.
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -20,84 +21,57 @@ import numpy.typing as npt
 import ring_core
 from ring_core import reference
 from ring_core.base.arguments import Floats as Floats
-from ring_core.layouts.layout import LAYOUTS
+from ring_core.base.config import RingStrategy
+from ring_core.layouts.layout import LAYOUTS, LayoutName
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import ring_program
 from ring_core.programs.steps import pairs_of
+from ring_core.tools.case import CAUSAL as CAUSAL, Check as Check, shown_checks
 
 RESULTS = ("out", "dq", "dk", "dv")
 OURS = ("ring-core", "ring-torch", "ring-jax", "ring-jax-gpu", "ring-jax-tpu")
 TOKENS = 128  # a rank
-CAUSAL = Mask(causal=True)
 _HEADS = (4, 2, 2, 4)  # of q, k, v and dout
 
-
-@dataclass(frozen=True)
-class Check:
-    """A comparison of a result with float64: its largest error, and the largest allowed.
-
-    Attributes:
-        name: The kernel, strategy, transport or layout that was tested.
-        where: The devices, and how many.
-        result: Name of the result, or ``runs``.
-        error: The largest absolute error; ``None`` where the result is not finite, or there is
-            none.
-        limit: The largest error allowed.
-        passed: True if the error is within the limit.
-        trace: The traceback of an exception raised instead of a result; else empty.
-    """
-
-    name: str
-    where: str
-    result: str
-    error: float | None
-    limit: float
-    passed: bool
-    trace: str = ""
-
-
-@dataclass(frozen=True)
-class Example:
-    """A call with grouped heads, and its results by dense attention in float64.
-
-    ``inputs`` are ``q [1, T, 4, D]``, ``k``, ``v [1, T, 2, D]`` and ``dout [1, T, 4, D]``, seeded;
-    ``expected`` are the :data:`RESULTS`.
-    """
-
-    inputs: tuple[Floats, ...]
-    expected: tuple[Floats, ...]
+Run = Callable[[], Sequence[npt.ArrayLike]]  # returns out, dq, dk and dv
 
 
 def inputs_for(ranks: int, head_dim: int) -> tuple[Floats, ...]:
-    """Return random ``q, k, v, dout`` of an :class:`Example`, :data:`TOKENS` tokens per rank."""
+    """Return random ``q [1, T, 4, D]``, ``k``, ``v [1, T, 2, D]`` and ``dout [1, T, 4, D]``.
+
+    There are :data:`TOKENS` tokens per rank. They are seeded.
+    """
     rng = np.random.default_rng(0)
     return tuple(rng.standard_normal((1, TOKENS * ranks, heads, head_dim)) for heads in _HEADS)
 
 
-def example_of(inputs: Sequence[npt.ArrayLike], mask: Mask) -> Example:
-    """Make the example of some inputs, which may have been rounded to a narrower dtype."""
+def exact_results(inputs: Sequence[npt.ArrayLike], mask: Mask = CAUSAL) -> tuple[Floats, ...]:
+    """Return the :data:`RESULTS` of ``q, k, v, dout`` by dense attention in float64."""
     q, k, v, dout = (np.asarray(x, np.float64) for x in inputs)
     out = reference.attention(q, k, v, mask=mask)[0]
-    return Example((q, k, v, dout), (out, *reference.attention_grads(dout, q, k, v, mask=mask)[:3]))
+    return out, *reference.attention_grads(dout, q, k, v, mask=mask)[:3]
 
 
 def compared(
-    name: str,
-    where: str,
-    example: Example,
-    results: Sequence[npt.ArrayLike],
-    plain: Sequence[npt.ArrayLike],
-    eps: float,
-) -> Iterator[Check]:
-    """Compare results with those of an example, one check for each of :data:`RESULTS`.
+    name: str, where: str, inputs: Sequence[npt.ArrayLike], run: Run, plain: Run, eps: float, *,
+    mask: Mask = CAUSAL, is_fault: Callable[[BaseException], bool] = lambda e: isinstance(e, Exception),
+) -> Iterator[Check]:  # fmt: skip
+    """Compare what ``run`` returns with float64, one check for each of :data:`RESULTS`.
 
-    The error may be four times that of ``plain``, the results of a dense implementation in the same
-    dtype on the same device, plus 16 ulps (``eps``) of the largest number.
+    The error may be four times that of ``plain``, a dense implementation in the same dtype on the
+    same device, plus 16 ulps (``eps``) of the largest number. ``inputs`` are ``q, k, v, dout``, as
+    they were rounded to their dtype. Of an exception that ``is_fault`` there is one failed check.
     """
-    for result, actual, actual_plain, exact in zip(
-        RESULTS, results, plain, example.expected, strict=True
-    ):
+    try:
+        results = [np.asarray(x, np.float64) for x in run()]
+    except BaseException as fault:
+        if not is_fault(fault):
+            raise
+        yield Check(name, where, "runs", None, 0.0, passed=False, trace=traceback.format_exc())
+        return
+    all_results = zip(RESULTS, results, plain(), exact_results(inputs, mask), strict=True)
+    for result, actual, actual_plain, exact in all_results:
         error, plain_error = (
             float(np.abs(np.asarray(x, np.float64) - exact).max()) for x in (actual, actual_plain)
         )
@@ -109,17 +83,10 @@ def compared(
         )  # fmt: skip
 
 
-def failed(name: str, where: str, trace: str) -> Check:
-    """Return the failed check that takes the place of results where an exception was raised."""
-    return Check(name, where, "runs", None, 0.0, passed=False, trace=trace)
-
-
 def versions(libraries: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
-    """Return the versions of Python, of packages of this project, and of installed libraries.
+    """Return the versions of Python, and of libraries that are installed.
 
-    Args:
-        libraries: Names of libraries; those that are missing are left out.
-        ours: Names of packages of this project, which may be used without being installed.
+    ``ours`` are packages of this project, which may be used without being installed.
     """
     return {
         "python": platform.python_version(), "platform": platform.platform(terse=True),
@@ -165,12 +132,47 @@ def clashes(by_name: Mapping[str, str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class Report:
+    """Availability of a kernel, or of a strategy over a transport.
+
+    Attributes:
+        name: Name of the kernel, or ``strategy/transport``.
+        where: Types of devices that it runs on, or the package that brings it.
+        available: True if it can run here.
+        why: Reasons why it cannot; empty if it can.
+        notes: Lines on what it decides only when a call is lowered.
+    """
+
+    name: str
+    where: str
+    available: bool
+    why: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Diagnosis:
-    """The findings of this package's doctor; the doctors of other packages add to it."""
+    """Findings of a doctor.
+
+    Attributes:
+        versions: Versions of Python and of libraries.
+        clashes: Lines on versions that do not go together.
+        checks: Comparisons of results with float64.
+        tested: What was checked, in words.
+        device: Type of the devices; empty in a package without devices.
+        devices: A line for each device.
+        kernels: Kernels in the order of ``kernel="auto"``.
+        strategies: Strategies, each over each transport that can carry it.
+    """
 
     versions: dict[str, str]
     clashes: tuple[str, ...]
     checks: tuple[Check, ...]
+    tested: str
+    device: str = ""
+    devices: tuple[str, ...] = ()
+    kernels: tuple[Report, ...] = ()
+    strategies: tuple[Report, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -178,60 +180,50 @@ class Diagnosis:
         return not self.clashes and bool(self.checks) and all(x.passed for x in self.checks)
 
 
-def report[D: Diagnosis](diagnosis: D, shown: Callable[[D], str], *, as_json: bool) -> str:
-    """Return what a ``doctor`` command prints: JSON, or the text that ``shown`` makes."""
-    if not as_json:
-        return shown(diagnosis)
-    fields: dict[str, Any] = asdict(diagnosis) | {"healthy": diagnosis.healthy}
-    return json.dumps(fields, indent=2)
+def report(diagnosis: Diagnosis, *, as_json: bool) -> str:
+    """Return what a ``doctor`` command prints: JSON, or text for people."""
+    if as_json:
+        fields: dict[str, Any] = asdict(diagnosis) | {"healthy": diagnosis.healthy}
+        return json.dumps(fields, indent=2)
+    lines = [f"{name:14}{current}" for name, current in diagnosis.versions.items()]
+    lines += [f"{'conflicts':14}{clash}" for clash in diagnosis.clashes or ("none",)]
+    if diagnosis.device:
+        lines += ["", f"device        {diagnosis.device}", *(f"  {x}" for x in diagnosis.devices)]
+    for title, reports in (
+        ("kernels, in the order in which kernel='auto' tries them", diagnosis.kernels),
+        ("strategies, over transports, between processes of this machine", diagnosis.strategies),
+    ):
+        lines += ["", title] if reports else []
+        for x in reports:
+            lines.append(
+                f"  {x.name:18}{x.where:14}{'available' if x.available else f'no: {x.why}'}"
+            )
+            lines += [f"{'':34}bfloat16: {note}" for note in x.notes]
+    return "\n".join(
+        [*lines, *shown_checks(diagnosis.tested, diagnosis.checks, healthy=diagnosis.healthy)]
+    )
 
 
 def diagnose() -> Diagnosis:
     """Look at this installation, and run a ring of two ranks in numpy in every layout."""
     by_name = versions(("numpy", "matplotlib"), ("ring-core",))
-    return Diagnosis(by_name, clashes(by_name), tuple(_self_test(2)))
+    checks = tuple(_self_test(2))
+    return Diagnosis(by_name, clashes(by_name), checks, "a causal ring in float64")
 
 
 def _self_test(ranks: int) -> Iterator[Check]:
     """Run every layout and ring strategy in the simulator, against the oracle."""
-    example = example_of(inputs_for(ranks, head_dim=16), CAUSAL)
-    q, k, v, dout = example.inputs
+    inputs = inputs_for(ranks, head_dim=16)
+    expected = exact_results(inputs)
     for layout, strategy in pairs_of(LAYOUTS):
-        plan = make_plan(CAUSAL, seq_len=q.shape[1], cp_size=ranks, layout=layout)
-        out, _, *grads = reference.simulate(ring_program(plan, strategy), q, k, v, dout=dout)
+
+        def run(layout: LayoutName = layout, strategy: RingStrategy = strategy) -> list[Floats]:
+            plan = make_plan(CAUSAL, seq_len=inputs[0].shape[1], cp_size=ranks, layout=layout)
+            program = ring_program(plan, strategy)
+            out, _, *grads = reference.simulate(program, *inputs[:3], dout=inputs[3])
+            return [out, *grads]
+
         yield from compared(
-            f"{layout}/{strategy}", f"numpy, {ranks} ranks", example, (out, *grads),
-            example.expected, float(np.finfo(np.float64).eps),
+            f"{layout}/{strategy}", f"numpy, {ranks} ranks", inputs, run, lambda: expected,
+            float(np.finfo(np.float64).eps),
         )  # fmt: skip
-
-
-def shown_versions(versions: Mapping[str, str], clashes: Sequence[str]) -> list[str]:
-    """Return the first lines of a report: versions and clashes."""
-    return [
-        *(f"{name:14}{current}" for name, current in versions.items()),
-        *(f"{'conflicts':14}{clash}" for clash in clashes or ("none",)),
-    ]
-
-
-def shown_checks(title: str, checks: Sequence[Check], *, healthy: bool) -> list[str]:
-    """Return the last lines of a report: a line for each check, and the verdict."""
-    lines = ["", f"self-test: {title} against dense attention in float64"]
-    names = max((len(check.name) for check in checks), default=0) + 2
-    for check in checks:
-        verdict = "ok" if check.passed else "FAILED"
-        error = "not finite" if check.error is None else f"{check.error:.1e}"
-        lines.append(
-            f"  {check.name:{names}}{check.where:18}{check.result:6}{verdict:8}"
-            f"{check.trace or f'error {error}, limit {check.limit:.1e}'}"
-        )
-    return [*lines, "", "all is well" if healthy else "something is wrong"]
-
-
-def shown(diagnosis: Diagnosis) -> str:
-    """Return a diagnosis as text for people."""
-    return "\n".join(
-        [
-            *shown_versions(diagnosis.versions, diagnosis.clashes),
-            *shown_checks("a causal ring in float64", diagnosis.checks, healthy=diagnosis.healthy),
-        ]
-    )

@@ -1,6 +1,6 @@
-"""Pictures of a ring's program, for a terminal or drawn to a file, and of what layouts cost.
+"""Pictures of a ring's program, for a terminal or drawn to a file.
 
-Pictures of a program show what its tables say, at sampled positions, never the mask alone: where
+They show what its tables say, at sampled positions, never the mask alone: where
 the two disagree, or two ranks compute the same pair, the cell is marked ``!``.
 """
 
@@ -10,5 +10,5 @@ from ring_core.viz.cells import (
     computing_ranks as computing_ranks,
     kv_messages as kv_messages,
 )
-from ring_core.viz.figure import plot as plot, plot_costs as plot_costs
+from ring_core.viz.figure import plot as plot
 from ring_core.viz.text import describe as describe

@@ -1,16 +1,13 @@
-"""Draw to a file which rank computes, holds and does what in a ring, or what layouts cost."""
+"""Draw to a file which rank computes, holds and does what in a ring."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ring_core.base.arguments import check_kind, check_text
-from ring_core.cost.estimates import Cost
+from ring_core.base.arguments import check_kind
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
 from ring_core.programs.steps import ring_of
@@ -44,31 +41,6 @@ def plot(program: RingProgram, path: str | Path) -> None:
         ImportError: matplotlib is not installed.
     """
     check_kind("program", program, RingProgram)
-    _save(partial(_draw_program, program), (11, 6), path)
-
-
-def plot_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, path: str | Path) -> None:
-    """Draw what layouts cost to a file: their time, and the memory they take beyond the inputs.
-
-    Args:
-        costs: For each number of ranks the result of :func:`ring_core.cost.compare`.
-        title: A line above the picture.
-        path: The file; its name gives the format, as in :func:`plot`.
-
-    Raises:
-        ValueError: An argument is malformed, or ``costs`` is empty.
-        ImportError: matplotlib is not installed.
-    """
-    check_text("title", title)
-    if not isinstance(costs, Mapping) or not costs:
-        raise ValueError("costs must be a mapping from numbers of ranks to what compare returned")
-    for ranks, of_layouts in costs.items():
-        check_kind(f"costs[{ranks!r}]", of_layouts, Mapping)
-    _save(partial(_draw_costs, costs, title), (9, 4.5), path)
-
-
-def _save(draw: Callable[[Figure], None], size: tuple[float, float], path: str | Path) -> None:
-    """Save the drawing of ``draw``, of a size in inches; equal drawings give equal SVG files."""
     if not isinstance(path, str | Path):
         raise ValueError(f"path must be text or a Path, got {type(path).__name__}")
     try:
@@ -81,8 +53,8 @@ def _save(draw: Callable[[Figure], None], size: tuple[float, float], path: str |
         ) from error
     svg = Path(path).suffix.lower() in (".svg", ".svgz")
     with mpl.rc_context({"svg.hashsalt": "ring", "font.size": 9, "axes.titlesize": 10}):
-        figure = Figure(figsize=size, layout="constrained")
-        draw(figure)
+        figure = Figure(figsize=(11, 6), layout="constrained")
+        _draw_program(program, figure)
         figure.savefig(path, dpi=144, metadata={"Date": None} if svg else None)
 
 
@@ -194,36 +166,3 @@ def _draw_work(program: RingProgram, axes: Axes) -> None:
     axes.set_yticks(np.linspace(0, cp_size - 1, min(cp_size, SHOWN_RANKS)).astype(int))
     axes.set(xlabel="step s: K/V come from s ranks before", ylabel="rank")
     axes.set_title(f"who works when{' (hatched: idle)' if (share == 0).any() else ''}", loc="left")
-
-
-def _draw_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, figure: Figure) -> None:
-    """Draw a group of bars for each number of ranks; a layout that cannot divide has none."""
-    from matplotlib import colormaps
-
-    times, memory = figure.subplots(1, 2, width_ratios=(3, 2))
-    names = list(dict.fromkeys(name for of_layouts in costs.values() for name in of_layouts))
-    colors = dict(zip(names, colormaps["tab10"](range(len(names))), strict=True))
-    width = 0.8 / len(names)
-    unnamed = set(names)  # those that have no bar yet, and so no name in the legend
-    for n, of_layouts in enumerate(costs.values()):
-        for m, pair in enumerate(names):
-            cost, x = of_layouts.get(pair), n - 0.4 + (m + 0.5) * width
-            if not isinstance(cost, Cost):
-                continue
-            kwargs = {"width": 0.9 * width, "color": colors[pair]}
-            label = pair if pair in unnamed else None
-            unnamed.discard(pair)
-            times.bar(x, 1e3 * cost.compute_s, label=label, **kwargs)
-            times.bar(
-                x, 1e3 * cost.exposed_s, bottom=1e3 * cost.compute_s, hatch="////",
-                edgecolor="white", **kwargs,
-            )  # fmt: skip
-            memory.bar(x, cost.memory_bytes / 2**20, **kwargs)
-    for axes, quantity in (
-        (times, "time, ms (hatched: exposed messages)"), (memory, "memory, MiB"),
-    ):  # fmt: skip
-        axes.set_title(quantity, loc="left")
-        axes.set_xticks(range(len(costs)), [str(ranks) for ranks in costs])
-        axes.set(xlabel="ranks", ymargin=0.05)
-    times.legend(frameon=False)
-    figure.suptitle(title, fontsize=10)

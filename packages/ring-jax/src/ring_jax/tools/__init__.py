@@ -1,4 +1,1 @@
-"""The command line: doctor, support matrix and bench.
-
-May import all of the package.
-"""
+"""Command line tools; may import everything in this package."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -17,23 +16,21 @@ import jax
 from jax import Array, numpy as jnp
 
 from ring_core import support_matrix
-from ring_core.tools import bench, doctor, explain
-from ring_core.tools.commands import framework_commands, is_refused
+from ring_core.tools import commands
+from ring_core.tools.bench import Result
+from ring_core.tools.case import Case, timed_case
+from ring_core.tools.doctor import Diagnosis
 from ring_jax.kernels.absent import AbsentKernel
 from ring_jax.kernels.plugins import installed_kernels
 from ring_jax.prepare import call_with_traced_structs, check_call
 from ring_jax.records import CallOptions
 from ring_jax.strategies.explanation import explained
-from ring_jax.tools import bench as _bench_jax
-from ring_jax.tools.doctor import HOST_DEVICES, _platform, diagnose, shown, versions
+from ring_jax.tools import bench as _bench_jax, doctor
 
 
-def _ask_for_host_devices() -> None:
-    """Make the CPU show two devices for a ring, unless the user set a number or JAX has started."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if jax.config.jax_num_cpu_devices < 0 and "device_count" not in flags:
-        with suppress(RuntimeError):  # raised if JAX has started
-            jax.config.update("jax_num_cpu_devices", HOST_DEVICES)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line, and return its exit code; see :func:`ring_core.tools.commands.main`."""
+    return commands.main("ring_jax", "Exact context-parallel attention for JAX.", COMMANDS, argv)
 
 
 def matrix() -> str:
@@ -42,67 +39,44 @@ def matrix() -> str:
     return support_matrix([kernel.capabilities for kernel in present])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Returns:
-        The exit code: 0 if all is well; 1 if a check of ``bench`` or ``doctor`` fails, or
-        ``doctor`` finds no device, nothing to check, or versions that clash; 2 if the command is
-        refused, or ``bench`` or ``explain`` raises an error.
-    """
-    parser, *_ = framework_commands("ring_jax", "JAX")
-    args = parser.parse_args(argv)
-    if args.command == "matrix":
-        print(matrix())
-        return 0
-    if args.command == "explain":
-        return _explain(args)
-    if is_refused("ring_jax", args.command):
-        return 2
+def _diagnose() -> Diagnosis:
     _ask_for_host_devices()
-    if args.command == "bench":
-        return _bench(args)
-    try:
-        diagnosis = diagnose()
-    except RuntimeError as error:
-        print(f"ring_jax: error: {error}", file=sys.stderr)
-        return 1
-    print(doctor.report(diagnosis, shown, as_json=args.json))
-    return 0 if diagnosis.healthy else 1
+    return doctor.diagnose()
 
 
-def _explain(args: argparse.Namespace) -> int:
-    """Run the command ``explain`` and print its text; return the exit code."""
-    try:
-        case = explain.case_of(args)
-        q, k = (jax.ShapeDtypeStruct(x, jnp.dtype(case.dtype)) for x in case.local_shapes)
+def _explained(case: Case, _args: argparse.Namespace) -> tuple[str, str]:
+    """Return the platform, and what rank 0 would do."""
+    q, k = (jax.ShapeDtypeStruct(x, jnp.dtype(case.dtype)) for x in case.local_shapes)
 
-        def call(q: Array, k: Array) -> str:
-            options = CallOptions(**case.options)
-            spec, _, way = check_call(None, "cp", case.layout, case.cp_size, q, k, k, options)
-            return explained(spec, way)
+    def call(q: Array, k: Array) -> str:
+        options = CallOptions(**case.options)
+        spec, _, way = check_call(None, "cp", case.layout, case.ranks, q, k, k, options)
+        return explained(spec, way)
 
-        text = call_with_traced_structs(call, q, k)
-    except (ValueError, RuntimeError) as error:
-        print(f"ring_jax: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    print(f"{case.describe(_platform())}\n{text}")
-    return 0
+    text = call_with_traced_structs(call, q, k)
+    return doctor.platform(), text
 
 
-def _bench(args: argparse.Namespace) -> int:
-    """Run the command ``bench`` and print its table; return the exit code."""
-    try:
-        setting = bench.setting_of(args, _bench_jax.defaults())
-        checks, results = _bench_jax.bench(setting, args.seconds)
-    except (ValueError, ImportError, RuntimeError) as error:
-        print(f"ring_jax: error: {error}", file=sys.stderr)
-        return 2
-    if not results:
-        print("\n".join(doctor.shown_checks("the ring to be timed", checks, healthy=False)))
-        return 1
+def _bench(args: argparse.Namespace, _given: set[str]) -> Result:
+    """Time a ring over local devices; raise a ValueError for what it refuses."""
+    _ask_for_host_devices()
+    on_cpu = jax.default_backend() == "cpu"
+    case = timed_case(args, jax.local_device_count(), on_cpu=on_cpu)
+    checks, times = _bench_jax.bench(case, args.seconds)
     where = f"devices: {jax.devices()[0].device_kind}"
-    if results[0].work_fraction == 1:
+    if times and times[0].work_fraction == 1:
         where += ", which share the cores that one device has alone"
-    print(bench.report(setting, where, results, versions(), as_json=args.json))
-    return 0
+    return Result(case, where, checks, times, doctor.versions())
+
+
+def _ask_for_host_devices() -> None:
+    """Make the CPU show two devices for a ring, unless the user set a number or JAX has started."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.config.jax_num_cpu_devices < 0 and "device_count" not in flags:
+        with suppress(RuntimeError):  # raised if JAX has started
+            jax.config.update("jax_num_cpu_devices", doctor.HOST_DEVICES)
+
+
+COMMANDS = commands.framework_commands(
+    diagnose=_diagnose, matrix=matrix, explained=_explained, timed=_bench, options={}
+)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,7 +15,7 @@ from ring_core import KernelConfig, Mask, Request, make_plan, refusals, ring_pro
 from ring_core.tools import bench, doctor
 from ring_jax.attention import RingAttention
 from ring_jax.kernels import notes_of, sample_dtype
-from ring_jax.kernels.absent import AbsentKernel, broken_kernels, is_fault
+from ring_jax.kernels.absent import AbsentKernel, broken_kernels
 from ring_jax.kernels.plugins import PACKAGES, installed_kernels
 from ring_jax.records import Kernel
 from ring_jax.strategies.explanation import trial_error
@@ -34,39 +33,15 @@ HOST_DEVICES = 2
 HEAD_DIM = 64
 
 
-@dataclass(frozen=True)
-class KernelReport:
-    """The doctor's finding on one kernel."""
-
-    name: str
-    package: str
-    available: bool  # its capabilities allow the self-test on this platform
-    why: str  # the reasons if it is not available, else empty
-    notes: tuple[str, ...] = ()  # on what it decides when a call in 16 bits is lowered
-
-
-@dataclass(frozen=True)
-class Diagnosis(doctor.Diagnosis):
-    """The doctor's findings on this machine."""
-
-    backend: str
-    devices: tuple[str, ...]
-    kernels: tuple[KernelReport, ...]
-
-
-def diagnose() -> Diagnosis:
-    """Look at this machine and run the self-test on it.
-
-    Raises:
-        RuntimeError: JAX finds no device of the platform it was told to use.
-    """
+def diagnose() -> doctor.Diagnosis:
+    """Look at this machine and test it; raise a RuntimeError if JAX finds no device as told."""
     try:
         devices = jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # which of the two depends on the platform
         platforms = os.environ.get("JAX_PLATFORMS", "")
         raise RuntimeError(f"JAX finds no device; JAX_PLATFORMS={platforms!r}. {error}") from error
-    kernels, platform = installed_kernels(), _platform()
-    reports = [_report(kernel, platform) for kernel in kernels]
+    kernels, here = installed_kernels(), platform()
+    reports = [_report(kernel, here) for kernel in kernels]
     # A broken kernel for this platform fails its test, as every call here would. A kernel
     # with notes picks its code for 16-bit inputs when a program is lowered (on Hopper other
     # kernels), so it is tested in bfloat16, too.
@@ -74,16 +49,17 @@ def diagnose() -> Diagnosis:
         (kernel, dtype) for kernel, report in zip(kernels, reports, strict=True)
         for dtype in dict.fromkeys([sample_dtype(kernel.capabilities), *["bfloat16"] * bool(report.notes)])
         if report.available
-        or (kernel in broken_kernels(kernels) and platform in kernel.capabilities.devices)
+        or (kernel in broken_kernels(kernels) and here in kernel.capabilities.devices)
     ]  # fmt: skip
     libraries, checks = versions(), (check for x in tested for check in self_test(*x))
-    return Diagnosis(
+    return doctor.Diagnosis(
         versions=libraries,
         clashes=doctor.clashes(libraries),
-        backend=jax.default_backend(),
+        checks=tuple(bench.watched(checks, len(doctor.RESULTS) * len(tested), "check")),
+        tested="a causal ring over the local devices",
+        device=jax.default_backend(),
         devices=tuple(f"{device} ({device.device_kind})" for device in devices),
         kernels=tuple(reports),
-        checks=tuple(bench.watched(checks, len(doctor.RESULTS) * len(tested), "check")),
     )
 
 
@@ -99,24 +75,17 @@ def self_test(kernel: Kernel, dtype: str) -> Iterator[doctor.Check]:
     also passes on platforms whose matmuls round their inputs.
     """
     can, devices = kernel.capabilities, jax.local_devices()[:MOST_DEVICES]
-    where = f"{len(devices)} {_platform()}"
+    where = f"{len(devices)} {platform()}"
     name = can.name if dtype == sample_dtype(can) else f"{can.name} in {dtype}"
     inputs = [jnp.asarray(x, dtype) for x in doctor.inputs_for(len(devices), HEAD_DIM)]
     mesh = jax.make_mesh((len(devices),), ("ring",), (AxisType.Auto,), devices=devices)
     call = partial(RingAttention((kernel,)), axis_name="ring", causal=True, kernel=can.name)
     tokens = P(None, "ring")
     ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
-    try:
-        results = list(jax.block_until_ready(out_and_grads(ring)(*inputs)))
-    except BaseException as error:
-        if not is_fault(error):
-            raise
-        yield doctor.failed(name, where, traceback.format_exc())
-        return
-    yield from compared(name, results, inputs, where=where, mask=doctor.CAUSAL)
+    yield from compared(name, where, lambda: out_and_grads(ring)(*inputs), inputs)
 
 
-def _report(kernel: Kernel, platform: str) -> KernelReport:
+def _report(kernel: Kernel, here: str) -> doctor.Report:
     """Report whether a kernel's capabilities allow the self-test on the default platform.
 
     What it refuses besides, as an old library or GPU (:meth:`Kernel.refusals`), is not reported:
@@ -124,40 +93,22 @@ def _report(kernel: Kernel, platform: str) -> KernelReport:
     """
     can, package = kernel.capabilities, type(kernel).__module__.partition(".")[0]
     if isinstance(kernel, AbsentKernel):
-        return KernelReport(can.name, kernel.package, available=False, why=kernel.reason)
+        return doctor.Report(can.name, kernel.package, available=False, why=kernel.reason)
     error = trial_error(kernel)
     program = ring_program(make_plan(Mask(causal=True), seq_len=doctor.TOKENS, cp_size=1))
-    sample = Request(platform, sample_dtype(can), HEAD_DIM, HEAD_DIM, grad=True)
+    sample = Request(here, sample_dtype(can), HEAD_DIM, HEAD_DIM, grad=True)
     if reasons := refusals(can, sample, program):
         why = "; ".join((*reasons, *[error] * bool(error)))
-        return KernelReport(can.name, package, available=False, why=why)
+        return doctor.Report(can.name, package, available=False, why=why)
     in_16_bits = replace(sample, dtype="bfloat16")
     # Of a kernel that fails the self-test shows the error.
     notes = () if error else notes_of(kernel, in_16_bits, KernelConfig(can.name), program)
-    return KernelReport(can.name, package, available=True, why="", notes=notes)
+    return doctor.Report(can.name, package, available=True, why="", notes=notes)
 
 
-def _platform() -> str:
+def platform() -> str:
     """Return the platform that programs are compiled for by default, as kernels name it."""
     backend = jax.default_backend()
     if backend != "gpu":
         return backend
     return "rocm" if "rocm" in jax.local_devices()[0].client.platform_version.lower() else "cuda"
-
-
-def shown(diagnosis: Diagnosis) -> str:
-    """Format a diagnosis as text for people."""
-    lines = [
-        *doctor.shown_versions(diagnosis.versions, diagnosis.clashes),
-        "", f"backend       {diagnosis.backend}, {len(diagnosis.devices)} local devices",
-        *(f"              {device}" for device in diagnosis.devices),
-        "", "kernels",
-    ]  # fmt: skip
-    for kernel in diagnosis.kernels:
-        state = "available" if kernel.available else f"no: {kernel.why}"
-        lines.append(f"  {kernel.name:10}{kernel.package:14}{state}")
-        lines += [f"{'':26}bfloat16: {note}" for note in kernel.notes]
-    title = "a causal ring over the local devices"
-    return "\n".join(
-        lines + doctor.shown_checks(title, diagnosis.checks, healthy=diagnosis.healthy)
-    )

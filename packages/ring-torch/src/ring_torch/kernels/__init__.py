@@ -83,12 +83,13 @@ def device_name(device: str) -> str:
 
 def in_order(device: str, head_dim: int = 128) -> tuple[Kernel, ...]:
     """Return the kernels in the order of ``auto``: of device types, and of generations of GPUs."""
-    kernels = [*KERNELS]
+    places = {kernel.capabilities.name: float(n) for n, kernel in enumerate(KERNELS)}
+    triton, fa2 = (x.capabilities.name for x in (_TRITON, FA2))
     if device == "cuda" and capability()[0] < 9:
-        kernels.insert(0, kernels.pop(kernels.index(FA2)))
+        places[fa2] = -1.0
     if device == "cuda" and capability() == (9, 0) and head_dim <= _TRITON_BEFORE_FA2:
-        kernels.insert(kernels.index(FA2), kernels.pop(kernels.index(_TRITON)))
-    return tuple(kernels)
+        places[triton] = places.get(fa2, len(places)) - 0.5
+    return tuple(sorted(KERNELS, key=lambda kernel: places[kernel.capabilities.name]))
 
 
 def _named(config: KernelConfig, request: Request, program: RingProgram) -> Kernel:

@@ -1,4 +1,1 @@
-"""Command line tools: ``doctor``, ``matrix``, ``explain`` and ``bench``.
-
-They may import everything in this package.
-"""
+"""Command line tools; may import everything in this package."""

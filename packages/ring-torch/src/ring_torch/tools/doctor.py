@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,13 +18,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from ring_core import LAYOUTS, Mask
 from ring_core.programs.steps import takes_layout
 from ring_core.tools import doctor
-from ring_core.tools.bench import BenchCase, watched
+from ring_core.tools.bench import watched
+from ring_core.tools.case import Case
 from ring_core.tools.doctor import Check
 from ring_torch import strategies
 from ring_torch.attention import ring_attention
 from ring_torch.kernels import in_order
 from ring_torch.kernels.api import Kernel
-from ring_torch.local import LocalRankError, LocalRanks
+from ring_torch.local import LocalRanks
 from ring_torch.sharding import Sharding
 from ring_torch.strategies import Way, ways
 from ring_torch.tools.timing import out_and_grads
@@ -40,81 +39,33 @@ RANKS = 2  # processes of the ring's self-test
 Arrays = Sequence[npt.NDArray[Any]]
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """GPU that torch sees.
-
-    Attributes:
-        name: Its product name.
-        capability: Its compute capability, ``(major, minor)``.
-        reaches: Indices of the GPUs whose memory it can access directly (CUDA peer access).
-    """
-
-    name: str
-    capability: tuple[int, int]
-    reaches: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Report:
-    """Availability of a kernel, or of a strategy over a transport.
-
-    Attributes:
-        name: Name of the kernel, or ``strategy/transport``.
-        devices: Types of devices it runs on; empty for any.
-        available: True if it can run here.
-        why: Reason why it cannot; empty if it can.
-    """
-
-    name: str
-    devices: tuple[str, ...]
-    available: bool
-    why: str
-
-
-@dataclass(frozen=True)
-class Diagnosis(doctor.Diagnosis):
-    """Everything that the doctor found.
-
-    Attributes:
-        device: Type of the accelerator, or ``cpu``.
-        gpus: GPUs that torch sees.
-        kernels: Kernels, in the order in which ``kernel="auto"`` tries them.
-        strategies: Strategies, each over each transport that can carry it.
-    """
-
-    device: str
-    gpus: tuple[Gpu, ...]
-    kernels: tuple[Report, ...]
-    strategies: tuple[Report, ...]
-
-
-def diagnose() -> Diagnosis:
+def diagnose() -> doctor.Diagnosis:
     """Examine this machine, and test each kernel and each way of moving keys that can run on it."""
-    device, visible_gpus = accelerator(), gpus()
+    device, reaches = accelerator(), reachable_gpus()
     kernels = in_order(device)
     reports = [kernel_report(kernel, device) for kernel in kernels]
     able = [kernel for kernel, report in zip(kernels, reports, strict=True) if report.available]
-    possible = all_ways()
-    way_reports = tuple(_way_report(way, device, visible_gpus) for way in possible)
+    way_reports = tuple(_way_report(way, device, reaches) for way in all_ways())
     libraries = versions()
-    ready = [
-        (spec.name, transport.name)
-        for (spec, transport), report in zip(possible, way_reports, strict=True)
-        if report.available
-    ]
+    ready = [x.name.split("/") for x in way_reports if x.available]
     checks = chain(
         (check for kernel in able for check in self_test(kernel, device)),
-        ring_test(ready, cuda=len(visible_gpus) >= RANKS),
+        ring_test(ready, cuda=len(reaches) >= RANKS),
     )
-    return Diagnosis(
+    return doctor.Diagnosis(
         versions=libraries,
         clashes=doctor.clashes(libraries),
+        checks=tuple(watched(checks, len(doctor.RESULTS) * (len(able) + len(ready)), "check")),
+        tested="kernels on one device, then a ring of two processes, causal,",
         device=device,
-        gpus=visible_gpus,
+        devices=tuple(
+            f"{torch.cuda.get_device_name(n)}, compute capability "
+            f"{'.'.join(map(str, torch.cuda.get_device_capability(n)))}, "
+            f"reaches {', '.join(map(str, reached)) or 'no other'}"
+            for n, reached in enumerate(reaches)
+        ),
         kernels=tuple(reports),
         strategies=way_reports,
-        checks=tuple(watched(checks, len(doctor.RESULTS) * (len(able) + len(ready)), "check")),
     )
 
 
@@ -124,17 +75,11 @@ def accelerator() -> str:
     return "cpu" if device is None else device.type
 
 
-def gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that this process sees, of CUDA or of ROCm, which torch calls CUDA too."""
+def reachable_gpus() -> list[tuple[int, ...]]:
+    """Return, for each GPU of CUDA or ROCm, those whose memory it can access directly."""
     indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    return tuple(
-        Gpu(
-            torch.cuda.get_device_name(index),
-            torch.cuda.get_device_capability(index),
-            tuple(i for i in indices if i != index and torch.cuda.can_device_access_peer(index, i)),
-        )
-        for index in indices
-    )
+    reaches = torch.cuda.can_device_access_peer
+    return [tuple(i for i in indices if i != n and reaches(n, i)) for n in indices]
 
 
 def versions() -> dict[str, str]:
@@ -152,7 +97,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def kernel_report(kernel: Kernel, device: str) -> Report:
+def kernel_report(kernel: Kernel, device: str) -> doctor.Report:
     """Report if a kernel can run on the accelerator or the CPU of this machine."""
     capabilities = kernel.capabilities
     if capabilities.devices and not {device, "cpu"} & set(capabilities.devices):
@@ -164,9 +109,8 @@ def kernel_report(kernel: Kernel, device: str) -> Report:
             reason = kernel.unavailable_reason()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
             reason = f"looking for it failed: {error!r}"
-    return Report(
-        capabilities.name, capabilities.devices, available=reason is None, why=reason or ""
-    )
+    where = ", ".join(capabilities.devices) or "any"
+    return doctor.Report(capabilities.name, where, available=reason is None, why=reason or "")
 
 
 def all_ways() -> tuple[Way, ...]:
@@ -174,34 +118,23 @@ def all_ways() -> tuple[Way, ...]:
     return tuple(way for spec in strategies.STRATEGIES for way in ways(spec.name))
 
 
-def _way_report(way: Way, device: str, visible_gpus: tuple[Gpu, ...]) -> Report:
+def _way_report(way: Way, device: str, reaches: list[tuple[int, ...]]) -> doctor.Report:
     """Report if a strategy and transport can move keys between processes of this machine."""
     spec, transport = way
-    reason = "this torch is built without torch.distributed"
-    if dist.is_available():
-        reason = transport.missing(device, [gpu.reaches for gpu in visible_gpus])
-    return Report(
-        f"{spec.name}/{transport.name}", transport.devices, available=not reason, why=reason
-    )
+    reason = transport.missing(device, reaches)
+    if not dist.is_available():
+        reason = "this torch is built without torch.distributed"
+    where = ", ".join(transport.devices) or "any"
+    return doctor.Report(f"{spec.name}/{transport.name}", where, available=not reason, why=reason)
 
 
 def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
     """Test a kernel with a causal call with grouped heads on one device, forward and backward."""
-    capabilities = kernel.capabilities
-    device_type = device if not capabilities.devices or device in capabilities.devices else "cpu"
-    name = (
-        "float32"
-        if not capabilities.dtypes or "float32" in capabilities.dtypes
-        else capabilities.dtypes[0]
-    )
-    inputs = [
-        torch.as_tensor(x, device="cpu").to(device_type, getattr(torch, name))
-        for x in doctor.inputs_for(1, 64)
-    ]
-    yield from _compared(
-        capabilities.name, device_type, inputs,
-        lambda: out_and_grads(partial(ring_attention, causal=True, kernel=capabilities.name), *inputs),
-    )  # fmt: skip
+    can = kernel.capabilities
+    device = device if not can.devices or device in can.devices else "cpu"
+    dtype = "float32" if "float32" in (can.dtypes or ("float32",)) else can.dtypes[0]
+    case = Case(1, doctor.TOKENS, 4, 2, 64, dtype, kernel=can.name)
+    yield from _compared(can.name, device, case, device, lambda x: _results(0, x, case, device))
 
 
 def working_kernels(device: str) -> list[str]:
@@ -215,86 +148,65 @@ def working_kernels(device: str) -> list[str]:
     ]
 
 
-def ring_test(names: Sequence[tuple[str, str]], *, cuda: bool) -> Iterator[Check]:
-    """Test each strategy and transport with the same call between two processes of this machine.
-
-    Args:
-        names: Pairs of names, of a strategy and of the transport that carries it.
-        cuda: True to give each process a GPU.
-    """
+def ring_test(names: Sequence[Sequence[str]], *, cuda: bool) -> Iterator[Check]:
+    """Test strategies over transports with the same call between two processes, maybe on GPUs."""
     if not names:
         return
-    setting = BenchCase(
-        RANKS, RANKS * doctor.TOKENS, 4, 2, 64, "bfloat16" if cuda else "float32", None, "zigzag",
-        "auto", "auto",
-    )  # fmt: skip
+    dtype = "bfloat16" if cuda else "float32"
     with LocalRanks(RANKS, patience=300, cuda=cuda) as ranks:
         for strategy, transport in names:
-            layout = next(x for x in (setting.layout, *LAYOUTS) if takes_layout(strategy, x))
-            ring_setting = replace(setting, strategy=strategy, layout=layout)
-            yield from ring_checks(ranks, ring_setting, transport, cuda=cuda)
+            layout = next(x for x in ("zigzag", *LAYOUTS) if takes_layout(strategy, x))
+            yield from ring_checks(ranks, Case(
+                RANKS, RANKS * doctor.TOKENS, 4, 2, 64, dtype, layout=layout, strategy=strategy,
+                transport=transport,
+            ), cuda=cuda)  # fmt: skip
 
 
-def ring_checks(
-    ranks: LocalRanks, setting: BenchCase, transport: str, *, cuda: bool
-) -> Iterator[Check]:
-    """Check the results of a setting on a short sequence, between the given ranks."""
-    inputs = [
-        torch.as_tensor(x, device="cpu").to(getattr(torch, setting.dtype))
-        for x in doctor.inputs_for(len(ranks), setting.head_dim)
-    ]
+def ring_checks(ranks: LocalRanks, case: Case, *, cuda: bool) -> Iterator[Check]:
+    """Check the results of a call on a short sequence, between the given ranks."""
+    name, device = f"{case.strategy}/{case.transport}", "cuda" if cuda else "cpu"
     yield from _compared(
-        f"{setting.strategy}/{transport}", f"{len(ranks)} {'cuda' if cuda else 'cpu'} ranks", inputs,
-        lambda: ranks.run(_ring_rank, [_float64_array(x) for x in inputs], setting, transport, cuda)[0],
-        setting.mask,
+        name, f"{len(ranks)} {device} ranks", case, "cpu",
+        lambda x: ranks.run(_results, x, case, device)[0],
     )  # fmt: skip
 
 
-def _ring_rank(rank: int, arrays: Arrays, setting: BenchCase, transport: str, cuda: bool) -> Arrays:
-    """Compute attention between ranks; return output and gradients whole, on every rank."""
-    sharding = Sharding(None, setting.layout)
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    inputs = [
-        sharding.shard(
-            torch.as_tensor(x, device="cpu").to(device, getattr(torch, setting.dtype)), dim=1
-        )
-        for x in arrays
-    ]
-    attend = partial(
-        ring_attention, layout=setting.layout, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy,
-        transport=transport,
-    )  # fmt: skip
-    return [_float64_array(sharding.unshard(x)) for x in out_and_grads(attend, *inputs)]
+def _results(rank: int, arrays: Arrays, case: Case, device: str) -> Arrays:
+    """Compute attention on a rank; return output and gradients whole."""
+    sharding = Sharding(None, case.layout)
+    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    inputs = [_tensor(x, case).to(where) for x in arrays]
+    if case.ranks > 1:
+        inputs = [sharding.shard(x, dim=1) for x in inputs]
+    attend = partial(ring_attention, layout=case.layout, **case.options)
+    results = out_and_grads(attend, *inputs)
+    return [_array(sharding.unshard(x) if case.ranks > 1 else x) for x in results]
 
 
 def _compared(
-    name: str,
-    device_name: str,
-    inputs: Sequence[Tensor],
-    run: Callable[[], Sequence[Tensor] | Arrays],
-    mask: Mask = doctor.CAUSAL,
+    name: str, where: str, case: Case, device: str, run: Callable[[Arrays], Arrays]
 ) -> Iterator[Check]:
-    """Run a function, and yield the checks of its results against dense attention in float64.
+    """Compare the results of a call with dense attention in float64.
 
-    The errors allowed are a few times those of torch's own dense attention, in the dtype and on the
-    device of ``inputs``. If the function raises, yield a failed check with the traceback.
+    The errors allowed are a few times those of torch's own dense attention, in the dtype of the
+    call and on ``device``.
     """
-    try:
-        results = [_float64_array(x) for x in run()]
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
-        trace = str(error) if isinstance(error, LocalRankError) else traceback.format_exc()
-        yield doctor.failed(name, device_name, trace)
-        return
-    example = doctor.example_of([_float64_array(x) for x in inputs], mask)
-    plain = [_float64_array(x) for x in out_and_grads(partial(_dense, mask), *inputs)]
+    inputs = [_tensor(x, case).to(device) for x in doctor.inputs_for(case.ranks, case.head_dim)]
+    arrays = [_array(x) for x in inputs]
     yield from doctor.compared(
-        name, device_name, example, results, plain, torch.finfo(inputs[0].dtype).eps
-    )
+        name, where, arrays, lambda: run(arrays),
+        lambda: [_array(x) for x in out_and_grads(partial(_dense, case.mask), *inputs)],
+        torch.finfo(inputs[0].dtype).eps, mask=case.mask,
+    )  # fmt: skip
 
 
-def _float64_array(x: Tensor | npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Convert a tensor to a float64 numpy array on the host."""
-    return x.double().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
+def _tensor(x: npt.NDArray[Any], case: Case) -> Tensor:
+    return torch.as_tensor(x, device="cpu").to(getattr(torch, case.dtype))
+
+
+def _array(x: Tensor) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = x.double().cpu().numpy()
+    return array
 
 
 def _dense(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -305,31 +217,3 @@ def _dense(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):
         out = scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
     return out.transpose(1, 2)
-
-
-def shown(diagnosis: Diagnosis) -> str:
-    """Return a diagnosis as text for people."""
-    lines = doctor.shown_versions(diagnosis.versions, diagnosis.clashes)
-    lines += ["", f"device        {diagnosis.device}"]
-    for n, gpu in enumerate(diagnosis.gpus):
-        lines.append(
-            f"  {n:<12}{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}, "
-            f"reaches {', '.join(map(str, gpu.reaches)) or 'no other'}"
-        )
-    for title, reports in (
-        (
-            "kernels, in the order in which kernel='auto' tries them",
-            diagnosis.kernels,
-        ),
-        ("strategies, over transports, between processes of this machine", diagnosis.strategies),
-    ):
-        lines += ["", title]
-        for report in reports:
-            state = "available" if report.available else f"no: {report.why}"
-            lines.append(f"  {report.name:18}{', '.join(report.devices) or 'any':8}{state}")
-    lines += doctor.shown_checks(
-        "kernels on one device, then a ring of two processes, causal,",
-        diagnosis.checks,
-        healthy=diagnosis.healthy,
-    )
-    return "\n".join(lines)

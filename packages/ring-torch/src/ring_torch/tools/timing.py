@@ -29,6 +29,6 @@ def out_and_grads(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the output of an attention function, and dQ, dK and dV."""
-    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*inputs)
     return out.detach(), *torch.autograd.grad(out, inputs, dout)

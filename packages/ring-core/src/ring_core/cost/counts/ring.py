@@ -8,23 +8,24 @@ import numpy as np
 
 from ring_core.base.config import RingStrategy, StrategyConfig
 from ring_core.cost.counts.api import BytesByRanks, Count, CountedCall
-from ring_core.cost.model import FLOAT32_BYTES, Model, message_bytes, rows_and_keys
+from ring_core.cost.model import FLOAT32_BYTES, Model, rows_and_keys
 from ring_core.programs.ring import ring_program
 
 
 def _sent(call: CountedCall, strategy: RingStrategy) -> BytesByRanks:
     """Return the bytes that each rank sends to each rank in a ring, its helpers included."""
     plan, model = call.plan, call.model
-    program, sizes = ring_program(plan, strategy), message_bytes(plan, model)
+    program, (_, shard) = ring_program(plan, strategy), rows_and_keys(plan, model)
     moved, ranks = np.zeros((plan.cp_size, plan.cp_size), np.int64), np.arange(plan.cp_size)
     query, result = _row_bytes(model)
     passes = (program.forward, program.backward) if call.backward else (program.forward,)
     for n, stages in enumerate(passes):
         for stage in stages:
-            for hop, message in ((stage.kv_hop, sizes[n].kv), (stage.grad_hop, sizes[n].grad)):
+            hops = (stage.kv_hop, model.bytes_per_element), (stage.grad_hop, FLOAT32_BYTES)
+            for hop, itemsize in hops:
                 if hop is not None:
                     # Ranks without work in a step pass K/V on all the same.
-                    moved[ranks, (ranks + hop) % plan.cp_size] += message
+                    moved[ranks, (ranks + hop) % plan.cp_size] += shard * itemsize
             if not stage.offloads:
                 continue
             for rank in range(plan.cp_size):
