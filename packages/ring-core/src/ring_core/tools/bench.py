@@ -86,11 +86,11 @@ def timings(
             bar.update()
             if n >= LEAST_ROUNDS and time.monotonic() >= end:
                 break
-    columns = [*zip(*rounds, strict=True)]
-    return tuple(
-        Timing(name, *(tuple(x[name] for x in column) for column in columns), work_fraction)
-        for name in rounds[0][0]
-    )
+    results = []
+    for name in rounds[0][0]:
+        alone, ring, checked = (tuple(x[name] for x in run) for run in zip(*rounds, strict=True))
+        results.append(Timing(name, alone, ring, checked, work_fraction))
+    return tuple(results)
 
 
 class progress:  # noqa: N801 - used like a function
