@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from unchanged_models import MODELS, batch_of, model_of
 
 import ring_torch
-from ring_core import LayoutSpec, Mask, UnsupportedError, balanced_layout
+from ring_core import LayoutSpec, Mask, UnsupportedError, WrongResultError, balanced_layout
 from ring_core.layouts.layout import WHOLE_LAYOUT
 from ring_torch import ContextParallel, hf, replace_sdpa
 from ring_torch.comm.ranks import Ranks
@@ -452,6 +452,38 @@ def models(_: int) -> None:
 
 def test_models_follow(pool: LocalRanks) -> None:
     pool.run(models)
+
+
+class Rank(nn.Module):
+    """A layer that adds a number of the rank that holds the tokens."""
+
+    def __init__(self, cp: ContextParallel) -> None:
+        super().__init__()
+        self.cp = cp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.cp.positions(T)[0]
+
+
+def verified(_: int) -> list[str]:
+    """Return what ``verify`` says of a right model, and of one that asks which rank it is on."""
+    cp, model = pair("zigzag")
+    batch = {"tokens": torch.arange(2 * T).reshape(2, T) % V}
+    report = cp.verify(model, batch)
+    assert report.loss is not None and report.gradients is not None and report.logits is None
+    assert report.modules == 2 and all(
+        x is None or x.is_within for x in (report.loss, report.gradients)
+    )
+    assert all(x.grad is None for x in model.parameters())
+    model.embed = nn.Sequential(model.embed, Rank(cp))  # type: ignore[assignment]  # wrong on purpose
+    with pytest.raises(WrongResultError) as error:
+        cp.verify(model, batch, dims={"tokens": 1})
+    return [str(error.value)]
+
+
+def test_plain_models_are_verified(pool: LocalRanks) -> None:
+    for (message,) in pool.run(verified):
+        assert "first module whose output differs is embed.1 (Rank)" in message
 
 
 def in_backward(_: int) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from ring_torch.movement import methods
 from ring_torch.movement.methods import Halo
 from ring_torch.options import AttentionOptions, CallOptions
 from ring_torch.sharding import Sharding, UnshardGrad
+from ring_torch.verification.judgement import VerifyReport
+from ring_torch.verification.plain import verify_model
 
 
 class ContextParallel:
@@ -495,6 +497,37 @@ class ContextParallel:
                 expected = model(x)  # the same code, on every rank the whole sequence
         """
         return self._split.whole()
+
+    def verify(
+        self, model: nn.Module, batch: Mapping[str, Any], *, dims: Mapping[str, int] | None = None
+    ) -> VerifyReport:
+        """Run a batch split over the ranks and whole, forward and backward, and compare them.
+
+        It is for a model whose code is written for shards, with the methods of this object. What it
+        compares, and how, is as in :meth:`ring_torch.SDPAHandle.verify`: every rank runs the batch
+        split once, and whole twice, inside of :meth:`whole`.
+
+        Args:
+            model: The model.
+            batch: Arguments of the model by name, of whole sequences, the same on all ranks.
+            dims: Dimension of the sequence of each argument that you shard; the others are given
+                whole. ``None`` shards every tensor of two or more dimensions along dimension 1.
+
+        Returns:
+            The differences, all of which are small enough to be rounding.
+
+        Raises:
+            WrongResultError: A difference is larger. The message names the first module whose
+                output, or the first parameter whose gradient, differs.
+            ValueError: The batch or ``dims`` is malformed, there is no output that can be compared,
+                or the two whole runs differ so much that nothing can be told.
+            UnsupportedError: There is too little memory, or ``fully_shard`` was called before.
+
+        Example::
+
+            print(cp.verify(model, {"x": x, "positions": positions}, dims={"x": 1, "positions": 0}))
+        """
+        return verify_model(model, self._sharding, batch, dims)
 
 
 def check_context(cp: object, *, acting: bool = True) -> Sharding:

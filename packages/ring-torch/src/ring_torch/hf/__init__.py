@@ -14,8 +14,7 @@ from ring_torch.hf.batch import shard_batch
 from ring_torch.hf.models.check import ModelReport, check_model
 from ring_torch.hf.parallelize import Handle, parallelize, verify
 from ring_torch.hf.register import register
-from ring_torch.verification.judgement import VerifyReport
-from ring_torch.verification.trace import Difference
+from ring_torch.verification.judgement import Difference, VerifyReport
 
 __all__ = [
     "Difference", "Handle", "ModelReport", "VerifyReport", "check_model", "parallelize", "register", "shard_batch",

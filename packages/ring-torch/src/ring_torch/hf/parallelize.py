@@ -34,8 +34,7 @@ from ring_torch.hf.models.releases import lacks, warn_of_untested
 from ring_torch.hf.register import set_ring_attention
 from ring_torch.hf.trainer import TrainerHooks, trainer_hooks_of
 from ring_torch.hf.trainer_settings import check_trainer, trainer_class
-from ring_torch.hf.verification.runs import Target
-from ring_torch.hf.verification.verify import verify_target
+from ring_torch.hf.verification import Target, verify_target
 from ring_torch.hf.wiring import wire
 from ring_torch.strategies import strategy_names
 from ring_torch.verification.judgement import VerifyReport

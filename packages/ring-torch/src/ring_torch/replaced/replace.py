@@ -17,11 +17,11 @@ from ring_torch.kernels import kernel_names
 from ring_torch.replaced.calls import Keys, Replacement, Scope
 from ring_torch.replaced.mode import RingMode
 from ring_torch.replaced.modules import replace_forwards
-from ring_torch.replaced.verify import verify_module
 from ring_torch.replaced.watch import Watch
 from ring_torch.strategies import strategy_names
 from ring_torch.transports import transport_names
 from ring_torch.verification.judgement import VerifyReport
+from ring_torch.verification.plain import verify_model
 
 
 class SDPAHandle:
@@ -95,7 +95,9 @@ class SDPAHandle:
             handle = ring_torch.replace_sdpa(model, cp)
             print(handle.verify({"x": x, "positions": positions}, dims={"x": 1, "positions": 0}))
         """
-        return verify_module(self._state, batch, dims)
+        if self._state.removed:
+            raise ValueError("verify: remove() was called; call replace_sdpa again")
+        return verify_model(self._state.root, check_context(self._state.cp), batch, dims)
 
     def remove(self) -> None:
         """Undo all changes: the module is as it was before. A second call does nothing.

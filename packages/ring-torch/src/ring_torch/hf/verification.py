@@ -1,4 +1,4 @@
-"""Run one batch on a model of transformers that ``hf.parallelize`` has changed, and undo that."""
+"""Verification of a model of transformers that ``hf.parallelize`` has changed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ring_core import divisor_of
+from ring_core import UnsupportedError, divisor_of
 from ring_torch.hf.models.batch import tokens_of
 from ring_torch.hf.models.check import is_of_transformers, unwrapped
 from ring_torch.hf.models.classes import has_eager_attention
 from ring_torch.hf.models.code import parameters_of
+from ring_torch.hf.models.documents import STATED
 from ring_torch.hf.models.hooks import ModelHooks
-from ring_torch.verification.runs import Runner, class_name
-from ring_torch.verification.state import SavedFields
+from ring_torch.verification.judgement import VerifyReport, compare_with_whole
+from ring_torch.verification.runs import Runner, SavedFields, class_name, weighted_sum
 from ring_torch.verification.trace import Tokens
 
 #: Names of a sequence's ids, embeddings and padding mask in a batch: first those of a model with
@@ -44,7 +46,43 @@ class Target:
     undo: list[Callable[[], object]]
 
 
-class HFRunner(Runner):
+def verify_target(target: Target, batch: Mapping[str, Any]) -> VerifyReport:
+    """Run a batch split and whole, and compare; see :meth:`ring_torch.hf.Handle.verify`."""
+    if not target.undo:
+        raise ValueError(
+            "verify: remove() was called, so the model is not parallelized; call hf.parallelize again"
+        )
+    _check_batch(batch)
+    model = target.model
+    is_flat = any(getattr(x, "_fsdp_flattened", False) for x in model.parameters())
+    if is_flat or any(isinstance(x, FullyShardedDataParallel) for x in model.modules()):
+        raise UnsupportedError(
+            "verify: the model is in FullyShardedDataParallel, whose parameters its parts cannot run "
+            "with; verify it before it is wrapped, or use fully_shard"
+        )
+    runner = _Runner(target, batch)
+    return compare_with_whole(runner, "eager", "sdpa" if runner.has_sdpa else None)
+
+
+def _check_batch(batch: object) -> None:
+    """Refuse batches that cannot be given to a whole model unchanged."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"batch must be a mapping of names to tensors, got {type(batch).__name__}")
+    tokens, mask = tokens_of(batch), batch.get("attention_mask")
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2:
+        raise ValueError("verify: batch must have input_ids [B, T] or inputs_embeds [B, T, dim]")
+    stated = sorted({*STATED} & {name for name, x in batch.items() if x is not None})
+    if isinstance(mask, Tensor) and mask.ndim == 2 and int(mask.max()) > 1:
+        stated = stated or ["attention_mask that numbers documents"]
+    if stated:
+        raise UnsupportedError(
+            f"verify: {', '.join(stated)}: with transformers' own attention the whole model does not "
+            f"read documents from it; give position_ids that start again with each document, and no "
+            f"attention_mask"
+        )
+
+
+class _Runner(Runner):
     """Runs one batch on a model of transformers, split and whole.
 
     Args:
@@ -78,7 +116,10 @@ class HFRunner(Runner):
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
-        """Undo within the block what ``hf.parallelize`` has changed, and put it back at its end."""
+        """Undo within the block what ``hf.parallelize`` has changed, and put it back at its end.
+
+        Inside of ``cp.whole()`` alone the model would compute by our masks and attention.
+        """
         fields = SavedFields(self.model)
         try:
             for undo in reversed(self.target.undo):
@@ -91,43 +132,26 @@ class HFRunner(Runner):
     def compute(self, attention: str | None) -> tuple[Tensor | None, Tensor]:
         """Run a forward; return the model's own loss, if any, and a loss to differentiate.
 
-        Args:
-            attention: Name of an attention of transformers that the model is set to first, for a
-                whole run; ``None`` leaves the model's, for a split run. Models that write their
-                attention out have no other.
+        A whole run is with the attention of transformers of this name; models that write their
+        attention out have no other. For a model without a loss it is a weighting of its outputs
+        ``[B, T, ...]``.
         """
         if attention is not None and not has_eager_attention(self.inner):
             self.inner.set_attn_implementation(attention)
         output = self.model(**self.batch)
-        loss = output.get("loss")
-        return (loss, loss) if isinstance(loss, Tensor) else (None, self._stand_in_loss(output))
-
-    def _stand_in_loss(self, output: Mapping[str, Any]) -> Tensor:
-        """Return a loss for a model that has none: a fixed random weighting of per-token outputs.
-
-        Outputs are ``[B, T, ...]`` or, on a ring, ``[B, T_local, ...]``; padding has weight 0.
-        """
+        if isinstance(loss := output.get("loss"), Tensor):
+            return loss, loss
         tokens = self.sequences[-1]
         total = torch.zeros((), device=tokens.positions.device)
         for x in output.values():
             if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
                 continue
-            is_whole = x.shape[1] == tokens.length
-            if len(x) != self.rows or not (is_whole or x.shape[1] == tokens.local_length):
-                continue
-            generator = torch.Generator().manual_seed(x.ndim)
-            shape = self.rows, tokens.length, *x.shape[2:]
-            weights = torch.randn(shape, generator=generator, device="cpu")
-            weights = weights.to(x.device, x.dtype) * tokens.real.reshape(
-                *tokens.real.shape, *[1] * (x.ndim - 2)
-            )
-            if is_whole:
-                total = total + (x * weights).sum()
-            else:
-                # The caller sums gradients over the ranks, and divides by the hooks' factor.
-                local = x[:, tokens.local_positions] * weights[:, tokens.positions]
-                total = total + local.sum() * self.hooks.factor
-        return total
+            if len(x) == self.rows and x.shape[1] == tokens.length:
+                total = total + weighted_sum(x, 1, tokens, is_split=False)
+            elif len(x) == self.rows and x.shape[1] == tokens.local_length:
+                # The sum of gradients over the ranks is divided by the hooks' factor.
+                total = total + weighted_sum(x, 1, tokens, is_split=True) * self.hooks.factor
+        return None, total
 
 
 def _sequences(hooks: ModelHooks, batch: Mapping[str, Any]) -> Iterator[Tokens]:
