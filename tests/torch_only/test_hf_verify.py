@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring_core import UnsupportedError, WrongResultError
 from ring_torch import ContextParallel, hf
-from ring_torch.hf import mixers, scores, wiring
+from ring_torch.hf import mixers, products, wiring
 from ring_torch.hf.models import hooks, releases
 from ring_torch.local import LocalRanks
 
@@ -66,9 +66,11 @@ def changed(owner: Any, name: str, change: Callable[[Any], Any]) -> Any:
 
 
 def scaled_scores() -> Any:
-    own = scores._Products.attend
+    own = products.Products.attend
     return patch.object(
-        scores._Products, "attend", lambda self, x, v: own(self, replace(x, scale=x.scale * 1.1), v)
+        products.Products,
+        "attend",
+        lambda self, x, v: own(self, replace(x, scale=x.scale * 1.1), v),
     )
 
 

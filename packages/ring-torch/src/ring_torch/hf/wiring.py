@@ -36,7 +36,8 @@ from ring_torch.hf.models.hooks import ModelHooks, replace_attribute
 from ring_torch.hf.models.parts import tell_keys, text_model
 from ring_torch.hf.models.placeholders import ShardedMask
 from ring_torch.hf.models.rope import depends_on_length
-from ring_torch.hf.scores import EagerAttentionHooks, ScoreBias
+from ring_torch.hf.products import EagerAttentionHooks
+from ring_torch.hf.scores import ScoreBias
 
 _Undo = Callable[[], object]
 
