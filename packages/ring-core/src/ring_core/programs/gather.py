@@ -211,29 +211,27 @@ def _gather_program(plan: Plan, rank: int, own: bool, splits: bool, tile: int) -
     )  # fmt: skip
 
 
-def moved_keys(plan: Plan, rank: int, *, like: GatherProgram) -> tuple[int, int]:
-    """Count the keys that a rank sends to others, and those that it fetches from them.
+def moved_keys(plan: Plan, *, like: GatherProgram) -> Ints:
+    """Count the keys that each rank (row) sends to each other (column), int64 ``[P, P]``.
 
     >>> from ring_core import Mask, gather_program, make_plan
     >>> from ring_core.programs.gather import moved_keys
     >>> plan = make_plan(Mask(causal=True), seq_len=512, cp_size=2, layout="contiguous")
-    >>> [moved_keys(plan, rank, like=gather_program(plan, rank)) for rank in range(2)]
-    [(256, 0), (0, 256)]
+    >>> moved_keys(plan, like=gather_program(plan, 0)).tolist()
+    [[0, 256], [0, 0]]
 
     Args:
         plan: The plan.
-        rank: The rank.
         like: A program of any rank; those of all ranks have its options.
     """
-    sent, received = 0, 0
-    for peer in range(plan.cp_size):
-        program = gather_program(plan, peer, own=like.own, splits=like.splits, tile=like.tile)
+    keys = np.zeros((plan.cp_size, plan.cp_size), np.int64)
+    for rank in range(plan.cp_size):
+        program = gather_program(plan, rank, own=like.own, splits=like.splits, tile=like.tile)
         # Each rank knows every rank's program, so both ends count the same messages without asking.
         for fetch in program.fetches:
-            keys = fetch.source.stop - fetch.source.start
-            sent += keys if fetch.rank == rank != peer else 0
-            received += keys if peer == rank != fetch.rank else 0
-    return sent, received
+            keys[fetch.rank, rank] += fetch.source.stop - fetch.source.start
+    np.fill_diagonal(keys, 0)  # own keys are copied, not sent
+    return keys
 
 
 class Longest(NamedTuple):

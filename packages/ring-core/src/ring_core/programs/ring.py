@@ -18,10 +18,12 @@ and hides the last hop of dK/dV home::
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -93,6 +95,22 @@ class ItemCounts:
     causal: int
     banded: int
     several_documents: int
+
+
+class Moved(NamedTuple):
+    """Hops and rows that a rank of a ring sends in a pass.
+
+    Attributes:
+        kv_hop: Distance of each hop of a shard of K/V.
+        grad_hop: Distance of each hop of a shard of dK/dV.
+        queries: Rows of queries that it hands to each helper, by the helper.
+        results: Rows of results that it sends home, by the rank that they are of.
+    """
+
+    kv_hop: tuple[int, ...]
+    grad_hop: tuple[int, ...]
+    queries: Mapping[int, int]
+    results: Mapping[int, int]
 
 
 def _table_of(rectangles: RectangleTable, q_rank: Ints, kv_rank: Ints) -> StepRows:
@@ -188,6 +206,24 @@ class RingProgram:
                 not_none(rectangles), 0, rank, int(helper[0])
             )
         return self._remote[rank, step]
+
+    def moved(self, rank: int, *, forward: bool) -> Moved:
+        """Return what a rank sends in a pass: bytes of every framework are counted by it."""
+        queries, results = Counter[int](), Counter[int]()
+        stages = self.forward if forward else self.backward
+        for stage in stages:
+            if stage.offloads:
+                helper = (rank + self.steps[stage.step].shift) % self.plan.cp_size
+                rows = sum(x.q_stop - x.q_start for x in self.remote_items(rank, stage.step))
+                queries[helper] += rows
+                for item in self.items(rank, stage.step):
+                    results[item.q_rank] += item.q_stop - item.q_start
+        results.pop(rank, None)
+        return Moved(
+            tuple(x.kv_hop for x in stages if x.kv_hop is not None),
+            tuple(x.grad_hop for x in stages if x.grad_hop is not None),
+            queries, results,
+        )  # fmt: skip
 
     def table(self, step: int) -> StepRows:
         """Return the items of all ranks in a step, ``int32 [cp_size, R, len(TABLE_COLUMNS)]``.

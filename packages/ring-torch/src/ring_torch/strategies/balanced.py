@@ -198,10 +198,8 @@ class Balanced(Ring):
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of the ring's K/V, of query rows for helpers, and of their results."""
         ring = super().traffic(call, inputs, forward=forward, saved=saved)
-        steps = self.forward_pieces if forward else self.backward_pieces
-        pieces = [piece for pieces in steps for piece in pieces]
-        rows_sent = sum(rows.stop - rows.start for piece in pieces for rows in piece.sent_rows)
-        rows_received = sum(x.q_stop - x.q_start for piece in pieces for x in piece.items)
+        moved = call.program.moved(call.ranks.rank, forward=forward)
+        rows_sent, rows_received = (sum(x.values()) for x in (moved.queries, moved.results))
         query = _query_bytes(call, inputs, forward=forward)
         result = _result_bytes(call, inputs, forward=forward)
         return Traffic(

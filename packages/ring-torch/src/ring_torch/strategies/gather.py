@@ -380,15 +380,12 @@ class Gather(Strategy):
 
     def traffic(self, call: Call, _inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
-        keys, tokens = (
-            call.keys,
-            moved_keys(call.plan, call.ranks.rank, like=self.forward_spec.gather),
-        )
-        sent, received = map(keys.size, tokens) if forward or not saved else (0, 0)
-        if forward:
-            return Traffic(sent, received)
-        token = keys.batch * keys.width * call.acc_dtype.itemsize
-        return Traffic(sent + tokens[1] * token, received + tokens[0] * token)
+        keys, rank = call.keys, call.ranks.rank
+        moved = moved_keys(call.plan, like=self.forward_spec.gather)
+        out, into = int(moved[rank].sum()), int(moved[:, rank].sum())
+        sent, received = map(keys.size, (out, into)) if forward or not saved else (0, 0)
+        token = 0 if forward else keys.batch * keys.width * call.acc_dtype.itemsize
+        return Traffic(sent + into * token, received + out * token)
 
     def figures(self, call: Call, inputs: Inputs) -> list[str]:
         """Return how even the work is, what this rank fetches, and how many launches follow."""

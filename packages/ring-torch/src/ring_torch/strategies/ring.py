@@ -231,8 +231,8 @@ class Ring(Strategy):
         keys = inputs.key_tensors()
         kv = packing_of(keys).size
         grads = 0 if forward else packing_of(keys[:2], call.acc_dtype).size
-        steps = self.forward_steps if forward else self.backward_steps
-        size = sum(kv * (x.keys_hop is not None) + grads * (x.grads_hop is not None) for x in steps)
+        moved = call.program.moved(call.ranks.rank, forward=forward)
+        size = kv * len(moved.kv_hop) + grads * len(moved.grad_hop)
         return Traffic(size, size)
 
     def figures(self, call: Call, inputs: Inputs) -> list[str]:

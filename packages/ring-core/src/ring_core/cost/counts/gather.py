@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ring_core.base.config import StrategyConfig
 from ring_core.cost.counts.api import BytesByRanks, Count, CountedCall
 from ring_core.cost.model import FLOAT32_BYTES, rows_and_keys
-from ring_core.programs.gather import gather_program, gather_refusals, longest_gather
+from ring_core.programs.gather import gather_program, gather_refusals, longest_gather, moved_keys
 
 
 def _sent(call: CountedCall) -> BytesByRanks:
@@ -16,12 +14,7 @@ def _sent(call: CountedCall) -> BytesByRanks:
     if reasons := gather_refusals(plan):
         raise ValueError(f"strategy 'gather' cannot run this plan: {'; '.join(reasons)}")
     width = model.batch * model.num_kv_heads * (model.head_dim + model.value_dim)
-    keys = np.zeros((plan.cp_size, plan.cp_size), np.int64)
-    for rank in range(plan.cp_size):
-        for fetch in gather_program(plan, rank, tile=call.tile).fetches:
-            # The receiver's program names the sender; own keys are copied, not sent.
-            if fetch.rank != rank:
-                keys[fetch.rank, rank] += fetch.source.stop - fetch.source.start
+    keys = moved_keys(plan, like=gather_program(plan, 0, tile=call.tile))
     # dK/dV go home against the way of their keys, as float32 sums.
     grads = keys.T * width * FLOAT32_BYTES if call.backward else 0
     return keys * width * model.bytes_per_element * (1 + call.fetches_again) + grads

@@ -16,24 +16,21 @@ def _sent(call: CountedCall, strategy: RingStrategy) -> BytesByRanks:
     """Return the bytes that each rank sends to each rank in a ring, its helpers included."""
     plan, model = call.plan, call.model
     program, (_, shard) = ring_program(plan, strategy), rows_and_keys(plan, model)
-    moved, ranks = np.zeros((plan.cp_size, plan.cp_size), np.int64), np.arange(plan.cp_size)
+    sent = np.zeros((plan.cp_size, plan.cp_size), np.int64)
     query, result = _row_bytes(model)
-    passes = (program.forward, program.backward) if call.backward else (program.forward,)
-    for n, stages in enumerate(passes):
-        for stage in stages:
-            hops = (stage.kv_hop, model.bytes_per_element), (stage.grad_hop, FLOAT32_BYTES)
-            for hop, itemsize in hops:
-                if hop is not None:
+    for n, forward in enumerate((True, False) if call.backward else (True,)):
+        for rank in range(plan.cp_size):
+            moved = program.moved(rank, forward=forward)
+            for hops, itemsize in (
+                (moved.kv_hop, model.bytes_per_element), (moved.grad_hop, FLOAT32_BYTES),
+            ):  # fmt: skip
+                for hop in hops:
                     # Ranks without work in a step pass K/V on all the same.
-                    moved[ranks, (ranks + hop) % plan.cp_size] += shard * itemsize
-            if not stage.offloads:
-                continue
-            for rank in range(plan.cp_size):
-                helper = (rank + program.steps[stage.step].shift) % plan.cp_size
-                rows = sum(x.q_stop - x.q_start for x in program.remote_items(rank, stage.step))
-                moved[rank, helper] += rows * query[n]
-                moved[helper, rank] += rows * result[n]
-    return moved
+                    sent[rank, (rank + hop) % plan.cp_size] += shard * itemsize
+            for rows, size in ((moved.queries, query[n]), (moved.results, result[n])):
+                for peer, count in rows.items():
+                    sent[rank, peer] += count * size
+    return sent
 
 
 def _row_bytes(model: Model) -> tuple[tuple[int, int], tuple[int, int]]:
