@@ -93,7 +93,7 @@ def attend(options: dict[str, Any]) -> Tensor:
 
 @contextmanager
 def a_table_of_its_own() -> Iterator[None]:
-    """Let calls inside choose kernels by another table of measured times."""
+    """Let calls inside choose kernels by a measured order."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         path = Path(folder) / "rates.json"
         path.write_text('{"device": "cpu", "rows": []}')

@@ -135,7 +135,7 @@ class Request:
 
     Flags are named as in :class:`Capabilities`, but for ``grad``, which asks for a ``backward``,
     and compared with those by :func:`ring_core.refusals`. ``batch``, ``q_heads`` and ``kv_heads``
-    say how large the call is on one device, by which measured times are scaled.
+    are sizes of the call on one device.
     ``shared_bias_bytes`` are the bytes that a device holds of a bias with one head for all query
     heads, or 0.
     """
