@@ -420,7 +420,7 @@ CHOSEN: dict[str, tuple[Request, Mask, str, str]] = {
     "predicate, both passes": (BFLOAT16, STRIPES, "fa4", "triton"),
     "predicate, forward": (replace(BFLOAT16, grad=False), STRIPES, "fa4", "triton"),
     **{
-        name: (replace(BFLOAT16, **{name: True}), CAUSAL,
+        name: (replace(BFLOAT16, **dict[str, Any]({name: True})), CAUSAL,
             "triton" if name in ("bias", "dropout") else "fa4", "triton")
         for name in OPTIONAL
     },
