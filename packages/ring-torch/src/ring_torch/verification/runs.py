@@ -158,15 +158,12 @@ class Runner(ABC):
 
     def gather(self, numbers: list[float]) -> list[list[float]]:
         """Return the numbers of every rank of the ring, by rank."""
-        local = torch.tensor(numbers, dtype=torch.float64, device=default_device(self.ranks))
-        if self.ranks.size == 1:
-            return [local.tolist()]
-        by_rank = [torch.empty_like(local) for _ in range(self.ranks.size)]
-        collective(
-            self.ranks, "verify",
-            lambda: dist.all_gather(by_rank, local, group=self.ranks.group, async_op=True),
-        )  # fmt: skip
-        return [x.tolist() for x in by_rank]
+        shape, device = (self.ranks.size, len(numbers)), default_device(self.ranks)
+        by_rank = torch.zeros(shape, dtype=torch.float64, device=device)
+        by_rank[self.ranks.rank] = torch.tensor(numbers, dtype=torch.float64, device=device)
+        self._all_reduce(by_rank)  # other ranks' rows are zeros here
+        rows: list[list[float]] = by_rank.tolist()
+        return rows
 
     def _all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce a tensor over the ranks of the ring, in place."""
