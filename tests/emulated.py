@@ -13,11 +13,19 @@ from cases import Case
 from torch import Tensor
 
 from ring_core import WorkItem, gather_program
-from ring_torch.accumulate import Accumulator, Rows, Work, empty_state, joins_of
+from ring_torch.accumulate import Accumulator, Rows, Work, joins_of
 from ring_torch.autograd import _sink_grads
 from ring_torch.call import add_sinks
 from ring_torch.kernels.api import Kernel
-from ring_torch.records import BackwardInputs, KernelParams, KeyBlock, KeyGrads, QueryBlock, runs_of
+from ring_torch.records import (
+    BackwardInputs,
+    KernelParams,
+    KeyBlock,
+    KeyGrads,
+    QueryBlock,
+    runs_of,
+    unseen_state,
+)
 
 Arrays = dict[str, npt.NDArray[Any]]
 Ints = npt.NDArray[np.int64]
@@ -42,7 +50,7 @@ class Emulation:
     def run(self) -> Arrays:
         """Return ``out``, ``lse`` and the gradients by name."""
         x = self.x
-        whole = empty_state(x["q"], x["v"].shape[3], torch.float32)
+        whole = unseen_state(x["q"], x["v"].shape[3], torch.float32)
         for rank in range(self.case.cp_size):
             q_at, rows, work = self._work(rank)
             launches = [self.kernel.forward(item, self.params) for *_, item in work]

@@ -150,9 +150,9 @@ def _gather(rank: int, layout: Any, own: bool) -> None:
         sums_of_keys.copy_(of)
     home = torch.zeros(sums.numel(keys.length), dtype=torch.float64)
     for own_fetch in (fetch for fetch in gather.fetches if fetch.rank == rank):
-        places = sums.span_views(home, keys.length, own_fetch.source)
+        places = sums.strided_views(home, keys.length, own_fetch.source)
         for sums_of_keys, of in zip(
-            places, sums.span_views(room, gather.length, own_fetch.target), strict=True
+            places, sums.strided_views(room, gather.length, own_fetch.target), strict=True
         ):
             sums_of_keys.add_(of)
     returning = session.return_grads(room, 0, overlapped=False)

@@ -35,7 +35,6 @@ from ring_torch.accumulate import (
     Columns,
     OneItem,
     Rows,
-    empty_state,
     mark_infinities,
     merge_in_torch,
 )
@@ -55,6 +54,7 @@ from ring_torch.records import (
     KeyBlock,
     QueryBlock,
     aligned,
+    unseen_state,
 )
 
 
@@ -246,7 +246,7 @@ def test_any_item_is_its_dense_mask(
         expected = torch.autograd.grad(out, leaves, dout)
         q, k, v, out, lse = (x.detach() for x in (q, k, v, out, lse))
         queries, keys = QueryBlock(q, None, None, None, None, None), KeyBlock(k, v, None, None)
-        into = empty_state(q, 5, q.dtype)
+        into = unseen_state(q, 5, q.dtype)
         merge_in_torch(into, *_attended(kernel, queries, keys, item, params))
         _same(into.out, out)
         _same(into.lse, lse)

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from ring_core import Mask
 from ring_torch import accumulate, prepare, ring_attention
-from ring_torch.accumulate import empty_state
 from ring_torch.compat import zigzag_ring_flash_attn_func
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.records import AttentionState, Forward, Mode
+from ring_torch.records import AttentionState, Forward, Mode, unseen_state
 from ring_torch.strategies.ring import Ring
 
 T = 48
@@ -66,7 +65,7 @@ def test_a_kernel_that_does_not_merge(name: str, mode: Mode) -> None:
             rows: Any, columns: Any, into: AttentionState | None, asked: Mode, _key: object
         ) -> AttentionState:
             taken.append(asked)
-            result = empty_state(rows.q, columns.v.shape[3], torch.float64)
+            result = unseen_state(rows.q, columns.v.shape[3], torch.float64)
             kernel.attend(item, params, rows, columns, result, "merge")
             if asked == "return":
                 assert into is None

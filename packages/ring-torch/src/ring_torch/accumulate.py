@@ -115,17 +115,6 @@ def merge_in_torch(state: AttentionState, out: Tensor, lse: Tensor) -> None:
         some_lse.copy_(merged)
 
 
-def empty_state(q: Tensor, v_dim: int, dtype: torch.dtype) -> AttentionState:
-    """Return the identity of the merge for queries ``[B, n, H, D]``: zeros, and ``lse = -inf``.
-
-    ``dtype`` is that of ``out``: the accumulators', or the inputs' 16 bits.
-    """
-    batch, length, heads, _ = q.shape
-    out = q.new_zeros(batch, length, heads, v_dim, dtype=dtype)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return AttentionState(out, q.new_full((batch, heads, length), -torch.inf, dtype=wide))
-
-
 def mark_infinities(lse: Tensor) -> Tensor:
     """Turn infinities in ``lse`` into NaN, in place, where every row sees something.
 
@@ -149,7 +138,6 @@ class Joins(NamedTuple):
         begins: True if rows begin as those that see nothing: some are in no launch, or results are
             merged into sums from the first one on.
         holds_first: True if the first result, which has all rows, may lie where the merged ones go.
-        lse_dtype: The dtype of ``lse``, the accumulators'.
     """
 
     mode: Mode
@@ -161,7 +149,6 @@ class Joins(NamedTuple):
     marked: tuple[Span, ...] | None
     begins: bool
     holds_first: bool
-    lse_dtype: torch.dtype
 
     @property
     def splits_sums(self) -> bool:
@@ -213,7 +200,7 @@ def joins_of(
         is_final, holds_first = True, count == 1 and is_covered
     return Joins(
         mode, is_final, out_dtype, rows, takes, marks, marked if is_final else (), begins,
-        holds_first, acc,
+        holds_first,
     )  # fmt: skip
 
 
@@ -277,13 +264,8 @@ class Accumulator:
         self._launched = 0  # launches so far
         self._waiting: list[Tensor] = []  # out and lse of each launch that waits for a merge
         self.state: Any = None  # the first launch returns it
-        if joins.begins:
-            self.state = empty_state(q, v_dim, joins.dtype)
-        elif joins.mode != "return" or not joins.holds_first or q.shape[0] == 0:
-            batch, length, heads, _ = q.shape
-            out = q.new_empty(batch, length, heads, v_dim, dtype=joins.dtype)
-            lse = out.new_empty(batch, heads, length, dtype=joins.lse_dtype)
-            self.state = AttentionState(out, lse)
+        if joins.mode != "return" or not joins.holds_first or q.shape[0] == 0:
+            self.state = unseen_state(q, v_dim, joins.dtype, fully_written=not joins.begins)
 
     def attend(
         self, work: Work, rows: QueryBlock, columns: KeyBlock, *,

@@ -239,12 +239,6 @@ class KeyGradBuffer(NamedTuple):
         shape = (keys.batch, keys.heads, length, -1)
         return flat[:cut].view(shape), flat[cut:].view(shape)
 
-    def span_views(self, flat: Tensor, length: int, span: slice) -> tuple[Tensor, Tensor]:
-        """Return views of the sums of dK and of dV for a span of tokens."""
-        index = (slice(None), slice(None), span) if self.head_major else (slice(None), span)
-        dk, dv = self.views(flat, length)
-        return dk[index], dv[index]
-
     def strided_views(self, flat: Tensor, length: int, span: slice) -> list[Tensor]:
         """Return views that together are the sums of a span of tokens, as few as possible.
 

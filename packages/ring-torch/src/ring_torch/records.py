@@ -233,7 +233,8 @@ def unseen_state(
     """
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v_dim, dtype=dtype)
-    lse = out.new_empty(batch, heads, length, dtype=acc_dtype(out.dtype))
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    lse = out.new_empty(batch, heads, length, dtype=wide)
     if not fully_written:
         out.zero_()
         lse.fill_(-torch.inf)
