@@ -58,8 +58,8 @@ QUICK_ON_LOWEST = (
     "torch_only/test_compile",
     "torch_only/test_api",
     "torch_only/test_interplay",
-    "regressions/torch/test_views",
-    "regressions/torch/test_names_of_transformers",
+    "torch_only/test_views",
+    "torch_only/test_hf_names",
 )
 
 #: Releases of transformers that are tested beside the pinned one, with what they need.
@@ -69,7 +69,7 @@ RELEASES = {
 }
 #: The tests that run on them for each change, where each has a machine; nightly builds run all that
 #: import transformers.
-ON_EACH = ["tests/regressions/torch/test_names_of_transformers.py"]
+ON_EACH = ["tests/torch_only/test_hf_names.py"]
 
 #: What has to pass before a change is accepted, what takes longest first, and the arguments. The
 #: table of cases holds numbers, too.

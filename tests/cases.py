@@ -425,7 +425,7 @@ OPTION_RINGS_IN_JAX: dict[str, tuple[str, ...]] = {
     "batch-0": ("contiguous",),
     "bias-float64": (),
     "everything": ("balanced",),
-    "bias-very-negative": (),  # tests/regressions/jax/test_negative_biases.py
+    "bias-very-negative": (),  # tests/jax_only/test_negative_biases.py
     "bias-very-negative-segments": (),
     "bias-very-negative-float64": (),
     "bias-very-negative-bfloat16": (),

@@ -22,14 +22,14 @@ from tiers import check_marks, expect_refusals, imports_transformers, runs_night
 #: Folders that every framework runs.
 MATRICES = ("conformance", "docs", "fuzz", "meta")
 FOLDERS = {
-    "core": {"api", "core", "conformance", "docs", "fuzz", "meta", "regressions/core"},
-    "torch": {"api", "torch_only", "faults_of_others", "regressions/torch", *MATRICES},
-    "torch-cuda": {"conformance", "torch_cuda_only", "regressions/torch_cuda"},
-    "torch-triton": {"torch_triton_only", "regressions/torch_triton"},
-    "jax": {"api", "jax_only", "conformance", "docs", "fuzz", "meta", "regressions/jax"},
+    "core": {"api", "core", "conformance", "docs", "fuzz", "meta"},
+    "torch": {"api", "torch_only", "faults_of_others", *MATRICES},
+    "torch-cuda": {"conformance", "torch_cuda_only"},
+    "torch-triton": {"torch_triton_only"},
+    "jax": {"api", "jax_only", "conformance", "docs", "fuzz", "meta"},
     "jax-cuda": {"conformance", "jax_cuda_only"},
-    "jax-gpu": {"api", "docs", "jax_gpu_only", "regressions/jax_gpu"},
-    "jax-tpu": {"api", "docs", "jax_tpu_only", "regressions/jax_tpu"},
+    "jax-gpu": {"api", "docs", "jax_gpu_only"},
+    "jax-tpu": {"api", "docs", "jax_tpu_only"},
     "maxtext": {"maxtext"},
     "diffusers": {"diffusers"},
     "fa4": {"fa4_only"},
@@ -258,6 +258,15 @@ def pools() -> Iterator[Any]:
 
     with closing(Pools()) as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def pool(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Yield torch ranks, started for a module: as many as its ``RANKS`` says, or two."""
+    from ring_torch.local import LocalRanks
+
+    with LocalRanks(getattr(request.module, "RANKS", 2)) as ranks:
+        yield ranks
 
 
 @pytest.fixture

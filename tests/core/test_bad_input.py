@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,14 @@ from ring_core import (
     reference,
     ring_program,
 )
+from ring_core.base.arguments import FOREIGN_OPTIONS, refuse_foreign_options
 from ring_core.cost import (
     Model,
     bytes_by_link,
     bytes_sent,
 )
 from ring_core.philox import dropout_keep
+from ring_core.reference import attention, attention_grads
 from ring_core.viz import describe, plot
 
 Q, KV = (2, 8, 4, 16), (2, 8, 2, 16)
@@ -346,3 +349,56 @@ def test_every_public_function_has_a_row() -> None:
         "ring_core.viz",
     )
     assert not forgotten(modules, SUBJECTS, FOR_BACKENDS)
+
+
+def ours(*, mask: object = None, causal: bool = False) -> tuple[object, bool]:
+    return mask, causal
+
+
+def test_words_name_the_option_here() -> None:
+    call = refuse_foreign_options(ours)
+    with pytest.raises(
+        ValueError, match=r"attn_mask or is_causal.*use mask, .*; for is_causal, use causal"
+    ):
+        call(attn_mask=None, is_causal=True)  # type: ignore[call-arg]  # wrong on purpose
+    with pytest.raises(TypeError, match="nonsense"):
+        call(nonsense=1)  # type: ignore[call-arg]  # wrong on purpose
+    assert call(causal=True) == (None, True)
+    assert inspect.signature(call) == inspect.signature(ours)
+
+
+def test_no_name_is_an_option_here() -> None:
+    """No foreign name is an option here: a right call would be refused."""
+    assert not FOREIGN_OPTIONS.keys() & inspect.signature(attention).parameters.keys()
+
+
+def test_the_oracle_refuses_them() -> None:
+    x = np.zeros((1, 4, 2, 8))
+    with pytest.raises(ValueError, match="for scale, use softmax_scale"):
+        attention(x, x, x, scale=1.0)  # type: ignore[call-arg]  # wrong on purpose
+    with pytest.raises(ValueError, match="for enable_gqa, leave it out"):
+        attention_grads(x, x, x, x, enable_gqa=True)  # type: ignore[call-arg]  # wrong on purpose
+
+
+EIGHT, SIX = np.ones((1, 8, 2, 4)), np.ones((1, 6, 2, 4))
+FEWER_KEYS = r"q has 8 tokens but k 6: .*x\.transpose\(1, 2\).*mask=Mask\(causal=True\)"
+
+
+def test_causal_with_fewer_keys_is_refused() -> None:
+    with pytest.raises(ValueError, match=FEWER_KEYS):
+        attention(EIGHT, SIX, SIX, causal=True)
+    with pytest.raises(ValueError, match=FEWER_KEYS):
+        attention_grads(EIGHT, EIGHT, SIX, SIX, causal=True)
+
+
+def test_a_causal_mask_with_fewer_keys_keeps_the_rule() -> None:
+    """An explicit mask aligns the last query with the last key; here the first two see nothing."""
+    out, lse = attention(EIGHT, SIX, SIX, mask=Mask(causal=True))
+    assert np.isneginf(lse[..., :2]).all() and np.isfinite(lse[..., 2:]).all()
+    assert (out[:, :2] == 0).all()
+    np.testing.assert_allclose(out[:, 2:], 1)
+
+
+def test_causal_with_as_many_keys_or_more_is_right() -> None:
+    attention(EIGHT, EIGHT, EIGHT, causal=True)
+    attention(SIX, EIGHT, EIGHT, causal=True)

@@ -113,7 +113,7 @@ def test_vmap_over_an_explicit_axis_is_an_error() -> None:
         on_a_mesh("equinox", "explicit")
 
 
-@pytest.mark.nightly(unless=["nnx-scan"])  # tests/regressions/jax/test_meshes.py has explicit axes
+@pytest.mark.nightly(unless=["nnx-scan"])  # test_meshes.py has explicit axes
 @pytest.mark.parametrize(
     ("name", "way"), [x for x in product(LIBRARIES, WAYS) if x != ("equinox", "explicit")]
 )

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from ring_core import LAYOUTS, Mask, make_plan, reference, ring_program
-from ring_jax import ring_attention
+from ring_jax import ContextParallel, ring_attention
 
 CP, HEADS, KV_HEADS, DIM = 8, 4, 2, 64
 
@@ -130,3 +130,16 @@ def test_memory_is_linear_in_the_length() -> None:
     small, large = (size.temp_size_in_bytes for size in sizes)
     assert large < 2.2 * small
     assert large < (1 << 12) ** 2 * HEADS * 4 / 2
+
+
+@pytest.mark.parametrize("x64", [True, False])
+def test_strict_promotion(x64: bool) -> None:
+    mesh = jax.make_mesh((2,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:2])
+    cp = ContextParallel(mesh, "cp")
+    with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
+        x = jnp.ones((1, 16, 2, 8), jnp.float32)
+
+        def loss(x: jax.Array) -> jax.Array:
+            return cp.attention(x, x, x, causal=True, dropout_p=0.1, dropout_seed=3).sum()
+
+        jax.jit(jax.grad(loss)).lower(x)

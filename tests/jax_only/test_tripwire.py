@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,14 +16,19 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import ring_jax
+from ring_core import hops as plans
+from ring_core.hops import Hop
 from ring_jax import (
+    ContextParallel,
     UnsupportedError,
     WrongResultError,
     autodiff,
     collectives,
+    movement,
     ring_attention,
     tripwire,
 )
+from ring_jax.collectives import Ranks
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.records import Item
 from ring_jax.strategies import STRATEGIES as JAX_STRATEGIES, ring as ring_strategy
@@ -407,3 +413,126 @@ def test_without_a_cpu_device_a_checked_call_is_refused(monkeypatch: pytest.Monk
         pytest.raises(UnsupportedError, match=r"JAX_PLATFORMS=.cuda.\. Instead: add .,cpu."),
     ):
         ring_jax.ring_attention(x, x, x, axis_name=None)
+
+
+T, SIZE = 40, 4
+
+MOVES: dict[str, Callable[[ContextParallel, jax.Array], jax.Array]] = {
+    "shift": lambda cp, x: cp.shift(x, 3, fill=2, cu_seqlens=(0, 7, 9, T - 1), seq_len=T - 1),
+    "halo": lambda cp, x: cp.halo(x, 3, 2).rows,
+    "relayout": lambda cp, x: cp.relayout(x, to="striped"),
+}
+
+
+def context(kind: AxisType = AxisType.Auto) -> ContextParallel:
+    return ContextParallel(jax.make_mesh((SIZE,), ("cp",), axis_types=(kind,)), "cp")
+
+
+@contextmanager
+def longest_for_all() -> Iterator[None]:
+    """Let every rank send as many rows as the longest message has."""
+
+    def uncut(*args: Any) -> tuple[Hop, ...]:
+        everyone = tuple(range(SIZE))
+        return tuple(hop._replace(pieces=((0, hop.rows, everyone),)) for hop in plans.hops(*args))
+
+    with patch.object(movement, "hops", uncut):
+        yield
+
+
+@contextmanager
+def more_comes_back() -> Iterator[None]:
+    """Let the backward send each message twice."""
+    right = Ranks.move
+
+    def wrong(ranks: Ranks, x: Any, *args: Any) -> Any:
+        @jax.custom_vjp
+        def send(x: jax.Array) -> jax.Array:
+            return right(ranks, x, *args)
+
+        def back(_: None, grad: jax.Array) -> tuple[jax.Array]:
+            once, again = (jax.vjp(lambda y: right(ranks, y, *args), grad)[1](grad) for _ in "12")
+            return (jnp.where(once[0] == 0, again[0], once[0]),)
+
+        send.defvjp(lambda x: (send(x), None), back)
+        return send(x)
+
+    with patch.object(Ranks, "move", wrong):
+        yield
+
+
+@pytest.mark.parametrize("name", ["shift", "halo"])
+def test_more_bytes_than_those_of_rows_that_move_are_an_error(name: str) -> None:
+    cp, x = context(), jnp.ones((2, T, 3))
+    MOVES[name](cp, x)  # an unchecked program is not reused for a checked call
+    words = (
+        r"collectives of a movement carry [\d,]+ bytes between 4 ranks, and the rows that change"
+    )
+    with ring_jax.check(), longest_for_all(), pytest.raises(WrongResultError, match=words):
+        MOVES[name](cp, x)
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_more_bytes_in_the_backward_are_an_error(name: str) -> None:
+    cp, x = context(), jnp.ones((2, T, 3))
+    words = "collectives of a backward of a movement carry"
+    with ring_jax.check(), more_comes_back(), pytest.raises(WrongResultError, match=words):
+        MOVES[name](cp, x)
+
+
+@pytest.mark.nightly(unless=["auto"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_right_movements_pass(kind: AxisType) -> None:
+    cp, x = context(kind), jnp.arange(2 * T * 3.0).reshape(2, T, 3)
+
+    def every(x: jax.Array) -> list[Any]:
+        results: list[Any] = []
+        for move in MOVES.values():
+            run = partial(move, cp)
+            results += [*jax.vjp(run, x)[1](run(x) ** 3), *jax.jvp(run, (x,), (x,))]
+            results.append(run(x.astype(jnp.int8)))
+            if kind is AxisType.Auto:
+                results.append(jax.vmap(run)(x[None]))
+        return results
+
+    with jax.set_mesh(cp.mesh):
+        y = cp.shard(x)
+        expected = jax.jit(every)(y)
+        with ring_jax.check():
+            moved = jax.jit(every)(y)
+    jax.tree.map(np.testing.assert_array_equal, moved, expected)
+
+
+def test_replicated_shards_pass() -> None:
+    """Gradients of replicated shards are summed over devices, which the check does not count."""
+    mesh = jax.make_mesh((SIZE,), ("cp",))
+
+    def local(x: jax.Array) -> jax.Array:
+        grad: jax.Array = jax.grad(lambda x: (ring_jax.shift(x, 1, axis_name="cp") ** 2).sum())(x)
+        return grad
+
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P()))
+    x = jnp.ones((1, 5))
+    expected = run(x)
+    with ring_jax.check():
+        np.testing.assert_array_equal(run(x), expected)
+
+
+SMALL_CALLS = 60
+
+
+@pytest.mark.nightly(unless=["bfloat16"])  # it has the fewest digits
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_right_small_calls_pass(dtype: str) -> None:
+    """Scores are peaked, so gradients are small differences."""
+
+    def loss(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out = ring_attention(q, k, v, axis_name=None, window=(2, 9), softmax_scale=0.3)
+        return (out * dout).astype(jnp.float32).sum()
+
+    with ring_jax.check():
+        grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        for seed in range(SMALL_CALLS):
+            rng = np.random.default_rng(seed)
+            x = [rng.standard_normal((2, 6, 4, 8)) * size for size in (6, 1, 1, 1)]
+            jax.block_until_ready(grads(*(jnp.asarray(y, dtype) for y in x)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from backends.tpu_compiled import (
     CP,
@@ -22,6 +24,7 @@ from backends.tpu_compiled import (
 from cases import RINGS
 
 from ring_core import KernelConfig, Mask, make_plan, ring_program
+from ring_jax import ring_attention
 
 CAUSAL: dict[str, Any] = {"causal": True}
 KV = LOCAL * KV_HEADS * 2 * DIM * 2  # bytes of a K/V message; dK/dV take twice as many
@@ -96,3 +99,16 @@ def test_other_layouts_compile(ring: str) -> None:
     layout, strategy = RINGS[ring]
     program = compiled("v6e:2x2", layout, backward=True, local=1024, strategy=strategy, **CAUSAL)
     assert letters(program).count("K") >= 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_traced_with_x64(dtype: type) -> None:
+    """Tracing works on a CPU, too: its program holds the kernels of other platforms."""
+
+    def loss(x: jax.Array) -> jax.Array:
+        return ring_attention(x, x, x, axis_name=None, causal=True).astype(jnp.float32).sum()
+
+    with jax.enable_x64(True):
+        x = jnp.ones((1, 32, 2, 8), dtype)
+        assert jax.jit(jax.grad(loss)).lower(x).out_info.dtype == dtype
+        assert jax.jit(loss).lower(x).out_info.dtype == jnp.float32

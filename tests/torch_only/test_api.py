@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import pytest
@@ -21,13 +20,7 @@ from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
 from ring_torch.options import AttentionOptions, CallOptions
 
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalRanks]:
-    """Start four ranks."""
-    ranks = LocalRanks(4)
-    yield ranks
-    ranks.close()
+RANKS = 4
 
 
 def whole(*shape: int, seed: int = 0) -> Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from ring_core import ChunkLayout, Mask, UnsupportedError
-from ring_torch import ContextParallel, KernelConfig, ring_attention
+from ring_core import ChunkLayout, Mask, UnsupportedError, reference
+from ring_core.base.arguments import FOREIGN_OPTIONS
+from ring_torch import ContextParallel, KernelConfig, compat, ring_attention
 from ring_torch.local import LocalRanks
 
 Q, KV = (2, 8, 4, 16), (2, 8, 2, 16)
@@ -137,3 +140,91 @@ def test_nothing_is_sent_before_the_error() -> None:
         pool.run(_odd_shard)
     finally:
         pool.close()
+
+
+CONTIGUOUS = ContextParallel(layout="contiguous")
+torch.manual_seed(0)
+EIGHT, SIX = (torch.randn(1, n, 2, 4) for n in (8, 6))
+FEWER_KEYS = r"q has 8 tokens but k 6: .*x\.transpose\(1, 2\).*mask=Mask\(causal=True\)"
+
+
+def compiled(*x: Any, **options: Any) -> Any:
+    return torch.compile(ring_attention, backend="eager", fullgraph=True)(*x, **options)
+
+
+CAUSAL: dict[str, Callable[..., Any]] = {
+    "ring_attention": ring_attention, "ContextParallel": CONTIGUOUS.attention, "compiled": compiled,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [*CAUSAL.values(), CONTIGUOUS.explain], ids=[*CAUSAL, "explain"])
+@pytest.mark.parametrize("mask", [None, torch.ones(8, 6, dtype=torch.bool)], ids=["alone", "mask"])
+def test_causal_with_fewer_keys_is_refused(call: Callable[..., Any], mask: Any) -> None:
+    with pytest.raises(Exception, match=FEWER_KEYS) as error:
+        call(EIGHT, SIX, SIX, causal=True, mask=mask)
+    assert call is compiled or type(error.value) is ValueError
+
+
+def expected() -> Any:
+    return reference.attention(*(x.numpy() for x in (EIGHT, SIX, SIX)), mask=Mask(causal=True))[0]
+
+
+@pytest.mark.parametrize("call", CAUSAL.values(), ids=CAUSAL)
+def test_a_causal_mask_with_fewer_keys_keeps_the_rule(call: Callable[..., Any]) -> None:
+    np.testing.assert_allclose(call(EIGHT, SIX, SIX, mask=Mask(causal=True)), expected(), atol=2e-6)
+
+
+@pytest.mark.parametrize("call", CAUSAL.values(), ids=CAUSAL)
+def test_causal_with_as_many_keys_or_more_is_right(call: Callable[..., Any]) -> None:
+    for q in (SIX, SIX[:, :5]):
+        assert torch.equal(
+            call(q, SIX, SIX, causal=True), call(q, SIX, SIX, mask=Mask(causal=True))
+        )
+
+
+@pytest.mark.parametrize("mask_first", [False, True])
+def test_an_equal_mask_before_does_not_decide(mask_first: bool) -> None:
+    """The cache of prepared calls tells the option from an equal mask, whichever comes first."""
+    q, k = (x[:, :, :1].contiguous() for x in (EIGHT, SIX))
+    for _ in range(2):
+        if mask_first:
+            ring_attention(q, k, k, mask=Mask(causal=True))
+        with pytest.raises(ValueError, match=FEWER_KEYS):
+            ring_attention(q, k, k, causal=True)
+        ring_attention(q, k, k, mask=Mask(causal=True))
+
+
+def test_calls_of_other_libraries_keep_their_meaning() -> None:
+    out = compat.ring_flash_attn_func(EIGHT, SIX, SIX, causal=True)
+    np.testing.assert_allclose(out, expected(), atol=2e-6)
+
+
+CP = ContextParallel()
+WITH_OPTIONS: dict[str, Callable[..., Any]] = {
+    "ring_attention": ring_attention, "attention": CP.attention, "explain": CP.explain,
+}  # fmt: skip
+ZEROS = torch.zeros(1, 8, 2, 4)
+
+
+@pytest.mark.parametrize("call", WITH_OPTIONS.values(), ids=WITH_OPTIONS)
+@pytest.mark.parametrize("name", FOREIGN_OPTIONS)
+def test_options_of_other_libraries_are_refused_by_their_names_here(
+    name: str, call: Callable[..., Any]
+) -> None:
+    with pytest.raises(ValueError, match=rf"no option is called {name}\. Instead: for {name}, "):
+        call(ZEROS, ZEROS, ZEROS, **{name: None})
+
+
+def test_other_names_stay_a_type_error() -> None:
+    for call in WITH_OPTIONS.values():
+        with pytest.raises(TypeError, match="nonsense"):
+            call(ZEROS, ZEROS, ZEROS, nonsense=1)
+
+
+def test_a_compiled_call_takes_its_own_options() -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return CP.attention(x, x, x, causal=True)
+
+    x = torch.randn(1, 8, 2, 4)
+    torch.testing.assert_close(attend(x), CP.attention(x, x, x, causal=True))

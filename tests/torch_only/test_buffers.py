@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from ring_torch.buffers import BufferSpec
+from ring_core import merge
+from ring_torch.accumulate import merge_in_torch
+from ring_torch.buffers import BufferSpec, KVPayload
+from ring_torch.records import AttentionState
 
 #: Shapes and dtypes of the tensors of a message.
 MESSAGES: tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...] = (
@@ -57,3 +61,34 @@ def test_what_is_written_into_views_is_in_the_bytes() -> None:
     assert torch.equal(buffer[:24].view(torch.float32), torch.ones(6))
     assert torch.equal(buffer[32:42].view(torch.int16), torch.ones(5, dtype=torch.int16))
     assert not buffer[24:32].any()
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), [(8, 8), (12, 4)])
+def test_columns_are_slices_of_the_whole(dim: int, v_dim: int) -> None:
+    keys = KVPayload(2, 16, 3, dim, v_dim, torch.float32, segments=False)
+    # The buffer may begin at any offset, and its rows may be strided.
+    kv = torch.randn(2, 20, keys.width + 5)[:, 3:19, 2 : keys.width + 2]
+    for start, length in ((0, 16), (5, 7), (16, 0)):
+        cut = [x.narrow(1, start, length) for x in keys.split(kv)]
+        for view, expected in zip(keys.columns([kv], start, length), cut, strict=True):
+            assert torch.equal(view, expected)
+            assert view.stride() == expected.stride()
+            assert view.storage_offset() == expected.storage_offset() or length == 0
+
+
+LSE = (-np.inf, -1e5, 0.0, np.inf, np.nan)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("new", LSE)
+@pytest.mark.parametrize("old", LSE)
+def test_a_merge_is_that_of_the_specification(old: float, new: float) -> None:
+    outs = np.full((1, 1, 1, 2), 3.0), np.full((1, 1, 1, 2), 5.0)  # [B, n, H, D] and [B, H, n, D]
+    lses = np.full((1, 1, 1), old), np.full((1, 1, 1), new)
+    expected = merge(outs[0], lses[0], outs[1], lses[1])
+    state = AttentionState(*(torch.tensor(x) for x in (outs[0], lses[0])))
+    if np.isneginf(old):  # the identity of merging
+        state.out.zero_()
+    merge_in_torch(state, *(torch.tensor(x) for x in (outs[1], lses[1])))
+    np.testing.assert_allclose(state.out.numpy(), expected[0], rtol=1e-9)
+    assert np.isnan(expected[0]).all() == (not np.maximum(old, new) < np.inf)

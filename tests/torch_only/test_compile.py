@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from ring_core import ChunkLayout, Mask, StrategyConfig, UnsupportedError
-from ring_torch import ContextParallel, KernelConfig, ring_attention
+from ring_torch import ContextParallel, KernelConfig, compat, ring_attention
 from ring_torch.compiled import attention as _compiled
 from ring_torch.local import LocalRanks
 from ring_torch.options import CallOptions
@@ -36,14 +40,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "bias": {"bias": True, "alibi_slopes": True},
     "dropout": {"causal": True, "dropout_p": 0.2, "dropout_seed": 5},
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalRanks]:
-    """Start two ranks."""
-    ranks = LocalRanks(2)
-    yield ranks
-    ranks.close()
 
 
 def tensors(cp: ContextParallel, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
@@ -302,3 +298,279 @@ def _without_numbers(rank: int) -> None:
 def test_tensors_without_numbers_send_nothing(pool: LocalRanks) -> None:
     """Calls on fake tensors leave the group usable."""
     pool.run(_without_numbers)
+
+
+def _same(result: object, expected: object) -> bool:
+    if isinstance(result, Tensor) and isinstance(expected, Tensor):
+        return torch.equal(result, expected)
+    return result == expected
+
+
+def test_documents_are_prepared_anew_in_each_batch() -> None:
+    """Offsets are prepared anew in each batch, though dynamo strips ``torch.compiler.disable``."""
+    torch.compiler.reset()
+    prepare = torch.compile(compat.llama3_flash_attn_prepare_cu_seqlens, backend="aot_eager")
+    for offsets in ([0, 5, 16], [0, 3, 9, 16], [0, 7, 32]):
+        documents = torch.tensor(offsets)
+        arguments = (documents, True, 1, 2)
+        expected = compat.llama3_flash_attn_prepare_cu_seqlens(*arguments)
+        prepared = prepare(*arguments)
+        assert all(map(_same, prepared, expected))
+        assert prepared[-1].start.prepared.documents == tuple(offsets)
+
+
+def test_prepared_documents_are_attended() -> None:
+    torch.compiler.reset()
+    prepare = torch.compile(compat.llama3_flash_attn_prepare_cu_seqlens, backend="aot_eager")
+    for offsets in ([0, 5, 16], [0, 3, 9, 16]):
+        torch.manual_seed(0)
+        q = torch.randn(16, 2, 8)
+        prepared = prepare(torch.tensor(offsets), True, 0, 1)
+        out = compat.llama3_flash_attn_varlen_func(
+            q, q, q, *prepared[:4], 1, prepared[4], causal=True
+        )
+        for start, stop in pairwise(offsets):
+            x = q[start:stop].transpose(0, 1)
+            dense = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+            torch.testing.assert_close(out[start:stop], dense.transpose(0, 1))
+
+
+T = 32
+MOST = 2  # most recompilations of a graph
+BIG = 0x9E3779B97F4A7C15
+
+
+def _offsets(n: int, documents: int) -> tuple[int, ...]:
+    inner = np.random.default_rng(n).integers(1, T, documents - 1)
+    return (0, *sorted(inner.tolist()), T)
+
+
+def _refilled(n: int) -> Tensor:
+    return _BUFFER.copy_(torch.tensor(_offsets(n, 5)))
+
+
+_BUFFER = torch.zeros(6, dtype=torch.int32)
+
+VARIED: dict[str, Callable[[int], dict[str, Any]]] = {
+    "window": lambda n: {"causal": True, "window": (2 + n % 23, 0)},
+    "two-sided window": lambda n: {"window": (2 + n % 7, 3 + n % 5)},
+    "chunk_size": lambda n: {"chunk_size": 2 + n % 29},
+    "tuple": lambda n: {"causal": True, "cu_seqlens": _offsets(n, 5)},
+    "list": lambda n: {"causal": True, "cu_seqlens": list(_offsets(n, 5))},
+    "tensor": lambda n: {"causal": True, "cu_seqlens": torch.tensor(_offsets(n, 2 + n % 9))},
+    "refilled tensor": lambda n: {"cu_seqlens": _refilled(n)},
+    "ndarray": lambda n: {"cu_seqlens": np.array(_offsets(n, 2 + n % 9))},
+    "mask": lambda n: {"mask": Mask(window=(2 + n % 23, 0), cu_seqlens=_offsets(n, 5))},
+    "seed": lambda n: {"dropout_p": 0.3, "dropout_seed": n * BIG % 2**64},
+    "all": lambda n: {
+        "window": (3 + n % 11, 0), "cu_seqlens": torch.tensor(_offsets(n, 2 + n % 9)),
+        "dropout_p": 0.3, "dropout_seed": n * BIG % 2**64,
+    },
+}  # fmt: skip
+FLOATS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "softmax_scale": lambda n: {"softmax_scale": 0.1 + n / 16},
+    "softcap": lambda n: {"softcap": 2.0 + n},
+    "dropout_p": lambda n: {"dropout_p": n / 16, "dropout_seed": 1},
+}
+
+
+def _graphs(_: int, name: str, strategy: str, calls: int) -> int:
+    """Compare compiled and eager results and gradients; return the number of graphs compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    cp = ContextParallel()
+    torch.manual_seed(0)
+    shards = [cp.shard(torch.randn(1, T, 2, 8)) for _ in range(3)]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
+        return cp.attention(q, k, v, strategy=strategy, **options) * 2.0
+
+    compiled: Any = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for n in range(calls):
+        messages = []
+        functions: tuple[Any, ...] = (compiled, attend)
+        for function in functions:
+            leaves = [x.clone().requires_grad_() for x in shards]
+            out = function(*leaves, (VARIED | FLOATS)[name](n))
+            out.square().sum().backward()
+            messages.append((out, *(x.grad for x in leaves)))
+        torch.testing.assert_close(*messages, rtol=0, atol=0)
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+#: Per change each case runs one strategy, in turn. Left out are a list, which is read as a tuple,
+#: a two-sided window, which is read like a one-sided one, and what `all` has: window, tensor, seed.
+PER_CHANGE = [
+    f"{name}-{('auto', 'gather')[n % 2]}"
+    for n, name in enumerate(VARIED)
+    if name not in ("list", "window", "two-sided window", "tensor", "seed")
+]
+
+
+@pytest.mark.nightly(unless=PER_CHANGE)
+@pytest.mark.parametrize("strategy", ["auto", "gather"])
+@pytest.mark.parametrize("name", VARIED)
+def test_one_graph_for_all(name: str, strategy: str, pool: LocalRanks) -> None:
+    calls = 20 if name == "all" else 6  # dynamo gives up after 8 graphs
+    assert max(pool.run(_graphs, name, strategy, calls)) <= 1 + MOST
+
+
+@pytest.mark.nightly(unless=["softcap"])
+@pytest.mark.parametrize("name", FLOATS)
+def test_every_float_has_its_graph(name: str, pool: LocalRanks) -> None:
+    assert set(pool.run(_graphs, name, "auto", 3)) == {3}
+
+
+def _refused(_: int) -> list[str]:
+    torch._dynamo.reset()
+    x = torch.ones(1, 8, 2, 8)
+    texts = []
+    for options in (
+        {"window": 3}, {"window": (-1, 0)}, {"chunk_size": 0}, {"cu_seqlens": torch.tensor([0, 5])},
+        {"mask": Mask(causal=True), "causal": True}, {"dropout_p": 0.1}, {"mask": "causal"},
+    ):  # fmt: skip
+        cp = ContextParallel()
+        compiled = torch.compile(
+            lambda o=options: cp.attention(x, x, x, **o),  # noqa: B023 - called before the next
+            fullgraph=True, backend="aot_eager",
+        )  # fmt: skip
+        with pytest.raises(Exception, match=r"must be|must end|mask was given|needs") as error:
+            compiled()
+        texts.append(str(error.value))
+    return texts
+
+
+def test_what_is_wrong_is_refused_in_words(pool: LocalRanks) -> None:
+    for expected_message in pool.run(_refused):
+        for message, name in zip(
+            expected_message,
+            ["window", "window", "chunk_size", "cu_seqlens", "mask", "dropout_p", "mask"],
+            strict=True,
+        ):
+            assert name in message
+
+
+def _prepared(rank: int) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x = torch.randn(T // 2, 2, 8)
+
+    function: Any = compat.llama3_flash_attn_varlen_func
+
+    def attend(offsets: Tensor) -> Tensor:
+        *cu, most_q, most_k, part = compat.llama3_flash_attn_prepare_cu_seqlens(
+            offsets, True, rank, 2
+        )
+        out: Tensor = function(
+            x, x, x, *cu, most_q, most_k, heads_k_stride=1, local_k_slice=part, causal=True
+        )
+        return out * 2.0
+
+    compiled = torch.compile(attend, backend="aot_eager")
+    for n in range(4):
+        offsets = torch.tensor(_offsets(n, 4), dtype=torch.int32)
+        torch.testing.assert_close(compiled(offsets), attend(offsets), rtol=0, atol=0)
+
+
+def test_prepared_documents(pool: LocalRanks) -> None:
+    pool.run(_prepared)
+
+
+def test_a_flag_is_no_seed() -> None:
+    """A bool as dropout seed is refused when compiled, too; dynamo adds words around the error."""
+    torch._dynamo.reset()
+    x = torch.randn(1, 8, 1, 8)
+    call: Any = torch.compile(ContextParallel().attention, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="dropout_seed must be an integer"):
+        call(x, x, x, dropout_p=0.1, dropout_seed=True)
+
+
+TOKENS, TWO_HEADS = 8, 2
+
+#: Options with one wrong value, and the error of both calls.
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "sinks, a list": ({"sinks": [0.0] * TWO_HEADS}, "sinks must be a"),
+    "alibi_slopes, a list": ({"alibi_slopes": [0.5] * TWO_HEADS}, "alibi_slopes must be a"),
+    "alibi_slopes, a tuple": ({"alibi_slopes": (0.5,) * TWO_HEADS}, "alibi_slopes must be a"),
+    "bias, a list": ({"bias": [[[[0.0] * TOKENS] * TOKENS]]}, "bias must be a"),
+    "a seed that is a float": (
+        {"dropout_p": 0.1, "dropout_seed": 3.0},
+        "dropout_seed must be an integer",
+    ),
+}
+
+
+def _attend_once(*qkv: Tensor, **options: Any) -> Tensor:
+    out: Tensor = ring_attention(*qkv, **options)
+    return out
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
+def test_wrong_kinds_of_values(name: str, compiled: bool) -> None:
+    options, message = WRONG[name]
+    torch.compiler.reset()
+    call: Any = (
+        torch.compile(_attend_once, backend="aot_eager", fullgraph=True)
+        if compiled
+        else _attend_once
+    )
+    qkv = torch.randn(3, 1, TOKENS, TWO_HEADS, 8)
+    with pytest.raises(Exception, match=message) as caught:
+        call(*qkv, **options)
+    # The compiler wraps errors that the operator's own checks raise.
+    assert isinstance(caught.value, ValueError) or "ValueError" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint64])
+def test_a_seed_of_numpy_is_a_number_that_graphs_refuse(kind: Any) -> None:
+    """The compiler takes numpy's numbers for tensors, whose value the host does not know."""
+    qkv, options = torch.randn(3, 1, TOKENS, TWO_HEADS, 8), {"dropout_p": 0.1, "dropout_seed": 3}
+    torch.testing.assert_close(
+        _attend_once(*qkv, **options | {"dropout_seed": kind(3)}), _attend_once(*qkv, **options),
+        rtol=0, atol=0,
+    )  # fmt: skip
+    torch.compiler.reset()
+    call: Any = torch.compile(_attend_once, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="dropout_seed must be an integer"):
+        call(*qkv, **options | {"dropout_seed": kind(3)})
+
+
+#: Options with a bias, and True if it needs a gradient.
+BIASES: dict[str, tuple[dict[str, Any], bool]] = {
+    "a mask of booleans": ({"mask": torch.ones(TOKENS, TOKENS).tril().bool()}, False),
+    "a constant bias": ({"bias": torch.randn(1, 1, TOKENS, TOKENS)}, False),
+    "a bias that is trained": (
+        {"bias": torch.randn(1, 1, TOKENS, TOKENS, requires_grad=True)},
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_gradients_that_a_graph_computes(name: str) -> None:
+    options, is_trained = BIASES[name]
+    torch.compiler.reset()
+    counts: list[int] = []
+
+    def backward_compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        counts.extend(
+            len(node.meta["val"])
+            for node in graph.graph.nodes
+            if "attention_backward" in str(node.target)
+        )
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward_compiler
+    )
+    compiled: Any = torch.compile(_attend_once, backend=backend, fullgraph=True)
+    grads = []
+    for call in (compiled, _attend_once):
+        numbers = torch.arange(3 * TOKENS * TWO_HEADS * 8).sin().view(3, 1, TOKENS, TWO_HEADS, 8)
+        qkv = [x.clone().requires_grad_() for x in numbers]
+        leaves = [*qkv, *(x for x in options.values() if x.requires_grad)]
+        out = call(*qkv, **options)
+        grads.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+    assert counts == [4 if is_trained else 3]  # dQ, dK, dV, and dbias where it is trained

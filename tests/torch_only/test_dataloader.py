@@ -16,13 +16,9 @@ from ring_core import Mask, RankMismatchError, make_plan, ring_program
 from ring_torch import ContextParallel, dataloader
 from ring_torch.local import LocalRanks
 
+RANKS = 4
+
 IGNORED = -100
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalRanks]:
-    with LocalRanks(4) as ranks:
-        yield ranks
 
 
 def documents(number: int = 14) -> list[Tensor]:

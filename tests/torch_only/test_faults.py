@@ -53,17 +53,9 @@ def _disagree(rank: int, name: str) -> str:
     raise AssertionError("a result in spite of disagreement")
 
 
-@pytest.fixture(scope="module")
-def pair() -> Any:
-    """Start two ranks, which stay usable after a disagreement."""
-    pool = LocalRanks(2)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_disagreement_is_named(pair: LocalRanks, name: str) -> None:
-    for message in pair.run(_disagree, name):
+def test_disagreement_is_named(pool: LocalRanks, name: str) -> None:
+    for message in pool.run(_disagree, name):
         assert re.search(DISAGREEMENTS[name].words, message), message
         assert "make different calls" in message
 
@@ -78,8 +70,8 @@ def _forward_against_backward(rank: int) -> str:
     raise AssertionError("a result in spite of disagreement")
 
 
-def test_passes_do_not_mix(pair: LocalRanks) -> None:
-    for message in pair.run(_forward_against_backward):
+def test_passes_do_not_mix(pool: LocalRanks) -> None:
+    for message in pool.run(_forward_against_backward):
         assert "pass is '" in message
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,16 +23,9 @@ from ring_torch import ContextParallel, hf
 from ring_torch.hf.register import _layer_seed
 from ring_torch.local import LocalRanks
 
+RANKS = 4
+
 ANY = torch.nn.Identity()  # for batches of no particular model
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalRanks]:
-    """Start four ranks."""
-    ranks = LocalRanks(4)
-    yield ranks
-    ranks.close()
-
 
 IN_GROUPS = StrategyConfig("hybrid", ulysses_size=2)
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import LENGTH, Wide, whole
+import transformers
+from hf_models import LENGTH, SIZES, Wide, whole
 from sweep.compare import batch_of, build
 from sweep.images import image_batch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ring_core import UnsupportedError
+from ring_core import ChunkLayout, LayoutSpec, UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.local import LocalRanks
 
@@ -41,13 +42,6 @@ IMAGES = {
     "LlavaForConditionalGeneration": "llava",
 }
 LIMITS = {torch.float64: 1e-7, torch.float32: 1e-4}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalRanks]:
-    """Start two ranks."""
-    with LocalRanks(2) as ranks:
-        yield ranks
 
 
 def result(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
@@ -129,8 +123,8 @@ def _decoder(_: int, name: str, kind: str, is_checkpointed: bool) -> None:
         for kind in ("plain", "right", "left", *(("packed",) if tells_documents else ()))
     ],
 )
-def test_a_decoder(two: LocalRanks, name: str, kind: str, is_checkpointed: bool) -> None:
-    two.run(_decoder, name, kind, is_checkpointed)
+def test_a_decoder(pool: LocalRanks, name: str, kind: str, is_checkpointed: bool) -> None:
+    pool.run(_decoder, name, kind, is_checkpointed)
 
 
 def pair_batch(kind: str) -> dict[str, Tensor]:
@@ -163,9 +157,9 @@ def _pair(_: int, name: str, kind: str, is_checkpointed: bool) -> None:
 @pytest.mark.parametrize("kind", ["plain", "padded"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_an_encoder_and_a_decoder(
-    two: LocalRanks, name: str, kind: str, is_checkpointed: bool
+    pool: LocalRanks, name: str, kind: str, is_checkpointed: bool
 ) -> None:
-    two.run(_pair, name, kind, is_checkpointed)
+    pool.run(_pair, name, kind, is_checkpointed)
 
 
 def _images(_: int, name: str, kind: str) -> None:
@@ -207,8 +201,8 @@ def _images(_: int, name: str, kind: str) -> None:
         ("Qwen3VLForConditionalGeneration", "packed"),
     ],
 )
-def test_images_among_tokens(two: LocalRanks, name: str, kind: str) -> None:
-    two.run(_images, name, kind)
+def test_images_among_tokens(pool: LocalRanks, name: str, kind: str) -> None:
+    pool.run(_images, name, kind)
 
 
 def _dropout(rank: int, name: str, kind: str, rates: dict[str, Any]) -> None:
@@ -238,8 +232,10 @@ def _dropout(rank: int, name: str, kind: str, rates: dict[str, Any]) -> None:
         ("T5ForConditionalGeneration", "t5", {"dropout_rate": 0.3}),
     ],
 )
-def test_dropout_of_attention(two: LocalRanks, name: str, kind: str, rates: dict[str, Any]) -> None:
-    two.run(_dropout, name, kind, rates)
+def test_dropout_of_attention(
+    pool: LocalRanks, name: str, kind: str, rates: dict[str, Any]
+) -> None:
+    pool.run(_dropout, name, kind, rates)
 
 
 def _copied(_: int, name: str, kind: str) -> None:
@@ -259,8 +255,8 @@ def _copied(_: int, name: str, kind: str) -> None:
     ("name", "kind"),
     [("T5ForConditionalGeneration", "t5"), ("BloomForCausalLM", "bloom"), ("Qwen3NextForCausalLM", "qwen3_next")],
 )  # fmt: skip
-def test_a_copy_of_a_model(two: LocalRanks, name: str, kind: str) -> None:
-    two.run(_copied, name, kind)
+def test_a_copy_of_a_model(pool: LocalRanks, name: str, kind: str) -> None:
+    pool.run(_copied, name, kind)
 
 
 def _compiled(_: int, name: str, kind: str) -> None:
@@ -279,8 +275,8 @@ def _compiled(_: int, name: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), [("LlamaForCausalLM", "llama"), ("GPTJForCausalLM", "gptj")]
 )
-def test_a_compiled_model(two: LocalRanks, name: str, kind: str) -> None:
-    two.run(_compiled, name, kind)
+def test_a_compiled_model(pool: LocalRanks, name: str, kind: str) -> None:
+    pool.run(_compiled, name, kind)
 
 
 @pytest.mark.refused_in("5.14", "T5ForConditionalGeneration")
@@ -353,3 +349,103 @@ def test_scores_that_are_scaled_by_what_is_learned_are_refused() -> None:
     attention.inv_norm_factor = torch.tensor(0.25, requires_grad=True)
     with pytest.raises(UnsupportedError, match="does more with its scores"):
         model(input_ids=TOKENS)
+
+
+LAYOUTS: dict[str, LayoutSpec] = {
+    "zigzag": "zigzag", "contiguous": "contiguous", "striped": "striped",
+    "chunks": ChunkLayout(((0, 3, 5), (1, 2, 4))),
+}  # fmt: skip
+CONV_KERNELS = (3, 6)  # 6 reaches across a whole chunk
+
+
+def convolutional(kernel: int) -> Any:
+    """Build a model of a convolution, attention and a convolution, with biases.
+
+    With biases the output for padding is not zero.
+    """
+    torch.manual_seed(0)
+    config = transformers.Lfm2Config(**{
+        **SIZES, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
+        "conv_bias": True, "conv_L_cache": kernel, "block_auto_adjust_ff_dim": False,
+        "use_cache": False,
+    })  # fmt: skip
+    model = transformers.Lfm2ForCausalLM(config).double().train()
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(weight)
+    return model
+
+
+def padded_batch(length: int, padding: slice) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(3, SIZES["vocab_size"], (2, length), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[0, padding] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    labels[:, 1:][mask[:, :-1] == 0] = -100
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+#: No padding, padding on the left, on the right and within; and a sequence of 3 tokens on 2 ranks.
+PADDED = {
+    "none": padded_batch(22, slice(0)), "left": padded_batch(19, slice(0, 5)),
+    "right": padded_batch(23, slice(11, 23)), "holes": padded_batch(24, slice(7, 12)),
+    "short": padded_batch(3, slice(0)),
+}  # fmt: skip
+
+
+def _conv_matches(_: int, layout: str, kernel: int) -> None:
+    model, cp = convolutional(kernel), ContextParallel(layout=LAYOUTS[layout])
+    for name, batch in PADDED.items():
+        results = []
+        for is_split in (False, True):
+            handle = hf.parallelize(model, cp) if is_split else None
+            model.zero_grad()
+            with Wide():
+                loss = model(**batch).loss
+                loss.backward()
+            if handle is not None:
+                cp.reduce_gradients(model)
+                handle.remove()
+            results.append([loss.detach(), *(x.grad.clone() for x in model.parameters())])
+        for ring, alone in zip(*reversed(results), strict=True):
+            torch.testing.assert_close(ring, alone, rtol=1e-7, atol=1e-9, msg=name)
+
+
+@pytest.mark.nightly(unless=["zigzag-6", "striped-3", "chunks-6"])
+@pytest.mark.parametrize("kernel", CONV_KERNELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_convolutions_have_the_loss_and_gradients_of_one_process(
+    layout: str, kernel: int, pool: LocalRanks
+) -> None:
+    pool.run(_conv_matches, layout, kernel)
+
+
+def _rows_given(_: int, layout: str) -> list[tuple[int, ...]]:
+    """Return the shapes that the convolutions receive."""
+    model, shapes, right = convolutional(3), [], nn.functional.conv1d
+    hf.parallelize(model, ContextParallel(layout=LAYOUTS[layout]))
+
+    def conv1d(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        shapes.append(tuple(x.shape))
+        return right(x, *args, **kwargs)
+
+    with patch.object(nn.functional, "conv1d", conv1d):
+        model(**padded_batch(24, slice(0)))
+    return sorted({(x[0], x[-1]) for x in shapes})
+
+
+@pytest.mark.parametrize(("layout", "rows"), [("zigzag", (4, 8)), ("striped", (2, 14))])
+def test_a_convolution_is_given_a_ranks_runs_alone(
+    layout: str, rows: tuple[int, int], pool: LocalRanks
+) -> None:
+    assert pool.run(_rows_given, layout) == [[rows], [rows]]
+
+
+def test_a_convolution_that_returns_other_rows_is_refused() -> None:
+    model = convolutional(3)
+    hf.parallelize(model, ContextParallel())
+    layer = model.get_submodule("model.layers.0.conv")
+    layer.register_forward_hook(lambda _module, _args, output: output[:, 1:], prepend=True)
+    with pytest.raises(UnsupportedError, match="Lfm2ShortConv must return"):
+        model(**padded_batch(12, slice(0)))

@@ -6,7 +6,6 @@ types ``longrope`` and ``dynamic``, and PhiMoE's own code, then turn its tokens 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -89,13 +88,6 @@ MODELS: dict[str, tuple[str, str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalRanks]:
-    """Start two ranks."""
-    with LocalRanks(2) as ranks:
-        yield ranks
-
-
 def llama(rope_type: str, parameters: dict[str, Any]) -> Any:
     """Build a small Llama with rotary embeddings of a type; other types have the same weights."""
     rope = {"rope_theta": 1e4, **parameters, "rope_type": rope_type}
@@ -156,8 +148,8 @@ def _field(_: int, rope_type: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("rope_type", "name"), [(kind, name) for kind, (_, names) in TYPES.items() for name in names]
 )
-def test_a_field_is_exact_and_has_an_effect(two: LocalRanks, rope_type: str, name: str) -> None:
-    two.run(_field, rope_type, name)
+def test_a_field_is_exact_and_has_an_effect(pool: LocalRanks, rope_type: str, name: str) -> None:
+    pool.run(_field, rope_type, name)
 
 
 def _model(_: int, name: str) -> None:
@@ -186,8 +178,8 @@ def _model(_: int, name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODELS)
-def test_models_whose_angles_have_other_shapes(two: LocalRanks, name: str) -> None:
-    two.run(_model, name)
+def test_models_whose_angles_have_other_shapes(pool: LocalRanks, name: str) -> None:
+    pool.run(_model, name)
 
 
 def _lengths(_: int, rope_type: str) -> None:
@@ -200,10 +192,10 @@ def _lengths(_: int, rope_type: str) -> None:
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 def test_angles_that_a_model_keeps_from_one_batch_to_the_next(
-    two: LocalRanks, rope_type: str
+    pool: LocalRanks, rope_type: str
 ) -> None:
     """Scaling of a longer sequence stays until a short one comes, on all ranks alike."""
-    two.run(_lengths, rope_type)
+    pool.run(_lengths, rope_type)
 
 
 def _by_hand(_: int, rope_type: str) -> None:
@@ -225,6 +217,6 @@ def _by_hand(_: int, rope_type: str) -> None:
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_a_batch_that_is_split_by_hand(two: LocalRanks, rope_type: str) -> None:
+def test_a_batch_that_is_split_by_hand(pool: LocalRanks, rope_type: str) -> None:
     """It is refused where ranks would differ, before anything is sent, and exact elsewhere."""
-    two.run(_by_hand, rope_type)
+    pool.run(_by_hand, rope_type)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -17,17 +16,12 @@ from ring_torch.local import LocalRanks
 from ring_torch.strategies.hybrid import Hybrid
 from ring_torch.strategies.ulysses import Ulysses
 
+RANKS = 4
+
 WAYS: dict[str, tuple[Any, type[Strategy]]] = {
     "ring-ulysses": ("ulysses", Ulysses),
     "ring-hybrid-2-gather": (StrategyConfig("hybrid", ulysses_size=2, outer="gather"), Hybrid),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalRanks]:
-    """Start four ranks."""
-    with LocalRanks(4) as ranks:
-        yield ranks
 
 
 def _matches(_: int, name: str) -> None:

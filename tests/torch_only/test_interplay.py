@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,14 +19,9 @@ from ring_core import UnsupportedError
 from ring_torch import ContextParallel, ring_attention
 from ring_torch.local import LocalRanks
 
+RANKS = 4
+
 LENGTH, DIM = 16, 16
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[LocalRanks]:
-    """Start two rings of two ranks: data x context parallel."""
-    with LocalRanks(4) as ranks:
-        yield ranks
 
 
 class Layer(nn.Module):
@@ -84,9 +78,9 @@ def _fsdp(rank: int, expected: list[Tensor]) -> None:
     same([grad.full_tensor() for grad in grads if isinstance(grad, DTensor)], expected)
 
 
-def test_fully_sharded(four: LocalRanks) -> None:
+def test_fully_sharded(pool: LocalRanks) -> None:
     """FSDP splits weights over all four ranks, and rings of two split sequences."""
-    four.run(_fsdp, expected())
+    pool.run(_fsdp, expected())
 
 
 def _ddp(rank: int, expected: list[Tensor]) -> None:
@@ -98,8 +92,8 @@ def _ddp(rank: int, expected: list[Tensor]) -> None:
     same([weight.grad for weight in model.parameters() if weight.grad is not None], expected)
 
 
-def test_gradients_gathered_without_and_then_with_sync(four: LocalRanks) -> None:
-    four.run(_ddp, expected(steps=2))
+def test_gradients_gathered_without_and_then_with_sync(pool: LocalRanks) -> None:
+    pool.run(_ddp, expected(steps=2))
 
 
 def _checkpointed_and_hooked(rank: int) -> None:
@@ -117,8 +111,8 @@ def _checkpointed_and_hooked(rank: int) -> None:
     assert recorded == ["forward", "forward", "backward"]
 
 
-def test_checkpointed_and_hooked(four: LocalRanks) -> None:
-    four.run(_checkpointed_and_hooked)
+def test_checkpointed_and_hooked(pool: LocalRanks) -> None:
+    pool.run(_checkpointed_and_hooked)
 
 
 def _some_inputs(_: int, expected: str) -> None:
@@ -147,8 +141,8 @@ def _some_inputs(_: int, expected: str) -> None:
 
 
 @pytest.mark.parametrize("expected", ["q", "k", "v", "sinks", "bias"])
-def test_one_input_alone_asks_for_a_gradient(four: LocalRanks, expected: str) -> None:
-    four.run(_some_inputs, expected)
+def test_one_input_alone_asks_for_a_gradient(pool: LocalRanks, expected: str) -> None:
+    pool.run(_some_inputs, expected)
 
 
 def _layouts(_: int) -> None:
@@ -175,8 +169,8 @@ def _layouts(_: int) -> None:
         same([leaf.grad], [base.grad])
 
 
-def test_any_strides(four: LocalRanks) -> None:
-    four.run(_layouts)
+def test_any_strides(pool: LocalRanks) -> None:
+    pool.run(_layouts)
 
 
 def _modes(_: int) -> None:
@@ -195,9 +189,9 @@ def _modes(_: int) -> None:
         torch.autograd.grad(loss, x, create_graph=True)
 
 
-def test_modes(four: LocalRanks) -> None:
+def test_modes(pool: LocalRanks) -> None:
     """Inference mode, no_grad and autocast work; a second derivative is a clear error."""
-    four.run(_modes)
+    pool.run(_modes)
 
 
 def _destroyed(_: int) -> bool:
@@ -214,6 +208,6 @@ def _destroyed(_: int) -> bool:
     return gone() is None
 
 
-def test_a_group_that_is_destroyed_is_gone(four: LocalRanks) -> None:
+def test_a_group_that_is_destroyed_is_gone(pool: LocalRanks) -> None:
     """The group's threads end with it: they may hold Python objects, and must end before Python."""
-    assert four.run(_destroyed) == [True] * 4
+    assert pool.run(_destroyed) == [True] * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from ring_core import ChunkLayout, UnsupportedError
 from ring_torch import ContextParallel, cross_entropy, linear_cross_entropy
 from ring_torch.local import LocalRanks
 
-SIZE, VOCAB, DIM, LENGTH = 2, 11, 6, 16
+RANKS, VOCAB, DIM, LENGTH = 2, 11, 6, 16
 IGNORED = -100
 
 #: Options with the same meaning as in torch.
@@ -35,12 +34,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 #: Labels that are ignored: none on any rank, some, all of rank 0, or all.
 IGNORES = ("few", "rank 0", "all")
 MODES = ("eager", "compiled", "autocast", "checkpoint", "compiled checkpoint")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalRanks]:
-    with LocalRanks(SIZE) as ranks:
-        yield ranks
 
 
 class Whole:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,15 +18,10 @@ from ring_core import LayoutSpec
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
+RANKS = 4
+
 T, DIM = 32, 6
 Move = Callable[[Tensor], Tensor]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[LocalRanks]:
-    """Start two groups of two ranks: data x context parallel."""
-    with LocalRanks(4, timeout=30) as ranks:
-        yield ranks
 
 
 class Layer(nn.Module):
@@ -161,6 +156,6 @@ def _wrapped(rank: int, way: str, layout: LayoutSpec) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_a_layer_has_the_results_and_gradients_of_one_process(
-    layout: LayoutSpec, way: str, four: LocalRanks
+    layout: LayoutSpec, way: str, pool: LocalRanks
 ) -> None:
-    four.run(_wrapped, way, layout)
+    pool.run(_wrapped, way, layout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from itertools import pairwise
@@ -22,13 +22,9 @@ from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 from ring_torch.sharding import UnshardGrad
 
+RANKS = 3
+
 LAYOUTS = ("zigzag", "contiguous", "striped")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalRanks]:
-    with LocalRanks(3) as ranks:
-        yield ranks
 
 
 def _random(*shape: int) -> Tensor:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 import ring_torch
 from ring_core import ChunkLayout, LayoutSpec, Mask
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
-SIZE = 3
+RANKS = 3
 CHUNKS = ChunkLayout(((1, 5), (0, 2), (3, 4)))
 #: A layout and options of a strategy; ``sdpa`` gathers keys in two stages.
 WAYS: dict[str, tuple[LayoutSpec, dict[str, Any]]] = {
@@ -76,12 +78,6 @@ PAIRS = [
 _DIMS = {"segment_ids": 1, "mask": -2, "bias": -2}
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalRanks]:
-    with LocalRanks(SIZE) as ranks:
-        yield ranks
-
-
 def _leaves(length: int, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
     """Return q, k and v, and options; their float tensors get gradients, too."""
     qkv = [_numbers(1, length, heads, 4).requires_grad_() for heads in (6, 3, 3)]
@@ -100,8 +96,8 @@ def _attends(_: int, way: str, name: str) -> None:
     """Compare sequences of all lengths with one process."""
     layout, how = WAYS[way]
     cp, takes_lse_grad = ContextParallel(layout=layout), not way.startswith("two")
-    alone: Any = [dist.new_group([n]) for n in range(SIZE)][dist.get_rank()]
-    for length in range(1, 3 * SIZE + 1):
+    alone: Any = [dist.new_group([n]) for n in range(RANKS)][dist.get_rank()]
+    for length in range(1, 3 * RANKS + 1):
         qkv, options = _leaves(length, OPTIONS[name](length))
         like, like_options = _leaves(length, OPTIONS[name](length))
         sharded: dict[str, Any] = {
@@ -134,3 +130,68 @@ def _attends(_: int, way: str, name: str) -> None:
 @pytest.mark.parametrize(("name", "way"), PAIRS)
 def test_padded_calls_are_those_of_one_process(name: str, way: str, pool: LocalRanks) -> None:
     pool.run(_attends, way, name)
+
+
+SOME_OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {}, "causal": {"causal": True}, "window": {"window": (4, 7)}, "chunks": {"chunk_size": 5},
+    "capped": {"softcap": 2.0, "alibi_slopes": torch.tensor([0.5, 0.25])},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": 5},
+}  # fmt: skip
+
+
+def _qkv(length: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, length, 2, 8, dtype=torch.float64) for _ in range(3)]
+
+
+def _as_it_says(error: str) -> tuple[int, int]:
+    said = re.search(
+        r"pad to (\d+) with zeros at the end, as shard\(x, pad=True\) does, and pass seq_len=(\d+)",
+        error,
+    )
+    assert said is not None
+    return int(said[1]), int(said[2])
+
+
+def _padded(_: int, name: str, layout: Any, length: int) -> None:
+    cp = ContextParallel(layout=layout)
+    with pytest.raises(ValueError, match="pad to") as error:
+        cp.shard(_qkv(length)[0])
+    to, seq_len = _as_it_says(str(error.value))
+    assert seq_len == length
+    leaves, expected = ([x.requires_grad_() for x in _qkv(length)] for _ in range(2))
+    shards = [cp.shard(x, pad=True) for x in leaves]
+    for x, shard in zip(leaves, shards, strict=True):
+        assert torch.equal(shard, cp.shard(pad(x, (0, 0, 0, 0, 0, to - length))))
+    local = cp.attention(*shards, seq_len=seq_len, **SOME_OPTIONS[name])
+    out = cp.unshard(local, grad="slice")[:, :length]
+    out.square().sum().backward()
+    alone = ContextParallel(_single(), layout="contiguous")
+    whole = alone.attention(*expected, **SOME_OPTIONS[name])
+    whole.square().sum().backward()
+    torch.testing.assert_close(out, whole)
+    for x, y in zip(leaves, expected, strict=True):
+        assert x.grad is not None
+        torch.distributed.all_reduce(x.grad)  # each rank has the gradient from its own shard
+        torch.testing.assert_close(x.grad, y.grad)
+
+
+def _single() -> Any:
+    rank = torch.distributed.get_rank()
+    groups = [torch.distributed.new_group([n]) for n in range(torch.distributed.get_world_size())]
+    return groups[rank]
+
+
+@pytest.mark.parametrize(
+    ("layout", "length"), [("zigzag", 17), ("contiguous", 19), ("striped", 23)]
+)
+@pytest.mark.parametrize("name", SOME_OPTIONS)
+def test_what_the_error_says_is_exact(
+    name: str, layout: str, length: int, pool: LocalRanks
+) -> None:
+    pool.run(_padded, name, layout, length)
+
+
+def test_a_length_of_nothing_is_no_advice() -> None:
+    with pytest.raises(ValueError, match=r"pad to 1$"):
+        ContextParallel().layout_of(0)

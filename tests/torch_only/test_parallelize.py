@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,13 +20,6 @@ from ring_core import RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.hf.models.hooks import Reduction
 from ring_torch.local import LocalRankError, LocalRanks
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[LocalRanks]:
-    """Start two ranks."""
-    with LocalRanks(2) as ranks:
-        yield ranks
 
 
 def same(actual: Tensor, expected: Tensor, what: str) -> None:
@@ -88,8 +80,8 @@ def _matches(_: int, name: str, kind: str, layout: Any) -> None:
 @pytest.mark.nightly(unless=["Llama-plain", "Llama-packed", "Gemma3-right", "Gemma3-flattened"])
 @pytest.mark.parametrize("kind", ["plain", "right", "packed", "flattened"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
-def test_logits_loss_and_gradients_are_one_devices(pair: LocalRanks, name: str, kind: str) -> None:
-    pair.run(_matches, name, kind, "striped" if kind == "right" else "zigzag")
+def test_logits_loss_and_gradients_are_one_devices(pool: LocalRanks, name: str, kind: str) -> None:
+    pool.run(_matches, name, kind, "striped" if kind == "right" else "zigzag")
 
 
 def _outside_loss(_: int, reduction: Reduction) -> None:
@@ -115,8 +107,8 @@ def _outside_loss(_: int, reduction: Reduction) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_loss_of_gathered_logits(pair: LocalRanks, reduction: Reduction) -> None:
-    pair.run(_outside_loss, reduction)
+def test_a_loss_of_gathered_logits(pool: LocalRanks, reduction: Reduction) -> None:
+    pool.run(_outside_loss, reduction)
 
 
 def _inference(_: int) -> None:
@@ -134,8 +126,8 @@ def _inference(_: int) -> None:
         assert torch.equal(twin.logits, out.logits)
 
 
-def test_without_gradients_by_position_and_of_a_copy(pair: LocalRanks) -> None:
-    pair.run(_inference)
+def test_without_gradients_by_position_and_of_a_copy(pool: LocalRanks) -> None:
+    pool.run(_inference)
 
 
 def _wrapped(_: int, kind: str) -> None:
@@ -168,8 +160,8 @@ def _wrapped(_: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_in_what_reduces_gradients_itself(pair: LocalRanks, kind: str) -> None:
-    pair.run(_wrapped, kind)
+def test_in_what_reduces_gradients_itself(pool: LocalRanks, kind: str) -> None:
+    pool.run(_wrapped, kind)
 
 
 def _lora(_: int) -> None:
@@ -200,8 +192,8 @@ def _lora(_: int) -> None:
             same(grad, expected[weight], f"gradient of {weight}")
 
 
-def test_with_lora(pair: LocalRanks) -> None:
-    pair.run(_lora)
+def test_with_lora(pool: LocalRanks) -> None:
+    pool.run(_lora)
 
 
 def _dropout(_: int) -> None:
@@ -219,8 +211,8 @@ def _dropout(_: int) -> None:
     assert not torch.allclose(outs[0], outs[2])
 
 
-def test_attention_dropout_draws_a_seed(pair: LocalRanks) -> None:
-    pair.run(_dropout)
+def test_attention_dropout_draws_a_seed(pool: LocalRanks) -> None:
+    pool.run(_dropout)
 
 
 def _mistakes(rank: int) -> None:
@@ -250,8 +242,8 @@ def _mistakes(rank: int) -> None:
         cp.reduce_gradients(model)
 
 
-def test_mistakes_are_named(pair: LocalRanks) -> None:
-    pair.run(_mistakes)
+def test_mistakes_are_named(pool: LocalRanks) -> None:
+    pool.run(_mistakes)
 
 
 def _drifts(_: int, reduction: Reduction, forgets: bool) -> None:
@@ -269,10 +261,10 @@ def _drifts(_: int, reduction: Reduction, forgets: bool) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_gradients_that_are_not_reduced_are_found(pair: LocalRanks, reduction: Reduction) -> None:
-    pair.run(_drifts, reduction, False)
+def test_gradients_that_are_not_reduced_are_found(pool: LocalRanks, reduction: Reduction) -> None:
+    pool.run(_drifts, reduction, False)
     with pytest.raises(LocalRankError, match="gradients were not reduced"):
-        pair.run(_drifts, reduction, True)
+        pool.run(_drifts, reduction, True)
 
 
 def _wraps_bert(_: int) -> None:
@@ -304,8 +296,8 @@ def _wraps_bert(_: int) -> None:
         same(found_all, all_of_them, f"gradients of {kind}")
 
 
-def test_models_whose_labels_are_not_shifted(pair: LocalRanks) -> None:
-    pair.run(_wraps_bert)
+def test_models_whose_labels_are_not_shifted(pool: LocalRanks) -> None:
+    pool.run(_wraps_bert)
 
 
 def test_what_is_refused() -> None:
@@ -374,8 +366,8 @@ def _documents(_: int) -> None:
     same(local[:, :35], expected[:, :35], "logits of numbered documents and padding")
 
 
-def test_documents_as_collators_state_them(pair: LocalRanks) -> None:
-    pair.run(_documents)
+def test_documents_as_collators_state_them(pool: LocalRanks) -> None:
+    pool.run(_documents)
 
 
 def _pools(_: int, side: str, reduction: Reduction) -> None:
@@ -422,8 +414,8 @@ def _pools(_: int, side: str, reduction: Reduction) -> None:
 @pytest.mark.parametrize(
     ("side", "reduction"), [("right", "sum"), ("left", "mean"), ("plain", "mean")]
 )
-def test_sequences_are_classified(pair: LocalRanks, side: str, reduction: Reduction) -> None:
-    pair.run(_pools, side, reduction)
+def test_sequences_are_classified(pool: LocalRanks, side: str, reduction: Reduction) -> None:
+    pool.run(_pools, side, reduction)
 
 
 def _routes(_: int, kind: str, reduction: Reduction) -> None:
@@ -456,6 +448,6 @@ def _routes(_: int, kind: str, reduction: Reduction) -> None:
 
 @pytest.mark.parametrize(("kind", "reduction"), [("right", "sum"), ("plain", "mean")])
 def test_router_losses_are_of_the_whole_sequence(
-    pair: LocalRanks, kind: str, reduction: Reduction
+    pool: LocalRanks, kind: str, reduction: Reduction
 ) -> None:
-    pair.run(_routes, kind, reduction)
+    pool.run(_routes, kind, reduction)

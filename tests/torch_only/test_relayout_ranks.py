@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,7 @@ from ring_core import Layout, LayoutSpec
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
-T, SIZE = 48, 4
+T, RANKS = 48, 4
 #: Ranks that hold the sequence, and ranks that get it. ``(2, 0, 3, 1)`` is a group in that order.
 RANKS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "to some": ((0, 1, 2, 3), (1, 3)), "from some": ((0, 2), (0, 1, 2, 3)),
@@ -31,12 +31,6 @@ LAYOUTS: dict[str, tuple[LayoutSpec, LayoutSpec]] = {
     "zigzag-contiguous": ("zigzag", "contiguous"), "striped-zigzag": ("striped", "zigzag"),
 }  # fmt: skip
 SORTS = "sort_ranks" in inspect.signature(dist.new_group).parameters
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalRanks]:
-    with LocalRanks(SIZE, timeout=20) as ranks:
-        yield ranks
 
 
 def cp_over(ranks: tuple[int, ...], layout: LayoutSpec) -> ContextParallel:
@@ -155,7 +149,7 @@ def _unlike(rank: int, kind: str) -> str:
             x, seq_len=T, to=ContextParallel(group, "striped" if rank == 1 else "zigzag")
         ),
         "ranks": lambda: everyone.relayout(
-            torch.ones(2, T // SIZE, 3), to=other if rank % 2 else some
+            torch.ones(2, T // RANKS, 3), to=other if rank % 2 else some
         ),
         "tokens": lambda: some.relayout(x[:, rank == 2 :], to=everyone, seq_len=T),
         "tokens outside": lambda: some.relayout(
@@ -198,7 +192,7 @@ def _refused(rank: int) -> dict[str, str]:
         "length": lambda: some.relayout(x, to=everyone),
         "apart": lambda: some.relayout(x, to=others, seq_len=T),
         "part": lambda: everyone.relayout(everyone.shard(whole), to=some, seq_len=2 * T),
-        "division": lambda: everyone.relayout(torch.ones(1, 1, 3), to=some, seq_len=SIZE),
+        "division": lambda: everyone.relayout(torch.ones(1, 1, 3), to=some, seq_len=RANKS),
         "half": lambda: everyone.relayout(everyone.shard(whole), to=some, seq_len=0.5),  # type: ignore[arg-type]  # wrong on purpose
     }
     if rank not in (0, 2):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,12 +24,6 @@ from ring_torch import ContextParallel, replace_sdpa
 from ring_torch.local import LocalRanks
 
 MODES = ("eager", "compiled", "blocks compiled", "reentrant", "checkpoint", "autocast", "inference")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalRanks]:
-    with LocalRanks(2) as ranks:
-        yield ranks
 
 
 def modes_left() -> int:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 import ring_torch.compat as ring_flash_attn
 from ring_torch.comm.ranks import Ranks
+from ring_torch.compat import llama3_flash_attn_prepare_cu_seqlens
+from ring_torch.hf.models.placeholders import ShardedMask
 from ring_torch.local import LocalRanks
 
 H, D = 4, 8
@@ -189,3 +191,20 @@ def test_lengths_that_ranks_cannot_share() -> None:
         ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 6]), True, 0, 4)
     with pytest.raises(ValueError, match="rank must be"):
         ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 8]), True, 4, 4)
+
+
+def test_a_cast_by_position_keeps_documents_apart() -> None:
+    """Casting a model's mask to bool by position keeps its segment ids, and documents apart."""
+    ids = torch.tensor([[0, 1, 2, -1]], dtype=torch.int32)
+    positions = torch.arange(4)[None]
+    unread: Any = None
+    mask = ShardedMask(unread, (1, 4), 4, False, None, ids, 3, None, 4, positions)
+    for cast in (mask.to(torch.bool), mask.to(dtype=torch.bool), mask.to("cpu", torch.bool)):
+        assert cast.segment_ids is not None
+        torch.testing.assert_close(cast.segment_ids, ids)
+
+
+def test_no_ranks() -> None:
+    offsets = torch.tensor([0, 8], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 0\)"):
+        llama3_flash_attn_prepare_cu_seqlens(offsets, True, 0, 0)

@@ -19,6 +19,8 @@ from ring_torch.compat import substitute_hf_flash_attn, update_ring_flash_attn_p
 from ring_torch.compat.hf import RingFlashAttention
 from ring_torch.local import LocalRanks
 
+RANKS = 4
+
 DOCUMENTS = (0, 5, 26, 32)
 SIZES: dict[str, Any] = {
     "vocab_size": 29, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -87,14 +89,6 @@ def whole(name: str) -> tuple[Tensor, list[Tensor]]:
     joined = torch.cat(logits, dim=1)
     joined.backward(weight)
     return joined.detach(), [x.grad for x in model.parameters()]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalRanks]:
-    """Start four ranks, whose transformers stays changed."""
-    ranks = LocalRanks(4)
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dense import dense, errors
 from patched import replaced
 from torch import Tensor
 
-from ring_core import Mask
-from ring_torch import accumulate, prepare, ring_attention
+from ring_core import Mask, reference
+from ring_torch import ContextParallel, accumulate, prepare, ring_attention
 from ring_torch.compat import zigzag_ring_flash_attn_func
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.records import AttentionState, Forward, Mode, unseen_state
@@ -164,3 +167,42 @@ def test_what_tests_on_gpus_compare_with(window: int | None) -> None:
         out = ring_attention(*leaves[:3], sinks=sinks, causal=True, window=(keys - 1, 0))
         results = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
         assert (max(errors(results, exact, plain)) < 2) == is_right
+
+
+PROGRAM = """
+import sys
+from importlib.abc import MetaPathFinder
+
+
+class NoTriton(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+
+sys.meta_path.insert(0, NoTriton())
+import importlib.util
+
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find_spec(name, *rest)
+import torch
+from ring_torch import ring_attention
+
+x = torch.ones(1, 8, 2, 4, requires_grad=True)
+for kernel in ("auto", "eager"):
+    ring_attention(x, x, x, causal=True, kernel=kernel).sum().backward()
+assert "triton" not in sys.modules
+"""
+
+
+def test_a_call_on_a_cpu() -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True)
+
+
+def test_an_odd_length() -> None:
+    cp = ContextParallel()
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 7, 2, 4)
+    out = cp.unshard(cp.attention(*map(cp.shard, (q, k, v)), causal=True))
+    assert cp.positions(7).tolist() == list(range(7))
+    np.testing.assert_allclose(out, reference.attention(q, k, v, causal=True)[0], atol=2e-6)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import Mock, patch
 from weakref import ref
 
@@ -12,17 +13,22 @@ from tiled import KEYS, TiledKernel
 from torch import Tensor
 from views import offset
 
-from ring_core import Mask, WorkItem
+from benchmarks.common.cases import SHORT_SETTINGS, Setting, mask_of
+from ring_core import Mask, Request, WorkItem, make_plan, ring_program
 from ring_core.programs import gather_work
 from ring_torch import ContextParallel, prepare
 from ring_torch.accumulate import Columns, Rows
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload
+from ring_torch.call import UNRESOLVED, Call, Transport
+from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import fa4
 from ring_torch.kernels.api import Kernel, OwnSpans, Selection
+from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.fa4 import library
 from ring_torch.launches.cache import KeptViews
 from ring_torch.records import BackwardInputs, KernelParams, KeyBlock, QueryBlock
-from ring_torch.strategies import gather as gather_strategy
+from ring_torch.strategies import gather, gather as gather_strategy
+from ring_torch.strategies.gather import GATHER, Gather
 
 LENGTH, HEADS, DIM = 128, (4, 2, 2), 8
 
@@ -201,3 +207,92 @@ def test_kept_views_end_with_their_buffer() -> None:
     view = ref(views(other)[0])
     del other
     assert view() is None
+
+
+OSS = SHORT_SETTINGS[1]  # a layer of gpt-oss with a window
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "is_known", lambda: True)
+    monkeypatch.setattr(fa4, "capability", lambda: (9, 0))
+
+
+def resolved(
+    setting: Setting, rank: int = 0, *, mask: Mask | None = None, layout: Any = "zigzag",
+    kernel: Kernel = fa4.FA4, returns_lse: bool = False, **options: Any,
+) -> Gather:  # fmt: skip
+    """Return the strategy of a setting over four ranks, with few K/V heads.
+
+    There is no GPU and no flash-attn-4: that must not matter until something is launched.
+    """
+    mask = mask or mask_of(setting.mask, setting.seq_len)
+    plan = make_plan(mask, seq_len=setting.seq_len, cp_size=4, layout=layout)
+    tokens, dim = setting.seq_len // 4, setting.dim
+    heads = setting.heads, setting.kv_heads
+    request = Request(
+        "cuda",
+        "bfloat16",
+        dim,
+        dim,
+        q_heads=heads[0],
+        kv_heads=heads[1],
+        **{"grad": True} | options,
+    )
+    transport: Any = SimpleNamespace(is_short=lambda *_: True)
+    signature: Any = None
+    half, device = torch.bfloat16, torch.device("cuda")
+    keys = KVPayload.of(setting.batch, tokens, heads[1], dim, dim, half, False)
+    params = KernelParams(mask, dim**-0.5, needs_lse=True)
+    call = Call(
+        Ranks(None, rank, 4), plan, ring_program(plan), keys, request, params, kernel, Selection(kernel, ()),
+        half, torch.float32, device, False, request.grad, UNRESOLVED, cast("Transport", transport),
+        signature, signature, 0, False, returns_lse,
+    )  # fmt: skip
+    strategy = GATHER.resolve(call, None, None)
+    assert isinstance(strategy, Gather)
+    return strategy
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("rank", range(4))
+def test_a_layer_of_gpt_oss_has_one(rank: int, layout: Any) -> None:
+    """A layer of gpt-oss has a split backward of one launch: equal spans, items of equal rows."""
+    strategy = resolved(OSS, rank, layout=layout)
+    assert strategy.head_major and not strategy.own_work and strategy.gather.tile == fa4.KEYS
+    assert strategy.rounding is not None
+    assert len(gather._own_spans(strategy.own_fetches, strategy.gather.length)) == 1
+    assert len({item.q_stop - item.q_start for item in strategy.gather.items}) == 1
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("keys", [130, 200, 513, 1000])
+def test_so_have_other_causal_windows(keys: int) -> None:
+    mask = Mask(causal=True, window=(keys - 1, 0))
+    assert all(resolved(OSS, rank, mask=mask).head_major for rank in range(4))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"returns_lse": True},  # another kernel may compute lse's gradient, by what was saved
+        {"grad": False},
+        {"softcap": True},
+        {"deterministic": True},
+        {"kernel": EagerKernel()},
+        {"mask": Mask(causal=True, window=(127, 0), cu_seqlens=(0, 1000, OSS.seq_len))},
+        {"mask": Mask(window=(127, 100))},  # it would end inside a tile that the next rows need
+    ],
+    ids=["returns_lse", "grad", "softcap", "deterministic", "kernel", "documents", "right"],
+)
+def test_others_fetch_what_they_see(options: dict[str, Any]) -> None:
+    strategy = resolved(OSS, 1, **options)
+    assert not strategy.head_major and strategy.gather.tile == 1
+
+
+@pytest.mark.usefixtures("hopper")
+def test_calls_that_return_lse_keep_that_of_whole_tiles() -> None:
+    strategy = resolved(OSS, 1, mask=Mask(causal=True), returns_lse=True)
+    assert strategy.head_major and strategy.gather.tile == 1

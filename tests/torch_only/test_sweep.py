@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
@@ -66,13 +65,6 @@ SWITCHES = switches.read()
 ROWS = read()
 LISTED = of_release(ROWS, transformers.__version__)
 BY_RELEASE = {release: of_release(ROWS, f"{release}.0") for release in TESTED_RELEASES}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalRanks]:
-    """Start a ring of two."""
-    with LocalRanks(2) as ranks:
-        yield ranks
 
 
 def installed() -> dict[str, Entry]:
@@ -162,9 +154,9 @@ def test_no_class_is_less_exact_on_the_newest_release() -> None:
     ]
 )
 @pytest.mark.parametrize("name", [*CHOSEN, *REFUSED])
-def test_it_is_as_the_page_says(two: LocalRanks, name: str) -> None:
+def test_it_is_as_the_page_says(pool: LocalRanks, name: str) -> None:
     listed = LISTED[name]
-    for outcome in two.run(compare, name, listed.model_type):
+    for outcome in pool.run(compare, name, listed.model_type):
         assert (outcome.result, outcome.loss) == (listed.result, listed.loss), outcome.reason
         outcome_found = (outcome.padding, outcome.images, outcome.by)
         assert outcome_found == (listed.padding, listed.images, listed.by)
@@ -203,14 +195,14 @@ def test_no_switch_is_wrong_or_refused_in_a_call() -> None:
 
 @pytest.mark.nightly(unless=SWITCHED)
 @pytest.mark.parametrize("name", SWITCHES)
-def test_its_switches_are_as_in_the_table(two: LocalRanks, name: str) -> None:
+def test_its_switches_are_as_in_the_table(pool: LocalRanks, name: str) -> None:
     if name not in LISTED or LISTED[name].result != "exact":
         pytest.skip("this release does not have it, or refuses it")
     row = Row(transformers.__version__, name)
     entry = installed()[name]
     for switch in switches_of(entry):
         changes = {"kind": switch.kind, "values": switch.values}
-        for outcome in two.run(compare, name, entry.model_type, changes):
+        for outcome in pool.run(compare, name, entry.model_type, changes):
             row.add(switch.label, outcome, LISTED[name])
     assert row.bad == {}
     if SWITCHES[name].version == transformers.__version__:
@@ -232,12 +224,12 @@ def _careless(rank: int, name: str, model_type: str) -> Outcome:
         ("MobileBertForMaskedLM", "logits"),
     ],
 )  # fmt: skip
-def test_what_would_be_wrong_is_seen(two: LocalRanks, name: str, message: str) -> None:
+def test_what_would_be_wrong_is_seen(pool: LocalRanks, name: str, message: str) -> None:
     """Without the refusal results are wrong, so the comparison detects what it is for.
 
     A classifier returns no tokens: no parameter gets a gradient, which `reduce_gradients` says.
     """
-    outcomes = two.run(_careless, name, LISTED[name].model_type)
+    outcomes = pool.run(_careless, name, LISTED[name].model_type)
     seen = "refused" if message == "nothing to sum" else "wrong"
     assert {outcome.result for outcome in outcomes} == {seen}
     assert any(message in outcome.reason for outcome in outcomes)

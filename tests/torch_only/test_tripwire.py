@@ -7,21 +7,29 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from threading import Thread
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import mutants
+import numpy as np
 import pytest
 import torch
+from patched import replaced
+from plain_flash import FLASH, PlainFlash
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import ring_torch
 from ring_core import StrategyConfig
 from ring_core.programs import ring as ring_module
-from ring_torch import RankMismatchError, WrongResultError
+from ring_torch import ContextParallel, RankMismatchError, WrongResultError, prepare, ring_attention
 from ring_torch.buffers import HeadGroups
 from ring_torch.call import Call
 from ring_torch.checking import settings as check_settings, watch
-from ring_torch.comm.ranks import Ranks, Transfer
+from ring_torch.comm.ranks import DONE, Ranks, Transfer
+from ring_torch.kernels.api import Selection
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.prepare import _prepare
@@ -407,3 +415,335 @@ def test_ranks_that_differ_are_told(backend: Any) -> None:
     with LocalRanks(2) as ranks, pytest.raises(LocalRankError, match="check is") as raised:
         ranks.run(differs)
     assert RankMismatchError.__name__ in str(raised.value)
+
+
+SIZES = (1, 2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ring_attention(q, k, v, causal=True, kernel="eager", strategy="ring").sin()
+
+
+def _compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    torch._dynamo.reset()
+    out: Tensor = torch.compile(_attend, backend="aot_eager", fullgraph=True)(q, k, v)
+    return out
+
+
+def _checkpointed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = checkpoint(_attend, q, k, v, use_reentrant=False)
+    return out
+
+
+def _reentrant(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = checkpoint(_attend, q, k, v, use_reentrant=True)
+    return out
+
+
+WAYS = {"eager": _attend, "compiled": _compiled, "checkpointed": _checkpointed}
+
+
+def _in_a_thread(run: Callable[[], None]) -> list[str]:
+    """Run a function in a thread, as autograd runs backwards on GPUs, and return the errors."""
+    raised: list[str] = []
+
+    def backward() -> None:
+        try:
+            run()
+        except WrongResultError as error:
+            raised.append(str(error))
+
+    thread = Thread(target=backward)
+    thread.start()
+    thread.join()
+    return raised
+
+
+def _wrong_grads(*args: Any, right: Any = EagerKernel.differentiate) -> None:
+    right(*args)
+    args[-1].dk[:, :, 0] *= 1.5
+
+
+def _called(rank: int, attend: Callable[..., Tensor], forward: int, backward: int) -> list[str]:
+    """Return the errors of a wrong backward, given the check's settings around either pass."""
+    torch.manual_seed(rank)
+    q, k, v = (torch.randn(1, 16, heads, 8).requires_grad_() for heads in (4, 2, 2))
+    with replaced(EagerKernel, differentiate=_wrong_grads):
+        with ring_torch.check(forward):
+            out = attend(q, k, v)
+
+        def run() -> None:
+            with ring_torch.check(backward):
+                out.sum().backward()
+
+        return _in_a_thread(run)
+
+
+@pytest.mark.nightly(only=["compiled-2"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_forward_decides(way: str, size: int, backend: Any) -> None:
+    for raised in backend.pool(size).run(_called, WAYS[way], 1, 0):
+        assert len(raised) == 1 and "(backward) is wrong" in raised[0]
+    assert backend.pool(size).run(_called, WAYS[way], 0, 1) == [[]] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_call_that_is_made_anew_is_checked_by_what_is_set_then(size: int, backend: Any) -> None:
+    """Reentrant checkpoints are checked by the backward's setting, as it makes the call again."""
+    for raised in backend.pool(size).run(_called, _reentrant, 0, 1):
+        assert len(raised) == 1 and "(backward) is wrong" in raised[0]
+    assert backend.pool(size).run(_called, _reentrant, 1, 0) == [[]] * size
+
+
+def _numbers(rank: int, attend: Callable[..., Tensor]) -> list[int]:
+    """Return which of six calls are found wrong in the backward, counted from 1."""
+    messages = []
+    with ring_torch.check(3), replaced(EagerKernel, differentiate=_wrong_grads):
+        for number in range(1, 7):
+            torch.manual_seed(rank)
+            q, k, v = (torch.randn(1, 16, heads, 8).requires_grad_() for heads in (4, 2, 2))
+            try:
+                attend(q, k, v).sum().backward()
+            except WrongResultError:
+                messages.append(number)
+    return messages
+
+
+@pytest.mark.nightly(only=["_compiled"])
+@pytest.mark.parametrize("attend", [_attend, _compiled])
+def test_both_passes_are_of_one_number(attend: Callable[..., Tensor]) -> None:
+    """Every third call is checked, in both passes: a compiled backward is not counted as a call."""
+    with LocalRanks(2) as ranks:
+        assert ranks.run(_numbers, attend) == [[3, 6], [3, 6]]
+
+
+T, RANKS = 40, 2
+Move = Callable[[Tensor], Tensor]
+
+#: Movements of a rank's slice; the second argument is context parallelism of rank 1 alone.
+MOVES: dict[str, Callable[[ContextParallel, ContextParallel, Tensor], Tensor]] = {
+    "shift": lambda cp, _, x: cp.shift(x, 3, cu_seqlens=(0, 7, 9, T - 1), seq_len=T - 1),
+    "halo": lambda cp, _, x: cp.halo(x, 3, 2).rows,
+    "relayout": lambda cp, _, x: cp.relayout(x, to="striped"),
+    "relayout to one rank": lambda cp, one, x: cp.relayout(x, to=one, seq_len=T),
+}
+
+
+def moves(name: str) -> Move:
+    """Return a movement with its ``ContextParallel`` objects."""
+    cp, one_rank = ContextParallel(), ContextParallel(DeviceMesh("cpu", [1]))
+    return lambda x: MOVES[name](cp, one_rank, x)
+
+
+def more_rows() -> Any:
+    """Let each peer receive its last row twice, and drop the second copy."""
+    right = Ranks.start
+
+    def wrong(ranks: Ranks, sends: Any, receives: Any) -> Any:
+        if any(x.nbytes == 2048 for x, _ in (*sends, *receives)):  # headers, and findings
+            return right(ranks, sends, receives)
+        longer = [torch.cat([x, x[-16:]]) for x, _ in receives]
+        sends = [(torch.cat([x, x[-16:]]), peer) for x, peer in sends]
+        right(ranks, sends, list(zip(longer, (p for _, p in receives), strict=True))).wait()
+        for (x, _), y in zip(receives, longer, strict=True):
+            x.copy_(y[: len(x)])
+        return DONE
+
+    return patch.object(Ranks, "start", wrong)
+
+
+def _words(rank: int, name: str, how: str) -> list[str]:
+    """Return the errors of a movement and of its backward when more is sent than needed."""
+    move, messages = moves(name), []
+    if how == "compiled":
+        torch._dynamo.reset()
+        move = torch.compile(move, backend="aot_eager", fullgraph=True)
+    for forward_is_wrong in (True, False):
+        x = torch.full((1, T // RANKS, 2), 1.0 + rank, dtype=torch.float64).requires_grad_()
+        with ExitStack() as stack:
+            stack.enter_context(ring_torch.check())
+            try:
+                with more_rows() if forward_is_wrong else ExitStack():
+                    out = move(x)
+            except WrongResultError as error:
+                messages.append(str(error))
+                continue
+        with more_rows():  # the backward of a checked movement is checked outside of the block, too
+            try:
+                out.sum().backward()
+            except WrongResultError as error:
+                messages.append(str(error))
+    return messages
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("name", MOVES)
+def test_more_bytes_than_those_of_rows_that_move_are_an_error(
+    name: str, how: str, pool: LocalRanks
+) -> None:
+    by_rank = pool.run(_words, name, how)
+    assert by_rank[0] == by_rank[1], "all ranks raise the same"
+    forward, backward = by_rank[0]
+    kind = name.partition(" ")[0]
+    assert f"({kind}) is wrong. rank " in forward, forward
+    assert f"({kind} backward) is wrong. rank " in backward, backward
+    assert "bytes were sent, and the rows that change rank have" in forward
+
+
+def _right(_: int) -> None:
+    """Check that checked calls have the usual results, for all derivatives, dtypes and dims."""
+    for move in map(moves, MOVES):
+        x = torch.randn(1, T // RANKS, 2, dtype=torch.float64).requires_grad_()
+        with ring_torch.check():
+            out = move(x)
+            (grad,) = torch.autograd.grad(out.pow(3).sum(), x, create_graph=True)
+            grad.sum().backward()
+            move(torch.ones(2, T // RANKS, dtype=torch.int8))
+            move(torch.ones(2, T // RANKS, 0))
+        assert torch.equal(out, move(x))
+
+
+def test_right_movements_pass(pool: LocalRanks) -> None:
+    pool.run(_right)
+
+
+def _unlike(rank: int) -> str:
+    cp = ContextParallel()
+    with ring_torch.check(rank):
+        try:
+            cp.shift(torch.ones(1, T // RANKS), 1)
+        except RankMismatchError as error:
+            return str(error)
+    return "no error"
+
+
+def test_ranks_with_unlike_settings_are_told(pool: LocalRanks) -> None:
+    for message in pool.run(_unlike):
+        assert "check is" in message
+
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+KERNELS = ("eager", "flash")
+SMALL_CALLS = 50  # calls of each kernel and dtype in a part
+PARTS = 12
+
+
+class SmallCall(NamedTuple):
+    """Tensors and options of a call on one process."""
+
+    tensors: tuple[Tensor, ...]  # q, k, v, and the gradient of out
+    options: dict[str, Any]
+
+
+def drawn(seed: int, dtype: torch.dtype) -> SmallCall:
+    """Draw sizes and inputs: even to peaked scores, and K/V from independent to nearly equal."""
+    rng = np.random.default_rng(seed)
+    batch, length = int(rng.integers(1, 3)), int(rng.integers(1, 9))
+    kv_heads, group = int(rng.choice([1, 2])), int(rng.choice([1, 2]))
+    dim, v_dim = (int(rng.choice([1, 4, 16])) for _ in range(2))
+    q_size, shift = float(rng.choice([1, 6, 20])), float(rng.choice([0, 0, 5]))
+
+    def random(heads: int, dim: int) -> Tensor:
+        return torch.as_tensor(rng.standard_normal((batch, length, heads, dim)))
+
+    q, dout = q_size * random(kv_heads * group, dim), random(kv_heads * group, v_dim)
+    k, v = (shift + random(kv_heads, n) for n in (dim, v_dim))
+    options: dict[str, Any] = {"window": (2, 9), "softmax_scale": 0.3}
+    if rng.random() < 0.5:
+        options["sinks"] = torch.as_tensor(rng.standard_normal(kv_heads * group)).to(dtype)
+    return SmallCall(tuple(x.to(dtype) for x in (q, k, v, dout)), options)
+
+
+def run_small(call: SmallCall) -> None:
+    """Run forward and backward, both checked."""
+    q, k, v, dout = call.tensors
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with ring_torch.check():
+        out: Any = ring_attention(*leaves, **call.options)
+        torch.autograd.grad(out, leaves, dout)
+
+
+def found_wrong(seeds: range, dtype: str) -> list[str]:
+    """Return the error of each call that the check finds wrong."""
+    calls_found_wrong = []
+    for seed in seeds:
+        try:
+            run_small(drawn(seed, getattr(torch, dtype)))
+        except WrongResultError as error:
+            calls_found_wrong.append(f"{seed}: {str(error).partition('. Kernel')[0]}")
+    return calls_found_wrong
+
+
+@contextmanager
+def chosen(kernel: str) -> Iterator[None]:
+    """Let calls inside run a kernel with float32 sums: plain, or rounding as fused ones do."""
+    prepare._prepare.cache_clear()
+    kernel_object: Any = EagerKernel() if kernel == "eager" else FLASH
+    with patch.object(prepare, "choose", lambda *_: Selection(kernel_object, ())):
+        yield
+    prepare._prepare.cache_clear()
+
+
+@pytest.mark.nightly(
+    unless=["eager-float32-0", "eager-bfloat16-0", "flash-float16-0", "flash-float64-0"]
+)
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_right_small_calls_pass(kernel: str, dtype: str, part: int) -> None:
+    with chosen(kernel):
+        assert found_wrong(range(part * SMALL_CALLS, (part + 1) * SMALL_CALLS), dtype) == []
+
+
+def _scaled(which: int, by: float) -> Callable[..., Any]:
+    """Return a backward whose gradient number ``which`` is scaled by ``by`` in its first head."""
+    right = PlainFlash.backward
+
+    def wrong(self: Any, *args: Any) -> Any:
+        grads = right(self, *args)
+        grads[which][:, :, 0] *= by
+        return grads
+
+    return wrong
+
+
+def _without_delta(self: Any, *args: Any, right: Any = PlainFlash.backward) -> Any:
+    dout, q, k, v, out, *rest = args
+    return right(self, dout, q, k, v, torch.zeros_like(out), *rest)
+
+
+def _at_another_scale(self: Any, *args: Any, right: Any = PlainFlash.backward) -> Any:
+    *tensors, options, destination = args
+    return right(self, *tensors, options._replace(scale=0.25), destination)
+
+
+def _with_another_window(self: Any, *args: Any, right: Any = PlainFlash.forward) -> Any:
+    *tensors, options, destination = args
+    return right(self, *tensors, options._replace(window=(1, 9)), destination)
+
+
+FAULTS_OF_FLASH: dict[str, tuple[str, Callable[..., Any]]] = {
+    "dq a tenth larger": ("backward", _scaled(0, 1.1)),
+    "dk a tenth larger": ("backward", _scaled(1, 1.1)),
+    "dv a tenth larger": ("backward", _scaled(2, 1.1)),
+    "no delta": ("backward", _without_delta),
+    "another scale": ("backward", _at_another_scale),
+    "another window": ("forward", _with_another_window),
+}
+
+
+@pytest.mark.nightly(
+    unless=[f"{fault}-{DTYPES[n % len(DTYPES)]}" for n, fault in enumerate(FAULTS_OF_FLASH)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", FAULTS_OF_FLASH)
+def test_a_fault_of_small_calls_trips(fault: str, dtype: str) -> None:
+    """The check finds many of the calls of several tokens that the fault changes."""
+    method, wrong = FAULTS_OF_FLASH[fault]
+    with chosen("flash"), patch.object(PlainFlash, method, wrong):
+        calls_found_wrong = found_wrong(range(40), dtype)
+    assert len(calls_found_wrong) >= 10
+    assert all(f"({method})" in text for text in calls_found_wrong)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -26,12 +26,6 @@ T, D, V = 24, 8, 11
 LAYOUTS: tuple[LayoutSpec, ...] = (
     "zigzag", "contiguous", "striped", balanced_layout(Mask(causal=True), seq_len=768, cp_size=2)
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalRanks]:
-    with LocalRanks(2) as ranks:
-        yield ranks
 
 
 def numbers(*shape: int) -> Tensor:

@@ -1,0 +1,110 @@
+"""A pass that fails on one GPU: the other rank gets its error before NCCL ends that process."""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from ring_torch import ring_attention
+from ring_torch.kernels.triton.launch import ItemLaunch
+from ring_torch.local import LocalRanks
+
+pytestmark = pytest.mark.nccl
+
+BROKEN, TIMEOUT = 1, 8.0
+PREFIX = {"forward": "fwd", "backward": "bwd"}  # of the names of a pass's launches
+
+
+def _no_memory(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("played: out of memory")
+
+
+def _fails(rank: int, folder: str, where: str, length: int, transport: str) -> list[str]:
+    """Return the errors of the broken rank in two calls; the other rank's log goes to a file."""
+    logging.getLogger("ring_torch").addHandler(logging.FileHandler(f"{folder}/{rank}"))
+    options: dict[str, Any] = {"kernel": "triton", "transport": transport}
+    x = torch.ones(1, length, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step() -> None:
+        out = ring_attention(x, x, x, **options)
+        out.sum().backward()
+        assert x.grad is not None
+        x.grad.sum().item()
+
+    step()
+    if rank == BROKEN:
+        run = ItemLaunch.run
+
+        def broken(launch: Any, name: Any, *args: Any, **options: Any) -> None:
+            (_no_memory if name.startswith(PREFIX[where]) else run)(launch, name, *args, **options)
+
+        setattr(ItemLaunch, "run", broken)  # noqa: B010 - mypy lets no method be assigned
+    said = []
+    for _ in range(2):
+        try:
+            step()
+        except RuntimeError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    time.sleep(TIMEOUT if rank == BROKEN else 0)
+    return said
+
+
+@pytest.mark.parametrize("transport", ["p2p", "symm_mem"])
+@pytest.mark.parametrize("length", [256, 49_152])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_its_words_are_logged(tmp_path: Path, where: str, length: int, transport: str) -> None:
+    with LocalRanks(2, timeout=TIMEOUT, cuda=True) as pool:
+        answers = pool.answers(_fails, str(tmp_path), where, length, transport)
+    message = f"({where}) failed on rank {BROKEN} of the group: OutOfMemoryError: played"
+    ok, said = answers[BROKEN]
+    assert ok, said
+    assert said[0].startswith("OutOfMemoryError: played")
+    assert message in said[1]
+    assert message in (tmp_path / str(1 - BROKEN)).read_text()
+    ended, other = answers[1 - BROKEN]
+    assert not ended or len(other) == 2, other  # killed by NCCL, or an error each time
+
+
+PATIENCE = timedelta(seconds=30)
+
+
+def _attend_in_a_group(rank: int, size: int, port: int, is_right: bool) -> list[str]:
+    """Return the outcome of each call of a group that is created on the store, and destroyed."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    x = torch.ones(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16)
+    ended = []
+    for _ in range(2 if is_right else 1):
+        try:
+            out = ring_attention(x, x, x, causal=rank == 0 and not is_right)
+            ended.append("exact" if torch.equal(out, x) else "wrong")
+        except (RuntimeError, ValueError) as error:
+            ended.append(str(error))
+    dist.destroy_process_group()
+    return ended
+
+
+@pytest.mark.parametrize("size", [2])
+def test_a_new_group_reads_nothing_of_the_last(size: int) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with LocalRanks(size, cuda=True) as pool:
+        said = pool.run(_attend_in_a_group, size, store.port, False)
+        assert all("different calls" in x for (x,) in said), said
+        left = [key for key in store.list_keys() if "ring/" in key]
+        assert left, "notes of the first group"
+        for key in store.list_keys():
+            if key not in left:  # left by NCCL of the first group
+                store.delete_key(key)
+        exact = [["exact"] * 2] * size
+        assert pool.run(_attend_in_a_group, size, store.port, True) == exact
+        assert {*left} <= {*store.list_keys()}

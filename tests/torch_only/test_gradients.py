@@ -1,0 +1,399 @@
+"""Gradients: of ``lse`` in each kernel that has it, in memory of their own, summed exactly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from itertools import permutations, product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+from torch.autograd import functional
+from torch.utils.checkpoint import checkpoint
+
+from ring_core import UnsupportedError
+from ring_torch import ContextParallel, compat, ring_attention
+from ring_torch.gradients import reduce
+from ring_torch.local import LocalRanks
+
+T = 16
+
+
+def _whole() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, T, 2, 8) for _ in range(3)]
+
+
+def _expected(of_out: bool, of_lse: bool) -> list[Tensor]:
+    leaves = [x.double().requires_grad_() for x in _whole()]
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    scores = q @ k.transpose(2, 3) * 8**-0.5
+    lse = scores.logsumexp(-1)
+    out = (scores - lse[..., None]).exp() @ v
+    loss = out.square().sum() * of_out + (lse * torch.arange(T)).sum() * of_lse
+    return list(torch.autograd.grad(loss, leaves, materialize_grads=True))
+
+
+def _found(rank: int, strategy: str, of_out: bool, of_lse: bool, compiled: bool) -> None:
+    torch._dynamo.reset()
+    cp = ContextParallel(layout="contiguous")
+    leaves = [cp.shard(x).requires_grad_() for x in _whole()]
+    assert cp.explain(*leaves, return_lse=True).startswith("kernel sdpa")
+
+    def attend(*qkv: Tensor) -> Any:
+        return cp.attention(*qkv, return_lse=True, strategy=strategy)
+
+    call: Any = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    out, lse = call(*leaves)
+    positions = torch.arange(T)[rank * T // 2 :][: T // 2]
+    loss: Any = (out.square().sum() if of_out else 0) + ((lse * positions).sum() if of_lse else 0)
+    loss.backward()
+    for leaf, x in zip(leaves, _expected(of_out, of_lse), strict=True):
+        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        torch.testing.assert_close(grad.double(), cp.shard(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.nightly(
+    only=[
+        "ring-expected3-True",
+        "ring-expected5-True",
+        "gather-expected7-True",
+        "gather-expected9-True",
+    ]
+)
+@pytest.mark.parametrize(
+    ("strategy", "expected", "compiled"),
+    list(product(["ring", "gather"], [(True, False), (False, True), (True, True)], [False, True])),
+)
+def test_lse_takes_fast_kernels_until_it_has_a_gradient(
+    strategy: str, expected: tuple[bool, bool], compiled: bool, pool: LocalRanks
+) -> None:
+    pool.run(_found, strategy, *expected, compiled)
+
+
+def _on_one_rank(rank: int) -> None:
+    cp = ContextParallel(layout="contiguous")
+    leaves = [cp.shard(x).requires_grad_() for x in _whole()]
+    out, lse = cp.attention(*leaves, return_lse=True, strategy="ring")
+    (out.square().sum() + (lse.sum() if rank else 0)).backward()
+    reference = [x.double().requires_grad_() for x in _whole()]
+    q, k, v = (x.transpose(1, 2) for x in reference)
+    scores = q @ k.transpose(2, 3) * 8**-0.5
+    whole = scores.softmax(-1) @ v
+    (whole.square().sum() + scores.logsumexp(-1)[..., T // 2 :].sum()).backward()
+    for leaf, x in zip(leaves, reference, strict=True):
+        assert leaf.grad is not None
+        assert x.grad is not None
+        torch.testing.assert_close(leaf.grad.double(), cp.shard(x.grad), rtol=1e-4, atol=1e-5)
+
+
+def test_lse_may_have_a_gradient_on_some_ranks(pool: LocalRanks) -> None:
+    pool.run(_on_one_rank)
+
+
+def test_a_named_kernel_without_that_gradient_says_so() -> None:
+    x = torch.ones(1, T, 2, 8, requires_grad=True)
+    _, lse = ring_attention(x, x, x, kernel="sdpa", return_lse=True)
+    with pytest.raises(UnsupportedError, match="gradient through lse"):
+        lse.sum().backward()
+
+
+def _storages(_: int, strategy: str, dtype: torch.dtype) -> bool:
+    leaves = [x.to(dtype).requires_grad_() for x in _whole()]
+    ring_attention(*leaves, strategy=strategy).sum().backward()
+    grads = [x.grad for x in leaves if x.grad is not None]
+    sizes = [x.untyped_storage().nbytes() == x.nbytes for x in grads]
+    return all(sizes) and len({x.untyped_storage().data_ptr() for x in grads}) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+def test_gradients_share_no_memory(strategy: str, dtype: torch.dtype, pool: LocalRanks) -> None:
+    assert pool.run(_storages, strategy, dtype) == [True] * 2
+
+
+#: Each rank's gradient. The first two sum to a tie, which rounds down to 1; the last breaks the
+#: tie, but adds nothing to either of them in their dtype.
+HALVES = {torch.bfloat16: (1.0, 2**-8, 2**-17), torch.float16: (1.0, 2**-11, 2**-23)}
+
+
+def _summed(rank: int, dtype: torch.dtype) -> float:
+    model = nn.Linear(1, 1, bias=False, dtype=dtype)
+    model.weight.grad = torch.full((1, 1), HALVES[dtype][rank], dtype=dtype)
+    ContextParallel().reduce_gradients(model)
+    return float(model.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_gradients_are_summed_in_float32(dtype: torch.dtype) -> None:
+    """A sum in the own dtype is 1 in any order; in float32 it is the next larger number."""
+    gradients = torch.tensor(HALVES[dtype], dtype=dtype)
+    assert all(a + b + c == 1 for a, b, c in permutations(gradients))
+    with LocalRanks(3) as ranks:
+        assert set(ranks.run(_summed, dtype)) == {1 + torch.finfo(dtype).eps}
+
+
+def test_buckets_look_at_each_gradient_once() -> None:
+    class Counted:
+        dtype, device, looked = torch.float32, torch.device("cpu"), 0
+
+        @property
+        def nbytes(self) -> int:
+            Counted.looked += 1
+            return 4
+
+    count = 2000
+    buckets: Any = list(reduce._each_bucket([Counted() for _ in range(count)]))  # type: ignore[misc]  # stands in for a tensor
+    assert [len(bucket) for bucket in buckets] == [count]
+    assert Counted.looked <= 3 * count
+
+
+_dense: Any = torch.nn.functional.scaled_dot_product_attention
+Attend = Callable[[Tensor], Tensor]
+
+
+def _qkv() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, T, 2, 4, dtype=torch.float64) for _ in range(3)]
+
+
+class Way(NamedTuple):
+    """The way a call is made, as a function of ``q``."""
+
+    strategy: str = "ring"
+    backend: str | None = None  # for torch.compile
+    scale: float = 1.0  # multiplies q within the graph: of a product no leaf is saved
+
+    def attend(self, q: Tensor) -> Tensor:
+        """Return this rank's part of causal attention."""
+        cp = ContextParallel()
+        k, v = (cp.shard(x) for x in _qkv()[1:])
+        if self.strategy == "compat":
+            out: Tensor = compat.zigzag_ring_flash_attn_func(q, k, v, causal=True)
+            return out
+        strategy, scale = self.strategy, self.scale
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q = q if scale == 1 else q * scale
+            return ring_attention(q, k, v, causal=True, layout="zigzag", strategy=strategy)
+
+        if self.backend is not None:
+            torch.compiler.reset()
+            attend = torch.compile(attend, backend=self.backend, fullgraph=True)
+        return attend(q, k, v)
+
+    def is_exact(self, kind: str = "plain") -> bool:
+        """Return True if a call and its gradient equal those of full attention."""
+        cp = ContextParallel()
+        q, k, v = _qkv()
+        q.requires_grad_()
+        heads_first = [x.transpose(1, 2) for x in (q * self.scale, k, v)]
+        whole = _dense(*heads_first, is_causal=True)
+        (dq,) = torch.autograd.grad(whole.sum(), q)
+        shard = cp.shard(q.detach()).requires_grad_()
+        out = ALLOWED[kind](self.attend, shard)
+        assert shard.grad is not None
+        return torch.allclose(out, cp.shard(whole.transpose(1, 2)), atol=1e-9) and torch.allclose(
+            shard.grad, cp.shard(dq), atol=1e-9
+        )
+
+
+WAYS = {
+    "ring": Way(),
+    "gather": Way("gather"),
+    "ulysses": Way("ulysses"),
+    "compat": Way("compat"),
+    "eager graph": Way(backend="eager"),
+    "aot graph": Way(backend="aot_eager"),
+    "eager graph of a product": Way(backend="eager", scale=2.0),
+    "aot graph of a product": Way(backend="aot_eager", scale=2.0),
+}
+
+
+def _penalty(attend: Attend, q: Tensor) -> None:
+    out = attend(q)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    (out.sum() + dq.pow(2).sum()).backward()
+
+
+def _accumulated(attend: Attend, q: Tensor) -> None:
+    torch.autograd.backward([attend(q).sum()], create_graph=True)
+    assert q.grad is not None
+    q.grad.pow(2).sum().backward()
+
+
+def _loss(attend: Attend) -> Callable[[Tensor], Tensor]:
+    return lambda q: attend(q).pow(2).sum()
+
+
+SECOND: dict[str, Callable[[Attend, Tensor], Any]] = {
+    "penalty": _penalty,
+    "accumulated": _accumulated,
+    "hvp": lambda attend, q: functional.hvp(_loss(attend), q.detach(), torch.ones_like(q)),
+    "vhp": lambda attend, q: functional.vhp(_loss(attend), q.detach(), torch.ones_like(q)),
+    "jvp": lambda attend, q: functional.jvp(attend, q.detach(), torch.ones_like(q)),
+    "hessian": lambda attend, q: functional.hessian(_loss(attend), q.detach()),
+}
+
+
+def _douts(q: Tensor) -> Tensor:
+    return torch.stack([torch.ones_like(q), torch.zeros_like(q)])
+
+
+def _vmap(attend: Attend, q: Tensor) -> None:
+    out = attend(q)
+    torch.func.vmap(lambda dout: torch.autograd.grad(out, q, dout))(_douts(q))
+
+
+BATCHED: dict[str, Callable[[Attend, Tensor], Any]] = {
+    "is_grads_batched": lambda attend, q: torch.autograd.grad(
+        attend(q), q, _douts(q), is_grads_batched=True
+    ),
+    "jacobian": lambda attend, q: functional.jacobian(attend, q.detach(), vectorize=True),
+    "vmap": _vmap,
+}
+
+
+def _backward(out: Tensor) -> Tensor:
+    out.sum().backward()
+    return out.detach()
+
+
+def _checkpoint(attend: Attend, q: Tensor, *, reentrant: bool) -> Tensor:
+    return _backward(checkpoint(attend, q, use_reentrant=reentrant))
+
+
+def _compiled_checkpoint(attend: Attend, q: Tensor, *, reentrant: bool) -> Tensor:
+    torch.compiler.reset()
+    step = torch.compile(
+        lambda q: checkpoint(attend, q, use_reentrant=reentrant), backend="aot_eager"
+    )
+    return _backward(step(q))
+
+
+def _compiled_autograd(attend: Attend, q: Tensor) -> Tensor:
+    out = attend(q)
+    with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="aot_eager")):
+        return _backward(out)
+
+
+def _twice(attend: Attend, q: Tensor) -> Tensor:
+    out = attend(q)
+    torch.autograd.grad(out.sum(), q, retain_graph=True)
+    return _backward(out)
+
+
+def _vjp(attend: Attend, q: Tensor) -> Tensor:
+    out: Tensor
+    out, q.grad = functional.vjp(attend, q.detach(), torch.ones_like(q))
+    return out
+
+
+def _rows(attend: Attend, q: Tensor) -> Tensor:
+    rows = functional.jacobian(lambda q: attend(q).sum(dim=(0, 2, 3)), q.detach())
+    q.grad = rows.sum(dim=0)
+    return attend(q).detach()
+
+
+ALLOWED: dict[str, Callable[[Attend, Tensor], Tensor]] = {
+    "plain": lambda attend, q: _backward(attend(q)),
+    "twice": _twice,
+    "vjp": _vjp,
+    "jacobian": _rows,
+    "reentrant": lambda attend, q: _checkpoint(attend, q, reentrant=True),
+    "checkpoint": lambda attend, q: _checkpoint(attend, q, reentrant=False),
+    "compiled autograd": _compiled_autograd,
+}
+
+
+def _refused(_: int, way: Way, asked: str) -> tuple[str, bool]:
+    """Return the error of the refusal, and True if the next call is exact."""
+    q = ContextParallel().shard(_qkv()[0]).requires_grad_()
+    try:
+        (SECOND | BATCHED)[asked](way.attend, q)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", way.is_exact()
+    return "no error", False
+
+
+def _pairs(kinds: Iterable[str]) -> list[tuple[str, str]]:
+    """Return all ways with the first kind, and all kinds with a plain call and with a graph."""
+    first, *rest = kinds
+    return [(way, first) for way in WAYS] + [
+        (way, kind) for way in ("ring", "aot graph of a product") for kind in rest
+    ]
+
+
+def _check_refused(pool: LocalRanks, way: str, asked: str, match: str) -> None:
+    for message, exact in pool.run(_refused, WAYS[way], asked):
+        assert re.search(match, message), message
+        assert exact, message
+
+
+@pytest.mark.nightly(
+    only=[
+        *(f"aot graph of a product-{x}" for x in ("hessian", "jvp", "hvp", "accumulated", "vhp")),
+        *(f"{graph} graph of a product-penalty" for graph in ("eager", "aot")),
+    ]
+)
+@pytest.mark.parametrize(("way", "asked"), _pairs(SECOND))
+def test_second_derivatives_are_refused(pool: LocalRanks, way: str, asked: str) -> None:
+    match = "UnsupportedError: .*second derivative.*create_graph"
+    if way.startswith("aot"):  # torch is the first to refuse a leaf's there
+        match += "|RuntimeError: torch.compile with aot_autograd does not .* double backward"
+    _check_refused(pool, way, asked, match)
+
+
+@pytest.mark.nightly(
+    only=[
+        *(f"aot graph of a product-{x}" for x in ("jacobian", "vmap")),
+        *(f"{graph} graph of a product-is_grads_batched" for graph in ("eager", "aot")),
+    ]
+)
+@pytest.mark.parametrize(("way", "asked"), _pairs(BATCHED))
+def test_batched_gradients_are_refused(pool: LocalRanks, way: str, asked: str) -> None:
+    match = "UnsupportedError: .*is_grads_batched"
+    if way.startswith("aot"):  # torch is the first to refuse torch.func's there
+        match += "|RuntimeError: .*a compiled backward function within vmap"
+    _check_refused(pool, way, asked, match)
+
+
+def _allowed(_: int, way: Way, kind: str) -> bool:
+    return way.is_exact(kind)
+
+
+@pytest.mark.nightly(
+    only=[
+        f"aot graph of a product-{x}"
+        for x in ("jacobian", "checkpoint", "reentrant", "vjp", "twice", "compiled autograd")
+    ]
+)
+@pytest.mark.parametrize(("way", "kind"), _pairs(ALLOWED))
+def test_first_derivatives_are_exact(pool: LocalRanks, way: str, kind: str) -> None:
+    assert pool.run(_allowed, WAYS[way], kind) == [True, True]
+
+
+def _one_graph(_: int) -> str:
+    """Return the error of compiled autograd after an eager forward; a compiled one is exact."""
+    q, messages = ContextParallel().shard(_qkv()[0]).requires_grad_(), []
+    for way in (Way(), Way(backend="aot_eager")):
+        torch.compiler.reset()  # graphs of other tests have breaks, and would be reused
+        out = way.attend(q)
+        (expected,) = torch.autograd.grad(out.sum(), q, retain_graph=True)
+        compiler = torch.compile(backend="aot_eager", fullgraph=True)
+        try:
+            with compiled_autograd._enable(compiler):
+                out.sum().backward()
+        except RuntimeError as error:
+            messages.append(str(error))
+    torch.testing.assert_close(q.grad, expected, rtol=0, atol=0)
+    (message,) = messages
+    return message
+
+
+def test_compiled_autograd_makes_one_graph_of_a_compiled_forward(pool: LocalRanks) -> None:
+    for message in pool.run(_one_graph):
+        assert "With fullgraph=True compile what calls attention" in message

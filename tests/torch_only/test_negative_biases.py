@@ -1,0 +1,192 @@
+"""Very negative finite biases, as in additive masks, give what exact arithmetic gives."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from cases import Case
+from negative_biases import NEGATIVE, NegativeCase
+from tolerances import assert_close
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import ring_torch
+from ring_core.reference.dense import bias_shift as reference_shift
+from ring_torch import ContextParallel, autograd, ring_attention
+from ring_torch.comm.ranks import Ranks
+from ring_torch.local import LocalRanks
+from ring_torch.options import CallOptions
+from ring_torch.prepare import check_call
+from ring_torch.strategies import bias_shift
+
+B, T, H, D = 2, 48, 2, 8
+RANKS = 3
+
+
+def _assert_right(case: Case, results: dict[str, Any]) -> None:
+    """Check results, and each ``lse`` relative to its own size, not to the largest."""
+    assert_close(case, results)
+    tolerance = 1e-12 if case.dtype == "float64" else 1e-5
+    np.testing.assert_allclose(
+        results["lse"], case.expected["lse"], rtol=tolerance, atol=tolerance, err_msg=case.name
+    )
+
+
+WAYS = [(case, "ring") for case in NEGATIVE] + [
+    (case, "gather")
+    for case in NEGATIVE
+    if case.cp_size > 1
+    and case.layout != "striped"
+    and case.strategy == "ring"
+    and case.mask.predicate is None
+]
+
+
+@pytest.mark.nightly(
+    unless=[
+        "zigzag-ring",
+        "ids-ring",
+        "helpers-ring",
+        "float64-ring",
+        "mixed-gather",
+        "bfloat16-gather",
+    ]
+)
+@pytest.mark.parametrize(
+    ("case", "strategy"), WAYS, ids=[f"{case.name}-{strategy}" for case, strategy in WAYS]
+)
+def test_they_agree_with_real_numbers(case: NegativeCase, strategy: str, backend: Any) -> None:
+    """Results, ``lse`` and gradients are right; biased are parts of rows, whole rows, padding."""
+    for variant in case.everywhere():
+        _assert_right(variant, backend.run(variant, strategy=strategy))
+
+
+def _by_hand(q: Tensor, k: Tensor, v: Tensor, *, shown: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention without a bias: a constant bias over all that a row sees changes nothing."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = (q @ k.mT * D**-0.5).masked_fill(~shown, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1)
+
+
+def _padded(low: float) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return q, k and v; a bias that hides 16 tokens on the left from others; the visible pairs."""
+    torch.manual_seed(0)
+    positions = torch.arange(T)
+    bias = torch.zeros(1, 1, T, T)
+    bias[..., :16] = low
+    visible = (positions[:, None] >= positions) & ((positions[:, None] < 16) | (positions >= 16))
+    return [torch.randn(B, T, H, D) for _ in range(3)], bias, visible
+
+
+def _run(_: int, way: str, strategy: str, low: float) -> None:
+    """Compare a causal call with the formula: results, and gradients of q, k and v."""
+    torch._dynamo.reset()
+    cp = ContextParallel(layout="contiguous")
+    qkv, bias, seen = _padded(low)
+    whole = [x.double().requires_grad_() for x in qkv]
+    expected, expected_lse = _by_hand(*whole, shown=seen)
+    weights = torch.linspace(-1, 1, T)
+    (expected.square().sum() + (expected_lse * weights).sum()).backward()
+    leaves, rows = [cp.shard(x).requires_grad_() for x in qkv], cp.shard(bias, dim=2)
+    rows.requires_grad_()
+    ids = cp.shard(torch.zeros(B, T, dtype=torch.int32)) if way != "checkpoint" else None
+
+    def attend(*x: Tensor) -> Any:
+        return cp.attention(
+            *x, bias=rows, causal=True, segment_ids=ids, strategy=strategy, return_lse=True
+        )
+
+    call: Any = attend
+    if way == "compiled":
+        call = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    if way == "checkpoint":
+
+        def call(*x: Tensor) -> Any:
+            return checkpoint(attend, *x, use_reentrant=False)
+
+    with ring_torch.check() if way == "checked" else nullcontext():
+        out, lse = call(*leaves)
+        torch.autograd.backward(
+            [out, lse], [2 * out.detach(), cp.shard(weights, dim=0).expand_as(lse)]
+        )
+    torch.testing.assert_close(out.double(), cp.shard(expected.detach()), rtol=1e-5, atol=1e-5)
+    for leaf, x in zip(leaves, whole, strict=True):
+        assert leaf.grad is not None
+        assert x.grad is not None
+        torch.testing.assert_close(leaf.grad.double(), cp.shard(x.grad), rtol=1e-5, atol=1e-5)
+    assert rows.grad is not None
+    # A constant added to a whole row changes nothing but its ``lse``.
+    added = cp.shard(weights, dim=0) * B * H
+    torch.testing.assert_close(rows.grad.sum(dim=-1)[0, 0], added, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.nightly(unless=["checked-balanced", "checkpoint-gather"])
+@pytest.mark.parametrize("strategy", ["ring", "balanced", "gather"])
+@pytest.mark.parametrize("way", ["compiled", "checkpoint", "checked"])
+def test_ways_to_call(way: str, strategy: str, pool: LocalRanks) -> None:
+    """Calls of each way are right; the check counts the shift, the helpers' part of it, and ids."""
+    pool.run(_run, way, strategy, -1e10)
+
+
+def _never(_rank: int, options: dict[str, Any]) -> None:
+    cp, kwargs = ContextParallel(layout="contiguous"), dict(options)
+    qkv, _, seen = _padded(-1e10)
+    q, k, v = (cp.shard(x) for x in qkv)
+    if "mask" in kwargs:
+        kwargs["mask"] = cp.shard(seen, dim=0)
+    if "bias" in kwargs:
+        kwargs["bias"] = cp.shard(torch.zeros(1, 1, T, T), dim=2)
+    with patch.object(autograd, "bias_shift", side_effect=AssertionError("rows were looked at")):
+        cp.attention(q, k, v, **kwargs)
+
+
+NO_SHIFT: dict[str, dict[str, Any]] = {
+    "no bias": {}, "a mask alone": {"mask": True}, "sinks": {"bias": True, "sinks": torch.zeros(H)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_SHIFT)
+def test_what_needs_no_shift_has_none(name: str, pool: LocalRanks) -> None:
+    pool.run(_never, NO_SHIFT[name])
+
+
+def test_a_mask_beside_a_bias_has_one() -> None:
+    with pytest.raises(AssertionError, match="rows were looked at"):
+        _never(0, {"mask": True, "bias": True})
+
+
+def test_rows_are_looked_at_in_blocks() -> None:
+    """Rows are read in blocks of 7, the last of which is shorter."""
+    qkv, bias, _ = _padded(-1e10)
+    bias[..., -9:, :] = -1e6
+    call = partial(ring_attention, *qkv, bias=bias, causal=True, return_lse=True)
+    whole = call()
+    with (
+        patch.object(bias_shift, "_BLOCK_BYTES", 7 * T * (4 + 4)),
+        patch.object(bias_shift, "_visible", side_effect=bias_shift._visible) as visible,
+    ):
+        parts = call()
+    assert visible.call_count == 7
+    for result, by_blocks in zip(whole, parts, strict=True):
+        assert torch.equal(result, by_blocks)
+
+
+def test_infinity_and_nan_leave_a_row_its_shift() -> None:
+    """The shift is the largest finite number that a row sees, as in the reference."""
+    (q, k, v), bias, _ = _padded(-1e10)
+    bias[..., 2, 1], bias[..., 3, 0], bias[..., 4, :] = torch.inf, torch.nan, torch.inf
+    arrays = SimpleNamespace(bias=bias.numpy(), sinks=None)
+    for causal in (False, True):
+        options = CallOptions(causal=causal, bias=bias)
+        call, inputs = check_call(Ranks(None, 0, 1), 0, "contiguous", q, k, v, options)
+        visible = np.tri(T, dtype=bool) if causal else np.ones((T, T), bool)
+        expected: Any = reference_shift(arrays, visible)  # type: ignore[arg-type]  # what it reads
+        assert expected[..., 2:5].any() == causal
+        np.testing.assert_array_equal(bias_shift.bias_shift(call, inputs), expected)

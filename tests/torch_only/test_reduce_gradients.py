@@ -1,0 +1,694 @@
+"""``reduce_gradients`` counts each gradient once, for any shards, and ranks must agree."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.parallel import DistributedDataParallel
+
+from ring_core import RankMismatchError, UnsupportedError
+from ring_torch import ContextParallel
+from ring_torch.local import LocalRanks
+
+RANKS = 4
+
+SIZE = 2
+
+
+def _pair(rank: int) -> Any:
+    """Create a group of this rank and its neighbour."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return pairs[rank // SIZE]
+
+
+class Step:
+    """A small model and its optimizer; rank ``r`` adds ``r + 1`` times the same gradient."""
+
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(0)
+        self.rank = rank
+        self.cp = ContextParallel(_pair(rank))
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2, bias=False))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.x = torch.randn(5, 3)
+
+    @property
+    def grads(self) -> list[Tensor]:
+        grads_of_parameters = [weight.grad for weight in self.model.parameters()]
+        return [x for x in grads_of_parameters if x is not None]
+
+    def loss(self) -> Tensor:
+        part: Tensor = self.model(self.x).square().sum() * (self.cp.cp_rank + 1)
+        return part
+
+    def backward(self, **options: Any) -> None:
+        self.loss().backward(**options)
+
+    def reduce(self) -> None:
+        self.cp.reduce_gradients(self.model)
+
+    def check(self, times: float = 3) -> None:
+        """Check that gradients are those of all ranks' losses: ``1 + 2`` times that of one."""
+        twin = copy.deepcopy(self.model)  # no backward comes to the model's own parameters
+        loss = twin(self.x).square().sum() * times
+        whole = torch.autograd.grad(loss, list(twin.parameters()))
+        torch.testing.assert_close(self.grads, list(whole))
+
+
+def _nothing(_: Step) -> None:
+    pass
+
+
+def _clip(step: Step) -> None:
+    nn.utils.clip_grad_norm_(step.model.parameters(), 1e-2)
+
+
+def _unscale(step: Step) -> None:
+    for grad in step.grads:
+        grad.mul_(0.5)
+
+
+def _step(step: Step) -> None:
+    step.optimizer.step()
+
+
+def _reduce_elsewhere(step: Step) -> None:
+    """Reduce over data parallel replicas, which are ranks of the other pairs."""
+    dist.all_reduce(step.grads[0], group=step.cp.group)  # type: ignore[arg-type]  # there after a backward
+
+
+#: Tensors that programs put in the place of a gradient, made of that.
+MADE_OF: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda grad: grad,
+    "scaled": lambda grad: grad * 0.5,
+    "detached": lambda grad: grad.detach(),
+    "cloned": lambda grad: grad.clone(),
+    "copied": copy.deepcopy,
+    "flat": lambda grad: torch.cat([grad.flatten()] * 2)[: grad.numel()].view_as(grad),
+}
+
+
+def _replace_by(step: Step, made: str) -> None:
+    for weight in step.model.parameters():
+        weight.grad = MADE_OF[made](weight.grad)  # type: ignore[arg-type]  # there after a backward
+
+
+def _other_group(step: Step) -> None:
+    step.cp = ContextParallel(_pair(step.rank))
+
+
+def _other_dtype(step: Step) -> None:
+    """Move the model, and with it the gradients, to another dtype and back."""
+    step.model.double().float()
+
+
+def _read_others(step: Step) -> None:
+    """Look at other gradients of the parameters, after sums were scaled by new tensors."""
+    _replace_by(step, "scaled")
+    torch.autograd.grad(step.loss(), list(step.model.parameters()))
+
+
+def _copy(step: Step) -> None:
+    """Go on with a deep copy of the model, and of its gradients, which torch leaves out."""
+    model = copy.deepcopy(step.model)
+    for twin, weight in zip(model.parameters(), step.model.parameters(), strict=True):
+        twin.grad = copy.deepcopy(weight.grad)
+    step.model = model
+
+
+#: Changes after which gradients are still sums, to which nothing may be added: what is summed is
+#: known by parameter and backward, not by the tensor, its address or the object of the group.
+STILL_SUMS = (
+    _nothing, _clip, _unscale, _step, _reduce_elsewhere, _other_group, _other_dtype, _read_others,
+    *(partial(_replace_by, made=made) for made in MADE_OF),
+)  # fmt: skip
+
+
+def _refused(rank: int, then: Callable[[Step], None], options: dict[str, Any]) -> list[str]:
+    step = Step(rank)
+    for _ in range(2):  # micro-batches
+        step.backward()
+    step.reduce()
+    step.check(6)
+    then(step)
+    messages = []
+    again = ContextParallel(step.cp.group)  # the group counts, not the object
+    calls: list[Any] = [
+        partial(again.reduce_gradients, step.model),
+        partial(step.backward, **options),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="reduce_gradients") as error:
+            call()
+        messages.append(str(error.value))
+    step.model.zero_grad()
+    step.backward()
+    step.reduce()
+    step.check()
+    return messages
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+@pytest.mark.parametrize(
+    ("then", "options"),
+    [*((then, {}) for then in STILL_SUMS), (_nothing, {"retain_graph": True})],
+)
+def test_a_sum_is_neither_added_to_nor_summed_again(
+    then: Callable[[Step], None], options: dict[str, Any], pool: LocalRanks
+) -> None:
+    for twice, added in pool.run(_refused, then, options):
+        assert "the gradient of 0.weight is summed over the 2 ranks of the group already" in twice
+        assert re.search(r"adds to the gradient of [02]\.(weight|bias), which reduce", added)
+        for message in (twice, added):
+            assert "once a step, after the last backward; then step, then zero_grad()" in message
+
+
+def _refused_copy(rank: int) -> None:
+    step = Step(rank)
+    step.backward()
+    step.reduce()
+    for _ in range(2):
+        _copy(step)
+        with pytest.raises(ValueError, match="already"):
+            step.reduce()
+    step.backward()
+    step.model.zero_grad()
+    step.backward()
+    step.reduce()
+    step.check()
+
+
+def test_sums_of_a_deep_copy_are_sums(pool: LocalRanks) -> None:
+    """A copy's parameters have no history: the gradient itself bears a mark, which is copied."""
+    pool.run(_refused_copy)
+
+
+def _refused_behind_others(rank: int) -> None:
+    step = Step(rank)
+    step.backward()
+    step.reduce()
+    torch.autograd.grad(step.loss(), list(step.model.parameters()))
+    _replace_by(step, "scaled")
+    with pytest.raises(ValueError, match="already"):
+        step.reduce()
+    step.model.zero_grad()
+    step.backward()
+    step.reduce()
+    step.check()
+
+
+def test_a_sum_that_is_replaced_behind_other_gradients_is_one(pool: LocalRanks) -> None:
+    """``torch.autograd.grad`` adds nothing, so what is put in the sum's place is compared."""
+    pool.run(_refused_behind_others)
+
+
+def _keep_elsewhere(step: Step, times: float, only: str = "") -> None:
+    """Keep gradients in ``main_grad``, as libraries with fused or wide gradients do."""
+    for name, weight in step.model.named_parameters():
+        if only in name:
+            weight.grad = None
+            setattr(weight, "main_grad", torch.full_like(weight, times))  # noqa: B010 - torch's types have none
+
+
+def _keep_beside_others(step: Step) -> None:
+    step.backward()
+    _keep_elsewhere(step, 1, "2.weight")
+
+
+#: Models without a gradient to sum on any rank, and a word of the way out.
+NOTHING: dict[str, tuple[Callable[[Step], None], type[ValueError], str]] = {
+    "no backward": (_nothing, ValueError, r"cp\.reduce_each_gradient\(model\)"),
+    "main_grad": (lambda step: _keep_elsewhere(step, 1), UnsupportedError, "all_reduce.*main_grad"),
+    "main_grad on one rank": (
+        lambda step: _keep_elsewhere(step, step.cp.cp_rank), UnsupportedError, "main_grad",
+    ),
+    "main_grad beside others": (
+        _keep_beside_others, UnsupportedError,
+        "that of 2.weight is in main_grad",
+    ),
+}  # fmt: skip
+
+
+def _nothing_to_sum(rank: int, name: str) -> None:
+    change, kind, words = NOTHING[name]
+    step = Step(rank)
+    change(step)
+    with pytest.raises(kind, match=words):
+        step.reduce()
+    step = Step(rank)  # nothing was sent but the kinds of gradients: a new group of these goes on
+    _keep_elsewhere(step, 0, "2.weight")
+    (step.model[0](step.x).sum() * (rank % 2)).backward()
+    step.reduce()  # a parameter without any beside others with one
+    assert step.model.get_parameter("2.weight").grad is None
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_nothing_to_sum_is_an_error_on_all_ranks(name: str, pool: LocalRanks) -> None:
+    """Gradients that are used up or kept elsewhere leave weights to drift apart in silence."""
+    pool.run(_nothing_to_sum, name)
+
+
+def _set_to_none(step: Step) -> None:
+    step.optimizer.zero_grad(set_to_none=True)
+
+
+def _zero(step: Step) -> None:
+    step.model.zero_grad(set_to_none=False)
+
+
+def _zero_by_foreach(step: Step) -> None:
+    torch.optim.SGD(step.model.parameters(), lr=0.0, foreach=True).zero_grad(set_to_none=False)
+
+
+def _zero_unseen(step: Step) -> None:
+    """Zero gradients through ``.data``, which their version counters do not notice."""
+    for grad in step.grads:
+        grad.data.zero_()
+
+
+def _replace(step: Step) -> None:
+    for weight in step.model.parameters():
+        weight.grad = torch.zeros_like(weight)
+
+
+def _replace_each_other_way(step: Step) -> None:
+    for n, weight in enumerate(step.model.parameters()):
+        weight.grad = None if n % 2 else torch.zeros_like(weight)
+
+
+def _clip_and_zero(step: Step) -> None:
+    _clip(step)
+    _step(step)
+    _zero(step)
+
+
+def _of_autograd(step: Step) -> None:
+    """Replace gradients by those of ``torch.autograd.grad``, as some loops do without zeroing."""
+    parts = torch.autograd.grad(step.loss(), list(step.model.parameters()))
+    for weight, part in zip(step.model.parameters(), parts, strict=True):
+        weight.grad = part
+    step.reduce()
+    step.check()
+    _set_to_none(step)
+
+
+def _by_hand(step: Step) -> None:
+    """Set gradients of each rank's own, that no backward has made, and without a step between."""
+    for weight in step.model.parameters():
+        weight.grad = torch.full_like(weight, step.cp.cp_rank + 1)
+    step.reduce()
+    assert all((grad == 1 + SIZE).all() for grad in step.grads)
+    _set_to_none(step)
+
+
+def _not_finite(step: Step) -> None:
+    """Set gradients that are NaN on all ranks, for steps that are left out."""
+    for _ in range(2):
+        for weight in step.model.parameters():
+            weight.grad = torch.full_like(weight, torch.nan)
+        step.reduce()
+    _set_to_none(step)
+
+
+def _of_master_weights(step: Step) -> None:
+    """Step, and set gradients that no backward of these parameters has made."""
+    _step(step)
+    for weight in step.model.parameters():
+        weight.grad = torch.ones_like(weight)
+    step.reduce()
+    assert all((grad == SIZE).all() for grad in step.grads)
+    _set_to_none(step)
+
+
+FRESH = (
+    _set_to_none, _of_autograd, _by_hand, _not_finite, _of_master_weights, _zero, _zero_by_foreach, _zero_unseen, _replace, _replace_each_other_way,
+    _clip_and_zero,
+)  # fmt: skip
+
+
+def _steps(rank: int, freshen: Callable[[Step], None]) -> None:
+    step = Step(rank)
+    for _ in range(3):
+        step.backward()
+        step.backward()  # micro-batches
+        step.reduce()
+        step.check(6)
+        freshen(step)
+    if not step.grads:
+        with pytest.raises(
+            ValueError, match="no parameter of the model has a gradient on any rank"
+        ):
+            step.reduce()
+    else:
+        step.reduce()  # sums of zeros
+    assert not any(grad.any() for grad in step.grads)
+
+
+@pytest.mark.parametrize("freshen", FRESH)
+def test_steps_that_zero_or_replace_gradients_go_on(
+    freshen: Callable[[Step], None], pool: LocalRanks
+) -> None:
+    pool.run(_steps, freshen)
+
+
+def _in_buckets(rank: int) -> None:
+    """Let DDP put views of its buckets, of which each step has the same, in gradients' places.
+
+    The class is a tensor that was a sum and is used again for a gradient that is none.
+    """
+    step = Step(rank)
+    alone = [dist.new_group([n]) for n in range(dist.get_world_size())][rank]
+    ddp = DistributedDataParallel(step.model, process_group=alone, gradient_as_bucket_view=True)
+    for to_none in (True, False, True):
+        for _ in range(2):
+            step.optimizer.zero_grad(set_to_none=to_none)
+            for context in (ddp.no_sync(), nullcontext()):
+                with context:
+                    (ddp(step.x).square().sum() * (step.cp.cp_rank + 1)).backward()
+            step.reduce()
+            step.check(6)
+    with pytest.raises(ValueError, match="already"):
+        step.reduce()
+
+
+def test_buckets_of_ddp_are_no_sums_in_the_next_step(pool: LocalRanks) -> None:
+    pool.run(_in_buckets)
+
+
+def _between(rank: int) -> None:
+    """Check that reading gradients, or adding to none, is not refused; nor is another group."""
+    step = Step(rank)
+    cross = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # data parallel, beside the pairs
+    other = ContextParallel(cross[rank % SIZE])  # type: ignore[arg-type]  # there on its ranks
+    step.backward()
+    step.reduce()
+    torch.autograd.grad(step.loss(), list(step.model.parameters()))
+    x = step.x.clone().requires_grad_()
+    step.model(x).sum().backward(inputs=[x])
+    other.reduce_gradients(step.model)
+    step.check(SIZE * 3)
+    for cp in (step.cp, other):
+        with pytest.raises(ValueError, match="over the 2 ranks of the group already"):
+            cp.reduce_gradients(step.model)
+    with pytest.raises(ValueError, match="over 2 of the 4 ranks of the group already"):
+        ContextParallel().reduce_gradients(step.model)
+
+
+def test_other_groups_and_gradients_of_other_things_are_free(pool: LocalRanks) -> None:
+    pool.run(_between)
+
+
+def _with_a_graph(rank: int) -> None:
+    """Check a backward with ``create_graph=True``, where torch adds gradients into a new tensor."""
+    step = Step(rank)
+    step.backward()
+    step.reduce()
+    loss = step.loss()
+    with pytest.raises(ValueError, match="adds to the gradient"), _no_warning_of_cycles():
+        loss.backward(create_graph=True)
+    step.model.zero_grad()
+
+
+def _no_warning_of_cycles() -> Any:
+    import warnings
+
+    caught = warnings.catch_warnings()
+    warnings.simplefilter("ignore")
+    return caught
+
+
+def test_a_sum_that_is_added_to_with_a_graph_is_refused(pool: LocalRanks) -> None:
+    pool.run(_with_a_graph)
+
+
+def _life(rank: int) -> None:
+    step = Step(rank)
+    step.backward()
+    step.reduce()
+    first = step.model[0]
+    assert isinstance(first, nn.Linear)
+    assert first.weight.grad is not None
+    grad = ref(first.weight.grad)
+    step.model.zero_grad()
+    assert grad() is None
+    step.backward()
+    step.reduce()
+    twin = copy.deepcopy(step.model)
+    read = pickle.loads(pickle.dumps(step.model))
+    assert all(not x._backward_hooks for model in (twin, read) for x in model.parameters())
+    hooks = [len(x._backward_hooks or {}) for x in step.model.parameters()]
+    assert hooks == [1] * len(hooks)  # of two steps
+    weight = ref(first.weight)
+    del first, step, twin, read
+    assert weight() is None
+
+
+def test_nothing_outlives_gradients_and_models(pool: LocalRanks) -> None:
+    pool.run(_life)
+
+
+#: Gradients that programs may set, into which no sum can be written, for a weight ``[4, 3]``.
+UNWRITABLE: tuple[Callable[[], Tensor], ...] = (
+    lambda: torch.ones(()).expand(4, 3),
+    lambda: torch.arange(6.0).unfold(0, 3, 1),
+    torch.inference_mode()(lambda: torch.ones(4, 3)),
+    lambda: torch.arange(12.0).view(3, 4).T,  # this one can be written to, and stays
+)
+
+
+def _unwritable(rank: int) -> None:
+    cp, weight = ContextParallel(), nn.Parameter(torch.zeros(4, 3))
+    model = nn.ParameterList([weight])
+    given = weight.grad = UNWRITABLE[rank]()
+    cp.reduce_gradients(model)
+    torch.testing.assert_close(weight.grad, sum((make() for make in UNWRITABLE), torch.zeros(4, 3)))
+    assert (weight.grad is given) == (rank == len(UNWRITABLE) - 1)
+    assert not weight.grad.is_inference()
+    with pytest.raises(ValueError, match="already"):
+        cp.reduce_gradients(model)
+
+
+def test_gradients_that_cannot_be_written_are_replaced(pool: LocalRanks) -> None:
+    pool.run(_unwritable)
+
+
+def _compiled(rank: int) -> None:
+    torch._dynamo.reset()
+    step = Step(rank)
+    run: Any = torch.compile(step.model, backend="aot_eager", fullgraph=True)
+    for n in range(3):
+        with torch.compiler.set_stance("fail_on_recompile" if n else "default"):
+            (run(step.x).square().sum() * (step.cp.cp_rank + 1)).backward()
+        step.reduce()
+        step.check()
+        if n < 2:
+            step.model.zero_grad()
+    with pytest.raises(ValueError, match="adds to the gradient"):
+        run(step.x).sum().backward()
+
+
+def test_compiled_models_are_compiled_once(pool: LocalRanks) -> None:
+    pool.run(_compiled)
+
+
+def _model(*sizes: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    layers = [nn.Linear(width, next_width, dtype=dtype) for width, next_width in pairwise(sizes)]
+    return nn.Sequential(*layers)
+
+
+def _on_meta(rank: int) -> None:
+    cp, model = ContextParallel(), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
+    model[0](torch.ones(1, 2)).sum().backward()
+    cp.reduce_gradients(model)  # it has no gradient there
+    model.zero_grad()
+    for weight in model.parameters():
+        weight.grad = torch.full_like(weight, rank)
+    with pytest.raises(ValueError, match="sends no tensors of device 'meta'"):
+        cp.reduce_gradients(model)
+
+
+def test_gradients_of_a_device_that_sends_none_are_refused(pool: LocalRanks) -> None:
+    pool.run(_on_meta)
+
+
+def _frozen() -> nn.Module:
+    model = _model(3, 4)
+    model.get_parameter("0.bias").requires_grad = False
+    return model
+
+
+#: Models of the last rank; the others have ``Linear(3, 4)``.
+UNLIKE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "shape": (partial(_model, 3, 5), r"0\.weight \[[45], 3\] float32"),
+    "dtype": (partial(_model, 3, 4, dtype=torch.float64), r"0\.weight \[4, 3\] float(32|64)"),
+    "more": (partial(_model, 3, 4, 4), r"parameters is [24] there and [24] here"),
+    "frozen": (_frozen, r"parameters is [12] there and [12] here"),
+    "none": (nn.Module, r"parameters is [02] there and [02] here"),
+    "deep": (partial(_model, *[4] * 40, 5), r"parameters 70 to 79 is '.?35\.weight"),
+}
+
+
+def _unlike(rank: int, name: str) -> tuple[str, bool]:
+    group: Any = dist.new_group(timeout=timedelta(seconds=20))
+    cp, last = ContextParallel(group), rank == dist.get_world_size() - 1
+    like = _model(*[4] * 41) if name == "deep" else _model(3, 4)
+    model = UNLIKE[name][0]() if last else like
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    try:
+        cp.reduce_gradients(model)
+    except RuntimeError as error:
+        message = f"{type(error).__name__}: {error}"
+    untouched = all(
+        torch.equal(weight.grad, torch.ones_like(weight))
+        for weight in model.parameters()
+        if weight.grad is not None
+    )
+    cp.reduce_gradients(like)  # nothing was sent: the group stays usable
+    return message, untouched
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_unlike_parameters_are_named_on_all_ranks(name: str, pool: LocalRanks) -> None:
+    for message, untouched in pool.run(_unlike, name):
+        assert message.startswith(RankMismatchError.__name__), message
+        assert re.search(UNLIKE[name][1], message), message
+        assert untouched
+
+
+WIDTH, HEADS, KV_HEADS, DIM, TOKENS = 16, 4, 2, 4, 32
+
+
+class Attention(nn.Module):
+    """A layer of attention, with a norm whose weights tensor parallelism does not split."""
+
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        wide, narrow = HEADS * DIM, KV_HEADS * DIM
+        self.q = nn.Linear(WIDTH, wide, dtype=torch.float64)
+        self.k = nn.Linear(WIDTH, narrow, dtype=torch.float64)
+        self.v = nn.Linear(WIDTH, narrow, dtype=torch.float64)
+        self.o = nn.Linear(wide, WIDTH, dtype=torch.float64)
+        self.norm, self.attend = nn.RMSNorm(DIM, dtype=torch.float64), attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, DIM)) for p in (self.q, self.k, self.v))
+        out: Tensor = self.o(self.attend(self.norm(q), self.norm(k), v).flatten(2))
+        return out
+
+
+def _attend_whole(*qkv: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def _mesh(*names: str) -> DeviceMesh:
+    return dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+
+
+def _whole(x: Tensor) -> Attention:
+    whole = Attention(_attend_whole)
+    whole(x).square().sum().backward()
+    return whole
+
+
+def _input() -> Tensor:
+    return torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator())
+
+
+def _full(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+
+
+def _tensor_parallel(_: int, names: tuple[str, str]) -> None:
+    x, mesh = _input(), _mesh(*names)
+    whole, cp = _whole(x), ContextParallel(mesh["cp"])
+    local = Attention(lambda *qkv: cp.attention(*qkv, causal=True))
+    column, row = ColwiseParallel, RowwiseParallel
+    parallelize_module(local, mesh["tp"], {"q": column(), "k": column(), "v": column(), "o": row()})
+    for in_backward in (False, True):
+        local.zero_grad()
+        handle = cp.reduce_each_gradient(local) if in_backward else None
+        local(cp.shard(x)).square().sum().backward()
+        if handle is None:
+            cp.reduce_gradients(local)
+        else:
+            handle.remove()
+        like = dict(whole.named_parameters())
+        for name, weight in local.named_parameters():
+            grad = _full(weight.grad)
+            if name == "norm.weight":  # each rank's heads contribute a part
+                dist.all_reduce(grad, group=mesh["tp"].get_group())
+            torch.testing.assert_close(grad, like[name].grad)
+    with pytest.raises(ValueError, match="adds to the gradient"):
+        local(cp.shard(x)).sum().backward()
+
+
+@pytest.mark.parametrize("names", [("cp", "tp"), ("tp", "cp")], ids=str)
+def test_shards_of_tensor_parallelism_are_summed_over_the_ring(
+    names: tuple[str, str], pool: LocalRanks
+) -> None:
+    pool.run(_tensor_parallel, names)
+
+
+def _beside_fsdp(_: int) -> None:
+    """Check FSDP over ranks with different batches, and a ring over ranks of one batch."""
+    x, mesh = _input(), _mesh("dp", "cp")
+    cp, size = ContextParallel(mesh["cp"]), mesh["dp"].size()
+    whole, local = _whole(x), Attention(lambda *qkv: cp.attention(*qkv, causal=True))
+    fully_shard(local, mesh=mesh["dp"])
+    local(cp.shard(x.chunk(size)[mesh["dp"].get_local_rank()])).square().sum().mul(size).backward()
+    cp.reduce_gradients(local)
+    for weight, like in zip(local.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(_full(weight.grad), like.grad)
+
+
+def test_shards_over_other_ranks_are_summed_over_the_ring(pool: LocalRanks) -> None:
+    pool.run(_beside_fsdp)
+
+
+def _fsdp(_: int, version: int) -> str:
+    x, mesh = _input(), _mesh("dp", "cp")
+    cp = ContextParallel(mesh["cp"])
+    local: nn.Module = Attention(lambda *qkv: cp.attention(*qkv, causal=True))
+    if version == 1:
+        cpu = torch.device("cpu")
+        local = FullyShardedDataParallel(local, dist.group.WORLD, device_id=cpu)
+    else:
+        fully_shard(local, mesh=mesh["dp", "cp"]._flatten())
+    local(cp.shard(x)).square().sum().backward()
+    with pytest.raises(UnsupportedError) as error:
+        cp.reduce_gradients(local)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_fsdp_reduces_is_refused(version: int, pool: LocalRanks) -> None:
+    for message in pool.run(_fsdp, version):
+        assert "FSDP reduces such gradients itself, as a mean" in message
+        assert "multiply the loss by the number of ranks" in message
+        assert "reduction='mean'" in message

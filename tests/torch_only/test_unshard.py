@@ -1,0 +1,276 @@
+"""``unshard`` refuses unequal slices on all ranks, and its gradient is that of ``grad=``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from ring_core import LayoutSpec, RankMismatchError
+from ring_torch import ContextParallel
+from ring_torch.local import LocalRanks
+
+RANKS, T, W = 3, 36, 8
+UnshardGrad = Literal["sum", "slice"]
+
+
+def _words(function: Callable[[], object]) -> str:
+    try:
+        function()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "a result"
+
+
+#: The last rank's input and the error on all ranks; the others pass ``ones(1, 4, 2)``.
+UNLIKE: dict[str, tuple[Callable[[], Tensor], dict[str, Any], str]] = {
+    "longer": (lambda: torch.ones(1, 6, 2), {}, r"shape is \[1, [46], 2\] there and \[1, [46], 2\]"),
+    "no slice": (lambda: torch.ones(1, 5, 2), {}, r"shape is \[1, [45], 2\] there"),
+    "wider": (lambda: torch.ones(1, 4, 3), {}, r"shape is \[1, 4, [23]\] there"),
+    "dimensions": (lambda: torch.ones(1, 4, 2, 1), {}, r"shape is \[1, 4, 2(, 1)?\] there"),
+    "dtype": (lambda: torch.ones(1, 4, 2).double(), {}, r"dtype is 'float(32|64)' there"),
+    "dim": (lambda: torch.ones(1, 4, 2), {"dim": 2}, "dim is [12] there"),
+    "grad": (
+        lambda: torch.ones(1, 4, 2, requires_grad=True), {"grad": "sum"},
+        "sums_gradients is (True|False) there",
+    ),
+}  # fmt: skip
+
+
+def _unlike(rank: int, name: str) -> tuple[str, bool]:
+    make, options, _ = UNLIKE[name]
+    group: Any = dist.new_group(timeout=timedelta(seconds=20))
+    cp = ContextParallel(group)
+    x, more = (make(), options) if rank == RANKS - 1 else (torch.ones(1, 4, 2), {})
+    message = _words(lambda: cp.unshard(x, **more))
+    whole = cp.unshard(torch.full((1, 4, 2), float(rank)))  # nothing was sent: the group is usable
+    return message, torch.equal(cp.shard(whole), torch.full((1, 4, 2), float(rank)))
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_unlike_slices_are_named_on_all_ranks(name: str, pool: LocalRanks) -> None:
+    for message, is_usable in pool.run(_unlike, name):
+        assert message.startswith(RankMismatchError.__name__), message
+        assert re.search(UNLIKE[name][2], message), message
+        assert is_usable
+
+
+def _unlike_later(rank: int, name: str) -> str:
+    """Return the error of unequal slices after equal calls, whose ranks send headers, too."""
+    make, options, _ = UNLIKE[name]
+    group: Any = dist.new_group(timeout=timedelta(seconds=2))
+    cp = ContextParallel(group)
+    for _ in range(2):
+        cp.unshard(torch.ones(1, 4, 2))
+    x, more = (make(), options) if rank == RANKS - 1 else (torch.ones(1, 4, 2), {})
+    return _words(lambda: cp.unshard(x, **more))
+
+
+@pytest.mark.parametrize("name", ["longer", "dtype"])
+def test_a_new_shape_beside_an_agreed_one_is_named_on_all_ranks(
+    name: str, pool: LocalRanks
+) -> None:
+    for message in pool.run(_unlike_later, name):
+        assert message.startswith(RankMismatchError.__name__), message
+        assert re.search(UNLIKE[name][2], message), message
+
+
+def _no_slices(_: int) -> str:
+    return _words(lambda: ContextParallel().unshard(torch.ones(1, 5, 2)))
+
+
+def test_what_is_no_slice_on_any_rank_is_refused_by_its_length(pool: LocalRanks) -> None:
+    for message in pool.run(_no_slices):
+        assert message.startswith("ValueError: sequence length 15 is not a positive multiple"), (
+            message
+        )
+
+
+def _other_device(_: int) -> tuple[str, bool]:
+    cp = ContextParallel()
+    message = _words(lambda: cp.unshard(torch.ones(1, 4, device="meta")))
+    return message, cp.unshard(torch.ones(1, 4)).shape == (1, 4 * RANKS)
+
+
+def test_a_device_that_the_group_does_not_send_from_is_named(pool: LocalRanks) -> None:
+    for message, is_usable in pool.run(_other_device):
+        assert message.startswith("ValueError: the process group (gloo) sends no tensors of"), (
+            message
+        )
+        assert is_usable
+
+
+DTYPES = (
+    torch.bool, torch.int16, torch.int64, torch.float16, torch.float64, torch.complex64,
+    torch.float8_e4m3fn,
+)  # fmt: skip
+
+
+def _bytes(_: int, dtype: torch.dtype, layout: LayoutSpec) -> bool:
+    cp = ContextParallel(layout=layout)
+    whole = torch.arange(2 * T * 3).reshape(2, T, 3).remainder(7).to(dtype)
+    joined = cp.unshard(cp.shard(whole))
+    return joined.dtype == dtype and torch.equal(joined.view(torch.uint8), whole.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_slices_of_every_dtype_are_joined(dtype: torch.dtype, pool: LocalRanks) -> None:
+    layout = ("zigzag", "contiguous", "striped")[DTYPES.index(dtype) % 3]
+    assert all(pool.run(_bytes, dtype, layout))
+
+
+def _numbers(*shapes: tuple[int, ...]) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(*shape, dtype=torch.float64) * 0.3 for shape in shapes]
+
+
+def _next_token(x: Tensor) -> Tensor:
+    return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
+
+
+def _predict_tokens(x: Tensor, weights: list[Tensor], attend: Any, shift: Any) -> Tensor:
+    """Predict tokens from states next to those of the next token, with gradients to both."""
+    q, k, v = (x @ weights[0]).unflatten(-1, (3, 2, 4)).unbind(2)
+    hidden = x + attend(q, k, v).flatten(2)
+    beside = torch.cat([hidden, shift(x)], -1) @ weights[2]
+    loss: Tensor = (hidden @ weights[1]).square().sum() + (shift(beside) * hidden).pow(3).sum()
+    return loss + (beside @ weights[1]).square().sum()
+
+
+def _attend_whole(*qkv: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+    return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def _shift_in_model(_: int, layout: LayoutSpec, compiled: bool) -> None:
+    torch._dynamo.reset()
+    cp = ContextParallel(layout=layout)
+    x, *weights = _numbers((1, T, W), (W, 24), (W, 11), (2 * W, W))
+    whole = [w.clone().requires_grad_() for w in weights]
+    expected = _predict_tokens(x, whole, _attend_whole, _next_token)
+    expected.backward()
+
+    def predict(x: Tensor, weights: list[Tensor]) -> Tensor:
+        return _predict_tokens(
+            x, weights, lambda *qkv: cp.attention(*qkv, causal=True),
+            lambda y: cp.shard(_next_token(cp.unshard(y, grad="sum"))),
+        )  # fmt: skip
+
+    run: Any = torch.compile(predict, backend="aot_eager") if compiled else predict
+    local = [w.clone().requires_grad_() for w in weights]
+    loss = run(cp.shard(x), local)
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, expected.detach())
+    for w, like in zip(local, whole, strict=True):
+        assert w.grad is not None
+        dist.all_reduce(w.grad)
+        torch.testing.assert_close(w.grad, like.grad)
+
+
+@pytest.mark.nightly(only=["striped-True"])  # one layout is compiled per change
+@pytest.mark.parametrize(
+    ("layout", "compiled"),
+    [("zigzag", False), ("zigzag", True), ("contiguous", False), ("striped", True)],
+)
+def test_a_layer_that_looks_at_neighbours_has_the_gradients_of_whole_sequences(
+    layout: LayoutSpec, compiled: bool, pool: LocalRanks
+) -> None:
+    pool.run(_shift_in_model, layout, compiled)
+
+
+class Classifier(torch.nn.Module):
+    """A classifier of one layer that pools tokens, with its head before ``join``, or after it."""
+
+    def __init__(self, join: Callable[[Tensor], Tensor], behind: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Linear(W, W, dtype=torch.float64)
+        self.head = torch.nn.Linear(W, 5, dtype=torch.float64)
+        self.join, self.behind = join, behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x).tanh()
+        states = self.head(self.join(hidden)) if self.behind else self.join(self.head(hidden))
+        weights = torch.linspace(0.5, 1.5, states.shape[1], dtype=states.dtype)
+        return cross_entropy((states.sin() * weights[:, None]).mean(1), torch.tensor([3, 1]))
+
+
+def _classify(_: int, behind: bool, grad: UnshardGrad, share: float) -> list[float]:
+    """Return each parameter's gradient summed over ranks, as a multiple of the whole model's."""
+    cp = ContextParallel()
+    (x,) = _numbers((2, T, W))
+    whole = Classifier(lambda y: y, behind)
+    whole(x).backward()
+    local = Classifier(lambda y: cp.unshard(y, grad=grad), behind)
+    (local(cp.shard(x)) * share).backward()
+    cp.reduce_gradients(local)
+    ratios = []
+    for weight, like in zip(local.parameters(), whole.parameters(), strict=True):
+        assert weight.grad is not None
+        assert like.grad is not None
+        ratio = weight.grad.norm() / like.grad.norm()
+        torch.testing.assert_close(weight.grad, like.grad * ratio)
+        ratios.append(round(ratio.item(), 6))
+    return ratios
+
+
+EXACT = [1.0, 1.0, 1.0, 1.0]  # layer.weight, layer.bias, head.weight, head.bias
+
+
+@pytest.mark.parametrize(
+    ("behind", "grad", "share", "times"),
+    [
+        (False, "slice", 1.0, EXACT),
+        (False, "sum", 1 / RANKS, EXACT),
+        (True, "sum", 1 / RANKS, EXACT),
+        (True, "slice", 1.0, [1.0, 1.0, float(RANKS), float(RANKS)]),  # not a use case of "slice"
+    ],
+)
+def test_a_classification_head_is_exact_with_the_gradient_its_loss_needs(
+    behind: bool, grad: UnshardGrad, share: float, times: list[float], pool: LocalRanks
+) -> None:
+    assert pool.run(_classify, behind, grad, share) == [times] * RANKS
+
+
+def _half(rank: int, grad: UnshardGrad) -> float:
+    """Return a bfloat16 gradient whose two small parts a sum in bfloat16 would lose next to 1."""
+    x = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
+    whole = ContextParallel().unshard(x, grad=grad)
+    (whole * [1.0, 2**-9, 2**-9][rank]).sum().backward()
+    assert x.grad is not None
+    return x.grad[0, 0].item()
+
+
+def test_half_precision_gradients_are_summed_in_float32(pool: LocalRanks) -> None:
+    rounded = torch.tensor(1 + 2**-8, dtype=torch.bfloat16).item()
+    assert pool.run(_half, "sum") == [rounded] * RANKS
+    assert pool.run(_half, "slice") == [1.0, 2**-9, 2**-9]
+
+
+def test_what_becomes_of_a_gradient_has_to_be_said() -> None:
+    cp, x = ContextParallel(), torch.ones(1, 4, requires_grad=True)
+    for run in (cp.unshard, torch.compile(cp.unshard, backend="eager")):
+        torch._dynamo.reset()
+        with pytest.raises(ValueError, match=r"x requires a gradient") as refused:
+            run(x)
+        lines = str(refused.value).splitlines()
+        assert [line[:12] for line in lines[1:3]] == ["grad='sum': ", "grad='slice'"]
+        with torch.no_grad():
+            assert torch.equal(run(x), x)
+        assert torch.equal(run(x.detach()), x)
+
+
+@pytest.mark.parametrize("wrong", ["mean", "SUM", True, 1, ["sum"]])
+def test_another_word_for_a_gradient_is_refused_by_name(wrong: Any) -> None:
+    for x in (torch.ones(1, 4), torch.ones(1, 4, requires_grad=True)):
+        with pytest.raises(ValueError, match=r"grad .*known: sum, slice"):
+            ContextParallel().unshard(x, grad=wrong)
