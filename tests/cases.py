@@ -30,6 +30,7 @@ from ring_core.base.config import RingStrategy
 
 Arrays = dict[str, npt.NDArray[Any]]
 Segments = Literal["documents", "pair", "padded", "scattered"]
+Shown = Literal["rows", "shared", "by-sequence", "by-head", "each"]
 Bias = Literal["full", "shared", "heads", "batch", "masked", "very-negative"]
 Numbers = Literal["equal", "one-hot", "large", "tiny"]
 Poison = Literal["padding", "q", "k", "v", "q-inf", "k-inf", "v-inf", "bias"]
@@ -59,9 +60,10 @@ VERY_NEGATIVE = {
 TOKEN_AXES = {
     **dict.fromkeys(("q", "k", "v", "q_ids", "k_ids", "dout", "out", "dq", "dk", "dv"), 1),
     **dict.fromkeys(("bias", "dlse", "lse", "dbias"), 2),
+    "shown": -2,
 }
 #: Padding values of inputs, if not NaN. Gradients that arrive in padding are dropped.
-PADDING = {"q_ids": 0, "k_ids": 0, "dout": 1e3, "dlse": 1e3}
+PADDING = {"q_ids": 0, "k_ids": 0, "dout": 1e3, "dlse": 1e3, "shown": True}
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Case:
     softcap: float | None = None
     sinks: int | None = None  # sinks per head; 0 stands for shape [H]
     bias: Bias | None = None
+    shown: Shown | None = None  # shape of a mask given as an array, beside the rules of ``mask``
     alibi: Literal[1, 2] | None = None  # number of dimensions of the slopes
     dropout_p: float = 0.0
     segments: Segments | None = None
@@ -184,6 +187,8 @@ class Case:
         arrays = {name: round_to(x, self.dtype) for name, x in arrays.items()}
         if self.segments is not None:
             arrays.update(self._segments(rng))
+        if self.shown is not None:
+            arrays["shown"] = self._shown(rng)
         if self.poison == "padding":
             for name, side in (("q", "q_ids"), ("k", "k_ids"), ("v", "k_ids")):
                 arrays[name][arrays[side] < 0] = np.nan if name != "v" else np.inf
@@ -230,6 +235,18 @@ class Case:
             bias[..., : self.keys // 8] = least  # all that the first rows see, if causal
         return bias
 
+    def _shown(self, rng: np.random.Generator) -> npt.NDArray[Any]:
+        """Return a mask with a row that sees nothing, and that hides a key which is poisoned."""
+        lead = {
+            "rows": (), "shared": (1, 1), "by-sequence": (self.batch, 1), "by-head": (1, self.heads[0]),
+            "each": (self.batch, self.heads[0]),
+        }[self.shown or "rows"]  # fmt: skip
+        shown = rng.random((*lead, self.seq_len, self.keys)) < 0.4
+        shown[..., self.seq_len // 2, :] = False
+        if self.poison in ("k", "v"):
+            shown[..., 2 * self.keys // 3] = False
+        return shown
+
     def _segments(self, rng: np.random.Generator) -> Arrays:
         q_ids = np.sort(rng.integers(0, 4, (self.batch, self.seq_len)), axis=1).astype(np.int32)
         if self.segments == "padded":
@@ -250,6 +267,11 @@ class Case:
         """Return the oracle's keyword arguments."""
         arrays = self.inputs
         by_name = {name: arrays.get(name) for name in ("sinks", "bias", "alibi_slopes")}
+        if self.shown is not None:  # the oracle knows no such mask
+            shown = arrays["shown"].reshape(
+                (1,) * (4 - arrays["shown"].ndim) + arrays["shown"].shape
+            )
+            by_name["bias"] = np.where(shown, arrays.get("bias", 0.0), -np.inf)
         ids = (arrays["q_ids"], arrays["k_ids"]) if self.segments else None
         return {
             "segment_ids": ids, "softmax_scale": self.softmax_scale, "softcap": self.softcap,
@@ -265,7 +287,18 @@ class Case:
             x["dout"], x["q"], x["k"], x["v"], dlse=x.get("dlse"), mask=self.mask, **self.options
         )
         results = {"out": out, "lse": lse, **grads._asdict()}
-        return {name: value for name, value in results.items() if value is not None}
+        drop = {"dbias"} if self.bias is None else set()
+        return {name: x for name, x in results.items() if x is not None and name not in drop}
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """Return the options of a call for what is visible: the mask, or an array and its rules."""
+        if self.shown is None:
+            return {"mask": self.mask}
+        return {
+            name: getattr(self.mask, name)
+            for name in ("causal", "window", "chunk_size", "cu_seqlens")
+        }
 
 
 def round_to(x: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
@@ -431,6 +464,11 @@ OPTION_RINGS_IN_JAX: dict[str, tuple[str, ...]] = {
     "bias-very-negative-bfloat16": (),
     "bias-very-negative-float16": (),
     "bias-very-negative-sinks": (),
+    "shown-bias": ("balanced",),
+    "shown-sinks": ("striped",),
+    "shown-documents": ("zigzag",),
+    "shown-segments": (),
+    "shown": (),
 }
 
 
@@ -496,13 +534,18 @@ def _option_cases() -> list[Case]:
         "bias-very-negative-float16": {"bias": "very-negative", "dtype": "float16", "batch": 2},
         "bias-very-negative-sinks": {"bias": "very-negative", "sinks": 0},
         "poison-bias": {"bias": "full", "poison": "bias"},
+        "shown-bias": {"shown": "by-head", "bias": "full", "batch": 2, "lse_grad": True},
+        "shown-sinks": {"shown": "by-sequence", "sinks": 0, "batch": 2},
+        "shown-documents": {"shown": "shared", "mask": Mask(cu_seqlens=(0, 7, 48))},
+        "shown-segments": {"shown": "each", "segments": "documents", "batch": 2},
+        "shown": {"shown": "rows", "mask": Mask(), "poison": "k", "lse_grad": True},
     }  # fmt: skip
     cases = []
     for n, (name, fields) in enumerate(options.items()):
         for ring, (layout, strategy) in RINGS.items():
             cp_size = (2, 4, 3)[n % 3]
-            mask = window if n % 4 == 3 else causal
-            case = Case(f"{name}-{ring}", mask, layout, cp_size, 8 * cp_size * 3, **fields)
+            values = {"mask": window if n % 4 == 3 else causal, "layout": layout, **fields}
+            case = Case(f"{name}-{ring}", cp_size=cp_size, seq_len=24 * cp_size, **values)
             nightly = _nightly_in_jax(ring, OPTION_RINGS_IN_JAX[name]) | _nightly_in_torch(n, ring)
             cases.append(replace(case, strategy=strategy, nightly=nightly))
     return cases

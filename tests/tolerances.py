@@ -121,6 +121,8 @@ def _masks(case: Case, x: Arrays, wide: Any) -> tuple[Any, Any, Any, Any]:
         visible &= (
             (x["q_ids"][:, :, None] == x["k_ids"][:, None]) & (x["q_ids"] >= 0)[:, :, None]
         )[:, None]
+    if "shown" in x:
+        visible &= x["shown"]
     if "bias" in x:
         visible &= ~np.isneginf(x["bias"])
         bias = x["bias"]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from cases import Bias, Case, Segments
+from cases import TOKEN_AXES, Bias, Case, Segments
 from jax.sharding import AxisType, PartitionSpec
 from mutants import applied
 
@@ -26,9 +26,8 @@ SPECS = {
     "dout": PartitionSpec(None, "cp"), "dlse": PartitionSpec(None, None, "cp"),
     "q_ids": PartitionSpec(None, "cp"), "k_ids": PartitionSpec(None, "cp"),
     "bias": PartitionSpec(None, None, "cp"), "sinks": PartitionSpec(),
-    "alibi_slopes": PartitionSpec(),
+    "alibi_slopes": PartitionSpec(), "shown": PartitionSpec(None, None, "cp"),
 }  # fmt: skip
-AXES = {"dlse": 2, "bias": 2}
 GRADS = ("q", "k", "v", "sinks", "bias")
 
 
@@ -88,17 +87,15 @@ def _program(case: Case, ways: Ways, attention: Callable[..., Any]) -> Any:
     def local(x: dict[str, Any]) -> tuple[Any, Any]:
         results: tuple[Any, Any] = attention(
             x["q"], x["k"], x["v"], axis_name="cp", layout=case.layout, seq_len=case.lengths,
-            mask=case.mask,
-            segment_ids=(x["q_ids"], x["k_ids"]) if case.segments else None,
-            softmax_scale=case.softmax_scale, softcap=case.softcap, sinks=x.get("sinks"),
-            bias=x.get("bias"), alibi_slopes=x.get("alibi_slopes"), dropout_p=case.dropout_p,
-            dropout_seed=case.dropout_seed, return_lse=True, kernel=ways[0], strategy=ways[1],
+            kernel=ways[0], strategy=ways[1], **_options(case, x),
         )  # fmt: skip
         return results
 
     @jax.jit
     def forward_backward(x: dict[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
         specs = {name: SPECS[name] for name in x}
+        if case.shown == "rows":
+            specs["shown"] = PartitionSpec("cp")
         out_specs = (SPECS["dout"], SPECS["dlse"])
         ring = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out_specs)
         differentiated = {name: x[name] for name in GRADS if name in x}
@@ -112,6 +109,41 @@ def _program(case: Case, ways: Ways, attention: Callable[..., Any]) -> Any:
 _kept = lru_cache(maxsize=4)(_program)
 
 
+def _options(case: Case, x: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a case's call, with its arrays."""
+    return {
+        **case.rules, **({"mask": x["shown"]} if case.shown else {}),
+        "segment_ids": (x["q_ids"], x["k_ids"]) if case.segments else None,
+        "softmax_scale": case.softmax_scale, "softcap": case.softcap, "sinks": x.get("sinks"),
+        "bias": x.get("bias"), "alibi_slopes": x.get("alibi_slopes"), "dropout_p": case.dropout_p,
+        "dropout_seed": case.dropout_seed, "return_lse": True,
+    }  # fmt: skip
+
+
+def alone(case: Case, config: KernelConfig, attention: Callable[..., Any]) -> Arrays:
+    """Run a case on one device, without a ring."""
+    x = {name: _array(case, value) for name, value in case.inputs.items()}
+
+    def call(some: dict[str, Any]) -> Any:
+        y = {**x, **some}
+        options = _options(case, y)
+        return attention(y["q"], y["k"], y["v"], axis_name=None, kernel=config, **options)
+
+    @jax.jit
+    def both(some: dict[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
+        (out, lse), pull = jax.vjp(call, some)
+        (grads,) = pull((dout, jnp.zeros_like(lse) if dlse is None else dlse))
+        return {"out": out, "lse": lse} | {f"d{name}": grad for name, grad in grads.items()}
+
+    dlse = None if "dlse" not in x else x["dlse"].astype(jnp.float32)
+    results = both({name: x[name] for name in GRADS if name in x}, x["dout"], dlse)
+    return {name: np.asarray(value, dtype=np.float64) for name, value in results.items()}
+
+
+def _array(case: Case, value: npt.NDArray[Any]) -> jax.Array:
+    return jnp.asarray(value, dtype=None if value.dtype.kind in "ib" else case.dtype)
+
+
 def _order(case: Case, name: str) -> tuple[int, npt.NDArray[np.int64]] | None:
     """Return the sharded axis of an array and the token positions in layout order."""
     if name in ("sinks", "alibi_slopes", "dsinks"):
@@ -119,7 +151,7 @@ def _order(case: Case, name: str) -> tuple[int, npt.NDArray[np.int64]] | None:
     plan = case.plan
     is_keys = name in ("k", "v", "k_ids", "dk", "dv")
     layout: Layout = plan.k_layout if is_keys else plan.q_layout
-    axis = 2 if name in ("dlse", "bias", "lse", "dbias") else 1
+    axis = TOKEN_AXES[name]
     return axis, np.concatenate([layout.positions(r) for r in range(case.cp_size)])
 
 
@@ -127,7 +159,7 @@ def _in_order(case: Case, name: str, value: npt.NDArray[Any]) -> jax.Array:
     """Return a global array permuted into layout order."""
     order = _order(case, name)
     value = value if order is None else np.take(value, order[1], axis=order[0])
-    return jnp.asarray(value, dtype=None if value.dtype.kind == "i" else case.dtype)
+    return _array(case, value)
 
 
 def _natural(case: Case, name: str, value: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -120,8 +120,11 @@ def _run_rank(rank: int, case: Case, ways: Ways, device: torch.device) -> Arrays
             torch.tensor(x[side][:, positions], device=device)
             for side, positions in (("q_ids", q_at), ("k_ids", k_at))
         )
+    rules = case.rules
+    if case.shown:
+        rules["mask"] = torch.tensor(x["shown"][..., q_at, :], device=device)
     options: dict[str, Any] = {
-        "seq_len": case.lengths, "layout": case.layout, "mask": case.mask, "segment_ids": ids, "softmax_scale": case.softmax_scale,
+        **rules, "seq_len": case.lengths, "layout": case.layout, "segment_ids": ids, "softmax_scale": case.softmax_scale,
         "softcap": case.softcap, "sinks": sinks, "bias": bias, "alibi_slopes": slopes, "dropout_p": case.dropout_p,
         "dropout_seed": case.dropout_seed, "kernel": ways[0], "strategy": ways[1],
         "transport": ways[2],

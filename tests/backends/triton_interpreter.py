@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,8 @@ from cases import Case
 from jax.interpreters import mlir
 
 import backends.quick_interpreter  # noqa: F401 - sets the environment, too
-from backends.jax_devices import GRADS, Arrays, JaxBackend, Ways
+from backends import jax_devices
+from backends.jax_devices import Arrays, JaxBackend, Ways
 from ring_core import KernelConfig
 from ring_jax_gpu import ring_attention
 from ring_jax_gpu.launch import Launch, arguments_of, arrays_of, kernel_of, launches_of
@@ -162,29 +162,6 @@ class TritonBackend(JaxBackend):
         return super()._run(case, (config, strategy), make)
 
 
-def alone(case: Case, config: KernelConfig) -> dict[str, Array]:
+def alone(case: Case, config: KernelConfig) -> Arrays:
     """Run a case on one device, without a ring."""
-    x = {
-        name: jnp.asarray(value, dtype=None if value.dtype.kind == "i" else case.dtype)
-        for name, value in case.inputs.items()
-    }
-
-    def call(some: dict[str, Any]) -> Any:
-        y = {**x, **some}
-        return ring_attention(
-            y["q"], y["k"], y["v"], axis_name=None, mask=case.mask,
-            segment_ids=(y["q_ids"], y["k_ids"]) if case.segments else None,
-            softmax_scale=case.softmax_scale, softcap=case.softcap, sinks=y.get("sinks"),
-            bias=y.get("bias"), alibi_slopes=y.get("alibi_slopes"), dropout_p=case.dropout_p,
-            dropout_seed=case.dropout_seed, return_lse=True, kernel=config,
-        )  # fmt: skip
-
-    @jax.jit
-    def both(some: dict[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
-        (out, lse), pull = jax.vjp(call, some)
-        (grads,) = pull((dout, jnp.zeros_like(lse) if dlse is None else dlse))
-        return {"out": out, "lse": lse} | {f"d{name}": grad for name, grad in grads.items()}
-
-    dlse = None if "dlse" not in x else x["dlse"].astype(jnp.float32)
-    results = both({name: x[name] for name in GRADS if name in x}, x["dout"], dlse)
-    return {name: np.asarray(value, dtype=np.float64) for name, value in results.items()}
+    return jax_devices.alone(case, config, ring_attention)

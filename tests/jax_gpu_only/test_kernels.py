@@ -61,6 +61,7 @@ _CASES = [
     Case("bias", CAUSAL, bias="masked", batch=2, heads=(1, 1)),
     Case("very-negative-bias", CAUSAL, bias="very-negative", batch=2, segments="padded"),
     Case("bias-shared", CAUSAL, bias="shared", batch=2),
+    Case("shown-heads", Mask(), shown="by-head", poison="k", lse_grad=True),
     Case("spread", CAUSAL, spread=40.0),
     Case("poison-q", CAUSAL, poison="q"),
     Case("poison-k", CAUSAL, poison="k"),
@@ -147,6 +148,8 @@ def test_oblong_blocks(name: str, sizes: tuple[int, int]) -> None:
         "documents-window-zigzag-cp4",
         "everything-zigzag",
         "keys64-predicate-contiguous",
+        "shown-documents-zigzag",
+        "shown-bias-balanced",
     ]
 )
 @pytest.mark.parametrize(
@@ -156,7 +159,7 @@ def test_oblong_blocks(name: str, sizes: tuple[int, int]) -> None:
         "causal-balanced-cp4", "documents-chunks-striped-cp4", "predicate-zigzag-cp2",
         "predicate-balanced-cp4", "documents-window-zigzag-cp4", "sinks-many-contiguous",
         "poison-k-contiguous", "batch-0-contiguous", "shortest-zigzag-cp2", "everything-zigzag",
-        "keys64-predicate-contiguous",
+        "keys64-predicate-contiguous", "shown-documents-zigzag", "shown-bias-balanced",
     ],
 )  # fmt: skip
 def test_in_the_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +169,13 @@ def test_in_the_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.nightly(unless=["causal-zigzag-cp4"])
 @pytest.mark.parametrize(
-    "name", ["causal-zigzag-cp4", "documents-window-contiguous-cp4", "bias-zigzag"]
+    "name",
+    [
+        "causal-zigzag-cp4",
+        "documents-window-contiguous-cp4",
+        "bias-zigzag",
+        "shown-segments-striped",
+    ],
 )
 def test_over_gathered_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring_jax, "ring_attention", ring_attention)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import RINGS
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+from jax_meshes import mesh_of
 
 import ring_jax
 from ring_core import (
@@ -36,13 +37,6 @@ from ring_jax.records import AttentionOptions, CallOptions
 
 Q, KV = (2, 16, 4, 8), (2, 16, 2, 8)
 CALL = partial(ring_attention, axis_name="cp", causal=True)
-
-
-def mesh_of(axis_type: AxisType = AxisType.Auto, **axes: int) -> Mesh:
-    """Make a mesh of host devices."""
-    sizes, names = tuple(axes.values()), tuple(axes)
-    devices = jax.devices()[: int(np.prod(sizes))]
-    return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes), devices=devices)
 
 
 def random(*shape: int, seed: int = 0) -> jax.Array:

@@ -33,8 +33,8 @@ REFUSED = [case for case in SPLIT if case not in GATHERED]
 
 
 @pytest.mark.nightly(
-    unless=["window-both-zigzag-cp3", "keys80-causal-zigzag"]
-)  # documents and segments are gathered in test_dense_masks.py
+    unless=["window-both-zigzag-cp3", "keys80-causal-zigzag", "shown-sinks-striped"]
+)
 @pytest.mark.parametrize("case", GATHERED, ids=[case.name for case in GATHERED])
 def test_case(case: Case, backend: Any, request: pytest.FixtureRequest) -> None:
     mutant = request.config.getoption("--mutant")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax_meshes import mesh_of
 
 import ring_jax
 from ring_core import UnsupportedError, reference
@@ -29,12 +30,6 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "pod-cp": ({"pod": 2, "cp": 2}, {"batch_axis": ("pod",)}),
 }
 AXES = {"dp-cp": ("dp", None), "dp-cp-tp": ("dp", "tp"), "pod-cp": ("pod", None)}
-
-
-def _mesh(axis_type: AxisType, sizes: dict[str, int]) -> Mesh:
-    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    types = (axis_type,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
 
 
 def _inputs() -> list[np.ndarray[Any, Any]]:
@@ -73,7 +68,7 @@ def _travelled(text: str, mesh: Mesh) -> set[str]:
 
 def test_axes_that_a_program_sends_along() -> None:
     """Sends are found in compiled programs in both forms that list device groups."""
-    mesh = _mesh(AxisType.Auto, {"dp": 2, "cp": 2})
+    mesh = mesh_of(dp=2, cp=2)
     assert _travelled("x, replica_groups={{0,1},{2,3}}, y", mesh) == {"cp"}
     assert _travelled("x, replica_groups={{0,1,2,3}}", mesh) == {"dp", "cp"}
     assert _travelled("x, replica_groups=[2,2]<=[4], y", mesh) == {"cp"}
@@ -142,7 +137,7 @@ def test_every_mesh(
 ) -> None:
     """Results and gradients are right; nothing is sent along the split axes of batch and heads."""
     sizes, told = MESHES[name]
-    mesh, (batch, heads) = _mesh(axis_type, sizes), AXES.get(name, (None, None))
+    mesh, (batch, heads) = mesh_of(axis_type, **sizes), AXES.get(name, (None, None))
     call = (
         _of_the_class(mesh, told) if of == "class"
         else _of_the_function(mesh, P(batch, "cp", heads))
@@ -162,7 +157,7 @@ def test_every_mesh(
 @pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
 def test_an_axis_that_is_not_named(axis_type: AxisType) -> None:
     """Arrays are not copied along an unnamed axis: auto axes sum flags and scalars at most."""
-    mesh = _mesh(axis_type, {"pod": 2, "cp": 2})
+    mesh = mesh_of(axis_type, pod=2, cp=2)
     arrays = [jax.device_put(x, NamedSharding(mesh, P("pod"))) for x in _inputs()]
     text = _check(_of_the_class(mesh, {}), arrays)
     if axis_type == AxisType.Explicit:
@@ -180,7 +175,7 @@ def test_an_axis_that_is_not_named(axis_type: AxisType) -> None:
 @pytest.mark.parametrize("name", ["bias", "mask"])
 def test_heads_of_a_bias_stay_split_along_an_axis_that_is_not_named(name: str) -> None:
     """Nothing of a bias or a mask per head is gathered along an auto axis."""
-    mesh = _mesh(AxisType.Auto, {"cp": 2, "tp": 2})
+    mesh = mesh_of(cp=2, tp=2)
     cp, x = ContextParallel(mesh, "cp", layout="contiguous"), _inputs()
     bias = np.random.default_rng(1).standard_normal((1, 4, 8, 8)).astype(np.float32)
     extra = {name: bias if name == "bias" else (bias > 0) | np.eye(8, dtype=bool)}
@@ -202,7 +197,7 @@ def test_heads_of_a_bias_stay_split_along_an_axis_that_is_not_named(name: str) -
 @pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
 def test_several_axes_of_the_batch(axis_type: AxisType) -> None:
     """A batch over two axes is right, with split heads too; dropout counts rows over all axes."""
-    mesh = _mesh(axis_type, {"data": 2, "fsdp": 2, "cp": 2})
+    mesh = mesh_of(axis_type, data=2, fsdp=2, cp=2)
     cp = ContextParallel(mesh, "cp", batch_axis=("data", "fsdp"))
     q, k, v, _ = (np.concatenate([x, x[::-1]]) for x in _inputs())
     along = NamedSharding(mesh, P(("data", "fsdp")))
@@ -222,7 +217,7 @@ def test_several_axes_of_the_batch(axis_type: AxisType) -> None:
 @pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
 def test_arrays_stay_split(axis_type: AxisType, spec: P) -> None:
     """Arrays stay split in calls without ``jit`` too, and so do their gradients."""
-    mesh = _mesh(axis_type, {"dp": 2, "cp": 2})
+    mesh = mesh_of(axis_type, dp=2, cp=2)
     cp, x = ContextParallel(mesh, "cp"), _inputs()[0]
     split_array = jax.device_put(x, NamedSharding(mesh, spec))
     for wrap in (jax.jit, lambda function: function):
@@ -248,7 +243,7 @@ def test_axes_of_two_types_are_refused() -> None:
 @pytest.mark.parametrize("axes", [(), ("dp", "dp"), ("dp", "no"), ("dp", "cp")], ids=str)
 def test_axes_of_the_batch_that_are_none(axes: Any) -> None:
     with pytest.raises(ValueError, match=r"batch_axis"):
-        ContextParallel(_mesh(AxisType.Auto, {"dp": 2, "cp": 2}), "cp", batch_axis=axes)
+        ContextParallel(mesh_of(dp=2, cp=2), "cp", batch_axis=axes)
 
 
 @pytest.mark.parametrize("of", ["auto", "explicit"])
@@ -257,8 +252,8 @@ def test_another_mesh_that_is_set_is_refused(of: str) -> None:
 
     JAX's own errors were about its primitives.
     """
-    cp = ContextParallel(_mesh(TYPES[of], {"cp": 2}), "cp")
-    other = _mesh(AxisType.Explicit, {"x": 2})
+    cp = ContextParallel(mesh_of(TYPES[of], cp=2), "cp")
+    other = mesh_of(AxisType.Explicit, x=2)
     x: Any = _inputs()[0]
     text = re.escape(f"has the axes cp=2 ({TYPES[of].name}), and jax.set_mesh has set one with x=2")
     with jax.set_mesh(other):
@@ -284,7 +279,7 @@ ORDERS = {
 def test_axes_in_another_order_than_the_meshs(order: str, strategy: str) -> None:
     """Ranks count by the axes as they are named; JAX sends in the order of the mesh alone."""
     sizes, names = ORDERS[order]
-    mesh, length = _mesh(AxisType.Auto, sizes), 24
+    mesh, length = mesh_of(AxisType.Auto, **sizes), 24
     x, _, _, dout = (np.repeat(y[:1, :1, :2], length, 1) for y in _inputs())
     x = x + np.sin(np.arange(x.size)).reshape(x.shape).astype(np.float32)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
+from jax_meshes import mesh_of
 from negative_biases import NEGATIVE, NegativeCase
 from tolerances import assert_close
 
@@ -90,19 +91,13 @@ def _global(cp: ContextParallel, **options: Any) -> Attend:
     return attend
 
 
-def _mesh(sizes: dict[str, int], axis_type: AxisType = AxisType.Auto) -> Any:
-    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    types = (axis_type,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
-
-
 @pytest.mark.parametrize(
     ("axis_type", "named"),
     [pytest.param(AxisType.Auto, False, marks=pytest.mark.nightly), (AxisType.Explicit, True)],
 )
 def test_global_arrays(axis_type: AxisType, *, named: bool) -> None:
     """Meshes with another axis, which splits the batch or is left to the compiler."""
-    mesh = _mesh({"data": 2, "cp": 2}, axis_type)
+    mesh = mesh_of(axis_type, data=2, cp=2)
     with jax.set_mesh(mesh):
         _compared(_global(ContextParallel(mesh, "cp", batch_axis="data" if named else None)))
 
@@ -123,7 +118,7 @@ def test_transformations() -> None:
         return jnp.moveaxis(out[:, :, 0, :, 0], 0, 2), jnp.moveaxis(lse[:, :, 0, 0], 0, 1)
 
     rows, tokens = P(None, None, "cp"), P(None, "cp")
-    ring_of = partial(jax.shard_map, mesh=_mesh({"cp": 2}), out_specs=(tokens, rows))
+    ring_of = partial(jax.shard_map, mesh=mesh_of(cp=2), out_specs=(tokens, rows))
     _compared(ring_of(local, in_specs=(tokens, tokens, tokens, rows)))
 
 
@@ -131,7 +126,7 @@ def test_transformations() -> None:
 @pytest.mark.parametrize("strategy", ["ring", "balanced", "gather"])
 def test_checked_calls_pass(strategy: str) -> None:
     """Checked calls pass: the check knows the shift, the helpers' part, and gathered ids."""
-    cp = ContextParallel(_mesh({"cp": 4}), "cp", layout="contiguous")
+    cp = ContextParallel(mesh_of(cp=4), "cp", layout="contiguous")
     ids = cp.shard(jnp.zeros((B, T), jnp.int32))
     with ring_jax.check():
         _compared(_global(cp, segment_ids=ids, strategy=strategy))
@@ -159,7 +154,7 @@ def test_no_second_bias_is_allocated() -> None:
 
 def test_a_mask_alone_has_no_shift() -> None:
     """A boolean mask has no shift: its rows are not read, and no segment ids are gathered."""
-    cp, x = ContextParallel(_mesh({"cp": 2}), "cp", layout="contiguous"), _inputs()
+    cp, x = ContextParallel(mesh_of(cp=2), "cp", layout="contiguous"), _inputs()
     ids = cp.shard(jnp.zeros((B, T), jnp.int32))
 
     def text(**options: Any) -> str:

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from backends.jax_devices import GRADS, JaxBackend
+from backends import jax_devices
+from backends.jax_devices import JaxBackend
 from backends.tpu_interpreter import interpreted
 from cases import Case, crossed, diagonals, prefix
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from negative_biases import NegativeCase
 from tolerances import assert_close
 
 import ring_jax
@@ -65,6 +67,16 @@ _CASES = [
     Case("bias", CAUSAL, bias="masked", batch=2),
     Case("bias-shared", CAUSAL, bias="shared", batch=2),
     Case("bias-very-negative", CAUSAL, bias="very-negative", segments="padded", batch=2),
+    Case("shown-heads", Mask(), shown="by-head", poison="k", lse_grad=True),
+    Case("shown-rows", Mask(), shown="by-sequence", batch=2, bias="full"),
+    *(
+        NegativeCase(name, CAUSAL, bias=bias, low=-1e10, region=region, batch=2, segments=ids, lse_grad=True)
+        for name, bias, region, ids in (
+            ("negative-left", "shared", "left padding", "documents"),
+            ("negative-part", "heads", "part of a row", None),
+            ("negative-rows", "batch", "whole rows", "documents"),
+        )
+    ),
     Case("poison-v", CAUSAL, poison="v"),
     Case("poison-padding", Mask(), segments="padded", poison="padding"),
     Case(
@@ -77,34 +89,11 @@ SEVERAL_BLOCKS = [case if case.seq_len == 130 else replace(case, seq_len=300) fo
 
 def alone(case: Case, config: KernelConfig) -> dict[str, npt.NDArray[Any]]:
     """Run a case on one device, without a ring."""
-    x = {
-        name: jnp.asarray(value, dtype=None if value.dtype.kind == "i" else case.dtype)
-        for name, value in case.inputs.items()
-    }
-
-    def call(some: dict[str, Any]) -> Any:
-        y = {**x, **some}
-        return ring_attention(
-            y["q"], y["k"], y["v"], axis_name=None, mask=case.mask,
-            segment_ids=(y["q_ids"], y["k_ids"]) if case.segments else None,
-            softmax_scale=case.softmax_scale, softcap=case.softcap, sinks=y.get("sinks"),
-            bias=y.get("bias"), alibi_slopes=y.get("alibi_slopes"), dropout_p=case.dropout_p,
-            dropout_seed=case.dropout_seed, return_lse=True, kernel=config,
-        )  # fmt: skip
-
-    @jax.jit
-    def both(some: dict[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
-        (out, lse), pull = jax.vjp(call, some)
-        (grads,) = pull((dout, jnp.zeros_like(lse) if dlse is None else dlse))
-        return {"out": out, "lse": lse} | {f"d{name}": grad for name, grad in grads.items()}
-
-    dlse = None if "dlse" not in x else x["dlse"].astype(jnp.float32)
     with interpreted():
-        results = both({name: x[name] for name in GRADS if name in x}, x["dout"], dlse)
-        return {name: np.asarray(value, dtype=np.float64) for name, value in results.items()}
+        return jax_devices.alone(case, config, ring_attention)
 
 
-@pytest.mark.nightly(unless=["bias-shared"])
+@pytest.mark.nightly(unless=["bias-shared", "shown-heads", "negative-left"])
 @pytest.mark.parametrize("case", SEVERAL_BLOCKS, ids=lambda case: case.name)
 def test_two_backward_kernels(case: Case) -> None:
     assert_close(case, alone(case, replace(SMALL, fused_backward=False)))
@@ -129,7 +118,19 @@ def test_vmap() -> None:
 
 
 @pytest.mark.nightly(unless=["causal"])
-@pytest.mark.parametrize("name", ["causal", "gqa", "segments", "poison-v", "everything"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal",
+        "gqa",
+        "segments",
+        "shown-heads",
+        "negative-left",
+        "negative-rows",
+        "poison-v",
+        "everything",
+    ],
+)
 def test_fused_backward_kernel(name: str) -> None:
     (case,) = (case for case in SEVERAL_BLOCKS if case.name == name)
     assert_close(case, alone(case, replace(SMALL, fused_backward=True)))

@@ -23,7 +23,7 @@ SELECTED = (
     "causal-zigzag-cp2", "window-large-contiguous-cp2", "causal-balanced-cp3",
     "documents-chunks-striped-cp2", "keys64-predicate-contiguous", "sinks-many-zigzag",
     "poison-k-contiguous", "batch-0-contiguous", "shortest-zigzag-cp2", "everything-zigzag", "float16-contiguous",
-    "large-contiguous",
+    "large-contiguous", "shown-documents-zigzag",
 )  # fmt: skip
 IN_ONE_PROGRAM = ("causal-balanced-cp3", "everything-zigzag")
 DTYPES = ("float32", "bfloat16")
@@ -54,6 +54,7 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch, kernel: InterpretedKernel
         "keys64-predicate-contiguous",
         "shortest-zigzag-cp2",
         "everything-zigzag",
+        "shown-documents-zigzag",
     ]
 )
 @pytest.mark.parametrize("name", SELECTED)

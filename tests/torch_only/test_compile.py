@@ -39,7 +39,12 @@ CALLS: dict[str, dict[str, Any]] = {
     "sinks": {"causal": True, "sinks": True, "chunk_size": 24},
     "bias": {"bias": True, "alibi_slopes": True},
     "dropout": {"causal": True, "dropout_p": 0.2, "dropout_seed": 5},
-}
+    "array": {"mask": True, "strategy": "gather"},
+    "array and more": {
+        "mask": True, "bias": True, "sinks": True, "causal": True, "cu_seqlens": (0, 13, LENGTH),
+        "strategy": "gather",
+    },
+}  # fmt: skip
 
 
 def tensors(cp: ContextParallel, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
@@ -60,6 +65,8 @@ def tensors(cp: ContextParallel, options: dict[str, Any]) -> tuple[list[Tensor],
         made["alibi_slopes"] = random(4).abs()
     if options.get("segment_ids"):
         made["segment_ids"] = cp.shard((torch.arange(LENGTH) // 23).int()[None])
+    if options.get("mask") is True:
+        made["mask"] = cp.shard(random(LENGTH, LENGTH) > -0.5, dim=-2)
     for leaf in leaves:
         leaf.requires_grad_()
     return leaves, options | made

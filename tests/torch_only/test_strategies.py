@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bias-segments-kv_seq_len": {
         "mask": CAUSAL, "bias": "full", "segments": "pair", "kv_seq_len": 64, "batch": 2,
     },
+    "shown": {"mask": CAUSAL, "shown": "by-sequence", "batch": 2, "bias": "full"},
     "alibi-dropout_p-heads": {"mask": CAUSAL, "alibi": 2, "dropout_p": 0.2, "heads": (9, 3)},
 }  # fmt: skip
 

@@ -55,6 +55,8 @@ RING = [
     ("bias-masked-balanced", "ring"), ("alibi-batch-striped", "ring"), ("mqa-zigzag", "gather"),
     ("causal-balanced-cp4", "ring"), ("options-random-cp2", "ring"), ("batch-0-contiguous", "ring"),
     ("bias-very-negative-segments-balanced", "ring"), ("bias-very-negative-zigzag", "gather"),
+    ("shown-bias-balanced", "ring"), ("shown-sinks-striped", "ring"),
+    ("shown-documents-zigzag", "gather"), ("shown-contiguous", "gather"),
     ("keys64-predicate-contiguous", "ring"), ("shortest-zigzag-cp2", "ring"), ("poison-v-contiguous", "ring"), ("large-contiguous", "ring"), ("sinks-large-contiguous", "ring"),
 ]  # fmt: skip
 
@@ -104,6 +106,8 @@ def test_oblong_blocks(name: str, sizes: tuple[int, int], pools: dict[int, Local
         "mqa-zigzag-gather",
         "options-random-cp2-ring",
         "keys64-predicate-contiguous-ring",
+        "shown-bias-balanced-ring",
+        "shown-sinks-striped-ring",
     ]
 )
 @pytest.mark.parametrize(("name", "strategy"), RING, ids=[f"{n}-{t}" for n, t in RING])
