@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,10 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = {path.name: path for path in ROOT.glob("packages/*/src/*") if path.is_dir()}
 MOST_IN_A_CHAIN, MOST_AT_THE_TOP = 13, 20
-#: Soft limits: longer files and functions are listed in a warning.
-USUAL_LINES, USUAL_LINES_OF_A_FUNCTION = 400, 60
-#: Kernels are often longer, and are not listed.
-KERNELS = ("ring_core/triton/", "ring_jax_gpu/", "ring_jax_tpu/", "/kernels/")
 
 
 @cache
@@ -54,20 +49,6 @@ def longest_chain(package: str) -> list[str]:
     return max((from_module(module) for module in modules(package)), key=len)
 
 
-def lines_of(function: ast.FunctionDef) -> int:
-    """Count a function's own lines, without signature, docstring and nested functions."""
-    body = function.body[1:] if ast.get_docstring(function) else function.body
-    inner = [x for x in body if isinstance(x, ast.FunctionDef)]
-    if not body:
-        return 0
-    return span(body[0], body[-1]) - sum(span(x, x) for x in inner)
-
-
-def span(first: ast.stmt, last: ast.stmt) -> int:
-    """Count the lines from the first statement's first to the last statement's last."""
-    return (last.end_lineno or last.lineno) - first.lineno + 1
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_chains_of_imports_are_short(package: str) -> None:
     chain = longest_chain(package)
@@ -77,37 +58,6 @@ def test_chains_of_imports_are_short(package: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_few_files_lie_at_the_top(package: str) -> None:
     assert len(list(PACKAGES[package].glob("*.py"))) <= MOST_AT_THE_TOP
-
-
-def long_parts(source: Path) -> Iterator[str]:
-    """Describe a file, and each function in it, that is longer than usual."""
-    text = source.read_text()
-    if text.count("\n") > USUAL_LINES:
-        yield f"{source}: {text.count('\n')} lines"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef) and lines_of(node) > USUAL_LINES_OF_A_FUNCTION:
-            yield f"{source}: {node.name} has {lines_of(node)} lines"
-
-
-@pytest.mark.filterwarnings("default:longer than usual")
-@pytest.mark.parametrize("package", PACKAGES)
-def test_long_files_and_functions_are_listed(package: str) -> None:
-    long = [
-        line for path in modules(package).values()
-        if not any(word in path.as_posix() for word in KERNELS) for line in long_parts(path)
-    ]  # fmt: skip
-    if long:
-        warnings.warn("longer than usual: " + "; ".join(long), stacklevel=1)
-
-
-def test_what_is_longer_than_usual_is_described(tmp_path: Path) -> None:
-    source = tmp_path / "module.py"
-    source.write_text("def short():\n    return 1\n" * 10)
-    assert not list(long_parts(source))
-    source.write_text("def long():\n" + "    print()\n" * 401)
-    assert list(long_parts(source)) == [
-        f"{source}: 402 lines", f"{source}: long has 401 lines",
-    ]  # fmt: skip
 
 
 FOLDERS = ("packages", "benchmarks", "examples", "tests")
@@ -133,8 +83,3 @@ def test_docstrings_begin_with_a_sentence(folder: str) -> None:
         for line in fragments(path.read_text())
     ]
     assert found == []
-
-
-def test_fragments_are_found() -> None:
-    code = 'def f():\n    """Of a forward."""\nclass A:\n    """Offsets of tokens."""\n'
-    assert list(fragments(code)) == ["Of a forward."]

@@ -72,26 +72,6 @@ def test_every_file_that_imports_transformers_is_found() -> None:
     }  # by an example's name
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("import transformers", True),
-        ("def test() -> None:\n    from transformers.cache_utils import DynamicCache", True),
-        ("from ring_torch import (\n    ContextParallel,\n    hf,\n)", True),
-        ("from ring_torch.hf.models import classes", True),
-        ("from sweep import compare", True),
-        ("importlib.import_module('finetune_hf')", True),
-        ("run('from transformers import LlamaConfig')", True),
-        ("import torch\nfrom ring_torch import compat\nfrom ring_torch.comm import ranks", False),
-        ("import lost  # without transformers", False),
-    ],
-)
-def test_what_counts_as_importing_transformers(text: str, expected: bool, tmp_path: Path) -> None:
-    path = tmp_path / "test_file.py"
-    path.write_text(text)
-    assert imports_transformers(path) is expected
-
-
 @pytest.mark.parametrize(("asked", "most"), [(None, 7), (4, 4), (20, 7)])
 def test_workers_that_share_a_gpu_are_few(
     pytestconfig: pytest.Config, asked: int | None, most: int

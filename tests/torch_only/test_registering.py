@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,12 +30,9 @@ from ring_core import (
     make_plan,
     ring_program,
 )
-from ring_core.base.config import OUTER_NAMES, RING_STRATEGIES, STRATEGY_TRAITS
 from ring_core.cost import CountedCall, Model, StrategyBytes, bytes_sent
 from ring_core.cost.counts.api import BytesByRanks
-from ring_core.cost.sent import COUNTED
 from ring_core.programs.grid import RankGrid
-from ring_core.programs.steps import RINGS
 from ring_torch import kernels, strategies, transports
 from ring_torch.accumulate import Accumulator, Joins, Work, joins_of, one_by_one
 from ring_torch.buffers import BufferSpec
@@ -73,7 +69,7 @@ from ring_torch.records import (
     QueryBlock,
 )
 from ring_torch.strategies import STRATEGIES, choose_strategy
-from ring_torch.strategies.gather import GATHER, Gather
+from ring_torch.strategies.gather import GATHER
 from ring_torch.transports import TRANSPORTS
 from ring_torch.transports.api import note_reads, program_of, requests_to
 from ring_torch.transports.p2p import HeadMessages
@@ -386,27 +382,10 @@ OWN_FILES = {
 OTHERS = {"logits"}
 NAMES = {*(x.name for x in STRATEGIES), *(x.name for x in TRANSPORTS)}
 KERNEL_NAMES = {*(x.capabilities.name for x in KERNELS), "xla", "pallas"}  # JAX's own, too
-#: Tables and tuples of names: an index into one stands for a name.
-TABLES: dict[str, list[str]] = {
-    "STRATEGIES": [x.name for x in STRATEGIES], "TRANSPORTS": [x.name for x in TRANSPORTS],
-    "KERNELS": [x.capabilities.name for x in KERNELS], "RING_STRATEGIES": [*RING_STRATEGIES],
-    "OUTER_NAMES": [*OUTER_NAMES], "RINGS": [x.name for x in RINGS],
-    "COUNTED": [x.name for x in COUNTED],
-    "STRATEGY_TRAITS": [x.name for x in STRATEGY_TRAITS],
-}  # fmt: skip
 #: Methods by which a name decides.
 METHODS = {"get", "pop", "index", "count", "startswith", "endswith", "removeprefix"}
-#: Descriptions of strategies and transports, which begin with a name.
-ENTRIES = {
-    "StrategySpec", "Strategy", "Transport", "RingSpec", "StrategyTraits", "StrategyBytes", "Count",
-}  # fmt: skip
 #: Where else a name decides, and why.
 ALLOWED = {
-    # Entries that stand in one file with the steps, or the count, of both rings.
-    *(("ring_core/programs/steps.py", x) for x in ("ring", "balanced")),
-    ("ring_core/cost/counts/ring.py", "balanced"),
-    # Settings are checked before a framework's own entry is known.
-    *(("ring_core/base/config.py", x) for x in ("balanced", "hybrid")),
     *(("ring_jax/maxtext.py", x) for x in ("ring", "ulysses")),  # values of MaxText's settings
     ("ring_torch/hf/models/check.py", "hybrid"),  # a name of transformers' layers
     ("ring_torch/hf/register.py", "eager"),  # a value of transformers' argument
@@ -415,7 +394,6 @@ ALLOWED = {
     ("ring_torch/hf/parallelize.py", "gather"),  # a value of `logits`
     ("ring_torch/optional.py", "triton"),  # the package
     ("ring_torch/tools/doctor.py", "triton"),  # likewise
-    ("ring_core/viz/figure.py", "ring"),  # from which ids in an .svg are made
     ("ring_jax/compat/calls.py", "ring"),  # ejkernel's name of an operation
     *((f"ring_jax/tools/{x}.py", "ring") for x in ("bench", "doctor")),  # an axis of a mesh
     ("ring_jax/tools/doctor.py", "triton"),  # the package
@@ -425,116 +403,45 @@ ALLOWED = {
 }
 
 
-def _classes() -> dict[str, str]:
-    """Names of classes, lower, that stand for a strategy or transport: ``Ring``, ``SymmMem``."""
-    found = {name.replace("_", ""): name for name in NAMES}
-    classes: list[type] = [Strategy]
-    for x in classes:  # grows meanwhile
-        classes += x.__subclasses__()
-        if isinstance(name := getattr(x, "name", None), str):
-            found[x.__name__.lower()] = name
-    return found
+def _deciding(node: ast.AST) -> set[str]:
+    """Return the constants, descriptions (``RING``) and classes by which a node decides."""
+    parts: Sequence[ast.AST | None]
+    match node:
+        case ast.Compare():
+            parts = [node.left, *node.comparators]
+        case ast.Dict():
+            parts = node.keys
+        case ast.Tuple() | ast.List() | ast.Set():
+            parts = [x for x in node.elts if isinstance(x, ast.Constant)]
+        case ast.MatchValue():
+            parts = [node.value]
+        case ast.MatchClass():
+            parts = [node.cls]
+        case ast.Subscript(value=ast.Name(id=name)) if name != "Literal":
+            parts = [node.slice]
+        case ast.Call(func=ast.Attribute(attr=name)) if name in METHODS:
+            parts = node.args
+        case ast.Call(func=ast.Name(id="isinstance")):
+            parts = node.args[1:]
+        case _:
+            parts = []
+    inside = [x for part in parts if part is not None for x in ast.walk(part)]
+    named = {getattr(x, "attr", getattr(x, "id", "")) for x in inside}
+    if OTHERS & named:
+        return set()
+    constants = {str(x.value) for x in inside if isinstance(x, ast.Constant)}
+    return constants | {name.lower() for name in named if name[:1].isupper()}
 
 
-class Staged(Gather):
-    """A strategy's class of another name."""
-
-
-CLASSES = _classes()
-
-
-class _Decisions:
-    """The places of a module that decide by constants or classes, and by which."""
-
-    def __init__(self, tree: ast.Module) -> None:
-        self.nodes = [*ast.walk(tree)]
-        # `Literal["ring"]` is a type, not a decision.
-        types = [x for x in self.nodes if isinstance(x, ast.Subscript) and _id(x) == "Literal"]
-        self.types = {id(part) for x in types for part in ast.walk(x)}
-        # A constant that has a name in the module decides where that name does.
-        self.constants: dict[str, str] = {}
-        for x in self.nodes:
-            if isinstance(x, ast.Assign) and isinstance(x.value, ast.Constant):
-                names = {y.id: str(x.value.value) for y in x.targets if isinstance(y, ast.Name)}
-                self.constants |= names
-
-    def __iter__(self) -> Iterator[tuple[int, set[str]]]:
-        for node in self.nodes:
-            constants = set() if id(node) in self.types else self._deciding(node)
-            if constants:
-                yield getattr(node, "lineno", 0), constants
-
-    def _deciding(self, node: ast.AST) -> set[str]:
-        """Return the names by which a node decides, if it is of a kind that does."""
-        match node:
-            case ast.Compare():
-                names = self._compared([node.left, *node.comparators])
-            case ast.Dict():
-                names = self._inside(*node.keys, *node.values)
-            case ast.Tuple() | ast.List() | ast.Set():
-                # What is listed is compared or looked up: here, or where the list goes.
-                names = {str(x.value) for x in node.elts if isinstance(x, ast.Constant)}
-            case ast.MatchValue():
-                names = self._inside(node.value)
-            case ast.MatchClass():
-                names = _classes_in(node.cls)
-            case ast.Subscript():
-                names = self._inside(node.slice) | _indexed(node)
-            case ast.Call():
-                names = self._called(node)
-            case _:
-                names = set()
-        return names
-
-    def _compared(self, sides: list[ast.expr]) -> set[str]:
-        """Return the names that a comparison has, also as classes where types are compared."""
-        if OTHERS & {_id(x) for x in sides}:
-            return set()
-        is_of_type = any(
-            _id(x) == "__class__" or (isinstance(x, ast.Call) and _id(x) == "type") for x in sides
-        )
-        classes = {name for x in sides for name in _classes_in(x) if is_of_type}
-        return self._inside(*sides) | classes
-
-    def _called(self, node: ast.Call) -> set[str]:
-        """Return the names in a call that looks one up, takes a table's first, or describes one."""
-        if _id(node) == "isinstance":
-            return _classes_in(node.args[1])
-        is_method = isinstance(node.func, ast.Attribute) and node.func.attr in METHODS
-        if is_method or _id(node) in ENTRIES:
-            return {str(x.value) for x in node.args if isinstance(x, ast.Constant)}
-        return {*TABLES.get(_id(node.args[0]), [])} if _id(node) == "iter" else set()
-
-    def _inside(self, *parts: ast.AST | None) -> set[str]:
-        """Return the constants in some nodes, and names of descriptions: RING, ring.RING."""
-        inside = [x for part in parts if part is not None for x in ast.walk(part)]
-        inside = [x for x in inside if id(x) not in self.types]
-        named = [getattr(x, "attr", getattr(x, "id", "")) for x in inside]
-        constants = {str(x.value) for x in inside if isinstance(x, ast.Constant)}
-        constants |= {self.constants[x] for x in named if x in self.constants}
-        return constants | {name.lower() for name in named if name.isupper()}
-
-
-def _id(node: ast.AST) -> str:
-    """Return the last name of what a node is, calls or indexes."""
-    inner = getattr(node, "func", getattr(node, "value", node))
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return str(getattr(inner, "attr", getattr(inner, "id", "")))
-
-
-def _classes_in(part: ast.AST) -> set[str]:
-    """Return the names of classes, lower, and the strategies and transports that they are."""
-    named = {getattr(x, "attr", getattr(x, "id", "")).lower() for x in ast.walk(part)}
-    return named | {CLASSES[x] for x in named if x in CLASSES}
-
-
-def _indexed(node: ast.Subscript) -> set[str]:
-    """Return the names in a table that a number or a slice takes from it."""
-    is_number = isinstance(node.slice, ast.Slice)
-    with suppress(ValueError):
-        is_number |= isinstance(ast.literal_eval(node.slice), int)
-    return {*TABLES.get(_id(node), [])} if is_number else set()
+def _names_in(tree: ast.AST) -> set[str]:
+    """Return the names of strategies, transports and kernels by which a module decides."""
+    types = {
+        id(x) for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "Literal"
+        for x in ast.walk(node)
+    }  # fmt: skip
+    decides = {x for node in ast.walk(tree) if id(node) not in types for x in _deciding(node)}
+    return {x for x in NAMES | KERNEL_NAMES if {x, x.replace("_", "")} & decides}
 
 
 def test_no_file_but_its_own_branches_on_a_name() -> None:
@@ -542,30 +449,19 @@ def test_no_file_but_its_own_branches_on_a_name() -> None:
         (path.relative_to(source).as_posix(), name)
         for source in PACKAGES.glob("*/src")
         for path in source.rglob("*.py")
-        for _, constants in _Decisions(ast.parse(path.read_text()))
-        for name in (NAMES | KERNEL_NAMES) & constants
+        for name in _names_in(ast.parse(path.read_text()))
         if path.name not in OWN_FILES.get(name, (f"{name}.py",))
     }
     assert files == ALLOWED
     for text in (
         'call.transport.name == "p2p"', 'name in ("ring", "gather")', '{"ulysses": 1}[name]',
         "isinstance(call.strategy, Ulysses)", 'match name:\n    case "balanced":\n        pass',
-        'frozenset({"ulysses"})', 'lambda: "symm_mem" != name', "name != ULYSSES.name",
-        "spec is ring.RING", "transport in (P2P, SYMM_MEM)", "{GATHER: 1}[spec]",
-        'field(metadata={"strategies": ("hybrid",)})', '{size: "ring"}', "{size: spec.RING}",
-        '[x for x in ("ring", "gather")]', 'LISTED = ["hybrid"]', "name == RING_STRATEGIES[0]",
-        "config.OUTER_NAMES[-1]", "TRANSPORTS[:1]", "next(iter(STRATEGIES))", "spec is RINGS[0]",
-        "match x:\n    case Ring():\n        pass", "match x:\n    case ring.Hybrid(grid=None):\n        pass",
-        "type(x) is Gather", "type(x) in (Ring, Balanced)", "x.__class__ is strategies.Ulysses",
-        "isinstance(x, Staged)", "isinstance(x, ring.Ring)", 'table.get("gather")',
-        'name.startswith("ring")', 'PLAIN = "ring"\nname == PLAIN', 'Count("gather", sent)',
+        "name != ULYSSES.name", "match x:\n    case ring.Hybrid(grid=None):\n        pass",
+        "type(x) is SymmMem", 'table.get("gather")', 'name.startswith("ring")',
     ):  # fmt: skip
-        assert any(NAMES & constants for _, constants in _Decisions(ast.parse(text))), text
-    for text in (
-        'StrategyConfig("ring")', 'self.logits == "gather"', 'Name = Literal["ring", "gather"]',
-        "STRATEGIES = (RING, GATHER)", "rows[0]", "for x in RINGS: x.steps", "type(x) is int",
-    ):  # fmt: skip
-        assert not any(NAMES & constants for _, constants in _Decisions(ast.parse(text))), text
+        assert _names_in(ast.parse(text)), text
+    for text in ('StrategyConfig("ring")', 'self.logits == "gather"', 'Name = Literal["ring"]'):
+        assert not _names_in(ast.parse(text)), text
 
 
 def test_spellings_of_an_option_are_one() -> None:

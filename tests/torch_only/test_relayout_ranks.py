@@ -22,7 +22,7 @@ from ring_torch.local import LocalRanks
 
 T, RANKS = 48, 4
 #: Ranks that hold the sequence, and ranks that get it. ``(2, 0, 3, 1)`` is a group in that order.
-RANKS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+PAIRS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "to some": ((0, 1, 2, 3), (1, 3)), "from some": ((0, 2), (0, 1, 2, 3)),
     "to one": ((0, 1, 2, 3), (2,)), "from one": ((3,), (0, 1, 2, 3)),
     "another order": ((0, 1, 2, 3), (2, 0, 3, 1)), "among some": ((1, 2), (2,)),
@@ -61,7 +61,7 @@ RUNS: dict[str, Callable[[Move], Move]] = {
 
 
 def _relayout(rank: int, name: str, layouts: str, how: str) -> None:
-    (source_ranks, target_ranks), (layout, to) = RANKS[name], LAYOUTS[layouts]
+    (source_ranks, target_ranks), (layout, to) = PAIRS[name], LAYOUTS[layouts]
     source, target = cp_over(source_ranks, layout), cp_over(target_ranks, to)
     if rank not in {*source_ranks, *target_ranks}:
         return
@@ -87,10 +87,10 @@ def _relayout(rank: int, name: str, layouts: str, how: str) -> None:
 
 @pytest.mark.nightly(
     only=[f"{how}-{layouts}-{name}" for how in ("compiled", "checkpointed") for layouts in LAYOUTS
-          for name in RANKS
+          for name in PAIRS
           if (how, layouts, name) != ("checkpointed", "zigzag-contiguous", "from some")]
 )  # fmt: skip
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("how", RUNS)
 def test_other_ranks_get_the_tokens_of_their_layout(
@@ -103,13 +103,13 @@ def test_other_ranks_get_the_tokens_of_their_layout(
 
 def _bytes(rank: int, name: str) -> tuple[int, ...]:
     """Return the bytes that a rank sends and needs to send, forward and backward."""
-    source_ranks, target_ranks = RANKS[name]
+    source_ranks, target_ranks = PAIRS[name]
     source, target = cp_over(source_ranks, "zigzag"), cp_over(target_ranks, "striped")
     if rank not in {*source_ranks, *target_ranks}:
         return 0, 0, 0, 0
     owner = [torch.empty(T, dtype=torch.int64), torch.empty(T, dtype=torch.int64)]
     layouts: tuple[LayoutSpec, LayoutSpec] = ("zigzag", "striped")
-    for of, ranks, layout in zip(owner, RANKS[name], layouts, strict=True):
+    for of, ranks, layout in zip(owner, PAIRS[name], layouts, strict=True):
         for number, holder in enumerate(ranks):
             of[torch.as_tensor(Layout(layout, T, len(ranks)).positions(number))] = holder
     crossing = owner[0] != owner[1]
@@ -128,7 +128,7 @@ def _bytes(rank: int, name: str) -> tuple[int, ...]:
     return forward.sent, forth, backward.sent, back
 
 
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize("name", PAIRS)
 def test_only_rows_that_change_rank_are_sent(name: str, pool: LocalRanks) -> None:
     if name == "another order" and not SORTS:
         pytest.skip("this torch sorts the ranks of every group")
