@@ -406,13 +406,6 @@ def demo_jax(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
-def bench_cpu(session: nox.Session) -> None:
-    """Time plans and the CPU kernels; arguments go to the benchmark."""
-    install(session, ["ring-core[viz]", "ring-torch"], ["examples"], *CONSTRAINED)
-    session.run("python", "-m", "benchmarks.torch.cpu", *session.posargs)
-
-
-@nox.session(python="3.12", default=False)
 def bench_gpu(session: nox.Session) -> None:
     """Time the ring and its rivals on this machine's GPUs; arguments go to the benchmark."""
     install(session, ["ring-core", "ring-torch[fa4]"], [], *CONSTRAINED)
@@ -427,17 +420,10 @@ def bench_options(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
-def bench_jax_gpu(session: nox.Session) -> None:
-    """Time the Triton kernels beside cuDNN in JAX on one GPU; arguments go to it."""
-    install(session, ["ring-core", "ring-jax", "ring-jax-gpu[cuda13]"], [], *CONSTRAINED)
-    session.run("python", "-m", "benchmarks.jax.scaling", *session.posargs)
-
-
-@nox.session(python="3.12", default=False)
 def bench_jax_gpus(session: nox.Session) -> None:
     """Time attention over several GPUs in JAX, beside plain JAX; arguments go to it."""
     install(session, ["ring-core", "ring-jax", "ring-jax-gpu[cuda13]"], [], *CONSTRAINED)
-    session.run("python", "-m", "benchmarks.jax.several", *session.posargs)
+    session.run("python", "-m", "benchmarks.jax.scaling", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)
@@ -471,7 +457,7 @@ def gpu_schedule(session: nox.Session) -> None:
 def tpu_static(session: nox.Session) -> None:
     """Count what TPU kernels cost in their machine code, no TPU needed; arguments go to it."""
     install(session, BACKENDS["jax-tpu"], [], *CONSTRAINED)
-    session.run("python", "-m", "benchmarks.jax.tpu_static", *session.posargs)
+    session.run("python", "-m", "benchmarks.development.tpu_static", *session.posargs)
 
 
 @nox.session(default=False)

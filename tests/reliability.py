@@ -1,7 +1,7 @@
 """Runs the tests of each promise of ``docs/reliability.md``: ``nox -s reliability``.
 
 It runs the tests of all promises, or of those named, and stores the counts in
-``benchmarks/results/reliability.json``, which the page shows. The exit code is 1 if a test failed
+``tests/results/reliability.json``, which the page shows. The exit code is 1 if a test failed
 or was skipped, or if none ran.
 """
 
@@ -22,7 +22,7 @@ from xml.etree import ElementTree as ET
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[1]
-KEPT = ROOT / "benchmarks" / "results" / "reliability.json"
+KEPT = ROOT / "tests" / "results" / "reliability.json"
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 A page marks the place of each, and names its result file::
 
-    <!-- table of benchmarks/results/h200x4.json -->
+    <!-- table of benchmarks/results/models.json#h200x4 -->
     <!-- end of table -->
+
+Behind ``#`` stands a part of a file, which holds several measurements of one machine.
 
 ``python -m benchmarks.common.pages FILE ...`` prints files of results instead: the command that
 measured, what has to be known beside it, and the table.
@@ -11,7 +13,6 @@ measured, what has to be known beside it, and the table.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.chart import chart, legend
-from benchmarks.common.report import rows_of
+from benchmarks.common.report import parts_of, rows_of
 from benchmarks.common.tables import table
 
 ROOT = Path(__file__).parents[2]
@@ -39,20 +40,24 @@ def rendered(page: str) -> str:
 
     def made(mark: re.Match[str]) -> str:
         begin, what, file, end = mark.groups()
-        return f"{begin}{MAKERS[what](rows_of(ROOT / file))}\n{end}"
+        name, _, part = file.partition("#")
+        return f"{begin}{MAKERS[what](rows_of(ROOT / name, part))}\n{end}"
 
     return MARKED.sub(made, page)
 
 
 def files_shown() -> set[str]:
     """Return the files of results that some page shows."""
-    return {file for page in PAGES for _, _, file, _ in MARKED.findall(page.read_text())}
+    marks = (mark for page in PAGES for mark in MARKED.findall(page.read_text()))
+    return {file.partition("#")[0] for _, _, file, _ in marks}
 
 
 def printed(path: Path) -> str:
-    """Return how a file of results was measured, and its table."""
-    about, rows = (json.loads(path.read_text())[key] for key in ("about", "rows"))
-    return f"{path.name}\n$ {about['command']}\n{about['note']}\n\n{table(rows)}"
+    """Return how each part of a file of results was measured, and its table."""
+    return "\n\n".join(
+        f"{path.name} {part}\n$ {x['about']['command']}\n{x['about']['note']}\n\n{table(x['rows'])}"
+        for part, x in parts_of(path).items()
+    )
 
 
 def main(files: Sequence[str]) -> None:

@@ -33,9 +33,16 @@ def show(path: Path) -> int:
     return 0
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a result file."""
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+def parts_of(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the parts of a result file by name: several measurements of one machine, or one."""
+    file = json.loads(path.read_text())
+    parts: dict[str, dict[str, Any]] = file.get("parts", {"": file})
+    return parts
+
+
+def rows_of(path: Path, part: str = "") -> list[dict[str, Any]]:
+    """Return the rows of a result file, or of a part of it."""
+    rows: list[dict[str, Any]] = parts_of(path)[part]["rows"]
     return rows
 
 

@@ -18,7 +18,7 @@ def table(rows: Sequence[Row]) -> str:
     for key, of_rows in KINDS.items():
         if any(key in row for row in rows):
             return of_rows(rows)
-    return scaling(rows)
+    return scaling(rows) if all("method" in row and "gpus" in row for row in rows) else plain(rows)
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -187,104 +187,6 @@ def _twice(*columns: str) -> list[str]:
     return [f"{way}, {column}" for way in ("forward", "forward + backward") for column in columns]
 
 
-def _jax_options(rows: Sequence[Row]) -> str:
-    """Return milliseconds of ours, ``triton`` and cuDNN, and the ratio of ours to cuDNN's."""
-    lines = []
-    for row in rows:
-        cells = [row["setting"], f"`{row['kernel']}`"]
-        for way in PASSES:
-            took = row["milliseconds"][way]
-            names = (OURS, "triton", "cudnn")
-            cells.append(" / ".join(f"{took[x][1]:.3g}" if x in took else "none" for x in names))
-            cells.append(_spread(row["ratio"][way].get("cudnn")))
-        lines.append(cells)
-    return markdown(["", "ours", *_twice("ms", "ours to cuDNN")], lines)
-
-
-def _jax_one_gpu(rows: Sequence[Row]) -> str:
-    """Return TFLOP/s, forward / forward + backward, of ours and each library; ratios to cuDNN."""
-    libraries = {"cudnn": "cuDNN", "mosaic": "Mosaic"}
-    others = [name for name in libraries if any(name in row for row in rows)]
-    lines = []
-    for row in rows:
-        mask = "causal" if row["causal"] else "full"
-        mask = f"window {row['window']:,}" if "window" in row else mask
-        ratios = (f"{row['triton'][way] / row['cudnn'][way]:.2f}" for way in PASSES)
-        rates = (_both_rates(row[name]) for name in ("triton", *others))
-        lines.append([f"{row['length']:,} {mask}", *rates, " / ".join(ratios)])
-    return markdown(
-        ["tokens", "ours", *(libraries[name] for name in others), "ours to cuDNN"], lines
-    )
-
-
-def _both_rates(rates: Row) -> str:
-    return " / ".join(f"{rates[way]:.0f}" for way in PASSES if way in rates)
-
-
-def _jax_ring(rows: Sequence[Row]) -> str:
-    """Return TFLOP/s per GPU of methods over several GPUs; rows of one GPU alone are left out.
-
-    Exposed communication is that of the rank where it is the largest.
-    """
-    lines = []
-    for row in rows:
-        if "gpus" not in row:
-            continue
-        efficiency = (
-            f"{row[f'efficiency {way}']:.2f}" for way in PASSES if f"efficiency {way}" in row
-        )
-        profile = row.get("profile", {})
-        exposed = (
-            f"{max(shares['exposed'] for shares in profile[way].values()):.1%}".replace("%", " %")
-            for way in PASSES if way in profile
-        )  # fmt: skip
-        cells = (f"{row['length']:,}", f"`{row['method']}`", _both_rates(row))
-        lines.append([*cells, " / ".join(efficiency), " / ".join(exposed)])
-    head = ["tokens", "method", "TFLOP/s per GPU", "scaling efficiency", "exposed communication"]
-    return markdown(head, lines)
-
-
-def _jax_ranks(rows: Sequence[Row]) -> str:
-    """Return the times of the slowest of the ranks that one GPU emulated."""
-    lines = []
-    for row in rows:
-        cells = [f"{row['ranks']}", f"{row['length']:,}", f"`{row['strategy']}`"]
-        for way in PASSES:
-            cells += [f"{max(row[f'ms {way}'].values()):.2f}", f"{row[f'efficiency {way}']:.2f}"]
-        lines.append(cells)
-    return markdown(["ranks", "tokens", "strategy", *_twice("ms", "scaling efficiency")], lines)
-
-
-def _programs(rows: Sequence[Row]) -> str:
-    """Return seconds to trace, lower and compile programs by number of layers, and sizes."""
-    head = [
-        "mask, length, heads",
-        "method",
-        "layers",
-        "trace / lower / compile, s",
-        "StableHLO / HLO, MB",
-    ]
-    lines = (
-        [row["setting"], f"`{row['method']}`", f"{row['layers']}",
-         " / ".join(f"{x:.1f}" for x in row["seconds"].values()),
-         " / ".join(f"{x:.2f}" for x in row["megabytes"].values())]
-        for row in rows
-    )  # fmt: skip
-    return markdown(head, lines)
-
-
-def _host_time(rows: Sequence[Row]) -> str:
-    """Return host microseconds of a queued call, and the ratio to flash-attention's function."""
-    head = ["way", "pass", "least, us", "median", "most", "ratio", "Python calls"]
-    keys = ("least_us", "us", "most_us")
-    lines = (
-        [f"`{row['way']}`", row["pass"], *(f"{row[key]:,}" for key in keys), f"{row['ratio']:.2f}",
-         f"{row['python_calls']}"]
-        for row in rows
-    )  # fmt: skip
-    return markdown(head, lines)
-
-
 def causes_table(rows: Sequence[Row]) -> str:
     """Return host microseconds of a repeated call by cause, of the rank that takes longest."""
     lines = (
@@ -292,58 +194,6 @@ def causes_table(rows: Sequence[Row]) -> str:
         for row in rows
     )
     return markdown(["mask, length, heads", "cause", "forward, us", "backward, us"], lines)
-
-
-def _memory(rows: Sequence[Row]) -> str:
-    """Return peak GiB of forward, and of forward + backward."""
-    lines = (
-        [row["setting"], f"`{row['method']}`"]
-        + [f"{row[key]:.3g}" if key in row else "wrong" for key in ("forward_gib", "both_gib")]
-        for row in rows
-    )
-    head = ["mask, length, heads", "method", "forward, GiB", "forward + backward, GiB"]
-    return markdown(head, lines)
-
-
-def _bench_command(rows: Sequence[Row]) -> str:
-    """Return times of ``python -m ring_torch bench``, and rates over one device's, with spread."""
-    head = [
-        "tokens",
-        "pass",
-        "one device, ms",
-        "ring, ms",
-        "rate of a device over one's",
-        "a check adds",
-    ]
-
-    def cells(row: Row) -> list[str]:
-        first = [f"{row['tokens']:,}", row["bench_pass"]]
-        if "costs" in row:
-            least, cost, most = (f"{x:.1%}".replace("%", " %") for x in row["costs"])
-            return [*first, "", "", "", f"**{cost}** ({least} to {most})"]
-        least, share, most = (f"{x:.2f}" for x in row["shares"])
-        times = (f"{row[name]:.2f}" for name in ("alone_ms", "ring_ms"))
-        return [
-            *first,
-            *times,
-            f"**{share}** ({least} to {most})",
-            f"{row['check_cost']:.0%}".replace("%", " %"),
-        ]
-
-    return markdown(head, map(cells, rows))
-
-
-def _in_turns(rows: Sequence[Row]) -> str:
-    """Return milliseconds of old and new code in turns, and quartiles of new over old."""
-    lines = []
-    for row in rows:
-        cells = [row["row_in_turns"]]
-        for way in PASSES:
-            timed = row.get(way)
-            old_and_new = (f"{timed[name][1]:.3g}" for name in ("old", "new")) if timed else ()
-            cells += [" / ".join(old_and_new) or "none", _spread(timed and timed["ratio"])]
-        lines.append(cells)
-    return markdown(["", *_twice("old / new, ms", "new over old")], lines)
 
 
 def _models(rows: Sequence[Row]) -> str:
@@ -363,19 +213,38 @@ def _models(rows: Sequence[Row]) -> str:
     return markdown(head, map(cells, rows))
 
 
-#: Table makers by a key that some of their rows have; the first match makes it, else `scaling`.
+MOST_COLUMNS = 7
+#: Keys that are not shown: errors that were allowed, and figures of which others are the summary.
+NOT_SHOWN = ("errors", "error", "of_ranks", "each", "rounds")
+
+
+def plain(rows: Sequence[Row]) -> str:
+    """Return all figures of rows, a column for each key; those beyond seven share the last one."""
+    keys = [
+        key for key in dict.fromkeys(key for row in rows for key in row) if key not in NOT_SHOWN
+    ]
+    first, rest = keys[: MOST_COLUMNS - 1], keys[MOST_COLUMNS - 1 :]
+
+    def cells(row: Row) -> list[str]:
+        more = "; ".join(f"{key} {_shown(row[key])}" for key in rest if key in row)
+        return [*(_shown(row.get(key, "")) for key in first), *[more] * bool(rest)]
+
+    return markdown([*first, *["more"] * bool(rest)], map(cells, rows))
+
+
+def _shown(x: Any) -> str:
+    """Return a figure with four digits, and those of a dictionary or list in turn."""
+    if isinstance(x, dict):
+        return ", ".join(f"{key} {_shown(value)}" for key, value in x.items())
+    if isinstance(x, list):
+        return " ".join(map(_shown, x))
+    return f"{x:.4g}" if isinstance(x, float) else str(x)
+
+
+#: Table makers by a key that some of their rows have; the first match makes it.
 KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "row": _options,
-    "milliseconds": _jax_options,
-    "ranks": _jax_ranks,
-    "way": _host_time,
-    "forward_gib": _memory,
-    "bench_pass": _bench_command,
     "cause": causes_table,
-    "row_in_turns": _in_turns,
     "every_strategy": _strategies,
     "tflops_per_gpu": _models,
-    "megabytes": _programs,
-    "efficiency forward": _jax_ring,
-    "causal": _jax_one_gpu,
 }

@@ -1,6 +1,4 @@
-"""Benchmarks of ring-jax: ``several`` over GPUs, ``scaling`` and ``options`` on one GPU.
+"""Benchmarks of ring-jax: ``scaling`` over GPUs, ``options`` on one.
 
-``tpu_static`` needs no accelerator. ``columns`` has the methods on one GPU, ``methods`` those over
-several; ``alone`` leaves out communication, ``profile`` reads traces, and ``bundles`` the machine
-code of TPU kernels.
+``columns`` has the methods on one GPU, ``methods`` those over several.
 """

@@ -1,16 +1,12 @@
-"""Attention on one GPU in JAX behind one interface: ours, cuDNN's, Mosaic GPU's and ejkernel's.
+"""Attention on one GPU in JAX behind one interface: ours, cuDNN's, and by definition.
 
-Each takes ``q [B, T, H, D]``, ``k`` and ``v [B, T, K, D]``, and a mask. It raises an error for what
-it does not support; a table shows the reason in place of its time.
+Each takes ``q [B, T, H, D]``, ``k`` and ``v [B, T, K, D]``, and a mask.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
 from typing import Any, cast
 
 import jax
@@ -22,21 +18,6 @@ import ring_jax_gpu
 from ring_core import Mask
 
 Attend = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Column:
-    """An attention implementation, a column of the table.
-
-    Attributes:
-        attend: A function of ``q``, ``k``, ``v`` and ``mask``.
-        prepare: Converts ``q``, ``k`` and ``v`` before, outside of the time.
-        backward: True if it has gradients.
-    """
-
-    attend: Attend
-    prepare: Attend = lambda q, k, v: (q, k, v)
-    backward: bool = True
 
 
 def ours(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask, kernel: str = "triton") -> Any:
@@ -59,39 +40,6 @@ def cudnn(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask) -> Any:
     return out[..., : v.shape[3]]
 
 
-def mosaic(q: Any, k: Any, v: Any, *, mask: Mask) -> Any:
-    """Run FlashAttention-3 in Pallas for Hopper, which jax ships; ``q`` is already scaled.
-
-    The block sizes are those that jax's own benchmark uses for head dim 128.
-
-    Raises:
-        ValueError: The mask has a window.
-    """
-    from jax.experimental.pallas.ops.gpu import attention_mgpu
-
-    if mask.window is not None:
-        raise ValueError("attention_mgpu has no windows")
-    config = attention_mgpu.TuningConfig(
-        block_q=64, block_kv=128, max_concurrent_steps=2, causal=mask.causal
-    )
-    return attention_mgpu.attention(q, k, v, config)
-
-
-def _for_mosaic(q: Any, k: Any, v: Any) -> Any:
-    """Scale ``q``, which ``attention_mgpu`` does not, and cast all to float16.
-
-    Its kernel multiplies float16 only, whatever it says.
-    """
-    scaled = q.astype("float32") * q.shape[-1] ** -0.5
-    return tuple(x.astype("float16") for x in (scaled, k, v))
-
-
-def ejkernel(q: Any, k: Any, v: Any, *, mask: Mask) -> Any:
-    """Run ejkernel's flash attention in Triton, with the block sizes that it chooses itself."""
-    module = import_module("ejkernel.kernels._triton.flash_attention")
-    return module.flash_attention(q, k, v, causal=mask.causal, sliding_window=mask.window)
-
-
 def exact(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask) -> Any:
     """Compute attention by its definition; inputs are float32."""
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
@@ -100,14 +48,6 @@ def exact(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask) -> Any:
     visible = mask.dense(np.arange(q.shape[1]), np.arange(k.shape[1]))
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bhij,bjhd->bihd", weights, v, precision="highest")
-
-
-COLUMNS: dict[str, Column] = {
-    "triton": Column(ours),
-    "cudnn": Column(cudnn),
-    "mosaic": Column(mosaic, prepare=_for_mosaic, backward=False),
-    "ejkernel": Column(ejkernel),
-}
 
 
 def both(attend: Attend, *arrays: Any) -> Any:
@@ -131,16 +71,6 @@ def layered(attend: Attend, layers: int) -> Attend:
         return out
 
     return run
-
-
-def passes(column: Column, mask: Mask) -> dict[str, Attend]:
-    """Return the passes that a column supports, by name, as jitted functions.
-
-    ``forward`` takes what ``prepare`` returns, ``both`` takes ``dout`` after it.
-    """
-    attend = partial(column.attend, mask=mask)
-    functions: dict[str, Attend] = {"forward": jax.jit(attend)}
-    return functions | ({"both": jax.jit(partial(both, attend))} if column.backward else {})
 
 
 def random_arrays(shapes: Sequence[Sequence[int]], seed: int) -> list[Any]:

@@ -1,14 +1,14 @@
-"""Time our Triton kernels beside cuDNN and others on one GPU in JAX: ``nox -s bench_jax_gpu``.
+"""Time attention over several GPUs in JAX, beside methods in plain JAX: ``nox -s bench_jax_gpus``.
 
-Batch 1, 32 query heads, 8 key heads, head dim 128, bfloat16. First the root mean square errors of
-out, dQ, dK and dV are measured at 2,048 tokens against float32 attention: a method with more than
-1.1 times cuDNN's error gets no time, and if ours has more, nothing is timed. A time is the median
-of five rounds of whole calls, in which all take turns. Besides cuDNN there are Mosaic GPU's
-attention (Hopper, forward, float16: it multiplies nothing else) and ejkernel's Triton kernels; what
-one of them does not support, or fails in, is listed as refused, with the reason.
+Every method first has to agree with float32 attention at 2,048 tokens, output and gradients; one
+that does not gets no time. Batch 1, bfloat16. Times are medians of rounds of whole calls, in
+which all methods of a setting take turns. Scaling efficiency is the rate per GPU over that of
+``one`` GPU with the whole sequence, at 128k tokens where it did not run this one. ``GiB`` is what
+XLA sets aside on a GPU for results and temporaries. ``gather, kept`` keeps gathered K/V for the
+backward, ``gather, again`` gathers them anew, whatever their size.
 
-With ``--ranks 4 8`` one GPU emulates the first, the middle and the last rank of such rings, without
-communication: the efficiency of so many GPUs if nothing had to travel. The slowest rank counts.
+``--program 1 32`` runs no kernels: it measures how many seconds programs of so many layers, forward
+and backward, take to trace, lower and compile, and their sizes.
 """
 
 from __future__ import annotations
@@ -17,133 +17,118 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import product
-from operator import le
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 import ring_jax_gpu
 from benchmarks.common import report as _report
 from benchmarks.common.cases import (
-    CAUSAL,
-    DIM,
-    FULL,
-    HEADS,
-    KV_HEADS,
+    JAX_SETTINGS,
     PASSES,
     SCALING_GATE as GATE_LENGTH,
+    K,
+    Setting,
+    mask_of,
     pairs_of,
-    windowed,
 )
-from benchmarks.common.report import parser_of, reason_of, show
+from benchmarks.common.report import Report, parser_of, reason_of, rows_of, show
 from benchmarks.common.turns import Run, take_turns
-from benchmarks.jax.alone import as_rank, share
-from benchmarks.jax.columns import (
-    COLUMNS,
-    both,
-    exact,
-    passes,
-    random_arrays,
-    seconds,
-)
-from ring_core import Mask
+from benchmarks.jax.columns import both, exact, layered, random_arrays, seconds
+from benchmarks.jax.methods import METHODS, Method, in_order, mesh_of, sharding_of
 from ring_core.tools.bench import watched
 
-GATE = 1.1  # largest error, in units of cuDNN's
+DEFAULT = ("one", "ring", "gather", "all-gather cudnn", "zigzag cudnn")
+WRONG = 0.1  # a method is right if its largest error is below this
+LONG = 256 * K  # tokens above which there are fewer rounds
+RESULTS = ("out", "dq", "dk", "dv")
 SLOW = 0.2  # seconds per call above which a turn is one call
 TURN = 0.05  # seconds of calls in a turn
 REST = 0.05  # seconds before a turn
-MASKS = {"causal": CAUSAL, "full": FULL, "window": windowed(1024)}
-RESULTS = ("out", "dq", "dk", "dv")
 
 
-class Report(_report.Report):
-    """A report that also keeps errors, and the reasons of what has no time."""
+class Entrant(NamedTuple):
+    """A method in a setting, with its programs, which threads compile.
 
-    def __init__(self, path: Path | None) -> None:
-        super().__init__(path, environment)
-        self.errors: dict[str, dict[str, list[float]]] = {}
-        self.refused: list[dict[str, Any]] = []
+    Attributes:
+        passes: Programs by pass.
+        gate: Program of forward + backward at 2,048 tokens, for the comparison.
+        gate_method: The method at 2,048 tokens.
+    """
 
-    def refuse(self, reason: str, **fields: Any) -> None:
-        """Keep the reason why something has no time, and print it."""
-        self.refused.append({**fields, "reason": reason})
-        print("refused:", *fields.values(), "-", reason, flush=True)
-        self.save()
-
-    @property
-    def found(self) -> dict[str, Any]:
-        """Contents of the file: the environment, rows, errors and refusals."""
-        return super().found | {"errors": self.errors, "refused": self.refused}
+    method: Method
+    mesh: Mesh
+    passes: dict[str, Future[Any]]
+    gate: Future[Any]
+    gate_method: Method
 
 
-def keys_of(mask: Mask) -> int | None:
-    """Return how many keys a query sees, its own included; ``None`` for all."""
-    return None if mask.window is None or mask.window[0] is None else mask.window[0] + 1
+def shapes_of(setting: Setting, length: int) -> list[tuple[int, ...]]:
+    """Return the shapes of q, k, v and dout."""
+    heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
+    return [(1, length, h, setting.dim) for h in heads]
 
 
-def name_of(mask: Mask) -> str:
-    """Return a mask's name in tables."""
-    if mask.window is not None:
-        return f"window {keys_of(mask)}"
-    return "causal" if mask.causal else "full"
+def arrays_of(setting: Setting, length: int, mesh: Mesh) -> list[Any]:
+    """Return random q, k, v and dout, split over the GPUs of a mesh."""
+    make = partial(random_arrays, shapes_of(setting, length), 1)
+    return list(jax.jit(make, out_shardings=sharding_of(mesh))())
 
 
-def teraflops(mask: Mask, length: int) -> float:
-    """Return a forward's FLOPs in units of 1e12; causal masks count half of all pairs."""
-    pairs = length**2 // 2 if mask == CAUSAL else pairs_of(mask, length)
-    return 4 * pairs * HEADS * DIM / 1e12
+def abstract_arrays(setting: Setting, length: int, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
+    """Return shapes, dtype and sharding of q, k, v and dout, to compile programs for."""
+    return [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding_of(mesh))
+        for shape in shapes_of(setting, length)
+    ]
 
 
-def inputs(length: int, seed: int) -> list[Any]:
-    """Return random q, k, v and dout."""
-    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    return random_arrays([(1, length, h, DIM) for h in heads], seed)
+def enter(name: str, setting: Setting, mesh: Mesh, pool: ThreadPoolExecutor) -> Entrant:
+    """Start to compile a method's programs for a setting."""
+    short, long = GATE_LENGTH, setting.seq_len
+    mesh = mesh_of(1) if name == "one" else mesh
+    gate_method, method = (
+        METHODS[name](mesh, mask_of(setting.mask, length), length) for length in (short, long)
+    )
+
+    def compiled(run: Any, arrays: list[jax.ShapeDtypeStruct]) -> Future[Any]:
+        return pool.submit(jax.jit(run).lower(*arrays).compile)
+
+    arrays = abstract_arrays(setting, long, mesh)
+    passes = {
+        "forward": compiled(method.attend, arrays[:3]),
+        "both": compiled(partial(both, method.attend), arrays),
+    }
+    gate = compiled(partial(both, gate_method.attend), abstract_arrays(setting, short, mesh))
+    return Entrant(method, mesh, passes, gate, gate_method)
+
+
+def errors_of(entrant: Entrant, arrays: list[Any], expected: Iterable[Any]) -> dict[str, float]:
+    """Return the largest errors of the output and the gradients at 2,048 tokens."""
+    order = in_order(entrant.gate_method.layout, GATE_LENGTH, entrant.mesh.size)
+    place = sharding_of(entrant.mesh)
+    results = entrant.gate.result()(*(jax.device_put(x[:, order], place) for x in arrays))
+    return {
+        name: float(
+            jnp.abs(jax.device_get(x).astype("float32") - jax.device_get(y)[:, order]).max()
+        )
+        for name, x, y in zip(RESULTS, results, expected, strict=True)
+    }
 
 
 def environment() -> dict[str, str]:
     """Return the GPU, versions of libraries, and XLA's flags."""
-    libraries = ("jax", "jaxlib", "triton", "jax-triton", "ejkernel")
+    libraries = ("jax", "jaxlib", "triton", "jax-triton")
     gpu, flags = jax.devices()[0].device_kind, os.environ.get("XLA_FLAGS", "")
     return _report.environment(gpu, *libraries, XLA_FLAGS=flags)
-
-
-def check(names: Iterable[str], mask: Mask, report: Report) -> dict[str, set[str]]:
-    """Compare columns with float32 attention; return the passes of each that may be timed."""
-    *qkv, dout = inputs(GATE_LENGTH, seed=2)
-    wide = [x.astype("float32") for x in qkv]
-    expected = jax.jit(partial(both, partial(exact, mask=mask)))(*wide, dout)
-    errors_of_mask, allowed = report.errors.setdefault(name_of(mask), {}), {}
-    for name in dict.fromkeys(("cudnn", *names)):  # all are compared with cuDNN
-        allowed[name] = set[str]()
-        for kind, run in passes(COLUMNS[name], mask).items():
-            arguments = [*COLUMNS[name].prepare(*qkv), *([dout] if kind == "both" else [])]
-            try:
-                errors = _errors(run(*arguments), expected)
-            except Exception as error:  # noqa: BLE001  # whatever it is, others go on
-                report.refuse(reason_of(error), mask=name_of(mask), column=name, what=kind)
-                continue
-            if len(errors_of_mask.setdefault(name, [])) < len(errors):
-                errors_of_mask[name] = errors
-            limits = [GATE * error for error in errors_of_mask.get("cudnn", [])]
-            if len(limits) >= len(errors) and all(map(le, errors, limits)):
-                allowed[name].add(kind)
-            else:
-                reason = f"errors of {RESULTS[: len(errors)]} are {errors}; at most {limits}"
-                report.refuse(reason, mask=name_of(mask), column=name, what=kind)
-    return allowed
-
-
-def _errors(results: Any, expected: Any) -> list[float]:
-    """Return RMS errors of out, dq, dk and dv; for a forward that of its output alone."""
-    results = results if isinstance(results, tuple) else (results,)
-    pairs = zip(results, expected, strict=False)
-    return [float(jnp.sqrt(jnp.mean(jnp.square(x.astype("float32") - y)))) for x, y in pairs]
 
 
 def seconds_each[Key](runs: dict[Key, Run], rounds: int = 5) -> dict[Key, float]:
@@ -168,125 +153,150 @@ def _rested(run: Run, calls: int) -> float:
     return seconds(run, calls) / calls
 
 
-def that_run[Key](runs: dict[Key, Run], refuse: Callable[[Key, str], None]) -> dict[Key, Run]:
-    """Return the runs that can be called; tell ``refuse`` the reasons of the others."""
-    able = {}
-    for key, run in runs.items():
+def rows_of_setting(
+    setting: Setting, names: list[str], mesh: Mesh, pool: ThreadPoolExecutor
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each method: all are compared first, then timed in turns."""
+    began = perf_counter()
+    key = {"gpus": mesh.size, "setting": setting.name}
+    entrants: dict[str, Entrant] = {}
+    for name in names:
         try:
-            jax.block_until_ready(run())
+            entrants[name] = enter(name, setting, mesh, pool)
         except Exception as error:  # noqa: BLE001  # whatever it is, others go on
-            refuse(key, reason_of(error))
-        else:
-            able[key] = run
-    return able
+            yield {**key, "method": name, "refused": reason_of(error)}
+    lowered = perf_counter() - began
 
-
-def measure(
-    allowed: dict[str, set[str]], length: int, mask: Mask, report: Report
-) -> dict[str, dict[str, float]]:
-    """Return TFLOP/s by column, forward and forward + backward."""
-    *qkv, dout = inputs(length, seed=1)
-    flops = teraflops(mask, length)
+    *short, dout = arrays_of(setting, GATE_LENGTH, mesh_of(1))
+    defined = partial(exact, mask=mask_of(setting.mask, GATE_LENGTH))
+    wide = [x.astype("float32") for x in short]
+    expected = jax.device_get(jax.jit(partial(both, defined))(*wide, dout))
+    rows: dict[str, dict[str, Any]] = {}
     runs: dict[tuple[str, str], Run] = {}
-    for name, kinds in allowed.items():
-        arguments = COLUMNS[name].prepare(*qkv) if kinds else ()
-        for kind, run in passes(COLUMNS[name], mask).items():
-            if kind in kinds:
-                runs[name, kind] = partial(run, *arguments, *([dout] if kind == "both" else []))
+    on_mesh: dict[int, list[Any]] = {}
+    for name, entrant in entrants.items():
+        try:
+            errors = errors_of(entrant, [*short, dout], expected)
+            if not max(errors.values()) < WRONG:
+                yield {**key, "method": name, "wrong": errors}
+                continue
+            if entrant.mesh.size not in on_mesh:
+                on_mesh[entrant.mesh.size] = arrays_of(setting, setting.seq_len, entrant.mesh)
+            arrays = on_mesh[entrant.mesh.size]
+            passes = {
+                way: partial(program.result(), *(arrays if way == "both" else arrays[:3]))
+                for way, program in entrant.passes.items()
+            }
+            for run in passes.values():
+                jax.block_until_ready(run())
+        except Exception as error:  # noqa: BLE001  # whatever it is, others go on
+            yield {**key, "method": name, "refused": reason_of(error)}
+            continue
+        runs |= {(name, way): run for way, run in passes.items()}
+        rows[name] = {**key, "method": name, "errors": errors} | entrant.method.chosen(*arrays[:3])
+    ready = perf_counter() - began
 
-    def refuse(key: tuple[str, str], reason: str) -> None:
-        report.refuse(reason, mask=name_of(mask), length=length, column=key[0], what=key[1])
+    took = seconds_each(runs, rounds=3 if setting.seq_len > LONG else 5)
+    pairs = pairs_of(mask_of(setting.mask, setting.seq_len), setting.seq_len)
+    flops = 4 * pairs * setting.heads * setting.dim
+    for name, row in rows.items():
+        shares = entrants[name].mesh.size
+        for way, factor in PASSES.items():
+            spent = took[name, way]
+            row[way] = {
+                "ms": 1e3 * spent, "tflops": factor * flops / shares / spent / 1e12,
+                "peak_gib": _set_aside(entrants[name].passes[way].result()),
+            }  # fmt: skip
+        yield row
+    print(f"lowered in {lowered:.0f} s, ready after {ready:.0f} s, all {perf_counter() - began:.0f} s",
+          flush=True)  # fmt: skip
 
-    rates: dict[str, dict[str, float]] = {}
-    for (name, kind), took in seconds_each(that_run(runs, refuse)).items():
-        rates.setdefault(name, {})[kind] = flops * PASSES[kind] / took
-    return rates
+
+def _set_aside(program: Any) -> float:
+    """Return the GiB that a program takes on a GPU for results and temporaries."""
+    memory = program.memory_analysis()
+    size: float = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return size / 2**30
 
 
-def one_gpu(names: list[str], mask: Mask, lengths: list[int], report: Report) -> None:
-    """Add the rows of one GPU for a mask to the report, and print them."""
-    if not lengths:
-        return
-    allowed = {name: kinds for name, kinds in check(names, mask, report).items() if name in names}
-    if "triton" in names and allowed["triton"] != PASSES.keys():
-        raise SystemExit("wrong: no times")
-    print(
-        f"{name_of(mask)}: errors {report.errors[name_of(mask)]}; forward, forward + backward: TFLOP/s",
-        flush=True,
+def program_row(name: str, setting: Setting, layers: int, mesh: Mesh) -> dict[str, Any]:
+    """Return seconds and sizes of a program of ``layers`` layers, forward and backward."""
+    method = METHODS[name](mesh, mask_of(setting.mask, setting.seq_len), setting.seq_len)
+    shapes = abstract_arrays(setting, setting.seq_len, mesh)
+    jax.clear_caches()
+    marks = [perf_counter()]
+    traced = jax.jit(partial(both, layered(method.attend, layers))).trace(*shapes)
+    marks.append(perf_counter())
+    lowered = traced.lower()
+    marks.append(perf_counter())
+    program = lowered.compile()
+    marks.append(perf_counter())
+    spent = (after - before for before, after in pairwise(marks))
+    return {
+        "gpus": mesh.size, "setting": setting.name, "method": name, "layers": layers,
+        "seconds": dict(zip(("trace", "lower", "compile"), spent, strict=True)),
+        "megabytes": {
+            what: len(str(x.as_text())) / 1e6
+            for what, x in (("StableHLO", lowered), ("HLO", program))
+        },
+    }  # fmt: skip
+
+
+def _line(row: dict[str, Any]) -> str:
+    keys = ("gpus", "setting", "method")
+    head = " ".join(str(row[key]) for key in keys)
+    if "forward" not in row:
+        return f"{head} { {key: x for key, x in row.items() if key not in keys} }"
+    rates = [f"{row[way]['tflops']:6.0f} TFLOP/s {row[way]['ms']:9.3f} ms" for way in PASSES]
+    memory, error = row["both"]["peak_gib"], max(row["errors"].values())
+    return (
+        f"{head} {' | '.join(rates)} | {memory:.2f} GiB | error {error:.4f} {row.get('auto', '')}"
     )
-    for length in lengths:
-        rates = measure(allowed, length, mask, report)
-        window = {} if mask.window is None else {"window": keys_of(mask)}
-        report.add({"length": length, "causal": mask.causal, **window, **rates})
-        cells = [
-            f"{name} " + " / ".join(f"{rates[name].get(key, 0):.0f}" for key in PASSES)
-            for name in rates
-        ]
-        print(f"{length:6} {name_of(mask):12} {'   '.join(cells)}", flush=True)
-
-
-def emulated(size: int, lengths: list[int], report: Report) -> None:
-    """Add rows of rings whose ranks one GPU emulates, in the report.
-
-    Their efficiency is relative to the same GPU with the whole sequence.
-    """
-    allowed = check(["triton"], CAUSAL, report)["triton"]
-    if allowed != PASSES.keys():
-        raise SystemExit("wrong: no times")
-    for length in lengths:
-        *whole, whole_dout = inputs(length, seed=1)
-        *qkv, dout = inputs(length // size, seed=2)
-        single, runs = share("ring"), dict[tuple[str, int, str], Run]()
-        runs["one", 0, "forward"] = partial(jax.jit(single), *whole)
-        runs["one", 0, "both"] = partial(jax.jit(partial(both, single)), *whole, whole_dout)
-        for strategy, rank in product(("ring", "gather"), sorted({0, size // 2, size - 1})):
-            attend = share(strategy)
-            forward, backward = as_rank(rank, size, attend), partial(both, attend)
-            runs[strategy, rank, "forward"] = partial(jax.jit(forward), *qkv)
-            runs[strategy, rank, "both"] = partial(
-                jax.jit(as_rank(rank, size, backward)), *qkv, dout
-            )
-        for run in runs.values():
-            jax.block_until_ready(run())
-        took = seconds_each(runs, rounds=3)
-        for strategy in ("ring", "gather"):
-            row: dict[str, Any] = {"ranks": size, "length": length, "strategy": strategy}
-            for kind in PASSES:
-                ranks = {str(key[1]): took[key] for key in runs if key[::2] == (strategy, kind)}
-                row[f"ms {kind}"] = {rank: 1e3 * x for rank, x in ranks.items()}
-                row[f"efficiency {kind}"] = took["one", 0, kind] / size / max(ranks.values())
-            report.add(row)
-            print(row, flush=True)
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    arguments = parser_of(__doc__)
-    arguments.add_argument("--lengths", type=int, nargs="*", default=[4096, 8192, 16384, 32768])
-    arguments.add_argument("--window-lengths", type=int, nargs="*", default=[32768])
-    arguments.add_argument("--masks", nargs="*", choices=MASKS, default=list(MASKS))
-    arguments.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
-    arguments.add_argument("--ranks", type=int, nargs="*", default=[], help="emulated by one GPU")
-    arguments.add_argument("--split-lengths", type=int, nargs="+", default=[32768, 131072])
+    names = [setting.name for setting in JAX_SETTINGS]
+    arguments = parser_of(__doc__, json_path=Path("out/bench_jax_gpus.json"))
+    arguments.add_argument("--gpus", type=int, help="how many; by default all")
+    arguments.add_argument("--settings", nargs="+", choices=names, default=names)
+    arguments.add_argument("--methods", nargs="+", choices=METHODS, default=list(DEFAULT))
+    arguments.add_argument("--program", type=int, nargs="+", metavar="LAYERS", default=[])
+    arguments.add_argument("--threads", type=int, default=os.cpu_count(), help="that compile")
     arguments.add_argument("--xla-flags", action="store_true", help="ring_jax_gpu.set_xla_flags()")
     return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare results, then time; return the exit code."""
+    """Run the settings asked for, one after the other; rows already in the JSON are kept."""
     options = parser().parse_args(argv)
     if options.table:
         return show(options.table)
     if options.xla_flags:
         ring_jax_gpu.set_xla_flags()
-    report = Report(options.json)
+    report, mesh = Report(options.json, environment), mesh_of(options.gpus or len(jax.devices()))
+    if options.json.exists():
+        report.rows = rows_of(options.json)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
-    for name in watched(options.masks, len(options.masks), "mask"):
-        lengths = options.window_lengths if name == "window" else options.lengths
-        one_gpu(options.columns, MASKS[name], lengths, report)
-    for size in options.ranks:
-        emulated(size, options.split_lengths, report)
-    report.save()
+    chosen = [setting for setting in JAX_SETTINGS if setting.name in options.settings]
+
+    def missing(key: dict[str, Any]) -> bool:
+        return not any(key.items() <= row.items() for row in report.rows)
+
+    def add(row: dict[str, Any]) -> None:
+        report.add(row)
+        print(_line(row), flush=True)
+
+    for setting, name, layers in product(chosen, options.methods, options.program):
+        key = {"gpus": mesh.size, "setting": setting.name, "method": name, "layers": layers}
+        if missing(key):
+            add(program_row(name, setting, layers, mesh))
+    with ThreadPoolExecutor(options.threads) as pool:
+        for setting in watched([] if options.program else chosen, len(chosen), "setting"):
+            key = {"gpus": mesh.size, "setting": setting.name}
+            names = [name for name in options.methods if missing(key | {"method": name})]
+            for row in rows_of_setting(setting, names, mesh, pool):
+                add(row)
     return 0
 
 

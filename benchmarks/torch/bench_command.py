@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.common import report
 from benchmarks.common.tables import table
-from benchmarks.torch.host_time import described
+from benchmarks.development.host_time import described
 
 
 def rows_of(printed: dict[str, Any]) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ from ring_core.viz import kv_messages
 
 RING_SIZES = (1, 2, 4, 8, 16)
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "tests" / "results"
 
 
 def faults() -> str:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.cases import CAUSAL
-from benchmarks.torch import memory, model
+from benchmarks.torch import model
 from benchmarks.torch.alone import as_rank
 from benchmarks.torch.methods import dense, in_layers, through_autograd
 from benchmarks.torch.over_gpus import method
@@ -112,12 +112,3 @@ def test_a_method_is_told_from_how_its_calls_are_made(end: str) -> None:
     with running(way, end):
         assert torch._C._is_multithreading_enabled() == (end != ONE_THREAD)
     assert torch._C._is_multithreading_enabled()
-
-
-@pytest.mark.parametrize(
-    "name", ["one", "ulysses", "zigzag/auto/auto/auto/graph", "zigzag/auto/gather/auto/alone"]
-)
-def test_memory_is_of_calls_of_several_ranks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        memory.main(["--methods", name])
-    assert f"{name}: only Ring's calls are measured" in capsys.readouterr().err

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.torch import case_bits, same_bits
-from benchmarks.torch.old_and_new import HERE
+from benchmarks.development import case_bits, same_bits
+from benchmarks.development.old_and_new import HERE
 
 NAME = "ring/zigzag/all/auto/float32/2x32"
 

@@ -17,8 +17,8 @@ import torch
 
 import ring_torch
 from benchmarks.common.cases import Setting
-from benchmarks.torch.host_causes import Repeated
-from benchmarks.torch.host_stubs import as_stubbed_rank
+from benchmarks.development.host_causes import Repeated
+from benchmarks.development.host_stubs import as_stubbed_rank
 
 PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
 #: Rows of the table, by their numbers, and what a call runs there: ``file.py: name``.

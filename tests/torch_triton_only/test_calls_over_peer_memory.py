@@ -15,8 +15,8 @@ from types import FrameType
 import torch
 
 from benchmarks.common.cases import Setting
-from benchmarks.torch import host_stubs
-from benchmarks.torch.host_causes import SETTINGS, STUBBED_TOKENS, Repeated
+from benchmarks.development import host_stubs
+from benchmarks.development.host_causes import SETTINGS, STUBBED_TOKENS, Repeated
 
 #: Folders whose functions do not count: torch's, and that of the stubs in place of launches.
 LEFT_OUT = (*(str(Path(str(x.__file__)).parent) for x in (torch, host_stubs)), "<frozen")

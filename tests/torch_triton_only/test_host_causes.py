@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.torch import host_causes
+from benchmarks.development import host_causes
 from ring_torch.launches import direct
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.torch.alone import alone, as_rank
-from benchmarks.torch.host_stubs import nothing, without_launches
+from benchmarks.development.host_stubs import nothing, without_launches
 from ring_core import Mask
 from ring_torch import ring_attention
 from ring_torch.buffers import HeadGroups

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.torch.alone import alone, as_rank
-from benchmarks.torch.host_stubs import without_launches
+from benchmarks.development.host_stubs import without_launches
 from ring_core import Mask
 from ring_torch import autograd, memory_ops, ring_attention
 from ring_torch.transports import peer_copies

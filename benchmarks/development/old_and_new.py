@@ -4,7 +4,7 @@ Both stay alive and wait while the other is timed, so rounds are short and a GPU
 slows both. Every other round begins with the new code. Results are compared with float32 attention
 before a row is timed; a ratio is new over old, of the same round::
 
-    python -m benchmarks.torch.old_and_new --old ../before --gpus 4 --json turns.json
+    python -m benchmarks.development.old_and_new --old ../before --gpus 4 --json turns.json
 
 ``--old`` is a checkout, with ``packages`` and the benchmarks of its time. ``--one-gpu`` adds the
 table of options, on one GPU.
@@ -26,8 +26,8 @@ import torch
 
 from benchmarks.common import report
 from benchmarks.common.cases import PASSES, ROWS
-from benchmarks.torch import timed_rows
-from benchmarks.torch.host_time import described
+from benchmarks.development import timed_rows
+from benchmarks.development.host_time import described
 from benchmarks.torch.options import quartiles
 
 HERE = Path(__file__).parents[2]

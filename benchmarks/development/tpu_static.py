@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common.report import parser_of, write
-from benchmarks.jax.bundles import DIRECTIONS, Blocks, Pass, StepRunner, kernels_in
+from benchmarks.development.bundles import DIRECTIONS, Blocks, Pass, StepRunner, kernels_in
 from ring_core.tools.bench import watched
 
 ROOT = Path(__file__).parents[2]
@@ -191,7 +191,7 @@ def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dic
             "LIBTPU_INIT_ARGS": f"{dump} --xla_jf_dump_llo_pass_label_regex=final_bundles",
         }
         process = subprocess.run(
-            [sys.executable, "-m", "benchmarks.jax.tpu_static", "--child", json.dumps(task)],
+            [sys.executable, "-m", "benchmarks.development.tpu_static", "--child", json.dumps(task)],
             cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
         if process.returncode != 0:

@@ -4,7 +4,7 @@ Each rank holds 512 tokens: the GPU has nearly nothing to do, and what is timed 
 takes until it has queued a call. All ways take turns; a row's ratio is to the function called by
 hand on one rank's tokens. Results are compared with dense attention first::
 
-    python -m benchmarks.torch.host_time --gpus 4 --json host.json
+    python -m benchmarks.development.host_time --gpus 4 --json host.json
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Functions that begin a cause are replaced by ones that read a clock; time counts
 of them. The time of reading is the difference to the same calls without it. Each rank times
 itself; the rank whose call takes longest is shown, as all wait for it::
 
-    python -m benchmarks.torch.host_causes --gpus 4 --json causes.json
-    python -m benchmarks.torch.host_causes --stubs 4 --json causes.json
+    python -m benchmarks.development.host_causes --gpus 4 --json causes.json
+    python -m benchmarks.development.host_causes --stubs 4 --json causes.json
 
 The second needs no GPU: its launches do nothing, so it shows what Python and torch take besides.
 """
@@ -31,8 +31,8 @@ from torch import Tensor
 from benchmarks.common import report
 from benchmarks.common.cases import SHORT_SETTINGS, K, Setting, mask_of
 from benchmarks.common.tables import causes_table
-from benchmarks.torch.host_stubs import as_stubbed_rank
-from benchmarks.torch.host_time import described
+from benchmarks.development.host_stubs import as_stubbed_rank
+from benchmarks.development.host_time import described
 from benchmarks.torch.processors import bind
 from ring_torch import attention, autograd, prepare, ring_attention
 from ring_torch.call import Call

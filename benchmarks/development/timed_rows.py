@@ -52,7 +52,7 @@ def _over_gpus(ranks: LocalRanks, request: dict[str, Any]) -> Milliseconds:
 
 def _measured(rank: int, setting: cases.Setting, method: str, seconds: float) -> dict[str, Any]:
     """Return what the tree's ``scaling`` measures, timed by this tree's ``timing``."""
-    spec = spec_from_file_location("timing", Path(__file__).with_name("timing.py"))
+    spec = spec_from_file_location("timing", Path(__file__).parents[1] / "torch" / "timing.py")
     assert spec is not None and spec.loader is not None
     timing = module_from_spec(spec)
     spec.loader.exec_module(timing)

@@ -4,7 +4,7 @@ Each tree runs every case in processes of its own: all strategies, layouts and o
 ranks. ``out``, ``lse`` and all gradients of every rank have to be equal, and so have the bytes that
 each rank sends in a pass. Differences are shown; the exit code is 1 if one is not a known change::
 
-    python -m benchmarks.torch.same_bits --old ../before
+    python -m benchmarks.development.same_bits --old ../before
 
 ``--old`` is a checkout with ``packages``. ``--cases 'gather/*'`` takes some of the cases, by name.
 ``--one-gpu`` takes others: kernels of GPUs, three calls each, on two ranks that share one.
@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import report
-from benchmarks.torch import case_bits
-from benchmarks.torch.old_and_new import HERE, commit_of, digest, process_of
+from benchmarks.development import case_bits
+from benchmarks.development.old_and_new import HERE, commit_of, digest, process_of
 
 Answer = dict[str, Any]  # a line of `case_bits`
 LAYOUTS = ("contiguous", "zigzag", "striped")
