@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.torch.alone import alone, as_rank
 from benchmarks.development.host_stubs import nothing, without_launches
+from benchmarks.torch.alone import alone, as_rank
 from ring_core import Mask
 from ring_torch import ring_attention
 from ring_torch.buffers import HeadGroups

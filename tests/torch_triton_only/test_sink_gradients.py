@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.torch.alone import alone, as_rank
 from benchmarks.development.host_stubs import without_launches
+from benchmarks.torch.alone import alone, as_rank
 from ring_core import Mask
 from ring_torch import autograd, memory_ops, ring_attention
 from ring_torch.transports import peer_copies
