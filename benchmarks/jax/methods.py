@@ -1,10 +1,9 @@
-"""Attention over a sequence split over GPUs in JAX: ours, and three methods in plain JAX.
+"""Attention over a sequence split over GPUs in JAX: ours, and two methods in plain JAX.
 
 The plain ones run cuDNN's kernels or ours (``triton``), and have gradients. ``all-gather`` fetches
-all keys to every GPU, then attends; ``two-stage`` fetches them while a GPU attends to its own, then
-attends to the others'; ``zigzag`` is a ring of ``lax.scan`` and ``lax.ppermute`` that merges parts.
-All three are written for causal masks over the zigzag layout; with windows and packed documents
-``all-gather`` takes contiguous shards.
+all keys to every GPU, then attends; ``zigzag`` is a ring of ``lax.scan`` and ``lax.ppermute`` that
+merges parts. Both are written for causal masks over the zigzag layout; with windows and packed
+documents ``all-gather`` takes contiguous shards.
 """
 
 from __future__ import annotations
@@ -128,30 +127,13 @@ def all_gather(mesh: Mesh, mask: Mask, seq_len: int, *, implementation: Implemen
     return Method(_over(mesh, contiguous), "contiguous")
 
 
-def two_stage(mesh: Mesh, mask: Mask, _: int, *, implementation: Implementation) -> Method:
-    """Return attention to a GPU's own K/V while all travel, then to the others' at once."""
-    _check_causal("two-stage", mask)
-    size = mesh.shape[AXIS]
-
-    def local(q: Any, k: Any, v: Any) -> Any:
-        # K and V in one message: XLA runs one transfer at a time.
-        fetched = lax.all_gather(jnp.concatenate([k, v], axis=-1), AXIS)
-        own = _part(q, k, v, implementation, is_causal=True)
-        own, fetched = lax.optimization_barrier((own, fetched))
-        branches = [partial(_elsewhere, rank, size, implementation) for rank in range(size)]
-        peer_kv = jnp.split(_in_order(fetched, size), [k.shape[-1]], axis=-1)
-        other = lax.switch(lax.axis_index(AXIS), branches, q, *peer_kv)
-        return _merged(own, other)[0].astype(q.dtype)
-
-    return Method(_over(mesh, local))
-
-
 def zigzag(mesh: Mesh, mask: Mask, _: int, *, implementation: Implementation) -> Method:
     """Return a ring over the zigzag layout.
 
     All queries see half of an earlier rank's keys; half of them see all keys of a later rank.
     """
-    _check_causal("zigzag", mask)
+    if mask != CAUSAL:
+        raise ValueError("zigzag is written for causal masks")
     size = mesh.shape[AXIS]
     turn = [(n, (n + 1) % size) for n in range(size)]
 
@@ -183,11 +165,7 @@ def zigzag(mesh: Mesh, mask: Mask, _: int, *, implementation: Implementation) ->
     return Method(_over(mesh, local))
 
 
-RIVALS: dict[str, Callable[..., Method]] = {
-    "all-gather": all_gather,
-    "two-stage": two_stage,
-    "zigzag": zigzag,
-}
+RIVALS: dict[str, Callable[..., Method]] = {"all-gather": all_gather, "zigzag": zigzag}
 METHODS: dict[str, Maker] = {
     "one": one,
     "ring": ours,
@@ -201,11 +179,6 @@ METHODS: dict[str, Maker] = {
         for name, make in RIVALS.items() for kernel in KERNELS
     },
 }  # fmt: skip
-
-
-def _check_causal(name: str, mask: Mask) -> None:
-    if mask != CAUSAL:
-        raise ValueError(f"{name} is written for causal masks")
 
 
 def sharding_of(mesh: Mesh) -> NamedSharding:
@@ -274,26 +247,6 @@ def _behind_earlier_rows(
         local_window_size=window, implementation=its,
     )  # fmt: skip
     return out[:, start - first :]
-
-
-def _elsewhere(
-    rank: int, size: int, implementation: Implementation, q: Any, k: Any, v: Any
-) -> StepTable:
-    """Attend with both chunks of a rank's queries to all that they see of other ranks."""
-    half, parts = q.shape[1] // 2, []
-    first, last = rank * half, (2 * size - 1 - rank) * half
-    for n, spans in enumerate(([(0, first)], [(0, first), (first + half, last)])):
-        rows = q[:, n * half : (n + 1) * half]
-        keys, values = (
-            jnp.concatenate([x[:, begin:end] for begin, end in spans], axis=1) for x in (k, v)
-        )
-        if keys.shape[1]:
-            parts.append(_part(rows, keys, values, implementation))
-        else:
-            nothing = jnp.full(rows.shape[:3], -jnp.inf, "float32")
-            parts.append((jnp.zeros(rows.shape, "float32"), nothing))
-    out, lse = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
-    return out, lse
 
 
 def _part(
