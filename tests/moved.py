@@ -1,0 +1,55 @@
+"""Where each test went: ``moved.tsv`` maps old to new, as collections of pytest show.
+
+Lists of both are what ``pytest tests --backend=B --all --collect-only -q`` prints, there and here::
+
+    python tests/moved.py OLD NEW
+
+A row is a file, a test, or a pattern of ids, and its new name; or behind it a tab and why there is
+none. A pattern's new name is a pattern, too: tests that cover what it did. Rows of tests go before
+those of their file, and a file of today may be an old one of another row.
+"""
+
+from __future__ import annotations
+
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+ROWS = [
+    line.split("\t")
+    for line in Path(__file__).with_suffix(".tsv").read_text().splitlines()
+    if not line.startswith("#")
+]
+EXACT = {old: new for old, new, *_ in ROWS if not set(old) & set("*?")}
+PATTERNS = [(old, new) for old, new, *_ in ROWS if set(old) & set("*?")]
+
+
+def new_names(old: str) -> list[str]:
+    """Return the new name of a test, or patterns of those that cover it; none if none is needed."""
+    if covering := [new for pattern, new in PATTERNS if fnmatchcase(old, f"tests/{pattern}")]:
+        return [f"tests/{new}" for new in covering if new]
+    path, _, test = old.removeprefix("tests/").partition("::")
+    name, bracket, parameters = test.partition("[")
+    if (new := EXACT.get(f"{path}::{name}")) is not None:
+        return [f"tests/{new}{bracket}{parameters}"] if new else []
+    return [f"tests/{EXACT.get(path, path)}::{test}"]
+
+
+def main(old: str, new: str) -> int:
+    """Print old tests without a new one; return their number."""
+    before, now = (
+        [line for line in Path(x).read_text().splitlines() if line.startswith("tests/") and "::" in line]
+        for x in (old, new)
+    )  # fmt: skip
+    there, lost = {*now}, 0
+    for test in before:
+        for name in new_names(test):
+            if name not in there and not any(fnmatchcase(x, name) for x in now):
+                lost += 1
+                print(f"{test}\t{name}")
+    print(f"{len(before)} tests before, {len(now)} now, {lost} lost")
+    return min(lost, 100)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
