@@ -243,6 +243,9 @@ class Case:
         }[self.shown or "rows"]  # fmt: skip
         shown = rng.random((*lead, self.seq_len, self.keys)) < 0.4
         shown[..., self.seq_len // 2, :] = False
+        if lead[1:] == self.heads[:1]:  # each head hides all of another part from the later rows
+            for head, part in enumerate(np.array_split(np.arange(self.keys), self.heads[0])):
+                shown[:, head, self.seq_len // 2 :, part[0] : part[-1] + 1] = False
         if self.poison in ("k", "v"):
             shown[..., 2 * self.keys // 3] = False
         return shown
