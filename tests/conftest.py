@@ -68,15 +68,9 @@ hypothesis.settings.load_profile("ci")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the suite's command-line options."""
     parser.addoption("--backend", required=True, choices=sorted(FOLDERS), help="what to test")
+    parser.addoption("--all", action="store_true", help="run what is marked nightly, too")
     parser.addoption(
-        "--all",
-        action="store_true",
-        help="run what is marked nightly, too",
-    )
-    parser.addoption(
-        "--transformers",
-        action="store_true",
-        help="run files alone that import transformers",
+        "--transformers", action="store_true", help="run files alone that import transformers"
     )
     parser.addoption(
         "--one-gpu",

@@ -146,10 +146,7 @@ def zigzag(mesh: Mesh, mask: Mask, _: int, *, implementation: Implementation) ->
         def from_behind(k: Any, v: Any) -> StepTable:
             out, lse = _part(q[:, half:], k, v, implementation)
             edges = ((0, 0), (half, 0), (0, 0))
-            return (
-                jnp.pad(out, (*edges, (0, 0))),
-                jnp.pad(lse, edges, constant_values=-jnp.inf),
-            )
+            return (jnp.pad(out, (*edges, (0, 0))), jnp.pad(lse, edges, constant_values=-jnp.inf))
 
         def step(carry: Any, n: Any) -> tuple[Any, None]:
             k, v, whole = carry

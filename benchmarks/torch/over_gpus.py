@@ -191,10 +191,7 @@ def _llama3(mask: Mask) -> Method:
 
     It gathers a few heads' keys at a time.
     """
-    from ring_flash_attn import (
-        llama3_flash_attn_prepare_cu_seqlens,
-        llama3_flash_attn_varlen_func,
-    )
+    from ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens, llama3_flash_attn_varlen_func
 
     rank, world = dist.get_rank(), dist.get_world_size()
     slices: dict[int, tuple[Any, ...]] = {}  # by sequence length

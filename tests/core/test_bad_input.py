@@ -112,7 +112,7 @@ MASK_OPTIONS = {n: OPTIONS[n] for n in ("causal", "window", "chunk_size", "cu_se
     # The oracle has no layout, so there may be any padding.
     "seq_len": {
         n: x for n, x in OPTIONS["seq_len"].items() if n not in ("too few", "one of a pair")
-    },
+    }
 }
 NUMBERS = {n: OPTIONS[n] for n in ("softmax_scale", "softcap", "dropout_p", "dropout_seed")}
 PREDICATES: Values = {

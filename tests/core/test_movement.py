@@ -13,14 +13,7 @@ from hypothesis import given, strategies as st
 from ring_core import ChunkLayout, Layout, LayoutSpec, UnsupportedError
 from ring_core.hops import hops
 from ring_core.layouts.run_table import RowCopy
-from ring_core.movement import (
-    Movement,
-    halo,
-    halo_ids,
-    pack_documents,
-    relayout,
-    shift,
-)
+from ring_core.movement import Movement, halo, halo_ids, pack_documents, relayout, shift
 
 Rows = npt.NDArray[np.int64]
 #: A layout with neighbouring chunks on a rank, and with distant ones.

@@ -250,8 +250,7 @@ def wrong_programs() -> dict[str, RingProgram]:
         "window off by one": replanned(other, mask=Mask(causal=True, window=(10, 0))),
         "bands of another layout": replanned(right, geometry=zigzag.geometry),
         "no help where it is due": changed(
-            ring(Mask(causal=True), 64, 4, strategy="balanced"),
-            steps=right.steps[:3],
+            ring(Mask(causal=True), 64, 4, strategy="balanced"), steps=right.steps[:3]
         ),
     }
 

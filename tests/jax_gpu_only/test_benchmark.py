@@ -1,4 +1,4 @@
-"""The benchmark of JAX on GPUs: its ways in plain JAX are right, and it runs end to end."""
+"""The benchmark of JAX on GPUs: layers do all of their work, and it runs end to end."""
 
 from __future__ import annotations
 
@@ -10,85 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.common.cases import CAUSAL, Setting, windowed
+from benchmarks.common.cases import CAUSAL, Setting
 from benchmarks.common.tables import table
 from benchmarks.jax import methods, scaling
-from benchmarks.jax.columns import both, exact, layered, random_arrays
-from benchmarks.jax.methods import RIVALS, in_order, mesh_of, ours as over_gpus, sharding_of
-from ring_core import Mask
-from ring_jax_gpu import fmha
+from benchmarks.jax.columns import both, layered, random_arrays
+from benchmarks.jax.methods import RIVALS, mesh_of, ours as over_gpus, sharding_of
 
 SHAPES = [(1, 128, heads, 16) for heads in (4, 2, 2, 4)]
-
-
-@pytest.mark.nightly(unless=["xla-zigzag-4"])  # the next test runs the all-gather
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ["all-gather", "zigzag"])
-@pytest.mark.parametrize("implementation", ["xla", "auto"])
-def test_ways_in_plain_jax(name: str, implementation: Any, size: int) -> None:
-    _check_way(name, CAUSAL, implementation, size)
-
-
-@pytest.mark.parametrize("mask", [windowed(32), Mask(causal=True, cu_seqlens=(0, 40, 100, 128))])
-def test_contiguous_shards_in_plain_jax(mask: Mask) -> None:
-    """Contiguous shards with other masks are right; only with ``xla``, as ``auto`` calls cuDNN."""
-    _check_way("all-gather", mask, "xla", 2)
-
-
-def _check_way(name: str, mask: Mask, implementation: Any, size: int) -> None:
-    """Compare the output and the gradients with attention in float32."""
-    mesh, arrays = mesh_of(size), random_arrays(SHAPES, 2)
-    method = RIVALS[name](mesh, mask, 128, implementation=implementation)
-    order = in_order(method.layout, 128, size)
-    placed = [jax.device_put(x[:, order], sharding_of(mesh)) for x in arrays]
-    results = jax.jit(partial(both, method.attend))(*placed)
-    *qkv, dout = arrays
-    wide = [x.astype("float32") for x in qkv]
-    expected = jax.jit(partial(both, partial(exact, mask=mask)))(*wide, dout)
-    for x, y, tolerance in zip(results, expected, (0.02, 0.05, 0.05, 0.05), strict=True):
-        error = np.abs(np.asarray(x, "float32") - np.asarray(y, "float32")[:, order])
-        assert error.max() < tolerance
-
-
-def test_gradients_of_cudnns_lse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lse gradient is right though cuDNN's backward takes none: it is folded into ``out``."""
-    q, k, v, dout = (x.astype("float32") for x in random_arrays([(1, 16, 2, 8)] * 4, 0))
-
-    def forward(pattern: Any, q: Any, k: Any, v: Any) -> Any:
-        scores = jnp.einsum("bihd,bjhd->bhij", q, k) * pattern.scale
-        lse = jax.nn.logsumexp(scores, axis=-1)
-        return jnp.einsum("bhij,bjhd->bihd", jnp.exp(scores - lse[..., None]), v), lse
-
-    def backward(pattern: Any, q: Any, k: Any, v: Any, lse: Any, out: Any, dout: Any) -> Any:
-        p = jnp.exp(jnp.einsum("bihd,bjhd->bhij", q, k) * pattern.scale - lse[..., None])
-        dp = jnp.einsum("bihd,bjhd->bhij", dout, v)
-        ds = p * (dp - (dout * out).sum(-1).swapaxes(1, 2)[..., None]) * pattern.scale
-        pairs = (
-            ("bhij,bjhd->bihd", ds, k),
-            ("bhij,bihd->bjhd", ds, q),
-            ("bhij,bihd->bjhd", p, dout),
-        )
-        return tuple(jnp.einsum(*x) for x in pairs)
-
-    monkeypatch.setattr(fmha, "call_forward", forward)
-    monkeypatch.setattr(fmha, "call_backward", backward)
-    pattern = fmha.Pattern(0.3, causal=False, window=None)
-
-    def loss(attend: Any, *qkv: Any) -> Any:
-        out, lse = attend(pattern, *qkv)
-        return (out * dout).sum() + jnp.sin(lse).sum()
-
-    def plain(*args: Any) -> Any:
-        out, lse = forward(*args)
-        return out, lse.swapaxes(1, 2)
-
-    actual, expected = (jax.grad(loss, (1, 2, 3))(x, q, k, v) for x in (methods._of_cudnn, plain))
-    for x, y in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-4)
 
 
 def test_gathered_keys_are_kept_or_gathered_again() -> None:

@@ -236,12 +236,7 @@ def test_vmap() -> None:
 
 
 @pytest.mark.nightly(
-    unless=[
-        "left-causal-only",
-        "left-window-last",
-        "left-poison-v-later",
-        "left-poison-k-first",
-    ]
+    unless=["left-causal-only", "left-window-last", "left-poison-v-later", "left-poison-k-first"]
 )
 @pytest.mark.parametrize("step", ["only", *STEPS])
 @pytest.mark.parametrize("case", LEFT, ids=lambda case: case.name)

@@ -11,20 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adapted import (
-    CAUSAL,
-    IDS,
-    KEY,
-    ONE,
-    B,
-    H,
-    T,
-    all_close,
-    close,
-    context,
-    parameters,
-    random,
-)
+from adapted import CAUSAL, IDS, KEY, ONE, B, H, T, all_close, close, context, parameters, random
 from jax.sharding import PartitionSpec as P
 
 import ring_jax.equinox

@@ -45,11 +45,7 @@ def _shown(mask: dict[str, Any], ids: tuple[Any, Any]) -> Any:
 
 
 @pytest.mark.nightly(
-    unless=[
-        "causal-packed-keys longer",
-        "window-rows-equal",
-        "none-packed-queries longer",
-    ]
+    unless=["causal-packed-keys longer", "window-rows-equal", "none-packed-queries longer"]
 )
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("documents", [PACKED, ROWS], ids=["packed", "rows"])

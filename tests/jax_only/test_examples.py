@@ -100,11 +100,7 @@ def test_packed_documents_end_where_topics_do(training: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (["--seq-len=257"], "pad to"),
-        (["--window=-1"], "--window must be"),
-        (["--dim=65"], "--dim"),
-    ],
+    [(["--seq-len=257"], "pad to"), (["--window=-1"], "--window must be"), (["--dim=65"], "--dim")],
 )
 def test_wrong_arguments_get_one_line(
     training: ModuleType, options: list[str], message: str, capsys: pytest.CaptureFixture[str]

@@ -63,8 +63,7 @@ def test_the_line_of_the_page() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "words"),
-    [("sys.exit(3)", "process 1 failed"), ("time.sleep(60)", "not done in 2 s")],
+    ("last", "words"), [("sys.exit(3)", "process 1 failed"), ("time.sleep(60)", "not done in 2 s")]
 )
 def test_a_process_that_fails_or_hangs_ends_the_test(last: str, words: str, tmp_path: Path) -> None:
     program = tmp_path / "job.py"

@@ -140,19 +140,3 @@ def test_jobs_end_in_time_and_ask_for_no_more_than_they_need(path: Path) -> None
         assert job["timeout-minutes"] <= 360
         writes = {name for name, what in job["permissions"].items() if what == "write"}
         assert bool(writes) == ("environment" in job), "only what publishes writes"
-
-
-def test_actions_are_pinned_by_hash_with_their_version() -> None:
-    lines = [
-        line.strip()
-        for path in sorted((ROOT / ".github").rglob("*.yml"))
-        for line in path.read_text().splitlines()
-        if "uses:" in line and ACTION not in line
-    ]
-    assert lines
-    of_action: dict[str, set[str]] = {}
-    for line in lines:
-        match = re.fullmatch(r"- uses: ([\w./-]+)@([0-9a-f]{40} # v\d+\.\d+\.\d+)", line)
-        assert match, line
-        of_action.setdefault(match[1], set()).add(match[2])
-    assert all(len(versions) == 1 for versions in of_action.values()), of_action

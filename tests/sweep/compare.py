@@ -361,11 +361,7 @@ def _with_labels(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
 
 
 def _loss(
-    model: Any,
-    batch: dict[str, Any],
-    cp: ContextParallel | None = None,
-    *,
-    is_summed: bool = False,
+    model: Any, batch: dict[str, Any], cp: ContextParallel | None = None, *, is_summed: bool = False
 ) -> Any:
     model.zero_grad()
     with Wide():

@@ -105,25 +105,15 @@ REASONS = (
         "its experts take as many tokens as fit, counted among a rank's own",
         "take a model whose experts drop no tokens",
     ),
-    Reason(
-        "looks for one token",
-        "it looks for one token of the whole sequence",
-        _WHOLE,
-    ),
+    Reason("looks for one token", "it looks for one token of the whole sequence", _WHOLE),
     Reason(
         "ImportError",
         "not run: it needs a library that the sweep does not install",
         "ask `check_model`",
     ),
+    Reason("does not build", "not run: the small config does not build it", "ask `check_model`"),
     Reason(
-        "does not build",
-        "not run: the small config does not build it",
-        "ask `check_model`",
-    ),
-    Reason(
-        "does not run",
-        "not run: the whole model does not run on tokens alone",
-        "ask `check_model`",
+        "does not run", "not run: the whole model does not run on tokens alone", "ask `check_model`"
     ),
 )
 

@@ -148,10 +148,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": VOCAB, "mask_token_id": 5, "pad_token_id": 1},
     "hunyuan_vl": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 1, 1]}},
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8},
-    "granitemoehybrid": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "mamba_n_heads": 8,
-    },
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8},
     "zamba2": {
         "n_mamba_heads": 8,
         "attention_hidden_size": 64,

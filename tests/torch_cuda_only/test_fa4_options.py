@@ -75,8 +75,7 @@ RANKS: tuple[tuple[int, LayoutSpec], ...] = ((2, "zigzag"), (4, "contiguous"))
 SEVERAL = [
     replace(case, name=f"{case.name}-cp{ranks}", cp_size=ranks, layout=layout, seq_len=416)
     for case, (ranks, layout) in product(
-        (_case(name, option, (128, 128), (8, 2)) for name, option in OPTIONS.items()),
-        RANKS,
+        (_case(name, option, (128, 128), (8, 2)) for name, option in OPTIONS.items()), RANKS
     )
 ]
 

@@ -6,7 +6,6 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,46 +213,3 @@ def test_blocks_of_the_predicate_are_those_of_brute_force(keys: int) -> None:
     assert torch.equal(blocks.full, all_visible)
     assert torch.equal(blocks.partial, any_visible & ~all_visible)
     assert bool(all_visible.any()) and not bool(any_visible.all())
-
-
-def test_by_hand_is_given_lists_of_keys_then_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[dict[str, Any]] = []
-
-    def forward(q: Tensor, _: Tensor, v: Tensor, **rest: Any) -> tuple[Tensor, Tensor, None]:
-        calls.append(rest | {"q": q.shape})
-        return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_zeros(1), None
-
-    def backward(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **rest: Any) -> tuple[Tensor, ...]:
-        calls.append(rest)
-        return q, k, v
-
-    library = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
-    sparse = SimpleNamespace(BlockSparseTensorsTorch=lambda *x, block_size: (*x, block_size))
-    mods = SimpleNamespace(same_segment="same", striped=lambda *_: "striped")
-    for name, module in (
-        ("flash_attn", SimpleNamespace()),
-        ("flash_attn.cute", SimpleNamespace()),
-        ("flash_attn.cute.interface", library),
-        ("flash_attn.cute.block_sparsity", sparse),
-        ("benchmarks.torch.fa4_mods", mods),
-    ):
-        monkeypatch.setitem(sys.modules, name, module)
-    for option, keys in (("segment_ids", 128), ("predicate", 64), ("cu_seqlens", 128)):
-        (row,) = (small(x) for x in ROWS if x.option == option)
-        case = Case(row, 1024, "cpu")
-        alone, both = fa4_by_hand.passes(case, keys=keys)
-        x = case.inputs(torch.bfloat16)
-        assert alone(*x[:3]).shape == x[3].shape
-        assert [y.shape for y in both(*x)] == [y.shape for y in (x[3], *x[:3])]
-        first, second, last = calls
-        calls.clear()
-        if option == "cu_seqlens":
-            assert first["q"] == (1024, 4, 16)
-            assert first["cu_seqlens_k"].tolist() == [0, 341, 682, 1023, 1024]
-            continue
-        for call, size in ((first, keys), (second, keys), (last, 128)):
-            *lists, block_size = call["block_sparse_tensors"]
-            assert block_size == (128, size)
-            assert [y.shape for y in lists] == [(1, 1, 8), (1, 1, 8, 1024 // size)] * 2
-        first_count = [call["block_sparse_tensors"][0][0, 0, 0].item() for call in (second, last)]
-        assert first_count[0] < first_count[1], "queries of the first keys, not keys"

@@ -83,11 +83,7 @@ def test_wrong_losses_are_reported(demo: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (["--seq-len=257"], "pad to"),
-        (["--window=-1"], "--window must be"),
-        (["--dim=65"], "--dim"),
-    ],
+    [(["--seq-len=257"], "pad to"), (["--window=-1"], "--window must be"), (["--dim=65"], "--dim")],
 )
 def test_wrong_arguments_get_one_line(
     demo: ModuleType, options: list[str], message: str, capsys: pytest.CaptureFixture[str]

@@ -41,12 +41,7 @@ from ring_torch.accumulate import (
 from ring_torch.buffers import KeyGradBuffer, KVPayload
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.flash import FlashKernel
-from ring_torch.kernels.library import (
-    Direction,
-    FlashLibrary,
-    HeadDims,
-    LaunchOptions,
-)
+from ring_torch.kernels.library import Direction, FlashLibrary, HeadDims, LaunchOptions
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -163,12 +158,7 @@ def _for_heads(x: Tensor, heads: int) -> Tensor:
 
 
 CAN = Capabilities(
-    "plain",
-    dtypes=("float32",),
-    bands="any",
-    documents=True,
-    softcap=True,
-    mixed_head_dims=True,
+    "plain", dtypes=("float32",), bands="any", documents=True, softcap=True, mixed_head_dims=True
 )
 PLAIN, FORGETFUL = (
     FlashKernel(PlainFlash(drops), CAN, clips_right_window=drops) for drops in (False, True)
@@ -257,10 +247,7 @@ def test_any_item_is_its_dense_mask(
             KVPayload.of(batch, columns, 2, 3, 5, torch.float32, False), head_major=False
         )
         flat, spans = torch.ones(layout.numel(columns)), {item: [(0, columns, True)]}
-        sums = (
-            Rows(partial(torch.ones_like, q), "add"),
-            Columns(layout, flat, columns, spans),
-        )
+        sums = (Rows(partial(torch.ones_like, q), "add"), Columns(layout, flat, columns, spans))
         backward([item], params, adds=True).run(queries, [keys], upstream, *sums)
         totals = sums[0].whole(), *layout.views(flat, columns)
         grads = alone[0].whole(), *alone[1].grads

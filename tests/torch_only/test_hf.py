@@ -12,13 +12,7 @@ from cases import RANDOM, RINGS
 from hf_models import LENGTH, MODELS, SIZES, WHOLE, Wide, build, on_one_process, run, whole
 from torch import Tensor
 
-from ring_core import (
-    KernelConfig,
-    LayoutSpec,
-    RankMismatchError,
-    StrategyConfig,
-    UnsupportedError,
-)
+from ring_core import KernelConfig, LayoutSpec, RankMismatchError, StrategyConfig, UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.hf.register import _layer_seed
 from ring_torch.local import LocalRanks

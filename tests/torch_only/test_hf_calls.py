@@ -188,10 +188,7 @@ def test_removal_gives_each_part_its_own_attention(attention: dict[str, str]) ->
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        ("Qwen2VLForConditionalGeneration", "qwen2_vl"),
-        ("LlavaForConditionalGeneration", "llava"),
-    ],
+    [("Qwen2VLForConditionalGeneration", "qwen2_vl"), ("LlavaForConditionalGeneration", "llava")],
 )
 def test_towers_of_a_model_loaded_with_the_ring(name: str, kind: str) -> None:
     model = compare.build(name, kind)

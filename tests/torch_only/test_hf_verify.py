@@ -196,10 +196,7 @@ def _with_images(_: int, name: str, model_type: str, dtype: torch.dtype) -> tupl
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "model_type"),
-    [
-        ("Qwen3VLForConditionalGeneration", "qwen3_vl"),
-        ("LlavaForConditionalGeneration", "llava"),
-    ],
+    [("Qwen3VLForConditionalGeneration", "qwen3_vl"), ("LlavaForConditionalGeneration", "llava")],
 )
 def test_a_model_of_images(two: LocalRanks, name: str, model_type: str, dtype: torch.dtype) -> None:
     for right, message in two.run(_with_images, name, model_type, dtype):
@@ -476,10 +473,7 @@ def test_a_newer_transformers_is_warned_of(release: str) -> None:
 
 
 def test_a_tested_transformers_is_not_warned_of() -> None:
-    with (
-        patch.object(releases, "installed_release", lambda: "5.14.3"),
-        warnings.catch_warnings(),
-    ):
+    with patch.object(releases, "installed_release", lambda: "5.14.3"), warnings.catch_warnings():
         warnings.simplefilter("error")
         hf.parallelize(build("Llama"), ContextParallel())
 

@@ -15,14 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ring_core import Mask, UnsupportedError
-from ring_torch import (
-    ContextParallel,
-    attention,
-    autograd,
-    capture,
-    prepare,
-    ring_attention,
-)
+from ring_torch import ContextParallel, attention, autograd, capture, prepare, ring_attention
 from ring_torch.buffers import flat
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.ranks import Ranks

@@ -70,10 +70,7 @@ def _shift(_: int, size: int, n: int) -> None:
 
 
 @pytest.mark.nightly(
-    unless=[
-        *(f"2 ranks-{n}" for n in (1, -2, 25, 60)),
-        *(f"4 ranks-{n}" for n in (0, -1, 5, -37)),
-    ]
+    unless=[*(f"2 ranks-{n}" for n in (1, -2, 25, 60)), *(f"4 ranks-{n}" for n in (0, -1, 5, -37))]
 )
 @pytest.mark.parametrize("n", [0, 1, -1, -2, 5, 25, -37, 60])
 def test_a_shift_is_that_of_the_whole_sequence(n: int, pool: LocalRanks) -> None:

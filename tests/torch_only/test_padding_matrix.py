@@ -65,10 +65,7 @@ OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
     "scores": lambda _: {"softcap": 2.0, "alibi_slopes": _numbers(6).abs(), "softmax_scale": 0.3},
 }
 #: Options that a strategy refuses with or without padding, by the first word of its name.
-REFUSED = {
-    "gather": {"predicate"},
-    "two": {*OPTIONS} - {"full", "causal", "sinks"},
-}
+REFUSED = {"gather": {"predicate"}, "two": {*OPTIONS} - {"full", "causal", "sinks"}}
 PAIRS = [
     (name, way)
     for name in OPTIONS

@@ -20,11 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
@@ -172,8 +168,7 @@ def _refused(rank: int, then: Callable[[Step], None], options: dict[str, Any]) -
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize(
-    ("then", "options"),
-    [*((then, {}) for then in STILL_SUMS), (_nothing, {"retain_graph": True})],
+    ("then", "options"), [*((then, {}) for then in STILL_SUMS), (_nothing, {"retain_graph": True})]
 )
 def test_a_sum_is_neither_added_to_nor_summed_again(
     then: Callable[[Step], None], options: dict[str, Any], pool: LocalRanks

@@ -343,10 +343,7 @@ def test_a_block_belongs_to_its_thread(pool: LocalRanks) -> None:
 
 def compiled(_: int) -> None:
     """Call one compiled function split, whole, whole over other ranks alone, and split again."""
-    cp, other = (
-        ContextParallel(),
-        ContextParallel(own_group()),
-    )
+    cp, other = (ContextParallel(), ContextParallel(own_group()))
     x = numbers(1, T, 2, 4)
 
     def step(x: Tensor) -> Tensor:
@@ -495,10 +492,7 @@ def in_backward(_: int) -> None:
 
 def other_ranks(_: int) -> None:
     """Relayout to ranks that do not act alone is refused; made inside, an object acts alone."""
-    cp, alone = (
-        ContextParallel(),
-        ContextParallel(own_group()),
-    )
+    cp, alone = (ContextParallel(), ContextParallel(own_group()))
     x = numbers(1, T, 3)
     with alone.whole():
         assert cp.cp_size == 2

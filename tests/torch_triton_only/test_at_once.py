@@ -37,13 +37,13 @@ from ring_torch.strategies.gather import GATHER
 from ring_torch.transports import (
     SYMM_MEM,
     exchange_kernel as kernels,
-    grad_bytes_of,
     one_kernel,
     peer_copies,
     symm_buffer,
 )
 from ring_torch.transports.api import counted_by
 from ring_torch.transports.p2p import P2P
+from ring_torch.transports.peer_copies import grad_bytes_of
 
 Arrays = dict[str, npt.NDArray[Any]]
 
