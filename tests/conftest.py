@@ -24,17 +24,12 @@ MATRICES = ("conformance", "docs", "fuzz", "meta")
 FOLDERS = {
     "core": {"api", "core", "conformance", "docs", "fuzz", "meta"},
     "torch": {"api", "torch_only", "faults_of_others", *MATRICES},
-    "torch-cuda": {"conformance", "torch_cuda_only"},
-    "torch-triton": {"torch_triton_only"},
+    "torch-cuda": {"conformance", "torch_cuda_only"}, "torch-triton": {"torch_triton_only"},
     "jax": {"api", "jax_only", "conformance", "docs", "fuzz", "meta"},
-    "jax-cuda": {"conformance", "jax_cuda_only"},
-    "jax-gpu": {"api", "docs", "jax_gpu_only"},
-    "jax-tpu": {"api", "docs", "jax_tpu_only"},
-    "maxtext": {"maxtext"},
-    "diffusers": {"diffusers"},
-    "fa4": {"fa4_only"},
-    "none": {"packaging"},
-}
+    "jax-cuda": {"conformance", "jax_cuda_only"}, "jax-gpu": {"api", "docs", "jax_gpu_only"},
+    "jax-tpu": {"api", "docs", "jax_tpu_only"}, "maxtext": {"maxtext"}, "diffusers": {"diffusers"},
+    "fa4": {"fa4_only"}, "none": {"packaging"},
+}  # fmt: skip
 #: Modules imported by the fork server of the ranks, besides those of `ring_torch.local`. Otherwise
 #: each rank would import them itself: torch's compiler alone takes two seconds.
 PRELOADED = {

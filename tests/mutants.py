@@ -505,19 +505,13 @@ def _spans_from_the_start() -> Patches:
 
 
 MUTANTS: dict[str, Callable[[], Patches]] = {
-    "window-off-by-one": _window_off_by_one,
-    "last-step-dropped": _last_step_dropped,
-    "ring-reversed": _ring_reversed,
-    "merge-without-rescale": _merge_without_rescale,
-    "sink-per-step": _sink_per_step,
-    "grads-not-sent-home": _grads_not_sent_home,
-    "local-positions": _local_positions,
-    "lse-in-base-2": _lse_in_base_2,
-    "wrong-kv-head": _wrong_kv_head,
-    "lse-gradient-dropped": _lse_gradient_dropped,
-    "help-not-returned": _help_not_returned,
-    "bias-not-shifted": _bias_not_shifted,
-}
+    "window-off-by-one": _window_off_by_one, "last-step-dropped": _last_step_dropped,
+    "ring-reversed": _ring_reversed, "merge-without-rescale": _merge_without_rescale,
+    "sink-per-step": _sink_per_step, "grads-not-sent-home": _grads_not_sent_home,
+    "local-positions": _local_positions, "lse-in-base-2": _lse_in_base_2,
+    "wrong-kv-head": _wrong_kv_head, "lse-gradient-dropped": _lse_gradient_dropped,
+    "help-not-returned": _help_not_returned, "bias-not-shifted": _bias_not_shifted,
+}  # fmt: skip
 
 #: Mutants that only strategy ``gather`` shows.
 GATHERED_MUTANTS: dict[str, Callable[[], Patches]] = {

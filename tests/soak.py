@@ -237,13 +237,9 @@ def main() -> int:
             ],
         }
         tokens = {
-            "tokens": arguments.tokens,
-            "ranks": len(result),
-            "window": WINDOW,
-            "seconds": round(seconds),
-            "error": error,
-            "allowed": NEAR,
-        }
+            "tokens": arguments.tokens, "ranks": len(result), "window": WINDOW,
+            "seconds": round(seconds), "error": error, "allowed": NEAR,
+        }  # fmt: skip
         report = {"environment": environment(), "calls": calls, "long": tokens, "wrong": wrong}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if wrong else 0

@@ -143,13 +143,9 @@ def problems(subject: Subject, argument: str) -> Iterator[str]:
 
 #: Other words by which an error may name an argument.
 ALSO = {
-    "seq_len": ("sequence length",),
-    "kv_seq_len": ("sequence length",),
-    "cp_size": ("ranks",),
-    "mask": ("cu_seqlens",),
-    "name": ("layout", "hardware"),
-    "to": ("layout",),
-}
+    "seq_len": ("sequence length",), "kv_seq_len": ("sequence length",), "cp_size": ("ranks",),
+    "mask": ("cu_seqlens",), "name": ("layout", "hardware"), "to": ("layout",),
+}  # fmt: skip
 
 
 def forgotten(

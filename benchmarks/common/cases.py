@@ -97,15 +97,11 @@ SHORT_SETTINGS = (
 #: Settings of the table of every strategy. Those with the same kernels are neighbours, as a process
 #: compiles a kernel once; those that a run may miss stand last.
 STRATEGY_SETTINGS = (
-    *(Setting(n * K) for n in (32, 8, 128)),
-    *(Setting(n * K, kv_heads=32) for n in (32, 128)),
-    Setting(16 * K, 24, 24, dim=64, batch=2),
-    Setting(128 * K, mask="documents"),
-    Setting(128 * K, mask="window"),
-    Setting(32 * K, 40, 8),
-    Setting(32 * K, 16, 1),
+    *(Setting(n * K) for n in (32, 8, 128)), *(Setting(n * K, kv_heads=32) for n in (32, 128)),
+    Setting(16 * K, 24, 24, dim=64, batch=2), Setting(128 * K, mask="documents"),
+    Setting(128 * K, mask="window"), Setting(32 * K, 40, 8), Setting(32 * K, 16, 1),
     Setting(32 * K, 16, 16, dim=192, v_dim=128),
-)
+)  # fmt: skip
 
 
 def windowed(keys: int) -> Mask:

@@ -26,13 +26,9 @@ SETTINGS = (
 #: Names of methods in the chart. If several have one name, the first that was timed is drawn:
 #: `auto`, or the strategy that `auto` has chosen since the file was made.
 METHODS = {
-    "zigzag/auto/auto/auto": "Ring",
-    "zigzag/auto/ulysses/auto": "Ring",
-    "ulysses": "Ulysses",
-    "torch-cp": "torch",
-    "ring-flash-attn": "ring-flash-attn",
-    "yunchang": "yunchang",
-}
+    "zigzag/auto/auto/auto": "Ring", "zigzag/auto/ulysses/auto": "Ring", "ulysses": "Ulysses",
+    "torch-cp": "torch", "ring-flash-attn": "ring-flash-attn", "yunchang": "yunchang",
+}  # fmt: skip
 
 #: The same of JAX. On two GPUs `auto` takes the ring.
 JAX_METHODS = {"ring": "Ring", "all-gather cudnn": "all-gather", "zigzag cudnn": "zigzag"}

@@ -57,18 +57,8 @@ SESSION = "session opened: digest of the call, room"
 LAUNCH_KEYS = "launches known again by strides and alignment"
 SINKS, MARKS = "gradients of sinks", "reading the clock"
 CAUSES = (
-    ARGUMENTS,
-    KEY,
-    AUTOGRAD,
-    PASS,
-    SESSION,
-    LAUNCH_KEYS,
-    EXCHANGE,
-    VIEWS,
-    FLASH,
-    TRITON,
-    SINKS,
-)
+    ARGUMENTS, KEY, AUTOGRAD, PASS, SESSION, LAUNCH_KEYS, EXCHANGE, VIEWS, FLASH, TRITON, SINKS,
+)  # fmt: skip
 
 #: Functions that begin a cause, by the object that has them.
 _BEGIN: tuple[tuple[str, Any, tuple[str, ...]], ...] = (

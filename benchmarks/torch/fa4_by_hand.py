@@ -134,15 +134,11 @@ def _documents(case: Case, _: int) -> Call:
 
 CALLS: dict[str, Callable[[Case, int], Call]] = {
     "causal": lambda *_: Call({"causal": True}),
-    "softcap": lambda *_: Call({"causal": True, "softcap": CAP}),
-    "alibi": _alibi,
-    "bias": _biased,
-    "segment_ids": _segments,
-    "cu_seqlens": _documents,
-    "predicate": _predicate,
+    "softcap": lambda *_: Call({"causal": True, "softcap": CAP}), "alibi": _alibi, "bias": _biased,
+    "segment_ids": _segments, "cu_seqlens": _documents, "predicate": _predicate,
     "sinks": lambda case, _: Call({"causal": True, "learnable_sink": case.sinks().detach()}),
     "window": lambda case, _: Call({"causal": True, "window_size_left": case.window}),
-}
+}  # fmt: skip
 
 
 def passes(case: Case, *, pack_gqa: bool | None = None, keys: int = BLOCK) -> Passes:

@@ -173,12 +173,9 @@ def _fa4(case: Case, *, pack_gqa: bool | None = None, keys: int = 128) -> Method
 
 #: Methods on one GPU, by name.
 METHODS: dict[str, Callable[[Case], Method]] = {
-    "ring": _ring,
-    "fa4": _fa4,
-    "fa4 apart": partial(_fa4, pack_gqa=False),
+    "ring": _ring, "fa4": _fa4, "fa4 apart": partial(_fa4, pack_gqa=False),
     "fa4 64 keys": partial(_fa4, keys=64),
     "cudnn": partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
     "cudnn padded": partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION, padded=True),
-    "flash": partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION),
-    "flex": _flex,
-}
+    "flash": partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION), "flex": _flex,
+}  # fmt: skip

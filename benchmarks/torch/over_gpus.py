@@ -286,13 +286,9 @@ def _torch_cp(mask: Mask) -> Method:
 
 #: Methods over several GPUs beside ours, by name.
 OTHERS: dict[str, Callable[[Mask], Method]] = {
-    "one": _one_gpu,
-    "ulysses": _ulysses,
-    "all-gather": _all_gather,
-    "ring-flash-attn": _ring_flash_attn,
-    "yunchang": _yunchang,
-    "torch-cp": _torch_cp,
-}
+    "one": _one_gpu, "ulysses": _ulysses, "all-gather": _all_gather,
+    "ring-flash-attn": _ring_flash_attn, "yunchang": _yunchang, "torch-cp": _torch_cp,
+}  # fmt: skip
 OVER_GPUS = (
     "one", "zigzag/fa4/gather/symm_mem", "zigzag/fa4/gather/symm_mem/alone",
     "zigzag/fa4/gather/symm_mem/graph", "zigzag/fa4/gather/symm_mem/alone/graph",

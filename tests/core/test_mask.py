@@ -17,21 +17,15 @@ from ring_core.plan.tile_mask import BlockGeometry
 def test_every_part_by_hand() -> None:
     i, j = np.arange(12)[:, None], np.arange(12)
     dense = {
-        "causal": j <= i,
-        "window": (i - 2 <= j) & (j <= i + 1),
-        "left": i - 3 <= j,
-        "chunks": i // 5 == j // 5,
-        "documents": (i < 4) == (j < 4),
+        "causal": j <= i, "window": (i - 2 <= j) & (j <= i + 1), "left": i - 3 <= j,
+        "chunks": i // 5 == j // 5, "documents": (i < 4) == (j < 4),
         "predicate": (j < 20) | (j <= i),
-    }
+    }  # fmt: skip
     masks = {
-        "causal": Mask(causal=True),
-        "window": Mask(window=(2, 1)),
-        "left": Mask(window=(3, None)),
-        "chunks": Mask(chunk_size=5),
-        "documents": Mask(cu_seqlens=(0, 4, 12)),
+        "causal": Mask(causal=True), "window": Mask(window=(2, 1)), "left": Mask(window=(3, None)),
+        "chunks": Mask(chunk_size=5), "documents": Mask(cu_seqlens=(0, 4, 12)),
         "predicate": Mask(predicate=prefix),
-    }
+    }  # fmt: skip
     for name, mask in masks.items():
         np.testing.assert_array_equal(mask.dense(np.arange(12), np.arange(12)), dense[name])
     everything = Mask(

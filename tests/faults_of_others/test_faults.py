@@ -16,12 +16,8 @@ from ring_torch import ContextParallel, UnsupportedError, hf
 from ring_torch.local import LocalRankError
 
 KINDS: dict[str, Kind] = {
-    "out": "queries",
-    "lse": "queries",
-    "dq": "queries",
-    "dk": "keys",
-    "dv": "keys",
-}
+    "out": "queries", "lse": "queries", "dq": "queries", "dk": "keys", "dv": "keys",
+}  # fmt: skip
 
 
 def is_rejected(wrong: Results, exact: Results) -> bool:

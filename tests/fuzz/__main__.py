@@ -112,15 +112,11 @@ def _keep(path: Path, name: str, tally: Any) -> None:
     """Write a backend's tally to a file, and keep those of other backends in it."""
     kept = json.loads(path.read_text()) if path.exists() else {"backends": {}}
     kept["backends"][name] = {
-        "seeds": [tally.first, tally.next - 1],
-        "cases": tally.cases,
-        "refused": tally.refused.total(),
-        "failed": len(tally.failures),
-        "seconds": round(tally.seconds),
-        "worst_error_over_tolerance": round(tally.worst, 3),
-        "judged_over_several_draws": tally.redrawn,
-        "environment": _environment(),
-    }
+        "seeds": [tally.first, tally.next - 1], "cases": tally.cases,
+        "refused": tally.refused.total(), "failed": len(tally.failures),
+        "seconds": round(tally.seconds), "worst_error_over_tolerance": round(tally.worst, 3),
+        "judged_over_several_draws": tally.redrawn, "environment": _environment(),
+    }  # fmt: skip
     path.write_text(json.dumps(kept, indent=1) + "\n")
 
 

@@ -22,21 +22,15 @@ CAUSAL = Mask(causal=True)
 HOPPER = 90
 #: Head dims of Q and K and of V, and query and key heads.
 SHAPES: dict[str, dict[str, Any]] = {
-    "64": {"dims": (64, 64), "heads": (4, 1)},
-    "80": {"dims": (80, 80), "heads": (4, 2)},
-    "96": {"dims": (96, 96), "heads": (2, 2)},
-    "128": {"dims": (128, 128), "heads": (8, 2)},
-    "160": {"dims": (160, 160), "heads": (4, 2)},
-    "192-128": {"dims": (192, 128), "heads": (4, 4)},
+    "64": {"dims": (64, 64), "heads": (4, 1)}, "80": {"dims": (80, 80), "heads": (4, 2)},
+    "96": {"dims": (96, 96), "heads": (2, 2)}, "128": {"dims": (128, 128), "heads": (8, 2)},
+    "160": {"dims": (160, 160), "heads": (4, 2)}, "192-128": {"dims": (192, 128), "heads": (4, 4)},
     "192-128-grouped": {"dims": (192, 128), "heads": (4, 1)},
-    "128-64": {"dims": (128, 64), "heads": (4, 2)},
-    "64-96": {"dims": (64, 96), "heads": (4, 2)},
-    "256": {"dims": (256, 256), "heads": (4, 1)},
-    "100": {"dims": (100, 100), "heads": (4, 2)},
-    "250": {"dims": (250, 250), "heads": (4, 2)},
-    "190-121": {"dims": (190, 121), "heads": (4, 2)},
+    "128-64": {"dims": (128, 64), "heads": (4, 2)}, "64-96": {"dims": (64, 96), "heads": (4, 2)},
+    "256": {"dims": (256, 256), "heads": (4, 1)}, "100": {"dims": (100, 100), "heads": (4, 2)},
+    "250": {"dims": (250, 250), "heads": (4, 2)}, "190-121": {"dims": (190, 121), "heads": (4, 2)},
     "33-130": {"dims": (33, 130), "heads": (2, 1)},
-}
+}  # fmt: skip
 USUAL: dict[str, Any] = {"dims": (64, 64), "heads": (4, 2), "dtype": "bfloat16", "seq_len": 256}
 OTHERS = [
     Case("cudnn-float16", CAUSAL, **{**USUAL, "dtype": "float16"}, batch=2),

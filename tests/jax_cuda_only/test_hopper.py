@@ -26,8 +26,7 @@ DOCUMENTS = Mask(causal=True, cu_seqlens=(0, 1, 70, 128, 129, 213, 214, 320))
 #: Chunks, which may have any length, are documents to a kernel.
 CHUNKS = Mask(window=(60, 33), chunk_size=90)
 ALONE = [
-    Case("causal", CAUSAL, **USUAL, lse_grad=True),
-    Case("full", Mask(), **USUAL),
+    Case("causal", CAUSAL, **USUAL, lse_grad=True), Case("full", Mask(), **USUAL),
     Case("odd-full", Mask(), **{**USUAL, "seq_len": 261}, batch=2),
     Case("window", Mask(causal=True, window=(100, 0)), **USUAL),
     Case("window-both", Mask(window=(50, 33)), **USUAL),
@@ -35,12 +34,9 @@ ALONE = [
     Case("fewer-keys", CAUSAL, **USUAL, kv_seq_len=133),
     Case("odd-length", CAUSAL, **{**USUAL, "seq_len": 261}, batch=2),
     Case("float16", CAUSAL, **{**USUAL, "dtype": "float16"}),
-    Case("narrow", CAUSAL, **{**USUAL, "dims": (64, 64)}),
-    Case("sinks", CAUSAL, **USUAL, sinks=0),
-    Case("spread", CAUSAL, **USUAL, spread=40.0),
-    Case("poison-q", CAUSAL, **USUAL, poison="q"),
-    Case("poison-k", CAUSAL, **USUAL, poison="k"),
-    Case("poison-v", CAUSAL, **USUAL, poison="v"),
+    Case("narrow", CAUSAL, **{**USUAL, "dims": (64, 64)}), Case("sinks", CAUSAL, **USUAL, sinks=0),
+    Case("spread", CAUSAL, **USUAL, spread=40.0), Case("poison-q", CAUSAL, **USUAL, poison="q"),
+    Case("poison-k", CAUSAL, **USUAL, poison="k"), Case("poison-v", CAUSAL, **USUAL, poison="v"),
     Case("parts", Mask(), **USUAL, kv_seq_len=2000),
     Case("poison-parts", Mask(), **USUAL, kv_seq_len=2000, poison="v"),
     Case("thirds", Mask(), **{**USUAL, "seq_len": 2304}, kv_seq_len=1601),
@@ -49,10 +45,9 @@ ALONE = [
     Case("documents-full", Mask(cu_seqlens=(0, 100, 261)), **{**USUAL, "seq_len": 261}, batch=2),
     Case("documents-poison-q", DOCUMENTS, **USUAL, poison="q"),
     Case("documents-poison-k", DOCUMENTS, **USUAL, poison="k"),
-    Case("documents-poison-v", DOCUMENTS, **USUAL, poison="v"),
-    Case("chunks", CHUNKS, **USUAL),
+    Case("documents-poison-v", DOCUMENTS, **USUAL, poison="v"), Case("chunks", CHUNKS, **USUAL),
     Case("chunks-narrow", CHUNKS, **{**USUAL, "dims": (64, 64), "heads": (2, 2)}),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

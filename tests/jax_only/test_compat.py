@@ -220,21 +220,10 @@ def test_the_tables_hold_every_argument() -> None:
 
 def test_names_order_and_defaults_are_those_of_ejkernel() -> None:
     names = [
-        "q_segment_ids",
-        "kv_segment_ids",
-        "softmax_aux",
-        "bias",
-        "mask_builder",
-        "sliding_window",
-        "chunk_size",
-        "causal",
-        "logits_soft_cap",
-        "softmax_scale",
-        "axis_name",
-        "fwd_params",
-        "bwd_params",
-        "fused_backward",
-    ]
+        "q_segment_ids", "kv_segment_ids", "softmax_aux", "bias", "mask_builder", "sliding_window",
+        "chunk_size", "causal", "logits_soft_cap", "softmax_scale", "axis_name", "fwd_params",
+        "bwd_params", "fused_backward",
+    ]  # fmt: skip
     assert list(parameters(ring_attention))[: len(names)] == names
     assert parameters(ring_attention)["causal"].default is False
     assert parameters(RingAttn.__call__)["causal"].default is True

@@ -11,25 +11,16 @@ from tolerances import assert_close
 
 # A few cases of the table that together detect every mutant.
 WITNESSES = (
-    "causal-contiguous-cp2",
-    "window-small-contiguous-cp3",
-    "gqa-contiguous",
-    "sinks-contiguous",
-    "causal-balanced-cp4",
-    "full-zigzag-cp4",
-    "bias-very-negative-contiguous",
-)
+    "causal-contiguous-cp2", "window-small-contiguous-cp3", "gqa-contiguous", "sinks-contiguous",
+    "causal-balanced-cp4", "full-zigzag-cp4", "bias-very-negative-contiguous",
+)  # fmt: skip
 #: Case to run first for a mutant that the first of these does not detect; each takes time.
 SEEN_IN = {
-    "window-off-by-one": "window-small-contiguous-cp3",
-    "ring-reversed": "sinks-contiguous",
-    "sink-per-step": "sinks-contiguous",
-    "lse-gradient-dropped": "sinks-contiguous",
-    "merge-without-rescale": "causal-balanced-cp4",
-    "wrong-kv-head": "gqa-contiguous",
-    "help-not-returned": "causal-balanced-cp4",
-    "bias-not-shifted": "bias-very-negative-contiguous",
-}
+    "window-off-by-one": "window-small-contiguous-cp3", "ring-reversed": "sinks-contiguous",
+    "sink-per-step": "sinks-contiguous", "lse-gradient-dropped": "sinks-contiguous",
+    "merge-without-rescale": "causal-balanced-cp4", "wrong-kv-head": "gqa-contiguous",
+    "help-not-returned": "causal-balanced-cp4", "bias-not-shifted": "bias-very-negative-contiguous",
+}  # fmt: skip
 
 
 @pytest.mark.nightly(

@@ -120,14 +120,11 @@ REASONS = (
 #: Notes of exact classes, by their letters.
 NOTES = {
     "a": "its loss is to be computed on every rank from logits that `ContextParallel.unshard(x, grad='slice')` puts together",
-    "b": "the same of `start_logits` and `end_logits`",
-    "c": "it has no loss of such labels",
-    "d": "images among its tokens are exact, too",
-    "e": "images among its tokens are refused",
-    "f": "images were not run",
-    "g": "padding was not run",
+    "b": "the same of `start_logits` and `end_logits`", "c": "it has no loss of such labels",
+    "d": "images among its tokens are exact, too", "e": "images among its tokens are refused",
+    "f": "images were not run", "g": "padding was not run",
     "h": "`hf.parallelize` splits it; all others `shard_batch` splits by hand, too",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

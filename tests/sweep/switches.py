@@ -43,21 +43,13 @@ NO_SWITCH = re.compile(
 
 #: Values of fields that have none by default, or a name, which their docstrings do not type.
 VALUES: Mapping[str, Any] = {
-    "attention_multiplier": 0.5,
-    "attn_logit_softcapping": 5.0,
-    "clip_qkv": 0.5,
-    "embedding_scale": 2.0,
-    "feed_forward_proj": "gated-gelu",
-    "final_logit_softcapping": 5.0,
-    "first_k_dense_replace": 2,
-    "logit_scale": 0.5,
-    "moe_router_logit_softcapping": 5.0,
-    "num_ln_in_parallel_attn": 1,
-    "query_pre_attn_scalar": 16,
-    "shared_expert_combination_strategy": "sum",
-    "sliding_window": WINDOW,
+    "attention_multiplier": 0.5, "attn_logit_softcapping": 5.0, "clip_qkv": 0.5,
+    "embedding_scale": 2.0, "feed_forward_proj": "gated-gelu", "final_logit_softcapping": 5.0,
+    "first_k_dense_replace": 2, "logit_scale": 0.5, "moe_router_logit_softcapping": 5.0,
+    "num_ln_in_parallel_attn": 1, "query_pre_attn_scalar": 16,
+    "shared_expert_combination_strategy": "sum", "sliding_window": WINDOW,
     "topk_method": "group_limited_greedy",
-}
+}  # fmt: skip
 
 _BOTH = ["sliding_attention", "full_attention"]
 _SHARED = {"num_hidden_layers": 4, "layer_types": _BOTH * 2, "num_kv_shared_layers": 2}

@@ -84,11 +84,8 @@ def test_what_is_wrong_or_raises_is_not_timed(monkeypatch: pytest.MonkeyPatch) -
 def test_a_row_is_met_by_the_best_other() -> None:
     row = Row("a row", (), goal=1.1)
     wrong: dict[str, float | str | None] = {
-        "ring": 0.1,
-        "fa4": 0.1,
-        "cudnn": 0.1,
-        "flex": "has none",
-    }
+        "ring": 0.1, "fa4": 0.1, "cudnn": 0.1, "flex": "has none",
+    }  # fmt: skip
     times = {"ring": [2.0, 3.0, 2.0], "fa4": [4.0, 2.0, 2.0], "cudnn": [5.0, 5.0, 5.0]}
     slow = times | {"ring": [3.0, 3.0, 3.0]}
     row_found = options.row_of(row, wrong, {"forward": times, "both": slow})

@@ -19,14 +19,8 @@ from pages import Page
 
 DEMO = Path(__file__).parents[2] / "examples" / "train_bytes.py"
 SMALL = [
-    "--device=cpu",
-    "--cp=2",
-    "--seq-len=256",
-    "--steps=4",
-    "--layers=1",
-    "--dim=64",
-    "--out=none",
-]
+    "--device=cpu", "--cp=2", "--seq-len=256", "--steps=4", "--layers=1", "--dim=64", "--out=none",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

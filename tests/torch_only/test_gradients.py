@@ -202,15 +202,11 @@ class Way(NamedTuple):
 
 
 WAYS = {
-    "ring": Way(),
-    "gather": Way("gather"),
-    "ulysses": Way("ulysses"),
-    "compat": Way("compat"),
-    "eager graph": Way(backend="eager"),
-    "aot graph": Way(backend="aot_eager"),
+    "ring": Way(), "gather": Way("gather"), "ulysses": Way("ulysses"), "compat": Way("compat"),
+    "eager graph": Way(backend="eager"), "aot graph": Way(backend="aot_eager"),
     "eager graph of a product": Way(backend="eager", scale=2.0),
     "aot graph of a product": Way(backend="aot_eager", scale=2.0),
-}
+}  # fmt: skip
 
 
 def _penalty(attend: Attend, q: Tensor) -> None:
@@ -299,14 +295,11 @@ def _rows(attend: Attend, q: Tensor) -> Tensor:
 
 
 ALLOWED: dict[str, Callable[[Attend, Tensor], Tensor]] = {
-    "plain": lambda attend, q: _backward(attend(q)),
-    "twice": _twice,
-    "vjp": _vjp,
-    "jacobian": _rows,
-    "reentrant": lambda attend, q: _checkpoint(attend, q, reentrant=True),
+    "plain": lambda attend, q: _backward(attend(q)), "twice": _twice, "vjp": _vjp,
+    "jacobian": _rows, "reentrant": lambda attend, q: _checkpoint(attend, q, reentrant=True),
     "checkpoint": lambda attend, q: _checkpoint(attend, q, reentrant=False),
     "compiled autograd": _compiled_autograd,
-}
+}  # fmt: skip
 
 
 def _refused(_: int, way: Way, asked: str) -> tuple[str, bool]:

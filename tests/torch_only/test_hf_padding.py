@@ -42,13 +42,9 @@ MODELS = {
 }
 #: Indices of padding tokens.
 PADDING = {
-    "left": [*range(6)],
-    "right": [*range(17, 23)],
-    "both": [*range(4), *range(20, 23)],
-    "hole": [9, 10, 11, 12],
-    "two holes": [5, 12, 13, 14, 22],
-    "every third": [*range(2, 23, 3)],
-}
+    "left": [*range(6)], "right": [*range(17, 23)], "both": [*range(4), *range(20, 23)],
+    "hole": [9, 10, 11, 12], "two holes": [5, 12, 13, 14, 22], "every third": [*range(2, 23, 3)],
+}  # fmt: skip
 
 
 def build(name: str) -> Any:

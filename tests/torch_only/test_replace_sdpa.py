@@ -440,13 +440,11 @@ def test_what_cannot_be_exact_is_refused_by_name(pool: LocalRanks) -> None:
         "UnsupportedError replace_sdpa: inner: query (1, 2, 2, 8, 8)",
         "UnsupportedError replace_sdpa: cross: is_causal=True",
         "UnsupportedError replace_sdpa: other: is_causal=True",
-        "UnsupportedError replace_sdpa: other: documents=",
-        "ValueError documents must",
+        "UnsupportedError replace_sdpa: other: documents=", "ValueError documents must",
         "ValueError replace_sdpa: the attention of inner is",
         "ValueError replace_sdpa: the attention of Attend is",
         "ValueError replace_sdpa: blocks.0 has a forward of its own",
-        "ValueError local: no module is named 'block'",
-        "ValueError local must be names",
+        "ValueError local: no module is named 'block'", "ValueError local must be names",
         "ValueError replace_sdpa: blocks.0.attention is named in more",
         "UnsupportedError replace_sdpa: Checkpointing: it calls attention inside",
         "UnsupportedError replace_sdpa: Checkpointing: it calls attention inside",
@@ -464,11 +462,9 @@ def test_what_cannot_be_exact_is_refused_by_name(pool: LocalRanks) -> None:
         "UnsupportedError replace_sdpa: multi_head_attention_forward attends inside torch",
         "UnsupportedError replace_sdpa: the forward of Sequential called no",
         "UnsupportedError replace_sdpa: _varlen_attn attends inside torch",
-        "ValueError dims names 'x'",
-        "ValueError dims['q'] must be",
-        "ValueError verify: no argument",
-        "ValueError verify: remove()",
-    )
+        "ValueError dims names 'x'", "ValueError dims['q'] must be",
+        "ValueError verify: no argument", "ValueError verify: remove()",
+    )  # fmt: skip
     for messages in pool.run(_refusals):
         for message, start in zip(messages, expected, strict=True):
             # flex_attention compiles itself, and the compiler wraps errors raised inside.

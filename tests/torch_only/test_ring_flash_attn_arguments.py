@@ -21,13 +21,9 @@ H, D = 4, 8
 QKV, KV, ALL = ("q", "k", "v"), ("q", "kv"), ("qkv",)
 BOTH = ("cu_seqlens", "max_seqlen")
 LLAMA3 = (
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "heads_k_stride",
+    "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "heads_k_stride",
     "local_k_slice",
-)
+)  # fmt: skip
 FAMILIES = {
     "ring_flash_attn": (), "zigzag_ring_flash_attn": (), "stripe_flash_attn": (),
     "ring_flash_attn_varlen": BOTH, "zigzag_ring_flash_attn_varlen": BOTH,

@@ -381,15 +381,12 @@ EXACT_MODULES: dict[str, Callable[[ContextParallel | None], nn.Module]] = {
     "router by matmul": lambda _: Router(lambda x, w: x @ w.mT),
     "router by einsum": lambda _: Router(lambda x, w: torch.einsum("td,ed->te", x, w)),
     "router by a computed weight": lambda _: Router(lambda x, w: x @ (2 * w).T),
-    "windows": lambda _: Windows(),
-    "of a token": lambda _: OfToken(),
-    "angles": lambda _: Angles(False),
-    "angles by einsum": lambda _: Angles(True),
-    "prompt": lambda _: Prompt(),
-    "towers": lambda _: Towers(),
+    "windows": lambda _: Windows(), "of a token": lambda _: OfToken(),
+    "angles": lambda _: Angles(False), "angles by einsum": lambda _: Angles(True),
+    "prompt": lambda _: Prompt(), "towers": lambda _: Towers(),
     "by itself": lambda cp: ByItself(cp, False),
     "by itself, in chunks": lambda cp: ByItself(cp, True),
-}
+}  # fmt: skip
 
 
 def _right(_: int, name: str, how: str) -> str:
@@ -445,11 +442,8 @@ def _named(_: int, name: str) -> list[str]:
         calls = [(Shared(), ("near",)), (Shared(), ("near", "far")), (Shared(), ("*",))]
     else:
         calls = [
-            (Folded((OWN, 4)), ()),
-            (Folded((4,)), ()),
-            (Folded((4, 8)), ()),
-            (Folded((OWN,)), ()),
-        ]
+            (Folded((OWN, 4)), ()), (Folded((4,)), ()), (Folded((4, 8)), ()), (Folded((OWN,)), ()),
+        ]  # fmt: skip
     messages = []
     for model, local in calls:
         try:

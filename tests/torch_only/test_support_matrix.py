@@ -18,13 +18,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
 BATCH, HEADS, TOKENS, RANKS = 1, 8, 64, 4
 LOCAL = TOKENS // RANKS
 STRATEGIES: dict[str, str | StrategyConfig] = {
-    "`balanced`": "balanced",
-    "`ring`": "ring",
-    "`gather`": "gather",
-    "`ulysses`": "ulysses",
+    "`balanced`": "balanced", "`ring`": "ring", "`gather`": "gather", "`ulysses`": "ulysses",
     "hybrid, ring": StrategyConfig("hybrid", ulysses_size=2, outer="ring"),
     "hybrid, gather": StrategyConfig("hybrid", ulysses_size=2, outer="gather"),
-}
+}  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal, window": {"causal": True, "window": (9, 0)},
     "`cu_seqlens`": {"causal": True, "cu_seqlens": (0, 20, TOKENS)},
@@ -32,14 +29,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "predicate": {"mask": Mask(predicate=lambda q, k: (q - k) % 3 == 0)},
     "`segment_ids`": {"segment_ids": torch.zeros(BATCH, LOCAL, dtype=torch.int32)},
     "`bias`": {"bias": torch.zeros(BATCH, HEADS, LOCAL, TOKENS)},
-    "`sinks`": {"sinks": torch.zeros(HEADS)},
-    "`softcap`": {"softcap": 5.0},
+    "`sinks`": {"sinks": torch.zeros(HEADS)}, "`softcap`": {"softcap": 5.0},
     "`alibi_slopes`": {"alibi_slopes": torch.ones(HEADS)},
-    "`dropout_p`": {"dropout_p": 0.1, "dropout_seed": 1},
-    "`return_lse`": {"return_lse": True},
-    "3 K/V heads": {},
-    "2 query heads": {},
-}
+    "`dropout_p`": {"dropout_p": 0.1, "dropout_seed": 1}, "`return_lse`": {"return_lse": True},
+    "3 K/V heads": {}, "2 query heads": {},
+}  # fmt: skip
 #: Query and K/V heads, where not 8 and 2.
 COUNTS = {"3 K/V heads": (9, 3), "2 query heads": (2, 1)}
 

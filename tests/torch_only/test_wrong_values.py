@@ -128,32 +128,16 @@ inputs = {"q": zeros(Q), "k": zeros(KV), "v": zeros(KV)}
 batch = {"input_ids": ids(2, 8, dtype=torch.int64)}
 CONTEXT: Values = {"none": None, "word": "cp", "class": ContextParallel}
 INTEGER: Values = {
-    "none": None,
-    "float": 1.5,
-    "word": "1",
-    "flag": True,
-    "list": [1],
-    "class": Tensor,
-}
+    "none": None, "float": 1.5, "word": "1", "flag": True, "list": [1], "class": Tensor,
+}  # fmt: skip
 LABELS: Values = {
-    "none": None,
-    "word": "x",
-    "list": [1],
-    "class": Tensor,
-    "probabilities": zeros(2, 8),
-    "flags": ids(2, 8, dtype=torch.bool),
-    "of no row": ids(2, 7),
-    "meta": ids(2, 8, device="meta"),
-}
+    "none": None, "word": "x", "list": [1], "class": Tensor, "probabilities": zeros(2, 8),
+    "flags": ids(2, 8, dtype=torch.bool), "of no row": ids(2, 7), "meta": ids(2, 8, device="meta"),
+}  # fmt: skip
 CLASSES: Values = {
-    "word": "x",
-    "list": [1.0] * 5,
-    "class": Tensor,
-    "integers": ids(5),
-    "too many": zeros(6),
-    "scalar": zeros(()),
-    "meta": zeros(5, device="meta"),
-}
+    "word": "x", "list": [1.0] * 5, "class": Tensor, "integers": ids(5), "too many": zeros(6),
+    "scalar": zeros(()), "meta": zeros(5, device="meta"),
+}  # fmt: skip
 LOSS: dict[str, Values] = {
     "cp": CONTEXT,
     "labels": LABELS,
@@ -186,14 +170,9 @@ def entered(every: Any) -> None:
 
 
 NAMES: Values = {
-    "none": None,
-    "word": "x",
-    "numbers": (1,),
-    "of no module": ("decoder",),
-    "empty name": ("",),
-    "number": 1,
-    "class": nn.Linear,
-}
+    "none": None, "word": "x", "numbers": (1,), "of no module": ("decoder",), "empty name": ("",),
+    "number": 1, "class": nn.Linear,
+}  # fmt: skip
 
 
 @functools.wraps(ring_torch.replace_sdpa)
@@ -400,13 +379,9 @@ SUBJECTS: dict[str, Subject] = {
 }  # fmt: skip
 #: Checked by ring_core's tests; functions with names of other libraries have their own tests.
 ELSEWHERE = {
-    "ring_torch.Halo",
-    "ring_torch.KernelConfig",
-    "ring_torch.Mask",
-    "ring_torch.ReductionHandle",
-    "ring_torch.SDPAHandle",
-    "ring_torch.support_matrix",
-}
+    "ring_torch.Halo", "ring_torch.KernelConfig", "ring_torch.Mask", "ring_torch.ReductionHandle",
+    "ring_torch.SDPAHandle", "ring_torch.support_matrix",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "argument"), cases(SUBJECTS))

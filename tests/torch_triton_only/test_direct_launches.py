@@ -82,17 +82,13 @@ def test_a_flag_is_no_integer(state: SimpleNamespace) -> None:
 X = torch.zeros(4, 16)
 Given = tuple[Tensor | None, Tensor | None, int]
 UNLIKE: dict[str, tuple[Given, dict[str, int]]] = {
-    "one": ((X, None, 1), {}),
-    "a multiple of 16": ((X, None, 32), {}),
+    "one": ((X, None, 1), {}), "a multiple of 16": ((X, None, 32), {}),
     "a wider number": ((X, None, 1 << 40), {}),
     "an unsigned number": ((X, None, (1 << 64) - 1), {}),
-    "an alignment": ((X.view(-1)[1:], None, 7), {}),
-    "a dtype": ((X.half(), None, 7), {}),
-    "a tensor more": ((X, X, 7), {}),
-    "a tensor less": ((None, None, 7), {}),
-    "a constant": ((X, None, 7), {"SIZE": 16}),
-    "an option": ((X, None, 7), {"num_warps": 4}),
-}
+    "an alignment": ((X.view(-1)[1:], None, 7), {}), "a dtype": ((X.half(), None, 7), {}),
+    "a tensor more": ((X, X, 7), {}), "a tensor less": ((None, None, 7), {}),
+    "a constant": ((X, None, 7), {"SIZE": 16}), "an option": ((X, None, 7), {"num_warps": 4}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNLIKE)

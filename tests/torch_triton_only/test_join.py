@@ -34,15 +34,10 @@ WAYS = pytest.mark.parametrize(
 )
 #: Rows ``(start, length)`` of each result, of 40 in all.
 SPANS: list[tuple[Span, ...]] = [
-    ((0, 40),),
-    ((7, 11),),
-    ((0, 40), (20, 20)),
-    ((7, 11), (20, 20)),
-    ((0, 20), (20, 20), (3, 30)),
-    ((0, 40), (3, 30), (0, 5)),
-    ((0, 40), (0, 40), (0, 40), (0, 40)),
+    ((0, 40),), ((7, 11),), ((0, 40), (20, 20)), ((7, 11), (20, 20)), ((0, 20), (20, 20), (3, 30)),
+    ((0, 40), (3, 30), (0, 5)), ((0, 40), (0, 40), (0, 40), (0, 40)),
     ((0, 40), (0, 40), (20, 20), (0, 5), (5, 33)),
-]
+]  # fmt: skip
 #: Dtypes of the sums, and of the results.
 DTYPES = [(x, x) for x in (torch.float16, torch.bfloat16, torch.float32)]
 DTYPES.append((torch.float32, torch.float16))
