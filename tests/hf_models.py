@@ -124,6 +124,23 @@ def on_one_process(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     return batch | WHOLE | {"attention_mask": masks}
 
 
+def same(actual: Tensor, expected: Tensor, what: str) -> None:
+    scale = float(expected.detach().abs().max())
+    torch.testing.assert_close(
+        actual, expected, rtol=1e-9, atol=1e-10 * scale, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
+
+
+def same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    assert actual.keys() == expected.keys()
+    for name, grad in expected.items():
+        same(actual[name], grad, f"gradient of {name} of {what}")
+
+
 def run(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the logits and the loss; gradients are stored in the model."""
     model.zero_grad()

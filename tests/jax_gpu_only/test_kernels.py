@@ -98,26 +98,11 @@ def test_programs_for_other_machines_are_refused() -> None:
             traced.lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.nightly(
-    only=[
-        "full",
-        "window",
-        "predicate-documents",
-        "keys",
-        "wider",
-        "wider-k",
-        "float16",
-        "no-scale",
-        "segments-pair",
-        "segments-chunks",
-        "segments-documents",
-        "dropout",
-        "bias-shared",
-        "poison-q",
-        "poison-padding",
-        "everything",
-    ]
-)
+@pytest.mark.nightly(only=[
+    "full", "window", "predicate-documents", "keys", "wider", "wider-k", "float16", "no-scale",
+    "segments-pair", "segments-chunks", "segments-documents", "dropout", "bias-shared", "poison-q",
+    "poison-padding", "everything",
+])  # fmt: skip
 @pytest.mark.parametrize("case", SEVERAL_BLOCKS, ids=lambda case: case.name)
 def test_several_blocks(case: Case) -> None:
     assert_close(case, alone(case, SMALL))
@@ -140,18 +125,11 @@ def test_oblong_blocks(name: str, sizes: tuple[int, int]) -> None:
     assert_close(case, alone(case, replace(SMALL, block_q=sizes[0], block_k=sizes[1])))
 
 
-@pytest.mark.nightly(
-    only=[
-        "documents-chunks-striped-cp4",
-        "predicate-zigzag-cp2",
-        "predicate-balanced-cp4",
-        "documents-window-zigzag-cp4",
-        "everything-zigzag",
-        "keys64-predicate-contiguous",
-        "shown-documents-zigzag",
-        "shown-bias-balanced",
-    ]
-)
+@pytest.mark.nightly(only=[
+    "documents-chunks-striped-cp4", "predicate-zigzag-cp2", "predicate-balanced-cp4",
+    "documents-window-zigzag-cp4", "everything-zigzag", "keys64-predicate-contiguous",
+    "shown-documents-zigzag", "shown-bias-balanced",
+])  # fmt: skip
 @pytest.mark.parametrize(
     "name",
     [

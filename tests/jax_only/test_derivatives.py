@@ -87,21 +87,13 @@ RUNS = [
 ]
 
 
-@pytest.mark.nightly(
-    unless=[
-        "jvp-one device-False",
-        "jvp of keys-gather-False",
-        "jacfwd-shard_map-False",
-        "linearize-one device-True",
-        "grad of jvp-one device-False",
-        "grad of jvp along a constant-one device-True",
-        "in a batch-shard_map-False",
-        "vjp of linearize-gather-False",
-        "jvp of grad-gather-True",
-        "hessian-shard_map-True",
-        "grad of grad-one device-False",
-    ]
-)
+@pytest.mark.nightly(unless=[
+    "jvp-one device-False", "jvp of keys-gather-False", "jacfwd-shard_map-False",
+    "linearize-one device-True", "grad of jvp-one device-False",
+    "grad of jvp along a constant-one device-True", "in a batch-shard_map-False",
+    "vjp of linearize-gather-False", "jvp of grad-gather-True", "hessian-shard_map-True",
+    "grad of grad-one device-False",
+])  # fmt: skip
 @pytest.mark.parametrize(("asked", "call", "compiled"), RUNS)
 def test_attention_refuses_all_but_the_gradient(asked: str, call: str, *, compiled: bool) -> None:
     message, ask = ASKED[asked]

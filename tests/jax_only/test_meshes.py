@@ -119,14 +119,10 @@ def _of_the_function(mesh: Mesh, spec: P) -> Any:
     return call
 
 
-@pytest.mark.nightly(
-    unless=[
-        "auto-cp-class-set_mesh-split",
-        "auto-dp-cp-tp-function-no set_mesh-split",
-        "auto-pod-cp-class-set_mesh-whole",
-        "explicit-pod-cp-class-set_mesh-split",
-    ]
-)
+@pytest.mark.nightly(unless=[
+    "auto-cp-class-set_mesh-split", "auto-dp-cp-tp-function-no set_mesh-split",
+    "auto-pod-cp-class-set_mesh-whole", "explicit-pod-cp-class-set_mesh-split",
+])  # fmt: skip
 @pytest.mark.parametrize("placement", ["split", "whole"])
 @pytest.mark.parametrize("within", [True, False], ids=["set_mesh", "no set_mesh"])
 @pytest.mark.parametrize("of", ["class", "function"])

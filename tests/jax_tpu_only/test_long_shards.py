@@ -160,15 +160,10 @@ def lowered(name: str, topology: str, *, backward: bool) -> tuple[Any, str]:
     return jax.jit(both if backward else attend).lower(*arrays), said[0]
 
 
-@pytest.mark.nightly(
-    unless=[
-        "causal-v5e:2x2",
-        "window-tpu7x:2x2x1",
-        "large-batch-v5e:2x2",
-        "larger-batch-tpu7x:2x2x1",
-        "gather-v5e:2x2",
-    ]
-)
+@pytest.mark.nightly(unless=[
+    "causal-v5e:2x2", "window-tpu7x:2x2x1", "large-batch-v5e:2x2", "larger-batch-tpu7x:2x2x1",
+    "gather-v5e:2x2",
+])  # fmt: skip
 @pytest.mark.parametrize("topology", ["v5e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("name", LONG)
 def test_long_shards_run_in_pallas(name: str, topology: str) -> None:

@@ -47,16 +47,10 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch, kernel: InterpretedKernel
     assert_close(case, results)
 
 
-@pytest.mark.nightly(
-    only=[
-        "causal-zigzag-cp2",
-        "causal-balanced-cp3",
-        "keys64-predicate-contiguous",
-        "shortest-zigzag-cp2",
-        "everything-zigzag",
-        "shown-documents-zigzag",
-    ]
-)
+@pytest.mark.nightly(only=[
+    "causal-zigzag-cp2", "causal-balanced-cp3", "keys64-predicate-contiguous",
+    "shortest-zigzag-cp2", "everything-zigzag", "shown-documents-zigzag",
+])  # fmt: skip
 @pytest.mark.parametrize("name", SELECTED)
 def test_selected_cases(
     name: str, monkeypatch: pytest.MonkeyPatch, kernel: InterpretedKernel

@@ -92,14 +92,9 @@ def _fail_once(rank: int, where: str, length: int, strategy: str) -> list[str]:
     return messages
 
 
-@pytest.mark.nightly(
-    unless=[
-        "forward-short-ring",
-        "forward-long-gather",
-        "backward-long-ring",
-        "agreement-long-gather",
-    ]
-)
+@pytest.mark.nightly(unless=[
+    "forward-short-ring", "forward-long-gather", "backward-long-ring", "agreement-long-gather",
+])  # fmt: skip
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("where", ["forward", "backward", "agreement"])

@@ -56,14 +56,9 @@ def _found(rank: int, strategy: str, of_out: bool, of_lse: bool, compiled: bool)
         torch.testing.assert_close(grad.double(), cp.shard(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.nightly(
-    only=[
-        "ring-expected3-True",
-        "ring-expected5-True",
-        "gather-expected7-True",
-        "gather-expected9-True",
-    ]
-)
+@pytest.mark.nightly(only=[
+    "ring-expected3-True", "ring-expected5-True", "gather-expected7-True", "gather-expected9-True",
+])  # fmt: skip
 @pytest.mark.parametrize(
     ("strategy", "expected", "compiled"),
     list(product(["ring", "gather"], [(True, False), (False, True), (True, True)], [False, True])),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import hf_models
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from cases import RANDOM, RINGS
-from hf_models import LENGTH, MODELS, SIZES, WHOLE, Wide, build, on_one_process, run, whole
-from torch import Tensor
+from hf_models import LENGTH, MODELS, SIZES, WHOLE, Wide, build, on_one_process, run, same, whole
 
 from ring_core import KernelConfig, LayoutSpec, RankMismatchError, StrategyConfig, UnsupportedError
 from ring_torch import ContextParallel, hf
@@ -24,18 +24,11 @@ ANY = torch.nn.Identity()  # for batches of no particular model
 IN_GROUPS = StrategyConfig("hybrid", ulysses_size=2)
 
 
-def same(actual: Tensor, expected: Tensor, what: str) -> None:
-    scale = float(expected.abs().max())
-    torch.testing.assert_close(
-        actual, expected, rtol=1e-9, atol=1e-10 * scale, msg=lambda text: f"{what}: {text}"
-    )
-
-
 def _matches(rank: int, name: str, kind: str) -> None:
     batch = whole(kind)
     model = build(name)
     logits, loss = run(model, on_one_process(model, batch))
-    expected = {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
+    expected = hf_models.gradients(model)
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 1
 
     model = build(name, hf.register())
@@ -57,22 +50,13 @@ def _matches(rank: int, name: str, kind: str) -> None:
             dist.all_reduce(part, group=group)
             same(cp.unshard(local.detach())[:, :LENGTH][real], logits[real], f"logits of {what}")
             same(part, loss, f"loss of {what}")
-            actual = {n: x.grad for n, x in model.named_parameters() if x.grad is not None}
-            assert actual.keys() == expected.keys()
-            for weight, grad in expected.items():
-                same(actual[weight], grad, f"gradient of {weight} of {what}")
+            hf_models.same_gradients(hf_models.gradients(model), expected, what)
 
 
-@pytest.mark.nightly(
-    unless=[
-        "Llama-packed",
-        "Qwen3-left",
-        "Mistral-flattened",
-        "Gemma2-packed",
-        "Gemma3-left",
-        "GptOss-right",
-    ]
-)
+@pytest.mark.nightly(unless=[
+    "Llama-packed", "Qwen3-left", "Mistral-flattened", "Gemma2-packed", "Gemma3-left",
+    "GptOss-right",
+])  # fmt: skip
 @pytest.mark.parametrize("kind", ["plain", "right", "left", "packed", "flattened"])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "Llama4"])
 def test_logits_loss_and_gradients_are_the_whole_models(

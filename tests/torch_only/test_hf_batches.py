@@ -124,19 +124,14 @@ def _matches(rank: int, name: str, way: str, checkpoints: str) -> None:
 
 
 @pytest.mark.refused_in("5.14", "T5ForConditionalGeneration", "Qwen3_5", "Bloom")
-@pytest.mark.nightly(
-    unless=[
-        "GPTJForCausalLM-crossed-not-reentrant",
-        "BartForCausalLM-both-reentrant",
-        "Llama4ForCausalLM-both-not-reentrant",
-        "Lfm2ForCausalLM-both-not-reentrant",
-        "Qwen3NextForCausalLM-crossed-reentrant",
-        "RecurrentGemmaForCausalLM-both-reentrant",
-        "T5ForConditionalGeneration-both-not-reentrant",
-        "M2M100ForConditionalGeneration-accumulated-plain",
-        "Qwen3_5ForConditionalGeneration-both-not-reentrant",
-    ]
-)
+@pytest.mark.nightly(unless=[
+    "GPTJForCausalLM-crossed-not-reentrant", "BartForCausalLM-both-reentrant",
+    "Llama4ForCausalLM-both-not-reentrant", "Lfm2ForCausalLM-both-not-reentrant",
+    "Qwen3NextForCausalLM-crossed-reentrant", "RecurrentGemmaForCausalLM-both-reentrant",
+    "T5ForConditionalGeneration-both-not-reentrant",
+    "M2M100ForConditionalGeneration-accumulated-plain",
+    "Qwen3_5ForConditionalGeneration-both-not-reentrant",
+])  # fmt: skip
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 @pytest.mark.parametrize("way", ["both", "crossed", "accumulated"])
 @pytest.mark.parametrize("name", MODELS)

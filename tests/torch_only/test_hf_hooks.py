@@ -103,17 +103,12 @@ def _decoder(_: int, name: str, kind: str, is_checkpointed: bool) -> None:
 
 
 @pytest.mark.refused_in("5.14", "XGLM", "Bloom")
-@pytest.mark.nightly(
-    unless=[
-        "FalconForCausalLM-plain-",
-        "XGLMForCausalLM-left-checkpointed",
-        "BartForCausalLM-right-checkpointed",
-        "BartForCausalLM-left-",
-        "Llama4ForCausalLM-plain-checkpointed",
-        "Llama4ForCausalLM-right-",
-        "Qwen3NextForCausalLM-plain-",
-    ]
-)
+@pytest.mark.nightly(unless=[
+    "FalconForCausalLM-plain-", "XGLMForCausalLM-left-checkpointed",
+    "BartForCausalLM-right-checkpointed", "BartForCausalLM-left-",
+    "Llama4ForCausalLM-plain-checkpointed", "Llama4ForCausalLM-right-",
+    "Qwen3NextForCausalLM-plain-",
+])  # fmt: skip
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize(
     ("name", "kind"),
@@ -147,12 +142,9 @@ def _pair(_: int, name: str, kind: str, is_checkpointed: bool) -> None:
 
 
 @pytest.mark.refused_in("5.14", "T5ForConditionalGeneration")
-@pytest.mark.nightly(
-    unless=[
-        "BartForConditionalGeneration-plain-",
-        "M2M100ForConditionalGeneration-padded-checkpointed",
-    ]
-)
+@pytest.mark.nightly(unless=[
+    "BartForConditionalGeneration-plain-", "M2M100ForConditionalGeneration-padded-checkpointed",
+])  # fmt: skip
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("kind", ["plain", "padded"])
 @pytest.mark.parametrize("name", PAIRS)
@@ -185,14 +177,10 @@ def _images(_: int, name: str, kind: str) -> None:
 
 
 @pytest.mark.refused_in("5.14", "Qwen3VL")
-@pytest.mark.nightly(
-    unless=[
-        "Qwen2_5_VLForConditionalGeneration-plain",
-        "Qwen3VLForConditionalGeneration-left",
-        "LlavaForConditionalGeneration-plain",
-        "Qwen2_5_VLForConditionalGeneration-packed",
-    ]
-)
+@pytest.mark.nightly(unless=[
+    "Qwen2_5_VLForConditionalGeneration-plain", "Qwen3VLForConditionalGeneration-left",
+    "LlavaForConditionalGeneration-plain", "Qwen2_5_VLForConditionalGeneration-packed",
+])  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

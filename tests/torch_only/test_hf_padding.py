@@ -118,17 +118,11 @@ def _matches(rank: int, name: str, rows: str) -> None:
                     )
 
 
-@pytest.mark.nightly(
-    unless=[
-        "Llama-equal",
-        "Llama4-unlike",
-        "ModernBertForMaskedLM-unlike",
-        "RobertaForMaskedLM-unlike",
-        "OPTForCausalLM-unlike",
-        "RecurrentGemmaForCausalLM-unlike",
-        "BartForConditionalGeneration-equal",
-    ]
-)
+@pytest.mark.nightly(unless=[
+    "Llama-equal", "Llama4-unlike", "ModernBertForMaskedLM-unlike", "RobertaForMaskedLM-unlike",
+    "OPTForCausalLM-unlike", "RecurrentGemmaForCausalLM-unlike",
+    "BartForConditionalGeneration-equal",
+])  # fmt: skip
 @pytest.mark.parametrize("rows", ["equal", "unlike"])
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_logits_and_gradients_are_the_whole_models(

@@ -6,8 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
-from hf_models import build, on_one_process, run, whole
+from hf_models import build, gradients, on_one_process, run, same, same_gradients, whole
 
 from ring_core import StrategyConfig
 from ring_torch import ContextParallel, hf
@@ -28,7 +27,7 @@ def _matches(_: int, name: str) -> None:
     batch, cp = whole("packed"), ContextParallel()
     model = build(name)
     loss = run(model, on_one_process(model, batch))[1]
-    expected = {n: x.grad.clone() for n, x in model.named_parameters()}
+    expected = gradients(model)
     for attention, (strategy, kind) in WAYS.items():
         handle = hf.parallelize(model, cp, strategy=strategy)
         assert hf.parallelize(model, cp, strategy=strategy) is handle
@@ -39,10 +38,8 @@ def _matches(_: int, name: str) -> None:
             ring_loss = run(model, batch)[1]
         assert backward.call_count == model.config.num_hidden_layers
         cp.reduce_gradients(model)
-        torch.testing.assert_close(ring_loss, loss, rtol=1e-9, atol=0)
-        for weight, x in model.named_parameters():
-            scale = float(expected[weight].abs().max())
-            torch.testing.assert_close(x.grad, expected[weight], rtol=1e-9, atol=1e-10 * scale)
+        same(ring_loss, loss, "loss")
+        same_gradients(gradients(model), expected, attention)
         handle.remove()
     assert model.config._attn_implementation == "eager"
 

@@ -126,15 +126,10 @@ def _compare_all(rank: int, is_linear: bool, mode: str, cases: list[tuple[Any, .
             raise AssertionError(f"{case}: {error}") from error
 
 
-@pytest.mark.nightly(
-    unless=[
-        "eager-logits",
-        "eager-hidden",
-        "checkpoint-logits",
-        "autocast-hidden",
-        "compiled checkpoint-hidden",
-    ]
-)
+@pytest.mark.nightly(unless=[
+    "eager-logits", "eager-hidden", "checkpoint-logits", "autocast-hidden",
+    "compiled checkpoint-hidden",
+])  # fmt: skip
 @pytest.mark.parametrize("is_linear", [False, True], ids=["logits", "hidden"])
 @pytest.mark.parametrize("mode", MODES)
 def test_parts_add_up_to_the_loss_of_one_process(

@@ -49,16 +49,9 @@ WAYS = [(case, "ring") for case in NEGATIVE] + [
 ]
 
 
-@pytest.mark.nightly(
-    unless=[
-        "zigzag-ring",
-        "ids-ring",
-        "helpers-ring",
-        "float64-ring",
-        "mixed-gather",
-        "bfloat16-gather",
-    ]
-)
+@pytest.mark.nightly(unless=[
+    "zigzag-ring", "ids-ring", "helpers-ring", "float64-ring", "mixed-gather", "bfloat16-gather",
+])  # fmt: skip
 @pytest.mark.parametrize(
     ("case", "strategy"), WAYS, ids=[f"{case.name}-{strategy}" for case, strategy in WAYS]
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from hf_models import LENGTH, WHOLE, Wide, build, run, whole
+from hf_models import LENGTH, WHOLE, Wide, build, gradients, run, same, same_gradients, whole
 from sweep.compare import build as build_any
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -20,17 +20,6 @@ from ring_core import RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.hf.models.hooks import Reduction
 from ring_torch.local import LocalRankError, LocalRanks
-
-
-def same(actual: Tensor, expected: Tensor, what: str) -> None:
-    scale = float(expected.detach().abs().max())
-    torch.testing.assert_close(
-        actual, expected, rtol=1e-9, atol=1e-10 * scale, msg=lambda text: f"{what}: {text}"
-    )
-
-
-def gradients(model: Any) -> dict[str, Tensor]:
-    return {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
 
 
 def reduced(model: Any, cp: ContextParallel, reduction: Reduction) -> dict[str, Tensor]:
@@ -68,9 +57,7 @@ def _matches(_: int, name: str, kind: str, layout: Any) -> None:
             local = local if way["logits"] == "gather" else cp.unshard(local.detach())[:, :LENGTH]
             assert local.shape == logits.shape
             same(local[real], logits[real], f"logits of {what}")
-            assert grads.keys() == expected.keys()
-            for weight, grad in expected.items():
-                same(grads[weight], grad, f"gradient of {weight} of {what}")
+            same_gradients(grads, expected, what)
         handle.remove()
         handle.remove()
     assert model.config._attn_implementation == "eager"
@@ -101,9 +88,7 @@ def _outside_loss(_: int, reduction: Reduction) -> None:
     hf.parallelize(model, cp, logits="gather", reduction=reduction)
     with Wide():
         loss_of(model(**batch).logits).backward()
-    grads = reduced(model, cp, reduction)
-    for weight, grad in expected.items():
-        same(grads[weight], grad, f"gradient of {weight}, {reduction}")
+    same_gradients(reduced(model, cp, reduction), expected, reduction)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -187,9 +172,8 @@ def _lora(_: int) -> None:
         cp.reduce_gradients(model)
         same(whole_loss, loss, "loss")
         same(ring_loss, logits, "logits")
-        assert list(model.state_dict()) == keys and gradients(model).keys() == expected.keys()
-        for weight, grad in gradients(model).items():
-            same(grad, expected[weight], f"gradient of {weight}")
+        assert list(model.state_dict()) == keys
+        same_gradients(gradients(model), expected, name)
 
 
 def test_with_lora(pool: LocalRanks) -> None:
@@ -403,10 +387,7 @@ def _pools(_: int, side: str, reduction: Reduction) -> None:
             loss_of(local).backward()
         same(local.logits, out.logits, "pooled logits")
         same(loss_of(local), loss_of(out), "loss")
-        grads = reduced(model, cp, reduction)
-        assert grads.keys() == expected.keys()
-        for weight, grad in grads.items():
-            same(grad, expected[weight], f"gradient of {weight}")
+        same_gradients(reduced(model, cp, reduction), expected, name)
         handle.remove()
         assert not model.score._forward_hooks and not model.base_model._forward_pre_hooks
 
@@ -437,10 +418,7 @@ def _routes(_: int, kind: str, reduction: Reduction) -> None:
         local.loss.backward()
         same(local.aux_loss, out.aux_loss, f"router's loss of {name}")
         same(local.loss, out.loss, f"loss of {name}")
-        grads = reduced(model, cp, reduction)
-        assert grads.keys() == expected.keys()
-        for weight, grad in grads.items():
-            same(grad, expected[weight], f"gradient of {weight} of {name}")
+        same_gradients(reduced(model, cp, reduction), expected, name)
         with Wide():
             plain = model(**batch, output_router_logits=False)
         assert plain.aux_loss is None

@@ -80,18 +80,12 @@ def cut(case: Case, groups: HeadGroups) -> Case:
     return replace(case, heads=(4, 2)) if groups.forward > 1 else replace(case)
 
 
-@pytest.mark.nightly(
-    unless=[
-        "causal-zigzag-cp3-one-True",
-        "causal-zigzag-cp3-two early-False",
-        "window-both-contiguous-cp2-two-False",
-        "window-both-contiguous-cp2-two early-True",
-        "documents-contiguous-cp2-early-False",
-        "documents-contiguous-cp2-two-True",
-        "segments-pair-zigzag-one-False",
-        "segments-pair-zigzag-early-True",
-    ]
-)
+@pytest.mark.nightly(unless=[
+    "causal-zigzag-cp3-one-True", "causal-zigzag-cp3-two early-False",
+    "window-both-contiguous-cp2-two-False", "window-both-contiguous-cp2-two early-True",
+    "documents-contiguous-cp2-early-False", "documents-contiguous-cp2-two-True",
+    "segments-pair-zigzag-one-False", "segments-pair-zigzag-early-True",
+])  # fmt: skip
 @pytest.mark.parametrize("triton", [True, False])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("name", NAMES)

@@ -393,14 +393,9 @@ def _right(_: int, name: str, how: str) -> str:
     return _outcome(EXACT_MODULES[name], how=how)
 
 
-@pytest.mark.nightly(
-    unless=[
-        "router by matmul-eager",
-        "by itself, in chunks-eager",
-        "by itself-eager",
-        "windows-compiled",
-    ]
-)
+@pytest.mark.nightly(unless=[
+    "router by matmul-eager", "by itself, in chunks-eager", "by itself-eager", "windows-compiled",
+])  # fmt: skip
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("name", EXACT_MODULES)
 def test_products_that_are_not_over_tokens_stay(pool: LocalRanks, name: str, how: str) -> None:
@@ -612,14 +607,10 @@ def _again(_: int, name: str, closure: bool, how: str) -> str:
     return _outcome(lambda _: Runs(RUNS[name][0], closure=closure), how=how)
 
 
-@pytest.mark.nightly(
-    unless=[
-        "eager-False-own checkpoint",
-        "eager-True-own hooks",
-        "compiled-False-checkpoint",
-        "eager-False-cond",
-    ]
-)
+@pytest.mark.nightly(unless=[
+    "eager-False-own checkpoint", "eager-True-own hooks", "compiled-False-checkpoint",
+    "eager-False-cond",
+])  # fmt: skip
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("how", ["eager", "compiled"])

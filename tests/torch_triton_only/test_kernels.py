@@ -97,19 +97,12 @@ def test_oblong_blocks(name: str, sizes: tuple[int, int], pools: dict[int, Local
     assert_close(case, run(pools, case, KernelConfig("triton", *sizes)))
 
 
-@pytest.mark.nightly(
-    only=[
-        "everything-contiguous-gather",
-        "documents-window-zigzag-cp4-gather",
-        "bias-masked-balanced-ring",
-        "alibi-batch-striped-ring",
-        "mqa-zigzag-gather",
-        "options-random-cp2-ring",
-        "keys64-predicate-contiguous-ring",
-        "shown-bias-balanced-ring",
-        "shown-sinks-striped-ring",
-    ]
-)
+@pytest.mark.nightly(only=[
+    "everything-contiguous-gather", "documents-window-zigzag-cp4-gather",
+    "bias-masked-balanced-ring", "alibi-batch-striped-ring", "mqa-zigzag-gather",
+    "options-random-cp2-ring", "keys64-predicate-contiguous-ring", "shown-bias-balanced-ring",
+    "shown-sinks-striped-ring",
+])  # fmt: skip
 @pytest.mark.parametrize(("name", "strategy"), RING, ids=[f"{n}-{t}" for n, t in RING])
 def test_in_the_ring(name: str, strategy: str, pools: dict[int, LocalRanks]) -> None:
     assert_close(CASES[name], run(pools, CASES[name], KernelConfig("triton"), strategy))
