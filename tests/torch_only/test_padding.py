@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from copy import deepcopy
 from itertools import pairwise
 from typing import Any
@@ -69,60 +68,9 @@ def test_there_and_back(layout: str, pool: LocalRanks) -> None:
     pool.run(_there_and_back, layout)
 
 
-#: Options given for the whole sequence, which ranks shard with padding of zeros.
-WHOLE: dict[str, Callable[[int], dict[str, Any]]] = {
-    "segment_ids": lambda n: {"segment_ids": (torch.arange(n) // 3).int()[None]},
-    "mask": lambda n: {"mask": torch.rand(n, n, generator=torch.manual_seed(0)) < 0.7},
-    "mask of heads": lambda n: {
-        "mask": torch.rand(1, 6, n, n, generator=torch.manual_seed(0)) < 0.7
-    },
-    "bias": lambda n: {"bias": _random(1, 6, n, n), "sinks": _random(6)},
-}
-
-
-def _sharded(cp: ContextParallel, options: dict[str, Any]) -> dict[str, Any]:
-    dims = {"segment_ids": 1, "mask": -2, "bias": -2}
-    return {
-        name: cp.shard(x, dim=dims[name], pad=True) if name in dims else x
-        for name, x in options.items()
-    }
-
-
-def _attends(_: int, layout: Any, name: str, length: int, check: bool) -> None:
-    cp, options = ContextParallel(layout=layout), WHOLE[name](length)
-    x = [_random(1, length, heads, 8) for heads in (6, 3, 3)]
-    leaves, expected = ([y.clone().requires_grad_() for y in x] for _ in range(2))
-    shards = [cp.shard(y, pad=True) for y in leaves]
-    with ring_torch.check(every=1) if check else nullcontext():
-        out = cp.attention(*shards, seq_len=length, **_sharded(cp, options))
-        whole = cp.unshard(out, grad="slice", seq_len=length)
-        whole.square().sum().backward()
-    alone = ring_torch.ring_attention(*expected, group=_alone(), **options)
-    alone.square().sum().backward()
-    torch.testing.assert_close(whole, alone)
-    for leaf, other in zip(leaves, expected, strict=True):
-        assert leaf.grad is not None
-        dist.all_reduce(leaf.grad)
-        torch.testing.assert_close(leaf.grad, other.grad)
-
-
 def _alone() -> Any:
     groups = [dist.new_group([n]) for n in range(dist.get_world_size())]
     return groups[dist.get_rank()]
-
-
-@pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize(("layout", "length"), [("zigzag", 2), ("contiguous", 8), ("striped", 7)])
-def test_what_is_sharded_with_padding_is_exact(
-    layout: str, length: int, name: str, pool: LocalRanks
-) -> None:
-    pool.run(_attends, layout, name, length, False)
-
-
-@pytest.mark.parametrize("name", ["segment_ids", "bias"])
-@pytest.mark.parametrize(("layout", "length"), [("zigzag", 1), ("contiguous", 10)])
-def test_a_checked_call_passes(layout: str, length: int, name: str, pool: LocalRanks) -> None:
-    pool.run(_attends, layout, name, length, True)
 
 
 def _explains(_: int) -> None:
