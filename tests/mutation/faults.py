@@ -33,6 +33,7 @@ TORCH, JAX, PALLAS = (
 )
 TRITON = "ring-core/src/ring_core/triton"
 TABLE = "tests/conformance/test_table.py -k shown-bias"
+PADDED = "tests/torch_only/test_padding_matrix.py"
 KERNELS = "tests/jax_tpu_only/test_kernels.py"
 FAULTS = {
     "torch-bias-lost-beside-a-mask": Fault(
@@ -55,6 +56,14 @@ FAULTS = {
     ),
     "pallas-bias-not-shifted": Fault(
         f"{PALLAS}/scores.py", "bias - self.bias_shift[...]", "bias", "jax-tpu", f"{KERNELS} -k negative",
+    ),
+    "checks-see-sinks-in-padding": Fault(
+        f"{TORCH}/tripwire/samples.py", "(rows >= tokens)[:, None]", "(rows < 0)[:, None]",
+        "torch", f"{PADDED} -k sinks-gather",
+    ),
+    "padding-is-advised-wrongly": Fault(
+        "ring-core/src/ring_core/layouts/layout.py", "; pad to {padded}", "; pad to {padded + self.divisor}",
+        "torch", f"{PADDED} -k says_how",
     ),
 }  # fmt: skip
 
