@@ -129,7 +129,8 @@ def _attends(_: int, way: str, name: str) -> None:
 @pytest.mark.nightly(
     unless=[
         "causal-two stages-zigzag", "mask-ring-zigzag", "mask of heads-gather-contiguous",
-        "bias-ulysses-striped", "segment ids-ring-contiguous", "sinks-gather-contiguous", *(f"{name}-{way}" for name, way in PAIRS[::32]),
+        "bias-ulysses-striped", "segment ids-ring-contiguous", "sinks-gather-contiguous",
+        *(f"{name}-{way}" for name, way in PAIRS[::32]),
     ]
 )  # fmt: skip
 @pytest.mark.parametrize(("name", "way"), PAIRS)
