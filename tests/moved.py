@@ -1,4 +1,4 @@
-"""Where each test went: ``moved.tsv`` maps old to new, as collections of pytest show.
+"""Tell where each test went: ``moved.tsv`` maps old to new, and collections show what is lost.
 
 Lists of both are what ``pytest tests --backend=B --all --collect-only -q`` prints, there and here::
 

@@ -42,6 +42,7 @@ ring_attention = RingAttention((PallasKernel(), XlaKernel()))
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 SMALL = KernelConfig("pallas", block_q=128, block_k=128)
 CAUSAL = Mask(causal=True)
+LOW: dict[str, Any] = {"low": -1e10, "batch": 2, "lse_grad": True}
 
 
 # Cases of several blocks on one device, with lengths that no block size divides.
@@ -69,14 +70,9 @@ _CASES = [
     Case("bias-very-negative", CAUSAL, bias="very-negative", segments="padded", batch=2),
     Case("shown-heads", Mask(), shown="by-head", poison="k", lse_grad=True),
     Case("shown-rows", Mask(), shown="by-sequence", batch=2, bias="full"),
-    *(
-        NegativeCase(name, CAUSAL, bias=bias, low=-1e10, region=region, batch=2, segments=ids, lse_grad=True)
-        for name, bias, region, ids in (
-            ("negative-left", "shared", "left padding", "documents"),
-            ("negative-part", "heads", "part of a row", None),
-            ("negative-rows", "batch", "whole rows", "documents"),
-        )
-    ),
+    NegativeCase("negative-left", CAUSAL, bias="shared", region="left padding", segments="documents", **LOW),
+    NegativeCase("negative-part", CAUSAL, bias="heads", region="part of a row", **LOW),
+    NegativeCase("negative-rows", CAUSAL, bias="batch", region="whole rows", segments="documents", **LOW),
     Case("poison-v", CAUSAL, poison="v"),
     Case("poison-padding", Mask(), segments="padded", poison="padding"),
     Case(
