@@ -400,7 +400,9 @@ def test_a_batch_of_documents_is_one_launch() -> None:
 
 def can_do(case: Case) -> bool:
     """Return True if the kernel supports the case."""
-    options = case.segments or case.bias or case.alibi or case.dropout_p or case.lse_grad
+    options = (
+        case.segments or case.bias or case.shown or case.alibi or case.dropout_p or case.lse_grad
+    )
     return not (options or case.mask.predicate or case.poison) and case.dtype == "float32"
 
 
