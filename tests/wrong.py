@@ -56,6 +56,12 @@ FILL: Values = {
     "too large": 10**400, "beyond half": 1e300,
 }  # fmt: skip
 
+#: Values that are no dimension of a tensor of four.
+DIM: Values = {
+    "too large": 4, "too small": -5, "float": 1.0, "flag": True, "word": "1", "none": None,
+    "list": [1], "huge": 2**70,
+}  # fmt: skip
+
 #: Values that are no probability, scale or bound.
 REAL: Values = {
     "nan": NAN, "infinite": INF, "flag": True, "word": "0.5", "complex": 0.5j, "list": [0.5],
@@ -102,6 +108,97 @@ OPTIONS: dict[str, Values] = {
     "kernel": {**NAME, "setting": KernelConfig("flash"), "class": KernelConfig},
     "strategy": {**NAME, "kind": StrategyConfig}, "transport": NAME,
 }  # fmt: skip
+
+
+Q, KV = (2, 8, 4, 16), (2, 8, 2, 16)  # shapes of a right call
+#: Makes zeros of a shape, and of a dtype by its name if it is not float32.
+Zeros = Callable[..., Any]
+
+
+def wrong_tensors(
+    zeros: Zeros, bad: Callable[..., Values], other_integers: str
+) -> dict[str, Values]:
+    """Return wrong values of each tensor of a call; ``bad`` makes those that are wrong everywhere.
+
+    ``other_integers`` is a dtype that segment ids cannot have.
+    """
+    ids, others = zeros((2, 8), "int32"), zeros((2, 8), other_integers)
+    return {
+        "q": {
+            "none": None, **bad(*Q), "3 dimensions": zeros((8, 4, 16)), "half": zeros(Q, "float16"),
+            "5 dimensions": zeros((1, *Q)), "batch": zeros((1, 8, 4, 16)), "heads": zeros((2, 8, 3, 16)),
+            "no heads": zeros((2, 8, 0, 16)), "head dim": zeros((2, 8, 4, 8)), "empty": zeros((2, 0, 4, 16)),
+            "no head dim": zeros((2, 8, 4, 0)),
+        },
+        **{
+            name: {
+                "none": None, **bad(*KV), "3 dimensions": zeros((8, 2, 16)), "half": zeros(KV, "float16"),
+                "5 dimensions": zeros((1, *KV)), "batch": zeros((1, 8, 2, 16)), "heads": zeros((2, 8, 3, 16)),
+                "no heads": zeros((2, 8, 0, 16)), "length": zeros((2, 9, 2, 16)), "empty": zeros((2, 0, 2, 16)),
+                "head dim": zeros((2, 8, 2, 0)),
+            }
+            for name in ("k", "v")
+        },
+        "segment_ids": {
+            **{n: x for n, x in bad(2, 8).items() if n != "integers"}, "floats": zeros((2, 8)),
+            "other integers": others, "shape": zeros((2, 9), "int32"), "row": zeros((8,), "int32"),
+            "scalar": zeros((), "int32"), "triple": (ids,) * 3, "one of two": (ids, None), "empty pair": (),
+            "pair of others": (ids, others),
+        },
+        "sinks": {
+            **bad(4), "heads": zeros((3,)), "none a head": zeros((4, 0)), "scalar": zeros(()),
+            "3 dimensions": zeros((4, 1, 1)),
+        },
+        "bias": {
+            **bad(2, 4, 8, 8), "square": zeros((8, 8)), "batch": zeros((3, 4, 8, 8)),
+            "heads": zeros((2, 3, 8, 8)), "rows": zeros((2, 4, 4, 8)), "columns": zeros((2, 4, 8, 9)),
+        },
+        "alibi_slopes": {
+            **bad(4), "heads": zeros((2,)), "batch": zeros((3, 4)), "scalar": zeros(()),
+            "3 dimensions": zeros((1, 2, 4)),
+        },
+    }  # fmt: skip
+
+
+def bad_calls(zeros: Zeros, array: str) -> dict[str, tuple[dict[str, Any], str]]:
+    """Return wrong arguments of a call, and what the error says of them in either framework."""
+    ids = zeros((2, 8), "int32")
+    return {
+        "3 dimensions": ({"q": zeros((8, 4, 16))}, r"q must have 4 dimensions .* got shape \(8, 4, 16\)"),
+        "heads": ({"q": zeros((2, 8, 3, 16))}, "3 heads of q must be a multiple of the 2 heads"),
+        "dtypes": ({"v": zeros(KV, "bfloat16")}, "share a dtype, got float32 for q and bfloat16 for v"),
+        "batch": ({"k": zeros((1, 8, 2, 16))}, "share a batch size, got 2 for q and 1 for k"),
+        "lengths": ({"v": zeros((2, 9, 2, 16))}, "same sequence length and heads"),
+        "head dims": ({"k": zeros((2, 8, 2, 8))}, "same head dim, got 16 and 8"),
+        "complex": ({"q": zeros(Q, "complex64")}, "q must be float16, .* got complex64"),
+        "integer": ({"q": zeros(Q, "int32")}, "q must be float16, .* got int32"),
+        "empty sequence": ({n: zeros((2, 0, 2, 16)) for n in "qkv"}, "sequence length 0"),
+        "layout": ({"layout": "zigzak"}, "unknown layout 'zigzak'; known: contiguous, zigzag, striped"),
+        "negative window": ({"window": (-1, 0)}, "window="),
+        "window as int": ({"window": 4}, r"window must be a pair .* window=\(W - 1, 0\)"),
+        "chunk": ({"chunk_size": 0}, "chunk_size must be an integer >= 1"),
+        "causal": ({"causal": "yes"}, "causal must be a bool"),
+        "cu_seqlens end": ({"cu_seqlens": (0, 7)}, "cu_seqlens must end at the sequence length 8, got 7"),
+        "cu_seqlens start": ({"cu_seqlens": (1, 8)}, "cu_seqlens must start at 0"),
+        "cu_seqlens order": ({"cu_seqlens": (0, 5, 3, 8)}, "cu_seqlens must be ascending"),
+        "mask twice": ({"mask": Mask(), "causal": True}, "mask was given together with causal"),
+        "mask type": ({"mask": zeros((8, 8))}, "mask must be a ring_core.Mask"),
+        "ids shape": ({"segment_ids": zeros((2, 9), "int32")}, r"shape \[2, 8\], got \(2, 9\)"),
+        "ids triple": ({"segment_ids": (ids,) * 3}, "pair"),
+        "ids type": ({"segment_ids": 3}, f"segment_ids must be a {array}"),
+        "sinks": ({"sinks": zeros((3,))}, r"sinks must have shape \[4\] or \[4, n\]"),
+        "sinks integer": ({"sinks": zeros((4,), "int32")}, "sinks must be floating point"),
+        "bias": ({"bias": zeros((2, 4, 8, 9))}, r"bias must have shape \[2 or 1, 4 or 1, 8, 8\]"),
+        "slopes": ({"alibi_slopes": zeros((2,))}, r"alibi_slopes must have shape \[4\] or \[2, 4\]"),
+        "dropout": ({"dropout_p": 1.0, "dropout_seed": 1}, r"dropout_p must be in \[0, 1\), got 1.0"),
+        "dropout without seed": ({"dropout_p": 0.1}, "needs dropout_seed"),
+        "seed": ({"dropout_p": 0.1, "dropout_seed": -1}, "dropout_seed must be an integer"),
+        "scale": ({"softmax_scale": float("inf")}, "softmax_scale must be a finite number"),
+        "softcap": ({"softcap": -1.0}, "softcap must be a finite number > 0"),
+        "deterministic": ({"deterministic": 1}, "deterministic must be True or False"),
+        "return_lse": ({"return_lse": None}, "return_lse must be True or False"),
+        "kernel type": ({"kernel": 3}, "kernel must be a name or a KernelConfig"),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+from wrong import KV, Q, bad_calls
 
 from ring_core import Mask, UnsupportedError, reference
 from ring_core.base.arguments import FOREIGN_OPTIONS
 from ring_jax import ContextParallel, KernelConfig, Segments, compat, flax, nn, ring_attention
 from ring_jax.dropout import seed_words
-
-Q, KV = (2, 8, 4, 16), (2, 8, 2, 16)
 
 
 def arrays(**replaced: Any) -> dict[str, Any]:
@@ -31,48 +30,14 @@ def ids(*shape: int) -> jax.Array:
     return jnp.zeros(shape, jnp.int32)
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "3 dimensions": ({"q": jnp.zeros((8, 4, 16))}, r"q must have 4 dimensions .* got shape \(8, 4, 16\)"),
+BAD: dict[str, tuple[dict[str, Any], str]] = bad_calls(jnp.zeros, "jax.Array") | {
     "not an array": ({"k": [1.0]}, "k must be a jax.Array, got list"),
-    "heads": ({"q": jnp.zeros((2, 8, 3, 16))}, "3 heads of q must be a multiple of the 2 heads"),
-    "dtypes": ({"v": jnp.zeros(KV, jnp.bfloat16)}, "share a dtype, got float32 for q and bfloat16 for v"),
-    "batch": ({"k": jnp.zeros((1, 8, 2, 16))}, "share a batch size, got 2 for q and 1 for k"),
-    "lengths": ({"v": jnp.zeros((2, 9, 2, 16))}, "same sequence length and heads"),
-    "head dims": ({"k": jnp.zeros((2, 8, 2, 8))}, "same head dim, got 16 and 8"),
-    "complex": ({"q": jnp.zeros(Q, jnp.complex64)}, "q must be float16, .* got complex64"),
-    "integer": ({"q": jnp.zeros(Q, jnp.int32)}, "q must be float16, .* got int32"),
-    "empty sequence": ({n: jnp.zeros((2, 0, 2, 16)) for n in "qkv"}, "sequence length 0"),
-    "layout": ({"layout": "zigzak"}, "unknown layout 'zigzak'; known: contiguous, zigzag, striped"),
-    "negative window": ({"window": (-1, 0)}, "window="),
-    "window as int": ({"window": 4}, r"window must be a pair .* window=\(W - 1, 0\)"),
-    "chunk": ({"chunk_size": 0}, "chunk_size must be an integer >= 1"),
-    "causal": ({"causal": "yes"}, "causal must be a bool"),
-    "cu_seqlens end": ({"cu_seqlens": (0, 7)}, "cu_seqlens must end at the sequence length 8, got 7"),
-    "cu_seqlens start": ({"cu_seqlens": (1, 8)}, "cu_seqlens must start at 0"),
-    "cu_seqlens order": ({"cu_seqlens": (0, 5, 3, 8)}, "cu_seqlens must be ascending"),
     "cu_seqlens as an array": ({"cu_seqlens": jnp.array([0, 8])}, "cu_seqlens must be known when the call is traced"),
-    "mask twice": ({"mask": Mask(), "causal": True}, "mask was given together with causal"),
-    "mask type": ({"mask": jnp.ones((8, 8))}, "mask must be a ring_core.Mask"),
     "ids dtype": ({"segment_ids": jnp.zeros((2, 8), jnp.uint32)}, "segment_ids must be int32, .* got uint32"),
-    "ids shape": ({"segment_ids": ids(2, 9)}, r"shape \[2, 8\], got \(2, 9\)"),
-    "ids triple": ({"segment_ids": (ids(2, 8),) * 3}, "pair"),
-    "ids type": ({"segment_ids": 3}, "segment_ids must be a jax.Array"),
-    "sinks": ({"sinks": jnp.zeros(3)}, r"sinks must have shape \[4\] or \[4, n\]"),
-    "sinks integer": ({"sinks": ids(4)}, "sinks must be floating point"),
-    "bias": ({"bias": jnp.zeros((2, 4, 8, 9))}, r"bias must have shape \[2 or 1, 4 or 1, 8, 8\]"),
-    "slopes": ({"alibi_slopes": jnp.zeros(2)}, r"alibi_slopes must have shape \[4\] or \[2, 4\]"),
-    "dropout": ({"dropout_p": 1.0, "dropout_seed": 1}, r"dropout_p must be in \[0, 1\), got 1.0"),
-    "dropout without seed": ({"dropout_p": 0.1}, "needs dropout_seed"),
-    "seed": ({"dropout_p": 0.1, "dropout_seed": -1}, "dropout_seed must be an integer"),
     "seed without dropout": ({"dropout_seed": -1}, "dropout_seed must be an integer"),
     "seed as a float": ({"dropout_p": 0.1, "dropout_seed": jnp.float32(1)}, r"dropout_seed .* got float32 \[\]"),
     "seed as words": ({"dropout_p": 0.1, "dropout_seed": ids(2)}, r"dropout_seed .* got int32 \[2\]"),
-    "scale": ({"softmax_scale": float("inf")}, "softmax_scale must be a finite number"),
-    "softcap": ({"softcap": -1.0}, "softcap must be a finite number > 0"),
-    "deterministic": ({"deterministic": 1}, "deterministic must be True or False"),
-    "return_lse": ({"return_lse": None}, "return_lse must be True or False"),
     "kernel": ({"kernel": "flash"}, "unknown kernel 'flash'; known: auto, triton, cudnn, pallas, xla"),
-    "kernel type": ({"kernel": 3}, "kernel must be a name or a KernelConfig"),
     "transport": ({"transport": "rdma"}, "unknown transport 'rdma'; known: auto, xla"),
     "strategy": ({"strategy": "rdma"}, "unknown strategy name 'rdma'; known: auto, ring"),
     "axis": ({"axis_name": "cp"}, "axis_name 'cp' is not a mesh axis here; call this inside"),

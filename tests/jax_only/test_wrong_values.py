@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from wrong import (
+    DIM,
     FILL,
     FLAG,
+    KV,
     NAME,
     OPTIONS,
     ROWS,
     SIZE,
     STEPS,
+    Q,
     Subject,
     Values,
     cases,
@@ -25,12 +28,11 @@ from wrong import (
     in_numbers,
     problems,
     unlike_in_numpy,
+    wrong_tensors,
 )
 
 import ring_jax
 from ring_jax import ContextParallel, ring_attention
-
-Q, KV = (2, 8, 4, 16), (2, 8, 2, 16)
 
 
 def ids(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
@@ -51,43 +53,7 @@ def bad_arrays(*shape: int) -> Values:
 
 
 zeros = jnp.zeros
-TENSORS: dict[str, Values] = {
-    "q": {
-        "none": None, **bad_arrays(*Q), "3 dimensions": zeros((8, 4, 16)),
-        "half": zeros(Q, jnp.float16), "5 dimensions": zeros((1, *Q)),
-        "batch": zeros((1, 8, 4, 16)), "heads": zeros((2, 8, 3, 16)),
-        "no heads": zeros((2, 8, 0, 16)), "head dim": zeros((2, 8, 4, 8)),
-        "empty": zeros((2, 0, 4, 16)), "no head dim": zeros((2, 8, 4, 0)),
-    },
-    **{
-        name: {
-            "none": None, **bad_arrays(*KV), "3 dimensions": zeros((8, 2, 16)),
-            "5 dimensions": zeros((1, *KV)), "batch": zeros((1, 8, 2, 16)),
-            "half": zeros(KV, jnp.float16), "heads": zeros((2, 8, 3, 16)),
-            "no heads": zeros((2, 8, 0, 16)), "length": zeros((2, 9, 2, 16)),
-            "empty": zeros((2, 0, 2, 16)), "head dim": zeros((2, 8, 2, 0)),
-        }
-        for name in ("k", "v")
-    },
-    "segment_ids": {
-        **{n: x for n, x in bad_arrays(2, 8).items() if n != "integers"},
-        "floats": zeros((2, 8)), "uint32": ids(2, 8, dtype=jnp.uint32), "shape": ids(2, 9),
-        "row": ids(8), "scalar": ids(), "triple": (ids(2, 8),) * 3, "empty pair": (),
-        "one of two": (ids(2, 8), None), "pair of uint32": (ids(2, 8), ids(2, 8, dtype=jnp.uint32)),
-    },
-    "sinks": {
-        **bad_arrays(4), "heads": zeros(3), "none a head": zeros((4, 0)), "scalar": zeros(()),
-        "3 dimensions": zeros((4, 1, 1)),
-    },
-    "bias": {
-        **bad_arrays(2, 4, 8, 8), "square": zeros((8, 8)), "batch": zeros((3, 4, 8, 8)),
-        "heads": zeros((2, 3, 8, 8)), "rows": zeros((2, 4, 4, 8)), "columns": zeros((2, 4, 8, 9)),
-    },
-    "alibi_slopes": {
-        **bad_arrays(4), "heads": zeros(2), "batch": zeros((3, 4)), "scalar": zeros(()),
-        "3 dimensions": zeros((1, 2, 4)),
-    },
-}  # fmt: skip
+TENSORS = wrong_tensors(zeros, bad_arrays, "uint32")
 OPTION_ARRAYS: dict[str, Values] = {
     "seq_len": {"jax": jnp.array(8)}, "causal": {"jax": jnp.array(True)},
     "window": {"jax": (jnp.array(1), 0)},
@@ -115,10 +81,6 @@ cp = ContextParallel(mesh, "cp")
 AXIS: Values = {n: x for n, x in NAME.items() if n != "none"}
 SHARD: Values = {
     "none": None, "list": [1.0], "word": "x", "number": 3.0, "scalar": zeros(()), "class": jax.Array,
-}  # fmt: skip
-DIM: Values = {
-    "too large": 4, "too small": -5, "float": 1.0, "flag": True, "word": "1", "none": None,
-    "list": [1], "huge": 2**70,
 }  # fmt: skip
 
 

@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from wrong import (
+    DIM,
     FILL,
     FLAG,
+    KV,
     OPTIONS,
     REAL,
     ROWS,
     SIZE,
     STEPS,
+    Q,
     Subject,
     Values,
     cases,
@@ -23,6 +26,7 @@ from wrong import (
     in_numbers,
     problems,
     unlike_in_numpy,
+    wrong_tensors,
 )
 
 import ring_torch
@@ -30,7 +34,6 @@ from ring_core import ChunkLayout
 from ring_torch import ContextParallel, hf, ring_attention
 from ring_torch.local import LocalRanks
 
-Q, KV = (2, 8, 4, 16), (2, 8, 2, 16)
 zeros = torch.zeros
 
 
@@ -58,42 +61,15 @@ def nested(*shape: int) -> Tensor:
     return torch.nested.nested_tensor(list(zeros(shape)), layout=torch.jagged)
 
 
-TENSORS: dict[str, Values] = {
-    "q": {
-        "none": None, **bad_tensors(*Q), "3 dimensions": zeros(8, 4, 16), "half": zeros(Q).half(),
-        "5 dimensions": zeros(1, *Q), "batch": zeros(1, 8, 4, 16), "heads": zeros(2, 8, 3, 16),
-        "no heads": zeros(2, 8, 0, 16), "head dim": zeros(2, 8, 4, 8), "empty": zeros(2, 0, 4, 16),
-        "no head dim": zeros(2, 8, 4, 0), "nested": nested(*Q),
-    },
-    **{
-        name: {
-            "none": None, **bad_tensors(*KV), "3 dimensions": zeros(8, 2, 16),
-            "5 dimensions": zeros(1, *KV), "batch": zeros(1, 8, 2, 16), "double": zeros(KV).double(),
-            "heads": zeros(2, 8, 3, 16), "no heads": zeros(2, 8, 0, 16),
-            "length": zeros(2, 9, 2, 16), "empty": zeros(2, 0, 2, 16), "head dim": zeros(2, 8, 2, 0),
-            "nested": nested(*KV),
-        }
-        for name in ("k", "v")
-    },
-    "segment_ids": {
-        **{n: x for n, x in bad_tensors(2, 8).items() if n != "integers"}, "floats": zeros(2, 8),
-        "int64": ids(2, 8, dtype=torch.int64), "shape": ids(2, 9), "row": ids(8), "scalar": ids(),
-        "triple": (ids(2, 8),) * 3, "one of two": (ids(2, 8), None), "empty pair": (),
-        "pair of int64": (ids(2, 8), ids(2, 8, dtype=torch.int64)),
-    },
-    "sinks": {
-        **bad_tensors(4), "heads": zeros(3), "none a head": zeros(4, 0), "scalar": zeros(()),
-        "3 dimensions": zeros(4, 1, 1),
-    },
-    "bias": {
-        **bad_tensors(2, 4, 8, 8), "square": zeros(8, 8), "batch": zeros(3, 4, 8, 8),
-        "heads": zeros(2, 3, 8, 8), "rows": zeros(2, 4, 4, 8), "columns": zeros(2, 4, 8, 9),
-    },
-    "alibi_slopes": {
-        **bad_tensors(4), "heads": zeros(2), "batch": zeros(3, 4), "scalar": zeros(()),
-        "3 dimensions": zeros(1, 2, 4), "with a gradient": zeros(4, requires_grad=True),
-    },
-}  # fmt: skip
+def zeros_of(shape: tuple[int, ...], dtype: str = "float32") -> Tensor:
+    return zeros(shape, dtype=getattr(torch, dtype))
+
+
+TENSORS = wrong_tensors(zeros_of, bad_tensors, "int64")
+TENSORS |= {
+    **{n: {**TENSORS[n], "nested": nested(*(Q if n == "q" else KV))} for n in "qkv"},
+    "alibi_slopes": {**TENSORS["alibi_slopes"], "with a gradient": zeros(4, requires_grad=True)},
+}
 OPTION_TENSORS: dict[str, Values] = {
     "seq_len": {"tensor": torch.tensor(8)}, "causal": {"tensor": torch.tensor(True)},
     "window": {"tensor": torch.tensor([1, 0])},
@@ -111,10 +87,6 @@ CALL: dict[str, Values] = {
     **{n: {**x, **OPTION_TENSORS.get(n, {})} for n, x in OPTIONS.items() if n != "layout"},
 }
 GROUP: Values = {"word": "cp", "number": 0, "flag": True, "list": [0, 1], "class": ContextParallel}
-DIM: Values = {
-    "too large": 4, "too small": -5, "float": 1.0, "flag": True, "word": "1", "none": None,
-    "list": [1], "huge": 2**70,
-}  # fmt: skip
 #: ``seq_len`` may be left out.
 LENGTH: Values = {name: x for name, x in SIZE.items() if x is not None}
 GRAD: Values = {"word": "mean", "flag": True, "number": 1, "list": ["sum"], "class": Tensor}
