@@ -9,9 +9,9 @@ import pytest
 
 from ring_core import Mask, make_plan, ring_program, viz
 from ring_core.tools import bench
-from ring_core.tools.case import BENCH_OPTIONS
+from ring_core.tools.case import BENCH_OPTIONS, Options
 from ring_core.tools.cli import main
-from ring_core.tools.commands import LAUNCHERS, is_refused
+from ring_core.tools.commands import LAUNCHERS, Command, is_refused, main as main_of
 
 
 def _said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -91,3 +91,37 @@ def test_one_process_of_a_launcher_says_why_it_is_refused(
     monkeypatch.setenv(rank, "3")
     assert is_refused("ring_torch", "bench")
     assert not capsys.readouterr().err
+
+
+class MachineError(RuntimeError):
+    """An error of the machine."""
+
+
+ENDS: dict[str, tuple[Exception | None, int]] = {
+    "right": (None, 0), "a mistake": (ValueError("no\n such"), 2), "no file": (OSError("none"), 2),
+    "the machine": (MachineError("a rank died"), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_command_ends_in_one_line_and_its_code(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error, code = ENDS[name]
+
+    def run(args: argparse.Namespace, given: set[str]) -> tuple[str, int]:
+        if error is not None:
+            raise error
+        return f"{args.size} {sorted(given)}", 0
+
+    options: Options = {"--size": {"type": int, "default": 1}, "--other": {"default": "x"}}
+    command = Command("go", "Go on.", run, options, "--size 2")
+    end = main_of(
+        "ring_any", "Anything.", (command,), ["go", "--size", "3"], failures=(MachineError,)
+    )
+    said = capsys.readouterr()
+    assert end == code
+    assert said.out == ("3 ['size']\n" if error is None else "")
+    assert said.err == (
+        "" if error is None else f"ring_any: error: {' '.join(str(error).split())}\n"
+    )
