@@ -74,8 +74,8 @@ class Emulation:
             row_sums = Rows(partial(self._local, dq, q_at, 1), "add")
             for k_at, columns, item in work:
                 key_sums = KeyGrads(self._local(dk, k_at, 1), self._local(dv, k_at, 1))
-                launch = self.kernel.backward([item], self.params, adds=True)
-                launch.run(rows, [columns], upstream, row_sums, key_sums)
+                backward = self.kernel.backward([item], self.params, adds=True)
+                backward.run(rows, [columns], upstream, row_sums, key_sums)
                 dk[:, k_at], dv[:, k_at] = key_sums
             dq[:, q_at] = row_sums.whole()
         results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}

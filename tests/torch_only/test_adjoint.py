@@ -141,6 +141,7 @@ def _gather(rank: int, layout: Any, own: bool) -> None:
     keys, sums = call.keys, KeyGradBuffer(call.keys, head_major=False)
     spec = SessionSpec(gather, keys, 1, sums)
     (arriving,) = call.open_session(spec, call.forward_signature).fetch(inputs)
+    assert arriving.wait is not None
     arriving.wait(None)
     fetched = keys.split(arriving.tensors[0])
     y = numbers(rank, *2 * [tuple(fetched[0].shape)])
