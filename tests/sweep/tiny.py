@@ -157,6 +157,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "bailing_hybrid": {"num_group": 2, "n_group": 2, "topk_group": 1},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "mamba2": {"num_heads": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     **{kind: {"window_size": 56} for kind in _WINDOWED},

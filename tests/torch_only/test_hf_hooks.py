@@ -29,7 +29,7 @@ DECODERS = {
     "XGLMForCausalLM": ("xglm", False),
     "BartForCausalLM": ("bart", False),  # positions computed from the length
     "Llama4ForCausalLM": ("llama4", True),  # chunked attention
-    "Qwen3NextForCausalLM": ("qwen3_next", True),  # recurrent layers
+    "Qwen3NextForCausalLM": ("qwen3_next", False),  # recurrent layers
 }
 PAIRS = {
     "BartForConditionalGeneration": "bart",
@@ -289,7 +289,7 @@ TOKENS = torch.full((1, 8), 5)
         ("T5ForConditionalGeneration", "t5", {"labels": TOKENS, "encoder_outputs": (TOKENS,)}, "encoder_outputs"),
         ("T5GemmaForConditionalGeneration", "t5gemma", {"labels": TOKENS - 105}, "give attention_mask"),
         ("BloomForCausalLM", "bloom", {"position_ids": TOKENS.cumsum(1)}, "takes none"),
-        ("Qwen3NextForCausalLM", "qwen3_next", {"seq_idx": TOKENS}, "recurrent layers"),
+        ("RecurrentGemmaForCausalLM", "recurrent_gemma", {"seq_idx": TOKENS.cumsum(1)}, "packed documents: .* has its scan"),
         ("LlavaForConditionalGeneration", "llava", {"sound": TOKENS}, "takes no sound"),
     ],
 )  # fmt: skip

@@ -21,7 +21,7 @@ from transformers import AttentionMaskInterface, Trainer, TrainingArguments, mas
 
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
-from ring_torch.hf.models import classes, missing
+from ring_torch.hf.models import classes, missing, recurrent
 from ring_torch.hf.models.code import _undecorated
 from ring_torch.hf.models.releases import TESTED_RELEASES
 from ring_torch.local import LocalRanks
@@ -31,6 +31,7 @@ BART_PAIR = ("BartForConditionalGeneration", "bart")
 T5_PAIR = ("T5ForConditionalGeneration", "t5")
 BLOOM, MPT = ("BloomForCausalLM", "bloom"), ("MptForCausalLM", "mpt")
 NEO, NEXT = ("GPTNeoForCausalLM", "gpt_neo"), ("Qwen3NextForCausalLM", "qwen3_next")
+GRIFFIN = ("RecurrentGemmaForCausalLM", "recurrent_gemma")
 LLAMA, ROBERTA = ("LlamaForCausalLM", "llama"), ("RobertaForMaskedLM", "roberta")
 M2M = ("M2M100ForConditionalGeneration", "m2m_100")
 
@@ -64,7 +65,7 @@ RENAMED: dict[str, tuple[tuple[str, str], str, str, tuple[str, ...], str]] = {
 #: Classes known by their names, and the error for a model in which one is renamed.
 CLASSES = {
     "BloomAttention": (BLOOM, "calls no attention function"),
-    "Qwen3NextGatedDeltaNet": (NEXT, "layers of type linear_attention"),
+    "RecurrentGemmaRecurrentBlock": (GRIFFIN, "layers of type linear_attention"),
 }
 #: Attributes that are removed from modules of a class, or from their configs.
 ATTRIBUTES = {
@@ -282,9 +283,9 @@ def without_masks(model: Any) -> None:
 
 
 def with_other_rows(model: Any) -> None:
-    """Let a recurrent layer return another number of rows than it is given."""
-    layer = next(x for x in model.modules() if type(x).__name__ == "Qwen3NextGatedDeltaNet")
-    layer.register_forward_hook(lambda _module, _args, output: output[:, 1:], prepend=True)
+    """Let a recurrent layer that runs whole return another number of rows than it is given."""
+    layer = next(x for x in model.modules() if type(x).__name__ == "RecurrentGemmaRecurrentBlock")
+    layer.register_forward_hook(lambda _module, _args, output: output[0][:, 1:], prepend=True)
 
 
 def without_layers_mask(model: Any) -> None:
@@ -311,7 +312,7 @@ def without_a_layers_mask(model: Any) -> None:
     ("model_of", "change", "message"),
     [
         (BART_PAIR, without_masks, "BartDecoder is given ShardedMask and NoneType"),
-        (NEXT, with_other_rows, r"Qwen3NextGatedDeltaNet must return"),
+        (GRIFFIN, with_other_rows, r"RecurrentGemmaRecurrentBlock must return"),
         (NEXT, without_a_layers_mask, "without the mask of a split batch"),
         (LLAMA4, without_layers_mask, "Llama4TextAttention is given a cache, or no mask"),
     ],
@@ -421,7 +422,7 @@ def test_names_that_refuse_are_in_transformers() -> None:
         word for path in sources for word in re.findall(r"\w+", path.read_text("utf-8"))
     }
     names = {
-        *classes._POOLED, *classes.RECURRENT, *classes.EAGER_ATTENTION, *classes.CACHES,
+        *classes._POOLED, *recurrent.RECURRENT, *classes.EAGER_ATTENTION, *classes.CACHES,
         *classes.PAST_LENGTHS, *missing._WHOLE_INPUTS, "expert_capacity", "get_seq_length",
         "make_default_2d_attention_mask", "patch_lengths", "question_token_id", "question_lengths",
     }  # fmt: skip

@@ -94,7 +94,7 @@ def without_padding(result: Any) -> Any:
 
 def next_token(result: Any) -> Any:
     args, kwargs = result
-    return args, {**kwargs, "hidden_states": kwargs["hidden_states"].roll(1, dims=1)}
+    return args, {**kwargs, "input_states": kwargs["input_states"].roll(1, dims=1)}
 
 
 def rolled_tokens(result: Any) -> Any:
@@ -135,8 +135,13 @@ WRONG: dict[str, tuple[str, str, str, Callable[[], Any], str]] = {
     ),
     "recurrent": (
         "Qwen3NextForCausalLM", "qwen3_next", "plain",
-        lambda: changed(mixers.WholeLayer, "gather", next_token),
+        lambda: changed(mixers.SplitLayer, "forward", lambda x: x.roll(1, dims=1)),
         "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)",
+    ),
+    "recurrent, whole": (
+        "RecurrentGemmaForCausalLM", "recurrent_gemma", "plain",
+        lambda: changed(mixers.WholeLayer, "gather", next_token),
+        "model.layers.0.temporal_block (RecurrentGemmaRecurrentBlock)",
     ),
     "batch split": (
         "LlamaForCausalLM", "llama", "left",

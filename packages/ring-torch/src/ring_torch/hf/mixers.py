@@ -1,21 +1,28 @@
-"""Hooks for modules that mix tokens without attention: recurrent layers, convolutions, ids."""
+"""Hooks for modules that mix tokens without attention: recurrent layers, embeddings of ids."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import inf
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from transformers.activations import ACT2FN
 
 from ring_core import UnsupportedError
+from ring_torch import recurrent
 from ring_torch.capture import untraced
 from ring_torch.hf.masks import LayerMask
+from ring_torch.hf.models.classes import CACHES
 from ring_torch.hf.models.code import by_name
 from ring_torch.hf.models.placeholders import ShardedMask
-from ring_torch.movement import methods
+from ring_torch.hf.models.recurrent import forward_with
 from ring_torch.sharding import Sharding
+
+_CACHES = CACHES | {"cache_params"}
 
 
 class MaskKeeper:
@@ -100,82 +107,149 @@ class WholeLayer(MaskKeeper):
         return (local, *output[1:]) if isinstance(output, tuple) else local
 
 
-class ConvolutionLayer(MaskKeeper):
-    """Hooks that give a causal convolution a row for each run of consecutive tokens of this rank.
+class SplitLayer(MaskKeeper):
+    """Hooks and forward of a recurrent layer that computes this rank's part of its sequences.
 
-    In its row a run follows the tokens before it that the kernel reaches back to; other ranks may
-    hold them. A run at the beginning of the sequence has none: the layer pads it inside, with zeros
-    that no input would become there. So such a run begins its row, and the columns that it lacks
-    before it are put behind it, where they change no output that is kept.
+    Its own code runs, with Ring's operations in place of its convolution and scan. A copy of the
+    model has copies of these, which compute with the copied weights.
+
+    Args:
+        module: The layer.
     """
 
-    @untraced
-    def gather(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[()], dict[str, Any]]:
-        """Replace the layer's input by this rank's runs with the tokens before them."""
-        self.begin(module, args, kwargs)
-        arguments, mask = by_name(module, args, kwargs), self.mask
-        name = next(iter(arguments))  # the hidden states: [B, T_local, dim] becomes rows
-        x, runs, left = arguments[name], self._runs, module.conv.kernel_size[0] - 1
-        if runs is not mask.sharding:
-            # A striped rank has no neighbours of its tokens: give it a run of consecutive ones for
-            # this layer.
-            x = methods.relayout(mask.sharding, x, runs, dim=1, seq_len=None)
-        # Only the tokens before each run come from other ranks; the backward sends their gradients
-        # home.
-        rows, positions, _ = methods.halo(runs, x, left, 0, dim=1, cu_seqlens=None, seq_len=None)
-        lacking = self._lacking(left)
-        arguments[name] = _rolled(rows, [-n for n in lacking])
-        arguments["attention_mask"] = None
-        if mask.whole is not None:
-            # Entries outside of the sequence are behind their run, so they may be anything.
-            entries = pad(mask.whole, (0, mask.seq_len - mask.length))
-            columns = _rolled(positions, [-n for n in lacking]).clamp(min=0)
-            entries = entries.repeat_interleave(len(lacking), dim=0)
-            arguments["attention_mask"] = entries.gather(1, columns)
-        return (), arguments
-
-    @untraced
-    def scatter(self, module: Any, _args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Return this rank's part of the layer's output, after its forward.
-
-        Raises:
-            UnsupportedError: The output has not a token for each token of the rows.
-        """
-        mask, runs, left = self.mask, self._runs, module.conv.kernel_size[0] - 1
-        lacking, (batch, length) = self._lacking(left), mask.shape
-        shape = (batch * len(lacking), length // len(lacking) + left)
-        if output.shape[:2] != shape:
-            raise UnsupportedError(
-                f"{type(module).__name__} must return [B, T, ...] = {shape} to be split after it, "
-                f"and returns {tuple(output.shape)}"
-            )
-        # Undo the roll, and drop what was computed of the tokens before the run, which belongs to
-        # other runs.
-        rows = _rolled(output, lacking)[:, left:]
-        local = methods.join(rows, 1, runs.layout, runs.ranks.size)
-        if runs is not mask.sharding:
-            local = methods.relayout(runs, local, mask.sharding, dim=1, seq_len=None)
-        return local
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
 
     @property
-    def _runs(self) -> Sharding:
-        """Sharding in which each rank holds runs of consecutive tokens: the batch's, if it does."""
-        sharding = self.mask.sharding
-        return Sharding(sharding.group, "contiguous") if sharding.layout == "striped" else sharding
+    def _sharding(self) -> Sharding:
+        """Sharding of the batch, which the operations look up."""
+        return self.mask.sharding
 
-    def _lacking(self, left: int) -> list[int]:
-        """Return for each run how many of the ``left`` tokens before it are not in the sequence."""
-        runs = self._runs
-        # Only the first runs of the sequence reach back beyond its beginning.
-        starts = runs.layout_of(self.mask.seq_len).run_positions(runs.ranks.rank)
-        return [max(left - start, 0) for start in starts.tolist()]
+    @property
+    def documents(self) -> tuple[tuple[int, ...] | None, ...]:
+        """Offsets of each row's documents."""
+        return self.mask.documents
+
+    @untraced
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the layer, in place of its own ``forward``.
+
+        Raises:
+            UnsupportedError: It is given a cache.
+        """
+        arguments, mask = by_name(self.module, args, kwargs), self.mask
+        if caches := sorted(x for x in _CACHES if arguments.get(x) is not None):
+            raise UnsupportedError(
+                f"{', '.join(caches)}: {type(self.module).__name__} is split over the sequence, of "
+                f"which there is no cache; call the whole model, with use_cache=False"
+            )
+        # The layer multiplies padding by 0, as it does on whole sequences.
+        arguments["attention_mask"] = None if mask.whole is None else mask.shard(mask.whole)
+        operations = {name: partial(operation, self) for name, operation in _OPERATIONS.items()}
+        return forward_with(self.module, operations)(self.module, **arguments)
 
 
-def _rolled(rows: Tensor, steps: Sequence[int]) -> Tensor:
-    """Roll the rows ``[B * R, W, ...]`` of each run by its number of steps."""
-    if not any(steps):
-        return rows
-    by_run = rows.unflatten(0, (-1, len(steps))).unbind(1)
-    return torch.stack([x.roll(n, 1) for x, n in zip(by_run, steps, strict=True)], 1).flatten(0, 1)
+def _run(
+    rows: SplitLayer, operation: Callable[..., Any], tensors: Mapping[str, Tensor | None],
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """Run an operation on rows ``[B, T_local, ...]``: at once, or one by one if documents vary."""
+    if len(rows.documents) == 1:
+        whole: Tensor = operation(rows, **tensors, **options, cu_seqlens=rows.documents[0])
+        return whole
+    return torch.cat([
+        operation(
+            rows, **{name: None if x is None else x[n : n + 1] for name, x in tensors.items()},
+            **options, cu_seqlens=documents,
+        )
+        for n, documents in enumerate(rows.documents)
+    ])  # fmt: skip
+
+
+def _convolution(
+    rows: SplitLayer, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
+    activation: str | None = None, **_: object,
+) -> Tensor:  # fmt: skip
+    """Return the causal convolution of ``hidden_states [B, D, T_local]``, ``weight [D, W]``."""
+    known = activation if activation in (None, "silu", "swish") else None
+    y = _run(
+        rows, recurrent.causal_conv1d, {"x": hidden_states.mT}, weight=weight, bias=bias,
+        activation=known,
+    )  # fmt: skip
+    if activation != known:
+        y = ACT2FN[activation](y)
+    return y.mT
+
+
+def _delta_rule(
+    operation: Callable[..., Any], rows: SplitLayer, query: Tensor, key: Tensor, value: Tensor,
+    g: Tensor, beta: Tensor, chunk_size: int = 64, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **_: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Return the outputs of a delta rule, ``[B, T_local, HV, V]``, and no state."""
+    del chunk_size
+    _refuse_states(initial_state, output_final_state)
+    tensors = {"q": query, "k": key, "v": value, "g": g, "beta": beta}
+    return _run(rows, operation, tensors, use_qk_l2norm=use_qk_l2norm_in_kernel), None
+
+
+def _mamba2(
+    rows: SplitLayer, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,  # noqa: N803 - mamba_ssm's names
+    chunk_size: int, D: Tensor | None = None, z: Tensor | None = None,  # noqa: N803
+    dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, inf),
+    return_final_states: bool = False, **_: object,
+) -> Tensor:  # fmt: skip
+    """Return the outputs of Mamba-2's scan, ``[B, T_local, H, P]``."""
+    del chunk_size
+    _refuse_states(initial_states, return_final_states)
+    return _run(
+        rows, recurrent.ssd, {"x": hidden_states, "dt": dt, "B": B, "C": C, "z": z}, A=A, D=D,
+        dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit,
+    )  # fmt: skip
+
+
+def _mamba(
+    rows: SplitLayer, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,  # noqa: N803 - mamba_ssm's names
+    D: Tensor | None = None, z: Tensor | None = None,  # noqa: N803
+    delta_bias: Tensor | None = None, delta_softplus: bool = False, return_last_state: bool = False,
+    **_: object,
+) -> Tensor:  # fmt: skip
+    """Return the outputs of Mamba's scan, ``[B, D, T_local]``; all rows have tokens last."""
+    _refuse_states(None, return_last_state)
+    tensors = {"u": hidden_states, "delta": dt, "B": B, "C": C, "z": z}
+    return _run(
+        rows, recurrent.selective_scan,
+        {name: None if x is None else x.mT for name, x in tensors.items()}, A=A, D=D,
+        delta_bias=delta_bias, delta_softplus=delta_softplus,
+    ).mT  # fmt: skip
+
+
+def _not_fused(_rows: SplitLayer, *_: object, **__: object) -> None:
+    """Return nothing, upon which a layer computes convolution, scan and projections one by one."""
+
+
+def _refuse_states(initial: object, wants_final: object) -> None:
+    """Refuse the states of a cache.
+
+    Raises:
+        UnsupportedError: There are any.
+    """
+    if initial is not None or wants_final:
+        raise UnsupportedError(
+            "a recurrent layer is given the state of a cache, or asked for one: there is no cache of "
+            "a split sequence; call the whole model, with use_cache=False"
+        )
+
+
+#: What takes the place of the functions :data:`REPLACED`.
+_OPERATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({
+    "causal_conv1d_fn": _convolution,
+    "chunk_kimi_delta_attention": partial(_delta_rule, recurrent.kda),
+    "mamba2_chunk_scan": _mamba2,
+    "mamba2_split_conv1d_scan_combined": _not_fused,
+    "mamba_inner_fn": _not_fused,
+    "mamba_selective_scan": _mamba,
+    "torch_chunk_gated_delta_rule": partial(_delta_rule, recurrent.gated_delta_rule),
+})  # fmt: skip

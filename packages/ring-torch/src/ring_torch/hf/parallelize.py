@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
@@ -17,6 +17,7 @@ from ring_torch.hf.models.check import (
     has_router_loss,
     is_of_transformers,
     report_of,
+    text_modules,
     unwrapped,
     wrappers,
 )
@@ -25,11 +26,13 @@ from ring_torch.hf.models.foreign import LossTerm, adapter_reasons, has_loss_ter
 from ring_torch.hf.models.hooks import (
     Logits,
     ModelHooks,
+    Recurrent,
     Reduction,
     hooks_of,
     refuse_generation,
     replace_attribute,
 )
+from ring_torch.hf.models.recurrent import carries_states, is_recurrent
 from ring_torch.hf.models.releases import lacks, warn_of_untested
 from ring_torch.hf.register import set_ring_attention
 from ring_torch.hf.trainer import TrainerHooks, trainer_hooks_of
@@ -113,6 +116,7 @@ def parallelize(
     logits: Logits = "local",
     reduction: Reduction | None = None,
     strategy: str | StrategyConfig = "auto",
+    recurrent: Recurrent = "auto",
 ) -> Handle:
     """Make a transformers model take whole batches and compute them over the ranks of a ring.
 
@@ -140,6 +144,12 @@ def parallelize(
             part, which for ``"mean"`` is multiplied by ``cp_size``.
         strategy: Strategy of each attention call, as in :func:`ring_torch.ring_attention`. A model
             that was given the attention of :func:`register` keeps its strategy with ``"auto"``.
+        recurrent: What recurrent layers (linear attention, delta rules, Mamba, short convolutions)
+            compute. With ``"split"`` each rank computes its own tokens, and states go from rank to
+            rank; packed documents begin anew. With ``"whole"`` each rank gathers the sequence, runs
+            the layer on all of it and keeps its part; packed documents are refused. ``"auto"``
+            splits them if all can be, which ``check_model(model).whole_layers`` tells, and runs
+            them whole else, and in the ``striped`` layout, which takes convolutions alone.
 
     Returns:
         A handle that can undo the changes and verify the model.
@@ -162,15 +172,16 @@ def parallelize(
     """
     checks.check_choice("logits", logits, ("local", "gather"))
     checks.check_choice("reduction", reduction or "sum", ("sum", "mean"))
+    checks.check_choice("recurrent", recurrent, get_args(Recurrent))
     check_context(cp)
     way = strategy_config(strategy, strategy_names())
     is_trainer = trainer_class(model) is not None
     inner: Any = model.model if is_trainer else model
     is_new = hooks_of(inner) is None
     if is_trainer:
-        handle = _trainer(model, cp, logits, reduction, way)
+        handle = _trainer(model, cp, logits, reduction, way, recurrent)
     else:
-        handle = _model(model, cp, logits, reduction or "sum", way)
+        handle = _model(model, cp, logits, reduction or "sum", way, recurrent)
     if is_new:
         warn_of_untested(unwrapped(inner))
     return handle
@@ -207,9 +218,10 @@ def verify(model: nn.Module | Any, cp: ContextParallel, batch: Mapping[str, Any]
         if (existing := trainer_hooks_of(model)) is not None:
             existing.check_models()
     if (hooks := hooks_of(inner)) is not None:
-        return _handle_of(hooks, cp, hooks.logits, hooks.reduction, hooks.strategy).verify(batch)
+        options = hooks.logits, hooks.reduction, hooks.strategy, hooks.recurrent
+        return _handle_of(hooks, cp, *options).verify(batch)
     # Any model may have "mean", also one in FSDP, and verify divides the gradients by the factor.
-    handle = _model(inner, cp, "local", "mean", StrategyConfig("auto"))
+    handle = _model(inner, cp, "local", "mean", StrategyConfig("auto"), "auto")
     try:
         return handle.verify(batch)
     finally:
@@ -218,7 +230,7 @@ def verify(model: nn.Module | Any, cp: ContextParallel, batch: Mapping[str, Any]
 
 def _trainer(
     trainer: Any, cp: ContextParallel, logits: Logits, reduction: Reduction | None,
-    strategy: StrategyConfig,
+    strategy: StrategyConfig, recurrent: Recurrent,
 ) -> Handle:  # fmt: skip
     """Parallelize a Trainer: its model, TRL's reference model if it has one, and its own methods.
 
@@ -239,7 +251,7 @@ def _trainer(
         handles = []
         for model in models:
             is_new = hooks_of(model) is None
-            handles.append(_model(model, cp, logits, "mean", strategy))
+            handles.append(_model(model, cp, logits, "mean", strategy, recurrent))
             if is_new:
                 undo.callback(handles[-1].remove)
         if (hooks := trainer_hooks_of(trainer)) is None:
@@ -256,7 +268,7 @@ def _trainer(
 
 def _model(
     model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Reduction,
-    strategy: StrategyConfig,
+    strategy: StrategyConfig, recurrent: Recurrent,
 ) -> Handle:  # fmt: skip
     """Parallelize a model: check it, set ring attention and install the hooks.
 
@@ -270,7 +282,7 @@ def _model(
             f"got {type(model).__name__}"
         )
     if (existing := hooks_of(model)) is not None:
-        return _handle_of(existing, cp, logits, reduction, strategy)
+        return _handle_of(existing, cp, logits, reduction, strategy, recurrent)
     inner: Any = unwrapped(model)
     # The generic classifier computes ``score`` for all tokens and picks each sequence's last token
     # from the result. So its base model is split, and the output of ``score`` is joined.
@@ -290,10 +302,18 @@ def _model(
             reasons = (*reasons, "activated LoRA of a classifier counts tokens of a rank's part")
         if adapted and reduction == "sum":
             reasons = (*reasons, "AdaLoRA of a classifier adds a term that each rank has whole")
+    whole_layers = report.whole_layers
+    if cp.layout == "striped" and any(
+        is_recurrent(x) and carries_states(x) for _, x in text_modules(inner)
+    ):
+        whole_layers = (*whole_layers, "striped layout, in which no two neighbours are on one rank")
+    if recurrent == "split" and whole_layers:
+        reasons = (*reasons, *(f"recurrent='split': {x}" for x in whole_layers))
     if reasons:
         raise UnsupportedError(f"{type(inner).__name__} cannot be split: {'; '.join(reasons)}")
     hooks = ModelHooks(
-        check_context(cp, acting=False), report, logits, reduction, strategy, is_pooling=is_pooling,
+        check_context(cp, acting=False), report, logits, reduction, strategy, recurrent,
+        whole_layers, is_pooling=is_pooling,
         joins_router=not is_pooling and has_router_loss(inner) and inner.base_model is not inner,
     )  # fmt: skip
     undo = [set_ring_attention(inner, strategy)]
@@ -327,7 +347,12 @@ def _register(hooks: ModelHooks, split: nn.Module, inner: Any) -> Iterator[Calla
 
 
 def _handle_of(
-    hooks: ModelHooks, cp: ContextParallel, logits: str, reduction: str, strategy: StrategyConfig
+    hooks: ModelHooks,
+    cp: ContextParallel,
+    logits: str,
+    reduction: str,
+    strategy: StrategyConfig,
+    recurrent: str,
 ) -> Handle:
     """Return the handle of an earlier call of :func:`parallelize` with the same options.
 
@@ -335,12 +360,12 @@ def _handle_of(
         ValueError: The earlier call had other options.
     """
     same = hooks.all_ranks is check_context(cp, acting=False)
-    options = hooks.logits, hooks.reduction, hooks.strategy
-    if not same or options != (logits, reduction, strategy):
+    options = hooks.logits, hooks.reduction, hooks.strategy, hooks.recurrent
+    if not same or options != (logits, reduction, strategy, recurrent):
         raise ValueError(
             f"the model is parallelized already, with logits={hooks.logits!r}, "
-            f"reduction={hooks.reduction!r}, strategy={hooks.strategy.name!r} and "
-            f"{'this' if same else 'another'} ContextParallel: call remove() of the handle first"
+            f"reduction={hooks.reduction!r}, strategy={hooks.strategy.name!r}, "
+            f"recurrent={hooks.recurrent!r} and {'this' if same else 'another'} ContextParallel: call remove() of the handle first"
         )
     return cast("Handle", hooks.owner)
 

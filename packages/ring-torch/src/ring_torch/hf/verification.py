@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from ring_torch.hf.models.check import is_of_transformers, unwrapped
 from ring_torch.hf.models.classes import has_eager_attention
 from ring_torch.hf.models.code import parameters_of
 from ring_torch.hf.models.documents import STATED
-from ring_torch.hf.models.hooks import ModelHooks
+from ring_torch.hf.models.hooks import ModelHooks, replace_attribute
+from ring_torch.hf.models.recurrent import is_recurrent, rounded_otherwise
 from ring_torch.verification.judgement import VerifyReport, compare_with_whole
 from ring_torch.verification.runs import Runner, SavedFields, class_name, weighted_sum
 from ring_torch.verification.trace import Tokens
@@ -28,6 +30,9 @@ _SEQUENCES = (
     ("input_ids", "inputs_embeds", "attention_mask"),
     ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask"),
 )
+
+#: Tokens of a chunk of a recurrent layer's scan in the second whole run; transformers takes 64.
+_OTHER_CHUNKS = 16
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ def verify_target(target: Target, batch: Mapping[str, Any]) -> VerifyReport:
         raise ValueError(
             "verify: remove() was called, so the model is not parallelized; call hf.parallelize again"
         )
-    _check_batch(batch)
+    _check_batch(batch, has_recurrent="recurrent" in target.hooks.report.hooks)
     model = target.model
     is_flat = any(getattr(x, "_fsdp_flattened", False) for x in model.parameters())
     if is_flat or any(isinstance(x, FullyShardedDataParallel) for x in model.modules()):
@@ -64,7 +69,7 @@ def verify_target(target: Target, batch: Mapping[str, Any]) -> VerifyReport:
     return compare_with_whole(runner, "eager", "sdpa" if runner.has_sdpa else None)
 
 
-def _check_batch(batch: object) -> None:
+def _check_batch(batch: object, *, has_recurrent: bool) -> None:
     """Refuse batches that cannot be given to a whole model unchanged."""
     if not isinstance(batch, Mapping):
         raise ValueError(f"batch must be a mapping of names to tensors, got {type(batch).__name__}")
@@ -79,6 +84,12 @@ def _check_batch(batch: object) -> None:
             f"verify: {', '.join(stated)}: with transformers' own attention the whole model does not "
             f"read documents from it; give position_ids that start again with each document, and no "
             f"attention_mask"
+        )
+    positions = batch.get("position_ids")
+    if has_recurrent and isinstance(positions, Tensor) and (positions.diff(dim=-1) < 0).any():
+        raise UnsupportedError(
+            "verify: position_ids that start again: recurrent layers of the whole model carry their "
+            "states from document to document; give one document"
         )
 
 
@@ -98,6 +109,8 @@ class _Runner(Runner):
             target.model, target.hooks.sharding.ranks, [*_sequences(target.hooks, batch)],
             (rows, length), target.hooks.factor,
         )  # fmt: skip
+        self._undo: list[Callable[[], object]] = []  # of what differs in the second whole run
+        self._whole_runs = 0
         takes_cache = "use_cache" in parameters_of(type(self.inner))
         self.batch = ({"use_cache": False} if takes_cache else {}) | dict(batch)
 
@@ -127,6 +140,8 @@ class _Runner(Runner):
             with self.hooks.all_ranks.whole():  # of what the model itself calls of ours
                 yield
         finally:
+            while self._undo:
+                self._undo.pop()()
             fields.restore()
 
     def compute(self, attention: str | None) -> tuple[Tensor | None, Tensor]:
@@ -138,6 +153,12 @@ class _Runner(Runner):
         """
         if attention is not None and not has_eager_attention(self.inner):
             self.inner.set_attn_implementation(attention)
+        self._whole_runs += attention is not None
+        if self._whole_runs > 1 and self.hooks.splits_recurrent:
+            # The noise of a split scan is that of the scan, not of attention alone.
+            for module in filter(is_recurrent, self.inner.modules()):
+                forward = partial(rounded_otherwise(module, _OTHER_CHUNKS), module)
+                self._undo.append(replace_attribute(module, "forward", forward))
         output = self.model(**self.batch)
         if isinstance(loss := output.get("loss"), Tensor):
             return loss, loss

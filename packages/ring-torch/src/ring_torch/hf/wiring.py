@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from ring_core import UnsupportedError
 from ring_torch.capture import untraced
 from ring_torch.hf.masks import LayerMask
-from ring_torch.hf.mixers import ConvolutionLayer, MaskKeeper, WholeLayer
+from ring_torch.hf.mixers import MaskKeeper, SplitLayer, WholeLayer
 from ring_torch.hf.models.check import text_modules
 from ring_torch.hf.models.classes import (
     CACHES,
     counts_positions,
     counts_queries,
     eager_attention_spec,
-    is_convolution,
-    is_recurrent,
     is_whole_embedding,
     makes_bias,
     makes_chunks,
@@ -35,6 +33,7 @@ from ring_torch.hf.models.code import by_name, parameters_of
 from ring_torch.hf.models.hooks import ModelHooks, replace_attribute
 from ring_torch.hf.models.parts import tell_keys, text_model
 from ring_torch.hf.models.placeholders import ShardedMask
+from ring_torch.hf.models.recurrent import is_recurrent
 from ring_torch.hf.models.rope import depends_on_length
 from ring_torch.hf.products import EagerAttentionHooks
 from ring_torch.hf.scores import ScoreBias
@@ -47,7 +46,7 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
 
     A module's class tells what it needs; hooks for positions and chunked masks are installed only
     if the model's report names them, or for positions in an encoder-decoder. Of a multimodal model
-    ``hooks.takes_merged`` is set as well.
+    ``hooks.takes_merged`` is set as well. Recurrent layers are split if ``hooks.splits_recurrent``.
     """
     if (text := text_model(model)) is not None:
         hooks.takes_merged = True
@@ -75,11 +74,16 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
             yield module.register_forward_hook(bias.end, always_call=True).remove
             yield replace_attribute(module, "compute_bias", bias.compute)
             yield replace_attribute(module, "has_relative_attention_bias", True)
-        if is_recurrent(module) or is_whole_embedding(module):
-            layer_hooks = ConvolutionLayer() if is_convolution(module) else WholeLayer()
-            yield module.register_forward_pre_hook(layer_hooks.gather, with_kwargs=True).remove
-            yield module.register_forward_hook(layer_hooks.scatter).remove
-            yield module.register_forward_hook(layer_hooks.end, always_call=True).remove
+        if is_recurrent(module) and hooks.splits_recurrent:
+            split = SplitLayer(module)
+            yield module.register_forward_pre_hook(split.begin, with_kwargs=True).remove
+            yield replace_attribute(module, "forward", split.forward)
+            yield module.register_forward_hook(split.end, always_call=True).remove
+        elif is_recurrent(module) or is_whole_embedding(module):
+            whole = WholeLayer()
+            yield module.register_forward_pre_hook(whole.gather, with_kwargs=True).remove
+            yield module.register_forward_hook(whole.scatter).remove
+            yield module.register_forward_hook(whole.end, always_call=True).remove
     yield from _replace_slopes(model)
 
 

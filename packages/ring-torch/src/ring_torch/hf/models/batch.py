@@ -163,6 +163,7 @@ def split_batch(
         entries["position_ids"],
         has_padding=bool((segments < 0).any()),
         gathers=gathers,
+        documents=row_documents(segments) if gathers else (None,),
         whole=torch.from_numpy(is_real).to(tokens.device, torch.int64)
         if {"recurrent", "embeddings"} & {*report.hooks} and not is_real.all()
         else None,
@@ -350,6 +351,18 @@ def _single_and_offsets(segments: Ints) -> tuple[bool, tuple[int, ...] | None, b
     if is_interrupted or not (segments == segments[:1]).all():
         return single, None, True
     return single, (0, *bounds, length) if bounds else None, False
+
+
+def row_documents(segments: Ints) -> tuple[tuple[int, ...] | None, ...]:
+    """Return the offsets of each row's documents; see :attr:`ShardedMask.documents`."""
+    length = segments.shape[1]
+    # Padding takes the number of the token before it, or of the row's first token.
+    last = np.maximum.accumulate(np.where(segments >= 0, np.arange(length), -1), axis=1)
+    last = np.maximum(last, (segments >= 0).argmax(axis=1)[:, None])
+    filled = np.take_along_axis(segments, last, axis=1)
+    bounds = [(np.flatnonzero(np.diff(row)) + 1).tolist() for row in filled]
+    documents = tuple((0, *x, length) if x else None for x in bounds)
+    return documents[:1] if len({*documents}) == 1 else documents
 
 
 def _check_same_batch(

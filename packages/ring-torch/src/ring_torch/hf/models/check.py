@@ -19,7 +19,6 @@ from ring_torch.hf.models.classes import (
     hooks_for,
     is_mask_function,
     is_pair,
-    is_recurrent,
     is_whole_embedding,
     labels_reason,
     makes_chunks,
@@ -41,6 +40,7 @@ from ring_torch.hf.models.code import (
 )
 from ring_torch.hf.models.foreign import adapter_reasons, is_activated, puts_tokens
 from ring_torch.hf.models.missing import missing_names
+from ring_torch.hf.models.recurrent import is_recurrent, whole_reason
 from ring_torch.training.part import IGNORED
 
 #: Kinds of layers, in a config's ``layer_types``, that ring attention can compute.
@@ -84,6 +84,9 @@ class ModelReport:
         hooks: Names of the hooks that ``hf.parallelize`` installs for it, besides those for batch
             and loss. Batches of a model that needs any cannot be split by hand.
         no_labels: Reason why ``labels`` are refused, and what to do; empty if they are not.
+        whole_layers: Reasons why ``hf.parallelize`` with ``recurrent="auto"`` runs recurrent layers
+            on whole sequences on every rank; empty if it splits them, or there are none. In the
+            ``striped`` layout convolutions alone are split.
     """
 
     exact: bool = True
@@ -95,6 +98,7 @@ class ModelReport:
     shifts_labels: bool = True
     hooks: tuple[str, ...] = ()
     no_labels: str = ""
+    whole_layers: tuple[str, ...] = ()
 
 
 def check_model(model: nn.Module) -> ModelReport:
@@ -159,6 +163,7 @@ def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
         reasons=reasons,
         pooling=next((x.pooling for x in reports if x.pooling), None),
         layers=tuple(layer for x in reports for layer in x.layers),
+        whole_layers=tuple(dict.fromkeys(reason for x in reports for reason in x.whole_layers)),
         no_labels="",  # the loss may be the module's own
     )
 
@@ -205,6 +210,9 @@ def _report(model: Any, *, joins_router: bool) -> ModelReport:
         shifts_labels=shifts_labels(model),
         hooks=hooks,
         no_labels=labels_reason(model),
+        whole_layers=tuple(
+            sorted({*map(whole_reason, filter(is_recurrent, modules.values()))} - {""})
+        ),
     )
 
 
@@ -316,7 +324,7 @@ def _layer_reasons(
             f"{' and '.join(SERVED_LAYERS)} are served"
         )
         return
-    if not any(map(has_attention, modules.values())):
+    if not any(has_attention(x) or is_recurrent(x) for x in modules.values()):
         yield (
             f"{name_of(model)} calls no attention function of transformers' registry: its "
             f"layers would see this rank's tokens only, or attend with attention of their own"
@@ -374,6 +382,8 @@ def _mixes(module: nn.Module) -> bool:
         return False  # its adapters are named after their weights (FourierFT)
     # The prefix RecurrentGemma is the model's name, and says nothing about this layer.
     name = type(module).__name__.removeprefix("RecurrentGemma")
+    if name.endswith("Norm"):
+        return False  # named after its model (MambaRMSNorm)
     return _MIXERS.search(name) is not None and not any(
         has_attention(x) or is_recurrent(x) for x in module.modules()
     )

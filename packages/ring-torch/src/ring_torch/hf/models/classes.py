@@ -22,6 +22,7 @@ from ring_torch.hf.models.code import (
     parameters_of,
     reads_global,
 )
+from ring_torch.hf.models.recurrent import is_recurrent
 
 #: Heads in which token ``i`` predicts label ``i``: their loss does not shift labels.
 _SAME_LABELS = ("ForMaskedLM", "ForTokenClassification")
@@ -71,17 +72,6 @@ EAGER_ATTENTION: Mapping[str, EagerAttentionSpec] = MappingProxyType({
 })  # fmt: skip
 
 
-#: Causal convolutions, which need the tokens before a rank's own that their kernel reaches.
-CONVOLUTIONS = frozenset({"Lfm2MoeShortConv", "Lfm2ShortConv", "Lfm3ShortConv"})
-
-#: These convolutions, and recurrent layers, which run on whole sequences gathered on every rank.
-RECURRENT = CONVOLUTIONS | frozenset({
-    "BailingHybridDeltaAttention", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer",
-    "JambaMambaMixer", "KimiLinearDeltaAttention", "MiniMaxLightningAttention", "NemotronHMamba2Mixer", "OlmoHybridGatedDeltaNet",
-    "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet",
-    "RecurrentGemmaRecurrentBlock", "Zamba2MambaMixer",
-})  # fmt: skip
-
 #: Embeddings that read the mask and all ids of a row, which run on whole ids on every rank.
 WHOLE_EMBEDDINGS = frozenset({"EsmEmbeddings"})
 
@@ -105,16 +95,6 @@ _POOLED_HEADS = (
     "ForImageClassification", "RewardModel", "DoubleHeads",
 )  # fmt: skip
 _TOKEN_HEADS = ("TokenClassification", "QuestionAnswering", "MaskedLM", "CausalLM", "LMHead")
-
-
-def is_convolution(module: nn.Module) -> bool:
-    """Return True for a known causal convolution."""
-    return type(module).__name__ in CONVOLUTIONS
-
-
-def is_recurrent(module: nn.Module) -> bool:
-    """Return True for a known recurrent or convolutional layer."""
-    return type(module).__name__ in RECURRENT
 
 
 def is_whole_embedding(module: nn.Module) -> bool:

@@ -114,6 +114,17 @@ def names_and_strings(function: FunctionType) -> tuple[set[str], set[str]]:
 
 
 @_cache
+def functions_in_forward(cls: type) -> frozenset[str]:
+    """Return the globals of its module, in it or imported, that ``forward`` reads and may call."""
+    function = forward_of(cls)
+    if function is None:
+        return frozenset()
+    read = {x.argval for x in dis.get_instructions(function) if x.opname == "LOAD_GLOBAL"}
+    values = {name: function.__globals__.get(name) for name in read}
+    return frozenset(name for name, x in values.items() if callable(x) and not isinstance(x, type))
+
+
+@_cache
 def reads_in_forward(cls: type, name: str) -> frozenset[str]:
     """Return the attributes of local variable ``name`` that ``forward`` reads."""
     function = forward_of(cls)

@@ -21,7 +21,6 @@ from ring_torch.hf.models.batch import split_batch
 from ring_torch.hf.models.check import ModelReport, unwrapped
 from ring_torch.hf.models.classes import predicts_labelled
 from ring_torch.hf.models.code import by_name, names_in_forward, parameters_of
-from ring_torch.hf.models.documents import STATED
 from ring_torch.hf.models.foreign import (
     activated_offsets,
     is_activated,
@@ -50,6 +49,7 @@ from ring_torch.training.part import IGNORED
 
 Logits = Literal["local", "gather"]
 Reduction = Literal["sum", "mean"]
+Recurrent = Literal["auto", "split", "whole"]
 
 #: Outputs ``[B, T_local, ...]`` that are joined for ``logits="gather"``: those of a head, and those
 #: of a base model, which a head of the caller's takes.
@@ -97,6 +97,9 @@ class ModelHooks(ReductionChoice):
         logits: ``"gather"`` to join logits over the ranks, ``"local"`` to return this rank's part.
         reduction: Reduction of gradients that runs outside the model, ``"sum"`` or ``"mean"``.
         strategy: Strategy of each attention call.
+        recurrent: How recurrent layers are computed, as ``parallelize`` was asked.
+        whole_layers: Reasons why they run on whole sequences, unless that was asked for; empty if
+            they are split.
         owner: Handle that the first call of ``parallelize`` returned.
         is_pooling: True if the model picks each sequence's last token from per-token logits.
         joins_router: True if a router's loss can be computed from the whole sequence.
@@ -115,6 +118,8 @@ class ModelHooks(ReductionChoice):
     logits: Logits
     reduction: Reduction
     strategy: StrategyConfig
+    recurrent: Recurrent
+    whole_layers: tuple[str, ...]
     owner: Any = None
     is_pooling: bool = False
     joins_router: bool = False
@@ -147,6 +152,11 @@ class ModelHooks(ReductionChoice):
     def is_pair(self) -> bool:
         """True for an encoder-decoder, whose batch has two sequences."""
         return "encoder-decoder" in self.report.hooks
+
+    @property
+    def splits_recurrent(self) -> bool:
+        """True if recurrent layers are split, False if they run on whole sequences."""
+        return self.recurrent != "whole" and not self.whole_layers
 
     @property
     def shifts_labels(self) -> bool:
@@ -238,18 +248,22 @@ class ModelHooks(ReductionChoice):
         """Return this rank's batch, its mask, and True if embeddings are still to be split."""
         seed, weight = attention_dropout_seed(module), weight_checksum(module)
         arguments = self.sharding, unwrapped(module), batch, self.report, seed, weight
-        if "recurrent" in self.report.hooks and (stated := {*STATED} & batch.keys()):
-            raise UnsupportedError(
-                f"{', '.join(sorted(stated))}: recurrent layers of {type(module).__name__} are not "
-                f"told of documents on a ring; leave them out"
-            )
         if self.is_pair:
             shard = split_pair(*arguments)
             return shard, shard["decoder_attention_mask"], False
-        if self.takes_merged and is_merged(batch):
-            return *split_labels(*arguments), True
-        shard = split_batch(self.sharding, batch, self.report, seed, weight)
-        return shard, shard["attention_mask"], False
+        if is_whole := self.takes_merged and is_merged(batch):
+            shard, mask = split_labels(*arguments)
+        else:
+            shard = split_batch(self.sharding, batch, self.report, seed, weight)
+            mask = shard["attention_mask"]
+        if mask.documents != (None,) and not self.splits_recurrent:
+            reasons = self.whole_layers or ("recurrent='whole'",)
+            raise UnsupportedError(
+                f"packed documents: recurrent layers of {type(module).__name__} run on whole "
+                f"sequences here ({'; '.join(reasons)}), and would carry their states from one to "
+                f"the next. Instead: give one document a row, or have these layers split"
+            )
+        return shard, mask, is_whole
 
     def _mask(self) -> ShardedMask | None:
         """Return the mask of the forward under way, ``None`` outside of one."""

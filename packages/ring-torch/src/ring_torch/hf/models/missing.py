@@ -19,9 +19,7 @@ from ring_torch.hf.models.classes import (
     counts_queries,
     eager_attention_spec,
     has_attention,
-    is_convolution,
     is_pair,
-    is_recurrent,
     is_whole_embedding,
     makes_bias,
     makes_chunks,
@@ -29,6 +27,7 @@ from ring_torch.hf.models.classes import (
     name_of,
 )
 from ring_torch.hf.models.code import names_in, names_in_forward, parameters_of
+from ring_torch.hf.models.recurrent import is_recurrent
 from ring_torch.hf.models.releases import lacks
 from ring_torch.hf.models.rope import depends_on_length
 
@@ -86,8 +85,6 @@ def _missing_in(module: nn.Module) -> Iterator[str]:
     yield from _missing_for_bias(module, names)
     yield from _missing_for_positions(module, names, parameters)
     if is_recurrent(module) or is_whole_embedding(module):
-        if is_convolution(module) and not isinstance(getattr(module, "conv", None), nn.Conv1d):
-            yield "nn.Conv1d conv"
         if not _WHOLE_INPUTS & parameters:
             yield f"argument {' or '.join(sorted(_WHOLE_INPUTS))}"
         if unknown := sorted(parameters - _WHOLE_INPUTS - _WHOLE_OTHERS):

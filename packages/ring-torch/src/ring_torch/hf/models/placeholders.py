@@ -211,7 +211,10 @@ class ShardedMask(Placeholder):
         position_ids: int64 ``[B, T_local]``, of this rank's tokens.
         joins_router: True if a router's loss is computed from the whole sequence.
         has_padding: True if there is any padding, of the batch or of the layout.
-        gathers: True if recurrent layers run on whole sequences, and look them up in this mask.
+        gathers: True if there are recurrent layers, which look up their sequences in this mask.
+        documents: Offsets of each row's documents, ``(0, ..., T)``, for recurrent layers; one entry
+            if they are the same in all rows, and ``None`` for a row that is one. Padding is of the
+            document before it, at the beginning of a row of the first one.
         whole: Mask for modules that run on whole sequences, int64 ``[B, length]`` of 0 and 1;
             ``None`` if all are 1.
         first: Index of the first token of each row that is no padding.
@@ -231,6 +234,7 @@ class ShardedMask(Placeholder):
     joins_router: bool = False
     has_padding: bool = False
     gathers: bool = False
+    documents: tuple[tuple[int, ...] | None, ...] = (None,)
     whole: Tensor | None = None
     first: tuple[int, ...] = ()
     has_holes: bool = False
