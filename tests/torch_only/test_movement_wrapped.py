@@ -1,7 +1,8 @@
-"""Movements inside what torch wraps around models, compared with whole sequences on one process."""
+"""Movements and recurrent layers in what torch wraps around models, compared with one process."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ring_core import LayoutSpec
@@ -61,6 +63,47 @@ def _return(cp: ContextParallel) -> Move:
     return lambda x: plain.relayout(cp.relayout(x, to=plain).sin(), to=cp)
 
 
+class Scan(nn.Module):
+    """A short convolution and Mamba-2's scan, with weights of their own; whole without ranks."""
+
+    def __init__(self, cp: ContextParallel | None) -> None:
+        super().__init__()
+        self.cp = cp
+        self.taps, self.rate, self.skip, self.bias = (
+            nn.Parameter(torch.empty(shape, dtype=torch.float64)) for shape in ((DIM, 3), 2, 2, 2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cp is None:
+            rows = nn.functional.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1)
+            x = (rows.to(self.taps) * self.taps).sum(-1).to(x.dtype)
+        else:
+            x = self.cp.causal_conv1d(x, self.taps)
+        values, keys, queries = (
+            part.unsqueeze(n) for part, n in zip(x.split(2, -1), (3, 2, 2), strict=True)
+        )
+        options: dict[str, Any] = {"D": self.skip, "dt_bias": self.bias, "dt_softplus": True}
+        inputs = values, x[..., :2], -self.rate.exp(), keys, queries
+        y = (self.cp.ssd if self.cp else _by_token)(*inputs, **options)
+        return torch.cat([y.flatten(2), x[..., 2:]], -1)
+
+
+def _by_token(
+    x: Tensor, dt: Tensor, rate: Tensor, keys: Tensor, queries: Tensor, *, D: Tensor,  # noqa: N803
+    dt_bias: Tensor, dt_softplus: bool,
+) -> Tensor:  # fmt: skip
+    """Return Mamba-2's scan of a whole sequence, token by token."""
+    assert dt_softplus
+    wide = torch.promote_types(x.dtype, D.dtype)
+    steps = nn.functional.softplus(dt.to(wide) + dt_bias)
+    state, out = x.new_zeros(1, 2, 1, 2, dtype=wide), []
+    for t in range(T):
+        added = (steps[:, t, :, None] * x[:, t])[..., None] * keys[:, t, :, None]
+        state = (steps[:, t] * rate).exp()[..., None, None] * state + added
+        out.append((state * queries[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
+    return torch.stack(out, 1).to(x.dtype)
+
+
 #: Movements of a rank's slice, and the equivalent on whole sequences.
 MOVES: dict[str, tuple[Callable[[ContextParallel], Move], Move]] = {
     "shift": (
@@ -70,6 +113,7 @@ MOVES: dict[str, tuple[Callable[[ContextParallel], Move], Move]] = {
     "halo": (_convolve, lambda x: _taps(nn.functional.pad(x, (0, 0, 2, 0)), T)),
     "relayout": (lambda cp: lambda x: cp.relayout(x, to="contiguous"), lambda x: x),
     "there and back": (_return, torch.sin),
+    "recurrence": (Scan, Scan(None)),
 }  # fmt: skip
 
 
@@ -104,7 +148,7 @@ WAYS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "plain": _plain, "compiled": _compiled, "compiled checkpoint": _compiled_checkpoint,
     "checkpoint": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
     "reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=True),
-    "autocast": _autocast, "compiled autograd": _plain, "fsdp": _plain,
+    "autocast": _autocast, "compiled autograd": _plain, "fsdp": _plain, "ddp": _plain,
 }  # fmt: skip
 
 
@@ -124,25 +168,26 @@ def _wrapped(rank: int, way: str, layout: LayoutSpec) -> None:
     batches = torch.randn(2, 1, T, DIM, generator=generator, dtype=dtype)
     near: Any = {"rtol": 0.05, "atol": 0.05} if way == "autocast" else {}
     for name, (move, of_whole) in MOVES.items():
-        whole = Layer(of_whole, dtype)
+        whole = Layer(copy.deepcopy(of_whole), dtype)
         expected = [WAYS["autocast" if way == "autocast" else "plain"](whole, x) for x in batches]
         torch.stack([y.to(dtype).square().mean() for y in expected]).sum().backward()
         layer = Layer(move(cp), dtype)
         if way == "fsdp":
             for part in (layer.before, layer.behind, layer):
                 fully_shard(part, mesh=mesh["dp", "cp"]._flatten(f"all of {name}"))
+        run = DistributedDataParallel(layer) if way == "ddp" else layer
         x = cp.shard(batches[rank // 2])
-        out = WAYS[way](layer, x.requires_grad_(way == "reentrant"))
+        out = WAYS[way](run, x.requires_grad_(way == "reentrant"))
         target = ContextParallel(mesh["cp"], "contiguous") if name == "relayout" else cp
         torch.testing.assert_close(out, target.shard(expected[rank // 2].detach()), **near)
         _backward(out.to(dtype).square().sum() / (T * DIM), way)
-        if way != "fsdp":
+        if way not in ("fsdp", "ddp"):
             cp.reduce_gradients(layer)
         for weight, like in zip(layer.parameters(), whole.parameters(), strict=True):
             assert weight.grad is not None and like.grad is not None
             grad = weight.grad
-            if isinstance(grad, DTensor):  # FSDP takes the mean over all four ranks
-                grad = 4 * grad.full_tensor()
+            if way in ("fsdp", "ddp"):  # they take the mean over all four ranks
+                grad = 4 * (grad.full_tensor() if isinstance(grad, DTensor) else grad)
             else:
                 grad = grad.clone()
                 dist.all_reduce(grad, group=mesh["dp"].get_group())
@@ -151,7 +196,13 @@ def _wrapped(rank: int, way: str, layout: LayoutSpec) -> None:
 
 # Compiled movements are in test_movement: of predictions, of convolutions, of a relayout.
 @pytest.mark.nightly(
-    unless=["zigzag-autocast", "zigzag-fsdp", "zigzag-reentrant", "contiguous-checkpoint"]
+    unless=[
+        "zigzag-autocast",
+        "zigzag-fsdp",
+        "zigzag-ddp",
+        "zigzag-reentrant",
+        "contiguous-checkpoint",
+    ]
 )
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])

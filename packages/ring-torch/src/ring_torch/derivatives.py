@@ -16,8 +16,8 @@ from ring_core import UnsupportedError
 #: Error text when compiled autograd meets a backward that cannot be traced.
 NEEDS_COMPILED_FORWARD = (
     "compiled autograd traces messages between ranks only as operations of a compiled forward. With "
-    "fullgraph=True compile what calls attention, unshard, shift, halo or relayout, too; or leave out "
-    "fullgraph=True"
+    "fullgraph=True compile what calls attention, unshard, a movement or a recurrent layer, too; or "
+    "leave out fullgraph=True"
 )
 
 _LIBRARY = torch.library.Library("ring_torch", "FRAGMENT")

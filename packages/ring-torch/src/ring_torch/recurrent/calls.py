@@ -366,6 +366,9 @@ def second_derivative_of(name: str) -> UnsupportedError:
     )
 
 
+_backward_alone = torch.compiler.disable(RecurrentCall.backward, reason=NEEDS_COMPILED_FORWARD)
+
+
 class _RecurrentFunction(torch.autograd.Function):
     """Autograd function of a recurrent layer."""
 
@@ -385,8 +388,8 @@ class _RecurrentFunction(torch.autograd.Function):
         if torch.is_grad_enabled():  # which autograd does under create_graph=True alone
             raise second_derivative_of(ctx.call.kernel.name)
         initial, entries, transitions, *inputs = ctx.saved_tensors
-        initial_grad, grads = ctx.call.backward(
-            initial, inputs, entries, transitions, out_grad, final_grad
+        initial_grad, grads = _backward_alone(
+            ctx.call, initial, inputs, entries, transitions, out_grad, final_grad
         )
         needed = ctx.needs_input_grad[2:]
         return (
