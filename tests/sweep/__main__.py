@@ -63,6 +63,7 @@ def run(chosen: list[Entry], results: Path) -> None:
         result = Result(
             transformers.__version__, entry.name, entry.model_type, outcome.result, outcome.reason,
             outcome.loss, outcome.padding, outcome.images, outcome.by, entry.kind,
+            outcome.recurrent,
         )  # fmt: skip
         with results.open("a") as file:
             file.write(json.dumps(asdict(result)) + "\n")

@@ -46,6 +46,8 @@ class Outcome:
         padding: ``exact``, ``none``, or why it was refused, for rows with padding on either side.
         images: ``exact``, ``none``, or why it was refused, for a batch with an image in each row.
         by: Function that splits batches: ``shard_batch``, or only ``hf.parallelize``.
+        recurrent: ``split`` or ``whole``, as ``hf.parallelize`` runs recurrent layers; ``none``
+            where there are none, or the class is not exact.
     """
 
     result: str
@@ -54,6 +56,7 @@ class Outcome:
     padding: str = "none"
     images: str = "none"
     by: str = "shard_batch"
+    recurrent: str = "none"
 
 
 class DifferentError(Exception):
@@ -85,8 +88,12 @@ def compare(
             outcome = replace(outcome, padding=_with_padding(cp, model, batch))
             outcome = replace(outcome, loss=_with_labels(cp, model, batch))
             outcome = replace(outcome, images=_with_images(cp, model, batch))
-            if hf.check_model(model).hooks:
+            report = hf.check_model(model)
+            if report.hooks:
                 outcome = replace(outcome, by="hf.parallelize")
+            if "recurrent" in report.hooks:
+                ran = "whole" if report.whole_layers else "split"
+                outcome = replace(outcome, recurrent=ran)
     except DifferentError as error:
         return Outcome("wrong", str(error))
     except Exception as error:  # noqa: BLE001 - to be told from what is refused by name

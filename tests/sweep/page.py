@@ -124,6 +124,8 @@ NOTES = {
     "d": "images among its tokens are exact, too", "e": "images among its tokens are refused",
     "f": "images were not run", "g": "padding was not run",
     "h": "`hf.parallelize` splits it; all others `shard_batch` splits by hand, too",
+    "i": "its recurrent layers are split, too",
+    "j": "its recurrent layers run on whole sequences on every rank",
 }  # fmt: skip
 
 
@@ -141,6 +143,7 @@ class Result:
     images: str = "none"
     by: str = "shard_batch"
     kind: str = ""
+    recurrent: str = "none"
 
     @property
     def release(self) -> str:
@@ -283,6 +286,8 @@ def _letters(result: Result) -> list[str]:
         letters.append("g")
     if result.by != "shard_batch":
         letters.append("h")
+    if result.recurrent != "none":
+        letters.append("i" if result.recurrent == "split" else "j")
     return letters
 
 

@@ -158,8 +158,8 @@ def test_it_is_as_the_page_says(pool: LocalRanks, name: str) -> None:
     listed = LISTED[name]
     for outcome in pool.run(compare, name, listed.model_type):
         assert (outcome.result, outcome.loss) == (listed.result, listed.loss), outcome.reason
-        outcome_found = (outcome.padding, outcome.images, outcome.by)
-        assert outcome_found == (listed.padding, listed.images, listed.by)
+        outcome_found = (outcome.padding, outcome.images, outcome.by, outcome.recurrent)
+        assert outcome_found == (listed.padding, listed.images, listed.by, listed.recurrent)
 
 
 def test_every_switch_of_an_exact_class_has_a_verdict() -> None:
