@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -506,7 +507,7 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _bytes(_: int, tokens: int) -> list[list[int]]:
+def _bytes(rank: int, tokens: int) -> list[list[int]]:
     """Return the bytes of each pass's gathers, of several calls."""
     gathered = []
     calls: list[tuple[str, LayoutSpec, Offsets]] = [
@@ -519,13 +520,33 @@ def _bytes(_: int, tokens: int) -> list[list[int]]:
         layer = drawn(name, tokens, B)
         rows = {key: cp.shard(x).float() for key, x in layer.rows.items()}
         mine = replace(layer, rows=rows).leaves()
+        told: list[int] = []
+        if rank == 0:  # one rank may ask: nothing is sent, and no call is counted
+            with Collectives() as asked:
+                text = cp.explain_recurrent(name, **mine.rows, cu_seqlens=offsets)
+            assert asked.gathered == [] and asked.sends == 0
+            assert f"{name} over 4 ranks, {layout}" in text and "kernel eager" in text
+            told = [
+                int(x.replace(",", "")) for x in re.findall(r"(?:=|states,) ([\d,]+) bytes", text)
+            ]
         with Collectives() as forward:
             out = getattr(cp, name)(**mine.rows, cu_seqlens=offsets)
         with Collectives() as backward:
             out.sum().backward()
         assert forward.sends == backward.sends == 1  # the header of each pass
         gathered.append(forward.gathered + backward.gathered)
+        if rank == 0:
+            assert told == (gathered[-1] or [0, 0]), text
     return gathered
+
+
+def test_a_convolution_tells_what_it_sends() -> None:
+    cp, x, weight = ContextParallel(), torch.zeros(1, 8, 6), torch.zeros(6, 4)
+    assert "causal_conv1d over 1 ranks" in cp.explain_recurrent("causal_conv1d", x, weight)
+    with pytest.raises(ValueError, match="unknown layer 'attention'"):
+        cp.explain_recurrent("attention", x)
+    with pytest.raises(ValueError, match="weight must be"):
+        cp.explain_recurrent("causal_conv1d", x, x)
 
 
 def test_one_gather_a_pass_carries_what_the_page_says_whatever_the_length() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from ring_core import Layout, LayoutSpec
+from ring_core import Layout, LayoutSpec, checks
 from ring_core.base.arguments import numbers_as_python, refuse_foreign_options, with_options_of
 from ring_torch import recurrent
 from ring_torch.attention import explained_call, ring_attention
@@ -23,9 +23,16 @@ from ring_torch.gradients.reduce import reduce_gradients
 from ring_torch.movement import methods
 from ring_torch.movement.methods import Halo
 from ring_torch.options import AttentionOptions, CallOptions
+from ring_torch.recurrent.arguments import explained
 from ring_torch.sharding import Sharding, UnshardGrad
 from ring_torch.verification.judgement import VerifyReport
 from ring_torch.verification.plain import verify_model
+
+#: Recurrent layers, by the names of their methods.
+RECURRENT = (
+    "causal_conv1d", "gated_delta_rule", "kda", "linear_recurrence", "selective_scan", "simple_gla",
+    "ssd",
+)  # fmt: skip
 
 
 class ContextParallel:
@@ -458,6 +465,27 @@ class ContextParallel:
         """
         record = CallOptions(return_lse=return_lse, **options)
         return explained_call(self._sharding.ranks, self.layout, q, k, v, record)
+
+    def explain_recurrent(self, layer: str, *args: Any, **options: Any) -> str:
+        """Return a text that says what a recurrent layer would do with these arguments.
+
+        It names the kernel, the state, and the bytes that a rank sends. Nothing is sent or
+        computed, so that one rank may ask.
+
+        Args:
+            layer: Name of a method below, as ``"gated_delta_rule"``.
+            *args: Its arguments.
+            **options: Its options.
+
+        Raises:
+            ValueError: There is no such layer, or the layer itself would raise it.
+
+        Example::
+
+            print(cp.explain_recurrent("gated_delta_rule", q, k, v, g, beta))
+        """
+        checks.check_choice("layer", layer, RECURRENT)
+        return explained(getattr(recurrent, layer), self, *args, **options)
 
     # Recurrent layers: functions whose first argument is a ContextParallel, as they stand.
     causal_conv1d = recurrent.causal_conv1d

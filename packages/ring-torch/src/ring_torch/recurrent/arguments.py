@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from math import inf
-from typing import Literal, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -142,3 +143,23 @@ def checked_real(name: str, value: object, *, infinite: bool = False) -> float:
         if infinite and number in (inf, -inf):
             return float(number)
     raise ValueError(f"{name} must be a finite number, got {value!r}")
+
+
+class Explained(Exception):  # noqa: N818 - no error: it ends a call that is only described
+    """The text of a call that would be made, raised in its place."""
+
+
+#: True while a call is only described.
+EXPLAINS: ContextVar[bool] = ContextVar("ring_torch.recurrent.explains", default=False)
+
+
+def explained(function: Callable[..., Any], cp: SplitsSequences, *args: Any, **kwargs: Any) -> str:
+    """Return what a recurrent layer would do with these arguments; nothing is sent or computed."""
+    token = EXPLAINS.set(True)
+    try:
+        function(cp, *args, **kwargs)
+    except Explained as text:
+        return str(text)
+    finally:
+        EXPLAINS.reset(token)
+    raise AssertionError("a layer describes its call")

@@ -29,7 +29,7 @@ from torch import Tensor
 from ring_core import LayoutSpec, UnsupportedError
 from ring_core.base.arguments import Ints
 from ring_core.checks import padded_layout
-from ring_core.recurrence import Bools, DocumentRuns
+from ring_core.recurrence import Bools, DocumentRuns, runs_of_documents
 from ring_torch.comm.ranks import Ranks, run_collective
 from ring_torch.comm.store import CallSignature
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
@@ -208,6 +208,21 @@ class RecurrentCall:
                 (transition_grad, behind, readout_grad, own_grad)
             )
             return initial_grad, input_grads
+
+    def traffic(self, inputs: Sequence[Tensor]) -> tuple[int, int, int]:
+        """Return how many runs of a rank travel, and the bytes that it sends forward and backward.
+
+        Gradients of final states, one for each document, are left out.
+        """
+        layout = padded_layout(self.seq_len, inputs[0].shape[1], self.layout, self.ranks.size)
+        runs = runs_of_documents(layout, self.cu_seqlens)
+        slots = self._slots(runs)[1]
+        rows, item = inputs[0].shape[0], self.dtype.itemsize
+        state = rows * prod(self.kernel.state_shape(*inputs)) * item
+        transition = rows * prod(self.kernel.transition_shape(*inputs)) * item
+        if self.ranks.size == 1:
+            return slots, 0, 0
+        return slots, slots * (transition + state), runs.slots(runs.follows)[1] * state
 
     def _fold(
         self, runs: DocumentRuns, gathered: Tensor, slot: Ints, parts: Parts, initial: Tensor | None

@@ -9,13 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ring_core import divisor_of
 from ring_core.base.arguments import numbers_as_python
 from ring_core.checks import check_choice
 from ring_torch.capture import is_traced
 from ring_torch.compiled.movement import halo_in_graph, relayout_in_graph
 from ring_torch.compiled.static import size_of
 from ring_torch.movement import methods
-from ring_torch.recurrent.arguments import SplitsSequences, sharding_of, sizes_of
+from ring_torch.recurrent.arguments import (
+    EXPLAINS,
+    Explained,
+    SplitsSequences,
+    sharding_of,
+    sizes_of,
+)
 from ring_torch.recurrent.calls import state_dtype
 from ring_torch.sharding import length_of
 
@@ -69,12 +76,24 @@ def causal_conv1d(
     traced, layout = is_traced(x), sharding.layout
     relayout = relayout_in_graph if traced else methods.relayout
     is_striped = layout == "striped" and size > 1
-    if is_striped:
+    if is_striped and not EXPLAINS.get():
         # No two neighbours are on one rank: what each token needs is all that other ranks hold.
         x = relayout(sharding, x, sharding.contiguous, dim=1, seq_len=seq_len)
         sharding = sharding.contiguous
     halo = halo_in_graph if traced else methods.halo
     width = sizes["W"]
+    if EXPLAINS.get():
+        own = sharding.contiguous.layout if is_striped else layout
+        runs = divisor_of(own, size) // size
+        sent = runs * sizes["B"] * (width - 1) * sizes["D"] * x.element_size() if size > 1 else 0
+        raise Explained(
+            f"causal_conv1d over {size} ranks, {layout}: x {[*x.shape]}, weight {[*weight.shape]}\n"
+            f"kernel eager: torch's operations\n"
+            f"forward, and backward: a rank sends at most {runs} runs x {sizes['B']} rows x "
+            f"{width - 1} tokens x {sizes['D']} channels x {x.element_size()} bytes = {sent:,} bytes"
+            + ", and all its rows there and back"
+            * is_striped
+        )
     rows, _, documents = halo(
         sharding, x, width - 1, 0, dim=1, cu_seqlens=cu_seqlens, seq_len=seq_len
     )

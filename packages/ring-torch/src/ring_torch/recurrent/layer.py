@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import get_args
 
 import torch
@@ -14,7 +15,13 @@ from ring_core.checks import check_choice
 from ring_core.row_checks import offsets_of
 from ring_torch.capture import is_traced
 from ring_torch.compiled.static import size_of
-from ring_torch.recurrent.arguments import KernelName, check_tensor, checked_flag
+from ring_torch.recurrent.arguments import (
+    EXPLAINS,
+    Explained,
+    KernelName,
+    check_tensor,
+    checked_flag,
+)
 from ring_torch.recurrent.calls import RecurrentCall, run, state_dtype
 from ring_torch.recurrent.in_graph import run_in_graph
 from ring_torch.recurrent.kernels import AnyKernel
@@ -39,7 +46,7 @@ def run_layer(
             f"'zigzag' around the layer, as in cp.relayout(x, to='zigzag')"
         )
     length = length_of(x, 1, seq_len, size)
-    traced, rows = is_traced(x), x.shape[0]
+    traced, rows = is_traced(x) and not EXPLAINS.get(), x.shape[0]
     # While a graph is traced nobody looks at the numbers of documents.
     offsets = cu_seqlens if traced else offsets_of(cu_seqlens)
     if offsets is not None and rows > 1 and (initial is not None or wants_final):
@@ -75,6 +82,8 @@ def run_layer(
             None if length is None else check_size("seq_len", length), dtype,
             initial is not None, wants_final, needs_grad, number,
         )  # fmt: skip
+        if EXPLAINS.get():
+            raise Explained(_described(call, inputs))
         out, final = run(call, initial, *inputs)
     return (out, final.squeeze(0 if offsets is None else 1)) if wants_final else out
 
@@ -84,4 +93,31 @@ def number_of_call(sharding: Sharding, x: object) -> int:
     if is_traced(x):
         sharding.check_group()
         return 0
-    return sharding.ranks.next_call()
+    return 0 if EXPLAINS.get() else sharding.ranks.next_call()
+
+
+def _described(call: RecurrentCall, inputs: Sequence[Tensor]) -> str:
+    """Return what a call would do, in words, for ``explain_recurrent``."""
+    kernel, size = call.kernel, call.ranks.size
+    slots, forward, backward = call.traffic(inputs)
+    state, transition = (
+        [*shape(*inputs)] for shape in (kernel.state_shape, kernel.transition_shape)
+    )
+    rows, item = inputs[0].shape[0], call.dtype.itemsize
+    shapes = ", ".join(
+        f"{name} {[*x.shape]}" for name, x in zip(kernel.inputs, inputs, strict=True)
+    )
+    gathered = sum(
+        x.nbytes for x, fill in zip(inputs, kernel.fills, strict=True) if fill is not None
+    )
+    states = str(call.dtype).removeprefix("torch.")
+    return (
+        f"{kernel.name} over {size} ranks, {call.layout}: {shapes}\n"
+        f"kernel eager: torch's operations, in chunks of at most {kernel.most_tokens} tokens, states "
+        f"in {states}\n"
+        f"a state is {state}, a run's transition {transition}; at most {slots} runs of a rank travel\n"
+        f"forward: one all-gather, a rank sends {slots} runs x {rows} rows x ({prod(transition)} + "
+        f"{prod(state)}) numbers x {item} bytes = {forward:,} bytes\n"
+        f"backward: one all-gather, a rank sends gradients of states, {backward:,} bytes\n"
+        f"its own rows of the inputs, which it keeps, are {gathered:,} bytes"
+    )
