@@ -399,6 +399,13 @@ def demo_packing(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def demo_hybrid(session: nox.Session) -> None:
+    """Train a small Qwen3.5, recurrent layers and all, over processes and in one, and compare."""
+    install(session, ["ring-core[viz]", "ring-torch[hf]"], ["examples"], *CONSTRAINED)
+    session.run("python", "examples/train_hybrid.py", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 def demo_jax(session: nox.Session) -> None:
     """Train the same kind of model in JAX, on host devices; arguments go to the example."""
     install(session, ["ring-core", "ring-jax"], ["examples"], *CONSTRAINED)

@@ -169,3 +169,35 @@ def test_packed_documents_train_alike_on_one_process(capsys: pytest.CaptureFixtu
     assert len(losses[0]) == 3
     assert losses[0] == pytest.approx(losses[1], abs=2e-3)  # three digits are printed
     assert losses[0][2] < losses[0][0]
+
+
+@pytest.mark.refused_in("5.14")
+@pytest.mark.usefixtures("demo")
+def test_recurrent_layers_train_alike_on_one_process(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    hybrid = importlib.import_module("train_hybrid")  # next to the demonstration
+    picture = tmp_path / "states.png"
+    options = ["--cp=2", "--steps=2", "--seq-len=255", "--longest=90", "--dim=32"]
+    assert hybrid.main([*options, f"--out={picture}"]) == 0
+    printed = capsys.readouterr().out
+    losses = [line.split() for line in printed.splitlines() if line.split()[0].isdigit()]
+    assert len(losses) == 2
+    for _, split, one in losses:
+        assert float(split) == pytest.approx(float(one), rel=1e-5)
+    share = re.search(r"([0-9.]+) of it", printed)
+    assert share is not None
+    assert float(share[1]) < 0.6
+    assert "gated_delta_rule over 2 ranks, zigzag" in printed
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("demo")
+def test_other_losses_of_recurrent_layers_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    hybrid = importlib.import_module("train_hybrid")
+    good = hybrid.Run((5.0, 4.0), 100, "")
+    assert hybrid.report(good, good, 2) == ""
+    assert "losses differ by" in hybrid.report(hybrid.Run((5.0, 4.1), 100, ""), good, 2)
+    with pytest.raises(SystemExit):
+        hybrid.main(["--steps=0"])
+    assert "--steps must be 1 or more" in capsys.readouterr().err
