@@ -30,7 +30,7 @@ import transformers
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from train_packed import documents
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from ring_core import Layout
 from ring_core.recurrence import runs_of_documents
@@ -84,14 +84,14 @@ def batch_of(tokens: Tensor, offsets: Sequence[int]) -> dict[str, Tensor]:
 def model_of(layers: int, dim: int) -> Any:
     """Return a small Qwen3.5 with seeded weights."""
     kinds = ["full_attention" if n % 4 == 3 else "linear_attention" for n in range(layers)]
-    config = Qwen3_5TextConfig(
+    config = CONFIG_MAPPING["qwen3_5_text"](
         vocab_size=BYTES, hidden_size=dim, intermediate_size=2 * dim, num_hidden_layers=layers,
         num_attention_heads=HEADS, num_key_value_heads=2, head_dim=HEAD_DIM, layer_types=kinds,
         linear_num_key_heads=HEADS // 2, linear_num_value_heads=HEADS, linear_key_head_dim=HEAD_DIM,
         linear_value_head_dim=HEAD_DIM,
     )  # fmt: skip
     torch.manual_seed(0)
-    return Qwen3_5ForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config)
 
 
 @contextmanager
@@ -194,9 +194,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--cp", type=int, default=4, help="processes that share a row")
     add("--layout", choices=LAYOUTS, default="zigzag", help="which process holds which bytes")
-    add("--seq-len", type=int, default=2048, help="bytes of a row")
+    add("--seq-len", type=int, default=1536, help="bytes of a row")
     add("--longest", type=int, default=600, help="bytes of a document")
-    add("--steps", type=int, default=10, help="rows to train on")
+    add("--steps", type=int, default=8, help="rows to train on")
     add("--layers", type=int, default=4, help="of the model")
     add("--dim", type=int, default=64, help="width of the model")
     add("--out", default="out/train_hybrid.png", help="picture to write, or none")
