@@ -84,7 +84,8 @@ def batch_of(tokens: Tensor, offsets: Sequence[int]) -> dict[str, Tensor]:
 def model_of(layers: int, dim: int) -> Any:
     """Return a small Qwen3.5 with seeded weights."""
     kinds = ["full_attention" if n % 4 == 3 else "linear_attention" for n in range(layers)]
-    config = CONFIG_MAPPING["qwen3_5_text"](
+    qwen: Any = CONFIG_MAPPING["qwen3_5_text"]
+    config = qwen(
         vocab_size=BYTES, hidden_size=dim, intermediate_size=2 * dim, num_hidden_layers=layers,
         num_attention_heads=HEADS, num_key_value_heads=2, head_dim=HEAD_DIM, layer_types=kinds,
         linear_num_key_heads=HEADS // 2, linear_num_value_heads=HEADS, linear_key_head_dim=HEAD_DIM,
