@@ -35,7 +35,8 @@ from ring_torch.comm.store import CallSignature
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
 from ring_torch.recurrent import maps
 from ring_torch.recurrent.chunks import Chunks, chunks_of
-from ring_torch.recurrent.kernels import Kernel, Parts
+from ring_torch.recurrent.kernels import Kernel
+from ring_torch.recurrent.runs import EagerRuns, Runs
 from ring_torch.sharding import agree_on_call, guarded
 
 
@@ -53,6 +54,13 @@ class Results(NamedTuple):
     final: Tensor
     entries: Tensor
     transitions: Tensor
+
+
+class Shapes(NamedTuple):
+    """Shapes of a run's transition and of a state, ``[B, ...]``."""
+
+    transition: tuple[int, ...]
+    state: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -95,39 +103,27 @@ class RecurrentCall:
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
         """
         with self._agreed("", inputs) as chunks:
-            runs, rank, is_matrix = chunks.runs, self.ranks.rank, self.kernel.is_matrix
-            parts = self.kernel.parts(*self._split(chunks, inputs))
-            chunk_maps = parts.transition, parts.state
+            runs, rank = chunks.runs, self.ranks.rank
+            own, work = runs.of_rank(rank).tolist(), self._work(chunks, inputs)
+            shapes = self._shapes(inputs)
+            size = prod(shapes.transition)
             slot, slots, travels = self._slots(runs)
-            sent = parts.state.new_zeros(slots, _numel(parts.transition) + _numel(parts.state))
-            before = torch.empty_like(parts.state)
+            sent = inputs[0].new_zeros(slots, size + prod(shapes.state), dtype=self.dtype)
             # Each run's map. A run that begins its document has its entry state, so that its map is
             # a constant, what it leaves; that of others begins with zeros.
-            for span in chunks.spans:
-                n = span.run
-                if not runs.follows[n]:
-                    start = None if initial is None else initial[span.document]
-                    state = maps.states_before(
-                        chunk_maps, span.chunks, start, before, is_matrix=is_matrix
-                    )
-                    if travels[n]:
-                        sent[slot[n], -_numel(parts.state) :] = state.flatten()
+            for number, n in enumerate(own):
+                if travels[n] and runs.follows[n]:
+                    sent[slot[n]] = torch.cat([x.flatten() for x in work.map_of(number)])
                 elif travels[n]:
-                    run_map = maps.run_map(chunk_maps, span.chunks, is_matrix=is_matrix)
-                    sent[slot[n]] = torch.cat([x.flatten() for x in run_map])
+                    start = None if initial is None else initial[runs.document[n]]
+                    sent[slot[n], size:] = work.leave(number, start).flatten()
             gathered = self._gather(sent)
-            entries, final = self._fold(runs, gathered, slot, parts, initial)
+            entries, final = self._fold(runs, gathered, slot, shapes, initial)
             # Now every run has its entry state, and is computed as if it were alone.
-            for span in chunks.spans:
-                if runs.follows[span.run]:
-                    maps.states_before(
-                        chunk_maps, span.chunks, entries[span.run], before, is_matrix=is_matrix
-                    )
-            out = self._read(chunks, inputs, parts.readout, parts.own, before)
-            own_entries = [entries[n] for n in runs.of_rank(rank).tolist() if runs.follows[n]]
+            own_entries = [entries[n] for n in own if runs.follows[n]]
+            out = work.outputs(self._starts(runs, initial, own_entries))
             later = [n for n in runs.behind(rank).tolist() if travels[n]]
-            size = _numel(parts.transition)
-            no_states = parts.state.new_empty(0, *parts.state.shape[1:])
+            no_states = sent.new_empty(0, *shapes.state)
             return Results(
                 out, no_states if final is None else final,
                 torch.stack(own_entries) if own_entries else no_states,
@@ -155,58 +151,35 @@ class RecurrentCall:
             RankMismatchError: Ranks run other backwards.
         """
         with self._agreed(" backward", inputs) as chunks:
-            runs, is_matrix = chunks.runs, self.kernel.is_matrix
-            # What was not kept is computed again; nothing is gathered for it.
-            results, pull = torch.func.vjp(
-                lambda *inputs: tuple(self.kernel.parts(*self._split(chunks, inputs))), *inputs
-            )[:2]
-            parts = Parts(*results)
-            before = torch.empty_like(parts.state)
-            kept = iter(entries)
-            for span in chunks.spans:
-                start = None if initial is None else initial[span.document]
-                if runs.follows[span.run]:
-                    start = next(kept)
-                maps.states_before(
-                    (parts.transition, parts.state), span.chunks, start, before, is_matrix=is_matrix
-                )
-            _, pull_read = torch.func.vjp(
-                lambda *parts: self._read(chunks, inputs, *parts), parts.readout, parts.own, before
-            )[:2]
-            readout_grad, own_grad, grads = pull_read(out_grad)
+            runs = chunks.runs
+            own, work = runs.of_rank(self.ranks.rank).tolist(), self._work(chunks, inputs)
+            shapes = self._shapes(inputs)
+            follow = [number for number, n in enumerate(own) if runs.follows[n]]
             # The gradient of each entry state from the run's own outputs, for the runs before it.
+            # Nothing is gathered to compute again what was not kept.
+            starts = self._starts(runs, initial, list(entries))
+            own_grads = work.entry_grads(starts, out_grad, follow)
             slot, slots = runs.slots(runs.follows)
-            sent = grads.new_zeros(slots + len(final_grad), *grads.shape[1:])
-            for span in chunks.spans:
-                if runs.follows[span.run]:
-                    sent[slot[span.run]] = maps.grads_behind(
-                        parts.transition, grads, span.chunks, None, None, is_matrix=is_matrix
-                    )
+            sent = final_grad.new_zeros(slots + len(final_grad), *shapes.state)
+            for number, grad in zip(follow, own_grads, strict=True):
+                sent[slot[own[number]]] = grad
             sent[slots:] = final_grad
             gathered = self._gather(sent)
             # The loss is the sum of the ranks' losses: a final state has every rank's gradient.
             final_grads = gathered[:, slots:].sum(0) if self.wants_final else None
-            exits = self._fold_back(runs, gathered, slot, parts, transitions, final_grads)
-            behind = torch.empty_like(before)
-            initial_grad = None if initial is None else torch.zeros_like(initial)
-            if initial_grad is not None and self.wants_final:
+            exits = self._fold_back(runs, gathered, slot, shapes, transitions, final_grads)
+            entry_grads, input_grads = work.input_grads([exits.get(n) for n in own])
+            if initial is None:
+                return None, input_grads
+            initial_grad = torch.zeros_like(initial)
+            if self.wants_final:
                 # Through a document without tokens its state passes as it is: each rank's part.
                 is_empty = np.bincount(runs.document, minlength=runs.documents) == 0
                 for document in np.flatnonzero(is_empty).tolist():
                     initial_grad[document] = final_grad[document]
-            for span in chunks.spans:
-                entry_grad = maps.grads_behind(
-                    parts.transition, grads, span.chunks, exits.get(span.run), behind,
-                    is_matrix=is_matrix,
-                )  # fmt: skip
-                if initial_grad is not None and not runs.follows[span.run]:
-                    initial_grad[span.document] = entry_grad
-            transition_grad = maps.transition_grad(
-                behind, before, parts.transition, is_matrix=is_matrix
-            )
-            input_grads: tuple[Tensor, ...] = pull(
-                (transition_grad, behind, readout_grad, own_grad)
-            )
+            for n, grad in zip(own, entry_grads, strict=True):
+                if not runs.follows[n]:
+                    initial_grad[runs.document[n]] = grad
             return initial_grad, input_grads
 
     def traffic(self, inputs: Sequence[Tensor]) -> tuple[int, int, int]:
@@ -217,31 +190,34 @@ class RecurrentCall:
         layout = padded_layout(self.seq_len, inputs[0].shape[1], self.layout, self.ranks.size)
         runs = runs_of_documents(layout, self.cu_seqlens)
         slots = self._slots(runs)[1]
-        rows, item = inputs[0].shape[0], self.dtype.itemsize
-        state = rows * prod(self.kernel.state_shape(*inputs)) * item
-        transition = rows * prod(self.kernel.transition_shape(*inputs)) * item
+        transition, state = (prod(x) * self.dtype.itemsize for x in self._shapes(inputs))
         if self.ranks.size == 1:
             return slots, 0, 0
         return slots, slots * (transition + state), runs.slots(runs.follows)[1] * state
 
     def _fold(
-        self, runs: DocumentRuns, gathered: Tensor, slot: Ints, parts: Parts, initial: Tensor | None
+        self,
+        runs: DocumentRuns,
+        gathered: Tensor,
+        slot: Ints,
+        shapes: Shapes,
+        initial: Tensor | None,
     ) -> tuple[dict[int, Tensor], Tensor | None]:
         """Fold the maps that precede this rank's runs; return entry states, and final states."""
-        rank, size = self.ranks.rank, _numel(parts.transition)
+        rank, size = self.ranks.rank, prod(shapes.transition)
         entries: dict[int, Tensor] = {}
         final: Tensor | None = None
         numbers = runs.before(rank)
         if self.wants_final:
             numbers = np.arange(len(runs.rank))
-            shape = (runs.documents, *parts.state.shape[1:])
-            final = parts.state.new_zeros(shape) if initial is None else initial.clone()
-        state = parts.state.new_empty(0)
+            shape = (runs.documents, *shapes.state)
+            final = gathered.new_zeros(shape) if initial is None else initial.clone()
+        state = gathered.new_empty(0)
         for n in numbers.tolist():
             row = gathered[runs.rank[n], slot[n]]
-            left = row[size:].view(parts.state.shape[1:])
+            left = row[size:].view(shapes.state)
             if runs.follows[n]:
-                transition = row[:size].view(parts.transition.shape[1:])
+                transition = row[:size].view(shapes.transition)
                 # In the order of the sequence, so `state` is that behind the run before this one.
                 state = maps.apply(transition, state, is_matrix=self.kernel.is_matrix) + left
             else:
@@ -254,7 +230,7 @@ class RecurrentCall:
         return entries, final
 
     def _fold_back(
-        self, runs: DocumentRuns, gathered: Tensor, slot: Ints, parts: Parts, transitions: Tensor,
+        self, runs: DocumentRuns, gathered: Tensor, slot: Ints, shapes: Shapes, transitions: Tensor,
         final_grads: Tensor | None,
     ) -> dict[int, Tensor]:  # fmt: skip
         """Fold the gradients behind this rank's runs; return that of each run's exit state."""
@@ -267,7 +243,7 @@ class RecurrentCall:
         for n in runs.behind(rank).tolist():
             grad = gathered[runs.rank[n], slot[n]]
             if travels[n]:
-                transition = next(kept).view(parts.transition.shape[1:])
+                transition = next(kept).view(shapes.transition)
                 grad = grad + maps.apply_adjoint(
                     transition, exits[n], is_matrix=self.kernel.is_matrix
                 )
@@ -280,19 +256,31 @@ class RecurrentCall:
         travels = runs.continues | self.wants_final
         return *runs.slots(travels), travels
 
-    def _split(self, chunks: Chunks, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the inputs in chunks, those that tokens share whole, in the dtype of states."""
-        return [
-            (x if fill is None else chunks.split(x, fill)).to(self.dtype)
-            for x, fill in zip(inputs, self.kernel.fills, strict=True)
-        ]
+    def _work(self, chunks: Chunks, inputs: Sequence[Tensor]) -> Runs:
+        """Return this rank's runs, to be computed by the call's library."""
+        return EagerRuns(self.kernel, chunks, inputs, self.dtype)
 
-    def _read(
-        self, chunks: Chunks, inputs: Sequence[Tensor], readout: Tensor, own: Tensor, before: Tensor
-    ) -> Tensor:
-        """Return the outputs of this rank's rows, in the dtype of values."""
-        out = self.kernel.read(readout, own, before)
-        return chunks.join(out, inputs[0].shape[1]).to(inputs[self.kernel.values].dtype)
+    def _shapes(self, inputs: Sequence[Tensor]) -> Shapes:
+        """Return the shapes of a run's transition and of a state, of all rows."""
+        rows = inputs[0].shape[0]
+        return Shapes(
+            (rows, *self.kernel.transition_shape(*inputs)),
+            (rows, *self.kernel.state_shape(*inputs)),
+        )
+
+    def _starts(
+        self, runs: DocumentRuns, initial: Tensor | None, entries: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Return the state before each of this rank's runs."""
+        kept = iter(entries)
+        return [
+            next(kept)
+            if runs.follows[n]
+            else None
+            if initial is None
+            else initial[runs.document[n]]
+            for n in runs.of_rank(self.ranks.rank).tolist()
+        ]
 
     def _gather(self, sent: Tensor) -> Tensor:
         """Return what all ranks send, ``[ranks, ...]``; nothing moves if that is nothing."""
@@ -344,11 +332,6 @@ def ieee(device_type: str) -> Iterator[None]:
             yield
     finally:
         backend.matmul.fp32_precision = precision
-
-
-def _numel(parts: Tensor) -> int:
-    """Return the number of numbers of each part."""
-    return prod(parts.shape[1:])
 
 
 @lru_cache(maxsize=256)
