@@ -261,6 +261,13 @@ def flash_attn_4(session: nox.Session, release: str) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def flash_linear_attention(session: nox.Session) -> None:
+    """Compare recurrent layers by flash-linear-attention with torch's; needs no GPU."""
+    install(session, ["ring-core", "ring-torch[fla]"], ["test"])
+    session.run("pytest", "tests", "--backend=fla", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 def mutants(session: nox.Session) -> None:
     """Break ring_core in thousands of small ways and list what no test notices."""
     session.install("numpy", *nox.project.dependency_groups(PYPROJECT, "test", "mutants"))

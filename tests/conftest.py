@@ -28,7 +28,7 @@ FOLDERS = {
     "jax": {"api", "jax_only", "conformance", "docs", "fuzz", "meta"},
     "jax-cuda": {"conformance", "jax_cuda_only"}, "jax-gpu": {"api", "docs", "jax_gpu_only"},
     "jax-tpu": {"api", "docs", "jax_tpu_only"}, "maxtext": {"maxtext"}, "diffusers": {"diffusers"},
-    "fa4": {"fa4_only"}, "none": {"packaging"},
+    "fa4": {"fa4_only"}, "fla": {"fla_only"}, "none": {"packaging"},
 }  # fmt: skip
 #: Modules imported by the fork server of the ranks, besides those of `ring_torch.local`. Otherwise
 #: each rank would import them itself: torch's compiler alone takes two seconds.
@@ -96,7 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--one-gpu") and backend != "torch-cuda":
         raise pytest.UsageError(f"--one-gpu is of the backend torch-cuda, not of {backend}")
     runs_tests = not config.getoption("numprocesses", None)  # with xdist the workers run them
-    if backend in ("torch-triton", "jax-gpu", "fa4"):
+    if backend in ("torch-triton", "jax-gpu", "fa4", "fla"):
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, in ranks too
     if backend == "torch-cuda":  # before ranks' environment is fixed, where they are forked from
         # How long NCCL waits before it ends a process whose peer is lost; 60 s by default.

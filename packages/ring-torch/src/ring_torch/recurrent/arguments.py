@@ -15,7 +15,7 @@ from ring_core.base.arguments import as_python, is_finite
 from ring_core.checks import FLOATS, check_flag
 from ring_torch.sharding import Sharding
 
-KernelName = Literal["auto", "eager"]
+KernelName = Literal["auto", "eager", "fla"]
 
 
 class SplitsSequences(Protocol):

@@ -35,7 +35,8 @@ from ring_torch.comm.store import CallSignature
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
 from ring_torch.recurrent import maps
 from ring_torch.recurrent.chunks import Chunks, chunks_of
-from ring_torch.recurrent.kernels import Kernel
+from ring_torch.recurrent.fla import FlaRuns
+from ring_torch.recurrent.kernels import Kernel, LinearAttention
 from ring_torch.recurrent.runs import EagerRuns, Runs
 from ring_torch.sharding import agree_on_call, guarded
 
@@ -78,6 +79,7 @@ class RecurrentCall:
         wants_final: True if final states are wanted.
         needs_grad: True if there will be a backward.
         number: Number of the call on its group, from :meth:`Ranks.next_call`.
+        library: Whose kernels compute the runs: ``"eager"`` for torch's operations, or ``"fla"``.
     """
 
     ranks: Ranks
@@ -90,6 +92,7 @@ class RecurrentCall:
     wants_final: bool
     needs_grad: bool
     number: int
+    library: str = "eager"
 
     def forward(self, initial: Tensor | None, inputs: Sequence[Tensor]) -> Results:
         """Return the outputs of this rank's tokens, and the final states.
@@ -258,6 +261,8 @@ class RecurrentCall:
 
     def _work(self, chunks: Chunks, inputs: Sequence[Tensor]) -> Runs:
         """Return this rank's runs, to be computed by the call's library."""
+        if self.library == "fla" and isinstance(self.kernel, LinearAttention):
+            return FlaRuns(self.kernel, chunks, inputs)
         return EagerRuns(self.kernel, chunks, inputs, self.dtype)
 
     def _shapes(self, inputs: Sequence[Tensor]) -> Shapes:
@@ -303,7 +308,7 @@ class RecurrentCall:
         shapes = tuple((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in inputs)
         signature = _signature(
             self.kernel, order, shapes, self.layout, self.cu_seqlens, self.seq_len, self.dtype,
-            (self.has_initial, self.wants_final, self.needs_grad),
+            (self.has_initial, self.wants_final, self.needs_grad), self.library,
         )  # fmt: skip
         agree_on_call(ranks, self.number, signature, x.device)
         # Refuse what no rank can do. All ranks refuse alike, as their arguments are equal.
@@ -338,7 +343,7 @@ def ieee(device_type: str) -> Iterator[None]:
 def _signature(
     kernel: Kernel, order: str, shapes: tuple[tuple[tuple[int, ...], str], ...], layout: LayoutSpec,
     cu_seqlens: tuple[int, ...] | None, seq_len: int | None, dtype: torch.dtype,
-    flags: tuple[bool, bool, bool],
+    flags: tuple[bool, bool, bool], library: str,
 ) -> CallSignature:  # fmt: skip
     """Return the facts of a pass that must be equal on all ranks."""
     has_initial, wants_final, needs_grad = flags
@@ -348,7 +353,7 @@ def _signature(
     }
     return CallSignature.of(
         {
-            **facts, "kernel": str(kernel), "layout": str(layout), "cu_seqlens": cu_seqlens,
+            **facts, "kernel": str(kernel), "library": library, "layout": str(layout), "cu_seqlens": cu_seqlens,
             "seq_len": seq_len, "states": str(dtype), "initial_state": has_initial, "output_final_state": wants_final,
             "needs_grad": needs_grad,
         }, kernel.name + order,

@@ -23,6 +23,7 @@ from ring_torch.recurrent.arguments import (
     checked_flag,
 )
 from ring_torch.recurrent.calls import RecurrentCall, run, state_dtype
+from ring_torch.recurrent.fla import chosen
 from ring_torch.recurrent.in_graph import run_in_graph
 from ring_torch.recurrent.kernels import AnyKernel
 from ring_torch.sharding import Sharding, length_of
@@ -71,6 +72,11 @@ def run_layer(
     needs_grad = torch.is_grad_enabled() and any(
         y is not None and y.requires_grad for y in (initial, *inputs)
     )
+    library, reason = chosen(kernel_name, kernel, inputs, dtype, needs_grad=needs_grad)
+    if kernel_name not in ("auto", library):
+        raise UnsupportedError(
+            f"kernel={kernel_name!r}: {reason}. Instead: kernel='auto', or 'eager', which takes any call"
+        )
     if traced:
         out, final = run_in_graph(
             sharding, kernel, offsets, length, dtype, initial, inputs, wants_final=wants_final,
@@ -80,10 +86,10 @@ def run_layer(
         call = RecurrentCall(
             sharding.ranks, layout, kernel, offsets_of(offsets),
             None if length is None else check_size("seq_len", length), dtype,
-            initial is not None, wants_final, needs_grad, number,
+            initial is not None, wants_final, needs_grad, number, library,
         )  # fmt: skip
         if EXPLAINS.get():
-            raise Explained(_described(call, inputs))
+            raise Explained(_described(call, inputs, reason))
         out, final = run(call, initial, *inputs)
     return (out, final.squeeze(0 if offsets is None else 1)) if wants_final else out
 
@@ -96,7 +102,7 @@ def number_of_call(sharding: Sharding, x: object) -> int:
     return 0 if EXPLAINS.get() else sharding.ranks.next_call()
 
 
-def _described(call: RecurrentCall, inputs: Sequence[Tensor]) -> str:
+def _described(call: RecurrentCall, inputs: Sequence[Tensor], reason: str) -> str:
     """Return what a call would do, in words, for ``explain_recurrent``."""
     kernel, size = call.kernel, call.ranks.size
     slots, forward, backward = call.traffic(inputs)
@@ -111,10 +117,12 @@ def _described(call: RecurrentCall, inputs: Sequence[Tensor]) -> str:
         x.nbytes for x, fill in zip(inputs, kernel.fills, strict=True) if fill is not None
     )
     states = str(call.dtype).removeprefix("torch.")
+    library = "flash-linear-attention's"
+    if call.library == "eager":
+        library = f"torch's operations, in chunks of at most {kernel.most_tokens} tokens; not fla, as {reason}"
     return (
         f"{kernel.name} over {size} ranks, {call.layout}: {shapes}\n"
-        f"kernel eager: torch's operations, in chunks of at most {kernel.most_tokens} tokens, states "
-        f"in {states}\n"
+        f"kernel {call.library}: {library}, states in {states}\n"
         f"a state is {state}, a run's transition {transition}; at most {slots} runs of a rank travel\n"
         f"forward: one all-gather, a rank sends {slots} runs x {rows} rows x ({prod(transition)} + "
         f"{prod(state)}) numbers x {item} bytes = {forward:,} bytes\n"

@@ -74,7 +74,9 @@ def gated_delta_rule(
             is one for each, and ``B`` must be 1.
         seq_len: ``T``, if there is padding behind it (``cp.shard`` with
             ``pad=True``), which may hold anything and gets gradients of zero.
-        kernel: ``"eager"``, in torch's operations, or ``"auto"``, which is the same today.
+        kernel: ``"eager"``, in torch's operations, which takes any call; ``"fla"``, by the kernels
+            of ``fla-core`` 0.6, which take 16 bits and finite ``g`` on CUDA; or ``"auto"``, the
+            latter where it can. Other layers have ``"eager"`` alone.
 
     Returns:
         The outputs, ``[B, T_local, HV, V]`` in the dtype of ``v``, zeros in padding; with
@@ -83,8 +85,8 @@ def gated_delta_rule(
 
     Raises:
         ValueError: An argument is malformed.
-        UnsupportedError: The layout is striped over several ranks; or a second derivative is asked
-            for, later.
+        UnsupportedError: The layout is striped over several ranks; ``kernel="fla"`` cannot take the
+            call; or a second derivative is asked for, later.
         RankMismatchError: Shapes, dtypes or arguments differ between ranks.
 
     Example::

@@ -1,0 +1,53 @@
+"""Kernels of flash-linear-attention in Triton's interpreter, on tensors of the host."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+from triton.runtime import autotuner  # after it
+
+_MODULES = (
+    "fla.ops.common.chunk_delta_h", "fla.ops.common.chunk_o", "fla.ops.cp.chunk_bwd", "fla.ops.cp.chunk_fwd",
+)  # fmt: skip
+
+
+class _Number(int):
+    """Number of a loop's step, which kernels cast as a number of Triton."""
+
+    def to(self, _: object) -> _Number:
+        """Return self."""
+        return self
+
+
+def _steps(*bounds: Any) -> Iterator[_Number]:
+    return map(_Number, builtins.range(*bounds))
+
+
+def load() -> None:
+    """Import the library, and let its kernels run in the interpreter.
+
+    Of each kernel's configurations the first is taken, as none can be timed.
+    """
+    own = autotuner.Autotuner.__init__
+
+    def init(self: Any, function: Any, names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
+        own(self, function, names, configs[:1], *args, **kwargs)
+
+    autotuner.Autotuner.__init__ = init
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns that there is no GPU
+            modules = [import_module(name) for name in _MODULES]
+    finally:
+        autotuner.Autotuner.__init__ = own
+    for module in modules:
+        vars(module)["range"] = _steps
+        if hasattr(module, "_check_cp_device"):
+            vars(module)["_check_cp_device"] = lambda _: None
