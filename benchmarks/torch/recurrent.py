@@ -1,0 +1,317 @@
+"""Time recurrent layers that one device computes as all ranks of a group, one after the other.
+
+    python -m benchmarks.torch.recurrent --json recurrent.json
+    python -m benchmarks.torch.recurrent --layer ssd --kernel eager
+
+Ranks' messages are exchanged beforehand, so that work alone is timed: forward and backward of each
+rank, medians of ``--repeats``, whose sum is compared with the whole layer's on one rank, and of the
+gated delta rule with flash-linear-attention's own call, if it is installed. Errors are of a shorter
+sequence, against the recurrence in float64 of the same inputs, split and on one rank; memory is the
+most that forward and backward hold beside their inputs, and what a forward keeps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarks.common.report import environment, parser_of, write
+from ring_core import Layout, LayoutSpec
+from ring_torch.recurrent import calls, fla
+from ring_torch.recurrent.calls import RecurrentCall
+from ring_torch.recurrent.kernels import Kernel, LinearAttention
+
+RANKS, SHORT = 4, 2048  # ranks; tokens that are compared with float64
+LAYOUTS: tuple[LayoutSpec, ...] = ("contiguous", "zigzag")
+#: Most that ratios may be.
+GOALS = {
+    "gated_delta_rule": 1.25, "ssd": 1.2, "zigzag over contiguous": 1.05, "kept": 0.27,
+    "error": 1.1,
+}  # fmt: skip
+
+
+@dataclass
+class Exchange:
+    """What ranks gather: recorded at first, given back when their work is timed.
+
+    Attributes:
+        sent: What each rank sends in a pass.
+        gathered: What all of them send, once that is known.
+    """
+
+    sent: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    gathered: dict[str, Tensor] = field(default_factory=dict)
+    name: str = "forward"
+
+    def gather(self, call: RecurrentCall, sent: Tensor) -> Tensor:
+        """Stand in for :meth:`RecurrentCall._gather`."""
+        size = call.ranks.size
+        if size == 1:
+            return sent[None]
+        self.sent[self.name, call.ranks.rank] = sent
+        known = self.gathered.get(self.name)
+        return sent.new_zeros(size, *sent.shape) if known is None else known
+
+    def exchange(self, size: int) -> None:
+        """Let all ranks have what they send in the pass under way."""
+        self.gathered[self.name] = torch.stack([self.sent[self.name, n] for n in range(size)])
+
+
+@contextmanager
+def without_messages(exchange: Exchange) -> Iterator[None]:
+    """Let calls inside agree without a word, and gather what was recorded."""
+    with (
+        patch.object(calls, "agree_on_call", lambda *_: None),
+        patch.object(calls, "guarded", lambda *_: nullcontext()),
+        patch.object(RecurrentCall, "_gather", lambda call, sent: exchange.gather(call, sent)),  # noqa: PLW0108 - a method
+        torch.no_grad(),
+    ):
+        yield
+
+
+def call_of(kernel: Kernel, library: str, rank: int, size: int, layout: LayoutSpec, dtype: torch.dtype) -> RecurrentCall:  # fmt: skip
+    """Return a rank's call of a layer, without initial and final states."""
+    ranks: Any = SimpleNamespace(rank=rank, size=size, group=None)
+    return RecurrentCall(ranks, layout, kernel, None, None, dtype, False, False, True, 0, library)
+
+
+class Group:
+    """A layer over ranks that this process emulates.
+
+    Args:
+        kernel: The layer.
+        library: Whose kernels compute it.
+        inputs: Whole inputs, ``[1, T, ...]``.
+        grad: Gradient of the outputs.
+        size: Number of ranks.
+        layout: The layout.
+    """
+
+    def __init__(
+        self, kernel: Kernel, library: str, inputs: Sequence[Tensor], grad: Tensor, size: int,
+        layout: LayoutSpec,
+    ) -> None:  # fmt: skip
+        self.exchange, self.size = Exchange(), size
+        dtype = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
+        spread = Layout(layout, seq_len=inputs[0].shape[1], cp_size=size)
+        self.positions = [
+            torch.from_numpy(spread.positions(n)).to(grad.device) for n in range(size)
+        ]
+        self.calls = [call_of(kernel, library, n, size, layout, dtype) for n in range(size)]
+        self.inputs = [[x[:, at].contiguous() for x in inputs] for at in self.positions]
+        self.grads = [grad[:, at].contiguous() for at in self.positions]
+        with without_messages(self.exchange):
+            for run in (self.forward, self.forward_and_backward):
+                for rank in range(size):
+                    run(rank)
+                if size > 1:
+                    self.exchange.exchange(size)
+
+    def forward(self, rank: int) -> calls.Results:
+        """Run a rank's forward."""
+        self.exchange.name = "forward"
+        return self.calls[rank].forward(None, self.inputs[rank])
+
+    def forward_and_backward(self, rank: int) -> tuple[Tensor, ...]:
+        """Run a rank's forward and backward; return its outputs and gradients."""
+        done = self.forward(rank)
+        self.exchange.name = "backward"
+        _, grads = self.calls[rank].backward(
+            None, self.inputs[rank], done.entries, done.transitions, self.grads[rank], done.final
+        )
+        return done.out, *grads
+
+    def results(self) -> list[Tensor]:
+        """Return the whole outputs and gradients, joined from all ranks."""
+        with without_messages(self.exchange):
+            parts = [self.forward_and_backward(rank) for rank in range(self.size)]
+        joined = []
+        for of_ranks in zip(*parts, strict=True):
+            first = of_ranks[0]
+            whole = first.new_empty(1, first.shape[1] * self.size, *first.shape[2:])
+            for at, part in zip(self.positions, of_ranks, strict=True):
+                whole[:, at] = part
+            joined.append(whole)
+        return joined
+
+    def figures(self, repeats: int) -> dict[str, Any]:
+        """Return times and memory of each rank, in milliseconds and bytes."""
+        with without_messages(self.exchange):
+            ms = [timed(partial(self.forward_and_backward, n), repeats) for n in range(self.size)]
+            memory = [self._memory(rank) for rank in range(self.size)]
+        return {
+            "ms": ms, "sum_ms": sum(ms), "peak_bytes": max(x[0] for x in memory),
+            "kept_bytes": max(x[1] for x in memory),
+        }  # fmt: skip
+
+    def _memory(self, rank: int) -> tuple[int, int]:
+        """Return the most bytes beside the inputs, and those that a forward keeps with them."""
+        done = self.forward(rank)
+        kept = sum(x.nbytes for x in (done.out, done.entries, done.transitions, *self.inputs[rank]))
+        del done
+        if not self.grads[rank].is_cuda:
+            return 0, kept
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.forward_and_backward(rank)
+        return torch.cuda.max_memory_allocated() - before, kept
+
+
+def timed(run: Callable[[], object], repeats: int) -> float:
+    """Return the median of a run's milliseconds, after two that compile kernels."""
+    on_gpu = torch.cuda.is_available()
+    times = []
+    for _ in range(repeats + 2):
+        if on_gpu:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            began = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - began) * 1e3)
+    return float(statistics.median(times[2:]))
+
+
+def layer_of(
+    name: str, tokens: int, heads: int, width: int, dtype: torch.dtype, device: str
+) -> tuple[LinearAttention, list[Tensor], Tensor]:
+    """Return a layer, inputs of which it remembers something, and a gradient of its outputs."""
+    make = torch.Generator(device=device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(1, tokens, heads, *shape, generator=make, device=device)
+
+    q, k, v, grad = (normal(width) for _ in range(4))
+    g = -normal().abs() / 16
+    rows = [x.to(dtype) for x in (q, k, v)]
+    if name == "gated_delta_rule":
+        kernel = LinearAttention(name, width**-0.5, is_delta=True, normalizes=True)
+        return kernel, [*rows, g, normal().sigmoid().to(dtype)], grad.to(dtype)
+    return LinearAttention("ssd", 1.0), [*rows, g], grad.to(dtype)
+
+
+def library_call(kernel: LinearAttention, inputs: Sequence[Tensor], grad: Tensor, repeats: int) -> float | None:  # fmt: skip
+    """Return the milliseconds of flash-linear-attention's own call of a whole layer."""
+    if kernel.name != "gated_delta_rule" or find_spec("fla") is None or not grad.is_cuda:
+        return None
+    chunk_gated_delta_rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    leaves = [x.detach().requires_grad_() for x in inputs]
+
+    def run() -> None:
+        out, _ = chunk_gated_delta_rule(*leaves, use_qk_l2norm_in_kernel=True)
+        torch.autograd.grad(out, leaves, grad)
+
+    return timed(run, repeats)
+
+
+def errors(name: str, library: str, heads: int, width: int, dtype: torch.dtype, device: str) -> dict[str, Any]:  # fmt: skip
+    """Return how far results are from float64, split in both layouts over those of one rank."""
+    kernel, inputs, grad = layer_of(name, SHORT, heads, width, dtype, device)
+    wide = [x.double() for x in inputs]
+    exact = Group(kernel, "eager", wide, grad.double(), 1, "contiguous").results()
+
+    def off(results: Sequence[Tensor]) -> list[float]:
+        return [
+            float((x.double() - y).norm() / y.norm()) for x, y in zip(results, exact, strict=True)
+        ]
+
+    alone = off(Group(kernel, library, inputs, grad, 1, "contiguous").results())
+    split = {
+        str(layout): off(Group(kernel, library, inputs, grad, RANKS, layout).results())
+        for layout in LAYOUTS
+    }
+    worst = max(a / max(b, 1e-12) for of in split.values() for a, b in zip(of, alone, strict=True))
+    return {
+        "results": ["out", *kernel.inputs],
+        "one_rank": alone,
+        "split": split,
+        "worst_ratio": worst,
+    }
+
+
+def main() -> int:
+    """Measure, print, and write the figures; return 0."""
+    parser = parser_of(__doc__, tables=False)
+    parser.add_argument("--layer", choices=("gated_delta_rule", "ssd"), default="gated_delta_rule")
+    parser.add_argument("--kernel", choices=("auto", "eager", "fla"), default="auto")
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--width", type=int, default=128, help="channels of a head")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    sizes = options.heads, options.width, dtype, device
+    kernel, inputs, grad = layer_of(options.layer, options.tokens, *sizes)
+    library, reason = fla.chosen(options.kernel, kernel, inputs, torch.float32, needs_grad=True)
+    if options.kernel not in ("auto", library):
+        parser.error(f"--kernel {options.kernel}: {reason}")
+    print(f"{options.layer} by {library} {f'(not fla: {reason})' * bool(reason)}")
+    of_library = library_call(kernel, inputs, grad, options.repeats)
+    whole = Group(kernel, library, inputs, grad, 1, "contiguous").figures(options.repeats)
+    rows = [{"layout": "whole", "ranks": 1, **whole}]
+    for layout in LAYOUTS:
+        group = Group(kernel, library, inputs, grad, RANKS, layout)
+        sent = group.calls[0].traffic(group.inputs[0])
+        rows.append({
+            "layout": str(layout), "ranks": RANKS, **group.figures(options.repeats),
+            "sent_bytes": {"forward": sent[1], "backward": sent[2]},
+        })  # fmt: skip
+        del group
+    base, contiguous, zigzag = (x["sum_ms"] for x in rows)
+    ratios = {
+        "contiguous over whole": contiguous / base, "zigzag over whole": zigzag / base,
+        "zigzag over contiguous": zigzag / contiguous,
+        "kept, zigzag rank over whole": rows[2]["kept_bytes"] / whole["kept_bytes"],
+        "peak, zigzag rank over whole": rows[2]["peak_bytes"] / max(whole["peak_bytes"], 1),
+    }  # fmt: skip
+    if of_library is not None:
+        ratios |= {
+            "zigzag over fla's own call": zigzag / of_library,
+            "whole over fla's own call": base / of_library,
+        }
+    far = errors(options.layer, library, *sizes)
+    for row in rows:
+        times = ", ".join(f"{x:.2f}" for x in row["ms"])
+        print(
+            f"{row['layout']:>11}: {row['sum_ms']:8.2f} ms ({times}); peak {row['peak_bytes'] / 2**20:,.0f} MiB, "
+            f"kept {row['kept_bytes'] / 2**20:,.0f} MiB; sent {row.get('sent_bytes', '-')}"
+        )
+    print(f"fla's own call: {of_library} ms")
+    for name, ratio in ratios.items():
+        print(f"{name}: {ratio:.3f}")
+    print(
+        f"error over one rank's, worst of outputs and gradients: {far['worst_ratio']:.3f}\ngoals: {GOALS}"
+    )
+    if options.json is not None:
+        gpu = torch.cuda.get_device_name() if device == "cuda" else "none"
+        facts = environment(gpu, "torch", "triton", "fla-core")
+        settings = {name: value for name, value in vars(options).items() if name != "json"}
+        write(options.json, {
+            "environment": facts, "settings": settings, "kernel": library, "why_not_fla": reason,
+            "rows": rows, "fla_ms": of_library, "ratios": ratios, "errors": far, "goals": GOALS,
+        })  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
