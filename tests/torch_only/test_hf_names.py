@@ -65,7 +65,7 @@ RENAMED: dict[str, tuple[tuple[str, str], str, str, tuple[str, ...], str]] = {
 #: Classes known by their names, and the error for a model in which one is renamed.
 CLASSES = {
     "BloomAttention": (BLOOM, "calls no attention function"),
-    "RecurrentGemmaRecurrentBlock": (GRIFFIN, "layers of type linear_attention"),
+    "RecurrentGemmaRecurrentBlock": (GRIFFIN, "layers of type linear_attention|Conv1d mix tokens"),
 }
 #: Attributes that are removed from modules of a class, or from their configs.
 ATTRIBUTES = {

@@ -266,7 +266,7 @@ def _other_activation(_: int) -> None:
     check(expected, summed(result(model, batch)))
 
 
-@pytest.mark.refused_in("5.14")
+@pytest.mark.refused_in("5.14", "documents", "convolution")
 @pytest.mark.parametrize(
     "job",
     [
@@ -300,7 +300,6 @@ def parallelized(name: str = "Qwen3NextForCausalLM", **options: Any) -> Any:
     return model, hf.parallelize(model, ContextParallel(layout=layout), **options)
 
 
-@pytest.mark.refused_in("5.14", "striped", "cache")
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -335,6 +334,7 @@ def test_what_is_refused(call: Callable[[], object], message: str) -> None:
 @pytest.mark.refused_in("5.14")
 def test_a_layer_is_given_no_cache() -> None:
     model, _ = parallelized("Lfm2ForCausalLM")
+    assert hf.check_model(model).whole_layers == ()
 
     def give(_module: object, args: Any, kwargs: dict[str, Any]) -> Any:
         name = "cache" if transformers.__version__ >= "5.24" else "past_key_values"

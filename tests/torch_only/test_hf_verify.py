@@ -133,12 +133,12 @@ WRONG: dict[str, tuple[str, str, str, Callable[[], Any], str]] = {
         lambda: changed(wiring, "tell_keys", without_padding),
         "model.decoder.layers.0.encoder_attn (BartAttention)",
     ),
-    "recurrent": (
+    "split recurrence": (
         "Qwen3NextForCausalLM", "qwen3_next", "plain",
         lambda: changed(mixers.SplitLayer, "forward", lambda x: x.roll(1, dims=1)),
         "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)",
     ),
-    "recurrent, whole": (
+    "recurrence": (
         "RecurrentGemmaForCausalLM", "recurrent_gemma", "plain",
         lambda: changed(mixers.WholeLayer, "gather", next_token),
         "model.layers.0.temporal_block (RecurrentGemmaRecurrentBlock)",
@@ -167,7 +167,7 @@ def _wrong_hook(_: int, kind: str) -> tuple[str, str]:
         return right, verdict(hf.parallelize(model, ContextParallel()), sequences(batch))
 
 
-@pytest.mark.refused_in("5.14", "alibi", "bias")
+@pytest.mark.refused_in("5.14", "alibi", "bias", "split recurrence")
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_hook_is_found_and_its_module_named(two: LocalRanks, kind: str) -> None:
     for right, message in two.run(_wrong_hook, kind):

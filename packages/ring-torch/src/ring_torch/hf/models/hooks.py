@@ -257,7 +257,8 @@ class ModelHooks(ReductionChoice):
             shard = split_batch(self.sharding, batch, self.report, seed, weight)
             mask = shard["attention_mask"]
         if mask.documents != (None,) and not self.splits_recurrent:
-            reasons = self.whole_layers or ("recurrent='whole'",)
+            asked = self.recurrent == "whole"
+            reasons = ("recurrent='whole'",) if asked else self.whole_layers
             raise UnsupportedError(
                 f"packed documents: recurrent layers of {type(module).__name__} run on whole "
                 f"sequences here ({'; '.join(reasons)}), and would carry their states from one to "
