@@ -17,6 +17,9 @@ import transformers
 from hf_models import Wide, whole
 from sweep.compare import build
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
@@ -237,6 +240,31 @@ def _reduced(_: int) -> None:
     check(expected, {"loss": loss, **grads})
 
 
+def _wrapped(_: int) -> None:
+    """Train in DDP and in FSDP, which gathers the weights that a layer's own forward reads."""
+    quiet()
+    for wrapper in ("ddp", "fsdp"):
+        model, batch = trained("Qwen3NextForCausalLM", "qwen3_next"), whole("packed")
+        expected = result(model, *alone(batch))
+        outer: Any = model
+        if wrapper == "ddp":
+            outer = DistributedDataParallel(model)
+        else:
+            for layer in (*model.model.layers, model):
+                fully_shard(layer)
+        hf.parallelize(outer, ContextParallel(), reduction="mean")
+        outer.zero_grad()
+        with Wide():
+            loss = outer(**batch).loss
+        loss.backward()
+        grads = {
+            n: x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
+            for n, x in model.named_parameters()
+            if x.grad is not None
+        }
+        check(expected, {"loss": loss.detach(), **grads}, wrapper)
+
+
 def _whole_on_request(_: int) -> None:
     quiet()
     model, batch = build("Zamba2ForCausalLM", "zamba2"), whole("right")
@@ -266,11 +294,11 @@ def _other_activation(_: int) -> None:
     check(expected, summed(result(model, batch)))
 
 
-@pytest.mark.refused_in("5.14", "documents", "convolution")
+@pytest.mark.refused_in("5.14", "documents", "convolution", "wrapped")
 @pytest.mark.parametrize(
     "job",
     [
-        _documents, _documents_between_padding, _copied, _compiled, _reduced, _whole_on_request,
+        _documents, _documents_between_padding, _copied, _compiled, _reduced, _wrapped, _whole_on_request,
         _convolution_of_striped_tokens,
         _other_activation,
     ],
