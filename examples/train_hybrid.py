@@ -45,7 +45,7 @@ LAYOUTS = ("zigzag", "contiguous")
 
 @dataclass(frozen=True)
 class Run:
-    """What training has shown.
+    """Results of a training run.
 
     Attributes:
         losses: Loss of each step.

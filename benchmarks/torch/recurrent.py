@@ -45,7 +45,7 @@ GOALS = {
 
 @dataclass
 class Exchange:
-    """What ranks gather: recorded at first, given back when their work is timed.
+    """Exchange of ranks: what they gather is recorded first, and given back when work is timed.
 
     Attributes:
         sent: What each rank sends in a pass.
