@@ -36,7 +36,7 @@ POOLED = (
     ("RobertaForSequenceClassification", "roberta"), ("CLIPTextModel", "clip_text_model"),
 )  # fmt: skip
 MIXING = (
-    ("RwkvForCausalLM", "rwkv"), ("MambaForCausalLM", "mamba"), ("FNetForMaskedLM", "fnet"),
+    ("RwkvForCausalLM", "rwkv"), ("FNetForMaskedLM", "fnet"),
     ("CpmAntForCausalLM", "cpmant"), ("MobileBertForMaskedLM", "mobilebert"),
     ("T5EncoderModel", "t5"), ("ViTForImageClassification", "vit"), ("BltForCausalLM", "blt"),
 )  # fmt: skip

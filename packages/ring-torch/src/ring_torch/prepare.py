@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ring_core import (
     KernelConfig,
@@ -45,7 +44,13 @@ from ring_torch.kernels import choose, kernel_names
 from ring_torch.options import CallOptions
 from ring_torch.records import Inputs, KernelParams, acc_dtype
 from ring_torch.strategies import choose_strategy, grid_of, resolve, strategy_names
-from ring_torch.tensor_specs import Described, TensorSpec, check_tensors, head_parallel_specs
+from ring_torch.tensor_specs import (
+    Described,
+    TensorSpec,
+    check_local,
+    check_tensors,
+    head_parallel_specs,
+)
 from ring_torch.transports import transport_names
 
 _QKV = ("q", "k", "v")
@@ -381,11 +386,5 @@ def _fact(x: Any, name: str) -> TensorSpec:
     """Return the static properties of an argument, or refuse what is no dense local tensor."""
     if type(x) in _PLAIN_TENSORS and x.layout is torch.strided and not x.is_nested:
         return TensorSpec(x.shape, x.dtype, x.device, x.requires_grad)
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.layout is not torch.strided or x.is_nested:
-        layout_name = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-        raise ValueError(f"{name} must be a dense tensor, got a {layout_name} one")
-    if isinstance(x, DTensor):
-        raise ValueError(f"{name} must be this rank's shard, got a DTensor; pass {name}.to_local()")
+    x = check_local(name, x)
     return TensorSpec(tuple(map(int, x.shape)), x.dtype, x.device, x.requires_grad)

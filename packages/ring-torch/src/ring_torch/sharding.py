@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ring_core import Layout, LayoutSpec, UnsupportedError, checks, divisor_of, row_checks
 from ring_core.base.arguments import check_size
@@ -24,6 +23,7 @@ from ring_torch.comm.ranks import Group, OneRank, Ranks, is_foreign, ranks_of, r
 from ring_torch.comm.store import CallSignature
 from ring_torch.comm.whole import acting_alone, acts_alone, check_trace
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
+from ring_torch.tensor_specs import check_local
 
 #: Numbers of objects, each of which a compiled graph may know again.
 _NUMBERS = count()
@@ -408,12 +408,7 @@ def check_slice(x: object, dim: object) -> None:
     Raises:
         ValueError: It is no tensor, one of several ranks or not dense; or has no such dimension.
     """
-    if isinstance(x, DTensor):
-        raise ValueError("x must be this rank's slice, got a DTensor; pass x.to_local()")
-    if isinstance(x, Tensor) and (x.layout is not torch.strided or x.is_nested):
-        layout_name = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-        raise ValueError(f"x must be a dense tensor, got a {layout_name} one")
-    check_dim(x, dim)
+    check_dim(check_local("x", x), dim)
 
 
 def check_fill(x: Tensor, fill: Any) -> float:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ring_core import HeadPlan, checks
 from ring_torch.records import Inputs
@@ -24,6 +26,30 @@ class TensorSpec(NamedTuple):
     def described(self) -> checks.Tensor:
         """Return the properties in the form that the checks of ``ring_core`` take."""
         return checks.Tensor(self.shape, str(self.dtype).removeprefix("torch."), str(self.device))
+
+
+def check_local(name: str, x: object, *, has_numbers: bool = False) -> Tensor:
+    """Return an argument that is a dense tensor of this rank's own, and refuse any other.
+
+    Args:
+        name: Name of the argument.
+        x: Its value.
+        has_numbers: True to refuse tensors on the meta device, too.
+
+    Raises:
+        ValueError: It is no tensor, one of several ranks or not dense.
+    """
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if isinstance(x, DTensor):
+        raise ValueError(
+            f"{name} must be this rank's own tensor, got a DTensor; pass {name}.to_local()"
+        )
+    if x.layout is not torch.strided or x.is_nested or (has_numbers and x.is_meta):
+        layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        layout = "meta" if layout == "strided" else layout
+        raise ValueError(f"{name} must be a dense tensor, got a {layout} one")
+    return x
 
 
 def head_parallel_specs(

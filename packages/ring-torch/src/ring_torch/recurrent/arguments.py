@@ -9,11 +9,11 @@ from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ring_core.base.arguments import as_python, is_finite
 from ring_core.checks import FLOATS, check_flag
 from ring_torch.sharding import Sharding
+from ring_torch.tensor_specs import check_local
 
 KernelName = Literal["auto", "eager", "fla"]
 
@@ -112,16 +112,9 @@ def sizes_of(
 
 def check_tensor(name: str, x: object) -> None:
     """Check that an argument is a dense tensor of this rank's own, of floating point."""
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if isinstance(x, DTensor):
-        raise ValueError(
-            f"{name} must be this rank's own tensor, got a DTensor; pass its to_local()"
-        )
-    if x.layout is not torch.strided or x.is_nested or x.is_meta:
-        raise ValueError(f"{name} must be a dense tensor with numbers in it")
-    if str(x.dtype).removeprefix("torch.") not in FLOATS:
-        raise ValueError(f"{name} must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}, got {x.dtype}")
+    dtype = check_local(name, x, has_numbers=True).dtype
+    if str(dtype).removeprefix("torch.") not in FLOATS:
+        raise ValueError(f"{name} must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}, got {dtype}")
 
 
 def checked_flag(name: str, value: bool) -> bool:

@@ -23,6 +23,7 @@ from ring_torch.compiled.static import from_json, size_of, to_json
 from ring_torch.compiled.unshard import unshard_in_graph
 from ring_torch.context import ContextParallel, check_context
 from ring_torch.sharding import Sharding, length_of
+from ring_torch.tensor_specs import check_local
 from ring_torch.training.part import IGNORED, Count, linear_loss, loss_part, mean_of
 
 Reduction = Literal["mean", "sum"]
@@ -213,17 +214,13 @@ def _as_in_autocast(x: Tensor) -> Tensor:
 
 def _checked_tensor(name: str, x: object) -> Tensor:
     """Return an argument that is a dense tensor of this rank's own, and refuse any other."""
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if isinstance(x, DTensor):
         raise UnsupportedError(
             f"{name} is a DTensor, whose parts other ranks hold. Of FSDP: call this inside the "
             f"forward of the module that has the weight, where FSDP has joined it. Of tensor "
             f"parallelism: pass {name}.full_tensor(), or use loss_parallel() of torch"
         )
-    if x.layout is not torch.strided or x.is_nested or x.is_meta:
-        raise ValueError(f"{name} must be a dense tensor with numbers in it")
-    return x
+    return check_local(name, x, has_numbers=True)
 
 
 def _check_rows(name: str, rows: object, row_labels: object) -> int:
