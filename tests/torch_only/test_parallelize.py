@@ -295,9 +295,8 @@ def test_what_is_refused() -> None:
             hf.parallelize(build("Llama"), cp, **{option: "all"})  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(UnsupportedError, match=r"of type (indexed|deepseek_sparse)_attention"):
         hf.parallelize(build_any("DeepseekV32ForCausalLM", "deepseek_v32"), cp)
-    mamba = transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9, state_size=2)
-    with pytest.raises(UnsupportedError, match="MambaForCausalLM"):
-        hf.parallelize(transformers.MambaForCausalLM(mamba), cp)
+    with pytest.raises(UnsupportedError, match="RwkvForCausalLM"):
+        hf.parallelize(build_any("RwkvForCausalLM", "rwkv"), cp)
 
 
 def stated(kind: str) -> dict[str, Any]:

@@ -247,6 +247,15 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "ring_torch.ContextParallel.attention": Subject(cp.attention, inputs, CALL),
     "ring_torch.ContextParallel.explain": Subject(cp.explain, inputs, CALL),
+    "ring_torch.ContextParallel.explain_recurrent": Subject(
+        lambda layer, a, b: cp.explain_recurrent(layer, a=a, b=b),
+        {"layer": "linear_recurrence", "a": zeros(VALUES), "b": zeros(VALUES)},
+        {
+            "layer": {n: x for n, x in OPTIONS["kernel"].items() if n != "none"},
+            "a": {n: x for n, x in like(*VALUES).items() if n not in {"size", "one axis more"}},
+            "b": like(*VALUES),
+        },
+    ),
     "ring_torch.ContextParallel.layout_of": Subject(
         even.layout_of, {"seq_len": 8},
         {"seq_len": {**SIZE, "none": None, "indivisible": 7}, "pad": FLAG},
