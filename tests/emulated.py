@@ -13,7 +13,7 @@ from cases import Case
 from torch import Tensor
 
 from ring_core import WorkItem, gather_program
-from ring_torch.accumulate import Accumulator, Rows, Work, joins_of
+from ring_torch.accumulate import Accumulator, Rows, Work, joins_of, unseen_state
 from ring_torch.autograd import _sink_grads
 from ring_torch.call import add_sinks
 from ring_torch.kernels.api import Kernel
@@ -24,7 +24,6 @@ from ring_torch.records import (
     KeyGrads,
     QueryBlock,
     runs_of,
-    unseen_state,
 )
 
 Arrays = dict[str, npt.NDArray[Any]]

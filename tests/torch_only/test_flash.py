@@ -37,6 +37,7 @@ from ring_torch.accumulate import (
     Rows,
     mark_infinities,
     merge_in_torch,
+    unseen_state,
 )
 from ring_torch.buffers import KeyGradBuffer, KVPayload
 from ring_torch.kernels.api import Selection
@@ -49,7 +50,6 @@ from ring_torch.records import (
     KeyBlock,
     QueryBlock,
     aligned,
-    unseen_state,
 )
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ring_core import Mask, reference
 from ring_torch import ContextParallel, accumulate, prepare, ring_attention
+from ring_torch.accumulate import unseen_state
 from ring_torch.compat import zigzag_ring_flash_attn_func
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.records import AttentionState, Forward, Mode, unseen_state
+from ring_torch.records import AttentionState, Forward, Mode
 from ring_torch.strategies.ring import Ring
 
 T = 48

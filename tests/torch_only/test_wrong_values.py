@@ -256,6 +256,14 @@ SUBJECTS: dict[str, Subject] = {
             "b": like(*VALUES),
         },
     ),
+    "ring_torch.ContextParallel.verify": Subject(
+        cp.verify, {"model": nn.Linear(2, 2), "batch": {"input": zeros(1, 8, 2)}},
+        {
+            "model": {"none": None, "tensor": zeros(1), "list": [nn.Linear(1, 1)], "class": nn.Linear},
+            "batch": {"none": None, "tensor": zeros(1, 8, 2), "list": [zeros(1, 8, 2)], "word": "x"},
+            "dims": {"word": "x", "list": [1], "no tensor": {"other": 1}, "too large": {"input": 3}},
+        },
+    ),
     "ring_torch.ContextParallel.layout_of": Subject(
         even.layout_of, {"seq_len": 8},
         {"seq_len": {**SIZE, "none": None, "indivisible": 7}, "pad": FLAG},

@@ -223,24 +223,6 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def unseen_state(
-    q: Tensor, v_dim: int, dtype: torch.dtype | None = None, *, fully_written: bool = False
-) -> AttentionState:
-    """Allocate results for the rows of ``q [B, n, H, D]``, with ``out`` in its dtype or ``dtype``.
-
-    They are those of rows that see nothing; with ``fully_written``, as all will be written, they
-    are uninitialised. ``lse`` is float32, or float64 beside a float64 ``out``.
-    """
-    batch, length, heads, _ = q.shape
-    out = q.new_empty(batch, length, heads, v_dim, dtype=dtype)
-    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
-    lse = out.new_empty(batch, heads, length, dtype=wide)
-    if not fully_written:
-        out.zero_()
-        lse.fill_(-torch.inf)
-    return AttentionState(out, lse)
-
-
 class Inputs(NamedTuple):
     """Tensors of a call, this rank's shards as given; the last is computed, not given."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_core import Capabilities, KernelConfig, Request, RingProgram, WorkItem
 from ring_core.base.arguments import not_none
-from ring_torch.accumulate import ItemGrads, mark_infinities, one_by_one
+from ring_torch.accumulate import ItemGrads, mark_infinities, one_by_one, unseen_state
 from ring_torch.capture import capture_safe_cache, is_capturing
 from ring_torch.kernels.api import Kernel, SplitBackward
 from ring_torch.kernels.library import (
@@ -46,7 +46,6 @@ from ring_torch.records import (
     is_aligned,
     narrowed,
     padded,
-    unseen_state,
     with_own_rows,
 )
 

@@ -146,6 +146,12 @@ class Explained(Exception):  # noqa: N818 - no error: it ends a call that is onl
 EXPLAINS: ContextVar[bool] = ContextVar("ring_torch.recurrent.explains", default=False)
 
 
+def explains() -> bool:
+    """Return True while a layer is explained, and computes nothing; never in a compiled graph."""
+    # Torch 2.11's compiler knows no context variables.
+    return not torch.compiler.is_compiling() and EXPLAINS.get()
+
+
 def explained(function: Callable[..., Any], cp: SplitsSequences, *args: Any, **kwargs: Any) -> str:
     """Return what a recurrent layer would do with these arguments; nothing is sent or computed."""
     token = EXPLAINS.set(True)

@@ -17,9 +17,9 @@ from ring_torch.compiled.movement import halo_in_graph, relayout_in_graph
 from ring_torch.compiled.static import size_of
 from ring_torch.movement import methods
 from ring_torch.recurrent.arguments import (
-    EXPLAINS,
     Explained,
     SplitsSequences,
+    explains,
     sharding_of,
     sizes_of,
 )
@@ -76,13 +76,13 @@ def causal_conv1d(
     traced, layout = is_traced(x), sharding.layout
     relayout = relayout_in_graph if traced else methods.relayout
     is_striped = layout == "striped" and size > 1
-    if is_striped and not EXPLAINS.get():
+    if is_striped and not explains():
         # No two neighbours are on one rank: what each token needs is all that other ranks hold.
         x = relayout(sharding, x, sharding.contiguous, dim=1, seq_len=seq_len)
         sharding = sharding.contiguous
     halo = halo_in_graph if traced else methods.halo
     width = sizes["W"]
-    if EXPLAINS.get():
+    if explains():
         own = sharding.contiguous.layout if is_striped else layout
         runs = divisor_of(own, size) // size
         sent = runs * sizes["B"] * (width - 1) * sizes["D"] * x.element_size() if size > 1 else 0

@@ -127,7 +127,7 @@ class FlaRuns:
         runs, x = chunks.runs, inputs[0]
         lengths = runs.length[[span.run for span in chunks.spans]].tolist()
         self.rows, self.count, self.tokens = x.shape[0], len(lengths), sum(lengths)
-        ends = torch.tensor([0, *lengths * self.rows], dtype=torch.int64).cumsum(0)
+        ends = torch.tensor([0, *lengths * self.rows], dtype=torch.int64, device="cpu").cumsum(0)
         self.offsets = ends.to(x.device)
         indices = self.fla.prepare_chunk_indices(self.offsets, _CHUNK, cu_seqlens_cpu=ends)
         self.options = {

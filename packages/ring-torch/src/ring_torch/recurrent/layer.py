@@ -16,11 +16,11 @@ from ring_core.row_checks import offsets_of
 from ring_torch.capture import is_traced
 from ring_torch.compiled.static import size_of
 from ring_torch.recurrent.arguments import (
-    EXPLAINS,
     Explained,
     KernelName,
     check_tensor,
     checked_flag,
+    explains,
 )
 from ring_torch.recurrent.calls import RecurrentCall, run, state_dtype
 from ring_torch.recurrent.fla import chosen
@@ -47,7 +47,7 @@ def run_layer(
             f"'zigzag' around the layer, as in cp.relayout(x, to='zigzag')"
         )
     length = length_of(x, 1, seq_len, size)
-    traced, rows = is_traced(x) and not EXPLAINS.get(), x.shape[0]
+    traced, rows = is_traced(x) and not explains(), x.shape[0]
     # While a graph is traced nobody looks at the numbers of documents.
     offsets = cu_seqlens if traced else offsets_of(cu_seqlens)
     if offsets is not None and rows > 1 and (initial is not None or wants_final):
@@ -88,7 +88,7 @@ def run_layer(
             None if length is None else check_size("seq_len", length), dtype,
             initial is not None, wants_final, needs_grad, number, library,
         )  # fmt: skip
-        if EXPLAINS.get():
+        if explains():
             raise Explained(_described(call, inputs, reason))
         out, final = run(call, initial, *inputs)
     return (out, final.squeeze(0 if offsets is None else 1)) if wants_final else out
@@ -99,7 +99,7 @@ def number_of_call(sharding: Sharding, x: object) -> int:
     if is_traced(x):
         sharding.check_group()
         return 0
-    return 0 if EXPLAINS.get() else sharding.ranks.next_call()
+    return 0 if explains() else sharding.ranks.next_call()
 
 
 def _described(call: RecurrentCall, inputs: Sequence[Tensor], reason: str) -> str:

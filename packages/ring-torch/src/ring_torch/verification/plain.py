@@ -22,6 +22,8 @@ def verify_model(
     model: nn.Module, sharding: Sharding, batch: Mapping[str, Any], dims: Mapping[str, int] | None
 ) -> VerifyReport:
     """Run a batch split and whole, and compare; see :meth:`ContextParallel.verify`."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {describe_value(model)}")
     if not isinstance(batch, Mapping):
         raise ValueError(
             f"batch must be a mapping of names of arguments to values, got {type(batch).__name__}"
