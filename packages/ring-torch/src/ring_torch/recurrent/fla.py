@@ -110,6 +110,8 @@ def chosen(
         return "eager", "it was asked for"
     reason = "it is not called in graphs" if is_traced(inputs[0]) else ""
     reason = reason or next(reasons_against(kernel, inputs, dtype, needs_grad=needs_grad), "")
+    if not reason and name == "auto":  # its results on GPUs have not been compared yet
+        reason = "it has to be named"
     return ("fla", "") if not reason else ("eager", reason)
 
 

@@ -76,7 +76,7 @@ def gated_delta_rule(
             ``pad=True``), which may hold anything and gets gradients of zero.
         kernel: ``"eager"``, in torch's operations, which takes any call; ``"fla"``, by the kernels
             of ``fla-core`` 0.6, which take 16 bits and finite ``g`` on CUDA; or ``"auto"``, the
-            latter where it can. Other layers have ``"eager"`` alone.
+            former for now. Other layers have ``"eager"`` alone.
 
     Returns:
         The outputs, ``[B, T_local, HV, V]`` in the dtype of ``v``, zeros in padding; with
