@@ -321,10 +321,9 @@ def test_explain_names_a_kernel_for_each_platform() -> None:
         assert strategy == "strategy ring, transport xla"
     wide = x.astype("float16").repeat(128, axis=-1)
     text = cp.explain(wide, wide, wide, causal=True)
-    assert text.startswith(
-        "kernel xla (any device)\n  not triton (cuda): takes head dims up to 256"
-    )
-    assert "\n  not cudnn (cuda): takes head dims up to 256" in text
+    assert text.startswith("kernel xla (any device)\n  not ")
+    for name in ("triton", "cudnn"):
+        assert f"\n  not {name} (cuda): takes head dims up to 256" in text
     named = KernelConfig("triton", fused_backward=True)
     assert cp.explain(x, x, x, kernel=named).startswith("kernel triton (cuda)\nstrategy ring")
     with pytest.raises(UnsupportedError, match="rules out"):

@@ -174,12 +174,11 @@ def test_packed_documents_train_alike_on_one_process(capsys: pytest.CaptureFixtu
 @pytest.mark.refused_in("5.14")
 @pytest.mark.usefixtures("demo")
 def test_recurrent_layers_train_alike_on_one_process(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     hybrid = importlib.import_module("train_hybrid")  # next to the demonstration
-    picture = tmp_path / "states.png"
     options = ["--cp=2", "--steps=2", "--seq-len=255", "--longest=90", "--dim=32"]
-    assert hybrid.main([*options, f"--out={picture}"]) == 0
+    assert hybrid.main([*options, "--out=none"]) == 0
     printed = capsys.readouterr().out
     losses = [line.split() for line in printed.splitlines() if line.split()[0].isdigit()]
     assert len(losses) == 2
@@ -189,7 +188,6 @@ def test_recurrent_layers_train_alike_on_one_process(
     assert share is not None
     assert float(share[1]) < 0.6
     assert "gated_delta_rule over 2 ranks, zigzag" in printed
-    assert picture.stat().st_size > 10_000
 
 
 @pytest.mark.usefixtures("demo")
