@@ -34,9 +34,9 @@ from benchmarks.common.tables import causes_table
 from benchmarks.development.host_stubs import as_stubbed_rank
 from benchmarks.development.host_time import described
 from benchmarks.torch.processors import bind
-from ring_torch import attention, autograd, prepare, ring_attention
+from ring_torch import accumulate, attention, autograd, prepare, ring_attention
 from ring_torch.call import Call
-from ring_torch.kernels import fa4, flash
+from ring_torch.kernels import fa4
 from ring_torch.kernels.fa4 import library
 from ring_torch.launches import direct
 from ring_torch.local import LocalRanks
@@ -67,7 +67,7 @@ _BEGIN: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     (PASS, autograd, ("forward_pass", "backward_pass")),
     (SINKS, autograd, ("_sink_grads",)),
     (SESSION, Call, ("open_session",)),
-    *((LAUNCH_KEYS, place, ("tensors_key",)) for place in (flash, fa4)),
+    *((LAUNCH_KEYS, place, ("tensors_key",)) for place in (accumulate, fa4)),
     *((EXCHANGE, session, ("fetch", "accumulators", "return_grads")) for session in (OneKernel, PeerCopies)),
     (EXCHANGE, OneKernel, ("_add",)), (EXCHANGE, ExchangeState, ("begin_pass",)),
     (TRITON, direct.PreparedLaunch, ("__call__",)),

@@ -130,7 +130,7 @@ class Gather(Strategy):
         adds_sinks: True if launches add the sinks, which else are added at the end.
         own_work: The forward's launches over own K/V where they lie.
         work: Those over gathered keys.
-        by_size: Those one by one, the longest first, if heads may arrive in parts; else none.
+        by_size: Those one by one, the longest first, for heads that arrive in parts.
         joins: How their results come together.
         parts: The backward's launches over gathered keys, for all groups of heads but the last.
         last_parts: Those for the last group.
@@ -568,7 +568,7 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
     )  # fmt: skip
     if joins.is_final and (groups.forward > 1 or by_parts):
         joins = joins._replace(holds_first=False)  # groups of heads are written into one memory
-    by_size = sorted(work.launches, key=_size, reverse=True) if by_parts else []
+    by_size = sorted(work.launches, key=_size, reverse=True)
 
     own_whole = [x.q_slice for x in own_items] == [slice(0, num_rows)]
     covers_keys = [x.k_slice for x in own_items] == [slice(0, num_keys)]
