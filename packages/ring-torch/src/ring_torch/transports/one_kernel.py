@@ -197,7 +197,7 @@ class ExchangePass(NamedTuple):
 
 
 class OneKernel(NamedTuple):
-    """A :class:`ring_torch.transports.api.GatherSession` for short passes of one group of heads.
+    """A :class:`ring_torch.call.GatherSession` for short passes of one group of heads.
 
     A rank's memory holds its K/V, and behind them its dK/dV of the keys that it fetched. A pass is
     one exchange for K/V and, in a backward, one for dK/dV. Ranks whose digests differ end in a

@@ -50,7 +50,7 @@ _MOST_BYTES = 64 << 20  # bytes of gathered keys up to which one kernel beats co
 
 @dataclass(frozen=True)
 class PeerCopies:
-    """A :class:`ring_torch.transports.api.GatherSession` of copies out of peers' symmetric buffers.
+    """A :class:`ring_torch.call.GatherSession` of copies out of peers' symmetric buffers.
 
     A rank's ``buffer`` holds its K/V, one group of heads after the other, and behind them,
     group by group, its dK/dV of the keys that it fetched.
