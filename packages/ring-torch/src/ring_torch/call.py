@@ -350,7 +350,7 @@ class Call(NamedTuple):
         indices, position, _ = self.positions(self.ranks.rank)
         return QueryBlock(
             q, indices, position, inputs.q_ids, inputs.bias,
-            None if inputs.slopes is None else torch.atleast_2d(inputs.slopes),
+            None if inputs.alibi_slopes is None else torch.atleast_2d(inputs.alibi_slopes),
             query_runs(self.plan, self.ranks.rank), inputs.bias_shift, sinks,
             Dropout(self.seed, self.dropout_heads),
         )  # fmt: skip
@@ -445,11 +445,10 @@ def agreed_fields(
         "chunks": _shortened(layout.chunks) if isinstance(layout, ChunkLayout) else None,
         "softmax_scale": params.scale, "softcap": params.softcap, "dropout_p": params.dropout_p,
         "deterministic": options.deterministic, "return_lse": options.return_lse,
-        "segment_ids": tensors.q_ids is not None, "needs_grad": grads[0], "bias_grad": grads[1],
+        "segment_ids": "q_ids" in tensors, "needs_grad": grads[0], "bias_grad": grads[1],
         "shifts_bias": params.shifts_bias, "rates": measured().digest,
         **{
-            name: None if x is None else [*x.shape, x.dtype]
-            for name, x in tensors._asdict().items() if not name.endswith("_ids")
+            name: [*x.shape, x.dtype] for name, x in tensors.items() if not name.endswith("_ids")
         },
     }  # fmt: skip
 

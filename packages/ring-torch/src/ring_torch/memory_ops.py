@@ -102,16 +102,6 @@ def bias_shift_on_gpu(
     return shift
 
 
-def pack_kv_on_gpu(k: Tensor, v: Tensor, packed: Tensor, *, add: bool = False) -> None:
-    """Copy ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` side by side into one tensor, or add them.
-
-    That is ``packed [B, n, K * (D + Dv)]``, in their dtype or a wider one. All are contiguous in
-    their last dimensions.
-    """
-    if packed.numel() > 0:
-        _pack(k, v, packed, add=add)
-
-
 def _pack_arguments(k: Tensor, v: Tensor, packed: Tensor, *, add: bool) -> Arguments:
     assert_unit_strides(k, v, packed)
     batch, tokens, heads, dim = k.shape
@@ -299,4 +289,7 @@ def _sum_sinks(
     tl.store(grads + head, -tl.sum(sums, axis=0))
 
 
-_pack = RepeatedKernel(_pack_token, _pack_arguments)
+#: Copies ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` side by side into one tensor that is not empty,
+#: or adds them: ``pack_kv_on_gpu(k, v, packed, add=add)``. That is ``packed [B, n, K * (D + Dv)]``,
+#: in their dtype or a wider one. All are contiguous in their last dimensions.
+pack_kv_on_gpu = RepeatedKernel(_pack_token, _pack_arguments)

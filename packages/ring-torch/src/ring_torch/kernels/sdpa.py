@@ -11,16 +11,12 @@ All multiply masked weights, which are 0, with the values they belong to, and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Request, RingProgram, WorkItem
-from ring_torch.accumulate import merge_in_torch, sums_one_by_one
+from ring_torch.accumulate import merge_in_torch
 from ring_torch.capture import capture_safe_cache
-from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
 from ring_torch.kernels.library import (
@@ -31,9 +27,7 @@ from ring_torch.kernels.library import (
 )
 from ring_torch.records import (
     AttentionState,
-    Backward,
     BackwardInputs,
-    Forward,
     KernelParams,
     KeyBlock,
     KeyGrads,
@@ -47,26 +41,17 @@ _WIDE = 128  # head dims above, and different ones for QK and V, need Hopper and
 _WIDE_FROM = 91900  # version of cuDNN that has them
 
 
-class CpuFlashKernel(Kernel):
+class CpuFlashKernel(EagerKernel):
     """Kernel ``sdpa`` on the CPU: torch's flash attention, for full and square causal items.
 
     In half precision its exponential is approximate and costs ``lse`` 5e-5, more than the rounding
-    of the inputs, so those dtypes are left to ``eager``. Its operator computes ``delta`` itself;
-    it still takes it, for items that go to ``eager``.
+    of the inputs, so those dtypes are left to ``eager``, as are items that the operator cannot do.
+    The operator computes ``delta`` itself; ``eager`` takes it.
     """
 
     capabilities = Capabilities(
         name="sdpa", devices=("cpu",), dtypes=("float64", "float32"), bands="causal"
     )
-
-    def forward(self, item: WorkItem, params: KernelParams) -> Forward:
-        """Return the launch of an item's forward, which merges."""
-        return Forward(item, partial(self.attend, item, params), ("merge",))
-
-    def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
-        """Return the launch of the backward of items."""
-        launches = [partial(self.differentiate, item, params) for item in items]
-        return sums_one_by_one(items, launches, params, adds=adds)
 
     def attend(
         self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
@@ -78,7 +63,7 @@ class CpuFlashKernel(Kernel):
         """
         assert into is not None
         if _reads_nonfinite(item, rows.q, columns.k, columns.v):
-            return EagerKernel().attend(item, params, rows, columns, into, mode)
+            return super().attend(item, params, rows, columns, into, mode)
         # Each call has one query head of every K/V head; their accumulators are apart.
         for heads, (q, k, v) in _head_groups(rows.q, columns):
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -97,7 +82,7 @@ class CpuFlashKernel(Kernel):
         value_tensors = columns.v, upstream.dout, upstream.out
         if _reads_nonfinite(item, rows.q, columns.k, *value_tensors):
             grads = row_grads, column_grads
-            EagerKernel().differentiate(item, params, rows, columns, upstream, *grads)
+            super().differentiate(item, params, rows, columns, upstream, *grads)
             return
         # Query heads that share a K/V head add to the same dK and dV, call by call.
         for heads, (q, k, v) in _head_groups(rows.q, columns):

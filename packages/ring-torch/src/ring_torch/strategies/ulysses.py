@@ -88,7 +88,7 @@ class Ulysses(Strategy):
         )  # fmt: skip
         saved: Saved = []
         if call.needs_grad:
-            traded = inner_inputs._replace(sinks=None, slopes=None)
+            traded = inner_inputs._replace(sinks=None, alibi_slopes=None)
             # The backward needs them by heads again, and trading them once more would cost as much
             # as the forward.
             saved = [*[x for x in traded if x is not None], out, lse, *inner_saved]
@@ -234,7 +234,7 @@ class Tables(NamedTuple):
 
     def of_heads(self, inputs: Inputs) -> Inputs:
         """Return inputs of the inner call: this rank's sinks and slopes, and nothing exchanged."""
-        sinks, slopes = inputs.sinks, inputs.slopes
+        sinks, slopes = inputs.sinks, inputs.alibi_slopes
         return Inputs(
             inputs.q, inputs.k, inputs.v, None, None, None if sinks is None else sinks[self.own], None,
             None if slopes is None else slopes[..., self.own],

@@ -70,12 +70,7 @@ class Messages:
         # Own K/V side by side, as they travel, in a new buffer: the caller's tensors are not read
         # after this call.
         own = keys.message.views(keys.message.buffer(self.call.device))
-        if own[0].is_cuda and has_triton():
-            from ring_torch.memory_ops import pack_kv_on_gpu
-
-            pack_kv_on_gpu(inputs.k, inputs.v, own[0])
-        else:
-            keys.write(inputs.k, inputs.v, own[0])
+        keys.write(inputs.k, inputs.v, own[0])
         if inputs.k_ids is not None:
             own[1].copy_(inputs.k_ids)
         tensors = [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own]

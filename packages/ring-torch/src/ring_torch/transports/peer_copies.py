@@ -32,7 +32,6 @@ from ring_torch.transports.api import (
     program_of,
     requests_to,
     staging_for,
-    write_keys,
 )
 from ring_torch.transports.symm_buffer import (
     MOST_RANKS,
@@ -235,7 +234,7 @@ def _write_keys(keys: KVPayload, message: Sequence[Tensor], inputs: Inputs, span
 
     ``message`` are tensors shaped as :attr:`KVPayload.message`, for as many tokens as ``span`` has.
     """
-    write_keys(keys, inputs.k[:, span], inputs.v[:, span], message[0])
+    keys.write(inputs.k[:, span], inputs.v[:, span], message[0])
     if inputs.k_ids is not None:
         message[1].copy_(inputs.k_ids[:, span])
 

@@ -68,7 +68,7 @@ class Sample(NamedTuple):
     def of(cls, call: Call, inputs: Inputs) -> Sample:
         """Return the sample of a checked call whose batch is not empty."""
         batch = call.checked % inputs.q.shape[0]
-        slopes = None if inputs.slopes is None else torch.atleast_2d(inputs.slopes)
+        slopes = None if inputs.alibi_slopes is None else torch.atleast_2d(inputs.alibi_slopes)
         row_slopes = None if slopes is None else slopes[batch % len(slopes)]
         lengths = call.plan.seq_len, call.plan.kv_seq_len
         return cls(
