@@ -5,7 +5,6 @@ A session of a transport carries K/V to ranks and dK/dV back, in one pass.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -59,7 +58,6 @@ from ring_torch.records import (
 )
 from ring_torch.tensor_specs import Described
 
-_LONGEST = 48  # characters of a list of numbers in an error message
 Saved = list[Tensor]  # tensors that a forward saves beside inputs and results
 
 
@@ -441,8 +439,8 @@ def agreed_fields(
     return {
         "seq_len": [plan.seq_len, plan.kv_seq_len] if padded else None,
         "layout": str(layout), "mask": plan.mask.describe(), "plan": plan.digest.hex(),
-        "cu_seqlens": _shortened(plan.mask.cu_seqlens),
-        "chunks": _shortened(layout.chunks) if isinstance(layout, ChunkLayout) else None,
+        "cu_seqlens": plan.mask.cu_seqlens,
+        "chunks": layout.chunks if isinstance(layout, ChunkLayout) else None,
         "softmax_scale": params.scale, "softcap": params.softcap, "dropout_p": params.dropout_p,
         "deterministic": options.deterministic, "return_lse": options.return_lse,
         "segment_ids": "q_ids" in tensors, "needs_grad": grads[0], "bias_grad": grads[1],
@@ -451,15 +449,6 @@ def agreed_fields(
             name: [*x.shape, x.dtype] for name, x in tensors.items() if not name.endswith("_ids")
         },
     }  # fmt: skip
-
-
-def _shortened(numbers: tuple[object, ...] | None) -> str | None:
-    """Return numbers as text that fits an error message: if long, the first and a digest."""
-    if numbers is None:
-        return None
-    text = str(numbers)
-    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... (all: {digest})"
 
 
 @dataclass(frozen=True)

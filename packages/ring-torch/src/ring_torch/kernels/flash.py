@@ -136,9 +136,11 @@ class FlashKernel(Kernel):
         modes: tuple[Mode, ...] = ("write",) if self.flash.writes else ("return",)
         return Forward(item, run, modes, marks=is_band and params.needs_lse)
 
-    def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
-        """Return the launch of the backward of items, each of which is repeated likewise."""
-        del adds  # libraries round the gradients of each launch
+    def backward(self, items: Sequence[WorkItem], params: KernelParams, **_: bool) -> Backward:
+        """Return the launch of the backward of items, each of which is repeated likewise.
+
+        It never adds: libraries round the gradients of each launch.
+        """
         return one_by_one(items, [self._backward_of(item, params) for item in items])
 
     def _backward_of(self, item: WorkItem, params: KernelParams) -> ItemGrads:

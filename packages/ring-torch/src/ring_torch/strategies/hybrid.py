@@ -49,13 +49,13 @@ class Hybrid(Ulysses):
         )
         return [*shapes, *inner_shapes]
 
-    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, **_: bool) -> Traffic:
         """Count the bytes of a pass's exchanges of heads, and of the inner call."""
         inside = self._shapes_inside(call, inputs)
         strategy = self.inner.strategy
         inner_saved = bool(strategy.saved_shapes(self.inner, inside, plan_known=True))
         passes = (
-            super().traffic(call, inputs, forward=forward, saved=saved),
+            super().traffic(call, inputs, forward=forward),
             strategy.traffic(self.inner, inside, forward=forward, saved=inner_saved),
         )
         # A rank's own trade and its part of the inner call follow each other: their bytes add up.
@@ -91,15 +91,13 @@ class Hybrid(Ulysses):
     def notes(self, call: Call) -> tuple[str, ...]:
         """Return the ranks of both exchanges, with this one, and what is special about heads."""
         rank, grid = call.ranks.rank, self.grid
-        lines = [f"trades tokens for heads with ranks {_listed(grid.inner_ranks(rank))}"]
+        lines = [
+            f"trades tokens for heads with ranks {', '.join(map(str, grid.inner_ranks(rank)))}"
+        ]
         if grid.outer_size > 1:
-            name = self.inner.strategy.name
-            lines.append(f"then {name} with ranks {_listed(grid.outer_ranks(rank))}")
+            others = ", ".join(map(str, grid.outer_ranks(rank)))
+            lines.append(f"then {self.inner.strategy.name} with ranks {others}")
         return (*lines, *self.inner.strategy.notes(self.inner), *super().notes(call))
-
-
-def _listed(ranks: range) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def _grid(

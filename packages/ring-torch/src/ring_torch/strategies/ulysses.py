@@ -180,9 +180,8 @@ class Ulysses(Strategy):
             ((row.batch, row.heads, length), row.dtype),
         ]  # fmt: skip
 
-    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, **_: bool) -> Traffic:
         """Count the bytes of a pass's exchanges, with the padding inside their messages."""
-        del saved
         exchanges = exchanges_of(call, inputs, self.heads).of_pass(forward=forward)
         size = sum((x.ranks - 1) * x.message.size for x in exchanges)
         return Traffic(size, size)

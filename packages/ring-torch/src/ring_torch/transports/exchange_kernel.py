@@ -39,8 +39,8 @@ from torch import Tensor
 from ring_torch.buffers import HeadBuffer
 from ring_torch.comm.head_exchange_kernel import HeadArguments, move_block
 from ring_torch.launches.direct import DirectKernel, PreparedLaunch
+from ring_torch.transports.symm_buffer import MOST_RANKS
 
-MOST_RANKS = 32  # most ranks that exchange: a power of two, as in `symm_buffer`
 _RANKS = tl.constexpr(MOST_RANKS)
 CHUNK = 1 << 16  # bytes that a program fetches at a time
 NUMBERS = 1 << 13  # numbers that it adds at a time

@@ -170,13 +170,14 @@ class HeadMessages(HeadCarrier):
     ranks: Ranks
 
     @classmethod
-    def open(cls, call: Call, ranks: Ranks, signature: CallSignature, size: int) -> Self:
+    def open(cls, call: Call, ranks: Ranks, signature: CallSignature, _size: int) -> Self:
         """Compare a pass with the peers', and return what carries its exchanges.
+
+        Each exchange has buffers of its own, whatever its size.
 
         Raises:
             RankMismatchError: A peer is making another call.
         """
-        del size  # each exchange has buffers of its own
         call.agree(ranks, signature)
         return cls(ranks)
 

@@ -40,9 +40,8 @@ from ring_torch.transports.symm_buffer import (
     on_stream,
 )
 
-Event = torch.cuda.Event
-Stream = torch.cuda.Stream
-Done = tuple[Stream, Event]  # the stream of a copy, and an event recorded behind it
+#: The stream of a copy, and an event recorded behind it.
+Done = tuple[torch.cuda.Stream, torch.cuda.Event]
 
 _MOST_BYTES = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
 
@@ -262,7 +261,10 @@ def fits_one_kernel(plan: Plan, keys: KVPayload, groups: int, splits: bool, tile
     return fits and plain and aligned and not longest.in_place and runs
 
 
-def _wait(stream: Stream, compared: Event, copies: Sequence[Done], fetches: int | None) -> None:
+def _wait(
+    stream: torch.cuda.Stream, compared: torch.cuda.Event, copies: Sequence[Done],
+    fetches: int | None,
+) -> None:  # fmt: skip
     """Let a stream wait for the first ``fetches`` copies (``None``: all).
 
     It also waits for ``compared``, the end of the comparison of calls: copies of another call's K/V
@@ -272,6 +274,6 @@ def _wait(stream: Stream, compared: Event, copies: Sequence[Done], fetches: int 
         stream.wait_event(event)
 
 
-def _last(copies: Sequence[Done]) -> list[Event]:
+def _last(copies: Sequence[Done]) -> list[torch.cuda.Event]:
     """Return the last event of each stream: it follows those before."""
     return list(dict(copies).values())
