@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
@@ -27,7 +27,6 @@ from ring_core import (
 )
 from ring_core.choose.gathering import MAX_SAVED_BYTES
 from ring_core.programs.grid import RankGrid
-from ring_core.triton.tile_configs import positions_aligned8
 from ring_core.viz.text import imbalance_line
 from ring_torch.accumulate import Rows
 from ring_torch.buffers import HeadCarrier, KeyGradBuffer, KVPayload, Shapes
@@ -37,13 +36,7 @@ from ring_torch.comm.store import CallSignature
 from ring_torch.kernels.api import Kernel, Selection
 from ring_torch.kernels.measured import measured
 from ring_torch.options import CallOptions
-from ring_torch.positions import (
-    gathered_positions,
-    gathered_runs,
-    key_runs,
-    positions_of,
-    query_runs,
-)
+from ring_torch.positions import key_positions, query_positions
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -324,16 +317,6 @@ class Call(NamedTuple):
                 f"graph. Instead: leave the call out of the graph, or use kernel='triton'"
             )
 
-    def positions(self, rank: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return query indices, query positions and key positions of a rank, int64 each.
-
-        They are ``None`` if no option needs them. A query's index counts queries; its position is
-        that among the keys, which differs if there are more keys than queries.
-        """
-        if not self.needs_index:
-            return None, None, None
-        return positions_of(self.plan, rank, self.device)
-
     def rows(self, inputs: Inputs, *, adds_sinks: bool = False) -> QueryBlock:
         """Return this rank's queries as a block, with what options need beside them.
 
@@ -345,12 +328,11 @@ class Call(NamedTuple):
         sinks = folded(sinks, torch.float32) if adds_sinks and sinks is not None else None
         if not self.needs_index:
             return QueryBlock(q, None, None, inputs.q_ids, None, None, sinks=sinks)
-        indices, position, _ = self.positions(self.ranks.rank)
+        indices, position, runs = query_positions(self.plan, self.ranks.rank, self.device)
         return QueryBlock(
             q, indices, position, inputs.q_ids, inputs.bias,
             None if inputs.alibi_slopes is None else torch.atleast_2d(inputs.alibi_slopes),
-            query_runs(self.plan, self.ranks.rank), inputs.bias_shift, sinks,
-            Dropout(self.seed, self.dropout_heads),
+            runs, inputs.bias_shift, sinks, Dropout(self.seed, self.dropout_heads),
         )  # fmt: skip
 
     def row_sums(
@@ -376,11 +358,8 @@ class Call(NamedTuple):
         columns = KeyBlock(tensors[0], tensors[1], None, tensors[2] if len(tensors) > 2 else None)
         if not self.needs_index:
             return columns
-        return columns._replace(
-            position=self.positions(rank)[2],
-            aligned8=_positions_aligned8(self.plan, rank),
-            runs=key_runs(self.plan, rank),
-        )
+        position, aligned8, runs = key_positions(self.plan, rank, self.device)
+        return columns._replace(position=position, aligned8=aligned8, runs=runs)
 
     def open_session(self, spec: SessionSpec, signature: CallSignature) -> GatherSession:
         """Open a session of the transport for the pass that a signature is of.
@@ -412,11 +391,8 @@ class Call(NamedTuple):
         columns = KeyBlock(k, v, None, tensors[1] if keys.segments else None)
         if not self.needs_index:
             return columns
-        return columns._replace(
-            position=gathered_positions(gather, self.device),
-            aligned8=positions_aligned8(gather.positions),
-            runs=gathered_runs(gather),
-        )
+        position, aligned8, runs = key_positions(gather, self.ranks.rank, self.device)
+        return columns._replace(position=position, aligned8=aligned8, runs=runs)
 
     @property
     def is_plain(self) -> bool:
@@ -492,12 +468,6 @@ class StrategySpec:
         """Return True if its bytes can move by a transport."""
         moves_by_any = self.opens_sessions or (self.splits_heads and self.grid is None)
         return moves_by_any or transport.sends_messages
-
-
-@lru_cache(maxsize=256)
-def _positions_aligned8(plan: Plan, rank: int) -> bool:
-    """Return True if each group of eight of a rank's keys is contiguous from a multiple of 8 on."""
-    return positions_aligned8(plan.k_positions(rank))
 
 
 def attend(call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:

@@ -97,9 +97,8 @@ class Sharding:
         Raises:
             UnsupportedError: One of two shardings acts alone.
         """
-        alone = [self.group is OneRank.WHOLE]
-        if isinstance(other, Sharding):
-            alone.append(other.group is OneRank.WHOLE)
+        shardings = (x for x in (self, other) if isinstance(x, Sharding))
+        alone = [x.group is OneRank.WHOLE for x in shardings]
         if any(alone) and not all(alone):
             raise UnsupportedError(
                 "relayout between ranks that act alone, inside of whole(), and others: enter whole() of "

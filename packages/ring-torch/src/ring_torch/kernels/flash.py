@@ -57,6 +57,14 @@ def old_gpu_reason() -> str | None:
     return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
 
 
+def gpu_reason(*majors: int) -> str | None:
+    """Return a refusal if a library has no kernels for the current device's generation."""
+    if capability()[0] in majors:
+        return None
+    known = f"{majors[0]}.x to {majors[-1]}.x"
+    return f"has kernels for compute capability {known}, this is {capability()}"
+
+
 @dataclass(frozen=True)
 class FlashKernel(Kernel):
     """A kernel made of the calls of a library.

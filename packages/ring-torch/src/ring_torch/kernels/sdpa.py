@@ -17,7 +17,7 @@ from torch import Tensor
 from ring_core import Capabilities, Request, RingProgram, WorkItem
 from ring_torch.accumulate import merge_in_torch
 from ring_torch.capture import capture_safe_cache
-from ring_torch.kernels.eager import EagerKernel
+from ring_torch.kernels.eager import EagerKernel, is_clean
 from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
 from ring_torch.kernels.library import (
     FlashLibrary,
@@ -111,10 +111,10 @@ class TorchFlash(FlashLibrary):
         self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, _dst: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)``, allocated by torch."""
-        cu_q, cu_k, max_q, max_k = _lengths(q, k, options)
+        cu_q, cu_k, *longest = options.documents or (None, None, q.shape[1], k.shape[1])
         left, right = (unbounded(side) for side in options.window)
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, cu_q, cu_k, max_q, max_k, 0.0, False, False,
+            q, k, v, cu_q, cu_k, *longest, 0.0, False, False,
             scale=options.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return out, lse
@@ -124,11 +124,11 @@ class TorchFlash(FlashLibrary):
         options: LaunchOptions, _dst: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return ``(dq, dk, dv)``, allocated by torch."""
-        cu_q, cu_k, max_q, max_k = _lengths(q, k, options)
+        cu_q, cu_k, *longest = options.documents or (None, None, q.shape[1], k.shape[1])
         left, right = (unbounded(side) for side in options.window)
         state = torch.empty(0, device=q.device)  # dropout's state, of which there is none
         grads: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
-            dout.contiguous(), q, k, v, out.contiguous(), lse, cu_q, cu_k, max_q, max_k, 0.0,
+            dout.contiguous(), q, k, v, out.contiguous(), lse, cu_q, cu_k, *longest, 0.0,
             False, state, state,
             scale=options.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
@@ -198,10 +198,6 @@ def _is_causal(q: Tensor, options: LaunchOptions) -> bool:
     return options.window == (None, 0) and q.shape[1] > 1
 
 
-def _missing_cudnn() -> str | None:
-    return old_gpu_reason() if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
-
-
 def _cudnn_limits(request: Request, _program: RingProgram) -> tuple[str, ...]:
     """Return why cuDNN cannot take a call's head dims on this GPU, in its installed version."""
     dims = request.head_dim, request.v_head_dim
@@ -219,15 +215,10 @@ CUDNN = FlashKernel(
         mixed_head_dims=True, bands="causal", exact_nan=False,
     ),
     head_dims=rounded_to_8,
-    unavailable=_missing_cudnn,
+    unavailable=lambda: None if torch.backends.cudnn.is_available() else "this torch has no cuDNN",
+    wrong_gpu=old_gpu_reason,
     limits=_cudnn_limits,
 )  # fmt: skip
-
-
-def _lengths(
-    q: Tensor, k: Tensor, options: LaunchOptions
-) -> tuple[Tensor | None, Tensor | None, int, int]:
-    return options.documents or (None, None, q.shape[1], k.shape[1])
 
 
 def _reads_nonfinite(item: WorkItem, q: Tensor, k: Tensor, *value_tensors: Tensor) -> bool:
@@ -237,7 +228,7 @@ def _reads_nonfinite(item: WorkItem, q: Tensor, k: Tensor, *value_tensors: Tenso
     weights, which are 0, are multiplied with them.
     """
     checked = (q, k) if item.is_full else (q, k, *value_tensors)
-    return False in [bool(torch.isfinite(x).all()) for x in checked]
+    return not all(map(is_clean, checked))
 
 
 def _head_groups(q: Tensor, columns: KeyBlock) -> list[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:

@@ -20,6 +20,7 @@ from ring_core.programs.ring import Stage, offload_pieces
 from ring_torch.accumulate import Accumulator, Joins, Rows, Work, joins_of, merge
 from ring_torch.call import Call, StrategySpec, Traffic
 from ring_torch.comm.ranks import DONE, Ranks, Transfer
+from ring_torch.positions import query_positions
 from ring_torch.records import (
     AttentionState,
     Backward,
@@ -305,12 +306,13 @@ def remote_rows(call: Call, item: WorkItem, local: QueryBlock, tensors: list[Ten
     segments = None if local.segments is None else remaining.pop(0)
     bias = None if local.bias is None else remaining.pop(0)
     shift = None if local.bias_shift is None else remaining.pop(0)
-    index, position, _ = [
-        None if x is None else x[item.q_slice] for x in call.positions(item.q_rank)
-    ]
+    indices = position = None
+    if call.needs_index:
+        of_owner = query_positions(call.plan, item.q_rank, call.device)[:2]
+        indices, position = (x[item.q_slice] for x in of_owner)
     return local._replace(
         q=q,
-        indices=index,
+        indices=indices,
         position=position,
         segments=segments,
         bias=bias,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from ring_core import RingProgram, WorkItem
@@ -244,7 +245,8 @@ class Ring(Strategy):
         A compiled forward always saves one, as another plan of the same graph may. On one rank it
         saves none.
         """
-        return [packing_of(inputs.key_tensors()).as_bytes] if call.ranks.size > 1 else []
+        size = packing_of(inputs.key_tensors()).size
+        return [((size,), torch.uint8)] if call.ranks.size > 1 else []
 
     def offload_forward(
         self, _call: Call, _inputs: Inputs, _keys: Sequence[Tensor], _rows: QueryBlock,

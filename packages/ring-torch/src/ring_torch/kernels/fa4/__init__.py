@@ -22,7 +22,7 @@ from ring_torch.buffers import KVPayload
 from ring_torch.kernels.api import OwnSpans
 from ring_torch.kernels.fa4 import library
 from ring_torch.kernels.fa4.options import modded_of
-from ring_torch.kernels.flash import FlashKernel
+from ring_torch.kernels.flash import FlashKernel, gpu_reason
 from ring_torch.kernels.library import (
     BackwardLaunch,
     Direction,
@@ -87,7 +87,7 @@ class Flash4(FlashLibrary):
         elif key is None or key in self._forwards:
             library.library_forward(*arguments)
         else:
-            library.remember(self._forwards, key, library.recorded_forward(*arguments))
+            keep(self._forwards, key, library.recorded_forward(*arguments))
         return dst
 
     def repeated_forward(
@@ -138,7 +138,7 @@ class Flash4(FlashLibrary):
         if key is None or key in self._backwards:
             return library.library_backward(*arguments)
         grads, compiled = library.recorded_backward(*arguments)
-        library.remember(self._backwards, key, compiled)
+        keep(self._backwards, key, compiled)
         return grads
 
     def repeated_backward(
@@ -239,12 +239,6 @@ def _missing() -> str | None:
             f"flash_attn/cute over it; pip install --force-reinstall --no-deps flash-attn-4"
         )
     return None
-
-
-def _wrong_gpu() -> str | None:
-    if capability()[0] in (9, 10, 11):
-        return None
-    return f"has kernels for compute capability 9.x to 11.x, this is {capability()}"
 
 
 class HopperSplitBackward:
@@ -366,7 +360,7 @@ FA4 = FlashKernel(
     split_backward=HopperSplitBackward(),
     head_dims=_head_dims,
     unavailable=_missing,
-    wrong_gpu=_wrong_gpu,
+    wrong_gpu=partial(gpu_reason, 9, 10, 11),
     limits=_limits,
     adds_sinks=True,
     predicate_compile_seconds=10,

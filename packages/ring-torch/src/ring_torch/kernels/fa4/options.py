@@ -6,7 +6,7 @@ read, and lists of the blocks of scores to visit.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import import_module
 from typing import NamedTuple
 
@@ -24,8 +24,7 @@ from ring_torch.kernels.fa4.library import (
     BLOCK_Q,
     PLAIN,
     Modded,
-    backward_is_transposed,
-    tile_keys,
+    tile_with_lists,
 )
 from ring_torch.kernels.library import Direction, LaunchOptions
 
@@ -44,14 +43,19 @@ def modded_of(direction: Direction, q: Tensor, v: Tensor, options: LaunchOptions
         return modded
     functions = import_module("ring_torch.kernels.fa4.mods")
     if cap is not None or alibi is not None:
+        # How many heads share a row in the indices that `score_mod` gets. The forward packs grouped
+        # heads into rows, and unpacks the indices. The backward on Hopper gives packed indices,
+        # though it has packed nothing. It matters to ALiBi alone, which is for Hopper.
+        packed = q.shape[-2] // v.shape[-2] if direction == "backward" else 1
         modded = modded._replace(
-            score_mod=functions.score_mod(cap, alibi, _packed(direction, q, v)),
+            score_mod=functions.score_mod(cap, alibi, packed),
             score_mod_bwd=functions.score_mod_bwd(cap),
         )
     if alibi is None and masked is None:
         return modded
     rule = _rule(masked, options.geometry)
-    by_columns = _by_columns(direction, q.shape[-1], v.shape[-1])
+    dims = q.shape[-1], v.shape[-1]
+    by_columns = masked is not None and tile_with_lists(direction, *dims)[1]
     tensors = _tensors_read(options, q.device, tiles=rule is None, by_columns=by_columns)
     numbers = functions.Numbers(
         **{name: x.data_ptr() for name, x in tensors.items()},
@@ -66,15 +70,6 @@ def modded_of(direction: Direction, q: Tensor, v: Tensor, options: LaunchOptions
     )  # fmt: skip
     lists, block_size = _lists(direction, q, v, masked, options)
     return modded._replace(mask_mod=mask_mod, lists=lists, block_size=block_size)
-
-
-def _packed(direction: Direction, q: Tensor, v: Tensor) -> int:
-    """Return how many heads share a row in the indices that the library gives to ``score_mod``.
-
-    Its forward packs grouped heads into rows, and unpacks the indices. Its backward on Hopper gives
-    packed indices, though it has packed nothing. It matters to ALiBi alone, which is for Hopper.
-    """
-    return q.shape[-2] // v.shape[-2] if direction == "backward" else 1
 
 
 def _alibi(options: LaunchOptions) -> str | None:
@@ -173,7 +168,7 @@ def _lists(
     """Return block lists, shared by all heads, and the size of a block."""
     from ring_torch.kernels.fa4.block_lists import block_lists
 
-    block_k = tile_keys(direction, q.shape[-1], v.shape[-1])
+    block_k, _ = tile_with_lists(direction, q.shape[-1], v.shape[-1])
     if direction == "forward" and options.geometry is not None and options.segments is None:
         block_k = _cheaper_block_k(item, options.geometry, block_k)
     size = BLOCK_Q, block_k
@@ -194,12 +189,6 @@ def _cheaper_block_k(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
         return (full + _PARTIAL_COST * partial) * block_k
 
     return _FEW_KEYS if _FEW_KEYS_COST * cost(_FEW_KEYS) < cost(tile) else tile
-
-
-@cache
-def _by_columns(direction: Direction, head_dim: int, v_head_dim: int) -> bool:
-    """Return True if a thread of the kernel holds columns of scores: tiles are then transposed."""
-    return direction == "backward" and backward_is_transposed(head_dim, v_head_dim)
 
 
 @capture_safe_cache(maxsize=32)
