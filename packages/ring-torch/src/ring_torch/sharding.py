@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, Literal, get_args
 
@@ -36,8 +37,7 @@ UNSHARD_GRADS: tuple[str, ...] = get_args(UnshardGrad)
 class _Thread(threading.local):
     """Lengths of a thread's padded sequences, by T_local, while a forward collects them."""
 
-    def __init__(self) -> None:
-        self.padded: dict[int, int] | None = None
+    padded: dict[int, int] | None = None
 
 
 class Sharding:
@@ -262,14 +262,10 @@ class Unsharding:
                 # rank sends its slice to all others, and receives theirs in the order of ranks.
                 local_slice = as_stored(x).contiguous()
                 slices = [torch.empty_like(local_slice) for _ in range(self.ranks.size)]
-                received, sent = (
-                    [_as_bytes(rank_slice) for rank_slice in slices],
-                    _as_bytes(local_slice),
-                )
-                run_collective(
-                    self.ranks,
-                    lambda: dist.all_gather(received, sent, group=self.ranks.group, async_op=True),
-                )
+                run_collective(self.ranks, partial(
+                    dist.all_gather, [*map(_as_bytes, slices)], _as_bytes(local_slice),
+                    group=self.ranks.group, async_op=True,
+                ))  # fmt: skip
         # Ranks hold every token once: all rows are written, and padding is left out.
         whole = x.new_empty([*x.shape[: self.dim], layout.seq_len, *x.shape[self.dim + 1 :]])
         rows = whole.transpose(0, self.dim)
@@ -299,13 +295,10 @@ class Unsharding:
             slices = slices.to(torch.promote_types(grad.dtype, torch.float32))
             # Of these stacked slices one is for each rank; only the own sum comes back.
             total = torch.empty_like(slices[0])
-            received, sent = _as_real(total), _as_real(slices)
-            run_collective(
-                self.ranks,
-                lambda: dist.reduce_scatter_tensor(
-                    received, sent, group=self.ranks.group, async_op=True
-                ),
-            )
+            run_collective(self.ranks, partial(
+                dist.reduce_scatter_tensor, _as_real(total), _as_real(slices),
+                group=self.ranks.group, async_op=True,
+            ))  # fmt: skip
         return total.to(grad.dtype)
 
     def _signature(self, x: Tensor) -> CallSignature:

@@ -102,6 +102,11 @@ class Balanced(Ring):
     lent: Mapping[WorkItem, tuple[Work, Joins]]
     lent_backward: Mapping[WorkItem, Backward]
 
+    def __post_init__(self) -> None:
+        """Check that both passes have pieces for each step, perhaps none: all steps are asked."""
+        assert len(self.forward_pieces) == len(self.forward_steps)
+        assert len(self.backward_pieces) == len(self.backward_steps)
+
     @classmethod
     def of(cls, call: Call, _inner: Call | None = None, _grid: RankGrid | None = None) -> Self:
         """Make the steps of both passes of a call for its rank."""

@@ -167,7 +167,8 @@ def _of_forward(
     modded = modded_of("forward", q, v, options)
     arguments = q, k, v, dst.out, lse, options, modded
     can_record = library.can_record(q, k, v, dst.out, modded.sinks)
-    return arguments, library.forward_key(*arguments) if can_record else None
+    key = library.launch_key(options, modded, q, k, v, dst.out, lse) if can_record else None
+    return arguments, key
 
 
 def _of_backward(
@@ -175,9 +176,11 @@ def _of_backward(
     options: LaunchOptions, dst: Tensor | None,
 ) -> tuple[library.BackwardArguments, object]:  # fmt: skip
     """Return the arguments of a backward, and its key; ``None`` if it cannot be repeated."""
-    arguments = dout, q, k, v, out, lse, options, modded_of("backward", q, v, options), dst
-    can_record = library.can_record(*arguments[:6], dst)
-    return arguments, library.backward_key(*arguments) if can_record else None
+    modded = modded_of("backward", q, v, options)
+    key = None
+    if library.can_record(dout, q, k, v, out, lse, dst):
+        key = library.launch_key(options, modded, q, k, v, dout, out, lse, dst)
+    return (dout, q, k, v, out, lse, options, modded, dst), key
 
 
 def _limits(request: Request, program: RingProgram) -> tuple[str, ...]:

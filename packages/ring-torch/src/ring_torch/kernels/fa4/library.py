@@ -491,43 +491,23 @@ def launched_backward(
     return grads
 
 
-def forward_key(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions, modded: Modded
-) -> object:  # fmt: skip
-    """Return a key of a forward: calls with equal keys have the same compiled function."""
+def launch_key(
+    options: LaunchOptions, modded: Modded, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None
+) -> object:
+    """Return a key of a pass: calls with equal keys have the same compiled functions."""
+    documents = options.documents
     return (
         q.dtype, q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        out.stride(), None if lse is None else lse.stride(), options.scale, options.window,
-        _documents_key(options.documents), modded.key,
+        *[None if x is None else x.stride() for x in others], options.scale, options.window,
+        options.deterministic, modded.key,
+        None if documents is None else (len(documents.cu_q), documents.max_q, documents.max_k),
     )  # fmt: skip
 
 
-def backward_key(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: LaunchOptions,
-    modded: Modded, dst: Tensor | None,
-) -> object:  # fmt: skip
-    """Return a key of a backward: calls with equal keys have the same compiled functions."""
-    return (
-        q.dtype, q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        dout.stride(), out.stride(), lse.stride(), None if dst is None else dst.stride(),
-        options.scale, options.window, options.deterministic,
-        _documents_key(options.documents), modded.key,
-    )  # fmt: skip
-
-
-def can_record(*tensors: Tensor | None) -> bool:
+def can_record(first: Tensor, *others: Tensor | None) -> bool:
     """Return True on Hopper, if all tensors begin at multiples of 16 bytes."""
-    pointers = 0
-    for x in tensors:
-        if x is not None:
-            pointers |= x.data_ptr()
-    first = tensors[0]
-    return pointers % 16 == 0 and first is not None and capability(first.device.index)[0] == 9
-
-
-def _documents_key(documents: Documents | None) -> object:
-    """Return a key of documents: their number and largest lengths."""
-    return None if documents is None else (len(documents.cu_q), documents.max_q, documents.max_k)
+    offsets = [x.data_ptr() % 16 for x in (first, *others) if x is not None]
+    return not any(offsets) and capability(first.device.index)[0] == 9
 
 
 class SplitLaunch(NamedTuple):

@@ -130,11 +130,11 @@ class ItemLaunch:
     ) -> dict[str, Any]:  # fmt: skip
         """Return the constants for which a kernel is compiled, by name."""
         q, k, v, params = *(tensors[name] for name in "qkv"), self.params
-        steps = {f"{name.upper()}_STEP": 0 for name in ("q", "k", "v", "out", "dq", "dk", "dv")}
-        for tensor_name, x in tensors.items():
-            step = f"{_STRIDES_OF.get(tensor_name, tensor_name).upper()}_STEP"
-            if step in steps:
-                steps[step] = x.stride(1)
+        laid_out = {_STRIDES_OF.get(name, name): x.stride(1) for name, x in tensors.items()}
+        steps = {
+            f"{name.upper()}_STEP": laid_out.get(name, 0)
+            for name in ("q", "k", "v", "out", "dq", "dk", "dv")
+        }
         # Constants are compiled in: each new combination of them costs a compilation, so lengths
         # and the seed are none.
         p = params.dropout_p
@@ -258,15 +258,11 @@ def _start(
 
 def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the strides of the batch and head dimensions of all tensors but dbias, by name."""
-    strides: dict[str, int] = {}
-    for name, x in tensors.items():
-        stride_name, head_dim = _STRIDES_OF.get(name, name), 2 if x.ndim == 4 else 1
-        if name != "dbias":
-            strides |= {
-                f"{stride_name}_batch": x.stride(0),
-                f"{stride_name}_head": x.stride(head_dim),
-            }
-    return strides
+    return {
+        f"{_STRIDES_OF.get(name, name)}_{kind}": x.stride(dim)
+        for name, x in tensors.items() if name != "dbias"
+        for kind, dim in (("batch", 0), ("head", 2 if x.ndim == 4 else 1))
+    }  # fmt: skip
 
 
 @capture_safe_cache(maxsize=1024)
