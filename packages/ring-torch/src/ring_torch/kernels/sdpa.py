@@ -17,7 +17,7 @@ from torch import Tensor
 from ring_core import Capabilities, Request, RingProgram, WorkItem
 from ring_torch.accumulate import merge_in_torch
 from ring_torch.capture import capture_safe_cache
-from ring_torch.kernels.eager import EagerKernel, is_clean
+from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
 from ring_torch.kernels.library import (
     FlashLibrary,
@@ -228,7 +228,7 @@ def _reads_nonfinite(item: WorkItem, q: Tensor, k: Tensor, *value_tensors: Tenso
     weights, which are 0, are multiplied with them.
     """
     checked = (q, k) if item.is_full else (q, k, *value_tensors)
-    return not all(map(is_clean, checked))
+    return False in [bool(torch.isfinite(x).all()) for x in checked]
 
 
 def _head_groups(q: Tensor, columns: KeyBlock) -> list[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:
