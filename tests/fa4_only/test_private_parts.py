@@ -328,13 +328,13 @@ def test_a_split_backward_launches_what_the_library_launches(
     backward = split_backward.backward([item], params)
     rounding = split_backward.rounding(spans, keys, params)
     rows, upstream = (
-        QueryBlock(q, None, None, None, None, None),
+        QueryBlock(q),
         BackwardInputs(dout, out, lse, None),
     )
     for _ in range(2):  # the first call asks the library for its functions
         library.taken()
         flat = torch.zeros(2 * 2 * heads[1] * 512 * dim)
-        held, sums = [KeyBlock(k, v, None, None)], Columns(layout, flat, 512, {})
+        held, sums = [KeyBlock(k, v)], Columns(layout, flat, 512, {})
         row_stats = backward.run(rows, held, upstream, Rows(lambda: dq, "write"), sums)
         assert row_stats is not None and not held
         rounding(flat, dk, dv)

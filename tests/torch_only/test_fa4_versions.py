@@ -642,7 +642,7 @@ def test_functions_of_a_split_backward_are_those_of_a_small_one(
     flat = zeros(k.numel() + v.numel())
     item = fa4.library.SplitLaunch(0, k.shape[1], launch.options.scale, sides, functions)
     run = fa4.library.AllLaunches(slice(0, q.shape[1]), [item], tuple(k.shape))
-    held, upstream = [KeyBlock(k, v, None, None)], BackwardInputs(dout, out, lse, None)
+    held, upstream = [KeyBlock(k, v)], BackwardInputs(dout, out, lse, None)
     run(q, held, upstream, flat, lambda: dq, is_last=True)
     assert held == []
     for x, grad, scale in zip(flat.chunk(2), (dk, dv), (launch.options.scale, 1.0), strict=True):

@@ -327,7 +327,8 @@ def test_the_group_stays_open(captures: bool, monkeypatch: pytest.MonkeyPatch) -
         size=2, rank=0, check_open=lambda: None, state=SimpleNamespace(before_passes={})
     )
     signature: Any = SimpleNamespace(fields={"pass": "forward"})
-    with pytest.raises(ValueError, match="once more"), handshake.GuardedPass(ranks, 1, signature):
+    guarded = handshake.GuardedPass(ranks, 1, signature, torch.device("cpu"))
+    with pytest.raises(ValueError, match="once more"), guarded:
         raise ValueError("make it once more outside of a graph")
     assert bool(closed) is not captures
 

@@ -235,7 +235,7 @@ def test_any_item_is_its_dense_mask(
         out, lse = _dense(q, k, v, torch.tensor(cells), params)
         expected = torch.autograd.grad(out, leaves, dout)
         q, k, v, out, lse = (x.detach() for x in (q, k, v, out, lse))
-        queries, keys = QueryBlock(q, None, None, None, None, None), KeyBlock(k, v, None, None)
+        queries, keys = QueryBlock(q), KeyBlock(k, v)
         into = unseen_state(q, 5, q.dtype)
         merge_in_torch(into, *_attended(kernel, queries, keys, item, params))
         _same(into.out, out)
@@ -286,8 +286,8 @@ def test_nan_in_documents_stays(cu_k: tuple[int, ...], batch: int) -> None:
         AttentionState(torch.empty_like(q), torch.empty(batch, 2, 6)),
     )
     arguments = (
-        QueryBlock(q, None, None, None, None, None),
-        KeyBlock(k, v, None, None),
+        QueryBlock(q),
+        KeyBlock(k, v),
         item,
         KernelParams(Mask(), 1.0),
     )
@@ -309,7 +309,7 @@ def test_results_are_written_in_place_where_they_fit(
     q, k, v = (torch.randn(1, 6, 2, dim) for dim in (5, 5, 8))
     item = WorkItem(0, 0, 0, 0, 6, 0, 6, None, None, documents, documents)
     arguments = (
-        QueryBlock(q, None, None, None, None, None), KeyBlock(k, v, None, None), item, KernelParams(Mask(), 1.0),
+        QueryBlock(q), KeyBlock(k, v), item, KernelParams(Mask(), 1.0),
     )  # fmt: skip
     dst = AttentionState(torch.empty(1, 6, 2, 8), torch.empty(1, 2, 6))
     result = kernel._attend(arguments[0], arguments[1], item, arguments[3], dst)
@@ -381,7 +381,7 @@ def test_a_batch_of_documents_is_one_launch() -> None:
     item = WorkItem(0, 0, 0, 0, 6, 0, 6, 0, None, np.array([0, 2, 2, 6]), np.array([0, 2, 2, 6]))
     params = KernelParams(Mask(), 1.0)
     x = torch.zeros(3, 6, 1, 4)
-    rows, columns = QueryBlock(x, None, None, None, None, None), KeyBlock(x, x, None, None)
+    rows, columns = QueryBlock(x), KeyBlock(x, x)
     calls: list[LaunchOptions] = []
     forward = PlainFlash.forward
 
@@ -436,6 +436,6 @@ def test_documents_keep_their_right_side() -> None:
     item = WorkItem(0, 0, 0, 0, 7, 0, 5, -1, None, np.array([0, 5, 7]), np.array([0, 3, 5]))
     params = KernelParams(Mask(), 1.0)
     q, k = torch.randn(1, 7, 1, 4), torch.randn(1, 5, 1, 4)
-    rows, columns = QueryBlock(q, None, None, None, None, None), KeyBlock(k, k, None, None)
+    rows, columns = QueryBlock(q), KeyBlock(k, k)
     a, b = (_attended(x, rows, columns, item, params).lse for x in (PLAIN, FORGETFUL))
     _same(a, b)

@@ -123,7 +123,7 @@ def _by_launch(rank: int) -> None:
     )
     for number in (3, 4):
         _check_on_stream(ranks, number, 5, signature, torch.device("cpu"))
-    digests = [signature.as_int64(number, 5) for number in (3, 4)]
+    digests = [signature.for_call(number, 5) for number in (3, 4)]
     assert seen == [(256, [digest], digest) for digest in digests]
 
 
@@ -166,7 +166,7 @@ def test_the_group_is_closed(in_words: bool, monkeypatch: pytest.MonkeyPatch) ->
     agreement = SimpleNamespace(report_mismatch=lambda _: done.append("reported"))
     monkeypatch.setattr(handshake, "_agreement", lambda *_: agreement)
     monkeypatch.setattr(handshake, "fail", lambda *_: done.append("closed"))
-    word = known.as_int64(NUMBER, SEED).to_bytes(8, "little", signed=True)
+    word = known.for_call(NUMBER, SEED).to_bytes(8, "little", signed=True)
     repeated = word * (handshake.HEADER_BYTES // len(word))
     header = bytes(handshake.Header.of(known, NUMBER, SEED, NONCE).bytes())
     sent = bytes(handshake.Header.of(new, NUMBER, SEED, NONCE).bytes())

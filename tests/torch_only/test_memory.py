@@ -197,7 +197,7 @@ def test_gradients_of_a_launch_are_gone_before_the_next(how: Any) -> None:
         return Grads(grads[0], grads[1], grads[2], None)
 
     backward = one_by_one(items, [launch] * len(items))
-    rows, keys = QueryBlock(x, None, None, None, None, None), KeyBlock(x, x, None, None)
+    rows, keys = QueryBlock(x), KeyBlock(x, x)
     row_sums = Rows(partial(torch.zeros_like, x), how)
     column_sums = KeyGrads(torch.zeros_like(x), torch.zeros_like(x))
     upstream = BackwardInputs(x, x, x[..., 0].transpose(1, 2), None)
@@ -216,7 +216,7 @@ def test_a_failed_pass_lets_its_tensors_go(monkeypatch: pytest.MonkeyPatch) -> N
     def failing_pass() -> None:
         x = torch.ones(3)
         held.append(ref(x))
-        with handshake.GuardedPass(ranks, 1, signature):
+        with handshake.GuardedPass(ranks, 1, signature, torch.device("cpu")):
             raise MemoryError(x.shape)
 
     gc.disable()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ from ring_core import Mask, UnsupportedError
 from ring_torch import ContextParallel, attention, autograd, capture, prepare, ring_attention
 from ring_torch.buffers import flat
 from ring_torch.capture import capture_safe_cache
-from ring_torch.comm.ranks import Ranks
+from ring_torch.comm import handshake
+from ring_torch.comm.ranks import Ranks, ranks_of
 from ring_torch.transports import symm_buffer
 from ring_torch.transports.symm_buffer import SymmetricMemory
 
@@ -120,20 +121,23 @@ def test_kernels_launch_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -
     entered: list[Any] = [capture.on_device(torch.device("cuda", n)) for n in (0, 1)]
     assert entered[0] != ("on", 0)
     assert entered[1] == ("on", 1)
-    recorded: list[torch.device] = []
+    recorded: list[str] = []
 
-    def spy(device: torch.device) -> Any:
-        recorded.append(device)
-        return nullcontext()
+    @contextmanager
+    def spy(device: torch.device) -> Iterator[None]:
+        recorded.append(f"on {device}")
+        yield
+        recorded.append(f"off {device}")
 
-    monkeypatch.setattr(autograd, "on_device", spy)
-    autograd._on_device(torch.device("cuda", 1))
-    assert recorded == [torch.device("cuda", 1)]
-    recorded.clear()
-    monkeypatch.setattr(autograd, "_on_device", spy)
+    monkeypatch.setattr(handshake, "on_device", spy)
+    with handshake.GuardedPass(ranks_of(None), 1, Mock(), torch.device("cuda", 1)):
+        assert recorded == ["on cuda:1"]
+    assert recorded == ["on cuda:1", "off cuda:1"]
+    guarded = Mock(return_value=nullcontext())
+    monkeypatch.setattr(autograd, "GuardedPass", guarded)
     x = _x().requires_grad_()
     ring_attention(x, x, x).sum().backward()
-    assert recorded == [x.device] * 2
+    assert [call.args[3] for call in guarded.call_args_list] == [x.device] * 2
 
 
 def _played(_: int, sizes: tuple[int, ...], dtype: torch.dtype, __: int) -> Tensor:

@@ -134,7 +134,7 @@ def test_sums_are_passed_to_compiled_functions_as_they_lie(batch: int) -> None:
     used = launches if batch == 1 else launches[1:]
     run = library.AllLaunches(slice(0, 16), used, (batch, columns, heads, dim))
     rows, lse = torch.randn(batch, 16, 4, dim), torch.randn(batch, 4, 16)
-    keys, upstream = KeyBlock(rows, rows, None, None), BackwardInputs(rows, rows, lse, None)
+    keys, upstream = KeyBlock(rows, rows), BackwardInputs(rows, rows, lse, None)
     for _ in range(2):
         seen.clear()
         run(rows, [keys], upstream, sums, rows.clone, is_last=True)
@@ -180,9 +180,9 @@ def test_a_split_backward_gets_aligned_tensors(name: str) -> None:
     with patch.object(fa4, "_split_launches", lambda *_: [launch]):
         for _ in range(2):
             passed.clear()
-            held, sums = [KeyBlock(k, v, None, None)], Columns(layout, torch.zeros(0), 16, {})
+            held, sums = [KeyBlock(k, v)], Columns(layout, torch.zeros(0), 16, {})
             backward.run(
-                QueryBlock(q, None, None, None, None, None), held,
+                QueryBlock(q), held,
                 BackwardInputs(dout, out, torch.zeros(1, 2, 16), None), Rows(q.clone, "write"), sums,
             )  # fmt: skip
             assert all(x.data_ptr() % 16 == 0 for x in passed)

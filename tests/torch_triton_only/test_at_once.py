@@ -71,7 +71,7 @@ def on_a_rank(
         call.agree(call.ranks, signature)
         options = spec.gather.splits, spec.gather.tile
         assert peer_copies.fits_one_kernel(call.plan, spec.keys, spec.groups, *options)
-        digest = signature.as_int64(call.number, call.seed)
+        digest = signature.for_call(call.number, call.seed)
         digest += rank if wrong == "digest" else 0
         size = grad_bytes_of(call.plan, spec.keys, call.acc_dtype, *options)
         size += spec.keys.message.size

@@ -63,7 +63,7 @@ def on_a_rank(
 
     def opened(call: Call, ranks: Ranks, signature: CallSignature, size: int) -> HeadCarrier:
         call.agree(ranks, signature)
-        digest = signature.as_int64(call.number, call.seed) + (rank if wrong == "digest" else 0)
+        digest = signature.for_call(call.number, call.seed) + (rank if wrong == "digest" else 0)
         return HeadTrade(one_kernel.exchange_state_of(ranks).begin_pass(size, digest))
 
     trade_heads = exchange_kernel.trade_heads

@@ -258,10 +258,7 @@ class Work(NamedTuple):
             slices = [x.item.q_slice for x in self.launches]
             return [(rows.take(x), None if state is None else state.take(x)) for x in slices]
         # Few views, which cost the host most; all that these rows have beside q is the sinks.
-        blocks = [
-            QueryBlock(q, None, None, None, None, None, sinks=rows.sinks)
-            for q in rows.q.split_with_sizes(self.sizes, 1)
-        ]
+        blocks = [QueryBlock(q, rows.sinks) for q in rows.q.split_with_sizes(self.sizes, 1)]
         if state is None:
             return zip(blocks, repeat(None))
         parts = state.out.split_with_sizes(self.sizes, 1), state.lse.split_with_sizes(self.sizes, 2)

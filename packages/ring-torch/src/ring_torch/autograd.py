@@ -7,8 +7,7 @@ the check of results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ring_core import WrongResultError
 from ring_torch import tripwire
 from ring_torch.buffers import Shapes
 from ring_torch.call import Call, Saved, attend
-from ring_torch.capture import NO_CONTEXT, as_own, is_capturing, on_device
+from ring_torch.capture import NO_CONTEXT, as_own, is_capturing
 from ring_torch.checking.watch import Watch
 from ring_torch.comm.handshake import GuardedPass, check_graph
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_backward
@@ -76,16 +75,16 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
         WrongResultError: The tripwire checked this call and found a wrong result.
         RuntimeError: A peer failed or did not answer, or a pass of an earlier call failed.
     """
+    if torch.is_autocast_enabled(call.device.type):
+        with torch.autocast(call.device.type, enabled=False):
+            return forward_pass(call, inputs)
     if call.device.type == "cuda" and is_capturing():
         call.check_capture()
         check_graph(call.ranks, call.forward_signature, call.strategy)
     # Autograd saves the caller's own tensors: these copies live only as long as the pass.
     if False in [x is None or x.stride(-1) == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
-    with (
-        _on_device(call.device),
-        GuardedPass(call.ranks, call.number, call.forward_signature),
-    ):
+    with GuardedPass(call.ranks, call.number, call.forward_signature, call.device):
         # The tripwire counts what is sent and received inside, if it checks this call.
         with Watch(call.device) if call.checked else NO_CONTEXT as watch:
             if call.params.shifts_bias:
@@ -99,7 +98,10 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
         # views, which torch would not let callers change in place, what lies below.
         # (Dtypes are compared first: a `to` that does nothing takes the host longer.)
         out = out if out.dtype == call.dtype else out.to(call.dtype)
-        out, lse = out.contiguous().detach(), lse.contiguous().detach()
+        out, lse = [
+            x.detach() if x._is_view() else x  # noqa: SLF001 - no public way
+            for x in (out.contiguous(), lse.contiguous())
+        ]
         error_message = None
         if watch is not None:
             error_message = tripwire.forward_faults(
@@ -152,6 +154,9 @@ def backward_pass(
         WrongResultError: The tripwire checked this call and found a wrong gradient.
         RuntimeError: A peer failed or did not answer, or a pass of an earlier call failed.
     """
+    if torch.is_autocast_enabled(call.device.type):
+        with torch.autocast(call.device.type, enabled=False):
+            return backward_pass(call, inputs, results, saved, grads, release_saved)
     (out, lse), (dout, dlse) = results, grads
     if call.params.shifts_bias:
         shift, lse = saved.pop(0), saved.pop(0)
@@ -166,10 +171,7 @@ def backward_pass(
     if call.device.type == "cuda" and is_capturing():
         call.check_capture()
         check_graph(call.ranks, call.backward_signature, call.strategy)
-    with (
-        _on_device(call.device),
-        GuardedPass(call.ranks, call.number, call.backward_signature),
-    ):
+    with GuardedPass(call.ranks, call.number, call.backward_signature, call.device):
         # Computed once and shared by all work items: it depends on the final results alone.
         delta = _delta(dout, out, dlse, call.acc_dtype) if call.kernel.needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)
@@ -204,23 +206,6 @@ def backward_pass(
 
 
 _backward_alone = torch.compiler.disable(backward_pass, reason=NEEDS_COMPILED_FORWARD)
-
-
-@contextmanager
-def _launches_on(device: torch.device) -> Iterator[None]:
-    """Run the block with a device as the current one and autocast off."""
-    with on_device(device), torch.autocast(device.type, enabled=False):
-        yield
-
-
-def _on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context manager that makes a device current and turns autocast off.
-
-    Where nothing is to change it does nothing: entering contexts takes the host longer than asking.
-    """
-    if torch.is_autocast_enabled(device.type):
-        return _launches_on(device)
-    return NO_CONTEXT if device.type == "cpu" else on_device(device)
 
 
 def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, acc_dtype: torch.dtype) -> Tensor:

@@ -327,12 +327,12 @@ class Call(NamedTuple):
         q = q.detach() if q.requires_grad else q
         sinks = folded(sinks, torch.float32) if adds_sinks and sinks is not None else None
         if not self.needs_index:
-            return QueryBlock(q, None, None, inputs.q_ids, None, None, sinks=sinks)
+            return QueryBlock(q, sinks, inputs.q_ids)
         indices, position, runs = query_positions(self.plan, self.ranks.rank, self.device)
         return QueryBlock(
-            q, indices, position, inputs.q_ids, inputs.bias,
+            q, sinks, inputs.q_ids, indices, position, inputs.bias,
             None if inputs.alibi_slopes is None else torch.atleast_2d(inputs.alibi_slopes),
-            runs, inputs.bias_shift, sinks, Dropout(self.seed, self.dropout_heads),
+            runs, inputs.bias_shift, Dropout(self.seed, self.dropout_heads),
         )  # fmt: skip
 
     def row_sums(
@@ -355,7 +355,7 @@ class Call(NamedTuple):
 
     def columns(self, rank: int, tensors: Sequence[Tensor]) -> KeyBlock:
         """Return K/V of a rank as a block; ``tensors`` are k, v and, if any, segment ids."""
-        columns = KeyBlock(tensors[0], tensors[1], None, tensors[2] if len(tensors) > 2 else None)
+        columns = KeyBlock(tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)
         if not self.needs_index:
             return columns
         position, aligned8, runs = key_positions(self.plan, rank, self.device)
@@ -388,7 +388,7 @@ class Call(NamedTuple):
     ) -> KeyBlock:
         """Return gathered K/V as a block; ``tensors`` are those that a session has filled."""
         k, v = keys.columns(tensors, 0, gather.length)
-        columns = KeyBlock(k, v, None, tensors[1] if keys.segments else None)
+        columns = KeyBlock(k, v, tensors[1] if keys.segments else None)
         if not self.needs_index:
             return columns
         position, aligned8, runs = key_positions(gather, self.ranks.rank, self.device)

@@ -52,11 +52,9 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
     The empty one is cheaper: entering torch's costs the host more than the check.
     """
-    if ASSUMED_CAPABILITY.get() is not None:
+    if device.type != "cuda" or ASSUMED_CAPABILITY.get() is not None:
         return NO_CONTEXT
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return NO_CONTEXT
+    return NO_CONTEXT if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 def as_own(x: torch.Tensor) -> torch.Tensor:

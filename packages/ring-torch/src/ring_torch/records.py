@@ -88,17 +88,17 @@ class QueryBlock(NamedTuple):
     """Queries, and the rows of other inputs that belong to them."""
 
     q: Tensor
-    indices: Tensor | None  # [n] global index of each query, if an option needs it
-    position: Tensor | None  # [n] its position among the keys, if an option needs it
-    segments: Tensor | None  # [B, n] int32
-    bias: Tensor | None  # [B or 1, H or 1, n, T_kv]
-    slopes: Tensor | None  # [B or 1, H]
+    sinks: Tensor | None = None  # float32 [H], for a launch that has to add them
+    segments: Tensor | None = None  # [B, n] int32
+    indices: Tensor | None = None  # [n] global index of each query, if an option needs it
+    position: Tensor | None = None  # [n] its position among the keys, if an option needs it
+    bias: Tensor | None = None  # [B or 1, H or 1, n, T_kv]
+    slopes: Tensor | None = None  # [B or 1, H]
     runs: tuple[PositionRun, ...] = ()  # of their positions, if an option needs these
     #: ``[B or 1, H or 1, n]``, accumulators' dtype: the number to subtract from each row of the
     #: bias, as scores lose their digits beside numbers such as -1e10. The softmax stays the same;
     #: kernels return the ``lse`` of shifted scores.
     bias_shift: Tensor | None = None
-    sinks: Tensor | None = None  # float32 [H], for a launch that has to add them
     dropout: Dropout | None = None
 
     def take(self, tokens: slice) -> QueryBlock:
@@ -108,14 +108,14 @@ class QueryBlock(NamedTuple):
         span = tokens.start, tokens.stop - tokens.start
         return QueryBlock(
             self.q.narrow(1, *span),
+            self.sinks,
+            None if self.segments is None else self.segments[:, tokens],
             None if self.indices is None else self.indices[tokens],
             None if self.position is None else self.position[tokens],
-            None if self.segments is None else self.segments[:, tokens],
             None if self.bias is None else self.bias[:, :, tokens],
             self.slopes,
             _runs_in(self.runs, tokens) if self.runs else (),
             None if self.bias_shift is None else self.bias_shift[:, :, tokens],
-            self.sinks,
             self.dropout,
         )
 
@@ -125,8 +125,8 @@ class KeyBlock(NamedTuple):
 
     k: Tensor
     v: Tensor
-    position: Tensor | None  # [m] global index of each key, if an option needs it
-    segments: Tensor | None  # [B, m] int32
+    segments: Tensor | None = None  # [B, m] int32
+    position: Tensor | None = None  # [m] global index of each key, if an option needs it
     aligned8: bool = False  # columns 8 m to 8 m + 7 are at positions 8 n to 8 n + 7, for each m
     runs: tuple[PositionRun, ...] = ()  # of their positions, if an option needs these
 
@@ -138,14 +138,16 @@ class KeyBlock(NamedTuple):
         return KeyBlock(
             self.k.narrow(1, *span),
             self.v.narrow(1, *span),
-            None if self.position is None else self.position[tokens],
             None if self.segments is None else self.segments[:, tokens],
+            None if self.position is None else self.position[tokens],
             self.aligned8 and tokens.start % 8 == 0,
             _runs_in(self.runs, tokens) if self.runs else (),
         )
 
     def spanned(self, start: int, length: int) -> tuple[Tensor, Tensor]:
         """Return k and v of a span of the keys, as views."""
+        if length == self.k.shape[1]:
+            return self.k, self.v
         return self.k.narrow(1, start, length), self.v.narrow(1, start, length)
 
 

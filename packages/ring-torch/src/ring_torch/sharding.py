@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -17,7 +17,7 @@ from torch import Tensor
 from ring_core import Layout, LayoutSpec, UnsupportedError, checks, divisor_of, row_checks
 from ring_core.base.arguments import check_size
 from ring_core.layouts.layout import WHOLE_LAYOUT, Run, check_layout
-from ring_torch.capture import as_stored, constant_in_graphs, on_device
+from ring_torch.capture import as_stored, constant_in_graphs
 from ring_torch.comm.groups import Members, check_device, members_of, warn_if_alone
 from ring_torch.comm.handshake import GuardedPass, agree, check_graph
 from ring_torch.comm.ranks import Group, OneRank, Ranks, is_foreign, ranks_of, run_collective
@@ -257,7 +257,7 @@ class Unsharding:
         layout = checks.padded_layout(self.seq_len, x.shape[self.dim], self.layout, self.ranks.size)
         slices = [x]
         if self.ranks.size > 1:
-            with guarded(self.ranks, self.number, signature, x.device):
+            with GuardedPass(self.ranks, self.number, signature, x.device):
                 # Peers' slices have this shape, so one collective of equal sizes will do: every
                 # rank sends its slice to all others, and receives theirs in the order of ranks.
                 local_slice = as_stored(x).contiguous()
@@ -288,7 +288,7 @@ class Unsharding:
             return _slice_of(grad, self.dim, layout, self.ranks.rank)
         signature = self._signature(grad)
         agree_on_call(self.ranks, self.number, signature, grad.device)
-        with guarded(self.ranks, self.number, signature, grad.device):
+        with GuardedPass(self.ranks, self.number, signature, grad.device):
             # Put the slices in the order of ranks. A reduce-scatter in float32 or wider adds them
             # up, and gives each rank the sum of its own.
             slices = torch.stack([_slice_of(grad, self.dim, layout, rank) for rank in range(size)])
@@ -324,19 +324,8 @@ def agree_on_call(
         return
     check_device(ranks, device)
     check_graph(ranks, signature)
-    with guarded(ranks, number, signature, device):
+    with GuardedPass(ranks, number, signature, device):
         agree(ranks, number, 0, signature, device)
-
-
-@contextmanager
-def guarded(
-    ranks: Ranks, number: int, signature: CallSignature, device: torch.device
-) -> Iterator[None]:
-    """Run a block on the tensors' GPU, with errors of peers raised as this call's."""
-    # A failure here closes the group: messages of a collective that others are still in would match
-    # a later one.
-    with on_device(device), GuardedPass(ranks, number, signature):
-        yield
 
 
 def padded_of(x: Tensor, ranks: int) -> tuple[int, int, int] | None:

@@ -11,15 +11,16 @@ from __future__ import annotations
 import json
 import secrets
 import struct
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
 
 from ring_core import RankMismatchError
 from ring_core.base.arguments import not_none
-from ring_torch.capture import is_capturing
+from ring_torch.capture import is_capturing, on_device
 from ring_torch.comm.ranks import PeerError, Ranks, peer_errors
 from ring_torch.comm.state import note_queued
 from ring_torch.comm.store import (
@@ -150,7 +151,8 @@ def agree(
     if received != sent:  # ranks that make the same call send the same bytes
         _compare(ranks, sent, received, signature, has_agreed=has_agreed)
     if not has_agreed:
-        agreement, digest = _agreement(ranks, number, signature), signature.for_call(number, seed)
+        agreement = _agreement(ranks, number, signature)
+        digest = signature.for_call(number, seed).to_bytes(_WORD_BYTES, "little", signed=True)
         patience = timeout_of(not_none(ranks.group), device)
         # Equal to the previous rank's call is not yet equal to all: wait at the store until every
         # rank has counted itself, or one has reported a difference. Peers do the same meanwhile.
@@ -273,7 +275,7 @@ def _check_on_stream(
 
     A difference makes the stream fail with an error.
     """
-    digest = signature.as_int64(number, seed)
+    digest = signature.for_call(number, seed)
     own_digest = torch.full((_WORDS,), digest, dtype=torch.int64, device=device)
     peer_digest = torch.empty_like(own_digest)
     ranks.rotate(own_digest, peer_digest, 1, beside=False).wait()
@@ -287,7 +289,7 @@ def _check_on_stream(
 def _are_same(own_header: Header, peer_header: Header, signature: CallSignature) -> bool:
     """Return True if a peer's header, of either kind, is of the same call."""
     if peer_header.kind == _COMPARED:
-        digest = signature.as_int64(own_header.number, own_header.seed)
+        digest = signature.for_call(own_header.number, own_header.seed)
         return peer_header.digest == digest.to_bytes(_WORD_BYTES, "little", signed=True)
     return peer_header[:4] == own_header[:4]
 
@@ -365,25 +367,40 @@ class GuardedPass:
     ranks: Ranks
     number: int
     signature: CallSignature
+    device: torch.device  # the current one inside
+    _context: AbstractContextManager[object] | None = None
 
     def __enter__(self) -> None:
-        if self.ranks.size > 1:
-            self.ranks.check_open()
-            if self.ranks.state.before_passes:
-                self.ranks.begin_pass()
-
-    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
         ranks = self.ranks
-        if ranks.size == 1:
-            return
-        if error is not None:
-            self._end(error)
-        elif ranks.state.is_watched:
-            try:
-                note_queued(ranks.state, self._name)
-            except BaseException as failure:
-                self._end(failure)
-                raise
+        if ranks.size > 1:
+            ranks.check_open()
+            if ranks.state.before_passes:
+                with on_device(self.device):
+                    ranks.begin_pass()
+        # (On a CPU there is none to change: entering an empty context takes the host longer.)
+        if self.device.type == "cuda":
+            self._context = on_device(self.device)
+            self._context.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:  # fmt: skip
+        ranks = self.ranks
+        try:
+            if ranks.size == 1:
+                return
+            if error is not None:
+                self._end(error)
+            elif ranks.state.is_watched:
+                try:
+                    note_queued(ranks.state, self._name)
+                except BaseException as failure:
+                    self._end(failure)
+                    raise
+        finally:
+            if self._context is not None:
+                self._context.__exit__(kind, error, traceback)
 
     @property
     def _name(self) -> str:

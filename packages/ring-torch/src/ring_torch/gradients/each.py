@@ -34,7 +34,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ring_core import UnsupportedError
 from ring_core.base.arguments import not_none
-from ring_torch.capture import as_stored, is_capturing, on_device
+from ring_torch.capture import as_stored, is_capturing
 from ring_torch.comm.exchange import exchange
 from ring_torch.comm.groups import check_device, default_device
 from ring_torch.comm.handshake import GuardedPass, agree, agree_in_part
@@ -89,7 +89,7 @@ def reduce_each_gradient(ranks: Ranks, model: nn.Module) -> ReductionHandle:
     for sent in {device, *(weight.device for weight in weights.values())}:
         check_device(ranks, sent)
     signature = CallSignature.of(parameter_fields(weights), _CALL)
-    with on_device(device), GuardedPass(ranks, number, signature):
+    with GuardedPass(ranks, number, signature, device):
         agree(ranks, number, 0, signature, device)
     return ReductionHandle(_Hooks(ranks, number, model, weights, device))
 
@@ -222,7 +222,7 @@ class _Hooks(ReducesEach):
             ],
             dtype=torch.int32, device=facts.device,
         )  # fmt: skip
-        with on_device(self._device), GuardedPass(ranks, number, signature):
+        with GuardedPass(ranks, number, signature, self._device):
             agree(ranks, number, 0, signature, self._device)
             total = facts.to(self._device)
             run_collective(ranks, lambda: dist.all_reduce(total, group=ranks.group, async_op=True))
@@ -261,11 +261,7 @@ class _Hooks(ReducesEach):
             {"shape": list(shard.shape), "dtype": str(shard.dtype).removeprefix("torch.")},
             f"{self._pass} {self._names[n]}",
         )
-        with (
-            on_device(shard.device),
-            GuardedPass(ranks, backward.number, signature),
-            torch.no_grad(),
-        ):
+        with GuardedPass(ranks, backward.number, signature, shard.device), torch.no_grad():
             if len(comers) == ranks.size:
                 agree(ranks, backward.number, 0, signature, shard.device)
                 shard.copy_(sum_over(ranks, shard.flatten()).view_as(shard))
@@ -290,11 +286,7 @@ class _Hooks(ReducesEach):
             return
         signature = CallSignature.of({"parameters": partly}, f"{self._pass} end")
         received: dict[int, nn.Parameter] = {}
-        with (
-            on_device(self._device),
-            GuardedPass(ranks, backward.number, signature),
-            torch.no_grad(),
-        ):
+        with GuardedPass(ranks, backward.number, signature, self._device), torch.no_grad():
             agree(ranks, backward.number, 0, signature, self._device)
             # A function may have no gradient for a parameter that the backward came to.
             made = torch.tensor(

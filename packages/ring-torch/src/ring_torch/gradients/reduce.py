@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ring_core import UnsupportedError
 from ring_core.base.arguments import not_none
-from ring_torch.capture import as_stored, on_device
+from ring_torch.capture import as_stored
 from ring_torch.comm.groups import check_device, default_device
 from ring_torch.comm.handshake import GuardedPass, agree
 from ring_torch.comm.ranks import Ranks, run_collective
@@ -76,7 +76,7 @@ def reduce_gradients(ranks: Ranks, model: nn.Module) -> None:
         check_device(ranks, sent)
     signature = CallSignature.of(parameter_fields(weights), "reduce_gradients")
     # All ranks compare their parameters before they send gradients.
-    with on_device(device), GuardedPass(ranks, number, signature), torch.no_grad():
+    with GuardedPass(ranks, number, signature, device), torch.no_grad():
         agree(ranks, number, 0, signature, device)
         holders, alike = _holders(ranks, weights.values(), {*doubtful}, device)
         refusal = _refusal(weights, holders)

@@ -23,10 +23,11 @@ from ring_core.layouts.run_table import RowCopy
 from ring_core.movement import Movement, halo, offsets_of_documents, relayout, shift
 from ring_torch.capture import capture_safe_cache
 from ring_torch.checking.watch import Watch, shared_findings
+from ring_torch.comm.handshake import GuardedPass
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
-from ring_torch.sharding import agree_on_call, guarded
+from ring_torch.sharding import agree_on_call
 
 #: Copies of more slices than this read indices from a tensor, in two kernels.
 _MOST_SLICES = 32
@@ -296,7 +297,7 @@ class MoveCall:
             )
         fill = 0 if self.order else kind.fill
         error_message = None
-        with guarded(ranks, self.number, signature, x.device):
+        with GuardedPass(ranks, self.number, signature, x.device):
             if self.checked:
                 with Watch(x.device) as watch:
                     moved = forth.run(ranks, x, self.dim, fill)

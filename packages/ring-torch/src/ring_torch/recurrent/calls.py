@@ -30,6 +30,7 @@ from ring_core import LayoutSpec, UnsupportedError
 from ring_core.base.arguments import Ints
 from ring_core.checks import padded_layout
 from ring_core.recurrence import Bools, DocumentRuns, runs_of_documents
+from ring_torch.comm.handshake import GuardedPass
 from ring_torch.comm.ranks import Ranks, run_collective
 from ring_torch.comm.store import CallSignature
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
@@ -38,7 +39,7 @@ from ring_torch.recurrent.chunks import Chunks, chunks_of
 from ring_torch.recurrent.fla import FlaRuns
 from ring_torch.recurrent.kernels import Kernel, LinearAttention
 from ring_torch.recurrent.runs import EagerRuns, Runs
-from ring_torch.sharding import agree_on_call, guarded
+from ring_torch.sharding import agree_on_call
 
 
 class Results(NamedTuple):
@@ -314,7 +315,7 @@ class RecurrentCall:
         # Refuse what no rank can do. All ranks refuse alike, as their arguments are equal.
         layout = padded_layout(self.seq_len, x.shape[1], self.layout, ranks.size)
         chunks = chunks_of(layout, self.cu_seqlens, ranks.rank, self.kernel.most_tokens, x.device)
-        with guarded(ranks, self.number, signature, x.device), ieee(x.device.type):
+        with GuardedPass(ranks, self.number, signature, x.device), ieee(x.device.type):
             yield chunks
 
 

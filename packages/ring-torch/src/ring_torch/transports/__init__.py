@@ -66,7 +66,7 @@ def _digest(call: Call, ranks: Ranks, signature: CallSignature) -> int:
     """Return what identifies a pass of a call; the first of a signature is compared by hosts."""
     if not has_agreed(ranks, signature):
         call.agree(ranks, signature)
-    return signature.as_int64(call.number, call.seed)
+    return signature.for_call(call.number, call.seed)
 
 
 def _head_refusals(ranks: Ranks) -> Refusals:

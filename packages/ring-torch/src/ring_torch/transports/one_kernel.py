@@ -14,10 +14,8 @@ from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ring_core import GatherProgram, Plan
@@ -65,9 +63,6 @@ from ring_torch.transports.symm_buffer import (
 _MOST = 1024  # tables, and launches, that are kept
 #: Rows of a table that tells a kernel what a rank reads of its peers, and where it goes.
 Rows = Sequence[Sequence[int]]
-
-# The state of each group. Process groups take no attributes of ours, so it is kept here.
-_state_of: WeakKeyDictionary[dist.ProcessGroup, ExchangeState] = WeakKeyDictionary()
 
 
 @dataclass
@@ -181,10 +176,9 @@ def _programs(device: torch.device) -> tuple[int, int]:
 
 def exchange_state_of(ranks: Ranks) -> ExchangeState:
     """Return the exchange state of a group, with memory of its own, made the first time."""
-    group = ranks.group
-    assert group is not None, "one rank exchanges nothing"
-    if (state := _state_of.get(group)) is None:
-        state = _state_of[group] = ExchangeState(SymmetricMemory(ranks, header=1024))
+    if ranks.state.exchanges is None:
+        ranks.state.exchanges = ExchangeState(SymmetricMemory(ranks, header=1024))
+    state: ExchangeState = ranks.state.exchanges
     return state
 
 
