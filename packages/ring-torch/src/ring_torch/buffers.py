@@ -184,19 +184,20 @@ class KVPayload:
         k, v = kv.split([self.heads * self.dim, self.heads * self.v_dim], dim=-1)
         return k.unflatten(-1, (self.heads, self.dim)), v.unflatten(-1, (self.heads, self.v_dim))
 
-    def columns(self, gathered: Sequence[Tensor], start: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return :meth:`split` of ``length`` tokens of the first gathered tensor from ``start`` on.
+    def columns(self, gathered: Sequence[Tensor], length: int) -> list[Tensor]:
+        """Return K and V of ``length`` gathered tokens and, if any, their segment ids.
 
-        It has unit stride in its last dimension. Each view is one ``as_strided``: a repeated call
-        makes them for every launch, on the host.
+        The first gathered tensor has unit stride in its last dimension; the views are those of
+        :meth:`split`. Each is one ``as_strided``: a repeated call makes them for every launch, on
+        the host.
         """
-        kv = gathered[0]
+        kv, *ids = gathered
         (batch_step, step, unit), shape = kv.stride(), (self.batch, length, self.heads)
         assert unit == 1
-        k_dim, v_dim, first = self.dim, self.v_dim, kv.storage_offset() + start * step
+        k_dim, v_dim, first = self.dim, self.v_dim, kv.storage_offset()
         k = kv.as_strided((*shape, k_dim), (batch_step, step, k_dim, 1), first)
         first += self.heads * k_dim
-        return k, kv.as_strided((*shape, v_dim), (batch_step, step, v_dim, 1), first)
+        return [k, kv.as_strided((*shape, v_dim), (batch_step, step, v_dim, 1), first), *ids]
 
     def write(self, k: Tensor, v: Tensor, packed: Tensor, *, add: bool = False) -> None:
         """Copy or add ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` into ``packed [B, n, width]``.

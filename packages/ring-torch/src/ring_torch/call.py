@@ -353,12 +353,17 @@ class Call(NamedTuple):
             return Rows(make, how)
         return Rows(make, how, zero_bias_grad(rows, self.params, self.acc_dtype))
 
-    def columns(self, rank: int, tensors: Sequence[Tensor]) -> KeyBlock:
-        """Return K/V of a rank as a block; ``tensors`` are k, v and, if any, segment ids."""
+    def columns(
+        self, rank: int, tensors: Sequence[Tensor], gather: GatherProgram | None = None
+    ) -> KeyBlock:
+        """Return K/V of a rank, or those that it gathers by a program, as a block.
+
+        ``tensors`` are k, v and, if any, segment ids.
+        """
         columns = KeyBlock(tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)
         if not self.needs_index:
             return columns
-        position, aligned8, runs = key_positions(self.plan, rank, self.device)
+        position, aligned8, runs = key_positions(gather or self.plan, rank, self.device)
         return columns._replace(position=position, aligned8=aligned8, runs=runs)
 
     def open_session(self, spec: SessionSpec, signature: CallSignature) -> GatherSession:
@@ -382,17 +387,6 @@ class Call(NamedTuple):
     def agree(self, ranks: Ranks, signature: CallSignature) -> None:
         """Compare a pass of the call with the ranks' (:func:`ring_torch.comm.handshake.agree`)."""
         agree(ranks, self.number, self.seed, signature, self.device)
-
-    def gathered_columns(
-        self, gather: GatherProgram, keys: KVPayload, tensors: Sequence[Tensor]
-    ) -> KeyBlock:
-        """Return gathered K/V as a block; ``tensors`` are those that a session has filled."""
-        k, v = keys.columns(tensors, 0, gather.length)
-        columns = KeyBlock(k, v, tensors[1] if keys.segments else None)
-        if not self.needs_index:
-            return columns
-        position, aligned8, runs = key_positions(gather, self.ranks.rank, self.device)
-        return columns._replace(position=position, aligned8=aligned8, runs=runs)
 
     @property
     def is_plain(self) -> bool:

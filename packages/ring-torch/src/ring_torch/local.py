@@ -13,11 +13,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ring_core import checks
 from ring_core.base.arguments import numbers_as_python
@@ -33,7 +33,7 @@ class LocalRankError(RuntimeError):
     """Error of a function that failed on some ranks; the message holds their tracebacks."""
 
 
-class LocalRanks:
+class LocalRanks(AbstractContextManager["LocalRanks"]):
     """Processes on this machine that are joined in a process group and run functions together.
 
     They stay alive between functions, until the block ends or :meth:`close` is called.
@@ -186,9 +186,6 @@ class LocalRanks:
                 process.kill()
                 process.join()
         self._folder.cleanup()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         self.close()

@@ -108,10 +108,10 @@ def _pack_arguments(k: Tensor, v: Tensor, packed: Tensor, *, add: bool) -> Argum
     widths = heads * dim, heads * v.shape[3]
     # A token is a program: K and V may have any strides but the last.
     integers = *k.stride()[:3], *v.stride()[:3], *packed.stride()[:2]
-    return Arguments((tokens, batch), integers, {
+    return (tokens, batch), integers, {
         "K": widths[0], "V": widths[1], "K_DIM": dim, "V_DIM": v.shape[3],
         "SIZE": triton.next_power_of_2(max(widths)), "ADD": add,
-    })  # fmt: skip
+    }  # fmt: skip
 
 
 def add_on_gpu(total: Tensor, summands: Sequence[Tensor]) -> None:

@@ -53,10 +53,10 @@ def _merge_arguments(
     bounds = [bound for start, n in spans for bound in (start, start + n)] + [0, 0] * missing
     strides = [stride for x in (out, lse, *results) for stride in x.stride()[:-1]]
     integers = *[None] * (2 * missing), rows, *bounds, *strides, *[0] * (5 * missing)
-    return Arguments((triton.cdiv(rows, _ROWS), heads, batch), integers, {
+    return (triton.cdiv(rows, _ROWS), heads, batch), integers, {
         "DIM": dim, "PADDED": triton.next_power_of_2(dim), "ROWS": _ROWS, "MARKS": marks,
         "FIRST": first, "LAST": last,
-    })  # fmt: skip
+    }  # fmt: skip
 
 
 def sum_on_gpu(dq: Tensor, others: Sequence[Tensor], spans: tuple[Span, ...]) -> None:
@@ -74,9 +74,9 @@ def _sum_arguments(*tensors: Tensor, spans: tuple[Span, ...]) -> Arguments:
     missing = MOST - 1 - len(spans)
     bounds = [bound for start, n in spans for bound in (start, start + n)] + [0, 0] * missing
     integers = rows, *bounds, *(stride for x in tensors for stride in x.stride()[:-1])
-    return Arguments((triton.cdiv(rows, _ROWS), heads, batch), integers, {
+    return (triton.cdiv(rows, _ROWS), heads, batch), integers, {
         "PARTIALS": 1 + len(spans), "DIM": dim, "PADDED": triton.next_power_of_2(dim), "ROWS": _ROWS,
-    })  # fmt: skip
+    }  # fmt: skip
 
 
 @triton.jit

@@ -136,15 +136,9 @@ class DirectKernel:
         return device, values, compiled
 
 
-class Arguments(NamedTuple):
-    """Arguments of a launch behind its tensors: its grid, integers, and constants and options.
-
-    Tensors that are absent come first among the integers, as ``None``.
-    """
-
-    grid: tuple[int, ...]
-    integers: tuple[int | None, ...]
-    constants: dict[str, Any]
+#: Arguments of a launch beside its tensors: its grid, the integers that follow them, and constants
+#: and options. Tensors that are absent come first among the integers, as ``None``.
+Arguments = tuple[tuple[int, ...], tuple[int | None, ...], dict[str, Any]]
 
 
 class RepeatedKernel:
