@@ -31,6 +31,7 @@ from ring_torch.comm.ranks import Ranks
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
 from ring_torch.strategies.head_layouts import ExchangeLayouts, head_exchanges
 
+_META = torch.device("meta")
 _MOST_SHARED_BIAS = 1 << 30  # bytes of a bias with one head for all, which every rank gathers
 
 
@@ -38,8 +39,8 @@ _MOST_SHARED_BIAS = 1 << 30  # bytes of a bias with one head for all, which ever
 class Ulysses(Strategy):
     """Strategy ``ulysses``: an inner call of one rank computes all tokens of this rank's heads.
 
-    The forward saves the inputs and results of that inner call, so the backward exchanges only
-    dout, delta and gradients.
+    The forward saves the inputs and results of that inner call, and what it saves itself, so the
+    backward exchanges only dout, delta and gradients.
     """
 
     inner: Call
@@ -157,34 +158,36 @@ class Ulysses(Strategy):
             return self.inner
         return self.inner._replace(seed=call.seed, dropout_heads=tables.heads)
 
+    def _inside(self, call: Call, inputs: Inputs) -> tuple[Inputs, list[Tensor]]:
+        """Return the inner call's inputs and results by their shapes: tensors without numbers."""
+        layouts = exchanges_of(call, inputs, self.heads)
+        (q, k, v), ids, bias, shift, (out, row) = (
+            [x.empty(layout.ranks * x.length, x.heads, _META) for x in layout.parts] if layout else []
+            for layout in (layouts.qkv, layouts.ids, layouts.bias, layouts.bias_shift, layouts.results)
+        )  # fmt: skip
+        return Inputs(
+            q, k, v, ids[0][..., 0, 0] if ids else None, ids[1][..., 0, 0] if ids else None, None,
+            bias[0].transpose(1, 2) if bias else None, None,
+            shift[0].squeeze(-1).transpose(1, 2) if shift else None,
+        ), [out, row.squeeze(-1).transpose(1, 2)]  # fmt: skip
+
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """Return the shapes of the inner call's inputs and results, whatever the plan."""
-        del plan_known
+        """Return the shapes of the inner call's inputs and results, and of what it saves."""
         if not call.needs_grad:
             return []
-        layouts = exchanges_of(call, inputs, self.heads)
-        token_parts = *layouts.qkv.parts, *(() if layouts.ids is None else layouts.ids.parts)
-        shapes: Shapes = [
-            ((x.batch, layouts.qkv.ranks * x.length, x.heads, x.dim), x.dtype) for x in token_parts
-        ]
-        shapes[3:] = [(shape[:2], dtype) for shape, dtype in shapes[3:]]  # of segment ids
-        out, row = layouts.results.parts
-        length = layouts.qkv.ranks * out.length
-        for buffer in (layouts.bias, layouts.bias_shift):
-            if buffer is not None:
-                (x,) = buffer.parts
-                width = () if buffer is layouts.bias_shift else (x.dim,)
-                shapes.append(((x.batch, x.heads, length, *width), x.dtype))
-        return [
-            *shapes, ((out.batch, length, out.heads, out.dim), out.dtype),
-            ((row.batch, row.heads, length), row.dtype),
-        ]  # fmt: skip
+        inside, results = self._inside(call, inputs)
+        own = [(tuple(x.shape), x.dtype) for x in (*inside, *results) if x is not None]
+        return own + self.inner.strategy.saved_shapes(self.inner, inside, plan_known=plan_known)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, **_: bool) -> Traffic:
-        """Count the bytes of a pass's exchanges, with the padding inside their messages."""
+        """Count the bytes of a pass's exchanges, with their padding, and of the inner call."""
         exchanges = exchanges_of(call, inputs, self.heads).of_pass(forward=forward)
         size = sum((x.ranks - 1) * x.message.size for x in exchanges)
-        return Traffic(size, size)
+        strategy, (inside, _results) = self.inner.strategy, self._inside(call, inputs)
+        saved = bool(strategy.saved_shapes(self.inner, inside, plan_known=True))
+        inner = strategy.traffic(self.inner, inside, forward=forward, saved=saved)
+        # A rank's own trade and its part of the inner call follow each other: their bytes add up.
+        return Traffic(size + inner.sent, size + inner.received)
 
     def figures(self, call: Call, inputs: Inputs) -> list[str]:
         """Return how even the work is, and how many exchanges of heads a pass has."""
