@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ring_core import checks
-from ring_core.base.arguments import numbers_as_python
+from ring_core.base.arguments import check_size, numbers_as_python
 
 # Modules that are imported once, before ranks are forked, as they take seconds to import.
 PRELOADED = ("torch._dynamo", "torch.distributed", "ring_torch")
@@ -66,14 +66,7 @@ class LocalRanks(AbstractContextManager["LocalRanks"]):
         cuda: bool = False,
     ) -> None:
         for name, value in (("world_size", world_size), ("threads", threads)):
-            if (
-                not isinstance(value, int)
-                or isinstance(value, bool)
-                or not 0 < value <= _MOST_PROCESSES
-            ):
-                raise ValueError(
-                    f"{name} must be an integer in 1..{_MOST_PROCESSES}, got {value!r}"
-                )
+            check_size(name, value, high=_MOST_PROCESSES + 1)
         for name, seconds in (("timeout", timeout), ("patience", patience)):
             if seconds is None and name == "patience":
                 continue

@@ -222,12 +222,11 @@ class ScoreBlocks:
         p = self.params.dropout_p
         if p == 0:
             return None
-        batch, num_heads = self.rows.q.shape[0], self.rows.q.shape[2]
         seed, heads = not_none(self.rows.dropout)
         index, position = not_none(self.rows.indices)[i], not_none(self.columns.position)[j]
         is_kept = dropout_keep(
-            p, seed, range(batch), num_heads if heads is None else heads, index,
-            position,
+            p, seed, range(len(self.rows.q)), self.rows.q.shape[2] if heads is None else heads,
+            index, position,
         )  # fmt: skip
         return is_kept.to(like.dtype).div_(1 - p).view(like.shape)
 

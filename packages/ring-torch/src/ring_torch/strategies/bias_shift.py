@@ -51,8 +51,7 @@ def bias_shift(call: Call, inputs: Inputs) -> Tensor:
 
         # In torch's own operations these passes take several times as long as the attention.
         spans = visible_spans(call.plan, call.ranks.rank, call.device)
-        ids = None if k_ids is None else (not_none(inputs.q_ids), k_ids)
-        return bias_shift_on_gpu(bias, *spans, ids)
+        return bias_shift_on_gpu(bias, *spans, inputs.q_ids, k_ids)
     batch, heads, length, keys = bias.shape
     # Some rows at a time, to bound temporaries: for each element a copy of the bias without what
     # does not count, and about 4 booleans.

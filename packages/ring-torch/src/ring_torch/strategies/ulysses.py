@@ -140,9 +140,18 @@ class Ulysses(Strategy):
         dq, dk, dv = carry.to_tokens(layouts.grads, sent, orders)
         # Copies of a K/V head were differentiated on different ranks: here their parts are summed.
         dq, dk, dv = tables.without_padding(dq, dk, dv)
-        dbias = None
-        if grads.dbias is not None:
-            dbias = _bias_grad(carry, not_none(layouts.bias_grad), tables, inputs, grads.dbias)
+        dbias = grads.dbias
+        if dbias is not None:
+            # A bias that heads share gets a part from each rank's heads: the parts travel wide, and
+            # are summed at home.
+            layout = not_none(layouts.bias_grad)
+            sent = [dbias.to(layout.parts[0].dtype).transpose(1, 2)]
+            (dbias,) = carry.to_tokens(layout, sent, (tables.rows,))
+            if not_none(inputs.bias).shape[1] == 1:
+                dbias = dbias.sum(dim=2, keepdim=True)
+            elif tables.q_slots is not None:
+                dbias = dbias.index_select(2, tables.q_slots)
+            dbias = dbias.transpose(1, 2)
         return Grads(dq, dk, dv, dbias)
 
     def _make_tables(self, call: Call) -> Tables:
@@ -341,21 +350,6 @@ def _bias_to_heads(carry: HeadCarrier, layout: HeadBuffer, tables: Tables, bias:
         x = x.index_select(2, tables.q)
     (received,) = carry.to_heads(layout, (x,), (tables.rows,))
     return received.transpose(1, 2)
-
-
-def _bias_grad(
-    carry: HeadCarrier, layout: HeadBuffer, tables: Tables, inputs: Inputs, dbias: Tensor
-) -> Tensor:
-    """Return the gradient of this rank's rows of the bias, of ``[B, H_local or 1, T, T_kv]``."""
-    # A bias that heads share gets a part from each rank's heads: the parts travel wide, and are
-    # summed at home.
-    sent = dbias.to(layout.parts[0].dtype).transpose(1, 2)
-    (grad,) = carry.to_tokens(layout, (sent,), (tables.rows,))
-    if not_none(inputs.bias).shape[1] == 1:
-        grad = grad.sum(dim=2, keepdim=True)
-    elif tables.q_slots is not None:
-        grad = grad.index_select(2, tables.q_slots)
-    return grad.transpose(1, 2)
 
 
 def _refusals(plan: Plan, request: Request) -> Refusals:

@@ -85,24 +85,18 @@ class Messages:
             for peer, fetch in requests_to(self.call.plan, ranks.rank, like=gather)
             for x in own
         ]
-        destinations = [
-            (x[:, fetch.target], fetch.rank)
-            for fetch in gather.fetches
-            if fetch.rank != ranks.rank
-            for x in tensors
-        ]
         # Messages are contiguous. Columns of a buffer are so only for a batch of one; otherwise
         # they arrive in a staging tensor, and are copied when they are waited for.
-        receives = [
-            (x if x.is_contiguous() else torch.empty_like(x), peer) for x, peer in destinations
+        arriving = [
+            (x, x if x.is_contiguous() else torch.empty_like(x), fetch.rank)
+            for fetch in gather.fetches
+            if fetch.rank != ranks.rank
+            for x in [tensor[:, fetch.target] for tensor in tensors]
         ]
-        staged = [
-            (destination, x)
-            for (destination, _), (x, _) in zip(destinations, receives, strict=True)
-        ]
+        receives = [(x, peer) for _, x, peer in arriving]
         # In flight from here on: what is sent is kept alive by the transfer, and kernels may read
         # nothing of `tensors` but own columns until it is waited for.
-        pending = [(ranks.start(sends, receives), staged)]
+        pending = [(ranks.start(sends, receives), arriving)]
 
         def wait(fetches: int | None) -> None:
             if fetches == 0:
@@ -110,7 +104,7 @@ class Messages:
             # Empty after the first wait.
             for transfer, arrived in pending:
                 transfer.wait()
-                for destination, x in arrived:
+                for destination, x, _ in arrived:
                     if destination.data_ptr() != x.data_ptr():
                         destination.copy_(x)
             pending.clear()

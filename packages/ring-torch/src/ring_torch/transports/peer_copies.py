@@ -163,10 +163,10 @@ class PeerCopies:
         requests = requests_to(
             plan, self.call.ranks.rank, like=gather, before_last_item=before_last_item
         )
-        lengths = [program_of(plan, peer, like=gather).length for peer, _ in requests]
         peer_sums = [
             sums.strided_views(self._grads_of(peer, group, length), length, fetch.target)
-            for (peer, fetch), length in zip(requests, lengths, strict=True)
+            for peer, fetch in requests
+            for length in [program_of(plan, peer, like=gather).length]
         ]
         note_reads(x for peer_parts in peer_sums for x in peer_parts)
         is_staged = overlapped or not has_triton()

@@ -113,21 +113,12 @@ class Flash4(FlashLibrary):
         The library has no backward for grouped heads whose head dims of QK and V differ. Then K/V
         are repeated for each query head, and dK/dV, their sums, are float32.
         """
-        group = q.shape[-2] // k.shape[-2] if q.shape[-1] != v.shape[-1] else 1
-        if group > 1:
+        group = q.shape[-2] // k.shape[-2]
+        if group > 1 and q.shape[-1] != v.shape[-1]:
             k, v = (x.repeat_interleave(group, dim=-2) for x in (k, v))
-        grads = self._backward(dout, q, k, v, out, lse, options, dst)
-        if group == 1:
-            return grads
-        dq, *sums = grads
-        dk, dv = (x.unflatten(-2, (-1, group)).sum(-2, dtype=torch.float32) for x in sums)
-        return dq, dk, dv
-
-    def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: LaunchOptions, dst: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return ``(dq, dk, dv)`` of a call that the library takes as it is."""
+            dq, *sums = self.backward(dout, q, k, v, out, lse, options, dst)
+            dk, dv = (x.unflatten(-2, (-1, group)).sum(-2, dtype=torch.float32) for x in sums)
+            return dq, dk, dv
         tensors = dout, q, k, v, out, lse
         if not library.is_known():
             return library.public_backward(*tensors, options)

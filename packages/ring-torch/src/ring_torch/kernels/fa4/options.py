@@ -56,11 +56,9 @@ def modded_of(direction: Direction, q: Tensor, v: Tensor, options: LaunchOptions
     rule = _rule(masked, options.geometry)
     dims = q.shape[-1], v.shape[-1]
     by_columns = masked is not None and tile_with_lists(direction, *dims)[1]
-    tensors = _tensors_read(options, q.device, tiles=rule is None, by_columns=by_columns)
-    numbers = functions.Numbers(
-        **{name: x.data_ptr() for name, x in tensors.items()},
-        **_other_numbers(options, tensors, rule),
-    )
+    tensors, integers = _read(options, rule, q.device, by_columns=by_columns)
+    addresses = {name: x.data_ptr() for name, x in tensors.items()}
+    numbers = functions.Numbers(**addresses, **integers)
     modded = modded._replace(numbers=numbers, keep_alive=tuple(tensors.values()))
     if masked is None:
         return modded
@@ -110,13 +108,16 @@ def _rule(item: WorkItem | None, geometry: BlockGeometry | None) -> Rule | None:
     return Rule(expression, int(rows[0]), int(columns[0]))
 
 
-def _tensors_read(
-    options: LaunchOptions, device: torch.device, *, tiles: bool, by_columns: bool
-) -> dict[str, Tensor]:
-    """Return the tensors that the functions read, by the names that ``Numbers`` has for them."""
+def _read(
+    options: LaunchOptions, rule: Rule | None, device: torch.device, *, by_columns: bool
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Return the tensors and integers that the functions read, by their names in ``Numbers``."""
     tensors: dict[str, Tensor] = {}
+    numbers = {} if rule is None else {"q_first": rule.q_first, "k_first": rule.k_first}
     if options.slopes is not None:
-        tensors["slopes"] = options.slopes.float().contiguous()
+        slopes = tensors["slopes"] = options.slopes.float().contiguous()
+        numbers["slopes_batch"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
+        numbers["q_k_offset"] = options.q_k_offset or 0
     if options.positions is not None and options.q_k_offset is None:
         rows, columns = options.positions
         # Relative to the first row: float32 is exact only for integers up to 2^24.
@@ -126,40 +127,22 @@ def _tensors_read(
         }
     if options.segments is not None:
         tensors["q_ids"], tensors["k_ids"] = map(_from_16_bytes, options.segments)
-    if tiles and options.geometry is not None and options.masked is not None:
-        bits = _bits_and_constants(options.geometry, by_columns, device)
-        tensors |= {
-            "bits": bits,
-            "tiles": _padded_tile_numbers(options.masked, options.geometry, device),
-        }
-    return tensors
+    if (item := options.masked) is not None:
+        numbers |= {
+            "lo": -FAR if item.lo is None else item.lo, "hi": FAR if item.hi is None else item.hi,
+            "q_len": item.q_stop - item.q_start, "k_len": item.k_stop - item.k_start,
+        }  # fmt: skip
+        if rule is None and options.geometry is not None:
+            tensors["bits"] = _bits_and_constants(options.geometry, by_columns, device)
+            tiles = tensors["tiles"] = _padded_tile_numbers(item, options.geometry, device)
+            numbers["tiles_per_row"] = tiles.shape[1]
+    return tensors, numbers
 
 
 def _from_16_bytes(ids: Tensor) -> Tensor:
     """Return ids contiguous and at a multiple of 16 bytes, as the functions read them."""
     ids = ids.contiguous()
     return ids if ids.data_ptr() % 16 == 0 else ids.clone()
-
-
-def _other_numbers(
-    options: LaunchOptions, tensors: dict[str, Tensor], rule: Rule | None
-) -> dict[str, int]:
-    """Return the fields of ``Numbers`` that are no addresses."""
-    numbers = {} if rule is None else {"q_first": rule.q_first, "k_first": rule.k_first}
-    if options.slopes is not None:
-        batch, heads = tensors["slopes"].shape
-        numbers |= {
-            "slopes_batch": heads if batch > 1 else 0,
-            "q_k_offset": options.q_k_offset or 0,
-        }
-    if (item := options.masked) is not None:
-        numbers |= {
-            "lo": -FAR if item.lo is None else item.lo, "hi": FAR if item.hi is None else item.hi,
-            "q_len": item.q_stop - item.q_start, "k_len": item.k_stop - item.k_start,
-        }  # fmt: skip
-    if "tiles" in tensors:
-        numbers["tiles_per_row"] = tensors["tiles"].shape[1]
-    return numbers
 
 
 def _lists(
