@@ -84,7 +84,6 @@ class FlashKernel(Kernel):
             there are more queries than keys. FlashAttention-2 takes a right side that is at least
             the number of keys, or an open one beside a left side, for the number of keys, or
             ignores it; then rows see fewer keys, or more. Such items are launched in pieces.
-        predicate_compile_seconds: See :class:`Kernel`.
     """
 
     flash: FlashLibrary
@@ -97,7 +96,6 @@ class FlashKernel(Kernel):
     wrong_gpu: Callable[[], str | None] = lambda: None
     clips_right_window: bool = False
     adds_sinks: bool = False
-    predicate_compile_seconds: int = 0
 
     def unavailable_reason(self) -> str | None:
         """Return why it cannot run on this machine, or ``None``."""

@@ -26,7 +26,6 @@ from ring_torch.records import (
     AttentionState,
     Backward,
     BackwardInputs,
-    Forward,
     Grads,
     Inputs,
     KeyBlock,
@@ -103,15 +102,15 @@ class Ring(Strategy):
     ) -> Self:  # fmt: skip
         """Make the launches of a call's steps; with ``resumes`` others merge results, too."""
         params = replace(call.params, needs_lse=True)  # partial results are merged by it
-        launches: list[Forward] = []
-        work, length = [], call.plan.q_layout.local_len
-        for step in forward:
-            some = [call.kernel.forward(item, params) for item in step.items]
-            work.append(Work.of(some, length))
-            launches += some
+        length = call.plan.q_layout.local_len
+        work = tuple(
+            Work.of([call.kernel.forward(item, params) for item in step.items], length)
+            for step in forward
+        )
+        launches = [launch for some in work for launch in some.launches]
         joins = joins_of(launches, call.dtype, length, wide=call.has_sinks, resumes=resumes)
         return cls(
-            forward_steps=forward, backward_steps=backward, work=tuple(work), joins=joins,
+            forward_steps=forward, backward_steps=backward, work=work, joins=joins,
             # Launches run in reverse.
             backward_launches=tuple(
                 call.kernel.backward(step.items[::-1], params, adds=True) for step in backward

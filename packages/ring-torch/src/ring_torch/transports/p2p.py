@@ -93,9 +93,9 @@ class Messages:
             if fetch.rank != ranks.rank
             for x in [tensor[:, fetch.target] for tensor in tensors]
         ]
-        receives = [(x, peer) for _, x, peer in arriving]
         # In flight from here on: what is sent is kept alive by the transfer, and kernels may read
         # nothing of `tensors` but own columns until it is waited for.
+        receives = [(x, peer) for _, x, peer in arriving]
         pending = [(ranks.start(sends, receives), arriving)]
 
         def wait(fetches: int | None) -> None:

@@ -357,5 +357,4 @@ FA4 = FlashKernel(
     wrong_gpu=partial(gpu_reason, 9, 10, 11),
     limits=_limits,
     adds_sinks=True,
-    predicate_compile_seconds=10,
 )  # fmt: skip

@@ -67,7 +67,13 @@ class ItemLaunch:
         q, k, v = self.rows.q, self.columns.k, self.columns.v
         batch, q_len, heads, dim = q.shape
         k_len, kv_heads = k.shape[1:3]
-        blocks = self.blocks(name)
+        per_score_inputs = (
+            self.rows.bias is not None or self.params.dropout_p > 0 or self.item.tiles is not None
+        )
+        blocks = choose_blocks(
+            KernelConfig("triton", self.params.block_q, self.params.block_k), name,
+            max(dim, v.shape[3]), q.element_size(), per_score_inputs=per_score_inputs,
+        )  # fmt: skip
         num_q_blocks, num_k_blocks = -(-q_len // blocks.q), -(-k_len // blocks.k)
         # Programs are one a block of the side whose results they sum: queries in the forward and
         # for dQ, keys for dK/dV.
@@ -112,17 +118,6 @@ class ItemLaunch:
             launches.append({**values, "bias_shift": None})
         for arguments in launches:
             _launch(name, programs, arguments, consts, blocks, q.device)
-
-    def blocks(self, name: KernelPass) -> Blocks:
-        """Return the block sizes of a pass, with its number of warps."""
-        q, v, params = self.rows.q, self.columns.v, self.params
-        per_score_inputs = (
-            self.rows.bias is not None or params.dropout_p > 0 or self.item.tiles is not None
-        )
-        return choose_blocks(
-            KernelConfig("triton", params.block_q, params.block_k), name,
-            max(q.shape[3], v.shape[3]), q.element_size(), per_score_inputs=per_score_inputs,
-        )  # fmt: skip
 
     def _consts(
         self, name: KernelPass, blocks: Blocks, tensors: Mapping[str, Tensor], *,
