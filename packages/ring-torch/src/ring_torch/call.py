@@ -360,7 +360,7 @@ class Call(NamedTuple):
 
         ``tensors`` are k, v and, if any, segment ids.
         """
-        columns = KeyBlock(*tensors)
+        columns = KeyBlock(tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)
         if not self.needs_index:
             return columns
         position, aligned8, runs = key_positions(gather or self.plan, rank, self.device)
