@@ -36,7 +36,7 @@ def query_positions(
     return index, position, runs_of(positions)
 
 
-@capture_safe_cache(maxsize=16)  # likewise
+@capture_safe_cache(maxsize=64)  # more, as rings ask for those of all ranks
 def key_positions(
     keys: Plan | GatherProgram, rank: int, device: torch.device
 ) -> tuple[Tensor, bool, tuple[PositionRun, ...]]:

@@ -87,9 +87,7 @@ class Sharding:
         """Return True inside of ``whole`` of these ranks; a constant to the compiler."""
         if is_traced:
             check_trace()
-        if self.group is OneRank.WHOLE:
-            return False
-        return acts_alone(self.members.ranks)
+        return self.group is not OneRank.WHOLE and acts_alone(self.members.ranks)
 
     def acts_alone_with(self, other: LayoutSpec | Sharding) -> bool:
         """Return True if this is a rank that acts alone; ``other`` is a layout, or acts alone too.
@@ -157,9 +155,8 @@ class Sharding:
     def layout_of(self, seq_len: int, *, pad: bool = False) -> Layout:
         """Return the layout of ``seq_len`` tokens; with ``pad`` they may need padding behind."""
         checks.check_flag("pad", pad)
-        if pad:
-            return Layout.padded(self.layout, seq_len, self.ranks.size)
-        return Layout(self.layout, seq_len, self.ranks.size)
+        make = Layout.padded if pad else Layout
+        return make(self.layout, seq_len, self.ranks.size)
 
     def shard(self, x: Tensor, *, dim: int = 1, pad: bool = False, fill: float = 0) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds; contiguous."""

@@ -358,9 +358,7 @@ def _options(
         documents = _documents_of_batch(item, rows.q.shape[0], rows.q.device)
         return options._replace(window=item.documents_window or item.window, documents=documents)
     if rows.segments is not None or item.tiles is not None:
-        segments = None
-        if rows.segments is not None:
-            segments = rows.segments, not_none(columns.segments)
+        segments = None if rows.segments is None else (rows.segments, not_none(columns.segments))
         geometry = None if item.tiles is None else params.blocks
         options = options._replace(
             window=(None, None), masked=item, segments=segments, geometry=geometry

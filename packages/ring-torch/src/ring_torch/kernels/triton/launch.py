@@ -154,9 +154,7 @@ class ItemLaunch:
         grid = Grid(
             blocks.q, blocks.k, rows.bias is not None, k_major, rows.q.device, params.blocks,
         )  # fmt: skip
-        segments = None
-        if rows.segments is not None and columns.segments is not None:
-            segments = rows.segments, columns.segments
+        segments = None if rows.segments is None else (rows.segments, not_none(columns.segments))
         visible = None
         if params.bias_masks:  # where the bias shows anything to a head, ``[B or 1, n, m]``
             shown = (not_none(rows.bias) != -torch.inf).any(dim=1)
