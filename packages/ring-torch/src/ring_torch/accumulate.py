@@ -19,7 +19,7 @@ from torch import Tensor
 from ring_core import WorkItem
 from ring_core.programs.gather import column_segments
 from ring_core.programs.intervals import Interval, union
-from ring_torch.buffers import KeyGradBuffer
+from ring_torch.buffers import KeyGradBuffer, KVPayload
 from ring_torch.launches.cache import tensors_key
 from ring_torch.optional import has_triton
 from ring_torch.records import (
@@ -519,7 +519,21 @@ class Columns:
                 k, v = (x.narrow(1, start - item.k_start, stop - start) for x in (dk, dv))
             whole = self.flat.view(keys.batch, self.length, keys.width)
             packed = whole.narrow(1, start, stop - start)
-            keys.write(k, v, packed, add=add)
+            write_keys(keys, k, v, packed, add=add)
+
+
+def write_keys(keys: KVPayload, k: Tensor, v: Tensor, packed: Tensor, *, add: bool = False) -> None:
+    """Copy or add ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` into ``packed [B, n, width]``.
+
+    On GPUs one kernel does it.
+    """
+    if packed.is_cuda and packed.numel() > 0 and has_triton():
+        from ring_torch.memory_ops import pack_kv_on_gpu
+
+        pack_kv_on_gpu(k, v, packed, add=add)
+        return
+    for part, x in zip(keys.split(packed), (k, v), strict=True):
+        part.add_(x) if add else part.copy_(x)
 
 
 #: Where launches of a backward leave dK and dV: ``put(item, dk, dv)`` takes those of an item,

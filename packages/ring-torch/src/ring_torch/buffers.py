@@ -16,8 +16,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ring_torch.optional import has_triton
-
 _ALIGNED_BYTES = 16
 
 #: For each tensor the global positions of rank 0's tokens, then of rank 1's, ..., int64 ``[T]``;
@@ -198,19 +196,6 @@ class KVPayload:
         k = kv.as_strided((*shape, k_dim), (batch_step, step, k_dim, 1), first)
         first += self.heads * k_dim
         return [k, kv.as_strided((*shape, v_dim), (batch_step, step, v_dim, 1), first), *ids]
-
-    def write(self, k: Tensor, v: Tensor, packed: Tensor, *, add: bool = False) -> None:
-        """Copy or add ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` into ``packed [B, n, width]``.
-
-        On GPUs one kernel does it.
-        """
-        if packed.is_cuda and packed.numel() > 0 and has_triton():
-            from ring_torch.memory_ops import pack_kv_on_gpu
-
-            pack_kv_on_gpu(k, v, packed, add=add)
-            return
-        for part, x in zip(self.split(packed), (k, v), strict=True):
-            part.add_(x) if add else part.copy_(x)
 
 
 class KeyGradBuffer(NamedTuple):

@@ -428,19 +428,17 @@ class StrategySpec:
     Attributes:
         name: The name that ``strategy=`` takes.
         resolve: Returns the object that runs both passes of a call, which has none yet, on its
-            rank, with all steps made; its other arguments are there if it splits heads: the call
+            rank, with all steps made; its other arguments are there if it has a ``grid``: the call
             for this rank's heads, and the groups of ranks that trade. It is not asked for a
             one-rank call that is a single launch.
         refusals: Returns the reasons why it cannot do a call, the same on all ranks.
-        opens_sessions: True if its K/V move in sessions of any transport. A strategy that does
-            neither this nor ``splits_heads`` sends messages itself, and needs a transport that
-            sends them.
-        splits_heads: True if it trades tokens for heads, over any transport, and its kernels run in
-            an inner call of one rank, over all tokens of a part of the heads.
-        grid: With ``splits_heads``: returns the groups of ranks that trade, if these are not all
-            ranks. The inner call then runs between groups, by messages. Its last argument allows it
-            to wait for other ranks. It raises an ``UnsupportedError`` if there are no such groups,
-            on all ranks alike.
+        moves_by_any: True if all that moves can move by any transport: K/V in sessions, or heads.
+            Other strategies send messages, and need a transport that does.
+        grid: Of strategies that trade tokens for heads: returns the groups of ranks that trade. The
+            kernels run in an inner call, over all tokens of a part of the heads, of one rank or,
+            between several groups, of one in each. Its last argument allows it to wait for other
+            ranks. It raises an ``UnsupportedError`` if there are no such groups, on all ranks
+            alike.
         is_automatic: Returns True if ``strategy="auto"`` considers it over a transport.
         unsuited: Returns reasons for which ``strategy="auto"`` leaves a call to the strategies
             after it, which move fewer bytes; the same on all ranks.
@@ -451,8 +449,7 @@ class StrategySpec:
     name: str
     resolve: Callable[[Call, Call | None, RankGrid | None], Strategy]
     refusals: Callable[[Plan, Request], Refusals] = lambda _plan, _request: ()
-    opens_sessions: bool = False
-    splits_heads: bool = False
+    moves_by_any: bool = False
     grid: Callable[[Ranks, LayoutSpec, Request, StrategyConfig, bool], RankGrid] | None = None
     is_automatic: Callable[[Transport], bool] = lambda _transport: False
     unsuited: Callable[[Plan, Request], Refusals] = lambda _plan, _request: ()
@@ -460,8 +457,7 @@ class StrategySpec:
 
     def runs_over(self, transport: Transport) -> bool:
         """Return True if its bytes can move by a transport."""
-        moves_by_any = self.opens_sessions or (self.splits_heads and self.grid is None)
-        return moves_by_any or transport.sends_messages
+        return self.moves_by_any or transport.sends_messages
 
 
 def attend(call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:

@@ -293,7 +293,7 @@ def _prepare(
         "check": check_every,
         "kernel": choice.kernel.capabilities.name, "strategy": spec.name, "transport": transport.name,
     }  # fmt: skip
-    if spec.grid is not None and grid is not None:
+    if grid is not None:
         fields |= {"ulysses_size": grid.ulysses_size, "outer": strategy_setting.outer}
     call = Call(
         ranks, plan, program, keys, request, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,

@@ -104,8 +104,8 @@ def choose_strategy(
     if ranks.size == 1:
         return next(ways(program.strategy))
     for spec, candidate in candidates:
-        is_left_out = (spec.splits_heads and not trades) or spec.unsuited(program.plan, request)
-        if strategy == "auto" and is_left_out:
+        is_left_out = not trades and spec.grid is not None
+        if strategy == "auto" and (is_left_out or spec.unsuited(program.plan, request)):
             continue
         reasons = _reasons(spec, candidate, ranks, program, device, request, probe=probe)
         # Who names one of the two wants it even where `auto` would rather not.
@@ -131,7 +131,7 @@ def without_trade(call: Call, transport: str) -> tuple[str, str]:
     The transport that it takes comes with it. ``call`` is what ``auto`` has chosen otherwise.
     """
     (chosen,) = (x for x in STRATEGIES if x.name == call.strategy.name)
-    if not chosen.splits_heads:
+    if chosen.grid is None:
         return chosen.name, call.transport.name
     spec, candidate = choose_strategy(
         "auto", transport, call.ranks, call.program, call.device,
@@ -148,12 +148,9 @@ def grid_of(
     Raises:
         UnsupportedError: There are no such groups of these ranks.
     """
-    spec = next((x for x in STRATEGIES if x.name == config.name and x.splits_heads), None)
-    if spec is None:
-        return None
-    if spec.grid is None:
-        return RankGrid(ranks.size, ranks.size)
-    return spec.grid(ranks, layout, request, config, probe)
+    grids = (x.grid for x in STRATEGIES if x.name == config.name)
+    grid = next(grids, None)
+    return None if grid is None else grid(ranks, layout, request, config, probe)
 
 
 def _reasons(
@@ -165,7 +162,7 @@ def _reasons(
     A reason that only communication would find is missing where ``probe`` is false.
     """
     unreachable = transport.refusals(ranks, device, probe) or ()
-    of_heads = transport.head_refusals(ranks) if spec.splits_heads else ()
+    of_heads = () if spec.grid is None else transport.head_refusals(ranks)
     return [*spec.refusals(program.plan, request), *unreachable, *of_heads]
 
 

@@ -627,7 +627,7 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
 
 
 GATHER = StrategySpec(
-    "gather", _resolve, lambda plan, _: gather_refusals(plan), opens_sessions=True,
+    "gather", _resolve, lambda plan, _: gather_refusals(plan), moves_by_any=True,
     is_automatic=lambda transport: not transport.sends_messages,  # messages hide better in a ring
     automatic_refusals=lambda plan, request: memory_refusals(
         plan, request, itemsize=getattr(torch, request.dtype).itemsize

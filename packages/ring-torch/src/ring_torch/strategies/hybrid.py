@@ -88,4 +88,4 @@ def _grid(
     return grid
 
 
-HYBRID = StrategySpec("hybrid", Hybrid.of, splits_heads=True, grid=_grid)
+HYBRID = StrategySpec("hybrid", Hybrid.of, grid=_grid)

@@ -384,7 +384,8 @@ def _unsuited(plan: Plan, request: Request) -> Refusals:
 
 
 ULYSSES = StrategySpec(
-    "ulysses", Ulysses.of, _refusals, splits_heads=True,
+    "ulysses", Ulysses.of, _refusals, moves_by_any=True,
+    grid=lambda ranks, *_: RankGrid(ranks.size, ranks.size),  # all ranks trade
     is_automatic=lambda transport: not transport.sends_messages,  # between GPUs of one host
     unsuited=_unsuited,
 )  # fmt: skip

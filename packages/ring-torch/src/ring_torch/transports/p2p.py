@@ -14,6 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from ring_torch.accumulate import write_keys
 from ring_torch.buffers import HeadBuffer, HeadCarrier, Orders
 from ring_torch.call import (
     Call,
@@ -70,7 +71,7 @@ class Messages:
         # Own K/V side by side, as they travel, in a new buffer: the caller's tensors are not read
         # after this call.
         own = keys.message.views(keys.message.buffer(self.call.device))
-        keys.write(inputs.k, inputs.v, own[0])
+        write_keys(keys, inputs.k, inputs.v, own[0])
         if inputs.k_ids is not None:
             own[1].copy_(inputs.k_ids)
         tensors = [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ring_core import Plan, longest_gather
 from ring_core.programs.intervals import Interval, union
+from ring_torch.accumulate import write_keys
 from ring_torch.buffers import KeyGradBuffer, KVPayload, flat
 from ring_torch.call import (
     Call,
@@ -233,7 +234,7 @@ def _write_keys(keys: KVPayload, message: Sequence[Tensor], inputs: Inputs, span
 
     ``message`` are tensors shaped as :attr:`KVPayload.message`, for as many tokens as ``span`` has.
     """
-    keys.write(inputs.k[:, span], inputs.v[:, span], message[0])
+    write_keys(keys, inputs.k[:, span], inputs.v[:, span], message[0])
     if inputs.k_ids is not None:
         message[1].copy_(inputs.k_ids[:, span])
 
