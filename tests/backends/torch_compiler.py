@@ -177,7 +177,7 @@ def launches(name: str, arch: int) -> Iterator[dict[str, Any]]:
     )
     with (
         patch.object(_launch, "_start", keep),
-        patch.object(_launch, "_capability_number", lambda _: arch),
+        patch.object(_launch, "_LEAST_CAPABILITY", divmod(arch, 10)),
         patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())),
     ):
         prepare._prepare.cache_clear()

@@ -370,10 +370,10 @@ def test_tiles_with_block_lists_are_those_of_the_kernels(
     kernels = {kernel.name: kernel.source for kernel, _ in launches}
     forward, backward = kernels[FORWARD], kernels[BACKWARD]
     assert forward.tile_m == fa4_library.BLOCK_Q
-    assert forward.tile_n == fa4_library.tile_keys("forward", *dims)
-    assert backward.tile_n == fa4_library.tile_keys("backward", *dims)
+    assert (forward.tile_n, False) == fa4_library.tile_with_lists("forward", *dims)
     assert fa4_library.BLOCK_Q % backward.tile_m == 0  # a block of queries consists of whole tiles
-    assert backward.SdP_swapAB == fa4_library.backward_is_transposed(*dims)
+    of_backward = backward.tile_n, backward.SdP_swapAB
+    assert of_backward == fa4_library.tile_with_lists("backward", *dims)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -452,16 +452,6 @@ def test_explain_says_why_not_those_before(installed: Any) -> None:
     assert kernels.choose(KernelConfig(), BFLOAT16, program()).describe() == "kernel fa2"
 
 
-def test_explain_says_what_a_predicate_compiles(installed: Any) -> None:
-    installed("fa4")
-    lines = kernels.choose(KernelConfig(), BFLOAT16, program(STRIPES)).describe().splitlines()
-    assert lines == [
-        "kernel fa4", "  a predicate that is new to it: about 10 s to compile, forward and backward",
-    ]  # fmt: skip
-    eager = kernels.choose(KernelConfig("eager"), BFLOAT16, program(STRIPES)).describe()
-    assert eager == "kernel eager\n  a predicate that is new to it: nothing to compile"
-
-
 def measure(path: Path, device: str, *orders: tuple[str, int, str]) -> str:
     """Write orders of kernels as if they had been measured, by option and head dim."""
     rows = [

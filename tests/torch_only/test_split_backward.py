@@ -147,7 +147,7 @@ def test_sums_are_passed_to_compiled_functions_as_they_lie(batch: int) -> None:
     rounding = library.RoundAll(spans, 0.5, payload)
     for _ in range(2):
         dk, dv = torch.zeros(shape), torch.zeros(shape)
-        with patch.object(library, "rounding_functions", lambda *_: functions):
+        with patch.object(library, "split_functions", lambda *_: functions):
             rounding(sums, dk, dv)
         for grad, total, scale in ((dk, totals[0], 0.5), (dv, totals[1], 1.0)):
             expected = torch.zeros(shape)

@@ -247,7 +247,7 @@ def test_tables_of_a_pass_live_as_long_as_its_launches(
     """A pass keeps its own tables, whose addresses its cached launches hold."""
     interpret_one_kernel(monkeypatch, tmp_path)
     monkeypatch.setattr(one_kernel, "_MOST", 1)
-    memory: Any = SimpleNamespace(reserve=lambda _: False)
+    memory: Any = SimpleNamespace(reserve=lambda _: False, ranks=_comm.Ranks(None, 0, 2))
     setup = kernels.ExchangeSetup(torch.zeros(1, dtype=torch.int64), 0, 0, 1, 1, 1)
     state, cpu = one_kernel.ExchangeState(memory, setup), torch.device("cpu")
     launches = state.begin_pass(0, 0).launches

@@ -59,5 +59,5 @@ def test_it_is_the_largest_finite_number_of_what_is_seen(
         ids = None
         if segmented:
             ids = torch.randint(-1, 2, (2, ROWS)).int(), torch.randint(-1, 2, (2, KEYS)).int()
-        shift = memory_ops.bias_shift_on_gpu(bias, start, stop, ids)
+        shift = memory_ops.bias_shift_on_gpu(bias, start, stop, *(ids or (None, None)))
         torch.testing.assert_close(shift, by_torch(bias, start, stop, ids), rtol=0, atol=0)

@@ -114,7 +114,7 @@ PASSES: dict[str, Callable[..., Any]] = {
         torch.zeros(3), torch.zeros(ROWS), view(torch.zeros(ROWS))
     ),
     "pack": lambda view: memory_ops.pack_kv_on_gpu(
-        view(torch.zeros(WIDE)), torch.zeros(WIDE), torch.zeros(2, 32, 48)
+        view(torch.zeros(WIDE)), torch.zeros(WIDE), torch.zeros(2, 32, 48), add=False
     ),
 }
 

@@ -519,12 +519,7 @@ class Columns:
                 k, v = (x.narrow(1, start - item.k_start, stop - start) for x in (dk, dv))
             whole = self.flat.view(keys.batch, self.length, keys.width)
             packed = whole.narrow(1, start, stop - start)
-            if dk.is_cuda and has_triton():
-                from ring_torch.memory_ops import pack_kv_on_gpu
-
-                pack_kv_on_gpu(k, v, packed, add=add)
-            else:
-                keys.write(k, v, packed, add=add)
+            keys.write(k, v, packed, add=add)
 
 
 #: Where launches of a backward leave dK and dV: ``put(item, dk, dv)`` takes those of an item,

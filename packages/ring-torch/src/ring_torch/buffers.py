@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ring_torch.optional import has_triton
+
 _ALIGNED_BYTES = 16
 
 #: For each tensor the global positions of rank 0's tokens, then of rank 1's, ..., int64 ``[T]``;
@@ -31,7 +33,7 @@ class BufferSpec:
     """Layout of several tensors in a flat buffer of bytes, which is one message.
 
     Each tensor begins at a multiple of 16 bytes. It is compared by identity, which makes it a cheap
-    part of a key: what makes it for a call keeps it for equal calls.
+    part of a key: :meth:`of` returns the same object for equal arguments.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -39,25 +41,21 @@ class BufferSpec:
     offsets: tuple[int, ...]  # bytes
     size: int  # bytes of the whole buffer
 
-    @classmethod
-    def of(cls, *tensors: tuple[Sequence[int], torch.dtype]) -> BufferSpec:
+    @staticmethod
+    @lru_cache(maxsize=_MOST_SPECS)
+    def of(*tensors: tuple[tuple[int, ...], torch.dtype]) -> BufferSpec:
         """Lay out tensors of these shapes and dtypes one after the other."""
         sizes = [
             -(-math.prod(shape) * dtype.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES
             for shape, dtype in tensors
         ]
         *offsets, size = accumulate(sizes, initial=0)
-        return cls(
+        return BufferSpec(
             tuple(tuple(shape) for shape, _ in tensors),
             tuple(dtype for _, dtype in tensors),
             tuple(offsets),
             size,
         )
-
-    @property
-    def as_bytes(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of the buffer itself: ``(size,)`` bytes."""
-        return (self.size,), torch.uint8
 
     def buffer(self, device: torch.device) -> Tensor:
         """Allocate an uninitialised buffer."""
@@ -71,7 +69,7 @@ class BufferSpec:
     def _strided(self) -> list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]:
         """Return each tensor's dtype, shape, strides, and offset in numbers of its dtype."""
         return [
-            (dtype, shape, _contiguous_strides(shape), offset // dtype.itemsize)
+            (dtype, shape, torch.empty(shape, device="meta").stride(), offset // dtype.itemsize)
             for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True)
         ]
 
@@ -98,11 +96,6 @@ class BufferSpec:
         return buffer
 
 
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, as torch has them where a size is 0, too."""
-    return tuple(math.prod([max(n, 1) for n in shape[dim + 1 :]]) for dim in range(len(shape)))
-
-
 @lru_cache(maxsize=_MOST_SPECS)
 def flat(numel: int, dtype: torch.dtype) -> BufferSpec:
     """Return the layout of a single flat tensor of ``numel`` numbers."""
@@ -111,12 +104,7 @@ def flat(numel: int, dtype: torch.dtype) -> BufferSpec:
 
 def packing_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> BufferSpec:
     """Return the layout of tensors of the same shapes, in their dtypes or in ``dtype``."""
-    return _packing(tuple([x.shape for x in tensors]), tuple([dtype or x.dtype for x in tensors]))
-
-
-@lru_cache(maxsize=_MOST_SPECS)
-def _packing(shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> BufferSpec:
-    return BufferSpec.of(*zip(shapes, dtypes, strict=True))
+    return BufferSpec.of(*[(x.shape, dtype or x.dtype) for x in tensors])
 
 
 class HeadGroups(NamedTuple):
@@ -196,22 +184,31 @@ class KVPayload:
         k, v = kv.split([self.heads * self.dim, self.heads * self.v_dim], dim=-1)
         return k.unflatten(-1, (self.heads, self.dim)), v.unflatten(-1, (self.heads, self.v_dim))
 
-    def columns(self, gathered: Sequence[Tensor], start: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return :meth:`split` of ``length`` tokens of the first gathered tensor from ``start`` on.
+    def columns(self, gathered: Sequence[Tensor], length: int) -> list[Tensor]:
+        """Return K and V of ``length`` gathered tokens and, if any, their segment ids.
 
-        It has unit stride in its last dimension. Each view is one ``as_strided``: a repeated call
-        makes them for every launch, on the host.
+        The first gathered tensor has unit stride in its last dimension; the views are those of
+        :meth:`split`. Each is one ``as_strided``: a repeated call makes them for every launch, on
+        the host.
         """
-        kv = gathered[0]
+        kv, *ids = gathered
         (batch_step, step, unit), shape = kv.stride(), (self.batch, length, self.heads)
         assert unit == 1
-        k_dim, v_dim, first = self.dim, self.v_dim, kv.storage_offset() + start * step
+        k_dim, v_dim, first = self.dim, self.v_dim, kv.storage_offset()
         k = kv.as_strided((*shape, k_dim), (batch_step, step, k_dim, 1), first)
         first += self.heads * k_dim
-        return k, kv.as_strided((*shape, v_dim), (batch_step, step, v_dim, 1), first)
+        return [k, kv.as_strided((*shape, v_dim), (batch_step, step, v_dim, 1), first), *ids]
 
     def write(self, k: Tensor, v: Tensor, packed: Tensor, *, add: bool = False) -> None:
-        """Copy or add ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` into ``packed [B, n, width]``."""
+        """Copy or add ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` into ``packed [B, n, width]``.
+
+        On GPUs one kernel does it.
+        """
+        if packed.is_cuda and packed.numel() > 0 and has_triton():
+            from ring_torch.memory_ops import pack_kv_on_gpu
+
+            pack_kv_on_gpu(k, v, packed, add=add)
+            return
         for part, x in zip(self.split(packed), (k, v), strict=True):
             part.add_(x) if add else part.copy_(x)
 
@@ -280,11 +277,9 @@ class HeadPart(NamedTuple):
 
     def empty(self, tokens: int, heads: int, device: torch.device) -> Tensor:
         """Allocate ``[B, tokens, heads, D]``, in its order of memory."""
-        if not self.head_major:
-            shape = (self.batch, tokens, heads, self.dim)
-            return torch.empty(shape, dtype=self.dtype, device=device)
-        shape = (self.batch, heads, tokens, self.dim)
-        return torch.empty(shape, dtype=self.dtype, device=device).transpose(1, 2)
+        order = (0, 2, 1, 3) if self.head_major else (0, 1, 2, 3)
+        shape = (self.batch, tokens, heads, self.dim)
+        return torch.empty_permuted(shape, order, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,10 +303,13 @@ class HeadBuffer:
     message: BufferSpec
     launches: dict[object, Any] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, ranks: int, *parts: HeadPart) -> HeadBuffer:
+    @staticmethod
+    @lru_cache(maxsize=_MOST_SPECS)
+    def of(ranks: int, *parts: HeadPart) -> HeadBuffer:
         """Return the layout of an exchange of tensors of these shapes, made once."""
-        return _head_buffer(ranks, parts)
+        shapes = [(x.batch, x.length, x.heads, x.dim) for x in parts]
+        message = BufferSpec.of(*zip(shapes, [x.dtype for x in parts], strict=True))
+        return HeadBuffer(ranks, parts, tuple([(ranks, *shape) for shape in shapes]), message)
 
 
 class HeadCarrier(Protocol):
@@ -365,14 +363,3 @@ class HeadCarrier(Protocol):
         results = [x.empty(x.length, layout.ranks * x.heads, device) for x in layout.parts]
         self(layout, tensors, results, orders, splits_heads=False)
         return results
-
-
-@lru_cache(maxsize=_MOST_SPECS)
-def _head_buffer(ranks: int, parts: tuple[HeadPart, ...]) -> HeadBuffer:
-    shapes = [(x.batch, x.length, x.heads, x.dim) for x in parts]
-    return HeadBuffer(
-        ranks,
-        parts,
-        tuple([(ranks, *shape) for shape in shapes]),
-        BufferSpec.of(*zip(shapes, [x.dtype for x in parts], strict=True)),
-    )

@@ -5,11 +5,10 @@ A session of a transport carries K/V to ranks and dK/dV back, in one pass.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
@@ -28,7 +27,6 @@ from ring_core import (
 )
 from ring_core.choose.gathering import MAX_SAVED_BYTES
 from ring_core.programs.grid import RankGrid
-from ring_core.triton.tile_configs import positions_aligned8
 from ring_core.viz.text import imbalance_line
 from ring_torch.accumulate import Rows
 from ring_torch.buffers import HeadCarrier, KeyGradBuffer, KVPayload, Shapes
@@ -38,13 +36,7 @@ from ring_torch.comm.store import CallSignature
 from ring_torch.kernels.api import Kernel, Selection
 from ring_torch.kernels.measured import measured
 from ring_torch.options import CallOptions
-from ring_torch.positions import (
-    gathered_positions,
-    gathered_runs,
-    key_runs,
-    positions_of,
-    query_runs,
-)
+from ring_torch.positions import key_positions, query_positions
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -59,7 +51,6 @@ from ring_torch.records import (
 )
 from ring_torch.tensor_specs import Described
 
-_LONGEST = 48  # characters of a list of numbers in an error message
 Saved = list[Tensor]  # tensors that a forward saves beside inputs and results
 
 
@@ -326,16 +317,6 @@ class Call(NamedTuple):
                 f"graph. Instead: leave the call out of the graph, or use kernel='triton'"
             )
 
-    def positions(self, rank: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return query indices, query positions and key positions of a rank, int64 each.
-
-        They are ``None`` if no option needs them. A query's index counts queries; its position is
-        that among the keys, which differs if there are more keys than queries.
-        """
-        if not self.needs_index:
-            return None, None, None
-        return positions_of(self.plan, rank, self.device)
-
     def rows(self, inputs: Inputs, *, adds_sinks: bool = False) -> QueryBlock:
         """Return this rank's queries as a block, with what options need beside them.
 
@@ -347,12 +328,11 @@ class Call(NamedTuple):
         sinks = folded(sinks, torch.float32) if adds_sinks and sinks is not None else None
         if not self.needs_index:
             return QueryBlock(q, sinks, inputs.q_ids)
-        indices, position, _ = self.positions(self.ranks.rank)
+        indices, position, runs = query_positions(self.plan, self.ranks.rank, self.device)
         return QueryBlock(
             q, sinks, inputs.q_ids, indices, position, inputs.bias,
-            None if inputs.slopes is None else torch.atleast_2d(inputs.slopes),
-            query_runs(self.plan, self.ranks.rank), inputs.bias_shift,
-            Dropout(self.seed, self.dropout_heads),
+            None if inputs.alibi_slopes is None else torch.atleast_2d(inputs.alibi_slopes),
+            runs, inputs.bias_shift, Dropout(self.seed, self.dropout_heads),
         )  # fmt: skip
 
     def row_sums(
@@ -373,16 +353,18 @@ class Call(NamedTuple):
             return Rows(make, how)
         return Rows(make, how, zero_bias_grad(rows, self.params, self.acc_dtype))
 
-    def columns(self, rank: int, tensors: Sequence[Tensor]) -> KeyBlock:
-        """Return K/V of a rank as a block; ``tensors`` are k, v and, if any, segment ids."""
+    def columns(
+        self, rank: int, tensors: Sequence[Tensor], gather: GatherProgram | None = None
+    ) -> KeyBlock:
+        """Return K/V of a rank, or those that it gathers by a program, as a block.
+
+        ``tensors`` are k, v and, if any, segment ids.
+        """
         columns = KeyBlock(tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)
         if not self.needs_index:
             return columns
-        return columns._replace(
-            position=self.positions(rank)[2],
-            aligned8=_positions_aligned8(self.plan, rank),
-            runs=key_runs(self.plan, rank),
-        )
+        position, aligned8, runs = key_positions(gather or self.plan, rank, self.device)
+        return columns._replace(position=position, aligned8=aligned8, runs=runs)
 
     def open_session(self, spec: SessionSpec, signature: CallSignature) -> GatherSession:
         """Open a session of the transport for the pass that a signature is of.
@@ -406,20 +388,6 @@ class Call(NamedTuple):
         """Compare a pass of the call with the ranks' (:func:`ring_torch.comm.handshake.agree`)."""
         agree(ranks, self.number, self.seed, signature, self.device)
 
-    def gathered_columns(
-        self, gather: GatherProgram, keys: KVPayload, tensors: Sequence[Tensor]
-    ) -> KeyBlock:
-        """Return gathered K/V as a block; ``tensors`` are those that a session has filled."""
-        k, v = keys.columns(tensors, 0, gather.length)
-        columns = KeyBlock(k, v, tensors[1] if keys.segments else None)
-        if not self.needs_index:
-            return columns
-        return columns._replace(
-            position=gathered_positions(gather, self.device),
-            aligned8=positions_aligned8(gather.positions),
-            runs=gathered_runs(gather),
-        )
-
     @property
     def is_plain(self) -> bool:
         """True if launches need q, k and v alone, and maybe sinks."""
@@ -441,26 +409,16 @@ def agreed_fields(
     return {
         "seq_len": [plan.seq_len, plan.kv_seq_len] if padded else None,
         "layout": str(layout), "mask": plan.mask.describe(), "plan": plan.digest.hex(),
-        "cu_seqlens": _shortened(plan.mask.cu_seqlens),
-        "chunks": _shortened(layout.chunks) if isinstance(layout, ChunkLayout) else None,
+        "cu_seqlens": plan.mask.cu_seqlens,
+        "chunks": layout.chunks if isinstance(layout, ChunkLayout) else None,
         "softmax_scale": params.scale, "softcap": params.softcap, "dropout_p": params.dropout_p,
         "deterministic": options.deterministic, "return_lse": options.return_lse,
-        "segment_ids": tensors.q_ids is not None, "needs_grad": grads[0], "bias_grad": grads[1],
+        "segment_ids": "q_ids" in tensors, "needs_grad": grads[0], "bias_grad": grads[1],
         "shifts_bias": params.shifts_bias, "rates": measured().digest,
         **{
-            name: None if x is None else [*x.shape, x.dtype]
-            for name, x in tensors._asdict().items() if not name.endswith("_ids")
+            name: [*x.shape, x.dtype] for name, x in tensors.items() if not name.endswith("_ids")
         },
     }  # fmt: skip
-
-
-def _shortened(numbers: tuple[object, ...] | None) -> str | None:
-    """Return numbers as text that fits an error message: if long, the first and a digest."""
-    if numbers is None:
-        return None
-    text = str(numbers)
-    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... (all: {digest})"
 
 
 @dataclass(frozen=True)
@@ -504,12 +462,6 @@ class StrategySpec:
         """Return True if its bytes can move by a transport."""
         moves_by_any = self.opens_sessions or (self.splits_heads and self.grid is None)
         return moves_by_any or transport.sends_messages
-
-
-@lru_cache(maxsize=256)
-def _positions_aligned8(plan: Plan, rank: int) -> bool:
-    """Return True if each group of eight of a rank's keys is contiguous from a multiple of 8 on."""
-    return positions_aligned8(plan.k_positions(rank))
 
 
 def attend(call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:

@@ -463,8 +463,14 @@ class ContextParallel:
 
             print(cp.explain(q, k, v, causal=True, window=(4095, 0)))
         """
-        record = CallOptions(return_lse=return_lse, **options)
-        return explained_call(self._sharding.ranks, self.layout, q, k, v, record)
+        return explained_call(
+            self._sharding.ranks,
+            self.layout,
+            q,
+            k,
+            v,
+            CallOptions(return_lse=return_lse, **options),
+        )
 
     def explain_recurrent(self, layer: str, *args: Any, **options: Any) -> str:
         """Return a text that says what a recurrent layer would do with these arguments.

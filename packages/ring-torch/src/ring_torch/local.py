@@ -13,14 +13,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ring_core import checks
-from ring_core.base.arguments import numbers_as_python
+from ring_core.base.arguments import check_size, numbers_as_python
 
 # Modules that are imported once, before ranks are forked, as they take seconds to import.
 PRELOADED = ("torch._dynamo", "torch.distributed", "ring_torch")
@@ -33,7 +33,7 @@ class LocalRankError(RuntimeError):
     """Error of a function that failed on some ranks; the message holds their tracebacks."""
 
 
-class LocalRanks:
+class LocalRanks(AbstractContextManager["LocalRanks"]):
     """Processes on this machine that are joined in a process group and run functions together.
 
     They stay alive between functions, until the block ends or :meth:`close` is called.
@@ -66,14 +66,7 @@ class LocalRanks:
         cuda: bool = False,
     ) -> None:
         for name, value in (("world_size", world_size), ("threads", threads)):
-            if (
-                not isinstance(value, int)
-                or isinstance(value, bool)
-                or not 0 < value <= _MOST_PROCESSES
-            ):
-                raise ValueError(
-                    f"{name} must be an integer in 1..{_MOST_PROCESSES}, got {value!r}"
-                )
+            check_size(name, value, high=_MOST_PROCESSES + 1)
         for name, seconds in (("timeout", timeout), ("patience", patience)):
             if seconds is None and name == "patience":
                 continue
@@ -186,9 +179,6 @@ class LocalRanks:
                 process.kill()
                 process.join()
         self._folder.cleanup()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         self.close()

@@ -74,55 +74,45 @@ def sink_grads_on_gpu(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def bias_shift_on_gpu(
-    bias: Tensor, start: Tensor | None, stop: Tensor | None, ids: tuple[Tensor, Tensor] | None
-) -> Tensor:
+    bias: Tensor, start: Tensor | None, stop: Tensor | None, q_ids: Tensor | None,
+    k_ids: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Return the largest finite bias that each row sees, or 0 if it is small or there is none.
 
     Args:
         bias: ``[B or 1, H or 1, n, T_kv]``, contiguous in its last dimension.
         start: First column that each row may see, int32 ``[n]``; ``None`` is column 0.
         stop: Column after the last that each row may see, likewise; ``None`` is ``T_kv``.
-        ids: Segment ids of the rows and of all columns, int32 ``[B, n]`` and ``[B, T_kv]``.
+        q_ids, k_ids: Segment ids of the rows and of all columns, int32 ``[B, n]`` and ``[B,
+            T_kv]``.
 
     Returns:
-        Float32 ``[B or 1, H or 1, n]``: the bias's dimensions, but the batch size with ``ids``.
+        Float32 ``[B or 1, H or 1, n]``: the bias's dimensions, but the batch size with ids.
     """
     batch, heads, rows, columns = bias.shape
-    batch = batch if ids is None else len(ids[0])
+    batch, ids = batch if q_ids is None else len(q_ids), (q_ids, k_ids)
     shift = torch.empty(batch, heads, rows, dtype=torch.float32, device=bias.device)
-    assert_unit_strides(bias, *(ids or ()))
-    q_ids, k_ids = (None, None) if ids is None else ids
+    assert_unit_strides(bias, *[x for x in ids if x is not None])
     if shift.numel() > 0:
         _largest_bias[(triton.cdiv(rows, _SHIFTED_ROWS), heads, batch)](
             bias, start, stop, q_ids, k_ids, shift, rows, columns,
             bias.stride(0) if len(bias) > 1 else 0, *bias.stride()[1:3], *shift.stride()[:2],
-            *((0, 0) if ids is None else (ids[0].stride(0), ids[1].stride(0))),
+            *[0 if x is None else x.stride(0) for x in ids],
             UNSHIFTED=UNSHIFTED_BIAS, ROWS=_SHIFTED_ROWS, COLUMNS=_SHIFTED_COLUMNS,
         )  # fmt: skip
     return shift
-
-
-def pack_kv_on_gpu(k: Tensor, v: Tensor, packed: Tensor, *, add: bool = False) -> None:
-    """Copy ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` side by side into one tensor, or add them.
-
-    That is ``packed [B, n, K * (D + Dv)]``, in their dtype or a wider one. All are contiguous in
-    their last dimensions.
-    """
-    if packed.numel() > 0:
-        _pack(k, v, packed, add=add)
 
 
 def _pack_arguments(k: Tensor, v: Tensor, packed: Tensor, *, add: bool) -> Arguments:
     assert_unit_strides(k, v, packed)
     batch, tokens, heads, dim = k.shape
     widths = heads * dim, heads * v.shape[3]
-    constants = {
+    # A token is a program: K and V may have any strides but the last.
+    integers = *k.stride()[:3], *v.stride()[:3], *packed.stride()[:2]
+    return (tokens, batch), integers, {
         "K": widths[0], "V": widths[1], "K_DIM": dim, "V_DIM": v.shape[3],
         "SIZE": triton.next_power_of_2(max(widths)), "ADD": add,
     }  # fmt: skip
-    # A token is a program: K and V may have any strides but the last.
-    integers = *k.stride()[:3], *v.stride()[:3], *packed.stride()[:2]
-    return Arguments((tokens, batch), integers, constants)
 
 
 def add_on_gpu(total: Tensor, summands: Sequence[Tensor]) -> None:
@@ -299,4 +289,7 @@ def _sum_sinks(
     tl.store(grads + head, -tl.sum(sums, axis=0))
 
 
-_pack = RepeatedKernel(_pack_token, _pack_arguments)
+#: Copies ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` side by side into one tensor that is not empty,
+#: or adds them: ``pack_kv_on_gpu(k, v, packed, add=add)``. That is ``packed [B, n, K * (D + Dv)]``,
+#: in their dtype or a wider one. All are contiguous in their last dimensions.
+pack_kv_on_gpu = RepeatedKernel(_pack_token, _pack_arguments)

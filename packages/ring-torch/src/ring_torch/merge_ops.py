@@ -52,12 +52,11 @@ def _merge_arguments(
     missing = MOST - len(spans)
     bounds = [bound for start, n in spans for bound in (start, start + n)] + [0, 0] * missing
     strides = [stride for x in (out, lse, *results) for stride in x.stride()[:-1]]
-    constants = {
+    integers = *[None] * (2 * missing), rows, *bounds, *strides, *[0] * (5 * missing)
+    return (triton.cdiv(rows, _ROWS), heads, batch), integers, {
         "DIM": dim, "PADDED": triton.next_power_of_2(dim), "ROWS": _ROWS, "MARKS": marks,
         "FIRST": first, "LAST": last,
     }  # fmt: skip
-    integers = *[None] * (2 * missing), rows, *bounds, *strides, *[0] * (5 * missing)
-    return Arguments((triton.cdiv(rows, _ROWS), heads, batch), integers, constants)
 
 
 def sum_on_gpu(dq: Tensor, others: Sequence[Tensor], spans: tuple[Span, ...]) -> None:
@@ -72,13 +71,12 @@ def sum_on_gpu(dq: Tensor, others: Sequence[Tensor], spans: tuple[Span, ...]) ->
 def _sum_arguments(*tensors: Tensor, spans: tuple[Span, ...]) -> Arguments:
     assert_unit_strides(*tensors)
     batch, rows, heads, dim = tensors[0].shape
-    bounds = [bound for start, n in spans for bound in (start, start + n)]
-    bounds += [0, 0] * (MOST - 1 - len(spans))
+    missing = MOST - 1 - len(spans)
+    bounds = [bound for start, n in spans for bound in (start, start + n)] + [0, 0] * missing
     integers = rows, *bounds, *(stride for x in tensors for stride in x.stride()[:-1])
-    constants = {
+    return (triton.cdiv(rows, _ROWS), heads, batch), integers, {
         "PARTIALS": 1 + len(spans), "DIM": dim, "PADDED": triton.next_power_of_2(dim), "ROWS": _ROWS,
     }  # fmt: skip
-    return Arguments((triton.cdiv(rows, _ROWS), heads, batch), integers, constants)
 
 
 @triton.jit

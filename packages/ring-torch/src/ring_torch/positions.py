@@ -5,15 +5,13 @@ Without the cache each call would copy them from the host, and wait for the work
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from ring_core import GatherProgram, Plan
 from ring_core.base.arguments import Ints
+from ring_core.triton.tile_configs import positions_aligned8
 from ring_torch.capture import capture_safe_cache
 from ring_torch.records import PositionRun, runs_of
 
@@ -25,42 +23,45 @@ def on_device(array: Ints, device: torch.device) -> Tensor:
 
 
 @capture_safe_cache(maxsize=16)  # few, as each takes megabytes for a long sequence
-def positions_of(plan: Plan, rank: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a rank's indices of queries, positions of queries and positions of keys, int64 each.
+def query_positions(
+    plan: Plan, rank: int, device: torch.device
+) -> tuple[Tensor, Tensor, tuple[PositionRun, ...]]:
+    """Return the index of each query of a rank, its position, and the runs of the positions.
 
-    Indices count queries in their sequence. Positions of queries count in the sequence of keys.
+    Indices count queries, positions count keys, which differs if there are more keys than queries:
+    int64 ``[n]`` each.
     """
-    index, q_pos, k_pos = (
-        torch.as_tensor(positions(rank), device=device)
-        for positions in (plan.positions, plan.q_positions, plan.k_positions)
+    positions = plan.q_positions(rank)
+    index, position = (torch.as_tensor(x, device=device) for x in (plan.positions(rank), positions))
+    return index, position, runs_of(positions)
+
+
+@capture_safe_cache(maxsize=64)  # more, as rings ask for those of all ranks
+def key_positions(
+    keys: Plan | GatherProgram, rank: int, device: torch.device
+) -> tuple[Tensor, bool, tuple[PositionRun, ...]]:
+    """Return the positions of a rank's keys or, of a program, of those that it gathers.
+
+    Beside them, int64 ``[m]``, are :attr:`KeyBlock.aligned8` and the runs of the positions.
+    """
+    positions = keys.positions if isinstance(keys, GatherProgram) else keys.k_positions(rank)
+    return (
+        torch.as_tensor(positions, device=device),
+        positions_aligned8(positions),
+        runs_of(positions),
     )
-    return index, q_pos, k_pos
 
 
 @capture_safe_cache(maxsize=16)  # few, as each takes megabytes for a long sequence
-def gathered_positions(gather: GatherProgram, device: torch.device) -> Tensor:
-    """Return the positions of the keys that a rank gathers, int64."""
-    return torch.as_tensor(gather.positions, device=device)
+def visible_spans(
+    plan: Plan, rank: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the spans of keys that a rank's queries see: ``(start, stop)``, int32 ``[n]`` each.
 
-
-class Spans(NamedTuple):
-    """Spans of keys that each query sees: keys ``start <= j < stop``.
-
-    Bands, chunks and documents show each query one run of consecutive keys. Predicates are left
-    out. ``None`` stands for the first key of the sequence, or for its end, for all queries.
-
-    Attributes:
-        start: First key of each query, int32 ``[n]``, or ``None``.
-        stop: End of each query's keys, int32 ``[n]``, or ``None``.
+    Bands, chunks and documents show each query one run of consecutive keys, ``start <= j < stop``.
+    Predicates are left out. ``None`` stands for the first key of the sequence, or for its end, for
+    all queries.
     """
-
-    start: Tensor | None  # int32 [n]
-    stop: Tensor | None  # int32 [n]
-
-
-@capture_safe_cache(maxsize=16)  # few, as each takes megabytes for a long sequence
-def visible_spans(plan: Plan, rank: int, device: torch.device) -> Spans:
-    """Return the spans of keys that a rank's queries see."""
     mask, length, positions = plan.mask, plan.kv_seq_len, plan.q_positions(rank)
     # The band's limits first, then those of the chunk or document that each query is in.
     left, right = mask.band
@@ -72,25 +73,8 @@ def visible_spans(plan: Plan, rank: int, device: torch.device) -> Spans:
         start = np.maximum(start, np.append(0, cuts)[cell])
         stop = np.minimum(stop, np.append(cuts, length)[cell])
     start, stop = start.clip(0, length), stop.clip(0, length)
-    return Spans(*(
+    first, end = (
         torch.as_tensor(side.astype(np.int32), device=device) if is_needed else None
         for side, is_needed in ((start, start.any()), (stop, (stop < length).any()))
-    ))  # fmt: skip
-
-
-@lru_cache(maxsize=256)
-def query_runs(plan: Plan, rank: int) -> tuple[PositionRun, ...]:
-    """Return the runs of consecutive positions among a rank's queries."""
-    return runs_of(plan.q_positions(rank))
-
-
-@lru_cache(maxsize=256)
-def key_runs(plan: Plan, rank: int) -> tuple[PositionRun, ...]:
-    """Return the runs of consecutive positions among a rank's keys."""
-    return runs_of(plan.k_positions(rank))
-
-
-@lru_cache(maxsize=64)
-def gathered_runs(gather: GatherProgram) -> tuple[PositionRun, ...]:
-    """Return the runs of consecutive positions among the keys that a rank gathers."""
-    return runs_of(gather.positions)
+    )
+    return first, end

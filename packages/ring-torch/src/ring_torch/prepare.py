@@ -260,7 +260,7 @@ def _prepare(
         else (sizes.q_len * ranks.size, sizes.k_len * ranks.size),
     )  # fmt: skip
     program = ring_program(plan, strategy_setting.ring_strategy)
-    checks.check_bias(tensors.bias, sizes, plan.kv_seq_len, tensors.q.device)
+    checks.check_bias(tensors.get("bias"), sizes, plan.kv_seq_len, tensors["q"].device)
     dtype, device = not_none(facts[0]).dtype, not_none(facts[0]).device
     # Groups and kernels are asked about the current device.
     with on_device(device):
@@ -288,7 +288,7 @@ def _prepare(
             sizes.batch, sizes.k_len, sizes.kv_heads, sizes.head_dim, sizes.v_head_dim, dtype,
             request.segment_ids,
         )  # fmt: skip
-    params = _params(plan, request, config, options, grads, device, sinks=tensors.sinks is not None)
+    params = _params(plan, request, config, options, grads, device, sinks="sinks" in tensors)
     fields = agreed_fields(layout, plan, tensors, options, params, grads) | {
         "check": check_every,
         "kernel": choice.kernel.capabilities.name, "strategy": spec.name, "transport": transport.name,
@@ -298,7 +298,7 @@ def _prepare(
     call = Call(
         ranks, plan, program, keys, request, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
         grads[0], UNRESOLVED, transport, CallSignature.of(fields, "forward"),
-        CallSignature.of(fields, "backward"), check_every, tensors.sinks is not None,
+        CallSignature.of(fields, "backward"), check_every, "sinks" in tensors,
         options.return_lse,
     )  # fmt: skip
     with on_device(device):
@@ -343,13 +343,12 @@ def _check_options(
         checks.check_flag(name, getattr(options, name))
     checks.check_choice("transport", options.transport, transport_names())
     return Request(
-        device=tensors.q.device.partition(":")[0], dtype=tensors.q.dtype, head_dim=sizes.head_dim,
-        v_head_dim=sizes.v_head_dim, segment_ids=tensors.q_ids is not None,
-        softcap=cap is not None, bias=tensors.bias is not None,
-        alibi=tensors.alibi_slopes is not None, dropout=options.dropout_p > 0,
-        deterministic=options.deterministic, any_scale=scale <= 0, grad=grads[0],
+        device=tensors["q"].device.partition(":")[0], dtype=tensors["q"].dtype,
+        head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim, segment_ids="q_ids" in tensors,
+        softcap=cap is not None, bias="bias" in tensors, alibi="alibi_slopes" in tensors,
+        dropout=options.dropout_p > 0, deterministic=options.deterministic, any_scale=scale <= 0, grad=grads[0],
         lse_grad=lse_grad, batch=sizes.batch, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
-        shared_bias_bytes=_shared_bias_bytes(tensors.bias),
+        shared_bias_bytes=_shared_bias_bytes(tensors.get("bias")),
     ), kernel_config(options.kernel, kernel_names())  # fmt: skip
 
 

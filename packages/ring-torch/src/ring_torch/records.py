@@ -235,7 +235,7 @@ class Inputs(NamedTuple):
     k_ids: Tensor | None
     sinks: Tensor | None
     bias: Tensor | None
-    slopes: Tensor | None
+    alibi_slopes: Tensor | None
     bias_shift: Tensor | None = None  # [B or 1, H or 1, T_local], accumulators' dtype
 
     def key_tensors(self) -> list[Tensor]:
@@ -346,7 +346,7 @@ def head_group[T: (
     if groups == 1:
         return record
     fields: dict[str, Any] = {name: x for name, x in record._asdict().items() if x is not None}
-    assert not fields.keys() & {"bias", "slopes", "dbias"}
+    assert not fields.keys() & {"bias", "alibi_slopes", "slopes", "dbias"}
     for name in fields.keys() & _HEADS.keys():
         size = fields[name].shape[_HEADS[name]] // groups
         fields[name] = fields[name].narrow(_HEADS[name], n * size, size)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, Literal, get_args
 
@@ -36,8 +37,7 @@ UNSHARD_GRADS: tuple[str, ...] = get_args(UnshardGrad)
 class _Thread(threading.local):
     """Lengths of a thread's padded sequences, by T_local, while a forward collects them."""
 
-    def __init__(self) -> None:
-        self.padded: dict[int, int] | None = None
+    padded: dict[int, int] | None = None
 
 
 class Sharding:
@@ -87,9 +87,7 @@ class Sharding:
         """Return True inside of ``whole`` of these ranks; a constant to the compiler."""
         if is_traced:
             check_trace()
-        if self.group is OneRank.WHOLE:
-            return False
-        return acts_alone(self.members.ranks)
+        return self.group is not OneRank.WHOLE and acts_alone(self.members.ranks)
 
     def acts_alone_with(self, other: LayoutSpec | Sharding) -> bool:
         """Return True if this is a rank that acts alone; ``other`` is a layout, or acts alone too.
@@ -97,9 +95,8 @@ class Sharding:
         Raises:
             UnsupportedError: One of two shardings acts alone.
         """
-        alone = [self.group is OneRank.WHOLE]
-        if isinstance(other, Sharding):
-            alone.append(other.group is OneRank.WHOLE)
+        shardings = (x for x in (self, other) if isinstance(x, Sharding))
+        alone = [x.group is OneRank.WHOLE for x in shardings]
         if any(alone) and not all(alone):
             raise UnsupportedError(
                 "relayout between ranks that act alone, inside of whole(), and others: enter whole() of "
@@ -158,9 +155,8 @@ class Sharding:
     def layout_of(self, seq_len: int, *, pad: bool = False) -> Layout:
         """Return the layout of ``seq_len`` tokens; with ``pad`` they may need padding behind."""
         checks.check_flag("pad", pad)
-        if pad:
-            return Layout.padded(self.layout, seq_len, self.ranks.size)
-        return Layout(self.layout, seq_len, self.ranks.size)
+        make = Layout.padded if pad else Layout
+        return make(self.layout, seq_len, self.ranks.size)
 
     def shard(self, x: Tensor, *, dim: int = 1, pad: bool = False, fill: float = 0) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds; contiguous."""
@@ -263,14 +259,10 @@ class Unsharding:
                 # rank sends its slice to all others, and receives theirs in the order of ranks.
                 local_slice = as_stored(x).contiguous()
                 slices = [torch.empty_like(local_slice) for _ in range(self.ranks.size)]
-                received, sent = (
-                    [_as_bytes(rank_slice) for rank_slice in slices],
-                    _as_bytes(local_slice),
-                )
-                run_collective(
-                    self.ranks,
-                    lambda: dist.all_gather(received, sent, group=self.ranks.group, async_op=True),
-                )
+                run_collective(self.ranks, partial(
+                    dist.all_gather, [*map(_as_bytes, slices)], _as_bytes(local_slice),
+                    group=self.ranks.group, async_op=True,
+                ))  # fmt: skip
         # Ranks hold every token once: all rows are written, and padding is left out.
         whole = x.new_empty([*x.shape[: self.dim], layout.seq_len, *x.shape[self.dim + 1 :]])
         rows = whole.transpose(0, self.dim)
@@ -300,13 +292,10 @@ class Unsharding:
             slices = slices.to(torch.promote_types(grad.dtype, torch.float32))
             # Of these stacked slices one is for each rank; only the own sum comes back.
             total = torch.empty_like(slices[0])
-            received, sent = _as_real(total), _as_real(slices)
-            run_collective(
-                self.ranks,
-                lambda: dist.reduce_scatter_tensor(
-                    received, sent, group=self.ranks.group, async_op=True
-                ),
-            )
+            run_collective(self.ranks, partial(
+                dist.reduce_scatter_tensor, _as_real(total), _as_real(slices),
+                group=self.ranks.group, async_op=True,
+            ))  # fmt: skip
         return total.to(grad.dtype)
 
     def _signature(self, x: Tensor) -> CallSignature:

@@ -5,7 +5,8 @@ A strategy that trades tokens for heads makes the inner call, for a rank's part 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ def head_parallel_specs(
                 shape = (q_heads, *per_head)
             case "bias", (batch, bias_heads, length, keys):
                 shape = (batch, 1 if bias_heads == 1 else q_heads, ranks * length, keys)
-            case "slopes", (*batch, _):
+            case "alibi_slopes", (*batch, _):
                 shape = (*batch, q_heads)
         return spec._replace(shape=shape)
 
@@ -82,42 +83,32 @@ def head_parallel_specs(
     ])  # fmt: skip
 
 
-class Described(NamedTuple):
-    """Tensors of a call in the form that the checks of ``ring_core`` take."""
-
-    q: checks.Tensor
-    k: checks.Tensor
-    v: checks.Tensor
-    q_ids: checks.Tensor | None
-    k_ids: checks.Tensor | None
-    sinks: checks.Tensor | None
-    bias: checks.Tensor | None
-    alibi_slopes: checks.Tensor | None
+#: Descriptions of the tensors that a call has, by the names of :class:`Inputs`.
+Described = Mapping[str, checks.Tensor]
 
 
 def check_tensors(specs: tuple[TensorSpec | None, ...]) -> tuple[checks.Sizes, Described]:
     """Check all tensors but the bias; return the call's sizes, and the tensors' descriptions.
 
-    ``specs`` are those of the tensors of :class:`Described`, in its order. The bias is checked
-    later: its width is the number of all keys, which the plan knows.
+    ``specs`` are in the order of :class:`Inputs`. The bias is checked later: its width is the
+    number of all keys, which the plan knows.
 
     Raises:
         ValueError: A tensor is malformed, q is on the meta device, or ``alibi_slopes`` require a
             gradient.
     """
-    described: Any = [None if spec is None else spec.described() for spec in specs]
-    tensors = Described(*described)
-    sizes = checks.check_qkv(tensors.q, tensors.k, tensors.v)
-    device = tensors.q.device
+    named = zip(Inputs._fields, specs, strict=False)
+    tensors = {name: spec.described() for name, spec in named if spec is not None}
+    sizes, device = checks.check_qkv(*[tensors[name] for name in "qkv"]), tensors["q"].device
     if device == "meta":
         raise ValueError("q, k and v are on the meta device, where tensors hold no numbers")
-    checks.check_sinks(tensors.sinks, sizes, device)
-    checks.check_alibi_slopes(tensors.alibi_slopes, sizes, device)
+    checks.check_sinks(tensors.get("sinks"), sizes, device)
+    checks.check_alibi_slopes(tensors.get("alibi_slopes"), sizes, device)
     if specs[-1] is not None and specs[-1].requires_grad:
         raise ValueError(
             "alibi_slopes have no gradient; pass alibi_slopes.detach(), or add a bias that has one"
         )
-    for side, ids in (("queries", tensors.q_ids), ("keys", tensors.k_ids)):
-        if ids is not None:
-            checks.check_segment_ids(ids, sizes, side, device)
+    for side, name in (("queries", "q_ids"), ("keys", "k_ids")):
+        if name in tensors:
+            checks.check_segment_ids(tensors[name], sizes, side, device)
     return sizes, tensors

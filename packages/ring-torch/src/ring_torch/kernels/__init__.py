@@ -53,12 +53,11 @@ def choose(config: KernelConfig, request: Request, program: RingProgram) -> Sele
         block_sizes=config.block_q is not None or config.block_k is not None,
         fused_backward=config.fused_backward is not None,
     )
-    mask = program.plan.mask
     if config.name != "auto":
-        return Selection(_named(config, request, program), (), mask.predicate is not None)
+        return Selection(_named(config, request, program), ())
     kernels = in_order(request.device, max(request.head_dim, request.v_head_dim))
     # A user's own times come before our order; kernels that these lack come after those in them.
-    fastest = measured().order(device_name(request.device), request, mask)
+    fastest = measured().order(device_name(request.device), request, program.plan.mask)
     places = {name: place for place, name in enumerate(fastest)}
     refused: list[tuple[Capabilities, tuple[str, ...]]] = []
     for kernel in sorted(kernels, key=lambda x: places.get(x.capabilities.name, len(places))):
@@ -68,7 +67,7 @@ def choose(config: KernelConfig, request: Request, program: RingProgram) -> Sele
             or kernel.config_refusals(config, request, program)
         )
         if not reasons:
-            return Selection(kernel, tuple(refused), mask.predicate is not None)
+            return Selection(kernel, tuple(refused))
         refused.append((kernel.capabilities, reasons))
     all_reasons = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in refused)
     raise UnsupportedError(f"no kernel can do this call. {all_reasons}")

@@ -91,8 +91,6 @@ class Kernel(Protocol):
     reads_on_host: bool = False
     #: The split backward, if it has one.
     split_backward: SplitBackward | None = None
-    #: About how many seconds the first call with a predicate compiles; 0 if nothing is compiled.
-    predicate_compile_seconds: int = 0
 
     def unavailable_reason(self) -> str | None:
         """Return why it cannot run on this machine, or ``None``.
@@ -127,20 +125,11 @@ class Selection:
 
     kernel: Kernel
     rejected: tuple[tuple[Capabilities, tuple[str, ...]], ...]
-    has_predicate: bool = False
 
     def describe(self) -> str:
         """Return the lines of ``explain`` about the kernel, and about those not taken."""
-        name = self.kernel.capabilities.name
-        lines = [f"kernel {name}"]
-        if self.has_predicate:
-            seconds = self.kernel.predicate_compile_seconds
-            compile_time = f"about {seconds} s to compile, forward and backward"
-            lines.append(
-                f"  a predicate that is new to it: {compile_time if seconds else 'nothing to compile'}"
-            )
-        lines += [
+        others = [
             f"  not {capabilities.name} ({', '.join(capabilities.devices) or 'any device'}): {'; '.join(reasons)}"
             for capabilities, reasons in self.rejected
         ]
-        return "\n".join(lines)
+        return "\n".join([f"kernel {self.kernel.capabilities.name}", *others])

@@ -186,25 +186,14 @@ def _in_tiles(item: WorkItem, shape: tuple[int, ...], grid: Grid) -> Kinds:
         x[numbers].swapaxes(1, 2).reshape(numbers.shape[0] * x.shape[1], -1)
         for x in _parts(geometry, *sizes)
     )
+    # A block is live if one of its parts is, and full if all are that are in tiles: beyond the last
+    # tile nothing is visible, and nothing is missing from a full block either.
     for dim, block in enumerate((grid.block_q, grid.block_k)):
-        parts_per_block = block // sizes[dim]
-        # Beyond the last tile nothing is visible, and nothing is missing from a full block either.
-        live = _in_blocks(live, dim, shape[dim], parts_per_block, beyond=False).any(axis=dim + 1)
-        full = _in_blocks(full, dim, shape[dim], parts_per_block, beyond=True).all(axis=dim + 1)
+        parts = block // sizes[dim]
+        starts, inside = np.arange(shape[dim]) * parts, range(live.shape[dim])[: shape[dim] * parts]
+        live = np.logical_or.reduceat(live.take(inside, dim), starts, dim)
+        full = np.logical_and.reduceat(full.take(inside, dim), starts, dim)
     return _kinds(live, full)
-
-
-def _in_blocks(flags: Flags, dim: int, blocks: int, parts_per_block: int, *, beyond: bool) -> Flags:
-    """Return flags of parts, grouped along an axis: the ``parts_per_block`` of each are a new axis.
-
-    Parts beyond the last have the flag ``beyond``.
-    """
-    padding = max(0, blocks * parts_per_block - flags.shape[dim])
-    edges = [(0, padding if n == dim else 0) for n in range(2)]
-    flags = np.pad(flags, edges, constant_values=beyond).take(
-        range(blocks * parts_per_block), axis=dim
-    )
-    return flags.reshape(*flags.shape[:dim], blocks, parts_per_block, *flags.shape[dim + 1 :])
 
 
 @lru_cache(maxsize=32)

@@ -178,8 +178,10 @@ class ScoreBlocks:
             start = max(start, int(item.cu_k[documents[0] - 1]))
             stop = min(stop, int(item.cu_k[documents[1]]))
         # A predicate, or a mask in the form of a bias, may hide blocks between them.
+        bias = self.rows.bias if self.params.bias_masks else None
         for j in _slices(start, stop, size):
-            if (item.tiles is None or self._tiles(i, j).any()) and self._is_shown(i, j):
+            is_hidden = item.tiles is not None and not self._tiles(i, j).any()
+            if not is_hidden and (bias is None or (self._bias(bias, i, j) != -torch.inf).any()):
                 yield j
 
     def scores(self, q: Tensor, i: slice, j: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -215,22 +217,16 @@ class ScoreBlocks:
         """Return a block of the bias, ``[B or 1, H or 1, n, m]``."""
         return bias[:, :, i].index_select(-1, not_none(self.columns.position)[j])
 
-    def _is_shown(self, i: slice, j: slice) -> bool:
-        """Return False if a boolean mask in the form of a bias hides all of a block."""
-        bias, hides = self.rows.bias, self.params.bias_masks
-        return bias is None or not hides or bool((self._bias(bias, i, j) != -torch.inf).any())
-
     def keep(self, like: Tensor, i: slice, j: slice) -> Tensor | None:
         """Return the factors of dropout, 0 or ``1 / (1 - p)``, for a block; ``None`` without it."""
         p = self.params.dropout_p
         if p == 0:
             return None
-        batch, num_heads = self.rows.q.shape[0], self.rows.q.shape[2]
         seed, heads = not_none(self.rows.dropout)
         index, position = not_none(self.rows.indices)[i], not_none(self.columns.position)[j]
         is_kept = dropout_keep(
-            p, seed, range(batch), num_heads if heads is None else heads, index,
-            position,
+            p, seed, range(len(self.rows.q)), self.rows.q.shape[2] if heads is None else heads,
+            index, position,
         )  # fmt: skip
         return is_kept.to(like.dtype).div_(1 - p).view(like.shape)
 
@@ -265,7 +261,12 @@ class ScoreBlocks:
             q_doc, k_doc = self._documents
             conditions.append(q_doc[i, None] == k_doc[j])
         if item.tiles is not None and not (self._tiles(i, j) == FULL).all():
-            conditions.append(self._rule(i, j))
+            # The whole rule of the mask: the predicate's, and documents and chunks.
+            q_pos, k_pos = not_none(rows.position)[i], not_none(columns.position)[j]
+            conditions.append(shown(not_none(self.params.blocks), q_pos, k_pos))
+            if (cuts := self.params.boundaries) is not None:
+                q_cell, k_cell = (torch.bucketize(x, cuts, right=True) for x in (q_pos, k_pos))
+                conditions.append(q_cell[:, None] == k_cell)
         visible = reduce(torch.logical_and, conditions)[None, None] if conditions else None
         if rows.segments is None or columns.segments is None:
             return visible
@@ -284,20 +285,6 @@ class ScoreBlocks:
             for n, cu in ((self.rows.q.shape[1], item.cu_q), (self.columns.k.shape[1], item.cu_k))
         )
         return q_doc, k_doc
-
-    def _rule(self, i: slice, j: slice) -> Tensor:
-        """Return the whole rule of a mask with a predicate for a block, booleans ``[n, m]``."""
-        q_pos, k_pos = (
-            not_none(self.rows.position)[i, None],
-            not_none(self.columns.position)[None, j],
-        )
-        visible = shown(not_none(self.params.blocks), q_pos[:, 0], k_pos[0])
-        if self.params.boundaries is not None:
-            q_cell, k_cell = (
-                torch.bucketize(x, self.params.boundaries, right=True) for x in (q_pos, k_pos)
-            )
-            visible = visible & (q_cell == k_cell)
-        return visible
 
     def _tiles(self, i: slice, j: slice) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
         """Return the kinds of the tiles that a block touches; ``EMPTY`` is 0."""

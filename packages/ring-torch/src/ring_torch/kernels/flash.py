@@ -57,6 +57,14 @@ def old_gpu_reason() -> str | None:
     return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
 
 
+def gpu_reason(*majors: int) -> str | None:
+    """Return a refusal if a library has no kernels for the current device's generation."""
+    if capability()[0] in majors:
+        return None
+    known = f"{majors[0]}.x to {majors[-1]}.x"
+    return f"has kernels for compute capability {known}, this is {capability()}"
+
+
 @dataclass(frozen=True)
 class FlashKernel(Kernel):
     """A kernel made of the calls of a library.
@@ -76,7 +84,6 @@ class FlashKernel(Kernel):
             there are more queries than keys. FlashAttention-2 takes a right side that is at least
             the number of keys, or an open one beside a left side, for the number of keys, or
             ignores it; then rows see fewer keys, or more. Such items are launched in pieces.
-        predicate_compile_seconds: See :class:`Kernel`.
     """
 
     flash: FlashLibrary
@@ -89,7 +96,6 @@ class FlashKernel(Kernel):
     wrong_gpu: Callable[[], str | None] = lambda: None
     clips_right_window: bool = False
     adds_sinks: bool = False
-    predicate_compile_seconds: int = 0
 
     def unavailable_reason(self) -> str | None:
         """Return why it cannot run on this machine, or ``None``."""
@@ -136,9 +142,11 @@ class FlashKernel(Kernel):
         modes: tuple[Mode, ...] = ("write",) if self.flash.writes else ("return",)
         return Forward(item, run, modes, marks=is_band and params.needs_lse)
 
-    def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
-        """Return the launch of the backward of items, each of which is repeated likewise."""
-        del adds  # libraries round the gradients of each launch
+    def backward(self, items: Sequence[WorkItem], params: KernelParams, **_: bool) -> Backward:
+        """Return the launch of the backward of items, each of which is repeated likewise.
+
+        It never adds: libraries round the gradients of each launch.
+        """
         return one_by_one(items, [self._backward_of(item, params) for item in items])
 
     def _backward_of(self, item: WorkItem, params: KernelParams) -> ItemGrads:
@@ -176,21 +184,26 @@ class FlashKernel(Kernel):
         out: AttentionState | None = None,
     ) -> AttentionState:  # fmt: skip
         """Return attention over the item's keys, in one launch or in one for each of its pieces."""
-        pieces = self._pieces(item)
-        if pieces:
-            return self._attend_each(rows, columns, pieces, params)
         q, k, v = rows.q, columns.k, columns.v
+        if pieces := self._pieces(item):
+            # Rows that no piece has keep this state. No two pieces share a row: nothing is merged.
+            state = unseen_state(q, v.shape[3])
+            for piece in pieces:
+                some_rows, keys = rows.take(piece.q_slice), columns.take(piece.k_slice)
+                some_out, some_lse = self._attend(some_rows, keys, piece, params)
+                state.out[:, piece.q_slice].copy_(some_out)
+                # Every row of a piece sees something; rows of no piece see nothing.
+                state.lse[:, :, piece.q_slice].copy_(mark_infinities(some_lse))
+            return state
+        options = _options(item, params, rows, columns)
         if item.cu_q is None:
-            options = _options(item, params, rows, columns)
             result, lse = self._forward(q, k, v, options, out)
             # Every row of a band sees something: plans cut others off. Other masks leave them in.
             if options.masked is not None and options.needs_lse:
                 lse = _mark_nonfinite_where_seen(result, lse)
             return AttentionState(result, lse)
         # With documents libraries take packed rows: the batch's sequences one after the other.
-        batch, device = q.shape[0], q.device
-        options = _options(item, params, rows, columns)
-        unseen, packed_dst = _unseen(item, device), None
+        batch, unseen, packed_dst = q.shape[0], _unseen(item, q.device), None
         if out is not None and batch == 1 and unseen is None:
             packed_dst = AttentionState(out.out[0], out.lse[0])
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
@@ -219,17 +232,26 @@ class FlashKernel(Kernel):
         params: KernelParams, out: Tensor | None = None,
     ) -> Grads:  # fmt: skip
         """Return the item's gradients, in one launch or in one for each of its pieces."""
-        pieces = self._pieces(item)
-        if pieces:
-            return self._grads_each(rows, columns, upstream, pieces, params)
-        dout, q, k, v, result = upstream.dout, rows.q, columns.k, columns.v, upstream.out
+        if pieces := self._pieces(item):
+            dq = rows.q.new_zeros(rows.q.shape)
+            dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (columns.k, columns.v))
+            # Each row is of one piece, so its dQ is final. Pieces may share keys: a key's dK and dV
+            # are added up, and complete after the last piece.
+            for piece in pieces:
+                q_slice, k_slice = piece.q_slice, piece.k_slice
+                of_rows = rows.take(q_slice), columns.take(k_slice), upstream.take(q_slice)
+                part = self._grads(*of_rows, piece, params)
+                dq[:, q_slice].copy_(part.dq)
+                dk[:, k_slice].add_(part.dk)
+                dv[:, k_slice].add_(part.dv)
+            return Grads(dq, dk, dv, None)
+        options = _options(item, params, rows, columns)
+        tensors = upstream.dout, rows.q, columns.k, columns.v, upstream.out
         if item.cu_q is None:
-            options = _options(item, params, rows, columns)
             lse = upstream.lse.contiguous()  # libraries misread other strides, without an error
-            grads = self._backward(dout, q, k, v, result, lse, options, out)
-            return Grads(*grads, None)
-        batch, options = rows.q.shape[0], _options(item, params, rows, columns)
-        dout, q, k, v, result = (x.flatten(0, 1) for x in (dout, q, k, v, result))
+            return Grads(*self._backward(*tensors, lse, options, out), None)
+        batch = rows.q.shape[0]
+        dout, q, k, v, result = (x.flatten(0, 1) for x in tensors)
         lse = upstream.lse.transpose(0, 1).flatten(1, 2).contiguous()
         packed_dst = out[0] if out is not None and batch == 1 else None
         grads = self._backward(dout, q, k, v, result, lse, options, packed_dst)
@@ -296,42 +318,6 @@ class FlashKernel(Kernel):
         beyond = left is not None if right is None else right >= keys
         return self.clips_right_window and beyond and queries > keys
 
-    def _attend_each(
-        self, rows: QueryBlock, columns: KeyBlock, pieces: Sequence[WorkItem], params: KernelParams
-    ) -> AttentionState:
-        """Run a forward launch for each piece; no two share a row, so nothing is merged."""
-        # Rows that no piece has see nothing, and keep this state.
-        state = unseen_state(rows.q, columns.v.shape[3])
-        for piece in pieces:
-            piece_state = state.take(piece.q_slice)
-            result = self._attend(
-                rows.take(piece.q_slice), columns.take(piece.k_slice), piece, params
-            )
-            piece_state.out.copy_(result.out)
-            # Every row of a piece sees something; of the item, rows may be left that see nothing.
-            piece_state.lse.copy_(mark_infinities(result.lse))
-        return state
-
-    def _grads_each(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, pieces: Sequence[WorkItem],
-        params: KernelParams,
-    ) -> Grads:  # fmt: skip
-        """Run a backward launch for each piece; pieces may share keys, so dK/dV are added up."""
-        dq = rows.q.new_zeros(rows.q.shape)
-        dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (columns.k, columns.v))
-        # Each row is of one piece, so its dQ is final; a key's dK and dV are after the last piece.
-        for piece in pieces:
-            operands = (
-                rows.take(piece.q_slice),
-                columns.take(piece.k_slice),
-                upstream.take(piece.q_slice),
-            )
-            grads = self._grads(*operands, piece, params)
-            dq[:, piece.q_slice].copy_(grads.dq)
-            dk[:, piece.k_slice].add_(grads.dk)
-            dv[:, piece.k_slice].add_(grads.dv)
-        return Grads(dq, dk, dv, None)
-
 
 def _mark_nonfinite_where_seen(out: Tensor, lse: Tensor) -> Tensor:
     """Turn infinities in ``lse`` into NaN, in place, but for rows that see nothing.
@@ -372,9 +358,7 @@ def _options(
         documents = _documents_of_batch(item, rows.q.shape[0], rows.q.device)
         return options._replace(window=item.documents_window or item.window, documents=documents)
     if rows.segments is not None or item.tiles is not None:
-        segments = None
-        if rows.segments is not None:
-            segments = rows.segments, not_none(columns.segments)
+        segments = None if rows.segments is None else (rows.segments, not_none(columns.segments))
         geometry = None if item.tiles is None else params.blocks
         options = options._replace(
             window=(None, None), masked=item, segments=segments, geometry=geometry

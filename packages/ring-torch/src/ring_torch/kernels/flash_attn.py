@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -20,13 +20,12 @@ from typing import Any
 from torch import Tensor
 
 from ring_core import Capabilities
-from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
+from ring_torch.kernels.flash import FlashKernel, gpu_reason, old_gpu_reason, unbounded
 from ring_torch.kernels.library import (
     DOCUMENT_ARGUMENTS,
     Direction,
     FlashLibrary,
     LaunchOptions,
-    capability,
     rounded_to_8,
 )
 from ring_torch.records import AttentionState
@@ -111,8 +110,7 @@ def _missing_2() -> str | None:
         import_module(FLASH_2.module)
     except (PackageNotFoundError, ImportError) as error:
         return f"flash-attn is not installed or does not load ({error}); pip install flash-attn"
-    major, minor, *_ = (int(number) for number in installed.split(".")[:2])
-    if (major, minor) not in ((2, 6), (2, 7), (2, 8)):
+    if installed.split(".")[:2] not in (["2", "6"], ["2", "7"], ["2", "8"]):
         return f"flash-attn {installed} is installed; 2.6 to 2.8 are known to work"
     return None
 
@@ -144,12 +142,6 @@ def _missing_3() -> str | None:
     return None
 
 
-def _wrong_gpu_3() -> str | None:
-    if capability()[0] in (8, 9):
-        return None
-    return f"has kernels for compute capability 8.x and 9.x, this is {capability()}"
-
-
 FA3 = FlashKernel(
     FLASH_3,
     Capabilities(
@@ -160,5 +152,5 @@ FA3 = FlashKernel(
     ),
     head_dims=rounded_to_8,
     unavailable=_missing_3,
-    wrong_gpu=_wrong_gpu_3,
+    wrong_gpu=partial(gpu_reason, 8, 9),
 )  # fmt: skip

@@ -55,9 +55,10 @@ def _read(path: str) -> Measured:
         text = Path(path).read_text()
         table = json.loads(text)
         # `index` refuses other names: a row that no call asks for would be a mistake unnoticed.
-        options = [OPTIONS[OPTIONS.index(row["option"])] for row in table["rows"]]
-        rows = zip(options, table["rows"], strict=True)
-        orders = {(name, int(row["head_dim"])): [*row["milliseconds"]] for name, row in rows}
+        orders = {
+            (OPTIONS[OPTIONS.index(row["option"])], int(row["head_dim"])): [*row["milliseconds"]]
+            for row in table["rows"]
+        }
         return Measured(table["device"], orders, hashlib.blake2s(text.encode()).hexdigest()[:16])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(

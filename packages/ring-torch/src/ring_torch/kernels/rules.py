@@ -41,6 +41,5 @@ def _lookup(blocks: BlockGeometry, device: torch.device) -> TileLookup | None:
     """Return the tiles of a predicate on a device; ``None`` if there are too many."""
     if blocks.lookup is None:
         return None
-    with torch.inference_mode(mode=False):  # calls that train share them
-        tables = (torch.as_tensor(x, device=device) for x in blocks.lookup)
-        return TileLookup(*(x if x.dtype == torch.uint8 else x.long() for x in tables))
+    tables = (torch.as_tensor(x, device=device) for x in blocks.lookup)
+    return TileLookup(*(x if x.dtype == torch.uint8 else x.long() for x in tables))

@@ -11,16 +11,12 @@ All multiply masked weights, which are 0, with the values they belong to, and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Request, RingProgram, WorkItem
-from ring_torch.accumulate import merge_in_torch, sums_one_by_one
+from ring_torch.accumulate import merge_in_torch
 from ring_torch.capture import capture_safe_cache
-from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
 from ring_torch.kernels.library import (
@@ -31,9 +27,7 @@ from ring_torch.kernels.library import (
 )
 from ring_torch.records import (
     AttentionState,
-    Backward,
     BackwardInputs,
-    Forward,
     KernelParams,
     KeyBlock,
     KeyGrads,
@@ -47,26 +41,17 @@ _WIDE = 128  # head dims above, and different ones for QK and V, need Hopper and
 _WIDE_FROM = 91900  # version of cuDNN that has them
 
 
-class CpuFlashKernel(Kernel):
+class CpuFlashKernel(EagerKernel):
     """Kernel ``sdpa`` on the CPU: torch's flash attention, for full and square causal items.
 
     In half precision its exponential is approximate and costs ``lse`` 5e-5, more than the rounding
-    of the inputs, so those dtypes are left to ``eager``. Its operator computes ``delta`` itself;
-    it still takes it, for items that go to ``eager``.
+    of the inputs, so those dtypes are left to ``eager``, as are items that the operator cannot do.
+    The operator computes ``delta`` itself; ``eager`` takes it.
     """
 
     capabilities = Capabilities(
         name="sdpa", devices=("cpu",), dtypes=("float64", "float32"), bands="causal"
     )
-
-    def forward(self, item: WorkItem, params: KernelParams) -> Forward:
-        """Return the launch of an item's forward, which merges."""
-        return Forward(item, partial(self.attend, item, params), ("merge",))
-
-    def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
-        """Return the launch of the backward of items."""
-        launches = [partial(self.differentiate, item, params) for item in items]
-        return sums_one_by_one(items, launches, params, adds=adds)
 
     def attend(
         self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
@@ -78,7 +63,7 @@ class CpuFlashKernel(Kernel):
         """
         assert into is not None
         if _reads_nonfinite(item, rows.q, columns.k, columns.v):
-            return EagerKernel().attend(item, params, rows, columns, into, mode)
+            return super().attend(item, params, rows, columns, into, mode)
         # Each call has one query head of every K/V head; their accumulators are apart.
         for heads, (q, k, v) in _head_groups(rows.q, columns):
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -97,7 +82,7 @@ class CpuFlashKernel(Kernel):
         value_tensors = columns.v, upstream.dout, upstream.out
         if _reads_nonfinite(item, rows.q, columns.k, *value_tensors):
             grads = row_grads, column_grads
-            EagerKernel().differentiate(item, params, rows, columns, upstream, *grads)
+            super().differentiate(item, params, rows, columns, upstream, *grads)
             return
         # Query heads that share a K/V head add to the same dK and dV, call by call.
         for heads, (q, k, v) in _head_groups(rows.q, columns):
@@ -126,10 +111,10 @@ class TorchFlash(FlashLibrary):
         self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, _dst: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)``, allocated by torch."""
-        cu_q, cu_k, max_q, max_k = _lengths(q, k, options)
+        cu_q, cu_k, *longest = options.documents or (None, None, q.shape[1], k.shape[1])
         left, right = (unbounded(side) for side in options.window)
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, cu_q, cu_k, max_q, max_k, 0.0, False, False,
+            q, k, v, cu_q, cu_k, *longest, 0.0, False, False,
             scale=options.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return out, lse
@@ -139,11 +124,11 @@ class TorchFlash(FlashLibrary):
         options: LaunchOptions, _dst: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return ``(dq, dk, dv)``, allocated by torch."""
-        cu_q, cu_k, max_q, max_k = _lengths(q, k, options)
+        cu_q, cu_k, *longest = options.documents or (None, None, q.shape[1], k.shape[1])
         left, right = (unbounded(side) for side in options.window)
         state = torch.empty(0, device=q.device)  # dropout's state, of which there is none
         grads: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
-            dout.contiguous(), q, k, v, out.contiguous(), lse, cu_q, cu_k, max_q, max_k, 0.0,
+            dout.contiguous(), q, k, v, out.contiguous(), lse, cu_q, cu_k, *longest, 0.0,
             False, state, state,
             scale=options.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
@@ -213,10 +198,6 @@ def _is_causal(q: Tensor, options: LaunchOptions) -> bool:
     return options.window == (None, 0) and q.shape[1] > 1
 
 
-def _missing_cudnn() -> str | None:
-    return old_gpu_reason() if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
-
-
 def _cudnn_limits(request: Request, _program: RingProgram) -> tuple[str, ...]:
     """Return why cuDNN cannot take a call's head dims on this GPU, in its installed version."""
     dims = request.head_dim, request.v_head_dim
@@ -234,15 +215,10 @@ CUDNN = FlashKernel(
         mixed_head_dims=True, bands="causal", exact_nan=False,
     ),
     head_dims=rounded_to_8,
-    unavailable=_missing_cudnn,
+    unavailable=lambda: None if torch.backends.cudnn.is_available() else "this torch has no cuDNN",
+    wrong_gpu=old_gpu_reason,
     limits=_cudnn_limits,
 )  # fmt: skip
-
-
-def _lengths(
-    q: Tensor, k: Tensor, options: LaunchOptions
-) -> tuple[Tensor | None, Tensor | None, int, int]:
-    return options.documents or (None, None, q.shape[1], k.shape[1])
 
 
 def _reads_nonfinite(item: WorkItem, q: Tensor, k: Tensor, *value_tensors: Tensor) -> bool:

@@ -105,47 +105,40 @@ class DirectKernel:
 
         It is ``None`` where the kernel cannot be launched directly.
         """
-        self[grid](*arguments, **options)
         if not self._is_direct:
+            self.kernel[grid](*arguments, **options)
             return None
-        device = torch.cuda.current_device()
-        key, values = _key_and_values(device, arguments, options)
-        # Keys hold all that Triton specialises for: an equal key has the same machine code.
-        compiled = self._compiled.get(key)
+        device, values, compiled = self._launch(grid, *arguments, **options)
         return None if compiled is None else PreparedLaunch(compiled, grid, device, tuple(values))
 
     def _launch(
         self, grid: tuple[int, ...], *arguments: Tensor | int | None, **options: Any
-    ) -> None:
-        """Launch directly if an equal launch was compiled before, otherwise by Triton."""
+    ) -> tuple[int, Sequence[int | None], _Compiled | None]:
+        """Launch directly if an equal launch was compiled before, otherwise by Triton.
+
+        Return the device, the arguments' values, and the compiled kernel, if there is any.
+        """
         device = torch.cuda.current_device()
         key, values = _key_and_values(device, arguments, options)
+        # Keys hold all that Triton specialises for: an equal key has the same machine code.
         compiled = self._compiled.get(key)
-        if compiled is None or has_launch_hooks():
-            self._remember(key, self.kernel[grid](*arguments, **options), len(arguments), options)
-            return
-        compiled.launch(grid, device, values)
-
-    def _remember(self, key: object, kernel: Any, count: int, options: dict[str, Any]) -> None:
-        if kernel is None:  # a hook of Triton's compiler has kept it from compiling
-            return
-        if len(self._compiled) >= _MOST_LAUNCHES:
-            # Launches that were handed out keep their kernels alive; only later lookups begin anew.
-            self._compiled = {}
-        # Options that are no arguments of the kernel, such as num_warps, are compiled in.
-        constants = tuple(options[name] for name in self.kernel.arg_names[count:])
-        self._compiled[key] = _Compiled(kernel, kernel.run, constants)
+        if compiled is not None and not has_launch_hooks():
+            compiled.launch(grid, device, values)
+        # A hook of Triton's compiler may keep it from compiling.
+        elif (kernel := self.kernel[grid](*arguments, **options)) is not None:
+            if len(self._compiled) >= _MOST_LAUNCHES:
+                # Launches that were handed out keep their kernels alive; only later lookups begin
+                # anew.
+                self._compiled = {}
+            # Options that are no arguments of the kernel, such as num_warps, are compiled in.
+            constants = tuple(options[name] for name in self.kernel.arg_names[len(arguments) :])
+            compiled = self._compiled[key] = _Compiled(kernel, kernel.run, constants)
+        return device, values, compiled
 
 
-class Arguments(NamedTuple):
-    """Arguments of a launch behind its tensors: its grid, integers, and constants and options.
-
-    Tensors that are absent come first among the integers, as ``None``.
-    """
-
-    grid: tuple[int, ...]
-    integers: tuple[int | None, ...]
-    constants: dict[str, Any]
+#: Arguments of a launch beside its tensors: its grid, the integers that follow them, and constants
+#: and options. Tensors that are absent come first among the integers, as ``None``.
+Arguments = tuple[tuple[int, ...], tuple[int | None, ...], dict[str, Any]]
 
 
 class RepeatedKernel:

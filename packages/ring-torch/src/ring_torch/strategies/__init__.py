@@ -15,7 +15,7 @@ from ring_core import LayoutSpec, Request, RingProgram, StrategyConfig, Unsuppor
 from ring_core.programs.grid import RankGrid
 from ring_core.viz.text import heading
 from ring_torch import transports
-from ring_torch.call import Call, Strategy, StrategySpec, Traffic, Transport
+from ring_torch.call import Call, Strategy, StrategySpec, Transport
 from ring_torch.comm.groups import default_device
 from ring_torch.comm.ranks import Ranks
 from ring_torch.records import Inputs
@@ -93,12 +93,13 @@ def choose_strategy(
         UnsupportedError: No allowed pair can do this call; the reasons of the last are named.
     """
     candidates = list(ways(strategy, transport))
+    senders = [f"transport={x.name!r}" for x in transports.TRANSPORTS if x.sends_messages]
     if not candidates:
         (named,) = (x for x in transports.TRANSPORTS if x.name == transport)
         over_it = [f"strategy={x.name!r}" for x in STRATEGIES if x.runs_over(named)]
         raise UnsupportedError(
             f"strategy {strategy!r} sends messages, and transport {transport!r} copies out of the "
-            f"peers' memory. Instead: use {_senders()} or 'auto', or {' or '.join(over_it)}"
+            f"peers' memory. Instead: use {', '.join(senders)} or 'auto', or {' or '.join(over_it)}"
         )
     if ranks.size == 1:
         return next(ways(program.strategy))
@@ -120,13 +121,8 @@ def choose_strategy(
     ]
     raise UnsupportedError(
         f"strategy {strategy!r} over transport {candidates[-1][1].name!r}: {'; '.join(reasons)}. "
-        f"Instead: use {', '.join(able)} or 'auto' and {_senders()} or 'auto'"
+        f"Instead: use {', '.join(able)} or 'auto' and {', '.join(senders)} or 'auto'"
     )
-
-
-def _senders() -> str:
-    """Return the transports that send messages, as a caller names them."""
-    return ", ".join(f"transport={x.name!r}" for x in transports.TRANSPORTS if x.sends_messages)
 
 
 def without_trade(call: Call, transport: str) -> tuple[str, str]:
@@ -228,13 +224,10 @@ def describe_strategy(call: Call, inputs: Inputs) -> str:
     saves = bool(call.strategy.saved_shapes(call, inputs, plan_known=True))
     passes = {"forward": True, "backward": False} if call.needs_grad else {"forward": True}
     bytes_of_passes = [
-        f"{name} {_traffic_text(call.strategy.traffic(call, inputs, forward=forward, saved=saves))}"
+        f"{name} {moved.sent:,} bytes out and {moved.received:,} in"
         for name, forward in passes.items()
+        for moved in [call.strategy.traffic(call, inputs, forward=forward, saved=saves)]
     ]
     lines.append(f"  this rank moves {', '.join(bytes_of_passes)}")
     lines += [f"  {note}" for note in call.strategy.notes(call)]
     return "\n".join(lines)
-
-
-def _traffic_text(traffic: Traffic) -> str:
-    return f"{traffic.sent:,} bytes out and {traffic.received:,} in"

@@ -20,6 +20,7 @@ from ring_core.programs.ring import Stage, offload_pieces
 from ring_torch.accumulate import Accumulator, Joins, Rows, Work, joins_of, merge
 from ring_torch.call import Call, StrategySpec, Traffic
 from ring_torch.comm.ranks import DONE, Ranks, Transfer
+from ring_torch.positions import query_positions
 from ring_torch.records import (
     AttentionState,
     Backward,
@@ -28,7 +29,7 @@ from ring_torch.records import (
     KeyBlock,
     QueryBlock,
 )
-from ring_torch.strategies.ring import Ring, RingStep, RotatingKeyGrads, ring_steps
+from ring_torch.strategies.ring import Ring, RotatingKeyGrads, ring_steps
 
 
 class OffloadPiece(NamedTuple):
@@ -123,7 +124,7 @@ class Balanced(Ring):
             joins = joins_of([launch], call.dtype, length, resumes=True)
             launches[item] = Work.of([launch], length), joins
         return cls.of_steps(
-            call, *(_own_work(program, rank, stages) for stages in passes), resumes=True,
+            call, *(ring_steps(program, rank, stages) for stages in passes), resumes=True,
             forward_pieces=forward, backward_pieces=backward, lent=launches,
             lent_backward={item: call.kernel.backward([item], params, adds=True) for item in lent_back},
         )  # fmt: skip
@@ -173,8 +174,7 @@ class Balanced(Ring):
                 # Own sums stay at home while this step's launches for own rows may add to them,
                 # too: both are on one stream.
                 self.lent_backward[item].run(peer_rows, [own], peer_upstream, sums, own_grads)
-            grads = sums.whole(), sums.dbias
-            return [x for x in grads if x is not None]
+            return [x for x in (sums.whole(), sums.dbias) if x is not None]
 
         def add(tokens: slice, tensors: list[Tensor]) -> None:
             """Add the gradients that a helper sent home for a slice of this rank's rows."""
@@ -195,25 +195,16 @@ class Balanced(Ring):
             add=add,
         )  # fmt: skip
 
-    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, **_: bool) -> Traffic:
         """Count the bytes of the ring's K/V, of query rows for helpers, and of their results."""
-        ring = super().traffic(call, inputs, forward=forward, saved=saved)
+        ring = super().traffic(call, inputs, forward=forward)
         moved = call.program.moved(call.ranks.rank, forward=forward)
         rows_sent, rows_received = (sum(x.values()) for x in (moved.queries, moved.results))
-        query = _query_bytes(call, inputs, forward=forward)
-        result = _result_bytes(call, inputs, forward=forward)
+        query, result = _row_bytes(call, inputs, forward=forward)
         return Traffic(
             ring.sent + query * rows_sent + result * rows_received,
             ring.received + query * rows_received + result * rows_sent,
         )
-
-
-def _own_work(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tuple[RingStep, ...]:
-    """Return the steps of a pass for a rank, with the items of its own query rows alone."""
-    return tuple(
-        step._replace(items=tuple(item for item in step.items if item.q_rank == rank))
-        for step in ring_steps(program, rank, stages)
-    )
 
 
 def remote_queries(
@@ -320,12 +311,13 @@ def remote_rows(call: Call, item: WorkItem, local: QueryBlock, tensors: list[Ten
     segments = None if local.segments is None else remaining.pop(0)
     bias = None if local.bias is None else remaining.pop(0)
     shift = None if local.bias_shift is None else remaining.pop(0)
-    index, position, _ = [
-        None if x is None else x[item.q_slice] for x in call.positions(item.q_rank)
-    ]
+    indices = position = None
+    if call.needs_index:
+        of_owner = query_positions(call.plan, item.q_rank, call.device)[:2]
+        indices, position = (x[item.q_slice] for x in of_owner)
     return local._replace(
         q=q,
-        indices=index,
+        indices=indices,
         position=position,
         segments=segments,
         bias=bias,
@@ -334,32 +326,21 @@ def remote_rows(call: Call, item: WorkItem, local: QueryBlock, tensors: list[Ten
     )
 
 
-def _query_bytes(call: Call, inputs: Inputs, *, forward: bool) -> int:
-    """Return the bytes that are sent to a helper for one token's queries."""
-    batch, _, heads, _ = inputs.q.shape
-    tensors = [x[:, :1] for x in (inputs.q, inputs.q_ids) if x is not None]
-    size = sum(x.nbytes for x in tensors)
-    if inputs.bias is not None:
-        size += inputs.bias[:, :, :1].nbytes
-        if call.params.shifts_bias:
-            shared = inputs.bias.shape[0] if inputs.k_ids is None else batch
-            size += shared * inputs.bias.shape[1] * call.acc_dtype.itemsize
-    if not forward:
-        numbers = 2 if call.kernel.needs_delta else 1  # lse, delta
-        size += batch * heads * 2 * inputs.v.shape[3] * inputs.q.itemsize  # dout, out
-        size += batch * heads * numbers * call.acc_dtype.itemsize
-    return size
-
-
-def _result_bytes(call: Call, inputs: Inputs, *, forward: bool) -> int:
-    """Return the bytes of results that a helper sends home for one token."""
+def _row_bytes(call: Call, inputs: Inputs, *, forward: bool) -> tuple[int, int]:
+    """Return the bytes that are sent to a helper for one token's queries, and those sent home."""
     batch, _, heads, dim = inputs.q.shape
+    bias, v_dim, wide = inputs.bias, inputs.v.shape[3], call.acc_dtype.itemsize
+    query = sum(x[:, :1].nbytes for x in (inputs.q, inputs.q_ids) if x is not None)
+    if bias is not None:
+        query += bias[:, :, :1].nbytes
+        if call.params.shifts_bias:
+            query += (bias.shape[0] if inputs.k_ids is None else batch) * bias.shape[1] * wide
     if forward:
-        return batch * heads * (inputs.v.shape[3] + 1) * call.acc_dtype.itemsize
-    bias = 0
-    if inputs.bias is not None and call.params.bias_grad:
-        bias = inputs.bias[:, :, :1].numel()
-    return (batch * heads * dim + bias) * call.acc_dtype.itemsize
+        return query, batch * heads * (v_dim + 1) * wide
+    numbers = 2 if call.kernel.needs_delta else 1  # lse, delta
+    query += batch * heads * (2 * v_dim * inputs.q.itemsize + numbers * wide)  # dout, out
+    dbias = bias[:, :, :1].numel() if bias is not None and call.params.bias_grad else 0
+    return query, (batch * heads * dim + dbias) * wide
 
 
 BALANCED = StrategySpec("balanced", Balanced.of)

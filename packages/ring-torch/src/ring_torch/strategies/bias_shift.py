@@ -26,7 +26,7 @@ from ring_torch.comm.exchange import exchange
 from ring_torch.comm.handshake import HEADER_BYTES
 from ring_torch.kernels.rules import shown
 from ring_torch.optional import has_triton
-from ring_torch.positions import visible_spans
+from ring_torch.positions import key_positions, query_positions, visible_spans
 from ring_torch.records import Inputs
 
 _BLOCK_BYTES = 64 << 20  # of temporaries
@@ -51,8 +51,7 @@ def bias_shift(call: Call, inputs: Inputs) -> Tensor:
 
         # In torch's own operations these passes take several times as long as the attention.
         spans = visible_spans(call.plan, call.ranks.rank, call.device)
-        ids = None if k_ids is None else (not_none(inputs.q_ids), k_ids)
-        return bias_shift_on_gpu(bias, spans.start, spans.stop, ids)
+        return bias_shift_on_gpu(bias, *spans, inputs.q_ids, k_ids)
     batch, heads, length, keys = bias.shape
     # Some rows at a time, to bound temporaries: for each element a copy of the bias without what
     # does not count, and about 4 booleans.
@@ -92,7 +91,8 @@ def _all_key_ids(call: Call, inputs: Inputs) -> Tensor | None:
     ids = k_ids.new_empty(len(k_ids), call.plan.kv_seq_len)
     for rank, rank_ids in enumerate(ids_of_ranks):
         tokens = int(call.plan.k_layout.num_tokens(rank))  # behind them is padding
-        ids[:, not_none(call.positions(rank)[2])[:tokens]] = rank_ids[:, :tokens]
+        positions = key_positions(call.plan, rank, call.device)[0]
+        ids[:, positions[:tokens]] = rank_ids[:, :tokens]
     return ids
 
 
@@ -107,7 +107,7 @@ def _visible(call: Call, inputs: Inputs, k_ids: Tensor | None, i: slice) -> Tens
     conditions = [] if start is None else [keys >= start[i, None]]
     conditions += [] if stop is None else [keys < stop[i, None]]
     if plan.blocks is not None:
-        q_pos = not_none(call.positions(rank)[1])[i]
+        q_pos = query_positions(plan, rank, device)[1][i]
         conditions.append(shown(plan.blocks, q_pos, keys.long()))
     if k_ids is not None:
         q_ids = not_none(inputs.q_ids)[:, i, None]

@@ -202,7 +202,11 @@ class Gather(Strategy):
         for n, arriving in enumerate(session.fetch(inputs, attend_to_own_keys)):
             if n > 0:
                 attend_to_own_keys(n)
-            columns = call.gathered_columns(spec.gather, spec.keys, arriving.tensors)
+            columns = call.columns(
+                call.ranks.rank,
+                spec.keys.columns(arriving.tensors, spec.gather.length),
+                spec.gather,
+            )
             count = len(arriving.parts)
             if count == 0:
                 attend(self.work, columns, n, groups, arriving.wait)
@@ -343,13 +347,13 @@ class Gather(Strategy):
         Those that are fetched are waited for before they are yielded. What was saved is taken out
         of ``saved``. A group that was yielded is held by the caller alone.
         """
-        gather, keys, groups, *_ = self.backward_spec
+        (gather, keys, groups, *_), rank = self.backward_spec, call.ranks.rank
         if not saved:
             # Nothing to compute meanwhile: launches over own keys are kept to hide the way home.
             for arriving in session.fetch(inputs):
                 if arriving.wait is not None:
                     arriving.wait(None)
-                parts = [call.gathered_columns(gather, keys, arriving.tensors)]
+                parts = [call.columns(rank, keys.columns(arriving.tensors, gather.length), gather)]
                 arriving.tensors.clear()  # sessions hold this list to their end
                 yield parts.pop()
             return
@@ -357,7 +361,7 @@ class Gather(Strategy):
         keys, forward_groups = self.forward_spec.keys, self.forward_spec.groups
         per_group, cuts = len(saved) // forward_groups, groups // forward_groups
         for _ in range(forward_groups):
-            columns = call.gathered_columns(gather, keys, saved[:per_group])
+            columns = call.columns(rank, keys.columns(saved[:per_group], gather.length), gather)
             del saved[:per_group]
             parts = [columns]
             if cuts > 1:

@@ -48,8 +48,9 @@ class ExchangeLayouts(NamedTuple):
         counts = [f"{len(self.of_pass(forward=True))} in the forward"]
         if backward:
             counts.append(f"{len(self.of_pass(forward=False))} in the backward")
-        among = f"tokens for heads among {self.qkv.ranks} ranks"
-        return viz.figure("exchanges", f"{', '.join(counts)}: {among}")
+        return viz.figure(
+            "exchanges", f"{', '.join(counts)}: tokens for heads among {self.qkv.ranks} ranks"
+        )
 
 
 @lru_cache(maxsize=256)

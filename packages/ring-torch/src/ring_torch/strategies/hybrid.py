@@ -21,8 +21,7 @@ import torch
 from ring_core import LayoutSpec, Request, StrategyConfig, UnsupportedError
 from ring_core.programs.grid import RankGrid, rank_grid
 from ring_core.viz.text import figure
-from ring_torch.buffers import Shapes
-from ring_torch.call import Call, StrategySpec, Traffic
+from ring_torch.call import Call, StrategySpec
 from ring_torch.comm.groups import hosts_of
 from ring_torch.comm.ranks import Ranks
 from ring_torch.records import Inputs
@@ -31,51 +30,9 @@ from ring_torch.strategies.ulysses import Ulysses, exchanges_of, shared_bias_ref
 
 @dataclass(frozen=True)
 class Hybrid(Ulysses):
-    """Strategy ``hybrid``: in the inner call a rank holds all tokens of its group.
-
-    The forward saves what the inner call saves, too.
-    """
+    """Strategy ``hybrid``: in the inner call a rank holds all tokens of its group."""
 
     name: str = "hybrid"
-
-    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """Return the shapes of the inner call's inputs and results, and of what it saves."""
-        shapes = super().saved_shapes(call, inputs, plan_known=plan_known)
-        if not call.needs_grad:
-            return shapes
-        inner_inputs = self._shapes_inside(call, inputs)
-        inner_shapes = self.inner.strategy.saved_shapes(
-            self.inner, inner_inputs, plan_known=plan_known
-        )
-        return [*shapes, *inner_shapes]
-
-    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
-        """Count the bytes of a pass's exchanges of heads, and of the inner call."""
-        inside = self._shapes_inside(call, inputs)
-        strategy = self.inner.strategy
-        inner_saved = bool(strategy.saved_shapes(self.inner, inside, plan_known=True))
-        passes = (
-            super().traffic(call, inputs, forward=forward, saved=saved),
-            strategy.traffic(self.inner, inside, forward=forward, saved=inner_saved),
-        )
-        # A rank's own trade and its part of the inner call follow each other: their bytes add up.
-        return Traffic(*map(sum, zip(*passes, strict=True)))
-
-    def _shapes_inside(self, call: Call, inputs: Inputs) -> Inputs:
-        """Return tensors without numbers, of the shapes of the inner call's q, k, v and ids."""
-        layouts = exchanges_of(call, inputs, self.heads)
-        q, k, v = (
-            torch.empty(
-                (x.batch, layouts.qkv.ranks * x.length, x.heads, x.dim), dtype=x.dtype, device="meta"
-            )
-            for x in layouts.qkv.parts
-        )  # fmt: skip
-        q_ids = k_ids = None
-        if layouts.ids is not None:
-            q_ids, k_ids = (
-                torch.empty(x.shape[:2], dtype=torch.int32, device="meta") for x in (q, k)
-            )
-        return Inputs(q, k, v, q_ids, k_ids, None, None, None)
 
     def figures(self, call: Call, inputs: Inputs) -> list[str]:
         """Return the exchanges of heads, and the figures of the inner call between groups."""
@@ -83,7 +40,7 @@ class Hybrid(Ulysses):
         if grid.outer_size == 1:
             return super().figures(call, inputs)
         between = f"{strategy.name} over {grid.outer_size} groups of {grid.ulysses_size} ranks:"
-        inside = strategy.figures(self.inner, self._shapes_inside(call, inputs))
+        inside = strategy.figures(self.inner, self._inside(call, inputs)[0])
         exchanges = exchanges_of(call, inputs, self.heads).figure(backward=call.needs_grad)
         trades = [exchanges] if grid.ulysses_size > 1 else []
         return [*trades, figure("between groups", between), *inside]
@@ -91,15 +48,13 @@ class Hybrid(Ulysses):
     def notes(self, call: Call) -> tuple[str, ...]:
         """Return the ranks of both exchanges, with this one, and what is special about heads."""
         rank, grid = call.ranks.rank, self.grid
-        lines = [f"trades tokens for heads with ranks {_listed(grid.inner_ranks(rank))}"]
+        lines = [
+            f"trades tokens for heads with ranks {', '.join(map(str, grid.inner_ranks(rank)))}"
+        ]
         if grid.outer_size > 1:
-            name = self.inner.strategy.name
-            lines.append(f"then {name} with ranks {_listed(grid.outer_ranks(rank))}")
+            others = ", ".join(map(str, grid.outer_ranks(rank)))
+            lines.append(f"then {self.inner.strategy.name} with ranks {others}")
         return (*lines, *self.inner.strategy.notes(self.inner), *super().notes(call))
-
-
-def _listed(ranks: range) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def _grid(

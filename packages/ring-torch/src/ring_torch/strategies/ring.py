@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from ring_core import RingProgram, WorkItem
@@ -25,7 +26,6 @@ from ring_torch.records import (
     AttentionState,
     Backward,
     BackwardInputs,
-    Forward,
     Grads,
     Inputs,
     KeyBlock,
@@ -60,8 +60,8 @@ def ring_steps(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tu
     shifts = [program.steps[stage.step].shift for stage in stages]
     return tuple(
         RingStep(
-            program.items(rank, stage.step), (rank - shift) % program.plan.cp_size, shift == 0,
-            stage.kv_hop, stage.grad_hop,
+            tuple(item for item in program.items(rank, stage.step) if item.q_rank == rank),
+            (rank - shift) % program.plan.cp_size, shift == 0, stage.kv_hop, stage.grad_hop,
         )
         for stage, shift in zip(stages, shifts, strict=True)
     )  # fmt: skip
@@ -92,12 +92,8 @@ class Ring(Strategy):
     @classmethod
     def of(cls, call: Call, _inner: Call | None = None, _grid: RankGrid | None = None) -> Self:
         """Make the steps of both passes of a call for its rank."""
-        program, rank = call.program, call.ranks.rank
-        steps = (
-            ring_steps(program, rank, program.forward),
-            ring_steps(program, rank, program.backward),
-        )
-        return cls.of_steps(call, *steps)
+        passes = call.program.forward, call.program.backward
+        return cls.of_steps(call, *(ring_steps(call.program, call.ranks.rank, x) for x in passes))
 
     @classmethod
     def of_steps(
@@ -106,15 +102,15 @@ class Ring(Strategy):
     ) -> Self:  # fmt: skip
         """Make the launches of a call's steps; with ``resumes`` others merge results, too."""
         params = replace(call.params, needs_lse=True)  # partial results are merged by it
-        launches: list[Forward] = []
-        work, length = [], call.plan.q_layout.local_len
-        for step in forward:
-            some = [call.kernel.forward(item, params) for item in step.items]
-            work.append(Work.of(some, length))
-            launches += some
+        length = call.plan.q_layout.local_len
+        work = tuple(
+            Work.of([call.kernel.forward(item, params) for item in step.items], length)
+            for step in forward
+        )
+        launches = [launch for some in work for launch in some.launches]
         joins = joins_of(launches, call.dtype, length, wide=call.has_sinks, resumes=resumes)
         return cls(
-            forward_steps=forward, backward_steps=backward, work=tuple(work), joins=joins,
+            forward_steps=forward, backward_steps=backward, work=work, joins=joins,
             # Launches run in reverse.
             backward_launches=tuple(
                 call.kernel.backward(step.items[::-1], params, adds=True) for step in backward
@@ -225,9 +221,11 @@ class Ring(Strategy):
             own_grads = key_grads.grads(own=True)
         return Grads(row_sums.whole(), own_grads.dk, own_grads.dv, row_sums.dbias)
 
-    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
-        """Count the bytes of K/V that are passed on and, in the backward, of dK/dV."""
-        del saved  # the backward sends the keys round again
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, **_: bool) -> Traffic:
+        """Count the bytes of K/V that are passed on and, in the backward, of dK/dV.
+
+        The backward sends the keys round again, whatever the forward saves.
+        """
         keys = inputs.key_tensors()
         kv = packing_of(keys).size
         grads = 0 if forward else packing_of(keys[:2], call.acc_dtype).size
@@ -240,14 +238,14 @@ class Ring(Strategy):
         moves = step_lines(call.program) if call.ranks.size > 1 else ()
         return [*super().figures(call, inputs), *moves]
 
-    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
+    def saved_shapes(self, call: Call, inputs: Inputs, **_: bool) -> Shapes:
         """Return the shape of one packed K/V message, also if this plan moves none.
 
         A compiled forward always saves one, as another plan of the same graph may. On one rank it
         saves none.
         """
-        del plan_known
-        return [packing_of(inputs.key_tensors()).as_bytes] if call.ranks.size > 1 else []
+        size = packing_of(inputs.key_tensors()).size
+        return [((size,), torch.uint8)] if call.ranks.size > 1 else []
 
     def offload_forward(
         self, _call: Call, _inputs: Inputs, _keys: Sequence[Tensor], _rows: QueryBlock,
@@ -298,8 +296,7 @@ class RotatingKeyGrads:
         # Wait for the exchange that the hop before started: the sum of the ranks before for this
         # step's K/V has arrived, and what this rank sent then has left and is released.
         self._transfer.wait()
-        is_own = step.is_own
-        total, arrived = self._sums.pop(is_own, None), self._arriving
+        total, arrived = self._sums.pop(step.is_own, None), self._arriving
         self._arriving, self._transfer = None, DONE
         # Without launches there is no part of this rank: the arrived sum goes on as it is.
         if total is None:
@@ -307,8 +304,8 @@ class RotatingKeyGrads:
         elif arrived is not None:
             acc_dtype = self._call.acc_dtype
             total.view(acc_dtype).add_(arrived.view(acc_dtype))
-        if is_own and total is not None:
-            self._sums[is_own] = total
+        if step.is_own and total is not None:
+            self._sums[True] = total
         if step.grads_hop is None:
             return
         # `sent` belongs to the transfer until the next hop: nothing else holds it, so nothing

@@ -52,9 +52,8 @@ class Single(Strategy):
         has_all = self.item.q_slice == slice(0, inputs.q.shape[1])
         # Kernels that do not write where they are told return dQ in memory of their own, and so do
         # all with the bias's gradient. Where that is of all rows it is taken as it is.
-        how: Literal["write", "wait"] = "write"
-        if has_all and self.joins.mode != "write":
-            how = "wait"
+        waits = has_all and self.joins.mode != "write"
+        how: Literal["write", "wait"] = "wait" if waits else "write"
         row_sums = call.row_sums(rows, how, fully_written=has_all, by_one=has_all)
         column_sums = OneItem(columns)
         self.backward_launch.run(rows, [columns], upstream, row_sums, column_sums)

@@ -31,6 +31,7 @@ from ring_torch.comm.ranks import Ranks
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
 from ring_torch.strategies.head_layouts import ExchangeLayouts, head_exchanges
 
+_META = torch.device("meta")
 _MOST_SHARED_BIAS = 1 << 30  # bytes of a bias with one head for all, which every rank gathers
 
 
@@ -38,8 +39,8 @@ _MOST_SHARED_BIAS = 1 << 30  # bytes of a bias with one head for all, which ever
 class Ulysses(Strategy):
     """Strategy ``ulysses``: an inner call of one rank computes all tokens of this rank's heads.
 
-    The forward saves the inputs and results of that inner call, so the backward exchanges only
-    dout, delta and gradients.
+    The forward saves the inputs and results of that inner call, and what it saves itself, so the
+    backward exchanges only dout, delta and gradients.
     """
 
     inner: Call
@@ -88,7 +89,7 @@ class Ulysses(Strategy):
         )  # fmt: skip
         saved: Saved = []
         if call.needs_grad:
-            traded = inner_inputs._replace(sinks=None, slopes=None)
+            traded = inner_inputs._replace(sinks=None, alibi_slopes=None)
             # The backward needs them by heads again, and trading them once more would cost as much
             # as the forward.
             saved = [*[x for x in traded if x is not None], out, lse, *inner_saved]
@@ -139,9 +140,18 @@ class Ulysses(Strategy):
         dq, dk, dv = carry.to_tokens(layouts.grads, sent, orders)
         # Copies of a K/V head were differentiated on different ranks: here their parts are summed.
         dq, dk, dv = tables.without_padding(dq, dk, dv)
-        dbias = None
-        if grads.dbias is not None:
-            dbias = _bias_grad(carry, not_none(layouts.bias_grad), tables, inputs, grads.dbias)
+        dbias = grads.dbias
+        if dbias is not None:
+            # A bias that heads share gets a part from each rank's heads: the parts travel wide, and
+            # are summed at home.
+            layout = not_none(layouts.bias_grad)
+            sent = [dbias.to(layout.parts[0].dtype).transpose(1, 2)]
+            (dbias,) = carry.to_tokens(layout, sent, (tables.rows,))
+            if not_none(inputs.bias).shape[1] == 1:
+                dbias = dbias.sum(dim=2, keepdim=True)
+            elif tables.q_slots is not None:
+                dbias = dbias.index_select(2, tables.q_slots)
+            dbias = dbias.transpose(1, 2)
         return Grads(dq, dk, dv, dbias)
 
     def _make_tables(self, call: Call) -> Tables:
@@ -157,35 +167,36 @@ class Ulysses(Strategy):
             return self.inner
         return self.inner._replace(seed=call.seed, dropout_heads=tables.heads)
 
+    def _inside(self, call: Call, inputs: Inputs) -> tuple[Inputs, list[Tensor]]:
+        """Return the inner call's inputs and results by their shapes: tensors without numbers."""
+        layouts = exchanges_of(call, inputs, self.heads)
+        (q, k, v), ids, bias, shift, (out, row) = (
+            [x.empty(layout.ranks * x.length, x.heads, _META) for x in layout.parts] if layout else []
+            for layout in (layouts.qkv, layouts.ids, layouts.bias, layouts.bias_shift, layouts.results)
+        )  # fmt: skip
+        return Inputs(
+            q, k, v, ids[0][..., 0, 0] if ids else None, ids[1][..., 0, 0] if ids else None, None,
+            bias[0].transpose(1, 2) if bias else None, None,
+            shift[0].squeeze(-1).transpose(1, 2) if shift else None,
+        ), [out, row.squeeze(-1).transpose(1, 2)]  # fmt: skip
+
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """Return the shapes of the inner call's inputs and results, whatever the plan."""
-        del plan_known
+        """Return the shapes of the inner call's inputs and results, and of what it saves."""
         if not call.needs_grad:
             return []
-        layouts = exchanges_of(call, inputs, self.heads)
-        token_parts = *layouts.qkv.parts, *(() if layouts.ids is None else layouts.ids.parts)
-        shapes: Shapes = [
-            ((x.batch, layouts.qkv.ranks * x.length, x.heads, x.dim), x.dtype) for x in token_parts
-        ]
-        shapes[3:] = [(shape[:2], dtype) for shape, dtype in shapes[3:]]  # of segment ids
-        out, row = layouts.results.parts
-        length = layouts.qkv.ranks * out.length
-        for buffer in (layouts.bias, layouts.bias_shift):
-            if buffer is not None:
-                (x,) = buffer.parts
-                width = () if buffer is layouts.bias_shift else (x.dim,)
-                shapes.append(((x.batch, x.heads, length, *width), x.dtype))
-        return [
-            *shapes, ((out.batch, length, out.heads, out.dim), out.dtype),
-            ((row.batch, row.heads, length), row.dtype),
-        ]  # fmt: skip
+        inside, results = self._inside(call, inputs)
+        own = [(tuple(x.shape), x.dtype) for x in (*inside, *results) if x is not None]
+        return own + self.inner.strategy.saved_shapes(self.inner, inside, plan_known=plan_known)
 
-    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
-        """Count the bytes of a pass's exchanges, with the padding inside their messages."""
-        del saved
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, **_: bool) -> Traffic:
+        """Count the bytes of a pass's exchanges, with their padding, and of the inner call."""
         exchanges = exchanges_of(call, inputs, self.heads).of_pass(forward=forward)
         size = sum((x.ranks - 1) * x.message.size for x in exchanges)
-        return Traffic(size, size)
+        strategy, (inside, _results) = self.inner.strategy, self._inside(call, inputs)
+        saved = bool(strategy.saved_shapes(self.inner, inside, plan_known=True))
+        inner = strategy.traffic(self.inner, inside, forward=forward, saved=saved)
+        # A rank's own trade and its part of the inner call follow each other: their bytes add up.
+        return Traffic(size + inner.sent, size + inner.received)
 
     def figures(self, call: Call, inputs: Inputs) -> list[str]:
         """Return how even the work is, and how many exchanges of heads a pass has."""
@@ -234,7 +245,7 @@ class Tables(NamedTuple):
 
     def of_heads(self, inputs: Inputs) -> Inputs:
         """Return inputs of the inner call: this rank's sinks and slopes, and nothing exchanged."""
-        sinks, slopes = inputs.sinks, inputs.slopes
+        sinks, slopes = inputs.sinks, inputs.alibi_slopes
         return Inputs(
             inputs.q, inputs.k, inputs.v, None, None, None if sinks is None else sinks[self.own], None,
             None if slopes is None else slopes[..., self.own],
@@ -339,21 +350,6 @@ def _bias_to_heads(carry: HeadCarrier, layout: HeadBuffer, tables: Tables, bias:
         x = x.index_select(2, tables.q)
     (received,) = carry.to_heads(layout, (x,), (tables.rows,))
     return received.transpose(1, 2)
-
-
-def _bias_grad(
-    carry: HeadCarrier, layout: HeadBuffer, tables: Tables, inputs: Inputs, dbias: Tensor
-) -> Tensor:
-    """Return the gradient of this rank's rows of the bias, of ``[B, H_local or 1, T, T_kv]``."""
-    # A bias that heads share gets a part from each rank's heads: the parts travel wide, and are
-    # summed at home.
-    sent = dbias.to(layout.parts[0].dtype).transpose(1, 2)
-    (grad,) = carry.to_tokens(layout, (sent,), (tables.rows,))
-    if not_none(inputs.bias).shape[1] == 1:
-        grad = grad.sum(dim=2, keepdim=True)
-    elif tables.q_slots is not None:
-        grad = grad.index_select(2, tables.q_slots)
-    return grad.transpose(1, 2)
 
 
 def _refusals(plan: Plan, request: Request) -> Refusals:

@@ -44,8 +44,8 @@ def _open(call: Call, spec: SessionSpec, signature: CallSignature) -> GatherSess
     if peer_copies.fits_one_kernel(plan, keys, groups, splits, gather.tile):
         from ring_torch.transports.one_kernel import OneKernel, exchange_state_of
 
-        size = keys.message.size + grad_bytes
-        return OneKernel(call, spec, exchange_state_of(ranks).begin_pass(size, digest))
+        state = exchange_state_of(ranks)
+        return OneKernel(call, spec, state.begin_pass(keys.message.size + grad_bytes, digest))
     buffer = symm_buffer.symm_buffer_of(ranks)
     buffer.reserve(groups * (keys.message.size + grad_bytes))
     return peer_copies.PeerCopies(call, spec, buffer, grad_bytes, digest)

@@ -1,4 +1,4 @@
-"""Functions that transports share: requests that a plan implies, packing, sums, counted reads."""
+"""Functions that transports share: requests that a plan implies, sums, counted reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ring_core import GatherProgram, Plan, gather_program
 from ring_core.programs.gather import Fetch
-from ring_torch.buffers import KeyGradBuffer, KVPayload
+from ring_torch.buffers import KeyGradBuffer
 from ring_torch.optional import has_triton
 
 
@@ -54,18 +54,6 @@ def some_fetches(gather: GatherProgram, before_last_item: bool | None) -> list[F
         for fetch in gather.fetches
         if before_last_item is None or gather.is_before_last_item(fetch) == before_last_item
     ]
-
-
-def write_keys(
-    keys: KVPayload, k: torch.Tensor, v: torch.Tensor, packed: torch.Tensor, *, add: bool = False
-) -> None:
-    """Do what :meth:`KVPayload.write` does, on GPUs in one kernel."""
-    if packed.is_cuda and has_triton():
-        from ring_torch.memory_ops import pack_kv_on_gpu
-
-        pack_kv_on_gpu(k, v, packed, add=add)
-    else:
-        keys.write(k, v, packed, add=add)
 
 
 def staging_for(sums: KeyGradBuffer, like: torch.Tensor, fetch: Fetch) -> list[torch.Tensor]:

@@ -39,8 +39,8 @@ from torch import Tensor
 from ring_torch.buffers import HeadBuffer
 from ring_torch.comm.head_exchange_kernel import HeadArguments, move_block
 from ring_torch.launches.direct import DirectKernel, PreparedLaunch
+from ring_torch.transports.symm_buffer import MOST_RANKS
 
-MOST_RANKS = 32  # most ranks that exchange: a power of two, as in `symm_buffer`
 _RANKS = tl.constexpr(MOST_RANKS)
 CHUNK = 1 << 16  # bytes that a program fetches at a time
 NUMBERS = 1 << 13  # numbers that it adds at a time
@@ -113,17 +113,13 @@ def exchange_keys(
     batch, tokens, heads, dim = k.shape
     widths = heads * dim, heads * v.shape[3]
     size = triton.next_power_of_2(max(*widths, 1))
-    arguments: tuple[Tensor | int, ...] = (
-        setup.headers, setup.header, digest, setup.rank, setup.headers.shape[0], setup.patience,
-        k, v, own, *k.stride()[:2], *v.stride()[:2], tokens, batch * tokens,
-        places, target, target.shape[1], table, table.shape[0],
-        int(ends),
+    return _exchange_keys.launch(
+        (setup.programs,), setup.headers, setup.header, digest, setup.rank, setup.headers.shape[0],
+        setup.patience, k, v, own, *k.stride()[:2], *v.stride()[:2], tokens, batch * tokens,
+        places, target, target.shape[1], table, table.shape[0], int(ends),
+        K=widths[0], V=widths[1], SIZE=size, ROWS=max(1, _MOVED // size),
+        TOKENS=blocks.tokens, WORDS=blocks.words, STRIDE=blocks.stride, **_OPTIONS,
     )  # fmt: skip
-    constants = {
-        "K": widths[0], "V": widths[1], "SIZE": size, "ROWS": max(1, _MOVED // size),
-        "TOKENS": blocks.tokens, "WORDS": blocks.words, "STRIDE": blocks.stride, **_OPTIONS,
-    }  # fmt: skip
-    return _exchange_keys.launch((setup.programs,), *arguments, **constants)
 
 
 def finish_reading(setup: ExchangeSetup, *, ends: bool = True) -> None:
@@ -145,8 +141,10 @@ def wait_reusable(setup: ExchangeSetup, sums: Tensor, *, zero: bool) -> Prepared
         The same launch for later calls, or ``None`` if it cannot be repeated directly.
     """
     programs, size = (setup.programs, sums.numel()) if zero else (1, 0)
-    arguments = setup.header, setup.headers.shape[0], setup.patience, sums, size
-    return _wait_reusable.launch((programs,), *arguments, NUMBERS=NUMBERS, **_OPTIONS)
+    return _wait_reusable.launch(
+        (programs,), setup.header, setup.headers.shape[0], setup.patience, sums, size,
+        NUMBERS=NUMBERS, **_OPTIONS,
+    )  # fmt: skip
 
 
 def reduce_from_peers(
@@ -168,12 +166,11 @@ def reduce_from_peers(
         The launch for later calls, in which ``DIGEST`` and ``TOTAL`` change, or ``None`` if it
         cannot be repeated directly.
     """
-    arguments = (
-        setup.headers, setup.header, digest, setup.rank, setup.headers.shape[0], setup.patience,
-        table, table.shape[0], total,
+    return _add_peers.launch(
+        (setup.programs,), setup.headers, setup.header, digest, setup.rank, setup.headers.shape[0],
+        setup.patience, table, table.shape[0], total,
+        PARTS=table.shape[1] - 2, NUMBERS=NUMBERS, **_OPTIONS,
     )  # fmt: skip
-    constants = {"PARTS": table.shape[1] - 2, "NUMBERS": NUMBERS, **_OPTIONS}
-    return _add_peers.launch((setup.programs,), *arguments, **constants)
 
 
 def trade_heads(
@@ -200,16 +197,13 @@ def trade_heads(
     """
     sent = HeadArguments.of(layout, sources, orders, at_once=_MOVED)
     received = HeadArguments.of(layout, results, orders, at_once=_MOVED)
-    arguments = (
-        setup.headers, setup.header, digest, setup.rank, layout.ranks, setup.patience,
-        *sent.tensors, *received.tensors, *sent.orders, *sent.sizes, *sent.strides,
+    return _trade_heads.launch(
+        (setup.head_programs,), setup.headers, setup.header, digest, setup.rank, layout.ranks,
+        setup.patience, *sent.tensors, *received.tensors, *sent.orders, *sent.sizes, *sent.strides,
         *received.strides, layout.parts[0].batch, layout.message.size,
         header + setup.rank * layout.message.size, sent.blocks,
+        HEADER=header, SPLITS_HEADS=splits_heads, **sent.constants | _OPTIONS | {"num_warps": 8},
     )  # fmt: skip
-    constants = sent.constants | {
-        "HEADER": header, "SPLITS_HEADS": splits_heads, **_OPTIONS, "num_warps": 8,
-    }  # fmt: skip
-    return _trade_heads.launch((setup.head_programs,), *arguments, **constants)
 
 
 @triton.jit

@@ -41,7 +41,6 @@ from ring_torch.transports.api import is_counted, note_reads, program_of, reques
 from ring_torch.transports.exchange_kernel import (
     CHUNK,
     DIGEST,
-    MOST_RANKS,
     NUMBERS,
     ORDERS,
     RESULTS,
@@ -54,7 +53,12 @@ from ring_torch.transports.exchange_kernel import (
     K,
     V,
 )
-from ring_torch.transports.symm_buffer import SymmetricMemory, comes_in_parts, copy
+from ring_torch.transports.symm_buffer import (
+    MOST_RANKS,
+    SymmetricMemory,
+    comes_in_parts,
+    copy,
+)
 
 _MOST = 1024  # tables, and launches, that are kept
 #: Rows of a table that tells a kernel what a rank reads of its peers, and where it goes.
@@ -75,7 +79,6 @@ class ExchangeState:
     _side_streams: list[torch.cuda.Stream] = field(default_factory=list)
     _tables: dict[object, Tensor] = field(default_factory=dict)
     launches: dict[object, PreparedLaunch | None] = field(default_factory=dict)
-    _in_graphs: dict[int, object] = field(default_factory=dict)  # what captured graphs read, by id
 
     def begin_pass(self, size: int, digest: int) -> ExchangePass:
         """Ensure ``size`` bytes of data, and let this pass follow the last one.
@@ -104,7 +107,7 @@ class ExchangeState:
         # A pass that is captured or whose bytes are counted has more to do, and repeats none.
         is_captured = is_capturing()
         if is_captured:
-            self._in_graphs[id(setup)] = setup
+            self.memory.ranks.state.captured[id(setup)] = setup
         launches = {} if is_captured or is_counted() or has_launch_hooks() else self.launches
         self._wait_last()
         return ExchangePass(self, setup, launches, digest)
@@ -112,7 +115,7 @@ class ExchangeState:
     def keep_in_graph(self, objects: Iterable[object]) -> None:
         """Keep objects alive whose memory a CUDA graph reads, if one is being captured."""
         if is_capturing():
-            self._in_graphs |= {id(x): x for x in objects if x is not None}
+            self.memory.ranks.state.captured |= {id(x): x for x in objects if x is not None}
 
     def table(
         self, key: object, width: int, rows: Callable[[], Rows], device: torch.device

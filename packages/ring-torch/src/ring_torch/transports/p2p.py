@@ -70,12 +70,7 @@ class Messages:
         # Own K/V side by side, as they travel, in a new buffer: the caller's tensors are not read
         # after this call.
         own = keys.message.views(keys.message.buffer(self.call.device))
-        if own[0].is_cuda and has_triton():
-            from ring_torch.memory_ops import pack_kv_on_gpu
-
-            pack_kv_on_gpu(inputs.k, inputs.v, own[0])
-        else:
-            keys.write(inputs.k, inputs.v, own[0])
+        keys.write(inputs.k, inputs.v, own[0])
         if inputs.k_ids is not None:
             own[1].copy_(inputs.k_ids)
         tensors = [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own]
@@ -90,24 +85,18 @@ class Messages:
             for peer, fetch in requests_to(self.call.plan, ranks.rank, like=gather)
             for x in own
         ]
-        destinations = [
-            (x[:, fetch.target], fetch.rank)
-            for fetch in gather.fetches
-            if fetch.rank != ranks.rank
-            for x in tensors
-        ]
         # Messages are contiguous. Columns of a buffer are so only for a batch of one; otherwise
         # they arrive in a staging tensor, and are copied when they are waited for.
-        receives = [
-            (x if x.is_contiguous() else torch.empty_like(x), peer) for x, peer in destinations
-        ]
-        staged = [
-            (destination, x)
-            for (destination, _), (x, _) in zip(destinations, receives, strict=True)
+        arriving = [
+            (x, x if x.is_contiguous() else torch.empty_like(x), fetch.rank)
+            for fetch in gather.fetches
+            if fetch.rank != ranks.rank
+            for x in [tensor[:, fetch.target] for tensor in tensors]
         ]
         # In flight from here on: what is sent is kept alive by the transfer, and kernels may read
         # nothing of `tensors` but own columns until it is waited for.
-        pending = [(ranks.start(sends, receives), staged)]
+        receives = [(x, peer) for _, x, peer in arriving]
+        pending = [(ranks.start(sends, receives), arriving)]
 
         def wait(fetches: int | None) -> None:
             if fetches == 0:
@@ -115,7 +104,7 @@ class Messages:
             # Empty after the first wait.
             for transfer, arrived in pending:
                 transfer.wait()
-                for destination, x in arrived:
+                for destination, x, _ in arrived:
                     if destination.data_ptr() != x.data_ptr():
                         destination.copy_(x)
             pending.clear()
@@ -175,13 +164,14 @@ class HeadMessages(HeadCarrier):
     ranks: Ranks
 
     @classmethod
-    def open(cls, call: Call, ranks: Ranks, signature: CallSignature, size: int) -> Self:
+    def open(cls, call: Call, ranks: Ranks, signature: CallSignature, _size: int) -> Self:
         """Compare a pass with the peers', and return what carries its exchanges.
+
+        Each exchange has buffers of its own, whatever its size.
 
         Raises:
             RankMismatchError: A peer is making another call.
         """
-        del size  # each exchange has buffers of its own
         call.agree(ranks, signature)
         return cls(ranks)
 

@@ -32,7 +32,6 @@ from ring_torch.transports.api import (
     program_of,
     requests_to,
     staging_for,
-    write_keys,
 )
 from ring_torch.transports.symm_buffer import (
     MOST_RANKS,
@@ -41,9 +40,8 @@ from ring_torch.transports.symm_buffer import (
     on_stream,
 )
 
-Event = torch.cuda.Event
-Stream = torch.cuda.Stream
-Done = tuple[Stream, Event]  # the stream of a copy, and an event recorded behind it
+#: The stream of a copy, and an event recorded behind it.
+Done = tuple[torch.cuda.Stream, torch.cuda.Event]
 
 _MOST_BYTES = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
 
@@ -165,10 +163,10 @@ class PeerCopies:
         requests = requests_to(
             plan, self.call.ranks.rank, like=gather, before_last_item=before_last_item
         )
-        lengths = [program_of(plan, peer, like=gather).length for peer, _ in requests]
         peer_sums = [
             sums.strided_views(self._grads_of(peer, group, length), length, fetch.target)
-            for (peer, fetch), length in zip(requests, lengths, strict=True)
+            for peer, fetch in requests
+            for length in [program_of(plan, peer, like=gather).length]
         ]
         note_reads(x for peer_parts in peer_sums for x in peer_parts)
         is_staged = overlapped or not has_triton()
@@ -235,7 +233,7 @@ def _write_keys(keys: KVPayload, message: Sequence[Tensor], inputs: Inputs, span
 
     ``message`` are tensors shaped as :attr:`KVPayload.message`, for as many tokens as ``span`` has.
     """
-    write_keys(keys, inputs.k[:, span], inputs.v[:, span], message[0])
+    keys.write(inputs.k[:, span], inputs.v[:, span], message[0])
     if inputs.k_ids is not None:
         message[1].copy_(inputs.k_ids[:, span])
 
@@ -263,7 +261,10 @@ def fits_one_kernel(plan: Plan, keys: KVPayload, groups: int, splits: bool, tile
     return fits and plain and aligned and not longest.in_place and runs
 
 
-def _wait(stream: Stream, compared: Event, copies: Sequence[Done], fetches: int | None) -> None:
+def _wait(
+    stream: torch.cuda.Stream, compared: torch.cuda.Event, copies: Sequence[Done],
+    fetches: int | None,
+) -> None:  # fmt: skip
     """Let a stream wait for the first ``fetches`` copies (``None``: all).
 
     It also waits for ``compared``, the end of the comparison of calls: copies of another call's K/V
@@ -273,6 +274,6 @@ def _wait(stream: Stream, compared: Event, copies: Sequence[Done], fetches: int 
         stream.wait_event(event)
 
 
-def _last(copies: Sequence[Done]) -> list[Event]:
+def _last(copies: Sequence[Done]) -> list[torch.cuda.Event]:
     """Return the last event of each stream: it follows those before."""
     return list(dict(copies).values())

@@ -33,14 +33,14 @@ import torch.distributed as dist
 
 from ring_core.base.arguments import not_none
 from ring_core.programs.gather import Fetch
-from ring_torch.buffers import BufferSpec, KVPayload
+from ring_torch.buffers import BufferSpec, KVPayload, flat
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks, peer_errors, run_collective
 from ring_torch.comm.store import timeout_of
 
 _HEADER_SIZE = 64  # at the start of a buffer: the digest of the call whose K/V it holds
 _MOST_VIEWS = 1024
-MOST_RANKS = 32  # most ranks that exchange in one kernel: what `exchange_kernel` can signal to
+MOST_RANKS = 32  # most ranks that exchange in one kernel; a power of two
 #: Least mean bytes of a copy for which it pays to fetch half of the heads by copies: twelve of them
 #: hide behind half of the launches of 8k causal tokens on four H200s.
 LEAST_COPY = 1 << 20
@@ -60,8 +60,6 @@ class SymmetricMemory:
     header: int  # bytes; filled with zeros when allocated
     handle: Any = None  # PyTorch's handle of all ranks' buffers, with their barriers
     _memory: torch.Tensor | None = None
-    _in_graphs: bool = False  # True if CUDA graphs hold addresses of this memory
-    _kept: list[object] = field(default_factory=list)  # outgrown memory that CUDA graphs still use
     _views: dict[tuple[int, int, BufferSpec], list[torch.Tensor]] = field(default_factory=dict)
 
     def reserve(self, size: int) -> bool:
@@ -71,7 +69,8 @@ class SymmetricMemory:
         graphs use is kept beside the new one.
         """
         if self._memory is not None and self._memory.numel() >= self.header + size:
-            self._in_graphs = self._in_graphs or is_capturing()
+            if is_capturing():
+                self.ranks.state.captured[id(self.handle)] = self._memory, self.handle
             return False
         import torch.distributed._symmetric_memory as symm_mem
 
@@ -82,10 +81,8 @@ class SymmetricMemory:
             # peers' have, too, so nobody reads what is freed here.
             torch.cuda.synchronize()
             run_collective(self.ranks, lambda: dist.barrier(self.ranks.group, async_op=True))
-            if self._in_graphs:
-                self._kept.append((self._memory, self.handle))
             self._views.clear()
-            self._memory, self.handle, self._in_graphs = None, None, False
+            self._memory, self.handle = None, None
             device = torch.device("cuda", torch.cuda.current_device())
             self._memory = symm_mem.empty(self.header + size, dtype=torch.uint8, device=device)
             self._memory[: self.header].zero_()
@@ -96,11 +93,8 @@ class SymmetricMemory:
 
     def headers(self) -> list[torch.Tensor]:
         """Return a view of each rank's header, int64 ``[header / 8]``."""
-        with torch.inference_mode(mode=False):
-            return [
-                self.handle.get_buffer(rank, (self.header // 8,), torch.int64, 0)
-                for rank in range(self.ranks.size)
-            ]
+        layout = flat(self.header // 8, torch.int64)
+        return [self.views(rank, -self.header, layout)[0] for rank in range(self.ranks.size)]
 
     def views(self, rank: int, start: int, packing: BufferSpec) -> list[torch.Tensor]:
         """Return the tensors of a message in a rank's buffer, ``start`` bytes after its header.
@@ -169,8 +163,9 @@ class SymmBuffer:
         ]
         self.refusals = tuple(refusals(locations, gather(reaches)))
         # High priority: barriers and packing go ahead of kernels that wait for a multiprocessor.
-        streams = [torch.cuda.Stream(priority=-1) for _ in range(3)]
-        self.stream, self.local_stream, self.peer_stream = streams
+        self.stream, self.local_stream, self.peer_stream = (
+            torch.cuda.Stream(priority=-1) for _ in range(3)
+        )
         self.memory = SymmetricMemory(ranks, _HEADER_SIZE)
         self._patience = timeout_of(not_none(ranks.group), torch.device("cuda"))
         # Recorded when all ranks have read what the last pass needed; then it may be overwritten.
@@ -278,13 +273,9 @@ def device_location(device: int) -> DeviceLocation:
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         host = socket.gethostname()
-    return DeviceLocation(_number(host), _number(gpu), device)
-
-
-def _number(name: str) -> int:
-    """Return a digest of a name as an int64."""
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    digests = (hashlib.blake2b(x.encode(), digest_size=8).digest() for x in (host, gpu))
+    host_id, gpu_id = (int.from_bytes(x, "little", signed=True) for x in digests)
+    return DeviceLocation(host_id, gpu_id, device)
 
 
 def gather_numbers(ranks: Ranks, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
@@ -296,8 +287,7 @@ def gather_numbers(ranks: Ranks, numbers: Sequence[int], device: torch.device) -
     local = torch.tensor(numbers, device=device)
     by_rank = [torch.empty_like(local) for _ in range(ranks.size)]
     run_collective(ranks, lambda: dist.all_gather(by_rank, local, group=ranks.group, async_op=True))
-    rows: list[list[int]] = torch.stack(by_rank).tolist()
-    return rows
+    return [x.tolist() for x in by_rank]
 
 
 def refusals(
@@ -314,8 +304,7 @@ def refusals(
     overlapped = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
     if len({location.host for location in locations}) > 1:
         yield "the ranks are on several hosts"
-        return
-    if len({location.gpu for location in locations}) < len(locations):
+    elif len({location.gpu for location in locations}) < len(locations):
         yield SHARED_GPU
     elif len({location.device for location in locations}) < len(locations) and not overlapped:
         yield (

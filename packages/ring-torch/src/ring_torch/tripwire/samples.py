@@ -28,7 +28,7 @@ from ring_torch.call import Call
 from ring_torch.checking.watch import Watch, shared_findings
 from ring_torch.comm.exchange import exchange
 from ring_torch.comm.handshake import HEADER_BYTES
-from ring_torch.positions import on_device, positions_of
+from ring_torch.positions import key_positions, on_device, query_positions
 from ring_torch.records import BackwardInputs, Inputs, folded
 from ring_torch.tripwire.dense import (
     EXACT,
@@ -68,7 +68,7 @@ class Sample(NamedTuple):
     def of(cls, call: Call, inputs: Inputs) -> Sample:
         """Return the sample of a checked call whose batch is not empty."""
         batch = call.checked % inputs.q.shape[0]
-        slopes = None if inputs.slopes is None else torch.atleast_2d(inputs.slopes)
+        slopes = None if inputs.alibi_slopes is None else torch.atleast_2d(inputs.alibi_slopes)
         row_slopes = None if slopes is None else slopes[batch % len(slopes)]
         lengths = call.plan.seq_len, call.plan.kv_seq_len
         return cls(
@@ -120,7 +120,7 @@ class Sample(NamedTuple):
         bias = None
         if inputs.bias is not None:
             bias = self._shifted_bias(slice(None), keys.position)
-        index, q_position, _ = positions_of(call.plan, ranks.rank, call.device)
+        index, q_position, _ = query_positions(call.plan, ranks.rank, call.device)
         queries = SampledQueries(
             inputs.q[b], index, q_position, None if inputs.q_ids is None else inputs.q_ids[b],
             bias, upstream.dout[b],
@@ -170,7 +170,7 @@ class Sample(NamedTuple):
         )  # fmt: skip
         keys = SampledKeys(
             inputs.k[b], inputs.v[b],
-            positions_of(call.plan, ranks.rank, call.device)[2],
+            key_positions(call.plan, ranks.rank, call.device)[0],
             None if inputs.k_ids is None else inputs.k_ids[b],
         )  # fmt: skip
         # ... computes their means over its own keys ...

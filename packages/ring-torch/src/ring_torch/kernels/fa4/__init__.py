@@ -22,7 +22,7 @@ from ring_torch.buffers import KVPayload
 from ring_torch.kernels.api import OwnSpans
 from ring_torch.kernels.fa4 import library
 from ring_torch.kernels.fa4.options import modded_of
-from ring_torch.kernels.flash import FlashKernel
+from ring_torch.kernels.flash import FlashKernel, gpu_reason
 from ring_torch.kernels.library import (
     BackwardLaunch,
     Direction,
@@ -87,7 +87,7 @@ class Flash4(FlashLibrary):
         elif key is None or key in self._forwards:
             library.library_forward(*arguments)
         else:
-            library.remember(self._forwards, key, library.recorded_forward(*arguments))
+            keep(self._forwards, key, library.recorded_forward(*arguments))
         return dst
 
     def repeated_forward(
@@ -113,21 +113,12 @@ class Flash4(FlashLibrary):
         The library has no backward for grouped heads whose head dims of QK and V differ. Then K/V
         are repeated for each query head, and dK/dV, their sums, are float32.
         """
-        group = q.shape[-2] // k.shape[-2] if q.shape[-1] != v.shape[-1] else 1
-        if group > 1:
+        group = q.shape[-2] // k.shape[-2]
+        if group > 1 and q.shape[-1] != v.shape[-1]:
             k, v = (x.repeat_interleave(group, dim=-2) for x in (k, v))
-        grads = self._backward(dout, q, k, v, out, lse, options, dst)
-        if group == 1:
-            return grads
-        dq, *sums = grads
-        dk, dv = (x.unflatten(-2, (-1, group)).sum(-2, dtype=torch.float32) for x in sums)
-        return dq, dk, dv
-
-    def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: LaunchOptions, dst: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return ``(dq, dk, dv)`` of a call that the library takes as it is."""
+            dq, *sums = self.backward(dout, q, k, v, out, lse, options, dst)
+            dk, dv = (x.unflatten(-2, (-1, group)).sum(-2, dtype=torch.float32) for x in sums)
+            return dq, dk, dv
         tensors = dout, q, k, v, out, lse
         if not library.is_known():
             return library.public_backward(*tensors, options)
@@ -138,7 +129,7 @@ class Flash4(FlashLibrary):
         if key is None or key in self._backwards:
             return library.library_backward(*arguments)
         grads, compiled = library.recorded_backward(*arguments)
-        library.remember(self._backwards, key, compiled)
+        keep(self._backwards, key, compiled)
         return grads
 
     def repeated_backward(
@@ -167,7 +158,8 @@ def _of_forward(
     modded = modded_of("forward", q, v, options)
     arguments = q, k, v, dst.out, lse, options, modded
     can_record = library.can_record(q, k, v, dst.out, modded.sinks)
-    return arguments, library.forward_key(*arguments) if can_record else None
+    key = library.launch_key(options, modded, q, k, v, dst.out, lse) if can_record else None
+    return arguments, key
 
 
 def _of_backward(
@@ -175,9 +167,11 @@ def _of_backward(
     options: LaunchOptions, dst: Tensor | None,
 ) -> tuple[library.BackwardArguments, object]:  # fmt: skip
     """Return the arguments of a backward, and its key; ``None`` if it cannot be repeated."""
-    arguments = dout, q, k, v, out, lse, options, modded_of("backward", q, v, options), dst
-    can_record = library.can_record(*arguments[:6], dst)
-    return arguments, library.backward_key(*arguments) if can_record else None
+    modded = modded_of("backward", q, v, options)
+    key = None
+    if library.can_record(dout, q, k, v, out, lse, dst):
+        key = library.launch_key(options, modded, q, k, v, dout, out, lse, dst)
+    return (dout, q, k, v, out, lse, options, modded, dst), key
 
 
 def _limits(request: Request, program: RingProgram) -> tuple[str, ...]:
@@ -239,12 +233,6 @@ def _missing() -> str | None:
             f"flash_attn/cute over it; pip install --force-reinstall --no-deps flash-attn-4"
         )
     return None
-
-
-def _wrong_gpu() -> str | None:
-    if capability()[0] in (9, 10, 11):
-        return None
-    return f"has kernels for compute capability 9.x to 11.x, this is {capability()}"
 
 
 class HopperSplitBackward:
@@ -367,8 +355,7 @@ FA4 = FlashKernel(
     split_backward=HopperSplitBackward(),
     head_dims=_head_dims,
     unavailable=_missing,
-    wrong_gpu=_wrong_gpu,
+    wrong_gpu=partial(gpu_reason, 9, 10, 11),
     limits=_limits,
     adds_sinks=True,
-    predicate_compile_seconds=10,
 )  # fmt: skip

@@ -12,8 +12,6 @@ least and the largest id of each block, so a block of the first list may show no
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -28,17 +26,10 @@ from ring_torch.launches.direct import DirectKernel
 _INNER = 32  # blocks that a program looks at, at a time
 
 
-class BlockLists(NamedTuple):
-    """Lists of inner blocks for each outer block, int32.
-
-    Counts are ``[B or 1, outer]``. Numbers of blocks are ``[B or 1, outer, n]``, where ``n`` is at
-    least the largest count; those behind a block's count mean nothing.
-    """
-
-    partial_counts: Tensor
-    partial_blocks: Tensor
-    full_counts: Tensor
-    full_blocks: Tensor
+#: Lists of inner blocks for each outer block, int32: counts and numbers of the partial blocks, then
+#: of the full ones. Counts are ``[B or 1, outer]``. Numbers of blocks are ``[B or 1, outer, n]``,
+#: where ``n`` is at least the largest count; those behind a block's count mean nothing.
+BlockLists = tuple[Tensor, ...]
 
 
 def block_lists(item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | None) -> BlockLists:
@@ -66,7 +57,7 @@ def block_lists(item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | No
         INNER=min(_INNER, triton.next_power_of_2(inner)),
         FULL=FULL, EMPTY=EMPTY,
     )  # fmt: skip
-    return BlockLists(counts[0], blocks[0], counts[1], blocks[1])
+    return counts[0], blocks[0], counts[1], blocks[1]
 
 
 @capture_safe_cache(maxsize=64)  # of a long sequence each takes megabytes
@@ -85,7 +76,7 @@ def _known_lists(item: WorkItem, grid: Grid) -> BlockLists:
         counts = chosen.sum(dim=2)
         blocks = order[..., : max(1, int(counts.max()))].to(torch.int32).contiguous()
         lists += [counts.to(torch.int32), blocks]
-    return BlockLists(*lists)
+    return tuple(lists)
 
 
 @DirectKernel

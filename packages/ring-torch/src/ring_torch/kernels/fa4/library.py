@@ -58,7 +58,6 @@ Function = Callable[..., None]
 BLOCK_Q = 128
 # One thread at a time records calls: the library's caches of functions are replaced meanwhile.
 RECORDING = RLock()
-_MOST_LAUNCHES = 256  # whose compiled functions are remembered
 
 
 @cache
@@ -76,17 +75,17 @@ def interface() -> Any:
     return import_module("flash_attn.cute.interface")
 
 
-def tile_keys(direction: Direction, head_dim: int, v_head_dim: int) -> int:
-    """Return how many keys a tile has on Hopper if the launch takes block lists."""
-    module = interface()
-    tiles = module._tile_size_fwd_sm90 if direction == "forward" else module._tile_size_bwd_sm90
-    return int(tiles(head_dim, v_head_dim, False, False, BLOCK_Q).n_block_size)
+@cache
+def tile_with_lists(direction: Direction, head_dim: int, v_head_dim: int) -> tuple[int, bool]:
+    """Return how many keys a tile has on Hopper if the launch takes block lists.
 
-
-def backward_is_transposed(head_dim: int, v_head_dim: int) -> bool:
-    """Return True if a thread of the backward on Hopper holds columns of scores, not rows."""
-    tiles = interface()._tile_size_bwd_sm90
-    return bool(tiles(head_dim, v_head_dim, False, False, BLOCK_Q).SdP_swapAB)
+    Beside them: True if a thread holds columns of scores, not rows, which only backwards do.
+    """
+    sizes = head_dim, v_head_dim, False, False, BLOCK_Q
+    if direction == "forward":
+        return int(interface()._tile_size_fwd_sm90(*sizes).n_block_size), False
+    tile = interface()._tile_size_bwd_sm90(*sizes)
+    return int(tile.n_block_size), bool(tile.SdP_swapAB)
 
 
 def backward_tile_queries(dim: int, *, is_causal: bool, is_local: bool) -> int:
@@ -246,11 +245,7 @@ BackwardArguments = tuple[
 ]
 
 
-class RecordedCall(NamedTuple):
-    """A call of a compiled function by the library."""
-
-    function: Function
-    arguments: tuple[Any, ...]
+RecordedCall = tuple[Function, tuple[Any, ...]]  # a compiled function that was called, and how
 
 
 class CompiledForward(NamedTuple):
@@ -345,12 +340,12 @@ def recorded_backward(
         ),
         *[round_arguments(*x) for x in rounding][: len(rounds)],
     ]  # fmt: skip
-    if not _alike(tuple(x.arguments for x in (*prepares, *mains, *rounds)), tuple(expected)):
+    if not _alike(tuple(x for _, x in (*prepares, *mains, *rounds)), tuple(expected)):
         return grads, None
-    round_dq, *round_dkv = (x.function for x in rounds)
+    round_dq, *round_dkv = (function for function, _ in rounds)
     dkv = (round_dkv[0], round_dkv[1]) if round_dkv else None
     return grads, CompiledBackward(
-        prepares[0].function, main, round_dq, dkv, window, arguments[16:], tuple(delta.shape),
+        prepares[0][0], main, round_dq, dkv, window, arguments[16:], tuple(delta.shape),
         tuple(sums[0].shape), None if dkv is None else (tuple(sums[1].shape), tuple(sums[2].shape)),
         tuple(None if x is None else tuple(x.shape) for x in semaphores),
     )  # fmt: skip
@@ -414,7 +409,7 @@ class _RecordingCache:
             function(*arguments)
             # A launch of another thread is none of the call that is recorded.
             if get_ident() == self.thread:
-                self.calls.append(RecordedCall(function, arguments))
+                self.calls.append((function, arguments))
 
         return call
 
@@ -496,51 +491,23 @@ def launched_backward(
     return grads
 
 
-def forward_key(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions, modded: Modded
-) -> object:  # fmt: skip
-    """Return a key of a forward: calls with equal keys have the same compiled function."""
+def launch_key(
+    options: LaunchOptions, modded: Modded, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None
+) -> object:
+    """Return a key of a pass: calls with equal keys have the same compiled functions."""
+    documents = options.documents
     return (
         q.dtype, q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        out.stride(), None if lse is None else lse.stride(), options.scale, options.window,
-        _documents_key(options.documents), modded.key,
+        *[None if x is None else x.stride() for x in others], options.scale, options.window,
+        options.deterministic, modded.key,
+        None if documents is None else (len(documents.cu_q), documents.max_q, documents.max_k),
     )  # fmt: skip
 
 
-def backward_key(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: LaunchOptions,
-    modded: Modded, dst: Tensor | None,
-) -> object:  # fmt: skip
-    """Return a key of a backward: calls with equal keys have the same compiled functions."""
-    return (
-        q.dtype, q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        dout.stride(), out.stride(), lse.stride(), None if dst is None else dst.stride(),
-        options.scale, options.window, options.deterministic,
-        _documents_key(options.documents), modded.key,
-    )  # fmt: skip
-
-
-def can_record(*tensors: Tensor | None) -> bool:
+def can_record(first: Tensor, *others: Tensor | None) -> bool:
     """Return True on Hopper, if all tensors begin at multiples of 16 bytes."""
-    pointers = 0
-    for x in tensors:
-        if x is not None:
-            pointers |= x.data_ptr()
-    first = tensors[0]
-    return pointers % 16 == 0 and first is not None and capability(first.device.index)[0] == 9
-
-
-def _documents_key(documents: Documents | None) -> object:
-    """Return a key of documents: their number and largest lengths."""
-    return None if documents is None else (len(documents.cu_q), documents.max_q, documents.max_k)
-
-
-def remember[T](functions: dict[object, T], key: object, function: T) -> None:
-    """Keep compiled functions, or ``None``, under a key; drop the oldest if there are too many."""
-    with RECORDING:
-        while len(functions) >= _MOST_LAUNCHES:
-            del functions[next(iter(functions))]
-        functions[key] = function
+    offsets = [x.data_ptr() % 16 for x in (first, *others) if x is not None]
+    return not any(offsets) and capability(first.device.index)[0] == 9
 
 
 class SplitLaunch(NamedTuple):
@@ -679,8 +646,9 @@ class RoundAll:
 
     @cached_property
     def _functions(self) -> SplitFunctions:
-        # Not before the first launch: a call may be prepared, or traced, without its GPU.
-        return rounding_functions(self._keys.dtype, self._keys.dim)
+        # Not before the first launch: a call may be prepared, or traced, without its GPU. Rounding
+        # is the same for any number of query heads, and taken from a compilation for two.
+        return split_functions(self._keys.dtype, self._keys.dim, 2, True, (False, False))
 
     def _sums_of_spans(self, sums: Tensor) -> list[Tensor]:
         """Return the sums of dK and of dV of each launch's spans."""
@@ -715,14 +683,6 @@ class RoundAll:
                 grad.storage_offset() + first * token,
             )
             self._functions.round_dkv(*round_arguments(own_sums, target, scale, None))
-
-
-def rounding_functions(dtype: torch.dtype, dim: int) -> SplitFunctions:
-    """Return compiled functions whose ``round_dkv`` rounds sums of a head dim.
-
-    It is the same for any number of query heads, and taken from a compilation for two.
-    """
-    return split_functions(dtype, dim, 2, True, (False, False))
 
 
 @lru_cache(maxsize=32)

@@ -6,7 +6,7 @@ read, and lists of the blocks of scores to visit.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import import_module
 from typing import NamedTuple
 
@@ -24,8 +24,7 @@ from ring_torch.kernels.fa4.library import (
     BLOCK_Q,
     PLAIN,
     Modded,
-    backward_is_transposed,
-    tile_keys,
+    tile_with_lists,
 )
 from ring_torch.kernels.library import Direction, LaunchOptions
 
@@ -44,19 +43,22 @@ def modded_of(direction: Direction, q: Tensor, v: Tensor, options: LaunchOptions
         return modded
     functions = import_module("ring_torch.kernels.fa4.mods")
     if cap is not None or alibi is not None:
+        # How many heads share a row in the indices that `score_mod` gets. The forward packs grouped
+        # heads into rows, and unpacks the indices. The backward on Hopper gives packed indices,
+        # though it has packed nothing. It matters to ALiBi alone, which is for Hopper.
+        packed = q.shape[-2] // v.shape[-2] if direction == "backward" else 1
         modded = modded._replace(
-            score_mod=functions.score_mod(cap, alibi, _packed(direction, q, v)),
+            score_mod=functions.score_mod(cap, alibi, packed),
             score_mod_bwd=functions.score_mod_bwd(cap),
         )
     if alibi is None and masked is None:
         return modded
     rule = _rule(masked, options.geometry)
-    by_columns = _by_columns(direction, q.shape[-1], v.shape[-1])
-    tensors = _tensors_read(options, q.device, tiles=rule is None, by_columns=by_columns)
-    numbers = functions.Numbers(
-        **{name: x.data_ptr() for name, x in tensors.items()},
-        **_other_numbers(options, tensors, rule),
-    )
+    dims = q.shape[-1], v.shape[-1]
+    by_columns = masked is not None and tile_with_lists(direction, *dims)[1]
+    tensors, integers = _read(options, rule, q.device, by_columns=by_columns)
+    addresses = {name: x.data_ptr() for name, x in tensors.items()}
+    numbers = functions.Numbers(**addresses, **integers)
     modded = modded._replace(numbers=numbers, keep_alive=tuple(tensors.values()))
     if masked is None:
         return modded
@@ -66,15 +68,6 @@ def modded_of(direction: Direction, q: Tensor, v: Tensor, options: LaunchOptions
     )  # fmt: skip
     lists, block_size = _lists(direction, q, v, masked, options)
     return modded._replace(mask_mod=mask_mod, lists=lists, block_size=block_size)
-
-
-def _packed(direction: Direction, q: Tensor, v: Tensor) -> int:
-    """Return how many heads share a row in the indices that the library gives to ``score_mod``.
-
-    Its forward packs grouped heads into rows, and unpacks the indices. Its backward on Hopper gives
-    packed indices, though it has packed nothing. It matters to ALiBi alone, which is for Hopper.
-    """
-    return q.shape[-2] // v.shape[-2] if direction == "backward" else 1
 
 
 def _alibi(options: LaunchOptions) -> str | None:
@@ -115,13 +108,16 @@ def _rule(item: WorkItem | None, geometry: BlockGeometry | None) -> Rule | None:
     return Rule(expression, int(rows[0]), int(columns[0]))
 
 
-def _tensors_read(
-    options: LaunchOptions, device: torch.device, *, tiles: bool, by_columns: bool
-) -> dict[str, Tensor]:
-    """Return the tensors that the functions read, by the names that ``Numbers`` has for them."""
+def _read(
+    options: LaunchOptions, rule: Rule | None, device: torch.device, *, by_columns: bool
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Return the tensors and integers that the functions read, by their names in ``Numbers``."""
     tensors: dict[str, Tensor] = {}
+    numbers = {} if rule is None else {"q_first": rule.q_first, "k_first": rule.k_first}
     if options.slopes is not None:
-        tensors["slopes"] = options.slopes.float().contiguous()
+        slopes = tensors["slopes"] = options.slopes.float().contiguous()
+        numbers["slopes_batch"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
+        numbers["q_k_offset"] = options.q_k_offset or 0
     if options.positions is not None and options.q_k_offset is None:
         rows, columns = options.positions
         # Relative to the first row: float32 is exact only for integers up to 2^24.
@@ -131,13 +127,16 @@ def _tensors_read(
         }
     if options.segments is not None:
         tensors["q_ids"], tensors["k_ids"] = map(_from_16_bytes, options.segments)
-    if tiles and options.geometry is not None and options.masked is not None:
-        bits = _bits_and_constants(options.geometry, by_columns, device)
-        tensors |= {
-            "bits": bits,
-            "tiles": _padded_tile_numbers(options.masked, options.geometry, device),
-        }
-    return tensors
+    if (item := options.masked) is not None:
+        numbers |= {
+            "lo": -FAR if item.lo is None else item.lo, "hi": FAR if item.hi is None else item.hi,
+            "q_len": item.q_stop - item.q_start, "k_len": item.k_stop - item.k_start,
+        }  # fmt: skip
+        if rule is None and options.geometry is not None:
+            tensors["bits"] = _bits_and_constants(options.geometry, by_columns, device)
+            tiles = tensors["tiles"] = _padded_tile_numbers(item, options.geometry, device)
+            numbers["tiles_per_row"] = tiles.shape[1]
+    return tensors, numbers
 
 
 def _from_16_bytes(ids: Tensor) -> Tensor:
@@ -146,34 +145,13 @@ def _from_16_bytes(ids: Tensor) -> Tensor:
     return ids if ids.data_ptr() % 16 == 0 else ids.clone()
 
 
-def _other_numbers(
-    options: LaunchOptions, tensors: dict[str, Tensor], rule: Rule | None
-) -> dict[str, int]:
-    """Return the fields of ``Numbers`` that are no addresses."""
-    numbers = {} if rule is None else {"q_first": rule.q_first, "k_first": rule.k_first}
-    if options.slopes is not None:
-        batch, heads = tensors["slopes"].shape
-        numbers |= {
-            "slopes_batch": heads if batch > 1 else 0,
-            "q_k_offset": options.q_k_offset or 0,
-        }
-    if (item := options.masked) is not None:
-        numbers |= {
-            "lo": -FAR if item.lo is None else item.lo, "hi": FAR if item.hi is None else item.hi,
-            "q_len": item.q_stop - item.q_start, "k_len": item.k_stop - item.k_start,
-        }  # fmt: skip
-    if "tiles" in tensors:
-        numbers["tiles_per_row"] = tensors["tiles"].shape[1]
-    return numbers
-
-
 def _lists(
     direction: Direction, q: Tensor, v: Tensor, item: WorkItem, options: LaunchOptions
 ) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
     """Return block lists, shared by all heads, and the size of a block."""
     from ring_torch.kernels.fa4.block_lists import block_lists
 
-    block_k = tile_keys(direction, q.shape[-1], v.shape[-1])
+    block_k, _ = tile_with_lists(direction, q.shape[-1], v.shape[-1])
     if direction == "forward" and options.geometry is not None and options.segments is None:
         block_k = _cheaper_block_k(item, options.geometry, block_k)
     size = BLOCK_Q, block_k
@@ -194,12 +172,6 @@ def _cheaper_block_k(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
         return (full + _PARTIAL_COST * partial) * block_k
 
     return _FEW_KEYS if _FEW_KEYS_COST * cost(_FEW_KEYS) < cost(tile) else tile
-
-
-@cache
-def _by_columns(direction: Direction, head_dim: int, v_head_dim: int) -> bool:
-    """Return True if a thread of the kernel holds columns of scores: tiles are then transposed."""
-    return direction == "backward" and backward_is_transposed(head_dim, v_head_dim)
 
 
 @capture_safe_cache(maxsize=32)

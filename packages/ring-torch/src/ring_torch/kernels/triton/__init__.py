@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from ring_core import KernelConfig, Request, RingProgram, UnsupportedError, WorkItem
+from ring_core.base.arguments import not_none
 from ring_core.base.config import EVERYTHING
 from ring_core.triton.tile_configs import KernelPass, choose_blocks, stages_that_fit
 from ring_torch.accumulate import one_by_one
 from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.flash import old_gpu_reason
 from ring_torch.kernels.library import capability
-from ring_torch.kernels.triton.launch import ItemLaunch, backward_tensors
+from ring_torch.kernels.triton.launch import ItemLaunch
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
@@ -85,18 +86,9 @@ class TritonKernel(Kernel):
     def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
         """Return the launch of the backward of items, which adds in its kernels."""
         if adds:
-            launches = [partial(_add_grads, item, params) for item in items]
+            launches = [partial(_launch_backward, item, params) for item in items]
             return one_by_one(items, launches, adds=True)
         return one_by_one(items, [partial(_grads, item, params) for item in items])
-
-
-def _add_grads(
-    item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
-    upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads,
-) -> None:  # fmt: skip
-    """Compute an item's gradients and add them to the accumulators."""
-    launch = ItemLaunch(rows, columns, item, params)
-    _launch_backward(launch, upstream, row_grads, column_grads, overwrite=False)
 
 
 def _grads(
@@ -110,21 +102,25 @@ def _grads(
     )
     dq = dq if dst is None else dst
     dbias = zero_bias_grad(rows, params, torch.float32)
-    launch = ItemLaunch(rows, columns, item, params)
-    _launch_backward(launch, upstream, QueryGrads(dq, dbias), KeyGrads(dk, dv), overwrite=True)
+    sums = QueryGrads(dq, dbias), KeyGrads(dk, dv)
+    _launch_backward(item, params, rows, columns, upstream, *sums, overwrite=True)
     return Grads(dq, dk, dv, dbias)
 
 
 def _launch_backward(
-    launch: ItemLaunch, upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads, *,
-    overwrite: bool,
+    item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
+    upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads, *,
+    overwrite: bool = False,
 ) -> None:  # fmt: skip
-    """Launch a backward that adds to the accumulators or, if ``overwrite``, overwrites them.
+    """Add an item's gradients to the accumulators or, if ``overwrite``, overwrite them.
 
     The bias's gradient is always added.
     """
-    tensors, dq = backward_tensors(upstream), row_grads.dq
-    if launch.params.fused_backward:
+    launch = ItemLaunch(rows, columns, item, params)
+    # `lse` and `delta` share strides.
+    lse, delta = upstream.lse.contiguous(), not_none(upstream.delta).contiguous()
+    tensors, dq = {"dout": upstream.dout, "lse": lse, "delta": delta}, row_grads.dq
+    if params.fused_backward:
         dq = dq.zero_() if overwrite else dq
         launch.run(
             "bwd_fused", {**tensors, "dq": dq, **column_grads._asdict()}, overwrite=overwrite

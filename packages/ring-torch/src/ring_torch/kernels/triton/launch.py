@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,8 @@ from ring_core.triton.tile_configs import (
 )
 from ring_torch.capture import capture_safe_cache, on_device
 from ring_torch.kernels.block_index import FAR, Grid, block_index, tile_numbers
+from ring_torch.kernels.library import capability
 from ring_torch.records import (
-    BackwardInputs,
     Dropout,
     KernelParams,
     KeyBlock,
@@ -35,7 +34,7 @@ from ring_torch.records import (
     has_unit_stride,
 )
 
-_LEAST_CAPABILITY = 80  # compute capability
+_LEAST_CAPABILITY = 8, 0
 
 #: Second parameters for the same tensor: kernels read it by pointers in blocks done NaN-safe.
 _VIEWS = {"q_pointer": "q", "k_pointer": "k", "v_pointer": "v", "dout_pointer": "dout"}
@@ -68,7 +67,13 @@ class ItemLaunch:
         q, k, v = self.rows.q, self.columns.k, self.columns.v
         batch, q_len, heads, dim = q.shape
         k_len, kv_heads = k.shape[1:3]
-        blocks = self.blocks(name)
+        per_score_inputs = (
+            self.rows.bias is not None or self.params.dropout_p > 0 or self.item.tiles is not None
+        )
+        blocks = choose_blocks(
+            KernelConfig("triton", self.params.block_q, self.params.block_k), name,
+            max(dim, v.shape[3]), q.element_size(), per_score_inputs=per_score_inputs,
+        )  # fmt: skip
         num_q_blocks, num_k_blocks = -(-q_len // blocks.q), -(-k_len // blocks.k)
         # Programs are one a block of the side whose results they sum: queries in the forward and
         # for dQ, keys for dK/dV.
@@ -100,7 +105,10 @@ class ItemLaunch:
             # summed, so that programs of other blocks never add to the same ones.
             count = num_k_blocks * batch * kv_heads if k_major else num_q_blocks * batch * heads
             programs = (count, 1, 1)
-        consts = self._consts(name, blocks, tensors, overwrite=overwrite)
+        consts = self._consts(
+            name, blocks, tensors, is_indexed=name == "bwd_dbias" or "block_index" in values,
+            overwrite=overwrite,
+        )  # fmt: skip
         launches = [values]
         if name != "fwd" and self.rows.bias_shift is not None:
             # One of the two computes; the host does not wait to know which.
@@ -109,43 +117,25 @@ class ItemLaunch:
             # where one of them returns at once.
             launches.append({**values, "bias_shift": None})
         for arguments in launches:
-            _launch(
-                name, programs, arguments, consts, blocks, _capability_number(q.device), q.device
-            )
-
-    def blocks(self, name: KernelPass) -> Blocks:
-        """Return the block sizes of a pass, with its number of warps."""
-        q, v, params = self.rows.q, self.columns.v, self.params
-        per_score_inputs = (
-            self.rows.bias is not None or params.dropout_p > 0 or self.item.tiles is not None
-        )
-        return choose_blocks(
-            KernelConfig("triton", params.block_q, params.block_k), name,
-            max(q.shape[3], v.shape[3]), q.element_size(), per_score_inputs=per_score_inputs,
-        )  # fmt: skip
-
-    @property
-    def _is_indexed(self) -> bool:
-        by_host = self.item.tiles is not None
-        return by_host or self.rows.segments is not None or self.params.bias_masks
+            _launch(name, programs, arguments, consts, blocks, q.device)
 
     def _consts(
-        self, name: KernelPass, blocks: Blocks, tensors: Mapping[str, Tensor], *, overwrite: bool
-    ) -> dict[str, Any]:
+        self, name: KernelPass, blocks: Blocks, tensors: Mapping[str, Tensor], *,
+        is_indexed: bool, overwrite: bool,
+    ) -> dict[str, Any]:  # fmt: skip
         """Return the constants for which a kernel is compiled, by name."""
         q, k, v, params = *(tensors[name] for name in "qkv"), self.params
-        steps = {f"{name.upper()}_STEP": 0 for name in ("q", "k", "v", "out", "dq", "dk", "dv")}
-        for tensor_name, x in tensors.items():
-            step = f"{_STRIDES_OF.get(tensor_name, tensor_name).upper()}_STEP"
-            if step in steps:
-                steps[step] = x.stride(1)
+        laid_out = {_STRIDES_OF.get(name, name): x.stride(1) for name, x in tensors.items()}
+        steps = {
+            f"{name.upper()}_STEP": laid_out.get(name, 0)
+            for name in ("q", "k", "v", "out", "dq", "dk", "dv")
+        }
         # Constants are compiled in: each new combination of them costs a compilation, so lengths
         # and the seed are none.
         p = params.dropout_p
         return {
             "D": q.shape[3], "DV": v.shape[3], "PADDED": padded_head_dim(q.shape[3]),
-            "PADDED_V": padded_head_dim(v.shape[3]), "ITEMS": 1,
-            "INDEXED": self._is_indexed or name == "bwd_dbias",
+            "PADDED_V": padded_head_dim(v.shape[3]), "ITEMS": 1, "INDEXED": is_indexed,
             "ALL_PARTIAL": self.rows.bias is not None, "SCALE": params.scale,
             "SOFTCAP": params.softcap, "UNIT": score_unit(q.element_size()),
             "DROPPED": dropout_threshold(p) if p > 0 else None, "BLOCK_Q": blocks.q, "BLOCK_K": blocks.k,
@@ -157,30 +147,24 @@ class ItemLaunch:
 
     def _block_index(self, blocks: Blocks, *, k_major: bool) -> dict[str, Any]:
         """Return the arguments that list the blocks to visit, unless the kernel derives them."""
-        if not self._is_indexed:
+        rows, columns, params = self.rows, self.columns, self.params
+        if self.item.tiles is None and rows.segments is None and not params.bias_masks:
             # The blocks of a band follow from its two bounds.
             return {"block_index_batch": 0}
-        rows, columns = self.rows, self.columns
         grid = Grid(
-            blocks.q, blocks.k, rows.bias is not None, k_major, rows.q.device,
-            self.params.blocks,
+            blocks.q, blocks.k, rows.bias is not None, k_major, rows.q.device, params.blocks,
         )  # fmt: skip
-        segments = None
-        if rows.segments is not None and columns.segments is not None:
-            segments = rows.segments, columns.segments
-        index = block_index(self.item, grid, segments, self._visible_in_bias())
+        segments = None if rows.segments is None else (rows.segments, not_none(columns.segments))
+        visible = None
+        if params.bias_masks:  # where the bias shows anything to a head, ``[B or 1, n, m]``
+            shown = (not_none(rows.bias) != -torch.inf).any(dim=1)
+            visible = shown.index_select(2, not_none(columns.position))
+        index = block_index(self.item, grid, segments, visible)
         count, outer, inner = index.blocks.shape
         return {
             "block_index": index.blocks, "counts": index.counts,
             "block_index_batch": outer * inner if count > 1 else 0,
         }  # fmt: skip
-
-    def _visible_in_bias(self) -> Tensor | None:
-        """Return where a boolean mask in the bias shows anything to a head, ``[B or 1, n, m]``."""
-        bias, position = self.rows.bias, self.columns.position
-        if bias is None or position is None or not self.params.bias_masks:
-            return None
-        return (bias != -torch.inf).any(dim=1).index_select(2, position)
 
     def _masks(self, *, k_major: bool) -> dict[str, Tensor]:
         """Return the arguments that mask scores: bounds, segment ids, tiles or documents."""
@@ -189,11 +173,10 @@ class ItemLaunch:
             "items": _bounds(rows.q.shape[1], columns.k.shape[1], item.lo, item.hi, device)
         }
         if rows.segments is not None and columns.segments is not None:
-            q_ids, k_ids = rows.segments, columns.segments
-            arguments |= {"q_ids": q_ids.contiguous(), "k_ids": k_ids.contiguous()}
+            arguments["q_ids"] = rows.segments.contiguous()
+            arguments["k_ids"] = columns.segments.contiguous()
         if item.tiles is not None:
-            geometry = self.params.blocks
-            assert geometry is not None
+            geometry = not_none(self.params.blocks)
             arguments |= {
                 "bits": _partial_tile_bits(geometry, device),
                 "tiles": _tile_numbers(item, geometry, device),
@@ -207,8 +190,7 @@ class ItemLaunch:
         rows, columns, params = self.rows, self.columns, self.params
         arguments: dict[str, Any] = dict.fromkeys(_NO_STRIDES, 0)
         if rows.bias is not None or rows.slopes is not None or params.dropout_p > 0:
-            assert columns.position is not None
-            arguments["k_at"] = columns.position.to(torch.int32)
+            arguments["k_at"] = not_none(columns.position).to(torch.int32)
         for name, x in (("bias", rows.bias), ("bias_shift", rows.bias_shift)):
             if x is not None:
                 assert has_unit_stride(x)
@@ -219,27 +201,18 @@ class ItemLaunch:
         if rows.bias is not None:
             arguments["bias_row"] = rows.bias.stride(2)
         if rows.slopes is not None:
-            assert rows.position is not None
             slopes = rows.slopes.float().contiguous()
-            arguments |= {"slopes": slopes, "q_at": rows.position.to(torch.int32)}
+            arguments |= {"slopes": slopes, "q_at": not_none(rows.position).to(torch.int32)}
             arguments["slopes_batch"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
         if params.dropout_p > 0:
-            assert rows.indices is not None
             dropout = _dropout(not_none(rows.dropout), rows.q.shape[2], rows.q.device)
-            arguments |= {"q_index": rows.indices.to(torch.int32), "dropout": dropout}
+            arguments |= {"q_index": not_none(rows.indices).to(torch.int32), "dropout": dropout}
         return arguments
-
-
-def backward_tensors(upstream: BackwardInputs) -> dict[str, Tensor]:
-    """Return the inputs of a backward by name; ``lse`` and ``delta`` share strides."""
-    assert upstream.delta is not None
-    lse, delta = upstream.lse.contiguous(), upstream.delta.contiguous()
-    return {"dout": upstream.dout, "lse": lse, "delta": delta}
 
 
 def _launch(
     name: KernelPass, programs: tuple[int, int, int], values: Mapping[str, Any], consts: Mapping[str, Any],
-    blocks: Blocks, capability: int, device: torch.device,
+    blocks: Blocks, device: torch.device,
 ) -> None:  # fmt: skip
     """Launch a pass's kernel, with only those arguments that it takes."""
     from ring_core.triton import backward, forward
@@ -259,7 +232,9 @@ def _launch(
     # compiled.
     arguments = {name: all_values.get(name) for name in kernel.arg_names}
     dims, itemsize = (constexprs.D, constexprs.DV), values["q"].element_size()
-    stages = stages_that_fit(name, blocks, dims, itemsize, capability)
+    # Where Triton interprets kernels on the CPU, stages are those of the least GPU.
+    major, minor = capability(device.index) if device.type == "cuda" else _LEAST_CAPABILITY
+    stages = stages_that_fit(name, blocks, dims, itemsize, 10 * major + minor)
     with on_device(device):
         _start(
             kernel, programs, arguments, num_warps=blocks.warps, num_stages=stages,
@@ -274,26 +249,13 @@ def _start(
     kernel[programs](**arguments, **options)
 
 
-@lru_cache(maxsize=16)
-def _capability_number(device: torch.device) -> int:
-    """Return the compute capability as in ``sm_90``; on the CPU, for the interpreter, the least."""
-    if device.type != "cuda":
-        return _LEAST_CAPABILITY
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
 def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the strides of the batch and head dimensions of all tensors but dbias, by name."""
-    strides: dict[str, int] = {}
-    for name, x in tensors.items():
-        stride_name, head_dim = _STRIDES_OF.get(name, name), 2 if x.ndim == 4 else 1
-        if name != "dbias":
-            strides |= {
-                f"{stride_name}_batch": x.stride(0),
-                f"{stride_name}_head": x.stride(head_dim),
-            }
-    return strides
+    return {
+        f"{_STRIDES_OF.get(name, name)}_{kind}": x.stride(dim)
+        for name, x in tensors.items() if name != "dbias"
+        for kind, dim in (("batch", 0), ("head", 2 if x.ndim == 4 else 1))
+    }  # fmt: skip
 
 
 @capture_safe_cache(maxsize=1024)
