@@ -26,7 +26,6 @@ from ring_jax import (
     collectives,
     movement,
     ring_attention,
-    tripwire,
 )
 from ring_jax.collectives import Ranks
 from ring_jax.kernels.xla import XlaKernel
@@ -366,37 +365,6 @@ def test_a_rate_that_no_device_has(every: int) -> None:
         pytest.raises(jax.errors.JaxRuntimeError, match=r"TFLOP/s, and the device has 0: work"),
     ):
         calls(8)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("which", ["forward", "backward"])
-def test_the_rate_of_a_pass_in_a_ring(which: str) -> None:
-    right = tripwire_traffic.check_rate
-
-    def of_one(checked: Any, call: Any, x: Any, now: Any, *rest: Any) -> None:
-        if now == which:
-            right(checked, call, x, now, *rest)
-
-    with (
-        patched([*device_of(1e-9), (tripwire, "check_rate", of_one)]),
-        ring_jax.check(),
-        pytest.raises(jax.errors.JaxRuntimeError, match=f"a {which} ran at"),
-    ):
-        grads()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", TRANSFORMED)
-def test_rates_under_transformations(name: str) -> None:
-    x = jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 8))
-    with patched(device_of(1e6)), ring_jax.check(2):
-        jax.block_until_ready(TRANSFORMED[name](x))
-    with (
-        patched(device_of(1e-9)),
-        ring_jax.check(),
-        pytest.raises(jax.errors.JaxRuntimeError, match="work was left out"),
-    ):
-        jax.block_until_ready(TRANSFORMED[name](x))
 
 
 def test_without_a_cpu_device_a_checked_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
