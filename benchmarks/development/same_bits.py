@@ -250,14 +250,14 @@ def ask(process: subprocess.Popen[str], cases: dict[str, Case]) -> Iterator[Answ
         RuntimeError: The process ended before it had answered all.
     """
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write("\n".join(map(json.dumps, cases.values())))
-    process.stdin.close()
     count = 0
-    for line in process.stdout:  # libraries may print there, too
-        if line.startswith(case_bits.ANSWER):
-            count += 1
-            yield json.loads(line.removeprefix(case_bits.ANSWER))
-    process.wait()
+    with process:
+        process.stdin.write("\n".join(map(json.dumps, cases.values())))
+        process.stdin.close()
+        for line in process.stdout:  # libraries may print there, too
+            if line.startswith(case_bits.ANSWER):
+                count += 1
+                yield json.loads(line.removeprefix(case_bits.ANSWER))
     if count < len(cases):
         raise RuntimeError(f"{process.args!r} ended at case {[*cases][count]}")
 

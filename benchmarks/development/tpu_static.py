@@ -188,10 +188,11 @@ def visited(who: str, kernel: str, sizes: tuple[int, int], mask: str, offset: in
     full = (shown & (nearest >= low) & (furthest <= high)).sum()
     # The outer loop of these kernels runs over blocks of keys.
     by_row = shown.sum(0 if "dkv" in kernel or "fused" in kernel else 1)
-    rows, empty = (by_row > 0).sum(), 0
+    rows, visits = int((by_row > 0).sum()), int(shown.sum())
+    empty = 0
     if who == "splash":
-        rows, empty = by_row.size, by_row.size * by_row.max() - shown.sum()
-    return Blocks(*(HEADS * int(n) for n in (full, shown.sum() - full, empty, rows)))
+        rows, empty = by_row.size, by_row.size * int(by_row.max()) - visits
+    return Blocks(*(HEADS * int(n) for n in (full, visits - full, empty, rows)))
 
 
 def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dict[str, StepRunner]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -52,33 +52,23 @@ def inputs(row: Row, length: int) -> list[Any]:
     return random_arrays([*qkv, *bias, dout], seed=length)
 
 
-def compiled(
-    kind: str, row: Row, names: Sequence[str], x: Sequence[Any]
-) -> tuple[dict[str, Run | str], str]:
-    """Return each method's compiled run, or why there is none; and the kernel that ours took.
+def compiled(way: str, row: Row, names: Sequence[str], x: Sequence[Any]) -> dict[str, Run | str]:
+    """Return each method's compiled run of a pass, or why there is none.
 
     Methods are compiled in parallel: cuDNN and Triton take seconds for each.
     """
-    arguments = x if kind == "both" else x[:-1]
-    runs: dict[str, Run | str] = {}
-    taken = ""
-    with ThreadPoolExecutor(len(METHODS)) as pool:
-        coming: dict[str, Future[Any]] = {}
-        for name in names:
+    arguments = x if way == "both" else x[:-1]
+
+    def run_of(name: str) -> Run | str:
+        try:
             attend = partial(METHODS[name], mask=mask_of(row))
-            try:
-                function = partial(both, attend) if kind == "both" else attend
-                lowered = jax.jit(function).lower(*arguments)
-            except Exception as error:  # noqa: BLE001 - a library's own; the row says so
-                runs[name] = reason_of(error)
-                continue
-            if name == OURS:
-                taken = "cudnn" if "__cudnn$" in str(lowered.as_text()) else "triton"
-            coming[name] = pool.submit(lowered.compile)
-        for name, program in coming.items():
-            failed = program.exception()
-            runs[name] = partial(program.result(), *arguments) if not failed else reason_of(failed)
-    return {name: runs[name] for name in names}, taken
+            function = partial(both, attend) if way == "both" else attend
+            return partial(jax.jit(function).lower(*arguments).compile(), *arguments)
+        except Exception as error:  # noqa: BLE001 - a library's own; the row says so
+            return reason_of(error)
+
+    with ThreadPoolExecutor(len(METHODS)) as pool:
+        return dict(zip(names, pool.map(run_of, names), strict=True))
 
 
 def errors(row: Row) -> Errors:
@@ -86,7 +76,7 @@ def errors(row: Row) -> Errors:
     x = inputs(row, GATE_LENGTH)
     wide = [y.astype("float32") for y in x]
     expected = jax.jit(partial(both, partial(exact, mask=mask_of(row))))(*wide)
-    runs, _ = compiled("both", row, [rival.name for rival in row.entrants], x)
+    runs = compiled("both", row, [rival.name for rival in row.entrants], x)
     return {
         name: run if isinstance(run, str) else max(map(_error, run(), expected))
         for name, run in runs.items()
@@ -110,15 +100,15 @@ def _milliseconds(run: Run, calls: int) -> float:
 
 def measured(row: Row, length: int, count: int) -> dict[str, Any]:
     """Measure a row, and return it with the kernel that ours took."""
-    x, taken = inputs(row, length), ""
-
-    def programs(way: str, names: list[str]) -> dict[str, Run | str]:
-        nonlocal taken
-        runs, taken = compiled(way, row, names, x)
-        return runs
-
+    x = inputs(row, length)
     rounds = partial(turns.take_turns, count=count, calls_of=_calls, time_of=_milliseconds)
-    return turns.timed_row(row, errors(row), programs, rounds) | {"kernel": taken}
+    programs = partial(compiled, row=row, x=x)
+    lowered = jax.jit(partial(METHODS[OURS], mask=mask_of(row))).lower(*x[:-1])
+    taken = "cudnn" if "__cudnn$" in str(lowered.as_text()) else "triton"
+    result = turns.timed_row(
+        row, errors(row), lambda way, names: programs(way, names=names), rounds
+    )
+    return result | {"kernel": taken}
 
 
 def _environment() -> dict[str, Any]:

@@ -12,14 +12,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 import ring_jax_gpu
@@ -42,19 +43,12 @@ REST = 0.05  # seconds before a turn
 
 
 class Entrant(NamedTuple):
-    """A method in a setting, with its programs, which threads compile.
-
-    Attributes:
-        passes: Programs by pass.
-        gate: Program of forward + backward at 2,048 tokens, for the comparison.
-        gate_method: The method at 2,048 tokens.
-    """
+    """A method in a setting: compiled passes, and errors at 2,048 tokens."""
 
     method: Method
     mesh: Mesh
-    passes: dict[str, Future[Any]]
-    gate: Future[Any]
-    gate_method: Method
+    passes: dict[str, Any]
+    errors: dict[str, float]
 
 
 def arrays_of(setting: Setting, length: int, mesh: Mesh) -> list[Any]:
@@ -63,45 +57,31 @@ def arrays_of(setting: Setting, length: int, mesh: Mesh) -> list[Any]:
     return list(jax.jit(make, out_shardings=sharding_of(mesh))())
 
 
-def abstract_arrays(setting: Setting, length: int, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
-    """Return shapes, dtype and sharding of q, k, v and dout, to compile programs for."""
-    return [
-        jax.ShapeDtypeStruct((1, length, *shape), jnp.bfloat16, sharding=sharding_of(mesh))
+def enter(name: str, setting: Setting, mesh: Mesh, short: list[Any], expected: Any) -> Entrant:
+    """Compile a method's programs for a setting, and compare it at 2,048 tokens."""
+    mesh = mesh_of(1) if name == "one" else mesh
+    split = sharding_of(mesh)
+    gate, method = (
+        METHODS[name](mesh, mask_of(setting.mask, length), length)
+        for length in (GATE_LENGTH, setting.seq_len)
+    )
+    order = methods.in_order(gate.layout, GATE_LENGTH, mesh.size)
+    results = jax.jit(partial(both, gate.attend))(
+        *(jax.device_put(x[:, order], split) for x in short)
+    )
+    errors = {
+        key: float(np.abs(np.asarray(x, np.float32) - y[:, order]).max())
+        for key, x, y in zip(RESULTS, results, expected, strict=True)
+    }
+    shapes = [
+        jax.ShapeDtypeStruct((1, setting.seq_len, *shape), jnp.bfloat16, sharding=split)
         for shape in setting.shapes
     ]
-
-
-def enter(name: str, setting: Setting, mesh: Mesh, pool: ThreadPoolExecutor) -> Entrant:
-    """Start to compile a method's programs for a setting."""
-    short, long = GATE_LENGTH, setting.seq_len
-    mesh = mesh_of(1) if name == "one" else mesh
-    gate_method, method = (
-        METHODS[name](mesh, mask_of(setting.mask, length), length) for length in (short, long)
-    )
-
-    def compiled(run: Any, arrays: list[jax.ShapeDtypeStruct]) -> Future[Any]:
-        return pool.submit(jax.jit(run).lower(*arrays).compile)
-
-    arrays = abstract_arrays(setting, long, mesh)
     passes = {
-        "forward": compiled(method.attend, arrays[:3]),
-        "both": compiled(partial(both, method.attend), arrays),
+        "forward": jax.jit(method.attend).lower(*shapes[:3]).compile(),
+        "both": jax.jit(partial(both, method.attend)).lower(*shapes).compile(),
     }
-    gate = compiled(partial(both, gate_method.attend), abstract_arrays(setting, short, mesh))
-    return Entrant(method, mesh, passes, gate, gate_method)
-
-
-def errors_of(entrant: Entrant, arrays: list[Any], expected: Iterable[Any]) -> dict[str, float]:
-    """Return the largest errors of the output and the gradients at 2,048 tokens."""
-    order = methods.in_order(entrant.gate_method.layout, GATE_LENGTH, entrant.mesh.size)
-    place = sharding_of(entrant.mesh)
-    results = entrant.gate.result()(*(jax.device_put(x[:, order], place) for x in arrays))
-    return {
-        name: float(
-            jnp.abs(jax.device_get(x).astype("float32") - jax.device_get(y)[:, order]).max()
-        )
-        for name, x, y in zip(RESULTS, results, expected, strict=True)
-    }
+    return Entrant(method, mesh, passes, errors)
 
 
 def _environment() -> dict[str, Any]:
@@ -137,45 +117,43 @@ def rows_of_setting(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each method: all are compared first, then timed in turns."""
     key = {"gpus": mesh.size, "setting": setting.name}
-    entrants: dict[str, Entrant] = {}
-    for name in names:
-        try:
-            entrants[name] = enter(name, setting, mesh, pool)
-        except Exception as error:  # noqa: BLE001  # whatever it is, others go on
-            yield {**key, "method": name, "failed": reason_of(error)}
-
     *short, dout = arrays_of(setting, GATE_LENGTH, mesh_of(1))
     defined = partial(methods.exact, mask=mask_of(setting.mask, GATE_LENGTH))
     wide = [x.astype("float32") for x in short]
     expected = jax.device_get(jax.jit(partial(both, defined))(*wide, dout))
+    coming = {
+        name: pool.submit(enter, name, setting, mesh, [*short, dout], expected) for name in names
+    }
     rows: dict[str, dict[str, Any]] = {}
     runs: dict[tuple[str, str], Run] = {}
     on_mesh: dict[int, list[Any]] = {}
-    for name, entrant in entrants.items():
+    entrants: dict[str, Entrant] = {}
+    for name, future in coming.items():
+        row = {**key, "method": name}
         try:
-            errors = errors_of(entrant, [*short, dout], expected)
-            if not max(errors.values()) < WRONG:
-                yield {**key, "method": name, "wrong": errors}
+            entrant = entrants[name] = future.result()
+            if not max(entrant.errors.values()) < WRONG:
+                yield row | {"wrong": entrant.errors}
                 continue
             if entrant.mesh.size not in on_mesh:
                 on_mesh[entrant.mesh.size] = arrays_of(setting, setting.seq_len, entrant.mesh)
             arrays = on_mesh[entrant.mesh.size]
             passes = {
-                way: partial(program.result(), *(arrays if way == "both" else arrays[:3]))
+                way: partial(program, *(arrays if way == "both" else arrays[:3]))
                 for way, program in entrant.passes.items()
             }
             for run in passes.values():
                 jax.block_until_ready(run())
         except Exception as error:  # noqa: BLE001  # whatever it is, others go on
-            yield {**key, "method": name, "failed": reason_of(error)}
+            yield row | {"failed": reason_of(error)}
             continue
         runs |= {(name, way): run for way, run in passes.items()}
-        rows[name] = {**key, "method": name, "errors": errors} | entrant.method.chosen(*arrays[:3])
+        rows[name] = row | {"errors": entrant.errors} | entrant.method.chosen(*arrays[:3])
     took = seconds_each(runs, rounds=3 if setting.seq_len > LONG else 5)
     for name, row in rows.items():
         entrant = entrants[name]
         times = {
-            way: {"ms": 1e3 * took[name, way], "peak_gib": _set_aside(entrant.passes[way].result())}
+            way: {"ms": 1e3 * took[name, way], "peak_gib": _set_aside(entrant.passes[way])}
             for way in PASSES
         }
         yield row | rates(times, setting, entrant.mesh.size)
