@@ -28,15 +28,22 @@ def applied(name: str | None) -> Iterator[None]:
         return
     _plan._make_plan.cache_clear()
     try:
-        with ExitStack() as stack:
-            for function, edits in ALL[name].items():
-                if function.partition(".")[0] in sys.modules:
-                    original, code = edited(function, edits)
-                    stack.callback(setattr, original, "__code__", original.__code__)
-                    original.__code__ = code
+        with changed(ALL[name]):
             yield
     finally:
         _plan._make_plan.cache_clear()
+
+
+@contextmanager
+def changed(functions: Edits) -> Iterator[None]:
+    """Let functions of packages that are loaded run with pieces of their source replaced."""
+    with ExitStack() as stack:
+        for path, edits in functions.items():
+            if path.partition(".")[0] in sys.modules:
+                function, code = edited(path, edits)
+                stack.callback(setattr, function, "__code__", function.__code__)
+                function.__code__ = code
+        yield
 
 
 def _function(path: str) -> FunctionType:
