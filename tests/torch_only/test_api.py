@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import RINGS
+from on_ranks import on_ranks
 from patched import replaced
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ring_core import ChunkLayout, LayoutSpec, Mask, UnsupportedError, reference
+from ring_core import ChunkLayout, Mask, UnsupportedError, reference
 from ring_torch import ContextParallel, KernelConfig, ring_attention
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels.eager import EagerKernel
@@ -41,7 +42,17 @@ def same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def _round_trip(rank: int, layout: Any, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [
+        *RINGS.values(),
+        ("zigzag", "gather"),
+        (ChunkLayout(((0, 7), (1, 2), (3, 5), (4, 6))), "auto"),
+    ],
+    ids=str,
+)
+@on_ranks
+def test_shard_attend_unshard(rank: int, layout: Any, strategy: str) -> None:
     cp = ContextParallel(layout=layout)
     assert (cp.cp_rank, cp.cp_size) == (rank, 4)
     q, k, v = qkv()
@@ -66,20 +77,8 @@ def _round_trip(rank: int, layout: Any, strategy: str) -> None:
         same(leaf.grad[:, local], torch.tensor(grad)[:, local])
 
 
-@pytest.mark.parametrize(
-    ("layout", "strategy"),
-    [
-        *RINGS.values(),
-        ("zigzag", "gather"),
-        (ChunkLayout(((0, 7), (1, 2), (3, 5), (4, 6))), "auto"),
-    ],
-    ids=str,
-)
-def test_shard_attend_unshard(pool: LocalRanks, layout: LayoutSpec, strategy: str) -> None:
-    pool.run(_round_trip, layout, strategy)
-
-
-def _subgroups(rank: int) -> None:
+@on_ranks
+def test_subgroups(rank: int) -> None:
     """Check two rings at once, one whose ranks are in another order, and a rank outside of it."""
     pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     turned: Any = dist.new_group([3, 1, 0])
@@ -103,21 +102,14 @@ def _subgroups(rank: int) -> None:
     same(cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)))), dense(q, k, v))
 
 
-def test_subgroups(pool: LocalRanks) -> None:
-    pool.run(_subgroups)
-
-
-def _mesh(rank: int) -> None:
+@on_ranks
+def test_device_mesh(rank: int) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     with pytest.raises(ValueError, match=r"mesh\['cp'\]"):
         ContextParallel(mesh)
     cp, (q, k, v) = ContextParallel(mesh["cp"]), qkv()
     assert (cp.cp_size, cp.cp_rank) == (2, rank % 2)
     same(cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)))), dense(q, k, v))
-
-
-def test_device_mesh(pool: LocalRanks) -> None:
-    pool.run(_mesh)
 
 
 def _recorded(_: int, layout: Any, mask: Mask) -> tuple[list[str], list[str]]:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -113,7 +114,8 @@ def test_on_chunks(name: str, pool: LocalRanks) -> None:
     pool.run(_in_one_graph, name, ChunkLayout(((0, 3, 5, 6), (1, 2, 4, 7))))
 
 
-def _other_chunks_are_another_graph(_: int) -> None:
+@on_ranks
+def test_other_chunks_are_another_graph() -> None:
     """Check that a function compiles again for a ``ContextParallel`` with other chunks."""
     torch._dynamo.reset()
 
@@ -127,11 +129,8 @@ def _other_chunks_are_another_graph(_: int) -> None:
         torch.testing.assert_close(compiled(cp, q, k, v), function(cp, q, k, v), rtol=0, atol=0)
 
 
-def test_other_chunks_are_another_graph(pool: LocalRanks) -> None:
-    pool.run(_other_chunks_are_another_graph)
-
-
-def _other_blocks_are_another_graph(_: int) -> None:
+@on_ranks
+def test_other_blocks_are_another_graph() -> None:
     torch._dynamo.reset()
     cp = ContextParallel()
     q, k, v = (x.detach() for x in tensors(cp, {})[0])
@@ -150,11 +149,9 @@ def _other_blocks_are_another_graph(_: int) -> None:
         assert kernels and all(kernel["kernel"][:2] == ["eager", block] for kernel in kernels)
 
 
-def test_other_blocks_are_another_graph(pool: LocalRanks) -> None:
-    pool.run(_other_blocks_are_another_graph)
-
-
-def _operations_are_sound(_: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["gather", "segments", "sinks", "documents", "dropout", "bias"])
+@on_ranks
+def test_operations_are_sound(name: str) -> None:
     """Check with ``opcheck`` that fake tensors predict what the custom operators return."""
     cp = ContextParallel()
     leaves, options = tensors(cp, CALLS[name])
@@ -174,12 +171,8 @@ def _operations_are_sound(_: int, name: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["gather", "segments", "sinks", "documents", "dropout", "bias"])
-def test_operations_are_sound(name: str, pool: LocalRanks) -> None:
-    pool.run(_operations_are_sound, name)
-
-
-def _checkpointed(_: int) -> None:
+@on_ranks
+def test_checkpointed() -> None:
     cp, options = ContextParallel(), CALLS["causal"]
     expected = results(cp, options, lambda f: f)
     checkpointed = results(
@@ -190,10 +183,6 @@ def _checkpointed(_: int) -> None:
     )  # fmt: skip
     for x, y in zip(checkpointed, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
-
-
-def test_checkpointed(pool: LocalRanks) -> None:
-    pool.run(_checkpointed)
 
 
 def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
@@ -243,7 +232,8 @@ def test_what_cannot_be_done_is_refused_when_the_graph_is_traced() -> None:
         compiled(x)
 
 
-def _other_lengths_are_other_graphs(_: int) -> None:
+@on_ranks
+def test_other_lengths_are_other_graphs() -> None:
     """Check that other lengths compile again, also where dynamo would make the length dynamic."""
     cp = ContextParallel()
 
@@ -258,11 +248,9 @@ def _other_lengths_are_other_graphs(_: int) -> None:
         torch.testing.assert_close(compiled(*args), step(*args), rtol=0, atol=0)
 
 
-def test_other_lengths_are_other_graphs(pool: LocalRanks) -> None:
-    pool.run(_other_lengths_are_other_graphs)
-
-
-def _without_numbers(rank: int) -> None:
+@on_ranks
+def test_tensors_without_numbers_send_nothing(rank: int) -> None:
+    """Calls on fake tensors leave the group usable."""
     cp, x = ContextParallel(), torch.randn(1, 8, 2, 8)
     with FakeTensorMode() as mode:
         q = mode.from_tensor(x).requires_grad_()
@@ -300,11 +288,6 @@ def _without_numbers(rank: int) -> None:
     torch.testing.assert_close(torch.compile(made_inside, backend="eager")(x), cp.shift(x, 1))
     graph = make_fx(lambda x: cp.attention(x, x, x, causal=True))(x)
     torch.testing.assert_close(graph(x), cp.attention(x, x, x, causal=True), rtol=0, atol=0)
-
-
-def test_tensors_without_numbers_send_nothing(pool: LocalRanks) -> None:
-    """Calls on fake tensors leave the group usable."""
-    pool.run(_without_numbers)
 
 
 def _same(result: object, expected: object) -> bool:
@@ -457,7 +440,8 @@ def test_what_is_wrong_is_refused_in_words(pool: LocalRanks) -> None:
             assert name in message
 
 
-def _prepared(rank: int) -> None:
+@on_ranks
+def test_prepared_documents(rank: int) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     x = torch.randn(T // 2, 2, 8)
@@ -477,10 +461,6 @@ def _prepared(rank: int) -> None:
     for n in range(4):
         offsets = torch.tensor(_offsets(n, 4), dtype=torch.int32)
         torch.testing.assert_close(compiled(offsets), attend(offsets), rtol=0, atol=0)
-
-
-def test_prepared_documents(pool: LocalRanks) -> None:
-    pool.run(_prepared)
 
 
 def test_a_flag_is_no_seed() -> None:

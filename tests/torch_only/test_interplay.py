@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -96,7 +97,8 @@ def test_gradients_gathered_without_and_then_with_sync(pool: LocalRanks) -> None
     pool.run(_ddp, expected(steps=2))
 
 
-def _checkpointed_and_hooked(rank: int) -> None:
+@on_ranks
+def test_checkpointed_and_hooked(rank: int) -> None:
     """Check that checkpointing calls the ring again on all ranks, and that hooks run."""
     _, cp, x = mesh_and_shard(rank)
     x.requires_grad_()
@@ -111,11 +113,9 @@ def _checkpointed_and_hooked(rank: int) -> None:
     assert recorded == ["forward", "forward", "backward"]
 
 
-def test_checkpointed_and_hooked(pool: LocalRanks) -> None:
-    pool.run(_checkpointed_and_hooked)
-
-
-def _some_inputs(_: int, expected: str) -> None:
+@pytest.mark.parametrize("expected", ["q", "k", "v", "sinks", "bias"])
+@on_ranks
+def test_one_input_alone_asks_for_a_gradient(expected: str) -> None:
     """Check that gradients of the inputs that ask for one equal those when all do."""
     cp = ContextParallel()
     generator = torch.Generator().manual_seed(1)
@@ -140,12 +140,8 @@ def _some_inputs(_: int, expected: str) -> None:
     same([some_grads[expected]], [all_grads[expected]])
 
 
-@pytest.mark.parametrize("expected", ["q", "k", "v", "sinks", "bias"])
-def test_one_input_alone_asks_for_a_gradient(pool: LocalRanks, expected: str) -> None:
-    pool.run(_some_inputs, expected)
-
-
-def _layouts(_: int) -> None:
+@on_ranks
+def test_any_strides() -> None:
     """Check gradients of strided inputs against those of contiguous ones."""
     cp = ContextParallel()
     generator = torch.Generator().manual_seed(2)
@@ -169,11 +165,9 @@ def _layouts(_: int) -> None:
         same([leaf.grad], [base.grad])
 
 
-def test_any_strides(pool: LocalRanks) -> None:
-    pool.run(_layouts)
-
-
-def _modes(_: int) -> None:
+@on_ranks
+def test_modes() -> None:
+    """Inference mode, no_grad and autocast work; a second derivative is a clear error."""
     cp = ContextParallel()
     x = cp.shard(torch.ones(1, LENGTH, 2, 8))
     with torch.inference_mode():
@@ -187,11 +181,6 @@ def _modes(_: int) -> None:
     loss = cp.attention(x, x, x).square().sum()
     with pytest.raises(UnsupportedError, match="no second derivative"):
         torch.autograd.grad(loss, x, create_graph=True)
-
-
-def test_modes(pool: LocalRanks) -> None:
-    """Inference mode, no_grad and autocast work; a second derivative is a clear error."""
-    pool.run(_modes)
 
 
 def _destroyed(_: int) -> bool:

@@ -15,6 +15,7 @@ import mutants
 import numpy as np
 import pytest
 import torch
+from on_ranks import on_ranks
 from patched import replaced
 from plain_flash import FLASH, PlainFlash
 from torch import Tensor
@@ -591,7 +592,8 @@ def test_more_bytes_than_those_of_rows_that_move_are_an_error(
     assert "bytes were sent, and the rows that change rank have" in forward
 
 
-def _right(_: int) -> None:
+@on_ranks
+def test_right_movements_pass() -> None:
     """Check that checked calls have the usual results, for all derivatives, dtypes and dims."""
     for move in map(moves, MOVES):
         x = torch.randn(1, T // RANKS, 2, dtype=torch.float64).requires_grad_()
@@ -602,10 +604,6 @@ def _right(_: int) -> None:
             move(torch.ones(2, T // RANKS, dtype=torch.int8))
             move(torch.ones(2, T // RANKS, 0))
         assert torch.equal(out, move(x))
-
-
-def test_right_movements_pass(pool: LocalRanks) -> None:
-    pool.run(_right)
 
 
 def _unlike(rank: int) -> str:

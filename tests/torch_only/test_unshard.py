@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
@@ -149,7 +150,15 @@ def _attend_whole(*qkv: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-def _shift_in_model(_: int, layout: LayoutSpec, compiled: bool) -> None:
+@pytest.mark.nightly(only=["striped-True"])  # one layout is compiled per change
+@pytest.mark.parametrize(
+    ("layout", "compiled"),
+    [("zigzag", False), ("zigzag", True), ("contiguous", False), ("striped", True)],
+)
+@on_ranks
+def test_a_layer_that_looks_at_neighbours_has_the_gradients_of_whole_sequences(
+    layout: LayoutSpec, compiled: bool
+) -> None:
     torch._dynamo.reset()
     cp = ContextParallel(layout=layout)
     x, *weights = _numbers((1, T, W), (W, 24), (W, 11), (2 * W, W))
@@ -174,17 +183,6 @@ def _shift_in_model(_: int, layout: LayoutSpec, compiled: bool) -> None:
         assert w.grad is not None
         dist.all_reduce(w.grad)
         torch.testing.assert_close(w.grad, like.grad)
-
-
-@pytest.mark.nightly(only=["striped-True"])  # one layout is compiled per change
-@pytest.mark.parametrize(
-    ("layout", "compiled"),
-    [("zigzag", False), ("zigzag", True), ("contiguous", False), ("striped", True)],
-)
-def test_a_layer_that_looks_at_neighbours_has_the_gradients_of_whole_sequences(
-    layout: LayoutSpec, compiled: bool, pool: LocalRanks
-) -> None:
-    pool.run(_shift_in_model, layout, compiled)
 
 
 class Classifier(torch.nn.Module):
