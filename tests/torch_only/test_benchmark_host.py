@@ -30,12 +30,6 @@ def test_no_other_kernel_takes_the_place_of_flash_attn_4(
     assert host_time.BY_HAND["sdpa"]()(q, k, v).shape == q.shape
 
 
-def test_a_file_says_what_ran_and_on_which_processors() -> None:
-    environment = host_time.described(4, 0)
-    assert {"flash-attn-4", "torch", "triton", "cuda", "cpu", "gpus", "gpu"} <= {*environment}
-    assert environment["cpu"].endswith("of them") and environment["processors"] == "not bound"
-
-
 def test_what_bench_prints_becomes_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from benchmarks.common.cases import FA4, ROWS, Rival, Row
 from benchmarks.common.tables import table
 from benchmarks.common.turns import passing
-from benchmarks.torch import fa4_by_hand, options
-from benchmarks.torch.cases import OPTIONS, Case, striped
+from benchmarks.torch import options
+from benchmarks.torch.cases import OPTIONS, Case
 from benchmarks.torch.methods import METHODS, Method, exact
 
 COMPARED = (
@@ -100,23 +99,6 @@ def test_a_row_is_met_by_the_best_other() -> None:
     assert table([alone | {"kernel": None}])
 
 
-def test_all_take_turns_in_an_order_of_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-
-    def measured(run: Any, calls: int) -> float:
-        for _ in range(calls):
-            run()
-        return {"a": 5.0, "b": 50.0}[order[-1]]
-
-    monkeypatch.setattr(options, "_milliseconds", measured)
-    runs = {name: (lambda name=name: order.append(name)) for name in "ab"}
-    times = options.rounds(runs, 16)
-    assert times == {"a": [5.0] * 16, "b": [50.0] * 16}
-    once = "".join(order)[8:]  # the first eight count the calls that fill a turn
-    turns = [once[n : n + 5] for n in range(0, len(once), 5)]
-    assert len(turns) == 16 and set(turns) == {"aaaab", "baaaa"}
-
-
 def test_rows_of_runs_are_kept_beside_each_other(tmp_path: Path) -> None:
     names = [row.name for row in ROWS]
     parts = [options.chosen(names, f"{n}/3") for n in (1, 2, 3)]
@@ -161,52 +143,3 @@ def test_a_run_times_what_is_here_and_says_why_the_others_are_not(
     assert "| sinks | `eager` | **1.00**<br>fa4 none |" in capsys.readouterr().out
     assert options.main(["--compile", "--rows", "80", "--length", "64"]) == 0
     assert not capsys.readouterr().out
-
-
-def blocks_of(shown: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
-    """Return the blocks with a visible pair, and those with only visible pairs, by brute force."""
-    tiles = shown.unflatten(1, (-1, keys)).unflatten(0, (-1, queries)).transpose(1, 2).flatten(2)
-    return tiles.any(2), tiles.all(2)
-
-
-def listed(count: Tensor, index: Tensor) -> list[list[int]]:
-    return [index[0, 0, n, :c].tolist() for n, c in enumerate(count[0, 0].tolist())]
-
-
-@pytest.mark.parametrize("lengths", [(16,), (5, 1, 26, 16, 16), (8, 8, 8, 40)])
-@pytest.mark.parametrize("ordered", [True, False])
-def test_blocks_of_segment_ids_are_those_of_brute_force(
-    lengths: tuple[int, ...], *, ordered: bool
-) -> None:
-    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int()
-    if not ordered:
-        ids = ids.view(-1, 8)[torch.randperm(len(ids) // 8, generator=torch.manual_seed(3))]
-        ids = torch.cat([ids[:1].flip(1), ids[1:]]).flatten()
-    shown = (ids[:, None] == ids).tril()
-    any_visible, all_visible = blocks_of(shown, 8, 8)
-    blocks_found = fa4_by_hand.segment_blocks(ids[None], size=8)
-    assert torch.equal(blocks_found.full, all_visible)
-    assert bool(((blocks_found.partial | blocks_found.full) | ~any_visible).all())
-    if ordered:
-        assert torch.equal(blocks_found.partial, any_visible & ~all_visible)
-    for lists, blocks in zip(
-        fa4_by_hand.lists_of(blocks_found, blocks_found.transposed),
-        (blocks_found, blocks_found.transposed),
-        strict=True,
-    ):
-        assert lists.partial.dtype == lists.full_count.dtype == torch.int32
-        for config, expected in (
-            ((lists[0], lists[1]), blocks[0]),
-            ((lists[2], lists[3]), blocks[1]),
-        ):
-            assert listed(*config) == [row.nonzero().flatten().tolist() for row in expected]
-
-
-@pytest.mark.parametrize("keys", [64, 128])
-def test_blocks_of_the_predicate_are_those_of_brute_force(keys: int) -> None:
-    positions = torch.arange(1536)
-    any_visible, all_visible = blocks_of(striped(positions[:, None], positions), 128, keys)
-    blocks = fa4_by_hand.predicate_blocks(striped, 1536, 128, keys, "cpu")
-    assert torch.equal(blocks.full, all_visible)
-    assert torch.equal(blocks.partial, any_visible & ~all_visible)
-    assert bool(all_visible.any()) and not bool(any_visible.all())

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ring_core import UnsupportedError
 from ring_torch import ContextParallel, ring_attention
 from ring_torch.local import LocalRanks
 
@@ -138,49 +137,6 @@ def test_one_input_alone_asks_for_a_gradient(expected: str) -> None:
     all_grads, some_grads = gradients(tuple(made)), gradients((expected,))
     assert set(some_grads) == {expected}
     same([some_grads[expected]], [all_grads[expected]])
-
-
-@on_ranks
-def test_any_strides() -> None:
-    """Check gradients of strided inputs against those of contiguous ones."""
-    cp = ContextParallel()
-    generator = torch.Generator().manual_seed(2)
-    whole = torch.randn(1, LENGTH, 2, 8, generator=generator, dtype=torch.float64)
-    x = cp.shard(whole)
-    views = {
-        "contiguous": x,
-        "transposed": x.transpose(1, 2).contiguous().transpose(1, 2),
-        "every other": torch.stack([x, -x], dim=-1).flatten(-2)[..., ::2],
-        "expanded": x[:, :, :1].expand(-1, -1, 2, -1),
-    }
-    for name, view in views.items():
-        leaf = view.detach().requires_grad_()
-        base = view.contiguous().clone().requires_grad_()
-        for y, weight in (
-            (leaf, torch.ones((), dtype=torch.float64).expand_as(x)),
-            (base, torch.ones_like(x)),
-        ):
-            cp.attention(y, y, y, causal=True).backward(weight)
-        assert leaf.grad is not None and base.grad is not None, name
-        same([leaf.grad], [base.grad])
-
-
-@on_ranks
-def test_modes() -> None:
-    """Inference mode, no_grad and autocast work; a second derivative is a clear error."""
-    cp = ContextParallel()
-    x = cp.shard(torch.ones(1, LENGTH, 2, 8))
-    with torch.inference_mode():
-        assert not cp.attention(x, x, x).requires_grad
-    with torch.no_grad():
-        assert not cp.attention(x.requires_grad_(), x, x).requires_grad
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = nn.Linear(8, 8)(x)
-        assert y.dtype == torch.bfloat16
-        assert cp.attention(y, y, y, kernel="eager").dtype == torch.bfloat16
-    loss = cp.attention(x, x, x).square().sum()
-    with pytest.raises(UnsupportedError, match="no second derivative"):
-        torch.autograd.grad(loss, x, create_graph=True)
 
 
 def _destroyed(_: int) -> bool:

@@ -78,6 +78,7 @@ def test_loss_and_gradients_are_the_whole_models(
 #: Heads that make logits of labelled tokens alone, embeddings scaled by how many tokens of a row
 #: are masked, as ModernBERT and ESM-2 were trained, and losses that ask for the labels' shape.
 OF_THE_ROW = (
+    ("BertForMaskedLM", "bert", {}),
     ("ModernBertForMaskedLM", "modernbert", {"sparse_prediction": True}),
     ("EsmForMaskedLM", "esm", {"position_embedding_type": "rotary", "token_dropout": True}),
     ("EsmForMaskedLM", "esm", {"position_embedding_type": "absolute", "token_dropout": True}),

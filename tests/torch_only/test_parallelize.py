@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from hf_models import LENGTH, WHOLE, Wide, build, gradients, run, same, same_gradients, whole
 from on_ranks import on_ranks
 from sweep.compare import build as build_any
@@ -232,36 +231,6 @@ def test_gradients_that_are_not_reduced_are_found(pool: LocalRanks, reduction: R
     pool.run(_drifts, reduction, False)
     with pytest.raises(LocalRankError, match="gradients were not reduced"):
         pool.run(_drifts, reduction, True)
-
-
-@on_ranks
-def test_models_whose_labels_are_not_shifted() -> None:
-    batch = whole("right")
-    for kind in ("MaskedLM", "TokenClassification"):
-        torch.manual_seed(4)
-        config = transformers.BertConfig(
-            vocab_size=61, hidden_size=32, intermediate_size=24, num_hidden_layers=2,
-            num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
-        model = getattr(transformers, f"BertFor{kind}")(config)
-        model_inputs = (
-            batch if kind == "MaskedLM" else batch | {"labels": batch["labels"].clamp(max=1)}
-        )
-        model = model.double().eval()
-        logits, loss = run(model, model_inputs)
-        expected = gradients(model)
-        cp = ContextParallel()
-        hf.parallelize(model, cp, logits="gather")
-        local, ring_loss = run(model, model_inputs)
-        cp.reduce_gradients(model)
-        real = batch["attention_mask"] == 1
-        same(local[real], logits[real], f"logits of {kind}")
-        same(ring_loss, loss, f"loss of {kind}")
-        found_all, all_of_them = (
-            torch.cat([x.flatten() for x in grads.values()])
-            for grads in (gradients(model), expected)
-        )
-        same(found_all, all_of_them, f"gradients of {kind}")
 
 
 def test_what_is_refused() -> None:

@@ -108,25 +108,6 @@ def test_a_device_that_the_group_does_not_send_from_is_named(pool: LocalRanks) -
         assert is_usable
 
 
-DTYPES = (
-    torch.bool, torch.int16, torch.int64, torch.float16, torch.float64, torch.complex64,
-    torch.float8_e4m3fn,
-)  # fmt: skip
-
-
-def _bytes(_: int, dtype: torch.dtype, layout: LayoutSpec) -> bool:
-    cp = ContextParallel(layout=layout)
-    whole = torch.arange(2 * T * 3).reshape(2, T, 3).remainder(7).to(dtype)
-    joined = cp.unshard(cp.shard(whole))
-    return joined.dtype == dtype and torch.equal(joined.view(torch.uint8), whole.view(torch.uint8))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_slices_of_every_dtype_are_joined(dtype: torch.dtype, pool: LocalRanks) -> None:
-    layout = ("zigzag", "contiguous", "striped")[DTYPES.index(dtype) % 3]
-    assert all(pool.run(_bytes, dtype, layout))
-
-
 def _numbers(*shapes: tuple[int, ...]) -> list[Tensor]:
     torch.manual_seed(0)
     return [torch.randn(*shape, dtype=torch.float64) * 0.3 for shape in shapes]
