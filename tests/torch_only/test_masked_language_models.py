@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_models import Wide
+from on_ranks import on_ranks
 from sweep.compare import build
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
-from ring_torch.local import LocalRanks
 
 ROWS, LENGTH = 2, 23
 MODELS = (
@@ -49,7 +49,12 @@ def _trained(model: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tenso
     return loss.detach(), grads
 
 
-def _matches(rank: int, name: str, model_type: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["plain", "first", "padded"])
+@pytest.mark.parametrize(("name", "model_type"), MODELS)
+@on_ranks
+def test_loss_and_gradients_are_the_whole_models(
+    rank: int, name: str, model_type: str, kind: str
+) -> None:
     del rank
     model = build(name, model_type)
     classes = model.config.num_labels if "Token" in name else 40
@@ -70,17 +75,10 @@ def _matches(rank: int, name: str, model_type: str, kind: str) -> None:
                 torch.testing.assert_close(x.grad, expected[weight], rtol=1e-9, atol=1e-10 * scale)
 
 
-@pytest.mark.parametrize("kind", ["plain", "first", "padded"])
-@pytest.mark.parametrize(("name", "model_type"), MODELS)
-def test_loss_and_gradients_are_the_whole_models(
-    pool: LocalRanks, name: str, model_type: str, kind: str
-) -> None:
-    pool.run(_matches, name, model_type, kind)
-
-
 #: Heads that make logits of labelled tokens alone, embeddings scaled by how many tokens of a row
 #: are masked, as ModernBERT and ESM-2 were trained, and losses that ask for the labels' shape.
 OF_THE_ROW = (
+    ("BertForMaskedLM", "bert", {}),
     ("ModernBertForMaskedLM", "modernbert", {"sparse_prediction": True}),
     ("EsmForMaskedLM", "esm", {"position_embedding_type": "rotary", "token_dropout": True}),
     ("EsmForMaskedLM", "esm", {"position_embedding_type": "absolute", "token_dropout": True}),
@@ -89,7 +87,16 @@ OF_THE_ROW = (
 )
 
 
-def _of_the_row(rank: int, name: str, model_type: str, changes: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["plain", "first", "padded"])
+@pytest.mark.parametrize(("name", "model_type", "changes"), OF_THE_ROW)
+@on_ranks
+def test_what_depends_on_the_whole_row(
+    rank: int, name: str, model_type: str, changes: Any, kind: str
+) -> None:
+    """Loss, gradients and gathered logits are the whole model's, also if a rank has no label.
+
+    Class: code outside of attention that counts tokens of a row, or leaves some out.
+    """
     del rank
     model, batch = build(name, model_type, **changes), batch_of(kind, 40)
     batch["input_ids"][:, 9:13] = 5  # ESM's mask: more of them on one rank than on the other
@@ -113,18 +120,6 @@ def _of_the_row(rank: int, name: str, model_type: str, changes: Any, kind: str) 
         chosen = ... if real is None else real == 1
         torch.testing.assert_close(actual[chosen], logits[chosen], rtol=1e-9, atol=1e-9)
         handle.remove()
-
-
-@pytest.mark.parametrize("kind", ["plain", "first", "padded"])
-@pytest.mark.parametrize(("name", "model_type", "changes"), OF_THE_ROW)
-def test_what_depends_on_the_whole_row(
-    pool: LocalRanks, name: str, model_type: str, changes: dict[str, Any], kind: str
-) -> None:
-    """Loss, gradients and gathered logits are the whole model's, also if a rank has no label.
-
-    Class: code outside of attention that counts tokens of a row, or leaves some out.
-    """
-    pool.run(_of_the_row, name, model_type, changes, kind)
 
 
 def test_labels_of_several_batches_count_together() -> None:
