@@ -13,25 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from hf_models import Wide
+from hf_models import Wide, build_class
 from torch import Tensor
 
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
 from sweep.images import image_batch
-from sweep.tiny import VOCAB, config_of
+from sweep.tiny import VOCAB
 
 ROWS, LENGTH = 2, 21
 SOURCE = 14  # tokens of an encoder next to a decoder
 LIMIT = 1e-7  # allowed difference in float64, relative to the largest number compared
-LARGEST = 80_000_000  # most parameters of a small model
 FIRST_TOKEN = 4  # lower token ids are special
 
 #: Types that are given a mask of ones: in transformers 5.14 their own eager attention is causal
 #: only where there is a mask.
 GIVEN_MASKS = ("moshi",)
 
-
+build = build_class
 NO_CHANGES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -201,26 +200,6 @@ def _padded(model: Any, batch: dict[str, Any], real: Tensor) -> dict[str, Any]:
         "decoder_input_ids": batch["decoder_input_ids"].where(real == 1, padding),
         "decoder_attention_mask": real,
     }
-
-
-def build(name: str, model_type: str, attention: str = "eager", **changes: Any) -> Any:
-    """Build a small model in float64 with random weights, equal on every rank."""
-    cls = getattr(transformers, name)
-    config = config_of(model_type, cls, **changes)
-    with torch.device("meta"):
-        model = cls._from_config(config)
-    size = sum(x.numel() for x in model.parameters())
-    if size > LARGEST and hf.check_model(model).exact:
-        raise ValueError(f"has {size:,} parameters with a small config")
-    if size > LARGEST:
-        return model  # on the meta device: the model is refused anyway
-    torch.manual_seed(1)
-    model = cls._from_config(config, attn_implementation=attention)
-    with torch.no_grad():  # default biases, norms and sinks would hide that they are unused
-        for weight in model.parameters():
-            if weight.is_floating_point():
-                weight.copy_(torch.nan_to_num(weight)).add_(torch.randn_like(weight), alpha=0.1)
-    return model.double().eval()
 
 
 def batch_of(model: Any) -> dict[str, Any]:
