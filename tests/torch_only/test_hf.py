@@ -25,6 +25,7 @@ from hf_rows import (
     padded,
     result,
     rows,
+    summed,
 )
 from torch import Tensor, nn
 from transformers.integrations.neftune import neftune_post_forward_hook
