@@ -512,7 +512,7 @@ def jobs() -> Iterator[Any]:
         yield pytest.param(ranks, job, arguments, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("ranks", "job", "arguments"), jobs())
+@pytest.mark.parametrize(("ranks", "job", "arguments"), [*jobs()])
 def test_on_several_ranks(
     pools: dict[int, LocalRanks], ranks: int, job: Callable[..., None], arguments: list[Any]
 ) -> None:

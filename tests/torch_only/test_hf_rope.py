@@ -124,7 +124,7 @@ def table() -> Iterator[Any]:
         yield from rows("LlamaForCausalLM", "short rows", by="shard_batch", **given)
 
 
-@pytest.mark.parametrize("row", table())
+@pytest.mark.parametrize("row", [*table()])
 def test_whole_and_split_are_alike(pool: LocalRanks, row: Row) -> None:
     pool.run(compared, row)
 
