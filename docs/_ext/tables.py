@@ -39,9 +39,8 @@ def faults() -> str:
     """Silent faults of other libraries: what, where it was reported, what Ring does, the test."""
     rows = []
     for fault in _of_tests("faults_of_others/models.py").FAULTS:
-        fault_text, details = fault.words
         test = f"`test_rejected_there_and_right_here[{fault.name}]`"
-        rows.append((f"{fault_text} {details}", f"**{fault.ring}** {fault.how}", test))
+        rows.append((f"{fault.what} {fault.details}", f"**{fault.ring}** {fault.how}", test))
     return _table(("the fault, and where it was reported", "what Ring does", "test"), rows)
 
 
