@@ -116,25 +116,29 @@ def _strategy_cells(ours: dict[str, Row], one: Row | None, chosen: str) -> Itera
 
 def _options(rows: Sequence[Row]) -> str:
     """Return milliseconds of ours and others, the ratio to the best other, and the goal."""
-    head = ["", "ours", *_twice("ms", "ratio to the best other"), "goal"]
+    head = ["", "ours", "forward, ms", "forward + backward, ms", "goal"]
     lines = (
-        [row["row"], f"`{row['kernel']}`", *(cell for way in PASSES for cell in _beside_others(row, way)),
-         _goal(row)]
+        [
+            row["row"],
+            f"`{row['kernel']}`",
+            *(_beside_others(row, way) for way in PASSES),
+            _goal(row),
+        ]
         for row in rows
-    )  # fmt: skip
+    )
     return markdown(head, lines)
 
 
-def _beside_others(row: Row, way: str) -> Iterator[str]:
-    """Yield milliseconds of ours and of each other, then quartiles of the ratio to the best."""
+def _beside_others(row: Row, way: str) -> str:
+    """Return milliseconds of ours, with the median ratio to the best other, and of others."""
     took = row["milliseconds"][way]
     others = (
         f"{name} {took[name][1]:.2f}" if name in took else f"{name} none"
         for name in row["error"] if name != OURS
     )  # fmt: skip
-    ours = f"{took[OURS][1]:.2f}" if OURS in took else "none"
-    yield "<br>".join([f"**{ours}**", *others])
-    yield _spread(row["ratio"][way].get(row["best"][way]))
+    ours = f"**{took[OURS][1]:.2f}**" if OURS in took else "**none**"
+    ratio = row["ratio"][way].get(row["best"][way])
+    return "<br>".join([ours if ratio is None else f"{ours} ({ratio[1]:.2f})", *others])
 
 
 def _goal(row: Row) -> str:
@@ -142,15 +146,6 @@ def _goal(row: Row) -> str:
         return ""
     missed = not all(row["met"].values())
     return f"{row['goal']:.2f}{', missed' * missed}"
-
-
-def _spread(ratio: Sequence[float] | None) -> str:
-    return "" if ratio is None else "{:.2f} **{:.2f}** {:.2f}".format(*ratio)
-
-
-def _twice(*columns: str) -> list[str]:
-    """Return the names of columns that each of the two passes has."""
-    return [f"{way}, {column}" for way in ("forward", "forward + backward") for column in columns]
 
 
 def causes_table(rows: Sequence[Row]) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import re
 import sys
+import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -150,6 +152,17 @@ def sessions() -> str:
             summary = (ast.get_docstring(node) or "").partition("\n")[0]
             rows.append((f"`nox -s {node.name}`", summary))
     return _table(("command", "what it does"), rows)
+
+
+def layers() -> str:
+    """Layers of each package, from the top down, as ``tool.importlinter`` has them."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    rows = []
+    for contract in contracts["contracts"]:
+        for package in contract.get("containers", ()):
+            names = (re.sub(r" [|:] ", ", ", x) for x in contract["layers"] if x != "__main__")
+            rows.append((f"`{package}`", "; ".join(names)))
+    return _table(("package", "from the top down"), rows)
 
 
 def promises() -> str:
