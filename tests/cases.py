@@ -34,6 +34,9 @@ Shown = Literal["rows", "shared", "by-sequence", "by-head", "each"]
 Bias = Literal["full", "shared", "heads", "batch", "masked", "very-negative"]
 Numbers = Literal["equal", "one-hot", "large", "tiny"]
 Poison = Literal["padding", "q", "k", "v", "q-inf", "k-inf", "v-inf", "bias"]
+#: Kinds of views that inputs may be, and the inputs, of which each is one of another kind.
+VIEWS = ("strided", "permuted", "heads_first", "sliced", "expanded", "broadcast", "offset")
+VIEWED = ("q", "k", "v", "dout", "sinks", "dlse", "q_ids", "k_ids", "bias", "alibi_slopes", "shown")
 #: Runs of the table that leave cases to nightly builds: `again` is torch with other strategies.
 Run = Literal["torch", "again", "jax", "jax-cuda"]
 
@@ -94,6 +97,7 @@ class Case:
         None  # NaN in padding, at one pair's bias, or NaN or one -inf in a token
     )
     strategy: RingStrategy = "ring"
+    views: int | None = None  # turn, from 1 to 7: inputs are views of kinds that differ by turn
     numbers: Numbers | None = None  # equal keys; one key per row; logits beyond 10,000; denormals
     nightly: frozenset[Run] = frozenset()  # runs that leave it to nightly builds
 
@@ -189,6 +193,25 @@ class Case:
             arrays.update(self._segments(rng))
         if self.shown is not None:
             arrays["shown"] = self._shown(rng)
+        self._put_poison(arrays)
+        return {name: self._as_viewed(name, x) for name, x in arrays.items()}
+
+    def _as_viewed(self, name: str, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return an input with the values that its view shows, where that has strides of 0."""
+        if self.view_of(name) == "expanded":
+            return np.broadcast_to(x[..., :1], x.shape)
+        if self.view_of(name) == "broadcast":
+            return np.broadcast_to(x[(slice(0, 1),) * (x.ndim - 1)], x.shape)
+        return x
+
+    def view_of(self, name: str) -> str | None:
+        """Return the kind of view that an input is given as, where a framework has views."""
+        if self.views is None or name not in VIEWED:
+            return None
+        return VIEWS[(VIEWED.index(name) + self.views) % len(VIEWS)]
+
+    def _put_poison(self, arrays: Arrays) -> None:
+        """Put NaN, or an infinity, where ``poison`` asks, in place."""
         if self.poison == "padding":
             for name, side in (("q", "q_ids"), ("k", "k_ids"), ("v", "k_ids")):
                 arrays[name][arrays[side] < 0] = np.nan if name != "v" else np.inf
@@ -200,7 +223,6 @@ class Case:
                 token[..., 0] = -np.inf
             else:
                 token[:] = np.nan
-        return arrays
 
     def _renumber(self, arrays: Arrays) -> None:
         """Replace input values in place as ``numbers`` asks."""
@@ -735,12 +757,29 @@ def _chunk_cases() -> list[Case]:
     )
 
 
+def _view_cases() -> list[Case]:
+    """Return cases whose inputs are views: all inputs, or the few that fused kernels take.
+
+    In seven turns each input is a view of each kind.
+    """
+    every: dict[str, Any] = {"bias": "full", "alibi": 2, "segments": "documents", "lse_grad": True}
+    options = {"": every, "-few": dict[str, Any]()}
+    cases = [
+        Case(
+            f"views{turn}{name}-{ring}", Mask(causal=True), RINGS[ring][0], 2, 32, batch=2, heads=(4, 2),
+            sinks=0, views=turn, strategy=RINGS[ring][1], nightly=_nightly_in_torch(turn, ring), **fields,
+        )
+        for turn in range(1, 1 + len(VIEWS)) for name, fields in options.items() for ring in RINGS
+    ]  # fmt: skip
+    return _with_nightly(cases, ("views1-few-contiguous",), ("views2-few-contiguous",))
+
+
 #: All cases by name. At least two cases of each mask, option, layout, strategy, dtype and ring size
 #: run per change.
 CASES = {
     case.name: case
     for case in (
         *_mask_cases(), *_option_cases(), *_length_cases(), *_number_cases(), *_chunk_cases(),
-        *_padding_cases(),
+        *_padding_cases(), *_view_cases(),
     )
 }  # fmt: skip

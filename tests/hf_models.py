@@ -1,4 +1,4 @@
-"""Small models of transformers with random weights, and batches for them."""
+"""Small models of transformers with random weights, batches for them, and comparisons."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from sweep.tiny import config_of
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from ring_torch import hf
 
 LENGTH, BYTES = 43, 61  # a length that no layout can split evenly
 SIZES: dict[str, Any] = {
@@ -30,6 +33,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "Llama4": {"attention_chunk_size": 10, "num_local_experts": 2, "intermediate_size_mlp": 24},
+    "Lfm2": {
+        "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
+        "conv_bias": True, "block_auto_adjust_ff_dim": False,
+    },
 }  # fmt: skip
 #: Further models, with mixture-of-experts layers.
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -69,20 +76,57 @@ class Wide(TorchFunctionMode):
         return func(*map(widened, args), **kwargs)
 
 
-def build(
-    name: str, implementation: str = "eager", *, head: str = "ForCausalLM", **changes: Any
-) -> Any:
-    """Build a small model in float64 with random weights, equal on every rank."""
+LARGEST = 80_000_000  # most parameters of a small model
+
+
+def build(name: str, attention: str = "eager", *, head: str = "ForCausalLM", **changes: Any) -> Any:
+    """Build a small model in float64 with random weights, equal on every rank.
+
+    ``name`` is of :data:`MODELS` or :data:`EXPERTS`, or of any class of transformers.
+    """
+    if name not in MODELS | EXPERTS:
+        return build_class(name, "", attention, **changes)
     config_class = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
     config = config_class(**SIZES | (MODELS | EXPERTS)[name] | changes)
     torch.manual_seed(1)
-    model = getattr(transformers, f"{name}{head}")._from_config(
-        config, attn_implementation=implementation
-    )
-    with torch.no_grad():  # default biases, norms and sinks would hide that they are unused
+    cls = getattr(transformers, f"{name}{head}")
+    return _moved(cls._from_config(config, attn_implementation=attention))
+
+
+def build_class(name: str, model_type: str = "", attention: str = "eager", **changes: Any) -> Any:
+    """Build a small model of any class in float64 with random weights, equal on every rank."""
+    cls = getattr(transformers, name)
+    config = config_of(model_type or cls.config_class.model_type, cls, **changes)
+    with torch.device("meta"):
+        model = cls._from_config(config)
+    size = sum(x.numel() for x in model.parameters())
+    if size > LARGEST and hf.check_model(model).exact:
+        raise ValueError(f"has {size:,} parameters with a small config")
+    if size > LARGEST:
+        return model  # on the meta device: the model is refused anyway
+    torch.manual_seed(1)
+    return _moved(cls._from_config(config, attn_implementation=attention))
+
+
+def _moved(model: Any) -> Any:
+    """Change all weights: default biases, norms and sinks would hide that they are unused."""
+    with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.1)
+            if weight.is_floating_point():
+                weight.copy_(torch.nan_to_num(weight)).add_(torch.randn_like(weight), alpha=0.1)
     return model.double().eval()
+
+
+def in_training(model: Any) -> Any:
+    """Put a model in training mode, without anything that is random."""
+    for part in model.train().modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        for rate in ("dropout", "activation_dropout", "attention_dropout", "layerdrop"):
+            for owner in (part, getattr(part, "config", None)):
+                if isinstance(getattr(owner, rate, None), float):
+                    setattr(owner, rate, 0.0)
+    return model
 
 
 def whole(kind: str) -> dict[str, Tensor]:

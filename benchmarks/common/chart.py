@@ -1,21 +1,14 @@
-"""Charts of scaling efficiency, forward + backward, that README and docs show.
-
-``python -m benchmarks.common.chart`` prints that of PyTorch.
-"""
+"""Charts of scaling efficiency, forward + backward, that README and docs show."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common.cases import mask_of
-from benchmarks.common.report import rows_of
-
-RESULTS = Path(__file__).parents[1] / "results" / "h200x4-strategies.json"
 
 #: Settings in the order of the chart, as the file names them: mask, length, query and key heads.
 SETTINGS = (
@@ -77,8 +70,7 @@ def legend(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _methods(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    is_jax = any(row["method"] in JAX_METHODS for row in rows)
-    return JAX_METHODS if is_jax else METHODS
+    return JAX_METHODS if any(row["method"] in JAX_METHODS for row in rows) else METHODS
 
 
 def _bars(
@@ -97,7 +89,3 @@ def bar(efficiency: float) -> str:
     """Return a bar of block characters, ``WIDTH`` for 1.00, to an eighth of a character."""
     whole, eighths = divmod(round(efficiency * WIDTH * 8), 8)
     return ("█" * whole + EIGHTHS[eighths]).rstrip()
-
-
-if __name__ == "__main__":
-    print(f"{chart(rows_of(RESULTS))}\n\n{legend(rows_of(RESULTS))}")

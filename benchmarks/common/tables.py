@@ -9,7 +9,6 @@ from typing import Any
 from benchmarks.common.cases import OURS, PASSES
 
 Row = dict[str, Any]
-ALONE = "/alone"  # in a method's name: timed without its communication
 IN_LAYERS = "/layers"  # at its end: one of several calls in a row, as a model's layers make
 
 
@@ -29,63 +28,30 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def scaling(rows: Sequence[Row]) -> str:
     """Return TFLOP/s per GPU with scaling efficiency: the rate over one GPU's on the same sequence.
 
-    A setting that one GPU did not run alone is compared with its rate at 128k tokens. Where a
-    method was timed without its communication, too, the share of exposed communication follows.
+    A setting that one GPU did not run alone is compared with its rate at 128k tokens.
     """
-    exposed = _exposed(rows)
     several = len({row["gpus"] for row in rows}) > 1
     head = ["GPUs"] * several + ["mask, length, heads", "method"]
-    head += ["forward", "forward + backward", "GiB"] + ["exposed communication"] * bool(exposed)
-    one_gpu = {_run_of(row): row for row in rows if row["method"] == "one"}
-    lines = ([str(row["gpus"])] * several + _scaling_cells(row, one_gpu, exposed) for row in rows)
-    return markdown(head, lines)
+    one_gpu = {(row["gpus"], row["setting"]): row for row in rows if row["method"] == "one"}
+    lines = ([str(row["gpus"])] * several + _scaling_cells(row, one_gpu) for row in rows)
+    return markdown([*head, "forward", "forward + backward", "GiB"], lines)
 
 
-def _scaling_cells(row: Row, one_gpu: dict[Any, Row], exposed: dict[Any, str]) -> list[str]:
+def _scaling_cells(row: Row, one_gpu: dict[tuple[int, str], Row]) -> list[str]:
     auto = row["method"].removesuffix(", chunks") == row.get("auto")
     bound = f", {row['processors']} processors each" if "processors" in row else ""
     cells = [row["setting"], f"`{row['method']}`{' (`auto`)' * auto}{bound}"]
     if "forward" not in row:
-        return [*cells, "refused or wrong", "", "", *[""] * bool(exposed)]
-    at_128k = row | {"setting": re.sub(r"\b\d+k\b", "128k", row["setting"])}
-    base = one_gpu.get(_run_of(row), one_gpu.get(_run_of(at_128k)))
+        return [*cells, "refused or wrong", "", ""]
+    at_128k = re.sub(r"\b\d+k\b", "128k", row["setting"])
+    base = one_gpu.get((row["gpus"], row["setting"]), one_gpu.get((row["gpus"], at_128k)))
     for way in PASSES:
         rate = row[way]["tflops"]
         efficiency = f" ({rate / base[way]['tflops']:.2f})" if base and "forward" in base else ""
         cells.append(f"{rate:.0f}{efficiency}")
     # Peak memory of layers is that of all together, not of one call.
     of_one = not row["method"].endswith(IN_LAYERS)
-    cells.append(f"{row['both']['peak_gib']:.2f}" if of_one else "")
-    return [*cells, exposed.get(_key(row), "")] if exposed else cells
-
-
-def _run_of(row: Row) -> tuple[int, str, int]:
-    """Return the key that a row shares with the one-GPU row to which its rate is compared."""
-    return row["gpus"], row["setting"], row.get("processors", 0)
-
-
-def _key(row: Row) -> tuple[int, str, str]:
-    return row["gpus"], row["setting"], row["method"]
-
-
-def _exposed(rows: Sequence[Row]) -> dict[tuple[int, str, str], str]:
-    """Return the share of exposed communication, forward / forward + backward, by row.
-
-    It is known for rows that were timed ``alone``, too, and for those that were profiled.
-    """
-    timed = {_key(row): row for row in rows if "forward" in row}
-    shares = {}
-    for (gpus, setting, name), without in timed.items():
-        key = (gpus, setting, name.replace(ALONE, ""))
-        if "profile" in without and all("no trace" not in x for x in without["profile"].values()):
-            of_gpus = (without["profile"][way].values() for way in PASSES)
-            shares[gpus, setting, name] = " / ".join(
-                f"{max(x['exposed'] for x in gpu):.2f}" for gpu in of_gpus
-            )
-        if ALONE in name and key in timed:
-            of_passes = (1 - without[way]["ms"] / timed[key][way]["ms"] for way in PASSES)
-            shares[key] = " / ".join(f"{share:.2f}" for share in of_passes)
-    return shares
+    return [*cells, f"{row['both']['peak_gib']:.2f}" if of_one else ""]
 
 
 def _strategies(rows: Sequence[Row]) -> str:
@@ -150,25 +116,29 @@ def _strategy_cells(ours: dict[str, Row], one: Row | None, chosen: str) -> Itera
 
 def _options(rows: Sequence[Row]) -> str:
     """Return milliseconds of ours and others, the ratio to the best other, and the goal."""
-    head = ["", "ours", *_twice("ms", "ratio to the best other"), "goal"]
+    head = ["", "ours", "forward, ms", "forward + backward, ms", "goal"]
     lines = (
-        [row["row"], f"`{row['kernel']}`", *(cell for way in PASSES for cell in _beside_others(row, way)),
-         _goal(row)]
+        [
+            row["row"],
+            f"`{row['kernel']}`",
+            *(_beside_others(row, way) for way in PASSES),
+            _goal(row),
+        ]
         for row in rows
-    )  # fmt: skip
+    )
     return markdown(head, lines)
 
 
-def _beside_others(row: Row, way: str) -> Iterator[str]:
-    """Yield milliseconds of ours and of each other, then quartiles of the ratio to the best."""
+def _beside_others(row: Row, way: str) -> str:
+    """Return milliseconds of ours, with the median ratio to the best other, and of others."""
     took = row["milliseconds"][way]
     others = (
         f"{name} {took[name][1]:.2f}" if name in took else f"{name} none"
         for name in row["error"] if name != OURS
     )  # fmt: skip
-    ours = f"{took[OURS][1]:.2f}" if OURS in took else "none"
-    yield "<br>".join([f"**{ours}**", *others])
-    yield _spread(row["ratio"][way].get(row["best"][way]))
+    ours = f"**{took[OURS][1]:.2f}**" if OURS in took else "**none**"
+    ratio = row["ratio"][way].get(row["best"][way])
+    return "<br>".join([ours if ratio is None else f"{ours} ({ratio[1]:.2f})", *others])
 
 
 def _goal(row: Row) -> str:
@@ -176,15 +146,6 @@ def _goal(row: Row) -> str:
         return ""
     missed = not all(row["met"].values())
     return f"{row['goal']:.2f}{', missed' * missed}"
-
-
-def _spread(ratio: Sequence[float] | None) -> str:
-    return "" if ratio is None else "{:.2f} **{:.2f}** {:.2f}".format(*ratio)
-
-
-def _twice(*columns: str) -> list[str]:
-    """Return the names of columns that each of the two passes has."""
-    return [f"{way}, {column}" for way in ("forward", "forward + backward") for column in columns]
 
 
 def causes_table(rows: Sequence[Row]) -> str:

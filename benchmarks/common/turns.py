@@ -1,17 +1,22 @@
-"""Time methods in turns, select those whose results are right, and summarize their times."""
+"""Tables of options: methods whose results are right are timed in turns, and times summarized."""
 
 from __future__ import annotations
 
+import json
 import random
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from benchmarks.common.cases import OURS
+from benchmarks.common.cases import OPTIONS_LENGTH, OURS, PASSES, ROUNDS, Row
+from benchmarks.common.report import Report, parser_of, show
+from ring_core.tools.bench import watched
 
 Run = Callable[[], Any]
 Times = dict[str, list[float]]
 Errors = dict[str, float | str | None]  # or why there is none; None for random results
+Measure = Callable[[Row, int, int], dict[str, Any]]  # a row at a length, in so many rounds
 
 
 def take_turns[Key](
@@ -51,23 +56,63 @@ def passing(wrong: Errors) -> list[str]:
     return [name for name, x in wrong.items() if x is None or name in right]
 
 
-def kept(
-    took: Mapping[str, Times], spread: Callable[[Sequence[float]], list[float]]
-) -> dict[str, dict[str, Any]]:
-    """Summarize times by pass and method, and ratios of our time to each in the same round.
+def quartiles(times: Sequence[float]) -> list[float]:
+    """Return the first quartile, the median and the third."""
+    several = times if len(times) > 1 else [*times, *times]
+    return [round(x, 5) for x in statistics.quantiles(several, n=4, method="inclusive")]
 
-    ``spread`` makes a summary of several numbers, such as quartiles.
+
+def row_of(row: Row, wrong: Errors, took: Mapping[str, Times]) -> dict[str, Any]:
+    """Return a row of the result file: times, ratios in the same round, the best other, goals."""
+    result: dict[str, Any] = {"row": row.name, "goal": row.goal, "error": wrong}
+    result |= {key: {} for key in ("milliseconds", "ratio", "best", "met")}
+    for way, times in took.items():
+        others = {name: x for name, x in times.items() if name != OURS}
+        result["milliseconds"][way] = {name: quartiles(x) for name, x in times.items()}
+        ratios = result["ratio"][way] = {
+            name: quartiles([a / b for a, b in zip(times[OURS], x, strict=True)])
+            for name, x in others.items() if OURS in times
+        }  # fmt: skip
+        best = min(others, key=lambda name: statistics.median(others[name]), default=None)
+        result["best"][way] = best
+        if row.goal is not None:
+            result["met"][way] = best in ratios and ratios[best][1] <= row.goal
+    return result
+
+
+def run_rows(
+    description: str | None, rows: Sequence[Row], measure: Measure,
+    environment: Callable[[], dict[str, Any]], argv: Sequence[str] | None,
+) -> int:  # fmt: skip
+    """Measure each row, and write it; rows already in the JSON are kept. Return the exit code."""
+    parser = parser_of(description)
+    names = [row.name for row in rows]
+    parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--length", type=int, default=OPTIONS_LENGTH)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    options = parser.parse_args(argv)
+    if options.table:
+        return show(options.table)
+    where = environment() | {"length": options.length, "rounds": options.rounds}
+    report = Report(options.json, lambda: where)
+    left = [row for row in rows if row.name in options.rows and not report.has(row=row.name)]
+    for row in watched(left, len(left), "row"):
+        report.add(measure(row, options.length, options.rounds))
+        print(json.dumps(report.rows[-1]), flush=True)
+    return 0
+
+
+def timed_row(
+    row: Row, wrong: Errors, programs: Callable[[str, list[str]], Mapping[str, Run | str]],
+    rounds: Callable[[Mapping[str, Run]], Times],
+) -> dict[str, Any]:  # fmt: skip
+    """Time the methods whose results are right, and return the row.
+
+    ``programs`` returns runs of a pass by method, or why there is none, for ``wrong``.
     """
-    ratios = {
-        way: {
-            name: [a / b for a, b in zip(times[OURS], x, strict=True)]
-            for name, x in times.items() if name != OURS and OURS in times
-        }
-        for way, times in took.items()
-    }  # fmt: skip
-    return {
-        key: {
-            way: {name: spread(x) for name, x in times.items()} for way, times in measured.items()
-        }
-        for key, measured in (("milliseconds", took), ("ratio", ratios))
-    }
+    took: dict[str, Times] = {}
+    for way in PASSES:
+        made = programs(way, passing(wrong))
+        wrong |= {name: run for name, run in made.items() if isinstance(run, str)}
+        took[way] = rounds({name: run for name, run in made.items() if not isinstance(run, str)})
+    return row_of(row, wrong, took)

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -192,9 +193,16 @@ def _started(case: dict[str, Any]) -> LocalRanks:
     """Start the ranks of a case: those on a GPU share the first one."""
     if case.get("device") != "cuda":
         return LocalRanks(case["ranks"], timeout=20.0, patience=120.0)
-    from benchmarks.torch.one_gpu import ranks_on_one_gpu
+    ranks = LocalRanks(case["ranks"], patience=600.0)
+    ranks.run(_share)
+    return ranks
 
-    return ranks_on_one_gpu(case["ranks"])
+
+def _share(rank: int) -> None:
+    """Let ranks share the first GPU, as tests of the tree do, or benchmarks of older ones."""
+    sys.path.insert(0, "tests")
+    older = "benchmarks.torch.one_gpu"
+    import_module(older if find_spec(older) else "backends.on_one_gpu").share(rank)
 
 
 def answers(cases: list[dict[str, Any]], folder: str) -> Iterator[dict[str, Any]]:

@@ -33,7 +33,6 @@ from benchmarks.common.cases import SHORT_SETTINGS, K, Setting, mask_of
 from benchmarks.common.tables import causes_table
 from benchmarks.development.host_stubs import as_stubbed_rank
 from benchmarks.development.host_time import described
-from benchmarks.torch.processors import bind
 from ring_torch import accumulate, attention, autograd, prepare, ring_attention
 from ring_torch.call import Call
 from ring_torch.kernels import fa4
@@ -48,6 +47,7 @@ SETTINGS = SHORT_SETTINGS[:2]  # 8k causal, and a layer of gpt-oss
 STUBBED_TOKENS = 2 * K  # length without a GPU: buffers are cheap, work items whole tiles
 WARM_UP, ROUNDS, AT_ONCE = 30, 40, 8  # calls, rounds, calls of a round
 PASSES = ("forward", "backward")
+Times = dict[tuple[str, str], float]  # seconds by pass and cause
 
 ARGUMENTS, KEY = "arguments and options read", "call known again by its key"
 AUTOGRAD, PASS = "autograd, its thread included", "the rest of a pass: records, errors of peers"
@@ -131,13 +131,9 @@ class Clock:
                 for name in names:
                     marked = self.marked(cause, getattr(place, name))
                     stack.enter_context(patch.object(place, name, marked))
-            for place, name in (
-                (fa4.Flash4, "repeated_forward"),
-                (fa4.Flash4, "repeated_backward"),
-            ):
-                stack.enter_context(
-                    patch.object(place, name, self._preparing(getattr(place, name)))
-                )
+            for name in ("repeated_forward", "repeated_backward"):
+                preparing = self._preparing(getattr(fa4.Flash4, name))
+                stack.enter_context(patch.object(fa4.Flash4, name, preparing))
             functions = lru_cache(partial(self._split_functions, library.split_functions))
             stack.enter_context(patch.object(library, "split_functions", functions))
             yield
@@ -198,26 +194,26 @@ def _finish(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _plain(call: Repeated, device: str) -> dict[str, float]:
+def _plain(call: Repeated, device: str) -> Times:
     """Return seconds of each pass, the mean of a few calls that the device can queue."""
     _finish(device)
-    times = dict.fromkeys(PASSES, 0.0)
+    times: Times = dict.fromkeys(((name, "in all") for name in PASSES), 0.0)
     for _ in range(AT_ONCE):
         start = time.perf_counter()
         out = call.forward()
         middle = time.perf_counter()
         call.backward(out)
-        times["forward"] += (middle - start) / AT_ONCE
-        times["backward"] += (time.perf_counter() - middle) / AT_ONCE
+        times["forward", "in all"] += (middle - start) / AT_ONCE
+        times["backward", "in all"] += (time.perf_counter() - middle) / AT_ONCE
     return times
 
 
-def _by_cause(call: Repeated, clock: Clock, device: str) -> dict[tuple[str, str], float]:
+def _by_cause(call: Repeated, clock: Clock, device: str) -> Times:
     """Return seconds by pass and cause, the mean of a few calls, as :func:`_plain` makes."""
     _finish(device)
     forward = clock.marked(ARGUMENTS, call.forward, outermost=True)
     backward = clock.marked(AUTOGRAD, call.backward, outermost=True)
-    taken = dict.fromkeys(((name, cause) for name in PASSES for cause in CAUSES), 0.0)
+    taken: Times = dict.fromkeys(((name, cause) for name in PASSES for cause in CAUSES), 0.0)
 
     def count(name: str) -> None:
         for cause in CAUSES:
@@ -235,27 +231,24 @@ def _by_cause(call: Repeated, clock: Clock, device: str) -> dict[tuple[str, str]
 def causes(_: int, setting: Setting, device: str) -> dict[str, dict[str, float]]:
     """Return microseconds by pass, in all and by cause: medians of this rank's rounds."""
     call, clock = Repeated(setting, device), Clock()
+
+    def rounds(timed: Callable[[], Times]) -> list[Times]:
+        for _ in range(WARM_UP):
+            call.backward(call.forward())
+        return [timed() for _ in range(ROUNDS)]
+
     gc.disable()
-    plain: list[dict[str, float]] = _rounds(call, partial(_plain, call, device))
+    plain = rounds(partial(_plain, call, device))
     with clock.marks():
-        marked: list[dict[tuple[str, str], float]] = _rounds(
-            call, partial(_by_cause, call, clock, device)
-        )
-    plain += _rounds(call, partial(_plain, call, device))  # a machine that slows down slows both
+        marked = rounds(partial(_by_cause, call, clock, device))
+    plain += rounds(partial(_plain, call, device))  # a machine that slows down slows both
     gc.enable()
     found: dict[str, dict[str, float]] = {}
     for name in PASSES:
         by_cause = {cause: 1e6 * median(times[name, cause] for times in marked) for cause in CAUSES}
-        took = 1e6 * median(times[name] for times in plain)
+        took = 1e6 * median(times[name, "in all"] for times in plain)
         found[name] = by_cause | {MARKS: sum(by_cause.values()) - took, "in all": took}
     return found
-
-
-def _rounds[T](call: Repeated, timed: Callable[[], T]) -> list[T]:
-    """Return the times of each round, after calls that are not counted."""
-    for _ in range(WARM_UP):
-        call.backward(call.forward())
-    return [timed() for _ in range(ROUNDS)]
 
 
 def rows_of(setting: Setting, by_rank: list[dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
@@ -276,12 +269,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = report.parser_of((__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="ranks")
     parser.add_argument("--stubs", type=int, metavar="P", help="no GPU: each of P ranks in turn")
-    parser.add_argument("--bind", action="store_true", help="each process on its own processors")
     options = parser.parse_args(argv)
     if options.table:
         return report.show(options.table)
     rows: list[dict[str, Any]] = []
-    processors = 0
     if options.stubs:
         for setting in SETTINGS:
             short = replace(setting, seq_len=STUBBED_TOKENS)
@@ -294,12 +285,11 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--gpus {options.gpus}: there are {torch.cuda.device_count()}, 2 are needed")
     else:
         with LocalRanks(options.gpus, cuda=True, patience=300.0) as ranks:
-            processors = ranks.run(bind)[0] if options.bind else 0
             for setting in SETTINGS:
                 rows += rows_of(setting, ranks.run(causes, setting, "cuda"))
     print(causes_table(rows))
     if options.json:
-        environment = described(options.gpus, processors) | {"stubs": options.stubs or "none"}
+        environment = described(options.gpus) | {"stubs": options.stubs or "none"}
         report.write(options.json, {"environment": environment, "rows": rows})
     return 0
 

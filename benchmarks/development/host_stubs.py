@@ -17,16 +17,18 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.torch.alone import as_rank
-from ring_torch import accumulate, kernels, prepare, transports
+from ring_torch import accumulate, autograd, kernels, prepare, transports
 from ring_torch.buffers import BufferSpec
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels.fa4 import FA4, library
 from ring_torch.launches import direct
 from ring_torch.merge_ops import merge_on_gpu
 from ring_torch.records import AttentionState
+from ring_torch.strategies import Way, ways
 from ring_torch.transports import one_kernel
 
 _TILE = 64  # queries of a tile of the backward
@@ -137,3 +139,25 @@ def as_stubbed_rank[R](rank: int, world: int, run: Callable[[], R]) -> R:
     """Run as one rank of a group, with all launches replaced."""
     with without_launches():
         return as_rank(rank, world, run)
+
+
+def as_rank[**P, R](
+    rank: int, world: int, run: Callable[P, R], *args: P.args, **named: P.kwargs
+) -> R:
+    """Run a function as one rank of a fake group, whose collectives do nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        # The group is fake: there are no peers to ask for their memory, or to compare with before
+        # a call may be captured.
+        with (
+            patch.object(prepare, "choose_strategy", _as_named),
+            patch.object(autograd, "check_graph"),
+        ):
+            return run(*args, **named)
+    finally:
+        dist.destroy_process_group()
+        prepare._prepare.cache_clear()  # noqa: SLF001  # forgets strategies chosen here
+
+
+def _as_named(strategy: str, transport: str, ring: Ranks, *_: object, **__: object) -> Way:
+    return next(ways(strategy, transport) if ring.size > 1 else ways("ring", "p2p"))

@@ -26,9 +26,9 @@ import torch
 
 from benchmarks.common import report
 from benchmarks.common.cases import PASSES, ROWS
+from benchmarks.common.turns import quartiles
 from benchmarks.development import timed_rows
 from benchmarks.development.host_time import described
-from benchmarks.torch.options import quartiles
 
 HERE = Path(__file__).parents[2]
 OVER_GPUS = ("causal 8k 32/8", "causal 32k 32/8", "causal 128k 32/8")
@@ -134,10 +134,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--old PATH: a checkout of the old code")
     names = [*options.rows, *(row.name for row in ROWS if options.one_gpu)]
     paths = {"old": options.old.resolve(), "new": HERE}
-    environment = described(options.gpus, 0) | {
+    environment = described(options.gpus) | {
         name: {"commit": commit_of(path), "digest": digest(path)} for name, path in paths.items()
     }
-    kept, failed = report.Report(options.json, lambda: environment), False
+    rows: list[dict[str, Any]] = []
     try:
         trees = {name: Tree(path, options.gpus) for name, path in paths.items()}
     except ValueError as error:
@@ -145,15 +145,16 @@ def main(argv: list[str] | None = None) -> int:
     for name in names:
         request = {"row": name, "method": options.method, "seconds": options.seconds}
         try:
-            kept.add(in_turns(trees["old"].time, trees["new"].time, request, options.rounds))
+            rows.append(in_turns(trees["old"].time, trees["new"].time, request, options.rounds))
         except (RuntimeError, OSError) as error:
-            failed = True
             reason = str(error).strip() or type(error).__name__
-            kept.add({"row_in_turns": name, "failed": reason.splitlines()[-1]})
-        print(json.dumps(kept.rows[-1]), flush=True)
+            rows.append({"row_in_turns": name, "failed": reason.splitlines()[-1]})
+        print(json.dumps(rows[-1]), flush=True)
+        if options.json:
+            report.write(options.json, {"environment": environment, "rows": rows})
     for tree in trees.values():
         tree.close()
-    return int(failed)
+    return int(any("failed" in row for row in rows))
 
 
 if __name__ == "__main__":

@@ -19,12 +19,10 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,127 +43,108 @@ STRATEGIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Option:
-    """Arguments of a call, and its sizes.
-
-    Attributes:
-        options: Arguments that are no tensors.
-        tensors: Names of tensors beside q, k and v, as :func:`case_bits.inputs_of` makes them.
-        heads: Heads of queries, and of keys.
-        dims: Head dims of keys, and of values.
-        lengths: Numbers of queries and of keys of the whole sequence.
-        lse_grad: True if ``lse`` gets a gradient, too.
-        returns_lse: True if the call returns ``lse``.
-        grad: True if there is a backward.
-        head_groups: True if heads are cut into groups, as those of long calls.
-        batch: Number of sequences.
-    """
-
-    options: dict[str, Any] = field(default_factory=dict)
-    tensors: tuple[str, ...] = ()
-    heads: tuple[int, int] = (8, 4)
-    dims: tuple[int, int] = (16, 16)
-    lengths: tuple[int, int] = (64, 64)
-    lse_grad: bool = False
-    returns_lse: bool = True
-    grad: bool = True
-    head_groups: bool = False
-    batch: int = 2
+Case = dict[str, Any]  # as `case_bits` takes it
+#: What cases have unless their option says otherwise: arguments that are no tensors, names of
+#: tensors beside q, k and v, heads of queries and keys, head dims of keys and values, numbers of
+#: queries and keys of the whole sequence.
+DEFAULTS: Case = {
+    "options": {}, "tensors": (), "heads": (8, 4), "dims": (16, 16), "lengths": (64, 64), "lse_grad": False,
+}  # fmt: skip
 
 
-CAUSAL = {"causal": True}
-OPTIONS = {
-    "full": Option(),
-    "causal": Option(CAUSAL),
-    "window": Option(CAUSAL | {"window": (21, 0)}),
-    "window-both": Option({"window": (5, 9)}),
-    "chunks": Option(CAUSAL | {"chunk_size": 24}),
-    "documents": Option(CAUSAL | {"cu_seqlens": (0, 11, 37, 64)}),
-    "segments": Option(CAUSAL, ("segment_ids",)),
-    "bias": Option(CAUSAL, ("bias",)),
-    "bias-of-all-heads": Option({}, ("bias of all heads",)),
-    "bias-very-negative": Option({}, ("very negative bias",)),
-    "booleans": Option({}, ("mask",)),
-    "alibi": Option(CAUSAL, ("alibi_slopes",)),
-    "sinks": Option(CAUSAL, ("sinks",)),
-    "softcap": Option(CAUSAL | {"softcap": 5.0}),
-    "scale": Option(CAUSAL | {"softmax_scale": 0.7}),
-    "dropout": Option(CAUSAL | {"dropout_p": 0.2, "dropout_seed": 7}),
-    "lse-grad": Option(CAUSAL, lse_grad=True),
-    "equal-heads": Option(CAUSAL, heads=(4, 4)),
-    "one-kv-head": Option(CAUSAL, heads=(8, 1)),
-    "head-dims": Option(CAUSAL, dims=(16, 24)),
-    "more-keys": Option(CAUSAL, lengths=(64, 96)),
-    "long": Option(CAUSAL, heads=(2, 1), lengths=(4096, 4096)),
-    "all": Option(
-        CAUSAL | {"window": (30, 0), "softcap": 5.0, "dropout_p": 0.1, "dropout_seed": 3},
-        ("segment_ids", "bias", "sinks"), lse_grad=True,
-    ),
+def causal(*tensors: str, **options: Any) -> Case:
+    """Return a causal case with these tensors and arguments."""
+    return {"options": {"causal": True, **options}, "tensors": tensors}
+
+
+OPTIONS: dict[str, Case] = {
+    "full": {},
+    "causal": causal(),
+    "window": causal(window=(21, 0)),
+    "window-both": {"options": {"window": (5, 9)}},
+    "chunks": causal(chunk_size=24),
+    "documents": causal(cu_seqlens=(0, 11, 37, 64)),
+    "segments": causal("segment_ids"),
+    "bias": causal("bias"),
+    "bias-of-all-heads": {"tensors": ("bias of all heads",)},
+    "bias-very-negative": {"tensors": ("very negative bias",)},
+    "booleans": {"tensors": ("mask",)},
+    "alibi": causal("alibi_slopes"),
+    "sinks": causal("sinks"),
+    "softcap": causal(softcap=5.0),
+    "scale": causal(softmax_scale=0.7),
+    "dropout": causal(dropout_p=0.2, dropout_seed=7),
+    "lse-grad": causal() | {"lse_grad": True},
+    "equal-heads": causal() | {"heads": (4, 4)},
+    "one-kv-head": causal() | {"heads": (8, 1)},
+    "head-dims": causal() | {"dims": (16, 24)},
+    "more-keys": causal() | {"lengths": (64, 96)},
+    "long": causal() | {"heads": (2, 1), "lengths": (4096, 4096)},
+    "all": causal(
+        "segment_ids", "bias", "sinks", window=(30, 0), softcap=5.0, dropout_p=0.1, dropout_seed=3
+    ) | {"lse_grad": True},
 }  # fmt: skip
 NUMERICS = (("auto", "float32"), ("eager", "float32"), ("auto", "bfloat16"))  # kernels and dtypes
 RANKS = (2, 4)
-
-
-_GPU = partial(Option, heads=(8, 2), dims=(64, 64), lengths=(2048, 2048), batch=1)
+_GPU: Case = {"heads": (8, 2), "dims": (64, 64), "lengths": (2048, 2048), "batch": 1, "calls": 3}
 #: What kernels of GPUs bind in the first call, and repeat.
-GPU_OPTIONS = {
-    "full": _GPU(),
-    "causal": _GPU(CAUSAL),
-    "without-lse": _GPU(CAUSAL, returns_lse=False),
-    "inference": _GPU(CAUSAL, returns_lse=False, grad=False),
-    "two-sequences": replace(_GPU(CAUSAL), batch=2),
-    "equal-heads": replace(_GPU(CAUSAL), heads=(4, 4)),
-    "head-groups": _GPU(CAUSAL, returns_lse=False, head_groups=True),
-    "window": _GPU(CAUSAL | {"window": (300, 0)}, returns_lse=False),
-    "documents": _GPU(CAUSAL | {"cu_seqlens": (0, 400, 1100, 2048)}),
-    "padding": _GPU(CAUSAL | {"seq_len": 1900}),
-    "sinks": _GPU(CAUSAL, ("sinks",), returns_lse=False),
-    "segments": _GPU(CAUSAL, ("segment_ids",)),
+GPU_OPTIONS: dict[str, Case] = {
+    "full": {},
+    "causal": causal(),
+    "without-lse": causal() | {"returns_lse": False},
+    "inference": causal() | {"returns_lse": False, "grad": False},
+    "two-sequences": causal() | {"batch": 2},
+    "equal-heads": causal() | {"heads": (4, 4)},
+    "head-groups": causal() | {"returns_lse": False, "head_groups": True},
+    "window": causal(window=(300, 0)) | {"returns_lse": False},
+    "documents": causal(cu_seqlens=(0, 400, 1100, 2048)),
+    "padding": causal(seq_len=1900),
+    "sinks": causal("sinks") | {"returns_lse": False},
+    "segments": causal("segment_ids"),
 }
 GPU_KERNELS = ("fa4", "cudnn", "triton")
 
 
-def gpu_cases() -> dict[str, dict[str, Any]]:
+def gpu_cases() -> dict[str, Case]:
     """Return the cases of two ranks that share a GPU, each of three calls, by name."""
-    made: dict[str, dict[str, Any]] = {}
+    made: dict[str, Case] = {}
     for kernel, strategy, option in product(GPU_KERNELS, STRATEGIES, GPU_OPTIONS):
-        config, _ = STRATEGIES[strategy]
+        config, layouts = STRATEGIES[strategy]
         if config["name"] == "hybrid":
             continue  # its inner call is one of the others
-        layout = "contiguous" if strategy == "balanced" else "zigzag"
-        case = asdict(GPU_OPTIONS[option])
+        case = DEFAULTS | _GPU | GPU_OPTIONS[option]
         # Gradients of cuDNN are added up in any order: its forwards alone are compared.
         case |= {"grad": False} if kernel == "cudnn" else {}
-        case["options"] |= {"deterministic": kernel == "fa4" and option != "segments"}
+        deterministic = kernel == "fa4" and option != "segments"
+        case["options"] = case["options"] | {"deterministic": deterministic}
+        layout = "zigzag" if "zigzag" in layouts else layouts[0]
         made[f"{strategy}/{layout}/{option}/{kernel}/bfloat16/2x1024"] = case | {
-            "option": option, "strategy": config, "layout": layout, "kernel": kernel, "calls": 3,
+            "option": option, "strategy": config, "layout": layout, "kernel": kernel,
             "dtype": "bfloat16", "ranks": 2, "number": len(made), "device": "cuda",
         }  # fmt: skip
     return made
 
 
-def all_cases() -> dict[str, dict[str, Any]]:
+def all_cases() -> dict[str, Case]:
     """Return the cases by name, as ``case_bits`` takes them; names end in ranks x local tokens."""
-    made: dict[str, dict[str, Any]] = {}
+    made: dict[str, Case] = {}
     for ranks, strategy, option, (kernel, dtype) in product(RANKS, STRATEGIES, OPTIONS, NUMERICS):
         config, layouts = STRATEGIES[strategy]
-        local = OPTIONS[option].lengths[0] // ranks
+        case = DEFAULTS | OPTIONS[option]
         for layout in layouts:
-            name = f"{strategy}/{layout}/{option}/{kernel}/{dtype}/{ranks}x{local}"
-            made[name] = asdict(OPTIONS[option]) | {
+            name = f"{strategy}/{layout}/{option}/{kernel}/{dtype}/{ranks}x{case['lengths'][0] // ranks}"
+            made[name] = case | {
                 "option": option, "strategy": config, "layout": layout, "kernel": kernel,
                 "dtype": dtype, "ranks": ranks, "number": len(made),
             }  # fmt: skip
     return made
 
 
-@dataclass(frozen=True)
-class KnownChange:
+class KnownChange(NamedTuple):
     """A deliberate difference from trees of before some time.
 
     Attributes:
-        before: UTC time, as ``2026-11-26T15:42:55``; trees with an earlier commit differ.
+        before: UTC time; trees with an earlier commit differ.
         cases: A pattern of names of cases.
         parts: The tensors that differ, ``sent`` for bytes, ``refused`` for a refusal.
         at_most: Largest difference of a number.
@@ -180,29 +159,18 @@ class KnownChange:
 
 
 _TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
-_SHIFTED = "2026-11-26T15:42:55"  # since then rows of a bias are shifted before the softmax
-_WHOLE = "2026-11-27T12:02:11"  # since then short shards are sent to helpers whole
+_SHIFTED, _WHOLE = "2026-11-26T15:42:55", "2026-11-27T12:02:11"
+_ROUNDED = "scores beside a very negative bias were rounded away"
+_ONE_PIECE = "shards below 512 tokens go to helpers in one piece, so sums have another order"
 KNOWN = (
-    KnownChange(
-        _SHIFTED, "*/bias-very-negative/*", (*_TENSORS, "sent"), 100.0,
-        "scores beside a very negative bias were rounded away",
-    ),
-    KnownChange(
-        _SHIFTED, "balanced/*/bias*/*", ("sent",), 0.0, "helpers get the shifts of the bias's rows"
-    ),
-    KnownChange(
-        _WHOLE, "balanced/*/float32/?x??", _TENSORS, 1e-5,
-        "shards below 512 tokens go to helpers in one piece, so sums have another order",
-    ),
-    KnownChange(
-        _WHOLE, "balanced/*/bfloat16/?x??", _TENSORS, 8e-3,
-        "shards below 512 tokens go to helpers in one piece, so sums have another order",
-    ),
-)  # fmt: skip
+    KnownChange(_SHIFTED, "*/bias-very-negative/*", (*_TENSORS, "sent"), 100.0, _ROUNDED),
+    KnownChange(_SHIFTED, "balanced/*/bias*/*", ("sent",), 0.0, "helpers get shifts of the bias"),
+    KnownChange(_WHOLE, "balanced/*/float32/?x??", _TENSORS, 1e-5, _ONE_PIECE),
+    KnownChange(_WHOLE, "balanced/*/bfloat16/?x??", _TENSORS, 8e-3, _ONE_PIECE),
+)
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """A part of a case's results that differs, on some rank, and by how much at most."""
 
     part: str
@@ -275,20 +243,21 @@ def date_of(path: Path) -> str:
     return done.stdout.strip()
 
 
-def ask(process: subprocess.Popen[str], cases: dict[str, dict[str, Any]]) -> Iterator[Answer]:
+def ask(process: subprocess.Popen[str], cases: dict[str, Case]) -> Iterator[Answer]:
     """Yield the answers of a tree's process to cases, in their order, as they come.
 
     Raises:
         RuntimeError: The process ended before it had answered all.
     """
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write("\n".join(map(json.dumps, cases.values())))
-    process.stdin.close()
     count = 0
-    for line in process.stdout:  # libraries may print there, too
-        if line.startswith(case_bits.ANSWER):
-            count += 1
-            yield json.loads(line.removeprefix(case_bits.ANSWER))
+    with process:
+        process.stdin.write("\n".join(map(json.dumps, cases.values())))
+        process.stdin.close()
+        for line in process.stdout:  # libraries may print there, too
+            if line.startswith(case_bits.ANSWER):
+                count += 1
+                yield json.loads(line.removeprefix(case_bits.ANSWER))
     if count < len(cases):
         raise RuntimeError(f"{process.args!r} ended at case {[*cases][count]}")
 
@@ -296,18 +265,16 @@ def ask(process: subprocess.Popen[str], cases: dict[str, dict[str, Any]]) -> Ite
 def row_of(name: str, old: Answer, new: Answer, found: list[Difference], date: str) -> Answer:
     """Return what is shown of a case: its result, and what differs or why it is not compared."""
     reasons = [reason_for(name, x, date) for x in found]
-    row: Answer = {"case": name, "result": "differs", "text": "; ".join(x.text for x in found)}
+    text = "; ".join(x.text for x in found)
     if found and None not in reasons:
         why = "; ".join(dict.fromkeys(filter(None, reasons)))
-        return row | {"result": "known change", "text": f"{row['text']} ({why})"}
+        return {"case": name, "result": "known change", "text": f"{text} ({why})"}
     if found:
-        return row
+        return {"case": name, "result": "differs", "text": text}
     by_tree = {"old": refusal_of(old), "new": refusal_of(new)}
     refused = [tree for tree, refusal in by_tree.items() if refusal]
-    if refused:
-        text = by_tree[refused[-1]]
-        return row | {"result": f"{' and '.join(refused)} refused", "text": text}
-    return row | {"result": "equal"}
+    result = f"{' and '.join(refused)} refused" if refused else "equal"
+    return {"case": name, "result": result, "text": by_tree[refused[-1]] if refused else ""}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -326,33 +293,32 @@ def main(argv: list[str] | None = None) -> int:
     environment = {
         name: {"commit": commit_of(path), "digest": digest(path)} for name, path in paths.items()
     }
-    kept = report.Report(options.json, lambda: environment)
+    rows: list[Answer] = []
     with tempfile.TemporaryDirectory() as made:
         folders = [Path(made) / name for name in paths]
-        for folder in folders:
+        processes = []
+        for path, folder in zip(paths.values(), folders, strict=True):
             folder.mkdir()
-        try:
-            processes = [
-                process_of(path, case_bits.__file__, str(folder))
-                for path, folder in zip(paths.values(), folders, strict=True)
-            ]
-        except ValueError as error:
-            parser.error(f"--old: {error}")
+            try:
+                processes.append(process_of(path, case_bits.__file__, str(folder)))
+            except ValueError as error:
+                parser.error(f"--old: {error}")
         answers, date = (ask(x, cases) for x in processes), date_of(paths["old"])
         try:
             for (name, case), a, b in zip(cases.items(), *answers, strict=True):
                 found = differences(a, b, folders, case["number"])
-                kept.rows.append(row_of(name, a, b, found, date))
+                rows.append(row_of(name, a, b, found, date))
         finally:
-            kept.save()
-    shown = [x for x in kept.rows if options.all or x["result"] in ("differs", "known change")]
+            if options.json:
+                report.write(options.json, {"environment": environment, "rows": rows})
+    shown = [x for x in rows if options.all or x["result"] in ("differs", "known change")]
     for row in shown:
         print(f"{row['case']:50} {row['result']}: {row['text']}".removesuffix(": "))
-    counts = Counter((x["case"].partition("/")[0], x["result"]) for x in kept.rows)
+    counts = Counter((x["case"].partition("/")[0], x["result"]) for x in rows)
     for strategy in dict.fromkeys(name for name, _ in counts):
         of_it = (f"{n} {result}" for (name, result), n in counts.items() if name == strategy)
         print(f"{strategy:14} {', '.join(of_it)}")
-    return int(any(x["result"] == "differs" for x in kept.rows))
+    return int(any(x["result"] == "differs" for x in rows))
 
 
 if __name__ == "__main__":

@@ -22,10 +22,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import cases
-from benchmarks.common.turns import Run
 from benchmarks.torch import options, scaling
-from benchmarks.torch.cases import Case
-from benchmarks.torch.methods import METHODS
 from ring_torch import ring_attention
 from ring_torch.local import LocalRanks
 
@@ -66,15 +63,13 @@ def _on_one_gpu(request: dict[str, Any]) -> Milliseconds:
     """Return the times of ours in a row of the table of options, checked the first time."""
     (row,) = (replace(x, rivals=()) for x in cases.ROWS if x.name == request["row"])
     if request["first"]:
-        error = options.errors(row, options.DEVICE, METHODS)[cases.OURS]
+        error = options.errors(row, options.DEVICE, options.METHODS)[cases.OURS]
         if isinstance(error, str) or not (error is None or error < TOLERANCE):
             raise ValueError(f"results are wrong: {error}")
-    case = Case(row, cases.OPTIONS_LENGTH, options.DEVICE)
-    tensors, ring = case.inputs(torch.bfloat16), METHODS["ring"](case)
-    runs: dict[str, Run] = {
-        "forward": partial(ring.forward, *tensors[:3]),
-        "both": partial(ring.both, *tensors),
-    }
+    case = options.Case(row, cases.OPTIONS_LENGTH, options.DEVICE)
+    tensors, ring = case.inputs(torch.bfloat16), options.METHODS["ring"](case)
+    runs: dict[str, Any]
+    runs = {"forward": partial(ring.forward, *tensors[:3]), "both": partial(ring.both, *tensors)}
     return {name: options.rounds({name: runs[name]}, 1)[name][0] for name in PASSES}
 
 

@@ -7,8 +7,11 @@ JSON where ``--json`` says, for our kernels at the block sizes that they choose 
 jax's splash attention at those that are best for it, with the ratio. The forward is that of
 training, which keeps ``lse``.
 
-The last line is of packed documents whose ids only the device knows: how many blocks are computed,
-and how many show something.
+A kernel's loop walks over blocks. Code outside all branches runs for each of them, and so does a
+branch that starts copies. A branch with matrix products runs for the blocks of its kind: the first
+for full blocks, the second for partly masked ones. Any other branch runs once for each row of
+blocks. Not counted are the branch for NaN and infinity, and what a branch jumps over inside:
+waiting for the first block of dQ.
 """
 
 from __future__ import annotations
@@ -17,16 +20,19 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from benchmarks.common.report import parser_of, write
-from benchmarks.development.bundles import DIRECTIONS, Blocks, Pass, StepRunner, kernels_in
 from ring_core.tools.bench import watched
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +51,34 @@ MASKS: dict[str, tuple[tuple[str, int], ...]] = {
 #: Masks that programs are compiled for: blocks without a mask are a branch of every program.
 PROGRAMS = {"full": "causal", "causal": "causal", "window over a ring": "window"}
 
+Pass = Literal["forward", "backward"]
+DIRECTIONS: tuple[Pass, Pass] = ("forward", "backward")
+
+
+class Blocks(NamedTuple):
+    """Numbers of blocks that a kernel visits: full, partly masked and empty; and of rows."""
+
+    full: int
+    partial: int
+    empty: int  # visited all the same
+    rows: int
+
+
+@dataclass(frozen=True)
+class StepRunner:
+    """Bundles of a kernel's loop: of every visit, of a row, of a full and a partial block."""
+
+    always: int
+    rare: int
+    full: int
+    partial: int
+
+    def total(self, blocks: Blocks) -> int:
+        """Return how many bundles are issued for these blocks."""
+        visits = blocks.full + blocks.partial + blocks.empty
+        products = self.full * blocks.full + self.partial * blocks.partial
+        return self.always * visits + self.rare * blocks.rows + products
+
 
 def main(argv: list[str] | None = None) -> int:
     """Compile everything and print the table."""
@@ -62,9 +96,6 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{'':12} {'':20} {'ours  splash  ratio':>25} {'ours  splash  ratio':>25}")
     topologies = watched(options.topology, len(options.topology), "topology")
     rows = [row for topology in topologies for row in measure(topology)]
-    computed, showing = blocks_of_documents()
-    print(f"\nblocks of packed documents: {computed} computed, {showing} show something, "
-          f"ratio {computed / showing:.2f}")  # fmt: skip
     if options.json:
         write(options.json, rows)
     return 0
@@ -99,10 +130,8 @@ def measure(topology: str) -> Iterator[dict[str, Any]]:
         row: dict[str, Any] = {"topology": topology, "mask": name}
         pairs = HEADS * sum(visible(*step) for step in steps)
         for direction in DIRECTIONS:
-            for who, candidates in (
-                ("ours", [programs_of_ring[direction, name]]),
-                ("splash", splash),
-            ):
+            ours = [programs_of_ring[direction, name]]
+            for who, candidates in (("ours", ours), ("splash", splash)):
                 costs = {
                     (program.q, program.k): sum(
                         loop.total(visited(who, kernel, (program.q, program.k), *step))
@@ -153,26 +182,17 @@ def visited(who: str, kernel: str, sizes: tuple[int, int], mask: str, offset: in
     """
     q, k = sizes
     low, high = {"full": (-LENGTH, LENGTH), "causal": (0, LENGTH), "window": (0, WINDOW - 1)}[mask]
-    full = partial = 0
-    by_row: dict[int, int] = {}
-    for top in range(0, LENGTH, q):
-        for first_key in range(0, LENGTH, k):
-            nearest, furthest = top + offset - (first_key + k - 1), top + q - 1 + offset - first_key
-            if furthest < low or nearest > high:
-                continue
-            inside = nearest >= low and furthest <= high
-            full, partial = full + inside, partial + (not inside)
-            outer = first_key if k_major(kernel) else top
-            by_row[outer] = by_row.get(outer, 0) + 1
-    outers = LENGTH // (k if k_major(kernel) else q)
-    empty = 0 if who == "ours" else outers * max(by_row.values()) - full - partial
-    rows = len(by_row) if who == "ours" else outers
-    return Blocks(*(HEADS * n for n in (full, partial, empty, rows)))
-
-
-def k_major(kernel: str) -> bool:
-    """Return True if a kernel's outer loop runs over blocks of keys."""
-    return any(word in kernel for word in ("dkv", "fused"))
+    top, key = np.arange(0, LENGTH, q)[:, None] + offset, np.arange(0, LENGTH, k)
+    nearest, furthest = top - (key + k - 1), top + q - 1 - key
+    shown = (furthest >= low) & (nearest <= high)
+    full = (shown & (nearest >= low) & (furthest <= high)).sum()
+    # The outer loop of these kernels runs over blocks of keys.
+    by_row = shown.sum(0 if "dkv" in kernel or "fused" in kernel else 1)
+    rows, visits = int((by_row > 0).sum()), int(shown.sum())
+    empty = 0
+    if who == "splash":
+        rows, empty = by_row.size, by_row.size * int(by_row.max()) - visits
+    return Blocks(*(HEADS * int(n) for n in (full, visits - full, empty, rows)))
 
 
 def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dict[str, StepRunner]]:
@@ -196,56 +216,96 @@ def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dic
         )  # fmt: skip
         if process.returncode != 0:
             raise RuntimeError(process.stderr[-3000:])
-        dumps = {n: folder / str(n) for n in range(len(programs)) if (folder / str(n)).exists()}
         loops_found = {
-            programs[n]: kernels_in(dump_path, programs[n].direction)
-            for n, dump_path in dumps.items()
+            program: kernels_in(folder / str(n), program.direction)
+            for n, program in enumerate(programs)
+            if (folder / str(n)).exists()
         }
     assert all(loops_found.values()), f"a kernel was not dumped for {task}"
     return loops_found
 
 
-def blocks_of_documents() -> tuple[int, int]:
-    """Return how many blocks are computed for traced document ids, and how many show something."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
+def kernels_in(folder: Path, direction: Pass) -> dict[str, StepRunner]:
+    """Return the loops of a pass's kernels in a folder of dumps, by kernel name."""
+    return {
+        match[1]: parse(path.read_text())
+        for path in folder.glob("*-final_bundles.txt")
+        if "analysis" not in path.name
+        # Programs of a backward run the forward, too.
+        and (direction == "forward") == ("fwd" in path.name)
+        and (match := re.match(r"\d+-(\w*(?:ring|splash)_\w+)[.\d]*-\d+-final", path.name))
+    }
 
-    from ring_core import Mask, make_plan, ring_program
-    from ring_core.base.arguments import EMPTY
-    from ring_core.programs.ring import TABLE_COLUMNS
-    from ring_jax.records import Item, ItemTable, KeyBlock, QueryBlock
-    from ring_jax_tpu.block_index import block_kinds
-    from ring_jax_tpu.block_sizes import Blocks
 
-    lengths = np.random.default_rng(0).integers(1, WINDOW, LENGTH)
-    ids = np.repeat(np.arange(LENGTH), lengths)[:LENGTH].astype(np.int32)
-    program = ring_program(
-        make_plan(Mask(causal=True), seq_len=LENGTH, cp_size=1, layout="contiguous")
+class Branch(NamedTuple):
+    """A branch over the bundles between two addresses."""
+
+    start: int
+    stop: int
+
+    def holds(self, addresses: list[int]) -> bool:
+        """Return True if one of the addresses lies inside."""
+        return any(self.start < address < self.stop for address in addresses)
+
+    def covers(self, other: Branch) -> bool:
+        """Return True if another branch lies inside."""
+        return self.start <= other.start and other.stop <= self.stop
+
+
+def parse(text: str) -> StepRunner:
+    """Count the bundles of a kernel's loop by what they run for."""
+    lines = re.findall(r"^ *(0x[0-9a-f]+|0) +(?:\w\w)?: +(>*)(.*)$", text, re.MULTILINE)
+    body = [(int(address, 16), rest) for address, depth, rest in lines if depth]
+    ends = {
+        number: address
+        for address, rest in body
+        for number in re.findall(r"Start/End empty region (\d+)", rest)
+    }
+    jumps = [
+        Branch(address, ends[number])
+        for address, rest in body
+        for number in re.findall(r"sbr\.rel.*?target = \$region(\d+)", rest)
+        if ends.get(number, -1) > address
+    ]
+    products = [address for address, rest in body if re.search(r"vmatmul|vmxu|vmatpush", rest)]
+    computing = branches_of_kinds([b for b in jumps if b.holds(products)], products)
+    chosen = [length_of(b, jumps) for b in sorted(computing)]
+    copies = [address for address, rest in body if re.search(r"dma\.\w+_to_", rest)]
+    skipped = [
+        b
+        for b in jumps
+        if not any(c.start <= b.start < c.stop or b.start <= c.start < b.stop for c in computing)
+    ]
+    always = [b for b in skipped if b.holds(copies)]
+    once = [b for b in skipped if not any(c.covers(b) for c in always)]
+    rare = sum(b.stop - b.start for b in once if not any(o != b and o.covers(b) for o in once))
+    within = sum(b.stop - b.start for b in computing)
+    return StepRunner(len(body) - rare - within, rare, chosen[0], chosen[min(1, len(chosen) - 1)])
+
+
+def length_of(branch: Branch, jumps: list[Branch]) -> int:
+    """Return the number of bundles of a branch, without those that branches inside jump over."""
+    inside = [b for b in jumps if b != branch and branch.covers(b)]
+    largest = [b for b in inside if not any(o != b and o.covers(b) for o in inside)]
+    return branch.stop - branch.start - sum(b.stop - b.start for b in largest)
+
+
+def branches_of_kinds(heavy: list[Branch], products: list[int]) -> list[Branch]:
+    """Return the branches that compute, without those that only wrap them."""
+    largest = [b for b in heavy if not any(o != b and o.covers(b) for o in heavy)]
+    inside = [b for b in heavy if b not in largest]
+    wraps = all(
+        any(b.holds([address]) for b in inside)
+        for address in products
+        if any(b.holds([address]) for b in largest)
     )
-    blocks = Blocks(512, 512, LENGTH, LENGTH)
-
-    @jax.jit
-    def kinds(ids: Any) -> Any:
-        q, positions = jnp.zeros((1, 1, LENGTH, 1)), jnp.arange(LENGTH)
-        rows = QueryBlock(q, positions, positions, None, ids, None, None, None, None, None)
-        columns = [TABLE_COLUMNS.index(name) for name in Item._fields]
-        zero = jnp.int32(0)
-        work = ItemTable(jnp.asarray(program.table(0)[0][:, columns]), None, zero, zero, None)
-        return block_kinds(rows, KeyBlock(q, positions, None, ids), work, blocks)
-
-    visible = np.tri(LENGTH, dtype=bool) & (ids[:, None] == ids)
-    tiles = visible.reshape(blocks.grid[0], blocks.q, blocks.grid[1], blocks.k)
-    computed = (np.asarray(kinds(ids[None])) > EMPTY).sum()
-    return int(computed), int(tiles.any(axis=(1, 3)).sum())
+    return branches_of_kinds(inside, products) if inside and wraps else largest
 
 
 def compile_all(folder: str, topology: str, who: str, programs: list[list[Any]]) -> None:
     """Compile programs for one device of a topology, and keep the dumps of those that fit."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 

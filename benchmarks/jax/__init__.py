@@ -1,4 +1,1 @@
-"""Benchmarks of ring-jax: ``scaling`` over GPUs, ``options`` on one.
-
-``columns`` has the methods on one GPU, ``methods`` those over several.
-"""
+"""Benchmarks of ring-jax: ``scaling`` over GPUs, ``options`` on one; ``methods`` of both."""

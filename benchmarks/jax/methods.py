@@ -1,6 +1,6 @@
 """Attention over a sequence split over GPUs in JAX: ours, and two methods in plain JAX.
 
-The plain ones run cuDNN's kernels or ours (``triton``), and have gradients. ``all-gather`` fetches
+The plain ones run cuDNN's kernels, and have gradients. ``all-gather`` fetches
 all keys to every GPU, then attends; ``zigzag`` is a ring of ``lax.scan`` and ``lax.ppermute`` that
 merges parts. Both are written for causal masks over the zigzag layout; with windows and packed
 documents ``all-gather`` takes contiguous shards.
@@ -9,11 +9,11 @@ documents ``all-gather`` takes contiguous shards.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
-from unittest.mock import patch
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +23,67 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import ring_jax_gpu
 from benchmarks.common.cases import CAUSAL
-from benchmarks.jax.columns import Attend
 from ring_core import Layout, LayoutSpec, Mask, balanced_layout
-from ring_jax import autodiff, global_arrays
-from ring_jax.strategies import gather as gather_strategy
-from ring_jax_gpu import fmha
 
 AXIS = "cp"
-Implementation = Literal["xla", "cudnn", "triton", "auto"]  # the last two are ours
+Attend = Callable[..., Any]
+Implementation = Literal["xla", "cudnn"]  # the first for tests without a GPU
 StepTable = tuple[Any, Any]  # out [B, T, H, D] and lse [B, T, H], float32
 
-KERNELS: tuple[Implementation, ...] = ("cudnn", "triton")
 _BLOCK = 128  # tokens; lengths that kernels get are multiples of it
+
+
+def kernel(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask, name: str = "auto") -> Any:
+    """Run our kernels on one device, those that ``auto`` takes or of a name."""
+    return ring_jax_gpu.ring_attention(
+        q, k, v, axis_name=None, causal=mask.causal, window=mask.window, bias=bias, kernel=name
+    )
+
+
+def cudnn(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask) -> Any:
+    """Run cuDNN as JAX calls it; V is zero-padded to the head dim of Q and K."""
+    padded = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[3] - v.shape[3])])
+    window = cast("Any", mask.window)
+    out = jax.nn.dot_product_attention(
+        q, k, padded, bias, is_causal=mask.causal, local_window_size=window,
+        implementation="cudnn",
+    )  # fmt: skip
+    return out[..., : v.shape[3]]
+
+
+def exact(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask) -> Any:
+    """Compute attention by its definition; inputs are float32."""
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bihd,bjhd->bhij", q, k, precision="highest") * q.shape[3] ** -0.5
+    scores = scores if bias is None else scores + bias
+    visible = mask.dense(np.arange(q.shape[1]), np.arange(k.shape[1]))
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhij,bjhd->bihd", weights, v, precision="highest")
+
+
+def both(attend: Attend, *arrays: Any) -> Any:
+    """Return the output, and the gradients of all arrays but the last one, ``dout``."""
+    *x, dout = arrays
+    out, pull = jax.vjp(attend, *x)
+    return (out, *pull(dout.astype(out.dtype)))
+
+
+def random_arrays(shapes: Sequence[Sequence[int]], seed: int) -> list[Any]:
+    """Return a random bfloat16 array for each shape."""
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [
+        jax.random.normal(key, tuple(shape), "float32").astype("bfloat16")
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
+
+
+def seconds(run: Callable[[], Any], calls: int = 1) -> float:
+    """Return the seconds of ``calls`` queued calls, until the last one is ready."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        last = run()
+    jax.block_until_ready(last)
+    return time.perf_counter() - start
 
 
 def mesh_of(gpus: int) -> Mesh:
@@ -63,12 +112,9 @@ Maker = Callable[[Mesh, Mask, int], Method]  # the last is the number of tokens
 
 def ours(
     mesh: Mesh, mask: Mask, seq_len: int, *, strategy: Any = "ring", chunks: bool = False,
-    saved_bytes: int | None = None, kernel: str = "auto",
+    kernel: str = "auto",
 ) -> Method:  # fmt: skip
-    """Return ``ring_jax`` over the zigzag layout, or over ``chunks`` balanced for the mask.
-
-    With ``saved_bytes``, gathered K/V of up to so many bytes are kept for the backward.
-    """
+    """Return ``ring_jax`` over the zigzag layout, or over ``chunks`` balanced for the mask."""
     layout: LayoutSpec = "zigzag"
     if chunks:
         layout = balanced_layout(mask, seq_len=seq_len, cp_size=mesh.size)
@@ -83,21 +129,7 @@ def ours(
         }
         return {key: name[1] for key, name in names.items() if name}
 
-    def kept(*qkv: Any) -> Any:
-        with patch.object(gather_strategy, "MAX_SAVED_BYTES", saved_bytes):
-            _forget_calls()
-            try:
-                return attend(*qkv)
-            finally:
-                _forget_calls()
-
-    return Method(attend if saved_bytes is None else kept, layout, chosen)
-
-
-def _forget_calls() -> None:
-    """Clear the caches of traced calls, whose keys do not hold what was patched."""
-    autodiff._compiled.cache_clear()  # noqa: SLF001 - calls are traced anew
-    global_arrays.global_attention.cache_clear()
+    return Method(attend, layout, chosen)
 
 
 def one(mesh: Mesh, mask: Mask, seq_len: int, *, kernel: str = "auto") -> Method:
@@ -162,19 +194,12 @@ def zigzag(mesh: Mesh, mask: Mask, _: int, *, implementation: Implementation) ->
     return Method(_over(mesh, local))
 
 
-RIVALS: dict[str, Callable[..., Method]] = {"all-gather": all_gather, "zigzag": zigzag}
 METHODS: dict[str, Maker] = {
-    "one": one,
-    "ring": ours,
-    "gather": partial(ours, strategy="gather"),
-    "gather, kept": partial(ours, strategy="gather", saved_bytes=1 << 62),
-    "gather, again": partial(ours, strategy="gather", saved_bytes=0),
+    "one": one, "ring": ours, "gather": partial(ours, strategy="gather"),
     "ring, chunks": partial(ours, chunks=True),
     "gather, chunks": partial(ours, strategy="gather", chunks=True),
-    **{
-        f"{name} {kernel}": partial(make, implementation=kernel)
-        for name, make in RIVALS.items() for kernel in KERNELS
-    },
+    "all-gather cudnn": partial(all_gather, implementation="cudnn"),
+    "zigzag cudnn": partial(zigzag, implementation="cudnn"),
 }  # fmt: skip
 
 
@@ -238,10 +263,9 @@ def _behind_earlier_rows(
         visible = (ids[:, None] == ids[None])[None, None]
     rows = jnp.pad(q, ((0, 0), (start - first, 0), (0, 0), (0, 0)))
     window: Any = mask.window
-    its: Literal["xla", "cudnn"] = "xla" if implementation == "xla" else "cudnn"
     out = jax.nn.dot_product_attention(
         rows, k[:, first:stop], v[:, first:stop], mask=visible, is_causal=True,
-        local_window_size=window, implementation=its,
+        local_window_size=window, implementation=implementation,
     )  # fmt: skip
     return out[:, start - first :]
 
@@ -249,63 +273,14 @@ def _behind_earlier_rows(
 def _part(
     q: Any, k: Any, v: Any, implementation: Implementation, *, is_causal: bool = False
 ) -> StepTable:
-    if implementation in ("triton", "auto"):
-        out, lse = ring_jax_gpu.ring_attention(
-            q, k, v, axis_name=None, causal=is_causal, kernel=implementation, return_lse=True
-        )
-        return out.astype("float32"), lse.swapaxes(1, 2)
-    if implementation == "cudnn":
-        return _of_cudnn(fmha.Pattern(q.shape[3] ** -0.5, is_causal, None), q, k, v)
-    return _of_xla(q, k, v, is_causal=is_causal)
-
-
-def _of_xla(q: Any, k: Any, v: Any, *, is_causal: bool) -> StepTable:
-    """Compute attention by its definition, in float32.
-
-    With XLA, too, ``jax.nn.dot_product_attention`` rounds the lse to bfloat16, and drops its
-    gradient.
-    """
-    q, k, v = (x.astype("float32") for x in (q, k, v))
-    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    scores = jnp.einsum("bihd,bjhd->bihj", q, k) * q.shape[3] ** -0.5
-    if is_causal:
-        scores = jnp.where(jnp.tri(q.shape[1], k.shape[1], dtype=bool)[:, None], scores, -jnp.inf)
-    lse = jax.nn.logsumexp(scores, axis=-1)
-    return jnp.einsum("bihj,bjhd->bihd", jnp.exp(scores - lse[..., None]), v), lse
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _of_cudnn(pattern: fmha.Pattern, q: Any, k: Any, v: Any) -> StepTable:
-    """Run cuDNN's attention through JAX's primitives.
+    """Attend on one device, by a kernel of ours that gives the lse in float32, and its gradient.
 
     ``jax.nn.dot_product_attention`` rounds the lse to bfloat16, and drops its gradient.
     """
-    return _of_cudnn_forward(pattern, q, k, v)[0]
-
-
-def _of_cudnn_forward(pattern: fmha.Pattern, q: Any, k: Any, v: Any) -> tuple[StepTable, Any]:
-    out, lse = fmha.call_forward(pattern, q, k, v)
-    return (out.astype("float32"), lse.swapaxes(1, 2)), (q, k, v, lse, out)
-
-
-def _of_cudnn_backward(pattern: fmha.Pattern, saved: Any, upstream: StepTable) -> Any:
-    """Return gradients for those of both results, though cuDNN takes no gradient of the lse.
-
-    The gradient of a score is ``p * (dp - sum(dout * out) + dlse)``, and cuDNN reads ``out`` for
-    that sum alone. So it gets an ``out`` whose sum is less by ``dlse``.
-    """
-    q, k, v, lse, out = saved
-    dout, dlse = upstream
-    largest = jnp.abs(dout).max(axis=-1, keepdims=True)
-    largest = jnp.where(largest == 0, 1, largest)  # such a row has no gradient
-    unit = dout / largest
-    squares = jnp.square(unit).sum(axis=-1, keepdims=True)
-    shift = dlse[..., None] / largest * unit / jnp.where(squares == 0, 1, squares)
-    shifted = (out.astype("float32") - shift).astype(out.dtype)
-    return fmha.call_backward(pattern, q, k, v, lse, shifted, dout.astype(q.dtype))
-
-
-_of_cudnn.defvjp(_of_cudnn_forward, _of_cudnn_backward)
+    out, lse = ring_jax_gpu.ring_attention(
+        q, k, v, axis_name=None, causal=is_causal, kernel=implementation, return_lse=True
+    )
+    return out.astype("float32"), lse.swapaxes(1, 2)
 
 
 def _merged(a: StepTable, b: StepTable) -> StepTable:

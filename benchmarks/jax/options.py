@@ -5,44 +5,38 @@ and cuDNN as ``jax.nn.dot_product_attention`` calls it, with V zero-padded to th
 K. A bias is one for all heads, and has a gradient. First the output and all gradients of each are
 compared with float32 attention at 1,024 tokens: a method that errs more than twice as much as the
 best of the others gets no time. Times are of queued calls, in rounds in which all take turns, each
-round in a random order; a ratio is of two times of one round.
+round in a random order; a ratio is of two times of one round, and each is kept as its quartiles.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tqdm import tqdm
 
-from benchmarks.common import report, turns
+from benchmarks.common import turns
 from benchmarks.common.cases import (
     CAUSAL,
     JAX_ROWS,
     OPTIONS_GATE as GATE_LENGTH,
-    OPTIONS_LENGTH,
     OURS,
-    PASSES,
-    ROUNDS,
     Row,
     windowed,
 )
-from benchmarks.common.report import reason_of
-from benchmarks.common.turns import Errors, Run, Times, passing
-from benchmarks.jax.columns import Attend, both, cudnn, exact, ours, random_arrays, seconds
+from benchmarks.common.report import environment, reason_of
+from benchmarks.common.turns import Errors, Run
+from benchmarks.jax.methods import Attend, both, cudnn, exact, kernel, random_arrays, seconds
 from ring_core import Mask
 
 TURN = 0.03  # seconds of calls in a turn
 WINDOW = 1024
 METHODS: dict[str, Attend] = {
-    OURS: partial(ours, kernel="auto"), "triton": ours, "cudnn": cudnn,
+    OURS: kernel, "triton": partial(kernel, name="triton"), "cudnn": cudnn,
 }  # fmt: skip
 
 
@@ -58,33 +52,23 @@ def inputs(row: Row, length: int) -> list[Any]:
     return random_arrays([*qkv, *bias, dout], seed=length)
 
 
-def compiled(
-    kind: str, row: Row, names: Sequence[str], x: Sequence[Any]
-) -> tuple[dict[str, Run | str], str]:
-    """Return each method's compiled run, or why there is none; and the kernel that ours took.
+def compiled(way: str, row: Row, names: Sequence[str], x: Sequence[Any]) -> dict[str, Run | str]:
+    """Return each method's compiled run of a pass, or why there is none.
 
     Methods are compiled in parallel: cuDNN and Triton take seconds for each.
     """
-    arguments = x if kind == "both" else x[:-1]
-    runs: dict[str, Run | str] = {}
-    kernel = ""
-    with ThreadPoolExecutor(len(METHODS)) as pool:
-        coming: dict[str, Future[Any]] = {}
-        for name in names:
+    arguments = x if way == "both" else x[:-1]
+
+    def run_of(name: str) -> Run | str:
+        try:
             attend = partial(METHODS[name], mask=mask_of(row))
-            try:
-                function = partial(both, attend) if kind == "both" else attend
-                lowered = jax.jit(function).lower(*arguments)
-            except Exception as error:  # noqa: BLE001 - a library's own; the row says so
-                runs[name] = reason_of(error)
-                continue
-            if name == OURS:
-                kernel = "cudnn" if "__cudnn$" in str(lowered.as_text()) else "triton"
-            coming[name] = pool.submit(lowered.compile)
-        for name, program in coming.items():
-            failed = program.exception()
-            runs[name] = partial(program.result(), *arguments) if not failed else reason_of(failed)
-    return {name: runs[name] for name in names}, kernel
+            function = partial(both, attend) if way == "both" else attend
+            return partial(jax.jit(function).lower(*arguments).compile(), *arguments)
+        except Exception as error:  # noqa: BLE001 - a library's own; the row says so
+            return reason_of(error)
+
+    with ThreadPoolExecutor(len(METHODS)) as pool:
+        return dict(zip(names, pool.map(run_of, names), strict=True))
 
 
 def errors(row: Row) -> Errors:
@@ -92,7 +76,7 @@ def errors(row: Row) -> Errors:
     x = inputs(row, GATE_LENGTH)
     wide = [y.astype("float32") for y in x]
     expected = jax.jit(partial(both, partial(exact, mask=mask_of(row))))(*wide)
-    runs, _ = compiled("both", row, [rival.name for rival in row.entrants], x)
+    runs = compiled("both", row, [rival.name for rival in row.entrants], x)
     return {
         name: run if isinstance(run, str) else max(map(_error, run(), expected))
         for name, run in runs.items()
@@ -102,11 +86,6 @@ def errors(row: Row) -> Errors:
 def _error(result: Any, expected: Any) -> float:
     off = jnp.square(result.astype("float32") - expected).mean()
     return float(jnp.sqrt(off) / expected.std())
-
-
-def rounds(runs: Mapping[str, Run]) -> Times:
-    """Return milliseconds per call of each method, in every round."""
-    return turns.take_turns(runs, ROUNDS, _calls, _milliseconds)
 
 
 def _calls(run: Run) -> int:
@@ -119,50 +98,26 @@ def _milliseconds(run: Run, calls: int) -> float:
     return 1e3 * seconds(run, calls) / calls
 
 
-def measure(row: Row, length: int, names: Sequence[str]) -> tuple[dict[str, Times], str]:
-    """Return milliseconds by pass and method, and the kernel that ours took."""
+def measured(row: Row, length: int, count: int) -> dict[str, Any]:
+    """Measure a row, and return it with the kernel that ours took."""
     x = inputs(row, length)
-    took, kernel = {}, ""
-    for direction in PASSES:
-        programs, kernel = compiled(direction, row, names, x)
-        runs = {name: run for name, run in programs.items() if not isinstance(run, str)}
-        took[direction] = rounds(runs)
-        for name in programs.keys() - runs.keys():
-            print(f"{row.name}, {direction}: {name} has no time: {programs[name]}", file=sys.stderr)
-    return took, kernel
+    rounds = partial(turns.take_turns, count=count, calls_of=_calls, time_of=_milliseconds)
+    programs = partial(compiled, row=row, x=x)
+    lowered = jax.jit(partial(METHODS[OURS], mask=mask_of(row))).lower(*x[:-1])
+    taken = "cudnn" if "__cudnn$" in str(lowered.as_text()) else "triton"
+    result = turns.timed_row(
+        row, errors(row), lambda way, names: programs(way, names=names), rounds
+    )
+    return result | {"kernel": taken}
 
 
-def spread(times: Sequence[float]) -> list[float]:
-    """Return the least, the median and the most."""
-    return [min(times), statistics.median(times), max(times)]
-
-
-def row_of(row: Row, wrong: Errors, took: Mapping[str, Times], kernel: str) -> dict[str, Any]:
-    """Return a row of the result file."""
-    usable_times = turns.kept(took, spread)
-    return {"setting": row.name, "kernel": kernel, "error": wrong, **usable_times}
+def _environment() -> dict[str, Any]:
+    return environment(jax.devices()[0].device_kind, jax=jax.__version__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare results, then time each row; return the exit code."""
-    parser = report.parser_of(__doc__)
-    names = [row.name for row in JAX_ROWS]
-    parser.add_argument("--length", type=int, default=OPTIONS_LENGTH)
-    parser.add_argument("--settings", nargs="+", choices=names, default=names)
-    options = parser.parse_args(argv)
-    if options.table:
-        return report.show(options.table)
-    gpu = jax.devices()[0].device_kind
-    environment = report.environment(gpu, jax=jax.__version__, length=options.length)
-    results = report.Report(options.json, lambda: environment)
-    rows = [row for row in JAX_ROWS if row.name in options.settings]
-    for row in (bar := tqdm(rows, unit="row")):
-        bar.set_description(row.name)
-        wrong = errors(row)
-        took, kernel = measure(row, options.length, passing(wrong))
-        results.add(row_of(row, wrong, took, kernel))
-        print(json.dumps(results.rows[-1]), flush=True)
-    return 0
+    return turns.run_rows(__doc__, JAX_ROWS, measured, _environment, argv)
 
 
 if __name__ == "__main__":

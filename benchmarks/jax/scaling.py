@@ -4,48 +4,35 @@ Every method first has to agree with float32 attention at 2,048 tokens, output a
 that does not gets no time. Batch 1, bfloat16. Times are medians of rounds of whole calls, in
 which all methods of a setting take turns. Scaling efficiency is the rate per GPU over that of
 ``one`` GPU with the whole sequence, at 128k tokens where it did not run this one. ``GiB`` is what
-XLA sets aside on a GPU for results and temporaries. ``gather, kept`` keeps gathered K/V for the
-backward, ``gather, again`` gathers them anew, whatever their size.
-
-``--program 1 32`` runs no kernels: it measures how many seconds programs of so many layers, forward
-and backward, take to trace, lower and compile, and their sizes.
+XLA sets aside on a GPU for results and temporaries.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise, product
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 import ring_jax_gpu
 from benchmarks.common import report as _report
-from benchmarks.common.cases import (
-    JAX_SETTINGS,
-    PASSES,
-    SCALING_GATE as GATE_LENGTH,
-    K,
-    Setting,
-    mask_of,
-    pairs_of,
-)
-from benchmarks.common.report import Report, parser_of, reason_of, rows_of, show
+from benchmarks.common.cases import JAX_SETTINGS, PASSES, SCALING_GATE, K, Setting, mask_of
+from benchmarks.common.report import Report, rates, reason_of
 from benchmarks.common.turns import Run, take_turns
-from benchmarks.jax.columns import both, exact, layered, random_arrays, seconds
-from benchmarks.jax.methods import METHODS, Method, in_order, mesh_of, sharding_of
+from benchmarks.jax import methods
+from benchmarks.jax.methods import METHODS, Method, both, mesh_of, sharding_of
 from ring_core.tools.bench import watched
 
+GATE_LENGTH = SCALING_GATE
 DEFAULT = ("one", "ring", "gather", "all-gather cudnn", "zigzag cudnn")
 WRONG = 0.1  # a method is right if its largest error is below this
 LONG = 256 * K  # tokens above which there are fewer rounds
@@ -56,76 +43,48 @@ REST = 0.05  # seconds before a turn
 
 
 class Entrant(NamedTuple):
-    """A method in a setting, with its programs, which threads compile.
-
-    Attributes:
-        passes: Programs by pass.
-        gate: Program of forward + backward at 2,048 tokens, for the comparison.
-        gate_method: The method at 2,048 tokens.
-    """
+    """A method in a setting: compiled passes, and errors at 2,048 tokens."""
 
     method: Method
     mesh: Mesh
-    passes: dict[str, Future[Any]]
-    gate: Future[Any]
-    gate_method: Method
-
-
-def shapes_of(setting: Setting, length: int) -> list[tuple[int, ...]]:
-    """Return the shapes of q, k, v and dout."""
-    heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
-    return [(1, length, h, setting.dim) for h in heads]
+    passes: dict[str, Any]
+    errors: dict[str, float]
 
 
 def arrays_of(setting: Setting, length: int, mesh: Mesh) -> list[Any]:
     """Return random q, k, v and dout, split over the GPUs of a mesh."""
-    make = partial(random_arrays, shapes_of(setting, length), 1)
+    make = partial(methods.random_arrays, [(1, length, *shape) for shape in setting.shapes], 1)
     return list(jax.jit(make, out_shardings=sharding_of(mesh))())
 
 
-def abstract_arrays(setting: Setting, length: int, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
-    """Return shapes, dtype and sharding of q, k, v and dout, to compile programs for."""
-    return [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding_of(mesh))
-        for shape in shapes_of(setting, length)
-    ]
-
-
-def enter(name: str, setting: Setting, mesh: Mesh, pool: ThreadPoolExecutor) -> Entrant:
-    """Start to compile a method's programs for a setting."""
-    short, long = GATE_LENGTH, setting.seq_len
+def enter(name: str, setting: Setting, mesh: Mesh, short: list[Any], expected: Any) -> Entrant:
+    """Compile a method's programs for a setting, and compare it at 2,048 tokens."""
     mesh = mesh_of(1) if name == "one" else mesh
-    gate_method, method = (
-        METHODS[name](mesh, mask_of(setting.mask, length), length) for length in (short, long)
+    split = sharding_of(mesh)
+    gate, method = (
+        METHODS[name](mesh, mask_of(setting.mask, length), length)
+        for length in (GATE_LENGTH, setting.seq_len)
     )
-
-    def compiled(run: Any, arrays: list[jax.ShapeDtypeStruct]) -> Future[Any]:
-        return pool.submit(jax.jit(run).lower(*arrays).compile)
-
-    arrays = abstract_arrays(setting, long, mesh)
+    order = methods.in_order(gate.layout, GATE_LENGTH, mesh.size)
+    results = jax.jit(partial(both, gate.attend))(
+        *(jax.device_put(x[:, order], split) for x in short)
+    )
+    errors = {
+        key: float(np.abs(np.asarray(x, np.float32) - y[:, order]).max())
+        for key, x, y in zip(RESULTS, results, expected, strict=True)
+    }
+    shapes = [
+        jax.ShapeDtypeStruct((1, setting.seq_len, *shape), jnp.bfloat16, sharding=split)
+        for shape in setting.shapes
+    ]
     passes = {
-        "forward": compiled(method.attend, arrays[:3]),
-        "both": compiled(partial(both, method.attend), arrays),
+        "forward": jax.jit(method.attend).lower(*shapes[:3]).compile(),
+        "both": jax.jit(partial(both, method.attend)).lower(*shapes).compile(),
     }
-    gate = compiled(partial(both, gate_method.attend), abstract_arrays(setting, short, mesh))
-    return Entrant(method, mesh, passes, gate, gate_method)
+    return Entrant(method, mesh, passes, errors)
 
 
-def errors_of(entrant: Entrant, arrays: list[Any], expected: Iterable[Any]) -> dict[str, float]:
-    """Return the largest errors of the output and the gradients at 2,048 tokens."""
-    order = in_order(entrant.gate_method.layout, GATE_LENGTH, entrant.mesh.size)
-    place = sharding_of(entrant.mesh)
-    results = entrant.gate.result()(*(jax.device_put(x[:, order], place) for x in arrays))
-    return {
-        name: float(
-            jnp.abs(jax.device_get(x).astype("float32") - jax.device_get(y)[:, order]).max()
-        )
-        for name, x, y in zip(RESULTS, results, expected, strict=True)
-    }
-
-
-def environment() -> dict[str, str]:
-    """Return the GPU, versions of libraries, and XLA's flags."""
+def _environment() -> dict[str, Any]:
     libraries = ("jax", "jaxlib", "triton", "jax-triton")
     gpu, flags = jax.devices()[0].device_kind, os.environ.get("XLA_FLAGS", "")
     return _report.environment(gpu, *libraries, XLA_FLAGS=flags)
@@ -143,73 +102,61 @@ def seconds_each[Key](runs: dict[Key, Run], rounds: int = 5) -> dict[Key, float]
 
 def _calls(run: Run) -> int:
     """Return how many calls fill a turn; the run has been called before."""
-    once = seconds(run)
+    once = methods.seconds(run)
     return 1 if once > SLOW else max(2, min(60, int(TURN / max(once, 1e-5))))
 
 
 def _rested(run: Run, calls: int) -> float:
     """Return seconds per call, after a rest."""
     time.sleep(REST)
-    return seconds(run, calls) / calls
+    return methods.seconds(run, calls) / calls
 
 
 def rows_of_setting(
     setting: Setting, names: list[str], mesh: Mesh, pool: ThreadPoolExecutor
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each method: all are compared first, then timed in turns."""
-    began = perf_counter()
     key = {"gpus": mesh.size, "setting": setting.name}
-    entrants: dict[str, Entrant] = {}
-    for name in names:
-        try:
-            entrants[name] = enter(name, setting, mesh, pool)
-        except Exception as error:  # noqa: BLE001  # whatever it is, others go on
-            yield {**key, "method": name, "refused": reason_of(error)}
-    lowered = perf_counter() - began
-
     *short, dout = arrays_of(setting, GATE_LENGTH, mesh_of(1))
-    defined = partial(exact, mask=mask_of(setting.mask, GATE_LENGTH))
+    defined = partial(methods.exact, mask=mask_of(setting.mask, GATE_LENGTH))
     wide = [x.astype("float32") for x in short]
     expected = jax.device_get(jax.jit(partial(both, defined))(*wide, dout))
+    coming = {
+        name: pool.submit(enter, name, setting, mesh, [*short, dout], expected) for name in names
+    }
     rows: dict[str, dict[str, Any]] = {}
     runs: dict[tuple[str, str], Run] = {}
     on_mesh: dict[int, list[Any]] = {}
-    for name, entrant in entrants.items():
+    entrants: dict[str, Entrant] = {}
+    for name, future in coming.items():
+        row = {**key, "method": name}
         try:
-            errors = errors_of(entrant, [*short, dout], expected)
-            if not max(errors.values()) < WRONG:
-                yield {**key, "method": name, "wrong": errors}
+            entrant = entrants[name] = future.result()
+            if not max(entrant.errors.values()) < WRONG:
+                yield row | {"wrong": entrant.errors}
                 continue
             if entrant.mesh.size not in on_mesh:
                 on_mesh[entrant.mesh.size] = arrays_of(setting, setting.seq_len, entrant.mesh)
             arrays = on_mesh[entrant.mesh.size]
             passes = {
-                way: partial(program.result(), *(arrays if way == "both" else arrays[:3]))
+                way: partial(program, *(arrays if way == "both" else arrays[:3]))
                 for way, program in entrant.passes.items()
             }
             for run in passes.values():
                 jax.block_until_ready(run())
         except Exception as error:  # noqa: BLE001  # whatever it is, others go on
-            yield {**key, "method": name, "refused": reason_of(error)}
+            yield row | {"failed": reason_of(error)}
             continue
         runs |= {(name, way): run for way, run in passes.items()}
-        rows[name] = {**key, "method": name, "errors": errors} | entrant.method.chosen(*arrays[:3])
-    ready = perf_counter() - began
-
+        rows[name] = row | {"errors": entrant.errors} | entrant.method.chosen(*arrays[:3])
     took = seconds_each(runs, rounds=3 if setting.seq_len > LONG else 5)
-    pairs = pairs_of(mask_of(setting.mask, setting.seq_len), setting.seq_len)
-    flops = 4 * pairs * setting.heads * setting.dim
     for name, row in rows.items():
-        shares = entrants[name].mesh.size
-        for way, factor in PASSES.items():
-            spent = took[name, way]
-            row[way] = {
-                "ms": 1e3 * spent, "tflops": factor * flops / shares / spent / 1e12,
-                "peak_gib": _set_aside(entrants[name].passes[way].result()),
-            }  # fmt: skip
-        yield row
-    print(f"lowered in {lowered:.0f} s, ready after {ready:.0f} s, all {perf_counter() - began:.0f} s",
-          flush=True)  # fmt: skip
+        entrant = entrants[name]
+        times = {
+            way: {"ms": 1e3 * took[name, way], "peak_gib": _set_aside(entrant.passes[way])}
+            for way in PASSES
+        }
+        yield row | rates(times, setting, entrant.mesh.size)
 
 
 def _set_aside(program: Any) -> float:
@@ -219,84 +166,29 @@ def _set_aside(program: Any) -> float:
     return size / 2**30
 
 
-def program_row(name: str, setting: Setting, layers: int, mesh: Mesh) -> dict[str, Any]:
-    """Return seconds and sizes of a program of ``layers`` layers, forward and backward."""
-    method = METHODS[name](mesh, mask_of(setting.mask, setting.seq_len), setting.seq_len)
-    shapes = abstract_arrays(setting, setting.seq_len, mesh)
-    jax.clear_caches()
-    marks = [perf_counter()]
-    traced = jax.jit(partial(both, layered(method.attend, layers))).trace(*shapes)
-    marks.append(perf_counter())
-    lowered = traced.lower()
-    marks.append(perf_counter())
-    program = lowered.compile()
-    marks.append(perf_counter())
-    spent = (after - before for before, after in pairwise(marks))
-    return {
-        "gpus": mesh.size, "setting": setting.name, "method": name, "layers": layers,
-        "seconds": dict(zip(("trace", "lower", "compile"), spent, strict=True)),
-        "megabytes": {
-            what: len(str(x.as_text())) / 1e6
-            for what, x in (("StableHLO", lowered), ("HLO", program))
-        },
-    }  # fmt: skip
-
-
-def _line(row: dict[str, Any]) -> str:
-    keys = ("gpus", "setting", "method")
-    head = " ".join(str(row[key]) for key in keys)
-    if "forward" not in row:
-        return f"{head} { {key: x for key, x in row.items() if key not in keys} }"
-    rates = [f"{row[way]['tflops']:6.0f} TFLOP/s {row[way]['ms']:9.3f} ms" for way in PASSES]
-    memory, error = row["both"]["peak_gib"], max(row["errors"].values())
-    return (
-        f"{head} {' | '.join(rates)} | {memory:.2f} GiB | error {error:.4f} {row.get('auto', '')}"
-    )
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    names = [setting.name for setting in JAX_SETTINGS]
-    arguments = parser_of(__doc__, json_path=Path("out/bench_jax_gpus.json"))
-    arguments.add_argument("--gpus", type=int, help="how many; by default all")
-    arguments.add_argument("--settings", nargs="+", choices=names, default=names)
-    arguments.add_argument("--methods", nargs="+", choices=METHODS, default=list(DEFAULT))
-    arguments.add_argument("--program", type=int, nargs="+", metavar="LAYERS", default=[])
-    arguments.add_argument("--threads", type=int, default=os.cpu_count(), help="that compile")
-    arguments.add_argument("--xla-flags", action="store_true", help="ring_jax_gpu.set_xla_flags()")
-    return arguments
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the settings asked for, one after the other; rows already in the JSON are kept."""
-    options = parser().parse_args(argv)
+    names = [setting.name for setting in JAX_SETTINGS]
+    parser = _report.parser_of(__doc__, json_path=Path("out/bench_jax_gpus.json"))
+    parser.add_argument("--gpus", type=int, help="how many; by default all")
+    parser.add_argument("--settings", nargs="+", choices=names, default=names)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(DEFAULT))
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="that compile")
+    parser.add_argument("--xla-flags", action="store_true", help="ring_jax_gpu.set_xla_flags()")
+    options = parser.parse_args(argv)
     if options.table:
-        return show(options.table)
+        return _report.show(options.table)
     if options.xla_flags:
         ring_jax_gpu.set_xla_flags()
-    report, mesh = Report(options.json, environment), mesh_of(options.gpus or len(jax.devices()))
-    if options.json.exists():
-        report.rows = rows_of(options.json)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
+    report, mesh = Report(options.json, _environment), mesh_of(options.gpus or len(jax.devices()))
     chosen = [setting for setting in JAX_SETTINGS if setting.name in options.settings]
-
-    def missing(key: dict[str, Any]) -> bool:
-        return not any(key.items() <= row.items() for row in report.rows)
-
-    def add(row: dict[str, Any]) -> None:
-        report.add(row)
-        print(_line(row), flush=True)
-
-    for setting, name, layers in product(chosen, options.methods, options.program):
-        key = {"gpus": mesh.size, "setting": setting.name, "method": name, "layers": layers}
-        if missing(key):
-            add(program_row(name, setting, layers, mesh))
     with ThreadPoolExecutor(options.threads) as pool:
-        for setting in watched([] if options.program else chosen, len(chosen), "setting"):
+        for setting in watched(chosen, len(chosen), "setting"):
             key = {"gpus": mesh.size, "setting": setting.name}
-            names = [name for name in options.methods if missing(key | {"method": name})]
-            for row in rows_of_setting(setting, names, mesh, pool):
-                add(row)
+            left = [name for name in options.methods if not report.has(**key, method=name)]
+            for row in rows_of_setting(setting, left, mesh, pool):
+                report.add(row)
+                print(_report.scaling_line(row), flush=True)
     return 0
 
 

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         rows, libraries = rows + rows_of(printed), printed["versions"]
         if options.json:
             gpus = printed["setting"]["ranks"]
-            environment = described(gpus, 0) | {"versions": libraries}
+            environment = described(gpus) | {"versions": libraries}
             report.write(options.json, {"environment": environment, "rows": rows})
     print(table(rows))
     return 0

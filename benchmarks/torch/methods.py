@@ -1,24 +1,25 @@
-"""Attention methods on one GPU, ours and others', behind the interface that all methods have."""
+"""Attention methods, ours and others', each called as its users call it, behind one interface."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
-import ring_torch
-from benchmarks.torch import fa4_by_hand
-from benchmarks.torch.cases import DROPOUT, OPTIONS, Case
+import ring_core
+from ring_core import Mask, StrategyConfig
+from ring_torch import ContextParallel
 
 Attend = Callable[..., Tensor]  # of q, k, v and, in rows that have them, sinks
-flex: Any = torch.compile(flex_attention, dynamic=False)
 
 
 class Method(NamedTuple):
@@ -29,8 +30,7 @@ class Method(NamedTuple):
         both: Returns ``[out, dq, dk, dv]``, then gradients of sinks and of parameters.
         shard: Cuts a rank's slice ``[B, T_local, heads, D]`` out of ``[B, T, heads, D]``.
         around: Makes the context in which forward and backward both run.
-        chosen: Returns the strategy and transport that Ring takes, as ``gather/symm_mem``; an empty
-            string for others.
+        chosen: Returns the strategy and transport that Ring takes, as ``gather/symm_mem``.
         attend: The function of both passes, if autograd differentiates it.
     """
 
@@ -96,86 +96,235 @@ def dense(
     return torch.einsum("bhij,bjhd->bihd", weights, v)
 
 
-def exact(case: Case) -> Method:
-    """Return a case's method by definition, with which others are compared."""
-    option = OPTIONS[case.row.option]
-    i = torch.arange(case.length, device=case.device)[:, None]
-    j, heads = i.T, torch.arange(case.row.heads, device=case.device)[:, None, None]
-    definition: Callable[..., Tensor] = partial(dense, visible=option.shown(case)(i, j))
-    if score := option.score(case):
-        definition = partial(definition, score=lambda scores: score(scores, heads, i, j))
-    if case.row.option == "sinks":
-        definition = partial(definition, sinks=case.sinks())
-    return through_autograd(definition)
+def flash(mask: Mask, **options: Any) -> Attend:
+    """Return FlashAttention-4, called as its users call it."""
+    from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
+
+    options |= {"causal": mask.causal, "window_size": mask.window or (None, None)}
+    if mask.cu_seqlens is None:
+        return lambda q, k, v: flash_attn_func(q, k, v, **options)[0]
+    cu = torch.tensor(mask.cu_seqlens, dtype=torch.int32, device="cuda")
+    longest = int((cu[1:] - cu[:-1]).max())
+    options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return lambda q, k, v: flash_attn_varlen_func(q[0], k[0], v[0], **options)[0][None]
 
 
-def _ring(case: Case) -> Method:
-    options = OPTIONS[case.row.option].ours(case)
-    attend = partial(ring_torch.ring_attention, **options)
-    return through_autograd(attend, *(x for name, x in options.items() if name == "sinks"))
+def padded(attend: Attend) -> Attend:
+    """Return ``attend`` with V zero-padded to the head dim of q and k."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        short = q.shape[3] - v.shape[3]
+        return attend(q, k, pad(v, (0, short)))[..., : v.shape[3]] if short else attend(q, k, v)
+
+    return run
 
 
-def ring_kernel(case: Case) -> str:
-    """Return the name of the kernel that ours takes."""
-    q, k, v, _ = case.inputs(torch.bfloat16)
-    options = OPTIONS[case.row.option].ours(case)
-    explained = ring_torch.ContextParallel().explain(q, k, v, **options)
-    return explained.splitlines()[0].removeprefix("kernel ").partition(":")[0]
-
-
-def _sdpa(case: Case, backend: SDPBackend, *, padded: bool = False) -> Method:
-    """Return torch's SDPA on one backend.
-
-    Its mask cannot be causal beside a bias, so the bias is ``-inf`` for later keys.
-    """
-    bias = None
-    if case.row.option == "bias":
-        later = torch.ones(case.length, case.length, dtype=torch.bool, device=case.device).triu(1)
-        bias = case.bias().masked_fill_(later, -torch.inf)[None, None]
-    dropout = DROPOUT if case.row.option == "dropout" else 0.0
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        padded_v = pad(v, (0, q.shape[3] - v.shape[3])) if padded else v
-        heads_first = [x.transpose(1, 2) for x in (q, k, padded_v)]
-        with sdpa_kernel(backend):
-            out = scaled_dot_product_attention(
-                heads_first[0], heads_first[1], heads_first[2], attn_mask=bias, dropout_p=dropout,
-                is_causal=bias is None, enable_gqa=True,
-            )  # fmt: skip
-        return out.transpose(1, 2)[..., : v.shape[3]]
-
-    return through_autograd(attend)
-
-
-def _flex(case: Case) -> Method:
-    """Return compiled FlexAttention; its block mask is made once."""
-    option = OPTIONS[case.row.option]
-    shown, score = option.shown(case), option.score(case)
-    blocks = create_block_mask(
-        lambda _b, _h, i, j: shown(i, j), None, None, case.length, case.length, device=case.device
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Run torch's SDPA on tensors whose heads come after tokens."""
+    options["enable_gqa"] = q.shape[2] != k.shape[2]
+    # By its full name: context_parallel may replace this function.
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options
     )
-    modified = None
-    if score is not None:
-        modified = lambda s, _b, h, i, j: score(s, h, i, j)  # noqa: E731 - FlexAttention takes a function
+    return out.transpose(1, 2)
+
+
+def _over_zigzag(attend: Attend) -> Method:
+    """Return the method of a function that takes shards in the zigzag layout."""
+    return through_autograd(attend)._replace(shard=ContextParallel(layout="zigzag").shard)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x.chunk(dist.get_world_size(), dim=1)[dist.get_rank()].contiguous()
+
+
+def _to_heads(x: Tensor) -> Tensor:
+    """Trade tokens for heads: return ``[B, T / P, H, D]`` as ``[B, T, H / P, D]``."""
+    parts = x.unflatten(2, (dist.get_world_size(), -1)).permute(2, 0, 1, 3, 4).contiguous()
+    received: Tensor = all_to_all_single(torch.empty_like(parts), parts)
+    return received.transpose(0, 1).flatten(1, 2)
+
+
+def _to_tokens(x: Tensor) -> Tensor:
+    """Trade heads for tokens: the reverse of :func:`_to_heads`."""
+    parts = x.unflatten(1, (dist.get_world_size(), -1)).transpose(0, 1).contiguous()
+    received: Tensor = all_to_all_single(torch.empty_like(parts), parts)
+    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _ulysses(mask: Mask) -> Method:
+    """Return Ulysses (arXiv 2309.14509), which splits heads; too few K/V heads are repeated."""
+    local = flash(mask)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads_first = tuple(x.transpose(1, 2) for x in (q, k, v))
-        out = flex(*heads_first, score_mod=modified, block_mask=blocks, enable_gqa=True)
-        assert isinstance(out, Tensor)
-        return out.transpose(1, 2)
+        copies = max(1, dist.get_world_size() // k.shape[2])
+        k, v = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
+        return _to_tokens(local(*(_to_heads(x) for x in (q, k, v))))
 
-    return through_autograd(attend)
-
-
-def _fa4(case: Case, *, pack_gqa: bool | None = None, keys: int = 128) -> Method:
-    return Method(*fa4_by_hand.passes(case, pack_gqa=pack_gqa, keys=keys))
+    return through_autograd(attend)._replace(shard=_contiguous)
 
 
-#: Methods on one GPU, by name.
-METHODS: dict[str, Callable[[Case], Method]] = {
-    "ring": _ring, "fa4": _fa4, "fa4 apart": partial(_fa4, pack_gqa=False),
-    "fa4 64 keys": partial(_fa4, keys=64),
-    "cudnn": partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
-    "cudnn padded": partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION, padded=True),
-    "flash": partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION), "flex": _flex,
+def _ring_flash_attn(mask: Mask) -> Method:
+    """Return ring-flash-attn 0.1.8 over FlashAttention-2: its zigzag ring, or Llama 3's all-gather.
+
+    The zigzag ring is for causal masks alone; the all-gather takes documents, and windows.
+    """
+    if not mask.causal:
+        raise ValueError("ring-flash-attn: its zigzag ring is causal only")
+    if mask.window is not None or mask.cu_seqlens is not None:
+        return _llama3(mask)
+    from ring_flash_attn import zigzag_ring_flash_attn_func
+
+    return _over_zigzag(padded(partial(zigzag_ring_flash_attn_func, causal=True)))
+
+
+def _llama3(mask: Mask) -> Method:
+    """Return ring-flash-attn's ``llama3_flash_attn_varlen_func``, over contiguous shards.
+
+    It gathers a few heads' keys at a time.
+    """
+    from ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens, llama3_flash_attn_varlen_func
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    slices: dict[int, tuple[Any, ...]] = {}  # by sequence length
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = world * q.shape[1]
+        if length not in slices:
+            ends = mask.cu_seqlens or (0, length)
+            documents = torch.tensor(ends, dtype=torch.int32, device=q.device)
+            slices[length] = llama3_flash_attn_prepare_cu_seqlens(documents, True, rank, world)
+        cu_q, cu_k, longest_q, longest_k, keys = slices[length]
+        left = -1 if mask.window is None or mask.window[0] is None else mask.window[0]
+        out: Tensor = llama3_flash_attn_varlen_func(
+            q[0], k[0], v[0], cu_q, cu_k, longest_q, longest_k,
+            heads_k_stride=min(4, k.shape[2]),  # as in its own benchmark
+            local_k_slice=keys, causal=True, window_size=(left, -1 if left < 0 else 0),
+        )  # fmt: skip
+        return out[None]
+
+    return through_autograd(padded(attend))._replace(shard=_contiguous)
+
+
+@cache
+def _yunchang_groups() -> None:
+    """Make yunchang's global process groups: two consecutive ranks split heads."""
+    from yunchang import set_seq_parallel_pg
+
+    world = dist.get_world_size()
+    set_seq_parallel_pg(2, world // 2, dist.get_rank(), world)
+
+
+def _yunchang(mask: Mask) -> Method:
+    """Return yunchang 0.6.4 over FlashAttention-2: Ulysses in rank pairs, a zigzag ring of pairs.
+
+    Its ring does not support windows; these take its Ulysses over all ranks.
+    """
+    if mask.cu_seqlens is not None or not mask.causal:
+        raise ValueError("yunchang: it takes no documents, and its zigzag ring is causal only")
+    from yunchang import EXTRACT_FUNC_DICT, LongContextAttention, UlyssesAttention
+
+    shard: Callable[[Tensor], Tensor] = _contiguous
+    window: tuple[int | None, int] = (-1, -1)
+    world = ulysses = dist.get_world_size()
+    attention = UlyssesAttention()
+    if mask.window is not None:
+        window = (mask.window[0], 0)
+    else:
+        _yunchang_groups()
+        ulysses, attention = 2, LongContextAttention(ring_impl_type="zigzag")
+        shard = partial(
+            EXTRACT_FUNC_DICT["zigzag"], rank=dist.get_rank(), world_size=world, rd=world // 2, ud=2
+        )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if k.shape[2] % ulysses:
+            raise ValueError(f"yunchang: {k.shape[2]} K/V heads do not split over {ulysses} ranks")
+        out: Tensor = attention(q, k, v, causal=True, window_size=window)
+        return out
+
+    return through_autograd(padded(attend))._replace(shard=shard)
+
+
+def _torch_cp(mask: Mask) -> Method:
+    """Return torch's ``context_parallel``, over cuDNN."""
+    if mask.window is not None or mask.cu_seqlens is not None:
+        raise ValueError("torch-cp: causal and full masks only")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cuda", (world,))
+    # A dummy: it needs buffers to split, and the shards are split already.
+    rest = [torch.zeros(2 * world, device="cuda")]
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        with (
+            sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+            context_parallel(mesh, buffers=rest, buffer_seq_dims=[0]),
+        ):
+            yield
+
+    return _over_zigzag(partial(sdpa, is_causal=mask.causal))._replace(around=around)
+
+
+#: Methods over several GPUs beside ours, by name.
+OTHERS: dict[str, Callable[[Mask], Method]] = {
+    "one": lambda mask: through_autograd(flash(mask)), "ulysses": _ulysses,
+    "ring-flash-attn": _ring_flash_attn, "yunchang": _yunchang, "torch-cp": _torch_cp,
 }  # fmt: skip
+OVER_GPUS = (
+    "one", "zigzag/fa4/gather/symm_mem", "zigzag/fa4/gather/symm_mem/graph", "zigzag/fa4/ring/p2p",
+    "contiguous/fa4/gather/symm_mem", "ulysses", "ring-flash-attn", "torch-cp",
+)  # fmt: skip
+#: Strategies by their names in the table of all; ``hybrid`` has Ulysses in groups of two ranks.
+STRATEGIES: dict[str, str | StrategyConfig] = {
+    **{name: name for name in ("auto", "gather", "ring", "ulysses")},
+    "hybrid-gather": StrategyConfig("hybrid", ulysses_size=2, outer="gather"),
+    "hybrid-ring": StrategyConfig("hybrid", ulysses_size=2, outer="ring"),
+}
+EVERY_STRATEGY = (
+    "one", *(f"zigzag/auto/{name}/auto" for name in STRATEGIES), "chunks/auto/gather/auto",
+    "ulysses", "ring-flash-attn", "torch-cp", "yunchang",
+)  # fmt: skip
+
+
+def method(name: str, mask: Mask, seq_len: int) -> Method:
+    """Return a method by its name, as ``zigzag/fa4/gather/symm_mem``, ``ulysses`` or ``one``.
+
+    The layout ``chunks`` is balanced for the mask and the length; strategies are those of
+    ``STRATEGIES``.
+
+    Raises:
+        ValueError: It does not support this mask, or there is no such method.
+    """
+    if "/" not in name:
+        return OTHERS[name](mask)
+    parts = name.split("/")
+    if len(parts) != 4:
+        raise ValueError(
+            f"{name}: a method is layout/kernel/strategy/transport, and behind these one of "
+            f"'graph', 'layers' and 'one-thread'"
+        )
+    layout: Any = parts[0]
+    if layout == "chunks":
+        world = dist.get_world_size()
+        layout = ring_core.balanced_layout(mask, seq_len=seq_len, cp_size=world)
+    cp = ContextParallel(layout=layout)
+    options: dict[str, Any] = {
+        "kernel": parts[1], "strategy": STRATEGIES[parts[2]], "transport": parts[3],
+        "causal": mask.causal, "window": mask.window, "cu_seqlens": mask.cu_seqlens,
+    }  # fmt: skip
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        out: Tensor = cp.attention(q, k, v, sinks=sinks, **options)
+        return out
+
+    def chosen(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> str:
+        text = cp.explain(q, k, v, sinks=sinks, **options)
+        (choice,) = re.findall(r"^strategy (\w+), transport (\w+)", text, re.MULTILINE)
+        return "/".join(choice)
+
+    return through_autograd(attend)._replace(shard=cp.shard, chosen=chosen)

@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.common import report
+from benchmarks.torch.methods import sdpa
 from ring_torch import ContextParallel, linear_cross_entropy
 from ring_torch.local import LocalRanks
 
@@ -148,18 +149,6 @@ class Decoder(nn.Module):
         return linear_cross_entropy(self.cp, self.norm(x), self.head.weight, labels)
 
 
-def initialize(model: nn.Module, device: torch.device) -> None:
-    """Draw all weights on the device; shards draw their part of the same numbers."""
-    model.to_empty(device=device)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" in name:
-                weight.fill_(1)
-            else:
-                weight.normal_(std=0.02)
-
-
 def batch(setting: Setting, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return tokens and labels of the whole sequence, int64 ``[1, T]``, equal on all ranks.
 
@@ -180,7 +169,11 @@ def sharded(setting: Setting, device: torch.device) -> tuple[Decoder, tuple[Tens
     for block in model.blocks:
         fully_shard(block, mp_policy=mixed)
     fully_shard(model, mp_policy=mixed)
-    initialize(model, device)
+    model.to_empty(device=device)
+    torch.manual_seed(0)
+    with torch.no_grad():  # shards draw their part of the same numbers
+        for name, weight in model.named_parameters():
+            weight.fill_(1) if "norm" in name else weight.normal_(std=0.02)
     tokens, labels = (cp.shard(x, dim=1) for x in batch(setting, device))
     return model, (tokens, labels, cp.positions(setting.tokens, device=device))
 
@@ -208,14 +201,9 @@ def check(_: int, setting: Setting, device_type: str) -> None:
     loss = backward(model, inputs)
     shards: dict[str, Any] = dict(model.named_parameters())
 
-    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2)
-
     alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     with torch.device(device):
-        whole = Decoder(setting, ContextParallel(group=alone), dense)
+        whole = Decoder(setting, ContextParallel(group=alone), partial(sdpa, is_causal=True))
     with torch.no_grad():
         for name, weight in whole.named_parameters():
             weight.copy_(shards[name].full_tensor())
@@ -235,6 +223,8 @@ def timed(_: int, setting: Setting, steps: int) -> dict[str, Any]:
     model, inputs = sharded(setting, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
+    losses: list[float] = []
+
     def step(inputs: tuple[Tensor, ...]) -> float:
         torch.cuda.synchronize()
         dist.barrier()
@@ -246,7 +236,6 @@ def timed(_: int, setting: Setting, steps: int) -> dict[str, Any]:
         dist.barrier()
         return time.perf_counter() - start
 
-    losses: list[float] = []
     short = replace(setting, tokens=min(setting.tokens, SHORT))
     cp = ContextParallel(layout="zigzag")
     tokens, labels = (cp.shard(x, dim=1) for x in batch(short, device))
@@ -276,16 +265,18 @@ def main() -> int:
         return report.show(options.table)
     if not 1 <= options.gpus <= torch.cuda.device_count():
         parser.error(f"--gpus {options.gpus}: there are {torch.cuda.device_count()}")
-    libraries = "torch", "triton", "flash-attn-4"
     gpu = torch.cuda.get_device_name()
-    found = report.Report(options.json, lambda: report.environment(gpu, *libraries))
+    found = report.Report(
+        options.json, lambda: report.environment(gpu, "torch", "triton", "flash-attn-4")
+    )
     chosen = [setting for setting in SETTINGS if setting.name in options.settings]
     runs = [(options.gpus, chosen), (1, [x for x in chosen if x.alone and options.gpus > 1])]
     for size, settings in runs:
-        if settings:
+        left = [x for x in settings if not found.has(gpus=size, setting=x.name)]
+        if left:
             with LocalRanks(size, cuda=True, patience=1800.0) as ranks:
                 ranks.run(check, SMALL, "cuda")
-                for setting in settings:
+                for setting in left:
                     found.add(ranks.run(timed, setting, options.steps)[0])
                     print(found.rows[-1], flush=True)
     return 0

@@ -12,12 +12,12 @@ most that forward and backward hold beside their inputs, and what a forward keep
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
-import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,6 +35,7 @@ from ring_torch.recurrent.calls import RecurrentCall
 from ring_torch.recurrent.kernels import Kernel, LinearAttention
 
 RANKS, SHORT = 4, 2048  # ranks; tokens that are compared with float64
+WRONG = 0.1  # relative errors of right results are below this
 LAYOUTS: tuple[LayoutSpec, ...] = ("contiguous", "zigzag")
 #: Most that ratios may be.
 GOALS = {
@@ -43,92 +44,68 @@ GOALS = {
 }  # fmt: skip
 
 
-@dataclass
-class Exchange:
-    """Exchange of ranks: what they gather is recorded first, and given back when work is timed.
-
-    Attributes:
-        sent: What each rank sends in a pass.
-        gathered: What all of them send, once that is known.
-    """
-
-    sent: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    gathered: dict[str, Tensor] = field(default_factory=dict)
-    name: str = "forward"
-
-    def gather(self, call: RecurrentCall, sent: Tensor) -> Tensor:
-        """Stand in for :meth:`RecurrentCall._gather`."""
-        size = call.ranks.size
-        if size == 1:
-            return sent[None]
-        self.sent[self.name, call.ranks.rank] = sent
-        known = self.gathered.get(self.name)
-        return sent.new_zeros(size, *sent.shape) if known is None else known
-
-    def exchange(self, size: int) -> None:
-        """Let all ranks have what they send in the pass under way."""
-        self.gathered[self.name] = torch.stack([self.sent[self.name, n] for n in range(size)])
-
-
-@contextmanager
-def without_messages(exchange: Exchange) -> Iterator[None]:
-    """Let calls inside agree without a word, and gather what was recorded."""
-    with (
-        patch.object(calls, "agree_on_call", lambda *_: None),
-        patch.object(calls, "guarded", lambda *_: nullcontext()),
-        patch.object(RecurrentCall, "_gather", lambda call, sent: exchange.gather(call, sent)),  # noqa: PLW0108 - a method
-        torch.no_grad(),
-    ):
-        yield
-
-
-def call_of(kernel: Kernel, library: str, rank: int, size: int, layout: LayoutSpec, dtype: torch.dtype) -> RecurrentCall:  # fmt: skip
-    """Return a rank's call of a layer, without initial and final states."""
-    ranks: Any = SimpleNamespace(rank=rank, size=size, group=None)
-    return RecurrentCall(ranks, layout, kernel, None, None, dtype, False, False, True, 0, library)
-
-
 class Group:
-    """A layer over ranks that this process emulates.
+    """A layer over ranks that this process emulates, one after the other.
 
-    Args:
-        kernel: The layer.
-        library: Whose kernels compute it.
-        inputs: Whole inputs, ``[1, T, ...]``.
-        grad: Gradient of the outputs.
-        size: Number of ranks.
-        layout: The layout.
+    What ranks gather is recorded in a first run of each pass, and given back when work is timed.
     """
 
     def __init__(
         self, kernel: Kernel, library: str, inputs: Sequence[Tensor], grad: Tensor, size: int,
         layout: LayoutSpec,
     ) -> None:  # fmt: skip
-        self.exchange, self.size = Exchange(), size
         dtype = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
         spread = Layout(layout, seq_len=inputs[0].shape[1], cp_size=size)
+        self.size = size
         self.positions = [
             torch.from_numpy(spread.positions(n)).to(grad.device) for n in range(size)
         ]
-        self.calls = [call_of(kernel, library, n, size, layout, dtype) for n in range(size)]
         self.inputs = [[x[:, at].contiguous() for x in inputs] for at in self.positions]
         self.grads = [grad[:, at].contiguous() for at in self.positions]
-        with without_messages(self.exchange):
-            for run in (self.forward, self.forward_and_backward):
+        ranks: list[Any] = [SimpleNamespace(rank=n, size=size, group=None) for n in range(size)]
+        self.calls = [
+            RecurrentCall(x, layout, kernel, None, None, dtype, False, False, True, 0, library)
+            for x in ranks
+        ]
+        self.sent: dict[tuple[str, int], Tensor] = {}  # what each rank sends in a pass
+        self.gathered: dict[str, Tensor] = {}  # what all of them send, once that is known
+        self.way = "forward"  # the pass under way
+        with self.without_messages():
+            for run in (self.forward, self.both):
                 for rank in range(size):
                     run(rank)
                 if size > 1:
-                    self.exchange.exchange(size)
+                    self.gathered[self.way] = torch.stack(
+                        [self.sent[self.way, n] for n in range(size)]
+                    )
+
+    @contextmanager
+    def without_messages(self) -> Iterator[None]:
+        """Let calls inside agree without a word, and gather what was recorded."""
+
+        def gather(call: RecurrentCall, sent: Tensor) -> Tensor:
+            if self.size == 1:
+                return sent[None]
+            self.sent[self.way, call.ranks.rank] = sent
+            return self.gathered.get(self.way, sent.new_zeros(self.size, *sent.shape))
+
+        with (
+            patch.object(calls, "agree_on_call", lambda *_: None),
+            patch.object(calls, "guarded", lambda *_: nullcontext()),
+            patch.object(RecurrentCall, "_gather", gather),
+            torch.no_grad(),
+        ):
+            yield
 
     def forward(self, rank: int) -> calls.Results:
         """Run a rank's forward."""
-        self.exchange.name = "forward"
+        self.way = "forward"
         return self.calls[rank].forward(None, self.inputs[rank])
 
-    def forward_and_backward(self, rank: int) -> tuple[Tensor, ...]:
+    def both(self, rank: int) -> tuple[Tensor, ...]:
         """Run a rank's forward and backward; return its outputs and gradients."""
         done = self.forward(rank)
-        self.exchange.name = "backward"
+        self.way = "backward"
         _, grads = self.calls[rank].backward(
             None, self.inputs[rank], done.entries, done.transitions, self.grads[rank], done.final
         )
@@ -136,21 +113,15 @@ class Group:
 
     def results(self) -> list[Tensor]:
         """Return the whole outputs and gradients, joined from all ranks."""
-        with without_messages(self.exchange):
-            parts = [self.forward_and_backward(rank) for rank in range(self.size)]
-        joined = []
-        for of_ranks in zip(*parts, strict=True):
-            first = of_ranks[0]
-            whole = first.new_empty(1, first.shape[1] * self.size, *first.shape[2:])
-            for at, part in zip(self.positions, of_ranks, strict=True):
-                whole[:, at] = part
-            joined.append(whole)
-        return joined
+        with self.without_messages():
+            parts = [self.both(rank) for rank in range(self.size)]
+        order = torch.cat(self.positions).argsort()
+        return [torch.cat(of_ranks, dim=1)[:, order] for of_ranks in zip(*parts, strict=True)]
 
     def figures(self, repeats: int) -> dict[str, Any]:
         """Return times and memory of each rank, in milliseconds and bytes."""
-        with without_messages(self.exchange):
-            ms = [timed(partial(self.forward_and_backward, n), repeats) for n in range(self.size)]
+        with self.without_messages():
+            ms = [timed(partial(self.both, n), repeats) for n in range(self.size)]
             memory = [self._memory(rank) for rank in range(self.size)]
         return {
             "ms": ms, "sum_ms": sum(ms), "peak_bytes": max(x[0] for x in memory),
@@ -167,27 +138,21 @@ class Group:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self.forward_and_backward(rank)
+        self.both(rank)
         return torch.cuda.max_memory_allocated() - before, kept
 
 
 def timed(run: Callable[[], object], repeats: int) -> float:
     """Return the median of a run's milliseconds, after two that compile kernels."""
-    on_gpu = torch.cuda.is_available()
-    times = []
-    for _ in range(repeats + 2):
-        if on_gpu:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            began = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - began) * 1e3)
-    return float(statistics.median(times[2:]))
+    if not torch.cuda.is_available():
+        return 1e3 * statistics.median(timeit.repeat(run, number=1, repeat=repeats + 2)[2:])
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats + 2)]
+    for start, end in marks:
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+    return float(statistics.median(start.elapsed_time(end) for start, end in marks[2:]))
 
 
 def layer_of(
@@ -234,21 +199,15 @@ def errors(name: str, library: str, heads: int, width: int, dtype: torch.dtype, 
         ]
 
     alone = off(Group(kernel, library, inputs, grad, 1, "contiguous").results())
-    split = {
-        str(layout): off(Group(kernel, library, inputs, grad, RANKS, layout).results())
-        for layout in LAYOUTS
-    }
+    groups = {str(x): Group(kernel, library, inputs, grad, RANKS, x) for x in LAYOUTS}
+    split = {name: off(group.results()) for name, group in groups.items()}
     worst = max(a / max(b, 1e-12) for of in split.values() for a, b in zip(of, alone, strict=True))
-    return {
-        "results": ["out", *kernel.inputs],
-        "one_rank": alone,
-        "split": split,
-        "worst_ratio": worst,
-    }
+    names = ["out", *kernel.inputs]
+    return {"results": names, "one_rank": alone, "split": split, "worst_ratio": worst}
 
 
 def main() -> int:
-    """Measure, print, and write the figures; return 0."""
+    """Measure, print, and write the figures; return 1, and no figures, if results are wrong."""
     parser = parser_of(__doc__, tables=False)
     parser.add_argument("--layer", choices=("gated_delta_rule", "ssd"), default="gated_delta_rule")
     parser.add_argument("--kernel", choices=("auto", "eager", "fla"), default="auto")
@@ -265,7 +224,10 @@ def main() -> int:
     library, reason = fla.chosen(options.kernel, kernel, inputs, torch.float32, needs_grad=True)
     if options.kernel not in ("auto", library):
         parser.error(f"--kernel {options.kernel}: {reason}")
-    print(f"{options.layer} by {library} {f'(not fla: {reason})' * bool(reason)}")
+    far = errors(options.layer, library, *sizes)
+    if not max(x for of in far["split"].values() for x in of) < WRONG:
+        print(f"results of {library} are wrong: {far}")
+        return 1
     of_library = library_call(kernel, inputs, grad, options.repeats)
     whole = Group(kernel, library, inputs, grad, 1, "contiguous").figures(options.repeats)
     rows = [{"layout": "whole", "ranks": 1, **whole}]
@@ -289,27 +251,15 @@ def main() -> int:
             "zigzag over fla's own call": zigzag / of_library,
             "whole over fla's own call": base / of_library,
         }
-    far = errors(options.layer, library, *sizes)
-    for row in rows:
-        times = ", ".join(f"{x:.2f}" for x in row["ms"])
-        print(
-            f"{row['layout']:>11}: {row['sum_ms']:8.2f} ms ({times}); peak {row['peak_bytes'] / 2**20:,.0f} MiB, "
-            f"kept {row['kept_bytes'] / 2**20:,.0f} MiB; sent {row.get('sent_bytes', '-')}"
-        )
-    print(f"fla's own call: {of_library} ms")
-    for name, ratio in ratios.items():
-        print(f"{name}: {ratio:.3f}")
-    print(
-        f"error over one rank's, worst of outputs and gradients: {far['worst_ratio']:.3f}\ngoals: {GOALS}"
-    )
+    gpu = torch.cuda.get_device_name() if device == "cuda" else "none"
+    figures = {
+        "environment": environment(gpu, "torch", "triton", "fla-core"),
+        "kernel": library, "why_not_fla": reason, "rows": rows, "fla_ms": of_library,
+        "ratios": ratios, "errors": far, "goals": GOALS,
+    }  # fmt: skip
+    print(json.dumps(figures, indent=1))
     if options.json is not None:
-        gpu = torch.cuda.get_device_name() if device == "cuda" else "none"
-        facts = environment(gpu, "torch", "triton", "fla-core")
-        settings = {name: value for name, value in vars(options).items() if name != "json"}
-        write(options.json, {
-            "environment": facts, "settings": settings, "kernel": library, "why_not_fla": reason,
-            "rows": rows, "fla_ms": of_library, "ratios": ratios, "errors": far, "goals": GOALS,
-        })  # fmt: skip
+        write(options.json, figures)
     return 0
 
 

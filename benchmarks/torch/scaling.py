@@ -6,16 +6,10 @@ ones, of up to 50 rounds of 20, as many as fit the seconds. TFLOP/s are per GPU:
 FLOPs are ``2 N^2 H D``, the backward takes 2.5 times that. Scaling efficiency is a method's rate
 over that of one GPU on the same sequence.
 
-Words at the end of a method's name say how it runs. ``alone`` runs its launches over keys that are
-there already: kernels only; the share of the time that the rest takes is exposed communication.
-``graph`` replays a CUDA graph. ``layers`` is one of eight calls in a row, each of which has the
-output before as its q: a model's backward wakes autograd's thread once for all layers.
-``one-thread`` runs the backward in the thread of the forward, as
-``torch.autograd.set_multithreading_enabled(False)`` lets it.
-
-With ``--bind`` each process runs on processors of its own. With ``--ranks 4 8`` one GPU emulates
-all ranks of such rings, one after the other, ``alone``: what so many would reach if nothing had to
-travel. The slowest rank counts.
+Words at the end of a method's name say how it runs. ``graph`` replays a CUDA graph. ``layers`` is
+one of eight calls in a row, each of which has the output before as its q: a model's backward wakes
+autograd's thread once for all layers. ``one-thread`` runs the backward in the thread of the
+forward, as ``torch.autograd.set_multithreading_enabled(False)`` lets it.
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -34,22 +28,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.common.cases import (
-    PASSES,
-    SCALING_GATE as GATE_LENGTH,
-    SETTINGS,
-    SHORT_SETTINGS,
-    STRATEGY_SETTINGS,
-    K,
-    Setting,
-    mask_of,
-)
-from benchmarks.common.report import Report, environment, parser_of, rows_of, show
-from benchmarks.common.tables import ALONE, IN_LAYERS
-from benchmarks.torch.alone import as_rank
-from benchmarks.torch.methods import Method, dense, in_layers
-from benchmarks.torch.over_gpus import EVERY_STRATEGY, OVER_GPUS, method
-from benchmarks.torch.processors import bind
+from benchmarks.common import cases
+from benchmarks.common.cases import K, Setting, mask_of
+from benchmarks.common.report import Report, environment, parser_of, rates, scaling_line, show
+from benchmarks.common.tables import IN_LAYERS
+from benchmarks.torch import methods
+from benchmarks.torch.methods import Method, dense, in_layers, method
 from benchmarks.torch.timing import timed
 from ring_core import Mask, RingProgram, make_plan, ring_program
 from ring_core.tools.bench import watched
@@ -59,10 +43,11 @@ from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.strategies import gather as gather_strategy
 from ring_torch.transports import peer_copies, symm_buffer
 
-Pair = tuple[Setting, str]  # what to time, and by which method
 # At the end of a method's name: as a CUDA graph, replayed; the backward in the forward's thread.
 GRAPH, ONE_THREAD = "/graph", "/one-thread"
 LAYERS = 8  # calls in a row
+GATE_LENGTH = cases.SCALING_GATE
+WRONG = 0.1  # a method is right if its largest errors are below this
 
 
 def without_end(name: str) -> tuple[str, str]:
@@ -94,13 +79,13 @@ def inputs(setting: Setting, length: int, seed: int) -> list[torch.Tensor]:
 def gate(_: int, setting: Setting, name: str) -> dict[str, float]:
     """Return the largest and the RMS errors of a method on a short sequence, over all ranks.
 
-    ``alone`` has no result, so its method is checked with communication; of ``layers`` one call is.
+    Of ``layers`` one call is checked.
     """
     plain, end = without_end(name)
     if setting.sinks and "/" not in plain:
         raise ValueError(f"{name} takes no sinks")
     mask = mask_of(setting.mask, GATE_LENGTH)
-    way = method(plain.removesuffix(ALONE), mask, GATE_LENGTH)
+    way = method(plain, mask, GATE_LENGTH)
     tensors = inputs(setting, GATE_LENGTH, seed=1)
     with _as_long(setting):
         return _errors(way, mask, tensors, end)
@@ -120,14 +105,14 @@ def _as_long(setting: Setting) -> Iterator[None]:
         return head_groups_of(ring_program(plan), replace(keys, length=length), q_heads)
 
     fits_one_kernel, least = peer_copies.fits_one_kernel, symm_buffer.LEAST_COPY
+
+    def fits(*x: Any) -> bool:
+        return setting.seq_len <= 8 * K and fits_one_kernel(*x)
+
     prepare._prepare.cache_clear()  # noqa: SLF001 - calls are prepared anew
     with (
         patch.object(gather_strategy, "head_groups_of", groups_of),
-        patch.object(
-            peer_copies,
-            "fits_one_kernel",
-            lambda *x: setting.seq_len <= 8 * K and fits_one_kernel(*x),
-        ),
+        patch.object(peer_copies, "fits_one_kernel", fits),
         patch.object(symm_buffer, "LEAST_COPY", least * GATE_LENGTH // setting.seq_len),
     ):
         yield
@@ -174,6 +159,11 @@ def _errors(way: Method, mask: Mask, tensors: list[torch.Tensor], end: str) -> d
     return errors
 
 
+def wrong(errors: dict[str, float]) -> dict[str, float]:
+    """Return those of the errors that are too large for a time to be printed."""
+    return {key: x for key, x in errors.items() if key.endswith("max") and not x < WRONG}
+
+
 def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
     """Return milliseconds of both passes, their spread, the host's time and peak memory."""
     mask = mask_of(setting.mask, setting.seq_len)
@@ -183,14 +173,11 @@ def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str,
         way, layers = in_layers(way, LAYERS), LAYERS
     world = dist.get_world_size()
     length = setting.seq_len if plain == "one" else setting.seq_len // world
-    *qkv, dout = inputs(setting, length, seed=rank)[:4]
-    sinks = inputs(setting, length, seed=rank)[4:]
-    leaves = [x.requires_grad_() for x in qkv]
+    q, k, v, dout, *sinks = inputs(setting, length, seed=rank)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
     before = torch.cuda.memory_allocated()
     results: dict[str, Any] = {}
-
-    passes: dict[str, Callable[[], Any]]
-    passes = {
+    passes: dict[str, Callable[[], Any]] = {
         "forward": partial(way.forward, *leaves, *sinks),
         "both": partial(way.both, *leaves, dout, *sinks),
     }
@@ -222,9 +209,10 @@ def _captured(run: Callable[[], Any]) -> Callable[[], None]:
 def main(argv: list[str] | None = None) -> int:
     """Time the settings row by row; rows already in the JSON are kept."""
     parser = parser_of(__doc__, json_path=Path("out/bench_gpu.json"))
-    settings = {s.name: s for s in (*SETTINGS, *SHORT_SETTINGS, *STRATEGY_SETTINGS)}
+    settings = {
+        s.name: s for s in (*cases.SETTINGS, *cases.SHORT_SETTINGS, *cases.STRATEGY_SETTINGS)
+    }
     parser.add_argument("--gpus", type=int, nargs="+", default=[torch.cuda.device_count()])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[], help="emulated by one GPU")
     parser.add_argument(
         "--strategies", action="store_true",
         help="every strategy beside others, instead of the first table's settings and methods",
@@ -233,89 +221,34 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", metavar="NAME")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each figure")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds a row may take")
-    parser.add_argument("--bind", action="store_true", help="each process on its own processors")
     options = parser.parse_args(argv)
     if options.table:
         return show(options.table)
     report = Report(options.json, _environment)
-    if options.json.exists():
-        report.rows = rows_of(options.json)
-    default_settings = STRATEGY_SETTINGS if options.strategies else SETTINGS
-    methods = options.methods or (EVERY_STRATEGY if options.strategies else OVER_GPUS)
-    names = options.settings or [setting.name for setting in default_settings]
+    default = cases.STRATEGY_SETTINGS if options.strategies else cases.SETTINGS
+    names = options.methods or (methods.EVERY_STRATEGY if options.strategies else methods.OVER_GPUS)
+    chosen = options.settings or [setting.name for setting in default]
     pairs = [
-        (setting, name) for setting, name in product(map(settings.__getitem__, names), methods)
+        (settings[setting], name) for setting, name in product(chosen, names)
         # Chunks balanced for a mask are worth a row where shares of documents are uneven.
-        if not (options.strategies and name.startswith("chunks/") and setting.mask != "documents")
+        if not (options.strategies and name.startswith("chunks/") and "documents" not in setting)
     ]  # fmt: skip
-
-    def rows(world: int) -> Iterator[Pair]:
-        """Yield settings and methods that have no row yet."""
-        timed = {
-            (row["gpus"], row["setting"], row["method"])
-            for row in report.rows
-            if ("processors" in row) == options.bind
-        }
-        left = [pair for pair in pairs if (world, pair[0].name, pair[1]) not in timed]
-        return watched(left, len(left), "row")
-
-    def add(world: int, pair: Pair, result: dict[str, Any]) -> None:
-        row: dict[str, Any] = {"gpus": world, "setting": pair[0].name, "method": pair[1]}
-        if options.strategies:
-            row["every_strategy"] = True
-        if processors:
-            row["processors"] = processors  # of each process
-        report.add(row | result)
-        print(_line(report.rows[-1]), flush=True)
-
-    processors = 0
-    for world in options.ranks:
-        for pair in rows(world):
-            add(world, pair, _emulated(world, *pair, options.seconds))
-    for world in options.gpus if not options.ranks else ():
-        waiting, started = rows(world), True
+    for world in options.gpus:
+        left = [x for x in pairs if not report.has(gpus=world, setting=x[0].name, method=x[1])]
+        waiting, started = watched(left, len(left), "row"), True
         while started:  # once, and again after a failure that ranks do not share
             started = False
             with LocalRanks(world, cuda=True, patience=options.patience) as ranks:
-                if options.bind:
-                    processors = ranks.run(bind)[0]
-                for pair in waiting:
-                    result = _row(ranks, *pair, options.seconds)
-                    add(world, pair, result)
+                for setting, name in waiting:
+                    row = {"gpus": world, "setting": setting.name, "method": name}
+                    row |= {"every_strategy": True} if options.strategies else {}
+                    result = _row(ranks, setting, name, options.seconds)
+                    report.add(row | result)
+                    print(scaling_line(report.rows[-1]), flush=True)
                     started = "failed" in result and not result["by_all"]
                     if started:
                         break
     return 0
-
-
-def _emulated(world: int, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
-    """Return a row of ``world`` ranks that one GPU emulates, without communication.
-
-    Their results mean nothing, so the same calls are compared on one rank.
-    """
-    if name != "one" and ALONE not in name:
-        raise SystemExit(f"one GPU emulates ranks without communication only, not {name}")
-    errors = as_rank(0, 1, gate, 0, setting, name)
-    if off := wrong(errors):
-        return {"wrong": off}
-    ranks = range(1 if name == "one" else world)
-    by_rank = [as_rank(rank, len(ranks), measure, rank, setting, name, seconds) for rank in ranks]
-    slowest = {key: max((x[key] for x in by_rank), key=lambda x: x["ms"]) for key in PASSES}
-    return {"errors": errors, **_with_rates(slowest, setting, len(ranks))}
-
-
-def wrong(errors: dict[str, float]) -> dict[str, float]:
-    """Return those of the errors that are too large for a time to be printed."""
-    return {key: x for key, x in errors.items() if key.endswith("max") and not x < 0.1}
-
-
-def _with_rates(times: dict[str, Any], setting: Setting, shares: int) -> dict[str, Any]:
-    """Return times with the TFLOP/s of each of the ``shares`` GPUs."""
-    rates = {
-        key: times[key] | {"tflops": flops / shares / times[key]["ms"] / 1e9}
-        for key, flops in setting.flops.items()
-    }
-    return times | rates
 
 
 def _row(ranks: LocalRanks, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
@@ -332,25 +265,12 @@ def _row(ranks: LocalRanks, setting: Setting, name: str, seconds: float) -> dict
         broken = any(word in str(error) for word in ("CUDA error", "NCCL", "DistBackendError"))
         return {"failed": reason, "by_all": shared and not broken}
     shares = 1 if without_end(name)[0] == "one" else len(ranks)
-    return {"errors": errors, **_with_rates(times, setting, shares)}
-
-
-def _line(row: dict[str, Any]) -> str:
-    head = f"{row['gpus']} {row['setting']:<26} {row['method']:<18}"
-    if "forward" not in row:
-        return f"{head} {row.get('wrong') or row.get('failed')}"
-    parts = [
-        f"{row[key]['tflops']:6.0f} TFLOP/s {row[key]['ms']:9.3f} ms host {row[key]['host_ms']:7.3f}"
-        for key in ("forward", "both")
-    ]
-    return f"{head} {' | '.join(parts)} | {row['both']['peak_gib']:.2f} GiB"
+    return {"errors": errors, **times, **rates(times, setting, shares)}
 
 
 def _environment() -> dict[str, Any]:
-    return environment(
-        torch.cuda.get_device_name(), torch=torch.__version__, cuda=torch.version.cuda,
-        settings=[asdict(setting) for setting in (*SETTINGS, *SHORT_SETTINGS, *STRATEGY_SETTINGS)],
-    )  # fmt: skip
+    gpu = torch.cuda.get_device_name()
+    return environment(gpu, "flash-attn-4", torch=torch.__version__, cuda=torch.version.cuda)
 
 
 if __name__ == "__main__":

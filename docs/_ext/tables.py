@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import re
 import sys
+import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -39,9 +41,8 @@ def faults() -> str:
     """Silent faults of other libraries: what, where it was reported, what Ring does, the test."""
     rows = []
     for fault in _of_tests("faults_of_others/models.py").FAULTS:
-        fault_text, details = fault.words
         test = f"`test_rejected_there_and_right_here[{fault.name}]`"
-        rows.append((f"{fault_text} {details}", f"**{fault.ring}** {fault.how}", test))
+        rows.append((f"{fault.what} {fault.details}", f"**{fault.ring}** {fault.how}", test))
     return _table(("the fault, and where it was reported", "what Ring does", "test"), rows)
 
 
@@ -151,6 +152,17 @@ def sessions() -> str:
             summary = (ast.get_docstring(node) or "").partition("\n")[0]
             rows.append((f"`nox -s {node.name}`", summary))
     return _table(("command", "what it does"), rows)
+
+
+def layers() -> str:
+    """Layers of each package, from the top down, as ``tool.importlinter`` has them."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    rows = []
+    for contract in contracts["contracts"]:
+        for package in contract.get("containers", ()):
+            names = (re.sub(r" [|:] ", ", ", x) for x in contract["layers"] if x != "__main__")
+            rows.append((f"`{package}`", "; ".join(names)))
+    return _table(("package", "from the top down"), rows)
 
 
 def promises() -> str:

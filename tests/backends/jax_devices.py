@@ -74,7 +74,14 @@ def _without_values(case: Case) -> Case:
     segments: Segments | None = "pair" if case.segments else None
     bias: Bias | None = "full" if case.bias else None
     return replace(
-        case, name="", spread=1.0, poison=None, numbers=None, segments=segments, bias=bias
+        case,
+        name="",
+        spread=1.0,
+        poison=None,
+        numbers=None,
+        views=None,
+        segments=segments,
+        bias=bias,
     )
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from cases import Case
 from mutants import applied
+from views import VIEWS
 
 import ring_torch
 from ring_core import Plan, StrategyConfig
@@ -105,34 +106,38 @@ def _run_rank(rank: int, case: Case, ways: Ways, device: torch.device) -> Arrays
     plan, x = case.plan, {name: case.padded(name) for name in case.inputs}
     q_at, k_at = plan.positions(rank), plan.k_positions(rank)
 
-    def tensor(value: npt.NDArray[Any], *, grad: bool = False) -> torch.Tensor:
-        dtype = getattr(torch, case.dtype)
-        return torch.tensor(value, dtype=dtype, device=device).requires_grad_(grad)
+    def tensor(
+        name: str, at: Any = (), dtype: torch.dtype | None = None, *, grad: bool = False
+    ) -> torch.Tensor:
+        dtype = dtype or getattr(torch, case.dtype)
+        value = torch.tensor(np.ascontiguousarray(x[name][at]), dtype=dtype, device=device)
+        view = case.view_of(name)
+        return (value if view is None else VIEWS[view](value)).requires_grad_(grad)
 
-    q = tensor(x["q"][:, q_at], grad=True)
-    k, v = (tensor(x[side][:, k_at], grad=True) for side in "kv")
-    sinks = tensor(x["sinks"], grad=True) if "sinks" in x else None
-    bias = tensor(x["bias"][:, :, q_at], grad=True) if "bias" in x else None
-    slopes = tensor(x["alibi_slopes"]) if "alibi_slopes" in x else None
+    q = tensor("q", np.s_[:, q_at], grad=True)
+    k, v = (tensor(side, np.s_[:, k_at], grad=True) for side in "kv")
+    sinks = tensor("sinks", grad=True) if "sinks" in x else None
+    bias = tensor("bias", np.s_[:, :, q_at], grad=True) if "bias" in x else None
+    slopes = tensor("alibi_slopes") if "alibi_slopes" in x else None
     ids = None
     if case.segments:
         ids = tuple(
-            torch.tensor(x[side][:, positions], device=device)
+            tensor(side, np.s_[:, positions], torch.int32)
             for side, positions in (("q_ids", q_at), ("k_ids", k_at))
         )
     rules = case.rules
     if case.shown:
-        rules["mask"] = torch.tensor(x["shown"][..., q_at, :], device=device)
+        rules["mask"] = tensor("shown", np.s_[..., q_at, :], torch.bool)
     options: dict[str, Any] = {
         **rules, "seq_len": case.lengths, "layout": case.layout, "segment_ids": ids, "softmax_scale": case.softmax_scale,
         "softcap": case.softcap, "sinks": sinks, "bias": bias, "alibi_slopes": slopes, "dropout_p": case.dropout_p,
         "dropout_seed": case.dropout_seed, "kernel": ways[0], "strategy": ways[1],
         "transport": ways[2],
     }  # fmt: skip
-    dout = tensor(x["dout"][:, q_at])
+    dout = tensor("dout", np.s_[:, q_at])
     if case.lse_grad:
         out, lse = ring_torch.ring_attention(q, k, v, return_lse=True, **options)
-        dlse = torch.tensor(x["dlse"][:, :, q_at], dtype=lse.dtype, device=device)
+        dlse = tensor("dlse", np.s_[:, :, q_at], lse.dtype)
         torch.autograd.backward([out, lse], [dout, dlse])
     else:  # kernels without a gradient through lse may run too
         out = ring_torch.ring_attention(q, k, v, **options)

@@ -189,65 +189,72 @@ def sides(items: Sequence[WorkItem]) -> list[tuple[int | None, ...]]:
     return [(i.q_start, i.q_stop, i.k_start, i.k_stop, i.lo, i.hi) for i in items]
 
 
-def test_rows_that_see_own_keys_only_are_in_place() -> None:
-    """Only the first row of each chunk needs the rank before; all other rows are in place."""
-    plan = make_plan(Mask(causal=True, window=(1, 0)), seq_len=16, cp_size=2, layout="zigzag")
-    gather = gather_program(plan, 0)
-    assert sides(gather.items) == [(4, 5, 0, 2, None, None)]
-    assert sides(gather.in_place) == [(0, 4, 0, 4, 0, 1), (5, 8, 4, 8, -1, 0)]
-    assert gather.spans == ((11, 13),)
-    assert gather.num_rows == 8
-    # The chunks of rank 1 are neighbours: no row of the second one needs another rank.
-    gather = gather_program(plan, 1)
-    assert sides(gather.items) == [(0, 1, 0, 2, None, None)]
-    assert sides(gather.in_place) == [(1, 4, 0, 4, -1, 0), (4, 8, 3, 8, -1, 0)]
+ZIGZAG: dict[str, Any] = {"seq_len": 16, "cp_size": 2, "layout": "zigzag"}
+LATER = ChunkLayout(((1, 2, 3, 4, 5, 6, 7, 14), (0, 8, 9, 10, 11, 12, 13, 15)))
+Rows = list[tuple[int | None, ...]]
+#: Masks, sizes and the rank; its items, `None` where they do not matter, and its rows in place.
+IN_PLACE: dict[str, tuple[Mask, dict[str, Any], int, Rows | None, Rows]] = {
+    "the first row of each chunk needs the rank before": (
+        Mask(causal=True, window=(1, 0)), ZIGZAG, 0,
+        [(4, 5, 0, 2, None, None)], [(0, 4, 0, 4, 0, 1), (5, 8, 4, 8, -1, 0)],
+    ),
+    "chunks of rank 1 are neighbours": (
+        Mask(causal=True, window=(1, 0)), ZIGZAG, 1,
+        [(0, 1, 0, 2, None, None)], [(1, 4, 0, 4, -1, 0), (4, 8, 3, 8, -1, 0)],
+    ),
+    "cut at tiles, without the first and the last two": (
+        Mask(window=(200, 3)), {"seq_len": 6144, "cp_size": 3}, 1,
+        [(0, 256, 0, 459, -203, 0), (1792, 2048, 459, 918, -203, 0)], [(256, 1792, 56, 1795, -203, 0)],
+    ),
+    "no rank before": (
+        Mask(window=(200, 3)), {"seq_len": 6144, "cp_size": 3}, 0, None, [(0, 1792, 0, 1795, -3, 200)]
+    ),
+    "wide on both sides": (
+        Mask(window=(300, 300)), {"seq_len": 12288, "cp_size": 3}, 1, None, [(384, 3712, 84, 4012, -600, 0)]
+    ),
+    "two chunks": (
+        Mask(window=(0, 3)), {"seq_len": 4096, "cp_size": 2, "layout": "zigzag"}, 1, None,
+        [(0, 1024, 0, 1027, -3, 0), (1024, 1792, 1024, 1795, -3, 0)],
+    ),
+    "queries are no whole tiles: from row 768 on there are 255 left": (
+        Mask(window=(0, 3)), {"seq_len": 2046, "kv_seq_len": 2048, "cp_size": 2}, 0, None,
+        [(0, 640, 2, 645, -3, 0)],
+    ),
+    "exact without tiles, first": (
+        Mask(window=(2, 3)), {"seq_len": 96, "cp_size": 3}, 0, None, [(0, 29, 0, 32, -3, 2)]
+    ),
+    "exact without tiles: two rows see before, three after": (
+        Mask(window=(2, 3)), {"seq_len": 96, "cp_size": 3}, 1, None, [(2, 29, 0, 32, -5, 0)]
+    ),
+    "exact without tiles, last": (
+        Mask(window=(2, 3)), {"seq_len": 96, "cp_size": 3}, 2, None, [(2, 32, 0, 32, -5, 0)]
+    ),
+    "half of the own keys is gathered whole": (
+        Mask(causal=True, window=(2, 0)), ZIGZAG, 0, [(4, 8, 0, 6, -2, 0)], [(0, 4, 0, 4, 0, 2)]
+    ),
+    "and the other half, with a token to the right": (Mask(window=(2, 1)), ZIGZAG, 0, None, []),
+    "windows that begin before the first key": (
+        Mask(causal=True, window=(1, 0)),
+        {"seq_len": 128, "kv_seq_len": 16, "cp_size": 2, "layout": LATER}, 0,
+        [(56, 58, 0, 2, 0, None)], [(58, 64, 0, 7, -1, 0)],
+    ),
+    "most own keys are needed beside others: causal": (
+        Mask(causal=True), {"seq_len": 32, "cp_size": 2}, 1, None, []
+    ),
+    "window": (Mask(causal=True, window=(9, 0)), {"seq_len": 32, "cp_size": 2}, 1, None, []),
+    "documents": (Mask(cu_seqlens=(0, 15, 25, 32)), {"seq_len": 32, "cp_size": 2}, 1, None, []),
+    "a document for each rank": (
+        Mask(cu_seqlens=(0, 8, 16)), {"seq_len": 16, "cp_size": 2}, 1, [], [(0, 8, 0, 8, None, None)]
+    ),
+}  # fmt: skip
 
 
-def test_rows_on_either_side_of_those_in_place() -> None:
-    """Rows in place are cut at tile borders, without the first and the last two tiles."""
-    plan = make_plan(Mask(window=(200, 3)), seq_len=6144, cp_size=3)
-    gather = gather_program(plan, 1)
-    assert sides(gather.in_place) == [(256, 1792, 56, 1795, -203, 0)]
-    assert [(i.q_slice, i.k_stop - i.k_start) for i in gather.items] == [
-        (slice(0, 256), 200 + 259), (slice(1792, 2048), 200 + 259),
-    ]  # fmt: skip
-    assert sides(gather_program(plan, 0).in_place) == [(0, 1792, 0, 1795, -3, 200)]
-    plan = make_plan(Mask(window=(300, 300)), seq_len=12288, cp_size=3)
-    assert sides(gather_program(plan, 1).in_place) == [(384, 3712, 84, 4012, -600, 0)]
-    plan = make_plan(Mask(window=(0, 3)), seq_len=4096, cp_size=2, layout="zigzag")
-    assert sides(gather_program(plan, 1).in_place) == [
-        (0, 1024, 0, 1027, -3, 0), (1024, 1792, 1024, 1795, -3, 0),
-    ]  # fmt: skip
-    # Queries need not be whole tiles: from row 768 on there are 255 left.
-    plan = make_plan(Mask(window=(0, 3)), seq_len=2046, kv_seq_len=2048, cp_size=2)
-    assert sides(gather_program(plan, 0).in_place) == [(0, 640, 2, 645, -3, 0)]
-
-
-def test_rows_in_place_begin_and_end_where_windows_leave_the_own_keys() -> None:
-    """Without tiles the cut is exact: two rows see the rank before, three the one after."""
-    plan = make_plan(Mask(window=(2, 3)), seq_len=96, cp_size=3)
-    rows = [[item.q_slice for item in gather_program(plan, rank).in_place] for rank in range(3)]
-    assert rows == [[slice(0, 29)], [slice(2, 29)], [slice(2, 32)]]
-
-
-def test_half_of_the_own_keys_may_be_needed_beside_others() -> None:
-    """Chunk 3, half of the own keys, is gathered whole: half of its rows see the chunk before."""
-    plan = make_plan(Mask(causal=True, window=(2, 0)), seq_len=16, cp_size=2, layout="zigzag")
-    gather = gather_program(plan, 0)
-    assert sides(gather.items) == [(4, 8, 0, 6, -2, 0)]
-    assert sides(gather.in_place) == [(0, 4, 0, 4, 0, 2)]
-    # With one token to the right, a row of chunk 0 sees chunk 1, so chunk 0 is needed, too.
-    plan = make_plan(Mask(window=(2, 1)), seq_len=16, cp_size=2, layout="zigzag")
-    assert gather_program(plan, 0).in_place == ()
-
-
-def test_windows_that_begin_before_the_first_key() -> None:
-    """More queries than keys: positions 0 to 7 against own keys from 1 on."""
-    layout = ChunkLayout(((1, 2, 3, 4, 5, 6, 7, 14), (0, 8, 9, 10, 11, 12, 13, 15)))
-    sizes: Any = {"seq_len": 128, "kv_seq_len": 16, "cp_size": 2}
-    gather = gather_program(make_plan(Mask(causal=True, window=(1, 0)), **sizes, layout=layout), 0)
-    assert sides(gather.items) == [(56, 58, 0, 2, 0, None)]
-    assert sides(gather.in_place) == [(58, 64, 0, 7, -1, 0)]
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_rows_that_see_own_keys_only_are_in_place(name: str) -> None:
+    mask, sizes, rank, items, in_place = IN_PLACE[name]
+    gather = gather_program(make_plan(mask, **sizes), rank)
+    assert sides(gather.in_place) == in_place
+    assert items is None or sides(gather.items) == items
 
 
 def test_documents_are_not_cut_for_rows_in_place() -> None:
@@ -258,18 +265,6 @@ def test_documents_are_not_cut_for_rows_in_place() -> None:
     (item,) = gather.in_place
     assert item.cu_q is not None and (item.q_slice, item.k_slice) == (slice(2, 16), slice(2, 16))
     assert item.cu_q.tolist() == [0, 6, 14]
-    # With one document per rank there is nothing to fetch.
-    gather = gather_program(make_plan(Mask(cu_seqlens=(0, 8, 16)), seq_len=16, cp_size=2), 1)
-    assert gather.items == ()
-    assert sides(gather.in_place) == [(0, 8, 0, 8, None, None)]
-
-
-@pytest.mark.parametrize(
-    "mask", [Mask(causal=True), Mask(causal=True, window=(9, 0)), Mask(cu_seqlens=(0, 15, 25, 32))]
-)
-def test_nothing_is_in_place_where_most_own_keys_are_needed_beside_others(mask: Mask) -> None:
-    plan = make_plan(mask, seq_len=32, cp_size=2)
-    assert gather_program(plan, 1).in_place == ()
 
 
 def test_documents_are_cut_where_the_columns_begin_and_end() -> None:

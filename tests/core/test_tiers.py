@@ -26,16 +26,8 @@ def kinds(case: Case) -> Iterator[str]:
     yield f"ranks: {case.cp_size}"
     heads, kv_heads = case.heads
     yield f"heads: {'alike' if heads == kv_heads else 'of one key' if kv_heads == 1 else 'grouped'}"
-    for name in (
-        "softmax_scale",
-        "softcap",
-        "bias",
-        "shown",
-        "alibi",
-        "dropout_p",
-        "segments",
-        "poison",
-    ):
+    options = "softmax_scale softcap bias shown alibi dropout_p segments poison views"
+    for name in options.split():
         if getattr(case, name):
             yield f"option: {name}"
     if case.sinks is not None:

@@ -1,9 +1,7 @@
-"""Run random cases on a backend: ``nox -s fuzz`` (``-- --seconds 3600 --resume`` by hand).
+"""Run random cases on a backend: ``nox -s fuzz`` (``-- --seconds 3600 --seed 2000`` by hand).
 
-With ``--resume`` it first runs the failed seeds again and then continues where ``out/fuzz.json``
-ends. It prints the tallies of all backends in that file, and adds this one's to the file that
-``--json`` names. A failure is printed as the expression that makes its case; add it to
-``tests/cases.py`` under a name of its own.
+A failure is printed as the expression that makes its case; add it to ``tests/cases.py`` under a
+name of its own. ``--json`` names a file of counts by backend, to which this one's are added.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-STATE = ROOT / "out" / "fuzz.json"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,11 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", choices=("core", "torch", "jax", "jax-gpu"), default="core")
     parser.add_argument("--cases", type=int, default=2000, help="how many seeds (2000)")
     parser.add_argument("--seconds", type=float, default=600.0, help="for how long at most (600)")
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument("--seed", type=int, default=0, help="the first seed (0)")
-    start.add_argument("--resume", action="store_true", help="go on after the backend's last run")
-    parser.add_argument("--state", type=Path, default=STATE, help="where runs are kept")
-    parser.add_argument("--json", type=Path, help="add the tally to this file, too")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed (0)")
+    parser.add_argument("--json", type=Path, help="add the counts to this file, too")
     options = parser.parse_args(argv)
     if options.backend.startswith("jax"):  # read when jax is imported
         os.environ["NPROC"] = "32"  # threads for callbacks of several devices
@@ -48,38 +42,24 @@ def main(argv: list[str] | None = None) -> int:
 def _run(options: Any) -> int:
     from tqdm import tqdm
 
-    from fuzz.campaign import Campaign, Tally, load, save
+    from fuzz.campaign import Campaign, Tally
 
-    tallies = load(options.state) if options.state.exists() else {}
-    if not options.resume:
-        tallies[options.backend] = Tally(options.seed, options.seed)
-    tally = tallies.setdefault(options.backend, Tally(0, 0))
+    tally = Tally(options.seed, options.seed)
     backend = _backend(options.backend)
     campaign = Campaign(options.backend, backend, tally)
-    began = saved = time.monotonic()
+    began = time.monotonic()
     try:
-        for failure in campaign.run_failed_again():
-            _show(failure)
-        # Without a terminal a line now and then replaces the progress bar.
+        # Without a terminal a line at the end replaces the progress bar.
         for _ in tqdm(range(options.cases), options.backend, unit="case", disable=None):
             if time.monotonic() - began > options.seconds:
                 break
-            new_failure = campaign.run_next()
-            if new_failure is not None:
-                _show(new_failure)
-            if time.monotonic() - saved > 20:
-                save(options.state, tallies)
-                saved = time.monotonic()
-                tqdm.write(f"{options.backend}: seed {tally.next}, {tally.line()}")
-                sys.stdout.flush()
+            if failure := campaign.run_next():
+                print(f"\nseed {failure.seed} failed: {failure.error}\n  {failure.trial}")
+                print(f"  simplest: {failure.simplest}\n", flush=True)
     finally:
-        save(options.state, tallies)
         if hasattr(backend, "close"):
             backend.close()
-    for name, backend_tally in tallies.items():
-        print(
-            f"{name}: seeds {backend_tally.first} to {backend_tally.next - 1}, {backend_tally.line()}"
-        )
+    print(f"{options.backend}: seeds {tally.first} to {tally.next - 1}, {tally.line()}")
     if options.json is not None:
         _keep(options.json, options.backend, tally)
     return 1 if tally.failures else 0
@@ -101,11 +81,6 @@ def _backend(name: str) -> Any:
     from backends.simulator import SimulatorBackend
 
     return SimulatorBackend()
-
-
-def _show(failure: Any) -> None:
-    print(f"\nseed {failure.seed} failed: {failure.error}\n  {failure.trial}")
-    print(f"  simplest: {failure.simplest}\n", flush=True)
 
 
 def _keep(path: Path, name: str, tally: Any) -> None:

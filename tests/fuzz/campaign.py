@@ -1,15 +1,11 @@
-"""Fuzz campaigns: trials run one by one, with tallies kept in a state file."""
+"""Fuzz campaigns: trials run one by one, and are counted."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from tolerances import assert_shapes, findings
@@ -31,7 +27,7 @@ class Failure:
     seed: int
     trial: str
     error: str
-    simplest: str = ""  # the simplest trial found that fails with the same kind of error
+    simplest: str = ""
 
 
 @dataclass
@@ -57,43 +53,6 @@ class Tally:
         )
 
 
-@cache
-def generator() -> str:
-    """Return a digest of the generator's source; if it changes, seeds give other trials."""
-    return hashlib.blake2b(Path(draw.__file__).read_bytes(), digest_size=8).hexdigest()
-
-
-def load(path: Path) -> dict[str, Tally]:
-    """Read the tallies of a state file, by backend.
-
-    Raises:
-        ValueError: The file was written by another generator, so its seeds gave other cases.
-    """
-    state = json.loads(path.read_text())
-    if state["generator"] != generator():
-        raise ValueError(f"{path} was written when seeds gave other cases: move it away")
-    return {name: _tally(values) for name, values in state["backends"].items()}
-
-
-def _tally(values: dict[str, Any]) -> Tally:
-    failures = [Failure(**failure) for failure in values.pop("failures")]
-    return Tally(**{**values, "refused": Counter(values["refused"]), "failures": failures})
-
-
-def save(path: Path, tallies: dict[str, Tally]) -> None:
-    """Write the state file atomically: an interrupted run leaves the previous one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new_file = path.with_suffix(".new")
-    backends = {
-        name: {**vars(tally), "failures": [vars(failure) for failure in tally.failures]}
-        for name, tally in tallies.items()
-    }
-    new_file.write_text(
-        json.dumps({"generator": generator(), "backends": backends}, indent=1) + "\n"
-    )
-    new_file.replace(path)
-
-
 class Campaign:
     """Fuzz run on one backend, with its tally."""
 
@@ -110,13 +69,6 @@ class Campaign:
         self.tally.next += 1
         self.tally.seconds += time.monotonic() - began
         return failure
-
-    def run_failed_again(self) -> list[Failure]:
-        """Run the seeds that failed before, and return the failures that are left."""
-        before, self.tally.failures = self.tally.failures, []
-        trials = ((known.seed, draw.draw(known.seed, self._limits)) for known in before)
-        failures = [self._tallied(seed, trial) for seed, trial in trials]
-        return [failure for failure in failures if failure is not None]
 
     def _tallied(self, seed: int, trial: Trial) -> Failure | None:
         try:

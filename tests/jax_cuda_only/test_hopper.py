@@ -78,17 +78,10 @@ def test_one_step(case: Case, calls: list[str]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "causal",
-        "window-both",
-        "odd-length",
-        "narrow",
-        "poison-v",
-        "parts",
-        "poison-parts",
-        "chunks",
-        "chunks-narrow",
+        "causal", "window-both", "odd-length", "narrow", "poison-v", "parts", "poison-parts",
+        "chunks", "chunks-narrow",
     ],
-)
+)  # fmt: skip
 def test_a_step_of_several(
     name: str, step: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks.common.cases import JAX_ROWS, Rival
+from benchmarks.common.turns import passing
 from benchmarks.jax import options
-from benchmarks.jax.columns import exact, ours
+from benchmarks.jax.methods import exact, kernel
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     def refuses(*_: Any, mask: Any) -> Any:
         raise ValueError(f"no such head dims\nfor {mask}")
 
-    ring = partial(ours, kernel="xla")
+    ring = partial(kernel, name="xla")
     methods = {"ring": ring, "triton": right, "cudnn": forgets_the_scale, "other": refuses}
     rivals = tuple(Rival(name, name) for name in methods if name != "ring")
     rows = tuple(
@@ -37,7 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     for name, value in (
         ("METHODS", methods), ("JAX_ROWS", rows), ("WINDOW", 20), ("GATE_LENGTH", 96),
-        ("ROUNDS", 3), ("TURN", 0.001),
+        ("TURN", 0.001),
     ):  # fmt: skip
         monkeypatch.setattr(options, name, value)
     return options
@@ -48,27 +49,29 @@ def test_what_is_wrong_is_not_timed(small: Any) -> None:
         if row.name in ("window 1,024", "bias"):
             wrong = small.errors(row)
             assert wrong["other"] == "ValueError: no such head dims"
-            assert small.passing(wrong) == ["ring", "triton"]
-            assert small.passing({**wrong, "other": float("nan")}) == ["ring", "triton"]
+            assert passing(wrong) == ["ring", "triton"]
+            assert passing({**wrong, "other": float("nan")}) == ["ring", "triton"]
 
 
 @pytest.mark.nightly
 def test_the_whole_run(small: Any, tmp_path: Path) -> None:
     path = tmp_path / "found" / "figures.json"
-    arguments = ["--length", "64", "--settings", "192/128", "bias", "--json", str(path)]
+    arguments = [
+        "--length",
+        "64",
+        "--rounds",
+        "3",
+        "--rows",
+        "192/128",
+        "bias",
+        "--json",
+        str(path),
+    ]
     assert small.main(arguments) == 0
     report = json.loads(path.read_text())
     assert report["environment"]["length"] == 64
-    assert [row["setting"] for row in report["rows"]] == ["192/128", "bias"]
+    assert [row["row"] for row in report["rows"]] == ["192/128", "bias"]
     for row in report["rows"]:
         assert set(row["milliseconds"]["both"]) == {"ring", "triton"}
         assert set(row["ratio"]["forward"]) == {"triton"}
         assert row["kernel"] == "triton"
-
-
-def test_ratios_are_of_rounds(small: Any) -> None:
-    times = {"ring": [2.0, 3.0, 2.0], "cudnn": [4.0, 2.0, 2.0]}
-    row = small.row_of(small.JAX_ROWS[0], {"ring": 0.1}, {"both": times}, "cudnn")
-    assert row["ratio"] == {"both": {"cudnn": [0.5, 1.0, 1.5]}}
-    without = small.row_of(small.JAX_ROWS[0], {"ring": "no"}, {"both": {"cudnn": [1.0]}}, "")
-    assert without["ratio"] == {"both": {}}

@@ -272,6 +272,11 @@ def test_refusals_of_flax(bound: Any, arguments: dict[str, Any], message: str) -
         ({}, {"mask": Segments(jnp.asarray(IDS[:1]))}, "segment_ids of the queries must have"),
         ({}, {"dropout_rate": 0.5, "broadcast_dropout": False}, "needs dropout_rng"),
         ({}, {"key": QKV[1][0]}, "share batch dimensions"),
+        (
+            {},
+            dict.fromkeys(("query", "key", "value"), QKV[1][0, 0]),
+            r"be \[batch\.\.\., sequence, heads",
+        ),
         ({}, {"is_causal": 1}, "is_causal must be True or False"),
     ],
 )

@@ -19,9 +19,7 @@ from cases import RINGS
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 from jax_meshes import mesh_of
 
-import ring_jax
 from ring_core import (
-    LAYOUTS,
     ChunkLayout,
     Mask,
     UnsupportedError,
@@ -32,7 +30,6 @@ from ring_core import (
 )
 from ring_jax import RESIDUALS, ContextParallel, __version__, compat, ring_attention
 from ring_jax.equinox import convert
-from ring_jax.flax import make_attention_fn
 from ring_jax.records import AttentionOptions, CallOptions
 
 Q, KV = (2, 16, 4, 8), (2, 16, 2, 8)
@@ -195,54 +192,6 @@ def test_calls_that_nothing_compiles(caplog: pytest.LogCaptureFixture) -> None:
     assert programs[1] == 0
 
 
-@pytest.mark.parametrize(
-    "layout", [*LAYOUTS, ChunkLayout(((0, 7), (1, 2), (3, 5), (4, 6)))], ids=str
-)
-def test_layout(layout: Any) -> None:
-    cp = ContextParallel(mesh_of(cp=4), "cp", layout=layout)
-    x = random(16, 3)
-    assert cp.cp_size == 4
-    shard = cp.shard(x, dim=0)
-    assert isinstance(shard.sharding, NamedSharding)
-    assert shard.sharding.spec[0] == "cp"
-    np.testing.assert_array_equal(shard, np.asarray(x)[np.asarray(cp.positions(16))])
-    np.testing.assert_array_equal(cp.unshard(shard, dim=0), x)
-
-
-def test_lse_is_returned_and_differentiable() -> None:
-    tokens, rows = P(None, "cp"), P(None, None, "cp")
-
-    def both(*args: jax.Array) -> Any:
-        return CALL(*args, return_lse=True)
-
-    function = jax.shard_map(
-        both, mesh=mesh_of(cp=2), in_specs=(tokens,) * 3, out_specs=(tokens, rows)
-    )
-    _, lse = reference.attention(*map(np.asarray, qkv()), causal=True)
-    close(jax.jit(function)(*qkv())[1], lse)
-    weight = random(2, 4, 16, seed=8)
-    actual = jax.jit(jax.grad(lambda q: (function(q, *qkv()[1:])[1] * weight).sum()))(qkv()[0])
-    nothing = np.zeros(Q, np.float32)
-    close(
-        actual,
-        reference.attention_grads(
-            nothing, *map(np.asarray, qkv()), dlse=np.asarray(weight), causal=True
-        ).dq,
-    )
-
-
-def test_seeds() -> None:
-    """A Python integer, a traced scalar and a pair of words are the same seed."""
-    call = partial(ring_attention, axis_name=None, dropout_p=0.5)
-    seed = (5 << 32) + 9
-    expected = reference.attention(*map(np.asarray, qkv()), dropout_p=0.5, dropout_seed=seed)[0]
-    close(call(*qkv(), dropout_seed=seed), expected)
-    seed_words = jnp.array([9, 5], jnp.uint32)
-    close(jax.jit(lambda s: call(*qkv(), dropout_seed=s))(seed_words), expected)
-    small = reference.attention(*map(np.asarray, qkv()), dropout_p=0.5, dropout_seed=9)[0]
-    close(jax.jit(lambda s: call(*qkv(), dropout_seed=s))(jnp.int32(9)), small)
-
-
 def test_saved_residuals_spare_the_ring() -> None:
     """Saving the named residuals spares rematerialisation all transfers of the forward."""
     policy = jax.checkpoint_policies.save_only_these_names(*RESIDUALS)
@@ -388,12 +337,6 @@ def test_heads_that_an_axis_does_not_divide() -> None:
         by_batch.attention(FOUR_HEADS, FOUR_HEADS, FOUR_HEADS)
 
 
-def test_a_mask_of_keys() -> None:
-    mask = jnp.ones((1, 1, 1, 8), bool)
-    with pytest.raises(ValueError, match=r"segment_ids, int32 \[B, T_local\].*-1 for padding"):
-        SPLIT.attention(FOUR_HEADS, FOUR_HEADS, FOUR_HEADS, mask=mask)
-
-
 def test_equinox_names_inference() -> None:
     model = convert(eqx.nn.MultiheadAttention(2, 8, key=jax.random.key(0)), SPLIT.attention)
     x = jnp.ones((8, 8))
@@ -401,30 +344,7 @@ def test_equinox_names_inference() -> None:
         model(x, x, x, deterministic=True)
 
 
-def test_flax_looks_at_shapes_first() -> None:
-    attend = make_attention_fn(SPLIT.attention)
-    dropout: Any = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}
-    with pytest.raises(ValueError, match="share batch dimensions") as error:
-        attend(FOUR_HEADS, jnp.concatenate([FOUR_HEADS, FOUR_HEADS]), FOUR_HEADS, **dropout)
-    assert not isinstance(error.value, UnsupportedError)
-    with pytest.raises(ValueError, match=r"must be \[batch\.\.\., sequence, heads, head_dim\]"):
-        attend(FOUR_HEADS[0, 0], FOUR_HEADS[0, 0], FOUR_HEADS[0, 0], **dropout)
-    with pytest.raises(UnsupportedError, match="broadcast_dropout"):
-        attend(FOUR_HEADS, FOUR_HEADS, FOUR_HEADS, **dropout)
-
-
 def test_shared_sinks_are_told_as_they_are() -> None:
     assert compat.__doc__ is not None and "``softmax_aux`` is ``[H, n]``" in compat.__doc__
     with pytest.raises(ValueError, match=r"softmax_aux\[:, None\]"):
         compat.flash_attention(FOUR_HEADS, FOUR_HEADS, FOUR_HEADS, softmax_aux=jnp.zeros(4))
-
-
-def test_zigzag_over_one_device_takes_odd_lengths() -> None:
-    cp = ContextParallel(
-        jax.make_mesh((1,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:1]), "cp"
-    )
-    q = FOUR_HEADS[:, :7]
-    out = cp.unshard(cp.attention(*map(cp.shard, (q, q, q)), causal=True))
-    np.testing.assert_allclose(out, reference.attention(q, q, q, causal=True)[0], atol=2e-6)
-    alone = partial(ring_jax.ring_attention, axis_name=None, layout="zigzag", causal=True)
-    np.testing.assert_allclose(alone(q, q, q), out, atol=2e-6)

@@ -173,15 +173,11 @@ EVERY = [(call, name) for call, (_, table, _) in CALLS.items() for name in table
     only=[
         f"ring of two-{name}"
         for name in (
-            "fwd_params",
-            "chunk_size",
-            "sliding_window",
-            "softmax_scale",
-            "q_segment_ids",
+            "fwd_params", "chunk_size", "sliding_window", "softmax_scale", "q_segment_ids",
             "logits_soft_cap",
         )
     ]
-)
+)  # fmt: skip
 @pytest.mark.parametrize(("call", "name"), EVERY, ids=[f"{call}-{name}" for call, name in EVERY])
 def test_every_argument_is_honoured_or_refused(call: str, name: str) -> None:
     function, table, defaults = CALLS[call]

@@ -70,13 +70,8 @@ def test_a_healthy_machine() -> None:
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["healthy"]
     assert report["versions"].keys() >= {
-        "python",
-        "numpy",
-        "ring-core",
-        "ring-jax",
-        "jax",
-        "jaxlib",
-    }
+        "python", "numpy", "ring-core", "ring-jax", "jax", "jaxlib",
+    }  # fmt: skip
     assert report["device"] == "cpu"
     assert report["devices"]
     assert report["kernels"][-1] == {

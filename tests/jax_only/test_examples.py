@@ -48,14 +48,11 @@ def training() -> ModuleType:
     [
         ["--cp=4"],
         [
-            "--packed",
-            "--window=20",
-            "--layout=contiguous",
-            "--strategy=balanced",
+            "--packed", "--window=20", "--layout=contiguous", "--strategy=balanced",
             "--dtype=float64",
         ],
     ],
-)
+)  # fmt: skip
 def test_devices_and_one_device_agree(options: list[str]) -> None:
     printed = run("train_bytes_jax.py", *SMALL, *options)
     table = [line.split() for line in printed.splitlines()]

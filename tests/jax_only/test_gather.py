@@ -128,14 +128,6 @@ def test_under_checkpoint_and_scan() -> None:
     assert gathered.lower(*x).as_text().count("stablehlo.all_gather") == 1
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_few_devices(size: int) -> None:
-    x = _inputs()
-    results = jax.jit(_ring("zigzag", "gather", size, causal=True))(*x)
-    expected = jax.jit(_ring("zigzag", "ring", size, causal=True))(*x)
-    np.testing.assert_allclose(results, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_over_a_mesh_with_other_axes() -> None:
     mesh = jax.make_mesh((2, 2, 2), ("data", "cp", "heads"), axis_types=(AxisType.Explicit,) * 3)
     cp = ring_jax.ContextParallel(

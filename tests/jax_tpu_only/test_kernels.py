@@ -117,16 +117,10 @@ def test_vmap() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "causal",
-        "gqa",
-        "segments",
-        "shown-heads",
-        "negative-left",
-        "negative-rows",
-        "poison-v",
+        "causal", "gqa", "segments", "shown-heads", "negative-left", "negative-rows", "poison-v",
         "everything",
     ],
-)
+)  # fmt: skip
 def test_fused_backward_kernel(name: str) -> None:
     (case,) = (case for case in SEVERAL_BLOCKS if case.name == name)
     assert_close(case, alone(case, replace(SMALL, fused_backward=True)))

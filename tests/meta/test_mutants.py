@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 from cases import CASES
-from mutants import MUTANTS
+from mutants import ALL, MUTANTS, edited
 from tolerances import assert_close
 
 # A few cases of the table that together detect every mutant.
@@ -47,3 +48,16 @@ def _fails(name: str, mutant: str | None, backend: Any) -> bool:
     except (AssertionError, *backend.failures):
         return True
     return False
+
+
+@pytest.mark.parametrize("mutant", ALL)
+@pytest.mark.usefixtures("backend")  # which loads its packages
+def test_every_edit_is_of_its_function(mutant: str) -> None:
+    """Ranks that could not be edited would look as if the mutant had been noticed."""
+    for function, edits in ALL[mutant].items():
+        if function.partition(".")[0] in sys.modules:
+            original, code = edited(function, edits)
+            assert (
+                code.co_code != original.__code__.co_code
+                or code.co_consts != original.__code__.co_consts
+            )

@@ -33,7 +33,7 @@ TESTS = (
     "core/test_bad_input.py::test_wrong_values_are_refused_by_name", "core/test_layout.py",
     "core/test_strategy.py", "core/test_band.py", "core/test_balance.py", "core/test_mask.py", "core/test_merge.py", "core/test_seen.py", "core/test_item.py",
     "core/test_gather.py", "core/test_geometry.py", "core/test_plan.py", "core/test_reference.py",
-    "core/test_simulator.py", "core/test_table_executor.py", "conformance/test_table.py",
+    "core/test_simulator.py", "conformance/test_table.py",
 )  # fmt: skip
 
 SETTINGS = """\

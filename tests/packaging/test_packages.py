@@ -13,7 +13,6 @@ import tomllib
 import zipfile
 from importlib.metadata import PathDistribution
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -219,12 +218,23 @@ def test_source_distribution_holds_licence_and_readme(built: Path, name: str) ->
 
 
 @each_package
-def test_versions_agree(built: Path, name: str) -> None:
-    version = PACKAGES["ring-core"]["version"]
+def test_metadata(built: Path, name: str) -> None:
+    """Versions agree, siblings are pinned to this minor version, and the index knows the rest."""
+    project, core = PACKAGES[name], PACKAGES["ring-core"]
     text = (sources(name) / "__init__.py").read_text()
-    assert metadata(built, name).version == version
-    assert re.findall(r'^__version__ = "(.*)"$', text, flags=re.MULTILINE) == [version]
-    assert PACKAGES[name]["requires-python"] == PACKAGES["ring-core"]["requires-python"]
+    assert metadata(built, name).version == core["version"]
+    assert re.findall(r'^__version__ = "(.*)"$', text, flags=re.MULTILINE) == [core["version"]]
+    assert project["requires-python"] == core["requires-python"]
+    assert project.get("urls") == core.get("urls"), "none as long as the project is not public"
+    named = project["classifiers"]
+    assert named == sorted(set(named)) and set(named) <= classifiers
+    major, minor, _ = project["version"].split(".")
+    expected = Requirement(f"x>={major}.{minor},<{major}.{int(minor) + 1}").specifier
+    asked = [Requirement(text) for text in metadata(built, name).requires or []]
+    siblings = {r.name: r for r in asked if r.name in PACKAGES}
+    assert (name == "ring-core") == (not siblings)
+    assert all(r.specifier == expected and r.url is None for r in siblings.values())
+    assert not {r.name for r in asked} & (FRAMEWORKS | set(PACKAGES)) - reachable(name)
 
 
 def test_the_citation_is_of_this_version() -> None:
@@ -232,38 +242,6 @@ def test_the_citation_is_of_this_version() -> None:
     core = PACKAGES["ring-core"]
     assert (citation["version"], citation["license"]) == (core["version"], core["license"])
     assert f"\n## {core['version']} - " in (ROOT / "CHANGELOG.md").read_text()
-
-
-@each_package
-def test_the_index_knows_its_classifiers(name: str) -> None:
-    """Classifiers are sorted and known to PyPI, which refuses packages with unknown ones."""
-    named = PACKAGES[name]["classifiers"]
-    assert named == sorted(set(named))
-    assert set(named) <= classifiers
-
-
-def test_packages_name_the_same_places() -> None:
-    """Packages have equal URLs; none as long as the project is not public."""
-    urls = [project.get("urls", {}) for project in PACKAGES.values()]
-    assert all(of_one == urls[0] for of_one in urls)
-
-
-@each_package
-def test_siblings_are_pinned_to_this_minor_version(built: Path, name: str) -> None:
-    major, minor, _ = PACKAGES[name]["version"].split(".")
-    expected = Requirement(f"x>={major}.{minor},<{major}.{int(minor) + 1}").specifier
-    asked = [Requirement(text) for text in metadata(built, name).requires or []]
-    siblings = {r.name: r for r in asked if r.name in PACKAGES}
-    assert (name == "ring-core") == (not siblings)
-    for requirement in siblings.values():
-        assert requirement.specifier == expected
-        assert requirement.url is None
-
-
-@each_package
-def test_metadata_asks_for_no_other_framework(built: Path, name: str) -> None:
-    asked = {Requirement(text).name for text in metadata(built, name).requires or []}
-    assert not asked & (FRAMEWORKS | set(PACKAGES)) - reachable(name)
 
 
 def test_frameworks_of_each_package() -> None:
@@ -284,11 +262,8 @@ def test_sources_import_no_other_framework_or_backend(name: str) -> None:
     offending = []
     for path in sources(name).rglob("*.py"):
         is_kernel = f"{module(name)}.{path.parent.name}.{path.stem}" in KERNELS
-        others = (
-            foreign - {"triton"}
-            if is_kernel
-            else foreign | (KERNELS if name == "ring-core" else set())
-        )
+        own = KERNELS if name == "ring-core" else set()
+        others = foreign - {"triton"} if is_kernel else foreign | own
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 imported = [alias.name for alias in node.names]
@@ -308,46 +283,36 @@ def test_every_module_of_core_needs_numpy_only(numpy_only: Path) -> None:
     assert tried_imports(numpy_only, code) <= {"ring_core", "numpy"}
 
 
-def test_torch_installs_without_jax(torch_only: Path) -> None:
-    listed = uv("pip", "list", "--quiet", "--python", torch_only, "--format", "json")
-    installed = {entry["name"] for entry in json.loads(listed)}
-    assert {"ring-core", "ring-torch", "torch"} <= installed
-    assert not installed & {"jax", "jaxlib", "jax-triton", "matplotlib", *JAX_PACKAGES}
+def installed(python: Path) -> set[str]:
+    listed = uv("pip", "list", "--quiet", "--python", python, "--format", "json")
+    return {entry["name"] for entry in json.loads(listed)}
 
 
-def test_importing_torch_backend_asks_for_no_device(torch_only: Path) -> None:
+def test_torch_installs_without_jax_and_asks_for_no_device(torch_only: Path) -> None:
+    names = installed(torch_only)
+    assert {"ring-core", "ring-torch", "torch"} <= names
+    assert not names & {"jax", "jaxlib", "jax-triton", "matplotlib", *JAX_PACKAGES}
     run(torch_only, "-I", "-c", NO_DEVICE)
 
 
-def test_jax_installs_without_torch_or_triton(jax_only: Path) -> None:
-    listed = uv("pip", "list", "--quiet", "--python", jax_only, "--format", "json")
-    installed = {entry["name"] for entry in json.loads(listed)}
-    assert {"ring-core", *JAX_PACKAGES, "jax"} <= installed
-    assert not installed & {"torch", "triton", "jax-triton", "flax", "libtpu", "matplotlib"}
-
-
-def test_importing_jax_backends_asks_for_no_device_and_they_run(jax_only: Path) -> None:
+def test_jax_installs_without_torch_asks_for_no_device_and_runs(jax_only: Path) -> None:
+    names = installed(jax_only)
+    assert {"ring-core", *JAX_PACKAGES, "jax"} <= names
+    assert not names & {"torch", "triton", "jax-triton", "flax", "libtpu", "matplotlib"}
     run(jax_only, "-I", "-c", NO_JAX_DEVICE)
 
 
 def test_constraints_pin_every_requirement_and_nothing_local() -> None:
-    lines = [
-        line
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if not line.startswith("#")
-    ]
-    pinned = {name: version for name, _, version in (line.partition("==") for line in lines)}
+    text = (ROOT / "constraints.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert not [line for line in lines if not re.match(r"^[a-z0-9-]+==[0-9][^/@]*$", line)]
-
-    groups: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())[
-        "dependency-groups"
-    ]
-    asked = [text for group in groups.values() for text in group]
-    projects: list[dict[str, Any]] = list(PACKAGES.values())
-    for project in projects:
-        asked += project.get("dependencies", [])
-        asked += [
-            text for extra in project.get("optional-dependencies", {}).values() for text in extra
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    lists: list[list[str]] = list(groups.values())
+    for project in PACKAGES.values():
+        lists += [
+            project.get("dependencies", []),
+            *project.get("optional-dependencies", {}).values(),
         ]
+    pinned, asked = {line.partition("==")[0] for line in lines}, [x for some in lists for x in some]
     names = {Requirement(text).name for text in asked} - set(PACKAGES)
-    assert names <= set(pinned)
+    assert names <= pinned

@@ -15,9 +15,11 @@ import json
 import multiprocessing
 import os
 import sys
+from contextlib import closing
 from dataclasses import asdict, replace
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -29,50 +31,60 @@ from ring_torch.local import PRELOADED, LocalRanks
 from sweep import switches
 from sweep.compare import Outcome, compare
 from sweep.entries import Entry, entries
-from sweep.page import RESULTS, Result, of_release, read, written
+from sweep.page import BAD, RESULTS, Result, of_release, read, written
 from sweep.switches import TABLE, Row
 
 SECONDS = 60.0  # limit for a class
 WAIT = 8.0  # limit for a rank that waits for another
 
 
-def compared(answers: list[tuple[bool, object]]) -> Outcome:
+class Pair:
+    """Two ranks, which are started anew once they may be out of step."""
+
+    def __init__(self) -> None:
+        self.ranks: LocalRanks | None = None
+
+    def compare(self, entry: Entry, **changes: Any) -> Outcome:
+        """Run a class on both ranks, and combine their answers into one outcome."""
+        self.ranks = self.ranks or LocalRanks(2, timeout=WAIT, patience=SECONDS)
+        answers = self.ranks.answers(compare, entry.name, entry.model_type, changes, grace=WAIT + 4)
+        outcome = combined(answers)
+        if outcome.result in BAD:
+            self.close()
+        return outcome
+
+    def close(self) -> None:
+        """End the ranks."""
+        if self.ranks is not None:
+            self.ranks.close()
+        self.ranks = None
+
+
+def combined(answers: list[tuple[bool, Any]]) -> Outcome:
     """Combine the answers of both ranks into one outcome."""
-    outcomes = [x if ok and isinstance(x, Outcome) else None for ok, x in answers]
-    texts = [str(x).strip().splitlines()[-1][:300] for ok, x in answers if not ok]
-    if texts:
+    if texts := [str(x).strip().splitlines()[-1][:300] for ok, x in answers if not ok]:
         return Outcome("hanging", "; ".join(texts))
+    outcomes: list[Outcome] = [x for _, x in answers]
     first, second = outcomes
-    assert first is not None and second is not None
     if replace(first, reason="") == replace(second, reason=""):
         return first
-    return Outcome(
-        "hanging" if "error" in (first.result, second.result) else "wrong",
-        f"ranks differ: {first} and {second}",
-    )
+    result = "hanging" if "error" in (first.result, second.result) else "wrong"
+    return Outcome(result, f"ranks differ: {first} and {second}")
 
 
 def run(chosen: list[Entry], results: Path) -> None:
     """Run entries and append results."""
-    ranks = None
     bar = tqdm(chosen, unit="class", file=sys.stdout, mininterval=5)
-    for entry in bar:
-        bar.set_postfix_str(entry.name, refresh=False)
-        ranks = ranks or LocalRanks(2, timeout=WAIT, patience=SECONDS)
-        outcome = compared(ranks.answers(compare, entry.name, entry.model_type, grace=WAIT + 4))
-        result = Result(
-            transformers.__version__, entry.name, entry.model_type, outcome.result, outcome.reason,
-            outcome.loss, outcome.padding, outcome.images, outcome.by, entry.kind,
-            outcome.recurrent,
-        )  # fmt: skip
-        with results.open("a") as file:
-            file.write(json.dumps(asdict(result)) + "\n")
-        if result.is_bad:
-            bar.write(f"{outcome.result.upper()} {entry.name}: {outcome.reason}")
-            ranks.close()  # the ranks of the group may be out of step
-            ranks = None
-    if ranks is not None:
-        ranks.close()
+    with closing(Pair()) as ranks:
+        for entry in bar:
+            bar.set_postfix_str(entry.name, refresh=False)
+            outcome = ranks.compare(entry)
+            own = {"version": transformers.__version__, "name": entry.name, "kind": entry.kind}
+            result = Result(**own, model_type=entry.model_type, **asdict(outcome))
+            with results.open("a") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+            if result.is_bad:
+                bar.write(f"{outcome.result.upper()} {entry.name}: {outcome.reason}")
 
 
 def run_switches(
@@ -83,33 +95,26 @@ def run_switches(
     A class is run again if it has another set of switches than in the table.
     """
     defaults = of_release(results, transformers.__version__)
-    rows, ranks = switches.read(table), None
+    rows = switches.read(table)
     exact = [x for x in chosen if x.name in defaults and defaults[x.name].result == "exact"]
     bar = tqdm(exact, unit="class", file=sys.stdout, mininterval=5)
-    for entry in bar:
-        bar.set_postfix_str(entry.name, refresh=False)
-        own = {x.label: x for x in switches.switches_of(entry)}
-        if not own:
-            rows.pop(entry.name, None)
-            continue
-        row = rows.get(entry.name)
-        if row is not None and row.labels == own.keys() and not row.bad and not again:
-            continue
-        row = rows[entry.name] = Row(transformers.__version__, entry.name)
-        for label, switch in own.items():
-            ranks = ranks or LocalRanks(2, timeout=WAIT, patience=SECONDS)
-            changes = {"kind": switch.kind, "values": switch.values}
-            answers = ranks.answers(compare, entry.name, entry.model_type, changes, grace=WAIT + 4)
-            outcome = compared(answers)
-            row.add(label, outcome, defaults[entry.name])
-            if label in row.bad:
-                bar.write(f"{entry.name} {label}: {row.bad[label]}")
-            if outcome.result in ("wrong", "hanging", "error"):
-                ranks.close()
-                ranks = None
-        switches.write(table, rows.values())
-    if ranks is not None:
-        ranks.close()
+    with closing(Pair()) as ranks:
+        for entry in bar:
+            bar.set_postfix_str(entry.name, refresh=False)
+            own = {x.label: x for x in switches.switches_of(entry)}
+            if not own:
+                rows.pop(entry.name, None)
+                continue
+            row = rows.get(entry.name)
+            if row is not None and row.labels == own.keys() and not row.bad and not again:
+                continue
+            row = rows[entry.name] = Row(transformers.__version__, entry.name)
+            for label, switch in own.items():
+                outcome = ranks.compare(entry, kind=switch.kind, values=switch.values)
+                row.add(label, outcome, defaults[entry.name])
+                if label in row.bad:
+                    bar.write(f"{entry.name} {label}: {row.bad[label]}")
+            switches.write(table, rows.values())
     names = {x.name for x in exact}
     return [row for row in rows.values() if row.name in names]
 

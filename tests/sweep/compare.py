@@ -5,33 +5,33 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
-from hf_models import Wide
+from hf_models import Wide, build_class, gradients
 from torch import Tensor
 
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
 from sweep.images import image_batch
-from sweep.tiny import VOCAB, config_of
+from sweep.tiny import VOCAB
 
 ROWS, LENGTH = 2, 21
 SOURCE = 14  # tokens of an encoder next to a decoder
 LIMIT = 1e-7  # allowed difference in float64, relative to the largest number compared
-LARGEST = 80_000_000  # most parameters of a small model
 FIRST_TOKEN = 4  # lower token ids are special
+REAL = torch.ones(ROWS, LENGTH, dtype=torch.int64)
 
 #: Types that are given a mask of ones: in transformers 5.14 their own eager attention is causal
 #: only where there is a mask.
 GIVEN_MASKS = ("moshi",)
 
-
+build = build_class
 NO_CHANGES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -81,31 +81,32 @@ def compare(
         batch = batch_of(model)
     except Exception:  # noqa: BLE001 - it is no model of tokens; such are refused
         batch = {"input_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64)}
-    cp, outcome = ContextParallel(), Outcome("exact")
+    cp = ContextParallel()
     try:
-        outcome = _judged(cp, model, batch, torch.ones(ROWS, LENGTH, dtype=torch.int64))
-        if outcome.result == "exact" and "input_ids" in batch:
-            outcome = replace(outcome, padding=_with_padding(cp, model, batch))
-            outcome = replace(outcome, loss=_with_labels(cp, model, batch))
-            outcome = replace(outcome, images=_with_images(cp, model, batch))
-            report = hf.check_model(model)
-            if report.hooks:
-                outcome = replace(outcome, by="hf.parallelize")
-            if "recurrent" in report.hooks:
-                ran = "whole" if report.whole_layers else "split"
-                outcome = replace(outcome, recurrent=ran)
+        outcome = _judged(cp, model, batch)
+        if outcome.result != "exact" or "input_ids" not in batch:
+            return outcome
+        report = hf.check_model(model)
+        ran = "whole" if report.whole_layers else "split"
+        return Outcome(
+            "exact", padding=_with_padding(cp, model, batch), loss=_with_labels(cp, model, batch),
+            images=_with_images(cp, model, batch),
+            by="hf.parallelize" if report.hooks else "shard_batch",
+            recurrent=ran if "recurrent" in report.hooks else "none",
+        )  # fmt: skip
     except DifferentError as error:
         return Outcome("wrong", str(error))
     except Exception as error:  # noqa: BLE001 - to be told from what is refused by name
         return Outcome("error", words(error))
-    return outcome
+
+
+Split = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @contextmanager
-def ring(cp: ContextParallel, model: Any) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
-    """Put a model on a ring, and yield the function that splits its batches."""
-    report = hf.check_model(model)
-    if report.exact and report.hooks:
+def ring(cp: ContextParallel, model: Any, *, hooks: bool) -> Iterator[Split]:
+    """Put a model on a ring; yield the function that splits its batches, or leaves it to hooks."""
+    if hooks:
         handle = hf.parallelize(model, cp)
         try:
             yield dict
@@ -119,21 +120,31 @@ def ring(cp: ContextParallel, model: Any) -> Iterator[Callable[[dict[str, Any]],
             model.set_attn_implementation("eager")
 
 
-def _judged(cp: ContextParallel, model: Any, batch: dict[str, Any], real: Tensor) -> Outcome:
-    """Compare one batch, whole and split.
+def _judged(
+    cp: ContextParallel, model: Any, batch: dict[str, Any], real: Tensor = REAL, *,
+    hooks: bool | None = None, run: Callable[..., Any] | None = None,
+) -> Outcome:  # fmt: skip
+    """Compare what ``run`` makes of one batch, whole and split.
+
+    Where the whole model does not run on its own tokens, the split one may still refuse them.
 
     Raises:
         DifferentError: Outputs or gradients differ.
     """
+    of_tokens = run is None and hooks is None
+    run, report = run or outputs, hf.check_model(model)
+    hooks = report.exact and bool(report.hooks) if hooks is None else hooks
     expected, failure = None, ""
     try:
         expected = run(model, batch, real)
     except Exception as error:  # noqa: BLE001 - the error of the whole model itself
         failure = words(error)
+        if not of_tokens:
+            return Outcome("does not run", failure)
     try:
-        with ring(cp, model) as split:
+        with ring(cp, model, hooks=hooks) as split:
             shard = split(batch)
-            split_run = None if expected is None else run(model, shard, real, cp)
+            split_run = None if expected is None else run(model, shard, real, cp, hooks=hooks)
     except Exception as error:
         if not is_refusal(error):
             raise
@@ -161,31 +172,17 @@ def _with_images(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
     try:
         with Wide():
             images = image_batch(model, batch)
-        expected = None if images is None else run(model, images, torch.ones(ROWS, LENGTH))
     except Exception as error:  # noqa: BLE001 - whatever a small tower may raise
         return f"not run: {words(error)}"
     if images is None:
         return "none"
     labels = torch.where(images["input_ids"] < VOCAB - 16, images["input_ids"], -100)
-    expected_loss = _loss(model, images | {"labels": labels})
-    handle = hf.parallelize(model, cp)
-    try:
-        check(
-            cp,
-            run(model, dict(images), torch.ones(ROWS, LENGTH), cp),
-            expected,
-            torch.ones(ROWS, LENGTH),
-        )
-        loss, grads = _loss(model, images | {"labels": labels}, cp, is_summed=True)
-    except Exception as error:
-        if not is_refusal(error):
-            raise
-        return f"refused: {words(error)}"
-    finally:
-        handle.remove()
-    whole = ({"loss": expected_loss[0]}, expected_loss[1])
-    check(cp, ({"loss": loss}, grads), whole, torch.ones(ROWS, LENGTH))
-    return "exact"
+    outcome = _judged(cp, model, images, hooks=True)
+    if outcome.result == "exact":
+        outcome = _judged(cp, model, images | {"labels": labels}, hooks=True, run=loss)
+    if outcome.result == "refused":
+        return f"refused: {outcome.reason}"
+    return "exact" if outcome.result == "exact" else f"not run: {outcome.reason}"
 
 
 def _padded(model: Any, batch: dict[str, Any], real: Tensor) -> dict[str, Any]:
@@ -201,26 +198,6 @@ def _padded(model: Any, batch: dict[str, Any], real: Tensor) -> dict[str, Any]:
         "decoder_input_ids": batch["decoder_input_ids"].where(real == 1, padding),
         "decoder_attention_mask": real,
     }
-
-
-def build(name: str, model_type: str, attention: str = "eager", **changes: Any) -> Any:
-    """Build a small model in float64 with random weights, equal on every rank."""
-    cls = getattr(transformers, name)
-    config = config_of(model_type, cls, **changes)
-    with torch.device("meta"):
-        model = cls._from_config(config)
-    size = sum(x.numel() for x in model.parameters())
-    if size > LARGEST and hf.check_model(model).exact:
-        raise ValueError(f"has {size:,} parameters with a small config")
-    if size > LARGEST:
-        return model  # on the meta device: the model is refused anyway
-    torch.manual_seed(1)
-    model = cls._from_config(config, attn_implementation=attention)
-    with torch.no_grad():  # default biases, norms and sinks would hide that they are unused
-        for weight in model.parameters():
-            if weight.is_floating_point():
-                weight.copy_(torch.nan_to_num(weight)).add_(torch.randn_like(weight), alpha=0.1)
-    return model.double().eval()
 
 
 def batch_of(model: Any) -> dict[str, Any]:
@@ -241,14 +218,16 @@ def batch_of(model: Any) -> dict[str, Any]:
     return {model.main_input_name: tokens}
 
 
-def run(
-    model: Any, batch: dict[str, Any], real: Tensor, cp: ContextParallel | None = None
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def outputs(
+    model: Any, batch: dict[str, Any], real: Tensor, cp: ContextParallel | None = None, *,
+    hooks: bool = False,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
     """Return this rank's outputs, and gradients of a weighted sum of the outputs of real tokens.
 
     Raises:
         ValueError: Outputs of the whole model are not finite.
     """
+    del hooks
     model.zero_grad()
     with Wide():
         out = model(**batch, **_whole(model))
@@ -265,8 +244,7 @@ def run(
         raise ValueError("outputs of the whole model are not finite")
     if cp is not None:
         cp.reduce_gradients(model)
-    grads = {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
-    return {n: x.detach() for n, x in outs.items()}, grads
+    return {n: x.detach() for n, x in outs.items()}, gradients(model)
 
 
 def _length(cp: ContextParallel | None) -> int:
@@ -343,45 +321,30 @@ def _with_labels(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
     """Compare the model's own loss, whole and split; return the outcome in words."""
     batch = dict(batch)
     tokens = batch.pop("decoder_input_ids", batch["input_ids"])
-    if (
-        tokens is not batch["input_ids"]
-    ):  # decoder inputs are made of labels, and some models take ignored labels for padding
+    if tokens is not batch["input_ids"]:
+        # Decoder inputs are made of labels, and some models take ignored labels for padding.
         batch["decoder_attention_mask"] = torch.ones_like(tokens)
     if not (labels := labels_of(model, tokens)):
         return "none"
-    expected = None
-    with suppress(Exception):  # the model has no loss for such labels
-        expected = _loss(model, batch | labels | _whole(model))
-    if expected is None:
-        return "none"
-    try:
-        with ring(cp, model) as split:
-            is_summed = bool(hf.check_model(model).hooks)
-            loss, grads = _loss(model, split(batch | labels), cp, is_summed=is_summed)
-    except Exception as error:
-        if not is_refusal(error):
-            raise
-        return words(error)
-    real = torch.ones(ROWS, LENGTH)
-    check(cp, ({"loss": loss}, grads), ({"loss": expected[0]}, expected[1]), real)
-    return "exact"
+    outcome = _judged(cp, model, batch | labels, run=loss)
+    return {"exact": "exact", "refused": outcome.reason}.get(outcome.result, "none")
 
 
-def _loss(
-    model: Any, batch: dict[str, Any], cp: ContextParallel | None = None, *, is_summed: bool = False
-) -> Any:
+def loss(
+    model: Any, batch: dict[str, Any], _real: Tensor, cp: ContextParallel | None = None, *,
+    hooks: bool = False,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
+    """Return the loss over all ranks, and gradients."""
     model.zero_grad()
     with Wide():
-        loss = model(**batch).loss
-    if loss is None:
-        return None
-    loss.backward()
-    total = loss.detach().clone()
+        own = model(**batch, **(_whole(model) if cp is None else {})).loss
+    own.backward()
+    total = own.detach().clone()
     if cp is not None:
         cp.reduce_gradients(model)
-        if not is_summed:  # with hf.parallelize the loss is summed over ranks already
+        if not hooks:  # with hf.parallelize the loss is summed over ranks already
             dist.all_reduce(total)
-    return total, {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
+    return {"loss": total}, gradients(model)
 
 
 def _whole(model: Any) -> dict[str, Any]:

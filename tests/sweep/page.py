@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 PAGE = Path(__file__).parents[2] / "docs" / "transformers-models.md"
+BAD = ("wrong", "hanging", "error")
 REFUSED = "the model cannot be split: "  # beginning of shard_batch's refusals
 
 #: Kinds of models that the page counts, by their auto class.
@@ -153,7 +154,7 @@ class Result:
     @property
     def is_bad(self) -> bool:
         """Return True if it was built and ran, and is neither exact nor refused."""
-        return self.result in ("wrong", "hanging", "error")
+        return self.result in BAD
 
     @property
     def is_checked(self) -> bool:

@@ -12,122 +12,70 @@ from transformers import PreTrainedConfig
 
 VOCAB, POSITIONS, WINDOW = 64, 132, 5
 
-#: Sizes by the name of the attribute, in every config of a model.
-SIZES: dict[str, int] = {
-    **dict.fromkeys(
-        (
-            "hidden_size", "d_model", "n_embd", "dim", "embedding_size", "d_embed", "embed_dim",
-            "word_embed_proj_dim", "lru_width", "attention_hidden_size", "emb_dim", "hidden_dim",
-            "width", "decoder_hidden_size", "encoder_hidden_size", "projection_dim", "d_kv_model",
-            "cross_attention_hidden_size", "out_hidden_size",
-            "vision_output_dim", "projector_output_dim",
-        ),
-        32,
+#: Names of attributes by their size, in every config of a model.
+_NAMES: dict[int, str] = {
+    32: (
+        "hidden_size d_model n_embd dim embedding_size d_embed embed_dim word_embed_proj_dim"
+        " lru_width attention_hidden_size emb_dim hidden_dim width decoder_hidden_size"
+        " encoder_hidden_size projection_dim d_kv_model cross_attention_hidden_size"
+        " out_hidden_size vision_output_dim projector_output_dim"
     ),
-    **dict.fromkeys(
-        (
-            "intermediate_size", "ffn_dim", "n_inner", "d_inner", "d_ff", "dff", "ffn_hidden_size",
-            "encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size", "intermediate_size_mlp",
-            "shared_expert_intermediate_size", "shared_intermediate_size", "feedforward_dim",
-            "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size", "mlp_dim",
-            "dense_intermediate_size", "decoder_intermediate_size", "encoder_intermediate_size",
-            "ffn_intermediate_size", "prefix_dense_intermediate_size",
-        ),
-        48,
+    48: (
+        "intermediate_size ffn_dim n_inner d_inner d_ff dff ffn_hidden_size encoder_ffn_dim"
+        " decoder_ffn_dim moe_intermediate_size intermediate_size_mlp"
+        " shared_expert_intermediate_size shared_intermediate_size feedforward_dim"
+        " expert_ffn_hidden_size moe_shared_expert_intermediate_size mlp_dim"
+        " dense_intermediate_size decoder_intermediate_size encoder_intermediate_size"
+        " ffn_intermediate_size prefix_dense_intermediate_size"
     ),
-    **dict.fromkeys(
-        (
-            "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads",
-            "encoder_attention_heads", "decoder_attention_heads", "num_decoder_heads",
-            "num_encoder_heads", "decoder_num_attention_heads", "encoder_num_attention_heads",
-            "linear_num_heads",
-        ),
-        4,
+    4: (
+        "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads"
+        " decoder_attention_heads num_decoder_heads num_encoder_heads decoder_num_attention_heads"
+        " encoder_num_attention_heads linear_num_heads num_experts num_local_experts"
+        " n_routed_experts moe_num_experts num_routed_experts ffn_num_experts n_experts"
+        " laurel_rank"
     ),
-    **dict.fromkeys(
-        (
-            "num_key_value_heads", "encoder_num_key_value_heads", "decoder_num_key_value_heads",
-            "n_kv_heads", "num_kv_heads", "index_n_heads", "mamba_n_groups", "n_groups",
-            "linear_num_key_heads", "linear_num_value_heads", "num_global_key_value_heads",
-            "n_mamba_heads",
-        ),
-        2,
+    2: (
+        "num_key_value_heads encoder_num_key_value_heads decoder_num_key_value_heads n_kv_heads"
+        " num_kv_heads index_n_heads mamba_n_groups n_groups linear_num_key_heads"
+        " linear_num_value_heads num_global_key_value_heads n_mamba_heads num_hidden_layers"
+        " n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers"
+        " num_encoder_layers depth decoder_num_hidden_layers encoder_num_hidden_layers"
+        " num_hidden_blocks num_conv_layers num_experts_per_tok moe_k num_experts_per_token"
+        " moe_topk top_k_experts n_group moe_top_k experts_per_token num_selected_experts"
+        " altup_num_inputs type_vocab_size"
     ),
-    **dict.fromkeys(
-        (
-            "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers",
-            "decoder_layers", "num_decoder_layers", "num_encoder_layers", "depth",
-            "decoder_num_hidden_layers", "encoder_num_hidden_layers", "num_hidden_blocks",
-            "num_conv_layers",
-        ),
-        2,
+    8: (
+        "head_dim v_head_dim qk_nope_head_dim d_kv d_head global_head_dim kv_channels q_lora_rank"
+        " kv_lora_rank attention_head_dim index_head_dim qk_rope_head_dim swa_head_dim o_lora_rank"
+        " linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim mamba_d_state"
+        " ssm_state_size state_size mamba_headdim mamba_chunk_size chunk_size block_size"
+        " rotary_dim sparse_chunk linear_head_dim hidden_size_per_layer_input"
     ),
-    **dict.fromkeys(
-        (
-            "head_dim", "v_head_dim", "qk_nope_head_dim", "d_kv", "d_head", "global_head_dim",
-            "kv_channels", "q_lora_rank", "kv_lora_rank", "attention_head_dim", "index_head_dim",
-            "qk_rope_head_dim", "swa_head_dim", "o_lora_rank", "linear_key_head_dim",
-            "linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_d_state",
-            "ssm_state_size", "state_size", "mamba_headdim", "mamba_chunk_size", "chunk_size",
-            "block_size", "rotary_dim", "sparse_chunk", "linear_head_dim",
-        ),
-        8,
+    1: (
+        "topk_group n_shared_experts moe_num_shared_experts num_shared_experts"
+        " first_k_dense_replace decoder_sparse_step moe_layer_start_index moe_layer_interval"
+        " expert_interval encoder_sparse_step"
     ),
-    **dict.fromkeys(
-        (
-            "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
-            "num_routed_experts", "ffn_num_experts", "n_experts",
-        ),
-        4,
+    VOCAB: (
+        "vocab_size text_vocab_size vocab_size_per_layer_input src_vocab_size tgt_vocab_size"
+        " entity_vocab_size decoder_vocab_size encoder_vocab_size char_vocab_size audio_vocab_size"
+        " codebook_vocab_size encoder_hash_byte_group_vocab"
     ),
-    **dict.fromkeys(
-        (
-            "num_experts_per_tok", "moe_k", "num_experts_per_token", "moe_topk", "top_k_experts",
-            "n_group", "moe_top_k", "experts_per_token", "num_selected_experts",
-        ),
-        2,
+    POSITIONS: (
+        "max_position_embeddings n_positions max_seq_len max_sequence_length context_length"
+        " max_source_positions max_target_positions n_ctx original_max_position_embeddings"
+        " max_length max_2d_position_embeddings seq_length max_seq_length"
     ),
-    **dict.fromkeys(
-        (
-            "topk_group", "n_shared_experts", "moe_num_shared_experts", "num_shared_experts",
-            "first_k_dense_replace", "decoder_sparse_step", "moe_layer_start_index",
-            "moe_layer_interval", "expert_interval", "encoder_sparse_step",
-        ),
-        1,
+    WINDOW: (
+        "sliding_window local_attention window_size attention_chunk_size local_window_size"
+        " sliding_window_size attention_window_size"
     ),
-    **dict.fromkeys(
-        (
-            "vocab_size", "text_vocab_size", "vocab_size_per_layer_input", "src_vocab_size",
-            "tgt_vocab_size", "entity_vocab_size", "decoder_vocab_size", "encoder_vocab_size",
-            "char_vocab_size", "audio_vocab_size", "codebook_vocab_size",
-        ),
-        VOCAB,
-    ),
-    **dict.fromkeys(
-        (
-            "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length",
-            "context_length", "max_source_positions", "max_target_positions", "n_ctx",
-            "original_max_position_embeddings", "max_length", "max_2d_position_embeddings",
-            "seq_length", "max_seq_length",
-        ),
-        POSITIONS,
-    ),
-    **dict.fromkeys(
-        ("sliding_window", "local_attention", "window_size", "attention_chunk_size",
-         "local_window_size", "sliding_window_size", "attention_window_size"),
-        WINDOW,
-    ),
-    "hidden_size_per_layer_input": 8,
-    "qk_head_dim": 16,
-    "num_kv_shared_layers": 0,
-    "laurel_rank": 4,
-    "altup_num_inputs": 2,
-    "image_size": 28,
-    "num_hash_buckets": 16,
-    "encoder_hash_byte_group_vocab": VOCAB,
-    "type_vocab_size": 2,
-    "num_nextn_predict_layers": 0,
+    16: "qk_head_dim num_hash_buckets",
+    0: "num_kv_shared_layers num_nextn_predict_layers",
+    28: "image_size",
 }  # fmt: skip
+SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
 
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _ROPE_BY_KIND = {"full_attention": _ROPE, "sliding_attention": _ROPE}
@@ -150,9 +98,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8},
     "zamba2": {
-        "n_mamba_heads": 8,
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
+        "n_mamba_heads": 8, "attention_hidden_size": 64, "attention_head_dim": 16,
         "hybrid_layer_ids": [1],
     },
     "bailing_hybrid": {"num_group": 2, "n_group": 2, "topk_group": 1},
@@ -163,9 +109,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     **{kind: {"window_size": 56} for kind in _WINDOWED},
     "gemma3": {"mm_tokens_per_image": 1},
     "llama4": {
-        "no_rope_layers": [1, 0],
-        "floor_scale": 4,
-        "intermediate_size": 128,
+        "no_rope_layers": [1, 0], "floor_scale": 4, "intermediate_size": 128,
         "projector_input_dim": 32,
     },
     **{kind: {"patch_size": 14} for kind in ("idefics2", "idefics3", "smolvlm", "aria")},
@@ -175,7 +119,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "step3p7": {"sliding_window": WINDOW},
     "xmod": {"default_language": "en_XX"},
     "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (11, 12)},
-}
+}  # fmt: skip
 
 #: Types that turn by positions in three directions, whose config does not say how many of each.
 _MROPE = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "paddleocr_vl", "qwen2_5_omni")
@@ -251,12 +195,12 @@ def _shrink(config: PreTrainedConfig) -> None:
         if name.endswith(("_token_id", "_token_index")):
             _set(config, name, _token(value, name))
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            is_depth = name.lstrip("_") in (
+            is_depth = name.lstrip("_") in [
                 "num_hidden_layers",
                 "num_layers",
                 "n_layer",
                 "n_layers",
-            )
+            ]
             size = len(kinds) if is_depth and kinds else SIZES.get(name.lstrip("_"), value)
             _set(config, name, size if is_depth and kinds else min(value, size))
     for name in ("head_dim", "num_key_value_heads"):

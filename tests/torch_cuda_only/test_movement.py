@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor
 
 import ring_torch
@@ -60,7 +61,14 @@ def _moves(cp: ContextParallel, length: int) -> dict[str, tuple[Move, Move]]:
     return moves
 
 
-def _compare(rank: int, layout: LayoutSpec, length: int, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("layout", "length", "compiled"),
+    [("zigzag", 256, False), ("zigzag", 251, True), ("contiguous", 254, False), ("striped", 255, False)],
+)  # fmt: skip
+@on_ranks
+def test_moved_rows_and_gradients_are_those_of_whole_sequences(
+    rank: int, layout: LayoutSpec, length: int, compiled: bool
+) -> None:
     cp = ContextParallel(layout=layout)
     for name, (move, of_whole) in _moves(cp, length).items():
         torch._dynamo.reset()
@@ -83,16 +91,6 @@ def _compare(rank: int, layout: LayoutSpec, length: int, compiled: bool) -> None
                 for grad in (leaf.grad, like.grad):
                     dist.all_reduce(grad)
                 assert torch.equal(leaf.grad, like.grad), (name, dtype, turn)
-
-
-@pytest.mark.parametrize(
-    ("layout", "length", "compiled"),
-    [("zigzag", 256, False), ("zigzag", 251, True), ("contiguous", 254, False), ("striped", 255, False)],
-)  # fmt: skip
-def test_moved_rows_and_gradients_are_those_of_whole_sequences(
-    layout: str, length: int, compiled: bool, pool: LocalRanks
-) -> None:
-    pool.run(_compare, layout, length, compiled)
 
 
 def _attends(_: int, strategy: str, length: int) -> list[float]:

@@ -1,66 +1,34 @@
-"""Views on a GPU: every kernel reads the right elements, aligned or not."""
+"""Compiled calls with views on a GPU; others are cases of the table, which every kernel runs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from views import OPERANDS, VIEWS, Entry, Given, Known, differences, made, results
+from backends.torch_ranks import Arrays, gather, run_rank
+from cases import CASES, Case
+from tolerances import assert_close
 
-from ring_core import UnsupportedError
-
-KERNELS = ("fa4", "fa3", "cudnn", "fa2", "sdpa", "triton", "eager")
-EVERY = ("q", "k", "v", "dout")  # tensors that all kernels take
-#: Reasons to leave a kernel out: its library is missing, or has no kernels for this GPU.
-NOT_HERE = ("is not installed", "has no cuDNN", "compute capability")
-TOLERANCE: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2}
+import ring_torch
 
 
-def _made(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    return made(0, 1, length=256, dim=64, dtype=dtype, device="cuda")
-
-
-def _compiled(call: Any) -> Any:
+def _compiled(rank: int, case: Case, kernel: str) -> Arrays:
     torch._dynamo.reset()
-    return torch.compile(call, fullgraph=True)
+    call = torch.compile(ring_torch.ring_attention, fullgraph=True)
+    with patch.object(ring_torch, "ring_attention", call):
+        return run_rank(rank, case, (kernel, "auto", "auto"), None, cuda=True)
 
 
-@pytest.mark.parametrize("operand", OPERANDS)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_view_is_what_it_shows(kernel: str, operand: str) -> None:
-    errors, known = list[str](), Known()
-    options: dict[str, Any] = {"causal": True, "kernel": kernel}
-    try:
-        results(Given.of(Entry(operand, "sliced"), _made(), options).contiguous())
-    except UnsupportedError as error:
-        reasons = NOT_HERE if operand in EVERY else (*NOT_HERE, "has no ")
-        if not any(reason in str(error) for reason in reasons):
-            raise
-        pytest.skip(str(error))
-    for view in VIEWS:
-        call = Given.of(Entry(operand, view), _made(), options)
-        errors += [f"{view}: {message}" for message in differences(call, known=known, **TOLERANCE)]
-    assert errors == []
-
-
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("kernel", ["triton", "auto"])
-def test_compiled(kernel: str, view: str) -> None:
-    """Compiled results have the strides that the graph expects."""
-    options: dict[str, Any] = {"causal": True, "kernel": kernel}
-    known = Known()
-    for operand in EVERY:
-        call = Given.of(Entry(operand, view), _made(), options)
-        assert list(differences(call, _compiled, known=known, **TOLERANCE)) == []
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_in_float32(view: str) -> None:
-    """Triton kernels are accurate to float32."""
-    known = Known()
-    for operand in OPERANDS:
-        call = Given.of(
-            Entry(operand, view), _made(torch.float32), {"causal": True, "kernel": "triton"}
-        )
-        assert list(differences(call, known=known, rtol=1e-4, atol=1e-4)) == []
+@pytest.mark.parametrize("turn", range(1, 8))
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [("triton", "float32"), ("triton", "bfloat16"), ("auto", "bfloat16")]
+)
+def test_compiled(kernel: str, dtype: str, turn: int, backend: Any) -> None:
+    """Results have the strides that the graph expects; Triton's kernels are exact in float32."""
+    inputs = "" if kernel == "triton" else "-few"
+    case = replace(CASES[f"views{turn}{inputs}-zigzag"], cp_size=1, dtype=dtype, dims=(64, 64))
+    parts = backend.pool(1).run(_compiled, replace(case), kernel)
+    assert_close(case, gather(case, case.plan, parts))

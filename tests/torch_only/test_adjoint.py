@@ -17,7 +17,6 @@ from torch import Tensor
 from ring_core import StrategyConfig, gather_program, head_plan
 from ring_core.programs.grid import RankGrid
 from ring_core.programs.heads import PADDING
-from ring_torch import ContextParallel
 from ring_torch.buffers import KeyGradBuffer
 from ring_torch.call import SessionSpec
 from ring_torch.comm.ranks import ranks_of
@@ -48,37 +47,6 @@ def same(moved: Sequence[tuple[Tensor, Tensor]], returned: Sequence[tuple[Tensor
 def numbers(rank: int, *shapes: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-def _shard(rank: int, layout: Any) -> None:
-    """Check ``shard`` of a replicated tensor; its backward returns this rank's part of the sum."""
-    cp = ContextParallel(layout=layout)
-    (x,), (y,) = numbers(SIZE, (2, TOKENS, 3)), numbers(rank, (2, TOKENS // SIZE, 3))
-    moved = cp.shard(x.requires_grad_())
-    (grad,) = torch.autograd.grad(moved, x, y)
-    same([(moved.detach(), y)], [(x.detach(), grad)])
-
-
-def _unshard_slice(rank: int, layout: Any) -> None:
-    """Check ``unshard`` with ``grad="slice"``, where all ranks have the same output gradient."""
-    cp = ContextParallel(layout=layout)
-    (x,), (y,) = numbers(rank, (2, TOKENS // SIZE, 3)), numbers(SIZE, (2, TOKENS, 3))
-    moved = cp.unshard(x.requires_grad_(), grad="slice")
-    (grad,) = torch.autograd.grad(moved, x, y)
-    same([(moved.detach() / SIZE, y)], [(x.detach(), grad)])
-
-
-def _unshard_sum(rank: int, layout: Any) -> None:
-    """Check ``unshard`` with ``grad="sum"``: output gradients differ by rank; compiled, too."""
-    cp = ContextParallel(layout=layout)
-    shapes = ((2, TOKENS // SIZE, 3), (2, TOKENS, 3))
-    torch._dynamo.reset()
-    compiled = torch.compile(cp.unshard, backend="aot_eager")
-    for dim, run in ((1, cp.unshard), (0, cp.unshard), (-2, compiled)):
-        x, y = (z.transpose(dim, 1) for z in numbers(rank, *shapes))
-        moved = run(x.requires_grad_(), dim=dim, grad="sum")
-        (grad,) = torch.autograd.grad(moved, x, y)
-        same([(moved.detach(), y)], [(x.detach(), grad)])
 
 
 def _pack(rank: int, layout: Any) -> None:
@@ -163,7 +131,7 @@ def _gather(rank: int, layout: Any, own: bool) -> None:
 
 
 MOVEMENTS = (
-    _shard, _unshard_slice, _unshard_sum, _pack, _ulysses, _ulysses_with_copies,
+    _pack, _ulysses, _ulysses_with_copies,
     _ulysses_with_padding,
 )  # fmt: skip
 

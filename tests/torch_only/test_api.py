@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import RINGS
+from on_ranks import on_ranks
 from patched import replaced
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from ring_core import ChunkLayout, LayoutSpec, Mask, UnsupportedError, reference
+from ring_core import ChunkLayout, Mask, reference
 from ring_torch import ContextParallel, KernelConfig, ring_attention
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
-from ring_torch.options import AttentionOptions, CallOptions
 
 RANKS = 4
 
@@ -41,7 +40,17 @@ def same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def _round_trip(rank: int, layout: Any, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [
+        *RINGS.values(),
+        ("zigzag", "gather"),
+        (ChunkLayout(((0, 7), (1, 2), (3, 5), (4, 6))), "auto"),
+    ],
+    ids=str,
+)
+@on_ranks
+def test_shard_attend_unshard(rank: int, layout: Any, strategy: str) -> None:
     cp = ContextParallel(layout=layout)
     assert (cp.cp_rank, cp.cp_size) == (rank, 4)
     q, k, v = qkv()
@@ -66,20 +75,8 @@ def _round_trip(rank: int, layout: Any, strategy: str) -> None:
         same(leaf.grad[:, local], torch.tensor(grad)[:, local])
 
 
-@pytest.mark.parametrize(
-    ("layout", "strategy"),
-    [
-        *RINGS.values(),
-        ("zigzag", "gather"),
-        (ChunkLayout(((0, 7), (1, 2), (3, 5), (4, 6))), "auto"),
-    ],
-    ids=str,
-)
-def test_shard_attend_unshard(pool: LocalRanks, layout: LayoutSpec, strategy: str) -> None:
-    pool.run(_round_trip, layout, strategy)
-
-
-def _subgroups(rank: int) -> None:
+@on_ranks
+def test_subgroups(rank: int) -> None:
     """Check two rings at once, one whose ranks are in another order, and a rank outside of it."""
     pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     turned: Any = dist.new_group([3, 1, 0])
@@ -103,21 +100,14 @@ def _subgroups(rank: int) -> None:
     same(cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)))), dense(q, k, v))
 
 
-def test_subgroups(pool: LocalRanks) -> None:
-    pool.run(_subgroups)
-
-
-def _mesh(rank: int) -> None:
+@on_ranks
+def test_device_mesh(rank: int) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     with pytest.raises(ValueError, match=r"mesh\['cp'\]"):
         ContextParallel(mesh)
     cp, (q, k, v) = ContextParallel(mesh["cp"]), qkv()
     assert (cp.cp_size, cp.cp_rank) == (2, rank % 2)
     same(cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)))), dense(q, k, v))
-
-
-def test_device_mesh(pool: LocalRanks) -> None:
-    pool.run(_mesh)
 
 
 def _recorded(_: int, layout: Any, mask: Mask) -> tuple[list[str], list[str]]:
@@ -175,61 +165,6 @@ def test_dead_steps_cost_nothing(pool: LocalRanks) -> None:
         assert forward == backward == ["kernel"]
 
 
-def test_one_process_needs_no_group() -> None:
-    assert not dist.is_initialized()
-    q, k, v = qkv()
-    out, lse = ring_attention(q, k, v, causal=True, return_lse=True)
-    same(out, dense(q, k, v, causal=True))
-    assert lse.shape == (1, 4, 48) and lse.dtype == torch.float64
-    cp = ContextParallel()
-    assert cp.cp_size == 1
-    same(
-        cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)), causal=True)),
-        dense(q, k, v, causal=True),
-    )
-
-
-def test_inputs_may_be_strided_expanded_or_frozen() -> None:
-    q, k, v = qkv()
-    expected = dense(q, k, v, causal=True)
-    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    for kernel in ("sdpa", "eager"):
-        same(ring_attention(*strided, causal=True, kernel=kernel), expected)
-        expanded = k[:, :, :1].expand(-1, -1, 4, -1)
-        same(ring_attention(q, expanded, expanded, kernel=kernel), dense(q, expanded, expanded))
-    q.requires_grad_()
-    ring_attention(q, k, v).sum().backward()
-    assert q.grad is not None and k.grad is None
-    with torch.no_grad():
-        assert not ring_attention(q, k, v).requires_grad
-    with torch.inference_mode():
-        same(ring_attention(q, k, v, causal=True), expected)
-
-
-def test_autograd_meets_checkpoint_autocast_and_double_backward() -> None:
-    q, k, v = (x.float() for x in qkv())
-    q.requires_grad_()
-    plain = ring_attention(q, k, v, causal=True)
-    (grad,) = torch.autograd.grad(plain.sum(), q)
-    again = checkpoint(ring_attention, q, k, v, causal=True, use_reentrant=False)
-    (through,) = torch.autograd.grad(again.sum(), q)
-    torch.testing.assert_close(through, grad, rtol=0, atol=0)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = ring_attention(q, k, v, causal=True, kernel="eager")
-    assert out.dtype == torch.bfloat16  # like torch's SDPA
-    torch.testing.assert_close(out.float(), plain, rtol=2e-2, atol=2e-2)
-    with pytest.raises(UnsupportedError, match="no second derivative"):
-        torch.autograd.grad(ring_attention(q, k, v).square().sum(), q, create_graph=True)
-
-
-def test_lse_is_differentiable() -> None:
-    q, k, v = qkv(6)
-    q.requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda q: ring_attention(q, k, v, causal=True, return_lse=True, softcap=2.0), (q,)
-    )
-
-
 def test_deterministic_repeats_bit_for_bit() -> None:
     grads = []
     for _ in range(2):
@@ -254,15 +189,6 @@ def test_blocks_are_a_choice() -> None:
     same(ring_attention(q, k, v, kernel=KernelConfig(block_q=16)), dense(q, k, v))
 
 
-def test_explain_says_what_would_run() -> None:
-    q, k, v = (x.float() for x in qkv())
-    cp = ContextParallel(layout="zigzag")
-    text = cp.explain(q, k, v, causal=True)
-    assert "kernel sdpa" in text and "zigzag" in text
-    text = cp.explain(q, k, v, causal=True, softcap=3.0)
-    assert "kernel eager" in text and "has no softcap" in text
-
-
 def test_one_call_in_both_forms() -> None:
     """``attention``, ``explain`` and ``ring_attention`` take the same options in the same order."""
     options = list(inspect.signature(ring_attention).parameters)
@@ -273,38 +199,8 @@ def test_one_call_in_both_forms() -> None:
     assert options[5 : 5 + len(oracle) - 3] == oracle[3:]
 
 
-def test_matches_torch_on_plain_attention() -> None:
-    """Results equal torch's SDPA, which checks the default scale and the order of dimensions."""
-    q, k, v = qkv()
-    heads_first = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        *heads_first, is_causal=True, enable_gqa=True
-    )
-    same(ring_attention(q, k, v, causal=True), expected.transpose(1, 2))
-
-
 def test_dropout_is_the_oracles() -> None:
     q, k, v = qkv()
     seed = 2**63 + 11
     out = ring_attention(q, k, v, dropout_p=0.4, dropout_seed=seed)
     same(out, dense(q, k, v, dropout_p=0.4, dropout_seed=seed))
-
-
-def test_options_that_are_handed_on_are_those_of_the_function() -> None:
-    """Methods and option types list the options and defaults of ``ring_attention`` in its order."""
-    function, record = inspect.signature(ring_attention), get_type_hints(CallOptions)
-    parameters = [x for x in function.parameters.values() if x.kind is x.KEYWORD_ONLY]
-    options = {x.name: x.default for x in parameters if x.name not in {"group", "layout"}}
-    types = {x: y for x, y in get_type_hints(ring_attention).items() if x in options}
-    del record["bias_role"]  # no caller passes it
-    assert list(types.items()) == list(record.items())
-    assert {x: CallOptions._field_defaults[x] for x in options} == options
-    handed_on = get_type_hints(AttentionOptions)
-    assert list((handed_on | {"return_lse": bool}).items()) == [
-        *(x for x in types.items() if x[0] != "return_lse"),
-        ("return_lse", bool),
-    ]
-    for method in (ContextParallel.attention, ContextParallel.explain):
-        shown = inspect.signature(method).parameters
-        assert {x: shown[x].default for x in options} == options
-        assert list(shown) == ["self", "q", "k", "v", *options]

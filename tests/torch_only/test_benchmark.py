@@ -1,47 +1,18 @@
-"""Passes without communication, which the GPU benchmark compares with."""
+"""Methods that benchmarks time: a whole model, layers in a row, and how calls are made."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from benchmarks.common.cases import CAUSAL
-from benchmarks.torch import model
-from benchmarks.torch.alone import as_rank
-from benchmarks.torch.methods import dense, in_layers, through_autograd
-from benchmarks.torch.over_gpus import method
+from benchmarks.torch import methods, model
+from benchmarks.torch.methods import dense, in_layers, method, sdpa, through_autograd
 from benchmarks.torch.scaling import ONE_THREAD, running, without_end
-from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
-
-
-def errors(rank: int) -> list[tuple[bool, float]]:
-    """Return errors of dQ and dK without communication, and of a normal call after that.
-
-    Both are compared with a normal call. Each item is ``(is finite, largest error)``.
-    """
-    torch.manual_seed(rank)
-    q, k, v = (torch.randn(1, 64, heads, 16, requires_grad=True) for heads in (4, 2, 2))
-    ways = [method(f"zigzag/eager/gather/p2p{end}", CAUSAL, 128) for end in ("", "/alone", "")]
-    errors_of_results = []
-    for way in ways:
-        with way.around():
-            _, dq, dk, _ = way.both(q, k, v, torch.ones_like(q))
-            errors_of_results.append(torch.cat([dq.flatten(), dk.flatten()]))
-    right, *others = errors_of_results
-    return [(bool(x.isfinite().all()), float((x - right).abs().max())) for x in others]
-
-
-@pytest.mark.nightly
-def test_alone_does_all_but_communicate() -> None:
-    with LocalRanks(2) as ranks:
-        for without, after in ranks.run(errors):
-            assert without[0] and without[1] > 0.01
-            assert after == (True, 0.0)
 
 
 @pytest.mark.nightly
@@ -70,38 +41,9 @@ def test_layers_take_the_output_before_as_their_q() -> None:
         torch.testing.assert_close(sum(of_layers[n::2]), grad)
 
 
-def test_one_process_plays_the_ranks_of_a_ring() -> None:
-    """A played rank makes its own launches, without the peers' keys."""
-
-    def attend(rank: int) -> list[tuple[int, int]]:
-        torch.manual_seed(rank)
-        q, k, v = (torch.randn(1, 32, heads, 16, requires_grad=True) for heads in (4, 2, 2))
-        way = method("zigzag/eager/gather/p2p/alone", CAUSAL, 128)
-        pairs: list[tuple[int, int]] = []
-        right = EagerKernel.attend
-
-        def counted(
-            kernel: Any, item: Any, params: Any, rows: Any, columns: Any, *rest: Any
-        ) -> Any:
-            pairs.append((rows.q.shape[1], columns.k.shape[1]))
-            return right(kernel, item, params, rows, columns, *rest)
-
-        with way.around(), patch.object(EagerKernel, "attend", counted):
-            _, dq, *_ = way.both(q, k, v, torch.ones_like(q))
-        assert bool(dq.isfinite().all())
-        return sorted(pairs)
-
-    assert not dist.is_initialized()
-    results = [as_rank(rank, 4, attend, rank) for rank in range(4)]
-    chunk = 128 // 8
-    expected = [[(chunk, (n + 1) * chunk), (chunk, (8 - n) * chunk)] for n in range(4)]
-    assert results == expected
-    assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize("end", ["/graph", "/alone/graph", "/layers", "/alone/alone", "/"])
+@pytest.mark.parametrize("end", ["/graph", "/layers", "/alone", "/"])
 def test_an_unknown_end_of_a_method_is_refused(end: str) -> None:
-    with pytest.raises(ValueError, match="behind a transport only 'alone' can follow"):
+    with pytest.raises(ValueError, match="layout/kernel/strategy/transport"):
         method(f"zigzag/eager/gather/p2p{end}", CAUSAL, 128)
 
 
@@ -112,3 +54,22 @@ def test_a_method_is_told_from_how_its_calls_are_made(end: str) -> None:
     with running(way, end):
         assert torch._C._is_multithreading_enabled() == (end != ONE_THREAD)
     assert torch._C._is_multithreading_enabled()
+
+
+def _errors_of_ulysses(_: int) -> float:
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 32, heads, 8, requires_grad=True) for heads in (4, 2, 2, 4))
+    with patch.object(methods, "flash", lambda mask: partial(sdpa, is_causal=mask.causal)):
+        way = method("ulysses", CAUSAL, 32)
+    results = way.both(
+        *(way.shard(x.detach()).requires_grad_() for x in (q, k, v)), way.shard(dout)
+    )
+    expected = through_autograd(partial(sdpa, is_causal=True)).both(q, k, v, dout)
+    pairs = zip(results, expected, strict=True)
+    return max(float((x - way.shard(y)).abs().max()) for x, y in pairs)
+
+
+@pytest.mark.nightly
+def test_ulysses_of_others_is_right() -> None:
+    with LocalRanks(2) as ranks:
+        assert max(ranks.run(_errors_of_ulysses)) < 1e-5

@@ -1,4 +1,4 @@
-"""The benchmark of head dims, masks and options: its check, its rows, and its block lists."""
+"""The benchmark of head dims, masks and options: its check of results, and its rows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
+from benchmarks.common import turns
 from benchmarks.common.cases import FA4, ROWS, Rival, Row
 from benchmarks.common.tables import table
 from benchmarks.common.turns import passing
-from benchmarks.torch import fa4_by_hand, options
-from benchmarks.torch.cases import OPTIONS, Case, striped
-from benchmarks.torch.methods import METHODS, Method, exact
+from benchmarks.torch import options
+from benchmarks.torch.methods import Method
+from benchmarks.torch.options import METHODS, OPTIONS, Case, exact
 
 COMPARED = (
     "causal", "softcap", "alibi", "segment_ids", "cu_seqlens", "predicate", "sinks", "window",
@@ -88,14 +88,14 @@ def test_a_row_is_met_by_the_best_other() -> None:
     }  # fmt: skip
     times = {"ring": [2.0, 3.0, 2.0], "fa4": [4.0, 2.0, 2.0], "cudnn": [5.0, 5.0, 5.0]}
     slow = times | {"ring": [3.0, 3.0, 3.0]}
-    row_found = options.row_of(row, wrong, {"forward": times, "both": slow})
+    row_found = turns.row_of(row, wrong, {"forward": times, "both": slow})
     assert row_found["best"] == {"forward": "fa4", "both": "fa4"}
     assert row_found["ratio"]["forward"] == {"fa4": [0.75, 1.0, 1.25], "cudnn": [0.4, 0.4, 0.5]}
     assert row_found["met"] == {"forward": True, "both": False}
     shown = table([row_found | {"kernel": "fa4"}]).splitlines()[-1]
-    assert "fa4 2.00<br>cudnn 5.00<br>flex none | 0.75 **1.00** 1.25" in shown
+    assert "(1.00)<br>fa4 2.00<br>cudnn 5.00<br>flex none |" in shown
     assert shown.endswith("| 1.10, missed |")
-    alone = options.row_of(row, wrong, {"forward": {"fa4": [1.0, 1.0]}, "both": {}})
+    alone = turns.row_of(row, wrong, {"forward": {"fa4": [1.0, 1.0]}, "both": {}})
     assert alone["met"] == {"forward": False, "both": False}
     assert table([alone | {"kernel": None}])
 
@@ -113,24 +113,8 @@ def test_all_take_turns_in_an_order_of_each_round(monkeypatch: pytest.MonkeyPatc
     times = options.rounds(runs, 16)
     assert times == {"a": [5.0] * 16, "b": [50.0] * 16}
     once = "".join(order)[8:]  # the first eight count the calls that fill a turn
-    turns = [once[n : n + 5] for n in range(0, len(once), 5)]
-    assert len(turns) == 16 and set(turns) == {"aaaab", "baaaa"}
-
-
-def test_rows_of_runs_are_kept_beside_each_other(tmp_path: Path) -> None:
-    names = [row.name for row in ROWS]
-    parts = [options.chosen(names, f"{n}/3") for n in (1, 2, 3)]
-    assert sorted(row.name for part in parts for row in part) == sorted(names)
-    assert options.chosen(["96", "80"], "2/2")[0].name == "80"
-    with pytest.raises(ValueError, match="1/2"):
-        options.chosen(names, "0/2")
-    path = tmp_path / "new" / "rows.json"
-    for name, where in (("80", "here"), ("96", "here"), ("80", "there")):
-        options.keep(path, {"row": name}, {"gpu": where})
-    kept = json.loads(path.read_text())["rows"]
-    assert [(kept_row["row"], kept_row["environment"]["gpu"]) for kept_row in kept] == [
-        ("96", "here"), ("80", "there"),
-    ]  # fmt: skip
+    fives = [once[n : n + 5] for n in range(0, len(once), 5)]
+    assert len(fives) == 16 and set(fives) == {"aaaab", "baaaa"}
 
 
 def test_a_run_times_what_is_here_and_says_why_the_others_are_not(
@@ -142,71 +126,24 @@ def test_a_run_times_what_is_here_and_says_why_the_others_are_not(
         ("DEVICE", "cpu"),
         ("GATE_LENGTH", 64),
         ("_milliseconds", lambda run, _: float(run() is not None)),
-        ("environment", lambda *arguments: {"given": arguments}),
+        ("_environment", lambda: {"gpu": "none"}),
     ):
         monkeypatch.setattr(options, name, value)
-    for module in ("flash_attn.cute.interface", "benchmarks.torch.fa4_mods"):
-        monkeypatch.setitem(sys.modules, module, None)
-    path = tmp_path / "rows.json"
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
+    path = tmp_path / "new" / "rows.json"
     arguments = ["--length", "128", "--rounds", "3", "--json", str(path)]
-    assert options.main([*arguments, "--part", "2/2"]) == 0
     assert options.main([*arguments, "--rows", "80"]) == 0
-    kept = json.loads(path.read_text())["rows"]
-    assert [(row["row"], row["kernel"]) for row in kept] == [("80", "eager"), ("sinks", "eager")]
-    for row in kept:
+    capsys.readouterr()
+    assert options.main(arguments) == 0
+    assert capsys.readouterr().out.count('"row"') == 1  # the other one is there already
+    written = json.loads(path.read_text())
+    assert written["environment"] == {"gpu": "none", "length": 128, "rounds": 3}
+    assert [(x["row"], x["kernel"]) for x in written["rows"]] == [
+        ("80", "eager"),
+        ("sinks", "eager"),
+    ]
+    for row in written["rows"]:
         assert row["milliseconds"] == {"forward": {"ring": [1.0] * 3}, "both": {"ring": [1.0] * 3}}
-        assert "flash_attn" in row["error"]["fa4"] and row["environment"] == {"given": [128, 3]}
-    assert "sinks: 100%" in capsys.readouterr().err
+        assert "flash_attn" in row["error"]["fa4"]
     assert options.main(["--table", str(path)]) == 0
     assert "| sinks | `eager` | **1.00**<br>fa4 none |" in capsys.readouterr().out
-    assert options.main(["--compile", "--rows", "80", "--length", "64"]) == 0
-    assert not capsys.readouterr().out
-
-
-def blocks_of(shown: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
-    """Return the blocks with a visible pair, and those with only visible pairs, by brute force."""
-    tiles = shown.unflatten(1, (-1, keys)).unflatten(0, (-1, queries)).transpose(1, 2).flatten(2)
-    return tiles.any(2), tiles.all(2)
-
-
-def listed(count: Tensor, index: Tensor) -> list[list[int]]:
-    return [index[0, 0, n, :c].tolist() for n, c in enumerate(count[0, 0].tolist())]
-
-
-@pytest.mark.parametrize("lengths", [(16,), (5, 1, 26, 16, 16), (8, 8, 8, 40)])
-@pytest.mark.parametrize("ordered", [True, False])
-def test_blocks_of_segment_ids_are_those_of_brute_force(
-    lengths: tuple[int, ...], *, ordered: bool
-) -> None:
-    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int()
-    if not ordered:
-        ids = ids.view(-1, 8)[torch.randperm(len(ids) // 8, generator=torch.manual_seed(3))]
-        ids = torch.cat([ids[:1].flip(1), ids[1:]]).flatten()
-    shown = (ids[:, None] == ids).tril()
-    any_visible, all_visible = blocks_of(shown, 8, 8)
-    blocks_found = fa4_by_hand.segment_blocks(ids[None], size=8)
-    assert torch.equal(blocks_found.full, all_visible)
-    assert bool(((blocks_found.partial | blocks_found.full) | ~any_visible).all())
-    if ordered:
-        assert torch.equal(blocks_found.partial, any_visible & ~all_visible)
-    for lists, blocks in zip(
-        fa4_by_hand.lists_of(blocks_found, blocks_found.transposed),
-        (blocks_found, blocks_found.transposed),
-        strict=True,
-    ):
-        assert lists.partial.dtype == lists.full_count.dtype == torch.int32
-        for config, expected in (
-            ((lists[0], lists[1]), blocks[0]),
-            ((lists[2], lists[3]), blocks[1]),
-        ):
-            assert listed(*config) == [row.nonzero().flatten().tolist() for row in expected]
-
-
-@pytest.mark.parametrize("keys", [64, 128])
-def test_blocks_of_the_predicate_are_those_of_brute_force(keys: int) -> None:
-    positions = torch.arange(1536)
-    any_visible, all_visible = blocks_of(striped(positions[:, None], positions), 128, keys)
-    blocks = fa4_by_hand.predicate_blocks(striped, 1536, 128, keys, "cpu")
-    assert torch.equal(blocks.full, all_visible)
-    assert torch.equal(blocks.partial, any_visible & ~all_visible)
-    assert bool(all_visible.any()) and not bool(any_visible.all())

@@ -29,13 +29,17 @@ def test_its_figures(
     sizes = ["--tokens=512", "--heads=2", "--width=16", "--repeats=1", "--dtype=float32"]
     monkeypatch.setattr(sys, "argv", ["recurrent", *sizes, f"--json={path}"])
     assert recurrent.main() == 0
-    assert "gated_delta_rule by eager (not fla: its kernels need CUDA" in capsys.readouterr().out
     figures = json.loads(path.read_text())
+    assert json.loads(capsys.readouterr().out) == figures
+    assert figures["kernel"] == "eager" and "its kernels need CUDA" in figures["why_not_fla"]
     assert [row["layout"] for row in figures["rows"]] == ["whole", "contiguous", "zigzag"]
     assert all(ratio > 0 for name, ratio in figures["ratios"].items() if "peak" not in name)
     assert figures["errors"]["worst_ratio"] < recurrent.GOALS["error"]
     # What a zigzag rank sends: two runs of a transition and a state of each head, whatever T.
     assert figures["rows"][2]["sent_bytes"]["forward"] == 2 * 2 * 16 * (16 + 16) * 4
+    monkeypatch.setattr(recurrent, "WRONG", 0.0)
+    assert recurrent.main() == 1
+    assert "ms" not in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["recurrent", *sizes, "--kernel=fla"])
     with pytest.raises(SystemExit):
         recurrent.main()

@@ -52,9 +52,3 @@ def test_a_folder_within_a_checkout_has_no_commit(tmp_path: Path) -> None:
     commit = old_and_new.commit_of(tmp_path)
     assert len(commit) == 8 and int(commit, 16) >= 0
     assert old_and_new.commit_of(tmp_path / "folder") == "no commit"
-
-
-def test_old_code_is_a_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        old_and_new.main(["--old", str(tmp_path)])
-    assert "is no checkout" in capsys.readouterr().err

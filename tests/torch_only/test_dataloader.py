@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
@@ -60,7 +61,8 @@ def _rings() -> tuple[ContextParallel, Any]:
     return ContextParallel(mesh["cp"]), mesh["dp"]
 
 
-def _packed_for_each_ring(rank: int) -> None:
+@on_ranks
+def test_documents_are_packed_for_each_ring(rank: int) -> None:
     cp, dp = _rings()
     batches = list(dataloader(cp, shuffled(), dp=dp))
     whole = list(shuffled())  # 5 batches; the last does not fill a turn of all rings
@@ -85,11 +87,8 @@ def _packed_for_each_ring(rank: int) -> None:
         assert counted == batch.count
 
 
-def test_documents_are_packed_for_each_ring(pool: LocalRanks) -> None:
-    pool.run(_packed_for_each_ring)
-
-
-def _balanced(rank: int) -> None:
+@on_ranks
+def test_each_batch_has_a_balanced_layout(rank: int) -> None:
     del rank
     cp = ContextParallel()
     lengths = (40, 1400, 30, 70, 300, 150)
@@ -111,11 +110,8 @@ def _balanced(rank: int) -> None:
         next(iter(dataloader(cp, [torch.ones(1, 8).long()], balanced=True)))
 
 
-def test_each_batch_has_a_balanced_layout(pool: LocalRanks) -> None:
-    pool.run(_balanced)
-
-
-def _rows_with_labels(rank: int) -> None:
+@on_ranks
+def test_rows_of_each_rings_own_loader(rank: int) -> None:
     cp, _ = _rings()
     tokens = torch.arange(14).reshape(2, 7) + 100 * (rank // 2)
     labels = tokens.masked_fill(torch.arange(7) < 3, IGNORED)
@@ -127,11 +123,8 @@ def _rows_with_labels(rank: int) -> None:
     assert batch.to("meta").tokens.is_meta
 
 
-def test_rows_of_each_rings_own_loader(pool: LocalRanks) -> None:
-    pool.run(_rows_with_labels)
-
-
-def _resumed(rank: int) -> None:
+@on_ranks
+def test_a_run_that_was_cut_off_goes_on(rank: int) -> None:
     del rank
     cp, dp = _rings()
     for make in (shuffled, Counted):
@@ -156,10 +149,6 @@ def _resumed(rank: int) -> None:
         next(iter(other))
 
 
-def test_a_run_that_was_cut_off_goes_on(pool: LocalRanks) -> None:
-    pool.run(_resumed)
-
-
 def _another_seed(rank: int, seeds: list[int]) -> str:
     cp, dp = _rings()
     try:
@@ -176,17 +165,14 @@ def test_ranks_that_read_other_batches_are_told(pool: LocalRanks, seeds: list[in
         assert "seed the loader's generator alike" in error
 
 
-def _without_dp(rank: int) -> None:
+@on_ranks
+def test_more_ranks_than_those_of_a_ring_need_dp(rank: int) -> None:
     del rank
     cp, dp = _rings()
     with pytest.raises(ValueError, match=r"dp is missing: the ring has 2 of 4 ranks.*mesh\['dp'\]"):
         dataloader(cp, [])
     with pytest.raises(ValueError, match="no other rank than this one in common"):
         dataloader(ContextParallel(), [], dp=dp)
-
-
-def test_more_ranks_than_those_of_a_ring_need_dp(pool: LocalRanks) -> None:
-    pool.run(_without_dp)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +205,8 @@ def test_states_of_something_else_are_refused(state: Any) -> None:
         )
 
 
-def _loaded_meanwhile(rank: int) -> None:
+@on_ranks
+def test_a_state_is_loaded_during_a_pass(rank: int) -> None:
     """Check that a state loaded during an epoch is kept, and that epochs do not mix batches."""
     del rank
     cp = ContextParallel()
@@ -239,7 +226,3 @@ def _loaded_meanwhile(rank: int) -> None:
     next(first), next(second)
     with pytest.raises(RuntimeError, match="another one began"):
         next(first)
-
-
-def test_a_state_is_loaded_during_a_pass(pool: LocalRanks) -> None:
-    pool.run(_loaded_meanwhile)

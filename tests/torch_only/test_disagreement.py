@@ -46,6 +46,8 @@ DIFFERENCES = {
     "heads": Difference({}, {"shape": (1, 8, 4, 8)}, "q"),
     "head dim": Difference({}, {"shape": (1, 8, 2, 16)}, "q"),
     "dtype": Difference({}, {"dtype": torch.float64}, "q"),
+    "shapes of equal size": Difference({}, {"shape": (1, 4, 4, 8)}, "q"),
+    "a larger message": Difference({}, {"shape": (1, 64, 2, 8)}, "q"),
     "layout": Difference({"causal": True}, {"causal": True, "layout": "zigzag"}, "layout"),
     "chunks of a layout": Difference(
         {"layout": RANDOM[3]}, {"layout": ChunkLayout(RANDOM[3].chunks[::-1])}, "chunks"
@@ -54,6 +56,12 @@ DIFFERENCES = {
     "window": Difference({"window": (3, 0)}, {"window": (4, 0)}, "mask"),
     "chunks": Difference({"chunk_size": 4}, {"chunk_size": 5}, "mask"),
     "documents": Difference({"cu_seqlens": (0, 5, 24)}, {"cu_seqlens": (0, 6, 24)}, "cu_seqlens"),
+    "many documents": Difference(
+        {"cu_seqlens": (0, *range(1, 13), 24)}, {"cu_seqlens": (0, *range(1, 12), 13, 24)}, "cu_seqlens"
+    ),
+    "a mask's documents": Difference(
+        {"mask": Mask(cu_seqlens=(0, 5, 24))}, {"mask": Mask(cu_seqlens=(0, 6, 24))}, "cu_seqlens"
+    ),
     "tokens before padding": Difference({"seq_len": 22}, {"seq_len": 23}, "seq_len"),
     "predicate": Difference({"odd": 2}, {"odd": 3}, "plan"),
     "scale": Difference({}, {"softmax_scale": 0.3}, "softmax_scale"),

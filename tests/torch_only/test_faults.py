@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -21,58 +21,6 @@ def call(**options: Any) -> None:
     dtype = options.pop("dtype", torch.float32)
     x = torch.ones(shape, dtype=dtype)
     ring_attention(x, x, x, **options)
-
-
-class Disagreement(NamedTuple):
-    """Options of each of two ranks, and a pattern of the error."""
-
-    options: tuple[dict[str, Any], dict[str, Any]]
-    words: str
-
-
-DISAGREEMENTS = {
-    "shapes of equal size": Disagreement(({"shape": (1, 8, 2, 8)}, {"shape": (1, 4, 4, 8)}), r"q is \[1, "),
-    "larger message": Disagreement(({"shape": (1, 8, 2, 8)}, {"shape": (1, 64, 2, 8)}), r"q is \[1, "),
-    "dtype": Disagreement(({}, {"dtype": torch.bfloat16}), r"q is \[1, 8, 2, 8, '(float32|bfloat16)'\] there and"),
-    "causal": Disagreement(({}, {"causal": True}), "mask is '(full|causal)' there"),
-    "documents": Disagreement(({"cu_seqlens": (0, 5, 16)}, {"cu_seqlens": (0, 6, 16)}), "cu_seqlens is"),
-    "layout": Disagreement(({"causal": True}, {"causal": True, "layout": "zigzag"}), "layout is '(contiguous|zigzag)' there"),
-    "scale": Disagreement(({}, {"softmax_scale": 1.0}), "softmax_scale is"),
-    "seed": Disagreement(({"dropout_p": 0.5, "dropout_seed": 1}, {"dropout_p": 0.5, "dropout_seed": 2}), "dropout_seed is"),
-    "sinks": Disagreement(({}, {"sinks": torch.zeros(2)}), "sinks is"),
-    "kernel": Disagreement(({"kernel": "eager"}, {"kernel": "sdpa"}), "kernel is '(eager|sdpa)' there"),
-    "strategy": Disagreement(({"strategy": "ring"}, {"strategy": "gather"}), "strategy is '(ring|gather)' there"),
-}  # fmt: skip
-
-
-def _disagree(rank: int, name: str) -> str:
-    try:
-        call(**DISAGREEMENTS[name].options[rank])
-    except RankMismatchError as error:
-        return str(error)
-    raise AssertionError("a result in spite of disagreement")
-
-
-@pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_disagreement_is_named(pool: LocalRanks, name: str) -> None:
-    for message in pool.run(_disagree, name):
-        assert re.search(DISAGREEMENTS[name].words, message), message
-        assert "make different calls" in message
-
-
-def _forward_against_backward(rank: int) -> str:
-    x = torch.ones(1, 8, 2, 8, requires_grad=True)
-    out = ring_attention(x, x, x)
-    try:
-        out.sum().backward() if rank else ring_attention(x, x, x)
-    except RankMismatchError as error:
-        return str(error)
-    raise AssertionError("a result in spite of disagreement")
-
-
-def test_passes_do_not_mix(pool: LocalRanks) -> None:
-    for message in pool.run(_forward_against_backward):
-        assert "pass is '" in message
 
 
 def _one_call_behind(rank: int) -> str:

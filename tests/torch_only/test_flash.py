@@ -402,7 +402,8 @@ def can_do(case: Case) -> bool:
     """Return True if the kernel supports the case."""
     options = (
         case.segments or case.bias or case.shown or case.alibi or case.dropout_p or case.lse_grad
-    )
+        or case.views
+    )  # fmt: skip
     return not (options or case.mask.predicate or case.poison) and case.dtype == "float32"
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.autograd import functional
@@ -69,7 +70,8 @@ def test_lse_takes_fast_kernels_until_it_has_a_gradient(
     pool.run(_found, strategy, *expected, compiled)
 
 
-def _on_one_rank(rank: int) -> None:
+@on_ranks
+def test_lse_may_have_a_gradient_on_some_ranks(rank: int) -> None:
     cp = ContextParallel(layout="contiguous")
     leaves = [cp.shard(x).requires_grad_() for x in _whole()]
     out, lse = cp.attention(*leaves, return_lse=True, strategy="ring")
@@ -83,10 +85,6 @@ def _on_one_rank(rank: int) -> None:
         assert leaf.grad is not None
         assert x.grad is not None
         torch.testing.assert_close(leaf.grad.double(), cp.shard(x.grad), rtol=1e-4, atol=1e-5)
-
-
-def test_lse_may_have_a_gradient_on_some_ranks(pool: LocalRanks) -> None:
-    pool.run(_on_one_rank)
 
 
 def test_a_named_kernel_without_that_gradient_says_so() -> None:

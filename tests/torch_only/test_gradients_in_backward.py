@@ -20,6 +20,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
@@ -117,7 +118,24 @@ def batch(size: int) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def _train(rank: int, kind: str, optimizers_first: bool) -> None:
+@pytest.mark.nightly(
+    only=[
+        "2-compiled-False", "2-checkpoint-False", "2-two backwards-False", "3-compiled-False",
+        "3-two backwards-False", "3-plain-True", "3-reentrant checkpoint-True", "3-plain-False",
+    ]
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "optimizers_first"),
+    [
+        ("plain", False), ("plain", True), ("frozen head", False), ("checkpoint", False),
+        ("reentrant checkpoint", True), ("shared", False), ("two backwards", False),
+        ("compiled", False),
+    ],
+)  # fmt: skip
+@on_ranks
+def test_optimizers_in_the_backward_are_those_of_one_rank(
+    rank: int, kind: str, optimizers_first: bool
+) -> None:
     del rank
     cp = ContextParallel(layout="contiguous")
     whole = Model(attend_whole, kind)
@@ -151,26 +169,6 @@ def _train(rank: int, kind: str, optimizers_first: bool) -> None:
     assert not cp._sharding.ranks.state.before_passes
     with pytest.raises(ValueError, match=r"cp\.reduce_each_gradient"):
         cp.reduce_gradients(model)
-
-
-@pytest.mark.nightly(
-    only=[
-        "2-compiled-False", "2-checkpoint-False", "2-two backwards-False", "3-compiled-False",
-        "3-two backwards-False", "3-plain-True", "3-reentrant checkpoint-True", "3-plain-False",
-    ]
-)  # fmt: skip
-@pytest.mark.parametrize(
-    ("kind", "optimizers_first"),
-    [
-        ("plain", False), ("plain", True), ("frozen head", False), ("checkpoint", False),
-        ("reentrant checkpoint", True), ("shared", False), ("two backwards", False),
-        ("compiled", False),
-    ],
-)  # fmt: skip
-def test_optimizers_in_the_backward_are_those_of_one_rank(
-    kind: str, optimizers_first: bool, pool: LocalRanks
-) -> None:
-    pool.run(_train, kind, optimizers_first)
 
 
 class Two(nn.Module):
@@ -235,7 +233,16 @@ def test_another_order_in_a_part_ends_on_all_ranks(pool: LocalRanks) -> None:
         assert all(x.startswith(RankMismatchError.__name__) for x in messages[1:]), messages
 
 
-def _refused(_: int) -> None:
+def _alone() -> Any:
+    """Return a mesh of this rank alone."""
+    mesh = dist.device_mesh.init_device_mesh(
+        "cpu", (dist.get_world_size(), 1), mesh_dim_names=("cp", "dp")
+    )
+    return mesh["dp"]
+
+
+@on_ranks
+def test_what_cannot_be_summed_is_refused() -> None:
     cp = ContextParallel()
     model = Two()
     x = torch.ones(2, 4)
@@ -282,26 +289,11 @@ def _refused(_: int) -> None:
         sparse(torch.tensor([1])).sum().backward()
 
 
-def _alone() -> Any:
-    """Return a mesh of this rank alone."""
-    mesh = dist.device_mesh.init_device_mesh(
-        "cpu", (dist.get_world_size(), 1), mesh_dim_names=("cp", "dp")
-    )
-    return mesh["dp"]
-
-
-def test_what_cannot_be_summed_is_refused(pool: LocalRanks) -> None:
-    pool.run(_refused)
-
-
-def _unlike(rank: int) -> None:
+@on_ranks
+def test_unlike_models_are_a_mismatch(rank: int) -> None:
     group: Any = dist.new_group(timeout=timedelta(seconds=4))
     with pytest.raises(RankMismatchError, match="weight"):
         ContextParallel(group).reduce_each_gradient(nn.Linear(4, 4 + rank))
-
-
-def test_unlike_models_are_a_mismatch(pool: LocalRanks) -> None:
-    pool.run(_unlike)
 
 
 def test_one_rank_has_nothing_to_sum() -> None:

@@ -33,7 +33,6 @@ from ring_core import (
 from ring_torch import ContextParallel, local, ring_attention
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KVPayload
 from ring_torch.comm import handshake, ranks as ring_ranks, store
-from ring_torch.comm.handshake import Header
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.local import LocalRanks
 from ring_torch.strategies.gather import head_groups_of
@@ -569,8 +568,3 @@ def test_a_stray_message_is_no_nonce() -> None:
     with LocalRanks(3, timeout=2) as pool:
         for message in pool.run(_told)[1:]:
             assert "is no header" in message
-
-
-def test_a_header_holds_the_nonce() -> None:
-    header = Header(1, 2, b"12345678", 3, 2**64 - 1, b"{}")
-    assert Header.read(bytes(header.bytes())) == header

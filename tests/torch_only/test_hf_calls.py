@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_models import Wide, build, whole
-from sweep import compare
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from trained import arguments, be_started, collate, documents
@@ -70,26 +69,17 @@ def test_logits_to_keep_are_those_of_the_whole_sequence(pool: LocalRanks, kept: 
     pool.run(_keeps, kept)
 
 
-def _keeps_nothing(rank: int) -> None:
-    del rank
-    model, batch = build("Llama"), whole("plain")
-    tokens = {"input_ids": batch["input_ids"]}
-    handle = hf.parallelize(model, ContextParallel())
-    assert model(**tokens, logits_to_keep=0).logits.shape[1] == 22  # a rank's part of all tokens
+def _keeps_parts(_: int) -> None:
+    """Check that logits of a rank's tokens are not those of the last ones."""
+    model, tokens = build("Llama"), whole("plain")["input_ids"]
+    hf.parallelize(model, ContextParallel())
+    assert model(tokens, logits_to_keep=0).logits.shape[1] == 22  # a rank's part of all tokens
     with pytest.raises(UnsupportedError, match=r"logits_to_keep=5 .* give logits='gather'"):
-        model(**tokens, logits_to_keep=5)
-    handle.remove()
-    hf.parallelize(model, ContextParallel(), logits="gather")
-    with pytest.raises(UnsupportedError, match="logits_to_keep beside labels"):
-        model(**batch, logits_to_keep=5)
-    bert = compare.build("BertForMaskedLM", "bert")
-    hf.parallelize(bert, ContextParallel(), logits="gather")
-    with pytest.raises(UnsupportedError, match="cannot split logits_to_keep"):
-        bert(**tokens, logits_to_keep=5)
+        model(tokens, logits_to_keep=5)
 
 
 def test_logits_to_keep_of_parts_are_refused(pool: LocalRanks) -> None:
-    pool.run(_keeps_nothing)
+    pool.run(_keeps_parts)
 
 
 class OwnLoss(Trainer):
@@ -175,7 +165,7 @@ def _names(model: Any) -> list[str]:
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=["text", "vision", "all"])
 def test_removal_gives_each_part_its_own_attention(attention: dict[str, str]) -> None:
-    model = compare.build("Qwen2VLForConditionalGeneration", "qwen2_vl")
+    model = build("Qwen2VLForConditionalGeneration")
     model.set_attn_implementation(attention)
     before = _names(model)
     handle = hf.parallelize(model, ContextParallel())
@@ -187,11 +177,10 @@ def test_removal_gives_each_part_its_own_attention(attention: dict[str, str]) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("Qwen2VLForConditionalGeneration", "qwen2_vl"), ("LlavaForConditionalGeneration", "llava")],
+    "name", ["Qwen2VLForConditionalGeneration", "LlavaForConditionalGeneration"]
 )
-def test_towers_of_a_model_loaded_with_the_ring(name: str, kind: str) -> None:
-    model = compare.build(name, kind)
+def test_towers_of_a_model_loaded_with_the_ring(name: str) -> None:
+    model = build(name)
     model.set_attn_implementation(hf.register())
     model.config.vision_config._attn_implementation = "ring"
     before = _names(model)

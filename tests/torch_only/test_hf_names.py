@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_models import Wide, build as build_known, whole
-from sweep.compare import batch_of, build
-from torch import Tensor, nn
+from hf_models import Wide, build, whole
+from hf_rows import Row, compared, padded
+from sweep.compare import batch_of
+from torch import nn
 from transformers import AttentionMaskInterface, Trainer, TrainingArguments, masking_utils
 
 from ring_core import UnsupportedError
@@ -26,20 +27,17 @@ from ring_torch.hf.models.code import _undecorated
 from ring_torch.hf.models.releases import TESTED_RELEASES
 from ring_torch.local import LocalRanks
 
-LLAMA4, BART = ("Llama4ForCausalLM", "llama4"), ("BartForCausalLM", "bart")
-BART_PAIR = ("BartForConditionalGeneration", "bart")
-T5_PAIR = ("T5ForConditionalGeneration", "t5")
-BLOOM, MPT = ("BloomForCausalLM", "bloom"), ("MptForCausalLM", "mpt")
-NEO, NEXT = ("GPTNeoForCausalLM", "gpt_neo"), ("Qwen3NextForCausalLM", "qwen3_next")
-GRIFFIN = ("RecurrentGemmaForCausalLM", "recurrent_gemma")
-LLAMA, ROBERTA = ("LlamaForCausalLM", "llama"), ("RobertaForMaskedLM", "roberta")
-M2M = ("M2M100ForConditionalGeneration", "m2m_100")
+LLAMA, LLAMA4, ROBERTA = "LlamaForCausalLM", "Llama4ForCausalLM", "RobertaForMaskedLM"
+BART, BART_PAIR = "BartForCausalLM", "BartForConditionalGeneration"
+T5_PAIR, M2M = "T5ForConditionalGeneration", "M2M100ForConditionalGeneration"
+BLOOM, MPT, NEO = "BloomForCausalLM", "MptForCausalLM", "GPTNeoForCausalLM"
+NEXT, GRIFFIN = "Qwen3NextForCausalLM", "RecurrentGemmaForCausalLM"
 
 CACHES = ("past_key_values", "cache")
 LENGTHS = ("past_key_values_length", "cache_length")
 
 #: Models, the class of the changed method, the names removed from it, and the error.
-RENAMED: dict[str, tuple[tuple[str, str], str, str, tuple[str, ...], str]] = {
+RENAMED: dict[str, tuple[str, str, str, tuple[str, ...], str]] = {
     "cache": (LLAMA4, "Llama4TextAttention", "forward", CACHES, "Llama4TextAttention .* no argument cache"),
     "counted-queries": (LLAMA4, "Llama4TextAttention", "forward", ("get_seq_length",), "no get_seq_length"),
     "mask-of-queries": (LLAMA4, "Llama4TextAttention", "forward", ("attention_mask",), "no attention_mask"),
@@ -134,16 +132,16 @@ def check_refused(model: Any, message: str) -> None:
 
 @pytest.mark.parametrize("case", RENAMED)
 def test_a_name_that_is_another(case: str) -> None:
-    (name, kind), owner, method, names, message = RENAMED[case]
-    model = build(name, kind)
+    name, owner, method, names, message = RENAMED[case]
+    model = build(name)
     if is_served(model):
         assert with_class(model, owner, lambda cls: _with_other_names(cls, method, names))
         check_refused(model, message)
 
 
 def test_a_reason_names_the_releases() -> None:
-    (name, kind), owner, method, names, _ = RENAMED["cache"]
-    model = build(name, kind)
+    name, owner, method, names, _ = RENAMED["cache"]
+    model = build(name)
     with_class(model, owner, lambda cls: _with_other_names(cls, method, names))
     (reason,) = hf.check_model(model).reasons
     assert f"of transformers {transformers.__version__} has no argument" in reason
@@ -152,7 +150,7 @@ def test_a_reason_names_the_releases() -> None:
 
 def test_one_of_two_sequences_that_loses_its_positions() -> None:
     """A model is refused if only its encoder's positions are found: its decoder counts from 0."""
-    model = build(*BART_PAIR)
+    model = build(BART_PAIR)
     decoder = model.get_decoder()
     assert with_class(
         decoder,
@@ -169,13 +167,13 @@ def _with_other_names(cls: type, method: str, names: tuple[str, ...]) -> dict[st
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class_of_another_name(name: str) -> None:
     model_of, message = CLASSES[name]
-    model = build(*model_of)
+    model = build(model_of)
     assert with_class(model, name, lambda _: {"__name__": "Renamed"})
     check_refused(model, message)
 
 
 def test_a_recurrent_layer_beside_known_ones() -> None:
-    model = build(*NEXT)
+    model = build(NEXT)
     model.model.layers[0].mlp = type("OtherMamba", (nn.Identity,), {})()
     check_refused(model, "OtherMamba mix tokens")
 
@@ -183,7 +181,7 @@ def test_a_recurrent_layer_beside_known_ones() -> None:
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_an_attribute_that_is_gone(name: str) -> None:
     model_of, owner, message = ATTRIBUTES[name]
-    model = build(*model_of)
+    model = build(model_of)
     for module in model.modules():
         if type(module).__name__ == owner and name.startswith("config"):
             module.config = SimpleNamespace()
@@ -193,14 +191,14 @@ def test_an_attribute_that_is_gone(name: str) -> None:
 
 
 def test_a_head_that_is_gone() -> None:
-    model = build("LlamaForSequenceClassification", "llama")
+    model = build("LlamaForSequenceClassification")
     del model.score
     with pytest.raises(UnsupportedError, match=r"LlamaForSequenceClassification .* has no score"):
         hf.parallelize(model, ContextParallel())
 
 
 def test_attention_that_is_not_set() -> None:
-    model = build(*LLAMA)
+    model = build(LLAMA)
     model.set_attn_implementation = lambda _: None
     with pytest.raises(UnsupportedError, match="no attention that set_attn_implementation sets"):
         hf.parallelize(model, ContextParallel())
@@ -208,7 +206,7 @@ def test_attention_that_is_not_set() -> None:
 
 def test_a_loss_of_another_name() -> None:
     """A renamed loss is refused, as it would be the loss of this rank's tokens."""
-    model = build(*LLAMA)
+    model = build(LLAMA)
     batch = batch_of(model)
     hf.parallelize(model, ContextParallel())
     forward = model.forward
@@ -219,7 +217,7 @@ def test_a_loss_of_another_name() -> None:
 
 def test_attention_of_a_text_part_alone() -> None:
     """Only the text part's attention of GOT-OCR2 is replaced; that of images stays."""
-    model = build("GotOcr2ForConditionalGeneration", "got_ocr2")
+    model = build("GotOcr2ForConditionalGeneration")
     language = next(x for x in model.modules() if type(x).__name__ == "Qwen2Model")
     before = language.config._attn_implementation, model.config._attn_implementation
     handle = hf.parallelize(model, ContextParallel())
@@ -230,7 +228,7 @@ def test_attention_of_a_text_part_alone() -> None:
 
 def test_a_routers_loss_of_another_name() -> None:
     """A renamed router loss is refused, as each rank would count its own."""
-    model = build_known("Mixtral", output_router_logits=True)
+    model = build("Mixtral", output_router_logits=True)
 
     def rename(_module: object, _args: object, output: Any) -> Any:
         return {f"other_{n}" if n == "aux_loss" else n: x for n, x in output.items()}
@@ -266,20 +264,24 @@ def _without_coefficient(model: Any) -> None:
     ],
 )
 def test_a_part_of_a_routers_loss_that_is_gone(change: Callable[[Any], None], message: str) -> None:
-    model = build_known("Mixtral", output_router_logits=True)
+    model = build("Mixtral", output_router_logits=True)
     change(model)
     hf.parallelize(model, ContextParallel())
     with pytest.raises(UnsupportedError, match=message):
         model(**whole("plain"))
 
 
-def without_masks(model: Any) -> None:
-    """Let the model pass its decoder no mask of the encoder's sequence."""
+def given(owner: str, **values: Any) -> Callable[[Any], None]:
+    """Return what gives modules of a class other arguments."""
 
-    def rename(_module: object, args: Any, kwargs: dict[str, Any]) -> Any:
-        return args, {**kwargs, "encoder_attention_mask": None}
+    def give(_module: object, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, **values}
 
-    model.get_decoder().register_forward_pre_hook(rename, with_kwargs=True, prepend=True)
+    def change(model: Any) -> None:
+        module = next(x for x in model.modules() if type(x).__name__ == owner)
+        module.register_forward_pre_hook(give, with_kwargs=True, prepend=True)
+
+    return change
 
 
 def with_other_rows(model: Any) -> None:
@@ -288,39 +290,21 @@ def with_other_rows(model: Any) -> None:
     layer.register_forward_hook(lambda _module, _args, output: output[0][:, 1:], prepend=True)
 
 
-def without_layers_mask(model: Any) -> None:
-    """Give no mask to attention that counts its queries."""
-
-    def drop(_module: object, args: Any, kwargs: dict[str, Any]) -> Any:
-        return args, {**kwargs, "attention_mask": None}
-
-    layer = next(x for x in model.modules() if type(x).__name__ == "Llama4TextAttention")
-    layer.register_forward_pre_hook(drop, with_kwargs=True, prepend=True)
-
-
-def without_a_layers_mask(model: Any) -> None:
-    """Give no mask to a recurrent layer, which finds its batch by it."""
-
-    def drop(_module: object, args: Any, kwargs: dict[str, Any]) -> Any:
-        return args, {**kwargs, "attention_mask": None}
-
-    layer = next(x for x in model.modules() if type(x).__name__ == "Qwen3NextGatedDeltaNet")
-    layer.register_forward_pre_hook(drop, with_kwargs=True, prepend=True)
-
-
 @pytest.mark.parametrize(
     ("model_of", "change", "message"),
     [
-        (BART_PAIR, without_masks, "BartDecoder is given ShardedMask and NoneType"),
+        # No mask for a decoder of the encoder's tokens; for a recurrent layer, which finds its
+        # batch by it; for attention that counts its queries.
+        (BART_PAIR, given("BartDecoder", encoder_attention_mask=None), "BartDecoder is given ShardedMask and NoneType"),
         (GRIFFIN, with_other_rows, r"RecurrentGemmaRecurrentBlock must return"),
-        (NEXT, without_a_layers_mask, "without the mask of a split batch"),
-        (LLAMA4, without_layers_mask, "Llama4TextAttention is given a cache, or no mask"),
+        (NEXT, given("Qwen3NextGatedDeltaNet", attention_mask=None), "without the mask of a split batch"),
+        (LLAMA4, given("Llama4TextAttention", attention_mask=None), "Llama4TextAttention is given a cache, or no mask"),
     ],
-)
+)  # fmt: skip
 def test_what_a_hook_is_not_given_in_a_forward(
-    model_of: tuple[str, str], change: Callable[[Any], None], message: str
+    model_of: str, change: Callable[[Any], None], message: str
 ) -> None:
-    model = build(*model_of)
+    model = build(model_of)
     batch = batch_of(model)
     hf.parallelize(model, ContextParallel())
     change(model)
@@ -328,11 +312,24 @@ def test_what_a_hook_is_not_given_in_a_forward(
         model(**batch)
 
 
+@pytest.mark.parametrize("name", ["Lfm2ForCausalLM", "BartForCausalLM"])
+def test_a_part_that_is_not_told_its_batch_is_refused(name: str) -> None:
+    model = build(name)
+    handle = hf.parallelize(model, ContextParallel())
+    model(**padded(12)).loss.backward()
+    part = "model.layers.0.conv" if "Lfm2" in name else "model.decoder.embed_positions"
+    module, hidden = model.get_submodule(part), torch.zeros(1, 12, 32).double()
+    with pytest.raises(UnsupportedError, match="without the mask of a split batch"):
+        module(hidden)
+    handle.remove()
+    module(hidden)
+
+
 @pytest.mark.parametrize("name", ["floating_point_ops", "_track_num_input_tokens", "get_tp_size"])
 def test_a_method_of_the_trainer(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer(build(*LLAMA), TrainingArguments(str(tmp_path), report_to="none"))
+    trainer = Trainer(build(LLAMA), TrainingArguments(str(tmp_path), report_to="none"))
     if name == "get_tp_size":  # found in the code of the method that calls it
         monkeypatch.setattr(Trainer, "compute_loss", lambda *_: None)
         if transformers.__version__ < "5.20":
@@ -358,21 +355,7 @@ def test_an_argument_of_masks() -> None:
         function(batch_size=1, q_length=4, kv_length=4, blocks=2)
 
 
-def _exact(
-    _: int, name: str, kind: str, prepare: Callable[[Any], None] | None, changes: Any
-) -> None:
-    model = build(name, kind, **changes)
-    if prepare is not None:
-        prepare(model)
-    batch: dict[str, Tensor] = batch_of(model)
-    with Wide(), torch.no_grad():
-        expected = model(**batch).logits
-        hf.parallelize(model, ContextParallel(), logits="gather")
-        logits = model(**batch).logits
-    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
-
-
-def hide_signatures(model: Any) -> None:
+def hide_signatures(model: Any) -> Any:
     """Decorate recurrent layers as transformers 5.14 does, which hides the wrapped signature."""
 
     def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -383,23 +366,22 @@ def hide_signatures(model: Any) -> None:
 
     for owner in ("Qwen3NextGatedDeltaNet", "Lfm2ShortConv"):
         with_class(model, owner, lambda cls: {"forward": decorated(vars(cls)["forward"])})
+    return model
+
+
+FULL = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]}
 
 
 @pytest.mark.parametrize(
-    ("model_of", "prepare", "changes"),
+    "row",
     [
-        pytest.param(
-            LLAMA4, None, {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]},
-            id="temperature-without-chunks",
-        ),
-        pytest.param(NEXT, hide_signatures, {}, id="hidden-signatures"),
-        pytest.param(("Lfm2ForCausalLM", "lfm2"), hide_signatures, {}, id="hidden-convolutions"),
+        pytest.param(Row(LLAMA4, "plain", changes=FULL), id="temperature-without-chunks"),
+        pytest.param(Row(NEXT, "plain", prepare=hide_signatures), id="hidden-signatures"),
+        pytest.param(Row("Lfm2ForCausalLM", "plain", prepare=hide_signatures), id="hidden-convolutions"),
     ],
 )  # fmt: skip
-def test_two_ranks_are_as_one(
-    pool: LocalRanks, model_of: tuple[str, str], prepare: Any, changes: dict[str, Any]
-) -> None:
-    pool.run(_exact, *model_of, prepare, changes)
+def test_two_ranks_are_as_one(pool: LocalRanks, row: Row) -> None:
+    pool.run(compared, row)
 
 
 #: Names missing in a release: the models that use them are newer, or older.

@@ -11,12 +11,14 @@ import pytest
 import torch
 import transformers
 from hf_models import LENGTH, build, whole
-from torch.nn.functional import pad
+from hf_rows import activated, padded, tagged
+from torch.nn.functional import cross_entropy, pad
 from transformers import masking_utils
 
 from ring_core import ChunkLayout, UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.hf.masks import ring_mask
+from ring_torch.hf.models.documents import stated_documents
 
 ANY = torch.nn.Identity()  # for batches of no particular model
 EVEN = ChunkLayout(((0, 1),))  # a layout that pads odd lengths, on one rank
@@ -56,6 +58,13 @@ def test_documents_cost_nothing_where_they_say_nothing() -> None:
     assert masks["flattened"].segment_ids is None
     assert masks["packed"].cu_seqlens is None and masks["packed"].segment_ids is not None
     assert (masks["packed"].segment_ids[:, -1] == -1).all()
+
+
+def test_a_document_that_is_numbered_goes_on_after_padding() -> None:
+    mask = torch.tensor([[0, 1, 1, 0, 1, 2, 0, 0, 2, 3]])
+    segments = stated_documents({"attention_mask": mask}, (1, 10))
+    assert segments is not None
+    assert segments.tolist() == [[-1, 1, 1, -1, 1, 2, -1, -1, 2, 3]]
 
 
 _ALL: Any = lambda *_: torch.tensor(True)  # noqa: E731 - as models write it
@@ -110,36 +119,39 @@ TOKENS = torch.ones(2, 8, dtype=torch.int64)
 PADDED = torch.nn.functional.pad(torch.ones(2, 7, dtype=torch.int64), (0, 1))
 
 
-@pytest.mark.parametrize(
-    ("batch", "error", "message"),
-    [
-        ({}, ValueError, "one of input_ids"),
-        ({"input_ids": TOKENS, "inputs_embeds": TOKENS}, ValueError, "one of input_ids"),
-        ({"labels": TOKENS, "input_ids": [1, 2]}, ValueError, "must be a torch.Tensor, got list"),
-        ({"labels": TOKENS, "input_ids": TOKENS[0]}, UnsupportedError, "input_ids has shape"),
-        ({"input_ids": TOKENS, "labels": TOKENS[:, 1:]}, ValueError, "labels must be"),
-        ({"input_ids": TOKENS, "labels": TOKENS[:, 0]}, UnsupportedError, "labels has shape"),
-        ({"input_ids": TOKENS, "attention_mask": torch.ones(2, 1, 8, 8)}, UnsupportedError, "four dimensions"),
-        ({"input_ids": TOKENS, "attention_mask": -TOKENS}, UnsupportedError, "number documents"),
-        ({"input_ids": TOKENS, "attention_mask": PADDED, "position_ids": TOKENS}, UnsupportedError, "start again"),
-        ({"input_ids": TOKENS, "attention_mask": PADDED, "seq_idx": TOKENS}, UnsupportedError, "beside seq_idx"),
-        ({"input_ids": TOKENS, "attention_mask": 2 * PADDED, "seq_idx": TOKENS}, ValueError, "different documents"),
-        ({"input_ids": TOKENS, "attention_mask": 2 * PADDED, "position_ids": TOKENS}, ValueError, "no stated document begins"),
-        ({"input_ids": TOKENS, "position_ids": torch.ones(3, 2, 8)}, UnsupportedError, "several directions"),
-        ({"input_ids": TOKENS, "attention_mask": 0 * TOKENS, "labels": TOKENS}, ValueError, "follows padding"),
-        ({"input_ids": TOKENS, "pixel_values": TOKENS}, UnsupportedError, "pixel_values"),
-        ({"input_ids": TOKENS, "cu_seq_lens_q": TOKENS}, ValueError, "given both"),
-        ({"input_ids": TOKENS, "cu_seq_lens_q": (0, 8), "cu_seq_lens_k": (0, 8)}, UnsupportedError, "2 rows"),
-        ({"input_ids": TOKENS[:1], "cu_seq_lens_q": (0, 8), "cu_seq_lens_k": (0, 7, 8)}, ValueError, "must be equal"),
-        ({"input_ids": TOKENS[:1], "cu_seq_lens_q": (0, 7), "cu_seq_lens_k": (0, 7)}, ValueError, r"0, \.\.\., 8"),
-        ({"input_ids": TOKENS, "seq_idx": TOKENS[0]}, ValueError, "seq_idx must be"),
-        ({"input_ids": TOKENS, "use_cache": True}, UnsupportedError, "no cache"),
-        ({"input_ids": TOKENS, "output_attentions": True}, UnsupportedError, "never held"),
-    ],
-)  # fmt: skip
-def test_batches_that_cannot_be_split(batch: dict[str, Any], error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        hf.shard_batch(ContextParallel(), batch, model=ANY)
+GIVEN = {"input_ids": TOKENS}
+
+#: Batches that cannot be split, the error's words, and its class if it is no UnsupportedError.
+BATCHES: list[tuple[dict[str, Any], str] | tuple[dict[str, Any], str, type]] = [
+    ({}, "one of input_ids", ValueError),
+    ({**GIVEN, "inputs_embeds": TOKENS}, "one of input_ids", ValueError),
+    ({"labels": TOKENS, "input_ids": [1, 2]}, "must be a torch.Tensor, got list", ValueError),
+    ({"labels": TOKENS, "input_ids": TOKENS[0]}, "input_ids has shape"),
+    ({**GIVEN, "labels": TOKENS[:, 1:]}, "labels must be", ValueError),
+    ({**GIVEN, "labels": TOKENS[:, 0]}, "labels has shape"),
+    ({**GIVEN, "attention_mask": torch.ones(2, 1, 8, 8)}, "four dimensions"),
+    ({**GIVEN, "attention_mask": -TOKENS}, "number documents"),
+    ({**GIVEN, "attention_mask": PADDED, "position_ids": TOKENS}, "start again"),
+    ({**GIVEN, "attention_mask": PADDED, "seq_idx": TOKENS}, "beside seq_idx"),
+    ({**GIVEN, "attention_mask": 2 * PADDED, "seq_idx": TOKENS}, "different documents", ValueError),
+    ({**GIVEN, "attention_mask": 2 * PADDED, "position_ids": TOKENS}, "no stated document begins", ValueError),
+    ({**GIVEN, "position_ids": torch.ones(3, 2, 8)}, "several directions"),
+    ({**GIVEN, "attention_mask": 0 * TOKENS, "labels": TOKENS}, "follows padding", ValueError),
+    ({**GIVEN, "pixel_values": TOKENS}, "pixel_values"),
+    ({**GIVEN, "cu_seq_lens_q": TOKENS}, "given both", ValueError),
+    ({**GIVEN, "cu_seq_lens_q": (0, 8), "cu_seq_lens_k": (0, 8)}, "2 rows"),
+    ({"input_ids": TOKENS[:1], "cu_seq_lens_q": (0, 8), "cu_seq_lens_k": (0, 7, 8)}, "must be equal", ValueError),
+    ({"input_ids": TOKENS[:1], "cu_seq_lens_q": (0, 7), "cu_seq_lens_k": (0, 7)}, r"0, \.\.\., 8", ValueError),
+    ({**GIVEN, "seq_idx": TOKENS[0]}, "seq_idx must be", ValueError),
+    ({**GIVEN, "use_cache": True}, "no cache"),
+    ({**GIVEN, "output_attentions": True}, "never held"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(BATCHES)))
+def test_batches_that_cannot_be_split(case: int) -> None:
+    batch, message, *error = BATCHES[case]
+    refused(message, lambda: hf.shard_batch(ContextParallel(), batch, model=ANY), *error)
 
 
 def refused(message: str, call: Callable[[], Any], error: type = UnsupportedError) -> None:
@@ -210,3 +222,156 @@ def test_names_are_not_taken_twice() -> None:
     refused("mean something", lambda: hf.register("my_flash"), ValueError)
     refused("kernel", lambda: hf.register("ring-none", kernel="none"), ValueError)
     assert "ring-none" not in transformers.AttentionInterface()
+
+
+def parallel(
+    name: str, changes: dict[str, Any] | None = None, layout: Any = "zigzag", **options: Any
+) -> Any:
+    """Return a small model, parallelized, and its handle."""
+    model = build(name, **changes or {})
+    return model, hf.parallelize(model, ContextParallel(layout=layout), **options)
+
+
+def call(name: str, batch: dict[str, Any], **options: Any) -> Callable[[], object]:
+    """Return a call of a parallelized model."""
+    return lambda: parallel(name, **options)[0](**{"input_ids": ROW, **batch})
+
+
+def verified(change: Any, name: str = "Llama") -> Callable[[], object]:
+    """Return a comparison of a parallelized model on a batch."""
+    return lambda: parallel(name)[1].verify(change)
+
+
+def adapted(config: str, reduction: str, **options: Any) -> Callable[[], object]:
+    """Return the parallelization of adapters of a classifier, which see the whole batch."""
+
+    def parallelize() -> None:
+        import peft
+
+        base = build("Llama", head="ForSequenceClassification", num_labels=2).float()
+        model: Any = peft.get_peft_model(
+            base, getattr(peft, config)(target_modules=["q_proj"], **options)
+        )
+        try:
+            hf.parallelize(model, ContextParallel(), reduction=reduction)  # type: ignore[arg-type]
+        finally:
+            assert not model.base_model._forward_hooks
+
+    return parallelize
+
+
+def with_scores(name: str, part: str, attribute: str, value: Any) -> Any:
+    """Call a parallelized model whose attention has another attribute."""
+    model, _ = parallel(name)
+    setattr(model.get_submodule(part), attribute, value)
+    return model(input_ids=ROW)
+
+
+def lora() -> Any:
+    """Return a parallelized model with activated LoRA."""
+    model = activated(build("Llama"))
+    hf.parallelize(model, ContextParallel())
+    return model
+
+
+ROW = torch.full((1, 8), 5)
+HOLE = padded(23, [9, 10, 11, 12])
+T5, NEXT = "T5ForConditionalGeneration", "Qwen3NextForCausalLM"
+MINIMAX = "MiniMaxForCausalLM"
+SPLIT: dict[str, Any] = {"recurrent": "split"}
+
+#: What is refused: the call, the error's words, and its class if it is no UnsupportedError.
+CALLS: dict[str, tuple[Callable[[], Any], str] | tuple[Callable[[], Any], str, type]] = {
+    # Batches of parallelized models.
+    "no decoder": (call(T5, {}), "decoder_input_ids .* or labels", ValueError),
+    "encoder's outputs": (call(T5, {"labels": ROW, "encoder_outputs": (ROW,)}), "encoder_outputs"),
+    "a mask is needed": (call("T5GemmaForConditionalGeneration", {"labels": ROW - 105}), "give attention_mask", ValueError),
+    "positions of ALiBi": (call("BloomForCausalLM", {"position_ids": ROW.cumsum(1)}), "takes none"),
+    "holes of ALiBi": (call("BloomForCausalLM", HOLE), r"padding between tokens: .*ALiBi"),
+    "documents of a whole scan": (call("RecurrentGemmaForCausalLM", {"seq_idx": ROW.cumsum(1)}), "packed documents: .* has its scan"),
+    "sound": (call("LlavaForConditionalGeneration", {"sound": ROW}), "takes no sound"),
+    "packed and whole": (call(NEXT, whole("packed"), recurrent="whole"), r"packed documents: .*\(recurrent='whole'\)"),
+    "packed and inline": (call(MINIMAX, whole("packed")), "packed documents: .*has its scan in its own code"),
+    "kept logits beside labels": (call("Llama", {"labels": ROW, "logits_to_keep": 5}, logits="gather"), "logits_to_keep beside labels"),
+    "kept logits of another model": (call("BertForMaskedLM", {"logits_to_keep": 5}, logits="gather"), "cannot split logits_to_keep"),
+    "offsets of no row": (lambda: lora()(input_ids=ROW.expand(2, -1), alora_offsets=[3]), "one a row"),
+    # What is asked of parallelized models.
+    "scan inline": (lambda: parallel(MINIMAX, **SPLIT), "recurrent='split': MiniMaxLightningAttention has its scan in its own code"),
+    "scan striped": (lambda: parallel(NEXT, **SPLIT, layout="striped"), "recurrent='split': striped layout"),
+    "unknown recurrent": (lambda: parallel(NEXT, recurrent="halves"), "unknown recurrent 'halves'", ValueError),
+    "verify packed": (verified(whole("packed"), NEXT), "start again.*give one document", ValueError),
+    "verify numbers": (verified({"input_ids": ROW, "attention_mask": ROW}), "numbers documents", ValueError),
+    "verify offsets": (verified({"input_ids": ROW, "cu_seq_lens_q": torch.tensor([0, 8])}), "cu_seq_lens_q", ValueError),
+    "verify nothing": (verified({"input_ids": None}), "must have input_ids", ValueError),
+    "verify a list": (verified([{"input_ids": ROW}]), "batch must be a mapping", ValueError),
+    # Models.
+    "alibi": (lambda: parallel("FalconForCausalLM", {"alibi": True}), "alibi"),
+    "sparse": (lambda: parallel("BigBirdPegasusForCausalLM", {"attention_type": "block_sparse"}), "sparse"),
+    "local": (lambda: parallel("LongT5ForConditionalGeneration"), "LongT5LocalAttention"),
+    "capacity": (lambda: parallel("SwitchTransformersForConditionalGeneration"), "as many tokens as fit"),
+    "pair without positions": (lambda: parallel("EncoderDecoderModel"), "takes no position_ids"),
+    "AdaLoRA": (adapted("AdaLoraConfig", "sum", total_step=9), "AdaLoRA of a classif"),
+    "activated classifier": (adapted("LoraConfig", "mean", alora_invocation_tokens=[1]), "activated"),
+    "Lily": (adapted("LilyConfig", "mean"), "mean over the tokens"),
+    # Unknown operations on scores, and a learned scale: a ring takes a number, without a gradient.
+    "scores are read": (
+        lambda: with_scores("GPTNeoForCausalLM", "transformer.h.0.attn.attention", "attn_dropout", torch.nn.GELU()),
+        "does more with its scores",
+    ),
+    "a learned scale": (
+        lambda: with_scores("BloomForCausalLM", "transformer.h.0.self_attention", "inv_norm_factor",
+                            torch.tensor(0.25, requires_grad=True)),
+        "does more with its scores",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.refused_in("5.14", "no decoder", "encoder's outputs", "pair without positions")
+@pytest.mark.parametrize("case", CALLS)
+def test_what_is_refused(case: str) -> None:
+    call_of_case, message, *error = CALLS[case]
+    refused(message, call_of_case, *error)
+
+
+def test_scores_that_are_passed_on_are_served() -> None:
+    out = with_scores("GPTNeoForCausalLM", "transformer.h.0.attn.attention", "attn_dropout", ANY)
+    assert out.logits.shape[:2] == ROW.shape
+
+
+def test_losses_other_than_cross_entropy() -> None:
+    """Labels that are not shifted are for cross entropy alone, divided by the batch's number."""
+    model, cp = build("BertForMaskedLM", hf.register()), ContextParallel()
+    batch = tagged(model, "plain")
+    labels = hf.shard_batch(cp, batch, model=model)["labels"]
+    flat = labels.to("cpu").view(-1)
+    logits = torch.randn(batch["labels"].numel(), 40)
+    assert cross_entropy(logits, flat).isfinite()
+    for misuse in (
+        lambda: labels[:, 1:], lambda: labels == -100, lambda: labels != -100, lambda: flat != 0,
+        lambda: flat == -100, lambda: flat[3:], lambda: labels.view(2, -1),
+        lambda: labels.view(labels.shape[0]), lambda: labels.float().sum(), lambda: torch.ravel(labels),
+        lambda: cross_entropy(logits, flat, weight=torch.ones(40)),
+        lambda: cross_entropy(logits, flat, ignore_index=0),
+        lambda: cross_entropy(logits, flat, reduction="none"),
+    ):  # fmt: skip
+        refused("cross entropy of logits", misuse)
+    tokens = {"input_ids": batch["input_ids"]}
+    for more, message in (
+        ({"shift_labels": batch["labels"]}, "give labels instead"),
+        ({"start_positions": torch.ones(2)}, "start_logits and end_logits"),
+    ):
+        refused(message, partial(hf.shard_batch, cp, tokens | more, model=model), ValueError)
+
+
+def test_a_strategy_of_the_models_own_attention() -> None:
+    """The strategy of a model's registered attention stays, and naming another one is refused."""
+    model, cp = build("Llama", hf.register("ring-gather", strategy="gather")), ContextParallel()
+    hf.parallelize(model, cp).remove()
+    hf.parallelize(model, cp, strategy="gather").remove()
+    for strategy, message in (
+        ("ulysses", "'ring-gather' was registered with strategy='gather'"),
+        ("a2a", "strategy name"),
+    ):
+        refused(message, partial(hf.parallelize, model, cp, strategy=strategy), ValueError)
+    assert model.config._attn_implementation == "ring-gather"

@@ -296,3 +296,32 @@ def close(actual: Any, expected: Any, what: str) -> None:
     torch.testing.assert_close(
         actual, expected, rtol=1e-3, atol=1e-4, msg=lambda text: f"{what}: {text}"
     )
+
+
+NOISE = {"neftune_noise_alpha": 5.0, "max_steps": 3}
+
+
+@pytest.mark.nightly(only=["gather", "accumulated", "two rings"])
+@pytest.mark.parametrize(
+    ("name", "options", "dp_size"),
+    [
+        ("Llama", {}, 1),
+        ("LoRA", {}, 1),
+        ("Llama", {"logits": "gather"}, 1),
+        ("Qwen3", {"gradient_accumulation_steps": 3}, 1),
+        ("Llama", {}, 2),
+    ],
+    ids=["Trainer", "LoRA", "gather", "accumulated", "two rings"],
+)
+def test_neftune_draws_the_noise_of_one_device(
+    pools: dict[int, LocalRanks], name: str, options: dict[str, Any], dp_size: int
+) -> None:
+    """Its strength is that of the whole odd length, and its numbers are those of one device."""
+    settings = (name, "float64", {"rows": 16})
+    expected, without = (
+        pools[dp_size].run(trained, dp_size, None, *settings, noise | options)[0]
+        for noise in (NOISE, {"max_steps": 3})
+    )
+    assert abs(expected[0][0] - without[0][0]) > 1e-3
+    for steps in pools[2 * dp_size].run(trained, 2 * dp_size, 2, *settings, NOISE | options):
+        torch.testing.assert_close(steps, expected, rtol=1e-9, atol=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from hf_models import build, whole
-from sweep.compare import batch_of, build as build_any
-from sweep.images import image_batch
+from hf_rows import cases_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,13 +24,6 @@ from ring_torch import ContextParallel, hf
 from ring_torch.hf import mixers, products, wiring
 from ring_torch.hf.models import hooks, releases
 from ring_torch.local import LocalRanks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalRanks]:
-    """Start two ranks."""
-    with LocalRanks(2) as ranks:
-        yield ranks
 
 
 def verdict(handle: hf.Handle, batch: dict[str, Any]) -> str:
@@ -45,18 +37,6 @@ def verdict(handle: hf.Handle, batch: dict[str, Any]) -> str:
     assert report.logits is not None
     assert all(x is None or x.is_within for x in (report.loss, report.logits, report.gradients))
     return ""
-
-
-def sequences(kind: str) -> dict[str, Tensor]:
-    """Return a batch; for ``pair`` one of an encoder and a decoder, with padding."""
-    if kind != "pair":
-        return whole(kind)
-    batch = whole("plain")
-    tokens = batch["input_ids"].clamp(min=4)
-    source = tokens[:, :31]
-    real = (torch.arange(31) < torch.tensor([[9], [31]])).long()
-    labels = batch["labels"].where(batch["labels"] < 0, tokens)
-    return {"input_ids": source, "attention_mask": real, "labels": labels}
 
 
 def changed(owner: Any, name: str, change: Callable[[Any], Any]) -> Any:
@@ -102,129 +82,106 @@ def rolled_tokens(result: Any) -> Any:
     return {**shard, "input_ids": shard["input_ids"].roll(1, dims=1)}, *rest
 
 
-#: By kind of hook: model, batch, a fault, and the module that the error has to name.
-WRONG: dict[str, tuple[str, str, str, Callable[[], Any], str]] = {
-    "attention": (
-        "GPTNeoXJapaneseForCausalLM", "gpt_neox_japanese", "plain", scaled_scores,
-        "gpt_neox_japanese.layers.0.attention (GPTNeoXJapaneseAttention)",
-    ),
-    "alibi": (
-        "BloomForCausalLM", "bloom", "right",
-        lambda: changed(wiring, "_slopes_from_pair", lambda slopes: slopes / 2),
-        "transformer.h.0.self_attention (BloomAttention)",
-    ),
-    "positions": (
-        "BartForCausalLM", "bart", "plain",
-        lambda: changed(wiring._Positions, "add", flipped_positions),
-        "model.decoder.embed_positions (BartLearnedPositionalEmbedding)",
-    ),
-    "chunks": (
-        "Llama4ForCausalLM", "llama4", "left",
-        lambda: changed(wiring, "_chunk_masks", without_chunks),
-        "model.layers.0.self_attn (Llama4TextAttention)",
-    ),
-    "bias": (
-        "T5ForConditionalGeneration", "t5", "pair",
-        lambda: changed(wiring._PositionBias, "compute", lambda x: x.roll(1, dims=-1) if x.ndim else x),
-        "encoder.block.0.layer.0.SelfAttention (T5Attention)",
-    ),
-    "encoder-decoder": (
-        "BartForConditionalGeneration", "bart", "pair",
-        lambda: changed(wiring, "tell_keys", without_padding),
-        "model.decoder.layers.0.encoder_attn (BartAttention)",
-    ),
-    "split recurrence": (
-        "Qwen3NextForCausalLM", "qwen3_next", "plain",
-        lambda: changed(mixers.SplitLayer, "forward", lambda x: x.roll(1, dims=1)),
-        "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)",
-    ),
-    "recurrence": (
-        "RecurrentGemmaForCausalLM", "recurrent_gemma", "plain",
-        lambda: changed(mixers.WholeLayer, "gather", next_token),
-        "model.layers.0.temporal_block (RecurrentGemmaRecurrentBlock)",
-    ),
-    "batch split": (
-        "LlamaForCausalLM", "llama", "left",
-        lambda: changed(hooks.ModelHooks, "_shard", rolled_tokens),
-        "LlamaForCausalLM",
-    ),
-    "loss join": (
-        "LlamaForCausalLM", "llama", "plain",
-        lambda: patch.object(hooks.ModelHooks, "total_of", lambda _self, part: part),
-        "LlamaForCausalLM",
-    ),
-}  # fmt: skip
-
-
-def _wrong_hook(_: int, kind: str) -> tuple[str, str]:
-    """Return what ``verify`` says of a right model, and of one with the wrong hook."""
-    name, model_type, batch, wrong = WRONG[kind][:4]
-    model = build_any(name, model_type).float()
-    handle = hf.parallelize(model, ContextParallel())
-    right = verdict(handle, sequences(batch))
-    handle.remove()
-    with wrong():
-        return right, verdict(hf.parallelize(model, ContextParallel()), sequences(batch))
-
-
-@pytest.mark.refused_in("5.14", "alibi", "bias", "split recurrence")
-@pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_hook_is_found_and_its_module_named(two: LocalRanks, kind: str) -> None:
-    for right, message in two.run(_wrong_hook, kind):
-        assert not right
-        expected_message = "its modules agree, and" if kind == "loss join" else "output differs is"
-        assert f"{expected_message} {WRONG[kind][-1]}" in message
-
-
 def unsplit_rows(result: Any) -> Any:
     """Shift a text model's input embeddings by a token, as if images were placed wrongly."""
     args, kwargs = result
     return args, {**kwargs, "inputs_embeds": kwargs["inputs_embeds"].roll(1, dims=1)}
 
 
-def _with_images(_: int, name: str, model_type: str, dtype: torch.dtype) -> tuple[str, str]:
-    """Return what ``verify`` says of a batch with images, and of wrongly split embeddings."""
-    model = build_any(name, model_type)
-    batch = image_batch(model, batch_of(model))
-    assert batch is not None
-    model.to(dtype)
+Wrong = tuple[str, str, Callable[[], Any], str]
+#: By kind of hook: model, batch, a fault, and the module that the error has to name.
+WRONG: dict[str, Wrong] = {
+    "attention": (
+        "GPTNeoXJapaneseForCausalLM", "plain", scaled_scores,
+        "gpt_neox_japanese.layers.0.attention (GPTNeoXJapaneseAttention)",
+    ),
+    "alibi": (
+        "BloomForCausalLM", "right",
+        lambda: changed(wiring, "_slopes_from_pair", lambda slopes: slopes / 2),
+        "transformer.h.0.self_attention (BloomAttention)",
+    ),
+    "positions": (
+        "BartForCausalLM", "plain", lambda: changed(wiring._Positions, "add", flipped_positions),
+        "model.decoder.embed_positions (BartLearnedPositionalEmbedding)",
+    ),
+    "chunks": (
+        "Llama4ForCausalLM", "left", lambda: changed(wiring, "_chunk_masks", without_chunks),
+        "model.layers.0.self_attn (Llama4TextAttention)",
+    ),
+    "bias": (
+        "T5ForConditionalGeneration", "pair padded",
+        lambda: changed(wiring._PositionBias, "compute", lambda x: x.roll(1, dims=-1) if x.ndim else x),
+        "encoder.block.0.layer.0.SelfAttention (T5Attention)",
+    ),
+    "encoder-decoder": (
+        "BartForConditionalGeneration", "pair padded",
+        lambda: changed(wiring, "tell_keys", without_padding),
+        "model.decoder.layers.0.encoder_attn (BartAttention)",
+    ),
+    "split recurrence": (
+        "Qwen3NextForCausalLM", "plain",
+        lambda: changed(mixers.SplitLayer, "forward", lambda x: x.roll(1, dims=1)),
+        "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)",
+    ),
+    "recurrence": (
+        "RecurrentGemmaForCausalLM", "plain",
+        lambda: changed(mixers.WholeLayer, "gather", next_token),
+        "model.layers.0.temporal_block (RecurrentGemmaRecurrentBlock)",
+    ),
+    "batch split": (
+        "LlamaForCausalLM", "left", lambda: changed(hooks.ModelHooks, "_shard", rolled_tokens),
+        "LlamaForCausalLM",
+    ),
+    "loss join": (
+        "LlamaForCausalLM", "plain",
+        lambda: patch.object(hooks.ModelHooks, "total_of", lambda _self, part: part),
+        "LlamaForCausalLM",
+    ),
+    **{
+        name: (name, "images plain", lambda: changed(hooks, "split_text", unsplit_rows), "")
+        for name in ("Qwen3VLForConditionalGeneration", "LlavaForConditionalGeneration")
+    },
+    **{
+        name: (name, "left", lambda: changed(hooks.ModelHooks, "_shard", rolled_tokens), f"{name}ForCausalLM")
+        for name in ("Llama", "Gemma2", "Qwen3")
+    },
+}  # fmt: skip
+
+
+def _wrong_hook(_: int, kind: str, dtype: torch.dtype) -> tuple[str, str]:
+    """Return what ``verify`` says of a right model, and of one with the wrong hook."""
+    name, batch_name, wrong, _where = WRONG[kind]
+    model = build(name)
+    (batch,) = cases_of(model, batch_name)[0].split
     batch = {n: x.to(dtype) if x.is_floating_point() else x for n, x in batch.items()}
-    batch["labels"] = batch["input_ids"]
-    handle = hf.parallelize(model, ContextParallel())
+    handle = hf.parallelize(model.to(dtype), ContextParallel())
     right = verdict(handle, batch)
-    with changed(hooks, "split_text", unsplit_rows):
-        return right, verdict(handle, batch)
+    handle.remove()
+    with wrong():
+        return right, verdict(hf.parallelize(model, ContextParallel()), batch)
 
 
-@pytest.mark.nightly
-@pytest.mark.refused_in("5.14", "Qwen3VL")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("name", "model_type"),
-    [("Qwen3VLForConditionalGeneration", "qwen3_vl"), ("LlavaForConditionalGeneration", "llava")],
-)
-def test_a_model_of_images(two: LocalRanks, name: str, model_type: str, dtype: torch.dtype) -> None:
-    for right, message in two.run(_with_images, name, model_type, dtype):
+HALF = [torch.float16, torch.bfloat16]
+KINDS = [
+    *(pytest.param(x, torch.float32, id=x) for x in WRONG if x[0].islower()),
+    *(
+        pytest.param(x, dtype, id=f"{x}-{dtype}", marks=pytest.mark.nightly)
+        for x in WRONG
+        if not x[0].islower()
+        for dtype in ([torch.float32, torch.bfloat16] if "For" in x else HALF)
+    ),
+]
+
+
+@pytest.mark.refused_in("5.14", "alibi", "bias", "split recurrence", "Qwen3VL")
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_a_wrong_hook_is_found_and_its_module_named(
+    pool: LocalRanks, kind: str, dtype: torch.dtype
+) -> None:
+    for right, message in pool.run(_wrong_hook, kind, dtype):
         assert not right
-        assert "first module whose output differs is" in message
-
-
-def _in_half_precision(_: int, name: str, dtype: torch.dtype) -> tuple[str, str]:
-    """Return what ``verify`` says of a model in half precision, and of wrongly split tokens."""
-    model = build(name).to(dtype)
-    handle = hf.parallelize(model, ContextParallel())
-    right = verdict(handle, whole("left"))
-    with changed(hooks.ModelHooks, "_shard", rolled_tokens):
-        return right, verdict(handle, whole("left"))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Qwen3"])
-def test_in_half_precision(two: LocalRanks, name: str, dtype: torch.dtype) -> None:
-    for right, message in two.run(_in_half_precision, name, dtype):
-        assert not right
-        assert f"first module whose output differs is {name}ForCausalLM" in message
+        expected_message = "its modules agree, and" if kind == "loss join" else "output differs is"
+        assert f"{expected_message} {WRONG[kind][-1]}" in message
 
 
 class Shift(nn.Module):
@@ -287,10 +244,10 @@ def _unknown(_: int, mixer: str, dtype: torch.dtype) -> str:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mixer", ["", *MIXERS])
 def test_a_module_of_unknown_code_that_mixes_tokens_is_named(
-    two: LocalRanks, mixer: str, dtype: torch.dtype
+    pool: LocalRanks, mixer: str, dtype: torch.dtype
 ) -> None:
     expected_message = f"output differs is model.layers.1.mlp.0 ({mixer})" if mixer else ""
-    for message in two.run(_unknown, mixer, dtype):
+    for message in pool.run(_unknown, mixer, dtype):
         assert expected_message in message if mixer else not message
 
 
@@ -350,7 +307,7 @@ def stepping(model: Any) -> None:
 def _unchanged(_: int, case: str) -> list[str]:
     """Return the parts of the state that ``verify`` has changed."""
     model = (
-        build_any("BartForCausalLM", "bart")
+        build("BartForCausalLM")
         if case == "dropout"
         else unknown("Shift" if case == "wrong" else "")
     )
@@ -395,8 +352,8 @@ def _unchanged(_: int, case: str) -> list[str]:
 
 
 @pytest.mark.parametrize("case", ["dropout", "wrong", "short of memory", "malformed"])
-def test_all_is_as_before(two: LocalRanks, case: str) -> None:
-    assert two.run(_unchanged, case) == [[], []]
+def test_all_is_as_before(pool: LocalRanks, case: str) -> None:
+    assert pool.run(_unchanged, case) == [[], []]
 
 
 def _wrapped(rank: int, kind: str, is_wrong: bool) -> tuple[str, list[str]]:
@@ -430,8 +387,8 @@ def _wrapped(rank: int, kind: str, is_wrong: bool) -> tuple[str, list[str]]:
 
 @pytest.mark.parametrize("is_wrong", [False, True], ids=["right", "wrong"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "lora"])
-def test_in_what_wraps_a_model(two: LocalRanks, kind: str, is_wrong: bool) -> None:
-    for message, changes in two.run(_wrapped, kind, is_wrong):
+def test_in_what_wraps_a_model(pool: LocalRanks, kind: str, is_wrong: bool) -> None:
+    for message, changes in pool.run(_wrapped, kind, is_wrong):
         assert ("model.layers.1.mlp.0 (Shift)" in message) is is_wrong
         assert bool(message) is is_wrong
         assert not changes
@@ -443,8 +400,8 @@ def _read_padding(_: int) -> None:
         hf.verify(unknown("Shift"), ContextParallel(), whole("left"))
 
 
-def test_noise_that_hides_all_is_no_verdict(two: LocalRanks) -> None:
-    two.run(_read_padding)
+def test_noise_that_hides_all_is_no_verdict(pool: LocalRanks) -> None:
+    pool.run(_read_padding)
 
 
 def _hub(_: int, case: str) -> list[str]:
@@ -462,8 +419,8 @@ def _hub(_: int, case: str) -> list[str]:
 
 
 @pytest.mark.parametrize("case", ["known", "unknown"])
-def test_parallelize_warns_once_of_what_no_test_has_run(two: LocalRanks, case: str) -> None:
-    for warned in two.run(_hub, case):
+def test_parallelize_warns_once_of_what_no_test_has_run(pool: LocalRanks, case: str) -> None:
+    for warned in pool.run(_hub, case):
         assert len(warned) == (case == "unknown")
         assert all("Unknown" in x and "hf.verify(model, cp, batch)" in x for x in warned)
 
@@ -483,28 +440,13 @@ def test_a_tested_transformers_is_not_warned_of() -> None:
         hf.parallelize(build("Llama"), ContextParallel())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"attention_mask": torch.tensor([[1, 1, 2, 2]])}, "numbers documents"),
-        ({"cu_seq_lens_q": torch.tensor([0, 4])}, "cu_seq_lens_q"),
-        ({"input_ids": None}, "must have input_ids"),
-    ],
-)
-def test_what_a_whole_model_cannot_be_given_is_refused(
-    change: dict[str, Any], message: str
-) -> None:
+def test_a_model_that_is_no_longer_parallelized() -> None:
     handle = hf.parallelize(build("Llama"), ContextParallel())
-    batch = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
-    with pytest.raises(ValueError, match=message):
-        handle.verify(batch | change)
-    with pytest.raises(ValueError, match="batch must be a mapping"):
-        handle.verify([batch])  # type: ignore[arg-type]  # wrong on purpose
     handle.remove()
     with pytest.raises(
-        ValueError, match="remove\\(\\) was called, so the model is not parallelized"
+        ValueError, match=r"remove\(\) was called, so the model is not parallelized"
     ):
-        handle.verify(batch)
+        handle.verify(whole("plain"))
 
 
 def _without_labels(_: int, head: str) -> None:
@@ -523,8 +465,8 @@ def _without_labels(_: int, head: str) -> None:
 
 
 @pytest.mark.parametrize("head", ["Model", "ForCausalLM"])
-def test_without_labels(two: LocalRanks, head: str) -> None:
-    two.run(_without_labels, head)
+def test_without_labels(pool: LocalRanks, head: str) -> None:
+    pool.run(_without_labels, head)
 
 
 def _trainer(_: int, folder: str) -> str:
@@ -535,5 +477,5 @@ def _trainer(_: int, folder: str) -> str:
 
 
 @pytest.mark.nightly
-def test_of_a_trainer(two: LocalRanks, tmp_path: Path) -> None:
-    assert two.run(_trainer, str(tmp_path)) == ["", ""]
+def test_of_a_trainer(pool: LocalRanks, tmp_path: Path) -> None:
+    assert pool.run(_trainer, str(tmp_path)) == ["", ""]

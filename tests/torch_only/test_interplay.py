@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ring_core import UnsupportedError
 from ring_torch import ContextParallel, ring_attention
 from ring_torch.local import LocalRanks
 
@@ -96,7 +96,8 @@ def test_gradients_gathered_without_and_then_with_sync(pool: LocalRanks) -> None
     pool.run(_ddp, expected(steps=2))
 
 
-def _checkpointed_and_hooked(rank: int) -> None:
+@on_ranks
+def test_checkpointed_and_hooked(rank: int) -> None:
     """Check that checkpointing calls the ring again on all ranks, and that hooks run."""
     _, cp, x = mesh_and_shard(rank)
     x.requires_grad_()
@@ -111,11 +112,9 @@ def _checkpointed_and_hooked(rank: int) -> None:
     assert recorded == ["forward", "forward", "backward"]
 
 
-def test_checkpointed_and_hooked(pool: LocalRanks) -> None:
-    pool.run(_checkpointed_and_hooked)
-
-
-def _some_inputs(_: int, expected: str) -> None:
+@pytest.mark.parametrize("expected", ["q", "k", "v", "sinks", "bias"])
+@on_ranks
+def test_one_input_alone_asks_for_a_gradient(expected: str) -> None:
     """Check that gradients of the inputs that ask for one equal those when all do."""
     cp = ContextParallel()
     generator = torch.Generator().manual_seed(1)
@@ -138,60 +137,6 @@ def _some_inputs(_: int, expected: str) -> None:
     all_grads, some_grads = gradients(tuple(made)), gradients((expected,))
     assert set(some_grads) == {expected}
     same([some_grads[expected]], [all_grads[expected]])
-
-
-@pytest.mark.parametrize("expected", ["q", "k", "v", "sinks", "bias"])
-def test_one_input_alone_asks_for_a_gradient(pool: LocalRanks, expected: str) -> None:
-    pool.run(_some_inputs, expected)
-
-
-def _layouts(_: int) -> None:
-    """Check gradients of strided inputs against those of contiguous ones."""
-    cp = ContextParallel()
-    generator = torch.Generator().manual_seed(2)
-    whole = torch.randn(1, LENGTH, 2, 8, generator=generator, dtype=torch.float64)
-    x = cp.shard(whole)
-    views = {
-        "contiguous": x,
-        "transposed": x.transpose(1, 2).contiguous().transpose(1, 2),
-        "every other": torch.stack([x, -x], dim=-1).flatten(-2)[..., ::2],
-        "expanded": x[:, :, :1].expand(-1, -1, 2, -1),
-    }
-    for name, view in views.items():
-        leaf = view.detach().requires_grad_()
-        base = view.contiguous().clone().requires_grad_()
-        for y, weight in (
-            (leaf, torch.ones((), dtype=torch.float64).expand_as(x)),
-            (base, torch.ones_like(x)),
-        ):
-            cp.attention(y, y, y, causal=True).backward(weight)
-        assert leaf.grad is not None and base.grad is not None, name
-        same([leaf.grad], [base.grad])
-
-
-def test_any_strides(pool: LocalRanks) -> None:
-    pool.run(_layouts)
-
-
-def _modes(_: int) -> None:
-    cp = ContextParallel()
-    x = cp.shard(torch.ones(1, LENGTH, 2, 8))
-    with torch.inference_mode():
-        assert not cp.attention(x, x, x).requires_grad
-    with torch.no_grad():
-        assert not cp.attention(x.requires_grad_(), x, x).requires_grad
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = nn.Linear(8, 8)(x)
-        assert y.dtype == torch.bfloat16
-        assert cp.attention(y, y, y, kernel="eager").dtype == torch.bfloat16
-    loss = cp.attention(x, x, x).square().sum()
-    with pytest.raises(UnsupportedError, match="no second derivative"):
-        torch.autograd.grad(loss, x, create_graph=True)
-
-
-def test_modes(pool: LocalRanks) -> None:
-    """Inference mode, no_grad and autocast work; a second derivative is a clear error."""
-    pool.run(_modes)
 
 
 def _destroyed(_: int) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -148,17 +149,14 @@ def test_parts_add_up_to_the_loss_of_one_process(
     pool.run(_compare_all, is_linear, mode, cases)
 
 
-def _differ_in_count(rank: int) -> None:
+@on_ranks
+def test_with_a_count_nothing_is_sent(rank: int) -> None:
     """Nothing is sent with a count: rank 0 may call alone."""
     cp = ContextParallel()
     logits, labels = torch.randn(1, 8, VOCAB), torch.zeros(1, 8, dtype=torch.int64)
     if rank == 0:
         part = cross_entropy(cp, logits, labels, count=torch.tensor(4))
         torch.testing.assert_close(part, functional.cross_entropy(logits[0], labels[0]) * 2)
-
-
-def test_with_a_count_nothing_is_sent(pool: LocalRanks) -> None:
-    pool.run(_differ_in_count)
 
 
 def test_logits_of_many_tokens_are_never_whole() -> None:
@@ -222,7 +220,8 @@ def test_a_loss_is_float32_whatever_the_dtype_of_count(is_linear: bool) -> None:
         assert value.dtype == torch.float32
 
 
-def _transformed(_: int) -> None:
+@on_ranks
+def test_transforms_of_a_loss_need_a_count() -> None:
     """Transforms of ``torch.func`` are refused before anything is sent, or send nothing."""
     cp, head, labels = ContextParallel(), torch.randn(5, 3), torch.tensor([[0, -100, 3, 1]])
     x = torch.randn(1, 4, 3, requires_grad=True)
@@ -236,10 +235,6 @@ def _transformed(_: int) -> None:
         torch.func.grad(lambda x: linear_cross_entropy(cp, x, head, labels, count=6))(x.detach())
     (expected,) = torch.autograd.grad(loss(x), x)  # two ranks with three labels each
     torch.testing.assert_close(torch.func.grad(loss)(x.detach(), count=6), expected)
-
-
-def test_transforms_of_a_loss_need_a_count(pool: LocalRanks) -> None:
-    pool.run(_transformed)
 
 
 class Head(nn.Module):

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.torch.alone import as_rank
+from benchmarks.development.host_stubs import as_rank
 from ring_core import LayoutSpec, Mask, StrategyConfig, make_plan
 from ring_torch import prepare, ring_attention
 from ring_torch.accumulate import Rows, one_by_one

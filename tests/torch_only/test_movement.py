@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from messages import Sent
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -42,10 +42,10 @@ def shifted(x: Tensor, n: int, dim: int, fill: float, offsets: tuple[int, ...] |
     """Return the shifted tensor by definition: ``out[t] = x[t - n]`` within documents."""
     rows = x.movedim(dim, 0)
     out = []
-    for start, stop in pairwise(offsets or (0, T)):
+    for start, stop in pairwise(offsets or (0, len(rows))):
         for t in range(start, stop):
             there = start <= t - n < stop
-            out.append(rows[t - n] if there else torch.full_like(rows[0], fill))
+            out.append(rows[t - n] if there else 0 * rows[t] + fill)
     return torch.stack(out).movedim(0, dim)
 
 
@@ -54,123 +54,96 @@ def numbers(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def _shift(_: int, size: int, n: int) -> None:
-    for layout in layouts(size):
-        cp = ContextParallel(layout=layout)
-        for dim, shape in ((1, (2, T, 3)), (0, (T,)), (-1, (2, 3, T))):
-            for offsets in (None, DOCUMENTS):
-                whole, grad = numbers(0, *shape).requires_grad_(), numbers(1, *shape)
-                expected = shifted(whole, n, dim, 0.5, offsets)
-                (like,) = torch.autograd.grad(expected + 0 * whole, whole, grad)
-                x = cp.shard(whole.detach(), dim=dim).requires_grad_()
-                out = cp.shift(x, n, dim=dim, fill=0.5, cu_seqlens=offsets)
-                (actual,) = torch.autograd.grad(out, x, cp.shard(grad, dim=dim))
-                assert torch.equal(out, cp.shard(expected.detach(), dim=dim)), (layout, dim)
-                assert torch.equal(actual, cp.shard(like, dim=dim)), (layout, dim)
+def _at(x: Tensor, positions: Tensor, dim: int) -> Tensor:
+    """Return the rows of a halo: the tokens at positions, and 0 outside of the sequence."""
+    dim %= x.ndim
+    x = x.movedim(dim, -1)
+    x = torch.cat([x, torch.zeros_like(x[..., :1])], -1)
+    runs = len(positions) // (len(x) if dim else 1)
+    rows = [(x[n // runs] if dim else x)[..., places] for n, places in enumerate(positions)]
+    return torch.stack(rows).movedim(-1, dim or 1)
+
+
+Move = Callable[[Tensor], Tensor]
+
+
+def _moves(cp: ContextParallel, size: int, length: int, dim: int) -> Iterator[tuple[Move, Move]]:
+    """Yield movements of a slice, and what they are of the whole sequence: this rank's part."""
+    half = (0, length // 2, length)
+    for n, offsets in product(
+        (0, 1, -1, -2, 5, 25, -37, 60), (None, DOCUMENTS if length == T else half)
+    ):
+        options: Any = {"dim": dim, "fill": 0.5, "cu_seqlens": offsets, "seq_len": length}
+        yield (
+            partial(cp.shift, n=n, **options),
+            lambda x, n=n, cu=offsets: cp.shard(
+                shifted(x, n, dim, 0.5, cu), dim=dim, pad=True, fill=0.5
+            ),
+        )
+    for to in layouts(size):
+        other = ContextParallel(layout=to)
+        yield (
+            partial(cp.relayout, to=other if dim else to, dim=dim, seq_len=length),
+            partial(other.shard, dim=dim, pad=True),
+        )
+    for sides in ((0, 0), (3, 0), (1, 2), (20, 30), (0, 70)) if cp.layout != "striped" else ():
+        options = {"dim": dim, "cu_seqlens": half, "seq_len": length}
+        halo = partial(cp.halo, left=sides[0], right=sides[1], **options)
+        yield (
+            lambda x, halo=halo: halo(x).rows,
+            lambda x, halo=halo: _at(
+                x, halo(cp.shard(x.detach(), dim=dim, pad=True)).positions, dim
+            ),
+        )
 
 
 @pytest.mark.nightly(
-    unless=[*(f"2 ranks-{n}" for n in (1, -2, 25, 60)), *(f"4 ranks-{n}" for n in (0, -1, 5, -37))]
+    unless=["2 ranks-zigzag-False", "4 ranks-chunks-False", "2 ranks-striped-False"]
 )
-@pytest.mark.parametrize("n", [0, 1, -1, -2, 5, 25, -37, 60])
-def test_a_shift_is_that_of_the_whole_sequence(n: int, pool: LocalRanks) -> None:
-    pool.run(_shift, len(pool), n)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "chunks"])
+@on_ranks
+def test_a_movement_is_that_of_the_whole_sequence(rank: int, layout: Any, compiled: bool) -> None:
+    """In value and gradient, along each dimension, of any length: padding moves nowhere."""
+    size = dist.get_world_size()
+    cp = ContextParallel(layout=CHUNKS[size] if layout == "chunks" else layout)
+    shapes = [(1, (2, T, 3)), (0, (T,)), (-1, (2, 3, T))]
+    shapes += [(1, (2, length, 3)) for length in range(1, 3 * size + 1)]
+    for dim, shape in shapes[:1] if compiled else shapes:
+        for move, of_whole in _moves(cp, size, shape[dim], dim):
+            torch._dynamo.reset()
+            run = torch.compile(move, backend="aot_eager", fullgraph=True) if compiled else move
+            whole = numbers(0, *shape).requires_grad_()
+            results = run(cp.shard(whole, dim=dim, pad=True, fill=7)), of_whole(whole)
+            assert torch.equal(*results), (dim, shape, move)
+            by_way = (torch.autograd.grad(y, whole, numbers(rank, *y.shape)) for y in results)
+            grads = torch.stack([grad for (grad,) in by_way])
+            dist.all_reduce(grads)
+            torch.testing.assert_close(*grads)
 
 
-def _halo(_: int, size: int, left: int, right: int) -> None:
-    for layout in layouts(size):
-        if layout == "striped":
-            continue
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (3, 0), (1, 2), (20, 30), (0, 70)])
+@on_ranks
+def test_a_halo_says_what_it_holds(left: int, right: int) -> None:
+    """Positions, documents and widths are as documented; own tokens come back by ``join``."""
+    size = dist.get_world_size()
+    for layout in (x for x in layouts(size) if x != "striped"):
         cp = ContextParallel(layout=layout)
         runs = cp.layout_of(T).num_runs
         for dim, shape in ((1, (2, T, 3)), (0, (T,)), (-1, (2, 3, T))):
-            whole, seq_dim = numbers(0, *shape), dim % len(shape)
-            x = cp.shard(whole, dim=dim).requires_grad_()
+            seq_dim = dim % len(shape)
+            x = cp.shard(numbers(0, *shape), dim=dim)
             rows, positions, documents = cp.halo(x, left, right, dim=dim, cu_seqlens=DOCUMENTS)
             width = left + T // size // runs + right
-            batch = 1 if seq_dim == 0 else shape[0]
-            assert positions.shape == documents.shape == (batch * runs, width)
-            assert rows.shape == (
-                (runs, width)
-                if seq_dim == 0
-                else (batch * runs, *shape[1:seq_dim], width, *shape[seq_dim + 1 :])
-            )
-            # Each row holds the token of its position; positions outside of the sequence hold 0.
-            tokens = torch.cat(
-                [whole.movedim(seq_dim, -1), torch.zeros_like(whole.movedim(seq_dim, -1)[..., :1])],
-                -1,
-            )
-            for row, places in enumerate(positions):
-                like = tokens[places] if seq_dim == 0 else tokens[row // runs][..., places]
-                actual = rows[row] if seq_dim == 0 else rows[row].movedim(seq_dim - 1, -1)
-                assert torch.equal(actual, like), (layout, dim, row)
+            assert positions.shape == documents.shape == ((shape[0] if dim else 1) * runs, width)
             inside = positions >= 0
             assert torch.equal(inside, documents >= 0)
             ends = torch.tensor(DOCUMENTS).unique()
             assert torch.equal(
                 torch.bucketize(positions[inside], ends, right=True) - 1, documents[inside]
             )
-            # Own tokens come back by join, from the middle of each row.
-            middle = rows.narrow(1 if seq_dim == 0 else seq_dim, left, width - left - right)
+            middle = rows.narrow(seq_dim if dim else 1, left, width - left - right)
             assert torch.equal(cp.join(middle, dim=dim), x)
-
-
-@pytest.mark.parametrize(("left", "right"), [(0, 0), (3, 0), (1, 2), (20, 30), (0, 70)])
-def test_a_halo_holds_the_tokens_that_it_says(left: int, right: int, pool: LocalRanks) -> None:
-    pool.run(_halo, len(pool), left, right)
-
-
-def _relayout(_: int, size: int) -> None:
-    for layout in layouts(size):
-        for to in layouts(size):
-            cp, other = ContextParallel(layout=layout), ContextParallel(layout=to)
-            for dim, shape in ((1, (2, T, 3)), (0, (T,)), (-1, (2, 3, T))):
-                whole, grad = numbers(0, *shape), numbers(1, *shape)
-                x = cp.shard(whole, dim=dim).requires_grad_()
-                out = cp.relayout(x, to=other if dim else to, dim=dim)
-                (actual,) = torch.autograd.grad(out, x, other.shard(grad, dim=dim))
-                assert torch.equal(out, other.shard(whole, dim=dim))
-                assert torch.equal(actual, cp.shard(grad, dim=dim))
-
-
-def test_a_relayout_gives_the_tokens_of_the_other_layout(pool: LocalRanks) -> None:
-    pool.run(_relayout, len(pool))
-
-
-def _adjoint(rank: int, size: int) -> None:
-    """Check that each backward is the adjoint, ``<M x, y> == <x, M' y>``, in graphs too."""
-    for layout in layouts(size):
-        cp = ContextParallel(layout=layout)
-        moves: dict[str, Any] = {
-            f"shift by {n} in {offsets}": partial(cp.shift, n=n, cu_seqlens=offsets)
-            for n in (-60, -3, -1, 0, 1, 17, T - 1)
-            for offsets in (None, DOCUMENTS)
-        }
-        moves |= {f"relayout to {to}": partial(cp.relayout, to=to) for to in layouts(size)}
-        if layout != "striped":
-            moves |= {
-                f"halo of {sides}": lambda x, cp=cp, sides=sides: cp.halo(x, *sides).rows
-                for sides in ((0, 0), (3, 0), (13, 30), (0, 70))
-            }
-        for name, move in moves.items():
-            runs = [move]
-            if layout == CHUNKS[2] and name == "relayout to contiguous":  # others: compiled models
-                torch._dynamo.reset()
-                runs.append(torch.compile(move, backend="aot_eager", fullgraph=True))
-            for run in runs:
-                x = numbers(rank, 2, T // size, 3).requires_grad_()
-                moved = run(x)
-                y = numbers(size + rank, *moved.shape)
-                (grad,) = torch.autograd.grad(moved, x, y)
-                sums = torch.stack([(moved.detach() * y).sum(), (x.detach() * grad).sum()])
-                dist.all_reduce(sums)
-                moves_none = name in {"shift by -60 in None", f"shift by {T - 1} in {DOCUMENTS}"}
-                assert sums[0].abs() > 1e-3 or moves_none or "by -60" in name, name
-                torch.testing.assert_close(sums[0], sums[1], rtol=1e-12, atol=1e-12, msg=name)
-
-
-def test_the_backward_of_a_movement_is_its_adjoint(pool: LocalRanks) -> None:
-    pool.run(_adjoint, len(pool))
 
 
 DTYPES = (
@@ -198,49 +171,6 @@ def _dtypes(_: int) -> None:
 def test_rows_of_every_dtype_move() -> None:
     with LocalRanks(3) as ranks:
         ranks.run(_dtypes)
-
-
-def _bytes(rank: int, size: int) -> list[tuple[str, str, int, int]]:
-    """Return the bytes that a rank sends in each movement and its backward, and the bytes needed.
-
-    Each item is ``(layout, movement, sent, needed)``.
-    """
-    counts = []
-    for layout in layouts(size):
-        cp = ContextParallel(layout=layout)
-        own_layout = cp.layout_of(T)
-        owner = torch.empty(T, dtype=torch.int64)
-        for other in range(size):
-            owner[torch.as_tensor(own_layout.positions(other))] = other
-        expected: dict[str, Any] = {"shift": [torch.arange(T) - 5], "relayout": [torch.arange(T)]}
-        goes = {"shift": owner, "relayout": torch.arange(T) // (T // size)}
-        moves: dict[str, Any] = {
-            "shift": lambda x, cp=cp: cp.shift(x, 5),
-            "relayout": lambda x, cp=cp: cp.relayout(x, to="contiguous"),
-        }
-        for name, move in moves.items():
-            (source,) = expected[name]
-            inside = source >= 0
-            senders, receivers = owner[source[inside]], goes[name][inside]
-            crossing = senders != receivers
-            forth = int((crossing & (senders == rank)).sum())
-            back = int((crossing & (receivers == rank)).sum())
-            x = torch.ones(2, T // size, 3, requires_grad=True)
-            move(x).sum().backward()  # ranks have agreed from here on
-            with Sent() as seen:
-                out = move(x)
-            counts.append((str(layout), name, seen.sent, forth * 2 * 3 * 4))
-            with Sent() as seen:
-                out.sum().backward()
-            counts.append((str(layout), name, seen.sent, back * 2 * 3 * 4))
-    return counts
-
-
-def test_only_rows_that_change_rank_are_sent(pool: LocalRanks) -> None:
-    all_counts = [counts for counts in pool.run(_bytes, len(pool)) for counts in counts]
-    for layout, name, sent, needed in all_counts:
-        assert sent == needed, (layout, name)
-    assert sum(needed for *_, needed in all_counts) > 0
 
 
 class Heads(nn.Module):
@@ -285,7 +215,11 @@ def _same_gradients(cp: ContextParallel, local: nn.Module, whole: nn.Module) -> 
         torch.testing.assert_close(weight.grad, like.grad, msg=name)
 
 
-def _predict(_: int, size: int, compiled: bool) -> None:
+@pytest.mark.nightly(only=["4 ranks-compiled"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@on_ranks
+def test_multi_token_prediction_is_that_of_one_process(compiled: bool) -> None:
+    size = dist.get_world_size()
     tokens = torch.randint(11, (2, T), generator=torch.Generator().manual_seed(3))
     offsets = (0, 7, 23, 24, 30, T)
     whole = Heads()
@@ -316,12 +250,6 @@ def _predict(_: int, size: int, compiled: bool) -> None:
         _same_gradients(cp, local, whole)
 
 
-@pytest.mark.nightly(only=["4 ranks-compiled"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_multi_token_prediction_is_that_of_one_process(compiled: bool, pool: LocalRanks) -> None:
-    pool.run(_predict, len(pool), compiled)
-
-
 class Convolution(nn.Module):
     """A causal depthwise convolution within documents, as in hybrid models."""
 
@@ -345,7 +273,16 @@ class Convolution(nn.Module):
         return mixed
 
 
-def _convolve(_: int, size: int, compiled: bool, reentrant: bool) -> None:
+@pytest.mark.nightly(only=["4 ranks-compiled"])
+@pytest.mark.parametrize(
+    ("compiled", "reentrant"), [(False, False), (False, True), (True, False)],
+    ids=["checkpointed", "checkpointed reentrantly", "compiled"],
+)  # fmt: skip
+@on_ranks
+def test_a_causal_convolution_over_documents_is_that_of_one_process(
+    compiled: bool, reentrant: bool
+) -> None:
+    size = dist.get_world_size()
     x, target, whole = numbers(0, 2, T, 6), numbers(1, 2, T, 6), Convolution()
     ids = torch.bucketize(torch.arange(T), torch.tensor(DOCUMENTS).unique(), right=True)
 
@@ -380,17 +317,6 @@ def _convolve(_: int, size: int, compiled: bool, reentrant: bool) -> None:
         _same_gradients(cp, own, whole)
 
 
-@pytest.mark.nightly(only=["4 ranks-compiled"])
-@pytest.mark.parametrize(
-    ("compiled", "reentrant"), [(False, False), (False, True), (True, False)],
-    ids=["checkpointed", "checkpointed reentrantly", "compiled"],
-)  # fmt: skip
-def test_a_causal_convolution_over_documents_is_that_of_one_process(
-    compiled: bool, reentrant: bool, pool: LocalRanks
-) -> None:
-    pool.run(_convolve, len(pool), compiled, reentrant)
-
-
 def _one_graph(rank: int) -> int:
     """Return the number of graphs compiled for documents and steps that change in each call."""
     torch._dynamo.reset()
@@ -417,46 +343,48 @@ def test_a_graph_takes_all_steps_and_documents() -> None:
         assert max(ranks.run(_one_graph)) <= 2
 
 
-UNLIKE: dict[str, tuple[Any, str]] = {
-    "n": (lambda cp, x: cp.shift(x, 2), r"n is [12] there"),
-    "fill": (lambda cp, x: cp.shift(x, 1, fill=7), r"fill is [07].0 there"),
-    "documents": (lambda cp, x: cp.shift(x, 1, cu_seqlens=(0, 3, 12)), r"cu_seqlens is "),
+def _shift(cp: Any, x: Tensor, n: Any = 1, **options: Any) -> Tensor:
+    moved: Tensor = cp.shift(x, n, **options)
+    return moved
+
+
+def _to_striped(cp: Any, x: Tensor, to: Any = "striped", **options: Any) -> Tensor:
+    moved: Tensor = cp.relayout(x, to=to, **options)
+    return moved
+
+
+def _halo(cp: Any, x: Tensor, left: int = 0, right: int = 1, **options: Any) -> Tensor:
+    rows: Tensor = cp.halo(x, left, right, **options).rows
+    return rows
+
+
+OTHER = {"cu_seqlens": (0, 3, 12)}
+#: A call of all ranks but the last, what rank 2 does instead, and a pattern of the error.
+UNLIKE: dict[str, tuple[Any, Any, str]] = {
+    "n": (_shift, partial(_shift, n=2), r"n is [12] there"),
+    "fill": (_shift, partial(_shift, fill=7), r"fill is [07].0 there"),
+    "documents": (_shift, partial(_shift, **OTHER), r"cu_seqlens is "),
     "layout": (
-        lambda cp, x: ContextParallel(cp.group, "striped").shift(x, 1),
+        _shift, lambda cp, x: ContextParallel(cp.group, "striped").shift(x, 1),
         "layout is '(striped|zigzag)' there",
     ),
-    "movement": (lambda cp, x: cp.halo(x, 1, 0), r"pass is '(halo|shift)' there"),
-    "to": (lambda cp, x: cp.relayout(x, to="striped"), r"pass is '(relayout|shift)' there"),
-    "dim": (lambda cp, x: cp.shift(x, 1, dim=2), "dim is [12] there"),
-    "shape": (lambda cp, x: cp.shift(x[:, :2], 1), r"shape is \[1, [24], 4\] there"),
-    "no part": (lambda cp, x: cp.shift(x[:, :3], 1), r"shape is \[1, [34], 4\] there"),
-    "dtype": (lambda cp, x: cp.shift(x.double(), 1), "dtype is 'float(32|64)' there"),
-    "gradient": (lambda cp, x: cp.shift(x.requires_grad_(), 1), "needs_grad is (True|False)"),
-}  # fmt: skip
-
-
-#: Rank 2 makes the second call, the others the first.
-UNLIKE_OTHERS: dict[str, tuple[Any, Any, str]] = {
-    "left": (lambda cp, x: cp.halo(x, 1, 0), lambda cp, x: cp.halo(x, 2, 0), "left is [12] there"),
-    "right": (
-        lambda cp, x: cp.halo(x, 0, 1), lambda cp, x: cp.halo(x, 0, 2), "right is [12] there"
+    "movement": (_shift, _halo, r"pass is '(halo|shift)' there"),
+    "to": (_shift, _to_striped, r"pass is '(relayout|shift)' there"),
+    "dim": (_shift, partial(_shift, dim=2), "dim is [12] there"),
+    "shape": (_shift, lambda cp, x: _shift(cp, x[:, :2]), r"shape is \[1, [24], 4\] there"),
+    "no part": (_shift, lambda cp, x: _shift(cp, x[:, :3]), r"shape is \[1, [34], 4\] there"),
+    "dtype": (_shift, lambda cp, x: _shift(cp, x.double()), "dtype is 'float(32|64)' there"),
+    "gradient": (
+        _shift, lambda cp, x: _shift(cp, x.requires_grad_()), "needs_grad is (True|False)"
     ),
-    "halo's documents": (
-        lambda cp, x: cp.halo(x, 0, 1), lambda cp, x: cp.halo(x, 0, 1, cu_seqlens=(0, 3, 12)),
-        "cu_seqlens is ",
-    ),
+    "left": (_halo, partial(_halo, left=2), "left is [02] there"),
+    "right": (_halo, partial(_halo, right=2), "right is [12] there"),
+    "halo's documents": (_halo, partial(_halo, **OTHER), "cu_seqlens is "),
     "target": (
-        lambda cp, x: cp.relayout(x, to="striped"), lambda cp, x: cp.relayout(x, to="contiguous"),
-        "to is '(striped|contiguous)' there",
+        _to_striped, partial(_to_striped, to="contiguous"), "to is '(striped|contiguous)' there"
     ),
-    "relayout's dim": (
-        lambda cp, x: cp.relayout(x, to="striped"),
-        lambda cp, x: cp.relayout(x, to="striped", dim=2), "dim is [12] there",
-    ),
-    "length": (
-        lambda cp, x: cp.relayout(x, to="striped", seq_len=12),
-        lambda cp, x: cp.relayout(x, to="striped"), "tokens is (12|None) there",
-    ),
+    "relayout's dim": (_to_striped, partial(_to_striped, dim=2), "dim is [12] there"),
+    "length": (_to_striped, partial(_to_striped, seq_len=12), "tokens is (12|None) there"),
 }  # fmt: skip
 
 
@@ -464,9 +392,8 @@ def _unlike(rank: int, name: str) -> tuple[str, bool]:
     group: Any = dist.new_group(timeout=timedelta(seconds=20))
     cp, x = ContextParallel(group), torch.ones(1, 4, 4)
     message = "a result"
-    call, other, _ = UNLIKE_OTHERS.get(name) or (lambda cp, x: cp.shift(x, 1), *UNLIKE[name])
     try:
-        (other if rank == 2 else call)(cp, x)
+        UNLIKE[name][rank == 2](cp, x)
     except (RuntimeError, ValueError) as error:
         message = f"{type(error).__name__}: {error}"
     # Nothing was sent: the group stays usable.
@@ -475,7 +402,7 @@ def _unlike(rank: int, name: str) -> tuple[str, bool]:
 
 def test_unlike_movements_are_named_on_all_ranks() -> None:
     with LocalRanks(3) as ranks:
-        for name, (*_, expected_message) in (UNLIKE | UNLIKE_OTHERS).items():
+        for name, (*_, expected_message) in UNLIKE.items():
             for message, is_usable in ranks.run(_unlike, name):
                 assert message.startswith(RankMismatchError.__name__), (name, message)
                 assert re.search(expected_message, message), (name, message)

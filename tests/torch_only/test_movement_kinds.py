@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.autograd import functional
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,7 +57,10 @@ def _weighted(move: Move, rank: int) -> Move:
     return lambda x: (rank + 1) * move(x).pow(3).sum()
 
 
-def _second(rank: int, name: str, layout: LayoutSpec) -> None:
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("name", MOVES)
+@on_ranks
+def test_second_derivatives_are_exact(rank: int, name: str, layout: LayoutSpec) -> None:
     """Compare a gradient penalty and a Hessian product with those on whole sequences."""
     cp = ContextParallel(layout=layout)
     local, of_whole = MOVES[name]
@@ -78,13 +82,8 @@ def _second(rank: int, name: str, layout: LayoutSpec) -> None:
     torch.testing.assert_close(product, cp.shard(penalty))
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("name", MOVES)
-def test_second_derivatives_are_exact(name: str, layout: LayoutSpec, pool: LocalRanks) -> None:
-    pool.run(_second, name, layout)
-
-
-def _slice(_: int) -> None:
+@on_ranks
+def test_second_derivatives_of_slices_stay_on_their_rank() -> None:
     """Check second derivatives of a loss that all ranks compute whole, on each rank's slice."""
     cp = ContextParallel()
     whole = numbers(0, 1, T, 2).requires_grad_()
@@ -96,11 +95,8 @@ def _slice(_: int) -> None:
     torch.testing.assert_close(second_grad, cp.shard(6 * whole.detach()))
 
 
-def test_second_derivatives_of_slices_stay_on_their_rank(pool: LocalRanks) -> None:
-    pool.run(_slice)
-
-
-def _third(_: int) -> None:
+@on_ranks
+def test_derivatives_of_every_order_are_exact() -> None:
     cp, whole = ContextParallel(), numbers(0, 1, T, 2)
     x = cp.shard(whole).requires_grad_()
     (first_grad,) = torch.autograd.grad(cp.shift(x, 1).pow(4).sum(), x, create_graph=True)
@@ -108,10 +104,6 @@ def _third(_: int) -> None:
     (three,) = torch.autograd.grad(two.sum(), x)
     inside = cp.positions(T) < T - 1  # the last token is shifted out of the sequence
     torch.testing.assert_close(three, 24 * x.detach() * inside[None, :, None])
-
-
-def test_derivatives_of_every_order_are_exact(pool: LocalRanks) -> None:
-    pool.run(_third)
 
 
 def _batched(_: int) -> list[str]:
@@ -157,7 +149,8 @@ def test_a_fill_may_be_any_number_of_the_dtype() -> None:
             cp.shift(torch.zeros(1, 4, dtype=torch.uint8), 1, fill=fill)
 
 
-def _dims(rank: int) -> None:
+@on_ranks
+def test_a_dimension_may_change_from_call_to_call_of_a_graph(rank: int) -> None:
     cp = ContextParallel()
     torch._dynamo.reset()
 
@@ -172,10 +165,6 @@ def _dims(rank: int) -> None:
     for dim in (0, 1, 2, -1, -2):
         for moved, expected in zip(run(x, dim), moves(x, dim), strict=True):
             assert torch.equal(moved, expected), dim
-
-
-def test_a_dimension_may_change_from_call_to_call_of_a_graph(pool: LocalRanks) -> None:
-    pool.run(_dims)
 
 
 MOVE_CALLS: dict[str, Callable[[ContextParallel, Tensor], object]] = {
@@ -258,7 +247,14 @@ def _like(x: Tensor) -> Tensor:
     )
 
 
-def _moved(_: int, kind: str) -> None:
+def _negative(x: Tensor) -> Tensor:
+    """Return numbers as torch's lazy negative of their negatives."""
+    return torch.complex(torch.zeros_like(x), -x).conj().imag
+
+
+@pytest.mark.parametrize("kind", DENSE)
+@on_ranks
+def test_dense_tensors_of_every_kind_are_exact(kind: str) -> None:
     cp, whole = ContextParallel(), DENSE[kind]()
     x = cp.shard(whole)
     if whole.is_conj() or whole.is_neg():  # `shard` copies: views with the same bits
@@ -285,13 +281,3 @@ def _moved(_: int, kind: str) -> None:
     weight.grad = x
     cp.reduce_gradients(nn.ParameterList([weight]))
     torch.testing.assert_close(_like(weight.grad), total)
-
-
-def _negative(x: Tensor) -> Tensor:
-    """Return numbers as torch's lazy negative of their negatives."""
-    return torch.complex(torch.zeros_like(x), -x).conj().imag
-
-
-@pytest.mark.parametrize("kind", DENSE)
-def test_dense_tensors_of_every_kind_are_exact(kind: str, pool: LocalRanks) -> None:
-    pool.run(_moved, kind)

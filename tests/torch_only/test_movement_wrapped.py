@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_core import LayoutSpec
 from ring_torch import ContextParallel
-from ring_torch.local import LocalRanks
 
 RANKS = 4
 
@@ -160,7 +160,22 @@ def _backward(loss: Tensor, way: str) -> None:
         loss.backward()
 
 
-def _wrapped(rank: int, way: str, layout: LayoutSpec) -> None:
+# Compiled movements are in test_movement: of predictions, of convolutions, of a relayout.
+@pytest.mark.nightly(
+    unless=[
+        "zigzag-autocast",
+        "zigzag-fsdp",
+        "zigzag-ddp",
+        "zigzag-reentrant",
+        "contiguous-checkpoint",
+    ]
+)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@on_ranks
+def test_a_layer_has_the_results_and_gradients_of_one_process(
+    rank: int, way: str, layout: LayoutSpec
+) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     cp = ContextParallel(mesh["cp"], layout)
     dtype = torch.float32 if way == "autocast" else torch.float64
@@ -192,21 +207,3 @@ def _wrapped(rank: int, way: str, layout: LayoutSpec) -> None:
                 grad = grad.clone()
                 dist.all_reduce(grad, group=mesh["dp"].get_group())
             torch.testing.assert_close(grad, like.grad, msg=f"{name}: {way}", **near)
-
-
-# Compiled movements are in test_movement: of predictions, of convolutions, of a relayout.
-@pytest.mark.nightly(
-    unless=[
-        "zigzag-autocast",
-        "zigzag-fsdp",
-        "zigzag-ddp",
-        "zigzag-reentrant",
-        "contiguous-checkpoint",
-    ]
-)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_a_layer_has_the_results_and_gradients_of_one_process(
-    layout: LayoutSpec, way: str, pool: LocalRanks
-) -> None:
-    pool.run(_wrapped, way, layout)

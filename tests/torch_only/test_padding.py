@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -31,7 +32,9 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def _there_and_back(rank: int, layout: Any) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks
+def test_there_and_back(rank: int, layout: Any) -> None:
     cp = ContextParallel(layout=layout)
     for length in range(1, 3 * cp.cp_size + 1):
         x = _random(2, length, 5).requires_grad_()
@@ -63,28 +66,23 @@ def _there_and_back(rank: int, layout: Any) -> None:
     assert flags.dtype == torch.bool
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_there_and_back(layout: str, pool: LocalRanks) -> None:
-    pool.run(_there_and_back, layout)
-
-
 def _alone() -> Any:
     groups = [dist.new_group([n]) for n in range(dist.get_world_size())]
     return groups[dist.get_rank()]
 
 
-def _explains(_: int) -> None:
+@on_ranks
+def test_explain_tells_the_padding() -> None:
     cp = ContextParallel()
     q = cp.shard(_random(1, 10, 2, 8), pad=True)
     text = cp.explain(q, q, q, causal=True, seq_len=10)
     assert "seq_len=10 (padded to 12)" in text
 
 
-def test_explain_tells_the_padding(pool: LocalRanks) -> None:
-    pool.run(_explains)
-
-
-def _in_one_graph(_: int, name: str) -> None:
+@pytest.mark.nightly(unless=["bias"])
+@pytest.mark.parametrize("name", ["causal", "bias", "mask"])
+@on_ranks
+def test_in_one_graph(name: str) -> None:
     cp = ContextParallel()
 
     def step(x: Tensor, length: int) -> Tensor:
@@ -111,13 +109,8 @@ def _in_one_graph(_: int, name: str) -> None:
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
 
 
-@pytest.mark.nightly(unless=["bias"])
-@pytest.mark.parametrize("name", ["causal", "bias", "mask"])
-def test_in_one_graph(name: str, pool: LocalRanks) -> None:
-    pool.run(_in_one_graph, name)
-
-
-def _varying_lengths_are_one_graph(_: int) -> None:
+@on_ranks
+def test_varying_lengths_are_one_graph() -> None:
     """Check that lengths with one padded length share a graph: the length is an argument."""
     cp = ContextParallel()
 
@@ -135,11 +128,10 @@ def _varying_lengths_are_one_graph(_: int) -> None:
     )  # one for the first length, one for any length that is padded to 12
 
 
-def test_varying_lengths_are_one_graph(pool: LocalRanks) -> None:
-    pool.run(_varying_lengths_are_one_graph)
-
-
-def _fewer_tokens_than_ranks(rank: int, layout: Any, strategy: str) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@on_ranks
+def test_fewer_tokens_than_ranks(rank: int, layout: Any, strategy: str) -> None:
     """Check that a rank without a token of the sequence takes part."""
     cp = ContextParallel(layout=layout)
     x = _random(1, 1, 3, 8).requires_grad_()
@@ -155,82 +147,8 @@ def _fewer_tokens_than_ranks(rank: int, layout: Any, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-def test_fewer_tokens_than_ranks(layout: str, strategy: str, pool: LocalRanks) -> None:
-    pool.run(_fewer_tokens_than_ranks, layout, strategy)
-
-
-def _moves(rank: int, layout: Any, compiled: bool) -> None:
-    for length in (8,) if compiled else range(1, 10):
-        _moves_of(rank, layout, length, compiled)
-
-
-def _moves_of(rank: int, layout: Any, length: int, compiled: bool) -> None:
-    """Check that movements move no token, and no gradient, into padding or out of it."""
-    cp, plain = ContextParallel(layout=layout), ContextParallel(layout="contiguous")
-
-    def run(function: Callable[..., Any]) -> Callable[..., Any]:
-        return (
-            torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
-        )
-
-    torch._dynamo.reset()
-    x, weights = _random(2, length, 3).requires_grad_(), _random(2, length, 3)
-    tokens = int(cp.layout_of(length, pad=True).num_tokens(rank))
-    documents = (0, length // 2, length)
-    for n, cu_seqlens in ((1, None), (-2, None), (1, documents)):
-        local = cp.shard(x, pad=True, fill=7)
-        out = run(lambda y, n=n, cu=cu_seqlens: cp.shift(y, n, cu_seqlens=cu, seq_len=length))(
-            local
-        )
-        assert out[:, tokens:].eq(0).all()
-        whole = cp.unshard(out, grad="slice", seq_len=length)
-        ends = cu_seqlens or (0, length)
-        expected = 0 * x
-        for start, stop in pairwise(ends):
-            for t in range(start, stop):
-                if start <= t - n < stop:
-                    expected[:, t] = x[:, t - n]
-        torch.testing.assert_close(whole, expected)
-        (actual,), (want,) = (
-            torch.autograd.grad((y * weights).sum(), x) for y in (whole, expected)
-        )
-        dist.all_reduce(actual)
-        torch.testing.assert_close(actual, want)
-    relaid = run(lambda y: cp.relayout(y, to=plain, seq_len=length))(cp.shard(x, pad=True, fill=7))
-    assert torch.equal(relaid, plain.shard(x, pad=True))
-    back = run(lambda y: plain.relayout(y, to=cp, seq_len=length))(relaid)
-    assert torch.equal(back, cp.shard(x, pad=True))
-    (actual,) = torch.autograd.grad((back * cp.shard(weights, pad=True, fill=9)).sum(), x)
-    dist.all_reduce(actual)
-    torch.testing.assert_close(actual, weights)
-    if layout == "striped":
-        return
-    local = cp.shard(x, pad=True, fill=7)
-    rows, positions, _ = run(lambda y: cp.halo(y, 2, 1, seq_len=length))(local)
-    inside = positions >= 0
-    assert positions.max() < length
-    batch = torch.arange(len(rows)) // (len(rows) // 2)
-    expected = torch.where(inside[..., None], x[batch[:, None], positions.clamp(min=0)], 0.0)
-    torch.testing.assert_close(rows, expected)
-    (actual,), (want,) = (torch.autograd.grad(y.sum(), x) for y in (rows, expected))
-    for grad in (actual, want):
-        dist.all_reduce(grad)
-    torch.testing.assert_close(actual, want)
-
-
-@pytest.mark.nightly(only=["striped"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_moves(layout: str, pool: LocalRanks) -> None:
-    pool.run(_moves, layout, False)
-
-
-@pytest.mark.nightly
-def test_moves_in_one_graph(pool: LocalRanks) -> None:
-    pool.run(_moves, "zigzag", True)
-
-
-def _remembered(_: int, layout: Any) -> None:
+@on_ranks
+def test_a_padded_shard_is_known_again(layout: Any) -> None:
     """Shift, read neighbours and take losses of shards whose padding nobody names.
 
     The class is a length that a call reads off a shard, and that is padding's: where the shard is
@@ -284,11 +202,6 @@ def _remembered(_: int, layout: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_padded_shard_is_known_again(pool: LocalRanks, layout: Any) -> None:
-    pool.run(_remembered, layout)
-
-
 class _Attends(nn.Module):
     """A module that shards its input itself, or is given shards, and attends by torch's SDPA."""
 
@@ -301,7 +214,8 @@ class _Attends(nn.Module):
         return scaled_dot_product_attention(q, q, q, **self.options)
 
 
-def _replaced(_: int) -> None:
+@on_ranks
+def test_padding_that_a_replaced_module_sees_is_refused() -> None:
     """Attend to shards with padding in a replaced module: exact, or refused if it is seen."""
     cp, length = ContextParallel(), 13
     x = _random(1, length, 8)
@@ -343,10 +257,6 @@ def _replaced(_: int) -> None:
     model = _Attends(pad, {})
     ring_torch.replace_sdpa(model, cp, local=["*"])
     assert model(x).isfinite().all()
-
-
-def test_padding_that_a_replaced_module_sees_is_refused(pool: LocalRanks) -> None:
-    pool.run(_replaced)
 
 
 def _in_threads(_: int, padded: bool) -> str:

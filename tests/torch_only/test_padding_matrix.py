@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor
 from torch.nn.functional import pad
 
 import ring_torch
 from ring_core import ChunkLayout, LayoutSpec, Mask
 from ring_torch import ContextParallel
-from ring_torch.local import LocalRanks
 
 RANKS = 3
 CHUNKS = ChunkLayout(((1, 5), (0, 2), (3, 4)))
@@ -93,7 +93,16 @@ def _grads(qkv: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
     return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
 
 
-def _attends(_: int, way: str, name: str) -> None:
+@pytest.mark.nightly(
+    unless=[
+        "causal-two stages-zigzag", "mask-ring-zigzag", "mask of heads-gather-contiguous",
+        "bias-ulysses-striped", "segment ids-ring-contiguous", "sinks-gather-contiguous",
+        *(f"{name}-{way}" for name, way in PAIRS[::32]),
+    ]
+)  # fmt: skip
+@pytest.mark.parametrize(("name", "way"), PAIRS)
+@on_ranks
+def test_padded_calls_are_those_of_one_process(way: str, name: str) -> None:
     """Compare sequences of all lengths with one process; some calls are checked, too."""
     layout, how = WAYS[way]
     cp, takes_lse_grad = ContextParallel(layout=layout), not way.startswith("two")
@@ -126,19 +135,11 @@ def _attends(_: int, way: str, name: str) -> None:
             torch.testing.assert_close(mine, other, msg=f"{length} tokens: gradients")
 
 
-@pytest.mark.nightly(
-    unless=[
-        "causal-two stages-zigzag", "mask-ring-zigzag", "mask of heads-gather-contiguous",
-        "bias-ulysses-striped", "segment ids-ring-contiguous", "sinks-gather-contiguous",
-        *(f"{name}-{way}" for name, way in PAIRS[::32]),
-    ]
-)  # fmt: skip
-@pytest.mark.parametrize(("name", "way"), PAIRS)
-def test_padded_calls_are_those_of_one_process(name: str, way: str, pool: LocalRanks) -> None:
-    pool.run(_attends, way, name)
-
-
-def _as_it_says(_: int, layout: Any, length: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "length"), [("zigzag", 17), ("contiguous", 19), ("striped", 23)]
+)
+@on_ranks
+def test_the_error_says_how_to_pad(layout: Any, length: int) -> None:
     cp, x = ContextParallel(layout=layout), _numbers(1, length, 2, 8)
     with pytest.raises(ValueError, match="pad to") as error:
         cp.shard(x)
@@ -151,13 +152,6 @@ def _as_it_says(_: int, layout: Any, length: int) -> None:
     assert seq_len == length and to == cp.layout_of(length, pad=True).padded_len
     zeros = pad(x, (0, 0, 0, 0, 0, to - length))
     assert torch.equal(cp.shard(x, pad=True), cp.shard(zeros))
-
-
-@pytest.mark.parametrize(
-    ("layout", "length"), [("zigzag", 17), ("contiguous", 19), ("striped", 23)]
-)
-def test_the_error_says_how_to_pad(layout: str, length: int, pool: LocalRanks) -> None:
-    pool.run(_as_it_says, layout, length)
 
 
 def test_a_length_of_nothing_is_no_advice() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from hf_models import LENGTH, WHOLE, Wide, build, gradients, run, same, same_gradients, whole
+from on_ranks import on_ranks
 from sweep.compare import build as build_any
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -71,7 +71,9 @@ def test_logits_loss_and_gradients_are_one_devices(pool: LocalRanks, name: str, 
     pool.run(_matches, name, kind, "striped" if kind == "right" else "zigzag")
 
 
-def _outside_loss(_: int, reduction: Reduction) -> None:
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@on_ranks
+def test_a_loss_of_gathered_logits(reduction: Reduction) -> None:
     """Check a loss that is computed from whole logits outside of the model, alike on all ranks."""
 
     def loss_of(logits: Tensor) -> Tensor:
@@ -91,12 +93,8 @@ def _outside_loss(_: int, reduction: Reduction) -> None:
     same_gradients(reduced(model, cp, reduction), expected, reduction)
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_loss_of_gathered_logits(pool: LocalRanks, reduction: Reduction) -> None:
-    pool.run(_outside_loss, reduction)
-
-
-def _inference(_: int) -> None:
+@on_ranks
+def test_without_gradients_by_position_and_of_a_copy() -> None:
     batch = whole("right")
     expected, loss = run(build("Llama"), batch | WHOLE)
     model = build("Llama", hf.register())
@@ -111,11 +109,9 @@ def _inference(_: int) -> None:
         assert torch.equal(twin.logits, out.logits)
 
 
-def test_without_gradients_by_position_and_of_a_copy(pool: LocalRanks) -> None:
-    pool.run(_inference)
-
-
-def _wrapped(_: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@on_ranks
+def test_in_what_reduces_gradients_itself(kind: str) -> None:
     batch = whole("packed")
     model = build("Llama")
     run(model, batch | WHOLE)
@@ -144,12 +140,8 @@ def _wrapped(_: int, kind: str) -> None:
             wrapped(**batch)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_in_what_reduces_gradients_itself(pool: LocalRanks, kind: str) -> None:
-    pool.run(_wrapped, kind)
-
-
-def _lora(_: int) -> None:
+@on_ranks
+def test_with_lora() -> None:
     from peft import LoraConfig, get_peft_model
 
     def adapted(name: str) -> Any:
@@ -176,11 +168,8 @@ def _lora(_: int) -> None:
         same_gradients(gradients(model), expected, name)
 
 
-def test_with_lora(pool: LocalRanks) -> None:
-    pool.run(_lora)
-
-
-def _dropout(_: int) -> None:
+@on_ranks
+def test_attention_dropout_draws_a_seed() -> None:
     batch, outs = whole("packed"), []
     alone: list[Any] = [dist.new_group([n]) for n in range(2)]
     for group in (None, alone[dist.get_rank()]):
@@ -195,11 +184,8 @@ def _dropout(_: int) -> None:
     assert not torch.allclose(outs[0], outs[2])
 
 
-def test_attention_dropout_draws_a_seed(pool: LocalRanks) -> None:
-    pool.run(_dropout)
-
-
-def _mistakes(rank: int) -> None:
+@on_ranks
+def test_mistakes_are_named(rank: int) -> None:
     cp, batch = ContextParallel(), whole("plain")
     model = build("Llama")
     handle = hf.parallelize(model, cp)
@@ -226,10 +212,6 @@ def _mistakes(rank: int) -> None:
         cp.reduce_gradients(model)
 
 
-def test_mistakes_are_named(pool: LocalRanks) -> None:
-    pool.run(_mistakes)
-
-
 def _drifts(_: int, reduction: Reduction, forgets: bool) -> None:
     """Train three steps with gradients that are reduced, or not."""
     cp, model, batch = ContextParallel(), build("Llama").train(), whole("plain")
@@ -249,39 +231,6 @@ def test_gradients_that_are_not_reduced_are_found(pool: LocalRanks, reduction: R
     pool.run(_drifts, reduction, False)
     with pytest.raises(LocalRankError, match="gradients were not reduced"):
         pool.run(_drifts, reduction, True)
-
-
-def _wraps_bert(_: int) -> None:
-    batch = whole("right")
-    for kind in ("MaskedLM", "TokenClassification"):
-        torch.manual_seed(4)
-        config = transformers.BertConfig(
-            vocab_size=61, hidden_size=32, intermediate_size=24, num_hidden_layers=2,
-            num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
-        model = getattr(transformers, f"BertFor{kind}")(config)
-        model_inputs = (
-            batch if kind == "MaskedLM" else batch | {"labels": batch["labels"].clamp(max=1)}
-        )
-        model = model.double().eval()
-        logits, loss = run(model, model_inputs)
-        expected = gradients(model)
-        cp = ContextParallel()
-        hf.parallelize(model, cp, logits="gather")
-        local, ring_loss = run(model, model_inputs)
-        cp.reduce_gradients(model)
-        real = batch["attention_mask"] == 1
-        same(local[real], logits[real], f"logits of {kind}")
-        same(ring_loss, loss, f"loss of {kind}")
-        found_all, all_of_them = (
-            torch.cat([x.flatten() for x in grads.values()])
-            for grads in (gradients(model), expected)
-        )
-        same(found_all, all_of_them, f"gradients of {kind}")
-
-
-def test_models_whose_labels_are_not_shifted(pool: LocalRanks) -> None:
-    pool.run(_wraps_bert)
 
 
 def test_what_is_refused() -> None:
@@ -328,7 +277,8 @@ def test_lengths_that_contradict_documents_are_refused(name: str) -> None:
         hf.shard_batch(cp, stated("numbers") | {name: 20}, model=model)
 
 
-def _documents(_: int) -> None:
+@on_ranks
+def test_documents_as_collators_state_them() -> None:
     batch = whole("flattened")
     logits, loss = run(build("Llama"), batch | WHOLE)
     model = build("Llama")
@@ -349,11 +299,11 @@ def _documents(_: int) -> None:
     same(local[:, :35], expected[:, :35], "logits of numbered documents and padding")
 
 
-def test_documents_as_collators_state_them(pool: LocalRanks) -> None:
-    pool.run(_documents)
-
-
-def _pools(_: int, side: str, reduction: Reduction) -> None:
+@pytest.mark.parametrize(
+    ("side", "reduction"), [("right", "sum"), ("left", "mean"), ("plain", "mean")]
+)
+@on_ranks
+def test_sequences_are_classified(side: str, reduction: Reduction) -> None:
     batch = whole(side)
     batch["labels"] = torch.tensor([2, 0])
     if side != "plain":
@@ -391,14 +341,9 @@ def _pools(_: int, side: str, reduction: Reduction) -> None:
         assert not model.score._forward_hooks and not model.base_model._forward_pre_hooks
 
 
-@pytest.mark.parametrize(
-    ("side", "reduction"), [("right", "sum"), ("left", "mean"), ("plain", "mean")]
-)
-def test_sequences_are_classified(pool: LocalRanks, side: str, reduction: Reduction) -> None:
-    pool.run(_pools, side, reduction)
-
-
-def _routes(_: int, kind: str, reduction: Reduction) -> None:
+@pytest.mark.parametrize(("kind", "reduction"), [("right", "sum"), ("plain", "mean")])
+@on_ranks
+def test_router_losses_are_of_the_whole_sequence(kind: str, reduction: Reduction) -> None:
     batch = whole(kind)
     for name in ("Mixtral", "GptOss"):
         options: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -421,10 +366,3 @@ def _routes(_: int, kind: str, reduction: Reduction) -> None:
         with Wide():
             plain = model(**batch, output_router_logits=False)
         assert plain.aux_loss is None
-
-
-@pytest.mark.parametrize(("kind", "reduction"), [("right", "sum"), ("plain", "mean")])
-def test_router_losses_are_of_the_whole_sequence(
-    pool: LocalRanks, kind: str, reduction: Reduction
-) -> None:
-    pool.run(_routes, kind, reduction)

@@ -11,16 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from on_ranks import on_ranks
 from predicates import PREDICATES, T, expected, inputs, very_negative_bias
 
 import ring_torch
 from ring_core import Mask
 from ring_torch import ContextParallel
 from ring_torch.kernels import rules
-from ring_torch.local import LocalRanks
 
 
-def _all_shown(_: int, layout: Any, few_tiles: bool) -> None:
+@pytest.mark.parametrize("few_tiles", [True, False])
+@pytest.mark.nightly(unless=["contiguous-True"])
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+@on_ranks
+def test_what_the_plan_shows(layout: Any, few_tiles: bool) -> None:
     cp, scores = ContextParallel(layout=layout), very_negative_bias(np.float64)
     with pytest.MonkeyPatch.context() as patch:
         if not few_tiles:  # then numpy evaluates them, block by block
@@ -36,13 +40,6 @@ def _all_shown(_: int, layout: Any, few_tiles: bool) -> None:
                 assert error < 1e-12, (name, bias is None, error)
 
 
-@pytest.mark.parametrize("few_tiles", [True, False])
-@pytest.mark.nightly(unless=["contiguous-True"])
-@pytest.mark.parametrize("layout", ["contiguous", "striped"])
-def test_what_the_plan_shows(pool: LocalRanks, layout: str, few_tiles: bool) -> None:
-    pool.run(_all_shown, layout, few_tiles)
-
-
 class Rule:
     """A rule that layers share, each with its own width."""
 
@@ -55,7 +52,8 @@ class Rule:
         return np.logical_not(abs(i - j) < self.width)
 
 
-def _layers(_: int) -> None:
+@on_ranks
+def test_a_rule_that_layers_set_anew() -> None:
     cp, rule = ContextParallel(layout="zigzag"), Rule()
     x = inputs(np.float64)[0]
     for predicate in (rule.near, rule.far):
@@ -82,7 +80,3 @@ def _layers(_: int) -> None:
             assert hidden.grad is not None and right.grad is not None
             torch.testing.assert_close(cp.unshard(mine.detach()), theirs.detach())
             torch.testing.assert_close(cp.unshard(hidden.grad), right.grad)
-
-
-def test_a_rule_that_layers_set_anew(pool: LocalRanks) -> None:
-    pool.run(_layers)

@@ -35,19 +35,12 @@ B, H, HV, K, V = 2, 2, 4, 3, 2
 Offsets = tuple[int, ...] | None
 
 
-@pytest.fixture(
-    scope="module",
-    params=[1, 2, 3, 4, pytest.param(8, marks=pytest.mark.nightly)], ids="{} ranks".format,
-)  # fmt: skip
-def pool(request: Any) -> Iterator[LocalRanks]:
-    with LocalRanks(request.param) as ranks:
-        yield ranks
+RANKS = [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.nightly)]
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalRanks]:
-    with LocalRanks(2) as ranks:
-        yield ranks
+@pytest.fixture(params=RANKS, ids="{} ranks".format)
+def pool(request: Any, pools: dict[int, LocalRanks]) -> LocalRanks:
+    return pools[request.param]
 
 
 def layouts(size: int) -> list[LayoutSpec]:
@@ -104,6 +97,9 @@ def drawn(name: str, tokens: int, rows: int, *, states: Offsets | bool = False) 
             "u": randn(rows, tokens, HV), "delta": randn(rows, tokens, HV).abs(),
             "B": randn(rows, tokens, K), "C": randn(rows, tokens, K),
         }, {"A": -randn(HV, K).exp()}),
+        "causal_conv1d": lambda: Layer(kind, {"x": randn(rows, tokens, 5)}, {
+            "weight": randn(5, int(variant.split()[0]))
+        }),
     }[kind]()  # fmt: skip
     if variant == "no decay":
         del layer.rows["g"]
@@ -128,7 +124,10 @@ def drawn(name: str, tokens: int, rows: int, *, states: Offsets | bool = False) 
         layer.options |= {"dt_softplus": True, "dt_limit": (0.3, 1.5)}
     elif variant == "D a head":
         layer.shared["D"] = randn(HV)
-    if states is not False and kind != "selective_scan":  # which has none
+    elif variant.endswith(("silu", "swish")):
+        layer.shared["bias"] = randn(5)
+        layer.options["activation"] = variant.split()[1]
+    if states is not False and kind not in ("selective_scan", "causal_conv1d"):  # without states
         key = "initial_states" if kind == "ssd" else "initial_state"
         layer.shared[key] = randn(count, *STATES[kind])
         layer.options["output_final_state"] = True
@@ -200,10 +199,19 @@ STATES = {
 }  # fmt: skip
 
 
-def by_token(layer: Layer, offsets: Offsets) -> tuple[Tensor, Tensor]:
-    """Return outputs and final states of the recurrence, one token after another."""
+def by_token(layer: Layer, offsets: Offsets) -> tuple[Tensor, Tensor | None]:
+    """Return outputs and final states of the recurrence, one token after another.
+
+    Of a convolution, that of each document alone by torch, which has no states.
+    """
     first = next(iter(layer.rows.values()))
     rows, tokens = first.shape[:2]
+    if layer.name == "causal_conv1d":
+        weight, bias = layer.shared["weight"], layer.shared.get("bias")
+        parts = (first[:, i:j].mT for i, j in pairwise(offsets or (0, tokens)) if i < j)
+        wide = (functional.pad(x, (weight.shape[1] - 1, 0)) for x in parts)
+        out = torch.cat([functional.conv1d(x, weight[:, None], bias, groups=5).mT for x in wide], 1)
+        return (functional.silu(out) if "activation" in layer.options else out), None
     initial = layer.shared.get("initial_state", layer.shared.get("initial_states"))
     if initial is None:
         initial = first.new_zeros(len(offsets or (0, 0)) - 1, *STATES[layer.name])
@@ -242,10 +250,13 @@ def compare(
     out, final = by_token(whole, offsets)
     out_grad = randn(*out.shape)
     # Each rank has a gradient of its own for the final states, which are equal on all.
-    final_grads = [randn(*final.shape) for _ in range(cp.cp_size)]
+    final_grads = [] if final is None else [randn(*final.shape) for _ in range(cp.cp_size)]
     wants_final = bool(layer.options.get("output_final_state"))
     leaves = [*whole.rows.values(), *whole.shared.values()]
-    ends = [(out, out_grad), *([(final, sum(final_grads))] if wants_final else [])]
+    ends: list[tuple[Any, Any]] = [
+        (out, out_grad),
+        *([(final, sum(final_grads))] if wants_final else []),
+    ]
     expected = gradients(ends, leaves)
 
     tokens = out.shape[1]
@@ -262,7 +273,7 @@ def compare(
     # Gradients of padding may be anything, too.
     my_grad = cp.shard(out_grad, pad=True, fill=torch.nan)
     my_ends = [(actual_out, my_grad)]
-    if actual_final is not None:
+    if actual_final is not None and final is not None:
         close(actual_final, final.detach(), what)
         my_ends.append((actual_final, final_grads[rank]))
     my_leaves = [*mine.rows.values(), *mine.shared.values()]
@@ -298,28 +309,19 @@ def test_a_split_layer_is_the_recurrence(name: str, pool: LocalRanks) -> None:
     pool.run(_layouts, len(pool), name)
 
 
-def _cuts(rank: int, size: int) -> None:
+def _cuts(rank: int) -> None:
     """Let documents end at every offset around a cut between ranks, and runs be short."""
-    for layout in layouts(size):
+    for layout in layouts(2):
         run = ContextParallel(layout=layout).layout_of(T).run_length
         for at in range(max(1, run - 3), min(run + 4, T)):
             for offsets in ((0, at, T), (0, at, at + 1, T)):
                 compare(drawn("gated_delta_rule", T, 1, states=offsets), layout, offsets, rank=rank)
 
 
-def test_documents_may_end_anywhere_around_a_cut(two: LocalRanks) -> None:
-    two.run(_cuts, 2)
-
-
-def _one_token_documents(rank: int, size: int, name: str) -> None:
-    for layout in layouts(size):
+def _one_token_documents(rank: int, name: str) -> None:
+    for layout in layouts(2):
         offsets = tuple(range(T + 1))
         compare(drawn(name, T, 1, states=offsets), layout, offsets, rank=rank)
-
-
-@pytest.mark.parametrize("name", ["linear_recurrence", "kda"])
-def test_documents_may_have_one_token(name: str, two: LocalRanks) -> None:
-    two.run(_one_token_documents, 2, name)
 
 
 def _padded(rank: int, size: int, name: str) -> None:
@@ -360,22 +362,17 @@ def test_any_documents_in_any_layout(seed: int, pool: LocalRanks) -> None:
     pool.run(_random, len(pool), seed)
 
 
-def _long(rank: int, _: int, name: str) -> None:
+def _long(rank: int, name: str) -> None:
     """Many chunks a run, and documents of one."""
     compare(drawn(name, 480, 1, states=True), "zigzag", None, rank=rank)
     offsets = (0, 100, 101, 350, 480)
     compare(drawn(name, 480, 1, states=offsets), "contiguous", offsets, rank=rank)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_runs_may_have_many_chunks(name: str, two: LocalRanks) -> None:
-    two.run(_long, 2, name)
-
-
-def _nan(rank: int, size: int, name: str) -> None:
+def _nan(rank: int, name: str) -> None:
     """A NaN in one document, in inputs and gradients, leaves all others as they are."""
     offsets = (0, 5, 21, 26, 37, T)
-    for layout in layouts(size):
+    for layout in layouts(2):
         cp = ContextParallel(layout=layout)
         results = []
         for has_nan in (False, True):
@@ -405,12 +402,7 @@ def _nan(rank: int, size: int, name: str) -> None:
         assert results[1][1][0][[2, 3]].isnan().any()
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_nan_stays_in_its_document(name: str, two: LocalRanks) -> None:
-    two.run(_nan, 2, name)
-
-
-def _checkpointed(rank: int, _: int, reentrant: bool) -> None:
+def _checkpointed(rank: int, reentrant: bool) -> None:
     def call(function: Any, **inputs: Tensor) -> Any:
         names, tensors = [*inputs], [*inputs.values()]
         return checkpoint(
@@ -435,12 +427,7 @@ def _checkpointed(rank: int, _: int, reentrant: bool) -> None:
         assert torch.equal(plain, again)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_are_computed_again_by_checkpoints(reentrant: bool, two: LocalRanks) -> None:
-    two.run(_checkpointed, 2, reentrant)
-
-
-def _compiled(rank: int, _: int, name: str) -> None:
+def _compiled(rank: int, name: str) -> None:
     """One graph, forward and backward, serves any documents."""
     torch._dynamo.reset()
     compiled: dict[Any, Any] = {}
@@ -459,36 +446,13 @@ def _compiled(rank: int, _: int, name: str) -> None:
             compiled[key] = torch.compile(layer, backend="aot_eager", fullgraph=True)
         return compiled[key](None if offsets is None else torch.tensor(offsets), **inputs)
 
-    compare(drawn(name, T, B, states=True), "zigzag", None, rank=rank, call=call)
-    compare(drawn(name, T - 7, B), "zigzag", None, rank=rank, call=call)
-    for offsets in (DOCUMENTS, (0, 2, 9, 9, 11, 30, 44, T)):
-        compare(drawn(name, T, 1, states=offsets), "zigzag", offsets, rank=rank, call=call)
-
-
-@pytest.mark.nightly(unless=["gated_delta_rule"])
-@pytest.mark.parametrize("name", [*KINDS, "selective_scan, groups, all options"])
-def test_a_layer_is_an_operation_of_a_compiled_graph(name: str, two: LocalRanks) -> None:
-    two.run(_compiled, 2, name)
-
-
-def _compiled_convolution(_: int) -> None:
-    torch._dynamo.reset()
-    for layout in ("zigzag", "striped"):
-        cp = ContextParallel(layout=layout)
-        randn = numbers(3)
-        x, weight = cp.shard(randn(B, T, 5)), randn(5, 4)
-        function = partial(cp.causal_conv1d, activation="silu", cu_seqlens=DOCUMENTS)
-        results = []
-        for run in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
-            mine = [y.clone().requires_grad_() for y in (x, weight)]
-            out = run(*mine)
-            results.append([out, *torch.autograd.grad(out.square().sum(), mine)])
-        for plain, compiled in zip(*results, strict=True):
-            torch.testing.assert_close(compiled, plain)
-
-
-def test_a_convolution_is_compiled(two: LocalRanks) -> None:
-    two.run(_compiled_convolution)
+    is_scan = "conv" not in name  # others have no states, and any layout
+    both: dict[str, Any] = {"rank": rank, "call": call}
+    for layout in layouts(2)[1:2] if is_scan else ("zigzag", "striped"):
+        compare(drawn(name, T, B, states=is_scan), layout, None, **both)
+        compare(drawn(name, T - 7, B), layout, None, **both)
+        for offsets in (DOCUMENTS, (0, 2, 9, 9, 11, 30, 44, T)):
+            compare(drawn(name, T, 1, states=is_scan and offsets), layout, offsets, **both)
 
 
 class Collectives(TorchDispatchMode):
@@ -549,51 +513,40 @@ def test_a_convolution_tells_what_it_sends() -> None:
         cp.explain_recurrent("causal_conv1d", x, x)
 
 
-def test_one_gather_a_pass_carries_what_the_page_says_whatever_the_length() -> None:
+@pytest.mark.parametrize("tokens", [48, 480])
+def test_one_gather_a_pass_carries_what_the_page_says_whatever_the_length(
+    pools: dict[int, LocalRanks], tokens: int
+) -> None:
     states, floats = B * HV * K * V, 4
     maps = B * HV * K * (K + V)
-    with LocalRanks(4) as pool:
-        for tokens in (48, 480):
-            for gathered in pool.run(_bytes, tokens):
-                assert gathered == [
-                    [floats * 2 * maps, floats * 2 * states],
-                    [floats * maps, floats * states],
-                    [floats * 2 * (B * HV + states), floats * 2 * states],
-                    [floats * 2 * maps, floats * 2 * states],
-                    [],  # no document crosses from rank to rank
-                ], tokens
+    for gathered in pools[4].run(_bytes, tokens):
+        assert gathered == [
+            [floats * 2 * maps, floats * 2 * states],
+            [floats * maps, floats * states],
+            [floats * 2 * (B * HV + states), floats * 2 * states],
+            [floats * 2 * maps, floats * 2 * states],
+            [],  # no document crosses from rank to rank
+        ]
 
 
-#: What differs on rank 1, and what the error says of it.
-DIFFERENCES = {
-    "documents": "cu_seqlens is", "scale": "kernel is", "final": "output_final_state is",
-    "gradients": "needs_grad is", "dtype": "g is", "heads": "v is", "layer": "kernel is",
+#: What differs on rank 1: changes of its tensors and options, and what the error says of it.
+DIFFERENCES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "documents": (lambda _: {"cu_seqlens": (0, 8, T)}, "cu_seqlens is"),
+    "scale": (lambda _: {"scale": 0.5}, "kernel is"),
+    "final": (lambda _: {"output_final_state": True}, "output_final_state is"),
+    "gradients": (lambda x: {"v": x["v"].requires_grad_()}, "needs_grad is"),
+    "dtype": (lambda x: {"g": x["g"].float()}, "g is"),
+    "heads": (lambda x: {name: x[name][:, :, :2] for name in "vg"}, "v is"),
+    "layer": (lambda _: {"use_qk_l2norm": True}, "kernel is"),
 }  # fmt: skip
 
 
-def _disagreeing(rank: int, change: str) -> None:
-    cp = ContextParallel()
-    layer = drawn("simple_gla", T, 1)
-    rows: dict[str, Any] = {key: cp.shard(x) for key, x in layer.rows.items()}
-    options: dict[str, Any] = {"cu_seqlens": (0, 7, T)}
-    if rank == 1:
-        match change:
-            case "documents":
-                options["cu_seqlens"] = (0, 8, T)
-            case "scale":
-                options["scale"] = 0.5
-            case "final":
-                options["output_final_state"] = True
-            case "gradients":
-                rows["v"].requires_grad_()
-            case "dtype":
-                rows["g"] = rows["g"].float()
-            case "heads":
-                rows["v"], rows["g"] = rows["v"][:, :, :2], rows["g"][:, :, :2]
-            case "layer":
-                options["use_qk_l2norm"] = True
-    with pytest.raises(RankMismatchError, match=DIFFERENCES[change]):
-        cp.simple_gla(**rows, **options)
+def _disagreeing(rank: int, name: str) -> None:
+    cp, (change, message) = ContextParallel(), DIFFERENCES[name]
+    own: dict[str, Any] = {key: cp.shard(x) for key, x in drawn("simple_gla", T, 1).rows.items()}
+    own |= {"cu_seqlens": (0, 7, T)} | (change(own) if rank == 1 else {})
+    with pytest.raises(RankMismatchError, match=message):
+        cp.simple_gla(**own)
 
 
 @pytest.mark.nightly(unless=["documents", "final"])
@@ -614,11 +567,6 @@ def _second_derivative(_: int, name: str) -> None:
     # Nothing was sent: the group is as it was.
     dist.barrier()
     torch.autograd.grad(out.square().sum(), leaves)
-
-
-def test_second_derivatives_are_refused(two: LocalRanks) -> None:
-    for name in KINDS:
-        two.run(_second_derivative, name)
 
 
 def _precisions(rank: int) -> None:
@@ -663,69 +611,28 @@ def _precisions(rank: int) -> None:
     assert rank in (0, 1)
 
 
-def test_states_are_float32(two: LocalRanks) -> None:
-    two.run(_precisions)
-
-
 def _whole(_: int) -> None:
     cp = ContextParallel()
     layer = drawn("gated_delta_rule", T, B)
     rows: dict[str, Any] = {key: cp.shard(x) for key, x in layer.rows.items()}
     out = cp.gated_delta_rule(**rows)
-    x, weight = layer.rows["v"].flatten(2), numbers(1)(HV * V, 3)
+    convolution = drawn("causal_conv1d, 3", T, B)
     with cp.whole():
         close(out, cp._split.shard(cp.gated_delta_rule(**layer.rows)), "delta rule")
-        close(cp.causal_conv1d(x, weight), by_taps(x, weight, None, None), "convolution")
-
-
-def test_one_rank_acts_alone_in_whole(two: LocalRanks) -> None:
-    two.run(_whole)
-
-
-def by_taps(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Offsets) -> Tensor:
-    """Return the convolution of each document alone, by torch."""
-    channels, width = weight.shape
-    outs = []
-    for start, stop in pairwise(offsets or (0, x.shape[1])):
-        if start < stop:
-            rows = functional.pad(x[:, start:stop].mT, (width - 1, 0))
-            outs.append(functional.conv1d(rows, weight[:, None], bias, groups=channels).mT)
-    return torch.cat(outs, 1)
+        own = cp.causal_conv1d(**convolution.rows, **convolution.shared)
+        close(own, by_token(convolution, None)[0], "convolution")
 
 
 def _convolution(rank: int, size: int, width: int) -> None:
     cut = T // max(size, 2)
+    cases: tuple[tuple[int, Offsets, str], ...] = (
+        (T, None, ""), (T, DOCUMENTS, " silu"), (T - 7, (0, 20, 21, T - 7), " swish"),
+        (T, (0, cut - 1, cut, cut + 1, T), ""),
+    )  # fmt: skip
     for layout in (*layouts(size), "striped"):
-        cp = ContextParallel(layout=layout)
-        cases: list[tuple[int, Offsets, Any]] = [
-            (T, None, None), (T, DOCUMENTS, "silu"), (T - 7, (0, 20, 21, T - 7), "swish"),
-            (T, (0, cut - 1, cut, cut + 1, T), None),
-        ]  # fmt: skip
         for tokens, offsets, activation in cases:
-            randn = numbers(width)
-            x, weight = randn(B, tokens, 5), randn(5, width)
-            biases = [randn(5)] if activation else []
-            whole = [y.clone().requires_grad_() for y in (x, weight, *biases)]
-            expected = by_taps(whole[0], whole[1], whole[2] if biases else None, offsets)
-            expected = functional.silu(expected) if activation else expected
-            grad = randn(*expected.shape)
-            likes = torch.autograd.grad(expected, whole, grad)
-            mine = [cp.shard(x, pad=True, fill=torch.nan), *whole[1:]]
-            mine = [y.detach().clone().requires_grad_() for y in mine]
-            out = cp.causal_conv1d(
-                *mine, activation=activation, cu_seqlens=offsets,
-                seq_len=tokens if tokens < T else None,
-            )  # fmt: skip
-            what = (layout, width, tokens, offsets)
-            close(out, cp.shard(expected.detach(), pad=True), what)
-            my_grad = cp.shard(grad, pad=True, fill=torch.nan)
-            x_grad, *shared = torch.autograd.grad(out, mine, my_grad)
-            close(x_grad, cp.shard(likes[0], pad=True), what)
-            for total, like in zip(shared, likes[1:], strict=True):
-                if size > 1:
-                    dist.all_reduce(total)
-                close(total, like, what)
-    assert rank < size
+            layer = drawn(f"causal_conv1d, {width}{activation}", tokens, B)
+            compare(layer, layout, offsets, rank=rank)
 
 
 @pytest.mark.nightly(unless=["1 ranks-4", "2 ranks-4", "3 ranks-17", "4 ranks-4", "4 ranks-1"])
@@ -753,8 +660,26 @@ def _striped(_: int) -> None:
         cp.simple_gla(**rows)
 
 
-def test_striped_scans_are_refused_by_name(two: LocalRanks) -> None:
-    two.run(_striped)
+def jobs() -> Iterator[Any]:
+    """Yield what two ranks compute: a function, and its arguments."""
+    compiled = [*KINDS, "selective_scan, groups, all options", "causal_conv1d, 4 silu"]
+    for job, arguments in (
+        (_cuts, []), (_precisions, []), (_whole, []), (_striped, []),
+        (_one_token_documents, ["linear_recurrence", "kda"]), (_long, KINDS), (_nan, KINDS),
+        (_checkpointed, [False, True]), (_second_derivative, KINDS), (_compiled, compiled),
+    ):  # fmt: skip
+        for argument in ([x] for x in arguments) if arguments else [[]]:
+            name = "-".join([job.__name__[1:], *map(str, argument)])
+            is_daily = job is not _compiled or {*argument} & {"gated_delta_rule", compiled[-1]}
+            marks = [] if is_daily else [pytest.mark.nightly]
+            yield pytest.param(job, argument, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("job", "arguments"), [*jobs()])
+def test_on_two_ranks(
+    pools: dict[int, LocalRanks], job: Callable[..., None], arguments: list[Any]
+) -> None:
+    pools[2].run(job, *arguments)
 
 
 def _attention(**changes: Any) -> dict[str, Any]:

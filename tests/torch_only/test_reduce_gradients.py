@@ -16,6 +16,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -180,7 +181,9 @@ def test_a_sum_is_neither_added_to_nor_summed_again(
             assert "once a step, after the last backward; then step, then zero_grad()" in message
 
 
-def _refused_copy(rank: int) -> None:
+@on_ranks
+def test_sums_of_a_deep_copy_are_sums(rank: int) -> None:
+    """A copy's parameters have no history: the gradient itself bears a mark, which is copied."""
     step = Step(rank)
     step.backward()
     step.reduce()
@@ -195,12 +198,9 @@ def _refused_copy(rank: int) -> None:
     step.check()
 
 
-def test_sums_of_a_deep_copy_are_sums(pool: LocalRanks) -> None:
-    """A copy's parameters have no history: the gradient itself bears a mark, which is copied."""
-    pool.run(_refused_copy)
-
-
-def _refused_behind_others(rank: int) -> None:
+@on_ranks
+def test_a_sum_that_is_replaced_behind_other_gradients_is_one(rank: int) -> None:
+    """``torch.autograd.grad`` adds nothing, so what is put in the sum's place is compared."""
     step = Step(rank)
     step.backward()
     step.reduce()
@@ -212,11 +212,6 @@ def _refused_behind_others(rank: int) -> None:
     step.backward()
     step.reduce()
     step.check()
-
-
-def test_a_sum_that_is_replaced_behind_other_gradients_is_one(pool: LocalRanks) -> None:
-    """``torch.autograd.grad`` adds nothing, so what is put in the sum's place is compared."""
-    pool.run(_refused_behind_others)
 
 
 def _keep_elsewhere(step: Step, times: float, only: str = "") -> None:
@@ -246,7 +241,10 @@ NOTHING: dict[str, tuple[Callable[[Step], None], type[ValueError], str]] = {
 }  # fmt: skip
 
 
-def _nothing_to_sum(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", NOTHING)
+@on_ranks
+def test_nothing_to_sum_is_an_error_on_all_ranks(rank: int, name: str) -> None:
+    """Gradients that are used up or kept elsewhere leave weights to drift apart in silence."""
     change, kind, words = NOTHING[name]
     step = Step(rank)
     change(step)
@@ -257,12 +255,6 @@ def _nothing_to_sum(rank: int, name: str) -> None:
     (step.model[0](step.x).sum() * (rank % 2)).backward()
     step.reduce()  # a parameter without any beside others with one
     assert step.model.get_parameter("2.weight").grad is None
-
-
-@pytest.mark.parametrize("name", NOTHING)
-def test_nothing_to_sum_is_an_error_on_all_ranks(name: str, pool: LocalRanks) -> None:
-    """Gradients that are used up or kept elsewhere leave weights to drift apart in silence."""
-    pool.run(_nothing_to_sum, name)
 
 
 def _set_to_none(step: Step) -> None:
@@ -343,7 +335,11 @@ FRESH = (
 )  # fmt: skip
 
 
-def _steps(rank: int, freshen: Callable[[Step], None]) -> None:
+@pytest.mark.parametrize("freshen", FRESH)
+@on_ranks
+def test_steps_that_zero_or_replace_gradients_go_on(
+    rank: int, freshen: Callable[[Step], None]
+) -> None:
     step = Step(rank)
     for _ in range(3):
         step.backward()
@@ -361,14 +357,8 @@ def _steps(rank: int, freshen: Callable[[Step], None]) -> None:
     assert not any(grad.any() for grad in step.grads)
 
 
-@pytest.mark.parametrize("freshen", FRESH)
-def test_steps_that_zero_or_replace_gradients_go_on(
-    freshen: Callable[[Step], None], pool: LocalRanks
-) -> None:
-    pool.run(_steps, freshen)
-
-
-def _in_buckets(rank: int) -> None:
+@on_ranks
+def test_buckets_of_ddp_are_no_sums_in_the_next_step(rank: int) -> None:
     """Let DDP put views of its buckets, of which each step has the same, in gradients' places.
 
     The class is a tensor that was a sum and is used again for a gradient that is none.
@@ -388,11 +378,8 @@ def _in_buckets(rank: int) -> None:
         step.reduce()
 
 
-def test_buckets_of_ddp_are_no_sums_in_the_next_step(pool: LocalRanks) -> None:
-    pool.run(_in_buckets)
-
-
-def _between(rank: int) -> None:
+@on_ranks
+def test_other_groups_and_gradients_of_other_things_are_free(rank: int) -> None:
     """Check that reading gradients, or adding to none, is not refused; nor is another group."""
     step = Step(rank)
     cross = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # data parallel, beside the pairs
@@ -411,11 +398,16 @@ def _between(rank: int) -> None:
         ContextParallel().reduce_gradients(step.model)
 
 
-def test_other_groups_and_gradients_of_other_things_are_free(pool: LocalRanks) -> None:
-    pool.run(_between)
+def _no_warning_of_cycles() -> Any:
+    import warnings
+
+    caught = warnings.catch_warnings()
+    warnings.simplefilter("ignore")
+    return caught
 
 
-def _with_a_graph(rank: int) -> None:
+@on_ranks
+def test_a_sum_that_is_added_to_with_a_graph_is_refused(rank: int) -> None:
     """Check a backward with ``create_graph=True``, where torch adds gradients into a new tensor."""
     step = Step(rank)
     step.backward()
@@ -426,19 +418,8 @@ def _with_a_graph(rank: int) -> None:
     step.model.zero_grad()
 
 
-def _no_warning_of_cycles() -> Any:
-    import warnings
-
-    caught = warnings.catch_warnings()
-    warnings.simplefilter("ignore")
-    return caught
-
-
-def test_a_sum_that_is_added_to_with_a_graph_is_refused(pool: LocalRanks) -> None:
-    pool.run(_with_a_graph)
-
-
-def _life(rank: int) -> None:
+@on_ranks
+def test_nothing_outlives_gradients_and_models(rank: int) -> None:
     step = Step(rank)
     step.backward()
     step.reduce()
@@ -460,10 +441,6 @@ def _life(rank: int) -> None:
     assert weight() is None
 
 
-def test_nothing_outlives_gradients_and_models(pool: LocalRanks) -> None:
-    pool.run(_life)
-
-
 #: Gradients that programs may set, into which no sum can be written, for a weight ``[4, 3]``.
 UNWRITABLE: tuple[Callable[[], Tensor], ...] = (
     lambda: torch.ones(()).expand(4, 3),
@@ -473,7 +450,8 @@ UNWRITABLE: tuple[Callable[[], Tensor], ...] = (
 )
 
 
-def _unwritable(rank: int) -> None:
+@on_ranks
+def test_gradients_that_cannot_be_written_are_replaced(rank: int) -> None:
     cp, weight = ContextParallel(), nn.Parameter(torch.zeros(4, 3))
     model = nn.ParameterList([weight])
     given = weight.grad = UNWRITABLE[rank]()
@@ -485,11 +463,8 @@ def _unwritable(rank: int) -> None:
         cp.reduce_gradients(model)
 
 
-def test_gradients_that_cannot_be_written_are_replaced(pool: LocalRanks) -> None:
-    pool.run(_unwritable)
-
-
-def _compiled(rank: int) -> None:
+@on_ranks
+def test_compiled_models_are_compiled_once(rank: int) -> None:
     torch._dynamo.reset()
     step = Step(rank)
     run: Any = torch.compile(step.model, backend="aot_eager", fullgraph=True)
@@ -504,16 +479,13 @@ def _compiled(rank: int) -> None:
         run(step.x).sum().backward()
 
 
-def test_compiled_models_are_compiled_once(pool: LocalRanks) -> None:
-    pool.run(_compiled)
-
-
 def _model(*sizes: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     layers = [nn.Linear(width, next_width, dtype=dtype) for width, next_width in pairwise(sizes)]
     return nn.Sequential(*layers)
 
 
-def _on_meta(rank: int) -> None:
+@on_ranks
+def test_gradients_of_a_device_that_sends_none_are_refused(rank: int) -> None:
     cp, model = ContextParallel(), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
     model[0](torch.ones(1, 2)).sum().backward()
     cp.reduce_gradients(model)  # it has no gradient there
@@ -522,10 +494,6 @@ def _on_meta(rank: int) -> None:
         weight.grad = torch.full_like(weight, rank)
     with pytest.raises(ValueError, match="sends no tensors of device 'meta'"):
         cp.reduce_gradients(model)
-
-
-def test_gradients_of_a_device_that_sends_none_are_refused(pool: LocalRanks) -> None:
-    pool.run(_on_meta)
 
 
 def _frozen() -> nn.Module:
@@ -619,7 +587,9 @@ def _full(grad: Tensor | None) -> Tensor:
     return grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
 
 
-def _tensor_parallel(_: int, names: tuple[str, str]) -> None:
+@pytest.mark.parametrize("names", [("cp", "tp"), ("tp", "cp")], ids=str)
+@on_ranks
+def test_shards_of_tensor_parallelism_are_summed_over_the_ring(names: tuple[str, str]) -> None:
     x, mesh = _input(), _mesh(*names)
     whole, cp = _whole(x), ContextParallel(mesh["cp"])
     local = Attention(lambda *qkv: cp.attention(*qkv, causal=True))
@@ -643,14 +613,8 @@ def _tensor_parallel(_: int, names: tuple[str, str]) -> None:
         local(cp.shard(x)).sum().backward()
 
 
-@pytest.mark.parametrize("names", [("cp", "tp"), ("tp", "cp")], ids=str)
-def test_shards_of_tensor_parallelism_are_summed_over_the_ring(
-    names: tuple[str, str], pool: LocalRanks
-) -> None:
-    pool.run(_tensor_parallel, names)
-
-
-def _beside_fsdp(_: int) -> None:
+@on_ranks
+def test_shards_over_other_ranks_are_summed_over_the_ring() -> None:
     """Check FSDP over ranks with different batches, and a ring over ranks of one batch."""
     x, mesh = _input(), _mesh("dp", "cp")
     cp, size = ContextParallel(mesh["cp"]), mesh["dp"].size()
@@ -660,10 +624,6 @@ def _beside_fsdp(_: int) -> None:
     cp.reduce_gradients(local)
     for weight, like in zip(local.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(_full(weight.grad), like.grad)
-
-
-def test_shards_over_other_ranks_are_summed_over_the_ring(pool: LocalRanks) -> None:
-    pool.run(_beside_fsdp)
 
 
 def _fsdp(_: int, version: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -145,7 +146,28 @@ def _qkv(
     return [torch.randn(2, h, n, 8, generator=draw, dtype=torch.float64) for h, n in sizes]
 
 
-def _masks(rank: int) -> None:
+def _compare(
+    cp: ContextParallel, attend: nn.Module, qkv: list[Tensor], whole: dict[str, Any],
+    split: dict[str, Any],
+) -> None:  # fmt: skip
+    """Compare attention of shards with attention of the whole, and the gradients of q, k and v."""
+    dim = qkv[0].ndim - 2
+    wholes = [x.clone().requires_grad_() for x in qkv]
+    shards = [cp.shard(x, dim=dim).requires_grad_() for x in qkv]
+    q, k, v = wholes
+    expected = functional.scaled_dot_product_attention(q, k, v, **whole)
+    out = attend(*shards, **split)
+    torch.testing.assert_close(cp.unshard(out.detach(), dim=dim), expected.detach())
+    grad = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).view_as(expected)
+    expected.backward(grad)
+    out.backward(cp.shard(grad, dim=dim))
+    for a, b in zip(shards, wholes, strict=True):
+        assert a.grad is not None and b.grad is not None
+        torch.testing.assert_close(cp.unshard(a.grad, dim=dim), b.grad)
+
+
+@on_ranks
+def test_masks_and_options_mean_what_they_do_on_one_process(rank: int) -> None:
     """Compare results and gradients on shards with the whole, for each kind of mask and option."""
     cp = ContextParallel()
     attend = Attend()
@@ -212,30 +234,6 @@ def _masks(rank: int) -> None:
     attend.register_parameter("unused", nn.Parameter(torch.ones(1)))  # all gradients are zeros
     report = handle.verify(dict(zip("qkv", _qkv(), strict=True)), dims=dict.fromkeys("qkv", 2))
     assert report.logits is not None and report.logits.is_within
-
-
-def _compare(
-    cp: ContextParallel, attend: nn.Module, qkv: list[Tensor], whole: dict[str, Any],
-    split: dict[str, Any],
-) -> None:  # fmt: skip
-    """Compare attention of shards with attention of the whole, and the gradients of q, k and v."""
-    dim = qkv[0].ndim - 2
-    wholes = [x.clone().requires_grad_() for x in qkv]
-    shards = [cp.shard(x, dim=dim).requires_grad_() for x in qkv]
-    q, k, v = wholes
-    expected = functional.scaled_dot_product_attention(q, k, v, **whole)
-    out = attend(*shards, **split)
-    torch.testing.assert_close(cp.unshard(out.detach(), dim=dim), expected.detach())
-    grad = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).view_as(expected)
-    expected.backward(grad)
-    out.backward(cp.shard(grad, dim=dim))
-    for a, b in zip(shards, wholes, strict=True):
-        assert a.grad is not None and b.grad is not None
-        torch.testing.assert_close(cp.unshard(a.grad, dim=dim), b.grad)
-
-
-def test_masks_and_options_mean_what_they_do_on_one_process(pool: LocalRanks) -> None:
-    pool.run(_masks)
 
 
 def _dropout(_: int) -> tuple[Tensor, Tensor]:
@@ -498,7 +496,8 @@ def test_verify_finds_positions_that_a_model_counts_itself(pool: LocalRanks) -> 
         assert "the first module whose output differs is 1 (Other)" in mixed
 
 
-def _placed(_: int) -> None:
+@on_ranks
+def test_modules_are_replaced_wherever_they_are_called() -> None:
     """Check replaced modules in threads, copied, called twice, failing, and next to others."""
     cp = ContextParallel()
     model, plain = model_of("gpt"), model_of("gpt")
@@ -541,10 +540,6 @@ def _placed(_: int) -> None:
     near(**shards)
     x = torch.randn(2, 8, DIM)
     torch.testing.assert_close(near.blocks[1](x), plain.blocks[1](x))
-
-
-def test_modules_are_replaced_wherever_they_are_called(pool: LocalRanks) -> None:
-    pool.run(_placed)
 
 
 def _fsdp(rank: int) -> None:

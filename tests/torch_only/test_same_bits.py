@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from copy import deepcopy
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -51,29 +50,6 @@ def test_differences_are_found(backend: Any, tmp_path: Path) -> None:
     assert same_bits.differences(refused, new, folders, 0) == []
     assert same_bits.row_of(NAME, refused, new, [], "")["result"] == "old refused"
     assert [x.part for x in found({"failed": "died"})] == ["failed"]
-
-
-def test_known_changes_are_of_older_trees_and_no_larger() -> None:
-    names = [*same_bits.all_cases()]
-    for known in same_bits.KNOWN:
-        name = next(x for x in names if fnmatchcase(x, known.cases))
-        difference = same_bits.Difference(known.parts[0], "", known.at_most)
-        assert same_bits.reason_for(name, difference, "2026-11-01T00:00:00") is not None
-        assert same_bits.reason_for(name, difference, "2026-12-01T00:00:00") is None
-        larger = same_bits.Difference(known.parts[0], "", known.at_most + 1)
-        assert same_bits.reason_for(name, larger, "2026-11-01T00:00:00") is None
-
-
-def test_what_cannot_be_compared_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for arguments, message in (
-        (["--old", str(tmp_path)], "is no checkout"),
-        (["--old", str(HERE), "--cases", "rings"], "no case has such a name"),
-    ):
-        with pytest.raises(SystemExit):
-            same_bits.main(arguments)
-        assert message in capsys.readouterr().err
 
 
 @pytest.mark.nightly

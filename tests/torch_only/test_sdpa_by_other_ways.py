@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -661,7 +662,8 @@ def test_graphs_and_compiled_functions(pool: LocalRanks, name: str) -> None:
     assert pool.run(_graph, name) == [EXACT] * 2
 
 
-def _changed_graph(_: int) -> None:
+@on_ranks
+def test_a_graph_that_is_written_anew_stays_on_the_ring() -> None:
     """Check graphs that are copied or written anew after they were replaced, and checkpointed."""
     cp, x = ContextParallel(), torch.randn(BATCH, T, DIM)
     graph = torch.fx.symbolic_trace(Layer())
@@ -678,15 +680,12 @@ def _changed_graph(_: int) -> None:
         torch.testing.assert_close(*grads)
 
 
-def test_a_graph_that_is_written_anew_stays_on_the_ring(pool: LocalRanks) -> None:
-    pool.run(_changed_graph)
-
-
 # Torch's own layers -----------------------------------------------------------------------------
 
 
-def _heads(_: int) -> None:
-    """Compare ``MultiheadAttention`` in each branch of torch that reads a mask beside is_causal."""
+@on_ranks
+def test_masks_of_torchs_own_layers() -> None:
+    """``is_causal`` is a hint to torch, which reads the mask in all branches but one."""
     cp, x = ContextParallel(), torch.randn(BATCH, T, DIM)
     index = torch.arange(T)
     window = (index[:, None] - index >= 4) | (index > index[:, None])
@@ -740,8 +739,3 @@ def _heads(_: int) -> None:
     replace_sdpa(encoder, cp)
     out = cp.unshard(encoder(shard, mask=causal, src_key_padding_mask=padding).detach())
     torch.testing.assert_close(out[:, :30], expected[:, :30])
-
-
-def test_masks_of_torchs_own_layers(pool: LocalRanks) -> None:
-    """``is_causal`` is a hint to torch, which reads the mask in all branches but one."""
-    pool.run(_heads)

@@ -23,8 +23,8 @@ CAUSAL = Mask(causal=True)
 
 #: Fields of a case for each option; options that share a call share a key, which names the case.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "window-sinks-lse_grad": {
-        "mask": Mask(causal=True, window=(9, 0)), "sinks": 2, "lse_grad": True,
+    "window-sinks-lse_grad-views": {
+        "mask": Mask(causal=True, window=(9, 0)), "sinks": 2, "lse_grad": True, "views": 3,
     },
     "cu_seqlens-softcap": {"mask": Mask(causal=True, cu_seqlens=(0, 13, 30, 48)), "softcap": 3.0},
     "chunk_size-softmax_scale": {"mask": Mask(causal=True, chunk_size=15), "softmax_scale": 0.4},

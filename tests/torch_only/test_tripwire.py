@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from threading import Thread
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -15,7 +15,8 @@ import mutants
 import numpy as np
 import pytest
 import torch
-from patched import replaced
+import torch.distributed as dist
+from on_ranks import on_ranks, on_three_ranks
 from plain_flash import FLASH, PlainFlash
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +32,7 @@ from ring_torch.checking import settings as check_settings, watch
 from ring_torch.comm.ranks import DONE, Ranks, Transfer
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.local import LocalRankError, LocalRanks
+from ring_torch.local import LocalRanks
 from ring_torch.prepare import _prepare
 from ring_torch.strategies import gather as gather_strategy
 from ring_torch.strategies.ring import Ring
@@ -41,38 +42,37 @@ Patches = list[tuple[Any, str, Any]]
 SIZE = 3
 
 
+def around(target: Any, name: str, wrong: Callable[..., Any]) -> Patches:
+    """Return the patch of a method by ``wrong(right, *args)``."""
+    right = getattr(target, name)
+    return [(target, name, lambda *args: wrong(right, *args))]
+
+
 def stale_keys_in_the_backward() -> Patches:
     """Fault: the backward uses the K/V that arrived last in another call."""
-    right = Ring.backward
-
-    def wrong(self: Any, call: Any, inputs: Any, upstream: Any, saved: Any) -> Any:
-        return right(self, call, inputs, upstream, [x.roll(256) for x in saved])
-
-    return [(Ring, "backward", wrong)]
+    return around(
+        Ring, "backward", lambda right, *args: right(*args[:-1], [x.roll(256) for x in args[-1]])
+    )
 
 
 def keys_one_hop_late() -> Patches:
     """Fault: a step computes with the K/V of the step before, at its own positions."""
-    right = Call.columns
     last: list[list[torch.Tensor]] = []
 
-    def wrong(call: Any, rank: int, tensors: Any) -> Any:
+    def wrong(right: Any, call: Any, rank: int, tensors: Any) -> Any:
         last.append([x.clone() for x in tensors])
         return right(call, rank, last[-2] if len(last) > 1 else tensors)
 
-    return [(Call, "columns", wrong)]
+    return around(Call, "columns", wrong)
 
 
 def in_kernels(change: Callable[..., Any]) -> Patches:
     """Fault: kernels get another item or other parameters than they should."""
 
-    def changed(right: Any) -> Any:
-        return lambda self, item, params, *rest: right(self, *change(item, params), *rest)
+    def wrong(right: Any, kernel: Any, item: Any, params: Any, *rest: Any) -> Any:
+        return right(kernel, *change(item, params), *rest)
 
-    return [
-        (EagerKernel, name, changed(getattr(EagerKernel, name)))
-        for name in ("attend", "differentiate")
-    ]
+    return [x for name in ("attend", "differentiate") for x in around(EagerKernel, name, wrong)]
 
 
 def scale_dropped() -> Patches:
@@ -93,55 +93,49 @@ def window_inverted() -> Patches:
 def another_mask_on_one_rank() -> Patches:
     """Fault: rank 1 applies no mask."""
     return in_kernels(
-        lambda item, params: (
-            replace(item, lo=None, hi=None) if item.q_rank == 1 else item, params
-        )
-    )  # fmt: skip
+        lambda item, params: (replace(item, lo=None, hi=None) if item.q_rank == 1 else item, params)
+    )
 
 
 def one_head_wrong() -> Patches:
     """Fault: the forward is off by 1 % in its last head."""
-    right = EagerKernel.attend
 
-    def wrong(self: Any, *args: Any) -> Any:
-        result = right(self, *args)
+    def wrong(right: Any, *args: Any) -> Any:
+        result = right(*args)
         result.out[:, :, -1] *= 1.01
         return result
 
-    return [(EagerKernel, "attend", wrong)]
+    return around(EagerKernel, "attend", wrong)
 
 
-def one_head_of_dk_wrong() -> Patches:
+def one_head_of_dk_wrong(factor: float = 1.01) -> Patches:
     """Fault: the backward is off by 1 % in dK of the first K/V head."""
-    right = EagerKernel.differentiate
 
-    def wrong(self: Any, *args: Any) -> None:
-        right(self, *args)
-        args[-1].dk[:, :, 0] *= 1.01
+    def wrong(right: Any, *args: Any) -> None:
+        right(*args)
+        args[-1].dk[:, :, 0] *= factor
 
-    return [(EagerKernel, "differentiate", wrong)]
+    return around(EagerKernel, "differentiate", wrong)
 
 
 def nothing_is_sent() -> Patches:
     """Fault: no message but headers is sent, so receivers read what was in memory."""
-    right = Ranks.start
 
-    def wrong(ring: Any, sends: Any, receives: Any) -> Any:
+    def wrong(right: Any, ring: Any, sends: Any, receives: Any) -> Any:
         if all(x.nbytes == 2048 for x, _ in (*sends, *receives)):  # headers, and the check's
             return right(ring, sends, receives)
         for x, _ in receives:
             x.zero_()
         return Transfer()
 
-    return [(Ranks, "start", wrong)]
+    return around(Ranks, "start", wrong)
 
 
 def gradients_to_the_wrong_owner() -> Patches:
     """Fault: dK and dV end one rank too far."""
-    right = Ring.backward
 
-    def wrong(self: Any, call: Any, *args: Any) -> Any:
-        grads, ring = right(self, call, *args), call.ranks
+    def wrong(right: Any, strategy: Any, call: Any, *args: Any) -> Any:
+        grads, ring = right(strategy, call, *args), call.ranks
         came = grads._replace(dk=torch.empty_like(grads.dk), dv=torch.empty_like(grads.dv))
         ring.start(
             [(grads.dk, ring.next), (grads.dv, ring.next)],
@@ -149,28 +143,12 @@ def gradients_to_the_wrong_owner() -> Patches:
         ).wait()
         return came
 
-    return [(Ring, "backward", wrong)]
+    return around(Ring, "backward", wrong)
 
 
-def counted_twice() -> Patches:
-    """Fault: own keys count again in the next step, as replicated tokens do in a ring."""
-    right = ring_module.RingProgram.items
-
-    def wrong(self: Any, rank: int, step: int) -> Any:
-        again = right(self, rank, 0) if step == 1 else ()
-        return (*right(self, rank, step), *again)
-
-    return [(ring_module.RingProgram, "items", wrong)]
-
-
-def last_step_dropped() -> Patches:
-    """Fault: the last step is left out."""
-    right = ring_module.RingProgram.items
-
-    def wrong(self: Any, rank: int, step: int) -> Any:
-        return () if step == self.num_steps - 1 else right(self, rank, step)
-
-    return [(ring_module.RingProgram, "items", wrong)]
+def in_items(change: Callable[..., Any]) -> Patches:
+    """Fault: a step has other items than those of its program."""
+    return around(ring_module.RingProgram, "items", change)
 
 
 FAULTS: dict[str, Callable[[], Patches]] = {
@@ -178,23 +156,33 @@ FAULTS: dict[str, Callable[[], Patches]] = {
     for f in (
         stale_keys_in_the_backward, keys_one_hop_late, scale_dropped, window_inverted,
         another_mask_on_one_rank, one_head_wrong, one_head_of_dk_wrong, nothing_is_sent,
-        gradients_to_the_wrong_owner, counted_twice, last_step_dropped,
+        gradients_to_the_wrong_owner,
     )
+} | {
+    # Own keys count again in the next step, as replicated tokens do in a ring.
+    "counted_twice": lambda: in_items(
+        lambda right, x, rank, step: (*right(x, rank, step), *(right(x, rank, 0) if step == 1 else ()))
+    ),
+    "last_step_dropped": lambda: in_items(
+        lambda right, x, rank, step: () if step == x.num_steps - 1 else right(x, rank, step)
+    ),
 }  # fmt: skip
+
+
 #: Mutants of the test suite that change the plan's arithmetic.
 MUTANTS = ("window-off-by-one", "local-positions")
 
 
 @contextmanager
-def broken(fault: str) -> Iterator[None]:
+def broken(fault: str | Patches) -> Iterator[None]:
     """Apply a fault, or a mutant of the suite, with a fresh cache of prepared calls."""
     with ExitStack() as stack:
         stack.callback(_prepare.cache_clear)
-        if fault in FAULTS:
-            for target, attribute, replacement in FAULTS[fault]():
-                stack.enter_context(patch.object(target, attribute, replacement))
-        else:
+        if isinstance(fault, str) and fault not in FAULTS:
             stack.enter_context(mutants.applied(fault))
+        else:
+            for patched in FAULTS[fault]() if isinstance(fault, str) else fault:
+                stack.enter_context(patch.object(*patched))
         _prepare.cache_clear()
         yield
 
@@ -211,92 +199,98 @@ def attend(rank: int, **options: Any) -> None:
     torch.autograd.backward(results, [torch.randn(x.shape) for x in results])
 
 
-def tripped(rank: int, fault: str, **options: Any) -> list[str]:
-    """Return the errors of each call under a fault, all checked, and of a right call after them."""
+def errors(calls: int, call: Callable[[], object]) -> list[str]:
+    """Return the errors of calls that the check finds wrong; of others, empty strings."""
     messages = []
+    for _ in range(calls):
+        try:
+            call()
+            messages.append("")
+        except WrongResultError as error:
+            messages.append(str(error))
+    return messages
+
+
+def tripped(rank: int, fault: str, options: dict[str, Any]) -> list[str]:
+    """Return the errors of each call under a fault, all checked, and of a right call after them."""
     with ring_torch.check(), broken(fault):
-        for _ in range(3):
-            try:
-                attend(rank, **options)
-                messages.append("")
-            except WrongResultError as error:
-                messages.append(str(error))
+        messages = errors(3, lambda: attend(rank, **options))
     with ring_torch.check():
         attend(rank, **options)
     return messages
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, *MUTANTS])
-def test_a_fault_trips(fault: str, backend: Any) -> None:
-    by_rank = backend.pool(SIZE).run(tripped, fault)
-    assert by_rank[0] == by_rank[1] == by_rank[2], "all ranks raise the same"
-    messages = [text for text in by_rank[0] if text]
-    assert messages, "one of three calls at least shows it"
-    backward = ("backward", "owner", "dk", "grads")
-    expected = "backward" if any(word in fault for word in backward) else "forward"
-    assert all(f"({expected}) is wrong. rank " in text for text in messages)
-    assert all("Kernel 'eager', strategy 'ring' over 'p2p'" in text for text in messages)
-
-
-def test_bytes_that_are_not_sent_are_counted(backend: Any) -> None:
-    messages = backend.pool(SIZE).run(tripped, "nothing_is_sent")[0]
-    assert all("2,048 bytes were sent, and the program sends" in text for text in messages)
-
-
-def tripped_in_groups(rank: int, fault: str) -> list[str]:
-    """Return the errors of calls under ``hybrid``."""
-    way = StrategyConfig("hybrid", ulysses_size=2)
-    return tripped(rank, fault, strategy=way, layout="zigzag", sinks=torch.arange(4.0))
+IN_GROUPS: dict[str, Any] = {
+    "strategy": StrategyConfig("hybrid", ulysses_size=2), "layout": "zigzag", "sinks": torch.arange(4.0),
+}  # fmt: skip
+SENT = " bytes were sent, and the program sends "
+FORWARD, BACKWARD = (f"({x}) is wrong. rank " for x in ("forward", "backward"))
+IN_BACKWARD = ("stale_keys_in_the_backward", "gradients_to_the_wrong_owner", "one_head_of_dk_wrong")
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "words", "is_hybrid"),
     [
-        ("nothing_is_sent", " bytes were sent, and the program sends "),
-        ("options-of-the-first-heads", "(forward) is wrong. rank "),
-        ("gradients_to_the_wrong_owner", "(backward) is wrong. rank "),
+        *((x, BACKWARD if x in IN_BACKWARD else FORWARD, False) for x in (*FAULTS, *MUTANTS)),
+        ("nothing_is_sent", SENT, True), ("options-of-the-first-heads", FORWARD, True),
+        ("gradients_to_the_wrong_owner", BACKWARD, True),
     ],
-)
-def test_a_fault_in_groups_trips(fault: str, words: str, backend: Any) -> None:
-    by_rank = backend.pool(4).run(tripped_in_groups, fault)
+)  # fmt: skip
+def test_a_fault_trips(fault: str, words: str, is_hybrid: bool, backend: Any) -> None:
+    size, options = (4, IN_GROUPS) if is_hybrid else (SIZE, {})
+    by_rank = backend.pool(size).run(tripped, fault, options)
     assert all(messages == by_rank[0] for messages in by_rank), "all ranks raise the same"
-    (text, *_) = filter(None, by_rank[0])
-    assert words in text and "Kernel 'eager', strategy 'hybrid' over 'p2p'" in text
+    (*messages,) = filter(None, by_rank[0])
+    assert messages, "one of three calls at least shows it"
+    kernel = f"Kernel 'eager', strategy '{'hybrid' if is_hybrid else 'ring'}' over 'p2p'"
+    assert all(kernel in text for text in messages)
+    assert all(words in text for text in (messages[:1] if is_hybrid else messages))
+    if fault == "nothing_is_sent" and not is_hybrid:
+        assert all(f"2,048{SENT}" in text for text in messages)
 
 
-def described(rank: int) -> str:
-    """Return the error of a call with one wrong head."""
+@on_three_ranks
+def test_the_error_names_the_entry(rank: int) -> None:
     with ring_torch.check(), broken("one_head_wrong"), pytest.raises(WrongResultError) as raised:
         attend(rank)
-    return str(raised.value)
-
-
-def test_the_error_names_the_entry(backend: Any) -> None:
-    text = backend.pool(SIZE).run(described)[0]
+    text = str(raised.value)
     assert "rank 0: out[" in text and "rank 2: out[" in text
-    assert ", 3, " in text.split("out[")[1].split("]")[0], "the head"
+    assert ", 3, " in text.split("out[")[1].split("]", maxsplit=1)[0], "the head"
     assert "of [2, 12, 4, 16] is " in text and "by the dense formula in float64" in text
 
 
 @pytest.mark.parametrize("strategy", ["ring", "balanced", "gather", "ulysses"])
-def test_right_calls_pass(strategy: str, backend: Any) -> None:
+@on_ranks
+def test_right_calls_pass(rank: int, strategy: str) -> None:
+    """Run checked calls in both dtypes, with and without a backward, and compiled."""
     layout = "contiguous" if strategy == "balanced" else "zigzag"
     options: dict[str, Any] = {"strategy": strategy, "layout": layout, "kernel": "auto"}
-    backend.pool(2).run(right_calls, options)
+    with ring_torch.check():
+        for return_lse in (False, True, True):  # the last with a gradient through lse
+            attend(rank, return_lse=return_lse, **options)
+        with torch.no_grad():
+            attend_only(rank, torch.bfloat16, options)
+        compiled = torch.compile(attend_only, backend="aot_eager", fullgraph=True)
+        compiled(rank, torch.float32, options)
+
+
+def attend_only(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> torch.Tensor:
+    q, k, v = (torch.full((1, 8, heads, 16), 0.1 + rank, dtype=dtype) for heads in (4, 2, 2))
+    out = ring_torch.ring_attention(q, k, v, causal=True, **options | {"sinks": None})
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+IDS = (torch.arange(12).expand(2, 12) // 5).int()
 
 
 @pytest.mark.parametrize("bias_heads", [1, 4])
-def test_right_calls_that_trade_all_there_is_pass(bias_heads: int, backend: Any) -> None:
-    """Three ranks exchange all options; they divide neither the query heads nor the K/V heads."""
-    backend.pool(SIZE).run(all_traded, bias_heads)
-
-
-def all_traded(rank: int, bias_heads: int) -> None:
-    """Run checked calls that exchange a bias, its shift and gradient, segment ids and padding."""
+@on_three_ranks
+def test_right_calls_that_trade_all_there_is_pass(rank: int, bias_heads: int) -> None:
+    """A bias, its shift and gradient, ids and padding travel; 3 divides neither number of heads."""
     generator = torch.Generator().manual_seed(rank)
     bias = torch.randn(1, bias_heads, 12, 36, generator=generator).requires_grad_()
-    ids = (torch.arange(12).expand(2, 12) // 5).int()
-    options: Any = {"strategy": "ulysses", "layout": "zigzag", "segment_ids": ids}
+    options: Any = {"strategy": "ulysses", "layout": "zigzag", "segment_ids": IDS}
     with ring_torch.check():
         for sinks in (None, torch.zeros(4)):
             attend(rank, sinks=sinks, bias=bias, dropout_p=0.2, dropout_seed=5, **options)
@@ -307,54 +301,18 @@ def all_traded(rank: int, bias_heads: int) -> None:
 @pytest.mark.parametrize(
     "groups", [HeadGroups(2, 2, before_last_item=True), HeadGroups(1, 2, before_last_item=False)]
 )
-def test_right_calls_whose_heads_are_cut_into_groups_pass(groups: HeadGroups, backend: Any) -> None:
-    backend.pool(2).run(in_groups, groups)
-
-
-def in_groups(rank: int, groups: HeadGroups) -> None:
-    """Run checked calls whose segment ids travel with each group of heads."""
-    ids = (torch.arange(12).expand(2, 12) // 5).int()
+@on_ranks
+def test_right_calls_whose_heads_are_cut_into_groups_pass(rank: int, groups: HeadGroups) -> None:
+    """Segment ids travel with each group of heads."""
     _prepare.cache_clear()
     with patch.object(gather_strategy, "head_groups_of", lambda *_: groups), ring_torch.check():
-        attend(rank, strategy="gather", layout="zigzag", segment_ids=ids)
+        attend(rank, strategy="gather", layout="zigzag", segment_ids=IDS)
     _prepare.cache_clear()
 
 
-def right_calls(rank: int, options: dict[str, Any]) -> None:
-    """Run checked calls in both dtypes, with and without a backward, and compiled."""
-    with ring_torch.check():
-        for return_lse in (False, True, True):  # the last with a gradient through lse
-            attend(rank, return_lse=return_lse, **options)
-        with torch.no_grad():
-            attend_only(rank, torch.bfloat16, options)
-        torch.compile(attend_only, backend="aot_eager", fullgraph=True)(
-            rank, torch.float32, options
-        )
-
-
-def attend_only(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> torch.Tensor:
-    """Run a forward."""
-    q, k, v = (torch.full((1, 8, heads, 16), 0.1 + rank, dtype=dtype) for heads in (4, 2, 2))
-    out = ring_torch.ring_attention(q, k, v, causal=True, **options | {"sinks": None})
-    assert isinstance(out, torch.Tensor)
-    return out
-
-
-def checked_numbers(rank: int, variable: str | None, every: int | None) -> list[int]:
-    """Return which of four calls the check finds wrong, counted from 1."""
-    numbers: list[int] = []
-    with ExitStack() as stack:
-        environment = {} if variable is None else {"RING_CHECK": variable}
-        stack.enter_context(patch.dict(os.environ, environment))
-        if every is not None:
-            stack.enter_context(ring_torch.check(every))
-        stack.enter_context(broken("one_head_wrong"))
-        for number in range(1, 5):
-            try:
-                attend(rank)
-            except WrongResultError:
-                numbers.append(number)
-    return numbers
+def numbers(messages: list[str]) -> list[int]:
+    """Return which calls were found wrong, counted from 1."""
+    return [n for n, message in enumerate(messages, 1) if message]
 
 
 @pytest.mark.parametrize(
@@ -364,11 +322,15 @@ def checked_numbers(rank: int, variable: str | None, every: int | None) -> list[
         ("1", 0, []), (None, 3, [3]), ("0", 1, [1, 2, 3, 4]),
     ],
 )  # fmt: skip
+@on_ranks
 def test_which_calls_are_checked(
-    variable: str | None, every: int | None, expected: list[int]
+    rank: int, variable: str | None, every: int | None, expected: list[int]
 ) -> None:
-    with LocalRanks(2) as ranks:
-        assert ranks.run(checked_numbers, variable, every) == [expected, expected]
+    environment = {} if variable is None else {"RING_CHECK": variable}
+    check = nullcontext() if every is None else ring_torch.check(every)
+    group = dist.new_group()  # calls of a group are numbered
+    with patch.dict(os.environ, environment), check, broken("one_head_wrong"):
+        assert numbers(errors(4, lambda: attend(rank, group=group))) == expected
 
 
 def test_a_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,122 +366,81 @@ def test_wrong_numbers_are_refused(every: Any) -> None:
         pass
 
 
-def differs(rank: int) -> None:
-    """Check on one rank only."""
-    with ring_torch.check(1 if rank else 0):
-        attend(rank)
+@on_ranks
+def test_ranks_with_unlike_settings_are_told(rank: int) -> None:
+    """Of calls, and of movements; nothing was sent, so the group stays usable."""
+    cp = ContextParallel()
+    for call in (lambda: attend(rank), lambda: cp.shift(torch.ones(1, T // RANKS), 1)):
+        with ring_torch.check(rank), pytest.raises(RankMismatchError, match="check is"):
+            call()
 
 
-def test_ranks_that_differ_are_told(backend: Any) -> None:
-    del backend
-    with LocalRanks(2) as ranks, pytest.raises(LocalRankError, match="check is") as raised:
-        ranks.run(differs)
-    assert RankMismatchError.__name__ in str(raised.value)
+def _attend(q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel | None = None) -> Tensor:
+    options: Any = {"causal": True, "kernel": "eager", "strategy": "ring"}
+    out: Tensor = (ring_attention if cp is None else cp.attention)(q, k, v, **options)
+    return out.sin()
 
 
-SIZES = (1, 2)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return ring_attention(q, k, v, causal=True, kernel="eager", strategy="ring").sin()
-
-
-def _compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _compiled(*args: Any) -> Tensor:
     torch._dynamo.reset()
-    out: Tensor = torch.compile(_attend, backend="aot_eager", fullgraph=True)(q, k, v)
+    out: Tensor = torch.compile(_attend, backend="aot_eager", fullgraph=True)(*args)
     return out
 
 
-def _checkpointed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out: Tensor = checkpoint(_attend, q, k, v, use_reentrant=False)
-    return out
+WAYS: dict[str, Callable[..., Any]] = {
+    "eager": _attend, "compiled": _compiled,
+    "checkpointed": lambda *x: checkpoint(_attend, *x, use_reentrant=False),
+    "reentrant": lambda *x: checkpoint(_attend, *x, use_reentrant=True),
+}  # fmt: skip
+WRONG_GRADS = one_head_of_dk_wrong(1.5)
 
 
-def _reentrant(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out: Tensor = checkpoint(_attend, q, k, v, use_reentrant=True)
-    return out
-
-
-WAYS = {"eager": _attend, "compiled": _compiled, "checkpointed": _checkpointed}
-
-
-def _in_a_thread(run: Callable[[], None]) -> list[str]:
-    """Run a function in a thread, as autograd runs backwards on GPUs, and return the errors."""
-    raised: list[str] = []
-
-    def backward() -> None:
-        try:
-            run()
-        except WrongResultError as error:
-            raised.append(str(error))
-
-    thread = Thread(target=backward)
-    thread.start()
-    thread.join()
-    return raised
-
-
-def _wrong_grads(*args: Any, right: Any = EagerKernel.differentiate) -> None:
-    right(*args)
-    args[-1].dk[:, :, 0] *= 1.5
-
-
-def _called(rank: int, attend: Callable[..., Tensor], forward: int, backward: int) -> list[str]:
-    """Return the errors of a wrong backward, given the check's settings around either pass."""
+def _inputs(rank: int) -> list[Tensor]:
     torch.manual_seed(rank)
-    q, k, v = (torch.randn(1, 16, heads, 8).requires_grad_() for heads in (4, 2, 2))
-    with replaced(EagerKernel, differentiate=_wrong_grads):
+    return [torch.randn(1, 16, heads, 8).requires_grad_() for heads in (4, 2, 2)]
+
+
+def _raised(rank: int, way: str, forward: int, backward: int) -> list[str]:
+    """Return the errors of a wrong backward, given the check's settings around either pass."""
+    with broken(WRONG_GRADS):
         with ring_torch.check(forward):
-            out = attend(q, k, v)
+            out = WAYS[way](*_inputs(rank))
 
         def run() -> None:
             with ring_torch.check(backward):
                 out.sum().backward()
 
-        return _in_a_thread(run)
+        # Autograd runs backwards on GPUs in another thread.
+        with ThreadPoolExecutor(1) as threads:
+            return [*filter(None, threads.submit(errors, 1, run).result())]
 
 
 @pytest.mark.nightly(only=["compiled-2"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_forward_decides(way: str, size: int, backend: Any) -> None:
-    for raised in backend.pool(size).run(_called, WAYS[way], 1, 0):
+    """But of a reentrant checkpoint the backward, as that makes the call again."""
+    checked, other = ((0, 1), (1, 0)) if way == "reentrant" else ((1, 0), (0, 1))
+    for raised in backend.pool(size).run(_raised, way, *checked):
         assert len(raised) == 1 and "(backward) is wrong" in raised[0]
-    assert backend.pool(size).run(_called, WAYS[way], 0, 1) == [[]] * size
+    assert backend.pool(size).run(_raised, way, *other) == [[]] * size
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_call_that_is_made_anew_is_checked_by_what_is_set_then(size: int, backend: Any) -> None:
-    """Reentrant checkpoints are checked by the backward's setting, as it makes the call again."""
-    for raised in backend.pool(size).run(_called, _reentrant, 0, 1):
-        assert len(raised) == 1 and "(backward) is wrong" in raised[0]
-    assert backend.pool(size).run(_called, _reentrant, 1, 0) == [[]] * size
-
-
-def _numbers(rank: int, attend: Callable[..., Tensor]) -> list[int]:
-    """Return which of six calls are found wrong in the backward, counted from 1."""
-    messages = []
-    with ring_torch.check(3), replaced(EagerKernel, differentiate=_wrong_grads):
-        for number in range(1, 7):
-            torch.manual_seed(rank)
-            q, k, v = (torch.randn(1, 16, heads, 8).requires_grad_() for heads in (4, 2, 2))
-            try:
-                attend(q, k, v).sum().backward()
-            except WrongResultError:
-                messages.append(number)
-    return messages
-
-
-@pytest.mark.nightly(only=["_compiled"])
-@pytest.mark.parametrize("attend", [_attend, _compiled])
-def test_both_passes_are_of_one_number(attend: Callable[..., Tensor]) -> None:
+@pytest.mark.nightly(only=["compiled"])
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@on_ranks
+def test_both_passes_are_of_one_number(rank: int, way: str) -> None:
     """Every third call is checked, in both passes: a compiled backward is not counted as a call."""
-    with LocalRanks(2) as ranks:
-        assert ranks.run(_numbers, attend) == [[3, 6], [3, 6]]
+    group: Any = dist.new_group()
+    cp = ContextParallel(group)
+    with ring_torch.check(3), broken(WRONG_GRADS):
+        run = lambda: WAYS[way](*_inputs(rank), cp).sum().backward()  # noqa: E731
+        assert numbers(errors(6, run)) == [3, 6]
 
 
 T, RANKS = 40, 2
 Move = Callable[[Tensor], Tensor]
+
 
 #: Movements of a rank's slice; the second argument is context parallelism of rank 1 alone.
 MOVES: dict[str, Callable[[ContextParallel, ContextParallel, Tensor], Tensor]] = {
@@ -536,11 +457,10 @@ def moves(name: str) -> Move:
     return lambda x: MOVES[name](cp, one_rank, x)
 
 
-def more_rows() -> Any:
-    """Let each peer receive its last row twice, and drop the second copy."""
-    right = Ranks.start
+def more_rows() -> Patches:
+    """Fault: each peer receives its last row twice, and drops the second copy."""
 
-    def wrong(ranks: Ranks, sends: Any, receives: Any) -> Any:
+    def wrong(right: Any, ranks: Ranks, sends: Any, receives: Any) -> Any:
         if any(x.nbytes == 2048 for x, _ in (*sends, *receives)):  # headers, and findings
             return right(ranks, sends, receives)
         longer = [torch.cat([x, x[-16:]]) for x, _ in receives]
@@ -550,31 +470,22 @@ def more_rows() -> Any:
             x.copy_(y[: len(x)])
         return DONE
 
-    return patch.object(Ranks, "start", wrong)
+    return around(Ranks, "start", wrong)
 
 
-def _words(rank: int, name: str, how: str) -> list[str]:
+def _of_more_rows(_: int, name: str, how: str) -> list[str]:
     """Return the errors of a movement and of its backward when more is sent than needed."""
-    move, messages = moves(name), []
+    move = moves(name)
     if how == "compiled":
         torch._dynamo.reset()
         move = torch.compile(move, backend="aot_eager", fullgraph=True)
-    for forward_is_wrong in (True, False):
-        x = torch.full((1, T // RANKS, 2), 1.0 + rank, dtype=torch.float64).requires_grad_()
-        with ExitStack() as stack:
-            stack.enter_context(ring_torch.check())
-            try:
-                with more_rows() if forward_is_wrong else ExitStack():
-                    out = move(x)
-            except WrongResultError as error:
-                messages.append(str(error))
-                continue
-        with more_rows():  # the backward of a checked movement is checked outside of the block, too
-            try:
-                out.sum().backward()
-            except WrongResultError as error:
-                messages.append(str(error))
-    return messages
+    x = torch.ones(1, T // RANKS, 2, dtype=torch.float64).requires_grad_()
+    with ring_torch.check():
+        with broken(more_rows()):
+            forward = errors(1, lambda: move(x))
+        out = move(x)
+    with broken(more_rows()):  # of a checked movement, so checked outside of the block, too
+        return forward + errors(1, out.sum().backward)
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
@@ -582,7 +493,7 @@ def _words(rank: int, name: str, how: str) -> list[str]:
 def test_more_bytes_than_those_of_rows_that_move_are_an_error(
     name: str, how: str, pool: LocalRanks
 ) -> None:
-    by_rank = pool.run(_words, name, how)
+    by_rank = pool.run(_of_more_rows, name, how)
     assert by_rank[0] == by_rank[1], "all ranks raise the same"
     forward, backward = by_rank[0]
     kind = name.partition(" ")[0]
@@ -591,8 +502,9 @@ def test_more_bytes_than_those_of_rows_that_move_are_an_error(
     assert "bytes were sent, and the rows that change rank have" in forward
 
 
-def _right(_: int) -> None:
-    """Check that checked calls have the usual results, for all derivatives, dtypes and dims."""
+@on_ranks
+def test_right_movements_pass() -> None:
+    """Checked calls have the usual results, for all derivatives, dtypes and dims."""
     for move in map(moves, MOVES):
         x = torch.randn(1, T // RANKS, 2, dtype=torch.float64).requires_grad_()
         with ring_torch.check():
@@ -602,25 +514,6 @@ def _right(_: int) -> None:
             move(torch.ones(2, T // RANKS, dtype=torch.int8))
             move(torch.ones(2, T // RANKS, 0))
         assert torch.equal(out, move(x))
-
-
-def test_right_movements_pass(pool: LocalRanks) -> None:
-    pool.run(_right)
-
-
-def _unlike(rank: int) -> str:
-    cp = ContextParallel()
-    with ring_torch.check(rank):
-        try:
-            cp.shift(torch.ones(1, T // RANKS), 1)
-        except RankMismatchError as error:
-            return str(error)
-    return "no error"
-
-
-def test_ranks_with_unlike_settings_are_told(pool: LocalRanks) -> None:
-    for message in pool.run(_unlike):
-        assert "check is" in message
 
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
@@ -107,25 +108,6 @@ def test_a_device_that_the_group_does_not_send_from_is_named(pool: LocalRanks) -
         assert is_usable
 
 
-DTYPES = (
-    torch.bool, torch.int16, torch.int64, torch.float16, torch.float64, torch.complex64,
-    torch.float8_e4m3fn,
-)  # fmt: skip
-
-
-def _bytes(_: int, dtype: torch.dtype, layout: LayoutSpec) -> bool:
-    cp = ContextParallel(layout=layout)
-    whole = torch.arange(2 * T * 3).reshape(2, T, 3).remainder(7).to(dtype)
-    joined = cp.unshard(cp.shard(whole))
-    return joined.dtype == dtype and torch.equal(joined.view(torch.uint8), whole.view(torch.uint8))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_slices_of_every_dtype_are_joined(dtype: torch.dtype, pool: LocalRanks) -> None:
-    layout = ("zigzag", "contiguous", "striped")[DTYPES.index(dtype) % 3]
-    assert all(pool.run(_bytes, dtype, layout))
-
-
 def _numbers(*shapes: tuple[int, ...]) -> list[Tensor]:
     torch.manual_seed(0)
     return [torch.randn(*shape, dtype=torch.float64) * 0.3 for shape in shapes]
@@ -149,7 +131,15 @@ def _attend_whole(*qkv: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-def _shift_in_model(_: int, layout: LayoutSpec, compiled: bool) -> None:
+@pytest.mark.nightly(only=["striped-True"])  # one layout is compiled per change
+@pytest.mark.parametrize(
+    ("layout", "compiled"),
+    [("zigzag", False), ("zigzag", True), ("contiguous", False), ("striped", True)],
+)
+@on_ranks
+def test_a_layer_that_looks_at_neighbours_has_the_gradients_of_whole_sequences(
+    layout: LayoutSpec, compiled: bool
+) -> None:
     torch._dynamo.reset()
     cp = ContextParallel(layout=layout)
     x, *weights = _numbers((1, T, W), (W, 24), (W, 11), (2 * W, W))
@@ -174,17 +164,6 @@ def _shift_in_model(_: int, layout: LayoutSpec, compiled: bool) -> None:
         assert w.grad is not None
         dist.all_reduce(w.grad)
         torch.testing.assert_close(w.grad, like.grad)
-
-
-@pytest.mark.nightly(only=["striped-True"])  # one layout is compiled per change
-@pytest.mark.parametrize(
-    ("layout", "compiled"),
-    [("zigzag", False), ("zigzag", True), ("contiguous", False), ("striped", True)],
-)
-def test_a_layer_that_looks_at_neighbours_has_the_gradients_of_whole_sequences(
-    layout: LayoutSpec, compiled: bool, pool: LocalRanks
-) -> None:
-    pool.run(_shift_in_model, layout, compiled)
 
 
 class Classifier(torch.nn.Module):

@@ -1,107 +1,88 @@
-"""Tensors that are views: a call reads the right elements in every kernel."""
+"""Views: compiled calls, libraries that read by strides, and what is copied; others: the table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from backends.torch_ranks import Arrays, gather, run_rank
+from cases import CASES, Case
 from patched import replaced
 from plain_flash import FLASH, PlainFlash
+from tolerances import assert_close
 from torch import Tensor
-from views import OPERANDS, VIEWS, Entry, Given, Known, differences, entries, made, strided
+from views import VIEWS, strided
 
+import ring_torch
+from ring_core.base.config import RingStrategy
 from ring_torch import prepare, ring_attention
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.records import aligned, has_unit_stride
 
-#: Number of ranks, and options of strategy and layout.
-WAYS = {
-    "alone": (1, {}), "ring": (2, {"strategy": "ring", "layout": "zigzag"}),
-    "balanced": (2, {"strategy": "balanced"}), "gather": (2, {"strategy": "gather", "layout": "zigzag"}),
-    "ulysses": (2, {"strategy": "ulysses", "layout": "zigzag"}),
+#: Number of ranks, layout and strategy.
+WAYS: dict[str, tuple[int, Any, Any]] = {
+    "alone": (1, "zigzag", "ring"), "ring": (2, "zigzag", "ring"),
+    "balanced": (2, "contiguous", "balanced"), "gather": (2, "zigzag", "gather"),
+    "ulysses": (2, "zigzag", "ulysses"),
 }  # fmt: skip
-#: Options tested with each kernel.
-CAN = {
-    "eager": ("sinks", "lse", "segments", "bias", "alibi"),
-    "sdpa": ("sinks",),
-    "flash": ("sinks",),
-}
-PARTS, COMPILED_PARTS = 4, 24
+#: A kernel, which inputs it takes, and whether calls are compiled; the table has `auto` in eager.
+HOW = {
+    "flash": ("flash", "-few", False), "flash compiled": ("flash", "-few", True),
+    "sdpa compiled": ("sdpa", "-few", True), "eager compiled": ("eager", "", True),
+}  # fmt: skip
 
 
 @contextmanager
-def chosen(kernel: str) -> Iterator[dict[str, Any]]:
-    """Yield the options with which calls inside run a kernel."""
+def chosen(kernel: str) -> Iterator[str]:
+    """Yield the name by which calls inside run a kernel."""
     if kernel != "flash":
-        yield {"kernel": kernel}
+        yield kernel
         return
     prepare._prepare.cache_clear()
     with patch.object(prepare, "choose", lambda *_: Selection(FLASH, ())):
-        yield {}
+        yield "auto"
     prepare._prepare.cache_clear()
 
 
-def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+def _on_a_rank(rank: int, case: Case, strategy: str, how: str) -> Arrays:
+    kernel, _, is_compiled = HOW[how]
+    attention: Any = ring_torch.ring_attention
+
+    def attend(*qkv: Tensor, **options: Any) -> Any:
+        outputs: Any = attention(*qkv, **options)
+        out, *lse = outputs if isinstance(outputs, tuple) else (outputs,)
+        # A model's output projection flattens the heads like this.
+        out = out.flatten(2).unflatten(2, out.shape[2:])
+        return (out, *lse) if lse else out
+
     torch._dynamo.reset()
-    return torch.compile(call, backend="aot_eager", fullgraph=True)
+    call = torch.compile(attend, backend="aot_eager", fullgraph=True) if is_compiled else attend
+    with chosen(kernel) as name, patch.object(ring_torch, "ring_attention", call):
+        return run_rank(rank, case, (name, strategy, "auto"), None, cuda=False)
 
 
-def _wrong(
-    rank: int, size: int, kernel: str, options: dict[str, Any], some: list[Entry], compiled: bool
-) -> list[str]:
-    """Return the differences for each tensor and view."""
-    errors, known = list[str](), Known()
-    with chosen(kernel) as named:
-        for entry in some:
-            call = Given.of(entry, made(rank, size), {"causal": True, **named, **options})
-            wrong = differences(
-                call, _compiled if compiled else None, known=known, rtol=1e-9, atol=1e-9
-            )
-            errors += [f"{entry.operand} {entry.view}: {message}" for message in wrong]
-    return errors
-
-
-@pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))]
-)
+@pytest.mark.nightly(
+    unless=[f"{how}-{way}-{1 + (n + m) % 7}" for n, how in enumerate(HOW) for m, way in enumerate(WAYS)]
+)  # fmt: skip
+@pytest.mark.parametrize("turn", range(1, 8))
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kernel", CAN)
-def test_a_view_is_what_it_shows(kernel: str, way: str, part: int, backend: Any) -> None:
-    size, options = WAYS[way]
-    some = entries(CAN[kernel], part, PARTS, turn=list(WAYS).index(way))
-    errors = backend.pool(size).run(_wrong, size, kernel, options, some, False)
-    assert errors == [[]] * size
-
-
-@pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, 4))]
-)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kernel", CAN)
-def test_compiled(kernel: str, way: str, part: int, backend: Any) -> None:
-    """Compiled calls accept views, and return tensors with the strides that their graphs expect."""
-    size, options = WAYS[way]
-    turn = list(WAYS).index(way) + 5 * list(CAN).index(kernel)
-    some = entries(CAN[kernel], part, COMPILED_PARTS, turn)
-    assert backend.pool(size).run(_wrong, size, kernel, options, some, True) == [[]] * size
-
-
-def test_each_part_has_every_tensor_and_every_view() -> None:
-    for part in range(PARTS):
-        some = [
-            entry
-            for kernel in CAN
-            for turn, way in enumerate(WAYS)
-            for entry in entries(CAN[kernel], part, PARTS, turn)
-        ]
-        for names, which in ((OPERANDS, 0), (VIEWS, 1)):
-            shares = [entry[which] for entry in some]
-            assert all(shares.count(name) >= 2 for name in names)
+@pytest.mark.parametrize("how", HOW)
+def test_a_view_is_what_it_shows(how: str, way: str, turn: int, backend: Any) -> None:
+    """Also in graphs, which expect strides of what a call returns."""
+    (size, layout, strategy), inputs = WAYS[way], HOW[how][1]
+    ring: RingStrategy = "balanced" if strategy == "balanced" else "ring"
+    case = CASES[f"views{turn}{inputs}-zigzag"]
+    case = replace(case, layout=layout, cp_size=size, strategy=ring)
+    if how.startswith("flash"):
+        case = replace(case, sinks=None)
+    parts = backend.pool(size).run(_on_a_rank, replace(case), strategy, how)
+    assert_close(case, gather(case, case.plan, parts))
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -117,9 +98,15 @@ def test_views_hold_what_they_are_made_of(name: str) -> None:
     assert has_unit_stride(VIEWS[name](x)) == (name not in {"strided", "permuted", "expanded"})
 
 
-def _run(qkv: list[Tensor], dout: Tensor) -> None:
+def _inputs(view: Any = lambda x: x) -> tuple[list[Tensor], Tensor]:
+    """Return views of q, k and v that are leaves, and the output's gradient."""
+    qkv = [view(torch.randn(2, 24, heads, 8, dtype=torch.float64)) for heads in (4, 2, 2)]
+    return [x.requires_grad_() for x in qkv], torch.randn(2, 24, 4, 8, dtype=torch.float64)
+
+
+def _run(qkv: list[Tensor], dout: Tensor, **options: Any) -> None:
     q, k, v = qkv
-    ring_attention(q, k, v, causal=True).backward(dout)
+    ring_attention(q, k, v, causal=True, **options).backward(dout)
 
 
 def _narrowed(x: Tensor) -> Tensor:
@@ -141,18 +128,16 @@ def test_what_kernels_can_read_is_not_copied(view: Any, monkeypatch: pytest.Monk
             return method(self, *args)
 
         monkeypatch.setattr(PlainFlash, name, spy)
-    x = made(0, 1)
-    leaves = [view(x[name]).detach().requires_grad_() for name in ("q", "k", "v")]
-    _run(leaves, x["dout"])
+    leaves, dout = _inputs(view)
+    _run(leaves, dout)
     prepare._prepare.cache_clear()
     places = tuple(leaf.data_ptr() for leaf in leaves)
-    assert read == [places, (x["dout"].data_ptr(), *places)]
+    assert read == [places, (dout.data_ptr(), *places)]
 
 
 def test_saved_tensors_are_the_callers_own() -> None:
     """A copy that a kernel needs lives only as long as the pass; the caller's tensors are saved."""
-    x = made(0, 1)
-    q, k, v = (strided(x[name]).requires_grad_() for name in ("q", "k", "v"))
+    qkv, dout = _inputs(strided)
     packed: list[int] = []
 
     def pack(saved: Tensor) -> Tensor:
@@ -160,15 +145,14 @@ def test_saved_tensors_are_the_callers_own() -> None:
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-        _run([q, k, v], x["dout"])
-    assert {y.data_ptr() for y in (q, k, v)} <= set(packed)
+        _run(qkv, dout)
+    assert {x.data_ptr() for x in qkv} <= set(packed)
 
 
 def test_kernels_refuse_what_they_cannot_read() -> None:
     """A kernel asserts strides that it cannot read; calls make copies before."""
-    x = made(0, 1)
     with pytest.raises(AssertionError):
-        aligned(strided(x["q"]))
+        aligned(strided(torch.zeros(2, 24, 4, 8)))
 
 
 def test_accumulators_are_contiguous() -> None:
@@ -180,8 +164,6 @@ def test_accumulators_are_contiguous() -> None:
         recorded.extend(x for grads in args[-2:] for x in grads if x is not None)
         differentiate(self, *args)
 
-    x = made(0, 1)
-    leaves = [VIEWS["permuted"](x[name]).detach().requires_grad_() for name in ("q", "k", "v")]
     with replaced(EagerKernel, differentiate=spy):
-        ring_attention(*leaves, causal=True, kernel="eager").backward(x["dout"])
+        _run(*_inputs(VIEWS["permuted"]), kernel="eager")
     assert len(recorded) == 3 and all(y.is_contiguous() for y in recorded)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -128,7 +129,8 @@ def check(loss: Tensor, model: nn.Module, want: tuple[Tensor, list[Tensor | None
         torch.testing.assert_close(p.grad, grad)
 
 
-def every_method(_: int) -> None:
+@on_ranks
+def test_every_method_acts_on_whole_sequences() -> None:
     for layout in LAYOUTS:
         cp, model = pair(layout)
         tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
@@ -156,11 +158,8 @@ def every_method(_: int) -> None:
             check(total, model, want)
 
 
-def test_every_method_acts_on_whole_sequences(pool: LocalRanks) -> None:
-    pool.run(every_method)
-
-
-def padding(_: int) -> None:
+@on_ranks
+def test_padding_that_tensors_have_is_padding_still() -> None:
     """Compare sequences with padding that callers added themselves, which ``seq_len`` names."""
     cp, model = pair("zigzag")
     tokens = torch.arange(2 * 13).reshape(2, 13) * 7 % V
@@ -181,33 +180,7 @@ def padding(_: int) -> None:
     check(loss, model, want)
 
 
-def test_padding_that_tensors_have_is_padding_still(pool: LocalRanks) -> None:
-    pool.run(padding)
-
-
 CHECKPOINTS = ("", "reentrant", "checkpoint", "nested", "nested re")
-
-
-def other_place(_: int, again: str) -> None:
-    """Run the backward of a whole forward outside of its block, and that of a split one inside."""
-    cp, model = pair("zigzag")
-    tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
-    want = expected(True, tokens)
-    for _repeat in range(2):
-        with cp.whole(), silent():
-            whole = model(tokens, again=again)
-        part = model(cp.shard(tokens), again=again)
-        with silent():
-            whole.backward()
-        check(whole, model, want)
-        model.zero_grad()
-        with cp.whole():
-            part.backward()
-        cp.reduce_gradients(model)
-        total = part.detach().clone()
-        dist.all_reduce(total)
-        check(total, model, want)
-        model.zero_grad()
 
 
 def in_thread(function: Callable[[], None]) -> None:
@@ -216,8 +189,10 @@ def in_thread(function: Callable[[], None]) -> None:
     thread.join()
 
 
-def elsewhere(_: int, again: str) -> None:
-    """Run the backward of a whole forward in another thread, and under compiled autograd."""
+@pytest.mark.parametrize("again", CHECKPOINTS)
+@on_ranks
+def test_a_backward_elsewhere_follows_its_forward(again: str) -> None:
+    """Another thread, or the graph of a backward, has no history of blocks."""
     cp, model = pair("zigzag")
     tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
     with silent():
@@ -242,17 +217,31 @@ def elsewhere(_: int, again: str) -> None:
 
 
 @pytest.mark.parametrize("again", CHECKPOINTS)
-def test_a_backward_elsewhere_follows_its_forward(pool: LocalRanks, again: str) -> None:
-    """Another thread, or the graph of a backward, has no history of blocks."""
-    pool.run(elsewhere, again)
+@on_ranks
+def test_a_backward_follows_its_forward(again: str) -> None:
+    """Run the backward of a whole forward outside of its block, and that of a split one inside."""
+    cp, model = pair("zigzag")
+    tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
+    want = expected(True, tokens)
+    for _repeat in range(2):
+        with cp.whole(), silent():
+            whole = model(tokens, again=again)
+        part = model(cp.shard(tokens), again=again)
+        with silent():
+            whole.backward()
+        check(whole, model, want)
+        model.zero_grad()
+        with cp.whole():
+            part.backward()
+        cp.reduce_gradients(model)
+        total = part.detach().clone()
+        dist.all_reduce(total)
+        check(total, model, want)
+        model.zero_grad()
 
 
-@pytest.mark.parametrize("again", CHECKPOINTS)
-def test_a_backward_follows_its_forward(pool: LocalRanks, again: str) -> None:
-    pool.run(other_place, again)
-
-
-def failed(_: int) -> None:
+@on_ranks
+def test_a_backward_behind_a_failed_one_follows_its_own_forward() -> None:
     """Run a backward right behind one that failed, whose nodes were of the other kind."""
     cp = ContextParallel()
     x, other = numbers(1, T, 3).requires_grad_(), numbers(1, T, 3).requires_grad_()
@@ -285,11 +274,8 @@ def failed(_: int) -> None:
         torch.testing.assert_close(x.grad, want)
 
 
-def test_a_backward_behind_a_failed_one_follows_its_own_forward(pool: LocalRanks) -> None:
-    pool.run(failed)
-
-
-def reduced(rank: int) -> None:
+@on_ranks
+def test_hooks_of_gradients_sum_nothing(rank: int) -> None:
     """Let hooks of ``reduce_each_gradient`` be there, as a member of what sends in a backward."""
     cp = ContextParallel()
     model = nn.Linear(3, 3).double()
@@ -304,11 +290,8 @@ def reduced(rank: int) -> None:
     torch.testing.assert_close(model.weight.grad, numbers(1, T, 3).sum((0, 1)).expand(3, 3))
 
 
-def test_hooks_of_gradients_sum_nothing(pool: LocalRanks) -> None:
-    pool.run(reduced)
-
-
-def threads(_: int) -> None:
+@on_ranks
+def test_a_block_belongs_to_its_thread() -> None:
     """Compute whole in one thread while another one splits."""
     cp, model = pair("zigzag")
     other = Layers(cp, cp, halos=True)
@@ -337,11 +320,8 @@ def threads(_: int) -> None:
     check(losses[0], model, want)
 
 
-def test_a_block_belongs_to_its_thread(pool: LocalRanks) -> None:
-    pool.run(threads)
-
-
-def compiled(_: int) -> None:
+@on_ranks
+def test_a_compiled_function_is_compiled_anew() -> None:
     """Call one compiled function split, whole, whole over other ranks alone, and split again."""
     cp, other = (ContextParallel(), ContextParallel(own_group()))
     x = numbers(1, T, 2, 4)
@@ -366,11 +346,8 @@ def compiled(_: int) -> None:
         torch.compile(lambda: cp.whole().__enter__(), backend="eager", fullgraph=True)()
 
 
-def test_a_compiled_function_is_compiled_anew(pool: LocalRanks) -> None:
-    pool.run(compiled)
-
-
-def compiled_again(_: int) -> None:
+@on_ranks
+def test_compiled_functions_that_are_computed_again_follow_or_are_refused() -> None:
     """Compute compiled functions again, whose graph is of the block that ``backward`` is in.
 
     Tensors have the same shape on both sides, so nothing else tells graphs apart.
@@ -403,11 +380,8 @@ def compiled_again(_: int) -> None:
     assert refusals and all("other side of whole()" in error for error in refusals), refusals
 
 
-def test_compiled_functions_that_are_computed_again_follow_or_are_refused(pool: LocalRanks) -> None:
-    pool.run(compiled_again)
-
-
-def models(_: int) -> None:
+@on_ranks
+def test_models_follow() -> None:
     """Run models of ``replace_sdpa`` and of ``hf.parallelize`` in a block."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -439,10 +413,6 @@ def models(_: int) -> None:
         got = llama(input_ids=tokens, labels=tokens)
     torch.testing.assert_close(got.logits, want.logits)
     torch.testing.assert_close(got.loss, want.loss)
-
-
-def test_models_follow(pool: LocalRanks) -> None:
-    pool.run(models)
 
 
 class Rank(nn.Module):

@@ -8,12 +8,13 @@ from unittest.mock import patch
 
 import numpy.typing as npt
 import pytest
+import torch
 from backends.torch_ranks import gather, run_rank
 from cases import CASES, Case, diagonals, prefix
 from tolerances import assert_close
 
 from ring_core import KernelConfig, Mask
-from ring_torch import prepare
+from ring_torch import autograd, prepare
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
@@ -58,6 +59,8 @@ RING = [
     ("shown-bias-balanced", "ring"), ("shown-sinks-striped", "ring"),
     ("shown-documents-zigzag", "gather"), ("shown-contiguous", "gather"),
     ("keys64-predicate-contiguous", "ring"), ("shortest-zigzag-cp2", "ring"), ("poison-v-contiguous", "ring"), ("large-contiguous", "ring"), ("sinks-large-contiguous", "ring"),
+    *((f"views{n}-contiguous", ("ring", "gather", "ulysses")[n % 3]) for n in range(1, 8)),
+    *((f"views{n}-balanced", "ring") for n in range(1, 8)),
 ]  # fmt: skip
 
 
@@ -72,7 +75,10 @@ def run(
 def _on_a_rank(rank: int, case: Case, config: KernelConfig, strategy: str) -> Arrays:
     prepare._prepare.cache_clear()
     kernel: Any = config
-    with patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())):
+    with (
+        patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())),
+        patch.object(autograd, "_can_use_triton", lambda _, dtype: dtype == torch.float32),
+    ):
         return run_rank(rank, case, (kernel, case.moved(strategy), "auto"), None, cuda=False)
 
 
@@ -101,7 +107,8 @@ def test_oblong_blocks(name: str, sizes: tuple[int, int], pools: dict[int, Local
     "everything-contiguous-gather", "documents-window-zigzag-cp4-gather",
     "bias-masked-balanced-ring", "alibi-batch-striped-ring", "mqa-zigzag-gather",
     "options-random-cp2-ring", "keys64-predicate-contiguous-ring", "shown-bias-balanced-ring",
-    "shown-sinks-striped-ring",
+    "shown-sinks-striped-ring", *(f"views{n}-balanced-ring" for n in range(2, 8)),
+    *(f"views{n}-contiguous-{way}" for n, way in ((2, "ulysses"), (3, "ring"), (5, "ulysses"), (6, "ring"), (7, "gather"))),
 ])  # fmt: skip
 @pytest.mark.parametrize(("name", "strategy"), RING, ids=[f"{n}-{t}" for n, t in RING])
 def test_in_the_ring(name: str, strategy: str, pools: dict[int, LocalRanks]) -> None:

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from alone import alone
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.development.host_stubs import nothing, without_launches
-from benchmarks.torch.alone import alone, as_rank
+from benchmarks.development.host_stubs import as_rank, nothing, without_launches
 from ring_core import Mask
 from ring_torch import ring_attention
 from ring_torch.buffers import HeadGroups

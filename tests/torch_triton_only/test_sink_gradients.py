@@ -6,10 +6,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from alone import alone
 from torch import Tensor
 
-from benchmarks.development.host_stubs import without_launches
-from benchmarks.torch.alone import alone, as_rank
+from benchmarks.development.host_stubs import as_rank, without_launches
 from ring_core import Mask
 from ring_torch import autograd, memory_ops, ring_attention
 from ring_torch.transports import peer_copies

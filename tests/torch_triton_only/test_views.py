@@ -1,70 +1,18 @@
-"""Views in the Triton kernels: they read the right elements, and write contiguous rows."""
+"""Views in the elementwise Triton kernels; those of attention: the table's cases of views."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
-from views import OPERANDS, VIEWS, Entry, Given, Known, differences, entries, made, strided
+from views import VIEWS, strided
 
-from ring_core import KernelConfig
-from ring_torch import autograd, memory_ops, merge_ops, prepare
-from ring_torch.kernels.api import Selection
-from ring_torch.kernels.triton import TritonKernel
-from ring_torch.local import LocalRanks
+from ring_torch import memory_ops, merge_ops
 
-WAYS = {
-    "alone": (1, {}), "ring": (2, {"strategy": "ring"}),
-    "balanced": (2, {"strategy": "balanced"}), "gather": (2, {"strategy": "gather"}),
-    "ulysses": (2, {"strategy": "ulysses"}),
-}  # fmt: skip
-CAN = ("sinks", "lse", "segments", "bias", "alibi")
-PARTS = 13
 READABLE = [name for name in VIEWS if name not in {"strided", "permuted", "expanded"}]
-
-
-def _wrong(rank: int, size: int, options: dict[str, Any], some: list[Entry]) -> list[str]:
-    """Return the differences for each tensor and view, with elementwise kernels in Triton, too."""
-    errors, known = list[str](), Known()
-    prepare._prepare.cache_clear()
-    with (
-        patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())),
-        patch.object(autograd, "_can_use_triton", lambda _, dtype: dtype == torch.float32),
-    ):
-        for entry in some:
-            batch = 2 if size == 1 else 1  # interpreted kernels are slow
-            x = made(rank, size, batch=batch, length=16, heads=(2, 2), dtype=torch.float32)
-            config = KernelConfig("triton", block_q=16, block_k=16)
-            call = Given.of(entry, x, {"causal": True, "kernel": config, **options})
-            wrong = differences(call, known=known, rtol=1e-5, atol=1e-5)
-            errors += [f"{entry.operand} {entry.view}: {message}" for message in wrong]
-    return errors
-
-
-def _entries(way: str, part: int) -> list[Entry]:
-    return entries(CAN, part, PARTS, turn=3 * list(WAYS).index(way))
-
-
-@pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))]
-)
-@pytest.mark.nightly(only=["ring-0", "balanced-0"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_view_is_what_it_shows(way: str, part: int, pools: dict[int, LocalRanks]) -> None:
-    size, options = WAYS[way]
-    assert pools[size].run(_wrong, size, options, _entries(way, part)) == [[]] * size
-
-
-def test_each_part_has_every_tensor_and_every_view() -> None:
-    for part in range(PARTS):
-        some = [entry for way in WAYS for entry in _entries(way, part)]
-        for names, which in ((OPERANDS, 0), (VIEWS, 1)):
-            shares = [entry[which] for entry in some]
-            assert all(shares.count(name) >= 2 for name in names), (part, shares)
 
 
 # Blocks of rows are full: else the interpreter warns of the logarithm of zero.

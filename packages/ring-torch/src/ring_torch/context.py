@@ -537,9 +537,17 @@ class ContextParallel:
     ) -> VerifyReport:
         """Run a batch split over the ranks and whole, forward and backward, and compare them.
 
-        It is for a model whose code is written for shards, with the methods of this object. What it
-        compares, and how, is as in :meth:`ring_torch.SDPAHandle.verify`: every rank runs the batch
-        split once, and whole twice, inside of :meth:`whole`.
+        It is for a model whose code is written for shards, with the methods of this object. Every
+        rank runs the batch split once, and whole twice, inside of :meth:`whole`, with torch's
+        default attention and with its plainest. The difference between the two whole runs is the
+        noise; the split run may differ by four times that and the rounding of a few operations, as
+        of :meth:`ring_torch.hf.Handle.verify`.
+
+        Outputs of modules are compared token by token, and gradients of all parameters for a loss
+        that weighs the model's outputs at random. Numbers beside other outputs, as a loss, are not
+        compared. If a model returns numbers alone, their sum is the loss: on each rank its part, as
+        of :func:`ring_torch.cross_entropy`, or on all ranks the whole. Everything is put back as it
+        was; dropout is off.
 
         Args:
             model: The model.

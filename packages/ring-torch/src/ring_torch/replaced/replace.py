@@ -60,35 +60,16 @@ class SDPAHandle:
     def verify(
         self, batch: Mapping[str, Any], *, dims: Mapping[str, int] | None = None
     ) -> VerifyReport:
-        """Run a batch on the ring and on the whole module, forward and backward, and compare them.
+        """Run a batch on the ring and on the whole module, and compare them.
 
         Nothing else finds positions that a module counts itself (``arange`` in its forward), means
-        over tokens, convolutions, and attention that is not torch's SDPA. Every rank runs the batch
-        split over the ring once, and whole twice, with torch's default attention and with its
-        plainest. The difference between the two whole runs is the noise; the split run may differ
-        by four times that and the rounding of a few operations, as of
-        :meth:`ring_torch.hf.Handle.verify`.
-
-        Outputs of modules are compared token by token, and gradients of all parameters for a loss
-        that weighs the module's outputs at random. Scalars that the module returns, as a loss of
-        its own, are not compared: :func:`ring_torch.cross_entropy` is exact, a mean over a rank's
-        tokens is not. Everything is put back as it was; dropout is off.
+        over tokens, convolutions, and attention that is not torch's SDPA.
+        :meth:`ring_torch.ContextParallel.verify` says what is compared, and what it raises; here a
+        call after :meth:`remove` is a ``ValueError``, too.
 
         Args:
             batch: Arguments of the module by name, of whole sequences, the same on all ranks.
-            dims: Dimension of the sequence of each argument that you shard; the others are given
-                whole. ``None`` shards every tensor of two or more dimensions along dimension 1.
-
-        Returns:
-            The differences, all of which are small enough to be rounding.
-
-        Raises:
-            WrongResultError: A difference is larger. The message names the first module whose
-                output, or the first parameter whose gradient, differs.
-            ValueError: The batch or ``dims`` is malformed, there is no output that can be compared,
-                the two whole runs differ so much that nothing can be told, or :meth:`remove` was
-                called.
-            UnsupportedError: There is too little memory, or ``fully_shard`` was called before.
+            dims: Dimension of the sequence of each argument that you shard, as there.
 
         Example::
 

@@ -315,9 +315,7 @@ class Gather(Strategy):
         that where most memory is taken, in the launches, they are not there yet.
         """
         if not key_grads:
-            key_grads += [
-                self.new_grads(x.shape, dtype=call.dtype, device=call.device) for x in inputs[1:3]
-            ]
+            key_grads += [self.new_grads(x, *x.shape) for x in (inputs.k, inputs.v)]
         gather, keys, groups, layout, _ = self.backward_spec
         sums, own, length, rounding = grad_sums[n], own_sums[n], gather.length, self.rounding
         index_map = _own_columns(gather, call.ranks.rank)
@@ -622,7 +620,7 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
         own_fetches=own_fetches,
         rounding=rounding(own_fetches, gather.length) if is_complete else None,
         own_rounding=rounding(shard, num_keys),
-        new_grads=torch.empty if tokens == num_keys else torch.zeros,
+        new_grads=Tensor.new_empty if tokens == num_keys else Tensor.new_zeros,
     )  # fmt: skip
 
 

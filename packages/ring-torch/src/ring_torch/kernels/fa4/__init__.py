@@ -268,10 +268,11 @@ class HopperSplitBackward:
             assert isinstance(column_sums, Columns)
             q, k, v, dout, out = rows.q, held[0].k, held[0].v, upstream.dout, upstream.out
             key = q.shape, tensors_key(q, k, v, dout, out)
-            if key not in known:
+            if (kept := known.get(key)) is None:
                 are_ready = all(map(is_aligned, (q, k, v, dout, out)))
-                keep(known, key, (are_ready, _split_launches(items, params, q, k)))
-            are_ready, launches = known[key]
+                kept = are_ready, _split_launches(items, params, q, k)
+                keep(known, key, kept)
+            are_ready, launches = kept
             if not are_ready:
                 rows = rows._replace(q=aligned(q))
                 held[0] = held[0]._replace(k=aligned(k), v=aligned(v))

@@ -1,7 +1,4 @@
-"""Run passes without communication: the same launches, over keys that are there already.
-
-With this one GPU can emulate the ranks of a larger ring, one after the other.
-"""
+"""Runs passes without communication: the same launches, over keys that are there already."""
 
 from __future__ import annotations
 
@@ -11,15 +8,11 @@ from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ring_torch import autograd, prepare, transports
+from ring_torch import prepare, transports
 from ring_torch.call import Call, PendingGrads, PendingKV, SessionSpec, nothing
-from ring_torch.comm.ranks import Ranks
 from ring_torch.records import Inputs
-from ring_torch.strategies import Way, ways
 from ring_torch.transports.p2p import Messages
 
 
@@ -68,29 +61,7 @@ def alone() -> Iterator[None]:
         replace(each, open=lambda call, spec, _: Alone(call, spec, made))
         for each in transports.TRANSPORTS
     )
-    prepare._prepare.cache_clear()  # noqa: SLF001  # calls hold their transport
+    prepare._prepare.cache_clear()  # calls hold their transport
     with patch.object(transports, "TRANSPORTS", opened):
         yield
-    prepare._prepare.cache_clear()  # noqa: SLF001 - calls are prepared anew
-
-
-def as_rank[**P, R](
-    rank: int, world: int, run: Callable[P, R], *args: P.args, **named: P.kwargs
-) -> R:
-    """Run a function as one rank of a fake group, whose collectives do nothing."""
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    try:
-        # The group is fake: there are no peers to ask for their memory, or to compare with before
-        # a call may be captured.
-        with (
-            patch.object(prepare, "choose_strategy", _as_named),
-            patch.object(autograd, "check_graph"),
-        ):
-            return run(*args, **named)
-    finally:
-        dist.destroy_process_group()
-        prepare._prepare.cache_clear()  # noqa: SLF001  # forgets strategies chosen here
-
-
-def _as_named(strategy: str, transport: str, ring: Ranks, *_: object, **__: object) -> Way:
-    return next(ways(strategy, transport) if ring.size > 1 else ways("ring", "p2p"))
+    prepare._prepare.cache_clear()

@@ -1,0 +1,37 @@
+"""Tests that are functions of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from importlib import import_module
+from inspect import Parameter, signature
+from typing import Any
+
+
+def on_ranks(function: Callable[..., None], *, ranks: int | None = None) -> Callable[..., None]:
+    """Make a test of a function that each rank of the fixture ``pool`` runs, or so many ranks.
+
+    An argument ``rank`` is the rank; the others are the test's parameters.
+    """
+    module, name = function.__module__, function.__name__
+    fixture = "pool" if ranks is None else "pools"
+
+    @wraps(function)
+    def test(**parameters: Any) -> None:
+        pool = parameters.pop(fixture)
+        (pool if ranks is None else pool[ranks]).run(_run, module, name, parameters)
+
+    names = [x for x in signature(function).parameters.values() if x.name != "rank"]
+    names.append(Parameter(fixture, Parameter.POSITIONAL_OR_KEYWORD))
+    test.__signature__ = signature(function).replace(parameters=names)  # type: ignore[attr-defined]  # for pytest
+    return test
+
+
+on_three_ranks, on_four_ranks = (partial(on_ranks, ranks=n) for n in (3, 4))
+
+
+def _run(rank: int, module: str, name: str, parameters: dict[str, Any]) -> None:
+    function = getattr(import_module(module), name).__wrapped__
+    numbered = {"rank": rank} if "rank" in signature(function).parameters else {}
+    function(**numbered, **parameters)
