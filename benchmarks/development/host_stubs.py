@@ -109,7 +109,7 @@ def without_launches() -> Iterator[None]:
     def merge(
         state: AttentionState, low: Tensor, results: Sequence[Tensor], **options: Any
     ) -> None:
-        merge_on_gpu(state.out, low, state.lse, results, **options)
+        merge_on_gpu(state.out, low, state.lse, *results, **options)
 
     def functions(_: Any, dim: int, *__: object) -> library.SplitFunctions:
         return library.SplitFunctions(nothing, nothing, (), nothing, nothing, _TILE, dim)

@@ -94,12 +94,12 @@ def merges() -> Iterator[dict[str, Any]]:
         for out in (outs[0], outs[0].float()):
             for count, first, last in ((2, True, False), (1, False, False), (1, False, True)):
                 merge_ops.merge_on_gpu(
-                    out, torch.zeros_like(out), lses[0], results[: 2 * count], spans=spans[:count],
+                    out, torch.zeros_like(out), lses[0], *results[: 2 * count], spans=spans[:count],
                     marks=(1 << count) - 1, first=first, last=last,
                 )  # fmt: skip
         # All at once, of which the first lies where the merged ones go.
         merge_ops.merge_on_gpu(
-            outs[0], outs[0], lses[0], results, spans=spans, marks=7, first=True, last=True
+            outs[0], outs[0], lses[0], *results, spans=spans, marks=7, first=True, last=True
         )
     yield from kept
 

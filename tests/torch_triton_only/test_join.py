@@ -19,7 +19,7 @@ Merge = Callable[..., None]
 def _by_kernel(
     state: AttentionState, low: Tensor, results: Sequence[Tensor], **options: Any
 ) -> None:
-    merge_ops.merge_on_gpu(state.out, low, state.lse, results, **options)
+    merge_ops.merge_on_gpu(state.out, low, state.lse, *results, **options)
 
 
 def _one_by_kernel(state: AttentionState, out: Tensor, lse: Tensor) -> None:

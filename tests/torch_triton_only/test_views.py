@@ -23,7 +23,7 @@ def _rows(view: str, *shape: int) -> Tensor:
 def _merge(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     spans = ((0, acc.shape[1]),)
     merge_ops.merge_on_gpu(
-        acc, acc, acc_lse, [out, lse], spans=spans, marks=0, first=False, last=True
+        acc, acc, acc_lse, out, lse, spans=spans, marks=0, first=False, last=True
     )
 
 

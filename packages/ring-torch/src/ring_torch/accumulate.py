@@ -66,10 +66,10 @@ def merge(
         last: True if no other merge follows.
     """
     out, lse = state
-    if out.is_cuda and lse.dtype == torch.float32 and has_triton():
+    if out.is_cuda and out.numel() > 0 and lse.dtype == torch.float32 and has_triton():
         from ring_torch.merge_ops import merge_on_gpu
 
-        merge_on_gpu(out, low, lse, results, spans=spans, marks=marks, first=first, last=last)
+        merge_on_gpu(out, low, lse, *results, spans=spans, marks=marks, first=first, last=last)
         return
     is_split, into = out.dtype != lse.dtype, state
     if first:

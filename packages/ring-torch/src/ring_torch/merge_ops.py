@@ -29,18 +29,6 @@ _LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
 MOST = 3
 
 
-def merge_on_gpu(
-    out: Tensor, low: Tensor, lse: Tensor, results: Sequence[Tensor], *, spans: tuple[Span, ...],
-    marks: int, first: bool, last: bool,
-) -> None:  # fmt: skip
-    """Merge up to three results ``(out, lse)``, in their order, into float32 sums.
-
-    It is :func:`ring_torch.accumulate.merge`, in one launch.
-    """
-    if out.numel() > 0:
-        _merge(out, low, lse, *results, spans=spans, marks=marks, first=first, last=last)
-
-
 def _merge_arguments(
     out: Tensor, low: Tensor, lse: Tensor, *results: Tensor, spans: tuple[Span, ...], marks: int,
     first: bool, last: bool,
@@ -219,5 +207,7 @@ def _sum_results(
     tl.store(address, total.to(x.dtype.element_ty), mask=mask)
 
 
-_merge = RepeatedKernel(_merge_results, _merge_arguments)
+#: Merges up to three results ``(out, lse)``, in their order, into float32 sums that are not empty,
+#: in one launch: :func:`ring_torch.accumulate.merge` calls it with ``(out, low, lse, *results)``.
+merge_on_gpu = RepeatedKernel(_merge_results, _merge_arguments)
 _sum = RepeatedKernel(_sum_results, _sum_arguments)

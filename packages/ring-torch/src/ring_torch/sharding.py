@@ -395,15 +395,14 @@ def check_fill(x: Tensor, fill: Any) -> float:
     Raises:
         ValueError: It is no number, or not one of the dtype.
     """
-    low: float = 0
-    high: float = 1
+    limits: tuple[float, float] = (0, 1)
     if x.dtype.is_floating_point or x.dtype.is_complex:
-        low, high = torch.finfo(x.dtype).min, torch.finfo(x.dtype).max
+        limits = torch.finfo(x.dtype).min, torch.finfo(x.dtype).max
     elif x.dtype != torch.bool:
-        low, high = torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max
-    row_checks.check_fill(fill, str(x.dtype).removeprefix("torch."), low, high)
+        limits = torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max
+    row_checks.check_fill(fill, str(x.dtype).removeprefix("torch."), *limits)
     # 0, 0.0 and False are equal keys, but not equal texts of a call.
-    return float(fill) if isinstance(low, float) else int(fill)
+    return float(fill) if isinstance(limits[0], float) else int(fill)
 
 
 def check_grad(x: Tensor, grad: object) -> bool:

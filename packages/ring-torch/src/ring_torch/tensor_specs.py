@@ -5,7 +5,7 @@ A strategy that trades tokens for heads makes the inner call, for a rank's part 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -61,24 +61,20 @@ def head_parallel_specs(
     ``specs`` are in the order of :class:`Inputs`, ``None`` for a tensor that is not given.
     """
     (ranks, q_heads), kv_heads = heads.q.shape, heads.kv.shape[1]
-    sizes = {"q": q_heads, "k": kv_heads, "v": kv_heads}
-
-    def of_heads(name: str, spec: TensorSpec) -> TensorSpec:
-        match name, spec.shape:
-            case (("q" | "k" | "v"), (batch, length, _, dim)):
-                shape: tuple[int, ...] = (batch, ranks * length, sizes[name], dim)
-            case (("q_ids" | "k_ids"), (batch, length)):
-                shape = (batch, ranks * length)
-            case "sinks", (_, *per_head):
-                shape = (q_heads, *per_head)
-            case "bias", (batch, bias_heads, length, keys):
-                shape = (batch, 1 if bias_heads == 1 else q_heads, ranks * length, keys)
-            case "alibi_slopes", (*batch, _):
-                shape = (*batch, q_heads)
-        return spec._replace(shape=shape)
-
+    shapes: dict[str, Callable[..., tuple[int, ...]]] = {
+        "q": lambda batch, length, _, dim: (batch, ranks * length, q_heads, dim),
+        "k": lambda batch, length, _, dim: (batch, ranks * length, kv_heads, dim),
+        "v": lambda batch, length, _, dim: (batch, ranks * length, kv_heads, dim),
+        "q_ids": lambda batch, length: (batch, ranks * length),
+        "k_ids": lambda batch, length: (batch, ranks * length),
+        "sinks": lambda _, *per_head: (q_heads, *per_head),
+        "bias": lambda batch, shared, length, keys: (
+            batch, 1 if shared == 1 else q_heads, ranks * length, keys
+        ),
+        "alibi_slopes": lambda *shape: (*shape[:-1], q_heads),
+    }  # fmt: skip
     return tuple([
-        None if spec is None else of_heads(name, spec)
+        None if spec is None else spec._replace(shape=shapes[name](*spec.shape))
         for name, spec in zip(Inputs._fields, specs, strict=False)
     ])  # fmt: skip
 

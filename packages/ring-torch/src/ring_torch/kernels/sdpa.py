@@ -79,10 +79,8 @@ class CpuFlashKernel(EagerKernel):
         upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """Add the item's gradients to the accumulators."""
-        value_tensors = columns.v, upstream.dout, upstream.out
-        if _reads_nonfinite(item, rows.q, columns.k, *value_tensors):
-            grads = row_grads, column_grads
-            super().differentiate(item, params, rows, columns, upstream, *grads)
+        if _reads_nonfinite(item, rows.q, columns.k, columns.v, upstream.dout, upstream.out):
+            super().differentiate(item, params, rows, columns, upstream, row_grads, column_grads)
             return
         # Query heads that share a K/V head add to the same dK and dV, call by call.
         for heads, (q, k, v) in _head_groups(rows.q, columns):

@@ -71,11 +71,12 @@ def _digest(call: Call, ranks: Ranks, signature: CallSignature) -> int:
 
 def _head_refusals(ranks: Ranks) -> Refusals:
     """Return why one kernel cannot trade tokens for heads."""
-    if ranks.size > symm_buffer.MOST_RANKS:
-        return (f"tokens and heads are traded by at most {symm_buffer.MOST_RANKS} ranks",)
-    if not has_triton() or torch.version.hip is not None:
-        return ("tokens and heads are traded by a Triton kernel for NVIDIA GPUs",)
-    return ()
+    most, runs = symm_buffer.MOST_RANKS, has_triton() and torch.version.hip is None
+    reasons = {
+        f"tokens and heads are traded by at most {most} ranks": ranks.size > most,
+        "tokens and heads are traded by a Triton kernel for NVIDIA GPUs": not runs,
+    }
+    return tuple(reason for reason, applies in reasons.items() if applies)
 
 
 def _peer_memory_refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | None:
@@ -96,18 +97,18 @@ def _missing_on_machine(device: str, reaches: Sequence[Sequence[int]]) -> str:
 
     ``reaches[n]`` are the indices of the GPUs whose memory GPU ``n`` can access directly.
     """
-    if device != "cuda":
-        return "copies out of other GPUs' memory; torch finds no GPU here"
-    if not dist.is_nccl_available():
-        return "this torch is built without nccl"
-    if len(reaches) < 2:
-        return "there is no other GPU to copy from"
     unreachable = [
         f"{a} and {b}"
         for a, b in combinations(range(len(reaches)), 2)
         if b not in reaches[a] or a not in reaches[b]
     ]
-    return f"GPUs do not reach each other's memory: {', '.join(unreachable)}" if unreachable else ""
+    reasons = {
+        "copies out of other GPUs' memory; torch finds no GPU here": device != "cuda",
+        "this torch is built without nccl": not dist.is_nccl_available(),
+        "there is no other GPU to copy from": len(reaches) < 2,
+        f"GPUs do not reach each other's memory: {', '.join(unreachable)}": unreachable,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 SYMM_MEM = Transport(

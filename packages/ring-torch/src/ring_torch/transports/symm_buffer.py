@@ -161,7 +161,7 @@ class SymmBuffer:
             )
             for other in locations
         ]
-        self.refusals = tuple(refusals(locations, gather(reaches)))
+        self.refusals = refusals(locations, gather(reaches))
         # High priority: barriers and packing go ahead of kernels that wait for a multiprocessor.
         self.stream, self.local_stream, self.peer_stream = (
             torch.cuda.Stream(priority=-1) for _ in range(3)
@@ -292,28 +292,29 @@ def gather_numbers(ranks: Ranks, numbers: Sequence[int], device: torch.device) -
 
 def refusals(
     locations: Sequence[DeviceLocation], reaches: Sequence[Sequence[int]]
-) -> Iterator[str]:
-    """Yield the reasons why ranks cannot read each other's memory.
+) -> tuple[str, ...]:
+    """Return why ranks cannot read each other's memory, if they cannot.
 
-    They are the same on all ranks if ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES`` is.
+    It is the same on all ranks if ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES`` is.
 
     Args:
         locations: Location of each rank.
         reaches: For each rank, whether it can read the memory of each other one.
     """
     overlapped = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
-    if len({location.host for location in locations}) > 1:
-        yield "the ranks are on several hosts"
-    elif len({location.gpu for location in locations}) < len(locations):
-        yield SHARED_GPU
-    elif len({location.device for location in locations}) < len(locations) and not overlapped:
-        yield (
+    hosts, gpus, devices = (len(set(x)) for x in zip(*locations, strict=True))
+    reasons = {
+        "the ranks are on several hosts": hosts > 1,
+        SHARED_GPU: gpus < len(locations),
+        (
             "every rank calls its GPU by the same number, which PyTorch's symmetric memory takes "
             "for one GPU: let each process see all GPUs, or set "
             "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
-        )
-    elif not all(map(all, reaches)):
-        yield "the ranks' GPUs do not reach each other's memory"
+        ): devices < len(locations) and not overlapped,
+        "the ranks' GPUs do not reach each other's memory": not all(map(all, reaches)),
+    }
+    # Each may be there because of one before it.
+    return tuple([reason for reason, applies in reasons.items() if applies][:1])
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:

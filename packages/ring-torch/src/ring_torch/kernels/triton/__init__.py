@@ -60,15 +60,18 @@ class TritonKernel(Kernel):
         self, config: KernelConfig, request: Request, program: RingProgram, /
     ) -> tuple[str, ...]:
         """Return why it cannot run a call with these settings, or its predicate, on this GPU."""
-        reasons = []
-        if config.fused_backward and request.deterministic:
-            reasons.append(
+        blocks = program.plan.blocks
+        reasons = {
+            (
                 "fused_backward=True adds to dQ in an order that differs from run to run, which "
                 "deterministic=True rules out"
-            )
-        if program.plan.blocks is not None and program.plan.blocks.tiles is None:
-            reasons.append("the partial tiles of this predicate take more than 64 MiB")
-        return (*reasons, *_size_refusals(config, request))
+            ): config.fused_backward and request.deterministic,
+            "the partial tiles of this predicate take more than 64 MiB": (
+                blocks is not None and blocks.tiles is None
+            ),
+        }
+        refused = [reason for reason, applies in reasons.items() if applies]
+        return (*refused, *_size_refusals(config, request))
 
     def forward(self, item: WorkItem, params: KernelParams) -> Forward:
         """Return the launch of an item's forward, which merges, or writes."""
