@@ -32,8 +32,8 @@ def query_positions(
     int64 ``[n]`` each.
     """
     positions = plan.q_positions(rank)
-    index, position = (torch.as_tensor(x, device=device) for x in (plan.positions(rank), positions))
-    return index, position, runs_of(positions)
+    index = torch.as_tensor(plan.positions(rank), device=device)
+    return index, torch.as_tensor(positions, device=device), runs_of(positions)
 
 
 @capture_safe_cache(maxsize=64)  # more, as rings ask for those of all ranks

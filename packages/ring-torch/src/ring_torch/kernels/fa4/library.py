@@ -210,21 +210,15 @@ def main_arguments(
     )  # fmt: skip
 
 
-def plain_main_arguments(
-    q: Tensor, kv: tuple[Tensor, Tensor], dout: Tensor, buffers: Sequence[Tensor], scale: float,
-    window: Window, after_window: tuple[Any, ...],
-) -> tuple[Any, ...]:  # fmt: skip
-    """Return :func:`main_arguments` without documents; those after the window as recorded."""
-    return q, *kv, dout, *buffers, scale, None, None, None, None, *window, *after_window
-
-
 def prepare_arguments(
     out: Tensor, dout: Tensor, delta: Tensor, lse: Tensor, lse_log2: Tensor, dq_sums: Tensor,
     documents: Documents | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the arguments of the function that writes delta, lse to base 2, and zeros for dQ."""
-    cu_q = None if documents is None else documents.cu_q
-    return out, dout, delta, lse, lse_log2, dq_sums, cu_q, None, None, None, None, 1.0, None, None
+    return (
+        out, dout, delta, lse, lse_log2, dq_sums, None if documents is None else documents.cu_q,
+        None, None, None, None, 1.0, None, None,
+    )  # fmt: skip
 
 
 def round_arguments(sums: Tensor, grad: Tensor, scale: float, cu: Tensor | None) -> tuple[Any, ...]:
@@ -615,11 +609,10 @@ class AllLaunches:
         for launch, q_n, dout_n, *rest in reversed(
             [*zip(self._launches, *tensors, kv_sums[::2], kv_sums[1::2], strict=True)]
         ):
+            # The arguments are those of `main_arguments`, without documents.
             launch.functions.main(
-                *plain_main_arguments(
-                    q_n, columns.spanned(launch.k_start, launch.keys), dout_n, rest, launch.scale,
-                    launch.window, launch.functions.after_window,
-                )
+                q_n, *columns.spanned(launch.k_start, launch.keys), dout_n, *rest, launch.scale,
+                None, None, None, None, *launch.window, *launch.functions.after_window,
             )  # fmt: skip
         # dQ is complete when all launches have run: one rounding for all rows, into what may be
         # memory of the K/V. Launches on one stream keep their order.
