@@ -62,7 +62,8 @@ PLANS: dict[str, tuple[str, Mask, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", PLANS)
 def test_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     options, mask, sizes = PLANS[name]
-    plan = make_plan(mask, **{"seq_len": 64, "cp_size": 4, "layout": "zigzag"} | sizes)
+    defaults: dict[str, Any] = {"seq_len": 64, "cp_size": 4, "layout": "zigzag"}
+    plan = make_plan(mask, **defaults | sizes)
     text = printed(capsys, *SMALL, *options.split())
     assert text == viz.describe(ring_program(plan))
     assert "layout" not in sizes or f"layout={CHUNKS} " in text
