@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
@@ -139,17 +138,31 @@ def _contiguous(x: Tensor) -> Tensor:
     return x.chunk(dist.get_world_size(), dim=1)[dist.get_rank()].contiguous()
 
 
+class _Exchange(torch.autograd.Function):
+    """Send part ``n`` of ``[P, ...]`` to rank ``n``; gradients go back the same way."""
+
+    @staticmethod
+    def forward(_: Any, parts: Tensor) -> Tensor:
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, parts.contiguous())
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _Exchange.forward(ctx, grad)
+
+
 def _to_heads(x: Tensor) -> Tensor:
     """Trade tokens for heads: return ``[B, T / P, H, D]`` as ``[B, T, H / P, D]``."""
-    parts = x.unflatten(2, (dist.get_world_size(), -1)).permute(2, 0, 1, 3, 4).contiguous()
-    received: Tensor = all_to_all_single(torch.empty_like(parts), parts)
+    parts = x.unflatten(2, (dist.get_world_size(), -1)).permute(2, 0, 1, 3, 4)
+    received: Tensor = _Exchange.apply(parts)
     return received.transpose(0, 1).flatten(1, 2)
 
 
 def _to_tokens(x: Tensor) -> Tensor:
     """Trade heads for tokens: the reverse of :func:`_to_heads`."""
-    parts = x.unflatten(1, (dist.get_world_size(), -1)).transpose(0, 1).contiguous()
-    received: Tensor = all_to_all_single(torch.empty_like(parts), parts)
+    parts = x.unflatten(1, (dist.get_world_size(), -1)).transpose(0, 1)
+    received: Tensor = _Exchange.apply(parts)
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 

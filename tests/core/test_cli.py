@@ -45,16 +45,28 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return captured.err
 
 
-def test_plan_is_zigzag_and_causal_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    program = ring_program(make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag"))
-    assert printed(capsys, *SMALL) == viz.describe(program)
+DOCUMENTS = Mask(causal=True, cu_seqlens=(0, 7, 64))
+CHUNKS = balanced_layout(DOCUMENTS, seq_len=64, cp_size=4)
+#: Options of `plan`, and the mask and sizes of what it prints.
+PLANS: dict[str, tuple[str, Mask, dict[str, Any]]] = {
+    "zigzag and causal by default": ("", Mask(causal=True), {}),
+    "every option": (
+        "--no-causal --window 9,none --chunk-size 20 --layout zigzag --kv-seq-len 96",
+        Mask(window=(9, None), chunk_size=20), {"kv_seq_len": 96},
+    ),
+    "documents": ("--cu-seqlens 0,7,64", DOCUMENTS, {}),
+    "chunks for the mask": ("--cu-seqlens 0,7,64 --layout chunks", DOCUMENTS, {"layout": CHUNKS}),
+}  # fmt: skip
 
 
-def test_every_option_reaches_the_mask(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--no-causal", "--window", "9,none", "--chunk-size", "20", "--layout", "zigzag")
-    mask = Mask(window=(9, None), chunk_size=20)
-    program = ring_program(make_plan(mask, seq_len=64, cp_size=4, layout="zigzag", kv_seq_len=96))
-    assert printed(capsys, *SMALL, *options, "--kv-seq-len", "96") == viz.describe(program)
+@pytest.mark.parametrize("name", PLANS)
+def test_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options, mask, sizes = PLANS[name]
+    defaults: dict[str, Any] = {"seq_len": 64, "cp_size": 4, "layout": "zigzag"}
+    plan = make_plan(mask, **defaults | sizes)
+    text = printed(capsys, *SMALL, *options.split())
+    assert text == viz.describe(ring_program(plan))
+    assert "layout" not in sizes or f"layout={CHUNKS} " in text
 
 
 def test_strategies_on_hosts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,22 +104,6 @@ def test_strategies_that_send_equally_much_between_hosts_are_told_apart() -> Non
     assert advice.in_order([d, a, b, c]) == [c, a, b, d]
     text = advice.advice([c, a, b, d], num_hosts=2, ranks_per_host=2, layout="zigzag")
     assert text.startswith("take strategy=\"ulysses\", layout='zigzag'\nwhy: 2 hosts of 2 ranks")
-
-
-def test_documents(capsys: pytest.CaptureFixture[str]) -> None:
-    mask = Mask(causal=True, cu_seqlens=(0, 7, 64))
-    text = printed(capsys, *SMALL, "--cu-seqlens", "0,7,64")
-    assert text == viz.describe(
-        ring_program(make_plan(mask, seq_len=64, cp_size=4, layout="zigzag"))
-    )
-
-
-def test_chunks_for_the_mask(capsys: pytest.CaptureFixture[str]) -> None:
-    mask = Mask(causal=True, cu_seqlens=(0, 7, 64))
-    text = printed(capsys, *SMALL, "--cu-seqlens", "0,7,64", "--layout", "chunks")
-    chunks = balanced_layout(mask, seq_len=64, cp_size=4)
-    assert text == viz.describe(ring_program(make_plan(mask, seq_len=64, cp_size=4, layout=chunks)))
-    assert f"layout={chunks} " in text
 
 
 def test_color(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,23 +147,20 @@ def test_advice_counts_what_each_strategy_sends(capsys: pytest.CaptureFixture[st
     assert "forward and backward" in text.lower()
 
 
-def test_advice_beside_a_plan_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, *SMALL, "--advise", "--layout", "zigzag")
-    assert text.startswith("seq_len=64 cp_size=4 layout=zigzag")
-    assert "take strategy=" in text
-    both = printed(capsys, *SMALL, "--advise", "--layout", "all")
-    assert both.startswith("layout/strategy") and "take strategy=" in both
-
-
-def test_advice_takes_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ("--heads", "4", "--kv-heads", "2", "--head-dim", "64")
-    assert "4 query and 2 key/value heads of 64" in printed(capsys, *SMALL, "--advise", *model)
-
-
-def test_advice_for_several_numbers_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ("plan", "--seq-len", "1024", "--cp", "2,4", "--advise", "--window", "100,0")
-    text = printed(capsys, *argv)
-    assert "1024 tokens over 2 ranks" in text and "1024 tokens over 4 ranks" in text
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ("--layout zigzag", ("seq_len=64 cp_size=4 layout=zigzag", "take strategy=")),
+        ("--layout all", ("layout/strategy", "take strategy=")),
+        ("--heads 4 --kv-heads 2 --head-dim 64", ("4 query and 2 key/value heads of 64",)),
+        ("--cp 2,4 --window 16,0", ("64 tokens over 2 ranks", "64 tokens over 4 ranks")),
+    ],
+    ids=["beside a plan", "beside a table", "of a model", "for several numbers of ranks"],
+)
+def test_advice(options: str, texts: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, *SMALL, "--advise", *options.split())
+    assert text.startswith(texts[0]) or "--layout" not in options
+    assert all(x in text for x in texts)
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,31 +300,15 @@ def test_windows_are_pairs(window: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_as_a_module() -> None:
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "ring_core",
-            *SMALL,
-            "--layout",
-            "contiguous",
-            "--strategy",
-            "balanced",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    program = ring_program(
-        make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="contiguous"), "balanced"
-    )
-    assert run.stdout == viz.describe(program) + "\n"
-    wrong = subprocess.run(
-        [sys.executable, "-m", "ring_core", "plan", "--seq-len", "7", "--cp", "2"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    def run(*argv: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ring_core", *argv]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="contiguous")
+    right = run(*SMALL, "--layout", "contiguous", "--strategy", "balanced")
+    assert (right.returncode, right.stderr) == (0, "")
+    assert right.stdout == viz.describe(ring_program(plan, "balanced")) + "\n"
+    wrong = run("plan", "--seq-len", "7", "--cp", "2")
     assert wrong.returncode == 2
     assert wrong.stderr == (
         "ring_core: error: sequence length 7 is not a positive multiple of 4, as the zigzag "

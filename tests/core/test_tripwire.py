@@ -65,57 +65,51 @@ def test_the_worst_entry_is_named() -> None:
     assert text.startswith("out[0, 5, 2, 3] of [1, 8, 3, 4] is 1.001, and 1.0 by the dense formula")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-def test_limits_are_of_the_dtype(dtype: str) -> None:
-    ulp = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}[
-        dtype
-    ]
-    assert rows(got=lambda x: bumped(x, 3 * ulp)).worst(dtype) is None
-    assert rows(got=lambda x: bumped(x, 5 * ulp)).worst(dtype) is not None
+def by(number: float) -> Any:
+    return lambda x: bumped(x, number)
 
 
-def test_twice_the_plain_error_is_allowed() -> None:
-    assert (
-        rows(got=lambda x: bumped(x, 0.19), plain=lambda x: bumped(x, 0.1)).worst("float32") is None
-    )
-    assert rows(got=lambda x: bumped(x, 0.21), plain=lambda x: bumped(x, 0.1)).worst("float32")
+def zero(number: float) -> dict[str, Any]:
+    """Return results of zeros, and one of this number."""
+    return {
+        "exact": lambda x: 0 * x,
+        "plain": lambda x: 0 * x,
+        "got": lambda x: bumped(0 * x, number),
+    }
 
 
-def test_terms_that_cancel_leave_their_rounding() -> None:
-    some = rows(got=lambda x: bumped(x, 1e-4))
-    assert some.worst("float32") is not None
-    assert some._replace(terms=np.full(2, 1e3)).worst("float32") is None
+ULPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
+TINY = {"bfloat16": 2.0**-127, "float16": 2.0**-23, "float32": 2.0**-127, "float64": 2.0**-1023}
+NOTHING = {"exact": by(-np.inf), "plain": by(-np.inf)}
+#: Changes of right results, their dtype, and True if they are too far off.
+LIMITS: dict[str, tuple[dict[str, Any], str, bool]] = {
+    **{f"3 ulps of {dtype}": ({"got": by(3 * ulp)}, dtype, False) for dtype, ulp in ULPS.items()},
+    **{f"5 ulps of {dtype}": ({"got": by(5 * ulp)}, dtype, True) for dtype, ulp in ULPS.items()},
+    **{f"the smallest {dtype} is lost": (zero(tiny), dtype, False) for dtype, tiny in TINY.items()},
+    **{f"four times the smallest {dtype}": (zero(4 * tiny), dtype, True) for dtype, tiny in TINY.items()},
+    "less than twice the plain error": ({"got": by(0.19), "plain": by(0.1)}, "float32", False),
+    "more than twice the plain error": ({"got": by(0.21), "plain": by(0.1)}, "float32", True),
+    "terms that do not cancel": ({"got": by(1e-4)}, "float32", True),
+    "terms that cancel leave their rounding": (
+        {"got": by(1e-4), "terms": lambda _: np.full(2, 1e3)}, "float32", False
+    ),
+    "no rounded weights": ({"got": by(0.06)}, "bfloat16", True),
+    "terms with rounded weights leave theirs": (
+        {"got": by(0.06), "rounded": lambda _: np.full((2, 3, 4), 3.0)}, "bfloat16", False
+    ),
+    "nor of NaN": ({"got": by(0.06), "rounded": lambda _: np.full((2, 3, 4), np.nan)}, "bfloat16", True),
+    "NaN": ({"got": by(np.nan)}, "float32", True),
+    "NaN is exact": ({"exact": by(np.nan)}, "float32", False),
+    "infinity where it is exact": ({"got": by(np.inf), "exact": by(np.inf)}, "float32", False),
+    "a row that sees nothing": ({**NOTHING, "got": by(-np.inf)}, "float32", False),
+    "a number where nothing is seen": (NOTHING, "float32", True),
+}  # fmt: skip
 
 
-def test_terms_with_rounded_weights_leave_theirs() -> None:
-    some = rows(got=lambda x: bumped(x, 0.06))
-    assert some.worst("bfloat16") is not None
-    assert some._replace(rounded=np.full((2, 3, 4), 3.0)).worst("bfloat16") is None
-    assert some._replace(rounded=np.full((2, 3, 4), np.nan)).worst("bfloat16") is not None
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-def test_the_smallest_numbers_may_be_lost(dtype: str) -> None:
-    tiny = {"float64": 2.0**-1023, "float16": 2.0**-23}.get(dtype, 2.0**-127)
-    zero = rows(exact=lambda x: 0 * x, plain=lambda x: 0 * x, got=lambda x: 0 * x)
-    assert zero._replace(got=bumped(zero.got.copy(), tiny)).worst(dtype) is None
-    assert zero._replace(got=bumped(zero.got.copy(), 4 * tiny)).worst(dtype) is not None
-
-
-def test_what_is_not_finite() -> None:
-    assert rows(got=lambda x: bumped(x, np.nan)).worst("float32") is not None
-    assert rows(exact=lambda x: bumped(x, np.nan)).worst("float32") is None
-    assert (
-        rows(got=lambda x: bumped(x, np.inf), exact=lambda x: bumped(x, np.inf)).worst("float32")
-        is None
-    )
-
-
-def test_a_row_that_sees_nothing_has_no_number() -> None:
-    nothing = {"exact": lambda x: bumped(x, -np.inf), "plain": lambda x: bumped(x, -np.inf)}
-    assert rows(**nothing, got=lambda x: bumped(x, -np.inf)).worst("float32") is None
-    worst = rows(**nothing).worst("float32")
-    assert worst is not None and (worst.got, worst.exact) == (1.0, -np.inf)
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits(name: str) -> None:
+    changed, dtype, is_wrong = LIMITS[name]
+    assert (rows(**changed).worst(dtype) is not None) == is_wrong
 
 
 def test_peaks_by_name() -> None:

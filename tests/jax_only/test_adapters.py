@@ -1,13 +1,15 @@
-"""Flax on the ring agrees with its own modules and with the oracle."""
+"""Flax, Equinox and ``jax.nn`` on the ring agree with their own functions and with the oracle."""
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,8 +40,8 @@ from adapted import (
 from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
-import ring_jax
-from ring_core import Mask, UnsupportedError
+import ring_jax.equinox
+from ring_core import KernelConfig, Mask, UnsupportedError
 from ring_jax import Segments, ring_attention
 from ring_jax.flax import make_attention_fn
 from ring_jax.nn import make_dot_product_attention
@@ -301,3 +303,264 @@ def test_malformed_calls_of_flax(bound: Any, arguments: dict[str, Any], message:
 def test_only_attentions_of_this_package(make: Any, attention: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(attention)
+
+
+def test_signature_of_jax_nn() -> None:
+    ours = make_dot_product_attention(ONE)
+    assert parameters(ours) == parameters(jax.nn.dot_product_attention)
+
+
+LENGTHS = jnp.array([11, 16], jnp.int32)
+JAX_NN: dict[str, dict[str, Any]] = {
+    "bias": {"bias": BIAS},
+    "mask": {"mask": jnp.asarray(SHOWN)[:, None, None]},
+    "query_seq_lengths": {"query_seq_lengths": LENGTHS},
+    "key_value_seq_lengths": {"key_value_seq_lengths": LENGTHS},
+    "local_window_size": {"local_window_size": (5, 1)},
+    "both masks": {"mask": jnp.asarray(SHOWN)[:, None, None], "key_value_seq_lengths": LENGTHS - 3},
+}
+
+
+@pytest.mark.parametrize("name", JAX_NN)
+def test_arguments_of_jax_nn(name: str) -> None:
+    arguments = JAX_NN[name]
+    expected = compiled(jax.nn.dot_product_attention, **arguments)
+    close(compiled(make_dot_product_attention(ONE), **arguments), expected)
+    assert np.abs(expected - dense()).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ({"scale": 0.7}, {"softmax_scale": 0.7}),
+        ({"is_causal": True}, {"causal": True}),
+        ({"local_window_size": 3}, {"window": (3, 3)}),
+        ({"implementation": None}, {}),
+        ({"implementation": "xla"}, {"kernel": "xla"}),
+        ({"implementation": KernelConfig("xla", block_q=4)}, {"kernel": KernelConfig("xla", 4)}),
+    ],
+)
+def test_options_by_another_name(arguments: dict[str, Any], options: dict[str, Any]) -> None:
+    assert program(make_dot_product_attention(ONE), **arguments) == program(ONE, **options)
+
+
+def test_the_table_holds_every_argument_of_jax_nn() -> None:
+    elsewhere = {
+        "query", "key", "value", "scale", "is_causal", "implementation", "return_residual"
+    }  # fmt: skip
+    assert parameters(make_dot_product_attention(ONE)).keys() <= elsewhere | JAX_NN.keys()
+
+
+def test_jax_nn_without_a_batch_and_with_a_residual() -> None:
+    q, k, v = (x[0] for x in QKV)
+    attend = partial(make_dot_product_attention(ONE), return_residual=True)
+    theirs = partial(jax.nn.dot_product_attention, return_residual=True)
+    actual, expected = (jax.jit(function)(q, k, v, BIAS[0]) for function in (attend, theirs))
+    assert [x.shape for x in actual] == [x.shape for x in expected]
+    all_close(actual, expected)
+    narrow = [x.astype(jnp.bfloat16) for x in QKV]
+    assert jax.eval_shape(attend, *narrow) == jax.eval_shape(theirs, *narrow)
+
+
+@pytest.mark.nightly(only=["global arrays"])  # per change the tests of Flax run them
+@pytest.mark.parametrize("where", ["global arrays", "shard_map"])
+def test_jax_nn_on_two_devices(where: str) -> None:
+    """Lengths count tokens in natural order in every layout; gradients of shards are right."""
+    in_shard_map = where == "shard_map"
+    cp = context(layout="striped" if in_shard_map else "zigzag")
+    local = partial(ring_attention, axis_name="cp", layout="striped")
+    attend = make_dot_product_attention(local if in_shard_map else cp.attention)
+    arguments: dict[str, Any] = {
+        "is_causal": True, "local_window_size": (9, 0), "scale": 0.5, "return_residual": True,
+        "query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS - 2,
+    }  # fmt: skip
+    weight = random(B, T, H, D, seed=9)
+
+    def ring(q: Any, k: Any, v: Any) -> Any:
+        call, tokens = partial(attend, **arguments), P(None, "cp")
+        if in_shard_map:
+            call = jax.shard_map(
+                call, mesh=cp.mesh, in_specs=(tokens,) * 3, out_specs=(tokens, tokens)
+            )
+        return tuple(cp.unshard(x) for x in call(*(cp.shard(x) for x in (q, k, v))))
+
+    def loss(function: Any, *args: Any) -> Any:
+        out, lse = function(*args)
+        held = jnp.where(jnp.isneginf(lse), 0, lse)  # lse has no gradient in either one
+        return jnp.sum(out * weight) + jnp.sum(held), (out, lse)
+
+    single = partial(jax.nn.dot_product_attention, **arguments)
+    gradients = jax.grad(loss, argnums=(1, 2, 3), has_aux=True)
+    actual, expected = (
+        compiled(partial(gradients if in_shard_map else loss, loss_function))
+        for loss_function in (ring, single)
+    )
+    out, lse = actual[1]
+    expected_value, wanted_lse = expected[1]
+    close(out, expected_value)
+    visible = np.arange(T) < np.asarray(LENGTHS)[:, None]
+    close(lse[visible], wanted_lse[visible])
+    assert np.isneginf(lse[~visible]).all()
+    if in_shard_map:
+        all_close(actual[0], expected[0])
+
+
+def test_implementation_names_kernels() -> None:
+    with pytest.raises(UnsupportedError, match=r"^kernel 'cudnn': needs ring-jax-gpu"):
+        make_dot_product_attention(ONE)(*QKV, implementation="cudnn")
+    with pytest.raises(ValueError, match="kernel: bound"):
+        make_dot_product_attention(partial(ONE, kernel="xla"))(*QKV, implementation="auto")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "kind"),
+    [
+        ({"mask": CAUSAL[:4]}, "^mask must have shape", ValueError),
+        (
+            {"query": QKV[0][:, :4], "is_causal": True, "local_window_size": 2},
+            "^is_causal, local_window_size: with 4",
+            UnsupportedError,
+        ),
+        ({"mask": SHOWN[:, None, None] * 1}, "mask must be boolean", ValueError),
+        ({"query_seq_lengths": LENGTHS[:1]}, r"query_seq_lengths must be integers \[2\]", ValueError),
+        (
+            {"mask": Segments(jnp.asarray(IDS)), "query_seq_lengths": LENGTHS},
+            "both say what is hidden",
+            ValueError,
+        ),
+        ({"query": QKV[0][0]}, "all without batch", ValueError),
+        ({"local_window_size": -1}, "window", ValueError),
+    ],
+)  # fmt: skip
+def test_wrong_calls_of_jax_nn(
+    arguments: dict[str, Any], message: str, kind: type[ValueError]
+) -> None:
+    arguments_of_call = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
+    with pytest.raises(kind, match=message) as caught:
+        make_dot_product_attention(ONE)(**arguments_of_call)
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("method", ["__init__", "__call__"])
+def test_signature_of_equinox(method: str) -> None:
+    modules = (ring_jax.equinox.MultiheadAttention, eqx.nn.MultiheadAttention)
+    ours, theirs = (parameters(getattr(module, method)) for module in modules)
+    assert ours.pop("attention", None) is not None or method == "__call__"
+    assert ours == theirs
+
+
+def module_of(dropout_p: float = 0.0) -> eqx.nn.MultiheadAttention:
+    return eqx.nn.MultiheadAttention(
+        H, 12, output_size=7, qk_size=6, vo_size=5, use_query_bias=True, dropout_p=dropout_p,
+        key=jax.random.key(1),
+    )  # fmt: skip
+
+
+def equinox_loss(model: Any, x: jax.Array, weight: jax.Array, mask: Any = None) -> Any:
+    """Return the loss and gradient of a model that contains an attention module."""
+
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
+    def loss(model: Any) -> Any:
+        out = jax.vmap(lambda row: model["attention"](row, row, row, mask))(x)
+        return jnp.sum(out * weight)
+
+    return loss(model)
+
+
+@cache
+def equinox_expected() -> Any:
+    x, weight = random(B, T, 12, seed=5), random(B, T, 7, seed=6)
+    return equinox_loss({"attention": module_of(), "name": "one"}, x, weight, CAUSAL)
+
+
+@pytest.mark.nightly(unless=["2-zigzag"])
+@pytest.mark.parametrize(("size", "layout"), [(2, "zigzag"), (4, "contiguous")])
+def test_equinox(size: int, layout: str) -> None:
+    model: dict[str, Any] = {"attention": module_of(), "name": "one"}
+    x, weight = random(B, T, 12, seed=5), random(B, T, 7, seed=6)
+    cp = context(size, layout)
+    ring = ring_jax.equinox.convert(model, partial(cp.attention, causal=True))
+    assert isinstance(ring["attention"], ring_jax.equinox.MultiheadAttention)
+    assert ring["attention"].query_proj is model["attention"].query_proj
+    all_close(equinox_loss(ring, cp.shard(x), cp.shard(weight)), equinox_expected())
+
+
+def test_equinox_inside_shard_map() -> None:
+    """Dropout, documents and ``process_heads`` agree between two devices and one."""
+    x, module = random(T, 12, seed=5), module_of(dropout_p=0.3)
+    cp = context()
+    local = partial(ring_attention, axis_name="cp", layout="zigzag", causal=True)
+
+    def call(attention: Any, x: Any, ids: Any, places: Any, **options: Any) -> Any:
+        def moved(q: Any, k: Any, v: Any) -> Any:
+            return q + places[:, None, None], k, v
+
+        converted: Any = ring_jax.equinox.convert(module, attention)
+        return converted(x, x, x, Segments(ids), process_heads=moved, **options)
+
+    tokens = P("cp")
+    ring = jax.shard_map(
+        partial(call, local, key=KEY), mesh=cp.mesh, in_specs=(tokens,) * 3, out_specs=tokens
+    )
+    inputs = [x, jnp.asarray(IDS[0]), jnp.linspace(0, 1, T)]
+    single = partial(call, partial(ONE, causal=True))
+    expected, nothing = (
+        jax.jit(partial(single, **options))(*inputs) for options in ({"key": KEY}, {"inference": True})
+    )  # fmt: skip
+    actual = jax.jit(ring)(*(cp.shard(x, dim=0) for x in inputs))
+    close(cp.unshard(actual, dim=0), expected)
+    assert np.abs(expected - nothing).max() > 1e-2
+    theirs = jax.jit(lambda x: module(
+        x, x, x, CAUSAL & (IDS[0][:, None] == IDS[0]), inference=True,
+        process_heads=lambda q, k, v: (q + inputs[2][:, None, None], k, v),
+    ))(x)  # fmt: skip
+    close(nothing[:12], theirs[:12])
+
+
+def test_parameters_of_equinox() -> None:
+    """Initial values and serialised files are those of Equinox's own module."""
+    attention = partial(ONE, causal=True)
+    new = ring_jax.equinox.MultiheadAttention(H, 12, attention=attention, key=jax.random.key(0))
+    old = eqx.nn.MultiheadAttention(H, 12, key=jax.random.key(0))
+    assert eqx.tree_equal(new, ring_jax.equinox.convert(old, attention))
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, old)
+    file.seek(0)
+    blank = ring_jax.equinox.MultiheadAttention(H, 12, attention=attention, key=jax.random.key(7))
+    assert eqx.tree_equal(eqx.tree_deserialise_leaves(file, blank), new)
+
+
+class Peculiar(eqx.nn.MultiheadAttention):
+    """Subclass that may have changed anything."""
+
+
+@pytest.mark.parametrize(
+    ("model", "message", "kind"),
+    [
+        ([jnp.ones(3)], "there is no equinox.nn.MultiheadAttention", ValueError),
+        ([object.__new__(Peculiar)], "^Peculiar is a subclass", UnsupportedError),
+    ],
+)
+def test_models_that_cannot_be_converted(model: Any, message: str, kind: type[ValueError]) -> None:
+    with pytest.raises(kind, match=message):
+        ring_jax.equinox.convert(model, ONE)
+    with pytest.raises(ValueError, match="attention must be"):
+        ring_jax.equinox.convert([module_of()], jax.nn.dot_product_attention)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "kind"),
+    [
+        ({"mask": CAUSAL[:, 1:], "inference": True}, "^mask must have shape", ValueError),
+        ({"deterministic": True}, "^deterministic: pass inference=True", UnsupportedError),
+        ({}, "dropout of 0.5 needs key", ValueError),
+        ({"process_heads": lambda q, k, v: (q[:1], k, v)}, "must not change", ValueError),
+    ],
+)
+def test_wrong_calls_of_equinox(
+    arguments: dict[str, Any], message: str, kind: type[ValueError]
+) -> None:
+    module, x = ring_jax.equinox.convert(module_of(dropout_p=0.5), ONE), random(T, 12)
+    with pytest.raises(kind, match=message):
+        module(x, x, x, **arguments)
