@@ -129,7 +129,8 @@ def _by_kv_head(x: Tensor, like: Tensor) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, options: FlashOptions) -> tuple[Tensor, Tensor, Tensor | float]:
     """Return masked scores ``[..., H, n, m]``, the mask, aligned bottom right, and the slope."""
-    scores, slope = options.scale * (q @ k.mT), 1.0
+    scores: Tensor = options.scale * (q @ k.mT)
+    slope: Tensor | float = 1.0
     if options.softcap is not None:
         squashed = torch.tanh(scores / options.softcap)
         scores, slope = options.softcap * squashed, 1 - squashed**2

@@ -77,7 +77,7 @@ def test_loss_and_gradients_are_the_whole_models(
 
 #: Heads that make logits of labelled tokens alone, embeddings scaled by how many tokens of a row
 #: are masked, as ModernBERT and ESM-2 were trained, and losses that ask for the labels' shape.
-OF_THE_ROW = (
+OF_THE_ROW: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("BertForMaskedLM", "bert", {}),
     ("ModernBertForMaskedLM", "modernbert", {"sparse_prediction": True}),
     ("EsmForMaskedLM", "esm", {"position_embedding_type": "rotary", "token_dropout": True}),
