@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -23,34 +24,37 @@ from ring_torch.records import AttentionState
 
 @dataclass(frozen=True)
 class PlainFlash(FlashLibrary):
-    """Flash attention for whole tensors with a window.
+    """Flash attention ``[..., n, H, D]`` with a window, a soft cap and documents.
 
     Rows are read by their strides and must be aligned to 16 bytes; the last dimension is read
     contiguously, whatever its stride. Outputs have the strides of the inputs. Probabilities and
-    gradients of scores are rounded to the inputs' dtype before they are multiplied.
+    gradients of scores are rounded to the inputs' dtype before they are multiplied. Where a row
+    sees nothing, ``out`` is NaN and ``lse`` plus infinity, as libraries may leave them.
     """
 
+    clips_right_window: bool = False
+
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        options: FlashOptions,
-        destination: AttentionState | None,
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, destination: AttentionState | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Allocate and return ``(out, lse)``."""
         del destination
+        shape, options = (*q.shape[:-1], v.shape[-1]), self._taken(options, k)
+        out = (torch.empty_like(q) if q.shape == shape else q.new_empty(shape)).fill_(torch.nan)
         q_read, k_read, v_read = _read(q), _for_heads(_read(k), q), _for_heads(_read(v), q)
-        scores = _scores(q_read, k_read, options)
-        top = scores.amax(-1, keepdim=True)
-        safe = top.masked_fill(top == -torch.inf, 0.0)
-        weights = (scores - safe).exp()
-        total = weights.sum(-1, keepdim=True)
-        heads_first = _round(weights, q) @ v_read / total.masked_fill(total == 0, 1.0)
-        lse = (safe + total.log()).squeeze(-1)
-        shape = (*q.shape[:3], v.shape[3])
-        out = torch.empty_like(q) if q.shape == shape else q.new_empty(shape)
-        return out.copy_(heads_first.transpose(1, 2)), lse
+        lse = torch.full(q_read.shape[:-1], torch.inf, dtype=q_read.dtype)
+        for rows, columns in _sequences(q, k, options):
+            scores, visible, _ = _scores(q_read[..., rows, :], k_read[..., columns, :], options)
+            top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(())
+            safe = top.masked_fill(top == -torch.inf, 0.0)
+            weights = (scores - safe).exp()
+            total = weights.sum(-1, keepdim=True)
+            seen = visible.any(-1)[:, None]
+            part = _round(weights, q) @ v_read[..., columns, :] / total
+            part = part.masked_fill(~seen, torch.nan)
+            out[..., rows, :, :] = part.transpose(-3, -2).to(q.dtype)
+            lse[..., rows] = (safe + total.log()).masked_fill(~seen, torch.inf).squeeze(-1)
+        return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -58,25 +62,55 @@ class PlainFlash(FlashLibrary):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Allocate and return ``(dq, dk, dv)``."""
         del destination
-        up, local, q_read = _read(dout), _read(out), _read(q)
-        k_read, v_read = _for_heads(_read(k), q), _for_heads(_read(v), q)
-        seen = lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1)
-        weights = (_scores(q_read, k_read, options) - seen).exp()
-        delta = (up * local).sum(-1, keepdim=True)
-        dscores = _round(weights * (up @ v_read.mT - delta), q)
-        dq = options.scale * (dscores @ k_read)
-        dk, dv = options.scale * (dscores.mT @ q_read), _round(weights, q).mT @ up
-        inputs_and_grads = (q, dq), (k, _by_kv_head(dk, k)), (v, _by_kv_head(dv, v))
-        grads = [torch.empty_like(x).copy_(grad.transpose(1, 2)) for x, grad in inputs_and_grads]
+        options, grads = self._taken(options, k), [torch.zeros_like(x) for x in (q, k, v)]
+        wide = _read(dout), _read(out), _read(q), _for_heads(_read(k), q), _for_heads(_read(v), q)
+        for rows, columns in _sequences(q, k, options):
+            up, local, q_read = (x[..., rows, :] for x in wide[:3])
+            k_read, v_read = (x[..., columns, :] for x in wide[3:])
+            seen = lse[..., rows].masked_fill(lse[..., rows] == -torch.inf, torch.inf)
+            scores, visible, slope = _scores(q_read, k_read, options)
+            weights = (scores - seen.unsqueeze(-1)).exp().masked_fill(~visible, 0.0)
+            delta = (up * local).sum(-1, keepdim=True)
+            dscores = (weights * (up @ v_read.mT - delta) * slope).masked_fill(~visible, 0.0)
+            dscores = _round(dscores, q)
+            dk, dv = options.scale * (dscores.mT @ q_read), _round(weights, q).mT @ up
+            parts = options.scale * (dscores @ k_read), _by_kv_head(dk, k), _by_kv_head(dv, v)
+            for grad, at, part in zip(grads, (rows, columns, columns), parts, strict=True):
+                grad[..., at, :, :] = part.transpose(-3, -2).to(grad.dtype)
         return grads[0], grads[1], grads[2]
+
+    def _taken(self, options: FlashOptions, k: Tensor) -> FlashOptions:
+        """Return the options as the library interprets them."""
+        if not self.clips_right_window:
+            return options
+        keys = k.shape[-3] if options.documents is None else options.documents.max_k
+        left, right = (None if n is None or n >= keys else n for n in options.window)
+        if (left is None) != (right is None):
+            left, right = (keys if n is None else n for n in (left, right))
+        return options._replace(window=(left, right))
+
+
+def _sequences(q: Tensor, k: Tensor, options: FlashOptions) -> Iterator[tuple[slice, slice]]:
+    """Yield the rows and columns of each document."""
+    if options.documents is None:
+        yield slice(0, q.shape[-3]), slice(0, k.shape[-3])
+        return
+    cu_q, cu_k, max_q, max_k = options.documents
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    rows, columns = cu_q.tolist(), cu_k.tolist()
+    assert (rows[-1], columns[-1]) == (q.shape[0], k.shape[0])
+    for cuts, longest in ((rows, max_q), (columns, max_k)):
+        assert max(b - a for a, b in pairwise(cuts)) == longest
+    for document in zip(pairwise(rows), pairwise(columns), strict=True):
+        yield slice(*document[0]), slice(*document[1])
 
 
 def _read(x: Tensor) -> Tensor:
-    """Return what a kernel reads of ``[B, n, H, D]``, as ``[B, H, n, D]`` in at least float32."""
+    """Return what a kernel reads of ``[..., n, H, D]``, as ``[..., H, n, D]``, at least float32."""
     starts = [n * x.itemsize for n in x.stride()[:-1]]
     assert x.data_ptr() % 16 == 0 and not any(start % 16 for start in starts)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return x.as_strided(x.shape, (*x.stride()[:-1], 1)).transpose(1, 2).to(wide)
+    return x.as_strided(x.shape, (*x.stride()[:-1], 1)).transpose(-3, -2).to(wide)
 
 
 def _round(x: Tensor, like: Tensor) -> Tensor:
@@ -84,25 +118,29 @@ def _round(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _for_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Repeat keys or values ``[B, K, m, D]`` for each query head."""
-    return x.repeat_interleave(q.shape[2] // x.shape[1], dim=1)
+    """Repeat keys or values ``[..., K, m, D]`` for each query head."""
+    return x.repeat_interleave(q.shape[-2] // x.shape[-3], dim=-3)
 
 
 def _by_kv_head(x: Tensor, like: Tensor) -> Tensor:
-    summed: Tensor = x.unflatten(1, (like.shape[2], -1)).sum(2)
+    summed: Tensor = x.unflatten(-3, (like.shape[-2], -1)).sum(-3)
     return summed
 
 
-def _scores(q: Tensor, k: Tensor, options: FlashOptions) -> Tensor:
-    """Return masked scores ``[B, H, n, m]``; the mask is aligned bottom right."""
-    scores = options.scale * (q @ k.mT)
+def _scores(q: Tensor, k: Tensor, options: FlashOptions) -> tuple[Tensor, Tensor, Tensor | float]:
+    """Return masked scores ``[..., H, n, m]``, the mask, aligned bottom right, and the slope."""
+    scores: Tensor = options.scale * (q @ k.mT)
+    slope: Tensor | float = 1.0
+    if options.softcap is not None:
+        squashed = torch.tanh(scores / options.softcap)
+        scores, slope = options.softcap * squashed, 1 - squashed**2
     rows, columns = scores.shape[-2:]
     apart = torch.arange(columns) - (torch.arange(rows)[:, None] + columns - rows)
     left, right = options.window
-    hidden = torch.zeros(rows, columns, dtype=torch.bool)
-    hidden |= apart > right if right is not None else False
-    hidden |= -apart > left if left is not None else False
-    return scores.masked_fill(hidden, -torch.inf)
+    visible = torch.ones(rows, columns, dtype=torch.bool)
+    visible &= apart <= right if right is not None else True
+    visible &= -apart <= left if left is not None else True
+    return scores.masked_fill(~visible, -torch.inf), visible, slope
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ of arguments as in version 4.0.0b36, and public functions alone for another vers
 from __future__ import annotations
 
 import gc
-import re
 import sys
 import threading
 import weakref
@@ -15,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,26 +123,8 @@ class Library:
 
     def _compiled_forward(self, *, causal: bool) -> Callable[..., None]:
         def launch(*args: Any) -> None:
-            (
-                q,
-                k,
-                v,
-                out,
-                lse,
-                scale,
-                cu_q,
-                cu_k,
-                _,
-                _,
-                page,
-                left,
-                right,
-                sinks,
-                lists,
-                aux,
-                _,
-                end,
-            ) = args
+            q, k, v, out, lse, scale, cu_q, cu_k, *rest = args
+            page, left, right, sinks, lists, aux, _, end = rest[2:]
             assert page is None and lists is None and aux == (None, None) and end is None
             assert not any(x.requires_grad for x in (q, k, v, out))
             self.compiled["forward"] += 1
@@ -255,11 +235,8 @@ class Library:
             for rows, columns in pieces(q, cu_q, cu_k):
                 count = len(q[rows])
                 group = q.shape[-2] // k.shape[-2]
-                index = (
-                    (*of_rows(rows), slice(None), slice(count))
-                    if isinstance(rows, int)
-                    else of_rows(rows)
-                )
+                some = (slice(None), slice(count)) if isinstance(rows, int) else ()
+                index = (*of_rows(rows), *some)
                 s = scores(q[rows], k[columns], scale, (None, 0) if causal else tuple(window))
                 p = torch.exp2(s * LOG2_E - lse_log2[index][..., None])
                 wide_k, wide_v = (x[columns].repeat_interleave(group, dim=1) for x in (k, v))
@@ -382,19 +359,13 @@ class Launch:
         options = self.options
         cu = (None, None) if options.documents is None else options.documents[:2]
         states = [
-            attended(q[rows], k[columns], v[columns], options.scale, self.window, self.added_sinks)
+            attended(q[rows], k[columns], v[columns], options.scale, self.window, options.sinks)
             for rows, columns in pieces(q, *cu)
         ]
         outs, lses = zip(*states, strict=True)
-        return (
-            (torch.cat(outs), torch.cat(lses, dim=1))
-            if self.documents
-            else (torch.stack(outs), torch.stack(lses))
-        )
-
-    @property
-    def added_sinks(self) -> Tensor | None:
-        return self.options.sinks
+        if self.documents:
+            return torch.cat(outs), torch.cat(lses, dim=1)
+        return torch.stack(outs), torch.stack(lses)
 
     def whole(self, *tensors: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The global ``(out, lse)`` of this launch and of another one, and this launch's grads."""
@@ -475,48 +446,55 @@ def spread(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, 8))[..., : x.shape[-1]]
 
 
-@pytest.mark.parametrize(("change", "times"), [(offset, 2), (spread, 1)])
-@pytest.mark.parametrize("which", ["all", "q", "k", "v", "dout"])
-def test_views_ask_the_library(
-    change: Callable[[Tensor], Tensor], times: int, which: str, install: Callable[[str], Library]
-) -> None:
-    library, launch, flash = install(KNOWN), Launch((None, 0), heads=(4, 2)), fa4.Flash4()
-    backward(flash, launch, launch.tensors())
-    forward(flash, launch, *launch.tensors()[:3])
-    library.asked.clear()
-    for seed in (1, 2):
-        tensors = [
-            change(x) if which in ("all", name) else x
-            for name, x in zip(("q", "k", "v", "dout"), launch.tensors(seed), strict=True)
-        ]
-        torch.testing.assert_close(
-            forward(flash, launch, *tensors[:3])[0], launch.wanted(*tensors[:3])[0]
-        )
-        grads = zip(backward(flash, launch, tensors), launch.whole(*tensors)[2], strict=True)
-        for grad, right in grads:
-            torch.testing.assert_close(grad, right)
-    forwards = {} if which == "dout" else {"forward": times}
-    assert library.asked == {**forwards, "backward": times}
-
-
-@pytest.mark.parametrize("take", [lambda x: x[:1], lambda x: x[:, :8]], ids=["batch", "length"])
-def test_other_shapes_ask_the_library(
-    take: Callable[[Tensor], Tensor], install: Callable[[str], Library]
-) -> None:
-    library, launch, flash = install(KNOWN), Launch((None, 0), heads=(4, 2)), fa4.Flash4()
-    forward(flash, launch, *launch.tensors()[:3])
-    for seed in (1, 2):
-        q, k, v, _ = map(take, launch.tensors(seed))
-        torch.testing.assert_close(forward(flash, launch, q, k, v)[0], launch.wanted(q, k, v)[0])
-    assert library.asked == {"forward": 2}
+CAUSAL = Launch((None, 0), heads=(4, 2))
+NAMES = ("q", "k", "v", "dout")
+#: Changes of a launch's tensors that ask the library, and how often in two launches: a copy that is
+#: made of a tensor which is not aligned is another tensor each time.
+CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "offset": (offset, 2), "spread": (spread, 1),
+    "batch": (lambda x: x[:1], 1), "length": (lambda x: x[:, :8], 1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "other",
-    [Launch((None, 1)), Launch((4, 0)), Launch((None, None)), Launch((None, 0), sinks=True),
-     Launch((None, 0), heads=(4, 2)), Launch((None, 0), dims=(16, 8)), Launch((None, 0), deterministic=True)],
-    ids=str,
+    ("change", "which"),
+    [
+        *((change, which) for change in ("offset", "spread") for which in ("all", *NAMES)),
+        ("batch", "all"), ("length", "all"),
+    ],
 )  # fmt: skip
+def test_other_strides_and_shapes_ask_the_library(
+    change: str, which: str, install: Callable[[str], Library]
+) -> None:
+    library, flash, (changed, times) = install(KNOWN), fa4.Flash4(), CHANGES[change]
+    backward(flash, CAUSAL, CAUSAL.tensors())
+    forward(flash, CAUSAL, *CAUSAL.tensors()[:3])
+    library.asked.clear()
+    for seed in (1, 2):
+        tensors = [
+            changed(x) if which in ("all", name) else x
+            for name, x in zip(NAMES, CAUSAL.tensors(seed), strict=True)
+        ]
+        torch.testing.assert_close(
+            forward(flash, CAUSAL, *tensors[:3])[0], CAUSAL.wanted(*tensors[:3])[0]
+        )
+        if change in ("batch", "length"):
+            continue
+        grads = zip(backward(flash, CAUSAL, tensors), CAUSAL.whole(*tensors)[2], strict=True)
+        for grad, right in grads:
+            torch.testing.assert_close(grad, right)
+    forwards = {} if which == "dout" else {"forward": times}
+    backwards = {} if change in ("batch", "length") else {"backward": times}
+    assert library.asked == {**forwards, **backwards}
+
+
+OTHERS = (
+    Launch((None, 1)), Launch((4, 0)), Launch(), Launch((None, 0), sinks=True), CAUSAL,
+    Launch((None, 0), dims=(16, 8)), Launch((None, 0), deterministic=True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_other_options_ask_the_library(other: Launch, install: Callable[[str], Library]) -> None:
     library, launch, flash = install(KNOWN), Launch((None, 0)), fa4.Flash4()
     backward(flash, launch, launch.tensors())
@@ -687,23 +665,3 @@ def test_other_versions_have_no_split_backward(install: Callable[[str], Library]
         install(version)
         applies = split_backward.applies(plan, request, splits=True, tile=split_backward.tile)
         assert applies == (version == KNOWN)
-
-
-#: Private names of flash-attn-4, of what records calls of its compiled functions, fields of its
-#: tiles (``FwdConfig``, ``BwdConfig``), modules of it, and what is read from a call by position.
-PRIVATE = re.compile(
-    r"\b_(?:flash_attn_[fb]wd|bwd_|tile_size)\w*|\b_?calls_of\b|\bcompile_cache\b|\b[mn]_block_size\b"
-    r"|\b(?:SdP|dKV|dQ)_swapAB|\bAtomLayout\w+|\bnum_stages_\w+|\b(?:num_wg|dQ_single_wg|mma_pv_is_rs)\b"
-    r"|\b(?:intra_wg_overlap|q_stage|num_splits)\b|flash_attn\.cute\b|(?<!bound)\.(?:arguments|buffers)\[|= \w+\.(?:arguments|buffers)\n"
-)
-ABSENT = re.compile(r"None, None, None")  # a call's row of arguments that are not there
-
-
-def test_private_parts_are_known_in_one_file() -> None:
-    """Elsewhere none is named, and no call is read by position or has a row of absent arguments."""
-    folder = Path(fa4.__file__).parent
-    found = {path: {*PRIVATE.findall(path.read_text())} for path in folder.parents[1].rglob("*.py")}
-    assert len(found.pop(folder / "library.py")) > 10
-    assert {path.name: names for path, names in found.items() if names} == {}
-    rows = [path.name for path in folder.glob("*.py") if ABSENT.search(path.read_text())]
-    assert rows == ["library.py"]

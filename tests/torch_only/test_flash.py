@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +13,7 @@ import torch
 from backends.torch_ranks import Arrays, gather as put_together, run_rank
 from cases import CASES, Case
 from hypothesis import given, settings, strategies as st
+from plain_flash import PlainFlash
 from plans import programs, shown
 from tolerances import assert_close
 from torch import Tensor
@@ -42,7 +41,7 @@ from ring_torch.accumulate import (
 from ring_torch.buffers import KeyGradBuffer, KVPayload
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.flash import FlashKernel
-from ring_torch.kernels.library import Direction, FlashLibrary, HeadDims, LaunchOptions
+from ring_torch.kernels.library import Direction, HeadDims, LaunchOptions
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -54,134 +53,57 @@ from ring_torch.records import (
 
 
 @dataclass(frozen=True)
-class PlainFlash(FlashLibrary):
-    """A fused library with one dense formula in plain torch.
-
-    Where a row sees nothing it writes NaN and an ``lse`` of plus infinity, as libraries may.
-    """
-
-    clips_right_window: bool = False
+class Plain(PlainFlash):
+    """The library, where a destination is written to."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, dst: AttentionState | None
-    ) -> tuple[Tensor, Tensor]:
-        out = q.new_full((*q.shape[:-1], v.shape[-1]), torch.nan)
-        lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.inf, dtype=q.dtype)
-        options = self._taken(options, k)
-        for rows, columns in _sequences(q, k, options):
-            scores, visible = _scores(q[..., rows, :, :], k[..., columns, :, :], options)
-            part = scores.logsumexp(dim=-1)
-            values = _for_heads(v[..., columns, :, :], q.shape[-2])
-            weights = (scores - part.unsqueeze(-1)).exp()
-            out[..., rows, :, :] = (weights @ values).transpose(-3, -2)
-            lse[..., rows] = part.masked_fill(~visible.any(dim=-1), torch.inf)
-        if dst is None:
-            return out, lse
-        dst.out.copy_(out)
-        dst.lse.copy_(lse)
-        return dst.out, dst.lse
+        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, destination: AttentionState | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        result = super().forward(q, k, v, options, None)
+        if destination is None:
+            return result
+        for x, into in zip(result, destination, strict=True):
+            into.copy_(x)
+        return destination
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: LaunchOptions, dst: Tensor | None,
+        options: LaunchOptions, destination: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         assert lse.is_contiguous()
-        options = self._taken(options, k)
-        dq, dk, dv = [torch.zeros_like(x) for x in (q, k, v)]
-        for rows, columns in _sequences(q, k, options):
-            parts = q[..., rows, :, :], k[..., columns, :, :], v[..., columns, :, :]
-            leaves = queries, keys = [x.detach().requires_grad_() for x in parts[:2]]
-            with torch.enable_grad():
-                scores, visible = _scores(queries, keys, options)
-            up, local = (x[..., rows, :, :].transpose(-3, -2) for x in (dout, out))
-            weights = (scores.detach() - lse[..., rows].unsqueeze(-1)).exp()
-            weights = weights.masked_fill(~visible, 0.0)
-            dweights = up @ _for_heads(parts[2], q.shape[-2]).transpose(-2, -1)
-            delta = (up * local).sum(dim=-1, keepdim=True)
-            dscores = (weights * (dweights - delta)).masked_fill(~visible, 0.0)
-            dq[..., rows, :, :], dk[..., columns, :, :] = torch.autograd.grad(
-                scores, leaves, dscores
-            )
-            head_major = (weights.transpose(-2, -1) @ up).transpose(-3, -2)
-            dv[..., columns, :, :] = head_major.unflatten(-2, (v.shape[-2], -1)).sum(dim=-2)
-        if dst is not None:
-            dq = dst.copy_(dq)
-        return dq, dk, dv
+        dq, dk, dv = super().backward(dout, q, k, v, out, lse, options, None)
+        return dq if destination is None else destination.copy_(dq), dk, dv
 
     @property
     def writes(self) -> bool:
         return True
-
-    def _taken(self, options: LaunchOptions, k: Tensor) -> LaunchOptions:
-        """Return the options as the library interprets them."""
-        if not self.clips_right_window:
-            return options
-        keys = k.shape[-3] if options.documents is None else options.documents.max_k
-        left, right = (None if n is None or n >= keys else n for n in options.window)
-        if (left is None) != (right is None):
-            left, right = (keys if n is None else n for n in (left, right))
-        return options._replace(window=(left, right))
-
-
-def _sequences(q: Tensor, k: Tensor, options: LaunchOptions) -> Iterator[tuple[slice, slice]]:
-    """Yield the rows and columns of each document."""
-    if options.documents is None:
-        yield slice(0, q.shape[-3]), slice(0, k.shape[-3])
-        return
-    cu_q, cu_k, max_q, max_k = options.documents
-    assert cu_q.dtype == cu_k.dtype == torch.int32
-    rows, columns = cu_q.tolist(), cu_k.tolist()
-    assert (rows[-1], columns[-1]) == (q.shape[0], k.shape[0])
-    for cuts, longest in ((rows, max_q), (columns, max_k)):
-        assert max(b - a for a, b in pairwise(cuts)) == longest
-    for document in zip(pairwise(rows), pairwise(columns), strict=True):
-        yield slice(*document[0]), slice(*document[1])
-
-
-def _scores(q: Tensor, k: Tensor, options: LaunchOptions) -> tuple[Tensor, Tensor]:
-    """Return masked scores ``[..., H, n, m]`` and a mask ``[n, m]``, aligned bottom right."""
-    scores = q.transpose(-3, -2) @ _for_heads(k, q.shape[-2]).transpose(-2, -1) * options.scale
-    if options.softcap is not None:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    rows, columns = scores.shape[-2:]
-    distance = torch.arange(columns) - (torch.arange(rows)[:, None] + columns - rows)
-    left, right = options.window
-    visible = torch.ones(rows, columns, dtype=torch.bool)
-    visible &= distance <= right if right is not None else True
-    visible &= -distance <= left if left is not None else True
-    return scores.masked_fill(~visible, -torch.inf), visible
-
-
-def _for_heads(x: Tensor, heads: int) -> Tensor:
-    """Return K or V ``[..., H, m, D]``, repeated for each query head."""
-    return x.repeat_interleave(heads // x.shape[-2], dim=-2).transpose(-3, -2)
 
 
 CAN = Capabilities(
     "plain", dtypes=("float32",), bands="any", documents=True, softcap=True, mixed_head_dims=True
 )
 PLAIN, FORGETFUL = (
-    FlashKernel(PlainFlash(drops), CAN, clips_right_window=drops) for drops in (False, True)
+    FlashKernel(Plain(drops), CAN, clips_right_window=drops) for drops in (False, True)
 )
 
 
 @dataclass(frozen=True)
-class Narrow(PlainFlash):
+class Narrow(Plain):
     """A library that supports two pairs of head dims, and is wrong at others."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, dst: AttentionState | None
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, destination: AttentionState | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         assert (q.shape[-1], k.shape[-1], v.shape[-1]) in {(8, 8, 8), (12, 12, 8)}
-        return super().forward(q, k, v, options, dst)
+        return super().forward(q, k, v, options, destination)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: LaunchOptions, dst: Tensor | None,
+        options: LaunchOptions, destination: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         assert (q.shape[-1], v.shape[-1]) in {(8, 8), (12, 8)}
         assert dout.shape[-1] == out.shape[-1] == v.shape[-1]
-        return super().backward(dout, q, k, v, out, lse, options, dst)
+        return super().backward(dout, q, k, v, out, lse, options, destination)
 
 
 def _padded_back(direction: Direction, head_dim: int, v_head_dim: int) -> HeadDims | None:
@@ -193,7 +115,7 @@ def _padded_back(direction: Direction, head_dim: int, v_head_dim: int) -> HeadDi
 NARROW = FlashKernel(
     Narrow(), CAN, head_dims=lambda _, *dims: HeadDims(8, 8) if max(dims) <= 8 else None
 )
-BACK = FlashKernel(PlainFlash(), CAN, head_dims=_padded_back)
+BACK = FlashKernel(Plain(), CAN, head_dims=_padded_back)
 UNLIKE = FlashKernel(Narrow(), CAN, head_dims=lambda *_: HeadDims(12, 8))
 
 
@@ -257,13 +179,13 @@ def test_any_item_is_its_dense_mask(
 
 
 @dataclass(frozen=True)
-class Silent(PlainFlash):
+class Silent(Plain):
     """A library whose ``lse`` of rows with NaN scores is minus infinity, as FlashAttention-3's."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, dst: AttentionState | None
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = super().forward(q, k, v, options, dst)
+        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, destination: AttentionState | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, lse = super().forward(q, k, v, options, destination)
         return out, lse.masked_fill_(lse.isnan(), -torch.inf)
 
 
@@ -383,13 +305,13 @@ def test_a_batch_of_documents_is_one_launch() -> None:
     x = torch.zeros(3, 6, 1, 4)
     rows, columns = QueryBlock(x), KeyBlock(x, x)
     calls: list[LaunchOptions] = []
-    forward = PlainFlash.forward
+    forward = Plain.forward
 
     def watched(*args: Any) -> tuple[Tensor, Tensor]:
         calls.append(args[4])
         return forward(*args)
 
-    with patch.object(PlainFlash, "forward", watched):
+    with patch.object(Plain, "forward", watched):
         _attended(PLAIN, rows, columns, item, params)
         (options,) = calls
         assert options.window == (None, 0) and options.documents is not None

@@ -42,53 +42,37 @@ K = 1024
 CAUSAL = Mask(causal=True)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "kv_heads", "expected"),
-    [
-        (8 * K, 8, ONE_GROUP),  # too little work for more launches
-        (8 * K, 32, ONE_GROUP),
-        (
-            32 * K,
-            8,
-            HeadGroups(1, 1, before_last_item=True),
-        ),  # few keys: their transfer is hidden without groups
-        (32 * K, 32, HeadGroups(2, 2, before_last_item=True)),
-        (128 * K, 32, HeadGroups(4, 4, before_last_item=True)),
-        (128 * K, 8, HeadGroups(1, 1, before_last_item=True)),
-    ],
-)
-def test_groups_of_a_causal_ring_of_four(tokens: int, kv_heads: int, expected: HeadGroups) -> None:
-    assert groups(tokens, 32, kv_heads) == expected
-
-
-def test_groups_divide_the_heads_of_keys() -> None:
-    assert groups(128 * K, 31, 31).forward == 1
-    assert groups(128 * K, 30, 30).forward == 3
+WINDOW = Mask(causal=True, window=(4095, 0))
 
 
 @pytest.mark.parametrize(
-    ("tokens", "kv_heads", "expected"),
+    ("tokens", "q_heads", "kv_heads", "mask", "expected"),
     [
-        (128 * K, 8, HeadGroups(1, 1, before_last_item=True)),  # 256 MiB of sums
-        (256 * K, 8, HeadGroups(1, 2, before_last_item=True)),
-        (512 * K, 8, HeadGroups(1, 4, before_last_item=True)),
-        (512 * K, 2, HeadGroups(1, 1, before_last_item=True)),
-        (512 * K, 6, HeadGroups(1, 3, before_last_item=True)),
-        (128 * K, 32, HeadGroups(2, 2, before_last_item=True)),  # too little work for four
+        (8 * K, 32, 8, CAUSAL, None),  # too little work for more launches
+        (8 * K, 32, 32, CAUSAL, None),
+        (32 * K, 32, 8, CAUSAL, (1, 1)),  # few keys: their transfer is hidden without groups
+        (32 * K, 32, 32, CAUSAL, (2, 2)),
+        (128 * K, 32, 32, CAUSAL, (4, 4)),
+        (128 * K, 32, 8, CAUSAL, (1, 1)),
+        (128 * K, 31, 31, CAUSAL, (1, 1)),  # groups divide the heads of keys
+        (128 * K, 30, 30, CAUSAL, (3, 3)),
+        # Sums of keys in place are of few heads.
+        (128 * K, 32, 8, WINDOW, (1, 1)),  # 256 MiB of sums
+        (256 * K, 32, 8, WINDOW, (1, 2)),
+        (512 * K, 32, 8, WINDOW, (1, 4)),
+        (512 * K, 8, 2, WINDOW, (1, 1)),
+        (512 * K, 24, 6, WINDOW, (1, 3)),
+        (128 * K, 32, 32, WINDOW, (2, 2)),  # too little work for four
     ],
 )
-def test_sums_of_keys_in_place_are_of_few_heads(
-    tokens: int, kv_heads: int, expected: HeadGroups
+def test_groups_of_a_ring_of_four(
+    tokens: int, q_heads: int, kv_heads: int, mask: Mask, expected: tuple[int, int] | None
 ) -> None:
-    window = Mask(causal=True, window=(4095, 0))
-    assert groups(tokens, 4 * kv_heads if kv_heads < 8 else 32, kv_heads, window) == expected
-
-
-def groups(tokens: int, q_heads: int, kv_heads: int, mask: Mask = CAUSAL) -> HeadGroups:
-    """Return the head groups of a bfloat16 sequence with head dim 128."""
+    """Of a bfloat16 sequence with head dim 128."""
     program = ring_program(make_plan(mask, seq_len=tokens, cp_size=4, layout="zigzag"))
     keys = KVPayload(1, tokens // 4, kv_heads, 128, 128, torch.bfloat16, segments=False)
-    return head_groups_of(program, keys, q_heads)
+    groups = HeadGroups(*expected, before_last_item=True) if expected else ONE_GROUP
+    assert head_groups_of(program, keys, q_heads) == groups
 
 
 @pytest.mark.parametrize(

@@ -74,12 +74,11 @@ def _moves(cp: ContextParallel, size: int, length: int, dim: int) -> Iterator[tu
         (0, 1, -1, -2, 5, 25, -37, 60), (None, DOCUMENTS if length == T else half)
     ):
         options: Any = {"dim": dim, "fill": 0.5, "cu_seqlens": offsets, "seq_len": length}
-        yield (
-            partial(cp.shift, n=n, **options),
-            lambda x, n=n, cu=offsets: cp.shard(
-                shifted(x, n, dim, 0.5, cu), dim=dim, pad=True, fill=0.5
-            ),
-        )
+
+        def whole(x: Tensor, n: int = n, cu: Any = offsets) -> Tensor:
+            return cp.shard(shifted(x, n, dim, 0.5, cu), dim=dim, pad=True, fill=0.5)
+
+        yield partial(cp.shift, n=n, **options), whole
     for to in layouts(size):
         other = ContextParallel(layout=to)
         yield (
@@ -89,12 +88,15 @@ def _moves(cp: ContextParallel, size: int, length: int, dim: int) -> Iterator[tu
     for sides in ((0, 0), (3, 0), (1, 2), (20, 30), (0, 70)) if cp.layout != "striped" else ():
         options = {"dim": dim, "cu_seqlens": half, "seq_len": length}
         halo = partial(cp.halo, left=sides[0], right=sides[1], **options)
-        yield (
-            lambda x, halo=halo: halo(x).rows,
-            lambda x, halo=halo: _at(
-                x, halo(cp.shard(x.detach(), dim=dim, pad=True)).positions, dim
-            ),
-        )
+
+        def rows(x: Tensor, halo: Any = halo) -> Tensor:
+            of_slice: Tensor = halo(x).rows
+            return of_slice
+
+        def of_positions(x: Tensor, halo: Any = halo) -> Tensor:
+            return _at(x, halo(cp.shard(x.detach(), dim=dim, pad=True)).positions, dim)
+
+        yield rows, of_positions
 
 
 @pytest.mark.nightly(
@@ -358,7 +360,7 @@ def _halo(cp: Any, x: Tensor, left: int = 0, right: int = 1, **options: Any) -> 
     return rows
 
 
-OTHER = {"cu_seqlens": (0, 3, 12)}
+OTHER: dict[str, Any] = {"cu_seqlens": (0, 3, 12)}
 #: A call of all ranks but the last, what rank 2 does instead, and a pattern of the error.
 UNLIKE: dict[str, tuple[Any, Any, str]] = {
     "n": (_shift, partial(_shift, n=2), r"n is [12] there"),
@@ -393,7 +395,8 @@ def _unlike(rank: int, name: str) -> tuple[str, bool]:
     cp, x = ContextParallel(group), torch.ones(1, 4, 4)
     message = "a result"
     try:
-        UNLIKE[name][rank == 2](cp, x)
+        call, other, _ = UNLIKE[name]
+        (other if rank == 2 else call)(cp, x)
     except (RuntimeError, ValueError) as error:
         message = f"{type(error).__name__}: {error}"
     # Nothing was sent: the group stays usable.

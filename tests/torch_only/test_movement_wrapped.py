@@ -1,4 +1,4 @@
-"""Movements and recurrent layers in what torch wraps around models, compared with one process."""
+"""Attention, movements and recurrent layers in what torch wraps around models."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ class Layer(nn.Module):
     def __init__(self, move: Move, dtype: torch.dtype) -> None:
         super().__init__()
         self.move = move
-        self.before, self.behind = (
-            nn.Linear(DIM, DIM, dtype=dtype),
-            nn.Linear(DIM, DIM, dtype=dtype),
-        )
+        self.before, self.behind = (nn.Linear(DIM, DIM, dtype=dtype) for _ in range(2))
         generator = torch.Generator().manual_seed(7)
         for weight in self.parameters():
             nn.init.normal_(weight, std=0.4, generator=generator)
@@ -104,6 +101,17 @@ def _by_token(
     return torch.stack(out, 1).to(x.dtype)
 
 
+def _attend(attention: Any) -> Move:
+    """Return causal attention of three heads, whose queries are keys and values, too."""
+    return lambda x: attention(*(x.unflatten(-1, (3, -1)),) * 3, causal=True).flatten(2)
+
+
+def _whole_attention(*qkv: Tensor, causal: bool) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return out.transpose(1, 2)
+
+
 #: Movements of a rank's slice, and the equivalent on whole sequences.
 MOVES: dict[str, tuple[Callable[[ContextParallel], Move], Move]] = {
     "shift": (
@@ -114,6 +122,7 @@ MOVES: dict[str, tuple[Callable[[ContextParallel], Move], Move]] = {
     "relayout": (lambda cp: lambda x: cp.relayout(x, to="contiguous"), lambda x: x),
     "there and back": (_return, torch.sin),
     "recurrence": (Scan, Scan(None)),
+    "attention": (lambda cp: _attend(cp.attention), _attend(_whole_attention)),
 }  # fmt: skip
 
 
@@ -161,15 +170,9 @@ def _backward(loss: Tensor, way: str) -> None:
 
 
 # Compiled movements are in test_movement: of predictions, of convolutions, of a relayout.
-@pytest.mark.nightly(
-    unless=[
-        "zigzag-autocast",
-        "zigzag-fsdp",
-        "zigzag-ddp",
-        "zigzag-reentrant",
-        "contiguous-checkpoint",
-    ]
-)
+@pytest.mark.nightly(unless=[
+    "zigzag-autocast", "zigzag-fsdp", "zigzag-ddp", "zigzag-reentrant", "contiguous-checkpoint",
+])  # fmt: skip
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @on_ranks
@@ -192,6 +195,9 @@ def test_a_layer_has_the_results_and_gradients_of_one_process(
                 fully_shard(part, mesh=mesh["dp", "cp"]._flatten(f"all of {name}"))
         run = DistributedDataParallel(layer) if way == "ddp" else layer
         x = cp.shard(batches[rank // 2])
+        if isinstance(run, DistributedDataParallel):  # gradients without sync count, too
+            with run.no_sync():
+                (run(x).square().sum() / (T * DIM)).backward()
         out = WAYS[way](run, x.requires_grad_(way == "reentrant"))
         target = ContextParallel(mesh["cp"], "contiguous") if name == "relayout" else cp
         torch.testing.assert_close(out, target.shard(expected[rank // 2].detach()), **near)
@@ -202,7 +208,7 @@ def test_a_layer_has_the_results_and_gradients_of_one_process(
             assert weight.grad is not None and like.grad is not None
             grad = weight.grad
             if way in ("fsdp", "ddp"):  # they take the mean over all four ranks
-                grad = 4 * (grad.full_tensor() if isinstance(grad, DTensor) else grad)
+                grad = 4 * (grad.full_tensor() if isinstance(grad, DTensor) else grad / 2)
             else:
                 grad = grad.clone()
                 dist.all_reduce(grad, group=mesh["dp"].get_group())

@@ -10,7 +10,6 @@ import ast
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,11 +21,9 @@ from torch import Tensor
 
 import ring_torch
 from ring_core import (
-    Capabilities,
     Mask,
     Request,
     StrategyName,
-    WorkItem,
     make_plan,
     ring_program,
 )
@@ -34,7 +31,7 @@ from ring_core.cost import CountedCall, Model, StrategyBytes, bytes_sent
 from ring_core.cost.counts.api import BytesByRanks
 from ring_core.programs.grid import RankGrid
 from ring_torch import kernels, strategies, transports
-from ring_torch.accumulate import Accumulator, Joins, Work, joins_of, one_by_one
+from ring_torch.accumulate import Accumulator, Joins, Work, joins_of
 from ring_torch.buffers import BufferSpec
 from ring_torch.call import (
     Call,
@@ -53,20 +50,17 @@ from ring_torch.comm.exchange import exchange
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels import KERNELS
-from ring_torch.kernels.api import Kernel
+from ring_torch.kernels.eager import EagerKernel
 from ring_torch.options import AttentionOptions, CallOptions
 from ring_torch.prepare import _prepare, check_call
 from ring_torch.records import (
     AttentionState,
     Backward,
     BackwardInputs,
-    Forward,
     Grads,
     Inputs,
-    KernelParams,
     KeyBlock,
     KeyGrads,
-    QueryBlock,
 )
 from ring_torch.strategies import STRATEGIES, choose_strategy
 from ring_torch.strategies.gather import GATHER
@@ -211,60 +205,10 @@ LETTERS = Transport(
 )  # fmt: skip
 
 
-class Dense(Kernel):
-    """Full and banded items, in torch's own operations."""
+class Dense(EagerKernel):
+    """Another name for launches; docs/adding-a-kernel.md writes a kernel out."""
 
-    capabilities = Capabilities("dense", dtypes=("float32",), bands="any")
-
-    def forward(self, item: WorkItem, params: KernelParams) -> Forward:
-        """Return the launch of an item's forward, which returns its results."""
-        return Forward(item, partial(self._attend, item, params), ("return",))
-
-    def backward(self, items: Sequence[WorkItem], params: KernelParams, *, adds: bool) -> Backward:
-        """Return the launch of the backward of items."""
-        del adds
-        return one_by_one(items, [partial(self._grads, item, params) for item in items])
-
-    def _attend(
-        self,
-        item: WorkItem,
-        params: KernelParams,
-        rows: QueryBlock,
-        columns: KeyBlock,
-        *_into: object,
-    ) -> AttentionState:
-        """Return softmax over the item's keys."""
-        _, _, v, scores = self._scores(rows, columns, item, params)
-        lse = scores.logsumexp(dim=-1)
-        probs = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
-        return AttentionState(torch.einsum("bhij,bjhd->bihd", probs, v), lse)
-
-    def _grads(
-        self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
-        upstream: BackwardInputs, _dst: Tensor | None, _key: object,
-    ) -> Grads:  # fmt: skip
-        """Return the gradients from the final ``lse``, and from ``delta``."""
-        q, k, v, scores = self._scores(rows, columns, item, params)
-        assert upstream.delta is not None
-        probs = (scores - upstream.lse[..., None]).exp()
-        dv = torch.einsum("bhij,bihd->bjhd", probs, upstream.dout)
-        dp = torch.einsum("bihd,bjhd->bhij", upstream.dout, v) - upstream.delta[..., None]
-        ds = probs * dp * params.scale
-        dq, dk = torch.einsum("bhij,bjhd->bihd", ds, k), torch.einsum("bhij,bihd->bjhd", ds, q)
-        heads = columns.k.shape[2]
-        dk, dv = (x.unflatten(2, (heads, -1)).sum(dim=3) for x in (dk, dv))
-        return Grads(dq, dk, dv, None)
-
-    def _scores(
-        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams
-    ) -> tuple[Tensor, ...]:
-        q, repeats = rows.q, rows.q.shape[2] // columns.k.shape[2]
-        k, v = (x.repeat_interleave(repeats, dim=2) for x in (columns.k, columns.v))
-        scores = torch.einsum("bihd,bjhd->bhij", q, k) * params.scale
-        apart = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
-        lo, hi = (apart.min() if item.lo is None else item.lo), item.hi
-        visible = (apart >= lo) & (apart <= (apart.max() if hi is None else hi))
-        return q, k, v, scores.masked_fill(~visible, -torch.inf)
+    capabilities = replace(EagerKernel.capabilities, name="dense")
 
 
 def a_strategy(patch: pytest.MonkeyPatch) -> dict[str, str]:

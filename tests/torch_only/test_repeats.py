@@ -6,7 +6,7 @@ calls of the same shapes and options, and is compared with dense attention on on
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -30,20 +30,20 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 class Numbers:
-    """Inputs of a call, drawn alike on all ranks: whole sequences, and this rank's shards."""
+    """Whole sequences, drawn alike on all ranks, and this rank's shards of them."""
 
-    def __init__(self, rank: int, size: int, layout: Any, seed: int) -> None:
+    def __init__(self, attend: Attend, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.whole = [
             torch.randn(1, TOKENS, heads, DIM, generator=generator, dtype=torch.float64)
             for heads in (*HEADS, HEADS[0])
         ]
-        self.positions = torch.as_tensor(Layout(layout, TOKENS, size).positions(rank))
+        self.positions = attend.positions
+        *qkv, self.dout = (x[:, self.positions].clone() for x in self.whole)
+        self.qkv = [x.requires_grad_() for x in qkv]
 
-    def shards(self) -> tuple[list[Tensor], Tensor]:
-        """Return q, k and v of this rank, and the gradient of the output."""
-        *qkv, dout = (x[:, self.positions].clone() for x in self.whole)
-        return [x.requires_grad_() for x in qkv], dout
+    def grads(self, out: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, self.qkv, self.dout, **options)
 
     def check(self, out: Tensor, grads: Any, mask: Tensor | None = None) -> None:
         """Compare this rank's results with dense attention."""
@@ -58,88 +58,69 @@ class Numbers:
 
 
 class Attend:
-    """Causal calls of one kind, and the inputs that they are made with."""
+    """Causal calls of one kind."""
 
     def __init__(self, rank: int, size: int, options: dict[str, Any]) -> None:
-        self._place = rank, size, options.get("layout", "contiguous")
-        self._options = options
+        layout = Layout(options.get("layout", "contiguous"), TOKENS, size)
+        self.positions, self._options = torch.as_tensor(layout.positions(rank)), options
 
     def __call__(self, *qkv: Tensor, cu_seqlens: Any = None) -> Tensor:
         out: Tensor = ring_attention(*qkv, causal=True, cu_seqlens=cu_seqlens, **self._options)
         return out
 
-    def numbers(self, seed: int) -> Numbers:
-        return Numbers(*self._place, seed)
-
-    def once(self, seed: int) -> None:
-        numbers = self.numbers(seed)
-        qkv, dout = numbers.shards()
-        out = self(*qkv)
-        numbers.check(out, torch.autograd.grad(out, qkv, dout))
-
 
 def two_forwards_first(attend: Attend) -> None:
     for order in ((0, 1), (1, 0)):
-        numbers = [attend.numbers(seed) for seed in (1, 2)]
-        shards = [x.shards() for x in numbers]
-        outs = [attend(*qkv) for qkv, _ in shards]
+        numbers = [Numbers(attend, seed) for seed in (1, 2)]
+        outs = [attend(*x.qkv) for x in numbers]
         for n in order:
-            qkv, dout = shards[n]
-            numbers[n].check(outs[n], torch.autograd.grad(outs[n], qkv, dout))
+            numbers[n].check(outs[n], numbers[n].grads(outs[n]))
 
 
 def backward_in_another_thread(attend: Attend) -> None:
-    numbers = attend.numbers(1)
-    qkv, dout = numbers.shards()
-    out, grads = attend(*qkv), list[Tensor]()
-    thread = threading.Thread(target=lambda: grads.extend(torch.autograd.grad(out, qkv, dout)))
-    thread.start()
-    thread.join()
-    numbers.check(out, grads)
+    numbers = Numbers(attend, 1)
+    out = attend(*numbers.qkv)
+    with ThreadPoolExecutor(1) as threads:
+        numbers.check(out, threads.submit(numbers.grads, out).result())
 
 
 def recomputed(attend: Attend) -> None:
     for reentrant in (False, True):
-        numbers = [attend.numbers(seed) for seed in (1, 2)]
-        shards = [x.shards() for x in numbers]
-        outs = [checkpoint(attend, *qkv, use_reentrant=reentrant) for qkv, _ in shards]
-        for out, (_, dout) in zip(outs, shards, strict=True):
-            out.backward(dout)
-        for n, (qkv, _) in enumerate(shards):
-            numbers[n].check(outs[n], [x.grad for x in qkv])
+        numbers = [Numbers(attend, seed) for seed in (1, 2)]
+        outs = [checkpoint(attend, *x.qkv, use_reentrant=reentrant) for x in numbers]
+        for out, x in zip(outs, numbers, strict=True):
+            out.backward(x.dout)
+        for out, x in zip(outs, numbers, strict=True):
+            x.check(out, [y.grad for y in x.qkv])
 
 
 def graph_retained(attend: Attend) -> None:
-    numbers = attend.numbers(1)
-    qkv, dout = numbers.shards()
-    out = attend(*qkv)
+    numbers = Numbers(attend, 1)
+    out = attend(*numbers.qkv)
     for retain_graph in (True, True, False):
-        numbers.check(out, torch.autograd.grad(out, qkv, dout, retain_graph=retain_graph))
+        numbers.check(out, numbers.grads(out, retain_graph=retain_graph))
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        torch.autograd.grad(out, qkv, dout)
+        numbers.grads(out)
 
 
 def tensors_changed_in_place(attend: Attend) -> None:
-    first, then = attend.numbers(1), attend.numbers(2)
-    (qkv, _), (others, dout) = first.shards(), then.shards()
-    attend(*qkv)
+    first, then = Numbers(attend, 1), Numbers(attend, 2)
+    attend(*first.qkv)
     with torch.no_grad():
-        for x, y in zip(qkv, others, strict=True):
+        for x, y in zip(first.qkv, then.qkv, strict=True):
             x.copy_(y)
-    out = attend(*qkv)
-    then.check(out, torch.autograd.grad(out, qkv, dout))
+    out = attend(*first.qkv)
+    then.check(out, torch.autograd.grad(out, first.qkv, then.dout))
 
 
 def documents_changed_in_place(attend: Attend) -> None:
-    numbers = attend.numbers(1)
-    offsets: Any = [0, 8, TOKENS]
+    numbers, offsets = Numbers(attend, 1), [0, 8, TOKENS]
     for bound in (8, 16, 5):
         offsets[1] = bound
-        qkv, dout = numbers.shards()
-        out = attend(*qkv, cu_seqlens=offsets)
+        out = attend(*numbers.qkv, cu_seqlens=offsets)
         document = torch.arange(TOKENS) >= bound
         mask = torch.ones(TOKENS, TOKENS).tril().bool() & (document[:, None] == document)
-        numbers.check(out, torch.autograd.grad(out, qkv, dout), mask)
+        numbers.check(out, numbers.grads(out), mask)
 
 
 REPEATS = {
@@ -154,7 +135,9 @@ REPEATS = {
 def _repeats(rank: int, size: int, options: dict[str, Any]) -> None:
     attend = Attend(rank, size, options)
     for repeat in REPEATS.values():
-        attend.once(0)
+        numbers = Numbers(attend, 0)
+        out = attend(*numbers.qkv)
+        numbers.check(out, numbers.grads(out))
         repeat(attend)
 
 

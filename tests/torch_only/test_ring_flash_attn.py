@@ -97,6 +97,14 @@ def attended(function: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *args
     return [out.detach(), lse, *(x.grad for x in leaves)]
 
 
+def same_parts(results: list[Any], expected: list[Any], own: Any, *, varlen: bool = True) -> None:
+    """Compare the results of all ranks with their tokens' parts of the whole results."""
+    for rank, actual in enumerate(results):
+        for n, (x, y) in enumerate(zip(actual, expected, strict=True)):
+            y, local = (y[0] if varlen else y), own(rank)  # noqa: PLW2901 - a part of it
+            same(x, y[..., local] if n == 1 else y[local] if varlen else y[:, local])
+
+
 def tokens_of(family: str, tokens: int, size: int, rank: int) -> list[int]:
     """Return the tokens of a rank, by the definition of each layout."""
     positions = torch.arange(tokens)
@@ -126,11 +134,9 @@ def test_groups_of_ranks(pools: dict[int, LocalRanks], family: str) -> None:
 
 
 def compare_batch(pool: LocalRanks, size: int, family: str, option: Option) -> None:
-    expected_value = expected(B, 32, option)
-    for rank, actual in enumerate(pool.run(_batch, family, option.given)):
-        local = tokens_of(family, 32, size, rank)
-        for n, (x, y) in enumerate(zip(actual, expected_value, strict=True)):
-            same(x, y[:, :, local] if n == 1 else y[:, local])
+    results = pool.run(_batch, family, option.given)
+    own = lambda rank: tokens_of(family, 32, size, rank)  # noqa: E731
+    same_parts(results, expected(B, 32, option), own, varlen=False)
 
 
 LOCAL = {"three": (0, 6, 8, 18), "one": (0, 10), "empty": (0, 4, 4, 12), "equal": (0, 4, 8)}
@@ -169,12 +175,9 @@ def test_documents_split_each(
 ) -> None:
     offsets = LOCAL[local]
     documents = tuple(size * offset for offset in offsets)
-    expected_value = expected(1, documents[-1], ANSWERS[option], cu_seqlens=documents)
     results = pools[size].run(_varlen, family, offsets, ANSWERS[option].given)
-    for rank, actual in enumerate(results):
-        own = tokens_of_documents(family, offsets, size, rank)
-        for n, (x, y) in enumerate(zip(actual, expected_value, strict=True)):
-            same(x, y[0][:, own] if n == 1 else y[0][own])
+    whole = expected(1, documents[-1], ANSWERS[option], cu_seqlens=documents)
+    same_parts(results, whole, lambda rank: tokens_of_documents(family, offsets, size, rank))
 
 
 MIXED = (0, 8, 10, 20, 22)  # long, short, long, short
@@ -210,10 +213,8 @@ def test_long_documents_have_calls_of_their_own(
         expected[1][:, :, rows] = lse
         for whole, part in zip((expected[0], *expected[2:]), (out, *grads), strict=True):
             whole[:, rows] = part
-    for rank, actual in enumerate(pools[4].run(_mixed, family, ANSWERS[option].given)):
-        local = tokens_of_documents(family, MIXED, 4, rank)
-        for n, (part, all_) in enumerate(zip(actual, expected, strict=True)):
-            same(part, all_[0][:, local] if n == 1 else all_[0][local])
+    results = pools[4].run(_mixed, family, ANSWERS[option].given)
+    same_parts(results, expected, lambda rank: tokens_of_documents(family, MIXED, 4, rank))
 
 
 STREAMS = {
@@ -240,11 +241,9 @@ LLAMA3_CASES = [(4, "crossing", option) for option in ANSWERS] + [
 
 @pytest.mark.parametrize(("size", "stream", "option"), LLAMA3_CASES)
 def test_one_stream(pools: dict[int, LocalRanks], size: int, stream: str, option: str) -> None:
-    expected_value = expected(1, 32, ANSWERS[option], cu_seqlens=STREAMS[stream])
-    for rank, actual in enumerate(pools[size].run(_llama3, STREAMS[stream], ANSWERS[option].given)):
-        local = slice(rank * 32 // size, (rank + 1) * 32 // size)
-        for n, (x, y) in enumerate(zip(actual, expected_value, strict=True)):
-            same(x, y[0][:, local] if n == 1 else y[0][local])
+    results = pools[size].run(_llama3, STREAMS[stream], ANSWERS[option].given)
+    whole, part = expected(1, 32, ANSWERS[option], cu_seqlens=STREAMS[stream]), 32 // size
+    same_parts(results, whole, lambda rank: slice(rank * part, (rank + 1) * part))
 
 
 def _packed(rank: int) -> None:

@@ -27,7 +27,7 @@ from wrong import (
     problems,
     unlike_in_numpy,
     wrong_tensors,
-)
+)  # fmt: skip
 
 import ring_torch
 from ring_core import ChunkLayout
@@ -111,28 +111,15 @@ CLASSES: Values = {
     "scalar": zeros(()), "meta": zeros(5, device="meta"),
 }  # fmt: skip
 LOSS: dict[str, Values] = {
-    "cp": CONTEXT,
-    "labels": LABELS,
-    "weight": CLASSES,
-    "ignore_index": INTEGER,
+    "cp": CONTEXT, "labels": LABELS, "weight": CLASSES, "ignore_index": INTEGER,
     "reduction": {"none": None, "word": "none", "other": "max", "flag": True, "list": ["sum"]},
-    "label_smoothing": {
-        "negative": -0.1,
-        "more than 1": 1.5,
-        "word": "x",
-        "none": None,
-        "flag": True,
-    },
+    "label_smoothing": {"negative": -0.1, "more than 1": 1.5, "word": "x", "none": None, "flag": True},
     "count": {
-        "negative": -1,
-        "word": "x",
-        "flag": True,
-        "list": [1],
+        "negative": -1, "word": "x", "flag": True, "list": [1], "several": zeros(2),
         "flags": zeros((), dtype=torch.bool),
-        "several": zeros(2),
     },
     "seq_len": OPTIONS["seq_len"],
-}
+}  # fmt: skip
 
 
 def entered(every: Any) -> None:
@@ -153,12 +140,18 @@ def replaced(module: Any, cp: Any, **options: Any) -> None:
     ring_torch.replace_sdpa(module, cp, **options).remove()
 
 
-def like(*shape: int) -> Values:
+def like(*shape: int, but: tuple[str, ...] = ()) -> Values:
     """Return wrong values of a tensor of this shape, beside others of right shapes."""
-    return {
+    values: Values = {
         "none": None, **bad_tensors(*shape), "nested": nested(*shape) if len(shape) > 1 else "x",
         "size": zeros(*shape[:-1], shape[-1] + 5), "one axis more": zeros(*shape, 1),
     }  # fmt: skip
+    return {name: x for name, x in values.items() if name not in but}
+
+
+#: Its size is that of others, and another is right, too; so is one more axis.
+SIZE_IS_FREE, AXES_ARE_FREE = ("size",), ("size", "one axis more")
+MODULE: Values = {"none": None, "tensor": zeros(1), "list": [nn.Linear(1, 1)], "class": nn.Linear}
 
 
 KEYS, HEADS, VALUES = (1, 8, 2, 4), (1, 8, 4), (1, 8, 4, 3)
@@ -180,8 +173,8 @@ def optional(values: Values) -> Values:
 
 
 LINEAR: dict[str, Values] = {
-    **LAYER, "q": {n: x for n, x in like(*KEYS).items() if n != "size"}, "k": like(*KEYS),
-    "v": {n: x for n, x in like(*VALUES).items() if n != "size"}, "scale": REAL,
+    **LAYER, "q": like(*KEYS, but=SIZE_IS_FREE), "k": like(*KEYS),
+    "v": like(*VALUES, but=SIZE_IS_FREE), "scale": REAL,
     "initial_state": optional(like(1, 4, 4, 3)), "use_qk_l2norm": FLAG, "kernel": OPTIONS["kernel"],
 }  # fmt: skip
 
@@ -200,9 +193,9 @@ SUBJECTS: dict[str, Subject] = {
     "ring_torch.ContextParallel.ssd": Subject(
         cp.ssd, ssd,
         {
-            **LAYER, "x": {n: x for n, x in like(*VALUES).items() if n != "size"},
-            "dt": like(*HEADS), "A": like(4), "B": {n: x for n, x in like(*KEYS).items() if n != "size"},
-            "C": like(*KEYS), "D": {n: x for n, x in optional(like(4)).items() if n != "one axis more"},
+            **LAYER, "x": like(*VALUES, but=SIZE_IS_FREE),
+            "dt": like(*HEADS), "A": like(4), "B": like(*KEYS, but=SIZE_IS_FREE),
+            "C": like(*KEYS), "D": optional(like(4, but=("one axis more",))),
             "z": optional(like(*VALUES)), "dt_bias": optional(like(4)), "dt_softplus": FLAG,
             "dt_limit": {
                 "number": 1.0, "none": None, "falling": (1.0, 0.5), "words": ("0", "1"), "nan": (0.0, float("nan")),
@@ -215,9 +208,9 @@ SUBJECTS: dict[str, Subject] = {
         cp.selective_scan,
         {"u": zeros(HEADS), "delta": zeros(HEADS), "A": zeros(4, 3), "B": zeros(1, 8, 3), "C": zeros(1, 8, 3)},
         {
-            "u": {n: x for n, x in like(*HEADS).items() if n != "size"}, "delta": like(*HEADS),
-            "A": {n: x for n, x in like(4, 3).items() if n != "size"},
-            "B": {n: x for n, x in like(1, 8, 3).items() if n != "one axis more"},
+            "u": like(*HEADS, but=SIZE_IS_FREE), "delta": like(*HEADS),
+            "A": like(4, 3, but=SIZE_IS_FREE),
+            "B": like(1, 8, 3, but=("one axis more",)),
             "C": like(1, 8, 3), "D": optional(like(4)), "z": optional(like(*HEADS)),
             "delta_bias": optional(like(4)), "delta_softplus": FLAG, "kernel": OPTIONS["kernel"],
             "cu_seqlens": OPTIONS["cu_seqlens"], "seq_len": OPTIONS["seq_len"],
@@ -226,15 +219,15 @@ SUBJECTS: dict[str, Subject] = {
     "ring_torch.ContextParallel.linear_recurrence": Subject(
         cp.linear_recurrence, {"a": zeros(VALUES), "b": zeros(VALUES)},
         {
-            **LAYER, "a": {n: x for n, x in like(*VALUES).items() if n not in {"size", "one axis more"}},
+            **LAYER, "a": like(*VALUES, but=AXES_ARE_FREE),
             "b": like(*VALUES), "initial_state": optional(like(1, 4, 3)),
         },
     ),
     "ring_torch.ContextParallel.causal_conv1d": Subject(
         cp.causal_conv1d, {"x": zeros(HEADS), "weight": zeros(4, 3)},
         {
-            "x": {n: x for n, x in like(*HEADS).items() if n != "size"},
-            "weight": {n: x for n, x in like(4, 3).items() if n != "size"}, "bias": optional(like(4)),
+            "x": like(*HEADS, but=SIZE_IS_FREE),
+            "weight": like(4, 3, but=SIZE_IS_FREE), "bias": optional(like(4)),
             "activation": {n: x for n, x in OPTIONS["kernel"].items() if n != "none"},
             "cu_seqlens": OPTIONS["cu_seqlens"], "seq_len": OPTIONS["seq_len"],
         },
@@ -252,14 +245,14 @@ SUBJECTS: dict[str, Subject] = {
         {"layer": "linear_recurrence", "a": zeros(VALUES), "b": zeros(VALUES)},
         {
             "layer": {n: x for n, x in OPTIONS["kernel"].items() if n != "none"},
-            "a": {n: x for n, x in like(*VALUES).items() if n not in {"size", "one axis more"}},
+            "a": like(*VALUES, but=AXES_ARE_FREE),
             "b": like(*VALUES),
         },
     ),
     "ring_torch.ContextParallel.verify": Subject(
         cp.verify, {"model": nn.Linear(2, 2), "batch": {"input": zeros(1, 8, 2)}},
         {
-            "model": {"none": None, "tensor": zeros(1), "list": [nn.Linear(1, 1)], "class": nn.Linear},
+            "model": MODULE,
             "batch": {"none": None, "tensor": zeros(1, 8, 2), "list": [zeros(1, 8, 2)], "word": "x"},
             "dims": {"word": "x", "list": [1], "no tensor": {"other": 1}, "too large": {"input": 3}},
         },
@@ -289,18 +282,14 @@ SUBJECTS: dict[str, Subject] = {
         {
             "cp": CONTEXT,
             "batch": {"none": None, "tensor": ids(2, 8), "list": [ids(2, 8)], "word": "x"},
-            "model": {"none": None, "tensor": zeros(1), "list": [nn.Linear(1, 1)], "class": nn.Linear},
+            "model": MODULE,
             "dropout_seed": OPTIONS["dropout_seed"],
         },
     ),
-    "ring_torch.ContextParallel.reduce_gradients": Subject(
-        cp.reduce_gradients, {"model": nn.Linear(1, 1)},
-        {"model": {"none": None, "tensor": zeros(1), "list": [nn.Linear(1, 1)], "class": nn.Linear}},
-    ),
-    "ring_torch.ContextParallel.reduce_each_gradient": Subject(
-        cp.reduce_each_gradient, {"model": nn.Linear(1, 1)},
-        {"model": {"none": None, "tensor": zeros(1), "list": [nn.Linear(1, 1)], "class": nn.Linear}},
-    ),
+    **{
+        f"ring_torch.ContextParallel.{call.__name__}": Subject(call, {"model": nn.Linear(1, 1)}, {"model": MODULE})
+        for call in (cp.reduce_gradients, cp.reduce_each_gradient)
+    },
     "ring_torch.cross_entropy": Subject(
         ring_torch.cross_entropy,
         {"cp": cp, "logits": zeros(2, 8, 5), "labels": ids(2, 8)},
@@ -328,7 +317,7 @@ SUBJECTS: dict[str, Subject] = {
     "ring_torch.replace_sdpa": Subject(
         replaced, {"module": nn.Linear(1, 1), "cp": cp},
         {
-            "module": {"none": None, "tensor": zeros(1), "list": [nn.Linear(1, 1)], "class": nn.Linear},
+            "module": MODULE,
             "cp": CONTEXT,
             **dict.fromkeys(("whole_keys", "sharded_keys", "local"), NAMES),
             "documents": {"word": "x", "not from 0": (1, 8), "decreasing": (0, 8, 4), "floats": (0, 8.5), "number": 8},
