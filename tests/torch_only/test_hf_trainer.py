@@ -15,7 +15,7 @@ from packaging.version import Version
 from torch import Tensor
 from trained import arguments, be_started, collate, documents, looped, session, trained
 from transformers import Trainer
-from trl_trained import PREFERENCES, trl_trained
+from trl_trained import TRAINERS, trl_trained
 
 from ring_core import RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, hf
@@ -274,7 +274,7 @@ def test_models_that_are_set_later_are_never_computed_whole(
 
 
 @pytest.mark.nightly(unless=["sft", "orpo"])
-@pytest.mark.parametrize("kind", ["sft", "reward", "gkd", *PREFERENCES])
+@pytest.mark.parametrize("kind", TRAINERS)
 def test_trainers_of_trl(pools: dict[int, LocalRanks], tmp_path: Path, kind: str) -> None:
     """A Trainer is trusted by class, not package: a loss that reads logits needs whole ones."""
     expected = pools[1].run(trl_trained, 1, None, kind, str(tmp_path / "one"))[0]
