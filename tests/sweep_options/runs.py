@@ -1,4 +1,4 @@
-"""Runs of a small model with one option: a Trainer's session, an adapter's gradients, RoPE."""
+"""Runs of a small model with one option: a Trainer's session, or an adapter's gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from trl_trained import rows_of, trainer_of
 from ring_torch import ContextParallel, hf
 from ring_torch.hf.models.hooks import hooks_of
 from sweep_options.adapters import adapted
-from sweep_options.options import ROPE
 
 Results = dict[str, Any]
 
@@ -173,18 +172,6 @@ def _adapter(
     return _forward(draws.model, cp, more)
 
 
-def _rope(
-    draws: Draws, rope_type: str, options: dict[str, Any], cp: Any, _: str, is_wide: bool
-) -> Results:  # fmt: skip
-    """Return the loss, logits and gradients of a model with this RoPE on a long sequence."""
-    del is_wide
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    if ROPE in options:
-        rope |= {"rope_type": rope_type, **options[ROPE]}
-    model = draws.model = build("Llama", rope_parameters=rope, max_position_embeddings=16)
-    return _forward(model, cp, {})
-
-
 def _forward(model: Any, cp: Any, more: dict[str, Any]) -> Results:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(4, BYTES, (2, LENGTH), generator=generator)
@@ -201,4 +188,4 @@ def _forward(model: Any, cp: Any, more: dict[str, Any]) -> Results:
     return {"loss": output.loss.detach(), "logits": output.logits.detach()} | grads
 
 
-RUNS = {"trainer": _trainer, "peft": _adapter, "rope": _rope}
+RUNS = {"trainer": _trainer, "peft": _adapter}
