@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -153,15 +154,14 @@ def count(backend: str, paths: str) -> Count:
     return Count(backend, total - failed - skipped, failed, skipped, seconds)
 
 
-def environment() -> dict[str, str]:
-    """Return the versions of Python and packages, and the machine."""
-    facts = {"python": platform.python_version(), "machine": platform.machine()}
-    for name in ("numpy", "torch", "jax"):
-        try:
-            facts[name] = version(name)
-        except PackageNotFoundError:
-            facts[name] = "not installed"
-    return facts
+def environment(*packages: str) -> dict[str, str]:
+    """Return the versions of Python, of the kernel and of packages, and the machine."""
+    installed = {x.name for x in distributions()}
+    return {
+        "python": platform.python_version(), "machine": platform.machine(),
+        "kernel": platform.release(), "cores": str(os.cpu_count()),
+        **{x: version(x) if x in installed else "not installed" for x in packages},
+    }  # fmt: skip
 
 
 def main() -> int:
@@ -180,7 +180,7 @@ def main() -> int:
         failed |= any(x.failed or x.skipped or not x.passed for x in counts)
         stored[promise.name] = {"text": promise.text, "runs": [*map(asdict, counts)]}
     results = {
-        "environment": environment(), "promises": {x: stored[x] for x in names if x in stored},
+        "environment": environment("numpy", "torch", "jax"), "promises": {x: stored[x] for x in names if x in stored},
     }  # fmt: skip
     KEPT.write_text(json.dumps(results, indent=1) + "\n")
     return 1 if failed else 0
