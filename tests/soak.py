@@ -126,12 +126,11 @@ def many_calls(rank: int, calls: int, seed: int) -> Run:
 
 def growth(warm: Held, end: Held) -> list[str]:
     """Return a message for each resource that grew, and for each cache that did not fill up."""
-    wrong = []
-    if end.memory > warm.memory + GROWTH:
-        wrong.append(f"memory grew by {(end.memory - warm.memory) >> 20} MiB")
-    for name in ("files", "threads"):
-        if (now := getattr(end, name)) > (before := getattr(warm, name)):
-            wrong.append(f"open {name} grew from {before} to {now}")
+    wrong = [
+        f"{name} grew from {getattr(warm, name)} to {getattr(end, name)}"
+        for name, allowed in (("memory", GROWTH), ("files", 0), ("threads", 0))
+        if getattr(end, name) > getattr(warm, name) + allowed
+    ]
     limits = {
         "plans": _plan._make_plan.cache_info().maxsize,
         "calls": prepare._prepare.cache_info().maxsize,
