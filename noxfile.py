@@ -231,7 +231,7 @@ def sweep(session: nox.Session, release: str) -> None:
 
 @nox.session(python="3.12", default=False)
 def sweep_options(session: nox.Session) -> None:
-    """Try every option of Trainers, adapters and RoPE on two ranks; skip rows of the table."""
+    """Try every option of Trainers and adapters on two ranks; skip rows of the table."""
     install(session, BACKENDS["torch"], GROUPS["torch"], *CONSTRAINED)
     session.run("python", "tests/sweep_options", *session.posargs)
 

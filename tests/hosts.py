@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import shutil
 import signal
@@ -22,10 +21,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from reliability import environment
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -338,8 +338,7 @@ def main() -> int:
     return 0 if all(job_report.ok for job_report in reports) else 1
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """Outcome of a job."""
 
     name: str
@@ -369,10 +368,8 @@ def report(job: Job) -> Report:
 def keep(path: Path, backend: str, reports: Sequence[Report]) -> None:
     """Write the reports to a file, and keep those of other backends in it."""
     stored = json.loads(path.read_text()) if path.exists() else {"environment": {}, "backends": {}}
-    environment = {"python": platform.python_version(), "kernel": platform.release()}
-    environment |= {backend: version(backend), "numpy": version("numpy")}
-    stored["environment"] |= environment
-    stored["backends"][backend] = [asdict(job_report) for job_report in reports]
+    stored["environment"] |= environment(backend, "numpy")
+    stored["backends"][backend] = [x._asdict() for x in reports]
     path.write_text(json.dumps(stored, indent=1) + "\n")
 
 

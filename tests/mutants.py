@@ -195,7 +195,10 @@ GATHERED_MUTANTS: dict[str, Edits] = {
 #: Mutants that only strategy ``gather`` in JAX shows.
 JAX_GATHERED_MUTANTS: dict[str, Edits] = {
     "gathered-out-of-order": {
-        "ring_jax.collectives:Ranks.gather": {"tiled=True))": "tiled=True)[::-1 if axis == 0 else 1, ::-1])"},
+        "ring_jax.collectives:Ranks.gather": {
+            "lax.all_gather(": "__import__('jax').numpy.roll(lax.all_gather(",
+            "tiled=True))": "tiled=True), x.shape[axis], axis))",
+        },
     },
     "scattered-grads-dropped": {"ring_jax.collectives:Ranks.scatter": {"return cast": "return 0 * cast"}},
 }  # fmt: skip
@@ -213,8 +216,7 @@ GROUP_MUTANTS: dict[str, Edits] = {
     "groups-swapped": {
         **_IN_GROUPS,
         "ring_torch.strategies.gather:Gather._keys_by_group": {
-            "keys, saved[:per_group])\n        del saved[:per_group]":
-            "keys, saved[-per_group:])\n        del saved[-per_group:]",
+            "keys.columns(saved[:per_group], ": "keys.columns(saved[-per_group:], ", "del saved[:per_group]": "del saved[-per_group:]",
         },
     },
     "grads-of-groups-dropped": {**_IN_GROUPS, **_OVERLAPPED},

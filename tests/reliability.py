@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -34,6 +35,8 @@ class Promise:
     tests: tuple[tuple[str, str], ...]  # backend; paths in the tests folder, with pytest options
 
 
+#: Promises by name, and their tests: backends, with paths and options of pytest. XLA's compiler
+#: crashes after some five hundred programs in one process, so kernels for TPUs run in two.
 PROMISES = (
     Promise(
         "exact",
@@ -46,9 +49,8 @@ PROMISES = (
     ),
     Promise(
         "interpreted",
-        "so do the kernels for TPUs in the ring, where an interpreter runs them that looks for "
-        "races and fills fresh memory with NaN; what they cannot do they refuse by name",
-        # In two runs: XLA's compiler crashes after some five hundred programs in one process.
+        "so do the kernels for TPUs in the ring, where an interpreter runs them that looks for races "
+        "and fills fresh memory with NaN; what they cannot do they refuse by name",
         (
             ("jax-tpu", "jax_tpu_only/test_table.py --all -kplain"),
             ("jax-tpu", "jax_tpu_only/test_table.py --all -knot(plain)"),
@@ -57,7 +59,7 @@ PROMISES = (
     Promise(
         "noticed",
         "rings that are broken on purpose are found",
-        (("core", "meta"), ("torch", "meta"), ("jax", "meta")),
+        tuple((x, "meta") for x in ("core", "torch", "jax")),
     ),
     Promise(
         "values",
@@ -75,8 +77,8 @@ PROMISES = (
     ),
     Promise(
         "faults",
-        "where a rank is killed, stalls or is cut off, the others end within the timeout in an "
-        "error, nobody has a wrong result, and no process stays",
+        "where a rank is killed, stalls or is cut off, the others end within the timeout in an error, "
+        "nobody has a wrong result, and no process stays",
         (
             ("torch", "torch_only/test_faults.py torch_only/test_lost_ranks.py"),
             ("jax", "jax_only/test_lost_processes.py"),
@@ -89,8 +91,8 @@ PROMISES = (
     ),
     Promise(
         "numbers",
-        "logits of 10,000, NaN, infinity, denormals, ties and rows that see nothing come out as "
-        "from dense attention; errors do not grow with the ring",
+        "logits of 10,000, NaN, infinity, denormals, ties and rows that see nothing come out as from "
+        "dense attention; errors do not grow with the ring",
         (
             ("core", "conformance/test_numbers.py core/test_numerics.py"),
             ("torch", "conformance/test_numbers.py"),
@@ -99,8 +101,8 @@ PROMISES = (
     ),
     Promise(
         "interplay",
-        "compiled, under autocast, checkpointing, FSDP2, DDP, hooks, vmap, scan, remat and with "
-        "donated buffers the results are the same, or the refusal is clear",
+        "compiled, under autocast, checkpointing, FSDP2, DDP, hooks, vmap, scan, remat and with donated"
+        " buffers the results are the same, or the refusal is clear",
         (
             ("torch", "torch_only/test_interplay.py torch_only/test_compile.py"),
             ("jax", "jax_only/test_api.py jax_only/test_program.py"),
@@ -118,9 +120,9 @@ PROMISES = (
     Promise(
         "names",
         "public names and signatures change on purpose alone",
-        (("core", "api"), ("torch", "api"), ("jax", "api")),
+        tuple((x, "api") for x in ("core", "torch", "jax")),
     ),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,11 +141,7 @@ def count(backend: str, paths: str) -> Count:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        words_of_command = paths.split()
-        arguments = [
-            word if word.startswith("-") else str(ROOT / "tests" / word)
-            for word in words_of_command
-        ]
+        arguments = [x if x.startswith("-") else str(ROOT / "tests" / x) for x in paths.split()]
         command = ["-m", "pytest", *arguments, f"--backend={backend}", f"--junit-xml={report}"]
         subprocess.run([sys.executable, *command], cwd=ROOT, check=False)
         suites = list(ET.parse(report).getroot().iter("testsuite"))
@@ -156,15 +154,14 @@ def count(backend: str, paths: str) -> Count:
     return Count(backend, total - failed - skipped, failed, skipped, seconds)
 
 
-def environment() -> dict[str, str]:
-    """Return the versions of Python and packages, and the machine."""
-    facts = {"python": platform.python_version(), "machine": platform.machine()}
-    for name in ("numpy", "torch", "jax"):
-        try:
-            facts[name] = version(name)
-        except PackageNotFoundError:
-            facts[name] = "not installed"
-    return facts
+def environment(*packages: str) -> dict[str, str]:
+    """Return the versions of Python, of the kernel and of packages, and the machine."""
+    installed = {x.name for x in distributions()}
+    return {
+        "python": platform.python_version(), "machine": platform.machine(),
+        "kernel": platform.release(), "cores": str(os.cpu_count()),
+        **{x: version(x) if x in installed else "not installed" for x in packages},
+    }  # fmt: skip
 
 
 def main() -> int:
@@ -180,18 +177,12 @@ def main() -> int:
     chosen = [promise for promise in PROMISES if promise.name in names_asked]
     for promise in tqdm(chosen, unit="promise", disable=None):
         counts = [count(*tests) for tests in promise.tests]
-        failed |= any(
-            count_of_run.failed or count_of_run.skipped or not count_of_run.passed
-            for count_of_run in counts
-        )
-        runs = [asdict(count_of_run) for count_of_run in counts]
-        stored[promise.name] = {"text": promise.text, "runs": runs}
-    promises = {
-        promise.name: stored[promise.name] for promise in PROMISES if promise.name in stored
-    }
-    KEPT.write_text(
-        json.dumps({"environment": environment(), "promises": promises}, indent=1) + "\n"
-    )
+        failed |= any(x.failed or x.skipped or not x.passed for x in counts)
+        stored[promise.name] = {"text": promise.text, "runs": [*map(asdict, counts)]}
+    results = {
+        "environment": environment("numpy", "torch", "jax"), "promises": {x: stored[x] for x in names if x in stored},
+    }  # fmt: skip
+    KEPT.write_text(json.dumps(results, indent=1) + "\n")
     return 1 if failed else 0
 
 

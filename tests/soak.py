@@ -13,7 +13,6 @@ import gc
 import hashlib
 import json
 import os
-import platform
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from cases import RINGS
+from reliability import environment
 from torch import Tensor
 from tqdm import tqdm
 
@@ -126,13 +126,11 @@ def many_calls(rank: int, calls: int, seed: int) -> Run:
 
 def growth(warm: Held, end: Held) -> list[str]:
     """Return a message for each resource that grew, and for each cache that did not fill up."""
-    wrong = []
-    if end.memory > warm.memory + GROWTH:
-        wrong.append(f"memory grew by {(end.memory - warm.memory) >> 20} MiB")
-    if end.files > warm.files:
-        wrong.append(f"open files grew from {warm.files} to {end.files}")
-    if end.threads > warm.threads:
-        wrong.append(f"threads grew from {warm.threads} to {end.threads}")
+    wrong = [
+        f"{name} grew from {getattr(warm, name)} to {getattr(end, name)}"
+        for name, allowed in (("memory", GROWTH), ("files", 0), ("threads", 0))
+        if getattr(end, name) > getattr(warm, name) + allowed
+    ]
     limits = {
         "plans": _plan._make_plan.cache_info().maxsize,
         "calls": prepare._prepare.cache_info().maxsize,
@@ -194,14 +192,9 @@ def compared(first: Sequence[Run], again: Sequence[Run]) -> list[str]:
     for rank, (first_result, second_result) in enumerate(zip(first, again, strict=True)):
         say(f"rank {rank}: {first_result.seconds:.0f} s, digest {first_result.digest}")
         say(f"  after a fifth {first_result.warm}\n  at the end    {first_result.end}")
-        say(
-            f"  again, at the end {second_result.end}, digest {second_result.digest}, {second_result.seconds:.0f} s"
-        )
-        wrong += [
-            f"rank {rank}: {text}"
-            for end in (first_result.end, second_result.end)
-            for text in growth(first_result.warm, end)
-        ]
+        say(f"  again         {second_result.end}, digest {second_result.digest}")
+        for end in (first_result.end, second_result.end):
+            wrong += [f"rank {rank}: {text}" for text in growth(first_result.warm, end)]
         if first_result.digest != second_result.digest:
             wrong.append(f"rank {rank}: results differ from run to run, bit for bit")
     return wrong
@@ -227,34 +220,23 @@ def main() -> int:
     for text in wrong:
         say(f"wrong: {text}")
     if arguments.json is not None:
+        both = zip(map(asdict, first), map(asdict, again), strict=True)
         calls = {
-            "calls": arguments.calls,
-            "times": 2,
-            "kinds": KINDS,
-            "ranks": [
-                {"first": asdict(before), "again": asdict(repeated)}
-                for before, repeated in zip(first, again, strict=True)
-            ],
-        }
+            "calls": arguments.calls, "times": 2, "kinds": KINDS,
+            "ranks": [{"first": before, "again": repeated} for before, repeated in both],
+        }  # fmt: skip
         tokens = {
             "tokens": arguments.tokens, "ranks": len(result), "window": WINDOW,
             "seconds": round(seconds), "error": error, "allowed": NEAR,
         }  # fmt: skip
-        report = {"environment": environment(), "calls": calls, "long": tokens, "wrong": wrong}
+        report = {
+            "environment": environment("torch", "numpy"),
+            "calls": calls,
+            "long": tokens,
+            "wrong": wrong,
+        }
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if wrong else 0
-
-
-def environment() -> dict[str, str]:
-    """Return the versions and the machine of this run."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "kernel": platform.release(),
-        "machine": platform.machine(),
-        "cores": str(os.cpu_count()),
-    }
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from hf_models import build
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from trained import be_started, context
 from transformers import PreTrainedTokenizerFast
-from trl import (
+from trl import (  # fmt: skip
     DPOConfig,
     DPOTrainer,
     KTOConfig,
@@ -30,9 +30,12 @@ from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 from ring_torch import hf
 
-PREFERENCES: dict[str, tuple[Any, Any]] = {
-    "dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig), "cpo": (CPOTrainer, CPOConfig),
-    "orpo": (ORPOTrainer, ORPOConfig), "tpo": (TPOTrainer, TPOConfig),
+#: Trainers, their configs, and options that each needs.
+TRAINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "sft": (SFTTrainer, SFTConfig, {"packing": True}), "reward": (RewardTrainer, RewardConfig, {}),
+    "gkd": (GKDTrainer, GKDConfig, {"lmbda": 0.0}), "dpo": (DPOTrainer, DPOConfig, {}),
+    "kto": (KTOTrainer, KTOConfig, {}), "cpo": (CPOTrainer, CPOConfig, {}),
+    "orpo": (ORPOTrainer, ORPOConfig, {}), "tpo": (TPOTrainer, TPOConfig, {}),
 }  # fmt: skip
 READ_LOGITS = ("cpo", "orpo", "tpo", "gkd")
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.:()-'\n"
@@ -59,9 +62,56 @@ def texts(count: int, start: int = 0) -> list[str]:
 
 
 def pairs(count: int) -> Dataset:
-    """Return a data set of prompts with a chosen and a rejected completion."""
+    """Return a data set of prompts with a chosen and a rejected completion, which is shorter."""
     three = zip(texts(count), texts(count, 3000), texts(count, 7000), strict=True)
-    return Dataset.from_list([{"prompt": a, "chosen": b, "rejected": c} for a, b, c in three])
+    return Dataset.from_list([{"prompt": a, "chosen": b, "rejected": c[9:]} for a, b, c in three])
+
+
+def _chat(prompt: str, answer: str) -> dict[str, Any]:
+    turns = (("user", prompt), ("assistant", answer))
+    return {"messages": [{"role": role, "content": text} for role, text in turns]}
+
+
+def rows_of(kind: str, count: int, data: str = "text") -> Dataset:
+    """Return a data set for a trainer; for ``sft`` of texts, of completions, or a chat."""
+    if kind in ("sft", "gkd"):
+        both = zip(texts(count), texts(count, 3000), strict=True)
+        makes: dict[str, Any] = {
+            "text": lambda x, y: {"text": x, "words": y}, "chat": _chat,
+            "completion": lambda x, y: {"prompt": x, "completion": y},
+        }  # fmt: skip
+        return Dataset.from_list([makes["chat" if kind == "gkd" else data](*x) for x in both])
+    rows = pairs(count)
+    if kind == "kto":
+        return Dataset.from_list([
+            {"prompt": x["prompt"], "completion": x[name], "label": name == "chosen"}
+            for x in rows for name in ("chosen", "rejected")
+        ])  # fmt: skip
+    return rows.add_column("reference", texts(count, 9000)) if kind == "tpo" else rows
+
+
+def trainer_of(
+    kind: str, rows: Dataset, options: dict[str, Any], dtype: Any, **changes: Any
+) -> Any:
+    """Return a Trainer of TRL over a small model of this dtype."""
+    letters = tokenizer()
+    letters.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    sizes: dict[str, Any] = {"vocab_size": len(letters), "pad_token_id": 0, "eos_token_id": 1}
+    name, sizes = changes.pop("model", "Llama"), sizes | changes
+    if kind == "reward":
+        sizes |= {"head": "ForSequenceClassification", "num_labels": 1}
+    others = {"dpo": "ref_model", "kto": "ref_model", "gkd": "teacher_model"}
+    more = (
+        {others[kind]: build(name, **sizes, rms_norm_eps=0.1).to(dtype)} if kind in others else {}
+    )
+    trainer, config, _ = TRAINERS[kind]
+    return trainer(
+        build(name, **sizes).to(dtype), **more, processing_class=letters, train_dataset=rows,
+        eval_dataset=rows.select(range(5)), args=config(**options),
+    )  # fmt: skip
 
 
 def trl_trained(
@@ -72,71 +122,15 @@ def trl_trained(
     Losses of :data:`READ_LOGITS` read logits, so these Trainers are refused without whole ones.
     """
     be_started(rank, ranks)
-    common: dict[str, Any] = {
+    options: dict[str, Any] = {
         "output_dir": str(Path(folder) / f"{kind}{rank}"), "max_steps": 4, "logging_steps": 1,
         "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 1e-3,
         "use_cpu": not torch.cuda.is_available(), "bf16": False, "report_to": "none",
         "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False,
-        "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant",
-    }  # fmt: skip
-    tokenizer_of_letters = tokenizer()
-    letters: dict[str, Any] = {
-        "vocab_size": len(tokenizer_of_letters),
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-    }
-    trainer: Any
-    if kind == "sft":
-        rows = Dataset.from_list([{"text": x} for x in texts(40)])
-        trainer = SFTTrainer(
-            build("Llama", **letters).float(), processing_class=tokenizer_of_letters, train_dataset=rows,
-            eval_dataset=rows.select(range(5)),
-            args=SFTConfig(**common, packing=True, max_length=96),
-        )  # fmt: skip
-    elif kind == "reward":
-        model = build("Llama", head="ForSequenceClassification", num_labels=1, **letters).float()
-        trainer = RewardTrainer(
-            model, processing_class=tokenizer_of_letters, train_dataset=pairs(16), eval_dataset=pairs(5),
-            args=RewardConfig(**common, max_length=96),
-        )  # fmt: skip
-    elif kind == "gkd":
-        turns = [
-            [
-                {"role": "user", "content": x["prompt"]},
-                {"role": "assistant", "content": x["chosen"]},
-            ]
-            for x in pairs(16)
-        ]
-        tokenizer_of_letters.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-        data = Dataset.from_list([{"messages": x} for x in turns])
-        trainer = GKDTrainer(
-            build("Llama", **letters).float(), teacher_model=build("Llama", **letters, rms_norm_eps=0.1).float(),
-            processing_class=tokenizer_of_letters, train_dataset=data, eval_dataset=data.select(range(5)),
-            args=GKDConfig(**common, lmbda=0.0, max_length=96),
-        )  # fmt: skip
-    else:
-        trainer_of_kind, config_of_kind = PREFERENCES[kind]
-        data, model = pairs(16), build("Llama", **letters).float()
-        if kind == "kto":
-            right, wrong = (
-                [
-                    {"prompt": x["prompt"], "completion": x[name], "label": name == "chosen"}
-                    for x in data
-                ]
-                for name in ("chosen", "rejected")
-            )
-            data = Dataset.from_list(
-                [row for both in zip(right, wrong, strict=True) for row in both]
-            )
-        if kind == "tpo":
-            data = data.add_column("reference", texts(16, 9000))
-        reference = (
-            {"ref_model": build("Llama", **letters).float()} if kind in ("dpo", "kto") else {}
-        )
-        trainer = trainer_of_kind(
-            model, **reference, processing_class=tokenizer_of_letters, train_dataset=data,
-            eval_dataset=data.select(range(5)), args=config_of_kind(**common, max_length=96),
-        )  # fmt: skip
+        "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant", "max_length": 96,
+    } | TRAINERS[kind][2]  # fmt: skip
+    rows = rows_of(kind, 40 if kind == "sft" else 16)
+    trainer = trainer_of(kind, rows, options, torch.float32)
     if cp_size is not None and kind in READ_LOGITS:
         with pytest.raises(ValueError, match=r"reads logits .*give logits='gather'"):
             hf.parallelize(trainer, context(cp_size))

@@ -91,7 +91,7 @@ class Group:
 
         with (
             patch.object(calls, "agree_on_call", lambda *_: None),
-            patch.object(calls, "guarded", lambda *_: nullcontext()),
+            patch.object(calls, "GuardedPass", lambda *_: nullcontext()),
             patch.object(RecurrentCall, "_gather", gather),
             torch.no_grad(),
         ):

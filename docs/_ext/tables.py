@@ -42,7 +42,7 @@ def faults() -> str:
     rows = []
     for fault in _of_tests("faults_of_others/models.py").FAULTS:
         test = f"`test_rejected_there_and_right_here[{fault.name}]`"
-        rows.append((f"{fault.what} {fault.details}", f"**{fault.ring}** {fault.how}", test))
+        rows.append((fault.text, f"**{fault.ring}** {fault.how}", test))
     return _table(("the fault, and where it was reported", "what Ring does", "test"), rows)
 
 

@@ -214,8 +214,7 @@ class Fault:
     Attributes:
         name: Its name in the tests.
         model: What the library computed, for all ranks of a small sequence.
-        what: The fault in a sentence.
-        details: More of it, and where it was reported.
+        text: The fault in a sentence, then more of it, and where it was reported.
         how: A sentence about what Ring does.
         options: Options of the call.
         ring: What comes of the call in Ring.
@@ -224,8 +223,7 @@ class Fault:
 
     name: str
     model: Callable[[Example], Results]
-    what: str
-    details: str
+    text: str
     how: str
     options: Mapping[str, Any] = field(default_factory=lambda: {"causal": True})
     ring: Literal["exact", "refused"] = "exact"
@@ -238,87 +236,85 @@ _SINKS = np.linspace(-1, 1, HEADS)
 FAULTS = (
     Fault(
         "no_communication", no_communication,
-        "Ulysses and ring were combined without their group sizes, and no rank sent anything.",
+        "Ulysses and ring were combined without their group sizes, and no rank sent anything. "
         "Each rank attended to its own tokens, at an impossible rate and with a smooth loss. "
         "Reported as NVIDIA-NeMo/Megatron-Bridge#2665.",
         "Bytes are counted, and must be the program's; rows must be right.",
     ),
     Fault(
         "kernel_upgrade_bypasses_the_ring", no_communication,
-        "A newer kernel was selected by another name than the one that the ring had replaced.",
+        "A newer kernel was selected by another name than the one that the ring had replaced. "
         "Every rank attended to its own shard alone, with a plausible loss. Reported as "
         "axolotl-ai-cloud/axolotl#3928.",
-        "A sharded batch carries a mask that no other attention can read.",
-        ring="refused",
+        "A sharded batch carries a mask that no other attention can read.", ring="refused",
     ),
     Fault(
         "replicated_tokens_counted_twice", replicated_tokens_counted_twice,
-        "Text tokens that all ranks hold were sent round the ring as if each rank's were different.",
-        "Their softmax weight is as many times too large as there are ranks. Reported as "
-        "sgl-project/sglang#33327.",
-        "Tokens are sharded, every one on one rank, and counted once.",
-        options={},
+        "Text tokens that all ranks hold were sent round the ring as if each rank's were "
+        "different. Their softmax weight is as many times too large as there are ranks. Reported "
+        "as sgl-project/sglang#33327.",
+        "Tokens are sharded, every one on one rank, and counted once.", options={},
     ),
     Fault(
         "stale_keys_in_the_backward", stale_keys_in_the_backward,
-        "The backward read the keys that had arrived last, not those of its step.",
-        "The forward is right. Reported as huggingface/diffusers#14265.",
-        "Keys travel again, or those that arrived are saved.",
-        options={},
+        "The backward read the keys that had arrived last, not those of its step. The forward is "
+        "right. Reported as huggingface/diffusers#14265.",
+        "Keys travel again, or those that arrived are saved.", options={},
     ),
     Fault(
         "layouts_that_differ", layouts_that_differ,
-        "Tokens were cut in zigzag, and attention took them for contiguous.",
-        "The mask is right for other tokens; training diverged without an error. Reported as miles#885.",
+        "Tokens were cut in zigzag, and attention took them for contiguous. The mask is right for"
+        " other tokens; training diverged without an error. Reported as miles#885.",
         "Shards and attention have one layout, which all ranks compare before they send.",
     ),
     Fault(
         "heads_of_another_model", heads_of_another_model,
-        "The number of heads of a process's first model was used for the second.",
-        "Heads were dealt out as 4, 4, 4 and 0: the last rank had none. Reported as "
-        "deepspeedai/DeepSpeed#8316 (and #8291).",
+        "The number of heads of a process's first model was used for the second. Heads were dealt"
+        " out as 4, 4, 4 and 0: the last rank had none. Reported as deepspeedai/DeepSpeed#8316 "
+        "(and #8291).",
         "Nothing is kept between models; each call's heads are dealt out anew, to any ranks.",
         heads=(6, 2),
     ),
     Fault(
         "ratio_of_heads_broken_by_padding", ratio_of_heads_broken_by_padding,
-        "Key heads were padded to a multiple of the ranks, and query heads kept their old ratio.",
-        "Query heads meet other key heads than their own. Reported as vllm-project/vllm-omni#5716.",
-        "`ulysses` pads so that each K/V head of a rank keeps equally many query heads of its own.",
+        "Key heads were padded to a multiple of the ranks, and query heads kept their old ratio. "
+        "Query heads meet other key heads than their own. Reported as "
+        "vllm-project/vllm-omni#5716.",
+        "`ulysses` pads so that each K/V head of a rank keeps equally many query heads of its "
+        "own.",
     ),
     Fault(
         "key_heads_fewer_than_ranks", key_heads_fewer_than_ranks,
-        "A key head that several ranks share was looked up by the rank, not by the head.",
-        "Rank ``r`` of the heads' owners read head ``r % K``. Named, for decoding, in "
+        "A key head that several ranks share was looked up by the rank, not by the head. Rank "
+        "``r`` of the heads' owners read head ``r % K``. Named, for decoding, in "
         "sgl-project/sglang#34355.",
-        "Rings and gathers split tokens, never heads, so one key head will do.",
-        heads=(4, 2),
+        "Rings and gathers split tokens, never heads, so one key head will do.", heads=(4, 2),
     ),
     Fault(
         "empty_shards", with_lse(lambda lse: np.where(np.isneginf(lse), 0.0, lse)),
-        "A rank without keys handed on NaN, or a weight of one, for what it had not seen.",
-        "Output drifts with the length until it is gibberish; reported, without a known cause, as "
+        "A rank without keys handed on NaN, or a weight of one, for what it had not seen. Output "
+        "drifts with the length until it is gibberish; reported, without a known cause, as "
         "vllm-project/vllm#41623, and as a fault of empty shards in "
         "vllm-project/vllm-ascend#14126.",
         "A row that sees nothing has `out = 0` and `lse = -inf`, the identity.",
     ),
     Fault(
         "window_inverted", window_inverted,
-        "Left and right of a window were exchanged on the way to the kernel.",
-        "Reported as lm-engine#447.",
+        "Left and right of a window were exchanged on the way to the kernel. Reported as "
+        "lm-engine#447.",
         "`window=(left, right)` is one rule over positions, for every kernel.",
         options={"window": (6, 0)},
     ),
     Fault(
         "window_dropped", options_dropped,
-        "A layer's window did not reach attention once sequences were split.",
-        "Reported as PrimeIntellect-ai/prime-rl#2828.",
+        "A layer's window did not reach attention once sequences were split. Reported as "
+        "PrimeIntellect-ai/prime-rl#2828.",
         "No argument is ignored: a layer's window is compared with its mask.",
         options={"causal": True, "window": (5, 0)},
     ),
     Fault(
         "window_of_each_block", window_of_each_block,
-        "The window was passed to each step's kernel, which counts from the block's own start.",
+        "The window was passed to each step's kernel, which counts from the block's own start. "
         "Every step but the first is wrong. In zhuzilin/ring-flash-attention, whose README says "
         "that windows are not supported and whose code does not refuse them.",
         "The plan cuts the window for each pair of shards.",
@@ -326,28 +322,25 @@ FAULTS = (
     ),
     Fault(
         "scale_dropped", options_dropped,
-        "The model's own scale was lost in keyword arguments, and the default was used.",
-        "Reported as PrimeIntellect-ai/prime-rl#2681.",
-        "`softmax_scale` is an argument.",
-        options={"causal": True, "softmax_scale": 0.1},
+        "The model's own scale was lost in keyword arguments, and the default was used. Reported "
+        "as PrimeIntellect-ai/prime-rl#2681.",
+        "`softmax_scale` is an argument.", options={"causal": True, "softmax_scale": 0.1},
     ),
     Fault(
         "sinks_dropped", options_dropped,
-        "Sinks were lost in keyword arguments.",
-        "Reported as PrimeIntellect-ai/prime-rl#3397.",
-        "`sinks` are added once, at the end.",
-        options={"causal": True, "sinks": _SINKS},
+        "Sinks were lost in keyword arguments. Reported as PrimeIntellect-ai/prime-rl#3397.",
+        "`sinks` are added once, at the end.", options={"causal": True, "sinks": _SINKS},
     ),
     Fault(
         "sinks_added_every_hop", lambda x: {"dsinks": x.exact["dsinks"] * 4},
-        "The gradient of sinks was added in each hop, and summed over the mesh again.",
-        "Four times too large on two devices. Found in erfanzar/ejkernel 0.0.80.3.",
+        "The gradient of sinks was added in each hop, and summed over the mesh again. Four times "
+        "too large on two devices. Found in erfanzar/ejkernel 0.0.80.3.",
         "The gradient is this rank's part, summed over ranks once.",
         options={"causal": True, "sinks": _SINKS},
     ),
     Fault(
         "mask_dropped_for_causal", options_dropped,
-        "Hooks removed the attention mask of packed documents, and asked for causal attention.",
+        "Hooks removed the attention mask of packed documents, and asked for causal attention. "
         "Documents see those before them. In huggingface/accelerate's hooks for context "
         "parallelism; as an inflated loss in axolotl-ai-cloud/axolotl#4002.",
         "Documents are part of the mask; a mask that is not understood is refused.",
@@ -355,51 +348,49 @@ FAULTS = (
     ),
     Fault(
         "lengths_rounded_down", lengths_rounded_down,
-        "Lengths of documents were divided by the ranks, and rounded down.",
-        "A document of 7 tokens on 2 ranks has 6. Reported as NVIDIA/TransformerEngine#1930.",
+        "Lengths of documents were divided by the ranks, and rounded down. A document of 7 tokens"
+        " on 2 ranks has 6. Reported as NVIDIA/TransformerEngine#1930.",
         "Documents have any length, and may cross the borders of shards.",
         options={"causal": True, "cu_seqlens": (0, 7, 24)},
     ),
     Fault(
         "causal_by_local_positions", lambda x: x.ring(lambda q, k: x.attend(x.shard(q), x.shard(k), causal=True)),
-        "The mask of each step counted positions from the block's own start.",
-        "A rank saw half of every other rank's keys, also of later ones. Found in "
-        "erfanzar/ejkernel 0.0.31.",
+        "The mask of each step counted positions from the block's own start. A rank saw half of "
+        "every other rank's keys, also of later ones. Found in erfanzar/ejkernel 0.0.31.",
         "Masks are rules over global positions.",
     ),
     Fault(
         "lse_of_zeros", with_lse(np.zeros_like),
-        "A kernel returned zeros in place of its log-sum-exp, and steps were merged by these.",
-        "All steps weigh the same. In feifeibear/long-context-attention (yunchang), with torch's "
+        "A kernel returned zeros in place of its log-sum-exp, and steps were merged by these. All"
+        " steps weigh the same. In feifeibear/long-context-attention (yunchang), with torch's "
         "math and cuDNN kernels.",
-        "Each kernel's `lse` is part of its contract, and tested.",
-        options={},
+        "Each kernel's `lse` is part of its contract, and tested.", options={},
     ),
     Fault(
         "lse_in_base_2", with_lse(lambda lse: lse / np.log(2)),
-        "A kernel's log-sum-exp has base 2, and was merged as a natural one.",
-        "Reported as sgl-project/sglang#33325.",
-        "Each kernel's `lse` is part of its contract, and tested.",
-        options={},
+        "A kernel's log-sum-exp has base 2, and was merged as a natural one. Reported as "
+        "sgl-project/sglang#33325.",
+        "Each kernel's `lse` is part of its contract, and tested.", options={},
     ),
     Fault(
         "strides_ignored", strides_ignored,
-        "A kernel read keys that are a view as if their memory were contiguous.",
-        "Numbers are wrong, or NaN, without an error. Said of torch's context parallelism in its "
-        "own source, and reported as NeMo Automodel#2384.",
+        "A kernel read keys that are a view as if their memory were contiguous. Numbers are "
+        "wrong, or NaN, without an error. Said of torch's context parallelism in its own source, "
+        "and reported as NeMo Automodel#2384.",
         "Views are packed before they are sent, or read by their strides.",
     ),
     Fault(
         "dropout_drawn_anew", dropout_drawn_anew,
-        "The backward dropped other weights than the forward: the random state was not saved.",
+        "The backward dropped other weights than the forward: the random state was not saved. "
         "Reported as zhuzilin/ring-flash-attention#36.",
         "What drops follows from a seed and global indices alone, in both passes.",
         options={"causal": True, "dropout_p": 0.3, "dropout_seed": 7},
     ),
     Fault(
         "mask_forgotten_in_the_backward", mask_forgotten_in_the_backward,
-        "The backward was told neither ``causal`` nor offsets, and masked each hop by itself.",
-        "Norms of gradients were 1.5 times too large. Found in erfanzar/ejkernel 0.0.80.3, Pallas.",
+        "The backward was told neither ``causal`` nor offsets, and masked each hop by itself. "
+        "Norms of gradients were 1.5 times too large. Found in erfanzar/ejkernel 0.0.80.3, "
+        "Pallas.",
         "Both passes run the items of one plan.",
     ),
 )  # fmt: skip

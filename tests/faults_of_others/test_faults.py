@@ -133,5 +133,5 @@ def test_another_attention_cannot_read_the_mask(backend: Any) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
 def test_each_names_its_source(fault: Fault) -> None:
-    assert fault.what.endswith(".") and fault.how.endswith(".")
-    assert "#" in fault.details or "/" in fault.details, "the project, and a thread if there is one"
+    assert fault.text.endswith(".") and fault.how.endswith(".")
+    assert "#" in fault.text or "/" in fault.text, "the project, and the thread where there is one"

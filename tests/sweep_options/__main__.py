@@ -3,7 +3,7 @@
 Rows that the table has for the installed versions are not run again::
 
     nox -s sweep_options
-    nox -s sweep_options -- --only LoraConfig rope --again
+    nox -s sweep_options -- --only LoraConfig peft --again
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import peft
 import transformers
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from trl import DPOConfig, SFTConfig
 
 from sweep_options import adapters, values
@@ -26,7 +25,6 @@ TRAINERS = {x.__name__: x for x in (transformers.TrainingArguments, SFTConfig, D
 ADAPTERS = {
     x.__name__: x for x in (peft.PeftConfig, *PEFT_TYPE_TO_CONFIG_MAPPING.values())
 }  # fmt: skip
-ROPE = "rope_parameters"
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,8 @@ class Entry:
     """Option with a value to try.
 
     Attributes:
-        kind: ``trainer``, ``peft`` or ``rope``.
-        owner: Name of the config class, or of the model for ``rope``.
+        kind: ``trainer`` or ``peft``.
+        owner: Name of the config class.
         option: Name of the field.
         attempt: The value.
     """
@@ -65,15 +63,11 @@ def installed() -> Iterator[tuple[str, str, str]]:
     for kind, owners in (("trainer", TRAINERS), ("peft", ADAPTERS)):
         for owner, cls in owners.items():
             yield from ((kind, owner, name) for name in fields_of(cls))
-    yield from (("rope", name, ROPE) for name in ROPE_INIT_FUNCTIONS)
 
 
 def entries() -> Iterator[Entry]:
     """Yield every option of the installed packages with each of its values."""
     for kind, owner, name in installed():
-        if kind == "rope":
-            yield Entry(kind, owner, name, Try(ROPES[owner]))
-            continue
         cls = (TRAINERS | ADAPTERS)[owner]
         table = adapters.VALUES if kind == "peft" else values.VALUES
         chosen = table.get(f"{owner}.{name}", table.get(name, ...))
@@ -113,19 +107,3 @@ def _kinds(hint: Any) -> list[Any]:
     if typing.get_origin(hint) in (typing.Union, UnionType):
         return [y for x in typing.get_args(hint) for y in _kinds(x)]
     return [hint]
-
-
-ROPES: dict[str, dict[str, Any]] = {
-    "linear": {"factor": 4.0},
-    "proportional": {"factor": 2.0, "partial_rotary_factor": 0.5},
-    "dynamic": {"factor": 4.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
-    "longrope": {
-        "factor": 8.0, "original_max_position_embeddings": 36,
-        "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0],
-    },
-    "llama3": {
-        "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
-}  # fmt: skip

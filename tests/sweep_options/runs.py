@@ -1,4 +1,4 @@
-"""Runs of a small model with one option: a Trainer's session, an adapter's gradients, RoPE."""
+"""Runs of a small model with one option: a Trainer's session, or an adapter's gradients."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from trained import arguments, be_started, collate, documents
 from transformers import Trainer
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from trl_trained import pairs, texts, tokenizer
+from trl_trained import rows_of, trainer_of
 
 from ring_torch import ContextParallel, hf
 from ring_torch.hf.models.hooks import hooks_of
 from sweep_options.adapters import adapted
-from sweep_options.options import ROPE
 
 Results = dict[str, Any]
 
@@ -159,44 +157,10 @@ def _trl(
     """Return a Trainer of TRL that is built of a small model."""
     kept = ("output_dir", "per_device_train_batch_size", "per_device_eval_batch_size", "use_cpu", "report_to",
             "save_strategy", "disable_tqdm", "dataloader_pin_memory", "seed")  # fmt: skip
-    options = (
-        {n: defaults[n] for n in kept} | {"bf16": False, "gradient_checkpointing": False} | options
-    )
-    letters = tokenizer()
-    sizes: dict[str, Any] = {"vocab_size": len(letters), "pad_token_id": 0, "eos_token_id": 1}
-
-    def model(**changes: Any) -> Any:
-        built = build(name, **sizes | (BIASES if name == "Llama" else {}) | changes)
-        return built if is_wide else built.float()
-
-    if owner == "DPOConfig":
-        # Rejected answers are shorter than chosen ones.
-        answers = datasets.Dataset.from_list(
-            [x | {"rejected": x["rejected"][9:]} for x in pairs(13)]
-        )
-        return DPOTrainer(
-            model(), ref_model=model(rms_norm_eps=0.1), processing_class=letters, train_dataset=answers,
-            eval_dataset=answers.select(range(5)), args=DPOConfig(**options),
-        )  # fmt: skip
-    rows: list[dict[str, Any]] = [
-        {"text": x, "words": y} for x, y in zip(texts(13), texts(13, 3000), strict=True)
-    ]
-    if data == "completion":
-        rows = [{"prompt": x["text"], "completion": x["words"]} for x in rows]
-    if data == "chat":
-        letters.chat_template = (
-            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
-            "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
-        )
-        rows = [
-            {"messages": [{"role": "user", "content": x["text"]}, {"role": "assistant", "content": x["words"]}]}
-            for x in rows
-        ]  # fmt: skip
-    dataset = datasets.Dataset.from_list(rows)
-    return SFTTrainer(
-        model(), processing_class=letters, train_dataset=dataset, eval_dataset=dataset.select(range(5)),
-        args=SFTConfig(**options),
-    )  # fmt: skip
+    own = {n: defaults[n] for n in kept} | {"bf16": False, "gradient_checkpointing": False}
+    kind, dtype = owner.removesuffix("Config").lower(), torch.float64 if is_wide else torch.float32
+    biases = BIASES if name == "Llama" else {}
+    return trainer_of(kind, rows_of(kind, 13, data), own | options, dtype, model=name, **biases)
 
 
 def _adapter(
@@ -206,18 +170,6 @@ def _adapter(
     model, more = adapted(owner, build("Llama", **BIASES), options, folder)
     draws.model = model.double() if is_wide else model
     return _forward(draws.model, cp, more)
-
-
-def _rope(
-    draws: Draws, rope_type: str, options: dict[str, Any], cp: Any, _: str, is_wide: bool
-) -> Results:  # fmt: skip
-    """Return the loss, logits and gradients of a model with this RoPE on a long sequence."""
-    del is_wide
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    if ROPE in options:
-        rope |= {"rope_type": rope_type, **options[ROPE]}
-    model = draws.model = build("Llama", rope_parameters=rope, max_position_embeddings=16)
-    return _forward(model, cp, {})
 
 
 def _forward(model: Any, cp: Any, more: dict[str, Any]) -> Results:
@@ -236,4 +188,4 @@ def _forward(model: Any, cp: Any, more: dict[str, Any]) -> Results:
     return {"loss": output.loss.detach(), "logits": output.logits.detach()} | grads
 
 
-RUNS = {"trainer": _trainer, "peft": _adapter, "rope": _rope}
+RUNS = {"trainer": _trainer, "peft": _adapter}

@@ -27,8 +27,8 @@ class Row:
     """Row of the table: an option with a value, and what comes of it.
 
     Attributes:
-        kind: ``trainer``, ``peft`` or ``rope``.
-        owner: Name of the config class; of a row of RoPE the ``rope_type``.
+        kind: ``trainer`` or ``peft``.
+        owner: Name of the config class.
         option: Name of the field.
         value: The value tried, as Python writes it.
         verdict: ``exact``, ``refused`` by name, ``no effect`` (one rank computes the same with it,
@@ -77,14 +77,8 @@ class Pools:
 
     def without(self, entry: Entry) -> Results:
         """Return the results of one rank without the option; they are kept."""
-        key = repr(
-            (
-                entry.kind,
-                entry.owner,
-                sorted(map(repr, entry.attempt.given.items())),
-                entry.attempt.limit,
-            )
-        )
+        given = sorted(map(repr, entry.attempt.given.items()))
+        key = repr((entry.kind, entry.owner, given, entry.attempt.limit))
         if key not in self.whole:
             self.whole[key] = self.run(1, entry, entry.attempt.given)[0]
         return self.whole[key]

@@ -29,58 +29,34 @@ from ring_torch.local import LocalRanks
 
 TOKENS = torch.randint(4, 40, (2, 22), generator=torch.Generator().manual_seed(5))
 
-POOLED = [
-    "LlamaForSequenceClassification",
-    "BertForSequenceClassification",
-    "ModernBertForSequenceClassification",
-    "BertForMultipleChoice",
-    "BertForNextSentencePrediction",
-    "BertForPreTraining",
-    "BertModel",
-    "RobertaForSequenceClassification",
-    "CLIPTextModel",
-]
-MIXING = [
-    "RwkvForCausalLM",
-    "FNetForMaskedLM",
-    "CpmAntForCausalLM",
-    "MobileBertForMaskedLM",
-    "T5EncoderModel",
-    "ViTForImageClassification",
-    "BltForCausalLM",
-]
-#: Models that are exact with the hooks of ``hf.parallelize`` only, not with a sharded batch.
-HOOKED = [
-    "FalconH1ForCausalLM",
-    "Qwen3NextForCausalLM",
-    "BloomForCausalLM",
-    "BartForCausalLM",
-    "T5ForConditionalGeneration",
-    "Llama4ForCausalLM",
-    "EsmForMaskedLM",
-    "FalconForCausalLM",
-    "GPTNeoForCausalLM",
-    "XGLMForCausalLM",
-    "BartForConditionalGeneration",
-    "M2M100ForConditionalGeneration",
-]
-EXACT = [
-    "LlamaForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "MistralForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "GptOssForCausalLM",
-    "MixtralForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "BertLMHeadModel",
-    "BertForMaskedLM",
-    "RobertaForMaskedLM",
-    "XLMRobertaForMaskedLM",
-    "ModernBertForMaskedLM",
-    "LlamaForQuestionAnswering",
-]
+#: Models by what their report says: they pool, mix tokens by other means, are exact with the hooks
+#: of ``hf.parallelize`` only, not with a sharded batch, or with both.
+MODELS = {
+    "pooled": (
+        "LlamaForSequenceClassification BertForSequenceClassification"
+        " ModernBertForSequenceClassification BertForMultipleChoice"
+        " BertForNextSentencePrediction BertForPreTraining BertModel"
+        " RobertaForSequenceClassification CLIPTextModel"
+    ),
+    "mixing": (
+        "RwkvForCausalLM FNetForMaskedLM CpmAntForCausalLM MobileBertForMaskedLM"
+        " T5EncoderModel ViTForImageClassification BltForCausalLM"
+    ),
+    "hooked": (
+        "FalconH1ForCausalLM Qwen3NextForCausalLM BloomForCausalLM BartForCausalLM"
+        " T5ForConditionalGeneration Llama4ForCausalLM EsmForMaskedLM FalconForCausalLM"
+        " GPTNeoForCausalLM XGLMForCausalLM BartForConditionalGeneration"
+        " M2M100ForConditionalGeneration"
+    ),
+    "exact": (
+        "LlamaForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM MistralForCausalLM"
+        " Gemma2ForCausalLM Gemma3ForCausalLM GptOssForCausalLM MixtralForCausalLM"
+        " DeepseekV3ForCausalLM BertLMHeadModel BertForMaskedLM RobertaForMaskedLM"
+        " XLMRobertaForMaskedLM ModernBertForMaskedLM LlamaForQuestionAnswering"
+    ),
+}  # fmt: skip
+NAMES = [f"{name}-{kind}" for kind, names in MODELS.items() for name in names.split()]
+REFUSALS = {"pooled": "cannot be split", "mixing": "cannot be split", "hooked": r"hf\.parallelize"}
 
 
 def on_meta(name: str, **changes: Any) -> Any:
@@ -96,13 +72,24 @@ def _must_not_run(*_: object) -> None:
     raise AssertionError("a forward was run")
 
 
-@pytest.mark.parametrize("name", POOLED)
-def test_models_that_pool_are_refused(name: str) -> None:
+@pytest.mark.refused_in("5.14", "T5ForConditionalGeneration", "XGLM")
+@pytest.mark.parametrize("case", NAMES)
+def test_what_a_report_says(case: str) -> None:
+    name, kind = case.split("-")
     model = on_meta(name)
     report = hf.check_model(model)
-    assert not report.exact and report.reasons and report.pooling is not None
-    with pytest.raises(UnsupportedError, match="cannot be split"):
-        hf.shard_batch(ContextParallel(), {"input_ids": TOKENS}, model=model)
+    assert report.exact is (kind in ("hooked", "exact"))
+    assert bool(report.reasons) is not report.exact
+    assert report.pooling is not None or kind != "pooled"
+    if kind in REFUSALS:
+        assert report.hooks or kind != "hooked"
+        with pytest.raises(UnsupportedError, match=REFUSALS[kind]):
+            hf.shard_batch(ContextParallel(), {"input_ids": TOKENS}, model=model)
+        return
+    assert report.pooling is None
+    assert len(report.layers) >= 2
+    assert report.position_offset == (2 if "oberta" in name.lower() else 0)
+    assert report.shifts_labels is not name.endswith("MaskedLM")
 
 
 def test_what_pools_nothing_is_exact() -> None:
@@ -110,31 +97,6 @@ def test_what_pools_nothing_is_exact() -> None:
     model = transformers.BertModel(config, add_pooling_layer=False)
     report = hf.check_model(model)
     assert report.exact and report.pooling is None
-
-
-@pytest.mark.parametrize("name", MIXING)
-def test_models_that_mix_tokens_by_other_means_are_refused(name: str) -> None:
-    report = hf.check_model(on_meta(name))
-    assert not report.exact and report.reasons
-
-
-@pytest.mark.refused_in("5.14", "T5ForConditionalGeneration")
-@pytest.mark.parametrize("name", HOOKED)
-def test_models_that_need_hooks_are_refused_without(name: str) -> None:
-    model = on_meta(name)
-    report = hf.check_model(model)
-    assert report.exact and report.hooks
-    with pytest.raises(UnsupportedError, match=r"hf\.parallelize"):
-        hf.shard_batch(ContextParallel(), {"input_ids": TOKENS}, model=model)
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_models_that_are_exact(name: str) -> None:
-    report = hf.check_model(on_meta(name))
-    assert report.exact and report.reasons == () and report.pooling is None
-    assert len(report.layers) >= 2
-    assert report.position_offset == (2 if "oberta" in name.lower() else 0)
-    assert report.shifts_labels is not name.endswith("MaskedLM")
 
 
 class PooledOutput(transformers.LlamaForCausalLM):
@@ -323,13 +285,10 @@ def _refused_alone(rank: int, name: str, message: str) -> None:
 
 
 #: Losses that read the mask.
-NO_LABELS = [
-    "BioGptForTokenClassification",
-    "XLMRobertaXLForTokenClassification",
-    "ElectraForPreTraining",
-    "GraniteSpeechForConditionalGeneration",
-    "Qwen2AudioForConditionalGeneration",
-]
+NO_LABELS = (
+    "BioGptForTokenClassification", "XLMRobertaXLForTokenClassification", "ElectraForPreTraining",
+    "GraniteSpeechForConditionalGeneration", "Qwen2AudioForConditionalGeneration",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["LlamaForSequenceClassification", *NO_LABELS])

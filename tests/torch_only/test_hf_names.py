@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_models import Wide, build, whole
+from hf_models import Wide, build
 from hf_rows import Row, compared, padded
 from sweep.compare import batch_of
 from torch import nn
@@ -35,42 +35,6 @@ NEXT, GRIFFIN = "Qwen3NextForCausalLM", "RecurrentGemmaForCausalLM"
 
 CACHES = ("past_key_values", "cache")
 LENGTHS = ("past_key_values_length", "cache_length")
-
-#: Models, the class of the changed method, the names removed from it, and the error.
-RENAMED: dict[str, tuple[str, str, str, tuple[str, ...], str]] = {
-    "cache": (LLAMA4, "Llama4TextAttention", "forward", CACHES, "Llama4TextAttention .* no argument cache"),
-    "counted-queries": (LLAMA4, "Llama4TextAttention", "forward", ("get_seq_length",), "no get_seq_length"),
-    "mask-of-queries": (LLAMA4, "Llama4TextAttention", "forward", ("attention_mask",), "no attention_mask"),
-    "chunks": (LLAMA4, "Llama4TextModel", "forward", ("causal_mask_mapping",), "no causal_mask_mapping"),
-    "chunk-masks": (LLAMA4, "Llama4TextModel", "forward", ("create_chunked_causal_mask",), "chunked_attention"),
-    "positions": (BART, "BartLearnedPositionalEmbedding", "forward", LENGTHS, "no argument cache_length"),
-    "position-ids": (BART, "BartLearnedPositionalEmbedding", "forward", ("position_ids",), "position_ids"),
-    "positions-of-pairs": (BART_PAIR, "BartLearnedPositionalEmbedding", "forward", LENGTHS, "no argument cache_length"),
-    "counted-positions": (M2M, "M2M100SinusoidalPositionalEmbedding", "forward", ("create_position_ids_from_input_ids",), "no module that calls its create_position_ids"),
-    "mask-of-pairs": (BART_PAIR, "BartForConditionalGeneration", "forward", ("decoder_attention_mask",), "no argument decoder_attention_mask"),
-    "cross-mask": (BART_PAIR, "BartDecoder", "forward", ("encoder_attention_mask",), "no encoder_attention_mask"),
-    "bias-lengths": (T5_PAIR, "T5Attention", "compute_bias", ("past_seen_tokens",), "no argument past_seen_tokens"),
-    "bias-switch": (T5_PAIR, "T5Attention", "forward", ("has_relative_attention_bias",), "no has_relative_attention_bias"),
-    "bias": (T5_PAIR, "T5Attention", "forward", ("compute_bias",), "no compute_bias"),
-    "slopes": (BLOOM, "BloomModel", "forward", ("build_alibi_tensor",), r"no build_alibi_tensor\(\)"),
-    "slopes-by-length": (MPT, "MptModel", "forward", ("build_mpt_alibi_tensor",), r"no build_mpt_alibi_tensor\(\)"),
-    "recurrent": (NEXT, "Qwen3NextGatedDeltaNet", "forward", ("hidden_states",), "no argument hidden_states"),
-    "recurrent-others": (NEXT, "Qwen3NextGatedDeltaNet", "forward", (*CACHES, "cache_params"), "no known use of its argument renamed"),
-    "registry": (LLAMA, "LlamaAttention", "forward", ("ALL_ATTENTION_FUNCTIONS",), "calls no attention function"),
-    "masks": (LLAMA, "LlamaModel", "forward", ("create_causal_mask",), "makes its masks itself"),
-    "padding-idx": (ROBERTA, "RobertaEmbeddings", "forward", ("create_position_ids_from_input_ids",), "no create_position_ids_from_input_ids"),
-}  # fmt: skip
-#: Classes known by their names, and the error for a model in which one is renamed.
-CLASSES = {
-    "BloomAttention": (BLOOM, "calls no attention function"),
-    "RecurrentGemmaRecurrentBlock": (GRIFFIN, "layers of type linear_attention|Conv1d mix tokens"),
-}
-#: Attributes that are removed from modules of a class, or from their configs.
-ATTRIBUTES = {
-    "attention_type": (NEO, "GPTNeoSelfAttention", "no attention_type"),
-    "config.window_size": (NEO, "GPTNeoSelfAttention", r"no config\.window_size"),
-    "config.attention_chunk_size": (LLAMA4, "Llama4TextModel", r"no config\.attention_chunk_size"),
-}
 
 
 def with_class(model: Any, name: str, change: Callable[[type], dict[str, Any]]) -> int:
@@ -112,17 +76,91 @@ def _renamed(code: CodeType, names: tuple[str, ...]) -> CodeType:
     )  # fmt: skip
 
 
-def is_served(model: Any) -> bool:
-    """Return False for T5 before transformers 5.20, which had its own attention code."""
-    report = hf.check_model(model)
-    if not report.exact:
-        assert "T5Attention" in report.reasons[0], report.reasons
-        assert "attend in a way of their own" in report.reasons[0]
-    return report.exact
+Change = Callable[[Any], object]
 
 
-def check_refused(model: Any, message: str) -> None:
-    """Check that a model is refused before it runs, with one message everywhere."""
+def lacks(owner: str, *names: str, method: str = "forward") -> Change:
+    """Return what removes names from a method of a class."""
+
+    def change(cls: type) -> dict[str, Any]:
+        return {method: renamed(getattr(cls, method), names)}
+
+    return lambda model: with_class(model, owner, change)
+
+
+def is_called_otherwise(name: str) -> Change:
+    """Return what renames a class that is known by its name."""
+    return lambda model: with_class(model, name, lambda _: {"__name__": "Renamed"})
+
+
+def has_no(attribute: str, owner: str) -> Change:
+    """Return what removes an attribute of modules of a class, or of their configs."""
+
+    def change(model: Any) -> None:
+        for module in (x for x in model.modules() if type(x).__name__ == owner):
+            if attribute == "config":
+                module.config = SimpleNamespace()
+            else:
+                delattr(module, attribute)
+
+    return change
+
+
+def _half_a_pair(model: Any) -> None:
+    """Leave positions to the encoder alone: the decoder would count from 0."""
+    lacks("BartLearnedPositionalEmbedding", "position_ids")(model.get_decoder())
+
+
+def _another_scan(model: Any) -> None:
+    model.model.layers[0].mlp = type("OtherMamba", (nn.Identity,), {})()
+
+
+#: Models, what is changed in their code, and the error: names of methods that are others, classes
+#: of other names, attributes that are gone.
+CHANGED: dict[str, tuple[str, Change, str]] = {
+    "cache": (LLAMA4, lacks("Llama4TextAttention", *CACHES), "Llama4TextAttention .* no argument cache"),
+    "counted-queries": (LLAMA4, lacks("Llama4TextAttention", "get_seq_length"), "no get_seq_length"),
+    "mask-of-queries": (LLAMA4, lacks("Llama4TextAttention", "attention_mask"), "no attention_mask"),
+    "chunks": (LLAMA4, lacks("Llama4TextModel", "causal_mask_mapping"), "no causal_mask_mapping"),
+    "chunk-masks": (LLAMA4, lacks("Llama4TextModel", "create_chunked_causal_mask"), "chunked_attention"),
+    "positions": (BART, lacks("BartLearnedPositionalEmbedding", *LENGTHS), "no argument cache_length"),
+    "position-ids": (BART, lacks("BartLearnedPositionalEmbedding", "position_ids"), "position_ids"),
+    "positions-of-pairs": (BART_PAIR, lacks("BartLearnedPositionalEmbedding", *LENGTHS), "no argument cache_length"),
+    "counted-positions": (M2M, lacks("M2M100SinusoidalPositionalEmbedding", "create_position_ids_from_input_ids"), "no module that calls its create_position_ids"),
+    "mask-of-pairs": (BART_PAIR, lacks("BartForConditionalGeneration", "decoder_attention_mask"), "no argument decoder_attention_mask"),
+    "cross-mask": (BART_PAIR, lacks("BartDecoder", "encoder_attention_mask"), "no encoder_attention_mask"),
+    "bias-lengths": (T5_PAIR, lacks("T5Attention", "past_seen_tokens", method="compute_bias"), "no argument past_seen_tokens"),
+    "bias-switch": (T5_PAIR, lacks("T5Attention", "has_relative_attention_bias"), "no has_relative_attention_bias"),
+    "bias": (T5_PAIR, lacks("T5Attention", "compute_bias"), "no compute_bias"),
+    "slopes": (BLOOM, lacks("BloomModel", "build_alibi_tensor"), r"no build_alibi_tensor\(\)"),
+    "slopes-by-length": (MPT, lacks("MptModel", "build_mpt_alibi_tensor"), r"no build_mpt_alibi_tensor\(\)"),
+    "recurrent": (NEXT, lacks("Qwen3NextGatedDeltaNet", "hidden_states"), "no argument hidden_states"),
+    "recurrent-others": (NEXT, lacks("Qwen3NextGatedDeltaNet", *CACHES, "cache_params"), "no known use of its argument renamed"),
+    "registry": (LLAMA, lacks("LlamaAttention", "ALL_ATTENTION_FUNCTIONS"), "calls no attention function"),
+    "masks": (LLAMA, lacks("LlamaModel", "create_causal_mask"), "makes its masks itself"),
+    "padding-idx": (ROBERTA, lacks("RobertaEmbeddings", "create_position_ids_from_input_ids"), "no create_position_ids_from_input_ids"),
+    "one-of-two-sequences": (BART_PAIR, _half_a_pair, "BartDecoder .* no position_ids, nor module that makes positions"),
+    "attention-class": (BLOOM, is_called_otherwise("BloomAttention"), "calls no attention function"),
+    "recurrent-class": (GRIFFIN, is_called_otherwise("RecurrentGemmaRecurrentBlock"), "layers of type linear_attention|Conv1d mix tokens"),
+    "another-scan": (NEXT, _another_scan, "OtherMamba mix tokens"),
+    "attention_type": (NEO, has_no("attention_type", "GPTNeoSelfAttention"), "no attention_type"),
+    "window_size": (NEO, has_no("config", "GPTNeoSelfAttention"), r"no config\.window_size"),
+    "attention_chunk_size": (LLAMA4, has_no("config", "Llama4TextModel"), r"no config\.attention_chunk_size"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_code_that_is_another_is_refused(case: str) -> None:
+    """A model is refused before it runs, with one message everywhere."""
+    name, change, message = CHANGED[case]
+    model = build(name)
+    if name == T5_PAIR and not (report := hf.check_model(model)).exact:  # before transformers 5.20
+        assert (
+            "T5Attention" in report.reasons[0]
+            and "attend in a way of their own" in report.reasons[0]
+        )
+        return
+    assert change(model) != 0
     report = hf.check_model(model)
     assert not report.exact
     assert re.search(message, "; ".join(report.reasons)), report.reasons
@@ -130,89 +168,28 @@ def check_refused(model: Any, message: str) -> None:
         hf.parallelize(model, ContextParallel())
 
 
-@pytest.mark.parametrize("case", RENAMED)
-def test_a_name_that_is_another(case: str) -> None:
-    name, owner, method, names, message = RENAMED[case]
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("LlamaForSequenceClassification", lambda x: delattr(x, "score"), r"LlamaForSequenceClassification .* has no score"),
+        (LLAMA, lambda x: setattr(x, "set_attn_implementation", lambda _: None), "no attention that set_attn_implementation sets"),
+    ],
+    ids=["head", "attention"],
+)  # fmt: skip
+def test_what_parallelize_alone_needs(name: str, change: Change, message: str) -> None:
     model = build(name)
-    if is_served(model):
-        assert with_class(model, owner, lambda cls: _with_other_names(cls, method, names))
-        check_refused(model, message)
+    change(model)
+    with pytest.raises(UnsupportedError, match=message):
+        hf.parallelize(model, ContextParallel())
 
 
 def test_a_reason_names_the_releases() -> None:
-    name, owner, method, names, _ = RENAMED["cache"]
+    name, change, _ = CHANGED["cache"]
     model = build(name)
-    with_class(model, owner, lambda cls: _with_other_names(cls, method, names))
+    change(model)
     (reason,) = hf.check_model(model).reasons
     assert f"of transformers {transformers.__version__} has no argument" in reason
     assert f"(tested: {', '.join(TESTED_RELEASES)})" in reason
-
-
-def test_one_of_two_sequences_that_loses_its_positions() -> None:
-    """A model is refused if only its encoder's positions are found: its decoder counts from 0."""
-    model = build(BART_PAIR)
-    decoder = model.get_decoder()
-    assert with_class(
-        decoder,
-        "BartLearnedPositionalEmbedding",
-        lambda cls: _with_other_names(cls, "forward", ("position_ids",)),
-    )
-    check_refused(model, "BartDecoder .* no position_ids, nor module that makes positions")
-
-
-def _with_other_names(cls: type, method: str, names: tuple[str, ...]) -> dict[str, Any]:
-    return {method: renamed(getattr(cls, method), names)}
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_class_of_another_name(name: str) -> None:
-    model_of, message = CLASSES[name]
-    model = build(model_of)
-    assert with_class(model, name, lambda _: {"__name__": "Renamed"})
-    check_refused(model, message)
-
-
-def test_a_recurrent_layer_beside_known_ones() -> None:
-    model = build(NEXT)
-    model.model.layers[0].mlp = type("OtherMamba", (nn.Identity,), {})()
-    check_refused(model, "OtherMamba mix tokens")
-
-
-@pytest.mark.parametrize("name", ATTRIBUTES)
-def test_an_attribute_that_is_gone(name: str) -> None:
-    model_of, owner, message = ATTRIBUTES[name]
-    model = build(model_of)
-    for module in model.modules():
-        if type(module).__name__ == owner and name.startswith("config"):
-            module.config = SimpleNamespace()
-        elif type(module).__name__ == owner:
-            delattr(module, name)
-    check_refused(model, message)
-
-
-def test_a_head_that_is_gone() -> None:
-    model = build("LlamaForSequenceClassification")
-    del model.score
-    with pytest.raises(UnsupportedError, match=r"LlamaForSequenceClassification .* has no score"):
-        hf.parallelize(model, ContextParallel())
-
-
-def test_attention_that_is_not_set() -> None:
-    model = build(LLAMA)
-    model.set_attn_implementation = lambda _: None
-    with pytest.raises(UnsupportedError, match="no attention that set_attn_implementation sets"):
-        hf.parallelize(model, ContextParallel())
-
-
-def test_a_loss_of_another_name() -> None:
-    """A renamed loss is refused, as it would be the loss of this rank's tokens."""
-    model = build(LLAMA)
-    batch = batch_of(model)
-    hf.parallelize(model, ContextParallel())
-    forward = model.forward
-    model.forward = lambda *args, **kwargs: {"total_loss": forward(*args, **kwargs).loss}
-    with pytest.raises(UnsupportedError, match=r"the output of LlamaForCausalLM .* has no loss"):
-        model(**batch, labels=batch["input_ids"])
 
 
 def test_attention_of_a_text_part_alone() -> None:
@@ -224,51 +201,6 @@ def test_attention_of_a_text_part_alone() -> None:
     assert language.config._attn_implementation.startswith("ring")
     handle.remove()
     assert (language.config._attn_implementation, model.config._attn_implementation) == before
-
-
-def test_a_routers_loss_of_another_name() -> None:
-    """A renamed router loss is refused, as each rank would count its own."""
-    model = build("Mixtral", output_router_logits=True)
-
-    def rename(_module: object, _args: object, output: Any) -> Any:
-        return {f"other_{n}" if n == "aux_loss" else n: x for n, x in output.items()}
-
-    model.register_forward_hook(rename)
-    hf.parallelize(model, ContextParallel())
-    with pytest.raises(UnsupportedError, match=r"output of MixtralForCausalLM .* has no aux_loss"):
-        model(**whole("plain"))
-
-
-def _without_router_logits(model: Any) -> None:
-    def rename(_module: object, _args: object, output: Any) -> Any:
-        output["router_logits"] = None
-        return output
-
-    model.model.register_forward_hook(rename)
-
-
-def _without_coefficient(model: Any) -> None:
-    model.renamed = model.router_aux_loss_coef
-    del model.router_aux_loss_coef
-    names = ("router_aux_loss_coef",)
-    assert with_class(
-        model, "MixtralForCausalLM", lambda cls: _with_other_names(cls, "forward", names)
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (_without_router_logits, "MixtralModel has no router_logits of every token"),
-        (_without_coefficient, "a router's loss and no router_aux_loss_coef"),
-    ],
-)
-def test_a_part_of_a_routers_loss_that_is_gone(change: Callable[[Any], None], message: str) -> None:
-    model = build("Mixtral", output_router_logits=True)
-    change(model)
-    hf.parallelize(model, ContextParallel())
-    with pytest.raises(UnsupportedError, match=message):
-        model(**whole("plain"))
 
 
 def given(owner: str, **values: Any) -> Callable[[Any], None]:
@@ -290,26 +222,66 @@ def with_other_rows(model: Any) -> None:
     layer.register_forward_hook(lambda _module, _args, output: output[0][:, 1:], prepend=True)
 
 
-@pytest.mark.parametrize(
-    ("model_of", "change", "message"),
-    [
-        # No mask for a decoder of the encoder's tokens; for a recurrent layer, which finds its
-        # batch by it; for attention that counts its queries.
-        (BART_PAIR, given("BartDecoder", encoder_attention_mask=None), "BartDecoder is given ShardedMask and NoneType"),
-        (GRIFFIN, with_other_rows, r"RecurrentGemmaRecurrentBlock must return"),
-        (NEXT, given("Qwen3NextGatedDeltaNet", attention_mask=None), "without the mask of a split batch"),
-        (LLAMA4, given("Llama4TextAttention", attention_mask=None), "Llama4TextAttention is given a cache, or no mask"),
-    ],
-)  # fmt: skip
-def test_what_a_hook_is_not_given_in_a_forward(
-    model_of: str, change: Callable[[Any], None], message: str
-) -> None:
-    model = build(model_of)
+def _other_output(**names: str) -> Change:
+    """Return what gives a model's output other names."""
+
+    def rename(_module: object, _args: object, output: Any) -> Any:
+        return {names.get(n, n): x for n, x in output.items()}
+
+    return lambda model: model.register_forward_hook(rename)
+
+
+def _without_router_logits(model: Any) -> None:
+    def rename(_module: object, _args: object, output: Any) -> Any:
+        output["router_logits"] = None
+        return output
+
+    model.model.register_forward_hook(rename)
+
+
+def _without_coefficient(model: Any) -> None:
+    model.renamed = model.router_aux_loss_coef
+    del model.router_aux_loss_coef
+    lacks("MixtralForCausalLM", "router_aux_loss_coef")(model)
+
+
+def _other_loss(model: Any) -> None:
+    """Return another name's loss, which would be that of this rank's tokens."""
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: {"total_loss": forward(*args, **kwargs).loss}
+
+
+#: What a hook is not given in a forward: models, what is changed before they are parallelized, and
+#: after, and the error.
+CALLED: dict[str, tuple[str, Change | None, Change | None, str]] = {
+    "loss": (LLAMA, None, _other_loss, "the output of LlamaForCausalLM .* has no loss"),
+    # Each rank would count its own router's loss.
+    "router-loss": ("Mixtral", _other_output(aux_loss="other_loss"), None, "output of MixtralForCausalLM .* has no aux_loss"),
+    "router-logits": ("Mixtral", _without_router_logits, None, "MixtralModel has no router_logits of every token"),
+    "coefficient": ("Mixtral", _without_coefficient, None, "a router's loss and no router_aux_loss_coef"),
+    # No mask for a decoder of the encoder's tokens; for a recurrent layer, which finds its batch by
+    # it; for attention that counts its queries.
+    "encoder": (BART_PAIR, None, given("BartDecoder", encoder_attention_mask=None), "BartDecoder is given ShardedMask and NoneType"),
+    "rows": (GRIFFIN, None, with_other_rows, "RecurrentGemmaRecurrentBlock must return"),
+    "layer": (NEXT, None, given("Qwen3NextGatedDeltaNet", attention_mask=None), "without the mask of a split batch"),
+    "queries": (LLAMA4, None, given("Llama4TextAttention", attention_mask=None), "Llama4TextAttention is given a cache, or no mask"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CALLED)
+def test_what_a_hook_is_not_given_in_a_forward(case: str) -> None:
+    name, before, after, message = CALLED[case]
+    changes: dict[str, Any] = {"output_router_logits": True} if name == "Mixtral" else {}
+    model = build(name, **changes)
     batch = batch_of(model)
+    labels = {"labels": batch["input_ids"]} if name in (LLAMA, "Mixtral") else {}
+    if before is not None:
+        before(model)
     hf.parallelize(model, ContextParallel())
-    change(model)
+    if after is not None:
+        after(model)
     with Wide(), pytest.raises(UnsupportedError, match=message):
-        model(**batch)
+        model(**batch, **labels)
 
 
 @pytest.mark.parametrize("name", ["Lfm2ForCausalLM", "BartForCausalLM"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,23 @@ from packaging.version import Version
 from torch import Tensor
 from trained import arguments, be_started, collate, documents, looped, session, trained
 from transformers import Trainer
-from trl_trained import PREFERENCES, trl_trained
+from trl_trained import TRAINERS, trl_trained
 
 from ring_core import RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.local import LocalRanks
 
-STEPS = 20
 TINY = 1e-6  # values are about 5
+
+
+def alone(pools: dict[int, LocalRanks], dp_size: int, function: Any, *arguments: Any) -> Any:
+    """Return what one device of each ring computes without one."""
+    return pools[dp_size].run(function, dp_size, None, *arguments)[0]
+
+
+def on_rings(pools: dict[int, LocalRanks], dp_size: int, function: Any, *arguments: Any) -> Any:
+    """Return what each rank of rings of two computes."""
+    return pools[2 * dp_size].run(function, 2 * dp_size, 2, *arguments)
 
 
 def check_twice(ring: Any, plain: Any, exact: Any) -> None:
@@ -34,33 +45,86 @@ def check_twice(ring: Any, plain: Any, exact: Any) -> None:
         assert error <= 2 * allowed + TINY * len(exact) ** 0.5
 
 
-def check_steps(
-    pools: dict[int, LocalRanks], name: str, dp_size: int, data: dict[str, Any], options: dict[str, Any]
-) -> None:  # fmt: skip
-    """Compare steps in float64: Adam makes chance of the rounding of float32 in a few of them."""
-    rest = (data, {"max_steps": STEPS} | options)
-    expected = pools[dp_size].run(trained, dp_size, None, name, "float64", *rest)[0]
-    ranks = 2 * dp_size
-    steps = pools[ranks].run(trained, ranks, 2, name, "float64", *rest)
-    assert len(expected) == STEPS
-    for rank in steps:
-        check_twice(rank, expected, expected)
+@dataclass(frozen=True)
+class Steps:
+    """Steps of a Trainer in float64: Adam makes chance of the rounding of float32 in a few of them.
+
+    Attributes:
+        options: Options of the Trainer, and ``logits`` of ``hf.parallelize``.
+        data: Arguments of :func:`trained.documents`, or ``is_stream``.
+        changes: Changes of the model's config.
+        unlike: Options and changes of a run with another first loss.
+        name: The model.
+        dp_size: Number of rings.
+    """
+
+    options: dict[str, Any]
+    data: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)
+    unlike: tuple[dict[str, Any], dict[str, Any]] | None = None
+    name: str = "Llama"
+    dp_size: int = 1
 
 
-#: Gradient accumulation, token count over all devices, label smoothing, data parallel ranks.
-MATRIX = list(product((1, 4), (True, False), (0.0, 0.1), (1, 2)))
+def steps() -> Iterator[Any]:
+    """Yield steps with their ids, and those of them that run for each change."""
+    daily = (
+        "matrix-1-True-0.1-1",
+        "no labels",
+        "whole logits-1",
+        "router-True",
+        "noise",
+        "noise-LoRA",
+    )
+
+    def row(key: str, *arguments: Any, **fields: Any) -> Any:
+        marks = [] if key in daily else [pytest.mark.nightly]
+        return pytest.param(Steps(*arguments, **fields), id=key, marks=marks)
+
+    def averages(x: bool) -> dict[str, Any]:
+        return {"average_tokens_across_devices": x}
+
+    def accumulated(steps: int) -> dict[str, Any]:
+        return {"gradient_accumulation_steps": steps}
+
+    for count, x, smoothing, dp_size in product((1, 4), (True, False), (0.0, 0.1), (1, 2)):
+        options = accumulated(count) | averages(x) | {"label_smoothing_factor": smoothing}
+        yield row(f"matrix-{count}-{x}-{smoothing}-{dp_size}", options, dp_size=dp_size)
+    yield row("no labels", averages(False), {"masked_tail": True})
+    for name in ("Qwen3", "Gemma3", "GptOss", "Mixtral", "DeepseekV3", "LoRA"):
+        yield row(f"family-{name}", accumulated(4), name=name)
+    yield row("autocast", {"bf16": True})
+    few, gather = accumulated(2) | {"max_steps": 3}, {"logits": "gather"}
+    for dp_size in (1, 2):
+        yield row(f"stream-{dp_size}", few, {"is_stream": True}, dp_size=dp_size)
+        yield row(f"whole logits-{dp_size}", few | gather, dp_size=dp_size)
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    for x in (True, False):
+        options = averages(x) | {"max_steps": 5}
+        yield row(f"router-{x}", options, {"rows": 16}, changes, (options, {}), name="Mixtral")
+    # NEFTune's strength is that of the whole odd length, its numbers are those of one device.
+    few = {"max_steps": 3}
+    for suffix, more, name, dp_size in (
+        ("", {}, "Llama", 1), ("-LoRA", {}, "LoRA", 1), ("-gather", gather, "Llama", 1),
+        ("-accumulated", accumulated(3), "Qwen3", 1), ("-two rings", {}, "Llama", 2),
+    ):  # fmt: skip
+        options = {"neftune_noise_alpha": 5.0, **few, **more}
+        rest: dict[str, Any] = {"unlike": (few | more, {}), "name": name, "dp_size": dp_size}
+        yield row(f"noise{suffix}", options, {"rows": 16}, **rest)
 
 
-@pytest.mark.nightly(unless=["1-True-0.1-1"])
-@pytest.mark.parametrize("setting", MATRIX, ids=lambda x: "-".join(map(str, x)))
-def test_steps_are_those_of_one_device(pools: dict[int, LocalRanks], setting: Any) -> None:
-    accumulation, averages, smoothing, dp_size = setting
-    options = {
-        "gradient_accumulation_steps": accumulation,
-        "average_tokens_across_devices": averages,
-        "label_smoothing_factor": smoothing,
-    }
-    check_steps(pools, "Llama", dp_size, {}, options)
+@pytest.mark.parametrize("x", [*steps()])
+def test_steps_are_those_of_one_device(pools: dict[int, LocalRanks], x: Steps) -> None:
+    settings = (x.dp_size, trained, x.name, "float64", x.data)
+    expected = alone(pools, *settings, x.options, x.changes)
+    assert len(expected) == x.options.get("max_steps", 20)
+    if x.unlike is not None:
+        assert abs(alone(pools, *settings, *x.unlike)[0][0] - expected[0][0]) > 1e-3
+    for rank in on_rings(pools, *settings, x.options, x.changes):
+        if len(expected) > 5:
+            check_twice(rank, expected, expected)
+        else:
+            torch.testing.assert_close(rank, expected, rtol=1e-9, atol=0)
 
 
 #: Wrapper that reduces gradients, gradient accumulation, data parallel ranks.
@@ -76,49 +140,8 @@ def test_steps_of_a_loop_are_those_of_one_device(pools: dict[int, LocalRanks], l
         pools[1].run(looped, 1, None, dtype, "nothing", *loop[1:])[0]
         for dtype in ("float64", "float32")
     )
-    ranks = 2 * loop[-1]
-    for steps in pools[ranks].run(looped, ranks, 2, "float32", *loop):
+    for steps in on_rings(pools, loop[-1], looped, "float32", *loop):
         check_twice(steps, plain, exact)
-
-
-def test_where_a_rank_has_no_labels(pools: dict[int, LocalRanks]) -> None:
-    check_steps(pools, "Llama", 1, {"masked_tail": True}, {"average_tokens_across_devices": False})
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "GptOss", "Mixtral", "DeepseekV3", "LoRA"])
-def test_families(pools: dict[int, LocalRanks], name: str) -> None:
-    check_steps(pools, name, 1, {}, {"gradient_accumulation_steps": 4})
-
-
-@pytest.mark.nightly
-def test_under_autocast(pools: dict[int, LocalRanks]) -> None:
-    check_steps(pools, "Llama", 1, {}, {"bf16": True})
-
-
-@pytest.mark.nightly(unless=["loss of whole logits-1"])
-@pytest.mark.parametrize("dp_size", [1, 2])
-@pytest.mark.parametrize("way", ["stream", "loss of whole logits"])
-def test_few_steps(pools: dict[int, LocalRanks], way: str, dp_size: int) -> None:
-    options: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2}
-    options |= {"logits": "gather"} if way != "stream" else {}
-    rest = ("Llama", "float32", {"is_stream": True} if way == "stream" else {}, options)
-    expected = pools[dp_size].run(trained, dp_size, None, *rest)[0]
-    for steps in pools[2 * dp_size].run(trained, 2 * dp_size, 2, *rest):
-        close(steps, expected, "losses and gradient norms")
-
-
-@pytest.mark.nightly(unless=["True"])
-@pytest.mark.parametrize("averages", [True, False])
-def test_a_routers_loss(pools: dict[int, LocalRanks], averages: bool) -> None:
-    options = {"average_tokens_across_devices": averages, "max_steps": 5}
-    data, changes = {"rows": 16}, {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    arguments = ("Mixtral", "float32", data, options, changes)
-    expected = pools[1].run(trained, 1, None, *arguments)[0]
-    without = pools[1].run(trained, 1, None, *arguments[:-1])[0]
-    assert abs(expected[0][0] - without[0][0]) > 0.1
-    for steps in pools[2].run(trained, 2, 2, *arguments):
-        close(steps, expected, "losses and gradient norms")
 
 
 @pytest.mark.nightly(unless=["1"])
@@ -127,9 +150,8 @@ def test_a_whole_session(pools: dict[int, LocalRanks], tmp_path: Path, dp_size: 
     """Two rings read pairs of batches, like two devices without a ring."""
     # Older versions resume on CPUs in one process only: they look for "cpu:0".
     resumes = Version(transformers.__version__) >= Version("5.20")
-    expected = pools[dp_size].run(session, dp_size, None, str(tmp_path / "one"), resumes)[0]
-    ranks = 2 * dp_size
-    for results in pools[ranks].run(session, ranks, 2, str(tmp_path / "ring"), resumes):
+    expected = alone(pools, dp_size, session, str(tmp_path / "one"), resumes)
+    for results in on_rings(pools, dp_size, session, str(tmp_path / "ring"), resumes):
         assert results["predictions"].shape[0] == results["labels"].shape[0] == 7
         for name, value in expected.items():
             if name in ("tokens", "samples", "keys"):
@@ -274,12 +296,12 @@ def test_models_that_are_set_later_are_never_computed_whole(
 
 
 @pytest.mark.nightly(unless=["sft", "orpo"])
-@pytest.mark.parametrize("kind", ["sft", "reward", "gkd", *PREFERENCES])
+@pytest.mark.parametrize("kind", TRAINERS)
 def test_trainers_of_trl(pools: dict[int, LocalRanks], tmp_path: Path, kind: str) -> None:
     """A Trainer is trusted by class, not package: a loss that reads logits needs whole ones."""
-    expected = pools[1].run(trl_trained, 1, None, kind, str(tmp_path / "one"))[0]
+    expected = alone(pools, 1, trl_trained, kind, str(tmp_path / "one"))
     assert sum(name.endswith(" loss") for name in expected) == 4
-    for steps in pools[2].run(trl_trained, 2, 2, kind, str(tmp_path / "ring")):
+    for steps in on_rings(pools, 1, trl_trained, kind, str(tmp_path / "ring")):
         assert steps == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
@@ -296,32 +318,3 @@ def close(actual: Any, expected: Any, what: str) -> None:
     torch.testing.assert_close(
         actual, expected, rtol=1e-3, atol=1e-4, msg=lambda text: f"{what}: {text}"
     )
-
-
-NOISE = {"neftune_noise_alpha": 5.0, "max_steps": 3}
-
-
-@pytest.mark.nightly(only=["gather", "accumulated", "two rings"])
-@pytest.mark.parametrize(
-    ("name", "options", "dp_size"),
-    [
-        ("Llama", {}, 1),
-        ("LoRA", {}, 1),
-        ("Llama", {"logits": "gather"}, 1),
-        ("Qwen3", {"gradient_accumulation_steps": 3}, 1),
-        ("Llama", {}, 2),
-    ],
-    ids=["Trainer", "LoRA", "gather", "accumulated", "two rings"],
-)
-def test_neftune_draws_the_noise_of_one_device(
-    pools: dict[int, LocalRanks], name: str, options: dict[str, Any], dp_size: int
-) -> None:
-    """Its strength is that of the whole odd length, and its numbers are those of one device."""
-    settings = (name, "float64", {"rows": 16})
-    expected, without = (
-        pools[dp_size].run(trained, dp_size, None, *settings, noise | options)[0]
-        for noise in (NOISE, {"max_steps": 3})
-    )
-    assert abs(expected[0][0] - without[0][0]) > 1e-3
-    for steps in pools[2 * dp_size].run(trained, 2 * dp_size, 2, *settings, NOISE | options):
-        torch.testing.assert_close(steps, expected, rtol=1e-9, atol=0)

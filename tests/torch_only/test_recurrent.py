@@ -441,7 +441,7 @@ def _compiled(rank: int, name: str) -> None:
             rows = {key: x * 1 for key, x in inputs.items()}
             return function.func(**rows, **options, cu_seqlens=offsets)
 
-        key = str(options), None if offsets is None else len(offsets)
+        key = str((function.func, options)), None if offsets is None else len(offsets)
         if key not in compiled:
             compiled[key] = torch.compile(layer, backend="aot_eager", fullgraph=True)
         return compiled[key](None if offsets is None else torch.tensor(offsets), **inputs)

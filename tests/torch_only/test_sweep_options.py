@@ -27,7 +27,7 @@ CHOSEN = (
     ("TrainingArguments", "neftune_noise_alpha"), ("SFTConfig", "packing"), ("DPOConfig", "ld_alpha"),
     ("TrainingArguments", "eval_use_gather_object"), ("LoraConfig", "alora_invocation_tokens"),
     ("LoraConfig", "velora_config"), ("AdaLoraConfig", "orth_reg_weight"), ("LilyConfig", "r"),
-    ("PromptTuningConfig", "num_virtual_tokens"), ("yarn", "rope_parameters"),
+    ("PromptTuningConfig", "num_virtual_tokens"),
 )  # fmt: skip
 
 

@@ -368,7 +368,7 @@ def test_wrong_numbers_are_refused(every: Any) -> None:
 
 @on_ranks
 def test_ranks_with_unlike_settings_are_told(rank: int) -> None:
-    """Of calls, and of movements; nothing was sent, so the group stays usable."""
+    """Nothing was sent, in calls and in movements, so the group stays usable."""
     cp = ContextParallel()
     for call in (lambda: attend(rank), lambda: cp.shift(torch.ones(1, T // RANKS), 1)):
         with ring_torch.check(rank), pytest.raises(RankMismatchError, match="check is"):
