@@ -68,7 +68,7 @@ WINDOW = Mask(causal=True, window=(4095, 0))
 def test_groups_of_a_ring_of_four(
     tokens: int, q_heads: int, kv_heads: int, mask: Mask, expected: tuple[int, int] | None
 ) -> None:
-    """Of a bfloat16 sequence with head dim 128."""
+    """Count both for a bfloat16 sequence with head dim 128."""
     program = ring_program(make_plan(mask, seq_len=tokens, cp_size=4, layout="zigzag"))
     keys = KVPayload(1, tokens // 4, kv_heads, 128, 128, torch.bfloat16, segments=False)
     groups = HeadGroups(*expected, before_last_item=True) if expected else ONE_GROUP
