@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.cases import CAUSAL
+from benchmarks.development import host_time
 from benchmarks.torch import model
 from benchmarks.torch.alone import as_rank
 from benchmarks.torch.methods import dense, in_layers, through_autograd
@@ -112,3 +114,16 @@ def test_a_method_is_told_from_how_its_calls_are_made(end: str) -> None:
     with running(way, end):
         assert torch._C._is_multithreading_enabled() == (end != ONE_THREAD)
     assert torch._C._is_multithreading_enabled()
+
+
+def test_no_other_kernel_takes_the_place_of_flash_attn_4(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        host_time.main(["--gpus", "2"])
+    assert "'by hand' is flash-attn-4's own function" in (said := capsys.readouterr().err)
+    assert said.rstrip().endswith("name another one by --by-hand sdpa")
+    q, k, v = (torch.randn(1, 8, heads, 4) for heads in (4, 2, 2))
+    assert host_time.BY_HAND["sdpa"]()(q, k, v).shape == q.shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,3 @@ def test_both_trees_run_in_processes_of_their_own(tmp_path: Path) -> None:
     (row,) = written["rows"]
     assert min(row["both"]["ratios"]) > 0 and row["forward"]["old"][1] < row["both"]["old"][1]
     assert old_and_new.main(["--old", here, "--gpus", "2", "--rows", "no such row"]) == 1
-
-
-def test_a_folder_within_a_checkout_has_no_commit(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    assert old_and_new.commit_of(tmp_path) == "no commit"
-    author = "-c", "user.name=someone", "-c", "user.email=someone@example.com"
-    for command in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "first"]):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    commit = old_and_new.commit_of(tmp_path)
-    assert len(commit) == 8 and int(commit, 16) >= 0
-    assert old_and_new.commit_of(tmp_path / "folder") == "no commit"

@@ -88,8 +88,7 @@ def test_documents_are_packed_for_each_ring(rank: int) -> None:
 
 
 @on_ranks
-def test_each_batch_has_a_balanced_layout(rank: int) -> None:
-    del rank
+def test_each_batch_has_a_balanced_layout() -> None:
     cp = ContextParallel()
     lengths = (40, 1400, 30, 70, 300, 150)
     docs = [torch.arange(n) for n in lengths]
@@ -124,8 +123,7 @@ def test_rows_of_each_rings_own_loader(rank: int) -> None:
 
 
 @on_ranks
-def test_a_run_that_was_cut_off_goes_on(rank: int) -> None:
-    del rank
+def test_a_run_that_was_cut_off_goes_on() -> None:
     cp, dp = _rings()
     for make in (shuffled, Counted):
         expected = [x.tokens.tolist() for x in dataloader(cp, make(), dp=dp)]
@@ -166,8 +164,7 @@ def test_ranks_that_read_other_batches_are_told(pool: LocalRanks, seeds: list[in
 
 
 @on_ranks
-def test_more_ranks_than_those_of_a_ring_need_dp(rank: int) -> None:
-    del rank
+def test_more_ranks_than_those_of_a_ring_need_dp() -> None:
     cp, dp = _rings()
     with pytest.raises(ValueError, match=r"dp is missing: the ring has 2 of 4 ranks.*mesh\['dp'\]"):
         dataloader(cp, [])
@@ -206,9 +203,8 @@ def test_states_of_something_else_are_refused(state: Any) -> None:
 
 
 @on_ranks
-def test_a_state_is_loaded_during_a_pass(rank: int) -> None:
+def test_a_state_is_loaded_during_a_pass() -> None:
     """Check that a state loaded during an epoch is kept, and that epochs do not mix batches."""
-    del rank
     cp = ContextParallel()
     loader = dataloader(cp, list(shuffled()))  # the same in each epoch
     running = iter(loader)

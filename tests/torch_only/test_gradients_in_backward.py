@@ -20,10 +20,11 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
+from dense import sdpa
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -87,11 +88,6 @@ class Model(nn.Module):
         return logits
 
 
-def attend_whole(*qkv: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in qkv)
-    return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-
 def step_in_backward(model: nn.Module, steps: dict[str, int], make: Any = None) -> None:
     """Give each parameter an optimizer that steps as soon as its gradient is made."""
     make = make or partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -134,11 +130,10 @@ def batch(size: int) -> tuple[Tensor, Tensor]:
 )  # fmt: skip
 @on_ranks
 def test_optimizers_in_the_backward_are_those_of_one_rank(
-    rank: int, kind: str, optimizers_first: bool
+    kind: str, optimizers_first: bool
 ) -> None:
-    del rank
     cp = ContextParallel(layout="contiguous")
-    whole = Model(attend_whole, kind)
+    whole = Model(partial(sdpa, is_causal=True), kind)
     model = Model(lambda *qkv: cp.attention(*qkv, causal=True), kind)
     counts: list[dict[str, int]] = [{}, {}]
     step_in_backward(whole, counts[0])

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from dense import sdpa
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -179,9 +180,7 @@ def _attended(cp: ContextParallel, attention: Any = None) -> Tensor:
 
 
 def _is_exact(cp: ContextParallel, attention: Any = None) -> bool:
-    q, k, v = (x.transpose(1, 2) for x in _qkv())
-    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return torch.allclose(_attended(cp, attention), whole.transpose(1, 2), atol=1e-5)
+    return torch.allclose(_attended(cp, attention), sdpa(*_qkv(), is_causal=True), atol=1e-5)
 
 
 def _refused(function: Callable[[], Any]) -> bool:
@@ -423,10 +422,7 @@ def _is_right(group: Any, scale: float) -> tuple[bool, bool]:
     """Return True if a call's results are those of full attention; likewise for its gradients."""
     drawn = torch.Generator().manual_seed(0)  # threads share the default generator
     whole = torch.randn(1, TOKENS, 2, 8, dtype=torch.float64, generator=drawn).requires_grad_()
-    parts = (whole.transpose(1, 2),) * 3
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        *parts, is_causal=True, scale=scale
-    ).transpose(1, 2)
+    expected = sdpa(whole, whole, whole, is_causal=True, scale=scale)
     (grad,) = torch.autograd.grad(expected.sum(), whole)
     cp = ContextParallel(group, layout="contiguous")
     x = cp.shard(whole.detach()).requires_grad_()

@@ -94,8 +94,7 @@ def test_calls_compared_before_are_compared_by_digest(what: str) -> None:
             assert (message == "the same") == (what == "nothing")
 
 
-def _by_launch(rank: int) -> None:
-    del rank
+def _by_launch(_: int) -> None:
     ranks, signature, seen = ranks_of(None), CallSignature.of(FIELDS, "forward"), []
     ranks.state.digest_checks[torch.device("cpu")] = lambda words, digest: seen.append(
         (len(words), words.unique().tolist(), digest)

@@ -206,20 +206,6 @@ def test_compiled_and_checkpointed(options: dict[str, Any], outer: str, backend:
         assert len(differences) == 16 and max(differences) == 0
 
 
-def one_after_another(rank: int) -> list[float]:
-    """Return differences from a ring, call by call, with fresh tensors."""
-    differences = []
-    for outer in ("ring", "gather", "ring", "gather"):
-        both = [attend(rank, strategy) for strategy in (hybrid(outer), "ring")]
-        differences += [float((a - b).abs().max()) for a, b in zip(*both, strict=True)]
-    return differences
-
-
-def test_calls_one_after_another(backend: Any) -> None:
-    for differences in backend.pool(4).run(one_after_another):
-        assert len(differences) == 16 and max(differences) < 1e-5
-
-
 def lost(rank: int) -> str:
     """Return the error of each rank when the last one does not make the second call."""
     attend(rank)

@@ -82,11 +82,10 @@ def _loss(
 
 
 def _compare(
-    rank: int, is_linear: bool, mode: str, dtype: torch.dtype, ignored: str, length: int,
+    _: int, is_linear: bool, mode: str, dtype: torch.dtype, ignored: str, length: int,
     options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Compare the sum of the ranks' losses, and the gradients of all tensors, with torch's."""
-    del rank
     cp = ContextParallel()
     whole = Whole(dtype, ignored, length, options)
     value, grads = whole.expected()

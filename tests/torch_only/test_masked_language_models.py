@@ -52,10 +52,7 @@ def _trained(model: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tenso
 @pytest.mark.parametrize("kind", ["plain", "first", "padded"])
 @pytest.mark.parametrize(("name", "model_type"), MODELS)
 @on_ranks
-def test_loss_and_gradients_are_the_whole_models(
-    rank: int, name: str, model_type: str, kind: str
-) -> None:
-    del rank
+def test_loss_and_gradients_are_the_whole_models(name: str, model_type: str, kind: str) -> None:
     model = build(name, model_type)
     classes = model.config.num_labels if "Token" in name else 40
     batch = batch_of(kind, classes)
@@ -90,14 +87,11 @@ OF_THE_ROW: tuple[tuple[str, str, dict[str, Any]], ...] = (
 @pytest.mark.parametrize("kind", ["plain", "first", "padded"])
 @pytest.mark.parametrize(("name", "model_type", "changes"), OF_THE_ROW)
 @on_ranks
-def test_what_depends_on_the_whole_row(
-    rank: int, name: str, model_type: str, changes: Any, kind: str
-) -> None:
+def test_what_depends_on_the_whole_row(name: str, model_type: str, changes: Any, kind: str) -> None:
     """Loss, gradients and gathered logits are the whole model's, also if a rank has no label.
 
     Class: code outside of attention that counts tokens of a row, or leaves some out.
     """
-    del rank
     model, batch = build(name, model_type, **changes), batch_of(kind, 40)
     batch["input_ids"][:, 9:13] = 5  # ESM's mask: more of them on one rank than on the other
     whole, grads = _trained(model, batch)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from dense import numbers
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.autograd import functional
@@ -22,11 +23,6 @@ from ring_torch.local import LocalRanks
 
 T = 24
 Move = Callable[[Tensor], Tensor]
-
-
-def numbers(seed: int, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def _shifted(x: Tensor, n: int, fill: float) -> Tensor:

@@ -17,13 +17,13 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
+from dense import sdpa
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
 from ring_core import RankMismatchError, UnsupportedError
@@ -536,17 +536,12 @@ class Attention(nn.Module):
         return out
 
 
-def _attend_whole(*qkv: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in qkv)
-    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-
 def _mesh(*names: str) -> DeviceMesh:
     return dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
 
 
 def _whole(x: Tensor) -> Attention:
-    whole = Attention(_attend_whole)
+    whole = Attention(partial(sdpa, is_causal=True))
     whole(x).square().sum().backward()
     return whole
 

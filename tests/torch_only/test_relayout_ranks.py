@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dense import numbers
 from messages import Sent
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,11 +41,6 @@ def cp_over(ranks: tuple[int, ...], layout: LayoutSpec) -> ContextParallel:
         group: Any = dist.new_group(list(ranks), **options)
         return ContextParallel(group, layout)
     return ContextParallel(DeviceMesh("cpu", list(ranks)), layout)
-
-
-def numbers(seed: int, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def part(cp: ContextParallel, ranks: tuple[int, ...], rank: int, x: Tensor, dim: int) -> Tensor:

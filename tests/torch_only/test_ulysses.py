@@ -46,9 +46,8 @@ def test_gradients_of_copies_are_rounded_once(dtype: str, backend: Any) -> None:
     assert_close(case, backend.run(case, strategy="ulysses"))
 
 
-def too_few_heads(rank: int) -> str:
+def too_few_heads(_: int) -> str:
     """Return the error of a call with fewer heads than ranks, which sends nothing."""
-    del rank
     q, k, v = (torch.ones(1, 4, n, 8) for n in (3, 1, 1))
     with pytest.raises(UnsupportedError) as error:
         ring_torch.ring_attention(q, k, v, strategy="ulysses")
@@ -61,9 +60,8 @@ def test_too_few_heads_are_refused(backend: Any) -> None:
         assert "StrategyConfig('hybrid', ulysses_size=2)" in text
 
 
-def gathers_too_much(rank: int, keys: int) -> str:
+def gathers_too_much(_: int, keys: int) -> str:
     """Return the error of a call with one large bias for all heads, an expanded single number."""
-    del rank
     tokens = keys // 4
     q = torch.ones(1, 1, 1, 1).expand(1, tokens, 4, 8)
     bias = torch.zeros(1, 1, 1, 1).expand(1, 1, tokens, keys)
@@ -99,9 +97,8 @@ def test_explain_shows_padding_and_copies(backend: Any) -> None:
     assert all("places" not in x for x in backend.pool(4).run(explained, (8, 4)))
 
 
-def explained(rank: int, heads: tuple[int, int]) -> str:
+def explained(_: int, heads: tuple[int, int]) -> str:
     """Return what ``explain`` says of a call."""
-    del rank
     q, k, v = (torch.ones(1, 4, n, 8) for n in (heads[0], heads[1], heads[1]))
     return ring_torch.ContextParallel().explain(q, k, v, strategy="ulysses")
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
+from dense import sdpa
 from on_ranks import on_ranks
 from torch import Tensor
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 
 from ring_core import LayoutSpec, RankMismatchError
 from ring_torch import ContextParallel
@@ -126,11 +128,6 @@ def _predict_tokens(x: Tensor, weights: list[Tensor], attend: Any, shift: Any) -
     return loss + (beside @ weights[1]).square().sum()
 
 
-def _attend_whole(*qkv: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in qkv)
-    return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-
 @pytest.mark.nightly(only=["striped-True"])  # one layout is compiled per change
 @pytest.mark.parametrize(
     ("layout", "compiled"),
@@ -144,7 +141,7 @@ def test_a_layer_that_looks_at_neighbours_has_the_gradients_of_whole_sequences(
     cp = ContextParallel(layout=layout)
     x, *weights = _numbers((1, T, W), (W, 24), (W, 11), (2 * W, W))
     whole = [w.clone().requires_grad_() for w in weights]
-    expected = _predict_tokens(x, whole, _attend_whole, _next_token)
+    expected = _predict_tokens(x, whole, partial(sdpa, is_causal=True), _next_token)
     expected.backward()
 
     def predict(x: Tensor, weights: list[Tensor]) -> Tensor:

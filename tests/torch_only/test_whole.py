@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dense import sdpa
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
@@ -88,10 +89,8 @@ def expected(halos: bool, tokens: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         padded = functional.pad(x, (0, 0, 2, 0))
         x = x + functional.conv1d(padded.mT, model.kernel, groups=D).mT
     x = x + functional.pad(x, (0, 0, 1, 0))[:, :-1]
-    q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in model.qkv(x).chunk(3, -1))
-    x = x + functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(
-        1, 2
-    ).flatten(2)
+    qkv = (y.unflatten(-1, (2, -1)) for y in model.qkv(x).chunk(3, -1))
+    x = x + sdpa(*qkv, is_causal=True).flatten(2)
     labels = functional.pad(tokens[:, 1:], (0, 1), value=-100)
     loss = functional.cross_entropy(model.head(x + x.cumsum(1)).flatten(0, 1), labels.flatten())
     loss.backward()
