@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 
 from ring_core import (
     KernelConfig,
@@ -236,17 +237,13 @@ def test_auto_runs_the_trade_that_it_chose() -> None:
         assert all(ranks.run(_compiled_gathers))
 
 
-def _refused_on_every_rank(_: int) -> None:
+@on_ranks
+def test_a_refused_strategy_sends_nothing() -> None:
     x = torch.zeros(1, 4, 2, 8)
     for options in ({"strategy": "gather", "layout": "striped"}, {"transport": "symm_mem"}):
         with pytest.raises(UnsupportedError, match=f"^strategy '.*{next(iter(options.values()))}'"):
             ring_attention(x, x, x, causal=True, **options)  # type: ignore[call-overload]  # wrong on purpose
     ring_attention(x, x, x, causal=True, strategy="gather")  # the ranks' calls still match
-
-
-def test_a_refused_strategy_sends_nothing() -> None:
-    with LocalRanks(2) as ranks:
-        ranks.run(_refused_on_every_rank)
 
 
 @pytest.mark.parametrize("name", ["fa4", "fa3", "cudnn", "fa2"])

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from ring_core import Mask, RankMismatchError, make_plan, ring_program
 from ring_torch import ContextParallel, dataloader
-from ring_torch.local import LocalRanks
 
 RANKS = 4
 
@@ -147,20 +146,14 @@ def test_a_run_that_was_cut_off_goes_on() -> None:
         next(iter(other))
 
 
-def _another_seed(rank: int, seeds: list[int]) -> str:
-    cp, dp = _rings()
-    try:
-        list(dataloader(cp, shuffled(seeds[rank]), dp=dp))
-    except RankMismatchError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("seeds", [[0, 1, 0, 0], [0, 0, 1, 1]], ids=["of a ring", "of rings"])
-def test_ranks_that_read_other_batches_are_told(pool: LocalRanks, seeds: list[int]) -> None:
-    for error in pool.run(_another_seed, seeds):  # also on ranks whose own ring reads the same
-        assert "read different batches until batch 0" in error
-        assert "seed the loader's generator alike" in error
+@on_ranks
+def test_ranks_that_read_other_batches_are_told(rank: int, seeds: list[int]) -> None:
+    """Also on ranks whose own ring reads the same."""
+    cp, dp = _rings()
+    with pytest.raises(RankMismatchError, match="read different batches until batch 0") as error:
+        list(dataloader(cp, shuffled(seeds[rank]), dp=dp))
+    assert "seed the loader's generator alike" in str(error.value)
 
 
 @on_ranks

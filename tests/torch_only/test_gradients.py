@@ -95,18 +95,15 @@ def test_a_named_kernel_without_that_gradient_says_so() -> None:
         lse.sum().backward()
 
 
-def _storages(_: int, strategy: str, dtype: torch.dtype) -> bool:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+@on_ranks
+def test_gradients_share_no_memory(strategy: str, dtype: torch.dtype) -> None:
     leaves = [x.to(dtype).requires_grad_() for x in _whole()]
     ring_attention(*leaves, strategy=strategy).sum().backward()
     grads = [x.grad for x in leaves if x.grad is not None]
-    sizes = [x.untyped_storage().nbytes() == x.nbytes for x in grads]
-    return all(sizes) and len({x.untyped_storage().data_ptr() for x in grads}) == 3
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("strategy", ["ring", "gather"])
-def test_gradients_share_no_memory(strategy: str, dtype: torch.dtype, pool: LocalRanks) -> None:
-    assert pool.run(_storages, strategy, dtype) == [True] * 2
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in grads)
+    assert len({x.untyped_storage().data_ptr() for x in grads}) == 3
 
 
 #: Each rank's gradient. The first two sum to a tie, which rounds down to 1; the last breaks the
@@ -346,10 +343,6 @@ def test_batched_gradients_are_refused(pool: LocalRanks, way: str, asked: str) -
     _check_refused(pool, way, asked, match)
 
 
-def _allowed(_: int, way: Way, kind: str) -> bool:
-    return way.is_exact(kind)
-
-
 @pytest.mark.nightly(
     only=[
         f"aot graph of a product-{x}"
@@ -357,8 +350,9 @@ def _allowed(_: int, way: Way, kind: str) -> bool:
     ]
 )
 @pytest.mark.parametrize(("way", "kind"), _pairs(ALLOWED))
-def test_first_derivatives_are_exact(pool: LocalRanks, way: str, kind: str) -> None:
-    assert pool.run(_allowed, WAYS[way], kind) == [True, True]
+@on_ranks
+def test_first_derivatives_are_exact(way: str, kind: str) -> None:
+    assert WAYS[way].is_exact(kind)
 
 
 def _one_graph(_: int) -> str:

@@ -12,7 +12,6 @@ from on_ranks import on_ranks
 from torch import Tensor
 
 from ring_torch import ContextParallel, ring_attention
-from ring_torch.local import LocalRanks
 
 RANKS = 4
 
@@ -51,8 +50,9 @@ def test_one_input_alone_asks_for_a_gradient(expected: str) -> None:
     same([some_grads[expected]], [all_grads[expected]])
 
 
-def _destroyed(_: int) -> bool:
-    """Return True if a destroyed group is freed, though calls that used it are cached."""
+@on_ranks
+def test_a_group_that_is_destroyed_is_gone() -> None:
+    """Also of cached calls; its threads, which may hold Python objects, end before Python."""
     group = dist.new_group([0, 1, 2, 3])
     assert isinstance(group, dist.ProcessGroup)
     gone = weakref.ref(group)
@@ -62,9 +62,4 @@ def _destroyed(_: int) -> bool:
     dist.destroy_process_group(group)
     del group, out
     gc.collect()
-    return gone() is None
-
-
-def test_a_group_that_is_destroyed_is_gone(pool: LocalRanks) -> None:
-    """The group's threads end with it: they may hold Python objects, and must end before Python."""
-    assert pool.run(_destroyed) == [True] * 4
+    assert gone() is None
