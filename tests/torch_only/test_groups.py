@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import sdpa
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -348,18 +349,12 @@ def _is_alike(cp: ContextParallel, copied: ContextParallel) -> bool:
     )
 
 
-def _default_group(_: int, layout: Any) -> list[bool]:
-    cp = ContextParallel(layout=layout)
-    return [
-        _is_alike(cp, read)
-        for read in (pickle.loads(pickle.dumps(cp)), copy.copy(cp), copy.deepcopy(cp))
-    ]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@on_ranks
 def test_over_the_default_group_it_round_trips(layout: Any) -> None:
-    with LocalRanks(2, timeout=20) as pool:
-        assert pool.run(_default_group, layout) == [[True] * 3] * 2
+    cp = ContextParallel(layout=layout)
+    for read in (pickle.loads(pickle.dumps(cp)), copy.copy(cp), copy.deepcopy(cp)):
+        assert _is_alike(cp, read)
 
 
 def test_it_travels_to_the_ranks() -> None:
@@ -377,20 +372,15 @@ class _Model(nn.Module):
         self.weight, self.cp = nn.Linear(2, 2), cp
 
 
-def _groups(_: int) -> list[bool]:
-    alike: list[bool] = []
+@on_ranks
+def test_over_a_group_it_is_copied_and_not_pickled() -> None:
     groups: list[Any] = [dist.new_group(), init_device_mesh("cpu", (2,))]
     for group in groups:
         cp = ContextParallel(group)
         with pytest.raises(UnsupportedError, match=f"{type(group).__name__} cannot be pickled"):
             pickle.dumps(_Model(cp))
-        alike += [_is_alike(cp, x) for x in (copy.copy(cp), copy.deepcopy(_Model(cp)).cp)]
-    return alike
-
-
-def test_over_a_group_it_is_copied_and_not_pickled() -> None:
-    with LocalRanks(2, timeout=20) as pool:
-        assert pool.run(_groups) == [[True] * 4] * 2
+        for copied in (copy.copy(cp), copy.deepcopy(_Model(cp)).cp):
+            assert _is_alike(cp, copied)
 
 
 TOKENS = 12

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
+from on_ranks import on_four_ranks, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -434,30 +434,20 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
     _compare(cp, attend_on(cp), _qkv(), {}, {})
 
 
-def _verdicts(_: int) -> list[str]:
-    """Return the errors that ``verify`` raises of modules that are wrong on shards."""
-    cp = ContextParallel()
-    tokens = batch_of("gpt")["tokens"]
-    gpt, mean = (
-        GPT(),
-        nn.Sequential(SelfAttention(is_causal=False), Other(lambda x: x - x.mean(1, keepdim=True))),
+@on_ranks
+def test_verify_finds_positions_that_a_model_counts_itself() -> None:
+    """And modules that mix tokens: models that are wrong on shards."""
+    cp, first = ContextParallel(), "the first module whose output differs is "
+    mean = nn.Sequential(
+        SelfAttention(is_causal=False), Other(lambda x: x - x.mean(1, keepdim=True))
     )
-    verdicts = []
-    for module, batch in ((gpt, {"tokens": tokens}), (mean, {"input": torch.randn(2, 16, DIM)})):
-        handle = replace_sdpa(module, cp)
-        try:
-            handle.verify(batch)
-        except WrongResultError as error:
-            verdicts.append(str(error))
-    return verdicts
-
-
-def test_verify_finds_positions_that_a_model_counts_itself(pool: LocalRanks) -> None:
-    for verdicts in pool.run(_verdicts):
-        counted, mixed = verdicts
-        assert "the first module whose output differs is GPT" in counted
-        assert "arange" in counted
-        assert "the first module whose output differs is 1 (Other)" in mixed
+    models: tuple[tuple[nn.Module, dict[str, Tensor], str], ...] = (
+        (GPT(), {"tokens": batch_of("gpt")["tokens"]}, rf"{first}GPT(.|\n)*arange"),
+        (mean, {"input": torch.randn(2, 16, DIM)}, rf"{first}1 \(Other\)"),
+    )
+    for module, batch, words in models:
+        with pytest.raises(WrongResultError, match=words):
+            replace_sdpa(module, cp).verify(batch)
 
 
 @on_ranks
@@ -506,7 +496,8 @@ def test_modules_are_replaced_wherever_they_are_called() -> None:
     torch.testing.assert_close(near.blocks[1](x), plain.blocks[1](x))
 
 
-def _fsdp(rank: int) -> None:
+@on_four_ranks
+def test_fully_shard_goes_round_replaced_modules_and_inside(rank: int) -> None:
     """Check two rings of two ranks; FSDP2 over all four is applied before and after replacing."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     cp, batch = ContextParallel(mesh["cp"]), batch_of("gpt")
@@ -528,8 +519,3 @@ def _fsdp(rank: int) -> None:
         with pytest.raises(UnsupportedError, match="fully_shard"):
             handle.verify(batch, dims={"tokens": 1, "positions": 0})
         handle.remove()
-
-
-def test_fully_shard_goes_round_replaced_modules_and_inside() -> None:
-    with LocalRanks(4) as ranks:
-        ranks.run(_fsdp)

@@ -68,7 +68,7 @@ def test_a_new_shape_beside_an_agreed_one_is_named_on_all_ranks(rank: int, name:
 @on_ranks
 def test_what_is_no_slice_or_cannot_be_sent_is_refused() -> None:
     cp = ContextParallel()
-    with pytest.raises(ValueError, match="^sequence length 15 is not a positive multiple"):
+    with pytest.raises(ValueError, match=r"^sequence length 15 is not a positive multiple"):
         cp.unshard(torch.ones(1, 5, 2))
     with pytest.raises(ValueError, match=r"^the process group \(gloo\) sends no tensors of"):
         cp.unshard(torch.ones(1, 4, device="meta"))

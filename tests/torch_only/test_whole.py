@@ -97,6 +97,12 @@ def expected(halos: bool, tokens: Tensor) -> tuple[Tensor, list[Tensor | None]]:
     return loss.detach(), [p.grad for p in model.parameters()]
 
 
+def trained() -> tuple[ContextParallel, Layers, Tensor, tuple[Tensor, list[Tensor | None]]]:
+    """Return a model, tokens, and the loss and gradients of one process."""
+    tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
+    return *pair("zigzag"), tokens, expected(True, tokens)
+
+
 def silent() -> ExitStack:
     """Return a context in which every collective and message of a group is an error."""
     start = Ranks.start
@@ -219,9 +225,7 @@ def test_a_backward_elsewhere_follows_its_forward(again: str) -> None:
 @on_ranks
 def test_a_backward_follows_its_forward(again: str) -> None:
     """Run the backward of a whole forward outside of its block, and that of a split one inside."""
-    cp, model = pair("zigzag")
-    tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
-    want = expected(True, tokens)
+    cp, model, tokens, want = trained()
     for _repeat in range(2):
         with cp.whole(), silent():
             whole = model(tokens, again=again)
@@ -425,25 +429,18 @@ class Rank(nn.Module):
         return x + self.cp.positions(T)[0]
 
 
-def verified(_: int) -> list[str]:
-    """Return what ``verify`` says of a right model, and of one that asks which rank it is on."""
+@on_ranks
+def test_plain_models_are_verified() -> None:
+    """A right model is, and one that asks which rank it is on is found."""
     cp, model = pair("zigzag")
     batch = {"tokens": torch.arange(2 * T).reshape(2, T) % V}
     report = cp.verify(model, batch)
     assert report.loss is not None and report.gradients is not None and report.logits is None
-    assert report.modules == 2 and all(
-        x is None or x.is_within for x in (report.loss, report.gradients)
-    )
+    assert report.modules == 2 and report.loss.is_within and report.gradients.is_within
     assert all(x.grad is None for x in model.parameters())
     model.embed = nn.Sequential(model.embed, Rank(cp))  # type: ignore[assignment]  # wrong on purpose
-    with pytest.raises(WrongResultError) as error:
+    with pytest.raises(WrongResultError, match=r"whose output differs is embed\.1 \(Rank\)"):
         cp.verify(model, batch, dims={"tokens": 1})
-    return [str(error.value)]
-
-
-def test_plain_models_are_verified(pool: LocalRanks) -> None:
-    for (message,) in pool.run(verified):
-        assert "first module whose output differs is embed.1 (Rank)" in message
 
 
 def in_backward(_: int) -> None:
