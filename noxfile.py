@@ -57,7 +57,7 @@ TEXT_ALONE = ("structure", "supply_chain", "tiers")
 QUICK_ON_LOWEST = (
     "torch_only/test_compile",
     "torch_only/test_api",
-    "torch_only/test_interplay",
+    "torch_only/test_movement_wrapped",
     "torch_only/test_views",
     "torch_only/test_hf_names",
 )

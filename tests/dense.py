@@ -1,11 +1,13 @@
-"""Dense causal attention in plain torch, and errors as multiples of its own errors."""
+"""Dense attention in plain torch, random numbers for it, and errors as multiples of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 
 def dense(
@@ -29,6 +31,23 @@ def dense(
     weights = torch.cat(columns, dim=3).softmax(-1)[..., :length]
     out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Return torch's own attention of tensors ``[B, T, H, D]``."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, enable_gqa=True, **options).transpose(1, 2)
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    """Return random float64 numbers, the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def numbers_of(*shape: int) -> Tensor:
+    """Return random numbers of this shape, which are others than those of another shape."""
+    return numbers(sum(shape), *shape)
 
 
 def errors(

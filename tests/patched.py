@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from ring_torch import prepare
+from ring_torch.kernels.api import Kernel, Selection
 from ring_torch.prepare import _prepare
 
 
@@ -24,3 +26,13 @@ def replaced(*kernels: type, **methods: Callable[..., Any]) -> Iterator[None]:
             yield
     finally:
         _prepare.cache_clear()
+
+
+@contextmanager
+def chosen(kernel: Kernel, *others: Any) -> Iterator[None]:
+    """Let calls take a kernel, and begin and end with no call prepared, under other patches."""
+    with replaced(), ExitStack() as stack:
+        stack.enter_context(patch.object(prepare, "choose", lambda *_: Selection(kernel, ())))
+        for other in others:
+            stack.enter_context(other)
+        yield

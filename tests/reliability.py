@@ -104,7 +104,7 @@ PROMISES = (
         "compiled, under autocast, checkpointing, FSDP2, DDP, hooks, vmap, scan, remat and with donated"
         " buffers the results are the same, or the refusal is clear",
         (
-            ("torch", "torch_only/test_interplay.py torch_only/test_compile.py"),
+            ("torch", "torch_only/test_movement_wrapped.py torch_only/test_compile.py"),
             ("jax", "jax_only/test_api.py jax_only/test_program.py"),
         ),
     ),

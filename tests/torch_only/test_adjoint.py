@@ -89,16 +89,6 @@ def _ulysses(
         assert torch.equal(x * copies, whole)
 
 
-def _ulysses_with_copies(rank: int, layout: Any) -> None:
-    """Check Ulysses with three copies of the one K/V head, and 7 query heads padded to 9."""
-    _ulysses(rank, layout, 7, 1)
-
-
-def _ulysses_with_padding(rank: int, layout: Any) -> None:
-    """Check Ulysses with K/V heads that the ranks do not divide, and query heads in no range."""
-    _ulysses(rank, layout, 15, 5)
-
-
 def _gather(rank: int, layout: Any, own: bool) -> None:
     """Check the fetch of K/V, whose adjoint returns and sums their gradients."""
     q, k, v = numbers(rank, *3 * [(2, TOKENS // SIZE, 2, 4)])
@@ -130,16 +120,21 @@ def _gather(rank: int, layout: Any, own: bool) -> None:
     same(list(zip(fetched, y, strict=True)), list(zip((k, v), returned, strict=True)))
 
 
-MOVEMENTS = (
-    _pack, _ulysses, _ulysses_with_copies,
-    _ulysses_with_padding,
-)  # fmt: skip
+#: Movements, and query and K/V heads: copies of the one K/V head, and 7 heads padded to 9; K/V
+#: heads that the ranks do not divide, and query heads in no range.
+MOVEMENTS: dict[str, tuple[Any, ...]] = {
+    "pack": (_pack,),
+    "ulysses": (_ulysses,),
+    "ulysses with copies": (_ulysses, 7, 1),
+    "ulysses with padding": (_ulysses, 15, 5),
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("movement", MOVEMENTS, ids=lambda movement: movement.__name__)
-def test_the_return_of_a_movement_is_its_adjoint(movement: Any, layout: str, backend: Any) -> None:
-    backend.pool(SIZE).run(movement, layout)
+@pytest.mark.parametrize("name", MOVEMENTS)
+def test_the_return_of_a_movement_is_its_adjoint(name: str, layout: str, backend: Any) -> None:
+    movement, *heads = MOVEMENTS[name]
+    backend.pool(SIZE).run(movement, layout, *heads)
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["of others", "of all"])

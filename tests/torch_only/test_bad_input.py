@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from on_ranks import on_ranks
 from wrong import KV, Q, bad_calls
 
 from ring_core import ChunkLayout, Mask, UnsupportedError, reference
 from ring_core.base.arguments import FOREIGN_OPTIONS
 from ring_torch import ContextParallel, KernelConfig, compat, ring_attention
-from ring_torch.local import LocalRanks
 
 
 def tensors(**replaced: Any) -> dict[str, Any]:
@@ -94,21 +94,14 @@ def test_context_parallel_refuses_lengths_it_cannot_divide() -> None:
         cp.layout_of(7)
 
 
-def _odd_shard(_: int) -> None:
+@on_ranks
+def test_nothing_is_sent_before_the_error() -> None:
+    """Both ranks raise at once: neither waits for the other."""
     x = torch.zeros(1, 3, 2, 8)
     with pytest.raises(ValueError, match=r"sequence length 6 .* pad to 8"):
         ring_attention(x, x, x, layout="zigzag")
     with pytest.raises(ValueError, match="pad to 8"):
         ContextParallel().shard(torch.zeros(1, 6, 2))
-
-
-def test_nothing_is_sent_before_the_error() -> None:
-    """Both ranks raise at once: neither waits for the other."""
-    pool = LocalRanks(2)
-    try:
-        pool.run(_odd_shard)
-    finally:
-        pool.close()
 
 
 CONTIGUOUS = ContextParallel(layout="contiguous")
@@ -188,12 +181,3 @@ def test_other_names_stay_a_type_error() -> None:
     for call in WITH_OPTIONS.values():
         with pytest.raises(TypeError, match="nonsense"):
             call(ZEROS, ZEROS, ZEROS, nonsense=1)
-
-
-def test_a_compiled_call_takes_its_own_options() -> None:
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def attend(x: torch.Tensor) -> torch.Tensor:
-        return CP.attention(x, x, x, causal=True)
-
-    x = torch.randn(1, 8, 2, 4)
-    torch.testing.assert_close(attend(x), CP.attention(x, x, x, causal=True))

@@ -14,6 +14,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from cases import prefix
+from on_ranks import on_ranks
 
 from ring_core import (
     KernelConfig,
@@ -28,7 +30,7 @@ from ring_core import (
 )
 from ring_torch import ContextParallel, kernels, prepare, ring_attention, strategies, transports
 from ring_torch.comm.ranks import Ranks
-from ring_torch.kernels import fa4, flash_attn
+from ring_torch.kernels import fa4, flash_attn, sdpa
 from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.measured import measured
 from ring_torch.kernels.triton import TritonKernel
@@ -236,17 +238,13 @@ def test_auto_runs_the_trade_that_it_chose() -> None:
         assert all(ranks.run(_compiled_gathers))
 
 
-def _refused_on_every_rank(_: int) -> None:
+@on_ranks
+def test_a_refused_strategy_sends_nothing() -> None:
     x = torch.zeros(1, 4, 2, 8)
     for options in ({"strategy": "gather", "layout": "striped"}, {"transport": "symm_mem"}):
         with pytest.raises(UnsupportedError, match=f"^strategy '.*{next(iter(options.values()))}'"):
             ring_attention(x, x, x, causal=True, **options)  # type: ignore[call-overload]  # wrong on purpose
     ring_attention(x, x, x, causal=True, strategy="gather")  # the ranks' calls still match
-
-
-def test_a_refused_strategy_sends_nothing() -> None:
-    with LocalRanks(2) as ranks:
-        ranks.run(_refused_on_every_rank)
 
 
 @pytest.mark.parametrize("name", ["fa4", "fa3", "cudnn", "fa2"])
@@ -360,6 +358,7 @@ def test_equal_calls_are_prepared_once() -> None:
 EQUAL = {
     "causal": (True, 1, "causal must be a bool"),
     "window": ((1, 0), (True, 0), "window"),
+    "cu_seqlens": ((0, 5, 8), (0.0, 5.0, 8.0), "cu_seqlens must be one row"),
     "chunk_size": (2, 2.0, "chunk_size must be an integer"),
     "deterministic": (False, 0, "deterministic must be True or False"),
     "dropout_p": (0.0, False, "dropout_p must be in"),
@@ -377,13 +376,6 @@ def test_an_equal_value_of_another_type_is_another_call(name: str) -> None:
     call(x, x, x, **{name: good})
     with pytest.raises(ValueError, match=message):
         call(x, x, x, **{name: bad})
-
-
-def test_float_offsets_are_refused_after_equal_ints() -> None:
-    x = torch.zeros(1, 8, 2, 8)
-    ring_attention(x, x, x, cu_seqlens=(0, 5, 8))
-    with pytest.raises(ValueError, match="cu_seqlens must be one row"):
-        ring_attention(x, x, x, cu_seqlens=(0.0, 5.0, 8.0))  # type: ignore[arg-type]  # wrong on purpose
 
 
 @pytest.fixture
@@ -515,3 +507,66 @@ def test_a_table_that_is_none_is_an_error(
         ValueError, match=r"nothing\.json is no table of rates: .*bench --rates FILE"
     ):
         ring_attention(x, x, x)
+
+
+CALL = Request(device="cuda", dtype="bfloat16", head_dim=128, v_head_dim=128, grad=True)
+DOCUMENTS = Mask(causal=True, cu_seqlens=(0, 100, 300, 512))
+PREDICATE = Mask(predicate=prefix)
+REFUSED: dict[str, tuple[Mask, dict[str, Any], tuple[int, int], str]] = {
+    "segments on Blackwell": (CAUSAL, {"segment_ids": True}, (10, 0), "on Hopper only"),
+    "a predicate on Blackwell": (PREDICATE, {}, (10, 0), "on Hopper only"),
+    "ALiBi on Blackwell": (CAUSAL, {"alibi": True}, (10, 0), "on Hopper only"),
+    "segments that repeat": (
+        CAUSAL, {"segment_ids": True, "deterministic": True}, (9, 0), "is not deterministic"
+    ),
+    "a predicate that repeats": (PREDICATE, {"deterministic": True}, (9, 0), "not deterministic"),
+    "segments and documents": (DOCUMENTS, {"segment_ids": True}, (9, 0), "no segment_ids together"),
+    "ALiBi and documents": (DOCUMENTS, {"alibi": True}, (9, 0), "no alibi_slopes together"),
+}  # fmt: skip
+TAKEN: dict[str, tuple[Mask, dict[str, Any], tuple[int, int]]] = {
+    "documents on Blackwell": (DOCUMENTS, {}, (10, 0)),
+    "segments": (CAUSAL, {"segment_ids": True, "alibi": True, "softcap": True}, (9, 0)),
+    "a predicate and segments": (PREDICATE, {"segment_ids": True}, (9, 0)),
+    "causal that repeats": (CAUSAL, {"deterministic": True, "alibi": True}, (9, 0)),
+}
+
+
+def _limits(
+    monkeypatch: pytest.MonkeyPatch, mask: Mask, options: dict[str, Any], gpu: tuple[int, int]
+) -> tuple[str, ...]:
+    monkeypatch.setattr(fa4, "capability", lambda: gpu)
+    monkeypatch.setattr(fa4.library, "is_known", lambda: True)
+    program = ring_program(make_plan(mask, seq_len=512, cp_size=1))
+    assert fa4.FA4.limits is not None
+    return fa4.FA4.limits(replace(CALL, **options), program)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_fa4_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask, options, gpu, why = REFUSED[name]
+    (reason,) = _limits(monkeypatch, mask, options, gpu)
+    assert why in reason
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_fa4_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _limits(monkeypatch, *TAKEN[name]) == ()
+
+
+@pytest.mark.parametrize(
+    ("dims", "gpu", "version", "takes"),
+    [
+        ((128, 128), (8, 0), 90000, True), ((192, 128), (9, 0), 91900, True),
+        ((256, 256), (9, 0), 91800, False), ((128, 64), (10, 0), 91900, False),
+    ],
+)  # fmt: skip
+def test_cudnn(
+    dims: tuple[int, int], gpu: tuple[int, int], version: int, takes: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sdpa, "capability", lambda: gpu)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    request = replace(CALL, head_dim=dims[0], v_head_dim=dims[1])
+    program = ring_program(make_plan(CAUSAL, seq_len=512, cp_size=1))
+    limits = sdpa.CUDNN.limits
+    assert limits is not None and (limits(request, program) == ()) is takes

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from ring_core import Mask, RankMismatchError, make_plan, ring_program
 from ring_torch import ContextParallel, dataloader
-from ring_torch.local import LocalRanks
 
 RANKS = 4
 
@@ -88,8 +87,7 @@ def test_documents_are_packed_for_each_ring(rank: int) -> None:
 
 
 @on_ranks
-def test_each_batch_has_a_balanced_layout(rank: int) -> None:
-    del rank
+def test_each_batch_has_a_balanced_layout() -> None:
     cp = ContextParallel()
     lengths = (40, 1400, 30, 70, 300, 150)
     docs = [torch.arange(n) for n in lengths]
@@ -124,8 +122,7 @@ def test_rows_of_each_rings_own_loader(rank: int) -> None:
 
 
 @on_ranks
-def test_a_run_that_was_cut_off_goes_on(rank: int) -> None:
-    del rank
+def test_a_run_that_was_cut_off_goes_on() -> None:
     cp, dp = _rings()
     for make in (shuffled, Counted):
         expected = [x.tokens.tolist() for x in dataloader(cp, make(), dp=dp)]
@@ -149,25 +146,18 @@ def test_a_run_that_was_cut_off_goes_on(rank: int) -> None:
         next(iter(other))
 
 
-def _another_seed(rank: int, seeds: list[int]) -> str:
-    cp, dp = _rings()
-    try:
-        list(dataloader(cp, shuffled(seeds[rank]), dp=dp))
-    except RankMismatchError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("seeds", [[0, 1, 0, 0], [0, 0, 1, 1]], ids=["of a ring", "of rings"])
-def test_ranks_that_read_other_batches_are_told(pool: LocalRanks, seeds: list[int]) -> None:
-    for error in pool.run(_another_seed, seeds):  # also on ranks whose own ring reads the same
-        assert "read different batches until batch 0" in error
-        assert "seed the loader's generator alike" in error
+@on_ranks
+def test_ranks_that_read_other_batches_are_told(rank: int, seeds: list[int]) -> None:
+    """Also on ranks whose own ring reads the same."""
+    cp, dp = _rings()
+    with pytest.raises(RankMismatchError, match="read different batches until batch 0") as error:
+        list(dataloader(cp, shuffled(seeds[rank]), dp=dp))
+    assert "seed the loader's generator alike" in str(error.value)
 
 
 @on_ranks
-def test_more_ranks_than_those_of_a_ring_need_dp(rank: int) -> None:
-    del rank
+def test_more_ranks_than_those_of_a_ring_need_dp() -> None:
     cp, dp = _rings()
     with pytest.raises(ValueError, match=r"dp is missing: the ring has 2 of 4 ranks.*mesh\['dp'\]"):
         dataloader(cp, [])
@@ -206,9 +196,8 @@ def test_states_of_something_else_are_refused(state: Any) -> None:
 
 
 @on_ranks
-def test_a_state_is_loaded_during_a_pass(rank: int) -> None:
+def test_a_state_is_loaded_during_a_pass() -> None:
     """Check that a state loaded during an epoch is kept, and that epochs do not mix batches."""
-    del rank
     cp = ContextParallel()
     loader = dataloader(cp, list(shuffled()))  # the same in each epoch
     running = iter(loader)

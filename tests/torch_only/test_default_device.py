@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends.torch_ranks import TorchBackend
+from on_ranks import on_ranks
 from torch import Tensor, nn
 
 import ring_torch
@@ -142,14 +142,10 @@ CALLS: dict[str, Callable[[ContextParallel], Any]] = {
 }  # fmt: skip
 
 
-def _on_meta(_: int, name: str) -> None:
-    cp = ContextParallel()
-    expected = CALLS[name](cp)
+@pytest.mark.parametrize("name", CALLS)
+@on_ranks
+def test_calls_under_another_default_device(name: str) -> None:
+    expected = CALLS[name](ContextParallel())
     with torch.device("meta"):
         results = CALLS[name](ContextParallel())
     torch.testing.assert_close(results, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_calls_under_another_default_device(name: str, backend: TorchBackend) -> None:
-    backend.pool(2).run(_on_meta, name)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_core import KernelConfig, checks
-from ring_torch import ContextParallel, ring_attention
+from ring_torch import ring_attention
 from ring_torch.kernels.eager import ScoreBlocks
 
 T, HEADS = 24, 2
@@ -39,48 +39,32 @@ def test_hidden_blocks_are_not_computed() -> None:
     assert scores.call_count == 2 * live
 
 
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (torch.zeros(T, T), "array of booleans, got one of float32"),
-        (torch.ones(T, T, dtype=torch.int32), "array of booleans, got one of int32"),
-        (torch.zeros(T, T + 1) > 0, rf"shape \[{T}, {T}\]"),
-        (torch.zeros(3, 1, T, T) > 0, "got"),
-        (torch.zeros(T) > 0, "got"),
-        (torch.zeros(T, T, device="meta") > 0, "mask is on meta"),
-    ],
-)
-def test_what_is_no_such_mask_is_refused(mask: Tensor, message: str) -> None:
-    qkv = _qkv()
-    with pytest.raises(ValueError, match=message):
-        ring_attention(*qkv, mask=mask)
+#: Options beside right ones, and the error.
+REFUSED: tuple[tuple[str, Any, str], ...] = (
+    ("mask", torch.zeros(T, T), "array of booleans, got one of float32"),
+    ("mask", torch.ones(T, T, dtype=torch.int32), "array of booleans, got one of int32"),
+    ("mask", torch.zeros(T, T + 1) > 0, rf"shape \[{T}, {T}\]"),
+    ("mask", torch.zeros(3, 1, T, T) > 0, "got"), ("mask", torch.zeros(T) > 0, "got"),
+    ("mask", torch.zeros(T, T, device="meta") > 0, "mask is on meta"),
+    ("bias", [0.0], "bias must be a torch.Tensor"),
+    ("bias", torch.zeros(T, T), "bias must have shape"),
+    ("bias", torch.zeros(1, 1, 1, T), "bias must have shape"),
+    ("bias", torch.zeros(1, 1, T, T + 1), "bias must have shape"),
+    ("bias", torch.zeros(1, 1, T, T, dtype=torch.int64), "bias must be floating point"),
+    ("bias", torch.zeros(1, 1, T, T, device="meta"), "bias must be on cpu"),
+    *((name, [0.0], f"{name} must be a torch.Tensor") for name in "qkv"),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("bias", "message"),
-    [
-        ([0.0], "bias must be a torch.Tensor"),
-        (torch.zeros(T, T), "bias must have shape"),
-        (torch.zeros(1, 1, 1, T), "bias must have shape"),
-        (torch.zeros(1, 1, T, T + 1), "bias must have shape"),
-        (torch.zeros(1, 1, T, T, dtype=torch.int64), "bias must be floating point"),
-        (torch.zeros(1, 1, T, T, device="meta"), "bias must be on cpu"),
-    ],
-)
-def test_a_malformed_bias_is_refused_beside_a_mask_as_without_one(bias: Any, message: str) -> None:
-    qkv = _qkv()
+@pytest.mark.parametrize(("name", "value", "message"), REFUSED)
+def test_what_is_wrong_is_refused_beside_a_mask_as_without_one(
+    name: str, value: Any, message: str
+) -> None:
     options: list[dict[str, Any]] = [{}, {"mask": MASK}]
-    for kwargs in options:
+    for beside in options:
+        call: Any = dict(zip("qkv", _qkv(), strict=True)) | beside | {name: value}
         with pytest.raises(ValueError, match=message):
-            ring_attention(*qkv, bias=bias, **kwargs)
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_what_is_no_tensor_is_refused_beside_a_mask(name: str) -> None:
-    qkv = _qkv()
-    kwargs: Any = dict(zip("qkv", qkv, strict=True)) | {name: [0.0]}
-    with pytest.raises(ValueError, match=f"{name} must be a torch.Tensor"):
-        ring_attention(**kwargs, mask=MASK)
+            ring_attention(**call)
 
 
 def test_what_is_too_large_is_told_what_to_use() -> None:
@@ -89,8 +73,3 @@ def test_what_is_too_large_is_told_what_to_use() -> None:
         checks.check_dense_mask(mask, (1, 1 << 13, 1, 8), (1 << 13) + 1, "cpu")
     fits = checks.Tensor((1 << 13, 1 << 13), "bool", "cpu")
     checks.check_dense_mask(fits, (1, 1 << 13, 1, 8), 1 << 13, "cpu")
-
-
-def test_explain_takes_it() -> None:
-    qkv = _qkv()
-    assert "kernel" in ContextParallel().explain(*qkv, mask=MASK)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -19,9 +20,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cases import RANDOM
+from on_ranks import on_ranks
 from torch import Tensor
 
-from ring_core import ChunkLayout, Mask
+from ring_core import ChunkLayout, Mask, RankMismatchError
 from ring_torch import ring_attention
 from ring_torch.comm import store
 from ring_torch.kernels.measured import RATES_VARIABLE
@@ -123,39 +125,30 @@ def ends(function: Callable[[], Any]) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[LocalRanks]:
+def pool() -> Iterator[LocalRanks]:
     """Start three ranks, which stay usable after a disagreement that all of them learn of."""
     with LocalRanks(3, timeout=TIMEOUT) as pool:
         yield pool
 
 
-def _differ(rank: int, name: str) -> tuple[str, str]:
-    difference = DIFFERENCES[name]
-    return ends(lambda: attend(difference.odd if rank == ODD else difference.others))
-
-
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_a_difference_is_an_error_on_all(three: LocalRanks, name: str) -> None:
+@on_ranks
+def test_a_difference_is_an_error_on_all(rank: int, name: str) -> None:
     """The error is also raised on a rank that receives nothing from the one that differs."""
-    for kind, message in three.run(_differ, name):
-        assert kind == "RankMismatchError"
-        assert re.search(rf"\b{DIFFERENCES[name].word} is ", message), message
-
-
-def _differ_in_backward(rank: int, what: str) -> tuple[str, str]:
-    first, second = attend({}), attend({})
-    if what == "another call":
-        return ends(lambda: (second if rank == ODD else first).sum().backward())
-    return ends((lambda: attend({})) if rank == ODD else first.sum().backward)
+    others, odd, word = DIFFERENCES[name]
+    with pytest.raises(RankMismatchError, match=rf"\b{word} is "):
+        attend(odd if rank == ODD else others)
 
 
 @pytest.mark.parametrize(("what", "word"), [("another call", "call"), ("no backward", "pass")])
-def test_a_difference_in_backward_is_an_error_on_all(
-    three: LocalRanks, what: str, word: str
-) -> None:
-    for kind, message in three.run(_differ_in_backward, what):
-        assert kind == "RankMismatchError"
-        assert re.search(rf"\b{word} is ", message), message
+@on_ranks
+def test_a_difference_in_backward_is_an_error_on_all(rank: int, what: str, word: str) -> None:
+    first, second = attend({}), attend({})
+    call: Callable[[], Any] = (second if rank == ODD else first).sum().backward
+    if what == "no backward" and rank == ODD:
+        call = partial(attend, {})
+    with pytest.raises(RankMismatchError, match=rf"\b{word} is "):
+        call()
 
 
 def _differ_after_agreeing(rank: int) -> tuple[str, str]:
@@ -187,19 +180,17 @@ def test_a_missing_call_is_an_error_within_the_timeout() -> None:
         assert "call 2 (forward)" in message
 
 
-def _silent_store(_: int) -> tuple[bool, bool]:
-    """Read from a store whose link is down; return ``(the result is None, the store answered)``."""
+@on_ranks
+def test_a_store_that_does_not_answer_keeps_nobody_waiting() -> None:
+    """Its link is down."""
     never, patch = threading.Event(), pytest.MonkeyPatch()
     silent = SimpleNamespace(check=lambda _: not never.wait(), set=lambda *_: never.wait())
     patch.setattr(store, "_PATIENCE", timedelta(seconds=0.1))
     try:
         agreement = store.StoreAgreement(silent, 0, 1, "forward")
         agreement.report_mismatch("words")
-        return agreement.read_report() is None, never.is_set()
+        assert agreement.read_report() is None
+        assert not never.is_set()
     finally:
         patch.undo()
         never.set()
-
-
-def test_a_store_that_does_not_answer_keeps_nobody_waiting(three: LocalRanks) -> None:
-    assert three.run(_silent_store) == [(True, False)] * 3

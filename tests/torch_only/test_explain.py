@@ -33,8 +33,7 @@ def test_explain_fits_a_screen() -> None:
         assert any(word in line for line in lines)
 
 
-def _explained(rank: int, queries: int, options: dict[str, Any]) -> str:
-    del rank
+def _explained(_: int, queries: int, options: dict[str, Any]) -> str:
     q, k = (torch.empty(1, queries, n, 32, requires_grad=True) for n in (4, 2))
     return ContextParallel().explain(q, k, k, causal=True, **options)
 

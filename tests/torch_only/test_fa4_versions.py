@@ -7,6 +7,7 @@ of arguments as in version 4.0.0b36, and public functions alone for another vers
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import threading
 import weakref
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -665,3 +667,23 @@ def test_other_versions_have_no_split_backward(install: Callable[[str], Library]
         install(version)
         applies = split_backward.applies(plan, request, splits=True, tile=split_backward.tile)
         assert applies == (version == KNOWN)
+
+
+#: Private names of flash-attn-4, of what records calls of its compiled functions, fields of its
+#: tiles (``FwdConfig``, ``BwdConfig``), modules of it, and what is read from a call by position.
+PRIVATE = re.compile(
+    r"\b_(?:flash_attn_[fb]wd|bwd_|tile_size)\w*|\b_?calls_of\b|\bcompile_cache\b|\b[mn]_block_size\b"
+    r"|\b(?:SdP|dKV|dQ)_swapAB|\bAtomLayout\w+|\bnum_stages_\w+|\b(?:num_wg|dQ_single_wg|mma_pv_is_rs)\b"
+    r"|\b(?:intra_wg_overlap|q_stage|num_splits)\b|flash_attn\.cute\b|(?<!bound)\.(?:arguments|buffers)\[|= \w+\.(?:arguments|buffers)\n"
+)
+ABSENT = re.compile(r"None, None, None")  # a call's row of arguments that are not there
+
+
+def test_private_parts_are_known_in_one_file() -> None:
+    """Elsewhere none is named, and no call is read by position or has a row of absent arguments."""
+    folder = Path(fa4.__file__).parent
+    found = {path: {*PRIVATE.findall(path.read_text())} for path in folder.parents[1].rglob("*.py")}
+    assert len(found.pop(folder / "library.py")) > 10
+    assert {path.name: names for path, names in found.items() if names} == {}
+    rows = [path.name for path in folder.glob("*.py") if ABSENT.search(path.read_text())]
+    assert rows == ["library.py"]

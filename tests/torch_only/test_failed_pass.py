@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from patched import replaced
 from torch import Tensor
 
@@ -286,8 +287,10 @@ def test_only_what_waits_for_peers_is_blamed_on_them() -> None:
         assert len(block.body) == len(calls) == 1, (name, calls)
 
 
-def _fails_alone(rank: int, where: str) -> str:
-    """Run out of memory on one rank, where buffers of a collective are made."""
+@pytest.mark.parametrize("where", ["unshard", "unshard backward", "reduce_gradients"])
+@on_ranks
+def test_a_rank_without_memory_is_named_on_the_others(rank: int, where: str) -> None:
+    """It runs out of memory where buffers of a collective are made."""
     group: Any = dist.new_group(timeout=TIMEOUT)
     cp = ContextParallel(group)
     model = torch.nn.Linear(4, 4)
@@ -296,11 +299,8 @@ def _fails_alone(rank: int, where: str) -> str:
     whole = cp.unshard(x, grad="sum")
     patch = pytest.MonkeyPatch()
     if rank == BROKEN:
-        patch.setattr(
-            torch,
-            {"unshard": "empty_like", "unshard backward": "stack"}.get(where, "cat"),
-            _no_memory,
-        )
+        name = {"unshard": "empty_like", "unshard backward": "stack"}.get(where, "cat")
+        patch.setattr(torch, name, _no_memory)
     calls: dict[str, Callable[[], object]] = {
         "unshard": lambda: cp.unshard(x.detach()),
         "unshard backward": lambda: whole.sum().backward(),
@@ -308,14 +308,10 @@ def _fails_alone(rank: int, where: str) -> str:
     }
     message = _words(calls[where])
     patch.undo()
-    return message
-
-
-@pytest.mark.parametrize("where", ["unshard", "unshard backward", "reduce_gradients"])
-def test_a_rank_without_memory_is_named_on_the_others(where: str, pool: LocalRanks) -> None:
-    other, own = pool.run(_fails_alone, where)
-    assert own == "OutOfMemoryError: played: out of memory"
-    assert f"({where}) failed on rank 1 of the group: OutOfMemoryError: played" in other, other
+    if rank == BROKEN:
+        assert message == "OutOfMemoryError: played: out of memory"
+    else:
+        assert f"({where}) failed on rank 1 of the group: OutOfMemoryError: played" in message
 
 
 @pytest.mark.parametrize("captures", [True, False])

@@ -13,6 +13,7 @@ import torch
 from backends.torch_ranks import Arrays, gather as put_together, run_rank
 from cases import CASES, Case
 from hypothesis import given, settings, strategies as st
+from patched import chosen
 from plain_flash import PlainFlash
 from plans import programs, shown
 from tolerances import assert_close
@@ -29,7 +30,6 @@ from ring_core import (
     make_plan,
     ring_program,
 )
-from ring_torch import prepare
 from ring_torch.accumulate import (
     Columns,
     OneItem,
@@ -39,7 +39,6 @@ from ring_torch.accumulate import (
     unseen_state,
 )
 from ring_torch.buffers import KeyGradBuffer, KVPayload
-from ring_torch.kernels.api import Selection
 from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.library import Direction, HeadDims, LaunchOptions
 from ring_torch.records import (
@@ -347,12 +346,8 @@ def test_in_the_ring(case: Case, strategy: str, backend: Any) -> None:
 
 def _on_a_rank(rank: int, case: Case, strategy: str) -> Arrays:
     """Return a rank's part of a case, computed with this kernel."""
-    prepare._prepare.cache_clear()
-    try:
-        with patch.object(prepare, "choose", lambda *_: Selection(PLAIN, ())):
-            return run_rank(rank, case, ("auto", case.moved(strategy), "auto"), None, cuda=False)
-    finally:
-        prepare._prepare.cache_clear()
+    with chosen(PLAIN):
+        return run_rank(rank, case, ("auto", case.moved(strategy), "auto"), None, cuda=False)
 
 
 def test_documents_keep_their_right_side() -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from dense import sdpa
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
@@ -94,18 +95,15 @@ def test_a_named_kernel_without_that_gradient_says_so() -> None:
         lse.sum().backward()
 
 
-def _storages(_: int, strategy: str, dtype: torch.dtype) -> bool:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+@on_ranks
+def test_gradients_share_no_memory(strategy: str, dtype: torch.dtype) -> None:
     leaves = [x.to(dtype).requires_grad_() for x in _whole()]
     ring_attention(*leaves, strategy=strategy).sum().backward()
     grads = [x.grad for x in leaves if x.grad is not None]
-    sizes = [x.untyped_storage().nbytes() == x.nbytes for x in grads]
-    return all(sizes) and len({x.untyped_storage().data_ptr() for x in grads}) == 3
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("strategy", ["ring", "gather"])
-def test_gradients_share_no_memory(strategy: str, dtype: torch.dtype, pool: LocalRanks) -> None:
-    assert pool.run(_storages, strategy, dtype) == [True] * 2
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in grads)
+    assert len({x.untyped_storage().data_ptr() for x in grads}) == 3
 
 
 #: Each rank's gradient. The first two sum to a tie, which rounds down to 1; the last breaks the
@@ -144,7 +142,6 @@ def test_buckets_look_at_each_gradient_once() -> None:
     assert Counted.looked <= 3 * count
 
 
-_dense: Any = torch.nn.functional.scaled_dot_product_attention
 Attend = Callable[[Tensor], Tensor]
 
 
@@ -183,13 +180,12 @@ class Way(NamedTuple):
         cp = ContextParallel()
         q, k, v = _qkv()
         q.requires_grad_()
-        heads_first = [x.transpose(1, 2) for x in (q * self.scale, k, v)]
-        whole = _dense(*heads_first, is_causal=True)
+        whole = sdpa(q * self.scale, k, v, is_causal=True)
         (dq,) = torch.autograd.grad(whole.sum(), q)
         shard = cp.shard(q.detach()).requires_grad_()
         out = ALLOWED[kind](self.attend, shard)
         assert shard.grad is not None
-        return torch.allclose(out, cp.shard(whole.transpose(1, 2)), atol=1e-9) and torch.allclose(
+        return torch.allclose(out, cp.shard(whole), atol=1e-9) and torch.allclose(
             shard.grad, cp.shard(dq), atol=1e-9
         )
 
@@ -347,10 +343,6 @@ def test_batched_gradients_are_refused(pool: LocalRanks, way: str, asked: str) -
     _check_refused(pool, way, asked, match)
 
 
-def _allowed(_: int, way: Way, kind: str) -> bool:
-    return way.is_exact(kind)
-
-
 @pytest.mark.nightly(
     only=[
         f"aot graph of a product-{x}"
@@ -358,8 +350,9 @@ def _allowed(_: int, way: Way, kind: str) -> bool:
     ]
 )
 @pytest.mark.parametrize(("way", "kind"), _pairs(ALLOWED))
-def test_first_derivatives_are_exact(pool: LocalRanks, way: str, kind: str) -> None:
-    assert pool.run(_allowed, WAYS[way], kind) == [True, True]
+@on_ranks
+def test_first_derivatives_are_exact(way: str, kind: str) -> None:
+    assert WAYS[way].is_exact(kind)
 
 
 def _one_graph(_: int) -> str:

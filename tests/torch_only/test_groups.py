@@ -17,6 +17,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from dense import sdpa
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -179,9 +181,7 @@ def _attended(cp: ContextParallel, attention: Any = None) -> Tensor:
 
 
 def _is_exact(cp: ContextParallel, attention: Any = None) -> bool:
-    q, k, v = (x.transpose(1, 2) for x in _qkv())
-    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return torch.allclose(_attended(cp, attention), whole.transpose(1, 2), atol=1e-5)
+    return torch.allclose(_attended(cp, attention), sdpa(*_qkv(), is_causal=True), atol=1e-5)
 
 
 def _refused(function: Callable[[], Any]) -> bool:
@@ -349,18 +349,12 @@ def _is_alike(cp: ContextParallel, copied: ContextParallel) -> bool:
     )
 
 
-def _default_group(_: int, layout: Any) -> list[bool]:
-    cp = ContextParallel(layout=layout)
-    return [
-        _is_alike(cp, read)
-        for read in (pickle.loads(pickle.dumps(cp)), copy.copy(cp), copy.deepcopy(cp))
-    ]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@on_ranks
 def test_over_the_default_group_it_round_trips(layout: Any) -> None:
-    with LocalRanks(2, timeout=20) as pool:
-        assert pool.run(_default_group, layout) == [[True] * 3] * 2
+    cp = ContextParallel(layout=layout)
+    for read in (pickle.loads(pickle.dumps(cp)), copy.copy(cp), copy.deepcopy(cp)):
+        assert _is_alike(cp, read)
 
 
 def test_it_travels_to_the_ranks() -> None:
@@ -378,20 +372,15 @@ class _Model(nn.Module):
         self.weight, self.cp = nn.Linear(2, 2), cp
 
 
-def _groups(_: int) -> list[bool]:
-    alike: list[bool] = []
+@on_ranks
+def test_over_a_group_it_is_copied_and_not_pickled() -> None:
     groups: list[Any] = [dist.new_group(), init_device_mesh("cpu", (2,))]
     for group in groups:
         cp = ContextParallel(group)
         with pytest.raises(UnsupportedError, match=f"{type(group).__name__} cannot be pickled"):
             pickle.dumps(_Model(cp))
-        alike += [_is_alike(cp, x) for x in (copy.copy(cp), copy.deepcopy(_Model(cp)).cp)]
-    return alike
-
-
-def test_over_a_group_it_is_copied_and_not_pickled() -> None:
-    with LocalRanks(2, timeout=20) as pool:
-        assert pool.run(_groups) == [[True] * 4] * 2
+        for copied in (copy.copy(cp), copy.deepcopy(_Model(cp)).cp):
+            assert _is_alike(cp, copied)
 
 
 TOKENS = 12
@@ -423,10 +412,7 @@ def _is_right(group: Any, scale: float) -> tuple[bool, bool]:
     """Return True if a call's results are those of full attention; likewise for its gradients."""
     drawn = torch.Generator().manual_seed(0)  # threads share the default generator
     whole = torch.randn(1, TOKENS, 2, 8, dtype=torch.float64, generator=drawn).requires_grad_()
-    parts = (whole.transpose(1, 2),) * 3
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        *parts, is_causal=True, scale=scale
-    ).transpose(1, 2)
+    expected = sdpa(whole, whole, whole, is_causal=True, scale=scale)
     (grad,) = torch.autograd.grad(expected.sum(), whole)
     cp = ContextParallel(group, layout="contiguous")
     x = cp.shard(whole.detach()).requires_grad_()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from on_ranks import on_ranks
 
 from ring_core import RankMismatchError
 from ring_torch import ring_attention
@@ -15,7 +18,6 @@ from ring_torch.comm import handshake
 from ring_torch.comm.handshake import _COMPARED, Header, _check_on_stream
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.comm.store import CallSignature
-from ring_torch.local import LocalRanks
 
 FIELDS = {"mask": "causal", "q": [1, 8, 2, 8, "float32"], "softmax_scale": 0.25}
 
@@ -75,28 +77,22 @@ def test_long_fields_leave_room_and_still_differ() -> None:
     assert header.mismatch(other_header).count("there and") == 12
 
 
-def _on_stream(rank: int, what: str) -> str:
+@pytest.mark.parametrize("what", ["nothing", "number", "seed", "fields"])
+@on_ranks
+def test_calls_compared_before_are_compared_by_digest(rank: int, what: str) -> None:
     signature = CallSignature.of(FIELDS, "forward")
     number, seed = 3 + rank * (what == "number"), 5 + rank * (what == "seed")
     if what == "fields" and rank:
         signature = CallSignature.of(FIELDS | {"mask": "full"}, "forward")
-    try:
-        _check_on_stream(ranks_of(None), number, seed, signature, torch.device("cpu"))
-    except RuntimeError as error:
-        return str(error)
-    return "the same"
+    group: Any = dist.new_group()
+    with nullcontext() if what == "nothing" else pytest.raises(RuntimeError):
+        _check_on_stream(ranks_of(group), number, seed, signature, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("what", ["nothing", "number", "seed", "fields"])
-def test_calls_compared_before_are_compared_by_digest(what: str) -> None:
-    with LocalRanks(2, timeout=10) as pool:
-        for message in pool.run(_on_stream, what):
-            assert (message == "the same") == (what == "nothing")
-
-
-def _by_launch(rank: int) -> None:
-    del rank
-    ranks, signature, seen = ranks_of(None), CallSignature.of(FIELDS, "forward"), []
+@on_ranks
+def test_a_launch_compares_each_call_with_its_own_digest() -> None:
+    group: Any = dist.new_group()
+    ranks, signature, seen = ranks_of(group), CallSignature.of(FIELDS, "forward"), []
     ranks.state.digest_checks[torch.device("cpu")] = lambda words, digest: seen.append(
         (len(words), words.unique().tolist(), digest)
     )
@@ -106,24 +102,14 @@ def _by_launch(rank: int) -> None:
     assert seen == [(256, [digest], digest) for digest in digests]
 
 
-def test_a_launch_compares_each_call_with_its_own_digest() -> None:
-    with LocalRanks(2, timeout=10) as pool:
-        pool.run(_by_launch)
-
-
-def _unlike(rank: int, strategy: str) -> str:
+@pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
+@on_ranks
+def test_unlike_shards_are_told_how_to_be_padded(rank: int, strategy: str) -> None:
     q, k = torch.ones(1, 5 + rank, 2, 8), torch.ones(1, 6 + 2 * rank, 2, 8)
     with pytest.raises(RuntimeError, match="make different calls") as error:
         ring_attention(q, k, k, strategy=strategy)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
-def test_unlike_shards_are_told_how_to_be_padded(strategy: str) -> None:
-    with LocalRanks(2, timeout=10) as pool:
-        for message in pool.run(_unlike, strategy):
-            assert "pad every shard to the longest" in message
-            assert "negative segment_ids" in message
+    assert "pad every shard to the longest" in str(error.value)
+    assert "negative segment_ids" in str(error.value)
 
 
 @pytest.mark.parametrize("shape", [[2, 8, 2, 8, "float32"], [1, 8, 4, 8, "float32"]])

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case
+from on_ranks import on_four_ranks
 from patched import replaced
 from tolerances import assert_close
 from torch import Tensor
@@ -76,13 +77,6 @@ def attend(rank: int, strategy: Any = None, layout: Any = "zigzag", **options: A
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def refused(rank: int, options: dict[str, Any]) -> str:
-    """Return the error that a call raises before anything is sent."""
-    with pytest.raises(UnsupportedError) as error:
-        attend(rank, **options)
-    return str(error.value)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -94,9 +88,11 @@ def refused(rank: int, options: dict[str, Any]) -> str:
     ],
     ids=["striped", "divides", "heads", "transport", "predicate"],
 )  # fmt: skip
-def test_what_is_refused(options: dict[str, Any], words: str, backend: Any) -> None:
-    for text in backend.pool(4).run(refused, options):
-        assert words in text
+@on_four_ranks
+def test_what_is_refused(rank: int, options: dict[str, Any], words: str) -> None:
+    """Nothing is sent before."""
+    with pytest.raises(UnsupportedError, match=words):
+        attend(rank, **options)
 
 
 def differ(rank: int, on_last: dict[str, Any]) -> str:
@@ -148,8 +144,11 @@ def test_hosts_are_found(hosts: str, words: list[str]) -> None:
         assert text in texts[0]
 
 
-def checked(rank: int, outer: str, bias_heads: int) -> None:
-    """Make calls with every option under the check of bytes and results."""
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("bias_heads", [1, 4])
+@on_four_ranks
+def test_right_calls_pass_the_check(rank: int, bias_heads: int, outer: str) -> None:
+    """Calls with every option under the check of bytes and results."""
     torch.manual_seed(rank)
     bias = torch.randn(1, bias_heads, 8, 32).requires_grad_()
     ids = (torch.arange(8).expand(1, 8) // 5).int()
@@ -159,12 +158,6 @@ def checked(rank: int, outer: str, bias_heads: int) -> None:
             rank, hybrid(outer), sinks=torch.zeros(4), bias=bias, segment_ids=ids, dropout_p=0.2,
             dropout_seed=5,
         )  # fmt: skip
-
-
-@pytest.mark.parametrize("outer", OUTER)
-@pytest.mark.parametrize("bias_heads", [1, 4])
-def test_right_calls_pass_the_check(bias_heads: int, outer: str, backend: Any) -> None:
-    backend.pool(4).run(checked, outer, bias_heads)
 
 
 def compiled_and_not(rank: int, outer: str, options: dict[str, Any]) -> list[float]:
@@ -204,20 +197,6 @@ def compiled_and_not(rank: int, outer: str, options: dict[str, Any]) -> list[flo
 def test_compiled_and_checkpointed(options: dict[str, Any], outer: str, backend: Any) -> None:
     for differences in backend.pool(4).run(compiled_and_not, outer, options):
         assert len(differences) == 16 and max(differences) == 0
-
-
-def one_after_another(rank: int) -> list[float]:
-    """Return differences from a ring, call by call, with fresh tensors."""
-    differences = []
-    for outer in ("ring", "gather", "ring", "gather"):
-        both = [attend(rank, strategy) for strategy in (hybrid(outer), "ring")]
-        differences += [float((a - b).abs().max()) for a, b in zip(*both, strict=True)]
-    return differences
-
-
-def test_calls_one_after_another(backend: Any) -> None:
-    for differences in backend.pool(4).run(one_after_another):
-        assert len(differences) == 16 and max(differences) < 1e-5
 
 
 def lost(rank: int) -> str:

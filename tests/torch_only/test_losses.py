@@ -82,11 +82,10 @@ def _loss(
 
 
 def _compare(
-    rank: int, is_linear: bool, mode: str, dtype: torch.dtype, ignored: str, length: int,
+    is_linear: bool, mode: str, dtype: torch.dtype, ignored: str, length: int,
     options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Compare the sum of the ranks' losses, and the gradients of all tensors, with torch's."""
-    del rank
     cp = ContextParallel()
     whole = Whole(dtype, ignored, length, options)
     value, grads = whole.expected()
@@ -119,23 +118,14 @@ def _compare(
     close(bias.grad, grads[2])
 
 
-def _compare_all(rank: int, is_linear: bool, mode: str, cases: list[tuple[Any, ...]]) -> None:
-    for case in cases:
-        try:
-            _compare(rank, is_linear, mode, *case)
-        except BaseException as error:
-            raise AssertionError(f"{case}: {error}") from error
-
-
 @pytest.mark.nightly(unless=[
     "eager-logits", "eager-hidden", "checkpoint-logits", "autocast-hidden",
     "compiled checkpoint-hidden",
 ])  # fmt: skip
 @pytest.mark.parametrize("is_linear", [False, True], ids=["logits", "hidden"])
 @pytest.mark.parametrize("mode", MODES)
-def test_parts_add_up_to_the_loss_of_one_process(
-    pool: LocalRanks, mode: str, is_linear: bool
-) -> None:
+@on_ranks
+def test_parts_add_up_to_the_loss_of_one_process(mode: str, is_linear: bool) -> None:
     cases: list[tuple[Any, ...]] = [
         (torch.float64, ignored, LENGTH, options)
         for ignored in IGNORES for options in OPTIONS.values()
@@ -146,7 +136,11 @@ def test_parts_add_up_to_the_loss_of_one_process(
         cases = [*cases[3:5], *cases[-4:]]
     if mode == "autocast":
         cases = [(torch.float32, ignored, LENGTH, x) for _, ignored, _, x in cases[:4]]
-    pool.run(_compare_all, is_linear, mode, cases)
+    for case in cases:
+        try:
+            _compare(is_linear, mode, *case)
+        except BaseException as error:
+            raise AssertionError(f"{case}: {error}") from error
 
 
 @on_ranks

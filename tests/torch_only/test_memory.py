@@ -16,6 +16,7 @@ from weakref import ReferenceType, ref
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from patched import replaced
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -160,28 +161,6 @@ def test_memory(name: str, backend: Any) -> None:
         assert abs(most - formula) < kv_bytes / 4, (which, most / kv_bytes, formula / kv_bytes)
 
 
-def left_over(rank: int) -> int:
-    """Return the number of objects that forwards and backwards leave in reference cycles."""
-    torch.manual_seed(rank)
-    q, k, v = (
-        torch.randn(1, LENGTH, heads, DIM, requires_grad=True)
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
-    found = 0
-    for _ in range(2):  # the first calls make tables
-        gc.collect()
-        gc.disable()
-        for peak in PEAKS.values():
-            layout: LayoutSpec = "contiguous" if peak.strategy == "balanced" else "zigzag"
-            out, lse = ring_attention(
-                q, k, v, layout=layout, causal=True, strategy=peak.strategy, return_lse=True
-            )
-            torch.autograd.grad((out.sum(), lse.sum()), (q, k, v))
-        found = gc.collect()
-        gc.enable()
-    return found
-
-
 @pytest.mark.parametrize("how", ["write", "add", "wait"])
 def test_gradients_of_a_launch_are_gone_before_the_next(how: Any) -> None:
     """Only dQ that waits to be added is left of an earlier launch."""
@@ -226,9 +205,27 @@ def test_a_failed_pass_lets_its_tensors_go(monkeypatch: pytest.MonkeyPatch) -> N
     assert held[0]() is None
 
 
-def test_a_call_leaves_no_reference_cycles(backend: Any) -> None:
+@on_ranks
+def test_a_call_leaves_no_reference_cycles(rank: int) -> None:
     """The tensors of a call are freed with its results, not at the next garbage collection."""
-    assert backend.pool(RANKS).run(left_over) == [0] * RANKS
+    torch.manual_seed(rank)
+    q, k, v = (
+        torch.randn(1, LENGTH, heads, DIM, requires_grad=True)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    found = 0
+    for _ in range(2):  # the first calls make tables
+        gc.collect()
+        gc.disable()
+        for peak in PEAKS.values():
+            layout: LayoutSpec = "contiguous" if peak.strategy == "balanced" else "zigzag"
+            out, lse = ring_attention(
+                q, k, v, layout=layout, causal=True, strategy=peak.strategy, return_lse=True
+            )
+            torch.autograd.grad((out.sum(), lse.sum()), (q, k, v))
+        found = gc.collect()
+        gc.enable()
+    assert found == 0
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -11,6 +11,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed._symmetric_memory as torch_memory
+from dense import sdpa
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -29,12 +30,6 @@ def _x(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(1, 16, 2, 8, dtype=dtype)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    parts: Any = (x.transpose(1, 2) for x in (q, k, v))
-    out: Tensor = torch.nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2)
-    return out
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     "dtypes", [("float32",) * 3, ("float32", "float32", "bfloat16"), ("float64",) * 3]
@@ -47,7 +42,7 @@ def test_autocast(function: str, dtypes: tuple[str, ...], compiled: bool) -> Non
         call = torch.compile(call, backend="aot_eager", fullgraph=True)
     leaves = [_x(getattr(torch, name)).requires_grad_() for name in dtypes]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, expected = call(*leaves), _sdpa(*leaves)
+        out, expected = call(*leaves), sdpa(*leaves)
     assert out.dtype == expected.dtype
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
     out.float().sum().backward()
@@ -61,19 +56,6 @@ def only_warns(request: pytest.FixtureRequest) -> Iterator[bool]:
     torch.use_deterministic_algorithms(False)
 
 
-def test_deterministic_algorithms(only_warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[bool] = []
-    check = prepare.check_call
-
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        recorded.append(args[6].deterministic)
-        return check(*args, **kwargs)
-
-    monkeypatch.setattr(attention, "check_call", spy)
-    ring_attention(_x(), _x(), _x())
-    assert recorded == [not only_warns]
-
-
 def test_explain_knows_of_autocast() -> None:
     explain = ContextParallel().explain
     plain, expected = (explain(x, x, x) for x in (_x(), _x(torch.bfloat16)))
@@ -81,11 +63,12 @@ def test_explain_knows_of_autocast() -> None:
         assert explain(_x(), _x(), _x()) == expected != plain
 
 
-def test_explain_knows_of_deterministic_algorithms(only_warns: bool) -> None:
+@pytest.mark.parametrize("name", ["attention", "explain"])
+def test_deterministic_algorithms(name: str, only_warns: bool) -> None:
     with patch.object(
         attention, "check_call", autospec=True, side_effect=prepare.check_call
     ) as check:
-        ContextParallel().explain(_x(), _x(), _x())
+        getattr(ContextParallel(), name)(_x(), _x(), _x())
     assert check.call_args.args[6].deterministic is not only_warns
 
 

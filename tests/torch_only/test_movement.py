@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dense import numbers
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
@@ -47,11 +48,6 @@ def shifted(x: Tensor, n: int, dim: int, fill: float, offsets: tuple[int, ...] |
             there = start <= t - n < stop
             out.append(rows[t - n] if there else 0 * rows[t] + fill)
     return torch.stack(out).movedim(0, dim)
-
-
-def numbers(seed: int, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def _at(x: Tensor, positions: Tensor, dim: int) -> Tensor:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from dense import sdpa
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
@@ -103,13 +105,7 @@ def _by_token(
 
 def _attend(attention: Any) -> Move:
     """Return causal attention of three heads, whose queries are keys and values, too."""
-    return lambda x: attention(*(x.unflatten(-1, (3, -1)),) * 3, causal=True).flatten(2)
-
-
-def _whole_attention(*qkv: Tensor, causal: bool) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in qkv)
-    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    return out.transpose(1, 2)
+    return lambda x: attention(*(x.unflatten(-1, (3, -1)),) * 3).flatten(2)
 
 
 #: Movements of a rank's slice, and the equivalent on whole sequences.
@@ -122,7 +118,9 @@ MOVES: dict[str, tuple[Callable[[ContextParallel], Move], Move]] = {
     "relayout": (lambda cp: lambda x: cp.relayout(x, to="contiguous"), lambda x: x),
     "there and back": (_return, torch.sin),
     "recurrence": (Scan, Scan(None)),
-    "attention": (lambda cp: _attend(cp.attention), _attend(_whole_attention)),
+    "attention": (
+        lambda cp: _attend(partial(cp.attention, causal=True)), _attend(partial(sdpa, is_causal=True)),
+    ),
 }  # fmt: skip
 
 

@@ -251,13 +251,3 @@ def test_prepared_offsets_changed_in_place_are_refused(inference: bool) -> None:
                 *_qkv(), cu_q, cu_k, most_q, most_k, heads_k_stride=1, local_k_slice=part,
                 causal=True,
             )  # fmt: skip
-
-
-@pytest.mark.parametrize("flag", [1, 0])
-def test_a_number_is_no_flag_after_an_equal_call(flag: int) -> None:
-    attend(*_qkv(1), causal=bool(flag))
-    with pytest.raises(ValueError, match="causal must be a bool"):
-        attend(*_qkv(1), causal=flag)
-    attend(*_qkv(1), window=(1, 0))
-    with pytest.raises(ValueError, match="window"):
-        attend(*_qkv(1), window=(True, 0))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import Case
 from negative_biases import NEGATIVE, NegativeCase
+from on_ranks import on_ranks
 from tolerances import assert_close
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +22,6 @@ import ring_torch
 from ring_core.reference.dense import bias_shift as reference_shift
 from ring_torch import ContextParallel, autograd, ring_attention
 from ring_torch.comm.ranks import Ranks
-from ring_torch.local import LocalRanks
 from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
 from ring_torch.strategies import bias_shift
@@ -78,11 +78,15 @@ def _padded(low: float) -> tuple[list[Tensor], Tensor, Tensor]:
     return [torch.randn(B, T, H, D) for _ in range(3)], bias, visible
 
 
-def _run(_: int, way: str, strategy: str, low: float) -> None:
-    """Compare a causal call with the formula: results, and gradients of q, k and v."""
+@pytest.mark.nightly(unless=["checked-balanced", "checkpoint-gather"])
+@pytest.mark.parametrize("strategy", ["ring", "balanced", "gather"])
+@pytest.mark.parametrize("way", ["compiled", "checkpoint", "checked"])
+@on_ranks
+def test_ways_to_call(way: str, strategy: str) -> None:
+    """Calls of each way are right; the check counts the shift, the helpers' part of it, and ids."""
     torch._dynamo.reset()
     cp = ContextParallel(layout="contiguous")
-    qkv, bias, seen = _padded(low)
+    qkv, bias, seen = _padded(-1e10)
     whole = [x.double().requires_grad_() for x in qkv]
     expected, expected_lse = _by_hand(*whole, shown=seen)
     weights = torch.linspace(-1, 1, T)
@@ -120,15 +124,7 @@ def _run(_: int, way: str, strategy: str, low: float) -> None:
     torch.testing.assert_close(rows.grad.sum(dim=-1)[0, 0], added, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.nightly(unless=["checked-balanced", "checkpoint-gather"])
-@pytest.mark.parametrize("strategy", ["ring", "balanced", "gather"])
-@pytest.mark.parametrize("way", ["compiled", "checkpoint", "checked"])
-def test_ways_to_call(way: str, strategy: str, pool: LocalRanks) -> None:
-    """Calls of each way are right; the check counts the shift, the helpers' part of it, and ids."""
-    pool.run(_run, way, strategy, -1e10)
-
-
-def _never(_rank: int, options: dict[str, Any]) -> None:
+def _never(options: dict[str, Any]) -> None:
     cp, kwargs = ContextParallel(layout="contiguous"), dict(options)
     qkv, _, seen = _padded(-1e10)
     q, k, v = (cp.shard(x) for x in qkv)
@@ -146,13 +142,14 @@ NO_SHIFT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", NO_SHIFT)
-def test_what_needs_no_shift_has_none(name: str, pool: LocalRanks) -> None:
-    pool.run(_never, NO_SHIFT[name])
+@on_ranks
+def test_what_needs_no_shift_has_none(name: str) -> None:
+    _never(NO_SHIFT[name])
 
 
 def test_a_mask_beside_a_bias_has_one() -> None:
     with pytest.raises(AssertionError, match="rows were looked at"):
-        _never(0, {"mask": True, "bias": True})
+        _never({"mask": True, "bias": True})
 
 
 def test_rows_are_looked_at_in_blocks() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dense import numbers_of
 from on_ranks import on_ranks
 from torch import Tensor
 from torch.nn.functional import pad
@@ -38,11 +39,6 @@ WAYS: dict[str, tuple[LayoutSpec, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def _numbers(*shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
 def _every_third(q: Any, k: Any) -> Any:
     return (k - q) % 3 != 1
 
@@ -62,11 +58,11 @@ OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
     "mask of heads": lambda n: {
         "mask": torch.rand(1, 6, n, n, generator=torch.manual_seed(n)) < 0.7
     },
-    "bias": lambda n: {"bias": _numbers(1, 6, n, n), "causal": True},
-    "sinks": lambda _: {"sinks": _numbers(6)},
+    "bias": lambda n: {"bias": numbers_of(1, 6, n, n), "causal": True},
+    "sinks": lambda _: {"sinks": numbers_of(6)},
     "segment ids": lambda n: {"segment_ids": (torch.arange(n) // 2).int()[None]},
     "dropout": lambda _: {"dropout_p": 0.4, "dropout_seed": 3},
-    "scores": lambda _: {"softcap": 2.0, "alibi_slopes": _numbers(6).abs(), "softmax_scale": 0.3},
+    "scores": lambda _: {"softcap": 2.0, "alibi_slopes": numbers_of(6).abs(), "softmax_scale": 0.3},
 }
 #: Options that a strategy refuses with or without padding, by the first word of its name.
 REFUSED = {"gather": {"predicate"}, "two": {*OPTIONS} - {"full", "causal", "sinks"}}
@@ -81,7 +77,7 @@ _DIMS = {"segment_ids": 1, "mask": -2, "bias": -2}
 
 def _leaves(length: int, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
     """Return q, k and v, and options; their float tensors get gradients, too."""
-    qkv = [_numbers(1, length, heads, 4).requires_grad_() for heads in (6, 3, 3)]
+    qkv = [numbers_of(1, length, heads, 4).requires_grad_() for heads in (6, 3, 3)]
     return qkv, {
         name: x.clone().requires_grad_() if name in ("bias", "sinks") else x
         for name, x in options.items()
@@ -129,7 +125,7 @@ def test_padded_calls_are_those_of_one_process(way: str, name: str) -> None:
             expected_lse = expected_lse.detach()
         for results in ((whole, whole_lse), (expected, expected_lse)):
             finite = [x.masked_fill(x.isinf(), 0) for x in results]
-            sum(((x * _numbers(*x.shape)).sum() for x in finite), torch.zeros(())).backward()
+            sum(((x * numbers_of(*x.shape)).sum() for x in finite), torch.zeros(())).backward()
         for mine, other in zip(_grads(qkv, options), _grads(like, like_options), strict=True):
             dist.all_reduce(mine)
             torch.testing.assert_close(mine, other, msg=f"{length} tokens: gradients")
@@ -140,7 +136,7 @@ def test_padded_calls_are_those_of_one_process(way: str, name: str) -> None:
 )
 @on_ranks
 def test_the_error_says_how_to_pad(layout: Any, length: int) -> None:
-    cp, x = ContextParallel(layout=layout), _numbers(1, length, 2, 8)
+    cp, x = ContextParallel(layout=layout), numbers_of(1, length, 2, 8)
     with pytest.raises(ValueError, match="pad to") as error:
         cp.shard(x)
     said = re.search(

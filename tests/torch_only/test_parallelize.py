@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ring_core import RankMismatchError, UnsupportedError
+from ring_core import LayoutName, RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.hf.models.hooks import Reduction
 from ring_torch.local import LocalRankError, LocalRanks
@@ -34,7 +34,12 @@ def reduced(model: Any, cp: ContextParallel, reduction: Reduction) -> dict[str, 
     return gradients(model)
 
 
-def _matches(_: int, name: str, kind: str, layout: Any) -> None:
+@pytest.mark.nightly(unless=["Llama-plain", "Llama-packed", "Gemma3-right", "Gemma3-flattened"])
+@pytest.mark.parametrize("kind", ["plain", "right", "packed", "flattened"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+@on_ranks
+def test_logits_loss_and_gradients_are_one_devices(name: str, kind: str) -> None:
+    layout: LayoutName = "striped" if kind == "right" else "zigzag"
     batch = whole(kind)
     model = build(name)
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 1
@@ -62,13 +67,6 @@ def _matches(_: int, name: str, kind: str, layout: Any) -> None:
         handle.remove()
     assert model.config._attn_implementation == "eager"
     same(run(model, batch | WHOLE)[0], logits, "logits after remove()")
-
-
-@pytest.mark.nightly(unless=["Llama-plain", "Llama-packed", "Gemma3-right", "Gemma3-flattened"])
-@pytest.mark.parametrize("kind", ["plain", "right", "packed", "flattened"])
-@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
-def test_logits_loss_and_gradients_are_one_devices(pool: LocalRanks, name: str, kind: str) -> None:
-    pool.run(_matches, name, kind, "striped" if kind == "right" else "zigzag")
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])

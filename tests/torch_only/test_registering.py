@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from dense import sdpa
 from torch import Tensor
 
 import ring_torch
@@ -251,10 +252,7 @@ def errors_of_a_call(_: int, kind: str) -> list[float]:
         with pytest.raises(ValueError, match=f"known: auto, .*{options[kind]}$"):
             ring_torch.ring_attention(*local, **{**options, kind: "rdma"})
     _prepare.cache_clear()
-    q, k, v = (x.transpose(1, 2) for x in whole)
-    dense = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=True
-    ).transpose(1, 2)
+    dense = sdpa(*whole, is_causal=True)
     expected = [dense, *torch.autograd.grad(dense, whole, dout)]
     pairs = zip((out, *grads), expected, strict=True)
     return [float((x - cp.shard(y, dim=1)).detach().abs().max()) for x, y in pairs]

@@ -7,24 +7,26 @@ captured graphs are not. Each kind of launch is tried in each strategy that can 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
+import patched
 import pytest
 import torch
+from dense import sdpa
 from plain_flash import Returning, Writing, flash_of
 from tiled import KEYS, TiledKernel
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from views import VIEWS
 
 from ring_core import Layout
 from ring_core.programs import gather_work
 from ring_torch import call, prepare, ring_attention
 from ring_torch.kernels import fa4, flash
-from ring_torch.kernels.api import Kernel, Selection
+from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.sdpa import CpuFlashKernel
 from ring_torch.launches import cache
@@ -84,18 +86,14 @@ WAYS = [
 ]
 
 
-@contextmanager
-def chosen(kernel: Kernel, *, saves: bool = True) -> Iterator[None]:
-    """Let calls take a kernel, and begin and end with no call prepared."""
-    prepare._prepare.cache_clear()
-    with (
-        patch.object(prepare, "choose", lambda *_: Selection(kernel, ())),
+def chosen(kernel: Kernel, *, saves: bool = True) -> AbstractContextManager[None]:
+    """Let calls take a kernel of small tiles, with or without room to save K/V."""
+    return patched.chosen(
+        kernel,
         patch.object(call, "MAX_SAVED_BYTES", (1 << 20) * saves),
         patch.object(fa4, "KEYS", KEYS),
         patch.object(gather_work, "TILE", KEYS),
-    ):
-        yield
-    prepare._prepare.cache_clear()
+    )
 
 
 def events_of(kernel: Any) -> list[str]:
@@ -131,9 +129,7 @@ class Numbers:
     def check(self, results: Results) -> None:
         """Compare a plain call's results with dense attention."""
         q, k, v = (x.double().requires_grad_() for x in self.whole[:3])
-        keys = [x.repeat_interleave(HEADS[0] // HEADS[1], dim=2) for x in (k, v)]
-        query, key, value = (x.transpose(1, 2) for x in (q, *keys))
-        out = scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+        out = sdpa(q, k, v, is_causal=True)
         expected = out, *torch.autograd.grad(out, (q, k, v), self.whole[3].double())
         tolerance = 2e-2 if results[0].dtype == torch.bfloat16 else 1e-6
         for x, y in zip(results, expected, strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
+from on_ranks import on_four_ranks, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -326,8 +326,16 @@ def _varlen(q: Tensor, *_: Tensor) -> Any:
     return varlen_attn(x, x, x, offsets, offsets, 8, 8)
 
 
-def _refusals(_: int) -> list[str]:
-    """Return the messages of refusals, each of them raised before anything is sent."""
+def attend_on(cp: ContextParallel) -> nn.Module:
+    """Return a module whose attention runs on the ring."""
+    attend = Attend()
+    replace_sdpa(attend, cp)
+    return attend
+
+
+@on_ranks
+def test_what_cannot_be_exact_is_refused_by_name() -> None:
+    """All refusals are raised before anything is sent."""
     cp = ContextParallel()
     attend = nn.ModuleDict({"inner": Attend(), "cross": Attend(), "other": Attend()})
     handle = replace_sdpa(attend, cp, whole_keys=("cross",), sharded_keys=("other",))
@@ -339,161 +347,107 @@ def _refusals(_: int) -> list[str]:
     reentrant, other = Checkpointing(), Checkpointing()
     other.use_reentrant = False
 
-    def with_documents() -> None:
-        handle.documents = (0, 16)
-        try:
-            attend["other"](q, k, v)
-        finally:
-            handle.documents = None
+    def inner(**options: Any) -> object:
+        return attend["inner"](q, k, v, **options)
 
-    def with_longer_documents() -> None:
-        handle.documents = (0, 20)
+    def with_documents(name: str, *offsets: int) -> None:
+        handle.documents = offsets
         try:
-            attend["inner"](q, k, v)
+            attend[name](q, k, v)
         finally:
             handle.documents = None
 
     x, heads = torch.randn(2, 8, 16), nn.MultiheadAttention(16, 2, batch_first=True)
     replace_sdpa(heads, cp)
     nested = torch.nested.nested_tensor([*x], layout=torch.jagged)
+    biased = nn.ModuleDict({"a": nn.MultiheadAttention(4, 2, add_bias_kv=True)})
+
+    def replaced(module: nn.Module, *tensors: Tensor) -> object:
+        replace_sdpa(module, cp)
+        return module(*(tensors or (q, k, v)))
 
     def removed() -> None:
         handle.remove()
         handle.verify({"q": q})
 
-    calls: list[Callable[[], object]] = [
-        lambda: attend["inner"](q, k[:, :, :5], v[:, :, :5]),
-        lambda: attend["inner"](q, k, v, attn_mask=square),
-        lambda: attend["inner"](q, k, v, attn_mask=square[:5]),
-        lambda: attend["inner"](q, k, v, attn_mask=square, is_causal=True),
-        lambda: attend["inner"](q, k[:, :1], v[:, :1]),
-        lambda: attend["inner"](q[None], k[None], v[None]),
-        lambda: attend["cross"](q, k, v, is_causal=True),
-        lambda: attend["other"](q, k, v, is_causal=True),
-        with_documents,
-        lambda: setattr(handle, "documents", (3, 1)),
-        lambda: replace_sdpa(attend, cp),
-        lambda: replace_sdpa(attend["inner"], cp),
-        lambda: replace_sdpa(own, cp),
-        lambda: replace_sdpa(gpt, cp, local=("block",)),
-        lambda: replace_sdpa(gpt, cp, local="blocks"),
-        lambda: replace_sdpa(gpt, cp, local=("blocks.*",), whole_keys=("blocks.0.attention",)),
-        *(
-            (lambda module=module: (replace_sdpa(module, cp), module(q, k, v)))
-            for module in (
-                reentrant, other, Other(_by_hand), Other(_heads_by_function), Other(flex_attention),
-            )
+    unsupported, wrong = "UnsupportedError replace_sdpa: ", "ValueError replace_sdpa: "
+    calls: list[tuple[str, Callable[[], object]]] = [
+        (f"{unsupported}inner: 8 queries and 5 keys", lambda: attend["inner"](q, k[:, :, :5], v[:, :, :5])),
+        (f"{unsupported}inner: attn_mask (1, 1, 8, 8) has a row", lambda: inner(attn_mask=square)),
+        (f"{wrong}inner: attn_mask of (1, 1, 5, 8)", lambda: inner(attn_mask=square[:5])),
+        (f"{wrong}give attn_mask or is_causal", lambda: inner(attn_mask=square, is_causal=True)),
+        (f"{wrong}inner: 2 query heads and 1 key heads", lambda: attend["inner"](q, k[:, :1], v[:, :1])),
+        (f"{unsupported}inner: query (1, 2, 2, 8, 8)", lambda: attend["inner"](q[None], k[None], v[None])),
+        (f"{unsupported}cross: is_causal=True", lambda: attend["cross"](q, k, v, is_causal=True)),
+        (f"{unsupported}other: is_causal=True", lambda: attend["other"](q, k, v, is_causal=True)),
+        (f"{unsupported}other: documents=", lambda: with_documents("other", 0, 16)),
+        ("ValueError documents must", lambda: setattr(handle, "documents", (3, 1))),
+        (f"{wrong}the attention of inner is", lambda: replace_sdpa(attend, cp)),
+        (f"{wrong}the attention of Attend is", lambda: replace_sdpa(attend["inner"], cp)),
+        (f"{wrong}blocks.0 has a forward of its own", lambda: replace_sdpa(own, cp)),
+        ("ValueError local: no module is named 'block'", lambda: replace_sdpa(gpt, cp, local=("block",))),
+        ("ValueError local must be names", lambda: replace_sdpa(gpt, cp, local="blocks")),
+        (
+            f"{wrong}blocks.0.attention is named in more",
+            lambda: replace_sdpa(gpt, cp, local=("blocks.*",), whole_keys=("blocks.0.attention",)),
         ),
-        lambda: attend["inner"](q, k, v, attn_mask=square.new_ones(3, 1, 1, 8)),
-        lambda: attend["inner"](q, k, v, attn_mask=square.int()),
-        lambda: attend["inner"](q, k, v, attn_mask=square[:1].expand(5, 8)),
-        with_longer_documents,
-        lambda: heads(x, x, x, square[:2], attn_mask=square.repeat(1, 2)),
-        lambda: heads(nested, nested, nested),
-        lambda: replace_sdpa(nn.ModuleDict({"a": nn.MultiheadAttention(4, 2, add_bias_kv=True)}), cp),
-        lambda: replace_sdpa(gpt, cp, local=(name for name in ["no"])),  # type: ignore[arg-type]  # no strings, on purpose
-        *(
-            (lambda module=module, x=x: (replace_sdpa(module, cp), module(*x)))
-            for module, x in (
-                (OwnHeads(16, 2), (x, x, x)), (nn.Sequential(Other(lambda x: x)), (x,)),
-                (Other(_varlen), (q, k, v)),
-            )
+        (f"{unsupported}Checkpointing: it calls attention inside", lambda: replaced(reentrant)),
+        (f"{unsupported}Checkpointing: it calls attention inside", lambda: replaced(other)),
+        (f"{unsupported}the forward of Other called no", lambda: replaced(Other(_by_hand))),
+        (
+            f"{unsupported}multi_head_attention_forward attends inside torch",
+            lambda: replaced(Other(_heads_by_function)),
         ),
-        lambda: handle.verify({"q": q}, dims={"x": 1}),
-        lambda: handle.verify({"q": q}, dims={"q": 4}),
-        lambda: handle.verify({"q": 3}),
-        removed,
+        # flex_attention compiles itself, and the compiler wraps errors raised inside.
+        ("replace_sdpa: flex_attention attends inside torch", lambda: replaced(Other(flex_attention))),
+        (f"{wrong}inner: attn_mask of (3, 1, 1, 8)", lambda: inner(attn_mask=square.new_ones(3, 1, 1, 8))),
+        (f"{wrong}inner: attn_mask must be boolean", lambda: inner(attn_mask=square.int())),
+        (f"{wrong}inner: attn_mask of (1, 1, 5, 8)", lambda: inner(attn_mask=square[:1].expand(5, 8))),
+        (f"{wrong}inner: documents end at 20", lambda: with_documents("inner", 0, 20)),
+        (
+            f"{wrong}a MultiheadAttention was given attn_mask of 16 keys",
+            lambda: heads(x, x, x, square[:2], attn_mask=square.repeat(1, 2)),
+        ),
+        (f"{unsupported}a MultiheadAttention was given a nested tensor", lambda: heads(*[nested] * 3)),
+        (f"{unsupported}a is a MultiheadAttention with add_bias_kv", lambda: replace_sdpa(biased, cp)),
+        ("ValueError local must be names", lambda: replace_sdpa(gpt, cp, local=iter(["no"]))),  # type: ignore[arg-type]  # no strings, on purpose
+        (
+            f"{unsupported}multi_head_attention_forward attends inside torch",
+            lambda: replaced(OwnHeads(16, 2), x, x, x),
+        ),
+        (f"{unsupported}the forward of Sequential called no", lambda: replaced(nn.Sequential(Other(lambda x: x)), x)),
+        (f"{unsupported}_varlen_attn attends inside torch", lambda: replaced(Other(_varlen))),
+        ("ValueError dims names 'x'", lambda: handle.verify({"q": q}, dims={"x": 1})),
+        ("ValueError dims['q'] must be", lambda: handle.verify({"q": q}, dims={"q": 4})),
+        ("ValueError verify: no argument", lambda: handle.verify({"q": 3})),
+        ("ValueError verify: remove()", removed),
     ]  # fmt: skip
-    messages = []
-    for call in calls:
-        try:
+    for start, call in calls:
+        with pytest.raises((ValueError, RuntimeError)) as error:
             call()
-            messages.append("")
-        except (ValueError, RuntimeError) as error:
-            messages.append(f"{type(error).__name__} {error}")
+        message = f"{type(error.value).__name__} {error.value}"
+        assert start in message if "flex" in start else message.startswith(start), (message, start)
         assert modes_left() == 0
     assert type(gpt.blocks[0]) is Block
     # The group is still usable, as nothing was sent, and SDPA is torch's function again.
-    torch.testing.assert_close(
-        attend["inner"](q, k, v), functional.scaled_dot_product_attention(q, k, v)
-    )
+    torch.testing.assert_close(inner(), functional.scaled_dot_product_attention(q, k, v))
     _compare(cp, attend_on(cp), _qkv(), {}, {})
-    return messages
 
 
-def attend_on(cp: ContextParallel) -> nn.Module:
-    """Return a module whose attention runs on the ring."""
-    attend = Attend()
-    replace_sdpa(attend, cp)
-    return attend
-
-
-def test_what_cannot_be_exact_is_refused_by_name(pool: LocalRanks) -> None:
-    expected = (
-        "UnsupportedError replace_sdpa: inner: 8 queries and 5 keys",
-        "UnsupportedError replace_sdpa: inner: attn_mask (1, 1, 8, 8) has a row",
-        "ValueError replace_sdpa: inner: attn_mask of (1, 1, 5, 8)",
-        "ValueError replace_sdpa: give attn_mask or is_causal",
-        "ValueError replace_sdpa: inner: 2 query heads and 1 key heads",
-        "UnsupportedError replace_sdpa: inner: query (1, 2, 2, 8, 8)",
-        "UnsupportedError replace_sdpa: cross: is_causal=True",
-        "UnsupportedError replace_sdpa: other: is_causal=True",
-        "UnsupportedError replace_sdpa: other: documents=", "ValueError documents must",
-        "ValueError replace_sdpa: the attention of inner is",
-        "ValueError replace_sdpa: the attention of Attend is",
-        "ValueError replace_sdpa: blocks.0 has a forward of its own",
-        "ValueError local: no module is named 'block'", "ValueError local must be names",
-        "ValueError replace_sdpa: blocks.0.attention is named in more",
-        "UnsupportedError replace_sdpa: Checkpointing: it calls attention inside",
-        "UnsupportedError replace_sdpa: Checkpointing: it calls attention inside",
-        "UnsupportedError replace_sdpa: the forward of Other called no",
-        "UnsupportedError replace_sdpa: multi_head_attention_forward attends inside torch",
-        "replace_sdpa: flex_attention attends inside torch",
-        "ValueError replace_sdpa: inner: attn_mask of (3, 1, 1, 8)",
-        "ValueError replace_sdpa: inner: attn_mask must be boolean",
-        "ValueError replace_sdpa: inner: attn_mask of (1, 1, 5, 8)",
-        "ValueError replace_sdpa: inner: documents end at 20",
-        "ValueError replace_sdpa: a MultiheadAttention was given attn_mask of 16 keys",
-        "UnsupportedError replace_sdpa: a MultiheadAttention was given a nested tensor",
-        "UnsupportedError replace_sdpa: a is a MultiheadAttention with add_bias_kv",
-        "ValueError local must be names",
-        "UnsupportedError replace_sdpa: multi_head_attention_forward attends inside torch",
-        "UnsupportedError replace_sdpa: the forward of Sequential called no",
-        "UnsupportedError replace_sdpa: _varlen_attn attends inside torch",
-        "ValueError dims names 'x'", "ValueError dims['q'] must be",
-        "ValueError verify: no argument", "ValueError verify: remove()",
-    )  # fmt: skip
-    for messages in pool.run(_refusals):
-        for message, start in zip(messages, expected, strict=True):
-            # flex_attention compiles itself, and the compiler wraps errors raised inside.
-            is_found = start in message if "flex" in start else message.startswith(start)
-            assert is_found, (message, start)
-
-
-def _verdicts(_: int) -> list[str]:
-    """Return the errors that ``verify`` raises of modules that are wrong on shards."""
-    cp = ContextParallel()
-    tokens = batch_of("gpt")["tokens"]
-    gpt, mean = (
-        GPT(),
-        nn.Sequential(SelfAttention(is_causal=False), Other(lambda x: x - x.mean(1, keepdim=True))),
+@on_ranks
+def test_verify_finds_positions_that_a_model_counts_itself() -> None:
+    """And modules that mix tokens: models that are wrong on shards."""
+    cp, first = ContextParallel(), "the first module whose output differs is "
+    mean = nn.Sequential(
+        SelfAttention(is_causal=False), Other(lambda x: x - x.mean(1, keepdim=True))
     )
-    verdicts = []
-    for module, batch in ((gpt, {"tokens": tokens}), (mean, {"input": torch.randn(2, 16, DIM)})):
-        handle = replace_sdpa(module, cp)
-        try:
-            handle.verify(batch)
-        except WrongResultError as error:
-            verdicts.append(str(error))
-    return verdicts
-
-
-def test_verify_finds_positions_that_a_model_counts_itself(pool: LocalRanks) -> None:
-    for verdicts in pool.run(_verdicts):
-        counted, mixed = verdicts
-        assert "the first module whose output differs is GPT" in counted
-        assert "arange" in counted
-        assert "the first module whose output differs is 1 (Other)" in mixed
+    models: tuple[tuple[nn.Module, dict[str, Tensor], str], ...] = (
+        (GPT(), {"tokens": batch_of("gpt")["tokens"]}, rf"{first}GPT(.|\n)*arange"),
+        (mean, {"input": torch.randn(2, 16, DIM)}, rf"{first}1 \(Other\)"),
+    )
+    for module, batch, words in models:
+        with pytest.raises(WrongResultError, match=words):
+            replace_sdpa(module, cp).verify(batch)
 
 
 @on_ranks
@@ -542,7 +496,8 @@ def test_modules_are_replaced_wherever_they_are_called() -> None:
     torch.testing.assert_close(near.blocks[1](x), plain.blocks[1](x))
 
 
-def _fsdp(rank: int) -> None:
+@on_four_ranks
+def test_fully_shard_goes_round_replaced_modules_and_inside(rank: int) -> None:
     """Check two rings of two ranks; FSDP2 over all four is applied before and after replacing."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     cp, batch = ContextParallel(mesh["cp"]), batch_of("gpt")
@@ -564,8 +519,3 @@ def _fsdp(rank: int) -> None:
         with pytest.raises(UnsupportedError, match="fully_shard"):
             handle.verify(batch, dims={"tokens": 1, "positions": 0})
         handle.remove()
-
-
-def test_fully_shard_goes_round_replaced_modules_and_inside() -> None:
-    with LocalRanks(4) as ranks:
-        ranks.run(_fsdp)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_four_ranks, on_ranks
 from torch import Tensor
 
 import ring_torch.compat as ring_flash_attn
@@ -246,8 +247,9 @@ def test_one_stream(pools: dict[int, LocalRanks], size: int, stream: str, option
     same_parts(results, whole, lambda rank: slice(rank * part, (rank + 1) * part))
 
 
-def _packed(rank: int) -> None:
-    """Check that packed tensors give the results and gradients of the separate ones."""
+@on_ranks
+def test_packed_tensors(rank: int) -> None:
+    """Packed tensors give the results and gradients of the separate ones."""
     size = dist.get_world_size()
     local = torch.tensor([0, 6, 8, 18])
     whole = torch.tensor([0, 5, 20, 18 * size])
@@ -268,10 +270,6 @@ def _packed(rank: int) -> None:
             grads = [*firsts, *last.unbind(-3)]
             for x, y in zip([out, lse, *grads], expected, strict=True):
                 assert torch.equal(x, y), (family, name)
-
-
-def test_packed_tensors(pools: dict[int, LocalRanks]) -> None:
-    pools[2].run(_packed)
 
 
 def _halves(rank: int, family: str) -> list[Tensor]:
@@ -307,15 +305,12 @@ def test_one_process_needs_no_group() -> None:
             same(x, y[0])
 
 
-def _subgroup(rank: int) -> None:
+@on_four_ranks
+def test_group(rank: int) -> None:
     groups: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     q, k, v = (x[:, tokens_of("zigzag", 32, 2, rank % 2)] for x in tensors(B, 32)[:3])
     out = ring_flash_attn.zigzag_ring_flash_attn_func(q, k, v, causal=True, group=groups[rank // 2])
     same(out, expected(B, 32, ANSWERS["causal"])[0][:, tokens_of("zigzag", 32, 2, rank % 2)])
-
-
-def test_group(pools: dict[int, LocalRanks]) -> None:
-    pools[4].run(_subgroup)
 
 
 def _exchanges(_: int, local: tuple[int, ...]) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ring_torch import ContextParallel, replace_sdpa
-from ring_torch.local import LocalRanks
 
 BATCH, T, DIM, HEADS = 2, 32, 12, 2
 OWN = T // 2  # tokens of a rank
@@ -194,8 +194,15 @@ NAMES: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-def _by_name(_: int, name: str, how: str) -> str:
-    attend = NAMES[name][0]
+@pytest.mark.nightly(
+    unless=["an operator-eager", "an overload-compiled", "a script-eager", "a fused one-eager"]
+)
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks
+def test_every_name_of_attention(name: str, how: str) -> None:
+    """A name that the mode sees is answered or refused; what it cannot see is refused by a look."""
+    attend, expected = NAMES[name]
 
     def make(_: object) -> nn.Module:
         layer = Layer(attend)
@@ -204,18 +211,7 @@ def _by_name(_: int, name: str, how: str) -> str:
             vars(layer)["kept"] = attend
         return layer
 
-    return _outcome(make, how=how)
-
-
-@pytest.mark.nightly(
-    unless=["an operator-eager", "an overload-compiled", "a script-eager", "a fused one-eager"]
-)
-@pytest.mark.parametrize("how", ["eager", "compiled"])
-@pytest.mark.parametrize("name", NAMES)
-def test_every_name_of_attention(pool: LocalRanks, name: str, how: str) -> None:
-    """A name that the mode sees is answered or refused; what it cannot see is refused by a look."""
-    for outcome in pool.run(_by_name, name, how):
-        assert NAMES[name][1] in outcome
+    assert expected in _outcome(make, how=how)
 
 
 def test_a_replaced_module_may_be_local_and_call_a_script() -> None:
@@ -265,19 +261,16 @@ WRITTEN: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _written(_: int, name: str, has_own: bool, how: str) -> str:
-    return _outcome(lambda _: WRITTEN[name](), has_own=has_own, how=how)
-
-
 @pytest.mark.nightly(unless=["eager-False-matmul", "compiled-True-einsum", "eager-True-additive"])
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("has_own", [False, True])
 @pytest.mark.parametrize("how", ["eager", "inference", "compiled"])
-def test_written_attention_is_refused(pool: LocalRanks, name: str, has_own: bool, how: str) -> None:
+@on_ranks
+def test_written_attention_is_refused(name: str, has_own: bool, how: str) -> None:
     """Each module is judged by itself, whatever local modules and those on the ring call."""
-    for outcome in pool.run(_written, name, has_own, how):
-        assert "UnsupportedError: replace_sdpa: " in outcome
-        assert "writes attention out" in outcome
+    outcome = _outcome(lambda _: WRITTEN[name](), has_own=has_own, how=how)
+    assert "UnsupportedError: replace_sdpa: " in outcome
+    assert "writes attention out" in outcome
 
 
 class Router(nn.Module):
@@ -293,54 +286,46 @@ class Router(nn.Module):
         return x * (gates @ self.scales).view_as(x)
 
 
-class Windows(nn.Module):
-    """Written attention within windows that a rank holds whole."""
+class Of(nn.Module):
+    """A module that computes a function of its part and its input."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], part: Any = None) -> None:
         super().__init__()
-        self.layer = WRITTEN["matmul"]()
+        self.function, self.part = function, part
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x.unflatten(1, (-1, 8)).flatten(0, 1))
-        out: Tensor = y.unflatten(0, (x.shape[0], -1)).flatten(1, 2)
-        return out
+        return self.function(self.part, x)
 
 
-class OfToken(nn.Module):
-    """Written attention between the parts of each token, as between its heads or its frames."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = x.unflatten(-1, (6, -1))
-        out: Tensor = x + ((q @ q.mT).softmax(-1) @ q).flatten(2)
-        return out
+def _in_windows(layer: Any, x: Tensor) -> Tensor:
+    """Attend within windows that a rank holds whole."""
+    y = layer(x.unflatten(1, (-1, 8)).flatten(0, 1))
+    out: Tensor = y.unflatten(0, (x.shape[0], -1)).flatten(1, 2)
+    return out
 
 
-class Angles(nn.Module):
-    """Rotary angles: products of positions and as many frequencies as a rank has tokens."""
-
-    def __init__(self, by_einsum: bool) -> None:
-        super().__init__()
-        self.by_einsum = by_einsum
-
-    def forward(self, x: Tensor) -> Tensor:
-        zeros, rates = x.new_zeros(x.shape[1]), torch.arange(OWN).to(x)
-        if self.by_einsum:
-            angles = torch.einsum("i,j->ij", zeros, rates)
-        else:
-            angles = (rates[None, :, None] @ zeros[None, None]).mT[0]
-        return x * angles[:, :DIM].cos()
+def _of_token(_: Any, x: Tensor) -> Tensor:
+    """Attend between the parts of each token, as between its heads or its frames."""
+    q: Tensor = x.unflatten(-1, (6, -1))
+    return x + ((q @ q.mT).softmax(-1) @ q).flatten(2)
 
 
-class Prompt(nn.Module):
-    """Written attention to keys that every rank holds whole."""
+def _angles(product: Any, x: Tensor) -> Tensor:
+    """Multiply positions by as many frequencies as a rank has tokens, as rotary angles."""
+    angles: Tensor = product(x.new_zeros(x.shape[1]), torch.arange(OWN).to(x))
+    return x * angles[:, :DIM].cos()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.prompt = nn.Parameter(torch.randn(5, DIM))
 
-    def forward(self, x: Tensor) -> Tensor:
-        keys = self.prompt.expand(x.shape[0], -1, -1) * 1.0
-        return x + (x @ keys.mT).softmax(-1) @ keys
+def _to_prompt(prompt: Tensor, x: Tensor) -> Tensor:
+    """Attend to keys that every rank holds whole."""
+    keys = prompt.expand(x.shape[0], -1, -1) * 1.0
+    return x + (x @ keys.mT).softmax(-1) @ keys
+
+
+def _towers(images: Any, x: Tensor) -> Tensor:
+    """Attend to several sequences of a batch, each of them split, beside one that is longer."""
+    out: Tensor = x + images(torch.cat([x[:, : OWN // 4]] * 3)).mean() * 0
+    return out
 
 
 class ByItself(nn.Module):
@@ -364,34 +349,19 @@ class ByItself(nn.Module):
         return x + out.transpose(1, 2).flatten(2)
 
 
-class Towers(nn.Module):
-    """Several sequences of a batch, each of them split, beside one that is longer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.images = Layer()
-
-    def forward(self, x: Tensor) -> Tensor:
-        images = torch.cat([x[:, : OWN // 4]] * 3)
-        out: Tensor = x + self.images(images).mean() * 0
-        return out
-
-
 EXACT_MODULES: dict[str, Callable[[ContextParallel | None], nn.Module]] = {
     "router": lambda _: Router(functional.linear),
     "router by matmul": lambda _: Router(lambda x, w: x @ w.mT),
     "router by einsum": lambda _: Router(lambda x, w: torch.einsum("td,ed->te", x, w)),
     "router by a computed weight": lambda _: Router(lambda x, w: x @ (2 * w).T),
-    "windows": lambda _: Windows(), "of a token": lambda _: OfToken(),
-    "angles": lambda _: Angles(False), "angles by einsum": lambda _: Angles(True),
-    "prompt": lambda _: Prompt(), "towers": lambda _: Towers(),
+    "windows": lambda _: Of(_in_windows, WRITTEN["matmul"]()), "of a token": lambda _: Of(_of_token),
+    "angles": lambda _: Of(_angles, lambda t, f: (f[None, :, None] @ t[None, None]).mT[0]),
+    "angles by einsum": lambda _: Of(_angles, lambda t, f: torch.einsum("i,j->ij", t, f)),
+    "prompt": lambda _: Of(_to_prompt, nn.Parameter(torch.randn(5, DIM))),
+    "towers": lambda _: Of(_towers, Layer()),
     "by itself": lambda cp: ByItself(cp, False),
     "by itself, in chunks": lambda cp: ByItself(cp, True),
 }  # fmt: skip
-
-
-def _right(_: int, name: str, how: str) -> str:
-    return _outcome(EXACT_MODULES[name], how=how)
 
 
 @pytest.mark.nightly(unless=[
@@ -399,9 +369,10 @@ def _right(_: int, name: str, how: str) -> str:
 ])  # fmt: skip
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("name", EXACT_MODULES)
-def test_products_that_are_not_over_tokens_stay(pool: LocalRanks, name: str, how: str) -> None:
+@on_ranks
+def test_products_that_are_not_over_tokens_stay(name: str, how: str) -> None:
     """Routers, windows, angles, and modules that use Ring by themselves are right on shards."""
-    assert pool.run(_right, name, how) == [EXACT] * 2
+    assert _outcome(EXACT_MODULES[name], how=how) == EXACT
 
 
 class Shared(nn.Module):
@@ -430,36 +401,24 @@ class Folded(nn.Module):
         return x
 
 
-def _named(_: int, name: str) -> list[str]:
-    """Return what becomes of modules with two names, and of windows."""
-    cp, x = ContextParallel(layout="contiguous"), torch.randn(BATCH, T, DIM)
-    calls: list[tuple[nn.Module, tuple[str, ...]]]
-    if name == "shared":
-        calls = [(Shared(), ("near",)), (Shared(), ("near", "far")), (Shared(), ("*",))]
-    else:
-        calls = [
-            (Folded((OWN, 4)), ()), (Folded((4,)), ()), (Folded((4, 8)), ()), (Folded((OWN,)), ()),
-        ]  # fmt: skip
-    messages = []
-    for model, local in calls:
-        try:
-            replace_sdpa(model, cp, local=local)
-            model(cp.shard(x))
-            messages.append(EXACT)
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+#: Models, their local modules, and what becomes of them.
+MEANINGS: tuple[tuple[Callable[[], nn.Module], tuple[str, ...], str], ...] = (
+    (Shared, ("near",), "it is also far.0, of own keys"), (Shared, ("near", "far"), EXACT),
+    (Shared, ("*",), EXACT),
+    *((partial(Folded, folds), (), "windows or frames") for folds in ((OWN, 4), (4,), (4, 8))),
+    (partial(Folded, (OWN,)), (), EXACT),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["shared", "folded"])
-def test_modules_of_two_meanings(pool: LocalRanks, name: str) -> None:
+@pytest.mark.parametrize("n", range(len(MEANINGS)))
+@on_ranks
+def test_modules_of_two_meanings(n: int) -> None:
     """A module whose names fall into two scopes, and calls of two lengths of the same tokens."""
-    expected = {
-        "shared": ["it is also far.0, of own keys", EXACT, EXACT],
-        "folded": ["windows or frames"] * 3 + [EXACT],
-    }[name]
-    for messages in pool.run(_named, name):
-        assert all(part in message for part, message in zip(expected, messages, strict=True))
+    (make, local, expected), cp = MEANINGS[n], ContextParallel(layout="contiguous")
+    model = make()
+    with nullcontext() if expected == EXACT else pytest.raises(ValueError, match=expected):
+        replace_sdpa(model, cp, local=local)
+        model(cp.shard(torch.randn(BATCH, T, DIM)))
 
 
 # Code that is run again, and operators that run functions ----------------------------------------
@@ -604,10 +563,6 @@ class Runs(Layer):
         return x + out
 
 
-def _again(_: int, name: str, closure: bool, how: str) -> str:
-    return _outcome(lambda _: Runs(RUNS[name][0], closure=closure), how=how)
-
-
 @pytest.mark.nightly(unless=[
     "eager-False-own checkpoint", "eager-True-own hooks", "compiled-False-checkpoint",
     "eager-False-cond",
@@ -615,11 +570,12 @@ def _again(_: int, name: str, closure: bool, how: str) -> str:
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_functions_that_are_run_again(pool: LocalRanks, name: str, closure: bool, how: str) -> None:
+@on_ranks
+def test_functions_that_are_run_again(name: str, closure: bool, how: str) -> None:
     """In a backward, or inside an operator, they attend as in their module's forward."""
-    expected = RUNS[name][1 if how == "eager" else 2]
-    for outcome in pool.run(_again, name, closure, how):
-        assert expected in outcome
+    run, eager, compiled = RUNS[name]
+    outcome = _outcome(lambda _: Runs(run, closure=closure), how=how)
+    assert (eager if how == "eager" else compiled) in outcome
 
 
 # Graphs and compiled functions -------------------------------------------------------------------
@@ -652,14 +608,11 @@ GRAPHS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _graph(_: int, name: str) -> str:
-    return _outcome(lambda _: GRAPHS[name]())
-
-
 @pytest.mark.parametrize("name", GRAPHS)
-def test_graphs_and_compiled_functions(pool: LocalRanks, name: str) -> None:
+@on_ranks
+def test_graphs_and_compiled_functions(name: str) -> None:
     """Modules whose forward torch has written, and functions that were compiled by themselves."""
-    assert pool.run(_graph, name) == [EXACT] * 2
+    assert _outcome(lambda _: GRAPHS[name]()) == EXACT
 
 
 @on_ranks

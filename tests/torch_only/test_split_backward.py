@@ -9,6 +9,7 @@ from weakref import ref
 
 import pytest
 import torch
+from patched import chosen
 from tiled import KEYS, TiledKernel
 from torch import Tensor
 from views import offset
@@ -16,7 +17,7 @@ from views import offset
 from benchmarks.common.cases import SHORT_SETTINGS, Setting, mask_of
 from ring_core import Mask, Request, WorkItem, make_plan, ring_program
 from ring_core.programs import gather_work
-from ring_torch import ContextParallel, prepare
+from ring_torch import ContextParallel
 from ring_torch.accumulate import Columns, Rows
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload
 from ring_torch.call import UNRESOLVED, Call, Transport
@@ -34,10 +35,9 @@ LENGTH, HEADS, DIM = 128, (4, 2, 2), 8
 
 
 def on_a_rank(
-    rank: int, layout: Any, mask: Mask, groups: HeadGroups
+    _: int, layout: Any, mask: Mask, groups: HeadGroups
 ) -> tuple[list[bool], float, Tensor]:
     """Return which passes summed in tiles, the largest gradient error, and the error of dsinks."""
-    del rank
     torch.manual_seed(0)
     whole = [torch.randn(1, LENGTH, heads, DIM).requires_grad_() for heads in HEADS]
     sinks = torch.randn(HEADS[0]).requires_grad_()
@@ -55,16 +55,14 @@ def on_a_rank(
     local = [cp.shard(x.detach()).requires_grad_() for x in whole]
     used: list[bool] = []
     kernel: Kernel = TiledKernel(used)
-    prepare._prepare.cache_clear()
-    with (
-        patch.object(prepare, "choose", lambda *_: Selection(kernel, ())),
+    with chosen(
+        kernel,
         patch.object(gather_strategy, "head_groups_of", lambda *_: groups),
         patch.object(fa4, "KEYS", KEYS),
         patch.object(gather_work, "TILE", KEYS),
     ):
         out = cp.attention(*local, mask=mask, strategy="gather", sinks=sinks)
         *grads, part = torch.autograd.grad(out, (*local, sinks), cp.shard(dout))
-    prepare._prepare.cache_clear()
     errors = [(a - cp.shard(b)).abs().max() for a, b in zip(grads, expected, strict=True)]
     return used, float(torch.stack(errors).max()), part - dsinks / 2
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks, on_three_ranks
+from patched import chosen
 from plain_flash import FLASH, PlainFlash
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,12 +26,11 @@ from torch.utils.checkpoint import checkpoint
 import ring_torch
 from ring_core import StrategyConfig
 from ring_core.programs import ring as ring_module
-from ring_torch import ContextParallel, RankMismatchError, WrongResultError, prepare, ring_attention
+from ring_torch import ContextParallel, RankMismatchError, WrongResultError, ring_attention
 from ring_torch.buffers import HeadGroups
 from ring_torch.call import Call
 from ring_torch.checking import settings as check_settings, watch
 from ring_torch.comm.ranks import DONE, Ranks, Transfer
-from ring_torch.kernels.api import Selection
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
 from ring_torch.prepare import _prepare
@@ -517,7 +517,7 @@ def test_right_movements_pass() -> None:
 
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-KERNELS = ("eager", "flash")
+KERNELS = {"eager": EagerKernel(), "flash": FLASH}
 SMALL_CALLS = 50  # calls of each kernel and dtype in a part
 PARTS = 12
 
@@ -568,16 +568,6 @@ def found_wrong(seeds: range, dtype: str) -> list[str]:
     return calls_found_wrong
 
 
-@contextmanager
-def chosen(kernel: str) -> Iterator[None]:
-    """Let calls inside run a kernel with float32 sums: plain, or rounding as fused ones do."""
-    prepare._prepare.cache_clear()
-    kernel_object: Any = EagerKernel() if kernel == "eager" else FLASH
-    with patch.object(prepare, "choose", lambda *_: Selection(kernel_object, ())):
-        yield
-    prepare._prepare.cache_clear()
-
-
 @pytest.mark.nightly(
     unless=["eager-float32-0", "eager-bfloat16-0", "flash-float16-0", "flash-float64-0"]
 )
@@ -587,7 +577,7 @@ def chosen(kernel: str) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_right_small_calls_pass(kernel: str, dtype: str, part: int) -> None:
-    with chosen(kernel):
+    with chosen(KERNELS[kernel]):  # with float32 sums: plain, or rounding as fused ones do
         assert found_wrong(range(part * SMALL_CALLS, (part + 1) * SMALL_CALLS), dtype) == []
 
 
@@ -636,7 +626,7 @@ FAULTS_OF_FLASH: dict[str, tuple[str, Callable[..., Any]]] = {
 def test_a_fault_of_small_calls_trips(fault: str, dtype: str) -> None:
     """The check finds many of the calls of several tokens that the fault changes."""
     method, wrong = FAULTS_OF_FLASH[fault]
-    with chosen("flash"), patch.object(PlainFlash, method, wrong):
+    with chosen(FLASH), patch.object(PlainFlash, method, wrong):
         calls_found_wrong = found_wrong(range(40), dtype)
     assert len(calls_found_wrong) >= 10
     assert all(f"({method})" in text for text in calls_found_wrong)

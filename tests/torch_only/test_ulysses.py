@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, Case
+from on_ranks import on_four_ranks, on_ranks
 from tolerances import assert_close
 
 import ring_torch
 from ring_core import Mask, RankMismatchError, UnsupportedError
-from ring_torch.local import LocalRanks
 
 
 @pytest.mark.parametrize("sinks", [0, 3], ids=["one a head", "several a head"])
@@ -46,68 +46,47 @@ def test_gradients_of_copies_are_rounded_once(dtype: str, backend: Any) -> None:
     assert_close(case, backend.run(case, strategy="ulysses"))
 
 
-def too_few_heads(rank: int) -> str:
-    """Return the error of a call with fewer heads than ranks, which sends nothing."""
-    del rank
+@on_four_ranks
+def test_too_few_heads_are_refused() -> None:
     q, k, v = (torch.ones(1, 4, n, 8) for n in (3, 1, 1))
     with pytest.raises(UnsupportedError) as error:
         ring_torch.ring_attention(q, k, v, strategy="ulysses")
-    return str(error.value)
+    text = str(error.value)
+    assert "q has 3 heads, so at most 3 ranks can split them, not 4; groups of 2 can" in text
+    assert "StrategyConfig('hybrid', ulysses_size=2)" in text
 
 
-def test_too_few_heads_are_refused(backend: Any) -> None:
-    for text in backend.pool(4).run(too_few_heads):
-        assert "q has 3 heads, so at most 3 ranks can split them, not 4; groups of 2 can" in text
-        assert "StrategyConfig('hybrid', ulysses_size=2)" in text
-
-
-def gathers_too_much(rank: int, keys: int) -> str:
-    """Return the error of a call with one large bias for all heads, an expanded single number."""
-    del rank
-    tokens = keys // 4
-    q = torch.ones(1, 1, 1, 1).expand(1, tokens, 4, 8)
-    bias = torch.zeros(1, 1, 1, 1).expand(1, 1, tokens, keys)
-    with pytest.raises(UnsupportedError) as error:
+@on_four_ranks
+def test_a_bias_that_is_too_large_to_gather_is_refused() -> None:
+    keys = 20480
+    q = torch.ones(1, 1, 1, 1).expand(1, keys // 4, 4, 8)
+    bias = torch.zeros(1, 1, 1, 1).expand(1, 1, keys // 4, keys)
+    message = r"each rank would gather a bias of 1.6 GiB(.|\n)*at most 1 GiB"
+    with pytest.raises(UnsupportedError, match=message):
         ring_torch.ring_attention(q, q, q, strategy="ulysses", bias=bias)
-    return str(error.value)
 
 
-def test_a_bias_that_is_too_large_to_gather_is_refused(backend: Any) -> None:
-    for text in backend.pool(4).run(gathers_too_much, 20480):
-        assert "each rank would gather a bias of 1.6 GiB" in text
-        assert "at most 1 GiB" in text
-
-
-def unlike_heads(rank: int) -> str:
-    """Return each rank's error when their numbers of heads differ."""
+@on_ranks
+def test_unlike_numbers_of_heads_are_named(rank: int) -> None:
     q, k, v = (torch.ones(1, 4, heads, 8) for heads in (4 + 2 * rank, 2, 2))
     with pytest.raises(RankMismatchError) as error:
         ring_torch.ring_attention(q, k, v, strategy="ulysses")
-    return str(error.value)
+    there, here = ("4", "6") if rank else ("6", "4")
+    assert f"q is [1, 4, {there}, 8, 'float32'] there and [1, 4, {here}, 8" in str(error.value)
 
 
-def test_unlike_numbers_of_heads_are_named() -> None:
-    with LocalRanks(2, timeout=10) as pool:
-        for rank, text in enumerate(pool.run(unlike_heads)):
-            there, here = ("4", "6") if rank else ("6", "4")
-            assert f"q is [1, 4, {there}, 8, 'float32'] there and [1, 4, {here}, 8" in text
+@on_four_ranks
+def test_explain_shows_padding_and_copies() -> None:
+    for heads, shown in (((14, 2), True), ((8, 4), False)):
+        q, k, v = (torch.ones(1, 4, n, 8) for n in (heads[0], heads[1], heads[1]))
+        text = ring_torch.ContextParallel().explain(q, k, v, strategy="ulysses")
+        words = "14 query heads in 16 places (12% padding), 2 K/V heads in 4"
+        assert (words in text) == ("places" in text) == shown
 
 
-def test_explain_shows_padding_and_copies(backend: Any) -> None:
-    texts = backend.pool(4).run(explained, (14, 2))
-    assert all("14 query heads in 16 places (12% padding), 2 K/V heads in 4" in x for x in texts)
-    assert all("places" not in x for x in backend.pool(4).run(explained, (8, 4)))
-
-
-def explained(rank: int, heads: tuple[int, int]) -> str:
-    """Return what ``explain`` says of a call."""
-    del rank
-    q, k, v = (torch.ones(1, 4, n, 8) for n in (heads[0], heads[1], heads[1]))
-    return ring_torch.ContextParallel().explain(q, k, v, strategy="ulysses")
-
-
-def compiled_and_not(rank: int, grad: bool) -> list[float]:
-    """Return differences of results and gradients between compiled and eager calls."""
+@pytest.mark.parametrize("grad", [True, False])
+@on_ranks
+def test_compiled(rank: int, grad: bool) -> None:
     torch.manual_seed(rank)
     shapes = ((5, 16), (1, 16), (1, 24), (5, 24))
     ids, bias = torch.tensor([[0] * 5 + [1] * 7]).int(), torch.randn(1, 5, 12, 24)
@@ -124,65 +103,22 @@ def compiled_and_not(rank: int, grad: bool) -> list[float]:
     for function in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
         out = function(*leaves)
         results.append([out.detach(), *(torch.autograd.grad(out, leaves, dout) if grad else ())])
-    return [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_compiled(grad: bool, backend: Any) -> None:
-    for differences in backend.pool(2).run(compiled_and_not, grad):
-        assert len(differences) == (5 if grad else 1)
-        assert max(differences) == 0
-
-
-def of_any_length(rank: int) -> list[float]:
-    """Return differences of a dynamic-length graph, with a bias for padded heads."""
+@on_ranks
+def test_compiled_for_any_length(rank: int) -> None:
+    """A graph of dynamic length, with a bias for padded heads."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> Any:
         ids = torch.arange(q.shape[1])[None].int() // 5
         return ring_torch.ring_attention(q, k, v, strategy="ulysses", bias=b, segment_ids=ids)
 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
-    found = []
     for length in (6, 8):
         torch.manual_seed(rank)
         leaves = [torch.randn(1, length, heads, 16).requires_grad_() for heads in (5, 1, 1)]
         leaves.append(torch.randn(1, 5, length, 2 * length).requires_grad_())
         outs = [function(*leaves) for function in (attend, compiled)]
         grads = [torch.autograd.grad(out.square().sum(), leaves) for out in outs]
-        pairs = zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True)
-        found += [float((a - b).detach().abs().max()) for a, b in pairs]
-    return found
-
-
-def test_compiled_for_any_length(backend: Any) -> None:
-    for differences in backend.pool(2).run(of_any_length):
-        assert len(differences) == 10
-        assert max(differences) == 0
-
-
-def one_after_another(rank: int) -> list[float]:
-    """Return differences from a ring, call by call: no backward, other masks, changed inputs."""
-    torch.manual_seed(rank)
-    *qkv, dout = (torch.randn(1, 12, heads, 16) for heads in (4, 2, 2, 4))
-    in_turn = []
-    for call, window in enumerate((None, (3, 0), None, (5, 2))):
-        results = []
-        for strategy in ("ulysses", "ring"):
-            leaves = [x.clone().requires_grad_(call > 0) for x in qkv]
-            out, lse = ring_torch.ring_attention(
-                *leaves, causal=window is None, window=window, layout="striped",
-                strategy=strategy, return_lse=True,
-            )  # fmt: skip
-            both = [out, lse], [dout, lse.detach()]
-            grads = torch.autograd.grad(both[0], leaves, both[1]) if call > 0 else ()
-            results.append([out.detach(), lse.detach(), *grads])
-        in_turn += [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]
-        for x in qkv:
-            x.mul_(0.5)
-    return in_turn
-
-
-def test_calls_one_after_another(backend: Any) -> None:
-    for differences in backend.pool(2).run(one_after_another):
-        assert len(differences) == 2 + 3 * 5
-        assert max(differences) < 1e-5
+        torch.testing.assert_close(*zip(outs, grads, strict=True), rtol=0, atol=0)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
+from dense import sdpa
 from on_ranks import on_ranks
 from torch import Tensor
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 
 from ring_core import LayoutSpec, RankMismatchError
 from ring_torch import ContextParallel
@@ -20,14 +21,6 @@ from ring_torch.local import LocalRanks
 
 RANKS, T, W = 3, 36, 8
 UnshardGrad = Literal["sum", "slice"]
-
-
-def _words(function: Callable[[], object]) -> str:
-    try:
-        function()
-    except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "a result"
 
 
 #: The last rank's input and the error on all ranks; the others pass ``ones(1, 4, 2)``.
@@ -45,67 +38,41 @@ UNLIKE: dict[str, tuple[Callable[[], Tensor], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def _unlike(rank: int, name: str) -> tuple[str, bool]:
-    make, options, _ = UNLIKE[name]
+@pytest.mark.parametrize("name", UNLIKE)
+@on_ranks
+def test_unlike_slices_are_named_on_all_ranks(rank: int, name: str) -> None:
+    make, options, message = UNLIKE[name]
     group: Any = dist.new_group(timeout=timedelta(seconds=20))
     cp = ContextParallel(group)
     x, more = (make(), options) if rank == RANKS - 1 else (torch.ones(1, 4, 2), {})
-    message = _words(lambda: cp.unshard(x, **more))
+    with pytest.raises(RankMismatchError, match=message):
+        cp.unshard(x, **more)
     whole = cp.unshard(torch.full((1, 4, 2), float(rank)))  # nothing was sent: the group is usable
-    return message, torch.equal(cp.shard(whole), torch.full((1, 4, 2), float(rank)))
+    assert torch.equal(cp.shard(whole), torch.full((1, 4, 2), float(rank)))
 
 
-@pytest.mark.parametrize("name", UNLIKE)
-def test_unlike_slices_are_named_on_all_ranks(name: str, pool: LocalRanks) -> None:
-    for message, is_usable in pool.run(_unlike, name):
-        assert message.startswith(RankMismatchError.__name__), message
-        assert re.search(UNLIKE[name][2], message), message
-        assert is_usable
-
-
-def _unlike_later(rank: int, name: str) -> str:
-    """Return the error of unequal slices after equal calls, whose ranks send headers, too."""
-    make, options, _ = UNLIKE[name]
+@pytest.mark.parametrize("name", ["longer", "dtype"])
+@on_ranks
+def test_a_new_shape_beside_an_agreed_one_is_named_on_all_ranks(rank: int, name: str) -> None:
+    """Unequal slices after equal calls, whose ranks send headers, too."""
+    make, options, message = UNLIKE[name]
     group: Any = dist.new_group(timeout=timedelta(seconds=2))
     cp = ContextParallel(group)
     for _ in range(2):
         cp.unshard(torch.ones(1, 4, 2))
     x, more = (make(), options) if rank == RANKS - 1 else (torch.ones(1, 4, 2), {})
-    return _words(lambda: cp.unshard(x, **more))
+    with pytest.raises(RankMismatchError, match=message):
+        cp.unshard(x, **more)
 
 
-@pytest.mark.parametrize("name", ["longer", "dtype"])
-def test_a_new_shape_beside_an_agreed_one_is_named_on_all_ranks(
-    name: str, pool: LocalRanks
-) -> None:
-    for message in pool.run(_unlike_later, name):
-        assert message.startswith(RankMismatchError.__name__), message
-        assert re.search(UNLIKE[name][2], message), message
-
-
-def _no_slices(_: int) -> str:
-    return _words(lambda: ContextParallel().unshard(torch.ones(1, 5, 2)))
-
-
-def test_what_is_no_slice_on_any_rank_is_refused_by_its_length(pool: LocalRanks) -> None:
-    for message in pool.run(_no_slices):
-        assert message.startswith("ValueError: sequence length 15 is not a positive multiple"), (
-            message
-        )
-
-
-def _other_device(_: int) -> tuple[str, bool]:
+@on_ranks
+def test_what_is_no_slice_or_cannot_be_sent_is_refused() -> None:
     cp = ContextParallel()
-    message = _words(lambda: cp.unshard(torch.ones(1, 4, device="meta")))
-    return message, cp.unshard(torch.ones(1, 4)).shape == (1, 4 * RANKS)
-
-
-def test_a_device_that_the_group_does_not_send_from_is_named(pool: LocalRanks) -> None:
-    for message, is_usable in pool.run(_other_device):
-        assert message.startswith("ValueError: the process group (gloo) sends no tensors of"), (
-            message
-        )
-        assert is_usable
+    with pytest.raises(ValueError, match=r"^sequence length 15 is not a positive multiple"):
+        cp.unshard(torch.ones(1, 5, 2))
+    with pytest.raises(ValueError, match=r"^the process group \(gloo\) sends no tensors of"):
+        cp.unshard(torch.ones(1, 4, device="meta"))
+    assert cp.unshard(torch.ones(1, 4)).shape == (1, 4 * RANKS)
 
 
 def _numbers(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -126,11 +93,6 @@ def _predict_tokens(x: Tensor, weights: list[Tensor], attend: Any, shift: Any) -
     return loss + (beside @ weights[1]).square().sum()
 
 
-def _attend_whole(*qkv: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in qkv)
-    return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-
 @pytest.mark.nightly(only=["striped-True"])  # one layout is compiled per change
 @pytest.mark.parametrize(
     ("layout", "compiled"),
@@ -144,7 +106,7 @@ def test_a_layer_that_looks_at_neighbours_has_the_gradients_of_whole_sequences(
     cp = ContextParallel(layout=layout)
     x, *weights = _numbers((1, T, W), (W, 24), (W, 11), (2 * W, W))
     whole = [w.clone().requires_grad_() for w in weights]
-    expected = _predict_tokens(x, whole, _attend_whole, _next_token)
+    expected = _predict_tokens(x, whole, partial(sdpa, is_causal=True), _next_token)
     expected.backward()
 
     def predict(x: Tensor, weights: list[Tensor]) -> Tensor:

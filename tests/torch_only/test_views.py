@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +11,7 @@ import pytest
 import torch
 from backends.torch_ranks import Arrays, gather, run_rank
 from cases import CASES, Case
-from patched import replaced
+from patched import chosen, replaced
 from plain_flash import FLASH, PlainFlash
 from tolerances import assert_close
 from torch import Tensor
@@ -20,8 +19,7 @@ from views import VIEWS, strided
 
 import ring_torch
 from ring_core.base.config import RingStrategy
-from ring_torch import prepare, ring_attention
-from ring_torch.kernels.api import Selection
+from ring_torch import ring_attention
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.records import aligned, has_unit_stride
 
@@ -38,18 +36,6 @@ HOW = {
 }  # fmt: skip
 
 
-@contextmanager
-def chosen(kernel: str) -> Iterator[str]:
-    """Yield the name by which calls inside run a kernel."""
-    if kernel != "flash":
-        yield kernel
-        return
-    prepare._prepare.cache_clear()
-    with patch.object(prepare, "choose", lambda *_: Selection(FLASH, ())):
-        yield "auto"
-    prepare._prepare.cache_clear()
-
-
 def _on_a_rank(rank: int, case: Case, strategy: str, how: str) -> Arrays:
     kernel, _, is_compiled = HOW[how]
     attention: Any = ring_torch.ring_attention
@@ -63,8 +49,13 @@ def _on_a_rank(rank: int, case: Case, strategy: str, how: str) -> Arrays:
 
     torch._dynamo.reset()
     call = torch.compile(attend, backend="aot_eager", fullgraph=True) if is_compiled else attend
-    with chosen(kernel) as name, patch.object(ring_torch, "ring_attention", call):
-        return run_rank(rank, case, (name, strategy, "auto"), None, cuda=False)
+    is_flash = kernel == "flash"
+    with (
+        chosen(FLASH) if is_flash else nullcontext(),
+        patch.object(ring_torch, "ring_attention", call),
+    ):
+        ways = "auto" if is_flash else kernel, strategy, "auto"
+        return run_rank(rank, case, ways, None, cuda=False)
 
 
 @pytest.mark.nightly(
@@ -117,8 +108,6 @@ def _narrowed(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("view", [VIEWS["heads_first"], _narrowed])
 def test_what_kernels_can_read_is_not_copied(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel gets the caller's tensors without a copy, and so does the backward."""
-    monkeypatch.setattr(prepare, "choose", lambda *_: Selection(FLASH, ()))
-    prepare._prepare.cache_clear()
     read: list[tuple[int, ...]] = []
     for name, tensors in (("forward", 3), ("backward", 4)):
         method = getattr(PlainFlash, name)
@@ -129,8 +118,8 @@ def test_what_kernels_can_read_is_not_copied(view: Any, monkeypatch: pytest.Monk
 
         monkeypatch.setattr(PlainFlash, name, spy)
     leaves, dout = _inputs(view)
-    _run(leaves, dout)
-    prepare._prepare.cache_clear()
+    with chosen(FLASH):
+        _run(leaves, dout)
     places = tuple(leaf.data_ptr() for leaf in leaves)
     assert read == [places, (dout.data_ptr(), *places)]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dense import sdpa
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
@@ -88,14 +89,18 @@ def expected(halos: bool, tokens: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         padded = functional.pad(x, (0, 0, 2, 0))
         x = x + functional.conv1d(padded.mT, model.kernel, groups=D).mT
     x = x + functional.pad(x, (0, 0, 1, 0))[:, :-1]
-    q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in model.qkv(x).chunk(3, -1))
-    x = x + functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(
-        1, 2
-    ).flatten(2)
+    qkv = (y.unflatten(-1, (2, -1)) for y in model.qkv(x).chunk(3, -1))
+    x = x + sdpa(*qkv, is_causal=True).flatten(2)
     labels = functional.pad(tokens[:, 1:], (0, 1), value=-100)
     loss = functional.cross_entropy(model.head(x + x.cumsum(1)).flatten(0, 1), labels.flatten())
     loss.backward()
     return loss.detach(), [p.grad for p in model.parameters()]
+
+
+def trained() -> tuple[ContextParallel, Layers, Tensor, tuple[Tensor, list[Tensor | None]]]:
+    """Return a model, tokens, and the loss and gradients of one process."""
+    tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
+    return *pair("zigzag"), tokens, expected(True, tokens)
 
 
 def silent() -> ExitStack:
@@ -220,9 +225,7 @@ def test_a_backward_elsewhere_follows_its_forward(again: str) -> None:
 @on_ranks
 def test_a_backward_follows_its_forward(again: str) -> None:
     """Run the backward of a whole forward outside of its block, and that of a split one inside."""
-    cp, model = pair("zigzag")
-    tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
-    want = expected(True, tokens)
+    cp, model, tokens, want = trained()
     for _repeat in range(2):
         with cp.whole(), silent():
             whole = model(tokens, again=again)
@@ -426,25 +429,18 @@ class Rank(nn.Module):
         return x + self.cp.positions(T)[0]
 
 
-def verified(_: int) -> list[str]:
-    """Return what ``verify`` says of a right model, and of one that asks which rank it is on."""
+@on_ranks
+def test_plain_models_are_verified() -> None:
+    """A right model is, and one that asks which rank it is on is found."""
     cp, model = pair("zigzag")
     batch = {"tokens": torch.arange(2 * T).reshape(2, T) % V}
     report = cp.verify(model, batch)
     assert report.loss is not None and report.gradients is not None and report.logits is None
-    assert report.modules == 2 and all(
-        x is None or x.is_within for x in (report.loss, report.gradients)
-    )
+    assert report.modules == 2 and report.loss.is_within and report.gradients.is_within
     assert all(x.grad is None for x in model.parameters())
     model.embed = nn.Sequential(model.embed, Rank(cp))  # type: ignore[assignment]  # wrong on purpose
-    with pytest.raises(WrongResultError) as error:
+    with pytest.raises(WrongResultError, match=r"whose output differs is embed\.1 \(Rank\)"):
         cp.verify(model, batch, dims={"tokens": 1})
-    return [str(error.value)]
-
-
-def test_plain_models_are_verified(pool: LocalRanks) -> None:
-    for (message,) in pool.run(verified):
-        assert "first module whose output differs is embed.1 (Rank)" in message
 
 
 def in_backward(_: int) -> None:

@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from patched import chosen
 
 from ring_core import KernelConfig
-from ring_torch import ContextParallel, prepare
-from ring_torch.kernels.api import Selection
+from ring_torch import ContextParallel
 from ring_torch.kernels.block_index import block_index, in_blocks
 from ring_torch.kernels.triton import TritonKernel, launch
 from ring_torch.local import LocalRanks
@@ -32,11 +32,7 @@ def _visited(_: int, layout: Any) -> tuple[int, int]:
         counts.append(int(listed.counts.sum()))
         return listed
 
-    with (
-        patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())),
-        patch.object(launch, "block_index", counting),
-    ):
-        prepare._prepare.cache_clear()
+    with chosen(TritonKernel(), patch.object(launch, "block_index", counting)):
         cp.attention(*map(cp.shard, qkv), mask=cp.shard(mask, dim=-2), kernel=KERNEL)
     rows, live = cp.shard(mask, dim=-2)[:, 0], 0
     for rank in range(cp.cp_size):

@@ -11,11 +11,11 @@ import pytest
 import torch
 from backends.torch_ranks import gather, run_rank
 from cases import CASES, Case, diagonals, prefix
+from patched import chosen
 from tolerances import assert_close
 
 from ring_core import KernelConfig, Mask
-from ring_torch import autograd, prepare
-from ring_torch.kernels.api import Selection
+from ring_torch import autograd
 from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
 
@@ -73,12 +73,9 @@ def run(
 
 
 def _on_a_rank(rank: int, case: Case, config: KernelConfig, strategy: str) -> Arrays:
-    prepare._prepare.cache_clear()
     kernel: Any = config
-    with (
-        patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())),
-        patch.object(autograd, "_can_use_triton", lambda _, dtype: dtype == torch.float32),
-    ):
+    elementwise = patch.object(autograd, "_can_use_triton", lambda _, dtype: dtype == torch.float32)
+    with chosen(TritonKernel(), elementwise):
         return run_rank(rank, case, (kernel, case.moved(strategy), "auto"), None, cuda=False)
 
 
