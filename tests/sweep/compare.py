@@ -26,6 +26,7 @@ SOURCE = 14  # tokens of an encoder next to a decoder
 LIMIT = 1e-7  # allowed difference in float64, relative to the largest number compared
 FIRST_TOKEN = 4  # lower token ids are special
 REAL = torch.ones(ROWS, LENGTH, dtype=torch.int64)
+LABELS = {"labels", "start_positions"}
 
 #: Types that are given a mask of ones: in transformers 5.14 their own eager attention is causal
 #: only where there is a mask.
@@ -121,25 +122,24 @@ def ring(cp: ContextParallel, model: Any, *, hooks: bool) -> Iterator[Split]:
 
 
 def _judged(
-    cp: ContextParallel, model: Any, batch: dict[str, Any], real: Tensor = REAL, *,
-    hooks: bool | None = None, run: Callable[..., Any] | None = None,
+    cp: ContextParallel, model: Any, batch: dict[str, Any], real: Tensor = REAL, *, hooks: bool | None = None
 ) -> Outcome:  # fmt: skip
-    """Compare what ``run`` makes of one batch, whole and split.
+    """Compare one batch, whole and split, with hooks or as the model needs it.
 
-    Where the whole model does not run on its own tokens, the split one may still refuse them.
+    A model that does not run on its tokens alone may still refuse to be split.
 
     Raises:
         DifferentError: Outputs or gradients differ.
     """
-    of_tokens = run is None and hooks is None
-    run, report = run or outputs, hf.check_model(model)
+    is_first = hooks is None and not LABELS & batch.keys()
+    report = hf.check_model(model)
     hooks = report.exact and bool(report.hooks) if hooks is None else hooks
     expected, failure = None, ""
     try:
         expected = run(model, batch, real)
     except Exception as error:  # noqa: BLE001 - the error of the whole model itself
         failure = words(error)
-        if not of_tokens:
+        if not is_first:
             return Outcome("does not run", failure)
     try:
         with ring(cp, model, hooks=hooks) as split:
@@ -179,7 +179,7 @@ def _with_images(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
     labels = torch.where(images["input_ids"] < VOCAB - 16, images["input_ids"], -100)
     outcome = _judged(cp, model, images, hooks=True)
     if outcome.result == "exact":
-        outcome = _judged(cp, model, images | {"labels": labels}, hooks=True, run=loss)
+        outcome = _judged(cp, model, images | {"labels": labels}, hooks=True)
     if outcome.result == "refused":
         return f"refused: {outcome.reason}"
     return "exact" if outcome.result == "exact" else f"not run: {outcome.reason}"
@@ -218,30 +218,38 @@ def batch_of(model: Any) -> dict[str, Any]:
     return {model.main_input_name: tokens}
 
 
-def outputs(
-    model: Any, batch: dict[str, Any], real: Tensor, cp: ContextParallel | None = None, *,
-    hooks: bool = False,
+def run(
+    model: Any, batch: dict[str, Any], real: Tensor, cp: ContextParallel | None = None, *, hooks: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
-    """Return this rank's outputs, and gradients of a weighted sum of the outputs of real tokens.
+    """Return this rank's outputs, and gradients of a weighted sum of those of real tokens.
+
+    Of a batch with labels, the loss over all ranks, and its gradients.
 
     Raises:
         ValueError: Outputs of the whole model are not finite.
     """
-    del hooks
     model.zero_grad()
+    has_labels = bool(LABELS & batch.keys())
     with Wide():
-        out = model(**batch, **_whole(model))
-    outs = {n: x for n, x in out.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    outs = {n: x for n, x in outs.items() if n != "loss" and not n.startswith("encoder_")}
-    parts = [
-        (x * _weights(x, real, cp)).sum()
-        for x in outs.values()
-        if x.ndim > 1 and x.shape[:2] == (ROWS, _length(cp)) and x.requires_grad
-    ]
-    if parts:
-        sum(parts).backward()  # type: ignore[union-attr]  # parts are not empty, so no 0
-    if cp is None and not all(_of_tokens(x, real).isfinite().all() for x in outs.values()):
-        raise ValueError("outputs of the whole model are not finite")
+        out = model(**batch, **(_whole(model) if cp is None or not has_labels else {}))
+    if has_labels:
+        out.loss.backward()
+        total = out.loss.detach().clone()
+        if cp is not None and not hooks:  # else the loss is summed over ranks already
+            dist.all_reduce(total)
+        outs = {"loss": total}
+    else:
+        outs = {n: x for n, x in out.items() if isinstance(x, Tensor) and x.is_floating_point()}
+        outs = {n: x for n, x in outs.items() if n != "loss" and not n.startswith("encoder_")}
+        parts = [
+            (x * _weights(x, real, cp)).sum()
+            for x in outs.values()
+            if x.ndim > 1 and x.shape[:2] == (ROWS, _length(cp)) and x.requires_grad
+        ]
+        if parts:
+            sum(parts).backward()
+        if cp is None and not all(_of_tokens(x, real).isfinite().all() for x in outs.values()):
+            raise ValueError("outputs of the whole model are not finite")
     if cp is not None:
         cp.reduce_gradients(model)
     return {n: x.detach() for n, x in outs.items()}, gradients(model)
@@ -326,25 +334,8 @@ def _with_labels(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
         batch["decoder_attention_mask"] = torch.ones_like(tokens)
     if not (labels := labels_of(model, tokens)):
         return "none"
-    outcome = _judged(cp, model, batch | labels, run=loss)
+    outcome = _judged(cp, model, batch | labels)
     return {"exact": "exact", "refused": outcome.reason}.get(outcome.result, "none")
-
-
-def loss(
-    model: Any, batch: dict[str, Any], _real: Tensor, cp: ContextParallel | None = None, *,
-    hooks: bool = False,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
-    """Return the loss over all ranks, and gradients."""
-    model.zero_grad()
-    with Wide():
-        own = model(**batch, **(_whole(model) if cp is None else {})).loss
-    own.backward()
-    total = own.detach().clone()
-    if cp is not None:
-        cp.reduce_gradients(model)
-        if not hooks:  # with hf.parallelize the loss is summed over ranks already
-            dist.all_reduce(total)
-    return {"loss": total}, gradients(model)
 
 
 def _whole(model: Any) -> dict[str, Any]:
