@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import public_api
+import pytest
 
 from ring_core import ChunkLayout, KernelConfig, Mask, StrategyConfig
 
@@ -303,3 +304,44 @@ def unlike_in_numpy(subject: Subject, argument: str) -> Iterator[str]:
 def in_numbers(subjects: Mapping[str, Subject]) -> list[tuple[str, str]]:
     """Return all pairs of a function and one of its arguments that is a number or a switch."""
     return [(name, argument) for name, argument in cases(subjects) if argument in RIGHT]
+
+
+def checks_of(
+    subjects: Mapping[str, Subject], modules: tuple[str, ...], elsewhere: set[str],
+    methods: type | None = None,
+) -> dict[str, Callable[..., None]]:  # fmt: skip
+    """Return the tests of a table, by name, for the globals of a test file.
+
+    ``elsewhere`` are public names that need no row; ``methods`` is a class each of whose methods
+    with arguments needs one.
+    """
+
+    @pytest.mark.parametrize(("name", "argument"), cases(subjects))
+    def test_wrong_values_are_refused_by_name(name: str, argument: str) -> None:
+        found = list(problems(subjects[name], argument))
+        assert not found, "\n".join(found)
+
+    @pytest.mark.parametrize(("name", "argument"), in_numbers(subjects))
+    def test_scalars_of_numpy_are_numbers(name: str, argument: str) -> None:
+        """All kinds of them are alike: integers, floats, switches, arrays without dimensions."""
+        found = list(unlike_in_numpy(subjects[name], argument))
+        assert not found, "\n".join(found)
+
+    @pytest.mark.parametrize("name", subjects)
+    def test_every_argument_has_wrong_values(name: str) -> None:
+        assert not (without := subjects[name].argument_without_row()), without
+
+    def test_every_public_function_has_a_row() -> None:
+        without = forgotten(modules, subjects, elsewhere)
+        for name, value in vars(methods).items() if methods else ():
+            if not name.startswith("_") and inspect.isroutine(value):
+                path = f"{modules[0]}.{value.__qualname__}"
+                if path not in subjects and len(inspect.signature(value).parameters) > 1:
+                    without.add(path)
+        assert not without, without
+
+    tests = (
+        test_wrong_values_are_refused_by_name, test_scalars_of_numpy_are_numbers,
+        test_every_argument_has_wrong_values, test_every_public_function_has_a_row,
+    )  # fmt: skip
+    return {test.__name__: test for test in tests}

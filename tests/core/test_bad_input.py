@@ -18,11 +18,7 @@ from wrong import (
     SIZE,
     Subject,
     Values,
-    cases,
-    forgotten,
-    in_numbers,
-    problems,
-    unlike_in_numpy,
+    checks_of,
 )
 
 from ring_core import (
@@ -324,27 +320,14 @@ FOR_BACKENDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "argument"), cases(SUBJECTS))
-def test_wrong_values_are_refused_by_name(name: str, argument: str) -> None:
-    assert not list(problems(SUBJECTS[name], argument))
-
-
-@pytest.mark.parametrize(("name", "argument"), in_numbers(SUBJECTS))
-def test_scalars_of_numpy_are_numbers(name: str, argument: str) -> None:
-    """All kinds of them, integers, floats, switches and arrays without dimensions, are alike."""
-    assert not list(unlike_in_numpy(SUBJECTS[name], argument))
-
-
-@pytest.mark.parametrize("name", SUBJECTS)
-def test_every_argument_has_wrong_values(name: str) -> None:
-    assert not SUBJECTS[name].argument_without_row()
-
-
-def test_every_public_function_has_a_row() -> None:
-    modules = (
-        "ring_core", "ring_core.cost", "ring_core.philox", "ring_core.reference", "ring_core.viz",
-    )  # fmt: skip
-    assert not forgotten(modules, SUBJECTS, FOR_BACKENDS)
+MODULES = (
+    "ring_core",
+    "ring_core.cost",
+    "ring_core.philox",
+    "ring_core.reference",
+    "ring_core.viz",
+)
+globals().update(checks_of(SUBJECTS, MODULES, FOR_BACKENDS))
 
 
 def ours(*, mask: object = None, causal: bool = False) -> tuple[object, bool]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import AxisType
 from wrong import (
     DIM,
@@ -23,11 +21,7 @@ from wrong import (
     Q,
     Subject,
     Values,
-    cases,
-    forgotten,
-    in_numbers,
-    problems,
-    unlike_in_numpy,
+    checks_of,
     wrong_tensors,
 )
 
@@ -172,27 +166,4 @@ SUBJECTS: dict[str, Subject] = {
 ELSEWHERE = {"ring_jax.Halo", "ring_jax.KernelConfig", "ring_jax.Mask", "ring_jax.Segments"}
 
 
-@pytest.mark.parametrize(("name", "argument"), cases(SUBJECTS))
-def test_wrong_values_are_refused_by_name(name: str, argument: str) -> None:
-    assert not list(problems(SUBJECTS[name], argument))
-
-
-@pytest.mark.parametrize(("name", "argument"), in_numbers(SUBJECTS))
-def test_scalars_of_numpy_are_numbers(name: str, argument: str) -> None:
-    """All kinds of them, integers, floats, switches and arrays without dimensions, are alike."""
-    assert not list(unlike_in_numpy(SUBJECTS[name], argument))
-
-
-@pytest.mark.parametrize("name", SUBJECTS)
-def test_every_argument_has_wrong_values(name: str) -> None:
-    assert not SUBJECTS[name].argument_without_row()
-
-
-def test_every_public_function_has_a_row() -> None:
-    assert not forgotten(("ring_jax",), SUBJECTS, ELSEWHERE)
-    methods = {
-        f"ring_jax.ContextParallel.{name}"
-        for name, value in vars(ContextParallel).items()
-        if not name.startswith("_") and inspect.isroutine(value)
-    }
-    assert methods <= set(SUBJECTS)
+globals().update(checks_of(SUBJECTS, ("ring_jax",), ELSEWHERE, ContextParallel))
