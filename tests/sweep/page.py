@@ -49,7 +49,8 @@ REASONS = (
     Reason(
         r"pools \(",
         "it makes one output of a whole sequence, of which a rank holds a part (classification, retrieval)",
-        "run the model without that head, pool `ContextParallel.unshard(hidden_states, grad='sum')`, divide the loss by `cp_size`",
+        "take `hf.parallelize`, if it is the `ForSequenceClassification` of a causal model; else run the model "
+        "without that head, pool `ContextParallel.unshard(hidden_states, grad='sum')`, divide the loss by `cp_size`",
     ),
     Reason(
         "makes a pooler_output",
