@@ -14,6 +14,7 @@ from ring_core.base.arguments import check_size
 from ring_core.checks import check_choice
 from ring_core.row_checks import offsets_of
 from ring_torch.capture import is_traced
+from ring_torch.checking.settings import check_of
 from ring_torch.compiled.static import size_of
 from ring_torch.recurrent.arguments import (
     Explained,
@@ -87,9 +88,10 @@ def run_layer(
             sharding.ranks, layout, kernel, offsets_of(offsets),
             None if length is None else check_size("seq_len", length), dtype,
             initial is not None, wants_final, needs_grad, number, library,
+            *((0, 0) if explains() else check_of(number)),
         )  # fmt: skip
         if explains():
-            raise Explained(_described(call, inputs, reason))
+            raise Explained(_described(call, inputs, reason), call.traffic(inputs)[1])
         out, final = run(call, initial, *inputs)
     return (out, final.squeeze(0 if offsets is None else 1)) if wants_final else out
 
