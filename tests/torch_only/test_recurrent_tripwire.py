@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -52,16 +53,21 @@ def _argument(cls: Any, name: str, n: int, change: Callable[[Any], Any]) -> Any:
 
 
 def _sent_twice(right: Any = RecurrentCall._gather) -> Any:
-    def wrong(self: Any, sent: Tensor) -> Tensor:
+    def wrong(self: Any, sent: Tensor) -> Any:
         right(self, sent)
         return right(self, sent)
 
     return patch.object(RecurrentCall, "_gather", wrong)
 
 
-def _grads(x: Any, n: int) -> Any:
-    entries, grads = x
-    return entries, tuple(y * 1.01 if m == n else y for m, y in enumerate(grads))
+def _one_gradient(n: int) -> Any:
+    """Patch the gradient of one input."""
+
+    def scale(x: Any) -> Any:
+        entries, grads = x
+        return entries, tuple(y * 1.01 if m == n else y for m, y in enumerate(grads))
+
+    return _scaled(EagerRuns, "input_grads", scale)
 
 
 #: Each fault with the pass that must be found wrong, and words of its message.
@@ -90,7 +96,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, str]] = {
         lambda: _argument(RecurrentCall, "_fold_back", 6, lambda x: x / 2), "backward", "of the final state",
     ),
     **{
-        f"d{name}": (lambda n=n: _scaled(EagerRuns, "input_grads", lambda x: _grads(x, n)), "backward", f"d{name}[")
+        f"d{name}": (partial(_one_gradient, n), "backward", f"d{name}[")
         for n, name in enumerate(SHAPES)
     },
 }  # fmt: skip

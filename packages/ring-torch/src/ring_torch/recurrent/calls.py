@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import lru_cache, reduce
 from math import prod
 from typing import Any, NamedTuple
@@ -29,15 +28,16 @@ from torch import Tensor
 from ring_core import LayoutSpec, UnsupportedError, WrongResultError
 from ring_core.base.arguments import Ints
 from ring_core.checks import padded_layout
-from ring_core.recurrence import Bools, DocumentRuns, runs_of_documents
+from ring_core.recurrence import DocumentRuns
 from ring_torch.checking.watch import Watch
-from ring_torch.comm.ranks import Ranks, run_collective
+from ring_torch.comm.ranks import run_collective
 from ring_torch.comm.store import CallSignature
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
 from ring_torch.recurrent import maps
 from ring_torch.recurrent.chunks import Chunks, chunks_of
 from ring_torch.recurrent.fla import fla_runs
 from ring_torch.recurrent.kernels import Kernel, LinearAttention
+from ring_torch.recurrent.layer_call import LayerCall, Shapes
 from ring_torch.recurrent.runs import EagerRuns, Runs
 from ring_torch.recurrent.tripwire import Check, backward_faults, forward_faults
 from ring_torch.sharding import agree_on_call, guarded
@@ -59,46 +59,8 @@ class Results(NamedTuple):
     transitions: Tensor
 
 
-class Shapes(NamedTuple):
-    """Shapes of a run's transition and of a state, ``[B, ...]``."""
-
-    transition: tuple[int, ...]
-    state: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RecurrentCall:
-    """Everything static about one call of a recurrent layer.
-
-    Attributes:
-        ranks: Ranks of the group.
-        layout: Layout, which says which rank holds which tokens.
-        kernel: Kernel with its options.
-        cu_seqlens: Offsets of documents; ``None`` if each row is one.
-        seq_len: Number of tokens of the whole sequence; ``None`` if there is no padding.
-        dtype: Dtype of states, in which all is computed.
-        has_initial: True if initial states are given.
-        wants_final: True if final states are wanted.
-        needs_grad: True if there will be a backward.
-        number: Number of the call on its group, from :meth:`Ranks.next_call`.
-        library: Whose kernels compute the runs: ``"eager"`` for torch's operations, or ``"fla"``.
-        check_every: The tripwire's setting when the layer was called; 0 for no checks.
-        checked: Not 0 if it checks this call.
-    """
-
-    ranks: Ranks
-    layout: LayoutSpec
-    kernel: Kernel
-    cu_seqlens: tuple[int, ...] | None
-    seq_len: int | None
-    dtype: torch.dtype
-    has_initial: bool
-    wants_final: bool
-    needs_grad: bool
-    number: int
-    library: str = "eager"
-    check_every: int = 0
-    checked: int = 0
+class RecurrentCall(LayerCall):
+    """A call of a recurrent layer, with its two passes."""
 
     def forward(self, initial: Tensor | None, inputs: Sequence[Tensor]) -> Results:
         """Return the outputs of this rank's tokens, and the final states.
@@ -130,9 +92,9 @@ class RecurrentCall:
         """Compute :meth:`forward` after the ranks have agreed."""
         runs, rank = chunks.runs, self.ranks.rank
         own, work = runs.of_rank(rank).tolist(), self._work(chunks, inputs)
-        shapes = self._shapes(inputs)
+        shapes = self.shapes(inputs)
         size = prod(shapes.transition)
-        slot, slots, travels = self._slots(runs)
+        slot, slots, travels = self.slots(runs)
         sent = inputs[0].new_zeros(slots, size + prod(shapes.state), dtype=self.dtype)
         # Each run's map. A run that begins its document has its entry state, so that its map is a
         # constant, what it leaves; that of others begins with zeros.
@@ -198,7 +160,7 @@ class RecurrentCall:
         """Compute :meth:`backward`, and the gradients of exit states, by the positions behind."""
         runs = chunks.runs
         own, work = runs.of_rank(self.ranks.rank).tolist(), self._work(chunks, inputs)
-        shapes = self._shapes(inputs)
+        shapes = self.shapes(inputs)
         follow = [number for number, n in enumerate(own) if runs.follows[n]]
         # The gradient of each entry state from the run's own outputs, for the runs before it.
         # Nothing is gathered to compute again what was not kept.
@@ -227,20 +189,6 @@ class RecurrentCall:
             if not runs.follows[n]:
                 initial_grad[runs.document[n]] = grad
         return initial_grad, input_grads, by_position
-
-    def traffic(self, inputs: Sequence[Tensor]) -> tuple[int, int, int]:
-        """Return how many runs of a rank travel, and the bytes that it sends forward and backward.
-
-        So many go to each other rank.
-        """
-        layout = padded_layout(self.seq_len, inputs[0].shape[1], self.layout, self.ranks.size)
-        runs = runs_of_documents(layout, self.cu_seqlens)
-        slots = self._slots(runs)[1]
-        transition, state = (prod(x) * self.dtype.itemsize for x in self._shapes(inputs))
-        if self.ranks.size == 1:
-            return slots, 0, 0
-        back = runs.slots(runs.follows)[1] + runs.documents * self.wants_final
-        return slots, slots * (transition + state), back * state
 
     def _fold(
         self,
@@ -281,7 +229,7 @@ class RecurrentCall:
         final_grads: Tensor | None,
     ) -> dict[int, Tensor]:  # fmt: skip
         """Fold the gradients behind this rank's runs; return that of each run's exit state."""
-        rank, travels = self.ranks.rank, self._slots(runs)[2]
+        rank, travels = self.ranks.rank, self.slots(runs)[2]
         exits: dict[int, Tensor] = {}
         if final_grads is not None:
             last = np.flatnonzero(~runs.continues)
@@ -297,25 +245,11 @@ class RecurrentCall:
             exits[n - 1] = grad
         return exits
 
-    def _slots(self, runs: DocumentRuns) -> tuple[Ints, int, Bools]:
-        """Return the slots of a forward's gather, how many a rank has, and which runs travel."""
-        # Final states are wanted on all ranks, so that all runs have to travel.
-        travels = runs.continues | self.wants_final
-        return *runs.slots(travels), travels
-
     def _work(self, chunks: Chunks, inputs: Sequence[Tensor]) -> Runs:
         """Return this rank's runs, to be computed by the call's library."""
         if self.library == "fla" and isinstance(self.kernel, LinearAttention):
             return fla_runs(self.kernel, chunks, inputs)
         return EagerRuns(self.kernel, chunks, inputs, self.dtype)
-
-    def _shapes(self, inputs: Sequence[Tensor]) -> Shapes:
-        """Return the shapes of a run's transition and of a state, of all rows."""
-        rows = inputs[0].shape[0]
-        return Shapes(
-            (rows, *self.kernel.transition_shape(*inputs)),
-            (rows, *self.kernel.state_shape(*inputs)),
-        )
 
     def _starts(
         self, runs: DocumentRuns, initial: Tensor | None, entries: Sequence[Tensor]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod, sqrt
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +26,7 @@ from ring_core.tripwire import SampledRows, sampled
 from ring_torch.checking.watch import shared_findings
 from ring_torch.comm.exchange import exchange
 from ring_torch.recurrent.kernels import LinearAttention, LinearRecurrence, SelectiveScan
-
-if TYPE_CHECKING:
-    from ring_torch.recurrent.calls import RecurrentCall
+from ring_torch.recurrent.layer_call import LayerCall
 
 _BLOCK_BYTES = 256 << 20  # most bytes of tokens' maps at a time
 _MOST_TOKENS = 1024  # whose maps are multiplied out at a time
@@ -65,7 +63,7 @@ class Check(NamedTuple):
         head: Key head, of linear attention.
     """
 
-    call: RecurrentCall
+    call: LayerCall
     inputs: Sequence[Tensor]
     document: int
     runs: list[Run]
@@ -73,7 +71,7 @@ class Check(NamedTuple):
     head: int
 
     @classmethod
-    def of(cls, call: RecurrentCall, inputs: Sequence[Tensor]) -> Check:
+    def of(cls, call: LayerCall, inputs: Sequence[Tensor]) -> Check:
         """Return what the call's number chooses, the same on all ranks."""
         size = call.ranks.size
         layout = padded_layout(call.seq_len, inputs[0].shape[1], call.layout, size)
