@@ -15,7 +15,7 @@ from ring_core.checks import FLOATS, check_flag
 from ring_torch.sharding import Sharding
 from ring_torch.tensor_specs import check_local
 
-KernelName = Literal["auto", "eager", "fla"]
+KernelName = Literal["auto", "eager", "fla", "triton"]
 
 
 class SplitsSequences(Protocol):

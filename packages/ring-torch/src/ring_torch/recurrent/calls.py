@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, reduce
+from importlib import import_module
 from math import prod
 from typing import Any, NamedTuple
 
@@ -249,7 +250,10 @@ class RecurrentCall(LayerCall):
         """Return this rank's runs, to be computed by the call's library."""
         if self.library == "fla" and isinstance(self.kernel, LinearAttention):
             return fla_runs(self.kernel, chunks, inputs)
-        return EagerRuns(self.kernel, chunks, inputs, self.dtype)
+        kind = EagerRuns
+        if self.library == "triton":
+            kind = import_module("ring_torch.recurrent.scan_kernel").ScanRuns
+        return kind(self.kernel, chunks, inputs, self.dtype)
 
     def _starts(
         self, runs: DocumentRuns, initial: Tensor | None, entries: Sequence[Tensor]
@@ -300,7 +304,7 @@ class RecurrentCall(LayerCall):
         agree_on_call(ranks, self.number, signature, x.device)
         # Refuse what no rank can do. All ranks refuse alike, as their arguments are equal.
         layout = padded_layout(self.seq_len, x.shape[1], self.layout, ranks.size)
-        chunks = chunks_of(layout, self.cu_seqlens, ranks.rank, self.kernel.most_tokens, x.device)
+        chunks = chunks_of(layout, self.cu_seqlens, ranks.rank, self.most_tokens, x.device)
         with guarded(ranks, self.number, signature, x.device), ieee(x.device.type):
             yield chunks
 

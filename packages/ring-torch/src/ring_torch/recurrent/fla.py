@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ring_torch.capture import is_traced
 from ring_torch.recurrent import maps
 from ring_torch.recurrent.chunks import Chunks
 from ring_torch.recurrent.kernels import Kernel, LinearAttention
@@ -114,17 +113,6 @@ def triton_version() -> tuple[int, ...]:
     """Return the version of Triton, as ``(3, 7, 1)``."""
     version: str = import_module("triton").__version__
     return tuple(int(x) for x in version.split("+", maxsplit=1)[0].split(".")[:3] if x.isdigit())
-
-
-def chosen(
-    name: str, kernel: Kernel, inputs: Sequence[Tensor], dtype: torch.dtype, *, needs_grad: bool
-) -> tuple[str, str]:
-    """Return the library that a name or ``"auto"`` stands for, and why it is not a faster one."""
-    if name == "eager":
-        return "eager", "it was asked for"
-    reason = "it is not called in graphs" if is_traced(inputs[0]) else ""
-    reason = reason or next(reasons_against(kernel, inputs, dtype, needs_grad=needs_grad), "")
-    return ("fla", "") if not reason else ("eager", reason)
 
 
 class _FlaRuns:

@@ -24,9 +24,9 @@ from ring_torch.recurrent.arguments import (
     explains,
 )
 from ring_torch.recurrent.calls import RecurrentCall, run, state_dtype
-from ring_torch.recurrent.fla import chosen
 from ring_torch.recurrent.in_graph import run_in_graph
 from ring_torch.recurrent.kernels import AnyKernel
+from ring_torch.recurrent.libraries import chosen
 from ring_torch.sharding import Sharding, length_of
 
 _KERNELS: tuple[str, ...] = get_args(KernelName)
@@ -119,9 +119,9 @@ def _described(call: RecurrentCall, inputs: Sequence[Tensor], reason: str) -> st
         x.nbytes for x, fill in zip(inputs, kernel.fills, strict=True) if fill is not None
     )
     states = str(call.dtype).removeprefix("torch.")
-    library = "flash-linear-attention's"
+    library = "Ring's own" if call.library == "triton" else "flash-linear-attention's"
     if call.library == "eager":
-        library = f"torch's operations, in chunks of at most {kernel.most_tokens} tokens; not fla, as {reason}"
+        library = f"torch's operations, in chunks of at most {call.most_tokens} tokens; not fla, as {reason}"
     return (
         f"{kernel.name} over {size} ranks, {call.layout}: {shapes}\n"
         f"kernel {call.library}: {library}, states in {states}\n"

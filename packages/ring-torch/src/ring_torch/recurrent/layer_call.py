@@ -17,6 +17,9 @@ from ring_core.recurrence import Bools, DocumentRuns, runs_of_documents
 from ring_torch.comm.ranks import Ranks
 from ring_torch.recurrent.kernels import Kernel
 
+#: Most tokens of a chunk of Ring's own scan in Triton.
+SCAN_TOKENS = 64
+
 
 class Shapes(NamedTuple):
     """Shapes of a run's transition and of a state, ``[B, ...]``."""
@@ -40,7 +43,8 @@ class LayerCall:
         wants_final: True if final states are wanted.
         needs_grad: True if there will be a backward.
         number: Number of the call on its group, from :meth:`Ranks.next_call`.
-        library: Whose kernels compute the runs: ``"eager"`` for torch's operations, or ``"fla"``.
+        library: Whose kernels compute the runs: ``"eager"`` for torch's operations, ``"fla"``, or
+            ``"triton"`` for Ring's own.
         check_every: The tripwire's setting when the layer was called; 0 for no checks.
         checked: Not 0 if it checks this call.
     """
@@ -58,6 +62,11 @@ class LayerCall:
     library: str = "eager"
     check_every: int = 0
     checked: int = 0
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of a chunk."""
+        return SCAN_TOKENS if self.library == "triton" else self.kernel.most_tokens
 
     def traffic(self, inputs: Sequence[Tensor]) -> tuple[int, int, int]:
         """Return how many runs of a rank travel, and the bytes that it sends forward and backward.

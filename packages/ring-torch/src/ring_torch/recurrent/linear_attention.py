@@ -71,8 +71,7 @@ def gated_delta_rule(
             ``pad=True``), which may hold anything and gets gradients of zero.
         kernel: ``"eager"``, in torch's operations, which takes any call; ``"fla"``, by the kernels
             of ``fla-core`` 0.6, which take 16 bits on CUDA, outside of compiled graphs; or
-            ``"auto"``, the latter where it is installed and right. ``linear_recurrence`` and
-            ``selective_scan`` have ``"eager"`` alone.
+            ``"auto"``, the latter where it is installed and right.
 
     Returns:
         The outputs, ``[B, T_local, HV, V]`` in the dtype of ``v``, zeros in padding; with

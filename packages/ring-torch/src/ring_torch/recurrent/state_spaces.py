@@ -151,7 +151,9 @@ def selective_scan(
         delta_softplus: Replace ``delta`` by its softplus, after the bias.
         cu_seqlens: As of ``gated_delta_rule``, as all that follow.
         seq_len: ``T``, if there is padding behind it.
-        kernel: The kernel.
+        kernel: ``"eager"``, in torch's operations; ``"triton"``, by Ring's own kernels, which
+            compute in float32 on CUDA, outside of compiled graphs; or ``"auto"``, the former for
+            now.
 
     Returns:
         The outputs, ``[B, T_local, D]`` in the dtype of ``u``, zeros in padding.
