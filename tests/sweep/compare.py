@@ -106,7 +106,9 @@ def ring(cp: ContextParallel, model: Any) -> Iterator[Callable[[dict[str, Any]],
     """Put a model on a ring, and yield the function that splits its batches."""
     report = hf.check_model(model)
     if report.exact and report.hooks:
-        handle = hf.parallelize(model, cp)
+        # The model is small, and "auto" would run its recurrent layers whole.
+        way: Any = "auto" if report.whole_layers else "split"
+        handle = hf.parallelize(model, cp, recurrent=way)
         try:
             yield dict
         finally:

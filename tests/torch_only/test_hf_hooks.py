@@ -290,7 +290,6 @@ TOKENS = torch.full((1, 8), 5)
         ("T5ForConditionalGeneration", "t5", {"labels": TOKENS, "encoder_outputs": (TOKENS,)}, "encoder_outputs"),
         ("T5GemmaForConditionalGeneration", "t5gemma", {"labels": TOKENS - 105}, "give attention_mask"),
         ("BloomForCausalLM", "bloom", {"position_ids": TOKENS.cumsum(1)}, "takes none"),
-        ("RecurrentGemmaForCausalLM", "recurrent_gemma", {"seq_idx": TOKENS.cumsum(1)}, "packed documents: .* has its scan"),
         ("LlavaForConditionalGeneration", "llava", {"sound": TOKENS}, "takes no sound"),
     ],
 )  # fmt: skip

@@ -322,7 +322,7 @@ def test_what_a_hook_is_not_given_in_a_forward(
 ) -> None:
     model = build(*model_of)
     batch = batch_of(model)
-    hf.parallelize(model, ContextParallel())
+    hf.parallelize(model, ContextParallel(), recurrent="whole" if model_of is GRIFFIN else "auto")
     change(model)
     with Wide(), pytest.raises(UnsupportedError, match=message):
         model(**batch)

@@ -160,11 +160,12 @@ def _wrong_hook(_: int, kind: str) -> tuple[str, str]:
     """Return what ``verify`` says of a right model, and of one with the wrong hook."""
     name, model_type, batch, wrong = WRONG[kind][:4]
     model = build_any(name, model_type).float()
-    handle = hf.parallelize(model, ContextParallel())
+    options: Any = {"recurrent": "whole" if kind == "recurrence" else "auto"}
+    handle = hf.parallelize(model, ContextParallel(), **options)
     right = verdict(handle, sequences(batch))
     handle.remove()
     with wrong():
-        return right, verdict(hf.parallelize(model, ContextParallel()), sequences(batch))
+        return right, verdict(hf.parallelize(model, ContextParallel(), **options), sequences(batch))
 
 
 @pytest.mark.refused_in("5.14", "alibi", "bias", "split recurrence")
