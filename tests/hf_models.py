@@ -114,7 +114,11 @@ def _moved(model: Any) -> Any:
         for weight in model.parameters():
             if weight.is_floating_point():
                 weight.copy_(torch.nan_to_num(weight)).add_(torch.randn_like(weight), alpha=0.1)
-    return model.double().eval()
+    for part in model.double().modules():
+        if hasattr(part, "decay_factors"):  # powers of decays, which MiniMax rounds to float32
+            powers = part.decay_factors(part.slope_rate)
+            part.query_decay, part.key_decay, part.diagonal_decay = powers
+    return model.eval()
 
 
 def in_training(model: Any) -> Any:

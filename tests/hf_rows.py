@@ -40,7 +40,7 @@ FAMILIES = (
     "Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM OlmoHybridForCausalLM"
     " KimiLinearForCausalLM BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM"
     " GraniteMoeHybridForCausalLM NemotronHForCausalLM Zamba2ForCausalLM JambaForCausalLM"
-    " Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM"
+    " Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM MiniMaxForCausalLM RecurrentGemmaForCausalLM"
 )
 SCANS_ALONE = "Mamba2ForCausalLM MambaForCausalLM FalconMambaForCausalLM"
 

@@ -335,7 +335,7 @@ def checks_of(
         without = forgotten(modules, subjects, elsewhere)
         for name, value in vars(methods).items() if methods else ():
             if not name.startswith("_") and inspect.isroutine(value):
-                path = f"{modules[0]}.{value.__qualname__}"
+                path = f"{modules[0]}.{methods.__name__}.{name}"
                 if path not in subjects and len(inspect.signature(value).parameters) > 1:
                     without.add(path)
         assert not without, without

@@ -2,25 +2,32 @@
 
     python -m benchmarks.torch.recurrent --json recurrent.json
     python -m benchmarks.torch.recurrent --layer ssd --kernel eager
+    python -m benchmarks.torch.recurrent --layer all --kernel fla --configs 2  # one check of a GPU
 
 Ranks' messages are exchanged beforehand, so that work alone is timed: forward and backward of each
 rank, medians of ``--repeats``, whose sum is compared with the whole layer's on one rank, and of the
 gated delta rule with flash-linear-attention's own call, if it is installed. Errors are of a shorter
 sequence, against the recurrence in float64 of the same inputs, split and on one rank; memory is the
 most that forward and backward hold beside their inputs, and what a forward keeps.
+
+Results are compared first: where a library's are not those of float64 but for rounding, the command
+fails before anything is timed. flash-linear-attention tries up to 100 configurations of each kernel
+when it first meets heads and channels, whatever the length; ``--configs`` bounds them, so that the
+comparison, with few tokens, has them all compiled in a minute or two.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
+import time
 import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from math import log2
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -30,13 +37,21 @@ from torch import Tensor
 
 from benchmarks.common.report import environment, parser_of, write
 from ring_core import Layout, LayoutSpec
-from ring_torch.recurrent import calls, fla
+from ring_torch.recurrent import calls, libraries
 from ring_torch.recurrent.calls import RecurrentCall
 from ring_torch.recurrent.kernels import Kernel, LinearAttention
 
 RANKS, SHORT = 4, 2048  # ranks; tokens that are compared with float64
 WRONG = 0.1  # relative errors of right results are below this
 LAYOUTS: tuple[LayoutSpec, ...] = ("contiguous", "zigzag")
+#: Layers, with flash-linear-attention's own calls.
+LAYERS = {
+    "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    "kda": ("fla.ops.kda", "chunk_kda"), "simple_gla": ("fla.ops.simple_gla", "chunk_simple_gla"),
+    "ssd": ("fla.ops.simple_gla", "chunk_simple_gla"),
+}  # fmt: skip
+#: Most that results in 16 bits may be off, relative to their norms.
+MOST_ERROR = 0.02
 #: Most that ratios may be.
 GOALS = {
     "gated_delta_rule": 1.25, "ssd": 1.2, "zigzag over contiguous": 1.05, "kept": 0.27,
@@ -165,23 +180,27 @@ def layer_of(
         return torch.randn(1, tokens, heads, *shape, generator=make, device=device)
 
     q, k, v, grad = (normal(width) for _ in range(4))
-    g = -normal().abs() / 16
-    rows = [x.to(dtype) for x in (q, k, v)]
-    if name == "gated_delta_rule":
-        kernel = LinearAttention(name, width**-0.5, is_delta=True, normalizes=True)
-        return kernel, [*rows, g, normal().sigmoid().to(dtype)], grad.to(dtype)
-    return LinearAttention("ssd", 1.0), [*rows, g], grad.to(dtype)
+    g = -normal(*(width,) * (name == "kda")).abs() / 16
+    rows, is_delta = [x.to(dtype) for x in (q, k, v)], name in ("gated_delta_rule", "kda")
+    kernel = LinearAttention(
+        name, 1.0 if name == "ssd" else width**-0.5, is_delta=is_delta, normalizes=is_delta,
+        by_channel=name == "kda",
+    )  # fmt: skip
+    beta = [normal().sigmoid().to(dtype)] * is_delta
+    return kernel, [*rows, g, *beta], grad.to(dtype)
 
 
 def library_call(kernel: LinearAttention, inputs: Sequence[Tensor], grad: Tensor, repeats: int) -> float | None:  # fmt: skip
     """Return the milliseconds of flash-linear-attention's own call of a whole layer."""
-    if kernel.name != "gated_delta_rule" or find_spec("fla") is None or not grad.is_cuda:
+    if find_spec("fla") is None or not grad.is_cuda:
         return None
-    chunk_gated_delta_rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    module, name = LAYERS[kernel.name]
+    function = getattr(import_module(module), name)
+    options = {"use_qk_l2norm_in_kernel": True} if kernel.normalizes else {}
     leaves = [x.detach().requires_grad_() for x in inputs]
 
     def run() -> None:
-        out, _ = chunk_gated_delta_rule(*leaves, use_qk_l2norm_in_kernel=True)
+        out, _ = function(*leaves, scale=kernel.scale, **options)
         torch.autograd.grad(out, leaves, grad)
 
     return timed(run, repeats)
@@ -206,10 +225,31 @@ def errors(name: str, library: str, heads: int, width: int, dtype: torch.dtype, 
     return {"results": names, "one_rank": alone, "split": split, "worst_ratio": worst}
 
 
+@contextmanager
+def bounded(most: int | None) -> Iterator[None]:
+    """Let Triton try the most usual configurations of a kernel alone, so many."""
+    if most is None:
+        yield
+        return
+    tuner = import_module("triton.runtime.autotuner").Autotuner
+    prune = tuner.prune_configs
+
+    def usual(config: Any) -> tuple[float, ...]:
+        sizes = sum(x for x in config.kwargs.values() if isinstance(x, int))
+        return abs(log2(config.num_warps) - 2), abs(config.num_stages - 3), -sizes
+
+    def few(self: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        return sorted(prune(self, *args, **kwargs), key=usual)[:most]
+
+    with patch.object(tuner, "prune_configs", few):
+        yield
+
+
 def main() -> int:
-    """Measure, print, and write the figures; return 1, and no figures, if results are wrong."""
+    """Compare and measure, print, and write the figures; return how many layers were wrong."""
     parser = parser_of(__doc__, tables=False)
-    parser.add_argument("--layer", choices=("gated_delta_rule", "ssd"), default="gated_delta_rule")
+    parser.add_argument("--layer", choices=(*LAYERS, "all"), default="gated_delta_rule")
+    parser.add_argument("--configs", type=int, help="configurations of a kernel that are tried")
     parser.add_argument("--kernel", choices=("auto", "eager", "fla"), default="auto")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--heads", type=int, default=32)
@@ -217,17 +257,36 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     options = parser.parse_args()
+    names = LAYERS if options.layer == "all" else (options.layer,)
+    if options.json is not None and len(names) > 1:
+        parser.error("--json takes one layer")
+    with bounded(options.configs):
+        return sum(not measured(name, options) for name in names)
+
+
+def measured(name: str, options: Any) -> bool:
+    """Compare and measure a layer, print, and write the figures; return True if it is right."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: torch.dtype = getattr(torch, options.dtype)
     sizes = options.heads, options.width, dtype, device
-    kernel, inputs, grad = layer_of(options.layer, options.tokens, *sizes)
-    library, reason = fla.chosen(options.kernel, kernel, inputs, torch.float32, needs_grad=True)
+    kernel, inputs, grad = layer_of(name, options.tokens, *sizes)
+    library, reason = libraries.chosen(
+        options.kernel, kernel, inputs, torch.float32, needs_grad=True
+    )
     if options.kernel not in ("auto", library):
-        parser.error(f"--kernel {options.kernel}: {reason}")
-    far = errors(options.layer, library, *sizes)
-    if not max(x for of in far["split"].values() for x in of) < WRONG:
-        print(f"results of {library} are wrong: {far}")
-        return 1
+        print(f"{name}: --kernel {options.kernel}: {reason}")
+        return False
+    print(f"{name} by {library} {f'(not fla: {reason})' * bool(reason)}")
+    began = time.perf_counter()
+    far = errors(name, library, *sizes)
+    print(
+        f"compared with float64 in {time.perf_counter() - began:.0f} s, relative errors on one rank, and in zigzag:"
+    )
+    for result, *both in zip(far["results"], far["one_rank"], far["split"]["zigzag"], strict=True):
+        print(f"{result:>11}: {both[0]:.2e} {both[1]:.2e}")
+    if library != "eager" and not max(*far["one_rank"], *far["split"]["zigzag"]) <= MOST_ERROR:
+        print(f"{name} by {library} is WRONG: errors may be {MOST_ERROR}")
+        return False
     of_library = library_call(kernel, inputs, grad, options.repeats)
     whole = Group(kernel, library, inputs, grad, 1, "contiguous").figures(options.repeats)
     rows = [{"layout": "whole", "ranks": 1, **whole}]
@@ -251,16 +310,28 @@ def main() -> int:
             "zigzag over fla's own call": zigzag / of_library,
             "whole over fla's own call": base / of_library,
         }
-    gpu = torch.cuda.get_device_name() if device == "cuda" else "none"
-    figures = {
-        "environment": environment(gpu, "torch", "triton", "fla-core"),
-        "kernel": library, "why_not_fla": reason, "rows": rows, "fla_ms": of_library,
-        "ratios": ratios, "errors": far, "goals": GOALS,
-    }  # fmt: skip
-    print(json.dumps(figures, indent=1))
+    for row in rows:
+        times = ", ".join(f"{x:.2f}" for x in row["ms"])
+        print(
+            f"{row['layout']:>11}: {row['sum_ms']:8.2f} ms ({times}); peak {row['peak_bytes'] / 2**20:,.0f} MiB, "
+            f"kept {row['kept_bytes'] / 2**20:,.0f} MiB; sent {row.get('sent_bytes', '-')}"
+        )
+    print(f"fla's own call: {of_library} ms")
+    for what, ratio in ratios.items():
+        print(f"{what}: {ratio:.3f}")
+    print(
+        f"error over one rank's, worst of outputs and gradients: {far['worst_ratio']:.3f}\ngoals: {GOALS}"
+    )
     if options.json is not None:
-        write(options.json, figures)
-    return 0
+        gpu = torch.cuda.get_device_name() if device == "cuda" else "none"
+        facts = environment(gpu, "torch", "triton", "fla-core")
+        settings = {name: value for name, value in vars(options).items() if name != "json"}
+        write(options.json, {
+            "layer": name,
+            "environment": facts, "settings": settings, "kernel": library, "why_not_fla": reason,
+            "rows": rows, "fla_ms": of_library, "ratios": ratios, "errors": far, "goals": GOALS,
+        })  # fmt: skip
+    return True
 
 
 if __name__ == "__main__":

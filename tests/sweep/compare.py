@@ -108,7 +108,9 @@ Split = Callable[[dict[str, Any]], dict[str, Any]]
 def ring(cp: ContextParallel, model: Any, *, hooks: bool) -> Iterator[Split]:
     """Put a model on a ring; yield the function that splits its batches, or leaves it to hooks."""
     if hooks:
-        handle = hf.parallelize(model, cp)
+        # The model is small, and "auto" would run its recurrent layers whole.
+        way: Any = "auto" if hf.check_model(model).whole_layers else "split"
+        handle = hf.parallelize(model, cp, recurrent=way)
         try:
             yield dict
         finally:

@@ -204,7 +204,7 @@ def recurrent() -> Iterator[Any]:
     packed = [f"{x}-by position_ids-split" for x in FAMILIES.split() if "Moe" not in x]
     yield from rows(FAMILIES, "by position_ids", **given, daily=packed)
     yield from rows(SCANS_ALONE, "by seq_idx", **given)
-    given = {"refused": [""], "trains": True}
+    given = {"refused": [""], "trains": True, "options": SPLIT}
     yield from rows(
         "Qwen3NextForCausalLM", "by cu_seq_lens, by seq_idx, by attention_mask", **given
     )
@@ -218,19 +218,23 @@ def recurrent() -> Iterator[Any]:
         ],
     )  # fmt: skip
     yield from rows(
-        "Qwen3NextForCausalLM", "by position_ids", forms=("ddp", "fsdp"), options=MEAN, **given
+        "Qwen3NextForCausalLM",
+        "by position_ids",
+        forms=("ddp", "fsdp"),
+        **given | {"options": SPLIT | MEAN},
     )
-    yield from rows("FalconH1ForCausalLM", "left")
+    yield from rows("FalconH1ForCausalLM", "left", options=SPLIT)
     # Layers run whole where asked for, or where a layout cannot be scanned; convolutions need not.
     yield from rows("Zamba2ForCausalLM", "right", options={"recurrent": "whole"}, suffix="whole")
     yield from rows("Zamba2ForCausalLM", "right", rings=on(0, "striped"), suffix="striped")
     yield from rows(
-        "Lfm2ForCausalLM", "by position_ids", options=SPLIT, rings=on(0, "striped"),
-        suffix="striped", **given,
+        "Lfm2ForCausalLM", "by position_ids", rings=on(0, "striped"), suffix="striped", **given,
     )  # fmt: skip
     # The convolution's activation is a function that the operation does not have.
     gelu = {"hidden_act": "gelu"}
-    yield from rows("Qwen3NextForCausalLM", "plain", changes=gelu, unlike={}, suffix="gelu")
+    yield from rows(
+        "Qwen3NextForCausalLM", "plain", changes=gelu, unlike={}, options=SPLIT, suffix="gelu"
+    )
     # On a rank there may be one token: recurrent layers get no mask then, as in decoding.
     yield from rows("Lfm2ForCausalLM", "two tokens", rings=on(0, "contiguous"), trains=True)
     # Kernels reach across a whole chunk; with biases the output for padding is not zero.

@@ -277,7 +277,7 @@ def test_what_a_hook_is_not_given_in_a_forward(case: str) -> None:
     labels = {"labels": batch["input_ids"]} if name in (LLAMA, "Mixtral") else {}
     if before is not None:
         before(model)
-    hf.parallelize(model, ContextParallel())
+    hf.parallelize(model, ContextParallel(), recurrent="whole" if name == GRIFFIN else "auto")
     if after is not None:
         after(model)
     with Wide(), pytest.raises(UnsupportedError, match=message):

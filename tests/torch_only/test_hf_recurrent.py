@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from types import FunctionType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import transformers
-from hf_models import WHOLE, build, run, whole
+from hf_models import WHOLE, Wide, build, run, whole
 from hf_rows import FAMILIES, SCANS_ALONE
+from on_ranks import on_ranks
 
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
@@ -22,6 +24,24 @@ from ring_torch.hf.models.recurrent import REPLACED
 @pytest.mark.parametrize("name", [*FAMILIES.split(), *SCANS_ALONE.split()])
 def test_layers_of_a_family_are_split(name: str) -> None:
     assert hf.check_model(build(name)).whole_layers == ()
+
+
+@pytest.mark.refused_in("5.14")
+@on_ranks
+def test_short_batches_run_whole() -> None:
+    """Run a short batch whole, and a longer one split, whose hidden states have more bytes."""
+    model, long = build("Qwen3NextForCausalLM"), whole("plain")
+    short = {name: x[:, :8] for name, x in long.items()}
+    batches, gather = (short, long, short), mixers.WholeLayer.gather
+    with Wide():
+        expected = [model(**batch, use_cache=False).loss for batch in batches]
+    hf.parallelize(model, ContextParallel())
+    layer = model.model.layers[0].linear_attn
+    for batch, loss, is_whole in zip(batches, expected, (True, False, True), strict=True):
+        spy = patch.object(mixers.WholeLayer, "gather", autospec=True, side_effect=gather)
+        with spy as seen, Wide():
+            torch.testing.assert_close(model(**batch).loss, loss)
+        assert is_whole == any(layer in call.args for call in seen.call_args_list)
 
 
 @pytest.mark.refused_in("5.14")
@@ -63,7 +83,7 @@ def test_a_function_that_may_mix_tokens() -> None:
 def test_a_forward_that_was_replaced() -> None:
     model = build("Lfm2ForCausalLM")
     layer = model.model.layers[0].conv
-    handle = hf.parallelize(model, ContextParallel())
+    handle = hf.parallelize(model, ContextParallel(), recurrent="split")
     assert hf.check_model(model).whole_layers == ()
     handle.remove()
     assert "forward" not in vars(layer)

@@ -277,7 +277,6 @@ def lora() -> Any:
 ROW = torch.full((1, 8), 5)
 HOLE = padded(23, [9, 10, 11, 12])
 T5, NEXT = "T5ForConditionalGeneration", "Qwen3NextForCausalLM"
-MINIMAX = "MiniMaxForCausalLM"
 SPLIT: dict[str, Any] = {"recurrent": "split"}
 
 #: What is refused: the call, the error's words, and its class if it is no UnsupportedError.
@@ -288,15 +287,12 @@ CALLS: dict[str, tuple[Callable[[], Any], str] | tuple[Callable[[], Any], str, t
     "a mask is needed": (call("T5GemmaForConditionalGeneration", {"labels": ROW - 105}), "give attention_mask", ValueError),
     "positions of ALiBi": (call("BloomForCausalLM", {"position_ids": ROW.cumsum(1)}), "takes none"),
     "holes of ALiBi": (call("BloomForCausalLM", HOLE), r"padding between tokens: .*ALiBi"),
-    "documents of a whole scan": (call("RecurrentGemmaForCausalLM", {"seq_idx": ROW.cumsum(1)}), "packed documents: .* has its scan"),
     "sound": (call("LlavaForConditionalGeneration", {"sound": ROW}), "takes no sound"),
     "packed and whole": (call(NEXT, whole("packed"), recurrent="whole"), r"packed documents: .*\(recurrent='whole'\)"),
-    "packed and inline": (call(MINIMAX, whole("packed")), "packed documents: .*has its scan in its own code"),
     "kept logits beside labels": (call("Llama", {"labels": ROW, "logits_to_keep": 5}, logits="gather"), "logits_to_keep beside labels"),
     "kept logits of another model": (call("BertForMaskedLM", {"logits_to_keep": 5}, logits="gather"), "cannot split logits_to_keep"),
     "offsets of no row": (lambda: lora()(input_ids=ROW.expand(2, -1), alora_offsets=[3]), "one a row"),
     # What is asked of parallelized models.
-    "scan inline": (lambda: parallel(MINIMAX, **SPLIT), "recurrent='split': MiniMaxLightningAttention has its scan in its own code"),
     "scan striped": (lambda: parallel(NEXT, **SPLIT, layout="striped"), "recurrent='split': striped layout"),
     "unknown recurrent": (lambda: parallel(NEXT, recurrent="halves"), "unknown recurrent 'halves'", ValueError),
     "verify packed": (verified(whole("packed"), NEXT), "start again.*give one document", ValueError),

@@ -158,11 +158,14 @@ def _wrong_hook(_: int, kind: str, dtype: torch.dtype) -> tuple[str, str]:
     model = build(name)
     (batch,) = cases_of(model, batch_name)[0].split
     batch = {n: x.to(dtype) if x.is_floating_point() else x for n, x in batch.items()}
-    handle = hf.parallelize(model.to(dtype), ContextParallel())
+    options: Any = {"recurrent": "whole" if kind == "recurrence" else "auto"}
+    if kind == "split recurrence":
+        options = {"recurrent": "split"}
+    handle = hf.parallelize(model.to(dtype), ContextParallel(), **options)
     right = verdict(handle, batch)
     handle.remove()
     with wrong():
-        return right, verdict(hf.parallelize(model, ContextParallel()), batch)
+        return right, verdict(hf.parallelize(model, ContextParallel(), **options), batch)
 
 
 HALF = [torch.float16, torch.bfloat16]

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ring_core import ChunkLayout, LayoutSpec, RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, recurrent
 from ring_torch.local import LocalRanks
+from ring_torch.recurrent.kernels import LinearAttention, Parts
 
 T = 48
 CHUNKS = {
@@ -609,6 +610,26 @@ def _precisions(rank: int) -> None:
             assert torch.get_float32_matmul_precision() == "medium"
             torch.set_float32_matmul_precision("highest")
     assert rank in (0, 1)
+
+
+def test_products_are_ieee_in_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at the settings themselves: not every CPU multiplies otherwise when it is told to."""
+    seen, right, backend = [], LinearAttention.parts, torch.backends.mkldnn
+
+    def parts(kernel: LinearAttention, *inputs: Tensor) -> Parts:
+        precision = getattr(backend, "matmul").fp32_precision  # noqa: B009 - it has no types
+        seen.append((precision, torch.is_autocast_enabled("cpu")))
+        return right(kernel, *inputs)
+
+    monkeypatch.setattr(LinearAttention, "parts", parts)
+    rows = drawn("simple_gla", 8, B).leaves().rows
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            ContextParallel().simple_gla(**rows).sum().backward()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == [("ieee", False)] * 2
 
 
 def _whole(_: int) -> None:

@@ -491,7 +491,7 @@ class ContextParallel:
             print(cp.explain_recurrent("gated_delta_rule", q, k, v, g, beta))
         """
         checks.check_choice("layer", layer, RECURRENT)
-        return explained(getattr(recurrent, layer), self, *args, **options)
+        return str(explained(getattr(recurrent, layer), self, *args, **options))
 
     # Recurrent layers: functions whose first argument is a ContextParallel, as they stand.
     causal_conv1d = recurrent.causal_conv1d

@@ -29,7 +29,9 @@ def check(every: int = 1) -> Iterator[None]:
     implementation in the same dtype. In the backward, dQ of four queries and dK and dV of four keys
     of each rank are checked in the same way, even if the backward runs outside the block. The bytes
     that were sent must be those that the call's program states. Of ``shift``, ``halo`` and
-    ``relayout``, and their backwards, the bytes are checked: those of rows that change rank.
+    ``relayout``, and their backwards, the bytes are checked: those of rows that change rank. Of a
+    recurrent layer one document is computed again, token by token: its states, and outputs and
+    gradients of some tokens.
 
     The environment variable ``RING_CHECK``, ``1`` or ``every:100``, does the same for all calls
     of a process; within this block its value is not used. All ranks need the same setting. Calls
@@ -84,3 +86,9 @@ def number_checked(every: int, number: int) -> int:
         )
         return 0
     return number
+
+
+def check_of(number: int) -> tuple[int, int]:
+    """Return the interval of checked calls, and a number that is not 0 if this one is checked."""
+    check_every = checked_every()
+    return check_every, check_every and number_checked(check_every, number)

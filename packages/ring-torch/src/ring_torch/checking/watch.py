@@ -21,9 +21,9 @@ _NOTE = 2048  # bytes of the message in which a rank tells the others what it ha
 class Watch(TorchDispatchMode):
     """Dispatch mode that counts the bytes sent or read from peers in a block, and takes the time.
 
-    Messages are counted at torch's operations of process groups, sends and all-to-alls. Copies out
-    of peers' memory are no such operations; :func:`ring_torch.transports.api.counted_by` reports
-    them.
+    Messages are counted at torch's operations of process groups: sends, all-to-alls and all-gathers
+    into one tensor. Copies out of peers' memory are no such operations;
+    :func:`ring_torch.transports.api.counted_by` reports them.
 
     Args:
         device: Device on which the call computes.
@@ -57,6 +57,8 @@ class Watch(TorchDispatchMode):
             self.sent += sum(x.nbytes for x in args[0])
         elif name == "c10d::alltoall_base_":
             self.sent += _bytes_for_others(args[1], dist.ProcessGroup.unbox(args[2]), args[4])
+        elif name == "c10d::_allgather_base_":
+            self.sent += args[1].nbytes * (dist.ProcessGroup.unbox(args[2]).size() - 1)
         return func(*args, **(kwargs or {}))
 
     @property

@@ -18,6 +18,7 @@ from ring_core import LayoutSpec, divisor_of
 from ring_core.layouts.layout import check_layout
 from ring_core.row_checks import check_halo, check_steps, offsets_of
 from ring_torch.capture import constant_in_graphs
+from ring_torch.checking.settings import check_of
 from ring_torch.comm.groups import members_of
 from ring_torch.compiled.static import (
     as_documents,
@@ -30,7 +31,6 @@ from ring_torch.compiled.static import (
 from ring_torch.derivatives import refuse_batches
 from ring_torch.movement.methods import (
     Halo,
-    check_of,
     halo_ids_of,
     ranks_of_relayout,
     rows_of_runs,
@@ -205,7 +205,7 @@ def move(
     number = ranks.next_call()
     kind = _kind(text, tensors, numbers)
     needs_grad = facts["needs_grad"] and order == 0
-    check_every, checked = check_of(ranks, number) if check is None else check.tolist()
+    check_every, checked = check_of(number) if check is None else check.tolist()
     call = MoveCall(ranks, kind, facts["dim"], needs_grad, number, order, check_every, checked)
     return call.run(x, tokens), torch.tensor(
         (check_every, checked), dtype=torch.int64, device="cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf
@@ -20,9 +21,11 @@ from ring_torch.hf.models.classes import CACHES
 from ring_torch.hf.models.code import by_name
 from ring_torch.hf.models.placeholders import ShardedMask
 from ring_torch.hf.models.recurrent import forward_with
+from ring_torch.recurrent.arguments import Explained, explained
 from ring_torch.sharding import Sharding
 
 _CACHES = CACHES | {"cache_params"}
+_LOGGER = logging.getLogger("ring_torch")
 
 
 class MaskKeeper:
@@ -107,7 +110,7 @@ class WholeLayer(MaskKeeper):
         return (local, *output[1:]) if isinstance(output, tuple) else local
 
 
-class SplitLayer(MaskKeeper):
+class SplitLayer(WholeLayer):
     """Hooks and forward of a recurrent layer that computes this rank's part of its sequences.
 
     Its own code runs, with Ring's operations in place of its convolution and scan. A copy of the
@@ -115,11 +118,14 @@ class SplitLayer(MaskKeeper):
 
     Args:
         module: The layer.
+        may_be_whole: True to run it on whole sequences where that sends less.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, *, may_be_whole: bool = False) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.may_be_whole = module, may_be_whole
+        self.asks = False  # while a scan is only described
+        self._known: dict[tuple[Any, ...], bool] = {}  # which batches run whole, by their sizes
 
     @property
     def _sharding(self) -> Sharding:
@@ -144,8 +150,48 @@ class SplitLayer(MaskKeeper):
                 f"{', '.join(caches)}: {type(self.module).__name__} is split over the sequence, of "
                 f"which there is no cache; call the whole model, with use_cache=False"
             )
+        may_be_whole = self.may_be_whole and mask.documents == (None,)
+        if may_be_whole and self._sends_less_whole(arguments):
+            return self._whole(args, kwargs)
+        return self._split(arguments)
+
+    def _sends_less_whole(self, arguments: Mapping[str, Any]) -> bool:
+        """Return True if states would take more bytes than hidden states; tell it once a size."""
+        x = next(iter(arguments.values()))
+        size = (x.shape, x.dtype, self.mask.sharding.layout)
+        if size not in self._known:
+            # The layer runs as far as its scan, whose operation is only described.
+            self.asks, states = True, 0
+            try:
+                with torch.no_grad():
+                    self._split(arguments)
+            except Explained as call:
+                states = call.sent
+            finally:
+                self.asks = False
+            self._known[size] = states > x.nbytes
+            if self._known[size]:
+                _LOGGER.info(
+                    "%s runs on whole sequences: states would take %s bytes, hidden states take %s",
+                    type(self.module).__name__, states, x.nbytes,
+                )  # fmt: skip
+        return self._known[size]
+
+    def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute the layer on whole sequences, by its own code."""
+        _, arguments = self.gather(self.module, args, kwargs)
+        output = forward_with(self.module, {})(self.module, **arguments)
+        return self.scatter(self.module, (), output)
+
+    def _split(self, arguments: Mapping[str, Any]) -> Any:
+        """Compute the layer on this rank's tokens."""
+        mask = self.mask
         # The layer multiplies padding by 0, as it does on whole sequences.
-        arguments["attention_mask"] = None if mask.whole is None else mask.shard(mask.whole)
+        padding = None if mask.whole is None else mask.shard(mask.whole)
+        arguments = {**arguments, "attention_mask": padding}
+        inline = _INLINE.get(type(self.module).__name__)
+        if inline is not None:
+            return inline(self, self.module, **arguments)
         operations = {name: partial(operation, self) for name, operation in _OPERATIONS.items()}
         return forward_with(self.module, operations)(self.module, **arguments)
 
@@ -155,6 +201,8 @@ def _run(
     **options: Any,
 ) -> Tensor:  # fmt: skip
     """Run an operation on rows ``[B, T_local, ...]``: at once, or one by one if documents vary."""
+    if rows.asks and operation is not recurrent.causal_conv1d:
+        raise explained(operation, rows, **tensors, **options, cu_seqlens=None)
     if len(rows.documents) == 1:
         whole: Tensor = operation(rows, **tensors, **options, cu_seqlens=rows.documents[0])
         return whole
@@ -226,6 +274,56 @@ def _mamba(
     ).mT  # fmt: skip
 
 
+def _lightning_attention(
+    rows: SplitLayer, module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Compute MiniMax's lightning attention, all of whose forward stands in one function."""
+    qkv = module.act_fn(module.qkv_proj(hidden_states))
+    if attention_mask is not None:
+        qkv = qkv * attention_mask.unsqueeze(-1).to(qkv.dtype)
+    q, k, v = qkv.unflatten(-1, (module.num_attention_heads, -1)).split(module.head_dim, dim=-1)
+    out = _run(
+        rows, recurrent.simple_gla, {"q": q, "k": k, "v": v},
+        g_gamma=-module.slope_rate.flatten(), scale=1.0,
+    )  # fmt: skip
+    gate = module.output_gate(hidden_states).sigmoid()
+    return module.out_proj(gate * module.norm(out.flatten(2))), None
+
+
+class _WithParts:
+    """A module some of whose attributes are others, for its forward to look up.
+
+    Args:
+        module: The module.
+        **parts: The other attributes.
+    """
+
+    def __init__(self, module: nn.Module, **parts: Any) -> None:
+        self.__dict__.update(parts, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"], name)
+
+
+def _recurrent_block(rows: SplitLayer, module: Any, **arguments: Any) -> Any:
+    """Compute RecurrentGemma's block by its own code, but for its convolution and its scan."""
+    convolution, unit = module.conv_1d, module.rg_lru
+
+    def scan(
+        hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, **_: object
+    ) -> tuple[Tensor, None]:
+        factors = recurrent_gate * ~reset
+        return _run(rows, recurrent.linear_recurrence, {"a": factors, "b": hidden_states}), None
+
+    parts = _WithParts(
+        module,
+        conv_1d=lambda x: _convolution(rows, x, convolution.weight.squeeze(1), convolution.bias),
+        rg_lru=partial(forward_with(unit, {}), _WithParts(unit, _rnn_scan=scan)),
+    )
+    return forward_with(module, {})(parts, **{**arguments, "use_cache": False})
+
+
 def _not_fused(_rows: SplitLayer, *_: object, **__: object) -> None:
     """Return nothing, upon which a layer computes convolution, scan and projections one by one."""
 
@@ -252,4 +350,10 @@ _OPERATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({
     "mamba_inner_fn": _not_fused,
     "mamba_selective_scan": _mamba,
     "torch_chunk_gated_delta_rule": partial(_delta_rule, recurrent.gated_delta_rule),
+})  # fmt: skip
+
+#: What takes the place of the forwards of layers :data:`ring_torch.hf.models.recurrent.INLINE`.
+_INLINE: Mapping[str, Callable[..., Any]] = MappingProxyType({
+    "MiniMaxLightningAttention": _lightning_attention,
+    "RecurrentGemmaRecurrentBlock": _recurrent_block,
 })  # fmt: skip

@@ -149,7 +149,9 @@ def parallelize(
             rank; packed documents begin anew. With ``"whole"`` each rank gathers the sequence, runs
             the layer on all of it and keeps its part; packed documents are refused. ``"auto"``
             splits them if all can be, which ``check_model(model).whole_layers`` tells, and runs
-            them whole else, and in the ``striped`` layout, which takes convolutions alone.
+            them whole else, and in the ``striped`` layout, which takes convolutions alone. Where
+            a layer's states would take more bytes than its hidden states, as with short batches,
+            it runs whole, too, and the logger ``ring_torch`` tells (level ``INFO``).
 
     Returns:
         A handle that can undo the changes and verify the model.

@@ -75,7 +75,7 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
             yield replace_attribute(module, "compute_bias", bias.compute)
             yield replace_attribute(module, "has_relative_attention_bias", True)
         if is_recurrent(module) and hooks.splits_recurrent:
-            split = SplitLayer(module)
+            split = SplitLayer(module, may_be_whole=hooks.recurrent == "auto")
             yield module.register_forward_pre_hook(split.begin, with_kwargs=True).remove
             yield replace_attribute(module, "forward", split.forward)
             yield module.register_forward_hook(split.end, always_call=True).remove

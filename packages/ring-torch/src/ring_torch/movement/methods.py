@@ -17,7 +17,7 @@ from ring_core.base.arguments import check_size
 from ring_core.movement import halo_ids
 from ring_core.row_checks import check_halo, check_rows, check_steps, offsets_of
 from ring_torch.capture import capture_safe_cache
-from ring_torch.checking.settings import checked_every, number_checked
+from ring_torch.checking.settings import check_of
 from ring_torch.comm.groups import Members
 from ring_torch.comm.ranks import Ranks, ranks_of
 from ring_torch.movement.rows import (
@@ -214,12 +214,6 @@ def _halo_ids(kind: HaloMove, layout: Layout, rank: int, device: torch.device) -
 def _moved(ranks: Ranks, x: Tensor, dim: int, kind: MoveKind, number: int, tokens: int) -> Tensor:
     """Run a movement, the arguments of which have been checked, as one autograd function."""
     needs_grad = x.requires_grad and torch.is_grad_enabled()
-    check_every, checked = check_of(ranks, number)
+    check_every, checked = check_of(number) if ranks.size > 1 else (0, 0)
     call = MoveCall(ranks, kind, dim % x.ndim, needs_grad, number, 0, check_every, checked)
     return move(x, call, tokens)
-
-
-def check_of(ranks: Ranks, number: int) -> tuple[int, int]:
-    """Return the interval of checked calls, and a number that is not 0 if this one is checked."""
-    check_every = checked_every() if ranks.size > 1 else 0
-    return check_every, check_every and number_checked(check_every, number)

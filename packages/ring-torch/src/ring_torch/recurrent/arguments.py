@@ -15,7 +15,7 @@ from ring_core.checks import FLOATS, check_flag
 from ring_torch.sharding import Sharding
 from ring_torch.tensor_specs import check_local
 
-KernelName = Literal["auto", "eager", "fla"]
+KernelName = Literal["auto", "eager", "fla", "triton"]
 
 
 class SplitsSequences(Protocol):
@@ -139,7 +139,16 @@ def checked_real(name: str, value: object, *, infinite: bool = False) -> float:
 
 
 class Explained(Exception):  # noqa: N818 - no error: it ends a call that is only described
-    """The text of a call that would be made, raised in its place."""
+    """The text of a call that would be made, raised in its place.
+
+    Args:
+        text: The text.
+        sent: Bytes that a rank sends to each other in the forward.
+    """
+
+    def __init__(self, text: str, sent: int) -> None:
+        super().__init__(text)
+        self.sent = sent
 
 
 #: True while a call is only described.
@@ -152,13 +161,15 @@ def explains() -> bool:
     return not torch.compiler.is_compiling() and EXPLAINS.get()
 
 
-def explained(function: Callable[..., Any], cp: SplitsSequences, *args: Any, **kwargs: Any) -> str:
+def explained(
+    function: Callable[..., Any], cp: SplitsSequences, *args: Any, **kwargs: Any
+) -> Explained:
     """Return what a recurrent layer would do with these arguments; nothing is sent or computed."""
     token = EXPLAINS.set(True)
     try:
         function(cp, *args, **kwargs)
-    except Explained as text:
-        return str(text)
+    except Explained as call:
+        return call
     finally:
         EXPLAINS.reset(token)
     raise AssertionError("a layer describes its call")

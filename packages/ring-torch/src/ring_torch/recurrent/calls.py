@@ -15,9 +15,9 @@ the forward, so nothing is gathered twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, reduce
+from importlib import import_module
 from math import prod
 from typing import Any, NamedTuple
 
@@ -26,19 +26,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_core import LayoutSpec, UnsupportedError
+from ring_core import LayoutSpec, UnsupportedError, WrongResultError
 from ring_core.base.arguments import Ints
 from ring_core.checks import padded_layout
-from ring_core.recurrence import Bools, DocumentRuns, runs_of_documents
+from ring_core.recurrence import DocumentRuns
+from ring_torch.checking.watch import Watch
 from ring_torch.comm.handshake import GuardedPass
-from ring_torch.comm.ranks import Ranks, run_collective
+from ring_torch.comm.ranks import run_collective
 from ring_torch.comm.store import CallSignature
 from ring_torch.derivatives import NEEDS_COMPILED_FORWARD, check_no_batch
 from ring_torch.recurrent import maps
 from ring_torch.recurrent.chunks import Chunks, chunks_of
-from ring_torch.recurrent.fla import FlaRuns
+from ring_torch.recurrent.fla import fla_runs
 from ring_torch.recurrent.kernels import Kernel, LinearAttention
+from ring_torch.recurrent.layer_call import LayerCall, Shapes
 from ring_torch.recurrent.runs import EagerRuns, Runs
+from ring_torch.recurrent.tripwire import Check, backward_faults, forward_faults
 from ring_torch.sharding import agree_on_call
 
 
@@ -58,42 +61,8 @@ class Results(NamedTuple):
     transitions: Tensor
 
 
-class Shapes(NamedTuple):
-    """Shapes of a run's transition and of a state, ``[B, ...]``."""
-
-    transition: tuple[int, ...]
-    state: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RecurrentCall:
-    """Everything static about one call of a recurrent layer.
-
-    Attributes:
-        ranks: Ranks of the group.
-        layout: Layout, which says which rank holds which tokens.
-        kernel: Kernel with its options.
-        cu_seqlens: Offsets of documents; ``None`` if each row is one.
-        seq_len: Number of tokens of the whole sequence; ``None`` if there is no padding.
-        dtype: Dtype of states, in which all is computed.
-        has_initial: True if initial states are given.
-        wants_final: True if final states are wanted.
-        needs_grad: True if there will be a backward.
-        number: Number of the call on its group, from :meth:`Ranks.next_call`.
-        library: Whose kernels compute the runs: ``"eager"`` for torch's operations, or ``"fla"``.
-    """
-
-    ranks: Ranks
-    layout: LayoutSpec
-    kernel: Kernel
-    cu_seqlens: tuple[int, ...] | None
-    seq_len: int | None
-    dtype: torch.dtype
-    has_initial: bool
-    wants_final: bool
-    needs_grad: bool
-    number: int
-    library: str = "eager"
+class RecurrentCall(LayerCall):
+    """A call of a recurrent layer, with its two passes."""
 
     def forward(self, initial: Tensor | None, inputs: Sequence[Tensor]) -> Results:
         """Return the outputs of this rank's tokens, and the final states.
@@ -105,35 +74,51 @@ class RecurrentCall:
         Raises:
             ValueError: ``T_local`` is no rank's part in this layout, or documents end elsewhere.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
+            WrongResultError: The tripwire checked this call and found a wrong result.
         """
+        message = None
         with self._agreed("", inputs) as chunks:
-            runs, rank = chunks.runs, self.ranks.rank
-            own, work = runs.of_rank(rank).tolist(), self._work(chunks, inputs)
-            shapes = self._shapes(inputs)
-            size = prod(shapes.transition)
-            slot, slots, travels = self._slots(runs)
-            sent = inputs[0].new_zeros(slots, size + prod(shapes.state), dtype=self.dtype)
-            # Each run's map. A run that begins its document has its entry state, so that its map is
-            # a constant, what it leaves; that of others begins with zeros.
-            for number, n in enumerate(own):
-                if travels[n] and runs.follows[n]:
-                    sent[slot[n]] = torch.cat([x.flatten() for x in work.map_of(number)])
-                elif travels[n]:
-                    start = None if initial is None else initial[runs.document[n]]
-                    sent[slot[n], size:] = work.leave(number, start).flatten()
-            gathered = self._gather(sent)
-            entries, final = self._fold(runs, gathered, slot, shapes, initial)
-            # Now every run has its entry state, and is computed as if it were alone.
-            own_entries = [entries[n] for n in own if runs.follows[n]]
-            out = work.outputs(self._starts(runs, initial, own_entries))
-            later = [n for n in runs.behind(rank).tolist() if travels[n]]
-            no_states = sent.new_empty(0, *shapes.state)
-            return Results(
-                out, no_states if final is None else final,
-                torch.stack(own_entries) if own_entries else no_states,
-                torch.stack([gathered[runs.rank[n], slot[n], :size] for n in later])
-                if later else sent.new_empty(0, size),
-            )  # fmt: skip
+            # The tripwire counts what is sent inside, if it checks this call.
+            with self._watch(inputs) as watch:
+                results = self._forward(chunks, initial, inputs)
+            if watch is not None:
+                message = forward_faults(
+                    Check.of(self, inputs), self._by_position(chunks.runs, results.entries), initial,
+                    results.out, results.final, watch.sent,
+                )  # fmt: skip
+        if message is not None:
+            raise WrongResultError(message)
+        return results
+
+    def _forward(self, chunks: Chunks, initial: Tensor | None, inputs: Sequence[Tensor]) -> Results:
+        """Compute :meth:`forward` after the ranks have agreed."""
+        runs, rank = chunks.runs, self.ranks.rank
+        own, work = runs.of_rank(rank).tolist(), self._work(chunks, inputs)
+        shapes = self.shapes(inputs)
+        size = prod(shapes.transition)
+        slot, slots, travels = self.slots(runs)
+        sent = inputs[0].new_zeros(slots, size + prod(shapes.state), dtype=self.dtype)
+        # Each run's map. A run that begins its document has its entry state, so that its map is a
+        # constant, what it leaves; that of others begins with zeros.
+        for number, n in enumerate(own):
+            if travels[n] and runs.follows[n]:
+                sent[slot[n]] = torch.cat([x.flatten() for x in work.map_of(number)])
+            elif travels[n]:
+                start = None if initial is None else initial[runs.document[n]]
+                sent[slot[n], size:] = work.leave(number, start).flatten()
+        gathered = self._gather(sent)
+        entries, final = self._fold(runs, gathered, slot, shapes, initial)
+        # Now every run has its entry state, and is computed as if it were alone.
+        own_entries = [entries[n] for n in own if runs.follows[n]]
+        out = work.outputs(self._starts(runs, initial, own_entries))
+        later = [n for n in runs.behind(rank).tolist() if travels[n]]
+        no_states = sent.new_empty(0, *shapes.state)
+        return Results(
+            out, no_states if final is None else final,
+            torch.stack(own_entries) if own_entries else no_states,
+            torch.stack([gathered[runs.rank[n], slot[n], :size] for n in later])
+            if later else sent.new_empty(0, size),
+        )  # fmt: skip
 
     def backward(
         self, initial: Tensor | None, inputs: Sequence[Tensor], entries: Tensor,
@@ -153,51 +138,59 @@ class RecurrentCall:
 
         Raises:
             RankMismatchError: Ranks run other backwards.
+            WrongResultError: The tripwire checked this call and found a wrong gradient.
         """
+        message = None
         with self._agreed(" backward", inputs) as chunks:
-            runs = chunks.runs
-            own, work = runs.of_rank(self.ranks.rank).tolist(), self._work(chunks, inputs)
-            shapes = self._shapes(inputs)
-            follow = [number for number, n in enumerate(own) if runs.follows[n]]
-            # The gradient of each entry state from the run's own outputs, for the runs before it.
-            # Nothing is gathered to compute again what was not kept.
-            starts = self._starts(runs, initial, list(entries))
-            own_grads = work.entry_grads(starts, out_grad, follow)
-            slot, slots = runs.slots(runs.follows)
-            sent = final_grad.new_zeros(slots + len(final_grad), *shapes.state)
-            for number, grad in zip(follow, own_grads, strict=True):
-                sent[slot[own[number]]] = grad
-            sent[slots:] = final_grad
-            gathered = self._gather(sent)
-            # The loss is the sum of the ranks' losses: a final state has every rank's gradient.
-            final_grads = gathered[:, slots:].sum(0) if self.wants_final else None
-            exits = self._fold_back(runs, gathered, slot, shapes, transitions, final_grads)
-            entry_grads, input_grads = work.input_grads([exits.get(n) for n in own])
-            if initial is None:
-                return None, input_grads
-            initial_grad = torch.zeros_like(initial)
-            if self.wants_final:
-                # Through a document without tokens its state passes as it is: each rank's part.
-                is_empty = np.bincount(runs.document, minlength=runs.documents) == 0
-                for document in np.flatnonzero(is_empty).tolist():
-                    initial_grad[document] = final_grad[document]
-            for n, grad in zip(own, entry_grads, strict=True):
-                if not runs.follows[n]:
-                    initial_grad[runs.document[n]] = grad
-            return initial_grad, input_grads
+            with self._watch(inputs) as watch:
+                initial_grad, grads, exits = self._backward(
+                    chunks, initial, inputs, entries, transitions, out_grad, final_grad
+                )
+            if watch is not None:
+                message = backward_faults(
+                    Check.of(self, inputs), self._by_position(chunks.runs, entries), exits, initial,
+                    (out_grad, final_grad), initial_grad, grads, watch.sent,
+                )  # fmt: skip
+        if message is not None:
+            raise WrongResultError(message)
+        return initial_grad, grads
 
-    def traffic(self, inputs: Sequence[Tensor]) -> tuple[int, int, int]:
-        """Return how many runs of a rank travel, and the bytes that it sends forward and backward.
-
-        Gradients of final states, one for each document, are left out.
-        """
-        layout = padded_layout(self.seq_len, inputs[0].shape[1], self.layout, self.ranks.size)
-        runs = runs_of_documents(layout, self.cu_seqlens)
-        slots = self._slots(runs)[1]
-        transition, state = (prod(x) * self.dtype.itemsize for x in self._shapes(inputs))
-        if self.ranks.size == 1:
-            return slots, 0, 0
-        return slots, slots * (transition + state), runs.slots(runs.follows)[1] * state
+    def _backward(
+        self, chunks: Chunks, initial: Tensor | None, inputs: Sequence[Tensor],
+        entries: Tensor, transitions: Tensor, out_grad: Tensor, final_grad: Tensor,
+    ) -> tuple[Tensor | None, tuple[Tensor, ...], dict[int, Tensor]]:  # fmt: skip
+        """Compute :meth:`backward`, and the gradients of exit states, by the positions behind."""
+        runs = chunks.runs
+        own, work = runs.of_rank(self.ranks.rank).tolist(), self._work(chunks, inputs)
+        shapes = self.shapes(inputs)
+        follow = [number for number, n in enumerate(own) if runs.follows[n]]
+        # The gradient of each entry state from the run's own outputs, for the runs before it.
+        # Nothing is gathered to compute again what was not kept.
+        starts = self._starts(runs, initial, list(entries))
+        own_grads = work.entry_grads(starts, out_grad, follow)
+        slot, slots = runs.slots(runs.follows)
+        sent = final_grad.new_zeros(slots + len(final_grad), *shapes.state)
+        for number, grad in zip(follow, own_grads, strict=True):
+            sent[slot[own[number]]] = grad
+        sent[slots:] = final_grad
+        gathered = self._gather(sent)
+        # The loss is the sum of the ranks' losses: a final state has every rank's gradient.
+        final_grads = gathered[:, slots:].sum(0) if self.wants_final else None
+        exits = self._fold_back(runs, gathered, slot, shapes, transitions, final_grads)
+        by_position = {int(runs.start[n] + runs.length[n]): x for n, x in exits.items()}
+        entry_grads, input_grads = work.input_grads([exits.get(n) for n in own])
+        if initial is None:
+            return None, input_grads, by_position
+        initial_grad = torch.zeros_like(initial)
+        if self.wants_final:
+            # Through a document without tokens its state passes as it is: each rank's part.
+            is_empty = np.bincount(runs.document, minlength=runs.documents) == 0
+            for document in np.flatnonzero(is_empty).tolist():
+                initial_grad[document] = final_grad[document]
+        for n, grad in zip(own, entry_grads, strict=True):
+            if not runs.follows[n]:
+                initial_grad[runs.document[n]] = grad
+        return initial_grad, input_grads, by_position
 
     def _fold(
         self,
@@ -238,7 +231,7 @@ class RecurrentCall:
         final_grads: Tensor | None,
     ) -> dict[int, Tensor]:  # fmt: skip
         """Fold the gradients behind this rank's runs; return that of each run's exit state."""
-        rank, travels = self.ranks.rank, self._slots(runs)[2]
+        rank, travels = self.ranks.rank, self.slots(runs)[2]
         exits: dict[int, Tensor] = {}
         if final_grads is not None:
             last = np.flatnonzero(~runs.continues)
@@ -254,25 +247,14 @@ class RecurrentCall:
             exits[n - 1] = grad
         return exits
 
-    def _slots(self, runs: DocumentRuns) -> tuple[Ints, int, Bools]:
-        """Return the slots of a forward's gather, how many a rank has, and which runs travel."""
-        # Final states are wanted on all ranks, so that all runs have to travel.
-        travels = runs.continues | self.wants_final
-        return *runs.slots(travels), travels
-
     def _work(self, chunks: Chunks, inputs: Sequence[Tensor]) -> Runs:
         """Return this rank's runs, to be computed by the call's library."""
         if self.library == "fla" and isinstance(self.kernel, LinearAttention):
-            return FlaRuns(self.kernel, chunks, inputs)
-        return EagerRuns(self.kernel, chunks, inputs, self.dtype)
-
-    def _shapes(self, inputs: Sequence[Tensor]) -> Shapes:
-        """Return the shapes of a run's transition and of a state, of all rows."""
-        rows = inputs[0].shape[0]
-        return Shapes(
-            (rows, *self.kernel.transition_shape(*inputs)),
-            (rows, *self.kernel.state_shape(*inputs)),
-        )
+            return fla_runs(self.kernel, chunks, inputs)
+        kind = EagerRuns
+        if self.library == "triton":
+            kind = import_module("ring_torch.recurrent.scan_kernel").ScanRuns
+        return kind(self.kernel, chunks, inputs, self.dtype)
 
     def _starts(
         self, runs: DocumentRuns, initial: Tensor | None, entries: Sequence[Tensor]
@@ -288,6 +270,11 @@ class RecurrentCall:
             for n in runs.of_rank(self.ranks.rank).tolist()
         ]
 
+    def _by_position(self, runs: DocumentRuns, entries: Tensor) -> dict[int, Tensor]:
+        """Return the entry states of this rank's runs that follow others, by their positions."""
+        own = [n for n in runs.of_rank(self.ranks.rank).tolist() if runs.follows[n]]
+        return dict(zip(runs.start[own].tolist(), entries, strict=False))
+
     def _gather(self, sent: Tensor) -> Tensor:
         """Return what all ranks send, ``[ranks, ...]``; nothing moves if that is nothing."""
         ranks = self.ranks
@@ -302,6 +289,10 @@ class RecurrentCall:
         )
         return gathered
 
+    def _watch(self, inputs: Sequence[Tensor]) -> AbstractContextManager[Watch | None]:
+        """Return a counter of what is sent in a block, if the tripwire checks this call."""
+        return Watch(inputs[0].device) if self.checked else nullcontext()
+
     @contextmanager
     def _agreed(self, order: str, inputs: Sequence[Tensor]) -> Iterator[Chunks]:
         """Run a block, in IEEE arithmetic, after all ranks have found their calls to be equal."""
@@ -309,12 +300,12 @@ class RecurrentCall:
         shapes = tuple((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in inputs)
         signature = _signature(
             self.kernel, order, shapes, self.layout, self.cu_seqlens, self.seq_len, self.dtype,
-            (self.has_initial, self.wants_final, self.needs_grad), self.library,
+            (self.has_initial, self.wants_final, self.needs_grad), self.library, self.check_every,
         )  # fmt: skip
         agree_on_call(ranks, self.number, signature, x.device)
         # Refuse what no rank can do. All ranks refuse alike, as their arguments are equal.
         layout = padded_layout(self.seq_len, x.shape[1], self.layout, ranks.size)
-        chunks = chunks_of(layout, self.cu_seqlens, ranks.rank, self.kernel.most_tokens, x.device)
+        chunks = chunks_of(layout, self.cu_seqlens, ranks.rank, self.most_tokens, x.device)
         with GuardedPass(ranks, self.number, signature, x.device), ieee(x.device.type):
             yield chunks
 
@@ -344,7 +335,7 @@ def ieee(device_type: str) -> Iterator[None]:
 def _signature(
     kernel: Kernel, order: str, shapes: tuple[tuple[tuple[int, ...], str], ...], layout: LayoutSpec,
     cu_seqlens: tuple[int, ...] | None, seq_len: int | None, dtype: torch.dtype,
-    flags: tuple[bool, bool, bool], library: str,
+    flags: tuple[bool, bool, bool], library: str, check_every: int,
 ) -> CallSignature:  # fmt: skip
     """Return the facts of a pass that must be equal on all ranks."""
     has_initial, wants_final, needs_grad = flags
@@ -356,7 +347,7 @@ def _signature(
         {
             **facts, "kernel": str(kernel), "library": library, "layout": str(layout), "cu_seqlens": cu_seqlens,
             "seq_len": seq_len, "states": str(dtype), "initial_state": has_initial, "output_final_state": wants_final,
-            "needs_grad": needs_grad,
+            "needs_grad": needs_grad, "check": check_every,
         }, kernel.name + order,
     )  # fmt: skip
 

@@ -92,7 +92,8 @@ def causal_conv1d(
             f"forward, and backward: a rank sends at most {runs} runs x {sizes['B']} rows x "
             f"{width - 1} tokens x {sizes['D']} channels x {x.element_size()} bytes = {sent:,} bytes"
             + ", and all its rows there and back"
-            * is_striped
+            * is_striped,
+            sent,
         )
     rows, _, documents = halo(
         sharding, x, width - 1, 0, dim=1, cu_seqlens=cu_seqlens, seq_len=seq_len

@@ -18,6 +18,7 @@ from torch import Tensor
 from ring_core import divisor_of
 from ring_core.row_checks import offsets_of
 from ring_torch.capture import constant_in_graphs
+from ring_torch.checking.settings import check_of
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.compiled.static import (
     as_documents,
@@ -80,17 +81,22 @@ def _kernel(facts: dict[str, Any]) -> Kernel:
 
 
 def _call(
-    text: str, tensors: Sequence[Tensor], numbers: Sequence[int], *, is_forward: bool
+    text: str, tensors: Sequence[Tensor], numbers: Sequence[int], check: Tensor | None = None
 ) -> RecurrentCall:
-    """Return the layer that a text describes, as a new call of its group."""
+    """Return the layer that a text describes, as a new call of its group.
+
+    A backward's is checked if its forward was, as ``check`` says.
+    """
     facts: dict[str, Any] = json.loads(text)
-    ranks = ranks_named(facts, is_forward=is_forward)
+    ranks = ranks_named(facts, is_forward=check is None)
     seq_len, documents = (from_json(x, tensors, numbers) for x in facts["fields"])
     has_initial, wants_final, needs_grad = facts["flags"]
     # Counted when it runs, not when it is traced: one trace serves many calls.
+    number = ranks.next_call()
     return RecurrentCall(
         ranks, from_json(facts["layout"]), _kernel(facts), offsets_of(documents), seq_len,
-        getattr(torch, facts["dtype"]), has_initial, wants_final, needs_grad, ranks.next_call(),
+        getattr(torch, facts["dtype"]), has_initial, wants_final, needs_grad, number, "eager",
+        *(check_of(number) if check is None else check.tolist()),
     )  # fmt: skip
 
 
@@ -123,8 +129,10 @@ def _shapes(
 def recurrent(
     initial: Tensor | None, inputs: Sequence[Tensor], tensors: Sequence[Tensor],
     numbers: Sequence[int], text: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return outputs and final states, and what the backward needs beside the inputs.
+
+    Last of that is the interval of checked calls, and whether this one is.
 
     Args:
         initial: States before each document.
@@ -133,11 +141,13 @@ def recurrent(
         numbers: Numbers that it names likewise.
         text: The constant part of the call.
     """
-    results = _call(text, tensors, numbers, is_forward=True).forward(initial, inputs)
+    call = _call(text, tensors, numbers)
+    results = call.forward(initial, inputs)
     *_, entries, transitions = _shapes(text, inputs, tensors)
     return (
         results.out, results.final, _filled(results.entries, entries),
         _filled(results.transitions, transitions),
+        torch.tensor((call.check_every, call.checked), dtype=torch.int64, device="cpu"),
     )  # fmt: skip
 
 
@@ -152,23 +162,24 @@ def _filled(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _recurrent_like(
     _initial: Tensor | None, inputs: Sequence[Tensor], tensors: Sequence[Tensor],
     _numbers: Sequence[int], text: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return tensors of the results' shapes, while a graph is traced."""
     facts = json.loads(text)
     kernel, dtype = _kernel(facts), getattr(torch, facts["dtype"])
     like = inputs[kernel.values]
     states = [like.new_empty(shape, dtype=dtype) for shape in _shapes(text, inputs, tensors)]
-    return (like.new_empty(like.shape), *states)  # type: ignore[return-value]  # three of them
+    check = torch.empty(2, dtype=torch.int64, device="cpu")
+    return (like.new_empty(like.shape), *states, check)  # type: ignore[return-value]  # three states
 
 
 @torch.library.custom_op("ring_torch::recurrent_backward", mutates_args=())
 def recurrent_backward(
     initial: Tensor | None, inputs: Sequence[Tensor], entries: Tensor, transitions: Tensor,
-    out_grad: Tensor, final_grad: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int],
-    text: str,
+    check: Tensor, out_grad: Tensor, final_grad: Tensor, tensors: Sequence[Tensor],
+    numbers: Sequence[int], text: str,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of the inputs, and last that of the initial states, if there are any."""
-    initial_grad, grads = _call(text, tensors, numbers, is_forward=False).backward(
+    initial_grad, grads = _call(text, tensors, numbers, check).backward(
         initial, inputs, entries, transitions, out_grad, final_grad
     )
     return [*grads, *([] if initial_grad is None else [initial_grad])]
@@ -191,11 +202,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _backward_of_recurrent(ctx: Any, out_grad: Tensor, final_grad: Tensor, *_: Any) -> Any:
     """Run the backward operation."""
-    initial, entries, transitions, *rest = ctx.saved_tensors
+    initial, entries, transitions, check, *rest = ctx.saved_tensors
     rows, tensors = rest[: ctx.rows], rest[ctx.rows :]
     grads = recurrent_backward(
-        initial, rows, entries, transitions, out_grad, final_grad, tensors, ctx.numbers, ctx.text
-    )
+        initial, rows, entries, transitions, check, out_grad, final_grad, tensors, ctx.numbers,
+        ctx.text,
+    )  # fmt: skip
     # To torch a list of no numbers is a list of no tensors, and wants as many gradients.
     return (
         None if initial is None else grads[-1], grads[: ctx.rows], [None] * ctx.tensors,

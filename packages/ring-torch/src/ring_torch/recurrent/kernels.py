@@ -139,6 +139,8 @@ class LinearAttention:
         is_delta: True if there is an input ``beta``, and the rule is the delta rule.
         by_channel: True if each key channel has a decay.
         normalizes: True to divide each row of q and k by its norm.
+        rounds_values: True if values are products in float32 of what has the dtype of q, to which a
+            library may round them.
     """
 
     values: ClassVar[int] = 2
@@ -148,6 +150,7 @@ class LinearAttention:
     is_delta: bool = False
     by_channel: bool = False
     normalizes: bool = False
+    rounds_values: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from ring_core.base.arguments import check_size
 from ring_core.checks import check_choice
 from ring_core.row_checks import offsets_of
 from ring_torch.capture import is_traced
+from ring_torch.checking.settings import check_of
 from ring_torch.compiled.static import size_of
 from ring_torch.recurrent.arguments import (
     Explained,
@@ -23,9 +24,9 @@ from ring_torch.recurrent.arguments import (
     explains,
 )
 from ring_torch.recurrent.calls import RecurrentCall, run, state_dtype
-from ring_torch.recurrent.fla import chosen
 from ring_torch.recurrent.in_graph import run_in_graph
 from ring_torch.recurrent.kernels import AnyKernel
+from ring_torch.recurrent.libraries import chosen
 from ring_torch.sharding import Sharding, length_of
 
 _KERNELS: tuple[str, ...] = get_args(KernelName)
@@ -87,9 +88,10 @@ def run_layer(
             sharding.ranks, layout, kernel, offsets_of(offsets),
             None if length is None else check_size("seq_len", length), dtype,
             initial is not None, wants_final, needs_grad, number, library,
+            *((0, 0) if explains() else check_of(number)),
         )  # fmt: skip
         if explains():
-            raise Explained(_described(call, inputs, reason))
+            raise Explained(_described(call, inputs, reason), call.traffic(inputs)[1])
         out, final = run(call, initial, *inputs)
     return (out, final.squeeze(0 if offsets is None else 1)) if wants_final else out
 
@@ -117,9 +119,9 @@ def _described(call: RecurrentCall, inputs: Sequence[Tensor], reason: str) -> st
         x.nbytes for x, fill in zip(inputs, kernel.fills, strict=True) if fill is not None
     )
     states = str(call.dtype).removeprefix("torch.")
-    library = "flash-linear-attention's"
+    library = "Ring's own" if call.library == "triton" else "flash-linear-attention's"
     if call.library == "eager":
-        library = f"torch's operations, in chunks of at most {kernel.most_tokens} tokens; not fla, as {reason}"
+        library = f"torch's operations, in chunks of at most {call.most_tokens} tokens; not fla, as {reason}"
     return (
         f"{kernel.name} over {size} ranks, {call.layout}: {shapes}\n"
         f"kernel {call.library}: {library}, states in {states}\n"

@@ -38,11 +38,6 @@ def gated_delta_rule(
     cp: SplitsSequences, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
     output_final_state: Literal[True], **options: Unpack[LinearOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def gated_delta_rule(
-    cp: SplitsSequences, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
-    output_final_state: bool, **options: Unpack[LinearOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @numbers_as_python
 def gated_delta_rule(
     cp: SplitsSequences, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
@@ -75,8 +70,8 @@ def gated_delta_rule(
         seq_len: ``T``, if there is padding behind it (``cp.shard`` with
             ``pad=True``), which may hold anything and gets gradients of zero.
         kernel: ``"eager"``, in torch's operations, which takes any call; ``"fla"``, by the kernels
-            of ``fla-core`` 0.6, which take 16 bits and finite ``g`` on CUDA; or ``"auto"``, the
-            former for now. Other layers have ``"eager"`` alone.
+            of ``fla-core`` 0.6, which take 16 bits on CUDA, outside of compiled graphs; or
+            ``"auto"``, the latter where it is installed and right.
 
     Returns:
         The outputs, ``[B, T_local, HV, V]`` in the dtype of ``v``, zeros in padding; with
@@ -109,11 +104,6 @@ def kda(
     cp: SplitsSequences, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
     output_final_state: Literal[True], **options: Unpack[LinearOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def kda(
-    cp: SplitsSequences, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
-    output_final_state: bool, **options: Unpack[LinearOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @numbers_as_python
 def kda(
     cp: SplitsSequences, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
@@ -169,11 +159,6 @@ def simple_gla(
     cp: SplitsSequences, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *,
     g_gamma: Tensor | None = ..., output_final_state: Literal[True], **options: Unpack[LinearOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def simple_gla(
-    cp: SplitsSequences, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *,
-    g_gamma: Tensor | None = ..., output_final_state: bool, **options: Unpack[LinearOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @numbers_as_python
 def simple_gla(
     cp: SplitsSequences, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *,

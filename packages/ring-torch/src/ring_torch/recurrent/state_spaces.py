@@ -46,11 +46,6 @@ def ssd(
     cp: SplitsSequences, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *,  # noqa: N803 - mamba_ssm's names
     output_final_state: Literal[True], **options: Unpack[SsdOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def ssd(
-    cp: SplitsSequences, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *,  # noqa: N803 - mamba_ssm's names
-    output_final_state: bool, **options: Unpack[SsdOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @numbers_as_python
 def ssd(
     cp: SplitsSequences, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *,  # noqa: N803 - mamba_ssm's names
@@ -119,8 +114,9 @@ def ssd(
     if initial_states is not None:
         check_tensor("initial_states", initial_states)
         initial_states = initial_states.mT if initial_states.ndim > 1 else initial_states
+    attention = LinearAttention("ssd", 1.0, rounds_values=x.dtype == C.dtype)
     results = run_layer(
-        sharding, number, LinearAttention("ssd", 1.0), (C, B, values * step.unsqueeze(-1), step * A),
+        sharding, number, attention, (C, B, values * step.unsqueeze(-1), step * A),
         initial_states, output_final_state, cu_seqlens, seq_len, kernel, "initial_states",
     )  # fmt: skip
     y, states = results if isinstance(results, tuple) else (results, None)
@@ -155,7 +151,9 @@ def selective_scan(
         delta_softplus: Replace ``delta`` by its softplus, after the bias.
         cu_seqlens: As of ``gated_delta_rule``, as all that follow.
         seq_len: ``T``, if there is padding behind it.
-        kernel: The kernel.
+        kernel: ``"eager"``, in torch's operations; ``"triton"``, by Ring's own kernels, which
+            compute in float32 on CUDA, outside of compiled graphs; or ``"auto"``, the former for
+            now.
 
     Returns:
         The outputs, ``[B, T_local, D]`` in the dtype of ``u``, zeros in padding.
@@ -208,11 +206,6 @@ def linear_recurrence(
     cp: SplitsSequences, a: Tensor, b: Tensor, *,
     output_final_state: Literal[True], **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def linear_recurrence(
-    cp: SplitsSequences, a: Tensor, b: Tensor, *,
-    output_final_state: bool, **options: Unpack[StateOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @numbers_as_python
 def linear_recurrence(
     cp: SplitsSequences, a: Tensor, b: Tensor, *, initial_state: Tensor | None = None,

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from ring_core.base.arguments import not_none
-from ring_torch.hf.models.code import forward_of, functions_in_forward, parameters_of
+from ring_torch.hf.models.code import (
+    forward_of,
+    functions_in_forward,
+    parameters_of,
+    reads_in_forward,
+)
 
 _CONVOLUTION = "causal_conv1d_fn"
 
@@ -36,6 +41,19 @@ _OTHERS = frozenset({
 
 #: Layers that are convolutions alone.
 CONVOLUTIONS = frozenset({"Lfm2MoeShortConv", "Lfm2ShortConv", "Lfm3ShortConv"})
+
+#: Layers whose scan stands in their own code, of which Ring computes all or a part anew; and the
+#: attributes and functions that their forwards read. One that reads others is not known to Ring.
+INLINE: Mapping[str, frozenset[str]] = MappingProxyType({
+    "MiniMaxLightningAttention": frozenset({
+        "act_fn", "apply_mask_to_padding_states", "block_size", "diagonal_decay", "head_dim", "key_decay", "layer_idx", "norm",
+        "num_attention_heads", "out_proj", "output_gate", "qkv_proj", "query_decay", "slope_rate",
+    }),
+    "RecurrentGemmaRecurrentBlock": frozenset({
+        "act_fn", "conv1d_state", "conv1d_width", "conv_1d", "hidden_size", "linear_out", "linear_x",
+        "linear_y", "lru_width", "rg_lru",
+    }),
+})  # fmt: skip
 
 #: Recurrent layers whose code calls no function of the table, in the newest release or before it.
 RECURRENT = CONVOLUTIONS | frozenset({
@@ -66,6 +84,9 @@ def whole_reason(module: nn.Module) -> str:
         hasattr(x, "_hf_hook") for x in module.modules()
     ):
         return f"the forward of {name} was replaced, or accelerate moves its weights"
+    if (read := INLINE.get(name)) is not None:
+        known = read == reads_in_forward(type(module), "self") | called
+        return "" if known else f"{name} has its scan in its own code, which is another release's"
     if _CONVOLUTION not in called or (carries_states(module) and not called & SCANS):
         return f"{name} has its scan in its own code"
     if unknown := sorted(called - REPLACED - _OTHERS):
