@@ -2,10 +2,13 @@
 
     python -m benchmarks.torch.heads --json heads.json
     python -m benchmarks.torch.heads --tokens 8192 --only ring
+    python -m benchmarks.torch.heads --step --json step.json
 
 Each row is a forward and a backward, with gradients of the hidden states and of the head: median
 milliseconds, bytes held beyond inputs and gradients at most, and the largest error of a gradient,
-relative to plain float64 on a shorter sequence. Liger's rows need ``liger-kernel`` and a GPU.
+relative to plain float64 on a shorter sequence. Liger's rows need ``liger-kernel`` and a GPU. With
+``--step`` a row is a forward and a backward of a model of transformers of two layers, with each
+``logits=`` of ``hf.parallelize``.
 """
 
 from __future__ import annotations
@@ -111,6 +114,31 @@ def error_of(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor], *, entropy: bool
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
+def step_of(logits: Any, sizes: tuple[int, int, int, torch.dtype, str]) -> tuple[Loss, Any]:
+    """Return the loss of a parallelized model of two layers, and its inputs."""
+    transformers, hf = import_module("transformers"), import_module("ring_torch.hf")
+    tokens, dim, classes, dtype, device = sizes
+    config = transformers.LlamaConfig(
+        vocab_size=classes, hidden_size=dim, intermediate_size=3 * dim, num_hidden_layers=2,
+        num_attention_heads=max(dim // 128, 1), use_cache=False, max_position_embeddings=tokens,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(device, dtype)
+    name = "activation_checkpointing_enable"  # older releases of transformers have another
+    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")()
+    hf.parallelize(model.train(), ContextParallel(), logits=logits)
+    ids = torch.randint(classes, (1, tokens), device=device)
+
+    def loss(_: Tensor, __: Tensor, labels: Tensor) -> Tensor:
+        for weight in model.parameters():
+            weight.grad = None
+        total: Tensor = model(input_ids=labels, labels=labels).loss
+        return total
+
+    head = model.get_output_embeddings().weight
+    return loss, (model.get_input_embeddings().weight, head, ids)
+
+
 def figures(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor], repeats: int) -> dict[str, Any]:
     """Return milliseconds of a forward and backward, and the memory that they need at most."""
     is_gpu = inputs[0].is_cuda
@@ -132,6 +160,18 @@ def figures(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor], repeats: int) -> 
     return {"ms": statistics.median(times[1:]), "peak_bytes": peak}  # the first run compiles
 
 
+def step_row(
+    logits: str, sizes: tuple[int, int, int, torch.dtype, str], repeats: int
+) -> dict[str, Any]:
+    """Return the figures of a step; without milliseconds if it needs more than the GPU has."""
+    row: dict[str, Any] = {"name": f"step, logits={logits!r}", "tokens": sizes[0], "ms": None}
+    try:
+        row |= figures(*step_of(logits, sizes), repeats)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+    return row
+
+
 def main() -> int:
     """Measure, print, and write the figures; return 0."""
     parser = parser_of(__doc__, tables=False)
@@ -140,14 +180,21 @@ def main() -> int:
     parser.add_argument("--classes", type=int, default=152064)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--step", action="store_true", help="time whole models, by their logits")
     parser.add_argument("--only", default="", help="names that begin so")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     gpu = torch.cuda.get_device_name() if device == "cuda" else "none"
     sizes = options.tokens, options.dim, options.classes, getattr(torch, options.dtype), device
     report = Report(options.json, lambda: environment(gpu, "torch", "triton", "liger-kernel"))
-    inputs = inputs_of(*sizes)
-    for name, loss in losses().items():
+    rows: dict[str, Loss] = {}
+    inputs: Any = None
+    if not options.step:
+        rows, inputs = losses(), inputs_of(*sizes)
+    for logits in ("local", "none") if options.step else ():
+        report.add(step_row(logits, sizes, options.repeats))
+        print(report.rows[-1])
+    for name, loss in rows.items():
         if not name.startswith(options.only):
             continue
         row: dict[str, Any] = {"name": name, "tokens": options.tokens, "dim": options.dim}

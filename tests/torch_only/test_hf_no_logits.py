@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hf_models import WHOLE, Wide, build, gradients, run, same, same_gradients, whole
 from sweep.compare import build as build_any
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 from trained import arguments, be_started, collate, documents, model_of, trained
 from transformers import Trainer
@@ -68,6 +72,36 @@ def _matches(_: int, name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_one_devices(pool: LocalRanks, name: str) -> None:
     pool.run(_matches, name)
+
+
+def _wrapped(_: int, kind: str) -> None:
+    model, batch, cp = build("Gemma2"), whole("packed"), ContextParallel()
+    loss = run(model, batch | WHOLE)[1]
+    expected = gradients(model)
+    model.zero_grad()
+    wrapped: Any = model
+    if kind == "fully_shard":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh)
+    hf.parallelize(model, cp, logits="none", reduction="sum" if kind == "compiled" else "mean")
+    if kind == "ddp":
+        wrapped = DistributedDataParallel(model)
+    if kind == "compiled":
+        wrapped = torch.compile(model, backend="eager")
+    with Wide():
+        out = wrapped(**batch)
+    out.loss.backward()
+    if kind == "compiled":
+        cp.reduce_gradients(model)
+    same(out.loss.detach(), loss, "loss")
+    for name, x in gradients(model).items():
+        same(x.full_tensor() if isinstance(x, DTensor) else x, expected[name], name)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fully_shard", "compiled"])
+def test_in_wrappers(pool: LocalRanks, kind: str) -> None:
+    pool.run(_wrapped, kind)
 
 
 def _largest(_: int, logits: Any) -> tuple[int, int]:
