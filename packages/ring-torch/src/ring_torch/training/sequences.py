@@ -144,7 +144,8 @@ def sum_by_sequence(
         cu_seqlens: ``(0, ..., T)``, global offsets of packed documents.
         segment_ids: Integers ``[1, T_local]``, the number of the document of each of this rank's
             tokens, from 0 on; tokens of a negative one are left out. There are as many documents as
-            the largest number on all ranks and one; for it the host waits.
+            the largest number on all ranks and one; for it the host waits, and a function that is
+            compiled with ``fullgraph=True`` needs ``cu_seqlens`` instead.
         seq_len: ``T``, if there is padding behind it (:meth:`ContextParallel.shard` with
             ``pad=True``), which is left out.
         grad: As of :meth:`ContextParallel.unshard`, required if ``x`` requires a gradient:
