@@ -23,7 +23,7 @@ MODULES = {
     ),
     "torch": (
         "ring_torch", "ring_torch.compat", "ring_torch.hf", "ring_torch.local",
-        "ring_torch.recurrent",
+        "ring_torch.recurrent", "ring_torch.training",
     ),
     "jax": (
         "ring_jax", "ring_jax.compat", "ring_jax.equinox", "ring_jax.flax", "ring_jax.maxtext",

@@ -121,7 +121,7 @@ def trained(
     dtypes = Wide() if dtype == "float64" else nullcontext()
     with tempfile.TemporaryDirectory() as folder, dtypes, ring_torch.check(every=5):
         rows: Any = Stream() if data.get("is_stream") else documents(**data)
-        loss = mean_of_squares if options.get("logits") else None
+        loss = mean_of_squares if options.get("logits") == "gather" else None
         settings = arguments(folder, **{n: x for n, x in options.items() if n != "logits"})
         trainer = Trainer(model, settings, collate, rows, compute_loss_func=loss)
         if cp_size is not None:

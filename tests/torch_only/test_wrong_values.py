@@ -27,7 +27,7 @@ from wrong import (
 
 import ring_torch
 from ring_core import ChunkLayout
-from ring_torch import ContextParallel, hf, ring_attention
+from ring_torch import ContextParallel, hf, ring_attention, training
 from ring_torch.local import LocalRanks
 
 zeros = torch.zeros
@@ -299,6 +299,31 @@ SUBJECTS: dict[str, Subject] = {
             "head_weight": {"none": None, **bad_tensors(5, 3), "transposed": zeros(3, 5)},
             "bias": {**CLASSES, "half": zeros(5).half()},
             "tokens_at_once": {**LENGTH, "none": None},
+        },
+    ),
+    "ring_torch.training.token_log_probs": Subject(
+        training.token_log_probs,
+        {"cp": cp, "hidden": zeros(2, 8, 3), "head_weight": zeros(5, 3), "labels": ids(2, 8)},
+        {
+            "cp": CONTEXT, "labels": LABELS, "ignore_index": INTEGER, "seq_len": OPTIONS["seq_len"],
+            "hidden": {"none": None, **bad_tensors(2, 8, 3), "of no token": zeros(2, 7, 3)},
+            "head_weight": {"none": None, **bad_tensors(5, 3), "transposed": zeros(3, 5)},
+            "bias": {**CLASSES, "half": zeros(5).half()}, "softcap": OPTIONS["softcap"],
+            "temperature": {**REAL, "none": None, "zero": 0.0, "negative": -1.0}, "entropy": FLAG, "tokens_at_once": {**LENGTH, "none": None},
+        },
+    ),
+    "ring_torch.training.sum_by_sequence": Subject(
+        training.sum_by_sequence, {"cp": cp, "x": zeros(1, 8)},
+        {
+            "cp": CONTEXT, "grad": GRAD, "seq_len": OPTIONS["seq_len"], "cu_seqlens": OPTIONS["cu_seqlens"],
+            "x": {
+                "none": None, "of rows": zeros(1, 8, 2),
+                **{n: x for n, x in bad_tensors(1, 8).items() if n not in ("integers", "flags")},
+            },
+            "segment_ids": {
+                "floats": zeros(1, 8), "of no token": ids(1, 7), "of a row": ids(8),
+                **{n: x for n, x in bad_tensors(1, 8).items() if n not in ("integers", "flags")},
+            },
         },
     ),
     "ring_torch.dataloader": Subject(

@@ -405,8 +405,10 @@ def check_fill(x: Tensor, fill: Any) -> float:
     return float(fill) if isinstance(limits[0], float) else int(fill)
 
 
-def check_grad(x: Tensor, grad: object) -> bool:
+def check_grad(x: Tensor, grad: object, name: str = "unshard") -> bool:
     """Check ``grad`` of ``unshard``, and return True if there will be a backward.
+
+    ``name`` is the function's, if it is another with the same argument.
 
     Raises:
         ValueError: It is unknown, or missing although there will be a backward.
@@ -416,13 +418,13 @@ def check_grad(x: Tensor, grad: object) -> bool:
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     if needs_grad and grad is None:
         raise ValueError(
-            "unshard: x requires a gradient, so say what becomes of it.\n"
+            f"{name}: x requires a gradient, so say what becomes of it.\n"
             "grad='sum': the ranks' gradients are added up. Right wherever the loss of a step is the "
             "sum of the ranks' losses: inside a model, as in shard(f(unshard(x, grad='sum')))\n"
             "grad='slice': each rank keeps its slice of its own gradient. Right only for a loss that "
             "every rank computes whole, with no parameter behind unshard; with one, grad='sum' and "
             "the loss divided by cp_size\n"
-            "Where no gradient is wanted, unshard(x.detach())"
+            f"Where no gradient is wanted, {name}(x.detach())"
         )
     return needs_grad
 

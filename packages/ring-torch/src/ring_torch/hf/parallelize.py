@@ -23,6 +23,7 @@ from ring_torch.hf.models.check import (
 )
 from ring_torch.hf.models.code import forward_of
 from ring_torch.hf.models.foreign import LossTerm, adapter_reasons, has_loss_term, is_activated
+from ring_torch.hf.models.head import head_without_logits
 from ring_torch.hf.models.hooks import (
     Logits,
     ModelHooks,
@@ -136,7 +137,9 @@ def parallelize(
         cp: The ranks that share a sequence. They must be given equal batches.
         logits: ``"local"`` returns each rank's part, ``[B, T_local, V]`` in the order of the
             layout; ``"gather"`` returns the whole sequence's, ``[B, T, V]``, on every rank. A
-            Trainer's predictions are of whole sequences either way.
+            Trainer's predictions are of whole sequences either way. ``"none"`` makes none: the
+            loss is computed for a few tokens at a time, labels are required and ``.logits`` is
+            ``None``.
         reduction: The reduction of gradients over the ranks that runs outside the model. ``"sum"``
             (default) is for :meth:`ring_torch.ContextParallel.reduce_gradients`; ``"mean"``
             (default of a Trainer) is for DDP or ``fully_shard``, over the ranks of one ring or of
@@ -172,7 +175,7 @@ def parallelize(
         loss.backward()
         cp.reduce_gradients(model)
     """
-    checks.check_choice("logits", logits, ("local", "gather"))
+    checks.check_choice("logits", logits, get_args(Logits))
     checks.check_choice("reduction", reduction or "sum", ("sum", "mean"))
     checks.check_choice("recurrent", recurrent, get_args(Recurrent))
     check_context(cp)
@@ -318,7 +321,16 @@ def _model(
         whole_layers, is_pooling=is_pooling,
         joins_router=not is_pooling and has_router_loss(inner) and inner.base_model is not inner,
     )  # fmt: skip
+    replaced: list[tuple[nn.Module, object]] = []  # heads, and their forwards without logits
+    if logits == "none":
+        if is_pooling or hooks.is_pair:
+            raise UnsupportedError(
+                f"logits='none' is for models of one sequence with a loss of tokens, not "
+                f"{type(inner).__name__}: give logits='local'"
+            )
+        replaced.append(head_without_logits(inner, lambda: hooks.state is not None))
     undo = [set_ring_attention(inner, strategy)]
+    undo += [replace_attribute(head, "forward", forward) for head, forward in replaced]
     undo += [*_register(hooks, split, inner), *wire(hooks, inner)]
     for wrapper in () if is_pooling else adapted:
         tuner: Any = wrapper.base_model

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
@@ -20,7 +19,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from ring_torch.hf.masks import LayerMask
-from ring_torch.hf.models.placeholders import AnyDevice, Placeholder, PlaceholderError
+from ring_torch.hf.models.placeholders import (
+    AnyDevice,
+    Placeholder,
+    PlaceholderError,
+    positive_number,
+)
 
 _HIDDEN = -1e4  # models hide a score by a value at or below this
 _SUMMANDS = ("mask", "bias", "slopes")
@@ -127,12 +131,10 @@ class Scores(Placeholder):
         return self * (1 / self._number(divisor))
 
     def _number(self, x: object) -> float:
-        """Return a positive factor as a float; refuse one with a gradient, which would be lost."""
-        if isinstance(x, Tensor) and x.numel() == 1 and not x.requires_grad:
-            x = x.item()
-        if not isinstance(x, Real) or not float(x) > 0:
+        """Return a positive factor as a float; refuse any other."""
+        if (number := positive_number(x)) is None:
             raise PlaceholderError(self._refusal)
-        return float(x)
+        return number
 
     def __add__(self, term: object) -> Scores:
         self._with(not self.is_softmax and isinstance(term, ScoreBias | LayerMask | Tensor))

@@ -206,6 +206,12 @@ class TrainerHooks:
     ) -> Any:
         """Run the Trainer's prediction step, with whole logits if predictions are wanted."""
         self.check_models()
+        if self.hooks.logits == "none" and not prediction_loss_only:
+            raise ValueError(
+                "a prediction needs logits, and logits='none' was given to hf.parallelize: set "
+                "prediction_loss_only=True, or call remove() of the handle and hf.parallelize with "
+                "logits='local'"
+            )
         with self.hooks.with_whole_logits(not prediction_loss_only):
             return self._original(self.trainer, "prediction_step")(
                 model, inputs, prediction_loss_only, ignore_keys=ignore_keys

@@ -39,8 +39,8 @@ def check_trainer(trainer: Any, logits: str) -> None:
     """Refuse a Trainer whose settings split batches or reduce gradients in another way.
 
     Raises:
-        ValueError: Its loss function reads logits of the whole sequence, and ``logits`` is
-            ``"local"``.
+        ValueError: Its loss function reads logits of the whole sequence, and ``logits`` is not
+            ``"gather"``; or another setting reads them, and it is ``"none"``.
         UnsupportedError: A setting conflicts, which the message names; or the installed release has
             no method of a name that is replaced.
     """
@@ -71,10 +71,20 @@ def check_trainer(trainer: Any, logits: str) -> None:
         if not hasattr(owner, method):
             raise UnsupportedError(lacks(type(owner).__name__, method))
     name = "compute_loss_func" if trainer.compute_loss_func is not None else _custom_loss(trainer)
-    if name and logits == "local":
+    if name and logits != "gather":
         raise ValueError(
             f"the Trainer's {name} reads logits of the whole sequence: give logits='gather' to "
             f"hf.parallelize"
+        )
+    needs_logits = {
+        "compute_metrics": trainer.compute_metrics is not None and not args.prediction_loss_only,
+        "label_smoothing_factor": trainer.label_smoother is not None,
+    }
+    if logits == "none" and (names := [x for x, is_set in needs_logits.items() if is_set]):
+        raise ValueError(
+            f"the Trainer's {' and '.join(names)} reads logits, and logits='none' makes none: give "
+            f"logits='local' to hf.parallelize, or leave it out (prediction_loss_only=True evaluates "
+            f"the loss alone)"
         )
 
 

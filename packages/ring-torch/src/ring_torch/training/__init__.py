@@ -1,6 +1,13 @@
-"""Helpers of a training loop: losses of a rank's tokens, and batches for the ranks of a ring.
+"""Helpers of a training loop: losses and log-probabilities of a rank's tokens, and batches.
 
 May import ``context`` and what is below it. ``part`` is the one place that computes a rank's part
-of cross entropy, for ``loss`` and for ``hf``; ``loss`` also asks the other ranks for their labels.
-``data`` yields batches.
+of cross entropy and log-probabilities, for ``loss``, ``sequences`` and ``hf``; ``sequences`` sums
+over the ranks, and ``loss`` counts their labels by it. ``data`` yields batches.
 """
+
+from ring_torch.training.sequences import (
+    sum_by_sequence as sum_by_sequence,
+    token_log_probs as token_log_probs,
+)
+
+__all__ = ["sum_by_sequence", "token_log_probs"]

@@ -7,24 +7,24 @@ up to the mean, and gradients that are summed over ranks are those of the mean.
 
 from __future__ import annotations
 
-from operator import index
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack  # torch has no public name for it
-from torch.distributed.tensor import DTensor
 
 from ring_core import UnsupportedError, checks
-from ring_core.base.arguments import check_rate, check_size, is_integer, numbers_as_python
-from ring_torch.capture import constant_in_graphs
-from ring_torch.comm.ranks import ranks_of
-from ring_torch.compiled.static import from_json, size_of, to_json
-from ring_torch.compiled.unshard import unshard_in_graph
+from ring_core.base.arguments import check_rate, check_size, numbers_as_python
 from ring_torch.context import ContextParallel, check_context
-from ring_torch.sharding import Sharding, length_of
-from ring_torch.tensor_specs import check_local
-from ring_torch.training.part import IGNORED, Count, linear_loss, loss_part, mean_of
+from ring_torch.training.common import (
+    check_classes,
+    check_ignored,
+    check_rows,
+    head_of,
+    refuse_transforms,
+    sum_of_ranks,
+    without_padding,
+)
+from ring_torch.training.part import IGNORED, Count, linear_log_probs, loss_part, mean_of
 
 Reduction = Literal["mean", "sum"]
 
@@ -70,9 +70,9 @@ def cross_entropy(
         loss.backward()
         cp.reduce_gradients(model)
     """
-    classes = _check_rows("logits", logits, labels)
+    classes = check_rows("logits", logits, labels)
     _check_options(cp, weight, classes, ignore_index, reduction, label_smoothing, count)
-    labels = _without_padding(cp, labels, ignore_index, seq_len)
+    labels = without_padding(check_context(cp), "labels", labels, ignore_index, seq_len)
     wide = torch.promote_types(logits.dtype, torch.float32)
     weight = None if weight is None else weight.detach().to(wide)
     divisor = _divisor(cp, labels, weight, ignore_index, reduction, count)
@@ -122,24 +122,26 @@ def linear_cross_entropy(
         hidden = model.body(tokens)  # [B, T_local, dim]
         loss = ring_torch.linear_cross_entropy(cp, hidden, model.head.weight, labels)
     """
-    _refuse_transforms(
-        "linear_cross_entropy cannot run", "compute the logits, and cross_entropy with count="
-    )
-    _check_rows("hidden", hidden, labels)
-    classes = _check_head(hidden, head_weight, bias)
+    head = head_of(
+        "linear_cross_entropy", check_context(cp), hidden, head_weight, bias, labels, ignore_index,
+        seq_len,
+    )  # fmt: skip
+    classes = head_weight.shape[0]
     _check_options(cp, weight, classes, ignore_index, reduction, label_smoothing, count)
     tokens_at_once = check_size("tokens_at_once", tokens_at_once)
-    labels = _without_padding(cp, labels, ignore_index, seq_len)
-    # The operation below is one kernel to autocast, so it would not cast inside.
-    hidden, head_weight = _as_in_autocast(hidden), _as_in_autocast(head_weight)
-    bias = None if bias is None else _as_in_autocast(bias)
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    wide = torch.promote_types(head.hidden.dtype, torch.float32)
     weight = None if weight is None else weight.detach().to(wide)
-    divisor = _divisor(cp, labels, weight, ignore_index, reduction, count)
-    total: Tensor = linear_loss(
-        hidden.flatten(0, -2), head_weight, bias, labels.flatten(), weight, ignore_index,
-        float(label_smoothing), tokens_at_once,
+    divisor = _divisor(cp, head.labels, weight, ignore_index, reduction, count)
+    # A token's loss is -sum(share * log(p)) over classes: `own` of its label, `rest` of each.
+    own, rest = 1 - label_smoothing, label_smoothing / classes
+    class_weight = head.hidden.new_ones(classes, dtype=wide) if weight is None else weight
+    log_probs, of_all = linear_log_probs(
+        *head, class_weight if label_smoothing else None, 1.0, None, ignore_index, False,
+        tokens_at_once,
     )  # fmt: skip
+    if weight is not None:
+        log_probs = log_probs * weight[head.labels.where(head.labels != ignore_index, 0)]
+    total = -own * log_probs.sum() - rest * of_all.sum()
     return mean_of(total, divisor)
 
 
@@ -150,133 +152,13 @@ def _divisor(
     """Return the divisor of a mean, ``None`` of a sum; asks the other ranks if it is not given."""
     if reduction == "sum" or count is not None:
         return count
-    _refuse_transforms(
+    refuse_transforms(
         "the labels of all ranks cannot be counted", "count them before, and pass count="
     )
     is_kept = labels != ignore_index
     # A mean with class weights is divided by the weights of the labels, as torch does.
     own = is_kept.sum() if weight is None else weight[labels.where(is_kept, 0)][is_kept].sum()
-    # Every rank gathers all counts and adds them up in the same order: all get the same divisor.
-    counts = own.reshape(1)
-    check_context(cp).check_group()
-    if torch.compiler.is_compiling():
-        return unshard_in_graph(cp.group, "contiguous", counts, 0, None, None).sum()
-    return Sharding(cp.group, "contiguous").unshard(counts, dim=0).sum()
-
-
-def _refuse_transforms(what: str, instead: str) -> None:
-    """Refuse a call inside a transform of ``torch.func``.
-
-    Raises:
-        UnsupportedError: One is under way.
-    """
-    if torch.compiler.is_compiling():
-        return
-    if peek_interpreter_stack() is not None:
-        raise UnsupportedError(
-            f"{what} inside vmap, grad and the other transforms of torch.func. Instead: {instead}; "
-            f"or use torch.autograd (backward())"
-        )
-
-
-def _without_padding(
-    cp: ContextParallel, labels: Tensor, ignore_index: int, seq_len: int | None
-) -> Tensor:
-    """Return labels in which those of padding, behind a rank's tokens, are ignored.
-
-    They are int64, as another dtype may not hold ``ignore_index``: in uint8 -100 is class 156.
-    """
-    seq_len, labels = length_of(labels, -1, seq_len, size_of(cp.group)), labels.long()
-    if seq_len is None:
-        return labels
-    if torch.compiler.is_compiling():
-        seq_len = index(seq_len)
-    # Padding lies behind a rank's tokens: everything from there on is ignored.
-    tokens = _own_tokens(cp.group, to_json(cp.layout), seq_len, index(labels.shape[-1]))
-    is_padding = torch.arange(labels.shape[-1], device=labels.device) >= tokens
-    return labels.masked_fill(is_padding, ignore_index)
-
-
-@constant_in_graphs
-def _own_tokens(group: Any, layout: Any, seq_len: Any, local_len: int) -> int:
-    """Return how many of this rank's rows are tokens, not padding; a constant to the compiler."""
-    ranks = ranks_of(group)
-    padded = checks.padded_layout(seq_len, local_len, from_json(layout), ranks.size, "labels")
-    return int((padded.positions(ranks.rank) < seq_len).sum())
-
-
-def _as_in_autocast(x: Tensor) -> Tensor:
-    """Return an input of the head in the dtype that autocast gives inputs of ``linear``."""
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
-
-
-def _checked_tensor(name: str, x: object) -> Tensor:
-    """Return an argument that is a dense tensor of this rank's own, and refuse any other."""
-    if isinstance(x, DTensor):
-        raise UnsupportedError(
-            f"{name} is a DTensor, whose parts other ranks hold. Of FSDP: call this inside the "
-            f"forward of the module that has the weight, where FSDP has joined it. Of tensor "
-            f"parallelism: pass {name}.full_tensor(), or use loss_parallel() of torch"
-        )
-    return check_local(name, x, has_numbers=True)
-
-
-def _check_rows(name: str, rows: object, row_labels: object) -> int:
-    """Check rows and their labels; return the size of a row."""
-    x, labels = _checked_tensor(name, rows), _checked_tensor("labels", row_labels)
-    if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
-        raise ValueError(f"{name} must be real, of 16 bits or more, got {x.dtype}")
-    if labels.dtype.is_floating_point:
-        raise UnsupportedError(
-            "labels must be integers, the class of each token; probabilities of classes are not "
-            "supported: compute that loss from the logits, and divide its sum by the number of "
-            "tokens of all ranks"
-        )
-    if labels.dtype == torch.bool or labels.dtype.is_complex:
-        raise ValueError(f"labels must be integers, got {labels.dtype}")
-    if x.ndim < 2 or x.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"{name} must be [..., T_local, n] and labels [..., T_local], got {tuple(x.shape)} and "
-            f"labels {tuple(labels.shape)}: a label for each row"
-        )
-    if x.device != labels.device:
-        raise ValueError(f"{name} is on {x.device} and labels on {labels.device}: move one")
-    return x.shape[-1]
-
-
-def _check_head(hidden: Tensor, weight: object, bias: object) -> int:
-    """Check the weights of a head; return its number of classes."""
-    head_weight = _checked_tensor("head_weight", weight)
-    if head_weight.ndim != 2 or head_weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"head_weight must be [V, dim], as of torch.nn.Linear, with dim={hidden.shape[-1]} of "
-            f"hidden, got {tuple(head_weight.shape)}"
-        )
-    classes = head_weight.shape[0]
-    if bias is not None:
-        _check_classes("bias", bias, classes)
-    autocast = torch.is_autocast_enabled(hidden.device.type)
-    for name, x in (("head_weight", head_weight), ("bias", bias)):
-        if isinstance(x, Tensor) and not (
-            x.device == hidden.device and (autocast or x.dtype == hidden.dtype)
-        ):
-            raise ValueError(
-                f"{name} is {x.dtype} on {x.device}, and hidden {hidden.dtype} on {hidden.device}: "
-                f"they must be alike"
-            )
-    return classes
-
-
-def _check_classes(name: str, numbers: object, classes: int) -> None:
-    """Check a tensor with a real number for each class."""
-    x = _checked_tensor(name, numbers)
-    if not x.dtype.is_floating_point or x.shape != (classes,):
-        raise ValueError(
-            f"{name} must be real, [{classes}]: a number for each class, got {x.dtype} "
-            f"{tuple(x.shape)}"
-        )
+    return sum_of_ranks(check_context(cp), own.reshape(1), None)[0]
 
 
 def _check_options(
@@ -293,9 +175,8 @@ def _check_options(
         )
     checks.check_choice("reduction", reduction, ("mean", "sum"))
     if weight is not None:
-        _check_classes("weight", weight, classes)
-    if not is_integer(ignore_index):
-        raise ValueError(f"ignore_index must be an integer, got {ignore_index!r}")
+        check_classes("weight", weight, classes)
+    check_ignored(ignore_index)
     check_rate("label_smoothing", label_smoothing, zero=True)
     if label_smoothing > 1:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing!r}")

@@ -28,6 +28,7 @@ from ring_torch.hf.models.foreign import (
     refuse_noise,
     replace_noise,
 )
+from ring_torch.hf.models.head import HeadLogits
 from ring_torch.hf.models.parts import (
     is_merged,
     split_labels,
@@ -47,7 +48,7 @@ from ring_torch.hf.models.training import (
 from ring_torch.sharding import Sharding
 from ring_torch.training.part import IGNORED
 
-Logits = Literal["local", "gather"]
+Logits = Literal["local", "gather", "none"]
 Reduction = Literal["sum", "mean"]
 Recurrent = Literal["auto", "split", "whole"]
 
@@ -94,7 +95,8 @@ class ModelHooks(ReductionChoice):
     Attributes:
         all_ranks: Which rank holds which tokens.
         report: Report of the module whose batches are split.
-        logits: ``"gather"`` to join logits over the ranks, ``"local"`` to return this rank's part.
+        logits: ``"gather"`` to join logits over the ranks, ``"local"`` to return this rank's part,
+            ``"none"`` to make none.
         reduction: Reduction of gradients that runs outside the model, ``"sum"`` or ``"mean"``.
         strategy: Strategy of each attention call.
         recurrent: How recurrent layers are computed, as ``parallelize`` was asked.
@@ -196,6 +198,13 @@ class ModelHooks(ReductionChoice):
             RankMismatchError: Ranks were given different batches.
         """
         batch = self._checked(module, by_name(module, args, kwargs))
+        if self.logits == "none" and not {"labels", "shift_labels"} & {
+            name for name, x in batch.items() if x is not None
+        }:
+            raise ValueError(
+                "logits='none' was given to hf.parallelize, so a forward makes a loss and nothing else: "
+                "give labels, or logits='local' to hf.parallelize"
+            )
         switches = {name: batch.pop(name) for name in _SWITCHES if name in batch}
         has_router_loss = asks_for_router_loss(
             unwrapped(module), switches.get("output_router_logits"), joins_router=self.joins_router
@@ -304,6 +313,8 @@ class ModelHooks(ReductionChoice):
             output["logits"] = self._whole_of_labelled(output["logits"], state)
         if state.logit_rows is not None and isinstance(output.get("logits"), Tensor):
             output["logits"] = output["logits"][:, state.logit_rows]
+        if isinstance(output.get("logits"), HeadLogits):
+            output["logits"] = None
         if isinstance(output.get("loss"), Tensor):
             output["loss"] = self._whole_loss(module, output, state)
         elif state.has_labels:  # under another name it would be this rank's part of the loss

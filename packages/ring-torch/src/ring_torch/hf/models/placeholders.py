@@ -7,6 +7,7 @@ says what is wrong, not a wrong result.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, ClassVar, Never, Self
 
 import torch
@@ -60,6 +61,16 @@ def keeps_all(index: object, shape: tuple[int, ...]) -> bool:
         isinstance(x, slice) and x.indices(size) == (0, size, 1)
         for x, size in zip(indices, shape, strict=False)
     )
+
+
+def positive_number(x: object) -> float | None:
+    """Return a factor of scores or logits as a float; ``None`` if it is none, or has a gradient.
+
+    A stand-in keeps it as a number, so that its gradient would be lost.
+    """
+    if isinstance(x, Tensor) and x.numel() == 1 and not x.requires_grad:
+        x = x.item()
+    return float(x) if isinstance(x, Real) and float(x) > 0 else None
 
 
 class AnyDevice(Placeholder):
