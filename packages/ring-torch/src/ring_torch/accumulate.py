@@ -167,11 +167,6 @@ class Joins(NamedTuple):
     begins: bool
     holds_first: bool
 
-    @property
-    def splits_sums(self) -> bool:
-        """True if sums wait between merges, wider than ``out``."""
-        return sum(map(bool, self.merged)) > 1 and self.dtype != acc_dtype(self.dtype)
-
 
 def joins_of(
     launches: Sequence[Forward], dtype: torch.dtype, length: int, *,
@@ -342,8 +337,10 @@ class Accumulator:
         """Merge the results of ``count`` launches, of which the ``n``-th is the last."""
         joins, state = self._joins, self.state
         if n + 1 == count:
-            # The lower halves of the sums. Merges without them get `out` as a placeholder.
-            self._low = torch.empty_like(state.out) if joins.splits_sums else state.out
+            # The lower halves of sums that wait between merges, wider than `out`. Merges without
+            # them get `out` as a placeholder.
+            waits = sum(map(bool, joins.merged)) > 1 and joins.dtype != acc_dtype(joins.dtype)
+            self._low = torch.empty_like(state.out) if waits else state.out
         numbers = range(n + 1 - count, n + 1)
         first = numbers[0] == 0 and not joins.begins
         spans = tuple([span_of(joins.rows[x]) for x in numbers])

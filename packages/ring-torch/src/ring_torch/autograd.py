@@ -58,8 +58,7 @@ class AttentionFunction(torch.autograd.Function):
         if torch.compiler.is_compiling():
             # Compiled autograd would trace the messages between ranks; it must not look inside.
             run_pass, release_saved = _backward_alone, None
-        grads = dout, dlse
-        return None, *run_pass(ctx.call, inputs, (out, lse), saved, grads, release_saved)
+        return None, *run_pass(ctx.call, inputs, (out, lse), saved, (dout, dlse), release_saved)
 
 
 def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:

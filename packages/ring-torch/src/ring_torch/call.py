@@ -23,9 +23,7 @@ from ring_core import (
     RingProgram,
     StrategyConfig,
     UnsupportedError,
-    longest_gather,
 )
-from ring_core.choose.gathering import MAX_SAVED_BYTES
 from ring_core.programs.grid import RankGrid
 from ring_core.viz.text import imbalance_line
 from ring_torch.accumulate import Rows
@@ -392,12 +390,6 @@ class Call(NamedTuple):
     def is_plain(self) -> bool:
         """True if launches need q, k and v alone, and maybe sinks."""
         return not self.needs_index and not self.request.segment_ids
-
-    def saves_keys(self, gather: GatherProgram) -> bool:
-        """Return True if the forward saves K/V that it gathers, which all ranks decide alike."""
-        # By the rank that fetches most: all ranks save, or none does.
-        longest = longest_gather(self.plan, splits=gather.splits, tile=gather.tile).length
-        return self.needs_grad and self.keys.size(longest) <= MAX_SAVED_BYTES
 
 
 def agreed_fields(

@@ -337,7 +337,7 @@ def _check_options(
     lse_grad: bool,
 ) -> tuple[Request, KernelConfig]:  # fmt: skip
     """Check the options that belong to no tensor; return the request and the kernel's settings."""
-    scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
+    scale, bias = checks.check_scale(options.softmax_scale, sizes.head_dim), tensors.get("bias")
     cap = checks.check_softcap(options.softcap)
     for name in ("deterministic", "return_lse"):
         checks.check_flag(name, getattr(options, name))
@@ -348,15 +348,10 @@ def _check_options(
         softcap=cap is not None, bias="bias" in tensors, alibi="alibi_slopes" in tensors,
         dropout=options.dropout_p > 0, deterministic=options.deterministic, any_scale=scale <= 0, grad=grads[0],
         lse_grad=lse_grad, batch=sizes.batch, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
-        shared_bias_bytes=_shared_bias_bytes(tensors.get("bias")),
+        shared_bias_bytes=math.prod(bias.shape) * getattr(torch, bias.dtype).itemsize
+        if bias is not None and len(bias.shape) == 4 and bias.shape[1] == 1
+        else 0,
     ), kernel_config(options.kernel, kernel_names())  # fmt: skip
-
-
-def _shared_bias_bytes(bias: checks.Tensor | None) -> int:
-    """Return the bytes of a bias with one head for all query heads, 0 for others."""
-    if bias is None or len(bias.shape) != 4 or bias.shape[1] != 1:
-        return 0
-    return math.prod(bias.shape) * int(getattr(torch, bias.dtype).itemsize)
 
 
 def _params(

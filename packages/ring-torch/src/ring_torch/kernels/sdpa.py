@@ -52,7 +52,6 @@ class CpuFlashKernel(EagerKernel):
     capabilities = Capabilities(
         name="sdpa", devices=("cpu",), dtypes=("float64", "float32"), bands="causal"
     )
-    reads_on_host = False  # a graph holds no call on a CPU
 
     def attend(
         self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,

@@ -67,7 +67,6 @@ from ring_torch.records import (
     AttentionState,
     Backward,
     BackwardInputs,
-    Forward,
     Grads,
     Inputs,
     KeyBlock,
@@ -395,8 +394,7 @@ class Gather(Strategy):
         fetches = [x for x in gather.fetches if x.rank != call.ranks.rank]
         keys = sum(x.target.stop - x.target.start for x in fetches)
         peers = {x.rank for x in fetches}
-        others = f"{len(peers)} of {call.ranks.size - 1} other ranks"
-        fetched = f"{len(fetches)} by this rank: {keys:,} keys from {others}"
+        fetched = f"{len(fetches)} by this rank: {keys:,} keys from {len(peers)} of {call.ranks.size - 1} other ranks"
         if not fetches:
             fetched = "none, as no query of this rank sees keys of another"
         own = len(self.own_work.launches)
@@ -407,13 +405,6 @@ class Gather(Strategy):
             figure("fetches", f"{fetched}{of_groups}"),
             figure("launches", f"{launches}, in the forward{of_groups}"),
         ]
-
-
-def _size(launch: Forward) -> int:
-    """Return how many pairs of queries and keys a launch is about, masked ones among them."""
-    item = launch.item
-    size: int = (item.q_stop - item.q_start) * (item.k_stop - item.k_start)
-    return size
 
 
 @lru_cache(maxsize=256)
@@ -570,8 +561,12 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
     )  # fmt: skip
     if joins.is_final and (groups.forward > 1 or by_parts):
         joins = joins._replace(holds_first=False)  # groups of heads are written into one memory
-    by_size = sorted(work.launches, key=_size, reverse=True)
+    by_size = sorted(  # by pairs of queries and keys, masked ones among them
+        work.launches, reverse=True,
+        key=lambda x: (x.item.q_stop - x.item.q_start) * (x.item.k_stop - x.item.k_start),
+    )  # fmt: skip
 
+    longest = longest_gather(plan, splits=gather.splits, tile=gather.tile)
     own_whole = [x.q_slice for x in own_items] == [slice(0, num_rows)]
     covers_keys = [x.k_slice for x in own_items] == [slice(0, num_keys)]
     split = kernel.split_backward if tile is not None else None
@@ -611,7 +606,9 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
     ]  # fmt: skip
     return Gather(
         forward_spec=specs[0], backward_spec=specs[1], adds_sinks=adds_sinks,
-        saves=call.saves_keys(gather) and not (in_stages and call.returns_lse),
+        # By the rank that fetches most: all ranks save, or none does.
+        saves=call.needs_grad and call.keys.size(longest.length) <= MAX_SAVED_BYTES
+        and not (in_stages and call.returns_lse),
         own_work=own_work, work=work, joins=joins,
         by_size=tuple(Work.of([x], num_rows) for x in by_size),
         parts=(whole,), last_parts=last_parts, own_launch=own_launch, rows=rows,
