@@ -30,16 +30,14 @@ def test_its_figures(
     monkeypatch.setattr(sys, "argv", ["recurrent", *sizes, f"--json={path}"])
     assert recurrent.main() == 0
     figures = json.loads(path.read_text())
-    assert json.loads(capsys.readouterr().out) == figures
+    assert "goals" in capsys.readouterr().out
     assert figures["kernel"] == "eager" and "its kernels need CUDA" in figures["why_not_fla"]
     assert [row["layout"] for row in figures["rows"]] == ["whole", "contiguous", "zigzag"]
     assert all(ratio > 0 for name, ratio in figures["ratios"].items() if "peak" not in name)
     assert figures["errors"]["worst_ratio"] < recurrent.GOALS["error"]
     # What a zigzag rank sends: two runs of a transition and a state of each head, whatever T.
     assert figures["rows"][2]["sent_bytes"]["forward"] == 2 * 2 * 16 * (16 + 16) * 4
-    monkeypatch.setattr(recurrent, "WRONG", 0.0)
-    assert recurrent.main() == 1
-    assert "ms" not in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["recurrent", *sizes, "--kernel=fla"])
-    with pytest.raises(SystemExit):
-        recurrent.main()
+    assert recurrent.main() == 1
+    text = capsys.readouterr().out
+    assert "its kernels need CUDA" in text and " ms" not in text

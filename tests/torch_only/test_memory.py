@@ -283,7 +283,7 @@ def test_gathered_keys_are_gone_before_launches_in_place(
     monkeypatch.setattr(Call, "agree", nothing)
     monkeypatch.setattr(p2p.Messages, "_fetch", noted_fetch)
     monkeypatch.setattr(gather.Gather, "_own_sums", noted_launches)
-    monkeypatch.setattr(Call, "saves_keys", lambda *_: saves)
+    monkeypatch.setattr(gather, "MAX_SAVED_BYTES", (1 << 30) * saves)
     cut = HeadGroups(1, groups, before_last_item=True)
     monkeypatch.setattr(gather, "head_groups_of", lambda *_: cut)
 

@@ -24,12 +24,13 @@ from views import VIEWS
 
 from ring_core import Layout
 from ring_core.programs import gather_work
-from ring_torch import call, prepare, ring_attention
+from ring_torch import prepare, ring_attention
 from ring_torch.kernels import fa4, flash
 from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.sdpa import CpuFlashKernel
 from ring_torch.launches import cache
+from ring_torch.strategies import gather
 
 TOKENS, HEADS, DIM = 48, (4, 2, 2), 8
 View = Callable[[Tensor], Tensor]
@@ -90,7 +91,7 @@ def chosen(kernel: Kernel, *, saves: bool = True) -> AbstractContextManager[None
     """Let calls take a kernel of small tiles, with or without room to save K/V."""
     return patched.chosen(
         kernel,
-        patch.object(call, "MAX_SAVED_BYTES", (1 << 20) * saves),
+        patch.object(gather, "MAX_SAVED_BYTES", (1 << 20) * saves),
         patch.object(fa4, "KEYS", KEYS),
         patch.object(gather_work, "TILE", KEYS),
     )

@@ -14,13 +14,14 @@ import torch
 
 from ring_core import Mask, StrategyConfig, cost
 from ring_core.choose.gathering import MAX_SAVED_BYTES
-from ring_torch import call as call_module, prepare
+from ring_torch import prepare
 from ring_torch.call import Call, Traffic
 from ring_torch.comm.ranks import DONE, Ranks
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.options import CallOptions
 from ring_torch.prepare import _prepare, check_call
+from ring_torch.strategies import gather
 from ring_torch.strategies.balanced import Balanced, OffloadPiece, offload_pieces_of, remote_queries
 from ring_torch.strategies.ring import Ring
 from ring_torch.strategies.ulysses import Ulysses
@@ -198,7 +199,7 @@ def test_bytes_in_whole_tiles_are_those_of_the_model(
     sent: list[int] = []
     with (
         patch.object(prepare, "choose", lambda *_: Selection(WholeTiles(tile), ())),
-        patch.object(call_module, "MAX_SAVED_BYTES", MAX_SAVED_BYTES if saves else 0),
+        patch.object(gather, "MAX_SAVED_BYTES", MAX_SAVED_BYTES if saves else 0),
     ):
         _prepare.cache_clear()
         for rank in range(size):
