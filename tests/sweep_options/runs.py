@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
 from hf_models import BYTES, LENGTH, Wide, build
 from sweep.compare import is_refusal, words
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from trained import arguments, be_started, collate, documents
 from transformers import Trainer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from trl_trained import pairs, texts, tokenizer
+from trl_trained import EAGER_EXPERTS, SAMPLERS, brevity, pairs, recorded, texts, tokenizer, vowels
 
 from ring_torch import ContextParallel, hf
 from ring_torch.hf.models.hooks import hooks_of
@@ -169,6 +170,25 @@ def _trl(
         built = build(name, **sizes | (BIASES if name == "Llama" else {}) | changes)
         return built if is_wide else built.float()
 
+    if kind := {"GRPOConfig": "grpo", "RLOOConfig": "rloo"}.get(owner):
+        # Completions are recorded, as sampling flips on rounding; a reference model is loaded.
+        source = f"{options['output_dir']}/model"
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            model().save_pretrained(source)
+        if dist.is_initialized():
+            dist.barrier()
+        trainer_of_kind, config_of_kind = SAMPLERS[kind]
+        options = {
+            "num_generations": 2, "max_completion_length": 9,
+            "model_init_kwargs": {"dtype": "auto"} | EAGER_EXPERTS.get(name, {}),
+        } | options  # fmt: skip
+        prompts = datasets.Dataset.from_list([{"prompt": x} for x in texts(8)])
+        sampler = trainer_of_kind(
+            source, reward_funcs=[vowels, brevity], processing_class=letters, train_dataset=prompts,
+            eval_dataset=prompts.select(range(3)), args=config_of_kind(**options),
+        )  # fmt: skip
+        sampler._generate_single_turn = recorded(kind, 0)
+        return sampler
     if owner == "DPOConfig":
         # Rejected answers are shorter than chosen ones.
         answers = datasets.Dataset.from_list(
