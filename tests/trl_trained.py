@@ -9,17 +9,23 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from hf_models import build
+from hf_models import Wide, build
+from peft import LoraConfig
+from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from trained import be_started, context
 from transformers import PreTrainedTokenizerFast
 from trl import (  # fmt: skip
     DPOConfig,
     DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
     KTOConfig,
     KTOTrainer,
     RewardConfig,
     RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
     SFTConfig,
     SFTTrainer,
 )
@@ -28,7 +34,7 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.experimental.tpo import TPOConfig, TPOTrainer
 
-from ring_torch import hf
+from ring_torch import ContextParallel, hf
 
 #: Trainers, their configs, and options that each needs.
 TRAINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -91,9 +97,13 @@ def rows_of(kind: str, count: int, data: str = "text") -> Dataset:
 
 
 def trainer_of(
-    kind: str, rows: Dataset, options: dict[str, Any], dtype: Any, **changes: Any
-) -> Any:
-    """Return a Trainer of TRL over a small model of this dtype."""
+    kind: str, rows: Dataset, options: dict[str, Any], dtype: Any, *, way: str = "",
+    cp: ContextParallel | None = None, **changes: Any,
+) -> Any:  # fmt: skip
+    """Return a Trainer of TRL over a small model of this dtype, which has a reference in a way.
+
+    It is the model itself with "LoRA"; "model first" is parallelized before the Trainer is made.
+    """
     letters = tokenizer()
     letters.chat_template = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
@@ -107,21 +117,28 @@ def trainer_of(
     more = (
         {others[kind]: build(name, **sizes, rms_norm_eps=0.1).to(dtype)} if kind in others else {}
     )
-    trainer, config, _ = TRAINERS[kind]
+    if way == "LoRA":
+        more = {"peft_config": LoraConfig(target_modules=["q_proj", "down_proj"])}
+    model, (trainer, config, _) = build(name, **sizes).to(dtype), TRAINERS[kind]
+    if way == "model first" and cp is not None:
+        hf.parallelize(model, cp, reduction="mean")
     return trainer(
-        build(name, **sizes).to(dtype), **more, processing_class=letters, train_dataset=rows,
+        model, **more, processing_class=letters, train_dataset=rows,
         eval_dataset=rows.select(range(5)), args=config(**options),
     )  # fmt: skip
 
 
 def trl_trained(
-    rank: int, ranks: int, cp_size: int | None, kind: str, folder: str
+    rank: int, ranks: int, cp_size: int | None, kind: str, folder: str, way: str = ""
 ) -> dict[str, Any]:
     """Train with a trainer of TRL and evaluate once; return the metrics.
 
     Losses of :data:`READ_LOGITS` read logits, so these Trainers are refused without whole ones.
+    Preferences are learned in a ``way``: "model first", parallelized before its Trainer is made;
+    "LoRA", with the model itself as a reference; or "compiled".
     """
     be_started(rank, ranks)
+    cp = None if cp_size is None else context(cp_size)
     options: dict[str, Any] = {
         "output_dir": str(Path(folder) / f"{kind}{rank}"), "max_steps": 4, "logging_steps": 1,
         "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 1e-3,
@@ -129,14 +146,16 @@ def trl_trained(
         "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False,
         "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant", "max_length": 96,
     } | TRAINERS[kind][2]  # fmt: skip
+    if way == "compiled":
+        options |= {"torch_compile": True, "torch_compile_backend": "eager"}
     rows = rows_of(kind, 40 if kind == "sft" else 16)
-    trainer = trainer_of(kind, rows, options, torch.float32)
-    if cp_size is not None and kind in READ_LOGITS:
+    trainer = trainer_of(kind, rows, options, torch.float32, way=way, cp=cp)
+    if cp is not None and kind in READ_LOGITS:
         with pytest.raises(ValueError, match=r"reads logits .*give logits='gather'"):
-            hf.parallelize(trainer, context(cp_size))
-        hf.parallelize(trainer, context(cp_size), logits="gather")
-    elif cp_size is not None:
-        hf.parallelize(trainer, context(cp_size))
+            hf.parallelize(trainer, cp)
+        hf.parallelize(trainer, cp, logits="gather")
+    elif cp is not None:
+        hf.parallelize(trainer, cp)
     trainer.train()
     trainer.evaluate()
     timed = ("runtime", "per_second", "preparation_time", "flos", "lr")
@@ -147,3 +166,112 @@ def trl_trained(
         # Means over all tokens, those of padding too, which have no meaning on a ring.
         if not name.endswith(timed) and not (kind in READ_LOGITS and "logits/" in name)
     }
+
+
+#: Options with which experts are computed in float64.
+EAGER_EXPERTS: dict[str, dict[str, Any]] = {"Mixtral": {"experts_implementation": "eager"}}
+SAMPLERS: dict[str, tuple[Any, Any]] = {
+    "grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig),
+}  # fmt: skip
+
+
+def vowels(completions: list[str], **_: Any) -> list[float]:
+    """Reward completions by their vowels."""
+    return [sum(x.count(vowel) for vowel in "aeiou") / 4 for x in completions]
+
+
+def brevity(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """Reward short completions; those of a single token have no reward."""
+    return [None if len(x) == 1 else -len(x) / 10 for x in completion_ids]
+
+
+def recorded(kind: str, ring: int) -> Any:
+    """Return a function that makes completions of prompts, ragged, some cut off at 9 tokens."""
+    calls = [0]
+
+    def generate(prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
+        calls[0] += 1
+        completions = []
+        for n, prompt in enumerate(prompt_ids):
+            draw = torch.Generator().manual_seed(
+                1000 * calls[0] + 100 * ring + 10 * n + sum(prompt) % 7
+            )
+            length = int(torch.randint(1, 10, (), generator=draw))
+            tokens = torch.randint(3, 30, (length,), generator=draw).tolist()
+            completions.append(tokens if length == 9 else [*tokens[:-1], 1])
+        return (completions, None) if kind == "grpo" else completions  # log-probabilities, or not
+
+    return generate
+
+
+def sampled(
+    rank: int, ranks: int, cp_size: int | None, kind: str, folder: str, options: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Train GRPO or RLOO in float64, and evaluate once; return metrics, completions and weights.
+
+    Args:
+        rank: Rank of this process.
+        ranks: Number of ranks.
+        cp_size: Ranks of a ring; ``None`` without rings.
+        kind: A key of :data:`SAMPLERS`.
+        folder: Folder that each rank writes into.
+        options: Options of the trainer's config; and ``samples`` for a trainer that generates
+            itself, ``model`` for another than Llama, ``LoRA`` for an adapter.
+    """
+    be_started(rank, ranks)
+    options = dict(options)
+    generates, name = options.pop("samples", False), options.pop("model", "Llama")
+    adapter = LoraConfig(target_modules=["q_proj", "down_proj"]) if options.pop("LoRA", 0) else None
+    own = Path(folder) / f"{kind}{rank}"
+    letters = tokenizer()
+    sizes: dict[str, Any] = {"vocab_size": len(letters), "pad_token_id": 0, "eos_token_id": 1}
+    source = Path(folder) / "model"  # of which the trainer loads a reference model
+    if rank == 0:
+        build(name, **sizes).save_pretrained(source)
+    if ranks > 1:
+        torch.distributed.barrier()
+    trainer_of_kind, config_of_kind = SAMPLERS[kind]
+    args = config_of_kind(**{
+        "output_dir": str(own), "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-3,
+        "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "num_generations": 4,
+        "num_generations_eval": 2, "gradient_accumulation_steps": 2, "max_completion_length": 9,
+        "use_cpu": not torch.cuda.is_available(), "bf16": False, "report_to": "none",
+        "save_strategy": "steps", "save_steps": 3, "disable_tqdm": True,
+        "dataloader_pin_memory": False, "lr_scheduler_type": "constant", "seed": 7,
+        "model_init_kwargs": {"dtype": "auto"} | EAGER_EXPERTS.get(name, {}), "reward_weights": [1.0, 0.5],
+        "gradient_checkpointing": False,  # a backward would recompute in float32
+    } | options)  # fmt: skip
+    rows = Dataset.from_list([{"prompt": x} for x in texts(12)])
+    trainer: Any = trainer_of_kind(
+        str(source), reward_funcs=[vowels, brevity], args=args, train_dataset=rows,
+        eval_dataset=rows.select(range(4)), processing_class=letters, peft_config=adapter,
+    )  # fmt: skip
+    if not generates:
+        trainer._generate_single_turn = recorded(kind, rank // (cp_size or 1))
+    if cp_size is not None:
+        hf.parallelize(trainer, context(cp_size))
+    completions = []
+    prepare = trainer._generate_and_score_completions
+
+    def kept(*inputs: Any) -> Any:
+        output = prepare(*inputs)
+        completions.append(output["completion_ids"].tolist())
+        return output
+
+    trainer._generate_and_score_completions = kept
+    with Wide():
+        trainer.train()
+        trainer.evaluate()
+    weights = "model.safetensors" if adapter is None else "adapter_model.safetensors"
+    saved = load_file(own / "checkpoint-3" / weights) if rank == 0 else {}
+    timed = ("runtime", "per_second", "step_time", "flos", "lr")
+    metrics = {
+        f"{n} {name}": value
+        for n, entry in enumerate(trainer.state.log_history)
+        for name, value in entry.items() if not name.endswith(timed)
+    }  # fmt: skip
+    logs = {name: [*trainer._logs[name]] for name in ("prompt", "completion", "advantages")}
+    return {
+        "metrics": metrics, "completions": completions, "logs": logs,
+        "weights": {name: x.double().sum().item() for name, x in saved.items()},
+    }  # fmt: skip

@@ -16,12 +16,15 @@ from typing import Any, Literal
 import peft
 import transformers
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from trl import DPOConfig, SFTConfig
+from trl import DPOConfig, GRPOConfig, RLOOConfig, SFTConfig
 
 from sweep_options import adapters, values
 from sweep_options.values import Try
 
-TRAINERS = {x.__name__: x for x in (transformers.TrainingArguments, SFTConfig, DPOConfig)}
+TRAINERS = {
+    x.__name__: x
+    for x in (transformers.TrainingArguments, SFTConfig, DPOConfig, GRPOConfig, RLOOConfig)
+}  # fmt: skip
 ADAPTERS = {
     x.__name__: x for x in (peft.PeftConfig, *PEFT_TYPE_TO_CONFIG_MAPPING.values())
 }  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
 from hf_models import BYTES, LENGTH, Wide, build
 from sweep.compare import is_refusal, words
@@ -19,7 +20,17 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from trained import arguments, be_started, collate, documents
 from transformers import Trainer
-from trl_trained import rows_of, trainer_of
+from trl_trained import (
+    EAGER_EXPERTS,
+    SAMPLERS,
+    brevity,
+    recorded,
+    rows_of,
+    texts,
+    tokenizer,
+    trainer_of,
+    vowels,
+)
 
 from ring_torch import ContextParallel, hf
 from ring_torch.hf.models.hooks import hooks_of
@@ -160,7 +171,27 @@ def _trl(
     own = {n: defaults[n] for n in kept} | {"bf16": False, "gradient_checkpointing": False}
     kind, dtype = owner.removesuffix("Config").lower(), torch.float64 if is_wide else torch.float32
     biases = BIASES if name == "Llama" else {}
-    return trainer_of(kind, rows_of(kind, 13, data), own | options, dtype, model=name, **biases)
+    if kind not in SAMPLERS:
+        return trainer_of(kind, rows_of(kind, 13, data), own | options, dtype, model=name, **biases)
+    # Completions are recorded, as sampling flips on rounding; a reference model is loaded.
+    letters, source = tokenizer(), f"{options['output_dir']}/model"
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        sizes: dict[str, Any] = {"vocab_size": len(letters), "pad_token_id": 0, "eos_token_id": 1}
+        build(name, **sizes | biases).to(dtype).save_pretrained(source)
+    if dist.is_initialized():
+        dist.barrier()
+    trainer_of_kind, config_of_kind = SAMPLERS[kind]
+    options = own | {
+        "num_generations": 2, "max_completion_length": 9,
+        "model_init_kwargs": {"dtype": "auto"} | EAGER_EXPERTS.get(name, {}),
+    } | options  # fmt: skip
+    prompts = datasets.Dataset.from_list([{"prompt": x} for x in texts(8)])
+    sampler = trainer_of_kind(
+        source, reward_funcs=[vowels, brevity], processing_class=letters, train_dataset=prompts,
+        eval_dataset=prompts.select(range(3)), args=config_of_kind(**options),
+    )  # fmt: skip
+    sampler._generate_single_turn = recorded(kind, 0)
+    return sampler
 
 
 def _adapter(

@@ -38,6 +38,10 @@ _SGD = {"optim": "sgd"}  # Adam would enlarge the rounding of gradients near 0
 _STILL = {"learning_rate": 0.0}
 _HALF = 0.1  # limit in bfloat16, of single predictions too
 SINGLE = 2e-4  # and in float32
+#: Ratios of GRPO and RLOO differ from 1 in the second pass over samples.
+_TWICE = {"num_iterations": 2}
+_VESPO = {"loss_type": "vespo", "learning_rate": 1e-4, **_TWICE}  # weights vanish far from 1
+_ENTROPY = {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_coef_delta": 0.02}
 _EAGER = {"torch_compile": True, "torch_compile_backend": "eager"}
 
 #: Values of options by name, or by class and name: one, or several with what they need.
@@ -128,6 +132,35 @@ VALUES: dict[str, Any] = {
     "sync_ref_model": Try(True, {"ref_model_sync_steps": 1}),
     "ref_model_mixup_alpha": Try(0.3, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
     "ref_model_sync_steps": Try(1, {"sync_ref_model": True}),
+    "GRPOConfig.sync_ref_model": Try(True, {"ref_model_sync_steps": 1, "beta": 0.5}),
+    "GRPOConfig.ref_model_mixup_alpha": Try(0.3, {"sync_ref_model": True, "ref_model_sync_steps": 1, "beta": 0.5}),
+    "GRPOConfig.ref_model_sync_steps": Try(1, {"sync_ref_model": True, "beta": 0.5}),
+    "num_generations": Try(4, {"per_device_train_batch_size": 4, "num_generations_eval": 2}),
+    "num_generations_eval": Try(4, {"per_device_eval_batch_size": 4}),
+    "GRPOConfig.max_completion_length": Try(7, {"loss_type": "dr_grpo"}), "RLOOConfig.max_completion_length": 7,
+    "generation_batch_size": Try(None), "steps_per_generation": 2,
+    "temperature": 0.7, "top_k": 5, "min_p": 0.1, "generation_kwargs": Try({"do_sample": False}), "cache_implementation": "static",
+    "chat_template_kwargs": Try({"a": 1}), "vllm_structured_outputs_regex": "a", "vllm_server_base_url": "a", "vllm_mode": "server",
+    "vllm_max_model_length": 9, "vllm_model_impl": "a", "vllm_server_host": "a", "max_tool_calling_iterations": 2,
+    "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.1, "vllm_importance_sampling_cap": Try(None),
+    "num_iterations": 2, "epsilon": Try(0.001, _TWICE), "epsilon_high": Try(0.001, _TWICE), "delta": Try(1.0001, _TWICE),
+    "sapo_temperature_neg": Try(2.0, {"loss_type": "sapo", **_TWICE}),
+    "sapo_temperature_pos": Try(2.0, {"loss_type": "sapo", **_TWICE}),
+    "vespo_k_pos": Try(1.0, _VESPO), "vespo_lambda_pos": Try(1.0, _VESPO),
+    "vespo_k_neg": Try(1.0, _VESPO), "vespo_lambda_neg": Try(1.0, _VESPO),
+    "importance_sampling_level": Try("sequence", _TWICE), "reward_weights": Try([1.0, 0.1]),
+    "multi_objective_aggregation": "normalize_then_sum", "scale_rewards": [Try("batch", {"per_device_train_batch_size": 4}), Try("none")],
+    "GRPOConfig.loss_type": [
+        Try(x, {"gradient_accumulation_steps": 2})
+        for x in ("grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
+    ],
+    "GRPOConfig.beta": 0.1, "use_bias_correction_kl": Try(False, {"beta": 0.5, **_TWICE}),
+    "entropy_coef": 0.05, "use_adaptive_entropy": Try(True, {"entropy_coef": 0.05}), "top_entropy_quantile": 0.5,
+    "entropy_coef_min": Try(0.04, {**_ENTROPY, "entropy_target": 0.1}), "entropy_coef_max": Try(0.06, {**_ENTROPY, "entropy_target": 9.0}),
+    "entropy_coef_delta": Try(0.01, {**_ENTROPY, "entropy_target": 9.0}), "entropy_target": Try(9.0, _ENTROPY),
+    "off_policy_mask_threshold": Try(1e-6, _TWICE), "cast_lm_head_to_fp32": Try(True, limit=SINGLE),
+    "reward_clip_range": Try((-0.2, 0.3)), "log_completions_hub_repo": "a", "num_completions_to_print": 1,
+    "transformers_continuous_batching_config": Try(None), "use_transformers_paged": Try(None),
 }  # fmt: skip
 
 #: Reasons in a word why an option has no effect on what is computed, or is not run here.
@@ -140,7 +173,8 @@ _WORDS = {
     "logging": (
         "logging_nan_inf_filter", "log_on_each_node", "log_level", "log_level_replica", "disable_tqdm",
         "report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
-        "debug", "skip_memory_metrics", "progressbar",
+        "debug", "skip_memory_metrics", "progressbar", "log_completions", "log_multimodal",
+        "num_completions_to_print", "log_unique_prompts", "log_completions_hub_repo",
     ),
     "hub": (
         "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push",
@@ -176,10 +210,24 @@ _WORDS = {
         "peft_type", "task_type", "auto_mapping", "peft_version",
     ),
     "inference": ("inference_mode", "sample_at_inference", "generator_seed"),
+    "sampling": (  # completions are recorded
+        "top_p", "top_k", "min_p", "generation_kwargs", "repetition_penalty", "cache_implementation",
+        "chat_template_kwargs", "RLOOConfig.max_completion_length", "max_tool_calling_iterations",
+        "generation_batch_size",
+    ),
+    "vLLM": (
+        "use_vllm", "vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_structured_outputs_regex",
+        "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
+        "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size",
+        "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
+        "vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap",
+        "transformers_continuous_batching_config", "use_transformers_paged", "ds3_gather_for_generation",
+    ),
     "Conv1D": ("fan_in_fan_out",),
     "Conv2d": ("use_effective_conv2d",),
     "tied": ("ensure_weight_tying",),
     "model": ("disable_dropout",),  # it has no dropout
+    "precision": ("cast_lm_head_to_fp32",),  # the head is in float32 or wider
     # TRL computes them when it is built, before there is a ring, and several ranks share a file.
     "files": ("precompute_ref_log_probs", "precompute_ref_batch_size"),
     "seeds": ("full_determinism",),

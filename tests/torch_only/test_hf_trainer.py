@@ -305,6 +305,18 @@ def test_trainers_of_trl(pools: dict[int, LocalRanks], tmp_path: Path, kind: str
         assert steps == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.nightly(unless=["model first-dpo", "LoRA-dpo", "compiled-kto"])
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("way", ["model first", "LoRA", "compiled"])
+def test_preferences_in_other_ways(
+    pools: dict[int, LocalRanks], tmp_path: Path, way: str, kind: str
+) -> None:
+    """TRL replaces the model's forward when a Trainer is made: before the hooks or after them."""
+    expected = pools[1].run(trl_trained, 1, None, kind, str(tmp_path / "one"), way)[0]
+    for steps in pools[2].run(trl_trained, 2, 2, kind, str(tmp_path / "ring"), way):
+        assert steps == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
 def close(actual: Any, expected: Any, what: str) -> None:
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys()

@@ -36,6 +36,7 @@ from ring_torch.hf.models.hooks import (
 from ring_torch.hf.models.recurrent import carries_states, is_recurrent
 from ring_torch.hf.models.releases import lacks, warn_of_untested
 from ring_torch.hf.register import set_ring_attention
+from ring_torch.hf.rollouts import Rollouts, check_rollouts, is_sampler
 from ring_torch.hf.trainer import TrainerHooks, trainer_hooks_of
 from ring_torch.hf.trainer_settings import check_trainer, trainer_class
 from ring_torch.hf.verification import Target, verify_target
@@ -261,7 +262,11 @@ def _trainer(
                 undo.callback(handles[-1].remove)
         if (hooks := trainer_hooks_of(trainer)) is None:
             hooks = TrainerHooks(trainer, not_none(hooks_of(trainer.model)))
-            hooks.owner = Handle([*hooks.install()], handles[0]._target, hooks.check_models)  # noqa: SLF001 - a class of this module
+            target = handles[0]._target  # noqa: SLF001 - a class of this module
+            if samples := is_sampler(trainer):
+                check_rollouts(trainer, len(hooks.firsts), hooks.cp_size)
+            undone = [*hooks.install(), *(Rollouts(hooks, target).install() if samples else ())]
+            hooks.owner = Handle(undone, target, hooks.check_models)
         hooks.check_models()
         owner: Handle = hooks.owner
         # No error came: from here on the handle undoes it, the models last.

@@ -173,7 +173,7 @@ class TrainerHooks:
         if use_gather_object:
             is_first = self.hooks.sharding.ranks.rank == 0
             return original(input_data if is_first else [], use_gather_object=True)
-        undo = replace_attribute(self.accelerator, "gather", self._gather)
+        undo = replace_attribute(self.accelerator, "gather", self.gather_rings)
         try:
             return original(input_data)
         finally:
@@ -245,7 +245,7 @@ class TrainerHooks:
             before + (state.num_input_tokens_seen - before) // self.cp_size
         )
 
-    def _gather(self, tensors: Any) -> Any:
+    def gather_rings(self, tensors: Any) -> Any:
         """Gather tensors of all ranks, and keep those of each ring's first rank."""
         from accelerate.utils import recursively_apply
 

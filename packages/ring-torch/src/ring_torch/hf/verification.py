@@ -51,6 +51,22 @@ class Target:
     undo: list[Callable[[], object]]
 
 
+@contextmanager
+def unhooked(target: Target) -> Iterator[None]:
+    """Undo within the block what ``hf.parallelize`` has changed, and put it back at its end.
+
+    Inside of ``cp.whole()`` alone the model would compute by our masks and attention.
+    """
+    fields = SavedFields(target.model)
+    try:
+        for undo in reversed(target.undo):
+            undo()
+        with target.hooks.all_ranks.whole():  # of what the model itself calls of ours
+            yield
+    finally:
+        fields.restore()
+
+
 def verify_target(target: Target, batch: Mapping[str, Any]) -> VerifyReport:
     """Run a batch split and whole, and compare; see :meth:`ring_torch.hf.Handle.verify`."""
     if not target.undo:
@@ -129,20 +145,13 @@ class _Runner(Runner):
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
-        """Undo within the block what ``hf.parallelize`` has changed, and put it back at its end.
-
-        Inside of ``cp.whole()`` alone the model would compute by our masks and attention.
-        """
-        fields = SavedFields(self.model)
-        try:
-            for undo in reversed(self.target.undo):
-                undo()
-            with self.hooks.all_ranks.whole():  # of what the model itself calls of ours
+        """Undo within the block what ``hf.parallelize`` has changed, and put it back at its end."""
+        with unhooked(self.target):
+            try:
                 yield
-        finally:
-            while self._undo:
-                self._undo.pop()()
-            fields.restore()
+            finally:
+                while self._undo:
+                    self._undo.pop()()
 
     def compute(self, attention: str | None) -> tuple[Tensor | None, Tensor]:
         """Run a forward; return the model's own loss, if any, and a loss to differentiate.

@@ -1,0 +1,204 @@
+"""Trainers of TRL that sample completions, to which a ring is one process that samples once.
+
+The first rank of a ring generates with the model as it was before ``hf.parallelize``, and tells the
+others. Rewards, advantages and metrics are gathered from the first ranks alone. What TRL's code
+reads of its Accelerator, and the two functions that its modules import from accelerate, is replaced
+while these methods of one Trainer run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_core import UnsupportedError
+from ring_torch.hf.models.hooks import replace_attribute
+from ring_torch.hf.models.releases import lacks
+from ring_torch.hf.trainer import TrainerHooks
+from ring_torch.hf.verification import Target, unhooked
+
+#: Modules and names of the classes that sample, which a Trainer's class may derive from.
+_SAMPLERS = (
+    ("trl.trainer.grpo_trainer", "GRPOTrainer"), ("trl.trainer.rloo_trainer", "RLOOTrainer"),
+)  # fmt: skip
+
+#: Methods that gather results of all processes.
+_GATHERING = ("_generate_and_score_completions", "_compute_loss")
+
+#: Logs of a step's samples, which keep as many as there are.
+_LOGS = ("prompt", "completion", "advantages", "images")
+
+
+def is_sampler(trainer: object) -> bool:
+    """Return True for a Trainer of TRL that samples completions of its own model."""
+    return any((cls.__module__, cls.__name__) in _SAMPLERS for cls in type(trainer).__mro__)
+
+
+def check_rollouts(trainer: Any, rings: int, cp_size: int) -> None:
+    """Refuse settings of a Trainer that samples, which a ring would not do once.
+
+    Raises:
+        ValueError: The completions of a prompt do not fill batches of all rings.
+        UnsupportedError: A setting samples, or runs tools, on each rank by itself.
+    """
+    args = trainer.args
+    settings = {
+        "use_vllm": args.use_vllm, "tools or environment_factory": bool(getattr(trainer, "tools", None)),
+        "use_transformers_continuous_batching": args.use_transformers_continuous_batching,
+        "FSDP": trainer.is_fsdp_enabled,
+    }  # fmt: skip
+    if conflicts := [name for name, is_set in settings.items() if is_set]:
+        raise UnsupportedError(
+            f"{type(trainer).__name__} is set to {' and '.join(conflicts)}, which samples on each rank by "
+            f"itself, and not once for a ring: leave it out (GRPO takes a rollout_func)"
+        )
+    if not all(hasattr(trainer, name) for name in (*_GATHERING, "_generate_single_turn", "_logs")):
+        raise UnsupportedError(lacks(type(trainer).__name__, " or ".join(_GATHERING)))
+    sizes = {"generation_batch_size": (args.generation_batch_size // cp_size, args.num_generations)}
+    if args.eval_strategy != "no":
+        each = args.num_generations_eval or args.num_generations
+        sizes["per_device_eval_batch_size"] = (args.per_device_eval_batch_size * rings, each)
+    for name, (size, generations) in sizes.items():
+        if size % generations:
+            raise ValueError(
+                f"{name}: {rings} rings of {cp_size} ranks take {size} completions at once, which have to be "
+                f"a multiple of the {generations} of a prompt: change it, or num_generations"
+            )
+
+
+class RingAccelerator:
+    """An Accelerator to which each ring is one process.
+
+    Args:
+        hooks: Hooks of the Trainer; its Accelerator answers all else.
+    """
+
+    def __init__(self, hooks: TrainerHooks) -> None:
+        self._hooks, self._accelerator = hooks, hooks.accelerator
+        self.num_processes, self.process_index = len(hooks.firsts), hooks.ring_index
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensors: Any) -> Any:
+        """Return the tensors of all rings, behind each other."""
+        if isinstance(tensors, Tensor) and tensors.ndim == 0:  # each process gives one number
+            tensors = tensors[None]
+        return self._hooks.gather_rings(tensors)
+
+    def gather_object(self, values: list[Any]) -> list[Any]:
+        """Return the lists of all rings as one."""
+        from accelerate.utils import gather_object
+
+        is_first = self._hooks.hooks.all_ranks.ranks.rank == 0
+        joined: list[Any] = gather_object(values if is_first else [])
+        return joined
+
+    def reduce(self, tensor: Tensor, reduction: str = "sum", scale: float = 1.0) -> Tensor:
+        """Return the sum, or the mean, of a tensor over the rings."""
+        each = self.gather(tensor[None])
+        total: Tensor = each.sum(0) if reduction == "sum" else each.mean(0)
+        return total * scale
+
+
+class Rollouts:
+    """Methods that replace those of a Trainer which samples.
+
+    Args:
+        hooks: Hooks of the Trainer.
+        target: Its parallelized model.
+    """
+
+    def __init__(self, hooks: TrainerHooks, target: Target) -> None:
+        self.trainer, self.target = hooks.trainer, target
+        self.ranks = hooks.hooks.all_ranks.ranks
+        self.accelerator = RingAccelerator(hooks)
+
+    def install(self) -> Iterator[Callable[[], object]]:
+        """Set the methods on the instance; yield a function that undoes each replacement."""
+        from accelerate.utils import set_seed
+
+        trainer, args = self.trainer, self.trainer.args
+        for name in _GATHERING:
+            yield replace_attribute(trainer, name, self._counting_rings(getattr(trainer, name)))
+        for name in ("_generate_single_turn", "rollout_func"):
+            if (function := getattr(trainer, name, None)) is not None:
+                yield replace_attribute(trainer, name, self._on_first_rank(function))
+        # The sampler repeats prompts to fill a batch, which it takes to be of all ranks.
+        batch = args.generation_batch_size // self.ranks.size
+        yield replace_attribute(args, "generation_batch_size", batch)
+        for name in _LOGS:
+            trainer._logs[name] = deque(maxlen=batch)  # noqa: SLF001 - TRL has no other name for it
+        # The Trainer seeded each rank alone. A ring draws one stream, as a process in its place.
+        set_seed(args.seed + self.accelerator.process_index)
+
+    def _counting_rings(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that runs with each ring as one process."""
+        # A class between the Trainer's and TRL's may have code in a module of its own.
+        modules = {sys.modules[cls.__module__] for cls in type(self.trainer).__mro__[:-1]}
+        names = [
+            (module, name)
+            for module in modules for name in ("gather", "gather_object")
+            if getattr(vars(module).get(name), "__module__", "").startswith("accelerate.")
+        ]  # fmt: skip
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as undo:
+                undo.callback(replace_attribute(self.trainer, "accelerator", self.accelerator))
+                for module, name in names:
+                    undo.callback(replace_attribute(module, name, getattr(self.accelerator, name)))
+                return method(*args, **kwargs)
+
+        return call
+
+    def _on_first_rank(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs on the first rank of a ring, by the model that is not split.
+
+        The others get its result, and the state of its random generators: all ranks of a ring go on
+        with the same numbers. If it raises there, it raises on all of them.
+        """
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            error: Exception | None = None
+            message: list[Any] = [None]
+            if self.ranks.rank == 0:
+                try:
+                    with unhooked(self.target):
+                        message = [(function(*args, **kwargs), _random_states(), None)]
+                except Exception as raised:  # noqa: BLE001 - the other ranks wait: tell them
+                    error, message = raised, [(None, None, f"{type(raised).__name__}: {raised}")]
+            if self.ranks.size > 1:
+                dist.broadcast_object_list(message, group=self.ranks.group, group_src=0)
+            if error is not None:
+                raise error
+            result, states, reason = message[0]
+            if reason is not None:
+                raise RuntimeError(f"the first rank of this ring failed to generate: {reason}")
+            _set_random_states(states)
+            return result
+
+        return call
+
+
+def _random_states() -> tuple[Tensor, Tensor | None]:
+    """Return the states of torch's generators, of the CPU and of this process's GPU if any."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), cuda
+
+
+def _set_random_states(states: tuple[Tensor, Tensor | None]) -> None:
+    """Set the states of torch's generators."""
+    cpu, cuda = states
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
