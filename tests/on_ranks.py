@@ -8,6 +8,8 @@ from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any
 
+import pytest
+
 
 def on_ranks(function: Callable[..., None], *, ranks: int | None = None) -> Callable[..., None]:
     """Make a test of a function that each rank of the fixture ``pool`` runs, or so many ranks.
@@ -34,4 +36,7 @@ on_three_ranks, on_four_ranks = (partial(on_ranks, ranks=n) for n in (3, 4))
 def _run(rank: int, module: str, name: str, parameters: dict[str, Any]) -> None:
     function = getattr(import_module(module), name).__wrapped__
     numbered = {"rank": rank} if "rank" in signature(function).parameters else {}
-    function(**numbered, **parameters)
+    try:
+        function(**numbered, **parameters)
+    except pytest.fail.Exception as failure:  # "DID NOT RAISE" is no Exception: it would end a rank
+        raise AssertionError(str(failure)) from failure

@@ -33,6 +33,7 @@ class PlainFlash(FlashLibrary):
     """
 
     clips_right_window: bool = False
+    takes_any_rows: bool = False  # also those that begin elsewhere than at multiples of 16 bytes
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, destination: AttentionState | None
@@ -41,7 +42,11 @@ class PlainFlash(FlashLibrary):
         del destination
         shape, options = (*q.shape[:-1], v.shape[-1]), self._taken(options, k)
         out = (torch.empty_like(q) if q.shape == shape else q.new_empty(shape)).fill_(torch.nan)
-        q_read, k_read, v_read = _read(q), _for_heads(_read(k), q), _for_heads(_read(v), q)
+        q_read, k_read, v_read = (
+            self._read(q),
+            _for_heads(self._read(k), q),
+            _for_heads(self._read(v), q),
+        )
         lse = torch.full(q_read.shape[:-1], torch.inf, dtype=q_read.dtype)
         for rows, columns in _sequences(q, k, options):
             scores, visible, _ = _scores(q_read[..., rows, :], k_read[..., columns, :], options)
@@ -63,7 +68,13 @@ class PlainFlash(FlashLibrary):
         """Allocate and return ``(dq, dk, dv)``."""
         del destination
         options, grads = self._taken(options, k), [torch.zeros_like(x) for x in (q, k, v)]
-        wide = _read(dout), _read(out), _read(q), _for_heads(_read(k), q), _for_heads(_read(v), q)
+        wide = (
+            self._read(dout),
+            self._read(out),
+            self._read(q),
+            _for_heads(self._read(k), q),
+            _for_heads(self._read(v), q),
+        )
         for rows, columns in _sequences(q, k, options):
             up, local, q_read = (x[..., rows, :] for x in wide[:3])
             k_read, v_read = (x[..., columns, :] for x in wide[3:])
@@ -89,6 +100,13 @@ class PlainFlash(FlashLibrary):
             left, right = (keys if n is None else n for n in (left, right))
         return options._replace(window=(left, right))
 
+    def _read(self, x: Tensor) -> Tensor:
+        """Return what is read of ``[..., n, H, D]``, as ``[..., H, n, D]`` in at least float32."""
+        starts = [n * x.itemsize for n in (x.data_ptr() // x.itemsize, *x.stride()[:-1])]
+        assert self.takes_any_rows or not any(start % 16 for start in starts)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return x.as_strided(x.shape, (*x.stride()[:-1], 1)).transpose(-3, -2).to(wide)
+
 
 def _sequences(q: Tensor, k: Tensor, options: FlashOptions) -> Iterator[tuple[slice, slice]]:
     """Yield the rows and columns of each document."""
@@ -103,15 +121,6 @@ def _sequences(q: Tensor, k: Tensor, options: FlashOptions) -> Iterator[tuple[sl
         assert max(b - a for a, b in pairwise(cuts)) == longest
     for document in zip(pairwise(rows), pairwise(columns), strict=True):
         yield slice(*document[0]), slice(*document[1])
-
-
-def _read(x: Tensor) -> Tensor:
-    """Return what a kernel reads of ``[..., n, H, D]``, as ``[..., H, n, D]``, at least float32."""
-    if x.shape[-1] * x.itemsize % 16 == 0:  # libraries of other head dims read rows anywhere
-        starts = [n * x.itemsize for n in x.stride()[:-1]]
-        assert x.data_ptr() % 16 == 0 and not any(start % 16 for start in starts)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.as_strided(x.shape, (*x.stride()[:-1], 1)).transpose(-3, -2).to(wide)
 
 
 def _round(x: Tensor, like: Tensor) -> Tensor:

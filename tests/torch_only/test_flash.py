@@ -53,7 +53,9 @@ from ring_torch.records import (
 
 @dataclass(frozen=True)
 class Plain(PlainFlash):
-    """The library, where a destination is written to."""
+    """The library, where a destination is written to, and rows may begin anywhere."""
+
+    takes_any_rows: bool = True
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, destination: AttentionState | None

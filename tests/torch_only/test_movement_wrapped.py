@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -119,7 +118,8 @@ MOVES: dict[str, tuple[Callable[[ContextParallel], Move], Move]] = {
     "there and back": (_return, torch.sin),
     "recurrence": (Scan, Scan(None)),
     "attention": (
-        lambda cp: _attend(partial(cp.attention, causal=True)), _attend(partial(sdpa, is_causal=True)),
+        lambda cp: _attend(lambda *qkv: cp.attention(*qkv, causal=True)),
+        _attend(lambda *qkv: sdpa(*qkv, is_causal=True)),
     ),
 }  # fmt: skip
 

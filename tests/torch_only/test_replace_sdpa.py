@@ -441,13 +441,15 @@ def test_verify_finds_positions_that_a_model_counts_itself() -> None:
     mean = nn.Sequential(
         SelfAttention(is_causal=False), Other(lambda x: x - x.mean(1, keepdim=True))
     )
-    models: tuple[tuple[nn.Module, dict[str, Tensor], str], ...] = (
-        (GPT(), {"tokens": batch_of("gpt")["tokens"]}, rf"{first}GPT(.|\n)*arange"),
-        (mean, {"input": torch.randn(2, 16, DIM)}, rf"{first}1 \(Other\)"),
+    models: tuple[tuple[nn.Module, dict[str, Tensor], tuple[str, ...]], ...] = (
+        (GPT(), {"tokens": batch_of("gpt")["tokens"]}, (f"{first}GPT", "arange")),
+        (mean, {"input": torch.randn(2, 16, DIM)}, (f"{first}1 (Other)",)),
     )
     for module, batch, words in models:
-        with pytest.raises(WrongResultError, match=words):
-            replace_sdpa(module, cp).verify(batch)
+        handle = replace_sdpa(module, cp)
+        with pytest.raises(WrongResultError) as error:
+            handle.verify(batch)
+        assert all(word in str(error.value) for word in words)
 
 
 @on_ranks
