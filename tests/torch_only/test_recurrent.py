@@ -450,6 +450,7 @@ def _compiled(rank: int, name: str) -> None:
 
     both: dict[str, Any] = {"rank": rank, "call": call}
     for layout in layouts(2)[1:2] if is_scan else ("zigzag", "striped"):
+        compiled.clear()
         compare(drawn(name, T, B, states=is_scan), layout, None, **both)
         compare(drawn(name, T - 7, B), layout, None, **both)
         for offsets in (DOCUMENTS, (0, 2, 9, 9, 11, 30, 44, T)):
