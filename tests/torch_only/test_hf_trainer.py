@@ -121,7 +121,7 @@ def test_steps_are_those_of_one_device(pools: dict[int, LocalRanks], x: Steps) -
     if x.unlike is not None:
         assert abs(alone(pools, *settings, *x.unlike)[0][0] - expected[0][0]) > 1e-3
     for rank in on_rings(pools, *settings, x.options, x.changes):
-        if len(expected) > 5:
+        if x.unlike is None:  # losses of several rings may be logged in float32
             check_twice(rank, expected, expected)
         else:
             torch.testing.assert_close(rank, expected, rtol=1e-9, atol=0)

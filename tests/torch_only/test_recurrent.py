@@ -432,6 +432,7 @@ def _compiled(rank: int, name: str) -> None:
     """One graph, forward and backward, serves any documents."""
     torch._dynamo.reset()
     compiled: dict[Any, Any] = {}
+    is_scan = "conv" not in name  # others have no states, and any layout
 
     def call(function: Any, **inputs: Tensor) -> Any:
         options = dict(function.keywords)
@@ -445,11 +446,12 @@ def _compiled(rank: int, name: str) -> None:
         key = str((function.func, options)), None if offsets is None else len(offsets)
         if key not in compiled:
             compiled[key] = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        return compiled[key](None if offsets is None else torch.tensor(offsets), **inputs)
+        is_tensor = offsets is not None and is_scan  # a convolution takes numbers
+        return compiled[key](torch.tensor(offsets) if is_tensor else offsets, **inputs)
 
-    is_scan = "conv" not in name  # others have no states, and any layout
     both: dict[str, Any] = {"rank": rank, "call": call}
     for layout in layouts(2)[1:2] if is_scan else ("zigzag", "striped"):
+        compiled.clear()
         compare(drawn(name, T, B, states=is_scan), layout, None, **both)
         compare(drawn(name, T - 7, B), layout, None, **both)
         for offsets in (DOCUMENTS, (0, 2, 9, 9, 11, 30, 44, T)):
