@@ -155,7 +155,9 @@ MUTANTS: dict[str, Edits] = {
     },
     "lse-gradient-dropped": {
         "ring_core.reference.simulated_ranks:start_backward": {"if dlse is not None:": "if False:"},
-        "ring_torch.autograd:AttentionFunction.backward": {"grads = dout, dlse": "grads = dout, None"},
+        "ring_torch.autograd:AttentionFunction.backward": {
+            "(dout, dlse), release_saved": "(dout, None), release_saved",
+        },
         "ring_jax.attention:attend": {
             "return _compiled(call)(inputs)":
             "out, lse = _compiled(call)(inputs)\n    return out, jax.lax.stop_gradient(lse)",
