@@ -3,6 +3,7 @@
     python -m benchmarks.torch.recurrent --json recurrent.json
     python -m benchmarks.torch.recurrent --layer ssd --kernel eager
     python -m benchmarks.torch.recurrent --layer all --kernel fla --configs 2  # one check of a GPU
+    python -m benchmarks.torch.recurrent --layer selective_scan --kernel triton
 
 Ranks' messages are exchanged beforehand, so that work alone is timed: forward and backward of each
 rank, medians of ``--repeats``, whose sum is compared with the whole layer's on one rank, and of the
@@ -39,10 +40,10 @@ from benchmarks.common.report import environment, parser_of, write
 from ring_core import Layout, LayoutSpec
 from ring_torch.recurrent import calls, libraries
 from ring_torch.recurrent.calls import RecurrentCall
-from ring_torch.recurrent.kernels import Kernel, LinearAttention
+from ring_torch.recurrent.kernels import Kernel, LinearAttention, SelectiveScan
 
 RANKS, SHORT = 4, 2048  # ranks; tokens that are compared with float64
-WRONG = 0.1  # relative errors of right results are below this
+STATE = 16  # numbers of a channel of the selective scan
 LAYOUTS: tuple[LayoutSpec, ...] = ("contiguous", "zigzag")
 #: Layers, with flash-linear-attention's own calls.
 LAYERS = {
@@ -75,7 +76,14 @@ class Group:
         self.positions = [
             torch.from_numpy(spread.positions(n)).to(grad.device) for n in range(size)
         ]
-        self.inputs = [[x[:, at].contiguous() for x in inputs] for at in self.positions]
+        self.is_shared = [fill is None for fill in kernel.fills]
+        self.inputs = [
+            [
+                x if shared else x[:, at].contiguous()
+                for x, shared in zip(inputs, self.is_shared, strict=True)
+            ]
+            for at in self.positions
+        ]
         self.grads = [grad[:, at].contiguous() for at in self.positions]
         ranks: list[Any] = [SimpleNamespace(rank=n, size=size, group=None) for n in range(size)]
         self.calls = [
@@ -131,7 +139,10 @@ class Group:
         with self.without_messages():
             parts = [self.both(rank) for rank in range(self.size)]
         order = torch.cat(self.positions).argsort()
-        return [torch.cat(of_ranks, dim=1)[:, order] for of_ranks in zip(*parts, strict=True)]
+        return [  # of what ranks share each has its part of the gradient
+            torch.stack(of_ranks).sum(0) if shared else torch.cat(of_ranks, dim=1)[:, order]
+            for shared, *of_ranks in zip([False, *self.is_shared], *parts, strict=True)
+        ]
 
     def figures(self, repeats: int) -> dict[str, Any]:
         """Return times and memory of each rank, in milliseconds and bytes."""
@@ -172,13 +183,19 @@ def timed(run: Callable[[], object], repeats: int) -> float:
 
 def layer_of(
     name: str, tokens: int, heads: int, width: int, dtype: torch.dtype, device: str
-) -> tuple[LinearAttention, list[Tensor], Tensor]:
+) -> tuple[LinearAttention | SelectiveScan, list[Tensor], Tensor]:
     """Return a layer, inputs of which it remembers something, and a gradient of its outputs."""
     make = torch.Generator(device=device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(1, tokens, heads, *shape, generator=make, device=device)
 
+    if name == "selective_scan":
+        u, step, grad = (normal(width).flatten(2) for _ in range(3))
+        b, c = (normal(STATE)[:, :, :1] for _ in range(2))
+        rates = -torch.arange(1.0, STATE + 1, device=device).expand(heads * width, -1) / 16
+        inputs = [u.to(dtype), step.abs(), b.to(dtype), c.to(dtype), rates.contiguous()]
+        return SelectiveScan(), inputs, grad.to(dtype)
     q, k, v, grad = (normal(width) for _ in range(4))
     g = -normal(*(width,) * (name == "kda")).abs() / 16
     rows, is_delta = [x.to(dtype) for x in (q, k, v)], name in ("gated_delta_rule", "kda")
@@ -190,9 +207,9 @@ def layer_of(
     return kernel, [*rows, g, *beta], grad.to(dtype)
 
 
-def library_call(kernel: LinearAttention, inputs: Sequence[Tensor], grad: Tensor, repeats: int) -> float | None:  # fmt: skip
+def library_call(kernel: LinearAttention | SelectiveScan, inputs: Sequence[Tensor], grad: Tensor, repeats: int) -> float | None:  # fmt: skip
     """Return the milliseconds of flash-linear-attention's own call of a whole layer."""
-    if find_spec("fla") is None or not grad.is_cuda:
+    if find_spec("fla") is None or not grad.is_cuda or isinstance(kernel, SelectiveScan):
         return None
     module, name = LAYERS[kernel.name]
     function = getattr(import_module(module), name)
@@ -236,7 +253,7 @@ def bounded(most: int | None) -> Iterator[None]:
 
     def usual(config: Any) -> tuple[float, ...]:
         sizes = sum(x for x in config.kwargs.values() if isinstance(x, int))
-        return abs(log2(config.num_warps) - 2), abs(config.num_stages - 3), -sizes
+        return abs(log2(config.num_warps) - 2), abs(config.num_stages - 2), -sizes
 
     def few(self: Any, *args: Any, **kwargs: Any) -> list[Any]:
         return sorted(prune(self, *args, **kwargs), key=usual)[:most]
@@ -248,9 +265,10 @@ def bounded(most: int | None) -> Iterator[None]:
 def main() -> int:
     """Compare and measure, print, and write the figures; return how many layers were wrong."""
     parser = parser_of(__doc__, tables=False)
-    parser.add_argument("--layer", choices=(*LAYERS, "all"), default="gated_delta_rule")
+    layers = (*LAYERS, "selective_scan", "all")
+    parser.add_argument("--layer", choices=layers, default="gated_delta_rule")
     parser.add_argument("--configs", type=int, help="configurations of a kernel that are tried")
-    parser.add_argument("--kernel", choices=("auto", "eager", "fla"), default="auto")
+    parser.add_argument("--kernel", choices=("auto", "eager", "fla", "triton"), default="auto")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--width", type=int, default=128, help="channels of a head")

@@ -479,6 +479,8 @@ def _bytes(rank: int, tokens: int) -> list[list[int]]:
         ("gated_delta_rule", "zigzag", None), ("gated_delta_rule", "contiguous", None),
         ("simple_gla", "zigzag", None), ("kda", "zigzag", (0, tokens // 4, tokens // 2, tokens)),
         ("simple_gla", "contiguous", (0, tokens // 4, tokens // 2, 3 * tokens // 4, tokens)),
+        # A rank has the end of a document and the beginning of another: one run a pass.
+        ("simple_gla", "contiguous", (0, tokens // 3, 2 * tokens // 3, tokens)),
     ]  # fmt: skip
     for name, layout, offsets in calls:
         cp = ContextParallel(layout=layout)
@@ -527,6 +529,7 @@ def test_one_gather_a_pass_carries_what_the_page_says_whatever_the_length(
             [floats * 2 * (B * HV + states), floats * 2 * states],
             [floats * 2 * maps, floats * 2 * states],
             [],  # no document crosses from rank to rank
+            [floats * (B * HV + states), floats * states],
         ]
 
 

@@ -30,7 +30,7 @@ from ring_core import LayoutSpec, UnsupportedError, WrongResultError
 from ring_core.base.arguments import Ints
 from ring_core.checks import padded_layout
 from ring_core.recurrence import DocumentRuns
-from ring_torch.checking.watch import Watch
+from ring_torch.checking.watch import Watch, shared_findings
 from ring_torch.comm.handshake import GuardedPass
 from ring_torch.comm.ranks import run_collective
 from ring_torch.comm.store import CallSignature
@@ -82,10 +82,12 @@ class RecurrentCall(LayerCall):
             with self._watch(inputs) as watch:
                 results = self._forward(chunks, initial, inputs)
             if watch is not None:
-                message = forward_faults(
-                    Check.of(self, inputs), self._by_position(chunks.runs, results.entries), initial,
-                    results.out, results.final, watch.sent,
+                check = Check.of(self, inputs)
+                faults = forward_faults(
+                    check, self._by_position(chunks.runs, results.entries), initial, results.out,
+                    results.final, watch.sent,
                 )  # fmt: skip
+                message = self._shared(check, faults, "forward")
         if message is not None:
             raise WrongResultError(message)
         return results
@@ -147,10 +149,12 @@ class RecurrentCall(LayerCall):
                     chunks, initial, inputs, entries, transitions, out_grad, final_grad
                 )
             if watch is not None:
-                message = backward_faults(
-                    Check.of(self, inputs), self._by_position(chunks.runs, entries), exits, initial,
+                check = Check.of(self, inputs)
+                faults = backward_faults(
+                    check, self._by_position(chunks.runs, entries), exits, initial,
                     (out_grad, final_grad), initial_grad, grads, watch.sent,
                 )  # fmt: skip
+                message = self._shared(check, faults, "backward")
         if message is not None:
             raise WrongResultError(message)
         return initial_grad, grads
@@ -288,6 +292,18 @@ class RecurrentCall(LayerCall):
             ),
         )
         return gathered
+
+    def _shared(self, check: Check, faults: Sequence[str], pass_name: str) -> str | None:
+        """Exchange findings with all ranks; return the error message, or ``None`` for no fault."""
+        lines = shared_findings(self.ranks, faults, check.inputs[0].device)
+        if lines is None:
+            return None
+        return (
+            f"call {self.checked} of {self.kernel.name} ({pass_name}) is wrong. {lines}. Kernel "
+            f"{self.library!r}, layout {str(self.layout)!r}, document {check.document}, "
+            f"{self.ranks.size} ranks. Every rank of the group raises this. To find out more: the same "
+            f"call with kernel='eager', and in cp.whole()"
+        )
 
     def _watch(self, inputs: Sequence[Tensor]) -> AbstractContextManager[Watch | None]:
         """Return a counter of what is sent in a block, if the tripwire checks this call."""

@@ -414,7 +414,7 @@ class AttentionRuns(_FlaRuns):
 
     @cached_property
     def _left_of_zeros(self) -> list[Tensor]:
-        """What each run leaves of a state of zeros."""
+        """State that each run leaves of one of zeros."""
         return self._by_run(self._states(None, output_final_state=True)[1])
 
     def _states(self, start: Tensor | None, **options: bool) -> tuple[Tensor, Tensor]:

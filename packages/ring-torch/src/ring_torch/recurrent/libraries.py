@@ -1,4 +1,4 @@
-"""Which kernels compute a call: torch's operations, a library's, or Ring's own in Triton."""
+"""Choice of a call's kernels: torch's operations, a library's, or Ring's own in Triton."""
 
 from __future__ import annotations
 

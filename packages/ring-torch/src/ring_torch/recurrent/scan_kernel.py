@@ -184,7 +184,7 @@ class ScanRuns(EagerRuns):
         _gradients[count, groups * _PARTS](
             u, delta, b, c, rates, self.before, behind, self.out_grad, du, ddelta, db, dc, drates,
             *self._sizes, count, channels // groups // self._blocks["BD"], **self._blocks,
-            PARTS=_PARTS,
+            PARTS=_PARTS, num_warps=8,
         )  # fmt: skip
         rows = zip((du, ddelta, db.sum(0), dc.sum(0)), self.inputs, strict=False)
         return entries, (
