@@ -103,15 +103,16 @@ class Emulation:
         )
         runs = runs_of(self.plan.q_positions(rank))
         return QueryBlock(
-            self._local(x["q"], positions, 1), index, position, ids, None, slopes, runs
-        )
+            self._local(x["q"], positions, 1), segments=ids, indices=index, position=position,
+            slopes=slopes, runs=runs,
+        )  # fmt: skip
 
     def _columns(self, positions: Ints) -> KeyBlock:
         x = self.x
         ids = self._local(x["k_ids"], positions, 1) if "k_ids" in x else None
         k, v = (self._local(x[name], positions, 1) for name in "kv")
         return KeyBlock(
-            k, v, torch.as_tensor(positions, device=self.device), ids, runs=runs_of(positions)
+            k, v, ids, torch.as_tensor(positions, device=self.device), runs=runs_of(positions)
         )
 
     def _items(self, rank: int) -> Iterator[tuple[Ints, KeyBlock, WorkItem]]:

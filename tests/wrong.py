@@ -333,9 +333,10 @@ def checks_of(
 
     def test_every_public_function_has_a_row() -> None:
         without = forgotten(modules, subjects, elsewhere)
-        for name, value in vars(methods).items() if methods else ():
+        owner = methods or object
+        for name, value in vars(owner).items():
             if not name.startswith("_") and inspect.isroutine(value):
-                path = f"{modules[0]}.{methods.__name__}.{name}"
+                path = f"{modules[0]}.{owner.__name__}.{name}"
                 if path not in subjects and len(inspect.signature(value).parameters) > 1:
                     without.add(path)
         assert not without, without

@@ -333,10 +333,14 @@ ALLOWED = {
     ("ring_torch/hf/register.py", "eager"),  # a value of transformers' argument
     ("ring_torch/hf/register.py", "sdpa"),  # likewise
     ("ring_torch/hf/register.py", "ring"),  # the name under which attention is registered
-    ("ring_torch/hf/parallelize.py", "gather"),  # a value of `logits`
     *(
         (f"ring_torch/recurrent/{x}.py", "eager") for x in ("layer", "libraries", "tripwire")
     ),  # of recurrent layers
+    *(
+        (f"ring_torch/recurrent/{x}.py", "triton")
+        for x in ("calls", "layer", "layer_call", "libraries")
+    ),
+    ("ring_torch/hf/rollouts.py", "gather"),  # accelerate's function
     ("ring_torch/optional.py", "triton"),  # the package
     ("ring_torch/tools/doctor.py", "triton"),  # likewise
     ("ring_jax/compat/calls.py", "ring"),  # ejkernel's name of an operation

@@ -52,7 +52,7 @@ def cross_entropy(
         label_smoothing: Part of a label's probability that all classes share, in ``[0, 1]``.
         count: Divisor of the mean; ``None`` for the number of labels of all ranks, or the sum of
             their weights. Give it where several calls or rings share a step: that of all of them.
-        seq_len: ``T``, if there is padding behind it (:meth:`ContextParallel.shard` with
+        seq_len: ``T``, if there is padding behind it (:meth:`ring_torch.ContextParallel.shard` with
             ``pad=True``), which is ignored whatever its labels.
 
     Returns:

@@ -92,7 +92,7 @@ def token_log_probs(
         softcap: Bound of the logits, as of the head of Gemma 2.
         ignore_index: Label of tokens that do not count.
         entropy: True for the entropies of the tokens' distributions, too.
-        seq_len: ``T``, if there is padding behind it (:meth:`ContextParallel.shard` with
+        seq_len: ``T``, if there is padding behind it (:meth:`ring_torch.ContextParallel.shard` with
             ``pad=True``), which is ignored whatever its labels.
         tokens_at_once: Number of tokens whose logits exist at a time.
 
@@ -146,10 +146,10 @@ def sum_by_sequence(
             tokens, from 0 on; tokens of a negative one are left out. There are as many documents as
             the largest number on all ranks and one; for it the host waits, and a function that is
             compiled with ``fullgraph=True`` needs ``cu_seqlens`` instead.
-        seq_len: ``T``, if there is padding behind it (:meth:`ContextParallel.shard` with
+        seq_len: ``T``, if there is padding behind it (:meth:`ring_torch.ContextParallel.shard` with
             ``pad=True``), which is left out.
-        grad: As of :meth:`ContextParallel.unshard`, required if ``x`` requires a gradient:
-            ``"slice"`` for a loss that every rank computes whole from the sums, ``"sum"`` where the
+        grad: As of :meth:`ring_torch.ContextParallel.unshard`, required if ``x`` requires a
+            gradient: ``"slice"`` for a loss that every rank computes whole from the sums, ``"sum"`` where the
             loss is the sum of what the ranks compute.
 
     Returns:
