@@ -149,8 +149,8 @@ def sum_by_sequence(
         seq_len: ``T``, if there is padding behind it (:meth:`ring_torch.ContextParallel.shard` with
             ``pad=True``), which is left out.
         grad: As of :meth:`ring_torch.ContextParallel.unshard`, required if ``x`` requires a
-            gradient: ``"slice"`` for a loss that every rank computes whole from the sums, ``"sum"`` where the
-            loss is the sum of what the ranks compute.
+            gradient: ``"slice"`` for a loss that every rank computes whole from the sums,
+            ``"sum"`` where the loss is the sum of what the ranks compute.
 
     Returns:
         ``[B]``, or ``[documents]``: float32, or float64 if ``x`` is; int64 of integers and masks.
