@@ -334,7 +334,7 @@ ALLOWED = {
     ("ring_torch/hf/register.py", "sdpa"),  # likewise
     ("ring_torch/hf/register.py", "ring"),  # the name under which attention is registered
     *(
-        (f"ring_torch/recurrent/{x}.py", "eager") for x in ("layer", "libraries", "tripwire")
+        (f"ring_torch/recurrent/{x}.py", "eager") for x in ("layer", "libraries")
     ),  # of recurrent layers
     *(
         (f"ring_torch/recurrent/{x}.py", "triton")
