@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,21 @@ def test_a_trainer(pools: dict[int, LocalRanks], name: str) -> None:
     for steps in pools[2].run(trained, 2, 2, name, "float32", {}, options | {"logits": "none"}):
         for mine, theirs in zip(steps, expected, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+def test_a_copy_computes_with_its_own_head() -> None:
+    model, batch = build("Llama"), whole("plain") | WHOLE
+    hf.parallelize(model, ContextParallel(), logits="none")
+    other = deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2.0)
+    losses = []
+    for each in (model, other):
+        with Wide():
+            losses.append(each(**batch).loss)
+        losses[-1].backward()
+        assert each.lm_head.weight.grad is not None
+    plain = build("Llama")
+    plain.load_state_dict(other.state_dict())
+    same(losses[1].detach(), run(plain, batch)[1], "loss of the copy")
+    assert not torch.equal(*losses)

@@ -92,7 +92,8 @@ class _Arguments:
     """Arguments of a Trainer that samples."""
 
     use_vllm = use_transformers_continuous_batching = False
-    generation_batch_size, num_generations, num_generations_eval = 8, 4, None
+    per_device_train_batch_size = steps_per_generation = 2
+    num_generations, num_generations_eval = 4, None
     eval_strategy, per_device_eval_batch_size = "no", 2
 
 
@@ -112,6 +113,6 @@ def test_settings_that_sample_on_each_rank_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="use_vllm, which samples on each rank"):
         check_rollouts(_Sampler(use_vllm=True), 1, 2)
     with pytest.raises(ValueError, match="generation_batch_size: 1 rings of 4 ranks take 2"):
-        check_rollouts(_Sampler(), 1, 4)
+        check_rollouts(_Sampler(steps_per_generation=1), 1, 4)
     with pytest.raises(ValueError, match="per_device_eval_batch_size: 1 rings of 2 ranks take 2"):
         check_rollouts(_Sampler(eval_strategy="steps"), 1, 2)

@@ -347,3 +347,14 @@ def test_logits_are_never_whole_and_a_frozen_head_has_no_gradient(is_frozen: boo
         assert head.weight.grad is None
     else:
         assert _largest(step) == of_hidden
+
+
+def test_sums_of_long_documents_are_exact() -> None:
+    x, length = -3 * torch.rand(1, 1 << 16, generator=torch.Generator().manual_seed(0)), 1 << 16
+    for options in (
+        {},
+        {"cu_seqlens": (0, length)},
+        {"segment_ids": torch.zeros(1, length, dtype=torch.int32)},
+    ):
+        total = sum_by_sequence(ContextParallel(), x, **options)
+        torch.testing.assert_close(total.double(), x.double().sum(1), rtol=1e-6, atol=0)

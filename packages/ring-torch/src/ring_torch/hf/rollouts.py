@@ -51,7 +51,9 @@ def check_rollouts(trainer: Any, rings: int, cp_size: int) -> None:
     """
     args = trainer.args
     settings = {
-        "use_vllm": args.use_vllm, "tools or environment_factory": bool(getattr(trainer, "tools", None)),
+        "use_vllm": args.use_vllm, "tools or environment_factory": any(
+            getattr(trainer, name, None) for name in ("tools", "environment_factory", "environment_factories", "environments")
+        ),
         "use_transformers_continuous_batching": args.use_transformers_continuous_batching,
         "FSDP": trainer.is_fsdp_enabled,
     }  # fmt: skip
@@ -62,7 +64,7 @@ def check_rollouts(trainer: Any, rings: int, cp_size: int) -> None:
         )
     if not all(hasattr(trainer, name) for name in (*_GATHERING, "_generate_single_turn", "_logs")):
         raise UnsupportedError(lacks(type(trainer).__name__, " or ".join(_GATHERING)))
-    sizes = {"generation_batch_size": (args.generation_batch_size // cp_size, args.num_generations)}
+    sizes = {"generation_batch_size": (_sampled_at_once(args, rings), args.num_generations)}
     if args.eval_strategy != "no":
         each = args.num_generations_eval or args.num_generations
         sizes["per_device_eval_batch_size"] = (args.per_device_eval_batch_size * rings, each)
@@ -121,6 +123,7 @@ class Rollouts:
         self.trainer, self.target = hooks.trainer, target
         self.ranks = hooks.hooks.all_ranks.ranks
         self.accelerator = RingAccelerator(hooks)
+        self._samples = False  # True on the first rank while the others wait
 
     def install(self) -> Iterator[Callable[[], object]]:
         """Set the methods on the instance; yield a function that undoes each replacement."""
@@ -133,7 +136,7 @@ class Rollouts:
             if (function := getattr(trainer, name, None)) is not None:
                 yield replace_attribute(trainer, name, self._on_first_rank(function))
         # The sampler repeats prompts to fill a batch, which it takes to be of all ranks.
-        batch = args.generation_batch_size // self.ranks.size
+        batch = _sampled_at_once(args, self.accelerator.num_processes)
         yield replace_attribute(args, "generation_batch_size", batch)
         for name in _LOGS:
             trainer._logs[name] = deque(maxlen=batch)  # noqa: SLF001 - TRL has no other name for it
@@ -160,25 +163,40 @@ class Rollouts:
 
         return call
 
+    def _send(self, message: list[Any]) -> None:
+        """Send a message of the ring's first rank to the others, or receive it."""
+        if self.ranks.size > 1:
+            dist.broadcast_object_list(message, group=self.ranks.group, group_src=0)
+
     def _on_first_rank(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs on the first rank of a ring, by the model that is not split.
 
-        The others get its result, and the state of its random generators: all ranks of a ring go on
-        with the same numbers. If it raises there, it raises on all of them.
+        The others get its result, and the state of torch's random generators: all ranks of a ring
+        go on with the same numbers. If it raises there, it raises on all of them.
         """
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if self._samples:  # a `rollout_func` calls the Trainer's own method
+                return function(*args, **kwargs)
             error: Exception | None = None
             message: list[Any] = [None]
             if self.ranks.rank == 0:
+                self._samples = True
                 try:
                     with unhooked(self.target):
                         message = [(function(*args, **kwargs), _random_states(), None)]
+                    self._send(message)
+                except dist.DistError:
+                    raise
                 except Exception as raised:  # noqa: BLE001 - the other ranks wait: tell them
+                    # (A result that cannot be sent raises before anything is.)
                     error, message = raised, [(None, None, f"{type(raised).__name__}: {raised}")]
-            if self.ranks.size > 1:
-                dist.broadcast_object_list(message, group=self.ranks.group, group_src=0)
+                    self._send(message)
+                finally:
+                    self._samples = False
+            else:
+                self._send(message)
             if error is not None:
                 raise error
             result, states, reason = message[0]
@@ -188,6 +206,13 @@ class Rollouts:
             return result
 
         return call
+
+
+def _sampled_at_once(args: Any, rings: int) -> int:
+    """Return how many completions are sampled at once, with each ring as one process."""
+    # (An earlier Trainer with these arguments may have changed `generation_batch_size`.)
+    size: int = args.per_device_train_batch_size * rings * args.steps_per_generation
+    return size
 
 
 def _random_states() -> tuple[Tensor, Tensor | None]:

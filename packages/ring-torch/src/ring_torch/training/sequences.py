@@ -163,8 +163,8 @@ def sum_by_sequence(
     Example::
 
         log_probs = token_log_probs(cp, hidden, model.head.weight, labels)
-        of_sequence = sum_by_sequence(cp, log_probs, grad="slice")  # [B]
-        tokens = sum_by_sequence(cp, labels != -100)
+        of_sequence = sum_by_sequence(cp, log_probs, grad="slice", seq_len=T)  # [B]
+        tokens = sum_by_sequence(cp, labels != -100, seq_len=T)  # padding of shards left out
     """
     refuse_transforms("sum_by_sequence cannot run", "call it outside")
     sharding = check_context(cp)
@@ -196,8 +196,10 @@ def sum_by_sequence(
     else:
         return sum_of_ranks(sharding, own.sum(1), grad)
     # Tokens of no document go to a number behind the last, which is cut off.
-    sums = own.new_zeros(documents + 1)
-    sums = sums.index_add(0, ids.where(ids >= 0, documents), own[0])
+    # In float64, as the numbers of a long document are added one by one.
+    wide = own.double() if own.is_floating_point() else own
+    sums = wide.new_zeros(documents + 1)
+    sums = sums.index_add(0, ids.where(ids >= 0, documents), wide[0]).to(own.dtype)
     return sum_of_ranks(sharding, sums[:-1], grad)
 
 

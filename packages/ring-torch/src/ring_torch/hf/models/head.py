@@ -7,8 +7,8 @@ cap, and computes cross entropy from the hidden states, for a few tokens at a ti
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -165,15 +165,31 @@ def head_without_logits(model: Any, is_under_way: Callable[[], bool]) -> tuple[n
             f"that of {type(model).__name__} is {type(head).__name__} (adapters, quantization and "
             f"fully_shard of the head alone make it another): give logits='local'"
         )
-    return head, untraced(partial(_forward, head, head.forward, is_under_way))
+    return head, HeadForward(head, vars(head).get("forward"), is_under_way)
 
 
-def _forward(
-    head: nn.Linear, forward: Callable[[Tensor], Tensor], is_under_way: Callable[[], bool],
-    hidden: Tensor,
-) -> Tensor | HeadLogits:  # fmt: skip
-    """Return what stands for the logits while a split batch is computed, else logits."""
-    if not is_under_way():
-        return forward(hidden)
-    shape = torch.Size((*hidden.shape[:-1], head.out_features))
-    return HeadLogits(hidden, head, shape, hidden.dtype)
+@dataclass(eq=False)
+class HeadForward:
+    """Forward of a head without logits; a copy of the model gets one of the copied head.
+
+    Attributes:
+        head: The head.
+        forward: A forward that its instance had, if any, in place of its class's.
+        is_under_way: See :func:`head_without_logits`.
+    """
+
+    head: nn.Linear
+    forward: Callable[[Tensor], Tensor] | None
+    is_under_way: Callable[[], bool]
+
+    @untraced
+    def __call__(self, hidden: Tensor) -> Tensor | HeadLogits:
+        """Return what stands for the logits while a split batch is computed, else logits."""
+        head = self.head
+        if not self.is_under_way():
+            return nn.Linear.forward(head, hidden) if self.forward is None else self.forward(hidden)
+        shape = torch.Size((*hidden.shape[:-1], head.out_features))
+        return HeadLogits(hidden, head, shape, hidden.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeadForward:
+        return HeadForward(deepcopy(self.head, memo), self.forward, self.is_under_way)
