@@ -45,6 +45,22 @@ def test_short_batches_run_whole() -> None:
 
 
 @pytest.mark.refused_in("5.14")
+@on_ranks
+def test_the_choice_draws_no_random_numbers() -> None:
+    """With dropout before the scan a first forward draws what later ones do."""
+    model, batch = build("Qwen3NextForCausalLM"), whole("plain")
+    projection = model.model.layers[0].linear_attn.in_proj_qkvz
+    projection.register_forward_hook(lambda _module, _args, x: torch.dropout(x, 0.5, train=True))
+    hf.parallelize(model, ContextParallel())
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        with Wide():
+            losses.append(model(**batch).loss)
+    torch.testing.assert_close(*losses, rtol=0, atol=0)
+
+
+@pytest.mark.refused_in("5.14")
 def test_a_layer_is_given_no_cache() -> None:
     model = build("Lfm2ForCausalLM")
     hf.parallelize(model, ContextParallel())

@@ -160,10 +160,12 @@ class SplitLayer(WholeLayer):
         x = next(iter(arguments.values()))
         size = (x.shape, x.dtype, self.mask.sharding.layout)
         if size not in self._known:
-            # The layer runs as far as its scan, whose operation is only described.
+            # The layer runs as far as its scan, whose operation is only described. Dropout before
+            # it draws what it would, so that a recomputation draws the same numbers.
             self.asks, states = True, 0
+            devices = [x.device] if x.device.type == "cuda" else []
             try:
-                with torch.no_grad():
+                with torch.no_grad(), torch.random.fork_rng(devices):
                     self._split(arguments)
             except Explained as call:
                 states = call.sent
