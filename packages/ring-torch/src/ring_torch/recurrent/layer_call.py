@@ -1,4 +1,4 @@
-"""One call of a recurrent layer: its options, which runs' states travel, and how many bytes."""
+"""Record of one call of a recurrent layer: its options, whose states travel, and their bytes."""
 
 from __future__ import annotations
 

@@ -226,6 +226,6 @@ class ScanRuns(EagerRuns):
 
     @property
     def _grid(self) -> tuple[int, int]:
-        """One program for each chunk, row and block of channels."""
+        """Return the grid: a program for each chunk, row and block of channels."""
         n, rows = self.tensors[0].shape[:2]
         return n * rows, self._sizes[0] // self._blocks["BD"]
