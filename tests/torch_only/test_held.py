@@ -16,8 +16,9 @@ from ring_core import Mask, UnsupportedError
 from ring_torch import capture, prepare
 from ring_torch.call import Call
 from ring_torch.comm import handshake
-from ring_torch.comm.ranks import ALONE, Ranks
+from ring_torch.comm.ranks import ALONE, Ranks, ranks_of
 from ring_torch.comm.store import CallSignature
+from ring_torch.local import LocalRanks
 from ring_torch.options import CallOptions
 
 
@@ -88,3 +89,21 @@ def test_a_graph_keeps_the_strategy_of_a_pass(
 
 def test_nothing_is_captured_without_cuda() -> None:
     assert torch.cuda.is_initialized() or not capture.is_capturing()
+
+
+def _forgets(_: int) -> None:
+    group = dist.new_group([0])
+    ranks, shared = ranks_of(group), torch.zeros(1)
+    ranks.state.captured[1], ranks.state.exchanges = shared, shared
+    held = ref(shared)
+    del shared
+    assert held() is not None
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert held() is None and not ranks.state.captured  # though the ranks are still there
+
+
+def test_memory_of_a_group_goes_with_it() -> None:
+    with LocalRanks(1) as pool:
+        pool.run(_forgets)

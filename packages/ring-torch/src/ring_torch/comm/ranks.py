@@ -14,7 +14,7 @@ from enum import Enum
 from functools import cached_property
 from threading import Thread
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -441,6 +441,8 @@ def ranks_of(group: Any) -> Ranks:
 def _new_ranks(group: dist.ProcessGroup) -> Ranks:
     """Return the ranks of a group, kept from now on: calls are counted on one object."""
     ranks = Ranks(ref(group), dist.get_rank(group), dist.get_world_size(group))
+    # Cached calls keep the ranks longer than the group, whose memory goes with it.
+    finalize(group, ranks.state.forget_memory).atexit = False
     return _ranks_of.setdefault(group, ranks)
 
 

@@ -52,6 +52,11 @@ class GroupState:
     captured: dict[int, object] = field(default_factory=dict)  # what CUDA graphs read, by id
     exchanges: Any = None  # memory of exchanges by one kernel, once there was one
 
+    def forget_memory(self) -> None:
+        """Let go of memory that ranks share and of what CUDA graphs read, as the group is gone."""
+        self.captured.clear()
+        self.exchanges = None
+
 
 def note_queued(state: GroupState, name: str) -> None:
     """Record the pass that the host has just queued, for the thread that checks whether it ends.
