@@ -39,7 +39,7 @@ from ring_torch import ContextParallel, hf
 #: Trainers, their configs, and options that each needs.
 TRAINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "sft": (SFTTrainer, SFTConfig, {"packing": True}), "reward": (RewardTrainer, RewardConfig, {}),
-    "gkd": (GKDTrainer, GKDConfig, {"lmbda": 0.0}), "dpo": (DPOTrainer, DPOConfig, {}),
+    "gkd": (GKDTrainer, GKDConfig, {"max_new_tokens": 9}), "dpo": (DPOTrainer, DPOConfig, {}),
     "kto": (KTOTrainer, KTOConfig, {}), "cpo": (CPOTrainer, CPOConfig, {}),
     "orpo": (ORPOTrainer, ORPOConfig, {}), "tpo": (TPOTrainer, TPOConfig, {}),
 }  # fmt: skip
@@ -133,7 +133,7 @@ def trl_trained(
 ) -> dict[str, Any]:
     """Train with a trainer of TRL and evaluate once; return the metrics.
 
-    Losses of :data:`READ_LOGITS` read logits, so these Trainers are refused without whole ones.
+    Logits that losses of :data:`READ_LOGITS` read are gathered, and other options refused.
     Preferences are learned in a ``way``: "model first", parallelized before its Trainer is made;
     "LoRA", with the model itself as a reference; or "compiled".
     """
@@ -151,9 +151,11 @@ def trl_trained(
     rows = rows_of(kind, 40 if kind == "sft" else 16)
     trainer = trainer_of(kind, rows, options, torch.float32, way=way, cp=cp)
     if cp is not None and kind in READ_LOGITS:
-        with pytest.raises(ValueError, match=r"reads logits .*give logits='gather'"):
-            hf.parallelize(trainer, cp)
-        hf.parallelize(trainer, cp, logits="gather")
+        for logits in ("local", "none"):
+            with pytest.raises(ValueError, match=r"reads logits .*give logits='gather'"):
+                hf.parallelize(trainer, cp, logits=logits)
+        handle = hf.parallelize(trainer, cp)
+        assert hf.parallelize(trainer, cp, logits="gather") is handle
     elif cp is not None:
         hf.parallelize(trainer, cp)
     trainer.train()
@@ -163,8 +165,7 @@ def trl_trained(
         f"{n} {name}": value
         for n, entry in enumerate(trainer.state.log_history)
         for name, value in entry.items()
-        # Means over all tokens, those of padding too, which have no meaning on a ring.
-        if not name.endswith(timed) and not (kind in READ_LOGITS and "logits/" in name)
+        if not name.endswith(timed)
     }
 
 

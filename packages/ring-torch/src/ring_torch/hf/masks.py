@@ -95,13 +95,14 @@ class LayerMask(AnyDevice):
             ``cu_seqlens`` or ``None``, and segment ids or ``None``: int32 ``[B, T_local]``, or a
             pair of them for queries and keys.
         """
-        if self.keys is None:
+        if self.keys is None and not self.batch.padding_sees:
             ids = None if self.batch.cu_seqlens is not None else self.batch.segment_ids
             return self.batch.cu_seqlens, None if ids is None else ids.to(device)
-        if not self.keys.has_padding:
+        keys = self.keys or self.batch
+        if not keys.has_padding:
             return None, None
-        assert self.keys.segment_ids is not None
-        padding = -(self.keys.segment_ids < 0).to(device, torch.int32)
+        assert keys.segment_ids is not None
+        padding = -(keys.segment_ids < 0).to(device, torch.int32)
         return None, (torch.zeros(self.batch.shape, dtype=torch.int32, device=device), padding)
 
 

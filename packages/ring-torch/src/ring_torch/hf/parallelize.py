@@ -36,9 +36,9 @@ from ring_torch.hf.models.hooks import (
 from ring_torch.hf.models.recurrent import carries_states, is_recurrent
 from ring_torch.hf.models.releases import lacks, warn_of_untested
 from ring_torch.hf.register import set_ring_attention
-from ring_torch.hf.rollouts import Rollouts, check_rollouts, is_sampler
+from ring_torch.hf.rollouts import Rollouts, check_rollouts, is_sampler, sampled_by_gkd
 from ring_torch.hf.trainer import TrainerHooks, trainer_hooks_of
-from ring_torch.hf.trainer_settings import check_trainer, trainer_class
+from ring_torch.hf.trainer_settings import check_trainer, reads_logits, trainer_class
 from ring_torch.hf.verification import Target, verify_target
 from ring_torch.hf.wiring import wire
 from ring_torch.strategies import strategy_names
@@ -115,7 +115,7 @@ def parallelize(
     model: nn.Module | Any,
     cp: ContextParallel,
     *,
-    logits: Logits = "local",
+    logits: Logits | None = None,
     reduction: Reduction | None = None,
     strategy: str | StrategyConfig = "auto",
     recurrent: Recurrent = "auto",
@@ -136,11 +136,12 @@ def parallelize(
         model: A model of transformers, bare or wrapped (DDP, FSDP, PEFT), or a Trainer. Add LoRA
             adapters before.
         cp: The ranks that share a sequence. They must be given equal batches.
-        logits: ``"local"`` returns each rank's part, ``[B, T_local, V]`` in the order of the
-            layout; ``"gather"`` returns the whole sequence's, ``[B, T, V]``, on every rank. A
+        logits: ``"local"`` (default) returns each rank's part, ``[B, T_local, V]`` in the order of
+            the layout; ``"gather"`` returns the whole sequence's, ``[B, T, V]``, on every rank. A
             Trainer's predictions are of whole sequences either way. ``"none"`` makes none: the
             loss is computed for a few tokens at a time, labels are required and ``.logits`` is
-            ``None``.
+            ``None``. Of TRL's Trainers whose losses read whole logits (ORPO, CPO, TPO, GKD) the
+            default is ``"gather"``.
         reduction: The reduction of gradients over the ranks that runs outside the model. ``"sum"``
             (default) is for :meth:`ring_torch.ContextParallel.reduce_gradients`; ``"mean"``
             (default of a Trainer) is for DDP or ``fully_shard``, over the ranks of one ring or of
@@ -176,7 +177,7 @@ def parallelize(
         loss.backward()
         cp.reduce_gradients(model)
     """
-    checks.check_choice("logits", logits, get_args(Logits))
+    checks.check_choice("logits", logits or "local", get_args(Logits))
     checks.check_choice("reduction", reduction or "sum", ("sum", "mean"))
     checks.check_choice("recurrent", recurrent, get_args(Recurrent))
     check_context(cp)
@@ -185,9 +186,10 @@ def parallelize(
     inner: Any = model.model if is_trainer else model
     is_new = hooks_of(inner) is None
     if is_trainer:
-        handle = _trainer(model, cp, logits, reduction, way, recurrent)
+        default: Logits = "gather" if reads_logits(model) else "local"
+        handle = _trainer(model, cp, logits or default, reduction, way, recurrent)
     else:
-        handle = _model(model, cp, logits, reduction or "sum", way, recurrent)
+        handle = _model(model, cp, logits or "local", reduction or "sum", way, recurrent)
     if is_new:
         warn_of_untested(unwrapped(inner))
     return handle
@@ -266,6 +268,7 @@ def _trainer(
             if samples := is_sampler(trainer):
                 check_rollouts(trainer, len(hooks.firsts), hooks.cp_size)
             undone = [*hooks.install(), *(Rollouts(hooks, target).install() if samples else ())]
+            undone += sampled_by_gkd(hooks, target)
             hooks.owner = Handle(undone, target, hooks.check_models)
         hooks.check_models()
         owner: Handle = hooks.owner

@@ -237,7 +237,7 @@ class HFAttention:
             )
         q, k, v = (_as_autocast(x).transpose(1, 2) for x in (query, key, value))
         # Causal attention hides padding at the end of a row by itself, so it needs no documents.
-        is_plain_causal = mask.causal and batch.single
+        is_plain_causal = mask.causal and batch.single and not batch.padding_sees
         cu_seqlens, ids = (None, None) if is_plain_causal else mask.documents(query.device)
         batch.sharding.check_group()
         return ring_attention(

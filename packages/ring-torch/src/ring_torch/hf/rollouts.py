@@ -208,6 +208,22 @@ class Rollouts:
         return call
 
 
+def sampled_by_gkd(hooks: TrainerHooks, target: Target) -> Iterator[Callable[[], object]]:
+    """Have the first rank of each ring generate for GKD; yield a function that undoes it."""
+    function = getattr(hooks.trainer, "generate_on_policy_outputs", None)
+    if function is None:
+        return
+    device = hooks.accelerator.device
+    # Its result is sent as tensors of the host.
+    generate = Rollouts(hooks, target)._on_first_rank(  # noqa: SLF001 - a class of this module
+        lambda *args: [x.cpu() for x in function(*args)]
+    )
+    yield replace_attribute(
+        hooks.trainer, "generate_on_policy_outputs",
+        lambda *args: tuple(x.to(device) for x in generate(*args)),
+    )  # fmt: skip
+
+
 def _sampled_at_once(args: Any, rings: int) -> int:
     """Return how many completions are sampled at once, with each ring as one process."""
     # (An earlier Trainer with these arguments may have changed `generation_batch_size`.)

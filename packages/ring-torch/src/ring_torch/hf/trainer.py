@@ -20,7 +20,12 @@ from ring_core import UnsupportedError
 from ring_torch.comm.groups import default_device
 from ring_torch.hf.models.hooks import ModelHooks, hooks_of, replace_attribute
 from ring_torch.hf.models.releases import installed_release, lacks
-from ring_torch.hf.trainer_settings import ACCELERATOR_METHODS, TRAINER_METHODS, trainer_class
+from ring_torch.hf.trainer_settings import (
+    ACCELERATOR_METHODS,
+    TRAINER_METHODS,
+    reads_padding,
+    trainer_class,
+)
 from ring_torch.sharding import Sharding
 from ring_torch.training.part import loss_part
 
@@ -75,6 +80,8 @@ class TrainerHooks:
         """
         if self.counts_each:
             yield replace_attribute(self.hooks, "undivided_share", 1 / self.cp_size)
+        if reads_padding(self.trainer):
+            yield replace_attribute(self.hooks, "reads_padding", True)
         for name in ACCELERATOR_METHODS:
             yield replace_attribute(self.accelerator, name, getattr(self, name))
         for name in (*TRAINER_METHODS, "get_tp_size"):

@@ -27,12 +27,31 @@ TESTED = (
 )  # fmt: skip
 
 
-#: Trainers of TRL that are compared with one device; those that read logits are among them.
-TESTED_OF_TRL = (
-    *(x for x in TESTED if x.startswith("trl.")), "trl.experimental.cpo.cpo_trainer.CPOTrainer",
-    "trl.experimental.orpo.orpo_trainer.ORPOTrainer", "trl.experimental.tpo.tpo_trainer.TPOTrainer",
-    "trl.experimental.gkd.gkd_trainer.GKDTrainer",
+#: Trainers whose losses read logits of the whole sequence, which are gathered for them; the first
+#: two log means of logits over padding, too.
+READ_LOGITS = (
+    "trl.experimental.cpo.cpo_trainer.CPOTrainer", "trl.experimental.orpo.orpo_trainer.ORPOTrainer",
+    "trl.experimental.tpo.tpo_trainer.TPOTrainer", "trl.experimental.gkd.gkd_trainer.GKDTrainer",
 )  # fmt: skip
+_READ_PADDING = READ_LOGITS[:2]
+
+#: Trainers of TRL that are compared with one device.
+TESTED_OF_TRL = (*(x for x in TESTED if x.startswith("trl.")), *READ_LOGITS)
+
+
+def reads_logits(trainer: object) -> bool:
+    """Return True for a Trainer of TRL whose loss reads logits of the whole sequence."""
+    return _derives(trainer, READ_LOGITS)
+
+
+def reads_padding(trainer: object) -> bool:
+    """Return True for a Trainer of TRL whose metrics read logits of padding."""
+    return _derives(trainer, _READ_PADDING)
+
+
+def _derives(trainer: object, paths: tuple[str, ...]) -> bool:
+    """Return True if an object's class is one of these paths, or derives from it."""
+    return any(f"{x.__module__}.{x.__qualname__}" in paths for x in type(trainer).__mro__)
 
 
 def untested_of_trl(cls: type) -> str | None:
@@ -85,8 +104,13 @@ def check_trainer(trainer: Any, logits: str) -> None:
             getattr(args, "train_sampling_strategy", "") == "batch_rebalance"
         ),
         "dispatch_batches=True": accelerator.dispatch_batches is True,
-        "lmbda > 0 (GKD samples from the model, which generates nothing while it is split)": (
-            "GKDTrainer" in (x.__name__ for x in type(trainer).__mro__) and trainer.lmbda > 0
+        "generate_during_eval (a split model generates nothing)": (
+            getattr(trainer, "generate_during_eval", False)
+        ),
+        "FSDP, and GKD samples": (
+            hasattr(trainer, "generate_on_policy_outputs")
+            and trainer.is_fsdp_enabled
+            and (trainer.lmbda > 0 or trainer.seq_kd)
         ),
     }
     if conflicts := [name for name, is_set in settings.items() if is_set]:

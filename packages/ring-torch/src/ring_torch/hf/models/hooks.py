@@ -109,6 +109,7 @@ class ModelHooks(ReductionChoice):
         undivided_share: Factor of losses that are not divided by a label count: 1, or ``1 /
             cp_size`` under a Trainer that multiplies the loss by the number of all ranks.
         is_evaluating_logits: True while :meth:`with_whole_logits` joins logits.
+        reads_padding: True if logits of padding are read, whose queries then see a row's tokens.
         has_joined_states: True once a base model's hidden states were joined with a gradient.
         state: Facts about the forward under way. With activation checkpointing, parts of a forward
             run again in the backward, when ``state`` may be a later batch's. So hooks that run
@@ -128,6 +129,7 @@ class ModelHooks(ReductionChoice):
     takes_merged: bool = False
     undivided_share: float = 1.0
     is_evaluating_logits: bool = False
+    reads_padding: bool = False
     has_joined_states: bool = False
     state: _ForwardState | None = None
 
@@ -263,8 +265,13 @@ class ModelHooks(ReductionChoice):
         if is_whole := self.takes_merged and is_merged(batch):
             shard, mask = split_labels(*arguments)
         else:
-            shard = split_batch(self.sharding, batch, self.report, seed, weight)
+            shard = split_batch(
+                self.sharding, batch, self.report, seed, weight, with_ids=self.reads_padding
+            )
             mask = shard["attention_mask"]
+            mask = shard["attention_mask"] = replace(
+                mask, padding_sees=self.reads_padding and mask.single
+            )
         if mask.documents != (None,) and not self.splits_recurrent:
             asked = self.recurrent == "whole"
             reasons = ("recurrent='whole'",) if asked else self.whole_layers
