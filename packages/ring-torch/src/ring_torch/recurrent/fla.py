@@ -377,12 +377,12 @@ class AttentionRuns(_FlaRuns):
         heads, *_ = self._shape
         tokens, until, decays = self._tokens(runs), None, None
         if self.log_decay is not None:
-            g = self.log_decay[0]
+            g = self.log_decay[0].T.contiguous()  # sums along rows are fast
             # A token's own decay comes before it is written: sums are of those behind it.
             until = torch.zeros_like(g)
             for first, end in tokens:
-                until[first : end - 1] = g[first + 1 : end].flip(0).cumsum(0).flip(0)
-            decays = torch.stack([g[first:end].sum(0) for first, end in tokens]).exp()
+                until[:, first : end - 1] = g[:, first + 1 : end].flip(1).cumsum(1).flip(1)
+            decays = torch.stack([g[:, first:end].sum(1) for first, end in tokens]).exp()
         states = map_kernels().weighted_products(self.k, self.v, until, tokens)
         if decays is None:
             decays = states.new_ones(len(tokens), heads)
@@ -405,9 +405,10 @@ class AttentionRuns(_FlaRuns):
             return []
         tokens, since = self._tokens(runs), None
         if self.log_decay is not None:
-            since = torch.zeros_like(self.log_decay[0])
+            g = self.log_decay[0].T.contiguous()
+            since = torch.zeros_like(g)
             for first, end in tokens:
-                since[first:end] = self.log_decay[0, first:end].cumsum(0)
+                torch.cumsum(g[:, first:end], 1, out=since[:, first:end])
         grads = map_kernels().weighted_products(self.q, self.out_grad, since, tokens)
         return list((grads * self.kernel.scale).unflatten(0, (len(runs), self.rows)))
 

@@ -100,7 +100,7 @@ def delta_maps(
 
 @triton.jit
 def _weighted_products(
-    x, y, weight, bounds, sums, HX, H, K, V, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    x, y, weight, bounds, sums, tokens, HX, H, K, V, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of ``exp(weight_t) x_t y_t^T`` over a piece's tokens, some columns of it."""
@@ -121,7 +121,7 @@ def _weighted_products(
             mask=is_token[:, None] & is_column[None, :], other=0.0,
         )  # fmt: skip
         if HAS_WEIGHT:
-            logs = tl.load(weight + t * H + head, mask=is_token, other=0.0)
+            logs = tl.load(weight + head * tokens + t, mask=is_token, other=0.0)
             left = (left.to(tl.float32) * tl.exp(logs)[None, :]).to(right.dtype)
         total = tl.dot(left, right, total)
     cells = ((piece * H + head) * K + i)[:, None] * V + columns[None, :]
@@ -136,17 +136,17 @@ def weighted_products(x: Tensor, y: Tensor, weight: Tensor | None, runs: Bounds)
     Args:
         x: ``[1, tokens, heads, K]``, contiguous, in 16 bits; ``heads`` divides ``H``.
         y: ``[1, tokens, H, V]``, likewise.
-        weight: Logarithms, ``[tokens, H]``, float32; ``None`` for zeros.
+        weight: Logarithms, ``[H, tokens]``, contiguous, in float32; ``None`` for zeros.
         runs: Tokens of each run.
     """
-    (_, _, x_heads, keys), (heads, values) = x.shape, y.shape[2:]
+    (_, tokens, x_heads, keys), (heads, values) = x.shape, y.shape[2:]
     padded = triton.next_power_of_2(max(keys, 16))
     columns = min(_COLUMNS, triton.next_power_of_2(max(values, 16)))
     pieces = [[(n, min(n + _PIECE, end)) for n in range(first, end, _PIECE)] for first, end in runs]
     bounds = torch.tensor([n for run in pieces for n in run], dtype=torch.int64, device=x.device)
     sums = torch.empty(len(bounds), heads, keys, values, dtype=torch.float32, device=x.device)
     _weighted_products[-(-values // columns), heads, len(bounds)](
-        x, y, weight, bounds, sums, x_heads, heads, keys, values, C=_CHUNK, BK=padded, BV=columns,
+        x, y, weight, bounds, sums, tokens, x_heads, heads, keys, values, C=_CHUNK, BK=padded, BV=columns,
         HAS_WEIGHT=weight is not None, num_warps=4 if padded <= 128 else 8,
     )  # fmt: skip
     return torch.stack([part.sum(0) for part in sums.split([len(run) for run in pieces])])
