@@ -35,7 +35,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler_util import DeviceType
 
 from benchmarks.common.report import environment, parser_of, write
 from ring_core import Layout, LayoutSpec
@@ -187,7 +186,7 @@ def kernel_ms(run: Callable[[], object]) -> float:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    on_gpu = (x for x in profile.events() or () if x.device_type == DeviceType.CUDA)
+    on_gpu = (x for x in profile.events() or () if x.device_type.name == "CUDA")
     return float(sum(x.device_time for x in on_gpu)) / 1e3
 
 
