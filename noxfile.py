@@ -252,6 +252,14 @@ def diffusers(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def torchtitan(session: nox.Session) -> None:
+    """Run models of torchtitan on the ring, tiny, and compare with one process."""
+    install(session, BACKENDS["torch"], ["test"])
+    session.install("torchtitan==0.3.0")
+    session.run("pytest", "tests", "--backend=torchtitan", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 @nox.parametrize("release", [nox.param(release, id=release) for release in ("pinned", "newest")])
 def flash_attn_4(session: nox.Session, release: str) -> None:
     """Compare flash-attn-4 with what `kernels/fa4/library.py` says of it; needs no GPU."""
