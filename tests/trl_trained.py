@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -98,11 +99,12 @@ def rows_of(kind: str, count: int, data: str = "text") -> Dataset:
 
 def trainer_of(
     kind: str, rows: Dataset, options: dict[str, Any], dtype: Any, *, way: str = "",
-    cp: ContextParallel | None = None, **changes: Any,
+    cp: ContextParallel | None = None, ready: Callable[[Any], None] = lambda _: None, **changes: Any,
 ) -> Any:  # fmt: skip
     """Return a Trainer of TRL over a small model of this dtype, which has a reference in a way.
 
     It is the model itself with "LoRA"; "model first" is parallelized before the Trainer is made.
+    ``ready`` is called with the arguments before that.
     """
     letters = tokenizer()
     letters.chat_template = (
@@ -122,9 +124,11 @@ def trainer_of(
     model, (trainer, config, _) = build(name, **sizes).to(dtype), TRAINERS[kind]
     if way == "model first" and cp is not None:
         hf.parallelize(model, cp, reduction="mean")
+    args = config(**options)
+    ready(args)
     return trainer(
         model, **more, processing_class=letters, train_dataset=rows,
-        eval_dataset=rows.select(range(5)), args=config(**options),
+        eval_dataset=rows.select(range(5)), args=args,
     )  # fmt: skip
 
 
