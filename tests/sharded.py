@@ -63,6 +63,7 @@ def trainer_on(
 ) -> Any:  # fmt: skip
     """Return a Trainer; with sizes accelerate's state is FSDP2 on a mesh of these, if any."""
     way, options = "LoRA" if options.get("LoRA") else "", dict(options)
+    name, changes = options.pop("model", ("Llama", {}))
     defaults: dict[str, Any] = {
         "output_dir": folder, "max_steps": 4, "logging_steps": 1, "learning_rate": 1e-3,
         "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_grad_norm": 0.5,
@@ -80,7 +81,8 @@ def trainer_on(
     if kind == "trainer":
         args = TrainingArguments(**options)
         ready(args)
-        return Trainer(build("Llama").to(dtype), args, collate, documents(), documents(5))
+        model = build(name, **changes).to(dtype)
+        return Trainer(model, args, collate, documents(), documents(5))
     # A backward would compute what is checkpointed in float32.
     options = {"max_length": 96, "gradient_checkpointing": False} | options
     rows = rows_of(kind, 40 if kind == "sft" else 16)
@@ -100,13 +102,15 @@ def sharded(
             for that without a ring; ``None`` for neither.
         kind: "trainer", or a Trainer of TRL.
         folder: Where checkpoints are written.
-        options: Options of the Trainer's arguments; ``LoRA``; ``dtype``.
+        options: Options of the Trainer's arguments; ``LoRA``; ``dtype``; ``logits`` of Ring;
+            ``model``, a name and changes of its config.
         settings: Settings of FSDP2; ``drifts`` for other weights on each rank at first.
         checkpoint: Folder to resume from.
     """
     be_started(rank, ranks)
     options, settings = dict(options), dict(settings)
     dtype, drifts = options.pop("dtype", torch.float64), settings.pop("drifts", False)
+    logits = options.pop("logits", "local")
     sizes = None if mesh is None else MESHES.get(mesh, {})
     trainer = trainer_on(kind, sizes, folder, options, dtype, **settings)
     if drifts and rank:
@@ -118,13 +122,14 @@ def sharded(
         if "tp_size" in sizes:
             parallelize_module(trainer.model.model, on_device["tp"], _SPLIT)
         cp = ContextParallel(on_device["cp"])
-        assert hf.fsdp2(trainer, cp) is hf.fsdp2(trainer, cp)
+        assert hf.fsdp2(trainer, cp, logits=logits) is hf.fsdp2(trainer, cp, logits=logits)
     # KTO gathers the rewards of a batch that has none of a kind in torch's default dtype.
     torch.set_default_dtype(dtype)
     try:
         with Wide() if dtype is torch.float64 else nullcontext():
             trainer.train(resume_from_checkpoint=checkpoint)
-            predicted = trainer.predict(documents(5)) if kind == "trainer" else None
+            predicts = kind == "trainer" and not trainer.args.prediction_loss_only
+            predicted = trainer.predict(documents(5)) if predicts else None
     finally:
         torch.set_default_dtype(torch.float32)
     timed = ("runtime", "per_second", "preparation_time", "lr", "flos")

@@ -58,7 +58,7 @@ class Steps:
 
 def steps() -> Iterator[Any]:
     """Yield steps with their ids, and those of them that run for each change."""
-    daily = ("sft on data x ring", "dpo on ring", "bfloat16-sft")
+    daily = ("sft on data x ring", "dpo on ring", "bfloat16-trainer")
 
     def row(key: str, *arguments: Any, **fields: Any) -> Any:
         marks = [] if key in daily else [pytest.mark.nightly]
@@ -93,6 +93,19 @@ def steps() -> Iterator[Any]:
     yield row("each rank's own mean beside TP", "trainer", "TP", each, split=4)
     for kind in ("sft", "dpo"):
         yield row(f"LoRA-{kind}", kind, "ring", {"LoRA": True}, resumed="ring of 3")
+    for logits in ("gather", "none"):
+        options = {"logits": logits, "prediction_loss_only": True}
+        yield row(f"logits-{logits}", "trainer", "ring", options)
+    smooth = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
+    yield row("smooth labels and noise", "trainer", "data x ring", smooth, split=4)
+    models = {
+        "a router's loss": ("Mixtral", {"output_router_logits": True}),
+        "tied embeddings": ("Llama", {"tie_word_embeddings": True}),
+        "recurrent layers": ("Qwen3NextForCausalLM", {}),
+    }
+    for name, model in models.items():
+        options = {"model": model, "prediction_loss_only": True}
+        yield row(name, "trainer", "ring", options, resumed="ring of 3")
     yield row("without a mesh", "sft", "none", {"packing": True})
 
 
@@ -144,7 +157,7 @@ def test_steps_are_those_of_one_process(
             assert 1e-4 < errors(mine, expected) <= 2 * allowed
             continue
         check(mine, expected, x.tolerance)
-        if not x.options.get("LoRA"):
+        if not {"LoRA", "model"} & {*x.options}:
             assert mine["split"]["layers.0.mlp.down_proj.weight"] == x.split
     assert any("fsdp" in name for name in results[0]["files"])
     if x.resumed:

@@ -19,6 +19,8 @@ from torch.nn.functional import pad
 
 from ring_core import UnsupportedError
 from ring_torch.comm.groups import default_device
+from ring_torch.hf.models.check import unwrapped
+from ring_torch.hf.models.classes import name_of
 from ring_torch.hf.models.hooks import ModelHooks, hooks_of, replace_attribute
 from ring_torch.hf.models.releases import installed_release, lacks
 from ring_torch.hf.trainer_settings import (
@@ -94,8 +96,9 @@ class TrainerHooks:
         ))  # fmt: skip
         if (smoother := self.trainer.label_smoother) is not None:
             yield replace_attribute(
-                self.trainer, "label_smoother", _LabelSmoother(smoother, self.hooks)
-            )
+                self.trainer, "label_smoother",
+                _LabelSmoother(smoother, self.hooks, _shifts_labels(self.trainer.model)),
+            )  # fmt: skip
 
     def _take_mesh(self) -> Iterator[Callable[[], object]]:
         """Leave accelerate only the weights on its ``cp`` mesh; yield what undoes that.
@@ -350,6 +353,13 @@ class _Metrics(dict[str, float]):
         )
 
 
+def _shifts_labels(model: Any) -> bool:
+    """Return True where token ``i`` predicts label ``i + 1``, as the Trainer finds it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return name_of(unwrapped(model)) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
 @dataclass(frozen=True)
 class _LabelSmoother:
     """Label-smoothing loss of the whole batch, from each rank's logits or, if joined, from all.
@@ -357,10 +367,13 @@ class _LabelSmoother:
     Attributes:
         smoother: The Trainer's label smoother.
         hooks: Hooks of the model.
+        shifts: True if it is a causal language model. The Trainer asks for shifted labels by the
+            name of its class, which FSDP2 changes.
     """
 
     smoother: Any
     hooks: ModelHooks
+    shifts: bool
 
     def __call__(
         self,
@@ -381,6 +394,7 @@ class _LabelSmoother:
             num_items_in_batch: Divisor of the sum; ``None`` for the number of labels of this batch.
         """
         share = self.hooks.undivided_share if num_items_in_batch is None else 1
+        shift_labels |= self.shifts
         if self.hooks.gathers_logits:
             kwargs = (
                 {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
