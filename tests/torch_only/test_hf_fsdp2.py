@@ -98,7 +98,7 @@ def steps() -> Iterator[Any]:
         yield row(f"logits-{logits}", "trainer", "ring", options)
     smooth = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
     yield row("smooth labels and noise", "trainer", "data x ring", smooth, split=4)
-    models = {
+    models: dict[str, Any] = {
         "a router's loss": ("Mixtral", {"output_router_logits": True}),
         "tied embeddings": ("Llama", {"tie_word_embeddings": True}),
         "recurrent layers": ("Qwen3NextForCausalLM", {}),
