@@ -132,6 +132,8 @@ def sharded(
             predicted = trainer.predict(documents(5)) if predicts else None
     finally:
         torch.set_default_dtype(torch.float32)
+    if kind == "trainer" and sizes and not options:
+        assert hf.verify(trainer, cp, collate(documents()[:2])).gradients is not None
     timed = ("runtime", "per_second", "preparation_time", "lr", "flos")
     weights = {
         name.replace("_checkpoint_wrapped_module.", ""): x.detach()

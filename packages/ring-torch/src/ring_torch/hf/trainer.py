@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -115,9 +115,25 @@ class TrainerHooks:
         # of the mesh, by a class that transformers has no more.
         yield replace_attribute(accelerator, "_prepare_tp", lambda *args: args)
         # Ranks of a batch count once: get_tp_size has all of them, and what is gathered is of one.
-        yield replace_attribute(trainer, "get_cp_size", lambda: 1)
+        for name in ("_get_num_items_in_batch", "get_total_train_batch_size"):
+            yield replace_attribute(
+                trainer, name, self._counting_by_tp_size(getattr(trainer, name))
+            )
         if hasattr(trainer, "_tp_size"):  # of TRL, by which it divides gathered counts
             yield replace_attribute(trainer, "_tp_size", 1)
+
+    def _counting_by_tp_size(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that divides by ``get_tp_size``, and not by ``get_cp_size``, too."""
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            undo = replace_attribute(self.trainer, "get_cp_size", lambda: 1)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                undo()
+
+        return call
 
     def check_models(self) -> None:
         """Refuse models that were set on the Trainer after it was parallelized, so are not split.

@@ -134,7 +134,10 @@ def check_trainer(trainer: Any, logits: str, ring: set[int] | None = None) -> No
     ]
     if ring is not None:
         replaced += [(accelerator, "_prepare_cp"), (accelerator, "_prepare_tp")]
-        replaced += [(trainer, "_prepare_context_parallel_inputs"), (trainer, "get_cp_size")]
+        replaced += [
+            (trainer, "_prepare_context_parallel_inputs"), (trainer, "_get_num_items_in_batch"),
+            (trainer, "get_cp_size"),
+        ]  # fmt: skip
     for owner, method in replaced:
         if not hasattr(owner, method):
             raise UnsupportedError(lacks(type(owner).__name__, method))
