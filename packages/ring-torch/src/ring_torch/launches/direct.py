@@ -32,8 +32,7 @@ class _Compiled(NamedTuple):
 
     def launch(self, grid: tuple[int, ...], device: int, values: Sequence[int | None]) -> None:
         """Launch on the device's current stream; tensors are given by their addresses."""
-        x_size, y_size, z_size = (*grid, 1, 1)[:3]
-        kernel = self.kernel
+        (x_size, y_size, z_size, *_), kernel = (*grid, 1, 1), self.kernel
         # Asked at each launch: the caller may be on another stream than before, or capture a graph.
         stream = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - as Triton asks
         self.run(
