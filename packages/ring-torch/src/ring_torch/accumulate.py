@@ -7,7 +7,7 @@ number is rounded when its sum is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -222,54 +222,67 @@ class Work(NamedTuple):
     Attributes:
         launches: The launches, in their order.
         sizes: How many rows each has, if they have all rows, in their order.
+        widths: How many columns each has, if several have all columns, in their order.
         columns: The columns of each; ``None`` where it has all.
         waits_for: For each how many fetches must have arrived.
     """
 
     launches: tuple[Forward, ...]
     sizes: list[int] | None
+    widths: list[int] | None
     columns: tuple[slice | None, ...]
     waits_for: tuple[int, ...]
 
     @classmethod
     def of(
-        cls,
-        launches: Sequence[Forward],
-        length: int,
-        keys: int | None = None,
+        cls, launches: Sequence[Forward], length: int, keys: int,
         waits_for: Sequence[int] | None = None,
-    ) -> Work:
-        """Return launches over ``length`` rows and ``keys``; by default they wait for no fetch.
-
-        A single one of so many rows has all, whatever number its first row has in the item.
-        """
-        rows, columns = (
-            [getattr(x.item, name) for x in launches] for name in ("q_slice", "k_slice")
-        )
-        sizes = [x.stop - x.start for x in rows]
-        in_order = all(x.start == sum(sizes[:n]) for n, x in enumerate(rows)) or len(rows) == 1
-        has_all = in_order and sum(sizes) == length
+    ) -> Work:  # fmt: skip
+        """Return launches over ``length`` rows and ``keys``; by default they wait for no fetch."""
+        columns = [x.item.k_slice for x in launches]
         return cls(
-            tuple(launches), sizes if has_all else None,
+            tuple(launches), sizes_of([x.item.q_slice for x in launches], length),
+            sizes_of(columns, keys) if len(launches) > 1 else None,
             tuple([None if x.stop - x.start == keys else x for x in columns]),
             tuple(waits_for or [0] * len(launches)),
         )  # fmt: skip
 
     def cut(
-        self, rows: QueryBlock, state: AttentionState | None
-    ) -> Iterable[tuple[QueryBlock, AttentionState | None]]:
-        """Return the rows of each launch, and its part of the results, as views."""
-        if self.sizes is None or rows.indices is not None or rows.segments is not None:
-            slices = [x.item.q_slice for x in self.launches]
-            return [(rows.take(x), None if state is None else state.take(x)) for x in slices]
-        # Few views, which cost the host most; all that these rows have beside q is the sinks.
-        # (Torch need not know that they share memory: launches write it behind its back.)
-        q, sizes = rows.q, self.sizes
-        blocks = [QueryBlock(x, rows.sinks) for x in q.unsafe_split_with_sizes(sizes, 1)]
-        if state is None:
-            return zip(blocks, repeat(None))
-        parts = [x.unsafe_split_with_sizes(sizes, n) for n, x in enumerate(state, 1)]
-        return zip(blocks, map(AttentionState, *parts), strict=True)
+        self, rows: QueryBlock, columns: KeyBlock, state: AttentionState | None
+    ) -> Iterator[tuple[Forward, int, QueryBlock, KeyBlock, AttentionState | None]]:
+        """Return each launch, its fetches, and its parts of rows, columns and results, as views."""
+        # Few views, which cost the host most. (Torch need not know that they share memory: launches
+        # write it behind its back.) Without indices and segments rows have q and sinks.
+        sizes, widths = self.sizes, self.widths
+        blocks: Iterable[QueryBlock] = [rows]
+        states: Iterable[AttentionState | None] = repeat(state)
+        if sizes is None or (len(sizes) > 1 and (rows.indices, rows.segments) != (None, None)):
+            blocks = [rows.take(x.item.q_slice) for x in self.launches]
+            if state is not None:
+                states = [state.take(x.item.q_slice) for x in self.launches]
+        elif len(sizes) > 1:
+            blocks = [QueryBlock(x, rows.sinks) for x in rows.q.unsafe_split_with_sizes(sizes, 1)]
+            if state is not None:
+                states = map(
+                    AttentionState,
+                    *[x.unsafe_split_with_sizes(sizes, n) for n, x in enumerate(state, 1)],
+                )
+        keys = (
+            [columns if x is None else columns.take(x) for x in self.columns]
+            if widths is None or columns.position is not None or columns.segments is not None
+            else [*map(KeyBlock, *[x.unsafe_split_with_sizes(widths, 1) for x in columns[:2]])]
+        )
+        return zip(self.launches, self.waits_for, blocks, keys, states, strict=False)
+
+
+def sizes_of(spans: Sequence[slice], length: int) -> list[int] | None:
+    """Return the sizes of spans, if they have all of a length, in their order.
+
+    A single one of this size has all, whatever number its first row or column has in the item.
+    """
+    sizes = [x.stop - x.start for x in spans]
+    in_order = all(x.start == sum(sizes[:n]) for n, x in enumerate(spans)) or len(spans) == 1
+    return sizes if in_order and sum(sizes) == length else None
 
 
 class Accumulator:
@@ -306,19 +319,16 @@ class Accumulator:
             return
         # A launch leaves results where they belong, or returns them.
         is_added, returns = joins.is_final or mode == "merge", mode == "return"
-        cuts: Any = [(rows, state if is_added else None)]
-        if work.sizes is None or len(work.sizes) > 1:
-            cuts = work.cut(*cuts[0])
         # What is returned or merged is not bound to strides.
         key = tensors_key(rows.q, columns.k, columns.v, rows.sinks) if mode == "write" else None
         # Fetches of later items write other columns meanwhile, and peers copy from this rank's
         # memory and need nothing from this loop.
-        for n, (launch, span, fetches, (some_rows, own)) in enumerate(
-            zip(work.launches, work.columns, work.waits_for, cuts, strict=True), self._launched
+        for n, (launch, fetches, some_rows, keys, own) in enumerate(
+            work.cut(rows, columns, state if is_added else None), self._launched
         ):
             if fetches > 0 and wait is not None:
                 wait(fetches)
-            keys, into = columns if span is None else columns.take(span), own
+            into = own
             if not is_added and mode == "write":
                 # Until the first merge `state` is free: it holds the first result if that has all
                 # rows. The merge may read and write it, as one program does both to each number.
@@ -473,8 +483,10 @@ class OneItem:
         """Take the item's dK/dV."""
         self.grads = dk, dv
         if dk.shape[1] < self.keys.k.shape[1]:
-            pairs = zip((self.keys.k, self.keys.v), (dk, dv), strict=True)
-            self.grads = tuple([x.new_zeros(x.shape, dtype=grad.dtype) for x, grad in pairs])
+            self.grads = tuple([
+                x.new_zeros(x.shape, dtype=grad.dtype)
+                for x, grad in zip((self.keys.k, self.keys.v), (dk, dv), strict=True)
+            ])  # fmt: skip
             for x, grad in zip(self.grads, (dk, dv), strict=True):
                 x[:, item.k_slice] = grad
 

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from ring_core.base.arguments import not_none
+from ring_torch.accumulate import sizes_of
 from ring_torch.buffers import KVPayload
 from ring_torch.kernels.api import OwnSpans
 from ring_torch.kernels.library import (
@@ -551,18 +552,21 @@ class AllLaunches:
     ) -> None:
         """Take the rows, the launches, and the shape of k of all gathered columns."""
         self.rows, self._launches, self._k_shape = rows, launches, k_shape
-        self._sums = KeptViews(self._sums_of_launches)
-        # What each launch has of the rows, and of the batch of all launches.
+        self._sums, count, keys = KeptViews(self._sums_of_launches), len(launches), k_shape[1]
+        # What each launch has of the rows, of the batch of all, and of the columns: sizes, if
+        # several have all of them in their order, and spans.
+        spans = [slice(x.k_start, x.k_start + x.keys) for x in launches]
         self._cuts = (
-            [(rows.stop - rows.start) // len(launches)] * len(launches),
-            [k_shape[0]] * len(launches),
-        )
+            [(rows.stop - rows.start) // count] * count, [k_shape[0]] * count,
+            sizes_of(spans, keys) if count > 1 else None,
+            [None if x.keys == keys else (x.k_start, x.keys) for x in launches],
+        )  # fmt: skip
         # The last launch goes first, as in the forward in reverse. The arguments after its tensors
         # are those of `main_arguments`, without documents.
         self._mains = [
-            (n, x.functions.main, x.k_start, x.keys, (x.scale, *[None] * 4, *x.window, *x.functions.after_window))
+            (n, x.functions.main, (x.scale, *[None] * 4, *x.window, *x.functions.after_window))
             for n, x in enumerate(launches)
-        ][::-1]  # fmt: skip
+        ][::-1]
 
     def _sums_of_launches(self, sums: Tensor) -> list[Tensor]:
         """Return the sums of dK and dV of each launch's columns, as the library lays them out.
@@ -590,10 +594,18 @@ class AllLaunches:
         The latter are ``[B * R, H, L / R]``. With ``is_last`` the columns that are held are dropped
         when all launches are queued.
         """
-        (dout, out, lse, _), columns = upstream, held[0]
+        (dout, out, lse, _), columns, (sizes, batches, widths, spans) = (
+            upstream,
+            held[0],
+            self._cuts,
+        )
         batch, length, heads, dim = q.shape
-        (sizes, batches), functions, lse = self._cuts, self._launches[0].functions, lse.contiguous()
-        rows, runs = sizes[0], len(sizes)
+        rows, runs, functions, lse = (
+            sizes[0],
+            len(sizes),
+            self._launches[0].functions,
+            lse.contiguous(),
+        )
         run_batch, shape = batch * runs, (batch * runs, rows, heads, dim)
         padded = -(-rows // functions.tile) * functions.tile
         # In float32, as lse is. `new_empty(*sizes)` takes the host half the time of `torch.empty`.
@@ -614,19 +626,22 @@ class AllLaunches:
             )
         )
         qs, douts, lses, deltas, dqs = tensors
+        ks, vs = [
+            [x if span is None else x.narrow(1, *span) for span in spans]
+            if widths is None
+            else x.unsafe_split_with_sizes(widths, 1)
+            for x in columns[:2]
+        ]
         kv_sums = self._sums(sums)
         # `main` adds to whatever is in `sums`: they are not cleared between launches.
-        for n, main, start, keys, others in self._mains:
-            k, v = columns.k, columns.v
-            if keys < self._k_shape[1]:
-                k, v = k.narrow(1, start, keys), v.narrow(1, start, keys)
+        for n, main, others in self._mains:
             main(
-                qs[n], k, v, douts[n], lses[n], deltas[n], dqs[n], kv_sums[2 * n],
+                qs[n], ks[n], vs[n], douts[n], lses[n], deltas[n], dqs[n], kv_sums[2 * n],
                 kv_sums[2 * n + 1], *others,
             )  # fmt: skip
         # dQ is complete when all launches have run: one rounding for all rows, into what may be
         # memory of the K/V. Launches on one stream keep their order.
-        del columns, k, v
+        del columns, ks, vs
         if is_last:
             held.clear()
         dq = new_dq().view(shape)
