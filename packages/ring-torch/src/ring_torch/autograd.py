@@ -81,7 +81,7 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
         call.check_capture()
         check_graph(call.ranks, call.forward_signature, call.strategy)
     # Autograd saves the caller's own tensors: these copies live only as long as the pass.
-    if False in [x is None or x.stride(-1) == 1 for x in inputs]:
+    if False in [x is None or x.stride()[-1] == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
     with GuardedPass(call.ranks, call.number, call.forward_signature, call.device):
         # The tripwire counts what is sent and received inside, if it checks this call.
@@ -165,7 +165,7 @@ def backward_pass(
         call = call.with_lse_grad()
     # A loss of lse alone leaves out without a gradient.
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-    if False in [x is None or x.stride(-1) == 1 for x in inputs]:
+    if False in [x is None or x.stride()[-1] == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
     if call.request.device == "cuda" and is_capturing():
         call.check_capture()

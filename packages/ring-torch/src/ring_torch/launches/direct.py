@@ -61,11 +61,12 @@ class PreparedLaunch(NamedTuple):
         kernel's ``do_not_specialize``, alike in being 1 or a multiple of 16. Whoever repeats a
         launch asks :func:`has_launch_hooks` before.
         """
+        compiled, grid, device, prepared = self
         # A copy: another thread may repeat the same launch with other tensors.
-        values = [*self.values]
+        values = [*prepared]
         for index, x in changes.items():
             values[index] = x
-        self.compiled.launch(self.grid, self.device, values)
+        compiled.launch(grid, device, values)
 
 
 def has_launch_hooks() -> bool:

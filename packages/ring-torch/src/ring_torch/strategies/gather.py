@@ -235,8 +235,7 @@ class Gather(Strategy):
         """
         gather, _, groups, layout, _ = self.backward_spec
         session = call.open_session(self.backward_spec, call.backward_signature)
-        rows = call.rows(inputs)
-        is_empty = rows.q.shape[0] == 0
+        rows, is_empty = call.rows(inputs), call.keys.batch == 0
         # Peers will read these sums: where they lie in memory of the session, it waits until nobody
         # reads those of the pass before.
         grad_sums = session.accumulators(zero=self.zero or is_empty)
