@@ -15,8 +15,7 @@ from triton.runtime import autotuner  # after it
 
 _MODULES = (
     "fla.ops.common.chunk_delta_h", "fla.ops.common.chunk_h", "fla.ops.common.chunk_o",
-    "fla.ops.cp.chunk_bwd", "fla.ops.cp.chunk_fwd", "fla.ops.gla.chunk", "fla.ops.kda.chunk_bwd",
-    "fla.ops.kda.chunk_intra",
+    "fla.ops.gla.chunk", "fla.ops.kda.chunk_bwd", "fla.ops.kda.chunk_intra",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -27,8 +28,10 @@ from wrong import (
 
 import ring_torch
 from ring_core import ChunkLayout
-from ring_torch import ContextParallel, hf, ring_attention, training
+from ring_torch import ContextParallel, hf, preflight, ring_attention, training
 from ring_torch.local import LocalRanks
+from ring_torch.movement.methods import whole_length
+from ring_torch.verification.equality import check_equal
 
 zeros = torch.zeros
 
@@ -251,6 +254,31 @@ SUBJECTS: dict[str, Subject] = {
             "model": MODULE,
             "batch": {"none": None, "tensor": zeros(1, 8, 2), "list": [zeros(1, 8, 2)], "word": "x"},
             "dims": {"word": "x", "list": [1], "no tensor": {"other": 1}, "too large": {"input": 3}},
+        },
+    ),
+    "ring_torch.preflight": Subject(
+        preflight, {
+            "cp": cp, "step": lambda model, batch: model(batch).sum(), "model": nn.Linear(2, 2),
+            "batch": zeros(1, 8, 2),
+        },
+        {
+            "cp": CONTEXT, "model": MODULE, "step": {"none": None, "word": "x"},
+            "batch": {"object": object()}, "after_backward": {"word": "x"},
+            "loss": {"none": None, "word": "all"}, "rtol": {"word": "x", "negative": -1.0, "nan": math.nan},
+        },
+    ),
+    "ring_torch.ContextParallel.check_equal": Subject(
+        check_equal, {"cp": cp, "x": zeros(2), "what": "x"},
+        {
+            "cp": CONTEXT, "x": {"object": object(), "class": nn.Linear}, "what": {"none": None, "number": 3},
+            "every": {**SIZE, "none": None},
+        },
+    ),
+    "ring_torch.ContextParallel.whole_length": Subject(
+        whole_length, {"cp": cp, "x": zeros(1, 8)},
+        {
+            "cp": CONTEXT, "x": {"none": None, "word": "x", "negative": -1, "fraction": 1.5},
+            "dim": {"none": None, "too large": 2}, "seq_len": OPTIONS["seq_len"],
         },
     ),
     "ring_torch.ContextParallel.layout_of": Subject(

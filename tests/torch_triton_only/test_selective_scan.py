@@ -20,18 +20,22 @@ def two() -> Iterator[LocalRanks]:
         yield ranks
 
 
-def inputs(tokens: int, channels: int, groups: int, numbers: int) -> list[Tensor]:
-    """Draw u, delta, A, B and C."""
+def inputs(tokens: int, channels: int, groups: int, numbers: int, rate: float) -> list[Tensor]:
+    """Draw u, delta, A to minus a rate, B and C."""
     torch.manual_seed(channels)
     u, delta = torch.randn(2, 2, tokens, channels).unbind(0)
     projections = torch.randn(2, 2, tokens, groups, numbers).unbind(0)
-    return [u, delta.abs(), -torch.rand(channels, numbers) * 3, *projections]
+    return [u, delta.abs(), -torch.rand(channels, numbers) * rate, *projections]
 
 
 def _compare(
-    _: int, documents: tuple[int, ...] | None, tokens: int, channels: int, groups: int, numbers: int
+    _: int,
+    documents: tuple[int, ...] | None,
+    tokens: int,
+    sizes: tuple[int, int, int],
+    rate: float,
 ) -> None:
-    cp, whole = ContextParallel(), inputs(tokens, channels, groups, numbers)
+    cp, whole = ContextParallel(), inputs(tokens, *sizes, rate)
     results = []
     for kernel in ("triton", "eager"):
         own = [
@@ -50,18 +54,28 @@ def _compare(
 
 
 @pytest.mark.parametrize(
-    ("documents", "tokens", "sizes"),
+    ("documents", "tokens", "sizes", "rate"),
     [
-        (None, 160, (4, 1, 4)),
-        ((0, 5, 70, 71, 110), 110, (6, 1, 3)),  # chunks of short documents, padding, odd sizes
-        (None, 37, (12, 2, 2)),
+        (None, 160, (4, 1, 4), 3),
+        ((0, 5, 70, 71, 110), 110, (6, 1, 3), 3),  # chunks of short documents, padding, odd sizes
+        (None, 37, (12, 2, 2), 3),
+        (None, 160, (4, 1, 4), 300),  # decays of 0 in float32, and what is left of A's gradient
     ],
-    ids=["chunks", "documents", "groups"],
+    ids=["chunks", "documents", "groups", "strong decays"],
 )
 def test_its_runs_are_those_of_torch(
-    two: LocalRanks, documents: tuple[int, ...] | None, tokens: int, sizes: tuple[int, int, int]
-) -> None:
-    two.run(_compare, documents, tokens, *sizes)
+    two: LocalRanks, documents: tuple[int, ...] | None, tokens: int, sizes: tuple[int, int, int],
+    rate: float,
+) -> None:  # fmt: skip
+    two.run(_compare, documents, tokens, sizes, rate)
+
+
+def test_auto_takes_it_where_it_can() -> None:
+    call = "selective_scan", *inputs(8, 4, 1, 4, 1.0)
+    cp = ContextParallel()
+    assert "kernel eager: torch's operations" in cp.explain_recurrent(*call)
+    with patch.object(libraries, "reasons_against_triton", lambda *_: iter(())):
+        assert "kernel triton: Ring's own" in cp.explain_recurrent(*call)
 
 
 def test_other_layers_are_refused() -> None:

@@ -23,6 +23,7 @@ from ring_torch.training.loss import (
     cross_entropy as cross_entropy,
     linear_cross_entropy as linear_cross_entropy,
 )
+from ring_torch.verification.preflight import preflight as preflight
 
 __all__ = [
     "ContextParallel",
@@ -38,6 +39,7 @@ __all__ = [
     "cross_entropy",
     "dataloader",
     "linear_cross_entropy",
+    "preflight",
     "replace_sdpa",
     "ring_attention",
     "support_matrix",

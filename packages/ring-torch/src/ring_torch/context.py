@@ -25,6 +25,7 @@ from ring_torch.movement.methods import Halo
 from ring_torch.options import AttentionOptions, CallOptions
 from ring_torch.recurrent.arguments import explained
 from ring_torch.sharding import Sharding, UnshardGrad
+from ring_torch.verification import equality
 from ring_torch.verification.judgement import VerifyReport
 from ring_torch.verification.plain import verify_model
 
@@ -501,6 +502,10 @@ class ContextParallel:
     selective_scan = recurrent.selective_scan
     simple_gla = recurrent.simple_gla
     ssd = recurrent.ssd
+
+    # Lengths and equality, likewise.
+    whole_length = methods.whole_length
+    check_equal = equality.check_equal
 
     def whole(self) -> AbstractContextManager[None]:
         """Return a context in which this rank acts alone, on whole sequences: nothing is sent.

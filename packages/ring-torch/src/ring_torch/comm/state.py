@@ -50,6 +50,7 @@ class GroupState:
     hosts: tuple[str, ...] | None = None  # name of each rank's host, once it was asked for
     before_passes: dict[int, WeakMethod[Callable[[], None]]] = field(default_factory=dict)  # by id
     captured: dict[int, object] = field(default_factory=dict)  # what CUDA graphs read, by id
+    equal_calls: dict[str, int] = field(default_factory=dict)  # of `check_equal`, by name
     exchanges: Any = None  # memory of exchanges by one kernel, once there was one
 
     def forget_memory(self) -> None:

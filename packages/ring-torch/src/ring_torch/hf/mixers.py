@@ -26,6 +26,7 @@ from ring_torch.sharding import Sharding
 
 _CACHES = CACHES | {"cache_params"}
 _LOGGER = logging.getLogger("ring_torch")
+_MOST_SIZES = 256  #: Sizes of batches of which it is known whether a layer runs whole.
 
 
 class MaskKeeper:
@@ -171,6 +172,8 @@ class SplitLayer(WholeLayer):
                 states = call.sent
             finally:
                 self.asks = False
+            if len(self._known) == _MOST_SIZES:
+                self._known.clear()
             self._known[size] = states > x.nbytes
             if self._known[size]:
                 _LOGGER.info(

@@ -102,12 +102,14 @@ class RecurrentCall(LayerCall):
         sent = inputs[0].new_zeros(slots, size + prod(shapes.state), dtype=self.dtype)
         # Each run's map. A run that begins its document has its entry state, so that its map is a
         # constant, what it leaves; that of others begins with zeros.
-        for number, n in enumerate(own):
-            if travels[n] and runs.follows[n]:
-                sent[slot[n]] = torch.cat([x.flatten() for x in work.map_of(number)])
-            elif travels[n]:
-                start = None if initial is None else initial[runs.document[n]]
-                sent[slot[n], size:] = work.leave(number, start).flatten()
+        travelling = [number for number, n in enumerate(own) if travels[n]]
+        follow = [number for number in travelling if runs.follows[own[number]]]
+        for number, parts in zip(follow, work.maps_of(follow), strict=True):
+            sent[slot[own[number]]] = torch.cat([x.flatten() for x in parts])
+        for number in set(travelling) - set(follow):
+            n = own[number]
+            start = None if initial is None else initial[runs.document[n]]
+            sent[slot[n], size:] = work.leave(number, start).flatten()
         gathered = self._gather(sent)
         entries, final = self._fold(runs, gathered, slot, shapes, initial)
         # Now every run has its entry state, and is computed as if it were alone.

@@ -71,8 +71,12 @@ class Chunks(NamedTuple):
         tokens = chunks.transpose(0, 1).flatten(1, 2)
         if self.is_filled is not None:
             tokens = tokens.index_select(1, self.places)
-        padding = rows - tokens.shape[1]
-        return functional.pad(tokens, (*(0, 0) * (tokens.ndim - 2), 0, padding))
+        return with_padding(tokens, rows - tokens.shape[1])
+
+
+def with_padding(x: Tensor, rows: int) -> Tensor:
+    """Return rows ``[B, tokens, ...]`` with so many rows of zeros behind them."""
+    return functional.pad(x, (*(0, 0) * (x.ndim - 2), 0, rows)) if rows else x
 
 
 @capture_safe_cache(maxsize=64)

@@ -1,8 +1,7 @@
 """Linear attention and delta rules by flash-linear-attention's kernels, an optional dependency.
 
-``fla-core`` computes runs as it computes packed sequences, each from a state of its own. The map
-of a delta rule's run is made by the kernels of its own context parallelism; that of linear
-attention is one decay, and the state that the run leaves of zeros.
+``fla-core`` computes runs as it computes packed sequences, each from a state of its own. The maps
+of runs are made by :mod:`ring_torch.recurrent.map_kernels`.
 """
 
 from __future__ import annotations
@@ -11,15 +10,16 @@ from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from ring_torch.capture import capture_safe_cache
 from ring_torch.recurrent import maps
-from ring_torch.recurrent.chunks import Chunks
+from ring_torch.recurrent.chunks import Chunks, with_padding
 from ring_torch.recurrent.kernels import Kernel, LinearAttention
 from ring_torch.recurrent.runs import Runs, Starts
 
@@ -41,8 +41,6 @@ _FUNCTIONS = {
     "fla.ops.common.chunk_delta_h": ("chunk_gated_delta_rule_fwd_h", "chunk_gated_delta_rule_bwd_dhu"),
     "fla.ops.common.chunk_h": ("chunk_fwd_h", "chunk_bwd_dh"),
     "fla.ops.common.chunk_o": ("chunk_fwd_o", "chunk_bwd_dv", "chunk_bwd_dv_local", "chunk_bwd_dqkwg"),
-    "fla.ops.cp.chunk_fwd": ("chunk_cp_fwd_h",),
-    "fla.ops.cp.chunk_bwd": ("chunk_cp_bwd_dh",),
     "fla.ops.gated_delta_rule.chunk_fwd": ("chunk_gated_delta_rule_fwd_intra",),
     "fla.ops.gated_delta_rule.wy_fast": ("prepare_wy_repr_bwd",),
     "fla.ops.gla.chunk": ("chunk_gla_fwd_o_gk",),
@@ -115,6 +113,23 @@ def triton_version() -> tuple[int, ...]:
     return tuple(int(x) for x in version.split("+", maxsplit=1)[0].split(".")[:3] if x.isdigit())
 
 
+@capture_safe_cache(maxsize=64)
+def _offsets(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the offsets of runs of these lengths, int64, and their chunks as the library has them.
+
+    The same tensors again for the same lengths: the library knows its own tables by them.
+    """
+    ends = torch.tensor([0, *lengths], dtype=torch.int64, device="cpu").cumsum(0)
+    offsets = ends.to(device)
+    indices = library().prepare_chunk_indices(offsets, _CHUNK, cu_seqlens_cpu=ends)
+    return offsets, indices
+
+
+def map_kernels() -> Any:
+    """Return :mod:`ring_torch.recurrent.map_kernels`, which imports Triton."""
+    return import_module("ring_torch.recurrent.map_kernels")
+
+
 class _FlaRuns:
     """Runs by the library's kernels: all rows behind one another, with a state for each run.
 
@@ -129,9 +144,8 @@ class _FlaRuns:
         runs, x = chunks.runs, inputs[0]
         lengths = runs.length[[span.run for span in chunks.spans]].tolist()
         self.rows, self.count, self.tokens = x.shape[0], len(lengths), sum(lengths)
-        ends = torch.tensor([0, *lengths * self.rows], dtype=torch.int64, device="cpu").cumsum(0)
-        self.bounds, self.offsets = ends.tolist(), ends.to(x.device)
-        indices = self.fla.prepare_chunk_indices(self.offsets, _CHUNK, cu_seqlens_cpu=ends)
+        self.bounds = list(pairwise(accumulate(lengths * self.rows, initial=0)))
+        self.offsets, indices = _offsets(tuple(lengths) * self.rows, x.device)
         self.options = {
             "cu_seqlens": self.offsets, "chunk_indices": indices, "chunk_size": _CHUNK,
         }  # fmt: skip
@@ -154,13 +168,13 @@ class _FlaRuns:
     def prepare(self) -> None:
         """Compute what depends on no state."""
 
-    def map_of(self, run: int) -> tuple[Tensor, Tensor]:
-        """Return a run's transition and what it leaves of zeros."""
+    def maps_of(self, runs: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return the transitions of runs and what they leave of zeros."""
         raise NotImplementedError
 
     def leave(self, run: int, start: Tensor | None) -> Tensor:
         """Return the state behind a run."""
-        transition, state = self.map_of(run)
+        ((transition, state),) = self.maps_of([run])
         if start is None:
             return state
         return maps.apply(transition, start, is_matrix=self.kernel.is_matrix) + state
@@ -174,10 +188,9 @@ class _FlaRuns:
         """Return states ``[B * runs, *S]`` as ``[B, *S]`` of each run."""
         return list(states.unflatten(0, (self.rows, self.count)).unbind(1))
 
-    def _bounds(self, row: int, run: int) -> slice:
-        """Return which offsets a run begins and ends with."""
-        first = row * self.count + run
-        return slice(first, first + 2)
+    def _tokens(self, runs: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the flat tokens of runs in all rows, those of a run behind one another."""
+        return [self.bounds[row * self.count + run] for run in runs for row in range(self.rows)]
 
     def _stacked(self, states: Starts) -> Tensor:
         """Return states ``[B, *S]`` of all runs as the library takes them, ``[B * runs, *S]``."""
@@ -191,8 +204,7 @@ class _FlaRuns:
     def _rows(self, x: Tensor, like: Tensor) -> Tensor:
         """Return flat tokens as this rank's rows, ``[B, T_local, ...]``, zeros in padding."""
         rows = x[0].unflatten(0, (self.rows, self.tokens)).to(like.dtype)
-        padding = self.inputs[0].shape[1] - self.tokens
-        return functional.pad(rows, (*(0, 0) * (rows.ndim - 2), 0, padding))
+        return with_padding(rows, self.inputs[0].shape[1] - self.tokens)
 
     def _input_grads(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of the inputs, of those of flat tokens and of sums of decays."""
@@ -232,16 +244,15 @@ class DeltaRuns(_FlaRuns):
             k=self.k, v=self.v, g=self.g, beta=self.beta, **self.options
         )
 
-    def map_of(self, run: int) -> tuple[Tensor, Tensor]:
-        """Return a run's map, which the library writes as ``[state | transition]``."""
-        _, _, values = self._shape
-        both = self._summaries()
-        for row in range(self.rows):
-            self.fla.chunk_cp_fwd_h(
-                k=self.key, w=self.w, u=self.u, hm=both[row], **self.decay,
-                cu_seqlens=self.offsets[self._bounds(row, run)], chunk_size=_CHUNK,
-            )  # fmt: skip
-        return both[..., values:], both[..., :values]
+    def maps_of(self, runs: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return the maps of runs."""
+        if not runs:
+            return []
+        both = map_kernels().delta_maps(
+            self.key, self.w, self.u, self.g, self._tokens(runs), by_channel=self.kernel.by_channel
+        )
+        transitions, states = (x.unflatten(0, (len(runs), self.rows)) for x in both)
+        return list(zip(transitions, states, strict=True))
 
     def outputs(self, starts: Starts) -> Tensor:
         """Return the outputs of all runs, each from its own state."""
@@ -253,25 +264,14 @@ class DeltaRuns(_FlaRuns):
         self.start, self.out_grad = self._stacked(starts), self._flat(out_grad).to(self.q.dtype)
         self.states, self.new_values = self._states(self.start)
         self.value_grad = self.own_value_grad()
-        grads = []
-        for run in runs:
-            both = self._summaries()
-            for row in range(self.rows):
-                self.fla.chunk_cp_bwd_dh(
-                    q=self.query, k=self.key, w=self.w, do=self.out_grad, dv=self.value_grad,
-                    dhm=both[row], **self.decay, scale=self.kernel.scale,
-                    cu_seqlens=self.offsets[self._bounds(row, run)], chunk_size=_CHUNK,
-                )  # fmt: skip
-            grads.append(both[..., : self.v.shape[3]])
-        return grads
+        if not runs:
+            return []
+        grads = self._by_run(self._state_grads(None)[1])
+        return [grads[run] for run in runs]
 
     def input_grads(self, exits: Starts) -> tuple[list[Tensor], tuple[Tensor, ...]]:
         """Return all gradients, by the library's backward with a gradient behind each run."""
-        state_grads, entries, value_grad = self.fla.chunk_gated_delta_rule_bwd_dhu(
-            q=self.query, k=self.key, w=self.w, **self.decay, h0=self.start,
-            dht=self._stacked(exits), do=self.out_grad, dv=self.value_grad,
-            scale=self.kernel.scale, **self.options,
-        )  # fmt: skip
+        state_grads, entries, value_grad = self._state_grads(self._stacked(exits))
         grads = self.token_grads(state_grads, value_grad)
         return self._by_run(entries), self._input_grads(*grads)
 
@@ -311,11 +311,13 @@ class DeltaRuns(_FlaRuns):
         )  # fmt: skip
         return states, new_values
 
-    def _summaries(self) -> Tensor:
-        """Return room for the maps of a run in all rows, ``[B, HV, K, V + K]``."""
-        heads, keys, values = self._shape
-        shape = self.rows, heads, keys, values + keys
-        return torch.zeros(shape, dtype=torch.float32, device=self.k.device)
+    def _state_grads(self, exits: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of the states before all chunks and runs, and of what is written."""
+        grads: tuple[Tensor, Tensor, Tensor] = self.fla.chunk_gated_delta_rule_bwd_dhu(
+            q=self.query, k=self.key, w=self.w, **self.decay, h0=self.start, dht=exits,
+            do=self.out_grad, dv=self.value_grad, scale=self.kernel.scale, **self.options,
+        )  # fmt: skip
+        return grads
 
 
 class ChannelDeltaRuns(DeltaRuns):
@@ -368,22 +370,30 @@ class ChannelDeltaRuns(DeltaRuns):
 class AttentionRuns(_FlaRuns):
     """Runs of linear attention with a decay for each head."""
 
-    def map_of(self, run: int) -> tuple[Tensor, Tensor]:
-        """Return a run's decay, and what it leaves of zeros."""
+    def maps_of(self, runs: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return the decays of runs, and what they leave of zeros."""
+        if not runs:
+            return []
         heads, *_ = self._shape
-        state = self._left_of_zeros[run]
-        if self.log_decay is None:
-            return state.new_ones(self.rows, heads, 1, 1), state
-        sums = [
-            self.log_decay[0, slice(*self.bounds[self._bounds(row, run)])].sum(0)
-            for row in range(self.rows)
-        ]
-        return torch.stack(sums).exp()[..., None, None], state
+        tokens, until, decays = self._tokens(runs), None, None
+        if self.log_decay is not None:
+            g = self.log_decay[0].T.contiguous()  # sums along rows are fast
+            # A token's own decay comes before it is written: sums are of those behind it.
+            until = torch.zeros_like(g)
+            for first, end in tokens:
+                until[:, first : end - 1] = g[:, first + 1 : end].flip(1).cumsum(1).flip(1)
+            decays = torch.stack([g[:, first:end].sum(1) for first, end in tokens]).exp()
+        states = map_kernels().weighted_products(self.k, self.v, until, tokens)
+        if decays is None:
+            decays = states.new_ones(len(tokens), heads)
+        parts = (x.unflatten(0, (len(runs), self.rows)) for x in (decays[..., None, None], states))
+        return list(zip(*parts, strict=True))
 
     def outputs(self, starts: Starts) -> Tensor:
         """Return the outputs of all runs, each from its own state."""
+        self.start = self._stacked(starts)
         out = self.fla.chunk_fwd_o(
-            q=self.q, k=self.k, v=self.v, g=self.g, h=self._states(self._stacked(starts))[0],
+            q=self.q, k=self.k, v=self.v, g=self.g, h=self._states(is_wide=False),
             scale=self.kernel.scale, **self.options,
         )  # fmt: skip
         return self._rows(out, self.inputs[self.kernel.values])
@@ -393,12 +403,17 @@ class AttentionRuns(_FlaRuns):
         self.start, self.out_grad = self._stacked(starts), self._flat(out_grad).to(self.q.dtype)
         if not runs:
             return []
-        grads = self._by_run(self._state_grads(None)[1])
-        return [grads[run] for run in runs]
+        tokens, since = self._tokens(runs), None
+        if self.log_decay is not None:
+            g = self.log_decay[0].T.contiguous()
+            since = torch.zeros_like(g)
+            for first, end in tokens:
+                torch.cumsum(g[:, first:end], 1, out=since[:, first:end])
+        grads = map_kernels().weighted_products(self.q, self.out_grad, since, tokens)
+        return list((grads * self.kernel.scale).unflatten(0, (len(runs), self.rows)))
 
     def input_grads(self, exits: Starts) -> tuple[list[Tensor], tuple[Tensor, ...]]:
         """Return all gradients, by the library's backward with a gradient behind each run."""
-        states = self._states(self.start, states_in_fp32=True)[0]
         state_grads, entries = self._state_grads(self._stacked(exits))
         options = {
             "do": self.out_grad,
@@ -407,25 +422,20 @@ class AttentionRuns(_FlaRuns):
             **self.options,
         }
         q, k, _, g = self.fla.chunk_bwd_dqkwg(
-            q=self.q, k=self.k, v=self.v, g=self.g, h=states, **options
+            q=self.q, k=self.k, v=self.v, g=self.g, h=self._states(is_wide=True), **options
         )
         v = self.fla.chunk_bwd_dv(q=self.q, k=self.k, g=self.g, **options)
         return self._by_run(entries), self._input_grads(q, k, v, *([] if g is None else [g]))
 
-    @cached_property
-    def _left_of_zeros(self) -> list[Tensor]:
-        """State that each run leaves of one of zeros."""
-        return self._by_run(self._states(None, output_final_state=True)[1])
-
-    def _states(self, start: Tensor | None, **options: bool) -> tuple[Tensor, Tensor]:
-        """Return the states before all chunks, and behind all runs if that is asked for."""
-        states: tuple[Tensor, Tensor] = self.fla.chunk_fwd_h(
-            k=self._copied(self.k), v=self.v, g=self.g, h0=start, cu_seqlens=self.offsets,
-            chunk_size=_CHUNK, **options,
+    def _states(self, *, is_wide: bool) -> Tensor:
+        """Return the states before all chunks, in float32 if they are to be wide."""
+        states, _ = self.fla.chunk_fwd_h(
+            k=self._copied(self.k), v=self.v, g=self.g, h0=self.start, cu_seqlens=self.offsets,
+            chunk_size=_CHUNK, states_in_fp32=is_wide,
         )  # fmt: skip
-        return states
+        return states  # type: ignore[no-any-return]  # the library has no types
 
-    def _state_grads(self, exits: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _state_grads(self, exits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of the states before all chunks, and before all runs."""
         grads: tuple[Tensor, Tensor] = self.fla.chunk_bwd_dh(
             q=self._copied(self.q), k=self._copied(self.k), v=self.v, g=self.g, do=self.out_grad,

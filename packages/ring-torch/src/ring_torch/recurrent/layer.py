@@ -121,7 +121,7 @@ def _described(call: RecurrentCall, inputs: Sequence[Tensor], reason: str) -> st
     states = str(call.dtype).removeprefix("torch.")
     library = "Ring's own" if call.library == "triton" else "flash-linear-attention's"
     if call.library == "eager":
-        library = f"torch's operations, in chunks of at most {call.most_tokens} tokens; not fla, as {reason}"
+        library = f"torch's operations, in chunks of at most {call.most_tokens} tokens, as {reason}"
     return (
         f"{kernel.name} over {size} ranks, {call.layout}: {shapes}\n"
         f"kernel {call.library}: {library}, states in {states}\n"

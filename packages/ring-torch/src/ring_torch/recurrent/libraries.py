@@ -19,7 +19,8 @@ def chosen(
     """Return the library that a name or ``"auto"`` stands for, and why it is not a faster one."""
     if name == "eager":
         return "eager", "it was asked for"
-    library = "triton" if name == "triton" else "fla"
+    is_scan = name == "auto" and isinstance(kernel, SelectiveScan)
+    library = "triton" if is_scan or name == "triton" else "fla"
     reason = "it is not called in graphs" if is_traced(inputs[0]) else ""
     if library == "fla":
         reasons = fla.reasons_against(kernel, inputs, dtype, needs_grad=needs_grad)

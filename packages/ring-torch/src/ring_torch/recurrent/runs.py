@@ -20,8 +20,8 @@ Starts = Sequence[Tensor | None]
 class Runs(Protocol):
     """A rank's runs in one pass, by their numbers among the rank's own, 0 first."""
 
-    def map_of(self, run: int) -> tuple[Tensor, Tensor]:
-        """Return a run's transition and what it leaves of zeros, ``[B, ...]``."""
+    def maps_of(self, runs: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return the transition of each of some runs and what it leaves of zeros, ``[B, ...]``."""
 
     def leave(self, run: int, start: Tensor | None) -> Tensor:
         """Return the state behind a run of which that before it is known."""
@@ -68,10 +68,15 @@ class EagerRuns:
         """The state before each chunk, which :meth:`leave` writes."""
         return torch.empty_like(self.parts.state)
 
-    def map_of(self, run: int) -> tuple[Tensor, Tensor]:
-        """Return a run's map, composed of those of its chunks."""
-        parts = self.parts.transition, self.parts.state
-        return maps.run_map(parts, self.chunks.spans[run].chunks, is_matrix=self.kernel.is_matrix)
+    def maps_of(self, runs: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return the maps of runs, composed of those of their chunks."""
+        return [
+            maps.run_map(
+                (self.parts.transition, self.parts.state), self.chunks.spans[run].chunks,
+                is_matrix=self.kernel.is_matrix,
+            )
+            for run in runs
+        ]  # fmt: skip
 
     def leave(self, run: int, start: Tensor | None) -> Tensor:
         """Return the state behind a run, and keep those before its chunks."""

@@ -33,27 +33,41 @@ def _compose(first_a, first_b, late_a, late_b):
 
 
 @triton.jit
+def _indices(D, G, N, C: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
+    """Return where a program's tokens, keys and states are: a chunk, some channels of a group."""
+    r, t, s = tl.program_id(0).to(tl.int64), tl.arange(0, C), tl.arange(0, BN)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    group = tl.program_id(1) * BD // (D // G)
+    rows = (r * C + t)[:, None] * D + d[None, :]
+    keys = ((r * C + t)[:, None] * G + group) * N + s[None, :]
+    cells = d[:, None] * N + s[None, :]
+    is_key, is_cell = (t[:, None] >= 0) & (s[None, :] < N), (d[:, None] >= 0) & (s[None, :] < N)
+    return rows, keys, is_key, cells, is_cell, r * D * N + cells
+
+
+@triton.jit
+def _loaded(u, delta, rates, key, rows, cells, is_cell):
+    """Return steps, inputs and rates of a chunk, its decays, and what its tokens write."""
+    step, x = tl.load(delta + rows), tl.load(u + rows)
+    rate = tl.load(rates + cells, mask=is_cell, other=0.0)
+    a = tl.exp(step[:, :, None] * rate[None, :, :])
+    return step, x, rate, a, (step * x)[:, :, None] * key[:, None, :]
+
+
+@triton.jit
 def _maps(
     u, delta, b, rates, transition, state, D, G, N, C: tl.constexpr, BD: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
     """Write the map of a chunk: what multiplies the state before, and what is left of zeros."""
-    r, t, d, s = tl.program_id(0).to(tl.int64), tl.arange(0, C), tl.arange(0, BD), tl.arange(0, BN)
-    d += tl.program_id(1) * BD
-    group = tl.program_id(1) * BD // (D // G)
-    rows = (r * C + t)[:, None] * D + d[None, :]
-    step, x = tl.load(delta + rows), tl.load(u + rows)
-    cells, is_cell = d[:, None] * N + s[None, :], (d[:, None] >= 0) & (s[None, :] < N)
-    rate = tl.load(rates + cells, mask=is_cell, other=0.0)
-    keys = ((r * C + t)[:, None] * G + group) * N + s[None, :]
-    key = tl.load(b + keys, mask=(t[:, None] >= 0) & (s[None, :] < N), other=0.0)
-    a = tl.exp(step[:, :, None] * rate[None, :, :])
-    w = (step * x)[:, :, None] * key[:, None, :]
+    rows, keys, is_key, cells, is_cell, of_chunk = _indices(D, G, N, C, BD, BN)
+    key = tl.load(b + keys, mask=is_key, other=0.0)
+    step, _, rate, a, w = _loaded(u, delta, rates, key, rows, cells, is_cell)
     _, h = tl.associative_scan((a, w), 0, _compose)
-    left = tl.sum(tl.where((t == C - 1)[:, None, None], h, 0.0), 0)
-    tl.store(state + r * D * N + cells, left, mask=is_cell)
+    left = tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None, None], h, 0.0), 0)
+    tl.store(state + of_chunk, left, mask=is_cell)
     total = tl.sum(step, 0)[:, None] * rate
-    tl.store(transition + r * D * N + cells, tl.exp(total), mask=is_cell)
+    tl.store(transition + of_chunk, tl.exp(total), mask=is_cell)
 
 
 @triton.jit
@@ -62,30 +76,17 @@ def _outputs(
     BN: tl.constexpr, IS_GRAD: tl.constexpr,
 ):  # fmt: skip
     """Write a chunk's outputs of the state before it; or of their gradient that of that state."""
-    r, t, d, s = tl.program_id(0).to(tl.int64), tl.arange(0, C), tl.arange(0, BD), tl.arange(0, BN)
-    d += tl.program_id(1) * BD
-    group = tl.program_id(1) * BD // (D // G)
-    rows = (r * C + t)[:, None] * D + d[None, :]
-    step, x = tl.load(delta + rows), tl.load(u + rows)
-    cells, is_cell = d[:, None] * N + s[None, :], (d[:, None] >= 0) & (s[None, :] < N)
-    rate = tl.load(rates + cells, mask=is_cell, other=0.0)
-    keys, is_key = (
-        ((r * C + t)[:, None] * G + group) * N + s[None, :],
-        (t[:, None] >= 0) & (s[None, :] < N),
-    )
-    key, query = (
-        tl.load(b + keys, mask=is_key, other=0.0),
-        tl.load(c + keys, mask=is_key, other=0.0),
-    )
-    a = tl.exp(step[:, :, None] * rate[None, :, :])
-    w = (step * x)[:, :, None] * key[:, None, :]
+    rows, keys, is_key, cells, is_cell, of_chunk = _indices(D, G, N, C, BD, BN)
+    key = tl.load(b + keys, mask=is_key, other=0.0)
+    query = tl.load(c + keys, mask=is_key, other=0.0)
+    _, _, _, a, w = _loaded(u, delta, rates, key, rows, cells, is_cell)
     since, h = tl.associative_scan((a, w), 0, _compose)
     if IS_GRAD:
         dy = tl.load(out_grad + rows)
         grad = tl.sum(since * query[:, None, :] * dy[:, :, None], 0)
-        tl.store(before + r * D * N + cells, grad, mask=is_cell)
+        tl.store(before + of_chunk, grad, mask=is_cell)
     else:
-        start = tl.load(before + r * D * N + cells, mask=is_cell, other=0.0)
+        start = tl.load(before + of_chunk, mask=is_cell, other=0.0)
         h += since * start[None, :, :]
         tl.store(out + rows, tl.sum(h * query[:, None, :], 2))
 
@@ -110,15 +111,13 @@ def _gradients(
     for block in range(part, BLOCKS, PARTS):
         d = group * (D // G) + block * BD + tl.arange(0, BD)
         rows = (r * C + t)[:, None] * D + d[None, :]
-        step, x, dy = tl.load(delta + rows), tl.load(u + rows), tl.load(out_grad + rows)
+        dy = tl.load(out_grad + rows)
         later = tl.load(delta + rows + D, mask=(t[:, None] < C - 1) & (d[None, :] >= 0), other=0.0)
         cells, is_cell = d[:, None] * N + s[None, :], (d[:, None] >= 0) & (s[None, :] < N)
-        rate = tl.load(rates + cells, mask=is_cell, other=0.0)
         start = tl.load(before + r * D * N + cells, mask=is_cell, other=0.0)
         end = tl.load(behind + r * D * N + cells, mask=is_cell, other=0.0)
         # The states behind all tokens, again ...
-        a = tl.exp(step[:, :, None] * rate[None, :, :])
-        w = (step * x)[:, :, None] * key[:, None, :]
+        step, x, rate, a, w = _loaded(u, delta, rates, key, rows, cells, is_cell)
         since, h = tl.associative_scan((a, w), 0, _compose)
         h += since * start[None, :, :]
         # ... and their gradients, from the last on, each through the decay of the next token.

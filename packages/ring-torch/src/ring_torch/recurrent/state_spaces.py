@@ -152,8 +152,8 @@ def selective_scan(
         cu_seqlens: As of ``gated_delta_rule``, as all that follow.
         seq_len: ``T``, if there is padding behind it.
         kernel: ``"eager"``, in torch's operations; ``"triton"``, by Ring's own kernels, which
-            compute in float32 on CUDA, outside of compiled graphs; or ``"auto"``, the former for
-            now.
+            compute in float32 on CUDA, outside of compiled graphs; or ``"auto"``, the latter where
+            it can be.
 
     Returns:
         The outputs, ``[B, T_local, D]`` in the dtype of ``u``, zeros in padding.

@@ -113,7 +113,7 @@ def compare_with_whole(runner: Runner, attention: str, other_attention: str | No
             f"give a batch whose loss is finite"
         )
     outputs = _output_differences(runner, split, whole, other)
-    gradients = _gradient_differences(runner, errors, noise, sizes, whole.trace.floor)
+    gradients = gradient_differences(runner, errors, noise, sizes, whole.trace.floor)
     logits = _worst(
         [x for (name, _, kind, _), x in outputs.items() if not name and kind == "returned"]
     )
@@ -255,7 +255,7 @@ def _sequence_of(
     return None if unlike else (None, None)
 
 
-def _gradient_differences(
+def gradient_differences(
     runner: Runner, errors: Tensor, noise: Tensor, sizes: Tensor, floor: float
 ) -> dict[str, Difference]:
     """Return differences of the parameters' gradients, relative to the gradients' norms.

@@ -101,8 +101,7 @@ class Runner(ABC):
             if total.requires_grad:
                 total.backward()
             gradients = {name: x.grad for name, x in self.parameters.items() if x.grad is not None}
-            if attention is None:
-                gradients = self._summed(gradients)
+            gradients = self.reduced(gradients, is_split=attention is None)
             run = ModelRun(trace, None if loss is None else float(loss.detach()), gradients)
         except (RuntimeError, MemoryError) as error:
             is_memory_error = isinstance(error, torch.OutOfMemoryError | MemoryError)
@@ -123,6 +122,10 @@ class Runner(ABC):
                 f"give a shorter batch, or one row of it"
             ) from None
         return run
+
+    def reduced(self, gradients: dict[str, Tensor], *, is_split: bool) -> dict[str, Tensor]:
+        """Return the gradients of a run as they are compared: of a split one summed over ranks."""
+        return self._summed(gradients) if is_split else gradients
 
     def _summed(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sum the gradients of a split run over the ranks, and divide by the factor in its loss."""

@@ -1,0 +1,153 @@
+"""The mistakes that people make first, and what a preflight says of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from on_ranks import on_ranks
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import ring_torch
+from ring_torch import ContextParallel
+
+T, D, VOCAB = 16, 8, 11
+
+
+class Model(nn.Module):
+    """One layer of attention over shards, with positions and a causal convolution."""
+
+    def __init__(self, cp: ContextParallel, mistake: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cp, self.mistake = cp, mistake
+        self.embed, self.places = nn.Embedding(VOCAB, D), nn.Embedding(T, D)
+        self.qkv, self.head = nn.Linear(D, 3 * D), nn.Linear(D, VOCAB)
+        self.dropout = nn.Dropout(0.5)
+        self.kernel = nn.Parameter(torch.randn(D, 1, 3) / 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        cp, local = self.cp, tokens.shape[1]
+        positions = torch.arange(local)
+        if self.mistake != "positions":
+            positions = cp.positions(local * cp.cp_size)
+        x = self.embed(tokens) + self.places(positions)
+        if self.mistake == "convolution":
+            x = x + functional.conv1d(
+                functional.pad(x.transpose(1, 2), (2, 0)), self.kernel, groups=D
+            ).transpose(1, 2)
+        else:
+            x = x + cp.causal_conv1d(x, self.kernel[:, 0])
+        q, k, v = self.qkv(x).unflatten(2, (3, 1, D)).unbind(2)
+        return self.head(self.dropout(cp.attention(q, k, v, causal=True).flatten(2)))
+
+
+def _step(cp: ContextParallel, mistake: str) -> Callable[[Any, Any], Tensor]:
+    def step(model: Any, batch: Any) -> Tensor:
+        tokens, labels = batch["tokens"], batch["labels"]
+        logits = model(cp.shard(tokens))
+        if mistake == "labels":
+            labels = labels[:, cp.cp_rank * logits.shape[1] :][:, : logits.shape[1]]
+        else:
+            labels = cp.shard(labels)
+        if mistake == "denominator":
+            return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return ring_torch.cross_entropy(cp, logits, labels)
+
+    return step
+
+
+def _clip_first(cp: ContextParallel, model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    cp.reduce_gradients(model)
+
+
+def _clip_last(cp: ContextParallel, model: nn.Module) -> None:
+    cp.reduce_gradients(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+AFTER: dict[str, Callable[[ContextParallel, nn.Module], None]] = {
+    "clipped first": _clip_first, "clipped last": _clip_last, "not reduced": lambda *_: None,
+}  # fmt: skip
+
+#: What is said of each mistake.
+MISTAKES = {
+    "labels": "in the layout 'contiguous' it is right",
+    "positions": "the loss differs .* first that of",
+    "denominator": "the loss is 2 times the whole step's",
+    "convolution": "in the layout 'contiguous', which has fewer edges of shards, it differs less",
+    "clipped first": "it is after_backward: clip",
+    "not reduced": "not the same on all ranks behind after_backward",
+    "weights": "weights differs between ranks.*weights.head.bias",
+    "batch": r"batch differs between ranks.*batch\['tokens'\]",
+}
+
+
+@pytest.mark.parametrize("mistake", [*MISTAKES, "none", "clipped last"])
+@on_ranks
+def test_each_mistake_is_found(rank: int, mistake: str) -> None:
+    cp = ContextParallel()
+    model = Model(cp, mistake)
+    torch.manual_seed(1)
+    tokens = torch.randint(VOCAB, (2, T + 1))
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:].contiguous()}
+    if mistake == "weights" and rank:
+        with torch.no_grad():
+            model.head.bias.add_(1)
+    if mistake == "batch":
+        batch["tokens"] = batch["tokens"].roll(rank, 1)
+    model.embed.weight.grad = kept = torch.ones(VOCAB, D)
+    state = torch.get_rng_state()
+    after = AFTER.get(mistake)
+    report = ring_torch.preflight(
+        cp, _step(cp, mistake), model=model, batch=batch,
+        after_backward=None if after is None else lambda model: after(cp, model),
+    )  # fmt: skip
+    assert model.embed.weight.grad is kept
+    assert kept.eq(1).all()
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert cp.layout == "zigzag"
+    if mistake in MISTAKES:
+        assert not report.passed
+        assert re.search(MISTAKES[mistake], str(report)), str(report)
+    else:
+        assert report.passed, str(report)
+        assert str(report).startswith("preflight passed: loss")
+
+
+@pytest.mark.parametrize("way", ["whole loss", "ddp", "bfloat16", "contiguous", "float64"])
+@on_ranks
+def test_other_right_ways_pass(way: str) -> None:
+    cp = ContextParallel(layout="contiguous" if way == "contiguous" else "zigzag")
+    model: nn.Module = Model(cp, "").to(
+        getattr(torch, way, torch.float32) if "float" in way else None
+    )
+    batch = {"x": torch.randint(VOCAB, (2, T))}
+    if way == "ddp":
+        model = DistributedDataParallel(model)
+
+    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(cp.shard(batch["x"]))
+        if way == "whole loss":
+            return cp.unshard(logits, grad="slice").square().mean()
+        factor = cp.cp_size if way == "ddp" else 1
+        return factor * ring_torch.cross_entropy(cp, logits, cp.shard(batch["x"]))
+
+    report = ring_torch.preflight(
+        cp, step, model=model, batch=batch, loss={"whole loss": "whole", "ddp": "mean"}.get(way, "sum"),
+        after_backward=(lambda _: None) if way == "ddp" else None,
+    )  # fmt: skip
+    assert report.passed, str(report)
+
+
+def test_a_step_returns_a_loss() -> None:
+    cp = ContextParallel()
+    with pytest.raises(ValueError, match=r"step must return the loss, .* got \[2\]"):
+        ring_torch.preflight(cp, lambda *_: torch.ones(2), model=nn.Linear(2, 2), batch=0)
