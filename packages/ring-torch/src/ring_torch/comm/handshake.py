@@ -377,8 +377,8 @@ class GuardedPass:
             if ranks.state.before_passes:
                 with on_device(self.device):
                     ranks.begin_pass()
-        # (On a CPU there is none to change: entering an empty context takes the host longer.)
-        if self.device.type == "cuda":
+        # (On a CPU, which has no index, there is none to change: an empty context takes longer.)
+        if self.device.index is not None:
             self._context = on_device(self.device)
             self._context.__enter__()
 
