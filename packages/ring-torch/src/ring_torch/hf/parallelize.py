@@ -14,6 +14,7 @@ from ring_core import StrategyConfig, UnsupportedError, checks
 from ring_core.base.arguments import not_none
 from ring_core.base.config import strategy_config
 from ring_torch.context import ContextParallel, check_context
+from ring_torch.hf.generation import serving_generate
 from ring_torch.hf.models.check import (
     has_router_loss,
     is_of_transformers,
@@ -31,7 +32,6 @@ from ring_torch.hf.models.hooks import (
     Recurrent,
     Reduction,
     hooks_of,
-    refuse_generation,
     replace_attribute,
 )
 from ring_torch.hf.models.recurrent import carries_states, is_recurrent
@@ -125,9 +125,9 @@ def parallelize(
 
     The model's attention becomes that of :func:`register`. Forward hooks split the inputs, sum the
     loss over the ranks and, if asked for, join the logits. Modules and the keys of ``state_dict``
-    stay as they are. ``generate`` is refused until :meth:`Handle.remove`. A second call with the
-    same options changes nothing. The first one warns of a model that no test has run: one of
-    another package, or of a transformers newer than the tested ones.
+    stay as they are. ``generate`` takes a :class:`ShardedCache`, and no other cache. A second call
+    with the same options changes nothing. The first one warns of a model that no test has run: one
+    of another package, or of a transformers newer than the tested ones.
 
     Instead of a model, pass a ``transformers.Trainer`` or TRL trainer that is already built. The
     ranks of a ring then draw the same batches in training, evaluation and prediction, and count as
@@ -405,13 +405,13 @@ def _model(
 
 
 def _register(hooks: ModelHooks, split: nn.Module, inner: Any) -> Iterator[Callable[[], object]]:
-    """Install hooks that split batches and join outputs, and refuse ``generate``.
+    """Install hooks that split batches and join outputs, and serve ``generate``.
 
     Yields:
         A function for each change that undoes it.
     """
     if hasattr(inner, "generate"):
-        yield replace_attribute(inner, "generate", refuse_generation)
+        yield replace_attribute(inner, "generate", serving_generate(inner, hooks))
     yield split.register_forward_pre_hook(hooks.split, with_kwargs=True).remove
     if hooks.is_pooling:
         yield inner.score.register_forward_hook(hooks.join_rows).remove
