@@ -393,12 +393,13 @@ class Gather(Strategy):
         gather, _, groups, *_ = self.forward_spec
         fetches = [x for x in gather.fetches if x.rank != call.ranks.rank]
         keys = sum(x.target.stop - x.target.start for x in fetches)
-        peers = {x.rank for x in fetches}
-        fetched = f"{len(fetches)} by this rank: {keys:,} keys from {len(peers)} of {call.ranks.size - 1} other ranks"
-        if not fetches:
-            fetched = "none, as no query of this rank sees keys of another"
-        own = len(self.own_work.launches)
-        launches = f"{len(gather.items)} over gathered keys, {own} over own in place"
+        peers = f"{len({x.rank for x in fetches})} of {call.ranks.size - 1} other ranks"
+        fetched = (
+            f"{len(fetches)} by this rank: {keys:,} keys from {peers}"
+            if fetches
+            else "none, as no query of this rank sees keys of another"
+        )
+        launches = f"{len(gather.items)} over gathered keys, {len(self.own_work.launches)} over own in place"
         of_groups = f", for each of {groups} groups of heads" if groups > 1 else ""
         return [
             *super().figures(call, inputs),
