@@ -252,6 +252,14 @@ def diffusers(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def torchtitan(session: nox.Session) -> None:
+    """Run models of torchtitan on the ring, tiny, and compare with one process."""
+    install(session, BACKENDS["torch"], ["test"])
+    session.install("torchtitan==0.3.0")
+    session.run("pytest", "tests", "--backend=torchtitan", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 @nox.parametrize("release", [nox.param(release, id=release) for release in ("pinned", "newest")])
 def flash_attn_4(session: nox.Session, release: str) -> None:
     """Compare flash-attn-4 with what `kernels/fa4/library.py` says of it; needs no GPU."""
@@ -410,6 +418,13 @@ def demo_hybrid(session: nox.Session) -> None:
     """Train a small Qwen3.5, recurrent layers and all, over processes and in one, and compare."""
     install(session, ["ring-core[viz]", "ring-torch[hf]"], ["examples"], *CONSTRAINED)
     session.run("python", "examples/train_hybrid.py", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
+def demo_generate(session: nox.Session) -> None:
+    """Read a long prompt and answer it over processes and in one, and compare the tokens."""
+    install(session, ["ring-core", "ring-torch[hf]"], ["examples"], *CONSTRAINED)
+    session.run("python", "examples/generate.py", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)

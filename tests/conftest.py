@@ -27,7 +27,7 @@ FOLDERS = {
     "torch-cuda": {"conformance", "torch_cuda_only"}, "torch-triton": {"torch_triton_only"},
     "jax": {"api", "jax_only", "conformance", "docs", "fuzz", "meta"},
     "jax-cuda": {"conformance", "jax_cuda_only"}, "jax-gpu": {"api", "docs", "jax_gpu_only"},
-    "jax-tpu": {"api", "docs", "jax_tpu_only"}, "maxtext": {"maxtext"}, "diffusers": {"diffusers"},
+    "jax-tpu": {"api", "docs", "jax_tpu_only"}, "maxtext": {"maxtext"}, "diffusers": {"diffusers"}, "torchtitan": {"torchtitan"},
     "fa4": {"fa4_only"}, "fla": {"fla_only"}, "none": {"packaging"},
 }  # fmt: skip
 #: Modules imported by the fork server of the ranks, besides those of `ring_torch.local`. Otherwise

@@ -15,16 +15,14 @@ from typing import Any, Literal
 
 import peft
 import transformers
+import trl_trained
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from trl import DPOConfig, GRPOConfig, RLOOConfig, SFTConfig
 
 from sweep_options import adapters, values
 from sweep_options.values import Try
 
-TRAINERS = {
-    x.__name__: x
-    for x in (transformers.TrainingArguments, SFTConfig, DPOConfig, GRPOConfig, RLOOConfig)
-}  # fmt: skip
+CONFIGS = [config for _, config, *_ in (trl_trained.TRAINERS | trl_trained.SAMPLERS).values()]
+TRAINERS = {x.__name__: x for x in (transformers.TrainingArguments, *CONFIGS)}
 ADAPTERS = {
     x.__name__: x for x in (peft.PeftConfig, *PEFT_TYPE_TO_CONFIG_MAPPING.values())
 }  # fmt: skip

@@ -171,6 +171,7 @@ def _trl(
     own = {n: defaults[n] for n in kept} | {"bf16": False, "gradient_checkpointing": False}
     kind, dtype = owner.removesuffix("Config").lower(), torch.float64 if is_wide else torch.float32
     biases = BIASES if name == "Llama" else {}
+    own |= {"max_new_tokens": 7} if kind == "gkd" else {}
     if kind not in SAMPLERS:
         return trainer_of(kind, rows_of(kind, 13, data), own | options, dtype, model=name, **biases)
     # Completions are recorded, as sampling flips on rounding; a reference model is loaded.

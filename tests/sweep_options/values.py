@@ -161,6 +161,20 @@ VALUES: dict[str, Any] = {
     "off_policy_mask_threshold": Try(1e-6, _TWICE), "cast_lm_head_to_fp32": Try(True, limit=SINGLE),
     "reward_clip_range": Try((-0.2, 0.3)), "log_completions_hub_repo": "a", "num_completions_to_print": 1,
     "transformers_continuous_batching_config": Try(None), "use_transformers_paged": Try(None),
+    "KTOConfig.gradient_checkpointing": Try(True, {"learning_rate": 1e-4}, SINGLE),
+    "KTOConfig.train_sampling_strategy": Try("batch_rebalance", {"loss_type": "apo_zero_unpaired"}),
+    "RewardConfig.max_length": 90, "GKDConfig.max_length": 75,
+    "GKDConfig.truncation_mode": Try("keep_end", {"max_length": 75}),
+    "KTOConfig.loss_type": "apo_zero_unpaired", "center_rewards_coefficient": 0.1,
+    "CPOConfig.loss_type": [Try(x, _SGD) for x in ("hinge", "ipo", "simpo")],
+    "TPOConfig.loss_type": [Try(x, _SGD) for x in ("hinge", "ipo", "tpo-l")],
+    "CPOConfig.label_smoothing": 0.1, "TPOConfig.label_smoothing": 0.1,
+    "simpo_gamma": Try(0.25, {"loss_type": "simpo"}), "tpo_l_gamma": Try(0.25, {"loss_type": "tpo-l"}),
+    "CPOConfig.max_completion_length": 9, "ORPOConfig.max_completion_length": 9, "padding_value": 5,
+    "GKDConfig.loss_type": "dft", "lmbda": each(0.0, 1.0),
+    "GKDConfig.beta": 0.25, "max_new_tokens": Try(3, {"lmbda": 1.0}), "GKDConfig.temperature": Try(0.7, {"lmbda": 1.0}),
+    "seq_kd": Try(True, {"lmbda": 0.0}), "teacher_model_name_or_path": "a",
+    "teacher_model_init_kwargs": Try(None),
 }  # fmt: skip
 
 #: Reasons in a word why an option has no effect on what is computed, or is not run here.
@@ -178,7 +192,7 @@ _WORDS = {
     ),
     "hub": (
         "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push",
-        "hub_revision", "trust_remote_code", "model_init_kwargs", "base_model_name_or_path", "revision",
+        "hub_revision", "trust_remote_code", "model_init_kwargs", "teacher_model_name_or_path", "teacher_model_init_kwargs", "base_model_name_or_path", "revision",
         "tokenizer_name_or_path", "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_kwargs",
         "prompt_tuning_init_state_dict_path", "shadow_model", "chat_template_path",
     ),
@@ -186,7 +200,7 @@ _WORDS = {
             "fsdp", "fsdp_config", "runtime_config", "runtime_offload_base_weight"),
     "library": (
         "optim_target_modules", "use_liger_kernel", "liger_kernel_config", "deepspeed", "megatron_config",
-        "megatron_core", "loftq_config", "parallelism_config", "AdamssConfig",
+        "megatron_core", "loftq_config", "parallelism_config", "AdamssConfig", "generate_during_eval",
     ),
     "memory": (
         "activation_checkpointing", "gradient_checkpointing", "activation_checkpointing_kwargs",
@@ -231,6 +245,16 @@ _WORDS = {
     # TRL computes them when it is built, before there is a ring, and several ranks share a file.
     "files": ("precompute_ref_log_probs", "precompute_ref_batch_size"),
     "seeds": ("full_determinism",),
+    "collator": tuple(  # GKD's own reads chats, and SFT's options are not for it
+        f"GKDConfig.{x}" for x in (
+            "assistant_only_loss", "completion_only_loss", "dataset_text_field", "eos_token", "packing",
+            "packing_strategy", "eval_packing", "loss_type", "shuffle_dataset", "truncation_mode",
+        )
+    ),
+    "TRL": ("GKDConfig.router_aux_loss_coef",),  # one device fails
+    "encoder-decoder": (
+        "is_encoder_decoder", "CPOConfig.max_completion_length", "ORPOConfig.max_completion_length",
+    ),
     "uninitialised": ("TinyLoraConfig.init_weights",),
     "single": ("AdaptionPromptConfig.target_modules", "TrainableTokensConfig.target_modules", "mask_type", "poly_type"),  # a type with one value
     "PEFT": ("XLoraConfig.hidden_size", "XLoraConfig.adapters", "target_svd_config", "HiraConfig.rank_pattern", "AdaLoraConfig.use_dora",

@@ -218,6 +218,9 @@ def _mistakes(rank: int, folder: str) -> None:
     trainer = _OwnPrediction(build("Llama").float(), arguments(folder), collate, documents())
     hf.parallelize(trainer, cp).remove()
     refused(UnsupportedError, "batch_rebalance", built(train_sampling_strategy="batch_rebalance"))
+    trainer = built()
+    trainer.generate_during_eval = True  # as of CPO and ORPO
+    refused(UnsupportedError, "generate_during_eval", trainer)
     streams = {"accelerator_config": {"dispatch_batches": True}}
     refused(UnsupportedError, "dispatch_batches", built(**streams))
     cp, ring = ContextParallel(alone[rank] if rank else None), cp  # ranks 0 and 1, and 1 alone

@@ -208,9 +208,22 @@ def _unlike(rank: int) -> None:
     mine = token_log_probs(cp, hidden[:, own], head, labels[:, own])
     torch.testing.assert_close(mine, expected[:, own])
     torch.testing.assert_close(sum_by_sequence(cp, mine), expected.sum(1))
+    leaf = head.clone().requires_grad_()
+    whole_loss = functional.cross_entropy((hidden @ leaf.T).flatten(0, 1), labels.flatten())
+    (whole_grad,) = torch.autograd.grad(whole_loss, leaf)
+    shard = hidden[:, own], labels[:, own]
+    for part in (  # means over the labels of all ranks, whatever each has
+        ring_torch.linear_cross_entropy(cp, shard[0], leaf, shard[1]),
+        ring_torch.cross_entropy(cp, shard[0] @ leaf.T, shard[1]),
+        -sum_by_sequence(cp, token_log_probs(cp, shard[0], leaf, shard[1]), grad="slice").sum()
+        / sum_by_sequence(cp, shard[1] != IGNORED).sum(),
+    ):
+        (grad,) = torch.autograd.grad(part, leaf)
+        dist.all_reduce(grad)
+        torch.testing.assert_close(grad, whole_grad)
     part = ring_torch.linear_cross_entropy(cp, hidden[:, own], head, labels[:, own])
     dist.all_reduce(part)
-    torch.testing.assert_close(part, -expected.sum() / (labels >= 0).sum())
+    torch.testing.assert_close(part, whole_loss.detach())
     ids = torch.tensor([[0, 0, -1, 2, 2, 2, 4, 0, -1]])
     sums = [expected[0][ids[0] == i].sum() for i in range(5)]
     by_ids = sum_by_sequence(cp, mine[:1], segment_ids=ids[:, own])

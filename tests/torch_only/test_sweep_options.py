@@ -12,6 +12,7 @@ from sweep_options.options import Entry, entries, installed
 from sweep_options.table import RESULTS, VERDICTS, Pools, judged, read, written
 
 from ring_torch.hf.models.releases import TESTED_RELEASES
+from ring_torch.hf.trainer_settings import TESTED_OF_TRL
 
 _, PINNED, _ = TESTED_RELEASES
 pytestmark = pytest.mark.skipif(
@@ -24,7 +25,7 @@ ENTRIES = {entry.key: entry for entry in entries()}
 
 #: Rows that are run in each change; at night one in 60 of the others, too.
 CHOSEN = (
-    ("TrainingArguments", "neftune_noise_alpha"), ("SFTConfig", "packing"), ("DPOConfig", "ld_alpha"),
+    ("TrainingArguments", "neftune_noise_alpha"), ("SFTConfig", "packing"), ("DPOConfig", "ld_alpha"), ("CPOConfig", "simpo_gamma"),
     ("TrainingArguments", "eval_use_gather_object"), ("LoraConfig", "alora_invocation_tokens"),
     ("LoraConfig", "velora_config"), ("AdaLoraConfig", "orth_reg_weight"), ("LilyConfig", "r"),
     ("PromptTuningConfig", "num_virtual_tokens"),
@@ -44,6 +45,12 @@ def test_the_table_has_every_option_of_the_installed_packages() -> None:
     listed = {(x.kind, x.owner, x.option) for x in ROWS.values()}
     missing = sorted({*installed()} - listed)
     assert not missing, f"run nox -s sweep_options: {RESULTS.name} lacks {missing}"
+
+
+def test_the_table_has_every_trainer_of_trl_that_is_not_refused() -> None:
+    owners = {x.owner for x in ROWS.values() if x.verdict == "exact"}
+    classes = [x.rpartition(".")[2] for x in TESTED_OF_TRL]
+    assert [x for x in classes if x.replace("Trainer", "Config") not in owners] == []
 
 
 def test_none_is_wrong_and_none_unexplained() -> None:

@@ -22,6 +22,7 @@ from ring_core.base.errors import (
 from ring_core.base.merge import finalize as finalize, merge as merge
 from ring_core.choose.balance import balanced_layout as balanced_layout
 from ring_core.choose.gathering import gather_memory as gather_memory
+from ring_core.choose.packing import pack_sequences as pack_sequences
 from ring_core.choose.refusals import (
     refusals as refusals,
     require as require,

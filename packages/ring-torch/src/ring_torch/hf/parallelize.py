@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, cast, get_args
 
+import torch.distributed as dist
 from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
@@ -13,6 +14,7 @@ from ring_core import StrategyConfig, UnsupportedError, checks
 from ring_core.base.arguments import not_none
 from ring_core.base.config import strategy_config
 from ring_torch.context import ContextParallel, check_context
+from ring_torch.hf.generation import serving_generate
 from ring_torch.hf.models.check import (
     has_router_loss,
     is_of_transformers,
@@ -30,15 +32,14 @@ from ring_torch.hf.models.hooks import (
     Recurrent,
     Reduction,
     hooks_of,
-    refuse_generation,
     replace_attribute,
 )
 from ring_torch.hf.models.recurrent import carries_states, is_recurrent
 from ring_torch.hf.models.releases import lacks, warn_of_untested
 from ring_torch.hf.register import set_ring_attention
-from ring_torch.hf.rollouts import Rollouts, check_rollouts, is_sampler
+from ring_torch.hf.rollouts import Rollouts, check_rollouts, is_sampler, sampled_by_gkd
 from ring_torch.hf.trainer import TrainerHooks, trainer_hooks_of
-from ring_torch.hf.trainer_settings import check_trainer, trainer_class
+from ring_torch.hf.trainer_settings import check_trainer, reads_logits, trainer_class
 from ring_torch.hf.verification import Target, verify_target
 from ring_torch.hf.wiring import wire
 from ring_torch.strategies import strategy_names
@@ -115,7 +116,7 @@ def parallelize(
     model: nn.Module | Any,
     cp: ContextParallel,
     *,
-    logits: Logits = "local",
+    logits: Logits | None = None,
     reduction: Reduction | None = None,
     strategy: str | StrategyConfig = "auto",
     recurrent: Recurrent = "auto",
@@ -124,9 +125,9 @@ def parallelize(
 
     The model's attention becomes that of :func:`register`. Forward hooks split the inputs, sum the
     loss over the ranks and, if asked for, join the logits. Modules and the keys of ``state_dict``
-    stay as they are. ``generate`` is refused until :meth:`Handle.remove`. A second call with the
-    same options changes nothing. The first one warns of a model that no test has run: one of
-    another package, or of a transformers newer than the tested ones.
+    stay as they are. ``generate`` takes a :class:`ShardedCache`, and no other cache. A second call
+    with the same options changes nothing. The first one warns of a model that no test has run: one
+    of another package, or of a transformers newer than the tested ones.
 
     Instead of a model, pass a ``transformers.Trainer`` or TRL trainer that is already built. The
     ranks of a ring then draw the same batches in training, evaluation and prediction, and count as
@@ -136,11 +137,12 @@ def parallelize(
         model: A model of transformers, bare or wrapped (DDP, FSDP, PEFT), or a Trainer. Add LoRA
             adapters before.
         cp: The ranks that share a sequence. They must be given equal batches.
-        logits: ``"local"`` returns each rank's part, ``[B, T_local, V]`` in the order of the
-            layout; ``"gather"`` returns the whole sequence's, ``[B, T, V]``, on every rank. A
+        logits: ``"local"`` (default) returns each rank's part, ``[B, T_local, V]`` in the order of
+            the layout; ``"gather"`` returns the whole sequence's, ``[B, T, V]``, on every rank. A
             Trainer's predictions are of whole sequences either way. ``"none"`` makes none: the
             loss is computed for a few tokens at a time, labels are required and ``.logits`` is
-            ``None``.
+            ``None``. Of TRL's Trainers whose losses read whole logits (ORPO, CPO, TPO, GKD) the
+            default is ``"gather"``.
         reduction: The reduction of gradients over the ranks that runs outside the model. ``"sum"``
             (default) is for :meth:`ring_torch.ContextParallel.reduce_gradients`; ``"mean"``
             (default of a Trainer) is for DDP or ``fully_shard``, over the ranks of one ring or of
@@ -176,7 +178,7 @@ def parallelize(
         loss.backward()
         cp.reduce_gradients(model)
     """
-    checks.check_choice("logits", logits, get_args(Logits))
+    checks.check_choice("logits", logits or "local", get_args(Logits))
     checks.check_choice("reduction", reduction or "sum", ("sum", "mean"))
     checks.check_choice("recurrent", recurrent, get_args(Recurrent))
     check_context(cp)
@@ -185,11 +187,66 @@ def parallelize(
     inner: Any = model.model if is_trainer else model
     is_new = hooks_of(inner) is None
     if is_trainer:
-        handle = _trainer(model, cp, logits, reduction, way, recurrent)
+        default: Logits = "gather" if reads_logits(model) else "local"
+        handle = _trainer(model, cp, logits or default, reduction, way, recurrent)
     else:
-        handle = _model(model, cp, logits, reduction or "sum", way, recurrent)
+        handle = _model(model, cp, logits or "local", reduction or "sum", way, recurrent)
     if is_new:
         warn_of_untested(unwrapped(inner))
+    return handle
+
+
+def fsdp2(
+    trainer: Any,
+    cp: ContextParallel,
+    *,
+    logits: Logits = "local",
+    strategy: str | StrategyConfig = "auto",
+    recurrent: Recurrent = "auto",
+) -> Handle:
+    """Parallelize a Trainer whose weights accelerate shards by FSDP2, over data x ring.
+
+    The Trainer has FSDP2 and accelerate's ``ParallelismConfig`` with ``cp_size``, whose ring of
+    torch's becomes one of Ring's; replicas (HSDP) and torch's tensor parallelism beside it stay.
+    All else is as :func:`parallelize` does it: the Trainer takes whole batches, saves and resumes,
+    also with other numbers of ranks.
+
+    Args:
+        trainer: A ``transformers.Trainer``, or TRL's ``SFTTrainer`` (without packing),
+            ``DPOTrainer``, ``KTOTrainer`` or ``RewardTrainer``, before ``train()``.
+        cp: The ranks of accelerate's dimension ``cp``.
+        logits: As in :func:`parallelize`.
+        strategy: As in :func:`parallelize`.
+        recurrent: As in :func:`parallelize`.
+
+    Returns:
+        A handle that can undo the changes and verify the model.
+
+    Raises:
+        ValueError: ``trainer`` is no Trainer, or has no FSDP2 or no ``cp`` mesh of the ranks of
+            ``cp``; or a reason of :func:`parallelize`.
+        UnsupportedError: Trainers of this class, or a setting, do not train on such a mesh; or the
+            model is not exact on split sequences.
+        RankMismatchError: As in :func:`parallelize`.
+
+    Example::
+
+        config = ParallelismConfig(dp_shard_size=4, cp_size=2)
+        trainer = SFTTrainer(model, SFTConfig(fsdp=True, parallelism_config=config), ...)
+        hf.fsdp2(trainer, ContextParallel(trainer.accelerator.torch_device_mesh["cp"]))
+        trainer.train()
+    """
+    checks.check_choice("logits", logits, get_args(Logits))
+    checks.check_choice("recurrent", recurrent, get_args(Recurrent))
+    group = check_context(cp).ranks.group
+    if trainer_class(trainer) is None:
+        raise ValueError(f"hf.fsdp2 takes a Trainer, got {type(trainer).__name__}")
+    ring = {0} if group is None else {*dist.get_process_group_ranks(group)}
+    config = strategy_config(strategy, strategy_names())
+    is_new = hooks_of(trainer.model) is None
+    handle = _trainer(trainer, cp, logits, None, config, recurrent, ring)
+    if is_new:
+        warn_of_untested(unwrapped(trainer.model))
     return handle
 
 
@@ -236,7 +293,7 @@ def verify(model: nn.Module | Any, cp: ContextParallel, batch: Mapping[str, Any]
 
 def _trainer(
     trainer: Any, cp: ContextParallel, logits: Logits, reduction: Reduction | None,
-    strategy: StrategyConfig, recurrent: Recurrent,
+    strategy: StrategyConfig, recurrent: Recurrent, ring: set[int] | None = None,
 ) -> Handle:  # fmt: skip
     """Parallelize a Trainer: its model, TRL's reference model if it has one, and its own methods.
 
@@ -250,7 +307,7 @@ def _trainer(
     """
     if reduction == "sum":
         raise ValueError("reduction='sum': a Trainer takes the mean of gradients; leave it out")
-    check_trainer(trainer, logits)
+    check_trainer(trainer, logits, ring)
     # TRL's frozen reference model, if there is one, sees the same split sequences.
     models = [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
     with ExitStack() as undo:
@@ -266,6 +323,7 @@ def _trainer(
             if samples := is_sampler(trainer):
                 check_rollouts(trainer, len(hooks.firsts), hooks.cp_size)
             undone = [*hooks.install(), *(Rollouts(hooks, target).install() if samples else ())]
+            undone += sampled_by_gkd(hooks, target)
             hooks.owner = Handle(undone, target, hooks.check_models)
         hooks.check_models()
         owner: Handle = hooks.owner
@@ -347,13 +405,13 @@ def _model(
 
 
 def _register(hooks: ModelHooks, split: nn.Module, inner: Any) -> Iterator[Callable[[], object]]:
-    """Install hooks that split batches and join outputs, and refuse ``generate``.
+    """Install hooks that split batches and join outputs, and serve ``generate``.
 
     Yields:
         A function for each change that undoes it.
     """
     if hasattr(inner, "generate"):
-        yield replace_attribute(inner, "generate", refuse_generation)
+        yield replace_attribute(inner, "generate", serving_generate(inner, hooks))
     yield split.register_forward_pre_hook(hooks.split, with_kwargs=True).remove
     if hooks.is_pooling:
         yield inner.score.register_forward_hook(hooks.join_rows).remove

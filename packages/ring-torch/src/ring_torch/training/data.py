@@ -121,7 +121,7 @@ class ShardedLoader:
                     "Iterate over the loader anew"
                 )
             step = [_read(item) for item in islice(items, self._rings)]
-            self._digest = _chained(self._digest, step)
+            self._digest = chained(self._digest, step)
             # A GPU's host waits here for the step before, so not every batch is compared; a digest
             # is that of all batches before.
             if number % _COMPARED_EVERY == 0 or len(step) < self._rings:
@@ -177,7 +177,7 @@ class ShardedLoader:
         """Read the batches before the state again, and check that they are the same."""
         digest = b""
         for _ in range(self._batches):
-            digest = _chained(digest, [_read(item) for item in islice(items, self._rings)])
+            digest = chained(digest, [_read(item) for item in islice(items, self._rings)])
         if digest != self._digest:
             raise ValueError(
                 f"the loader yields other batches than when this state was saved, behind "
@@ -191,17 +191,7 @@ class ShardedLoader:
         Raises:
             RankMismatchError: It differs.
         """
-        groups = (self._cp.group, *([] if self._dp is None else [self._dp]))
-        device = default_device(check_context(self._cp).ranks)
-        own = [int.from_bytes(self._digest[:8], "little", signed=True), self._batches, 1]
-        # First the ranks of a ring exchange digests; then each with its like of other rings, which
-        # hear from the third number whether they differed.
-        for group in groups:
-            row = torch.tensor([own], device=device)
-            rows = Sharding(group, "contiguous").unshard(row, dim=0).tolist()
-            if rows != [own] * len(rows):
-                own[-1] = 0
-        if not own[-1]:
+        if not is_same(self._cp, self._dp, self._digest, self._batches):
             raise RankMismatchError(
                 f"ranks read different batches until batch {self._batches} of this pass. All ranks "
                 f"need the same data in the same order, and go on from the same state: seed the "
@@ -209,22 +199,18 @@ class ShardedLoader:
                 f"own, pass dp='own'"
             )
 
-    def _sharded(self, step: Sequence[_Item]) -> Batch:
+    def _sharded(self, step: Sequence[Item]) -> Batch:
         """Return this rank's part of its ring's batch."""
         ignored, cp = self._ignore_index, self._cp
-        if self._balanced:  # the layout is made for the padded length: no other padding moves it
-            step = [item.padded(128 * cp.cp_size, ignored) for item in step]
-        whole_labels = [item.shifted_labels(ignored) for item in step]
-        ring = 0 if self._dp is None else ranks_of(self._dp).rank
-        item, labels = step[ring], whole_labels[ring]
+        count = sum(int((item.shifted_labels(ignored) != ignored).sum()) for item in step)
+        item = step[0 if self._dp is None else ranks_of(self._dp).rank]
         if self._balanced:
-            mask = Mask(causal=True, cu_seqlens=item.cu_seqlens)
-            layout = balanced_layout(mask, seq_len=item.tokens.shape[1], cp_size=cp.cp_size)
-            cp = ContextParallel(cp.group, layout)
+            item, cp = balanced_context(cp, item, ignored)
+        labels = item.shifted_labels(ignored)
         return Batch(
             cp.shard(item.tokens, pad=True), cp.shard(labels, pad=True, fill=ignored),
             cp.shard(item.positions(), dim=0, pad=True), item.cu_seqlens, item.tokens.shape[1],
-            sum(int((x != ignored).sum()) for x in whole_labels), cp,
+            count, cp,
         )  # fmt: skip
 
 
@@ -273,15 +259,34 @@ def dataloader(
         raise ValueError(f"loader must be an iterable over batches, got {type(loader).__name__}")
     if not is_integer(ignore_index):
         raise ValueError(f"ignore_index must be an integer, got {ignore_index!r}")
-    if not (dp is None or dp == "own" or isinstance(dp, dist.ProcessGroup | DeviceMesh)):
-        raise ValueError(f"dp must be a process group, a DeviceMesh, 'own' or None, got {dp!r}")
+    check_flag("balanced", balanced)
+    rings = rings_of(cp, dp, takes_own=True)
+    return ShardedLoader(cp, loader, rings, ignore_index, balanced=balanced)
+
+
+def rings_of(cp: ContextParallel, dp: Group | str, *, takes_own: bool = False) -> Group:
+    """Return the ranks that hold the same part of different sequences; ``None`` of one ring.
+
+    Args:
+        cp: The ranks of a ring.
+        dp: These ranks, or ``"own"``.
+        takes_own: True if ``"own"`` is allowed, which is none.
+
+    Raises:
+        ValueError: They are missing, malformed, or not beside the ring.
+    """
+    own = ("own",) if takes_own else ()
+    if not (dp is None or dp in own or isinstance(dp, dist.ProcessGroup | DeviceMesh)):
+        kinds = ", ".join(("a process group", "a DeviceMesh", *map(repr, own)))
+        raise ValueError(f"dp must be {kinds} or None, got {dp!r}")
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     size = check_context(cp, acting=False).ranks.size
     if dp is None and world > size:
         raise ValueError(
             f"dp is missing: the ring has {size} of {world} ranks. Pass the group of ranks that "
             f"hold the same part of different sequences, as dp=mesh['dp'] (also of size 1, as beside "
-            f"tensor parallelism), or dp='own' if each ring's loader has batches of its own"
+            f"tensor parallelism)"
+            + (", or dp='own' if each ring's loader has batches of its own" if takes_own else "")
         )
     rings = None if isinstance(dp, str) else dp
     if rings is not None and ranks_of(rings).size * size > world:
@@ -289,12 +294,37 @@ def dataloader(
             f"dp has {ranks_of(rings).size} ranks and cp {size}, of {world}: they must have no other "
             f"rank than this one in common"
         )
-    check_flag("balanced", balanced)
-    return ShardedLoader(cp, loader, rings, ignore_index, balanced=balanced)
+    return rings
+
+
+def is_same(cp: ContextParallel, dp: Group, digest: bytes, number: int) -> bool:
+    """Return True if a digest and a number are equal on all ranks; all of them get one answer."""
+    device = default_device(check_context(cp).ranks)
+    own = [int.from_bytes(digest[:8], "little", signed=True), number, 1]
+    # First the ranks of a ring exchange digests; then each with its like of other rings, which
+    # hear from the third number whether they differed.
+    for group in (cp.group, *([] if dp is None else [dp])):
+        row = torch.tensor([own], device=device)
+        rows = Sharding(group, "contiguous").unshard(row, dim=0).tolist()
+        if rows != [own] * len(rows):
+            own[-1] = 0
+    return bool(own[-1])
+
+
+def balanced_context(cp: ContextParallel, item: Item, ignored: int) -> tuple[Item, ContextParallel]:
+    """Return documents padded to what a balanced layout takes, and ranks with that layout.
+
+    The layout is made for the padded length, so that no other padding moves it.
+    """
+    item = item.padded(128 * cp.cp_size, ignored)
+    length = item.tokens.shape[1]
+    mask = Mask(causal=True, cu_seqlens=item.cu_seqlens)
+    layout = balanced_layout(mask, seq_len=length, cp_size=cp.cp_size)
+    return item, ContextParallel(cp.group, layout)
 
 
 @dataclass(frozen=True)
-class _Item:
+class Item:
     """A batch as it was read, whole.
 
     Attributes:
@@ -307,17 +337,18 @@ class _Item:
     labels: Tensor
     cu_seqlens: tuple[int, ...] | None
 
-    def _bounds(self) -> tuple[int, ...]:
-        """Return the bounds of documents, also of rows of one."""
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Bounds of documents, also of rows of one."""
         return self.cu_seqlens or (0, self.tokens.shape[1])
 
     def shifted_labels(self, ignored: int) -> Tensor:
         """Return for each token the label of the next; the last of a document has none."""
         labels = pad(self.labels[:, 1:], (0, 1), value=ignored)
-        labels[:, torch.tensor(self._bounds()[1:], device=labels.device) - 1] = ignored
+        labels[:, torch.tensor(self.bounds[1:], device=labels.device) - 1] = ignored
         return labels
 
-    def padded(self, unit: int, ignored: int) -> _Item:
+    def padded(self, unit: int, ignored: int) -> Item:
         """Return documents with a further one of padding, so that ``unit`` divides their length.
 
         Raises:
@@ -328,20 +359,18 @@ class _Item:
                 "balanced=True is for batches of documents, a list of int64 [length], and this one "
                 "is [B, T]: the zigzag layout balances that; leave balanced out"
             )
-        more = -self.cu_seqlens[-1] % unit
+        more = -self.cu_seqlens[-1] % unit if self.cu_seqlens[-1] else unit
         bounds = tuple(sorted({*self.cu_seqlens, self.cu_seqlens[-1] + more}))
-        return _Item(
-            pad(self.tokens, (0, more)), pad(self.labels, (0, more), value=ignored), bounds
-        )
+        return Item(pad(self.tokens, (0, more)), pad(self.labels, (0, more), value=ignored), bounds)
 
     def positions(self) -> Tensor:
         """Return the place of each token in its document, int64 ``[T]``."""
-        bounds = torch.tensor(self._bounds(), device=self.tokens.device)
+        bounds = torch.tensor(self.bounds, device=self.tokens.device)
         starts = bounds[:-1].repeat_interleave(bounds.diff())
         return torch.arange(len(starts), device=starts.device) - starts
 
 
-def _read(item: Any) -> _Item:
+def _read(item: Any) -> Item:
     """Read a batch of the loader: rows, or documents, which are packed."""
     labels = item
     if isinstance(item, Mapping):
@@ -358,7 +387,7 @@ def _read(item: Any) -> _Item:
             f"labels of a batch must be of the lengths of its input_ids, not shifted, got "
             f"{tuple(joined.shape)} for {tuple(tokens.shape)}"
         )
-    return _Item(tokens, joined, cu_seqlens)
+    return Item(tokens, joined, cu_seqlens)
 
 
 def _packed(name: str, x: object) -> tuple[Tensor, tuple[int, ...] | None]:
@@ -382,7 +411,7 @@ def _packed(name: str, x: object) -> tuple[Tensor, tuple[int, ...] | None]:
     return torch.cat(documents)[None], (0, *accumulate(map(len, documents)))
 
 
-def _chained(digest: bytes, step: Sequence[_Item]) -> bytes:
+def chained(digest: bytes, step: Sequence[Item]) -> bytes:
     """Return the digest of all batches so far and those of one more step."""
     state = hashlib.blake2b(digest, digest_size=16)
     for item in step:

@@ -24,7 +24,7 @@ from ring_torch.training.common import (
     sum_of_ranks,
     without_padding,
 )
-from ring_torch.training.part import IGNORED, Count, linear_log_probs, loss_part, mean_of
+from ring_torch.training.part import IGNORED, Count, linear_loss, loss_part, mean_of
 
 Reduction = Literal["mean", "sum"]
 
@@ -91,8 +91,9 @@ def linear_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """Return :func:`cross_entropy` of ``linear(hidden, head_weight, bias)``, never whole in memory.
 
-    Logits of ``tokens_at_once`` tokens exist at a time. The backward computes them once more, and
-    adds up gradients of the head in float32 or wider.
+    Logits of ``tokens_at_once`` tokens exist at a time. Where a gradient is needed, it is computed
+    with the loss, of the head added up in float32 or wider; the backward multiplies it by the
+    loss's. Inside of ``torch.utils.checkpoint`` that is done twice: keep the loss outside.
 
     Args:
         cp: The ranks that share the sequence, and its layout.
@@ -126,22 +127,17 @@ def linear_cross_entropy(
         "linear_cross_entropy", check_context(cp), hidden, head_weight, bias, labels, ignore_index,
         seq_len,
     )  # fmt: skip
-    classes = head_weight.shape[0]
-    _check_options(cp, weight, classes, ignore_index, reduction, label_smoothing, count)
+    _check_options(
+        cp, weight, head_weight.shape[0], ignore_index, reduction, label_smoothing, count
+    )
     tokens_at_once = check_size("tokens_at_once", tokens_at_once)
     wide = torch.promote_types(head.hidden.dtype, torch.float32)
     weight = None if weight is None else weight.detach().to(wide)
     divisor = _divisor(cp, head.labels, weight, ignore_index, reduction, count)
-    # A token's loss is -sum(share * log(p)) over classes: `own` of its label, `rest` of each.
-    own, rest = 1 - label_smoothing, label_smoothing / classes
-    class_weight = head.hidden.new_ones(classes, dtype=wide) if weight is None else weight
-    log_probs, of_all = linear_log_probs(
-        *head, class_weight if label_smoothing else None, 1.0, None, ignore_index, False,
-        tokens_at_once,
+    total = linear_loss(
+        *head, weight=weight, label_smoothing=float(label_smoothing), ignore_index=ignore_index,
+        tokens_at_once=tokens_at_once,
     )  # fmt: skip
-    if weight is not None:
-        log_probs = log_probs * weight[head.labels.where(head.labels != ignore_index, 0)]
-    total = -own * log_probs.sum() - rest * of_all.sum()
     return mean_of(total, divisor)
 
 

@@ -1,4 +1,9 @@
-"""Cross entropy and log-probabilities of a rank's tokens, for which nothing is sent."""
+"""Cross entropy and log-probabilities of a rank's tokens, for which nothing is sent.
+
+Both apply a head to a few tokens at a time, a *piece*. A loss is one number, so the gradients of a
+piece follow while its logits exist, and the backward multiplies them by the loss's. Gradients of
+log-probabilities come for each token, so their backward computes the logits once more.
+"""
 
 from __future__ import annotations
 
@@ -49,62 +54,6 @@ def as_in_autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-@torch.library.custom_op("ring_torch::linear_log_probs", mutates_args=())
-def linear_log_probs(
-    hidden: Tensor, head_weight: Tensor, bias: Tensor | None, labels: Tensor,
-    shares: Tensor | None, temperature: float, softcap: float | None, ignore_index: int,
-    entropy: bool, tokens_at_once: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the log-probability of each token's label, and a sum over all classes for each token.
-
-    Logits exist for a few tokens at a time. Results are in float32 or wider, 0 where the label is
-    ignored.
-
-    Args:
-        hidden: ``[N, dim]``.
-        head_weight: ``[V, dim]``.
-        bias: ``[V]``.
-        labels: int64 ``[N]``.
-        shares: ``[V]``; with it the second result is ``sum(shares * log(p))``, ``[N]``.
-        temperature: Divisor of the logits.
-        softcap: Bound of the logits, before they are divided.
-        ignore_index: Label of tokens that do not count.
-        entropy: True for the entropy as the second result, ``[N]``; without ``shares``. The second
-            result is ``[0]`` if neither is asked for.
-        tokens_at_once: Number of tokens whose logits exist at a time.
-    """
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    log_probs = hidden.new_empty(len(hidden), dtype=wide)
-    of_all = log_probs.new_empty(len(hidden) if entropy or shares is not None else 0)
-    pieces = (x.split(tokens_at_once) for x in (hidden, labels, log_probs))
-    # Logits of a piece are freed before those of the next are made: [tokens_at_once, V] at a time.
-    for i, (h, y, own) in enumerate(zip(*pieces, strict=True)):
-        log_p = _scaled_logits(h, head_weight, bias, temperature, softcap)[0].log_softmax(-1, wide)
-        is_kept = y != ignore_index
-        target = y.where(is_kept, 0)
-        # Rows of the results, each of one piece, are written in place.
-        own.copy_(log_p.gather(1, target[:, None])[:, 0].where(is_kept, 0))
-        if len(of_all):
-            each = torch.special.entr(log_p.exp_()) if shares is None else log_p.mul_(shares)
-            of_all[i * tokens_at_once :][: len(y)] = each.sum(-1).where(is_kept, 0)
-    return log_probs, of_all
-
-
-@linear_log_probs.register_fake
-def _linear_log_probs_like(
-    hidden: Tensor, head_weight: Tensor, bias: Tensor | None, labels: Tensor,
-    shares: Tensor | None, temperature: float, softcap: float | None, ignore_index: int,
-    entropy: bool, tokens_at_once: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return tensors like the results, while a graph is traced."""
-    del head_weight, bias, labels, temperature, softcap, ignore_index, tokens_at_once
-    log_probs = hidden.new_empty(
-        hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32)
-    )
-    has_second = entropy or shares is not None
-    return log_probs, log_probs.new_empty(hidden.shape[0] if has_second else 0)
-
-
 def _scaled_logits(
     hidden: Tensor, head_weight: Tensor, bias: Tensor | None, temperature: float,
     softcap: float | None,
@@ -120,59 +69,247 @@ def _scaled_logits(
     return logits if temperature == 1 else logits.div_(temperature), slope
 
 
+class _Gradients:
+    """Gradients of ``hidden``, of the head's weight and of its bias, which pieces are added to.
+
+    Args:
+        hidden: ``[N, dim]``.
+        head_weight: ``[V, dim]``.
+        wide: Dtype of sums over pieces: in 16 bits they would lose digits with their number.
+        trains_hidden: False for a gradient of ``hidden`` that is ``[0, dim]``.
+        trains_head: False for gradients of the head that are ``[0, dim]`` and ``[0]``.
+    """
+
+    def __init__(
+        self, hidden: Tensor, head_weight: Tensor, wide: torch.dtype, *, trains_hidden: bool,
+        trains_head: bool,
+    ) -> None:  # fmt: skip
+        self.hidden = torch.empty_like(hidden[: None if trains_hidden else 0])
+        self.head = torch.zeros_like(head_weight[: None if trains_head else 0], dtype=wide)
+        self.bias = self.head.new_zeros(len(self.head))
+        self._head_weight = head_weight
+
+    def add(self, d_logits: Tensor, slope: Tensor | None, hidden: Tensor, rows: slice) -> None:
+        """Add what follows from gradients of a piece's logits, ``[n, V]``, changed in place."""
+        if slope is not None:
+            d_logits.mul_(slope)
+        in_dtype = d_logits.to(hidden.dtype)
+        if len(self.hidden):
+            self.hidden[rows] = in_dtype @ self._head_weight
+        if len(self.head):
+            self.bias += d_logits.sum(0)
+            self.head += in_dtype.T @ hidden
+
+
+def _rows_of_pieces(tokens: int, tokens_at_once: int) -> list[slice]:
+    """Return the rows of each piece."""
+    return [slice(n, min(n + tokens_at_once, tokens)) for n in range(0, tokens, tokens_at_once)]
+
+
+def linear_loss(
+    hidden: Tensor, head_weight: Tensor, bias: Tensor | None, labels: Tensor, *,
+    weight: Tensor | None = None, label_smoothing: float = 0.0, temperature: float = 1.0,
+    softcap: float | None = None, ignore_index: int = IGNORED, tokens_at_once: int,
+) -> Tensor:  # fmt: skip
+    """Return the sum of cross entropy over tokens, in float32 or wider.
+
+    Args:
+        hidden: ``[N, dim]``.
+        head_weight: ``[V, dim]``.
+        bias: ``[V]``.
+        labels: int64 ``[N]``.
+        weight: Weight of each class, ``[V]``.
+        label_smoothing: Part of a label's probability that all classes share.
+        temperature: Divisor of the logits.
+        softcap: Bound of the logits, before they are divided.
+        ignore_index: Label of tokens that do not count.
+        tokens_at_once: Number of tokens whose logits exist at a time.
+    """
+    records = torch.is_grad_enabled()
+    trains_head = head_weight.requires_grad or (bias is not None and bias.requires_grad)
+    loss: Tensor = linear_loss_and_gradients(
+        hidden, head_weight, bias, labels, weight, label_smoothing, temperature, softcap,
+        ignore_index, tokens_at_once, records and hidden.requires_grad, records and trains_head,
+    )[0]  # fmt: skip
+    return loss
+
+
+@torch.library.custom_op("ring_torch::linear_loss", mutates_args=())
+def linear_loss_and_gradients(
+    hidden: Tensor, head_weight: Tensor, bias: Tensor | None, labels: Tensor,
+    weight: Tensor | None, label_smoothing: float, temperature: float, softcap: float | None,
+    ignore_index: int, tokens_at_once: int, trains_hidden: bool, trains_head: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return :func:`linear_loss`, and the gradients of ``hidden``, ``head_weight`` and a bias."""
+    wide, classes = torch.promote_types(hidden.dtype, torch.float32), len(head_weight)
+    grads = _Gradients(
+        hidden, head_weight, wide, trains_hidden=trains_hidden, trains_head=trains_head
+    )
+    weight = hidden.new_ones(classes, dtype=wide) if weight is None else weight
+    # A token's loss is -sum(share * log(p)) over classes: `own` of its label, `rest` of each.
+    rest = label_smoothing / classes
+    losses = hidden.new_empty(len(hidden), dtype=wide)
+    # Logits of a piece are freed before those of the next are made: [tokens_at_once, V] at a time.
+    for rows in _rows_of_pieces(len(hidden), tokens_at_once):
+        h, y = hidden[rows], labels[rows]
+        logits, slope = _scaled_logits(h, head_weight, bias, temperature, softcap)
+        log_p, is_kept = logits.log_softmax(-1, wide), y != ignore_index
+        del logits
+        target = y.where(is_kept, 0)
+        own = (weight[target] * (1 - label_smoothing)).where(is_kept, 0)
+        each = own * log_p.gather(1, target[:, None])[:, 0]
+        if label_smoothing:
+            each += rest * (log_p * weight).sum(-1)
+        losses[rows] = each.where(is_kept, 0).neg()
+        if not (trains_hidden or trains_head):
+            continue
+        others = is_kept * rest  # the log-probabilities become gradients of the logits in place
+        d_logits = log_p.exp_().mul_((own + others * weight.sum())[:, None])
+        d_logits.scatter_add_(1, target[:, None], -own[:, None])
+        if label_smoothing:
+            d_logits.addr_(others, weight, alpha=-1)
+        grads.add(d_logits if temperature == 1 else d_logits.div_(temperature), slope, h, rows)
+    return losses.sum(), grads.hidden, grads.head, grads.bias
+
+
+@linear_loss_and_gradients.register_fake
+def _linear_loss_like(
+    hidden: Tensor, head_weight: Tensor, bias: Tensor | None, labels: Tensor,
+    weight: Tensor | None, label_smoothing: float, temperature: float, softcap: float | None,
+    ignore_index: int, tokens_at_once: int, trains_hidden: bool, trains_head: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return tensors like the results, while a graph is traced."""
+    del bias, labels, weight, label_smoothing, temperature, softcap, ignore_index, tokens_at_once
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    grads = _Gradients(
+        hidden, head_weight, wide, trains_hidden=trains_hidden, trains_head=trains_head
+    )
+    return hidden.new_empty((), dtype=wide), grads.hidden, grads.head, grads.bias
+
+
+@torch.library.custom_op("ring_torch::linear_loss_backward", mutates_args=())
+def linear_loss_backward(
+    grad: Tensor, labels: Tensor, grad_hidden: Tensor, grad_head: Tensor, grad_bias: Tensor,
+    ignore_index: int, head_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of a loss times that of what follows it, rounded to their dtypes."""
+    # Where all labels of all ranks are ignored, a mean's gradient is infinite.
+    factor = grad.where((labels != ignore_index).any(), 0).reshape(1)
+    dtypes = (grad_hidden.dtype, head_dtype, head_dtype)
+    # In the wider of both dtypes, and rounded as it is written.
+    hidden, head, bias = (
+        torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
+        for x, dtype in zip((grad_hidden, grad_head, grad_bias), dtypes, strict=True)
+    )
+    return hidden, head, bias
+
+
+@linear_loss_backward.register_fake
+def _linear_loss_backward_like(
+    grad: Tensor, labels: Tensor, grad_hidden: Tensor, grad_head: Tensor, grad_bias: Tensor,
+    ignore_index: int, head_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return tensors like the gradients, while a graph is traced."""
+    del grad, labels, ignore_index
+    head, bias = (torch.empty_like(x, dtype=head_dtype) for x in (grad_head, grad_bias))
+    return torch.empty_like(grad_hidden), head, bias
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save the gradients, as outputs: a backward of the backward then comes to this operation."""
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(inputs[3], *output[1:])
+    ctx.ignore_index, ctx.head_dtype, ctx.inputs = inputs[8], inputs[1].dtype, len(inputs)
+
+
+def _backward_of_loss(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
+    """Run the backward operation."""
+    if any(x is not None for x in others):
+        _refuse_second_derivative()
+    tensors = ctx.saved_tensors  # unpacked once, as checkpointing asks for
+    grads: tuple[Tensor, ...] = ()
+    if grad is not None:
+        grads = linear_loss_backward(grad, *tensors, ctx.ignore_index, ctx.head_dtype)
+    needed = (
+        x if is_needed else None for x, is_needed in zip(grads, ctx.needs_input_grad, strict=False)
+    )
+    return (*needed, *(None,) * (ctx.inputs - len(grads)))
+
+
+@torch.library.custom_op("ring_torch::linear_log_probs", mutates_args=())
+def linear_log_probs(
+    hidden: Tensor, head_weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float,
+    softcap: float | None, ignore_index: int, entropy: bool, tokens_at_once: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the log-probability of each token's label, and the entropy of its distribution.
+
+    Results are in float32 or wider, 0 where the label is ignored. Arguments are those of
+    :func:`linear_loss`; without ``entropy`` the second result is ``[0]``.
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    log_probs = hidden.new_empty(len(hidden), dtype=wide)
+    entropies = log_probs.new_empty(len(hidden) if entropy else 0)
+    for rows in _rows_of_pieces(len(hidden), tokens_at_once):
+        h, y = hidden[rows], labels[rows]
+        log_p = _scaled_logits(h, head_weight, bias, temperature, softcap)[0].log_softmax(-1, wide)
+        is_kept = y != ignore_index
+        target = y.where(is_kept, 0)
+        log_probs[rows] = log_p.gather(1, target[:, None])[:, 0].where(is_kept, 0)
+        if entropy:
+            entropies[rows] = torch.special.entr(log_p.exp_()).sum(-1).where(is_kept, 0)
+    return log_probs, entropies
+
+
+@linear_log_probs.register_fake
+def _linear_log_probs_like(
+    hidden: Tensor, head_weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float,
+    softcap: float | None, ignore_index: int, entropy: bool, tokens_at_once: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return tensors like the results, while a graph is traced."""
+    del head_weight, bias, labels, temperature, softcap, ignore_index, tokens_at_once
+    log_probs = hidden.new_empty(
+        hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32)
+    )
+    return log_probs, log_probs.new_empty(hidden.shape[0] if entropy else 0)
+
+
 @torch.library.custom_op("ring_torch::linear_log_probs_backward", mutates_args=())
 def linear_log_probs_backward(
-    grad: Tensor, grad_of_all: Tensor, hidden: Tensor, head_weight: Tensor, bias: Tensor | None,
-    labels: Tensor, shares: Tensor | None, temperature: float, softcap: float | None,
+    grad: Tensor, grad_of_entropy: Tensor, hidden: Tensor, head_weight: Tensor,
+    bias: Tensor | None, labels: Tensor, temperature: float, softcap: float | None,
     ignore_index: int, entropy: bool, tokens_at_once: int, trains_head: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of ``hidden``, ``head_weight`` and a bias; of a frozen head ``[0]``."""
-    wide = grad.dtype
-    grad_hidden = torch.empty_like(hidden)
-    # Every piece adds to the head: in 16 bits the sum would lose digits with the number of pieces.
-    grad_head = torch.zeros_like(head_weight[: None if trains_head else 0], dtype=wide)
-    grad_bias = grad_head.new_zeros(len(grad_head))
-    # Where all labels of all ranks are ignored, a mean's gradient is infinite.
-    grad = grad.where(labels != ignore_index, 0).div(temperature)
-    if len(grad_of_all):
-        grad_of_all = grad_of_all.where(labels != ignore_index, 0).div(temperature)
-    tensors = (hidden, labels, grad, grad_hidden)
-    for i, (h, y, own, grad_h) in enumerate(
-        zip(*(x.split(tokens_at_once) for x in tensors), strict=True)
-    ):
+    grads = _Gradients(hidden, head_weight, grad.dtype, trains_hidden=True, trains_head=trains_head)
+    grad, grad_of_entropy = (
+        x.where(labels != ignore_index, 0).div(temperature) if len(x) else x
+        for x in (grad, grad_of_entropy)
+    )
+    for rows in _rows_of_pieces(len(hidden), tokens_at_once):
+        h, y, own = hidden[rows], labels[rows], grad[rows, None]
         # The logits of a piece are computed again, and become their own gradients in place.
         logits, slope = _scaled_logits(h, head_weight, bias, temperature, softcap)
-        p, target = logits.softmax(-1, wide), y.where(y != ignore_index, 0)[:, None]
-        of_all = grad_of_all[i * tokens_at_once :][: len(y), None]
-        if shares is not None:
-            d_logits = p.mul_(-own[:, None] - of_all * shares.sum()).addr_(of_all[:, 0], shares)
-        elif entropy:
+        p, target = logits.softmax(-1, grad.dtype), y.where(y != ignore_index, 0)[:, None]
+        del logits
+        if entropy:
             # An entropy's gradient is -p * (log(p) + entropy).
-            each = torch.special.entr(p)
-            d_logits = p.mul_(-own[:, None] - of_all * each.sum(-1, keepdim=True))
-            d_logits.addcmul_(each, of_all)
+            each, of_entropy = torch.special.entr(p), grad_of_entropy[rows, None]
+            d_logits = p.mul_(-own - of_entropy * each.sum(-1, keepdim=True))
+            d_logits.addcmul_(each, of_entropy)
         else:
-            d_logits = p.mul_(-own[:, None])
-        d_logits.scatter_add_(1, target, own[:, None])
-        if slope is not None:
-            d_logits.mul_(slope)
-        # Rows of `grad_hidden`, each of one piece, written in place.
-        in_dtype = d_logits.to(hidden.dtype)
-        grad_h.copy_(in_dtype @ head_weight)
-        if trains_head:
-            grad_bias += d_logits.sum(0)
-            grad_head += in_dtype.T @ h
-    return grad_hidden, grad_head.to(head_weight.dtype), grad_bias.to(head_weight.dtype)
+            d_logits = p.mul_(-own)
+        grads.add(d_logits.scatter_add_(1, target, own), slope, h, rows)
+    return grads.hidden, grads.head.to(head_weight.dtype), grads.bias.to(head_weight.dtype)
 
 
 @linear_log_probs_backward.register_fake
 def _linear_log_probs_backward_like(
-    grad: Tensor, grad_of_all: Tensor, hidden: Tensor, head_weight: Tensor, bias: Tensor | None,
-    labels: Tensor, shares: Tensor | None, temperature: float, softcap: float | None,
+    grad: Tensor, grad_of_entropy: Tensor, hidden: Tensor, head_weight: Tensor,
+    bias: Tensor | None, labels: Tensor, temperature: float, softcap: float | None,
     ignore_index: int, entropy: bool, tokens_at_once: int, trains_head: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return tensors like the gradients, while a graph is traced."""
-    del grad, grad_of_all, bias, labels, shares, temperature, softcap, ignore_index, entropy
+    del grad, grad_of_entropy, bias, labels, temperature, softcap, ignore_index, entropy
     del tokens_at_once
     grad_head = torch.empty_like(head_weight[: None if trains_head else 0])
     return torch.empty_like(hidden), grad_head, head_weight.new_empty(grad_head.shape[0])
@@ -181,19 +318,19 @@ def _linear_log_probs_backward_like(
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what the backward needs: no logits."""
     del output
-    ctx.save_for_backward(*inputs[:5])
-    ctx.options = inputs[5:]
+    ctx.save_for_backward(*inputs[:4])
+    ctx.options = inputs[4:]
 
 
-def _backward_of_log_probs(ctx: Any, grad: Tensor, grad_of_all: Tensor) -> tuple[Any, ...]:
+def _backward_of_log_probs(ctx: Any, grad: Tensor, grad_of_entropy: Tensor) -> tuple[Any, ...]:
     """Run the backward operation."""
     tensors = ctx.saved_tensors  # unpacked once, as checkpointing asks for
     trains_head = any(ctx.needs_input_grad[1:3])
-    grads = linear_log_probs_backward(grad, grad_of_all, *tensors, *ctx.options, trains_head)
+    grads = linear_log_probs_backward(grad, grad_of_entropy, *tensors, *ctx.options, trains_head)
     needed = (
         x if is_needed else None for x, is_needed in zip(grads, ctx.needs_input_grad, strict=False)
     )
-    return (*needed, *(None,) * 7)
+    return (*needed, *(None,) * (1 + len(ctx.options)))
 
 
 def _refuse_second_derivative(*_: Any) -> NoReturn:
@@ -208,5 +345,7 @@ def _refuse_second_derivative(*_: Any) -> NoReturn:
     )
 
 
+linear_loss_and_gradients.register_autograd(_backward_of_loss, setup_context=_keep_gradients)
+linear_loss_backward.register_autograd(_refuse_second_derivative)
 linear_log_probs.register_autograd(_backward_of_log_probs, setup_context=_keep_inputs)
 linear_log_probs_backward.register_autograd(_refuse_second_derivative)

@@ -119,7 +119,7 @@ def token_log_probs(
     check_flag("entropy", entropy)
     tokens_at_once = check_size("tokens_at_once", tokens_at_once)
     log_probs, entropies = linear_log_probs(
-        *head, None, float(temperature), softcap, ignore_index, entropy, tokens_at_once
+        *head, float(temperature), softcap, ignore_index, entropy, tokens_at_once
     )
     log_probs = log_probs.view(labels.shape)
     return (log_probs, entropies.view(labels.shape)) if entropy else log_probs

@@ -24,7 +24,7 @@ from ring_torch.hf.models.placeholders import (
     keeps_all,
     positive_number,
 )
-from ring_torch.training.part import IGNORED, as_in_autocast, linear_log_probs, mean_of
+from ring_torch.training.part import IGNORED, as_in_autocast, linear_loss, mean_of
 
 _TOKENS_AT_ONCE = 1024  # tokens whose logits exist at a time
 
@@ -124,15 +124,16 @@ class HeadLogits(Placeholder):
         if not is_plain or reduction not in ("mean", "sum") or self.ndim != 2:
             raise PlaceholderError(self._refusal)
         head, bias, labels = self.head, self.head.bias, target.long()
-        log_probs, _ = linear_log_probs(
+        total = linear_loss(
             as_in_autocast(self.hidden).flatten(0, -2), as_in_autocast(head.weight),
-            None if bias is None else as_in_autocast(bias), labels, None,
+            None if bias is None else as_in_autocast(bias), labels,
             # bound * tanh(scale * z) is softcap * tanh(z / softcap) / temperature.
-            1 / (self.scale * (1 if self.bound is None else self.bound)),
-            None if self.bound is None else 1 / self.scale, ignored, False, _TOKENS_AT_ONCE,
+            temperature=1 / (self.scale * (1 if self.bound is None else self.bound)),
+            softcap=None if self.bound is None else 1 / self.scale, ignore_index=ignored,
+            tokens_at_once=_TOKENS_AT_ONCE,
         )  # fmt: skip
         items = (labels != ignored).sum() if items is None else items
-        return mean_of(-log_probs.sum(), items if reduction == "mean" else None)
+        return mean_of(total, items if reduction == "mean" else None)
 
     @classmethod
     def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:

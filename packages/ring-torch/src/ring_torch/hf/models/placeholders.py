@@ -222,6 +222,8 @@ class ShardedMask(Placeholder):
         position_ids: int64 ``[B, T_local]``, of this rank's tokens.
         joins_router: True if a router's loss is computed from the whole sequence.
         has_padding: True if there is any padding, of the batch or of the layout.
+        padding_sees: True if padding attends to its row's tokens, as causal attention of one device
+            lets it; rows are one document.
         gathers: True if there are recurrent layers, which look up their sequences in this mask.
         documents: Offsets of each row's documents, ``(0, ..., T)``, for recurrent layers; one entry
             if they are the same in all rows, and ``None`` for a row that is one. Padding is of the
@@ -244,6 +246,7 @@ class ShardedMask(Placeholder):
     position_ids: Tensor
     joins_router: bool = False
     has_padding: bool = False
+    padding_sees: bool = False
     gathers: bool = False
     documents: tuple[tuple[int, ...] | None, ...] = (None,)
     whole: Tensor | None = None
