@@ -84,9 +84,14 @@ class _StepRunner(Runner):
     """Runs a user's step, split and whole."""
 
     def __init__(
-        self, model: nn.Module, sharding: Sharding, step: Step, batch: Any,
-        after_backward: AfterBackward | None, loss: LossKind,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        sharding: Sharding,
+        step: Step,
+        batch: Any,
+        after_backward: AfterBackward | None,
+        loss: LossKind,
+    ) -> None:
         first = next((x for _, x in tensors_in(batch) if x.ndim > 1), None)
         shape = (0, 0) if first is None else (first.shape[0], first.shape[1])
         super().__init__(model, sharding.ranks, [], shape, factor=1)
@@ -141,9 +146,11 @@ class _StepRunner(Runner):
         calls = {name: n for n, name in enumerate(whole.trace.calls)}
         order = sorted(gradients, key=lambda name: calls.get(name.rpartition(".")[0], len(calls)))
         comparison = _Comparison(
-            loss, {name: gradients[name] for name in order}, ours / theirs if theirs else math.nan,
+            loss,
+            {name: gradients[name] for name in order},
+            ours / theirs if theirs else math.nan,
             self._gradient_ratio(split, whole),
-        )  # fmt: skip
+        )
         return comparison, split
 
     def _gradient_ratio(self, split: ModelRun, whole: ModelRun) -> float:
@@ -159,9 +166,15 @@ class _StepRunner(Runner):
 
 @numbers_as_python
 def preflight(
-    cp: Any, step: Step, *, model: nn.Module, batch: Any,
-    after_backward: AfterBackward | None = None, loss: LossKind = "sum", rtol: float | None = None,
-) -> PreflightReport:  # fmt: skip
+    cp: Any,
+    step: Step,
+    *,
+    model: nn.Module,
+    batch: Any,
+    after_backward: AfterBackward | None = None,
+    loss: LossKind = "sum",
+    rtol: float | None = None,
+) -> PreflightReport:
     """Run one training step on shards, and the same step on whole sequences, and compare them.
 
     Compared are weights and buffers between ranks, the batch between ranks, then the loss and the
@@ -215,9 +228,11 @@ def preflight(
             return PreflightReport(False, (str(error),), None, {})
     with unchanged(model):
         comparison, split = runner.compared(rtol)
-        findings = () if comparison.is_within else (
-            _first_difference(comparison), *_causes(cp, runner, comparison, split, rtol),
-        )  # fmt: skip
+        findings = (
+            ()
+            if comparison.is_within
+            else (_first_difference(comparison), *_causes(cp, runner, comparison, split, rtol))
+        )
     return PreflightReport(not findings, findings, comparison.loss, comparison.gradients)
 
 
@@ -227,7 +242,7 @@ def _first_difference(comparison: _Comparison) -> str:
     text = f"the loss differs by {comparison.loss}" * (not comparison.loss.is_within)
     if wrong:
         name, difference = wrong[0]
-        text += f"{', and ' if text else ''}{len(wrong)} of {len(comparison.gradients)} gradients differ, first that of {name} by {difference}"  # fmt: skip
+        text += f"{', and ' if text else ''}{len(wrong)} of {len(comparison.gradients)} gradients differ, first that of {name} by {difference}"
     return text
 
 
