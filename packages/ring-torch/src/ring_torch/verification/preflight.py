@@ -40,7 +40,7 @@ _FEWER_EDGES = 1.5
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """What a preflight has found, the same on all ranks.
+    """Findings of a preflight, the same on all ranks.
 
     Attributes:
         passed: True if the split step is the whole one but for rounding.
