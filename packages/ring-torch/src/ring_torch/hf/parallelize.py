@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any, cast, get_args
 
 import torch.distributed as dist
@@ -322,9 +323,10 @@ def _trainer(
             target = handles[0]._target  # noqa: SLF001 - a class of this module
             if samples := is_sampler(trainer):
                 check_rollouts(trainer, len(hooks.firsts), hooks.cp_size)
-            undone = [*hooks.install(), *(Rollouts(hooks, target).install() if samples else ())]
-            undone += sampled_by_gkd(hooks, target)
-            hooks.owner = Handle(undone, target, hooks.check_models)
+            rollouts = Rollouts(hooks, target).install() if samples else ()
+            for step_back in chain(hooks.install(), rollouts, sampled_by_gkd(hooks, target)):
+                undo.callback(step_back)
+            hooks.owner = Handle([], target, hooks.check_models)
         hooks.check_models()
         owner: Handle = hooks.owner
         # No error came: from here on the handle undoes it, the models last.
