@@ -117,6 +117,7 @@ def test_each_mistake_is_found(rank: int, mistake: str) -> None:
     assert cp.layout == "zigzag"
     if mistake in MISTAKES:
         assert not report.passed
+        assert mistake == "denominator" or "the whole step's" not in str(report)
         assert re.search(MISTAKES[mistake], str(report)), str(report)
     else:
         assert report.passed, str(report)
@@ -124,7 +125,18 @@ def test_each_mistake_is_found(rank: int, mistake: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "way", ["whole loss", "ddp", "fsdp2", "compiled", "bfloat16", "contiguous", "float64"]
+    "way",
+    [
+        "whole loss",
+        "ddp",
+        "fsdp2",
+        "compiled",
+        "bfloat16",
+        "contiguous",
+        "float64",
+        "random",
+        "pops",
+    ],
 )
 @on_ranks
 def test_other_right_ways_pass(way: str) -> None:
@@ -141,7 +153,12 @@ def test_other_right_ways_pass(way: str) -> None:
         model = torch.compile(model, backend="aot_eager")
 
     def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits = model(cp.shard(batch["x"]))
+        tokens = batch["x"]
+        if way == "random":
+            tokens = tokens.masked_fill(torch.rand(tokens.shape) < 0.3, 0)
+        logits = model(cp.shard(tokens))
+        if way == "pops":
+            return ring_torch.cross_entropy(cp, logits, cp.shard(batch.pop("x")))
         if way == "whole loss":
             return cp.unshard(logits, grad="slice").square().mean()
         factor = cp.cp_size if way in ("ddp", "fsdp2") else 1
@@ -152,6 +169,40 @@ def test_other_right_ways_pass(way: str) -> None:
         after_backward=(lambda _: None) if way in ("ddp", "fsdp2") else None,
     )  # fmt: skip
     assert report.passed, str(report)
+    assert all(x.noise < 0.01 for x in report.gradients.values()) or way == "bfloat16"
+
+
+@on_ranks
+def test_gradients_in_buckets_of_ddp_are_compared() -> None:
+    cp = ContextParallel()
+    batch = {"tokens": torch.randint(VOCAB, (2, T)), "labels": torch.randint(VOCAB, (2, T))}
+    model = DistributedDataParallel(Model(cp, ""), gradient_as_bucket_view=True)
+    # Means over the ring of parts of a sum.
+    report = ring_torch.preflight(
+        cp, _step(cp, ""), model=model, batch=batch, after_backward=lambda _: None
+    )
+    assert "first that of module" in str(report)
+
+
+@on_ranks
+def test_a_step_that_changes_or_draws_is_refused() -> None:
+    cp = ContextParallel()
+    model = Model(cp, "")
+    batch = {"tokens": torch.randint(VOCAB, (2, T)), "labels": torch.randint(VOCAB, (2, T))}
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match="has changed the weights"):
+        ring_torch.preflight(
+            cp, _step(cp, ""), model=model, batch=batch, after_backward=lambda _: optimizer.step()
+        )
+    runs = iter(range(9))
+
+    def other_in_each_run(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        factor = -1.0 if next(runs) % 2 else 1.0
+        return factor * _step(cp, "")(model, batch)
+
+    with pytest.raises(ValueError, match="nothing can be told"):
+        # A new model: the optimizer made that of each rank another.
+        ring_torch.preflight(cp, other_in_each_run, model=Model(cp, ""), batch=batch)
 
 
 def test_a_step_returns_a_loss() -> None:

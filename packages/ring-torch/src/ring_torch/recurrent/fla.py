@@ -28,7 +28,7 @@ RELEASE = "0.6"
 
 _CHUNK = 64  # tokens, of its kernels
 _MOST_KEYS = 256
-_LEAST_CAPABILITY = (8, 0)
+LEAST_CAPABILITY = (8, 0)
 _HOPPER = 9
 #: Triton releases from the first to before the second compile its gated backward wrongly on Hopper.
 _WRONG_ON_HOPPER = ((3, 4, 0), (3, 7, 1))
@@ -96,7 +96,7 @@ def reasons_against(
     if k.shape[-1] > _MOST_KEYS:
         yield f"its kernels take at most {_MOST_KEYS} key channels, got {k.shape[-1]}"
     capability = torch.cuda.get_device_capability(x.device)
-    if capability < _LEAST_CAPABILITY:
+    if capability < LEAST_CAPABILITY:
         yield f"its kernels need compute capability 8.0, and this is {capability}"
     if isinstance(found := library(), str):
         yield found

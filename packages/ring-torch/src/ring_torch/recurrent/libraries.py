@@ -10,7 +10,10 @@ from torch import Tensor
 from ring_torch.capture import is_traced
 from ring_torch.optional import has_triton
 from ring_torch.recurrent import fla
+from ring_torch.recurrent.fla import LEAST_CAPABILITY
 from ring_torch.recurrent.kernels import Kernel, SelectiveScan
+
+_MOST_NUMBERS = 256  # of a state's channel, all of which a program holds for its tokens
 
 
 def chosen(
@@ -40,5 +43,9 @@ def reasons_against_triton(
         yield f"its kernel needs CUDA, and tensors are on {inputs[0].device.type}"
     if dtype != torch.float32:
         yield "its kernel computes in float32"
+    if inputs[-1].shape[-1] > _MOST_NUMBERS:
+        yield f"its kernel takes at most {_MOST_NUMBERS} numbers of a channel, got {inputs[-1].shape[-1]}"
+    if torch.cuda.get_device_capability(inputs[0].device) < LEAST_CAPABILITY:
+        yield "its kernel needs compute capability 8.0"
     if not has_triton():
         yield "Triton is not installed"

@@ -93,7 +93,8 @@ def delta_maps(
     _delta_maps[blocks, value_heads, len(runs)](
         k, w, u, decay, bounds, both, heads, value_heads, keys, values, C=_CHUNK, BK=padded,
         BV=columns, HAS_DECAY=decay is not None, BY_CHANNEL=by_channel,
-        num_warps=4 if padded <= 128 else 8,
+        # Wide keys of several chunks would not fit into shared memory.
+        **({"num_warps": 4} if padded <= 128 else {"num_warps": 8, "num_stages": 1}),
     )  # fmt: skip
     return both[..., values:], both[..., :values]
 

@@ -8,6 +8,7 @@ the difference goes away.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -26,7 +27,7 @@ from ring_torch.sharding import Sharding
 from ring_torch.verification.equality import check_equal
 from ring_torch.verification.judgement import Difference, gradient_differences
 from ring_torch.verification.runs import ModelRun, Runner, unchanged
-from ring_torch.verification.trace import LEAST_FLOOR, tensors_in
+from ring_torch.verification.trace import LEAST_FLOOR, seed_generators, tensors_in
 
 #: A step of training: splits the whole batch, and returns the loss of this rank's part.
 Step = Callable[[Any, Any], Tensor]
@@ -36,6 +37,8 @@ LossKind = Literal["sum", "mean", "whole"]
 
 #: A difference that shrinks so much with fewer edges of shards may be at these.
 _FEWER_EDGES = 1.5
+#: Square of the cosine from which on gradients are a multiple of others.
+_ALIKE = 0.98
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,10 @@ class _StepRunner(Runner):
 
     def compute(self, attention: str | None) -> tuple[Tensor | None, Tensor]:
         """Run the step; return the loss of all ranks, and this rank's."""
-        loss = self.step(self.model, self.batch)
+        # Each run draws the same random numbers, and may take entries out of its own batch.
+        seed_generators({x.device for x in self.model.parameters()}, 0)
+        batch = copy.copy(self.batch) if isinstance(self.batch, dict | list) else self.batch
+        loss = self.step(self.model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = [*loss.shape] if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"step must return the loss, a tensor of one number, got {what}")
@@ -121,11 +127,19 @@ class _StepRunner(Runner):
             self.after_backward(self.model)
         elif is_split:
             reduce_gradients(self.sharding.ranks, self.model)
-        return {name: x.grad for name, x in self.parameters.items() if x.grad is not None}
+        # Copies: those of DDP may be views of its buckets, which the next run writes to.
+        return {name: x.grad.clone() for name, x in self.parameters.items() if x.grad is not None}
 
     def compared(self, rtol: float | None) -> tuple[_Comparison, ModelRun]:
         """Run the step split, and twice whole; return the differences, and the split run."""
+        versions = [x._version for x in self.parameters.values()]  # noqa: SLF001 - no public way
         split = self.run()
+        is_changed = versions != [x._version for x in self.parameters.values()]  # noqa: SLF001
+        if any(flag for (flag,) in self.gather([float(is_changed)])):
+            raise ValueError(
+                "preflight: step or after_backward has changed the weights, which are not put back. "
+                "Leave the optimizer's step out of both, and load the weights again"
+            )
         with self.unhooked():
             whole = self.run("torch")
             errors = self.gradient_distances(split, whole)
@@ -154,14 +168,17 @@ class _StepRunner(Runner):
         return comparison, split
 
     def _gradient_ratio(self, split: ModelRun, whole: ModelRun) -> float:
-        """Return by which factor the whole gradients are nearest to the split ones."""
-        dots = [0.0, 0.0]
+        """Return the multiple of the whole gradients that the split ones are; NaN if of none."""
+        dots = [0.0, 0.0, 0.0]
         for name, gradient in whole.gradients.items():
             x, y = local_shard(gradient).double(), split.gradients.get(name)
-            dots[0] += 0.0 if y is None else float((x * local_shard(y).double()).sum())
             dots[1] += float(x.square().sum())
-        total = [sum(column) for column in zip(*self.gather(dots), strict=True)]
-        return total[0] / total[1] if total[1] else math.nan
+            if y is not None:
+                dots[0] += float((x * local_shard(y).double()).sum())
+                dots[2] += float(local_shard(y).double().square().sum())
+        both, whole_size, split_size = (sum(x) for x in zip(*self.gather(dots), strict=True))
+        is_multiple = both * abs(both) > _ALIKE * whole_size * split_size
+        return both / whole_size if is_multiple else math.nan
 
 
 @numbers_as_python
@@ -190,7 +207,8 @@ def preflight(
         model: The model, the same on all ranks.
         batch: The whole batch, the same on all ranks: anything that ``step`` takes.
         after_backward: Your function ``after_backward(model)``: what follows ``loss.backward()``,
-            as ``cp.reduce_gradients`` and clipping; ``None`` for the reduction alone.
+            as ``cp.reduce_gradients`` and clipping, but no optimizer's step; ``None`` for the
+            reduction alone. In ``cp.whole()`` it may run no collectives of its own.
         loss: ``"sum"`` if the ranks' losses are parts, whose sum is the loss, as those of
             :func:`cross_entropy`; ``"mean"`` if their mean is, as where DDP or FSDP2 average over
             the ring and the loss is multiplied by ``cp.cp_size``;
@@ -202,7 +220,8 @@ def preflight(
         The report, the same on all ranks: ``report.passed``, and a text.
 
     Raises:
-        ValueError: An argument is malformed, or the step returns no loss.
+        ValueError: An argument is malformed; the step returns no loss, or another in each run; or
+            weights have changed.
         UnsupportedError: There is too little memory.
 
     Example::
@@ -228,11 +247,15 @@ def preflight(
             return PreflightReport(False, (str(error),), None, {})
     with unchanged(model):
         comparison, split = runner.compared(rtol)
-        findings = (
-            ()
-            if comparison.is_within
-            else (_first_difference(comparison), *_causes(cp, runner, comparison, split, rtol))
-        )
+        if min((x.limit for x in comparison.gradients.values()), default=0) >= 1:
+            raise ValueError(
+                f"preflight: two whole runs of the step differ so much that nothing can be told of a split "
+                f"one (loss {comparison.loss}). Let it draw random numbers of torch's default generators "
+                f"alone, and keep nothing from run to run"
+            )
+        findings = () if comparison.is_within else (
+            _first_difference(comparison), *_causes(cp, runner, comparison, split, rtol),
+        )  # fmt: skip
     return PreflightReport(not findings, findings, comparison.loss, comparison.gradients)
 
 
@@ -266,7 +289,8 @@ def _causes(
         if is_within:
             yield (
                 "with cp.reduce_gradients(model) in its place the gradients are right, so it is "
-                "after_backward: clip, scale or accumulate gradients behind the reduction, not before it"
+                "after_backward: clip, scale or accumulate gradients behind the reduction, not before it; and "
+                "in cp.whole(), where cp.cp_size is 1, leave out collectives of your own"
             )
             return
     for ratio, what in ((comparison.loss_ratio, "loss"), (comparison.gradient_ratio, "gradients")):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -162,7 +162,7 @@ class Recorder:
     def _leave(self, name: str, module: nn.Module, _args: object, output: Any) -> Any:
         """Record a module's output after every other hook, and return it, perturbed if asked to."""
         if self._perturbs and isinstance(output, Tensor) and not [*module.children()]:
-            output = _perturbed(output)
+            output = _perturbed(output, seed=sum(self._started.values()))
         for path, x in tensors_in(output):
             self._add("returned", name, path, x)
         self._trace.calls[name] += 1
@@ -225,7 +225,16 @@ def tensors_in(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from tensors_in(inner, f"{path}.{name}" if path else str(name))
 
 
-def _perturbed(x: Tensor) -> Tensor:
+def seed_generators(devices: Iterable[torch.device], seed: int) -> None:
+    """Seed torch's default generators of the CPU and of these devices."""
+    torch.default_generator.manual_seed(seed)
+    for device in {x for x in devices if x.type not in ("cpu", "meta")}:
+        module = torch.get_device_module(device)
+        with module.device(device):
+            module.manual_seed(seed)
+
+
+def _perturbed(x: Tensor, *, seed: int) -> Tensor:
     """Return a tensor with a quarter of its entries moved by a unit in the last place.
 
     The unit is one of float32 where the dtype is finer. Integers are returned as they are.
@@ -233,7 +242,11 @@ def _perturbed(x: Tensor) -> Tensor:
     if not x.is_floating_point():
         return x
     unit = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
-    draws = torch.rand_like(x)
+    devices = [] if x.device.type == "cpu" else [x.device.index]
+    # The model's own random numbers stay those of other runs.
+    with torch.random.fork_rng(devices, device_type=x.device.type if devices else "cuda"):
+        seed_generators({x.device}, seed)
+        draws = torch.rand_like(x)
     # The integer 0 keeps the dtype of x, which the product must have.
     steps = (draws - 1 / 8).sign().where(draws < 1 / 4, 0)
     # A sum saves nothing for the backward: a checkpoint, which computes without it, saves as much.
