@@ -202,7 +202,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Check a call, and run it as one autograd function; return ``(out, lse)``."""
     segments = options.segment_ids if isinstance(options.segment_ids, tuple) else ()
-    if FakeTensor in map(type, (q, k, v, *options, *segments)):
+    tensors = options.segment_ids, options.sinks, options.bias, options.alibi_slopes
+    if FakeTensor in map(type, (q, k, v, *tensors, *segments)):
         raise ValueError(
             "an argument is a FakeTensor outside of its FakeTensorMode; call this inside the mode, where "
             "attention computes shapes"
