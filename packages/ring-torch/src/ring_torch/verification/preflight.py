@@ -17,8 +17,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ring_core import RankMismatchError, UnsupportedError
+from ring_core import RankMismatchError
 from ring_core.base.arguments import check_choice, numbers_as_python
+from ring_torch.gradients.guards import local_shard
 from ring_torch.gradients.reduce import reduce_gradients
 from ring_torch.recurrent.arguments import sharding_of
 from ring_torch.sharding import Sharding
@@ -39,7 +40,7 @@ _FEWER_EDGES = 1.5
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """What a preflight has found, the same on all ranks.
+    """Findings of a preflight, the same on all ranks.
 
     Attributes:
         passed: True if the split step is the whole one but for rounding.
@@ -155,10 +156,10 @@ class _StepRunner(Runner):
     def _gradient_ratio(self, split: ModelRun, whole: ModelRun) -> float:
         """Return by which factor the whole gradients are nearest to the split ones."""
         dots = [0.0, 0.0]
-        for name, x in whole.gradients.items():
-            y = split.gradients.get(name)
-            dots[0] += 0.0 if y is None else float((x.double() * y.double()).sum())
-            dots[1] += float(x.double().square().sum())
+        for name, gradient in whole.gradients.items():
+            x, y = local_shard(gradient).double(), split.gradients.get(name)
+            dots[0] += 0.0 if y is None else float((x * local_shard(y).double()).sum())
+            dots[1] += float(x.square().sum())
         total = [sum(column) for column in zip(*self.gather(dots), strict=True)]
         return total[0] / total[1] if total[1] else math.nan
 
@@ -191,7 +192,8 @@ def preflight(
         after_backward: Your function ``after_backward(model)``: what follows ``loss.backward()``,
             as ``cp.reduce_gradients`` and clipping; ``None`` for the reduction alone.
         loss: ``"sum"`` if the ranks' losses are parts, whose sum is the loss, as those of
-            :func:`cross_entropy`; ``"mean"`` if their mean is, as where DDP averages over the ring;
+            :func:`cross_entropy`; ``"mean"`` if their mean is, as where DDP or FSDP2 average over
+            the ring and the loss is multiplied by ``cp.cp_size``;
             ``"whole"`` if each rank returns the whole loss.
         rtol: Largest relative difference that counts as rounding; ``None`` for four times what a
             second whole run differs, with modules' outputs changed by a unit in the last place.
@@ -201,8 +203,7 @@ def preflight(
 
     Raises:
         ValueError: An argument is malformed, or the step returns no loss.
-        UnsupportedError: There is too little memory, or ``fully_shard`` shards the model over these
-            ranks: run it before.
+        UnsupportedError: There is too little memory.
 
     Example::
 
@@ -220,10 +221,6 @@ def preflight(
     if rtol is not None and not (isinstance(rtol, int | float) and 0 <= rtol < math.inf):
         raise ValueError(f"rtol must be a number from 0 on, or None, got {rtol!r}")
     runner = _StepRunner(model, sharding, step, batch, after_backward, loss)
-    if runner.fsdp_names:
-        raise UnsupportedError(
-            "preflight: fully_shard shards the model over the ring; run it before fully_shard"
-        )
     for x, what in ((model, "weights"), (batch, "batch")):
         try:
             check_equal(cp, x, what=what)
