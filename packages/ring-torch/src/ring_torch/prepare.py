@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ring_core import (
     KernelConfig,
@@ -36,7 +35,7 @@ from ring_core.programs.grid import RankGrid
 from ring_core.tripwire import VARIABLE, every_of
 from ring_torch.buffers import KVPayload
 from ring_torch.call import UNRESOLVED, Call, Transport, agreed_fields
-from ring_torch.capture import ASSUMED_CAPABILITY, fake_mode, on_device
+from ring_torch.capture import ASSUMED_CAPABILITY, on_device
 from ring_torch.checking.settings import SETTING, number_checked
 from ring_torch.comm.groups import warn_if_alone
 from ring_torch.comm.ranks import Ranks
@@ -469,9 +468,4 @@ def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:
 def _fact(x: Any, name: str) -> Fact:
     """Return the static properties of an argument, or refuse what is no dense local tensor."""
     x = check_local(name, x)
-    if isinstance(x, FakeTensor) and fake_mode() is None:
-        raise ValueError(
-            f"{name} is a FakeTensor outside of its FakeTensorMode; call this inside the mode, where "
-            f"attention computes shapes"
-        )
     return tuple(map(int, x.shape)), x.dtype, x.device, x.requires_grad
