@@ -349,6 +349,8 @@ ALLOWED = {
     # Which kernels a package brings has to be known before it is imported.
     *(("ring_jax/kernels/plugins.py", x) for x in ("triton", "cudnn", "pallas")),
     ("ring_jax/prepare.py", "xla"),  # the names that `transport=` takes
+    ("ring_torch/serving/arguments.py", "symm_mem"),  # which exchanges no partial results
+    *(("ring_torch/serving/kernels.py", x) for x in ("eager", "triton")),  # those of pages
 }
 
 

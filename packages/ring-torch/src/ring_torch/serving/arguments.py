@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -142,9 +142,9 @@ def checked_call(
             check(spec.described(), sizes, device)
     refuse_grad(name, q=q, sinks=sinks, alibi_slopes=slopes)
     kernel, transport = options.get("kernel", "auto"), options.get("transport", "auto")
-    checks.check_choice("kernel", kernel, ("auto", "eager", "triton"))
+    checks.check_choice("kernel", kernel, get_args(KernelName))
     library, reason = chosen(kernel, q)
-    checks.check_choice("transport", transport, ("auto", "p2p", "symm_mem"))
+    checks.check_choice("transport", transport, get_args(TransportName))
     if transport == "symm_mem":
         raise UnsupportedError(
             f"{name}: transport 'symm_mem' has no exchange of partial results. Instead: use "
