@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -26,10 +26,19 @@ from ring_core import (
 from ring_core.base.config import kernel_config, strategy_config
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.dropout import seed_words
-from ring_jax.kernels import choose, kernel_names
+from ring_jax.kernels import Selection, choose, kernel_names
 from ring_jax.kernels.plugins import installed_kernels
 from ring_jax.meshes import refuse_symbolic_dims
-from ring_jax.records import Array, CallOptions, CallSpec, Devices, Inputs, Kernel, LocalShape
+from ring_jax.records import (
+    Array,
+    CallOptions,
+    CallSpec,
+    Devices,
+    Inputs,
+    Kernel,
+    LocalShape,
+    Trade,
+)
 from ring_jax.strategies import STRATEGIES, Way, choose_way
 from ring_jax.tripwire import checked_every
 
@@ -104,20 +113,34 @@ def check_call(
         ),
         requested.ring_strategy,
     )
-    request, scale, cap = _request(options, sizes, described[0].dtype, shards, dense is not None)
+    request, scale, cap = _request(
+        options, sizes, described[0].dtype, shards, dense, factor / cp_size
+    )
     q_ids, k_ids = _check_option_arrays(sizes, k_len, options)
     inputs = Inputs(
         q, k, v, q_ids, k_ids, options.sinks, options.bias, options.alibi_slopes,
         None if options.dropout_seed is None else seed_words(options.dropout_seed), None, dense,
     )  # fmt: skip
-    local_shape_of = partial(
-        _local_shape, inputs, program, shards, has_dropout=options.dropout_p > 0,
-        deterministic=options.deterministic,
-    )  # fmt: skip
-    way = choose_way(
-        requested.name, program, request, _devices(q, shards),
-        lambda strategy: choose(kernels, config, request, program, local_shape_of(strategy)),
-    )  # fmt: skip
+    devices = _devices(q, shards)
+
+    def trade_of(strategy: StrategyName) -> Trade | None:
+        """Return how a strategy trades heads, if it does."""
+        return STRATEGIES[strategy].trade(requested, program, request, devices)
+
+    def kernels_of(strategy: StrategyName) -> Selection:
+        """Choose the kernels of a strategy: those that can do what one device computes."""
+        trade, computed, asked = trade_of(strategy), program, request
+        if trade is not None:
+            strategy, computed = trade.strategy, trade.program
+            q_heads, kv_heads = (x.shape[1] for x in (trade.heads.q, trade.heads.kv))
+            asked = replace(request, q_heads=q_heads, kv_heads=kv_heads)
+        local = _local_shape(
+            inputs, computed, shards, strategy, has_dropout=options.dropout_p > 0,
+            deterministic=options.deterministic,
+        )  # fmt: skip
+        return choose(kernels, config, asked, computed, local)
+
+    way = choose_way(requested.name, program, request, devices, kernels_of)
     choice = way.kernels
     call = CallSpec(
         program, axis_name, scale, cap, float(options.dropout_p), (*choice.broken, *choice.kernels), config,
@@ -125,6 +148,7 @@ def check_call(
         bias_grad=options.bias is not None, check_every=checked_every(),
         deterministic=options.deterministic, has_sinks=options.sinks is not None,
         forward_only=tuple(kernel for kernel, _ in choice.forward_only if len(choice.kernels) > 1),
+        trade=trade_of(way.strategy),
     )  # fmt: skip
     return call, inputs, way
 
@@ -197,9 +221,16 @@ def _check_mask(
 
 
 def _request(
-    options: CallOptions, sizes: checks.Sizes, dtype: str, shards: ShardCounts, has_mask: bool
+    options: CallOptions,
+    sizes: checks.Sizes,
+    dtype: str,
+    shards: ShardCounts,
+    mask: Array | None,
+    part: float,
 ) -> tuple[Request, float, float | None]:
     """Check the scalar options, and make the request by which kernels accept or refuse the call.
+
+    A device has a ``part`` of the rows of a bias, and of a ``mask``.
 
     Returns:
         The request, the softmax scale and the soft cap.
@@ -212,11 +243,25 @@ def _request(
     return Request(
         device="", dtype=dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
         segment_ids=options.segment_ids is not None, softcap=cap is not None,
-        bias=options.bias is not None or has_mask, alibi=options.alibi_slopes is not None,
+        bias=options.bias is not None or mask is not None, alibi=options.alibi_slopes is not None,
         dropout=options.dropout_p > 0, deterministic=options.deterministic, any_scale=scale <= 0,
         lse_grad=options.return_lse, batch=sizes.batch // shards.batch,
         q_heads=sizes.q_heads // shards.heads, kv_heads=sizes.kv_heads // shards.heads,
+        shared_bias_bytes=_shared_bias_bytes(options.bias, mask, dtype, shards, part),
     ), scale, cap  # fmt: skip
+
+
+def _shared_bias_bytes(
+    bias: Array | None, mask: Array | None, dtype: str, shards: ShardCounts, part: float
+) -> int:
+    """Return the bytes on one device of a bias, with its mask, that all heads share; else 0."""
+    arrays = [x for x in (bias, mask) if x is not None and getattr(x, "ndim", 0) == 4]
+    if not arrays or any(x.shape[1] > 1 for x in arrays):
+        return 0
+    batch = max(x.shape[0] for x in arrays)
+    batch = batch // shards.batch if batch > 1 else 1
+    itemsize = jnp.dtype(dtype if bias is None else bias.dtype).itemsize
+    return int(batch * arrays[0].shape[2] * part) * int(arrays[0].shape[3]) * itemsize
 
 
 def device_kind(x: Array, mesh: AbstractMesh | None = None) -> str:
@@ -265,21 +310,23 @@ def _local_shape(
 
 
 def prepared(
-    call: CallSpec, inputs: Inputs, dropout_offsets: tuple[Array | int, Array | int] = (0, 0)
+    call: CallSpec, inputs: Inputs, first: tuple[Array | int, Array | int] = (0, 0)
 ) -> Inputs:
     """Bring this device's shards of a checked call into the form that strategies take.
 
     An array mask is folded into the bias, and all arrays are marked as varying over the same mesh
-    axes. ``dropout_offsets`` are the global indices of the first local batch row and query head.
+    axes. ``first`` are the global indices of the first local batch row and query head.
     """
-    seed = offsets = None
+    seed = numbers = None
     if call.dropout_p > 0:
         seed = inputs.seed
-        offsets = jnp.stack([jnp.asarray(x, jnp.int32) for x in dropout_offsets])
+        row, head = (jnp.asarray(x, jnp.int32) for x in first)
+        heads = head + jnp.arange(inputs.q.shape[2], dtype=jnp.int32)
+        numbers = jnp.concatenate([row[None], heads])
     inputs = inputs._replace(
         bias=with_mask(inputs.bias, inputs.mask, inputs.q.dtype), mask=None,
         slopes=None if inputs.slopes is None else jnp.atleast_2d(inputs.slopes),
-        seed=seed, offsets=offsets,
+        seed=seed, numbers=numbers,
     )  # fmt: skip
     inputs = inputs._replace(bias=_with_padding(inputs.bias, call.plan.k_layout))
     # What is replicated varies from here on over all axes that anything varies over, the rank too:
