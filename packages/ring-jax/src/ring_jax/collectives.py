@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax import Array, lax
+from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -241,12 +242,20 @@ class Ranks:
         """
         if self.axis_name is None:
             return x
-        return cast(
-            "Array",
-            lax.all_to_all(
-                x, self.axis_name, split, concat, axis_index_groups=self._index_groups(), tiled=True
-            ),
-        )
+        groups = self._index_groups()
+
+        def send(x: Array) -> Array:
+            y = lax.all_to_all(
+                x, self.axis_name, split, concat, axis_index_groups=groups, tiled=True
+            )
+            return cast("Array", y)
+
+        if groups is None:
+            return send(x)
+        # JAX has no rule for a batch of an all-to-all in groups; it is one of longer messages.
+        batched: Any = custom_vmap(send)
+        batched.def_vmap(lambda _size, _is_batched, x: (self.trade(x, split + 1, concat + 1), True))
+        return cast("Array", batched(x))
 
 
 def _in_order_of_mesh(axis_name: Hashable) -> tuple[Hashable, npt.NDArray[np.int64]]:
