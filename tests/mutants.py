@@ -206,13 +206,13 @@ JAX_GATHERED_MUTANTS: dict[str, Edits] = {
 _EXCHANGE = "ring_jax.strategies.ulysses:HeadExchange"
 #: Mutants that only strategies that trade tokens for heads in JAX show.
 JAX_HEAD_MUTANTS: dict[str, Edits] = {
-    "copies-not-summed": {f"{_EXCHANGE}.summed_copies": {".sum(axis=3)": "[..., 0, :]"}},
-    "padding-has-gradients": {f"{_EXCHANGE}.placed": {"if not zero_padding:": "if True:"}},
-    "options-of-the-first-heads": {f"{_EXCHANGE}.inputs": {"[self.ranks.rank()]": "[0]"}},
-    "dropout-of-local-heads": {f"{_EXCHANGE}.inputs": {"jnp.take(numbers[1:], own)": "numbers[1 : 1 + len(own)]"}},
-    "shared-bias-grad-of-one-rank": {"ring_jax.collectives:Ranks.scatter": {"return cast": "return 0 * cast"}},
-    "ids-of-queries-for-keys": {f"{_EXCHANGE}.inputs": {"self._all_ids(x.k_ids, columns)": "self._all_ids(x.q_ids, rows)"}},
-    "heads-to-the-wrong-rank": {
+    "jax-copies-not-summed": {f"{_EXCHANGE}.summed_copies": {".sum(axis=3)": "[..., 0, :]"}},
+    "jax-padding-has-gradients": {f"{_EXCHANGE}.placed": {"if not zero_padding:": "if True:"}},
+    "jax-options-of-the-first-heads": {f"{_EXCHANGE}.inputs": {"[self.ranks.rank()]": "[0]"}},
+    "jax-dropout-of-local-heads": {f"{_EXCHANGE}.inputs": {"jnp.take(numbers[1:], own)": "numbers[1 : 1 + len(own)]"}},
+    "jax-shared-bias-grad-of-one-rank": {"ring_jax.collectives:Ranks.scatter": {"return cast": "return 0 * cast"}},
+    "jax-ids-of-queries-for-keys": {f"{_EXCHANGE}.inputs": {"self._all_ids(x.k_ids, columns)": "self._all_ids(x.q_ids, rows)"}},
+    "jax-heads-to-the-wrong-rank": {
         "ring_jax.collectives:Ranks.trade": {"lax.all_to_all(": "lax.all_to_all(__import__('jax').numpy.flip(", "x, self.axis_name,": "x, split), self.axis_name,"},
     },
 }  # fmt: skip

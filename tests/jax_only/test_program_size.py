@@ -71,7 +71,6 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "window": {"causal": True, "window": (1000, 0)},
     "documents": {"causal": True, "cu_seqlens": CUTS},
     "gather": {"causal": True, "cu_seqlens": CUTS, "strategy": "gather", "layout": "contiguous"},
-    "ulysses": {"causal": True, "cu_seqlens": CUTS, "strategy": "ulysses"},
     "predicate": {"mask": PREDICATE},
     "predicate, documents": {"mask": Mask(predicate=every_third_block, cu_seqlens=CUTS)},
     "balanced": {"causal": True, "strategy": "balanced", "layout": "contiguous"},

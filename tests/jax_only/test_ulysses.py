@@ -83,10 +83,12 @@ def test_heads(heads: tuple[int, int], way: str, backend: Any) -> None:
     assert_close(case, backend.run(case, strategy=WAYS[way]))
 
 
-@pytest.mark.nightly(unless=["copies-not-summed"])
+@pytest.mark.nightly(unless=["jax-copies-not-summed"])
 @pytest.mark.parametrize("mutant", JAX_HEAD_MUTANTS)
 def test_suite_goes_red(mutant: str, backend: Any) -> None:
     case = _of_heads((15, 5) if "shared" in mutant or "padding" in mutant else (12, 3))
+    if "ids" in mutant:  # else shapes differ
+        case = replace(case, kv_seq_len=None)
     results = backend.run(case, mutant=mutant, strategy="ulysses")
     with pytest.raises(AssertionError):
         assert_close(case, results)

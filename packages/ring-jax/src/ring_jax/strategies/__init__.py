@@ -87,7 +87,7 @@ def choose_way(
                 reasons = (str(error),)
             else:
                 if way.kernels.names == in_ring.names:
-                    return way
+                    return way._replace(rejected=tuple(rejected))
                 kernels, of_ring = way.kernels.names, in_ring.names
                 reasons = (f"its kernels would be {kernels}, and those of a ring are {of_ring}",)
         rejected.append((name, reasons))
