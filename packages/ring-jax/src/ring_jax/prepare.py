@@ -113,10 +113,12 @@ def check_call(
         ),
         requested.ring_strategy,
     )
-    request, scale, cap = _request(
-        options, sizes, described[0].dtype, shards, dense, factor / cp_size
-    )
+    dtype = described[0].dtype
+    request, scale, cap = _request(options, sizes, dtype, shards, dense is not None)
     q_ids, k_ids = _check_option_arrays(sizes, k_len, options)
+    if cp_size > 1:
+        shared = _shared_bias_bytes(options.bias, dense, dtype, shards) * factor // cp_size
+        request = replace(request, shared_bias_bytes=shared)
     inputs = Inputs(
         q, k, v, q_ids, k_ids, options.sinks, options.bias, options.alibi_slopes,
         None if options.dropout_seed is None else seed_words(options.dropout_seed), None, dense,
@@ -144,7 +146,7 @@ def check_call(
     choice = way.kernels
     call = CallSpec(
         program, axis_name, scale, cap, float(options.dropout_p), (*choice.broken, *choice.kernels), config,
-        described[0].dtype, sizes.head_dim, way.strategy, bias_masks=dense is not None,
+        dtype, sizes.head_dim, way.strategy, bias_masks=dense is not None,
         bias_grad=options.bias is not None, check_every=checked_every(),
         deterministic=options.deterministic, has_sinks=options.sinks is not None,
         forward_only=tuple(kernel for kernel, _ in choice.forward_only if len(choice.kernels) > 1),
@@ -221,16 +223,9 @@ def _check_mask(
 
 
 def _request(
-    options: CallOptions,
-    sizes: checks.Sizes,
-    dtype: str,
-    shards: ShardCounts,
-    mask: Array | None,
-    part: float,
+    options: CallOptions, sizes: checks.Sizes, dtype: str, shards: ShardCounts, has_mask: bool
 ) -> tuple[Request, float, float | None]:
     """Check the scalar options, and make the request by which kernels accept or refuse the call.
-
-    A device has a ``part`` of the rows of a bias, and of a ``mask``.
 
     Returns:
         The request, the softmax scale and the soft cap.
@@ -243,25 +238,24 @@ def _request(
     return Request(
         device="", dtype=dtype, head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim,
         segment_ids=options.segment_ids is not None, softcap=cap is not None,
-        bias=options.bias is not None or mask is not None, alibi=options.alibi_slopes is not None,
+        bias=options.bias is not None or has_mask, alibi=options.alibi_slopes is not None,
         dropout=options.dropout_p > 0, deterministic=options.deterministic, any_scale=scale <= 0,
         lse_grad=options.return_lse, batch=sizes.batch // shards.batch,
         q_heads=sizes.q_heads // shards.heads, kv_heads=sizes.kv_heads // shards.heads,
-        shared_bias_bytes=_shared_bias_bytes(options.bias, mask, dtype, shards, part),
     ), scale, cap  # fmt: skip
 
 
 def _shared_bias_bytes(
-    bias: Array | None, mask: Array | None, dtype: str, shards: ShardCounts, part: float
+    bias: Array | None, mask: Array | None, dtype: str, shards: ShardCounts
 ) -> int:
-    """Return the bytes on one device of a bias, with its mask, that all heads share; else 0."""
-    arrays = [x for x in (bias, mask) if x is not None and getattr(x, "ndim", 0) == 4]
+    """Return the bytes of a bias, with its mask, that all heads share, in a shard of the batch."""
+    arrays = [x for x in (bias, mask) if x is not None]
     if not arrays or any(x.shape[1] > 1 for x in arrays):
         return 0
     batch = max(x.shape[0] for x in arrays)
     batch = batch // shards.batch if batch > 1 else 1
     itemsize = jnp.dtype(dtype if bias is None else bias.dtype).itemsize
-    return int(batch * arrays[0].shape[2] * part) * int(arrays[0].shape[3]) * itemsize
+    return batch * arrays[0].shape[2] * arrays[0].shape[3] * itemsize
 
 
 def device_kind(x: Array, mesh: AbstractMesh | None = None) -> str:
