@@ -238,13 +238,14 @@ def test_what_auto_trades() -> None:
     gpus = Devices("gpu", in_one_process=True)
     shape = jax.ShapeDtypeStruct((1, 16 * 1024, 32, 128), jnp.bfloat16)
     few = jax.ShapeDtypeStruct((1, 16 * 1024, 8, 128), jnp.bfloat16)
-    for devices, k, options, words in (
+    told: list[tuple[Devices, Any, dict[str, Any], str]] = [
         (gpus, shape, {}, "strategy ulysses, transport xla\n  not gather: it takes more than 3"),
         (gpus, few, {}, "not ulysses: a trade would pad or copy heads: 32 and 8 of K/V on 16 ranks"),
         (gpus, shape, {"window": (99, 0)}, "not ulysses: trading heads moves"),
         (Devices("tpu", in_one_process=True), shape, {}, "not ulysses: it was not measured on tpu"),
         (gpus._replace(in_one_process=False), shape, {}, "not ulysses: between processes"),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for devices, k, options, words in told:
         with patch.object(prepare, "_devices", lambda *_, devices=devices: devices):
             text = ContextParallel(mesh, "cp").explain(shape, k, k, causal=True, **options)
         assert words in text, text
