@@ -100,12 +100,9 @@ def named_strategy(name: str, program: RingProgram, request: Request) -> Strateg
     Raises:
         UnsupportedError: It cannot run this program.
     """
-    strategy = STRATEGIES.get(cast("StrategyName", name))
-    reasons = (
-        ["only ring-torch has it"] if strategy is None else strategy.refusals(program, request)
-    )
-    if reasons:
+    strategy = cast("StrategyName", name)
+    if reasons := STRATEGIES[strategy].refusals(program, request):
         raise UnsupportedError(
             f"strategy {name!r}: {'; '.join(reasons)}. Instead: use strategy='ring' or 'auto'"
         )
-    return cast("StrategyName", name)
+    return strategy
