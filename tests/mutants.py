@@ -197,10 +197,24 @@ JAX_GATHERED_MUTANTS: dict[str, Edits] = {
     "gathered-out-of-order": {
         "ring_jax.collectives:Ranks.gather": {
             "lax.all_gather(": "__import__('jax').numpy.roll(lax.all_gather(",
-            "tiled=True))": "tiled=True), x.shape[axis], axis))",
+            "tiled=True),": "tiled=True), x.shape[axis], axis),",
         },
     },
     "scattered-grads-dropped": {"ring_jax.collectives:Ranks.scatter": {"return cast": "return 0 * cast"}},
+}  # fmt: skip
+
+_EXCHANGE = "ring_jax.strategies.ulysses:HeadExchange"
+#: Mutants that only strategies that trade tokens for heads in JAX show.
+JAX_HEAD_MUTANTS: dict[str, Edits] = {
+    "jax-copies-not-summed": {f"{_EXCHANGE}.summed_copies": {".sum(axis=3)": "[..., 0, :]"}},
+    "jax-padding-has-gradients": {f"{_EXCHANGE}.placed": {"if not zero_padding:": "if True:"}},
+    "jax-options-of-the-first-heads": {f"{_EXCHANGE}.inputs": {"[self.ranks.rank()]": "[0]"}},
+    "jax-dropout-of-local-heads": {f"{_EXCHANGE}.inputs": {"jnp.take(numbers[1:], own)": "numbers[1 : 1 + len(own)]"}},
+    "jax-shared-bias-grad-of-one-rank": {"ring_jax.collectives:Ranks.scatter": {"return cast": "return 0 * cast"}},
+    "jax-ids-of-queries-for-keys": {f"{_EXCHANGE}.inputs": {"self._all_ids(x.k_ids, columns)": "self._all_ids(x.q_ids, rows)"}},
+    "jax-heads-to-the-wrong-rank": {
+        "ring_jax.collectives:Ranks.trade": {"lax.all_to_all(": "lax.all_to_all(__import__('jax').numpy.flip(", "x, self.axis_name,": "x, split), self.axis_name,"},
+    },
 }  # fmt: skip
 
 #: Heads are gathered in groups even for little work; results may not change.
@@ -282,5 +296,5 @@ HARMLESS: dict[str, Edits] = {
 }  # fmt: skip
 
 ALL = (
-    MUTANTS | GATHERED_MUTANTS | JAX_GATHERED_MUTANTS | GROUP_MUTANTS | HEAD_MUTANTS | BUFFER_MUTANTS | HARMLESS
+    MUTANTS | GATHERED_MUTANTS | JAX_GATHERED_MUTANTS | JAX_HEAD_MUTANTS | GROUP_MUTANTS | HEAD_MUTANTS | BUFFER_MUTANTS | HARMLESS
 )  # fmt: skip

@@ -21,12 +21,12 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import ring_jax
-from ring_core import RankMismatchError, UnsupportedError, reference
+from ring_core import RankMismatchError, StrategyConfig, UnsupportedError, reference
 from ring_jax import ContextParallel
 
 Array = jax.Array
 LENGTH = 48
-SHAPE = {"q": (2, LENGTH, 4, 8), "k": (2, LENGTH, 2, 8), "v": (2, LENGTH, 2, 8)}
+SHAPE = {"q": (2, LENGTH, 8, 8), "k": (2, LENGTH, 2, 8), "v": (2, LENGTH, 2, 8)}
 OPTIONS: dict[str, Any] = {"causal": True, "dropout_p": 0.3, "dropout_seed": 5}
 
 
@@ -134,7 +134,13 @@ def agreement() -> None:
     for wrong in ("is_causal", "no_such"):
         options: dict[str, Any] = {wrong: 1} if last else {}
         differs(partial(check, **options), RankMismatchError, f"refusal: none in {first}")
-    differs(lambda: check(strategy="ulysses"), UnsupportedError, "strategy 'ulysses'")
+    groups = StrategyConfig("hybrid")  # of a host, and which device is where is not known
+    differs(lambda: check(strategy=groups), UnsupportedError, "strategy 'hybrid'")
+    sized = StrategyConfig("hybrid", ulysses_size=4 if last else 2)
+    differs(
+        lambda: check(strategy=sized), RankMismatchError,
+        f"disagree on groups: (2, 'ring') in {first}; (4, ",
+    )  # fmt: skip
     for traced in (
         jax.jit(check),
         lambda: jax.eval_shape(cp.check_agreement, q, k, v),

@@ -29,22 +29,22 @@ class Size(NamedTuple):
 
 def size_of(
     devices: int, *, layers: int = 1, layout: LayoutSpec = "zigzag", package: Any = ring_jax,
-    platform: str = "cpu", **options: Any,
+    heads: tuple[int, int] = (8, 2), platform: str = "cpu", **options: Any,
 ) -> Size:  # fmt: skip
     """Trace and lower forward and backward of equal layers; return the program's size."""
     jax.clear_caches()
     began = process_time()
-    program = traced(devices, layers, layout, package, **options)
+    program = traced(devices, layers, layout, package, heads, **options)
     text = program.lower(lowering_platforms=(platform,)).as_text()
     return Size(len(text), process_time() - began)
 
 
 def traced(
     devices: int, layers: int = 1, layout: LayoutSpec = "zigzag", package: Any = ring_jax,
-    **options: Any,
+    heads: tuple[int, int] = (8, 2), **options: Any,
 ) -> Any:  # fmt: skip
     """Trace forward and backward of equal layers."""
-    cp, (q, k, v) = call_over(devices, layout, package)
+    cp, (q, k, v) = call_over(devices, layout, package, heads)
 
     def loss(q: Any, k: Any, v: Any) -> Any:
         total = jnp.float32(0)
@@ -55,10 +55,12 @@ def traced(
     return jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, v)
 
 
-def call_over(devices: int, layout: LayoutSpec, package: Any = ring_jax) -> tuple[Any, Any]:
+def call_over(
+    devices: int, layout: LayoutSpec, package: Any = ring_jax, heads: tuple[int, int] = (8, 2)
+) -> tuple[Any, Any]:
     """Return a ``ContextParallel`` over abstract devices, and the shapes of q, k and v."""
     mesh = AbstractMesh((devices,), ("cp",), axis_types=(AxisType.Auto,))
-    q, k = (jax.ShapeDtypeStruct((1, devices * LOCAL, heads, 64), jnp.bfloat16) for heads in (8, 2))
+    q, k = (jax.ShapeDtypeStruct((1, devices * LOCAL, n, 64), jnp.bfloat16) for n in heads)
     return package.ContextParallel(mesh, "cp", layout=layout), (q, k, k)
 
 

@@ -196,6 +196,7 @@ def zigzag(mesh: Mesh, mask: Mask, _: int, *, implementation: Implementation) ->
 
 METHODS: dict[str, Maker] = {
     "one": one, "ring": ours, "gather": partial(ours, strategy="gather"),
+    "ulysses": partial(ours, strategy="ulysses"),
     "ring, chunks": partial(ours, chunks=True),
     "gather, chunks": partial(ours, strategy="gather", chunks=True),
     "all-gather cudnn": partial(all_gather, implementation="cudnn"),

@@ -55,7 +55,7 @@ LIMITS = {
     "jax": Limits(
         (1, 2, 3, 4, 5, 8),
         ("float64", "float32", "float32", "bfloat16", "float16"),
-        {"strategy": ("auto", "auto", "gather")},
+        {"strategy": ("auto", "ulysses", "gather", StrategyConfig("hybrid", ulysses_size=2))},
         tokens=64,
         pairs=20_000,
         values=25,
@@ -65,7 +65,7 @@ LIMITS = {
         ("float32", "float32", "bfloat16", "float16"),
         {
             "kernel": ("triton", "small blocks", "small blocks", "fused"),
-            "strategy": ("auto", "auto", "gather"),
+            "strategy": ("auto", "ulysses", "gather"),
         },
         tokens=48,
         pairs=2_500,  # kernels are interpreted

@@ -149,7 +149,7 @@ def test_vmap_over_a_mask() -> None:
         np.testing.assert_allclose(out, reference.attention(q, q, q, bias=bias)[0], atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "gather"])
+@pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_inside_vmap_along_an_axis_of_each_kind(kind: AxisType, strategy: Any) -> None:
     """``spmd_axis_name`` is refused for each kind of axis, for which JAX has different errors."""

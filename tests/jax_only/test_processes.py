@@ -19,7 +19,7 @@ JOB = ROOT / "tests" / "processes_job.py"
 FEW = ("agreement", "attend:explicit:ring")
 REST = (
     "within", "checks", "attend:auto:ring", "attend:auto:gather", "attend:auto:balanced",
-    "attend:explicit:gather", "attend:explicit:balanced",
+    "attend:explicit:gather", "attend:explicit:balanced", "attend:auto:ulysses",
 )  # fmt: skip
 
 

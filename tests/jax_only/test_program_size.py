@@ -9,7 +9,7 @@ import jax
 import pytest
 from program_size import LIMIT, LOCAL, call_over, constants_of, size_of, traced
 
-from ring_core import Mask, UnsupportedError, balanced_layout
+from ring_core import Mask, StrategyConfig, UnsupportedError, balanced_layout
 
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
@@ -20,10 +20,16 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["ring", "gather"])
-def test_256_devices(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "heads"),
+    [("ring", 8), ("gather", 8), ("ulysses", 256),
+     (StrategyConfig("hybrid", ulysses_size=8), 8),
+     (StrategyConfig("hybrid", ulysses_size=8, outer="gather"), 8)],
+    ids=["ring", "gather", "ulysses", "hybrid", "hybrid-gather"],
+)  # fmt: skip
+def test_256_devices(strategy: str, heads: int) -> None:
     size_of(2, causal=True)  # warms up jax's imports and caches
-    size = size_of(256, causal=True, strategy=strategy)
+    size = size_of(256, causal=True, strategy=strategy, heads=(heads, 2))
     assert size.bytes <= LIMIT.bytes
     assert size.seconds <= LIMIT.seconds
 

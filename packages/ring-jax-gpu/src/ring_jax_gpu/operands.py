@@ -311,10 +311,8 @@ class StepWork:
             options |= {"slopes": rows.slopes.astype(jnp.float32), "q_at": rows.positions}
         if rows.seed is not None:
             seed_words = lax.bitcast_convert_type(rows.seed, jnp.int32)
-            first_batch, first_head = not_none(rows.offsets)
             # Global numbers, for Philox: on any mesh the same weights are dropped.
-            heads = first_head + jnp.arange(rows.q.shape[1], dtype=jnp.int32)
-            dropout = jnp.concatenate([seed_words, first_batch[None], heads])
+            dropout = jnp.concatenate([seed_words, not_none(rows.numbers)])
             options |= {"dropout": dropout, "q_index": rows.indices}
         if rows.slopes is not None or rows.seed is not None:
             options["k_at"] = columns.positions

@@ -333,10 +333,10 @@ def _is_interpreted() -> bool:
 
 
 def _dropout_words(rows: QueryBlock) -> Array | None:
-    """Return seed and offsets of dropout, int32 ``[4]``; ``None`` without dropout."""
-    if rows.seed is None or rows.offsets is None:
+    """Return seed and numbers of dropout, int32 ``[3 + H]``; ``None`` without dropout."""
+    if rows.seed is None or rows.numbers is None:
         return None
-    return jnp.concatenate([lax.bitcast_convert_type(rows.seed, jnp.int32), rows.offsets])
+    return jnp.concatenate([lax.bitcast_convert_type(rows.seed, jnp.int32), rows.numbers])
 
 
 def _token_operands(

@@ -39,7 +39,7 @@ class ScalarOperands(NamedTuple):
     block_index: Any  # int32 [(1 or B) * length]
     bounds: Any  # int32 [R * 6]
     slopes: Any  # float32 [(1 or B) * H], or None
-    dropout: Any  # int32 [4]: seed low, seed high, first batch row, first head; or None
+    dropout: Any  # int32 [3 + H]: seed low, seed high, first batch row, each head; or None
 
 
 class TokenOperands(NamedTuple):
@@ -175,7 +175,7 @@ class Tile:
         if words is None or self.dropout_scratch is None:
             return None
         seed: Any = [jnp.asarray(words[n]).astype(jnp.uint32) for n in range(2)]
-        batch, head = self.batch + words[2], self.head + words[3]
+        batch, head = self.batch + words[2], words[3 + self.head]
         queries, dropout_scratch = self.rows.indices[...], self.dropout_scratch
         dropout_scratch[...] = jnp.broadcast_to(as_column(self.columns.positions), self.shape)
 

@@ -134,10 +134,14 @@ class RingAttention:
             strategy: ``ring``: K/V shards go from device to device, a step at a time. ``balanced``:
                 a ring over contiguous shards whose idle devices compute for busy ones, so that
                 causal work is even. ``gather``: all K/V shards go to each device, beside the own
-                block, then one kernel over all of them: fewer merges, more memory. Or a
-                :class:`ring_core.StrategyConfig`. ``auto`` is ``gather`` between three or more GPUs
-                of one process where that takes at most three times the memory of a ring and fetches
-                no more shards, else ``ring``; :meth:`ContextParallel.explain` says why.
+                block, then one kernel over all of them: fewer merges, more memory. ``ulysses``:
+                devices trade tokens for heads, and each attends to all tokens with a part of the
+                heads. ``StrategyConfig("hybrid", ulysses_size=U, outer="ring")``, or ``"gather"``:
+                groups of ``U`` consecutive devices trade, and K/V travel between groups. ``auto``
+                is ``gather`` between three or more GPUs of one process where that takes at most
+                three times the memory of a ring and fetches no more shards; else, between such
+                GPUs, ``ulysses`` where that moves at most 55 % of the bytes of a gather; else
+                ``ring``; :meth:`ContextParallel.explain` says why.
             transport: How bytes move: ``xla``, by XLA's collectives. ``auto`` is ``xla``.
 
         Returns:

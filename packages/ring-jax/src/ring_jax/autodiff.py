@@ -17,18 +17,15 @@ from jax.interpreters import ad, batching, mlir
 from ring_core import UnsupportedError
 from ring_jax import tripwire
 from ring_jax.bias_shift import with_bias_shift
-from ring_jax.rank_view import is_padding
 from ring_jax.records import (
     Array,
-    AttentionState,
     BackwardInputs,
     CallSpec,
     Direction,
     Inputs,
-    KVPayload,
 )
 from ring_jax.strategies import STRATEGIES
-from ring_jax.strategies.steps import to_bhtd
+from ring_jax.strategies.steps import add_sinks, to_bhtd
 
 #: Names of what the backward needs besides q, k and v, for policies of ``jax.checkpoint``: with
 #: these saved, rematerialisation does not run the ring again.
@@ -41,7 +38,7 @@ class Saved(NamedTuple):
     inputs: Inputs
     out: Array  # [B, T, H, Dv]
     lse: Array  # [B, H, T], of scores less the inputs' shift of the bias
-    last: KVPayload | None  # the K/V that arrived last, or all that were gathered
+    last: Any  # the K/V that arrived last, or all that were gathered, or the inputs by heads
 
 
 def attend(call: CallSpec, inputs: Inputs) -> tuple[Array, Array]:
@@ -91,10 +88,8 @@ def _forward(call: CallSpec, inputs: Inputs) -> tuple[tuple[Array, Array], Saved
         start_time, (q,) = tripwire.start_clock(checked_call, x, x.q)
         x = x._replace(q=q)
     result, last = strategy.forward(call, x)
-    if inputs.sinks is not None:
-        result = _add_sinks(result, inputs.sinks)
-        if call.plan.q_layout.pad_to is not None:  # padding sees nothing, not even a sink
-            result = result._replace(lse=jnp.where(is_padding(call), -jnp.inf, result.lse))
+    if inputs.sinks is not None and not strategy.adds_sinks:
+        result = add_sinks(call, result, inputs.sinks)
     result, last = _guarded("backward", (result, last), origins)
     out = checkpoint_name(result.out.swapaxes(1, 2).astype(inputs.q.dtype), RESIDUALS[0])
     lse = checkpoint_name(result.lse, RESIDUALS[1])
@@ -226,16 +221,6 @@ def _refuse_tangents(*_: Any, bwd: Any, **__: Any) -> Any:
 ad.primitive_jvps.setdefault(custom_lin_p, _refuse_tangents)
 # Only forward mode makes a batch of tangents.
 batching.primitive_batchers[refusal_p] = _refuse
-
-
-def _add_sinks(result: AttentionState, sinks: Array) -> AttentionState:
-    """Add sinks ``[H]`` or ``[H, n]`` to the softmax, like :func:`ring_core.finalize`."""
-    out, lse = result
-    folded = jax.nn.logsumexp(sinks.astype(lse.dtype).reshape(sinks.shape[0], -1), axis=1)
-    with_sinks = jnp.logaddexp(lse, folded[None, :, None])
-    # A sink yields no value: it only takes its share of the weights of all keys.
-    weight = jnp.exp(lse - jnp.where(with_sinks == -jnp.inf, 0.0, with_sinks))
-    return AttentionState(out * weight[..., None], with_sinks)
 
 
 def _sink_grads(sinks: Array, lse: Array, delta: Array) -> Array:

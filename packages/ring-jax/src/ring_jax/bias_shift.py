@@ -17,9 +17,10 @@ from jax import lax
 
 from ring_core.base.arguments import not_none
 from ring_core.base.merge import UNSHIFTED_BIAS
-from ring_jax.collectives import Ranks, match_varying, permute, varying_axes
+from ring_jax.collectives import match_varying, permute, varying_axes
 from ring_jax.kernels.rules import shown
 from ring_jax.positions import local_positions
+from ring_jax.rank_view import ranks_of
 from ring_jax.records import Array, CallSpec, Inputs
 
 _MAX_ELEMENTS = 1 << 22  # elements of a bias that are read at once, to bound temporaries
@@ -48,7 +49,7 @@ def _largest_visible_bias(call: CallSpec, x: Inputs) -> Array:
     batch, heads, length, keys = bias.shape
     batch = batch if k_ids is None else len(k_ids)
     size = min(max(1, _MAX_ELEMENTS // (batch * heads * keys)), length)
-    rank = Ranks(call.axis_name, call.plan.cp_size).rank()
+    rank = ranks_of(call).rank()
     positions = local_positions(call.plan.q_layout, rank) + call.plan.q_offset
 
     def fill_rows(n: Array, shift: Array) -> Array:
@@ -91,7 +92,7 @@ def _ids_of_all_keys(call: CallSpec, x: Inputs) -> Array | None:
         return None
     plan = call.plan
     # Gathered in the order of the ranks; columns of a bias lie in natural order.
-    ids = Ranks(call.axis_name, plan.cp_size).gather(x.k_ids, 1)
+    ids = ranks_of(call).gather(x.k_ids, 1)
     if plan.k_layout.name == "contiguous":
         return ids
     return permute(ids, plan.k_layout, 1, inverse=True)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax import Array, lax
+from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -41,9 +42,17 @@ def permute(x: Array, layout: Layout, dim: int, *, inverse: bool = False) -> Arr
 
 def _permute(x: Array, *, layout: Layout, dim: int, inverse: bool) -> Array:
     """Concatenate the tokens of rank 0, rank 1 and so on along the dimension, or undo that."""
-    # The token at position `order[n]` comes to place n, and goes back by the inverse, its argsort.
-    order = np.concatenate([layout.positions(rank) for rank in range(layout.cp_size)])
-    return jnp.take(x, np.argsort(order) if inverse else order, axis=dim)
+    before, length, after = x.shape[:dim], layout.run_length, x.shape[dim + 1 :]
+    if layout.stride > 1:  # a token of each rank, and again: a matrix, transposed
+        size = layout.cp_size
+        matrix = x.reshape(*before, *((size, length) if inverse else (length, size)), *after)
+        return matrix.swapaxes(dim, dim + 1).reshape(x.shape)
+    # Runs move whole. The one at `order[n]` in the sequence comes to place n of the ranks', and
+    # goes back by the inverse, its argsort.
+    order = layout.run_positions(np.arange(layout.cp_size)).reshape(-1) // length
+    runs = x.reshape(*before, len(order), length, *after)
+    order = np.argsort(order) if inverse else order
+    return jnp.take(runs, order, axis=dim).reshape(x.shape)
 
 
 def _permute_batched(
@@ -159,14 +168,31 @@ def _without(part: Any, axes: tuple[str, ...]) -> Any:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ``size`` devices along a mesh axis, inside ``shard_map``; one device without an axis."""
+    """The ``size`` devices along a mesh axis, inside ``shard_map``; one device without an axis.
+
+    A longer axis has several such groups side by side, each with every ``stride``-th device of a
+    stretch; what is sent stays in a device's own group.
+    """
 
     axis_name: Hashable | None
     size: int
+    stride: int = 1
 
     def rank(self) -> Array:
-        """Return this device's index along the axis, int32."""
-        return jnp.int32(0) if self.axis_name is None else lax.axis_index(self.axis_name)
+        """Return this device's index in its group, int32."""
+        if self.axis_name is None:
+            return jnp.int32(0)
+        return lax.axis_index(self.axis_name) // self.stride % self.size
+
+    def _groups(self) -> list[list[int]]:
+        """Return the indices along the axis of the devices of each group, in order."""
+        numbers = np.arange(lax.axis_size(self.axis_name)).reshape(-1, self.size, self.stride)
+        return numbers.swapaxes(1, 2).reshape(-1, self.size).tolist()
+
+    def _index_groups(self) -> list[list[int]] | None:
+        """Return the groups for a collective of JAX; ``None`` if there is one."""
+        groups = self._groups()
+        return groups if len(groups) > 1 else None
 
     def move[T](self, x: T, hop: int, receivers: Sequence[int] | None = None) -> T:
         """Send arrays to the rank ``hop`` ahead, and return those that arrive.
@@ -180,22 +206,56 @@ class Ranks:
         if self.axis_name is None or not pairs:
             return cast("T", jax.tree.map(jnp.zeros_like, x))
         axes, number = _in_order_of_mesh(self.axis_name)
-        pairs = [(int(number[source]), int(number[target])) for source, target in pairs]
+        pairs = [
+            (int(number[group[source]]), int(number[group[target]]))
+            for group in self._groups()
+            for source, target in pairs
+        ]
         return cast("T", jax.tree.map(lambda part: lax.ppermute(part, axes, pairs), x))
 
     def gather(self, x: Array, axis: int) -> Array:
         """Concatenate the arrays of all ranks along a dimension, in the order of the ranks."""
         if self.axis_name is None:
             return x
-        return cast("Array", lax.all_gather(x, self.axis_name, axis=axis, tiled=True))
+        groups = self._index_groups()
+        return cast(
+            "Array",
+            lax.all_gather(x, self.axis_name, axis=axis, axis_index_groups=groups, tiled=True),
+        )
 
     def scatter(self, x: Array, axis: int) -> Array:
         """Sum the arrays of all ranks, and return this rank's piece along a dimension."""
         if self.axis_name is None:
             return x
         return cast(
-            "Array", lax.psum_scatter(x, self.axis_name, scatter_dimension=axis, tiled=True)
-        )
+            "Array",
+            lax.psum_scatter(
+                x, self.axis_name, scatter_dimension=axis, axis_index_groups=self._index_groups(),
+                tiled=True,
+            ),
+        )  # fmt: skip
+
+    def trade(self, x: Array, split: int, concat: int) -> Array:
+        """Send the ``n``-th piece along ``split`` to rank ``n``, and join what all ranks send here.
+
+        The pieces that arrive are concatenated along ``concat``, in the order of the ranks.
+        """
+        if self.axis_name is None:
+            return x
+        groups = self._index_groups()
+
+        def send(x: Array) -> Array:
+            y = lax.all_to_all(
+                x, self.axis_name, split, concat, axis_index_groups=groups, tiled=True
+            )
+            return cast("Array", y)
+
+        if groups is None:
+            return send(x)
+        # JAX has no rule for a batch of an all-to-all in groups; it is one of longer messages.
+        batched: Any = custom_vmap(send)
+        batched.def_vmap(lambda _size, _is_batched, x: (self.trade(x, split + 1, concat + 1), True))
+        return cast("Array", batched(x))
 
 
 def _in_order_of_mesh(axis_name: Hashable) -> tuple[Hashable, npt.NDArray[np.int64]]:

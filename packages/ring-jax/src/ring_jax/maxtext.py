@@ -65,7 +65,7 @@ def with_ring(
 
     The method raises :class:`ring_core.UnsupportedError`, while a program is traced, for what has
     no counterpart: other kinds of layers, prefill and decoding, dropout in attention, quantised
-    keys, masks that a model makes, MoBA, recorded logits, and the strategies ``ulysses`` and
+    keys, masks that a model makes, MoBA, recorded logits, and MaxText's own ``ulysses`` and
     ``usp``. A query that sees nothing gets zeros, where MaxText averages all values. The method
     returns ``(out, None, None)``, and does not read ``segment_positions``, ``lengths``,
     ``use_ragged_attention``, ``pad_kv_total``, ``compress_ratio`` and the two einsums.
@@ -142,7 +142,8 @@ def _check_settings(operation: Any) -> None:
     refuse(
         attention_type=(None if kind in RULES else kind, f"known here: {', '.join(RULES)}"),
         context_parallel_strategy=(
-            strategy if strategy in ("ulysses", "usp") else None, "leave it at all_gather"
+            strategy if strategy in ("ulysses", "usp") else None,
+            "leave it at all_gather, and say strategy='ulysses' here",
         ),
         moba=(config.moba or None, "its gates need all scores; use dot_product"),
         kv_quant=(operation.kv_quant, "keys and values have to be arrays; leave it out"),

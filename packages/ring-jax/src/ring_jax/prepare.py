@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -26,10 +26,19 @@ from ring_core import (
 from ring_core.base.config import kernel_config, strategy_config
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.dropout import seed_words
-from ring_jax.kernels import choose, kernel_names
+from ring_jax.kernels import Selection, choose, kernel_names
 from ring_jax.kernels.plugins import installed_kernels
 from ring_jax.meshes import refuse_symbolic_dims
-from ring_jax.records import Array, CallOptions, CallSpec, Devices, Inputs, Kernel, LocalShape
+from ring_jax.records import (
+    Array,
+    CallOptions,
+    CallSpec,
+    Devices,
+    Inputs,
+    Kernel,
+    LocalShape,
+    Trade,
+)
 from ring_jax.strategies import STRATEGIES, Way, choose_way
 from ring_jax.tripwire import checked_every
 
@@ -104,27 +113,44 @@ def check_call(
         ),
         requested.ring_strategy,
     )
-    request, scale, cap = _request(options, sizes, described[0].dtype, shards, dense is not None)
+    dtype = described[0].dtype
+    request, scale, cap = _request(options, sizes, dtype, shards, dense is not None)
     q_ids, k_ids = _check_option_arrays(sizes, k_len, options)
+    if cp_size > 1:
+        shared = _shared_bias_bytes(options.bias, dense, dtype, shards) * factor // cp_size
+        request = replace(request, shared_bias_bytes=shared)
     inputs = Inputs(
         q, k, v, q_ids, k_ids, options.sinks, options.bias, options.alibi_slopes,
         None if options.dropout_seed is None else seed_words(options.dropout_seed), None, dense,
     )  # fmt: skip
-    local_shape_of = partial(
-        _local_shape, inputs, program, shards, has_dropout=options.dropout_p > 0,
-        deterministic=options.deterministic,
-    )  # fmt: skip
-    way = choose_way(
-        requested.name, program, request, _devices(q, shards),
-        lambda strategy: choose(kernels, config, request, program, local_shape_of(strategy)),
-    )  # fmt: skip
+    devices = _devices(q, shards)
+
+    def trade_of(strategy: StrategyName) -> Trade | None:
+        """Return how a strategy trades heads, if it does."""
+        return STRATEGIES[strategy].trade(requested, program, request, devices)
+
+    def kernels_of(strategy: StrategyName) -> Selection:
+        """Choose the kernels of a strategy: those that can do what one device computes."""
+        trade, computed, asked = trade_of(strategy), program, request
+        if trade is not None:
+            strategy, computed = trade.strategy, trade.program
+            q_heads, kv_heads = (x.shape[1] for x in (trade.heads.q, trade.heads.kv))
+            asked = replace(request, q_heads=q_heads, kv_heads=kv_heads)
+        local = _local_shape(
+            inputs, computed, shards, strategy, has_dropout=options.dropout_p > 0,
+            deterministic=options.deterministic,
+        )  # fmt: skip
+        return choose(kernels, config, asked, computed, local)
+
+    way = choose_way(requested.name, program, request, devices, kernels_of)
     choice = way.kernels
     call = CallSpec(
         program, axis_name, scale, cap, float(options.dropout_p), (*choice.broken, *choice.kernels), config,
-        described[0].dtype, sizes.head_dim, way.strategy, bias_masks=dense is not None,
+        dtype, sizes.head_dim, way.strategy, bias_masks=dense is not None,
         bias_grad=options.bias is not None, check_every=checked_every(),
         deterministic=options.deterministic, has_sinks=options.sinks is not None,
         forward_only=tuple(kernel for kernel, _ in choice.forward_only if len(choice.kernels) > 1),
+        trade=trade_of(way.strategy),
     )  # fmt: skip
     return call, inputs, way
 
@@ -219,6 +245,19 @@ def _request(
     ), scale, cap  # fmt: skip
 
 
+def _shared_bias_bytes(
+    bias: Array | None, mask: Array | None, dtype: str, shards: ShardCounts
+) -> int:
+    """Return the bytes of a bias, with its mask, that all heads share, in a shard of the batch."""
+    arrays = [x for x in (bias, mask) if x is not None]
+    if not arrays or any(x.shape[1] > 1 for x in arrays):
+        return 0
+    batch = max(x.shape[0] for x in arrays)
+    batch = batch // shards.batch if batch > 1 else 1
+    itemsize = jnp.dtype(dtype if bias is None else bias.dtype).itemsize
+    return batch * arrays[0].shape[2] * arrays[0].shape[3] * itemsize
+
+
 def device_kind(x: Array, mesh: AbstractMesh | None = None) -> str:
     """Return the kind of device that an array's program is compiled for, as jax calls it."""
     return str(_device(x, mesh).device_kind)
@@ -265,21 +304,23 @@ def _local_shape(
 
 
 def prepared(
-    call: CallSpec, inputs: Inputs, dropout_offsets: tuple[Array | int, Array | int] = (0, 0)
+    call: CallSpec, inputs: Inputs, first: tuple[Array | int, Array | int] = (0, 0)
 ) -> Inputs:
     """Bring this device's shards of a checked call into the form that strategies take.
 
     An array mask is folded into the bias, and all arrays are marked as varying over the same mesh
-    axes. ``dropout_offsets`` are the global indices of the first local batch row and query head.
+    axes. ``first`` are the global indices of the first local batch row and query head.
     """
-    seed = offsets = None
+    seed = numbers = None
     if call.dropout_p > 0:
         seed = inputs.seed
-        offsets = jnp.stack([jnp.asarray(x, jnp.int32) for x in dropout_offsets])
+        row, head = (jnp.asarray(x, jnp.int32) for x in first)
+        heads = head + jnp.arange(inputs.q.shape[2], dtype=jnp.int32)
+        numbers = jnp.concatenate([row[None], heads])
     inputs = inputs._replace(
         bias=with_mask(inputs.bias, inputs.mask, inputs.q.dtype), mask=None,
         slopes=None if inputs.slopes is None else jnp.atleast_2d(inputs.slopes),
-        seed=seed, offsets=offsets,
+        seed=seed, numbers=numbers,
     )  # fmt: skip
     inputs = inputs._replace(bias=_with_padding(inputs.bias, call.plan.k_layout))
     # What is replicated varies from here on over all axes that anything varies over, the rank too:

@@ -357,7 +357,7 @@ class RankView:
         positions = indices + self.call.plan.q_offset
         return QueryBlock(
             queries.q, positions, indices, self._cells(launches, positions), queries.ids, queries.bias,
-            queries.bias_shift, self.inputs.slopes, self.inputs.seed, self.inputs.offsets,
+            queries.bias_shift, self.inputs.slopes, self.inputs.seed, self.inputs.numbers,
         )  # fmt: skip
 
     def columns(self, launches: Launches, positions: Array, keys: KVPayload) -> KeyBlock:
@@ -372,8 +372,12 @@ class RankView:
         return cast("Array", searchsorted(jnp.asarray(boundaries), positions, "right"))
 
 
+def ranks_of(call: CallSpec) -> Ranks:
+    """Return the devices that share the sequence of a call."""
+    return Ranks(call.axis_name, call.plan.cp_size, call.stride)
+
+
 def is_padding(call: CallSpec) -> Array:
     """Return which of this device's queries are padding, bool ``[T_local]``."""
     layout = call.plan.q_layout
-    rank = Ranks(call.axis_name, layout.cp_size).rank()
-    return local_positions(layout, rank) >= layout.seq_len
+    return local_positions(layout, ranks_of(call).rank()) >= layout.seq_len

@@ -9,7 +9,7 @@ that dtype is called wide.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol, TypedDict
 
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import Array as Array
 
 from ring_core import (
     Capabilities,
+    HeadPlan,
     KernelConfig,
     Mask,
     Plan,
@@ -24,8 +25,10 @@ from ring_core import (
     RingProgram,
     StrategyConfig,
     StrategyName,
+    head_plan,
 )
 from ring_core.masks.mask import Window as Window
+from ring_core.programs.grid import RankGrid
 from ring_core.programs.ring import TABLE_UNBOUNDED
 
 Direction = Literal["forward", "backward"]
@@ -90,7 +93,7 @@ class Inputs(NamedTuple):
     bias: Array | None
     slopes: Array | None  # [B or 1, H]
     seed: Array | None  # uint32[2], low word first
-    offsets: Array | None  # int32[2], what to add to the local batch and head for dropout
+    numbers: Array | None  # int32 [1 + H], of the first batch row and of each head, for dropout
     mask: Array | None = None  # bool, shaped like the bias; `prepared` folds it into the bias
     bias_shift: Array | None = None  # wide [B or 1, H or 1, T], computed inside a call
 
@@ -129,7 +132,7 @@ class QueryBlock(NamedTuple):
     bias_shift: Array | None  # wide [B or 1, H or 1, T]; B where segment ids differ between rows
     slopes: Array | None  # [B or 1, H]
     seed: Array | None  # uint32 [2]
-    offsets: Array | None  # int32 [2]
+    numbers: Array | None  # int32 [1 + H]
 
 
 class KeyBlock(NamedTuple):
@@ -238,6 +241,28 @@ def nbytes(*arrays: Array | None) -> int:
 
 
 @dataclass(frozen=True)
+class Trade:
+    """How ranks trade tokens for heads, and what each computes then, with its part of the heads.
+
+    Attributes:
+        grid: The groups of ranks that trade.
+        num_heads: Query heads and K/V heads of the call, on one device.
+        program: The work of the inner call, over the tokens of a group.
+        strategy: The strategy of the inner call: how K/V move between groups.
+    """
+
+    grid: RankGrid
+    num_heads: tuple[int, int]
+    program: RingProgram
+    strategy: StrategyName = "ring"
+
+    @property
+    def heads(self) -> HeadPlan:
+        """Which heads each rank of a group attends with."""
+        return head_plan(*self.num_heads, self.grid.ulysses_size)
+
+
+@dataclass(frozen=True)
 class CallSpec:
     """Everything static about one checked call; hashable, so that programs are cached by it.
 
@@ -260,6 +285,8 @@ class CallSpec:
         check_every: The tripwire checks one call in this many; 0 checks none.
         deterministic: The backward must repeat bit for bit.
         has_sinks: Sinks rescale the result after the last kernel.
+        trade: How ranks trade tokens for heads, if they do.
+        stride: The distance along the axis of neighbouring ranks of this call.
     """
 
     program: RingProgram
@@ -278,6 +305,19 @@ class CallSpec:
     check_every: int = 0
     deterministic: bool = False
     has_sinks: bool = False
+    trade: Trade | None = None
+    stride: int = 1
+
+    @property
+    def inner(self) -> CallSpec:
+        """The call whose launches a device runs: where heads are traded, that of its heads."""
+        if self.trade is None:
+            return self
+        grid = self.trade.grid
+        return replace(
+            self, program=self.trade.program, strategy=self.trade.strategy, trade=None,
+            axis_name=self.axis_name if grid.outer_size > 1 else None, stride=grid.ulysses_size,
+        )  # fmt: skip
 
     @property
     def plan(self) -> Plan:

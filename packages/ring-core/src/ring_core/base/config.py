@@ -221,8 +221,8 @@ class StrategyConfig:
         name: ``auto``, ``ring`` (K/V go round the ranks, a step at a time), ``balanced`` (a ring
             over contiguous shards whose idle ranks compute for busy ones), ``gather`` (a rank
             fetches all the K/V shards that its queries see), ``ulysses`` (ranks exchange tokens
-            for heads; PyTorch only) or ``hybrid`` (groups of consecutive ranks exchange tokens for
-            heads, and the ranks with the same heads go on by another strategy; PyTorch only).
+            for heads) or ``hybrid`` (groups of consecutive ranks exchange tokens for heads, and the
+            ranks with the same heads go on by another strategy).
         ulysses_size: Of ``hybrid``: number of ranks of a group. ``None`` takes the most that divide
             the ranks of a host, and are no more than query heads.
         outer: Of ``hybrid``: the strategy between groups, ``ring`` or ``gather``.

@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
+from ring_core.base.config import Request
 from ring_core.plan.plan import Plan, make_plan
 from ring_core.programs.gather import gather_refusals, longest_gather
+from ring_core.programs.grid import ulysses_sizes
+from ring_core.programs.heads import too_many_ranks
 from ring_core.programs.ring import ring_program
 
 #: Ranks trade tokens for heads where that moves at most this part of the bytes of a gather: half of
 #: them, with room for padding, which a trade moves, too.
 MOST_TRADED = 0.55
+
+_MOST_SHARED_BIAS = 1 << 30  # bytes of a bias with one head for all, which every rank gathers
+
+
+def trade_refusals(plan: Plan, request: Request) -> tuple[str, ...]:
+    """Return why ranks cannot trade heads: too few heads, or a bias that is too large to gather."""
+    reasons = []
+    if reason := too_many_ranks(request.q_heads, plan.cp_size):
+        most = max(ulysses_sizes(plan.cp_size, request.q_heads))
+        reasons.append(
+            f"{reason}; groups of {most} can: StrategyConfig('hybrid', ulysses_size={most})"
+        )
+    return (*reasons, *shared_bias_refusals(request, plan.cp_size))
+
+
+def shared_bias_refusals(request: Request, ranks: int) -> tuple[str, ...]:
+    """Return why so many ranks cannot gather a bias that all heads share, if there is one."""
+    gathered = ranks * request.shared_bias_bytes
+    if gathered <= _MOST_SHARED_BIAS:
+        return ()
+    reason = (
+        f"each rank would gather a bias of {gathered / 2**30:.1f} GiB, whose one head all query "
+        f"heads share, and at most {_MOST_SHARED_BIAS >> 30} GiB are gathered"
+    )
+    return (reason,)
+
+
+def trade_automatic_refusals(plan: Plan, request: Request) -> tuple[str, ...]:
+    """Return why ``auto`` does not trade heads: a gather may move fewer bytes."""
+    if request.bias:
+        return ("the bias would travel, too",)
+    reason = untraded_reason(plan, q_heads=request.q_heads, kv_heads=request.kv_heads)
+    return () if reason is None else (reason,)
 
 
 def trades_heads(plan: Plan, *, q_heads: int, kv_heads: int) -> bool:

@@ -24,6 +24,7 @@ from ring_core.base.arguments import Ints, check_choice, check_size
 from ring_core.base.config import OUTER_NAMES, OuterName
 from ring_core.base.errors import UnsupportedError
 from ring_core.layouts.layout import ChunkLayout, Layout, LayoutSpec
+from ring_core.plan.plan import Plan, make_plan
 from ring_core.programs.heads import too_many_ranks
 
 
@@ -70,6 +71,14 @@ class RankGrid:
             for first in range(0, self.ranks, self.ulysses_size)
         )
         return ChunkLayout(tuple(tuple(sorted(chain.from_iterable(group))) for group in groups))
+
+    def outer_plan(self, plan: Plan) -> Plan:
+        """Return a plan of the ranks over the groups, each of which has its ranks' tokens."""
+        return make_plan(
+            plan.mask, seq_len=plan.seq_len, cp_size=self.outer_size,
+            layout=self.outer_layout(plan.q_layout.name), kv_seq_len=plan.kv_seq_len,
+            pad_to=(plan.q_layout.padded_len, plan.k_layout.padded_len),
+        )  # fmt: skip
 
     def scatter_indices(self, layout: Layout, rank: int) -> Ints:
         """Return the index to which each token of a rank's group goes, in the layout over groups.

@@ -193,12 +193,9 @@ class ScoreBlocks:
         p, rows = self.call.dropout_p, self.rows
         if p == 0:
             return None
-        assert rows.seed is not None and rows.offsets is not None
-        batch, heads = rows.q.shape[:2]
-        b = jnp.arange(batch, dtype=jnp.int32) + rows.offsets[0]
-        h = (jnp.arange(heads, dtype=jnp.int32) + rows.offsets[1]).reshape(
-            self.columns.kv.shape[1], -1, 1, 1
-        )
+        assert rows.seed is not None and rows.numbers is not None
+        b = jnp.arange(rows.q.shape[0], dtype=jnp.int32) + rows.numbers[0]
+        h = rows.numbers[1:].reshape(self.columns.kv.shape[1], -1, 1, 1)
         q_index, k_index = self._pair_slices(rows.indices, self.columns.positions, i, j)
         keep = dropout_keep(p, rows.seed, b[:, None, None, None, None], h, q_index, k_index)
         return keep.astype(self.call.wide) / (1 - p)

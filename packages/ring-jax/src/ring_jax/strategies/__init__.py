@@ -16,11 +16,12 @@ from ring_jax.records import Devices
 from ring_jax.strategies.gather import GATHER
 from ring_jax.strategies.ring import BALANCED, RING
 from ring_jax.strategies.steps import Strategy
+from ring_jax.strategies.ulysses import HYBRID, ULYSSES
 
 #: The strategies of ``strategy=``. ``auto`` takes the first that does not refuse, or the program's
 #: own as soon as it comes to that.
 STRATEGIES: Mapping[StrategyName, Strategy] = MappingProxyType(
-    {strategy.name: strategy for strategy in (GATHER, RING, BALANCED)}
+    {strategy.name: strategy for strategy in (GATHER, ULYSSES, RING, BALANCED, HYBRID)}
 )
 
 
@@ -68,7 +69,7 @@ def choose_way(
         UnsupportedError: The strategy cannot do this call, or no kernel can.
     """
     if strategy != "auto":
-        name = named_strategy(strategy, program)
+        name = named_strategy(strategy, program, request)
         return Way(name, kernels_of(name))
     in_ring = kernels_of(program.strategy)
     rejected: list[tuple[str, tuple[str, ...]]] = []
@@ -76,7 +77,7 @@ def choose_way(
         if name == program.strategy:
             break
         reasons = (
-            *candidate.refusals(program),
+            *candidate.refusals(program, request),
             *candidate.automatic_refusals(program, request, devices),
         )
         if not reasons:
@@ -86,23 +87,22 @@ def choose_way(
                 reasons = (str(error),)
             else:
                 if way.kernels.names == in_ring.names:
-                    return way
+                    return way._replace(rejected=tuple(rejected))
                 kernels, of_ring = way.kernels.names, in_ring.names
                 reasons = (f"its kernels would be {kernels}, and those of a ring are {of_ring}",)
         rejected.append((name, reasons))
     return Way(program.strategy, in_ring, tuple(rejected))
 
 
-def named_strategy(name: str, program: RingProgram) -> StrategyName:
+def named_strategy(name: str, program: RingProgram, request: Request) -> StrategyName:
     """Look up a strategy by name, and check that it can run the program.
 
     Raises:
         UnsupportedError: It cannot run this program.
     """
-    strategy = STRATEGIES.get(cast("StrategyName", name))
-    reasons = ["only ring-torch has it"] if strategy is None else strategy.refusals(program)
-    if reasons:
+    strategy = cast("StrategyName", name)
+    if reasons := STRATEGIES[strategy].refusals(program, request):
         raise UnsupportedError(
             f"strategy {name!r}: {'; '.join(reasons)}. Instead: use strategy='ring' or 'auto'"
         )
-    return cast("StrategyName", name)
+    return strategy

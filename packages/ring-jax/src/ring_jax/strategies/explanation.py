@@ -20,13 +20,16 @@ _TOKENS, _HEAD_DIM = 512, 64  # of the call by which a kernel is tried
 
 def explained(call: CallSpec, way: Way) -> str:
     """Return the text of :meth:`ContextParallel.explain`, for a call that was checked."""
-    launches, plan = STRATEGIES[call.strategy].launches(call.program), call.plan
-    size = Constants(*map(sum, zip(*(x.constants(plan) for x in launches), strict=True)))
+    inner = call.inner
+    launches = STRATEGIES[inner.strategy].launches(inner.program)
+    size = Constants(*map(sum, zip(*(x.constants(inner.plan) for x in launches), strict=True)))
     kernels, request = way.kernels.kernels, way.kernels.request
     of_kernels = {
         f"tiles of {kernel.capabilities.name}": len(launches) * added
         for kernel in kernels
-        if isinstance(added := or_broken(kernel, partial(kernel.constant_bytes, call.program)), int)
+        if isinstance(
+            added := or_broken(kernel, partial(kernel.constant_bytes, inner.program)), int
+        )
     }
     contents = {
         "work items of all ranks": size.items, "kinds of a predicate's tiles": size.kinds,
@@ -35,14 +38,14 @@ def explained(call: CallSpec, way: Way) -> str:
     parts = ", ".join(f"{added:,} of {what}" for what, added in contents.items() if added)
     failing = {kernel.capabilities.name: trial_error(kernel) for kernel in kernels}
     return "\n".join([
-        way.describe([x for kernel in kernels for x in notes_of(kernel, request, call.config, call.program)]),
+        way.describe([x for kernel in kernels for x in notes_of(kernel, request, call.config, inner.program)]),
         *(f"  {name} is broken: {reason}" for name, reason in failing.items() if reason),
         (
             f"program            {len(launches)} launches or loops of them, forward and backward; "
             f"{sum(contents.values()):,} bytes of constants: {parts or 'none'}"
         ),
         heading(call.program),
-        *STRATEGIES[call.strategy].figures(call.program),
+        *STRATEGIES[call.strategy].figures(call),
     ])  # fmt: skip
 
 

@@ -125,7 +125,7 @@ def _parts(program: RingProgram) -> tuple[Launches | None, Launches]:
     return None if remote is None else Launches.of(remote), Launches.of(step_table(program, 0))
 
 
-def _refusals(program: RingProgram) -> list[str]:
+def _refusals(program: RingProgram, _request: Request) -> list[str]:
     """Return why gathered keys cannot serve a program: predicates, documents out of order."""
     if program.plan.blocks is not None:
         return ["a predicate mask is planned in tiles of each rank's own keys"]
@@ -161,17 +161,17 @@ def _gather_sent(call: CallSpec, x: Inputs, direction: Direction) -> int:
     return call.plan.cp_size * (call.plan.cp_size - 1) * per_pair
 
 
-def _figures(program: RingProgram) -> list[str]:
+def _figures(call: CallSpec) -> list[str]:
     """Return how even the work is, and what is gathered for which launches."""
-    remote_part, _ = _parts(program)
+    remote_part, _ = _parts(call.program)
     fetches, launches = "none, as no query sees keys of another device", "1 over own keys"
     if remote_part is not None:
-        shards = program.plan.cp_size - 1
+        shards = call.plan.cp_size - 1
         plural = "s" if shards > 1 else ""
         fetches = f"{shards} shard{plural} of K/V by each device, in one all-gather"
         launches += ", 1 over all others"
     return [
-        imbalance_line(program), figure("fetches", fetches),
+        imbalance_line(call.program), figure("fetches", fetches),
         figure("launches", f"{launches}, in the forward"),
     ]  # fmt: skip
 

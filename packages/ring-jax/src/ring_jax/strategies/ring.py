@@ -285,17 +285,17 @@ def _helper_bytes(call: CallSpec, x: Inputs, direction: Direction, stage: Stage,
     return helpers * (sent + (x.q.size + (bias if call.bias_grad else 0)) * wide)
 
 
-def _figures(program: RingProgram) -> list[str]:
+def _figures(call: CallSpec) -> list[str]:
     """Return how even the work is, and how often K/V are passed on; one device passes nothing."""
-    passes_on = program.plan.cp_size > 1
-    return [imbalance_line(program), *(step_lines(program) if passes_on else ())]
+    passes_on = call.plan.cp_size > 1
+    return [imbalance_line(call.program), *(step_lines(call.program) if passes_on else ())]
 
 
 RING = Strategy(
     "ring",
     _ring_forward,
     _ring_backward,
-    refusals=lambda _: [],
+    refusals=lambda *_: (),
     key_lengths=lambda program: (program.plan.k_layout.local_len,),
     launches=_launches,
     sent=_ring_sent,

@@ -23,13 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ring_core import Request, RingProgram, StrategyName
+from ring_core import Request, RingProgram, StrategyConfig, StrategyName
 from ring_core.base.arguments import not_none
 from ring_core.programs.ring import Stage
 from ring_jax.collectives import Ranks, match_varying, reload_after, varying_axes
 from ring_jax.kernels.absent import AbsentKernel, or_broken
 from ring_jax.positions import all_positions
-from ring_jax.rank_view import Launches, RankView, StepTable, step_table
+from ring_jax.rank_view import Launches, RankView, StepTable, is_padding, ranks_of, step_table
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -46,17 +46,21 @@ from ring_jax.records import (
     LaunchSpec,
     QueryBlock,
     QueryPayload,
+    Trade,
 )
 
 
 class Strategy(NamedTuple):
     """A way to move tokens so that each work item finds its operands.
 
+    Programs are those of the call; of a strategy that trades heads ``key_lengths`` and ``launches``
+    are given that of its inner call.
+
     Attributes:
         name: The name that ``strategy=`` takes.
-        forward: Computes attention of this device's queries, wide, heads first, before sinks; and
-            returns the K/V that the backward starts from (``None``: its own).
-        backward: Computes gradients of this device's shards, wide, heads first.
+        forward: Computes attention of this device's queries, heads first, wide and before sinks
+            unless it adds these; and returns what the backward starts from beside the inputs.
+        backward: Computes gradients of this device's shards, wide or rounded, heads first.
         refusals: Returns the reasons why it cannot run a program; empty if it can.
         key_lengths: Returns each number of keys that a kernel is given at once.
         launches: Returns the launches of both passes, whose tables a program holds.
@@ -65,17 +69,21 @@ class Strategy(NamedTuple):
         figures: Returns lines for ``explain`` with numbers: how even the work is, what moves how
             often.
         automatic_refusals: Returns the reasons why ``auto`` does not take it, though it could run.
+        trade: Returns how ranks trade tokens for heads; ``None`` if they do not.
+        adds_sinks: The forward adds sinks.
     """
 
     name: StrategyName
-    forward: Callable[[CallSpec, Inputs], tuple[AttentionState, KVPayload | None]]
-    backward: Callable[[CallSpec, Inputs, BackwardInputs, KVPayload | None], Grads]
-    refusals: Callable[[RingProgram], list[str]]
+    forward: Callable[[CallSpec, Inputs], tuple[AttentionState, Any]]
+    backward: Callable[[CallSpec, Inputs, BackwardInputs, Any], Grads]
+    refusals: Callable[[RingProgram, Request], Sequence[str]]
     key_lengths: Callable[[RingProgram], tuple[int, ...]]
     launches: Callable[[RingProgram], list[Launches]]
     sent: Callable[[CallSpec, Inputs, Direction], int]
-    figures: Callable[[RingProgram], list[str]]
+    figures: Callable[[CallSpec], list[str]]
     automatic_refusals: Callable[[RingProgram, Request, Devices], Sequence[str]] = lambda *_: ()
+    trade: Callable[[StrategyConfig, RingProgram, Request, Devices], Trade | None] = lambda *_: None
+    adds_sinks: bool = False
 
 
 def merge(a: AttentionState, b: AttentionState) -> AttentionState:
@@ -92,6 +100,18 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
         for x in (a, b)
     ]
     return AttentionState(parts[0] + parts[1], lse)
+
+
+def add_sinks(call: CallSpec, result: AttentionState, sinks: Array) -> AttentionState:
+    """Add sinks ``[H]`` or ``[H, n]`` to the softmax, like :func:`ring_core.finalize`."""
+    out, lse = result
+    folded = jax.nn.logsumexp(sinks.astype(lse.dtype).reshape(sinks.shape[0], -1), axis=1)
+    with_sinks = jnp.logaddexp(lse, folded[None, :, None])
+    # A sink yields no value: it only takes its share of the weights of all keys.
+    weight = jnp.exp(lse - jnp.where(with_sinks == -jnp.inf, 0.0, with_sinks))
+    if call.plan.q_layout.pad_to is not None:  # padding sees nothing, not even a sink
+        with_sinks = jnp.where(is_padding(call), -jnp.inf, with_sinks)
+    return AttentionState(out * weight[..., None], with_sinks)
 
 
 def to_bhtd(x: Array) -> Array:
@@ -135,7 +155,7 @@ class StepRunner:
     @classmethod
     def of(cls, call: CallSpec, x: Inputs) -> StepRunner:
         """Make the runner for this device's arrays."""
-        ranks = Ranks(call.axis_name, call.plan.cp_size)
+        ranks = ranks_of(call)
         # Bounds of loops over blocks come from the rank. Under vmap their branches become selects,
         # whose operands have to vary over the same axes.
         rank = match_varying(ranks.rank(), varying_axes(x))

@@ -52,6 +52,7 @@ def signature_of(
         "kernels without a backward": [kernel.capabilities.name for kernel in call.forward_only],
         "kernel settings": call.config,
         "strategy": call.strategy,
+        "groups": call.trade and (call.trade.grid.ulysses_size, call.trade.strategy),
         "checked calls": call.check_every,
     }
     values: dict[str, object] = {

@@ -70,7 +70,7 @@ class Rule(NamedTuple):
     slopes: Array | None  # ALiBi's, [H]
     seed: Array | None  # uint32 [2]
     batch: Array  # global index of the batch row
-    head: Array  # global index of the first head
+    heads: Array | None  # int32 [H], their global indices, for dropout
 
 
 class SampledQueries(NamedTuple):
@@ -218,8 +218,8 @@ def _scores(
         distance = jnp.abs(queries.position[:, None] - keys.position).astype(wide)
         x = x - rule.slopes.astype(wide).reshape(kv_heads, -1, 1, 1) * distance
     if rule.call.dropout_p > 0:
-        assert rule.seed is not None
-        head = (rule.head + jnp.arange(heads, dtype=jnp.int32)).reshape(kv_heads, -1, 1, 1)
+        assert rule.seed is not None and rule.heads is not None
+        head = rule.heads.reshape(kv_heads, -1, 1, 1)
         is_kept = dropout_keep(
             rule.call.dropout_p,
             rule.seed,

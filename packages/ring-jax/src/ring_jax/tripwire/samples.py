@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from ring_core.base.arguments import not_none
 from ring_core.tripwire import SAMPLES, Kind, SampledRows, result_shapes
 from ring_jax.collectives import Ranks
 from ring_jax.positions import all_positions, local_positions
-from ring_jax.rank_view import is_padding
+from ring_jax.rank_view import is_padding, ranks_of
 from ring_jax.records import Array, CallSpec, Inputs
 from ring_jax.tripwire.dense import (
     EXACT,
@@ -128,14 +128,15 @@ class _Sample(NamedTuple):
         """Choose the batch row of a call by its number, the same on all ranks."""
         batch = (number % jnp.uint32(x.q.shape[0])).astype(jnp.int32)
         slopes = None if x.slopes is None else x.slopes[batch % len(x.slopes)]
-        offsets = jnp.zeros(2, jnp.int32) if x.offsets is None else x.offsets
-        rule = Rule(call, slopes, x.seed, batch + offsets[0], offsets[1])
+        first_row = 0 if x.numbers is None else x.numbers[0]
+        heads = None if x.numbers is None else x.numbers[1:]
+        rule = Rule(call, slopes, x.seed, batch + first_row, heads)
         return cls(call, x, number, batch, rule)
 
     @property
     def ranks(self) -> Ranks:
         """The devices that share the sequence."""
-        return Ranks(self.call.axis_name, self.call.plan.cp_size)
+        return ranks_of(self.call)
 
     def all_indices(self, kind: Kind) -> Array:
         """Return the local indices of the samples of all ranks, int32 ``[P, 4]``."""
@@ -257,7 +258,7 @@ class _Sample(NamedTuple):
         parts = jnp.moveaxis(
             jnp.take(own_rows, all_positions(self.call.plan.k_layout), axis=2), 2, 0
         )  # [P, 4, H or 1, m]
-        return lax.collapse(self._all_to_all(parts), 0, 2)
+        return lax.collapse(self.ranks.trade(parts, 0, 0), 0, 2)
 
     def _shift(self) -> Array:
         """Return the shift of the bias of this rank's queries, ``[T, H or 1]``."""
@@ -270,13 +271,7 @@ class _Sample(NamedTuple):
         Returns:
             The parts of all ranks for this rank's samples, ``[P, 4, ...]``.
         """
-        return self._all_to_all(x.reshape(self.ranks.size, SAMPLES, *x.shape[1:]))
-
-    def _all_to_all(self, x: Array) -> Array:
-        """Send part ``n`` of ``[P, ...]`` to rank ``n``, and return what all ranks sent here."""
-        if self.call.axis_name is None:
-            return x
-        return cast("Array", lax.all_to_all(x, self.call.axis_name, 0, 0, tiled=True))
+        return self.ranks.trade(x.reshape(self.ranks.size, SAMPLES, *x.shape[1:]), 0, 0)
 
     def compare(self, direction: str, results: dict[Kind, Results]) -> None:
         """Pass the results of all ranks to every rank's host, which compares and raises."""

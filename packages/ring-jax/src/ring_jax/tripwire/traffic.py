@@ -22,7 +22,7 @@ from jax import lax
 from ring_core import WrongResultError
 from ring_core.cost import BACKWARD_FLOPS, Model
 from ring_core.tripwire import peak_tflops
-from ring_jax.collectives import Ranks
+from ring_jax.rank_view import ranks_of
 from ring_jax.records import Array, CallSpec, Direction, Inputs, nbytes
 from ring_jax.tripwire.settings import CheckedCall
 
@@ -98,7 +98,7 @@ def _bytes_moved(jaxpr: Any, size: int) -> Iterator[int]:
     """Yield, for each collective in a jaxpr, the bytes that leave all ranks together.
 
     A scan counts as often as it runs, the body of any other loop once, and a branch with all its
-    sides. An all-to-all and a ``psum`` count as their whole arrays on every rank.
+    sides. A ``psum`` counts as its whole array on every rank.
     """
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -106,13 +106,16 @@ def _bytes_moved(jaxpr: Any, size: int) -> Iterator[int]:
         if name in _COLLECTIVES:
             for x in equation.invars:
                 # A permute sends once a pair, whatever the number of ranks. Of an all-gather each
-                # rank's array leaves for all others; of a scattered sum all pieces but the own one.
+                # rank's array leaves for all others of its group; of a scattered sum and of an
+                # all-to-all all pieces but the own one.
                 ranks = len(equation.params["perm"]) if name == "ppermute" else size
                 share = x.aval.size * x.aval.dtype.itemsize
+                groups = equation.params.get("axis_index_groups")
+                members = len(groups[0]) if groups else size
                 if name == "all_gather":
-                    share *= size - 1
-                elif name == "reduce_scatter":
-                    share = share // size * (size - 1)
+                    share *= members - 1
+                elif name in ("reduce_scatter", "all_to_all"):
+                    share = share // members * (members - 1)
                 yield ranks * share
         # The bodies of loops, branches and calls are jaxprs among the parameters.
         for inner in jax.tree.leaves(
@@ -155,9 +158,12 @@ def check_rate(
         return
     q, v = inputs.q, inputs.v
     model = Model(q.shape[2], q.shape[2], q.shape[3], v.shape[3], q.shape[0])
-    pairs = call.program.work().sum(axis=0) * model.flops_per_pair
+    pairs = call.inner.program.work().sum(axis=0) * model.flops_per_pair
+    if (trade := call.trade) is not None:  # all tokens of a group, for a part of the heads
+        part = trade.heads.q.shape[1] / q.shape[2]
+        pairs = np.repeat(pairs, trade.grid.ulysses_size) * part
     flops = jnp.asarray(pairs * (1.0 if direction == "forward" else BACKWARD_FLOPS), jnp.float32)
-    ring = Ranks(call.axis_name, call.plan.cp_size)
+    ring = ranks_of(call)
 
     def compare() -> None:
         sums = [jnp.sum(x, dtype=jnp.float32) for x in results]  # needs every element

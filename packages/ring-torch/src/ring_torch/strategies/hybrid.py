@@ -19,13 +19,14 @@ from dataclasses import dataclass
 import torch
 
 from ring_core import LayoutSpec, Request, StrategyConfig, UnsupportedError
+from ring_core.choose.trading import shared_bias_refusals
 from ring_core.programs.grid import RankGrid, rank_grid
 from ring_core.viz.text import figure
 from ring_torch.call import Call, StrategySpec
 from ring_torch.comm.groups import hosts_of
 from ring_torch.comm.ranks import Ranks
 from ring_torch.records import Inputs
-from ring_torch.strategies.ulysses import Ulysses, exchanges_of, shared_bias_refusals
+from ring_torch.strategies.ulysses import Ulysses, exchanges_of
 
 
 @dataclass(frozen=True)

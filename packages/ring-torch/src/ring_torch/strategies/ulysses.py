@@ -18,21 +18,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ring_core import HeadPlan, Plan, Request, head_plan
+from ring_core import HeadPlan, Plan, head_plan
 from ring_core.base.arguments import not_none
-from ring_core.choose.trading import untraded_reason
-from ring_core.programs.grid import RankGrid, ulysses_sizes
-from ring_core.programs.heads import PADDING, too_many_ranks
+from ring_core.choose.trading import trade_automatic_refusals, trade_refusals
+from ring_core.programs.grid import RankGrid
+from ring_core.programs.heads import PADDING
 from ring_core.viz.text import imbalance_line
 from ring_torch.buffers import HeadBuffer, HeadCarrier, Shapes
-from ring_torch.call import Call, Refusals, Saved, Strategy, StrategySpec, Traffic, attend
+from ring_torch.call import Call, Saved, Strategy, StrategySpec, Traffic, attend
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.ranks import Ranks
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
 from ring_torch.strategies.head_layouts import ExchangeLayouts, head_exchanges
 
 _META = torch.device("meta")
-_MOST_SHARED_BIAS = 1 << 30  # bytes of a bias with one head for all, which every rank gathers
 
 
 @dataclass(frozen=True)
@@ -223,7 +222,7 @@ class Ulysses(Strategy):
     def notes(self, call: Call) -> tuple[str, ...]:
         """Return how heads are padded and copied, if they are, and why ``auto`` takes the trade."""
         texts = [self.heads.describe()]
-        if self.grid.outer_size == 1 and not _unsuited(call.plan, call.request):
+        if self.grid.outer_size == 1 and not trade_automatic_refusals(call.plan, call.request):
             texts.append("trading heads moves at most 55 % of the bytes of a gather")
         return tuple(text for text in texts if text)
 
@@ -380,43 +379,9 @@ def _bias_to_heads(carry: HeadCarrier, layout: HeadBuffer, tables: Tables, bias:
     return received.transpose(1, 2)
 
 
-def _refusals(plan: Plan, request: Request) -> Refusals:
-    """Return why ranks cannot trade heads: too few heads, or a bias that is too large to gather."""
-    reasons = []
-    if reason := too_many_ranks(request.q_heads, plan.cp_size):
-        most = max(ulysses_sizes(plan.cp_size, request.q_heads))
-        reasons.append(
-            f"{reason}; groups of {most} can: StrategyConfig('hybrid', ulysses_size={most})"
-        )
-    return (*reasons, *shared_bias_refusals(request, plan.cp_size))
-
-
-def shared_bias_refusals(request: Request, ranks: int) -> Refusals:
-    """Return why so many ranks cannot gather a bias that all heads share, if there is one."""
-    gathered = ranks * request.shared_bias_bytes
-    if gathered <= _MOST_SHARED_BIAS:
-        return ()
-    reason = (
-        f"each rank would gather a bias of {gathered / 2**30:.1f} GiB, whose one head all query "
-        f"heads share, and at most {_MOST_SHARED_BIAS >> 30} GiB are gathered"
-    )
-    return (reason,)
-
-
-def _unsuited(plan: Plan, request: Request) -> Refusals:
-    """Return why a gather may move fewer bytes than a trade."""
-    if request.bias:
-        return ("the bias would travel, too",)
-    reason = untraded_reason(plan, q_heads=request.q_heads, kv_heads=request.kv_heads)
-    return () if reason is None else (reason,)
-
-
 ULYSSES = StrategySpec(
-    "ulysses",
-    Ulysses.of,
-    _refusals,
-    moves_by_any=True,
+    "ulysses", Ulysses.of, trade_refusals, moves_by_any=True,
     grid=lambda ranks, *_: RankGrid(ranks.size, ranks.size),  # all ranks trade
     is_automatic=lambda transport: not transport.sends_messages,  # between GPUs of one host
-    unsuited=_unsuited,
-)
+    unsuited=trade_automatic_refusals,
+)  # fmt: skip

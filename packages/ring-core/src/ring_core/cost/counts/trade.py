@@ -11,7 +11,7 @@ from ring_core.base.arguments import not_none
 from ring_core.base.config import StrategyConfig
 from ring_core.cost.counts.api import BytesByRanks, Count, CountedCall
 from ring_core.cost.model import FLOAT32_BYTES, Model, rows_and_keys
-from ring_core.plan.plan import Plan, make_plan
+from ring_core.plan.plan import Plan
 from ring_core.programs.grid import RankGrid
 from ring_core.programs.heads import HeadPlan, head_plan
 
@@ -40,15 +40,10 @@ class HeadExchange(NamedTuple):
         inner = replace(model, num_q_heads=heads.q.shape[1], num_kv_heads=heads.kv.shape[1])
         if grid.outer_size == 1:
             return cls(grid, heads, None, inner)
-        outer_plan = make_plan(
-            plan.mask, seq_len=plan.seq_len, cp_size=grid.outer_size,
-            layout=grid.outer_layout(plan.q_layout.name), kv_seq_len=plan.kv_seq_len,
-            pad_to=(plan.q_layout.padded_len, plan.k_layout.padded_len),
+        outer = call._replace(
+            plan=grid.outer_plan(plan), model=inner, config=StrategyConfig(call.config.outer), hosts=None
         )  # fmt: skip
-        config = StrategyConfig(call.config.outer)
-        return cls(
-            grid, heads, call._replace(plan=outer_plan, model=inner, config=config, hosts=None), inner
-        )  # fmt: skip
+        return cls(grid, heads, outer, inner)
 
 
 def traded_bytes(call: CountedCall, grid: RankGrid, outer: Count | None = None) -> BytesByRanks:
