@@ -421,6 +421,13 @@ def demo_hybrid(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def demo_generate(session: nox.Session) -> None:
+    """Read a long prompt and answer it over processes and in one, and compare the tokens."""
+    install(session, ["ring-core", "ring-torch[hf]"], ["examples"], *CONSTRAINED)
+    session.run("python", "examples/generate.py", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 def demo_jax(session: nox.Session) -> None:
     """Train the same kind of model in JAX, on host devices; arguments go to the example."""
     install(session, ["ring-core", "ring-jax"], ["examples"], *CONSTRAINED)

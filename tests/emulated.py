@@ -57,7 +57,7 @@ class Emulation:
             joins = joins_of(launches, rows.q.dtype, len(q_at), resumes=True)
             accumulator = Accumulator(joins, rows.q, x["v"].shape[3])
             for launch, (_, columns, _) in zip(launches, work, strict=True):
-                accumulator.attend(Work.of([launch], len(q_at)), rows, columns)
+                accumulator.attend(Work.of([launch], len(q_at), columns.k.shape[1]), rows, columns)
             whole.out[:, q_at], whole.lse[:, :, q_at] = accumulator.state
         out, lse = whole
         if "sinks" in x:

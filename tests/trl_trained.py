@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from hf_models import Wide, build
 from peft import LoraConfig
@@ -98,11 +102,12 @@ def rows_of(kind: str, count: int, data: str = "text") -> Dataset:
 
 def trainer_of(
     kind: str, rows: Dataset, options: dict[str, Any], dtype: Any, *, way: str = "",
-    cp: ContextParallel | None = None, **changes: Any,
+    cp: ContextParallel | None = None, ready: Callable[[Any], None] = lambda _: None, **changes: Any,
 ) -> Any:  # fmt: skip
     """Return a Trainer of TRL over a small model of this dtype, which has a reference in a way.
 
     It is the model itself with "LoRA"; "model first" is parallelized before the Trainer is made.
+    ``ready`` is called with the arguments before that.
     """
     letters = tokenizer()
     letters.chat_template = (
@@ -122,9 +127,11 @@ def trainer_of(
     model, (trainer, config, _) = build(name, **sizes).to(dtype), TRAINERS[kind]
     if way == "model first" and cp is not None:
         hf.parallelize(model, cp, reduction="mean")
+    args = config(**options)
+    ready(args)
     return trainer(
         model, **more, processing_class=letters, train_dataset=rows,
-        eval_dataset=rows.select(range(5)), args=config(**options),
+        eval_dataset=rows.select(range(5)), args=args,
     )  # fmt: skip
 
 
@@ -186,12 +193,22 @@ def brevity(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
     return [None if len(x) == 1 else -len(x) / 10 for x in completion_ids]
 
 
-def recorded(kind: str, ring: int) -> Any:
-    """Return a function that makes completions of prompts, ragged, some cut off at 9 tokens."""
+def lottery(completions: list[str], **__: Any) -> list[float]:
+    """Reward completions by numbers of Python's and numpy's generators."""
+    return [random.random() + np.random.random() for _ in completions]  # noqa: NPY002
+
+
+def recorded(kind: str, ring: int, *, draws: bool = False) -> Any:
+    """Return a function that makes completions of prompts, ragged, some cut off at 9 tokens.
+
+    It has a generator of its own, and with ``draws`` takes a number of Python's and numpy's.
+    """
     calls = [0]
 
     def generate(prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
         calls[0] += 1
+        if draws:
+            lottery([""])
         completions = []
         for n, prompt in enumerate(prompt_ids):
             draw = torch.Generator().manual_seed(
@@ -217,10 +234,12 @@ def sampled(
         kind: A key of :data:`SAMPLERS`.
         folder: Folder that each rank writes into.
         options: Options of the trainer's config; and ``samples`` for a trainer that generates
-            itself, ``model`` for another than Llama, ``LoRA`` for an adapter.
+            itself, ``model`` for another than Llama, ``LoRA`` for an adapter, ``rollout`` for a
+            function in the place of the trainer's, ``draws`` for it and a reward to draw numbers.
     """
     be_started(rank, ranks)
     options = dict(options)
+    draws, has_function = options.pop("draws", False), options.pop("rollout", False)
     generates, name = options.pop("samples", False), options.pop("model", "Llama")
     adapter = LoraConfig(target_modules=["q_proj", "down_proj"]) if options.pop("LoRA", 0) else None
     own = Path(folder) / f"{kind}{rank}"
@@ -243,20 +262,43 @@ def sampled(
         "gradient_checkpointing": False,  # a backward would recompute in float32
     } | options)  # fmt: skip
     rows = Dataset.from_list([{"prompt": x} for x in texts(12)])
+    generate = recorded(kind, rank // (cp_size or 1), draws=draws)
+
+    alone: list[Any] = (
+        [torch.distributed.new_group([n]) for n in range(ranks)] if has_function else []
+    )
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        if cp_size is not None:  # the other ranks of the ring wait for this function
+            for gathers in (
+                lambda: trainer.accelerator.gather(torch.ones(1)),
+                lambda: gather_object([0]),
+                torch.distributed.barrier,
+            ):
+                with pytest.raises(
+                    ValueError, match=r"rollout runs on the first rank .* waits for"
+                ):
+                    gathers()
+            torch.distributed.barrier(group=alone[rank])
+        ids = [letters(x)["input_ids"] for x in prompts]
+        return {"prompt_ids": ids, "completion_ids": generate(ids)[0], "logprobs": None}
+
     trainer: Any = trainer_of_kind(
-        str(source), reward_funcs=[vowels, brevity], args=args, train_dataset=rows,
-        eval_dataset=rows.select(range(4)), processing_class=letters, peft_config=adapter,
+        str(source), reward_funcs=[lottery if draws else vowels, brevity], args=args,
+        train_dataset=rows, eval_dataset=rows.select(range(4)), processing_class=letters,
+        peft_config=adapter, **({"rollout_func": rollout} if has_function else {}),
     )  # fmt: skip
-    if not generates:
-        trainer._generate_single_turn = recorded(kind, rank // (cp_size or 1))
+    if not generates and not has_function:
+        trainer._generate_single_turn = generate
     if cp_size is not None:
         hf.parallelize(trainer, context(cp_size))
-    completions = []
+    completions, numbers = [], []
     prepare = trainer._generate_and_score_completions
 
     def kept(*inputs: Any) -> Any:
         output = prepare(*inputs)
         completions.append(output["completion_ids"].tolist())
+        numbers.append(lottery([""]))
         return output
 
     trainer._generate_and_score_completions = kept
@@ -273,6 +315,6 @@ def sampled(
     }  # fmt: skip
     logs = {name: [*trainer._logs[name]] for name in ("prompt", "completion", "advantages")}
     return {
-        "metrics": metrics, "completions": completions, "logs": logs,
+        "metrics": metrics, "completions": completions, "logs": logs, "numbers": numbers,
         "weights": {name: x.double().sum().item() for name, x in saved.items()},
     }  # fmt: skip

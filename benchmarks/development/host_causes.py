@@ -75,7 +75,7 @@ _BEGIN: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     (VIEWS, torch, ("empty", "zeros", "empty_like", "zeros_like")),
     (VIEWS, Tensor, (
         "__getitem__", "as_strided", "contiguous", "copy_", "detach", "fill_", "flatten", "narrow", "new_empty",
-        "split_with_sizes", "to", "transpose", "unbind", "view", "zero_",
+        "to", "transpose", "unbind", "unsafe_split_with_sizes", "view", "zero_",
     )),
 )  # fmt: skip
 

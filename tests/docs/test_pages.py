@@ -27,6 +27,7 @@ MARKED: dict[str, dict[str, int]] = {
     "coming-from-transformer-engine.md": {"needs-transformer-engine": 1},
     "coming-from-maxtext.md": {"needs-maxtext": 1},
     "jax-trainers.md": {"needs-maxtext": 1, "needs-tunix": 1},
+    "transformers.md": {"needs-gpus": 1},
 }
 
 

@@ -210,6 +210,25 @@ def test_other_losses_of_recurrent_layers_are_reported(capsys: pytest.CaptureFix
     assert "--steps must be 1 or more" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("demo")
+def test_tokens_generated_over_processes_are_those_of_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    generate = importlib.import_module("generate")  # next to the demonstration
+    assert generate.main(["--cp=2", "--tokens=700", "--new=4", "--chunk=256"]) == 0
+    printed = capsys.readouterr().out
+    kept = [float(x) for x in re.findall(r"keeps ([0-9.]+) MiB of keys", printed)]
+    assert kept[0] < 0.8 * kept[1]
+    assert "the tokens are the same" in printed
+    run = generate.Run((1, 2), 1.0, 1, 1)
+    options = generate.arguments([])
+    assert generate.report(run, run, options) == ""
+    assert generate.report(generate.Run((1, 3), 1.0, 1, 1), run, options) == "the tokens differ"
+    for wrong in ("--cp=1", "--new=0", "--dim=12"):
+        with pytest.raises(SystemExit):
+            generate.main([wrong])
+
+
 OPTIONS = [
     "--device=cpu", "--steps=3", "--seq-len=301", "--layers=1", "--layout=contiguous", "--strategy=balanced",
 ]  # fmt: skip

@@ -508,24 +508,6 @@ def test_other_options_ask_the_library(other: Launch, install: Callable[[str], L
     assert library.asked == {"backward": 1}
 
 
-def test_compiled_functions_get_no_tensors_that_need_gradients(
-    install: Callable[[str], Library],
-) -> None:
-    """A call of one rank repeats its launch with the caller's own q, k and v."""
-    install(KNOWN)
-    launch, taken = Launch(), list[Tensor]()
-    q, k, v = (x.detach() for x in launch.tensors()[:3])
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
-    options = FlashOptions(1.0, None, (None, None), None, False)
-    repeated = fa4.library.repeated_forward(
-        lambda *args: taken.extend(x for x in args if isinstance(x, Tensor)),
-        q, k, v, out, lse, options, (None, None),
-    )  # fmt: skip
-    repeated(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), out, lse, None)
-    assert [x.data_ptr() for x in taken] == [x.data_ptr() for x in (q, k, v, out, lse)]
-    assert not any(x.requires_grad for x in taken)
-
-
 def test_what_the_library_makes_itself_is_not_kept(install: Callable[[str], Library]) -> None:
     library, launch, flash = install(KNOWN), Launch(), fa4.Flash4()
     library.extra = torch.zeros(3)

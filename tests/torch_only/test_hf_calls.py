@@ -23,7 +23,7 @@ from ring_torch.local import LocalRanks
 def test_generation_is_refused_until_the_handle_is_removed() -> None:
     model, tokens = build("Llama"), whole("plain")["input_ids"]
     handle = hf.parallelize(model, ContextParallel())
-    with pytest.raises(UnsupportedError, match=r"generate\(\) is not served .* remove\(\)"):
+    with pytest.raises(UnsupportedError, match=r"generate\(\) is served .* remove\(\)"):
         model.generate(tokens, max_new_tokens=3)
     with pytest.raises(UnsupportedError, match=r"use_cache=True: .* remove\(\) of the handle"):
         model(tokens, use_cache=True)

@@ -29,12 +29,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA": ("grpo", {"LoRA": True, "beta": 0.1}),
     "routers": ("grpo", {"model": "Mixtral"}),
     "old samples": ("grpo", {"num_iterations": 2, "mask_truncated_completions": True}),
+    "random numbers in a rollout function": ("grpo", {"rollout": True, "draws": True}),
     "rloo": ("rloo", {}),
     "rloo with a reference": ("rloo", {"beta": 0.2, "temperature": 0.7, "num_iterations": 2}),
 }
 
 
-@pytest.mark.nightly(unless=["loss of dapo", "a reference", "entropy", "rloo with a reference"])
+@pytest.mark.nightly(
+    unless=[
+        "loss of dapo",
+        "a reference",
+        "random numbers in a rollout function",
+        "rloo with a reference",
+    ]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_those_of_devices(
     pools: dict[int, LocalRanks], tmp_path: Path, name: str
@@ -45,6 +53,7 @@ def test_steps_are_those_of_devices(
     for rank, mine in enumerate(rings):
         theirs = expected[rank // 2]
         assert mine["completions"] == theirs["completions"]
+        assert mine["numbers"] == theirs["numbers"]
         assert mine["metrics"] == pytest.approx(theirs["metrics"], rel=1e-6, abs=1e-8, nan_ok=True)
         assert mine["logs"]["prompt"] == theirs["logs"]["prompt"]
         assert mine["logs"]["completion"] == theirs["logs"]["completion"]

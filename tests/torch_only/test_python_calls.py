@@ -28,13 +28,13 @@ HYBRID_GATHER = StrategyConfig("hybrid", ulysses_size=2, outer="gather")
 GOAL = 120, 14
 #: Ranks, strategy, layout: the most calls and files of a repeated forward, and of a backward.
 MOST: dict[tuple[int, str | StrategyConfig, str], tuple[tuple[int, int], tuple[int, int]]] = {
-    (1, "ring", "zigzag"): ((30, 10), (36, 11)),
-    (4, "ring", "zigzag"): ((82, 12), (104, 11)),
-    (4, "gather", "zigzag"): ((72, 13), (106, 13)),
-    (4, "balanced", "contiguous"): ((103, 13), (115, 12)),
-    (4, "ulysses", "zigzag"): ((65, 13), (73, 13)),
-    (4, HYBRID_RING, "zigzag"): ((87, 14), (90, 13)),
-    (4, HYBRID_GATHER, "zigzag"): ((97, 14), (105, 14)),
+    (1, "ring", "zigzag"): ((28, 10), (35, 11)),
+    (4, "ring", "zigzag"): ((80, 12), (103, 11)),
+    (4, "gather", "zigzag"): ((68, 13), (105, 13)),
+    (4, "balanced", "contiguous"): ((101, 13), (114, 12)),
+    (4, "ulysses", "zigzag"): ((63, 13), (72, 13)),
+    (4, HYBRID_RING, "zigzag"): ((85, 14), (89, 13)),
+    (4, HYBRID_GATHER, "zigzag"): ((94, 14), (104, 14)),
 }
 
 

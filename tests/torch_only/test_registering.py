@@ -129,7 +129,7 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Strateg
     length = plan.q_layout.local_len
     joins = joins_of([x for some in launches for x in some], call.dtype, length)
     back = tuple(kernel.backward(some, call.params, adds=True) for some in by_rank)
-    work = tuple(Work.of(some, length) for some in launches)
+    work = tuple(Work.of(some, length, call.keys.length) for some in launches)
     return Everywhere(work, joins, back)
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ring_core import Mask, reference
 from ring_torch import ContextParallel, accumulate, prepare, ring_attention
-from ring_torch.accumulate import unseen_state
+from ring_torch.accumulate import Accumulator, Work, unseen_state
 from ring_torch.compat import zigzag_ring_flash_attn_func
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.records import AttentionState, Forward, Mode
+from ring_torch.records import AttentionState, Backward, Forward, KeyBlock, Mode, QueryBlock
 from ring_torch.strategies.ring import Ring
 
 T = 48
@@ -46,6 +46,33 @@ def _run(keys: int, options: dict[str, Any]) -> list[Tensor]:
     call: Any = ring_attention
     out, lse = call(q, k, v, return_lse=True, kernel="eager", **kwargs)
     return [out, lse, *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def test_launches_get_no_tensors_that_need_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled functions take a call's own q, k and v, and refuse those that need gradients."""
+    taken: list[Tensor] = []
+    attend, one_by_one = Accumulator.attend, EagerKernel.backward
+
+    def noted(
+        results: Accumulator, work: Work, rows: QueryBlock, columns: KeyBlock, **options: Any
+    ) -> None:
+        taken.extend((rows.q, columns.k, columns.v))
+        attend(results, work, rows, columns, **options)
+
+    def noted_backward(*args: Any, **options: Any) -> Backward:
+        launch = one_by_one(*args, **options)
+
+        def run(rows: QueryBlock, held: list[KeyBlock], *others: Any) -> Any:
+            taken.extend((rows.q, held[0].k, held[0].v))
+            return launch.run(rows, held, *others)
+
+        return launch._replace(run=run)
+
+    monkeypatch.setattr(Accumulator, "attend", noted)
+    monkeypatch.setattr(EagerKernel, "backward", noted_backward)
+    with replaced():
+        _run(*CALLS["causal"])
+    assert len(taken) == 6 and not any(x.requires_grad for x in taken)
 
 
 @pytest.mark.parametrize("name", CALLS)

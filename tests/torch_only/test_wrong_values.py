@@ -14,6 +14,7 @@ from wrong import (
     FILL,
     FLAG,
     KV,
+    NAME,
     OPTIONS,
     REAL,
     ROWS,
@@ -165,6 +166,26 @@ LAYER: dict[str, Values] = {
     "output_final_state": FLAG, "cu_seqlens": OPTIONS["cu_seqlens"],
     "seq_len": OPTIONS["seq_len"],
 }  # fmt: skip
+#: A cache of two requests, whose tokens are written, and whose positions may be written again.
+cache = ring_torch.KVCache(
+    cp, num_layers=1, num_kv_heads=2, head_dim=16, max_requests=2, max_tokens=512,
+    dtype=torch.float32,
+)  # fmt: skip
+cache.extend(cache.add(2), 8)
+cache.write(zeros(KV), zeros(KV), layer=0)
+first = ring_torch.KVCache(
+    cp, num_layers=1, num_kv_heads=2, head_dim=16, max_requests=1, max_tokens=8,
+    dtype=torch.float32,
+)  # fmt: skip
+first.extend(first.add(), 8)
+ROW = {"q": (1, 8, 4, 16), "k": (1, 8, 2, 16), "v": (1, 8, 2, 16)}
+INDEX: Values = {**{n: x for n, x in SIZE.items() if n != "zero"}, "none": None, "too large": 2}
+SERVED: dict[str, Values] = {
+    "cache": {"none": None, "word": "cache", "class": ring_torch.KVCache, "tensor": zeros(KV)},
+    "layer": INDEX, "return_lse": FLAG, "kernel": {**NAME, "other": "fa4"}, "transport": NAME,
+    **{n: OPTIONS[n] for n in ("window", "chunk_size", "softmax_scale", "softcap")},
+    **{n: TENSORS[n] for n in ("sinks", "alibi_slopes")},
+}  # fmt: skip
 
 
 def optional(values: Values) -> Values:
@@ -247,6 +268,46 @@ SUBJECTS: dict[str, Subject] = {
             "a": like(*VALUES, but=AXES_ARE_FREE),
             "b": like(*VALUES),
         },
+    ),
+    "ring_torch.KVCache": Subject(
+        ring_torch.KVCache,
+        {
+            "cp": cp, "num_layers": 1, "num_kv_heads": 2, "head_dim": 4, "max_requests": 1,
+            "max_tokens": 8, "dtype": torch.float32,
+        },
+        {
+            "cp": CONTEXT, "v_head_dim": LENGTH,
+            **{n: {**SIZE, "none": None} for n in ("num_layers", "num_kv_heads", "head_dim", "max_requests", "max_tokens")},
+            "page_size": {**SIZE, "none": None, "no power of two": 24},
+            "dtype": {"none": None, "word": "float32", "integers": torch.int32, "class": float, "8 bits": torch.float8_e4m3fn},
+            "device": {"word": "gpu7", "number": 1.5, "list": ["cpu"]},
+        },
+    ),
+    "ring_torch.ContextParallel.decode": Subject(
+        cp.decode, {"q": zeros(Q), "cache": cache, "layer": 0},
+        {
+            **SERVED, "q": TENSORS["q"],
+            "requests": {"number": 0, "word": "01", "unknown": (0, 7), "twice": (0, 0), "floats": (0.0, 1.0), "flags": (False, True), "too few": (0,), "none at all": (), "tensor": ids(2)},
+        },
+    ),
+    "ring_torch.ContextParallel.prefill": Subject(
+        cp.prefill, {**{n: zeros(x) for n, x in ROW.items()}, "cache": first, "layer": 0, "request": 0},
+        {
+            **SERVED, "request": INDEX,
+            **{n: like(*ROW[n]) for n in "qk"}, "v": optional(like(*ROW["v"])),
+        },
+    ),
+    "ring_torch.ContextParallel.merge_partials": Subject(
+        cp.merge_partials, {"out": zeros(Q), "lse": zeros(2, 4, 8)},
+        {
+            "out": like(*Q, but=SIZE_IS_FREE),
+            "lse": {**like(2, 4, 8), "half": zeros(2, 4, 8).half()}, "lse_base": {**NAME, "ten": "10"},
+        },
+    ),
+    "ring_torch.ContextParallel.explain_serving": Subject(
+        lambda name, q, layer: cp.explain_serving(name, q, cache, layer=layer),
+        {"name": "decode", "q": zeros(Q), "layer": 0},
+        {"name": NAME, "q": TENSORS["q"], "layer": INDEX},
     ),
     "ring_torch.ContextParallel.verify": Subject(
         cp.verify, {"model": nn.Linear(2, 2), "batch": {"input": zeros(1, 8, 2)}},

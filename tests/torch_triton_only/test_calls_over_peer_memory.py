@@ -21,7 +21,7 @@ from benchmarks.development.host_causes import SETTINGS, STUBBED_TOKENS, Repeate
 #: Folders whose functions do not count: torch's, and that of the stubs in place of launches.
 LEFT_OUT = (*(str(Path(str(x.__file__)).parent) for x in (torch, host_stubs)), "<frozen")
 #: The most function calls of a repeated forward, and of its backward, by setting.
-MOST = ((75, 70), (82, 72))
+MOST = ((68, 65), (75, 67))
 
 
 def counted(setting: Setting) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from ring_torch.gradients.each import ReductionHandle as ReductionHandle
 from ring_torch.kernels import matrix as support_matrix
 from ring_torch.movement.methods import Halo as Halo
 from ring_torch.replaced.replace import SDPAHandle as SDPAHandle, replace_sdpa as replace_sdpa
+from ring_torch.serving import KVCache as KVCache
 from ring_torch.training.data import dataloader as dataloader
 from ring_torch.training.loss import (
     cross_entropy as cross_entropy,
@@ -28,6 +29,7 @@ from ring_torch.verification.preflight import preflight as preflight
 __all__ = [
     "ContextParallel",
     "Halo",
+    "KVCache",
     "KernelConfig",
     "Mask",
     "RankMismatchError",

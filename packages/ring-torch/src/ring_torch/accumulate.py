@@ -7,7 +7,7 @@ number is rounded when its sum is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -222,42 +222,67 @@ class Work(NamedTuple):
     Attributes:
         launches: The launches, in their order.
         sizes: How many rows each has, if they have all rows, in their order.
+        widths: How many columns each has, if several have all columns, in their order.
+        columns: The columns of each; ``None`` where it has all.
         waits_for: For each how many fetches must have arrived.
     """
 
     launches: tuple[Forward, ...]
     sizes: list[int] | None
+    widths: list[int] | None
+    columns: tuple[slice | None, ...]
     waits_for: tuple[int, ...]
 
     @classmethod
     def of(
-        cls, launches: Sequence[Forward], length: int, waits_for: Sequence[int] | None = None
-    ) -> Work:
-        """Return launches of ``length`` rows; by default they wait for no fetch.
-
-        A single one of so many rows has all, whatever number its first row has in the item.
-        """
-        rows = [x.item.q_slice for x in launches]
-        sizes = [x.stop - x.start for x in rows]
-        in_order = all(x.start == sum(sizes[:n]) for n, x in enumerate(rows)) or len(rows) == 1
-        has_all = in_order and sum(sizes) == length
+        cls, launches: Sequence[Forward], length: int, keys: int,
+        waits_for: Sequence[int] | None = None,
+    ) -> Work:  # fmt: skip
+        """Return launches over ``length`` rows and ``keys``; by default they wait for no fetch."""
+        columns = [x.item.k_slice for x in launches]
         return cls(
-            tuple(launches), sizes if has_all else None, tuple(waits_for or [0] * len(launches))
-        )
+            tuple(launches), sizes_of([x.item.q_slice for x in launches], length),
+            sizes_of(columns, keys) if len(launches) > 1 else None,
+            tuple([None if x.stop - x.start == keys else x for x in columns]),
+            tuple(waits_for or [0] * len(launches)),
+        )  # fmt: skip
 
     def cut(
-        self, rows: QueryBlock, state: AttentionState | None
-    ) -> Iterable[tuple[QueryBlock, AttentionState | None]]:
-        """Return the rows of each launch, and its part of the results, as views."""
-        if self.sizes is None or rows.indices is not None or rows.segments is not None:
-            slices = [x.item.q_slice for x in self.launches]
-            return [(rows.take(x), None if state is None else state.take(x)) for x in slices]
-        # Few views, which cost the host most; all that these rows have beside q is the sinks.
-        blocks = [QueryBlock(q, rows.sinks) for q in rows.q.split_with_sizes(self.sizes, 1)]
-        if state is None:
-            return zip(blocks, repeat(None))
-        parts = state.out.split_with_sizes(self.sizes, 1), state.lse.split_with_sizes(self.sizes, 2)
-        return zip(blocks, map(AttentionState, *parts), strict=True)
+        self, rows: QueryBlock, columns: KeyBlock, state: AttentionState | None
+    ) -> Iterator[tuple[Forward, int, QueryBlock, KeyBlock, AttentionState | None]]:
+        """Return each launch, its fetches, and its parts of rows, columns and results, as views."""
+        # Few views, which cost the host most. (Torch need not know that they share memory: launches
+        # write it behind its back.) Without indices and segments rows have q and sinks.
+        sizes, widths = self.sizes, self.widths
+        blocks: Iterable[QueryBlock] = [rows]
+        states: Iterable[AttentionState | None] = repeat(state)
+        if sizes is None or (len(sizes) > 1 and (rows.indices, rows.segments) != (None, None)):
+            blocks = [rows.take(x.item.q_slice) for x in self.launches]
+            if state is not None:
+                states = [state.take(x.item.q_slice) for x in self.launches]
+        elif len(sizes) > 1:
+            blocks = [QueryBlock(x, rows.sinks) for x in rows.q.unsafe_split_with_sizes(sizes, 1)]
+            if state is not None:
+                states = map(
+                    AttentionState,
+                    *[x.unsafe_split_with_sizes(sizes, n) for n, x in enumerate(state, 1)],
+                )
+        keys = (
+            [columns if x is None else columns.take(x) for x in self.columns]
+            if widths is None or columns.position is not None or columns.segments is not None
+            else [*map(KeyBlock, *[x.unsafe_split_with_sizes(widths, 1) for x in columns[:2]])]
+        )
+        return zip(self.launches, self.waits_for, blocks, keys, states, strict=False)
+
+
+def sizes_of(spans: Sequence[slice], length: int) -> list[int] | None:
+    """Return the sizes of spans, if they have all of a length, in their order.
+
+    A single one of this size has all, whatever number its first row or column has in the item.
+    """
+    sizes = [x.stop - x.start for x in spans]
+    in_order = all(x.start == sum(sizes[:n]) for n, x in enumerate(spans)) or len(spans) == 1
+    return sizes if in_order and sum(sizes) == length else None
 
 
 class Accumulator:
@@ -289,38 +314,33 @@ class Accumulator:
             state: A group of heads of :attr:`state`, where each row is in one launch.
             wait: Waits until so many fetches have arrived; ``None`` where the stream does.
         """
-        joins, v_dim, state = self._joins, self._v_dim, state or self.state
-        mode, is_final, *_ = joins
+        joins, mode, state = self._joins, self._joins.mode, state or self.state
         if rows.q.shape[0] == 0:
             return
-        is_added = is_final or mode == "merge"  # a launch leaves results where they belong
-        cuts: Any = [(rows, state if is_added else None)]
-        if work.sizes is None or len(work.sizes) > 1:
-            cuts = work.cut(*cuts[0])
-        width = columns.k.shape[1]
+        # A launch leaves results where they belong, or returns them.
+        is_added, returns = joins.is_final or mode == "merge", mode == "return"
         # What is returned or merged is not bound to strides.
         key = tensors_key(rows.q, columns.k, columns.v, rows.sinks) if mode == "write" else None
         # Fetches of later items write other columns meanwhile, and peers copy from this rank's
         # memory and need nothing from this loop.
-        for launch, fetches, (some_rows, own) in zip(
-            work.launches, work.waits_for, cuts, strict=True
+        for n, (launch, fetches, some_rows, keys, own) in enumerate(
+            work.cut(rows, columns, state if is_added else None), self._launched
         ):
-            n, self._launched = self._launched, self._launched + 1
             if fetches > 0 and wait is not None:
                 wait(fetches)
-            item = launch.item
-            is_part = width > item.k_stop - item.k_start
-            keys = columns.take(item.k_slice) if is_part else columns
             into = own
             if not is_added and mode == "write":
                 # Until the first merge `state` is free: it holds the first result if that has all
                 # rows. The merge may read and write it, as one program does both to each number.
                 is_held = n == 0 and joins.holds_first
+                v_dim = self._v_dim
                 into = state if is_held else unseen_state(some_rows.q, v_dim, fully_written=True)
-            result = launch.run(some_rows, keys, None if mode == "return" else into, mode, key)
+            result = launch.run(some_rows, keys, None if returns else into, mode, key)
+            if result is own:
+                continue
             if n == 0 and joins.holds_first:
                 self.state = result
-            elif own is not None and result is not own:
+            elif own is not None:
                 own.out.copy_(result.out)
                 own.lse.copy_(result.lse)
             if is_added:
@@ -332,6 +352,7 @@ class Accumulator:
                 # may be that of later ones.
                 self._merge(n, joins.merged[n])
                 self._waiting.clear()
+        self._launched += len(work.launches)
 
     def _merge(self, n: int, count: int) -> None:
         """Merge the results of ``count`` launches, of which the ``n``-th is the last."""
@@ -393,9 +414,10 @@ class Rows:
             self._dq = self.new()
         return self._dq
 
-    def memory(self, rows: slice) -> Tensor | None:
-        """Return memory for dQ of some rows; ``None`` if it is added, or waits."""
-        return self.whole()[:, rows] if self.how == "write" else None
+    def memory(self, rows: slice) -> Tensor:
+        """Return memory for dQ of some rows, where it is written."""
+        whole = self.whole()
+        return whole if rows.stop - rows.start == whole.shape[1] else whole[:, rows]
 
     def put(self, rows: slice, dq: Tensor, dbias: Tensor | None = None) -> None:
         """Take dQ of some rows, and their part of the bias's gradient."""
@@ -409,7 +431,7 @@ class Rows:
         elif self.how == "add":
             self.whole()[:, rows].add_(dq)
         else:
-            into = self.whole()[:, rows]
+            into = self.memory(rows)
             if into.data_ptr() != dq.data_ptr():
                 into.copy_(dq)
 
@@ -461,8 +483,10 @@ class OneItem:
         """Take the item's dK/dV."""
         self.grads = dk, dv
         if dk.shape[1] < self.keys.k.shape[1]:
-            pairs = zip((self.keys.k, self.keys.v), (dk, dv), strict=True)
-            self.grads = tuple([x.new_zeros(x.shape, dtype=grad.dtype) for x, grad in pairs])
+            self.grads = tuple([
+                x.new_zeros(x.shape, dtype=grad.dtype)
+                for x, grad in zip((self.keys.k, self.keys.v), (dk, dv), strict=True)
+            ])  # fmt: skip
             for x, grad in zip(self.grads, (dk, dv), strict=True):
                 x[:, item.k_slice] = grad
 
@@ -571,7 +595,9 @@ def one_by_one(
             if adds:
                 launch(*operands, row_sums.take(tokens), column_sums.take(item.k_slice))
                 continue
-            grads = launch(*operands, row_sums.memory(tokens), key)
+            grads = launch(
+                *operands, row_sums.memory(tokens) if row_sums.how == "write" else None, key
+            )
             row_sums.put(tokens, grads.dq, grads.dbias)
             column_sums.put(item, grads.dk, grads.dv)
             del grads  # the next launch may get the memory of what has been added

@@ -7,7 +7,6 @@ from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig, checks
 from ring_core.base.arguments import refuse_foreign_options
@@ -167,12 +166,6 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, group: Group, layout: LayoutSpec, options: CallOptions
 ) -> tuple[Tensor, Tensor]:
     """Check a call, and run it as one autograd function; return ``(out, lse)``."""
-    segments = options.segment_ids if isinstance(options.segment_ids, tuple) else ()
-    if FakeTensor in map(type, (q, k, v, *options, *segments)):
-        raise ValueError(
-            "an argument is a FakeTensor outside of its FakeTensorMode; call this inside the mode, where "
-            "attention computes shapes"
-        )
     ranks = ranks_of(group)
     call, inputs = check_call(ranks, ranks.next_call(), layout, q, k, v, options)
     results: tuple[Tensor, Tensor] = AttentionFunction.apply(call, *inputs[:GIVEN])
@@ -244,8 +237,9 @@ def in_modes_of_torch(
     """
     if deterministic is False and torch.are_deterministic_algorithms_enabled():
         deterministic = not torch.is_deterministic_algorithms_warn_only_enabled()
-    device_type = q.device.type if isinstance(q, Tensor) else "none"
-    if device_type not in {"cpu", "cuda"} or not torch.is_autocast_enabled(device_type):
+    # (The device's own name takes the host longer.)
+    device_type = isinstance(q, Tensor) and ("cuda" if q.is_cuda else q.is_cpu and "cpu")
+    if not device_type or not torch.is_autocast_enabled(device_type):
         return q, k, v, deterministic
     dtype = torch.get_autocast_dtype(device_type)
     q, k, v = (

@@ -74,14 +74,14 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
         WrongResultError: The tripwire checked this call and found a wrong result.
         RuntimeError: A peer failed or did not answer, or a pass of an earlier call failed.
     """
-    if torch.is_autocast_enabled(call.device.type):
-        with torch.autocast(call.device.type, enabled=False):
+    if torch.is_autocast_enabled(call.request.device):
+        with torch.autocast(call.request.device, enabled=False):
             return forward_pass(call, inputs)
-    if call.device.type == "cuda" and is_capturing():
+    if call.request.device == "cuda" and is_capturing():
         call.check_capture()
         check_graph(call.ranks, call.forward_signature, call.strategy)
     # Autograd saves the caller's own tensors: these copies live only as long as the pass.
-    if False in [x is None or x.stride(-1) == 1 for x in inputs]:
+    if False in [x is None or x.stride()[-1] == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
     with GuardedPass(call.ranks, call.number, call.forward_signature, call.device):
         # The tripwire counts what is sent and received inside, if it checks this call.
@@ -153,8 +153,8 @@ def backward_pass(
         WrongResultError: The tripwire checked this call and found a wrong gradient.
         RuntimeError: A peer failed or did not answer, or a pass of an earlier call failed.
     """
-    if torch.is_autocast_enabled(call.device.type):
-        with torch.autocast(call.device.type, enabled=False):
+    if torch.is_autocast_enabled(call.request.device):
+        with torch.autocast(call.request.device, enabled=False):
             return backward_pass(call, inputs, results, saved, grads, release_saved)
     (out, lse), (dout, dlse) = results, grads
     if call.params.shifts_bias:
@@ -165,9 +165,9 @@ def backward_pass(
         call = call.with_lse_grad()
     # A loss of lse alone leaves out without a gradient.
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-    if False in [x is None or x.stride(-1) == 1 for x in inputs]:
+    if False in [x is None or x.stride()[-1] == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
-    if call.device.type == "cuda" and is_capturing():
+    if call.request.device == "cuda" and is_capturing():
         call.check_capture()
         check_graph(call.ranks, call.backward_signature, call.strategy)
     with GuardedPass(call.ranks, call.number, call.backward_signature, call.device):

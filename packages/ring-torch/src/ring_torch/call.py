@@ -281,6 +281,14 @@ class Call(NamedTuple):
     dropout_heads: Tensor | None = None  # as in `records.Dropout`
     prepare_lse_grad: Callable[[], Call] | None = None  # makes this call for a gradient of ``lse``
 
+    def numbered(
+        self, number: int, checked: int, seed: int, prepare_lse_grad: Callable[[], Call] | None
+    ) -> Call:
+        """Return a prepared call with what changes from call to call; `_replace` takes longer."""
+        return tuple.__new__(
+            Call, (*self[:_PREPARED], number, checked, seed, None, prepare_lse_grad)
+        )
+
     def with_lse_grad(self) -> Call:
         """Return this call for a backward with a gradient of ``lse``, maybe with another kernel.
 
@@ -358,11 +366,11 @@ class Call(NamedTuple):
 
         ``tensors`` are k, v and, if any, segment ids.
         """
-        columns = KeyBlock(tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)
+        segments = tensors[2] if len(tensors) > 2 else None
         if not self.needs_index:
-            return columns
-        position, aligned8, runs = key_positions(gather or self.plan, rank, self.device)
-        return columns._replace(position=position, aligned8=aligned8, runs=runs)
+            return KeyBlock(tensors[0], tensors[1], segments)
+        positions = key_positions(gather or self.plan, rank, self.device)
+        return KeyBlock(tensors[0], tensors[1], segments, *positions)
 
     def open_session(self, spec: SessionSpec, signature: CallSignature) -> GatherSession:
         """Open a session of the transport for the pass that a signature is of.
@@ -390,6 +398,9 @@ class Call(NamedTuple):
     def is_plain(self) -> bool:
         """True if launches need q, k and v alone, and maybe sinks."""
         return not self.needs_index and not self.request.segment_ids
+
+
+_PREPARED = Call._fields.index("number")  # fields that equal calls share
 
 
 def agreed_fields(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ring_core import Layout, LayoutSpec, checks
 from ring_core.base.arguments import numbers_as_python, refuse_foreign_options, with_options_of
-from ring_torch import recurrent
+from ring_torch import recurrent, serving
 from ring_torch.attention import explained_call, ring_attention
 from ring_torch.capture import is_traced
 from ring_torch.comm.ranks import Group
@@ -495,17 +495,16 @@ class ContextParallel:
         return str(explained(getattr(recurrent, layer), self, *args, **options))
 
     # Recurrent layers: functions whose first argument is a ContextParallel, as they stand.
-    causal_conv1d = recurrent.causal_conv1d
-    gated_delta_rule = recurrent.gated_delta_rule
-    kda = recurrent.kda
-    linear_recurrence = recurrent.linear_recurrence
-    selective_scan = recurrent.selective_scan
-    simple_gla = recurrent.simple_gla
+    causal_conv1d, linear_recurrence = recurrent.causal_conv1d, recurrent.linear_recurrence
+    gated_delta_rule, kda = recurrent.gated_delta_rule, recurrent.kda
+    selective_scan, simple_gla = recurrent.selective_scan, recurrent.simple_gla
     ssd = recurrent.ssd
 
+    # Serving: likewise.
+    decode, prefill = serving.decode, serving.prefill
+    merge_partials, explain_serving = serving.merge_partials, serving.explain_serving
     # Lengths and equality, likewise.
-    whole_length = methods.whole_length
-    check_equal = equality.check_equal
+    whole_length, check_equal = methods.whole_length, equality.check_equal
 
     def whole(self) -> AbstractContextManager[None]:
         """Return a context in which this rank acts alone, on whole sequences: nothing is sent.

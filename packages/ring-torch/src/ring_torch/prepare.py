@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ring_core import (
     KernelConfig,
@@ -35,7 +36,7 @@ from ring_core.programs.grid import RankGrid
 from ring_core.tripwire import VARIABLE, every_of
 from ring_torch.buffers import KVPayload
 from ring_torch.call import UNRESOLVED, Call, Transport, agreed_fields
-from ring_torch.capture import ASSUMED_CAPABILITY, on_device
+from ring_torch.capture import ASSUMED_CAPABILITY, fake_mode, on_device
 from ring_torch.checking.settings import SETTING, number_checked
 from ring_torch.comm.groups import warn_if_alone
 from ring_torch.comm.ranks import Ranks
@@ -63,6 +64,8 @@ _VALUES = frozenset({
 #: Options that hold tensors, set to ``None``: a key has the tensors' shapes and dtypes instead.
 _NO_TENSORS: Any = dict.fromkeys(("segment_ids", "sinks", "bias", "alibi_slopes"))
 _NO_FACTS = (None,) * 5
+#: Fields of a :class:`TensorSpec`, bare: a repeated call makes them for its key alone.
+Fact = tuple[tuple[int, ...], torch.dtype, torch.device, bool]
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)  # not subclasses, whose sizes may be symbols
 
 
@@ -106,19 +109,25 @@ def check_call(
     q_ids, k_ids, bias = None, None, options.bias
     if options.segment_ids is not None:
         sizes = checks.check_qkv(
-            *(_fact(y, name).described() for y, name in zip((q, k, v), "qkv", strict=True))
+            *(
+                TensorSpec(*_fact(x, name)).described()
+                for x, name in zip((q, k, v), "qkv", strict=True)
+            )
         )
         q_ids, k_ids = checks.check_pair(options.segment_ids, sizes)
         for ids in (q_ids, k_ids):
             _fact(ids, "segment_ids")
     inputs = Inputs(q, k, v, q_ids, k_ids, options.sinks, bias, options.alibi_slopes)
     facts = tuple([
-        None if x is None and name not in _QKV else _fact(x, name)
+        None if x is None and name not in _QKV
+        else (x.shape, x.dtype, x.device, x.requires_grad)
+        if x is not None and type(x) in _PLAIN_TENSORS and x.layout is torch.strided and not x.is_nested
+        else _fact(x, name)
         for name, x in zip(_NAMES, inputs, strict=False)  # all but the shift, which is not given
     ])  # fmt: skip
     if grad is None:
         grad = torch.is_grad_enabled() and True in [
-            fact is not None and fact.requires_grad for fact in facts[:-1]
+            fact is not None and fact[3] for fact in facts[:-1]
         ]
         bias_grad = grad and bias is not None and bias.requires_grad
     every = SETTING.get() if check is None else check[0]
@@ -151,17 +160,13 @@ def check_call(
     is_known_again = (is_plain and isinstance(layout, str)) or _is_hashable(arguments)
     prepare = _prepare if is_known_again else _prepare.__wrapped__
     call = prepare(*arguments)
-    if check is None:
-        checked = call.check_every and number_checked(call.check_every, number)
-    else:
-        checked = check[1]
-    prepare_lse_grad = None
-    if grad and options.return_lse:
-        prepare_lse_grad = partial(prepare, *arguments, lse_grad=True)
-    if seed is None or call.params.dropout_p == 0:
-        seed = 0
-    return call._replace(
-        number=number, checked=checked, seed=seed, prepare_lse_grad=prepare_lse_grad
+    return call.numbered(
+        number,
+        check[1]
+        if check is not None
+        else call.check_every and number_checked(call.check_every, number),
+        0 if seed is None or call.params.dropout_p == 0 else seed,
+        partial(prepare, *arguments, lse_grad=True) if grad and options.return_lse else None,
     ), inputs
 
 
@@ -180,7 +185,8 @@ def _types_in(options: CallOptions) -> tuple[type, ...]:
     Numbers stand for the tuples that hold them; any other tuple may hold what has no hash.
     """
     types = [*map(type, options)]
-    for numbers in (options.window, options.cu_seqlens, options.seq_len):
+    may_hold = options.window, options.cu_seqlens, options.seq_len
+    for numbers in may_hold if tuple in types else ():
         if type(numbers) is tuple:
             types.remove(tuple)
             types += {*map(type, numbers)} if numbers is options.cu_seqlens else map(type, numbers)
@@ -211,7 +217,7 @@ def _in_normal_form(options: CallOptions) -> CallOptions:
 def _prepare(
     ranks: Ranks,
     layout: LayoutSpec,
-    facts: tuple[TensorSpec | None, ...],
+    facts: tuple[Fact | None, ...],
     options: CallOptions,
     as_given: bool,
     types: tuple[tuple[type, ...], tuple[int, int] | None],
@@ -242,7 +248,8 @@ def _prepare(
     check_every = every_of(setting)  # ranks have to agree on it
     if as_given:
         options = _in_normal_form(options)
-    sizes, tensors = check_tensors(facts)
+    specs = tuple([None if fact is None else TensorSpec(*fact) for fact in facts])
+    sizes, tensors = check_tensors(specs)
     if lengths is None:
         lengths = checks.check_seq_len(
             options.seq_len, sizes.q_len, sizes.k_len, layout, ranks.size
@@ -261,7 +268,7 @@ def _prepare(
     )  # fmt: skip
     program = ring_program(plan, strategy_setting.ring_strategy)
     checks.check_bias(tensors.get("bias"), sizes, plan.kv_seq_len, tensors["q"].device)
-    dtype, device = not_none(facts[0]).dtype, not_none(facts[0]).device
+    _, dtype, device, _ = not_none(facts[0])
     # Groups and kernels are asked about the current device.
     with on_device(device):
         spec, transport = choose_strategy(
@@ -278,7 +285,7 @@ def _prepare(
                 lse_grad=lse_grad, lengths=lengths,
             )  # fmt: skip
             inner = _inner_call(
-                prepare, grid, ranks, layout, facts, options, request, transport, strategy_setting
+                prepare, grid, ranks, layout, specs, options, request, transport, strategy_setting
             )
         choice = choose(config, request, program) if inner is None else inner.choice
         needs_index = (
@@ -376,9 +383,12 @@ def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:
         return torch.as_tensor(plan.boundaries, device=device)
 
 
-def _fact(x: Any, name: str) -> TensorSpec:
+def _fact(x: Any, name: str) -> Fact:
     """Return the static properties of an argument, or refuse what is no dense local tensor."""
-    if type(x) in _PLAIN_TENSORS and x.layout is torch.strided and not x.is_nested:
-        return TensorSpec(x.shape, x.dtype, x.device, x.requires_grad)
     x = check_local(name, x)
-    return TensorSpec(tuple(map(int, x.shape)), x.dtype, x.device, x.requires_grad)
+    if isinstance(x, FakeTensor) and fake_mode() is None:
+        raise ValueError(
+            f"{name} is a FakeTensor outside of its FakeTensorMode; call this inside the mode, where "
+            f"attention computes shapes"
+        )
+    return tuple(map(int, x.shape)), x.dtype, x.device, x.requires_grad

@@ -144,12 +144,6 @@ class KeyBlock(NamedTuple):
             _runs_in(self.runs, tokens) if self.runs else (),
         )
 
-    def spanned(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return k and v of a span of the keys, as views."""
-        if length == self.k.shape[1]:
-            return self.k, self.v
-        return self.k.narrow(1, start, length), self.v.narrow(1, start, length)
-
 
 class AttentionState(NamedTuple):
     """Attention over some keys, ``(out, lse)``, which merges with that over others."""
@@ -239,8 +233,15 @@ class Inputs(NamedTuple):
     bias_shift: Tensor | None = None  # [B or 1, H or 1, T_local], accumulators' dtype
 
     def key_tensors(self) -> list[Tensor]:
-        """Return the tensors that travel for keys: k, v and, if there are any, segment ids."""
-        return [self.k, self.v] if self.k_ids is None else [self.k, self.v, self.k_ids]
+        """Return the tensors that travel for keys: k, v and, if there are any, segment ids.
+
+        They need no gradients, as kernels take them.
+        """
+        return [
+            x.detach() if x.requires_grad else x
+            for x in (self.k, self.v, self.k_ids)
+            if x is not None
+        ]
 
 
 #: Number of fields of :class:`Inputs` that the caller gives.

@@ -310,7 +310,7 @@ class Unsharding:
 
 
 def agree_on_call(
-    ranks: Ranks, number: int, signature: CallSignature, device: torch.device
+    ranks: Ranks, number: int, signature: CallSignature, device: torch.device, seed: int = 0
 ) -> None:
     """Check that all ranks make this call with equal arguments, before tensors are sent.
 
@@ -322,7 +322,7 @@ def agree_on_call(
     check_device(ranks, device)
     check_graph(ranks, signature)
     with GuardedPass(ranks, number, signature, device):
-        agree(ranks, number, 0, signature, device)
+        agree(ranks, number, seed, signature, device)
 
 
 def padded_of(x: Tensor, ranks: int) -> tuple[int, int, int] | None:

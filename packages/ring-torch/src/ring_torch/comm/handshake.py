@@ -55,7 +55,7 @@ class Header(NamedTuple):
     4-7     kind, 1: all fields follow
     8-15    number of the call on the group
     16-23   digest of the signature
-    24-31   seed of dropout
+    24-31   seed of dropout, or what the field ``seed_is`` calls it
     32-39   nonce of the group, part of the keys of its notes in the store
     40-     fields of the signature, JSON, padded with zeros
     ======  ==================================================================
@@ -112,7 +112,8 @@ class Header(NamedTuple):
         with suppress(ValueError):
             decoded = json.loads(self.fields)
         fields = decoded if isinstance(decoded, dict) else {"fields": self.fields[:LONGEST_FIELD]}
-        return {**fields, "call": self.number, "dropout_seed": self.seed}
+        seed_is = str(fields.pop("seed_is", "dropout_seed"))
+        return {**fields, "call": self.number, seed_is: self.seed}
 
 
 def agree(
@@ -377,8 +378,8 @@ class GuardedPass:
             if ranks.state.before_passes:
                 with on_device(self.device):
                     ranks.begin_pass()
-        # (On a CPU there is none to change: entering an empty context takes the host longer.)
-        if self.device.type == "cuda":
+        # (On a CPU, which has no index, there is none to change: an empty context takes longer.)
+        if self.device.index is not None:
             self._context = on_device(self.device)
             self._context.__enter__()
 

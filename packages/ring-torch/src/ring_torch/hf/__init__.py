@@ -11,12 +11,13 @@ error: other attention implementations cannot read such a mask, and ring attenti
 """
 
 from ring_torch.hf.batch import shard_batch
+from ring_torch.hf.cached import ShardedCache
 from ring_torch.hf.models.check import ModelReport, check_model
-from ring_torch.hf.parallelize import Handle, parallelize, verify
+from ring_torch.hf.parallelize import Handle, fsdp2, parallelize, verify
 from ring_torch.hf.register import register
 from ring_torch.verification.judgement import Difference, VerifyReport
 
 __all__ = [
-    "Difference", "Handle", "ModelReport", "VerifyReport", "check_model", "parallelize", "register", "shard_batch",
-    "verify",
+    "Difference", "Handle", "ModelReport", "ShardedCache", "VerifyReport", "check_model", "fsdp2", "parallelize",
+    "register", "shard_batch", "verify",
 ]  # fmt: skip

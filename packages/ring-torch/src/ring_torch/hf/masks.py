@@ -14,6 +14,7 @@ from transformers import masking_utils
 
 from ring_core import UnsupportedError
 from ring_torch.capture import untraced
+from ring_torch.hf.cached import ServedMask
 from ring_torch.hf.models.check import SERVED_LAYERS
 from ring_torch.hf.models.placeholders import (
     AnyDevice,
@@ -133,7 +134,7 @@ def ring_mask(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     **unknown: object,
-) -> LayerMask | NoMask:
+) -> LayerMask | NoMask | ServedMask:
     """Return the mask pattern that transformers asks for, instead of a mask tensor.
 
     Without ``attention_mask`` that is a :class:`NoMask`: only a layer that reads it is an error. A
@@ -161,6 +162,9 @@ def ring_mask(
     offset = q_offset if isinstance(q_offset, int) else -1
     if isinstance(attention_mask, LayerMask):
         return attention_mask
+    if isinstance(attention_mask, ServedMask):
+        function = _without_blocks(mask_function)
+        return attention_mask.of_pattern(lambda length: _pattern(function, local_size, length))
     if isinstance(attention_mask, CrossMask):
         return _cross_mask(attention_mask, mask_function, (batch_size, q_length, kv_length))
     # Models ask for a cross attention mask even without cross attention, so this is no error yet.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, cast, get_args
 
+import torch.distributed as dist
 from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
@@ -13,6 +14,7 @@ from ring_core import StrategyConfig, UnsupportedError, checks
 from ring_core.base.arguments import not_none
 from ring_core.base.config import strategy_config
 from ring_torch.context import ContextParallel, check_context
+from ring_torch.hf.generation import serving_generate
 from ring_torch.hf.models.check import (
     has_router_loss,
     is_of_transformers,
@@ -30,7 +32,6 @@ from ring_torch.hf.models.hooks import (
     Recurrent,
     Reduction,
     hooks_of,
-    refuse_generation,
     replace_attribute,
 )
 from ring_torch.hf.models.recurrent import carries_states, is_recurrent
@@ -124,9 +125,9 @@ def parallelize(
 
     The model's attention becomes that of :func:`register`. Forward hooks split the inputs, sum the
     loss over the ranks and, if asked for, join the logits. Modules and the keys of ``state_dict``
-    stay as they are. ``generate`` is refused until :meth:`Handle.remove`. A second call with the
-    same options changes nothing. The first one warns of a model that no test has run: one of
-    another package, or of a transformers newer than the tested ones.
+    stay as they are. ``generate`` takes a :class:`ShardedCache`, and no other cache. A second call
+    with the same options changes nothing. The first one warns of a model that no test has run: one
+    of another package, or of a transformers newer than the tested ones.
 
     Instead of a model, pass a ``transformers.Trainer`` or TRL trainer that is already built. The
     ranks of a ring then draw the same batches in training, evaluation and prediction, and count as
@@ -195,6 +196,60 @@ def parallelize(
     return handle
 
 
+def fsdp2(
+    trainer: Any,
+    cp: ContextParallel,
+    *,
+    logits: Logits = "local",
+    strategy: str | StrategyConfig = "auto",
+    recurrent: Recurrent = "auto",
+) -> Handle:
+    """Parallelize a Trainer whose weights accelerate shards by FSDP2, over data x ring.
+
+    The Trainer has FSDP2 and accelerate's ``ParallelismConfig`` with ``cp_size``, whose ring of
+    torch's becomes one of Ring's; replicas (HSDP) and torch's tensor parallelism beside it stay.
+    All else is as :func:`parallelize` does it: the Trainer takes whole batches, saves and resumes,
+    also with other numbers of ranks.
+
+    Args:
+        trainer: A ``transformers.Trainer``, or TRL's ``SFTTrainer`` (without packing),
+            ``DPOTrainer``, ``KTOTrainer`` or ``RewardTrainer``, before ``train()``.
+        cp: The ranks of accelerate's dimension ``cp``.
+        logits: As in :func:`parallelize`.
+        strategy: As in :func:`parallelize`.
+        recurrent: As in :func:`parallelize`.
+
+    Returns:
+        A handle that can undo the changes and verify the model.
+
+    Raises:
+        ValueError: ``trainer`` is no Trainer, or has no FSDP2 or no ``cp`` mesh of the ranks of
+            ``cp``; or a reason of :func:`parallelize`.
+        UnsupportedError: Trainers of this class, or a setting, do not train on such a mesh; or the
+            model is not exact on split sequences.
+        RankMismatchError: As in :func:`parallelize`.
+
+    Example::
+
+        config = ParallelismConfig(dp_shard_size=4, cp_size=2)
+        trainer = SFTTrainer(model, SFTConfig(fsdp=True, parallelism_config=config), ...)
+        hf.fsdp2(trainer, ContextParallel(trainer.accelerator.torch_device_mesh["cp"]))
+        trainer.train()
+    """
+    checks.check_choice("logits", logits, get_args(Logits))
+    checks.check_choice("recurrent", recurrent, get_args(Recurrent))
+    group = check_context(cp).ranks.group
+    if trainer_class(trainer) is None:
+        raise ValueError(f"hf.fsdp2 takes a Trainer, got {type(trainer).__name__}")
+    ring = {0} if group is None else {*dist.get_process_group_ranks(group)}
+    config = strategy_config(strategy, strategy_names())
+    is_new = hooks_of(trainer.model) is None
+    handle = _trainer(trainer, cp, logits, None, config, recurrent, ring)
+    if is_new:
+        warn_of_untested(unwrapped(trainer.model))
+    return handle
+
+
 def verify(model: nn.Module | Any, cp: ContextParallel, batch: Mapping[str, Any]) -> VerifyReport:
     """Compare a model on a ring with the whole model on one batch; see :meth:`Handle.verify`.
 
@@ -238,7 +293,7 @@ def verify(model: nn.Module | Any, cp: ContextParallel, batch: Mapping[str, Any]
 
 def _trainer(
     trainer: Any, cp: ContextParallel, logits: Logits, reduction: Reduction | None,
-    strategy: StrategyConfig, recurrent: Recurrent,
+    strategy: StrategyConfig, recurrent: Recurrent, ring: set[int] | None = None,
 ) -> Handle:  # fmt: skip
     """Parallelize a Trainer: its model, TRL's reference model if it has one, and its own methods.
 
@@ -252,7 +307,7 @@ def _trainer(
     """
     if reduction == "sum":
         raise ValueError("reduction='sum': a Trainer takes the mean of gradients; leave it out")
-    check_trainer(trainer, logits)
+    check_trainer(trainer, logits, ring)
     # TRL's frozen reference model, if there is one, sees the same split sequences.
     models = [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
     with ExitStack() as undo:
@@ -350,13 +405,13 @@ def _model(
 
 
 def _register(hooks: ModelHooks, split: nn.Module, inner: Any) -> Iterator[Callable[[], object]]:
-    """Install hooks that split batches and join outputs, and refuse ``generate``.
+    """Install hooks that split batches and join outputs, and serve ``generate``.
 
     Yields:
         A function for each change that undoes it.
     """
     if hasattr(inner, "generate"):
-        yield replace_attribute(inner, "generate", refuse_generation)
+        yield replace_attribute(inner, "generate", serving_generate(inner, hooks))
     yield split.register_forward_pre_hook(hooks.split, with_kwargs=True).remove
     if hooks.is_pooling:
         yield inner.score.register_forward_hook(hooks.join_rows).remove

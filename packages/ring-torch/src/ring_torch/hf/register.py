@@ -18,6 +18,7 @@ from ring_core import KernelConfig, StrategyConfig, UnsupportedError, checks
 from ring_core.base.arguments import numbers_as_python
 from ring_core.base.config import kernel_config, strategy_config
 from ring_torch.attention import ring_attention
+from ring_torch.hf.cached import CachedKeys, ServedMask
 from ring_torch.hf.masks import LayerMask, check_mask_functions, ring_mask, sharded
 from ring_torch.hf.models.check import text_modules, towers
 from ring_torch.hf.models.classes import has_attention, has_eager_attention, name_of
@@ -176,8 +177,9 @@ class HFAttention:
             ValueError: The batch does not come from ``shard_batch``.
             UnsupportedError: An argument would change the result and cannot be honoured.
         """
-        mask = _layer_mask(attention_mask)
-        if mask.batch.joins_router:
+        served = attention_mask if isinstance(attention_mask, ServedMask) else None
+        mask = served or _layer_mask(attention_mask)
+        if served is not None or mask.batch.joins_router:
             kwargs.pop("output_router_logits", None)
         if reasons := [
             f"{name} ({_WHY_REFUSED.get(name, 'what it would do to the result is not known')})"
@@ -189,6 +191,8 @@ class HFAttention:
         ]:
             raise UnsupportedError(f"ring attention cannot honour {'; '.join(reasons)}")
         _check_pattern(mask, sliding_window, is_causal)
+        if isinstance(mask, ServedMask):
+            return _serve(mask, query, key, dropout, scaling, softcap, s_aux, position_bias), None
         return self.attend(
             module, query, key, value, mask,
             dropout=dropout, scaling=scaling, softcap=softcap, sinks=s_aux,
@@ -285,7 +289,9 @@ def _whole_bias(bias: Tensor | None, mask: LayerMask) -> Tensor | None:
     return bias
 
 
-def _check_pattern(mask: LayerMask, sliding_window: int | None, is_causal: bool | None) -> None:
+def _check_pattern(
+    mask: LayerMask | ServedMask, sliding_window: int | None, is_causal: bool | None
+) -> None:
     """Refuse a layer whose arguments contradict its mask."""
     left = None if mask.window is None else mask.window[0]
     if sliding_window is not None and mask.causal and left != sliding_window - 1:
@@ -298,6 +304,30 @@ def _check_pattern(mask: LayerMask, sliding_window: int | None, is_causal: bool 
             f"the layer asks for is_causal={is_causal}, and its mask for causal={mask.causal}; "
             f"a model that contradicts itself is not supported"
         )
+
+
+def _serve(
+    mask: ServedMask, query: Tensor, key: object, dropout: float, scaling: float | None,
+    softcap: float | None, sinks: Tensor | None, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return the attention of a layer of ``generate`` to a sharded cache, ``[B, n, H, Dv]``.
+
+    Raises:
+        UnsupportedError: The keys are not in the cache, or there is dropout or a bias.
+    """
+    if not isinstance(key, CachedKeys):
+        raise UnsupportedError(
+            "generate() with a ShardedCache: a layer attends to keys that it has not put into the cache "
+            "(layers that share keys, or change them behind past_key_values.update())"
+        )
+    if dropout or (bias is not None and bias.ndim):
+        raise UnsupportedError(
+            "generate() with a ShardedCache has no attention dropout (call model.eval()) and no "
+            "position_bias"
+        )
+    return mask.step.attend(query, key, {
+        "window": mask.window, "softmax_scale": scaling, "softcap": softcap, "sinks": sinks,
+    })  # fmt: skip
 
 
 def _layer_seed(module: nn.Module, batch: ShardedMask, mask: LayerMask | None = None) -> int:

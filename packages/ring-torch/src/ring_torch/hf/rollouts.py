@@ -8,6 +8,8 @@ while these methods of one Trainer run.
 
 from __future__ import annotations
 
+import inspect
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,6 +35,14 @@ _SAMPLERS = (
 
 #: Methods that gather results of all processes.
 _GATHERING = ("_generate_and_score_completions", "_compute_loss")
+
+#: Functions of torch.distributed that wait for all ranks of a group.
+_COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all",
+    "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object",
+    "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+    "scatter_object_list",
+)  # fmt: skip
 
 #: Logs of a step's samples, which keep as many as there are.
 _LOGS = ("prompt", "completion", "advantages", "images")
@@ -171,8 +182,9 @@ class Rollouts:
     def _on_first_rank(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs on the first rank of a ring, by the model that is not split.
 
-        The others get its result, and the state of torch's random generators: all ranks of a ring
-        go on with the same numbers. If it raises there, it raises on all of them.
+        The others get its result, and the states of random generators: all ranks of a ring go on
+        with the same numbers. If it raises there, it raises on all of them; so does a call that
+        waits for the other ranks.
         """
 
         @wraps(function)
@@ -184,7 +196,10 @@ class Rollouts:
             if self.ranks.rank == 0:
                 self._samples = True
                 try:
-                    with unhooked(self.target):
+                    with unhooked(self.target), ExitStack() as undo:
+                        if self.ranks.size > 1:
+                            for undone in _refuse_collectives(function):
+                                undo.callback(undone)
                         message = [(function(*args, **kwargs), _random_states(), None)]
                     self._send(message)
                 except dist.DistError:
@@ -231,15 +246,45 @@ def _sampled_at_once(args: Any, rings: int) -> int:
     return size
 
 
-def _random_states() -> tuple[Tensor, Tensor | None]:
-    """Return the states of torch's generators, of the CPU and of this process's GPU if any."""
+def _refuse_collectives(function: Callable[..., Any]) -> Iterator[Callable[[], object]]:
+    """Refuse calls that wait for all ranks, while the others wait for ``function``.
+
+    Yields:
+        A function for each replacement in torch.distributed that undoes it.
+    """
+
+    def refusing(collective: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = inspect.signature(collective)
+
+        @wraps(collective)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            group = parameters.bind(*args, **kwargs).arguments.get("group")
+            if group is None or group is dist.group.WORLD:
+                raise ValueError(
+                    f"{getattr(function, '__name__', 'rollout_func')} runs on the first rank of each ring alone, and "
+                    f"{collective.__name__} waits for all ranks: give it a process group of first "
+                    f"ranks, or gather in a reward function"
+                )
+            return collective(*args, **kwargs)
+
+        return call
+
+    for name in _COLLECTIVES:
+        yield replace_attribute(dist, name, refusing(getattr(dist, name)))
+
+
+def _random_states() -> tuple[Any, ...]:
+    """Return the states of the generators of Python, numpy and torch, of its GPU's if any."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), cuda
+    of_numpy = np.random.get_state()  # noqa: NPY002 - the generator that Trainers seed
+    return random.getstate(), of_numpy, torch.get_rng_state(), cuda
 
 
-def _set_random_states(states: tuple[Tensor, Tensor | None]) -> None:
-    """Set the states of torch's generators."""
-    cpu, cuda = states
+def _set_random_states(states: tuple[Any, ...]) -> None:
+    """Set the states of the generators of Python, numpy and torch."""
+    of_python, of_numpy, cpu, cuda = states
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)  # noqa: NPY002
     torch.set_rng_state(cpu)
     if cuda is not None:
         torch.cuda.set_rng_state(cuda)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -18,11 +19,14 @@ from torch.nn.functional import pad
 
 from ring_core import UnsupportedError
 from ring_torch.comm.groups import default_device
+from ring_torch.hf.models.check import unwrapped
+from ring_torch.hf.models.classes import name_of
 from ring_torch.hf.models.hooks import ModelHooks, hooks_of, replace_attribute
 from ring_torch.hf.models.releases import installed_release, lacks
 from ring_torch.hf.trainer_settings import (
     ACCELERATOR_METHODS,
     TRAINER_METHODS,
+    has_mesh,
     reads_padding,
     trainer_class,
 )
@@ -55,14 +59,16 @@ class TrainerHooks:
         self.hooks = hooks
         self.owner: Any = None  # the handle of parallelize, which sets it
         self.evaluated: Any = None  # the model, while it is prepared for evaluation only
-        self.firsts, self.ring_index = _first_ranks(hooks)
-        self.cp_size = hooks.sharding.ranks.size
+        ring = _ranks_of_batch(hooks, self.accelerator)
+        self.firsts, self.ring_index = _first_ranks(ring)
+        self.cp_size = len(ring)
         counts_all = trainer.args.average_tokens_across_devices
         # Since transformers 5.20 compute_loss divides the number of ranks by get_tp_size. Older
         # releases count the labels of each rank: the loss is divided by the count of all ranks, and
         # multiplied by the number of all ranks.
         is_asked = "get_tp_size" in trainer_class(trainer).compute_loss.__code__.co_names
-        if not is_asked and tuple(map(int, installed_release().split(".")[:2])) >= (5, 20):
+        is_older = tuple(map(int, installed_release().split(".")[:2])) < (5, 20)
+        if not is_asked and (has_mesh(self.accelerator) or not is_older):
             raise UnsupportedError(lacks(trainer_class(trainer).__name__, "get_tp_size"))
         self.counts_once = counts_all and is_asked
         # The Trainer counts labels on each rank of a ring.
@@ -86,13 +92,51 @@ class TrainerHooks:
             yield replace_attribute(self.accelerator, name, getattr(self, name))
         for name in (*TRAINER_METHODS, "get_tp_size"):
             yield replace_attribute(self.trainer, name, getattr(self, name))
+        if has_mesh(self.accelerator):
+            yield from self._take_mesh()
         yield replace_attribute(self.trainer, "gather_function", partial(
             self.gather_for_metrics, use_gather_object=self.trainer.args.eval_use_gather_object
         ))  # fmt: skip
         if (smoother := self.trainer.label_smoother) is not None:
             yield replace_attribute(
-                self.trainer, "label_smoother", _LabelSmoother(smoother, self.hooks)
+                self.trainer, "label_smoother",
+                _LabelSmoother(smoother, self.hooks, _shifts_labels(self.trainer.model)),
+            )  # fmt: skip
+
+    def _take_mesh(self) -> Iterator[Callable[[], object]]:
+        """Leave accelerate only the weights on its ``cp`` mesh; yield what undoes that.
+
+        Accelerate would prepare torch's own ring, and the Trainer split batches for it.
+        """
+        accelerator, trainer = self.accelerator, self.trainer
+        yield replace_attribute(accelerator, "_prepare_cp", lambda *args: args)
+        yield replace_attribute(accelerator, "_cp_context", lambda **_: nullcontext())
+        yield replace_attribute(
+            trainer, "_prepare_context_parallel_inputs", lambda _, inputs: (nullcontext, inputs)
+        )
+        # Tensor parallelism is torch's. What it leaves whole stays so: accelerate makes it tensors
+        # of the mesh, by a class that transformers has no more.
+        yield replace_attribute(accelerator, "_prepare_tp", lambda *args: args)
+        # Ranks of a batch count once: get_tp_size has all of them, and what is gathered is of one.
+        for name in ("_get_num_items_in_batch", "get_total_train_batch_size"):
+            yield replace_attribute(
+                trainer, name, self._counting_by_tp_size(getattr(trainer, name))
             )
+        if hasattr(trainer, "_tp_size"):  # of TRL, by which it divides gathered counts
+            yield replace_attribute(trainer, "_tp_size", 1)
+
+    def _counting_by_tp_size(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that divides by ``get_tp_size``, and not by ``get_cp_size``, too."""
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            undo = replace_attribute(self.trainer, "get_cp_size", lambda: 1)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                undo()
+
+        return call
 
     def check_models(self) -> None:
         """Refuse models that were set on the Trainer after it was parallelized, so are not split.
@@ -178,7 +222,7 @@ class TrainerHooks:
             is_partial = state.end_of_dataloader and state.remainder > 0
             return input_data[: state.remainder] if is_partial else input_data
         if use_gather_object:
-            is_first = self.hooks.sharding.ranks.rank == 0
+            is_first = self.accelerator.process_index in self.firsts
             return original(input_data if is_first else [], use_gather_object=True)
         undo = replace_attribute(self.accelerator, "gather", self.gather_rings)
         try:
@@ -228,11 +272,9 @@ class TrainerHooks:
         """Return the number of ranks with the same batch, by which the Trainer divides its counts.
 
         If the Trainer averages each rank's loss by that rank's own count
-        (``average_tokens_across_devices=False``), labels count once already, and it is the
-        Trainer's own number.
+        (``average_tokens_across_devices=False``), labels count once already, and it is 1.
         """
-        tp_size: int = self._original(self.trainer, "get_tp_size")()
-        return tp_size * (self.cp_size if self.counts_once else 1)
+        return self.cp_size if self.counts_once else 1
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the number of samples of an optimizer step, each ring's counted once."""
@@ -275,20 +317,31 @@ def trainer_hooks_of(trainer: Any) -> TrainerHooks | None:
     return hooks if isinstance(hooks, TrainerHooks) else None
 
 
-def _first_ranks(hooks: ModelHooks) -> tuple[list[int], int]:
+def _ranks_of_batch(hooks: ModelHooks, accelerator: Any) -> list[int]:
+    """Return this rank and those with the same batch: of its ring, and of tensor parallelism."""
+    if has_mesh(accelerator) and accelerator.parallelism_config.tp_enabled:
+        mesh: list[int] = accelerator.torch_device_mesh["cp", "tp"].mesh.flatten().tolist()
+        return mesh
+    group = hooks.sharding.ranks.group
+    return [0] if group is None else dist.get_process_group_ranks(group)
+
+
+def _first_ranks(ring: list[int]) -> tuple[list[int], int]:
     """Return the first global rank of each ring, and the index of this rank's ring among them.
+
+    Args:
+        ring: Global ranks of this rank's ring, those of tensor parallelism included.
 
     Raises:
         ValueError: The Trainer's ranks are not divided into rings of one size.
         RankMismatchError: Another rank makes another call.
     """
-    ranks, world = hooks.sharding.ranks, Sharding(None, "contiguous")
-    first = 0 if ranks.group is None else min(dist.get_process_group_ranks(ranks.group))
-    ring = torch.tensor([[first, ranks.size]], device=default_device(world.ranks))
+    world, first = Sharding(None, "contiguous"), min(ring)
+    mine = torch.tensor([[first, len(ring)]], device=default_device(world.ranks))
     # Every rank tells all others the first rank and the size of its ring.
-    firsts, sizes = world.unshard(ring, dim=0).T.tolist()
+    firsts, sizes = world.unshard(mine, dim=0).T.tolist()
     starts = sorted({*firsts})
-    if len({*sizes}) > 1 or any(firsts.count(x) != ranks.size for x in starts):
+    if len({*sizes}) > 1 or any(firsts.count(x) != len(ring) for x in starts):
         raise ValueError(
             f"each of the {len(firsts)} ranks of the Trainer has to be in one ring, all of one size; the "
             f"first ranks of their rings are {firsts}, and the sizes {sizes}: give ContextParallel a "
@@ -319,6 +372,13 @@ class _Metrics(dict[str, float]):
         )
 
 
+def _shifts_labels(model: Any) -> bool:
+    """Return True where token ``i`` predicts label ``i + 1``, as the Trainer finds it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return name_of(unwrapped(model)) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
 @dataclass(frozen=True)
 class _LabelSmoother:
     """Label-smoothing loss of the whole batch, from each rank's logits or, if joined, from all.
@@ -326,10 +386,13 @@ class _LabelSmoother:
     Attributes:
         smoother: The Trainer's label smoother.
         hooks: Hooks of the model.
+        shifts: True if it is a causal language model. The Trainer asks for shifted labels by the
+            name of its class, which FSDP2 changes.
     """
 
     smoother: Any
     hooks: ModelHooks
+    shifts: bool
 
     def __call__(
         self,
@@ -350,6 +413,7 @@ class _LabelSmoother:
             num_items_in_batch: Divisor of the sum; ``None`` for the number of labels of this batch.
         """
         share = self.hooks.undivided_share if num_items_in_batch is None else 1
+        shift_labels |= self.shifts
         if self.hooks.gathers_logits:
             kwargs = (
                 {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}

@@ -32,8 +32,7 @@ class _Compiled(NamedTuple):
 
     def launch(self, grid: tuple[int, ...], device: int, values: Sequence[int | None]) -> None:
         """Launch on the device's current stream; tensors are given by their addresses."""
-        x_size, y_size, z_size = (*grid, 1, 1)[:3]
-        kernel = self.kernel
+        (x_size, y_size, z_size, *_), kernel = (*grid, 1, 1), self.kernel
         # Asked at each launch: the caller may be on another stream than before, or capture a graph.
         stream = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - as Triton asks
         self.run(
@@ -62,11 +61,12 @@ class PreparedLaunch(NamedTuple):
         kernel's ``do_not_specialize``, alike in being 1 or a multiple of 16. Whoever repeats a
         launch asks :func:`has_launch_hooks` before.
         """
+        compiled, grid, device, prepared = self
         # A copy: another thread may repeat the same launch with other tensors.
-        values = [*self.values]
+        values = [*prepared]
         for index, x in changes.items():
             values[index] = x
-        self.compiled.launch(self.grid, self.device, values)
+        compiled.launch(grid, device, values)
 
 
 def has_launch_hooks() -> bool:

@@ -122,7 +122,7 @@ class Balanced(Ring):
             launch, length = call.kernel.forward(item, params), item.q_stop - item.q_start
             # Results travel in the accumulators' dtype: the owner merges them.
             joins = joins_of([launch], call.dtype, length, resumes=True)
-            launches[item] = Work.of([launch], length), joins
+            launches[item] = Work.of([launch], length, call.keys.length), joins
         return cls.of_steps(
             call, *(ring_steps(program, rank, stages) for stages in passes), resumes=True,
             forward_pieces=forward, backward_pieces=backward, lent=launches,

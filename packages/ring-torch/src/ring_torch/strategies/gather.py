@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from ring_core import (
-    GatherProgram,
     RingProgram,
     WorkItem,
     gather_program,
@@ -140,6 +139,7 @@ class Gather(Strategy):
         segments: What launches overwrite, as no launch before has written it.
         overwrites_own: True if that is all sums over own keys.
         own_fetches: Fetches of own keys into the buffer.
+        own_columns: Maps own keys to their columns of the buffer.
         rounding: Rounds sums of own keys in the buffer; ``None`` if not all of these are there.
         own_rounding: Rounds sums of own keys that lie as in the shard.
         new_grads: Allocates dK and dV of own keys, with zeros if there is padding behind these.
@@ -164,6 +164,7 @@ class Gather(Strategy):
     segments: Segments
     overwrites_own: bool
     own_fetches: tuple[Fetch, ...]
+    own_columns: IndexMap
     rounding: Rounding | None
     own_rounding: Rounding
     new_grads: Callable[..., Tensor]
@@ -234,8 +235,7 @@ class Gather(Strategy):
         """
         gather, _, groups, layout, _ = self.backward_spec
         session = call.open_session(self.backward_spec, call.backward_signature)
-        rows = call.rows(inputs)
-        is_empty = rows.q.shape[0] == 0
+        rows, is_empty = call.rows(inputs), call.keys.batch == 0
         # Peers will read these sums: where they lie in memory of the session, it waits until nobody
         # reads those of the pass before.
         grad_sums = session.accumulators(zero=self.zero or is_empty)
@@ -314,10 +314,10 @@ class Gather(Strategy):
         that where most memory is taken, in the launches, they are not there yet.
         """
         if not key_grads:
-            key_grads += [self.new_grads(x, *x.shape) for x in (inputs.k, inputs.v)]
+            key_grads += [self.new_grads(x) for x in (inputs.k, inputs.v)]
         gather, keys, groups, layout, _ = self.backward_spec
-        sums, own, length, rounding = grad_sums[n], own_sums[n], gather.length, self.rounding
-        index_map = _own_columns(gather, call.ranks.rank)
+        sums, own, length = grad_sums[n], own_sums[n], gather.length
+        rounding, index_map = self.rounding, self.own_columns
         # Two places may hold dK/dV of own keys: columns of the gathered buffer, which are this
         # rank's alone, as peers read others; and the sums of launches in place. They are added up
         # in the latter if there are any, or if the buffer has not all own keys.
@@ -405,12 +405,6 @@ class Gather(Strategy):
             figure("fetches", f"{fetched}{of_groups}"),
             figure("launches", f"{launches}, in the forward{of_groups}"),
         ]
-
-
-@lru_cache(maxsize=256)
-def _own_columns(gather: GatherProgram, rank: int) -> IndexMap:
-    """Return the index map of a rank's own keys, the same object for each call of a program."""
-    return partial(_fetched_columns, [fetch for fetch in gather.fetches if fetch.rank == rank])
 
 
 def _fetched_columns(fetches: Sequence[Fetch], source: slice) -> slice:
@@ -549,8 +543,8 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
         kernel.adds_sinks and banded and whole_rows and groups.forward == 1 and not in_stages
     )
     launches = [kernel.forward(item, params) for item in items]
-    own_work = Work.of(launches[: len(own_items)], num_rows)
-    work = Work.of(launches[len(own_items) :], num_rows, gather.waits_for)
+    own_work = Work.of(launches[: len(own_items)], num_rows, num_keys)
+    work = Work.of(launches[len(own_items) :], num_rows, gather.length, gather.waits_for)
     joins = joins_of(
         launches, call.dtype, num_rows, is_final=not in_stages, wide=call.has_sinks, at_once=3
     )
@@ -610,14 +604,17 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
         saves=call.needs_grad and call.keys.size(longest.length) <= MAX_SAVED_BYTES
         and not (in_stages and call.returns_lse),
         own_work=own_work, work=work, joins=joins,
-        by_size=tuple(Work.of([x], num_rows) for x in by_size),
+        by_size=tuple(Work.of([x], num_rows, gather.length) for x in by_size),
         parts=(whole,), last_parts=last_parts, own_launch=own_launch, rows=rows,
         whole_rows=whole_rows, zero=split is not None or not in_order or not gather.items,
         segments=segments, overwrites_own=covers_keys and in_order and split is None,
-        own_fetches=own_fetches,
+        own_fetches=own_fetches, own_columns=partial(_fetched_columns, own_fetches),
         rounding=rounding(own_fetches, gather.length) if is_complete else None,
         own_rounding=rounding(shard, num_keys),
-        new_grads=Tensor.new_empty if tokens == num_keys else Tensor.new_zeros,
+        new_grads=partial(
+            torch.empty_like if tokens == num_keys else torch.zeros_like,
+            memory_format=torch.contiguous_format,
+        ),
     )  # fmt: skip
 
 

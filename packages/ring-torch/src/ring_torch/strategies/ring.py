@@ -104,7 +104,7 @@ class Ring(Strategy):
         params = replace(call.params, needs_lse=True)  # partial results are merged by it
         length = call.plan.q_layout.local_len
         work = tuple(
-            Work.of([call.kernel.forward(item, params) for item in step.items], length)
+            Work.of([call.kernel.forward(x, params) for x in step.items], length, call.keys.length)
             for step in forward
         )
         launches = [launch for some in work for launch in some.launches]
@@ -124,7 +124,6 @@ class Ring(Strategy):
         """
         if call.ranks.size > 1:
             call.agree(call.ranks, call.forward_signature)
-        # Kernels get K/V that need no gradient, as they lie in messages.
         key_tensors = inputs.k, inputs.v, inputs.k_ids
         rows, keys = call.rows(inputs), [x.detach() for x in key_tensors if x is not None]
         results = Accumulator(self.joins, rows.q, inputs.v.shape[3])

@@ -33,7 +33,7 @@ class Single(Strategy):
         length = call.plan.q_layout.local_len
         joins = joins_of([launch], call.dtype, length, is_final=True)
         backward = call.kernel.backward([item], call.params, adds=False)
-        return cls(name, item, Work.of([launch], length), joins, backward)
+        return cls(name, item, Work.of([launch], length, call.keys.length), joins, backward)
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``, ``out`` in the inputs' dtype or wider; nothing is saved."""

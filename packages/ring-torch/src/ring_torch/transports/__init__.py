@@ -8,11 +8,15 @@ ranks read each other's GPU memory, stands here: copy engines or one kernel move
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from importlib import import_module
 from itertools import combinations
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ring_core import Plan
 from ring_torch.buffers import HeadCarrier
 from ring_torch.call import Call, GatherSession, Refusals, SessionSpec, Transport
 from ring_torch.comm.handshake import has_agreed
@@ -34,21 +38,32 @@ def _open(call: Call, spec: SessionSpec, signature: CallSignature) -> GatherSess
     Raises:
         RankMismatchError: A peer is making another call, and this one is the first of its kind.
     """
-    ranks, plan, (gather, keys, groups, *_) = call.ranks, call.plan, spec
-    digest, grad_bytes = _digest(call, ranks, signature), 0
-    if call.needs_grad:
-        grad_bytes = peer_copies.grad_bytes_of(
-            plan, keys, call.acc_dtype, gather.splits, gather.tile
-        )
-    splits = gather.own and gather.splits  # only own keys in the buffer can be left out of it
-    if peer_copies.fits_one_kernel(plan, keys, groups, splits, gather.tile):
-        from ring_torch.transports.one_kernel import OneKernel, exchange_state_of
-
-        state = exchange_state_of(ranks)
-        return OneKernel(call, spec, state.begin_pass(keys.message.size + grad_bytes, digest))
-    buffer = symm_buffer.symm_buffer_of(ranks)
-    buffer.reserve(groups * (keys.message.size + grad_bytes))
+    digest = _digest(call, call.ranks, signature)
+    one_kernel, grad_bytes, size = _room(call.plan, spec, call.needs_grad, call.acc_dtype)
+    if one_kernel is not None:
+        exchange = one_kernel.exchange_state_of(call.ranks).begin_pass(size, digest)
+        session: GatherSession = one_kernel.OneKernel(call, spec, exchange)
+        return session
+    buffer = symm_buffer.symm_buffer_of(call.ranks)
+    buffer.reserve(size)
     return peer_copies.PeerCopies(call, spec, buffer, grad_bytes, digest)
+
+
+@lru_cache(maxsize=256)
+def _room(
+    plan: Plan, spec: SessionSpec, needs_grad: bool, acc_dtype: torch.dtype
+) -> tuple[Any, int, int]:
+    """Return the module of short passes if this is one, and what a pass takes of a rank's memory.
+
+    That is bytes of a group's dK/dV, on the rank that fetches most, and all bytes.
+    """
+    gather, keys, groups, *_ = spec
+    of_grads = plan, keys, acc_dtype, gather.splits, gather.tile
+    grad_bytes = peer_copies.grad_bytes_of(*of_grads) if needs_grad else 0
+    splits = gather.own and gather.splits  # only own keys in the buffer can be left out of it
+    is_short = peer_copies.fits_one_kernel(plan, keys, groups, splits, gather.tile)
+    one_kernel = import_module("ring_torch.transports.one_kernel") if is_short else None
+    return one_kernel, grad_bytes, groups * (keys.message.size + grad_bytes)
 
 
 def _open_heads(call: Call, ranks: Ranks, signature: CallSignature, size: int) -> HeadCarrier:

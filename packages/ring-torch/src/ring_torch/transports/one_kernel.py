@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -322,15 +322,18 @@ class OneKernel(NamedTuple):
         """Exchange dK/dV: let peers read this rank's, and add theirs for own keys to ``total``."""
         state, setup, launches, digest = self.exchange
         plan, rank, (gather, _, _, sums, _) = self.call.plan, setup.rank, self.spec
-        spans, starts = _sent_spans(plan, rank, gather, index_map)
-        key = gather, sums, length, starts, total.data_ptr() % 16
+        key = gather, sums, length, index_map, total.data_ptr() % 16
         if (launch := launches.get(key)) is not None:
             launch({DIGEST: digest, TOTAL: total.data_ptr()})
             return
         num_peers = max(self.call.ranks.size - 1, 1)
-        columns = [*zip(spans, starts, strict=True)]
-        rows = partial(self._sums_of_peers, length, columns, num_peers)
-        table = state.table(key, 2 + num_peers, rows, self.call.device)
+        columns = [(x, index_map(x).start) for x in _sent_spans(plan, rank, gather)]
+        # By what an index map gives: the same call, prepared anew, has another one.
+        starts = tuple([start for _, start in columns])
+        table = state.table(
+            (gather, sums, length, starts), 2 + num_peers,
+            partial(self._sums_of_peers, length, columns, num_peers), self.call.device,
+        )  # fmt: skip
         state.launches[key] = exchange_kernel.reduce_from_peers(setup, digest, table, total)
         # As in `fetch`: where bytes are counted, a pass comes here.
         note_reads(
@@ -458,23 +461,18 @@ def _interleaved(rows: Sequence[Rows]) -> Rows:
     return [row for *_, row in sorted(keyed)]
 
 
-@lru_cache(maxsize=256)
-def _sent_spans(
-    plan: Plan, rank: int, gather: GatherProgram, index_map: IndexMap
-) -> tuple[tuple[slice, ...], tuple[int, ...]]:
+def _sent_spans(plan: Plan, rank: int, gather: GatherProgram) -> list[slice]:
     """Return the spans of a rank's keys that peers fetch, cut at all edges of fetches.
 
-    So each fetch covers a span wholly or not at all. The second tuple has the columns at which they
-    begin. It is asked once for each index map: repeated calls bring the same one.
+    So each fetch covers a span wholly or not at all.
     """
     sources = [fetch.source for _, fetch in requests_to(plan, rank, like=gather)]
     edges = sorted({edge for x in sources for edge in (x.start, x.stop)})
-    spans = tuple(
+    return [
         slice(a, b)
         for a, b in pairwise(edges)
         if any(x.start <= a and b <= x.stop for x in sources)
-    )
-    return spans, tuple([index_map(span).start for span in spans])
+    ]
 
 
 @dataclass(frozen=True)

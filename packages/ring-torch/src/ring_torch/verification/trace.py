@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ring_torch.capture import untraced
+from ring_torch.gradients.guards import local_shard
 
 #: Relative differences that rounding alone makes in a few operations, by dtype.
 _FLOORS = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
@@ -175,6 +176,7 @@ class Recorder:
         # Scalars are sums over tokens, which each rank has of its own tokens.
         if not x.ndim or not x.numel() or not is_compared:
             return
+        x = local_shard(x)  # of torch's tensor parallelism, which splits all runs alike
         shape, floor = tuple(x.shape), _FLOORS.get(x.dtype, LEAST_FLOOR)
         x = torch.view_as_real(x).flatten(-2) if x.is_complex() else x
         is_sequence = x.ndim == 1 or shape[-1] in self._lengths

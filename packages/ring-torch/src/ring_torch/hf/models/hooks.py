@@ -111,6 +111,7 @@ class ModelHooks(ReductionChoice):
         is_evaluating_logits: True while :meth:`with_whole_logits` joins logits.
         reads_padding: True if logits of padding are read, whose queries then see a row's tokens.
         has_joined_states: True once a base model's hidden states were joined with a gradient.
+        serves: True while ``generate`` runs, whose forwards split their tokens themselves.
         state: Facts about the forward under way. With activation checkpointing, parts of a forward
             run again in the backward, when ``state`` may be a later batch's. So hooks that run
             again take all they need from arguments.
@@ -131,6 +132,7 @@ class ModelHooks(ReductionChoice):
     is_evaluating_logits: bool = False
     reads_padding: bool = False
     has_joined_states: bool = False
+    serves: bool = False
     state: _ForwardState | None = None
 
     def __deepcopy__(self, _: object) -> ModelHooks:
@@ -204,6 +206,8 @@ class ModelHooks(ReductionChoice):
             UnsupportedError: An argument cannot be honoured on split sequences.
             RankMismatchError: Ranks were given different batches.
         """
+        if self.serves:
+            return (), by_name(module, args, kwargs)
         batch = self._checked(module, by_name(module, args, kwargs))
         if self.logits == "none" and not {"labels", "shift_labels"} & {
             name for name, x in batch.items() if x is not None
@@ -310,6 +314,8 @@ class ModelHooks(ReductionChoice):
         Raises:
             UnsupportedError: There are labels, and the output has no ``loss``.
         """
+        if self.serves:
+            return output
         state = self._take_state()
         # Join logits if they are wanted, and TRL's outputs of each token in any case. Where labels
         # were shifted here, TRL expects no entry for a row's last token.
@@ -470,9 +476,9 @@ class ModelHooks(ReductionChoice):
 def refuse_generation(*_: object, **__: object) -> Never:
     """Raise an error in place of a parallelized model's ``generate``, and say what to do."""
     raise UnsupportedError(
-        "generate() is not served after hf.parallelize: a split sequence has no KV cache, and tokens "
-        "come one by one. Call remove() of the handle first, which gives the model back as it was, and "
-        "hf.parallelize again to train on"
+        "generate() is served after hf.parallelize with a cache that is split like the sequence: give "
+        "past_key_values=ring_torch.hf.ShardedCache(cp). Or call remove() of the handle first, which "
+        "gives the model back as it was, and hf.parallelize again to train on"
     )
 
 

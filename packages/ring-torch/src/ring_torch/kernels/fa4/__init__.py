@@ -267,7 +267,7 @@ class HopperSplitBackward:
         ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
             assert isinstance(column_sums, Columns)
             q, k, v, dout, out = rows.q, held[0].k, held[0].v, upstream.dout, upstream.out
-            key = q.shape, tensors_key(q, k, v, dout, out)
+            key = tensors_key(q, k, v, dout, out)
             if (kept := known.get(key)) is None:
                 are_ready = all(map(is_aligned, (q, k, v, dout, out)))
                 kept = are_ready, _split_launches(items, params, q, k)
@@ -277,16 +277,16 @@ class HopperSplitBackward:
                 rows = rows._replace(q=aligned(q))
                 held[0] = held[0]._replace(k=aligned(k), v=aligned(v))
                 upstream = upstream._replace(dout=aligned(dout), out=aligned(out))
-            del q, k, v, dout, out  # `held` alone holds the keys
+            q, length = rows.q, q.shape[1]
+            del k, v, dout, out  # `held` alone holds the keys
             # The last launches go first, as in the forward in reverse.
             for launch in launches[::-1]:
-                row_stats = None  # frees those of the launch before
-                tokens, is_last = launch.rows, launch is launches[0]
-                is_part = tokens.stop - tokens.start < rows.q.shape[1]
+                row_stats, some, tokens = None, upstream, launch.rows  # frees those of the last
+                if tokens.stop - tokens.start < length:
+                    q, some = rows.take(tokens).q, upstream.take(tokens)
                 row_stats = launch(
-                    rows.take(tokens).q if is_part else rows.q, held,
-                    upstream.take(tokens) if is_part else upstream, column_sums.flat,
-                    partial(row_sums.memory, tokens), is_last=is_last,
+                    q, held, some, column_sums.flat, partial(row_sums.memory, tokens),
+                    is_last=launch is launches[0],
                 )  # fmt: skip
             return row_stats if len(launches) == 1 else None
 

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from ring_core.base.arguments import not_none
+from ring_torch.accumulate import sizes_of
 from ring_torch.buffers import KVPayload
 from ring_torch.kernels.api import OwnSpans
 from ring_torch.kernels.library import (
@@ -185,10 +186,7 @@ def repeated_forward(
     def run(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
     ) -> None:
-        launch(
-            *[x.detach() if x.requires_grad else x for x in (q, k, v)], out,
-            lse if has_lse else None, *before_sinks, sinks, *after_sinks,
-        )  # fmt: skip
+        launch(q, k, v, out, lse if has_lse else None, *before_sinks, sinks, *after_sinks)
 
     return run
 
@@ -554,7 +552,21 @@ class AllLaunches:
     ) -> None:
         """Take the rows, the launches, and the shape of k of all gathered columns."""
         self.rows, self._launches, self._k_shape = rows, launches, k_shape
-        self._sums = KeptViews(self._sums_of_launches)
+        self._sums, count, keys = KeptViews(self._sums_of_launches), len(launches), k_shape[1]
+        # What each launch has of the rows, of the batch of all, and of the columns: sizes, if
+        # several have all of them in their order, and spans.
+        spans = [slice(x.k_start, x.k_start + x.keys) for x in launches]
+        self._cuts = (
+            [(rows.stop - rows.start) // count] * count, [k_shape[0]] * count,
+            sizes_of(spans, keys) if count > 1 else None,
+            [None if x.keys == keys else (x.k_start, x.keys) for x in launches],
+        )  # fmt: skip
+        # The last launch goes first, as in the forward in reverse. The arguments after its tensors
+        # are those of `main_arguments`, without documents.
+        self._mains = [
+            (n, x.functions.main, (x.scale, *[None] * 4, *x.window, *x.functions.after_window))
+            for n, x in enumerate(launches)
+        ][::-1]
 
     def _sums_of_launches(self, sums: Tensor) -> list[Tensor]:
         """Return the sums of dK and dV of each launch's columns, as the library lays them out.
@@ -575,51 +587,64 @@ class AllLaunches:
 
     def __call__(
         self, q: Tensor, held: list[KeyBlock], upstream: BackwardInputs, sums: Tensor,
-        new_dq: Callable[[], Tensor | None], *, is_last: bool,
+        new_dq: Callable[[], Tensor], *, is_last: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Add to the sums of dK and dV, write dQ, and return ``(lse, delta)``.
 
         The latter are ``[B * R, H, L / R]``. With ``is_last`` the columns that are held are dropped
         when all launches are queued.
         """
-        (dout, out, lse, _), columns = upstream, held[0]
+        (dout, out, lse, _), columns, (sizes, batches, widths, spans) = (
+            upstream,
+            held[0],
+            self._cuts,
+        )
         batch, length, heads, dim = q.shape
-        runs, functions = len(self._launches), self._launches[0].functions
-        rows = length // runs
+        rows, runs, functions, lse = (
+            sizes[0],
+            len(sizes),
+            self._launches[0].functions,
+            lse.contiguous(),
+        )
         run_batch, shape = batch * runs, (batch * runs, rows, heads, dim)
         padded = -(-rows // functions.tile) * functions.tile
         # In float32, as lse is. `new_empty(*sizes)` takes the host half the time of `torch.empty`.
         dq_sums = lse.new_empty(run_batch, heads, padded * functions.dim)
         delta, lse_log2 = lse.new_empty(2, run_batch, heads, padded).unbind()
-        lse = lse.contiguous()
+        tensors: Any = [[x] for x in (q, dout, lse_log2, delta, dq_sums)]
         if runs > 1:
             # Rows of a launch become a batch row of their own, as in the views of q and dout.
             # `prepare` takes any strides of lse but the last, which is 1.
             lse = lse.as_strided((runs, heads, rows), (rows, length, 1))
+            tensors = [
+                *[x.unsafe_split_with_sizes(sizes, 1) for x in (q, dout)],
+                *[x.unsafe_split_with_sizes(batches) for x in (lse_log2, delta, dq_sums)],
+            ]
         functions.prepare(
             *prepare_arguments(
                 out.view(shape), dout.view(shape), delta, lse, lse_log2, dq_sums, None
             )
         )
-        tensors = [x.split_with_sizes([rows] * runs, 1) for x in (q, dout)]
-        tensors += [x.split_with_sizes([batch] * runs) for x in (lse_log2, delta, dq_sums)]
+        qs, douts, lses, deltas, dqs = tensors
+        ks, vs = [
+            [x if span is None else x.narrow(1, *span) for span in spans]
+            if widths is None
+            else x.unsafe_split_with_sizes(widths, 1)
+            for x in columns[:2]
+        ]
         kv_sums = self._sums(sums)
-        # `main` adds to whatever is in `sums`: they are not cleared between launches. The last
-        # launch goes first, as in the forward in reverse.
-        for launch, q_n, dout_n, *rest in reversed(
-            [*zip(self._launches, *tensors, kv_sums[::2], kv_sums[1::2], strict=True)]
-        ):
-            # The arguments are those of `main_arguments`, without documents.
-            launch.functions.main(
-                q_n, *columns.spanned(launch.k_start, launch.keys), dout_n, *rest, launch.scale,
-                None, None, None, None, *launch.window, *launch.functions.after_window,
+        # `main` adds to whatever is in `sums`: they are not cleared between launches.
+        for n, main, others in self._mains:
+            main(
+                qs[n], ks[n], vs[n], douts[n], lses[n], deltas[n], dqs[n], kv_sums[2 * n],
+                kv_sums[2 * n + 1], *others,
             )  # fmt: skip
         # dQ is complete when all launches have run: one rounding for all rows, into what may be
         # memory of the K/V. Launches on one stream keep their order.
-        del columns
+        del columns, ks, vs
         if is_last:
             held.clear()
-        dq = not_none(new_dq()).view(shape)
+        dq = new_dq().view(shape)
         functions.round_dq(*round_arguments(dq_sums, dq, self._launches[0].scale, None))
         return lse, delta if padded == rows else delta.narrow(2, 0, rows)
 
@@ -632,10 +657,19 @@ class RoundAll:
 
     def __init__(self, spans: OwnSpans, scale: float, keys: KVPayload) -> None:
         """Take the spans, the factor of the scores, which dK gets, and the shape of own K/V."""
-        self._spans, self._scale, self._keys = spans, scale, keys
+        self._spans, self._keys = spans, keys
         self._sums = KeptViews(self._sums_of_spans)
         # Sums and gradients do not overlap, so the launches may run in any order.
         self._launches = 1 if keys.batch == 1 else spans.number
+        # Of each gradient of each launch: is it dv, its factor, its first key.
+        self._grads = [
+            (is_dv, factor, spans.source + n * spans.source_step)
+            for n in range(self._launches)
+            for is_dv, factor in ((0, scale), (1, 1.0))
+        ]
+        self._shape = (
+            spans.number if keys.batch == 1 else keys.batch, spans.keys, keys.heads, keys.dim,
+        )  # fmt: skip
 
     @cached_property
     def _functions(self) -> SplitFunctions:
@@ -664,18 +698,15 @@ class RoundAll:
 
     def __call__(self, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Write the spans of ``dk`` and ``dv``, gradients of all own keys."""
-        batch, heads, dim, spans = self._keys.batch, self._keys.heads, self._keys.dim, self._spans
-        count = spans.number if batch == 1 else batch
-        scaled = [(dk, self._scale), (dv, 1.0)] * self._launches
-        for n, (own_sums, (grad, scale)) in enumerate(zip(self._sums(sums), scaled, strict=True)):
+        is_alone, step, grads = self._keys.batch == 1, self._spans.source_step, (dk, dv)
+        for own_sums, (is_dv, factor, first) in zip(self._sums(sums), self._grads, strict=True):
+            grad = grads[is_dv]
             sequence, token, head, _ = grad.stride()
-            first = spans.source + n // 2 * spans.source_step
             target = grad.as_strided(
-                (count, spans.keys, heads, dim),
-                (spans.source_step * token if batch == 1 else sequence, token, head, 1),
+                self._shape, (step * token if is_alone else sequence, token, head, 1),
                 grad.storage_offset() + first * token,
-            )
-            self._functions.round_dkv(*round_arguments(own_sums, target, scale, None))
+            )  # fmt: skip
+            self._functions.round_dkv(*round_arguments(own_sums, target, factor, None))
 
 
 @lru_cache(maxsize=32)

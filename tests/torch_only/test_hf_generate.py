@@ -1,0 +1,232 @@
+"""``generate`` of transformers over a sharded cache, compared with one device, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hf_models import BYTES, build
+from on_ranks import on_ranks
+from torch import Tensor
+from transformers import DynamicCache, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxTimeCriteria
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+from ring_core import RankMismatchError, UnsupportedError
+from ring_torch import ContextParallel, hf
+from ring_torch.local import LocalRanks
+
+#: True of releases whose DeepSeek V3 caches latents, and expands them behind the cache.
+HAS_LATENTS = hasattr(DeepseekV3Attention, "expand_kv")
+NAMES: tuple[str, ...] = ("Llama", "Mistral", "Qwen3", "Gemma3", "GptOss", "Mixtral")
+NAMES += () if HAS_LATENTS else ("DeepseekV3",)
+#: Of no whole number of pages or parts, and longer than all windows.
+PROMPT, NEW = 37, 9
+SOME = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+
+Way = tuple[dict[str, Any], dict[str, Any]]  # options of `generate`, and what differs of the cache
+WAYS: dict[str, Way] = {
+    "greedy": ({}, {}),
+    "left padding": ({"padding": (0, 5, 36)}, {"chunk": 16}),
+    "parts of generate": ({"padding": (3, 0), "prefill_chunk_size": 10}, {}),
+    "sampling": ({"do_sample": True, "padding": (0, 2)}, {"chunk": 11}),
+    "beams": ({"num_beams": 3, "num_return_sequences": 2, "padding": (0, 4)}, {"chunk": 20}),
+    "several of a prompt": ({"do_sample": True, "num_return_sequences": 3}, {}),
+    "beam sampling": ({"do_sample": True, "num_beams": 2}, {}),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 3, "repeats": True}, {}),
+    "assistant": ({"assistant": True}, {"chunk": 16}),
+    "assistant, sampling": ({"assistant": True, "do_sample": True}, {}),
+}
+
+
+@pytest.fixture(params=[3], ids="{} ranks".format)
+def pool(request: Any, pools: dict[int, LocalRanks]) -> LocalRanks:
+    return pools[request.param]
+
+
+def prompt_of(rows: int, *, repeats: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    if repeats:  # so that a prompt can be looked up
+        return torch.randint(1, BYTES, (rows, 5), generator=generator).repeat(1, 8)[:, :PROMPT]
+    return torch.randint(1, BYTES, (rows, PROMPT), generator=generator)
+
+
+def batch_of(padding: tuple[int, ...], *, repeats: bool = False) -> dict[str, Tensor]:
+    ids = prompt_of(len(padding), repeats=repeats)
+    mask = torch.arange(PROMPT) >= torch.tensor(padding)[:, None]
+    return {"input_ids": ids.where(mask, 0), "attention_mask": mask.long()}
+
+
+def ready(name: str, **changes: Any) -> Any:
+    # (A row of padding alone is NaN in float64 with `eager`.)
+    return build(name, "eager" if name == "GptOss" else "sdpa", **changes).eval()
+
+
+def both(model: Any, run: Callable[[dict[str, Any]], Any], **cache: Any) -> tuple[Any, Any]:
+    """Return what ``run`` returns for one device, and then with a sharded cache."""
+    expected = run({})
+    cp = ContextParallel()
+    handle = hf.parallelize(model, cp)
+    with torch.no_grad():
+        got = run({"past_key_values": hf.ShardedCache(cp, **{"page_size": 4, **cache})})
+    handle.remove()
+    return got, expected
+
+
+@pytest.mark.nightly(unless=[
+    *(f"3 ranks-{name}-{way}" for name in ("Llama", "Gemma3") for way in WAYS),
+    *(f"3 ranks-{name}-{way}" for name in NAMES for way in ("greedy", "beams")),
+])  # fmt: skip
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks
+def test_tokens_are_those_of_one_device(name: str, way: str) -> None:
+    options, cache = (dict(x) for x in WAYS[way])
+    padding, repeats = options.pop("padding", (0,)), options.pop("repeats", False)
+    if name == "GptOss":  # its eager attention has no rows of padding alone
+        padding = (0,) * len(padding)
+    model, batch = ready(name), batch_of(padding, repeats=repeats)
+    if options.pop("assistant", False):
+        options["assistant_model"] = ready("Llama", num_hidden_layers=1)
+
+    def run(given: dict[str, Any]) -> Any:
+        torch.manual_seed(5)
+        return model.generate(
+            **batch, **{**SOME, **options}, **given, return_dict_in_generate=True,
+            output_scores=True,
+        )  # fmt: skip
+
+    got, expected = both(model, run, **cache)
+    assert torch.equal(got.sequences, expected.sequences)
+    for a, b in zip(got.scores, expected.scores, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # of logits, in float32
+
+
+@on_ranks
+def test_a_conversation_goes_on_in_its_cache() -> None:
+    """Prompts grow, the cache with them, and tokens are taken back in both meanings of ``crop``."""
+    model, (cp, more) = ready("Mistral"), (ContextParallel(), prompt_of(2)[:, :20])
+    ids = prompt_of(2)
+
+    def tokens(ids: Tensor, **given: Any) -> Any:
+        return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **SOME, **given)
+
+    second = torch.cat([tokens(ids), more], dim=1)
+    expected = tokens(second)
+    hf.parallelize(model, cp)
+    cache = hf.ShardedCache(cp, page_size=4, chunk=8)
+    assert torch.equal(tokens(ids, past_key_values=cache), second[:, : PROMPT + NEW])
+    assert cache.get_seq_length() == PROMPT + NEW - 1
+    assert torch.equal(tokens(second, past_key_values=cache), expected)
+    # Of what was cached some is forgotten, and computed again.
+    for crop in (-15, second.shape[1] - 9):
+        cache.crop(crop)
+        assert torch.equal(tokens(second, cache=cache), expected)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    swapped = second[[1, 0]]
+    cache.crop(-12)
+    assert torch.equal(tokens(swapped, past_key_values=cache), expected[[1, 0]])
+    assert cache.cache is not None and cache.cache.version > 0  # it has grown
+    cache.reset()
+    assert torch.equal(tokens(ids[:1], past_key_values=cache), second[:1, : PROMPT + NEW])
+    assert set(cache.cache.lengths) == {cache.rows[0]}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no cache": ({"past_key_values": None}, "past_key_values=ring_torch.hf.ShardedCache"),
+    "another cache": ({"past_key_values": DynamicCache()}, "past_key_values=ring_torch.hf.ShardedCache"),
+    "max_time": ({"max_time": 3.0}, "max_time: ranks would end at unlike tokens"),
+    "synced_gpus": ({"synced_gpus": True}, "synced_gpus: ranks"),
+    "a criterion of time": (
+        {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(3.0)])}, "max_time: ranks",
+    ),
+    "padding on the right": (
+        {"attention_mask": torch.arange(PROMPT)[None] < 30}, "padding has to be to the left",
+    ),
+    "hidden states": (
+        {"output_hidden_states": True, "return_dict_in_generate": True}, "got output_hidden_states",
+    ),
+    "embeddings": (
+        {"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 32, dtype=torch.float64)}, "takes input_ids alone",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_generate_refuses(name: str) -> None:
+    changes, message = REFUSED[name]
+    model, cp = ready("Llama"), ContextParallel()
+    hf.parallelize(model, cp)
+    options = {"input_ids": prompt_of(1), "past_key_values": hf.ShardedCache(cp), **SOME, **changes}
+    with pytest.raises((ValueError, UnsupportedError), match=message):
+        model.generate(**{name: x for name, x in options.items() if x is not None})
+
+
+#: Models that are refused before anything is computed.
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    **({"DeepseekV3": ({}, "DeepseekV3Attention caches latents")} if HAS_LATENTS else {}),
+    "Lfm2": ({}, "Lfm2ShortConv is recurrent"),
+    "Qwen3NextForCausalLM": ({}, "Qwen3NextGatedDeltaNet is recurrent"),
+    "GlmMoeDsaForCausalLM": ({}, r"\(DSA\), which reads all keys|cannot be split"),
+    "Llama": (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "turns keys by the length of the sequence",
+    ),
+    "Llama4": ({}, "layers of type chunked_attention"),
+    "BloomForCausalLM": ({}, "BloomAttention writes out its own attention"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_are_refused_by_name(name: str) -> None:
+    changes, message = MODELS[name]
+    model, cp = build(name, **changes).eval(), ContextParallel()
+
+    def run() -> None:
+        hf.parallelize(model, cp)
+        model.generate(input_ids=prompt_of(1), past_key_values=hf.ShardedCache(cp), **SOME)
+
+    with pytest.raises(UnsupportedError, match=message):
+        run()
+
+
+# (Since transformers 5.24 it is called `cache`.)
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+def test_only_rings_attention_reads_a_sharded_cache() -> None:
+    model, cp = ready("Llama"), ContextParallel()
+    with pytest.raises(ValueError, match=r"call hf.parallelize\(model, cp\) first"):
+        model.generate(input_ids=prompt_of(1), past_key_values=hf.ShardedCache(cp), **SOME)
+    hf.parallelize(model, cp)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(UnsupportedError, match=r"could be read|only Ring's attention reads"):
+        model.generate(input_ids=prompt_of(1), past_key_values=hf.ShardedCache(cp), **SOME)
+    with pytest.raises(ValueError, match="another ContextParallel"):
+        model.generate(
+            input_ids=prompt_of(1), past_key_values=hf.ShardedCache(ContextParallel()), **SOME
+        )
+
+
+UNLIKE: dict[str, tuple[Callable[[int], Any], str]] = {
+    "generators": (torch.manual_seed, "random generators"),
+    "tokens": (int, "digest of input_ids"),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_ranks_that_drift_are_told(name: str) -> None:
+    with LocalRanks(2, timeout=10) as ranks:
+        ranks.run(_drift, name)
+
+
+def _drift(rank: int, name: str) -> None:
+    change, message = UNLIKE[name]
+    torch.manual_seed(0)
+    model, cp, ids = ready("Llama"), ContextParallel(), prompt_of(1)
+    hf.parallelize(model, cp)
+    changed = change(rank)
+    ids[0, 3] += changed if name == "tokens" else 0
+    with pytest.raises(RankMismatchError, match=message):
+        model.generate(input_ids=ids, past_key_values=hf.ShardedCache(cp), **SOME)
