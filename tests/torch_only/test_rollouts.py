@@ -160,7 +160,7 @@ def _mistakes(rank: int) -> None:
         ValueError, "prompts must be a list of int64", [x.float() for x in prompts], completions
     )
     refused(ValueError, "prompts must be .* 1 token or more", [x[:0] for x in prompts], completions)
-    refused(ValueError, "tokens=9 is the most of a row", prompts, completions, tokens=9)
+    refused(ValueError, "a row has at most tokens=9", prompts, completions, tokens=9)
     refused(ValueError, "dp is missing: the ring has 2 of 4", prompts, completions, dp=None)
     refused(
         ValueError,
