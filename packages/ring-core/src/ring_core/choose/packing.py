@@ -43,8 +43,9 @@ def pack_sequences(
     """
     rings, tokens = check_size("rings", rings), check_size("tokens", tokens)
     check_size("hidden_size", hidden_size)
-    if not isinstance(lengths, Sequence | np.ndarray) or isinstance(lengths, str):
-        raise ValueError(f"lengths must be a list of integers, got {lengths!r}")
+    value: object = lengths
+    if not isinstance(value, Sequence | np.ndarray):
+        raise ValueError(f"lengths must be a list of integers, got {value!r}")
     sizes = np.array([check_size(f"lengths[{n}]", x) for n, x in enumerate(lengths)], np.int64)
     if not sizes.size:
         raise ValueError("lengths must have a number of tokens or more, got none")
