@@ -1,4 +1,4 @@
-"""What has to be the same on all ranks, and is not, is named on all of them."""
+"""Objects that have to be the same on all ranks, and are not, are named on all of them."""
 
 from __future__ import annotations
 

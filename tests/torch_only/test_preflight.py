@@ -10,6 +10,7 @@ import pytest
 import torch
 from on_ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -122,7 +123,9 @@ def test_each_mistake_is_found(rank: int, mistake: str) -> None:
         assert str(report).startswith("preflight passed: loss")
 
 
-@pytest.mark.parametrize("way", ["whole loss", "ddp", "bfloat16", "contiguous", "float64"])
+@pytest.mark.parametrize(
+    "way", ["whole loss", "ddp", "fsdp2", "compiled", "bfloat16", "contiguous", "float64"]
+)
 @on_ranks
 def test_other_right_ways_pass(way: str) -> None:
     cp = ContextParallel(layout="contiguous" if way == "contiguous" else "zigzag")
@@ -132,17 +135,21 @@ def test_other_right_ways_pass(way: str) -> None:
     batch = {"x": torch.randint(VOCAB, (2, T))}
     if way == "ddp":
         model = DistributedDataParallel(model)
+    elif way == "fsdp2":
+        fully_shard(model)
+    elif way == "compiled":
+        model = torch.compile(model, backend="aot_eager")
 
     def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits = model(cp.shard(batch["x"]))
         if way == "whole loss":
             return cp.unshard(logits, grad="slice").square().mean()
-        factor = cp.cp_size if way == "ddp" else 1
+        factor = cp.cp_size if way in ("ddp", "fsdp2") else 1
         return factor * ring_torch.cross_entropy(cp, logits, cp.shard(batch["x"]))
 
     report = ring_torch.preflight(
-        cp, step, model=model, batch=batch, loss={"whole loss": "whole", "ddp": "mean"}.get(way, "sum"),
-        after_backward=(lambda _: None) if way == "ddp" else None,
+        cp, step, model=model, batch=batch, loss={"whole loss": "whole", "ddp": "mean", "fsdp2": "mean"}.get(way, "sum"),
+        after_backward=(lambda _: None) if way in ("ddp", "fsdp2") else None,
     )  # fmt: skip
     assert report.passed, str(report)
 

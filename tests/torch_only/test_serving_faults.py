@@ -348,7 +348,7 @@ def test_merge_partials(heads: int, limit: int, base: Any) -> None:
 
 @on_ranks
 def test_base_2_merged_as_natural_is_wrong() -> None:
-    """What nobody would see (sglang 33325): numbers of a right size, and wrong."""
+    """Return numbers of a right size that are wrong, as in sglang 33325, which nobody would see."""
     cp = ContextParallel()
     out, lse = randn(1, 2, H, D, seed=cp.cp_rank), randn(1, H, 2, seed=cp.cp_rank) * 4
     right, _ = cp.merge_partials(out, lse, lse_base="2")

@@ -45,9 +45,15 @@ _MERGED_ROWS = 512  # rows that torch's operations merge at a time
 
 
 def merge(
-    state: AttentionState, low: Tensor, results: Sequence[Tensor], *, spans: tuple[Span, ...],
-    marks: int = 0, first: bool = False, last: bool = True,
-) -> None:  # fmt: skip
+    state: AttentionState,
+    low: Tensor,
+    results: Sequence[Tensor],
+    *,
+    spans: tuple[Span, ...],
+    marks: int = 0,
+    first: bool = False,
+    last: bool = True,
+) -> None:
     """Merge launches' results ``(out, lse)``, in their order, into ``state``, in place.
 
     The sums are ``state.out`` itself if that has the accumulators' dtype. Otherwise ``state.out``,
@@ -169,9 +175,15 @@ class Joins(NamedTuple):
 
 
 def joins_of(
-    launches: Sequence[Forward], dtype: torch.dtype, length: int, *,
-    is_final: bool = False, wide: bool = False, resumes: bool = False, at_once: int = 2,
-) -> Joins:  # fmt: skip
+    launches: Sequence[Forward],
+    dtype: torch.dtype,
+    length: int,
+    *,
+    is_final: bool = False,
+    wide: bool = False,
+    resumes: bool = False,
+    at_once: int = 2,
+) -> Joins:
     """Return how the results of a rank's launches, in this order, come together.
 
     Args:
@@ -211,9 +223,16 @@ def joins_of(
     else:
         is_final, holds_first = True, count == 1 and is_covered
     return Joins(
-        mode, is_final, out_dtype, rows, takes, marks, marked if is_final else (), begins,
+        mode,
+        is_final,
+        out_dtype,
+        rows,
+        takes,
+        marks,
+        marked if is_final else (),
+        begins,
         holds_first,
-    )  # fmt: skip
+    )
 
 
 class Work(NamedTuple):
@@ -235,17 +254,21 @@ class Work(NamedTuple):
 
     @classmethod
     def of(
-        cls, launches: Sequence[Forward], length: int, keys: int,
+        cls,
+        launches: Sequence[Forward],
+        length: int,
+        keys: int,
         waits_for: Sequence[int] | None = None,
-    ) -> Work:  # fmt: skip
+    ) -> Work:
         """Return launches over ``length`` rows and ``keys``; by default they wait for no fetch."""
         columns = [x.item.k_slice for x in launches]
         return cls(
-            tuple(launches), sizes_of([x.item.q_slice for x in launches], length),
+            tuple(launches),
+            sizes_of([x.item.q_slice for x in launches], length),
             sizes_of(columns, keys) if len(launches) > 1 else None,
             tuple([None if x.stop - x.start == keys else x for x in columns]),
             tuple(waits_for or [0] * len(launches)),
-        )  # fmt: skip
+        )
 
     def cut(
         self, rows: QueryBlock, columns: KeyBlock, state: AttentionState | None
@@ -302,9 +325,14 @@ class Accumulator:
             self.state = unseen_state(q, v_dim, joins.dtype, fully_written=not joins.begins)
 
     def attend(
-        self, work: Work, rows: QueryBlock, columns: KeyBlock, *,
-        state: AttentionState | None = None, wait: Callable[[int], object] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        work: Work,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        *,
+        state: AttentionState | None = None,
+        wait: Callable[[int], object] | None = None,
+    ) -> None:
         """Run launches, each when what it reads has arrived; an empty batch launches nothing.
 
         Args:
@@ -483,10 +511,12 @@ class OneItem:
         """Take the item's dK/dV."""
         self.grads = dk, dv
         if dk.shape[1] < self.keys.k.shape[1]:
-            self.grads = tuple([
-                x.new_zeros(x.shape, dtype=grad.dtype)
-                for x, grad in zip((self.keys.k, self.keys.v), (dk, dv), strict=True)
-            ])  # fmt: skip
+            self.grads = tuple(
+                [
+                    x.new_zeros(x.shape, dtype=grad.dtype)
+                    for x, grad in zip((self.keys.k, self.keys.v), (dk, dv), strict=True)
+                ]
+            )
             for x, grad in zip(self.grads, (dk, dv), strict=True):
                 x[:, item.k_slice] = grad
 
@@ -578,9 +608,12 @@ def one_by_one(
     work: list[tuple[WorkItem, Any]] = [*zip(items, launches, strict=True)][::-1]
 
     def run(
-        rows: QueryBlock, held: list[KeyBlock], upstream: BackwardInputs, row_sums: Rows,
+        rows: QueryBlock,
+        held: list[KeyBlock],
+        upstream: BackwardInputs,
+        row_sums: Rows,
         column_sums: ColumnSums,
-    ) -> None:  # fmt: skip
+    ) -> None:
         (columns,) = held
         key = None if adds else tensors_key(rows.q, columns.k, columns.v, *upstream)
         # Launches run one after the other on a stream: each may add to what those before wrote.
@@ -619,9 +652,14 @@ def sums_one_by_one(
 
 
 def item_grads(
-    launch: ItemSums, params: KernelParams,
-    rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, _dst: Tensor | None, _key: object,
-) -> Grads:  # fmt: skip
+    launch: ItemSums,
+    params: KernelParams,
+    rows: QueryBlock,
+    columns: KeyBlock,
+    upstream: BackwardInputs,
+    _dst: Tensor | None,
+    _key: object,
+) -> Grads:
     """Run a launch that adds to sums on sums of its own, which begin with zeros."""
     dtype = acc_dtype(rows.q.dtype)
     dq, dk, dv = (

@@ -23,19 +23,37 @@ from ring_torch.strategies import explained
 
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., layout: LayoutSpec = ...,
-    return_lse: Literal[False] = ..., **options: Unpack[AttentionOptions],
-) -> Tensor: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = ...,
+    layout: LayoutSpec = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., layout: LayoutSpec = ...,
-    return_lse: Literal[True], **options: Unpack[AttentionOptions],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = ...,
+    layout: LayoutSpec = ...,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., layout: LayoutSpec = ...,
-    return_lse: bool, **options: Unpack[AttentionOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = ...,
+    layout: LayoutSpec = ...,
+    return_lse: bool,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @refuse_foreign_options
 def ring_attention(
     q: Tensor,
@@ -144,10 +162,26 @@ def ring_attention(
     """
     q, k, v, deterministic = in_modes_of_torch(q, k, v, deterministic)
     options = CallOptions(
-        seq_len, causal, window, chunk_size, cu_seqlens, segment_ids, mask, softmax_scale, softcap,
-        sinks, bias, alibi_slopes, dropout_p, dropout_seed, deterministic, return_lse, kernel,
-        strategy, transport,
-    )  # fmt: skip
+        seq_len,
+        causal,
+        window,
+        chunk_size,
+        cu_seqlens,
+        segment_ids,
+        mask,
+        softmax_scale,
+        softcap,
+        sinks,
+        bias,
+        alibi_slopes,
+        dropout_p,
+        dropout_seed,
+        deterministic,
+        return_lse,
+        kernel,
+        strategy,
+        transport,
+    )
     if isinstance(mask, Tensor):
         options = with_dense_mask(q, k, v, options, size_of(group))
     # As `is_traced`, whose frame would cost the host more than the answer.
@@ -217,9 +251,10 @@ def with_dense_mask(
     zero = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
     hidden = torch.full((), -torch.inf, dtype=zero.dtype, device=q.device)
     return options._replace(
-        mask=None, bias=torch.where(visible, zero, hidden),
+        mask=None,
+        bias=torch.where(visible, zero, hidden),
         bias_role="mask" if bias is None else "both",
-    )  # fmt: skip
+    )
 
 
 def _described(x: Tensor) -> checks.Tensor:

@@ -138,9 +138,14 @@ class KVPayload:
     @staticmethod
     @lru_cache(maxsize=_MOST_SPECS)
     def of(
-        batch: int, length: int, heads: int, dim: int, v_dim: int, dtype: torch.dtype,
+        batch: int,
+        length: int,
+        heads: int,
+        dim: int,
+        v_dim: int,
+        dtype: torch.dtype,
         segments: bool,
-    ) -> KVPayload:  # fmt: skip
+    ) -> KVPayload:
         """Return the shape of a rank's K/V, the same object for equal calls."""
         return KVPayload(batch, length, heads, dim, v_dim, dtype, segments)
 
@@ -149,9 +154,14 @@ class KVPayload:
         if groups == 1:
             return self
         return KVPayload.of(
-            self.batch, self.length, self.heads // groups, self.dim, self.v_dim, self.dtype,
+            self.batch,
+            self.length,
+            self.heads // groups,
+            self.dim,
+            self.v_dim,
+            self.dtype,
             self.segments,
-        )  # fmt: skip
+        )
 
     @cached_property
     def width(self) -> int:
@@ -301,9 +311,14 @@ class HeadCarrier(Protocol):
     """A way to move the messages of an exchange between ranks."""
 
     def __call__(
-        self, layout: HeadBuffer, sources: Sequence[Tensor], results: Sequence[Tensor],
-        orders: Orders, *, splits_heads: bool,
-    ) -> None:  # fmt: skip
+        self,
+        layout: HeadBuffer,
+        sources: Sequence[Tensor],
+        results: Sequence[Tensor],
+        orders: Orders,
+        *,
+        splits_heads: bool,
+    ) -> None:
         """Send each rank its part of ``sources``, and write what all ranks send into ``results``.
 
         With ``splits_heads`` sources are ``[B, T_local, H, D]``, of which rank n gets the n-th

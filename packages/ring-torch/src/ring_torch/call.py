@@ -302,8 +302,11 @@ class Call(NamedTuple):
         if not self.strategy.depends_on_kernel:
             call = call._replace(backward_signature=self.backward_signature)
         return call._replace(
-            number=self.number, checked=self.checked, seed=self.seed, dropout_heads=self.dropout_heads
-        )  # fmt: skip
+            number=self.number,
+            checked=self.checked,
+            seed=self.seed,
+            dropout_heads=self.dropout_heads,
+        )
 
     def check_capture(self) -> None:
         """Refuse a call that a CUDA graph cannot hold.
@@ -336,15 +339,26 @@ class Call(NamedTuple):
             return QueryBlock(q, sinks, inputs.q_ids)
         indices, position, runs = query_positions(self.plan, self.ranks.rank, self.device)
         return QueryBlock(
-            q, sinks, inputs.q_ids, indices, position, inputs.bias,
+            q,
+            sinks,
+            inputs.q_ids,
+            indices,
+            position,
+            inputs.bias,
             None if inputs.alibi_slopes is None else torch.atleast_2d(inputs.alibi_slopes),
-            runs, inputs.bias_shift, Dropout(self.seed, self.dropout_heads),
-        )  # fmt: skip
+            runs,
+            inputs.bias_shift,
+            Dropout(self.seed, self.dropout_heads),
+        )
 
     def row_sums(
-        self, rows: QueryBlock, how: Literal["write", "add", "wait"], *, fully_written: bool = False,
+        self,
+        rows: QueryBlock,
+        how: Literal["write", "add", "wait"],
+        *,
+        fully_written: bool = False,
         by_one: bool = False,
-    ) -> Rows:  # fmt: skip
+    ) -> Rows:
         """Return where launches leave dQ, and the bias's gradient, of this rank's rows.
 
         dQ that is written is in the inputs' dtype if the kernel rounds it itself, with zeros in
@@ -404,9 +418,13 @@ _PREPARED = Call._fields.index("number")  # fields that equal calls share
 
 
 def agreed_fields(
-    layout: LayoutSpec, plan: Plan, tensors: Described, options: CallOptions, params: KernelParams,
+    layout: LayoutSpec,
+    plan: Plan,
+    tensors: Described,
+    options: CallOptions,
+    params: KernelParams,
     grads: tuple[bool, bool],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the fields that ranks have to agree on, but for the kernel and strategy chosen."""
     padded = plan.q_layout.pad_to is not None or plan.k_layout.pad_to is not None
     return {

@@ -145,9 +145,13 @@ class ContextParallel:
 
     @numbers_as_python
     def unshard(
-        self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None,
+        self,
+        x: Tensor,
+        *,
+        dim: int = 1,
+        grad: UnshardGrad | None = None,
         seq_len: int | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the whole tensor, on every rank, joined from the slices of all ranks.
 
         All ranks must call it. If ``grad`` is ``"sum"``, all of them must run its backward too.
@@ -185,9 +189,15 @@ class ContextParallel:
 
     @numbers_as_python
     def shift(
-        self, x: Tensor, n: int, *, dim: int = 1, fill: float = 0,
-        cu_seqlens: Sequence[int] | None = None, seq_len: int | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        n: int,
+        *,
+        dim: int = 1,
+        fill: float = 0,
+        cu_seqlens: Sequence[int] | None = None,
+        seq_len: int | None = None,
+    ) -> Tensor:
         """Move tokens ``n`` positions on: ``out[t] = x[t - n]`` over positions of the sequence.
 
         All ranks must call it, and if ``x`` requires a gradient run its backward, which moves
@@ -219,9 +229,15 @@ class ContextParallel:
 
     @numbers_as_python
     def halo(
-        self, x: Tensor, left: int, right: int, *, dim: int = 1,
-        cu_seqlens: Sequence[int] | None = None, seq_len: int | None = None,
-    ) -> Halo:  # fmt: skip
+        self,
+        x: Tensor,
+        left: int,
+        right: int,
+        *,
+        dim: int = 1,
+        cu_seqlens: Sequence[int] | None = None,
+        seq_len: int | None = None,
+    ) -> Halo:
         """Return each run of consecutive tokens with its neighbours, as a row of a batch.
 
         A rank holds ``R`` runs of ``L = T_local / R`` consecutive tokens: ``R`` is 2 for
@@ -287,9 +303,13 @@ class ContextParallel:
 
     @numbers_as_python
     def relayout(
-        self, x: Tensor, *, to: LayoutSpec | ContextParallel, dim: int = 1,
+        self,
+        x: Tensor,
+        *,
+        to: LayoutSpec | ContextParallel,
+        dim: int = 1,
         seq_len: int | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return this rank's tokens in another layout, for layers that want other tokens on a rank.
 
         All ranks must call it, and if ``x`` requires a gradient run its backward, which moves
@@ -421,20 +441,44 @@ class ContextParallel:
 
     @overload
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[AttentionOptions],
-    ) -> Tensor: ...  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: Literal[False] = ...,
+        **options: Unpack[AttentionOptions],
+    ) -> Tensor: ...
     @overload
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions],
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[AttentionOptions],
+    ) -> tuple[Tensor, Tensor]: ...
     @overload
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions],
-    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: bool,
+        **options: Unpack[AttentionOptions],
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     @with_options_of(ring_attention)
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[AttentionOptions],
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: bool = False,
+        **options: Unpack[AttentionOptions],
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute attention of this rank's shards, over this group and layout.
 
         Arguments and results are those of :func:`ring_attention`, with group and layout left out.
@@ -446,15 +490,20 @@ class ContextParallel:
         sharding = self._sharding
         sharding.check_group()
         return ring_attention(
-            q, k, v, group=sharding.group, layout=sharding.layout,
-            return_lse=return_lse, **options,
-        )  # fmt: skip
+            q, k, v, group=sharding.group, layout=sharding.layout, return_lse=return_lse, **options
+        )
 
     @refuse_foreign_options
     @with_options_of(ring_attention)
     def explain(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[AttentionOptions],
-    ) -> str:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: bool = False,
+        **options: Unpack[AttentionOptions],
+    ) -> str:
         """Return a text that says what :meth:`attention` would do with these arguments.
 
         It names the kernel and why not a faster one, how keys travel between ranks, and the plan in

@@ -50,9 +50,17 @@ def row_dots_on_gpu(x: Tensor, y: Tensor) -> Tensor:
     dots = torch.empty(batch, heads, rows, dtype=torch.float32, device=x.device)
     if dots.numel() > 0:
         _row_dots[(triton.cdiv(rows, _ROWS), heads, batch)](
-            x, y, dots, rows, *x.stride()[:3], *y.stride()[:3], *dots.stride()[:2],
-            DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS,
-        )  # fmt: skip
+            x,
+            y,
+            dots,
+            rows,
+            *x.stride()[:3],
+            *y.stride()[:3],
+            *dots.stride()[:2],
+            DIM=dim,
+            PADDED=triton.next_power_of_2(dim),
+            ROWS=_ROWS,
+        )
     return dots
 
 
@@ -67,16 +75,27 @@ def sink_grads_on_gpu(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     grads = torch.empty_like(sinks)
     if heads > 0:
         _sum_sinks[(heads,)](
-            sinks, lse, delta, grads, batch, rows, *lse.stride()[:2], *delta.stride()[:2],
-            ROWS=_SINK_ROWS, num_warps=8,
-        )  # fmt: skip
+            sinks,
+            lse,
+            delta,
+            grads,
+            batch,
+            rows,
+            *lse.stride()[:2],
+            *delta.stride()[:2],
+            ROWS=_SINK_ROWS,
+            num_warps=8,
+        )
     return grads
 
 
 def bias_shift_on_gpu(
-    bias: Tensor, start: Tensor | None, stop: Tensor | None, q_ids: Tensor | None,
+    bias: Tensor,
+    start: Tensor | None,
+    stop: Tensor | None,
+    q_ids: Tensor | None,
     k_ids: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the largest finite bias that each row sees, or 0 if it is small or there is none.
 
     Args:
@@ -95,11 +114,22 @@ def bias_shift_on_gpu(
     assert_unit_strides(bias, *[x for x in ids if x is not None])
     if shift.numel() > 0:
         _largest_bias[(triton.cdiv(rows, _SHIFTED_ROWS), heads, batch)](
-            bias, start, stop, q_ids, k_ids, shift, rows, columns,
-            bias.stride(0) if len(bias) > 1 else 0, *bias.stride()[1:3], *shift.stride()[:2],
+            bias,
+            start,
+            stop,
+            q_ids,
+            k_ids,
+            shift,
+            rows,
+            columns,
+            bias.stride(0) if len(bias) > 1 else 0,
+            *bias.stride()[1:3],
+            *shift.stride()[:2],
             *[0 if x is None else x.stride(0) for x in ids],
-            UNSHIFTED=UNSHIFTED_BIAS, ROWS=_SHIFTED_ROWS, COLUMNS=_SHIFTED_COLUMNS,
-        )  # fmt: skip
+            UNSHIFTED=UNSHIFTED_BIAS,
+            ROWS=_SHIFTED_ROWS,
+            COLUMNS=_SHIFTED_COLUMNS,
+        )
     return shift
 
 
@@ -130,18 +160,38 @@ def add_on_gpu(total: Tensor, summands: Sequence[Tensor]) -> None:
         chunk = summands[start : start + _AT_ONCE]
         operands = [*chunk, *[total] * (_AT_ONCE - len(chunk))]
         _add[(triton.cdiv(size, _NUMBERS), rows)](
-            total, *operands, total.stride(0), *(x.stride(0) for x in operands), size,
-            PARTS=len(chunk), NUMBERS=_NUMBERS, num_warps=4,
-        )  # fmt: skip
+            total,
+            *operands,
+            total.stride(0),
+            *(x.stride(0) for x in operands),
+            size,
+            PARTS=len(chunk),
+            NUMBERS=_NUMBERS,
+            num_warps=4,
+        )
 
 
 @DirectKernel
 @triton.jit
 def _pack_token(
-    k, v, packed, k_batch, k_token, k_head, v_batch, v_token, v_head, batch_stride, token_stride,
-    K: tl.constexpr, V: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, SIZE: tl.constexpr,
+    k,
+    v,
+    packed,
+    k_batch,
+    k_token,
+    k_head,
+    v_batch,
+    v_token,
+    v_head,
+    batch_stride,
+    token_stride,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    SIZE: tl.constexpr,
     ADD: tl.constexpr,
-):  # fmt: skip
+):
     """Copy K and V of one token side by side, or add them to what is there."""
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, SIZE)
@@ -161,9 +211,20 @@ def _pack_token(
 @DirectKernel
 @triton.jit
 def _add(
-    total, a, b, c, d, total_row, a_row, b_row, c_row, d_row, size,
-    PARTS: tl.constexpr, NUMBERS: tl.constexpr,
-):  # fmt: skip
+    total,
+    a,
+    b,
+    c,
+    d,
+    total_row,
+    a_row,
+    b_row,
+    c_row,
+    d_row,
+    size,
+    PARTS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+):
     """Add up to four parts to a stretch of one row."""
     row = tl.program_id(1).to(tl.int64)
     index = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
@@ -191,10 +252,25 @@ def _add(
 @DirectKernel
 @triton.jit
 def _largest_bias(
-    bias, start, stop, q_ids, k_ids, shift, rows, columns, bias_batch, bias_head, bias_row,
-    shift_batch, shift_head, q_ids_batch, k_ids_batch, UNSHIFTED: tl.constexpr, ROWS: tl.constexpr,
+    bias,
+    start,
+    stop,
+    q_ids,
+    k_ids,
+    shift,
+    rows,
+    columns,
+    bias_batch,
+    bias_head,
+    bias_row,
+    shift_batch,
+    shift_head,
+    q_ids_batch,
+    k_ids_batch,
+    UNSHIFTED: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     """Find the largest finite bias among the visible columns of a few rows of one head."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -248,9 +324,22 @@ def _mark(out, lse, rows, out_batch, out_row, out_head, lse_batch, lse_head, ROW
 @DirectKernel
 @triton.jit
 def _row_dots(
-    x, y, dots, rows, x_batch, x_row, x_head, y_batch, y_row, y_head, dots_batch, dots_head,
-    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    dots,
+    rows,
+    x_batch,
+    x_row,
+    x_head,
+    y_batch,
+    y_row,
+    y_head,
+    dots_batch,
+    dots_head,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Compute ``rowsum(x * y)`` for a few rows of one head."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -269,9 +358,18 @@ def _row_dots(
 @DirectKernel
 @triton.jit
 def _sum_sinks(
-    sinks, lse, delta, grads, batch, rows, lse_batch, lse_head, delta_batch, delta_head,
+    sinks,
+    lse,
+    delta,
+    grads,
+    batch,
+    rows,
+    lse_batch,
+    lse_head,
+    delta_batch,
+    delta_head,
     ROWS: tl.constexpr,
-):  # fmt: skip
+):
     """Sum up the gradient of one head's sink over all rows."""
     head = tl.program_id(0).to(tl.int64)
     sink = tl.load(sinks + head).to(tl.float32)

@@ -30,9 +30,15 @@ MOST = 3
 
 
 def _merge_arguments(
-    out: Tensor, low: Tensor, lse: Tensor, *results: Tensor, spans: tuple[Span, ...], marks: int,
-    first: bool, last: bool,
-) -> Arguments:  # fmt: skip
+    out: Tensor,
+    low: Tensor,
+    lse: Tensor,
+    *results: Tensor,
+    spans: tuple[Span, ...],
+    marks: int,
+    first: bool,
+    last: bool,
+) -> Arguments:
     assert_unit_strides(out, lse, *results)
     reads_low = out.element_size() == 2 and not (first and last)
     assert not reads_low or low.stride() == out.stride()
@@ -91,8 +97,25 @@ def _weighted(x, x_weight, y, y_weight):
 
 
 @triton.jit
-def _merge_span(x, old, out, lse, row, start, stop, mask, batch, head, column, o_batch, o_row, o_head,
-                l_batch, l_head, MARK: tl.constexpr):  # fmt: skip
+def _merge_span(
+    x,
+    old,
+    out,
+    lse,
+    row,
+    start,
+    stop,
+    mask,
+    batch,
+    head,
+    column,
+    o_batch,
+    o_row,
+    o_head,
+    l_batch,
+    l_head,
+    MARK: tl.constexpr,
+):
     """Return ``(x, lse)`` of a few rows after a merge with a result of rows start to stop."""
     in_span = (row >= start) & (row < stop)
     local_row = row - start
@@ -112,12 +135,49 @@ def _merge_span(x, old, out, lse, row, start, stop, mask, batch, head, column, o
 @DirectKernel
 @triton.jit
 def _merge_results(
-    out, low, lse, out1, lse1, out2, lse2, out3, lse3, rows,
-    start1, stop1, start2, stop2, start3, stop3, out_batch, out_row, out_head, lse_batch, lse_head,
-    o1_batch, o1_row, o1_head, l1_batch, l1_head, o2_batch, o2_row, o2_head, l2_batch, l2_head,
-    o3_batch, o3_row, o3_head, l3_batch, l3_head, DIM: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, MARKS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-):  # fmt: skip
+    out,
+    low,
+    lse,
+    out1,
+    lse1,
+    out2,
+    lse2,
+    out3,
+    lse3,
+    rows,
+    start1,
+    stop1,
+    start2,
+    stop2,
+    start3,
+    stop3,
+    out_batch,
+    out_row,
+    out_head,
+    lse_batch,
+    lse_head,
+    o1_batch,
+    o1_row,
+    o1_head,
+    l1_batch,
+    l1_head,
+    o2_batch,
+    o2_row,
+    o2_head,
+    l2_batch,
+    l2_head,
+    o3_batch,
+    o3_row,
+    o3_head,
+    l3_batch,
+    l3_head,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    MARKS: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+):
     """Merge up to three results into ``(out, lse)`` for a few rows of one head.
 
     With ``FIRST`` there is nothing to merge with. Without ``LAST`` an ``out`` of 16 bits is left
@@ -149,19 +209,64 @@ def _merge_results(
             x = tl.load(out_at, mask=mask, other=0.0)
     # Sums stay in registers, in float32, in the order of merging result by result.
     x, top = _merge_span(
-        x, top, out1, lse1, row, start1, stop1, mask, batch, head, column, o1_batch, o1_row, o1_head,
-        l1_batch, l1_head, MARKS & 1,
-    )  # fmt: skip
+        x,
+        top,
+        out1,
+        lse1,
+        row,
+        start1,
+        stop1,
+        mask,
+        batch,
+        head,
+        column,
+        o1_batch,
+        o1_row,
+        o1_head,
+        l1_batch,
+        l1_head,
+        MARKS & 1,
+    )
     if out2 is not None:
         x, top = _merge_span(
-            x, top, out2, lse2, row, start2, stop2, mask, batch, head, column, o2_batch, o2_row,
-            o2_head, l2_batch, l2_head, MARKS & 2,
-        )  # fmt: skip
+            x,
+            top,
+            out2,
+            lse2,
+            row,
+            start2,
+            stop2,
+            mask,
+            batch,
+            head,
+            column,
+            o2_batch,
+            o2_row,
+            o2_head,
+            l2_batch,
+            l2_head,
+            MARKS & 2,
+        )
     if out3 is not None:
         x, top = _merge_span(
-            x, top, out3, lse3, row, start3, stop3, mask, batch, head, column, o3_batch, o3_row,
-            o3_head, l3_batch, l3_head, MARKS & 4,
-        )  # fmt: skip
+            x,
+            top,
+            out3,
+            lse3,
+            row,
+            start3,
+            stop3,
+            mask,
+            batch,
+            head,
+            column,
+            o3_batch,
+            o3_row,
+            o3_head,
+            l3_batch,
+            l3_head,
+            MARKS & 4,
+        )
     # Each element depends on the same element of `out` alone, so working in place is safe. If
     # several threads hold an element, Triton lets one store it; another may load the new value
     # late, but never stores what it makes of it.
@@ -180,10 +285,28 @@ def _merge_results(
 @DirectKernel
 @triton.jit
 def _sum_results(
-    x, x1, x2, rows, start1, stop1, start2, stop2,
-    x_batch, x_row, x_head, x1_batch, x1_row, x1_head, x2_batch, x2_row, x2_head,
-    PARTIALS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    x,
+    x1,
+    x2,
+    rows,
+    start1,
+    stop1,
+    start2,
+    stop2,
+    x_batch,
+    x_row,
+    x_head,
+    x1_batch,
+    x1_row,
+    x1_head,
+    x2_batch,
+    x2_row,
+    x2_head,
+    PARTIALS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Replace ``x`` by ``x1 + x2 + x``, in a few rows of a head.
 
     ``x1`` and ``x2``, which may be missing, have a span of rows each; ``x`` has all rows.

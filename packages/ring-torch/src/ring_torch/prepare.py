@@ -118,13 +118,21 @@ def check_call(
         for ids in (q_ids, k_ids):
             _fact(ids, "segment_ids")
     inputs = Inputs(q, k, v, q_ids, k_ids, options.sinks, bias, options.alibi_slopes)
-    facts = tuple([
-        None if x is None and name not in _QKV
-        else (x.shape, x.dtype, x.device, x.requires_grad)
-        if x is not None and type(x) in _PLAIN_TENSORS and x.layout is torch.strided and not x.is_nested
-        else _fact(x, name)
-        for name, x in zip(_NAMES, inputs, strict=False)  # all but the shift, which is not given
-    ])  # fmt: skip
+    facts = tuple(
+        [
+            None
+            if x is None and name not in _QKV
+            else (x.shape, x.dtype, x.device, x.requires_grad)
+            if x is not None
+            and type(x) in _PLAIN_TENSORS
+            and x.layout is torch.strided
+            and not x.is_nested
+            else _fact(x, name)
+            for name, x in zip(
+                _NAMES, inputs, strict=False
+            )  # all but the shift, which is not given
+        ]
+    )
     if grad is None:
         grad = torch.is_grad_enabled() and True in [
             fact is not None and fact[3] for fact in facts[:-1]
@@ -204,9 +212,12 @@ def _in_normal_form(options: CallOptions) -> CallOptions:
     """
     given_mask: Any = options.mask  # anything but a mask is refused below
     mask = checks.check_mask(
-        given_mask, causal=options.causal, window=options.window, chunk_size=options.chunk_size,
+        given_mask,
+        causal=options.causal,
+        window=options.window,
+        chunk_size=options.chunk_size,
         cu_seqlens=options.cu_seqlens,
-    )  # fmt: skip
+    )
     checks.check_dropout(options.dropout_p, options.dropout_seed)
     return options._replace(
         window=None, chunk_size=None, cu_seqlens=None, mask=mask, dropout_seed=None
@@ -261,29 +272,44 @@ def _prepare(
     strategy_setting = strategy_config(options.strategy, strategy_names())
     assert isinstance(options.mask, Mask)
     plan = make_plan(
-        options.mask, seq_len=lengths[0], cp_size=ranks.size, layout=layout, kv_seq_len=lengths[1],
+        options.mask,
+        seq_len=lengths[0],
+        cp_size=ranks.size,
+        layout=layout,
+        kv_seq_len=lengths[1],
         pad_to=None
         if options.seq_len is None
         else (sizes.q_len * ranks.size, sizes.k_len * ranks.size),
-    )  # fmt: skip
+    )
     program = ring_program(plan, strategy_setting.ring_strategy)
     checks.check_bias(tensors.get("bias"), sizes, plan.kv_seq_len, tensors["q"].device)
     _, dtype, device, _ = not_none(facts[0])
     # Groups and kernels are asked about the current device.
     with on_device(device):
         spec, transport = choose_strategy(
-            strategy_setting.name, options.transport, ranks, program, device, request=request,
+            strategy_setting.name,
+            options.transport,
+            ranks,
+            program,
+            device,
+            request=request,
             probe=probe,
-        )  # fmt: skip
+        )
         if strategy_setting.name == "auto":
             strategy_setting = StrategyConfig(spec.name)
         grid = grid_of(strategy_setting, ranks, layout, request, probe=probe)
         inner = None
         if grid is not None and ranks.size > 1:
             prepare = partial(
-                _prepare, as_given=False, types=types, grads=grads, setting=setting, probe=False,
-                lse_grad=lse_grad, lengths=lengths,
-            )  # fmt: skip
+                _prepare,
+                as_given=False,
+                types=types,
+                grads=grads,
+                setting=setting,
+                probe=False,
+                lse_grad=lse_grad,
+                lengths=lengths,
+            )
             inner = _inner_call(
                 prepare, grid, ranks, layout, specs, options, request, transport, strategy_setting
             )
@@ -292,9 +318,14 @@ def _prepare(
             request.bias or request.alibi or request.dropout or plan.mask.predicate is not None
         )
         keys = KVPayload.of(
-            sizes.batch, sizes.k_len, sizes.kv_heads, sizes.head_dim, sizes.v_head_dim, dtype,
+            sizes.batch,
+            sizes.k_len,
+            sizes.kv_heads,
+            sizes.head_dim,
+            sizes.v_head_dim,
+            dtype,
             request.segment_ids,
-        )  # fmt: skip
+        )
     params = _params(plan, request, config, options, grads, device, sinks="sinks" in tensors)
     fields = agreed_fields(layout, plan, tensors, options, params, grads) | {
         "check": check_every,
@@ -303,20 +334,42 @@ def _prepare(
     if grid is not None:
         fields |= {"ulysses_size": grid.ulysses_size, "outer": strategy_setting.outer}
     call = Call(
-        ranks, plan, program, keys, request, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
-        grads[0], UNRESOLVED, transport, CallSignature.of(fields, "forward"),
-        CallSignature.of(fields, "backward"), check_every, "sinks" in tensors,
+        ranks,
+        plan,
+        program,
+        keys,
+        request,
+        params,
+        choice.kernel,
+        choice,
+        dtype,
+        acc_dtype(dtype),
+        device,
+        needs_index,
+        grads[0],
+        UNRESOLVED,
+        transport,
+        CallSignature.of(fields, "forward"),
+        CallSignature.of(fields, "backward"),
+        check_every,
+        "sinks" in tensors,
         options.return_lse,
-    )  # fmt: skip
+    )
     with on_device(device):
         return call._replace(strategy=resolve(spec, call, inner, grid))
 
 
 def _inner_call(
-    prepare: Callable[..., Call], grid: RankGrid, ranks: Ranks, layout: LayoutSpec,
-    facts: tuple[TensorSpec | None, ...], options: CallOptions, request: Request,
-    transport: Transport, setting: StrategyConfig,
-) -> Call:  # fmt: skip
+    prepare: Callable[..., Call],
+    grid: RankGrid,
+    ranks: Ranks,
+    layout: LayoutSpec,
+    facts: tuple[TensorSpec | None, ...],
+    options: CallOptions,
+    request: Request,
+    transport: Transport,
+    setting: StrategyConfig,
+) -> Call:
     """Prepare the call that a rank makes for its heads, after a trade of tokens for heads.
 
     Raises:
@@ -340,9 +393,13 @@ def _inner_call(
 
 
 def _check_options(
-    sizes: checks.Sizes, tensors: Described, options: CallOptions, grads: tuple[bool, bool], *,
+    sizes: checks.Sizes,
+    tensors: Described,
+    options: CallOptions,
+    grads: tuple[bool, bool],
+    *,
     lse_grad: bool,
-) -> tuple[Request, KernelConfig]:  # fmt: skip
+) -> tuple[Request, KernelConfig]:
     """Check the options that belong to no tensor; return the request and the kernel's settings."""
     scale, bias = checks.check_scale(options.softmax_scale, sizes.head_dim), tensors.get("bias")
     cap = checks.check_softcap(options.softcap)
@@ -350,30 +407,56 @@ def _check_options(
         checks.check_flag(name, getattr(options, name))
     checks.check_choice("transport", options.transport, transport_names())
     return Request(
-        device=tensors["q"].device.partition(":")[0], dtype=tensors["q"].dtype,
-        head_dim=sizes.head_dim, v_head_dim=sizes.v_head_dim, segment_ids="q_ids" in tensors,
-        softcap=cap is not None, bias="bias" in tensors, alibi="alibi_slopes" in tensors,
-        dropout=options.dropout_p > 0, deterministic=options.deterministic, any_scale=scale <= 0, grad=grads[0],
-        lse_grad=lse_grad, batch=sizes.batch, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
+        device=tensors["q"].device.partition(":")[0],
+        dtype=tensors["q"].dtype,
+        head_dim=sizes.head_dim,
+        v_head_dim=sizes.v_head_dim,
+        segment_ids="q_ids" in tensors,
+        softcap=cap is not None,
+        bias="bias" in tensors,
+        alibi="alibi_slopes" in tensors,
+        dropout=options.dropout_p > 0,
+        deterministic=options.deterministic,
+        any_scale=scale <= 0,
+        grad=grads[0],
+        lse_grad=lse_grad,
+        batch=sizes.batch,
+        q_heads=sizes.q_heads,
+        kv_heads=sizes.kv_heads,
         shared_bias_bytes=math.prod(bias.shape) * getattr(torch, bias.dtype).itemsize
         if bias is not None and len(bias.shape) == 4 and bias.shape[1] == 1
         else 0,
-    ), kernel_config(options.kernel, kernel_names())  # fmt: skip
+    ), kernel_config(options.kernel, kernel_names())
 
 
 def _params(
-    plan: Plan, request: Request, config: KernelConfig, options: CallOptions, grads: tuple[bool, bool],
-    device: torch.device, *, sinks: bool,
-) -> KernelParams:  # fmt: skip
+    plan: Plan,
+    request: Request,
+    config: KernelConfig,
+    options: CallOptions,
+    grads: tuple[bool, bool],
+    device: torch.device,
+    *,
+    sinks: bool,
+) -> KernelParams:
     """Return the parameters of all work items."""
     return KernelParams(
-        plan.mask, checks.check_scale(options.softmax_scale, request.head_dim),
-        checks.check_softcap(options.softcap), float(options.dropout_p), config.block_q,
-        config.block_k, bool(config.fused_backward), _boundaries(plan, device), plan.blocks,
-        options.deterministic, grads[1], options.bias_role != "added",
+        plan.mask,
+        checks.check_scale(options.softmax_scale, request.head_dim),
+        checks.check_softcap(options.softcap),
+        float(options.dropout_p),
+        config.block_q,
+        config.block_k,
+        bool(config.fused_backward),
+        _boundaries(plan, device),
+        plan.blocks,
+        options.deterministic,
+        grads[1],
+        options.bias_role != "added",
         shifts_bias=request.bias and options.bias_role != "mask" and not sinks,
-        needs_lse=grads[0] or sinks or options.return_lse, segment_ids=request.segment_ids,
-    )  # fmt: skip
+        needs_lse=grads[0] or sinks or options.return_lse,
+        segment_ids=request.segment_ids,
+    )
 
 
 def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:

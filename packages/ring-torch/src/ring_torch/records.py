@@ -337,9 +337,9 @@ class Backward(NamedTuple):
 _HEADS = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), 2) | {"lse": 1, "delta": 1}
 
 
-def head_group[T: (
-    Inputs, QueryBlock, KeyBlock, AttentionState, BackwardInputs, QueryGrads, KeyGrads
-)](record: T, n: int, groups: int) -> T:  # fmt: skip
+def head_group[
+    T: (Inputs, QueryBlock, KeyBlock, AttentionState, BackwardInputs, QueryGrads, KeyGrads)
+](record: T, n: int, groups: int) -> T:
     """Return views of the ``n``-th of ``groups`` equal groups of heads.
 
     Records with a bias or slopes cannot be cut.

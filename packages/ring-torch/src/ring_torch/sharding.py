@@ -259,10 +259,16 @@ class Unsharding:
                 # rank sends its slice to all others, and receives theirs in the order of ranks.
                 local_slice = as_stored(x).contiguous()
                 slices = [torch.empty_like(local_slice) for _ in range(self.ranks.size)]
-                run_collective(self.ranks, partial(
-                    dist.all_gather, [*map(_as_bytes, slices)], _as_bytes(local_slice),
-                    group=self.ranks.group, async_op=True,
-                ))  # fmt: skip
+                run_collective(
+                    self.ranks,
+                    partial(
+                        dist.all_gather,
+                        [*map(_as_bytes, slices)],
+                        _as_bytes(local_slice),
+                        group=self.ranks.group,
+                        async_op=True,
+                    ),
+                )
         # Ranks hold every token once: all rows are written, and padding is left out.
         whole = x.new_empty([*x.shape[: self.dim], layout.seq_len, *x.shape[self.dim + 1 :]])
         rows = whole.transpose(0, self.dim)
@@ -292,10 +298,16 @@ class Unsharding:
             slices = slices.to(torch.promote_types(grad.dtype, torch.float32))
             # Of these stacked slices one is for each rank; only the own sum comes back.
             total = torch.empty_like(slices[0])
-            run_collective(self.ranks, partial(
-                dist.reduce_scatter_tensor, _as_real(total), _as_real(slices),
-                group=self.ranks.group, async_op=True,
-            ))  # fmt: skip
+            run_collective(
+                self.ranks,
+                partial(
+                    dist.reduce_scatter_tensor,
+                    _as_real(total),
+                    _as_real(slices),
+                    group=self.ranks.group,
+                    async_op=True,
+                ),
+            )
         return total.to(grad.dtype)
 
     def _signature(self, x: Tensor) -> CallSignature:

@@ -73,10 +73,12 @@ def head_parallel_specs(
         ),
         "alibi_slopes": lambda *shape: (*shape[:-1], q_heads),
     }  # fmt: skip
-    return tuple([
-        None if spec is None else spec._replace(shape=shapes[name](*spec.shape))
-        for name, spec in zip(Inputs._fields, specs, strict=False)
-    ])  # fmt: skip
+    return tuple(
+        [
+            None if spec is None else spec._replace(shape=shapes[name](*spec.shape))
+            for name, spec in zip(Inputs._fields, specs, strict=False)
+        ]
+    )
 
 
 #: Descriptions of the tensors that a call has, by the names of :class:`Inputs`.

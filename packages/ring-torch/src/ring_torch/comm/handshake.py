@@ -384,9 +384,11 @@ class GuardedPass:
             self._context.__enter__()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         ranks = self.ranks
         try:
             if ranks.size == 1:

@@ -22,9 +22,14 @@ _NUMBERS, _COLUMNS = 4096, 512  # numbers that a program copies at a time, and m
 
 
 def move_on_gpu(
-    layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
-    orders: Sequence[Tensor | None], *, by_heads: bool, packs: bool,
-) -> None:  # fmt: skip
+    layout: HeadBuffer,
+    buffer: Tensor,
+    tensors: Sequence[Tensor],
+    orders: Sequence[Tensor | None],
+    *,
+    by_heads: bool,
+    packs: bool,
+) -> None:
     """Do what :func:`ring_torch.transports.p2p.move` does, for up to three tensors.
 
     Their numbers must be contiguous along the last dimension.
@@ -74,9 +79,13 @@ class HeadArguments(NamedTuple):
 
     @classmethod
     def of(
-        cls, layout: HeadBuffer, tensors: Sequence[Tensor], orders: Sequence[Tensor | None], *,
+        cls,
+        layout: HeadBuffer,
+        tensors: Sequence[Tensor],
+        orders: Sequence[Tensor | None],
+        *,
         at_once: int,
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         """Make the arguments for blocks of ``at_once`` numbers, a power of 2."""
         assert all(x.stride(-1) == 1 or x.numel() == 0 for x in tensors), "numbers lie together"
         num_absent = 3 - len(tensors)
@@ -87,24 +96,54 @@ class HeadArguments(NamedTuple):
         columns = min(triton.next_power_of_2(widest), _COLUMNS, at_once)
         dims = {f"DIM{n}": layout.parts[n % len(tensors)].dim for n in range(3)}
         return cls(
-            [*tensors, *[None] * num_absent], [*orders, *[None] * num_absent],
+            [*tensors, *[None] * num_absent],
+            [*orders, *[None] * num_absent],
             [*sizes, *[0] * (3 * num_absent)],
             [*(stride for x in tensors for stride in x.stride()[:3]), *[0] * (3 * num_absent)],
             dims | {"ROWS": at_once // columns, "COLUMNS": columns},
             triton.cdiv(max(x.batch * x.length for x in layout.parts), at_once // columns),
-        )  # fmt: skip
+        )
 
 
 @DirectKernel
 @triton.jit
 def _move_tensors(
-    buffer, x0, x1, x2, order0, order1, order2,
-    length0, width0, offset0, length1, width1, offset1, length2, width2, offset2,
-    batch0, row0, head0, batch1, row1, head1, batch2, row2, head2,
-    batch, ranks, size,
-    DIM0: tl.constexpr, DIM1: tl.constexpr, DIM2: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_HEADS: tl.constexpr, PACKS: tl.constexpr,
-):  # fmt: skip
+    buffer,
+    x0,
+    x1,
+    x2,
+    order0,
+    order1,
+    order2,
+    length0,
+    width0,
+    offset0,
+    length1,
+    width1,
+    offset1,
+    length2,
+    width2,
+    offset2,
+    batch0,
+    row0,
+    head0,
+    batch1,
+    row1,
+    head1,
+    batch2,
+    row2,
+    head2,
+    batch,
+    ranks,
+    size,
+    DIM0: tl.constexpr,
+    DIM1: tl.constexpr,
+    DIM2: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BY_HEADS: tl.constexpr,
+    PACKS: tl.constexpr,
+):
     """Copy between a buffer ``[P, bytes]`` and up to three tensors; grid row n copies tensor n."""
     tensor_index = tl.program_id(1)
     # Neighbouring programs serve different ranks.
@@ -112,29 +151,84 @@ def _move_tensors(
     message = buffer + rank.to(tl.int64) * size
     if tensor_index == 0:
         move_block(
-            message + offset0, x0, order0, rank, block, length0, width0, batch0, row0, head0, batch,
-            DIM0, ROWS, COLUMNS, BY_HEADS, PACKS,
-        )  # fmt: skip
+            message + offset0,
+            x0,
+            order0,
+            rank,
+            block,
+            length0,
+            width0,
+            batch0,
+            row0,
+            head0,
+            batch,
+            DIM0,
+            ROWS,
+            COLUMNS,
+            BY_HEADS,
+            PACKS,
+        )
     if x1 is not None:  # noqa: SIM102 - what is None is not compiled
         if tensor_index == 1:
             move_block(
-                message + offset1, x1, order1, rank, block, length1, width1, batch1, row1, head1,
-                batch, DIM1, ROWS, COLUMNS, BY_HEADS, PACKS,
-            )  # fmt: skip
+                message + offset1,
+                x1,
+                order1,
+                rank,
+                block,
+                length1,
+                width1,
+                batch1,
+                row1,
+                head1,
+                batch,
+                DIM1,
+                ROWS,
+                COLUMNS,
+                BY_HEADS,
+                PACKS,
+            )
     if x2 is not None:  # noqa: SIM102 - a compile-time condition
         if tensor_index == 2:
             move_block(
-                message + offset2, x2, order2, rank, block, length2, width2, batch2, row2, head2,
-                batch, DIM2, ROWS, COLUMNS, BY_HEADS, PACKS,
-            )  # fmt: skip
+                message + offset2,
+                x2,
+                order2,
+                rank,
+                block,
+                length2,
+                width2,
+                batch2,
+                row2,
+                head2,
+                batch,
+                DIM2,
+                ROWS,
+                COLUMNS,
+                BY_HEADS,
+                PACKS,
+            )
 
 
 @triton.jit
 def move_block(
-    message, x, order, rank, block, length, width, x_batch, x_row, x_head, batch,
-    DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_HEADS: tl.constexpr,
+    message,
+    x,
+    order,
+    rank,
+    block,
+    length,
+    width,
+    x_batch,
+    x_row,
+    x_head,
+    batch,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BY_HEADS: tl.constexpr,
     PACKS: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     """Copy some rows of one tensor's part in the message to or from a rank.
 
     The part is ``[B, T_local, H / P, D]``, at the address ``message``; a row of the copy is a token

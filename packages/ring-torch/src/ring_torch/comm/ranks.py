@@ -202,9 +202,12 @@ class Ranks:
     def watch(self, timeout: timedelta) -> Thread:
         """Start the thread that logs failed ranks, and passes that do not end."""
         return watch(
-            self.state, self.rank, self.peers,
-            lambda: read_failure(not_none(ranks_of(self.group).group)), timeout,
-        )  # fmt: skip
+            self.state,
+            self.rank,
+            self.peers,
+            lambda: read_failure(not_none(ranks_of(self.group).group)),
+            timeout,
+        )
 
     def start(
         self,
@@ -291,9 +294,14 @@ class Ranks:
         return together
 
     def _all_to_all(
-        self, sent: torch.Tensor, received: torch.Tensor, sent_sizes: list[int],
-        received_sizes: list[int], *, beside: bool,
-    ) -> Transfer:  # fmt: skip
+        self,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+        sent_sizes: list[int],
+        received_sizes: list[int],
+        *,
+        beside: bool,
+    ) -> Transfer:
         """Start an all-to-all by what is inside of ``torch.distributed.all_to_all_single``.
 
         Its checks and its log take the host as long as NCCL does. Ranks of size 0 get no message.

@@ -81,9 +81,12 @@ def note_queued(state: GroupState, name: str) -> None:
 
 
 def watch(
-    state: GroupState, rank: int, peers: Sequence[int], read_failure: Callable[[], str | None],
+    state: GroupState,
+    rank: int,
+    peers: Sequence[int],
+    read_failure: Callable[[], str | None],
     timeout: timedelta,
-) -> Thread:  # fmt: skip
+) -> Thread:
     """Start a thread that looks for failed ranks, several times within the group's timeout.
 
     It logs failures of other ranks, and passes that do not end; a failure closes the group for
@@ -99,9 +102,11 @@ def watch(
     """
     stop = Event()
     thread = Thread(
-        target=_watch_group, args=(state, rank, peers, read_failure, timeout, stop), daemon=True,
+        target=_watch_group,
+        args=(state, rank, peers, read_failure, timeout, stop),
+        daemon=True,
         name="ring_torch watch",
-    )  # fmt: skip
+    )
 
     def end() -> None:
         """Stop the thread: an interpreter that ends while it is inside the store's code aborts."""
@@ -115,9 +120,13 @@ def watch(
 
 
 def _watch_group(
-    state: GroupState, rank: int, peers: Sequence[int], read_failure: Callable[[], str | None],
-    timeout: timedelta, stop: Event,
-) -> None:  # fmt: skip
+    state: GroupState,
+    rank: int,
+    peers: Sequence[int],
+    read_failure: Callable[[], str | None],
+    timeout: timedelta,
+    stop: Event,
+) -> None:
     """Look for failures and at the last queued pass until the group fails or is destroyed."""
     patience = max(_LEAST_WAIT, min(timeout / 8, _LONGEST))
     while not stop.wait(patience.total_seconds()):
@@ -141,8 +150,10 @@ def _watch_group(
             _LOG.error(
                 "%s, or one before it, has not ended on rank %d: it waits for ranks %s of the "
                 "group, or for what was queued before",
-                queued.name, rank, ", ".join(map(str, peers)),
-            )  # fmt: skip
+                queued.name,
+                rank,
+                ", ".join(map(str, peers)),
+            )
         if state.queued is queued:
             state.queued = None  # each is looked at once
 

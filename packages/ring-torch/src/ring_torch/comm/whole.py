@@ -248,8 +248,12 @@ class _Mode(TorchFunctionMode):
     """Mode that changes nothing: a graph that was compiled under another one is not used here."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # fmt: skip
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         return func(*args, **(kwargs or {}))
 
 

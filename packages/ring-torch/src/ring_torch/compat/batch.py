@@ -65,13 +65,22 @@ def ring_flash_attn_func(
         out = ring_flash_attn_func(q, k, v, causal=True, group=group)
     """
     return attend_batch(
-        "contiguous", q, k, v,
+        "contiguous",
+        q,
+        k,
+        v,
         FlashAttnOptions(
-            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-            return_attn_probs, strategy,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            strategy,
         ),
         group,
-    )  # fmt: skip
+    )
 
 
 ring_flash_attn_kvpacked_func = kvpacked(ring_flash_attn_func, dim=2)
@@ -99,13 +108,22 @@ def zigzag_ring_flash_attn_func(
     1 - r``, one after the other, which gives all ranks equal work in causal attention.
     """
     return attend_batch(
-        "zigzag", q, k, v,
+        "zigzag",
+        q,
+        k,
+        v,
         FlashAttnOptions(
-            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-            return_attn_probs, strategy,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            strategy,
         ),
         group,
-    )  # fmt: skip
+    )
 
 
 zigzag_ring_flash_attn_kvpacked_func = kvpacked(zigzag_ring_flash_attn_func, dim=2)
@@ -133,13 +151,22 @@ def stripe_flash_attn_func(
     ranks equal work in causal attention.
     """
     return attend_batch(
-        "striped", q, k, v,
+        "striped",
+        q,
+        k,
+        v,
         FlashAttnOptions(
-            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-            return_attn_probs, strategy,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            strategy,
         ),
         group,
-    )  # fmt: skip
+    )
 
 
 stripe_flash_attn_kvpacked_func = kvpacked(stripe_flash_attn_func, dim=2)

@@ -64,18 +64,30 @@ def checked(
     checks.check_flag("return_attn_probs", options.return_attn_probs)
     # A Mask, as flash-attn allows causal attention with more queries than keys.
     mask = checks.check_mask(
-        None, causal=options.causal, window=window_of(options.window_size), chunk_size=None,
+        None,
+        causal=options.causal,
+        window=window_of(options.window_size),
+        chunk_size=None,
         cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+    )
     return check_call(
-        ranks, ranks.next_call(), layout, q, k, v,
+        ranks,
+        ranks.next_call(),
+        layout,
+        q,
+        k,
+        v,
         CallOptions(
-            mask=mask, softmax_scale=options.softmax_scale, alibi_slopes=options.alibi_slopes,
-            dropout_p=options.dropout_p, dropout_seed=seed_of(options.dropout_p),
-            deterministic=options.deterministic, return_lse=options.return_attn_probs,
+            mask=mask,
+            softmax_scale=options.softmax_scale,
+            alibi_slopes=options.alibi_slopes,
+            dropout_p=options.dropout_p,
+            dropout_seed=seed_of(options.dropout_p),
+            deterministic=options.deterministic,
+            return_lse=options.return_attn_probs,
             strategy=options.strategy,
         ),
-    )  # fmt: skip
+    )
 
 
 def run_call(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -93,13 +93,24 @@ def ring_flash_attn_varlen_func(
         out = ring_flash_attn_varlen_func(q, k, v, cu_seqlens, 1536, causal=True, group=group)
     """
     return attend_documents(
-        "contiguous", q, k, v, cu_seqlens, max_seqlen,
+        "contiguous",
+        q,
+        k,
+        v,
+        cu_seqlens,
+        max_seqlen,
         FlashAttnOptions(
-            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-            return_attn_probs, strategy,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            strategy,
         ),
         group,
-    )  # fmt: skip
+    )
 
 
 ring_flash_attn_varlen_kvpacked_func = kvpacked(ring_flash_attn_varlen_func, dim=1)
@@ -129,13 +140,24 @@ def zigzag_ring_flash_attn_varlen_func(
     1 - r``, one after the other, which gives all ranks equal work in causal attention.
     """
     return attend_documents(
-        "zigzag", q, k, v, cu_seqlens, max_seqlen,
+        "zigzag",
+        q,
+        k,
+        v,
+        cu_seqlens,
+        max_seqlen,
         FlashAttnOptions(
-            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-            return_attn_probs, strategy,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            strategy,
         ),
         group,
-    )  # fmt: skip
+    )
 
 
 zigzag_ring_flash_attn_varlen_kvpacked_func = kvpacked(zigzag_ring_flash_attn_varlen_func, dim=1)
@@ -223,9 +245,14 @@ def _spans_by_call(ranks: Ranks, offsets: tuple[int, ...]) -> list[tuple[tuple[i
 
 
 def _shared_call(
-    ranks: Ranks, layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: FlashAttnOptions,
+    ranks: Ranks,
+    layout: LayoutName,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: FlashAttnOptions,
     spans: tuple[tuple[int, int], ...],
-) -> _SharedCall:  # fmt: skip
+) -> _SharedCall:
     """Check the call of some documents, and return it with their pieces joined.
 
     Several documents become one sequence with ``cu_seqlens``.

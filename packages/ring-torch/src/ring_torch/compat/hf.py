@@ -115,12 +115,21 @@ class RingFlashAttention:
         target: torch.dtype | None = get_target_dtype(query, module)
         q, k, v = (x.transpose(1, 2).to(target or query.dtype) for x in (query, key, value))
         return ring_attention(
-            q, k, v, group=self.group,
+            q,
+            k,
+            v,
+            group=self.group,
             causal=bool(module.is_causal if is_causal is None else is_causal),
-            window=window, cu_seqlens=self.documents,
-            softmax_scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout,
-            dropout_seed=seed_of(dropout), deterministic=deterministic, strategy=self.strategy,
-        ), None  # fmt: skip
+            window=window,
+            cu_seqlens=self.documents,
+            softmax_scale=scaling,
+            softcap=softcap,
+            sinks=s_aux,
+            dropout_p=dropout,
+            dropout_seed=seed_of(dropout),
+            deterministic=deterministic,
+            strategy=self.strategy,
+        ), None
 
 
 def substitute_hf_flash_attn(

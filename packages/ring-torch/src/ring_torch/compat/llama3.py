@@ -192,14 +192,27 @@ def llama3_flash_attn_varlen_func(
         )
     """
     return _attend_stream(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        heads_k_stride,
         local_k_slice,
         FlashAttnOptions(
-            dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-            return_attn_probs, strategy,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            strategy,
         ),
         group,
-    )  # fmt: skip
+    )
 
 
 llama3_flash_attn_varlen_kvpacked_func = kvpacked(llama3_flash_attn_varlen_func, dim=1)
@@ -221,11 +234,14 @@ def _prepared(
     inner, start = documents[left + 1 : right], documents[left]
     stop = end if causal else documents[right]
     return Prepared(
-        documents, causal, rank, world_size,
+        documents,
+        causal,
+        rank,
+        world_size,
         cu_seqlens_q=(0, *(offset - first_token for offset in inner), share),
         cu_seqlens_k=(0, *(offset - start for offset in inner), stop - start),
         stop=stop,
-    ), start  # fmt: skip
+    ), start
 
 
 def _longest(offsets: tuple[int, ...]) -> int:
@@ -235,10 +251,18 @@ def _longest(offsets: tuple[int, ...]) -> int:
 
 @untraced
 def _attend_stream(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor, heads_k_stride: int,
-    local_k_slice: slice, options: FlashAttnOptions, group: Group,
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    heads_k_stride: int,
+    local_k_slice: slice,
+    options: FlashAttnOptions,
+    group: Group,
+) -> Any:
     """Compute attention of contiguous shards ``[T_local, H, D]`` of a stream of documents."""
     ranks = ranks_of(group)
     check_shards(q, k, v)

@@ -99,9 +99,12 @@ def _as_operands(options: CallOptions) -> CallOptions:
                 "Mask instead"
             )
         options = options._replace(
-            mask=None, causal=mask.causal, window=mask.window, chunk_size=mask.chunk_size,
+            mask=None,
+            causal=mask.causal,
+            window=mask.window,
+            chunk_size=mask.chunk_size,
             cu_seqlens=mask.cu_seqlens,
-        )  # fmt: skip
+        )
     window, documents, seed = options.window, options.cu_seqlens, options.dropout_seed
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -206,15 +209,22 @@ def _static_call(text: str) -> _StaticCall:
     """Return the constant part of a call from its text; cached."""
     facts: dict[str, Any] = json.loads(text)
     return _StaticCall(
-        facts, from_json(facts["layout"]), facts["options"],
-        facts["grad"], facts["bias_grad"], facts["probe"],
-    )  # fmt: skip
+        facts,
+        from_json(facts["layout"]),
+        facts["options"],
+        facts["grad"],
+        facts["bias_grad"],
+        facts["probe"],
+    )
 
 
 def _call(
-    text: str, tensors: Sequence[Tensor], numbers: Sequence[int] | None, number: int,
+    text: str,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[int] | None,
+    number: int,
     check: tuple[int, int] | None = None,
-) -> tuple[Call, Inputs]:  # fmt: skip
+) -> tuple[Call, Inputs]:
     """Return the checked call of an operation, and its inputs.
 
     While a graph is traced the numbers are not known. Then it is the call that computes the most
@@ -240,9 +250,12 @@ def _call(
         # The trace has taken a Mask apart, so any other object here is refused.
         mask_option: Any = options.mask
         mask = checks.check_mask(
-            mask_option, causal=options.causal, window=options.window,
-            chunk_size=options.chunk_size, cu_seqlens=options.cu_seqlens,
-        )  # fmt: skip
+            mask_option,
+            causal=options.causal,
+            window=options.window,
+            chunk_size=options.chunk_size,
+            cu_seqlens=options.cu_seqlens,
+        )
         if options.seq_len is not None:  # otherwise it is checked in the trace
             lengths = checks.check_seq_len(
                 options.seq_len, int(q.shape[1]), int(k.shape[1]), static.layout, static.ranks.size
@@ -252,9 +265,17 @@ def _call(
             causal=False, window=None, chunk_size=None, cu_seqlens=None, mask=mask
         )
         return check_call(
-            static.ranks, number, static.layout, q, k, v, options, grad=static.grad,
-            bias_grad=static.bias_grad, check=check,
-        )  # fmt: skip
+            static.ranks,
+            number,
+            static.layout,
+            q,
+            k,
+            v,
+            options,
+            grad=static.grad,
+            bias_grad=static.bias_grad,
+            check=check,
+        )
 
     widest = _widest(options, q, k, static.ranks.size)
     is_chosen = strategy_config(options.strategy, strategy_names()).name == "auto"
@@ -336,9 +357,12 @@ def _attention_like(
 
 @torch.library.custom_op("ring_torch::attention_backward", mutates_args=())
 def attention_backward(
-    grads: Sequence[Tensor | None], results: Sequence[Tensor], tensors: Sequence[Tensor],
-    numbers: Sequence[int], text: str,
-) -> list[Tensor]:  # fmt: skip
+    grads: Sequence[Tensor | None],
+    results: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    numbers: Sequence[int],
+    text: str,
+) -> list[Tensor]:
     """Compute the gradients of q, k, v, and of sinks and bias if there are any.
 
     Args:
@@ -360,9 +384,12 @@ def attention_backward(
 
 @attention_backward.register_fake
 def _attention_backward_like(
-    _grads: Sequence[Tensor | None], _results: Sequence[Tensor], tensors: Sequence[Tensor],
-    _numbers: Sequence[int], text: str,
-) -> list[Tensor]:  # fmt: skip
+    _grads: Sequence[Tensor | None],
+    _results: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    _numbers: Sequence[int],
+    text: str,
+) -> list[Tensor]:
     """Return tensors of the gradients' shapes and dtypes, while a graph is traced."""
     indices = _static_call(text).differentiable(tensors)
     return [tensors[n].new_empty(tensors[n].shape) for n in indices]

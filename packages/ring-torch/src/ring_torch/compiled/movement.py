@@ -46,9 +46,15 @@ _KIND_OF: dict[str, type[MoveKind]] = {
 
 
 def shift_in_graph(
-    sharding: Sharding, x: Tensor, n: int, *, dim: int, fill: float,
-    cu_seqlens: Sequence[int] | None, seq_len: int | None,
-) -> Tensor:  # fmt: skip
+    sharding: Sharding,
+    x: Tensor,
+    n: int,
+    *,
+    dim: int,
+    fill: float,
+    cu_seqlens: Sequence[int] | None,
+    seq_len: int | None,
+) -> Tensor:
     """Add a shift to the graph that is being traced.
 
     Raises:
@@ -72,9 +78,15 @@ def shift_in_graph(
 
 
 def halo_in_graph(
-    sharding: Sharding, x: Tensor, left: int, right: int, *, dim: int,
-    cu_seqlens: Sequence[int] | None, seq_len: int | None,
-) -> Halo:  # fmt: skip
+    sharding: Sharding,
+    x: Tensor,
+    left: int,
+    right: int,
+    *,
+    dim: int,
+    cu_seqlens: Sequence[int] | None,
+    seq_len: int | None,
+) -> Halo:
     """Add a halo to the graph that is being traced.
 
     Raises:
@@ -162,13 +174,15 @@ def _text(groups: tuple[Any, ...], kind: str, fields: list[Any], dim: int, needs
         needs_grad: True if there will be a backward.
     """
     ranks, *_ = ranks_of_relayout(members_of(groups[0]), members_of(groups[-1]))
-    return json.dumps({
-        **group_fields(ranks),
-        "kind": kind,
-        "fields": fields,
-        "dim": dim,
-        "needs_grad": needs_grad,
-    })  # fmt: skip
+    return json.dumps(
+        {
+            **group_fields(ranks),
+            "kind": kind,
+            "fields": fields,
+            "dim": dim,
+            "needs_grad": needs_grad,
+        }
+    )
 
 
 def _kind(text: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> MoveKind:
@@ -183,9 +197,14 @@ def _kind(text: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> MoveK
 
 @torch.library.custom_op("ring_torch::move", mutates_args=())
 def move(
-    x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str, tokens: int,
-    order: int, check: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[int],
+    text: str,
+    tokens: int,
+    order: int,
+    check: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Return the rows of this rank after a movement, or after its backward.
 
     The second result is ``check`` of its backward, which may run in another thread, or later.
@@ -214,9 +233,14 @@ def move(
 
 @move.register_fake
 def _move_like(
-    x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str, tokens: int,
-    order: int, _check: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[int],
+    text: str,
+    tokens: int,
+    order: int,
+    _check: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Return tensors of the results' shapes, while a graph is traced."""
     facts, shape = json.loads(text), list(x.shape)
     rank, size = facts["ranks"]

@@ -18,9 +18,13 @@ from ring_torch.sharding import UnshardGrad, Unsharding, check_grad, check_slice
 
 
 def unshard_in_graph(
-    group: Any, layout: LayoutSpec, x: Tensor, dim: int, grad: UnshardGrad | None,
+    group: Any,
+    layout: LayoutSpec,
+    x: Tensor,
+    dim: int,
+    grad: UnshardGrad | None,
     seq_len: int | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Add the operation that joins all ranks' slices to the graph that is being traced.
 
     Raises:
@@ -41,13 +45,15 @@ def _unshard_text(
 ) -> str:
     """Return the constant part of an ``unshard`` as JSON; the compiler takes it for a constant."""
     ranks = ranks_of(group)
-    return json.dumps({
-        **group_fields(ranks),
-        "layout": layout,
-        "dim": dim,
-        "grad": grad,
-        "needs_grad": needs_grad,
-    })  # fmt: skip
+    return json.dumps(
+        {
+            **group_fields(ranks),
+            "layout": layout,
+            "dim": dim,
+            "grad": grad,
+            "needs_grad": needs_grad,
+        }
+    )
 
 
 def _unsharding(text: str, seq_len: int | None, *, is_forward: bool = False) -> Unsharding:

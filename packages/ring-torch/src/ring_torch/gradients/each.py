@@ -151,9 +151,13 @@ class _Hooks(ReducesEach):
     """
 
     def __init__(
-        self, ranks: Ranks, number: int, model: nn.Module, weights: Mapping[str, nn.Parameter],
+        self,
+        ranks: Ranks,
+        number: int,
+        model: nn.Module,
+        weights: Mapping[str, nn.Parameter],
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._pass = f"{_CALL}[{number}]"
         self._ranks, self._device = ranks, device
         # Weakly, as its parameters hold these hooks.
@@ -216,12 +220,10 @@ class _Hooks(ReducesEach):
             ranks.size, len(self._weights), dtype=torch.int32, device=torch.device("cpu")
         )
         facts[ranks.rank] = torch.tensor(
-            [
-                0 if x is None else _COMES * _is_reached(x) + _HOLDS * (x in held)
-                for x in weights
-            ],
-            dtype=torch.int32, device=facts.device,
-        )  # fmt: skip
+            [0 if x is None else _COMES * _is_reached(x) + _HOLDS * (x in held) for x in weights],
+            dtype=torch.int32,
+            device=facts.device,
+        )
         with GuardedPass(ranks, number, signature, self._device):
             agree(ranks, number, 0, signature, self._device)
             total = facts.to(self._device)

@@ -106,9 +106,11 @@ _NOWHERE, _GRAD, _MAIN_GRAD = range(3)
 
 
 def _holders(
-    ranks: Ranks, weights: Collection[nn.Parameter], doubtful: Collection[nn.Parameter],
+    ranks: Ranks,
+    weights: Collection[nn.Parameter],
+    doubtful: Collection[nn.Parameter],
     device: torch.device,
-) -> tuple[list[int], list[int]]:  # fmt: skip
+) -> tuple[list[int], list[int]]:
     """Return where ranks have gradients, and which doubtful ones have equal numbers on all ranks.
 
     Returns:
@@ -269,14 +271,16 @@ def _check_model(
         return
     group_ranks = {*dist.get_process_group_ranks(ranks.group)}
     sharded = {
-        f"the module {name or type(module).__name__}": dist.get_process_group_ranks(module.process_group)
+        f"the module {name or type(module).__name__}": dist.get_process_group_ranks(
+            module.process_group
+        )
         for name, module in model.named_modules()
         if isinstance(module, FullyShardedDataParallel)
     } | {
         f"{name} {tuple(weight.shape)}, a DTensor,": weight.device_mesh.mesh.flatten().tolist()
         for name, weight in weights.items()
         if isinstance(weight, DTensor)
-    }  # fmt: skip
+    }
     for description, holders in sharded.items():
         if ranks.size > 1 and len(group_ranks & {*holders}) > 1:
             raise UnsupportedError(
@@ -291,10 +295,14 @@ def parameter_fields(weights: Mapping[str, nn.Parameter]) -> dict[str, Any]:
     """Return descriptions of all parameters in a few fields of a header, for ranks to compare."""
     lines = [
         f"{name} {list(local_shard(tensor).shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        + (f" {weight.placements} {weight.device_mesh.get_coordinate()}" if isinstance(weight, DTensor) else "")
+        + (
+            f" {weight.placements} {weight.device_mesh.get_coordinate()}"
+            if isinstance(weight, DTensor)
+            else ""
+        )
         for name, weight in weights.items()
         for tensor in (weight if weight.grad is None else weight.grad,)
-    ]  # fmt: skip
+    ]
     size = max(1, -(-len(lines) // _FIELDS))
     return {"parameters": len(lines)} | {
         f"parameters {n} to {min(n + size, len(lines)) - 1}": "; ".join(lines[n : n + size])

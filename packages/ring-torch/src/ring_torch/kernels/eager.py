@@ -43,9 +43,11 @@ class EagerKernel(Kernel):
     """Kernel ``eager``, in torch's operations: slow, exact, and complete."""
 
     capabilities = replace(
-        EVERYTHING, name="eager", dtypes=("float64", "float32", "bfloat16", "float16"),
+        EVERYTHING,
+        name="eager",
+        dtypes=("float64", "float32", "bfloat16", "float16"),
         fused_backward=False,
-    )  # fmt: skip
+    )
     reads_on_host = True
 
     def forward(self, item: WorkItem, params: KernelParams) -> Forward:
@@ -58,9 +60,15 @@ class EagerKernel(Kernel):
         return sums_one_by_one(items, launches, params, adds=adds)
 
     def attend(
-        self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
-        into: AttentionState | None, _mode: Mode, _key: object = None,
-    ) -> AttentionState:  # fmt: skip
+        self,
+        item: WorkItem,
+        params: KernelParams,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        into: AttentionState | None,
+        _mode: Mode,
+        _key: object = None,
+    ) -> AttentionState:
         """Attend to the item's keys and merge into ``into``, one block of rows after the other."""
         assert into is not None
         blocks = ScoreBlocks(rows, columns, item, params)
@@ -102,9 +110,15 @@ class EagerKernel(Kernel):
         return into
 
     def differentiate(
-        self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
-        upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads,
-    ) -> None:  # fmt: skip
+        self,
+        item: WorkItem,
+        params: KernelParams,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        upstream: BackwardInputs,
+        row_grads: QueryGrads,
+        column_grads: KeyGrads,
+    ) -> None:
         """Add the item's gradients to the accumulators, one block of scores after the other."""
         blocks = ScoreBlocks(rows, columns, item, params)
         kv_heads, dtype = columns.k.shape[2], row_grads.dq.dtype
@@ -225,9 +239,13 @@ class ScoreBlocks:
         seed, heads = not_none(self.rows.dropout)
         index, position = not_none(self.rows.indices)[i], not_none(self.columns.position)[j]
         is_kept = dropout_keep(
-            p, seed, range(len(self.rows.q)), self.rows.q.shape[2] if heads is None else heads,
-            index, position,
-        )  # fmt: skip
+            p,
+            seed,
+            range(len(self.rows.q)),
+            self.rows.q.shape[2] if heads is None else heads,
+            index,
+            position,
+        )
         return is_kept.to(like.dtype).div_(1 - p).view(like.shape)
 
     def add_bias_grad(self, dbias: Tensor, dscores: Tensor, i: slice, j: slice) -> None:

@@ -180,9 +180,13 @@ class FlashKernel(Kernel):
         return run
 
     def _attend(
-        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
+        self,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        item: WorkItem,
+        params: KernelParams,
         out: AttentionState | None = None,
-    ) -> AttentionState:  # fmt: skip
+    ) -> AttentionState:
         """Return attention over the item's keys, in one launch or in one for each of its pieces."""
         q, k, v = rows.q, columns.k, columns.v
         if pieces := self._pieces(item):
@@ -217,9 +221,13 @@ class FlashKernel(Kernel):
         return AttentionState(result, lse)
 
     def _takes_as_is(
-        self, direction: Direction, rows: QueryBlock, columns: KeyBlock, item: WorkItem,
+        self,
+        direction: Direction,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        item: WorkItem,
         *others: Tensor,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Return True if an item is a band without ALiBi, not to be padded, copied or cut."""
         q, k, v = rows.q, columns.k, columns.v
         is_band = item.cu_q is None and item.tiles is None and rows.segments is None
@@ -228,9 +236,14 @@ class FlashKernel(Kernel):
         return is_band and fits and rows.slopes is None and are_ready and not self._pieces(item)
 
     def _grads(
-        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem,
-        params: KernelParams, out: Tensor | None = None,
-    ) -> Grads:  # fmt: skip
+        self,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        upstream: BackwardInputs,
+        item: WorkItem,
+        params: KernelParams,
+        out: Tensor | None = None,
+    ) -> Grads:
         """Return the item's gradients, in one launch or in one for each of its pieces."""
         if pieces := self._pieces(item):
             dq = rows.q.new_zeros(rows.q.shape)
@@ -274,9 +287,16 @@ class FlashKernel(Kernel):
         return narrowed(out, v_dim), lse
 
     def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: LaunchOptions, dst: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        options: LaunchOptions,
+        dst: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Call the library's backward at head dims that it has, and cut the padding off again."""
         dims, qk_dim, v_dim = self._dims("backward", q, v), q.shape[-1], v.shape[-1]
         if dims.qk != qk_dim:
@@ -351,9 +371,14 @@ def _options(
     is given beside them.
     """
     options = LaunchOptions(
-        params.scale, params.softcap, item.window, None, params.deterministic, params.needs_lse,
+        params.scale,
+        params.softcap,
+        item.window,
+        None,
+        params.deterministic,
+        params.needs_lse,
         sinks=rows.sinks,
-    )  # fmt: skip
+    )
     if item.cu_q is not None:
         documents = _documents_of_batch(item, rows.q.shape[0], rows.q.device)
         return options._replace(window=item.documents_window or item.window, documents=documents)
@@ -368,10 +393,11 @@ def _options(
         if len(rows.runs) == len(columns.runs) == 1:
             q_k_offset = rows.runs[0].position - columns.runs[0].position
         options = options._replace(
-            slopes=rows.slopes, positions=(not_none(rows.position), not_none(columns.position)),
+            slopes=rows.slopes,
+            positions=(not_none(rows.position), not_none(columns.position)),
             q_k_offset=q_k_offset,
             is_causal=q_k_offset is not None and item.lo is not None and item.lo + q_k_offset >= 0,
-        )  # fmt: skip
+        )
     return options
 
 

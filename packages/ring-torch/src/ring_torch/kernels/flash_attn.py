@@ -51,15 +51,32 @@ class FlashAttention(FlashLibrary):
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: LaunchOptions, _dst: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        options: LaunchOptions,
+        _dst: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(dq, dk, dv)``, in new tensors."""
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         self._call(
-            "backward", options, dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk,
-            dv=dv, deterministic=options.deterministic,
-        )  # fmt: skip
+            "backward",
+            options,
+            dout=dout,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            softmax_lse=lse,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            deterministic=options.deterministic,
+        )
         return dq, dk, dv
 
     def _call(self, direction: Direction, options: LaunchOptions, **tensors: Any) -> Any:
@@ -118,15 +135,21 @@ def _missing_2() -> str | None:
 FA2 = FlashKernel(
     FLASH_2,
     Capabilities(
-        name="fa2", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
-        bands="any", documents=True, deterministic=True, exact_nan=False,
+        name="fa2",
+        devices=("cuda",),
+        dtypes=("bfloat16", "float16"),
+        max_head_dim=256,
+        bands="any",
+        documents=True,
+        deterministic=True,
+        exact_nan=False,
         # Not softcap: its tanh is an approximation, and lse is off by more than rounding (2.8.3).
     ),
     head_dims=rounded_to_8,
     unavailable=_missing_2,
     wrong_gpu=old_gpu_reason,
     clips_right_window=True,
-)  # fmt: skip
+)
 
 
 @cache
@@ -145,12 +168,18 @@ def _missing_3() -> str | None:
 FA3 = FlashKernel(
     FLASH_3,
     Capabilities(
-        name="fa3", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
-        bands="any", documents=True, deterministic=True,
-        deterministic_head_dim=192, exact_nan=False,
+        name="fa3",
+        devices=("cuda",),
+        dtypes=("bfloat16", "float16"),
+        max_head_dim=256,
+        bands="any",
+        documents=True,
+        deterministic=True,
+        deterministic_head_dim=192,
+        exact_nan=False,
         # Not softcap: its tanh is an approximation, as that of FlashAttention-2.
     ),
     head_dims=rounded_to_8,
     unavailable=_missing_3,
     wrong_gpu=partial(gpu_reason, 8, 9),
-)  # fmt: skip
+)

@@ -139,9 +139,17 @@ class FlashLibrary(Protocol):
         """
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: LaunchOptions, dst: Tensor | None, /,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        options: LaunchOptions,
+        dst: Tensor | None,
+        /,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(dq, dk, dv)`` from the final ``out`` and ``lse``; ``dq`` may be ``dst``."""
 
     @property
@@ -156,8 +164,16 @@ class FlashLibrary(Protocol):
         return None
 
     def repeated_backward(
-        self, _dout: Tensor, _q: Tensor, _k: Tensor, _v: Tensor, _out: Tensor, _lse: Tensor,
-        _options: LaunchOptions, _dst: Tensor, /,
-    ) -> BackwardLaunch | None:  # fmt: skip
+        self,
+        _dout: Tensor,
+        _q: Tensor,
+        _k: Tensor,
+        _v: Tensor,
+        _out: Tensor,
+        _lse: Tensor,
+        _options: LaunchOptions,
+        _dst: Tensor,
+        /,
+    ) -> BackwardLaunch | None:
         """Return a shorter way for later calls with tensors like these, of which one has run."""
         return None

@@ -54,9 +54,15 @@ class CpuFlashKernel(EagerKernel):
     )
 
     def attend(
-        self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
-        into: AttentionState | None, mode: Mode, _key: object = None,
-    ) -> AttentionState:  # fmt: skip
+        self,
+        item: WorkItem,
+        params: KernelParams,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        into: AttentionState | None,
+        mode: Mode,
+        _key: object = None,
+    ) -> AttentionState:
         """Attend and merge into ``into``, without repeating K/V for grouped query heads.
 
         The operator is called once for each query head of a K/V head.
@@ -75,9 +81,15 @@ class CpuFlashKernel(EagerKernel):
         return into
 
     def differentiate(
-        self, item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
-        upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads,
-    ) -> None:  # fmt: skip
+        self,
+        item: WorkItem,
+        params: KernelParams,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        upstream: BackwardInputs,
+        row_grads: QueryGrads,
+        column_grads: KeyGrads,
+    ) -> None:
         """Add the item's gradients to the accumulators."""
         if _reads_nonfinite(item, rows.q, columns.k, columns.v, upstream.dout, upstream.out):
             super().differentiate(item, params, rows, columns, upstream, row_grads, column_grads)
@@ -112,36 +124,71 @@ class TorchFlash(FlashLibrary):
         cu_q, cu_k, *longest = options.documents or (None, None, q.shape[1], k.shape[1])
         left, right = (unbounded(side) for side in options.window)
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, cu_q, cu_k, *longest, 0.0, False, False,
-            scale=options.scale, window_size_left=left, window_size_right=right,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            cu_q,
+            cu_k,
+            *longest,
+            0.0,
+            False,
+            False,
+            scale=options.scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: LaunchOptions, _dst: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        options: LaunchOptions,
+        _dst: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(dq, dk, dv)``, allocated by torch."""
         cu_q, cu_k, *longest = options.documents or (None, None, q.shape[1], k.shape[1])
         left, right = (unbounded(side) for side in options.window)
         state = torch.empty(0, device=q.device)  # dropout's state, of which there is none
         grads: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
-            dout.contiguous(), q, k, v, out.contiguous(), lse, cu_q, cu_k, *longest, 0.0,
-            False, state, state,
-            scale=options.scale, window_size_left=left, window_size_right=right,
-        )  # fmt: skip
+            dout.contiguous(),
+            q,
+            k,
+            v,
+            out.contiguous(),
+            lse,
+            cu_q,
+            cu_k,
+            *longest,
+            0.0,
+            False,
+            state,
+            state,
+            scale=options.scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
         return grads
 
 
 CUDA_FLASH = FlashKernel(
     TorchFlash(),
     Capabilities(
-        name="sdpa", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
-        bands="any", documents=True, exact_nan=False,
+        name="sdpa",
+        devices=("cuda",),
+        dtypes=("bfloat16", "float16"),
+        max_head_dim=256,
+        bands="any",
+        documents=True,
+        exact_nan=False,
     ),
     head_dims=rounded_to_8,
     clips_right_window=True,
-)  # fmt: skip
+)
 
 
 class Cudnn(FlashLibrary):
@@ -152,15 +199,29 @@ class Cudnn(FlashLibrary):
     ) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)``, allocated by torch."""
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0,
-            _is_causal(q, options), False, scale=options.scale,
-        )  # fmt: skip
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            None,
+            True,
+            0.0,
+            _is_causal(q, options),
+            False,
+            scale=options.scale,
+        )
         return out.transpose(1, 2), lse.view(lse.shape[:3])
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: LaunchOptions, _dst: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        options: LaunchOptions,
+        _dst: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(dq, dk, dv)``.
 
         cuDNN's backward refuses a single query and a single key. They get a second token behind
@@ -177,10 +238,23 @@ class Cudnn(FlashLibrary):
             return dq[:, :1], dk[:, :1], dv[:, :1]
         state = _no_dropout(q.device)
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
-            dout.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-            out.transpose(1, 2), lse.unsqueeze(-1), state, state, None, None, None, q.shape[1],
-            k.shape[1], 0.0, _is_causal(q, options), scale=options.scale,
-        )  # fmt: skip
+            dout.transpose(1, 2),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            out.transpose(1, 2),
+            lse.unsqueeze(-1),
+            state,
+            state,
+            None,
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            0.0,
+            _is_causal(q, options),
+            scale=options.scale,
+        )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
@@ -209,14 +283,19 @@ def _cudnn_limits(request: Request, _program: RingProgram) -> tuple[str, ...]:
 CUDNN = FlashKernel(
     Cudnn(),
     Capabilities(
-        name="cudnn", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
-        mixed_head_dims=True, bands="causal", exact_nan=False,
+        name="cudnn",
+        devices=("cuda",),
+        dtypes=("bfloat16", "float16"),
+        max_head_dim=256,
+        mixed_head_dims=True,
+        bands="causal",
+        exact_nan=False,
     ),
     head_dims=rounded_to_8,
     unavailable=lambda: None if torch.backends.cudnn.is_available() else "this torch has no cuDNN",
     wrong_gpu=old_gpu_reason,
     limits=_cudnn_limits,
-)  # fmt: skip
+)
 
 
 def _reads_nonfinite(item: WorkItem, q: Tensor, k: Tensor, *value_tensors: Tensor) -> bool:

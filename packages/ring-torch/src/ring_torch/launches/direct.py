@@ -36,9 +36,18 @@ class _Compiled(NamedTuple):
         # Asked at each launch: the caller may be on another stream than before, or capture a graph.
         stream = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - as Triton asks
         self.run(
-            x_size, y_size, z_size, stream, kernel.function, kernel.packed_metadata, None, None, None,
-            *values, *self.constants,
-        )  # fmt: skip
+            x_size,
+            y_size,
+            z_size,
+            stream,
+            kernel.function,
+            kernel.packed_metadata,
+            None,
+            None,
+            None,
+            *values,
+            *self.constants,
+        )
 
 
 class PreparedLaunch(NamedTuple):

@@ -89,9 +89,15 @@ def whole_length(
 
 
 def shift(
-    sharding: Sharding, x: Tensor, n: int, *, dim: int, fill: float,
-    cu_seqlens: Sequence[int] | None, seq_len: int | None,
-) -> Tensor:  # fmt: skip
+    sharding: Sharding,
+    x: Tensor,
+    n: int,
+    *,
+    dim: int,
+    fill: float,
+    cu_seqlens: Sequence[int] | None,
+    seq_len: int | None,
+) -> Tensor:
     """Move tokens ``n`` positions on within documents; see :meth:`ContextParallel.shift`."""
     ranks = sharding.ranks
     number = ranks.next_call()
@@ -106,9 +112,15 @@ def shift(
 
 
 def halo(
-    sharding: Sharding, x: Tensor, left: int, right: int, *, dim: int,
-    cu_seqlens: Sequence[int] | None, seq_len: int | None,
-) -> Halo:  # fmt: skip
+    sharding: Sharding,
+    x: Tensor,
+    left: int,
+    right: int,
+    *,
+    dim: int,
+    cu_seqlens: Sequence[int] | None,
+    seq_len: int | None,
+) -> Halo:
     """Return each run with its neighbours' rows on both sides; see :meth:`ContextParallel.halo`."""
     ranks, layout = sharding.ranks, sharding.layout
     number = ranks.next_call()

@@ -231,10 +231,15 @@ def _passes(
         _Pass(
             # The inverse movement: what was received is sent back in the same order, so both ends
             # match without a word.
-            local.reversed(), unpack.reversed(), pack.reversed(), part.received, part.sent, held,
+            local.reversed(),
+            unpack.reversed(),
+            pack.reversed(),
+            part.received,
+            part.sent,
+            held,
             add=movement.repeats,
         ),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -342,9 +347,14 @@ class MoveCall:
 
 @lru_cache(maxsize=256)
 def _signature(
-    name: str, kind: MoveKind, shape: tuple[int, ...], dtype: str, dim: int, needs_grad: bool,
+    name: str,
+    kind: MoveKind,
+    shape: tuple[int, ...],
+    dtype: str,
+    dim: int,
+    needs_grad: bool,
     check_every: int,
-) -> CallSignature:  # fmt: skip
+) -> CallSignature:
     """Return the facts of a pass that must be equal on all ranks."""
     arguments = {
         key: x if isinstance(x, int | float | tuple | None) else str(x)

@@ -179,10 +179,16 @@ class _Call(NamedTuple):
 
 
 def scaled_dot_product_attention(
-    scope: Scope, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    scope: Scope,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Answer a call of torch's function; arguments and results are its own, of this rank's tokens.
 
     Raises:
@@ -196,9 +202,7 @@ def scaled_dot_product_attention(
             module,
             f"it is also {scope.others}: give the options all of its names, or make two modules of it",
         )
-    call = _Call(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, module
-    )  # fmt: skip
+    call = _Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, module)
     if scope.state.computes == "shards":
         if scope.keys in ("own", "sharded"):
             out = _on_ring(scope.state, _checked(scope, call))
@@ -206,9 +210,12 @@ def scaled_dot_product_attention(
         scope.state.watch.call(0, 0, on_ring=False)
         if scope.keys == "whole":
             if is_causal:
-                _refuse(module, "is_causal=True with keys that every rank holds whole: which of them a "
-                        "query may see depends on its place in the whole sequence. Give attn_mask with a "
-                        "row for each of this rank's queries")  # fmt: skip
+                _refuse(
+                    module,
+                    "is_causal=True with keys that every rank holds whole: which of them a "
+                    "query may see depends on its place in the whole sequence. Give attn_mask with a "
+                    "row for each of this rank's queries",
+                )
             if dropout_p:
                 return _with_dropout_of_rank(scope.state.cp.cp_rank, call)
     elif scope.state.documents is not None and scope.keys == "own":
@@ -280,10 +287,13 @@ def _refuse_padding(state: Replacement, call: _Call) -> None:
     """
     keys = call.key.shape[2]
     if (length := (state.sharding.thread.padded or {}).get(keys)) is not None:
-        _refuse(call.module, f"{keys} keys of this rank, of a sequence of {length} tokens that shard(pad=True) padded to "
-                f"{keys * state.ranks}: the call would see the padding. Set the handle's documents = (0, "
-                f"{length}), or give attn_mask [B, 1, 1, T_local], false for padding; if a rank's tokens "
-                f"attend to these keys alone, name the module in local=")  # fmt: skip
+        _refuse(
+            call.module,
+            f"{keys} keys of this rank, of a sequence of {length} tokens that shard(pad=True) padded to "
+            f"{keys * state.ranks}: the call would see the padding. Set the handle's documents = (0, "
+            f"{length}), or give attn_mask [B, 1, 1, T_local], false for padding; if a rank's tokens "
+            f"attend to these keys alone, name the module in local=",
+        )
 
 
 def _add_mask(
@@ -328,11 +338,14 @@ def _add_mask(
         mask = cp.unshard(mask, dim=3, grad=grad).expand(-1, -1, queries, -1)
     else:
         if (rows, columns) == (queries, own_keys) != (queries, keys):
-            _refuse(call.module, f"attn_mask {tuple(mask.shape)} has a row for each "
-                    f"of this rank's queries and a column for each of its own keys, and says nothing of the "
-                    f"{keys} keys of all ranks. Give a column for each of those, in natural order; for "
-                    f"padding one row, [B, 1, 1, T_local]; for causal attention is_causal=True; for "
-                    f"packed documents documents=(0, ..., T)")  # fmt: skip
+            _refuse(
+                call.module,
+                f"attn_mask {tuple(mask.shape)} has a row for each "
+                f"of this rank's queries and a column for each of its own keys, and says nothing of the "
+                f"{keys} keys of all ranks. Give a column for each of those, in natural order; for "
+                f"padding one row, [B, 1, 1, T_local]; for causal attention is_causal=True; for "
+                f"packed documents documents=(0, ..., T)",
+            )
         if is_square and columns == keys:
             mask = state.cp.shard(mask, dim=2)
         elif (rows, columns) != (queries, keys):
@@ -368,12 +381,18 @@ def _checked(scope: Scope, call: _Call) -> _Call:
     module, is_sharded = call.module, scope.keys == "sharded"
     for name, x in zip(_Call._fields, call[:4], strict=False):
         if isinstance(x, DTensor | CausalBias) or (isinstance(x, Tensor) and x.is_nested):
-            _refuse(module, f"{name} is a {type(x).__name__ if not x.is_nested else 'nested tensor'}. Give plain "
-                    f"tensors, of a DTensor its to_local(); for causal attention is_causal=True")  # fmt: skip
+            _refuse(
+                module,
+                f"{name} is a {type(x).__name__ if not x.is_nested else 'nested tensor'}. Give plain "
+                f"tensors, of a DTensor its to_local(); for causal attention is_causal=True",
+            )
     if not query.ndim == key.ndim == value.ndim or query.ndim not in (3, 4):
-        _refuse(module, f"query {tuple(query.shape)} and key {tuple(key.shape)}: [B, H, T_local, D] or "
-                f"[B, T_local, D] is needed. If a dimension before H holds frames or windows that attend "
-                f"within themselves, name the module in local=")  # fmt: skip
+        _refuse(
+            module,
+            f"query {tuple(query.shape)} and key {tuple(key.shape)}: [B, H, T_local, D] or "
+            f"[B, T_local, D] is needed. If a dimension before H holds frames or windows that attend "
+            f"within themselves, name the module in local=",
+        )
     if query.ndim == 3:  # heads are a part of the batch, or there is one
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
@@ -385,10 +404,13 @@ def _checked(scope: Scope, call: _Call) -> _Call:
             f"need enable_gqa=True"
         )
     if scope.keys == "own" and query.shape[2] != key.shape[2]:
-        _refuse(module, f"{query.shape[2]} queries and {key.shape[2]} keys of this rank. Name the module in whole_keys= "
-                f"if every rank holds all these keys (text), in sharded_keys= if they are a rank's part of "
-                f"another sequence, or in local= if a rank's tokens attend to these alone. A KV cache is not "
-                f"supported: generate on one device")  # fmt: skip
+        _refuse(
+            module,
+            f"{query.shape[2]} queries and {key.shape[2]} keys of this rank. Name the module in whole_keys= "
+            f"if every rank holds all these keys (text), in sharded_keys= if they are a rank's part of "
+            f"another sequence, or in local= if a rank's tokens attend to these alone. A KV cache is not "
+            f"supported: generate on one device",
+        )
     if is_sharded and call.is_causal:
         _refuse(module, "is_causal=True over keys of another sequence")
     if is_sharded and scope.state.documents is not None:
@@ -475,12 +497,18 @@ def _follow_into_backward(scope: Scope, name: str, made_by: Caller) -> None:
         UnsupportedError: They cannot.
     """
     if made_by.is_checkpointed and made_by.module is not None:
-        _refuse(name, "it calls attention inside torch.utils.checkpoint within its own forward, which would compute "
-                "it again outside of the module. Checkpoint a module's call instead: checkpoint(block, x)")  # fmt: skip
+        _refuse(
+            name,
+            "it calls attention inside torch.utils.checkpoint within its own forward, which would compute "
+            "it again outside of the module. Checkpoint a module's call instead: checkpoint(block, x)",
+        )
     if made_by.has_setup_context and scope.state.watch.has_grad():
-        _refuse(name, "it calls attention inside an autograd.Function with setup_context within its own forward, whose "
-                "backward would compute it again outside of the module. Call a module there, or give the "
-                "function a forward(ctx, ...)")  # fmt: skip
+        _refuse(
+            name,
+            "it calls attention inside an autograd.Function with setup_context within its own forward, whose "
+            "backward would compute it again outside of the module. Call a module there, or give the "
+            "function a forward(ctx, ...)",
+        )
     for node in made_by.nodes:
         if not hasattr(node, "_is_on_ring"):
             node._is_on_ring = True  # noqa: SLF001 - a user's node, which lets us note this

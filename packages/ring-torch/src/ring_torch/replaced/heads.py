@@ -12,10 +12,18 @@ from ring_core import UnsupportedError
 
 
 def attend_with_heads(
-    attend: Callable[..., Tensor], layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor,
-    key_padding_mask: Tensor | None, attn_mask: Tensor | None, *, is_causal: bool, need_weights: bool,
+    attend: Callable[..., Tensor],
+    layer: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    *,
+    is_causal: bool,
+    need_weights: bool,
     is_split: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute the layer's output from this rank's tokens.
 
     Arguments but ``attend``, which takes those of SDPA, are the forward's. With ``is_causal``
@@ -32,9 +40,10 @@ def attend_with_heads(
         )
     if is_causal and attn_mask is not None:
         reads_mask = (
-            need_weights or key_padding_mask is not None
+            need_weights
+            or key_padding_mask is not None
             or _is_fused(layer, query, key, value, attn_mask)
-        )  # fmt: skip
+        )
         is_causal = not reads_mask or (is_split and _is_causal(attn_mask, query))
     is_batched = query.ndim == 3
     if not is_batched:
@@ -53,9 +62,10 @@ def attend_with_heads(
     )  # [B, H, T_local, D]
     mask = _joined(
         None if is_causal else _shown(attn_mask, q.dtype, layer.num_heads),
-        None if key_padding_mask is None
+        None
+        if key_padding_mask is None
         else _shown(key_padding_mask.reshape(-1, 1, 1, key_padding_mask.shape[-1]), q.dtype, 1),
-    )  # fmt: skip
+    )
     dropout_p = layer.dropout if layer.training else 0.0
     heads = attend(q, k, v, mask, dropout_p, is_causal)
     out = linear(heads.transpose(1, 2).flatten(2), layer.out_proj.weight, layer.out_proj.bias)
@@ -100,9 +110,10 @@ def _is_causal(mask: Tensor, query: Tensor) -> bool:
     is_equal = (mask == causal).all()
     if torch.compiler.is_compiling():
         torch._assert_async(  # noqa: SLF001 - torch has no public name for it
-            is_equal, "replace_sdpa: a MultiheadAttention with is_causal=True was given an attn_mask of this rank's "
-            "keys that is not causal: give a column for each of the keys of all ranks"
-        )  # fmt: skip
+            is_equal,
+            "replace_sdpa: a MultiheadAttention with is_causal=True was given an attn_mask of this rank's "
+            "keys that is not causal: give a column for each of the keys of all ranks",
+        )
         return True
     return bool(is_equal)
 
@@ -131,8 +142,11 @@ def _joined(mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
     if mask.dtype == padding.dtype == torch.bool:
         return mask & padding
     added = [
-        torch.zeros_like(x, dtype=mask.dtype if padding.dtype == torch.bool else padding.dtype)
-        .masked_fill(~x, -torch.inf) if x.dtype == torch.bool else x
+        torch.zeros_like(
+            x, dtype=mask.dtype if padding.dtype == torch.bool else padding.dtype
+        ).masked_fill(~x, -torch.inf)
+        if x.dtype == torch.bool
+        else x
         for x in (mask, padding)
-    ]  # fmt: skip
+    ]
     return added[0] + added[1]

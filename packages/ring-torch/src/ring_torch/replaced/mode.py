@@ -38,8 +38,12 @@ class RingMode(TorchFunctionMode):
         self.scope, self.operator = scope, operator
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # fmt: skip
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         """Call a function of torch, or answer it by the ring.
 
         Raises:
@@ -165,9 +169,14 @@ def _refuse(function: str) -> Never:
 
 
 def _check_causal_mask(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0,
-    is_causal: Any = False, **_: Any,
-) -> None:  # fmt: skip
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    **_: Any,
+) -> None:
     """Refuse both ``attn_mask`` and ``is_causal``, as torch does."""
     del query, key, value, dropout_p
     if is_causal and attn_mask is not None:

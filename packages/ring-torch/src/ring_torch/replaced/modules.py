@@ -194,9 +194,7 @@ def _forward_in_mode(original: Any, scope: Scope, *, is_root: bool) -> Any:
     return forward_on_ring
 
 
-def _enter(
-    module: nn.Module, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> int:  # fmt: skip
+def _enter(module: nn.Module, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Note that a forward begins; returns how many are around it."""
     state, mode = scope.state, current_mode()
     if torch.compiler.is_compiling():
@@ -222,23 +220,43 @@ def _forward_of_heads(original: Any, scope: Scope) -> Any:
 
     @functools.wraps(original)
     def forward_on_ring(
-        self: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor,
-        key_padding_mask: Tensor | None = None, need_weights: bool = True,
-        attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+        self: nn.MultiheadAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:
         if scope.state.computes == "off":
             result: tuple[Tensor, Tensor | None] = original(
-                self, query, key, value, key_padding_mask, need_weights, attn_mask,
-                average_attn_weights, is_causal,
-            )  # fmt: skip
+                self,
+                query,
+                key,
+                value,
+                key_padding_mask,
+                need_weights,
+                attn_mask,
+                average_attn_weights,
+                is_causal,
+            )
             return result
         depth = _enter(self, scope, (query,), {})
         attend = functools.partial(scaled_dot_product_attention, scope)
         out = attend_with_heads(
-            attend, self, query, key, value, key_padding_mask, attn_mask,
-            is_causal=is_causal, need_weights=need_weights, is_split=scope.is_split,
-        )  # fmt: skip
+            attend,
+            self,
+            query,
+            key,
+            value,
+            key_padding_mask,
+            attn_mask,
+            is_causal=is_causal,
+            need_weights=need_weights,
+            is_split=scope.is_split,
+        )
         _leave(scope, depth)
         return out, None
 

@@ -177,9 +177,12 @@ def _named_by(value: Any, package: str) -> Iterable[Any]:
     names = [*_names_in(value.__code__)]
     named = [value.__globals__[name] for name in names if name in value.__globals__]
     of_modules = [
-        vars(x)[name] for x in named if isinstance(x, types.ModuleType)
-        for name in names if name in vars(x)
-    ]  # fmt: skip
+        vars(x)[name]
+        for x in named
+        if isinstance(x, types.ModuleType)
+        for name in names
+        if name in vars(x)
+    ]
     if "ops" in names:  # torch.ops.namespace.name
         named += [op for name, op in OPDEFS.items() if {*name.split("::")} <= {*names}]
     cells = [x.cell_contents for x in value.__closure__ or () if _is_filled(x)]

@@ -173,10 +173,18 @@ def replace_sdpa(
         lambda: ranks_of(cp.group), frozenset(n for x in module.parameters() for n in x.shape)
     )
     state = Replacement(
-        cp, sharding, ContextParallel(sharding.group, "contiguous"), module, kernel_config(kernel, kernel_names()),
-        strategy_config(strategy, strategy_names()), transport, deterministic, watch, RingMode,
+        cp,
+        sharding,
+        ContextParallel(sharding.group, "contiguous"),
+        module,
+        kernel_config(kernel, kernel_names()),
+        strategy_config(strategy, strategy_names()),
+        transport,
+        deterministic,
+        watch,
+        RingMode,
         _checked_documents(documents),
-    )  # fmt: skip
+    )
     # A module that is used in several places has as many names.
     names = {
         name.replace("_orig_mod.", ""): x

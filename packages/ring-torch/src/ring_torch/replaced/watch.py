@@ -150,9 +150,10 @@ class Watch:
             return None
         name = thread.forwards[-1].name if thread.forwards else ""
         inputs = [
-            (b, t, "the inputs") for b, t, is_sequence in thread.inputs
+            (b, t, "the inputs")
+            for b, t, is_sequence in thread.inputs
             if is_sequence and t > length and (b, t) != (length, batch)
-        ]  # fmt: skip
+        ]
         for other_batch, other, source in (*thread.calls, *inputs):
             if other != length and other_batch * other == batch * length:
                 return (

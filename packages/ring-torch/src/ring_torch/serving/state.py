@@ -1,4 +1,4 @@
-"""What a K/V cache holds: tables of pages on the host and on the device, and a rank's pages."""
+"""State of a K/V cache: tables of pages on the host and on the device, and the pages of a rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ring_torch.serving.paged import PagedKeys
 
 
 class CacheState:
-    """What a :class:`ring_torch.KVCache` holds: tables, pages, and what is reserved and written.
+    """State of a :class:`ring_torch.KVCache`: tables, pages, and what is reserved and written.
 
     Args:
         ranks: The ranks that share it.

@@ -134,9 +134,15 @@ def without_trade(call: Call, transport: str) -> tuple[str, str]:
     if chosen.grid is None:
         return chosen.name, call.transport.name
     spec, candidate = choose_strategy(
-        "auto", transport, call.ranks, call.program, call.device,
-        request=call.request, probe=False, trades=False,
-    )  # fmt: skip
+        "auto",
+        transport,
+        call.ranks,
+        call.program,
+        call.device,
+        request=call.request,
+        probe=False,
+        trades=False,
+    )
     return spec.name, candidate.name
 
 
@@ -154,9 +160,15 @@ def grid_of(
 
 
 def _reasons(
-    spec: StrategySpec, transport: Transport, ranks: Ranks, program: RingProgram,
-    device: torch.device, request: Request, *, probe: bool,
-) -> list[str]:  # fmt: skip
+    spec: StrategySpec,
+    transport: Transport,
+    ranks: Ranks,
+    program: RingProgram,
+    device: torch.device,
+    request: Request,
+    *,
+    probe: bool,
+) -> list[str]:
     """Return the reasons why a strategy over a transport cannot do a call.
 
     A reason that only communication would find is missing where ``probe`` is false.

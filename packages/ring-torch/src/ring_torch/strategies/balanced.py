@@ -124,15 +124,25 @@ class Balanced(Ring):
             joins = joins_of([launch], call.dtype, length, resumes=True)
             launches[item] = Work.of([launch], length, call.keys.length), joins
         return cls.of_steps(
-            call, *(ring_steps(program, rank, stages) for stages in passes), resumes=True,
-            forward_pieces=forward, backward_pieces=backward, lent=launches,
-            lent_backward={item: call.kernel.backward([item], params, adds=True) for item in lent_back},
-        )  # fmt: skip
+            call,
+            *(ring_steps(program, rank, stages) for stages in passes),
+            resumes=True,
+            forward_pieces=forward,
+            backward_pieces=backward,
+            lent=launches,
+            lent_backward={
+                item: call.kernel.backward([item], params, adds=True) for item in lent_back
+            },
+        )
 
     def offload_forward(
-        self, call: Call, inputs: Inputs, keys: Sequence[Tensor], rows: QueryBlock,
+        self,
+        call: Call,
+        inputs: Inputs,
+        keys: Sequence[Tensor],
+        rows: QueryBlock,
         results: Accumulator,
-    ) -> Iterator[None]:  # fmt: skip
+    ) -> Iterator[None]:
         """Return the exchange of queries and results; those for ``rows`` merge into ``results``."""
         own, into = call.columns(call.ranks.rank, keys), results.state
 
@@ -149,17 +159,23 @@ class Balanced(Ring):
             merge(into.take(tokens), tensors[0], tensors, spans=(rows_of_helper,))
 
         return remote_queries(
-            call.ranks, self.forward_pieces,
+            call.ranks,
+            self.forward_pieces,
             take=lambda tokens: rows_tensors(rows.take(tokens)),
             compute=attend,
             results_like=into.take,
             add=add,
-        )  # fmt: skip
+        )
 
     def offload_backward(
-        self, call: Call, own: KeyBlock, upstream: BackwardInputs, rows: QueryBlock,
-        row_sums: Rows, key_grads: RotatingKeyGrads,
-    ) -> Iterator[None]:  # fmt: skip
+        self,
+        call: Call,
+        own: KeyBlock,
+        upstream: BackwardInputs,
+        rows: QueryBlock,
+        row_sums: Rows,
+        key_grads: RotatingKeyGrads,
+    ) -> Iterator[None]:
         """Return the exchange of queries and dQ; gradients of own K/V are added to their sums."""
         own_grads = key_grads.grads(own=True)
         num_upstream = 3 if upstream.delta is None else 4
@@ -185,7 +201,8 @@ class Balanced(Ring):
                 total.add_(x)
 
         return remote_queries(
-            call.ranks, self.backward_pieces,
+            call.ranks,
+            self.backward_pieces,
             take=lambda tokens: [
                 *rows_tensors(rows.take(tokens)),
                 *[x for x in upstream.take(tokens) if x is not None],
@@ -193,7 +210,7 @@ class Balanced(Ring):
             compute=differentiate,
             results_like=lambda tokens: [x for x in row_sums.take(tokens) if x is not None],
             add=add,
-        )  # fmt: skip
+        )
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, **_: bool) -> Traffic:
         """Count the bytes of the ring's K/V, of query rows for helpers, and of their results."""

@@ -268,10 +268,14 @@ class Gather(Strategy):
                     row_stats = part.launch.run(operands[0], columns, operands[1], group_rows, sums)
                 # These sums are final on this rank: let the owners of their keys take them, and
                 # start taking the peers' sums for this rank's keys.
-                in_flight[n].append(session.return_grads(
-                    grad_sums[n], n, before_last_item=part.before_last_item,
-                    overlapped=part.overlapped,
-                ))  # fmt: skip
+                in_flight[n].append(
+                    session.return_grads(
+                        grad_sums[n],
+                        n,
+                        before_last_item=part.before_last_item,
+                        overlapped=part.overlapped,
+                    )
+                )
             del held, columns
             row_stats = row_stats if has_stats else None
             # Only now add the gradients that came for the group before.
@@ -303,10 +307,15 @@ class Gather(Strategy):
         return own
 
     def _finish(
-        self, call: Call, inputs: Inputs, grad_sums: Sequence[Tensor],
-        own_sums: list[Tensor | None], in_flight: Sequence[Sequence[PendingGrads]],
-        key_grads: list[Tensor], n: int,
-    ) -> None:  # fmt: skip
+        self,
+        call: Call,
+        inputs: Inputs,
+        grad_sums: Sequence[Tensor],
+        own_sums: list[Tensor | None],
+        in_flight: Sequence[Sequence[PendingGrads]],
+        key_grads: list[Tensor],
+        n: int,
+    ) -> None:
         """Add the peers' dK/dV of group ``n`` of own keys to this rank's, and round the sums.
 
         ``grad_sums`` and ``own_sums`` are the flat sums of each group over gathered keys, and over
@@ -393,12 +402,13 @@ class Gather(Strategy):
         gather, _, groups, *_ = self.forward_spec
         fetches = [x for x in gather.fetches if x.rank != call.ranks.rank]
         keys = sum(x.target.stop - x.target.start for x in fetches)
-        peers = {x.rank for x in fetches}
-        fetched = f"{len(fetches)} by this rank: {keys:,} keys from {len(peers)} of {call.ranks.size - 1} other ranks"
-        if not fetches:
-            fetched = "none, as no query of this rank sees keys of another"
-        own = len(self.own_work.launches)
-        launches = f"{len(gather.items)} over gathered keys, {own} over own in place"
+        peers = f"{len({x.rank for x in fetches})} of {call.ranks.size - 1} other ranks"
+        fetched = (
+            f"{len(fetches)} by this rank: {keys:,} keys from {peers}"
+            if fetches
+            else "none, as no query of this rank sees keys of another"
+        )
+        launches = f"{len(gather.items)} over gathered keys, {len(self.own_work.launches)} over own in place"
         of_groups = f", for each of {groups} groups of heads" if groups > 1 else ""
         return [
             *super().figures(call, inputs),
@@ -436,8 +446,9 @@ def _spans_of(x: Tensor, start: int, step: int, spans: OwnSpans) -> Tensor:
     batch, token, head, number = x.stride()
     return x.as_strided(
         (x.shape[0], spans.number, spans.keys, *x.shape[2:]),
-        (batch, step * token, token, head, number), x.storage_offset() + start * token,
-    )  # fmt: skip
+        (batch, step * token, token, head, number),
+        x.storage_offset() + start * token,
+    )
 
 
 def _own_spans(fetches: Sequence[Fetch], length: int) -> list[OwnSpans]:
@@ -549,16 +560,20 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
         launches, call.dtype, num_rows, is_final=not in_stages, wide=call.has_sinks, at_once=3
     )
     by_parts = (
-        banded and not own_items and groups.backward == 1 and not in_stages
+        banded
+        and not own_items
+        and groups.backward == 1
+        and not in_stages
         and not (adds_sinks and call.has_sinks)
         and all("merge" not in launch.modes for launch in launches)
-    )  # fmt: skip
+    )
     if joins.is_final and (groups.forward > 1 or by_parts):
         joins = joins._replace(holds_first=False)  # groups of heads are written into one memory
     by_size = sorted(  # by pairs of queries and keys, masked ones among them
-        work.launches, reverse=True,
+        work.launches,
+        reverse=True,
         key=lambda x: (x.item.q_stop - x.item.q_start) * (x.item.k_stop - x.item.k_start),
-    )  # fmt: skip
+    )
 
     longest = longest_gather(plan, splits=gather.splits, tile=gather.tile)
     own_whole = [x.q_slice for x in own_items] == [slice(0, num_rows)]
@@ -596,32 +611,47 @@ def _resolve(call: Call, _inner: Call | None, _grid: RankGrid | None) -> Gather:
     shard = [Fetch(rank, slice(0, num_keys), slice(0, num_keys))]
     specs = [
         SessionSpec(gather, some, n, KeyGradBuffer(some, split is not None), by_parts)
-        for n in groups[:2] for some in [call.keys.of_group(n)]
-    ]  # fmt: skip
+        for n in groups[:2]
+        for some in [call.keys.of_group(n)]
+    ]
     return Gather(
-        forward_spec=specs[0], backward_spec=specs[1], adds_sinks=adds_sinks,
+        forward_spec=specs[0],
+        backward_spec=specs[1],
+        adds_sinks=adds_sinks,
         # By the rank that fetches most: all ranks save, or none does.
-        saves=call.needs_grad and call.keys.size(longest.length) <= MAX_SAVED_BYTES
+        saves=call.needs_grad
+        and call.keys.size(longest.length) <= MAX_SAVED_BYTES
         and not (in_stages and call.returns_lse),
-        own_work=own_work, work=work, joins=joins,
+        own_work=own_work,
+        work=work,
+        joins=joins,
         by_size=tuple(Work.of([x], num_rows, gather.length) for x in by_size),
-        parts=(whole,), last_parts=last_parts, own_launch=own_launch, rows=rows,
-        whole_rows=whole_rows, zero=split is not None or not in_order or not gather.items,
-        segments=segments, overwrites_own=covers_keys and in_order and split is None,
-        own_fetches=own_fetches, own_columns=partial(_fetched_columns, own_fetches),
+        parts=(whole,),
+        last_parts=last_parts,
+        own_launch=own_launch,
+        rows=rows,
+        whole_rows=whole_rows,
+        zero=split is not None or not in_order or not gather.items,
+        segments=segments,
+        overwrites_own=covers_keys and in_order and split is None,
+        own_fetches=own_fetches,
+        own_columns=partial(_fetched_columns, own_fetches),
         rounding=rounding(own_fetches, gather.length) if is_complete else None,
         own_rounding=rounding(shard, num_keys),
         new_grads=partial(
             torch.empty_like if tokens == num_keys else torch.zeros_like,
             memory_format=torch.contiguous_format,
         ),
-    )  # fmt: skip
+    )
 
 
 GATHER = StrategySpec(
-    "gather", _resolve, lambda plan, _: gather_refusals(plan), moves_by_any=True,
+    "gather",
+    _resolve,
+    lambda plan, _: gather_refusals(plan),
+    moves_by_any=True,
     is_automatic=lambda transport: not transport.sends_messages,  # messages hide better in a ring
     automatic_refusals=lambda plan, request: memory_refusals(
         plan, request, itemsize=getattr(torch, request.dtype).itemsize
     ),
-)  # fmt: skip
+)

@@ -55,10 +55,16 @@ class ExchangeLayouts(NamedTuple):
 
 @lru_cache(maxsize=256)
 def head_exchanges(
-    heads: HeadPlan, q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_dim: int,
-    dtype: torch.dtype, acc_dtype: torch.dtype, needs_delta: bool, has_ids: bool,
+    heads: HeadPlan,
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    v_dim: int,
+    dtype: torch.dtype,
+    acc_dtype: torch.dtype,
+    needs_delta: bool,
+    has_ids: bool,
     bias: tuple[tuple[int, ...], torch.dtype, bool, bool] | None,
-) -> ExchangeLayouts:  # fmt: skip
+) -> ExchangeLayouts:
     """Make the message layouts of a call from the shapes of its tensors.
 
     ``bias`` are its shape and dtype, and if it is shifted and has a gradient.
@@ -89,11 +95,16 @@ def head_exchanges(
             for x, is_sent in ((part, True), (shift, shifts), (grad, has_grad))
         )
     layouts = ExchangeLayouts(
-        HeadBuffer.of(ranks, q, k, k._replace(dim=v_dim)), HeadBuffer.of(ranks, out, row),
+        HeadBuffer.of(ranks, q, k, k._replace(dim=v_dim)),
+        HeadBuffer.of(ranks, out, row),
         HeadBuffer.of(ranks, out, *([row] if needs_delta else [])),
         HeadBuffer.of(ranks, q, dk, dk._replace(dim=v_dim)),
-        HeadBuffer.of(ranks, *ids) if has_ids else None, traded_bias, traded_shift, bias_grad, 0,
-    )  # fmt: skip
+        HeadBuffer.of(ranks, *ids) if has_ids else None,
+        traded_bias,
+        traded_shift,
+        bias_grad,
+        0,
+    )
     # Memory of a pass is reserved once, for its largest exchange: the others reuse it.
     sizes = [ranks * x.message.size for x in layouts if isinstance(x, HeadBuffer)]
     return layouts._replace(most_bytes=max(sizes))

@@ -80,9 +80,13 @@ def _grid(
         # the ring or gather between hosts hides behind kernels.
         hosts = hosts_of(ranks, torch.device(request.device), wait=probe)
     grid = rank_grid(
-        ranks.size, request.q_heads, layout, outer=config.outer,
-        ulysses_size=config.ulysses_size, hosts=hosts,
-    )  # fmt: skip
+        ranks.size,
+        request.q_heads,
+        layout,
+        outer=config.outer,
+        ulysses_size=config.ulysses_size,
+        hosts=hosts,
+    )
     if reasons := shared_bias_refusals(request, grid.ulysses_size):
         raise UnsupportedError(f"strategy {config.name!r}: {'; '.join(reasons)}")
     return grid

@@ -61,10 +61,13 @@ def ring_steps(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tu
     return tuple(
         RingStep(
             tuple(item for item in program.items(rank, stage.step) if item.q_rank == rank),
-            (rank - shift) % program.plan.cp_size, shift == 0, stage.kv_hop, stage.grad_hop,
+            (rank - shift) % program.plan.cp_size,
+            shift == 0,
+            stage.kv_hop,
+            stage.grad_hop,
         )
         for stage, shift in zip(stages, shifts, strict=True)
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +100,14 @@ class Ring(Strategy):
 
     @classmethod
     def of_steps(
-        cls, call: Call, forward: tuple[RingStep, ...], backward: tuple[RingStep, ...], *,
-        resumes: bool = False, **fields: Any,
-    ) -> Self:  # fmt: skip
+        cls,
+        call: Call,
+        forward: tuple[RingStep, ...],
+        backward: tuple[RingStep, ...],
+        *,
+        resumes: bool = False,
+        **fields: Any,
+    ) -> Self:
         """Make the launches of a call's steps; with ``resumes`` others merge results, too."""
         params = replace(call.params, needs_lse=True)  # partial results are merged by it
         length = call.plan.q_layout.local_len
@@ -110,12 +118,16 @@ class Ring(Strategy):
         launches = [launch for some in work for launch in some.launches]
         joins = joins_of(launches, call.dtype, length, wide=call.has_sinks, resumes=resumes)
         return cls(
-            forward_steps=forward, backward_steps=backward, work=work, joins=joins,
+            forward_steps=forward,
+            backward_steps=backward,
+            work=work,
+            joins=joins,
             # Launches run in reverse.
             backward_launches=tuple(
                 call.kernel.backward(step.items[::-1], params, adds=True) for step in backward
-            ), **fields,
-        )  # fmt: skip
+            ),
+            **fields,
+        )
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``, and the packed K/V that arrived last.
@@ -247,9 +259,14 @@ class Ring(Strategy):
         return [((size,), torch.uint8)] if call.ranks.size > 1 else []
 
     def offload_forward(
-        self, _call: Call, _inputs: Inputs, _keys: Sequence[Tensor], _rows: QueryBlock,
-        _results: Accumulator, /,
-    ) -> Iterator[None]:  # fmt: skip
+        self,
+        _call: Call,
+        _inputs: Inputs,
+        _keys: Sequence[Tensor],
+        _rows: QueryBlock,
+        _results: Accumulator,
+        /,
+    ) -> Iterator[None]:
         """Return an iterator whose parts run work that ranks do for each other in a forward.
 
         There is a part before the first step, one after the launches of each, and the end; those of
@@ -258,9 +275,15 @@ class Ring(Strategy):
         return repeat(None)
 
     def offload_backward(
-        self, _call: Call, _own: KeyBlock, _upstream: BackwardInputs, _rows: QueryBlock,
-        _row_sums: Rows, _key_grads: RotatingKeyGrads, /,
-    ) -> Iterator[None]:  # fmt: skip
+        self,
+        _call: Call,
+        _own: KeyBlock,
+        _upstream: BackwardInputs,
+        _rows: QueryBlock,
+        _row_sums: Rows,
+        _key_grads: RotatingKeyGrads,
+        /,
+    ) -> Iterator[None]:
         """Return an iterator over a backward's offloaded work, as :meth:`offload_forward` does.
 
         Gradients of ``rows`` are added to ``row_sums``, those of own K/V to ``key_grads``.

@@ -73,9 +73,8 @@ class Ulysses(Strategy):
         # Ranks trade tokens for heads. Nothing else is in flight: each exchange has buffers of its
         # own, and what follows on the stream waits for it ...
         q, k, v = carry.to_heads(
-            layouts.qkv, tables.placed(*inputs[:3]),
-            (tables.rows, tables.columns, tables.columns),
-        )  # fmt: skip
+            layouts.qkv, tables.placed(*inputs[:3]), (tables.rows, tables.columns, tables.columns)
+        )
         inner_inputs = tables.of_heads(inputs)._replace(q=q, k=k, v=v)
         if inputs.q_ids is not None or inputs.bias is not None:
             inner_inputs = _with_options(carry, layouts, tables, inputs, inner_inputs)
@@ -84,9 +83,8 @@ class Ulysses(Strategy):
         out = out.to(call.dtype)
         # ... and results go back to the ranks that hold their tokens.
         own_out, own_lse = carry.to_tokens(
-            layouts.results, (out, lse.transpose(1, 2).unsqueeze(-1)),
-            (tables.rows, tables.rows),
-        )  # fmt: skip
+            layouts.results, (out, lse.transpose(1, 2).unsqueeze(-1)), (tables.rows, tables.rows)
+        )
         saved: Saved = []
         if call.needs_grad:
             traded = inner_inputs._replace(sinks=None, alibi_slopes=None)
@@ -130,8 +128,8 @@ class Ulysses(Strategy):
         # ... the backward of all tokens runs for this rank's heads ...
         inner = self._inner(call, tables)
         grads = inner.strategy.backward(
-            inner, inner_inputs, BackwardInputs(dout, out, lse, delta), saved,
-        )  # fmt: skip
+            inner, inner_inputs, BackwardInputs(dout, out, lse, delta), saved
+        )
         # Their memory is free while gradients travel.
         del dout, deltas, delta, out, lse, traded, inner_inputs
         # ... and gradients go back to the ranks that hold their tokens.
@@ -171,14 +169,28 @@ class Ulysses(Strategy):
         """Return the inner call's inputs and results by their shapes: tensors without numbers."""
         layouts = exchanges_of(call, inputs, self.heads)
         (q, k, v), ids, bias, shift, (out, row) = (
-            [x.empty(layout.ranks * x.length, x.heads, _META) for x in layout.parts] if layout else []
-            for layout in (layouts.qkv, layouts.ids, layouts.bias, layouts.bias_shift, layouts.results)
-        )  # fmt: skip
+            [x.empty(layout.ranks * x.length, x.heads, _META) for x in layout.parts]
+            if layout
+            else []
+            for layout in (
+                layouts.qkv,
+                layouts.ids,
+                layouts.bias,
+                layouts.bias_shift,
+                layouts.results,
+            )
+        )
         return Inputs(
-            q, k, v, ids[0][..., 0, 0] if ids else None, ids[1][..., 0, 0] if ids else None, None,
-            bias[0].transpose(1, 2) if bias else None, None,
+            q,
+            k,
+            v,
+            ids[0][..., 0, 0] if ids else None,
+            ids[1][..., 0, 0] if ids else None,
+            None,
+            bias[0].transpose(1, 2) if bias else None,
+            None,
             shift[0].squeeze(-1).transpose(1, 2) if shift else None,
-        ), [out, row.squeeze(-1).transpose(1, 2)]  # fmt: skip
+        ), [out, row.squeeze(-1).transpose(1, 2)]
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes of the inner call's inputs and results, and of what it saves."""
@@ -247,9 +259,15 @@ class Tables(NamedTuple):
         """Return inputs of the inner call: this rank's sinks and slopes, and nothing exchanged."""
         sinks, slopes = inputs.sinks, inputs.alibi_slopes
         return Inputs(
-            inputs.q, inputs.k, inputs.v, None, None, None if sinks is None else sinks[self.own], None,
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            None,
+            None,
+            None if sinks is None else sinks[self.own],
+            None,
             None if slopes is None else slopes[..., self.own],
-        )  # fmt: skip
+        )
 
     def placed(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
         """Return Q, K and V ``[B, T_local, heads, D]`` with a head in each place."""
@@ -291,13 +309,16 @@ def tables_of(
     own_heads = torch.as_tensor(own, device=device)
     is_range = bool((np.diff(own) == 1).all())
     return Tables(
-        rows, columns,
+        rows,
+        columns,
         table(heads.q_filled.ravel(), skip=q_in_order),
         table(heads.kv_filled.ravel(), skip=kv_in_order),
         table(np.flatnonzero(heads.q == PADDING), skip=q_in_order),
-        table(heads.q_slots, skip=q_in_order), table(heads.kv_slots, skip=kv_in_order),
-        own_heads, slice(int(own[0]), int(own[-1]) + 1) if is_range else own_heads,
-    )  # fmt: skip
+        table(heads.q_slots, skip=q_in_order),
+        table(heads.kv_slots, skip=kv_in_order),
+        own_heads,
+        slice(int(own[0]), int(own[-1]) + 1) if is_range else own_heads,
+    )
 
 
 def exchanges_of(call: Call, inputs: Inputs, heads: HeadPlan) -> ExchangeLayouts:
@@ -308,9 +329,16 @@ def exchanges_of(call: Call, inputs: Inputs, heads: HeadPlan) -> ExchangeLayouts
         shape = tuple(map(int, inputs.bias.shape))  # while traced they may be symbols
         bias = shape, inputs.bias.dtype, call.params.shifts_bias, call.params.bias_grad
     return head_exchanges(
-        heads, q.shape, k.shape, v.shape[3], call.dtype, call.acc_dtype, call.kernel.needs_delta,
-        inputs.q_ids is not None, bias,
-    )  # fmt: skip
+        heads,
+        q.shape,
+        k.shape,
+        v.shape[3],
+        call.dtype,
+        call.acc_dtype,
+        call.kernel.needs_delta,
+        inputs.q_ids is not None,
+        bias,
+    )
 
 
 def _with_options(
@@ -384,8 +412,11 @@ def _unsuited(plan: Plan, request: Request) -> Refusals:
 
 
 ULYSSES = StrategySpec(
-    "ulysses", Ulysses.of, _refusals, moves_by_any=True,
+    "ulysses",
+    Ulysses.of,
+    _refusals,
+    moves_by_any=True,
     grid=lambda ranks, *_: RankGrid(ranks.size, ranks.size),  # all ranks trade
     is_automatic=lambda transport: not transport.sends_messages,  # between GPUs of one host
     unsuited=_unsuited,
-)  # fmt: skip
+)

@@ -73,8 +73,9 @@ def time_round(rank: int, case: Case, check: int, seed: int) -> dict[str, float]
     )
     attend = partial(ring_attention, layout=case.layout, **case.options)
     calls: list[Callable[[], object]] = [
-        torch.no_grad()(partial(attend, q, k, v)), partial(out_and_grads, attend, q, k, v, dout),
-    ]  # fmt: skip
+        torch.no_grad()(partial(attend, q, k, v)),
+        partial(out_and_grads, attend, q, k, v, dout),
+    ]
     times, idle = dict[str, float](), dict[str, float]()
     with checking(check):
         for name, call in zip(PASSES, calls, strict=True):

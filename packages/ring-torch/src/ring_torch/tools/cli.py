@@ -54,11 +54,13 @@ def _explained(case: Case, args: argparse.Namespace) -> tuple[str, str]:
         with FakeTensorMode():
             q, k, v = (
                 torch.empty(
-                    shape, dtype=getattr(torch, case.dtype), device=device,
+                    shape,
+                    dtype=getattr(torch, case.dtype),
+                    device=device,
                     requires_grad=bool(case.backward),
                 )
                 for shape in (query_shape, key_shape, key_shape)
-            )  # fmt: skip
+            )
         options = CallOptions(**case.options)
         text = explained_call(Ranks(None, 0, case.ranks), case.layout, q, k, v, options)
     finally:
@@ -81,27 +83,34 @@ def _bench(args: argparse.Namespace, given: set[str]) -> Result | str:
 
 
 COMMANDS = commands.framework_commands(
-    diagnose=diagnose, matrix=matrix, explained=_explained, timed=_bench,
+    diagnose=diagnose,
+    matrix=matrix,
+    explained=_explained,
+    timed=_bench,
     options={
         "explain": {
             "--backward": {
-                "action": argparse.BooleanOptionalAction, "default": True,
+                "action": argparse.BooleanOptionalAction,
+                "default": True,
                 "help": "a backward follows, which is the default",
             },
             "--device": option(
                 "the device that ranks have, here or not; default: a GPU if there is one",
-                str.lower, choices=("cpu", *CAPABILITIES),
+                str.lower,
+                choices=("cpu", *CAPABILITIES),
             ),
         },
         "bench": {
             "--transport": option(
-                "how bytes get from rank to rank; default: auto", choices=transport_names(),
+                "how bytes get from rank to rank; default: auto",
+                choices=transport_names(),
                 default="auto",
             ),
             "--rates": option(
-                "time each kernel alone, at --seq-len tokens, and write the table to FILE", Path,
+                "time each kernel alone, at --seq-len tokens, and write the table to FILE",
+                Path,
                 "FILE",
             ),
         },
     },
-)  # fmt: skip
+)

@@ -22,9 +22,11 @@ CASES = (*((x, 128) for x in OPTIONS), *(("causal", x) for x in (64, 96, 192, 25
 
 
 def renew(
-    path: Path, length: int | None, working: Callable[[str], Sequence[str]],
+    path: Path,
+    length: int | None,
+    working: Callable[[str], Sequence[str]],
     cases: Sequence[tuple[str, int]] = CASES,
-) -> None:  # fmt: skip
+) -> None:
     """Time ``working(device)``, names of kernels, forward and backward, and write the file.
 
     ``length`` is that of the sequence; ``None`` is 16,384 tokens on a GPU, and 1,024 on the CPU.

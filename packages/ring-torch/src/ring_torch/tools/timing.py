@@ -26,8 +26,11 @@ def seconds_of(run: Callable[[], object], calls: int, device: str) -> float:
 
 def out_and_grads(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+) -> tuple[Tensor, ...]:
     """Return the output of an attention function, and dQ, dK and dV."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*inputs)

@@ -58,9 +58,15 @@ class RingAttention(Module):  # type: ignore[misc]
         super().parallelize(parallel_dims)
 
     def forward(
-        self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *,  # noqa: N803 - torchtitan's names
-        attention_masks: Tensor | None = None, scale: float | None = None, **_: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        q_BLNH: Tensor,  # noqa: N803 - torchtitan's name
+        k_BLNH: Tensor,  # noqa: N803 - torchtitan's name
+        v_BLNH: Tensor,  # noqa: N803 - torchtitan's name
+        *,
+        attention_masks: Tensor | None = None,
+        scale: float | None = None,
+        **_: Any,
+    ) -> Tensor:
         """Return this rank's part of the attention.
 
         Args:
@@ -91,9 +97,14 @@ class RingAttention(Module):  # type: ignore[misc]
             starts = (places - own).to(torch.int32)
             self._check(cp, own)
         return cp.attention(
-            q_BLNH, k_BLNH, v_BLNH, causal=True, segment_ids=starts, softmax_scale=scale,
+            q_BLNH,
+            k_BLNH,
+            v_BLNH,
+            causal=True,
+            segment_ids=starts,
+            softmax_scale=scale,
             strategy=self.strategy,
-        )  # fmt: skip
+        )
 
     def _check(self, cp: ContextParallel, own: Tensor) -> None:
         """Check once that positions of neighbours follow each other, or begin a document."""
@@ -117,8 +128,11 @@ class RingGQAttention(GQAttention):  # type: ignore[misc]
         """Options of :class:`torchtitan.models.common.attention.GQAttention`."""
 
     def forward(
-        self, x_BLD: Tensor, attention_masks: object = None, positions: Tensor | None = None,  # noqa: N803
-    ) -> Tensor:  # fmt: skip
+        self,
+        x_BLD: Tensor,  # noqa: N803 - likewise
+        attention_masks: object = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Return the attention of ``[B, T_local, dim]``, as ``GQAttention`` does.
 
         Raises:
@@ -162,8 +176,10 @@ def ring_attention(config: Any, layout: str = "zigzag", strategy: str = "auto") 
     if sharding is not None:  # keys stay where they are, as queries do
         own = dict.fromkeys(_TENSORS, sharding.in_src_shardings[_TENSORS[0]])
         sharding = replace(
-            sharding, in_src_shardings=own, in_dst_shardings=own,
+            sharding,
+            in_src_shardings=own,
+            in_dst_shardings=own,
             local_map=LocalMapConfig(in_grad_placements=tuple(own.values())),
-        )  # fmt: skip
+        )
     ring = RingAttention.Config(sharding_config=sharding, layout=layout, strategy=strategy)
     return derive(config, RingGQAttention.Config, inner_attention=ring)

@@ -127,13 +127,19 @@ def _missing_on_machine(device: str, reaches: Sequence[Sequence[int]]) -> str:
 
 
 SYMM_MEM = Transport(
-    "symm_mem", _open, _peer_memory_refusals, _open_heads, sends_messages=False, head_refusals=_head_refusals,
-    asks="the ranks' GPUs reach each other's memory: the first call asks them", devices=("cuda",),
+    "symm_mem",
+    _open,
+    _peer_memory_refusals,
+    _open_heads,
+    sends_messages=False,
+    head_refusals=_head_refusals,
+    asks="the ranks' GPUs reach each other's memory: the first call asks them",
+    devices=("cuda",),
     missing=_missing_on_machine,
     # Such calls exchange in one kernel each way. The rank's own keys are then copied into the
     # gathered buffer, too.
     is_short=lambda plan, keys, groups: peer_copies.fits_one_kernel(plan, keys, groups, False),
-)  # fmt: skip
+)
 
 #: The transports of ``transport=``, the fastest first: ``auto`` takes the first that can run.
 TRANSPORTS: tuple[Transport, ...] = (SYMM_MEM, P2P)

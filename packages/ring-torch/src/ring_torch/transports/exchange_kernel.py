@@ -114,12 +114,35 @@ def exchange_keys(
     widths = heads * dim, heads * v.shape[3]
     size = triton.next_power_of_2(max(*widths, 1))
     return _exchange_keys.launch(
-        (setup.programs,), setup.headers, setup.header, digest, setup.rank, setup.headers.shape[0],
-        setup.patience, k, v, own, *k.stride()[:2], *v.stride()[:2], tokens, batch * tokens,
-        places, target, target.shape[1], table, table.shape[0], int(ends),
-        K=widths[0], V=widths[1], SIZE=size, ROWS=max(1, _MOVED // size),
-        TOKENS=blocks.tokens, WORDS=blocks.words, STRIDE=blocks.stride, **_OPTIONS,
-    )  # fmt: skip
+        (setup.programs,),
+        setup.headers,
+        setup.header,
+        digest,
+        setup.rank,
+        setup.headers.shape[0],
+        setup.patience,
+        k,
+        v,
+        own,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        tokens,
+        batch * tokens,
+        places,
+        target,
+        target.shape[1],
+        table,
+        table.shape[0],
+        int(ends),
+        K=widths[0],
+        V=widths[1],
+        SIZE=size,
+        ROWS=max(1, _MOVED // size),
+        TOKENS=blocks.tokens,
+        WORDS=blocks.words,
+        STRIDE=blocks.stride,
+        **_OPTIONS,
+    )
 
 
 def finish_reading(setup: ExchangeSetup, *, ends: bool = True) -> None:
@@ -142,9 +165,15 @@ def wait_reusable(setup: ExchangeSetup, sums: Tensor, *, zero: bool) -> Prepared
     """
     programs, size = (setup.programs, sums.numel()) if zero else (1, 0)
     return _wait_reusable.launch(
-        (programs,), setup.header, setup.headers.shape[0], setup.patience, sums, size,
-        NUMBERS=NUMBERS, **_OPTIONS,
-    )  # fmt: skip
+        (programs,),
+        setup.header,
+        setup.headers.shape[0],
+        setup.patience,
+        sums,
+        size,
+        NUMBERS=NUMBERS,
+        **_OPTIONS,
+    )
 
 
 def reduce_from_peers(
@@ -167,16 +196,33 @@ def reduce_from_peers(
         cannot be repeated directly.
     """
     return _add_peers.launch(
-        (setup.programs,), setup.headers, setup.header, digest, setup.rank, setup.headers.shape[0],
-        setup.patience, table, table.shape[0], total,
-        PARTS=table.shape[1] - 2, NUMBERS=NUMBERS, **_OPTIONS,
-    )  # fmt: skip
+        (setup.programs,),
+        setup.headers,
+        setup.header,
+        digest,
+        setup.rank,
+        setup.headers.shape[0],
+        setup.patience,
+        table,
+        table.shape[0],
+        total,
+        PARTS=table.shape[1] - 2,
+        NUMBERS=NUMBERS,
+        **_OPTIONS,
+    )
 
 
 def trade_heads(
-    setup: ExchangeSetup, header: int, digest: int, layout: HeadBuffer, sources: Sequence[Tensor],
-    results: Sequence[Tensor], orders: Sequence[Tensor | None], *, splits_heads: bool,
-) -> PreparedLaunch | None:  # fmt: skip
+    setup: ExchangeSetup,
+    header: int,
+    digest: int,
+    layout: HeadBuffer,
+    sources: Sequence[Tensor],
+    results: Sequence[Tensor],
+    orders: Sequence[Tensor | None],
+    *,
+    splits_heads: bool,
+) -> PreparedLaunch | None:
     """Write parts of ``sources`` where peers read them, and read parts of ``results`` from peers.
 
     Args:
@@ -198,12 +244,27 @@ def trade_heads(
     sent = HeadArguments.of(layout, sources, orders, at_once=_MOVED)
     received = HeadArguments.of(layout, results, orders, at_once=_MOVED)
     return _trade_heads.launch(
-        (setup.head_programs,), setup.headers, setup.header, digest, setup.rank, layout.ranks,
-        setup.patience, *sent.tensors, *received.tensors, *sent.orders, *sent.sizes, *sent.strides,
-        *received.strides, layout.parts[0].batch, layout.message.size,
-        header + setup.rank * layout.message.size, sent.blocks,
-        HEADER=header, SPLITS_HEADS=splits_heads, **sent.constants | _OPTIONS | {"num_warps": 8},
-    )  # fmt: skip
+        (setup.head_programs,),
+        setup.headers,
+        setup.header,
+        digest,
+        setup.rank,
+        layout.ranks,
+        setup.patience,
+        *sent.tensors,
+        *received.tensors,
+        *sent.orders,
+        *sent.sizes,
+        *sent.strides,
+        *received.strides,
+        layout.parts[0].batch,
+        layout.message.size,
+        header + setup.rank * layout.message.size,
+        sent.blocks,
+        HEADER=header,
+        SPLITS_HEADS=splits_heads,
+        **sent.constants | _OPTIONS | {"num_warps": 8},
+    )
 
 
 @triton.jit
@@ -307,12 +368,35 @@ def finish(headers, header, rank, ranks, number) -> None:
 @DirectKernel
 @triton.jit(do_not_specialize=["digest", "chunks", "ends"])
 def _exchange_keys(
-    headers, header, digest, rank, ranks, patience,
-    k, v, own, k_batch, k_token, v_batch, v_token, tokens, rows,
-    places, target, length, table, chunks, ends,
-    K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, WORDS: tl.constexpr, STRIDE: tl.constexpr,
-):  # fmt: skip
+    headers,
+    header,
+    digest,
+    rank,
+    ranks,
+    patience,
+    k,
+    v,
+    own,
+    k_batch,
+    k_token,
+    v_batch,
+    v_token,
+    tokens,
+    rows,
+    places,
+    target,
+    length,
+    table,
+    chunks,
+    ends,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
     """Run one exchange of K/V: write own ones, signal, wait for all ranks, and read theirs."""
     header = header.to(tl.pointer_type(tl.int64))
     number = tl.load(header + 2)
@@ -379,9 +463,18 @@ def _wait_reusable(header, ranks, patience, sums, numel, NUMBERS: tl.constexpr):
 @DirectKernel
 @triton.jit(do_not_specialize=["digest"])
 def _add_peers(
-    headers, header, digest, rank, ranks, patience, table, chunks, total,
-    PARTS: tl.constexpr, NUMBERS: tl.constexpr,
-):  # fmt: skip
+    headers,
+    header,
+    digest,
+    rank,
+    ranks,
+    patience,
+    table,
+    chunks,
+    total,
+    PARTS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+):
     """Run one exchange of dK/dV: signal, wait for all ranks, and add their sums."""
     header = header.to(tl.pointer_type(tl.int64))
     number = tl.load(header + 2)
@@ -410,15 +503,60 @@ def _add_peers(
 @DirectKernel
 @triton.jit(do_not_specialize=["digest"])
 def _trade_heads(
-    headers, header, digest, rank, ranks, patience,
-    x0, x1, x2, y0, y1, y2, order0, order1, order2,
-    length0, width0, offset0, length1, width1, offset1, length2, width2, offset2,
-    x_batch0, x_row0, x_head0, x_batch1, x_row1, x_head1, x_batch2, x_row2, x_head2,
-    y_batch0, y_row0, y_head0, y_batch1, y_row1, y_head1, y_batch2, y_row2, y_head2,
-    batch, size, own_message, blocks,
-    DIM0: tl.constexpr, DIM1: tl.constexpr, DIM2: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADER: tl.constexpr, SPLITS_HEADS: tl.constexpr,
-):  # fmt: skip
+    headers,
+    header,
+    digest,
+    rank,
+    ranks,
+    patience,
+    x0,
+    x1,
+    x2,
+    y0,
+    y1,
+    y2,
+    order0,
+    order1,
+    order2,
+    length0,
+    width0,
+    offset0,
+    length1,
+    width1,
+    offset1,
+    length2,
+    width2,
+    offset2,
+    x_batch0,
+    x_row0,
+    x_head0,
+    x_batch1,
+    x_row1,
+    x_head1,
+    x_batch2,
+    x_row2,
+    x_head2,
+    y_batch0,
+    y_row0,
+    y_head0,
+    y_batch1,
+    y_row1,
+    y_head1,
+    y_batch2,
+    y_row2,
+    y_head2,
+    batch,
+    size,
+    own_message,
+    blocks,
+    DIM0: tl.constexpr,
+    DIM1: tl.constexpr,
+    DIM2: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEADER: tl.constexpr,
+    SPLITS_HEADS: tl.constexpr,
+):
     """Run one exchange: write own parts, signal, wait for all ranks, and read theirs."""
     own_header = header.to(tl.pointer_type(tl.int64))
     number = tl.load(own_header + 2)
@@ -430,11 +568,42 @@ def _trade_heads(
         peer, block = n % ranks, n // ranks
         message = tl.multiple_of(header + HEADER + peer.to(tl.int64) * size, 16)
         _move_parts(
-            message, x0, x1, x2, order0, order1, order2, peer, block,
-            length0, width0, offset0, length1, width1, offset1, length2, width2, offset2,
-            x_batch0, x_row0, x_head0, x_batch1, x_row1, x_head1, x_batch2, x_row2, x_head2,
-            batch, DIM0, DIM1, DIM2, ROWS, COLUMNS, SPLITS_HEADS, True,
-        )  # fmt: skip
+            message,
+            x0,
+            x1,
+            x2,
+            order0,
+            order1,
+            order2,
+            peer,
+            block,
+            length0,
+            width0,
+            offset0,
+            length1,
+            width1,
+            offset1,
+            length2,
+            width2,
+            offset2,
+            x_batch0,
+            x_row0,
+            x_head0,
+            x_batch1,
+            x_row1,
+            x_head1,
+            x_batch2,
+            x_row2,
+            x_head2,
+            batch,
+            DIM0,
+            DIM1,
+            DIM2,
+            ROWS,
+            COLUMNS,
+            SPLITS_HEADS,
+            True,
+        )
     # From here on all messages are there to be read, and none is overwritten before this rank has
     # signalled that it has finished reading.
     signal_and_await(headers, own_header, digest, rank, ranks, number, patience)
@@ -443,34 +612,137 @@ def _trade_heads(
         peer, block = (n + rank) % ranks, n // ranks
         message = tl.multiple_of(tl.load(headers + peer) + own_message, 16)
         _move_parts(
-            message, y0, y1, y2, order0, order1, order2, peer, block,
-            length0, width0, offset0, length1, width1, offset1, length2, width2, offset2,
-            y_batch0, y_row0, y_head0, y_batch1, y_row1, y_head1, y_batch2, y_row2, y_head2,
-            batch, DIM0, DIM1, DIM2, ROWS, COLUMNS, not SPLITS_HEADS, False,
-        )  # fmt: skip
+            message,
+            y0,
+            y1,
+            y2,
+            order0,
+            order1,
+            order2,
+            peer,
+            block,
+            length0,
+            width0,
+            offset0,
+            length1,
+            width1,
+            offset1,
+            length2,
+            width2,
+            offset2,
+            y_batch0,
+            y_row0,
+            y_head0,
+            y_batch1,
+            y_row1,
+            y_head1,
+            y_batch2,
+            y_row2,
+            y_head2,
+            batch,
+            DIM0,
+            DIM1,
+            DIM2,
+            ROWS,
+            COLUMNS,
+            not SPLITS_HEADS,
+            False,
+        )
     finish(headers, own_header, rank, ranks, number)
 
 
 @triton.jit
 def _move_parts(
-    message, x0, x1, x2, order0, order1, order2, peer, block,
-    length0, width0, offset0, length1, width1, offset1, length2, width2, offset2,
-    batch0, row0, head0, batch1, row1, head1, batch2, row2, head2,
-    batch, DIM0: tl.constexpr, DIM1: tl.constexpr, DIM2: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_HEADS: tl.constexpr, PACKS: tl.constexpr,
-) -> None:  # fmt: skip
+    message,
+    x0,
+    x1,
+    x2,
+    order0,
+    order1,
+    order2,
+    peer,
+    block,
+    length0,
+    width0,
+    offset0,
+    length1,
+    width1,
+    offset1,
+    length2,
+    width2,
+    offset2,
+    batch0,
+    row0,
+    head0,
+    batch1,
+    row1,
+    head1,
+    batch2,
+    row2,
+    head2,
+    batch,
+    DIM0: tl.constexpr,
+    DIM1: tl.constexpr,
+    DIM2: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BY_HEADS: tl.constexpr,
+    PACKS: tl.constexpr,
+) -> None:
     """Copy some rows of up to three tensors' parts in the message to or from a rank."""
     move_block(
-        message + offset0, x0, order0, peer, block, length0, width0, batch0, row0, head0, batch,
-        DIM0, ROWS, COLUMNS, BY_HEADS, PACKS,
-    )  # fmt: skip
+        message + offset0,
+        x0,
+        order0,
+        peer,
+        block,
+        length0,
+        width0,
+        batch0,
+        row0,
+        head0,
+        batch,
+        DIM0,
+        ROWS,
+        COLUMNS,
+        BY_HEADS,
+        PACKS,
+    )
     if x1 is not None:
         move_block(
-            message + offset1, x1, order1, peer, block, length1, width1, batch1, row1, head1, batch,
-            DIM1, ROWS, COLUMNS, BY_HEADS, PACKS,
-        )  # fmt: skip
+            message + offset1,
+            x1,
+            order1,
+            peer,
+            block,
+            length1,
+            width1,
+            batch1,
+            row1,
+            head1,
+            batch,
+            DIM1,
+            ROWS,
+            COLUMNS,
+            BY_HEADS,
+            PACKS,
+        )
     if x2 is not None:
         move_block(
-            message + offset2, x2, order2, peer, block, length2, width2, batch2, row2, head2, batch,
-            DIM2, ROWS, COLUMNS, BY_HEADS, PACKS,
-        )  # fmt: skip
+            message + offset2,
+            x2,
+            order2,
+            peer,
+            block,
+            length2,
+            width2,
+            batch2,
+            row2,
+            head2,
+            batch,
+            DIM2,
+            ROWS,
+            COLUMNS,
+            BY_HEADS,
+            PACKS,
+        )

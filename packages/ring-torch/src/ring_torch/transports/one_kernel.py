@@ -226,28 +226,39 @@ class OneKernel(NamedTuple):
             own_k, own_v = (x if are_rows(x) else x.contiguous() for x in (k, v))
             from_peers = [fetch for fetch in gather.fetches if fetch.rank != setup.rank]
             places = state.table(
-                (gather, keys, "own"), 1, partial(_places, gather, setup.rank, keys.length),
+                (gather, keys, "own"),
+                1,
+                partial(_places, gather, setup.rank, keys.length),
                 self.call.device,
-            )  # fmt: skip
+            )
             in_parts = by_parts and comes_in_parts(keys, from_peers)
             blocks = _blocks_of_half(keys) if in_parts else WHOLE
             # Outside of graphs both tables are made and all kernels loaded: inside neither is
             # possible.
             tables = [
                 state.table(
-                    (gather, keys, n), 4,
+                    (gather, keys, n),
+                    4,
                     partial(self._pieces, from_peers, halves=n, at_once=blocks.tokens),
                     self.call.device,
                 )
                 for n in ((1, 2) if in_parts else (0,))
-            ]  # fmt: skip
+            ]
             is_halved = in_parts and is_capturing()
             if in_parts and not is_halved:
                 exchange_kernel.finish_reading(setup, ends=False)
             launch = exchange_kernel.exchange_keys(
-                setup, digest, own_k, own_v, self._keys_of(setup.rank), places, target,
-                tables[0 if is_halved else -1], blocks, ends=not is_halved,
-            )  # fmt: skip
+                setup,
+                digest,
+                own_k,
+                own_v,
+                self._keys_of(setup.rank),
+                places,
+                target,
+                tables[0 if is_halved else -1],
+                blocks,
+                ends=not is_halved,
+            )
             if is_halved:
                 pending = self._copy_half(from_peers, target)
             elif own_k is k and own_v is v:
@@ -331,9 +342,11 @@ class OneKernel(NamedTuple):
         # By what an index map gives: the same call, prepared anew, has another one.
         starts = tuple([start for _, start in columns])
         table = state.table(
-            (gather, sums, length, starts), 2 + num_peers,
-            partial(self._sums_of_peers, length, columns, num_peers), self.call.device,
-        )  # fmt: skip
+            (gather, sums, length, starts),
+            2 + num_peers,
+            partial(self._sums_of_peers, length, columns, num_peers),
+            self.call.device,
+        )
         state.launches[key] = exchange_kernel.reduce_from_peers(setup, digest, table, total)
         # As in `fetch`: where bytes are counted, a pass comes here.
         note_reads(
@@ -358,13 +371,19 @@ class OneKernel(NamedTuple):
             for n, source in enumerate(self._keys_of(fetch.rank)[:, fetch.source]):
                 tokens, size = len(source), len(source) * token
                 offset = (n * gather.length + fetch.target.start) * token
-                pieces = [
-                    (start * token + x.start * itemsize, min(at_once, tokens - start), (x.stop - x.start) * itemsize)
-                    for start in range(0, tokens, at_once)
-                    for x in columns
-                ] if halves else [
-                    (start, 1, min(CHUNK, size - start)) for start in range(0, size, CHUNK)
-                ]  # fmt: skip
+                pieces = (
+                    [
+                        (
+                            start * token + x.start * itemsize,
+                            min(at_once, tokens - start),
+                            (x.stop - x.start) * itemsize,
+                        )
+                        for start in range(0, tokens, at_once)
+                        for x in columns
+                    ]
+                    if halves
+                    else [(start, 1, min(CHUNK, size - start)) for start in range(0, size, CHUNK)]
+                )
                 rows.setdefault(fetch.rank, []).extend(
                     (source.data_ptr() + start, offset + start, *shape) for start, *shape in pieces
                 )
@@ -393,25 +412,31 @@ class OneKernel(NamedTuple):
         # in the order of the parts, so sums are repeatable.
         for span, start in spans:
             peer_sums = [
-                sums.strided_views(peer_flat, peer_length, slice(span.start + shift, span.stop + shift))
+                sums.strided_views(
+                    peer_flat, peer_length, slice(span.start + shift, span.stop + shift)
+                )
                 for fetch, peer_flat, peer_length in parts
                 if fetch.source.start <= span.start and span.stop <= fetch.source.stop
                 for shift in [fetch.target.start - fetch.source.start]
-            ]  # fmt: skip
+            ]
             own_sums = sums.strided_views(
                 like, length, slice(start, start + span.stop - span.start)
             )
             absent = [0] * (width - len(peer_sums))
             # A span is cut into runs that are contiguous in `total` and on all peers.
-            rows.append([
-                (
-                    row.storage_offset() + offset, min(NUMBERS, row.numel() - offset),
-                    *(x.data_ptr() + offset * x.itemsize for x in peers), *absent,
-                )
-                for total_rows, *parts_of_row in zip(own_sums, *peer_sums, strict=True)
-                for row, *peers in zip(total_rows, *parts_of_row, strict=True)
-                for offset in range(0, row.numel(), NUMBERS)
-            ])  # fmt: skip
+            rows.append(
+                [
+                    (
+                        row.storage_offset() + offset,
+                        min(NUMBERS, row.numel() - offset),
+                        *(x.data_ptr() + offset * x.itemsize for x in peers),
+                        *absent,
+                    )
+                    for total_rows, *parts_of_row in zip(own_sums, *peer_sums, strict=True)
+                    for row, *peers in zip(total_rows, *parts_of_row, strict=True)
+                    for offset in range(0, row.numel(), NUMBERS)
+                ]
+            )
         return _interleaved(rows)
 
     def _keys_of(self, rank: int) -> Tensor:
@@ -437,8 +462,10 @@ def _columns_of_halves(keys: KVPayload) -> list[slice]:
     """Return the columns of K and of V of the first half of the heads, then of the second."""
     k, v = keys.heads // 2 * keys.dim, keys.heads // 2 * keys.v_dim
     return [
-        slice(start, start + size) for n in range(2) for start, size in ((n * k, k), (2 * k + n * v, v))
-    ]  # fmt: skip
+        slice(start, start + size)
+        for n in range(2)
+        for start, size in ((n * k, k), (2 * k + n * v, v))
+    ]
 
 
 def _blocks_of_half(keys: KVPayload) -> Blocks:
@@ -486,24 +513,40 @@ class HeadTrade(HeadCarrier):
     exchange: ExchangePass
 
     def __call__(
-        self, layout: HeadBuffer, sources: Sequence[Tensor], results: Sequence[Tensor],
-        orders: Orders, *, splits_heads: bool,
-    ) -> None:  # fmt: skip
+        self,
+        layout: HeadBuffer,
+        sources: Sequence[Tensor],
+        results: Sequence[Tensor],
+        orders: Orders,
+        *,
+        splits_heads: bool,
+    ) -> None:
         """Run the exchange in one kernel."""
         state, setup, launches, digest = self.exchange
         key = layout, splits_heads, tensors_key(*sources, *results, *orders)
         if (launch := launches.get(key)) is not None:
             changing = (SOURCES, sources), (RESULTS, results), (ORDERS, orders)
-            launch({DIGEST: digest} | {
-                first + n: x.data_ptr()
-                for first, tensors in changing for n, x in enumerate(tensors) if x is not None
-            })  # fmt: skip
+            launch(
+                {DIGEST: digest}
+                | {
+                    first + n: x.data_ptr()
+                    for first, tensors in changing
+                    for n, x in enumerate(tensors)
+                    if x is not None
+                }
+            )
             return
         state.keep_in_graph(orders)
         state.launches[key] = exchange_kernel.trade_heads(
-            setup, state.memory.header, digest, layout, sources, results, orders,
+            setup,
+            state.memory.header,
+            digest,
+            layout,
+            sources,
+            results,
+            orders,
             splits_heads=splits_heads,
-        )  # fmt: skip
+        )
         # As in a session's `fetch`: where bytes are counted, a pass comes here.
         message, rank = flat(layout.message.size, torch.uint8), setup.rank
         peers = (peer for peer in range(layout.ranks) if peer != rank)

@@ -177,9 +177,14 @@ class HeadMessages(HeadCarrier):
         return cls(ranks)
 
     def __call__(
-        self, layout: HeadBuffer, sources: Sequence[Tensor], results: Sequence[Tensor],
-        orders: Orders, *, splits_heads: bool,
-    ) -> None:  # fmt: skip
+        self,
+        layout: HeadBuffer,
+        sources: Sequence[Tensor],
+        results: Sequence[Tensor],
+        orders: Orders,
+        *,
+        splits_heads: bool,
+    ) -> None:
         """Send the messages in one all-to-all."""
         device, size = sources[0].device, (layout.ranks, layout.message.size)
         copy = move
@@ -188,24 +193,37 @@ class HeadMessages(HeadCarrier):
         natural = [None] * len(orders)
         sent = torch.empty(size, dtype=torch.uint8, device=device)
         copy(
-            layout, sent, sources, natural if splits_heads else orders, by_heads=splits_heads,
+            layout,
+            sent,
+            sources,
+            natural if splits_heads else orders,
+            by_heads=splits_heads,
             packs=True,
-        )  # fmt: skip
+        )
         # Both buffers belong to this exchange alone: sources may change now that they are packed.
         received = torch.empty_like(sent)  # not before, as packing needs memory for a while
         # Row n of `sent` goes to rank n, row n of `received` comes from it; all ranks exchange at
         # the same time. The stream waits for that, so the buffers may be freed after it.
         self.ranks.trade(sent, received).wait()
         copy(
-            layout, received, results, orders if splits_heads else natural,
-            by_heads=not splits_heads, packs=False,
-        )  # fmt: skip
+            layout,
+            received,
+            results,
+            orders if splits_heads else natural,
+            by_heads=not splits_heads,
+            packs=False,
+        )
 
 
 def move(
-    layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
-    orders: Sequence[Tensor | None], *, by_heads: bool, packs: bool,
-) -> None:  # fmt: skip
+    layout: HeadBuffer,
+    buffer: Tensor,
+    tensors: Sequence[Tensor],
+    orders: Sequence[Tensor | None],
+    *,
+    by_heads: bool,
+    packs: bool,
+) -> None:
     """Copy between tensors and a buffer whose row n is the message to or from rank n.
 
     Args:

@@ -263,9 +263,11 @@ def fits_one_kernel(plan: Plan, keys: KVPayload, groups: int, splits: bool, tile
 
 
 def _wait(
-    stream: torch.cuda.Stream, compared: torch.cuda.Event, copies: Sequence[Done],
+    stream: torch.cuda.Stream,
+    compared: torch.cuda.Event,
+    copies: Sequence[Done],
     fetches: int | None,
-) -> None:  # fmt: skip
+) -> None:
     """Let a stream wait for the first ``fetches`` copies (``None``: all).
 
     It also waits for ``compared``, the end of the comparison of calls: copies of another call's K/V

@@ -339,10 +339,15 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         return
     width = target[0].numel() * target.itemsize
     (error,) = module.cudaMemcpy2DAsync(
-        target.data_ptr(), strides[0], source.data_ptr(), strides[1], width, target.shape[0],
+        target.data_ptr(),
+        strides[0],
+        source.data_ptr(),
+        strides[1],
+        width,
+        target.shape[0],
         module.cudaMemcpyKind.cudaMemcpyDeviceToDevice,
         torch.cuda.current_stream(target.device).cuda_stream,
-    )  # fmt: skip
+    )
     if error != module.cudaError_t.cudaSuccess:
         raise RuntimeError(f"a copy out of a peer's memory failed: {error}")
 
@@ -359,9 +364,12 @@ def comes_in_parts(keys: KVPayload, fetches: Sequence[Fetch]) -> bool:
     size = keys.size(sum(fetch.target.stop - fetch.target.start for fetch in fetches)) // 2
     copies = 2 * keys.batch * len(fetches)
     return (
-        keys.heads % 2 == 0 and aligned and copies > 0 and size >= copies * LEAST_COPY
+        keys.heads % 2 == 0
+        and aligned
+        and copies > 0
+        and size >= copies * LEAST_COPY
         and _cuda() is not None
-    )  # fmt: skip
+    )
 
 
 @cache

@@ -279,9 +279,13 @@ def _scores(
         x = x - rule.slopes.to(acc_dtype).reshape(*by_group, 1, 1) * distance.to(acc_dtype)
     if params.dropout_p > 0:
         keep_mask = dropout_keep(
-            params.dropout_p, rule.seed, range(rule.batch, rule.batch + 1),
-            math.prod(by_group), queries.indices, keys.position,
-        )  # fmt: skip
+            params.dropout_p,
+            rule.seed,
+            range(rule.batch, rule.batch + 1),
+            math.prod(by_group),
+            queries.indices,
+            keys.position,
+        )
         keep = _by_group(keep_mask[0].to(acc_dtype) / (1 - params.dropout_p), by_group)
     return x, slope, keep
 

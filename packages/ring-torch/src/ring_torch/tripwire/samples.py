@@ -122,9 +122,13 @@ class Sample(NamedTuple):
             bias = self._shifted_bias(slice(None), keys.position)
         index, q_position, _ = query_positions(call.plan, ranks.rank, call.device)
         queries = SampledQueries(
-            inputs.q[b], index, q_position, None if inputs.q_ids is None else inputs.q_ids[b],
-            bias, upstream.dout[b],
-        )  # fmt: skip
+            inputs.q[b],
+            index,
+            q_position,
+            None if inputs.q_ids is None else inputs.q_ids[b],
+            bias,
+            upstream.dout[b],
+        )
         results = ForwardResults(
             upstream.out[b], upstream.lse[b].t(), None if dlse is None else dlse[b].t()
         )
@@ -165,14 +169,19 @@ class Sample(NamedTuple):
         queries_of_all = dict(zip(sent, received, strict=True))
         index = self._all_positions(call.plan.positions, "queries")
         queries = SampledQueries(
-            queries_of_all["q"], index, index + call.plan.q_offset, queries_of_all.get("ids"), queries_of_all.get("bias"),
+            queries_of_all["q"],
+            index,
+            index + call.plan.q_offset,
+            queries_of_all.get("ids"),
+            queries_of_all.get("bias"),
             queries_of_all.get("dout"),
-        )  # fmt: skip
+        )
         keys = SampledKeys(
-            inputs.k[b], inputs.v[b],
+            inputs.k[b],
+            inputs.v[b],
             key_positions(call.plan, ranks.rank, call.device)[0],
             None if inputs.k_ids is None else inputs.k_ids[b],
-        )  # fmt: skip
+        )
         # ... computes their means over its own keys ...
         partials = query_means(self.rule, queries, keys, (EXACT, plain_precision(call.dtype)))
         by_rank = [list(x.chunk(ranks.size)) for partial in partials for x in partial]
@@ -278,9 +287,15 @@ def forward_faults(
 
 
 def backward_faults(
-    call: Call, inputs: Inputs, upstream: BackwardInputs, dlse: Tensor | None,
-    grads: tuple[Tensor, Tensor, Tensor], watch: Watch, *, fetches: bool,
-) -> str | None:  # fmt: skip
+    call: Call,
+    inputs: Inputs,
+    upstream: BackwardInputs,
+    dlse: Tensor | None,
+    grads: tuple[Tensor, Tensor, Tensor],
+    watch: Watch,
+    *,
+    fetches: bool,
+) -> str | None:
     """Check a backward on all ranks; return the error message, or ``None`` if no fault is found.
 
     Args:
@@ -316,20 +331,32 @@ def backward_faults(
     )
     dk_rounded, dv_rounded = (x.sqrt() for x in squares)
     dk_size = scale * weights * dout_norm * v_norm * _largest_norm(q)
-    messages += sample.faults("keys", {
-        "dk": (dk[b, columns], exact_dk, plain_dk.to(call.dtype), dk_size, dk_rounded),
-        "dv": (
-            dv[b, columns], exact_dv, plain_dv.to(call.dtype), weights * dout_norm, dv_rounded,
-        ),
-    })  # fmt: skip
+    messages += sample.faults(
+        "keys",
+        {
+            "dk": (dk[b, columns], exact_dk, plain_dk.to(call.dtype), dk_size, dk_rounded),
+            "dv": (
+                dv[b, columns],
+                exact_dv,
+                plain_dv.to(call.dtype),
+                weights * dout_norm,
+                dv_rounded,
+            ),
+        },
+    )
     messages += _traffic_faults(call, inputs, watch, forward=False, fetches=fetches)
     return sample.agree(messages, "backward")
 
 
 def _traffic_faults(
-    call: Call, inputs: Inputs, watch: Watch, *, forward: bool = True, fetches: bool = True,
+    call: Call,
+    inputs: Inputs,
+    watch: Watch,
+    *,
+    forward: bool = True,
+    fetches: bool = True,
     sent_before: int = 0,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Compare the bytes and the time of a forward or backward with its program and its device.
 
     No device exceeds its peak rate: a pass that seems to has left work out.

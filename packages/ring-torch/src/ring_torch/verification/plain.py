@@ -74,8 +74,12 @@ class _PlainRunner(Runner):
     """
 
     def __init__(
-        self, model: nn.Module, sharding: Sharding, batch: Mapping[str, Any], dims: Mapping[str, int]
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        sharding: Sharding,
+        batch: Mapping[str, Any],
+        dims: Mapping[str, int],
+    ) -> None:
         self.sharding, self.whole = sharding, dict(batch)
         self.split = self.whole | {
             name: sharding.shard(batch[name], dim=dim) for name, dim in dims.items()
@@ -86,12 +90,14 @@ class _PlainRunner(Runner):
         lengths = {batch[name].shape[dim]: batch[name].device for name, dim in dims.items()}
         sequences = [
             Tokens(
-                length, length // size, sharding.positions(length, device=device),
+                length,
+                length // size,
+                sharding.positions(length, device=device),
                 torch.arange(length // size, device=device),
                 torch.ones(rows, length, dtype=torch.bool, device=device),
             )
             for length, device in lengths.items()
-        ]  # fmt: skip
+        ]
         super().__init__(model, sharding.ranks, sequences, (rows, first.shape[dim]), factor=1)
 
     def unhooked(self) -> AbstractContextManager[None]:

@@ -17,8 +17,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ring_core import RankMismatchError, UnsupportedError
+from ring_core import RankMismatchError
 from ring_core.base.arguments import check_choice, numbers_as_python
+from ring_torch.gradients.guards import local_shard
 from ring_torch.gradients.reduce import reduce_gradients
 from ring_torch.recurrent.arguments import sharding_of
 from ring_torch.sharding import Sharding
@@ -39,7 +40,7 @@ _FEWER_EDGES = 1.5
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """What a preflight has found, the same on all ranks.
+    """Findings of a preflight, the same on all ranks.
 
     Attributes:
         passed: True if the split step is the whole one but for rounding.
@@ -83,9 +84,14 @@ class _StepRunner(Runner):
     """Runs a user's step, split and whole."""
 
     def __init__(
-        self, model: nn.Module, sharding: Sharding, step: Step, batch: Any,
-        after_backward: AfterBackward | None, loss: LossKind,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        sharding: Sharding,
+        step: Step,
+        batch: Any,
+        after_backward: AfterBackward | None,
+        loss: LossKind,
+    ) -> None:
         first = next((x for _, x in tensors_in(batch) if x.ndim > 1), None)
         shape = (0, 0) if first is None else (first.shape[0], first.shape[1])
         super().__init__(model, sharding.ranks, [], shape, factor=1)
@@ -140,27 +146,35 @@ class _StepRunner(Runner):
         calls = {name: n for n, name in enumerate(whole.trace.calls)}
         order = sorted(gradients, key=lambda name: calls.get(name.rpartition(".")[0], len(calls)))
         comparison = _Comparison(
-            loss, {name: gradients[name] for name in order}, ours / theirs if theirs else math.nan,
+            loss,
+            {name: gradients[name] for name in order},
+            ours / theirs if theirs else math.nan,
             self._gradient_ratio(split, whole),
-        )  # fmt: skip
+        )
         return comparison, split
 
     def _gradient_ratio(self, split: ModelRun, whole: ModelRun) -> float:
         """Return by which factor the whole gradients are nearest to the split ones."""
         dots = [0.0, 0.0]
-        for name, x in whole.gradients.items():
-            y = split.gradients.get(name)
-            dots[0] += 0.0 if y is None else float((x.double() * y.double()).sum())
-            dots[1] += float(x.double().square().sum())
+        for name, gradient in whole.gradients.items():
+            x, y = local_shard(gradient).double(), split.gradients.get(name)
+            dots[0] += 0.0 if y is None else float((x * local_shard(y).double()).sum())
+            dots[1] += float(x.square().sum())
         total = [sum(column) for column in zip(*self.gather(dots), strict=True)]
         return total[0] / total[1] if total[1] else math.nan
 
 
 @numbers_as_python
 def preflight(
-    cp: Any, step: Step, *, model: nn.Module, batch: Any,
-    after_backward: AfterBackward | None = None, loss: LossKind = "sum", rtol: float | None = None,
-) -> PreflightReport:  # fmt: skip
+    cp: Any,
+    step: Step,
+    *,
+    model: nn.Module,
+    batch: Any,
+    after_backward: AfterBackward | None = None,
+    loss: LossKind = "sum",
+    rtol: float | None = None,
+) -> PreflightReport:
     """Run one training step on shards, and the same step on whole sequences, and compare them.
 
     Compared are weights and buffers between ranks, the batch between ranks, then the loss and the
@@ -178,7 +192,8 @@ def preflight(
         after_backward: Your function ``after_backward(model)``: what follows ``loss.backward()``,
             as ``cp.reduce_gradients`` and clipping; ``None`` for the reduction alone.
         loss: ``"sum"`` if the ranks' losses are parts, whose sum is the loss, as those of
-            :func:`cross_entropy`; ``"mean"`` if their mean is, as where DDP averages over the ring;
+            :func:`cross_entropy`; ``"mean"`` if their mean is, as where DDP or FSDP2 average over
+            the ring and the loss is multiplied by ``cp.cp_size``;
             ``"whole"`` if each rank returns the whole loss.
         rtol: Largest relative difference that counts as rounding; ``None`` for four times what a
             second whole run differs, with modules' outputs changed by a unit in the last place.
@@ -188,8 +203,7 @@ def preflight(
 
     Raises:
         ValueError: An argument is malformed, or the step returns no loss.
-        UnsupportedError: There is too little memory, or ``fully_shard`` shards the model over these
-            ranks: run it before.
+        UnsupportedError: There is too little memory.
 
     Example::
 
@@ -207,10 +221,6 @@ def preflight(
     if rtol is not None and not (isinstance(rtol, int | float) and 0 <= rtol < math.inf):
         raise ValueError(f"rtol must be a number from 0 on, or None, got {rtol!r}")
     runner = _StepRunner(model, sharding, step, batch, after_backward, loss)
-    if runner.fsdp_names:
-        raise UnsupportedError(
-            "preflight: fully_shard shards the model over the ring; run it before fully_shard"
-        )
     for x, what in ((model, "weights"), (batch, "batch")):
         try:
             check_equal(cp, x, what=what)
@@ -218,9 +228,11 @@ def preflight(
             return PreflightReport(False, (str(error),), None, {})
     with unchanged(model):
         comparison, split = runner.compared(rtol)
-        findings = () if comparison.is_within else (
-            _first_difference(comparison), *_causes(cp, runner, comparison, split, rtol),
-        )  # fmt: skip
+        findings = (
+            ()
+            if comparison.is_within
+            else (_first_difference(comparison), *_causes(cp, runner, comparison, split, rtol))
+        )
     return PreflightReport(not findings, findings, comparison.loss, comparison.gradients)
 
 
@@ -230,7 +242,7 @@ def _first_difference(comparison: _Comparison) -> str:
     text = f"the loss differs by {comparison.loss}" * (not comparison.loss.is_within)
     if wrong:
         name, difference = wrong[0]
-        text += f"{', and ' if text else ''}{len(wrong)} of {len(comparison.gradients)} gradients differ, first that of {name} by {difference}"  # fmt: skip
+        text += f"{', and ' if text else ''}{len(wrong)} of {len(comparison.gradients)} gradients differ, first that of {name} by {difference}"
     return text
 
 

@@ -52,8 +52,13 @@ class Runner(ABC):
     """
 
     def __init__(
-        self, model: nn.Module, ranks: Ranks, sequences: list[Tokens], batch: tuple[int, int], factor: int
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        sequences: list[Tokens],
+        batch: tuple[int, int],
+        factor: int,
+    ) -> None:
         self.model, self.ranks, self.sequences, self.factor = model, ranks, sequences, factor
         self.shape, self.rows = batch, batch[0]
         self.recorder = Recorder(model, sequences)
@@ -63,8 +68,9 @@ class Runner(ABC):
         self.fsdp_names = {
             name
             for name, x in self.parameters.items()
-            if isinstance(x, DTensor) and len(members & {*x.device_mesh.mesh.flatten().tolist()}) > 1
-        }  # fmt: skip
+            if isinstance(x, DTensor)
+            and len(members & {*x.device_mesh.mesh.flatten().tolist()}) > 1
+        }
 
     @property
     def name(self) -> str:
@@ -172,9 +178,10 @@ class Runner(ABC):
         """Reduce a tensor over the ranks of the ring, in place."""
         if self.ranks.size > 1:
             collective(
-                self.ranks, "verify",
+                self.ranks,
+                "verify",
                 lambda: dist.all_reduce(x, op, group=self.ranks.group, async_op=True),
-            )  # fmt: skip
+            )
 
 
 def weighted_sum(x: Tensor, dim: int, tokens: Tokens | None, *, is_split: bool) -> Tensor:

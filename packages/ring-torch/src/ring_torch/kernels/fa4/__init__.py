@@ -105,9 +105,16 @@ class Flash4(FlashLibrary):
         return library.repeated_forward(compiled.function, *arguments[:6], compiled.window)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: LaunchOptions, dst: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        options: LaunchOptions,
+        dst: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(dq, dk, dv)``.
 
         The library has no backward for grouped heads whose head dims of QK and V differ. Then K/V
@@ -133,9 +140,16 @@ class Flash4(FlashLibrary):
         return grads
 
     def repeated_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: LaunchOptions, dst: Tensor,
-    ) -> BackwardLaunch | None:  # fmt: skip
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        options: LaunchOptions,
+        dst: Tensor,
+    ) -> BackwardLaunch | None:
         """Return the compiled functions of an earlier backward like this one, if there are any.
 
         There are none of calls with documents, lists or functions.
@@ -163,9 +177,15 @@ def _of_forward(
 
 
 def _of_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    options: LaunchOptions, dst: Tensor | None,
-) -> tuple[library.BackwardArguments, object]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: LaunchOptions,
+    dst: Tensor | None,
+) -> tuple[library.BackwardArguments, object]:
     """Return the arguments of a backward, and its key; ``None`` if it cannot be repeated."""
     modded = modded_of("backward", q, v, options)
     key = None
@@ -262,9 +282,12 @@ class HopperSplitBackward:
         known: dict[object, tuple[bool, list[library.AllLaunches]]] = {}
 
         def run(
-            rows: QueryBlock, held: list[KeyBlock], upstream: BackwardInputs, row_sums: Rows,
+            rows: QueryBlock,
+            held: list[KeyBlock],
+            upstream: BackwardInputs,
+            row_sums: Rows,
             column_sums: ColumnSums,
-        ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        ) -> tuple[Tensor, Tensor] | None:
             assert isinstance(column_sums, Columns)
             q, k, v, dout, out = rows.q, held[0].k, held[0].v, upstream.dout, upstream.out
             key = tensors_key(q, k, v, dout, out)
@@ -285,9 +308,13 @@ class HopperSplitBackward:
                 if tokens.stop - tokens.start < length:
                     q, some = rows.take(tokens).q, upstream.take(tokens)
                 row_stats = launch(
-                    q, held, some, column_sums.flat, partial(row_sums.memory, tokens),
+                    q,
+                    held,
+                    some,
+                    column_sums.flat,
+                    partial(row_sums.memory, tokens),
                     is_last=launch is launches[0],
-                )  # fmt: skip
+                )
             return row_stats if len(launches) == 1 else None
 
         return Backward(run, adds=False)
@@ -348,9 +375,19 @@ def in_whole_tiles(plan: Plan, splits: bool, tile: int) -> bool:
 FA4 = FlashKernel(
     Flash4(),
     Capabilities(
-        name="fa4", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
-        mixed_head_dims=True, bands="any", documents=True, segment_ids=True, predicate=True,
-        softcap=True, alibi=True, deterministic=True, exact_nan=False,
+        name="fa4",
+        devices=("cuda",),
+        dtypes=("bfloat16", "float16"),
+        max_head_dim=256,
+        mixed_head_dims=True,
+        bands="any",
+        documents=True,
+        segment_ids=True,
+        predicate=True,
+        softcap=True,
+        alibi=True,
+        deterministic=True,
+        exact_nan=False,
     ),
     split_backward=HopperSplitBackward(),
     head_dims=_head_dims,
@@ -358,4 +395,4 @@ FA4 = FlashKernel(
     wrong_gpu=partial(gpu_reason, 9, 10, 11),
     limits=_limits,
     adds_sinks=True,
-)  # fmt: skip
+)

@@ -50,13 +50,24 @@ def block_lists(item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | No
     blocks = torch.empty(2, batch, outer, inner, dtype=torch.int32, device=q_ids.device)
     steps = (1, num_k_blocks) if grid.k_major else (num_k_blocks, 1)
     _list_blocks[(outer, batch)](
-        outer_ids, inner_ids, kinds, counts, blocks, outer_ids.shape[1], inner_ids.shape[1],
-        outer, inner, *steps, OUTER_SIZE=outer_size, INNER_SIZE=inner_size,
+        outer_ids,
+        inner_ids,
+        kinds,
+        counts,
+        blocks,
+        outer_ids.shape[1],
+        inner_ids.shape[1],
+        outer,
+        inner,
+        *steps,
+        OUTER_SIZE=outer_size,
+        INNER_SIZE=inner_size,
         OUTER_PADDED=triton.next_power_of_2(outer_size),
         INNER_PADDED=triton.next_power_of_2(inner_size),
         INNER=min(_INNER, triton.next_power_of_2(inner)),
-        FULL=FULL, EMPTY=EMPTY,
-    )  # fmt: skip
+        FULL=FULL,
+        EMPTY=EMPTY,
+    )
     return counts[0], blocks[0], counts[1], blocks[1]
 
 
@@ -82,11 +93,25 @@ def _known_lists(item: WorkItem, grid: Grid) -> BlockLists:
 @DirectKernel
 @triton.jit
 def _list_blocks(
-    outer_ids, inner_ids, kinds, counts, blocks, outer_tokens, inner_tokens,
-    outer_count, inner_count, outer_step, inner_step,
-    OUTER_SIZE: tl.constexpr, INNER_SIZE: tl.constexpr, OUTER_PADDED: tl.constexpr,
-    INNER_PADDED: tl.constexpr, INNER: tl.constexpr, FULL: tl.constexpr, EMPTY: tl.constexpr,
-):  # fmt: skip
+    outer_ids,
+    inner_ids,
+    kinds,
+    counts,
+    blocks,
+    outer_tokens,
+    inner_tokens,
+    outer_count,
+    inner_count,
+    outer_step,
+    inner_step,
+    OUTER_SIZE: tl.constexpr,
+    INNER_SIZE: tl.constexpr,
+    OUTER_PADDED: tl.constexpr,
+    INNER_PADDED: tl.constexpr,
+    INNER: tl.constexpr,
+    FULL: tl.constexpr,
+    EMPTY: tl.constexpr,
+):
     """Write the lists of one outer block of one sequence, comparing segment ids by extremes."""
     outer, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token = tl.arange(0, OUTER_PADDED)

@@ -159,9 +159,16 @@ def scalar_to_ssa() -> Any:
 
 
 def forward_arguments(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions,
-    modded: Modded, window: Window, aux: tuple[Any, ...] | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    options: LaunchOptions,
+    modded: Modded,
+    window: Window,
+    aux: tuple[Any, ...] | None = None,
+) -> tuple[Any, ...]:
     """Return the arguments of a compiled forward.
 
     ``aux`` are the values that its mods read, as the library passed them; by default ``modded``'s.
@@ -175,9 +182,15 @@ def forward_arguments(
 
 
 def repeated_forward(
-    launch: Function, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None,
-    options: LaunchOptions, window: Window,
-) -> ForwardLaunch:  # fmt: skip
+    launch: Function,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    options: LaunchOptions,
+    window: Window,
+) -> ForwardLaunch:
     """Return a launch of a compiled forward without documents or mods, for tensors like these."""
     arguments = forward_arguments(q, k, v, out, lse, options, PLAIN, window)
     # A launch takes its tensors anew; these others are the same each time.
@@ -192,9 +205,17 @@ def repeated_forward(
 
 
 def main_arguments(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, buffers: Sequence[Tensor], options: LaunchOptions,
-    modded: Modded, window: Window, semaphores: Sequence[Tensor | None], aux: tuple[Any, ...] | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    buffers: Sequence[Tensor],
+    options: LaunchOptions,
+    modded: Modded,
+    window: Window,
+    semaphores: Sequence[Tensor | None],
+    aux: tuple[Any, ...] | None = None,
+) -> tuple[Any, ...]:
     """Return the arguments of the main function of a backward.
 
     ``buffers`` are lse to base 2, delta, and sums of dQ, dK and dV, or the latter two themselves;
@@ -209,9 +230,14 @@ def main_arguments(
 
 
 def prepare_arguments(
-    out: Tensor, dout: Tensor, delta: Tensor, lse: Tensor, lse_log2: Tensor, dq_sums: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+    lse_log2: Tensor,
+    dq_sums: Tensor,
     documents: Documents | None,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[Any, ...]:
     """Return the arguments of the function that writes delta, lse to base 2, and zeros for dQ."""
     return (
         out, dout, delta, lse, lse_log2, dq_sums, None if documents is None else documents.cu_q,
@@ -282,8 +308,14 @@ class CompiledBackward(NamedTuple):
 
 
 def recorded_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions, modded: Modded
-) -> CompiledForward | None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    options: LaunchOptions,
+    modded: Modded,
+) -> CompiledForward | None:
     """Call :func:`library_forward`, and return its compiled function, to be called from now on.
 
     It is ``None`` if there was not one call, with the arguments that are expected here.
@@ -301,9 +333,16 @@ def recorded_forward(
 
 
 def recorded_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: LaunchOptions,
-    modded: Modded, dst: Tensor | None,
-) -> tuple[tuple[Tensor, Tensor, Tensor], CompiledBackward | None]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: LaunchOptions,
+    modded: Modded,
+    dst: Tensor | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], CompiledBackward | None]:
     """Call :func:`library_backward`; return its gradients, and its compiled functions.
 
     The latter are ``None`` if their calls, or the arguments, are not as expected here.
@@ -331,16 +370,23 @@ def recorded_backward(
             q, k, v, dout, (lse_log2, delta, *written), options, modded, window, semaphores, aux
         ),
         *[round_arguments(*x) for x in rounding][: len(rounds)],
-    ]  # fmt: skip
+    ]
     if not _alike(tuple(x for _, x in (*prepares, *mains, *rounds)), tuple(expected)):
         return grads, None
     round_dq, *round_dkv = (function for function, _ in rounds)
     dkv = (round_dkv[0], round_dkv[1]) if round_dkv else None
     return grads, CompiledBackward(
-        prepares[0][0], main, round_dq, dkv, window, arguments[16:], tuple(delta.shape),
-        tuple(sums[0].shape), None if dkv is None else (tuple(sums[1].shape), tuple(sums[2].shape)),
+        prepares[0][0],
+        main,
+        round_dq,
+        dkv,
+        window,
+        arguments[16:],
+        tuple(delta.shape),
+        tuple(sums[0].shape),
+        None if dkv is None else (tuple(sums[1].shape), tuple(sums[2].shape)),
         tuple(None if x is None else tuple(x.shape) for x in semaphores),
-    )  # fmt: skip
+    )
 
 
 def _alike(actual: Any, expected: Any) -> bool:
@@ -407,30 +453,59 @@ class _RecordingCache:
 
 
 def library_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions, modded: Modded
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    options: LaunchOptions,
+    modded: Modded,
+) -> None:
     """Call the library's forward, which looks up, or compiles, its function.
 
     Results are written into ``out`` and, unless it is ``None``, into ``lse``.
     """
     interface()._flash_attn_fwd(
-        q.detach(), k.detach(), v.detach(), out=out, lse=lse, return_lse=lse is not None,
-        learnable_sink=modded.sinks, **modded.arguments, **_arguments(options),
-    )  # fmt: skip
+        q.detach(),
+        k.detach(),
+        v.detach(),
+        out=out,
+        lse=lse,
+        return_lse=lse is not None,
+        learnable_sink=modded.sinks,
+        **modded.arguments,
+        **_arguments(options),
+    )
 
 
 def library_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: LaunchOptions,
-    modded: Modded, dst: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: LaunchOptions,
+    modded: Modded,
+    dst: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Call the library's backward, which looks up, or compiles, its functions.
 
     Return ``(dq, dk, dv)``; ``dq`` is written into ``dst`` if that is given.
     """
     dq, dk, dv = interface()._flash_attn_bwd(
-        q, k, v, out, dout, lse, dq=dst, score_mod_bwd=modded.score_mod_bwd,
-        deterministic=options.deterministic, **modded.arguments, **_arguments(options),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        dq=dst,
+        score_mod_bwd=modded.score_mod_bwd,
+        deterministic=options.deterministic,
+        **modded.arguments,
+        **_arguments(options),
+    )
     return dq, dk, dv
 
 
@@ -444,9 +519,17 @@ def _arguments(options: LaunchOptions) -> dict[str, Any]:
 
 
 def launched_backward(
-    compiled: CompiledBackward, options: LaunchOptions, modded: Modded, dout: Tensor, q: Tensor,
-    k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dst: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    compiled: CompiledBackward,
+    options: LaunchOptions,
+    modded: Modded,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dst: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the functions of a backward, and return ``(dq, dk, dv)``."""
     dq = torch.empty_like(q) if dst is None else dst
     grads = dq, torch.empty_like(k), torch.empty_like(v)
@@ -474,7 +557,7 @@ def launched_backward(
         *main_arguments(
             q, k, v, dout, (lse_log2, delta, *sums), options, modded, compiled.window, semaphores
         )
-    )  # fmt: skip
+    )
     compiled.round_dq(*round_arguments(sums[0], dq, options.scale, cu_q))
     if compiled.round_dkv is not None:
         round_dk, round_dv = compiled.round_dkv
@@ -557,10 +640,11 @@ class AllLaunches:
         # several have all of them in their order, and spans.
         spans = [slice(x.k_start, x.k_start + x.keys) for x in launches]
         self._cuts = (
-            [(rows.stop - rows.start) // count] * count, [k_shape[0]] * count,
+            [(rows.stop - rows.start) // count] * count,
+            [k_shape[0]] * count,
             sizes_of(spans, keys) if count > 1 else None,
             [None if x.keys == keys else (x.k_start, x.keys) for x in launches],
-        )  # fmt: skip
+        )
         # The last launch goes first, as in the forward in reverse. The arguments after its tensors
         # are those of `main_arguments`, without documents.
         self._mains = [
@@ -578,17 +662,24 @@ class AllLaunches:
         sequence_stride = kv_heads * head_stride
         return [
             sums.as_strided(
-                (batch, kv_heads, launch.keys * dim), (sequence_stride, head_stride, 1),
+                (batch, kv_heads, launch.keys * dim),
+                (sequence_stride, head_stride, 1),
                 start + launch.k_start * dim + first,
             )
             for launch in self._launches
             for first in (0, batch * sequence_stride)
-        ]  # fmt: skip
+        ]
 
     def __call__(
-        self, q: Tensor, held: list[KeyBlock], upstream: BackwardInputs, sums: Tensor,
-        new_dq: Callable[[], Tensor], *, is_last: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        q: Tensor,
+        held: list[KeyBlock],
+        upstream: BackwardInputs,
+        sums: Tensor,
+        new_dq: Callable[[], Tensor],
+        *,
+        is_last: bool,
+    ) -> tuple[Tensor, Tensor]:
         """Add to the sums of dK and dV, write dQ, and return ``(lse, delta)``.
 
         The latter are ``[B * R, H, L / R]``. With ``is_last`` the columns that are held are dropped
@@ -636,9 +727,17 @@ class AllLaunches:
         # `main` adds to whatever is in `sums`: they are not cleared between launches.
         for n, main, others in self._mains:
             main(
-                qs[n], ks[n], vs[n], douts[n], lses[n], deltas[n], dqs[n], kv_sums[2 * n],
-                kv_sums[2 * n + 1], *others,
-            )  # fmt: skip
+                qs[n],
+                ks[n],
+                vs[n],
+                douts[n],
+                lses[n],
+                deltas[n],
+                dqs[n],
+                kv_sums[2 * n],
+                kv_sums[2 * n + 1],
+                *others,
+            )
         # dQ is complete when all launches have run: one rounding for all rows, into what may be
         # memory of the K/V. Launches on one stream keep their order.
         del columns, ks, vs
@@ -668,8 +767,11 @@ class RoundAll:
             for is_dv, factor in ((0, scale), (1, 1.0))
         ]
         self._shape = (
-            spans.number if keys.batch == 1 else keys.batch, spans.keys, keys.heads, keys.dim,
-        )  # fmt: skip
+            spans.number if keys.batch == 1 else keys.batch,
+            spans.keys,
+            keys.heads,
+            keys.dim,
+        )
 
     @cached_property
     def _functions(self) -> SplitFunctions:
@@ -689,12 +791,13 @@ class RoundAll:
             count, step = spans.number, spans.target_step * dim
         return [
             sums.as_strided(
-                (count, heads, spans.keys * dim), (step, head, 1),
+                (count, heads, spans.keys * dim),
+                (step, head, 1),
                 first + n * spans.target_step * dim + start,
             )
             for n in range(self._launches)
             for start in (0, whole)
-        ]  # fmt: skip
+        ]
 
     def __call__(self, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Write the spans of ``dk`` and ``dv``, gradients of all own keys."""
@@ -703,9 +806,10 @@ class RoundAll:
             grad = grads[is_dv]
             sequence, token, head, _ = grad.stride()
             target = grad.as_strided(
-                self._shape, (step * token if is_alone else sequence, token, head, 1),
+                self._shape,
+                (step * token if is_alone else sequence, token, head, 1),
                 grad.storage_offset() + first * token,
-            )  # fmt: skip
+            )
             self._functions.round_dkv(*round_arguments(own_sums, target, factor, None))
 
 
@@ -738,9 +842,14 @@ def split_functions(
     # Read off the library's own sums of dQ: it pads head dims by rules of its own.
     padded = compiled.dq_sums[2] // (-(-512 // rows) * rows)
     return SplitFunctions(
-        compiled.prepare, compiled.main, compiled.after_window, compiled.round_dq,
-        not_none(compiled.round_dkv)[0], rows, padded,
-    )  # fmt: skip
+        compiled.prepare,
+        compiled.main,
+        compiled.after_window,
+        compiled.round_dq,
+        not_none(compiled.round_dkv)[0],
+        rows,
+        padded,
+    )
 
 
 def is_overwritten() -> bool:
@@ -783,10 +892,14 @@ def _function_of_launch(options: LaunchOptions) -> Callable[..., Any]:
     module, documents = _public_module(), options.documents
     function = module.flash_attn_func if documents is None else module.flash_attn_varlen_func
     return partial(
-        function, softmax_scale=options.scale, window_size=options.window,
-        softcap=options.softcap or 0.0, deterministic=options.deterministic, return_lse=True,
+        function,
+        softmax_scale=options.scale,
+        window_size=options.window,
+        softcap=options.softcap or 0.0,
+        deterministic=options.deterministic,
+        return_lse=True,
         **dict(zip(DOCUMENT_ARGUMENTS, documents or (), strict=False)),
-    )  # fmt: skip
+    )
 
 
 @cache

@@ -135,9 +135,16 @@ def score_mod_bwd(cap: float | None) -> Any:
 
     @cute.jit
     def modified(
-        gradients, scores, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors,
+        gradients,
+        scores,
+        batch_idx,
+        head_idx,
+        q_idx,
+        kv_idx,
+        seqlen_info,
+        aux_tensors,
         aux_scalars=None,
-    ):  # fmt: skip
+    ):
         if const_expr(cap is None):
             return gradients
         score_grads = cute.make_rmem_tensor(scores.shape, Float32)
@@ -221,10 +228,15 @@ def _load(address, index, *, loc=None, ip=None):
     pointer = address + Int64(index) * 4
     instruction = ("ld.global.nc.f32 $0, [$1];", "=f,l")
     value = llvm.inline_asm(
-        Float32.mlir_type, [Int64(pointer).ir_value(loc=loc, ip=ip)], *instruction,
-        has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc, ip=ip,
-    )  # fmt: skip
+        Float32.mlir_type,
+        [Int64(pointer).ir_value(loc=loc, ip=ip)],
+        *instruction,
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
     return Float32(value)
 
 

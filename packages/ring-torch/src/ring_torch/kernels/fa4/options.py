@@ -63,9 +63,12 @@ def modded_of(direction: Direction, q: Tensor, v: Tensor, options: LaunchOptions
     if masked is None:
         return modded
     mask_mod = functions.mask_mod(
-        options.segments is not None, "tiles" in tensors, by_columns and "tiles" in tensors,
-        None if rule is None else rule.expression, rule is not None and rule[1:] == (0, 0),
-    )  # fmt: skip
+        options.segments is not None,
+        "tiles" in tensors,
+        by_columns and "tiles" in tensors,
+        None if rule is None else rule.expression,
+        rule is not None and rule[1:] == (0, 0),
+    )
     lists, block_size = _lists(direction, q, v, masked, options)
     return modded._replace(mask_mod=mask_mod, lists=lists, block_size=block_size)
 

@@ -46,9 +46,12 @@ class TritonKernel(Kernel):
     """
 
     capabilities = replace(
-        EVERYTHING, name="triton", devices=("cuda",), dtypes=("float32", "bfloat16", "float16"),
+        EVERYTHING,
+        name="triton",
+        devices=("cuda",),
+        dtypes=("float32", "bfloat16", "float16"),
         max_head_dim=256,
-    )  # fmt: skip
+    )
 
     def unavailable_reason(self) -> str | None:
         """Return why it cannot run on this machine: no Triton, or no NVIDIA GPU from Ampere on."""
@@ -95,9 +98,14 @@ class TritonKernel(Kernel):
 
 
 def _grads(
-    item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
-    upstream: BackwardInputs, dst: Tensor | None, _key: object,
-) -> Grads:  # fmt: skip
+    item: WorkItem,
+    params: KernelParams,
+    rows: QueryBlock,
+    columns: KeyBlock,
+    upstream: BackwardInputs,
+    dst: Tensor | None,
+    _key: object,
+) -> Grads:
     """Return an item's gradients in float32; ``dq`` is in ``dst`` if it is given."""
     dq, dk, dv = (
         torch.empty(x.shape, dtype=torch.float32, device=x.device)
@@ -111,10 +119,16 @@ def _grads(
 
 
 def _launch_backward(
-    item: WorkItem, params: KernelParams, rows: QueryBlock, columns: KeyBlock,
-    upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads, *,
+    item: WorkItem,
+    params: KernelParams,
+    rows: QueryBlock,
+    columns: KeyBlock,
+    upstream: BackwardInputs,
+    row_grads: QueryGrads,
+    column_grads: KeyGrads,
+    *,
     overwrite: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Add an item's gradients to the accumulators or, if ``overwrite``, overwrite them.
 
     The bias's gradient is always added.

@@ -71,9 +71,12 @@ class ItemLaunch:
             self.rows.bias is not None or self.params.dropout_p > 0 or self.item.tiles is not None
         )
         blocks = choose_blocks(
-            KernelConfig("triton", self.params.block_q, self.params.block_k), name,
-            max(dim, v.shape[3]), q.element_size(), per_score_inputs=per_score_inputs,
-        )  # fmt: skip
+            KernelConfig("triton", self.params.block_q, self.params.block_k),
+            name,
+            max(dim, v.shape[3]),
+            q.element_size(),
+            per_score_inputs=per_score_inputs,
+        )
         num_q_blocks, num_k_blocks = -(-q_len // blocks.q), -(-k_len // blocks.k)
         # Programs are one a block of the side whose results they sum: queries in the forward and
         # for dQ, keys for dK/dV.
@@ -98,17 +101,25 @@ class ItemLaunch:
         else:
             values |= self._block_index(blocks, k_major=k_major)
             values["heads_per_swizzle"] = heads_per_swizzle(
-                name, batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len,
+                name,
+                batch=batch,
+                heads=heads,
+                kv_heads=kv_heads,
+                q_len=q_len,
+                k_len=k_len,
                 row=(dim + v.shape[3]) * q.element_size(),
-            )  # fmt: skip
+            )
             # One program for each outer block and head: of keys and K/V heads where dK/dV are
             # summed, so that programs of other blocks never add to the same ones.
             count = num_k_blocks * batch * kv_heads if k_major else num_q_blocks * batch * heads
             programs = (count, 1, 1)
         consts = self._consts(
-            name, blocks, tensors, is_indexed=name == "bwd_dbias" or "block_index" in values,
+            name,
+            blocks,
+            tensors,
+            is_indexed=name == "bwd_dbias" or "block_index" in values,
             overwrite=overwrite,
-        )  # fmt: skip
+        )
         launches = [values]
         if name != "fwd" and self.rows.bias_shift is not None:
             # One of the two computes; the host does not wait to know which.
@@ -120,9 +131,14 @@ class ItemLaunch:
             _launch(name, programs, arguments, consts, blocks, q.device)
 
     def _consts(
-        self, name: KernelPass, blocks: Blocks, tensors: Mapping[str, Tensor], *,
-        is_indexed: bool, overwrite: bool,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        name: KernelPass,
+        blocks: Blocks,
+        tensors: Mapping[str, Tensor],
+        *,
+        is_indexed: bool,
+        overwrite: bool,
+    ) -> dict[str, Any]:
         """Return the constants for which a kernel is compiled, by name."""
         q, k, v, params = *(tensors[name] for name in "qkv"), self.params
         laid_out = {_STRIDES_OF.get(name, name): x.stride(1) for name, x in tensors.items()}
@@ -152,8 +168,8 @@ class ItemLaunch:
             # The blocks of a band follow from its two bounds.
             return {"block_index_batch": 0}
         grid = Grid(
-            blocks.q, blocks.k, rows.bias is not None, k_major, rows.q.device, params.blocks,
-        )  # fmt: skip
+            blocks.q, blocks.k, rows.bias is not None, k_major, rows.q.device, params.blocks
+        )
         segments = None if rows.segments is None else (rows.segments, not_none(columns.segments))
         visible = None
         if params.bias_masks:  # where the bias shows anything to a head, ``[B or 1, n, m]``
@@ -211,19 +227,25 @@ class ItemLaunch:
 
 
 def _launch(
-    name: KernelPass, programs: tuple[int, int, int], values: Mapping[str, Any], consts: Mapping[str, Any],
-    blocks: Blocks, device: torch.device,
-) -> None:  # fmt: skip
+    name: KernelPass,
+    programs: tuple[int, int, int],
+    values: Mapping[str, Any],
+    consts: Mapping[str, Any],
+    blocks: Blocks,
+    device: torch.device,
+) -> None:
     """Launch a pass's kernel, with only those arguments that it takes."""
     from ring_core.triton import backward, forward
     from ring_core.triton.scores import Constexprs, as_constants, nan_safe_constexprs
 
     constexprs = Constexprs(**consts)
     kernel: Any = {
-        "fwd": forward.fwd, "bwd_dq": backward.bwd_dq,
-        "bwd_dkv": backward.bwd_dkv, "bwd_fused": backward.bwd_dkv,
+        "fwd": forward.fwd,
+        "bwd_dq": backward.bwd_dq,
+        "bwd_dkv": backward.bwd_dkv,
+        "bwd_fused": backward.bwd_dkv,
         "bwd_dbias": backward.bwd_dbias,
-    }[name]  # fmt: skip
+    }[name]
     all_values = {
         **values, "consts": as_constants(constexprs),
         "nan_safe": as_constants(nan_safe_constexprs(constexprs)),
@@ -237,9 +259,13 @@ def _launch(
     stages = stages_that_fit(name, blocks, dims, itemsize, 10 * major + minor)
     with on_device(device):
         _start(
-            kernel, programs, arguments, num_warps=blocks.warps, num_stages=stages,
+            kernel,
+            programs,
+            arguments,
+            num_warps=blocks.warps,
+            num_stages=stages,
             enable_fp_fusion=True,
-        )  # fmt: skip
+        )
 
 
 def _start(
@@ -253,9 +279,10 @@ def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the strides of the batch and head dimensions of all tensors but dbias, by name."""
     return {
         f"{_STRIDES_OF.get(name, name)}_{kind}": x.stride(dim)
-        for name, x in tensors.items() if name != "dbias"
+        for name, x in tensors.items()
+        if name != "dbias"
         for kind, dim in (("batch", 0), ("head", 2 if x.ndim == 4 else 1))
-    }  # fmt: skip
+    }
 
 
 @capture_safe_cache(maxsize=1024)
