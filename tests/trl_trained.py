@@ -274,6 +274,7 @@ def sampled(
                 lambda: trainer.accelerator.gather(torch.ones(1)),
                 lambda: gather_object([0]),
                 torch.distributed.barrier,
+                lambda: torch.distributed.barrier(group=ring),
             ):
                 with pytest.raises(
                     ValueError, match=r"rollout runs on the first rank .* waits for"
@@ -291,7 +292,9 @@ def sampled(
     if not generates and not has_function:
         trainer._generate_single_turn = generate
     if cp_size is not None:
-        hf.parallelize(trainer, context(cp_size))
+        cp = context(cp_size)
+        ring = cp.group
+        hf.parallelize(trainer, cp)
     completions, numbers = [], []
     prepare = trainer._generate_and_score_completions
 

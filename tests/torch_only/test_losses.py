@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -113,6 +114,8 @@ def _compare(
     close: Any = partial(torch.testing.assert_close, equal_nan=True, check_dtype=False)
     if coarse:
         close = partial(close, rtol=2e-2, atol=2e-2 * max(1.0, float(grads[0].abs().max())))
+    elif dtype == torch.float64:
+        close = partial(close, rtol=1e-10, atol=1e-12)  # no factor is rounded to float32
     close(total, value)
     close(hidden.grad, cp.shard(grads[0], pad=padded))
     close(head.grad, grads[1])
@@ -301,6 +304,10 @@ def test_transforms_of_a_loss_need_a_count() -> None:
         torch.func.grad(loss)(x.detach())
     with pytest.raises(UnsupportedError, match=r"torch\.func.* cross_entropy with count="):
         torch.func.grad(lambda x: linear_cross_entropy(cp, x, head, labels, count=6))(x.detach())
+    for function in (linear_cross_entropy, token_log_probs):
+        count = {"count": 6} if function is linear_cross_entropy else {}
+        with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="a dual_level"):
+            function(cp, forward_ad.make_dual(x.detach(), x.detach()), head, labels, **count)
     (expected,) = torch.autograd.grad(loss(x), x)  # two ranks with three labels each
     torch.testing.assert_close(torch.func.grad(loss)(x.detach(), count=6), expected)
 

@@ -160,6 +160,10 @@ def _mistakes(rank: int) -> None:
         ValueError, "prompts must be a list of int64", [x.float() for x in prompts], completions
     )
     refused(ValueError, "prompts must be .* 1 token or more", [x[:0] for x in prompts], completions)
+    refused(
+        ValueError, "completions.* has a token", prompts, completions,
+        ignore_index=int(completions[0][0]),
+    )  # fmt: skip
     refused(ValueError, "a row has at most tokens=9", prompts, completions, tokens=9)
     refused(ValueError, "dp is missing: the ring has 2 of 4", prompts, completions, dp=None)
     refused(

@@ -198,7 +198,8 @@ class Rollouts:
                 try:
                     with unhooked(self.target), ExitStack() as undo:
                         if self.ranks.size > 1:
-                            for undone in _refuse_collectives(function):
+                            ring = dist.get_process_group_ranks(self.ranks.group)
+                            for undone in _refuse_collectives(function, {*ring[1:]}):
                                 undo.callback(undone)
                         message = [(function(*args, **kwargs), _random_states(), None)]
                     self._send(message)
@@ -246,8 +247,14 @@ def _sampled_at_once(args: Any, rings: int) -> int:
     return size
 
 
-def _refuse_collectives(function: Callable[..., Any]) -> Iterator[Callable[[], object]]:
-    """Refuse calls that wait for all ranks, while the others wait for ``function``.
+def _refuse_collectives(
+    function: Callable[..., Any], waiting: set[int]
+) -> Iterator[Callable[[], object]]:
+    """Refuse calls that wait for ranks which wait for ``function``.
+
+    Args:
+        function: What runs on the first rank of a ring.
+        waiting: Global ranks of the others.
 
     Yields:
         A function for each replacement in torch.distributed that undoes it.
@@ -259,11 +266,12 @@ def _refuse_collectives(function: Callable[..., Any]) -> Iterator[Callable[[], o
         @wraps(collective)
         def call(*args: Any, **kwargs: Any) -> Any:
             group = parameters.bind(*args, **kwargs).arguments.get("group")
-            if group is None or group is dist.group.WORLD:
+            is_group = group is None or isinstance(group, dist.ProcessGroup)
+            if is_group and not waiting.isdisjoint(dist.get_process_group_ranks(group)):
                 raise ValueError(
                     f"{getattr(function, '__name__', 'rollout_func')} runs on the first rank of each ring alone, and "
-                    f"{collective.__name__} waits for all ranks: give it a process group of first "
-                    f"ranks, or gather in a reward function"
+                    f"{collective.__name__} waits for others of the ring: give it a process group "
+                    f"of first ranks, or gather in a reward function"
                 )
             return collective(*args, **kwargs)
 

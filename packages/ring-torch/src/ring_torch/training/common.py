@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack  # torch has no public name for it
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from ring_core import UnsupportedError, checks
@@ -22,17 +23,17 @@ from ring_torch.training.part import as_in_autocast
 
 
 def refuse_transforms(what: str, instead: str) -> None:
-    """Refuse a call inside a transform of ``torch.func``.
+    """Refuse a call inside a transform of ``torch.func``, or where gradients are forward-mode.
 
     Raises:
         UnsupportedError: One is under way.
     """
     if torch.compiler.is_compiling():
         return
-    if peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:  # noqa: SLF001 - no public way
         raise UnsupportedError(
-            f"{what} inside vmap, grad and the other transforms of torch.func. Instead: {instead}; "
-            f"or use torch.autograd (backward())"
+            f"{what} inside vmap, grad and the other transforms of torch.func, or a dual_level of "
+            f"forward_ad. Instead: {instead}; or use torch.autograd (backward())"
         )
 
 

@@ -163,7 +163,8 @@ def linear_loss_and_gradients(
         losses[rows] = each.where(is_kept, 0).neg()
         if not (trains_hidden or trains_head):
             continue
-        others = is_kept * rest  # the log-probabilities become gradients of the logits in place
+        others = is_kept.to(wide) * rest
+        # The log-probabilities become gradients of the logits in place.
         d_logits = log_p.exp_().mul_((own + others * weight.sum())[:, None])
         d_logits.scatter_add_(1, target[:, None], -own[:, None])
         if label_smoothing:

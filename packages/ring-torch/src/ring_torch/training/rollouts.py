@@ -105,7 +105,7 @@ class RolloutLoader:
         dp: Ranks that hold the same part of different rows, as ``mesh["dp"]``; ``None`` if there is
             one ring.
         hidden_size: Of the model: how much a token's linear layers weigh beside attention.
-        ignore_index: Label of tokens that have nothing to predict.
+        ignore_index: Label of tokens that have nothing to predict, which is no completion's token.
 
     Raises:
         ValueError: An argument is malformed, a sequence is longer than ``tokens``, or ``dp`` is
@@ -139,6 +139,12 @@ class RolloutLoader:
                 f"prompts and completions must be as many, and one or more, got {len(prompts)} and "
                 f"{len(completions)}"
             )
+        for n, completion in enumerate(self._completions):
+            if (completion == ignore_index).any():
+                raise ValueError(
+                    f"completions[{n}] has a token {ignore_index}, which as a label would be ignored: "
+                    f"give an ignore_index that is no token, as {IGNORED}"
+                )
         rings, ring = (1, 0) if dp is None else (ranks_of(dp).size, ranks_of(dp).rank)
         lengths = [len(x) + len(y) for x, y in zip(prompts, completions, strict=True)]
         check_size("tokens", tokens)
