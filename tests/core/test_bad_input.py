@@ -35,6 +35,7 @@ from ring_core import (
     longest_gather,
     make_plan,
     merge,
+    pack_sequences,
     reference,
     ring_program,
 )
@@ -230,6 +231,13 @@ SUBJECTS: dict[str, Subject] = {
             },
             "seq_len": LENGTH, "cp_size": {**SIZE, "none": None},
             "kv_seq_len": {n: x for n, x in LENGTH.items() if n != "none"},
+        },
+    ),
+    "ring_core.pack_sequences": Subject(
+        pack_sequences, {"lengths": [3, 5], "rings": 2, "tokens": 8},
+        {
+            "lengths": {"none": None, "number": 8, "empty": [], "zero": [3, 0], "floats": [2.5], "longer": [9]},
+            **{name: {**SIZE, "none": None} for name in ("rings", "tokens", "hidden_size")},
         },
     ),
     "ring_core.StrategyConfig": Subject(

@@ -60,7 +60,7 @@ def test_work_is_quadratic_in_a_sequence_and_linear_in_tokens() -> None:
     [
         ([], {}, "lengths must have"),
         ([3, 0], {}, r"lengths\[1\] must be at least 1"),
-        ([3, 9, 4], {}, "tokens=8 is the most of a row, and sequence 1 has 9"),
+        ([3, 9, 4], {}, r"lengths\[1\] is 9, and a row has at most tokens=8"),
         ([3], {"rings": 0}, "rings must be"),
         ([3], {"hidden_size": 1.5}, "hidden_size must be"),
     ],

@@ -164,7 +164,7 @@ def _mistakes(rank: int) -> None:
         ValueError, "completions.* has a token", prompts, completions,
         ignore_index=int(completions[0][0]),
     )  # fmt: skip
-    refused(ValueError, "tokens=9 is the most of a row", prompts, completions, tokens=9)
+    refused(ValueError, "a row has at most tokens=9", prompts, completions, tokens=9)
     refused(ValueError, "dp is missing: the ring has 2 of 4", prompts, completions, dp=None)
     refused(
         ValueError,

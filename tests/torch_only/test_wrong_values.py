@@ -415,6 +415,19 @@ SUBJECTS: dict[str, Subject] = {
             },
         },
     ),
+    "ring_torch.training.RolloutLoader": Subject(
+        training.RolloutLoader,
+        {"cp": cp, "prompts": [ids(3).long()], "completions": [ids(5).long()], "tokens": 8},
+        {
+            "cp": CONTEXT, "ignore_index": INTEGER,
+            **{name: {
+                "none": None, "word": "x", "number": 1, "rows": [ids(1, 3).long()], "floats": [zeros(3)],
+                "of more": [ids(3).long()] * 2,
+            } for name in ("prompts", "completions")},
+            "dp": {name: x for name, x in GROUP.items() if x is not None},
+            **{name: {**SIZE, "none": None} for name in ("tokens", "hidden_size")},
+        },
+    ),
     "ring_torch.dataloader": Subject(
         ring_torch.dataloader, {"cp": cp, "loader": [ids(2, 8)]},
         {

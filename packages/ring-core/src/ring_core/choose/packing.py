@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ring_core.base.arguments import Ints, check_size, numbers_as_python
+from ring_core.base.arguments import Floats, Ints, check_size, numbers_as_python
 
 _PAIRS_PER_TOKEN = 6  # times the hidden size: 24 * dim**2 FLOPs of a token, 4 * dim of a pair
 
@@ -43,19 +43,23 @@ def pack_sequences(
     """
     rings, tokens = check_size("rings", rings), check_size("tokens", tokens)
     check_size("hidden_size", hidden_size)
+    value: object = lengths
+    if not isinstance(value, Sequence | np.ndarray):
+        raise ValueError(f"lengths must be a list of integers, got {value!r}")
     sizes = np.array([check_size(f"lengths[{n}]", x) for n, x in enumerate(lengths)], np.int64)
     if not sizes.size:
         raise ValueError("lengths must have a number of tokens or more, got none")
     if sizes.max() > tokens:
         raise ValueError(
-            f"tokens={tokens} is the most of a row, and sequence {int(sizes.argmax())} has "
-            f"{sizes.max()}: give more, or a shorter sequence"
+            f"lengths[{int(sizes.argmax())}] is {sizes.max()}, and a row has at most tokens={tokens}: "
+            f"give more, or a shorter sequence"
         )
-    work = sizes * (sizes + 1) // 2 + _PAIRS_PER_TOKEN * hidden_size * sizes
+    pairs = sizes * (sizes + 1.0) / 2
+    work = pairs + float(_PAIRS_PER_TOKEN * hidden_size) * sizes
     steps = -(-int(sizes.sum()) // (rings * tokens))
     while (rows := _assigned(sizes, work, steps * rings, tokens)) is None:
         steps += 1
-    rows.sort(key=lambda row: -int(work[row].sum()))
+    rows.sort(key=lambda row: -float(work[row].sum()))
     # The first ring has the heaviest row of every other step, and the lightest of the others.
     return tuple(
         tuple(map(tuple, rows[step * rings : (step + 1) * rings][:: -1 if step % 2 else 1]))
@@ -63,12 +67,12 @@ def pack_sequences(
     )
 
 
-def _assigned(sizes: Ints, work: Ints, count: int, tokens: int) -> list[list[int]] | None:
+def _assigned(sizes: Ints, work: Floats, count: int, tokens: int) -> list[list[int]] | None:
     """Return the sequences of ``count`` rows; ``None`` if they do not fit."""
     rows: list[list[int]] = [[] for _ in range(count)]
-    load, used = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    load, used = np.zeros(count), np.zeros(count, np.int64)
     for n in np.argsort(-work, kind="stable").tolist():
-        row = int(np.where(used + sizes[n] <= tokens, load, np.iinfo(np.int64).max).argmin())
+        row = int(np.where(used + sizes[n] <= tokens, load, np.inf).argmin())
         if used[row] + sizes[n] > tokens:
             return None
         rows[row].append(n)

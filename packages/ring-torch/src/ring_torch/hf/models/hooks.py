@@ -174,10 +174,15 @@ class ModelHooks(ReductionChoice):
 
         The number is that of the whole batch, ``num_items_in_batch`` of the model's forward.
         """
+        cls = type(unwrapped(model))
+        # Losses that do not go through `loss_function` are means over the labels given, and so are
+        # those of token classifiers, which do not pass the number on.
         return not self.is_pooling and (
             self.shifts_labels
-            # Losses that do not go through `loss_function` are means over the labels given.
-            or "loss_function" in names_in_forward(type(unwrapped(model)))
+            or (
+                "loss_function" in names_in_forward(cls)
+                and not any("ForTokenClassification" in x.__name__ for x in cls.__mro__)
+            )
         )
 
     @contextmanager
