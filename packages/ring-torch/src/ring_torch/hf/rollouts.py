@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch import Tensor
 
 from ring_core import UnsupportedError
@@ -266,6 +267,8 @@ def _refuse_collectives(
         @wraps(collective)
         def call(*args: Any, **kwargs: Any) -> Any:
             group = parameters.bind(*args, **kwargs).arguments.get("group")
+            if isinstance(group, DeviceMesh):
+                group = group.get_group()
             is_group = group is None or isinstance(group, dist.ProcessGroup)
             if is_group and not waiting.isdisjoint(dist.get_process_group_ranks(group)):
                 raise ValueError(
