@@ -65,7 +65,7 @@ Exchanged = tuple[Array, Layout]
 
 
 class Traded(NamedTuple):
-    """Residuals that a forward keeps: its inner call, so that only gradients travel in the backward.
+    """Residuals that a forward keeps: its inner call, so that gradients alone travel backward.
 
     Exchanging Q, K and V once more would cost as much as the forward did.
     """

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ring_core import UnsupportedError
 from ring_torch.hf.models.hooks import replace_attribute
