@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from on_ranks import on_ranks
 from served import SIZES, World
 
@@ -18,6 +19,7 @@ def pool(request: Any, pools: dict[int, LocalRanks]) -> LocalRanks:
     return pools[request.param]
 
 
+WAYS = ("False-None", "True-True", "False-False")
 SCHEDULES = [
     (name, seed, by_head, queries)
     for seed, (name, by_head, queries) in enumerate(
@@ -28,6 +30,11 @@ SCHEDULES = [
 ]
 
 
+@pytest.mark.nightly(unless=[
+    *(f"{ranks} ranks-groups-{n}-{way}" for ranks in (2, 3) for n, way in enumerate(WAYS)),
+    "1 ranks-groups-0-False-None", "4 ranks-one K/V head-4-True-True", "3 ranks-latents-6-False-None",
+    "2 ranks-latents-8-False-False",
+])  # fmt: skip
 @pytest.mark.parametrize(("name", "seed", "by_head", "queries"), SCHEDULES)
 @on_ranks
 def test_random_schedules(name: str, seed: int, by_head: bool, queries: bool | None) -> None:
@@ -37,3 +44,9 @@ def test_random_schedules(name: str, seed: int, by_head: bool, queries: bool | N
         if queries is not None:
             patch.setattr(prefilling._Part, "queries_travel", queries)
         World(ContextParallel(), SIZES[name], seed).run(25)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks
+def test_schedules_in_other_dtypes(dtype: torch.dtype) -> None:
+    World(ContextParallel(), SIZES["groups"], 31, dtype).run(12)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from on_ranks import on_ranks
@@ -71,6 +72,10 @@ def refused(cp: ContextParallel, cache: KVCache, k: Tensor, v: Tensor) -> dict[s
         cache.truncate(0, cache.lengths[0] - 1)
         cache.write(one[:1], one[:1], layer=0)
 
+    def evicted() -> None:
+        cache.evict(0)
+        cp.decode(q, cache, layer=0)
+
     def alone() -> None:
         with cp.whole():
             cp.decode(q, cache, layer=0)
@@ -80,6 +85,7 @@ def refused(cp: ContextParallel, cache: KVCache, k: Tensor, v: Tensor) -> dict[s
         "what one extend has reserved, before the request is truncated or forked": forked,
         r"have \[0\] reserved positions": truncated,
         "v=None says that values are the first 8 of 8 numbers": lambda: cache.write(k, layer=0),
+        "of which one was evicted: name the requests": evicted,
         "q has 99 tokens, and request 0 only 13": lambda: cp.decode(randn(2, 99, H, D), cache, layer=0),
         "q must have a row for each of 2 requests, and up to 4 with padding, got 1 rows": (
             lambda: cp.decode(q[:1], cache, layer=0)
@@ -135,6 +141,17 @@ def test_what_is_refused_before_anything_is_sent() -> None:
     cache, *_ = filled(cp)
     with pytest.raises(UnsupportedError, match="'symm_mem' has no exchange of partial results"):
         cp.decode(randn(2, 1, H, D), cache, layer=0, transport="symm_mem")
+
+
+@on_ranks
+def test_requests_may_come_in_any_form(rank: int) -> None:
+    """A list, a tuple and numpy's integers name the same requests."""
+    cp = ContextParallel()
+    cache, *_ = filled(cp)
+    forms: list[Any] = [[1, 0], (1, 0), [np.int64(1), np.int32(0)], range(1, -1, -1)]
+    q = randn(2, 1, H, D)
+    outs = [cp.decode(q, cache, layer=0, requests=forms[(n + rank) % len(forms)]) for n in range(4)]
+    assert all(torch.equal(outs[0], x) for x in outs)
 
 
 @on_ranks

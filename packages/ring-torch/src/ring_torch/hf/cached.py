@@ -27,6 +27,8 @@ from ring_torch.serving.prefilling import prefill_padded
 _PAGE_SIZE = 128
 #: Tokens of a part of a prompt, unless the cache is told otherwise.
 _CHUNK = 1 << 15
+#: Rows that a cache has room for, of which there are twice as many as beams while these change.
+_MOST_ROWS = 64
 #: Least number of pages by which a cache grows on each rank.
 _BLOCK = 16
 
@@ -154,8 +156,9 @@ class ShardedCache(Cache):
         """
         n = int(tokens_to_remove)
         self.length = min(self.length, n) if n > 0 else max(0, self.length + n)
-        for request, padding in zip(self.rows, self.padding, strict=True):
+        if self.rows:  # which there are from the first keys on
             cache = not_none(self.cache)
+        for request, padding in zip(self.rows, self.padding, strict=False):
             cache.truncate(request, min(cache.lengths[request], max(0, self.length - padding)))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -214,7 +217,7 @@ class Step:
             heads, dim, v_dim = shape
             owner.cache = KVCache(
                 owner.cp, num_layers=owner.num_layers, num_kv_heads=heads, head_dim=dim,
-                v_head_dim=v_dim, max_requests=2 * len(k), page_size=owner.page_size, dtype=k.dtype,
+                v_head_dim=v_dim, max_requests=max(_MOST_ROWS, 2 * len(k)), page_size=owner.page_size, dtype=k.dtype,
                 max_tokens=len(k) * max(owner.expected, 1), device=k.device,
             )  # fmt: skip
             owner.rows = owner.cache.add(len(k))

@@ -34,6 +34,9 @@ from ring_torch.sharding import agree_on_call
 
 #: Options of ``generate`` that end it on each rank by itself.
 _BY_RANK = ("max_time", "synced_gpus")
+#: Arguments of a forward that are not served, and tensors that are.
+_REFUSED = ("output_attentions", "output_hidden_states")
+_TENSORS = ("input_ids", "attention_mask", "position_ids", "logits_to_keep", "cache_position")
 
 
 def serving_generate(model: Any, hooks: ModelHooks) -> Callable[..., Any]:
@@ -160,7 +163,9 @@ class _Forward:
             RankMismatchError: Ranks have other tokens, or their generators other states.
         """
         arguments = by_name(self.model, args, kwargs)
-        refused = [x for x in ("inputs_embeds", "output_attentions", "output_hidden_states", "labels") if arguments.get(x) is not None and arguments[x] is not False]  # fmt: skip
+        refused = [x for x in _REFUSED if arguments.get(x) not in (None, False)]
+        # Of other tensors it is not known which part belongs to which tokens.
+        refused += [x for x, y in arguments.items() if isinstance(y, Tensor) and x not in _TENSORS]
         ids = arguments.get("input_ids")
         if refused or not isinstance(ids, Tensor):
             raise UnsupportedError(
@@ -212,14 +217,17 @@ class _Forward:
             "attention_mask": ServedMask(step, (len(ids), len(rows))), "use_cache": True,
             next(iter(CACHES & arguments.keys())): cache,
         }  # fmt: skip
+        inner.pop("cache_position", None)  # of all tokens, which a model finds itself
         if "logits_to_keep" in parameters_of(type(self.model)):
             # One row, which is thrown away, if there are no logits to be made.
             inner["logits_to_keep"] = 1 if is_split else keep
         try:
             output = self.inner(**inner)
+            cache.length = end
         finally:
             cache.step = None
-        cache.length = end
+            if cache.length != end:  # some layers may have their keys, and others not
+                cache.crop(0)
         return output
 
     def _agree(self, ids: Tensor) -> None:

@@ -170,7 +170,7 @@ def checked_call(
             "check": check_every, "seed_is": "state of the cache",
         }, name,
     )  # fmt: skip
-    text = f"{state.changes:x} {requests}".encode()
+    text = f"{state.changes:x} {requests and known}".encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     return ServingCall(
         sharding, state, layer, known, rules, library, reason, sinks,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Layout, LayoutSpec
-from ring_core.base.arguments import Ints, check_index, check_size
+from ring_core.base.arguments import Ints, check_index, check_size, is_integer
 from ring_core.checks import FLOATS
 from ring_core.layouts.layout import check_layout
 from ring_core.pages import PagesMovement, PageTable, own_positions, to_pages
@@ -24,6 +24,9 @@ from ring_torch.positions import on_device
 from ring_torch.recurrent.arguments import check_tensor
 from ring_torch.serving.merging import refuse_grad
 from ring_torch.serving.paged import PagedKeys
+
+#: Stands for a request of the last ``extend`` that was evicted.
+_NONE = -1
 
 
 class CacheState:
@@ -171,6 +174,8 @@ class CacheState:
     def evict(self, request: int) -> None:
         """Forget a request."""
         self._table.evict(request)
+        # Its number may be another's soon: its row of the last `extend` is padding from now on.
+        self._batch = tuple(_NONE if x == request else x for x in self._batch)
         self._reserved.pop(request, None)
         self._unwritten.pop(request, None)
         self._update({})
@@ -345,6 +350,10 @@ class CacheState:
         """
         if requests is None and not self._batch:
             raise ValueError("requests=None are those of the last extend, and there was none")
+        if requests is None and _NONE in self._batch:
+            raise ValueError(
+                "requests=None are those of the last extend, of which one was evicted: name the requests"
+            )
         known = self._batch if requests is None else checked_requests(requests)
         self._table.check_known(known, name)
         return known
@@ -471,7 +480,6 @@ class CacheState:
         """
         table, rank, size = self._table, self._ranks.rank, self._ranks.size
         lengths = table.lengths
-        self._batch = tuple(x for x in self._batch if x in lengths)
         entries: list[tuple[int, int, int]] = []
         for request, number in changed.items():
             pages = table.pages_of(request, rank)
@@ -480,7 +488,8 @@ class CacheState:
         numbers = np.zeros(table.max_requests + 1, dtype=np.int64)
         numbers[list(lengths)] = list(lengths.values())
         slots = np.full(table.max_requests, table.max_requests, dtype=np.int64)
-        slots[: len(self._batch)] = self._batch
+        for row, request in enumerate(self._batch):
+            slots[row] = table.max_requests if request == _NONE else request
         with torch.no_grad():
             if entries:
                 columns = on_device(np.asarray(entries, dtype=np.int64).T, self._device)
@@ -514,11 +523,11 @@ class PagesMove:
 
 
 def checked_requests(requests: Sequence[int]) -> tuple[int, ...]:
-    """Return requests as a tuple.
+    """Return requests as a tuple of Python's integers.
 
     Raises:
         ValueError: They are no sequence.
     """
     if not isinstance(requests, list | tuple | range):
         raise ValueError(f"requests must be a list or tuple of numbers, got {requests!r}")
-    return tuple(requests)
+    return tuple(int(x) if is_integer(x) else x for x in requests)
