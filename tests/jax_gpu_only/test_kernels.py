@@ -20,7 +20,7 @@ from cases import CASES, Case, diagonals, prefix
 from tolerances import assert_close
 
 import ring_jax
-from ring_core import KernelConfig, Mask, UnsupportedError
+from ring_core import KernelConfig, Mask, StrategyConfig, UnsupportedError
 from ring_core.plan.tile_mask import BlockGeometry
 from ring_core.triton.tile_configs import FLAGS_TOGETHER
 from ring_jax_gpu import ContextParallel, ring_attention
@@ -159,6 +159,20 @@ def test_over_gathered_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring_jax, "ring_attention", ring_attention)
     results = JaxBackend().run(CASES[name], kernel="triton", strategy="gather")
     assert_close(CASES[name], results)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "strategy", ["ulysses", StrategyConfig("hybrid", ulysses_size=2)], ids=["ulysses", "hybrid"]
+)
+def test_over_traded_heads(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slopes, sinks and dropout are those of a rank's heads, which are no range."""
+    monkeypatch.setattr(ring_jax, "ring_attention", ring_attention)
+    case = Case(
+        "traded", CAUSAL, "zigzag", 4, 24, heads=(12, 3), sinks=0, alibi=1, dropout_p=0.3,
+        lse_grad=True,
+    )  # fmt: skip
+    assert_close(case, JaxBackend().run(case, kernel="triton", strategy=strategy))
 
 
 def test_several_blocks_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:

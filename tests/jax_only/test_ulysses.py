@@ -233,7 +233,7 @@ def test_explain_says_who_trades(heads: Any, strategy: Any, words: list[str]) ->
 
 
 def test_what_auto_trades() -> None:
-    """A gather takes too much memory here, and core's rule has nothing against a trade."""
+    """It trades heads where a gather takes too much memory, and core's rule allows it."""
     mesh: Any = AbstractMesh((16,), ("cp",), axis_types=(AxisType.Auto,))
     gpus = Devices("gpu", in_one_process=True)
     shape = jax.ShapeDtypeStruct((1, 16 * 1024, 32, 128), jnp.bfloat16)

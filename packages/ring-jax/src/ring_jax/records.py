@@ -242,7 +242,7 @@ def nbytes(*arrays: Array | None) -> int:
 
 @dataclass(frozen=True)
 class Trade:
-    """Trade of tokens for heads, and what each rank computes then, with its part of the heads.
+    """A trade of tokens for heads among ranks, and what each computes then with its heads.
 
     Attributes:
         grid: The groups of ranks that trade.
@@ -258,7 +258,7 @@ class Trade:
 
     @property
     def heads(self) -> HeadPlan:
-        """Heads that each rank of a group attends with."""
+        """The heads that each rank of a group attends with."""
         return head_plan(*self.num_heads, self.grid.ulysses_size)
 
 

@@ -65,7 +65,7 @@ Exchanged = tuple[Array, Layout]
 
 
 class Traded(NamedTuple):
-    """Residuals that a forward keeps: its inner call, so that gradients alone travel backward.
+    """The inner call of a forward, kept for the backward, where only gradients travel.
 
     Exchanging Q, K and V once more would cost as much as the forward did.
     """
