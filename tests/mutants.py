@@ -120,7 +120,7 @@ MUTANTS: dict[str, Edits] = {
     "sink-per-step": {  # counted twice
         "ring_core.base.merge:finalize": {"(lse, folded[:, None])": f"(lse, {_LOG_2} + folded[:, None])"},
         "ring_torch.call:add_sinks": {"folded(sinks, lse.dtype)": f"{_LOG_2} + folded(sinks, lse.dtype)"},
-        "ring_jax.autodiff:_add_sinks": {"folded[None, :, None]": f"{_LOG_2} + folded[None, :, None]"},
+        "ring_jax.strategies.steps:add_sinks": {"folded[None, :, None]": f"{_LOG_2} + folded[None, :, None]"},
     },
     "grads-not-sent-home": {
         "ring_core.reference.simulator:_backward": {"arrived = _hop(step_grads, stage.grad_hop)": "arrived = None"},
