@@ -70,7 +70,7 @@ def model_of(options: argparse.Namespace) -> Any:
         max_position_embeddings=1 << 20, eos_token_id=None, initializer_range=0.2,
     )  # fmt: skip
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).double().eval()
+    return LlamaForCausalLM(config).double().train(mode=False)
 
 
 class Bar:

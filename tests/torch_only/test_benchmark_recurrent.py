@@ -31,7 +31,7 @@ def test_its_figures(
     assert recurrent.main() == 0
     figures = json.loads(path.read_text())
     assert "goals" in capsys.readouterr().out
-    assert figures["kernel"] == "eager" and "its kernels need CUDA" in figures["why_not_fla"]
+    assert figures["kernel"] == "eager" and "its kernels need CUDA" in figures["reason"]
     assert [row["layout"] for row in figures["rows"]] == ["whole", "contiguous", "zigzag"]
     assert all(ratio > 0 for name, ratio in figures["ratios"].items() if "peak" not in name)
     assert figures["errors"]["worst_ratio"] < recurrent.GOALS["error"]

@@ -18,7 +18,7 @@ from ring_torch import ContextParallel
 from ring_torch.verification.equality import digest_of
 
 
-def _model(_: int) -> nn.Module:
+def _model(_: int) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
 
@@ -26,13 +26,13 @@ def _model(_: int) -> nn.Module:
 def _changed_weight(rank: int) -> nn.Module:
     model = _model(rank)
     with torch.no_grad():
-        model[0].weight[1, 2] += float(rank)
+        model.get_parameter("0.weight")[1, 2] += float(rank)
     return model
 
 
 def _changed_buffer(rank: int) -> nn.Module:
     model = _model(rank)
-    model[1].num_batches_tracked += rank
+    model.get_buffer("1.num_batches_tracked").add_(rank)
     return model
 
 

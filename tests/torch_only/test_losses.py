@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -304,10 +305,10 @@ def test_transforms_of_a_loss_need_a_count() -> None:
         torch.func.grad(loss)(x.detach())
     with pytest.raises(UnsupportedError, match=r"torch\.func.* cross_entropy with count="):
         torch.func.grad(lambda x: linear_cross_entropy(cp, x, head, labels, count=6))(x.detach())
-    for function in (linear_cross_entropy, token_log_probs):
-        count = {"count": 6} if function is linear_cross_entropy else {}
+    functions: list[Callable[..., Any]] = [partial(linear_cross_entropy, count=6), token_log_probs]
+    for function in functions:
         with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="a dual_level"):
-            function(cp, forward_ad.make_dual(x.detach(), x.detach()), head, labels, **count)
+            function(cp, forward_ad.make_dual(x.detach(), x.detach()), head, labels)
     (expected,) = torch.autograd.grad(loss(x), x)  # two ranks with three labels each
     torch.testing.assert_close(torch.func.grad(loss)(x.detach(), count=6), expected)
 

@@ -45,7 +45,8 @@ class Model(nn.Module):
         else:
             x = x + cp.causal_conv1d(x, self.kernel[:, 0])
         q, k, v = self.qkv(x).unflatten(2, (3, 1, D)).unbind(2)
-        return self.head(self.dropout(cp.attention(q, k, v, causal=True).flatten(2)))
+        logits: Tensor = self.head(self.dropout(cp.attention(q, k, v, causal=True).flatten(2)))
+        return logits
 
 
 def _step(cp: ContextParallel, mistake: str) -> Callable[[Any, Any], Tensor]:
@@ -124,6 +125,9 @@ def test_each_mistake_is_found(rank: int, mistake: str) -> None:
         assert str(report).startswith("preflight passed: loss")
 
 
+LOSSES: dict[str, Any] = {"whole loss": "whole", "ddp": "mean", "fsdp2": "mean"}
+
+
 @pytest.mark.parametrize(
     "way",
     [
@@ -141,9 +145,7 @@ def test_each_mistake_is_found(rank: int, mistake: str) -> None:
 @on_ranks
 def test_other_right_ways_pass(way: str) -> None:
     cp = ContextParallel(layout="contiguous" if way == "contiguous" else "zigzag")
-    model: nn.Module = Model(cp, "").to(
-        getattr(torch, way, torch.float32) if "float" in way else None
-    )
+    model: Any = Model(cp, "").to(getattr(torch, way, torch.float32) if "float" in way else None)
     batch = {"x": torch.randint(VOCAB, (2, T))}
     if way == "ddp":
         model = DistributedDataParallel(model)
@@ -165,7 +167,7 @@ def test_other_right_ways_pass(way: str) -> None:
         return factor * ring_torch.cross_entropy(cp, logits, cp.shard(batch["x"]))
 
     report = ring_torch.preflight(
-        cp, step, model=model, batch=batch, loss={"whole loss": "whole", "ddp": "mean", "fsdp2": "mean"}.get(way, "sum"),
+        cp, step, model=model, batch=batch, loss=LOSSES.get(way, "sum"),
         after_backward=(lambda _: None) if way in ("ddp", "fsdp2") else None,
     )  # fmt: skip
     assert report.passed, str(report)

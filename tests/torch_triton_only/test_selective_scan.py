@@ -71,11 +71,11 @@ def test_its_runs_are_those_of_torch(
 
 
 def test_auto_takes_it_where_it_can() -> None:
-    call = "selective_scan", *inputs(8, 4, 1, 4, 1.0)
+    given = inputs(8, 4, 1, 4, 1.0)
     cp = ContextParallel()
-    assert "kernel eager: torch's operations" in cp.explain_recurrent(*call)
+    assert "kernel eager: torch's operations" in cp.explain_recurrent("selective_scan", *given)
     with patch.object(libraries, "reasons_against_triton", lambda *_: iter(())):
-        assert "kernel triton: Ring's own" in cp.explain_recurrent(*call)
+        assert "kernel triton: Ring's own" in cp.explain_recurrent("selective_scan", *given)
 
 
 def test_other_layers_are_refused() -> None:

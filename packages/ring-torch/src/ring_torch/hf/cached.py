@@ -89,7 +89,7 @@ class ShardedCache(Cache):
             raise ValueError(f"page_size must be a power of two, got {page_size}")
         #: Made with the first keys, whose sizes it has.
         self.cache: KVCache | None = None
-        #: Number of the model's layers, and of tokens that a row may have: set by ``generate``.
+        # `generate` sets how many layers the model has, and how many tokens a row may have.
         self.num_layers, self.expected = 0, 0
         self.rows: tuple[int, ...] = ()  # requests of the cache
         self.padding: tuple[int, ...] = ()  # tokens before each row's first, which are not written
@@ -171,7 +171,7 @@ class ShardedCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some of the rows."""
-        self._take(torch.arange(len(self.rows))[indices.cpu()].tolist())
+        self._take(torch.arange(len(self.rows), device="cpu")[indices.cpu()].tolist())
 
     def _take(self, indices: Sequence[int]) -> None:
         """Make new rows of old ones: the first use of a row keeps it, others are forks."""

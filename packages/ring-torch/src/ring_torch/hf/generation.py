@@ -201,11 +201,11 @@ class _Forward:
     ) -> Any:
         """Run a part of the tokens: if ``keep`` is none split over the ranks, without logits."""
         cache, sharding = self.cache, self.hooks.sharding
-        rows = torch.arange(part.start, part.stop)
+        rows = torch.arange(part.start, part.stop, device="cpu")
         is_split = keep is None
         if is_split:
             layout = Layout.padded(sharding.layout, len(part), sharding.ranks.size)
-            local = torch.as_tensor(layout.positions(sharding.ranks.rank))
+            local = torch.as_tensor(layout.positions(sharding.ranks.rank), device="cpu")
             # Rows of padding repeat the last token, and nobody sees them.
             rows = rows[local.clamp(max=len(part) - 1)]
         rows = rows.to(ids.device)
@@ -267,7 +267,7 @@ class _Forward:
             )
         seen = (mask != 0).cpu()
         padding = (~seen).sum(dim=1)
-        if not torch.equal(seen, torch.arange(length) >= padding[:, None]) or bool(
+        if not torch.equal(seen, torch.arange(length, device="cpu") >= padding[:, None]) or bool(
             (padding >= length).any()
         ):
             raise ValueError(

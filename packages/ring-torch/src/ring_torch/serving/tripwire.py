@@ -121,7 +121,7 @@ class Sample(NamedTuple):
                 out[at], exact.means, plain.means.to(out.dtype), size.expand(len(at)), plain.squares.sqrt(),
             ),
             "lse": (
-                lse_rows, exact.lse.unsqueeze(-1), plain.lse.unsqueeze(-1), torch.ones(len(at)),
+                lse_rows, exact.lse.unsqueeze(-1), plain.lse.unsqueeze(-1), torch.ones(len(at), device="cpu"),
                 torch.zeros_like(plain.lse).unsqueeze(-1),
             ),
         }  # fmt: skip

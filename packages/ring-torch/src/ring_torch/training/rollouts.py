@@ -152,7 +152,7 @@ class RolloutLoader:
         self._rows = [step[ring] for step in steps]
         every = Item(
             torch.cat([*self._prompts, *self._completions])[None].cpu(),
-            torch.tensor([[rings, tokens, hidden_size]]),
+            torch.tensor([[rings, tokens, hidden_size]], device="cpu"),
             tuple(accumulate(map(len, (*self._prompts, *self._completions)))),
         )
         if not is_same(cp, dp, chained(b"", [every]), len(lengths)):
@@ -226,7 +226,9 @@ class RolloutLoader:
         labels = torch.cat([
             empty, *(x for prompt, y in pairs for x in (torch.full_like(prompt, self._ignored), y))
         ])[None]  # fmt: skip
-        owner = torch.tensor([n for n, x in zip(index, lengths, strict=True) for _ in range(x)])
+        owner = torch.tensor(
+            [n for n, x in zip(index, lengths, strict=True) for _ in range(x)], device="cpu"
+        )
         bounds = (0, *accumulate(lengths))
         item, cp = balanced_context(self._cp, Item(tokens, labels, bounds), self._ignored)
         more = item.tokens.shape[1] - len(owner)

@@ -121,7 +121,8 @@ def digest_of(x: Tensor) -> Tensor:
 def _entries(x: Any, path: str, ranks: Ranks) -> Iterator[Entry]:
     """Yield the tensors and values of an object, in one order on all ranks."""
     if isinstance(x, Tensor | np.ndarray):
-        yield _tensor_entry(torch.as_tensor(x), path, ranks)
+        tensor = x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu")
+        yield _tensor_entry(tensor, path, ranks)
     elif isinstance(x, _VALUES):
         yield Entry(f"{path} = {x!r}", None)
     elif (parts := _parts(x)) is not None:
