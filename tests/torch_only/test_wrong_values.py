@@ -31,7 +31,6 @@ import ring_torch
 from ring_core import ChunkLayout
 from ring_torch import ContextParallel, hf, preflight, ring_attention, training
 from ring_torch.local import LocalRanks
-from ring_torch.movement.methods import whole_length
 from ring_torch.verification.equality import check_equal
 
 zeros = torch.zeros
@@ -336,9 +335,9 @@ SUBJECTS: dict[str, Subject] = {
         },
     ),
     "ring_torch.ContextParallel.whole_length": Subject(
-        whole_length, {"cp": cp, "x": zeros(1, 8)},
+        cp.whole_length, {"x": zeros(1, 8)},
         {
-            "cp": CONTEXT, "x": {"none": None, "word": "x", "negative": -1, "fraction": 1.5},
+            "x": {"none": None, "word": "x", "negative": -1, "fraction": 1.5},
             "dim": {"none": None, "too large": 2}, "seq_len": OPTIONS["seq_len"],
         },
     ),

@@ -552,8 +552,30 @@ class ContextParallel:
     # Serving: likewise.
     decode, prefill = serving.decode, serving.prefill
     merge_partials, explain_serving = serving.merge_partials, serving.explain_serving
-    # Lengths and equality, likewise.
-    whole_length, check_equal = methods.whole_length, equality.check_equal
+    # What has to be equal, likewise.
+    check_equal = equality.check_equal
+
+    @numbers_as_python
+    def whole_length(self, x: Tensor | int, *, seq_len: int | None = None, dim: int = 1) -> int:
+        """Return the length of the whole sequence, ``T``, of a rank's slice of it.
+
+        Models of one's own need it where something depends on how long a sequence is, as LongRoPE,
+        YaRN and dynamic NTK scaling of rotary embeddings do: ``x.shape[1]`` is that of a slice.
+
+        Args:
+            x: A slice, or its length ``T_local``, padding included.
+            seq_len: Length of the whole sequence, without padding; ``None`` is what
+                ``shard(pad=True)`` has noted on ``x``, or else that no padding was added.
+            dim: Dimension of the tokens of ``x``.
+
+        Raises:
+            ValueError: ``x`` is neither, or no rank's slice of ``seq_len`` tokens.
+
+        Example::
+
+            scaling = rope_scaling(cp.whole_length(hidden))  # hidden is [B, T_local, D]
+        """
+        return methods.whole_length(self._sharding, x, seq_len=seq_len, dim=dim)
 
     def whole(self) -> AbstractContextManager[None]:
         """Return a context in which this rank acts alone, on whole sequences: nothing is sent.

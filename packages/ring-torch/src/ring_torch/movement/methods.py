@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Layout, LayoutSpec, UnsupportedError, divisor_of
-from ring_core.base.arguments import check_size, numbers_as_python
+from ring_core.base.arguments import check_size
 from ring_core.checks import padded_layout
 from ring_core.movement import halo_ids
 from ring_core.row_checks import check_halo, check_rows, check_steps, offsets_of
@@ -30,7 +30,6 @@ from ring_torch.movement.rows import (
     layout_of,
     move,
 )
-from ring_torch.recurrent.arguments import SplitsSequences, sharding_of
 from ring_torch.sharding import Sharding, check_dim, check_fill, check_slice, length_of
 
 
@@ -54,30 +53,8 @@ class Halo(NamedTuple):
     documents: Tensor
 
 
-@numbers_as_python
-def whole_length(
-    cp: SplitsSequences, x: Tensor | int, *, seq_len: int | None = None, dim: int = 1
-) -> int:
-    """Return the length of the whole sequence, ``T``, of a rank's slice of it.
-
-    Models of one's own need it where something depends on how long a sequence is, as LongRoPE, YaRN
-    and dynamic NTK scaling of rotary embeddings do: ``x.shape[1]`` is the length of a slice.
-
-    Args:
-        cp: A ``ContextParallel``.
-        x: A slice, or its length ``T_local``, padding included.
-        seq_len: Length of the whole sequence, without padding; ``None`` is what ``shard(pad=True)``
-            has noted on ``x``, or where there is nothing that no padding was added.
-        dim: Dimension of the tokens of ``x``.
-
-    Raises:
-        ValueError: ``x`` is neither, or no rank's slice of ``seq_len`` tokens.
-
-    Example::
-
-        scaling = rope_scaling(cp.whole_length(hidden))  # hidden is [B, T_local, D]
-    """
-    sharding = sharding_of(cp)
+def whole_length(sharding: Sharding, x: Tensor | int, *, seq_len: int | None, dim: int) -> int:
+    """Return the length of a whole sequence; see :meth:`ContextParallel.whole_length`."""
     size = sharding.ranks.size
     if isinstance(x, Tensor):
         check_dim(x, dim)
