@@ -190,7 +190,7 @@ class ShardedCache(Cache):
 
 @dataclass
 class Step:
-    """One forward of a model: the tokens of a part of a prompt, or new ones.
+    """Forward of a model: the tokens of a part of a prompt, or new ones.
 
     Attributes:
         owner: The cache.

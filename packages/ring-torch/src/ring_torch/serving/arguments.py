@@ -52,7 +52,7 @@ class ServingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ServingCall:
-    """One checked call on a cache.
+    """Checked call of ``decode`` or ``prefill`` on a cache.
 
     Attributes:
         sharding: Ranks and layout.

@@ -32,7 +32,7 @@ _PLACE, _WORD, _LAST = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111E
 
 
 class Entry(NamedTuple):
-    """One tensor, or one value, of an object.
+    """Tensor or value of an object, with where it is.
 
     Attributes:
         facts: Where it is, its dtype and shape; of a value itself.
