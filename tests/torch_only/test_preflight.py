@@ -207,6 +207,19 @@ def test_a_step_that_changes_or_draws_is_refused() -> None:
         ring_torch.preflight(cp, other_in_each_run, model=Model(cp, ""), batch=batch)
 
 
+@on_ranks
+def test_a_loss_that_is_not_finite_on_one_rank_fails(rank: int) -> None:
+    cp = ContextParallel()
+    batch = {"tokens": torch.randint(VOCAB, (2, T)), "labels": torch.randint(VOCAB, (2, T))}
+
+    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        loss = _step(cp, "")(model, batch)
+        # Whole, and on the last rank alone: its gradients are right.
+        return loss + (torch.nan if cp.cp_size == 1 and rank else 0.0)
+
+    assert not ring_torch.preflight(cp, step, model=Model(cp, ""), batch=batch).passed
+
+
 def test_a_step_returns_a_loss() -> None:
     cp = ContextParallel()
     with pytest.raises(ValueError, match=r"step must return the loss, .* got \[2\]"):

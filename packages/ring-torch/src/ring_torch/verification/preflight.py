@@ -149,7 +149,10 @@ class _StepRunner(Runner):
         losses = [x.loss for x in (split, whole, other)]
         # The worst of any rank, so that all ranks judge alike.
         rows = self.gather([math.nan if x is None else x for x in losses])
-        ours, theirs, again = max(rows, key=lambda row: abs(row[0] - row[1]))
+        # A loss that is not finite is the worst: comparisons with NaN would hide it.
+        ours, theirs, again = max(
+            rows, key=lambda row: abs(row[0] - row[1]) if math.isfinite(sum(row)) else math.inf
+        )
         size = max(abs(theirs), 1e-30)
         floor = max(whole.trace.floor, LEAST_FLOOR)
         loss = Difference.of(abs(ours - theirs) / size, abs(again - theirs) / size, floor)
