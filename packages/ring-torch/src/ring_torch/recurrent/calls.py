@@ -106,8 +106,10 @@ class RecurrentCall(LayerCall):
         follow = [number for number in travelling if runs.follows[own[number]]]
         for number, parts in zip(follow, work.maps_of(follow), strict=True):
             sent[slot[own[number]]] = torch.cat([x.flatten() for x in parts])
-        for number in set(travelling) - set(follow):
+        for number in travelling:
             n = own[number]
+            if runs.follows[n]:
+                continue
             start = None if initial is None else initial[runs.document[n]]
             sent[slot[n], size:] = work.leave(number, start).flatten()
         gathered = self._gather(sent)
