@@ -102,16 +102,14 @@ class RecurrentCall(LayerCall):
         sent = inputs[0].new_zeros(slots, size + prod(shapes.state), dtype=self.dtype)
         # Each run's map. A run that begins its document has its entry state, so that its map is a
         # constant, what it leaves; that of others begins with zeros.
-        travelling = [number for number, n in enumerate(own) if travels[n]]
-        follow = [number for number in travelling if runs.follows[own[number]]]
+        travelling = [(number, n) for number, n in enumerate(own) if travels[n]]
+        follow = [number for number, n in travelling if runs.follows[n]]
         for number, parts in zip(follow, work.maps_of(follow), strict=True):
             sent[slot[own[number]]] = torch.cat([x.flatten() for x in parts])
-        for number in travelling:
-            n = own[number]
-            if runs.follows[n]:
-                continue
-            start = None if initial is None else initial[runs.document[n]]
-            sent[slot[n], size:] = work.leave(number, start).flatten()
+        for number, n in travelling:
+            if not runs.follows[n]:
+                start = None if initial is None else initial[runs.document[n]]
+                sent[slot[n], size:] = work.leave(number, start).flatten()
         gathered = self._gather(sent)
         entries, final = self._fold(runs, gathered, slot, shapes, initial)
         # Now every run has its entry state, and is computed as if it were alone.
