@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +93,7 @@ def timed(run: Callable[[], object], repeats: int) -> float:
         for _ in range(repeats):
             run()
             marks.append(time.perf_counter())
-        return 1e3 * statistics.median(b - a for a, b in zip(marks, marks[1:], strict=False))
+        return 1e3 * statistics.median(b - a for a, b in pairwise(marks))
     graph, times = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):
         run()
@@ -105,7 +106,7 @@ def timed(run: Callable[[], object], repeats: int) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def measured(row: Row, options: Any, device: str) -> dict[str, Any] | None:
