@@ -28,7 +28,7 @@ from ring_torch.serving.paged import PagedKeys, Rules
 
 _LOG2_E = 1.4426950408889634
 _LN_2 = tl.constexpr(0.6931471805599453)
-_MOST_ROWS = 64  # of queries and heads, of a program
+_MOST_ROWS = 128  # of queries and heads, of a program
 _WIDE, _FEW_ROWS = 512, 32
 _LEAST_UNITS = 2  # of a program, where there are enough for all
 
@@ -52,11 +52,14 @@ class Sizes(NamedTuple):
     edge: int
 
     @staticmethod
-    def of(block: int, dim: int) -> Sizes:
-        """Return the sizes for so many rows of a program, and numbers of a key and a value."""
+    def of(block: int, dim: int, page: int) -> Sizes:
+        """Return the sizes for rows of a program, numbers of a key and a value, bytes of a page."""
         if dim > _WIDE:
-            return Sizes(128 << 10, 2, 8, 1, 1)
-        return Sizes(64 << 10 if block <= _FEW_ROWS else 32 << 10, 2, 4, 2, 1)
+            return Sizes(128 << 10, 2, 8, 1, 3)
+        if block > _FEW_ROWS:
+            return Sizes(32 << 10, 2, 4, 2, 3)
+        # Units of several pages take longer to find, so that few large ones are better.
+        return Sizes(32 << 10, 5, 4, 2, 3) if page >= 32 << 10 else Sizes(64 << 10, 3, 4, 2, 3)
 
 
 @triton.jit
@@ -336,8 +339,9 @@ def attend(
     blocks = -(-rows // block)
     width = 1 << (dim.bit_length() - 1)  # the largest power of 2 in it
     rest = max(16, triton.next_power_of_2(dim - width)) if dim > width else 0
-    sizes = Sizes.of(block, dim + value_dim)
-    unit = sizes.unit // ((dim + value_dim) * q.element_size())
+    row = (dim + value_dim) * q.element_size()
+    sizes = Sizes.of(block, dim + value_dim, page_size * row)
+    unit = sizes.unit // row
     unit = max(16, min(128, 1 << (unit.bit_length() - 1)))
     units = batch * -(-len(columns) * page_size // unit)
     programs = sizes.programs * _processors(q.device) // (kv_heads * blocks)
