@@ -295,6 +295,8 @@ HARMLESS: dict[str, Edits] = {
     "by-copies": {"ring_torch.transports.peer_copies:fits_one_kernel": {"return fits and": "return False and"}},
 }  # fmt: skip
 
-ALL = (
-    MUTANTS | GATHERED_MUTANTS | JAX_GATHERED_MUTANTS | JAX_HEAD_MUTANTS | GROUP_MUTANTS | HEAD_MUTANTS | BUFFER_MUTANTS | HARMLESS
+TABLES = (
+    MUTANTS, GATHERED_MUTANTS, JAX_GATHERED_MUTANTS, JAX_HEAD_MUTANTS, GROUP_MUTANTS, HEAD_MUTANTS, BUFFER_MUTANTS, HARMLESS,
 )  # fmt: skip
+ALL = {name: edits for table in TABLES for name, edits in table.items()}
+assert len(ALL) == sum(map(len, TABLES)), "two mutants have one name: one would never run"

@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from benchmarks.common.report import parser_of, write
+from benchmarks.common.report import Report, command
 from ring_core.tools.bench import watched
 
 ROOT = Path(__file__).parents[2]
@@ -80,25 +80,29 @@ class StepRunner:
         return self.always * visits + self.rare * blocks.rows + products
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Compile everything and print the table."""
-    parser = parser_of(__doc__, tables=False)
-    parser.add_argument("--topology", nargs="*", default=TOPOLOGIES, help="of these alone")
-    # Compilations run in a process of their own, which is started with this.
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+def body(options: Any) -> int:
+    """Compile everything and print the figures."""
     if options.child:
         compile_all(**json.loads(options.child))
         return 0
-    shape = f"T = {LENGTH} per device, H = {HEADS}, K = {KV_HEADS}, D = {DIM}, bfloat16"
-    print(f"bundles per thousand visible pairs and heads, {shape}\n")
-    print(f"{'':12} {'':20} {'forward':>25} {'backward':>25}")
-    print(f"{'':12} {'':20} {'ours  splash  ratio':>25} {'ours  splash  ratio':>25}")
-    topologies = watched(options.topology, len(options.topology), "topology")
-    rows = [row for topology in topologies for row in measure(topology)]
-    if options.json:
-        write(options.json, rows)
+    print(
+        f"bundles per thousand visible pairs and heads, T = {LENGTH} per device, H = {HEADS}, "
+        f"K = {KV_HEADS}, D = {DIM}, bfloat16"
+    )
+    report = Report(options.json, dict)
+    for topology in watched(options.topology, len(options.topology), "topology"):
+        report.add(*measure(topology))
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile for the generations asked for; return the exit code."""
+    arguments: dict[str, dict[str, Any]] = {
+        "--topology": {"nargs": "*", "default": TOPOLOGIES, "help": "of these alone"},
+        # Compilations run in a process of their own, which is started with this.
+        "--child": {"help": argparse.SUPPRESS},
+    }
+    return command(__doc__, arguments, body, argv)
 
 
 class Program(NamedTuple):
@@ -111,7 +115,7 @@ class Program(NamedTuple):
 
 
 def measure(topology: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one generation, and print each."""
+    """Yield the rows of one generation."""
     programs_of_ring = {
         (direction, name): Program(direction, compiled, *chosen(topology, direction, name))
         for name, compiled in PROGRAMS.items()
@@ -145,11 +149,6 @@ def measure(topology: str) -> Iterator[dict[str, Any]]:
                 row[f"{direction} {who}"] = 1000 * costs[best] / pairs
                 row[f"{direction} {who} blocks"] = best
             row[f"{direction} ratio"] = row[f"{direction} ours"] / row[f"{direction} splash"]
-        figures = [
-            f"{row[f'{way} ours']:6.2f} {row[f'{way} splash']:7.2f} {row[f'{way} ratio']:6.2f}"
-            for way in DIRECTIONS
-        ]
-        print(f"{topology:12} {name:20} {figures[0]:>25} {figures[1]:>25}", flush=True)
         yield row
 
 

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.common.report import environment, parser_of, write
+from benchmarks.common.report import Report, command
+from benchmarks.torch.methods import described
+from benchmarks.torch.timing import median_ms
 from ring_core import Mask
 from ring_torch.serving import kernels, paged
 from ring_torch.serving.paged import PagedKeys, Rules
@@ -68,9 +68,8 @@ def call_of(row: Row, options: Any, device: str) -> tuple[Tensor, Tensor, PagedK
     shape = sum(pages), row.page_size, options.kv_heads, options.width
     k, v = (torch.randn(shape, device=device).to(torch.bfloat16) for _ in range(2))
     q = torch.randn(len(lengths), row.new, options.heads, options.width, device=device)
-    positions = torch.tensor(lengths, device="cpu")[:, None] + torch.arange(
-        -row.new, 0, device="cpu"
-    )
+    ends = torch.tensor(lengths, device="cpu")[:, None]
+    positions = ends + torch.arange(-row.new, 0, device="cpu")
     keys = PagedKeys(k, v, table.to(device), 0, 1)
     rules = Rules(Mask(causal=True), options.width**-0.5, None, None)
     return q.to(torch.bfloat16), positions.int().to(device), keys, range(max(pages)), rules
@@ -86,78 +85,67 @@ def error(attend: kernels.Attend, call: tuple[Tensor, Tensor, PagedKeys, range, 
 
 def timed(run: Callable[[], object], repeats: int) -> float:
     """Return the median of a run's milliseconds: on a GPU of its graph, with cold caches."""
-    for _ in range(2):
+    replay = run
+    if torch.cuda.is_available():
         run()
-    if not torch.cuda.is_available():
-        marks = [time.perf_counter()]
-        for _ in range(repeats):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             run()
-            marks.append(time.perf_counter())
-        return 1e3 * statistics.median(b - a for a, b in pairwise(marks))
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        run()
-    flushed = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda")
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(repeats):
+        replay = graph.replay
+        flushed = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda")
+
+    def cold(run: Callable[[], object]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         flushed.zero_()
         start.record()
-        graph.replay()
+        run()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end))
-    return float(statistics.median(times))
+        return float(start.elapsed_time(end))
+
+    return median_ms(replay, repeats, cold)
 
 
-def measured(row: Row, options: Any, device: str) -> dict[str, Any] | None:
-    """Compare and time a row; ``None`` if its results are wrong."""
+def measured(row: Row, options: Any, device: str) -> dict[str, Any]:
+    """Compare and time a row; without times if its results are wrong."""
     call = call_of(row, options, device)
     q, _, keys, *_ = call
     attend = kernels.attend_by(kernels.chosen("auto", q)[0])
-    if not (off := error(attend, call)) <= MOST_ERROR:
-        print(f"{row.name} is WRONG: its error is {off:.2e}, and may be {MOST_ERROR}")
-        return None
+    found: dict[str, Any] = {"row": row.name, "error": error(attend, call)}
+    if not found["error"] <= MOST_ERROR:
+        return found | {"failed": f"{row.name} is WRONG: its error may be {MOST_ERROR}"}
     read = torch.cat([keys.k.flatten(), keys.v.flatten()])
-    plain = (
-        partial(torch.sum, read, dtype=torch.float32),
-        partial(torch.amax, read.view(torch.float32)),
-    )
+    add = partial(torch.sum, read, dtype=torch.float32)
+    top = partial(torch.amax, read.view(torch.float32))
     turns = [
-        (min(timed(x, options.repeats) for x in plain), timed(lambda: attend(*call), options.repeats))
+        (
+            min(timed(x, options.repeats) for x in (add, top)),
+            timed(partial(attend, *call), options.repeats),
+        )
         for _ in range(options.turns)
-    ]  # fmt: skip
-    ratios = [a / b for a, b in turns]
-    print(
-        f"{row.name:>15}: {turns[-1][1]:.4f} ms, a plain read of {read.nbytes / 1e6:.0f} MB {turns[-1][0]:.4f} ms; "
-        f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); error {off:.1e}"
-    )
-    return {
-        "row": row.name,
-        "error": off,
-        "bytes": read.nbytes,
-        "turns_ms": turns,
-        "ratios": ratios,
-    }
+    ]
+    ratios = [plain / ours for plain, ours in turns]
+    found |= {"bytes": read.nbytes, "turns_ms": turns, "ratios": ratios}
+    return found | {"ratio": statistics.median(ratios)}
 
 
-def main() -> int:
+def body(options: Any) -> int:
     """Compare, measure, print, and write the figures; return how many rows were wrong."""
-    parser = parser_of(__doc__, tables=False)
-    parser.add_argument("--tokens", type=int, default=131072, help="cached on the rank")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--width", type=int, default=128, help="numbers of a key and a value")
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--turns", type=int, default=3)
-    options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = [measured(row, options, device) for row in ROWS]
-    if options.json is not None:
-        gpu = torch.cuda.get_device_name() if device == "cuda" else "none"
-        settings = {name: value for name, value in vars(options).items() if name != "json"}
-        facts = environment(gpu, "torch", "triton")
-        write(options.json, {"environment": facts, "settings": settings, "rows": [x for x in rows if x]})  # fmt: skip
-    return rows.count(None)
+    sizes = {name: x for name, x in vars(options).items() if isinstance(x, int)}
+    report = Report(options.json, partial(described, **sizes), keep=True)
+    for row in ROWS:
+        if not report.has(row=row.name):
+            report.add(measured(row, options, device))
+    return sum("failed" in row for row in report.rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Time each row; return the exit code."""
+    sizes = {"--tokens": 131072, "--heads": 32, "--kv-heads": 8, "--width": 128}
+    counts = {"--repeats": 30, "--turns": 3}
+    arguments = {name: {"type": int, "default": x} for name, x in (sizes | counts).items()}
+    return command(__doc__, arguments, body, argv)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 
 from ring_core import Mask, make_plan, ring_program, viz
 from ring_core.tools import bench
-from ring_core.tools.case import BENCH_OPTIONS, Options
+from ring_core.tools.case import Options
 from ring_core.tools.cli import main
 from ring_core.tools.commands import LAUNCHERS, Command, is_refused, main as main_of
 
@@ -46,14 +46,6 @@ def test_what_is_no_size_is_refused(
         main(["plan", "--cp", "4", *arguments])
     assert error.value.code == 2
     assert "such as" in capsys.readouterr().err
-
-
-def test_bench_takes_such_sizes() -> None:
-    parser = argparse.ArgumentParser()
-    for flag, arguments in BENCH_OPTIONS.items():
-        parser.add_argument(flag, **arguments)
-    args = parser.parse_args(["--seq-len", "64k", "--window", "4k,0"])
-    assert (args.seq_len, args.window) == (65536, (4096, 0))
 
 
 def test_bench_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,15 +63,6 @@ def test_keys_count_by_their_own_length() -> None:
     assert bytes_sent(plan, MODEL, "ring", backward=False) == (4 * KV, 4 * KV)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [((6, 4, 64), "multiple of num_kv"), ((0, 1, 64), "num_q_heads"), ((4, 4, 0), "head_dim")],
-)
-def test_impossible_models_are_refused(sizes: tuple[int, int, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Model(*sizes)
-
-
 GROUPS = (StrategyConfig("hybrid"), StrategyConfig("hybrid", ulysses_size=2, outer="gather"))
 
 

@@ -29,7 +29,7 @@ def test_differences_are_found(backend: Any, tmp_path: Path) -> None:
 
     assert found(new) == [] and "lse" in new["ranks"][1]["digests"]
     assert all(min(x["sent"].values()) > 0 for x in new["ranks"])
-    assert same_bits.row_of(NAME, old, new, [], "")["result"] == "equal"
+    assert same_bits.row_of(NAME, old, new, [])["result"] == "equal"
 
     path = case_bits.path_of(str(folders[1]), case, 1)
     tensors = torch.load(path)
@@ -40,7 +40,7 @@ def test_differences_are_found(backend: Any, tmp_path: Path) -> None:
     (difference,) = found(changed)
     assert (difference.part, difference.text) == ("dk", "dk of rank 1 by 0.5")
     assert difference.largest == pytest.approx(0.5)
-    assert same_bits.row_of(NAME, old, changed, [difference], "")["result"] == "differs"
+    assert same_bits.row_of(NAME, old, changed, [difference])["result"] == "differs"
 
     changed = deepcopy(new)
     changed["ranks"][0]["sent"]["forward"] += 4
@@ -48,7 +48,7 @@ def test_differences_are_found(backend: Any, tmp_path: Path) -> None:
     refused = {"ranks": [{"refused": "ValueError: no"}] * 2}
     assert [x.part for x in found(refused)] == ["refused"]
     assert same_bits.differences(refused, new, folders, 0) == []
-    assert same_bits.row_of(NAME, refused, new, [], "")["result"] == "old refused"
+    assert same_bits.row_of(NAME, refused, new, [])["result"] == "old refused"
     assert [x.part for x in found({"failed": "died"})] == ["failed"]
 
 
