@@ -23,7 +23,7 @@ def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, softcap: float, causal: bool,
     window_size: tuple[int | None, int | None], return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Bands are aligned to the last key; hidden keys have weight 0, and are multiplied all the same."""
+    """Attend in plain torch; bands are aligned to the last key."""
     assert return_lse
     CALLS.append("band" if causal or window_size != (None, None) else "all")
     q, k, v = (x.transpose(1, 2).double() for x in (q, k, v))

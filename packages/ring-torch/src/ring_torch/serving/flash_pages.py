@@ -66,7 +66,9 @@ def reason_against_few(q: Tensor) -> str:
     least = -(-_LEAST_TILES * _TILE // q.shape[2])
     if q.shape[1] >= least:
         return ""
-    return f"flash-attn-4 has no split-KV on Hopper, and these are fewer than {least} queries a rank"
+    return (
+        f"flash-attn-4 has no split-KV on Hopper, and these are fewer than {least} queries a rank"
+    )
 
 
 def attend(

@@ -300,7 +300,7 @@ class _Part(NamedTuple):
     def _parts(
         self, keys: PagedKeys, numbers: Sequence[int], q: Tensor, positions: Ints, *, by_flash: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield ``(out, lse)`` of queries at ascending positions, over all that they see of pages."""
+        """Yield ``(out, lse)`` of queries at ascending positions, over what they see of pages."""
         rules, page_size = self.call.rules, self.call.cache.page_size
         start, stop = int(positions[0]), int(positions[-1]) + 1
         columns, before = keys.columns(rules.first_key(start), stop), 0
