@@ -183,7 +183,7 @@ def several(run: Callable[[], object], repeats: int) -> float:
 
 
 def measured_prefill(new: int, options: Any, device: str, *, is_row: bool) -> dict[str, Any]:
-    """Compare and time a prefill beside flash-attn-4 without pages; without times if it is wrong."""
+    """Compare and time a prefill beside flash-attn-4; without times if it is wrong."""
     cp, cache, request, (q, k, v) = filled(options, device, new, is_row=is_row)
     run = partial(cp.prefill, q, k, v, cache, layer=0, request=request)
     state = state_of(cache)
