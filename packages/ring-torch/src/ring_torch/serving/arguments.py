@@ -159,14 +159,13 @@ def checked_call(
     library, reason = chosen(kernel, name, q, state.value_dim, rules)
     known = state.batch_of(requests, "request" if name == "prefill" else "requests")
     check_every, checked = check_of(number) if number else (0, 0)
-    signature = CallSignature.of(
-        {
-            "q": [*q.shape, str(q.dtype)], "layer": layer, "layout": str(sharding.layout) if name == "prefill" else None,
-            **state.facts, "mask": mask.describe(), "scale": rules.scale, "softcap": rules.softcap,
-            "sinks": sinks is not None, "alibi_slopes": slopes is not None, "kernel": library,
-            "check": check_every, "seed_is": "state of the cache",
-        }, name,
-    )  # fmt: skip
+    # One rank has nobody to compare them with.
+    signature = CallSignature.of({} if ranks.size == 1 else {
+        "q": [*q.shape, str(q.dtype)], "layer": layer, "layout": str(sharding.layout) if name == "prefill" else None,
+        **state.facts, "mask": mask.describe(), "scale": rules.scale, "softcap": rules.softcap,
+        "sinks": sinks is not None, "alibi_slopes": slopes is not None, "kernel": library,
+        "check": check_every, "seed_is": "state of the cache",
+    }, name)  # fmt: skip
     text = f"{state.changes:x} {requests and known}".encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     return ServingCall(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from inspect import signature
+from operator import eq
 from typing import Any
 
 import torch
@@ -98,7 +99,8 @@ def attend(
         "window_size": (left, 0) if is_band and left is not None else (None, None),
     }  # fmt: skip
     first, count = numbers[0], len(numbers)
-    if list(numbers) == list(range(first, first + count)):
+    in_a_row = range(first, first + count)
+    if numbers[-1] == in_a_row[-1] and all(map(eq, numbers, in_a_row)):
         k, v = (x[first : first + count].flatten(0, 1)[None, :stop] for x in (keys.k, keys.v))
         out, lse = _library().flash_attn_func(q, k, v, **options)[:2]
         return out, lse

@@ -371,6 +371,6 @@ def attend(
     _merge[rows, kv_heads, batch](
         positions, outs, lses, out, lse, batch, n, groups, value_dim, programs, keys.owner,
         keys.ranks, left or 0, chunk or 1, BC=max(16, triton.next_power_of_2(min(programs, 64))),
-        **shared,
+        num_warps=2, **shared,
     )  # fmt: skip
     return out, lse
