@@ -316,7 +316,6 @@ def test_memory_grows_with_what_is_seen() -> None:
 
 
 def test_what_cannot_be_gathered_says_why() -> None:
-    """The error names every reason at once."""
     reason = "layout 'striped' assigns tokens one by one"
     sizes: Any = {"seq_len": 64, "cp_size": 2, "layout": "striped"}
     plan = make_plan(Mask(causal=True), **sizes)

@@ -81,7 +81,6 @@ def test_documents_that_end_alike_share_a_window() -> None:
 
 
 def test_documents_that_end_apart_share_none() -> None:
-    """No window is common if one document's keys go on after its queries and another's do not."""
     item = WorkItem(0, 0, 0, 0, 6, 0, 8, -2, None, np.array([0, 3, 6]), np.array([0, 5, 8]))
     assert item.documents_window == (None, 0)
     apart = WorkItem(0, 0, 0, 0, 6, 0, 8, -2, None, np.array([0, 3, 6]), np.array([0, 4, 8]))

@@ -208,7 +208,6 @@ def test_plans_are_cached_and_refused() -> None:
 
 @given(plans(), plans())
 def test_digests_differ_where_plans_do(plan: Plan, other_plan: Plan) -> None:
-    """Digests are equal exactly if sizes and masks are, however the mask was written."""
     if plan.digest == other_plan.digest:
         sizes = [(p.seq_len, p.kv_seq_len, p.cp_size, p.q_layout.name) for p in (plan, other_plan)]
         assert sizes[0] == sizes[1]

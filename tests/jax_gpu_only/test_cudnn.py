@@ -266,7 +266,6 @@ def _calls(text: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("platforms", [("cpu",), ("tpu",), ("cpu", "cuda")])
 @pytest.mark.parametrize("kernel", ["cudnn", "auto"])
 def test_exports_for_other_platforms_are_refused(kernel: str, platforms: tuple[str, ...]) -> None:
-    """An export for CPUs, TPUs or several platforms raises; ``auto`` only for several platforms."""
     x = jax.ShapeDtypeStruct((1, 64, 2, 64), "bfloat16")
     call = jax.jit(lambda q: ring_attention(q, q, q, axis_name=None, kernel=kernel))
     for function in (call, jax.jit(jax.grad(lambda q: call(q).sum()))):
@@ -279,7 +278,6 @@ def test_exports_for_other_platforms_are_refused(kernel: str, platforms: tuple[s
 
 
 def test_without_programs() -> None:
-    """The kernel is refused on other platforms under ``jax.disable_jit``, too."""
     x = jnp.ones((1, 64, 2, 64), "bfloat16")
     with (
         jax.disable_jit(),
@@ -329,7 +327,6 @@ def test_zeros_where_cudnn_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_ring_lowered_for_a_gpu() -> None:
-    """A ring has one cuDNN call for each distinct rectangle of its ranks, not one per rank."""
     mesh = jax.make_mesh((4,), ("cp",), devices=jax.devices()[:4])
     cp = ContextParallel(mesh, axis_name="cp", layout="zigzag")
     x = jnp.zeros((1, 64, 2, 256), "bfloat16")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,6 @@ from adapted import (
     B,
     D,
     H,
-    K,
     T,
     all_close,
     close,
@@ -64,62 +62,6 @@ def test_one_module_imports_a_framework() -> None:
     imports = re.compile(r"^\s*(?:from|import) (?:flax|equinox|ring_jax\.equinox)\b", re.MULTILINE)
     importing = [path.name for path in folder.rglob("*.py") if imports.search(path.read_text())]
     assert importing == ["equinox.py"]
-
-
-def nnx_loss(attention_fn: Callable[..., Any], x: jax.Array, weight: jax.Array) -> Any:
-    """Return the loss and gradient of an NNX module with grouped heads."""
-    layer = nnx.MultiHeadAttention(
-        H, 12, H * D, num_kv_heads=K, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0)
-    )
-
-    @nnx.jit
-    @nnx.value_and_grad
-    def loss(layer: nnx.MultiHeadAttention) -> jax.Array:
-        return jnp.sum(layer(x, is_causal=True) * weight)
-
-    return loss(layer)
-
-
-def test_nnx() -> None:
-    x, weight = random(B, T, 12, seed=5), random(B, T, 12, seed=6)
-    expected = nnx_loss(nnx.dot_product_attention, x, weight)
-    cp = context()
-    all_close(nnx_loss(make_attention_fn(cp.attention), cp.shard(x), cp.shard(weight)), expected)
-
-
-@pytest.mark.nightly(only=["shard_map"])  # per change docs/jax-adapters.md runs it
-@pytest.mark.parametrize("where", ["global arrays", "shard_map"])
-def test_linen(where: str) -> None:
-    x, weight = random(B, T, 12, seed=5), random(B, T, 12, seed=6)
-    module = partial(linen.MultiHeadDotProductAttention, num_heads=H, qkv_features=H * D)
-    params = module().init(jax.random.key(0), x)
-    cp = context()
-    local = partial(ring_attention, axis_name="cp", layout="zigzag", causal=True)
-    ring = module(
-        attention_fn=make_attention_fn(
-            local if where == "shard_map" else partial(cp.attention, causal=True)
-        )
-    )
-
-    def forward(params: Any, x: jax.Array) -> Any:
-        if where == "global arrays":
-            return ring.apply(params, x)
-        tokens = P(None, "cp")
-        return jax.shard_map(
-            ring.apply, mesh=cp.mesh, in_specs=(P(), tokens), out_specs=tokens
-        )(params, x)  # fmt: skip
-
-    def loss(params: Any) -> Any:
-        return jnp.sum(forward(params, cp.shard(x)) * cp.shard(weight))
-
-    def single(params: Any) -> Any:
-        out: Any = module().apply(params, x, mask=CAUSAL[None, None])
-        return jnp.sum(out * weight)
-
-    actual, expected = (
-        jax.jit(jax.value_and_grad(function))(params) for function in (loss, single)
-    )
-    all_close(actual, expected)
 
 
 class Honoured(NamedTuple):
@@ -195,7 +137,6 @@ def test_dtypes_of_flax() -> None:
 @pytest.mark.nightly(only=["shard_map"])  # per change the tests of jax.nn run it
 @pytest.mark.parametrize("where", ["global arrays", "shard_map"])
 def test_flax_on_two_devices(where: str) -> None:
-    """Segments, padded keys, bias and dropout by a traced key are right in layout order."""
     cp = context()
     local = partial(ring_attention, axis_name="cp", layout="zigzag")
     attend = make_attention_fn(cp.attention if where == "global arrays" else local)
@@ -217,7 +158,6 @@ def test_flax_on_two_devices(where: str) -> None:
 
 
 def test_batches_of_flax() -> None:
-    """Inputs may have no batch, two batch dimensions, or one query with a cache."""
     attend = make_attention_fn(partial(ONE, causal=True))
     ids, bias = Segments(jnp.asarray(IDS)[None]), random(B, 1, T, T, seed=8)
     written = jnp.asarray(SHOWN)[:, None, None]
@@ -487,7 +427,6 @@ def test_equinox(size: int, layout: str) -> None:
 
 
 def test_equinox_inside_shard_map() -> None:
-    """Dropout, documents and ``process_heads`` agree between two devices and one."""
     x, module = random(T, 12, seed=5), module_of(dropout_p=0.3)
     cp = context()
     local = partial(ring_attention, axis_name="cp", layout="zigzag", causal=True)
@@ -519,7 +458,6 @@ def test_equinox_inside_shard_map() -> None:
 
 
 def test_parameters_of_equinox() -> None:
-    """Initial values and serialised files are those of Equinox's own module."""
     attention = partial(ONE, causal=True)
     new = ring_jax.equinox.MultiheadAttention(H, 12, attention=attention, key=jax.random.key(0))
     old = eqx.nn.MultiheadAttention(H, 12, key=jax.random.key(0))

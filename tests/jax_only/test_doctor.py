@@ -162,18 +162,6 @@ def test_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{support_matrix([XlaKernel.capabilities])}\n"
 
 
-@pytest.mark.parametrize("command", ["bench", "doctor"])
-def test_a_launcher_is_refused(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    assert cli.main([command]) == 2
-    assert (
-        f"python -m ring_jax {command} starts its ranks itself, and mpirun"
-        in capsys.readouterr().err
-    )
-
-
 @pytest.mark.nightly
 def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--seq-len", "128", "--ranks", "2", "--heads", "2", "--kv-heads", "1")

@@ -31,10 +31,6 @@ def ring_of(name: str, ring: str, cp_size: int = 4) -> RingProgram:
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("name", MASKS)
 def test_items_are_those_of_the_plan(name: str, ring: str) -> None:
-    """Launches list the plan's items with their bands.
-
-    They list none if a rank has several items or one that needs more than a band.
-    """
     program = ring_of(name, ring)
     ranks = range(program.plan.cp_size)
     for step in range(program.num_steps):
@@ -64,7 +60,6 @@ def test_items_are_those_of_the_plan(name: str, ring: str) -> None:
 @pytest.mark.parametrize("ring", [name for name in RINGS if RINGS[name][1] == "ring"])
 @pytest.mark.parametrize("name", MASKS)
 def test_a_rank_finds_its_rows(name: str, ring: str) -> None:
-    """A rank's rows in a loop over all steps are those of each step's table."""
     program = ring_of(name, ring, cp_size=8)
     tables = [step_table(program, step).own for step in range(program.num_steps)]
     launches = Launches.of(*(step_table(program, step) for step in range(program.num_steps)))
@@ -92,10 +87,6 @@ def test_tables_hardly_grow_with_the_ring(layout: LayoutName) -> None:
 
 
 def test_steps_of_a_causal_ring_are_rectangles() -> None:
-    """Steps of a causal zigzag, except the first, are rectangles.
-
-    Half of the queries see all keys, or all queries see half of the keys.
-    """
     program = ring_of("causal", "zigzag")
     parts = [step_table(program, step) for step in range(program.num_steps)]
     assert [part.has_rectangles for part in parts] == [False, True, True, True]
