@@ -197,25 +197,20 @@ def _explained(dims: tuple[int, int], bias: bool, **options: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("dims", "bias", "name"),
+    ("dims", "option", "name"),
     [
-        ((128, 128), False, "triton"), ((64, 64), False, "cudnn"), ((96, 96), False, "triton"),
-        ((136, 136), False, "cudnn"), ((192, 128), False, "cudnn"), ((256, 256), False, "cudnn"),
-        ((64, 192), False, "cudnn"), ((64, 64), True, "cudnn"), ((256, 256), True, "cudnn"),
+        ((128, 128), "", "triton"), ((64, 64), "", "cudnn"), ((96, 96), "", "triton"),
+        ((136, 136), "", "cudnn"), ((192, 128), "", "cudnn"), ((256, 256), "", "cudnn"),
+        ((64, 192), "", "cudnn"), ((64, 64), "bias", "cudnn"), ((256, 256), "bias", "cudnn"),
+        ((64, 64), "window", "triton"), ((128, 128), "window", "triton"),
+        ((192, 192), "window", "cudnn"), ((256, 256), "window", "cudnn"),
     ],
 )  # fmt: skip
-def test_what_auto_takes(dims: tuple[int, int], bias: bool, name: str) -> None:
-    first, second, *_ = _explained(dims, bias)
+def test_what_auto_takes(dims: tuple[int, int], option: str, name: str) -> None:
+    options: dict[str, Any] = {"window": (3, 0)} if option == "window" else {}
+    first, second, *_ = _explained(dims, option == "bias", **options)
     assert first == f"kernel {name} (cuda)"
     assert second == "kernel xla (any other device)"
-
-
-@pytest.mark.parametrize(
-    ("dim", "name"), [(64, "triton"), (128, "triton"), (192, "cudnn"), (256, "cudnn")]
-)
-def test_head_dims_decide_with_a_window_too(dim: int, name: str) -> None:
-    first, *_ = _explained((dim, dim), bias=False, window=(3, 0))
-    assert first.startswith(f"kernel {name} (cuda)")
 
 
 def test_auto_says_why_not() -> None:

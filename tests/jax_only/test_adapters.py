@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from adapted import (
     QKV,
     SHOWN,
     B,
-    D,
     H,
     T,
     all_close,
@@ -302,49 +301,6 @@ def test_jax_nn_without_a_batch_and_with_a_residual() -> None:
     assert jax.eval_shape(attend, *narrow) == jax.eval_shape(theirs, *narrow)
 
 
-@pytest.mark.nightly(only=["global arrays"])  # per change the tests of Flax run them
-@pytest.mark.parametrize("where", ["global arrays", "shard_map"])
-def test_jax_nn_on_two_devices(where: str) -> None:
-    """Lengths count tokens in natural order in every layout; gradients of shards are right."""
-    in_shard_map = where == "shard_map"
-    cp = context(layout="striped" if in_shard_map else "zigzag")
-    local = partial(ring_attention, axis_name="cp", layout="striped")
-    attend = make_dot_product_attention(local if in_shard_map else cp.attention)
-    arguments: dict[str, Any] = {
-        "is_causal": True, "local_window_size": (9, 0), "scale": 0.5, "return_residual": True,
-        "query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS - 2,
-    }  # fmt: skip
-    weight = random(B, T, H, D, seed=9)
-
-    def ring(q: Any, k: Any, v: Any) -> Any:
-        call, tokens = partial(attend, **arguments), P(None, "cp")
-        if in_shard_map:
-            call = jax.shard_map(
-                call, mesh=cp.mesh, in_specs=(tokens,) * 3, out_specs=(tokens, tokens)
-            )
-        return tuple(cp.unshard(x) for x in call(*(cp.shard(x) for x in (q, k, v))))
-
-    def loss(function: Any, *args: Any) -> Any:
-        out, lse = function(*args)
-        held = jnp.where(jnp.isneginf(lse), 0, lse)  # lse has no gradient in either one
-        return jnp.sum(out * weight) + jnp.sum(held), (out, lse)
-
-    single = partial(jax.nn.dot_product_attention, **arguments)
-    gradients = jax.grad(loss, argnums=(1, 2, 3), has_aux=True)
-    actual, expected = (
-        compiled(partial(gradients if in_shard_map else loss, loss_function))
-        for loss_function in (ring, single)
-    )
-    out, lse = actual[1]
-    expected_value, wanted_lse = expected[1]
-    close(out, expected_value)
-    visible = np.arange(T) < np.asarray(LENGTHS)[:, None]
-    close(lse[visible], wanted_lse[visible])
-    assert np.isneginf(lse[~visible]).all()
-    if in_shard_map:
-        all_close(actual[0], expected[0])
-
-
 def test_implementation_names_kernels() -> None:
     with pytest.raises(UnsupportedError, match=r"^kernel 'cudnn': needs ring-jax-gpu"):
         make_dot_product_attention(ONE)(*QKV, implementation="cudnn")
@@ -396,34 +352,12 @@ def module_of(dropout_p: float = 0.0) -> eqx.nn.MultiheadAttention:
     )  # fmt: skip
 
 
-def equinox_loss(model: Any, x: jax.Array, weight: jax.Array, mask: Any = None) -> Any:
-    """Return the loss and gradient of a model that contains an attention module."""
-
-    @eqx.filter_jit
-    @eqx.filter_value_and_grad
-    def loss(model: Any) -> Any:
-        out = jax.vmap(lambda row: model["attention"](row, row, row, mask))(x)
-        return jnp.sum(out * weight)
-
-    return loss(model)
-
-
-@cache
-def equinox_expected() -> Any:
-    x, weight = random(B, T, 12, seed=5), random(B, T, 7, seed=6)
-    return equinox_loss({"attention": module_of(), "name": "one"}, x, weight, CAUSAL)
-
-
-@pytest.mark.nightly(unless=["2-zigzag"])
-@pytest.mark.parametrize(("size", "layout"), [(2, "zigzag"), (4, "contiguous")])
-def test_equinox(size: int, layout: str) -> None:
+def test_equinox() -> None:
+    """Training on a ring is in `test_models_on_meshes`, gradients are in `test_dense_masks`."""
     model: dict[str, Any] = {"attention": module_of(), "name": "one"}
-    x, weight = random(B, T, 12, seed=5), random(B, T, 7, seed=6)
-    cp = context(size, layout)
-    ring = ring_jax.equinox.convert(model, partial(cp.attention, causal=True))
+    ring = ring_jax.equinox.convert(model, partial(context().attention, causal=True))
     assert isinstance(ring["attention"], ring_jax.equinox.MultiheadAttention)
     assert ring["attention"].query_proj is model["attention"].query_proj
-    all_close(equinox_loss(ring, cp.shard(x), cp.shard(weight)), equinox_expected())
 
 
 def test_equinox_inside_shard_map() -> None:

@@ -71,17 +71,6 @@ def dense_gradients(*args: jax.Array, **options: Any) -> Any:
     return reference.attention_grads(weight, *map(np.asarray, args), causal=True, **options)
 
 
-@pytest.mark.nightly(unless=["True-True"])
-@pytest.mark.parametrize(("check_vma", "compiled"), [(True, True), (False, True), (True, False)])
-def test_under_shard_map(*, check_vma: bool, compiled: bool) -> None:
-    function = ring(check_vma=check_vma)
-    wrap: Callable[..., Any] = jax.jit if compiled else lambda function: function
-    close(wrap(function)(*qkv()), dense(*qkv()))
-    grads = gradients(function, *qkv(), wrap=wrap)
-    for actual, expected in zip(grads, dense_gradients(*qkv()), strict=False):
-        close(actual, expected)
-
-
 def test_under_vmap_scan_and_remat() -> None:
     args = [jnp.stack([x, 2 * x, 3 * x]) for x in qkv()]
     expected = np.stack([dense(*(x[n] for x in args)) for n in range(3)])
