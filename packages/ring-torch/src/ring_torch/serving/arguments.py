@@ -33,7 +33,7 @@ from ring_torch.serving.state import CacheState
 from ring_torch.sharding import Sharding, agree_on_call
 from ring_torch.tensor_specs import TensorSpec
 
-KernelName = Literal["auto", "eager", "triton"]
+KernelName = Literal["auto", "eager", "triton", "fa4"]
 TransportName = Literal["auto", "p2p", "symm_mem"]
 
 
@@ -143,7 +143,6 @@ def checked_call(
     refuse_grad(name, q=q, sinks=sinks, alibi_slopes=slopes)
     kernel, transport = options.get("kernel", "auto"), options.get("transport", "auto")
     checks.check_choice("kernel", kernel, get_args(KernelName))
-    library, reason = chosen(kernel, q)
     checks.check_choice("transport", transport, get_args(TransportName))
     if transport == "symm_mem":
         raise UnsupportedError(
@@ -159,6 +158,7 @@ def checked_call(
         mask, checks.check_scale(softmax_scale, head_dim), checks.check_softcap(softcap),
         None if slopes is None else slopes.view(-1, heads),
     )  # fmt: skip
+    library, reason = chosen(kernel, name, q, state.value_dim, rules)
     known = state.batch_of(requests, "request" if name == "prefill" else "requests")
     ranks = sharding.ranks
     check_every, checked = check_of(number) if number else (0, 0)

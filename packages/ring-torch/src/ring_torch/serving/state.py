@@ -295,6 +295,10 @@ class CacheState:
         pools = (self._k,) if self._v is None else (self._k, self._v)
         return torch.cat([pool[layer][pages].flatten(2) for pool in pools], dim=-1)
 
+    def page_numbers(self, request: int) -> Sequence[int]:
+        """Return the numbers of a request's pages on this rank, by column of its table."""
+        return self._table.pages_of(request, self._ranks.rank)
+
     def largest_value(self, layer: int) -> Tensor:
         """Return the largest absolute value of a layer on this rank, in float64; 0 for NaN."""
         values = self._k[layer] if self._v is None else self._v[layer]
