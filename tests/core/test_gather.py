@@ -28,6 +28,7 @@ from ring_core import (
     make_plan,
     ring_program,
 )
+from ring_core.programs.intervals import Interval, subtract
 from ring_core.reference.item_kernel import Params, QueryRows, Side, backward, forward
 
 TILES = st.integers(1, 8)
@@ -249,6 +250,16 @@ def test_documents_are_cut_where_the_columns_begin_and_end() -> None:
     (item,) = gather_program(make_plan(mask, seq_len=16, cp_size=2), 0).in_place
     assert item.cu_q is not None and item.cu_k is not None
     assert (item.cu_q.tolist(), item.cu_k.tolist()) == ([0, 3, 8], [0, 3, 8])
+
+
+def test_parts_outside_others() -> None:
+    """Intervals to subtract may lie on either side, touch, overlap or cover everything."""
+    span = Interval(3, 9)
+    assert subtract(span, [Interval(0, 2), Interval(11, 12)]) == [span]
+    assert subtract(span, [Interval(0, 3), Interval(9, 12)]) == [span]
+    assert subtract(span, [Interval(8, 12), Interval(0, 4)]) == [Interval(4, 8)]
+    assert subtract(span, [Interval(4, 5), Interval(6, 9)]) == [Interval(3, 4), Interval(5, 6)]
+    assert subtract(span, [Interval(3, 9)]) == []
 
 
 @pytest.mark.parametrize("rank", range(4))
