@@ -33,6 +33,7 @@ from ring_torch.kernels.fa4 import FA4
 from ring_torch.serving import kernels, paged
 from ring_torch.serving.cache import state_of
 from ring_torch.serving.paged import PagedKeys, Rules
+from ring_torch.serving.state import positions_of
 
 #: Most that results may be off, relative to their norm: rounding to 16 bits.
 MOST_ERROR = 0.01
@@ -183,11 +184,11 @@ def several(run: Callable[[], object], repeats: int) -> float:
 
 
 def measured_prefill(new: int, options: Any, device: str, *, is_row: bool) -> dict[str, Any]:
-    """Compare and time a prefill beside flash-attn-4 without pages; without times if it is wrong."""
+    """Compare and time a prefill beside flash-attn-4; without times if it is wrong."""
     cp, cache, request, (q, k, v) = filled(options, device, new, is_row=is_row)
     run = partial(cp.prefill, q, k, v, cache, layer=0, request=request)
     state = state_of(cache)
-    keys = state.keys_of(0, torch.tensor([request], device=device))
+    keys, _ = state.keys_of(0, (request,), 1, is_last=False)
     rules = Rules(Mask(causal=True), options.width**-0.5, None, None)
     rows = torch.arange(0, new, max(1, new // _SAMPLED), device=device)
     columns = range(len(state.page_numbers(request)))
@@ -219,10 +220,10 @@ def measured_step(options: Any, device: str) -> dict[str, Any]:
     """Time a whole step of a layer over its kernel, and its host time."""
     cp, cache, request, (q, k, v) = filled(options, device, 1, is_row=False)
     state = state_of(cache)
-    slots = state.slots_of([request], 1, is_last=True)
     rules = Rules(Mask(causal=True), options.width**-0.5, None, None)
     attend = kernels.attend_by(kernels.chosen("auto", "decode", q, options.width, rules)[0])
-    keys, positions = state.keys_of(0, slots), state.positions_of(slots, 1)
+    keys, ends = state.keys_of(0, (request,), 1, is_last=True)
+    positions = positions_of(ends, 1)
     columns = range(keys.table.shape[1])
 
     def step() -> None:

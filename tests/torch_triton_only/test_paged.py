@@ -10,7 +10,7 @@ import torch
 
 from ring_core import UnsupportedError, checks
 from ring_torch import ContextParallel
-from ring_torch.serving import KVCache, kernels, paged, paged_kernel
+from ring_torch.serving import KVCache, kernels, merging, paged, paged_kernel, state, step_kernels
 from ring_torch.serving.paged import PagedKeys, Rules
 
 #: Sizes (B, n, H, K, D, Dv, page size, rank, ranks), and options of a call.
@@ -98,3 +98,37 @@ def test_decode_and_prefill_take_it_where_it_can() -> None:
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
     with pytest.raises(UnsupportedError, match="kernel='triton': the kernel in Triton needs CUDA"):
         cp.decode(q, cache, layer=0, kernel="triton")
+
+
+@pytest.mark.parametrize("is_latent", [False, True])
+@pytest.mark.parametrize("owner", [0, 1])
+def test_rows_are_written_as_torch_writes_them(owner: int, is_latent: bool) -> None:
+    pools, cp = [], ContextParallel()
+    k, v = torch.randn(3, 5, 2, 700), None if is_latent else torch.randn(3, 5, 2, 24)
+    for step in (None, step_kernels):
+        cache = KVCache(
+            cp, num_layers=1, num_kv_heads=2, head_dim=700, v_head_dim=24, max_requests=4, max_tokens=128,
+            page_size=4, dtype=torch.float32,
+        )  # fmt: skip
+        held = cache._state
+        with patch.object(state, "step_kernels", lambda _, x=step: x):
+            first, second = cache.add(2)
+            cache.extend([first], 14)
+            cache.extend([second, first], 5)
+            # Rows as of a rank among two, which has every other page; the last is padding.
+            held._ranks = type("Ranks", (), {"rank": owner, "size": 2})  # type: ignore[assignment]
+            cache.write(k, v, layer=0)
+        pools.append([x[0][:-1] for x in (held._k, held._v or held._k)])
+    for ours, theirs in zip(*pools, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.any()
+
+
+def test_partials_are_merged_as_torch_merges_them() -> None:
+    parts = torch.randn(3, 2, 4, 5, 8)
+    parts[:, 0, 0, 0, -1] = -torch.inf
+    parts[:, 0, 0, 0, :-1] = 0
+    parts[1, 1, :, :, -1], parts[1, 1, :, :, :-1] = -torch.inf, 0
+    parts[0, 0, 1, 1, -1], parts[2, 0, 2, 2, 3] = torch.nan, torch.nan
+    expected = merging.combine(parts)
+    torch.testing.assert_close(step_kernels.combine(parts), expected, equal_nan=True)

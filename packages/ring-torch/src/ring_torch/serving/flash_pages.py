@@ -20,8 +20,9 @@ from ring_torch.kernels.fa4 import FA4
 from ring_torch.kernels.library import capability
 from ring_torch.serving.paged import PagedKeys, Rules
 
-#: Head dims of keys and values at which version 4.0.0b36 was found right over pages, on Hopper.
-_DIMS = ((64, 64), (96, 96), (128, 128))
+#: Head dims of keys and values at which version 4.0.0b36 was found right over pages, on Hopper. At
+#: 80 and 96 it is wrong there.
+_DIMS = ((64, 64), (64, 128), (128, 128), (192, 128), (256, 256))
 #: Tiles of queries and heads from which on it is faster than split-KV, on an H200.
 _LEAST_TILES = 96
 _TILE = 128
@@ -34,7 +35,7 @@ def _library() -> Any:
 
 
 def reason_against(q: Tensor, v_dim: int, rules: Rules) -> str:
-    """Return why flash-attn-4 does not take a rank's queries ``[1, n, H, D]``; nothing if it does."""
+    """Return why flash-attn-4 does not take queries ``[1, n, H, D]`` of a rank, or nothing."""
     if not q.is_cuda:
         return f"flash-attn-4 needs CUDA, and tensors are on {q.device.type}"
     if q.dtype not in (torch.bfloat16, torch.float16):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,3 +57,10 @@ def attend_by(kernel: str) -> Attend:
         return paged.attend
     attend: Attend = import_module("ring_torch.serving.paged_kernel").attend
     return attend
+
+
+def step_kernels(device: torch.device) -> Any:
+    """Return the module of kernels for the rest of a step, or ``None`` where torch has to do it."""
+    if device.type != "cuda" or not has_triton():
+        return None
+    return import_module("ring_torch.serving.step_kernels")

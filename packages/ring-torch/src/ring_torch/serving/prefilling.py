@@ -265,7 +265,7 @@ class _Part(NamedTuple):
         positions = np.concatenate([self.positions(rank) for rank in range(ranks.size)])
         # All queries see this rank's pages, where they are.
         out, lse = unseen_state(q, cache.value_dim, self._wide)
-        keys = cache.keys_of(call.layer, cache.slots_of(call.known, 1, is_last=False))
+        keys, _ = cache.keys_of(call.layer, call.known, 1, is_last=False)
         numbers, state = cache.page_numbers(call.known[0]), AttentionState(out, lse)
         self._attend_to(keys, numbers, q, positions, state, is_first=True)
         if ranks.size == 1:
