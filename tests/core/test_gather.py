@@ -28,6 +28,7 @@ from ring_core import (
     make_plan,
     ring_program,
 )
+from ring_core.programs.gather import Fetch
 from ring_core.programs.intervals import Interval, subtract
 from ring_core.reference.item_kernel import Params, QueryRows, Side, backward, forward
 
@@ -488,3 +489,35 @@ def test_it_takes_little_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < tokens
     finally:
         tracemalloc.stop()
+
+
+def test_keys_on_either_side_of_the_last_item_are_early() -> None:
+    item = WorkItem(0, 0, 0, 0, 4, 4, 8, None, None)
+    targets = slice(0, 4), slice(2, 5), slice(7, 9), slice(8, 9)
+    fetches = tuple(Fetch(1, target, target) for target in targets)
+    gather = GatherProgram(True, fetches, (item,), (4,), (Interval(0, 9),))
+    assert [gather.is_before_last_item(fetch) for fetch in fetches] == [True, False, False, True]
+
+
+def test_a_band_is_not_continued() -> None:
+    """A band is not extended over full keys: the last query does not see the first key."""
+    plan = make_plan(Mask(window=(9, None)), seq_len=18, cp_size=3)
+    items = gather_program(plan, 1, own=False).items
+    assert [(i.q_slice, i.k_start, i.k_stop, i.is_full) for i in items] == [
+        (slice(0, 6), 0, 6, False), (slice(0, 6), 6, 12, True),
+    ]  # fmt: skip
+
+
+def test_touching_spans_are_one() -> None:
+    """Adjacent spans become one: each rank has one chunk of each pair, and sees both pairs."""
+    layout = ChunkLayout(((0, 2), (1, 3)))
+    gather = gather_program(make_plan(Mask(chunk_size=8), seq_len=16, cp_size=2, layout=layout), 1)
+    assert gather.spans == ((0, 16),)
+    assert gather.fetches == (
+        (1, slice(0, 4), slice(4, 8)), (0, slice(0, 4), slice(0, 4)),
+        (1, slice(4, 8), slice(12, 16)), (0, slice(4, 8), slice(8, 12)),
+    )  # fmt: skip
+    assert gather.overwritten == ((slice(0, 8),), (slice(8, 16),))
+    assert gather.waits_for == (2, 4)
+    assert gather.num_rows == 8
+    assert gather.in_place == ()

@@ -47,10 +47,18 @@ def test_masks_are_values() -> None:
     ("fields", "message"),
     [
         ({"window": 4}, r"window must be a pair .* got 4"),
+        ({"window": (1, 2, 3)}, "window must be a pair"),
         ({"window": (-1, 0)}, r"window=\(-1, 0\): each side must be an integer >= 0"),
+        ({"window": (1.5, 0)}, "integer >= 0"),
         ({"chunk_size": 0}, "chunk_size must be an integer >= 1 or None, got 0"),
+        ({"chunk_size": True}, "chunk_size"),
         ({"cu_seqlens": (0, 6, 4, 10)}, "ascending; entry 2 is 4 after 6"),
         ({"cu_seqlens": (1, 6)}, "start at 0, got 1"),
+        ({"cu_seqlens": (0,)}, "at least two"),
+        ({"cu_seqlens": (0.0, 4.0)}, "integers"),
+        ({"cu_seqlens": 5}, "one row"),
+        ({"causal": 1}, "causal must be a bool"),
+        ({"predicate": 3}, "callable"),
     ],
 )
 def test_malformed(fields: dict[str, Any], message: str) -> None:
