@@ -56,6 +56,7 @@ class ServingCall:
 
     Attributes:
         sharding: Ranks and layout.
+        ranks: Ranks of the group.
         cache: What the cache holds.
         layer: Number of the layer.
         known: Requests, a row of the batch each; behind them may be padding.
@@ -71,6 +72,7 @@ class ServingCall:
     """
 
     sharding: Sharding
+    ranks: Ranks
     cache: CacheState
     layer: int
     known: tuple[int, ...]
@@ -83,11 +85,6 @@ class ServingCall:
     signature: CallSignature
     digest: int
     checked: int
-
-    @property
-    def ranks(self) -> Ranks:
-        """Ranks of the group."""
-        return self.sharding.ranks
 
     @contextmanager
     def agreed(self, device: torch.device) -> Iterator[None]:
@@ -104,7 +101,7 @@ class ServingCall:
     def finished(self, out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the results of the call: sinks join the softmax, ``out`` is rounded once."""
         if self.sinks is not None:
-            out, lse = add_sinks(out, lse, self.sinks)
+            out, lse = add_sinks(out.to(lse.dtype), lse, self.sinks)
         return out.to(dtype), lse
 
 
@@ -119,7 +116,8 @@ def checked_call(
         UnsupportedError: No kernel or transport can do it.
     """
     sharding = sharding_of(cp)
-    number = 0 if explains() else sharding.ranks.next_call()
+    ranks = sharding.ranks
+    number = 0 if explains() else ranks.next_call()
     state = state_of(cache)
     state.check_layer(layer)
     check_tensor("q", q)
@@ -160,7 +158,6 @@ def checked_call(
     )  # fmt: skip
     library, reason = chosen(kernel, name, q, state.value_dim, rules)
     known = state.batch_of(requests, "request" if name == "prefill" else "requests")
-    ranks = sharding.ranks
     check_every, checked = check_of(number) if number else (0, 0)
     signature = CallSignature.of(
         {
@@ -173,7 +170,7 @@ def checked_call(
     text = f"{state.changes:x} {requests and known}".encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     return ServingCall(
-        sharding, state, layer, known, rules, library, reason, sinks,
+        sharding, ranks, state, layer, known, rules, library, reason, sinks,
         checked_flag("return_lse", return_lse), number, signature, digest,
         checked if ranks.size > 1 else 0,
     )  # fmt: skip

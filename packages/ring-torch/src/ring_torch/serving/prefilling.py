@@ -263,11 +263,14 @@ class _Part(NamedTuple):
             )
             q = gathered[None]
         positions = np.concatenate([self.positions(rank) for rank in range(ranks.size)])
+        keys, _ = cache.keys_of(call.layer, call.known, 1, is_last=False)
+        numbers = cache.page_numbers(call.known[0])
+        if ranks.size == 1 and call.kernel == "fa4" and not self.skipped:
+            ((out, lse),) = self._parts(keys, numbers, q, positions, by_flash=True)
+            return out, lse
         # All queries see this rank's pages, where they are.
         out, lse = unseen_state(q, cache.value_dim, self._wide)
-        keys, _ = cache.keys_of(call.layer, call.known, 1, is_last=False)
-        numbers, state = cache.page_numbers(call.known[0]), AttentionState(out, lse)
-        self._attend_to(keys, numbers, q, positions, state, is_first=True)
+        self._attend_to(keys, numbers, q, positions, AttentionState(out, lse), is_first=True)
         if ranks.size == 1:
             return out, lse
         # Each rank gets the results of its queries over all pages, and merges them.
