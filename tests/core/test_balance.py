@@ -157,10 +157,16 @@ def test_refused() -> None:
         r"ring_core\.ChunkLayout your own chunks$",
     ):
         balanced_layout(Mask(predicate=diagonals), seq_len=64, cp_size=4)
+    with pytest.raises(ValueError, match=r"66 is not a positive multiple of 4.*pad to 68"):
+        balanced_layout(Mask(), seq_len=66, cp_size=4)
+    with pytest.raises(ValueError, match="must end at the sequence length 64, got 60"):
+        balanced_layout(Mask(cu_seqlens=(0, 60)), seq_len=64, cp_size=4)
     with pytest.raises(
         ValueError, match=r"unknown layout 'chunks'; .*what ring_core\.balanced_layout returns"
     ):
         make_plan(Mask(), seq_len=64, cp_size=4, layout="chunks")  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(ValueError, match="chunks must ascend on every rank"):
+        ChunkLayout(((1, 0),))
     with pytest.raises(ValueError, match=r"chunks must be 0\.\.3, each once, got \[0, 1, 1, 2\]"):
         ChunkLayout(((0, 1), (1, 2)))
 

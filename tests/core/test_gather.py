@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, strategies as st
 from plans import chunk_layouts, plans, shown
 
-from benchmarks.common.cases import SHORT_SETTINGS, mask_of
 from ring_core import (
     ChunkLayout,
     GatherProgram,
@@ -29,6 +28,8 @@ from ring_core import (
     make_plan,
     ring_program,
 )
+from ring_core.programs.gather import Fetch
+from ring_core.programs.intervals import Interval, subtract
 from ring_core.reference.item_kernel import Params, QueryRows, Side, backward, forward
 
 TILES = st.integers(1, 8)
@@ -252,6 +253,16 @@ def test_documents_are_cut_where_the_columns_begin_and_end() -> None:
     assert (item.cu_q.tolist(), item.cu_k.tolist()) == ([0, 3, 8], [0, 3, 8])
 
 
+def test_parts_outside_others() -> None:
+    """Intervals to subtract may lie on either side, touch, overlap or cover everything."""
+    span = Interval(3, 9)
+    assert subtract(span, [Interval(0, 2), Interval(11, 12)]) == [span]
+    assert subtract(span, [Interval(0, 3), Interval(9, 12)]) == [span]
+    assert subtract(span, [Interval(8, 12), Interval(0, 4)]) == [Interval(4, 8)]
+    assert subtract(span, [Interval(4, 5), Interval(6, 9)]) == [Interval(3, 4), Interval(5, 6)]
+    assert subtract(span, [Interval(3, 9)]) == []
+
+
 @pytest.mark.parametrize("rank", range(4))
 def test_a_causal_zigzag_is_one_launch_a_run(rank: int) -> None:
     plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag")
@@ -316,7 +327,6 @@ def test_memory_grows_with_what_is_seen() -> None:
 
 
 def test_what_cannot_be_gathered_says_why() -> None:
-    """The error names every reason at once."""
     reason = "layout 'striped' assigns tokens one by one"
     sizes: Any = {"seq_len": 64, "cp_size": 2, "layout": "striped"}
     plan = make_plan(Mask(causal=True), **sizes)
@@ -443,9 +453,7 @@ def test_tiles_cost_less_than_a_tile_for_an_item(
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_a_window_of_128_fetches_a_key_more(layout: Any) -> None:
     """A window of 128, as in gpt-oss, fetches 128 keys of each run, not the 127 that it needs."""
-    setting = SHORT_SETTINGS[1]
-    mask = mask_of(setting.mask, setting.seq_len)
-    plan = make_plan(mask, seq_len=setting.seq_len, cp_size=4, layout=layout)
+    plan = make_plan(Mask(causal=True, window=(127, 0)), seq_len=32768, cp_size=4, layout=layout)
     for rank in range(4):
         plain, tiled = (gather_program(plan, rank, splits=False, tile=n) for n in (1, 128))
         sizes = [
@@ -481,3 +489,35 @@ def test_it_takes_little_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < tokens
     finally:
         tracemalloc.stop()
+
+
+def test_keys_on_either_side_of_the_last_item_are_early() -> None:
+    item = WorkItem(0, 0, 0, 0, 4, 4, 8, None, None)
+    targets = slice(0, 4), slice(2, 5), slice(7, 9), slice(8, 9)
+    fetches = tuple(Fetch(1, target, target) for target in targets)
+    gather = GatherProgram(True, fetches, (item,), (4,), (Interval(0, 9),))
+    assert [gather.is_before_last_item(fetch) for fetch in fetches] == [True, False, False, True]
+
+
+def test_a_band_is_not_continued() -> None:
+    """A band is not extended over full keys: the last query does not see the first key."""
+    plan = make_plan(Mask(window=(9, None)), seq_len=18, cp_size=3)
+    items = gather_program(plan, 1, own=False).items
+    assert [(i.q_slice, i.k_start, i.k_stop, i.is_full) for i in items] == [
+        (slice(0, 6), 0, 6, False), (slice(0, 6), 6, 12, True),
+    ]  # fmt: skip
+
+
+def test_touching_spans_are_one() -> None:
+    """Adjacent spans become one: each rank has one chunk of each pair, and sees both pairs."""
+    layout = ChunkLayout(((0, 2), (1, 3)))
+    gather = gather_program(make_plan(Mask(chunk_size=8), seq_len=16, cp_size=2, layout=layout), 1)
+    assert gather.spans == ((0, 16),)
+    assert gather.fetches == (
+        (1, slice(0, 4), slice(4, 8)), (0, slice(0, 4), slice(0, 4)),
+        (1, slice(4, 8), slice(12, 16)), (0, slice(4, 8), slice(8, 12)),
+    )  # fmt: skip
+    assert gather.overwritten == ((slice(0, 8),), (slice(8, 16),))
+    assert gather.waits_for == (2, 4)
+    assert gather.num_rows == 8
+    assert gather.in_place == ()

@@ -61,3 +61,11 @@ def test_refused() -> None:
         Layout(of_two, 16, 4)
     with pytest.raises(ValueError, match=r"multiple of 4, as the chunks\(2x2\) layout.*pad to 8"):
         Layout(of_two, 6, 2)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_ranks_it_does_not_have(rank: int) -> None:
+    layout = Layout("zigzag", 8, 2)
+    for asked in (layout.runs, layout.positions):
+        with pytest.raises(ValueError, match=r"^rank must be in 0\.\.1, got"):
+            asked(rank)

@@ -78,3 +78,16 @@ def test_sinks_of_no_weight_in_rows_that_see_nothing(sink: float) -> None:
     )
     assert (out == 0).all()
     assert lse.item() == sink
+
+
+def test_sinks_that_do_not_fit() -> None:
+    out, lse = np.ones((1, 2, 4, 3)), np.zeros((1, 4, 2))
+    with pytest.raises(ValueError, match=r"sinks must have shape \[4\] or \[4, n\], got \(3,\)"):
+        finalize(out, lse, np.zeros(3))
+
+
+def test_parts_that_do_not_fit() -> None:
+    lse = np.zeros((5, 4))
+    message = r"out_a and out_b must have one shape, got \(5, 4, 3\) and \(5, 4, 2\)"
+    with pytest.raises(ValueError, match=message):
+        merge(np.ones((5, 4, 3)), lse, np.ones((5, 4, 2)), lse)

@@ -195,20 +195,29 @@ def test_balanced_equals_plain_where_no_rank_idles() -> None:
 
 def test_plans_are_cached_and_refused() -> None:
     mask = Mask(causal=True)
-    plan = make_plan(mask, seq_len=64, cp_size=4)
-    assert make_plan(mask, seq_len=64, cp_size=4) is plan
-    assert ring_program(plan) is ring_program(plan, "ring")
+    assert make_plan(mask, seq_len=64, cp_size=4) is make_plan(mask, seq_len=64, cp_size=4)
     with pytest.raises(ValueError, match="pad to 64"):
         make_plan(mask, seq_len=63, cp_size=4, layout="zigzag")
+    with pytest.raises(ValueError, match="contiguous, zigzag, striped"):
+        make_plan(mask, seq_len=64, cp_size=4, layout="zigzak")  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(ValueError, match="end at the sequence length 64, got 60"):
+        make_plan(Mask(cu_seqlens=(0, 20, 60)), seq_len=64, cp_size=4)
     with pytest.raises(ValueError, match="segment_ids"):
         make_plan(Mask(cu_seqlens=(0, 64)), seq_len=64, cp_size=4, kv_seq_len=128)
     with pytest.raises(ValueError, match="pairs to classify"):
         make_plan(Mask(predicate=prefix), seq_len=1 << 18, cp_size=4)
+    with pytest.raises(ValueError, match="cp_size"):
+        make_plan(mask, seq_len=64, cp_size=0)
+    with pytest.raises(ValueError, match=r"rank must be in 0\.\.3"):
+        make_plan(mask, seq_len=64, cp_size=4).items(4, 0)
+    plan = make_plan(mask, seq_len=64, cp_size=4)
+    assert ring_program(plan) is ring_program(plan, "ring")
+    with pytest.raises(ValueError, match=r"rank must be in 0\.\.3"):
+        ring_program(plan).items(4, 0)
 
 
 @given(plans(), plans())
 def test_digests_differ_where_plans_do(plan: Plan, other_plan: Plan) -> None:
-    """Digests are equal exactly if sizes and masks are, however the mask was written."""
     if plan.digest == other_plan.digest:
         sizes = [(p.seq_len, p.kv_seq_len, p.cp_size, p.q_layout.name) for p in (plan, other_plan)]
         assert sizes[0] == sizes[1]

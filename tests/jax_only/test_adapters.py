@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +23,7 @@ from adapted import (
     QKV,
     SHOWN,
     B,
-    D,
     H,
-    K,
     T,
     all_close,
     close,
@@ -64,62 +61,6 @@ def test_one_module_imports_a_framework() -> None:
     imports = re.compile(r"^\s*(?:from|import) (?:flax|equinox|ring_jax\.equinox)\b", re.MULTILINE)
     importing = [path.name for path in folder.rglob("*.py") if imports.search(path.read_text())]
     assert importing == ["equinox.py"]
-
-
-def nnx_loss(attention_fn: Callable[..., Any], x: jax.Array, weight: jax.Array) -> Any:
-    """Return the loss and gradient of an NNX module with grouped heads."""
-    layer = nnx.MultiHeadAttention(
-        H, 12, H * D, num_kv_heads=K, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0)
-    )
-
-    @nnx.jit
-    @nnx.value_and_grad
-    def loss(layer: nnx.MultiHeadAttention) -> jax.Array:
-        return jnp.sum(layer(x, is_causal=True) * weight)
-
-    return loss(layer)
-
-
-def test_nnx() -> None:
-    x, weight = random(B, T, 12, seed=5), random(B, T, 12, seed=6)
-    expected = nnx_loss(nnx.dot_product_attention, x, weight)
-    cp = context()
-    all_close(nnx_loss(make_attention_fn(cp.attention), cp.shard(x), cp.shard(weight)), expected)
-
-
-@pytest.mark.nightly(only=["shard_map"])  # per change docs/jax-adapters.md runs it
-@pytest.mark.parametrize("where", ["global arrays", "shard_map"])
-def test_linen(where: str) -> None:
-    x, weight = random(B, T, 12, seed=5), random(B, T, 12, seed=6)
-    module = partial(linen.MultiHeadDotProductAttention, num_heads=H, qkv_features=H * D)
-    params = module().init(jax.random.key(0), x)
-    cp = context()
-    local = partial(ring_attention, axis_name="cp", layout="zigzag", causal=True)
-    ring = module(
-        attention_fn=make_attention_fn(
-            local if where == "shard_map" else partial(cp.attention, causal=True)
-        )
-    )
-
-    def forward(params: Any, x: jax.Array) -> Any:
-        if where == "global arrays":
-            return ring.apply(params, x)
-        tokens = P(None, "cp")
-        return jax.shard_map(
-            ring.apply, mesh=cp.mesh, in_specs=(P(), tokens), out_specs=tokens
-        )(params, x)  # fmt: skip
-
-    def loss(params: Any) -> Any:
-        return jnp.sum(forward(params, cp.shard(x)) * cp.shard(weight))
-
-    def single(params: Any) -> Any:
-        out: Any = module().apply(params, x, mask=CAUSAL[None, None])
-        return jnp.sum(out * weight)
-
-    actual, expected = (
-        jax.jit(jax.value_and_grad(function))(params) for function in (loss, single)
-    )
-    all_close(actual, expected)
 
 
 class Honoured(NamedTuple):
@@ -195,7 +136,6 @@ def test_dtypes_of_flax() -> None:
 @pytest.mark.nightly(only=["shard_map"])  # per change the tests of jax.nn run it
 @pytest.mark.parametrize("where", ["global arrays", "shard_map"])
 def test_flax_on_two_devices(where: str) -> None:
-    """Segments, padded keys, bias and dropout by a traced key are right in layout order."""
     cp = context()
     local = partial(ring_attention, axis_name="cp", layout="zigzag")
     attend = make_attention_fn(cp.attention if where == "global arrays" else local)
@@ -217,7 +157,6 @@ def test_flax_on_two_devices(where: str) -> None:
 
 
 def test_batches_of_flax() -> None:
-    """Inputs may have no batch, two batch dimensions, or one query with a cache."""
     attend = make_attention_fn(partial(ONE, causal=True))
     ids, bias = Segments(jnp.asarray(IDS)[None]), random(B, 1, T, T, seed=8)
     written = jnp.asarray(SHOWN)[:, None, None]
@@ -362,49 +301,6 @@ def test_jax_nn_without_a_batch_and_with_a_residual() -> None:
     assert jax.eval_shape(attend, *narrow) == jax.eval_shape(theirs, *narrow)
 
 
-@pytest.mark.nightly(only=["global arrays"])  # per change the tests of Flax run them
-@pytest.mark.parametrize("where", ["global arrays", "shard_map"])
-def test_jax_nn_on_two_devices(where: str) -> None:
-    """Lengths count tokens in natural order in every layout; gradients of shards are right."""
-    in_shard_map = where == "shard_map"
-    cp = context(layout="striped" if in_shard_map else "zigzag")
-    local = partial(ring_attention, axis_name="cp", layout="striped")
-    attend = make_dot_product_attention(local if in_shard_map else cp.attention)
-    arguments: dict[str, Any] = {
-        "is_causal": True, "local_window_size": (9, 0), "scale": 0.5, "return_residual": True,
-        "query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS - 2,
-    }  # fmt: skip
-    weight = random(B, T, H, D, seed=9)
-
-    def ring(q: Any, k: Any, v: Any) -> Any:
-        call, tokens = partial(attend, **arguments), P(None, "cp")
-        if in_shard_map:
-            call = jax.shard_map(
-                call, mesh=cp.mesh, in_specs=(tokens,) * 3, out_specs=(tokens, tokens)
-            )
-        return tuple(cp.unshard(x) for x in call(*(cp.shard(x) for x in (q, k, v))))
-
-    def loss(function: Any, *args: Any) -> Any:
-        out, lse = function(*args)
-        held = jnp.where(jnp.isneginf(lse), 0, lse)  # lse has no gradient in either one
-        return jnp.sum(out * weight) + jnp.sum(held), (out, lse)
-
-    single = partial(jax.nn.dot_product_attention, **arguments)
-    gradients = jax.grad(loss, argnums=(1, 2, 3), has_aux=True)
-    actual, expected = (
-        compiled(partial(gradients if in_shard_map else loss, loss_function))
-        for loss_function in (ring, single)
-    )
-    out, lse = actual[1]
-    expected_value, wanted_lse = expected[1]
-    close(out, expected_value)
-    visible = np.arange(T) < np.asarray(LENGTHS)[:, None]
-    close(lse[visible], wanted_lse[visible])
-    assert np.isneginf(lse[~visible]).all()
-    if in_shard_map:
-        all_close(actual[0], expected[0])
-
-
 def test_implementation_names_kernels() -> None:
     with pytest.raises(UnsupportedError, match=r"^kernel 'cudnn': needs ring-jax-gpu"):
         make_dot_product_attention(ONE)(*QKV, implementation="cudnn")
@@ -456,38 +352,15 @@ def module_of(dropout_p: float = 0.0) -> eqx.nn.MultiheadAttention:
     )  # fmt: skip
 
 
-def equinox_loss(model: Any, x: jax.Array, weight: jax.Array, mask: Any = None) -> Any:
-    """Return the loss and gradient of a model that contains an attention module."""
-
-    @eqx.filter_jit
-    @eqx.filter_value_and_grad
-    def loss(model: Any) -> Any:
-        out = jax.vmap(lambda row: model["attention"](row, row, row, mask))(x)
-        return jnp.sum(out * weight)
-
-    return loss(model)
-
-
-@cache
-def equinox_expected() -> Any:
-    x, weight = random(B, T, 12, seed=5), random(B, T, 7, seed=6)
-    return equinox_loss({"attention": module_of(), "name": "one"}, x, weight, CAUSAL)
-
-
-@pytest.mark.nightly(unless=["2-zigzag"])
-@pytest.mark.parametrize(("size", "layout"), [(2, "zigzag"), (4, "contiguous")])
-def test_equinox(size: int, layout: str) -> None:
+def test_equinox() -> None:
+    """Training on a ring is in `test_models_on_meshes`, gradients are in `test_dense_masks`."""
     model: dict[str, Any] = {"attention": module_of(), "name": "one"}
-    x, weight = random(B, T, 12, seed=5), random(B, T, 7, seed=6)
-    cp = context(size, layout)
-    ring = ring_jax.equinox.convert(model, partial(cp.attention, causal=True))
+    ring = ring_jax.equinox.convert(model, partial(context().attention, causal=True))
     assert isinstance(ring["attention"], ring_jax.equinox.MultiheadAttention)
     assert ring["attention"].query_proj is model["attention"].query_proj
-    all_close(equinox_loss(ring, cp.shard(x), cp.shard(weight)), equinox_expected())
 
 
 def test_equinox_inside_shard_map() -> None:
-    """Dropout, documents and ``process_heads`` agree between two devices and one."""
     x, module = random(T, 12, seed=5), module_of(dropout_p=0.3)
     cp = context()
     local = partial(ring_attention, axis_name="cp", layout="zigzag", causal=True)
@@ -519,7 +392,6 @@ def test_equinox_inside_shard_map() -> None:
 
 
 def test_parameters_of_equinox() -> None:
-    """Initial values and serialised files are those of Equinox's own module."""
     attention = partial(ONE, causal=True)
     new = ring_jax.equinox.MultiheadAttention(H, 12, attention=attention, key=jax.random.key(0))
     old = eqx.nn.MultiheadAttention(H, 12, key=jax.random.key(0))

@@ -19,9 +19,10 @@ def test_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "decode.json"
     monkeypatch.setattr(sys, "argv", ["decode", *SIZES, f"--json={path}"])
     assert decode.main() == 0
-    rows = json.loads(path.read_text())["rows"]
+    *rows, step = json.loads(path.read_text())["rows"]
     assert [row["row"] for row in rows] == [row.name for row in decode.ROWS]
     assert all(row["error"] < decode.MOST_ERROR and row["ratios"] for row in rows)
+    assert step["row"] == "a step" and step["host_us"] > 0
 
 
 def test_what_is_wrong_is_not_timed(
