@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_models import Wide, build, whole
+from on_ranks import on_ranks
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from trained import arguments, be_started, collate, documents
@@ -42,7 +43,11 @@ def _objective(model: Any, batch: dict[str, Tensor], kept: Any) -> tuple[Tensor,
     return logits.detach(), chosen.detach()
 
 
-def _keeps(rank: int, kept: Any) -> None:
+@pytest.mark.parametrize(
+    "kept", [13, 1, torch.tensor([42, 17, 30])], ids=["some", "the last", "by number"]
+)
+@on_ranks
+def test_logits_to_keep_are_those_of_the_whole_sequence(rank: int, kept: Any) -> None:
     del rank
     model = build("Llama")
     batch = {name: x for name, x in whole("left").items() if name != "labels"}
@@ -62,24 +67,14 @@ def _keeps(rank: int, kept: Any) -> None:
         torch.testing.assert_close(x.grad, grads[name], rtol=1e-8, atol=atol)
 
 
-@pytest.mark.parametrize(
-    "kept", [13, 1, torch.tensor([42, 17, 30])], ids=["some", "the last", "by number"]
-)
-def test_logits_to_keep_are_those_of_the_whole_sequence(pool: LocalRanks, kept: Any) -> None:
-    pool.run(_keeps, kept)
-
-
-def _keeps_parts(_: int) -> None:
+@on_ranks
+def test_logits_to_keep_of_parts_are_refused() -> None:
     """Check that logits of a rank's tokens are not those of the last ones."""
     model, tokens = build("Llama"), whole("plain")["input_ids"]
     hf.parallelize(model, ContextParallel())
     assert model(tokens, logits_to_keep=0).logits.shape[1] == 22  # a rank's part of all tokens
     with pytest.raises(UnsupportedError, match=r"logits_to_keep=5 .* give logits='gather'"):
         model(tokens, logits_to_keep=5)
-
-
-def test_logits_to_keep_of_parts_are_refused(pool: LocalRanks) -> None:
-    pool.run(_keeps_parts)
 
 
 class OwnLoss(Trainer):

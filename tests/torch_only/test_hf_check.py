@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from hf_models import build
+from on_ranks import on_ranks
 from sweep.tiny import config_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -239,17 +240,14 @@ def test_wrapped_models_count_as_what_is_wrapped(name: str, wrap: Any) -> None:
     assert hf.check_model(wrap(model)) == expected
 
 
-def _wrapped(_: int) -> None:
+@on_ranks
+def test_models_wrapped_for_data_parallelism() -> None:
     for name in ("RobertaForMaskedLM", "RobertaForSequenceClassification"):
         expected = hf.check_model(build(name))
         assert hf.check_model(DistributedDataParallel(build(name))) == expected
         model = build(name)
         fully_shard(model)
         assert hf.check_model(model) == expected
-
-
-def test_models_wrapped_for_data_parallelism(pool: LocalRanks) -> None:
-    pool.run(_wrapped)
 
 
 def test_a_model_is_checked_once_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_models import WHOLE, Wide, build, gradients, run, same, same_gradients, whole
+from on_ranks import on_ranks
 from sweep.compare import build as build_any
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -41,7 +42,9 @@ MODELS: dict[str, tuple[Any, str]] = {
 }
 
 
-def _matches(_: int, name: str) -> None:
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks
+def test_loss_and_gradients_are_one_devices(name: str) -> None:
     build_model, kind = MODELS[name]
     model, batch = build_model(), whole(kind)
     cp = ContextParallel()
@@ -70,12 +73,9 @@ def _matches(_: int, name: str) -> None:
     run(model, batch | WHOLE)  # which makes logits again
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_loss_and_gradients_are_one_devices(pool: LocalRanks, name: str) -> None:
-    pool.run(_matches, name)
-
-
-def _wrapped(_: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "fully_shard", "compiled"])
+@on_ranks
+def test_in_wrappers(kind: str) -> None:
     model, batch, cp = build("Gemma2"), whole("packed"), ContextParallel()
     loss = run(model, batch | WHOLE)[1]
     expected = gradients(model)
@@ -98,11 +98,6 @@ def _wrapped(_: int, kind: str) -> None:
     same(out.loss.detach(), loss, "loss")
     for name, x in gradients(model).items():
         same(x.full_tensor() if isinstance(x, DTensor) else x, expected[name], name)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fully_shard", "compiled"])
-def test_in_wrappers(pool: LocalRanks, kind: str) -> None:
-    pool.run(_wrapped, kind)
 
 
 def _largest(_: int, logits: Any) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hf_models import LENGTH, build
 from hf_rows import Row, compared, padded, rows
+from on_ranks import on_ranks
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from ring_core import UnsupportedError
@@ -129,18 +130,13 @@ def test_whole_and_split_are_alike(pool: LocalRanks, row: Row) -> None:
     pool.run(compared, row)
 
 
-def _refused(_: int, rope_type: str) -> None:
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+@on_ranks
+def test_a_batch_is_refused_without_hooks_where_ranks_would_differ(rope_type: str) -> None:
+    """It is refused before anything is sent."""
     model = build("LlamaForCausalLM", hf.register(), **llama(rope_type, TYPES[rope_type][0]))
     with pytest.raises(UnsupportedError, match=r"hf\.parallelize, and whole batches"):
         hf.shard_batch(ContextParallel(), padded(LENGTH, count=1), model=model)
-
-
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_a_batch_is_refused_without_hooks_where_ranks_would_differ(
-    pool: LocalRanks, rope_type: str
-) -> None:
-    """It is refused before anything is sent."""
-    pool.run(_refused, rope_type)
 
 
 def test_every_type_and_field_is_tried() -> None:

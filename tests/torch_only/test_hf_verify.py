@@ -15,6 +15,7 @@ import torch
 import transformers
 from hf_models import build, whole
 from hf_rows import cases_of, wrapped
+from on_ranks import on_ranks
 from torch import Tensor, nn
 
 from ring_core import UnsupportedError, WrongResultError
@@ -383,14 +384,11 @@ def test_in_what_wraps_a_model(pool: LocalRanks, kind: str, is_wrong: bool) -> N
         assert not changes
 
 
-def _read_padding(_: int) -> None:
+@on_ranks
+def test_noise_that_hides_all_is_no_verdict() -> None:
     """A model that reads padding is refused: even two unsplit runs of it would differ."""
     with pytest.raises(ValueError, match="give a batch without padding"):
         hf.verify(unknown("Shift"), ContextParallel(), whole("left"))
-
-
-def test_noise_that_hides_all_is_no_verdict(pool: LocalRanks) -> None:
-    pool.run(_read_padding)
 
 
 def _hub(_: int, case: str) -> list[str]:
@@ -438,7 +436,9 @@ def test_a_model_that_is_no_longer_parallelized() -> None:
         handle.verify(whole("plain"))
 
 
-def _without_labels(_: int, head: str) -> None:
+@pytest.mark.parametrize("head", ["Model", "ForCausalLM"])
+@on_ranks
+def test_without_labels(head: str) -> None:
     """Check that gradients are compared of a stand-in for the loss if there are no labels."""
     ways: tuple[dict[str, Any], ...] = ({}, {"logits": "gather", "reduction": "mean"})
     for options in ways:
@@ -449,11 +449,6 @@ def _without_labels(_: int, head: str) -> None:
         assert report.logits is not None
         assert report.gradients is not None
         assert 0 < report.gradients.error <= report.gradients.limit
-
-
-@pytest.mark.parametrize("head", ["Model", "ForCausalLM"])
-def test_without_labels(pool: LocalRanks, head: str) -> None:
-    pool.run(_without_labels, head)
 
 
 def _trainer(_: int, folder: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import numbers
-from on_ranks import on_ranks
+from on_ranks import on_ranks, on_three_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -150,7 +150,8 @@ DTYPES = (
 )  # fmt: skip
 
 
-def _dtypes(_: int) -> None:
+@on_three_ranks
+def test_rows_of_every_dtype_move() -> None:
     for number, dtype in enumerate(DTYPES):
         cp = ContextParallel(layout=("zigzag", "contiguous", "striped")[number % 3])
         whole = torch.arange(2 * T * 3).reshape(2, T, 3).remainder(2).to(dtype)
@@ -164,11 +165,6 @@ def _dtypes(_: int) -> None:
             out = cp.shift(x, 1, fill=1)
             assert out.dtype == dtype
             assert torch.equal(out, like), dtype
-
-
-def test_rows_of_every_dtype_move() -> None:
-    with LocalRanks(3) as ranks:
-        ranks.run(_dtypes)
 
 
 class Heads(nn.Module):

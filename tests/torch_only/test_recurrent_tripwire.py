@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import Tensor
 
 import ring_torch
@@ -162,7 +163,8 @@ def test_one_rank_is_checked(two: LocalRanks) -> None:
     assert "1 ranks" in two.run(_alone)[0][0]
 
 
-def _in_16_bits(rank: int) -> None:
+@on_ranks
+def test_rounding_is_no_fault(rank: int) -> None:
     """Run right calls of each kind, whose results are rounded."""
     cp, generator = ContextParallel(), torch.Generator().manual_seed(3)
     q, k, v = torch.randn(3, 2, 96, 2, 8, generator=generator).bfloat16()
@@ -183,11 +185,8 @@ def _in_16_bits(rank: int) -> None:
     assert rank < 2
 
 
-def test_rounding_is_no_fault(two: LocalRanks) -> None:
-    two.run(_in_16_bits)
-
-
-def _nan(rank: int) -> None:
+@on_ranks
+def test_a_nan_is_no_fault(rank: int) -> None:
     """A NaN spreads among the tokens of its chunk, also to those before it: that is no fault."""
     cp, x = ContextParallel(), torch.randn(1, 64, 2, 4)
     x[:, 13] = torch.nan
@@ -195,10 +194,6 @@ def _nan(rank: int) -> None:
         for _ in range(4):
             cp.simple_gla(*[cp.shard(x).requires_grad_()] * 3).sum().backward()
     assert rank < 2
-
-
-def test_a_nan_is_no_fault(two: LocalRanks) -> None:
-    two.run(_nan)
 
 
 def _unlike(rank: int) -> None:

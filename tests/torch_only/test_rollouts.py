@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -127,7 +128,8 @@ def test_losses_gradients_and_order_are_those_of_one_process(
         assert sum(empty for _, empty in results) == 2  # a ring of two has no sequence in one
 
 
-def _balanced(_: int) -> None:
+@on_ranks
+def test_ranks_and_rings_have_equally_much_work() -> None:
     """Ranks of a ring have equally many pairs, and rings equally much work."""
     cp, dp = _contexts(2)
     lengths = [800, 60, 780, 400, 390, 40, 400, 128]
@@ -143,11 +145,8 @@ def _balanced(_: int) -> None:
     assert work.max() < 1.2 * work.min()
 
 
-def test_ranks_and_rings_have_equally_much_work(pool: LocalRanks) -> None:
-    pool.run(_balanced)
-
-
-def _mistakes(rank: int) -> None:
+@on_ranks
+def test_mistakes_are_named(rank: int) -> None:
     cp, dp = _contexts(2)
     prompts, completions, old, _ = samples(4)
 
@@ -182,7 +181,3 @@ def _mistakes(rank: int) -> None:
     with pytest.raises(ValueError, match=rf"numbers\[{first}\] must be \[{len(old[first])}\]"):
         batch.shard([x.repeat(2)[: len(x) + 1] if len(x) else torch.ones(1) for x in old])
     assert batch.to("meta").owner.is_meta
-
-
-def test_mistakes_are_named(pool: LocalRanks) -> None:
-    pool.run(_mistakes)

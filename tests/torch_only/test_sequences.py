@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.profiler import profile
@@ -145,7 +146,9 @@ def _loss(
     return own, entropies, total + (of_entropy * entropies).sum()
 
 
-def _compare(rank: int, case: Case) -> None:
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@on_ranks
+def test_of_one_process(rank: int, case: Case) -> None:
     group: Any = dist.new_group(range(case.ranks))
     if rank >= case.ranks:
         return
@@ -190,12 +193,8 @@ def _compare(rank: int, case: Case) -> None:
         close(x.grad, grad)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_of_one_process(pool: LocalRanks, case: Case) -> None:
-    pool.run(_compare, case)
-
-
-def _unlike(rank: int) -> None:
+@on_ranks
+def test_ranks_with_unlike_numbers_of_tokens(rank: int) -> None:
     """Ranks hold 5, 0, 3 and 1 tokens of each row, or of a document."""
     cp, ends = ContextParallel(), [5, 5, 8, 9]
     random = torch.Generator().manual_seed(0)
@@ -228,10 +227,6 @@ def _unlike(rank: int) -> None:
     sums = [expected[0][ids[0] == i].sum() for i in range(5)]
     by_ids = sum_by_sequence(cp, mine[:1], segment_ids=ids[:, own])
     torch.testing.assert_close(by_ids, torch.stack(sums))
-
-
-def test_ranks_with_unlike_numbers_of_tokens(pool: LocalRanks) -> None:
-    pool.run(_unlike)
 
 
 def _in_turn(_: int) -> int:

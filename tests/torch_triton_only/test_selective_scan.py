@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import Tensor
 
 from ring_torch import ContextParallel
@@ -28,12 +29,19 @@ def inputs(tokens: int, channels: int, groups: int, numbers: int, rate: float) -
     return [u, delta.abs(), -torch.rand(channels, numbers) * rate, *projections]
 
 
-def _compare(
-    _: int,
-    documents: tuple[int, ...] | None,
-    tokens: int,
-    sizes: tuple[int, int, int],
-    rate: float,
+@pytest.mark.parametrize(
+    ("documents", "tokens", "sizes", "rate"),
+    [
+        (None, 160, (4, 1, 4), 3),
+        ((0, 5, 70, 71, 110), 110, (6, 1, 3), 3),  # chunks of short documents, padding, odd sizes
+        (None, 37, (12, 2, 2), 3),
+        (None, 160, (4, 1, 4), 300),  # decays of 0 in float32, and what is left of A's gradient
+    ],
+    ids=["chunks", "documents", "groups", "strong decays"],
+)
+@on_ranks
+def test_its_runs_are_those_of_torch(
+    documents: tuple[int, ...] | None, tokens: int, sizes: tuple[int, int, int], rate: float
 ) -> None:
     cp, whole = ContextParallel(), inputs(tokens, *sizes, rate)
     results = []
@@ -51,23 +59,6 @@ def _compare(
         torch.testing.assert_close(
             actual, expected, rtol=1e-4, atol=1e-5, msg=f"{name}: {actual} and {expected}"
         )
-
-
-@pytest.mark.parametrize(
-    ("documents", "tokens", "sizes", "rate"),
-    [
-        (None, 160, (4, 1, 4), 3),
-        ((0, 5, 70, 71, 110), 110, (6, 1, 3), 3),  # chunks of short documents, padding, odd sizes
-        (None, 37, (12, 2, 2), 3),
-        (None, 160, (4, 1, 4), 300),  # decays of 0 in float32, and what is left of A's gradient
-    ],
-    ids=["chunks", "documents", "groups", "strong decays"],
-)
-def test_its_runs_are_those_of_torch(
-    two: LocalRanks, documents: tuple[int, ...] | None, tokens: int, sizes: tuple[int, int, int],
-    rate: float,
-) -> None:  # fmt: skip
-    two.run(_compare, documents, tokens, sizes, rate)
 
 
 def test_auto_takes_it_where_it_can() -> None:
