@@ -167,7 +167,9 @@ def test_a_row_is_met_by_the_best_other() -> None:
     assert found["ratio"]["forward"] == {"fa4": [0.75, 1.0, 1.25], "cudnn": [0.4, 0.4, 0.5]}
     assert found["met"] == {"forward": True, "both": False}
     shown = table([found | {"kernel": "fa4"}]).splitlines()[-1]
-    assert "(1.00)<br>fa4 2.00<br>cudnn 5.00<br>flex none |" in shown and shown.endswith("| 1.10, missed |")
+    assert "(1.00)<br>fa4 2.00<br>cudnn 5.00<br>flex none |" in shown and shown.endswith(
+        "| 1.10, missed |"
+    )
 
 
 def test_a_run_times_what_is_here_and_says_why_the_others_are_not(

@@ -53,16 +53,6 @@ def test_views_are_slices_of_the_bytes(
         assert torch.equal(*(x.flatten().view(torch.uint8) for x in (view, expected)))
 
 
-def test_what_is_written_into_views_is_in_the_bytes() -> None:
-    spec = BufferSpec.of(((2, 3), torch.float32), ((5,), torch.int16))
-    buffer = spec.buffer(torch.device("cpu")).zero_()
-    for view in spec.views(buffer):
-        view.fill_(1)
-    assert torch.equal(buffer[:24].view(torch.float32), torch.ones(6))
-    assert torch.equal(buffer[32:42].view(torch.int16), torch.ones(5, dtype=torch.int16))
-    assert not buffer[24:32].any()
-
-
 @pytest.mark.parametrize(("dim", "v_dim"), [(8, 8), (12, 4)])
 def test_columns_are_slices_of_the_whole(dim: int, v_dim: int) -> None:
     keys = KVPayload(2, 16, 3, dim, v_dim, torch.float32, segments=False)

@@ -138,11 +138,6 @@ def test_without_gpus_keys_travel_in_messages() -> None:
         chosen(COPIES, program())
 
 
-@pytest.mark.parametrize("move", [AUTO, RING, MESSAGES, COPIES])
-def test_alone_nothing_travels(move: tuple[str, str]) -> None:
-    assert chosen(move, program(), size=1) == RING
-
-
 REASON = "the ranks' GPUs do not reach each other's memory"
 
 
@@ -433,17 +428,6 @@ def test_auto_takes_the_fastest_on_hopper(name: str, grad: bool, installed: Any)
         assert choice.kernel.capabilities.name == kernel
 
 
-def test_explain_says_why_not_those_before(installed: Any) -> None:
-    installed("fa4", "fa3", "cudnn", "fa2")
-    assert kernels.choose(KernelConfig(), BFLOAT16, program()).describe() == "kernel fa4"
-    lines = kernels.choose(KernelConfig(), replace(BFLOAT16, bias=True), program()).describe()
-    assert lines.splitlines() == [
-        "kernel triton", *(f"  not {name} (cuda): has no bias" for name in ("fa4", "fa3", "cudnn")),
-    ]  # fmt: skip
-    installed("fa4", "fa3", "cudnn", "fa2", major=8)
-    assert kernels.choose(KernelConfig(), BFLOAT16, program()).describe() == "kernel fa2"
-
-
 def measure(path: Path, device: str, *orders: tuple[str, int, str]) -> str:
     """Write orders of kernels as if they had been measured, by option and head dim."""
     rows = [
@@ -523,12 +507,6 @@ REFUSED: dict[str, tuple[Mask, dict[str, Any], tuple[int, int], str]] = {
     "segments and documents": (DOCUMENTS, {"segment_ids": True}, (9, 0), "no segment_ids together"),
     "ALiBi and documents": (DOCUMENTS, {"alibi": True}, (9, 0), "no alibi_slopes together"),
 }  # fmt: skip
-TAKEN: dict[str, tuple[Mask, dict[str, Any], tuple[int, int]]] = {
-    "documents on Blackwell": (DOCUMENTS, {}, (10, 0)),
-    "segments": (CAUSAL, {"segment_ids": True, "alibi": True, "softcap": True}, (9, 0)),
-    "a predicate and segments": (PREDICATE, {"segment_ids": True}, (9, 0)),
-    "causal that repeats": (CAUSAL, {"deterministic": True, "alibi": True}, (9, 0)),
-}
 
 
 def _limits(
@@ -546,11 +524,6 @@ def test_fa4_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mask, options, gpu, why = REFUSED[name]
     (reason,) = _limits(monkeypatch, mask, options, gpu)
     assert why in reason
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_fa4_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _limits(monkeypatch, *TAKEN[name]) == ()
 
 
 @pytest.mark.parametrize(

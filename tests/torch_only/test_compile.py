@@ -16,7 +16,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint
 
 from ring_core import ChunkLayout, Mask, StrategyConfig, UnsupportedError
 from ring_torch import ContextParallel, KernelConfig, compat, ring_attention
@@ -170,15 +169,6 @@ def test_operations_are_sound(name: str) -> None:
     )  # fmt: skip
 
 
-@on_ranks
-def test_checkpointed() -> None:
-    cp, options = ContextParallel(), CALLS["causal"]
-    wraps: tuple[Any, ...] = (
-        lambda f: f, lambda f: compiled(lambda *x: checkpoint(f, *x, use_reentrant=False)),
-    )  # fmt: skip
-    same_bits(*(results(cp, options, wrap) for wrap in wraps))
-
-
 def test_a_predicate_breaks_the_graph_and_is_right() -> None:
     torch._dynamo.reset()
     mask, graphs = Mask(predicate=lambda i, j: (i + j) % 3 != 0), []
@@ -250,21 +240,6 @@ def test_tensors_without_numbers_send_nothing(rank: int) -> None:
     torch.testing.assert_close(torch.compile(made_inside, backend="eager")(x), cp.shift(x, 1))
     graph = make_fx(lambda x: cp.attention(x, x, x, causal=True))(x)
     torch.testing.assert_close(graph(x), cp.attention(x, x, x, causal=True), rtol=0, atol=0)
-
-
-def test_documents_are_prepared_anew_in_each_batch() -> None:
-    """Offsets are prepared anew in each batch, though dynamo strips ``torch.compiler.disable``."""
-    torch.compiler.reset()
-    prepare = torch.compile(compat.llama3_flash_attn_prepare_cu_seqlens, backend="aot_eager")
-    for offsets in ([0, 5, 16], [0, 3, 9, 16], [0, 7, 32]):
-        documents = torch.tensor(offsets)
-        arguments = (documents, True, 1, 2)
-        prepared = prepare(*arguments)
-        for x, y in zip(
-            prepared, compat.llama3_flash_attn_prepare_cu_seqlens(*arguments), strict=True
-        ):
-            assert torch.equal(x, y) if isinstance(y, Tensor) else x == y  # type: ignore[arg-type]  # both are
-        assert prepared[-1].start.prepared.documents == tuple(offsets)
 
 
 T = 32

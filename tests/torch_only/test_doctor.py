@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,18 +92,6 @@ def test_what_people_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     _check_text(capsys.readouterr().out)
 
 
-@pytest.mark.nightly
-def test_as_a_command() -> None:
-    """``doctor`` runs as a command, without warnings."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "ring_torch", "doctor"],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=240,
-        check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    _check_text(done.stdout)
-
-
 def test_gpus_and_the_order_of_kernels(two_gpus: Any, capsys: pytest.CaptureFixture[str]) -> None:
     two_gpus(capability=(8, 0))
     diagnosis = found_by(capsys, code=1)  # no kernel has yet shown that it runs on these GPUs
@@ -126,13 +111,6 @@ def test_gpus_that_do_not_reach_each_other(two_gpus: Any) -> None:
     text = report(diagnosis, as_json=False)
     assert "H200, compute capability 9.0, reaches no other" in text
     assert text.endswith("something is wrong")
-
-
-@pytest.mark.parametrize("why", [None, "flash-attn 2.8 has put an older flash_attn/cute over it"])
-def test_what_a_kernel_says_of_itself(why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FlashKernel, "unavailable_reason", lambda _: why)
-    report = doctor.kernel_report(FA4, "cuda")
-    assert (report.available, report.why) == (why is None, why or "")
 
 
 def test_a_kernel_that_cannot_even_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:

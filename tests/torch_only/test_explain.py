@@ -204,19 +204,8 @@ def test_own_keys_may_be_gathered_too() -> None:
     assert "1 over gathered keys, 0 over own in place" in launches
 
 
-def test_helpers_of_balanced_are_figures() -> None:
-    *_, last = _figures("balanced")
-    assert last.startswith("offloaded steps    ")
-
-
 def test_exchanges_are_those_that_run() -> None:
     bias = torch.empty(1, 8, 256, 1024, requires_grad=True)
     ids = torch.zeros(1, 256, dtype=torch.int32)
     _, exchanges = _figures("ulysses", segment_ids=ids, bias=bias)
     assert "5 in the forward, 3 in the backward" in exchanges
-
-
-def test_one_rank_has_no_messages() -> None:
-    x = torch.empty(1, 64, 2, 16)
-    text = ContextParallel().explain(x, x, x, causal=True)
-    assert "imbalance " in text and "K/V messages" not in text

@@ -350,12 +350,3 @@ def _on_a_rank(rank: int, case: Case, strategy: str) -> Arrays:
     """Return a rank's part of a case, computed with this kernel."""
     with chosen(PLAIN):
         return run_rank(rank, case, ("auto", case.moved(strategy), "auto"), None, cuda=False)
-
-
-def test_documents_keep_their_right_side() -> None:
-    item = WorkItem(0, 0, 0, 0, 7, 0, 5, -1, None, np.array([0, 5, 7]), np.array([0, 3, 5]))
-    params = KernelParams(Mask(), 1.0)
-    q, k = torch.randn(1, 7, 1, 4), torch.randn(1, 5, 1, 4)
-    rows, columns = QueryBlock(q), KeyBlock(k, k)
-    a, b = (_attended(x, rows, columns, item, params).lse for x in (PLAIN, FORGETFUL))
-    _same(a, b)

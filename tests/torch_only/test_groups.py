@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ from ring_core import (
 )
 from ring_torch import ContextParallel, local, ring_attention
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KVPayload
-from ring_torch.comm import handshake, ranks as ring_ranks, store
+from ring_torch.comm import handshake
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.local import LocalRanks
 from ring_torch.strategies.gather import head_groups_of
@@ -132,21 +131,6 @@ def test_a_process_of_its_own_is_not_warned(
     for n in range(2):  # warnings are errors here
         _attend(84 + 2 * n)
         _shard(84)
-
-
-def hosts_written(_: int) -> int:
-    """Return how often three calls publish this rank's host in the store."""
-    cp = ContextParallel(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"])
-    x = torch.randn(1, 4, 2, 8)
-    with patch.object(ring_ranks, "publish_host", wraps=store.publish_host) as publish:
-        for _n in range(3):
-            cp.attention(x, x, x, causal=True)
-    return publish.call_count
-
-
-def test_the_host_is_written_once() -> None:
-    with LocalRanks(2) as ranks:
-        assert max(ranks.run(hosts_written)) <= 1
 
 
 T = 16
@@ -325,13 +309,6 @@ def test_no_local_rank_joins_before_all_are_connected(tmp_path: Any) -> None:
     assert max(connected) <= min(joined)
 
 
-@pytest.mark.parametrize("dim", [-3, -1, 0, 2])
-def test_unshard_takes_every_dimension(dim: int) -> None:
-    cp = ContextParallel()
-    x = torch.randn(4, 6, 8)
-    assert torch.equal(cp.unshard(cp.shard(x, dim=dim), dim=dim), x)
-
-
 LAYOUTS: list[Any] = [
     "zigzag", "striped", "contiguous",
     balanced_layout(Mask(causal=True), seq_len=16, cp_size=2),
@@ -355,15 +332,6 @@ def test_over_the_default_group_it_round_trips(layout: Any) -> None:
     cp = ContextParallel(layout=layout)
     for read in (pickle.loads(pickle.dumps(cp)), copy.copy(cp), copy.deepcopy(cp)):
         assert _is_alike(cp, read)
-
-
-def test_it_travels_to_the_ranks() -> None:
-    with LocalRanks(2, timeout=20) as pool:
-        assert pool.run(_sizes, ContextParallel(layout="striped")) == [(2, 0), (2, 1)]
-
-
-def _sizes(_: int, cp: ContextParallel) -> tuple[int, int]:
-    return cp.cp_size, cp.cp_rank
 
 
 class _Model(nn.Module):
@@ -502,24 +470,6 @@ def test_a_new_group_reads_nothing_of_the_last(size: int, how: str) -> None:
                 store.delete_key(key)
         exact = [(True, True)] * 2
         assert pool.run(_call_again, size, store.port) == [exact] * size
-
-
-def _nonces(_: int) -> list[int | None]:
-    """Return the nonces of two groups; the first one's also before the group is used."""
-    groups: list[Any] = [dist.new_group() for _ in range(2)]
-    before = ranks_of(groups[0]).state.nonce
-    for group in groups:
-        _is_right(group, 0.3)
-    return [before, *(ranks_of(group).state.nonce for group in groups)]
-
-
-def test_each_group_has_a_nonce_of_its_own() -> None:
-    with LocalRanks(3, timeout=20) as pool:
-        answers = pool.run(_nonces)
-    before, first, second = answers[0]
-    assert answers == [[before, first, second]] * 3
-    assert before is None
-    assert first != second
 
 
 def _told(rank: int) -> str:

@@ -192,17 +192,6 @@ def test_a_reason_names_the_releases() -> None:
     assert f"(tested: {', '.join(TESTED_RELEASES)})" in reason
 
 
-def test_attention_of_a_text_part_alone() -> None:
-    """Only the text part's attention of GOT-OCR2 is replaced; that of images stays."""
-    model = build("GotOcr2ForConditionalGeneration")
-    language = next(x for x in model.modules() if type(x).__name__ == "Qwen2Model")
-    before = language.config._attn_implementation, model.config._attn_implementation
-    handle = hf.parallelize(model, ContextParallel())
-    assert language.config._attn_implementation.startswith("ring")
-    handle.remove()
-    assert (language.config._attn_implementation, model.config._attn_implementation) == before
-
-
 def given(owner: str, **values: Any) -> Callable[[Any], None]:
     """Return what gives modules of a class other arguments."""
 

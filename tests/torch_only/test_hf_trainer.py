@@ -15,7 +15,7 @@ import transformers
 from hf_models import build
 from packaging.version import Version
 from torch import Tensor
-from trained import arguments, be_started, collate, documents, looped, session, trained
+from trained import arguments, be_started, collate, documents, session, trained
 from transformers import Trainer
 from trl_trained import TRAINERS, trl_trained
 
@@ -131,23 +131,6 @@ def test_steps_are_those_of_one_device(pools: dict[int, LocalRanks], x: Steps) -
             check_twice(rank, expected, expected)
         else:
             torch.testing.assert_close(rank, expected, rtol=1e-9, atol=0)
-
-
-#: Wrapper that reduces gradients, gradient accumulation, data parallel ranks.
-LOOPS = [(*x, 1) for x in product(("nothing", "ddp", "fsdp"), (1, 4))] + [
-    ("ddp", 1, 2), ("ddp", 4, 2), ("fsdp", 1, 2), ("fsdp", 4, 2),
-]  # fmt: skip
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda x: "-".join(map(str, x)))
-def test_steps_of_a_loop_are_those_of_one_device(pools: dict[int, LocalRanks], loop: Any) -> None:
-    exact, plain = (
-        pools[1].run(looped, 1, None, dtype, "nothing", *loop[1:])[0]
-        for dtype in ("float64", "float32")
-    )
-    for steps in on_rings(pools, loop[-1], looped, "float32", *loop):
-        check_twice(steps, plain, exact)
 
 
 @pytest.mark.nightly(unless=["1"])

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -449,15 +448,3 @@ def test_without_labels(head: str) -> None:
         assert report.logits is not None
         assert report.gradients is not None
         assert 0 < report.gradients.error <= report.gradients.limit
-
-
-def _trainer(_: int, folder: str) -> str:
-    arguments = transformers.TrainingArguments(folder, use_cpu=True, report_to="none")
-    trainer = transformers.Trainer(build("Llama").float(), arguments)
-    handle = hf.parallelize(trainer, ContextParallel())
-    return verdict(handle, whole("packed"))
-
-
-@pytest.mark.nightly
-def test_of_a_trainer(pool: LocalRanks, tmp_path: Path) -> None:
-    assert pool.run(_trainer, str(tmp_path)) == ["", ""]

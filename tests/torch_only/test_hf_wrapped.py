@@ -7,71 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import BYTES, LENGTH, Wide, build, same
-from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from hf_models import BYTES, LENGTH, Wide, build
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ring_torch import ContextParallel, hf
 from ring_torch.local import LocalRanks
 
 RANKS = 4
-
-
-def sequences() -> dict[str, Tensor]:
-    """Return a batch with one sequence for each ring."""
-    tokens = torch.randint(BYTES, (2, LENGTH), generator=torch.Generator().manual_seed(5))
-    return {"input_ids": tokens, "labels": tokens}
-
-
-def _trained(rank: int, kind: str) -> list[Tensor]:
-    """Return the gradient of the mean loss over both sequences, as the wrapper leaves it."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    cp = ContextParallel(mesh["cp"], layout="zigzag")
-    row = slice(rank // 2, rank // 2 + 1)
-    model = build("Llama", hf.register())
-    wrapped: Any = model
-    if kind == "fsdp":
-        ranks = mesh["dp", "cp"]._flatten("all")
-        for part in (*model.model.layers, model):
-            fully_shard(part, mesh=ranks)
-    else:
-        wrapped = DistributedDataParallel(model)
-    batch = {name: x[row] for name, x in sequences().items()}
-    shard = hf.shard_batch(cp, batch, model=wrapped)
-    labels = 2 * (LENGTH - 1)  # of both sequences
-    with torch.autocast("cpu", torch.bfloat16) if kind == "ddp in autocast" else Wide():
-        loss = wrapped(**shard | {"num_items_in_batch": labels}).loss
-    (RANKS * loss).backward()
-    grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    return [x.full_tensor() if kind == "fsdp" else x for x in grads]
-
-
-def whole_model(context: Any) -> list[Tensor]:
-    """Return the gradients of the mean loss without a ring."""
-    model = build("Llama")
-    with context:
-        loss = model(**sequences(), use_cache=False).loss
-    loss.backward()
-    return [weight.grad for weight in model.parameters() if weight.grad is not None]
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_gradients_are_the_whole_models(kind: str, pool: LocalRanks) -> None:
-    expected = whole_model(Wide())
-    for grads in pool.run(_trained, kind):
-        for n, (grad, expected_grad) in enumerate(zip(grads, expected, strict=True)):
-            same(grad, expected_grad, f"gradient {n}")
-
-
-@pytest.mark.nightly
-def test_under_autocast(pool: LocalRanks) -> None:
-    """Errors against float64 are at most twice those of the whole model under autocast."""
-    exact = torch.cat([x.flatten() for x in whole_model(Wide())])
-    plain = torch.cat([x.flatten() for x in whole_model(torch.autocast("cpu", torch.bfloat16))])
-    for grads in pool.run(_trained, "ddp in autocast"):
-        flat_grads = torch.cat([x.flatten() for x in grads])
-        assert 0 < (flat_grads - exact).norm() <= 2 * (plain - exact).norm()
 
 
 def wrap(model: nn.Module, *, use_orig_params: bool, nested: bool) -> FullyShardedDataParallel:

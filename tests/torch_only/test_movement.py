@@ -1,4 +1,4 @@
-"""Layers that read neighbouring tokens: shifts, halos and relayouts, compared with one process."""
+"""Shifts, halos and relayouts, compared with one process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from dense import numbers
 from on_ranks import on_ranks, on_three_ranks
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from ring_core import ChunkLayout, LayoutSpec, RankMismatchError
 from ring_torch import ContextParallel
@@ -165,150 +163,6 @@ def test_rows_of_every_dtype_move() -> None:
             out = cp.shift(x, 1, fill=1)
             assert out.dtype == dtype
             assert torch.equal(out, like), dtype
-
-
-class Heads(nn.Module):
-    """A language model of one attention layer with two depths of multi-token prediction."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(11, 8, dtype=torch.float64)
-        self.qkv = nn.Linear(8, 24, dtype=torch.float64)
-        self.heads = nn.ModuleList(nn.Linear(16, 8, dtype=torch.float64) for _ in range(2))
-        self.out = nn.Linear(8, 11, dtype=torch.float64)
-
-    def forward(self, tokens: Tensor, attend: Any, shift: Any) -> Tensor:
-        """Return the sum of the losses of the next token and of the two after it."""
-        q, k, v = self.qkv(self.embed(tokens)).unflatten(-1, (3, 2, 4)).unbind(2)
-        hidden = attend(q, k, v).flatten(2)
-        labels = shift(tokens, -1, -100)
-        loss = self._loss(hidden, labels)
-        for depth, head in enumerate(self.heads, 1):
-            # Each token's state next to the embedding of the latest token that it has predicted.
-            ahead = shift(self.embed(tokens), -depth, 0)
-            hidden = head(torch.cat([hidden, ahead], -1)).tanh()
-            labels = shift(labels, -1, -100)
-            loss = loss + 0.5**depth * self._loss(hidden, labels)
-        return loss
-
-    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(self.out(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
-
-
-def _whole_attention(offsets: tuple[int, ...], *qkv: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in qkv)
-    document = torch.bucketize(torch.arange(T), torch.tensor(offsets), right=True)
-    mask = (document[:, None] == document) & torch.ones(T, T).tril().bool()
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
-
-
-def _same_gradients(cp: ContextParallel, local: nn.Module, whole: nn.Module) -> None:
-    cp.reduce_gradients(local)
-    for (name, weight), like in zip(local.named_parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(weight.grad, like.grad, msg=name)
-
-
-@pytest.mark.nightly(only=["4 ranks-compiled"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@on_ranks
-def test_multi_token_prediction_is_that_of_one_process(compiled: bool) -> None:
-    size = dist.get_world_size()
-    tokens = torch.randint(11, (2, T), generator=torch.Generator().manual_seed(3))
-    offsets = (0, 7, 23, 24, 30, T)
-    whole = Heads()
-    expected = whole(
-        tokens, partial(_whole_attention, offsets),
-        lambda x, n, fill: shifted(x, n, 1, fill, offsets),
-    )  # fmt: skip
-    expected.backward()
-    for layout in layouts(size) if not compiled else layouts(size)[1::2]:
-        torch._dynamo.reset()
-        cp, local = ContextParallel(layout=layout), Heads()
-        options: Any = {"causal": True, "cu_seqlens": offsets}
-
-        def predict(
-            tokens: Tensor, cp: Any = cp, local: Any = local, options: Any = options
-        ) -> Any:
-            return local(
-                tokens, lambda *qkv: cp.attention(*qkv, **options),
-                lambda x, n, fill: cp.shift(x, n, fill=fill, cu_seqlens=offsets),
-            )  # fmt: skip
-
-        run = torch.compile(predict, backend="aot_eager", fullgraph=True) if compiled else predict
-        loss = run(cp.shard(tokens))
-        loss.backward()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        torch.testing.assert_close(total, expected.detach())
-        _same_gradients(cp, local, whole)
-
-
-class Convolution(nn.Module):
-    """A causal depthwise convolution within documents, as in hybrid models."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.before = nn.Linear(6, 6, dtype=torch.float64)
-        self.weight = nn.Parameter(torch.randn(4, 6, dtype=torch.float64))
-        self.behind = nn.Linear(6, 6, dtype=torch.float64)
-
-    def taps(self, rows: Tensor, documents: Tensor) -> Tensor:
-        """Sum the taps of each token that lie in its document: ``[B, 3 + L, C] -> [B, L, C]``."""
-        windows, ids = rows.unfold(1, 4, 1), documents.unfold(1, 4, 1)
-        same = (ids == ids[..., -1:])[:, :, None]
-        return (windows * same * self.weight.T).sum(-1)
-
-    def forward(self, x: Tensor, halo: Any, join: Any) -> Tensor:
-        """Mix each token with the three before it."""
-        rows, documents = halo(self.before(x))
-        mixed: Tensor = self.behind(join(self.taps(rows, documents)).sin())
-        return mixed
-
-
-@pytest.mark.nightly(only=["4 ranks-compiled"])
-@pytest.mark.parametrize(
-    ("compiled", "reentrant"), [(False, False), (False, True), (True, False)],
-    ids=["checkpointed", "checkpointed reentrantly", "compiled"],
-)  # fmt: skip
-@on_ranks
-def test_a_causal_convolution_over_documents_is_that_of_one_process(
-    compiled: bool, reentrant: bool
-) -> None:
-    size = dist.get_world_size()
-    x, target, whole = numbers(0, 2, T, 6), numbers(1, 2, T, 6), Convolution()
-    ids = torch.bucketize(torch.arange(T), torch.tensor(DOCUMENTS).unique(), right=True)
-
-    def pad(y: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.nn.functional.pad(y, (0, 0, 3, 0)), torch.cat([ids.new_zeros(3), ids]).repeat(
-            2, 1
-        )
-
-    expected = whole(x, pad, lambda y: y)
-    (expected * target).sum().backward()
-    for layout in layouts(size):
-        if layout == "striped":
-            continue
-        torch._dynamo.reset()
-        cp, own = ContextParallel(layout=layout), Convolution()
-
-        def halo(y: Tensor, cp: Any = cp) -> tuple[Tensor, Tensor]:
-            rows, _, documents = cp.halo(y, 3, 0, cu_seqlens=DOCUMENTS)
-            return rows, documents
-
-        def run(x: Tensor, cp: Any = cp, own: Any = own, halo: Any = halo) -> Tensor:
-            result: Tensor = own(x, halo, cp.join)
-            return result
-
-        if compiled:
-            out = torch.compile(run, backend="aot_eager", fullgraph=True)(cp.shard(x))
-        else:
-            local = cp.shard(x).requires_grad_(reentrant)
-            out = checkpoint(run, local, use_reentrant=reentrant)
-        torch.testing.assert_close(out, cp.shard(expected.detach()))
-        (out * cp.shard(target)).sum().backward()
-        _same_gradients(cp, own, whole)
 
 
 def _one_graph(rank: int) -> int:

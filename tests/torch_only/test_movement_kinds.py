@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -112,25 +110,6 @@ def test_batches_of_gradients_are_refused_by_name() -> None:
         grads = torch.stack([torch.ones_like(out)] * 2)
         with pytest.raises(ValueError, match=r"^the backward of ring attention, of unshard and of"):
             torch.autograd.grad(out, x, grads, is_grads_batched=True)
-
-
-FLOATS = (torch.bfloat16, torch.float64, torch.complex64)
-INTEGERS = (torch.uint8, torch.int64, torch.bool)
-
-
-def test_a_fill_may_be_any_number_of_the_dtype() -> None:
-    cp = ContextParallel()
-    whole = (np.int64(1), np.uint8(1), np.bool_(True), 1, True)
-    real = (np.float32(1), np.float64(1), np.float16(1), 1.0)
-    for dtype in FLOATS + INTEGERS:
-        fills: tuple[Any, ...] = whole + (real if dtype in FLOATS else ())
-        for fill in fills:
-            out = cp.shift(torch.zeros(1, 4, dtype=dtype), 1, fill=fill)
-            assert torch.equal(out, torch.tensor([[1, 0, 0, 0]], dtype=dtype)), repr(fill)
-    wrong: tuple[Any, ...] = (np.float32(0.5), np.int64(256), "1", None, torch.tensor(1))
-    for fill in wrong:
-        with pytest.raises(ValueError, match=r"fill must be an integer in \[0, 255\]"):
-            cp.shift(torch.zeros(1, 4, dtype=torch.uint8), 1, fill=fill)
 
 
 @on_ranks

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ring_core import LayoutName, RankMismatchError, UnsupportedError
+from ring_core import RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.hf.models.hooks import Reduction
 from ring_torch.local import LocalRankError, LocalRanks
@@ -32,63 +32,6 @@ def reduced(model: Any, cp: ContextParallel, reduction: Reduction) -> dict[str, 
                 dist.all_reduce(weight.grad)
                 weight.grad /= cp.cp_size
     return gradients(model)
-
-
-@pytest.mark.nightly(unless=["Llama-plain", "Llama-packed", "Gemma3-right", "Gemma3-flattened"])
-@pytest.mark.parametrize("kind", ["plain", "right", "packed", "flattened"])
-@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
-@on_ranks
-def test_logits_loss_and_gradients_are_one_devices(name: str, kind: str) -> None:
-    layout: LayoutName = "striped" if kind == "right" else "zigzag"
-    batch = whole(kind)
-    model = build(name)
-    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 1
-    logits, loss = run(model, batch | WHOLE)
-    expected = gradients(model)
-    keys = list(model.state_dict())
-    cp = ContextParallel(layout=layout)
-    ways: tuple[dict[str, Any], ...] = (
-        {"logits": "local", "reduction": "sum"}, {"logits": "gather", "reduction": "mean"},
-    )  # fmt: skip
-    for way in ways:
-        handle = hf.parallelize(model, cp, **way)
-        assert hf.parallelize(model, cp, **way) is handle
-        assert list(model.state_dict()) == keys
-        for _time in range(2):
-            local, whole_loss = run(model, batch)
-            grads = reduced(model, cp, way["reduction"])
-            what = f"{name} {kind} {layout} {way}"
-            same(whole_loss, loss, f"loss of {what}")
-            local = local if way["logits"] == "gather" else cp.unshard(local.detach())[:, :LENGTH]
-            assert local.shape == logits.shape
-            same(local[real], logits[real], f"logits of {what}")
-            same_gradients(grads, expected, what)
-        handle.remove()
-        handle.remove()
-    assert model.config._attn_implementation == "eager"
-    same(run(model, batch | WHOLE)[0], logits, "logits after remove()")
-
-
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-@on_ranks
-def test_a_loss_of_gathered_logits(reduction: Reduction) -> None:
-    """Check a loss that is computed from whole logits outside of the model, alike on all ranks."""
-
-    def loss_of(logits: Tensor) -> Tensor:
-        return logits.double().log_softmax(-1).square().mean()
-
-    batch = whole("plain")
-    batch.pop("labels")
-    model = build("Llama")
-    with Wide():
-        loss_of(model(**batch, **WHOLE).logits).backward()
-    expected = gradients(model)
-    model.zero_grad()
-    cp = ContextParallel()
-    hf.parallelize(model, cp, logits="gather", reduction=reduction)
-    with Wide():
-        loss_of(model(**batch).logits).backward()
-    same_gradients(reduced(model, cp, reduction), expected, reduction)
 
 
 @on_ranks
@@ -136,50 +79,6 @@ def test_in_what_reduces_gradients_itself(kind: str) -> None:
         hf.parallelize(model, cp)
         with pytest.raises(ValueError, match="reduction='mean'"):
             wrapped(**batch)
-
-
-@on_ranks
-def test_with_lora() -> None:
-    from peft import LoraConfig, get_peft_model
-
-    def adapted(name: str) -> Any:
-        torch.manual_seed(3)
-        model = get_peft_model(build(name), LoraConfig(target_modules=["q_proj", "down_proj"]))
-        for weight in model.parameters():
-            if weight.requires_grad:
-                torch.nn.init.normal_(weight, std=0.2)
-        return model.double()
-
-    batch = whole("packed")
-    for name in ("Llama", "Qwen3"):
-        model = adapted(name)
-        logits, loss = run(model, batch | WHOLE)
-        expected = gradients(model)
-        keys = list(model.state_dict())
-        cp = ContextParallel()
-        hf.parallelize(model, cp, logits="gather")
-        ring_loss, whole_loss = run(model, batch)
-        cp.reduce_gradients(model)
-        same(whole_loss, loss, "loss")
-        same(ring_loss, logits, "logits")
-        assert list(model.state_dict()) == keys
-        same_gradients(gradients(model), expected, name)
-
-
-@on_ranks
-def test_attention_dropout_draws_a_seed() -> None:
-    batch, outs = whole("packed"), []
-    alone: list[Any] = [dist.new_group([n]) for n in range(2)]
-    for group in (None, alone[dist.get_rank()]):
-        model = build("Llama", attention_dropout=0.4).train()
-        hf.parallelize(model, ContextParallel(group), logits="gather")
-        for seed in (3, 3, 4):
-            torch.manual_seed(seed)
-            with Wide(), torch.no_grad():
-                outs.append(model(**batch).logits)
-    same(outs[0], outs[1], "logits with dropout, again")
-    same(outs[0], outs[3], "logits with dropout, on one rank")
-    assert not torch.allclose(outs[0], outs[2])
 
 
 @on_ranks
@@ -275,28 +174,6 @@ def test_lengths_that_contradict_documents_are_refused(name: str) -> None:
         hf.shard_batch(cp, stated("numbers") | {name: 20}, model=model)
 
 
-@on_ranks
-def test_documents_as_collators_state_them() -> None:
-    batch = whole("flattened")
-    logits, loss = run(build("Llama"), batch | WHOLE)
-    model = build("Llama")
-    cp = ContextParallel()
-    hf.parallelize(model, cp, logits="gather")
-    for kind in ("ones", "numbers", "offsets", "ids"):
-        mask = hf.shard_batch(cp, stated(kind), model=model)["attention_mask"]
-        assert mask.cu_seqlens == (0, 5, 6, 23, LENGTH, LENGTH + 1)
-        local, ring_loss = run(model, stated(kind))
-        same(local, logits, f"logits of {kind}")
-        same(ring_loss, loss, f"loss of {kind}")
-    padded = torch.tensor([[1] * 20 + [2] * 15 + [0] * 8])
-    batch["position_ids"] = torch.cat([torch.arange(n) for n in (20, 15, 8)])[None]
-    expected = run(build("Llama"), batch | WHOLE)[0]
-    local = run(model, {"input_ids": batch["input_ids"], "attention_mask": padded, "labels": (
-        batch["labels"].masked_fill(padded == 0, -100)
-    )})[0]  # fmt: skip
-    same(local[:, :35], expected[:, :35], "logits of numbered documents and padding")
-
-
 @pytest.mark.parametrize(
     ("side", "reduction"), [("right", "sum"), ("left", "mean"), ("plain", "mean")]
 )
@@ -337,30 +214,3 @@ def test_sequences_are_classified(side: str, reduction: Reduction) -> None:
         same_gradients(reduced(model, cp, reduction), expected, name)
         handle.remove()
         assert not model.score._forward_hooks and not model.base_model._forward_pre_hooks
-
-
-@pytest.mark.parametrize(("kind", "reduction"), [("right", "sum"), ("plain", "mean")])
-@on_ranks
-def test_router_losses_are_of_the_whole_sequence(kind: str, reduction: Reduction) -> None:
-    batch = whole(kind)
-    for name in ("Mixtral", "GptOss"):
-        options: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-        model = build(name, **options)
-        with Wide():
-            out = model(**batch, **WHOLE)
-        out.loss.backward()
-        expected = gradients(model)
-        with Wide():
-            assert abs(out.loss - build(name)(**batch, **WHOLE).loss) > 0.1
-        model = build(name, **options)
-        cp = ContextParallel()
-        hf.parallelize(model, cp, reduction=reduction)
-        with Wide():
-            local = model(**batch)
-        local.loss.backward()
-        same(local.aux_loss, out.aux_loss, f"router's loss of {name}")
-        same(local.loss, out.loss, f"loss of {name}")
-        same_gradients(reduced(model, cp, reduction), expected, name)
-        with Wide():
-            plain = model(**batch, output_router_logits=False)
-        assert plain.aux_loss is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
 
@@ -14,10 +13,8 @@ from sweep.compare import Outcome, compare
 from sweep.entries import Entry, entries
 from sweep.page import (
     REASONS,
-    REFUSED as NOT_SPLIT,
     RESULTS,
     Result,
-    classes,
     of_release,
     read,
     reasons_of,
@@ -96,24 +93,6 @@ def test_every_class_that_is_not_exact_has_a_numbered_reason() -> None:
     )
     with pytest.raises(ValueError, match="NewModel"):
         reasons_of(unknown)
-
-
-def test_each_class_stands_once_in_the_table() -> None:
-    assert sorted(classes(ROWS).split("`")[1::2]) == sorted({x.name for x in ROWS})
-
-
-def test_the_table_says_since_when_and_why() -> None:
-    old, new = (
-        Result(v, "NewModel", "new", "", "", "exact", "exact") for v in ("5.14.0", "5.23.0")
-    )
-    refused = replace(old, result="refused", reason=f"{NOT_SPLIT}it pools (sums)")
-    exact = replace(new, result="exact", by="hf.parallelize")
-    row = "| new | {} | {} |"
-    assert classes([refused, exact]).endswith(row.format("`NewModel` (since 5.23; h)", ""))
-    later = replace(refused, version="5.23.0")
-    earlier = replace(exact, version="5.14.0")
-    assert classes([earlier, later]).endswith(row.format("`NewModel` (to 5.14; h; 5.23: 2)", ""))
-    assert classes([refused, later]).endswith(row.format("", "`NewModel` (2)"))
 
 
 @pytest.mark.parametrize("release", TESTED_RELEASES)

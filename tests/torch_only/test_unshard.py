@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
-from dense import sdpa
 from on_ranks import on_ranks
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ring_core import LayoutSpec, RankMismatchError
+from ring_core import RankMismatchError
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
@@ -78,54 +76,6 @@ def test_what_is_no_slice_or_cannot_be_sent_is_refused() -> None:
 def _numbers(*shapes: tuple[int, ...]) -> list[Tensor]:
     torch.manual_seed(0)
     return [torch.randn(*shape, dtype=torch.float64) * 0.3 for shape in shapes]
-
-
-def _next_token(x: Tensor) -> Tensor:
-    return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
-
-
-def _predict_tokens(x: Tensor, weights: list[Tensor], attend: Any, shift: Any) -> Tensor:
-    """Predict tokens from states next to those of the next token, with gradients to both."""
-    q, k, v = (x @ weights[0]).unflatten(-1, (3, 2, 4)).unbind(2)
-    hidden = x + attend(q, k, v).flatten(2)
-    beside = torch.cat([hidden, shift(x)], -1) @ weights[2]
-    loss: Tensor = (hidden @ weights[1]).square().sum() + (shift(beside) * hidden).pow(3).sum()
-    return loss + (beside @ weights[1]).square().sum()
-
-
-@pytest.mark.nightly(only=["striped-True"])  # one layout is compiled per change
-@pytest.mark.parametrize(
-    ("layout", "compiled"),
-    [("zigzag", False), ("zigzag", True), ("contiguous", False), ("striped", True)],
-)
-@on_ranks
-def test_a_layer_that_looks_at_neighbours_has_the_gradients_of_whole_sequences(
-    layout: LayoutSpec, compiled: bool
-) -> None:
-    torch._dynamo.reset()
-    cp = ContextParallel(layout=layout)
-    x, *weights = _numbers((1, T, W), (W, 24), (W, 11), (2 * W, W))
-    whole = [w.clone().requires_grad_() for w in weights]
-    expected = _predict_tokens(x, whole, partial(sdpa, is_causal=True), _next_token)
-    expected.backward()
-
-    def predict(x: Tensor, weights: list[Tensor]) -> Tensor:
-        return _predict_tokens(
-            x, weights, lambda *qkv: cp.attention(*qkv, causal=True),
-            lambda y: cp.shard(_next_token(cp.unshard(y, grad="sum"))),
-        )  # fmt: skip
-
-    run: Any = torch.compile(predict, backend="aot_eager") if compiled else predict
-    local = [w.clone().requires_grad_() for w in weights]
-    loss = run(cp.shard(x), local)
-    loss.backward()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    torch.testing.assert_close(total, expected.detach())
-    for w, like in zip(local, whole, strict=True):
-        assert w.grad is not None
-        dist.all_reduce(w.grad)
-        torch.testing.assert_close(w.grad, like.grad)
 
 
 class Classifier(torch.nn.Module):
@@ -208,10 +158,3 @@ def test_what_becomes_of_a_gradient_has_to_be_said() -> None:
         with torch.no_grad():
             assert torch.equal(run(x), x)
         assert torch.equal(run(x.detach()), x)
-
-
-@pytest.mark.parametrize("wrong", ["mean", "SUM", True, 1, ["sum"]])
-def test_another_word_for_a_gradient_is_refused_by_name(wrong: Any) -> None:
-    for x in (torch.ones(1, 4), torch.ones(1, 4, requires_grad=True)):
-        with pytest.raises(ValueError, match=r"grad .*known: sum, slice"):
-            ContextParallel().unshard(x, grad=wrong)
