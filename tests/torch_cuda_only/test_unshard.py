@@ -8,8 +8,6 @@ import torch
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
-pytestmark = pytest.mark.nccl
-
 
 def _queued(rank: int, layout: str) -> list[bool]:
     cp = ContextParallel(layout=layout)  # type: ignore[arg-type]  # a parameter of the test
@@ -27,6 +25,7 @@ def _queued(rank: int, layout: str) -> list[bool]:
     return right
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 def test_no_host_waits_after_the_first_call(layout: str) -> None:
     with LocalRanks(2, cuda=True) as pool:

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import RINGS
 from on_ranks import on_ranks
 from patched import replaced
 from torch import Tensor
 
-from ring_core import ChunkLayout, Mask, reference
+from ring_core import Mask, reference
 from ring_torch import ContextParallel, KernelConfig, ring_attention
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels.eager import EagerKernel
@@ -40,41 +39,6 @@ def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 def same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("layout", "strategy"),
-    [
-        *RINGS.values(),
-        ("zigzag", "gather"),
-        (ChunkLayout(((0, 7), (1, 2), (3, 5), (4, 6))), "auto"),
-    ],
-    ids=str,
-)
-@on_ranks
-def test_shard_attend_unshard(rank: int, layout: Any, strategy: str) -> None:
-    cp = ContextParallel(layout=layout)
-    assert (cp.cp_rank, cp.cp_size) == (rank, 4)
-    q, k, v = qkv()
-    for dim, x in ((1, q), (-3, q), (0, q[0])):
-        shard = cp.shard(x, dim=dim)
-        assert shard.is_contiguous()
-        same(shard, x.index_select(dim, cp.positions(x.shape[dim])))
-        same(cp.unshard(shard, dim=dim), x)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    shards = (cp.shard(x) for x in leaves)
-    out = cp.attention(*shards, causal=True, window=(13, 0), strategy=strategy)
-    full = cp.unshard(out, dim=1, grad="slice")
-    same(full, dense(q, k, v, causal=True, window=(13, 0)))
-    weight = whole(*full.shape, seed=3)
-    (full * weight).sum().backward()
-    grads = reference.attention_grads(
-        weight.numpy(), q.numpy(), k.numpy(), v.numpy(), causal=True, window=(13, 0)
-    )
-    for leaf, grad in zip(leaves, grads, strict=False):
-        local = cp.positions(leaf.shape[1])
-        assert leaf.grad is not None
-        same(leaf.grad[:, local], torch.tensor(grad)[:, local])
 
 
 @on_ranks
@@ -197,7 +161,6 @@ LENGTH = 16
 @pytest.mark.parametrize("expected", ["q", "k", "v", "sinks", "bias"])
 @on_ranks
 def test_one_input_alone_asks_for_a_gradient(expected: str) -> None:
-    """Check that gradients of the inputs that ask for one equal those when all do."""
     cp = ContextParallel()
     generator = torch.Generator().manual_seed(1)
     made = {

@@ -131,13 +131,6 @@ def test_a_field_that_means_nothing_is_refused() -> None:
     assert out.shape == x.shape
 
 
-def test_without_gpus_keys_travel_in_messages() -> None:
-    assert chosen(MESSAGES, program()) == chosen(("gather", "auto"), program()) == MESSAGES
-    assert chosen(AUTO, program()) == RING
-    with pytest.raises(UnsupportedError, match="need CUDA tensors and a nccl group"):
-        chosen(COPIES, program())
-
-
 REASON = "the ranks' GPUs do not reach each other's memory"
 
 

@@ -39,6 +39,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "bias": {"bias": True, "alibi_slopes": True},
     "dropout": {"causal": True, "dropout_p": 0.2, "dropout_seed": 5},
     "array": {"mask": True, "strategy": "gather"},
+    "ulysses": {
+        "causal": True, "segment_ids": True, "bias": True, "dropout_p": 0.3, "dropout_seed": 2**40,
+        "strategy": "ulysses",
+    },
     "array and more": {
         "mask": True, "bias": True, "sinks": True, "causal": True, "cu_seqlens": (0, 13, LENGTH),
         "strategy": "gather",
@@ -116,8 +120,6 @@ def same_bits(actual: object, expected: object) -> None:
 
 @on_ranks
 def test_other_chunks_are_another_graph() -> None:
-    """A function compiles again for a ``ContextParallel`` with other chunks."""
-
     def function(cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return cp.attention(q, k, v, causal=True)
 

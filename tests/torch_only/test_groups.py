@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_core import (
     Mask,
     RankMismatchError,
+    StrategyConfig,
     UnsupportedError,
     balanced_layout,
     gather_program,
@@ -237,23 +238,6 @@ def _chunks_first(rank: int, folder: str) -> list[bool]:
     return [cp is not wrong, _refused(lambda: wrong.shard(_qkv()[0]))]
 
 
-def _compiled_for_another(rank: int, folder: str) -> list[bool]:
-    """Call one graph with its object, then with a stale one; return what was as it should be."""
-    _destroy()
-    stale = ContextParallel()
-    alone = _is_exact(stale)
-    _init(folder, "another", rank, 2)
-    cp = ContextParallel()
-
-    def function(cp: ContextParallel, *qkv: Tensor) -> Tensor:
-        return cp.attention(*qkv, causal=True)
-
-    attend: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
-    exact = _is_exact(cp, lambda *qkv, **_: attend(cp, *qkv))
-    shards = [cp.shard(x).requires_grad_() for x in _qkv()]
-    return [alone, exact, _refused(lambda: attend(stale, *shards))]
-
-
 def _compiled_first(rank: int, folder: str) -> list[bool]:
     _destroy()
     cp = ContextParallel()
@@ -277,7 +261,6 @@ def _compiled_first(rank: int, folder: str) -> list[bool]:
     [
         _object_first, _used_first, _destroyed, _another_size, _inference_first, _two_objects,
         _chunks_first, _compiled_first,
-        pytest.param(_compiled_for_another, marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
 def test_shards_and_attention_are_of_one_group(order: Any, tmp_path: Any) -> None:
@@ -376,7 +359,7 @@ def _places(kind: str, served: TCPStore, folder: Any) -> str | int:
     return served.port if kind == "tcp" else f"{folder}/store"
 
 
-def _is_right(group: Any, scale: float) -> tuple[bool, bool]:
+def _is_right(group: Any, scale: float, strategy: Any = "auto") -> tuple[bool, bool]:
     """Return True if a call's results are those of full attention; likewise for its gradients."""
     drawn = torch.Generator().manual_seed(0)  # threads share the default generator
     whole = torch.randn(1, TOKENS, 2, 8, dtype=torch.float64, generator=drawn).requires_grad_()
@@ -384,13 +367,13 @@ def _is_right(group: Any, scale: float) -> tuple[bool, bool]:
     (grad,) = torch.autograd.grad(expected.sum(), whole)
     cp = ContextParallel(group, layout="contiguous")
     x = cp.shard(whole.detach()).requires_grad_()
-    out = cp.attention(x, x, x, causal=True, softmax_scale=scale)
+    out = cp.attention(x, x, x, causal=True, softmax_scale=scale, strategy=strategy)
     out.sum().backward()
     assert x.grad is not None
     return torch.allclose(out, cp.shard(expected)), torch.allclose(x.grad, cp.shard(grad))
 
 
-def _in_threads(rank: int, size: int, store_at: str | int, count: int) -> list[Any]:
+def _in_threads(rank: int, size: int, store_at: str | int, count: int, strategy: Any) -> list[Any]:
     """Return errors of threads that use a group each, in another order on each rank."""
     dist.destroy_process_group()
     _init_with(PrefixStore(f"threads {count} {size}", _store(store_at, size)), rank, size)
@@ -402,7 +385,7 @@ def _in_threads(rank: int, size: int, store_at: str | int, count: int) -> list[A
             for k in range(CALLS):
                 # On each rank another thread is the first to wait.
                 time.sleep(0.1 * ((n + rank + k) % count))
-                if not all(_is_right(groups[n], 0.1 + 0.01 * k)):
+                if not all(_is_right(groups[n], 0.1 + 0.01 * k, strategy)):
                     faults.append((n, k, "wrong"))
         except (RuntimeError, ValueError) as error:
             faults.append((n, k, f"{type(error).__name__}: {error}"))
@@ -415,13 +398,20 @@ def _in_threads(rank: int, size: int, store_at: str | int, count: int) -> list[A
     return faults
 
 
-@pytest.mark.parametrize(("kind", "size", "count"), [("tcp", 2, 2), ("tcp", 3, 3), ("file", 2, 3)])
+@pytest.mark.parametrize(
+    ("kind", "size", "count", "strategy"),
+    [
+        ("tcp", 2, 2, "auto"), ("tcp", 3, 3, "auto"), ("file", 2, 3, "auto"),
+        ("tcp", 4, 2, StrategyConfig("hybrid", ulysses_size=2)),
+    ],
+    ids=["tcp-2-2", "tcp-3-3", "file-2-3", "hybrid"],
+)  # fmt: skip
 def test_threads_on_groups_of_their_own(
-    kind: str, size: int, count: int, served: TCPStore, tmp_path: Any
+    kind: str, size: int, count: int, strategy: Any, served: TCPStore, tmp_path: Any
 ) -> None:
     with LocalRanks(size, timeout=20) as pool:
         store_at = _places(kind, served, tmp_path)
-        assert pool.run(_in_threads, size, store_at, count) == [[]] * size
+        assert pool.run(_in_threads, size, store_at, count, strategy) == [[]] * size
 
 
 def _fail_in_a_group(rank: int, size: int, port: int, how: str) -> str:

@@ -151,7 +151,6 @@ CHANGED: dict[str, tuple[str, Change, str]] = {
 
 @pytest.mark.parametrize("case", CHANGED)
 def test_code_that_is_another_is_refused(case: str) -> None:
-    """A model is refused before it runs, with one message everywhere."""
     name, change, message = CHANGED[case]
     model = build(name)
     if name == T5_PAIR and not (report := hf.check_model(model)).exact:  # before transformers 5.20
@@ -353,11 +352,7 @@ ABSENT = {
 
 
 def test_names_that_refuse_are_in_transformers() -> None:
-    """Names by which models are refused exist in transformers' code.
-
-    A renamed one would let a model pass unnoticed. Checked are the names of pooled outputs, heads,
-    experts with a capacity, layers, and models with their own attention code.
-    """
+    """Names by which models are refused exist in transformers' code."""
     release = ".".join(transformers.__version__.split(".")[:2])
     assert transformers.__file__ is not None
     sources = Path(transformers.__file__).parent.rglob("*.py")

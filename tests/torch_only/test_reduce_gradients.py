@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -170,7 +169,12 @@ def _refused(rank: int, then: Callable[[Step], None], options: dict[str, Any]) -
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize(
-    ("then", "options"), [*((then, {}) for then in STILL_SUMS), (_nothing, {"retain_graph": True})]
+    ("then", "options"),
+    [
+        *((then, {}) for then in STILL_SUMS),
+        (_nothing, {"retain_graph": True}),
+        (_nothing, {"create_graph": True}),  # torch adds gradients into a new tensor
+    ],
 )
 def test_a_sum_is_neither_added_to_nor_summed_again(
     then: Callable[[Step], None], options: dict[str, Any], pool: LocalRanks
@@ -195,10 +199,7 @@ def _read_gradients(step: Step) -> None:
 def test_sums_that_are_copied_or_replaced_are_sums(
     rank: int, changes: tuple[Callable[[Step], None], ...]
 ) -> None:
-    """A copy's parameters have no history: the gradient itself bears a mark, which is copied.
-
-    ``torch.autograd.grad`` adds nothing, so what is put in the sum's place is compared.
-    """
+    """A copy's parameters have no history: the gradient itself bears a mark, which is copied."""
     step = Step(rank)
     step.backward()
     step.reduce()
@@ -353,10 +354,7 @@ def test_steps_that_zero_or_replace_gradients_go_on(rank: int, freshen: str) -> 
 
 @on_ranks
 def test_buckets_of_ddp_are_no_sums_in_the_next_step(rank: int) -> None:
-    """Let DDP put views of its buckets, of which each step has the same, in gradients' places.
-
-    The class is a tensor that was a sum and is used again for a gradient that is none.
-    """
+    """Let DDP put views of its buckets, of which each step has the same, in gradients' places."""
     step = Step(rank)
     alone = [dist.new_group([n]) for n in range(dist.get_world_size())][rank]
     ddp = DistributedDataParallel(step.model, process_group=alone, gradient_as_bucket_view=True)
@@ -374,7 +372,6 @@ def test_buckets_of_ddp_are_no_sums_in_the_next_step(rank: int) -> None:
 
 @on_ranks
 def test_other_groups_and_gradients_of_other_things_are_free(rank: int) -> None:
-    """Check that reading gradients, or adding to none, is not refused; nor is another group."""
     step = Step(rank)
     cross = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # data parallel, beside the pairs
     other = ContextParallel(cross[rank % SIZE])  # type: ignore[arg-type]  # there on its ranks
@@ -390,17 +387,6 @@ def test_other_groups_and_gradients_of_other_things_are_free(rank: int) -> None:
             cp.reduce_gradients(step.model)
     with pytest.raises(ValueError, match="over 2 of the 4 ranks of the group already"):
         ContextParallel().reduce_gradients(step.model)
-
-
-@on_ranks
-def test_a_sum_that_is_added_to_with_a_graph_is_refused(rank: int) -> None:
-    """With ``create_graph=True`` torch adds gradients into a new tensor."""
-    step = Step(rank)
-    step.backward()
-    step.reduce()
-    with warnings.catch_warnings(action="ignore"), pytest.raises(ValueError, match="adds to the"):
-        step.backward(create_graph=True)
-    step.model.zero_grad()
 
 
 @on_ranks
@@ -583,7 +569,6 @@ def test_shards_of_tensor_parallelism_are_summed_over_the_ring(names: tuple[str,
 
 @on_ranks
 def test_shards_over_other_ranks_are_summed_over_the_ring() -> None:
-    """Check FSDP over ranks with different batches, and a ring over ranks of one batch."""
     x, mesh = _input(), _mesh("dp", "cp")
     cp, size = ContextParallel(mesh["cp"]), mesh["dp"].size()
     whole, local = _whole(x), Attention(lambda *qkv: cp.attention(*qkv, causal=True))

@@ -168,7 +168,6 @@ def _compare(
 
 @on_ranks
 def test_masks_and_options_mean_what_they_do_on_one_process(rank: int) -> None:
-    """Compare results and gradients on shards with the whole, for each kind of mask and option."""
     cp = ContextParallel()
     attend = Attend()
     handle = replace_sdpa(attend, cp)
@@ -454,7 +453,6 @@ def test_verify_finds_positions_that_a_model_counts_itself() -> None:
 
 @on_ranks
 def test_modules_are_replaced_wherever_they_are_called() -> None:
-    """Check replaced modules in threads, copied, called twice, failing, and next to others."""
     cp = ContextParallel()
     model, plain = model_of("gpt"), model_of("gpt")
     handle = replace_sdpa(model, cp)

@@ -195,7 +195,6 @@ def test_of_one_process(rank: int, case: Case) -> None:
 
 @on_ranks
 def test_ranks_with_unlike_numbers_of_tokens(rank: int) -> None:
-    """Ranks hold 5, 0, 3 and 1 tokens of each row, or of a document."""
     cp, ends = ContextParallel(), [5, 5, 8, 9]
     random = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(*shape, generator=random) for shape in ((2, 9, DIM), (VOCAB, DIM)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -15,7 +14,7 @@ import torch
 from ring_core import Mask, StrategyConfig, cost
 from ring_core.choose.gathering import MAX_SAVED_BYTES
 from ring_torch import prepare
-from ring_torch.call import Call, Traffic
+from ring_torch.call import Traffic
 from ring_torch.comm.ranks import DONE, Ranks
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.eager import EagerKernel
@@ -23,7 +22,6 @@ from ring_torch.options import CallOptions
 from ring_torch.prepare import _prepare, check_call
 from ring_torch.strategies import gather
 from ring_torch.strategies.balanced import Balanced, OffloadPiece, offload_pieces_of, remote_queries
-from ring_torch.strategies.ring import Ring
 from ring_torch.strategies.ulysses import Ulysses
 
 T = 768
@@ -36,61 +34,6 @@ MASKS = {
 RINGS: list[tuple[Any, str]] = [
     ("ring", "zigzag"), ("ring", "contiguous"), ("ring", "striped"), ("balanced", "contiguous"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("strategy", "layout"), RINGS)
-def test_they_are_the_program(strategy: Any, layout: Any, mask: str, size: int) -> None:
-    of: Any = Ring if strategy == "ring" else Balanced
-    calls = [_call(rank, size, strategy, layout, MASKS[mask]) for rank in range(size)]
-    program, ranks = calls[0].program, [of.of(call) for call in calls]
-    for each in ranks:
-        counts = [len(work.launches) for work in each.work]
-        assert counts == [len(step.items) for step in each.forward_steps]
-    for stages, name in ((program.forward, "forward"), (program.backward, "backward")):
-        passes = [getattr(rank, f"{name}_steps") for rank in ranks]
-        for n, stage in enumerate(stages):
-            steps = [each[n] for each in passes]
-            # All ranks send as far ahead as the others, so that every message meets its receive.
-            assert {(x.keys_hop, x.grads_hop) for x in steps} == {(stage.kv_hop, stage.grad_hop)}
-            for rank, step in enumerate(steps):
-                items = [x for x in program.items(rank, stage.step) if x.q_rank == rank]
-                assert list(step.items) == items
-                assert all(x.kv_rank == step.keys_of for x in step.items)
-                assert step.is_own == (step.keys_of == rank)
-                if n + 1 < len(stages) and step.keys_hop is not None:  # what arrives is used next
-                    after = passes[rank][n + 1]
-                    held = steps[(rank - step.keys_hop) % size].keys_of
-                    assert after.is_own or after.keys_of == held
-            if strategy == "balanced":
-                _check_help([getattr(x, f"{name}_pieces")[n] for x in ranks], program, stage)
-
-
-def _call(rank: int, size: int, strategy: Any, layout: Any, mask: Mask) -> Call:
-    """Return a rank's call."""
-    x = torch.zeros(1, T // size, 1, 8)
-    options = CallOptions(mask=mask, strategy=strategy)
-    return check_call(Ranks(None, rank, size), 0, layout, x, x, x, options)[0]
-
-
-def _check_help(pieces: list[Any], program: Any, stage: Any) -> None:
-    """Check that helpers compute the rows that a rank hands to them, piece by piece."""
-    for rank, of_rank in enumerate(pieces):
-        for piece, offload in enumerate(of_rank):
-            theirs = pieces[offload.helper][piece].items
-            rows = [x.q_slice for x in theirs if x.q_rank == rank]
-            assert list(offload.sent_rows) == rows
-        done = sum(len(x.items) for x in of_rank)
-        others = [x for x in program.items(rank, stage.step) if x.q_rank != rank]
-        assert (done > 0) == (len(others) > 0)
-
-
-@pytest.mark.parametrize("name", ["forward_pieces", "backward_pieces"])
-def test_every_step_has_pieces(name: str) -> None:
-    strategy = Balanced.of(_call(0, 2, "balanced", "contiguous", MASKS["causal"]))
-    with pytest.raises(AssertionError):  # offloaded rows would never be computed
-        replace(strategy, **dict[str, Any]({name: ()}))
 
 
 def test_rows_of_a_peer_are_freed_before_the_next_step() -> None:

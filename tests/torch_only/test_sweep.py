@@ -142,10 +142,7 @@ def test_it_is_as_the_page_says(pool: LocalRanks, name: str) -> None:
 
 
 def test_every_switch_of_an_exact_class_has_a_verdict() -> None:
-    """A field that a release brings needs a value, or a reason to be none, and then a verdict.
-
-    Class: settings of released checkpoints that small default configs leave out.
-    """
+    """A field that a release brings needs a value, or a reason to be none, and then a verdict."""
     entries_found = installed()
     exact = {name for name, x in LISTED.items() if x.result == "exact"} & entries_found.keys()
     untried, lacking = set(), {}
@@ -204,10 +201,7 @@ def _careless(rank: int, name: str, model_type: str) -> Outcome:
     ],
 )  # fmt: skip
 def test_what_would_be_wrong_is_seen(pool: LocalRanks, name: str, message: str) -> None:
-    """Without the refusal results are wrong, so the comparison detects what it is for.
-
-    A classifier returns no tokens: no parameter gets a gradient, which `reduce_gradients` says.
-    """
+    """Without the refusal results are wrong, so the comparison detects what it is for."""
     outcomes = pool.run(_careless, name, LISTED[name].model_type)
     seen = "refused" if message == "nothing to sum" else "wrong"
     assert {outcome.result for outcome in outcomes} == {seen}

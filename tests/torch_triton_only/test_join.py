@@ -79,7 +79,6 @@ def test_results_are_merged_as_one_by_one(
     spans: tuple[Span, ...], dtype: torch.dtype, of_results: torch.dtype, at_once: int, marks: int,
     merge: Merge, merge_one: Merge,
 ) -> None:  # fmt: skip
-    """Merged results equal merges one by one in float32, bit for bit, non-finite ones too."""
     outs, lses = _results(spans, of_results, marks)
     into, by_torch = (
         AttentionState(torch.zeros(2, 40, 3, 12), torch.full((2, 3, 40), -torch.inf))
