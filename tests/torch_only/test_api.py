@@ -6,10 +6,12 @@ import gc
 import inspect
 import weakref
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from dense import numbers
 from on_ranks import on_ranks
 from patched import replaced
 from torch import Tensor
@@ -23,14 +25,8 @@ from ring_torch.local import LocalRanks
 RANKS = 4
 
 
-def whole(*shape: int, seed: int = 0) -> Tensor:
-    """Return a global tensor that is the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
 def qkv(length: int = 48) -> list[Tensor]:
-    return [whole(1, length, heads, 8, seed=seed) for seed, heads in enumerate((4, 2, 2))]
+    return [numbers(seed, 1, length, heads, 8) for seed, heads in enumerate((4, 2, 2))]
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -96,16 +92,14 @@ def _recorded(_: int, layout: Any, mask: Mask) -> tuple[list[str], list[str]]:
 
     cp, (q, k, v) = ContextParallel(layout=layout), qkv()
     local = [cp.shard(x).requires_grad_() for x in (q, k, v)]
-    patch = pytest.MonkeyPatch()
-    patch.setattr(Ranks, "start", start_)
-    try:
-        with replaced(EagerKernel, attend=forward_, differentiate=backward_):
-            out = cp.attention(*local, mask=mask, kernel="eager")
-            first = events.copy()
-            events.clear()
-            out.sum().backward()
-    finally:
-        patch.undo()
+    with (
+        patch.object(Ranks, "start", start_),
+        replaced(EagerKernel, attend=forward_, differentiate=backward_),
+    ):
+        out = cp.attention(*local, mask=mask, kernel="eager")
+        first = events.copy()
+        events.clear()
+        out.sum().backward()
     return first, events
 
 

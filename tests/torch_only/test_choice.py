@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import prefix
-from on_ranks import on_ranks
+from on_ranks import on_four_ranks, on_ranks
 
 from ring_core import (
     KernelConfig,
@@ -34,7 +34,6 @@ from ring_torch.kernels import fa4, flash_attn, sdpa
 from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.measured import measured
 from ring_torch.kernels.triton import TritonKernel
-from ring_torch.local import LocalRanks
 from ring_torch.prepare import _prepare
 from ring_torch.strategies import choose_strategy
 from ring_torch.strategies.gather import GATHER
@@ -187,8 +186,8 @@ def test_auto_trades_heads_where_that_moves_few_bytes(
     assert taken() == RING
 
 
-def _of_one_choice(rank: int) -> bool:
-    """Return True if ``auto`` gives the same bits as ``strategy="ulysses"``."""
+@on_four_ranks
+def test_auto_runs_the_trade_that_it_chose(rank: int) -> None:
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3))
     anywhere = replace(ULYSSES, is_automatic=lambda _: True)
@@ -199,11 +198,12 @@ def _of_one_choice(rank: int) -> bool:
             assert "55 % of the bytes of a gather" in cp.explain(q, k, v, causal=True, strategy=way)
             out = cp.attention(q, k, v, causal=True, strategy=way)
             results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def _compiled_gathers(rank: int) -> bool:
-    """Return True if a compiled ``auto`` call with a window gives the same bits as a gather."""
+@on_four_ranks
+def test_a_compiled_call_with_a_window_gathers(rank: int) -> None:
+    """Only a gather leaves out what the window hides."""
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3))
     anywhere = [replace(spec, is_automatic=lambda _: True) for spec in (ULYSSES, GATHER)]
@@ -216,14 +216,7 @@ def _compiled_gathers(rank: int) -> bool:
         for call, way in ((compiled, "auto"), (cp.attention, "gather")):
             out = call(q, k, v, causal=True, window=(3, 0), strategy=way)
             results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_auto_runs_the_trade_that_it_chose() -> None:
-    """A compiled call with a window gathers: only a gather leaves out what the window hides."""
-    with LocalRanks(4) as ranks:
-        assert all(ranks.run(_of_one_choice))
-        assert all(ranks.run(_compiled_gathers))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @on_ranks

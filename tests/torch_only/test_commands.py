@@ -37,6 +37,9 @@ from ring_torch.tools.cli import main
 from ring_torch.transports import TRANSPORTS
 
 WIDTH, HEIGHT = 80, 24
+ON_THE_HOST = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="this machine has an accelerator"
+)
 
 
 def test_explain_fits_a_screen() -> None:
@@ -68,22 +71,28 @@ def test_the_command_explains_ranks_that_are_not_there(capsys: pytest.CaptureFix
             assert text == ranks.run(_explained, queries, options)[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--cp 0 --seq-len 8 --heads 4", "--cp must be at least 1"),
-        ("--cp 2 --seq-len 8 --heads 4 --kernel fa9", "unknown kernel 'fa9'"),
-        ("--cp 2 --seq-len 8 --heads 4 --strategy hybrid", "no process group to ask. Instead: "),
-        ("--cp 2 --seq-len 8 --heads 4 --device a100 --kernel fa4", "kernel 'fa4'"),
-    ],
+ASKED, TIMED = "explain --cp 2 --seq-len 8", "bench --rates rates.json"
+MISTAKES = (
+    ("explain --cp 0 --seq-len 8 --heads 4", "--cp must be at least 1"),
+    (f"{ASKED} --heads 4 --kernel fa9", "unknown kernel 'fa9'"),
+    (f"{ASKED} --heads 4 --strategy hybrid", "no process group to ask. Instead: "),
+    (f"{ASKED} --heads 4 --device a100 --kernel fa4", "kernel 'fa4'"),
+    *((f"{ASKED} --heads={x}", "is no H/K such as 32/8") for x in ("8/3", "x", "8/4/2", "0", "-8")),
+    ("bench --seq-len 255", "255 is not a positive multiple of 4"),
+    ("bench --ranks 0", "--ranks must be at least 1"),
+    (f"{TIMED} --seq-len 0", "--seq-len must be at least 1, got 0"),
+    (f"{TIMED} --heads 4 --json", "--rates takes --seq-len alone; leave out --heads, --json"),
 )
-def test_what_cannot_be_explained(
-    capsys: pytest.CaptureFixture[str], arguments: str, words: str
-) -> None:
-    assert main(["explain", *arguments.split()]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert words in captured.err
+
+
+@pytest.mark.parametrize(("command", "words"), MISTAKES)
+def test_mistakes(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = main(command.split())
+    except SystemExit as stop:
+        code = stop.code
+    printed = capsys.readouterr()
+    assert (code, printed.out) == (2, "") and words in printed.err
 
 
 LONG = "--cp 4 --seq-len 64k --heads 32/8"
@@ -127,13 +136,6 @@ def test_devices_that_are_not_in_the_table(capsys: pytest.CaptureFixture[str]) -
     assert all(name in printed for name in ("cpu", *CAPABILITIES))
     for name in CAPABILITIES:  # those whose peak is known, too
         assert peak_tflops(f"NVIDIA {name.upper()}") is not None
-
-
-def test_heads_are_a_pair(capsys: pytest.CaptureFixture[str]) -> None:
-    for heads in ("8/3", "x", "8/4/2", "0", "-8"):
-        with pytest.raises(SystemExit):
-            main(["explain", "--cp", "2", "--seq-len", "8", f"--heads={heads}"])
-        assert "is no H/K such as 32/8" in capsys.readouterr().err
 
 
 def test_gpus_that_are_not_there_are_to_be_asked() -> None:
@@ -248,7 +250,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return show
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+@ON_THE_HOST
 def test_a_machine_without_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     diagnosis = found_by(capsys)
     assert diagnosis["healthy"]
@@ -286,7 +288,7 @@ def _check_text(printed: str) -> None:
     assert [line for line in shown.splitlines() if line.split() not in rows] == []
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+@ON_THE_HOST
 def test_what_people_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     _check_text(capsys.readouterr().out)
@@ -363,7 +365,7 @@ def test_a_ring_that_fails() -> None:
 SMALL = ("--seq-len", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "16")
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+@ON_THE_HOST
 def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--window", "40,0", "--strategy", "gather", "--kernel", "eager", "--seconds", "0")
     assert main(["bench", *SMALL, *options, "--json"]) == 0
@@ -391,21 +393,6 @@ def test_no_speed_without_right_results(
     assert "efficiency" not in text
 
 
-@pytest.mark.parametrize(
-    ("command_line", "message"),
-    [
-        ("--seq-len 255", "255 is not a positive multiple of 4"),
-        ("--ranks 0", "--ranks must be at least 1"),
-    ],
-)
-def test_mistakes(command_line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *command_line.split()]) == 2
-    assert message in capsys.readouterr().err
-
-
-ON_THE_HOST = pytest.mark.skipif(
-    torch.accelerator.is_available(), reason="this machine has an accelerator"
-)
 FEW = (("causal", 16), ("window", 16))
 
 
@@ -471,24 +458,6 @@ def test_a_kernel_that_fails_has_no_time(
     assert main(["bench", "--rates", str(path), "--seq-len", "64"]) == 0
     assert ("no time of sdpa: not today\n" in capsys.readouterr().err) is (fault == "raises")
     assert all(names == ["eager"] for names in _orders(path, monkeypatch).values())
-
-
-@pytest.mark.parametrize(
-    ("command_line", "message"),
-    [
-        ("--seq-len 0", "--seq-len must be at least 1, got 0"),
-        ("--heads 4 --json", "--rates takes --seq-len alone; leave out --heads, --json"),
-    ],
-)
-def test_mistakes_about_rates(
-    command_line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["bench", "--rates", str(tmp_path / "rates.json"), *command_line.split()]
-    try:
-        code: object = main(arguments)
-    except SystemExit as stop:
-        code = stop.code
-    assert code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.nightly

@@ -48,7 +48,18 @@ def _expected(of_out: bool, of_lse: bool) -> list[Tensor]:
     return list(torch.autograd.grad(loss, leaves, materialize_grads=True))
 
 
-def _found(rank: int, strategy: str, of_out: bool, of_lse: bool, compiled: bool) -> None:
+@pytest.mark.nightly(only=[
+    "ring-expected3-True", "ring-expected5-True", "gather-expected7-True", "gather-expected9-True",
+])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "expected", "compiled"),
+    list(product(["ring", "gather"], [(True, False), (False, True), (True, True)], [False, True])),
+)
+@on_two_ranks
+def test_lse_takes_fast_kernels_until_it_has_a_gradient(
+    rank: int, strategy: str, expected: tuple[bool, bool], compiled: bool
+) -> None:
+    of_out, of_lse = expected
     torch._dynamo.reset()
     cp = ContextParallel(layout="contiguous")
     leaves = [cp.shard(x).requires_grad_() for x in _whole()]
@@ -65,19 +76,6 @@ def _found(rank: int, strategy: str, of_out: bool, of_lse: bool, compiled: bool)
     for leaf, x in zip(leaves, _expected(of_out, of_lse), strict=True):
         grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         torch.testing.assert_close(grad.double(), cp.shard(x), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.nightly(only=[
-    "ring-expected3-True", "ring-expected5-True", "gather-expected7-True", "gather-expected9-True",
-])  # fmt: skip
-@pytest.mark.parametrize(
-    ("strategy", "expected", "compiled"),
-    list(product(["ring", "gather"], [(True, False), (False, True), (True, True)], [False, True])),
-)
-def test_lse_takes_fast_kernels_until_it_has_a_gradient(
-    strategy: str, expected: tuple[bool, bool], compiled: bool, pools: dict[int, LocalRanks]
-) -> None:
-    pools[2].run(_found, strategy, *expected, compiled)
 
 
 @on_two_ranks
@@ -292,14 +290,14 @@ ALLOWED: dict[str, Callable[[Attend, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def _refused(_: int, way: Way, asked: str) -> tuple[str, bool]:
-    """Return the error of the refusal, and True if the next call is exact."""
+def _check_refused(way: str, asked: str, match: str) -> None:
+    """Check that a derivative is refused, and that the next call is exact."""
     q = ContextParallel().shard(_qkv()[0]).requires_grad_()
-    try:
-        (SECOND | BATCHED)[asked](way.attend, q)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}", way.is_exact()
-    return "no error", False
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        (SECOND | BATCHED)[asked](WAYS[way].attend, q)
+    message = f"{type(error.value).__name__}: {error.value}"
+    assert re.search(match, message), message
+    assert WAYS[way].is_exact(), message
 
 
 def _pairs(kinds: Iterable[str]) -> list[tuple[str, str]]:
@@ -310,12 +308,6 @@ def _pairs(kinds: Iterable[str]) -> list[tuple[str, str]]:
     ]
 
 
-def _check_refused(pools: dict[int, LocalRanks], way: str, asked: str, match: str) -> None:
-    for message, exact in pools[2].run(_refused, WAYS[way], asked):
-        assert re.search(match, message), message
-        assert exact, message
-
-
 @pytest.mark.nightly(
     only=[
         *(f"aot graph of a product-{x}" for x in ("hessian", "jvp", "hvp", "accumulated", "vhp")),
@@ -323,11 +315,12 @@ def _check_refused(pools: dict[int, LocalRanks], way: str, asked: str, match: st
     ]
 )
 @pytest.mark.parametrize(("way", "asked"), _pairs(SECOND))
-def test_second_derivatives_are_refused(pools: dict[int, LocalRanks], way: str, asked: str) -> None:
+@on_two_ranks
+def test_second_derivatives_are_refused(way: str, asked: str) -> None:
     match = "UnsupportedError: .*second derivative.*create_graph"
     if way.startswith("aot"):  # torch is the first to refuse a leaf's there
         match += "|RuntimeError: torch.compile with aot_autograd does not .* double backward"
-    _check_refused(pools, way, asked, match)
+    _check_refused(way, asked, match)
 
 
 @pytest.mark.nightly(
@@ -337,11 +330,12 @@ def test_second_derivatives_are_refused(pools: dict[int, LocalRanks], way: str, 
     ]
 )
 @pytest.mark.parametrize(("way", "asked"), _pairs(BATCHED))
-def test_batched_gradients_are_refused(pools: dict[int, LocalRanks], way: str, asked: str) -> None:
+@on_two_ranks
+def test_batched_gradients_are_refused(way: str, asked: str) -> None:
     match = "UnsupportedError: .*is_grads_batched"
     if way.startswith("aot"):  # torch is the first to refuse torch.func's there
         match += "|RuntimeError: .*a compiled backward function within vmap"
-    _check_refused(pools, way, asked, match)
+    _check_refused(way, asked, match)
 
 
 @pytest.mark.nightly(
@@ -356,8 +350,9 @@ def test_first_derivatives_are_exact(way: str, kind: str) -> None:
     assert WAYS[way].is_exact(kind)
 
 
-def _one_graph(_: int) -> str:
-    """Return the error of compiled autograd after an eager forward; a compiled one is exact."""
+@on_two_ranks
+def test_compiled_autograd_makes_one_graph_of_a_compiled_forward() -> None:
+    """It refuses an eager forward; a compiled one is exact."""
     q, messages = ContextParallel().shard(_qkv()[0]).requires_grad_(), []
     for way in (Way(), Way(backend="aot_eager")):
         torch.compiler.reset()  # graphs of other tests have breaks, and would be reused
@@ -371,14 +366,7 @@ def _one_graph(_: int) -> str:
             messages.append(str(error))
     torch.testing.assert_close(q.grad, expected, rtol=0, atol=0)
     (message,) = messages
-    return message
-
-
-def test_compiled_autograd_makes_one_graph_of_a_compiled_forward(
-    pools: dict[int, LocalRanks],
-) -> None:
-    for message in pools[2].run(_one_graph):
-        assert "With fullgraph=True compile what calls attention" in message
+    assert "With fullgraph=True compile what calls attention" in message
 
 
 WIDTH, EXPERTS, LAYERS, VOCAB = 16, 4, 2, 16

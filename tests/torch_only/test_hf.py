@@ -156,6 +156,7 @@ def hooked() -> Iterator[Any]:
             rings=on(0, "zigzag", "striped"),
             daily=[f"{x}-{suffix}" for x in ("Llama-packed", "Gemma3-flattened")],
         )  # fmt: skip
+    yield from rows("Llama", "packed", forms=("ddp", "fsdp"), options=MEAN)
     routers = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     yield from rows("Mixtral GptOss", "right", changes=routers, unlike={}, suffix="routers")
     yield from rows("Llama", "by position_ids, by seq_idx, by cu_seq_lens, by attention_mask")

@@ -34,7 +34,6 @@ from ring_torch.hf.batch import _REPORTS
 from ring_torch.hf.masks import ring_mask
 from ring_torch.hf.models.check import report_of
 from ring_torch.hf.models.documents import stated_documents
-from ring_torch.local import LocalRanks
 
 ANY = torch.nn.Identity()  # for batches of no particular model
 EVEN = ChunkLayout(((0, 1),))  # a layout that pads odd lengths, on one rank
@@ -620,8 +619,18 @@ def test_a_model_is_checked_once_and_not_kept(monkeypatch: pytest.MonkeyPatch) -
     assert kept() is None
 
 
-def _refused_alone(rank: int, name: str, message: str) -> None:
+#: Losses that read the mask.
+NO_LABELS = (
+    "BioGptForTokenClassification", "XLMRobertaXLForTokenClassification", "ElectraForPreTraining",
+    "GraniteSpeechForConditionalGeneration", "Qwen2AudioForConditionalGeneration",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", *NO_LABELS])
+@on_ranks
+def test_it_is_refused_before_anything_is_sent(rank: int, name: str) -> None:
     """Refuse a batch on one rank alone: if it sent anything, it would wait for the other."""
+    message = "leave labels out" if name in NO_LABELS else "pools"
     model = build(name)
     report, labels = hf.check_model(model), {} if message == "pools" else {"labels": RANDOM_TOKENS}
     assert message in (report.no_labels or "; ".join(report.reasons))
@@ -631,15 +640,3 @@ def _refused_alone(rank: int, name: str, message: str) -> None:
             hf.shard_batch(ContextParallel(), {"input_ids": RANDOM_TOKENS, **labels}, model=model)
     if labels:  # the model itself is exact
         hf.shard_batch(ContextParallel(), {"input_ids": RANDOM_TOKENS}, model=model)
-
-
-#: Losses that read the mask.
-NO_LABELS = (
-    "BioGptForTokenClassification", "XLMRobertaXLForTokenClassification", "ElectraForPreTraining",
-    "GraniteSpeechForConditionalGeneration", "Qwen2AudioForConditionalGeneration",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", *NO_LABELS])
-def test_it_is_refused_before_anything_is_sent(pool: LocalRanks, name: str) -> None:
-    pool.run(_refused_alone, name, "leave labels out" if name in NO_LABELS else "pools")

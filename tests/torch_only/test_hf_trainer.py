@@ -21,6 +21,7 @@ import transformers
 import trl
 from accelerate import ParallelismConfig
 from hf_models import build
+from on_ranks import on_two_ranks
 from packaging.version import Version
 from sharded import MESHES, sharded, trainer_on
 from torch import Tensor
@@ -191,14 +192,18 @@ class _OwnPrediction(Trainer):
         return None, model(**inputs).logits, None
 
 
-def _mistakes(rank: int, folder: str) -> None:
+@on_two_ranks
+def test_mistakes_are_named(rank: int, tmp_path: Path) -> None:
     be_started(rank, 2)
     cp = ContextParallel()
     alone: list[Any] = [dist.new_group([n]) for n in range(2)]
 
     def built(data: Any = None, **options: Any) -> Any:
         return Trainer(
-            build("Llama").float(), arguments(folder, **options), collate, data or documents()
+            build("Llama").float(),
+            arguments(tmp_path, **options),
+            collate,
+            data or documents(),
         )
 
     def refused(error: type, message: str, trainer: Any, **options: Any) -> None:
@@ -211,11 +216,11 @@ def _mistakes(rank: int, folder: str) -> None:
     trainer.compute_loss_func = lambda *_, **__: None
     refused(ValueError, "logits='gather'", trainer)
     for kind in (_LossByFunction, _LossByMethod):
-        args = arguments(folder)
+        args = arguments(tmp_path)
         refused(
             ValueError, "reads logits", kind(build("Llama").float(), args, collate, documents())
         )
-    trainer = _OwnPrediction(build("Llama").float(), arguments(folder), collate, documents())
+    trainer = _OwnPrediction(build("Llama").float(), arguments(tmp_path), collate, documents())
     hf.parallelize(trainer, cp).remove()
     refused(UnsupportedError, "batch_rebalance", built(train_sampling_strategy="batch_rebalance"))
     trainer = built()
@@ -256,14 +261,11 @@ def _mistakes(rank: int, folder: str) -> None:
         other.train()
 
 
-def test_mistakes_are_named(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
-    pools[2].run(_mistakes, str(tmp_path))
-
-
-def _later_models(rank: int, folder: str) -> None:
+@on_two_ranks
+def test_models_that_are_set_later_are_never_computed_whole(rank: int, tmp_path: Path) -> None:
     be_started(rank, 2)
     ring = ContextParallel()
-    trainer: Any = Trainer(build("Llama").float(), arguments(folder), collate, documents())
+    trainer: Any = Trainer(build("Llama").float(), arguments(tmp_path), collate, documents())
     handle = hf.parallelize(trainer, ring)
     trainer.ref_model = build("Llama").float()
     batch = collate(documents()[:2])
@@ -290,12 +292,6 @@ def _later_models(rank: int, folder: str) -> None:
     else:
         with pytest.raises(RankMismatchError, match="different calls"):
             ring.shift(torch.zeros(1, 4), 1)
-
-
-def test_models_that_are_set_later_are_never_computed_whole(
-    pools: dict[int, LocalRanks], tmp_path: Path
-) -> None:
-    pools[2].run(_later_models, str(tmp_path))
 
 
 @pytest.mark.nightly(unless=["sft", "orpo"])
@@ -479,13 +475,15 @@ def test_steps_are_those_of_one_process(
             check(mine, expected, x.tolerance, resumed=True)
 
 
-def _mistakes_of_fsdp2(rank: int, folder: str) -> None:
+@pytest.mark.refused_in("5.14")
+@on_two_ranks
+def test_mistakes_of_fsdp2_are_named(rank: int, tmp_path: Path) -> None:
     be_started(rank, 2)
     options = {"use_cpu": True, "bf16": False, "parallelism_config": ParallelismConfig(cp_size=2)}
     for name in ("GRPO", "RLOO", "Distillation"):  # of TRL's own Trainers
         with pytest.raises(ValueError, match="does not support sequence-dim parallelism"):
-            getattr(trl, f"{name}Config")(folder, **options)
-    trainer = trainer_on("trainer", MESHES["ring"], folder, {}, torch.float32)
+            getattr(trl, f"{name}Config")(str(tmp_path), **options)
+    trainer = trainer_on("trainer", MESHES["ring"], str(tmp_path), {}, torch.float32)
     accelerator, state, own = trainer.accelerator, trainer.accelerator.state, type(trainer)
     cp = ContextParallel(accelerator.torch_device_mesh["cp"])
     alone: list[Any] = [dist.new_group([n]) for n in range(2)]
@@ -544,11 +542,6 @@ def _mistakes_of_fsdp2(rank: int, folder: str) -> None:
         assert x.shape == (1, 6)  # whole
     handle.remove()
     assert attributes == ({*vars(trainer)}, {*vars(accelerator)})
-
-
-@pytest.mark.refused_in("5.14")
-def test_mistakes_of_fsdp2_are_named(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
-    pools[2].run(_mistakes_of_fsdp2, str(tmp_path))
 
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")

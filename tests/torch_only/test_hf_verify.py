@@ -152,22 +152,6 @@ WRONG: dict[str, Wrong] = {
 }  # fmt: skip
 
 
-def _wrong_hook(_: int, kind: str, dtype: torch.dtype) -> tuple[str, str]:
-    """Return what ``verify`` says of a right model, and of one with the wrong hook."""
-    name, batch_name, wrong, _where = WRONG[kind]
-    model = build(name)
-    (batch,) = cases_of(model, batch_name)[0].split
-    batch = {n: x.to(dtype) if x.is_floating_point() else x for n, x in batch.items()}
-    options: Any = {"recurrent": "whole" if kind == "recurrence" else "auto"}
-    if kind == "split recurrence":
-        options = {"recurrent": "split"}
-    handle = hf.parallelize(model.to(dtype), ContextParallel(), **options)
-    right = verdict(handle, batch)
-    handle.remove()
-    with wrong():
-        return right, verdict(hf.parallelize(model, ContextParallel(), **options), batch)
-
-
 HALF = [torch.float16, torch.bfloat16]
 KINDS = [
     *(pytest.param(x, torch.float32, id=x) for x in WRONG if x[0].islower()),
@@ -182,13 +166,22 @@ KINDS = [
 
 @pytest.mark.refused_in("5.14", "alibi", "bias", "split recurrence", "Qwen3VL")
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
-def test_a_wrong_hook_is_found_and_its_module_named(
-    pool: LocalRanks, kind: str, dtype: torch.dtype
-) -> None:
-    for right, message in pool.run(_wrong_hook, kind, dtype):
-        assert not right
-        expected_message = "its modules agree, and" if kind == "loss join" else "output differs is"
-        assert f"{expected_message} {WRONG[kind][-1]}" in message
+@on_ranks
+def test_a_wrong_hook_is_found_and_its_module_named(kind: str, dtype: torch.dtype) -> None:
+    name, batch_name, wrong, where = WRONG[kind]
+    model = build(name)
+    (batch,) = cases_of(model, batch_name)[0].split
+    batch = {n: x.to(dtype) if x.is_floating_point() else x for n, x in batch.items()}
+    options: Any = {"recurrent": "whole" if kind == "recurrence" else "auto"}
+    if kind == "split recurrence":
+        options = {"recurrent": "split"}
+    handle = hf.parallelize(model.to(dtype), ContextParallel(), **options)
+    assert not verdict(handle, batch)
+    handle.remove()
+    words = "its modules agree, and" if kind == "loss join" else "output differs is"
+    with wrong():
+        message = verdict(hf.parallelize(model, ContextParallel(), **options), batch)
+    assert f"{words} {where}" in message
 
 
 class Shift(nn.Module):
@@ -238,24 +231,17 @@ def unknown(mixer: str = "", dtype: torch.dtype = torch.float32) -> Any:
     return model.to(dtype).eval()
 
 
-def _unknown(_: int, mixer: str, dtype: torch.dtype) -> str:
-    model = unknown(mixer, dtype)
-    try:
-        hf.verify(model, ContextParallel(), whole("plain"))
-    except WrongResultError as error:
-        assert hf.check_model(model).exact  # ``check_model`` has not found it
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mixer", ["", *MIXERS])
+@on_ranks
 def test_a_module_of_unknown_code_that_mixes_tokens_is_named(
-    pool: LocalRanks, mixer: str, dtype: torch.dtype
+    mixer: str, dtype: torch.dtype
 ) -> None:
-    expected_message = f"output differs is model.layers.1.mlp.0 ({mixer})" if mixer else ""
-    for message in pool.run(_unknown, mixer, dtype):
-        assert expected_message in message if mixer else not message
+    model = unknown(mixer, dtype)
+    words = rf"output differs is model.layers.1.mlp.0 \({mixer}\)"
+    with pytest.raises(WrongResultError, match=words) if mixer else nullcontext():
+        hf.verify(model, ContextParallel(), whole("plain"))
+    assert hf.check_model(model).exact  # ``check_model`` has not found it
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -319,8 +305,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-def _unchanged(_: int, case: str) -> list[str]:
-    """Return the parts of the state that ``verify`` has changed."""
+@pytest.mark.parametrize("case", ["dropout", "wrong", "short of memory", "malformed"])
+@on_ranks
+def test_all_is_as_before(case: str) -> None:
     model = (
         build("BartForCausalLM")
         if case == "dropout"
@@ -350,15 +337,13 @@ def _unchanged(_: int, case: str) -> list[str]:
         report = handle.verify(batch | (ONES if case == "malformed" else {}))
         assert report.gradients is not None and report.gradients.is_within
     after = state(model)
-    return [name for name in before if not is_same(before[name], after[name])]
+    assert [name for name in before if not is_same(before[name], after[name])] == []
 
 
-@pytest.mark.parametrize("case", ["dropout", "wrong", "short of memory", "malformed"])
-def test_all_is_as_before(pool: LocalRanks, case: str) -> None:
-    assert pool.run(_unchanged, case) == [[], []]
-
-
-def _wrapped(rank: int, kind: str, is_wrong: bool) -> tuple[str, list[str]]:
+@pytest.mark.parametrize("is_wrong", [False, True], ids=["right", "wrong"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "lora"])
+@on_ranks
+def test_in_what_wraps_a_model(rank: int, kind: str, is_wrong: bool) -> None:
     model: Any = wrapped(unknown("Shift" if is_wrong else ""), kind)
     if kind == "lora":
         from peft import LoraConfig, get_peft_model
@@ -368,19 +353,10 @@ def _wrapped(rank: int, kind: str, is_wrong: bool) -> tuple[str, list[str]]:
     handle = quietly(model, reduction="sum" if kind == "lora" else "mean")
     before = {name: x.detach().clone() for name, x in model.named_parameters()}
     message = verdict(handle, whole("plain"))
-    after = model.named_parameters()
-    changes = [n for n, x in after if x.grad is not None or not torch.equal(x, before[n])]
+    assert ("model.layers.1.mlp.0 (Shift)" in message) is bool(message) is is_wrong
+    for name, x in model.named_parameters():
+        assert x.grad is None and torch.equal(x, before[name])
     model(**whole("plain")).loss.backward()  # the model still trains
-    return message, changes
-
-
-@pytest.mark.parametrize("is_wrong", [False, True], ids=["right", "wrong"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "lora"])
-def test_in_what_wraps_a_model(pool: LocalRanks, kind: str, is_wrong: bool) -> None:
-    for message, changes in pool.run(_wrapped, kind, is_wrong):
-        assert ("model.layers.1.mlp.0 (Shift)" in message) is is_wrong
-        assert bool(message) is is_wrong
-        assert not changes
 
 
 @on_ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -173,8 +172,8 @@ def test_rows_of_every_dtype_move() -> None:
             assert torch.equal(out, like), dtype
 
 
-def _one_graph(rank: int) -> int:
-    """Return the number of graphs compiled for documents and steps that change in each call."""
+@on_two_ranks
+def test_a_graph_takes_all_steps_and_documents(rank: int) -> None:
     torch._dynamo.reset()
     cp, graphs = ContextParallel(), []
 
@@ -191,12 +190,7 @@ def _one_graph(rank: int) -> int:
         actual, like = run(x, n, (0, stop, T)), both(x, n, (0, stop, T))
         for result, expected in zip(actual, like, strict=True):
             assert torch.equal(result, expected)
-    return len(graphs)
-
-
-def test_a_graph_takes_all_steps_and_documents() -> None:
-    with LocalRanks(2) as ranks:
-        assert max(ranks.run(_one_graph)) <= 2
+    assert len(graphs) <= 2
 
 
 def _shift(cp: Any, x: Tensor, n: Any = 1, **options: Any) -> Tensor:
@@ -244,26 +238,15 @@ UNLIKE: dict[str, tuple[Any, Any, str]] = {
 }  # fmt: skip
 
 
-def _unlike(rank: int, name: str) -> tuple[str, bool]:
+@pytest.mark.parametrize("name", UNLIKE)
+@on_three_ranks
+def test_unlike_movements_are_named_on_all_ranks(rank: int, name: str) -> None:
     group: Any = dist.new_group(timeout=timedelta(seconds=20))
     cp, x = ContextParallel(group), torch.ones(1, 4, 4)
-    message = "a result"
-    try:
-        call, other, _ = UNLIKE[name]
+    call, other, message = UNLIKE[name]
+    with pytest.raises(RankMismatchError, match=message):
         (other if rank == 2 else call)(cp, x)
-    except (RuntimeError, ValueError) as error:
-        message = f"{type(error).__name__}: {error}"
-    # Nothing was sent: the group stays usable.
-    return message, bool((cp.shift(torch.full((1, 4, 4), 1.0), 0) == 1).all())
-
-
-def test_unlike_movements_are_named_on_all_ranks() -> None:
-    with LocalRanks(3) as ranks:
-        for name, (*_, expected_message) in UNLIKE.items():
-            for message, is_usable in ranks.run(_unlike, name):
-                assert message.startswith(RankMismatchError.__name__), (name, message)
-                assert re.search(expected_message, message), (name, message)
-                assert is_usable
+    assert (cp.shift(torch.ones(1, 4, 4), 0) == 1).all()  # nothing was sent: it is usable
 
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -287,22 +270,13 @@ WRONG: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-def _refused(_: int) -> list[str]:
-    cp, unexpected = ContextParallel(), []
-    for name, (call, message) in WRONG.items():
-        try:
-            call(cp, torch.ones(1, 4, 3))
-        except ValueError as error:
-            unexpected += [] if re.search(message, str(error)) else [f"{name}: {error}"]
-        else:
-            unexpected.append(f"{name}: no error")
-    assert cp.shift(torch.ones(1, 4), 0).sum() == 4
-    return unexpected
-
-
+@on_two_ranks
 def test_wrong_arguments_are_refused() -> None:
-    with LocalRanks(2) as ranks:
-        assert ranks.run(_refused) == [[], []]
+    cp = ContextParallel()
+    for call, message in WRONG.values():
+        with pytest.raises(ValueError, match=message):
+            call(cp, torch.ones(1, 4, 3))
+    assert cp.shift(torch.ones(1, 4), 0).sum() == 4
 
 
 LENGTH = 24

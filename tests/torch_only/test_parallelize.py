@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_models import BYTES, LENGTH, WHOLE, Wide, build, gradients, run, same, same_gradients, whole
+from hf_rows import reduce, wrapped
 from on_ranks import on_ranks
 from sweep.compare import build as build_any
 from torch import Tensor, nn
@@ -31,18 +32,6 @@ from ring_torch.hf.models.hooks import Reduction
 from ring_torch.local import LocalRankError, LocalRanks
 
 
-def reduced(model: Any, cp: ContextParallel, reduction: Reduction) -> dict[str, Tensor]:
-    """Return gradients that are reduced over the ranks by ``reduction``."""
-    if reduction == "sum":
-        cp.reduce_gradients(model)
-    else:
-        for weight in model.parameters():
-            if weight.grad is not None:
-                dist.all_reduce(weight.grad)
-                weight.grad /= cp.cp_size
-    return gradients(model)
-
-
 @on_ranks
 def test_without_gradients_by_position_and_of_a_copy() -> None:
     batch = whole("right")
@@ -57,37 +46,6 @@ def test_without_gradients_by_position_and_of_a_copy() -> None:
         same(out.logits[real], expected[real], "logits")
         same(out.loss, loss, "loss")
         assert torch.equal(twin.logits, out.logits)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@on_ranks
-def test_in_what_reduces_gradients_itself(kind: str) -> None:
-    batch = whole("packed")
-    model = build("Llama")
-    run(model, batch | WHOLE)
-    expected = gradients(model)
-    cp = ContextParallel()
-    for first in (True, False):  # parallelize before the wrapper, and after it
-        model = wrapped = build("Llama")
-        if first:
-            hf.parallelize(model, cp, reduction="mean")
-        if kind == "fsdp":
-            mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-            for part in (*model.model.layers, model):
-                fully_shard(part, mesh=mesh)
-        else:
-            wrapped = DistributedDataParallel(model)
-        if not first:
-            hf.parallelize(wrapped, cp, reduction="mean")
-        run(wrapped, batch)
-        for name, grad in gradients(model).items():
-            whole_grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            same(whole_grad, expected[name], f"gradient of {name} in {kind}")
-        hooked = hf.parallelize(wrapped, cp, reduction="mean")
-        hooked.remove()
-        hf.parallelize(model, cp)
-        with pytest.raises(ValueError, match="reduction='mean'"):
-            wrapped(**batch)
 
 
 @on_ranks
@@ -116,6 +74,11 @@ def test_mistakes_are_named(rank: int) -> None:
     run(model, batch)
     with pytest.raises(ValueError, match="reduction='mean'"):
         cp.reduce_gradients(model)
+    for kind in ("ddp", "fsdp"):  # a wrapper takes the mean
+        outer = wrapped(model := build("Llama"), kind)
+        hf.parallelize(model, cp)
+        with pytest.raises(ValueError, match="reduction='mean'"):
+            outer(**batch)
 
 
 def _drifts(_: int, reduction: Reduction, forgets: bool) -> None:
@@ -127,7 +90,7 @@ def _drifts(_: int, reduction: Reduction, forgets: bool) -> None:
     for _step in range(3):
         losses.append(float(run(model, batch)[1]))
         if not forgets:
-            reduced(model, cp, reduction)
+            reduce(model, cp, reduction)
         optimizer.step()
     assert losses[2] < losses[0]
 
@@ -161,13 +124,11 @@ def stated(kind: str) -> dict[str, Any]:
     offsets = torch.tensor([0, 5, 6, 23, LENGTH], dtype=torch.int32)
     ids = torch.arange(4).repeat_interleave(offsets.diff())[None]
     more: dict[str, dict[str, Any]] = {
-        "ones": {"attention_mask": torch.ones_like(positions), "position_ids": positions},
         "numbers": {"attention_mask": ids + 1},
         "offsets": {
             "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 20,
             "max_length_k": 20, "position_ids": positions,
         },
-        "ids": {"seq_idx": ids, "position_ids": positions},
     }  # fmt: skip
     return batch | more[kind]
 
@@ -220,7 +181,8 @@ def test_sequences_are_classified(side: str, reduction: Reduction) -> None:
             loss_of(local).backward()
         same(local.logits, out.logits, "pooled logits")
         same(loss_of(local), loss_of(out), "loss")
-        same_gradients(reduced(model, cp, reduction), expected, name)
+        reduce(model, cp, reduction)
+        same_gradients(gradients(model), expected, name)
         handle.remove()
         assert not model.score._forward_hooks and not model.base_model._forward_pre_hooks
 
@@ -299,10 +261,11 @@ class LoggedLoss(Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
-def _own_losses(rank: int, folder: str) -> None:
+@on_ranks
+def test_an_own_loss_of_logits_needs_whole_ones(rank: int, tmp_path: Path) -> None:
     be_started(rank, 2)
     model, cp = build("Llama"), ContextParallel()
-    args, batch = arguments(folder), collate(documents(2))
+    args, batch = arguments(tmp_path), collate(documents(2))
     expected = OwnLoss(model, args).compute_loss(model, batch)
     expected.backward()
     grads = [x.grad.clone() for x in model.parameters()]
@@ -322,15 +285,12 @@ def _own_losses(rank: int, folder: str) -> None:
     hf.parallelize(LoggedLoss(model, args), cp).remove()
 
 
-def test_an_own_loss_of_logits_needs_whole_ones(pool: LocalRanks, tmp_path: Path) -> None:
-    pool.run(_own_losses, str(tmp_path))
-
-
-def _evaluates(rank: int, folder: str) -> None:
+@on_ranks
+def test_steps_a_second_are_those_of_a_ring(rank: int, tmp_path: Path) -> None:
     be_started(rank, 2)
     rows: Any = documents(7)
     trainer = Trainer(
-        build("Llama").float(), arguments(folder, per_device_eval_batch_size=2), collate,
+        build("Llama").float(), arguments(tmp_path, per_device_eval_batch_size=2), collate,
         eval_dataset=rows,
     )  # fmt: skip
     hf.parallelize(trainer, ContextParallel())
@@ -343,10 +303,6 @@ def _evaluates(rank: int, folder: str) -> None:
         )
         assert steps / samples == pytest.approx(4 / 7, rel=0.02), name
         assert samples * seconds == pytest.approx(7, rel=0.02), name
-
-
-def test_steps_a_second_are_those_of_a_ring(pool: LocalRanks, tmp_path: Path) -> None:
-    pool.run(_evaluates, str(tmp_path))
 
 
 ATTENTION = [
@@ -484,7 +440,8 @@ def test_logits_are_never_whole(pool: LocalRanks) -> None:
         assert largest >= whole_logits
 
 
-def _refused(rank: int, folder: str) -> None:
+@on_ranks
+def test_what_needs_logits_is_refused(rank: int, tmp_path: Path) -> None:
     be_started(rank, 2)
     cp, batch = ContextParallel(), whole("plain")
     model = build("Llama")
@@ -507,7 +464,7 @@ def _refused(rank: int, folder: str) -> None:
 
     def built(**options: Any) -> Any:
         metrics = options.pop("compute_metrics", None)
-        args = arguments(folder, max_steps=1, **options)
+        args = arguments(tmp_path, max_steps=1, **options)
         rows = documents()[:4]
         data = {"train_dataset": rows, "eval_dataset": rows, "compute_metrics": metrics}
         return Trainer(build("Llama").float(), args, collate, **data)
@@ -525,10 +482,6 @@ def _refused(rank: int, folder: str) -> None:
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ValueError, match="prediction needs logits"):
         trainer.predict(documents()[:2])
-
-
-def test_what_needs_logits_is_refused(pool: LocalRanks, tmp_path: Path) -> None:
-    pool.run(_refused, str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["Llama", "LoRA"])

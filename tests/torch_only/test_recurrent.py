@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_two_ranks
+from on_ranks import on_ranks, on_two_ranks
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -298,14 +298,6 @@ def compare(
         close(total, like, (*what, name))
 
 
-def _layouts(rank: int, size: int, name: str) -> None:
-    for layout in layouts(size):
-        compare(drawn(name, T, B), layout, None, rank=rank)
-        compare(drawn(name, T, B, states=True), layout, None, rank=rank)
-        compare(drawn(name, T, B), layout, DOCUMENTS, rank=rank)
-        compare(drawn(name, T, 1, states=DOCUMENTS), layout, DOCUMENTS, rank=rank)
-
-
 @pytest.mark.nightly(
     unless=[
         *(f"2 ranks-{name}" for name in VARIANTS),
@@ -314,8 +306,14 @@ def _layouts(rank: int, size: int, name: str) -> None:
     ]
 )
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_split_layer_is_the_recurrence(name: str, pool: LocalRanks) -> None:
-    pool.run(_layouts, len(pool), name)
+@on_ranks
+def test_a_split_layer_is_the_recurrence(rank: int, name: str) -> None:
+    size = dist.get_world_size()
+    for layout in layouts(size):
+        compare(drawn(name, T, B), layout, None, rank=rank)
+        compare(drawn(name, T, B, states=True), layout, None, rank=rank)
+        compare(drawn(name, T, B), layout, DOCUMENTS, rank=rank)
+        compare(drawn(name, T, 1, states=DOCUMENTS), layout, DOCUMENTS, rank=rank)
 
 
 def _cuts(rank: int) -> None:
@@ -333,7 +331,13 @@ def _one_token_documents(rank: int, name: str) -> None:
         compare(drawn(name, T, 1, states=offsets), layout, offsets, rank=rank)
 
 
-def _padded(rank: int, size: int, name: str) -> None:
+@pytest.mark.nightly(
+    unless=["4 ranks-linear_recurrence", "4 ranks-gated_delta_rule", "4 ranks-ssd, all options"]
+)
+@pytest.mark.parametrize("name", [*KINDS, "selective_scan, groups, all options"])
+@on_ranks
+def test_padding_may_hold_anything(rank: int, name: str) -> None:
+    size = dist.get_world_size()
     for layout in layouts(size):
         for tokens in (T - 7, 19, 18):  # ranks with little, and with nothing but padding
             compare(drawn(name, tokens, B, states=True), layout, None, rank=rank)
@@ -341,16 +345,12 @@ def _padded(rank: int, size: int, name: str) -> None:
             compare(drawn(name, tokens, 1, states=offsets), layout, offsets, rank=rank)
 
 
-@pytest.mark.nightly(
-    unless=["4 ranks-linear_recurrence", "4 ranks-gated_delta_rule", "4 ranks-ssd, all options"]
-)
-@pytest.mark.parametrize("name", [*KINDS, "selective_scan, groups, all options"])
-def test_padding_may_hold_anything(name: str, pool: LocalRanks) -> None:
-    pool.run(_padded, len(pool), name)
-
-
-def _random(rank: int, size: int, seed: int) -> None:
+@pytest.mark.nightly(unless=["3 ranks-0"])
+@pytest.mark.parametrize("seed", range(4))
+@on_ranks
+def test_any_documents_in_any_layout(rank: int, seed: int) -> None:
     """Any chunks, length, padding and documents, empty ones too."""
+    size = dist.get_world_size()
     random = Random(seed)
     for _ in range(6):
         chunks = random.randint(1, 4)
@@ -363,12 +363,6 @@ def _random(rank: int, size: int, seed: int) -> None:
         name = random.choice(VARIANTS)
         compare(drawn(name, tokens, 1, states=offsets), layout, offsets, rank=rank)
         compare(drawn(name, tokens, B), layout, random.choice([None, offsets]), rank=rank)
-
-
-@pytest.mark.nightly(unless=["3 ranks-0"])
-@pytest.mark.parametrize("seed", range(4))
-def test_any_documents_in_any_layout(seed: int, pool: LocalRanks) -> None:
-    pool.run(_random, len(pool), seed)
 
 
 def _long(rank: int, name: str) -> None:
@@ -555,19 +549,16 @@ DIFFERENCES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] =
 }  # fmt: skip
 
 
-def _disagreeing(rank: int, name: str) -> None:
-    cp, (change, message) = ContextParallel(), DIFFERENCES[name]
-    own: dict[str, Any] = {key: cp.shard(x) for key, x in drawn("simple_gla", T, 1).rows.items()}
-    own |= {"cu_seqlens": (0, 7, T)} | (change(own) if rank == 1 else {})
-    with pytest.raises(RankMismatchError, match=message):
-        cp.simple_gla(**own)
-
-
 @pytest.mark.nightly(unless=["documents", "final"])
 @pytest.mark.parametrize("change", DIFFERENCES)
-def test_ranks_that_disagree_are_told(change: str) -> None:
-    with LocalRanks(2, timeout=20) as pool:
-        pool.run(_disagreeing, change)
+@on_two_ranks
+def test_ranks_that_disagree_are_told(rank: int, change: str) -> None:
+    group: Any = dist.new_group()
+    cp, (changed, message) = ContextParallel(group), DIFFERENCES[change]
+    own: dict[str, Any] = {key: cp.shard(x) for key, x in drawn("simple_gla", T, 1).rows.items()}
+    own |= {"cu_seqlens": (0, 7, T)} | (changed(own) if rank == 1 else {})
+    with pytest.raises(RankMismatchError, match=message):
+        cp.simple_gla(**own)
 
 
 def _second_derivative(_: int, name: str) -> None:
@@ -657,7 +648,11 @@ def _whole(_: int) -> None:
         close(own, by_token(convolution, None)[0], "convolution")
 
 
-def _convolution(rank: int, size: int, width: int) -> None:
+@pytest.mark.nightly(unless=["1 ranks-4", "2 ranks-4", "3 ranks-17", "4 ranks-4", "4 ranks-1"])
+@pytest.mark.parametrize("width", [1, 4, 17])  # 17 is wider than some ranks' parts
+@on_ranks
+def test_a_split_convolution_is_that_of_each_document(rank: int, width: int) -> None:
+    size = dist.get_world_size()
     cut = T // max(size, 2)
     cases: tuple[tuple[int, Offsets, str], ...] = (
         (T, None, ""), (T, DOCUMENTS, " silu"), (T - 7, (0, 20, 21, T - 7), " swish"),
@@ -667,12 +662,6 @@ def _convolution(rank: int, size: int, width: int) -> None:
         for tokens, offsets, activation in cases:
             layer = drawn(f"causal_conv1d, {width}{activation}", tokens, B)
             compare(layer, layout, offsets, rank=rank)
-
-
-@pytest.mark.nightly(unless=["1 ranks-4", "2 ranks-4", "3 ranks-17", "4 ranks-4", "4 ranks-1"])
-@pytest.mark.parametrize("width", [1, 4, 17])  # 17 is wider than some ranks' parts
-def test_a_split_convolution_is_that_of_each_document(width: int, pool: LocalRanks) -> None:
-    pool.run(_convolution, len(pool), width)
 
 
 def test_functions_are_methods() -> None:
@@ -917,11 +906,7 @@ def test_a_nan_is_no_fault(rank: int) -> None:
     assert rank < 2
 
 
-def _unlike(rank: int) -> None:
+@on_two_ranks
+def test_ranks_with_unlike_settings_are_told(rank: int) -> None:
     with ring_torch.check(every=1 + rank), pytest.raises(RankMismatchError, match="check is"):
         layer(rank, None)
-
-
-def test_ranks_with_unlike_settings_are_told() -> None:
-    with LocalRanks(2, timeout=20) as pool:
-        pool.run(_unlike)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 import ring_torch.compat as ring_flash_attn
-from ring_core import UnsupportedError, reference
+from ring_core import RankMismatchError, UnsupportedError, reference
 from ring_torch.comm.ranks import Ranks
 from ring_torch.compat import (
     documents as _documents,
@@ -27,7 +27,7 @@ from ring_torch.compat import (
 )
 from ring_torch.compat.hf import RingFlashAttention
 from ring_torch.hf.models.placeholders import ShardedMask
-from ring_torch.local import LocalRankError, LocalRanks
+from ring_torch.local import LocalRanks
 from ring_torch.movement.rows import MoveCall
 
 B, H, K, D = 2, 4, 2, 8
@@ -313,22 +313,19 @@ def test_compiled_code_calls_it() -> None:
     same(compiled, 2 * expected(1, 16, ANSWERS["causal"], cu_seqlens=(0, 6, 16))[0][0])
 
 
-def _unlike(rank: int, what: str) -> None:
-    q = torch.ones(8, H, D)
-    torch.manual_seed(rank if what == "seed" else 0)
-    ring_flash_attn.ring_flash_attn_varlen_func(
-        q, q, q, (0, 2 if what == "documents" and rank else 4, 8), 8,
-        dropout_p=0.1 if what == "seed" else 0.0,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("what", "word"), [("seed", "dropout_seed is"), ("documents", "offsets is")]
 )
-def test_ranks_that_differ_are_told(what: str, word: str) -> None:
-    with LocalRanks(2) as pool, pytest.raises(LocalRankError, match=word) as error:
-        pool.run(_unlike, what)
-    assert "RankMismatchError" in str(error.value)
+@on_ranks
+def test_ranks_that_differ_are_told(rank: int, what: str, word: str) -> None:
+    group: Any = dist.new_group()
+    q = torch.ones(8, H, D)
+    torch.manual_seed(rank if what == "seed" else 0)
+    with pytest.raises(RankMismatchError, match=word):
+        ring_flash_attn.ring_flash_attn_varlen_func(
+            q, q, q, (0, 2 if what == "documents" and rank else 4, 8), 8, group=group,
+            dropout_p=0.1 if what == "seed" else 0.0,
+        )  # fmt: skip
 
 
 QKV, KV, ALL = ("q", "k", "v"), ("q", "kv"), ("qkv",)
@@ -448,31 +445,18 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def _bad(rank: int) -> dict[str, tuple[str, str]]:
-    """Return the errors of malformed calls on rank 0, which cannot send anything."""
+@on_ranks
+def test_bad_arguments_are_named_before_anything_is_sent(rank: int) -> None:
+    """Only rank 0 makes these calls, and cannot send anything."""
     if rank:
-        return {}
-    patch = pytest.MonkeyPatch()
-    patch.setattr(Ranks, "start", None)
-    patch.setattr(dist, "all_to_all_single", None)
-    said = {}
-    for name, (family, x, kwargs, _) in (BAD | REFUSED).items():
-        try:
-            getattr(ring_flash_attn, f"{family}_func")(x, x, x, **kwargs)
-        except ValueError as error:
-            said[name] = (type(error).__name__, str(error))
-    patch.undo()
-    return said
-
-
-def test_bad_arguments_are_named_before_anything_is_sent() -> None:
-    with LocalRanks(2) as pool:
-        said, _ = pool.run(_bad)
-    for name, (_, _, _, message) in (BAD | REFUSED).items():
-        kind, text = said[name]
-        assert kind == ("UnsupportedError" if name in REFUSED else "ValueError"), name
-        with pytest.raises(ValueError, match=message):
-            raise ValueError(text)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "start", None)
+        patch.setattr(dist, "all_to_all_single", None)
+        for name, (family, x, kwargs, message) in (BAD | REFUSED).items():
+            with pytest.raises(ValueError, match=message) as error:
+                getattr(ring_flash_attn, f"{family}_func")(x, x, x, **kwargs)
+            assert type(error.value) is (UnsupportedError if name in REFUSED else ValueError), name
 
 
 @pytest.mark.parametrize(

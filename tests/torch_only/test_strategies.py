@@ -132,33 +132,6 @@ def test_case_under_hybrid(case: Case, backend: Any) -> None:
     assert_close(case, backend.run(case, strategy=way))
 
 
-#: Padded query heads, a copied K/V head, and all options that are per head.
-WITNESS = Case(
-    "witness", Mask(causal=True), "zigzag", 4, 24, 40, heads=(5, 1), sinks=2, bias="shared", alibi=1,
-    dropout_p=0.2, segments="pair",
-)  # fmt: skip
-
-
-@pytest.mark.nightly(
-    unless=["groups-interleaved", "indices-inverted", "padding-has-gradients", "rounded-down"]
-)
-@pytest.mark.parametrize("mutant", [*HEAD_MUTANTS, *BUFFER_MUTANTS])
-def test_wrong_groups_are_found_out(mutant: str, backend: Any) -> None:
-    assert _is_wrong(mutant, backend)
-
-
-def test_the_witness_is_right_otherwise(backend: Any) -> None:
-    assert not _is_wrong(None, backend)
-
-
-def _is_wrong(mutant: str | None, backend: Any) -> bool:
-    try:
-        assert_close(WITNESS, backend.run(WITNESS, mutant, strategy=WAYS["hybrid-gather"]))
-    except (AssertionError, LocalRankError):
-        return True
-    return False
-
-
 GATHERED = [case for case in CASES.values() if case.cp_size > 1 and not gather_refusals(case.plan)]
 
 
@@ -167,20 +140,6 @@ GATHERED = [case for case in CASES.values() if case.cp_size > 1 and not gather_r
 def test_case_under_gather(case: Case, backend: Any, request: pytest.FixtureRequest) -> None:
     mutant = request.config.getoption("--mutant")
     assert_close(case, backend.run(case, mutant=mutant, strategy="gather"))
-
-
-# One launch per run of queries, and two stages: for kernels with and without band masks.
-WITNESSES = (("window-both-zigzag-cp4", "eager"), ("causal-zigzag-cp4", "sdpa"))
-
-
-@pytest.mark.parametrize("mutant", [*GATHERED_MUTANTS, "window-off-by-one"])
-def test_suite_goes_red(mutant: str, backend: Any) -> None:
-    assert any(_fails(*witness, mutant, backend) for witness in WITNESSES)
-
-
-@pytest.mark.parametrize(("name", "kernel"), WITNESSES)
-def test_witnesses_are_green_otherwise(name: str, kernel: str, backend: Any) -> None:
-    assert not _fails(name, kernel, None, backend)
 
 
 #: Cases that run in groups of heads, if they have enough of them.
@@ -196,22 +155,48 @@ def test_heads_in_groups(name: str, backend: Any) -> None:
     assert_close(case, backend.run(case, mutant="in-groups", strategy="gather"))
 
 
-@pytest.mark.parametrize("mutant", GROUP_MUTANTS)
-def test_wrong_groups_of_gathered_heads_are_found_out(mutant: str, backend: Any) -> None:
-    case = replace(CASES["causal-zigzag-cp4"], heads=(8, 4))
-    results = backend.run(case, mutant=mutant, kernel="eager", strategy="gather")
-    with pytest.raises(AssertionError):
-        assert_close(case, results)
+BESIDE_KERNELS = "grads-beside-kernels-dropped"  # there are none in one launch
+#: Cases, their options and mutants that they show: padded query heads, a copied K/V head and all
+#: options that are per head; one launch per run of queries, and two stages; heads in groups.
+WITNESSES: dict[str, tuple[Case, dict[str, Any], tuple[str, ...]]] = {
+    "heads": (
+        Case(
+            "witness", Mask(causal=True), "zigzag", 4, 24, 40, heads=(5, 1), sinks=2, bias="shared",
+            alibi=1, dropout_p=0.2, segments="pair",
+        ), {"strategy": WAYS["hybrid-gather"]}, (*HEAD_MUTANTS, *BUFFER_MUTANTS),
+    ),
+    "runs": (
+        CASES["window-both-zigzag-cp4"], {"strategy": "gather", "kernel": "eager"},
+        (*(x for x in GATHERED_MUTANTS if x != BESIDE_KERNELS), "window-off-by-one"),
+    ),
+    "two stages": (
+        CASES["causal-zigzag-cp4"], {"strategy": "gather", "kernel": "sdpa"},
+        (BESIDE_KERNELS, "gathered-grads-not-sent-home"),
+    ),
+    "groups": (
+        replace(CASES["causal-zigzag-cp4"], heads=(8, 4)), {"strategy": "gather", "kernel": "eager"},
+        (*GROUP_MUTANTS,),
+    ),
+}  # fmt: skip
 
 
-def _fails(name: str, kernel: str, mutant: str | None, backend: Any) -> bool:
-    case = CASES[name]
+@pytest.mark.nightly(only=[
+    f"heads-{x}" for x in (*HEAD_MUTANTS, *BUFFER_MUTANTS)
+    if x not in ("groups-interleaved", "indices-inverted", "padding-has-gradients", "rounded-down")
+])  # fmt: skip
+@pytest.mark.parametrize(
+    ("witness", "mutant"), [(name, x) for name, row in WITNESSES.items() for x in (*row[2], None)]
+)
+def test_a_witness_is_wrong_with_each_mutant_and_right_without(
+    witness: str, mutant: str | None, backend: Any
+) -> None:
+    case, options, _ = WITNESSES[witness]
     try:
-        results = backend.run(case, mutant=mutant, kernel=kernel, strategy="gather")
-        assert_close(case, results)
+        assert_close(case, backend.run(case, mutant, **options))
     except (AssertionError, *backend.failures):
-        return True
-    return False
+        assert mutant
+    else:
+        assert not mutant
 
 
 @pytest.mark.parametrize("sinks", [0, 3], ids=["one a head", "several a head"])
@@ -423,8 +408,11 @@ def test_right_calls_pass_the_check(rank: int, bias_heads: int, outer: str) -> N
         )  # fmt: skip
 
 
-def compiled_and_not(rank: int, outer: str, options: dict[str, Any]) -> list[float]:
-    """Return differences from eager of compiled calls, and of calls recomputed in the backward."""
+@pytest.mark.nightly(unless=["window-ring"])
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("options", [{}, {"window": (5, 0)}], ids=["plain", "window"])
+@on_four_ranks
+def test_compiled_and_checkpointed(rank: int, options: dict[str, Any], outer: str) -> None:
     torch.manual_seed(rank)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -436,30 +424,18 @@ def compiled_and_not(rank: int, outer: str, options: dict[str, Any]) -> list[flo
         return checkpoint(run, *x, use_reentrant=False)
 
     graphs = CompileCounterWithBackend("aot_eager")
-    compiled, differences = torch.compile(run, backend=graphs, fullgraph=True), []
+    compiled = torch.compile(run, backend=graphs, fullgraph=True)
     for _call in range(2):  # new inputs, the same graph
         qkv = [torch.randn(1, 8, heads, 16).requires_grad_() for heads in (4, 2, 2)]
         results = []
         for function in (run, compiled, again):
             out = function(*qkv)
             results.append([out.detach(), *torch.autograd.grad(out.square().sum(), qkv)])
-        differences += [
-            float((a - b).abs().max())
-            for other in results[1:]
-            for a, b in zip(results[0], other, strict=True)
-        ]
+        for other in results[1:]:
+            torch.testing.assert_close(other, results[0], rtol=0, atol=0)
     assert graphs.frame_count == 1
     with pytest.raises(UnsupportedError, match="no second derivative"):
         torch.autograd.grad(run(*qkv).sum(), qkv, create_graph=True)
-    return differences
-
-
-@pytest.mark.nightly(unless=["window-ring"])
-@pytest.mark.parametrize("outer", OUTER)
-@pytest.mark.parametrize("options", [{}, {"window": (5, 0)}], ids=["plain", "window"])
-def test_compiled_and_checkpointed(options: dict[str, Any], outer: str, backend: Any) -> None:
-    for differences in backend.pool(4).run(compiled_and_not, outer, options):
-        assert len(differences) == 16 and max(differences) == 0
 
 
 def failed(rank: int, method: str, outer: str) -> str:

@@ -48,13 +48,6 @@ def around(target: Any, name: str, wrong: Callable[..., Any]) -> Patches:
     return [(target, name, lambda *args: wrong(right, *args))]
 
 
-def stale_keys_in_the_backward() -> Patches:
-    """Fault: the backward uses the K/V that arrived last in another call."""
-    return around(
-        Ring, "backward", lambda right, *args: right(*args[:-1], [x.roll(256) for x in args[-1]])
-    )
-
-
 def keys_one_hop_late() -> Patches:
     """Fault: a step computes with the K/V of the step before, at its own positions."""
     last: list[list[torch.Tensor]] = []
@@ -75,11 +68,6 @@ def in_kernels(change: Callable[..., Any]) -> Patches:
     return [x for name in ("attend", "differentiate") for x in around(EagerKernel, name, wrong)]
 
 
-def scale_dropped() -> Patches:
-    """Fault: the scale does not reach the kernel."""
-    return in_kernels(lambda item, params: (item, replace(params, scale=16**-0.5)))
-
-
 def window_inverted() -> Patches:
     """Fault: left and right of the window are exchanged."""
 
@@ -88,13 +76,6 @@ def window_inverted() -> Patches:
         return replace(item, lo=lo, hi=hi), params
 
     return in_kernels(swap)
-
-
-def another_mask_on_one_rank() -> Patches:
-    """Fault: rank 1 applies no mask."""
-    return in_kernels(
-        lambda item, params: (replace(item, lo=None, hi=None) if item.q_rank == 1 else item, params)
-    )
 
 
 def one_head_wrong() -> Patches:
@@ -146,31 +127,31 @@ def gradients_to_the_wrong_owner() -> Patches:
     return around(Ring, "backward", wrong)
 
 
-def in_items(change: Callable[..., Any]) -> Patches:
-    """Fault: a step has other items than those of its program."""
-    return around(ring_module.RingProgram, "items", change)
-
-
 FAULTS: dict[str, Callable[[], Patches]] = {
     f.__name__: f
     for f in (
-        stale_keys_in_the_backward, keys_one_hop_late, scale_dropped, window_inverted,
-        another_mask_on_one_rank, one_head_wrong, one_head_of_dk_wrong, nothing_is_sent,
+        keys_one_hop_late, window_inverted, one_head_wrong, one_head_of_dk_wrong, nothing_is_sent,
         gradients_to_the_wrong_owner,
     )
 } | {
-    # Own keys count again in the next step, as replicated tokens do in a ring.
-    "counted_twice": lambda: in_items(
-        lambda right, x, rank, step: (*right(x, rank, step), *(right(x, rank, 0) if step == 1 else ()))
+    # The backward uses the K/V that arrived last in another call.
+    "stale_keys_in_the_backward": lambda: around(
+        Ring, "backward", lambda right, *args: right(*args[:-1], [x.roll(256) for x in args[-1]])
     ),
-    "last_step_dropped": lambda: in_items(
-        lambda right, x, rank, step: () if step == x.num_steps - 1 else right(x, rank, step)
+    "scale_dropped": lambda: in_kernels(lambda item, x: (item, replace(x, scale=16**-0.5))),
+    "another_mask_on_one_rank": lambda: in_kernels(
+        lambda item, x: (replace(item, lo=None, hi=None) if item.q_rank == 1 else item, x)
+    ),
+    # Own keys count again in the next step, as replicated tokens do in a ring.
+    "counted_twice": lambda: around(
+        ring_module.RingProgram, "items",
+        lambda right, x, rank, step: (*right(x, rank, step), *(right(x, rank, 0) if step == 1 else ())),
     ),
 }  # fmt: skip
 
 
-#: Mutants of the test suite that change the plan's arithmetic.
-MUTANTS = ("window-off-by-one", "local-positions")
+#: Mutants of the test suite that change the program, or the plan's arithmetic.
+MUTANTS = ("last-step-dropped", "window-off-by-one", "local-positions")
 
 
 @contextmanager
