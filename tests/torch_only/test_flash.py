@@ -208,6 +208,15 @@ class Silent(Plain):
 SILENT = FlashKernel(Silent(), CAN)
 
 
+def test_documents_keep_their_right_side() -> None:
+    item = WorkItem(0, 0, 0, 0, 7, 0, 5, -1, None, np.array([0, 5, 7]), np.array([0, 3, 5]))
+    params = KernelParams(Mask(), 1.0)
+    q, k = torch.randn(1, 7, 1, 4), torch.randn(1, 5, 1, 4)
+    rows, columns = QueryBlock(q), KeyBlock(k, k)
+    a, b = (_attended(x, rows, columns, item, params).lse for x in (PLAIN, FORGETFUL))
+    _same(a, b)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("cu_k", [(0, 3, 6), (0, 0, 3), (0, 2, 5)], ids=["all", "none", "fewer"])
 def test_nan_in_documents_stays(cu_k: tuple[int, ...], batch: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import sdpa
-from on_ranks import on_ranks, on_two_ranks
+from on_ranks import on_ranks, on_three_ranks, on_two_ranks
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.autograd import functional
@@ -528,6 +528,17 @@ def test_another_order_is_a_mismatch_on_all_ranks(rank: int, late: bool) -> None
     model.swapped = rank == cp.cp_size - 1
     with pytest.raises(RankMismatchError, match=r"reduce_each_gradient\[1\] [ab]\."):
         model(torch.ones(2, 4)).sum().backward()
+
+
+@on_three_ranks
+def test_another_order_in_a_part_is_a_mismatch(rank: int) -> None:
+    """Run two layers in another order on one of the two ranks of three that use them."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=4))
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "part": Two(swapped=rank == 1)})
+    ContextParallel(group).reduce_each_gradient(model)
+    x = model["used"](torch.ones(2, 4))
+    with pytest.raises(RankMismatchError if rank else RuntimeError, match=r"part\."):
+        (model["part"](x) if rank else x).sum().backward()
 
 
 def _alone() -> Any:

@@ -393,6 +393,23 @@ def test_gradients_that_cannot_be_written_are_replaced(rank: int) -> None:
 
 
 @on_ranks
+def test_a_gradient_of_one_rank_is_summed_and_a_sparse_one_refused(rank: int) -> None:
+    """As of an expert that other ranks do not use; of a third weight no rank has a gradient."""
+    cp, layers = ContextParallel(), [nn.Linear(3, 2, bias=False) for _ in range(3)]
+    layers[1].double()
+    layers[0].weight.grad = torch.full((2, 3), float(rank))
+    if rank == 3:
+        layers[1].weight.grad = torch.ones(2, 3, dtype=torch.float64)
+    cp.reduce_gradients(nn.ModuleList(layers))
+    sums = [None if x.weight.grad is None else float(x.weight.grad.mean()) for x in layers]
+    assert sums == [6.0, 1.0, None]
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(UnsupportedError, match="sparse"):
+        cp.reduce_gradients(embedding)
+
+
+@on_ranks
 def test_compiled_models_are_compiled_once(rank: int) -> None:
     torch._dynamo.reset()
     step = Step(rank)
