@@ -21,7 +21,6 @@ from ring_core import UnsupportedError, WrongResultError
 from ring_torch import ContextParallel, hf
 from ring_torch.hf import mixers, products, wiring
 from ring_torch.hf.models import hooks, releases
-from ring_torch.local import LocalRanks
 
 
 def verdict(handle: hf.Handle, batch: dict[str, Any]) -> str:
@@ -366,25 +365,20 @@ def test_noise_that_hides_all_is_no_verdict() -> None:
         hf.verify(unknown("Shift"), ContextParallel(), whole("left"))
 
 
-def _hub(_: int, case: str) -> list[str]:
-    """Return the warnings of two calls of ``parallelize``, and of ``verify``."""
-    model = build("Llama") if case == "known" else unknown()
+@pytest.mark.parametrize("case", ["known", "unknown"])
+@on_ranks
+def test_parallelize_warns_once_of_what_no_test_has_run(case: str) -> None:
+    model, cp = build("Llama") if case == "known" else unknown(), ContextParallel()
     batch = whole("plain")
-    cp = ContextParallel()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         hf.verify(model, cp, batch)
         handle = hf.parallelize(model, cp)
         assert hf.parallelize(model, cp) is handle
         handle.verify(batch)
-    return [str(x.message) for x in caught if "no test has run" in str(x.message)]
-
-
-@pytest.mark.parametrize("case", ["known", "unknown"])
-def test_parallelize_warns_once_of_what_no_test_has_run(pool: LocalRanks, case: str) -> None:
-    for warned in pool.run(_hub, case):
-        assert len(warned) == (case == "unknown")
-        assert all("Unknown" in x and "hf.verify(model, cp, batch)" in x for x in warned)
+    warned = [str(x.message) for x in caught if "no test has run" in str(x.message)]
+    assert len(warned) == (case == "unknown")
+    assert all("Unknown" in x and "hf.verify(model, cp, batch)" in x for x in warned)
 
 
 @pytest.mark.parametrize("release", ["5.25.0", "6.0.0.dev0"])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -185,12 +186,8 @@ MIXED = (0, 8, 10, 20, 22)  # long, short, long, short
 
 
 def _mixed(rank: int, family: str, kwargs: dict[str, Any]) -> list[Any]:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(_documents, "LONG", 8)
-    try:
+    with patch.object(_documents, "LONG", 8):
         return _varlen(rank, family, MIXED, kwargs)
-    finally:
-        patch.undo()
 
 
 @pytest.mark.parametrize("option", ["causal window", "window", "dropout"])
@@ -278,28 +275,15 @@ def test_group(rank: int) -> None:
     same(out, expected(B, 32, ANSWERS["causal"])[0][:, tokens_of("zigzag", 32, 2, rank % 2)])
 
 
-def _exchanges(_: int, local: tuple[int, ...]) -> tuple[int, int]:
-    """Return the number of row exchanges in the forward and in the backward."""
-    counts = [0]
-    exchange = MoveCall.run
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        counts[-1] += 1
-        return exchange(*args, **kwargs)
-
+@pytest.mark.parametrize(("local", "count"), [((0, 6, 8, 18), 2), ((0, 10), 0)])
+@on_ranks
+def test_one_exchange_there_and_one_back(local: tuple[int, ...], count: int) -> None:
     q = torch.ones(local[-1], H, D, requires_grad=True)
-    patch = pytest.MonkeyPatch()
-    patch.setattr(MoveCall, "run", counted)
-    out = ring_flash_attn.zigzag_ring_flash_attn_varlen_func(q, q, q, local, 10, causal=True)
-    counts.append(0)
-    out.sum().backward()
-    patch.undo()
-    return counts[0], counts[1]
-
-
-def test_one_exchange_there_and_one_back(pools: dict[int, LocalRanks]) -> None:
-    assert set(pools[2].run(_exchanges, (0, 6, 8, 18))) == {(2, 2)}
-    assert set(pools[2].run(_exchanges, (0, 10))) == {(0, 0)}
+    with patch.object(MoveCall, "run", autospec=True, side_effect=MoveCall.run) as exchanged:
+        out = ring_flash_attn.zigzag_ring_flash_attn_varlen_func(q, q, q, local, 10, causal=True)
+        assert exchanged.call_count == count
+        out.sum().backward()
+    assert exchanged.call_count == 2 * count
 
 
 def test_compiled_code_calls_it() -> None:
@@ -450,9 +434,7 @@ def test_bad_arguments_are_named_before_anything_is_sent(rank: int) -> None:
     """Only rank 0 makes these calls, and cannot send anything."""
     if rank:
         return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "start", None)
-        patch.setattr(dist, "all_to_all_single", None)
+    with patch.object(Ranks, "start", None), patch.object(dist, "all_to_all_single", None):
         for name, (family, x, kwargs, message) in (BAD | REFUSED).items():
             with pytest.raises(ValueError, match=message) as error:
                 getattr(ring_flash_attn, f"{family}_func")(x, x, x, **kwargs)

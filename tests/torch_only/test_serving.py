@@ -9,12 +9,14 @@ import gc
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from on_ranks import on_ranks
+import torch.distributed as dist
+from on_ranks import on_ranks, on_two_ranks
 from served import PAGE, SIZES, World, dense
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -200,41 +202,35 @@ DISAGREE: dict[str, tuple[Callable[[KVCache, int], Any], str]] = {
 }
 
 
+def in_time(seconds: int) -> ContextParallel:
+    """Return context parallelism over a group of its own with this timeout."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=seconds))
+    return ContextParallel(group)
+
+
 @pytest.mark.parametrize("name", DISAGREE)
 @pytest.mark.parametrize("call", ["decode", "prefill"])
-def test_caches_that_disagree(call: str, name: str) -> None:
-    with LocalRanks(2, timeout=10) as ranks:
-        ranks.run(_disagree, call, name)
-
-
-def _disagree(rank: int, call: str, name: str) -> None:
-    change, message = DISAGREE[name]
-    cp = ContextParallel()
+@on_two_ranks
+def test_caches_that_disagree(rank: int, call: str, name: str) -> None:
+    (change, message), cp = DISAGREE[name], in_time(10)
     cache, *_ = filled(cp)
     cp.decode(randn(2, 1, H, D), cache, layer=0)  # a call that was compared before
     if call == "prefill":
         cache.extend([0], 4)
     change(cache, rank)
     q, k = randn(1, 2, H, D), randn(1, 2, K, D)
-
-    def run() -> None:
-        if call == "decode":
-            cp.decode(q[:, :1], cache, layer=0, requests=[0])
-        else:
-            request = rank if name == "other requests" else 0
-            cp.prefill(q, k, k, cache, layer=0, request=request)
-
+    request = rank if name == "other requests" else 0
+    calls: dict[str, Callable[[], Any]] = {
+        "decode": lambda: cp.decode(q[:, :1], cache, layer=0, requests=[0]),
+        "prefill": lambda: cp.prefill(q, k, k, cache, layer=0, request=request),
+    }
     with pytest.raises(RankMismatchError, match=message):
-        run()
+        calls[call]()
 
 
-def test_a_lost_rank_ends_decode_on_the_others() -> None:
-    with LocalRanks(2, timeout=3) as ranks:
-        ranks.run(_lost)
-
-
-def _lost(rank: int) -> None:
-    cp = ContextParallel()
+@on_two_ranks
+def test_a_lost_rank_ends_decode_on_the_others(rank: int) -> None:
+    cp = in_time(3)
     cache, *_ = filled(cp)
     cp.decode(randn(2, 1, H, D), cache, layer=0)
     if rank == 1:
