@@ -200,10 +200,7 @@ def test_mistakes_are_named(rank: int, tmp_path: Path) -> None:
 
     def built(data: Any = None, **options: Any) -> Any:
         return Trainer(
-            build("Llama").float(),
-            arguments(tmp_path, **options),
-            collate,
-            data or documents(),
+            build("Llama").float(), arguments(tmp_path, **options), collate, data or documents()
         )
 
     def refused(error: type, message: str, trainer: Any, **options: Any) -> None:
