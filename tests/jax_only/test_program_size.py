@@ -76,6 +76,12 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "predicate": {"mask": PREDICATE},
     "predicate, documents": {"mask": Mask(predicate=every_third_block, cu_seqlens=CUTS)},
     "balanced": {"causal": True, "strategy": "balanced", "layout": "contiguous"},
+    "ulysses": {"causal": True, "cu_seqlens": CUTS, "strategy": "ulysses"},
+    "hybrid": {
+        "causal": True,
+        "cu_seqlens": CUTS,
+        "strategy": StrategyConfig("hybrid", ulysses_size=4),
+    },
     "balanced, predicate": {"mask": PREDICATE, "strategy": "balanced", "layout": "contiguous"},
 }
 
