@@ -26,7 +26,7 @@ from jax import lax
 from ring_core import Request, RingProgram, StrategyConfig, StrategyName
 from ring_core.programs.ring import Stage
 from ring_jax.collectives import Ranks, match_varying, reload_after, varying_axes
-from ring_jax.kernels.absent import AbsentKernel, or_broken
+from ring_jax.kernels.absent import AbsentKernel, lowered_for, or_broken
 from ring_jax.positions import all_positions
 from ring_jax.rank_view import Launches, RankView, StepTable, is_padding, ranks_of, step_table
 from ring_jax.records import (
@@ -389,8 +389,9 @@ def _launch[State: (AttentionState, Grads)](
         return result.attend_into(*operands) if isinstance(result, AbsentKernel) else result
 
     launches = {
-        device: partial(branch, kernel)
+        device: partial(branch, kernel) if device == "default"
+        else partial(lowered_for, device, partial(branch, kernel))
         for kernel in kernels
         for device in kernel.capabilities.devices or ("default",)
-    }
+    }  # fmt: skip
     return cast("State", lax.platform_dependent(rows, *args, into, **launches))
