@@ -41,7 +41,7 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 import ring_jax.equinox
-from ring_core import KernelConfig, Mask, UnsupportedError
+from ring_core import KernelConfig, Mask, StrategyConfig, UnsupportedError
 from ring_jax import Segments, ring_attention
 from ring_jax.flax import make_attention_fn
 from ring_jax.nn import make_dot_product_attention
@@ -80,26 +80,40 @@ def nnx_loss(attention_fn: Callable[..., Any], x: jax.Array, weight: jax.Array) 
     return loss(layer)
 
 
-def test_nnx() -> None:
+#: Strategies, which are bound like any option, each with a number of devices.
+BOUND: dict[str, tuple[int, str | StrategyConfig]] = {
+    "auto": (2, "auto"),
+    "ulysses": (2, "ulysses"),
+    "hybrid": (4, StrategyConfig("hybrid", ulysses_size=2)),
+}
+
+
+@pytest.mark.nightly(only=["ulysses"])
+@pytest.mark.parametrize("name", BOUND)
+def test_nnx(name: str) -> None:
     x, weight = random(B, T, 12, seed=5), random(B, T, 12, seed=6)
     expected = nnx_loss(nnx.dot_product_attention, x, weight)
-    cp = context()
-    all_close(nnx_loss(make_attention_fn(cp.attention), cp.shard(x), cp.shard(weight)), expected)
+    size, strategy = BOUND[name]
+    cp = context(size)
+    attend = make_attention_fn(partial(cp.attention, strategy=strategy))
+    all_close(nnx_loss(attend, cp.shard(x), cp.shard(weight)), expected)
 
 
-@pytest.mark.nightly(only=["shard_map"])  # per change docs/jax-adapters.md runs it
+@pytest.mark.nightly(
+    unless=["auto-global arrays"]
+)  # per change docs/jax-adapters.md runs the other
 @pytest.mark.parametrize("where", ["global arrays", "shard_map"])
-def test_linen(where: str) -> None:
+@pytest.mark.parametrize("name", BOUND)
+def test_linen(name: str, where: str) -> None:
     x, weight = random(B, T, 12, seed=5), random(B, T, 12, seed=6)
     module = partial(linen.MultiHeadDotProductAttention, num_heads=H, qkv_features=H * D)
     params = module().init(jax.random.key(0), x)
-    cp = context()
-    local = partial(ring_attention, axis_name="cp", layout="zigzag", causal=True)
-    ring = module(
-        attention_fn=make_attention_fn(
-            local if where == "shard_map" else partial(cp.attention, causal=True)
-        )
-    )
+    size, strategy = BOUND[name]
+    cp = context(size)
+    local = partial(ring_attention, axis_name="cp", layout="zigzag")
+    attention = local if where == "shard_map" else cp.attention
+    bound = partial(attention, causal=True, strategy=strategy)
+    ring = module(attention_fn=make_attention_fn(bound))
 
     def forward(params: Any, x: jax.Array) -> Any:
         if where == "global arrays":
@@ -474,13 +488,16 @@ def equinox_expected() -> Any:
     return equinox_loss({"attention": module_of(), "name": "one"}, x, weight, CAUSAL)
 
 
-@pytest.mark.nightly(unless=["2-zigzag"])
-@pytest.mark.parametrize(("size", "layout"), [(2, "zigzag"), (4, "contiguous")])
-def test_equinox(size: int, layout: str) -> None:
+@pytest.mark.nightly(unless=["zigzag-auto"])
+@pytest.mark.parametrize("name", BOUND)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_equinox(layout: str, name: str) -> None:
     model: dict[str, Any] = {"attention": module_of(), "name": "one"}
     x, weight = random(B, T, 12, seed=5), random(B, T, 7, seed=6)
+    size, strategy = BOUND[name]
     cp = context(size, layout)
-    ring = ring_jax.equinox.convert(model, partial(cp.attention, causal=True))
+    bound = partial(cp.attention, causal=True, strategy=strategy)
+    ring = ring_jax.equinox.convert(model, bound)
     assert isinstance(ring["attention"], ring_jax.equinox.MultiheadAttention)
     assert ring["attention"].query_proj is model["attention"].query_proj
     all_close(equinox_loss(ring, cp.shard(x), cp.shard(weight)), equinox_expected())
