@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
     or_masks,
 )
+from torch.utils.checkpoint import checkpoint
 
 from ring_core import Mask, UnsupportedError
 from ring_torch import ContextParallel, replace_sdpa
@@ -187,6 +189,7 @@ SCORES: dict[str, tuple[Mod, set[str]]] = {
 #: Scores that are none of these, and what the error says.
 OTHER_SCORES: dict[str, tuple[Mod, str]] = {
     "two caps": (lambda s, b, h, q, k: 5 * torch.tanh(s / 4), "no soft cap"),
+    "two factors": (lambda s, b, h, q, k: 5 * torch.tanh(s * 0.25), "no soft cap"),
     "cap of a head": (lambda s, b, h, q, k: SLOPES[h] * torch.tanh(s / SLOPES[h]), "no soft cap"),
     "cap of a sum": (lambda s, b, h, q, k: 5 * torch.tanh((s + SLOPES[h]) / 5), "no soft cap"),
     "sigmoid": (lambda s, b, h, q, k: torch.sigmoid(s), "no soft cap"),
@@ -389,6 +392,84 @@ def test_a_learned_bias_gets_its_gradient() -> None:
     handle.verify({"q": q, "k": k, "v": v, "mask": mask}, dims=dict.fromkeys("qkv", 2))
 
 
+class Layer(nn.Module):
+    """A layer that calls a function compiled once for the class, by the mask of its kind."""
+
+    attend: ClassVar[Any] = staticmethod(torch.compile(flex_attention, backend="aot_eager"))
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, size = kind, HEADS * DIM
+        self.q, self.kv, self.out = (nn.Linear(size, n) for n in (size, size // 2 * 2, size))
+        self.slopes = nn.Parameter(torch.rand(HEADS))
+
+    def forward(self, x: Tensor, masks: dict[str, BlockMask]) -> Tensor:
+        q = self.q(x).unflatten(-1, (HEADS, DIM)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2, HEADS // 2, DIM)).permute(2, 0, 3, 1, 4)
+
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            capped = 4 * torch.tanh(s / 4)
+            return capped if self.kind == "local" else capped + self.slopes[h] * (j - i)
+
+        out = self.attend(q, k, v, score, masks[self.kind], enable_gqa=True)
+        result: Tensor = x + self.out(out.transpose(1, 2).flatten(2))
+        return result
+
+
+class Decoder(nn.Module):
+    """Layers with windows and layers without, within documents that are found in the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(9, HEADS * DIM)
+        self.layers = nn.ModuleList(Layer(kind) for kind in ("local", "global"))
+
+    def forward(self, tokens: Tensor, masks: dict[str, BlockMask]) -> Tensor:
+        x: Tensor = self.tokens(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, masks, use_reentrant=False)
+        return x
+
+
+def masks_of(tokens: Tensor) -> dict[str, BlockMask]:
+    """Return masks for one row of tokens, in which 0 ends a document, as a loader makes them."""
+    ends = (tokens == 0).long().cumsum(1)
+    document = ends - (tokens == 0).long()
+
+    def within(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (document[b, q] == document[b, k]) & (q >= k)
+
+    near = and_masks(within, lambda b, h, q, k: q - k <= 7)
+    return {"local": block_mask(near), "global": block_mask(within)}
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@on_ranks
+def test_a_decoder_of_packed_documents_trains(is_compiled: bool) -> None:
+    """Steps with new documents each: loss and gradients are those of the whole model."""
+    cp, model = ContextParallel(), Decoder()
+    handle = replace_sdpa(model, cp)
+    if is_compiled:
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+    for step in range(3):
+        draw = torch.Generator().manual_seed(step)
+        tokens = torch.randint(9, (1, T), generator=draw)
+        weights, masks = torch.randn(1, T, HEADS * DIM, generator=draw), masks_of(tokens)
+        grads = []
+        for is_whole in (True, False):
+            model.zero_grad()
+            with cp.whole() if is_whole else nullcontext():
+                out = model(cp.shard(tokens), masks)
+                (out * cp.shard(weights)).sum().backward()
+                cp.reduce_gradients(model)
+            grads.append([x.grad for x in model.parameters() if x.grad is not None])
+        assert len(grads[0]) == len([*model.parameters()]) - 1  # windows have no slopes
+        torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4)
+    handle.remove()
+
+
 @on_ranks
 def test_what_cannot_be_exact_is_refused_by_name() -> None:
     """All refusals are raised before anything is sent, from compiled functions, too."""
@@ -477,14 +558,15 @@ def test_masks_that_change_are_seen() -> None:
     def mod(b: Any, h: Any, i: Any, j: Any) -> Any:
         return (table[i] == table[j]) & ((i - j).abs() < state["width"])
 
-    made = block_mask(mod)
-    for change in (lambda: None, lambda: table.fill_(0), lambda: state.update(width=5)):
+    for change in (dict, lambda: table.fill_(0), lambda: state.update(width=5)):
+        made = block_mask(mod)
+        attend(q, k, v, {"block_mask": made})
         change()
         made = block_mask(mod)
-        made = made if change() is not None else block_mask(mod)
-        out = attend(q, k, v, {"block_mask": made})
-        expected, _ = expected_of(whole, mod, None, None)
-        torch.testing.assert_close(cp.unshard(out, dim=2), expected)
+        for _ in range(2):
+            out = attend(q, k, v, {"block_mask": made})
+            expected, _ = expected_of(whole, mod, None, None)
+            torch.testing.assert_close(cp.unshard(out, dim=2), expected)
     state["width"] = 30
     with pytest.raises(UnsupportedError, match="does not show what the block mask's blocks show"):
         attend(q, k, v, {"block_mask": made})

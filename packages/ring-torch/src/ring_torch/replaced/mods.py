@@ -104,7 +104,7 @@ class Trace(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What two traces that compute the same have in common."""
+        """Its operations and tensors, which are equal for traces that compute the same."""
         tensors = (self.constant(x) for x in self.module.graph.find_nodes(op="get_attr"))
         return self.module.code, identity_of(tensors)
 
@@ -143,7 +143,7 @@ class Trace(NamedTuple):
 
 
 def identity_of(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return what is equal for the same tensors as long as none is changed in place."""
+    """Return a key of tensors, which is equal as long as none is changed in place."""
     # Changes of inference tensors are not counted, so they are equal to nothing.
     return [(id(x), object() if x.is_inference() else x._version, x) for x in tensors]  # noqa: SLF001
 
