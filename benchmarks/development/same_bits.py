@@ -7,6 +7,7 @@ each rank sends in a pass. Differences are shown; the exit code is 1 if there is
     python -m benchmarks.development.same_bits --old ../before
 
 ``--old`` is a checkout with ``packages``. ``--cases 'gather/*'`` takes some of the cases, by name.
+``--one-gpu`` takes others: kernels of GPUs, three calls each, on two ranks that share one.
 """
 
 from __future__ import annotations
@@ -84,6 +85,45 @@ OPTIONS: dict[str, Case] = {
 }  # fmt: skip
 NUMERICS = (("auto", "float32"), ("eager", "float32"), ("auto", "bfloat16"))  # kernels and dtypes
 RANKS = (2, 4)
+
+
+_GPU: Case = {"heads": (8, 2), "dims": (64, 64), "lengths": (2048, 2048), "batch": 1, "calls": 3}
+#: What kernels of GPUs bind in the first call, and repeat.
+GPU_OPTIONS: dict[str, Case] = {
+    "full": {},
+    "causal": causal(),
+    "without-lse": causal() | {"returns_lse": False},
+    "inference": causal() | {"returns_lse": False, "grad": False},
+    "two-sequences": causal() | {"batch": 2},
+    "equal-heads": causal() | {"heads": (4, 4)},
+    "head-groups": causal() | {"returns_lse": False, "head_groups": True},
+    "window": causal(window=(300, 0)) | {"returns_lse": False},
+    "documents": causal(cu_seqlens=(0, 400, 1100, 2048)),
+    "padding": causal(seq_len=1900),
+    "sinks": causal("sinks") | {"returns_lse": False},
+    "segments": causal("segment_ids"),
+}
+GPU_KERNELS = ("fa4", "cudnn", "triton")
+
+
+def gpu_cases() -> dict[str, Case]:
+    """Return the cases of two ranks that share a GPU, each of three calls, by name."""
+    made: dict[str, Case] = {}
+    for kernel, strategy, option in product(GPU_KERNELS, STRATEGIES, GPU_OPTIONS):
+        config, layouts = STRATEGIES[strategy]
+        if config["name"] == "hybrid":
+            continue  # its inner call is one of the others
+        case = DEFAULTS | _GPU | GPU_OPTIONS[option]
+        # Some gradients are added up in any order: there the forwards alone are compared.
+        is_loose = kernel == "cudnn" or (kernel == "fa4" and option == "segments")
+        case |= {"grad": False} if is_loose else {}
+        case["options"] = case["options"] | {"deterministic": kernel == "fa4" and not is_loose}
+        layout = "zigzag" if "zigzag" in layouts else layouts[0]
+        made[f"{strategy}/{layout}/{option}/{kernel}/bfloat16/2x1024"] = case | {
+            "option": option, "strategy": config, "layout": layout, "kernel": kernel,
+            "dtype": "bfloat16", "ranks": 2, "number": len(made), "device": "cuda",
+        }  # fmt: skip
+    return made
 
 
 def all_cases() -> dict[str, Case]:
@@ -187,7 +227,7 @@ def row_of(name: str, old: Answer, new: Answer, found: list[Difference]) -> Answ
 
 def body(options: Any) -> int:
     """Compare the cases; return the exit code, 1 if something differs."""
-    named = all_cases()
+    named = gpu_cases() if options.one_gpu else all_cases()
     cases = {name: x for name, x in named.items() if fnmatchcase(name, options.cases)}
     if not cases:
         raise UsageError(
@@ -225,6 +265,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments: dict[str, dict[str, Any]] = {
         "--old": {"type": Path, "required": True, "help": "a checkout of the old code"},
         "--cases": {"default": "*", "metavar": "PATTERN", "help": "names of cases to compare"},
+        "--one-gpu": {
+            "action": "store_true",
+            "help": "kernels of GPUs, on two ranks that share one",
+        },
         "--all": {"action": "store_true", "help": "show and keep equal and refused cases, too"},
     }
     return command(__doc__, arguments, body, argv)
