@@ -255,7 +255,9 @@ HEAD_MUTANTS: dict[str, Edits] = {
     },
     "copies-not-summed": {_TABLES: {"table(heads.kv_slots,": "table(heads.kv_slots[:, :1],"}},
     "padding-has-gradients": {_TABLES: {"(heads.q == PADDING)": "(heads.q == PADDING)[:0]"}},
-    "options-of-the-first-heads": {_TABLES: {"slice(int(own[0]), int(own[-1]) + 1)": "slice(0, len(own))"}},
+    "options-of-the-first-heads": {
+        _TABLES: {"slice(int(own[0]), int(own[-1]) + 1) if is_range else own_heads": "slice(0, len(own))"},
+    },
     "dropout-of-local-heads": {_TABLES: {"    own_heads,": "    own_heads - own_heads[0],"}},
     "shared-bias-grad-of-one-rank": {  # only the gradient of a bias is sent by itself
         "ring_torch.buffers:HeadCarrier.to_tokens": {

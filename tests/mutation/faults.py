@@ -33,7 +33,7 @@ TORCH, JAX, PALLAS = (
 )
 TRITON = "ring-core/src/ring_core/triton"
 TABLE = "tests/conformance/test_table.py -k shown-bias"
-PADDED = "tests/torch_only/test_padding_matrix.py"
+PADDED = "tests/torch_only/test_padding.py"
 KERNELS = "tests/jax_tpu_only/test_kernels.py"
 FAULTS = {
     "torch-bias-lost-beside-a-mask": Fault(
