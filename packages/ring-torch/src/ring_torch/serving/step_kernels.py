@@ -1,4 +1,4 @@
-"""What a decode step does beside attention, in Triton: new rows are written, partials are merged.
+"""Launches of a decode step beside attention, in Triton: new rows are written, partials are merged.
 
 torch's operations do the same in a dozen launches each, which take longer than all that they move.
 """
