@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -149,6 +150,19 @@ SUBJECTS: dict[str, Subject] = {
             "seq_len": OPTIONS["seq_len"],
         },
     ),
+    "ring_jax.preflight": Subject(
+        ring_jax.preflight,
+        {
+            "cp": cp, "step": lambda cp, params, batch: (cp.shard(batch) * params).sum(),
+            "params": jnp.ones(2), "batch": jnp.ones((1, 8, 2)),
+        },
+        {
+            "cp": {"none": None, "word": "x", "mesh": mesh}, "step": {"none": None, "word": "x"},
+            "params": {"none": None, "word": "x", "integers": ids(2), "object": object()},
+            "batch": {"word": "x", "object": object()},
+            "rtol": {"word": "x", "negative": -1.0, "nan": math.nan},
+        },
+    ),
     "ring_jax.join": Subject(
         ring_jax.join, {"y": zeros(Q), "axis_name": None},
         {"y": SHARD, "dim": DIM, "axis_name": AXIS, "layout": OPTIONS["layout"]},
@@ -163,7 +177,10 @@ SUBJECTS: dict[str, Subject] = {
     ),
 }  # fmt: skip
 #: Names that ring_core's tests check, or that this package's functions return.
-ELSEWHERE = {"ring_jax.Halo", "ring_jax.KernelConfig", "ring_jax.Mask", "ring_jax.Segments"}
+ELSEWHERE = {
+    "ring_jax.Halo", "ring_jax.KernelConfig", "ring_jax.Mask", "ring_jax.PreflightReport",
+    "ring_jax.Segments",
+}  # fmt: skip
 
 
 globals().update(checks_of(SUBJECTS, ("ring_jax",), ELSEWHERE, ContextParallel))
