@@ -489,12 +489,17 @@ def wrapped(model: Any, form: str) -> Any:
 def reduced(model: Any, cp: ContextParallel, x: Row) -> dict[str, Tensor]:
     """Return the whole sequence's gradients, added, or averaged as a wrapper does."""
     if x.form not in ("ddp", "fsdp"):
-        if x.options.get("reduction") == "mean":
-            for weight in model.parameters():
-                if weight.grad is not None:
-                    dist.all_reduce(weight.grad)
-                    weight.grad /= cp.cp_size
-        else:
-            cp.reduce_gradients(model)
+        reduce(model, cp, x.options.get("reduction", "sum"))
     grads = gradients(model)
     return {n: y.full_tensor() if isinstance(y, DTensor) else y for n, y in grads.items()}
+
+
+def reduce(model: Any, cp: ContextParallel, reduction: str) -> None:
+    """Add gradients over the ranks, or average them."""
+    if reduction == "sum":
+        cp.reduce_gradients(model)
+        return
+    for weight in model.parameters():
+        if weight.grad is not None:
+            dist.all_reduce(weight.grad)
+            weight.grad /= cp.cp_size

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from processes import Started
 from reliability import environment
 from tqdm import tqdm
 
@@ -188,19 +189,6 @@ class Job:
             "MASTER_ADDR": hosts_of_job[0].address, "MASTER_PORT": str(PORT),
             "WORLD_SIZE": str(self.hosts * self.each), "RING_TIMEOUT": str(timeout),
         }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Started:
-    """Running program and the file with its output."""
-
-    process: subprocess.Popen[bytes]
-    output: Path
-
-    @property
-    def text(self) -> str:
-        """Return the output so far."""
-        return self.output.read_text(errors="replace")
 
 
 @contextmanager

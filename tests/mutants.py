@@ -255,7 +255,9 @@ HEAD_MUTANTS: dict[str, Edits] = {
     },
     "copies-not-summed": {_TABLES: {"table(heads.kv_slots,": "table(heads.kv_slots[:, :1],"}},
     "padding-has-gradients": {_TABLES: {"(heads.q == PADDING)": "(heads.q == PADDING)[:0]"}},
-    "options-of-the-first-heads": {_TABLES: {"slice(int(own[0]), int(own[-1]) + 1)": "slice(0, len(own))"}},
+    "options-of-the-first-heads": {
+        _TABLES: {"slice(int(own[0]), int(own[-1]) + 1) if is_range else own_heads": "slice(0, len(own))"},
+    },
     "dropout-of-local-heads": {_TABLES: {"    own_heads,": "    own_heads - own_heads[0],"}},
     "shared-bias-grad-of-one-rank": {  # only the gradient of a bias is sent by itself
         "ring_torch.buffers:HeadCarrier.to_tokens": {
@@ -295,6 +297,8 @@ HARMLESS: dict[str, Edits] = {
     "by-copies": {"ring_torch.transports.peer_copies:fits_one_kernel": {"return fits and": "return False and"}},
 }  # fmt: skip
 
-ALL = (
-    MUTANTS | GATHERED_MUTANTS | JAX_GATHERED_MUTANTS | JAX_HEAD_MUTANTS | GROUP_MUTANTS | HEAD_MUTANTS | BUFFER_MUTANTS | HARMLESS
+TABLES = (
+    MUTANTS, GATHERED_MUTANTS, JAX_GATHERED_MUTANTS, JAX_HEAD_MUTANTS, GROUP_MUTANTS, HEAD_MUTANTS, BUFFER_MUTANTS, HARMLESS,
 )  # fmt: skip
+ALL = {name: edits for table in TABLES for name, edits in table.items()}
+assert len(ALL) == sum(map(len, TABLES)), "two mutants have one name: one would never run"

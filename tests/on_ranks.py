@@ -30,7 +30,7 @@ def on_ranks(function: Callable[..., None], *, ranks: int | None = None) -> Call
     return test
 
 
-on_three_ranks, on_four_ranks = (partial(on_ranks, ranks=n) for n in (3, 4))
+on_two_ranks, on_three_ranks, on_four_ranks = (partial(on_ranks, ranks=n) for n in (2, 3, 4))
 
 
 def _run(rank: int, module: str, name: str, parameters: dict[str, Any]) -> None:

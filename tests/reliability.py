@@ -80,7 +80,7 @@ PROMISES = (
         "where a rank is killed, stalls or is cut off, the others end within the timeout in an error, "
         "nobody has a wrong result, and no process stays",
         (
-            ("torch", "torch_only/test_faults.py torch_only/test_lost_ranks.py"),
+            ("torch", "torch_only/test_lost_ranks.py"),
             ("jax", "jax_only/test_lost_processes.py"),
         ),
     ),

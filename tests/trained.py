@@ -15,8 +15,6 @@ import torch.distributed as dist
 from hf_models import Wide, build
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 import ring_torch
@@ -128,56 +126,6 @@ def trained(
             hf.parallelize(trainer, context(cp_size), logits=options.get("logits", "local"))
         trainer.train()
     return history(trainer)
-
-
-def looped(
-    rank: int, ranks: int, cp_size: int | None, dtype: str, wrapper: str, accumulation: int,
-    dp_size: int,
-) -> list[tuple[float, float]]:  # fmt: skip
-    """Train with a hand-written loop; return the loss and gradient norm of each step.
-
-    Without ``cp_size`` one device runs the batches of all data parallel ranks in turn.
-    """
-    model: Any = build("Llama").to(getattr(torch, dtype)).train()
-    wrapped = model
-    local = range(dp_size) if cp_size is None else [rank // cp_size]
-    cp = None
-    if cp_size is not None:
-        cp = context(cp_size)
-        hf.parallelize(model, cp, reduction="sum" if wrapper == "nothing" else "mean")
-    if wrapper == "ddp":
-        wrapped = DistributedDataParallel(model)
-    if wrapper == "fsdp":
-        mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
-        for part in (*model.model.layers, model):
-            fully_shard(part, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rows, losses = documents(), []
-    for step in range(20):
-        first = step * accumulation * dp_size * 2
-        batches = [
-            [collate([rows[(first + 2 * (n * dp_size + dp) + k) % ROWS] for k in (0, 1)])
-             for n in range(accumulation)]
-            for dp in range(dp_size)
-        ]  # fmt: skip
-        items = sum(int((x["labels"][:, 1:] != -100).sum()) for dp in batches for x in dp)
-        total = torch.zeros((), dtype=torch.float64)
-        for batch in (batch for dp in local for batch in batches[dp]):
-            with Wide() if dtype == "float64" else nullcontext():
-                loss = wrapped(**batch, num_items_in_batch=items / (dp_size // len(local))).loss
-            loss.backward()
-            total += loss.detach()
-        if cp is not None:
-            dist.all_reduce(total)
-            total /= ranks
-            if wrapper == "nothing":
-                cp.reduce_gradients(model)
-        norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        norm = norm.full_tensor() if wrapper == "fsdp" else norm
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append((float(total), float(norm)))
-    return losses
 
 
 def session(

@@ -216,6 +216,17 @@ class Subject:
         return parameters ^ set(self.wrong)
 
 
+def subject(
+    by_name: Mapping[str, Values],
+    call: Callable[..., Any],
+    right: Mapping[str, Any],
+    **wrong: Values,
+) -> Subject:
+    """Return a row, in which arguments have the wrong values given here, or those of their name."""
+    names = [name for name in inspect.signature(call).parameters if name != "self"]
+    return Subject(call, right, {name: wrong.get(name, by_name.get(name, {})) for name in names})
+
+
 def cases(subjects: Mapping[str, Subject]) -> list[tuple[str, str]]:
     """Return all pairs of a function and one of its arguments."""
     return [(name, argument) for name, subject in subjects.items() for argument in subject.wrong]

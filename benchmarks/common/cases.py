@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,10 +62,18 @@ class Setting:
 
         Scores (computed twice), dQ and dK cost the head dim of q; out, dV and dP that of v.
         """
-        pairs = pairs_of(mask_of(self.mask, self.seq_len), self.seq_len)
+        plan = make_plan(mask_of(self.mask, self.seq_len), seq_len=self.seq_len, cp_size=1)
+        pairs = int(ring_program(plan).work().sum())  # visible ones
         dim, v_dim = self.dim, self.v_dim or self.dim
         multiplied = {"forward": dim + v_dim, "both": 4 * dim + 3 * v_dim}
         return {key: 2 * pairs * self.batch * self.heads * n for key, n in multiplied.items()}
+
+    def rates(self, times: dict[str, Any], shares: int) -> dict[str, Any]:
+        """Return times of both passes with the TFLOP/s of each of the ``shares`` GPUs."""
+        return {
+            key: times[key] | {"tflops": flops / shares / times[key]["ms"] / 1e9}
+            for key, flops in self.flops.items()
+        }
 
 
 SETTINGS = (
@@ -119,11 +127,6 @@ def mask_of(name: str, seq_len: int) -> Mask:
         return Mask(causal=True, cu_seqlens=(0, *ends[ends < seq_len].tolist(), seq_len))
     window = windowed(4097 if seq_len > SCALING_GATE else 301)
     return {"causal": CAUSAL, "full": FULL, "window": window, "window 128": windowed(128)}[name]
-
-
-def pairs_of(mask: Mask, seq_len: int) -> int:
-    """Return the number of visible (query, key) pairs."""
-    return int(ring_program(make_plan(mask, seq_len=seq_len, cp_size=1)).work().sum())
 
 
 class Rival(NamedTuple):

@@ -1,4 +1,4 @@
-"""Command-line options, result files and environments of benchmarks."""
+"""Frame of a benchmark: its command line, its file of rows, and the machine that measured them."""
 
 from __future__ import annotations
 
@@ -8,33 +8,39 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.cases import PASSES, Setting
 from benchmarks.common.tables import table
 
 
-def parser_of(
-    description: str | None, *, json_path: Path | None = None, tables: bool = True
-) -> argparse.ArgumentParser:
-    """Return a parser with the options that benchmarks share."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawTextHelpFormatter
-    )
+class UsageError(ValueError):
+    """Error of a command line: what was asked, and what is possible."""
+
+
+def command(
+    doc: str | None, arguments: Mapping[str, dict[str, Any]], body: Callable[[Any], int],
+    argv: Sequence[str] | None = None, json_path: Path | None = None,
+) -> int:  # fmt: skip
+    """Run a benchmark with the options of its command line, and return the exit code.
+
+    All have ``--json``, and ``--table``, which prints the rows of a file instead.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, default=json_path, help="write the figures here, too")
-    if tables:
-        text = "print the rows of a JSON as Markdown and stop"
-        parser.add_argument("--table", type=Path, help=text)
-    return parser
-
-
-def show(path: Path) -> int:
-    """Print the table of a result file; return the exit code."""
-    print(table(rows_of(path)))
-    return 0
+    parser.add_argument("--table", type=Path, help="print the rows of a JSON as Markdown and stop")
+    for name, argument in arguments.items():
+        parser.add_argument(name, **argument)
+    options = parser.parse_args(argv)
+    if options.table:
+        print(table(rows_of(options.table)))
+        return 0
+    try:
+        return body(options)
+    except UsageError as error:
+        parser.error(str(error))
 
 
 def parts_of(path: Path) -> dict[str, dict[str, Any]]:
@@ -50,27 +56,30 @@ def rows_of(path: Path, part: str = "") -> list[dict[str, Any]]:
     return rows
 
 
-def write(path: Path, results: Any) -> None:
-    """Write results as JSON, into a new folder if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
-
-
 class Report:
-    """Rows measured so far, written to a file after each, so that a run cut short leaves some.
+    """Rows measured so far, printed and written to a file, so that a run cut short leaves some.
 
-    Rows that the file has already are kept, and not measured again.
+    With ``keep`` rows that the file has already stay, and need not be measured again.
     """
 
-    def __init__(self, path: Path | None, environment: Callable[[], dict[str, Any]]) -> None:
-        self.path, self.environment = path, environment
-        self.rows: list[dict[str, Any]] = rows_of(path) if path and path.exists() else []
+    def __init__(
+        self, path: Path | None, environment: Callable[[], dict[str, Any]],
+        line_of: Callable[[dict[str, Any]], str] = json.dumps, *, keep: bool = False,
+    ) -> None:  # fmt: skip
+        self.path, self.environment, self.line_of = path, environment, line_of
+        self.rows: list[dict[str, Any]] = []
+        if keep and path and path.exists():
+            self.rows = rows_of(path)
 
-    def add(self, row: dict[str, Any]) -> None:
-        """Add a row, and write the file, if a path was given."""
-        self.rows.append(row)
+    def add(self, *rows: dict[str, Any]) -> None:
+        """Add rows, print each, and write the file, into a new folder if need be."""
+        self.rows += rows
+        for row in rows:
+            print(self.line_of(row), flush=True)
         if self.path:
-            write(self.path, {"environment": self.environment(), "rows": self.rows})
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            written = {"environment": self.environment(), "rows": self.rows}
+            self.path.write_text(json.dumps(written, indent=1) + "\n")
 
     def has(self, **key: Any) -> bool:
         """Return True if there is a row with these values."""
@@ -101,20 +110,3 @@ def reason_of(error: BaseException) -> str:
     """Return an error as one line: its type, and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
-
-
-def rates(times: dict[str, Any], setting: Setting, shares: int) -> dict[str, Any]:
-    """Return times of a setting's passes with the TFLOP/s of each of the ``shares`` GPUs."""
-    return {
-        key: times[key] | {"tflops": flops / shares / times[key]["ms"] / 1e9}
-        for key, flops in setting.flops.items()
-    }
-
-
-def scaling_line(row: dict[str, Any]) -> str:
-    """Return a row of a table of scaling as a line to print."""
-    head = f"{row['gpus']} {row['setting']:<26} {row['method']:<18}"
-    if "forward" not in row:
-        return f"{head} {row.get('wrong') or row.get('failed')}"
-    parts = [f"{row[way]['tflops']:6.0f} TFLOP/s {row[way]['ms']:9.3f} ms" for way in PASSES]
-    return f"{head} {' | '.join(parts)} | {row['both']['peak_gib']:.2f} GiB"

@@ -54,6 +54,15 @@ def _scaling_cells(row: Row, one_gpu: dict[tuple[int, str], Row]) -> list[str]:
     return [*cells, f"{row['both']['peak_gib']:.2f}" if of_one else ""]
 
 
+def scaling_line(row: Row) -> str:
+    """Return a row of a table of scaling as a line to print."""
+    head = f"{row['gpus']} {row['setting']:<26} {row['method']:<18}"
+    if "forward" not in row:
+        return f"{head} {row.get('wrong') or row.get('failed')}"
+    parts = [f"{row[way]['tflops']:6.0f} TFLOP/s {row[way]['ms']:9.3f} ms" for way in PASSES]
+    return f"{head} {' | '.join(parts)} | {row['both']['peak_gib']:.2f} GiB"
+
+
 def _strategies(rows: Sequence[Row]) -> str:
     """Return each strategy's scaling efficiency, and Ring's best one beside the best other method.
 
@@ -148,7 +157,7 @@ def _goal(row: Row) -> str:
     return f"{row['goal']:.2f}{', missed' * missed}"
 
 
-def causes_table(rows: Sequence[Row]) -> str:
+def _causes(rows: Sequence[Row]) -> str:
     """Return host microseconds of a repeated call by cause, of the rank that takes longest."""
     lines = (
         [row["setting"], row["cause"], f"{row['forward_us']:.0f}", f"{row['backward_us']:.0f}"]
@@ -204,8 +213,8 @@ def _shown(x: Any) -> str:
 
 #: Table makers by a key that some of their rows have; the first match makes it.
 KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
-    "row": _options,
-    "cause": causes_table,
+    "goal": _options,
+    "cause": _causes,
     "every_strategy": _strategies,
     "tflops_per_gpu": _models,
 }

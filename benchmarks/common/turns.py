@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 from benchmarks.common.cases import OPTIONS_LENGTH, OURS, PASSES, ROUNDS, Row
-from benchmarks.common.report import Report, parser_of, show
+from benchmarks.common.report import Report, command
 from ring_core.tools.bench import watched
 
 Run = Callable[[], Any]
@@ -81,25 +80,30 @@ def row_of(row: Row, wrong: Errors, took: Mapping[str, Times]) -> dict[str, Any]
 
 
 def run_rows(
-    description: str | None, rows: Sequence[Row], measure: Measure,
+    doc: str | None, rows: Sequence[Row], measure: Measure,
     environment: Callable[[], dict[str, Any]], argv: Sequence[str] | None,
 ) -> int:  # fmt: skip
     """Measure each row, and write it; rows already in the JSON are kept. Return the exit code."""
-    parser = parser_of(description)
+
+    def body(options: Any) -> int:
+        where = environment() | {"length": options.length, "rounds": options.rounds}
+        report = Report(options.json, lambda: where, keep=True)
+        left = [row for row in rows if row.name in options.rows and not report.has(row=row.name)]
+        for row in watched(left, len(left), "row"):
+            report.add(measure(row, options.length, options.rounds))
+        return 0
+
     names = [row.name for row in rows]
-    parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument("--length", type=int, default=OPTIONS_LENGTH)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    options = parser.parse_args(argv)
-    if options.table:
-        return show(options.table)
-    where = environment() | {"length": options.length, "rounds": options.rounds}
-    report = Report(options.json, lambda: where)
-    left = [row for row in rows if row.name in options.rows and not report.has(row=row.name)]
-    for row in watched(left, len(left), "row"):
-        report.add(measure(row, options.length, options.rounds))
-        print(json.dumps(report.rows[-1]), flush=True)
-    return 0
+    return command(
+        doc,
+        {
+            "--rows": {"nargs": "+", "choices": names, "default": names, "metavar": "NAME"},
+            "--length": {"type": int, "default": OPTIONS_LENGTH},
+            "--rounds": {"type": int, "default": ROUNDS},
+        },
+        body,
+        argv,
+    )
 
 
 def timed_row(

@@ -14,12 +14,8 @@ import json
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,7 +28,6 @@ from ring_torch.local import LocalRankError, LocalRanks
 
 ANSWER = "bits: "
 HEADER = b"RING"  # how a header begins; its fields may differ between trees
-PASSES = ("forward", "backward")
 
 
 class SentBytes(TorchDispatchMode):
@@ -67,7 +62,7 @@ def inputs_of(case: dict[str, Any], rank: int) -> dict[str, Tensor]:
     Shards are random, each rank's its own, so it does not matter which tokens a layout puts where.
     """
     ranks, (heads, kv_heads), (dim, v_dim) = case["ranks"], case["heads"], case["dims"]
-    dtype, keys, batch = getattr(torch, case["dtype"]), case["lengths"][1], case.get("batch", 2)
+    dtype, keys, batch = getattr(torch, case["dtype"]), case["lengths"][1], 2
     length, kv_length = (x // ranks for x in case["lengths"])
     own, shared = (
         torch.Generator().manual_seed(zlib.crc32(json.dumps([case["option"], x]).encode()))
@@ -97,61 +92,33 @@ def inputs_of(case: dict[str, Any], rank: int) -> dict[str, Tensor]:
     }
     for name in case["tensors"]:
         made["bias" if "bias" in name else name] = optional[name]()
-    made = {name: x.to(case.get("device", "cpu")) for name, x in made.items()}
-    for name in ("q", "k", "v", "bias", "sinks"):
-        if name in made and case.get("grad", True):
-            made[name].requires_grad_()
+    for name in made.keys() & {"q", "k", "v", "bias", "sinks"}:
+        made[name].requires_grad_()
     return made
 
 
 def results_of(rank: int, case: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, int]] | str:
-    """Run a case on this rank; return its tensors and its bytes by pass, or why it is refused.
-
-    Calls after the first have tensors of their own and equal numbers; names of what they give end
-    in their number. Keys and values of the last lie head by head.
-    """
-    results: dict[str, Tensor] = {}
-    sent: dict[str, int] = {}
-    for n in range(count := case.get("calls", 1)):
-        found = _call(rank, case, heads_first=0 < n == count - 1)
-        if isinstance(found, str):
-            return found
-        tensors, sent = found
-        results |= {f"{name}{n + 1 if n else ''}": x for name, x in tensors.items()}
-    return results, sent
-
-
-def _call(
-    rank: int, case: dict[str, Any], *, heads_first: bool
-) -> tuple[dict[str, Tensor], dict[str, int]] | str:
+    """Run a case on this rank; return its tensors and its bytes by pass, or why it is refused."""
     tensors = inputs_of(case, rank)
-    if heads_first:
-        for name in "kv":
-            x = tensors[name].detach().transpose(1, 2).contiguous().transpose(1, 2)
-            tensors[name] = x.requires_grad_(tensors[name].requires_grad)
     dout, dlse = tensors.pop("dout"), tensors.pop("dlse")
     options: dict[str, Any] = {**case["options"], **tensors}
     options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
-    returns_lse, on_cpu = case.get("returns_lse", True), dout.device.type == "cpu"
-    counters = {name: SentBytes() for name in PASSES}
+    forward, backward = SentBytes(), SentBytes()
     try:  # a refusal comes before anything is sent; what a rank meets later ends all of them
-        with counters["forward"] if on_cpu else nullcontext():
-            outputs = ring_attention(
+        with forward:
+            out, lse = ring_attention(
                 **options, layout=case["layout"], kernel=case["kernel"],
-                strategy=StrategyConfig(**case["strategy"]), return_lse=returns_lse,
+                strategy=StrategyConfig(**case["strategy"]), return_lse=True,
             )  # fmt: skip
     except (ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
-    out, *lse = outputs if returns_lse else (outputs,)
     leaves = {name: x for name, x in tensors.items() if x.requires_grad}
-    ends = {out: dout, **(dict.fromkeys(lse, dlse) if case["lse_grad"] else {})}
-    results = dict(zip(("out", "lse"), (x.detach() for x in (out, *lse)), strict=False))
-    if leaves:
-        with counters["backward"] if on_cpu else nullcontext():
-            grads = torch.autograd.grad([*ends], [*leaves.values()], [*ends.values()])
-        results |= {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
-    sent = {name: x.sent for name, x in counters.items()}
-    return {name: x.cpu() for name, x in results.items()}, sent
+    ends = {out: dout, **({lse: dlse} if case["lse_grad"] else {})}
+    with backward:
+        grads = torch.autograd.grad([*ends], [*leaves.values()], [*ends.values()])
+    results = {"out": out.detach(), "lse": lse.detach()}
+    results |= {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
+    return results, {"forward": forward.sent, "backward": backward.sent}
 
 
 def digest_of(x: Tensor) -> str:
@@ -160,23 +127,9 @@ def digest_of(x: Tensor) -> str:
     return hashlib.sha256(f"{x.dtype}{tuple(x.shape)}".encode() + contents).hexdigest()
 
 
-@contextmanager
-def _heads_cut(is_cut: bool) -> Iterator[None]:
-    """Let calls inside cut their heads into groups, which only long ones do."""
-    with ExitStack() as stack:
-        for name in ("head_groups", "gather"):  # older trees have a file of their own
-            with suppress(ModuleNotFoundError):
-                module = import_module(f"ring_torch.strategies.{name}")
-                if is_cut and hasattr(module, "GROUP_FLOPS"):
-                    for limit in ("GROUP_FLOPS", "MIN_BYTES_PER_FLOP", "EARLY_RETURN_FLOPS"):
-                        stack.enter_context(patch.object(module, limit, 1e-9))
-        yield
-
-
 def bits_of(rank: int, case: dict[str, Any], folder: str) -> dict[str, Any]:
     """Run a case on this rank, keep its tensors in a folder and return their digests."""
-    with _heads_cut(case.get("head_groups", False)):
-        found = results_of(rank, case)
+    found = results_of(rank, case)
     if isinstance(found, str):
         return {"refused": found}
     tensors, sent = found
@@ -189,22 +142,6 @@ def path_of(folder: str, case: dict[str, Any], rank: int) -> Path:
     return Path(folder) / f"{case['number']}-{rank}.pt"
 
 
-def _started(case: dict[str, Any]) -> LocalRanks:
-    """Start the ranks of a case: those on a GPU share the first one."""
-    if case.get("device") != "cuda":
-        return LocalRanks(case["ranks"], timeout=20.0, patience=120.0)
-    ranks = LocalRanks(case["ranks"], patience=600.0)
-    ranks.run(_share)
-    return ranks
-
-
-def _share(rank: int) -> None:
-    """Let ranks share the first GPU, as tests of the tree do, or benchmarks of older ones."""
-    sys.path.insert(0, "tests")
-    older = "benchmarks.torch.one_gpu"
-    import_module(older if find_spec(older) else "backends.on_one_gpu").share(rank)
-
-
 def answers(cases: list[dict[str, Any]], folder: str) -> Iterator[dict[str, Any]]:
     """Yield the answer to each case; start new ranks after a call has failed."""
     ranks: LocalRanks | None = None
@@ -212,7 +149,7 @@ def answers(cases: list[dict[str, Any]], folder: str) -> Iterator[dict[str, Any]
         if ranks is None or len(ranks) != case["ranks"]:
             if ranks is not None:
                 ranks.close()
-            ranks = _started(case)
+            ranks = LocalRanks(case["ranks"], timeout=20.0, patience=120.0)
         try:
             yield {"ranks": ranks.run(bits_of, case, folder)}
         except LocalRankError as error:

@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.common import report
 from benchmarks.common.cases import SHORT_SETTINGS, K, Setting, mask_of
-from benchmarks.common.tables import causes_table
+from benchmarks.common.report import Report, command
 from benchmarks.development.host_stubs import as_stubbed_rank
-from benchmarks.development.host_time import described
+from benchmarks.development.host_time import finish
+from benchmarks.torch.methods import check_gpus, described
 from ring_torch import accumulate, attention, autograd, prepare, ring_attention
 from ring_torch.call import Call
 from ring_torch.kernels import fa4
@@ -186,17 +186,9 @@ class Repeated:
         return torch.autograd.grad(out, self.leaves, self.dout)
 
 
-def _finish(device: str) -> None:
-    """Wait until the device has done everything, and, on GPUs, for the other ranks."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
-
-
 def _plain(call: Repeated, device: str) -> Times:
     """Return seconds of each pass, the mean of a few calls that the device can queue."""
-    _finish(device)
+    finish(device)
     times: Times = dict.fromkeys(((name, "in all") for name in PASSES), 0.0)
     for _ in range(AT_ONCE):
         start = time.perf_counter()
@@ -210,21 +202,17 @@ def _plain(call: Repeated, device: str) -> Times:
 
 def _by_cause(call: Repeated, clock: Clock, device: str) -> Times:
     """Return seconds by pass and cause, the mean of a few calls, as :func:`_plain` makes."""
-    _finish(device)
+    finish(device)
     forward = clock.marked(ARGUMENTS, call.forward, outermost=True)
     backward = clock.marked(AUTOGRAD, call.backward, outermost=True)
     taken: Times = dict.fromkeys(((name, cause) for name in PASSES for cause in CAUSES), 0.0)
-
-    def count(name: str) -> None:
-        for cause in CAUSES:
-            taken[name, cause] += clock.seconds[cause] / AT_ONCE
-            clock.seconds[cause] = 0.0
-
     for _ in range(AT_ONCE):
-        out = forward()
-        count("forward")
-        backward(out)
-        count("backward")
+        out = None
+        for name in PASSES:
+            out = forward() if name == "forward" else backward(out)
+            for cause in CAUSES:
+                taken[name, cause] += clock.seconds[cause] / AT_ONCE
+                clock.seconds[cause] = 0.0
     return taken
 
 
@@ -264,34 +252,31 @@ def rows_of(setting: Setting, by_rank: list[dict[str, dict[str, float]]]) -> lis
     ]  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> int:
+def body(options: Any) -> int:
     """Print, and write, the host's time by cause; return the exit code."""
-    parser = report.parser_of((__doc__ or "").partition("\n")[0])
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="ranks")
-    parser.add_argument("--stubs", type=int, metavar="P", help="no GPU: each of P ranks in turn")
-    options = parser.parse_args(argv)
-    if options.table:
-        return report.show(options.table)
-    rows: list[dict[str, Any]] = []
+    count = options.stubs or options.gpus
+    report = Report(options.json, partial(described, gpus=count, stubs=options.stubs or "none"))
     if options.stubs:
         for setting in SETTINGS:
             short = replace(setting, seq_len=STUBBED_TOKENS)
-            by_rank = [
-                as_stubbed_rank(rank, options.stubs, partial(causes, rank, short, "cpu"))
-                for rank in range(options.stubs)
-            ]
-            rows += rows_of(short, by_rank)
-    elif not 2 <= options.gpus <= torch.cuda.device_count():
-        parser.error(f"--gpus {options.gpus}: there are {torch.cuda.device_count()}, 2 are needed")
-    else:
-        with LocalRanks(options.gpus, cuda=True, patience=300.0) as ranks:
-            for setting in SETTINGS:
-                rows += rows_of(setting, ranks.run(causes, setting, "cuda"))
-    print(causes_table(rows))
-    if options.json:
-        environment = described(options.gpus) | {"stubs": options.stubs or "none"}
-        report.write(options.json, {"environment": environment, "rows": rows})
+            runs = [partial(causes, rank, short, "cpu") for rank in range(count)]
+            by_rank = [as_stubbed_rank(rank, count, run) for rank, run in enumerate(runs)]
+            report.add(*rows_of(short, by_rank))
+        return 0
+    check_gpus(count, least=2)
+    with LocalRanks(count, cuda=True, patience=300.0) as ranks:
+        for setting in SETTINGS:
+            report.add(*rows_of(setting, ranks.run(causes, setting, "cuda")))
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Time repeated calls by cause; return the exit code."""
+    arguments: dict[str, dict[str, Any]] = {
+        "--gpus": {"type": int, "default": torch.cuda.device_count(), "help": "ranks"},
+        "--stubs": {"type": int, "metavar": "P", "help": "no GPU: each of P ranks in turn"},
+    }
+    return command(__doc__, arguments, body, argv)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import report
 from benchmarks.common.cases import CAUSAL, Setting
-from benchmarks.torch.methods import method
+from benchmarks.common.report import Report, command
+from benchmarks.common.turns import take_turns
+from benchmarks.torch.methods import check_gpus, described, method
 from benchmarks.torch.scaling import gate, inputs, wrong
 from ring_torch.local import LocalRanks
 
@@ -35,15 +36,21 @@ WARM_UP, ROUNDS, AT_ONCE = 30, 15, 8  # calls, rounds, calls of a round
 Call = Callable[[], object]
 
 
-def microseconds(call: Call) -> float:
+def finish(device: str) -> None:
+    """Wait until the device has done everything, and, on GPUs, for the other ranks."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+
+
+def microseconds(call: Call, count: int) -> float:
     """Return the host's microseconds per call, over a few calls that the GPU can queue."""
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
+    finish("cuda")
     start = time.perf_counter()
-    for _ in range(AT_ONCE):
+    for _ in range(count):
         call()
-    taken = (time.perf_counter() - start) / AT_ONCE
+    taken = (time.perf_counter() - start) / count
     torch.cuda.synchronize()
     return taken * 1e6
 
@@ -69,10 +76,7 @@ def rows(rank: int, size: int) -> list[dict[str, Any]]:
         for _ in range(WARM_UP):
             call()
     gc.disable()
-    taken: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
-    for _ in range(ROUNDS):
-        for key, call in calls.items():
-            taken[key].append(microseconds(call))
+    taken = take_turns(calls, ROUNDS, lambda _: AT_ONCE, microseconds, shuffled=False)
     gc.enable()
     return [
         {
@@ -84,29 +88,19 @@ def rows(rank: int, size: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def described(gpus: int) -> dict[str, Any]:
-    """Return the environment: GPUs and libraries."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    libraries = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    return report.environment(gpu, "flash-attn-4", "triton", gpus=gpus, **libraries)
+def body(options: Any) -> int:
+    """Time all ways, and write their rows; return the exit code."""
+    check_gpus(options.gpus, least=2)
+    report = Report(options.json, partial(described, gpus=options.gpus))
+    with LocalRanks(options.gpus, cuda=True, patience=300.0) as ranks:
+        report.add(*ranks.run(rows, options.gpus)[0])
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Time all ways, and write their rows; return the exit code."""
-    parser = report.parser_of((__doc__ or "").partition("\n")[0])
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="ranks")
-    options = parser.parse_args(argv)
-    if options.table:
-        return report.show(options.table)
-    if not 2 <= options.gpus <= torch.cuda.device_count():
-        parser.error(f"--gpus {options.gpus}: there are {torch.cuda.device_count()}, 2 are needed")
-    with LocalRanks(options.gpus, cuda=True, patience=300.0) as ranks:
-        measured = ranks.run(rows, options.gpus)[0]
-    for row in measured:
-        print(row)
-    if options.json:
-        report.write(options.json, {"environment": described(options.gpus), "rows": measured})
-    return 0
+    """Time all ways; return the exit code."""
+    gpus = {"type": int, "default": torch.cuda.device_count(), "help": "ranks"}
+    return command(__doc__, {"--gpus": gpus}, body, argv)
 
 
 if __name__ == "__main__":

@@ -12,23 +12,23 @@ table of options, on one GPU.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import report
 from benchmarks.common.cases import PASSES, ROWS
+from benchmarks.common.report import Report, UsageError, command, reason_of
 from benchmarks.common.turns import quartiles
 from benchmarks.development import timed_rows
-from benchmarks.development.host_time import described
+from benchmarks.torch.methods import described
 
 HERE = Path(__file__).parents[2]
 OVER_GPUS = ("causal 8k 32/8", "causal 32k 32/8", "causal 128k 32/8")
@@ -40,11 +40,11 @@ def process_of(path: Path, script: str, argument: str) -> subprocess.Popen[str]:
     """Start a script of this tree, with the sources of another in ``PYTHONPATH``.
 
     Raises:
-        ValueError: The path is no checkout.
+        UsageError: The path is no checkout.
     """
     sources = [str(x) for x in sorted(path.glob("packages/*/src"))]
     if not sources:
-        raise ValueError(f"{path} is no checkout: it has no packages/*/src")
+        raise UsageError(f"--old: {path} is no checkout: it has no packages/*/src")
     others = filter(None, [os.environ.get("PYTHONPATH")])  # paths of libraries come last
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sources, str(path), *others])}
     return subprocess.Popen(
@@ -83,13 +83,6 @@ class Tree:
         self._process.communicate()
 
 
-def digest(path: Path) -> str:
-    """Return a digest of the sources of a tree, which names them where there is no commit."""
-    files = sorted(path.glob("packages/*/src/**/*.py"))
-    contents = b"".join(str(x.relative_to(path)).encode() + x.read_bytes() for x in files)
-    return hashlib.sha256(contents).hexdigest()[:12]
-
-
 def commit_of(path: Path) -> str:
     """Return the commit of a checkout; ``no commit`` for any other folder, even within one."""
     command = ["git", "-C", str(path), "rev-parse", "--show-toplevel", "--short=8", "HEAD"]
@@ -116,45 +109,37 @@ def in_turns(old: Timed, new: Timed, request: dict[str, Any], rounds: int) -> di
     return row
 
 
-def main(argv: list[str] | None = None) -> int:
+def body(options: Any) -> int:
     """Time each row; return the exit code, 1 if a row could not be timed."""
-    parser = report.parser_of((__doc__ or "").partition("\n")[0])
-    parser.add_argument("--old", type=Path, help="a checkout of the old code")
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2, help="ranks")
-    default = OVER_GPUS if torch.cuda.is_available() else (timed_rows.ON_CPU,)
-    parser.add_argument("--rows", nargs="*", default=default, metavar="NAME")
-    parser.add_argument("--one-gpu", action="store_true", help="the table of options, too")
-    parser.add_argument("--method", default=METHOD)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=0.4, help="for each figure of a round")
-    options = parser.parse_args(argv)
-    if options.table:
-        return report.show(options.table)
-    if options.old is None:
-        parser.error("--old PATH: a checkout of the old code")
-    names = [*options.rows, *(row.name for row in ROWS if options.one_gpu)]
     paths = {"old": options.old.resolve(), "new": HERE}
-    environment = described(options.gpus) | {
-        name: {"commit": commit_of(path), "digest": digest(path)} for name, path in paths.items()
-    }
-    rows: list[dict[str, Any]] = []
-    try:
-        trees = {name: Tree(path, options.gpus) for name, path in paths.items()}
-    except ValueError as error:
-        parser.error(f"--old: {error}")
-    for name in names:
+    commits = {name: commit_of(path) for name, path in paths.items()}
+    report = Report(options.json, partial(described, gpus=options.gpus, **commits))
+    trees = {name: Tree(path, options.gpus) for name, path in paths.items()}
+    for name in (*options.rows, *(row.name for row in ROWS if options.one_gpu)):
         request = {"row": name, "method": options.method, "seconds": options.seconds}
         try:
-            rows.append(in_turns(trees["old"].time, trees["new"].time, request, options.rounds))
+            row = in_turns(trees["old"].time, trees["new"].time, request, options.rounds)
         except (RuntimeError, OSError) as error:
-            reason = str(error).strip() or type(error).__name__
-            rows.append({"row_in_turns": name, "failed": reason.splitlines()[-1]})
-        print(json.dumps(rows[-1]), flush=True)
-        if options.json:
-            report.write(options.json, {"environment": environment, "rows": rows})
+            row = {"row_in_turns": name, "failed": reason_of(error)}
+        report.add(row)
     for tree in trees.values():
         tree.close()
-    return int(any("failed" in row for row in rows))
+    return int(any("failed" in row for row in report.rows))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Time the rows asked for; return the exit code."""
+    default = OVER_GPUS if torch.cuda.is_available() else (timed_rows.ON_CPU,)
+    arguments: dict[str, dict[str, Any]] = {
+        "--old": {"type": Path, "required": True, "help": "a checkout of the old code"},
+        "--gpus": {"type": int, "default": torch.cuda.device_count() or 2, "help": "ranks"},
+        "--rows": {"nargs": "*", "default": default, "metavar": "NAME"},
+        "--one-gpu": {"action": "store_true", "help": "the table of options, too"},
+        "--method": {"default": METHOD},
+        "--rounds": {"type": int, "default": 12},
+        "--seconds": {"type": float, "default": 0.4, "help": "for each figure of a round"},
+    }
+    return command(__doc__, arguments, body, argv)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,16 @@
 
 Each tree runs every case in processes of its own: all strategies, layouts and options, on 2 and 4
 ranks. ``out``, ``lse`` and all gradients of every rank have to be equal, and so have the bytes that
-each rank sends in a pass. Differences are shown; the exit code is 1 if one is not a known change::
+each rank sends in a pass. Differences are shown; the exit code is 1 if there is one::
 
     python -m benchmarks.development.same_bits --old ../before
 
 ``--old`` is a checkout with ``packages``. ``--cases 'gather/*'`` takes some of the cases, by name.
-``--one-gpu`` takes others: kernels of GPUs, three calls each, on two ranks that share one.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,9 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.common import report
+from benchmarks.common.report import Report, UsageError, command
 from benchmarks.development import case_bits
-from benchmarks.development.old_and_new import HERE, commit_of, digest, process_of
+from benchmarks.development.old_and_new import HERE, commit_of, process_of
 
 Answer = dict[str, Any]  # a line of `case_bits`
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -86,43 +84,6 @@ OPTIONS: dict[str, Case] = {
 }  # fmt: skip
 NUMERICS = (("auto", "float32"), ("eager", "float32"), ("auto", "bfloat16"))  # kernels and dtypes
 RANKS = (2, 4)
-_GPU: Case = {"heads": (8, 2), "dims": (64, 64), "lengths": (2048, 2048), "batch": 1, "calls": 3}
-#: What kernels of GPUs bind in the first call, and repeat.
-GPU_OPTIONS: dict[str, Case] = {
-    "full": {},
-    "causal": causal(),
-    "without-lse": causal() | {"returns_lse": False},
-    "inference": causal() | {"returns_lse": False, "grad": False},
-    "two-sequences": causal() | {"batch": 2},
-    "equal-heads": causal() | {"heads": (4, 4)},
-    "head-groups": causal() | {"returns_lse": False, "head_groups": True},
-    "window": causal(window=(300, 0)) | {"returns_lse": False},
-    "documents": causal(cu_seqlens=(0, 400, 1100, 2048)),
-    "padding": causal(seq_len=1900),
-    "sinks": causal("sinks") | {"returns_lse": False},
-    "segments": causal("segment_ids"),
-}
-GPU_KERNELS = ("fa4", "cudnn", "triton")
-
-
-def gpu_cases() -> dict[str, Case]:
-    """Return the cases of two ranks that share a GPU, each of three calls, by name."""
-    made: dict[str, Case] = {}
-    for kernel, strategy, option in product(GPU_KERNELS, STRATEGIES, GPU_OPTIONS):
-        config, layouts = STRATEGIES[strategy]
-        if config["name"] == "hybrid":
-            continue  # its inner call is one of the others
-        case = DEFAULTS | _GPU | GPU_OPTIONS[option]
-        # Gradients of cuDNN are added up in any order: its forwards alone are compared.
-        case |= {"grad": False} if kernel == "cudnn" else {}
-        deterministic = kernel == "fa4" and option != "segments"
-        case["options"] = case["options"] | {"deterministic": deterministic}
-        layout = "zigzag" if "zigzag" in layouts else layouts[0]
-        made[f"{strategy}/{layout}/{option}/{kernel}/bfloat16/2x1024"] = case | {
-            "option": option, "strategy": config, "layout": layout, "kernel": kernel,
-            "dtype": "bfloat16", "ranks": 2, "number": len(made), "device": "cuda",
-        }  # fmt: skip
-    return made
 
 
 def all_cases() -> dict[str, Case]:
@@ -140,38 +101,11 @@ def all_cases() -> dict[str, Case]:
     return made
 
 
-class KnownChange(NamedTuple):
-    """A deliberate difference from trees of before some time.
-
-    Attributes:
-        before: UTC time; trees with an earlier commit differ.
-        cases: A pattern of names of cases.
-        parts: The tensors that differ, ``sent`` for bytes, ``refused`` for a refusal.
-        at_most: Largest difference of a number.
-        reason: Why the new code differs.
-    """
-
-    before: str
-    cases: str
-    parts: tuple[str, ...]
-    at_most: float
-    reason: str
-
-
-_TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
-_SHIFTED, _WHOLE = "2026-11-26T15:42:55", "2026-11-27T12:02:11"
-_ROUNDED = "scores beside a very negative bias were rounded away"
-_ONE_PIECE = "shards below 512 tokens go to helpers in one piece, so sums have another order"
-KNOWN = (
-    KnownChange(_SHIFTED, "*/bias-very-negative/*", (*_TENSORS, "sent"), 100.0, _ROUNDED),
-    KnownChange(_SHIFTED, "balanced/*/bias*/*", ("sent",), 0.0, "helpers get shifts of the bias"),
-    KnownChange(_WHOLE, "balanced/*/float32/?x??", _TENSORS, 1e-5, _ONE_PIECE),
-    KnownChange(_WHOLE, "balanced/*/bfloat16/?x??", _TENSORS, 8e-3, _ONE_PIECE),
-)
-
-
 class Difference(NamedTuple):
-    """A part of a case's results that differs, on some rank, and by how much at most."""
+    """A part of a case's results that differs, on some rank, and by how much at most.
+
+    ``part`` is the name of a tensor, ``sent`` for bytes, ``refused`` or ``failed``.
+    """
 
     part: str
     text: str
@@ -222,27 +156,6 @@ def _largest(paths: Sequence[Path], name: str) -> float:
     return float(gaps.nan_to_num(float("inf")).max())
 
 
-def reason_for(name: str, difference: Difference, date: str) -> str | None:
-    """Return why a difference from a commit of that date is a known change, or ``None``."""
-    for known in KNOWN:
-        if (
-            date < known.before and fnmatchcase(name, known.cases)
-            and difference.part in known.parts and difference.largest <= known.at_most
-        ):  # fmt: skip
-            return known.reason
-    return None
-
-
-def date_of(path: Path) -> str:
-    """Return the UTC time of a checkout's commit; without one a time after all known changes."""
-    if commit_of(path) == "no commit":
-        return "9999"
-    command = ["git", "-C", str(path), "log", "-1", "--format=%cd", "--date=format-local:%FT%T"]
-    environment = os.environ | {"TZ": "UTC"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    return done.stdout.strip()
-
-
 def ask(process: subprocess.Popen[str], cases: dict[str, Case]) -> Iterator[Answer]:
     """Yield the answers of a tree's process to cases, in their order, as they come.
 
@@ -262,63 +175,59 @@ def ask(process: subprocess.Popen[str], cases: dict[str, Case]) -> Iterator[Answ
         raise RuntimeError(f"{process.args!r} ended at case {[*cases][count]}")
 
 
-def row_of(name: str, old: Answer, new: Answer, found: list[Difference], date: str) -> Answer:
+def row_of(name: str, old: Answer, new: Answer, found: list[Difference]) -> Answer:
     """Return what is shown of a case: its result, and what differs or why it is not compared."""
-    reasons = [reason_for(name, x, date) for x in found]
-    text = "; ".join(x.text for x in found)
-    if found and None not in reasons:
-        why = "; ".join(dict.fromkeys(filter(None, reasons)))
-        return {"case": name, "result": "known change", "text": f"{text} ({why})"}
     if found:
-        return {"case": name, "result": "differs", "text": text}
+        return {"case": name, "result": "differs", "text": "; ".join(x.text for x in found)}
     by_tree = {"old": refusal_of(old), "new": refusal_of(new)}
     refused = [tree for tree, refusal in by_tree.items() if refusal]
     result = f"{' and '.join(refused)} refused" if refused else "equal"
     return {"case": name, "result": result, "text": by_tree[refused[-1]] if refused else ""}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Compare the cases; return the exit code, 1 if something differs unexpectedly."""
-    parser = report.parser_of((__doc__ or "").partition("\n")[0], tables=False)
-    parser.add_argument("--old", type=Path, required=True, help="a checkout of the old code")
-    parser.add_argument("--cases", default="*", metavar="PATTERN", help="names of cases to compare")
-    parser.add_argument("--all", action="store_true", help="show equal and refused cases, too")
-    parser.add_argument("--one-gpu", action="store_true", help="on two ranks that share a GPU")
-    options = parser.parse_args(argv)
-    named = gpu_cases() if options.one_gpu else all_cases()
+def body(options: Any) -> int:
+    """Compare the cases; return the exit code, 1 if something differs."""
+    named = all_cases()
     cases = {name: x for name, x in named.items() if fnmatchcase(name, options.cases)}
     if not cases:
-        parser.error(f"--cases {options.cases}: no case has such a name, as {next(iter(named))}")
+        raise UsageError(
+            f"--cases {options.cases}: no case has such a name, as {next(iter(named))}"
+        )
     paths = {"old": options.old.resolve(), "new": HERE}
-    environment = {
-        name: {"commit": commit_of(path), "digest": digest(path)} for name, path in paths.items()
-    }
+    commits = {name: commit_of(path) for name, path in paths.items()}
+    report = Report(
+        options.json, lambda: commits, lambda x: f"{x['case']} {x['result']}: {x['text']}"
+    )
     rows: list[Answer] = []
     with tempfile.TemporaryDirectory() as made:
         folders = [Path(made) / name for name in paths]
-        processes = []
-        for path, folder in zip(paths.values(), folders, strict=True):
+        for folder in folders:
             folder.mkdir()
-            try:
-                processes.append(process_of(path, case_bits.__file__, str(folder)))
-            except ValueError as error:
-                parser.error(f"--old: {error}")
-        answers, date = (ask(x, cases) for x in processes), date_of(paths["old"])
-        try:
-            for (name, case), a, b in zip(cases.items(), *answers, strict=True):
-                found = differences(a, b, folders, case["number"])
-                rows.append(row_of(name, a, b, found, date))
-        finally:
-            if options.json:
-                report.write(options.json, {"environment": environment, "rows": rows})
-    shown = [x for x in rows if options.all or x["result"] in ("differs", "known change")]
-    for row in shown:
-        print(f"{row['case']:50} {row['result']}: {row['text']}".removesuffix(": "))
+        processes = [
+            process_of(path, case_bits.__file__, str(folder))
+            for path, folder in zip(paths.values(), folders, strict=True)
+        ]
+        for (name, case), a, b in zip(
+            cases.items(), *(ask(x, cases) for x in processes), strict=True
+        ):
+            rows.append(row_of(name, a, b, differences(a, b, folders, case["number"])))
+            if options.all or rows[-1]["result"] == "differs":
+                report.add(rows[-1])
     counts = Counter((x["case"].partition("/")[0], x["result"]) for x in rows)
     for strategy in dict.fromkeys(name for name, _ in counts):
         of_it = (f"{n} {result}" for (name, result), n in counts.items() if name == strategy)
         print(f"{strategy:14} {', '.join(of_it)}")
     return int(any(x["result"] == "differs" for x in rows))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compare the cases asked for; return the exit code."""
+    arguments: dict[str, dict[str, Any]] = {
+        "--old": {"type": Path, "required": True, "help": "a checkout of the old code"},
+        "--cases": {"default": "*", "metavar": "PATTERN", "help": "names of cases to compare"},
+        "--all": {"action": "store_true", "help": "show and keep equal and refused cases, too"},
+    }
+    return command(__doc__, arguments, body, argv)
 
 
 if __name__ == "__main__":

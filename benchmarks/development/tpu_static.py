@@ -26,13 +26,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from benchmarks.common.report import parser_of, write
+from benchmarks.common.report import Report, command
 from ring_core.tools.bench import watched
 
 ROOT = Path(__file__).parents[2]
@@ -64,8 +64,7 @@ class Blocks(NamedTuple):
     rows: int
 
 
-@dataclass(frozen=True)
-class StepRunner:
+class Loop(NamedTuple):
     """Bundles of a kernel's loop: of every visit, of a row, of a full and a partial block."""
 
     always: int
@@ -80,27 +79,6 @@ class StepRunner:
         return self.always * visits + self.rare * blocks.rows + products
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Compile everything and print the table."""
-    parser = parser_of(__doc__, tables=False)
-    parser.add_argument("--topology", nargs="*", default=TOPOLOGIES, help="of these alone")
-    # Compilations run in a process of their own, which is started with this.
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    if options.child:
-        compile_all(**json.loads(options.child))
-        return 0
-    shape = f"T = {LENGTH} per device, H = {HEADS}, K = {KV_HEADS}, D = {DIM}, bfloat16"
-    print(f"bundles per thousand visible pairs and heads, {shape}\n")
-    print(f"{'':12} {'':20} {'forward':>25} {'backward':>25}")
-    print(f"{'':12} {'':20} {'ours  splash  ratio':>25} {'ours  splash  ratio':>25}")
-    topologies = watched(options.topology, len(options.topology), "topology")
-    rows = [row for topology in topologies for row in measure(topology)]
-    if options.json:
-        write(options.json, rows)
-    return 0
-
-
 class Program(NamedTuple):
     """A program to compile: a pass for a mask, with block sizes of queries and of keys."""
 
@@ -111,45 +89,38 @@ class Program(NamedTuple):
 
 
 def measure(topology: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one generation, and print each."""
-    programs_of_ring = {
+    """Yield the rows of one generation."""
+    own = {
         (direction, name): Program(direction, compiled, *chosen(topology, direction, name))
-        for name, compiled in PROGRAMS.items()
-        for direction in DIRECTIONS
+        for (name, compiled), direction in product(PROGRAMS.items(), DIRECTIONS)
     }
     splash = [
-        Program(direction, "causal", *splash_sizes)
-        for direction in DIRECTIONS
-        for splash_sizes in SPLASH_SIZES
+        Program(direction, "causal", *sizes)
+        for direction, sizes in product(DIRECTIONS, SPLASH_SIZES)
     ]
     code = {
-        "ours": loops(topology, "ours", list(dict.fromkeys(programs_of_ring.values()))),
+        "ours": loops(topology, "ours", list(dict.fromkeys(own.values()))),
         "splash": loops(topology, "splash", splash),
     }
     for name, steps in MASKS.items():
         row: dict[str, Any] = {"topology": topology, "mask": name}
         pairs = HEADS * sum(visible(*step) for step in steps)
         for direction in DIRECTIONS:
-            ours = [programs_of_ring[direction, name]]
-            for who, candidates in (("ours", ours), ("splash", splash)):
+            for who, candidates in (("ours", [own[direction, name]]), ("splash", splash)):
                 costs = {
-                    (program.q, program.k): sum(
+                    program: sum(
                         loop.total(visited(who, kernel, (program.q, program.k), *step))
-                        for kernel, loop in code[who][program].items()
-                        for step in steps
+                        for (kernel, loop), step in product(code[who][program].items(), steps)
                     )
                     for program in candidates
                     if program.direction == direction and program in code[who]
                 }
-                best = min(costs, key=lambda sizes: costs[sizes])
-                row[f"{direction} {who}"] = 1000 * costs[best] / pairs
-                row[f"{direction} {who} blocks"] = best
-            row[f"{direction} ratio"] = row[f"{direction} ours"] / row[f"{direction} splash"]
-        figures = [
-            f"{row[f'{way} ours']:6.2f} {row[f'{way} splash']:7.2f} {row[f'{way} ratio']:6.2f}"
-            for way in DIRECTIONS
-        ]
-        print(f"{topology:12} {name:20} {figures[0]:>25} {figures[1]:>25}", flush=True)
+                best = min(costs, key=lambda program: costs[program])
+                row[f"{direction} {who}"] = round(1000 * costs[best] / pairs, 2)
+                row[f"{direction} {who} blocks"] = best[2:]
+            row[f"{direction} ratio"] = round(
+                row[f"{direction} ours"] / row[f"{direction} splash"], 3
+            )
         yield row
 
 
@@ -165,14 +136,11 @@ def chosen(topology: str, direction: Pass, name: str) -> tuple[int, int]:
 
 def visible(mask: str, offset: int) -> int:
     """Return the visible pairs of a step, per head."""
-    if mask == "full":
-        return LENGTH * LENGTH
-    if mask == "causal":
-        return LENGTH * (LENGTH + 1) // 2
-    return sum(
-        max(0, min(i + offset, LENGTH - 1) - max(0, i + offset - WINDOW + 1) + 1)
-        for i in range(LENGTH)
-    )
+    if mask != "window":
+        return LENGTH * (LENGTH if mask == "full" else LENGTH + 1) // (1 + (mask == "causal"))
+    rows = np.arange(LENGTH) + offset
+    seen = np.minimum(rows, LENGTH - 1) - np.maximum(0, rows - WINDOW + 1) + 1
+    return int(np.maximum(0, seen).sum())
 
 
 def visited(who: str, kernel: str, sizes: tuple[int, int], mask: str, offset: int) -> Blocks:
@@ -195,7 +163,7 @@ def visited(who: str, kernel: str, sizes: tuple[int, int], mask: str, offset: in
     return Blocks(*(HEADS * int(n) for n in (full, visits - full, empty, rows)))
 
 
-def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dict[str, StepRunner]]:
+def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dict[str, Loop]]:
     """Compile programs in a process of its own, and return the loops of each, by kernel.
 
     Programs that do not fit into the chip's memory are left out.
@@ -225,7 +193,7 @@ def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dic
     return loops_found
 
 
-def kernels_in(folder: Path, direction: Pass) -> dict[str, StepRunner]:
+def kernels_in(folder: Path, direction: Pass) -> dict[str, Loop]:
     """Return the loops of a pass's kernels in a folder of dumps, by kernel name."""
     return {
         match[1]: parse(path.read_text())
@@ -243,6 +211,11 @@ class Branch(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def size(self) -> int:
+        """Return the number of bundles."""
+        return self.stop - self.start
+
     def holds(self, addresses: list[int]) -> bool:
         """Return True if one of the addresses lies inside."""
         return any(self.start < address < self.stop for address in addresses)
@@ -252,7 +225,12 @@ class Branch(NamedTuple):
         return self.start <= other.start and other.stop <= self.stop
 
 
-def parse(text: str) -> StepRunner:
+def largest(branches: list[Branch]) -> list[Branch]:
+    """Return the branches that lie in no other."""
+    return [b for b in branches if not any(o != b and o.covers(b) for o in branches)]
+
+
+def parse(text: str) -> Loop:
     """Count the bundles of a kernel's loop by what they run for."""
     lines = re.findall(r"^ *(0x[0-9a-f]+|0) +(?:\w\w)?: +(>*)(.*)$", text, re.MULTILINE)
     body = [(int(address, 16), rest) for address, depth, rest in lines if depth]
@@ -268,38 +246,33 @@ def parse(text: str) -> StepRunner:
         if ends.get(number, -1) > address
     ]
     products = [address for address, rest in body if re.search(r"vmatmul|vmxu|vmatpush", rest)]
-    computing = branches_of_kinds([b for b in jumps if b.holds(products)], products)
-    chosen = [length_of(b, jumps) for b in sorted(computing)]
     copies = [address for address, rest in body if re.search(r"dma\.\w+_to_", rest)]
-    skipped = [
-        b
-        for b in jumps
-        if not any(c.start <= b.start < c.stop or b.start <= c.start < b.stop for c in computing)
+    computing = of_kinds([b for b in jumps if b.holds(products)], products)
+    # Of a kind of block, what branches inside jump over is not counted.
+    kinds = [
+        b.size - sum(x.size for x in largest([x for x in jumps if x != b and b.covers(x)]))
+        for b in sorted(computing)
     ]
-    always = [b for b in skipped if b.holds(copies)]
-    once = [b for b in skipped if not any(c.covers(b) for c in always)]
-    rare = sum(b.stop - b.start for b in once if not any(o != b and o.covers(b) for o in once))
-    within = sum(b.stop - b.start for b in computing)
-    return StepRunner(len(body) - rare - within, rare, chosen[0], chosen[min(1, len(chosen) - 1)])
+    beside = [
+        b for b in jumps
+        if not any(c.start <= b.start < c.stop or b.start <= c.start < b.stop for c in computing)
+    ]  # fmt: skip
+    always = [b for b in beside if b.holds(copies)]
+    rare = sum(b.size for b in largest([b for b in beside if not any(c.covers(b) for c in always)]))
+    within = sum(b.size for b in computing)
+    return Loop(len(body) - rare - within, rare, kinds[0], kinds[min(1, len(kinds) - 1)])
 
 
-def length_of(branch: Branch, jumps: list[Branch]) -> int:
-    """Return the number of bundles of a branch, without those that branches inside jump over."""
-    inside = [b for b in jumps if b != branch and branch.covers(b)]
-    largest = [b for b in inside if not any(o != b and o.covers(b) for o in inside)]
-    return branch.stop - branch.start - sum(b.stop - b.start for b in largest)
-
-
-def branches_of_kinds(heavy: list[Branch], products: list[int]) -> list[Branch]:
+def of_kinds(heavy: list[Branch], products: list[int]) -> list[Branch]:
     """Return the branches that compute, without those that only wrap them."""
-    largest = [b for b in heavy if not any(o != b and o.covers(b) for o in heavy)]
-    inside = [b for b in heavy if b not in largest]
+    outer = largest(heavy)
+    inside = [b for b in heavy if b not in outer]
     wraps = all(
         any(b.holds([address]) for b in inside)
         for address in products
-        if any(b.holds([address]) for b in largest)
+        if any(b.holds([address]) for b in outer)
     )
-    return branches_of_kinds(inside, products) if inside and wraps else largest
+    return of_kinds(inside, products) if inside and wraps else outer
 
 
 def compile_all(folder: str, topology: str, who: str, programs: list[list[Any]]) -> None:
@@ -371,6 +344,31 @@ def _splash(sizes: list[int]) -> Any:
         return jax.vmap(jax.vmap(kernel))(grouped, k, v).reshape(q.shape)
 
     return attend
+
+
+def body(options: Any) -> int:
+    """Compile everything and print the figures."""
+    if options.child:
+        compile_all(**json.loads(options.child))
+        return 0
+    print(
+        f"bundles per thousand visible pairs and heads, T = {LENGTH} per device, H = {HEADS}, "
+        f"K = {KV_HEADS}, D = {DIM}, bfloat16"
+    )
+    report = Report(options.json, dict)
+    for topology in watched(options.topology, len(options.topology), "topology"):
+        report.add(*measure(topology))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile for the generations asked for; return the exit code."""
+    arguments: dict[str, dict[str, Any]] = {
+        "--topology": {"nargs": "*", "default": TOPOLOGIES, "help": "of these alone"},
+        # Compilations run in a process of their own, which is started with this.
+        "--child": {"help": argparse.SUPPRESS},
+    }
+    return command(__doc__, arguments, body, argv)
 
 
 if __name__ == "__main__":

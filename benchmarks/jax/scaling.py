@@ -24,9 +24,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 import ring_jax_gpu
-from benchmarks.common import report as _report
 from benchmarks.common.cases import JAX_SETTINGS, PASSES, SCALING_GATE, K, Setting, mask_of
-from benchmarks.common.report import Report, rates, reason_of
+from benchmarks.common.report import Report, command, environment, reason_of
+from benchmarks.common.tables import scaling_line
 from benchmarks.common.turns import Run, take_turns
 from benchmarks.jax import methods
 from benchmarks.jax.methods import METHODS, Method, both, mesh_of, sharding_of
@@ -87,7 +87,7 @@ def enter(name: str, setting: Setting, mesh: Mesh, short: list[Any], expected: A
 def _environment() -> dict[str, Any]:
     libraries = ("jax", "jaxlib", "triton", "jax-triton")
     gpu, flags = jax.devices()[0].device_kind, os.environ.get("XLA_FLAGS", "")
-    return _report.environment(gpu, *libraries, XLA_FLAGS=flags)
+    return environment(gpu, *libraries, XLA_FLAGS=flags)
 
 
 def seconds_each[Key](runs: dict[Key, Run], rounds: int = 5) -> dict[Key, float]:
@@ -156,7 +156,7 @@ def rows_of_setting(
             way: {"ms": 1e3 * took[name, way], "peak_gib": _set_aside(entrant.passes[way])}
             for way in PASSES
         }
-        yield row | rates(times, setting, entrant.mesh.size)
+        yield row | setting.rates(times, entrant.mesh.size)
 
 
 def _set_aside(program: Any) -> float:
@@ -166,30 +166,33 @@ def _set_aside(program: Any) -> float:
     return size / 2**30
 
 
-def main(argv: list[str] | None = None) -> int:
+def body(options: Any) -> int:
     """Run the settings asked for, one after the other; rows already in the JSON are kept."""
-    names = [setting.name for setting in JAX_SETTINGS]
-    parser = _report.parser_of(__doc__, json_path=Path("out/bench_jax_gpus.json"))
-    parser.add_argument("--gpus", type=int, help="how many; by default all")
-    parser.add_argument("--settings", nargs="+", choices=names, default=names)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(DEFAULT))
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="that compile")
-    parser.add_argument("--xla-flags", action="store_true", help="ring_jax_gpu.set_xla_flags()")
-    options = parser.parse_args(argv)
-    if options.table:
-        return _report.show(options.table)
     if options.xla_flags:
         ring_jax_gpu.set_xla_flags()
-    report, mesh = Report(options.json, _environment), mesh_of(options.gpus or len(jax.devices()))
-    chosen = [setting for setting in JAX_SETTINGS if setting.name in options.settings]
+    report = Report(options.json, _environment, scaling_line, keep=True)
+    mesh = mesh_of(options.gpus or len(jax.devices()))
+    chosen = [x for x in JAX_SETTINGS if x.name in (options.settings or [x.name])]
     with ThreadPoolExecutor(options.threads) as pool:
         for setting in watched(chosen, len(chosen), "setting"):
             key = {"gpus": mesh.size, "setting": setting.name}
             left = [name for name in options.methods if not report.has(**key, method=name)]
             for row in rows_of_setting(setting, left, mesh, pool):
                 report.add(row)
-                print(_report.scaling_line(row), flush=True)
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Time the settings asked for; return the exit code."""
+    names = [setting.name for setting in JAX_SETTINGS]
+    arguments: dict[str, dict[str, Any]] = {
+        "--gpus": {"type": int, "help": "how many; by default all"},
+        "--settings": {"nargs": "+", "choices": names},
+        "--methods": {"nargs": "+", "choices": METHODS, "default": list(DEFAULT)},
+        "--threads": {"type": int, "default": os.cpu_count(), "help": "that compile"},
+        "--xla-flags": {"action": "store_true", "help": "ring_jax_gpu.set_xla_flags()"},
+    }
+    return command(__doc__, arguments, body, argv, Path("out/bench_jax_gpus.json"))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ import sys
 from statistics import median
 from typing import Any
 
-from benchmarks.common import report
+from benchmarks.common.report import Report, command
 from benchmarks.common.tables import table
-from benchmarks.development.host_time import described
+from benchmarks.torch.methods import described
 
 
 def rows_of(printed: dict[str, Any]) -> list[dict[str, Any]]:
@@ -34,31 +34,30 @@ def rows_of(printed: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def main(argv: list[str] | None = None) -> int:
+def body(options: Any) -> int:
     """Run the command for each length; returns the exit code."""
-    parser = report.parser_of((__doc__ or "").partition("\n")[0])
-    parser.add_argument("--lengths", nargs="+", default=["8k", "32k"], metavar="N")
-    parser.add_argument("rest", nargs="*", help="options of the command, behind --")
-    options = parser.parse_args(argv)
-    if options.table:
-        return report.show(options.table)
-    rows, libraries = list[dict[str, Any]](), dict[str, str]()
+    libraries = dict[str, Any]()
+    report = Report(options.json, lambda: described() | libraries)
     for length in options.lengths:
-        command = [sys.executable, "-m", "ring_torch", "bench", "--json", "--seq-len", length]
+        words = [sys.executable, "-m", "ring_torch", "bench", "--json", "--seq-len", length]
         done = subprocess.run(
-            [*command, *options.rest], stdout=subprocess.PIPE, text=True, check=False
+            [*words, *options.rest], stdout=subprocess.PIPE, text=True, check=False
         )
         if done.returncode:
             print(done.stdout)
             return done.returncode
         printed = json.loads(done.stdout[done.stdout.index("{") :])
-        rows, libraries = rows + rows_of(printed), printed["versions"]
-        if options.json:
-            gpus = printed["setting"]["ranks"]
-            environment = described(gpus) | {"versions": libraries}
-            report.write(options.json, {"environment": environment, "rows": rows})
-    print(table(rows))
+        libraries |= {"gpus": printed["setting"]["ranks"], "versions": printed["versions"]}
+        report.add(*rows_of(printed))
+    print(table(report.rows))
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command for each length; returns the exit code."""
+    lengths = {"nargs": "+", "default": ["8k", "32k"], "metavar": "N"}
+    rest = {"nargs": "*", "help": "options of the command, behind --"}
+    return command(__doc__, {"--lengths": lengths, "rest": rest}, body, argv)
 
 
 if __name__ == "__main__":

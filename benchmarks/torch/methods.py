@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
 import ring_core
+from benchmarks.common.report import UsageError, environment
 from ring_core import Mask, StrategyConfig
 from ring_torch import ContextParallel
 
@@ -281,6 +282,20 @@ def _torch_cp(mask: Mask) -> Method:
             yield
 
     return _over_zigzag(partial(sdpa, is_causal=mask.causal))._replace(around=around)
+
+
+def described(*libraries: str, **more: Any) -> dict[str, Any]:
+    """Return the environment: the GPU, torch, what its kernels are of, and other libraries."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    of_torch = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    return environment(gpu, "flash-attn-4", "triton", *libraries, **of_torch, **more)
+
+
+def check_gpus(asked: int, least: int = 1) -> None:
+    """Raise a :class:`UsageError` if this machine has fewer GPUs, or too few are asked for."""
+    if not least <= asked <= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise UsageError(f"--gpus {asked}: there are {count}, {least} or more are needed")
 
 
 #: Methods over several GPUs beside ours, by name.

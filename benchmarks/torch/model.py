@@ -25,8 +25,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.common import report
-from benchmarks.torch.methods import sdpa
+from benchmarks.common.report import Report, command
+from benchmarks.torch.methods import check_gpus, described, sdpa
 from ring_torch import ContextParallel, linear_cross_entropy
 from ring_torch.local import LocalRanks
 
@@ -253,33 +253,31 @@ def timed(_: int, setting: Setting, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> int:
+def body(options: Any) -> int:
     """Time each setting, and write its row; return the exit code."""
-    parser = report.parser_of((__doc__ or "").partition("\n")[0])
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="ranks")
-    parser.add_argument("--steps", type=int, default=3, help="timed, after a short one")
-    names = [setting.name for setting in SETTINGS]
-    parser.add_argument("--settings", nargs="+", choices=names, default=names, metavar="NAME")
-    options = parser.parse_args()
-    if options.table:
-        return report.show(options.table)
-    if not 1 <= options.gpus <= torch.cuda.device_count():
-        parser.error(f"--gpus {options.gpus}: there are {torch.cuda.device_count()}")
-    gpu = torch.cuda.get_device_name()
-    found = report.Report(
-        options.json, lambda: report.environment(gpu, "torch", "triton", "flash-attn-4")
-    )
+    check_gpus(options.gpus)
+    report = Report(options.json, described, keep=True)
     chosen = [setting for setting in SETTINGS if setting.name in options.settings]
     runs = [(options.gpus, chosen), (1, [x for x in chosen if x.alone and options.gpus > 1])]
     for size, settings in runs:
-        left = [x for x in settings if not found.has(gpus=size, setting=x.name)]
+        left = [x for x in settings if not report.has(gpus=size, setting=x.name)]
         if left:
             with LocalRanks(size, cuda=True, patience=1800.0) as ranks:
                 ranks.run(check, SMALL, "cuda")
                 for setting in left:
-                    found.add(ranks.run(timed, setting, options.steps)[0])
-                    print(found.rows[-1], flush=True)
+                    report.add(ranks.run(timed, setting, options.steps)[0])
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Time the settings asked for; return the exit code."""
+    names = [setting.name for setting in SETTINGS]
+    arguments: dict[str, dict[str, Any]] = {
+        "--gpus": {"type": int, "default": torch.cuda.device_count(), "help": "ranks"},
+        "--steps": {"type": int, "default": 3, "help": "timed, after a short one"},
+        "--settings": {"nargs": "+", "choices": names, "default": names, "metavar": "NAME"},
+    }
+    return command(__doc__, arguments, body, argv)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,17 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import ring_torch
 from benchmarks.common import turns
 from benchmarks.common.cases import OPTIONS_GATE as GATE_LENGTH, OURS, ROWS, Row
-from benchmarks.common.report import environment, reason_of
+from benchmarks.common.report import reason_of
 from benchmarks.common.turns import Errors, Run, Times
-from benchmarks.torch.methods import Method, dense, flash, padded, sdpa, through_autograd
+from benchmarks.torch.methods import (
+    Method,
+    dense,
+    described,
+    flash,
+    padded,
+    sdpa,
+    through_autograd,
+)
 from ring_core import Mask
 
 CAP = 20.0  # of softcap
@@ -305,10 +313,7 @@ def measured(row: Row, length: int, count: int) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
-    return environment(
-        torch.cuda.get_device_name(), "flash-attn-4", "triton", torch=torch.__version__,
-        cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(),
-    )  # fmt: skip
+    return described(cudnn=torch.backends.cudnn.version())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

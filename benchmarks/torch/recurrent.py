@@ -19,10 +19,7 @@ comparison, with few tokens, has them all compiled in a minute or two.
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
-import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -36,7 +33,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.common.report import environment, parser_of, write
+from benchmarks.common.report import Report, command
+from benchmarks.torch.methods import described
+from benchmarks.torch.timing import median_ms
 from ring_core import Layout, LayoutSpec
 from ring_torch.recurrent import calls, libraries
 from ring_torch.recurrent.calls import RecurrentCall
@@ -147,7 +146,7 @@ class Group:
     def figures(self, repeats: int) -> dict[str, Any]:
         """Return times and memory of each rank, in milliseconds and bytes."""
         with self.without_messages():
-            ms = [timed(partial(self.both, n), repeats) for n in range(self.size)]
+            ms = [median_ms(partial(self.both, n), repeats, kernel_ms) for n in range(self.size)]
             memory = [self._memory(rank) for rank in range(self.size)]
         return {
             "ms": ms, "sum_ms": sum(ms), "peak_bytes": max(x[0] for x in memory),
@@ -168,21 +167,11 @@ class Group:
         return torch.cuda.max_memory_allocated() - before, kept
 
 
-def timed(run: Callable[[], object], repeats: int) -> float:
-    """Return the median of a run's milliseconds, after two that compile kernels.
-
-    On a GPU they are those of its kernels: one process emulates all ranks, and short runs would
-    wait for it.
-    """
-    if not torch.cuda.is_available():
-        return 1e3 * statistics.median(timeit.repeat(run, number=1, repeat=repeats + 2)[2:])
-    for _ in range(2):
-        run()
-    return statistics.median(kernel_ms(run) for _ in range(repeats))
-
-
 def kernel_ms(run: Callable[[], object]) -> float:
-    """Return the milliseconds that a GPU's kernels and copies take in a run."""
+    """Return the milliseconds that a GPU's kernels and copies take in a run.
+
+    One process emulates all ranks, and short runs would wait for it.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
@@ -216,7 +205,9 @@ def layer_of(
     return kernel, [*rows, g, *beta], grad.to(dtype)
 
 
-def library_call(kernel: LinearAttention | SelectiveScan, inputs: Sequence[Tensor], grad: Tensor, repeats: int) -> float | None:  # fmt: skip
+def library_call(
+    kernel: LinearAttention | SelectiveScan, inputs: Sequence[Tensor], grad: Tensor, repeats: int
+) -> float | None:
     """Return the milliseconds of flash-linear-attention's own call of a whole layer."""
     if find_spec("fla") is None or not grad.is_cuda or isinstance(kernel, SelectiveScan):
         return None
@@ -229,12 +220,12 @@ def library_call(kernel: LinearAttention | SelectiveScan, inputs: Sequence[Tenso
         out, _ = function(*leaves, scale=kernel.scale, **options)
         torch.autograd.grad(out, leaves, grad)
 
-    return timed(run, repeats)
+    return median_ms(run, repeats, kernel_ms)
 
 
-def errors(name: str, library: str, heads: int, width: int, dtype: torch.dtype, device: str) -> dict[str, Any]:  # fmt: skip
+def errors(name: str, library: str, *sizes: Any) -> dict[str, Any]:
     """Return how far results are from float64, split in both layouts over those of one rank."""
-    kernel, inputs, grad = layer_of(name, SHORT, heads, width, dtype, device)
+    kernel, inputs, grad = layer_of(name, SHORT, *sizes)
     wide = [x.double() for x in inputs]
     exact = Group(kernel, "eager", wide, grad.double(), 1, "contiguous").results()
 
@@ -271,94 +262,71 @@ def bounded(most: int | None) -> Iterator[None]:
         yield
 
 
-def main() -> int:
-    """Compare and measure, print, and write the figures; return how many layers were wrong."""
-    parser = parser_of(__doc__, tables=False)
-    layers = (*LAYERS, "selective_scan", "all")
-    parser.add_argument("--layer", choices=layers, default="gated_delta_rule")
-    parser.add_argument("--configs", type=int, help="configurations of a kernel that are tried")
-    parser.add_argument("--kernel", choices=("auto", "eager", "fla", "triton"), default="auto")
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--width", type=int, default=128, help="channels of a head")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    options = parser.parse_args()
-    names = LAYERS if options.layer == "all" else (options.layer,)
-    if options.json is not None and len(names) > 1:
-        parser.error("--json takes one layer")
-    with bounded(options.configs):
-        return sum(not measured(name, options) for name in names)
-
-
-def measured(name: str, options: Any) -> bool:
-    """Compare and measure a layer, print, and write the figures; return True if it is right."""
+def measured(name: str, options: Any) -> Iterator[dict[str, Any]]:
+    """Compare and measure a layer; yield its errors, then figures by layout, and ratios."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype: torch.dtype = getattr(torch, options.dtype)
-    sizes = options.heads, options.width, dtype, device
+    sizes = options.heads, options.width, getattr(torch, options.dtype), device
     kernel, inputs, grad = layer_of(name, options.tokens, *sizes)
     library, reason = libraries.chosen(
         options.kernel, kernel, inputs, torch.float32, needs_grad=True
     )
+    row: dict[str, Any] = {"layer": name, "kernel": library, "reason": reason}
     if options.kernel not in ("auto", library):
-        print(f"{name}: --kernel {options.kernel}: {reason}")
-        return False
-    print(f"{name} by {library} {f'({reason})' * bool(reason)}")
-    began = time.perf_counter()
+        yield row | {"failed": f"--kernel {options.kernel}: {reason}"}
+        return
     far = errors(name, library, *sizes)
-    print(
-        f"compared with float64 in {time.perf_counter() - began:.0f} s, relative errors on one rank, and in zigzag:"
-    )
-    for result, *both in zip(far["results"], far["one_rank"], far["split"]["zigzag"], strict=True):
-        print(f"{result:>11}: {both[0]:.2e} {both[1]:.2e}")
     if library != "eager" and not max(*far["one_rank"], *far["split"]["zigzag"]) <= MOST_ERROR:
-        print(f"{name} by {library} is WRONG: errors may be {MOST_ERROR}")
-        return False
-    of_library = library_call(kernel, inputs, grad, options.repeats)
-    whole = Group(kernel, library, inputs, grad, 1, "contiguous").figures(options.repeats)
-    rows = [{"layout": "whole", "ranks": 1, **whole}]
-    for layout in LAYOUTS:
-        group = Group(kernel, library, inputs, grad, RANKS, layout)
+        yield row | far | {"failed": f"WRONG: errors may be {MOST_ERROR}"}
+        return
+    yield row | far
+    took: dict[str, dict[str, Any]] = {}
+    splits = ("whole", 1, LAYOUTS[0]), *((str(x), RANKS, x) for x in LAYOUTS)
+    for shown, size, layout in splits:
+        group = Group(kernel, library, inputs, grad, size, layout)
+        took[shown] = figures = group.figures(options.repeats)
         sent = group.calls[0].traffic(group.inputs[0])
-        rows.append({
-            "layout": str(layout), "ranks": RANKS, **group.figures(options.repeats),
-            "sent_bytes": {"forward": sent[1], "backward": sent[2]},
-        })  # fmt: skip
+        figures["sent_bytes"] = {"forward": sent[1], "backward": sent[2]}
+        yield row | {"layout": shown, "ranks": size} | figures
         del group
-    base, contiguous, zigzag = (x["sum_ms"] for x in rows)
+    whole, contiguous, zigzag = took.values()
     ratios = {
-        "contiguous over whole": contiguous / base, "zigzag over whole": zigzag / base,
-        "zigzag over contiguous": zigzag / contiguous,
-        "kept, zigzag rank over whole": rows[2]["kept_bytes"] / whole["kept_bytes"],
-        "peak, zigzag rank over whole": rows[2]["peak_bytes"] / max(whole["peak_bytes"], 1),
-    }  # fmt: skip
-    if of_library is not None:
-        ratios |= {
-            "zigzag over fla's own call": zigzag / of_library,
-            "whole over fla's own call": base / of_library,
-        }
-    for row in rows:
-        times = ", ".join(f"{x:.2f}" for x in row["ms"])
-        print(
-            f"{row['layout']:>11}: {row['sum_ms']:8.2f} ms ({times}); peak {row['peak_bytes'] / 2**20:,.0f} MiB, "
-            f"kept {row['kept_bytes'] / 2**20:,.0f} MiB; sent {row.get('sent_bytes', '-')}"
-        )
-    print(f"fla's own call: {of_library} ms")
-    for what, ratio in ratios.items():
-        print(f"{what}: {ratio:.3f}")
-    print(
-        f"error over one rank's, worst of outputs and gradients: {far['worst_ratio']:.3f}\ngoals: {GOALS}"
-    )
-    if options.json is not None:
-        gpu = torch.cuda.get_device_name() if device == "cuda" else "none"
-        facts = environment(gpu, "torch", "triton", "fla-core")
-        settings = {name: value for name, value in vars(options).items() if name != "json"}
-        write(options.json, {
-            "layer": name,
-            "environment": facts, "settings": settings, "kernel": library, "reason": reason,
-            "rows": rows, "fla_ms": of_library, "ratios": ratios, "errors": far, "goals": GOALS,
-        })  # fmt: skip
-    return True
+        "contiguous over whole": contiguous["sum_ms"] / whole["sum_ms"],
+        "zigzag over whole": zigzag["sum_ms"] / whole["sum_ms"],
+        "zigzag over contiguous": zigzag["sum_ms"] / contiguous["sum_ms"],
+        "kept, zigzag rank over whole": zigzag["kept_bytes"] / whole["kept_bytes"],
+        "peak, zigzag rank over whole": zigzag["peak_bytes"] / max(whole["peak_bytes"], 1),
+    }
+    if (of_library := library_call(kernel, inputs, grad, options.repeats)) is not None:
+        ratios["zigzag over fla's own call"] = zigzag["sum_ms"] / of_library
+        ratios["whole over fla's own call"] = whole["sum_ms"] / of_library
+    yield row | {"fla_ms": of_library, "ratios": ratios, "goals": GOALS}
+
+
+def body(options: Any) -> int:
+    """Compare and measure, print, and write the figures; return how many layers were wrong."""
+    sizes = {name: x for name, x in vars(options).items() if isinstance(x, int)}
+    report = Report(options.json, partial(described, "fla-core", dtype=options.dtype, **sizes))
+    with bounded(options.configs):
+        for name in LAYERS if options.layer == "all" else (options.layer,):
+            for row in measured(name, options):
+                report.add(row)
+    return sum("failed" in row for row in report.rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Time the layers asked for; return the exit code."""
+    sizes = {"--tokens": 32768, "--heads": 32, "--width": 128, "--repeats": 10, "--configs": None}
+    layers = (*LAYERS, "selective_scan", "all")
+    choices = {
+        "--layer": ("gated_delta_rule", layers),
+        "--kernel": ("auto", ("auto", "eager", "fla", "triton")),
+        "--dtype": ("bfloat16", ("bfloat16", "float16", "float32")),
+    }
+    arguments: dict[str, dict[str, Any]] = {
+        **{name: {"type": int, "default": x} for name, x in sizes.items()},
+        **{name: {"default": x, "choices": several} for name, (x, several) in choices.items()},
+    }
+    return command(__doc__, arguments, body, argv)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ import torch.distributed as dist
 
 from benchmarks.common import cases
 from benchmarks.common.cases import K, Setting, mask_of
-from benchmarks.common.report import Report, environment, parser_of, rates, scaling_line, show
-from benchmarks.common.tables import IN_LAYERS
+from benchmarks.common.report import Report, command
+from benchmarks.common.tables import IN_LAYERS, scaling_line
 from benchmarks.torch import methods
-from benchmarks.torch.methods import Method, dense, in_layers, method
+from benchmarks.torch.methods import Method, dense, described, in_layers, method
 from benchmarks.torch.timing import timed
 from ring_core import Mask, RingProgram, make_plan, ring_program
 from ring_core.tools.bench import watched
@@ -48,6 +48,7 @@ GRAPH, ONE_THREAD = "/graph", "/one-thread"
 LAYERS = 8  # calls in a row
 GATE_LENGTH = cases.SCALING_GATE
 WRONG = 0.1  # a method is right if its largest errors are below this
+SETTINGS = {x.name: x for x in (*cases.SETTINGS, *cases.SHORT_SETTINGS, *cases.STRATEGY_SETTINGS)}
 
 
 def without_end(name: str) -> tuple[str, str]:
@@ -139,10 +140,8 @@ def _errors(way: Method, mask: Mask, tensors: list[torch.Tensor], end: str) -> d
         for _ in range(3):  # what is timed is a repeated call
             run()
     errors = {}
-    expected_value = [expected, *(leaf.grad for leaf in leaves)]
-    for key, actual, want in zip(
-        ("out", "dq", "dk", "dv"), results[:4], expected_value, strict=True
-    ):
+    exact = [expected, *(leaf.grad for leaf in leaves)]
+    for key, actual, want in zip(("out", "dq", "dk", "dv"), results[:4], exact, strict=True):
         assert want is not None
         error = (actual.float() - way.shard(want)).detach()
         largest, squares = error.abs().max(), error.square().mean()
@@ -206,30 +205,14 @@ def _captured(run: Callable[[], Any]) -> Callable[[], None]:
     return graph.replay
 
 
-def main(argv: list[str] | None = None) -> int:
+def body(options: Any) -> int:
     """Time the settings row by row; rows already in the JSON are kept."""
-    parser = parser_of(__doc__, json_path=Path("out/bench_gpu.json"))
-    settings = {
-        s.name: s for s in (*cases.SETTINGS, *cases.SHORT_SETTINGS, *cases.STRATEGY_SETTINGS)
-    }
-    parser.add_argument("--gpus", type=int, nargs="+", default=[torch.cuda.device_count()])
-    parser.add_argument(
-        "--strategies", action="store_true",
-        help="every strategy beside others, instead of the first table's settings and methods",
-    )  # fmt: skip
-    parser.add_argument("--settings", nargs="+", choices=settings, metavar="NAME")
-    parser.add_argument("--methods", nargs="+", metavar="NAME")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each figure")
-    parser.add_argument("--patience", type=float, default=300.0, help="seconds a row may take")
-    options = parser.parse_args(argv)
-    if options.table:
-        return show(options.table)
-    report = Report(options.json, _environment)
+    report = Report(options.json, described, scaling_line, keep=True)
     default = cases.STRATEGY_SETTINGS if options.strategies else cases.SETTINGS
     names = options.methods or (methods.EVERY_STRATEGY if options.strategies else methods.OVER_GPUS)
     chosen = options.settings or [setting.name for setting in default]
     pairs = [
-        (settings[setting], name) for setting, name in product(chosen, names)
+        (SETTINGS[setting], name) for setting, name in product(chosen, names)
         # Chunks balanced for a mask are worth a row where shares of documents are uneven.
         if not (options.strategies and name.startswith("chunks/") and "documents" not in setting)
     ]  # fmt: skip
@@ -244,7 +227,6 @@ def main(argv: list[str] | None = None) -> int:
                     row |= {"every_strategy": True} if options.strategies else {}
                     result = _row(ranks, setting, name, options.seconds)
                     report.add(row | result)
-                    print(scaling_line(report.rows[-1]), flush=True)
                     started = "failed" in result and not result["by_all"]
                     if started:
                         break
@@ -265,12 +247,20 @@ def _row(ranks: LocalRanks, setting: Setting, name: str, seconds: float) -> dict
         broken = any(word in str(error) for word in ("CUDA error", "NCCL", "DistBackendError"))
         return {"failed": reason, "by_all": shared and not broken}
     shares = 1 if without_end(name)[0] == "one" else len(ranks)
-    return {"errors": errors, **times, **rates(times, setting, shares)}
+    return {"errors": errors, **times, **setting.rates(times, shares)}
 
 
-def _environment() -> dict[str, Any]:
-    gpu = torch.cuda.get_device_name()
-    return environment(gpu, "flash-attn-4", torch=torch.__version__, cuda=torch.version.cuda)
+def main(argv: list[str] | None = None) -> int:
+    """Time the settings asked for; return the exit code."""
+    arguments: dict[str, dict[str, Any]] = {
+        "--gpus": {"type": int, "nargs": "+", "default": [torch.cuda.device_count()]},
+        "--strategies": {"action": "store_true", "help": "the table of every strategy"},
+        "--settings": {"nargs": "+", "choices": SETTINGS, "metavar": "NAME"},
+        "--methods": {"nargs": "+", "metavar": "NAME"},
+        "--seconds": {"type": float, "default": 10.0, "help": "for each figure"},
+        "--patience": {"type": float, "default": 300.0, "help": "seconds a row may take"},
+    }
+    return command(__doc__, arguments, body, argv, Path("out/bench_gpu.json"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time repeated runs on several GPUs, by CUDA events.
+"""Time repeated runs: on several GPUs by CUDA events, on one by what suits, or on a CPU.
 
 ``timed_rows`` loads it by its path, for old source trees too, so it imports no benchmark.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import timeit
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -56,3 +57,17 @@ def timed(run: Callable[[], object], seconds: float, layers: int = 1) -> dict[st
         "quartiles": statistics.quantiles(ordered)[::2], "runs": len(ordered),
         "host_ms": 1e3 * statistics.median(host),
     }  # fmt: skip
+
+
+def median_ms(
+    run: Callable[[], object], repeats: int, on_gpu: Callable[[Callable[[], object]], float]
+) -> float:
+    """Return the median of a run's milliseconds, after two that compile kernels.
+
+    ``on_gpu`` times one where there is a GPU.
+    """
+    for _ in range(2):
+        run()
+    if torch.cuda.is_available():
+        return statistics.median(on_gpu(run) for _ in range(repeats))
+    return 1e3 * statistics.median(timeit.repeat(run, number=1, repeat=repeats))

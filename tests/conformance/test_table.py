@@ -21,7 +21,6 @@ from ring_core import reference
     ],
 )
 def test_case(case: Case, run: Any, backend: Any) -> None:
-    """Forward, lse and every gradient are right."""
     if case.dtype not in backend.dtypes:
         with pytest.raises(ValueError, match=case.dtype):
             run(case)
@@ -30,7 +29,6 @@ def test_case(case: Case, run: Any, backend: Any) -> None:
 
 
 def test_options_are_those_of_the_oracle() -> None:
-    """The table exercises every option of the oracle."""
     options = set(inspect.signature(reference.attention).parameters) - {"q", "k", "v"}
     used = {
         name for case in CASES.values() for name, value in case.options.items() if value is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from wrong import (
     Subject,
     Values,
     checks_of,
+    subject,
 )
 
 from ring_core import (
@@ -152,167 +154,115 @@ PREDICATE_MASKS: Values = {
 }
 model = Model(4, 2, 16)
 inputs = {"q": zeros(*Q), "k": zeros(*KV), "v": zeros(*KV)}
+NUMBER: Values = {**SIZE, "none": None}
+PADDED: Values = {n: x for n, x in LENGTH.items() if n != "none"}
+OFFSETS = {n: x for n, x in OPTIONS["cu_seqlens"].items() if n not in ("early end", "late end")}
+TYPED = {n: x for n, x in NAME.items() if n != "typo"}
+SHORT = {"cu_seqlens": Mask(cu_seqlens=(0, 7))}
+#: Wrong values of the arguments that several functions have, by their names.
+BY_NAME: dict[str, Values] = {
+    **TENSORS, **MASK_OPTIONS, **NUMBERS, **UPSTREAM, **dict.fromkeys(PARTS, PART),
+    **dict.fromkeys(("rank", "q_rank", "kv_rank", "step"), RANK),
+    **dict.fromkeys(("q_pos", "k_pos", "batch", "heads", "queries", "keys"), POSITIONS),
+    **dict.fromkeys(("own", "splits", "backward", "fetches_again", "color", "pictures"), FLAG),
+    **dict.fromkeys(("tile", "block_q", "block_k", "v_head_dim"), SIZE),
+    **dict.fromkeys(
+        ("cp_size", "rings", "tokens", "hidden_size", "width", "num_q_heads", "num_kv_heads",
+         "head_dim", "bytes_per_element"),
+        NUMBER,
+    ),
+    "plan": PLAN, "program": PROGRAM, "layout": LAYOUT, "seq_len": LENGTH, "kv_seq_len": PADDED,
+    "model": {"none": None, "word": "llama"}, "strategy": NAME, "precision": NAME,
+    "outer": NAME, "name": TYPED, "pad_to": {**PADDED, "less": 4},
+}  # fmt: skip
 
+
+row = partial(subject, BY_NAME)
+PLANNED: dict[str, Any] = {"mask": Mask(), "seq_len": 8, "cp_size": 2, "layout": "zigzag"}
+SENT: dict[str, Any] = {"plan": plan, "model": model, "strategy": "ring"}
+OF_A_RING: Values = {**NUMBER, "of a ring": 2}
+POINTS = {key: [0] for key in ("batch", "heads", "queries", "keys")}
 SUBJECTS: dict[str, Subject] = {
-    "ring_core.Mask": Subject(
-        Mask, {},
-        {
-            **{n: OPTIONS[n] for n in ("causal", "window", "chunk_size")},
-            "cu_seqlens": {
-                n: x for n, x in OPTIONS["cu_seqlens"].items() if n not in ("early end", "late end")
-            },
-            "predicate": PREDICATES,
-        },
+    "ring_core.Mask": row(Mask, {}, cu_seqlens=OFFSETS, predicate=PREDICATES),
+    "ring_core.Mask.dense": row(CAUSAL.dense, {"q_pos": np.arange(3), "k_pos": np.arange(3)}),
+    "ring_core.make_plan": row(
+        make_plan, PLANNED, mask={**MASKS, **PREDICATE_MASKS, **SHORT},
+        pad_to={**PADDED, "less": 4, "three": (8, 8, 8), "less of a pair": (8, 4)},
     ),
-    "ring_core.Mask.dense": Subject(
-        CAUSAL.dense, {"q_pos": np.arange(3), "k_pos": np.arange(3)},
-        {"q_pos": POSITIONS, "k_pos": POSITIONS},
-    ),
-    "ring_core.make_plan": Subject(
-        make_plan, {"mask": Mask(), "seq_len": 8, "cp_size": 2, "layout": "zigzag"},
-        {
-            "mask": {**MASKS, **PREDICATE_MASKS, "cu_seqlens": Mask(cu_seqlens=(0, 7))},
-            "seq_len": LENGTH, "cp_size": {**SIZE, "none": None}, "layout": LAYOUT,
-            "kv_seq_len": {n: x for n, x in LENGTH.items() if n != "none"},
-            "pad_to": {
-                **{n: x for n, x in LENGTH.items() if n != "none"}, "less": 4, "three": (8, 8, 8),
-                "less of a pair": (8, 4),
-            },
-        },
-    ),
-    "ring_core.Plan.items": Subject(
-        plan.items, {"q_rank": 0, "kv_rank": 0}, {"q_rank": RANK, "kv_rank": RANK}
-    ),
-    "ring_core.ring_program": Subject(
-        ring_program, {"plan": plan}, {"plan": PLAN, "strategy": {**NAME, "gather": "gather"}}
-    ),
-    "ring_core.RingProgram.items": Subject(
-        program.items, {"rank": 0, "step": 0}, {"rank": RANK, "step": RANK}
-    ),
-    "ring_core.RingProgram.remote_items": Subject(
-        program.remote_items, {"rank": 0, "step": 0}, {"rank": RANK, "step": RANK}
-    ),
-    "ring_core.gather_program": Subject(
-        gather_program, {"plan": plan, "rank": 0},
-        {"plan": PLAN, "rank": RANK, "own": FLAG, "splits": FLAG, "tile": SIZE},
-    ),
-    "ring_core.longest_gather": Subject(
-        longest_gather, {"plan": plan}, {"plan": PLAN, "splits": FLAG, "tile": SIZE}
-    ),
-    "ring_core.head_plan": Subject(
-        head_plan, {"q_heads": 4, "kv_heads": 2, "ranks": 2},
-        {
-            "q_heads": {**SIZE, "none": None, "odd": 5}, "kv_heads": {**SIZE, "none": None, "no divisor": 3},
-            "ranks": {**SIZE, "none": None, "more than heads": 5},
-        },
-    ),
-    "ring_core.RingProgram.table": Subject(program.table, {"step": 0}, {"step": RANK}),
-    "ring_core.Plan.positions": Subject(plan.positions, {"rank": 0}, {"rank": RANK}),
-    "ring_core.Plan.q_positions": Subject(plan.q_positions, {"rank": 0}, {"rank": RANK}),
-    "ring_core.Plan.k_positions": Subject(plan.k_positions, {"rank": 0}, {"rank": RANK}),
-    "ring_core.Layout": Subject(
-        Layout, {"name": "zigzag", "seq_len": 8, "cp_size": 2},
-        {
-            "name": NAME, "seq_len": LENGTH, "cp_size": {**SIZE, "none": None},
-            "pad_to": {n: x for n, x in {**LENGTH, "less": 4}.items() if n != "none"},
-        },
-    ),
-    "ring_core.Layout.runs": Subject(plan.q_layout.runs, {"rank": 0}, {"rank": RANK}),
-    "ring_core.divisor_of": Subject(
-        divisor_of, {"layout": "contiguous", "cp_size": 2},
-        {"layout": LAYOUT, "cp_size": {**SIZE, "none": None}},
-    ),
-    "ring_core.ChunkLayout": Subject(ChunkLayout, {}, {"chunks": CHUNKS}),
-    "ring_core.balanced_layout": Subject(
-        balanced_layout, {"mask": CAUSAL, "seq_len": 8, "cp_size": 2},
-        {
-            "mask": {
-                **MASKS, "predicate": Mask(predicate=diagonals), "cu_seqlens": Mask(cu_seqlens=(0, 7)),
-            },
-            "seq_len": LENGTH, "cp_size": {**SIZE, "none": None},
-            "kv_seq_len": {n: x for n, x in LENGTH.items() if n != "none"},
-        },
-    ),
-    "ring_core.pack_sequences": Subject(
-        pack_sequences, {"lengths": [3, 5], "rings": 2, "tokens": 8},
-        {
-            "lengths": {"none": None, "number": 8, "empty": [], "zero": [3, 0], "floats": [2.5], "longer": [9]},
-            **{name: {**SIZE, "none": None} for name in ("rings", "tokens", "hidden_size")},
-        },
-    ),
-    "ring_core.StrategyConfig": Subject(
-        StrategyConfig, {"name": "ring"},
-        {
-            "name": {n: x for n, x in NAME.items() if n != "typo"}, "ulysses_size": {"of another": 2}, "outer": NAME,
-        },
-    ),
-    "ring_core.KernelConfig": Subject(
-        KernelConfig, {},
-        {
-            "name": {n: x for n, x in NAME.items() if n != "typo"},
-            "block_q": SIZE, "block_k": SIZE,
-            "fused_backward": {n: x for n, x in FLAG.items() if n != "none"},
-        },
-    ),
-    "ring_core.merge": Subject(merge, PARTS, dict.fromkeys(PARTS, PART)),
-    "ring_core.finalize": Subject(
-        finalize, {"out": zeros(2, 8, 4, 16), "lse": zeros(2, 4, 8), "sinks": zeros(4)},
-        {
-            "out": {**ARRAY, "number": 1.0, "shape": zeros(2, 8, 3, 16)},
-            "lse": {**ARRAY, "number": 1.0, "shape": zeros(2, 8, 4)},
-            "sinks": TENSORS["sinks"],
-        },
-    ),
-    "ring_core.reference.attention": Subject(
-        reference.attention, inputs, {**TENSORS, **MASK_OPTIONS, **NUMBERS}
-    ),
-    "ring_core.reference.attention_grads": Subject(
-        reference.attention_grads, {"dout": zeros(*Q), **inputs},
-        {**TENSORS, **MASK_OPTIONS, **NUMBERS, **UPSTREAM},
+    "ring_core.Plan.items": row(plan.items, {"q_rank": 0, "kv_rank": 0}),
+    "ring_core.ring_program": row(
+        ring_program, {"plan": plan}, strategy={**NAME, "gather": "gather"}
     ),
     **{
-        f"ring_core.reference.{call.__name__}": Subject(
+        f"ring_core.RingProgram.{call.__name__}": row(call, {"rank": 0, "step": 0})
+        for call in (program.items, program.remote_items)
+    },
+    "ring_core.gather_program": row(gather_program, {"plan": plan, "rank": 0}),
+    "ring_core.longest_gather": row(longest_gather, {"plan": plan}),
+    "ring_core.head_plan": row(
+        head_plan, {"q_heads": 4, "kv_heads": 2, "ranks": 2}, q_heads={**NUMBER, "odd": 5},
+        kv_heads={**NUMBER, "no divisor": 3}, ranks={**NUMBER, "more than heads": 5},
+    ),
+    "ring_core.RingProgram.table": row(program.table, {"step": 0}),
+    **{
+        f"ring_core.Plan.{call.__name__}": row(call, {"rank": 0})
+        for call in (plan.positions, plan.q_positions, plan.k_positions)
+    },
+    "ring_core.Layout": row(Layout, {"name": "zigzag", "seq_len": 8, "cp_size": 2}, name=NAME),
+    "ring_core.Layout.runs": row(plan.q_layout.runs, {"rank": 0}),
+    "ring_core.divisor_of": row(divisor_of, {"layout": "contiguous", "cp_size": 2}),
+    "ring_core.ChunkLayout": row(ChunkLayout, {}, chunks=CHUNKS),
+    "ring_core.balanced_layout": row(
+        balanced_layout, {"mask": CAUSAL, "seq_len": 8, "cp_size": 2},
+        mask={**MASKS, "predicate": Mask(predicate=diagonals), **SHORT},
+    ),
+    "ring_core.pack_sequences": row(
+        pack_sequences, {"lengths": [3, 5], "rings": 2, "tokens": 8},
+        lengths={"none": None, "number": 8, "empty": [], "zero": [3, 0], "floats": [2.5], "longer": [9]},
+    ),
+    "ring_core.StrategyConfig": row(
+        StrategyConfig, {"name": "ring"}, ulysses_size={"of another": 2}
+    ),
+    "ring_core.KernelConfig": row(
+        KernelConfig, {}, fused_backward={n: x for n, x in FLAG.items() if n != "none"}
+    ),
+    "ring_core.merge": row(merge, PARTS),
+    "ring_core.finalize": row(
+        finalize, {"out": zeros(2, 8, 4, 16), "lse": zeros(2, 4, 8), "sinks": zeros(4)},
+        out={**ARRAY, "number": 1.0, "shape": zeros(2, 8, 3, 16)},
+        lse={**ARRAY, "number": 1.0, "shape": zeros(2, 8, 4)},
+    ),
+    "ring_core.reference.attention": row(
+        reference.attention, inputs, seq_len=MASK_OPTIONS["seq_len"], mask=MASK_OPTIONS["mask"]
+    ),
+    "ring_core.reference.attention_grads": row(
+        reference.attention_grads, {"dout": zeros(*Q), **inputs}, seq_len=MASK_OPTIONS["seq_len"],
+        mask=MASK_OPTIONS["mask"],
+    ),
+    **{
+        f"ring_core.reference.{call.__name__}": row(
             call, {"program": program, "dout": zeros(*Q), **inputs},
-            {
-                **TENSORS, **NUMBERS, "program": PROGRAM, "precision": NAME, "dlse": UPSTREAM["dlse"],
-                "dout": {n: x for n, x in UPSTREAM["dout"].items() if n != "none"},
-            },
+            dout={n: x for n, x in UPSTREAM["dout"].items() if n != "none"},
         )
         for call in (reference.simulate, reference.run)
     },
-    "ring_core.philox.dropout_keep": Subject(
-        dropout_keep, {"p": 0.5, "seed": 1, **{key: [0] for key in ("batch", "heads", "queries", "keys")}},
-        {
-            "p": {n: x for n, x in OPTIONS["dropout_p"].items() if n != "without a seed"},
-            "seed": {**OPTIONS["dropout_seed"], "none": None},
-            **dict.fromkeys(("batch", "heads", "queries", "keys"), POSITIONS),
-        },
+    "ring_core.philox.dropout_keep": row(
+        dropout_keep, {"p": 0.5, "seed": 1, **POINTS},
+        p={n: x for n, x in OPTIONS["dropout_p"].items() if n != "without a seed"},
+        seed={**OPTIONS["dropout_seed"], "none": None},
     ),
-    "ring_core.cost.Model": Subject(
-        Model, {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16},
-        {
-            **{key: {**SIZE, "none": None} for key in ("num_q_heads", "num_kv_heads", "head_dim")},
-            "v_head_dim": SIZE, **{key: {**SIZE, "none": None} for key in ("batch", "bytes_per_element")},
-        },
+    "ring_core.cost.Model": row(
+        Model, {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}, batch=NUMBER
     ),
-    "ring_core.cost.bytes_sent": Subject(
-        bytes_sent, {"plan": plan, "model": model, "strategy": "ring"},
-        {
-            "plan": PLAN, "model": {"none": None, "word": "llama"}, "strategy": NAME, "backward": FLAG, "fetches_again": FLAG,
-            "tile": {**SIZE, "none": None, "of a ring": 2},
-        },
+    "ring_core.cost.bytes_sent": row(bytes_sent, SENT, tile=OF_A_RING),
+    "ring_core.cost.bytes_by_link": row(
+        bytes_by_link, SENT | {"ranks_per_host": 1}, tile=OF_A_RING,
+        ranks_per_host={**NUMBER, "more than ranks": 4},
     ),
-    "ring_core.cost.bytes_by_link": Subject(
-        bytes_by_link, {"plan": plan, "model": model, "strategy": "ring", "ranks_per_host": 1},
-        {
-            "plan": PLAN, "model": {"none": None, "word": "llama"}, "strategy": NAME, "backward": FLAG, "fetches_again": FLAG,
-            "ranks_per_host": {**SIZE, "none": None, "more than ranks": 4}, "tile": {**SIZE, "none": None, "of a ring": 2},
-        },
-    ),
-    "ring_core.viz.describe": Subject(describe, {"program": program}, {"program": PROGRAM, "color": FLAG, "pictures": FLAG, "width": {**SIZE, "none": None}}),
-    "ring_core.viz.plot": Subject(
+    "ring_core.viz.describe": row(describe, {"program": program}),
+    "ring_core.viz.plot": row(
         plot, {"program": program, "path": Path("x.svg")},
-        {"program": PROGRAM, "path": {"none": None, "number": 3.5, "list": ["x.svg"]}},
+        path={"none": None, "number": 3.5, "list": ["x.svg"]},
     ),
 }  # fmt: skip
 

@@ -25,11 +25,11 @@ def setting(*command_line: str) -> Case:
 
 def test_what_is_given_replaces_the_defaults() -> None:
     assert setting() == USUAL
-    command_line = ("--ranks", "2", "--seq-len", "64", "--heads", "4", "--dtype", "float64")
-    more = ("--window", "9,0", "--layout", "contiguous", "--kernel", "eager")
-    mask = Mask(causal=True, window=(9, 0))
+    command_line = ("--ranks", "2", "--seq-len", "8k", "--heads", "4", "--dtype", "float64")
+    more = ("--window", "4k,0", "--layout", "contiguous", "--kernel", "eager")
+    mask = Mask(causal=True, window=(4096, 0))
     assert setting(*command_line, *more) == Case(
-        2, 64, 4, 2, 64, "float64", mask, "contiguous", "auto", "eager"
+        2, 8192, 4, 2, 64, "float64", mask, "contiguous", "auto", "eager"
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ring_core import Mask, make_plan, ring_program, viz
 from ring_core.tools import bench
-from ring_core.tools.case import BENCH_OPTIONS, Options
+from ring_core.tools.case import Options
 from ring_core.tools.cli import main
 from ring_core.tools.commands import LAUNCHERS, Command, is_refused, main as main_of
 
@@ -22,38 +22,14 @@ def _said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("written", "plain"),
     [
-        (("--seq-len", "64k"), ("--seq-len", "65536")),
-        (("--seq-len", "1M"), ("--seq-len", "1048576")),
-        (("--seq-len", "64k", "--window", "4k,0"), ("--seq-len", "65536", "--window", "4096,0")),
-        (("--seq-len", "64k", "--window", "4k,none"), ("--seq-len", "65536", "--window", "4096,none")),
-        (("--seq-len", "64k", "--chunk-size", "8k"), ("--seq-len", "65536", "--chunk-size", "8192")),
-        (("--seq-len", "64k"), ("--seq-len", "65536", "--layout", "zigzag")),
+        ("--seq-len 1M", "--seq-len 1048576"),
+        ("--seq-len 64k --window 4k,0", "--seq-len 65536 --window 4096,0 --layout zigzag"),
+        ("--seq-len 64k --window 4k,none", "--seq-len 65536 --window 4096,none"),
+        ("--seq-len 64k --chunk-size 8k", "--seq-len 65536 --chunk-size 8192"),
     ],
-)  # fmt: skip
-def test_sizes_and_defaults(
-    written: tuple[str, ...], plain: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _said(capsys, *written) == _said(capsys, *plain)
-
-
-@pytest.mark.parametrize(
-    "arguments", [("--seq-len", "64kb"), ("--seq-len", "k"), ("--seq-len", "1.5k")]
 )
-def test_what_is_no_size_is_refused(
-    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as error:
-        main(["plan", "--cp", "4", *arguments])
-    assert error.value.code == 2
-    assert "such as" in capsys.readouterr().err
-
-
-def test_bench_takes_such_sizes() -> None:
-    parser = argparse.ArgumentParser()
-    for flag, arguments in BENCH_OPTIONS.items():
-        parser.add_argument(flag, **arguments)
-    args = parser.parse_args(["--seq-len", "64k", "--window", "4k,0"])
-    assert (args.seq_len, args.window) == (65536, (4096, 0))
+def test_sizes_and_defaults(written: str, plain: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _said(capsys, *written.split()) == _said(capsys, *plain.split())
 
 
 def test_bench_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, strategies as st
 from plans import chunk_layouts, plans, shown
 
-from benchmarks.common.cases import SHORT_SETTINGS, mask_of
 from ring_core import (
     ChunkLayout,
     GatherProgram,
@@ -21,7 +20,6 @@ from ring_core import (
     Mask,
     Plan,
     WorkItem,
-    balanced_layout,
     divisor_of,
     gather_memory,
     gather_program,
@@ -160,30 +158,6 @@ def test_kernels_that_can_run_the_ring_can_run_what_is_gathered(
     assert all(item.is_full or item.is_causal for item in items)
 
 
-def test_a_band_is_not_continued() -> None:
-    """A band is not extended over full keys: the last query does not see the first key."""
-    plan = make_plan(Mask(window=(9, None)), seq_len=18, cp_size=3)
-    items = gather_program(plan, 1, own=False).items
-    assert [(i.q_slice, i.k_start, i.k_stop, i.is_full) for i in items] == [
-        (slice(0, 6), 0, 6, False), (slice(0, 6), 6, 12, True),
-    ]  # fmt: skip
-
-
-def test_touching_spans_are_one() -> None:
-    """Adjacent spans become one: each rank has one chunk of each pair, and sees both pairs."""
-    layout = ChunkLayout(((0, 2), (1, 3)))
-    gather = gather_program(make_plan(Mask(chunk_size=8), seq_len=16, cp_size=2, layout=layout), 1)
-    assert gather.spans == ((0, 16),)
-    assert gather.fetches == (
-        (1, slice(0, 4), slice(4, 8)), (0, slice(0, 4), slice(0, 4)),
-        (1, slice(4, 8), slice(12, 16)), (0, slice(4, 8), slice(8, 12)),
-    )  # fmt: skip
-    assert gather.overwritten == ((slice(0, 8),), (slice(8, 16),))
-    assert gather.waits_for == (2, 4)
-    assert gather.num_rows == 8
-    assert gather.in_place == ()
-
-
 def sides(items: Sequence[WorkItem]) -> list[tuple[int | None, ...]]:
     """Return rows, columns and band of each item."""
     return [(i.q_start, i.q_stop, i.k_start, i.k_stop, i.lo, i.hi) for i in items]
@@ -279,14 +253,6 @@ def test_documents_are_cut_where_the_columns_begin_and_end() -> None:
     assert (item.cu_q.tolist(), item.cu_k.tolist()) == ([0, 3, 8], [0, 3, 8])
 
 
-def test_keys_on_either_side_of_the_last_item_are_early() -> None:
-    item = WorkItem(0, 0, 0, 0, 4, 4, 8, None, None)
-    targets = slice(0, 4), slice(2, 5), slice(7, 9), slice(8, 9)
-    fetches = tuple(Fetch(1, target, target) for target in targets)
-    gather = GatherProgram(True, fetches, (item,), (4,), (Interval(0, 9),))
-    assert [gather.is_before_last_item(fetch) for fetch in fetches] == [True, False, False, True]
-
-
 def test_parts_outside_others() -> None:
     """Intervals to subtract may lie on either side, touch, overlap or cover everything."""
     span = Interval(3, 9)
@@ -361,7 +327,6 @@ def test_memory_grows_with_what_is_seen() -> None:
 
 
 def test_what_cannot_be_gathered_says_why() -> None:
-    """The error names every reason at once."""
     reason = "layout 'striped' assigns tokens one by one"
     sizes: Any = {"seq_len": 64, "cp_size": 2, "layout": "striped"}
     plan = make_plan(Mask(causal=True), **sizes)
@@ -470,7 +435,12 @@ def test_tiles_cost_less_than_a_tile_for_an_item(
     plain = gather_program(plan, rank, own=own, splits=splits)
     tiled = gather_program(plan, rank, own=own, splits=splits, tile=tile)
     assert plain.length <= tiled.length <= plain.length + (tile - 1) * len(plain.items)
-    if plan.k_layout.run_length % tile:
+    if own:
+        gathers = [gather_program(plan, n, splits=splits, tile=tile) for n in range(plan.cp_size)]
+        longest = longest_gather(plan, splits=splits, tile=tile)
+        assert longest.length == max(gather.length for gather in gathers)
+        assert longest.in_place == any(gather.in_place for gather in gathers)
+    if plan.k_layout.run_length % tile:  # positions would not match indices
         assert (tiled.spans, tiled.fetches) == (plain.spans, plain.fetches)
         return
     works = [(tiled.items, tiled.positions), (tiled.in_place, plan.k_positions(rank))]
@@ -478,19 +448,12 @@ def test_tiles_cost_less_than_a_tile_for_an_item(
         for item in items:
             first = int(positions[item.k_start])
             assert first % tile == 0 or item.hi != 0 or item.cu_q is not None
-    if own:
-        lengths = [
-            gather_program(plan, n, splits=splits, tile=tile).length for n in range(plan.cp_size)
-        ]
-        assert longest_gather(plan, splits=splits, tile=tile).length == max(lengths)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_a_window_of_128_fetches_a_key_more(layout: Any) -> None:
     """A window of 128, as in gpt-oss, fetches 128 keys of each run, not the 127 that it needs."""
-    setting = SHORT_SETTINGS[1]
-    mask = mask_of(setting.mask, setting.seq_len)
-    plan = make_plan(mask, seq_len=setting.seq_len, cp_size=4, layout=layout)
+    plan = make_plan(Mask(causal=True, window=(127, 0)), seq_len=32768, cp_size=4, layout=layout)
     for rank in range(4):
         plain, tiled = (gather_program(plan, rank, splits=False, tile=n) for n in (1, 128))
         sizes = [
@@ -516,33 +479,6 @@ def test_what_no_window_can_hide_is_not_fetched() -> None:
         assert tiled.spans == plain.spans == ((13, 32),)
 
 
-def test_runs_of_no_whole_tiles_have_none() -> None:
-    """Runs that are no whole tiles are fetched without tiles: positions would not match indices."""
-    plan = make_plan(Mask(causal=True, window=(5, 0)), seq_len=36, cp_size=2)
-    plain, tiled = (gather_program(plan, 1, splits=False, tile=n) for n in (1, 4))
-    assert plain.fetches == tiled.fetches
-    assert gather_program(plan, 1, splits=False, tile=6).fetches != plain.fetches
-
-
-MASKS = {
-    "full": Mask(), "causal": Mask(causal=True), "window": Mask(causal=True, window=(40, 0)),
-    "both": Mask(window=(9, 17)), "chunks": Mask(chunk_size=48),
-    "documents": Mask(causal=True, cu_seqlens=(0, 100, 101, 230, 512)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "chunks"])
-@pytest.mark.parametrize("name", MASKS)
-def test_it_is_that_of_the_gathers(name: str, layout: str, cp_size: int) -> None:
-    mask = MASKS[name]
-    how = balanced_layout(mask, seq_len=512, cp_size=cp_size) if layout == "chunks" else layout
-    plan = make_plan(mask, seq_len=512, cp_size=cp_size, layout=how)  # type: ignore[arg-type]  # a parameter of the test
-    gathers = [gather_program(plan, rank) for rank in range(cp_size)]
-    assert longest_gather(plan).length == max(gather.length for gather in gathers)
-    assert longest_gather(plan).in_place == any(gather.in_place for gather in gathers)
-
-
 def test_it_takes_little_memory() -> None:
     """A million tokens on 256 ranks take less than a byte per token, and no lists of fetches."""
     tokens = 1 << 20
@@ -553,3 +489,35 @@ def test_it_takes_little_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < tokens
     finally:
         tracemalloc.stop()
+
+
+def test_keys_on_either_side_of_the_last_item_are_early() -> None:
+    item = WorkItem(0, 0, 0, 0, 4, 4, 8, None, None)
+    targets = slice(0, 4), slice(2, 5), slice(7, 9), slice(8, 9)
+    fetches = tuple(Fetch(1, target, target) for target in targets)
+    gather = GatherProgram(True, fetches, (item,), (4,), (Interval(0, 9),))
+    assert [gather.is_before_last_item(fetch) for fetch in fetches] == [True, False, False, True]
+
+
+def test_a_band_is_not_continued() -> None:
+    """A band is not extended over full keys: the last query does not see the first key."""
+    plan = make_plan(Mask(window=(9, None)), seq_len=18, cp_size=3)
+    items = gather_program(plan, 1, own=False).items
+    assert [(i.q_slice, i.k_start, i.k_stop, i.is_full) for i in items] == [
+        (slice(0, 6), 0, 6, False), (slice(0, 6), 6, 12, True),
+    ]  # fmt: skip
+
+
+def test_touching_spans_are_one() -> None:
+    """Adjacent spans become one: each rank has one chunk of each pair, and sees both pairs."""
+    layout = ChunkLayout(((0, 2), (1, 3)))
+    gather = gather_program(make_plan(Mask(chunk_size=8), seq_len=16, cp_size=2, layout=layout), 1)
+    assert gather.spans == ((0, 16),)
+    assert gather.fetches == (
+        (1, slice(0, 4), slice(4, 8)), (0, slice(0, 4), slice(0, 4)),
+        (1, slice(4, 8), slice(12, 16)), (0, slice(4, 8), slice(8, 12)),
+    )  # fmt: skip
+    assert gather.overwritten == ((slice(0, 8),), (slice(8, 16),))
+    assert gather.waits_for == (2, 4)
+    assert gather.num_rows == 8
+    assert gather.in_place == ()

@@ -20,7 +20,6 @@ from ring_core.plan.geometry import RectangleTable
 def test_one_pair_of_ranks_is_counted_as_among_many(
     program: RingProgram, data: st.DataObject
 ) -> None:
-    """Scalar ranks give the same rectangles and counts as arrays of ranks."""
     geometry, ranks = program.plan.geometry, np.arange(program.plan.cp_size)
     pair = q_rank, kv_rank = [data.draw(st.integers(0, program.plan.cp_size - 1)) for _ in "qk"]
     half = data.draw(st.sampled_from([None, 0, 1])) if program.strategy == "balanced" else None

@@ -63,7 +63,6 @@ def test_a_group_has_the_tokens_of_one_rank_of_the_layout_over_groups(
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_causal_work_in_zigzag_is_even_over_all_ranks(grid: tuple[int, int]) -> None:
-    """Every rank computes equally many pairs of its group's tokens for its heads."""
     ranks, size = grid
     length, q_heads = 32 * ranks, 12
     grid_of, heads = RankGrid(ranks, size), head_plan(q_heads, 3, size)

@@ -24,7 +24,6 @@ ALL = [
 
 @pytest.mark.parametrize("ranks", range(1, MOST + 1))
 def test_every_head_has_its_places(ranks: int) -> None:
-    """Every head has its slots; a rank's K/V heads serve equally many adjacent query heads."""
     for q_heads, kv_heads, _ in (x for x in ALL if x[2] == ranks):
         plan, group = head_plan(q_heads, kv_heads, ranks), q_heads // kv_heads
         assert len(plan.q) == len(plan.kv) == ranks

@@ -81,7 +81,6 @@ def test_documents_that_end_alike_share_a_window() -> None:
 
 
 def test_documents_that_end_apart_share_none() -> None:
-    """No window is common if one document's keys go on after its queries and another's do not."""
     item = WorkItem(0, 0, 0, 0, 6, 0, 8, -2, None, np.array([0, 3, 6]), np.array([0, 5, 8]))
     assert item.documents_window == (None, 0)
     apart = WorkItem(0, 0, 0, 0, 6, 0, 8, -2, None, np.array([0, 3, 6]), np.array([0, 4, 8]))
@@ -160,17 +159,6 @@ def test_rows_by_hand() -> None:
     assert below.rows(0, 2) is None
 
 
-def test_pieces_by_hand() -> None:
-    cuts = np.array([0, 3, 6])
-    first, second = WorkItem(0, 1, 0, 10, 16, 20, 26, -1, 2, cuts, cuts).cut(2)
-    assert plain(first) == (10, 13, 20, 26, -1, 2, [0, 3, 3], [0, 3, 6], None)
-    assert plain(second) == (13, 16, 20, 26, -4, -1, [0, 0, 3], [0, 3, 6], None)
-    tiles = np.arange(6, dtype=np.uint8).reshape(3, 2)
-    first, second = WorkItem(0, 1, 0, 0, 300, 0, 200, None, None, tiles=tiles).cut(2)
-    assert plain(first)[:2] == (0, 256) and plain(first)[-1] == [[0, 1], [2, 3]]
-    assert plain(second)[:2] == (256, 300) and plain(second)[-1] == [[4, 5]]
-
-
 def test_only_square_causal_items_stay_whole() -> None:
     causal = WorkItem(0, 1, 0, 0, 8, 4, 12, 0, None)
     assert causal.cut(4) == (causal,)
@@ -193,3 +181,14 @@ def test_what_rows_see() -> None:
     fewer = WorkItem(0, 0, 0, 0, 6, 0, 3, None, None, cuts, np.array([0, 0, 3]))
     first, stop = fewer.seen
     assert (stop > first).tolist() == [False] * 3 + [True] * 3
+
+
+def test_pieces_by_hand() -> None:
+    cuts = np.array([0, 3, 6])
+    first, second = WorkItem(0, 1, 0, 10, 16, 20, 26, -1, 2, cuts, cuts).cut(2)
+    assert plain(first) == (10, 13, 20, 26, -1, 2, [0, 3, 3], [0, 3, 6], None)
+    assert plain(second) == (13, 16, 20, 26, -4, -1, [0, 0, 3], [0, 3, 6], None)
+    tiles = np.arange(6, dtype=np.uint8).reshape(3, 2)
+    first, second = WorkItem(0, 1, 0, 0, 300, 0, 200, None, None, tiles=tiles).cut(2)
+    assert plain(first)[:2] == (0, 256) and plain(first)[-1] == [[0, 1], [2, 3]]
+    assert plain(second)[:2] == (256, 300) and plain(second)[-1] == [[4, 5]]

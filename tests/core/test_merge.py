@@ -70,12 +70,6 @@ def test_sinks_take_mass_and_fill_empty_rows() -> None:
     np.testing.assert_allclose(several, result)
 
 
-def test_sinks_that_do_not_fit() -> None:
-    out, lse = np.ones((1, 2, 4, 3)), np.zeros((1, 4, 2))
-    with pytest.raises(ValueError, match=r"sinks must have shape \[4\] or \[4, n\], got \(3,\)"):
-        finalize(out, lse, np.zeros(3))
-
-
 @pytest.mark.parametrize("sink", [-np.inf, -1e4])
 def test_sinks_of_no_weight_in_rows_that_see_nothing(sink: float) -> None:
     """Rows that see nothing are zero, without NaN or overflow, whatever their memory holds."""
@@ -84,6 +78,12 @@ def test_sinks_of_no_weight_in_rows_that_see_nothing(sink: float) -> None:
     )
     assert (out == 0).all()
     assert lse.item() == sink
+
+
+def test_sinks_that_do_not_fit() -> None:
+    out, lse = np.ones((1, 2, 4, 3)), np.zeros((1, 4, 2))
+    with pytest.raises(ValueError, match=r"sinks must have shape \[4\] or \[4, n\], got \(3,\)"):
+        finalize(out, lse, np.zeros(3))
 
 
 def test_parts_that_do_not_fit() -> None:

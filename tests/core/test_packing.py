@@ -53,18 +53,3 @@ def test_work_is_quadratic_in_a_sequence_and_linear_in_tokens() -> None:
     assert pack_sequences(lengths, rings=2, tokens=400, hidden_size=1)[0] == ((1, 2, 3, 4), (0,))
     by_tokens = pack_sequences(lengths, rings=2, tokens=400, hidden_size=10**6)[0]
     assert [sum(lengths[n] for n in row) for row in by_tokens] == [150, 150]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "options", "message"),
-    [
-        ([], {}, "lengths must have"),
-        ([3, 0], {}, r"lengths\[1\] must be at least 1"),
-        ([3, 9, 4], {}, r"lengths\[1\] is 9, and a row has at most tokens=8"),
-        ([3], {"rings": 0}, "rings must be"),
-        ([3], {"hidden_size": 1.5}, "hidden_size must be"),
-    ],
-)
-def test_mistakes_are_named(lengths: list[int], options: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pack_sequences(lengths, **{"rings": 2, "tokens": 8} | options)

@@ -52,7 +52,6 @@ def test_cases_of_each_kind_run_per_change(run: str, least: int) -> None:
 
 
 def test_every_file_that_imports_transformers_is_found() -> None:
-    """Files found by their imports are those that a plain text search finds."""
     importing = r"^ *(?:from|import) .*\b(?:transformers|hf|hf_models|trl|peft|sweep)\b"
     files = {*Path(__file__).parents[1].rglob("test_*.py")} - {Path(__file__)}
     named = {path for path in files if re.search(importing, path.read_text(), re.MULTILINE)}

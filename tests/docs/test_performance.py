@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common.cases import Setting
-from benchmarks.common.chart import METHODS, SETTINGS, WIDTH, bar, chart, legend
+from benchmarks.common.chart import METHODS, SETTINGS, chart, legend
 from benchmarks.common.pages import PAGES, files_shown, printed, rendered
 from benchmarks.common.report import parts_of
 from benchmarks.common.tables import MOST_COLUMNS, table
@@ -43,13 +43,6 @@ def test_the_page_names_no_other_file() -> None:
     page = (ROOT / "docs" / "performance.md").read_text()
     assert all((RESULTS / name).exists() for name in re.findall(r"`([\w-]+\.json)`", page))
     assert files_shown() <= {f"benchmarks/results/{path.name}" for path in RESULTS.iterdir()}
-
-
-def test_a_stale_table_would_be_noticed() -> None:
-    mark = "<!-- table of benchmarks/results/models.json#h200x2 -->\n{}\n<!-- end of table -->\n"
-    fresh = rendered(mark.format("| stale |"))
-    assert fresh != mark.format("| stale |")
-    assert rendered(fresh) == fresh
 
 
 def test_a_setting_that_one_gpu_did_not_run_is_compared_with_128k_tokens() -> None:
@@ -122,10 +115,3 @@ def test_the_readme_has_figures_of_the_chart() -> None:
     short, middle, long = (ring[f"causal {length} 32/8"] for length in ("8k", "32k", "128k"))
     text = f"{short} of one GPU's rate at 8k causal tokens, {middle} at 32k and {long} at 128k"
     assert text in (ROOT / "README.md").read_text()
-
-
-def test_bars_are_drawn_to_the_eighth() -> None:
-    assert bar(0) == ""
-    assert bar(0.5) == "█" * (WIDTH // 2)
-    assert bar(1) == "█" * WIDTH
-    assert bar(1 / WIDTH + 0.5 / WIDTH) == "█▌"

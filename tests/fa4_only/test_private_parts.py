@@ -406,10 +406,7 @@ IN_PUBLIC = [
 
 @pytest.mark.parametrize("launch", IN_PUBLIC, ids=str)
 def test_public_functions_launch_the_same_kernels(launch: Launch, library: Recorder) -> None:
-    """These are for versions whose private parts are not known.
-
-    They differentiate lse, too, for which the kernel before the backward is another one.
-    """
+    """These are for versions whose private parts are not known."""
     launches, _ = Passes(library, launch).called()
     call = launch.call()
     q, k, v, dout = call.tensors

@@ -85,7 +85,6 @@ def test_one_step(case: Case, calls: list[str]) -> None:
 def test_a_step_of_several(
     name: str, step: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ring steps of every kind are right: float32 but in the last, merged but in the first."""
     pretend(monkeypatch, step)
     (case,) = (case for case in ALONE if case.name == name)
     length = case.seq_len + 1 + [*STEPS].index(step)  # avoids another step's cached program
@@ -109,7 +108,6 @@ def test_many_tiles_a_program(
 
 
 def test_documents_as_in_plain_triton(calls: list[str]) -> None:
-    """Long documents with unmasked blocks, and several in one block, are as in plain Triton."""
     ends = (0, 5, 700, 705, 706, 764, 1100, 1600)
     usual = {**USUAL, "seq_len": ends[-1]}
     case = Case("documents-long", Mask(causal=True, cu_seqlens=ends), **usual)
@@ -128,7 +126,6 @@ def test_documents_as_in_plain_triton(calls: list[str]) -> None:
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("size", SIZES)
 def test_documents_in_the_ring(ring: str, size: int, calls: list[str]) -> None:
-    """Items with several documents are right, and NaN in padded keys does not reach results."""
     layout, strategy = RINGS[ring]
     mask = Mask(causal=True, cu_seqlens=(0, 3, 90, 400, 402, 777, 1001))
     usual = {**USUAL, "seq_len": 1001}
@@ -141,7 +138,6 @@ def test_documents_in_the_ring(ring: str, size: int, calls: list[str]) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mask", [CAUSAL, Mask()], ids=["causal", "full"])
 def test_in_the_ring(mask: Mask, ring: str, size: int, calls: list[str]) -> None:
-    """Steps with several items, and merged steps, are right in every ring."""
     usual = {**USUAL, "seq_len": 1024}
     layout, strategy = RINGS[ring]
     name = f"hopper-{mask.causal}-{ring}-cp{size}"
@@ -154,7 +150,6 @@ def test_in_the_ring(mask: Mask, ring: str, size: int, calls: list[str]) -> None
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mask", [CAUSAL, Mask()], ids=["causal", "full"])
 def test_over_gathered_keys(mask: Mask, layout: Any, size: int, calls: list[str]) -> None:
-    """Many items in one launch over gathered keys are right."""
     _check_over_gathered_keys(mask, layout, size, calls)
 
 

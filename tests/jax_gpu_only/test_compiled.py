@@ -82,7 +82,6 @@ def test_roles_on_hopper(mask: str, dim: int, step: str) -> None:
 
 
 def test_no_roles_for_options() -> None:
-    """Options that the Hopper kernels lack, and other head dims and dtypes, do not launch them."""
     calls: list[dict[str, Any]] = [
         {"options": {"causal": True, "softcap": 5.0}},
         {"predicate": True},

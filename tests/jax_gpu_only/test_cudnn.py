@@ -197,25 +197,20 @@ def _explained(dims: tuple[int, int], bias: bool, **options: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("dims", "bias", "name"),
+    ("dims", "option", "name"),
     [
-        ((128, 128), False, "triton"), ((64, 64), False, "cudnn"), ((96, 96), False, "triton"),
-        ((136, 136), False, "cudnn"), ((192, 128), False, "cudnn"), ((256, 256), False, "cudnn"),
-        ((64, 192), False, "cudnn"), ((64, 64), True, "cudnn"), ((256, 256), True, "cudnn"),
+        ((128, 128), "", "triton"), ((64, 64), "", "cudnn"), ((96, 96), "", "triton"),
+        ((136, 136), "", "cudnn"), ((192, 128), "", "cudnn"), ((256, 256), "", "cudnn"),
+        ((64, 192), "", "cudnn"), ((64, 64), "bias", "cudnn"), ((256, 256), "bias", "cudnn"),
+        ((64, 64), "window", "triton"), ((128, 128), "window", "triton"),
+        ((192, 192), "window", "cudnn"), ((256, 256), "window", "cudnn"),
     ],
 )  # fmt: skip
-def test_what_auto_takes(dims: tuple[int, int], bias: bool, name: str) -> None:
-    first, second, *_ = _explained(dims, bias)
+def test_what_auto_takes(dims: tuple[int, int], option: str, name: str) -> None:
+    options: dict[str, Any] = {"window": (3, 0)} if option == "window" else {}
+    first, second, *_ = _explained(dims, option == "bias", **options)
     assert first == f"kernel {name} (cuda)"
     assert second == "kernel xla (any other device)"
-
-
-@pytest.mark.parametrize(
-    ("dim", "name"), [(64, "triton"), (128, "triton"), (192, "cudnn"), (256, "cudnn")]
-)
-def test_head_dims_decide_with_a_window_too(dim: int, name: str) -> None:
-    first, *_ = _explained((dim, dim), bias=False, window=(3, 0))
-    assert first.startswith(f"kernel {name} (cuda)")
 
 
 def test_auto_says_why_not() -> None:
@@ -266,7 +261,6 @@ def _calls(text: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("platforms", [("cpu",), ("tpu",), ("cpu", "cuda")])
 @pytest.mark.parametrize("kernel", ["cudnn", "auto"])
 def test_exports_for_other_platforms_are_refused(kernel: str, platforms: tuple[str, ...]) -> None:
-    """An export for CPUs, TPUs or several platforms raises; ``auto`` only for several platforms."""
     x = jax.ShapeDtypeStruct((1, 64, 2, 64), "bfloat16")
     call = jax.jit(lambda q: ring_attention(q, q, q, axis_name=None, kernel=kernel))
     for function in (call, jax.jit(jax.grad(lambda q: call(q).sum()))):
@@ -279,7 +273,6 @@ def test_exports_for_other_platforms_are_refused(kernel: str, platforms: tuple[s
 
 
 def test_without_programs() -> None:
-    """The kernel is refused on other platforms under ``jax.disable_jit``, too."""
     x = jnp.ones((1, 64, 2, 64), "bfloat16")
     with (
         jax.disable_jit(),
@@ -329,7 +322,6 @@ def test_zeros_where_cudnn_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_ring_lowered_for_a_gpu() -> None:
-    """A ring has one cuDNN call for each distinct rectangle of its ranks, not one per rank."""
     mesh = jax.make_mesh((4,), ("cp",), devices=jax.devices()[:4])
     cp = ContextParallel(mesh, axis_name="cp", layout="zigzag")
     x = jnp.zeros((1, 64, 2, 256), "bfloat16")

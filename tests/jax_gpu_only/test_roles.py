@@ -90,7 +90,6 @@ def seen_by_tiles(outer: tuple[int, int], inner: tuple[int, int]) -> Callable[..
 def test_all_is_done_once(
     name: str, programs: int, heads_per_swizzle: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward programs together visit every block once, and begin every tile once."""
     seen = SEEN[name]
     stream_k = forward_schedule(seen, BATCH * HEADS, programs)
     assert stream_k.split > 0 or programs == 132 or name == "nothing"
@@ -194,7 +193,6 @@ class Registers:
 
 
 def test_even_queries_come_first_and_leave_in_order() -> None:
-    """Fetching lse puts even queries first, as masks do; dQ is stored in order again."""
     kernel: Any = backward
     consts = SimpleNamespace(BLOCK=64, D=1)
     tokens = np.arange(150)
@@ -235,7 +233,6 @@ def test_what_is_shared_is_shorter(programs: int) -> None:
 
 @pytest.mark.parametrize("programs", [1, 5, 78, 132])
 def test_who_helps_has_as_much_as_who_is_helped(programs: int) -> None:
-    """Helpers and helped programs of the backward have equal work, up to a part's overhead."""
     for tiles in range(1, 3 * programs):
         for length in (1, 4, 12, 33, 512):
             split, own, helpers = split_tiles_backward(tiles, length, programs)

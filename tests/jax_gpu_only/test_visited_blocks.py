@@ -114,7 +114,6 @@ def bounds_of(item: WorkItem) -> tuple[int, ...]:
 @pytest.mark.parametrize("rows_outside", [True, False], ids=["queries", "keys"])
 @pytest.mark.parametrize("name", PLANS)
 def test_against_a_dense_mask(name: str, rows_outside: bool, kernel: Any) -> None:
-    """Every pair of ranks is right, with queries in the outer loop (forward) or keys (backward)."""
     plan, several = PLANS[name], 0
     for q_rank, kv_rank in product(range(plan.cp_size), repeat=2):
         cells = cells_of(plan, q_rank, kv_rank)

@@ -209,7 +209,6 @@ def test_dtypes_of_flax() -> None:
 @pytest.mark.nightly(only=["shard_map"])  # per change the tests of jax.nn run it
 @pytest.mark.parametrize("where", ["global arrays", "shard_map"])
 def test_flax_on_two_devices(where: str) -> None:
-    """Segments, padded keys, bias and dropout by a traced key are right in layout order."""
     cp = context()
     local = partial(ring_attention, axis_name="cp", layout="zigzag")
     attend = make_attention_fn(cp.attention if where == "global arrays" else local)
@@ -231,7 +230,6 @@ def test_flax_on_two_devices(where: str) -> None:
 
 
 def test_batches_of_flax() -> None:
-    """Inputs may have no batch, two batch dimensions, or one query with a cache."""
     attend = make_attention_fn(partial(ONE, causal=True))
     ids, bias = Segments(jnp.asarray(IDS)[None]), random(B, 1, T, T, seed=8)
     written = jnp.asarray(SHOWN)[:, None, None]
@@ -376,49 +374,6 @@ def test_jax_nn_without_a_batch_and_with_a_residual() -> None:
     assert jax.eval_shape(attend, *narrow) == jax.eval_shape(theirs, *narrow)
 
 
-@pytest.mark.nightly(only=["global arrays"])  # per change the tests of Flax run them
-@pytest.mark.parametrize("where", ["global arrays", "shard_map"])
-def test_jax_nn_on_two_devices(where: str) -> None:
-    """Lengths count tokens in natural order in every layout; gradients of shards are right."""
-    in_shard_map = where == "shard_map"
-    cp = context(layout="striped" if in_shard_map else "zigzag")
-    local = partial(ring_attention, axis_name="cp", layout="striped")
-    attend = make_dot_product_attention(local if in_shard_map else cp.attention)
-    arguments: dict[str, Any] = {
-        "is_causal": True, "local_window_size": (9, 0), "scale": 0.5, "return_residual": True,
-        "query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS - 2,
-    }  # fmt: skip
-    weight = random(B, T, H, D, seed=9)
-
-    def ring(q: Any, k: Any, v: Any) -> Any:
-        call, tokens = partial(attend, **arguments), P(None, "cp")
-        if in_shard_map:
-            call = jax.shard_map(
-                call, mesh=cp.mesh, in_specs=(tokens,) * 3, out_specs=(tokens, tokens)
-            )
-        return tuple(cp.unshard(x) for x in call(*(cp.shard(x) for x in (q, k, v))))
-
-    def loss(function: Any, *args: Any) -> Any:
-        out, lse = function(*args)
-        held = jnp.where(jnp.isneginf(lse), 0, lse)  # lse has no gradient in either one
-        return jnp.sum(out * weight) + jnp.sum(held), (out, lse)
-
-    single = partial(jax.nn.dot_product_attention, **arguments)
-    gradients = jax.grad(loss, argnums=(1, 2, 3), has_aux=True)
-    actual, expected = (
-        compiled(partial(gradients if in_shard_map else loss, loss_function))
-        for loss_function in (ring, single)
-    )
-    out, lse = actual[1]
-    expected_value, wanted_lse = expected[1]
-    close(out, expected_value)
-    visible = np.arange(T) < np.asarray(LENGTHS)[:, None]
-    close(lse[visible], wanted_lse[visible])
-    assert np.isneginf(lse[~visible]).all()
-    if in_shard_map:
-        all_close(actual[0], expected[0])
-
-
 def test_implementation_names_kernels() -> None:
     with pytest.raises(UnsupportedError, match=r"^kernel 'cudnn': needs ring-jax-gpu"):
         make_dot_product_attention(ONE)(*QKV, implementation="cudnn")
@@ -504,7 +459,6 @@ def test_equinox(layout: str, name: str) -> None:
 
 
 def test_equinox_inside_shard_map() -> None:
-    """Dropout, documents and ``process_heads`` agree between two devices and one."""
     x, module = random(T, 12, seed=5), module_of(dropout_p=0.3)
     cp = context()
     local = partial(ring_attention, axis_name="cp", layout="zigzag", causal=True)
@@ -536,7 +490,6 @@ def test_equinox_inside_shard_map() -> None:
 
 
 def test_parameters_of_equinox() -> None:
-    """Initial values and serialised files are those of Equinox's own module."""
     attention = partial(ONE, causal=True)
     new = ring_jax.equinox.MultiheadAttention(H, 12, attention=attention, key=jax.random.key(0))
     old = eqx.nn.MultiheadAttention(H, 12, key=jax.random.key(0))

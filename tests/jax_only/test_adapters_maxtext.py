@@ -153,7 +153,6 @@ def test_ids_of_keys() -> None:
 
 
 def test_another_attention_is_maxtexts() -> None:
-    """Calls for another attention go to MaxText's method with every argument under its name."""
     op, names = operation(attention_kernel="flash"), signature(APPLY, follow_wrapped=False)
     arguments = {name: object() for name in names.parameters if name != "self"}
     assert len(arguments) == 19

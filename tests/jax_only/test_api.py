@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,14 +21,12 @@ from jax_meshes import mesh_of
 from ring_core import (
     ChunkLayout,
     Mask,
-    UnsupportedError,
     make_plan,
     reference,
     ring_program,
     viz,
 )
-from ring_jax import RESIDUALS, ContextParallel, __version__, compat, ring_attention
-from ring_jax.equinox import convert
+from ring_jax import RESIDUALS, ContextParallel, __version__, ring_attention
 from ring_jax.records import AttentionOptions, CallOptions
 
 Q, KV = (2, 16, 4, 8), (2, 16, 2, 8)
@@ -72,17 +69,6 @@ def gradients(
 def dense_gradients(*args: jax.Array, **options: Any) -> Any:
     weight = np.asarray(random(*Q, seed=3))
     return reference.attention_grads(weight, *map(np.asarray, args), causal=True, **options)
-
-
-@pytest.mark.nightly(unless=["True-True"])
-@pytest.mark.parametrize(("check_vma", "compiled"), [(True, True), (False, True), (True, False)])
-def test_under_shard_map(*, check_vma: bool, compiled: bool) -> None:
-    function = ring(check_vma=check_vma)
-    wrap: Callable[..., Any] = jax.jit if compiled else lambda function: function
-    close(wrap(function)(*qkv()), dense(*qkv()))
-    grads = gradients(function, *qkv(), wrap=wrap)
-    for actual, expected in zip(grads, dense_gradients(*qkv()), strict=False):
-        close(actual, expected)
 
 
 def test_under_vmap_scan_and_remat() -> None:
@@ -128,7 +114,6 @@ def test_replicated_parameters_get_their_gradient_once(*, check_vma: bool) -> No
     [*RINGS.values(), (ChunkLayout(((0, 3), (1, 2))), "ring")], ids=[*RINGS, "chunks"],
 )  # fmt: skip
 def test_context_parallel(axis_type: AxisType, layout: Any, strategy: str) -> None:
-    """Data, context and tensor parallelism are right together, with array options and dropout."""
     mesh = mesh_of(axis_type, dp=2, cp=2, tp=2)
     cp = ContextParallel(mesh, "cp", batch_axis="dp", head_axis="tp", layout=layout)
     ids = np.sort(np.random.default_rng(4).integers(0, 3, Q[:2])).astype(np.int32)
@@ -193,7 +178,6 @@ def test_calls_that_nothing_compiles(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_saved_residuals_spare_the_ring() -> None:
-    """Saving the named residuals spares rematerialisation all transfers of the forward."""
     policy = jax.checkpoint_policies.save_only_these_names(*RESIDUALS)
 
     def permutes(policy: Any) -> int:
@@ -205,15 +189,19 @@ def test_saved_residuals_spare_the_ring() -> None:
 
 
 def test_signatures_are_those_of_torch() -> None:
-    """Options have the order that both frameworks promise."""
     options = (
         "seq_len", "causal", "window", "chunk_size", "cu_seqlens", "segment_ids", "mask", "softmax_scale",
         "softcap", "sinks", "bias", "alibi_slopes", "dropout_p", "dropout_seed", "deterministic", "return_lse", "kernel", "strategy", "transport",
     )  # fmt: skip
-    call = tuple(inspect.signature(ring_attention).parameters)
-    assert call == ("q", "k", "v", "axis_name", "layout", *options)
+    call = inspect.signature(ring_attention).parameters
+    assert tuple(call) == ("q", "k", "v", "axis_name", "layout", *options)
+    defaults = {name: call[name].default for name in options}
+    assert list(AttentionOptions.__annotations__) == [x for x in options if x != "return_lse"]
+    assert list(defaults.items()) == list(CallOptions._field_defaults.items())
     for method in (ContextParallel.attention, ContextParallel.explain):
-        assert tuple(inspect.signature(method).parameters) == ("self", "q", "k", "v", *options)
+        shown = inspect.signature(method).parameters
+        assert tuple(shown) == ("self", "q", "k", "v", *options)
+        assert {x: shown[x].default for x in options} == defaults
 
 
 def test_explain_says_what_would_run() -> None:
@@ -266,8 +254,6 @@ def test_one_device_on_a_mesh_with_explicit_axes() -> None:
 
 
 def test_donated_inputs() -> None:
-    """A step with donated inputs gives the same results and deletes the inputs."""
-
     def step(*args: jax.Array) -> Any:
         return [x - 0.1 * g for x, g in zip(args, gradients(ring(), *args), strict=True)]
 
@@ -278,20 +264,6 @@ def test_donated_inputs() -> None:
     ):
         close(actual, expected_value)
     assert all(x.is_deleted() for x in donated)
-
-
-def test_options_that_are_handed_on_are_those_of_the_function() -> None:
-    """Methods have the function's options, in its order and with its defaults."""
-    keywords = [
-        x for x in inspect.signature(ring_attention).parameters.values() if x.kind is x.KEYWORD_ONLY
-    ]
-    options = {x.name: x.default for x in keywords if x.name not in {"axis_name", "layout"}}
-    assert list(AttentionOptions.__annotations__) == [x for x in options if x != "return_lse"]
-    assert list(options.items()) == list(CallOptions._field_defaults.items())
-    for method in (ContextParallel.attention, ContextParallel.explain):
-        shown = inspect.signature(method).parameters
-        assert {x: shown[x].default for x in options} == options
-        assert list(shown) == ["self", "q", "k", "v", *options]
 
 
 TWO_AXES: dict[str, Any] = {
@@ -336,16 +308,3 @@ def test_heads_that_an_axis_does_not_divide() -> None:
     by_batch = ContextParallel(TWO_AXES["Auto"], "cp", batch_axis="tp")
     with pytest.raises(ValueError, match=r"batch of q, 1, .*pad the batch"):
         by_batch.attention(FOUR_HEADS, FOUR_HEADS, FOUR_HEADS)
-
-
-def test_equinox_names_inference() -> None:
-    model = convert(eqx.nn.MultiheadAttention(2, 8, key=jax.random.key(0)), SPLIT.attention)
-    x = jnp.ones((8, 8))
-    with pytest.raises(UnsupportedError, match="deterministic: pass inference=True"):
-        model(x, x, x, deterministic=True)
-
-
-def test_shared_sinks_are_told_as_they_are() -> None:
-    assert compat.__doc__ is not None and "``softmax_aux`` is ``[H, n]``" in compat.__doc__
-    with pytest.raises(ValueError, match=r"softmax_aux\[:, None\]"):
-        compat.flash_attention(FOUR_HEADS, FOUR_HEADS, FOUR_HEADS, softmax_aux=jnp.zeros(4))

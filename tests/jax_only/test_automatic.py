@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
@@ -116,30 +114,22 @@ def _layers(attend: Any, place: Any = lambda x: x) -> Any:
 
 
 @pytest.mark.usefixtures("on_gpus")
-@pytest.mark.parametrize(
-    "run",
-    [False, pytest.param(True, marks=pytest.mark.nightly)],  # per change `test_gather` runs loops
-)
-@pytest.mark.nightly(unless=["AxisType.Explicit-False-False"])
+@pytest.mark.nightly(unless=["AxisType.Explicit-False"])
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_in_functions_and_loops(kind: AxisType, kept: bool, run: bool) -> None:
-    """``auto`` gathers in equal layers and in loops, and again for keys that are not saved."""
+def test_in_functions_and_loops(kind: AxisType, kept: bool) -> None:
+    """``auto`` gathers in equal layers and in loops, and again for keys that are not saved.
+
+    Results in loops are those of `test_gather`.
+    """
     mesh = jax.make_mesh((4,), ("cp",), axis_types=(kind,), devices=jax.devices()[:4])
-    random = np.random.default_rng(0)
-    x = [jnp.asarray(random.normal(size=(2, 64, h, 8)), "float32") for h in (4, 2, 2)]
-    cp, limit = ContextParallel(mesh, "cp"), sum(y.nbytes for y in x[1:]) * kept
+    x = [jax.ShapeDtypeStruct((2, 64, heads, 8), jnp.float32) for heads in (4, 2, 2)]
+    cp, limit = ContextParallel(mesh, "cp"), sum(4 * y.size for y in x[1:]) * kept
     jax.clear_caches()
     with patch.object(gather, "MAX_SAVED_BYTES", limit), jax.set_mesh(mesh):
-        layers = _layers(cp.attention, cp.shard)
-        text, got = layers.lower(*x).as_text(), layers(*x) if run else None
+        text = _layers(cp.attention, cp.shard).lower(*x).as_text()
     jax.clear_caches()
     # The two layers share one function forward and one backward; the loops have their own. With
     # `RESIDUALS` saved no forward runs again in a backward.
     assert text.count("stablehlo.all_gather") == (2 if kept else 4)
     assert "collective_permute" not in text
-    if not run:
-        return
-    expected = _layers(partial(ring_jax.ring_attention, axis_name=None))(*x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4)

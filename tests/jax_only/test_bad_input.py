@@ -125,7 +125,6 @@ def _words(seed: Any) -> int:
 @pytest.mark.parametrize("seed", [SMALL, WIDE, TOP])
 @pytest.mark.parametrize("kind", [int, *INTEGERS], ids=lambda kind: str(kind.__name__))
 def test_integers_of_the_host(kind: Any, seed: int, *, x64: bool) -> None:
-    """Seeds may be integers of Python or numpy, or arrays without dimensions."""
     if kind is not int and seed > np.iinfo(kind).max:
         seed = int(np.iinfo(kind).max)
     with jax.enable_x64() if x64 else nullcontext():
@@ -135,7 +134,6 @@ def test_integers_of_the_host(kind: Any, seed: int, *, x64: bool) -> None:
 
 @pytest.mark.parametrize("x64", WITH_X64.values(), ids=WITH_X64)
 def test_arrays_of_jax(*, x64: bool) -> None:
-    """Arrays of JAX, traced or not, give all their bits, 64 with x64."""
     with jax.enable_x64() if x64 else nullcontext():
         seeds = [jnp.uint32(SMALL), jnp.int32(SMALL)]
         seeds += [jnp.int64(WIDE), jnp.uint64(TOP)] if x64 else []

@@ -53,7 +53,6 @@ def _shown(mask: dict[str, Any], ids: tuple[Any, Any]) -> Any:
 def test_padded_to_different_lengths(
     mask: dict[str, Any], documents: Any, lengths: tuple[int, int]
 ) -> None:
-    """Results and gradients are right, also of a bias and with dropout."""
     (offsets, batch), rng = documents, np.random.default_rng(0)
     q, k, v = (
         rng.standard_normal((batch, length, heads, D))

@@ -153,7 +153,6 @@ def test_flax(flax: str) -> None:
 @pytest.mark.nightly(only=["shape0"])
 @pytest.mark.parametrize("shape", [(T, T), (H, T, T)])
 def test_equinox(shape: tuple[int, ...]) -> None:
-    """Results equal Equinox's own layer, as its tests call it, under ``vmap`` over a batch."""
     layer = eqx.nn.MultiheadAttention(H, 12, key=jax.random.key(0))
     ours = convert(layer, ONE)
     rng = np.random.default_rng(3)
@@ -220,7 +219,6 @@ def test_blocks_that_it_hides(shape: tuple[int, ...], sizes: tuple[int, int]) ->
 
 
 def test_hidden_blocks_are_not_computed() -> None:
-    """Only blocks on the mask's diagonal are computed, in the forward and in the backward."""
     x, positions = _given((T, T)), np.arange(T)
     computed: list[None] = []
     x["mask"] = (positions // 4)[:, None] == positions // 4
@@ -241,8 +239,3 @@ def test_hidden_blocks_are_not_computed() -> None:
     live = diagonal.reshape(6, 4, 4, 6).any(axis=(1, 3)).sum()
     assert live < 6 * 4
     assert len(computed) == 2 * live
-
-
-def test_explain_takes_it() -> None:
-    x, cp = _given((T, T)), ContextParallel(mesh_of(cp=2), "cp")
-    assert "kernel xla" in cp.explain(x["q"], x["k"], x["v"], mask=x["mask"])

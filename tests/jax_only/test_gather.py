@@ -90,7 +90,6 @@ def _inputs(length: int = 64) -> list[Any]:
 
 
 def test_one_transfer_each_way() -> None:
-    """A call needs one all-gather of keys, one reduce-scatter of gradients, and nothing else."""
     x = _inputs()
     ring = _ring("zigzag", "gather", causal=True)
     grads = jax.jit(jax.grad(lambda *x: ring(*x).sum(), argnums=(0, 1, 2)))

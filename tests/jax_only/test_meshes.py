@@ -131,7 +131,6 @@ def _of_the_function(mesh: Mesh, spec: P) -> Any:
 def test_every_mesh(
     axis_type: AxisType, name: str, of: str, *, within: bool, placement: str
 ) -> None:
-    """Results and gradients are right; nothing is sent along the split axes of batch and heads."""
     sizes, told = MESHES[name]
     mesh, (batch, heads) = mesh_of(axis_type, **sizes), AXES.get(name, (None, None))
     call = (
@@ -170,7 +169,6 @@ def test_an_axis_that_is_not_named(axis_type: AxisType) -> None:
 
 @pytest.mark.parametrize("name", ["bias", "mask"])
 def test_heads_of_a_bias_stay_split_along_an_axis_that_is_not_named(name: str) -> None:
-    """Nothing of a bias or a mask per head is gathered along an auto axis."""
     mesh = mesh_of(cp=2, tp=2)
     cp, x = ContextParallel(mesh, "cp", layout="contiguous"), _inputs()
     bias = np.random.default_rng(1).standard_normal((1, 4, 8, 8)).astype(np.float32)
@@ -212,7 +210,6 @@ def test_several_axes_of_the_batch(axis_type: AxisType) -> None:
 @pytest.mark.parametrize("spec", [P("dp"), P(None, None, "dp"), P("dp", "cp"), P()], ids=str)
 @pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
 def test_arrays_stay_split(axis_type: AxisType, spec: P) -> None:
-    """Arrays stay split in calls without ``jit`` too, and so do their gradients."""
     mesh = mesh_of(axis_type, dp=2, cp=2)
     cp, x = ContextParallel(mesh, "cp"), _inputs()[0]
     split_array = jax.device_put(x, NamedSharding(mesh, spec))
@@ -303,7 +300,6 @@ def _ring_mesh(kind: str, devices: slice = slice(4)) -> Mesh:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_shapes_are_explained_like_arrays(kind: str) -> None:
-    """``explain`` takes shapes, with a sharding or without, and array options as shapes."""
     mesh = _ring_mesh(kind)
     cp, split = ContextParallel(mesh, "cp"), NamedSharding(mesh, P(None, "cp"))
     x, ids = jnp.zeros(SHAPE), jnp.zeros(SHAPE[:2], jnp.int32)
@@ -328,7 +324,6 @@ def test_shapes_are_explained_like_arrays(kind: str) -> None:
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("devices", [slice(3, None, -1), slice(4, 8)], ids=["reversed", "others"])
 def test_other_devices_are_refused(devices: slice, kind: str) -> None:
-    """Arrays on a mesh with equal axes and other devices are refused, also while traced."""
     cp, other = ContextParallel(_ring_mesh(kind), "cp"), _ring_mesh(kind, devices)
     x = jnp.zeros(SHAPE)
     elsewhere = jax.device_put(x, NamedSharding(other, P(None, "cp")))

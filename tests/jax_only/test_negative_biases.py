@@ -25,7 +25,6 @@ from ring_jax import ContextParallel, bias_shift, ring_attention
 @pytest.mark.nightly(unless=["helpers"])
 @pytest.mark.parametrize("case", NEGATIVE, ids=[case.name for case in NEGATIVE])
 def test_rings_agree_with_real_numbers(case: NegativeCase, backend: Any) -> None:
-    """Results, ``lse`` and all gradients in a ring."""
     for variant in case.everywhere():
         assert_close(variant, backend.run(variant))
 
@@ -103,7 +102,6 @@ def test_global_arrays(axis_type: AxisType, *, named: bool) -> None:
 
 
 def test_transformations() -> None:
-    """Results are right under ``vmap``, ``scan`` and ``checkpoint``, inside ``shard_map``."""
     policy = jax.checkpoint_policies.save_only_these_names(*ring_jax.RESIDUALS)
     ring = partial(ring_attention, axis_name="cp", causal=True, return_lse=True)
 
@@ -144,7 +142,6 @@ def test_rows_are_looked_at_in_groups() -> None:
 
 
 def test_no_second_bias_is_allocated() -> None:
-    """A program allocates less than half of the bias besides its arguments and results."""
     q = jax.ShapeDtypeStruct((1, 4096, 2, 8), jnp.float32)
     bias = jax.ShapeDtypeStruct((1, 2, 4096, 4096), jnp.float32)
     attend = jax.jit(lambda q, bias: ring_attention(q, q, q, axis_name=None, bias=bias))

@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import AxisType
 
 import ring_jax
-from ring_core import reference
 from ring_jax import ContextParallel
 
 SIZE = 3
@@ -92,19 +91,6 @@ def test_what_is_sharded_with_padding_is_exact(layout: str, length: int, name: s
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), grads, pull(dout)
     )
-
-
-def test_a_length_of_one_token() -> None:
-    cp = context("zigzag")
-    x = random(1, 1, 2, 8)
-    shards = cp.shard(x, pad=True)
-    out, lse = cp.attention(shards, shards, shards, seq_len=1, return_lse=True)
-    expected, expected_lse = reference.attention(x, x, x)
-    np.testing.assert_allclose(cp.unshard(out, seq_len=1), expected, rtol=1e-5, atol=1e-5)
-    whole_lse = np.asarray(cp.unshard(lse, dim=2))
-    np.testing.assert_allclose(whole_lse[..., :1], expected_lse, rtol=1e-5, atol=1e-5)
-    assert np.isneginf(whole_lse[..., 1:]).all()
-    assert "seq_len=1 (padded to 6)" in cp.explain(shards, shards, shards, seq_len=1)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])

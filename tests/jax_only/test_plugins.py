@@ -232,7 +232,6 @@ def test_a_kernel_that_is_named_never_falls_back(setup: Setup) -> None:
 
 @pytest.mark.nightly(unless=["both", "broken-gpu", "of another project"])
 def test_the_doctor_reports_absent_kernels(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doctor names absent kernels with their reasons, and tests those of its platform."""
     tested: list[str] = []
 
     def self_test(kernel: Any, *_: str) -> Iterator[Check]:
@@ -289,7 +288,6 @@ RUBBISH = {
 
 
 def test_what_is_no_kernel_is_broken(install: Callable[..., None], tmp_path: Path) -> None:
-    """A plug-in that registers no valid kernels is reported as broken, and CPUs still work."""
     install(GPU._replace(module="rubbish"))
     for source, reason in RUBBISH.items():
         (tmp_path / "rubbish.py").write_text(source)

@@ -86,17 +86,7 @@ def test_transfers_are_the_plans(name: str, layout: Any) -> None:
     assert sorted(both) == sorted(forward + backward)
 
 
-def test_a_window_over_a_long_sequence_needs_one_hop() -> None:
-    """A window of 512 over 65,536 tokens on 8 devices needs one neighbour, forward and back."""
-    window: dict[str, Any] = {"causal": True, "window": (511, 0)}
-    program = ring_program(make_plan(Mask(**window), seq_len=1 << 16, cp_size=CP))
-    assert program.num_steps == 2
-    assert len(permutes(traced(1 << 16, "contiguous", backward=False, **window))) == 1
-    assert len(permutes(traced(1 << 16, "contiguous", backward=True, **window))) == 2
-
-
 def test_helpers_alone_receive() -> None:
-    """Lent queries of strategy ``balanced`` are sent only to the ranks that help."""
     program = traced(1024, "contiguous", backward=False, strategy="balanced", causal=True)
     text = program.lower().as_text()
     pairs = re.findall(r"source_target_pairs = dense<(\[\[.*?\]\])>", text)
@@ -196,7 +186,6 @@ def carried_by(line: str) -> int:
 
 @pytest.mark.nightly
 def test_memory_is_linear_in_the_length() -> None:
-    """Temporaries grow with the length, not its square: no shard's scores are stored whole."""
     sizes = [
         traced(length, "zigzag", backward=True, causal=True).lower().compile().memory_analysis()
         for length in (1 << 14, 1 << 15)

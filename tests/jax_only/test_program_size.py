@@ -50,7 +50,6 @@ def test_equal_layers_are_one_function(devices: int, strategy: str) -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
 def test_other_masks(strategy: str, layout: Any, mask: str) -> None:
-    """Programs stay small with other masks, too: only the steps' tables differ."""
     options = {"layout": layout, "strategy": strategy, **MASKS[mask]}
     if strategy == "gather" and layout == "striped" and mask in ("chunks", "documents"):
         with pytest.raises(UnsupportedError, match="documents and chunks have to lie in natural"):
@@ -88,7 +87,6 @@ CONSTANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_explain_states_all_constants(name: str) -> None:
-    """``explain`` states the bytes of all constant tables, without a few scalars per launch."""
     options = {"layout": "zigzag", "kernel": "xla", **CONSTANTS[name]}
     tables = [x for x in constants_of(traced(8, **options)) if x.ndim > 1 or x.size == len(CUTS)]
     assert stated(**options) == sum(x.nbytes for x in tables) > 500

@@ -133,7 +133,6 @@ def test_one_program_is_of_one_list_of_devices(name: str) -> None:
 
 
 def test_pieces_are_not_gathered() -> None:
-    """Relayout uses collective-permute only, so no device holds more than its two pieces."""
     source, target = contexts("another name", "striped-zigzag", AxisType.Auto)
     x = source.shard(jnp.ones((2, T, 3)))
     text = jax.jit(lambda x: source.relayout(x, to=target)).lower(x).compile().as_text() or ""

@@ -138,7 +138,6 @@ def _close(results: Any) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_over_a_mesh_with_other_axes(kind: str, way: str) -> None:
-    """Under ``jit``, ``scan`` and ``checkpoint``, beside axes of the batch and of heads."""
     sizes = {"cp": 4, "tp": 2} if way != "ulysses" else {"dp": 2, "cp": 2, "tp": 2}
     mesh = mesh_of(KINDS[kind], **sizes)
     axes: dict[str, Any] = {"head_axis": "tp"} | ({"batch_axis": "dp"} if "dp" in sizes else {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from wrong import (
     Subject,
     Values,
     checks_of,
+    subject,
     wrong_tensors,
 )
 
@@ -85,71 +87,46 @@ def entered(every: Any) -> None:
         pass
 
 
+#: Wrong values of arguments by their names.
+BY_NAME: dict[str, Values] = CALL | {
+    "layout": OPTIONS["layout"], "to": OPTIONS["layout"], "dim": DIM, "pad": FLAG, "fill": FILL,
+    "n": STEPS, "left": ROWS, "right": ROWS, "x": SHARD, "y": SHARD, "axis_name": AXIS,
+}  # fmt: skip
+LENGTH: Values = {**SIZE, "none": None}
+HALF, ALONE = {"x": zeros(Q, jnp.float16), "n": 1}, {"axis_name": None}
+row = partial(subject, BY_NAME)
+moved = partial(row, cu_seqlens=OPTIONS["cu_seqlens"])
+
 SUBJECTS: dict[str, Subject] = {
-    "ring_jax.ring_attention": Subject(
-        ring_attention, {**inputs, "axis_name": None},
-        {**CALL, "axis_name": AXIS, "layout": OPTIONS["layout"]},
+    "ring_jax.ring_attention": row(ring_attention, inputs | ALONE),
+    "ring_jax.check": row(
+        entered, {"every": 1}, every={n: x for n, x in LENGTH.items() if n != "zero"}
     ),
-    "ring_jax.check": Subject(
-        entered, {"every": 1},
-        {"every": {**{n: x for n, x in SIZE.items() if n != "zero"}, "none": None}},
-    ),
-    "ring_jax.ContextParallel": Subject(
+    "ring_jax.ContextParallel": row(
         ContextParallel, {"mesh": mesh, "axis_name": "cp"},
-        {
-            "mesh": {"none": None, "word": "cp", "number": 4, "devices": jax.devices(), "class": type(mesh)},
-            "axis_name": {**NAME, "tuple": ("cp",)},
-            "batch_axis": {**AXIS, "the same": "cp"}, "head_axis": {**AXIS, "the same": "cp"},
-            "layout": OPTIONS["layout"],
-        },
+        mesh={"none": None, "word": "cp", "number": 4, "devices": jax.devices(), "class": type(mesh)},
+        axis_name={**NAME, "tuple": ("cp",)}, batch_axis={**AXIS, "the same": "cp"},
+        head_axis={**AXIS, "the same": "cp"},
     ),
-    "ring_jax.ContextParallel.attention": Subject(cp.attention, inputs, CALL),
-    "ring_jax.ContextParallel.explain": Subject(cp.explain, inputs, EXPLAINED),
+    "ring_jax.ContextParallel.attention": row(cp.attention, inputs),
+    "ring_jax.ContextParallel.explain": row(
+        cp.explain, inputs, **{n: EXPLAINED[n] for n in TENSORS}
+    ),
     "ring_jax.ContextParallel.check_agreement": Subject(cp.check_agreement, inputs, CALL),
-    "ring_jax.ContextParallel.layout_of": Subject(
-        cp.layout_of, {"seq_len": 8},
-        {"seq_len": {**SIZE, "none": None, "indivisible": 7}, "pad": FLAG},
+    "ring_jax.ContextParallel.layout_of": row(
+        cp.layout_of, {"seq_len": 8}, seq_len={**LENGTH, "indivisible": 7}
     ),
-    "ring_jax.ContextParallel.positions": Subject(
-        cp.positions, {"seq_len": 8}, {"seq_len": {**SIZE, "none": None}}
+    "ring_jax.ContextParallel.positions": row(cp.positions, {"seq_len": 8}, seq_len=LENGTH),
+    "ring_jax.ContextParallel.shard": row(
+        cp.shard, {"x": zeros(Q)}, fill={**FILL, "without pad": 1.0}
     ),
-    "ring_jax.ContextParallel.shard": Subject(
-        cp.shard, {"x": zeros(Q)},
-        {"x": SHARD, "dim": DIM, "pad": FLAG, "fill": {**FILL, "without pad": 1.0}},
-    ),
-    "ring_jax.ContextParallel.unshard": Subject(
-        cp.unshard, {"x": zeros(Q)}, {"x": SHARD, "dim": DIM, "seq_len": OPTIONS["seq_len"]}
-    ),
-    "ring_jax.ContextParallel.shift": Subject(
-        cp.shift, {"x": zeros(Q, jnp.float16), "n": 1},
-        {"x": SHARD, "n": STEPS, "dim": DIM, "fill": FILL, "cu_seqlens": OPTIONS["cu_seqlens"], "seq_len": OPTIONS["seq_len"]},
-    ),
-    "ring_jax.ContextParallel.halo": Subject(
-        cp.halo, {"x": zeros(Q), "left": 1, "right": 0},
-        {"x": SHARD, "left": ROWS, "right": ROWS, "dim": DIM, "cu_seqlens": OPTIONS["cu_seqlens"], "seq_len": OPTIONS["seq_len"]},
-    ),
-    "ring_jax.ContextParallel.join": Subject(
-        cp.join, {"y": zeros((8, 2, 4, 16))}, {"y": SHARD, "dim": DIM}
-    ),
-    "ring_jax.ContextParallel.relayout": Subject(
-        cp.relayout, {"x": zeros(Q), "to": "contiguous"},
-        {"x": SHARD, "to": OPTIONS["layout"], "dim": DIM, "seq_len": OPTIONS["seq_len"]},
-    ),
-    "ring_jax.shift": Subject(
-        ring_jax.shift, {"x": zeros(Q, jnp.float16), "n": 1, "axis_name": None},
-        {
-            "x": SHARD, "n": STEPS, "dim": DIM, "fill": FILL, "cu_seqlens": OPTIONS["cu_seqlens"],
-            "seq_len": OPTIONS["seq_len"], "axis_name": AXIS, "layout": OPTIONS["layout"],
-        },
-    ),
-    "ring_jax.halo": Subject(
-        ring_jax.halo, {"x": zeros(Q), "left": 1, "right": 0, "axis_name": None},
-        {
-            "x": SHARD, "left": ROWS, "right": ROWS, "dim": DIM, "axis_name": AXIS,
-            "cu_seqlens": OPTIONS["cu_seqlens"], "layout": OPTIONS["layout"],
-            "seq_len": OPTIONS["seq_len"],
-        },
-    ),
+    "ring_jax.ContextParallel.unshard": row(cp.unshard, {"x": zeros(Q)}),
+    "ring_jax.ContextParallel.shift": moved(cp.shift, HALF),
+    "ring_jax.ContextParallel.halo": moved(cp.halo, {"x": zeros(Q), "left": 1, "right": 0}),
+    "ring_jax.ContextParallel.join": row(cp.join, {"y": zeros((8, 2, 4, 16))}),
+    "ring_jax.ContextParallel.relayout": row(cp.relayout, {"x": zeros(Q), "to": "contiguous"}),
+    "ring_jax.shift": moved(ring_jax.shift, HALF | ALONE),
+    "ring_jax.halo": moved(ring_jax.halo, {"x": zeros(Q), "left": 1, "right": 0} | ALONE),
     "ring_jax.preflight": Subject(
         ring_jax.preflight,
         {
@@ -163,18 +140,8 @@ SUBJECTS: dict[str, Subject] = {
             "rtol": {"word": "x", "negative": -1.0, "nan": math.nan},
         },
     ),
-    "ring_jax.join": Subject(
-        ring_jax.join, {"y": zeros(Q), "axis_name": None},
-        {"y": SHARD, "dim": DIM, "axis_name": AXIS, "layout": OPTIONS["layout"]},
-    ),
-    "ring_jax.relayout": Subject(
-        ring_jax.relayout, {"x": zeros(Q), "to": "contiguous", "axis_name": None},
-        {
-            "x": SHARD, "to": OPTIONS["layout"], "dim": DIM, "seq_len": OPTIONS["seq_len"],
-            "axis_name": AXIS,
-            "layout": OPTIONS["layout"],
-        },
-    ),
+    "ring_jax.join": row(ring_jax.join, {"y": zeros(Q)} | ALONE),
+    "ring_jax.relayout": row(ring_jax.relayout, {"x": zeros(Q), "to": "contiguous"} | ALONE),
 }  # fmt: skip
 #: Names that ring_core's tests check, or that this package's functions return.
 ELSEWHERE = {

@@ -35,7 +35,6 @@ def _given(shape: tuple[int, ...]) -> tuple[list[Any], Any]:
 @pytest.mark.nightly(unless=["shape0"])
 @pytest.mark.parametrize("shape", [(2, 1, T, T), (1, HEADS, T, T)])
 def test_hidden_blocks_are_not_visited(shape: tuple[int, ...]) -> None:
-    """The forward, dQ and dK/dV visit visible blocks only."""
     qkv, mask = _given(shape)
     mask = mask.at[0, :, 128:256].set(False) if shape[0] > 1 else mask
     visited: list[int] = []

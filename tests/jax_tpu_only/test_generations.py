@@ -92,7 +92,6 @@ def test_default_blocks_fit(name: str, head_dim: int, itemsize: int) -> None:
     ],
 )
 def test_the_table(name: str, forward: tuple[int, int], backward: tuple[int, int]) -> None:
-    """Default block sizes are those of the table, smaller with windows."""
     for direction, sizes in zip(PASSES, (forward, backward), strict=True):
         assert default_sizes(direction, NARROW, generation=ROWS[name]) == sizes
         assert default_sizes(direction, NARROW, 1024, ROWS[name]) == (512, 512)

@@ -96,7 +96,6 @@ def test_two_backward_kernels(case: Case) -> None:
 
 
 def test_vmap() -> None:
-    """A vmapped call is right: its entries run one by one, with own block lists if ids differ."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, 1, 256, 1, 8)), jnp.float32) for _ in range(3))
     ids = jnp.asarray(rng.integers(0, 2, (2, 1, 256)).cumsum(axis=2) // 60, jnp.int32)
@@ -129,7 +128,6 @@ def test_fused_backward_kernel(name: str) -> None:
 @pytest.mark.nightly(unless=["TPU v6e"])
 @pytest.mark.parametrize("name", ["TPU v4", "TPU v6e", "TPU7x"])
 def test_ways_of_generations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernel variants of generations are right: parts of blocks, prefetched scores, split K/V."""
     monkeypatch.setattr(operands, "generation_of", lambda _: GENERATIONS[name])
     jax.clear_caches()  # programs traced for other generations
     mask = Mask(causal=True, window=(400, 0))
@@ -151,10 +149,6 @@ def test_blocks_of_dq_that_come_back_at_once(seq_len: int, heads: tuple[int, int
 
 
 def test_several_blocks_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks are right in the ring.
-
-    ``check_vma`` is off: the interpreter does not support a grid of traced size with it.
-    """
     monkeypatch.setattr(ring_jax, "ring_attention", ring_attention)
     monkeypatch.setattr(jax, "shard_map", partial(jax.shard_map, check_vma=False))
     case = Case("blocks-zigzag-cp2", Mask(causal=True, window=(200, 0)), "zigzag", 2, 512)

@@ -212,7 +212,6 @@ def explained(config: KernelConfig, tokens: int) -> list[str]:
 
 
 def test_explain_says_why_not() -> None:
-    """``explain`` names the reason and the chip's generation if another kernel runs."""
     large = explained(KernelConfig(block_q=2048, block_k=2048), 8192)
     assert large[0] == "kernel xla (any device)"
     assert "not pallas (tpu): the forward with blocks of 2048 queries and 2048" in large[1]

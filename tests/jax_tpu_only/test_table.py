@@ -68,7 +68,6 @@ def test_other_cases(name: str, monkeypatch: pytest.MonkeyPatch, kernel: Interpr
 @pytest.mark.nightly(unless=["causal-balanced-cp3"])
 @pytest.mark.parametrize("name", IN_ONE_PROGRAM)
 def test_in_one_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of all devices and the transfers between them are right in one program."""
     monkeypatch.setattr(ring_jax, "ring_attention", ring_jax_tpu.ring_attention)
     with interpreted():
         results = JaxBackend().run(CASES[name], kernel="pallas")
@@ -76,7 +75,6 @@ def test_in_one_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_selected_cases_use_everything() -> None:
-    """The selected cases have every option, mask rule and ring, and 2, 3 and 4 devices."""
     cases = [CASES[name] for name in SELECTED]
     plain = Case("", Mask())
     for field in fields(Case):

@@ -30,7 +30,6 @@ SEEN_IN = {
 @pytest.mark.nightly("jax", unless=["last-step-dropped", "help-not-returned"])
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_suite_goes_red(mutant: str, backend: Any) -> None:
-    """At least one case of the table fails on each mutant."""
     names = sorted(WITNESSES, key=lambda name: name != SEEN_IN.get(mutant))
     assert any(_fails(name, mutant, backend) for name in names)
 

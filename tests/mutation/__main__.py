@@ -40,6 +40,7 @@ SETTINGS = """\
 [tool.pytest]
 pythonpath = [".", "tests"]
 addopts = ["--import-mode=importlib", "--backend=core", "--hypothesis-profile=mutants"]
+markers = ["nightly"]
 filterwarnings = ["error"]
 
 [tool.mutmut]

@@ -257,7 +257,6 @@ def test_frameworks_of_each_package() -> None:
 
 @each_package
 def test_sources_import_no_other_framework_or_backend(name: str) -> None:
-    """No module imports another framework or backend, not even inside a function."""
     foreign = {module(n) for n in (FRAMEWORKS | set(PACKAGES)) - reachable(name)}
     offending = []
     for path in sources(name).rglob("*.py"):

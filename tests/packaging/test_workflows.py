@@ -120,18 +120,6 @@ def test_releases_of_transformers_run_a_part_for_each_change_and_all_at_night() 
             assert ran[f"transformers-3.12({release})"] == arguments
 
 
-def test_each_python_is_the_one_of_its_session_and_only_a_new_one_may_fail() -> None:
-    lenient = set()
-    for path in FILES:
-        for call in calls(path):
-            named = re.search(r"-(3\.\d+)\(", call["session"])
-            assert named is None or call.get("python", "3.12") == named[1], call
-        for job in jobs(path).values():
-            if job.get("continue-on-error"):
-                lenient |= {filled(job["name"], cell) for cell in cells(job)}
-    assert lenient and all(name.startswith("tests-3.14(") for name in lenient)
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_jobs_end_in_time_and_ask_for_no_more_than_they_need(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text())

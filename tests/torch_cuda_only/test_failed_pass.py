@@ -1,4 +1,4 @@
-"""A pass that fails on one GPU: the other rank gets its error before NCCL ends that process."""
+"""A GPU's peer fails in a pass, is killed or stopped: its error, an end by NCCL, no wrong end."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lost import LONGEST, LOSSES, LOST, STEPS, Loss, Steps, lose, steps
 from torch._C._distributed_c10d import TCPStore
 
 from ring_torch import ring_attention
@@ -108,3 +109,34 @@ def test_a_new_group_reads_nothing_of_the_last(size: int) -> None:
         exact = [["exact"] * 2] * size
         assert pool.run(_attend_in_a_group, size, store.port, True) == exact
         assert {*left} <= {*store.list_keys()}
+
+
+P2P: dict[str, Any] = {"device": "cuda", "transport": "p2p"}
+AUTO: dict[str, Any] = {"device": "cuda"}
+CASES = [
+    *((loss, P2P) for loss in LOSSES if loss.how != "cut off"),
+    *((loss, AUTO) for loss in LOSSES if loss.how != "cut off" and loss.when != "during"),
+]
+
+
+@pytest.fixture(scope="module")
+def right() -> list[Steps]:
+    """Return the results of the steps without a fault."""
+    with LocalRanks(2, cuda=True) as pool:
+        return pool.run(steps, None, AUTO)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("loss", "options"), CASES)
+def test_the_other_ends_in_time(loss: Loss, options: dict[str, Any], right: list[Steps]) -> None:
+    outcome = lose(loss, 2, options, cuda=True)
+    assert outcome.seconds < LONGEST
+    assert outcome.staying == []
+    assert not outcome.lost[0]
+    ((ok, answer),) = outcome.survivors.values()
+    if ok:
+        assert 1 <= len(answer.sums) < STEPS
+        assert answer.sums == pytest.approx(right[1 - LOST].sums[: len(answer.sums)], rel=1e-3)
+        assert answer.error is not None
+    else:
+        assert answer.startswith("died with exit code -"), answer  # killed by NCCL's watchdog

@@ -85,7 +85,6 @@ OTHERS = [(how, CASES[name]) for how, names in OTHER_WAYS.items() for name in na
     ("how", "case"), OTHERS, ids=[f"{how}-{case.name}" for how, case in OTHERS]
 )
 def test_other_ways_to_the_same(how: str, case: Case, kernel: str, backend: Any) -> None:
-    """Head groups and copies give the case's results, or are refused by name."""
     case = as_kernels_take_it(case.name)
     if how == "in-groups":
         case = replace(case, heads=(8, 4))

@@ -1,4 +1,4 @@
-"""Movements and padded sequences over GPUs, compared with whole sequences."""
+"""Movements, ``unshard`` and padded sequences over GPUs, compared with whole sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
 SIZE = 4
-pytestmark = pytest.mark.ranks(SIZE)
 Move = Callable[[Tensor], Tensor]
 
 
@@ -61,6 +60,7 @@ def _moves(cp: ContextParallel, length: int) -> dict[str, tuple[Move, Move]]:
     return moves
 
 
+@pytest.mark.ranks(SIZE)
 @pytest.mark.parametrize(
     ("layout", "length", "compiled"),
     [("zigzag", 256, False), ("zigzag", 251, True), ("contiguous", 254, False), ("striped", 255, False)],
@@ -119,8 +119,32 @@ def _attends(_: int, strategy: str, length: int) -> list[float]:
     return errors
 
 
+@pytest.mark.ranks(SIZE)
 @pytest.mark.parametrize("length", [3, 1000, 1021])
 @pytest.mark.parametrize("strategy", ["gather", "ring", "ulysses"])
 def test_padded_calls_are_those_of_one_gpu(strategy: str, length: int, pool: LocalRanks) -> None:
     for errors in pool.run(_attends, strategy, length):
         assert max(errors) < 0.03, errors
+
+
+def _queued(rank: int, layout: str) -> list[bool]:
+    cp = ContextParallel(layout=layout)  # type: ignore[arg-type]  # a parameter of the test
+    weight = torch.arange(2 * 64 * 8, device="cuda", dtype=torch.float32).view(2, 64, 8)
+    x = cp.shard(weight).requires_grad_()
+    right = []
+    for n in range(3):
+        torch.cuda.set_sync_debug_mode("error" if n else "default")
+        try:
+            whole = cp.unshard(x, grad="sum")
+            (grad,) = torch.autograd.grad(whole, x, weight * (rank + 1))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        right.append(torch.equal(whole, weight) and torch.equal(grad, 3 * x))
+    return right
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_no_host_waits_after_the_first_call(layout: str) -> None:
+    with LocalRanks(2, cuda=True) as pool:
+        assert pool.run(_queued, layout) == [[True] * 3] * 2

@@ -1,17 +1,26 @@
-"""Strategies over NCCL and peers' memory, on cases of the table, each call checked."""
+"""Strategies over NCCL and peers' memory, on cases of the table, each call checked.
+
+Also Ulysses with head counts that GPUs do not divide, compiled calls with views, and windows with
+sinks over gathered keys, as in gpt-oss.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 from backends.torch_ranks import Arrays, gather, run_rank
 from cases import CASES, Case
+from dense import dense, errors
 from tolerances import assert_close
 
 import ring_torch
-from ring_core import StrategyConfig
-from ring_torch import UnsupportedError
+from ring_core import Mask, StrategyConfig
+from ring_torch import ContextParallel, UnsupportedError
 from ring_torch.local import LocalRankError
 
 #: Strategy and transport.
@@ -46,14 +55,20 @@ def checked(rank: int, case: Case, way: tuple[str | StrategyConfig, str]) -> Arr
             return str(error)
 
 
+def parts_of(backend: Any, case: Case, *way: str | StrategyConfig) -> list[Any]:
+    """Return what each rank computes of a case; after a failure other ranks take their place."""
+    try:
+        parts: list[Any] = backend.pool(case.cp_size).run(checked, case, way)
+    except LocalRankError:
+        backend.discard(case.cp_size)
+        raise
+    return parts
+
+
 @pytest.mark.parametrize(("way", "case"), TWO, ids=[f"{way}-{case.name}" for way, case in TWO])
 def test_case(way: str, case: Case, backend: Any) -> None:
     strategy, transport = WAYS[way]
-    try:
-        parts = backend.pool(2).run(checked, case, (case.moved(strategy), transport))
-    except LocalRankError:
-        backend.discard(2)
-        raise
+    parts = parts_of(backend, case, case.moved(strategy), transport)
     if any(isinstance(x, str) for x in parts):
         assert "gather" in strategy, parts
         assert all(isinstance(x, str) and f"{strategy!r}" in x for x in parts), parts
@@ -65,9 +80,88 @@ def test_case(way: str, case: Case, backend: Any) -> None:
 def test_hybrid(case: Case, backend: Any) -> None:
     gathers = GRIDS.index(case) % 2 == 1 and case.mask.predicate is None
     way = StrategyConfig("hybrid", ulysses_size=2, outer="gather" if gathers else "ring")
-    try:
-        parts = backend.pool(4).run(checked, case, (way, "p2p"))
-    except LocalRankError:
-        backend.discard(4)
-        raise
+    assert_close(case, gather(case, case.plan, parts_of(backend, case, way, "p2p")))
+
+
+#: Query and K/V heads by number of ranks: copied, padded, or both, and divided.
+HEADS = {2: [(3, 1), (3, 3), (4, 2)], 4: [(16, 1), (7, 7), (12, 3), (14, 2), (8, 4)]}
+PLAIN = Case("plain", Mask(causal=True), "zigzag", 2, 512, dims=(64, 64), dtype="bfloat16")
+TRADED = {
+    f"{kind}-{ranks}-{heads[0]}-{heads[1]}": replace(
+        case, name=f"cuda-{kind}-{heads[0]}-{heads[1]}", cp_size=ranks, heads=heads
+    )
+    for ranks, some in HEADS.items()
+    for heads in some
+    for kind, case in {
+        "plain": PLAIN,
+        "window": replace(PLAIN, mask=Mask(causal=True, window=(100, 0)), sinks=0, batch=2),
+        "all": Case(
+            "all", Mask(causal=True), "striped", seq_len=64, kv_seq_len=96, batch=2, dims=(16, 8),
+            softcap=3.0, sinks=2, bias="shared" if heads[0] % 2 else "heads", alibi=2, dropout_p=0.2,
+            segments="pair", lse_grad=True,
+        ),
+        "shifted": replace(PLAIN, bias="very-negative", dropout_p=0.1, seq_len=128),
+    }.items()
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transport", ["p2p", "symm_mem"])
+@pytest.mark.parametrize("case", TRADED.values(), ids=TRADED)
+def test_heads(case: Case, transport: str, backend: Any) -> None:
+    assert_close(case, gather(case, case.plan, parts_of(backend, case, "ulysses", transport)))
+
+
+def _compiled(rank: int, case: Case, kernel: str) -> Arrays:
+    torch._dynamo.reset()
+    call = torch.compile(ring_torch.ring_attention, fullgraph=True)
+    with patch.object(ring_torch, "ring_attention", call):
+        return run_rank(rank, case, (kernel, "auto", "auto"), None, cuda=True)
+
+
+@pytest.mark.parametrize("turn", range(1, 8))
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [("triton", "float32"), ("triton", "bfloat16"), ("auto", "bfloat16")]
+)
+def test_compiled(kernel: str, dtype: str, turn: int, backend: Any) -> None:
+    """Results have the strides that the graph expects; Triton's kernels are exact in float32."""
+    inputs = "" if kernel == "triton" else "-few"
+    case = replace(CASES[f"views{turn}{inputs}-zigzag"], cp_size=1, dtype=dtype, dims=(64, 64))
+    parts = backend.pool(1).run(_compiled, replace(case), kernel)
     assert_close(case, gather(case, case.plan, parts))
+
+
+LENGTH, HEADS_OF_WINDOWS, DIM = 4096, (16, 2, 2, 16), 64
+
+
+def on_a_rank(_: int, layout: Any, window: int, dtype: torch.dtype) -> list[list[float]]:
+    """Return errors of some calls' results, relative to those of dense attention in bfloat16."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, LENGTH, h, DIM, device="cuda").bfloat16() for h in HEADS_OF_WINDOWS]
+    tensors.append(torch.randn(HEADS_OF_WINDOWS[0], device="cuda").to(dtype))
+    exact, plain = (
+        dense(*(x.to(kind) for x in tensors[:4]), sinks=tensors[4].to(kind), window=window)
+        for kind in (torch.float32, torch.bfloat16)
+    )
+    cp = ContextParallel(layout=layout)
+    *qkv, dout, sinks = tensors
+    leaves = [*(cp.shard(x).requires_grad_() for x in qkv), sinks.requires_grad_()]
+    errors_of_calls = []
+    for _ in range(4):
+        out = cp.attention(
+            *leaves[:3], causal=True, window=(window - 1, 0), sinks=sinks, strategy="gather"
+        )
+        *grads, dsinks = torch.autograd.grad(out, leaves, cp.shard(dout))
+        total = dsinks.float()
+        dist.all_reduce(total)
+        results = [cp.unshard(x.detach()) for x in (out, *grads)]
+        errors_of_calls.append(errors((*results, total), exact, plain))
+    return errors_of_calls
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [128, 200])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_repeated_calls(layout: str, window: int, dtype: torch.dtype, backend: Any) -> None:
+    for errors_of_calls in backend.pool(2).run(on_a_rank, layout, window, dtype):
+        assert max(map(max, errors_of_calls)) < 2, errors_of_calls

@@ -11,7 +11,7 @@ import torch
 from on_ranks import on_ranks
 from wrong import KV, Q, bad_calls
 
-from ring_core import ChunkLayout, Mask, UnsupportedError, reference
+from ring_core import Mask, UnsupportedError, reference
 from ring_core.base.arguments import FOREIGN_OPTIONS
 from ring_torch import ContextParallel, KernelConfig, compat, ring_attention
 
@@ -82,16 +82,6 @@ def test_auto_names_all_reasons_when_nothing_fits() -> None:
         match=r"no kernel can do this call. fa4: .*; eager: has no choice of fused",
     ):
         ring_attention(**tensors(kernel=KernelConfig(fused_backward=True)))
-
-
-def test_context_parallel_refuses_lengths_it_cannot_divide() -> None:
-    with pytest.raises(ValueError, match="unknown layout 'ring'"):
-        ContextParallel(layout="ring")  # type: ignore[arg-type]  # wrong on purpose
-    cp = ContextParallel(layout=ChunkLayout(((0, 1),)))
-    with pytest.raises(ValueError, match="pad to 8"):
-        cp.shard(torch.zeros(1, 7, 2), dim=1)
-    with pytest.raises(ValueError, match="pad to 8"):
-        cp.layout_of(7)
 
 
 @on_ranks

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import prefix
-from on_ranks import on_ranks
+from on_ranks import on_four_ranks, on_ranks
 
 from ring_core import (
     KernelConfig,
@@ -34,7 +34,6 @@ from ring_torch.kernels import fa4, flash_attn, sdpa
 from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.measured import measured
 from ring_torch.kernels.triton import TritonKernel
-from ring_torch.local import LocalRanks
 from ring_torch.prepare import _prepare
 from ring_torch.strategies import choose_strategy
 from ring_torch.strategies.gather import GATHER
@@ -131,18 +130,6 @@ def test_a_field_that_means_nothing_is_refused() -> None:
     assert out.shape == x.shape
 
 
-def test_without_gpus_keys_travel_in_messages() -> None:
-    assert chosen(MESSAGES, program()) == chosen(("gather", "auto"), program()) == MESSAGES
-    assert chosen(AUTO, program()) == RING
-    with pytest.raises(UnsupportedError, match="need CUDA tensors and a nccl group"):
-        chosen(COPIES, program())
-
-
-@pytest.mark.parametrize("move", [AUTO, RING, MESSAGES, COPIES])
-def test_alone_nothing_travels(move: tuple[str, str]) -> None:
-    assert chosen(move, program(), size=1) == RING
-
-
 REASON = "the ranks' GPUs do not reach each other's memory"
 
 
@@ -199,8 +186,8 @@ def test_auto_trades_heads_where_that_moves_few_bytes(
     assert taken() == RING
 
 
-def _of_one_choice(rank: int) -> bool:
-    """Return True if ``auto`` gives the same bits as ``strategy="ulysses"``."""
+@on_four_ranks
+def test_auto_runs_the_trade_that_it_chose(rank: int) -> None:
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3))
     anywhere = replace(ULYSSES, is_automatic=lambda _: True)
@@ -211,11 +198,12 @@ def _of_one_choice(rank: int) -> bool:
             assert "55 % of the bytes of a gather" in cp.explain(q, k, v, causal=True, strategy=way)
             out = cp.attention(q, k, v, causal=True, strategy=way)
             results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def _compiled_gathers(rank: int) -> bool:
-    """Return True if a compiled ``auto`` call with a window gives the same bits as a gather."""
+@on_four_ranks
+def test_a_compiled_call_with_a_window_gathers(rank: int) -> None:
+    """Only a gather leaves out what the window hides."""
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3))
     anywhere = [replace(spec, is_automatic=lambda _: True) for spec in (ULYSSES, GATHER)]
@@ -228,14 +216,7 @@ def _compiled_gathers(rank: int) -> bool:
         for call, way in ((compiled, "auto"), (cp.attention, "gather")):
             out = call(q, k, v, causal=True, window=(3, 0), strategy=way)
             results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_auto_runs_the_trade_that_it_chose() -> None:
-    """A compiled call with a window gathers: only a gather leaves out what the window hides."""
-    with LocalRanks(4) as ranks:
-        assert all(ranks.run(_of_one_choice))
-        assert all(ranks.run(_compiled_gathers))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @on_ranks
@@ -433,17 +414,6 @@ def test_auto_takes_the_fastest_on_hopper(name: str, grad: bool, installed: Any)
         assert choice.kernel.capabilities.name == kernel
 
 
-def test_explain_says_why_not_those_before(installed: Any) -> None:
-    installed("fa4", "fa3", "cudnn", "fa2")
-    assert kernels.choose(KernelConfig(), BFLOAT16, program()).describe() == "kernel fa4"
-    lines = kernels.choose(KernelConfig(), replace(BFLOAT16, bias=True), program()).describe()
-    assert lines.splitlines() == [
-        "kernel triton", *(f"  not {name} (cuda): has no bias" for name in ("fa4", "fa3", "cudnn")),
-    ]  # fmt: skip
-    installed("fa4", "fa3", "cudnn", "fa2", major=8)
-    assert kernels.choose(KernelConfig(), BFLOAT16, program()).describe() == "kernel fa2"
-
-
 def measure(path: Path, device: str, *orders: tuple[str, int, str]) -> str:
     """Write orders of kernels as if they had been measured, by option and head dim."""
     rows = [
@@ -523,12 +493,6 @@ REFUSED: dict[str, tuple[Mask, dict[str, Any], tuple[int, int], str]] = {
     "segments and documents": (DOCUMENTS, {"segment_ids": True}, (9, 0), "no segment_ids together"),
     "ALiBi and documents": (DOCUMENTS, {"alibi": True}, (9, 0), "no alibi_slopes together"),
 }  # fmt: skip
-TAKEN: dict[str, tuple[Mask, dict[str, Any], tuple[int, int]]] = {
-    "documents on Blackwell": (DOCUMENTS, {}, (10, 0)),
-    "segments": (CAUSAL, {"segment_ids": True, "alibi": True, "softcap": True}, (9, 0)),
-    "a predicate and segments": (PREDICATE, {"segment_ids": True}, (9, 0)),
-    "causal that repeats": (CAUSAL, {"deterministic": True, "alibi": True}, (9, 0)),
-}
 
 
 def _limits(
@@ -546,11 +510,6 @@ def test_fa4_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mask, options, gpu, why = REFUSED[name]
     (reason,) = _limits(monkeypatch, mask, options, gpu)
     assert why in reason
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_fa4_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _limits(monkeypatch, *TAKEN[name]) == ()
 
 
 @pytest.mark.parametrize(

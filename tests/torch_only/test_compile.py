@@ -16,7 +16,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint
 
 from ring_core import ChunkLayout, Mask, StrategyConfig, UnsupportedError
 from ring_torch import ContextParallel, KernelConfig, compat, ring_attention
@@ -40,6 +39,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "bias": {"bias": True, "alibi_slopes": True},
     "dropout": {"causal": True, "dropout_p": 0.2, "dropout_seed": 5},
     "array": {"mask": True, "strategy": "gather"},
+    "ulysses": {
+        "causal": True, "segment_ids": True, "bias": True, "dropout_p": 0.3, "dropout_seed": 2**40,
+        "strategy": "ulysses",
+    },
     "array and more": {
         "mask": True, "bias": True, "sinks": True, "causal": True, "cu_seqlens": (0, 13, LENGTH),
         "strategy": "gather",
@@ -117,8 +120,6 @@ def same_bits(actual: object, expected: object) -> None:
 
 @on_ranks
 def test_other_chunks_are_another_graph() -> None:
-    """A function compiles again for a ``ContextParallel`` with other chunks."""
-
     def function(cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return cp.attention(q, k, v, causal=True)
 
@@ -168,15 +169,6 @@ def test_operations_are_sound(name: str) -> None:
         operation, tuple(arguments),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )  # fmt: skip
-
-
-@on_ranks
-def test_checkpointed() -> None:
-    cp, options = ContextParallel(), CALLS["causal"]
-    wraps: tuple[Any, ...] = (
-        lambda f: f, lambda f: compiled(lambda *x: checkpoint(f, *x, use_reentrant=False)),
-    )  # fmt: skip
-    same_bits(*(results(cp, options, wrap) for wrap in wraps))
 
 
 def test_a_predicate_breaks_the_graph_and_is_right() -> None:
@@ -250,21 +242,6 @@ def test_tensors_without_numbers_send_nothing(rank: int) -> None:
     torch.testing.assert_close(torch.compile(made_inside, backend="eager")(x), cp.shift(x, 1))
     graph = make_fx(lambda x: cp.attention(x, x, x, causal=True))(x)
     torch.testing.assert_close(graph(x), cp.attention(x, x, x, causal=True), rtol=0, atol=0)
-
-
-def test_documents_are_prepared_anew_in_each_batch() -> None:
-    """Offsets are prepared anew in each batch, though dynamo strips ``torch.compiler.disable``."""
-    torch.compiler.reset()
-    prepare = torch.compile(compat.llama3_flash_attn_prepare_cu_seqlens, backend="aot_eager")
-    for offsets in ([0, 5, 16], [0, 3, 9, 16], [0, 7, 32]):
-        documents = torch.tensor(offsets)
-        arguments = (documents, True, 1, 2)
-        prepared = prepare(*arguments)
-        for x, y in zip(
-            prepared, compat.llama3_flash_attn_prepare_cu_seqlens(*arguments), strict=True
-        ):
-            assert torch.equal(x, y) if isinstance(y, Tensor) else x == y  # type: ignore[arg-type]  # both are
-        assert prepared[-1].start.prepared.documents == tuple(offsets)
 
 
 T = 32

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import io
 import json
-import math
 import os
 import re
 import socket
@@ -50,14 +48,6 @@ def agrees(printed: str) -> None:
     assert all(
         float(ring) == pytest.approx(float(single), rel=1e-5) for _, ring, single, _ in losses
     )
-
-
-@pytest.mark.nightly
-def test_demonstration_as_a_command() -> None:
-    command = [sys.executable, str(DEMO), *SMALL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    agrees(done.stdout)
 
 
 def test_documents_of_a_window(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,18 +97,6 @@ def test_the_longest_sequence(capsys: pytest.CaptureFixture[str]) -> None:
     )
     last = capsys.readouterr().out.splitlines()[-1]  # of this process; ranks print their own lines
     assert last == "the longest: 256 tokens on 2 processes. 512: --most 256 was asked for."
-
-
-def test_what_ends_the_search(demo: ModuleType) -> None:
-    example = importlib.import_module("long_context")
-    limits = example.Limits(memory=None, seconds=60.0, tokens=2**20)
-    run = demo.Run(losses=(5.0,), seconds=1.0, tokens=1024, grown=0, peak=100)
-    longer = replace(run, tokens=2048, peak=150)
-    assert example.obstacle([run], 1.0, limits) is None  # one length estimates nothing
-    assert example.obstacle([run, longer], 250.0, limits) is None
-    assert "it needs" in example.obstacle([run, longer], 249.0, limits)
-    assert "--seconds" in example.obstacle([replace(run, seconds=15.1)], 1.0, limits)
-    assert "--most" in example.obstacle([replace(run, tokens=2**20)], 1.0, limits)
 
 
 @pytest.mark.nightly
@@ -200,17 +178,6 @@ def test_recurrent_layers_train_alike_on_one_process(
 
 
 @pytest.mark.usefixtures("demo")
-def test_other_losses_of_recurrent_layers_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    hybrid = importlib.import_module("train_hybrid")
-    good = hybrid.Run((5.0, 4.0), 100, "")
-    assert hybrid.report(good, good, 2) == ""
-    assert "losses differ by" in hybrid.report(hybrid.Run((5.0, 4.1), 100, ""), good, 2)
-    with pytest.raises(SystemExit):
-        hybrid.main(["--steps=0"])
-    assert "--steps must be 1 or more" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("demo")
 def test_tokens_generated_over_processes_are_those_of_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -269,14 +236,3 @@ def test_ring_and_one_process_agree(tmp_path: Path) -> None:
     with LocalRanks(2) as ranks:
         (code, printed), other = ranks.run(started, 2, store.port, [f"--compare={file}"])
     assert (code, other[0]) == (0, 0) and "largest relative difference" in printed
-
-
-def test_wrong_losses_of_fine_tuning_are_reported(
-    example: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = argparse.Namespace(dtype="float32")
-    assert example.compare(options, [5.0, 4.0], [5.0, 4.00001]) == 0
-    for wrong in (4.001, math.nan):
-        assert example.compare(options, [5.0, wrong, 3.0], [5.0, 4.0, 3.0]) == 1
-        assert "more than" in capsys.readouterr().err
-    assert example.compare(options, [5.0], [5.0, 4.0]) == 1

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_core import (
     Mask,
     RankMismatchError,
+    StrategyConfig,
     UnsupportedError,
     balanced_layout,
     gather_program,
@@ -34,7 +34,7 @@ from ring_core import (
 )
 from ring_torch import ContextParallel, local, ring_attention
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KVPayload
-from ring_torch.comm import handshake, ranks as ring_ranks, store
+from ring_torch.comm import handshake
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.local import LocalRanks
 from ring_torch.strategies.gather import head_groups_of
@@ -132,21 +132,6 @@ def test_a_process_of_its_own_is_not_warned(
     for n in range(2):  # warnings are errors here
         _attend(84 + 2 * n)
         _shard(84)
-
-
-def hosts_written(_: int) -> int:
-    """Return how often three calls publish this rank's host in the store."""
-    cp = ContextParallel(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"])
-    x = torch.randn(1, 4, 2, 8)
-    with patch.object(ring_ranks, "publish_host", wraps=store.publish_host) as publish:
-        for _n in range(3):
-            cp.attention(x, x, x, causal=True)
-    return publish.call_count
-
-
-def test_the_host_is_written_once() -> None:
-    with LocalRanks(2) as ranks:
-        assert max(ranks.run(hosts_written)) <= 1
 
 
 T = 16
@@ -253,23 +238,6 @@ def _chunks_first(rank: int, folder: str) -> list[bool]:
     return [cp is not wrong, _refused(lambda: wrong.shard(_qkv()[0]))]
 
 
-def _compiled_for_another(rank: int, folder: str) -> list[bool]:
-    """Call one graph with its object, then with a stale one; return what was as it should be."""
-    _destroy()
-    stale = ContextParallel()
-    alone = _is_exact(stale)
-    _init(folder, "another", rank, 2)
-    cp = ContextParallel()
-
-    def function(cp: ContextParallel, *qkv: Tensor) -> Tensor:
-        return cp.attention(*qkv, causal=True)
-
-    attend: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
-    exact = _is_exact(cp, lambda *qkv, **_: attend(cp, *qkv))
-    shards = [cp.shard(x).requires_grad_() for x in _qkv()]
-    return [alone, exact, _refused(lambda: attend(stale, *shards))]
-
-
 def _compiled_first(rank: int, folder: str) -> list[bool]:
     _destroy()
     cp = ContextParallel()
@@ -293,7 +261,6 @@ def _compiled_first(rank: int, folder: str) -> list[bool]:
     [
         _object_first, _used_first, _destroyed, _another_size, _inference_first, _two_objects,
         _chunks_first, _compiled_first,
-        pytest.param(_compiled_for_another, marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
 def test_shards_and_attention_are_of_one_group(order: Any, tmp_path: Any) -> None:
@@ -325,13 +292,6 @@ def test_no_local_rank_joins_before_all_are_connected(tmp_path: Any) -> None:
     assert max(connected) <= min(joined)
 
 
-@pytest.mark.parametrize("dim", [-3, -1, 0, 2])
-def test_unshard_takes_every_dimension(dim: int) -> None:
-    cp = ContextParallel()
-    x = torch.randn(4, 6, 8)
-    assert torch.equal(cp.unshard(cp.shard(x, dim=dim), dim=dim), x)
-
-
 LAYOUTS: list[Any] = [
     "zigzag", "striped", "contiguous",
     balanced_layout(Mask(causal=True), seq_len=16, cp_size=2),
@@ -355,15 +315,6 @@ def test_over_the_default_group_it_round_trips(layout: Any) -> None:
     cp = ContextParallel(layout=layout)
     for read in (pickle.loads(pickle.dumps(cp)), copy.copy(cp), copy.deepcopy(cp)):
         assert _is_alike(cp, read)
-
-
-def test_it_travels_to_the_ranks() -> None:
-    with LocalRanks(2, timeout=20) as pool:
-        assert pool.run(_sizes, ContextParallel(layout="striped")) == [(2, 0), (2, 1)]
-
-
-def _sizes(_: int, cp: ContextParallel) -> tuple[int, int]:
-    return cp.cp_size, cp.cp_rank
 
 
 class _Model(nn.Module):
@@ -408,7 +359,7 @@ def _places(kind: str, served: TCPStore, folder: Any) -> str | int:
     return served.port if kind == "tcp" else f"{folder}/store"
 
 
-def _is_right(group: Any, scale: float) -> tuple[bool, bool]:
+def _is_right(group: Any, scale: float, strategy: Any = "auto") -> tuple[bool, bool]:
     """Return True if a call's results are those of full attention; likewise for its gradients."""
     drawn = torch.Generator().manual_seed(0)  # threads share the default generator
     whole = torch.randn(1, TOKENS, 2, 8, dtype=torch.float64, generator=drawn).requires_grad_()
@@ -416,13 +367,13 @@ def _is_right(group: Any, scale: float) -> tuple[bool, bool]:
     (grad,) = torch.autograd.grad(expected.sum(), whole)
     cp = ContextParallel(group, layout="contiguous")
     x = cp.shard(whole.detach()).requires_grad_()
-    out = cp.attention(x, x, x, causal=True, softmax_scale=scale)
+    out = cp.attention(x, x, x, causal=True, softmax_scale=scale, strategy=strategy)
     out.sum().backward()
     assert x.grad is not None
     return torch.allclose(out, cp.shard(expected)), torch.allclose(x.grad, cp.shard(grad))
 
 
-def _in_threads(rank: int, size: int, store_at: str | int, count: int) -> list[Any]:
+def _in_threads(rank: int, size: int, store_at: str | int, count: int, strategy: Any) -> list[Any]:
     """Return errors of threads that use a group each, in another order on each rank."""
     dist.destroy_process_group()
     _init_with(PrefixStore(f"threads {count} {size}", _store(store_at, size)), rank, size)
@@ -434,7 +385,7 @@ def _in_threads(rank: int, size: int, store_at: str | int, count: int) -> list[A
             for k in range(CALLS):
                 # On each rank another thread is the first to wait.
                 time.sleep(0.1 * ((n + rank + k) % count))
-                if not all(_is_right(groups[n], 0.1 + 0.01 * k)):
+                if not all(_is_right(groups[n], 0.1 + 0.01 * k, strategy)):
                     faults.append((n, k, "wrong"))
         except (RuntimeError, ValueError) as error:
             faults.append((n, k, f"{type(error).__name__}: {error}"))
@@ -447,13 +398,20 @@ def _in_threads(rank: int, size: int, store_at: str | int, count: int) -> list[A
     return faults
 
 
-@pytest.mark.parametrize(("kind", "size", "count"), [("tcp", 2, 2), ("tcp", 3, 3), ("file", 2, 3)])
+@pytest.mark.parametrize(
+    ("kind", "size", "count", "strategy"),
+    [
+        ("tcp", 2, 2, "auto"), ("tcp", 3, 3, "auto"), ("file", 2, 3, "auto"),
+        ("tcp", 4, 2, StrategyConfig("hybrid", ulysses_size=2)),
+    ],
+    ids=["tcp-2-2", "tcp-3-3", "file-2-3", "hybrid"],
+)  # fmt: skip
 def test_threads_on_groups_of_their_own(
-    kind: str, size: int, count: int, served: TCPStore, tmp_path: Any
+    kind: str, size: int, count: int, strategy: Any, served: TCPStore, tmp_path: Any
 ) -> None:
     with LocalRanks(size, timeout=20) as pool:
         store_at = _places(kind, served, tmp_path)
-        assert pool.run(_in_threads, size, store_at, count) == [[]] * size
+        assert pool.run(_in_threads, size, store_at, count, strategy) == [[]] * size
 
 
 def _fail_in_a_group(rank: int, size: int, port: int, how: str) -> str:
@@ -502,24 +460,6 @@ def test_a_new_group_reads_nothing_of_the_last(size: int, how: str) -> None:
                 store.delete_key(key)
         exact = [(True, True)] * 2
         assert pool.run(_call_again, size, store.port) == [exact] * size
-
-
-def _nonces(_: int) -> list[int | None]:
-    """Return the nonces of two groups; the first one's also before the group is used."""
-    groups: list[Any] = [dist.new_group() for _ in range(2)]
-    before = ranks_of(groups[0]).state.nonce
-    for group in groups:
-        _is_right(group, 0.3)
-    return [before, *(ranks_of(group).state.nonce for group in groups)]
-
-
-def test_each_group_has_a_nonce_of_its_own() -> None:
-    with LocalRanks(3, timeout=20) as pool:
-        answers = pool.run(_nonces)
-    before, first, second = answers[0]
-    assert answers == [[before, first, second]] * 3
-    assert before is None
-    assert first != second
 
 
 def _told(rank: int) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import RANDOM, RINGS
-from hf_models import BYTES, LENGTH, WHOLE, Wide, build, gradients, run, same, whole
+from hf_models import BYTES, LENGTH, Wide, build, gradients, same, whole
 from hf_rows import (
     FAMILIES,
     SCANS_ALONE,
@@ -33,7 +33,6 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from ring_core import (
     ChunkLayout,
     KernelConfig,
-    LayoutSpec,
     RankMismatchError,
     StrategyConfig,
     UnsupportedError,
@@ -42,7 +41,6 @@ from ring_torch import ContextParallel, hf
 from ring_torch.call import Strategy
 from ring_torch.hf.register import _layer_seed
 from ring_torch.local import LocalRankError, LocalRanks
-from ring_torch.recurrent import convolution
 from ring_torch.strategies.hybrid import Hybrid
 from ring_torch.strategies.ulysses import Ulysses
 
@@ -151,6 +149,17 @@ def hooked() -> Iterator[Any]:
             "Qwen3_5ForConditionalGeneration-both-checkpointed",
         ],
     )  # fmt: skip
+    # Batches of every kind: local logits and sums, gathered ones and means. Losses of routers.
+    for suffix, options in (("local", {}), ("gathered", GATHER | MEAN)):
+        yield from rows(
+            "Llama Gemma3", "plain, right, packed, flattened", options=options, suffix=suffix,
+            rings=on(0, "zigzag", "striped"),
+            daily=[f"{x}-{suffix}" for x in ("Llama-packed", "Gemma3-flattened")],
+        )  # fmt: skip
+    yield from rows("Llama", "packed", forms=("ddp", "fsdp"), options=MEAN)
+    routers = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    yield from rows("Mixtral GptOss", "right", changes=routers, unlike={}, suffix="routers")
+    yield from rows("Llama", "by position_ids, by seq_idx, by cu_seq_lens, by attention_mask")
     compiled: dict[str, Any] = {"batches": "right", "forms": ["compiled"], "options": MEAN}
     yield from rows("LlamaForCausalLM GPTJForCausalLM", **compiled, daily=[])
     yield from rows("Qwen3NextForCausalLM", **compiled)
@@ -311,16 +320,6 @@ def _dropout_of_attention(rank: int, name: str, rates: dict[str, Any]) -> None:
     assert float(outputs[0][0]) != float(result(model.eval(), case.whole, case)[0])
 
 
-def _float32(_: int) -> None:
-    batch = whole("packed")
-    expected = run(build("Llama"), batch | WHOLE)[0]
-    cp, ring = ContextParallel(), build("Llama", hf.register()).float()
-    with torch.no_grad():
-        plain = build("Llama").float()(**batch, **WHOLE).logits
-        local = cp.unshard(ring(**hf.shard_batch(cp, batch, model=ring)).logits)[:, :LENGTH]
-    assert (local - expected).abs().max() <= 2 * (plain - expected).abs().max() + 1e-6
-
-
 def _two_rings(rank: int) -> None:
     """Run one model on two rings in turn, and two models with different options side by side."""
     pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -342,23 +341,6 @@ def _unlike_batches(rank: int) -> None:
         hf.shard_batch(ContextParallel(), batch, model=ANY)
     with pytest.raises(RankMismatchError, match="same samples"):
         hf.shard_batch(ContextParallel(), whole("plain"), model=ANY, dropout_seed=rank // 2)
-
-
-def _reduced(rank: int) -> None:
-    layers = [nn.Linear(3, 2, bias=False) for _ in range(3)]
-    all_ranks, one_rank, no_rank = (layer.weight for layer in layers)
-    layers[1].double()
-    all_ranks.grad = torch.full((2, 3), float(rank))
-    if rank == 3:  # like an expert that other ranks do not use
-        one_rank.grad = torch.ones(2, 3, dtype=torch.float64)
-    ContextParallel().reduce_gradients(nn.ModuleList(layers))
-    same(all_ranks.grad, torch.full((2, 3), 6.0), "sum")
-    assert one_rank.grad is not None and no_rank.grad is None
-    same(one_rank.grad, torch.ones(2, 3, dtype=torch.float64), "of one rank")
-    embedding = nn.Embedding(4, 2, sparse=True)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(UnsupportedError, match="sparse"):
-        ContextParallel().reduce_gradients(embedding)
 
 
 def _copied(_: int, name: str) -> None:
@@ -472,20 +454,6 @@ def _of_strategies(_: int, name: str) -> None:
     assert model.config._attn_implementation == "eager"
 
 
-def _rows_of_convolutions(_: int, layout: LayoutSpec, expected: tuple[int, int]) -> None:
-    """Check that a convolution is given a rank's runs alone."""
-    model, shapes, right = build("Lfm2"), set(), convolution._convolve
-    hf.parallelize(model, ContextParallel(layout=layout))
-
-    def convolve(x: Tensor, *args: Any) -> Tensor:
-        shapes.add(tuple(x.shape[:2]))
-        return right(x, *args)
-
-    with patch.object(convolution, "_convolve", convolve):
-        model(**padded(24))
-    assert shapes == {expected}
-
-
 def jobs() -> Iterator[Any]:
     """Yield what several ranks compute that is no row of the table."""
     old, gptj = (
@@ -494,11 +462,12 @@ def jobs() -> Iterator[Any]:
     )
     for ranks, job, arguments, ids, marks in (
         (4, _checkpointed, [False], "not reentrant", []), (4, _checkpointed, [True], "reentrant", []),
-        (4, _dropout, [], "", []), (4, _float32, [], "", []), (4, _two_rings, [], "", []),
-        (4, _unlike_batches, [], "", []), (4, _reduced, [], "", []),
+        (4, _dropout, [], "", []), (4, _two_rings, [], "", []),
+        (4, _unlike_batches, [], "", []),
         (4, _of_strategies, ["Llama"], "Llama", [pytest.mark.nightly]),
         (4, _of_strategies, ["Gemma3"], "Gemma3", []),
         (4, _of_strategies, ["GptOss"], "GptOss", [pytest.mark.nightly]),
+        (2, _dropout_of_attention, ["Llama", {"attention_dropout": 0.4}], "Llama", []),
         (2, _dropout_of_attention, ["GPTJForCausalLM", gptj], "GPTJ", []),
         (2, _dropout_of_attention, ["T5ForConditionalGeneration", {"dropout_rate": 0.3}], "T5", old),
         (2, _copied, ["T5ForConditionalGeneration"], "T5", old),
@@ -509,8 +478,6 @@ def jobs() -> Iterator[Any]:
         (2, _valued, ["Llama", "Model", "mean"], "Llama-mean", []),
         (2, _valued, ["Gemma3", "TextModel", "sum"], "Gemma3-sum", []),
         (2, _valued, ["Gemma3", "TextModel", "mean"], "Gemma3-mean", []),
-        (2, _rows_of_convolutions, ["zigzag", (4, 8)], "zigzag", old),
-        (2, _rows_of_convolutions, ["striped", (2, 14)], "striped", old),
     ):  # fmt: skip
         name = job.__name__[1:] + (f"-{ids}" if ids else "")
         yield pytest.param(ranks, job, arguments, id=name, marks=marks)

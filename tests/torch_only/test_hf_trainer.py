@@ -1,7 +1,13 @@
-"""A plain Trainer, parallelized, trains, evaluates, predicts and resumes as on one device."""
+"""Trainers on rings train, evaluate, predict and resume as on one device.
+
+Plain ones and those of TRL, parallelized; those whose weights FSDP2 shards over data x ring; and
+those that sample on each ring.
+"""
 
 from __future__ import annotations
 
+import ast
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
@@ -12,15 +18,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+import trl
+from accelerate import ParallelismConfig
 from hf_models import build
+from on_ranks import on_two_ranks
 from packaging.version import Version
+from sharded import MESHES, sharded, trainer_on
 from torch import Tensor
-from trained import arguments, be_started, collate, documents, looped, session, trained
+from trained import arguments, be_started, collate, documents, session, trained
 from transformers import Trainer
-from trl_trained import TRAINERS, trl_trained
+from trl_trained import TRAINERS, sampled, trl_trained
 
 from ring_core import RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, hf
+from ring_torch.hf.rollouts import check_rollouts
+from ring_torch.hf.trainer_settings import TESTED_OF_TRL, untested_of_trl
 from ring_torch.local import LocalRanks
 
 TINY = 1e-6  # values are about 5
@@ -133,23 +145,6 @@ def test_steps_are_those_of_one_device(pools: dict[int, LocalRanks], x: Steps) -
             torch.testing.assert_close(rank, expected, rtol=1e-9, atol=0)
 
 
-#: Wrapper that reduces gradients, gradient accumulation, data parallel ranks.
-LOOPS = [(*x, 1) for x in product(("nothing", "ddp", "fsdp"), (1, 4))] + [
-    ("ddp", 1, 2), ("ddp", 4, 2), ("fsdp", 1, 2), ("fsdp", 4, 2),
-]  # fmt: skip
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda x: "-".join(map(str, x)))
-def test_steps_of_a_loop_are_those_of_one_device(pools: dict[int, LocalRanks], loop: Any) -> None:
-    exact, plain = (
-        pools[1].run(looped, 1, None, dtype, "nothing", *loop[1:])[0]
-        for dtype in ("float64", "float32")
-    )
-    for steps in on_rings(pools, loop[-1], looped, "float32", *loop):
-        check_twice(steps, plain, exact)
-
-
 @pytest.mark.nightly(unless=["1"])
 @pytest.mark.parametrize("dp_size", [1, 2])
 def test_a_whole_session(pools: dict[int, LocalRanks], tmp_path: Path, dp_size: int) -> None:
@@ -197,14 +192,15 @@ class _OwnPrediction(Trainer):
         return None, model(**inputs).logits, None
 
 
-def _mistakes(rank: int, folder: str) -> None:
+@on_two_ranks
+def test_mistakes_are_named(rank: int, tmp_path: Path) -> None:
     be_started(rank, 2)
     cp = ContextParallel()
     alone: list[Any] = [dist.new_group([n]) for n in range(2)]
 
     def built(data: Any = None, **options: Any) -> Any:
         return Trainer(
-            build("Llama").float(), arguments(folder, **options), collate, data or documents()
+            build("Llama").float(), arguments(tmp_path, **options), collate, data or documents()
         )
 
     def refused(error: type, message: str, trainer: Any, **options: Any) -> None:
@@ -217,11 +213,11 @@ def _mistakes(rank: int, folder: str) -> None:
     trainer.compute_loss_func = lambda *_, **__: None
     refused(ValueError, "logits='gather'", trainer)
     for kind in (_LossByFunction, _LossByMethod):
-        args = arguments(folder)
+        args = arguments(tmp_path)
         refused(
             ValueError, "reads logits", kind(build("Llama").float(), args, collate, documents())
         )
-    trainer = _OwnPrediction(build("Llama").float(), arguments(folder), collate, documents())
+    trainer = _OwnPrediction(build("Llama").float(), arguments(tmp_path), collate, documents())
     hf.parallelize(trainer, cp).remove()
     refused(UnsupportedError, "batch_rebalance", built(train_sampling_strategy="batch_rebalance"))
     trainer = built()
@@ -262,14 +258,11 @@ def _mistakes(rank: int, folder: str) -> None:
         other.train()
 
 
-def test_mistakes_are_named(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
-    pools[2].run(_mistakes, str(tmp_path))
-
-
-def _later_models(rank: int, folder: str) -> None:
+@on_two_ranks
+def test_models_that_are_set_later_are_never_computed_whole(rank: int, tmp_path: Path) -> None:
     be_started(rank, 2)
     ring = ContextParallel()
-    trainer: Any = Trainer(build("Llama").float(), arguments(folder), collate, documents())
+    trainer: Any = Trainer(build("Llama").float(), arguments(tmp_path), collate, documents())
     handle = hf.parallelize(trainer, ring)
     trainer.ref_model = build("Llama").float()
     batch = collate(documents()[:2])
@@ -296,12 +289,6 @@ def _later_models(rank: int, folder: str) -> None:
     else:
         with pytest.raises(RankMismatchError, match="different calls"):
             ring.shift(torch.zeros(1, 4), 1)
-
-
-def test_models_that_are_set_later_are_never_computed_whole(
-    pools: dict[int, LocalRanks], tmp_path: Path
-) -> None:
-    pools[2].run(_later_models, str(tmp_path))
 
 
 @pytest.mark.nightly(unless=["sft", "orpo"])
@@ -339,3 +326,327 @@ def close(actual: Any, expected: Any, what: str) -> None:
     torch.testing.assert_close(
         actual, expected, rtol=1e-3, atol=1e-4, msg=lambda text: f"{what}: {text}"
     )
+
+
+KINDS = ("trainer", "sft", "dpo", "kto", "reward")
+PARALLELIZE = r"leave parallelism_config and fsdp out and call hf\.parallelize\(trainer, cp\), which .* Trainer's own DDP"
+#: Trainers that no mesh serves, and what is said of another way.
+REFUSED = {
+    "trl.trainer.grpo_trainer.GRPOTrainer": PARALLELIZE,
+    "trl.trainer.rloo_trainer.RLOOTrainer": PARALLELIZE,
+    "trl.trainer.distillation_trainer.DistillationTrainer": r"nor does hf\.parallelize take it",
+    "trl.experimental.orpo.orpo_trainer.ORPOTrainer": PARALLELIZE,
+}
+
+
+@dataclass(frozen=True)
+class ShardedSteps:
+    """Steps of a Trainer: with accumulation, clipped gradients, evaluations and a checkpoint.
+
+    Attributes:
+        kind: "trainer", or a Trainer of TRL.
+        mesh: Key of :data:`sharded.MESHES`, or "none".
+        options: Options of the arguments.
+        settings: Settings of FSDP2.
+        resumed: Mesh on which the second half runs again, from the checkpoint.
+        split: Ranks that hold different parts of ``layers.0.mlp.down_proj.weight``.
+        tolerance: Relative error.
+    """
+
+    kind: str
+    mesh: str
+    options: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    resumed: str | None = None
+    split: int = 2
+    tolerance: float = 1e-6
+
+
+def sharded_steps() -> Iterator[Any]:
+    """Yield steps with their ids, and those of them that run for each change."""
+    daily = ("sft on data x ring", "dpo on ring", "bfloat16-trainer")
+
+    def row(key: str, *arguments: Any, **fields: Any) -> Any:
+        marks = [] if key in daily else [pytest.mark.nightly]
+        if key != "without a mesh":
+            marks.append(pytest.mark.refused_in("5.14"))
+        return pytest.param(ShardedSteps(*arguments, **fields), id=key, marks=marks)
+
+    others = {
+        "ring": "ring of 3",
+        "TP": "TP",
+        "HSDP": "data of 4 x ring",
+        "data x ring": "data x ring of 3",
+    }
+    for kind, (mesh, other) in product(KINDS, others.items()):
+        resumed = None if f"{kind} on {mesh}" == daily[0] else other
+        yield row(
+            f"{kind} on {mesh}", kind, mesh, resumed=resumed, split=2 if mesh == "ring" else 4
+        )
+    parts = {"state_dict_type": "SHARDED_STATE_DICT"}
+    yield row("parts in files", "sft", "data x ring", {}, parts, "data x ring of 3", 4)
+    once = {"cpu_ram_efficient_loading": True, "drifts": True}
+    yield row("loaded once", "sft", "ring", {}, once)
+    single = {"dtype": torch.float32}
+    for kind in KINDS:
+        yield row(f"bfloat16-{kind}", kind, "ring", single | {"bf16": True})
+    layers = {"activation_checkpointing": True}
+    yield row("checkpointed layers", "sft", "ring", single, layers, "ring of 3", tolerance=1e-3)
+    compiled = single | {"torch_compile": True, "torch_compile_backend": "eager"}
+    yield row("compiled", "sft", "ring", compiled, tolerance=1e-3)
+    each = {"average_tokens_across_devices": False}
+    yield row("each rank's own mean", "sft", "data x ring", each, split=4)
+    yield row("each rank's own mean beside TP", "trainer", "TP", each, split=4)
+    for kind in ("sft", "dpo"):
+        yield row(f"LoRA-{kind}", kind, "ring", {"LoRA": True}, resumed="ring of 3")
+    for logits in ("gather", "none"):
+        options = {"logits": logits, "prediction_loss_only": True}
+        yield row(f"logits-{logits}", "trainer", "ring", options)
+    smooth = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
+    yield row("smooth labels and noise", "trainer", "data x ring", smooth, split=4)
+    models: dict[str, Any] = {
+        "a router's loss": ("Mixtral", {"output_router_logits": True}),
+        "tied embeddings": ("Llama", {"tie_word_embeddings": True}),
+        "recurrent layers": ("Qwen3NextForCausalLM", {}),
+    }
+    for name, model in models.items():
+        options = {"model": model, "prediction_loss_only": True}
+        yield row(name, "trainer", "ring", options, resumed="ring of 3")
+    yield row("without a mesh", "sft", "none", {"packing": True})
+
+
+def check(mine: Any, theirs: Any, tolerance: float, *, resumed: bool = False) -> None:
+    """Compare what a rank returned with what one process did."""
+    # TRL counts tokens anew where it resumes, and the Trainer means over the steps that it ran.
+    names = [
+        x for x in theirs["metrics"]
+        if not (resumed and (x.endswith(("num_tokens", "train_loss")) or x[0] in "012"))
+    ]  # fmt: skip
+    assert len(names) > 10
+    expected = {x: theirs["metrics"][x] for x in names}
+    assert {x: mine["metrics"][x] for x in names} == pytest.approx(
+        expected, rel=tolerance, abs=1e-8
+    )
+    assert (mine["tokens"], mine["samples"]) == (theirs["tokens"], theirs["samples"])
+    assert mine["operations"] == pytest.approx(theirs["operations"], rel=1e-3)
+    for name, x in theirs["weights"].items():
+        torch.testing.assert_close(mine["weights"][name], x, rtol=0, atol=tolerance)
+    torch.testing.assert_close(
+        mine["predictions"], theirs["predictions"], rtol=tolerance, atol=tolerance
+    )
+
+
+def errors(mine: Any, theirs: Any) -> float:
+    """Return the norm of relative errors of losses and gradient norms."""
+    names = [x for x in theirs["metrics"] if x.endswith(("loss", "grad_norm"))]
+    assert len(names) == 11
+    return math.hypot(*(mine["metrics"][x] / theirs["metrics"][x] - 1 for x in names))
+
+
+@pytest.mark.parametrize("x", [*sharded_steps()])
+def test_steps_are_those_of_one_process(
+    pools: dict[int, LocalRanks], tmp_path: Path, x: ShardedSteps
+) -> None:
+    def run(mesh: str | None, data: int, name: str, *more: Any) -> Any:
+        sizes = MESHES.get(mesh or "", {"ranks": 2 if mesh == "none" else data})
+        ranks, folder = math.prod(sizes.values()), str(tmp_path / name)
+        options = x.options | ({} if mesh else {"bf16": False})
+        return pools[ranks].run(sharded, ranks, mesh, x.kind, folder, options, x.settings, *more)
+
+    sizes = MESHES.get(x.mesh, {})
+    data = sizes.get("dp_shard_size", 1) * sizes.get("dp_replicate_size", 1)
+    (expected, *_) = run(None, data, "one")
+    results = run(x.mesh, data, "rings")
+    allowed = errors(run("one", 1, "bf16")[0], expected) if x.options.get("bf16") else None
+    for mine in results:
+        if allowed is not None:  # at most twice the error of FSDP2 in one process
+            assert 1e-4 < errors(mine, expected) <= 2 * allowed
+            continue
+        check(mine, expected, x.tolerance)
+        if not {"LoRA", "model"} & {*x.options}:
+            assert mine["split"]["layers.0.mlp.down_proj.weight"] == x.split
+    assert any("fsdp" in name for name in results[0]["files"])
+    if x.resumed:
+        checkpoint = str(tmp_path / "rings" / "checkpoint-2")
+        for mine in run(x.resumed, data, "resumed", checkpoint):
+            check(mine, expected, x.tolerance, resumed=True)
+
+
+@pytest.mark.refused_in("5.14")
+@on_two_ranks
+def test_mistakes_of_fsdp2_are_named(rank: int, tmp_path: Path) -> None:
+    be_started(rank, 2)
+    options = {"use_cpu": True, "bf16": False, "parallelism_config": ParallelismConfig(cp_size=2)}
+    for name in ("GRPO", "RLOO", "Distillation"):  # of TRL's own Trainers
+        with pytest.raises(ValueError, match="does not support sequence-dim parallelism"):
+            getattr(trl, f"{name}Config")(str(tmp_path), **options)
+    trainer = trainer_on("trainer", MESHES["ring"], str(tmp_path), {}, torch.float32)
+    accelerator, state, own = trainer.accelerator, trainer.accelerator.state, type(trainer)
+    cp = ContextParallel(accelerator.torch_device_mesh["cp"])
+    alone: list[Any] = [dist.new_group([n]) for n in range(2)]
+    attributes = {*vars(trainer)}, {*vars(accelerator)}
+
+    def refused(
+        error: type, message: str, ring: ContextParallel = cp, call: Any = hf.fsdp2
+    ) -> None:
+        with pytest.raises(error, match=message):
+            call(trainer, ring)
+        assert not trainer.model._forward_pre_hooks
+        assert attributes == ({*vars(trainer)}, {*vars(accelerator)})
+
+    with pytest.raises(ValueError, match="takes a Trainer, got LlamaForCausalLM"):
+        hf.fsdp2(trainer.model, cp)
+    refused(
+        ValueError, r"cp is a ring of the ranks \[\d\], .*\[0, 1\]", ContextParallel(alone[rank])
+    )
+    refused(
+        UnsupportedError,
+        r"parallelism_config \(cp_enabled\).* or call hf.fsdp2",
+        cp,
+        hf.parallelize,
+    )
+    for path, other in REFUSED.items():
+        module, _, name = path.rpartition(".")
+        trainer.__class__ = type(name, (Trainer,), {"__module__": module, "__qualname__": name})
+        refused(UnsupportedError, f"{name} does not train on a cp mesh of accelerate: {other}")
+    trainer.__class__ = own
+    changes = {
+        f"Trainer with packing does not .*{PARALLELIZE}": (trainer.args, "packing", True),
+        "set to deepspeed": (trainer, "is_deepspeed_enabled", True),
+        "set to a model of transformers' DistributedConfig": (
+            trainer, "is_distributed_loading_by_transformers", True,
+        ),
+        "set to FSDP1": (state.fsdp_plugin, "fsdp_version", 1),
+        r"set to parallelism_config \(sp_enabled\)": (state.parallelism_config, "sp_size", 2),
+        "has no FSDP2": (state, "distributed_type", "MULTI_CPU"),
+        "has no cp mesh": (state, "parallelism_config", None),
+    }  # fmt: skip
+    for message, (owner, name, value) in changes.items():
+        before = getattr(owner, name, None)
+        setattr(owner, name, value)
+        refused(ValueError, message)
+        setattr(owner, name, before)
+    state.parallelism_config.tp_size = 2
+    state.fsdp_plugin.cpu_ram_efficient_loading = True
+    refused(UnsupportedError, "cpu_ram_efficient_loading beside tensor parallelism")
+    state.parallelism_config.tp_size = 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(Trainer, "get_cp_size")
+        refused(UnsupportedError, "Trainer of transformers .* has no get_cp_size")
+    handle = hf.fsdp2(trainer, cp)
+    x = torch.arange(6).reshape(1, 6)
+    with accelerator.maybe_context_parallel(buffers=[x], buffer_seq_dims=[1]):
+        assert x.shape == (1, 6)  # whole
+    handle.remove()
+    assert attributes == ({*vars(trainer)}, {*vars(accelerator)})
+
+
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"loss of {name}": ("grpo", {"loss_type": name}) for name in LOSSES},
+    "sequences": ("grpo", {"importance_sampling_level": "sequence", "steps_per_generation": 4}),
+    "a reference": ("grpo", {"beta": 0.1, "temperature": 0.7, "scale_rewards": "batch"}),
+    "entropy": ("grpo", {"entropy_coef": 0.05, "top_entropy_quantile": 0.5}),
+    "adaptive entropy": (
+        "grpo",
+        {"use_adaptive_entropy": True, "entropy_target": 2.0, "entropy_coef": 0.01},
+    ),
+    "LoRA": ("grpo", {"LoRA": True, "beta": 0.1}),
+    "routers": ("grpo", {"model": "Mixtral"}),
+    "old samples": ("grpo", {"num_iterations": 2, "mask_truncated_completions": True}),
+    "random numbers in a rollout function": ("grpo", {"rollout": True, "draws": True}),
+    "rloo": ("rloo", {}),
+    "rloo with a reference": ("rloo", {"beta": 0.2, "temperature": 0.7, "num_iterations": 2}),
+}
+
+
+@pytest.mark.nightly(
+    unless=[
+        "loss of dapo",
+        "a reference",
+        "random numbers in a rollout function",
+        "rloo with a reference",
+    ]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_those_of_devices(
+    pools: dict[int, LocalRanks], tmp_path: Path, name: str
+) -> None:
+    kind, options = CASES[name]
+    expected = pools[2].run(sampled, 2, None, kind, str(tmp_path / "devices"), options)
+    rings = pools[4].run(sampled, 4, 2, kind, str(tmp_path / "rings"), options)
+    for rank, mine in enumerate(rings):
+        theirs = expected[rank // 2]
+        assert mine["completions"] == theirs["completions"]
+        assert mine["numbers"] == theirs["numbers"]
+        assert mine["metrics"] == pytest.approx(theirs["metrics"], rel=1e-6, abs=1e-8, nan_ok=True)
+        assert mine["logs"]["prompt"] == theirs["logs"]["prompt"]
+        assert mine["logs"]["completion"] == theirs["logs"]["completion"]
+        advantages = mine["logs"]["advantages"]
+        assert advantages == pytest.approx(theirs["logs"]["advantages"], rel=1e-6, abs=1e-8)
+    weights = rings[0]["weights"]
+    assert weights and weights == pytest.approx(expected[0]["weights"], rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_a_ring_samples_once(pools: dict[int, LocalRanks], tmp_path: Path, kind: str) -> None:
+    """The first step's completions are those of one device, and all ranks go on with the same."""
+    options = {"samples": True, "per_device_train_batch_size": 4, "temperature": 1.0}
+    expected = pools[1].run(sampled, 1, None, kind, str(tmp_path / "device"), options)[0]
+    first, second = pools[2].run(sampled, 2, 2, kind, str(tmp_path / "ring"), options)
+    assert first["completions"] == second["completions"]
+    assert first["completions"][0] == expected["completions"][0]
+
+
+def _trainers_of_trl() -> set[tuple[str, str]]:
+    """Return modules and names of the installed TRL's Trainers, from its sources."""
+    (folder,) = trl.__path__
+    found = set()
+    for path in Path(folder).rglob("*.py"):
+        module = ".".join(("trl", *path.relative_to(folder).with_suffix("").parts))
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Trainer"):
+                found.add((module, node.name))
+    return found
+
+
+def test_a_trainer_of_trl_is_tested_or_refused_by_name() -> None:
+    tested = set()
+    for module, name in _trainers_of_trl():
+        cls = type(name, (Trainer,), {"__module__": module, "__qualname__": name})
+        refused = untested_of_trl(type("Own", (cls,), {}))  # also one that derives from it
+        assert refused in (None, f"{module}.{name}")
+        if refused is None and name != "_BaseTrainer":
+            tested.add(f"{module}.{name}")
+    assert tested == {*TESTED_OF_TRL}
+    assert len(_trainers_of_trl()) > len(tested) + 5
+
+
+class _Arguments:
+    """Arguments of a Trainer that samples."""
+
+    use_vllm = use_transformers_continuous_batching = False
+    per_device_train_batch_size = steps_per_generation = 2
+    num_generations, num_generations_eval = 4, None
+    eval_strategy, per_device_eval_batch_size = "no", 2
+
+
+class _Sampler:
+    """Parts of a Trainer that are checked."""
+
+    is_fsdp_enabled, tools = False, ()
+    _generate_and_score_completions = _compute_loss = _generate_single_turn = _logs = None
+
+    def __init__(self, **options: Any) -> None:
+        self.args = _Arguments()
+        vars(self.args).update(options)
+
+
+def test_settings_that_sample_on_each_rank_are_refused() -> None:
+    check_rollouts(_Sampler(), 1, 2)
+    with pytest.raises(UnsupportedError, match="use_vllm, which samples on each rank"):
+        check_rollouts(_Sampler(use_vllm=True), 1, 2)
+    with pytest.raises(ValueError, match="generation_batch_size: 1 rings of 4 ranks take 2"):
+        check_rollouts(_Sampler(steps_per_generation=1), 1, 4)
+    with pytest.raises(ValueError, match="per_device_eval_batch_size: 1 rings of 2 ranks take 2"):
+        check_rollouts(_Sampler(eval_strategy="steps"), 1, 2)

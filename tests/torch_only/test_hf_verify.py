@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,13 +14,13 @@ import torch
 import transformers
 from hf_models import build, whole
 from hf_rows import cases_of, wrapped
+from on_ranks import on_ranks
 from torch import Tensor, nn
 
 from ring_core import UnsupportedError, WrongResultError
 from ring_torch import ContextParallel, hf
 from ring_torch.hf import mixers, products, wiring
 from ring_torch.hf.models import hooks, releases
-from ring_torch.local import LocalRanks
 
 
 def verdict(handle: hf.Handle, batch: dict[str, Any]) -> str:
@@ -152,22 +151,6 @@ WRONG: dict[str, Wrong] = {
 }  # fmt: skip
 
 
-def _wrong_hook(_: int, kind: str, dtype: torch.dtype) -> tuple[str, str]:
-    """Return what ``verify`` says of a right model, and of one with the wrong hook."""
-    name, batch_name, wrong, _where = WRONG[kind]
-    model = build(name)
-    (batch,) = cases_of(model, batch_name)[0].split
-    batch = {n: x.to(dtype) if x.is_floating_point() else x for n, x in batch.items()}
-    options: Any = {"recurrent": "whole" if kind == "recurrence" else "auto"}
-    if kind == "split recurrence":
-        options = {"recurrent": "split"}
-    handle = hf.parallelize(model.to(dtype), ContextParallel(), **options)
-    right = verdict(handle, batch)
-    handle.remove()
-    with wrong():
-        return right, verdict(hf.parallelize(model, ContextParallel(), **options), batch)
-
-
 HALF = [torch.float16, torch.bfloat16]
 KINDS = [
     *(pytest.param(x, torch.float32, id=x) for x in WRONG if x[0].islower()),
@@ -182,13 +165,22 @@ KINDS = [
 
 @pytest.mark.refused_in("5.14", "alibi", "bias", "split recurrence", "Qwen3VL")
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
-def test_a_wrong_hook_is_found_and_its_module_named(
-    pool: LocalRanks, kind: str, dtype: torch.dtype
-) -> None:
-    for right, message in pool.run(_wrong_hook, kind, dtype):
-        assert not right
-        expected_message = "its modules agree, and" if kind == "loss join" else "output differs is"
-        assert f"{expected_message} {WRONG[kind][-1]}" in message
+@on_ranks
+def test_a_wrong_hook_is_found_and_its_module_named(kind: str, dtype: torch.dtype) -> None:
+    name, batch_name, wrong, where = WRONG[kind]
+    model = build(name)
+    (batch,) = cases_of(model, batch_name)[0].split
+    batch = {n: x.to(dtype) if x.is_floating_point() else x for n, x in batch.items()}
+    options: Any = {"recurrent": "whole" if kind == "recurrence" else "auto"}
+    if kind == "split recurrence":
+        options = {"recurrent": "split"}
+    handle = hf.parallelize(model.to(dtype), ContextParallel(), **options)
+    assert not verdict(handle, batch)
+    handle.remove()
+    words = "its modules agree, and" if kind == "loss join" else "output differs is"
+    with wrong():
+        message = verdict(hf.parallelize(model, ContextParallel(), **options), batch)
+    assert f"{words} {where}" in message
 
 
 class Shift(nn.Module):
@@ -238,24 +230,17 @@ def unknown(mixer: str = "", dtype: torch.dtype = torch.float32) -> Any:
     return model.to(dtype).eval()
 
 
-def _unknown(_: int, mixer: str, dtype: torch.dtype) -> str:
-    model = unknown(mixer, dtype)
-    try:
-        hf.verify(model, ContextParallel(), whole("plain"))
-    except WrongResultError as error:
-        assert hf.check_model(model).exact  # ``check_model`` has not found it
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mixer", ["", *MIXERS])
+@on_ranks
 def test_a_module_of_unknown_code_that_mixes_tokens_is_named(
-    pool: LocalRanks, mixer: str, dtype: torch.dtype
+    mixer: str, dtype: torch.dtype
 ) -> None:
-    expected_message = f"output differs is model.layers.1.mlp.0 ({mixer})" if mixer else ""
-    for message in pool.run(_unknown, mixer, dtype):
-        assert expected_message in message if mixer else not message
+    model = unknown(mixer, dtype)
+    words = rf"output differs is model.layers.1.mlp.0 \({mixer}\)"
+    with pytest.raises(WrongResultError, match=words) if mixer else nullcontext():
+        hf.verify(model, ContextParallel(), whole("plain"))
+    assert hf.check_model(model).exact  # ``check_model`` has not found it
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -319,8 +304,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-def _unchanged(_: int, case: str) -> list[str]:
-    """Return the parts of the state that ``verify`` has changed."""
+@pytest.mark.parametrize("case", ["dropout", "wrong", "short of memory", "malformed"])
+@on_ranks
+def test_all_is_as_before(case: str) -> None:
     model = (
         build("BartForCausalLM")
         if case == "dropout"
@@ -350,15 +336,13 @@ def _unchanged(_: int, case: str) -> list[str]:
         report = handle.verify(batch | (ONES if case == "malformed" else {}))
         assert report.gradients is not None and report.gradients.is_within
     after = state(model)
-    return [name for name in before if not is_same(before[name], after[name])]
+    assert [name for name in before if not is_same(before[name], after[name])] == []
 
 
-@pytest.mark.parametrize("case", ["dropout", "wrong", "short of memory", "malformed"])
-def test_all_is_as_before(pool: LocalRanks, case: str) -> None:
-    assert pool.run(_unchanged, case) == [[], []]
-
-
-def _wrapped(rank: int, kind: str, is_wrong: bool) -> tuple[str, list[str]]:
+@pytest.mark.parametrize("is_wrong", [False, True], ids=["right", "wrong"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "lora"])
+@on_ranks
+def test_in_what_wraps_a_model(rank: int, kind: str, is_wrong: bool) -> None:
     model: Any = wrapped(unknown("Shift" if is_wrong else ""), kind)
     if kind == "lora":
         from peft import LoraConfig, get_peft_model
@@ -368,50 +352,33 @@ def _wrapped(rank: int, kind: str, is_wrong: bool) -> tuple[str, list[str]]:
     handle = quietly(model, reduction="sum" if kind == "lora" else "mean")
     before = {name: x.detach().clone() for name, x in model.named_parameters()}
     message = verdict(handle, whole("plain"))
-    after = model.named_parameters()
-    changes = [n for n, x in after if x.grad is not None or not torch.equal(x, before[n])]
+    assert ("model.layers.1.mlp.0 (Shift)" in message) is bool(message) is is_wrong
+    for name, x in model.named_parameters():
+        assert x.grad is None and torch.equal(x, before[name])
     model(**whole("plain")).loss.backward()  # the model still trains
-    return message, changes
 
 
-@pytest.mark.parametrize("is_wrong", [False, True], ids=["right", "wrong"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "lora"])
-def test_in_what_wraps_a_model(pool: LocalRanks, kind: str, is_wrong: bool) -> None:
-    for message, changes in pool.run(_wrapped, kind, is_wrong):
-        assert ("model.layers.1.mlp.0 (Shift)" in message) is is_wrong
-        assert bool(message) is is_wrong
-        assert not changes
-
-
-def _read_padding(_: int) -> None:
+@on_ranks
+def test_noise_that_hides_all_is_no_verdict() -> None:
     """A model that reads padding is refused: even two unsplit runs of it would differ."""
     with pytest.raises(ValueError, match="give a batch without padding"):
         hf.verify(unknown("Shift"), ContextParallel(), whole("left"))
 
 
-def test_noise_that_hides_all_is_no_verdict(pool: LocalRanks) -> None:
-    pool.run(_read_padding)
-
-
-def _hub(_: int, case: str) -> list[str]:
-    """Return the warnings of two calls of ``parallelize``, and of ``verify``."""
-    model = build("Llama") if case == "known" else unknown()
+@pytest.mark.parametrize("case", ["known", "unknown"])
+@on_ranks
+def test_parallelize_warns_once_of_what_no_test_has_run(case: str) -> None:
+    model, cp = build("Llama") if case == "known" else unknown(), ContextParallel()
     batch = whole("plain")
-    cp = ContextParallel()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         hf.verify(model, cp, batch)
         handle = hf.parallelize(model, cp)
         assert hf.parallelize(model, cp) is handle
         handle.verify(batch)
-    return [str(x.message) for x in caught if "no test has run" in str(x.message)]
-
-
-@pytest.mark.parametrize("case", ["known", "unknown"])
-def test_parallelize_warns_once_of_what_no_test_has_run(pool: LocalRanks, case: str) -> None:
-    for warned in pool.run(_hub, case):
-        assert len(warned) == (case == "unknown")
-        assert all("Unknown" in x and "hf.verify(model, cp, batch)" in x for x in warned)
+    warned = [str(x.message) for x in caught if "no test has run" in str(x.message)]
+    assert len(warned) == (case == "unknown")
+    assert all("Unknown" in x and "hf.verify(model, cp, batch)" in x for x in warned)
 
 
 @pytest.mark.parametrize("release", ["5.25.0", "6.0.0.dev0"])
@@ -438,7 +405,9 @@ def test_a_model_that_is_no_longer_parallelized() -> None:
         handle.verify(whole("plain"))
 
 
-def _without_labels(_: int, head: str) -> None:
+@pytest.mark.parametrize("head", ["Model", "ForCausalLM"])
+@on_ranks
+def test_without_labels(head: str) -> None:
     """Check that gradients are compared of a stand-in for the loss if there are no labels."""
     ways: tuple[dict[str, Any], ...] = ({}, {"logits": "gather", "reduction": "mean"})
     for options in ways:
@@ -449,20 +418,3 @@ def _without_labels(_: int, head: str) -> None:
         assert report.logits is not None
         assert report.gradients is not None
         assert 0 < report.gradients.error <= report.gradients.limit
-
-
-@pytest.mark.parametrize("head", ["Model", "ForCausalLM"])
-def test_without_labels(pool: LocalRanks, head: str) -> None:
-    pool.run(_without_labels, head)
-
-
-def _trainer(_: int, folder: str) -> str:
-    arguments = transformers.TrainingArguments(folder, use_cpu=True, report_to="none")
-    trainer = transformers.Trainer(build("Llama").float(), arguments)
-    handle = hf.parallelize(trainer, ContextParallel())
-    return verdict(handle, whole("packed"))
-
-
-@pytest.mark.nightly
-def test_of_a_trainer(pool: LocalRanks, tmp_path: Path) -> None:
-    assert pool.run(_trainer, str(tmp_path)) == ["", ""]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
+from on_ranks import on_four_ranks, on_ranks
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import fully_shard
@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_core import ChunkLayout, UnsupportedError
 from ring_torch import ContextParallel, cross_entropy, linear_cross_entropy
-from ring_torch.local import LocalRanks
 from ring_torch.training import token_log_probs
 
 RANKS, VOCAB, DIM, LENGTH = 2, 11, 6, 16
@@ -150,7 +149,6 @@ def test_parts_add_up_to_the_loss_of_one_process(mode: str, is_linear: bool) -> 
 
 @on_ranks
 def test_with_a_count_nothing_is_sent(rank: int) -> None:
-    """Nothing is sent with a count: rank 0 may call alone."""
     cp = ContextParallel()
     logits, labels = torch.randn(1, 8, VOCAB), torch.zeros(1, 8, dtype=torch.int64)
     if rank == 0:
@@ -294,7 +292,6 @@ def test_a_loss_is_float32_whatever_the_dtype_of_count(is_linear: bool) -> None:
 
 @on_ranks
 def test_transforms_of_a_loss_need_a_count() -> None:
-    """Transforms of ``torch.func`` are refused before anything is sent, or send nothing."""
     cp, head, labels = ContextParallel(), torch.randn(5, 3), torch.tensor([[0, -100, 3, 1]])
     x = torch.randn(1, 4, 3, requires_grad=True)
 
@@ -330,11 +327,14 @@ class Head(nn.Module):
         )  # fmt: skip
 
 
-def _sharded_head(rank: int, expected: list[Tensor]) -> None:
+@on_four_ranks
+def test_a_loss_in_pieces_under_fully_shard(rank: int) -> None:
     """Check FSDP2 over two rings of two ranks, with the head's weight split over all four."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     cp, whole = ContextParallel(mesh["cp"]), Whole(torch.float32, "few", LENGTH, {})
-    model = Head(cp)
+    model, like = Head(cp), Head(cp)
+    logits = like.head(like.body(whole.hidden))
+    functional.cross_entropy(logits.flatten(0, 1), whole.labels.flatten()).backward()
     fully_shard(model.head)
     with pytest.raises(UnsupportedError, match="head_weight is a DTensor"):
         model(whole.hidden, whole.labels, torch.tensor(1))  # the head's own forward does not run
@@ -345,27 +345,6 @@ def _sharded_head(rank: int, expected: list[Tensor]) -> None:
     shards = cp.shard(whole.hidden[row]), cp.shard(whole.labels[row])
     count = (whole.labels != IGNORED).sum()
     (model(*shards, count) * 4).backward()  # FSDP takes the mean over 4 ranks
-    for weight, grad in zip(model.parameters(), expected, strict=True):
+    for weight, expected in zip(model.parameters(), like.parameters(), strict=True):
         assert isinstance(weight.grad, DTensor)
-        torch.testing.assert_close(weight.grad.full_tensor(), grad)
-
-
-def test_a_loss_in_pieces_under_fully_shard() -> None:
-    whole, model = Whole(torch.float32, "few", LENGTH, {}), Head(ContextParallel())
-    logits = model.head(model.body(whole.hidden))
-    functional.cross_entropy(logits.flatten(0, 1), whole.labels.flatten()).backward()
-    expected = [weight.grad for weight in model.parameters()]
-    with LocalRanks(4) as ranks:
-        ranks.run(_sharded_head, expected)
-
-
-@pytest.mark.parametrize("is_linear", [False, True])
-def test_a_mean_over_no_labels_is_nan_as_torchs(is_linear: bool) -> None:
-    cp, labels = ContextParallel(), torch.full((1, 4), -100)
-    x, head = torch.ones(1, 4, 3), torch.ones(5, 3)
-    loss = (
-        linear_cross_entropy(cp, x, head, labels, count=0)
-        if is_linear
-        else cross_entropy(cp, x, labels, count=0)
-    )
-    assert loss.isnan()
+        torch.testing.assert_close(weight.grad.full_tensor(), expected.grad)

@@ -1,14 +1,43 @@
-"""Ranks killed, stopped or cut off in a step: the others raise an error, and nothing stays."""
+"""Ranks killed, stopped or cut off in a step, missing in a call, or failing in a pass.
+
+The others raise an error in time, which names the rank where it can; a pass that fails closes the
+group, which is closed in forks of its process, too.
+"""
 
 from __future__ import annotations
 
+import ast
+import logging
+import os
+import re
 import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from lost import LONGEST, LOSSES, MOVEMENTS, STEPS, Loss, Outcome, Steps, lose, steps
+from on_ranks import on_ranks
+from patched import replaced
+from torch import Tensor
 
+import ring_torch
 from ring_core import StrategyConfig
-from ring_torch.local import LocalRanks
+from ring_torch import ContextParallel, ring_attention
+from ring_torch.comm import handshake
+from ring_torch.comm.groups import hosts_of
+from ring_torch.comm.ranks import PeerError, Ranks, peer_errors, ranks_of, run_collective
+from ring_torch.comm.state import QueuedPass
+from ring_torch.kernels import eager, sdpa
+from ring_torch.local import LocalRankError, LocalRanks
+from ring_torch.strategies import ask_ranks
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +88,373 @@ def test_groups_end_in_an_error_in_time(loss: Loss) -> None:
 @pytest.mark.parametrize("loss", LOSSES, ids="-".join)
 def test_movements_end_in_an_error_in_time(loss: Loss, movement: str) -> None:
     assert_ended(lose(loss, 3, {"movement": movement}))
+
+
+def call(**options: Any) -> None:
+    shape = options.pop("shape", (1, 8, 2, 8))
+    dtype = options.pop("dtype", torch.float32)
+    x = torch.ones(shape, dtype=dtype)
+    ring_attention(x, x, x, **options)
+
+
+def _missing(rank: int, what: str) -> tuple[str, float]:
+    start = time.monotonic()
+    x = torch.ones(1, 8, 2, 8, requires_grad=True)
+    if rank == 1 and what == "never calls":
+        time.sleep(4)  # twice as long as the others wait
+        return "", 0.0
+    if rank == 1 and what == "dies":
+        os._exit(7)
+    try:
+        out = ring_attention(x, x, x)
+        if rank == 1 and what == "dies between the passes":
+            os._exit(7)
+        out.sum().backward()
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    raise AssertionError("a result without the peer")
+
+
+@pytest.mark.parametrize("what", ["never calls", "dies", "dies between the passes"])
+def test_missing_peer_ends_in_an_error(what: str) -> None:
+    pool = LocalRanks(3, timeout=2)
+    try:
+        answers = pool.answers(_missing, what)
+    finally:
+        pool.close()
+    for rank in (0, 2):
+        ok, (message, seconds) = answers[rank]
+        assert ok, answers[rank]
+        assert message
+        assert seconds < 30
+
+
+def _one_fails(rank: int) -> None:
+    if rank == 1:
+        raise KeyError("what went wrong")
+    dist.barrier()
+
+
+def test_a_failing_rank_ends_the_run_of_all() -> None:
+    """A failing rank ends the run at once: the others would wait for it for ten minutes."""
+    with LocalRanks(3, timeout=600) as ranks, pytest.raises(LocalRankError) as caught:
+        ranks.run(_one_fails)
+    assert "what went wrong" in str(caught.value)
+    assert "rank 0: no answer in time" in str(caught.value)
+
+
+def _slowly(rank: int, seconds: float) -> tuple[int, float]:
+    if rank == 0 and seconds:
+        raise ValueError("rank 0 refuses")
+    time.sleep(seconds)
+    return rank, seconds
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_that_of_the_next_call() -> None:
+    with LocalRanks(2) as ranks:
+        answers = ranks.answers(_slowly, 3.0, grace=0.2)
+        assert "rank 0 refuses" in answers[0][1]
+        assert answers[1] == (False, "no answer in time")
+        assert ranks.run(_slowly, 0.0) == [(0, 0.0), (1, 0.0)]
+
+
+TIMEOUT = timedelta(seconds=2)
+BROKEN = 1  # this rank runs out of memory
+LENGTHS = {"short": 8, "long": 256}  # bytes of K/V as many as a header's, and more
+
+
+def _attend(length: int, group: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
+    x = torch.ones(1, length, 2, 16, requires_grad=True)
+    return x, ring_attention(x, x, x, group=group, **options)
+
+
+def _words(function: Any) -> str:
+    try:
+        function()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "a result"
+
+
+def _no_memory(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("played: out of memory")
+
+
+def _fail_once(rank: int, where: str, length: int, strategy: str) -> list[str]:
+    """Return the errors of a failing call, the next one and its backward; then use a new group."""
+    x, out = _attend(length, strategy=strategy)  # imports everything before the failure
+    out.sum().backward()
+    patch, stack = pytest.MonkeyPatch(), ExitStack()
+    broken: Any = dist.new_group(timeout=TIMEOUT)
+    backward = where == "backward"
+
+    def again() -> tuple[Tensor, Tensor]:
+        return _attend(length, broken, strategy=strategy)
+
+    kept = again()[1]
+    if rank == BROKEN:
+        if where == "agreement":
+            patch.setattr(handshake.Header, "of", _no_memory)
+        else:
+            name = {"forward": "attend", "backward": "differentiate"}[where]
+            kernels = eager.EagerKernel, sdpa.CpuFlashKernel
+            stack.enter_context(replaced(*kernels, **{name: _no_memory}))
+    if backward:  # its launches were made with the forward's
+        kept = again()[1]
+    messages = [_words(kept.sum().backward if backward else again)]
+    stack.close()
+    patch.undo()
+    messages.append(_words(again))
+    messages.append(_words(lambda: ContextParallel(broken).unshard(x)))
+    if not backward:
+        messages.append(_words(kept.sum().backward))
+    group = dist.new_group(ranks=list(range(dist.get_world_size())))
+    x, out = _attend(length, group, strategy=strategy)
+    out.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(out, torch.ones_like(out))
+    return messages
+
+
+@pytest.mark.nightly(unless=[
+    "forward-short-ring", "forward-long-gather", "backward-long-ring", "agreement-long-gather",
+])  # fmt: skip
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("where", ["forward", "backward", "agreement"])
+def test_a_failed_pass_is_named_on_all_ranks(
+    where: str, length: str, strategy: str, pool: LocalRanks
+) -> None:
+    answers = pool.run(_fail_once, where, LENGTHS[length], strategy)
+    name = "backward" if where == "backward" else "forward"
+    said = f"({name}) failed on rank {BROKEN} of the group: OutOfMemoryError: played: out of memory"
+    for rank, (first, second, *later) in enumerate(answers):
+        if rank == BROKEN:
+            assert first == "OutOfMemoryError: played: out of memory"
+            later.append(second)
+        else:  # a rank that had all it needed learns of the failure in the next pass
+            assert said in first or (first == "a result" and said in second), (first, second)
+        for message in later:
+            assert "an earlier call on this process group failed" in message
+            assert said in message
+            assert "new_group" in message
+
+
+def _in_a_child(_: int) -> list[str]:
+    """Return outcomes of calls in a forked process, on a group that was used and on another."""
+    groups: list[Any] = [dist.new_group(timeout=TIMEOUT) for _ in range(2)]
+    x, out = _attend(8, groups[0])
+    calls: list[Callable[[], object]] = [
+        *(partial(_attend, 8, group) for group in groups),
+        out.sum().backward,
+        lambda: ContextParallel(groups[1]).unshard(x),
+        lambda: ask_ranks(ranks_of(groups[1])),
+        lambda: hosts_of(ranks_of(groups[1]), torch.device("cpu"), wait=False),
+        lambda: ContextParallel(groups[1]).shard(x).shape,  # nothing is sent
+    ]
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            for call in calls:
+                os.write(writer, f"{_words(call)}\n".encode())
+        finally:  # on any error: a second process must not serve the pool
+            os._exit(0)
+    os.close(writer)
+    dist.barrier()  # this process continues
+    with os.fdopen(reader) as file:
+        answers = file.read().splitlines()
+    os.waitpid(child, 0)
+    return answers
+
+
+def test_a_forked_child_refuses_the_groups_of_its_parent(pool: LocalRanks) -> None:
+    for *refused, shard in pool.run(_in_a_child):
+        assert len(refused) == 6
+        assert all("this process was forked" in message for message in refused), refused
+        assert shard == "a result"
+
+
+class _Kept(logging.Handler):
+    """A handler that keeps log records as lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class _Played:
+    """A stand-in for the event of a pass that ends, or does not."""
+
+    def __init__(self, *, ended: bool) -> None:
+        self._ended = ended
+
+    def query(self) -> bool:
+        return self._ended
+
+
+def _stuck(rank: int, ended: bool) -> list[str]:
+    ring, kept = ranks_of(None), _Kept()
+    logging.getLogger("ring_torch").addHandler(kept)
+    ring.watch(timedelta(seconds=1))
+    since = time.monotonic() + (-100 if rank else 100)
+    ring.state.queued = QueuedPass("call 7 (backward)", since, _Played(ended=ended))
+    until = time.monotonic() + 15
+    while rank and not ended and not kept.lines and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.6)  # time for repeated or wrong lines
+    dist.barrier()
+    logging.getLogger("ring_torch").removeHandler(kept)
+    return kept.lines
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_pass_that_does_not_end_is_named(ended: bool) -> None:
+    """A pass that hangs is logged by name before NCCL's watchdog ends the process."""
+    with LocalRanks(2, timeout=20) as pool:
+        early, late = pool.run(_stuck, ended)
+    assert early == []
+    if ended:
+        assert late == []
+    else:
+        (line,) = late  # logged once
+        assert "call 7 (backward)" in line
+        assert "rank 1: it waits for ranks 0 " in line
+
+
+def _watched(rank: int, ends: str) -> tuple[list[str], str | None]:
+    ring, kept = ranks_of(None), _Kept()
+    logging.getLogger("ring_torch").addHandler(kept)
+    _attend(8)
+    thread = ring.watch(timedelta(seconds=1))
+    state = ring.state
+    if ends == "destroyed":
+        dist.destroy_process_group()
+    elif rank == BROKEN:
+        handshake.fail(ring, "played")
+    thread.join(20)
+    assert not thread.is_alive()
+    if ends == "failed" and rank != BROKEN:
+        assert "played" in _words(lambda: _attend(8))
+    time.sleep(0.5)  # one of the ranks serves the store
+    return kept.lines, state.failure
+
+
+@pytest.mark.parametrize(("ends", "said"), [("failed", ["played"]), ("destroyed", [])])
+def test_a_host_that_waits_for_nothing_is_told(ends: str, said: list[str]) -> None:
+    """The failure is logged by a thread, as with NCCL, even if the host waits for nothing."""
+    with LocalRanks(2, timeout=20) as pool:
+        answers = pool.run(_watched, ends)
+    assert [lines for lines, _ in answers] == [said, []]
+    assert {failure for _, failure in answers} == {said[0] if said else None}
+
+
+#: Errors of this rank alone, and those of peers, that torch raises as ``RuntimeError``.
+OWN_ERRORS = (
+    torch.OutOfMemoryError("played: out of memory"),
+    NotImplementedError("Could not run 'c10d::allreduce_' with arguments from the 'Meta' backend"),
+    RuntimeError("Invalid scalar type"),
+    RuntimeError("Tensors must be contiguous"),
+    RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed."),
+)
+
+
+@pytest.mark.parametrize("error", OWN_ERRORS, ids=str)
+def test_an_own_error_is_not_blamed_on_a_peer(error: RuntimeError) -> None:
+    """Check that only what ends the wait is a peer's: a start is refused for this rank's fault."""
+    ranks = Ranks(None, 0, 2)
+
+    def refused() -> Any:
+        raise error
+
+    with pytest.raises(type(error), match=re.escape(str(error))) as caught:
+        run_collective(ranks, refused)
+    assert caught.value is error
+    if type(error) is not RuntimeError:
+        with pytest.raises(type(error)) as caught, peer_errors(ranks.peers):
+            raise error
+        assert caught.value is error
+
+
+@pytest.mark.parametrize("when", ["start", "wait"])
+def test_an_error_of_a_peer_names_it(when: str) -> None:
+    class Work:
+        def wait(self) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    def start() -> Any:
+        if when == "start":  # NCCL connects there
+            raise dist.DistBackendError("Connection closed by peer")
+        return Work()
+
+    with pytest.raises(PeerError, match="in vain for rank 1 of the group: Connection closed"):
+        run_collective(Ranks(None, 0, 2), start)
+
+
+def test_only_what_waits_for_peers_is_blamed_on_them() -> None:
+    """Blocks of ``peer_errors`` hold one call: arguments are made before, as that may fail here."""
+    blocks = [
+        (path.name, item)
+        for path in sorted(Path(ring_torch.__file__).parent.rglob("*.py"))
+        for item in ast.walk(ast.parse(path.read_text()))
+        if isinstance(item, ast.With)
+        and any(ast.unparse(x.context_expr).startswith("peer_errors(") for x in item.items)
+    ]
+    assert blocks
+    for name, block in blocks:
+        calls = {
+            ast.unparse(x.func) for x in ast.walk(block) if isinstance(x, ast.Call)
+        } - {"peer_errors", "not_none"}  # fmt: skip
+        assert len(block.body) == len(calls) == 1, (name, calls)
+
+
+@pytest.mark.parametrize("where", ["unshard", "unshard backward", "reduce_gradients"])
+@on_ranks
+def test_a_rank_without_memory_is_named_on_the_others(rank: int, where: str) -> None:
+    group: Any = dist.new_group(timeout=TIMEOUT)
+    cp = ContextParallel(group)
+    model = torch.nn.Linear(4, 4)
+    x = cp.shard(torch.ones(1, 8, 4)).requires_grad_()
+    model(x).sum().backward()
+    whole = cp.unshard(x, grad="sum")
+    patch = pytest.MonkeyPatch()
+    if rank == BROKEN:
+        name = {"unshard": "empty_like", "unshard backward": "stack"}.get(where, "cat")
+        patch.setattr(torch, name, _no_memory)
+    calls: dict[str, Callable[[], object]] = {
+        "unshard": lambda: cp.unshard(x.detach()),
+        "unshard backward": lambda: whole.sum().backward(),
+        "reduce_gradients": lambda: cp.reduce_gradients(model),
+    }
+    message = _words(calls[where])
+    patch.undo()
+    if rank == BROKEN:
+        assert message == "OutOfMemoryError: played: out of memory"
+    else:
+        assert f"({where}) failed on rank 1 of the group: OutOfMemoryError: played" in message
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_the_group_stays_open(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[object] = []
+    monkeypatch.setattr(handshake, "fail", lambda *_: closed.append("closed"))
+    monkeypatch.setattr(handshake, "is_capturing", lambda: captures)
+    ranks: Any = SimpleNamespace(
+        size=2, rank=0, check_open=lambda: None, state=SimpleNamespace(before_passes={})
+    )
+    signature: Any = SimpleNamespace(fields={"pass": "forward"})
+    guarded = handshake.GuardedPass(ranks, 1, signature, torch.device("cpu"))
+    with pytest.raises(ValueError, match="once more"), guarded:
+        raise ValueError("make it once more outside of a graph")
+    assert bool(closed) is not captures
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can be had")
+def test_no_gpu() -> None:
+    with (
+        LocalRanks(2, cuda=True) as ranks,
+        pytest.raises(LocalRankError, match=r"rank 0: Traceback(.|\n)*(CUDA|NVIDIA)"),
+    ):
+        ranks.run(int)

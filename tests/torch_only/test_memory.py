@@ -7,15 +7,19 @@ kernels and exchanges have other temporaries, but a strategy keeps the same.
 from __future__ import annotations
 
 import gc
+import math
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 from weakref import ReferenceType, ref
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from on_ranks import on_ranks
 from patched import replaced
 from torch import Tensor
@@ -24,14 +28,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.development.host_stubs import as_rank
-from ring_core import LayoutSpec, Mask, StrategyConfig, make_plan
-from ring_torch import prepare, ring_attention
-from ring_torch.accumulate import Rows, one_by_one
-from ring_torch.buffers import HeadGroups
+from ring_core import LayoutSpec, Mask, StrategyConfig, UnsupportedError, make_plan, merge
+from ring_torch import capture, prepare, ring_attention
+from ring_torch.accumulate import Rows, merge_in_torch, one_by_one
+from ring_torch.buffers import BufferSpec, HeadGroups, KVPayload
 from ring_torch.call import Call
 from ring_torch.comm import handshake
+from ring_torch.comm.ranks import ALONE, Ranks, ranks_of
+from ring_torch.comm.store import CallSignature
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.records import BackwardInputs, Grads, KeyBlock, KeyGrads, QueryBlock
+from ring_torch.local import LocalRanks
+from ring_torch.options import CallOptions
+from ring_torch.records import AttentionState, BackwardInputs, Grads, KeyBlock, KeyGrads, QueryBlock
 from ring_torch.strategies import gather, ring
 from ring_torch.transports import p2p
 
@@ -299,3 +307,159 @@ def test_gathered_keys_are_gone_before_launches_in_place(
     as_rank(2, RANKS, run)
     assert len(alive) == groups
     assert not alive[-1]
+
+
+def test_what_a_graph_has_captured_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    @capture.capture_safe_cache(maxsize=1)
+    def make(n: int) -> Tensor:
+        return torch.full((1,), n)
+
+    passing = ref(make(1))
+    assert passing() is make(1)
+    make(2)
+    gc.collect()
+    assert passing() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(capture, "is_capturing", lambda: True)
+        captured = ref(make(2))
+    make(3)
+    gc.collect()
+    assert captured() is not None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"alibi_slopes": torch.ones(2)},
+        {"bias": torch.zeros(1, 1, 8, 8)},
+        {"dropout_p": 0.5, "dropout_seed": 1},
+        {"mask": Mask(predicate=lambda q, k: q >= k)},
+        {"kernel": "eager"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_that_a_graph_cannot_hold_are_refused(options: dict[str, Any]) -> None:
+    x = torch.zeros(1, 8, 2, 4)
+
+    def call(**options: Any) -> Call:
+        return prepare.check_call(ALONE, 0, "contiguous", x, x, x, CallOptions(**options))[0]
+
+    plain = call(kernel="sdpa")
+    with patch.object(type(plain.kernel), "reads_on_host", new=False):
+        plain.check_capture()
+    with pytest.raises(UnsupportedError, match="cannot be captured into a CUDA graph"):
+        call(**options).check_capture()
+
+
+def test_a_capture_over_gloo_is_told_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "is_capturing", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
+    with pytest.raises(ValueError, match="backend 'nccl'"):
+        handshake.check_graph(Ranks(None, 0, 2), CallSignature.of({}, "forward"))
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_graph_keeps_the_strategy_of_a_pass(
+    captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured pass keeps its strategy alive, as the graph reads its index tables."""
+    monkeypatch.setattr(handshake, "is_capturing", lambda: captures)
+    monkeypatch.setattr(handshake, "has_agreed", lambda *_: True)
+    monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
+    ranks, strategy = Ranks(None, 0, 2), {1}
+    handshake.check_graph(ranks, CallSignature.of({}, "forward"), strategy)
+    alive = ref(strategy)
+    del strategy
+    assert (alive() is not None) == captures
+
+
+def test_nothing_is_captured_without_cuda() -> None:
+    assert torch.cuda.is_initialized() or not capture.is_capturing()
+
+
+def _forgets(_: int) -> None:
+    group = dist.new_group([0])
+    ranks, shared = ranks_of(group), torch.zeros(1)
+    ranks.state.captured[1], ranks.state.exchanges = shared, shared
+    held = ref(shared)
+    del shared
+    assert held() is not None
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert held() is None and not ranks.state.captured  # though the ranks are still there
+
+
+def test_memory_of_a_group_goes_with_it() -> None:
+    with LocalRanks(1) as pool:
+        pool.run(_forgets)
+
+
+#: Shapes and dtypes of the tensors of a message.
+MESSAGES: tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...] = (
+    (((2, 5, 3, 8), torch.bfloat16), ((2, 5, 3, 4), torch.bfloat16), ((2, 5), torch.int32)),
+    (((1, 7, 1), torch.float64), ((7,), torch.float32), ((3, 1, 5), torch.uint8)),
+    (((3, 3), torch.bool), ((1, 1, 1, 1), torch.complex128), ((13,), torch.int8)),
+    (((2, 0, 3), torch.float32), ((4,), torch.float32), ((0,), torch.int64)),
+    (((), torch.float16), ((), torch.int64)),
+    (((0, 2, 5), torch.bfloat16),),
+)
+
+
+def _sliced(spec: BufferSpec, buffer: Tensor) -> list[Tensor]:
+    """Return each tensor's bytes in its dtype and shape, by the definition."""
+    return [
+        buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        for shape, dtype, offset in zip(spec.shapes, spec.dtypes, spec.offsets, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("start", [0, 48])
+@pytest.mark.parametrize("message", MESSAGES)
+def test_views_are_slices_of_the_bytes(
+    message: tuple[tuple[tuple[int, ...], torch.dtype], ...], start: int
+) -> None:
+    spec = BufferSpec.of(*message)
+    # The buffer may be part of a larger tensor.
+    memory = torch.arange(start + spec.size + 16, dtype=torch.int64).to(torch.uint8)
+    buffer = memory[start : start + spec.size]
+    for view, expected in zip(spec.views(buffer), _sliced(spec, buffer), strict=True):
+        assert view.dtype == expected.dtype
+        assert view.shape == expected.shape
+        assert view.stride() == expected.stride()
+        assert view.data_ptr() == expected.data_ptr()
+        assert view.storage_offset() == expected.storage_offset()
+        assert view.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+        assert view.is_contiguous()
+        assert torch.equal(*(x.flatten().view(torch.uint8) for x in (view, expected)))
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), [(8, 8), (12, 4)])
+def test_columns_are_slices_of_the_whole(dim: int, v_dim: int) -> None:
+    keys = KVPayload(2, 16, 3, dim, v_dim, torch.float32, segments=False)
+    # The buffer may begin at any offset, and its rows may be strided.
+    kv = torch.randn(2, 20, keys.width + 5)[:, 3:19, 2 : keys.width + 2]
+    for start, length in ((0, 16), (5, 7), (16, 0)):
+        cut = [x.narrow(1, start, length) for x in keys.split(kv)]
+        for view, expected in zip(keys.columns([kv[:, start:]], length), cut, strict=True):
+            assert torch.equal(view, expected)
+            assert view.stride() == expected.stride()
+            assert view.storage_offset() == expected.storage_offset() or length == 0
+
+
+LSE = (-np.inf, -1e5, 0.0, np.inf, np.nan)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("new", LSE)
+@pytest.mark.parametrize("old", LSE)
+def test_a_merge_is_that_of_the_specification(old: float, new: float) -> None:
+    outs = np.full((1, 1, 1, 2), 3.0), np.full((1, 1, 1, 2), 5.0)  # [B, n, H, D] and [B, H, n, D]
+    lses = np.full((1, 1, 1), old), np.full((1, 1, 1), new)
+    expected = merge(outs[0], lses[0], outs[1], lses[1])
+    state = AttentionState(*(torch.tensor(x) for x in (outs[0], lses[0])))
+    if np.isneginf(old):  # the identity of merging
+        state.out.zero_()
+    merge_in_torch(state, *(torch.tensor(x) for x in (outs[1], lses[1])))
+    np.testing.assert_allclose(state.out.numpy(), expected[0], rtol=1e-9)
+    assert np.isnan(expected[0]).all() == (not np.maximum(old, new) < np.inf)

@@ -1,8 +1,7 @@
-"""Layers that read neighbouring tokens: shifts, halos and relayouts, compared with one process."""
+"""Shifts, halos and relayouts, compared with one process, for tensors of every kind."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -13,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import numbers
-from on_ranks import on_ranks
+from on_ranks import on_ranks, on_three_ranks, on_two_ranks
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
+from torch.autograd import functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ring_core import ChunkLayout, LayoutSpec, RankMismatchError
 from ring_torch import ContextParallel
@@ -24,12 +24,12 @@ from ring_torch.local import LocalRanks
 
 T = 48
 CHUNKS = {
-    2: ChunkLayout(((0, 1, 5), (2, 3, 4))), 4: ChunkLayout(((1, 7), (0, 2), (3, 6), (4, 5))),
+    1: ChunkLayout(((0, 1, 2),)), 2: ChunkLayout(((0, 1, 5), (2, 3, 4))), 4: ChunkLayout(((1, 7), (0, 2), (3, 6), (4, 5))),
 }  # fmt: skip
 DOCUMENTS = (0, 1, 1, 7, 23, 24, 30, T)
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[1, 2, 4], ids="{} ranks".format)
 def pool(request: Any) -> Iterator[LocalRanks]:
     with LocalRanks(request.param) as ranks:
         yield ranks
@@ -96,7 +96,12 @@ def _moves(cp: ContextParallel, size: int, length: int, dim: int) -> Iterator[tu
 
 
 @pytest.mark.nightly(
-    unless=["2 ranks-zigzag-False", "4 ranks-chunks-False", "2 ranks-striped-False"]
+    unless=[
+        "1 ranks-chunks-False",
+        "2 ranks-zigzag-False",
+        "2 ranks-striped-False",
+        "4 ranks-chunks-False",
+    ]
 )
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "chunks"])
@@ -150,7 +155,8 @@ DTYPES = (
 )  # fmt: skip
 
 
-def _dtypes(_: int) -> None:
+@on_three_ranks
+def test_rows_of_every_dtype_move() -> None:
     for number, dtype in enumerate(DTYPES):
         cp = ContextParallel(layout=("zigzag", "contiguous", "striped")[number % 3])
         whole = torch.arange(2 * T * 3).reshape(2, T, 3).remainder(2).to(dtype)
@@ -166,157 +172,8 @@ def _dtypes(_: int) -> None:
             assert torch.equal(out, like), dtype
 
 
-def test_rows_of_every_dtype_move() -> None:
-    with LocalRanks(3) as ranks:
-        ranks.run(_dtypes)
-
-
-class Heads(nn.Module):
-    """A language model of one attention layer with two depths of multi-token prediction."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(11, 8, dtype=torch.float64)
-        self.qkv = nn.Linear(8, 24, dtype=torch.float64)
-        self.heads = nn.ModuleList(nn.Linear(16, 8, dtype=torch.float64) for _ in range(2))
-        self.out = nn.Linear(8, 11, dtype=torch.float64)
-
-    def forward(self, tokens: Tensor, attend: Any, shift: Any) -> Tensor:
-        """Return the sum of the losses of the next token and of the two after it."""
-        q, k, v = self.qkv(self.embed(tokens)).unflatten(-1, (3, 2, 4)).unbind(2)
-        hidden = attend(q, k, v).flatten(2)
-        labels = shift(tokens, -1, -100)
-        loss = self._loss(hidden, labels)
-        for depth, head in enumerate(self.heads, 1):
-            # Each token's state next to the embedding of the latest token that it has predicted.
-            ahead = shift(self.embed(tokens), -depth, 0)
-            hidden = head(torch.cat([hidden, ahead], -1)).tanh()
-            labels = shift(labels, -1, -100)
-            loss = loss + 0.5**depth * self._loss(hidden, labels)
-        return loss
-
-    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(self.out(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
-
-
-def _whole_attention(offsets: tuple[int, ...], *qkv: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in qkv)
-    document = torch.bucketize(torch.arange(T), torch.tensor(offsets), right=True)
-    mask = (document[:, None] == document) & torch.ones(T, T).tril().bool()
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
-
-
-def _same_gradients(cp: ContextParallel, local: nn.Module, whole: nn.Module) -> None:
-    cp.reduce_gradients(local)
-    for (name, weight), like in zip(local.named_parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(weight.grad, like.grad, msg=name)
-
-
-@pytest.mark.nightly(only=["4 ranks-compiled"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@on_ranks
-def test_multi_token_prediction_is_that_of_one_process(compiled: bool) -> None:
-    size = dist.get_world_size()
-    tokens = torch.randint(11, (2, T), generator=torch.Generator().manual_seed(3))
-    offsets = (0, 7, 23, 24, 30, T)
-    whole = Heads()
-    expected = whole(
-        tokens, partial(_whole_attention, offsets),
-        lambda x, n, fill: shifted(x, n, 1, fill, offsets),
-    )  # fmt: skip
-    expected.backward()
-    for layout in layouts(size) if not compiled else layouts(size)[1::2]:
-        torch._dynamo.reset()
-        cp, local = ContextParallel(layout=layout), Heads()
-        options: Any = {"causal": True, "cu_seqlens": offsets}
-
-        def predict(
-            tokens: Tensor, cp: Any = cp, local: Any = local, options: Any = options
-        ) -> Any:
-            return local(
-                tokens, lambda *qkv: cp.attention(*qkv, **options),
-                lambda x, n, fill: cp.shift(x, n, fill=fill, cu_seqlens=offsets),
-            )  # fmt: skip
-
-        run = torch.compile(predict, backend="aot_eager", fullgraph=True) if compiled else predict
-        loss = run(cp.shard(tokens))
-        loss.backward()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        torch.testing.assert_close(total, expected.detach())
-        _same_gradients(cp, local, whole)
-
-
-class Convolution(nn.Module):
-    """A causal depthwise convolution within documents, as in hybrid models."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.before = nn.Linear(6, 6, dtype=torch.float64)
-        self.weight = nn.Parameter(torch.randn(4, 6, dtype=torch.float64))
-        self.behind = nn.Linear(6, 6, dtype=torch.float64)
-
-    def taps(self, rows: Tensor, documents: Tensor) -> Tensor:
-        """Sum the taps of each token that lie in its document: ``[B, 3 + L, C] -> [B, L, C]``."""
-        windows, ids = rows.unfold(1, 4, 1), documents.unfold(1, 4, 1)
-        same = (ids == ids[..., -1:])[:, :, None]
-        return (windows * same * self.weight.T).sum(-1)
-
-    def forward(self, x: Tensor, halo: Any, join: Any) -> Tensor:
-        """Mix each token with the three before it."""
-        rows, documents = halo(self.before(x))
-        mixed: Tensor = self.behind(join(self.taps(rows, documents)).sin())
-        return mixed
-
-
-@pytest.mark.nightly(only=["4 ranks-compiled"])
-@pytest.mark.parametrize(
-    ("compiled", "reentrant"), [(False, False), (False, True), (True, False)],
-    ids=["checkpointed", "checkpointed reentrantly", "compiled"],
-)  # fmt: skip
-@on_ranks
-def test_a_causal_convolution_over_documents_is_that_of_one_process(
-    compiled: bool, reentrant: bool
-) -> None:
-    size = dist.get_world_size()
-    x, target, whole = numbers(0, 2, T, 6), numbers(1, 2, T, 6), Convolution()
-    ids = torch.bucketize(torch.arange(T), torch.tensor(DOCUMENTS).unique(), right=True)
-
-    def pad(y: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.nn.functional.pad(y, (0, 0, 3, 0)), torch.cat([ids.new_zeros(3), ids]).repeat(
-            2, 1
-        )
-
-    expected = whole(x, pad, lambda y: y)
-    (expected * target).sum().backward()
-    for layout in layouts(size):
-        if layout == "striped":
-            continue
-        torch._dynamo.reset()
-        cp, own = ContextParallel(layout=layout), Convolution()
-
-        def halo(y: Tensor, cp: Any = cp) -> tuple[Tensor, Tensor]:
-            rows, _, documents = cp.halo(y, 3, 0, cu_seqlens=DOCUMENTS)
-            return rows, documents
-
-        def run(x: Tensor, cp: Any = cp, own: Any = own, halo: Any = halo) -> Tensor:
-            result: Tensor = own(x, halo, cp.join)
-            return result
-
-        if compiled:
-            out = torch.compile(run, backend="aot_eager", fullgraph=True)(cp.shard(x))
-        else:
-            local = cp.shard(x).requires_grad_(reentrant)
-            out = checkpoint(run, local, use_reentrant=reentrant)
-        torch.testing.assert_close(out, cp.shard(expected.detach()))
-        (out * cp.shard(target)).sum().backward()
-        _same_gradients(cp, own, whole)
-
-
-def _one_graph(rank: int) -> int:
-    """Return the number of graphs compiled for documents and steps that change in each call."""
+@on_two_ranks
+def test_a_graph_takes_all_steps_and_documents(rank: int) -> None:
     torch._dynamo.reset()
     cp, graphs = ContextParallel(), []
 
@@ -333,12 +190,7 @@ def _one_graph(rank: int) -> int:
         actual, like = run(x, n, (0, stop, T)), both(x, n, (0, stop, T))
         for result, expected in zip(actual, like, strict=True):
             assert torch.equal(result, expected)
-    return len(graphs)
-
-
-def test_a_graph_takes_all_steps_and_documents() -> None:
-    with LocalRanks(2) as ranks:
-        assert max(ranks.run(_one_graph)) <= 2
+    assert len(graphs) <= 2
 
 
 def _shift(cp: Any, x: Tensor, n: Any = 1, **options: Any) -> Tensor:
@@ -386,41 +238,23 @@ UNLIKE: dict[str, tuple[Any, Any, str]] = {
 }  # fmt: skip
 
 
-def _unlike(rank: int, name: str) -> tuple[str, bool]:
+@pytest.mark.parametrize("name", UNLIKE)
+@on_three_ranks
+def test_unlike_movements_are_named_on_all_ranks(rank: int, name: str) -> None:
     group: Any = dist.new_group(timeout=timedelta(seconds=20))
     cp, x = ContextParallel(group), torch.ones(1, 4, 4)
-    message = "a result"
-    try:
-        call, other, _ = UNLIKE[name]
+    call, other, message = UNLIKE[name]
+    with pytest.raises(RankMismatchError, match=message):
         (other if rank == 2 else call)(cp, x)
-    except (RuntimeError, ValueError) as error:
-        message = f"{type(error).__name__}: {error}"
-    # Nothing was sent: the group stays usable.
-    return message, bool((cp.shift(torch.full((1, 4, 4), 1.0), 0) == 1).all())
-
-
-def test_unlike_movements_are_named_on_all_ranks() -> None:
-    with LocalRanks(3) as ranks:
-        for name, (*_, expected_message) in UNLIKE.items():
-            for message, is_usable in ranks.run(_unlike, name):
-                assert message.startswith(RankMismatchError.__name__), (name, message)
-                assert re.search(expected_message, message), (name, message)
-                assert is_usable
+    assert (cp.shift(torch.ones(1, 4, 4), 0) == 1).all()  # nothing was sent: it is usable
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "n": (lambda cp, x: cp.shift(x, 1.0), "n must be an integer"),
-    "a flag": (lambda cp, x: cp.shift(x, True), "n must be an integer"),
-    "dim": (lambda cp, x: cp.shift(x, 1, dim=3), "dim must be a dimension of x"),
-    "no tensor": (lambda cp, _: cp.shift([1], 1), "x must be a torch.Tensor"),
-    "fill": (lambda cp, x: cp.shift(x, 1, fill="0"), "fill must be a number"),
     "a fraction": (lambda cp, x: cp.shift(x.int(), 1, fill=0.5), "fill must be an integer"),
     "a large fill": (lambda cp, x: cp.shift(x.to(torch.uint8), 1, fill=-100), r"in \[0, 255\]"),
     "documents": (lambda cp, x: cp.shift(x, 1, cu_seqlens=(1, 4)), "cu_seqlens must start at 0"),
     "their end": (lambda cp, x: cp.shift(x, 1, cu_seqlens=(0, 9)), "cu_seqlens must end at"),
     "end in halo": (lambda cp, x: cp.halo(x, 1, 1, cu_seqlens=(0, 9)), "cu_seqlens must end at"),
-    "left": (lambda cp, x: cp.halo(x, -1, 0), "left must be at least 0"),
-    "right": (lambda cp, x: cp.halo(x, 0, None), "right must be at least 0"),
     "striped": (
         lambda _, x: ContextParallel(layout="striped").halo(x, 1, 0), r"Instead: relayout to"
     ),
@@ -436,32 +270,226 @@ WRONG: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-def _refused(_: int) -> list[str]:
-    cp, unexpected = ContextParallel(), []
-    for name, (call, message) in WRONG.items():
-        try:
-            call(cp, torch.ones(1, 4, 3))
-        except ValueError as error:
-            unexpected += [] if re.search(message, str(error)) else [f"{name}: {error}"]
-        else:
-            unexpected.append(f"{name}: no error")
-    assert cp.shift(torch.ones(1, 4), 0).sum() == 4
-    return unexpected
-
-
+@on_two_ranks
 def test_wrong_arguments_are_refused() -> None:
-    with LocalRanks(2) as ranks:
-        assert ranks.run(_refused) == [[], []]
+    cp = ContextParallel()
+    for call, message in WRONG.values():
+        with pytest.raises(ValueError, match=message):
+            call(cp, torch.ones(1, 4, 3))
+    assert cp.shift(torch.ones(1, 4), 0).sum() == 4
 
 
-def test_one_process_moves_rows_too() -> None:
-    for layout in ("contiguous", "zigzag", "striped"):
-        cp, x = ContextParallel(layout=layout), numbers(0, 2, 5, 3)
-        for n in (0, 2, -7):
-            assert torch.equal(cp.shift(x, n), shifted(x, n, 1, 0, (0, 5)))
-        rows, positions, documents = cp.halo(x, 2, 1, cu_seqlens=(0, 2, 5))
-        assert torch.equal(rows[:, 2:-1], x)
-        assert positions.tolist() == [[-1, -1, 0, 1, 2, 3, 4, -1]] * 2
-        assert documents.tolist() == [[-1, -1, 0, 0, 1, 1, 1, -1]] * 2
-        assert torch.equal(cp.join(rows)[:, 2:-1], x)
-        assert torch.equal(cp.relayout(x, to="contiguous"), x)
+LENGTH = 24
+
+
+def _shifted(x: Tensor, n: int, fill: float) -> Tensor:
+    filled = torch.full_like(x[:, : abs(n)], fill)
+    return torch.cat([filled, x[:, :-n]] if n > 0 else [x[:, -n:], filled], 1)
+
+
+#: A movement of a rank's slice, and its equivalent on the whole sequence.
+MOVES: dict[str, tuple[Callable[[ContextParallel], Move], Callable[[ContextParallel], Move]]] = {
+    "shift": (
+        lambda cp: lambda x: cp.shift(x, 5, fill=0.5),
+        lambda cp: lambda x: cp.shard(_shifted(x, 5, 0.5)),
+    ),
+    "halo": (
+        lambda cp: lambda x: cp.halo(x, 3, 2).rows.flatten(0, 1)[None],
+        lambda cp: lambda x: torch.nn.functional.pad(x, (0, 0, 0, 1))[:, cp.halo(cp.shard(x), 3, 2).positions.flatten()],
+    ),
+    "relayout": (
+        lambda cp: lambda x: cp.relayout(x, to="contiguous"),
+        lambda _: lambda x: ContextParallel(layout="contiguous").shard(x),
+    ),
+    "unshard": (lambda cp: lambda x: cp.unshard(x, grad="sum"), lambda _: lambda x: x),
+}  # fmt: skip
+
+
+def _weighted(move: Move, rank: int) -> Move:
+    """Return a cubic loss, which each rank weights by another number."""
+    return lambda x: (rank + 1) * move(x).pow(3).sum()
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("name", MOVES)
+@on_two_ranks
+def test_second_derivatives_are_exact(rank: int, name: str, layout: LayoutSpec) -> None:
+    cp = ContextParallel(layout=layout)
+    local, of_whole = MOVES[name]
+    whole = numbers(0, 1, LENGTH, 2).requires_grad_()
+    # The loss summed over ranks, which every rank computes from whole sequences.
+    of_rank = _weighted(of_whole(cp), rank)(whole)
+    (grad,) = torch.autograd.grad(of_rank, whole, create_graph=True)
+    total = grad.detach().clone()
+    dist.all_reduce(total)
+    (penalty,) = torch.autograd.grad((grad * 2 * total).sum(), whole)  # the square of the sum
+    dist.all_reduce(penalty)
+    x = cp.shard(whole.detach()).requires_grad_()
+    loss = _weighted(local(cp), rank)
+    (own,) = torch.autograd.grad(loss(x), x, create_graph=True)
+    torch.testing.assert_close(own.detach(), cp.shard(total))
+    (second_grad,) = torch.autograd.grad(own.square().sum(), x)
+    torch.testing.assert_close(second_grad, cp.shard(penalty))
+    _, product = functional.hvp(loss, x.detach(), 2 * own.detach())
+    torch.testing.assert_close(product, cp.shard(penalty))
+
+
+@on_two_ranks
+def test_second_derivatives_of_slices_stay_on_their_rank() -> None:
+    """Check second derivatives of a loss that all ranks compute whole, on each rank's slice."""
+    cp = ContextParallel()
+    whole = numbers(0, 1, LENGTH, 2).requires_grad_()
+    (grad,) = torch.autograd.grad(whole.pow(3).sum(), whole)
+    x = cp.shard(whole.detach()).requires_grad_()
+    (own,) = torch.autograd.grad(cp.unshard(x, grad="slice").pow(3).sum(), x, create_graph=True)
+    torch.testing.assert_close(own.detach(), cp.shard(grad))
+    (second_grad,) = torch.autograd.grad(own.sum(), x)
+    torch.testing.assert_close(second_grad, cp.shard(6 * whole.detach()))
+
+
+@on_two_ranks
+def test_derivatives_of_every_order_are_exact() -> None:
+    cp, whole = ContextParallel(), numbers(0, 1, LENGTH, 2)
+    x = cp.shard(whole).requires_grad_()
+    (first_grad,) = torch.autograd.grad(cp.shift(x, 1).pow(4).sum(), x, create_graph=True)
+    (two,) = torch.autograd.grad(first_grad.sum(), x, create_graph=True)
+    (three,) = torch.autograd.grad(two.sum(), x)
+    inside = cp.positions(LENGTH) < LENGTH - 1  # the last token is shifted out of the sequence
+    torch.testing.assert_close(three, 24 * x.detach() * inside[None, :, None])
+
+
+@on_two_ranks
+def test_batches_of_gradients_are_refused_by_name() -> None:
+    cp = ContextParallel()
+    calls: list[Move] = [move(cp) for move, _ in MOVES.values()]
+    compiled = torch.compile(MOVES["shift"][0](cp), backend="aot_eager", fullgraph=True)
+    for call in [*calls, compiled]:
+        x = cp.shard(numbers(0, 1, LENGTH, 2)).requires_grad_()
+        out = call(x)
+        grads = torch.stack([torch.ones_like(out)] * 2)
+        with pytest.raises(ValueError, match=r"^the backward of ring attention, of unshard and of"):
+            torch.autograd.grad(out, x, grads, is_grads_batched=True)
+
+
+@on_two_ranks
+def test_a_dimension_may_change_from_call_to_call_of_a_graph(rank: int) -> None:
+    cp = ContextParallel()
+    torch._dynamo.reset()
+
+    def moves(x: Tensor, dim: int) -> tuple[Tensor, ...]:
+        return (
+            cp.shift(x, 1, dim=dim), cp.halo(x, 1, 0, dim=dim).rows,
+            cp.relayout(x, to="contiguous", dim=dim), cp.unshard(x, dim=dim),
+        )  # fmt: skip
+
+    run = torch.compile(moves, backend="eager", fullgraph=True)
+    x = numbers(rank, 4, 8, 4)
+    for dim in (0, 1, 2, -1, -2):
+        for moved, expected in zip(run(x, dim), moves(x, dim), strict=True):
+            assert torch.equal(moved, expected), dim
+
+
+MOVE_CALLS: dict[str, Callable[[ContextParallel, Tensor], object]] = {
+    "shift": lambda cp, x: cp.shift(x, 1), "halo": lambda cp, x: cp.halo(x, 1, 0),
+    "relayout": lambda cp, x: cp.relayout(x, to="contiguous"),
+    "unshard": lambda cp, x: cp.unshard(x),
+}  # fmt: skip
+
+
+@on_two_ranks
+def test_other_kinds_of_tensors_are_refused() -> None:
+    cp, whole = ContextParallel(), torch.ones(1, 8, 2)
+    kinds = {
+        "a DTensor": distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(1)]),
+        "a sparse_coo one": whole[:, :4].to_sparse(),
+        "a nested one": torch.nested.nested_tensor([whole[0, :4]] * 2, layout=torch.jagged),
+    }
+    for call in MOVE_CALLS.values():
+        for words, x in kinds.items():
+            with pytest.raises(ValueError, match=words):
+                call(cp, x)
+        call(cp, whole[:, :4])  # the group stays usable
+
+
+def _counted(dtype: torch.dtype) -> Tensor:
+    """Return a whole tensor ``[2, 8, 4]`` with another number in each place, as far as it can."""
+    return torch.arange(64.0).view(2, 8, 4).to(dtype)
+
+
+def _complex() -> Tensor:
+    return torch.complex(_counted(torch.float64), _counted(torch.float64).flip(1) + 1)
+
+
+#: Dense tensors ``[2, 8, 4]`` of other kinds.
+DENSE: dict[str, Callable[[], Tensor]] = {
+    "conjugate": lambda: _complex().conj(),
+    "negative": lambda: _complex().conj().imag,
+    "complex": lambda: _complex().to(torch.complex64),
+    "half complex": lambda: _complex().to(torch.complex32),
+    "expanded": lambda: torch.arange(8.0)[None, :, None].expand(2, 8, 4),
+    "transposed": lambda: _counted(torch.float32).mT.contiguous().mT,
+    "empty": lambda: torch.zeros(2, 8, 0),
+    "inference": torch.inference_mode()(lambda: _counted(torch.float32)),
+    **{
+        str(dtype): partial(_counted, dtype)
+        for dtype in (
+            torch.bool, torch.uint8, torch.int16, torch.uint16, torch.uint64, torch.bfloat16,
+            torch.float8_e4m3fn, torch.float8_e5m2,
+        )
+    },
+}  # fmt: skip
+#: Calls that give back the whole tensor.
+WHOLE_MOVES: dict[str, Callable[[ContextParallel, Tensor], Tensor]] = {
+    "unshard": lambda cp, x: cp.unshard(x, grad="sum"),
+    "shift": lambda cp, x: cp.unshard(cp.shift(x, 0), grad="sum"),
+    "halo": lambda cp, x: cp.unshard(cp.join(cp.halo(x, 0, 0).rows), grad="sum"),
+    "relayout": lambda cp, x: ContextParallel(layout="contiguous").unshard(
+        cp.relayout(x, to="contiguous"), grad="sum"
+    ),
+}
+
+
+def _like(x: Tensor) -> Tensor:
+    """Return a copy that may be compared: without bits, of a dtype that has operations."""
+    x = x.resolve_conj().resolve_neg().clone()
+    if x.dtype == torch.complex32:
+        return torch.view_as_real(x).float()
+    return (
+        x if (x.dtype.is_floating_point and x.dtype.itemsize > 1) or x.is_complex() else x.float()
+    )
+
+
+def _negative(x: Tensor) -> Tensor:
+    """Return numbers as torch's lazy negative of their negatives."""
+    return torch.complex(torch.zeros_like(x), -x).conj().imag
+
+
+@pytest.mark.parametrize("kind", DENSE)
+@on_two_ranks
+def test_dense_tensors_of_every_kind_are_exact(kind: str) -> None:
+    cp, whole = ContextParallel(), DENSE[kind]()
+    x = cp.shard(whole)
+    if whole.is_conj() or whole.is_neg():  # `shard` copies: views with the same bits
+        x = x.conj().resolve_conj().conj() if whole.is_conj() else _negative(x)
+        assert x.is_conj() or x.is_neg()
+    for name, move in WHOLE_MOVES.items():
+        torch.testing.assert_close(
+            _like(move(cp, x)), _like(whole), msg=partial("{} {}".format, name)
+        )
+    if not (whole.is_floating_point() or whole.is_complex()) or whole.dtype.itemsize < 2:
+        return
+    if whole.dtype == torch.complex32 or whole.is_inference():
+        return
+    for name, move in WHOLE_MOVES.items():
+        leaf = x.detach().resolve_conj().resolve_neg().clone().requires_grad_()
+        upstream = whole  # of the whole: a conjugate, a negative, a view
+        move(cp, leaf).backward(upstream)
+        assert leaf.grad is not None
+        torch.testing.assert_close(
+            _like(leaf.grad), _like(cp.shard(upstream) * 2), msg=partial("{} {}".format, name)
+        )
+    total = ContextParallel(layout="contiguous").unshard(_like(x)[None], dim=0).sum(0)
+    weight = nn.Parameter(torch.zeros_like(_like(x)))
+    weight.grad = x
+    cp.reduce_gradients(nn.ParameterList([weight]))
+    torch.testing.assert_close(_like(weight.grad), total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,10 +17,10 @@ import torch.distributed as dist
 from dense import numbers_of
 from on_ranks import on_ranks
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 import ring_torch
-from ring_core import Layout, Mask, reference
+from ring_core import ChunkLayout, Layout, LayoutSpec, Mask
 from ring_torch import ContextParallel
 from ring_torch.sharding import UnshardGrad
 
@@ -125,24 +126,6 @@ def test_varying_lengths_are_one_graph() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-@on_ranks
-def test_fewer_tokens_than_ranks(rank: int, layout: Any, strategy: str) -> None:
-    """Check that a rank without a token of the sequence takes part."""
-    cp = ContextParallel(layout=layout)
-    x = numbers_of(1, 1, 3, 8).requires_grad_()
-    local = cp.shard(x, pad=True)
-    out, lse = cp.attention(
-        local, local, local, seq_len=1, strategy=strategy, return_lse=True, mask=Mask(window=(1, 1))
-    )
-    expected, _ = reference.attention(x.detach(), x.detach(), x.detach())
-    whole = cp.unshard(out, grad="slice", seq_len=1)
-    torch.testing.assert_close(whole.detach(), torch.from_numpy(expected))
-    assert rank == 0 or (out.eq(0).all() and lse.eq(-torch.inf).all())
-    whole.sum().backward()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks
 def test_a_padded_shard_is_known_again(layout: Any) -> None:
     """Shift, read neighbours and take losses of shards whose padding nobody names.
@@ -212,7 +195,6 @@ class _Attends(nn.Module):
 
 @on_ranks
 def test_padding_that_a_replaced_module_sees_is_refused() -> None:
-    """Attend to shards with padding in a replaced module: exact, or refused if it is seen."""
     cp, length = ContextParallel(), 13
     x = numbers_of(1, length, 8)
     real = cp.positions(length) < length
@@ -258,10 +240,7 @@ def test_padding_that_a_replaced_module_sees_is_refused() -> None:
 @pytest.mark.parametrize("padded", [True, False])
 @on_ranks
 def test_padding_of_another_thread_is_not_seen(padded: bool) -> None:
-    """Attend while another thread's forward, of the other kind of sequence, is under way.
-
-    Each forward knows the padding of its own thread: no refusal is missed, and none is wrong.
-    """
+    """Attend while another thread's forward, of the other kind of sequence, is under way."""
     cp, length = ContextParallel(), 13
     x, full = numbers_of(1, length, 8), numbers_of(1, 6 * cp.cp_size, 8)
     inputs = [cp.shard(x, pad=True), cp.shard(full)]
@@ -293,3 +272,137 @@ def test_padding_of_another_thread_is_not_seen(padded: bool) -> None:
         return
     q = full.unflatten(-1, (2, -1)).transpose(1, 2)
     torch.testing.assert_close(out, scaled_dot_product_attention(q, q, q))
+
+
+CHUNKS = ChunkLayout(((1, 5), (0, 2), (3, 4)))
+#: A layout and options of a strategy; ``sdpa`` gathers keys in two stages.
+WAYS: dict[str, tuple[LayoutSpec, dict[str, Any]]] = {
+    "ring-zigzag": ("zigzag", {"strategy": "ring"}),
+    "ring-contiguous": ("contiguous", {"strategy": "ring"}),
+    "ring-striped": ("striped", {"strategy": "ring"}),
+    "ring-chunks": (CHUNKS, {"strategy": "ring"}),
+    "balanced": ("contiguous", {"strategy": "balanced"}),
+    "gather-zigzag": ("zigzag", {"strategy": "gather"}),
+    "gather-contiguous": ("contiguous", {"strategy": "gather"}),
+    "gather-chunks": (CHUNKS, {"strategy": "gather"}),
+    "two stages-zigzag": ("zigzag", {"strategy": "gather", "kernel": "sdpa"}),
+    "two stages-contiguous": ("contiguous", {"strategy": "gather", "kernel": "sdpa"}),
+    "ulysses-zigzag": ("zigzag", {"strategy": "ulysses"}),
+    "ulysses-contiguous": ("contiguous", {"strategy": "ulysses"}),
+    "ulysses-striped": ("striped", {"strategy": "ulysses"}),
+}  # fmt: skip
+
+
+def _every_third(q: Any, k: Any) -> Any:
+    return (k - q) % 3 != 1
+
+
+#: Options for a sequence of this many tokens.
+OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "full": lambda _: {},
+    "causal": lambda _: {"causal": True},
+    "window": lambda _: {"window": (2, 1)},
+    "window of the past": lambda _: {"causal": True, "window": (1, 0)},
+    "window of what follows": lambda _: {"window": (0, 2)},
+    "chunks": lambda _: {"causal": True, "chunk_size": 2},
+    "documents": lambda n: {"causal": True, "cu_seqlens": (0, n // 2, n)},
+    "documents, not causal": lambda n: {"cu_seqlens": (0, 0, n // 3, n)},
+    "predicate": lambda _: {"mask": Mask(predicate=_every_third)},
+    "mask": lambda n: {"mask": torch.rand(n, n, generator=torch.manual_seed(n)) < 0.7},
+    "mask of heads": lambda n: {
+        "mask": torch.rand(1, 6, n, n, generator=torch.manual_seed(n)) < 0.7
+    },
+    "bias": lambda n: {"bias": numbers_of(1, 6, n, n), "causal": True},
+    "sinks": lambda _: {"sinks": numbers_of(6)},
+    "segment ids": lambda n: {"segment_ids": (torch.arange(n) // 2).int()[None]},
+    "dropout": lambda _: {"dropout_p": 0.4, "dropout_seed": 3},
+    "scores": lambda _: {"softcap": 2.0, "alibi_slopes": numbers_of(6).abs(), "softmax_scale": 0.3},
+}
+#: Options that a strategy refuses with or without padding, by the first word of its name.
+REFUSED = {"gather": {"predicate"}, "two": {*OPTIONS} - {"full", "causal", "sinks"}}
+PAIRS = [
+    (name, way)
+    for name in OPTIONS
+    for way in WAYS
+    if name not in REFUSED.get(way.partition("-")[0].partition(" ")[0], ())
+]
+_DIMS = {"segment_ids": 1, "mask": -2, "bias": -2}
+
+
+def _leaves(length: int, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return q, k and v, and options; their float tensors get gradients, too."""
+    qkv = [numbers_of(1, length, heads, 4).requires_grad_() for heads in (6, 3, 3)]
+    return qkv, {
+        name: x.clone().requires_grad_() if name in ("bias", "sinks") else x
+        for name, x in options.items()
+    }
+
+
+def _grads(qkv: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+    leaves = [*qkv, *(options[name] for name in ("bias", "sinks") if name in options)]
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+
+
+@pytest.mark.nightly(
+    unless=[
+        "causal-two stages-zigzag", "mask-ring-zigzag", "mask of heads-gather-contiguous",
+        "bias-ulysses-striped", "segment ids-ring-contiguous", "sinks-gather-contiguous",
+        *(f"{name}-{way}" for name, way in PAIRS[::32]),
+    ]
+)  # fmt: skip
+@pytest.mark.parametrize(("name", "way"), PAIRS)
+@on_ranks
+def test_padded_calls_are_those_of_one_process(way: str, name: str) -> None:
+    layout, how = WAYS[way]
+    cp, takes_lse_grad = ContextParallel(layout=layout), not way.startswith("two")
+    alone: Any = [dist.new_group([n]) for n in range(RANKS)][dist.get_rank()]
+    for length in range(1, 3 * RANKS + 1):
+        qkv, options = _leaves(length, OPTIONS[name](length))
+        like, like_options = _leaves(length, OPTIONS[name](length))
+        sharded: dict[str, Any] = {
+            key: cp.shard(x, dim=_DIMS[key], pad=True) if isinstance(x, Tensor) and key in _DIMS else x
+            for key, x in options.items()
+        }  # fmt: skip
+        q, k, v = (cp.shard(x, pad=True, fill=9) for x in qkv)
+        with ring_torch.check(every=1) if length in (1, 7, 9) else nullcontext():
+            out, lse = cp.attention(q, k, v, seq_len=length, return_lse=True, **how, **sharded)
+        lse = lse if takes_lse_grad else lse.detach()
+        whole = cp.unshard(out, grad="slice", seq_len=length)
+        whole_lse = cp.unshard(lse, dim=2, grad="slice", seq_len=length)
+        expected, expected_lse = ring_torch.ring_attention(
+            *like, group=alone, return_lse=True, kernel="eager", **like_options
+        )
+        torch.testing.assert_close(whole, expected, msg=f"{length} tokens: out")
+        torch.testing.assert_close(whole_lse, expected_lse, msg=f"{length} tokens: lse")
+        if not takes_lse_grad:
+            expected_lse = expected_lse.detach()
+        for results in ((whole, whole_lse), (expected, expected_lse)):
+            finite = [x.masked_fill(x.isinf(), 0) for x in results]
+            sum(((x * numbers_of(*x.shape)).sum() for x in finite), torch.zeros(())).backward()
+        for mine, other in zip(_grads(qkv, options), _grads(like, like_options), strict=True):
+            dist.all_reduce(mine)
+            torch.testing.assert_close(mine, other, msg=f"{length} tokens: gradients")
+
+
+@pytest.mark.parametrize(
+    ("layout", "length"), [("zigzag", 17), ("contiguous", 19), ("striped", 23)]
+)
+@on_ranks
+def test_the_error_says_how_to_pad(layout: Any, length: int) -> None:
+    cp, x = ContextParallel(layout=layout), numbers_of(1, length, 2, 8)
+    with pytest.raises(ValueError, match="pad to") as error:
+        cp.shard(x)
+    said = re.search(
+        r"pad to (\d+) with zeros at the end, as shard\(x, pad=True\) does, and pass seq_len=(\d+)",
+        str(error.value),
+    )
+    assert said is not None
+    to, seq_len = int(said[1]), int(said[2])
+    assert seq_len == length and to == cp.layout_of(length, pad=True).padded_len
+    zeros = pad(x, (0, 0, 0, 0, 0, to - length))
+    assert torch.equal(cp.shard(x, pad=True), cp.shard(zeros))
+
+
+def test_a_length_of_nothing_is_no_advice() -> None:
+    with pytest.raises(ValueError, match=r"pad to 1$"):
+        ContextParallel().layout_of(0)

@@ -1,94 +1,35 @@
-"""``hf.parallelize``: a model takes whole batches; loss, logits and gradients are one device's."""
+"""``hf.parallelize``: a model takes whole batches; loss, logits and gradients are one device's.
+
+Calls that keep logits, generate or evaluate; losses without logits; FSDP1 around a model.
+"""
 
 from __future__ import annotations
 
 import copy
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import LENGTH, WHOLE, Wide, build, gradients, run, same, same_gradients, whole
+from hf_models import BYTES, LENGTH, WHOLE, Wide, build, gradients, run, same, same_gradients, whole
+from hf_rows import reduce, wrapped
 from on_ranks import on_ranks
 from sweep.compare import build as build_any
-from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile
+from trained import arguments, be_started, collate, documents, model_of, trained
+from transformers import Trainer
 
-from ring_core import LayoutName, RankMismatchError, UnsupportedError
+from ring_core import RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.hf.models.hooks import Reduction
 from ring_torch.local import LocalRankError, LocalRanks
-
-
-def reduced(model: Any, cp: ContextParallel, reduction: Reduction) -> dict[str, Tensor]:
-    """Return gradients that are reduced over the ranks by ``reduction``."""
-    if reduction == "sum":
-        cp.reduce_gradients(model)
-    else:
-        for weight in model.parameters():
-            if weight.grad is not None:
-                dist.all_reduce(weight.grad)
-                weight.grad /= cp.cp_size
-    return gradients(model)
-
-
-@pytest.mark.nightly(unless=["Llama-plain", "Llama-packed", "Gemma3-right", "Gemma3-flattened"])
-@pytest.mark.parametrize("kind", ["plain", "right", "packed", "flattened"])
-@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
-@on_ranks
-def test_logits_loss_and_gradients_are_one_devices(name: str, kind: str) -> None:
-    layout: LayoutName = "striped" if kind == "right" else "zigzag"
-    batch = whole(kind)
-    model = build(name)
-    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 1
-    logits, loss = run(model, batch | WHOLE)
-    expected = gradients(model)
-    keys = list(model.state_dict())
-    cp = ContextParallel(layout=layout)
-    ways: tuple[dict[str, Any], ...] = (
-        {"logits": "local", "reduction": "sum"}, {"logits": "gather", "reduction": "mean"},
-    )  # fmt: skip
-    for way in ways:
-        handle = hf.parallelize(model, cp, **way)
-        assert hf.parallelize(model, cp, **way) is handle
-        assert list(model.state_dict()) == keys
-        for _time in range(2):
-            local, whole_loss = run(model, batch)
-            grads = reduced(model, cp, way["reduction"])
-            what = f"{name} {kind} {layout} {way}"
-            same(whole_loss, loss, f"loss of {what}")
-            local = local if way["logits"] == "gather" else cp.unshard(local.detach())[:, :LENGTH]
-            assert local.shape == logits.shape
-            same(local[real], logits[real], f"logits of {what}")
-            same_gradients(grads, expected, what)
-        handle.remove()
-        handle.remove()
-    assert model.config._attn_implementation == "eager"
-    same(run(model, batch | WHOLE)[0], logits, "logits after remove()")
-
-
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-@on_ranks
-def test_a_loss_of_gathered_logits(reduction: Reduction) -> None:
-    """Check a loss that is computed from whole logits outside of the model, alike on all ranks."""
-
-    def loss_of(logits: Tensor) -> Tensor:
-        return logits.double().log_softmax(-1).square().mean()
-
-    batch = whole("plain")
-    batch.pop("labels")
-    model = build("Llama")
-    with Wide():
-        loss_of(model(**batch, **WHOLE).logits).backward()
-    expected = gradients(model)
-    model.zero_grad()
-    cp = ContextParallel()
-    hf.parallelize(model, cp, logits="gather", reduction=reduction)
-    with Wide():
-        loss_of(model(**batch).logits).backward()
-    same_gradients(reduced(model, cp, reduction), expected, reduction)
 
 
 @on_ranks
@@ -105,81 +46,6 @@ def test_without_gradients_by_position_and_of_a_copy() -> None:
         same(out.logits[real], expected[real], "logits")
         same(out.loss, loss, "loss")
         assert torch.equal(twin.logits, out.logits)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@on_ranks
-def test_in_what_reduces_gradients_itself(kind: str) -> None:
-    batch = whole("packed")
-    model = build("Llama")
-    run(model, batch | WHOLE)
-    expected = gradients(model)
-    cp = ContextParallel()
-    for first in (True, False):  # parallelize before the wrapper, and after it
-        model = wrapped = build("Llama")
-        if first:
-            hf.parallelize(model, cp, reduction="mean")
-        if kind == "fsdp":
-            mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-            for part in (*model.model.layers, model):
-                fully_shard(part, mesh=mesh)
-        else:
-            wrapped = DistributedDataParallel(model)
-        if not first:
-            hf.parallelize(wrapped, cp, reduction="mean")
-        run(wrapped, batch)
-        for name, grad in gradients(model).items():
-            whole_grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            same(whole_grad, expected[name], f"gradient of {name} in {kind}")
-        hooked = hf.parallelize(wrapped, cp, reduction="mean")
-        hooked.remove()
-        hf.parallelize(model, cp)
-        with pytest.raises(ValueError, match="reduction='mean'"):
-            wrapped(**batch)
-
-
-@on_ranks
-def test_with_lora() -> None:
-    from peft import LoraConfig, get_peft_model
-
-    def adapted(name: str) -> Any:
-        torch.manual_seed(3)
-        model = get_peft_model(build(name), LoraConfig(target_modules=["q_proj", "down_proj"]))
-        for weight in model.parameters():
-            if weight.requires_grad:
-                torch.nn.init.normal_(weight, std=0.2)
-        return model.double()
-
-    batch = whole("packed")
-    for name in ("Llama", "Qwen3"):
-        model = adapted(name)
-        logits, loss = run(model, batch | WHOLE)
-        expected = gradients(model)
-        keys = list(model.state_dict())
-        cp = ContextParallel()
-        hf.parallelize(model, cp, logits="gather")
-        ring_loss, whole_loss = run(model, batch)
-        cp.reduce_gradients(model)
-        same(whole_loss, loss, "loss")
-        same(ring_loss, logits, "logits")
-        assert list(model.state_dict()) == keys
-        same_gradients(gradients(model), expected, name)
-
-
-@on_ranks
-def test_attention_dropout_draws_a_seed() -> None:
-    batch, outs = whole("packed"), []
-    alone: list[Any] = [dist.new_group([n]) for n in range(2)]
-    for group in (None, alone[dist.get_rank()]):
-        model = build("Llama", attention_dropout=0.4).train()
-        hf.parallelize(model, ContextParallel(group), logits="gather")
-        for seed in (3, 3, 4):
-            torch.manual_seed(seed)
-            with Wide(), torch.no_grad():
-                outs.append(model(**batch).logits)
-    same(outs[0], outs[1], "logits with dropout, again")
-    same(outs[0], outs[3], "logits with dropout, on one rank")
-    assert not torch.allclose(outs[0], outs[2])
 
 
 @on_ranks
@@ -208,6 +74,11 @@ def test_mistakes_are_named(rank: int) -> None:
     run(model, batch)
     with pytest.raises(ValueError, match="reduction='mean'"):
         cp.reduce_gradients(model)
+    for kind in ("ddp", "fsdp"):  # a wrapper takes the mean
+        outer = wrapped(model := build("Llama"), kind)
+        hf.parallelize(model, cp)
+        with pytest.raises(ValueError, match="reduction='mean'"):
+            outer(**batch)
 
 
 def _drifts(_: int, reduction: Reduction, forgets: bool) -> None:
@@ -219,7 +90,7 @@ def _drifts(_: int, reduction: Reduction, forgets: bool) -> None:
     for _step in range(3):
         losses.append(float(run(model, batch)[1]))
         if not forgets:
-            reduced(model, cp, reduction)
+            reduce(model, cp, reduction)
         optimizer.step()
     assert losses[2] < losses[0]
 
@@ -253,13 +124,11 @@ def stated(kind: str) -> dict[str, Any]:
     offsets = torch.tensor([0, 5, 6, 23, LENGTH], dtype=torch.int32)
     ids = torch.arange(4).repeat_interleave(offsets.diff())[None]
     more: dict[str, dict[str, Any]] = {
-        "ones": {"attention_mask": torch.ones_like(positions), "position_ids": positions},
         "numbers": {"attention_mask": ids + 1},
         "offsets": {
             "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 20,
             "max_length_k": 20, "position_ids": positions,
         },
-        "ids": {"seq_idx": ids, "position_ids": positions},
     }  # fmt: skip
     return batch | more[kind]
 
@@ -273,28 +142,6 @@ def test_lengths_that_contradict_documents_are_refused(name: str) -> None:
         hf.shard_batch(cp, stated("offsets") | {name: 19}, model=model)
     with pytest.raises(ValueError, match=f"{name} says nothing without"):
         hf.shard_batch(cp, stated("numbers") | {name: 20}, model=model)
-
-
-@on_ranks
-def test_documents_as_collators_state_them() -> None:
-    batch = whole("flattened")
-    logits, loss = run(build("Llama"), batch | WHOLE)
-    model = build("Llama")
-    cp = ContextParallel()
-    hf.parallelize(model, cp, logits="gather")
-    for kind in ("ones", "numbers", "offsets", "ids"):
-        mask = hf.shard_batch(cp, stated(kind), model=model)["attention_mask"]
-        assert mask.cu_seqlens == (0, 5, 6, 23, LENGTH, LENGTH + 1)
-        local, ring_loss = run(model, stated(kind))
-        same(local, logits, f"logits of {kind}")
-        same(ring_loss, loss, f"loss of {kind}")
-    padded = torch.tensor([[1] * 20 + [2] * 15 + [0] * 8])
-    batch["position_ids"] = torch.cat([torch.arange(n) for n in (20, 15, 8)])[None]
-    expected = run(build("Llama"), batch | WHOLE)[0]
-    local = run(model, {"input_ids": batch["input_ids"], "attention_mask": padded, "labels": (
-        batch["labels"].masked_fill(padded == 0, -100)
-    )})[0]  # fmt: skip
-    same(local[:, :35], expected[:, :35], "logits of numbered documents and padding")
 
 
 @pytest.mark.parametrize(
@@ -334,33 +181,385 @@ def test_sequences_are_classified(side: str, reduction: Reduction) -> None:
             loss_of(local).backward()
         same(local.logits, out.logits, "pooled logits")
         same(loss_of(local), loss_of(out), "loss")
-        same_gradients(reduced(model, cp, reduction), expected, name)
+        reduce(model, cp, reduction)
+        same_gradients(gradients(model), expected, name)
         handle.remove()
         assert not model.score._forward_hooks and not model.base_model._forward_pre_hooks
 
 
-@pytest.mark.parametrize(("kind", "reduction"), [("right", "sum"), ("plain", "mean")])
+def test_generation_is_refused_until_the_handle_is_removed() -> None:
+    model, tokens = build("Llama"), whole("plain")["input_ids"]
+    handle = hf.parallelize(model, ContextParallel())
+    with pytest.raises(UnsupportedError, match=r"generate\(\) is served .* remove\(\)"):
+        model.generate(tokens, max_new_tokens=3)
+    with pytest.raises(UnsupportedError, match=r"use_cache=True: .* remove\(\) of the handle"):
+        model(tokens, use_cache=True)
+    handle.remove()
+    assert "generate" not in vars(model)
+
+
+def _objective(model: Any, batch: dict[str, Tensor], kept: Any) -> tuple[Tensor, Tensor]:
+    """Return logits and log-probabilities of the last tokens, as for GRPO; compute gradients."""
+    model.zero_grad()
+    tokens = batch["input_ids"]
+    with Wide():
+        logits = model(**batch, logits_to_keep=kept).logits
+    chosen = logits.log_softmax(-1).gather(-1, tokens[:, : logits.shape[1], None])[..., 0]
+    chosen.square().sum().backward()
+    return logits.detach(), chosen.detach()
+
+
+@pytest.mark.parametrize(
+    "kept", [13, 1, torch.tensor([42, 17, 30])], ids=["some", "the last", "by number"]
+)
 @on_ranks
-def test_router_losses_are_of_the_whole_sequence(kind: str, reduction: Reduction) -> None:
-    batch = whole(kind)
-    for name in ("Mixtral", "GptOss"):
-        options: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-        model = build(name, **options)
-        with Wide():
-            out = model(**batch, **WHOLE)
-        out.loss.backward()
+def test_logits_to_keep_are_those_of_the_whole_sequence(rank: int, kept: Any) -> None:
+    del rank
+    model = build("Llama")
+    batch = {name: x for name, x in whole("left").items() if name != "labels"}
+    expected = _objective(model, batch, kept)
+    grads = {name: x.grad.clone() for name, x in model.named_parameters()}
+    cp = ContextParallel()
+    handle = hf.parallelize(model, cp, logits="gather")
+    own = _objective(model, batch, kept)
+    cp.reduce_gradients(model)
+    handle.remove()
+    for local, x in zip(own, expected, strict=True):
+        real = batch["attention_mask"][:, -x.shape[1] :] == 1
+        shown = real if isinstance(kept, int) else slice(None)
+        torch.testing.assert_close(local[shown], x[shown], rtol=1e-9, atol=1e-10)
+    for name, x in model.named_parameters():
+        atol = 1e-9 * float(grads[name].abs().max()) + 1e-12
+        torch.testing.assert_close(x.grad, grads[name], rtol=1e-8, atol=atol)
+
+
+@on_ranks
+def test_logits_to_keep_of_parts_are_refused() -> None:
+    model, tokens = build("Llama"), whole("plain")["input_ids"]
+    hf.parallelize(model, ContextParallel())
+    assert model(tokens, logits_to_keep=0).logits.shape[1] == 22  # a rank's part of all tokens
+    with pytest.raises(UnsupportedError, match=r"logits_to_keep=5 .* give logits='gather'"):
+        model(tokens, logits_to_keep=5)
+
+
+class OwnLoss(Trainer):
+    """A Trainer that computes a loss from logits."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        del num_items_in_batch
+        outputs = model(input_ids=inputs["input_ids"])
+        loss = cross_entropy(outputs.logits.flatten(0, 1), inputs["labels"].flatten())
+        return (loss, outputs) if return_outputs else loss
+
+
+class LoggedLoss(Trainer):
+    """A Trainer that only reads the model's loss."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+@on_ranks
+def test_an_own_loss_of_logits_needs_whole_ones(rank: int, tmp_path: Path) -> None:
+    be_started(rank, 2)
+    model, cp = build("Llama"), ContextParallel()
+    args, batch = arguments(tmp_path), collate(documents(2))
+    expected = OwnLoss(model, args).compute_loss(model, batch)
+    expected.backward()
+    grads = [x.grad.clone() for x in model.parameters()]
+    model.zero_grad()
+    trainer = OwnLoss(model, args, collate, documents(2))
+    with pytest.raises(ValueError, match=r"OwnLoss\.compute_loss.* logits='gather'"):
+        hf.parallelize(trainer, cp)
+    handle = hf.parallelize(trainer, cp, logits="gather")
+    loss = trainer.compute_loss(model, batch)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for x, grad in zip(model.parameters(), grads, strict=True):
+        dist.all_reduce(x.grad)
+        atol = 1e-5 * float(grad.abs().max())
+        torch.testing.assert_close(x.grad / 2, grad, rtol=1e-5, atol=atol)
+    handle.remove()
+    hf.parallelize(LoggedLoss(model, args), cp).remove()
+
+
+@on_ranks
+def test_steps_a_second_are_those_of_a_ring(rank: int, tmp_path: Path) -> None:
+    be_started(rank, 2)
+    rows: Any = documents(7)
+    trainer = Trainer(
+        build("Llama").float(), arguments(tmp_path, per_device_eval_batch_size=2), collate,
+        eval_dataset=rows,
+    )  # fmt: skip
+    hf.parallelize(trainer, ContextParallel())
+    by_kind: dict[str, Any] = {"eval": trainer.evaluate(), "test": trainer.predict(rows).metrics}
+    by_kind["logged"] = trainer.state.log_history[-1]
+    for name, metrics in by_kind.items():
+        prefix = "test" if name == "test" else "eval"
+        steps, samples, seconds = (
+            metrics[f"{prefix}_{x}"] for x in ("steps_per_second", "samples_per_second", "runtime")
+        )
+        assert steps / samples == pytest.approx(4 / 7, rel=0.02), name
+        assert samples * seconds == pytest.approx(7, rel=0.02), name
+
+
+ATTENTION = [
+    {"text_config": "eager", "vision_config": "sdpa"},
+    {"text_config": "sdpa", "vision_config": "eager"},
+    {"": "eager", "text_config": "sdpa", "vision_config": "sdpa"},
+]
+
+
+def _names(model: Any) -> list[str]:
+    configs = model.config, model.config.text_config, model.config.vision_config
+    return [x._attn_implementation for x in configs]
+
+
+@pytest.mark.parametrize("attention", ATTENTION, ids=["text", "vision", "all"])
+def test_removal_gives_each_part_its_own_attention(attention: dict[str, str]) -> None:
+    model = build("Qwen2VLForConditionalGeneration")
+    model.set_attn_implementation(attention)
+    before = _names(model)
+    handle = hf.parallelize(model, ContextParallel())
+    assert _names(model)[1:] == ["ring", before[2]]
+    copied = copy.deepcopy(model.config)
+    handle.remove()
+    assert _names(model) == before
+    assert copied.text_config._attn_implementation == "ring"
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen2VLForConditionalGeneration", "LlavaForConditionalGeneration"]
+)
+def test_towers_of_a_model_loaded_with_the_ring(name: str) -> None:
+    model = build(name)
+    model.set_attn_implementation(hf.register())
+    model.config.vision_config._attn_implementation = "ring"
+    before = _names(model)
+    assert before == ["ring"] * 3
+    handle = hf.parallelize(model, ContextParallel())
+    assert _names(model) == ["ring", "ring", "sdpa"]
+    handle.remove()
+    assert _names(model) == before
+
+
+def scaled(name: str, model_type: str, **changes: Any) -> Any:
+    """Build a model whose logits are of a size at which a cap and a scale show."""
+    return build_any(name, model_type, **changes)
+
+
+#: Models whose heads differ, and their batches.
+MODELS: dict[str, tuple[Any, str]] = {
+    "plain": (lambda: build("Llama"), "plain"),
+    "packed": (lambda: build("Qwen3"), "packed"),
+    "padded": (lambda: build("Llama"), "left"),
+    "soft cap": (lambda: build("Gemma2", final_logit_softcapping=1.5), "right"),
+    "scale": (lambda: scaled("CohereForCausalLM", "cohere", logit_scale=0.3), "plain"),
+    "divisor": (lambda: scaled("GraniteForCausalLM", "granite", logits_scaling=3.0), "plain"),
+    "routers": (lambda: build("Mixtral", output_router_logits=True), "plain"),
+    "masked": (lambda: scaled("BertForMaskedLM", "bert"), "plain"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks
+def test_loss_and_gradients_are_one_devices(name: str) -> None:
+    build_model, kind = MODELS[name]
+    model, batch = build_model(), whole(kind)
+    cp = ContextParallel()
+    for items in (None, 17)[: 1 if name == "masked" else 2]:
+        more: dict[str, Any] = {} if items is None else {"num_items_in_batch": items}
+        loss = run(model, batch | more | WHOLE)[1]
         expected = gradients(model)
+        handle = hf.parallelize(model, cp, logits="none")
+        model.zero_grad()
         with Wide():
-            assert abs(out.loss - build(name)(**batch, **WHOLE).loss) > 0.1
-        model = build(name, **options)
-        cp = ContextParallel()
-        hf.parallelize(model, cp, reduction=reduction)
+            out = model(**batch, **more)
+        out.loss.backward()
+        cp.reduce_gradients(model)
+        assert out.logits is None
+        same(out.loss.detach(), loss, "loss")
+        ours = gradients(model)
+        for key in [
+            x for x in ours if x.endswith(".key.bias")
+        ]:  # its gradient is 0 but for rounding
+            assert max(float(x.pop(key).abs().max()) for x in (ours, expected)) < 1e-15
+        same_gradients(ours, expected, name)
+        if not more:
+            with Wide():
+                handle.verify(batch)
+        handle.remove()
+    run(model, batch | WHOLE)  # which makes logits again
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fully_shard", "compiled"])
+@on_ranks
+def test_in_wrappers(kind: str) -> None:
+    model, batch, cp = build("Gemma2"), whole("packed"), ContextParallel()
+    loss = run(model, batch | WHOLE)[1]
+    expected = gradients(model)
+    model.zero_grad()
+    wrapped: Any = model
+    if kind == "fully_shard":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh)
+    hf.parallelize(model, cp, logits="none", reduction="sum" if kind == "compiled" else "mean")
+    if kind == "ddp":
+        wrapped = DistributedDataParallel(model)
+    if kind == "compiled":
+        wrapped = torch.compile(model, backend="eager")
+    with Wide():
+        out = wrapped(**batch)
+    out.loss.backward()
+    if kind == "compiled":
+        cp.reduce_gradients(model)
+    same(out.loss.detach(), loss, "loss")
+    for name, x in gradients(model).items():
+        same(x.full_tensor() if isinstance(x, DTensor) else x, expected[name], name)
+
+
+def _largest(_: int, logits: Any) -> tuple[int, int]:
+    """Return the bytes of the largest allocation of a step, and of a rank's logits."""
+    classes, length = 6000, 4096
+    model = build("Llama", vocab_size=classes, num_hidden_layers=1).float()
+    hf.parallelize(model, ContextParallel(), logits=logits)
+    tokens = torch.arange(length)[None] % classes
+    with profile(profile_memory=True, acc_events=True) as profiled:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    largest = max(int(event.self_cpu_memory_usage) for event in profiled.events())
+    return largest, 4 * classes * length // 2
+
+
+def test_logits_are_never_whole(pool: LocalRanks) -> None:
+    for largest, whole_logits in pool.run(_largest, "none"):
+        assert largest <= whole_logits / 2  # 1,024 of 2,048 tokens at a time
+    for largest, whole_logits in pool.run(_largest, "local"):
+        assert largest >= whole_logits
+
+
+@on_ranks
+def test_what_needs_logits_is_refused(rank: int, tmp_path: Path) -> None:
+    be_started(rank, 2)
+    cp, batch = ContextParallel(), whole("plain")
+    model = build("Llama")
+    handle = hf.parallelize(model, cp, logits="none")
+    with pytest.raises(ValueError, match="makes a loss and nothing else: give labels"):
+        model(batch["input_ids"])
+    with pytest.raises(UnsupportedError, match="logits_to_keep"):
+        model(batch["input_ids"], labels=batch["labels"], logits_to_keep=3)
+    handle.remove()
+    adapted = model_of("LoRA")
+    adapted.base_model.model.lm_head = torch.nn.Sequential(adapted.base_model.model.lm_head)
+    for other, message in (
+        (adapted, "that of LlamaForCausalLM is Sequential"),
+        (build_any("LlamaForSequenceClassification", "llama"), "models of one sequence"),
+        (build_any("T5ForConditionalGeneration", "t5"), "models of one sequence"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            hf.parallelize(other, cp, logits="none")
+        assert not other._forward_pre_hooks
+
+    def built(**options: Any) -> Any:
+        metrics = options.pop("compute_metrics", None)
+        args = arguments(tmp_path, max_steps=1, **options)
+        rows = documents()[:4]
+        data = {"train_dataset": rows, "eval_dataset": rows, "compute_metrics": metrics}
+        return Trainer(build("Llama").float(), args, collate, **data)
+
+    for option, value in (("compute_metrics", dict), ("label_smoothing_factor", 0.1)):
+        with pytest.raises(ValueError, match=f"{option} reads logits"):
+            hf.parallelize(built(**{option: value}), cp, logits="none")
+    trainer = built()
+    trainer.compute_loss_func = lambda *_, **__: None
+    with pytest.raises(ValueError, match="compute_loss_func reads logits"):
+        hf.parallelize(trainer, cp, logits="none")
+    trainer = built()
+    expected = trainer.evaluate()["eval_loss"]
+    hf.parallelize(trainer, cp, logits="none")
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="prediction needs logits"):
+        trainer.predict(documents()[:2])
+
+
+@pytest.mark.parametrize("name", ["Llama", "LoRA"])
+def test_a_trainer(pools: dict[int, LocalRanks], name: str) -> None:
+    options: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2}
+    expected = pools[1].run(trained, 1, None, name, "float32", {}, options)[0]
+    for steps in pools[2].run(trained, 2, 2, name, "float32", {}, options | {"logits": "none"}):
+        for mine, theirs in zip(steps, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+def test_a_copy_computes_with_its_own_head() -> None:
+    model, batch = build("Llama"), whole("plain") | WHOLE
+    hf.parallelize(model, ContextParallel(), logits="none")
+    other = deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2.0)
+    losses = []
+    for each in (model, other):
         with Wide():
-            local = model(**batch)
-        local.loss.backward()
-        same(local.aux_loss, out.aux_loss, f"router's loss of {name}")
-        same(local.loss, out.loss, f"loss of {name}")
-        same_gradients(reduced(model, cp, reduction), expected, name)
-        with Wide():
-            plain = model(**batch, output_router_logits=False)
-        assert plain.aux_loss is None
+            losses.append(each(**batch).loss)
+        losses[-1].backward()
+        assert each.lm_head.weight.grad is not None
+    plain = build("Llama")
+    plain.load_state_dict(other.state_dict())
+    same(losses[1].detach(), run(plain, batch)[1], "loss of the copy")
+    assert not torch.equal(*losses)
+
+
+def wrap(model: nn.Module, *, use_orig_params: bool, nested: bool) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), use_orig_params=use_orig_params,
+        auto_wrap_policy=_is_layer if nested else None,
+    )  # fmt: skip
+
+
+def _is_layer(module: nn.Module, recurse: bool, **_: Any) -> bool:
+    return recurse or "DecoderLayer" in type(module).__name__
+
+
+def norm_of_gradients(model: Any) -> float:
+    tokens = torch.randint(BYTES, (1, LENGTH), generator=torch.Generator().manual_seed(5))
+    with Wide():
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    square = torch.zeros((), dtype=torch.float64)
+    for weight in model.parameters():
+        square += 0 if weight.grad is None else weight.grad.square().sum()
+    if isinstance(model, FullyShardedDataParallel):  # each rank holds other shards
+        dist.all_reduce(square)
+    return float(square.sqrt())
+
+
+def _trained_by_fsdp1(
+    rank: int, reduction: Any, first: str, orig: bool, nested: bool
+) -> float | str:
+    del rank
+    model: Any = build("Llama")
+    if first == "ring":
+        hf.parallelize(model, ContextParallel(), reduction=reduction)
+    wrapped = wrap(model, use_orig_params=orig, nested=nested)
+    if first == "fsdp":
+        hf.parallelize(wrapped, ContextParallel(), reduction=reduction)
+    try:
+        return norm_of_gradients(wrapped)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("first", ["ring", "fsdp"])
+def test_a_sum_is_refused_and_a_mean_is_the_whole_models(
+    pools: dict[int, LocalRanks], first: str, orig: bool, nested: bool
+) -> None:
+    for message in pools[2].run(_trained_by_fsdp1, "sum", first, orig, nested):
+        assert "FullyShardedDataParallel takes the mean" in message, message
+        assert "reduction='mean'" in message
+    whole = norm_of_gradients(build("Llama"))
+    for norm in pools[2].run(_trained_by_fsdp1, "mean", first, orig, nested):
+        assert norm == pytest.approx(whole, rel=1e-9)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -28,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring_core import RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel
-from ring_torch.local import LocalRanks
 
 RANKS = 4
 
@@ -75,28 +72,6 @@ class Step:
         torch.testing.assert_close(self.grads, list(whole))
 
 
-def _nothing(_: Step) -> None:
-    pass
-
-
-def _clip(step: Step) -> None:
-    nn.utils.clip_grad_norm_(step.model.parameters(), 1e-2)
-
-
-def _unscale(step: Step) -> None:
-    for grad in step.grads:
-        grad.mul_(0.5)
-
-
-def _step(step: Step) -> None:
-    step.optimizer.step()
-
-
-def _reduce_elsewhere(step: Step) -> None:
-    """Reduce over data parallel replicas, which are ranks of the other pairs."""
-    dist.all_reduce(step.grads[0], group=step.cp.group)  # type: ignore[arg-type]  # there after a backward
-
-
 #: Tensors that programs put in the place of a gradient, made of that.
 MADE_OF: dict[str, Callable[[Tensor], Tensor]] = {
     "itself": lambda grad: grad,
@@ -113,18 +88,13 @@ def _replace_by(step: Step, made: str) -> None:
         weight.grad = MADE_OF[made](weight.grad)  # type: ignore[arg-type]  # there after a backward
 
 
-def _other_group(step: Step) -> None:
-    step.cp = ContextParallel(_pair(step.rank))
-
-
-def _other_dtype(step: Step) -> None:
-    """Move the model, and with it the gradients, to another dtype and back."""
-    step.model.double().float()
-
-
 def _read_others(step: Step) -> None:
     """Look at other gradients of the parameters, after sums were scaled by new tensors."""
     _replace_by(step, "scaled")
+    _read_gradients(step)
+
+
+def _read_gradients(step: Step) -> None:
     torch.autograd.grad(step.loss(), list(step.model.parameters()))
 
 
@@ -138,52 +108,53 @@ def _copy(step: Step) -> None:
 
 #: Changes after which gradients are still sums, to which nothing may be added: what is summed is
 #: known by parameter and backward, not by the tensor, its address or the object of the group.
-STILL_SUMS = (
-    _nothing, _clip, _unscale, _step, _reduce_elsewhere, _other_group, _other_dtype, _read_others,
-    *(partial(_replace_by, made=made) for made in MADE_OF),
-)  # fmt: skip
+STILL_SUMS: dict[str, Callable[[Step], Any]] = {
+    "nothing": lambda _: None,
+    "clipped": lambda step: nn.utils.clip_grad_norm_(step.model.parameters(), 1e-2),
+    "unscaled": lambda step: [grad.mul_(0.5) for grad in step.grads],
+    "stepped": lambda step: step.optimizer.step(),
+    "summed over replicas": lambda step: dist.all_reduce(step.grads[0], group=step.cp.group),  # type: ignore[arg-type]  # there
+    "over another group": lambda step: setattr(step, "cp", ContextParallel(_pair(step.rank))),
+    "in another dtype": lambda step: step.model.double().float(),
+    "beside others": _read_others,
+    **{f"made {made}": partial(_replace_by, made=made) for made in MADE_OF},
+}
 
 
-def _refused(rank: int, then: Callable[[Step], None], options: dict[str, Any]) -> list[str]:
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+@pytest.mark.parametrize(
+    ("then", "options"),
+    [
+        *((then, {}) for then in STILL_SUMS),
+        ("nothing", {"retain_graph": True}),
+        ("nothing", {"create_graph": True}),  # torch adds gradients into a new tensor
+    ],
+)
+@on_ranks
+def test_a_sum_is_neither_added_to_nor_summed_again(
+    rank: int, then: str, options: dict[str, Any]
+) -> None:
     step = Step(rank)
     for _ in range(2):  # micro-batches
         step.backward()
     step.reduce()
     step.check(6)
-    then(step)
-    messages = []
+    STILL_SUMS[then](step)
     again = ContextParallel(step.cp.group)  # the group counts, not the object
-    calls: list[Any] = [
-        partial(again.reduce_gradients, step.model),
-        partial(step.backward, **options),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match="reduce_gradients") as error:
-            call()
-        messages.append(str(error.value))
+    summed = "the gradient of 0.weight is summed over the 2 ranks of the group already"
+    with pytest.raises(ValueError, match=summed) as twice:
+        again.reduce_gradients(step.model)
+    adds = r"adds to the gradient of [02]\.(weight|bias), which reduce"
+    with pytest.raises(ValueError, match=adds) as added:
+        step.backward(**options)
+    for error in (twice, added):
+        assert "once a step, after the last backward; then step, then zero_grad()" in str(
+            error.value
+        )
     step.model.zero_grad()
     step.backward()
     step.reduce()
     step.check()
-    return messages
-
-
-@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-@pytest.mark.parametrize(
-    ("then", "options"), [*((then, {}) for then in STILL_SUMS), (_nothing, {"retain_graph": True})]
-)
-def test_a_sum_is_neither_added_to_nor_summed_again(
-    then: Callable[[Step], None], options: dict[str, Any], pool: LocalRanks
-) -> None:
-    for twice, added in pool.run(_refused, then, options):
-        assert "the gradient of 0.weight is summed over the 2 ranks of the group already" in twice
-        assert re.search(r"adds to the gradient of [02]\.(weight|bias), which reduce", added)
-        for message in (twice, added):
-            assert "once a step, after the last backward; then step, then zero_grad()" in message
-
-
-def _read_gradients(step: Step) -> None:
-    torch.autograd.grad(step.loss(), list(step.model.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -195,10 +166,7 @@ def _read_gradients(step: Step) -> None:
 def test_sums_that_are_copied_or_replaced_are_sums(
     rank: int, changes: tuple[Callable[[Step], None], ...]
 ) -> None:
-    """A copy's parameters have no history: the gradient itself bears a mark, which is copied.
-
-    ``torch.autograd.grad`` adds nothing, so what is put in the sum's place is compared.
-    """
+    """A copy's parameters have no history: the gradient itself bears a mark, which is copied."""
     step = Step(rank)
     step.backward()
     step.reduce()
@@ -229,7 +197,7 @@ def _keep_beside_others(step: Step) -> None:
 
 #: Models without a gradient to sum on any rank, and a word of the way out.
 NOTHING: dict[str, tuple[Callable[[Step], None], type[ValueError], str]] = {
-    "no backward": (_nothing, ValueError, r"cp\.reduce_each_gradient\(model\)"),
+    "no backward": (lambda _: None, ValueError, r"cp\.reduce_each_gradient\(model\)"),
     "main_grad": (lambda step: _keep_elsewhere(step, 1), UnsupportedError, "all_reduce.*main_grad"),
     "main_grad on one rank": (
         lambda step: _keep_elsewhere(step, step.cp.cp_rank), UnsupportedError, "main_grad",
@@ -257,30 +225,21 @@ def test_nothing_to_sum_is_an_error_on_all_ranks(rank: int, name: str) -> None:
     assert step.model.get_parameter("2.weight").grad is None
 
 
-def _set_to_none(step: Step) -> None:
-    step.optimizer.zero_grad(set_to_none=True)
-
-
-def _zero(step: Step) -> None:
-    step.model.zero_grad(set_to_none=False)
-
-
-def _zero_unseen(step: Step) -> None:
-    """Zero gradients through ``.data``, which their version counters do not notice."""
-    for grad in step.grads:
-        grad.data.zero_()
-
-
 def _replace(step: Step, every: int = 1) -> None:
     """Replace gradients by zeros; those between every so many by None."""
     for n, weight in enumerate(step.model.parameters()):
         weight.grad = None if n % every else torch.zeros_like(weight)
 
 
+def _set_all(step: Step, value: float) -> None:
+    for weight in step.model.parameters():
+        weight.grad = torch.full_like(weight, value)
+
+
 def _clip_and_zero(step: Step) -> None:
-    _clip(step)
-    _step(step)
-    _zero(step)
+    STILL_SUMS["clipped"](step)
+    step.optimizer.step()
+    step.model.zero_grad(set_to_none=False)
 
 
 def _of_autograd(step: Step) -> None:
@@ -290,44 +249,44 @@ def _of_autograd(step: Step) -> None:
         weight.grad = part
     step.reduce()
     step.check()
-    _set_to_none(step)
+    step.model.zero_grad()
 
 
 def _by_hand(step: Step) -> None:
     """Set gradients of each rank's own, that no backward has made, and without a step between."""
-    for weight in step.model.parameters():
-        weight.grad = torch.full_like(weight, step.cp.cp_rank + 1)
+    _set_all(step, step.cp.cp_rank + 1)
     step.reduce()
     assert all((grad == 1 + SIZE).all() for grad in step.grads)
-    _set_to_none(step)
+    step.model.zero_grad()
 
 
 def _not_finite(step: Step) -> None:
     """Set gradients that are NaN on all ranks, for steps that are left out."""
     for _ in range(2):
-        for weight in step.model.parameters():
-            weight.grad = torch.full_like(weight, torch.nan)
+        _set_all(step, torch.nan)
         step.reduce()
-    _set_to_none(step)
+    step.model.zero_grad()
 
 
 def _of_master_weights(step: Step) -> None:
     """Step, and set gradients that no backward of these parameters has made."""
-    _step(step)
-    for weight in step.model.parameters():
-        weight.grad = torch.ones_like(weight)
+    step.optimizer.step()
+    _set_all(step, 1)
     step.reduce()
     assert all((grad == SIZE).all() for grad in step.grads)
-    _set_to_none(step)
+    step.model.zero_grad()
 
 
-FRESH: dict[str, Callable[[Step], None]] = {
-    "set to none": _set_to_none, "of autograd": _of_autograd, "by hand": _by_hand,
-    "not finite": _not_finite, "of master weights": _of_master_weights, "zeroed": _zero,
+FRESH: dict[str, Callable[[Step], Any]] = {
+    "set to none": lambda step: step.optimizer.zero_grad(set_to_none=True),
+    "of autograd": _of_autograd, "by hand": _by_hand,
+    "not finite": _not_finite, "of master weights": _of_master_weights,
+    "zeroed": lambda step: step.model.zero_grad(set_to_none=False),
     "zeroed by foreach": lambda step: torch.optim.SGD(
         step.model.parameters(), lr=0.0, foreach=True
     ).zero_grad(set_to_none=False),
-    "zeroed unseen": _zero_unseen, "replaced": _replace,
+    # Version counters do not notice what is written through ``.data``.
+    "zeroed unseen": lambda step: [grad.data.zero_() for grad in step.grads], "replaced": _replace,
     "each other replaced": partial(_replace, every=2),
     "clipped and zeroed": _clip_and_zero,
 }  # fmt: skip
@@ -353,10 +312,7 @@ def test_steps_that_zero_or_replace_gradients_go_on(rank: int, freshen: str) -> 
 
 @on_ranks
 def test_buckets_of_ddp_are_no_sums_in_the_next_step(rank: int) -> None:
-    """Let DDP put views of its buckets, of which each step has the same, in gradients' places.
-
-    The class is a tensor that was a sum and is used again for a gradient that is none.
-    """
+    """Let DDP put views of its buckets, of which each step has the same, in gradients' places."""
     step = Step(rank)
     alone = [dist.new_group([n]) for n in range(dist.get_world_size())][rank]
     ddp = DistributedDataParallel(step.model, process_group=alone, gradient_as_bucket_view=True)
@@ -374,7 +330,6 @@ def test_buckets_of_ddp_are_no_sums_in_the_next_step(rank: int) -> None:
 
 @on_ranks
 def test_other_groups_and_gradients_of_other_things_are_free(rank: int) -> None:
-    """Check that reading gradients, or adding to none, is not refused; nor is another group."""
     step = Step(rank)
     cross = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # data parallel, beside the pairs
     other = ContextParallel(cross[rank % SIZE])  # type: ignore[arg-type]  # there on its ranks
@@ -390,17 +345,6 @@ def test_other_groups_and_gradients_of_other_things_are_free(rank: int) -> None:
             cp.reduce_gradients(step.model)
     with pytest.raises(ValueError, match="over 2 of the 4 ranks of the group already"):
         ContextParallel().reduce_gradients(step.model)
-
-
-@on_ranks
-def test_a_sum_that_is_added_to_with_a_graph_is_refused(rank: int) -> None:
-    """With ``create_graph=True`` torch adds gradients into a new tensor."""
-    step = Step(rank)
-    step.backward()
-    step.reduce()
-    with warnings.catch_warnings(action="ignore"), pytest.raises(ValueError, match="adds to the"):
-        step.backward(create_graph=True)
-    step.model.zero_grad()
 
 
 @on_ranks
@@ -446,6 +390,23 @@ def test_gradients_that_cannot_be_written_are_replaced(rank: int) -> None:
     assert not weight.grad.is_inference()
     with pytest.raises(ValueError, match="already"):
         cp.reduce_gradients(model)
+
+
+@on_ranks
+def test_a_gradient_of_one_rank_is_summed_and_a_sparse_one_refused(rank: int) -> None:
+    """As of an expert that other ranks do not use; of a third weight no rank has a gradient."""
+    cp, layers = ContextParallel(), [nn.Linear(3, 2, bias=False) for _ in range(3)]
+    layers[1].double()
+    layers[0].weight.grad = torch.full((2, 3), float(rank))
+    if rank == 3:
+        layers[1].weight.grad = torch.ones(2, 3, dtype=torch.float64)
+    cp.reduce_gradients(nn.ModuleList(layers))
+    sums = [None if x.weight.grad is None else float(x.weight.grad.mean()) for x in layers]
+    assert sums == [6.0, 1.0, None]
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(UnsupportedError, match="sparse"):
+        cp.reduce_gradients(embedding)
 
 
 @on_ranks
@@ -583,7 +544,6 @@ def test_shards_of_tensor_parallelism_are_summed_over_the_ring(names: tuple[str,
 
 @on_ranks
 def test_shards_over_other_ranks_are_summed_over_the_ring() -> None:
-    """Check FSDP over ranks with different batches, and a ring over ranks of one batch."""
     x, mesh = _input(), _mesh("dp", "cp")
     cp, size = ContextParallel(mesh["cp"]), mesh["dp"].size()
     whole, local = _whole(x), Attention(lambda *qkv: cp.attention(*qkv, causal=True))

@@ -267,7 +267,6 @@ WRITTEN: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("how", ["eager", "inference", "compiled"])
 @on_ranks
 def test_written_attention_is_refused(name: str, has_own: bool, how: str) -> None:
-    """Each module is judged by itself, whatever local modules and those on the ring call."""
     outcome = _outcome(lambda _: WRITTEN[name](), has_own=has_own, how=how)
     assert "UnsupportedError: replace_sdpa: " in outcome
     assert "writes attention out" in outcome
@@ -572,7 +571,6 @@ class Runs(Layer):
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @on_ranks
 def test_functions_that_are_run_again(name: str, closure: bool, how: str) -> None:
-    """In a backward, or inside an operator, they attend as in their module's forward."""
     run, eager, compiled = RUNS[name]
     outcome = _outcome(lambda _: Runs(run, closure=closure), how=how)
     assert (eager if how == "eager" else compiled) in outcome
@@ -611,13 +609,11 @@ GRAPHS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", GRAPHS)
 @on_ranks
 def test_graphs_and_compiled_functions(name: str) -> None:
-    """Modules whose forward torch has written, and functions that were compiled by themselves."""
     assert _outcome(lambda _: GRAPHS[name]()) == EXACT
 
 
 @on_ranks
 def test_a_graph_that_is_written_anew_stays_on_the_ring() -> None:
-    """Check graphs that are copied or written anew after they were replaced, and checkpointed."""
     cp, x = ContextParallel(), torch.randn(BATCH, T, DIM)
     graph = torch.fx.symbolic_trace(Layer())
     expected = cp.shard(graph(x).detach())

@@ -1,30 +1,43 @@
-"""Steps of a ring, resolved for each rank: together they are the program, and messages meet."""
+"""Steps of strategies: bytes are those of the model, and what reads peers' memory is right."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 from unittest.mock import patch
 from weakref import ref
 
+import numpy.typing as npt
 import pytest
 import torch
+import torch.distributed as dist
+from backends.peer_memory import BufferOnFiles, Now, OnFiles
+from backends.torch_ranks import gather, run_rank
+from cases import CASES, Case
+from tolerances import assert_close
 
+import ring_torch
 from ring_core import Mask, StrategyConfig, cost
 from ring_core.choose.gathering import MAX_SAVED_BYTES
-from ring_torch import prepare
-from ring_torch.call import Call, Traffic
-from ring_torch.comm.ranks import DONE, Ranks
+from ring_torch import ContextParallel, prepare
+from ring_torch.buffers import ONE_GROUP, HeadGroups
+from ring_torch.call import Traffic
+from ring_torch.comm.ranks import DONE, PeerError, Ranks
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.eager import EagerKernel
+from ring_torch.local import LocalRankError
 from ring_torch.options import CallOptions
 from ring_torch.prepare import _prepare, check_call
-from ring_torch.strategies import gather
+from ring_torch.strategies import describe_strategy, gather as gather_strategy
 from ring_torch.strategies.balanced import Balanced, OffloadPiece, offload_pieces_of, remote_queries
-from ring_torch.strategies.ring import Ring
+from ring_torch.strategies.gather import GATHER
 from ring_torch.strategies.ulysses import Ulysses
+from ring_torch.transports import SYMM_MEM, peer_copies, symm_buffer
+from ring_torch.transports.symm_buffer import DeviceLocation, gather_numbers, refusals
 
 T = 768
 MASKS = {
@@ -36,61 +49,6 @@ MASKS = {
 RINGS: list[tuple[Any, str]] = [
     ("ring", "zigzag"), ("ring", "contiguous"), ("ring", "striped"), ("balanced", "contiguous"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("strategy", "layout"), RINGS)
-def test_they_are_the_program(strategy: Any, layout: Any, mask: str, size: int) -> None:
-    of: Any = Ring if strategy == "ring" else Balanced
-    calls = [_call(rank, size, strategy, layout, MASKS[mask]) for rank in range(size)]
-    program, ranks = calls[0].program, [of.of(call) for call in calls]
-    for each in ranks:
-        counts = [len(work.launches) for work in each.work]
-        assert counts == [len(step.items) for step in each.forward_steps]
-    for stages, name in ((program.forward, "forward"), (program.backward, "backward")):
-        passes = [getattr(rank, f"{name}_steps") for rank in ranks]
-        for n, stage in enumerate(stages):
-            steps = [each[n] for each in passes]
-            # All ranks send as far ahead as the others, so that every message meets its receive.
-            assert {(x.keys_hop, x.grads_hop) for x in steps} == {(stage.kv_hop, stage.grad_hop)}
-            for rank, step in enumerate(steps):
-                items = [x for x in program.items(rank, stage.step) if x.q_rank == rank]
-                assert list(step.items) == items
-                assert all(x.kv_rank == step.keys_of for x in step.items)
-                assert step.is_own == (step.keys_of == rank)
-                if n + 1 < len(stages) and step.keys_hop is not None:  # what arrives is used next
-                    after = passes[rank][n + 1]
-                    held = steps[(rank - step.keys_hop) % size].keys_of
-                    assert after.is_own or after.keys_of == held
-            if strategy == "balanced":
-                _check_help([getattr(x, f"{name}_pieces")[n] for x in ranks], program, stage)
-
-
-def _call(rank: int, size: int, strategy: Any, layout: Any, mask: Mask) -> Call:
-    """Return a rank's call."""
-    x = torch.zeros(1, T // size, 1, 8)
-    options = CallOptions(mask=mask, strategy=strategy)
-    return check_call(Ranks(None, rank, size), 0, layout, x, x, x, options)[0]
-
-
-def _check_help(pieces: list[Any], program: Any, stage: Any) -> None:
-    """Check that helpers compute the rows that a rank hands to them, piece by piece."""
-    for rank, of_rank in enumerate(pieces):
-        for piece, offload in enumerate(of_rank):
-            theirs = pieces[offload.helper][piece].items
-            rows = [x.q_slice for x in theirs if x.q_rank == rank]
-            assert list(offload.sent_rows) == rows
-        done = sum(len(x.items) for x in of_rank)
-        others = [x for x in program.items(rank, stage.step) if x.q_rank != rank]
-        assert (done > 0) == (len(others) > 0)
-
-
-@pytest.mark.parametrize("name", ["forward_pieces", "backward_pieces"])
-def test_every_step_has_pieces(name: str) -> None:
-    strategy = Balanced.of(_call(0, 2, "balanced", "contiguous", MASKS["causal"]))
-    with pytest.raises(AssertionError):  # offloaded rows would never be computed
-        replace(strategy, **dict[str, Any]({name: ()}))
 
 
 def test_rows_of_a_peer_are_freed_before_the_next_step() -> None:
@@ -199,7 +157,7 @@ def test_bytes_in_whole_tiles_are_those_of_the_model(
     sent: list[int] = []
     with (
         patch.object(prepare, "choose", lambda *_: Selection(WholeTiles(tile), ())),
-        patch.object(gather, "MAX_SAVED_BYTES", MAX_SAVED_BYTES if saves else 0),
+        patch.object(gather_strategy, "MAX_SAVED_BYTES", MAX_SAVED_BYTES if saves else 0),
     ):
         _prepare.cache_clear()
         for rank in range(size):
@@ -218,3 +176,155 @@ def test_bytes_in_whole_tiles_are_those_of_the_model(
     assert sent == list(counted(tile=tile))
     # Of shards that begin at tiles only a window begins elsewhere.
     assert (sent == list(counted())) == (left is None)
+
+
+Arrays = dict[str, npt.NDArray[Any]]
+GROUPS = {
+    "one": ONE_GROUP,
+    "early": HeadGroups(1, 1, before_last_item=True),
+    "two": HeadGroups(2, 2, before_last_item=False),
+    "two early": HeadGroups(2, 2, before_last_item=True),
+}
+NAMES = (
+    "causal-zigzag-cp3",
+    "window-both-contiguous-cp2",
+    "documents-contiguous-cp2",
+    "segments-pair-zigzag",
+)
+
+
+def on_a_rank(
+    rank: int, folder: Path, case: Case, groups: HeadGroups, kernel: str, triton: bool, lost: bool
+) -> Arrays:
+    """Return a rank's part of a case; if ``lost``, reads of gradients are not counted as bytes."""
+    OnFiles.folder = folder
+    buffers: list[BufferOnFiles] = []
+
+    def buffer_of(ranks: Ranks) -> BufferOnFiles:
+        if not buffers:
+            buffers.append(BufferOnFiles(ranks))
+        return buffers[0]
+
+    prepare._prepare.cache_clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "current_stream", lambda *_: Now())
+        patched.setattr(torch.cuda, "set_stream", lambda _: None)
+        patched.setattr(peer_copies, "on_stream", lambda _: nullcontext())
+        patched.setattr(symm_buffer, "_cuda", lambda: None)
+        patched.setattr(peer_copies, "has_triton", lambda: triton)
+        patched.setattr(symm_buffer, "symm_buffer_of", buffer_of)
+        patched.setattr(peer_copies, "fits_one_kernel", lambda *_: False)
+        patched.setattr(prepare, "choose_strategy", lambda *_, **__: (GATHER, SYMM_MEM))
+        patched.setattr(gather_strategy, "head_groups_of", lambda *_: groups)
+        if lost:
+            patched.setattr(peer_copies, "note_reads", lambda _: None)
+        with ring_torch.check():
+            results = run_rank(rank, case, (kernel, "gather", "auto"), None, cuda=False)
+    prepare._prepare.cache_clear()
+    return results
+
+
+def cut(case: Case, groups: HeadGroups) -> Case:
+    """Return the case, with two K/V heads if they are to be cut into groups."""
+    return replace(case, heads=(4, 2)) if groups.forward > 1 else replace(case)
+
+
+@pytest.mark.nightly(unless=[
+    "causal-zigzag-cp3-one-True", "causal-zigzag-cp3-two early-False",
+    "window-both-contiguous-cp2-two-False", "window-both-contiguous-cp2-two early-True",
+    "documents-contiguous-cp2-early-False", "documents-contiguous-cp2-two-True",
+    "segments-pair-zigzag-one-False", "segments-pair-zigzag-early-True",
+])  # fmt: skip
+@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("name", NAMES)
+def test_case(name: str, groups: str, triton: bool, backend: Any, tmp_path: Path) -> None:
+    case = cut(CASES[name], GROUPS[groups])
+    arguments = (tmp_path, case, GROUPS[groups], "eager", triton, False)
+    assert_close(
+        case, gather(case, case.plan, backend.pool(case.cp_size).run(on_a_rank, *arguments))
+    )
+
+
+def test_in_two_stages(backend: Any, tmp_path: Path) -> None:
+    """A kernel without band masks gathers in two stages."""
+    case = CASES["causal-zigzag-cp2"]
+    arguments = (tmp_path, case, ONE_GROUP, "sdpa", True, False)
+    assert_close(case, gather(case, case.plan, backend.pool(2).run(on_a_rank, *arguments)))
+
+
+def test_reads_that_are_missing_are_seen(backend: Any, tmp_path: Path) -> None:
+    with pytest.raises(LocalRankError, match="0 bytes were read from peers, and the program reads"):
+        backend.pool(2).run(
+            on_a_rank, tmp_path, CASES["causal-zigzag-cp2"], ONE_GROUP, "eager", True, True
+        )
+
+
+ONE, OTHER = 7, 8  # hosts
+ALL = [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("places", "reaches", "overlapping", "word"),
+    [
+        ([DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 2, 1)], ALL, False, None),
+        ([DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 2, 0)], ALL, False, "ALLOW_OVERLAPPING"),
+        ([DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 2, 0)], ALL, True, None),
+        ([DeviceLocation(ONE, 1, 0), DeviceLocation(OTHER, 2, 1)], ALL, True, "several hosts"),
+        ([DeviceLocation(ONE, 1, 0), DeviceLocation(OTHER, 2, 0)], ALL, False, "several hosts"),
+        ([DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 1, 0)], ALL, True, "share a GPU"),
+        ([DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 1, 1)], ALL, False, "share a GPU"),
+        (
+            [DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 2, 1)],
+            [[1, 1], [0, 1]],
+            False,
+            "do not reach",
+        ),
+    ],
+)
+def test_gpus_are_told_apart_by_what_they_are(
+    places: list[DeviceLocation], reaches: list[list[int]], overlapping: bool, word: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1" if overlapping else "0")
+    reasons = list(refusals(places, reaches))
+    assert (reasons == []) == (word is None)
+    assert word is None or word in reasons[0]
+
+
+def test_a_peer_that_is_lost_meanwhile() -> None:
+    lost = dist.DistBackendError("Connection closed by peer")
+    with (
+        patch.object(dist, "all_gather", side_effect=lost),
+        pytest.raises(PeerError, match="in vain for rank 1 of the group: Connection closed"),
+    ):
+        gather_numbers(Ranks(None, 0, 2), [1, 2], torch.device("cpu"))
+
+
+def test_explain_says_why_keys_are_not_gathered() -> None:
+    x = torch.zeros(1, 8, 1, 8)
+    call, inputs = check_call(Ranks(None, 0, 4), 0, "striped", x, x, x, CallOptions())
+    said = describe_strategy(call, inputs)
+    reason = "layout 'striped' assigns tokens one by one"
+    assert said.startswith(f"strategy ring, transport p2p\n  not gather over symm_mem: {reason}")
+    assert "need CUDA tensors and a nccl group" in said
+    assert "one rank: nothing travels" in ContextParallel().explain(x, x, x)
+
+
+@pytest.mark.parametrize(
+    ("heads", "biased", "reason"),
+    [
+        (8, False, "trading heads moves at least 75 % of the bytes of a gather, and 'auto' takes it up to 55 %"),
+        (4, True, "the bias would travel, too"),
+        (4, False, None),
+    ],
+)  # fmt: skip
+def test_explain_says_why_heads_are_not_traded(
+    heads: int, biased: bool, reason: str | None
+) -> None:
+    q, k = torch.zeros(1, 8, heads, 8), torch.zeros(1, 8, 4, 8)
+    options = CallOptions(causal=True, bias=torch.zeros(1, heads, 8, 32) if biased else None)
+    said = describe_strategy(*check_call(Ranks(None, 0, 4), 0, "zigzag", q, k, k, options))
+    lines = [line for line in said.split("\n") if "ulysses" in line]
+    of_machine = "copies out of the peers' memory need CUDA tensors and a nccl group"
+    assert lines == [f"  not ulysses over symm_mem: {reason or of_machine}"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
 
@@ -14,10 +13,8 @@ from sweep.compare import Outcome, compare
 from sweep.entries import Entry, entries
 from sweep.page import (
     REASONS,
-    REFUSED as NOT_SPLIT,
     RESULTS,
     Result,
-    classes,
     of_release,
     read,
     reasons_of,
@@ -98,24 +95,6 @@ def test_every_class_that_is_not_exact_has_a_numbered_reason() -> None:
         reasons_of(unknown)
 
 
-def test_each_class_stands_once_in_the_table() -> None:
-    assert sorted(classes(ROWS).split("`")[1::2]) == sorted({x.name for x in ROWS})
-
-
-def test_the_table_says_since_when_and_why() -> None:
-    old, new = (
-        Result(v, "NewModel", "new", "", "", "exact", "exact") for v in ("5.14.0", "5.23.0")
-    )
-    refused = replace(old, result="refused", reason=f"{NOT_SPLIT}it pools (sums)")
-    exact = replace(new, result="exact", by="hf.parallelize")
-    row = "| new | {} | {} |"
-    assert classes([refused, exact]).endswith(row.format("`NewModel` (since 5.23; h)", ""))
-    later = replace(refused, version="5.23.0")
-    earlier = replace(exact, version="5.14.0")
-    assert classes([earlier, later]).endswith(row.format("`NewModel` (to 5.14; h; 5.23: 2)", ""))
-    assert classes([refused, later]).endswith(row.format("", "`NewModel` (2)"))
-
-
 @pytest.mark.parametrize("release", TESTED_RELEASES)
 def test_none_is_wrong_and_none_hangs(release: str) -> None:
     results = BY_RELEASE[release]
@@ -163,10 +142,7 @@ def test_it_is_as_the_page_says(pool: LocalRanks, name: str) -> None:
 
 
 def test_every_switch_of_an_exact_class_has_a_verdict() -> None:
-    """A field that a release brings needs a value, or a reason to be none, and then a verdict.
-
-    Class: settings of released checkpoints that small default configs leave out.
-    """
+    """A field that a release brings needs a value, or a reason to be none, and then a verdict."""
     entries_found = installed()
     exact = {name for name, x in LISTED.items() if x.result == "exact"} & entries_found.keys()
     untried, lacking = set(), {}
@@ -225,10 +201,7 @@ def _careless(rank: int, name: str, model_type: str) -> Outcome:
     ],
 )  # fmt: skip
 def test_what_would_be_wrong_is_seen(pool: LocalRanks, name: str, message: str) -> None:
-    """Without the refusal results are wrong, so the comparison detects what it is for.
-
-    A classifier returns no tokens: no parameter gets a gradient, which `reduce_gradients` says.
-    """
+    """Without the refusal results are wrong, so the comparison detects what it is for."""
     outcomes = pool.run(_careless, name, LISTED[name].model_type)
     seen = "refused" if message == "nothing to sum" else "wrong"
     assert {outcome.result for outcome in outcomes} == {seen}

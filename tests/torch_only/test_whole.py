@@ -224,7 +224,6 @@ def test_a_backward_elsewhere_follows_its_forward(again: str) -> None:
 @pytest.mark.parametrize("again", CHECKPOINTS)
 @on_ranks
 def test_a_backward_follows_its_forward(again: str) -> None:
-    """Run the backward of a whole forward outside of its block, and that of a split one inside."""
     cp, model, tokens, want = trained()
     for _repeat in range(2):
         with cp.whole(), silent():
@@ -245,7 +244,6 @@ def test_a_backward_follows_its_forward(again: str) -> None:
 
 @on_ranks
 def test_a_backward_behind_a_failed_one_follows_its_own_forward() -> None:
-    """Run a backward right behind one that failed, whose nodes were of the other kind."""
     cp = ContextParallel()
     x, other = numbers(1, T, 3).requires_grad_(), numbers(1, T, 3).requires_grad_()
     moved = functional.pad(x.sin(), (0, 0, 1, 0))[:, :-1].sin().square().sum()
@@ -279,7 +277,6 @@ def test_a_backward_behind_a_failed_one_follows_its_own_forward() -> None:
 
 @on_ranks
 def test_hooks_of_gradients_sum_nothing(rank: int) -> None:
-    """Let hooks of ``reduce_each_gradient`` be there, as a member of what sends in a backward."""
     cp = ContextParallel()
     model = nn.Linear(3, 3).double()
     cp.reduce_each_gradient(model)
@@ -325,7 +322,6 @@ def test_a_block_belongs_to_its_thread() -> None:
 
 @on_ranks
 def test_a_compiled_function_is_compiled_anew() -> None:
-    """Call one compiled function split, whole, whole over other ranks alone, and split again."""
     cp, other = (ContextParallel(), ContextParallel(own_group()))
     x = numbers(1, T, 2, 4)
 
@@ -351,10 +347,7 @@ def test_a_compiled_function_is_compiled_anew() -> None:
 
 @on_ranks
 def test_compiled_functions_that_are_computed_again_follow_or_are_refused() -> None:
-    """Compute compiled functions again, whose graph is of the block that ``backward`` is in.
-
-    Tensors have the same shape on both sides, so nothing else tells graphs apart.
-    """
+    """Compute compiled functions again, whose graph is of the block that ``backward`` is in."""
     cp = ContextParallel()
     x = {cp.whole: numbers(1, T, 2, 4), nullcontext: numbers(1, 2 * T, 2, 4)}
     refusals: list[str] = []
@@ -385,7 +378,6 @@ def test_compiled_functions_that_are_computed_again_follow_or_are_refused() -> N
 
 @on_ranks
 def test_models_follow() -> None:
-    """Run models of ``replace_sdpa`` and of ``hf.parallelize`` in a block."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     cp = ContextParallel()

@@ -1,4 +1,4 @@
-"""Attention over a rank's pages by Ring's own kernel, compared with torch's operations."""
+"""Triton's kernels of pages and of selective scans compute what torch computes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from on_ranks import on_ranks
+from torch import Tensor
 
 from ring_core import UnsupportedError, checks
 from ring_torch import ContextParallel
-from ring_torch.serving import KVCache, kernels, paged, paged_kernel
+from ring_torch.recurrent import libraries
+from ring_torch.serving import KVCache, kernels, merging, paged, paged_kernel, state, step_kernels
 from ring_torch.serving.paged import PagedKeys, Rules
 
 #: Sizes (B, n, H, K, D, Dv, page size, rank, ranks), and options of a call.
@@ -98,3 +101,93 @@ def test_decode_and_prefill_take_it_where_it_can() -> None:
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
     with pytest.raises(UnsupportedError, match="kernel='triton': the kernel in Triton needs CUDA"):
         cp.decode(q, cache, layer=0, kernel="triton")
+
+
+@pytest.mark.parametrize("is_latent", [False, True])
+@pytest.mark.parametrize("owner", [0, 1])
+def test_rows_are_written_as_torch_writes_them(owner: int, is_latent: bool) -> None:
+    pools, cp = [], ContextParallel()
+    k, v = torch.randn(3, 5, 2, 700), None if is_latent else torch.randn(3, 5, 2, 24)
+    for step in (None, step_kernels):
+        cache = KVCache(
+            cp, num_layers=1, num_kv_heads=2, head_dim=700, v_head_dim=24, max_requests=4, max_tokens=128,
+            page_size=4, dtype=torch.float32,
+        )  # fmt: skip
+        held = cache._state
+        with patch.object(state, "step_kernels", lambda _, x=step: x):
+            first, second = cache.add(2)
+            cache.extend([first], 14)
+            cache.extend([second, first], 5)
+            # Rows as of a rank among two, which has every other page; the last is padding.
+            held._ranks = type("Ranks", (), {"rank": owner, "size": 2})  # type: ignore[assignment]
+            cache.write(k, v, layer=0)
+        pools.append([x[0][:-1] for x in (held._k, held._v or held._k)])
+    for ours, theirs in zip(*pools, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.any()
+
+
+def test_partials_are_merged_as_torch_merges_them() -> None:
+    parts = torch.randn(3, 2, 4, 5, 8)
+    parts[:, 0, 0, 0, -1] = -torch.inf
+    parts[:, 0, 0, 0, :-1] = 0
+    parts[1, 1, :, :, -1], parts[1, 1, :, :, :-1] = -torch.inf, 0
+    parts[0, 0, 1, 1, -1], parts[2, 0, 2, 2, 3] = torch.nan, torch.nan
+    expected = merging.combine(parts)
+    torch.testing.assert_close(step_kernels.combine(parts), expected, equal_nan=True)
+
+
+def inputs(tokens: int, channels: int, groups: int, numbers: int, rate: float) -> list[Tensor]:
+    """Draw u, delta, A to minus a rate, B and C."""
+    torch.manual_seed(channels)
+    u, delta = torch.randn(2, 2, tokens, channels).unbind(0)
+    projections = torch.randn(2, 2, tokens, groups, numbers).unbind(0)
+    return [u, delta.abs(), -torch.rand(channels, numbers) * rate, *projections]
+
+
+@pytest.mark.parametrize(
+    ("documents", "tokens", "sizes", "rate"),
+    [
+        (None, 160, (4, 1, 4), 3),
+        ((0, 5, 70, 71, 110), 110, (6, 1, 3), 3),  # chunks of short documents, padding, odd sizes
+        (None, 37, (12, 2, 2), 3),
+        (None, 160, (4, 1, 4), 300),  # decays of 0 in float32, and what is left of A's gradient
+    ],
+    ids=["chunks", "documents", "groups", "strong decays"],
+)
+@on_ranks
+def test_its_runs_are_those_of_torch(
+    documents: tuple[int, ...] | None, tokens: int, sizes: tuple[int, int, int], rate: float
+) -> None:
+    cp, whole = ContextParallel(), inputs(tokens, *sizes, rate)
+    results = []
+    for kernel in ("triton", "eager"):
+        own = [
+            (x if n == 2 else cp.shard(x, pad=True, fill=torch.nan)).clone().requires_grad_()
+            for n, x in enumerate(whole)
+        ]
+        with patch.object(libraries, "reasons_against_triton", lambda *_: iter(())):
+            out = cp.selective_scan(*own, cu_seqlens=documents, seq_len=tokens, kernel=kernel)
+        torch.manual_seed(2)
+        grads = torch.autograd.grad(out, own, torch.randn(out.shape))
+        results.append([out.detach(), *grads])
+    for name, actual, expected in zip(("out", "u", "delta", "A", "B", "C"), *results, strict=True):
+        torch.testing.assert_close(
+            actual, expected, rtol=1e-4, atol=1e-5, msg=f"{name}: {actual} and {expected}"
+        )
+
+
+def test_auto_takes_it_where_it_can() -> None:
+    given = inputs(8, 4, 1, 4, 1.0)
+    cp = ContextParallel()
+    assert "kernel eager: torch's operations" in cp.explain_recurrent("selective_scan", *given)
+    with patch.object(libraries, "reasons_against_triton", lambda *_: iter(())):
+        assert "kernel triton: Ring's own" in cp.explain_recurrent("selective_scan", *given)
+
+
+def test_other_layers_are_refused() -> None:
+    q, k, v = torch.randn(3, 1, 8, 2, 4).unbind(0)
+    with pytest.raises(
+        ValueError, match="Ring has a kernel of selective_scan, and none of simple_gla"
+    ):
+        ContextParallel().simple_gla(q, k, v, kernel="triton")

@@ -33,7 +33,7 @@ from ring_torch.serving.state import CacheState
 from ring_torch.sharding import Sharding, agree_on_call
 from ring_torch.tensor_specs import TensorSpec
 
-KernelName = Literal["auto", "eager", "triton"]
+KernelName = Literal["auto", "eager", "triton", "fa4"]
 TransportName = Literal["auto", "p2p", "symm_mem"]
 
 
@@ -56,6 +56,7 @@ class ServingCall:
 
     Attributes:
         sharding: Ranks and layout.
+        ranks: Ranks of the group.
         cache: What the cache holds.
         layer: Number of the layer.
         known: Requests, a row of the batch each; behind them may be padding.
@@ -71,6 +72,7 @@ class ServingCall:
     """
 
     sharding: Sharding
+    ranks: Ranks
     cache: CacheState
     layer: int
     known: tuple[int, ...]
@@ -83,11 +85,6 @@ class ServingCall:
     signature: CallSignature
     digest: int
     checked: int
-
-    @property
-    def ranks(self) -> Ranks:
-        """Ranks of the group."""
-        return self.sharding.ranks
 
     @contextmanager
     def agreed(self, device: torch.device) -> Iterator[None]:
@@ -104,7 +101,7 @@ class ServingCall:
     def finished(self, out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the results of the call: sinks join the softmax, ``out`` is rounded once."""
         if self.sinks is not None:
-            out, lse = add_sinks(out, lse, self.sinks)
+            out, lse = add_sinks(out.to(lse.dtype), lse, self.sinks)
         return out.to(dtype), lse
 
 
@@ -119,7 +116,8 @@ def checked_call(
         UnsupportedError: No kernel or transport can do it.
     """
     sharding = sharding_of(cp)
-    number = 0 if explains() else sharding.ranks.next_call()
+    ranks = sharding.ranks
+    number = 0 if explains() else ranks.next_call()
     state = state_of(cache)
     state.check_layer(layer)
     check_tensor("q", q)
@@ -143,7 +141,6 @@ def checked_call(
     refuse_grad(name, q=q, sinks=sinks, alibi_slopes=slopes)
     kernel, transport = options.get("kernel", "auto"), options.get("transport", "auto")
     checks.check_choice("kernel", kernel, get_args(KernelName))
-    library, reason = chosen(kernel, q)
     checks.check_choice("transport", transport, get_args(TransportName))
     if transport == "symm_mem":
         raise UnsupportedError(
@@ -159,21 +156,20 @@ def checked_call(
         mask, checks.check_scale(softmax_scale, head_dim), checks.check_softcap(softcap),
         None if slopes is None else slopes.view(-1, heads),
     )  # fmt: skip
+    library, reason = chosen(kernel, name, q, state.value_dim, rules)
     known = state.batch_of(requests, "request" if name == "prefill" else "requests")
-    ranks = sharding.ranks
     check_every, checked = check_of(number) if number else (0, 0)
-    signature = CallSignature.of(
-        {
-            "q": [*q.shape, str(q.dtype)], "layer": layer, "layout": str(sharding.layout) if name == "prefill" else None,
-            **state.facts, "mask": mask.describe(), "scale": rules.scale, "softcap": rules.softcap,
-            "sinks": sinks is not None, "alibi_slopes": slopes is not None, "kernel": library,
-            "check": check_every, "seed_is": "state of the cache",
-        }, name,
-    )  # fmt: skip
+    # One rank has nobody to compare them with.
+    signature = CallSignature.of({} if ranks.size == 1 else {
+        "q": [*q.shape, str(q.dtype)], "layer": layer, "layout": str(sharding.layout) if name == "prefill" else None,
+        **state.facts, "mask": mask.describe(), "scale": rules.scale, "softcap": rules.softcap,
+        "sinks": sinks is not None, "alibi_slopes": slopes is not None, "kernel": library,
+        "check": check_every, "seed_is": "state of the cache",
+    }, name)  # fmt: skip
     text = f"{state.changes:x} {requests and known}".encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     return ServingCall(
-        sharding, state, layer, known, rules, library, reason, sinks,
+        sharding, ranks, state, layer, known, rules, library, reason, sinks,
         checked_flag("return_lse", return_lse), number, signature, digest,
         checked if ranks.size > 1 else 0,
     )  # fmt: skip

@@ -1,16 +1,17 @@
-"""Choice of the kernel that attends to a rank's pages: torch's operations, or one in Triton."""
+"""Choice of the kernel that attends to a rank's pages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ring_core import UnsupportedError
 from ring_torch.optional import has_triton
-from ring_torch.serving import paged
+from ring_torch.serving import flash_pages, paged
 from ring_torch.serving.paged import PagedKeys, Rules
 
 #: Function like :func:`ring_torch.serving.paged.attend`.
@@ -19,7 +20,7 @@ Attend = Callable[[Tensor, Tensor, PagedKeys, range, Rules], tuple[Tensor, Tenso
 _LEAST_DIM = 16  # numbers of a key, of products on tensor cores
 
 
-def chosen(name: str, q: Tensor) -> tuple[str, str]:
+def chosen(name: str, operation: str, q: Tensor, v_dim: int, rules: Rules) -> tuple[str, str]:
     """Return the kernel that a name or ``"auto"`` stands for, and why it is not the fastest.
 
     Raises:
@@ -27,10 +28,16 @@ def chosen(name: str, q: Tensor) -> tuple[str, str]:
     """
     if name == "eager":
         return name, "it was asked for"
-    reason = reason_against_triton(q)
-    if reason and name == "triton":
-        raise UnsupportedError(f"kernel='triton': {reason}. Instead: kernel='auto', or 'eager'")
-    return ("eager", reason) if reason else ("triton", "")
+    reasons = {"triton": reason_against_triton(q)}
+    if operation == "prefill":
+        reasons = {"fa4": flash_pages.reason_against(q, v_dim, rules), **reasons}
+    if name == "auto":
+        kernel = next((x for x, reason in reasons.items() if not reason), "eager")
+        return kernel, "; ".join(reason for reason in reasons.values() if reason)
+    reason = reasons.get(name, "it is for prefill, as flash-attn-4 has no split-KV on Hopper")
+    if reason:
+        raise UnsupportedError(f"kernel={name!r}: {reason}. Instead: kernel='auto', or 'eager'")
+    return name, "it was asked for" if name != next(iter(reasons)) else ""
 
 
 def reason_against_triton(q: Tensor) -> str:
@@ -45,8 +52,15 @@ def reason_against_triton(q: Tensor) -> str:
 
 
 def attend_by(kernel: str) -> Attend:
-    """Return the function of a kernel."""
+    """Return the function of a kernel; what ``fa4`` leaves is for Triton's."""
     if kernel == "eager":
         return paged.attend
     attend: Attend = import_module("ring_torch.serving.paged_kernel").attend
     return attend
+
+
+def step_kernels(device: torch.device) -> Any:
+    """Return the module of kernels for the rest of a step, or ``None`` where torch has to do it."""
+    if device.type != "cuda" or not has_triton():
+        return None
+    return import_module("ring_torch.serving.step_kernels")

@@ -16,6 +16,7 @@ from ring_torch.comm.handshake import GuardedPass
 from ring_torch.comm.ranks import Ranks, run_collective
 from ring_torch.comm.store import CallSignature
 from ring_torch.recurrent.arguments import SplitsSequences, check_tensor, sharding_of
+from ring_torch.serving.kernels import step_kernels
 from ring_torch.sharding import agree_on_call
 
 #: Bytes of a rank's partial results from which ranks merge a part of the heads each.
@@ -77,7 +78,9 @@ def merge_partials(
     agree_on_call(ranks, number, signature, out.device)
     with GuardedPass(ranks, number, signature, out.device), torch.no_grad():
         factor = log(2) if lse_base == "2" else 1.0
-        merged, merged_lse = merge_over_ranks(ranks, out.to(lse.dtype), lse * factor)
+        # What stands in rows that see none of a rank's keys, maybe NaN, weighs nothing.
+        seen = out.to(lse.dtype).masked_fill((lse == -torch.inf).mT.unsqueeze(-1), 0.0)
+        merged, merged_lse = merge_over_ranks(ranks, seen, lse * factor)
         return merged.to(out.dtype), merged_lse / factor
 
 
@@ -87,9 +90,9 @@ def merge_over_ranks(ranks: Ranks, out: Tensor, lse: Tensor) -> tuple[Tensor, Te
     Both are of one dtype, float32 or float64. All ranks get the same bits: either all merge the
     same numbers in the same order, or each head is merged on one rank.
     """
-    packed = pack(out, lse)
     if ranks.size == 1:
-        return packed[..., :-1], lse
+        return out, lse
+    packed = pack(out, lse)
     heads = packed.shape[2]
     if packed.nbytes < BY_HEAD:
         merged = combine(_gathered(ranks, packed))
@@ -104,7 +107,7 @@ def merge_over_ranks(ranks: Ranks, out: Tensor, lse: Tensor) -> tuple[Tensor, Te
         ranks.trade(by_rank, received).wait()
         parts = _gathered(ranks, combine(received))
         merged = parts.movedim(0, 2).flatten(2, 3)[:, :, :heads]
-    return merged[..., :-1], merged[..., -1].transpose(1, 2).contiguous()
+    return merged[..., :-1], merged[..., -1].transpose(1, 2)
 
 
 def bytes_of_merge(ranks: int, shape: tuple[int, ...], itemsize: int) -> tuple[int, bool]:
@@ -117,11 +120,7 @@ def bytes_of_merge(ranks: int, shape: tuple[int, ...], itemsize: int) -> tuple[i
 
 
 def pack(out: Tensor, lse: Tensor) -> Tensor:
-    """Return ``[B, n, H, Dv + 1]``: outputs with their ``lse`` behind them.
-
-    Rows that see none of a rank's keys weigh nothing; what stands there, maybe NaN, becomes 0.
-    """
-    out = out.masked_fill((lse == -torch.inf).transpose(1, 2).unsqueeze(-1), 0.0)
+    """Return ``[B, n, H, Dv + 1]``: outputs, 0 where nothing is seen, and ``lse`` behind them."""
     return torch.cat([out, lse.transpose(1, 2).unsqueeze(-1)], dim=-1)
 
 
@@ -153,10 +152,13 @@ def _gathered(ranks: Ranks, packed: Tensor) -> Tensor:
 
 def combine(parts: Tensor) -> Tensor:
     """Merge ``[P, ..., Dv + 1]``, outputs with their ``lse`` behind them, over the first dim."""
+    if parts.dtype == torch.float32 and (step := step_kernels(parts.device)) is not None:
+        merged: Tensor = step.combine(parts)
+        return merged
     out, lse = parts[..., :-1], parts[..., -1:]
     top = lse.amax(dim=0)
     safe = top.masked_fill(top == -torch.inf, 0.0)
     weights = (lse - safe).exp_()
     total = weights.sum(dim=0)
-    merged = (weights * out).sum(dim=0).div_(total.masked_fill(total == 0, 1.0))
-    return torch.cat([merged, total.log().add_(safe)], dim=-1)
+    means = (weights * out).sum(dim=0).div_(total.masked_fill(total == 0, 1.0))
+    return torch.cat([means, total.log().add_(safe)], dim=-1)

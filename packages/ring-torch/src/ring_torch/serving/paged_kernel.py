@@ -28,7 +28,7 @@ from ring_torch.serving.paged import PagedKeys, Rules
 
 _LOG2_E = 1.4426950408889634
 _LN_2 = tl.constexpr(0.6931471805599453)
-_MOST_ROWS = 64  # of queries and heads, of a program
+_MOST_ROWS = 128  # of queries and heads, of a program
 _WIDE, _FEW_ROWS = 512, 32
 _LEAST_UNITS = 2  # of a program, where there are enough for all
 
@@ -41,19 +41,25 @@ class Sizes(NamedTuple):
         stages: Units in flight.
         warps: Warps of a program.
         programs: Programs for each multiprocessor.
+        edge: Units that one at a request's end, whose keys not all queries see, counts for beside
+            itself.
     """
 
     unit: int
     stages: int
     warps: int
     programs: int
+    edge: int
 
     @staticmethod
-    def of(block: int, dim: int) -> Sizes:
-        """Return the sizes for so many rows of a program, and numbers of a key and a value."""
+    def of(block: int, dim: int, page: int) -> Sizes:
+        """Return the sizes for rows of a program, numbers of a key and a value, bytes of a page."""
         if dim > _WIDE:
-            return Sizes(128 << 10, 2, 8, 1)
-        return Sizes(64 << 10 if block <= _FEW_ROWS else 32 << 10, 2, 4, 2)
+            return Sizes(128 << 10, 2, 8, 1, 3)
+        if block > _FEW_ROWS:
+            return Sizes(32 << 10, 2, 4, 2, 3)
+        # Units of several pages take longer to find, so that few large ones are better.
+        return Sizes(32 << 10, 5, 4, 2, 3) if page >= 32 << 10 else Sizes(64 << 10, 3, 4, 2, 3)
 
 
 @triton.jit
@@ -102,14 +108,24 @@ def _units(
 
 
 @triton.jit
-def _shares(first, end):
+def _shares(first, end, behind, EDGE: tl.constexpr):
     """Return where each request's units begin and end among those of all.
 
-    Each counts for one more, which is the time that a program takes to begin and end a request.
+    Those of its end count for more, as nothing is loaded ahead of them; each request counts for one
+    more, which is the time that a program takes to begin and end it.
     """
-    counts = tl.where(end > first, end - first + 1, 0)
+    at_end = end - tl.minimum(tl.maximum(behind, first), end)
+    counts = tl.where(end > first, end - first + at_end * EDGE + 1, 0)
     ends = tl.cumsum(counts, 0)
     return ends - counts, ends
+
+
+@triton.jit
+def _unit_at(x, first, end, behind, EDGE: tl.constexpr):
+    """Return the unit of a request that begins at or behind a place in its share."""
+    whole = tl.minimum(tl.maximum(behind, first), end) - first
+    at_end = (tl.maximum(x - whole, 0) + EDGE) // (1 + EDGE)
+    return tl.minimum(first + tl.minimum(x, whole) + at_end, end)
 
 
 @triton.jit
@@ -177,7 +193,7 @@ def _attend(  # noqa: PLR0915
     factor, softcap, slope_rows, k_row, k_head, v_row, v_head, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, BI: tl.constexpr, D1: tl.constexpr,
     D2: tl.constexpr, BV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_CHUNK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, STAGES: tl.constexpr,
+    EDGE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write what a program's share of the units gives, for some rows of a K/V head."""
@@ -187,7 +203,7 @@ def _attend(  # noqa: PLR0915
         positions, block, B, n, G, owner, ranks, left, chunk, PAGE, BM, BN, BB, BI, HAS_LEFT,
         HAS_CHUNK,
     )  # fmt: skip
-    starts, ends = _shares(first, end)
+    starts, ends = _shares(first, end, behind, EDGE)
     units = tl.max(ends, 0).to(tl.int64)
     low, high = (c * units // programs).to(tl.int32), ((c + 1) * units // programs).to(tl.int32)
     is_request = tl.arange(0, BB) < B
@@ -201,10 +217,10 @@ def _attend(  # noqa: PLR0915
     k += kv_head * k_head
     v += kv_head * v_head
     for b in range(b_first, b_end):
-        begin, skipped = _at(starts, b, BB), _at(first, b, BB)
-        unit = tl.maximum(low, begin) - begin + skipped
-        stop = tl.minimum(high - begin + skipped, _at(end, b, BB))
+        begin, first_b, end_b = _at(starts, b, BB), _at(first, b, BB), _at(end, b, BB)
         full_b, behind_b = _at(full, b, BB), _at(behind, b, BB)
+        unit = _unit_at(tl.maximum(low - begin, 0), first_b, end_b, behind_b, EDGE)
+        stop = _unit_at(high - begin, first_b, end_b, behind_b, EDGE)
         pages = table + b * width
         of_q = ((b * n + row // G).to(tl.int64) * (kv_heads * G) + head) * D
         q1 = tl.load(q + of_q[:, None] + d1[None, :], mask=is_own[:, None], other=0.0)
@@ -259,16 +275,16 @@ def _attend(  # noqa: PLR0915
 def _merge(
     positions, outs, lses, out, lse, B, n, G, DV, C, owner, ranks, left, chunk, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, BI: tl.constexpr, BC: tl.constexpr,
-    BV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_CHUNK: tl.constexpr,
+    BV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_CHUNK: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Write a row's output over all programs that have met its request, and its ``lse``."""
     r, kv_head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
-    first, end, _, _ = _units(
+    first, end, _, behind = _units(
         positions, r // BM, B, n, G, owner, ranks, left, chunk, PAGE, BM, BN, BB, BI, HAS_LEFT,
         HAS_CHUNK,
     )  # fmt: skip
-    starts, ends = _shares(first, end)
+    starts, ends = _shares(first, end, behind, EDGE)
     units, begin, stop = tl.max(ends, 0).to(tl.int64), _at(starts, b, BB), _at(ends, b, BB)
     # The last program whose share begins at or before the request's first unit, and its last.
     c_first = (((begin + 1).to(tl.int64) * C - 1) // tl.maximum(units, 1)).to(tl.int32)
@@ -323,8 +339,9 @@ def attend(
     blocks = -(-rows // block)
     width = 1 << (dim.bit_length() - 1)  # the largest power of 2 in it
     rest = max(16, triton.next_power_of_2(dim - width)) if dim > width else 0
-    sizes = Sizes.of(block, dim + value_dim)
-    unit = sizes.unit // ((dim + value_dim) * q.element_size())
+    row = (dim + value_dim) * q.element_size()
+    sizes = Sizes.of(block, dim + value_dim, page_size * row)
+    unit = sizes.unit // row
     unit = max(16, min(128, 1 << (unit.bit_length() - 1)))
     units = batch * -(-len(columns) * page_size // unit)
     programs = sizes.programs * _processors(q.device) // (kv_heads * blocks)
@@ -341,7 +358,7 @@ def attend(
         "PAGE": page_size, "BM": block, "BN": unit, "BB": triton.next_power_of_2(batch),
         "BI": triton.next_power_of_2(min(n, (block - 1) // groups + 2)),
         "BV": max(16, triton.next_power_of_2(value_dim)), "HAS_LEFT": left is not None,
-        "HAS_CHUNK": chunk is not None,
+        "HAS_CHUNK": chunk is not None, "EDGE": sizes.edge,
     }  # fmt: skip
     _attend[programs, kv_heads, blocks](
         q.contiguous(), positions, keys.k, keys.v, keys.table, slopes, outs, lses, batch, n, groups,
@@ -354,6 +371,6 @@ def attend(
     _merge[rows, kv_heads, batch](
         positions, outs, lses, out, lse, batch, n, groups, value_dim, programs, keys.owner,
         keys.ranks, left or 0, chunk or 1, BC=max(16, triton.next_power_of_2(min(programs, 64))),
-        **shared,
+        num_warps=2, **shared,
     )  # fmt: skip
     return out, lse

@@ -8,6 +8,8 @@ results to the ranks of the queries. Bytes decide.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple, Unpack, overload
 
 import numpy as np
@@ -24,6 +26,7 @@ from ring_torch.options import Window
 from ring_torch.positions import on_device
 from ring_torch.records import AttentionState
 from ring_torch.recurrent.arguments import Explained, SplitsSequences, explains
+from ring_torch.serving import flash_pages
 from ring_torch.serving.arguments import (
     KernelName,
     ServingCall,
@@ -37,8 +40,8 @@ from ring_torch.serving.merging import combine, pack
 from ring_torch.serving.paged import PagedKeys
 from ring_torch.serving.tripwire import Sample, raise_faults
 
-#: Queries that are attended with at a time.
-_ROWS = 256
+#: Queries that are attended with at a time; of flash-attn-4, for which keys around them are left.
+_ROWS, _ROWS_OF_FLASH = 256, 1024
 
 
 @overload
@@ -237,7 +240,10 @@ class _Part(NamedTuple):
             # ... while attention reads the pages that are being sent; both only read them.
             owner = (ranks.rank - step) % ranks.size
             keys = call.cache.as_keys(held, owner, self.first_key)
-            self._attend_to(keys, self.q, positions, out, lse)
+            hidden = keys.table.shape[1] - self.width  # columns before the first page held
+            numbers = [*[0] * hidden, *range(self.width)]
+            state = AttentionState(out, lse)
+            self._attend_to(keys, numbers, self.q, positions, state, is_first=step == 0)
             # The received pages become the current ones. What was sent may be overwritten now.
             transfer.wait()
             held, spare = spare, held
@@ -257,10 +263,16 @@ class _Part(NamedTuple):
             )
             q = gathered[None]
         positions = np.concatenate([self.positions(rank) for rank in range(ranks.size)])
+        keys, _ = cache.keys_of(call.layer, call.known, 1, is_last=False)
+        numbers = cache.page_numbers(call.known[0])
+        if ranks.size == 1 and call.kernel == "fa4" and not self.skipped:
+            ((out, lse),) = self._parts(keys, numbers, q, positions, by_flash=True)
+            return out, lse
         # All queries see this rank's pages, where they are.
         out, lse = unseen_state(q, cache.value_dim, self._wide)
-        slots = cache.slots_of(call.known, 1, is_last=False)
-        self._attend_to(cache.keys_of(call.layer, slots), q, positions, out, lse)
+        self._attend_to(keys, numbers, q, positions, AttentionState(out, lse), is_first=True)
+        if ranks.size == 1:
+            return out, lse
         # Each rank gets the results of its queries over all pages, and merges them.
         sent = pack(out, lse).view(ranks.size, -1, *out.shape[2:-1], out.shape[-1] + 1)
         received = torch.empty_like(sent)
@@ -269,22 +281,66 @@ class _Part(NamedTuple):
         return merged[..., :-1], merged[..., -1].transpose(1, 2).contiguous()
 
     def _attend_to(
-        self, keys: PagedKeys, q: Tensor, positions: Ints, out: Tensor, lse: Tensor
-    ) -> None:
-        """Merge attention over some pages into ``(out, lse)``, some queries at a time."""
-        for first in range(0, len(positions), _ROWS):
-            rows = slice(first, min(first + _ROWS, len(positions)))
-            tokens = positions[rows][positions[rows] >= 0]
-            if not len(tokens):
-                continue
-            start = self.call.rules.first_key(int(tokens.min()))
-            columns = keys.columns(start, int(tokens.max()) + 1)
-            if columns:
-                at = on_device(positions[None, rows], q.device)
-                part_out, part_lse = attend_by(self.call.kernel)(
-                    q[:, rows], at, keys, columns, self.call.rules
-                )
-                merge_in_torch(AttentionState(out, lse).take(rows), part_out, part_lse)
+        self, keys: PagedKeys, numbers: Sequence[int], q: Tensor, positions: Ints,
+        state: AttentionState, *, is_first: bool,
+    ) -> None:  # fmt: skip
+        """Merge attention over some pages into results, some queries at a time.
+
+        ``numbers`` are those of the pages, by column. With ``is_first`` no row has seen anything.
+        """
+        by_flash = self.call.kernel == "fa4"
+        most = _ROWS if not by_flash else _ROWS_OF_FLASH if keys.ranks > 1 else len(positions)
+        for rows in _runs(positions, keys.ranks, most):
+            parts = self._parts(keys, numbers, q[:, rows], positions[rows], by_flash=by_flash)
+            into = state.take(rows)
+            for number, part in enumerate(parts):
+                if is_first and number == 0:
+                    into.out.copy_(part[0])
+                    into.lse.copy_(part[1])
+                else:
+                    merge_in_torch(into, *part)
+
+    def _parts(
+        self, keys: PagedKeys, numbers: Sequence[int], q: Tensor, positions: Ints, *, by_flash: bool
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield ``(out, lse)`` of queries at ascending positions, over what they see of pages."""
+        rules, page_size = self.call.rules, self.call.cache.page_size
+        start, stop = int(positions[0]), int(positions[-1]) + 1
+        columns, before = keys.columns(rules.first_key(start), stop), 0
+        if by_flash and keys.ranks == 1:
+            # All keys are here, so that the last of them is the last query's.
+            first = columns.start * page_size
+            yield flash_pages.attend(
+                q, keys, columns, numbers[columns.start : columns.stop], stop - first, rules,
+                is_band=True,
+            )  # fmt: skip
+            return
+        if by_flash and rules.mask.band[0] is None:
+            # Turns of pages, one of each rank, that end before the first query.
+            before = start // (page_size * keys.ranks)
+            if before:
+                yield flash_pages.attend(
+                    q, keys, range(before), numbers[:before], before * page_size, rules,
+                    is_band=False,
+                )  # fmt: skip
+            # In the others positions count from there: the rules go by distances alone.
+            keys = keys._replace(table=keys.table[:, before:])
+            columns = range(columns.stop - before)
+        if columns:
+            at = on_device(positions[None] - before * page_size * keys.ranks, q.device)
+            yield attend_by(self.call.kernel)(q, at, keys, columns, rules)
+
+
+def _runs(positions: Ints, ranks: int, most: int) -> Iterator[slice]:
+    """Yield slices of rows that are no padding, at most so many, whose positions ascend closely.
+
+    In a striped layout each is ``ranks`` behind the last.
+    """
+    steps, is_token = np.diff(positions), positions >= 0
+    cuts = np.flatnonzero((steps < 1) | (steps > ranks) | np.diff(is_token)) + 1
+    for start, stop in pairwise((0, *cuts.tolist(), len(positions))):
+        for first in range(start, stop if is_token[start] else start, most):
+            yield slice(first, min(first + most, stop))
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -299,6 +355,7 @@ def _explained(part: _Part) -> Explained:
     return Explained(
         f"prefill over {part.call.ranks.size} ranks, {part.call.sharding.layout!s}: "
         f"{part.stop - part.start:,} "
-        f"new tokens behind {part.start:,}, {part.call.rules.mask.describe()}\nkernel {part.call.kernel}\n{travels}: a "
+        f"new tokens behind {part.start:,}, {part.call.rules.mask.describe()}\n"
+        f"kernel {part.call.kernel}{f' ({part.call.reason})' * bool(part.call.reason)}\n{travels}: a "
         f"rank sends {queries:,} bytes of queries and results, or {keys:,} of keys", part.sent,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from ring_torch.comm.ranks import Ranks
 from ring_torch.movement.rows import MoveCall, move
 from ring_torch.positions import on_device
 from ring_torch.recurrent.arguments import check_tensor
+from ring_torch.serving.kernels import step_kernels
 from ring_torch.serving.merging import refuse_grad
 from ring_torch.serving.paged import PagedKeys
 
@@ -102,7 +103,9 @@ class CacheState:
             self._device_lengths = torch.zeros(
                 table.max_requests + 1, dtype=torch.int32, device=self._device
             )
-            self._slots = torch.full_like(self._device_lengths[1:], table.max_requests)
+            # Those of the last `extend`, in its order, and empty ones behind: graphs read them.
+            self._batch_tables = torch.zeros_like(self._tables[1:])
+            self._batch_lengths = torch.zeros_like(self._device_lengths[1:])
         self._update(dict.fromkeys(table.lengths, 0))
 
     @property
@@ -128,12 +131,12 @@ class CacheState:
     @property
     def block_table(self) -> Tensor:
         """Numbers of this rank's pages of the last requests, int32 ``[B, width]``."""
-        return self._tables[self._slots[: len(self._batch)].long()]
+        return self._batch_tables[: len(self._batch)].clone()
 
     @property
     def seqused_k(self) -> Tensor:
         """Number of their tokens on this rank, int32 ``[B]``."""
-        lengths, size = self._device_lengths[self._slots[: len(self._batch)].long()], self.page_size
+        lengths, size = self._batch_lengths[: len(self._batch)], self.page_size
         rounds = lengths // (size * self._ranks.size)  # of a page on each rank
         rest = lengths - rounds * (size * self._ranks.size) - self._ranks.rank * size
         return rounds * size + rest.clamp(0, size)
@@ -216,13 +219,23 @@ class CacheState:
         self, k: Tensor, v: Tensor | None, layer: int, known: Sequence[int], is_last: bool
     ) -> None:
         """Write rows that all ranks have; each keeps those of its pages."""
-        batch, n = k.shape[:2]
-        slots = self.slots_of(known, batch, is_last=is_last)
-        positions = self.positions_of(slots, n).long()
-        numbers, size = positions // self.page_size, self._ranks.size
-        is_own = (numbers % size == self._ranks.rank) & (positions >= 0)
-        columns = (numbers // size).clamp_(0, self._tables.shape[1] - 1)
-        pages = self._tables[slots[:, None], columns].long()
+        self._write_last(k, v, layer, *self._rows(known, len(k), is_last=is_last))
+
+    def _write_last(
+        self, k: Tensor, v: Tensor | None, layer: int, table: Tensor, lengths: Tensor
+    ) -> None:
+        """Write the last rows of requests with these pages and lengths."""
+        ranks, n = self._ranks, k.shape[1]
+        self._note_put(v)
+        if (step := step_kernels(k.device)) is not None:
+            pools = self._k[layer], (self._v or self._k)[layer]
+            step.write(k, v, *pools, lengths, table, ranks.rank, ranks.size)
+            return
+        positions = positions_of(lengths, n).long()
+        numbers = positions // self.page_size
+        is_own = (numbers % ranks.size == ranks.rank) & (positions >= 0)
+        columns = (numbers // ranks.size).clamp_(0, table.shape[1] - 1)
+        pages = table.gather(1, columns).long()
         # Rows of other ranks go to the page behind all: a graph has no rows more or less.
         pages = pages.masked_fill(~is_own, self._table.num_pages)
         self._put(k, v, layer, (pages * self.page_size + positions % self.page_size).view(-1))
@@ -239,6 +252,10 @@ class CacheState:
             RankMismatchError: Ranks make different calls.
         """
         ranks, table = self._ranks, self._table
+        if ranks.size == 1:
+            own_k, own_v = k[:, skipped:], None if v is None else v[:, skipped:]
+            self._write_last(own_k, own_v, layer, *self._rows((request,), 1, is_last=False))
+            return
         stop = table.lengths[request]
         number = ranks.next_call()
         kind = PagesMove(layout, stop - n, table.page_size, skipped)
@@ -249,6 +266,7 @@ class CacheState:
         with torch.no_grad():
             own = move(rows, call, n + skipped)
         k_size = self._k_shape[0] * self._k_shape[1]
+        self._note_put(v)
         self._put(
             own[..., :k_size], None if v is None else own[..., k_size:], layer,
             on_device(self._rows_of(request, stop - n, stop), self._device),
@@ -262,12 +280,15 @@ class CacheState:
         columns = positions // (table.page_size * table.cp_size)
         return pages[columns] * table.page_size + positions % table.page_size
 
-    def _put(self, k: Tensor, v: Tensor | None, layer: int, rows: Tensor) -> None:
-        """Write rows of keys and values to rows of the pages."""
+    def _note_put(self, v: Tensor | None) -> None:
+        """Make pages of values where these are the first, and note what the host cannot know."""
         if v is not None and self._v is None:
             self._v = self._pools(self._v_shape)
         self._is_latent = v is None
         self._is_captured |= is_capturing()
+
+    def _put(self, k: Tensor, v: Tensor | None, layer: int, rows: Tensor) -> None:
+        """Write rows of keys and values to rows of the pages."""
         with torch.no_grad():
             for x, pools in ((k, self._k), (v, self._v)):
                 if x is not None and pools is not None:
@@ -276,11 +297,28 @@ class CacheState:
                         0, rows, x.reshape(-1, *pool.shape[2:])
                     )
 
-    def keys_of(self, layer: int, slots: Tensor) -> PagedKeys:
-        """Return this rank's pages of a layer, for requests in slots of the tables, ``[B]``."""
+    def keys_of(
+        self, layer: int, known: Sequence[int], batch: int, *, is_last: bool
+    ) -> tuple[PagedKeys, Tensor]:
+        """Return this rank's pages of a layer, and lengths ``[B]``, for a batch of requests."""
         k = self._k[layer]
         v = k[..., : self._v_shape[1]] if self._v is None else self._v[layer]
-        return PagedKeys(k, v, self._tables[slots], self._ranks.rank, self._ranks.size)
+        table, lengths = self._rows(known, batch, is_last=is_last)
+        return PagedKeys(k, v, table, self._ranks.rank, self._ranks.size), lengths
+
+    def _rows(self, known: Sequence[int], batch: int, *, is_last: bool) -> tuple[Tensor, Tensor]:
+        """Return tables ``[B, width]`` and lengths ``[B]`` for a batch, int32.
+
+        Those of the last ``extend`` are where graphs read them; behind them is padding.
+        """
+        if is_last:
+            return self._batch_tables[:batch], self._batch_lengths[:batch]
+        first = known[0]
+        if tuple(known) == tuple(range(first, first + len(known))):
+            rows: slice | Tensor = slice(first, first + len(known))
+        else:
+            rows = on_device(np.asarray(known, dtype=np.int64), self._device)
+        return self._tables[rows], self._device_lengths[rows]
 
     def pages_of(self, layer: int, request: int, start: int, stop: int, width: int) -> Tensor:
         """Return this rank's pages of the positions from ``start`` to ``stop``, to be sent.
@@ -288,12 +326,16 @@ class CacheState:
         They are ``[width, page_size, K * (D + Dv)]``, keys and values beside each other, of latents
         keys alone; behind the last page there may be others'.
         """
-        keys = self.keys_of(layer, torch.tensor([request], device=self._device))
+        keys, _ = self.keys_of(layer, (request,), 1, is_last=False)
         columns = keys.columns(start, stop)
         pages = torch.zeros(width, dtype=torch.int64, device=self._device)
         pages[: len(columns)] = keys.table[0, columns.start : columns.stop]
         pools = (self._k,) if self._v is None else (self._k, self._v)
         return torch.cat([pool[layer][pages].flatten(2) for pool in pools], dim=-1)
+
+    def page_numbers(self, request: int) -> Sequence[int]:
+        """Return the numbers of a request's pages on this rank, by column of its table."""
+        return self._table.pages_of(request, self._ranks.rank)
 
     def largest_value(self, layer: int) -> Tensor:
         """Return the largest absolute value of a layer on this rank, in float64; 0 for NaN."""
@@ -326,7 +368,7 @@ class CacheState:
             ValueError: There are none, or unlike many.
         """
         n = {self._reserved.get(request, 0) for request in requests}
-        if len(n) > 1 or 0 in n:
+        if len(n) != 1 or 0 in n:
             raise ValueError(
                 f"requests {list(requests)} have {sorted(n)} reserved positions: write what one extend "
                 f"has reserved, before the request is truncated or forked"
@@ -357,20 +399,6 @@ class CacheState:
         known = self._batch if requests is None else checked_requests(requests)
         self._table.check_known(known, name)
         return known
-
-    def slots_of(self, known: Sequence[int], batch: int, *, is_last: bool) -> Tensor:
-        """Return the rows of the tables for a batch, int64 ``[B]``.
-
-        Those of the last ``extend`` stand on the device, for graphs; behind them is padding.
-        """
-        if is_last:
-            return self._slots[:batch].long()
-        return torch.tensor(known, dtype=torch.int64, device=self._device)
-
-    def positions_of(self, slots: Tensor, n: int) -> Tensor:
-        """Return the positions of the last ``n`` tokens, int32 ``[B, n]``; negative in padding."""
-        steps = torch.arange(-n, 0, dtype=torch.int32, device=self._device)
-        return self._device_lengths[slots][:, None] + steps
 
     def check_rows(self, name: str, x: Tensor, known: Sequence[int], *, is_exact: bool) -> None:
         """Check that there is a row for each request.
@@ -495,7 +523,9 @@ class CacheState:
                 columns = on_device(np.asarray(entries, dtype=np.int64).T, self._device)
                 self._tables[columns[0], columns[1]] = columns[2].int()
             self._device_lengths.copy_(on_device(numbers, self._device))
-            self._slots.copy_(on_device(slots, self._device))
+            rows = on_device(slots, self._device)
+            torch.index_select(self._tables, 0, rows, out=self._batch_tables)
+            torch.index_select(self._device_lengths, 0, rows, out=self._batch_lengths)
 
 
 @dataclass(frozen=True)
@@ -520,6 +550,16 @@ class PagesMove:
         """Return the plan for so many rows over ``size`` ranks."""
         layout = Layout.padded(self.layout, tokens, size)
         return to_pages(layout, self.start, self.page_size, self.skipped)
+
+
+def positions_of(lengths: Tensor, n: int, first: int | None = None) -> Tensor:
+    """Return the positions of ``n`` of requests' last tokens, int32 ``[B, n]``; below 0 in padding.
+
+    ``first`` is the distance of the first from the end, by default ``n``.
+    """
+    start = -n if first is None else -first
+    steps = torch.arange(start, start + n, dtype=torch.int32, device=lengths.device)
+    return lengths[:, None] + steps
 
 
 def checked_requests(requests: Sequence[int]) -> tuple[int, ...]:

@@ -65,8 +65,7 @@ class Sample(NamedTuple):
         request = call.known[self.row]
         length, size = cache.lengths[request], cache.page_size
         positions = own_positions(0, length, size, ranks.rank, ranks.size)
-        slots = cache.slots_of([request], 1, is_last=False)
-        keys = cache.keys_of(call.layer, slots)
+        keys, _ = cache.keys_of(call.layer, (request,), 1, is_last=False)
         pages = keys.table[0, : -(-len(positions) // size)].long()
         k, v = (x[pages].flatten(0, 1)[: len(positions)] for x in (keys.k, keys.v))
         if not len(positions):  # a key that nobody sees stands for none

@@ -1,25 +1,30 @@
-"""Calls on one rank: one launch each way, no sums, and the numbers of the general code path."""
+"""Launches: of calls on one rank, of gathers in two stages, and sums of their results in place."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from dense import dense, errors
-from patched import replaced
+from on_ranks import on_ranks, on_three_ranks
+from patched import chosen, replaced
+from plain_flash import Returning, flash_of
 from torch import Tensor
 
 from ring_core import Mask, reference
-from ring_torch import ContextParallel, accumulate, prepare, ring_attention
-from ring_torch.accumulate import Accumulator, Work, unseen_state
+from ring_torch import ContextParallel, accumulate, memory_ops as passes, prepare, ring_attention
+from ring_torch.accumulate import Accumulator, Joins, Work, unseen_state
 from ring_torch.compat import zigzag_ring_flash_attn_func
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.records import AttentionState, Backward, Forward, KeyBlock, Mode, QueryBlock
+from ring_torch.strategies import gather
 from ring_torch.strategies.ring import Ring
+from ring_torch.transports.api import add_staged
 
 T = 48
 CALLS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -49,7 +54,6 @@ def _run(keys: int, options: dict[str, Any]) -> list[Tensor]:
 
 
 def test_launches_get_no_tensors_that_need_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled functions take a call's own q, k and v, and refuse those that need gradients."""
     taken: list[Tensor] = []
     attend, one_by_one = Accumulator.attend, EagerKernel.backward
 
@@ -73,16 +77,6 @@ def test_launches_get_no_tensors_that_need_gradients(monkeypatch: pytest.MonkeyP
     with replaced():
         _run(*CALLS["causal"])
     assert len(taken) == 6 and not any(x.requires_grad for x in taken)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_it_is_what_the_loops_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = _run(*CALLS[name])
-    assert all(x.is_contiguous() for x in results)
-    monkeypatch.setattr(prepare, "resolve", lambda _, call, *__: Ring.of(call))
-    with replaced():
-        for x, y in zip(results, _run(*CALLS[name]), strict=True):
-            torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize("mode", ["write", "return"])
@@ -138,7 +132,6 @@ def test_one_launch_each_way_and_no_sums(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_the_only_launch_returns_is_not_copied() -> None:
-    """Neither dQ nor the gradient of a bias, which is larger, is in memory twice."""
     made: list[int] = []
 
     def differentiate(kernel: EagerKernel, *args: Any) -> None:
@@ -180,23 +173,6 @@ def test_an_lse_that_is_not_asked_for_may_be_anything() -> None:
     assert asked[3] and with_grad.grad is not None and not with_grad.grad.isnan().any()
 
 
-@pytest.mark.parametrize("window", [None, 9])
-def test_what_tests_on_gpus_compare_with(window: int | None) -> None:
-    """The dense attention that GPU tests compare with is right: a window off by one differs."""
-    torch.manual_seed(0)
-    inputs = [torch.randn(1, T, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2, 4)]
-    sinks = torch.randn(4, dtype=torch.bfloat16)
-    exact, plain = (
-        dense(*(x.to(dtype) for x in inputs), sinks=sinks.to(dtype), window=window)
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    leaves = [x.requires_grad_() for x in (*inputs[:3], sinks)]
-    for keys, is_right in ((window or T, True), ((window or T) - 1, False)):
-        out = ring_attention(*leaves[:3], sinks=sinks, causal=True, window=(keys - 1, 0))
-        results = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
-        assert (max(errors(results, exact, plain)) < 2) == is_right
-
-
 PROGRAM = """
 import sys
 from importlib.abc import MetaPathFinder
@@ -234,3 +210,118 @@ def test_an_odd_length() -> None:
     out = cp.unshard(cp.attention(*map(cp.shard, (q, k, v)), causal=True))
     assert cp.positions(7).tolist() == list(range(7))
     np.testing.assert_allclose(out, reference.attention(q, k, v, causal=True)[0], atol=2e-6)
+
+
+KERNEL = flash_of(Returning(), "causal")
+LENGTH, HEADS, DIM = 96, (4, 2, 2), 8
+
+
+OPTIONS: dict[str, Any] = {"causal": True, "strategy": "gather", "transport": "p2p"}
+
+
+def _qkv(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(1, 32, n, DIM).to(dtype).requires_grad_() for n in HEADS]
+
+
+@on_ranks
+def test_sinks_and_lse() -> None:
+    """A forward with sinks is rounded once, and calls with lse save no keys."""
+    made: list[torch.dtype] = []
+
+    def accumulator(joins: Joins, *arguments: Any) -> Accumulator:
+        made.append(joins.dtype)
+        return Accumulator(joins, *arguments)
+
+    qkv = q, k, v = _qkv(torch.bfloat16)
+    with chosen(KERNEL), patch.object(gather, "Accumulator", accumulator):
+        for sinks in (None, torch.zeros(HEADS[0])):
+            ring_attention(q, k, v, sinks=sinks, **OPTIONS)
+        assert made == [torch.bfloat16, torch.float32]
+        for _ in range(2):
+            out, lse = ring_attention(q, k, v, return_lse=True, **OPTIONS)
+            assert len(out.grad_fn.saved_tensors) == 10  # inputs, given or not, out and lse
+    out, lse = ring_attention(q, k, v, return_lse=True, **OPTIONS)
+    torch.autograd.grad(out.sum() + lse.sum(), qkv)
+    prepare._prepare.cache_clear()
+
+
+@on_ranks
+def test_results_may_be_changed_in_place() -> None:
+    """Results of a repeated call, like those of the first."""
+    q, k, v = _qkv()
+    bias = torch.ones(DIM, requires_grad=True)
+    with chosen(KERNEL):
+        for grad in (True, False):
+            for _ in range(2):
+                with torch.set_grad_enabled(grad):
+                    out, lse = ring_attention(q, k, v, return_lse=True, **OPTIONS)
+                out += bias
+                lse += 1
+
+
+@on_ranks
+def test_gradients_of_odd_strides() -> None:
+    """Gradients of ``out`` at any address, and of one sequence with any batch stride."""
+    qkv, dout = _qkv(), torch.randn(1, 32, HEADS[0], DIM)
+    with chosen(KERNEL):
+        first, *others = [
+            torch.autograd.grad(ring_attention(*qkv, **OPTIONS), qkv, x)
+            for x in (dout, _among(dout, before=0), _among(dout, before=1))
+        ]
+    for grads in others:
+        torch.testing.assert_close(grads, first)
+
+
+def _among(x: Tensor, before: int) -> Tensor:
+    """Return a copy of a one-sequence tensor in a larger one, with an odd stride of the batch."""
+    apart = x.numel() + 1
+    strides = (apart, *x.stride()[1:])
+    return torch.zeros(2 * apart).as_strided(x.shape, strides, before).copy_(x)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@on_three_ranks
+def test_rows_whose_scores_are_not_finite(rank: int, layout: Any) -> None:
+    """Rows with NaN or infinite scores are NaN in every call, whatever the kernel leaves there."""
+    cp = ContextParallel(layout=layout)
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, LENGTH, n, DIM, generator=generator) for n in HEADS]
+    whole[0][0, 1, :, 0] = torch.inf
+    whole[1][0, :2, :, 0] = -1.0  # all scores of row 1 are -inf, and its lse with them
+    shards = [cp.shard(x) for x in whole]
+    with chosen(KERNEL):
+        first, *repeats = [
+            ring_attention(*shards, return_lse=True, layout=layout, **OPTIONS) for _ in range(3)
+        ]
+    for repeat in repeats:
+        torch.testing.assert_close(repeat, first, rtol=0, atol=0, equal_nan=True)
+    if rank == 0:
+        out, lse = first
+        assert out[:, 1].isnan().all() and lse[:, :, 1].isnan().all()
+
+
+interpreter = pytest.importorskip("triton.runtime.interpreter", reason="runs on Linux only")
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let Triton's interpreter run a kernel."""
+
+    def interpret(name: str) -> None:
+        kernel: Any = getattr(passes, name)
+        monkeypatch.setattr(passes, name, interpreter.InterpretedFunction(kernel.kernel.fn))
+
+    return interpret
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5])
+def test_add(count: int, interpreted: Callable[[str], None]) -> None:
+    """Parts are added in order, as one by one, and elements between the rows are not touched."""
+    interpreted("_add")
+    torch.manual_seed(0)
+    total, *addends = (torch.randn(3, 40, 8) for _ in range(1 + count))
+    parts = [x[:, 2:35] for x in addends]
+    expected = total.clone()
+    add_staged([expected[:, 5:38]], [[part] for part in parts])
+    passes.add_on_gpu(total[:, 5:38], parts)
+    assert torch.equal(total, expected)

@@ -1,4 +1,9 @@
-"""Very negative finite biases, as in additive masks, give what exact arithmetic gives."""
+"""Masks as biases and functions: exact with very negative biases, and as the plan shows them.
+
+Finite biases far below all scores, as in additive masks, give what exact arithmetic gives. A
+predicate is evaluated twice, by numpy in 64 bits and by torch, whose fractions are float32; and one
+may change between the two, as a rule that layers share and set anew.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +18,23 @@ import pytest
 import torch
 from cases import Case
 from negative_biases import NEGATIVE, NegativeCase
-from on_ranks import on_ranks
+from on_ranks import on_ranks, on_two_ranks
+from predicates import PREDICATES, T, expected, inputs, very_negative_bias
 from tolerances import assert_close
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ring_torch
+from ring_core import Mask
 from ring_core.reference.dense import bias_shift as reference_shift
 from ring_torch import ContextParallel, autograd, ring_attention
 from ring_torch.comm.ranks import Ranks
+from ring_torch.kernels import rules
 from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
 from ring_torch.strategies import bias_shift
 
-B, T, H, D = 2, 48, 2, 8
+B, LENGTH, H, D = 2, 48, 2, 8
 RANKS = 3
 
 
@@ -71,11 +79,11 @@ def _by_hand(q: Tensor, k: Tensor, v: Tensor, *, shown: Tensor) -> tuple[Tensor,
 def _padded(low: float) -> tuple[list[Tensor], Tensor, Tensor]:
     """Return q, k and v; a bias that hides 16 tokens on the left from others; the visible pairs."""
     torch.manual_seed(0)
-    positions = torch.arange(T)
-    bias = torch.zeros(1, 1, T, T)
+    positions = torch.arange(LENGTH)
+    bias = torch.zeros(1, 1, LENGTH, LENGTH)
     bias[..., :16] = low
     visible = (positions[:, None] >= positions) & ((positions[:, None] < 16) | (positions >= 16))
-    return [torch.randn(B, T, H, D) for _ in range(3)], bias, visible
+    return [torch.randn(B, LENGTH, H, D) for _ in range(3)], bias, visible
 
 
 @pytest.mark.nightly(unless=["checked-balanced", "checkpoint-gather"])
@@ -89,11 +97,11 @@ def test_ways_to_call(way: str, strategy: str) -> None:
     qkv, bias, seen = _padded(-1e10)
     whole = [x.double().requires_grad_() for x in qkv]
     expected, expected_lse = _by_hand(*whole, shown=seen)
-    weights = torch.linspace(-1, 1, T)
+    weights = torch.linspace(-1, 1, LENGTH)
     (expected.square().sum() + (expected_lse * weights).sum()).backward()
     leaves, rows = [cp.shard(x).requires_grad_() for x in qkv], cp.shard(bias, dim=2)
     rows.requires_grad_()
-    ids = cp.shard(torch.zeros(B, T, dtype=torch.int32)) if way != "checkpoint" else None
+    ids = cp.shard(torch.zeros(B, LENGTH, dtype=torch.int32)) if way != "checkpoint" else None
 
     def attend(*x: Tensor) -> Any:
         return cp.attention(
@@ -131,7 +139,7 @@ def _never(options: dict[str, Any]) -> None:
     if "mask" in kwargs:
         kwargs["mask"] = cp.shard(seen, dim=0)
     if "bias" in kwargs:
-        kwargs["bias"] = cp.shard(torch.zeros(1, 1, T, T), dim=2)
+        kwargs["bias"] = cp.shard(torch.zeros(1, 1, LENGTH, LENGTH), dim=2)
     with patch.object(autograd, "bias_shift", side_effect=AssertionError("rows were looked at")):
         cp.attention(q, k, v, **kwargs)
 
@@ -159,7 +167,7 @@ def test_rows_are_looked_at_in_blocks() -> None:
     call = partial(ring_attention, *qkv, bias=bias, causal=True, return_lse=True)
     whole = call()
     with (
-        patch.object(bias_shift, "_BLOCK_BYTES", 7 * T * (4 + 4)),
+        patch.object(bias_shift, "_BLOCK_BYTES", 7 * LENGTH * (4 + 4)),
         patch.object(bias_shift, "_visible", side_effect=bias_shift._visible) as visible,
     ):
         parts = call()
@@ -176,7 +184,69 @@ def test_infinity_and_nan_leave_a_row_its_shift() -> None:
     for causal in (False, True):
         options = CallOptions(causal=causal, bias=bias)
         call, inputs = check_call(Ranks(None, 0, 1), 0, "contiguous", q, k, v, options)
-        visible = np.tri(T, dtype=bool) if causal else np.ones((T, T), bool)
+        visible = np.tri(LENGTH, dtype=bool) if causal else np.ones((LENGTH, LENGTH), bool)
         expected: Any = reference_shift(arrays, visible)  # type: ignore[arg-type]  # what it reads
         assert expected[..., 2:5].any() == causal
         np.testing.assert_array_equal(bias_shift.bias_shift(call, inputs), expected)
+
+
+@pytest.mark.parametrize("few_tiles", [True, False])
+@pytest.mark.nightly(unless=["contiguous-True"])
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+@on_two_ranks
+def test_what_the_plan_shows(layout: Any, few_tiles: bool) -> None:
+    cp, scores = ContextParallel(layout=layout), very_negative_bias(np.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        if not few_tiles:  # then numpy evaluates them, block by block
+            patch.setattr(rules, "_lookup", lambda *_: None)
+        for name, predicate in PREDICATES.items():
+            for bias in (None, scores):
+                q, k, v = (cp.shard(torch.from_numpy(x)) for x in inputs(np.float64))
+                mine = None if bias is None else cp.shard(torch.from_numpy(bias.copy()), dim=-2)
+                with ring_torch.check(1):
+                    out = cp.attention(q, k, v, mask=Mask(predicate=predicate), bias=mine)
+                right, rows = expected(name, bias)
+                error = np.abs(cp.unshard(out).numpy() - right)[:, rows].max()
+                assert error < 1e-12, (name, bias is None, error)
+
+
+class Rule:
+    """A rule that layers share, each with its own width."""
+
+    width = 3
+
+    def near(self, i: Any, j: Any) -> Any:
+        return abs(i - j) < self.width
+
+    def far(self, i: Any, j: Any) -> Any:
+        return np.logical_not(abs(i - j) < self.width)
+
+
+@on_two_ranks
+def test_a_rule_that_layers_set_anew() -> None:
+    cp, rule = ContextParallel(layout="zigzag"), Rule()
+    x = inputs(np.float64)[0]
+    for predicate in (rule.near, rule.far):
+        for mask in (None, Mask(predicate=predicate)):
+            hidden = cp.shard(torch.from_numpy(x)).requires_grad_()
+            right = torch.from_numpy(x).requires_grad_()
+            mine, theirs = hidden, right
+            for width in (60, 5, 60):  # set anew after each forward, before any backward
+                rule.width = width
+                mine, lse = cp.attention(
+                    mine, mine, mine, mask=mask or Mask(predicate=predicate), return_lse=True
+                )
+                shown = torch.from_numpy(
+                    Mask(predicate=predicate).dense(np.arange(T), np.arange(T))
+                )
+                heads = theirs.transpose(1, 2)
+                scores = (heads @ heads.mT / 8**0.5).masked_fill(~shown, -torch.inf)
+                theirs, lse_right = (
+                    (scores.softmax(-1) @ heads).transpose(1, 2),
+                    scores.logsumexp(-1),
+                )
+            (mine.square().sum() + lse.sum()).backward()
+            (theirs.square().sum() + lse_right.sum()).backward()
+            assert hidden.grad is not None and right.grad is not None
+            torch.testing.assert_close(cp.unshard(mine.detach()), theirs.detach())
+            torch.testing.assert_close(cp.unshard(hidden.grad), right.grad)
