@@ -114,7 +114,7 @@ SENT: dict[str, tuple[Any, Any, dict[str, Any], tuple[int, int]]] = {
 }
 
 
-@pytest.mark.nightly(unless=["balanced", "hybrid-ring"])
+@pytest.mark.nightly(unless=["hybrid-ring"])
 @pytest.mark.parametrize("name", SENT)
 def test_compiled_programs_carry_the_bytes_of_the_formula(name: str) -> None:
     """Each pass by itself, counted in what XLA compiled, with every turn of a loop."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -126,11 +127,27 @@ SUBJECTS: dict[str, Subject] = {
     "ring_jax.ContextParallel.relayout": row(cp.relayout, {"x": zeros(Q), "to": "contiguous"}),
     "ring_jax.shift": moved(ring_jax.shift, HALF | ALONE),
     "ring_jax.halo": moved(ring_jax.halo, {"x": zeros(Q), "left": 1, "right": 0} | ALONE),
+    "ring_jax.preflight": Subject(
+        ring_jax.preflight,
+        {
+            "cp": cp, "step": lambda cp, params, batch: (cp.shard(batch) * params).sum(),
+            "params": jnp.ones(2), "batch": jnp.ones((1, 8, 2)),
+        },
+        {
+            "cp": {"none": None, "word": "x", "mesh": mesh}, "step": {"none": None, "word": "x"},
+            "params": {"none": None, "word": "x", "integers": ids(2), "object": object()},
+            "batch": {"word": "x", "object": object()},
+            "rtol": {"word": "x", "negative": -1.0, "nan": math.nan},
+        },
+    ),
     "ring_jax.join": row(ring_jax.join, {"y": zeros(Q)} | ALONE),
     "ring_jax.relayout": row(ring_jax.relayout, {"x": zeros(Q), "to": "contiguous"} | ALONE),
 }  # fmt: skip
 #: Names that ring_core's tests check, or that this package's functions return.
-ELSEWHERE = {"ring_jax.Halo", "ring_jax.KernelConfig", "ring_jax.Mask", "ring_jax.Segments"}
+ELSEWHERE = {
+    "ring_jax.Halo", "ring_jax.KernelConfig", "ring_jax.Mask", "ring_jax.PreflightReport",
+    "ring_jax.Segments",
+}  # fmt: skip
 
 
 globals().update(checks_of(SUBJECTS, ("ring_jax",), ELSEWHERE, ContextParallel))

@@ -25,5 +25,6 @@ from ring_jax.movement import (
     shift as shift,
 )
 from ring_jax.tripwire import check as check
+from ring_jax.verification import PreflightReport as PreflightReport, preflight as preflight
 
 __version__ = "0.1.0"
