@@ -394,7 +394,7 @@ def test_gradients_that_cannot_be_written_are_replaced(rank: int) -> None:
 
 @on_ranks
 def test_a_gradient_of_one_rank_is_summed_and_a_sparse_one_refused(rank: int) -> None:
-    """As of an expert that other ranks do not use; of a third weight no rank has a gradient."""
+    """A gradient of an expert that others do not use is summed; one that no rank has stays none."""
     cp, layers = ContextParallel(), [nn.Linear(3, 2, bias=False) for _ in range(3)]
     layers[1].double()
     layers[0].weight.grad = torch.full((2, 3), float(rank))
