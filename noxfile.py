@@ -191,13 +191,20 @@ def nightly(session: nox.Session) -> None:
             session.run(*command, *session.posargs)
 
 
+#: Tests beside the table, by backend, that run its cases under each strategy that ``auto`` leaves.
+UNDER_STRATEGIES = {
+    "torch": ["tests/torch_only/test_strategies.py"],
+    "jax": ["tests/jax_only/test_gather.py", "tests/jax_only/test_ulysses.py"],
+}
+
+
 @nox.session(python="3.12", default=False)
-def conformance(session: nox.Session) -> None:
-    """Run every case of the table in torch: as ``auto`` has it, and under every other strategy."""
-    install(session, BACKENDS["torch"], GROUPS["torch"], *CONSTRAINED)
-    files = ("tests/conformance", "tests/torch_only/test_strategies.py")
-    command = ("pytest", *files, "--backend=torch", "--all")
-    session.run(*command, "-n", workers_of("torch"), *session.posargs)
+@nox.parametrize("backend", [nox.param(backend, id=backend) for backend in UNDER_STRATEGIES])
+def conformance(session: nox.Session, backend: str) -> None:
+    """Run every case of the table: as ``auto`` has it, and under every other strategy."""
+    install(session, BACKENDS[backend], GROUPS[backend], *CONSTRAINED)
+    command = ("pytest", "tests/conformance", *UNDER_STRATEGIES[backend], f"--backend={backend}")
+    session.run(*command, "--all", "-n", workers_of(backend), *session.posargs)
 
 
 @nox.session(python="3.12", default=False)

@@ -1,4 +1,4 @@
-"""Runs cases with the ring rolled into a loop, and with each stage unrolled."""
+"""Runs cases with equal stages as a loop, or as one function, and with each stage unrolled."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from backends.jax_devices import Arrays, JaxBackend, Ways, _program
+from backends.jax_devices import Arrays, JaxBackend, _program
 from cases import Case
 
-from ring_core import Mask
+from ring_core import KernelConfig, Mask
 from ring_core.plan import plan
-from ring_core.programs.ring import ring_program
 from ring_jax.strategies import ring
 
 _SHAPE: dict[str, Any] = {"cp_size": 7, "seq_len": 112}
+_HELPERS: dict[str, Any] = {**_SHAPE, "cp_size": 8, "strategy": "balanced"}
 CAUSAL = Mask(causal=True)
 
 #: Cases on seven devices, the fewest for which both passes have a loop: one with an odd, one with
-#: an even number of stages.
+#: an even number of stages. Where ranks help others, eight are the fewest.
 CASES = {
     case.name: case
     for case in (
@@ -38,23 +38,30 @@ CASES = {
             "everything", CAUSAL, "zigzag", **_SHAPE, softcap=2.0, sinks=0, bias="very-negative",
             alibi=1, dropout_p=0.1, segments="padded", heads=(4, 2), dims=(8, 6), lse_grad=True,
         ),
+        Case("helpers", CAUSAL, **_HELPERS, bias="full", heads=(1, 1), lse_grad=True),
+        Case(
+            "helpers-everything", CAUSAL, **_HELPERS, softcap=2.0, sinks=0,
+            bias="very-negative", alibi=1, dropout_p=0.1, segments="padded", heads=(4, 2), dims=(8, 6),
+        ),
     )
 }  # fmt: skip
 
 
-def in_loop(backend: JaxBackend, case: Case, ways: Ways) -> Arrays:
+def in_loop(backend: JaxBackend, case: Case, kernel: str | KernelConfig) -> Arrays:
     """Run a case, and check that its forward and backward have a loop."""
-    program = ring_program(case.plan)
+    program = case.program
     for stages in (program.forward, program.backward):
         assert any(len(run.stages) > 1 for run in ring._runs(program, stages))
-    return backend._run(case, ways, _program)
+    return backend._run(case, (kernel, case.strategy), _program)
 
 
-def in_loop_and_unrolled(backend: JaxBackend, case: Case, ways: Ways) -> tuple[Arrays, Arrays]:
+def in_loop_and_unrolled(
+    backend: JaxBackend, case: Case, kernel: str | KernelConfig
+) -> tuple[Arrays, Arrays]:
     """Run a case with loops, and with all stages unrolled."""
-    looped = in_loop(backend, case, ways)
+    looped = in_loop(backend, case, kernel)
     with _unrolled():
-        return looped, backend._run(case, ways, _program)
+        return looped, backend._run(case, (kernel, case.strategy), _program)
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,9 @@ from adapted import (
     QKV,
     SHOWN,
     B,
+    D,
     H,
+    K,
     T,
     all_close,
     close,
@@ -38,7 +41,7 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 import ring_jax.equinox
-from ring_core import KernelConfig, Mask, UnsupportedError
+from ring_core import KernelConfig, Mask, StrategyConfig, UnsupportedError
 from ring_jax import Segments, ring_attention
 from ring_jax.flax import make_attention_fn
 from ring_jax.nn import make_dot_product_attention
@@ -61,6 +64,76 @@ def test_one_module_imports_a_framework() -> None:
     imports = re.compile(r"^\s*(?:from|import) (?:flax|equinox|ring_jax\.equinox)\b", re.MULTILINE)
     importing = [path.name for path in folder.rglob("*.py") if imports.search(path.read_text())]
     assert importing == ["equinox.py"]
+
+
+def nnx_loss(attention_fn: Callable[..., Any], x: jax.Array, weight: jax.Array) -> Any:
+    """Return the loss and gradient of an NNX module with grouped heads."""
+    layer = nnx.MultiHeadAttention(
+        H, 12, H * D, num_kv_heads=K, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0)
+    )
+
+    @nnx.jit
+    @nnx.value_and_grad
+    def loss(layer: nnx.MultiHeadAttention) -> jax.Array:
+        return jnp.sum(layer(x, is_causal=True) * weight)
+
+    return loss(layer)
+
+
+#: Strategies, which are bound like any option, each with a number of devices.
+BOUND: dict[str, tuple[int, str | StrategyConfig]] = {
+    "auto": (2, "auto"),
+    "ulysses": (2, "ulysses"),
+    "hybrid": (4, StrategyConfig("hybrid", ulysses_size=2)),
+}
+
+
+@pytest.mark.nightly(only=["ulysses"])
+@pytest.mark.parametrize("name", BOUND)
+def test_nnx(name: str) -> None:
+    x, weight = random(B, T, 12, seed=5), random(B, T, 12, seed=6)
+    expected = nnx_loss(nnx.dot_product_attention, x, weight)
+    size, strategy = BOUND[name]
+    cp = context(size)
+    attend = make_attention_fn(partial(cp.attention, strategy=strategy))
+    all_close(nnx_loss(attend, cp.shard(x), cp.shard(weight)), expected)
+
+
+@pytest.mark.nightly(
+    unless=["auto-global arrays"]
+)  # per change docs/jax-adapters.md runs the other
+@pytest.mark.parametrize("where", ["global arrays", "shard_map"])
+@pytest.mark.parametrize("name", BOUND)
+def test_linen(name: str, where: str) -> None:
+    x, weight = random(B, T, 12, seed=5), random(B, T, 12, seed=6)
+    module = partial(linen.MultiHeadDotProductAttention, num_heads=H, qkv_features=H * D)
+    params = module().init(jax.random.key(0), x)
+    size, strategy = BOUND[name]
+    cp = context(size)
+    local = partial(ring_attention, axis_name="cp", layout="zigzag")
+    attention = local if where == "shard_map" else cp.attention
+    bound = partial(attention, causal=True, strategy=strategy)
+    ring = module(attention_fn=make_attention_fn(bound))
+
+    def forward(params: Any, x: jax.Array) -> Any:
+        if where == "global arrays":
+            return ring.apply(params, x)
+        tokens = P(None, "cp")
+        return jax.shard_map(
+            ring.apply, mesh=cp.mesh, in_specs=(P(), tokens), out_specs=tokens
+        )(params, x)  # fmt: skip
+
+    def loss(params: Any) -> Any:
+        return jnp.sum(forward(params, cp.shard(x)) * cp.shard(weight))
+
+    def single(params: Any) -> Any:
+        out: Any = module().apply(params, x, mask=CAUSAL[None, None])
+        return jnp.sum(out * weight)
+
+    actual, expected = (
+        jax.jit(jax.value_and_grad(function))(params) for function in (loss, single)
+    )
+    all_close(actual, expected)
 
 
 class Honoured(NamedTuple):
@@ -352,12 +425,37 @@ def module_of(dropout_p: float = 0.0) -> eqx.nn.MultiheadAttention:
     )  # fmt: skip
 
 
-def test_equinox() -> None:
-    """Training on a ring is in `test_models_on_meshes`, gradients are in `test_dense_masks`."""
+def equinox_loss(model: Any, x: jax.Array, weight: jax.Array, mask: Any = None) -> Any:
+    """Return the loss and gradient of a model that contains an attention module."""
+
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
+    def loss(model: Any) -> Any:
+        out = jax.vmap(lambda row: model["attention"](row, row, row, mask))(x)
+        return jnp.sum(out * weight)
+
+    return loss(model)
+
+
+@cache
+def equinox_expected() -> Any:
+    x, weight = random(B, T, 12, seed=5), random(B, T, 7, seed=6)
+    return equinox_loss({"attention": module_of(), "name": "one"}, x, weight, CAUSAL)
+
+
+@pytest.mark.nightly(unless=["zigzag-auto"])
+@pytest.mark.parametrize("name", BOUND)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_equinox(layout: str, name: str) -> None:
     model: dict[str, Any] = {"attention": module_of(), "name": "one"}
-    ring = ring_jax.equinox.convert(model, partial(context().attention, causal=True))
+    x, weight = random(B, T, 12, seed=5), random(B, T, 7, seed=6)
+    size, strategy = BOUND[name]
+    cp = context(size, layout)
+    bound = partial(cp.attention, causal=True, strategy=strategy)
+    ring = ring_jax.equinox.convert(model, bound)
     assert isinstance(ring["attention"], ring_jax.equinox.MultiheadAttention)
     assert ring["attention"].query_proj is model["attention"].query_proj
+    all_close(equinox_loss(ring, cp.shard(x), cp.shard(weight)), equinox_expected())
 
 
 def test_equinox_inside_shard_map() -> None:

@@ -222,8 +222,8 @@ def test_explain_says_what_would_run() -> None:
     )
     why = "devices of a CPU share its cores and its memory, and a ring was faster there"
     assert text == (
-        f"kernel xla (any device)\n{absent}strategy ring, transport xla\n  not gather: {why}\n"
-        "  not ulysses: it was not measured on cpu\n"
+        f"kernel xla (any device)\n{absent}strategy ring, transport xla\n"
+        f"  not ulysses: it was not measured on cpu\n  not gather: {why}\n"
         f"program            {size} items of all ranks\n{viz.describe(program, pictures=False)}"
     )
     gathering = cp.explain(q, k, v, causal=True, strategy="gather")

@@ -44,10 +44,11 @@ def told(size: int, *, layout: Any = "zigzag", kv_heads: int = 8, **options: Any
 
 
 CAUSAL: dict[str, Any] = {"causal": True}
+ON_EIGHT = jax.ShapeDtypeStruct((1, 1, 8 * LOCAL, 8 * LOCAL), jnp.bfloat16)
 GATHERED = {
     "three": (3, CAUSAL),
     "most memory": (11, CAUSAL),  # (11 + 1) * 12288 bytes a token: 3 times the ring's 49152
-    "most memory, heads alike": (8, {**CAUSAL, "kv_heads": 32}),
+    "most memory, heads alike": (8, {"kv_heads": 32, "bias": ON_EIGHT}),  # else ranks trade heads
     "window of two hops": (4, {**CAUSAL, "layout": "zigzag", "window": (99, 0)}),
     "window of all shards": (4, {**CAUSAL, "window": (3 * LOCAL, 0)}),
     "documents": (4, {**CAUSAL, "layout": "contiguous", "cu_seqlens": (0, 100, 4096)}),

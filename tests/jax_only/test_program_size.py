@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import pytest
-from program_size import LIMIT, LOCAL, call_over, constants_of, size_of, traced
+from program_size import LIMIT, LIMIT_OF_BALANCED, LOCAL, call_over, constants_of, size_of, traced
 
 from ring_core import Mask, StrategyConfig, UnsupportedError, balanced_layout
 
@@ -22,16 +22,18 @@ MASKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("strategy", "heads"),
-    [("ring", 8), ("gather", 8), ("ulysses", 256),
+    [("ring", 8), ("gather", 8), ("balanced", 8), ("ulysses", 256),
      (StrategyConfig("hybrid", ulysses_size=8), 8),
      (StrategyConfig("hybrid", ulysses_size=8, outer="gather"), 8)],
-    ids=["ring", "gather", "ulysses", "hybrid", "hybrid-gather"],
+    ids=["ring", "gather", "balanced", "ulysses", "hybrid", "hybrid-gather"],
 )  # fmt: skip
 def test_256_devices(strategy: str, heads: int) -> None:
     size_of(2, causal=True)  # warms up jax's imports and caches
-    size = size_of(256, causal=True, strategy=strategy, heads=(heads, 2))
-    assert size.bytes <= LIMIT.bytes
-    assert size.seconds <= LIMIT.seconds
+    layout: Any = "contiguous" if strategy == "balanced" else "zigzag"
+    size = size_of(256, layout=layout, causal=True, strategy=strategy, heads=(heads, 2))
+    limit = LIMIT_OF_BALANCED if strategy == "balanced" else LIMIT
+    assert size.bytes <= limit.bytes
+    assert size.seconds <= limit.seconds
 
 
 @pytest.mark.parametrize("devices", [8, pytest.param(256, marks=pytest.mark.nightly)])
@@ -73,6 +75,12 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "predicate": {"mask": PREDICATE},
     "predicate, documents": {"mask": Mask(predicate=every_third_block, cu_seqlens=CUTS)},
     "balanced": {"causal": True, "strategy": "balanced", "layout": "contiguous"},
+    "ulysses": {"causal": True, "cu_seqlens": CUTS, "strategy": "ulysses"},
+    "hybrid": {
+        "causal": True,
+        "cu_seqlens": CUTS,
+        "strategy": StrategyConfig("hybrid", ulysses_size=4),
+    },
     "balanced, predicate": {"mask": PREDICATE, "strategy": "balanced", "layout": "contiguous"},
 }
 

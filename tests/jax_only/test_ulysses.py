@@ -232,19 +232,18 @@ def test_explain_says_who_trades(heads: Any, strategy: Any, words: list[str]) ->
 
 
 def test_what_auto_trades() -> None:
-    """It trades heads where a gather takes too much memory, and core's rule allows it."""
-    mesh: Any = AbstractMesh((16,), ("cp",), axis_types=(AxisType.Auto,))
+    """It trades heads where core's rule allows it, before it gathers."""
     gpus = Devices("gpu", in_one_process=True)
-    shape = jax.ShapeDtypeStruct((1, 16 * 1024, 32, 128), jnp.bfloat16)
-    few = jax.ShapeDtypeStruct((1, 16 * 1024, 8, 128), jnp.bfloat16)
+    shape, few = (jax.ShapeDtypeStruct((1, 4096, n, 128), jnp.bfloat16) for n in (32, 8))
     told: list[tuple[Devices, Any, dict[str, Any], str]] = [
-        (gpus, shape, {}, "strategy ulysses, transport xla\n  not gather: it takes more than 3"),
-        (gpus, few, {}, "not ulysses: a trade would pad or copy heads: 32 and 8 of K/V on 16 ranks"),
+        (gpus, shape, {}, "strategy ulysses, transport xla\nprogram"),
+        (gpus, few, {}, "strategy gather, transport xla\n  not ulysses: trading heads moves at least 125 %"),
         (gpus, shape, {"window": (99, 0)}, "not ulysses: trading heads moves"),
         (Devices("tpu", in_one_process=True), shape, {}, "not ulysses: it was not measured on tpu"),
         (gpus._replace(in_one_process=False), shape, {}, "not ulysses: between processes"),
     ]  # fmt: skip
     for devices, k, options, words in told:
+        mesh: Any = AbstractMesh((4,), ("cp",), axis_types=(AxisType.Auto,))
         with patch.object(prepare, "_devices", lambda *_, devices=devices: devices):
             text = ContextParallel(mesh, "cp").explain(shape, k, k, causal=True, **options)
         assert words in text, text

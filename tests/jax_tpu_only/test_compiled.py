@@ -23,7 +23,7 @@ from backends.tpu_compiled import (
 )
 from cases import RINGS
 
-from ring_core import KernelConfig, Mask, make_plan, ring_program
+from ring_core import KernelConfig, Mask, StrategyConfig, make_plan, ring_program
 from ring_jax import ring_attention
 
 CAUSAL: dict[str, Any] = {"causal": True}
@@ -83,6 +83,24 @@ def test_in_a_loop(topology: str) -> None:
     assert forward[0] == "SKD" * 2
     assert backward[0] == "SSKDD" * 2
     assert max([*forward[1], *backward[1], 0]) < local * KV_HEADS * DIM * 2
+
+
+TRADED = {"ulysses": "ulysses", "hybrid": StrategyConfig("hybrid", ulysses_size=2)}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TRADED)
+@pytest.mark.parametrize("topology", LARGER)
+def test_exchanges_of_heads_are_exposed_and_nothing_else(topology: str, name: str) -> None:
+    """XLA runs an all-to-all beside no kernel, and hops between groups beside one each."""
+    program = compiled(
+        topology, "zigzag", backward=True, local=2048, many=8, strategy=TRADED[name], **CAUSAL
+    )
+    assert len(permuted_bytes(program)) == (0 if name == "ulysses" else 3 + 2 + 3)
+    assert exposed(program) == []
+    text = program.as_text()
+    assert " all-to-all(" in text
+    assert "all-to-all-start" not in text
 
 
 def test_dead_steps_are_not_run() -> None:

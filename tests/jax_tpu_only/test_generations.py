@@ -155,13 +155,18 @@ def test_auto_leaves_what_does_not_fit_to_xla(
 @pytest.mark.parametrize("platforms", [("cpu",), ("cuda",), ("tpu",), ("cpu", "tpu")])
 @pytest.mark.parametrize("kernel", ["pallas", "auto"])
 def test_exports(kernel: str, platforms: tuple[str, ...]) -> None:
-    """Exports with ``pallas`` raise unless for TPUs alone; ``auto`` only for several platforms."""
+    """Exports with ``pallas`` raise unless for TPUs alone; ``auto`` has each platform's kernel."""
     x = jax.ShapeDtypeStruct((1, 128, 2, 64), "float32")
     call = jax.jit(lambda q: ring_attention(q, q, q, axis_name=None, kernel=kernel))
     for function in (call, jax.jit(jax.grad(lambda q: call(q).sum()))):
         export = jax.export.export(function, platforms=platforms)
-        if platforms == ("tpu",) or (kernel == "auto" and len(platforms) == 1):
-            assert export(x).platforms == platforms
+        if kernel == "pallas" and platforms != ("tpu",):
+            with pytest.raises(UnsupportedError, match="lower it for each platform alone"):
+                export(x)
             continue
-        with pytest.raises(UnsupportedError, match="'pallas': runs on TPUs, and this program is"):
-            export(x)
+        exported = export(x)
+        assert exported.platforms == platforms
+        assert ("tpu_custom_call" in exported.mlir_module()) == ("tpu" in platforms)
+        if "cpu" in platforms:
+            q = jax.random.normal(jax.random.key(0), x.shape)
+            np.testing.assert_allclose(exported.call(q), function(q), rtol=1e-5, atol=1e-6)

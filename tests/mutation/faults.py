@@ -34,10 +34,28 @@ TORCH, JAX, PALLAS = (
 TRITON = "ring-core/src/ring_core/triton"
 TABLE = "tests/conformance/test_table.py -k shown-bias"
 PADDED = "tests/torch_only/test_padding.py"
+FLEX = "tests/torch_only/test_flex_attention.py"
 KERNELS = "tests/jax_tpu_only/test_kernels.py"
 FAULTS = {
     "torch-bias-lost-beside-a-mask": Fault(
         f"{TORCH}/attention.py", "if bias is None else bias\n    hidden", "\n    hidden", "torch", TABLE
+    ),
+    "flex-window-off-by-one": Fault(
+        f"{TORCH}/replaced/mods.py", 'rest=int(name in ("lt", "gt"))', "rest=0", "torch", FLEX
+    ),
+    "flex-documents-that-return": Fault(
+        f"{TORCH}/replaced/mods.py", "len(np.unique(numbers)) == len(starts) + 1 <", "len(starts) + 1 <",
+        "torch", FLEX,
+    ),
+    "flex-blocks-by-hand": Fault(
+        f"{TORCH}/replaced/mods.py", "if wrong.any():", "if False:", "torch", f"{FLEX} -k refused_by_name",
+    ),
+    "flex-cap-by-another-factor": Fault(
+        f"{TORCH}/replaced/mods.py", "if factor == 1 / cap", "if factor", "torch", FLEX
+    ),
+    "flex-mask-of-an-older-table": Fault(
+        f"{TORCH}/replaced/flex.py", "if known is None or known[0] != key:", "if known is None:", "torch",
+        f"{FLEX} -k change",
     ),
     "torch-mask-turned": Fault(
         f"{TORCH}/attention.py", "torch.where(visible,", "torch.where(~visible,", "torch", TABLE

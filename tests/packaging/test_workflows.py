@@ -85,6 +85,14 @@ def test_sessions_are_those_of_the_noxfile(path: Path) -> None:
         assert {name, f"{name}-3.12"} & listed_sessions, name
 
 
+def test_files_of_the_noxfile_are_there() -> None:
+    named = re.findall(
+        r"(?:tests|examples|benchmarks)/[\w/.]+\.\w+", (ROOT / "noxfile.py").read_text()
+    )
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_a_change_has_to_pass_on_every_backend_and_python() -> None:
     table = constant("BACKENDS")
     assert isinstance(table, ast.Dict)

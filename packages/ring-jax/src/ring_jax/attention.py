@@ -138,10 +138,10 @@ class RingAttention:
                 devices trade tokens for heads, and each attends to all tokens with a part of the
                 heads. ``StrategyConfig("hybrid", ulysses_size=U, outer="ring")``, or ``"gather"``:
                 groups of ``U`` consecutive devices trade, and K/V travel between groups. ``auto``
-                is ``gather`` between three or more GPUs of one process where that takes at most
-                three times the memory of a ring and fetches no more shards; else, between such
-                GPUs, ``ulysses`` where that moves at most 55 % of the bytes of a gather; else
-                ``ring``; :meth:`ContextParallel.explain` says why.
+                is, between GPUs of one process, ``ulysses`` where that moves at most 55 % of the
+                bytes of a gather; else between three or more of them ``gather`` where that takes at
+                most three times the memory of a ring and fetches no more shards; else ``ring``;
+                :meth:`ContextParallel.explain` says why.
             transport: How bytes move: ``xla``, by XLA's collectives. ``auto`` is ``xla``.
 
         Returns:

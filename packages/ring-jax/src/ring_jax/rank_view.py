@@ -113,12 +113,19 @@ class RankTable(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the constants that a program holds for it."""
+        """Bytes of the constants that a program holds for it, without scalars."""
+        if self._has_one_rank:
+            return self.rows[self.numbers].nbytes
         return sum(x.nbytes for x in self if x is not None)
+
+    @property
+    def _has_one_rank(self) -> bool:
+        """True if it is of one rank: its rows are looked up here, and not in the program."""
+        return self.starts is None and self.numbers.shape[-1] == 1
 
     def rows_of(self, rank: Array) -> tuple[Array, Array]:
         """Return a rank's rows, int32 ``[..., C]``, and their numbers, int32 ``[...]``."""
-        if self.starts is None and self.numbers.shape[-1] == 1:  # one rank: nothing to look up
+        if self._has_one_rank:
             numbers = self.numbers[..., 0]
             return jnp.asarray(self.rows[numbers]), jnp.asarray(numbers)
         numbers_of_rank = jnp.asarray(self.numbers)

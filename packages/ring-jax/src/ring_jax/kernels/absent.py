@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, cast
 
 import jax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from ring_core import Capabilities, UnsupportedError
@@ -153,3 +153,37 @@ mlir.register_lowering(only_on_p, partial(_lower, "other"))
 for _platform in _DEVICES:
     mlir.register_lowering(only_on_p, partial(_lower, _platform), platform=_platform)
 batching.defvectorized(only_on_p)
+
+
+#: Code of one platform in a program for several: JAX lowers each branch of a
+#: ``lax.platform_dependent`` for all of them, and code for one has no lowering for the others.
+lowered_for_p = Primitive("ring_lowered_for")
+lowered_for_p.multiple_results = True
+
+
+def lowered_for[T](platform: str, function: Callable[..., T], *args: Any) -> T:
+    """Return ``function(*args)``, lowered for one platform, whatever the program is lowered for."""
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    results = lowered_for_p.bind(*jax.tree.leaves(args), jaxpr=jaxpr, platform=platform)
+    return cast("T", jax.tree.unflatten(jax.tree.structure(shapes), results))
+
+
+def _lower_for(ctx: mlir.LoweringRuleContext, *args: Any, jaxpr: Any, platform: str) -> Any:
+    """Lower a jaxpr for a platform."""
+    lower: Any = mlir.lower_fun(jaxpr_as_fun(jaxpr))
+    return lower(ctx.replace(platforms=(platform,)), *args)
+
+
+def _batch_lowered_for(
+    args: list[Array], dims: list[int | None], *, jaxpr: Any, platform: str
+) -> tuple[list[Array], list[int]]:
+    """Batch the jaxpr."""
+    batched = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), in_axes=dims))(*args)
+    results = lowered_for_p.bind(*args, jaxpr=batched, platform=platform)
+    return results, [0] * len(results)
+
+
+lowered_for_p.def_impl(lambda *args, jaxpr, **_: jaxpr_as_fun(jaxpr)(*args))
+lowered_for_p.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+mlir.register_lowering(lowered_for_p, _lower_for)
+batching.primitive_batchers[lowered_for_p] = _batch_lowered_for

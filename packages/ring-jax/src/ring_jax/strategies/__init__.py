@@ -21,7 +21,7 @@ from ring_jax.strategies.ulysses import HYBRID, ULYSSES
 #: The strategies of ``strategy=``. ``auto`` takes the first that does not refuse, or the program's
 #: own as soon as it comes to that.
 STRATEGIES: Mapping[StrategyName, Strategy] = MappingProxyType(
-    {strategy.name: strategy for strategy in (GATHER, ULYSSES, RING, BALANCED, HYBRID)}
+    {strategy.name: strategy for strategy in (ULYSSES, GATHER, RING, BALANCED, HYBRID)}
 )
 
 

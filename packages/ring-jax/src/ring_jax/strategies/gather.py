@@ -49,14 +49,14 @@ def _gather_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayloa
     # ... while the kernel computes with the own ones.
     is_final = remote_part is None
     into = runner.attend(
-        own_part, runner.work_of(own_part), q, own, into, overwrite=True, is_final=is_final
+        own_part, runner.work_of(own_part)[0], q, own, into, overwrite=True, is_final=is_final
     )
     if remote_part is None or gathering is None:
         return into, None
     # The gathered keys have arrived, and are used no earlier than that kernel ends.
     into, gathered = overlap(into, gathering)
     into = runner.attend(
-        remote_part, runner.work_of(remote_part), q, order_after(gathered, into), into,
+        remote_part, runner.work_of(remote_part)[0], q, order_after(gathered, into), into,
         overwrite=False, is_final=True,
     )  # fmt: skip
     # Kept as they arrived, not tied to the own block's kernel: gathered again under a policy of
@@ -86,7 +86,7 @@ def _gather_backward(
         # A sum for every rank's keys, not only the own ones: this rank's part of all dK/dV.
         dkv = runner.zeros(gathered.kv.shape)
         query_grads, dkv = runner.differentiate(
-            remote_part, runner.work_of(remote_part), q, gathered, upstream, query_grads, dkv,
+            remote_part, runner.work_of(remote_part)[0], q, gathered, upstream, query_grads, dkv,
             overwrite=True,
         )  # fmt: skip
         # In flight: every rank's dK/dV for the keys of all ranks; each gets the sum for its own ...
@@ -94,7 +94,7 @@ def _gather_backward(
         own = own_message(x, after=query_grads.dq)
     # ... while the kernel computes the own block, in an accumulator of its own.
     query_grads, own_dkv = runner.differentiate(
-        own_part, runner.work_of(own_part), q, own, upstream, query_grads, own_dkv,
+        own_part, runner.work_of(own_part)[0], q, own, upstream, query_grads, own_dkv,
         overwrite=True,
     )  # fmt: skip
     # The other ranks' sums for the own keys have arrived beside the own block's kernel.

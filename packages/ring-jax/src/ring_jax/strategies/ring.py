@@ -5,19 +5,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax import lax
 
 from ring_core import RingProgram
 from ring_core.base.arguments import not_none
 from ring_core.programs.ring import Stage
 from ring_core.viz.text import imbalance_line, step_lines
 from ring_jax.collectives import order_after, overlap
-from ring_jax.rank_view import Launches, StepTable, step_table
+from ring_jax.rank_view import Launches, step_table
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -31,12 +34,24 @@ from ring_jax.records import (
     QueryPayload,
     nbytes,
 )
-from ring_jax.strategies.steps import QueryGrads, StepRunner, Strategy, merge, own_message, to_bhtd
+from ring_jax.strategies.steps import (
+    QueryGrads,
+    Returned,
+    StepRunner,
+    Strategy,
+    merge,
+    own_message,
+    to_bhtd,
+)
 
 
 @dataclass(frozen=True)
 class Run:
     """Consecutive stages that differ in nothing but their work items, run as one loop.
+
+    Stages in which ranks help others differ also in who sends queries to whom. The pairs of ranks
+    of a transfer are part of a program, so these transfers are written out for every stage; all
+    else that the stages do is one function, which the program calls for each.
 
     Attributes:
         stages: The stages.
@@ -53,32 +68,43 @@ class Run:
         """Distance that K/V travel beside each stage."""
         return self.stages[0].kv_hop
 
+    @property
+    def has_helpers(self) -> bool:
+        """True if ranks help others in each of the stages."""
+        return self.stages[0].offloads
 
-_SHORTEST_LOOP = 4  # stages: a loop of fewer is no smaller than they are
+    def after(self, n: int) -> Stage | None:
+        """Return the stage after the ``n``-th one; ``None`` at the end of the pass."""
+        return self.stages[n + 1] if n + 1 < len(self.stages) else self.next_stage
+
+
+_SHORTEST_LOOP = 4  # stages: a loop of fewer is no smaller; a function pays with half as many
 
 
 def _runs(program: RingProgram, stages: tuple[Stage, ...]) -> list[Run]:
     """Cut a pass into loops of equal stages, and single stages.
 
     Outside of loops are the first stage, which begins the accumulators, and the last one, which
-    ends them; stages with another hop than their neighbours, or with items that a kernel computes
-    in another way; and where ranks help others, all of them.
+    ends them; and stages with another hop than their neighbours, or with items that a kernel
+    computes in another way, or without helpers beside stages with some.
     """
-    has_helpers = any(stage.offloads for stage in stages)
     arriving = [None, *(stage.grad_hop for stage in stages[:-1])]
 
     def kind(n: int) -> object:
         """Return a key that is equal for neighbouring stages which one loop can run."""
-        if n in (0, len(stages) - 1) or has_helpers:
+        if n in (0, len(stages) - 1):
             return n
         part = step_table(program, stages[n].step)
         # A loop's body is traced once: hops are part of it, and so is the way in which a kernel
         # computes items. The items themselves are operands, a row of a table an iteration.
-        return stages[n].kv_hop, arriving[n], part.has_rectangles
+        # Queries leave for helpers a stage before, and results of theirs arrive a stage later.
+        helped = stages[n].offloads or (stages[n - 1].offloads, stages[n + 1].offloads)
+        return stages[n].kv_hop, arriving[n], part.has_rectangles, helped
 
     loops = [list(group) for _, group in groupby(range(len(stages)), kind)]
     numbers = chain.from_iterable(
-        [loop] if len(loop) >= _SHORTEST_LOOP else [[n] for n in loop] for loop in loops
+        [run] if (1 + stages[run[0]].offloads) * len(run) >= _SHORTEST_LOOP else [[n] for n in run]
+        for run in loops
     )
     # Queries for helpers are sent a stage ahead, so a run also knows the stage behind it.
     following = [*stages[1:], None]
@@ -87,19 +113,40 @@ def _runs(program: RingProgram, stages: tuple[Stage, ...]) -> list[Run]:
     ]
 
 
-def _launches_of(program: RingProgram, run: Run) -> Launches:
-    """Return the launches of a run's stages."""
-    return Launches.of(*(step_table(program, stage.step) for stage in run.stages))
+class RunLaunches(NamedTuple):
+    """The launches of a run's stages: of each rank's own queries, and of those of its peers."""
+
+    own: Launches
+    peer: Launches | None
+
+    @classmethod
+    def of(cls, program: RingProgram, run: Run) -> RunLaunches:
+        """Make the launches of a run."""
+        parts = [step_table(program, stage.step) for stage in run.stages]
+        peer = Launches.of(*parts, for_peer=True) if run.has_helpers else None
+        return cls(Launches.of(*parts), peer)
 
 
 def _launches(program: RingProgram) -> list[Launches]:
-    """Return the launches of both passes, with those for other ranks' queries."""
-    launches: list[Launches] = []
-    for stages in (program.forward, program.backward):
-        launches += [_launches_of(program, run) for run in _runs(program, stages)]
-        parts = [step_table(program, stage.step) for stage in stages if stage.offloads]
-        launches += [Launches.of(part, for_peer=True) for part in parts]
-    return launches
+    """Return the launches of both passes."""
+    runs = chain(_runs(program, program.forward), _runs(program, program.backward))
+    return [x for run in runs for x in RunLaunches.of(program, run) if x is not None]
+
+
+class StageInputs(NamedTuple):
+    """Operands of one stage of a run, beside what the stage before it leaves.
+
+    Attributes:
+        work: This rank's items; ``None`` if no rank has any.
+        peer_work: Its items of the queries of the rank that it helps.
+        queries: Queries of the rank that it helps in the next stage, in flight.
+        returned: What its own helper computed in the stage before, in flight.
+    """
+
+    work: ItemTable | None
+    peer_work: ItemTable | None = None
+    queries: QueryPayload | None = None
+    returned: Returned[Any] | None = None
 
 
 class ForwardState(NamedTuple):
@@ -107,15 +154,59 @@ class ForwardState(NamedTuple):
 
     Attributes:
         held: The K/V that the next stage computes with.
-        into: Attention over all keys so far, but those whose results are in ``returned``.
+        into: Attention over all keys so far, but those of which ``peer_result`` tells the owner.
         peer_queries: Queries of the rank that this one helps in the next stage.
-        returned: Results of this rank's own helper in the stage before.
+        peer_result: Result of the rank that this one helped in the stage before.
     """
 
     held: KVPayload
     into: AttentionState
     peer_queries: QueryPayload | None
-    returned: AttentionState | None
+    peer_result: AttentionState | None
+
+
+def _run_stages[S: (ForwardState, BackwardState)](
+    runner: StepRunner,
+    stages: tuple[Stage, ...],
+    send: Callable[[Stage | None], QueryPayload | None],
+    run_stage: Callable[[Run, RunLaunches, S, StageInputs], tuple[S, None]],
+    state: S,
+) -> S:
+    """Run the stages of a pass, equal ones in a loop or as calls of one function.
+
+    Args:
+        runner: The operations of the pass.
+        stages: The stages.
+        send: Sends this rank's queries to its helper in a stage.
+        run_stage: Runs a stage of a run; it is the body of a ``lax.scan``.
+        state: The arrays before the first stage.
+    """
+    before = stages[0]  # with no results to send home
+    for run in _runs(runner.call.program, stages):
+        launches = RunLaunches.of(runner.call.program, run)
+        body = partial(run_stage, run, launches)
+        if len(run.stages) > 1 and not run.has_helpers:
+            # Tables are looked up for all stages before the loop; an iteration gets its own rows.
+            inputs = StageInputs(runner.view.work_of(launches.own))
+            # An iteration is two stages. The K/V that arrive in the first are sent in the second,
+            # and those that arrive there take the place of the first ones. In a loop of one stage
+            # the place where K/V arrive would be the one that they are sent from, and they would
+            # be copied.
+            state, _ = lax.scan(body, state, inputs, unroll=2)
+            before = run.stages[-1]
+            continue
+        work = runner.work_of(launches.own)
+        peer_work = runner.work_of(launches.peer) if launches.peer else [None] * len(work)
+        # Traced once for equal stages, and one function of the program.
+        call_stage = jax.jit(body) if len(work) > 1 else body
+        for n, stage in enumerate(run.stages):
+            # In flight beside the stage: queries for helpers in the next one, and what helpers
+            # computed in the one before, on its way home.
+            returned = runner.return_to_owner(before, state.peer_result)
+            inputs = StageInputs(work[n], peer_work[n], send(run.after(n)), returned)
+            state, _ = call_stage(state, inputs)
+            before = stage
+    return state
 
 
 def _ring_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayload | None]:
@@ -128,42 +219,45 @@ def _ring_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayload 
     q, own = to_bhtd(x.q), own_message(x)
 
     def run_stage(
-        run: Run, launches: Launches, work: ItemTable | None, state: ForwardState
-    ) -> ForwardState:
-        """Run one stage of a run; ``work`` are this rank's items, ``None`` if no rank has any."""
-        held, into, peer_queries, returned = state
+        run: Run, launches: RunLaunches, state: ForwardState, inputs: StageInputs
+    ) -> tuple[ForwardState, None]:
+        """Run one stage of a run."""
+        held, into, peer_queries, _ = state
         # The K/V we hold go to the next rank, and those of the rank before arrive beside them;
         # so do the queries for the next stage. Nothing is overwritten: both sets are live.
         arriving = runner.hop(held, run.kv_hop)
-        next_peer_queries = runner.send_to_helper(run.next_stage, q)
         # Meanwhile the kernel reads the K/V that are being sent.
-        is_final = run.next_stage is None and returned is None and peer_queries is None
+        is_final = run.next_stage is None and inputs.returned is None and peer_queries is None
         into = runner.attend(
-            launches, work, q, held, into, overwrite=run.stages[0] is stages[0], is_final=is_final
-        )
+            launches.own, inputs.work, q, held, into, overwrite=run.stages[0] is stages[0],
+            is_final=is_final,
+        )  # fmt: skip
         # Our helper's results of the stage before have arrived beside that kernel.
-        if returned is not None:
-            into, returned = merge(into, returned), None
+        if inputs.returned is not None:
+            into = merge(into, inputs.returned.results)
         # Help another rank; our results for it travel during the next stage's kernel.
+        peer_result, next_peer_queries = None, inputs.queries
         if peer_queries is not None:
-            part = step_table(call.program, run.stages[0].step)
-            peer_result = runner.attend_for_peer(part, peer_queries, own)
-            returned = runner.return_to_owner(part, peer_result)
+            peer = not_none(launches.peer), not_none(inputs.peer_work)
+            peer_result = runner.attend_for_peer(*peer, peer_queries, own)
         # The received K/V become the current ones, no earlier than this stage's kernel ends.
         if run.next_stage is not None:
             into, arriving, next_peer_queries = overlap(into, arriving, next_peer_queries)
             arriving = order_after(arriving, into)
-        return ForwardState(arriving, into, next_peer_queries, returned)
+        return ForwardState(arriving, into, next_peer_queries, peer_result), None
 
-    into = runner.empty_state(q, x.v.shape[3])
+    def send(stage: Stage | None) -> QueryPayload | None:
+        return runner.send_to_helper(stage, q)
+
     # The own K/V are held first, whatever the first stage computes. Queries for its helpers leave
     # before it, with no kernel to hide them.
-    state = ForwardState(own, into, runner.send_to_helper(stages[0], q), None)
-    for run in _runs(call.program, stages):
-        launches = _launches_of(call.program, run)
-        state = runner.for_each(launches, partial(run_stage, run, launches), state)
+    state = ForwardState(own, runner.empty_state(q, x.v.shape[3]), send(stages[0]), None)
+    state = _run_stages(runner, stages, send, run_stage, state)
+    into = state.into
     # Helpers' results of the last stage have no kernel behind them to travel beside.
-    into = state.into if state.returned is None else merge(state.into, state.returned)
+    if state.peer_result is not None:
+        returned = not_none(runner.return_to_owner(stages[-1], state.peer_result))
+        into = merge(into, returned.results)
     return into, state.held if len(stages) > 1 else None
 
 
@@ -177,7 +271,7 @@ class BackwardState(NamedTuple):
         query_grads: Gradients of this rank's queries so far.
         own_dkv: dK/dV of this rank's own K/V; ``None`` as long as nothing was added to them.
         peer_queries: Queries of the rank that this one helps in the next stage.
-        returned: The part in which this rank was helped before, and what its helper computed.
+        peer_result: Gradients of the queries of the rank that this one helped in the stage before.
     """
 
     held: KVPayload
@@ -185,7 +279,7 @@ class BackwardState(NamedTuple):
     query_grads: QueryGrads
     own_dkv: Array | None
     peer_queries: QueryPayload | None
-    returned: tuple[StepTable, QueryGrads] | None
+    peer_result: QueryGrads | None
 
 
 def _ring_backward(
@@ -200,16 +294,15 @@ def _ring_backward(
     has_helpers = any(stage.offloads for stage in stages)
 
     def run_stage(
-        run: Run, launches: Launches, work: ItemTable | None, state: BackwardState
-    ) -> BackwardState:
-        """Run one stage of a run; ``work`` are this rank's items, ``None`` if no rank has any."""
-        held, dkv_before, query_grads, own_dkv, peer_queries, returned = state
-        is_own = launches.shifts == (0,)
+        run: Run, launches: RunLaunches, state: BackwardState, inputs: StageInputs
+    ) -> tuple[BackwardState, None]:
+        """Run one stage of a run."""
+        held, dkv_before, query_grads, own_dkv, peer_queries, _ = state
+        is_own = launches.own.shifts == (0,)
         # In flight beside this stage's kernel: the K/V we hold, queries for helpers, and the sum
         # of dK/dV up to the stage before. The kernel adds to zeros, not to that sum.
         arriving = runner.hop(held, run.kv_hop)
         arriving_dkv = None if dkv_before is None else runner.hop(dkv_before, run.grad_hop)
-        next_peer_queries = runner.send_to_helper(run.next_stage, q, upstream)
         # The own K/V are packed again for the stage that needs them: kept from the beginning, they
         # would be a third set in memory beside those that are held and those that arrive.
         own = own_message(x, after=query_grads.dq) if is_own and last is not None else first
@@ -218,18 +311,18 @@ def _ring_backward(
         if is_own and own_dkv is not None:
             dkv = own_dkv
         query_grads, dkv = runner.differentiate(
-            launches, work, q, keys, upstream, query_grads, dkv,
+            launches.own, inputs.work, q, keys, upstream, query_grads, dkv,
             overwrite=not is_own or not has_helpers,
         )  # fmt: skip
         # dQ that our helper computed in the stage before has arrived.
-        if returned is not None:
-            query_grads, returned = runner.add_returned(query_grads, *returned), None
+        if inputs.returned is not None:
+            query_grads = runner.add_returned(query_grads, inputs.returned)
         # Help another rank; its dQ travels during the next stage's kernel, dK/dV stay here.
+        peer_result, next_peer_queries = None, inputs.queries
         if peer_queries is not None:
-            part = step_table(call.program, run.stages[0].step)
+            peer = not_none(launches.peer), not_none(inputs.peer_work), peer_queries
             before = runner.zeros(own.kv.shape) if own_dkv is None else own_dkv
-            peer_grads, own_dkv = runner.differentiate_for_peer(part, peer_queries, first, before)
-            returned = part, runner.return_to_owner(part, peer_grads)
+            peer_result, own_dkv = runner.differentiate_for_peer(*peer, first, before)
         # What arrived may be read from here on, no earlier than this stage's kernel ends.
         if run.next_stage is not None or arriving_dkv is not None:
             query_grads, dkv, arriving, next_peer_queries, arriving_dkv = overlap(
@@ -240,18 +333,19 @@ def _ring_backward(
         # stage, or kept where it is home: in the stage of this rank's own keys.
         dkv = dkv if arriving_dkv is None else dkv + arriving_dkv
         sums = (None, dkv) if is_own else (dkv, own_dkv)
-        return BackwardState(arriving, sums[0], query_grads, sums[1], next_peer_queries, returned)
+        state = BackwardState(
+            arriving, sums[0], query_grads, sums[1], next_peer_queries, peer_result
+        )
+        return state, None
+
+    def send(stage: Stage | None) -> QueryPayload | None:
+        return runner.send_to_helper(stage, q, upstream)
 
     query_grads = QueryGrads(runner.zeros(q.shape), runner.empty_bias_grad(x.bias))
-    peer_queries = runner.send_to_helper(stages[0], q, upstream)
     held = first if last is None else last
-    state = BackwardState(held, None, query_grads, None, peer_queries, None)
-    for run in _runs(call.program, stages):
-        launches = _launches_of(call.program, run)
-        state = runner.for_each(launches, partial(run_stage, run, launches), state)
+    state = BackwardState(held, None, query_grads, None, send(stages[0]), None)
+    state = _run_stages(runner, stages, send, run_stage, state)
     query_grads = state.query_grads
-    if state.returned is not None:
-        query_grads = runner.add_returned(query_grads, *state.returned)
     return Grads(query_grads.dq, not_none(state.own_dkv), query_grads.dbias)
 
 

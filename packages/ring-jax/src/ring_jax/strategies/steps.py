@@ -24,10 +24,9 @@ import numpy as np
 from jax import lax
 
 from ring_core import Request, RingProgram, StrategyConfig, StrategyName
-from ring_core.base.arguments import not_none
 from ring_core.programs.ring import Stage
 from ring_jax.collectives import Ranks, match_varying, reload_after, varying_axes
-from ring_jax.kernels.absent import AbsentKernel, or_broken
+from ring_jax.kernels.absent import AbsentKernel, lowered_for, or_broken
 from ring_jax.positions import all_positions
 from ring_jax.rank_view import Launches, RankView, StepTable, is_padding, ranks_of, step_table
 from ring_jax.records import (
@@ -136,6 +135,18 @@ class QueryGrads(NamedTuple):
     dbias: Array | None
 
 
+class Returned[R: (AttentionState, QueryGrads)](NamedTuple):
+    """Results of a helper, at home with the rank whose queries they are of.
+
+    Attributes:
+        results: Attention of the queries over the helper's keys, or their gradients.
+        key_positions: Global indices of these keys, int32 ``[S]``; ``None`` without a bias.
+    """
+
+    results: R
+    key_positions: Array | None
+
+
 @dataclass(frozen=True)
 class StepRunner:
     """The operations of one pass on this device: send, launch kernels, add up gradients.
@@ -179,28 +190,16 @@ class StepRunner:
         # arrays, so two sets of K/V are in memory until the step that reads the old one ends.
         return x if hop is None else self.ranks.move(x, hop)
 
-    def work_of(self, launches: Launches) -> ItemTable | None:
-        """Return this rank's items in the only launch; ``None`` if no rank has any."""
+    def work_of(self, launches: Launches) -> list[ItemTable | None]:
+        """Return this rank's items in each launch; ``None`` if no rank has any in all of them."""
+        numbers = range(len(launches.shifts))
         if launches.table is None:
-            return None
-        return cast("ItemTable", jax.tree.map(lambda x: x[0], self.view.work_of(launches)))
-
-    def for_each[S](
-        self, launches: Launches, body: Callable[[ItemTable | None, S], S], state: S
-    ) -> S:
-        """Run ``body(work, state)`` for this rank's items in each launch, in a loop if several.
-
-        The loop is one, however many launches there are: a program does not grow with the ring.
-        """
-        if len(launches.shifts) == 1:
-            return body(self.work_of(launches), state)
-        # Tables are looked up for all launches before the loop; an iteration gets its own rows.
+            return [None for _ in numbers]
         work = self.view.work_of(launches)
-        # An iteration is two stages. The K/V that arrive in the first are sent in the second, and
-        # those that arrive there take the place of the first ones. In a loop of one stage the place
-        # where K/V arrive would be the one that they are sent from, and they would be copied.
-        state, _ = lax.scan(lambda x, work: (body(work, x), None), state, work, unroll=2)
-        return state
+        return [
+            jax.tree.map(lambda x, n=n: lax.index_in_dim(x, n, keepdims=False), work)
+            for n in numbers
+        ]
 
     def attend(
         self,
@@ -263,24 +262,25 @@ class StepRunner:
         return self.ranks.move(queries, part.shift, part.helpers)
 
     def attend_for_peer(
-        self, part: StepTable, peer_queries: QueryPayload, own: KVPayload
+        self, launches: Launches, work: ItemTable, peer_queries: QueryPayload, own: KVPayload
     ) -> AttentionState:
         """Compute attention of another rank's queries over this device's own keys."""
-        rows, columns, work = self._peer_operands(part, peer_queries, own)
+        rows, columns = self._peer_operands(launches, work, peer_queries, own)
         # Starts from nothing: the owner merges this with what it has, which is not here.
         empty = self.empty_state(rows.q, own.kv.shape[3] - self.call.head_dim)
         spec = LaunchSpec(self.call, overwrite=True)
         return _launch("attend_into", spec, rows, columns, work, into=empty)
 
     def differentiate_for_peer(
-        self, part: StepTable, peer_queries: QueryPayload, own: KVPayload, own_dkv: Array
-    ) -> tuple[QueryGrads, Array]:
+        self, launches: Launches, work: ItemTable, peer_queries: QueryPayload, own: KVPayload,
+        own_dkv: Array,
+    ) -> tuple[QueryGrads, Array]:  # fmt: skip
         """Compute gradients of another rank's queries, and add those of this device's own K/V.
 
         Returns:
             The gradients of the peer's queries and bias, and ``own_dkv`` plus those of the K/V.
         """
-        rows, columns, work = self._peer_operands(part, peer_queries, own)
+        rows, columns = self._peer_operands(launches, work, peer_queries, own)
         # dQ starts from zeros, as it travels home and is added there. dK/dV are of this rank's own
         # keys, so they are added to what is here.
         into = Grads(self.zeros(rows.q.shape), own_dkv, self.empty_bias_grad(rows.bias))
@@ -288,31 +288,41 @@ class StepRunner:
         grads = _launch("grads_into", spec, rows, columns, upstream, work, into=into)
         return QueryGrads(grads.dq, grads.dbias), grads.dkv
 
-    def return_to_owner[R: (AttentionState, QueryGrads)](self, part: StepTable, results: R) -> R:
-        """Send a helper's results back to the rank whose queries they belong to.
+    def return_to_owner[R: (AttentionState, QueryGrads)](
+        self, stage: Stage, results: R | None
+    ) -> Returned[R] | None:
+        """Send a helper's results of a stage back to the rank whose queries they belong to.
 
         Returns:
-            What this device's own helper computed; the identity on a rank that nobody helped.
+            What this device's own helper computed; the identity on a rank that nobody helped, and
+            ``None`` if there are no results.
         """
+        if results is None:
+            return None
+        part = step_table(self.call.program, stage.step)
         size, shift = self.call.plan.cp_size, part.shift
         owners = [(r - shift) % size for r in part.helpers]
         # Results go back the way that the queries came, beside the next stage's kernels.
         received = self.ranks.move(results, -shift, owners)
         if isinstance(received, QueryGrads):
-            return received
+            has_bias = received.dbias is not None
+            return Returned(received, self._helper_key_positions(part) if has_bias else None)
         # Ranks that nobody helped have received zeros, which are no state: lse = -inf makes one
         # that a merge ignores.
-        is_helped = jnp.zeros(size, bool).at[jnp.array(owners)].set(True)
-        lse = jnp.where(is_helped[self.view.rank], received.lse, -jnp.inf)
-        return received._replace(lse=lse)
+        is_helped = jnp.asarray(np.isin(np.arange(size), owners))
+        lse = jnp.where(
+            lax.dynamic_index_in_dim(is_helped, self.view.rank, keepdims=False),
+            received.lse,
+            -jnp.inf,
+        )
+        return Returned(received._replace(lse=lse), None)
 
-    def add_returned(self, grads: QueryGrads, part: StepTable, returned: QueryGrads) -> QueryGrads:
+    def add_returned(self, grads: QueryGrads, returned: Returned[QueryGrads]) -> QueryGrads:
         """Add the gradients that this device's helper sent back."""
         # On a rank that nobody helped zeros have arrived, which change neither sum.
-        return QueryGrads(
-            grads.dq + returned.dq,
-            self._add_bias_grad(grads.dbias, self._helper_key_positions(part), returned.dbias),
-        )
+        dq, dbias = returned.results
+        dbias = self._add_bias_grad(grads.dbias, returned.key_positions, dbias)
+        return QueryGrads(grads.dq + dq, dbias)
 
     def _helper_key_positions(self, part: StepTable) -> Array:
         """Return positions of the keys that this device's queries meet on its helper."""
@@ -332,13 +342,12 @@ class StepRunner:
         return view.rows(launches, view.rank, queries), view.columns(launches, positions, held)
 
     def _peer_operands(
-        self, part: StepTable, peer_queries: QueryPayload, own: KVPayload
-    ) -> tuple[QueryBlock, KeyBlock, ItemTable]:
-        """Return another rank's queries, this device's own keys, and the items between them."""
-        view, launches = self.view, Launches.of(part, for_peer=True)
-        work = not_none(self.work_of(launches))
+        self, launches: Launches, work: ItemTable, peer_queries: QueryPayload, own: KVPayload
+    ) -> tuple[QueryBlock, KeyBlock]:
+        """Return another rank's queries and this device's own keys."""
+        view = self.view
         columns = view.columns(launches, view.key_positions(view.rank), own)
-        return view.rows(launches, work.q_rank, peer_queries), columns, work
+        return view.rows(launches, work.q_rank, peer_queries), columns
 
     def _bias_of_keys(self, positions: Array) -> Array | None:
         """Return the columns of the bias for keys at some positions."""
@@ -346,7 +355,7 @@ class StepRunner:
         return bias if bias is None or self._has_all_keys else jnp.take(bias, positions, axis=3)
 
     def _add_bias_grad(
-        self, dbias: Array | None, positions: Array, part: Array | None
+        self, dbias: Array | None, positions: Array | None, part: Array | None
     ) -> Array | None:
         """Add the gradient of some columns of the bias, those of keys at ``positions``."""
         if dbias is None or part is None:
@@ -380,8 +389,9 @@ def _launch[State: (AttentionState, Grads)](
         return result.attend_into(*operands) if isinstance(result, AbsentKernel) else result
 
     launches = {
-        device: partial(branch, kernel)
+        device: partial(branch, kernel) if device == "default"
+        else partial(lowered_for, device, partial(branch, kernel))
         for kernel in kernels
         for device in kernel.capabilities.devices or ("default",)
-    }
+    }  # fmt: skip
     return cast("State", lax.platform_dependent(rows, *args, into, **launches))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Never, Protocol
@@ -164,7 +164,7 @@ class Scope:
         return self.keys in ("own", "sharded") and self.state.computes == "shards"
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """Arguments of a call of torch's function, by its names, and the module that makes the call."""
 
     query: Tensor
@@ -196,21 +196,17 @@ def scaled_dot_product_attention(
         UnsupportedError: They cannot be honoured exactly on a split sequence; nothing was sent but,
             where ring attention itself refuses the call, the ranks' parts of ``attn_mask``.
     """
-    module = _module_of(scope, query, key, is_causal=is_causal, has_mask=attn_mask is not None)
-    if scope.others and scope.state.computes == "shards":
-        _refuse(
-            module,
-            f"it is also {scope.others}: give the options all of its names, or make two modules of it",
-        )
-    call = _Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, module)
+    words = ["causal"] * is_causal + ["attn_mask"] * (attn_mask is not None)
+    module = module_of(scope, query, key, words)
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, module)
     if scope.state.computes == "shards":
         if scope.keys in ("own", "sharded"):
-            out = _on_ring(scope.state, _checked(scope, call))
+            out: Tensor = attend_on_ring(scope.state, checked(scope, call))
             return out.reshape(*query.shape[:-1], value.shape[-1])
         scope.state.watch.call(0, 0, on_ring=False)
         if scope.keys == "whole":
             if is_causal:
-                _refuse(
+                refuse(
                     module,
                     "is_causal=True with keys that every rank holds whole: which of them a "
                     "query may see depends on its place in the whole sequence. Give attn_mask with a "
@@ -223,7 +219,7 @@ def scaled_dot_product_attention(
     return _by_torch(call)
 
 
-def _by_torch(call: _Call) -> Tensor:
+def _by_torch(call: Call) -> Tensor:
     """Call torch's own attention, below the functions and modes by which Ring replaces it."""
     if call.is_causal and call.attn_mask is not None:  # as of heads, with padding
         rows, columns = call.query.shape[-2], call.key.shape[-2]
@@ -241,45 +237,77 @@ def _hidden(mask: Tensor, seen: Tensor) -> Tensor:
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
 
 
-def _on_ring(state: Replacement, call: _Call) -> Tensor:
-    """Compute a checked call on the ring; returns ``[B, H, T_local, Dv]``."""
+def attend_on_ring(
+    state: Replacement,
+    call: Call,
+    flex: AttentionOptions | None = None,
+    *,
+    return_lse: bool = False,
+) -> Any:
+    """Compute a checked call on the ring.
+
+    Args:
+        state: State of the replacement.
+        call: The call.
+        flex: Options that a call of ``flex_attention`` comes to, documents among them.
+        return_lse: True to return ``lse`` ``[B, H, T_local]``, too.
+
+    Returns:
+        ``out`` ``[B, H, T_local, Dv]``, or ``(out, lse)``.
+    """
     batch, _, length, _ = call.query.shape
     are_known = sizes_are_known(batch, length)
     if (
         reason := state.watch.call(*(batch, length) if are_known else (0, 0), on_ring=True)
     ) is not None:
-        _refuse(call.module, reason)
+        refuse(call.module, reason)
     sent = state.watch.sent()
-    documents, tokens = state.documents, length * state.ranks
     options: AttentionOptions = {
         "causal": call.is_causal, "softmax_scale": call.scale, "kernel": state.kernel,
         "strategy": state.strategy, "transport": state.transport,
         "deterministic": state.deterministic,
     }  # fmt: skip
-    if documents is not None:
-        if documents[-1] > tokens:
-            raise ValueError(
-                f"replace_sdpa: {call.module}: documents end at {documents[-1]}, and the ranks hold {tokens} "
-                f"tokens: set the handle's documents to those of this batch"
-            )
-        if documents[-1] < tokens:  # padding is a document of its own
-            documents = (*documents, tokens)
-        options["cu_seqlens"] = documents
-    elif not call.is_causal and call.attn_mask is None:  # else no token sees the padding behind it
-        _refuse_padding(state, call)
+    if flex is None:
+        documents = documents_of(state, call, length * state.ranks)
+        if documents is not None:
+            options["cu_seqlens"] = documents
+        elif (
+            not call.is_causal and call.attn_mask is None
+        ):  # else no token sees the padding behind it
+            refuse_padding(state, call)
+        ordered = call.is_causal or documents is not None
+    else:
+        options |= flex
+        ordered = True
     if call.dropout_p:
         options["dropout_p"], options["dropout_seed"] = call.dropout_p, _draw_seed()
-    ordered = call.is_causal or documents is not None
     if call.attn_mask is not None:
         ordered = _add_mask(state, options, call, call.attn_mask, ordered=ordered)
     q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
     cp = state.cp if ordered else state.unordered
-    out: Tensor = cp.attention(q, k, v, **options)
+    result = cp.attention(q, k, v, return_lse=return_lse, **options)
     state.watch.answered(sent)
-    return out.transpose(1, 2)
+    return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
 
 
-def _refuse_padding(state: Replacement, call: _Call) -> None:
+def documents_of(state: Replacement, call: Call, tokens: int) -> tuple[int, ...] | None:
+    """Return the handle's documents, with padding up to ``tokens`` as one of its own.
+
+    Raises:
+        ValueError: They end behind ``tokens``.
+    """
+    documents = state.documents
+    if documents is None or documents[-1] == tokens:
+        return documents
+    if documents[-1] > tokens:
+        raise ValueError(
+            f"replace_sdpa: {call.module}: documents end at {documents[-1]}, and the ranks hold {tokens} "
+            f"tokens: set the handle's documents to those of this batch"
+        )
+    return (*documents, tokens)
+
+
+def refuse_padding(state: Replacement, call: Call) -> None:
     """Refuse a call that sees the padding of a sequence that ``shard(pad=True)`` made.
 
     Raises:
@@ -287,7 +315,7 @@ def _refuse_padding(state: Replacement, call: _Call) -> None:
     """
     keys = call.key.shape[2]
     if (length := (state.sharding.thread.padded or {}).get(keys)) is not None:
-        _refuse(
+        refuse(
             call.module,
             f"{keys} keys of this rank, of a sequence of {length} tokens that shard(pad=True) padded to "
             f"{keys * state.ranks}: the call would see the padding. Set the handle's documents = (0, "
@@ -297,7 +325,7 @@ def _refuse_padding(state: Replacement, call: _Call) -> None:
 
 
 def _add_mask(
-    state: Replacement, options: AttentionOptions, call: _Call, mask: Tensor, *, ordered: bool
+    state: Replacement, options: AttentionOptions, call: Call, mask: Tensor, *, ordered: bool
 ) -> bool:
     """Add a mask ``[B or 1, H or 1, rows, columns]`` to the options.
 
@@ -338,7 +366,7 @@ def _add_mask(
         mask = cp.unshard(mask, dim=3, grad=grad).expand(-1, -1, queries, -1)
     else:
         if (rows, columns) == (queries, own_keys) != (queries, keys):
-            _refuse(
+            refuse(
                 call.module,
                 f"attn_mask {tuple(mask.shape)} has a row for each "
                 f"of this rank's queries and a column for each of its own keys, and says nothing of the "
@@ -360,7 +388,7 @@ def _is_one_or(size: int, other: int) -> bool:
     return size == 1 or size == other  # noqa: PLR1714 - torch 2.11 finds no symbolic size in a tuple
 
 
-def _wrong_shape(call: _Call, mask: Tensor, keys: int) -> Never:
+def _wrong_shape(call: Call, mask: Tensor, keys: int) -> Never:
     """Raise a ``ValueError`` for a mask of a shape that nothing explains."""
     raise ValueError(
         f"replace_sdpa: {call.module}: attn_mask of {tuple(mask.shape)} for {call.query.shape[2]} queries and "
@@ -370,7 +398,7 @@ def _wrong_shape(call: _Call, mask: Tensor, keys: int) -> Never:
     )
 
 
-def _checked(scope: Scope, call: _Call) -> _Call:
+def checked(scope: Scope, call: Call) -> Call:
     """Check a call and return it with tensors of four dimensions, ``[B, H, T_local, D]``.
 
     Raises:
@@ -379,15 +407,15 @@ def _checked(scope: Scope, call: _Call) -> _Call:
     """
     query, key, value, mask = call[:4]
     module, is_sharded = call.module, scope.keys == "sharded"
-    for name, x in zip(_Call._fields, call[:4], strict=False):
+    for name, x in zip(Call._fields, call[:4], strict=False):
         if isinstance(x, DTensor | CausalBias) or (isinstance(x, Tensor) and x.is_nested):
-            _refuse(
+            refuse(
                 module,
                 f"{name} is a {type(x).__name__ if not x.is_nested else 'nested tensor'}. Give plain "
                 f"tensors, of a DTensor its to_local(); for causal attention is_causal=True",
             )
     if not query.ndim == key.ndim == value.ndim or query.ndim not in (3, 4):
-        _refuse(
+        refuse(
             module,
             f"query {tuple(query.shape)} and key {tuple(key.shape)}: [B, H, T_local, D] or "
             f"[B, T_local, D] is needed. If a dimension before H holds frames or windows that attend "
@@ -404,7 +432,7 @@ def _checked(scope: Scope, call: _Call) -> _Call:
             f"need enable_gqa=True"
         )
     if scope.keys == "own" and query.shape[2] != key.shape[2]:
-        _refuse(
+        refuse(
             module,
             f"{query.shape[2]} queries and {key.shape[2]} keys of this rank. Name the module in whole_keys= "
             f"if every rank holds all these keys (text), in sharded_keys= if they are a rank's part of "
@@ -412,18 +440,18 @@ def _checked(scope: Scope, call: _Call) -> _Call:
             f"supported: generate on one device",
         )
     if is_sharded and call.is_causal:
-        _refuse(module, "is_causal=True over keys of another sequence")
+        refuse(module, "is_causal=True over keys of another sequence")
     if is_sharded and scope.state.documents is not None:
-        _refuse(module, "documents= with keys of another sequence, whose documents are not known")
+        refuse(module, "documents= with keys of another sequence, whose documents are not known")
     return call._replace(query=query, key=key, value=value, attn_mask=mask)
 
 
-def _refuse(module: str, reason: str) -> Never:
+def refuse(module: str, reason: str) -> Never:
     """Raise an ``UnsupportedError`` that names the module."""
     raise UnsupportedError(f"replace_sdpa: {module}: {reason}")
 
 
-def _within_documents(state: Replacement, call: _Call) -> Tensor:
+def _within_documents(state: Replacement, call: Call) -> Tensor:
     """Return a mask of a whole sequence in which documents see themselves alone.
 
     The call's own mask, and its causality, are part of it.
@@ -448,7 +476,7 @@ def _draw_seed() -> int:
 
 
 @untraced
-def _with_dropout_of_rank(rank: int, call: _Call) -> Tensor:
+def _with_dropout_of_rank(rank: int, call: Call) -> Tensor:
     """Attend to keys that every rank holds, dropping other weights than the other ranks.
 
     Generators of ranks are alike, and their queries are not: the same draws would repeat.
@@ -463,8 +491,10 @@ def _with_dropout_of_rank(rank: int, call: _Call) -> Tensor:
         return _by_torch(call)
 
 
-def _module_of(scope: Scope, query: Tensor, key: Tensor, *, is_causal: bool, has_mask: bool) -> str:
+def module_of(scope: Scope, query: Tensor, key: Tensor, words: Sequence[str]) -> str:
     """Return the name of the module that makes the call, and note it in ``state.modules``.
+
+    The note has ``words`` on the call.
 
     An ``autograd.Function`` between the call and the module may compute the call again in its
     backward: that runs in the scope's mode, too.
@@ -473,18 +503,22 @@ def _module_of(scope: Scope, query: Tensor, key: Tensor, *, is_causal: bool, has
         UnsupportedError: A checkpoint lies between the call and the module: it would compute the
             call again outside of every module's forward, where nobody replaces it.
     """
-    state = scope.state
+    state, name, made_by = scope.state, "a compiled module", Caller()
     if torch.compiler.is_compiling():
         state.note_traced()
         if state.may_repeat():
             torch._dynamo.graph_break()  # noqa: SLF001 - torch has no public name for it
-        return "a compiled module"
-    made_by = caller()
-    name = state.names.get(id(made_by.module)) or type(made_by.module or state.root).__name__
-    if state.computes == "shards":
-        _follow_into_backward(scope, name, made_by)
+    else:
+        made_by = caller()
+        name = state.names.get(id(made_by.module)) or type(made_by.module or state.root).__name__
+        if state.computes == "shards":
+            _follow_into_backward(scope, name, made_by)
+    if scope.others and state.computes == "shards":
+        refuse(
+            name,
+            f"it is also {scope.others}: give the options all of its names, or make two modules of it",
+        )
     if made_by.module is not None and name not in state.modules:
-        words = ["causal"] * is_causal + ["attn_mask"] * has_mask
         sizes = f"{query.shape[-2]} queries, {key.shape[-2]} keys of this rank"
         state.modules[name] = ", ".join([f"{scope.keys} keys", *words, sizes])
     return name
@@ -497,13 +531,13 @@ def _follow_into_backward(scope: Scope, name: str, made_by: Caller) -> None:
         UnsupportedError: They cannot.
     """
     if made_by.is_checkpointed and made_by.module is not None:
-        _refuse(
+        refuse(
             name,
             "it calls attention inside torch.utils.checkpoint within its own forward, which would compute "
             "it again outside of the module. Checkpoint a module's call instead: checkpoint(block, x)",
         )
     if made_by.has_setup_context and scope.state.watch.has_grad():
-        _refuse(
+        refuse(
             name,
             "it calls attention inside an autograd.Function with setup_context within its own forward, whose "
             "backward would compute it again outside of the module. Call a module there, or give the "

@@ -70,7 +70,7 @@ class RingMode(TorchFunctionMode):
                 func = functools.partial(_call_operator, self.scope, func)
             return func(*args, **kwargs)
         if self.operator and kind in ("seen", "hidden"):
-            _refuse(self.operator)
+            refuse_hidden(self.operator)
         if kind == "seen":
             _check_causal_mask(*args, **kwargs)
             attend = scaled_dot_product_attention if is_traced else _attend_eagerly
@@ -88,7 +88,7 @@ class RingMode(TorchFunctionMode):
         if text.startswith("ring_torch."):  # in a graph; the caller uses Ring by itself
             self.scope.state.watch.call(0, 0, on_ring=False)
         elif self.scope.is_split:
-            _refuse(getattr(func, "__name__", text))
+            refuse_hidden(getattr(func, "__name__", text))
         with DisableTorchFunction():  # else other modes of ours refuse it
             return func(*args, **kwargs)
 
@@ -119,8 +119,9 @@ _attend_eagerly = untraced(scaled_dot_product_attention)
 
 
 def _is_function(x: Any) -> bool:
-    """Return True for a function that an operator is to run."""
-    return callable(x) and not isinstance(x, Tensor)
+    """Return True for a function that an operator is to run, and that is not torch's own class."""
+    is_of_torch = isinstance(x, type) and x.__module__.startswith("torch.")  # as of vmap
+    return callable(x) and not isinstance(x, Tensor) and not is_of_torch
 
 
 def _in_mode(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +160,7 @@ def current_mode() -> RingMode | None:
     return None
 
 
-def _refuse(function: str) -> Never:
+def refuse_hidden(function: str) -> Never:
     """Raise an UnsupportedError that names a function that attends."""
     raise UnsupportedError(
         f"replace_sdpa: {function} attends inside torch, to this rank's keys alone. "

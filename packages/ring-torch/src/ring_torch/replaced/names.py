@@ -141,9 +141,10 @@ def _hides_attention(value: Any) -> bool:
 
 
 def _calls_attention(value: Any) -> bool:
-    """Return True for torch's SDPA, or a function whose code names it."""
+    """Return True for torch's SDPA, or a function whose code names it or ``flex_attention``."""
     if isinstance(value, types.FunctionType):
-        return "scaled_dot_product_attention" in _names_in(value.__code__)
+        named = {"scaled_dot_product_attention", "flex_attention"}
+        return not named.isdisjoint(_names_in(value.__code__))
     return isinstance(value, types.BuiltinFunctionType) and kind_of(value) == "seen"
 
 

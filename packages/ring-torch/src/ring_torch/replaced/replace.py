@@ -14,6 +14,7 @@ from ring_core.base.config import kernel_config, strategy_config
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.context import ContextParallel, check_context
 from ring_torch.kernels import kernel_names
+from ring_torch.replaced import flex
 from ring_torch.replaced.calls import Keys, Replacement, Scope
 from ring_torch.replaced.mode import RingMode
 from ring_torch.replaced.modules import replace_forwards
@@ -34,6 +35,7 @@ class SDPAHandle:
 
     def __init__(self, state: Replacement, undo: Sequence[Callable[[], None]]) -> None:
         self._state, self._undo = state, [*undo]
+        flex.intercept(state)
 
     @property
     def modules(self) -> Mapping[str, str]:
@@ -87,6 +89,7 @@ class SDPAHandle:
         torch even so.
         """
         self._state.removed = True  # also where another library has derived classes of ours
+        flex.release(self._state)
         while self._undo:
             self._undo.pop()()
 
