@@ -24,6 +24,7 @@ from wrong import (
     Subject,
     Values,
     checks_of,
+    subject,
     wrong_tensors,
 )  # fmt: skip
 
@@ -160,11 +161,6 @@ recurrent: dict[str, Tensor] = {
 ssd: dict[str, Tensor] = {
     "x": zeros(VALUES), "dt": zeros(HEADS), "A": zeros(4), "B": zeros(KEYS), "C": zeros(KEYS),
 }  # fmt: skip
-#: Options of all recurrent layers.
-LAYER: dict[str, Values] = {
-    "output_final_state": FLAG, "cu_seqlens": OPTIONS["cu_seqlens"],
-    "seq_len": OPTIONS["seq_len"],
-}  # fmt: skip
 #: A cache of two requests, whose tokens are written, and whose positions may be written again.
 cache = ring_torch.KVCache(
     cp, num_layers=1, num_kv_heads=2, head_dim=16, max_requests=2, max_tokens=512,
@@ -178,7 +174,10 @@ first = ring_torch.KVCache(
 )  # fmt: skip
 first.extend(first.add(), 8)
 ROW = {"q": (1, 8, 4, 16), "k": (1, 8, 2, 16), "v": (1, 8, 2, 16)}
-INDEX: Values = {**{n: x for n, x in SIZE.items() if n != "zero"}, "none": None, "too large": 2}
+POSITIVE: Values = {n: x for n, x in SIZE.items() if n != "zero"} | {"none": None}
+COUNT: Values = {**SIZE, "none": None}
+INDEX: Values = {**POSITIVE, "too large": 2}
+DEVICE: Values = {"word": "gpu7", "number": 1.5, "list": ["cpu"]}
 SERVED: dict[str, Values] = {
     "cache": {"none": None, "word": "cache", "class": ring_torch.KVCache, "tensor": zeros(KV)},
     "layer": INDEX, "return_lse": FLAG, "kernel": {**NAME, "other": "fa4"}, "transport": NAME,
@@ -191,290 +190,199 @@ def optional(values: Values) -> Values:
     return {name: x for name, x in values.items() if x is not None}
 
 
-LINEAR: dict[str, Values] = {
-    **LAYER, "q": like(*KEYS, but=SIZE_IS_FREE), "k": like(*KEYS),
-    "v": like(*VALUES, but=SIZE_IS_FREE), "scale": REAL,
-    "initial_state": optional(like(1, 4, 4, 3)), "use_qk_l2norm": FLAG, "kernel": OPTIONS["kernel"],
+#: Wrong values of arguments by their names.
+BY_NAME: dict[str, Values] = {
+    **{n: OPTIONS[n] for n in (
+        "layout", "seq_len", "cu_seqlens", "kernel", "softcap", "dropout_seed", "strategy",
+        "deterministic",
+    )},
+    **{n: LOSS[n] for n in LOSS if n != "seq_len"},
+    **dict.fromkeys(("model", "module"), MODULE), **dict.fromkeys(("x", "y"), SHARD),
+    **dict.fromkeys(("left", "right"), ROWS), "to": OPTIONS["layout"], "n": STEPS, "dim": DIM,
+    **dict.fromkeys((
+        "pad", "output_final_state", "use_qk_l2norm", "dt_softplus", "delta_softplus", "balanced",
+        "cuda", "entropy",
+    ), FLAG),
+    "fill": FILL, "grad": GRAD, "group": GROUP, "dp": optional(GROUP), "scale": REAL,
+    "tokens_at_once": {**LENGTH, "none": None},
+    # Of linear attention.
+    "initial_state": optional(like(1, 4, 4, 3)), "beta": like(*HEADS),
+}  # fmt: skip
+#: Wrong prompts and completions of a loader of rollouts.
+sequences: Values = {
+    "none": None, "word": "x", "number": 1, "rows": [ids(1, 3).long()], "floats": [zeros(3)],
+    "of more": [ids(3).long()] * 2,
+}  # fmt: skip
+row = functools.partial(subject, BY_NAME)
+linear = functools.partial(
+    row, q=like(*KEYS, but=SIZE_IS_FREE), k=like(*KEYS), v=like(*VALUES, but=SIZE_IS_FREE)
+)
+OF_TOKENS: dict[str, Values] = {
+    "hidden": {"none": None, **bad_tensors(2, 8, 3), "of no token": zeros(2, 7, 3)},
+    "head_weight": {"none": None, **bad_tensors(5, 3), "transposed": zeros(3, 5)},
+    "bias": {**CLASSES, "half": zeros(5).half()},
 }  # fmt: skip
 
 SUBJECTS: dict[str, Subject] = {
-    "ring_torch.ContextParallel.gated_delta_rule": Subject(
-        cp.gated_delta_rule, recurrent, {**LINEAR, "g": like(*HEADS), "beta": like(*HEADS)}
+    "ring_torch.ContextParallel.gated_delta_rule": linear(
+        cp.gated_delta_rule, recurrent, g=like(*HEADS)
     ),
-    "ring_torch.ContextParallel.kda": Subject(
-        cp.kda, {**recurrent, "g": zeros(*HEADS, 4)},
-        {**LINEAR, "g": like(*HEADS, 4), "beta": like(*HEADS)},
+    "ring_torch.ContextParallel.kda": linear(
+        cp.kda, {**recurrent, "g": zeros(*HEADS, 4)}, g=like(*HEADS, 4)
     ),
-    "ring_torch.ContextParallel.simple_gla": Subject(
+    "ring_torch.ContextParallel.simple_gla": linear(
         cp.simple_gla, {name: recurrent[name] for name in "qkvg"},
-        {**LINEAR, "g": optional(like(*HEADS)), "g_gamma": optional(like(4))},
+        g=optional(like(*HEADS)), g_gamma=optional(like(4)),
     ),
-    "ring_torch.ContextParallel.ssd": Subject(
-        cp.ssd, ssd,
-        {
-            **LAYER, "x": like(*VALUES, but=SIZE_IS_FREE),
-            "dt": like(*HEADS), "A": like(4), "B": like(*KEYS, but=SIZE_IS_FREE),
-            "C": like(*KEYS), "D": optional(like(4, but=("one axis more",))),
-            "z": optional(like(*VALUES)), "dt_bias": optional(like(4)), "dt_softplus": FLAG,
-            "dt_limit": {
-                "number": 1.0, "none": None, "falling": (1.0, 0.5), "words": ("0", "1"), "nan": (0.0, float("nan")),
-                "flags": (False, True), "three": (0.0, 1.0, 2.0),
-            },
-            "initial_states": optional(like(1, 4, 3, 4)), "kernel": OPTIONS["kernel"],
+    "ring_torch.ContextParallel.ssd": row(
+        cp.ssd, ssd, x=like(*VALUES, but=SIZE_IS_FREE), dt=like(*HEADS), A=like(4),
+        B=like(*KEYS, but=SIZE_IS_FREE), C=like(*KEYS), D=optional(like(4, but=("one axis more",))),
+        z=optional(like(*VALUES)), dt_bias=optional(like(4)),
+        dt_limit={
+            "number": 1.0, "none": None, "falling": (1.0, 0.5), "words": ("0", "1"), "nan": (0.0, float("nan")),
+            "flags": (False, True), "three": (0.0, 1.0, 2.0),
         },
+        initial_states=optional(like(1, 4, 3, 4)),
     ),
-    "ring_torch.ContextParallel.selective_scan": Subject(
+    "ring_torch.ContextParallel.selective_scan": row(
         cp.selective_scan,
         {"u": zeros(HEADS), "delta": zeros(HEADS), "A": zeros(4, 3), "B": zeros(1, 8, 3), "C": zeros(1, 8, 3)},
-        {
-            "u": like(*HEADS, but=SIZE_IS_FREE), "delta": like(*HEADS),
-            "A": like(4, 3, but=SIZE_IS_FREE),
-            "B": like(1, 8, 3, but=("one axis more",)),
-            "C": like(1, 8, 3), "D": optional(like(4)), "z": optional(like(*HEADS)),
-            "delta_bias": optional(like(4)), "delta_softplus": FLAG, "kernel": OPTIONS["kernel"],
-            "cu_seqlens": OPTIONS["cu_seqlens"], "seq_len": OPTIONS["seq_len"],
-        },
+        u=like(*HEADS, but=SIZE_IS_FREE), delta=like(*HEADS), A=like(4, 3, but=SIZE_IS_FREE),
+        B=like(1, 8, 3, but=("one axis more",)), C=like(1, 8, 3), D=optional(like(4)),
+        z=optional(like(*HEADS)), delta_bias=optional(like(4)),
     ),
-    "ring_torch.ContextParallel.linear_recurrence": Subject(
+    "ring_torch.ContextParallel.linear_recurrence": row(
         cp.linear_recurrence, {"a": zeros(VALUES), "b": zeros(VALUES)},
-        {
-            **LAYER, "a": like(*VALUES, but=AXES_ARE_FREE),
-            "b": like(*VALUES), "initial_state": optional(like(1, 4, 3)),
-        },
+        a=like(*VALUES, but=AXES_ARE_FREE), b=like(*VALUES), initial_state=optional(like(1, 4, 3)),
     ),
-    "ring_torch.ContextParallel.causal_conv1d": Subject(
+    "ring_torch.ContextParallel.causal_conv1d": row(
         cp.causal_conv1d, {"x": zeros(HEADS), "weight": zeros(4, 3)},
-        {
-            "x": like(*HEADS, but=SIZE_IS_FREE),
-            "weight": like(4, 3, but=SIZE_IS_FREE), "bias": optional(like(4)),
-            "activation": {n: x for n, x in OPTIONS["kernel"].items() if n != "none"},
-            "cu_seqlens": OPTIONS["cu_seqlens"], "seq_len": OPTIONS["seq_len"],
-        },
+        x=like(*HEADS, but=SIZE_IS_FREE), weight=like(4, 3, but=SIZE_IS_FREE), bias=optional(like(4)),
+        activation=optional(OPTIONS["kernel"]),
     ),
-    "ring_torch.ring_attention": Subject(
-        ring_attention, inputs, {**CALL, "group": GROUP, "layout": OPTIONS["layout"]}
-    ),
-    "ring_torch.ContextParallel": Subject(
-        first_used, {}, {"group": GROUP, "layout": OPTIONS["layout"]}
-    ),
-    "ring_torch.ContextParallel.attention": Subject(cp.attention, inputs, CALL),
-    "ring_torch.ContextParallel.explain": Subject(cp.explain, inputs, CALL),
-    "ring_torch.ContextParallel.explain_recurrent": Subject(
+    "ring_torch.ring_attention": row(ring_attention, inputs, **CALL),
+    "ring_torch.ContextParallel": row(first_used, {}),
+    "ring_torch.ContextParallel.attention": row(cp.attention, inputs, **CALL),
+    "ring_torch.ContextParallel.explain": row(cp.explain, inputs, **CALL),
+    "ring_torch.ContextParallel.explain_recurrent": row(
         lambda layer, a, b: cp.explain_recurrent(layer, a=a, b=b),
         {"layer": "linear_recurrence", "a": zeros(VALUES), "b": zeros(VALUES)},
-        {
-            "layer": {n: x for n, x in OPTIONS["kernel"].items() if n != "none"},
-            "a": like(*VALUES, but=AXES_ARE_FREE),
-            "b": like(*VALUES),
-        },
+        layer=optional(OPTIONS["kernel"]), a=like(*VALUES, but=AXES_ARE_FREE), b=like(*VALUES),
     ),
-    "ring_torch.KVCache": Subject(
+    "ring_torch.KVCache": row(
         ring_torch.KVCache,
         {
             "cp": cp, "num_layers": 1, "num_kv_heads": 2, "head_dim": 4, "max_requests": 1,
             "max_tokens": 8, "dtype": torch.float32,
         },
-        {
-            "cp": CONTEXT, "v_head_dim": LENGTH,
-            **{n: {**SIZE, "none": None} for n in ("num_layers", "num_kv_heads", "head_dim", "max_requests", "max_tokens")},
-            "page_size": {**SIZE, "none": None, "no power of two": 24},
-            "dtype": {"none": None, "word": "float32", "integers": torch.int32, "class": float, "8 bits": torch.float8_e4m3fn},
-            "device": {"word": "gpu7", "number": 1.5, "list": ["cpu"]},
-        },
+        v_head_dim=LENGTH, page_size={**COUNT, "no power of two": 24}, device=DEVICE,
+        **dict.fromkeys(("num_layers", "num_kv_heads", "head_dim", "max_requests", "max_tokens"), COUNT),
+        dtype={"none": None, "word": "float32", "integers": torch.int32, "class": float, "8 bits": torch.float8_e4m3fn},
     ),
-    "ring_torch.ContextParallel.decode": Subject(
-        cp.decode, {"q": zeros(Q), "cache": cache, "layer": 0},
-        {
-            **SERVED, "q": TENSORS["q"],
-            "requests": {"number": 0, "word": "01", "unknown": (0, 7), "twice": (0, 0), "floats": (0.0, 1.0), "flags": (False, True), "too few": (0,), "none at all": (), "tensor": ids(2)},
-        },
+    "ring_torch.ContextParallel.decode": row(
+        cp.decode, {"q": zeros(Q), "cache": cache, "layer": 0}, **SERVED, q=TENSORS["q"],
+        requests={"number": 0, "word": "01", "unknown": (0, 7), "twice": (0, 0), "floats": (0.0, 1.0), "flags": (False, True), "too few": (0,), "none at all": (), "tensor": ids(2)},
     ),
-    "ring_torch.ContextParallel.prefill": Subject(
+    "ring_torch.ContextParallel.prefill": row(
         cp.prefill, {**{n: zeros(x) for n, x in ROW.items()}, "cache": first, "layer": 0, "request": 0},
-        {
-            **SERVED, "request": INDEX,
-            **{n: like(*ROW[n]) for n in "qk"}, "v": optional(like(*ROW["v"])),
-        },
+        **SERVED, request=INDEX, q=like(*ROW["q"]), k=like(*ROW["k"]), v=optional(like(*ROW["v"])),
     ),
-    "ring_torch.ContextParallel.merge_partials": Subject(
-        cp.merge_partials, {"out": zeros(Q), "lse": zeros(2, 4, 8)},
-        {
-            "out": like(*Q, but=SIZE_IS_FREE),
-            "lse": {**like(2, 4, 8), "half": zeros(2, 4, 8).half()}, "lse_base": {**NAME, "ten": "10"},
-        },
+    "ring_torch.ContextParallel.merge_partials": row(
+        cp.merge_partials, {"out": zeros(Q), "lse": zeros(2, 4, 8)}, out=like(*Q, but=SIZE_IS_FREE),
+        lse={**like(2, 4, 8), "half": zeros(2, 4, 8).half()}, lse_base={**NAME, "ten": "10"},
     ),
-    "ring_torch.ContextParallel.explain_serving": Subject(
+    "ring_torch.ContextParallel.explain_serving": row(
         lambda name, q, layer: cp.explain_serving(name, q, cache, layer=layer),
-        {"name": "decode", "q": zeros(Q), "layer": 0},
-        {"name": NAME, "q": TENSORS["q"], "layer": INDEX},
+        {"name": "decode", "q": zeros(Q), "layer": 0}, name=NAME, q=TENSORS["q"], layer=INDEX,
     ),
-    "ring_torch.ContextParallel.verify": Subject(
+    "ring_torch.ContextParallel.verify": row(
         cp.verify, {"model": nn.Linear(2, 2), "batch": {"input": zeros(1, 8, 2)}},
-        {
-            "model": MODULE,
-            "batch": {"none": None, "tensor": zeros(1, 8, 2), "list": [zeros(1, 8, 2)], "word": "x"},
-            "dims": {"word": "x", "list": [1], "no tensor": {"other": 1}, "too large": {"input": 3}},
-        },
+        batch={"none": None, "tensor": zeros(1, 8, 2), "list": [zeros(1, 8, 2)], "word": "x"},
+        dims={"word": "x", "list": [1], "no tensor": {"other": 1}, "too large": {"input": 3}},
     ),
-    "ring_torch.preflight": Subject(
+    "ring_torch.preflight": row(
         preflight, {
             "cp": cp, "step": lambda model, batch: model(batch).sum(), "model": nn.Linear(2, 2),
             "batch": zeros(1, 8, 2),
         },
-        {
-            "cp": CONTEXT, "model": MODULE, "step": {"none": None, "word": "x"},
-            "batch": {"object": object()}, "after_backward": {"word": "x"},
-            "loss": {"none": None, "word": "all"}, "rtol": {"word": "x", "negative": -1.0, "nan": math.nan},
-        },
+        step={"none": None, "word": "x"}, batch={"object": object()}, after_backward={"word": "x"},
+        loss={"none": None, "word": "all"}, rtol={"word": "x", "negative": -1.0, "nan": math.nan},
     ),
-    "ring_torch.ContextParallel.check_equal": Subject(
+    "ring_torch.ContextParallel.check_equal": row(
         check_equal, {"cp": cp, "x": zeros(2), "what": "x"},
-        {
-            "cp": CONTEXT, "x": {"object": object(), "class": nn.Linear}, "what": {"none": None, "number": 3},
-            "every": {**SIZE, "none": None},
-        },
+        x={"object": object(), "class": nn.Linear}, what={"none": None, "number": 3}, every=COUNT,
     ),
-    "ring_torch.ContextParallel.whole_length": Subject(
+    "ring_torch.ContextParallel.whole_length": row(
         cp.whole_length, {"x": zeros(1, 8)},
-        {
-            "x": {"none": None, "word": "x", "negative": -1, "fraction": 1.5},
-            "dim": {"none": None, "too large": 2}, "seq_len": OPTIONS["seq_len"],
-        },
+        x={"none": None, "word": "x", "negative": -1, "fraction": 1.5}, dim={"none": None, "too large": 2},
     ),
-    "ring_torch.ContextParallel.layout_of": Subject(
-        even.layout_of, {"seq_len": 8},
-        {"seq_len": {**SIZE, "none": None, "indivisible": 7}, "pad": FLAG},
+    "ring_torch.ContextParallel.layout_of": row(
+        even.layout_of, {"seq_len": 8}, seq_len={**COUNT, "indivisible": 7}
     ),
-    "ring_torch.ContextParallel.positions": Subject(
-        even.positions, {"seq_len": 8},
-        {
-            "seq_len": {**SIZE, "none": None},
-            "device": {"word": "gpu7", "number": 1.5, "flag": True, "list": ["cpu"]},
-        },
+    "ring_torch.ContextParallel.positions": row(
+        even.positions, {"seq_len": 8}, seq_len=COUNT, device={**DEVICE, "flag": True}
     ),
-    **{
-        f"ring_torch.ContextParallel.{call.__name__}": Subject(
-            call, {"x": zeros(Q)}, {"x": SHARD, "dim": DIM, **more}
-        )
-        for call, more in (
-            (cp.shard, {"pad": FLAG, "fill": {**FILL, "without pad": 1.0}}),
-            (cp.unshard, {"grad": GRAD, "seq_len": OPTIONS["seq_len"]}),
-        )
-    },
-    "ring_torch.hf.shard_batch": Subject(
+    "ring_torch.ContextParallel.shard": row(cp.shard, {"x": zeros(Q)}, fill={**FILL, "without pad": 1.0}),
+    "ring_torch.ContextParallel.unshard": row(cp.unshard, {"x": zeros(Q)}),
+    "ring_torch.hf.shard_batch": row(
         hf.shard_batch, {"cp": cp, "batch": batch, "model": nn.Linear(1, 1)},
-        {
-            "cp": CONTEXT,
-            "batch": {"none": None, "tensor": ids(2, 8), "list": [ids(2, 8)], "word": "x"},
-            "model": MODULE,
-            "dropout_seed": OPTIONS["dropout_seed"],
-        },
+        batch={"none": None, "tensor": ids(2, 8), "list": [ids(2, 8)], "word": "x"},
     ),
-    **{
-        f"ring_torch.ContextParallel.{call.__name__}": Subject(call, {"model": nn.Linear(1, 1)}, {"model": MODULE})
-        for call in (cp.reduce_gradients, cp.reduce_each_gradient)
-    },
-    "ring_torch.cross_entropy": Subject(
-        ring_torch.cross_entropy,
-        {"cp": cp, "logits": zeros(2, 8, 5), "labels": ids(2, 8)},
-        {**LOSS, "logits": {"none": None, **bad_tensors(2, 8, 5), "of no token": zeros(2, 7, 5)}},
+    "ring_torch.ContextParallel.reduce_gradients": row(cp.reduce_gradients, {"model": nn.Linear(1, 1)}),
+    "ring_torch.ContextParallel.reduce_each_gradient": row(
+        cp.reduce_each_gradient, {"model": nn.Linear(1, 1)}
     ),
-    "ring_torch.linear_cross_entropy": Subject(
+    "ring_torch.cross_entropy": row(
+        ring_torch.cross_entropy, {"cp": cp, "logits": zeros(2, 8, 5), "labels": ids(2, 8)},
+        logits={"none": None, **bad_tensors(2, 8, 5), "of no token": zeros(2, 7, 5)},
+    ),
+    "ring_torch.linear_cross_entropy": row(
         ring_torch.linear_cross_entropy,
         {"cp": cp, "hidden": zeros(2, 8, 3), "head_weight": zeros(5, 3), "labels": ids(2, 8)},
-        {
-            **LOSS, "hidden": {"none": None, **bad_tensors(2, 8, 3), "of no token": zeros(2, 7, 3)},
-            "head_weight": {"none": None, **bad_tensors(5, 3), "transposed": zeros(3, 5)},
-            "bias": {**CLASSES, "half": zeros(5).half()},
-            "tokens_at_once": {**LENGTH, "none": None},
-        },
+        **OF_TOKENS,
     ),
-    "ring_torch.training.token_log_probs": Subject(
+    "ring_torch.training.token_log_probs": row(
         training.token_log_probs,
         {"cp": cp, "hidden": zeros(2, 8, 3), "head_weight": zeros(5, 3), "labels": ids(2, 8)},
-        {
-            "cp": CONTEXT, "labels": LABELS, "ignore_index": INTEGER, "seq_len": OPTIONS["seq_len"],
-            "hidden": {"none": None, **bad_tensors(2, 8, 3), "of no token": zeros(2, 7, 3)},
-            "head_weight": {"none": None, **bad_tensors(5, 3), "transposed": zeros(3, 5)},
-            "bias": {**CLASSES, "half": zeros(5).half()}, "softcap": OPTIONS["softcap"],
-            "temperature": {**REAL, "none": None, "zero": 0.0, "negative": -1.0}, "entropy": FLAG, "tokens_at_once": {**LENGTH, "none": None},
-        },
+        **OF_TOKENS, temperature={**REAL, "none": None, "zero": 0.0, "negative": -1.0},
     ),
-    "ring_torch.training.sum_by_sequence": Subject(
+    "ring_torch.training.sum_by_sequence": row(
         training.sum_by_sequence, {"cp": cp, "x": zeros(1, 8)},
-        {
-            "cp": CONTEXT, "grad": GRAD, "seq_len": OPTIONS["seq_len"], "cu_seqlens": OPTIONS["cu_seqlens"],
-            "x": {
-                "none": None, "of rows": zeros(1, 8, 2),
-                **{n: x for n, x in bad_tensors(1, 8).items() if n not in ("integers", "flags")},
-            },
-            "segment_ids": {
-                "floats": zeros(1, 8), "of no token": ids(1, 7), "of a row": ids(8),
-                **{n: x for n, x in bad_tensors(1, 8).items() if n not in ("integers", "flags")},
-            },
+        x={
+            "none": None, "of rows": zeros(1, 8, 2),
+            **{n: x for n, x in bad_tensors(1, 8).items() if n not in ("integers", "flags")},
+        },
+        segment_ids={
+            "floats": zeros(1, 8), "of no token": ids(1, 7), "of a row": ids(8),
+            **{n: x for n, x in bad_tensors(1, 8).items() if n not in ("integers", "flags")},
         },
     ),
-    "ring_torch.training.RolloutLoader": Subject(
+    "ring_torch.training.RolloutLoader": row(
         training.RolloutLoader,
         {"cp": cp, "prompts": [ids(3).long()], "completions": [ids(5).long()], "tokens": 8},
-        {
-            "cp": CONTEXT, "ignore_index": INTEGER,
-            **{name: {
-                "none": None, "word": "x", "number": 1, "rows": [ids(1, 3).long()], "floats": [zeros(3)],
-                "of more": [ids(3).long()] * 2,
-            } for name in ("prompts", "completions")},
-            "dp": {name: x for name, x in GROUP.items() if x is not None},
-            **{name: {**SIZE, "none": None} for name in ("tokens", "hidden_size")},
-        },
+        **dict.fromkeys(("prompts", "completions"), sequences),
+        **dict.fromkeys(("tokens", "hidden_size"), COUNT),
     ),
-    "ring_torch.dataloader": Subject(
+    "ring_torch.dataloader": row(
         ring_torch.dataloader, {"cp": cp, "loader": [ids(2, 8)]},
-        {
-            "cp": CONTEXT, "ignore_index": INTEGER,
-            "loader": {"none": None, "word": "x", "number": 1, "mapping": batch, "class": list},
-            "dp": {name: x for name, x in GROUP.items() if x is not None},
-            "balanced": FLAG,
-        },
+        loader={"none": None, "word": "x", "number": 1, "mapping": batch, "class": list},
     ),
-    "ring_torch.replace_sdpa": Subject(
+    "ring_torch.replace_sdpa": row(
         replaced, {"module": nn.Linear(1, 1), "cp": cp},
-        {
-            "module": MODULE,
-            "cp": CONTEXT,
-            **dict.fromkeys(("whole_keys", "sharded_keys", "local"), NAMES),
-            "documents": {"word": "x", "not from 0": (1, 8), "decreasing": (0, 8, 4), "floats": (0, 8.5), "number": 8},
-            **{name: OPTIONS[name] for name in ("kernel", "strategy", "deterministic")},
-            "transport": {"none": None, "word": "tcp", "number": 1, "flag": True, "list": ["p2p"]},
-        },
+        **dict.fromkeys(("whole_keys", "sharded_keys", "local"), NAMES),
+        documents={"word": "x", "not from 0": (1, 8), "decreasing": (0, 8, 4), "floats": (0, 8.5), "number": 8},
+        transport={"none": None, "word": "tcp", "number": 1, "flag": True, "list": ["p2p"]},
     ),
-    "ring_torch.check": Subject(
-        entered, {"every": 1},
-        {"every": {**{n: x for n, x in SIZE.items() if n != "zero"}, "none": None}},
+    "ring_torch.check": row(entered, {"every": 1}, every=POSITIVE),
+    "ring_torch.local.LocalRanks": row(
+        LocalRanks, {"world_size": 2}, world_size=COUNT, threads=COUNT,
+        timeout={**REAL, "zero": 0.0, "negative": -1.0, "none": None}, patience={**REAL, "negative": -1.0},
     ),
-    "ring_torch.local.LocalRanks": Subject(
-        LocalRanks, {"world_size": 2},
-        {
-            "world_size": {**SIZE, "none": None},
-            "timeout": {**REAL, "zero": 0.0, "negative": -1.0, "none": None},
-            "threads": {**SIZE, "none": None},
-            "patience": {**REAL, "negative": -1.0},
-            "cuda": FLAG,
-        },
-    ),
-    "ring_torch.ContextParallel.shift": Subject(
-        cp.shift, {"x": zeros(Q).half(), "n": 1},
-        {"x": SHARD, "n": STEPS, "dim": DIM, "fill": FILL, "cu_seqlens": OPTIONS["cu_seqlens"], "seq_len": OPTIONS["seq_len"]},
-    ),
-    "ring_torch.ContextParallel.halo": Subject(
-        cp.halo, {"x": zeros(Q), "left": 1, "right": 0},
-        {"x": SHARD, "left": ROWS, "right": ROWS, "dim": DIM, "cu_seqlens": OPTIONS["cu_seqlens"], "seq_len": OPTIONS["seq_len"]},
-    ),
-    "ring_torch.ContextParallel.join": Subject(
-        cp.join, {"y": zeros(Q)}, {"y": SHARD, "dim": DIM}
-    ),
-    "ring_torch.ContextParallel.relayout": Subject(
-        cp.relayout, {"x": zeros(Q), "to": "contiguous"},
-        {"x": SHARD, "to": OPTIONS["layout"], "dim": DIM, "seq_len": LENGTH},
+    "ring_torch.ContextParallel.shift": row(cp.shift, {"x": zeros(Q).half(), "n": 1}),
+    "ring_torch.ContextParallel.halo": row(cp.halo, {"x": zeros(Q), "left": 1, "right": 0}),
+    "ring_torch.ContextParallel.join": row(cp.join, {"y": zeros(Q)}),
+    "ring_torch.ContextParallel.relayout": row(
+        cp.relayout, {"x": zeros(Q), "to": "contiguous"}, seq_len=LENGTH
     ),
 }  # fmt: skip
 #: Checked by ring_core's tests; functions with names of other libraries have their own tests.
