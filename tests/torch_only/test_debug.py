@@ -162,6 +162,7 @@ def _found_by() -> dict[str, str]:
     return {mistake: found_by for found_by, text in rows for mistake in text.split("; ")}
 
 
+@pytest.mark.nightly(unless=["heads before tokens", "labels in another layout"])
 @pytest.mark.parametrize("name", [x for x in MISTAKES if x in _found_by()])
 @on_ranks
 def test_preflight_finds_it_too(rank: int, name: str) -> None:
@@ -181,6 +182,7 @@ def test_the_page_names_what_debug_finds() -> None:
     assert by_debug == {*MISTAKES} - {"by name", "by a class"}
 
 
+@pytest.mark.nightly(unless=["plain", "contiguous labels by hand", "seq_len", "a sum by torch"])
 @pytest.mark.parametrize("name", RIGHT)
 @on_ranks
 def test_what_is_right_is_not_judged(rank: int, name: str) -> None:

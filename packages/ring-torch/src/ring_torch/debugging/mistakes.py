@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any, Never
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ring_core import RankMismatchError
-from ring_torch.comm.ranks import OneRank
+from ring_torch.comm.ranks import OneRank, Ranks
 from ring_torch.context import ContextParallel, check_context
 from ring_torch.debugging.records import (
     Record,
@@ -30,8 +29,9 @@ from ring_torch.verification.equality import check_equal
 
 After = Callable[[Any], None] | None
 Arguments = dict[str, Any]
-#: Contexts over several ranks that have attended, whose gradients have to be summed.
-_attended: WeakSet[ContextParallel] = WeakSet()
+#: Ranks that have attended together, and so have gradients to sum. They stay, in one order, so that
+#: all ranks compare for the same groups.
+_attended: dict[Ranks, None] = {}
 
 
 def _wrong(text: str) -> Never:
@@ -79,7 +79,7 @@ def attention(call: Arguments) -> After:
     q, options = call["q"], call["options"]
     if (sharding := _split(call["self"])) is None or not isinstance(q, Tensor) or q.ndim != 4:
         return None
-    _attended.add(call["self"])
+    _attended[sharding.ranks] = None
     records = live_records(sharding)
     lengths = {x.local_len: x for x in records}
     if q.shape[2] in lengths and q.shape[1] not in lengths:
@@ -167,7 +167,12 @@ def step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _check_reduced(parameters: Iterable[Tensor], what: str) -> None:
     """Check that gradients of equal weights are equal on the ranks that have attended together."""
     own = [x for x in parameters if x.grad is not None and not isinstance(x, DTensor)]
-    for cp in [*_attended]:
+    for ranks in [*_attended]:
+        try:
+            cp = ContextParallel(ranks.group)
+        except (RuntimeError, ValueError):  # the group was destroyed
+            del _attended[ranks]
+            continue
         if _split(cp) is None or not own:
             continue
         try:
