@@ -515,6 +515,8 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
         (f"{unsupported}the score_mod <lambda> ends in aten.sigmoid", {"score_mod": OTHER_SCORES["sigmoid"][0]}),
         (f"{unsupported}the score_mod <lambda> reads the number 24",
          {"score_mod": lambda s, b, h, q, k: s + (q - k) / own}),
+        (f"{unsupported}the score_mod <lambda> reads the number 23",
+         {"score_mod": lambda s, b, h, q, k: s + TABLE[h, 0, q - k + (own - 1)]}),
         (f"{unsupported}return_aux asks for max_scores", {"return_aux": AuxRequest(max_scores=True)}),
         (f"{wrong}flex_attention takes return_lse=True or return_aux",
          {"return_aux": AuxRequest(lse=True), "return_lse": True}),
