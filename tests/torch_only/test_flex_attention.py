@@ -153,7 +153,7 @@ def test_random_rules_are_what_broadcasting_gives() -> None:
     """Compare conjunctions and disjunctions of random terms."""
     draw = np.random.default_rng(0)
     parts = [mod for mod, _ in MASKS.values()]
-    for _ in range(40):
+    for _ in range(12):
         a, b, c = (parts[n] for n in draw.integers(len(parts), size=3))
         combine = (and_masks, or_masks)[draw.integers(2)]
         mod = and_masks(combine(a, b), c)
@@ -317,7 +317,11 @@ RUNS: list[tuple[str, str, str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("mask", "score", "way", "options"), RUNS)
+IDS = [" ".join(run[:3]) for run in RUNS]
+
+
+@pytest.mark.nightly(only=IDS[3::2])
+@pytest.mark.parametrize(("mask", "score", "way", "options"), RUNS, ids=IDS)
 @on_ranks
 def test_it_is_exact(mask: str, score: str, way: str, options: dict[str, Any]) -> None:
     """Outputs, ``lse`` and gradients are those of attention that is written out."""
@@ -444,6 +448,7 @@ def masks_of(tokens: Tensor) -> dict[str, BlockMask]:
     return {"local": block_mask(near), "global": block_mask(within)}
 
 
+@pytest.mark.nightly(only=["True"])
 @pytest.mark.parametrize("is_compiled", [False, True])
 @on_ranks
 def test_a_decoder_of_packed_documents_trains(is_compiled: bool) -> None:
@@ -510,6 +515,8 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
         (f"{unsupported}the score_mod <lambda> ends in aten.sigmoid", {"score_mod": OTHER_SCORES["sigmoid"][0]}),
         (f"{unsupported}the score_mod <lambda> reads the number 24",
          {"score_mod": lambda s, b, h, q, k: s + (q - k) / own}),
+        (f"{unsupported}the score_mod <lambda> reads the number 23",
+         {"score_mod": lambda s, b, h, q, k: s + TABLE[h, 0, q - k + (own - 1)]}),
         (f"{unsupported}return_aux asks for max_scores", {"return_aux": AuxRequest(max_scores=True)}),
         (f"{wrong}flex_attention takes return_lse=True or return_aux",
          {"return_aux": AuxRequest(lse=True), "return_lse": True}),

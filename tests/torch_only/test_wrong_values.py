@@ -388,7 +388,7 @@ SUBJECTS: dict[str, Subject] = {
 #: Checked by ring_core's tests; functions with names of other libraries have their own tests.
 ELSEWHERE = {
     "ring_torch.Halo", "ring_torch.KernelConfig", "ring_torch.Mask", "ring_torch.ReductionHandle",
-    "ring_torch.SDPAHandle", "ring_torch.support_matrix",
+    "ring_torch.SDPAHandle", "ring_torch.debug", "ring_torch.support_matrix",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from ring_core import (
 from ring_torch.attention import ring_attention as ring_attention
 from ring_torch.checking.settings import check as check
 from ring_torch.context import ContextParallel as ContextParallel
+from ring_torch.debugging.debug import debug as debug
 from ring_torch.gradients.each import ReductionHandle as ReductionHandle
 from ring_torch.kernels import matrix as support_matrix
 from ring_torch.movement.methods import Halo as Halo
@@ -40,6 +41,7 @@ __all__ = [
     "check",
     "cross_entropy",
     "dataloader",
+    "debug",
     "linear_cross_entropy",
     "preflight",
     "replace_sdpa",

@@ -138,8 +138,13 @@ class Trace(NamedTuple):
                     )
                 continue
             for x in tree_leaves(node.args) if constant is None else (constant.item(),):
-                if not isinstance(x, Node | bool) and x in (tokens, -tokens):
-                    raise ModError(f"reads the number {x}, that of this rank's tokens")
+                if not isinstance(x, Node | bool) and x in (
+                    tokens,
+                    -tokens,
+                    tokens - 1,
+                    1 - tokens,
+                ):
+                    raise ModError(f"reads the number {x}, that of this rank's tokens or one less")
 
 
 def identity_of(tensors: Iterable[Tensor]) -> list[Any]:

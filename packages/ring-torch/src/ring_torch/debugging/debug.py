@@ -1,0 +1,148 @@
+"""The context ``debug``, in which functions ask for mistakes before they run."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ring_torch.context import ContextParallel
+from ring_torch.debugging import mistakes
+from ring_torch.debugging.records import ASKING, is_eager
+from ring_torch.training import loss
+
+VARIABLE = "RING_DEBUG"
+
+
+class _Asked(NamedTuple):
+    """A function whose calls are looked at.
+
+    Attributes:
+        function: It, by a name of its own.
+        signature: Its arguments.
+        look: What looks at them.
+    """
+
+    function: Callable[..., Any]
+    signature: inspect.Signature
+    look: Callable[[dict[str, Any]], Callable[[Any], None] | None]
+
+
+_asked: dict[str, _Asked] = {}
+_blocks = 0
+
+
+def _functions() -> dict[str, tuple[Any, Any]]:
+    """Return the functions that ask, each with what looks at its calls."""
+    methods = {
+        name: (vars(ContextParallel)[name], getattr(mistakes, name))
+        for name in ("shard", "shift", "attention")
+    }
+    return methods | {
+        "cross_entropy": (loss.cross_entropy, mistakes.loss),
+        "linear_cross_entropy": (loss.linear_cross_entropy, mistakes.loss),
+        "torch.cross_entropy": (torch.nn.functional.cross_entropy, mistakes.torchs_loss),
+        "clip_grad_norm_": (clip_grad.clip_grad_norm_, mistakes.clip),
+    }
+
+
+@contextmanager
+def debug() -> Iterator[None]:
+    """Find the commonest mistakes within the block, at the call that makes them.
+
+    Shards and their views remember layout and length, and the results of other operations nothing:
+    what has no record is not judged. Found are ``[B, H, T, D]`` given to attention; ``seq_len`` of
+    another length, or forgotten where every token sees the padding; labels in natural order, or
+    in another layout; torch's mean of ``cross_entropy`` over shards of labels; what is sharded and
+    differs between ranks; gradients that are clipped, or taken by an optimizer, before they are
+    summed. For the last two a digest is exchanged in each call. Calls in graphs of
+    ``torch.compile`` are not looked at.
+
+    ``RING_DEBUG=1`` in the environment does the same for the process. All ranks need the same.
+
+    Raises:
+        ValueError: By the call that is wrong, on its rank; the message names the line. Or
+            ``RING_DEBUG`` has an unknown value.
+        RankMismatchError: What is sharded differs between ranks.
+
+    Example::
+
+        with ring_torch.debug():
+            train(steps=3)
+    """
+    global _blocks  # noqa: PLW0603 - of the process, as are the functions
+    with ExitStack() as undo:
+        if not _blocks:
+            for name, (function, look) in _functions().items():
+                undo.callback(_let_ask(name, inspect.unwrap(function), look))
+            undo.callback(register_optimizer_step_pre_hook(mistakes.step).remove)
+        _blocks += 1
+        undo.callback(_leave)
+        yield
+
+
+def _leave() -> None:
+    global _blocks  # noqa: PLW0603 - likewise
+    _blocks -= 1
+
+
+def _let_ask(name: str, function: Any, look: Any) -> Callable[[], None]:
+    """Exchange a function's code, by whatever names it is known; returns what undoes it."""
+    kept = function.__code__, function.__defaults__, function.__kwdefaults__
+    original = FunctionType(kept[0], function.__globals__, function.__name__, kept[1])
+    original.__kwdefaults__ = kept[2]
+    _asked[name] = _Asked(original, inspect.signature(original), look)
+    scope: dict[str, Any] = {}
+    source = (
+        f"def {function.__name__}(*args, **kwargs):\n"
+        f"    from ring_torch.debugging.debug import call\n"
+        f"    return call({name!r}, args, kwargs)\n"
+    )
+    exec(compile(source, ASKING, "exec"), scope)  # noqa: S102 - code has no closure for the name
+    function.__code__ = scope[function.__name__].__code__
+    function.__defaults__ = function.__kwdefaults__ = None
+
+    def undo() -> None:
+        function.__code__, function.__defaults__, function.__kwdefaults__ = kept
+
+    return undo
+
+
+def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Look at a call, make it, and look at its result."""
+    asked = _asked[name]
+    if not is_eager():
+        return asked.function(*args, **kwargs)
+    try:
+        bound = asked.signature.bind(*args, **kwargs)
+    except TypeError:
+        return asked.function(*args, **kwargs)  # which says what is wrong
+    bound.apply_defaults()
+    after = asked.look(bound.arguments)
+    result = asked.function(*bound.args, **bound.kwargs)
+    if after is not None:
+        after(result)
+    return result
+
+
+def begin() -> None:
+    """Begin a block that never ends if the environment asks for it.
+
+    Raises:
+        ValueError: ``RING_DEBUG`` has an unknown value.
+    """
+    value = os.environ.get(VARIABLE, "0")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE} must be 1 or 0, got {value!r}")
+    if value == "1":
+        debug().__enter__()
+
+
+begin()
