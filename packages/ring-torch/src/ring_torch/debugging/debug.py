@@ -19,6 +19,7 @@ from ring_torch.debugging.records import ASKING, is_eager
 from ring_torch.training import loss
 
 VARIABLE = "RING_DEBUG"
+_NAME = "the name of a function"  # in the code that asks
 
 
 class _Asked(NamedTuple):
@@ -99,20 +100,24 @@ def _let_ask(name: str, function: Any, look: Any) -> Callable[[], None]:
     original = FunctionType(kept[0], function.__globals__, function.__name__, kept[1])
     original.__kwdefaults__ = kept[2]
     _asked[name] = _Asked(original, inspect.signature(original), look)
-    scope: dict[str, Any] = {}
-    source = (
-        f"def {function.__name__}(*args, **kwargs):\n"
-        f"    from ring_torch.debugging.debug import call\n"
-        f"    return call({name!r}, args, kwargs)\n"
+    code = _asking.__code__
+    constants = tuple(name if x == _NAME else x for x in code.co_consts)
+    function.__code__ = code.replace(
+        co_consts=constants, co_filename=ASKING, co_name=function.__name__
     )
-    exec(compile(source, ASKING, "exec"), scope)  # noqa: S102 - code has no closure for the name
-    function.__code__ = scope[function.__name__].__code__
     function.__defaults__ = function.__kwdefaults__ = None
 
     def undo() -> None:
         function.__code__, function.__defaults__, function.__kwdefaults__ = kept
 
     return undo
+
+
+def _asking(*args: Any, **kwargs: Any) -> Any:
+    """Ask; its code, which can have no closure, becomes that of a function, with its name."""
+    from ring_torch.debugging.debug import call
+
+    return call("the name of a function", args, kwargs)
 
 
 def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
