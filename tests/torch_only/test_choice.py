@@ -282,7 +282,7 @@ def test_flash_attn_4_under_an_older_one_says_how_to_mend_it(
 ) -> None:
     monkeypatch.setattr(fa4, "version", lambda _: "4.1")
     older = SimpleNamespace(flash_attn_func=lambda q: q)
-    monkeypatch.setattr(fa4.library, "_public_module", lambda: older)
+    monkeypatch.setattr(fa4.library, "public_module", lambda: older)
     message = fa4.FA4.unavailable_reason()
     assert message is not None and "flash-attn 2.8 has put an older flash_attn/cute" in message
     assert message.endswith("pip install --force-reinstall --no-deps flash-attn-4")
@@ -294,7 +294,7 @@ def test_flash_attn_4_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> Non
         raise ImportError("no cutlass")
 
     monkeypatch.setattr(fa4, "version", lambda _: "4.1")
-    monkeypatch.setattr(fa4.library, "_public_module", broken)
+    monkeypatch.setattr(fa4.library, "public_module", broken)
     assert fa4.FA4.unavailable_reason() == "flash-attn-4 4.1 does not load: no cutlass"
 
 

@@ -296,7 +296,7 @@ def public_functions(asked: Counter[str]) -> SimpleNamespace:
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Library]]:
     """Install a version of the library, on a GPU of Hopper's capability."""
-    caches = fa4.library.is_known, fa4.library.interface, fa4.library._public_module, fa4._missing
+    caches = fa4.library.is_known, fa4.library.interface, fa4.library.public_module, fa4._missing
 
     def forget() -> None:
         for cached in caches:

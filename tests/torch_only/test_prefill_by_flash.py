@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, KVCache
+from ring_torch.kernels.fa4 import library
 from ring_torch.local import LocalRanks
 from ring_torch.serving import flash_pages, kernels, paged, prefilling
 
@@ -69,7 +70,7 @@ def test_random_schedules(name: str, queries: bool) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flash_pages, "reason_against", reason)
-        patch.setattr(flash_pages, "_library", lambda: LIBRARY)
+        patch.setattr(library, "public_module", lambda: LIBRARY)
         patch.setattr(kernels, "attend_by", lambda _: paged.attend)
         patch.setattr(prefilling, "attend_by", lambda _: paged.attend)
         patch.setattr(prefilling._Part, "queries_travel", queries)

@@ -350,7 +350,8 @@ ALLOWED = {
     *(("ring_jax/kernels/plugins.py", x) for x in ("triton", "cudnn", "pallas")),
     ("ring_jax/prepare.py", "xla"),  # the names that `transport=` takes
     ("ring_torch/serving/arguments.py", "symm_mem"),  # which exchanges no partial results
-    *(("ring_torch/serving/kernels.py", x) for x in ("eager", "triton")),  # those of pages
+    *(("ring_torch/serving/kernels.py", x) for x in ("eager", "triton", "fa4")),  # those of pages
+    *((f"ring_torch/serving/{x}.py", "fa4") for x in ("flash_pages", "prefilling")),  # likewise
 }
 
 

@@ -550,8 +550,10 @@ def check_blocks(block_mask: Any, mask: Mask, q_len: int, k_len: int) -> None:
 def listed(counts: Tensor, columns: Tensor, number: int) -> npt.NDArray[np.bool_]:
     """Return which blocks are in the lists of a block mask, ``[B, H, rows, number]``."""
     counts, columns = counts.cpu(), columns.cpu().long()
-    found = torch.zeros(*columns.shape[:-1], max(number, columns.shape[-1]) + 1, dtype=torch.bool)
-    is_used = torch.arange(columns.shape[-1]) < counts[..., None]
+    found = torch.zeros(
+        *columns.shape[:-1], max(number, columns.shape[-1]) + 1, dtype=torch.bool, device="cpu"
+    )
+    is_used = torch.arange(columns.shape[-1], device="cpu") < counts[..., None]
     found.scatter_(-1, torch.where(is_used, columns, found.shape[-1] - 1), value=True)
     array: npt.NDArray[np.bool_] = found[..., :number].numpy()
     return array

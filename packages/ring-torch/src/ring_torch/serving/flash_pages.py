@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
 from inspect import signature
 from operator import eq
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_torch.kernels.fa4 import FA4
+from ring_torch.kernels.fa4 import FA4, library
 from ring_torch.kernels.library import capability
 from ring_torch.serving.paged import PagedKeys, Rules
 
@@ -27,12 +26,6 @@ _DIMS = ((64, 64), (64, 128), (128, 128), (192, 128), (256, 256))
 #: Tiles of queries and heads from which on it is faster than split-KV, on an H200.
 _LEAST_TILES = 96
 _TILE = 128
-
-
-@cache
-def _library() -> Any:
-    """Import flash-attn-4's public functions."""
-    return import_module("flash_attn.cute")
 
 
 def reason_against(q: Tensor, v_dim: int, rules: Rules) -> str:
@@ -53,7 +46,7 @@ def reason_against(q: Tensor, v_dim: int, rules: Rules) -> str:
 
 @cache
 def _parameters() -> frozenset[str]:
-    return frozenset(signature(_library().flash_attn_varlen_func).parameters)
+    return frozenset(signature(library.public_module().flash_attn_varlen_func).parameters)
 
 
 def reason_against_rules(rules: Rules) -> str:
@@ -102,7 +95,7 @@ def attend(
     in_a_row = range(first, first + count)
     if numbers[-1] == in_a_row[-1] and all(map(eq, numbers, in_a_row)):
         k, v = (x[first : first + count].flatten(0, 1)[None, :stop] for x in (keys.k, keys.v))
-        out, lse = _library().flash_attn_func(q, k, v, **options)[:2]
+        out, lse = library.public_module().flash_attn_func(q, k, v, **options)[:2]
         return out, lse
     table, page_size = keys.table[:, columns.start : columns.stop], keys.k.shape[1]
     if (rest := stop % page_size) != 0:
@@ -115,7 +108,7 @@ def attend(
         table = table.clone()
         table[0, -1] = spare
     used = torch.full((1,), stop, dtype=torch.int32, device=q.device)
-    out, lse = _library().flash_attn_varlen_func(
+    out, lse = library.public_module().flash_attn_varlen_func(
         q, keys.k, keys.v, page_table=table, seqused_k=used, **options
     )[:2]
     return out, lse

@@ -854,7 +854,7 @@ def split_functions(
 
 def is_overwritten() -> bool:
     """Return True if flash-attn 2.8 has put its older ``flash_attn/cute`` over flash-attn-4's."""
-    return "return_lse" not in signature(_public_module().flash_attn_func).parameters
+    return "return_lse" not in signature(public_module().flash_attn_func).parameters
 
 
 def public_forward(
@@ -889,7 +889,7 @@ def public_backward(
 
 def _function_of_launch(options: LaunchOptions) -> Callable[..., Any]:
     """Return the library's function with the options of a launch."""
-    module, documents = _public_module(), options.documents
+    module, documents = public_module(), options.documents
     function = module.flash_attn_func if documents is None else module.flash_attn_varlen_func
     return partial(
         function,
@@ -903,6 +903,6 @@ def _function_of_launch(options: LaunchOptions) -> Callable[..., Any]:
 
 
 @cache
-def _public_module() -> Any:
+def public_module() -> Any:
     """Import the module that has flash-attn-4's public functions."""
     return import_module("flash_attn.cute")
