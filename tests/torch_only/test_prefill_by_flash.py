@@ -21,7 +21,7 @@ CALLS: list[str] = []
 
 
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, softcap: float, causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool,
     window_size: tuple[int | None, int | None], return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend in plain torch; bands are aligned to the last key."""
@@ -30,8 +30,6 @@ def flash_attn_func(
     q, k, v = (x.transpose(1, 2).double() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * softmax_scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
     apart = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] - k.shape[2] + q.shape[2]
     left, right = (None, 0) if causal else window_size
     hidden = (apart > right) if right is not None else torch.zeros_like(apart, dtype=torch.bool)
@@ -76,7 +74,7 @@ def test_random_schedules(name: str, queries: bool) -> None:
         patch.setattr(prefilling._Part, "queries_travel", queries)
         patch.setattr(prefilling, "_ROWS_OF_FLASH", 8)
         options = World.options
-        for refused in (("alibi_slopes", "chunk_size"), ()):
+        for refused in (("alibi_slopes", "chunk_size", "softcap"), ()):
             patch.setattr(World, "options", lambda *x, no=refused: _without(no, options(*x)))
             CALLS.clear()
             world = World(ContextParallel(), SIZES[name], len(name))

@@ -51,9 +51,12 @@ def _parameters() -> frozenset[str]:
 
 def reason_against_rules(rules: Rules) -> str:
     """Return which option it does not take over pages; nothing if there is none."""
-    if rules.slopes is not None:
-        return "flash-attn-4 over pages takes no alibi_slopes"
-    return "" if rules.mask.chunk_size is None else "flash-attn-4 over pages takes no chunk_size"
+    options = {
+        "alibi_slopes": rules.slopes, "chunk_size": rules.mask.chunk_size,
+        "softcap": rules.softcap,  # its own is an approximate hyperbolic tangent
+    }  # fmt: skip
+    given = [name for name, x in options.items() if x is not None]
+    return f"flash-attn-4 over pages takes no exact {', '.join(given)}" if given else ""
 
 
 def reason_against_few(q: Tensor) -> str:
@@ -87,7 +90,7 @@ def attend(
     """
     left, _ = rules.mask.band
     options: dict[str, Any] = {
-        "softmax_scale": rules.scale, "softcap": rules.softcap or 0.0, "return_lse": True,
+        "softmax_scale": rules.scale, "return_lse": True,
         "causal": is_band and left is None,
         "window_size": (left, 0) if is_band and left is not None else (None, None),
     }  # fmt: skip
