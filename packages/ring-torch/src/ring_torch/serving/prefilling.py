@@ -84,8 +84,8 @@ def prefill(
         sinks: Logits that join each row's softmax.
         alibi_slopes: Slopes of a bias by distance.
         return_lse: Return ``lse`` too.
-        kernel: As of :func:`decode`; or ``fa4``, flash-attn-4 over the pages, on Hopper. ``auto`` takes
-            that for many queries, without ALiBi, chunks and a soft cap.
+        kernel: As of :func:`decode`; or ``fa4``, flash-attn-4 over the pages, on Hopper. ``auto``
+            takes that for many queries, without ALiBi, chunks and a soft cap.
         transport: ``auto`` or ``p2p``.
 
     Returns:
