@@ -379,4 +379,14 @@ def test_mistakes_are_named(rank: int) -> None:
     first = batch.index[0]
     with pytest.raises(ValueError, match=rf"numbers\[{first}\] must be \[{len(old[first])}\]"):
         batch.shard([x.repeat(2)[: len(x) + 1] if len(x) else torch.ones(1) for x in old])
+    with pytest.raises(ValueError, match="a tensor for each of the 4 sequences"):
+        batch.shard(old[:1])
+    for restore, wrong in (
+        (loader.restore, [1]),
+        (loader.restore_tokens, [1, batch.tokens.shape[1] + 1]),
+    ):
+        with pytest.raises(ValueError, match="for each of the loader's"):
+            restore([])
+        with pytest.raises(ValueError, match=r"numbers\[0\] must be"):
+            restore([torch.zeros(*wrong, 1)] * len(loader))
     assert batch.to("meta").owner.is_meta

@@ -37,6 +37,7 @@ class RolloutBatch:
             sequences runs a row of padding, as others wait for it.
         cp: The ranks, and the layout in which this row is sharded.
         offsets: For each sequence of the row where its completion's labels begin and end.
+        sequences: Number of sequences that the loader was given.
     """
 
     tokens: Tensor
@@ -47,6 +48,7 @@ class RolloutBatch:
     index: tuple[int, ...]
     cp: ContextParallel
     offsets: tuple[tuple[int, int], ...]
+    sequences: int
 
     def to(self, device: torch.device | str) -> RolloutBatch:
         """Return the batch with its tensors on a device."""
@@ -61,8 +63,13 @@ class RolloutBatch:
                 sampler's log-probabilities.
 
         Raises:
-            ValueError: They are not of the completions' lengths.
+            ValueError: They are not as many as the sequences, or not of the completions' lengths.
         """
+        if len(numbers) != self.sequences:
+            raise ValueError(
+                f"numbers must have a tensor for each of the {self.sequences} sequences that the loader "
+                f"was given, got {len(numbers)}"
+            )
         rows = [numbers[n] for n in self.index]
         for n, x, (start, stop) in zip(self.index, rows, self.offsets, strict=True):
             if x.shape != (stop - start,):
@@ -183,7 +190,11 @@ class RolloutLoader:
 
         Returns:
             ``[sequences]``, on all ranks, without a gradient.
+
+        Raises:
+            ValueError: They are of other shapes, or not as many as batches; nothing was sent.
         """
+        _check_shapes(numbers, [(len(row),) for row in self._rows])
         batches = zip(self._rows, numbers, strict=True)
         values = [(n, x) for row, of_row in batches for n, x in zip(row, of_row, strict=True)]
         return self._of_rings(numbers[0], len(self._prompts), values)
@@ -196,10 +207,14 @@ class RolloutLoader:
 
         Returns:
             For each sequence ``[completion length]``, on all ranks, without a gradient.
+
+        Raises:
+            ValueError: They are of other shapes, or not as many as batches; nothing was sent.
         """
         starts = (0, *accumulate(map(len, self._completions)))
-        values = []
-        for batch, x in zip(self, numbers, strict=True):
+        values, batches = [], [*self]
+        _check_shapes(numbers, [(*batch.tokens.shape,) for batch in batches])
+        for batch, x in zip(batches, numbers, strict=True):
             whole = batch.cp.unshard(x.detach())[0]
             for n, (start, stop) in zip(batch.index, batch.offsets, strict=True):
                 values.append((slice(starts[n], starts[n + 1]), whole[start:stop]))
@@ -240,8 +255,25 @@ class RolloutLoader:
         return RolloutBatch(
             cp.shard(item.tokens), cp.shard(item.shifted_labels(self._ignored)),
             cp.shard(item.positions(), dim=0), cp.shard(owner), item.bounds, index, cp,
-            tuple(offsets),
+            tuple(offsets), len(self._prompts),
         )  # fmt: skip
+
+
+def _check_shapes(numbers: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> None:
+    """Check that there is a tensor of its shape for each batch.
+
+    Raises:
+        ValueError: There is not.
+    """
+    if len(numbers) != len(shapes):
+        raise ValueError(
+            f"numbers must have a tensor for each of the loader's {len(shapes)} batches, got {len(numbers)}"
+        )
+    for n, (x, shape) in enumerate(zip(numbers, shapes, strict=True)):
+        if x.shape != shape:
+            raise ValueError(
+                f"numbers[{n}] must be {list(shape)}, as the loader's batch {n} is, got {list(x.shape)}"
+            )
 
 
 def _checked(name: str, sequences: object, least: int) -> list[Tensor]:
