@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -106,7 +107,12 @@ def test_decode_and_prefill_take_it_where_it_can() -> None:
 @pytest.mark.parametrize("is_latent", [False, True])
 @pytest.mark.parametrize("owner", [0, 1])
 def test_rows_are_written_as_torch_writes_them(owner: int, is_latent: bool) -> None:
-    pools, cp = [], ContextParallel()
+    pools, cp, entered = [], ContextParallel(), list[torch.device]()
+
+    def entering(device: torch.device) -> AbstractContextManager[object]:
+        entered.append(device)
+        return nullcontext()
+
     k, v = torch.randn(3, 5, 2, 700), None if is_latent else torch.randn(3, 5, 2, 24)
     for step in (None, step_kernels):
         cache = KVCache(
@@ -114,7 +120,10 @@ def test_rows_are_written_as_torch_writes_them(owner: int, is_latent: bool) -> N
             page_size=4, dtype=torch.float32,
         )  # fmt: skip
         held = cache._state
-        with patch.object(state, "step_kernels", lambda _, x=step: x):
+        with (
+            patch.object(state, "step_kernels", lambda _, x=step: x),
+            patch.object(step_kernels, "on_device", entering),
+        ):
             first, second = cache.add(2)
             cache.extend([first], 14)
             cache.extend([second, first], 5)
@@ -125,6 +134,7 @@ def test_rows_are_written_as_torch_writes_them(owner: int, is_latent: bool) -> N
     for ours, theirs in zip(*pools, strict=True):
         assert torch.equal(ours, theirs)
         assert ours.any()
+    assert entered == [k.device]  # the launch is on the keys' device, whatever the current one is
 
 
 def test_partials_are_merged_as_torch_merges_them() -> None:

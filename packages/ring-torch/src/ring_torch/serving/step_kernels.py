@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_torch.capture import on_device
+
 _BLOCK = 1024  # numbers of a row that a program copies
 
 
@@ -61,10 +63,11 @@ def write(
     k, v = k.contiguous(), None if v is None else v.contiguous()
     batch, n = k.shape[:2]
     sizes = [x.shape[2] * x.shape[3] for x in (k_pool, v_pool)]
-    _write[batch * n, -(-max(sizes) // _BLOCK)](
-        k, v, k_pool, v_pool, lengths, table, n, table.stride(0), owner, ranks, *sizes,
-        PAGE=k_pool.shape[1], HAS_V=v is not None, BLOCK=_BLOCK,
-    )  # fmt: skip
+    with on_device(k.device):  # a cache is written outside of a call, which would enter it
+        _write[batch * n, -(-max(sizes) // _BLOCK)](
+            k, v, k_pool, v_pool, lengths, table, n, table.stride(0), owner, ranks, *sizes,
+            PAGE=k_pool.shape[1], HAS_V=v is not None, BLOCK=_BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
