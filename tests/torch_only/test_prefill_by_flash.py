@@ -11,11 +11,11 @@ from on_ranks import on_ranks
 from served import SIZES, World
 from torch import Tensor
 
-from ring_core import UnsupportedError
+from ring_core import Mask, UnsupportedError
 from ring_torch import ContextParallel, KVCache
 from ring_torch.kernels.fa4 import library
 from ring_torch.local import LocalRanks
-from ring_torch.serving import flash_pages, kernels, paged, prefilling
+from ring_torch.serving import decoding, flash_pages, kernels, paged, prefilling
 
 CALLS: list[str] = []
 
@@ -68,9 +68,10 @@ def test_random_schedules(name: str, queries: bool) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flash_pages, "reason_against", reason)
+        patch.setattr(kernels, "reason_against_triton", lambda _: "")
         patch.setattr(library, "public_module", lambda: LIBRARY)
-        patch.setattr(kernels, "attend_by", lambda _: paged.attend)
-        patch.setattr(prefilling, "attend_by", lambda _: paged.attend)
+        for module in (decoding, prefilling):
+            patch.setattr(module, "attend_by", lambda _: paged.attend)
         patch.setattr(prefilling._Part, "queries_travel", queries)
         patch.setattr(prefilling, "_ROWS_OF_FLASH", 8)
         options = World.options
@@ -108,3 +109,17 @@ def test_few_queries_are_of_split_kv(heads: int, least: int) -> None:
     few, many = (torch.empty(1, n, heads, 64) for n in (least - 1, least))
     assert "no split-KV" in flash_pages.reason_against_few(few)
     assert not flash_pages.reason_against_few(many)
+
+
+@pytest.mark.parametrize(("flash", "triton", "kernel"), [
+    ("", "", "fa4"), ("few", "", "triton"), ("", "no Triton", "eager"), ("few", "no Triton", "eager"),
+])  # fmt: skip
+def test_what_flash_attention_leaves_needs_triton(
+    flash: str, triton: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_pages, "reason_against", lambda *_: flash)
+    monkeypatch.setattr(kernels, "reason_against_triton", lambda _: triton)
+    rules = paged.Rules(Mask(causal=True), 1.0, None, None)
+    q = torch.empty(1, 1, 1, 64)
+    taken, reason = kernels.chosen("auto", "prefill", q, 64, rules)
+    assert (taken, reason) == (kernel, "; ".join(x for x in (flash, triton) if x))

@@ -30,10 +30,12 @@ def chosen(name: str, operation: str, q: Tensor, v_dim: int, rules: Rules) -> tu
         return name, "it was asked for"
     reasons = {"triton": reason_against_triton(q)}
     if operation == "prefill":
-        reasons = {"fa4": flash_pages.reason_against(q, v_dim, rules), **reasons}
+        # What flash-attn-4 leaves is for Triton's.
+        reason = flash_pages.reason_against(q, v_dim, rules) or reasons["triton"]
+        reasons = {"fa4": reason, **reasons}
     if name == "auto":
         kernel = next((x for x, reason in reasons.items() if not reason), "eager")
-        return kernel, "; ".join(reason for reason in reasons.values() if reason)
+        return kernel, "; ".join(dict.fromkeys(reason for reason in reasons.values() if reason))
     reason = reasons.get(name, "it is for prefill, as flash-attn-4 has no split-KV on Hopper")
     if reason:
         raise UnsupportedError(f"kernel={name!r}: {reason}. Instead: kernel='auto', or 'eager'")
