@@ -115,6 +115,9 @@ def sharded(
     trainer = trainer_on(kind, sizes, folder, options, dtype, **settings)
     if drifts and rank:
         nn.init.zeros_(trainer.model.model.embed_tokens.weight)
+    if trainer.args.fp16:  # as on a GPU; accelerate makes neither for CPUs
+        trainer.accelerator.native_amp = True
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     if mesh == "none":
         hf.parallelize(trainer, ContextParallel())
     elif sizes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.utils import gather_object
 from datasets import Dataset
 from hf_models import Wide, build
@@ -18,7 +20,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from trained import be_started, context
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import (  # fmt: skip
     DPOConfig,
     DPOTrainer,
@@ -141,8 +143,9 @@ def trl_trained(
     """Train with a trainer of TRL and evaluate once; return the metrics.
 
     Logits that losses of :data:`READ_LOGITS` read are gathered, and other options refused.
-    Preferences are learned in a ``way``: "model first", parallelized before its Trainer is made;
-    "LoRA", with the model itself as a reference; or "compiled".
+    Models of TRL's fused head learn in a ``way``: "model first", parallelized before its Trainer is
+    made; "LoRA", with the model itself as a reference; "compiled"; "no logits"; or "precomputed",
+    the reference's log-probabilities of all rows first, as of rows that are evaluated.
     """
     be_started(rank, ranks)
     cp = None if cp_size is None else context(cp_size)
@@ -156,6 +159,13 @@ def trl_trained(
     if way == "compiled":
         options |= {"torch_compile": True, "torch_compile_backend": "eager"}
     rows = rows_of(kind, 40 if kind == "sft" else 16)
+    if way == "precomputed":  # into a file beside the rows', which all ranks see
+        options["precompute_ref_log_probs"] = True
+        if rank == 0:
+            rows.save_to_disk(f"{folder}/rows")
+        if ranks > 1:
+            dist.barrier()
+        rows = Dataset.load_from_disk(f"{folder}/rows")
     trainer = trainer_of(kind, rows, options, torch.float32, way=way, cp=cp)
     if cp is not None and kind in READ_LOGITS:
         for logits in ("local", "none"):
@@ -164,9 +174,11 @@ def trl_trained(
         handle = hf.parallelize(trainer, cp)
         assert hf.parallelize(trainer, cp, logits="gather") is handle
     elif cp is not None:
-        hf.parallelize(trainer, cp)
+        hf.parallelize(trainer, cp, logits="none" if way == "no logits" else "local")
     trainer.train()
     trainer.evaluate()
+    if way == "precomputed":
+        trainer.evaluate(rows.select(range(9, 14)))
     timed = ("runtime", "per_second", "preparation_time", "flos", "lr")
     return {
         f"{n} {name}": value
@@ -188,9 +200,14 @@ def vowels(completions: list[str], **_: Any) -> list[float]:
     return [sum(x.count(vowel) for vowel in "aeiou") / 4 for x in completions]
 
 
-def brevity(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+def brevity(
+    completion_ids: list[list[int]], bonus: Sequence[Any] = (), **_: Any
+) -> list[float | None]:
     """Reward short completions; those of a single token have no reward."""
-    return [None if len(x) == 1 else -len(x) / 10 for x in completion_ids]
+    more = [float(x) for x in bonus] or [0.0] * len(completion_ids)
+    assert {x.device.type for x in bonus} <= {"cpu"}
+    pairs = zip(completion_ids, more, strict=True)
+    return [None if len(x) == 1 else y - len(x) / 10 for x, y in pairs]
 
 
 def lottery(completions: list[str], **__: Any) -> list[float]:
@@ -222,6 +239,56 @@ def recorded(kind: str, ring: int, *, draws: bool = False) -> Any:
     return generate
 
 
+#: Functions of torch.distributed that wait for all ranks, as they are before any is replaced, with
+#: arguments of two ranks or more.
+_ONE, _SEVERAL = torch.ones(2), [torch.ones(1), torch.ones(1)]
+COLLECTIVES: dict[Callable[..., Any], tuple[Any, ...]] = {
+    dist.all_gather: ([_ONE] * 2, _ONE), dist.all_gather_into_tensor: (_ONE, _SEVERAL[0]),
+    dist.all_gather_object: ([0, 0], 0), dist.all_reduce: (_ONE,), dist.barrier: (),
+    dist.all_to_all: (_SEVERAL, _SEVERAL), dist.all_to_all_single: (_ONE, _ONE),
+    dist.broadcast: (_ONE, 0), dist.broadcast_object_list: ([0], 0), dist.gather: (_ONE, None),
+    dist.gather_object: (0, None), dist.monitored_barrier: (), dist.reduce: (_ONE, 0),
+    dist.reduce_scatter: (_ONE, [_ONE] * 2), dist.reduce_scatter_tensor: (_SEVERAL[0], _ONE),
+    dist.scatter: (_ONE, None), dist.scatter_object_list: ([0], [0, 0]),
+}  # fmt: skip
+
+
+def rollout_of(
+    letters: Any, generate: Any, ring: Any, alone: Any, patch: pytest.MonkeyPatch
+) -> Callable[[list[str], Any], dict[str, Any]]:
+    """Return a ``rollout_func``, which on a ring tries to wait for the ranks that wait for it."""
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        if ring is not None:
+            calls = [partial(function, *x) for function, x in COLLECTIVES.items()]
+            calls += [partial(gather_object, [0])]
+            calls.append(partial(dist.barrier, group=ring.get_group()))
+            for gathers in (*calls, partial(trainer.accelerator.gather, torch.ones(1))):
+                with pytest.raises(ValueError, match=r"rollout runs on the first .* waits for"):
+                    gathers()
+            dist.barrier(group=alone)
+            # Tensors on a GPU of the first rank, as far as those are told who receive them.
+            patch.setattr(torch.serialization, "location_tag", lambda _: "cuda:0")
+        ids = [letters(x)["input_ids"] for x in prompts]
+        bonus = [*torch.arange(len(ids)).double() / 7]
+        completions, _ = generate(ids)
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None, "bonus": bonus}
+
+    return rollout
+
+
+def parallelized(source: Path, cp: ContextParallel | None) -> Any:
+    """Return a model from a folder, on a ring if there is one."""
+    model = LlamaForCausalLM.from_pretrained(source)
+    if cp is not None:
+        hf.parallelize(model, cp, reduction="mean")
+    return model
+
+
+#: Options of :func:`sampled` that are not those of the trainer's config.
+OWN = ("draws", "rollout", "logits", "model first", "samples", "model", "LoRA")
+
+
 def sampled(
     rank: int, ranks: int, cp_size: int | None, kind: str, folder: str, options: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
@@ -235,24 +302,24 @@ def sampled(
         folder: Folder that each rank writes into.
         options: Options of the trainer's config; and ``samples`` for a trainer that generates
             itself, ``model`` for another than Llama, ``LoRA`` for an adapter, ``rollout`` for a
-            function in the place of the trainer's, ``draws`` for it and a reward to draw numbers.
+            function in the place of the trainer's, ``draws`` for it and a reward to draw numbers,
+            ``logits`` of Ring, and ``model first`` to parallelize it before the trainer is made.
     """
     be_started(rank, ranks)
-    options = dict(options)
-    draws, has_function = options.pop("draws", False), options.pop("rollout", False)
-    generates, name = options.pop("samples", False), options.pop("model", "Llama")
-    adapter = LoraConfig(target_modules=["q_proj", "down_proj"]) if options.pop("LoRA", 0) else None
-    own = Path(folder) / f"{kind}{rank}"
-    letters = tokenizer()
+    own = {name: options.get(name) for name in OWN}
+    options = {name: x for name, x in options.items() if name not in own}
+    name, draws = own["model"] or "Llama", bool(own["draws"])
+    adapter = LoraConfig(target_modules=["q_proj", "down_proj"]) if own["LoRA"] else None
+    output, letters = Path(folder) / f"{kind}{rank}", tokenizer()
     sizes: dict[str, Any] = {"vocab_size": len(letters), "pad_token_id": 0, "eos_token_id": 1}
     source = Path(folder) / "model"  # of which the trainer loads a reference model
     if rank == 0:
         build(name, **sizes).save_pretrained(source)
     if ranks > 1:
-        torch.distributed.barrier()
+        dist.barrier()
     trainer_of_kind, config_of_kind = SAMPLERS[kind]
     args = config_of_kind(**{
-        "output_dir": str(own), "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-3,
+        "output_dir": str(output), "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-3,
         "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "num_generations": 4,
         "num_generations_eval": 2, "gradient_accumulation_steps": 2, "max_completion_length": 9,
         "use_cpu": not torch.cuda.is_available(), "bf16": False, "report_to": "none",
@@ -264,52 +331,36 @@ def sampled(
     rows = Dataset.from_list([{"prompt": x} for x in texts(12)])
     generate = recorded(kind, rank // (cp_size or 1), draws=draws)
 
-    alone: list[Any] = (
-        [torch.distributed.new_group([n]) for n in range(ranks)] if has_function else []
-    )
-
-    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        if cp_size is not None:  # the other ranks of the ring wait for this function
-            for gathers in (
-                lambda: trainer.accelerator.gather(torch.ones(1)),
-                lambda: gather_object([0]),
-                torch.distributed.barrier,
-                lambda: torch.distributed.barrier(group=ring),  # type: ignore[arg-type]  # a mesh
-            ):
-                with pytest.raises(
-                    ValueError, match=r"rollout runs on the first rank .* waits for"
-                ):
-                    gathers()
-            torch.distributed.barrier(group=alone[rank])
-        ids = [letters(x)["input_ids"] for x in prompts]
-        return {"prompt_ids": ids, "completion_ids": generate(ids)[0], "logprobs": None}
-
+    patch, cp = pytest.MonkeyPatch(), None if cp_size is None else context(cp_size)
+    functions: dict[str, Any] = {}
+    if own["rollout"]:
+        alone: Any = [dist.new_group([n]) for n in range(ranks)][rank]
+        functions["rollout_func"] = rollout_of(letters, generate, cp and cp.group, alone, patch)
     trainer: Any = trainer_of_kind(
-        str(source), reward_funcs=[lottery if draws else vowels, brevity], args=args,
+        parallelized(source, cp) if own["model first"] else str(source), reward_funcs=[lottery if draws else vowels, brevity], args=args,
         train_dataset=rows, eval_dataset=rows.select(range(4)), processing_class=letters,
-        peft_config=adapter, **({"rollout_func": rollout} if has_function else {}),
+        peft_config=adapter, **functions,
     )  # fmt: skip
-    if not generates and not has_function:
+    if not own["samples"] and not functions:
         trainer._generate_single_turn = generate
-    if cp_size is not None:
-        cp = context(cp_size)
-        ring = cp.group
-        hf.parallelize(trainer, cp)
+    of_devices = trainer._logs
+    handle = None if cp is None else hf.parallelize(trainer, cp, logits=own["logits"] or "local")
     completions, numbers = [], []
     prepare = trainer._generate_and_score_completions
 
     def kept(*inputs: Any) -> Any:
-        output = prepare(*inputs)
-        completions.append(output["completion_ids"].tolist())
+        made = prepare(*inputs)
+        patch.undo()
+        completions.append(made["completion_ids"].tolist())
         numbers.append(lottery([""]))
-        return output
+        return made
 
     trainer._generate_and_score_completions = kept
     with Wide():
         trainer.train()
         trainer.evaluate()
     weights = "model.safetensors" if adapter is None else "adapter_model.safetensors"
-    saved = load_file(own / "checkpoint-3" / weights) if rank == 0 else {}
+    saved = load_file(output / "checkpoint-3" / weights) if rank == 0 else {}
     timed = ("runtime", "per_second", "step_time", "flos", "lr")
     metrics = {
         f"{n} {name}": value
@@ -317,6 +368,9 @@ def sampled(
         for name, value in entry.items() if not name.endswith(timed)
     }  # fmt: skip
     logs = {name: [*trainer._logs[name]] for name in ("prompt", "completion", "advantages")}
+    if handle is not None:
+        handle.remove()
+        assert trainer._logs is of_devices and not of_devices["prompt"]
     return {
         "metrics": metrics, "completions": completions, "logs": logs, "numbers": numbers,
         "weights": {name: x.double().sum().item() for name, x in saved.items()},

@@ -24,16 +24,18 @@ from benchmarks.common.tables import table
 from benchmarks.common.turns import passing
 from benchmarks.development import case_bits, old_and_new, same_bits
 from benchmarks.development.old_and_new import HERE
-from benchmarks.torch import bench_command, decode, methods, model, options, recurrent
+from benchmarks.torch import bench_command, decode, heads, methods, model, options, recurrent
 from benchmarks.torch.methods import Method, dense, in_layers, method, sdpa, through_autograd
 from benchmarks.torch.options import METHODS, OPTIONS, Case, exact
 from benchmarks.torch.scaling import ONE_THREAD, running, without_end
 from ring_core.tools import bench
 from ring_core.tools.case import Case as BenchCase
 from ring_torch.serving import kernels, paged
+from ring_torch.training import token_log_probs
 
 SMALL = {
     decode: "--tokens=256 --heads=2 --kv-heads=1 --width=16 --repeats=1 --turns=1",
+    heads: "--tokens=96 --dim=16 --classes=50 --rounds=3",
     recurrent: "--tokens=512 --heads=2 --width=16 --repeats=1 --dtype=float32",
 }
 
@@ -63,6 +65,21 @@ def test_figures_of_decode(
         assert run(monkeypatch, decode) == len(decode.ROWS)
     printed = capsys.readouterr().out
     assert "is WRONG" in printed and "ratio" not in printed
+
+
+def test_figures_of_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "heads.json"
+    monkeypatch.setattr(heads, "PIECE", 40)
+    assert run(monkeypatch, heads, f"--json={path}") == 0
+    ours = [row for row in written(path)["rows"] if row["name"] == "ring"]
+    assert [row["kind"] for row in ours] == ["loss", "log_probs"]
+    assert all(row["error"] < heads.MOST_ERROR and len(row["rounds"]) == 3 for row in ours)
+    right = token_log_probs
+    for wrong in (lambda *x: 1.03 * right(*x), lambda *x: 1 / (0 * right(*x)), lambda *_: 1 / 0):
+        monkeypatch.setattr(heads, "token_log_probs", wrong)
+        assert run(monkeypatch, heads, f"--json={path}") == 1
+        row = next(x for x in written(path)["rows"] if "failed" in x and x["name"] == "ring")
+        assert row["kind"] == "log_probs" and "seconds" not in row
 
 
 @pytest.mark.parametrize("name", ["gated_delta_rule", "ssd"])

@@ -9,10 +9,13 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,6 +34,8 @@ from trl_trained import TRAINERS, sampled, trl_trained
 
 from ring_core import RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, hf
+from ring_torch.comm.ranks import ranks_of
+from ring_torch.hf import rollouts
 from ring_torch.hf.rollouts import check_rollouts
 from ring_torch.hf.trainer_settings import TESTED_OF_TRL, untested_of_trl
 from ring_torch.local import LocalRanks
@@ -301,10 +306,14 @@ def test_trainers_of_trl(pools: dict[int, LocalRanks], tmp_path: Path, kind: str
         assert steps == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.nightly(unless=["model first-dpo", "LoRA-dpo", "compiled-kto"])
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
-@pytest.mark.parametrize("way", ["model first", "LoRA", "compiled"])
-def test_preferences_in_other_ways(
+WAYS = ("model first", "LoRA", "compiled", "no logits", "precomputed")
+
+
+@pytest.mark.nightly(unless=["model first-dpo", "LoRA-dpo", "compiled-kto", "precomputed-dpo"])
+@pytest.mark.parametrize(
+    ("way", "kind"), [x for x in product(WAYS, ("dpo", "kto", "sft")) if x != (WAYS[-1], "sft")]
+)
+def test_fused_heads_in_other_ways(
     pools: dict[int, LocalRanks], tmp_path: Path, way: str, kind: str
 ) -> None:
     """TRL replaces the model's forward when a Trainer is made: before the hooks or after them."""
@@ -390,6 +399,7 @@ def sharded_steps() -> Iterator[Any]:
     single = {"dtype": torch.float32}
     for kind in KINDS:
         yield row(f"bfloat16-{kind}", kind, "ring", single | {"bf16": True})
+        yield row(f"float16-{kind}", kind, "ring", single | {"fp16": True})
     layers = {"activation_checkpointing": True}
     yield row("checkpointed layers", "sft", "ring", single, layers, "ring of 3", tolerance=1e-3)
     compiled = single | {"torch_compile": True, "torch_compile_backend": "eager"}
@@ -450,14 +460,15 @@ def test_steps_are_those_of_one_process(
     def run(mesh: str | None, data: int, name: str, *more: Any) -> Any:
         sizes = MESHES.get(mesh or "", {"ranks": 2 if mesh == "none" else data})
         ranks, folder = math.prod(sizes.values()), str(tmp_path / name)
-        options = x.options | ({} if mesh else {"bf16": False})
+        options = x.options | ({} if mesh else {"bf16": False, "fp16": False})
         return pools[ranks].run(sharded, ranks, mesh, x.kind, folder, options, x.settings, *more)
 
     sizes = MESHES.get(x.mesh, {})
     data = sizes.get("dp_shard_size", 1) * sizes.get("dp_replicate_size", 1)
     (expected, *_) = run(None, data, "one")
     results = run(x.mesh, data, "rings")
-    allowed = errors(run("one", 1, "bf16")[0], expected) if x.options.get("bf16") else None
+    is_narrow = {"bf16", "fp16"} & {*x.options}
+    allowed = errors(run("one", 1, "narrow")[0], expected) if is_narrow else None
     for mine in results:
         if allowed is not None:  # at most twice the error of FSDP2 in one process
             assert 1e-4 < errors(mine, expected) <= 2 * allowed
@@ -512,6 +523,9 @@ def test_mistakes_of_fsdp2_are_named(rank: int, tmp_path: Path) -> None:
     trainer.__class__ = own
     changes = {
         f"Trainer with packing does not .*{PARALLELIZE}": (trainer.args, "packing", True),
+        "set to precompute_ref_log_probs .* each rank of a ring": (
+            trainer.args, "precompute_ref_log_probs", True,
+        ),
         "set to deepspeed": (trainer, "is_deepspeed_enabled", True),
         "set to a model of transformers' DistributedConfig": (
             trainer, "is_distributed_loading_by_transformers", True,
@@ -553,9 +567,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "LoRA": ("grpo", {"LoRA": True, "beta": 0.1}),
     "routers": ("grpo", {"model": "Mixtral"}),
+    "compiled": ("grpo", {"torch_compile": True, "torch_compile_backend": "eager"}),
+    "no logits": ("grpo", {"logits": "none", "beta": 0.1}),
+    "model first": ("grpo", {"model first": True}),
     "old samples": ("grpo", {"num_iterations": 2, "mask_truncated_completions": True}),
     "random numbers in a rollout function": ("grpo", {"rollout": True, "draws": True}),
-    "rloo": ("rloo", {}),
+    "rloo": ("rloo", {"torch_compile": True, "torch_compile_backend": "eager"}),
+    "rloo with LoRA": ("rloo", {"LoRA": True, "beta": 0.1, "logits": "none"}),
     "rloo with a reference": ("rloo", {"beta": 0.2, "temperature": 0.7, "num_iterations": 2}),
 }
 
@@ -596,6 +614,26 @@ def test_a_ring_samples_once(pools: dict[int, LocalRanks], tmp_path: Path, kind:
     first, second = pools[2].run(sampled, 2, 2, kind, str(tmp_path / "ring"), options)
     assert first["completions"] == second["completions"]
     assert first["completions"][0] == expected["completions"][0]
+
+
+@on_two_ranks
+@patch.object(rollouts, "unhooked", lambda _: nullcontext())
+def test_what_fails_on_the_first_rank_fails_on_all(rank: int) -> None:
+    """A function raises, waits for its ring, or returns what cannot be sent; then all goes on."""
+    be_started(rank, 2)
+    ring = object.__new__(rollouts.Rollouts)
+    vars(ring).update(ranks=ranks_of(ContextParallel().group), target=None, _samples=False)
+    ring.accelerator = SimpleNamespace(device=torch.device("cpu", 0))  # type: ignore[assignment]
+
+    errors = (ZeroDivisionError, ValueError, AttributeError)
+    functions: list[Any] = [lambda: 1 / 0, dist.barrier, lambda: lambda: 0]
+    for function, error in zip(functions, errors, strict=True):
+        told = f"failed to generate: {error.__name__}"
+        with pytest.raises(error if rank == 0 else RuntimeError, match="" if rank == 0 else told):
+            ring._on_first_rank(function)()
+    numbers, names = ring._on_first_rank(lambda: ([torch.arange(3)], {"b": None}))()
+    assert numbers[0].tolist() == [0, 1, 2] and names == {"b": None}
+    dist.barrier()
 
 
 def _trainers_of_trl() -> set[tuple[str, str]]:

@@ -192,39 +192,84 @@ def test_of_one_process(rank: int, case: Case) -> None:
         close(x.grad, grad)
 
 
+ENDS = (5, 5, 8, 9)  # of ranks' tokens: the second has none
+LOSSES: dict[str, dict[str, Any]] = {
+    "plain": {}, "weights": {"weight": torch.rand(VOCAB, generator=torch.Generator().manual_seed(1))},
+    "smooth": {"label_smoothing": 0.2}, "sum": {"reduction": "sum"}, "class 3": {"ignore_index": 3},
+}  # fmt: skip
+DOCUMENTS = (0, 2, 2, 6, 9)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
 @on_ranks
-def test_ranks_with_unlike_numbers_of_tokens(rank: int) -> None:
-    cp, ends = ContextParallel(), [5, 5, 8, 9]
-    random = torch.Generator().manual_seed(0)
+def test_ranks_with_unlike_numbers_of_tokens(rank: int, mode: str) -> None:
+    """Every function has means over the labels of all ranks, and sums, whatever each rank has."""
+
+    def run(function: Any) -> Any:
+        torch.compiler.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        return function if mode == "eager" else compiled
+
+    cp, close, random = (
+        ContextParallel(None, "contiguous"),
+        torch.testing.assert_close,
+        torch.Generator().manual_seed(0),
+    )
     hidden, head = (torch.randn(*shape, generator=random) for shape in ((2, 9, DIM), (VOCAB, DIM)))
     labels = torch.randint(VOCAB, (2, 9), generator=random)
     labels[0, 3] = IGNORED
-    log_p = (hidden @ head.T).log_softmax(-1)
-    expected = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels >= 0)
-    own = slice(0 if rank == 0 else ends[rank - 1], ends[rank])
-    mine = token_log_probs(cp, hidden[:, own], head, labels[:, own])
-    torch.testing.assert_close(mine, expected[:, own])
-    torch.testing.assert_close(sum_by_sequence(cp, mine), expected.sum(1))
     leaf = head.clone().requires_grad_()
-    whole_loss = functional.cross_entropy((hidden @ leaf.T).flatten(0, 1), labels.flatten())
-    (whole_grad,) = torch.autograd.grad(whole_loss, leaf)
-    shard = hidden[:, own], labels[:, own]
-    for part in (  # means over the labels of all ranks, whatever each has
-        ring_torch.linear_cross_entropy(cp, shard[0], leaf, shard[1]),
-        ring_torch.cross_entropy(cp, shard[0] @ leaf.T, shard[1]),
-        -sum_by_sequence(cp, token_log_probs(cp, shard[0], leaf, shard[1]), grad="slice").sum()
-        / sum_by_sequence(cp, shard[1] != IGNORED).sum(),
-    ):
+    own = slice(0 if rank == 0 else ENDS[rank - 1], ENDS[rank])
+    mine, mine_labels = hidden[:, own], labels[:, own]
+
+    def same(part: Tensor, expected: Tensor, *, is_whole: bool = False) -> None:
+        (expected_grad,) = torch.autograd.grad(expected, leaf, retain_graph=True)
         (grad,) = torch.autograd.grad(part, leaf)
+        part = part.detach()
         dist.all_reduce(grad)
-        torch.testing.assert_close(grad, whole_grad)
-    part = ring_torch.linear_cross_entropy(cp, hidden[:, own], head, labels[:, own])
-    dist.all_reduce(part)
-    torch.testing.assert_close(part, whole_loss.detach())
-    ids = torch.tensor([[0, 0, -1, 2, 2, 2, 4, 0, -1]])
-    sums = [expected[0][ids[0] == i].sum() for i in range(5)]
-    by_ids = sum_by_sequence(cp, mine[:1], segment_ids=ids[:, own])
-    torch.testing.assert_close(by_ids, torch.stack(sums))
+        if not is_whole:
+            dist.all_reduce(part)
+        close((part, grad), (expected.detach(), expected_grad))
+
+    for options in LOSSES.values():
+        drop = options.get("ignore_index", IGNORED)
+        targets, of_rank = (x.where(x >= 0, drop) for x in (labels, mine_labels))
+        expected = functional.cross_entropy(
+            (hidden @ leaf.T).flatten(0, 1), targets.flatten(), **options
+        )
+        same(run(ring_torch.linear_cross_entropy)(cp, mine, leaf, of_rank, **options), expected)
+        same(run(ring_torch.cross_entropy)(cp, mine @ leaf.T, of_rank, **options), expected)
+    log_p = (hidden @ leaf.T).log_softmax(-1)
+    own_log_p = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels >= 0)
+    entropies = -(log_p.exp() * log_p).sum(-1) * (labels >= 0)
+    for log_probs in (
+        run(token_log_probs)(cp, mine, leaf, mine_labels),
+        run(token_log_probs)(cp, mine, leaf, mine_labels, entropy=True)[0],
+    ):
+        close(log_probs.detach(), own_log_p[:, own].detach())
+        same(log_probs.sin().sum(), own_log_p.sin().sum())
+    of_entropies = run(token_log_probs)(cp, mine, leaf, mine_labels, entropy=True)[1]
+    same(of_entropies.sin().sum(), entropies.sin().sum())
+    ids = torch.searchsorted(torch.tensor(DOCUMENTS), torch.arange(9), right=True)[None] - 1
+    ways: list[tuple[int, dict[str, Any]]] = [(2, {}), (1, {"cu_seqlens": DOCUMENTS})]
+    ways += [(1, {"segment_ids": ids[:, own]})] * (mode == "eager")
+    for rows, options in ways:
+        names = ids if options else torch.arange(2)[:, None].expand(2, 9)
+        by_sequence = functional.one_hot(names, 4 if options else 2).float()
+        total = torch.einsum("bt,bts->s", own_log_p[:rows], by_sequence)
+        counts = torch.einsum("bt,bts->s", (labels[:rows] >= 0).float(), by_sequence)
+        sums = run(sum_by_sequence)
+        kept = sums(cp, mine_labels[:rows] >= 0, **options)
+        close(kept.float(), counts)
+        for grad in ("slice", "sum"):
+            mine_log_p = token_log_probs(cp, mine[:rows], leaf, mine_labels[:rows])
+            loss = _of_sequences(sums(cp, mine_log_p, grad=grad, **options), kept)
+            part = loss / (RANKS if grad == "sum" else 1)
+            same(part, _of_sequences(total, counts), is_whole=grad == "slice")
+    with pytest.raises(ValueError, match="must end at the sequence length 9, got 8"):
+        sum_by_sequence(cp, mine_labels[:1], cu_seqlens=(0, 8))
+    with pytest.raises(RankMismatchError, match="unlike numbers take segment_ids"):
+        sum_by_sequence(ContextParallel(), mine_labels[:1], cu_seqlens=DOCUMENTS)
 
 
 @on_ranks

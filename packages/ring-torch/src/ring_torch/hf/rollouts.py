@@ -8,12 +8,13 @@ while these methods of one Trainer run.
 
 from __future__ import annotations
 
-import inspect
+import copy
+import io
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -21,9 +22,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import distributed_c10d
+from torch.serialization import default_restore_location
 
 from ring_core import UnsupportedError
+from ring_torch.comm.ranks import Ranks
 from ring_torch.hf.models.hooks import replace_attribute
 from ring_torch.hf.models.releases import lacks
 from ring_torch.hf.trainer import TrainerHooks
@@ -37,16 +40,11 @@ _SAMPLERS = (
 #: Methods that gather results of all processes.
 _GATHERING = ("_generate_and_score_completions", "_compute_loss")
 
-#: Functions of torch.distributed that wait for all ranks of a group.
+#: Beginnings of the names of functions of torch.distributed that wait for all ranks of a group.
 _COLLECTIVES = (
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all",
-    "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object",
-    "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
-    "scatter_object_list",
+    "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "monitored_barrier",
+    "reduce", "scatter",
 )  # fmt: skip
-
-#: Logs of a step's samples, which keep as many as there are.
-_LOGS = ("prompt", "completion", "advantages", "images")
 
 
 def is_sampler(trainer: object) -> bool:
@@ -150,8 +148,11 @@ class Rollouts:
         # The sampler repeats prompts to fill a batch, which it takes to be of all ranks.
         batch = _sampled_at_once(args, self.accelerator.num_processes)
         yield replace_attribute(args, "generation_batch_size", batch)
-        for name in _LOGS:
-            trainer._logs[name] = deque(maxlen=batch)  # noqa: SLF001 - TRL has no other name for it
+        logs = {  # of a step's samples, of which each keeps as many as there are
+            name: deque(x, maxlen=batch) if isinstance(x, deque) else copy.copy(x)
+            for name, x in trainer._logs.items()  # noqa: SLF001 - TRL has no other name for it
+        }
+        yield replace_attribute(trainer, "_logs", logs)
         # The Trainer seeded each rank alone. A ring draws one stream, as a process in its place.
         set_seed(args.seed + self.accelerator.process_index)
 
@@ -175,10 +176,24 @@ class Rollouts:
 
         return call
 
-    def _send(self, message: list[Any]) -> None:
-        """Send a message of the ring's first rank to the others, or receive it."""
-        if self.ranks.size > 1:
-            dist.broadcast_object_list(message, group=self.ranks.group, group_src=0)
+    def _send(self, message: Any) -> Any:
+        """Send a message of the ring's first rank to the others, or return what is received."""
+        if self.ranks.size == 1:
+            return message
+        written = io.BytesIO()
+        torch.save(message, written)
+        texts = [written.getvalue()]
+        dist.broadcast_object_list(texts, group=self.ranks.group, group_src=0)
+        if self.ranks.rank == 0:
+            return message
+        device = self.accelerator.device
+
+        def mine(storage: Any, location: str) -> Any:  # tensors of its GPU come to this rank's
+            is_host = "cpu" in (location, device.type)
+            return default_restore_location(storage, "cpu" if is_host else str(device))
+
+        # It is of this job's own process, as all that is broadcast by pickles.
+        return torch.load(io.BytesIO(texts[0]), mine, weights_only=False)
 
     def _on_first_rank(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs on the first rank of a ring, by the model that is not split.
@@ -193,30 +208,26 @@ class Rollouts:
             if self._samples:  # a `rollout_func` calls the Trainer's own method
                 return function(*args, **kwargs)
             error: Exception | None = None
-            message: list[Any] = [None]
+            message: Any = None
             if self.ranks.rank == 0:
                 self._samples = True
                 try:
-                    with unhooked(self.target), ExitStack() as undo:
-                        if self.ranks.size > 1:
-                            ring = dist.get_process_group_ranks(self.ranks.group)
-                            for undone in _refuse_collectives(function, {*ring[1:]}):
-                                undo.callback(undone)
-                        message = [(function(*args, **kwargs), _random_states(), None)]
+                    with unhooked(self.target), _refusing_collectives(function, self.ranks):
+                        message = function(*args, **kwargs), _random_states(), None
                     self._send(message)
                 except dist.DistError:
                     raise
                 except Exception as raised:  # noqa: BLE001 - the other ranks wait: tell them
                     # (A result that cannot be sent raises before anything is.)
-                    error, message = raised, [(None, None, f"{type(raised).__name__}: {raised}")]
+                    error, message = raised, (None, None, f"{type(raised).__name__}: {raised}")
                     self._send(message)
                 finally:
                     self._samples = False
             else:
-                self._send(message)
+                message = self._send(message)
             if error is not None:
                 raise error
-            result, states, reason = message[0]
+            result, states, reason = message
             if reason is not None:
                 raise RuntimeError(f"the first rank of this ring failed to generate: {reason}")
             _set_random_states(states)
@@ -230,15 +241,8 @@ def sampled_by_gkd(hooks: TrainerHooks, target: Target) -> Iterator[Callable[[],
     function = getattr(hooks.trainer, "generate_on_policy_outputs", None)
     if function is None:
         return
-    device = hooks.accelerator.device
-    # Its result is sent as tensors of the host.
-    generate = Rollouts(hooks, target)._on_first_rank(  # noqa: SLF001 - a class of this module
-        lambda *args: [x.cpu() for x in function(*args)]
-    )
-    yield replace_attribute(
-        hooks.trainer, "generate_on_policy_outputs",
-        lambda *args: tuple(x.to(device) for x in generate(*args)),
-    )  # fmt: skip
+    generate = Rollouts(hooks, target)._on_first_rank(function)  # noqa: SLF001 - of this module
+    yield replace_attribute(hooks.trainer, "generate_on_policy_outputs", generate)
 
 
 def _sampled_at_once(args: Any, rings: int) -> int:
@@ -248,40 +252,33 @@ def _sampled_at_once(args: Any, rings: int) -> int:
     return size
 
 
-def _refuse_collectives(
-    function: Callable[..., Any], waiting: set[int]
-) -> Iterator[Callable[[], object]]:
-    """Refuse calls that wait for ranks which wait for ``function``.
+@contextmanager
+def _refusing_collectives(function: Callable[..., Any], ranks: Ranks) -> Iterator[None]:
+    """Refuse calls that wait for ranks of a ring which wait for ``function``.
 
-    Args:
-        function: What runs on the first rank of a ring.
-        waiting: Global ranks of the others.
-
-    Yields:
-        A function for each replacement in torch.distributed that undoes it.
+    All collectives of torch.distributed ask :func:`_rank_not_in_group` of its module first, however
+    they were imported.
     """
+    is_outside = distributed_c10d._rank_not_in_group  # noqa: SLF001 - replaced below
+    waiting = {*dist.get_process_group_ranks(ranks.group)[1:]} if ranks.size > 1 else set[int]()
 
-    def refusing(collective: Callable[..., Any]) -> Callable[..., Any]:
-        parameters = inspect.signature(collective)
+    def checked(group: Any) -> Any:
+        name = sys._getframe(1).f_code.co_name  # noqa: SLF001 - of the function that asks
+        if is_outside(group) or not name.startswith(_COLLECTIVES):
+            return is_outside(group)
+        if not waiting.isdisjoint(dist.get_process_group_ranks(group)):
+            raise ValueError(
+                f"{getattr(function, '__name__', 'rollout_func')} runs on the first rank of each ring alone, and "
+                f"{name} waits for others of the ring: give it a process group of first ranks, or "
+                f"gather in a reward function"
+            )
+        return False
 
-        @wraps(collective)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            group = parameters.bind(*args, **kwargs).arguments.get("group")
-            if isinstance(group, DeviceMesh):
-                group = group.get_group()
-            is_group = group is None or isinstance(group, dist.ProcessGroup)
-            if is_group and not waiting.isdisjoint(dist.get_process_group_ranks(group)):
-                raise ValueError(
-                    f"{getattr(function, '__name__', 'rollout_func')} runs on the first rank of each ring alone, and "
-                    f"{collective.__name__} waits for others of the ring: give it a process group "
-                    f"of first ranks, or gather in a reward function"
-                )
-            return collective(*args, **kwargs)
-
-        return call
-
-    for name in _COLLECTIVES:
-        yield replace_attribute(dist, name, refusing(getattr(dist, name)))
+    undo = replace_attribute(distributed_c10d, "_rank_not_in_group", checked)
+    try:
+        yield
+    finally:
+        undo()
 
 
 def _random_states() -> tuple[Any, ...]:

@@ -134,9 +134,12 @@ def check_trainer(trainer: Any, logits: str, ring: set[int] | None = None) -> No
         ),
     }
     if ring is not None:
-        # Such a model is never given to accelerate's fully_shard, and such weights reach all ranks
-        # of tensor parallelism as the first rank's part.
+        # The second is never given to accelerate's fully_shard, and weights of the third reach all
+        # ranks of tensor parallelism as the first rank's part.
         settings |= {
+            "precompute_ref_log_probs (TRL has gathered them as if each rank of a ring had samples of its own)": (
+                getattr(args, "precompute_ref_log_probs", False)
+            ),
             "a model of transformers' DistributedConfig": (
                 getattr(trainer, "is_distributed_loading_by_transformers", False)
             ),

@@ -134,14 +134,16 @@ def sum_by_sequence(
 
     A sequence is a row of the batch, or with ``cu_seqlens`` or ``segment_ids`` a packed document.
     The sum of a mask is the number of tokens. All ranks must call it, and if ``grad`` is ``"sum"``
-    run its backward; one number for each sequence is sent. Without ``cu_seqlens`` ranks may have
-    unlike numbers of tokens.
+    run its backward; one number for each sequence is sent. Ranks may have unlike numbers of tokens;
+    with ``cu_seqlens`` if the layout is ``"contiguous"``, which has each rank's behind those of the
+    rank before.
 
     Args:
         cp: The ranks that share the sequences, and their layout.
         x: ``[B, T_local]``, a number of each of this rank's tokens, or a mask; ``B`` is 1 with
             documents.
-        cu_seqlens: ``(0, ..., T)``, global offsets of packed documents.
+        cu_seqlens: ``(0, ..., T)``, global offsets of packed documents; in layout ``"contiguous"``
+            the host waits for the ranks' numbers of tokens.
         segment_ids: Integers ``[1, T_local]``, the number of the document of each of this rank's
             tokens, from 0 on; tokens of a negative one are left out. There are as many documents as
             the largest number on all ranks and one; for it the host waits, and a function that is
@@ -248,21 +250,26 @@ def document_ids(x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], t
     ranks = ranks_named(facts, is_forward=True)
     number, layout = ranks.next_call(), from_json(facts["layout"])
     seq_len, stated = (from_json(field, tensors, numbers) for field in facts["fields"])
-    offsets = not_none(offsets_of(stated))
-    padded = checks.padded_layout(seq_len, x.shape[1], layout, ranks.size)
-    if offsets[-1] != padded.seq_len:
+    offsets, tokens = not_none(offsets_of(stated)), x.shape[1]
+    fields = {"layout": str(layout), "seq_len": seq_len, "cu_seqlens": offsets}
+    by_counts = layout == "contiguous" and seq_len is None and ranks.size > 1
+    if not by_counts:
+        fields["tokens (unlike numbers take segment_ids, or layout 'contiguous')"] = tokens
+    agree_on_call(ranks, number, CallSignature.of(fields, "sum_by_sequence"), x.device)
+    if by_counts:
+        own = torch.tensor([tokens], device=x.device)
+        counts = Sharding(ranks.group, "contiguous").unshard(own, dim=0).tolist()
+        positions, length = sum(counts[: ranks.rank]) + np.arange(tokens), sum(counts)
+    else:
+        padded = checks.padded_layout(seq_len, tokens, layout, ranks.size)
+        positions, length = padded.positions(ranks.rank), padded.seq_len
+    if offsets[-1] != length:
         raise ValueError(
-            f"cu_seqlens must end at the sequence length {padded.seq_len}, got {offsets[-1]}; if "
-            f"there is padding behind it, give seq_len"
+            f"cu_seqlens must end at the sequence length {length}, got {offsets[-1]}; if there is "
+            f"padding behind it, give seq_len"
         )
-    signature = CallSignature.of(
-        {"tokens": x.shape[1], "layout": str(layout), "seq_len": seq_len, "cu_seqlens": offsets},
-        "sum_by_sequence",
-    )
-    agree_on_call(ranks, number, signature, x.device)
-    positions = padded.positions(ranks.rank)
     ids = np.searchsorted(offsets, positions, side="right") - 1
-    return torch.as_tensor(np.where(positions < padded.seq_len, ids, -1), device=x.device)
+    return torch.as_tensor(np.where(positions < length, ids, -1), device=x.device)
 
 
 @document_ids.register_fake
