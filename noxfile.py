@@ -496,6 +496,13 @@ def tpu_static(session: nox.Session) -> None:
     session.run("python", "-m", "benchmarks.development.tpu_static", *session.posargs)
 
 
+@nox.session(python="3.12", default=False)
+def tpu_exposed(session: nox.Session) -> None:
+    """Count the bytes that no kernel hides on TPUs, beside MaxText's; arguments go to it."""
+    install(session, BACKENDS["jax-tpu"], ["test-jax", "maxtext"], *CONSTRAINED)
+    session.run("python", "-m", "benchmarks.development.tpu_exposed", *session.posargs)
+
+
 @nox.session(default=False)
 def constraints(session: nox.Session) -> None:
     """Write ``constraints.txt`` anew, with current versions of everything any session installs.

@@ -8,16 +8,28 @@ import tempfile
 from typing import Any
 
 
-def taken_by(module: Any) -> dict[str, Any]:
+def assembled(ptx: str) -> bytes:
+    """Assemble PTX for Hopper, as Triton does."""
+    from triton.backends.compiler import GPUTarget, Language
+    from triton.compiler import make_backend
+
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, backend.parse_options({"enable_fp_fusion": True}), Language.TRITON)
+    cubin: bytes = stages["cubin"](ptx, {})
+    return cubin
+
+
+def taken_by(ptx: str, cubin: bytes, shared: int) -> dict[str, Any]:
     """Return a compiled kernel's resource usage and the instructions it relies on."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(module.asm["cubin"])
+        file.write(cubin)
         file.flush()
         tool = triton.knobs.nvidia.cuobjdump.path
         report = _said(tool, "-res-usage", file.name)
-        is_warp_specialised = "setmaxnreg" in module.asm["ptx"]
+        is_warp_specialised = "setmaxnreg" in ptx
         # Only warp-specialised kernels are disassembled: it takes a second for each.
         code = (
             _said(triton.knobs.nvidia.nvdisasm.path, "-c", file.name)
@@ -26,13 +38,13 @@ def taken_by(module: Any) -> dict[str, Any]:
         )
     usage = {name: int(x) for name, x in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
     return {
-        "shared": module.metadata.shared, "registers": usage["REG"],
+        "shared": shared, "registers": usage["REG"],
         "stack": usage["STACK"] + usage["LOCAL"],
-        "ptx": "wgmma" if "wgmma" in module.asm["ptx"] else "mma",
-        "copies": "cp.async.bulk.tensor" in module.asm["ptx"],
+        "ptx": "wgmma" if "wgmma" in ptx else "mma",
+        "copies": "cp.async.bulk.tensor" in ptx,
         "warp_specialised": is_warp_specialised,
         "spilled": None if code is None else spilled_in_loop(code),
-        "bare": bare_arrivals(module.asm["ptx"]),
+        "bare": bare_arrivals(ptx),
     }  # fmt: skip
 
 

@@ -225,7 +225,9 @@ def answer(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for name in question["names"]:
         for launch in launches(name, question["arch"]):
             kernel = compile_one(question["arch"], **launch)
-            facts = taken_by(kernel) | {"barriers": kernel.asm["ptx"].count("bar.sync")}
+            facts = taken_by(kernel.asm["ptx"], kernel.asm["cubin"], kernel.metadata.shared) | {
+                "barriers": kernel.asm["ptx"].count("bar.sync")
+            }
             yield {"call": name, "kernel": launch["kernel"].fn.__name__, **facts}
 
 

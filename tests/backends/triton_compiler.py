@@ -6,6 +6,7 @@ them. A question lists calls; the answer is the resource usage of each kernel of
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 import pytest
 
-from backends.cubins import taken_by
+from backends.cubins import assembled, taken_by
 from backends.kept_process import asked, serve
 from ring_core import KernelConfig, Mask
 from ring_jax_gpu import ring_attention
@@ -45,8 +46,10 @@ def pretend(patched: pytest.MonkeyPatch, step: str) -> None:
     )
 
 
-def compiled(calls: list[dict[str, Any]], arch: int) -> list[dict[str, Any]]:
+def compiled(calls: list[dict[str, Any]], arch: int, **more: str) -> list[dict[str, Any]]:
     """Compile the kernels of calls, in another process, for a compute capability.
+
+    ``more`` are environment variables; another value of one starts another process.
 
     A call is ``options`` of :func:`ring_attention` and, where they differ from the defaults,
     ``tokens``, ``dims``, ``dtype``, ``step`` and ``arrays`` (name to dtype and shape).
@@ -54,7 +57,7 @@ def compiled(calls: list[dict[str, Any]], arch: int) -> list[dict[str, Any]]:
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(_HERE.parents[1]), *sys.path])
     environment["JAX_PLATFORMS"] = "cpu"
-    return asked(_HERE, environment, {"calls": calls, "arch": arch})
+    return asked(_HERE, environment | more, {"calls": calls, "arch": arch})
 
 
 def launches_in(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
@@ -156,7 +159,8 @@ def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str
             "num_warps": launch.warps, "num_stages": stages, "enable_fp_fusion": True,
         },
     )  # fmt: skip
-    return {"kernel": launch.kernel, "fused": dict(launch.consts)["FUSED"], **taken_by(result)}
+    taken = taken_by(result.asm["ptx"], result.asm["cubin"], result.metadata.shared)
+    return {"kernel": launch.kernel, "fused": dict(launch.consts)["FUSED"], **taken}
 
 
 def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
@@ -183,9 +187,13 @@ def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
                 *types,
             )
     return [
-        {"kernel": module.metadata.name, "warps": module.metadata.num_warps, **taken_by(module)}
+        {
+            "kernel": module.name, "warps": module.num_warps,
+            "digest": hashlib.sha256(module.ptx.encode()).hexdigest(),
+            **taken_by(module.ptx, assembled(module.ptx), module.shared),
+        }
         for module in modules
-    ]
+    ]  # fmt: skip
 
 
 def answer(question: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -28,7 +28,7 @@ from ring_core import (
     make_plan,
     ring_program,
 )
-from ring_core.programs.gather import Fetch
+from ring_core.programs.gather import Fetch, moved_keys
 from ring_core.programs.intervals import Interval, subtract
 from ring_core.reference.item_kernel import Params, QueryRows, Side, backward, forward
 
@@ -324,6 +324,23 @@ def test_memory_grows_with_what_is_seen() -> None:
     assert memory(Mask(causal=True), 8) == pytest.approx(9 * 96 / 384)
     halo = Mask(causal=True, window=(16, 0))
     assert memory(halo, 4) == memory(halo, 64) < memory(Mask(), 2)
+
+
+def test_what_striped_would_launch_and_fetch() -> None:
+    """The page on layouts has these numbers: 2 launches for 8, and 3.5 and 14 times the keys."""
+    documents = Mask(causal=True, cu_seqlens=tuple(range(0, 32769, 4096)))
+    for mask, most in ((Mask(causal=True, window=(4095, 0)), 8190), (documents, 2048)):
+        zigzag, striped = (
+            make_plan(mask, seq_len=32768, cp_size=8, layout=layout)
+            for layout in ("zigzag", "striped")
+        )
+        program = gather_program(zigzag, 0)
+        assert len(program.items) + len(program.in_place) == 2
+        assert moved_keys(zigzag, like=program).sum(0).max() == most
+        seen = [
+            [key for x in striped.items(7, n) for key in (x.k_start, x.k_stop)] for n in range(7)
+        ]
+        assert sum(max(x) - min(x) for x in seen) == 7 * 4096
 
 
 def test_what_cannot_be_gathered_says_why() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +80,18 @@ def test_roles_on_hopper(mask: str, dim: int, step: str) -> None:
         assert x["warps"] == 12 and x["stack"] <= 256, x  # bytes: some addresses, no tile
         assert x["spilled"] <= 8, x  # of some 500 instructions
         assert x["bare"] == [], x
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="without Gluon Hopper gets the kernels of plain Triton")
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    # JAX's persistent cache finds a program by its text, in which the PTX stands.
+    call = HOPPER_CALLS["documents"] | {"dims": [64, 64], "hopper": True}
+    written, kernels = [], []
+    for process in ("first", "second"):
+        kernels.append(compiled([call], 90, TRITON_CACHE_DIR=str(tmp_path), PROCESS=process))
+        written.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")})
+    assert len(written[0]) == 4 and written[0] == written[1]
+    assert kernels[0] == kernels[1]
 
 
 def test_no_roles_for_options() -> None:

@@ -258,6 +258,18 @@ def test_another_mesh_that_is_set_is_refused(of: str) -> None:
             ContextParallel(other, "x").relayout(x, to=cp)
 
 
+def test_eager_gradients_on_explicit_axes_need_the_mesh() -> None:
+    mesh = mesh_of(AxisType.Explicit, cp=2)
+    cp, natural = ContextParallel(mesh, "cp"), jnp.asarray(_inputs()[0])
+    x = cp.shard(natural)
+    grad = jax.grad(lambda x: cp.attention(x, x, x).sum())
+    with pytest.raises(UnsupportedError, match=re.escape("with jax.set_mesh(mesh):")):
+        grad(x)
+    expected = jax.jit(grad)(x)
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(grad(x), expected, atol=1e-6)
+
+
 #: Axes of a mesh, and those of the sequence in another order.
 ORDERS = {
     "two": ({"a": 2, "b": 2}, ("b", "a")),

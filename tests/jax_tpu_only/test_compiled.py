@@ -23,6 +23,7 @@ from backends.tpu_compiled import (
 )
 from cases import RINGS
 
+from benchmarks.development.tpu_exposed import traffic
 from ring_core import KernelConfig, Mask, StrategyConfig, make_plan, ring_program
 from ring_jax import ring_attention
 
@@ -98,9 +99,12 @@ def test_exchanges_of_heads_are_exposed_and_nothing_else(topology: str, name: st
     )
     assert len(permuted_bytes(program)) == (0 if name == "ulysses" else 3 + 2 + 3)
     assert exposed(program) == []
-    text = program.as_text()
+    text = str(program.as_text())
     assert " all-to-all(" in text
     assert "all-to-all-start" not in text
+    moved, alone = traffic(text, 8 if name == "ulysses" else 2)
+    assert moved - alone == sum(permuted_bytes(program))
+    assert alone > 0
 
 
 def test_dead_steps_are_not_run() -> None:

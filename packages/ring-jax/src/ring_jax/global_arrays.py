@@ -36,6 +36,7 @@ from ring_jax.kernels.xla import XlaKernel
 from ring_jax.meshes import (
     check_devices,
     check_divides,
+    check_gradients,
     check_surroundings,
     devices_of,
     in_one_process,
@@ -128,6 +129,7 @@ def check_global(
         None, axis_name, sharding.layout, sharding.cp_size, q, k, v, options, shards
     )
     check_devices(named_arrays(inputs), mesh)
+    check_gradients(named_arrays(inputs), mesh)
     return GlobalCall(spec, inputs, way, batch, heads)
 
 

@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 
 from ring_core import UnsupportedError, checks
-from ring_jax.collectives import AnyMesh, Axes, size_of
+from ring_jax.collectives import AnyMesh, Axes, is_explicit, size_of
 
 
 def check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: object) -> None:
@@ -138,6 +138,25 @@ def check_devices(arrays: Iterable[tuple[str, object]], mesh: AnyMesh) -> None:
                 f"{own}: one program runs on one list of devices. Instead: make all meshes of the same "
                 f"devices in the same order; or move the array first, by jax.device_put, or in layout "
                 f"order by relayout(x, to=...) of its own ContextParallel"
+            )
+
+
+def check_gradients(arrays: Iterable[tuple[str, object]], mesh: AnyMesh) -> None:
+    """Refuse gradients outside of ``jax.jit`` on explicit axes without ``jax.set_mesh``.
+
+    JAX would end with an error about the "device assignment" of the loss's own gradient.
+
+    Raises:
+        UnsupportedError: An array is differentiated there; its tracer knows its value.
+    """
+    if not is_explicit(mesh) or not jax.sharding.get_abstract_mesh().empty:
+        return
+    for name, x in arrays:
+        if isinstance(x, jax.core.Tracer) and x.to_concrete_value() is not None:
+            raise UnsupportedError(
+                f"{name} is differentiated outside of jax.jit, the axes of the mesh are explicit, and "
+                f"no mesh is set: JAX cannot start the gradient of a loss there. Instead: call jax.grad "
+                f"within `with jax.set_mesh(mesh):`, or inside jax.jit"
             )
 
 

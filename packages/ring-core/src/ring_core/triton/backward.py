@@ -220,17 +220,11 @@ def bwd_dkv(
     block, flat = swizzled_block_and_head(blocks, heads_per_swizzle)
     if only is not None:
         flag = tl.load(only + flat * only_per_head + block)
-        if flag == 1:
+        if flag > 0:
             bwd_dkv_nan_safe(
                 x, strides, consts, nan_safe, q_pointer, k_pointer, v_pointer, dout_pointer, lse,
                 delta, dq, dk, dv, block_index, counts, block_index_batch, block, flat, heads,
-                group, ADD=False,
-            )  # fmt: skip
-        elif flag == 2:
-            bwd_dkv_nan_safe(
-                x, strides, consts, nan_safe, q_pointer, k_pointer, v_pointer, dout_pointer, lse,
-                delta, dq, dk, dv, block_index, counts, block_index_batch, block, flat, heads,
-                group, ADD=True,
+                group, ADD=flag == 2,
             )  # fmt: skip
     elif consts.FUSED:
         # dQ is dproducts @ K, with zeros in hidden cells: only keys that are not finite can spoil
@@ -282,7 +276,7 @@ def bwd_dkv_unless_nan(
 @triton.jit
 def bwd_dkv_nan_safe(
     x, strides, consts, nan_safe, q, k, v, dout, lse, delta, dq, dk, dv, block_index, counts,
-    block_index_batch, block, flat, heads, group, ADD: tl.constexpr,
+    block_index_batch, block, flat, heads, group, ADD,
 ):  # fmt: skip
     """Compute dK and dV of a block of keys in smaller blocks, and read only what is visible.
 
@@ -303,7 +297,7 @@ def bwd_dkv_nan_safe(
 @triton.jit
 def loop_over_q(
     x, strides, consts, q, k, v, dout, lse, delta, dq, block_index, counts, block_index_batch,
-    block, flat, heads, group, col_start, ADD: tl.constexpr, NAN_SAFE: tl.constexpr,
+    block, flat, heads, group, col_start, ADD, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
     """Return dK (without the scale) and dV of a block of keys; with ``ADD`` also add to dQ."""
     cols = col_start + tl.arange(0, consts.BLOCK_K)
@@ -359,7 +353,7 @@ def loop_over_q(
 @triton.jit
 def bwd_dkv_block(
     x, strides, consts, q, keys, values, dout, lse, delta, dq, dk, dv, batch, head, heads,
-    col_start, start, first, stop, ADD: tl.constexpr, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr,
+    col_start, start, first, stop, ADD, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
     """Return ``dk`` and ``dv`` plus the parts that come from the block of queries at ``start``.
 

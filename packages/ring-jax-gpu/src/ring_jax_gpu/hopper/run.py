@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from ring_core.triton.tile_configs import FLAGS_TOGETHER
-from ring_jax_gpu.hopper.ffi import BTHD, InArray, OutArray, Parameter, TileDescriptor, call
+from ring_jax_gpu.hopper.ffi import (
+    BTHD,
+    Call,
+    InArray,
+    OutArray,
+    Parameter,
+    TileDescriptor,
+    call,
+    compile_together,
+)
 from ring_jax_gpu.hopper.stream_k import (
     KEYS,
     KEYS_A_BLOCK,
@@ -50,10 +60,12 @@ _DEFAULT_PROCESSORS = 132  # SMs of an H100 or H200
 
 def run(launch: Launch, arrays: Arrays) -> Arrays:
     """Run a launch on Hopper; return the arrays that it changed, by name."""
-    return (_fwd if launch.kernel == "fwd" else _bwd)(launch, arrays)
+    steps = partial(_fwd if launch.kernel == "fwd" else _bwd, launch)
+    compile_together(steps, arrays)
+    return steps(arrays, call)
 
 
-def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
+def _fwd(launch: Launch, arrays: Arrays, call: Call) -> Arrays:
     """Run the forward, then plain Triton on the halves of blocks that it left out."""
     from ring_jax_gpu.hopper import common, forward
 
@@ -92,16 +104,11 @@ def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
     # Plain Triton reads the flags, which come first among the marks, and merges or overwrites the
     # flagged rows alone, from the same accumulated result: rows left out have not been written.
     arrays = arrays | {"out": results["out"], "lse": results["lse"], "only": results["marks"]}
-    return _run_left_out(
-        launch,
-        arrays,
-        {"only_per_head": flags_per_head, "only_many": num_flags},
-        -(-num_flags // FLAGS_TOGETHER),
-        _HALF,
-    )
+    flags = {"only_per_head": flags_per_head, "only_many": num_flags}
+    return _run_left_out(launch, arrays, flags, -(-num_flags // FLAGS_TOGETHER), _HALF, call)
 
 
-def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
+def _bwd(launch: Launch, arrays: Arrays, call: Call) -> Arrays:
     """Run the backward, then plain Triton on the blocks of keys that it left out."""
     from ring_jax_gpu.hopper import backward, common
 
@@ -146,7 +153,7 @@ def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
     )  # fmt: skip
     arrays = arrays | {"only": results.pop("flags")}
     arrays |= {name: x for name, x in results.items() if name in arrays}
-    return _run_left_out(launch, arrays, {"only_per_head": blocks}, heads * blocks, KEYS)
+    return _run_left_out(launch, arrays, {"only_per_head": blocks}, heads * blocks, KEYS, call)
 
 
 def _key_heads_per_swizzle(heads: int, blocks: int) -> int:
@@ -178,7 +185,7 @@ def _cells(launch: Launch, arrays: Arrays) -> Parameter:
 
 
 def _run_left_out(
-    launch: Launch, arrays: Arrays, flags: dict[str, int], programs: int, block_k: int
+    launch: Launch, arrays: Arrays, flags: dict[str, int], programs: int, block_k: int, call: Call
 ) -> Arrays:
     """Run the blocks that the flags ``only`` name in plain Triton.
 
