@@ -7,6 +7,7 @@ log-probabilities come for each token, so their backward computes the logits onc
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ring_core import UnsupportedError
+from ring_torch.optional import has_triton
 
 IGNORED = -100  # torch's default label of a token that has nothing to predict
 Count = Tensor | float | None
@@ -78,16 +80,17 @@ class _Gradients:
         wide: Dtype of sums over pieces: in 16 bits they would lose digits with their number.
         trains_hidden: False for a gradient of ``hidden`` that is ``[0, dim]``.
         trains_head: False for gradients of the head that are ``[0, dim]`` and ``[0]``.
+        has_bias: False for a gradient of the bias that is 0.
     """
 
     def __init__(
         self, hidden: Tensor, head_weight: Tensor, wide: torch.dtype, *, trains_hidden: bool,
-        trains_head: bool,
+        trains_head: bool, has_bias: bool = False,
     ) -> None:  # fmt: skip
         self.hidden = torch.empty_like(hidden[: None if trains_hidden else 0])
         self.head = torch.zeros_like(head_weight[: None if trains_head else 0], dtype=wide)
         self.bias = self.head.new_zeros(len(self.head))
-        self._head_weight = head_weight
+        self._head_weight, self._has_bias = head_weight, has_bias
 
     def add(self, d_logits: Tensor, slope: Tensor | None, hidden: Tensor, rows: slice) -> None:
         """Add what follows from gradients of a piece's logits, ``[n, V]``, changed in place."""
@@ -96,14 +99,28 @@ class _Gradients:
         in_dtype = d_logits.to(hidden.dtype)
         if len(self.hidden):
             self.hidden[rows] = in_dtype @ self._head_weight
-        if len(self.head):
-            self.bias += d_logits.sum(0)
+        if not len(self.head):
+            return
+        if self._has_bias:
+            self.bias += d_logits.sum(0, dtype=self.bias.dtype)
+        if in_dtype.is_cuda and self.head.dtype != in_dtype.dtype:
+            # The product is added before it is rounded, while it is written.
+            dtype = self.head.dtype
+            torch.addmm(self.head, in_dtype.T, hidden, out_dtype=dtype, out=self.head)
+        else:
             self.head += in_dtype.T @ hidden
 
 
 def _rows_of_pieces(tokens: int, tokens_at_once: int) -> list[slice]:
     """Return the rows of each piece."""
     return [slice(n, min(n + tokens_at_once, tokens)) for n in range(0, tokens, tokens_at_once)]
+
+
+def _fused_log_probs(hidden: Tensor) -> Any:
+    """Return Triton's kernel for logits of ``hidden``; ``None`` where torch's operations do it."""
+    if not hidden.is_cuda or hidden.dtype == torch.float64 or not has_triton():
+        return None
+    return import_module("ring_torch.training.softmax_kernel").log_probs_
 
 
 def linear_loss(
@@ -143,8 +160,10 @@ def linear_loss_and_gradients(
     """Return :func:`linear_loss`, and the gradients of ``hidden``, ``head_weight`` and a bias."""
     wide, classes = torch.promote_types(hidden.dtype, torch.float32), len(head_weight)
     grads = _Gradients(
-        hidden, head_weight, wide, trains_hidden=trains_hidden, trains_head=trains_head
-    )
+        hidden, head_weight, wide, trains_hidden=trains_hidden, trains_head=trains_head,
+        has_bias=bias is not None,
+    )  # fmt: skip
+    fused = None if label_smoothing else _fused_log_probs(hidden)
     weight = hidden.new_ones(classes, dtype=wide) if weight is None else weight
     # A token's loss is -sum(share * log(p)) over classes: `own` of its label, `rest` of each.
     rest = label_smoothing / classes
@@ -152,11 +171,22 @@ def linear_loss_and_gradients(
     # Logits of a piece are freed before those of the next are made: [tokens_at_once, V] at a time.
     for rows in _rows_of_pieces(len(hidden), tokens_at_once):
         h, y = hidden[rows], labels[rows]
-        logits, slope = _scaled_logits(h, head_weight, bias, temperature, softcap)
-        log_p, is_kept = logits.log_softmax(-1, wide), y != ignore_index
-        del logits
+        is_kept = y != ignore_index
         target = y.where(is_kept, 0)
         own = (weight[target] * (1 - label_smoothing)).where(is_kept, 0)
+        if fused is not None:
+            logits = functional.linear(h, head_weight, bias)
+            differentiates = trains_hidden or trains_head
+            log_p = fused(
+                logits, target, own.neg() if differentiates else None, temperature, softcap
+            )
+            losses[rows] = (own * log_p).where(is_kept, 0).neg()
+            if differentiates:
+                grads.add(logits, None, h, rows)
+            continue
+        logits, slope = _scaled_logits(h, head_weight, bias, temperature, softcap)
+        log_p = logits.log_softmax(-1, wide)
+        del logits
         each = own * log_p.gather(1, target[:, None])[:, 0]
         if label_smoothing:
             each += rest * (log_p * weight).sum(-1)
@@ -250,11 +280,16 @@ def linear_log_probs(
     wide = torch.promote_types(hidden.dtype, torch.float32)
     log_probs = hidden.new_empty(len(hidden), dtype=wide)
     entropies = log_probs.new_empty(len(hidden) if entropy else 0)
+    fused = None if entropy else _fused_log_probs(hidden)
     for rows in _rows_of_pieces(len(hidden), tokens_at_once):
         h, y = hidden[rows], labels[rows]
-        log_p = _scaled_logits(h, head_weight, bias, temperature, softcap)[0].log_softmax(-1, wide)
         is_kept = y != ignore_index
         target = y.where(is_kept, 0)
+        if fused is not None:
+            logits = functional.linear(h, head_weight, bias)
+            log_probs[rows] = fused(logits, target, None, temperature, softcap).where(is_kept, 0)
+            continue
+        log_p = _scaled_logits(h, head_weight, bias, temperature, softcap)[0].log_softmax(-1, wide)
         log_probs[rows] = log_p.gather(1, target[:, None])[:, 0].where(is_kept, 0)
         if entropy:
             entropies[rows] = torch.special.entr(log_p.exp_()).sum(-1).where(is_kept, 0)
@@ -281,20 +316,28 @@ def linear_log_probs_backward(
     ignore_index: int, entropy: bool, tokens_at_once: int, trains_head: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of ``hidden``, ``head_weight`` and a bias; of a frozen head ``[0]``."""
-    grads = _Gradients(hidden, head_weight, grad.dtype, trains_hidden=True, trains_head=trains_head)
-    grad, grad_of_entropy = (
-        x.where(labels != ignore_index, 0).div(temperature) if len(x) else x
-        for x in (grad, grad_of_entropy)
-    )
+    grads = _Gradients(
+        hidden, head_weight, grad.dtype, trains_hidden=True, trains_head=trains_head,
+        has_bias=bias is not None,
+    )  # fmt: skip
+    fused = None if entropy else _fused_log_probs(hidden)
+    is_kept = labels != ignore_index
+    grad, grad_of_entropy = (x.where(is_kept, 0) if len(x) else x for x in (grad, grad_of_entropy))
     for rows in _rows_of_pieces(len(hidden), tokens_at_once):
-        h, y, own = hidden[rows], labels[rows], grad[rows, None]
+        h, y = hidden[rows], labels[rows]
+        if fused is not None:
+            logits = functional.linear(h, head_weight, bias)
+            fused(logits, y.where(is_kept[rows], 0), grad[rows], temperature, softcap)
+            grads.add(logits, None, h, rows)
+            continue
+        own = grad[rows, None].div(temperature)
         # The logits of a piece are computed again, and become their own gradients in place.
         logits, slope = _scaled_logits(h, head_weight, bias, temperature, softcap)
         p, target = logits.softmax(-1, grad.dtype), y.where(y != ignore_index, 0)[:, None]
         del logits
         if entropy:
             # An entropy's gradient is -p * (log(p) + entropy).
-            each, of_entropy = torch.special.entr(p), grad_of_entropy[rows, None]
+            each, of_entropy = torch.special.entr(p), grad_of_entropy[rows, None].div(temperature)
             d_logits = p.mul_(-own - of_entropy * each.sum(-1, keepdim=True))
             d_logits.addcmul_(each, of_entropy)
         else:
