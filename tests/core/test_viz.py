@@ -197,18 +197,21 @@ def wrong_programs() -> dict[str, RingProgram]:
     other = ring(Mask(causal=True, window=(9, 0)), 64, 4)
     zigzag = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag")
     return {
-        "a step dropped": changed(right, steps=right.steps[:-1], _work=right.work()[:-1]),
-        "a step twice": changed(right, steps=(*right.steps, right.steps[1])),
+        "a step dropped": changed(right, right.steps[:-1], right.work()[:-1]),
+        "a step twice": changed(right, (*right.steps, right.steps[1])),
         "window off by one": replanned(other, mask=Mask(causal=True, window=(10, 0))),
         "bands of another layout": replanned(right, geometry=zigzag.geometry),
         "no help where it is due": changed(
-            ring(Mask(causal=True), 64, 4, strategy="balanced"), steps=right.steps[:3]
+            ring(Mask(causal=True), 64, 4, strategy="balanced"), right.steps[:3]
         ),
     }
 
 
-def changed(program: RingProgram, **changes: Any) -> RingProgram:
-    return replace(program, _items={}, **changes)
+def changed(program: RingProgram, *live: Any, **changes: Any) -> RingProgram:
+    """Return a program with other live steps, other work in them, or other fields."""
+    wrong = replace(program, _items={}, **changes)
+    vars(wrong)["_live"] = *live, *(program.steps, program.work())[len(live) :]
+    return wrong
 
 
 def replanned(program: RingProgram, **changes: Any) -> RingProgram:

@@ -50,6 +50,19 @@ def test_explain_fits_a_screen() -> None:
         assert any(word in line for line in lines)
 
 
+def test_explain_counts_calls_that_were_prepared() -> None:
+    cp, counts = ContextParallel(), []
+    for lengths in ([], [40, 48, 40, 40]):
+        for x in (torch.zeros(1, length, 2, 8) for length in lengths):
+            cp.attention(x, x, x, softcap=7.0)
+        *_, line = cp.explain(*[torch.zeros(1, 8, 2, 8)] * 3).splitlines()
+        counts.append(
+            [int(x.replace(",", "")) for x in re.findall(r"([\d,]+) (?:found|made)", line)]
+        )
+    (found, made), (found_later, made_later) = counts
+    assert (found_later - found, made_later - made) == (2, 2)
+
+
 def _explained(_: int, queries: int, options: dict[str, Any]) -> str:
     q, k = (torch.empty(1, queries, n, 32, requires_grad=True) for n in (4, 2))
     return ContextParallel().explain(q, k, k, causal=True, **options)
@@ -68,7 +81,7 @@ def test_the_command_explains_ranks_that_are_not_there(capsys: pytest.CaptureFix
                 f"rank 0 of 2 has queries [1, {queries}, 4, 32] and keys [1, {queries}, 2, 32], "
                 f"float32 on cpu; forward and backward"
             )
-            assert text == ranks.run(_explained, queries, options)[0]
+            assert text == ranks.run(_explained, queries, options)[0].rpartition("\n")[0]
 
 
 ASKED, TIMED = "explain --cp 2 --seq-len 8", "bench --rates rates.json"

@@ -10,6 +10,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from dense import numbers, sdpa
 from on_ranks import on_ranks
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -18,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ring_core import ChunkLayout, Mask, StrategyConfig, UnsupportedError
-from ring_torch import ContextParallel, KernelConfig, compat, ring_attention
+from ring_torch import ContextParallel, KernelConfig, compat, cross_entropy, ring_attention
 from ring_torch.compiled import attention as _compiled
 from ring_torch.local import LocalRanks
 from ring_torch.options import CallOptions
@@ -187,19 +189,90 @@ def test_a_predicate_breaks_the_graph_and_is_right() -> None:
     assert len(graphs) == 2
 
 
+@pytest.mark.nightly(unless=["ring-zigzag-cu", "gather-chunks-cu", "ulysses-contiguous-cu"])
+@pytest.mark.parametrize(
+    ("strategy", "layout", "packed", "dtype"),
+    [
+        pytest.param("ring", "zigzag", "cu_seqlens", torch.float64, id="ring-zigzag-cu"),
+        ("ring", "contiguous", "", torch.bfloat16), ("gather", "zigzag", "", torch.float64),
+        pytest.param("gather", CHUNKS, "cu_seqlens", torch.float32, id="gather-chunks-cu"),
+        ("ulysses", "zigzag", "segment_ids", torch.float32),
+        pytest.param("ulysses", "contiguous", "cu_seqlens", torch.float64, id="ulysses-contiguous-cu"),
+        ("auto", "striped", "segment_ids", torch.float64),
+    ],
+)  # fmt: skip
 @on_ranks
-def test_other_lengths_are_other_graphs() -> None:
-    """Other lengths compile again, also where dynamo would make the length dynamic."""
+def test_few_graphs_for_all_lengths(
+    strategy: str, layout: Any, packed: str, dtype: torch.dtype
+) -> None:
+    """Twelve batches of other lengths, documents and padding make at most three graphs."""
+    torch._dynamo.utils.counters.clear()
+    cp, weight = ContextParallel(layout=layout), numbers(0, 8, 48).requires_grad_()
+
+    def qkv(x: Tensor) -> Any:
+        return (x @ weight).to(dtype).unflatten(2, (3, 2, 8)).unbind(2)
+
+    def step(x: Tensor, labels: Tensor, length: int, options: dict[str, Any]) -> Tensor:
+        out = cp.attention(*qkv(x), causal=True, strategy=strategy, seq_len=length, **options)
+        return cross_entropy(cp, out.flatten(2).double(), labels, seq_len=length)
+
+    def with_gradient(loss: Tensor) -> Tensor:
+        return torch.cat([loss.detach()[None], torch.autograd.grad(loss, weight)[0].flatten()])
+
+    functions: tuple[Any, ...] = (compiled(step), step)
+    for n in range(12):
+        length = 48 + 16 * (5 * n % 12) - n % 3
+        x, position = numbers(n, 1, length, 8), torch.arange(length)
+        labels = position[None] % 16
+        ends = np.random.default_rng(n).choice(range(1, length), n % 5 + 1, replace=False)
+        offsets = torch.tensor([0, *sorted(ends), length] if packed else [0, length])
+        document = torch.bucketize(position, offsets, right=True).int()
+        ids = cp.shard(document[None], pad=True)
+        options = {"segment_ids": ids, "cu_seqlens": offsets}
+        options = {name: option for name, option in options.items() if name == packed}
+        shards = cp.shard(x, pad=True), cp.shard(labels, pad=True)
+        results = [with_gradient(call(*shards, length, options)) for call in functions]
+        same_bits(*results)
+        if dtype == torch.float64:
+            visible = (position[:, None] >= position) & (document[:, None] == document)
+            logits = sdpa(*qkv(x), attn_mask=visible).flatten(2)[0]
+            expected = with_gradient(torch.nn.functional.cross_entropy(logits, labels[0]))
+            dist.all_reduce(results[0])
+            torch.testing.assert_close(results[0], expected, rtol=1e-9, atol=1e-12)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1 + MOST
+
+
+@pytest.mark.parametrize(
+    ("options", "keys", "graphs"),
+    [
+        ({"causal": True}, 1, 2), ({"return_lse": True, "strategy": "ulysses"}, 1, 2),
+        ({"strategy": "gather"}, 2, 2),
+        ({}, 2, 4),  # `auto` may choose by how many keys there are for a query
+    ],
+)  # fmt: skip
+@on_ranks
+def test_other_sizes(options: dict[str, Any], keys: int, graphs: int) -> None:
+    """Batch size, lengths of queries and keys, and sizes of a bias are symbols of one graph."""
+    torch._dynamo.utils.counters.clear()
     cp = ContextParallel()
 
-    def step(q: Tensor, ids: Tensor, bias: Tensor) -> Tensor:
-        return cp.attention(q, q, q, causal=True, segment_ids=ids, bias=bias)
+    def step(q: Tensor, k: Tensor, bias: Tensor, ids: Tensor | None) -> list[Tensor]:
+        out = cp.attention(q, k, k * 2, bias=bias, segment_ids=ids, **options)
+        return [*out] if isinstance(out, tuple) else [out]
 
-    call = compiled(step)
-    for length in (8, 12, 16):
-        ids = (torch.arange(length) // 5).int()[None]
-        args = torch.randn(1, length, 2, 8), ids, torch.randn(1, 1, length, cp.cp_size * length)
-        same_bits(call(*args), step(*args))
+    functions: tuple[Any, ...] = (compiled(step), step)
+    for batch, length in ((2, 8), (3, 12), (5, 16), (4, 20)):
+        columns = keys * length
+        shapes = (batch, length, 4, 8), (batch, columns, 2, 8), (1, 4, length, columns * cp.cp_size)
+        ids = None if keys > 1 else (torch.arange(length) // 5).int().expand(batch, -1)
+        results = []
+        for function in functions:
+            leaves = [numbers(n, *shape).requires_grad_() for n, shape in enumerate(shapes)]
+            out = function(*leaves, ids)
+            loss = sum((x.sin().sum() for x in out), start=torch.zeros(()))
+            results.append([*out, *torch.autograd.grad(loss, leaves)])
+        same_bits(*results)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 @on_ranks

@@ -220,7 +220,7 @@ def explained_call(
     """Return the text of :meth:`ContextParallel.explain`, for ranks that need not be there."""
     q, k, v, deterministic = in_modes_of_torch(q, k, v, options.deterministic)
     options = with_dense_mask(q, k, v, options._replace(deterministic=deterministic), ranks.size)
-    return explained(*check_call(ranks, 0, layout, q, k, v, options))
+    return explained(*check_call(ranks, 0, layout, q, k, v, options, keep=False))
 
 
 _attend_between_graphs = torch.compiler.disable(_attend)

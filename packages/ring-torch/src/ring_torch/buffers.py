@@ -26,6 +26,11 @@ _MOST_SPECS = 4096
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]  # of several tensors
 
 
+def aligned_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the bytes that a tensor takes in a buffer; of a compiler's symbols an expression."""
+    return -(-math.prod(shape) * dtype.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
 @dataclass(frozen=True, eq=False)
 class BufferSpec:
     """Layout of several tensors in a flat buffer of bytes, which is one message.
@@ -43,11 +48,7 @@ class BufferSpec:
     @lru_cache(maxsize=_MOST_SPECS)
     def of(*tensors: tuple[tuple[int, ...], torch.dtype]) -> BufferSpec:
         """Lay out tensors of these shapes and dtypes one after the other."""
-        sizes = [
-            -(-math.prod(shape) * dtype.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES
-            for shape, dtype in tensors
-        ]
-        *offsets, size = accumulate(sizes, initial=0)
+        *offsets, size = accumulate([aligned_bytes(*x) for x in tensors], initial=0)
         return BufferSpec(
             tuple(tuple(shape) for shape, _ in tensors),
             tuple(dtype for _, dtype in tensors),

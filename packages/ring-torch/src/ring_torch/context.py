@@ -23,6 +23,7 @@ from ring_torch.gradients.reduce import reduce_gradients
 from ring_torch.movement import methods
 from ring_torch.movement.methods import Halo
 from ring_torch.options import AttentionOptions, CallOptions
+from ring_torch.prepare import prepared_figure
 from ring_torch.recurrent.arguments import explained
 from ring_torch.sharding import Sharding, UnshardGrad
 from ring_torch.verification import equality
@@ -506,21 +507,17 @@ class ContextParallel:
     ) -> str:
         """Return a text that says what :meth:`attention` would do with these arguments.
 
-        It names the kernel and why not a faster one, how keys travel between ranks, and the plan in
-        numbers; :func:`ring_core.viz.describe` draws the plan. Nothing is sent or computed.
+        It names the kernel and why not a faster one, how keys travel between ranks, the plan in
+        numbers, and how often this process has found a call prepared, as it does where lengths
+        return; :func:`ring_core.viz.describe` draws the plan. Nothing is sent or computed.
 
         Example::
 
             print(cp.explain(q, k, v, causal=True, window=(4095, 0)))
         """
-        return explained_call(
-            self._sharding.ranks,
-            self.layout,
-            q,
-            k,
-            v,
-            CallOptions(return_lse=return_lse, **options),
-        )
+        ranks, given = self._sharding.ranks, CallOptions(return_lse=return_lse, **options)
+        text = explained_call(ranks, self.layout, q, k, v, given)
+        return f"{text}\n{prepared_figure()}"
 
     def explain_recurrent(self, layer: str, *args: Any, **options: Any) -> str:
         """Return a text that says what a recurrent layer would do with these arguments.

@@ -33,6 +33,7 @@ from ring_core.base.config import kernel_config, strategy_config
 from ring_core.masks.mask import snapshot
 from ring_core.programs.grid import RankGrid
 from ring_core.tripwire import VARIABLE, every_of
+from ring_core.viz.text import figure
 from ring_torch.buffers import KVPayload
 from ring_torch.call import UNRESOLVED, Call, Transport, agreed_fields
 from ring_torch.capture import ASSUMED_CAPABILITY, on_device
@@ -80,6 +81,7 @@ def check_call(
     grad: bool | None = None,
     bias_grad: bool = False,
     check: tuple[int, int] | None = None,
+    keep: bool = True,
 ) -> tuple[Call, Inputs]:
     """Check all arguments of a call, plan it, and choose kernel, strategy and transport.
 
@@ -98,6 +100,7 @@ def check_call(
         bias_grad: True if the backward computes the bias's gradient; without ``grad`` unused.
         check: ``(check_every, checked)`` of the call of which this is the backward; ``None`` asks
             the settings of :func:`ring_torch.check`.
+        keep: False for ``explain``, which counts the calls that are kept.
 
     Raises:
         ValueError: An argument is malformed.
@@ -164,7 +167,7 @@ def check_call(
         number > 0,
     )
     # A call with options that have no hash is prepared anew each time.
-    is_known_again = (is_plain and isinstance(layout, str)) or _is_hashable(arguments)
+    is_known_again = keep and ((is_plain and isinstance(layout, str)) or _is_hashable(arguments))
     prepare = _prepare if is_known_again else _prepare.__wrapped__
     call = prepare(*arguments)
     return call.numbered(
@@ -300,7 +303,7 @@ def _prepare(
         inner = None
         if grid is not None and ranks.size > 1:
             prepare = partial(
-                _prepare,
+                _prepare.__wrapped__,  # once for each call that is kept
                 as_given=False,
                 types=types,
                 grads=grads,
@@ -356,6 +359,15 @@ def _prepare(
     )
     with on_device(device):
         return call._replace(strategy=resolve(spec, call, inner, grid))
+
+
+def prepared_figure() -> str:
+    """Return a line for ``explain``: how many calls of this process were known again."""
+    found, made, most, _ = _prepare.cache_info()
+    return figure(
+        "prepared calls",
+        f"{found:,} found again, {made:,} made anew (other lengths or cu_seqlens); {most} are kept",
+    )
 
 
 def _inner_call(

@@ -21,6 +21,7 @@ from ring_core.masks.band import UNBOUNDED, Rectangles
 from ring_core.masks.mask import Mask
 
 _CELLS_AT_ONCE = 1 << 15  # arrays that stay in cache
+_MOST_KEPT = 1 << 12  # pairs of runs whose rectangles a plan keeps: 256 KiB
 
 
 class RectangleTable(NamedTuple):
@@ -73,12 +74,37 @@ class BandGeometry(LaidOutMask):
             half: 0 or 1 asks for the first or second half of each rectangle's query rows, cut so
                 that both show about equally many pairs; ``None`` for all rows.
         """
+        if half is not None or self._all is None:
+            return self._worked_out(q_rank, kv_rank, half)[0]
+        pairs = np.asarray(q_rank), np.asarray(kv_rank)
+        parts = [x[pairs] for x in (*self._all[0].rect, *self._all[0][1:])]
+        return RectangleTable(Rectangles(*parts[:6]), parts[6], parts[7])
+
+    @cached_property
+    def _all(self) -> tuple[RectangleTable, Ints] | None:
+        """Rectangles and counts of all pairs of ranks, ``[q_rank, kv_rank]``; ``None`` of many.
+
+        A numpy call for one step costs hardly less than one for all steps of a few ranks.
+        """
+        q, k = self.q_layout, self.k_layout
+        if q.cp_size * q.num_runs * k.cp_size * k.num_runs > _MOST_KEPT:
+            return None
+        return self._worked_out(np.arange(q.cp_size)[:, None], np.arange(k.cp_size), None)
+
+    def _worked_out(
+        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None
+    ) -> tuple[RectangleTable, Ints]:
+        """Return the rectangles of pairs of ranks, and with documents how much each pair shows."""
         # A rectangle for each pair of runs. Trimming has dropped those without a visible pair,
         # unless documents hide what the band shows.
         table = self._pieces(q_rank, kv_rank, half)
+        shown = table.doc_start  # without documents `count` has a closed form
         if self.boundaries is not None:
-            table = self._live_only(q_rank, kv_rank, table)
-        return self._coalesced(q_rank, kv_rank, table) if table.doc_start.shape[-1] > 1 else table
+            shown = self._count(q_rank, kv_rank, table)
+            table = _live_only(table, shown)
+        if table.doc_start.shape[-1] > 1:
+            table = self._coalesced(q_rank, kv_rank, table)
+        return table, shown.sum(axis=-1)
 
     def rectangles_between(
         self, q_rank: npt.ArrayLike, k_start: int, k_stop: int
@@ -94,12 +120,17 @@ class BandGeometry(LaidOutMask):
         # Only the columns that were asked for; rows keep their run.
         rect = band.clip(rect, rect.q_start, rect.q_stop, k_start, k_stop)
         table = self._in_cells(rect, q_pos - q_local, k_pos - k_local)
-        return table if self.boundaries is None else self._live_only(q_rank, 0, table)
+        if self.boundaries is None:
+            return table
+        return _live_only(table, self._count(q_rank, 0, table))
 
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
         """Count the visible (query, key) pairs in the :meth:`rectangles` of each pair of ranks."""
         if self.boundaries is None and half is None:  # the closed form needs no trimming
             return _count(self._rect_of_runs(*self._runs(q_rank, kv_rank))).sum(axis=-1)
+        if half is None and self._all is not None:
+            pairs: Ints = self._all[1][np.asarray(q_rank), np.asarray(kv_rank)]
+            return pairs
         return self._count(q_rank, kv_rank, self._pieces(q_rank, kv_rank, half)).sum(axis=-1)
 
     def _runs(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike) -> tuple[Ints, Ints, Ints, Ints]:
@@ -173,16 +204,6 @@ class BandGeometry(LaidOutMask):
         boundaries = not_none(self.boundaries)
         cell = np.searchsorted(boundaries, position, side="right") - 1
         return np.clip(cell, 0, boundaries.size - 2)
-
-    def _live_only(
-        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, table: RectangleTable
-    ) -> RectangleTable:
-        """Replace rectangles without a visible pair by zeros: their band misses all cells."""
-        # The band crosses the rectangle, and no document does: nobody has to launch, or send, for
-        # it.
-        live = self._count(q_rank, kv_rank, table) > 0
-        parts = [np.where(live, x, 0) for x in (*table.rect, *table[1:])]
-        return RectangleTable(Rectangles(*parts[:6]), parts[6], parts[7])
 
     def _count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, table: RectangleTable) -> Ints:
         """Count the visible pairs of each rectangle, ``[..., n]``."""
@@ -309,6 +330,21 @@ class BandGeometry(LaidOutMask):
         width = max(1, int(out.live.sum(axis=-1).max(initial=0)))
         parts = [np.take_along_axis(x, order, axis=-1)[..., :width] for x in (*out, *table[1:])]
         return RectangleTable(Rectangles(*parts[:6]), parts[6], parts[7])
+
+
+def rows_before(layout: Layout, rank: int, start: int, stop: int, position: Ints) -> Ints:
+    """Count the rows ``start:stop`` of a rank, all of one run, before each position."""
+    run, row = divmod(start, layout.run_length)
+    first = layout.run_positions(rank)[run] + row * layout.stride
+    before: Ints = np.clip(-((first - position) // layout.stride), 0, stop - start)
+    return before
+
+
+def _live_only(table: RectangleTable, shown: Ints) -> RectangleTable:
+    """Replace rectangles that show no pair by zeros: their band misses all cells."""
+    # The band crosses the rectangle, and no document does: nobody has to launch, or send, for it.
+    parts = [np.where(shown > 0, x, 0) for x in (*table.rect, *table[1:])]
+    return RectangleTable(Rectangles(*parts[:6]), parts[6], parts[7])
 
 
 def _count(rect: Rectangles) -> Ints:

@@ -26,7 +26,7 @@ from ring_core.layouts.layout import ChunkLayout, Layout, LayoutSpec, Run, check
 from ring_core.masks.band import UNBOUNDED
 from ring_core.masks.expression import TracedRule
 from ring_core.masks.mask import Mask, check_documents, rule_of, snapshot
-from ring_core.plan.geometry import BandGeometry, RectangleTable
+from ring_core.plan.geometry import BandGeometry, RectangleTable, rows_before
 from ring_core.plan.item import WorkItem
 from ring_core.plan.tile_mask import BlockGeometry, Geometry, spans_of
 
@@ -155,8 +155,10 @@ class Plan:
         options: dict[str, Any] = {}
         if doc_stop > doc_start:
             cuts = not_none(self.boundaries)[doc_start : doc_stop + 1]
-            options["cu_q"] = np.searchsorted(self.q_positions(q_rank)[q_start:q_stop], cuts)
-            options["cu_k"] = np.searchsorted(self.k_positions(kv_rank)[k_start:k_stop], cuts)
+            # A rectangle over several documents lies between two runs.
+            q_cuts = cuts - self.q_offset
+            options["cu_q"] = rows_before(self.q_layout, q_rank, q_start, q_stop, q_cuts)
+            options["cu_k"] = rows_before(self.k_layout, kv_rank, k_start, k_stop, cuts)
         if self.blocks is not None:
             q_tiles, k_tiles = (
                 slice(start // TILE, -(-stop // TILE))

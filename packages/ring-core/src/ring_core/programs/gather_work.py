@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
 from ring_core.base.arguments import TILE, Ints, not_none
 from ring_core.layouts.layout import Layout, Run
 from ring_core.masks.band import UNBOUNDED
-from ring_core.plan.geometry import BandGeometry
+from ring_core.plan.geometry import BandGeometry, RectangleTable, rows_before
 from ring_core.plan.item import WorkItem
 from ring_core.plan.plan import Plan
 from ring_core.programs.intervals import Interval, ends_of, subtract, union
@@ -58,23 +59,35 @@ def _remote_items(plan: Plan, rank: int, whole: Interval) -> list[WorkItem]:
 
 def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
     """Yield the items of a rank's queries against the keys of a span; columns are positions."""
-    geometry = BandGeometry(
-        plan.mask, plan.q_layout, Layout("contiguous", plan.kv_seq_len, 1), plan.q_offset
-    )
-    rectangles = geometry.rectangles_between(rank, *span)
+    geometry, of_ranks = _by_position(plan)
+    if span == (0, plan.kv_seq_len):
+        parts = [x[rank] for x in (*of_ranks.rect, *of_ranks[1:])]
+    else:
+        rectangles = geometry.rectangles_between(rank, *span)
+        parts = [*rectangles.rect, *rectangles[1:]]
     # The keys are counted by position, as if one rank held them all, in order.
-    for row in zip(*(x.tolist() for x in (*rectangles.rect, *rectangles[1:])), strict=True):
+    for row in zip(*(x.tolist() for x in parts), strict=True):
         q_start, q_stop, k_start, k_stop, lo, hi, doc_start, doc_stop = row
         cu_q = cu_k = None
         if doc_stop > doc_start:
             cuts = not_none(geometry.boundaries)[doc_start : doc_stop + 1]
-            cu_q = np.searchsorted(plan.q_positions(rank)[q_start:q_stop], cuts)
+            cu_q = rows_before(plan.q_layout, rank, q_start, q_stop, cuts - plan.q_offset)
             cu_k = np.clip(cuts, k_start, k_stop) - k_start
         if q_stop > q_start:
             yield WorkItem(
                 rank, rank, rank, q_start, q_stop, k_start, k_stop,
                 None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi, cu_q, cu_k,
             )  # fmt: skip
+
+
+@lru_cache(maxsize=128)
+def _by_position(plan: Plan) -> tuple[BandGeometry, RectangleTable]:
+    """Return the geometry of keys that one rank holds in order, and all ranks' rectangles there."""
+    geometry = BandGeometry(
+        plan.mask, plan.q_layout, Layout("contiguous", plan.kv_seq_len, 1), plan.q_offset
+    )
+    ranks = np.arange(plan.cp_size)
+    return geometry, geometry.rectangles_between(ranks, 0, plan.kv_seq_len)
 
 
 def _from_tile(item: WorkItem, tile: int) -> WorkItem:

@@ -132,16 +132,27 @@ class RingProgram:
     Attributes:
         plan: The work items of every pair of ranks.
         strategy: ``ring`` or ``balanced``.
-        steps: The live steps by ascending shift. The first is each rank's own block, which is there
-            even without work; in each other one some rank has work.
     """
 
     plan: Plan
     strategy: RingStrategy
-    steps: tuple[Step, ...]
-    _work: Ints = field(repr=False)
     _items: dict[int, tuple[tuple[WorkItem, ...], ...]] = field(repr=False, default_factory=dict)
     _remote: dict[tuple[int, int], tuple[WorkItem, ...]] = field(repr=False, default_factory=dict)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Live steps by ascending shift.
+
+        The first is each rank's own block, which is there even without work; in each other one some
+        rank has work.
+        """
+        return self._live[0]
+
+    @cached_property
+    def _live(self) -> tuple[tuple[Step, ...], Ints]:
+        """Live steps, and their visible pairs; not asked for where tokens are traded for heads."""
+        plan = self.plan
+        return active_steps(self.strategy, plan.geometry, plan.cp_size, plan.q_layout.num_runs)
 
     @property
     def num_steps(self) -> int:
@@ -268,12 +279,12 @@ class RingProgram:
 
     def work(self) -> Ints:
         """Return the visible (query, key) pairs computed, int64 ``[num_steps, cp_size]``."""
-        return self._work.copy()
+        return self._live[1].copy()
 
     @property
     def imbalance(self) -> float:
         """Visible pairs of the busiest rank over the mean; 1.0 is even."""
-        work = self._work.sum(axis=0)
+        work = self._live[1].sum(axis=0)
         return float(work.max() / work.mean()) if work.any() else 1.0
 
     @property
@@ -283,8 +294,9 @@ class RingProgram:
         It is the visible pairs of the slowest rank of each step, summed over steps, over what a
         rank computes on average. 1.0 is even; :attr:`imbalance` compares the sums of whole passes.
         """
-        per_rank = self._work.sum(axis=0).mean()
-        return float(self._work.max(axis=1).sum() / per_rank) if per_rank else 1.0
+        work = self._live[1]
+        per_rank = work.sum(axis=0).mean()
+        return float(work.max(axis=1).sum() / per_rank) if per_rank else 1.0
 
     def _rank_items(self, rank: int) -> tuple[tuple[WorkItem, ...], ...]:
         """Return the items of one rank in every step.
@@ -350,5 +362,4 @@ def ring_program(plan: Plan, strategy: RingStrategy = "ring") -> RingProgram:
 @lru_cache(maxsize=128)
 def _ring_program(plan: Plan, strategy: RingStrategy) -> RingProgram:
     """Make the program of :func:`ring_program`, which has checked the arguments."""
-    steps, work = active_steps(strategy, plan.geometry, plan.cp_size, plan.q_layout.num_runs)
-    return RingProgram(plan, strategy, steps, work)
+    return RingProgram(plan, strategy)

@@ -145,8 +145,7 @@ class StoreAgreement:
 
 def _cut(value: Any) -> Any:
     """Return a field's value; of a long one its beginning and a digest of all of it, as text."""
-    text = json.dumps(value)
-    if len(text) <= LONGEST_FIELD:
+    if not isinstance(value, str | tuple | list) or len(text := json.dumps(value)) <= LONGEST_FIELD:
         return value
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     return f"{text[: LONGEST_FIELD - 12]}... {digest}"

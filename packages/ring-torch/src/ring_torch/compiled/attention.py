@@ -2,8 +2,9 @@
 
 The operation has three arguments: a list of the call's tensors; a list of numbers that may change
 from call to call (windows, chunks, documents, seeds); and all else as one JSON text, a constant of
-the graph. So a graph is compiled once for all numbers. Faults that no number can make right are
-refused while the graph is traced, all others when it runs.
+the graph. So a graph is compiled once for all numbers, and for all batch sizes and lengths where
+the compiler has symbols for these: the plan is made when the operation runs. Faults that no number
+can make right are refused while the graph is traced, all others when it runs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from ring_core import LayoutSpec, Mask, checks
 from ring_core.base.arguments import as_python
@@ -69,9 +71,28 @@ def attend_in_graph(
         to_json(x, tensors, numbers if name in _VARYING else None)
         for name, x in zip(CallOptions._fields, _as_operands(options), strict=True)
     ]
-    text = static_text(group, to_json(layout), fields, grad, bias_grad)
+    text = static_text(
+        group, to_json(layout), fields, grad, bias_grad, _lengths_vary(q, k, options)
+    )
     out, lse, _ = attention(tensors, numbers, text)
     return out, lse
+
+
+def _lengths_vary(q: Tensor, k: Tensor, options: CallOptions) -> bool:
+    """Return True if the compiler has a symbol for the batch size or a length, which may change.
+
+    Where ``auto`` may choose another strategy for other lengths, which saves other tensors for the
+    backward, the graph is of the lengths at hand: of other keys than queries, and of a bias that
+    has no columns for padding.
+    """
+    if q.ndim != 4 or k.ndim != 4 or all(map(has_static_value, (*q.shape[:2], k.shape[1]))):
+        return False
+    if getattr(options.strategy, "name", options.strategy) != "auto":
+        return True
+    is_padded = options.bias is not None and options.seq_len is not None
+    if is_padded or q.shape[1] != k.shape[1]:  # noqa: SIM103 - symbols make no constant
+        return False
+    return True
 
 
 def _requires_grad(x: object) -> bool:
@@ -126,7 +147,9 @@ def _as_operands(options: CallOptions) -> CallOptions:
 
 
 @constant_in_graphs
-def static_text(group: Any, layout: Any, options: list[Any], grad: bool, bias_grad: bool) -> str:
+def static_text(
+    group: Any, layout: Any, options: list[Any], grad: bool, bias_grad: bool, varies: bool
+) -> str:
     """Return the constant part of a call as JSON; the compiler takes the result for a constant.
 
     Args:
@@ -135,6 +158,7 @@ def static_text(group: Any, layout: Any, options: list[Any], grad: bool, bias_gr
         options: Options, likewise.
         grad: True if the call needs gradients.
         bias_grad: True if the bias needs one.
+        varies: True if the graph serves other batch sizes and lengths.
     """
     ranks, probe = ranks_of(group), fake_mode() is None
     # Ranks exchange here what transports need to know of their machines: an operation must not
@@ -143,7 +167,7 @@ def static_text(group: Any, layout: Any, options: list[Any], grad: bool, bias_gr
         ask_ranks(ranks)
     facts = {
         **group_fields(ranks), "layout": layout, "options": options, "grad": grad,
-        "bias_grad": bias_grad, "probe": probe,
+        "bias_grad": bias_grad, "varies": varies, "probe": probe,
     }  # fmt: skip
     return json.dumps(facts, default=as_python)
 
@@ -157,7 +181,10 @@ class _StaticCall(NamedTuple):
         fields: Options, as they were written.
         grad: True if the call needs gradients.
         bias_grad: True if the bias needs one.
+        varies: True if the graph serves other batch sizes and lengths.
         probe: True if ranks know of each other what transports need.
+        choices: Strategy and transport that ``auto`` has chosen for all lengths, by the other
+            facts of tensors.
     """
 
     group: Mapping[str, Any]
@@ -165,7 +192,9 @@ class _StaticCall(NamedTuple):
     fields: list[Any]
     grad: bool
     bias_grad: bool
+    varies: bool
     probe: bool
+    choices: dict[Any, tuple[str, str]]
 
     @property
     def ranks(self) -> Ranks:
@@ -186,10 +215,10 @@ class _StaticCall(NamedTuple):
 
     @property
     def plan_known(self) -> bool:
-        """True if the plan depends on no number that changes from call to call."""
+        """True if the plan depends on no size and no number that changes from call to call."""
         fields = CallOptions(*self.fields)
         varying = fields.seq_len, fields.window, fields.chunk_size, fields.cu_seqlens
-        return all(x is None for x in varying)
+        return not self.varies and all(x is None for x in varying)
 
     @property
     def mask_varies(self) -> bool:
@@ -214,7 +243,9 @@ def _static_call(text: str) -> _StaticCall:
         facts["options"],
         facts["grad"],
         facts["bias_grad"],
+        facts["varies"],
         facts["probe"],
+        {},
     )
 
 
@@ -280,12 +311,18 @@ def _call(
     widest = _widest(options, q, k, static.ranks.size)
     is_chosen = strategy_config(options.strategy, strategy_names()).name == "auto"
     if not static.plan_known and (is_chosen or options.transport == "auto"):
-        call = checked(widest)[0]
-        strategy, transport = call.strategy.name, call.transport.name
-        if is_chosen and static.mask_varies:
-            strategy, transport = without_trade(call, options.transport)
+        # One choice for all lengths of a graph, so that a new one is not planned twice.
+        key = static.ranks, *[(x.shape[2:], x.dtype, x.device) for x in (q, k, v)]
+        choice = static.choices.get(key)
+        if choice is None:
+            call = checked(widest)[0]
+            choice = call.strategy.name, call.transport.name
+            if is_chosen and static.mask_varies:
+                choice = without_trade(call, options.transport)
+            if static.varies:
+                static.choices[key] = choice
         # A strategy that is named keeps its parameters.
-        ways = (strategy if is_chosen else options.strategy), transport
+        ways = (choice[0] if is_chosen else options.strategy), choice[1]
         options, widest = (
             x._replace(strategy=ways[0], transport=ways[1]) for x in (options, widest)
         )
@@ -338,21 +375,44 @@ def _attention_like(
         ValueError: The call is malformed, whatever its numbers are.
         UnsupportedError: No kernel can do it, whatever its numbers are.
     """
-    # A call is planned for the lengths that it has: where the compiler has symbols for them, the
-    # graph is of the lengths at hand, and others are traced anew. Not so for the number of packed
-    # documents: their offsets have one dimension, and one graph serves all.
-    concrete = [x if x.ndim == 1 else x.new_empty([int(size) for size in x.shape]) for x in tensors]
-    call, inputs = _call(text, concrete, None, number=int(_static_call(text).probe))
+    # Where the compiler has symbols, the call is checked and planned for the sizes at hand. In a
+    # graph for one length these become constants, in others only heads and their size.
+    static = _static_call(text)
+    concrete = [
+        x
+        if x.ndim == 1  # offsets of documents: one graph serves any number of them
+        else x.new_empty(
+            [
+                _at_hand(size) if static.varies and (m > 2 or n < 2) else int(size)
+                for n, size in enumerate(x.shape)
+            ]
+        )
+        for m, x in enumerate(tensors)
+    ]
+    call, inputs = _call(text, concrete, None, number=int(static.probe))
+    if static.varies:  # shapes of results are made of the symbols
+        symbol_of = {id(x): y for x, y in zip(concrete, tensors, strict=True)}
+        symbolic: list[Any] = [symbol_of.get(id(x)) for x in inputs]
+        inputs = Inputs(*symbolic)
     q, _, v, *_ = inputs
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=call.acc_dtype)
-    shapes = saved_shapes(call, inputs, plan_known=_static_call(text).plan_known)
+    shapes = saved_shapes(call, inputs, plan_known=static.plan_known)
     # As many as the real operation returns, whatever it will save.
     saved = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
     if call.needs_grad:
         saved.append(torch.empty(_IDENTITY, dtype=torch.int64, device="cpu"))
     return out, lse, saved
+
+
+def _at_hand(size: Any) -> int:
+    """Return the number that a size has in this trace, without making it a constant of the graph.
+
+    Raises:
+        RuntimeError: The compiler does not know it, as it depends on numbers in a tensor.
+    """
+    return int(size if isinstance(size, int) or size.node.hint is None else size.node.hint)
 
 
 @torch.library.custom_op("ring_torch::attention_backward", mutates_args=())

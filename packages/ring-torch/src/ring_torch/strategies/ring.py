@@ -19,7 +19,7 @@ from ring_core.programs.grid import RankGrid
 from ring_core.programs.ring import Stage
 from ring_core.viz.text import step_lines
 from ring_torch.accumulate import Accumulator, Joins, Rows, Work, joins_of
-from ring_torch.buffers import BufferSpec, Shapes, packing_of
+from ring_torch.buffers import BufferSpec, Shapes, aligned_bytes, packing_of
 from ring_torch.call import Call, Saved, Strategy, StrategySpec, Traffic
 from ring_torch.comm.ranks import DONE, Transfer
 from ring_torch.records import (
@@ -255,7 +255,7 @@ class Ring(Strategy):
         A compiled forward always saves one, as another plan of the same graph may. On one rank it
         saves none.
         """
-        size = packing_of(inputs.key_tensors()).size
+        size = sum(aligned_bytes(x.shape, x.dtype) for x in inputs.key_tensors())
         return [((size,), torch.uint8)] if call.ranks.size > 1 else []
 
     def offload_forward(

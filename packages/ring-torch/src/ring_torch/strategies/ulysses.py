@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -165,31 +166,32 @@ class Ulysses(Strategy):
         return self.inner._replace(seed=call.seed, dropout_heads=tables.heads)
 
     def _inside(self, call: Call, inputs: Inputs) -> tuple[Inputs, list[Tensor]]:
-        """Return the inner call's inputs and results by their shapes: tensors without numbers."""
-        layouts = exchanges_of(call, inputs, self.heads)
-        (q, k, v), ids, bias, shift, (out, row) = (
-            [x.empty(layout.ranks * x.length, x.heads, _META) for x in layout.parts]
-            if layout
-            else []
-            for layout in (
-                layouts.qkv,
-                layouts.ids,
-                layouts.bias,
-                layouts.bias_shift,
-                layouts.results,
-            )
+        """Return the inner call's inputs and results by their shapes: tensors without numbers.
+
+        Sizes may be a compiler's symbols, of which message layouts could not be kept.
+        """
+        (ranks, q_places), kv_places = self.heads.q.shape, self.heads.kv.shape[1]
+        empty = partial(torch.empty, device=_META)
+        q, k, v = (
+            empty((x.shape[0], ranks * x.shape[1], places, x.shape[3]), dtype=x.dtype)
+            for x, places in zip(inputs[:3], (q_places, kv_places, kv_places), strict=True)
         )
-        return Inputs(
-            q,
-            k,
-            v,
-            ids[0][..., 0, 0] if ids else None,
-            ids[1][..., 0, 0] if ids else None,
-            None,
-            bias[0].transpose(1, 2) if bias else None,
-            None,
-            shift[0].squeeze(-1).transpose(1, 2) if shift else None,
-        ), [out, row.squeeze(-1).transpose(1, 2)]
+        q_ids, k_ids = (
+            None if x is None else empty((x.shape[0], ranks * x.shape[1]), dtype=x.dtype)
+            for x in inputs[3:5]
+        )
+        bias = shift = None
+        if inputs.bias is not None:
+            batch, heads, rows, keys = inputs.bias.shape
+            places = (1 if heads == 1 else q_places), ranks * rows
+            bias = empty((batch, *places, keys), dtype=inputs.bias.dtype)
+            if call.params.shifts_bias:
+                shared = batch if q_ids is None else q.shape[0]
+                shift = empty((shared, *places), dtype=call.acc_dtype)
+        return Inputs(q, k, v, q_ids, k_ids, None, bias, None, shift), [
+            empty((*q.shape[:3], v.shape[3]), dtype=call.dtype),
+            empty((q.shape[0], q_places, q.shape[1]), dtype=call.acc_dtype),
+        ]
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes of the inner call's inputs and results, and of what it saves."""
@@ -325,8 +327,7 @@ def exchanges_of(call: Call, inputs: Inputs, heads: HeadPlan) -> ExchangeLayouts
     q, k, v = inputs[:3]
     bias = None
     if inputs.bias is not None:
-        shape = tuple(map(int, inputs.bias.shape))  # while traced they may be symbols
-        bias = shape, inputs.bias.dtype, call.params.shifts_bias, call.params.bias_grad
+        bias = inputs.bias.shape, inputs.bias.dtype, call.params.shifts_bias, call.params.bias_grad
     return head_exchanges(
         heads,
         q.shape,

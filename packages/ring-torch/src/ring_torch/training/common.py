@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from operator import index
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from ring_core import UnsupportedError, checks
 from ring_core.base.arguments import is_integer
-from ring_torch.capture import constant_in_graphs, is_traced
-from ring_torch.comm.ranks import ranks_of
-from ring_torch.compiled.static import from_json, size_of, to_json
+from ring_torch.capture import is_traced
+from ring_torch.compiled.static import size_of
 from ring_torch.compiled.unshard import unshard_in_graph
 from ring_torch.sharding import Sharding, UnshardGrad, length_of
 from ring_torch.tensor_specs import check_local
@@ -49,20 +47,13 @@ def without_padding(
     x = x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x.long()
     if length is None:
         return x
-    if torch.compiler.is_compiling():
-        length = index(length)
+    layout = checks.padded_layout(length, x.shape[-1], sharding.layout, sharding.ranks.size, name)
     # Padding lies behind a rank's tokens: everything from there on is replaced.
-    tokens = _own_tokens(sharding.group, to_json(sharding.layout), length, index(x.shape[-1]), name)
-    is_padding = torch.arange(x.shape[-1], device=x.device) >= tokens
-    return x.masked_fill(is_padding, fill)
-
-
-@constant_in_graphs
-def _own_tokens(group: Any, layout: Any, seq_len: Any, local_len: int, name: str) -> int:
-    """Return how many of this rank's rows are tokens, not padding; a constant to the compiler."""
-    ranks = ranks_of(group)
-    padded = checks.padded_layout(seq_len, local_len, from_json(layout), ranks.size, name)
-    return int((padded.positions(ranks.rank) < seq_len).sum())
+    tokens = sum(
+        max(0, min(-((run.global_start - length) // run.stride), run.length))
+        for run in layout.runs(sharding.ranks.rank)
+    )
+    return x.masked_fill(torch.arange(x.shape[-1], device=x.device) >= tokens, fill)
 
 
 class Head(NamedTuple):
