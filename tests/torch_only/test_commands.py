@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from patched import replaced
 from ring_core import StrategyConfig
 from ring_core.tools.doctor import RESULTS, report
 from ring_core.tripwire import CAPABILITIES, peak_tflops
-from ring_torch import ContextParallel, kernels, ring_attention
+from ring_torch import ContextParallel, cross_entropy, kernels, ring_attention
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import KERNELS, fa4
 from ring_torch.kernels.api import Kernel
@@ -61,6 +62,71 @@ def test_explain_counts_calls_that_were_prepared() -> None:
         )
     (found, made), (found_later, made_later) = counts
     assert (found_later - found, made_later - made) == (2, 2)
+
+
+def right() -> dict[str, Any]:
+    """Return arguments of a preflight that passes; those of :func:`wrong` and others do not."""
+    cp, model = ContextParallel(), torch.nn.Linear(8, 5)
+    for weight in model.parameters():
+        torch.nn.init.constant_(weight, 0.1)
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        logits = model(cp.shard(batch))
+        return cross_entropy(cp, logits, cp.shard(batch[..., 0].long().abs()))
+
+    batch = torch.linspace(-4, 4, 2 * 24 * 8).view(2, 24, 8)
+    return {"cp": cp, "step": step, "model": model, "batch": batch}
+
+
+def wrong() -> dict[str, Any]:
+    arguments = right()
+    return arguments | {"step": lambda *x: arguments["cp"].cp_size * arguments["step"](*x)}
+
+
+def failing() -> dict[str, Any]:
+    arguments = right()
+
+    def step(*x: Any) -> Any:
+        if arguments["cp"].cp_rank == 1:
+            raise KeyError("mine")
+        return arguments["step"](*x)
+
+    return arguments | {"step": step}
+
+
+def without_a_batch() -> dict[str, Any]:
+    arguments = right()
+    del arguments["batch"]
+    return arguments
+
+
+#: What the command says of each function, and its exit code.
+PREFLIGHTS = {
+    "right": (0, "preflight passed: loss"),
+    "wrong": (1, "preflight failed: the loss differs by .* the loss is 2 times the whole step's"),
+    "failing": (1, r"a split run failed on rank 1: KeyError: 'mine'(.|\n)*test_commands.py"),
+    "without_a_batch": (1, r"returns \['cp', 'step', 'model'\], .* missing a required argument: 'batch'"),
+    "PREFLIGHTS.nothing": (2, "is no MODULE:FUNCTION"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", PREFLIGHTS)
+def test_preflight_of_a_function(function: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, words = PREFLIGHTS[function]
+    assert main(["preflight", f"{__name__}:{function}"]) == code
+    printed = capsys.readouterr()
+    assert re.search(words, printed.out or printed.err), printed
+
+
+def test_preflight_under_torchrun() -> None:
+    command = "torch.distributed.run --standalone --nproc-per-node 3 -m ring_torch preflight test_commands:failing"
+    here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    got = subprocess.run(
+        [sys.executable, "-m", *command.split()], env=os.environ | here, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert got.returncode == 1
+    assert got.stdout.count("KeyError: 'mine'") == 3, got.stdout + got.stderr
 
 
 def _explained(_: int, queries: int, options: dict[str, Any]) -> str:

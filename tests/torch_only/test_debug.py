@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hf_models import EXPERTS, MODELS, Wide, build, in_training, whole
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
@@ -17,7 +20,7 @@ from torch.nn.functional import cross_entropy as by_another_name
 
 import ring_torch
 from ring_core import RankMismatchError
-from ring_torch import ContextParallel
+from ring_torch import ContextParallel, hf
 
 T, VOCAB, DIM, HEADS = 16, 11, 8, 2
 PAGE = Path(__file__).parents[2] / "docs" / "checking.md"
@@ -36,7 +39,10 @@ class Model(nn.Module):
         q, k, v = self.qkv(self.embed(tokens)).unflatten(2, (3, HEADS, -1)).unbind(2)
         if turned:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = self.cp.attention(q, k, v, **{"causal": True} | options)
+        attend: Any = self.cp.attention
+        if options.pop("by_function", False):
+            attend = partial(ring_torch.ring_attention, layout=self.cp.layout)
+        out = attend(q, k, v, **{"causal": True} | options)
         logits: Tensor = self.head((out.transpose(1, 2) if turned else out).flatten(2))
         return logits
 
@@ -48,6 +54,9 @@ class Step:
         self.rank, self.other = rank, other
         self.cp = ContextParallel(layout=other.get("layout", "zigzag"))
         self.model = Model(self.cp)
+        if other.get("has_own_weights"):
+            with torch.no_grad():
+                self.model.head.weight.add_(rank)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def batch(self) -> Tensor:
@@ -111,11 +120,13 @@ def _of_a_class(_: ContextParallel, logits: Tensor, labels: Tensor) -> Tensor:
 #: Steps with a mistake: what is done otherwise, what is said of it, and the code of the line named.
 MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
     "heads before tokens": (
-        {"options": {"turned": True}}, r"q is \(2, 2, 8, 4\), and 8 are the tokens", "out = self.cp.attention"),
+        {"options": {"turned": True}}, r"q is \(2, 2, 8, 4\), and 8 are the tokens", "out = attend(q, k, v"),
+    "heads first, by the function": (
+        {"options": {"turned": True, "by_function": True}}, r"q is \(2, 2, 8, 4\), and 8 are", "out = attend(q, k, v"),
     "`seq_len` of another length": (
-        {"length": 21, "options": {"seq_len": 24}}, "seq_len=24, and the sequence has 21", "out = self.cp.attention"),
+        {"length": 21, "options": {"seq_len": 24}}, "seq_len=24, and the sequence has 21", "out = attend(q, k, v"),
     "`seq_len` forgotten, not causal": (
-        {"length": 29, "options": {"causal": False}}, "padded to 32 at .*every token sees", "out = self.cp.attention"),
+        {"length": 29, "options": {"causal": False}}, "padded to 32 at .*every token sees", "out = attend(q, k, v"),
     "labels in natural order": ({"labels": _natural}, "in natural order, and this rank holds", 'loss: Tensor = other.get("loss"'),
     "labels in another layout": (
         {"labels": _striped}, "in the layout 'striped'",
@@ -126,6 +137,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
     "batches that differ between ranks": ({"has_own": True}, "what is sharded differs", "inputs = cp.shard"),
     "clipped before the sum": (
         {"after": ("clip", "reduce")}, "clip_grad_norm_ of gradients that differ", "nn.utils.clip_grad"),
+    "weights that differ between ranks": (
+        {"has_own_weights": True}, "gradients that are equal for weights that differ: .*weights", "self.optimizer.step"),
     "gradients not summed": ({"after": ()}, "a step of the optimizer with gradients", "self.optimizer.step"),
 }  # fmt: skip
 #: Steps that are right.
@@ -179,7 +192,11 @@ def test_preflight_finds_it_too(rank: int, name: str) -> None:
 
 def test_the_page_names_what_debug_finds() -> None:
     by_debug = {name for name, found_by in _found_by().items() if found_by == "both"}
-    assert by_debug == {*MISTAKES} - {"by name", "by a class"}
+    assert by_debug == {*MISTAKES} - {"by name", "by a class", "heads first, by the function"}
+    by_preflight = [name for name, found_by in _found_by().items() if found_by == "`preflight`"]
+    found = import_module(__name__.replace("debug", "preflight")).MISTAKES
+    assert by_preflight
+    assert all(any(x in name for x in found) for name in by_preflight)
 
 
 @pytest.mark.nightly(unless=["plain", "contiguous labels by hand", "seq_len", "a sum by torch"])
@@ -244,17 +261,71 @@ def _others(rank: int) -> None:
 def test_the_environment_turns_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from ring_torch.debugging import debug as module
 
-    begun: list[str] = []
+    begun: list[int] = []
 
-    def begin() -> Any:
-        begun.append("begun")
+    def begin(every: int) -> Any:
+        begun.append(every)
         return nullcontext()
 
     monkeypatch.setattr(module, "debug", begin)
-    for value, count in (("0", 0), ("", 0), ("1", 1)):
+    for value in ("0", "", "1", "every:20"):
         monkeypatch.setenv("RING_DEBUG", value)
         module.begin()
-        assert len(begun) == count
+    assert begun == [1, 20]
     monkeypatch.setenv("RING_DEBUG", "yes")
-    with pytest.raises(ValueError, match="RING_DEBUG must be 1 or 0, got 'yes'"):
+    with pytest.raises(ValueError, match=r"RING_DEBUG must be 1 .*, got 'yes'"):
         module.begin()
+
+
+@on_ranks
+def test_each_nth_digest_is_exchanged(rank: int) -> None:
+    cp = ContextParallel()
+    with ring_torch.debug(every=2):
+        cp.shard(torch.zeros(1, T))
+        cp.shard(torch.full((1, T), rank))
+        with pytest.raises(RankMismatchError):
+            cp.shard(torch.full((1, T), rank))
+    with ring_torch.debug(every=2), pytest.raises(RankMismatchError):  # it begins again
+        cp.shard(torch.full((1, T), rank))
+    with pytest.raises(ValueError, match="every must be at least 1"), ring_torch.debug(every=0):
+        pass
+
+
+#: Models whose batches can be split by hand.
+BY_HAND = [x for x in (*MODELS, *EXPERTS) if x not in ("Llama4", "Lfm2")]
+
+
+@pytest.mark.nightly(unless=["hooks-Llama", "by hand-Gemma3"])
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [*(("hooks", x) for x in (*MODELS, *EXPERTS)), *(("by hand", x) for x in BY_HAND)],
+)
+@on_ranks
+def test_models_of_transformers_are_not_judged(way: str, name: str) -> None:
+    """Check steps of tiny models in the block, whose weights are those of steps outside of it."""
+    results = []
+    for block in (nullcontext(), ring_torch.debug()):
+        cp, model = ContextParallel(), in_training(build(name))
+        if way == "hooks":
+            hf.parallelize(model, cp)
+        else:
+            model.set_attn_implementation(hf.register())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with block:
+            for kind in ("plain", "right", "packed", "plain"):
+                batch = whole(kind)
+                if way == "by hand":
+                    batch = hf.shard_batch(cp, batch, model=model)
+                with Wide():
+                    loss = model(**batch, use_cache=False).loss
+                loss.backward()
+                cp.reduce_gradients(model)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append([x.detach() for x in model.parameters()])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    with ring_torch.debug():
+        model(**batch, use_cache=False).loss.backward()
+        with pytest.raises(ValueError, match=r"call cp\.reduce_gradients"):
+            optimizer.step()

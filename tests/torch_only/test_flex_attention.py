@@ -9,6 +9,7 @@ it at one place: both are computed exactly or refused by name.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -30,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_core import Mask, UnsupportedError
 from ring_torch import ContextParallel, replace_sdpa
-from ring_torch.replaced import flex as flex_of_ring
+from ring_torch.replaced import flex as flex_of_ring, flex_graph
 from ring_torch.replaced.mods import ModError, Scores, Trace, mask_of, options_of
 
 Mod = Callable[..., Tensor]
@@ -38,6 +39,7 @@ T, BATCH, HEADS, DIM, BLOCK = 48, 2, 4, 8, 8
 CPU = torch.device("cpu")
 BOUNDS = torch.tensor([0, 10, 17, 40])
 DOCUMENT = torch.bucketize(torch.arange(T), BOUNDS[1:], right=True)
+PREFIXES = torch.tensor([2, 0, 11, 3])
 GRID = 7  # width of an image, of which the last row is not full
 
 
@@ -73,6 +75,55 @@ def neighbours(b: Any, h: Any, q: Any, k: Any) -> Any:
     return ((row - k // GRID).abs() <= 1) & ((column - k % GRID).abs() <= 1)
 
 
+def in_tiles(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Show neighbours in an image whose tiles of 2 x 3 pixels lie one behind the other."""
+
+    def place(i: Any) -> tuple[Any, Any]:
+        tile, inner = i // 6, i % 6
+        return tile // 3 * 2 + inner // 3, tile % 3 * 3 + inner % 3
+
+    (row, column), (k_row, k_column) = place(q), place(k)
+    return ((row - k_row).abs() <= 2) & ((column - k_column).abs() <= 1)
+
+
+def in_z_order(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Show neighbours in an image in Morton's order: bits of row and column in turns."""
+
+    def half(i: Any) -> Any:
+        return (i & 1) | (i >> 1 & 2) | (i >> 2 & 4)
+
+    near = (half(q) - half(k)).abs() <= 1
+    return near & ((half(q >> 1) - half(k >> 1)).abs() <= 1)
+
+
+def sliding_tiles(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Show tiles of 2 frames, 2 rows and 2 columns of a video of 6 x 2 x 4 that are near."""
+    q_tile, k_tile = q // 8, k // 8
+    centre = (q_tile // 2).clamp(1, 1)
+    return ((centre - k_tile // 2).abs() <= 1) & (q_tile % 2 == k_tile % 2)
+
+
+def transfusion(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Show what is before, and within images among the words what is behind, too."""
+    shown = q >= k
+    for start, size in ((4, 9), (20, 13), (40, 5)):
+        shown = shown | ((q >= start) & (k < start + size) & (k >= start))
+    return shown
+
+
+def longformer(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q < 3) | (k < 3) | ((q - k).abs() <= 4)
+
+
+def prefix_of_document(b: Any, h: Any, q: Any, k: Any) -> Any:
+    document = DOCUMENT[k]
+    return (DOCUMENT[q] == document) & ((q >= k) | (k - BOUNDS[document] < PREFIXES[document]))
+
+
+def documents(table: Tensor) -> Mod:
+    return lambda b, h, q, k: table[q] == table[k]
+
+
 def by_rows(table: Tensor) -> Mod:
     return lambda b, h, q, k: (table[b, q] == table[b, k]) & (q >= k)
 
@@ -97,7 +148,14 @@ MASKS: dict[str, tuple[Mod, str]] = {
     "or_masks": (or_masks(window(4), lambda b, h, q, k: k < 2), "..."),
     "sliding chunks": (lambda b, h, q, k: (q // 16 - k // 16 <= 1) & (q >= k), "causal, ..."),
     "dilated": (lambda b, h, q, k: (q >= k) & ((q - k) % 3 == 0), "causal, ..."),
+    "dilated window": (lambda b, h, q, k: (q >= k) & (q - k <= 20) & ((q - k) % 3 == 0), "causal, window=(20, None), ..."),
     "image": (neighbours, "..."),
+    "image in tiles": (in_tiles, "..."),
+    "image in Morton's order": (in_z_order, "..."),
+    "sliding tiles": (sliding_tiles, "..."),
+    "transfusion": (transfusion, "..."),
+    "longformer": (longformer, "..."),
+    "prefix of each document": (prefix_of_document, "4 documents, ..."),
     "a document twice": (lambda b, h, q, k: (DOCUMENT % 2)[q] == (DOCUMENT % 2)[k], "..."),
     "padding": (lambda b, h, q, k: (k < 41) & (q >= k), "causal, ..."),
     "fractions": (lambda b, h, q, k: (k >= 0.6 * q) & (q >= k), "causal, ..."),
@@ -165,6 +223,7 @@ def test_random_rules_are_what_broadcasting_gives() -> None:
 
 SLOPES = 2.0 ** -torch.arange(1, HEADS + 1)
 TABLE = torch.randn(HEADS, T, T, generator=torch.Generator().manual_seed(0))
+SHORT = torch.randn(40)  # its end concerns the last queries alone, which one rank has
 CAP, BIAS, ALIBI = {"softcap"}, {"bias"}, {"alibi_slopes"}
 
 #: Scores, the options that they are under a causal mask, and what else a causal one is not.
@@ -236,6 +295,7 @@ def test_other_scores_are_refused(name: str) -> None:
 # On ranks ----------------------------------------------------------------------------------------
 
 compiled = torch.compile(flex_attention, backend="aot_eager")
+unbroken = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
 
 
 class Attend(nn.Module):
@@ -274,8 +334,8 @@ def qkv(kv_heads: int = HEADS, length: int = T) -> list[Tensor]:
 
 def expected_of(
     tensors: list[Tensor], mask_mod: Any, score_mod: Any, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Return attention and its ``lse``, written out in float64."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return attention, its ``lse`` and the largest scores, written out in float64."""
     q, *keys = tensors
     k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in keys)
     scores = q @ k.mT * (DIM**-0.5 if scale is None else scale)
@@ -285,7 +345,7 @@ def expected_of(
     if mask_mod is not None:
         scores = scores.masked_fill(~mask_mod(b, h, i, j), -torch.inf)
     lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp() @ v, lse
+    return (scores - lse[..., None]).exp() @ v, lse, scores.amax(-1)
 
 
 #: How a model calls it: the module's class, the function, and what compiles the module.
@@ -294,6 +354,8 @@ WAYS: dict[str, tuple[type[Attend], Any, Any]] = {
     "partial": (Attend, functools.partial(flex_attention, kernel_options={"BLOCK_M": 16}), None),
     "compiled": (Attend, compiled, None),
     "in a compiled model": (Attend, flex_attention, "aot_eager"),
+    "unbroken": (Attend, unbroken, None),
+    "in an unbroken model": (Attend, flex_attention, "fullgraph"),
     "made in the forward": (Making, flex_attention, None),
     "made in the forward, compiled": (Making, compiled, None),
 }
@@ -314,6 +376,13 @@ RUNS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("documents, rows alike", "alibi, signed", "in a compiled model", {"strategy": "ulysses"}),
     ("fractions", "itself", "eager", {"layout": "striped"}),
     ("padding", "cap", "eager", {"length": T - 7}),
+    ("causal documents", "two terms", "unbroken", {"kv_heads": 2}),
+    ("window in documents", "cap and alibi", "in an unbroken model", {"layout": "striped"}),
+    ("or_masks", "hidden", "in an unbroken model", {"scale": 0.3}),
+    ("padding", "itself", "unbroken", {"length": T - 7}),
+    ("full", "distances", "in an unbroken model", {}),
+    ("image in tiles", "itself", "compiled", {}),
+    ("prefix of each document", "cap", "eager", {"strategy": "ulysses", "layout": "contiguous"}),
 ]  # fmt: skip
 
 
@@ -328,24 +397,29 @@ def test_it_is_exact(mask: str, score: str, way: str, options: dict[str, Any]) -
     cp = ContextParallel(layout=options.get("layout", "zigzag"))
     length, scale = options.get("length", T), options.get("scale")
     kind, function, backend = WAYS[way]
+    torch._dynamo.reset()  # graphs of other cases count, too
     model: Any = kind(function)
     handle = replace_sdpa(model, cp, strategy=options.get("strategy", "auto"))
-    call = torch.compile(model, backend=backend) if backend else model
+    call = model
+    if backend:
+        call = torch.compile(model, backend="aot_eager", fullgraph=backend == "fullgraph")
     mods = MASKS[mask][0], SCORES[score][0] if score != "itself" else None
     wholes = [x.requires_grad_() for x in qkv(options.get("kv_heads", HEADS), length)]
     shards = [cp.shard(x.detach(), dim=2, pad=True).requires_grad_() for x in wholes]
     arguments = {
         "block_mask": block_mask(mods[0], length), "score_mod": mods[1], "scale": scale,
-        "enable_gqa": len({x.shape[1] for x in wholes}) > 1, "return_aux": AuxRequest(lse=True),
+        "enable_gqa": len({x.shape[1] for x in wholes}) > 1, "return_aux": AuxRequest(lse=True, max_scores=True),
     }  # fmt: skip
-    expected, lse = expected_of(wholes, *mods, scale)
+    expected, lse, most = expected_of(wholes, *mods, scale)
     out, aux = call(*shards, arguments)
     whole_length = None if length == T else length
-    for a, b in ((out, expected), (aux.lse[..., None], lse[..., None])):
+    for a, b in ((out, expected), (aux.lse, lse), (aux.max_scores, most)):
         torch.testing.assert_close(cp.unshard(a.detach(), dim=2, seq_len=whole_length), b.detach())
     weights = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).view_as(expected)
-    (expected * weights).sum().backward()
-    (out * cp.shard(weights, dim=2, pad=True)).sum().backward()
+    # ``lse`` has a gradient, too, as where a model's sinks scale the output by it.
+    ((expected * weights).sum() + (lse * weights[..., 0]).sum()).backward()
+    own = cp.shard(weights, dim=2, pad=True)
+    ((out * own).sum() + (aux.lse * own[..., 0]).sum()).backward()
     for a, b in zip(shards, wholes, strict=True):
         assert a.grad is not None and b.grad is not None
         torch.testing.assert_close(cp.unshard(a.grad, dim=2, seq_len=whole_length), b.grad)
@@ -354,7 +428,7 @@ def test_it_is_exact(mask: str, score: str, way: str, options: dict[str, Any]) -
         torch.testing.assert_close(call(*shards, arguments), out)
         pair = call(*shards, arguments | {"return_lse": True})
     torch.testing.assert_close(pair, (out, aux.lse))
-    assert "block_mask" in str(handle)
+    assert "block_mask" in str(handle) or "unbroken" in way
     handle.remove()
 
 
@@ -381,7 +455,7 @@ def test_a_learned_bias_gets_its_gradient() -> None:
     q, k, v = qkv()
     mask = block_mask(causal)
     for _ in range(2):
-        expected, _ = expected_of(
+        expected, *_ = expected_of(
             [q, k, v], causal, lambda s, b, h, i, j: s + model.bias[h, i, j], None
         )
         (grad,) = torch.autograd.grad(expected.square().sum(), model.bias)
@@ -394,6 +468,54 @@ def test_a_learned_bias_gets_its_gradient() -> None:
         model.bias.grad = None
     handle.documents = (0, 5, T)
     handle.verify({"q": q, "k": k, "v": v, "mask": mask}, dims=dict.fromkeys("qkv", 2))
+
+
+class Biased(nn.Module):
+    """Two calls with a trained bias, in functions that are made outside of the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = bias = nn.Parameter(TABLE[:, 0].double())
+        self.score = lambda s, b, h, i, j: s + bias[h, (i - j).abs()]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+        out = flex_attention(q, k, v, self.score, mask)
+        return flex_attention(out.sin(), k, v, self.score, mask)
+
+
+@pytest.mark.nightly(only=["inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@on_ranks
+def test_an_unbroken_graph_serves_documents_of_all_batches(backend: str) -> None:
+    cp, model = ContextParallel(), Biased()
+    handle = replace_sdpa(model, cp)
+    call = torch.compile(model, backend=backend, fullgraph=True)
+    whole, graphs = qkv(), []
+    shards = [cp.shard(x, dim=2).requires_grad_() for x in whole]
+    wholes = [x.requires_grad_() for x in whole]
+    for step in range(4):
+        document = torch.bucketize(torch.arange(T), torch.tensor([3 + 5 * step, 30]), right=True)
+        mask = block_mask(and_masks(causal, documents(document)))
+        results = []
+        for tensors in (shards, wholes):
+            model.bias.grad = None
+            with cp.whole() if tensors is wholes else nullcontext():
+                out = (call if tensors is shards else model)(*tensors, mask)
+                grads = torch.autograd.grad(out.square().sum(), [*tensors, model.bias])
+            if tensors is shards:
+                graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+                model.bias.grad = grads[3]
+                cp.reduce_gradients(model)
+                parts = [cp.unshard(x, dim=2) for x in (out.detach(), *grads[:3])]
+                results.append([*parts, model.bias.grad])
+            else:
+                results.append([out.detach(), *grads])
+        torch.testing.assert_close(*results)
+    assert graphs[-1] == graphs[0]
+    del out, grads
+    gc.collect()
+    assert not flex_graph._runs  # nothing is kept for a backward that is past
+    handle.remove()
 
 
 class Layer(nn.Module):
@@ -517,9 +639,12 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
          {"score_mod": lambda s, b, h, q, k: s + (q - k) / own}),
         (f"{unsupported}the score_mod <lambda> reads the number 23",
          {"score_mod": lambda s, b, h, q, k: s + TABLE[h, 0, q - k + (own - 1)]}),
-        (f"{unsupported}return_aux asks for max_scores", {"return_aux": AuxRequest(max_scores=True)}),
+        (f"{unsupported}the score_mod <lambda> reads places 0 to 47 of a tensor of (40,)",
+         {"score_mod": lambda s, b, h, q, k: s + SHORT[q]}),
+        (f"{unsupported}the score_mod <lambda> reads places 0 to 47 of a tensor of (40,)",
+         {"score_mod": lambda s, b, h, q, k: s + SHORT[(q - k).abs()]}),
         (f"{wrong}flex_attention takes return_lse=True or return_aux",
-         {"return_aux": AuxRequest(lse=True), "return_lse": True}),
+         {"return_aux": AuxRequest(lse=True, max_scores=True), "return_lse": True}),
     ]  # fmt: skip
     for function in (flex_attention, compiled):
         attend = Attend(function)
@@ -532,8 +657,9 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
         attend(q, k, v, {"block_mask": keep})  # nothing was sent: the group is usable
     whole: Any = torch.compile(Attend(), backend="aot_eager", fullgraph=True)
     replace_sdpa(whole._orig_mod, cp)
-    with pytest.raises(RuntimeError, match="compile without fullgraph=True"):
-        whole(q, k, v, {"block_mask": keep})
+    holder = Weighted()
+    with pytest.raises(RuntimeError, match=r"reads a Weighted, .* compile without fullgraph=True"):
+        whole(q, k, v, {"score_mod": lambda s, b, h, i, j: s + holder.bias[h, i, j]})
     roles = nn.ModuleDict({"text": Attend(), "other": Attend(), "near": Attend()})
     replace_sdpa(roles, cp, whole_keys=("text",), sharded_keys=("other",), local=("near",))
     for name, words in (
@@ -543,9 +669,9 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
         with pytest.raises(UnsupportedError, match=words):
             roles[name](q, k, v, {"block_mask": keep})
     near = block_mask(causal, own)
-    expected, _ = expected_of([q, k, v], causal, None, None)
+    expected, *_ = expected_of([q, k, v], causal, None, None)
     torch.testing.assert_close(roles["near"](q, k, v, {"block_mask": near}), expected)
-    full, _ = expected_of(qkv(), None, None, None)
+    full, *_ = expected_of(qkv(), None, None, None)
     torch.testing.assert_close(cp.unshard(roles["other"](q, k, v, {}), dim=2), full)
     handle = replace_sdpa(long_model := Attend(), cp)
     handle.documents = (0, T + 4)
@@ -572,7 +698,7 @@ def test_masks_that_change_are_seen() -> None:
         made = block_mask(mod)
         for _ in range(2):
             out = attend(q, k, v, {"block_mask": made})
-            expected, _ = expected_of(whole, mod, None, None)
+            expected, *_ = expected_of(whole, mod, None, None)
             torch.testing.assert_close(cp.unshard(out, dim=2), expected)
     state["width"] = 30
     with pytest.raises(UnsupportedError, match="does not show what the block mask's blocks show"):
@@ -607,7 +733,7 @@ def test_torchs_function_is_its_own_again() -> None:
     first.remove()
     assert flex_attention.__code__ is asking
     q, k, v = qkv()
-    expected, _ = expected_of([q, k, v], causal, None, None)
+    expected, *_ = expected_of([q, k, v], causal, None, None)
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=block_mask(causal)), expected)
     second.remove()
     assert flex_attention.__code__ is not asking

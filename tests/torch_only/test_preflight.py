@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from on_ranks import on_ranks
+from on_ranks import on_ranks, on_three_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -109,6 +111,8 @@ def test_each_mistake_is_found(rank: int, mistake: str) -> None:
     if mistake == "batch":
         batch["tokens"] = batch["tokens"].roll(rank, 1)
     model.embed.weight.grad = kept = torch.ones(VOCAB, D)
+    if mistake in ("positions", "convolution"):  # whose hooks break no graph
+        model.compile(backend="aot_eager", fullgraph=True)
     state = torch.get_rng_state()
     after = AFTER.get(mistake)
     report = ring_torch.preflight(
@@ -124,6 +128,8 @@ def test_each_mistake_is_found(rank: int, mistake: str) -> None:
         assert not report.passed
         assert mistake == "denominator" or "the whole step's" not in str(report)
         assert re.search(MISTAKES[mistake], str(report)), str(report)
+        if mistake not in ("weights", "batch"):
+            assert re.search(r"in .*step \(.*test_preflight\.py:\d+\)", str(report))
     else:
         assert report.passed, str(report)
         assert str(report).startswith("preflight passed: loss")
@@ -132,6 +138,7 @@ def test_each_mistake_is_found(rank: int, mistake: str) -> None:
 LOSSES: dict[str, Any] = {"whole loss": "whole", "ddp": "mean", "fsdp2": "mean"}
 
 
+@pytest.mark.nightly(only=["inductor", "compiled in place"])
 @pytest.mark.parametrize(
     "way",
     [
@@ -139,6 +146,9 @@ LOSSES: dict[str, Any] = {"whole loss": "whole", "ddp": "mean", "fsdp2": "mean"}
         "ddp",
         "fsdp2",
         "compiled",
+        "compiled in place",
+        "compiled step",
+        "inductor",
         "bfloat16",
         "contiguous",
         "float64",
@@ -156,7 +166,10 @@ def test_other_right_ways_pass(way: str) -> None:
     elif way == "fsdp2":
         fully_shard(model)
     elif way == "compiled":
-        model = torch.compile(model, backend="aot_eager")
+        model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    elif way in ("compiled in place", "inductor"):
+        backend = way if way == "inductor" else "aot_eager"
+        model.compile(backend=backend, fullgraph=True)
 
     def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         tokens = batch["x"]
@@ -170,6 +183,8 @@ def test_other_right_ways_pass(way: str) -> None:
         factor = cp.cp_size if way in ("ddp", "fsdp2") else 1
         return factor * ring_torch.cross_entropy(cp, logits, cp.shard(batch["x"]))
 
+    if way == "compiled step":
+        step = torch.compile(step, backend="aot_eager", fullgraph=True)
     report = ring_torch.preflight(
         cp, step, model=model, batch=batch, loss=LOSSES.get(way, "sum"),
         after_backward=(lambda _: None) if way in ("ddp", "fsdp2") else None,
@@ -222,6 +237,57 @@ def test_a_loss_that_is_not_finite_on_one_rank_fails(rank: int) -> None:
         return loss + (torch.nan if cp.cp_size == 1 and rank else 0.0)
 
     assert not ring_torch.preflight(cp, step, model=Model(cp, ""), batch=batch).passed
+
+
+#: Where a step fails on one rank, what it is doing there, and if its group is closed by it.
+FAILING = {
+    "split": True, "behind a collective": True, "loss": True, "backward": True, "whole": True,
+    "alike": False, "late": True,
+}  # fmt: skip
+
+
+@pytest.mark.nightly(unless=["split", "loss", "alike"])
+@pytest.mark.parametrize("where", FAILING)
+@on_three_ranks
+def test_a_step_that_fails_on_one_rank_fails_on_all(rank: int, where: str) -> None:
+    """Check that each rank says which one failed and how, soon, whatever the others wait for."""
+    group: Any = torch.distributed.new_group()
+    cp = ContextParallel(group)
+    torch.manual_seed(0)
+    batch = {"x": torch.randint(VOCAB, (2, 18))}
+    is_failing = rank == 1 or where == "alike"
+
+    def fail(*_: object) -> Any:
+        raise KeyError("mine")
+
+    def step(model: Model, batch: dict[str, Tensor]) -> Tensor:
+        is_split = cp.cp_size > 1
+        if is_failing and (where in ("split", "alike") if is_split else where == "whole"):
+            fail()
+        if where == "behind a collective" and is_split:
+            torch.distributed.all_reduce(torch.ones(3) if not is_failing else fail(), group=group)
+        x = model(cp.shard(batch["x"])[:, :, None].float())
+        x = cp.attention(*[x[..., None, :]] * 3)
+        if is_failing and where == "backward":
+            x.register_hook(fail)
+        loss = ring_torch.cross_entropy(cp, x.flatten(2), cp.shard(batch["x"]))
+        return fail() if is_failing and where == "loss" and is_split else loss
+
+    def after(_: object) -> None:
+        if where == "late" and is_failing and cp.cp_size > 1:
+            fail()
+
+    error = KeyError if is_failing else RuntimeError
+    start = time.monotonic()
+    with pytest.raises(error) as raised:
+        ring_torch.preflight(cp, step, model=nn.Linear(1, VOCAB), batch=batch, after_backward=after)
+    assert time.monotonic() - start < 15
+    kind = "whole" if where == "whole" else "split"
+    if not is_failing:
+        assert f"preflight: a {kind} run failed on rank 1: KeyError: 'mine'" in str(raised.value)
+    closed = pytest.raises(RuntimeError, match=r"an earlier call .* failed on rank 1: KeyError")
+    with closed if FAILING[where] else nullcontext():
+        cp.check_equal(0, what="x")
 
 
 def test_a_step_returns_a_loss() -> None:

@@ -122,9 +122,9 @@ LOSS: dict[str, Values] = {
 }  # fmt: skip
 
 
-def entered(every: Any) -> None:
-    """Enter the check's context, which validates its argument then."""
-    with ring_torch.check(every):
+def entered(every: Any, context: Any = ring_torch.check) -> None:
+    """Enter a context, which validates its argument then."""
+    with context(every):
         pass
 
 
@@ -374,6 +374,7 @@ SUBJECTS: dict[str, Subject] = {
         transport={"none": None, "word": "tcp", "number": 1, "flag": True, "list": ["p2p"]},
     ),
     "ring_torch.check": row(entered, {"every": 1}, every=POSITIVE),
+    "ring_torch.debug": row(functools.partial(entered, context=ring_torch.debug), {"every": 1}, every=COUNT),
     "ring_torch.local.LocalRanks": row(
         LocalRanks, {"world_size": 2}, world_size=COUNT, threads=COUNT,
         timeout={**REAL, "zero": 0.0, "negative": -1.0, "none": None}, patience={**REAL, "negative": -1.0},
@@ -388,7 +389,7 @@ SUBJECTS: dict[str, Subject] = {
 #: Checked by ring_core's tests; functions with names of other libraries have their own tests.
 ELSEWHERE = {
     "ring_torch.Halo", "ring_torch.KernelConfig", "ring_torch.Mask", "ring_torch.ReductionHandle",
-    "ring_torch.SDPAHandle", "ring_torch.debug", "ring_torch.support_matrix",
+    "ring_torch.SDPAHandle", "ring_torch.support_matrix",
 }  # fmt: skip
 
 

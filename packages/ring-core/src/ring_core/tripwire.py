@@ -51,7 +51,7 @@ CAPABILITIES = {
 
 
 @lru_cache(maxsize=16)
-def every_of(setting: str | int | None) -> int:
+def every_of(setting: str | int | None, variable: str = VARIABLE) -> int:
     """Return ``n`` where every ``n``-th call is to be checked; 0 checks none.
 
     >>> every_of("every:100"), every_of("1"), every_of(None)
@@ -60,6 +60,7 @@ def every_of(setting: str | int | None) -> int:
     Args:
         setting: A number of calls, or the value of ``RING_CHECK``: ``1``, ``every:100``; ``None``,
             an empty text and ``0`` switch checks off.
+        variable: Name of the variable, for messages.
 
     Raises:
         ValueError: It is anything else.
@@ -69,7 +70,7 @@ def every_of(setting: str | int | None) -> int:
     plain = text == number and isinstance(setting, str)
     if not number.isdecimal() or (plain and number not in ("0", "1")):
         raise ValueError(
-            f"{VARIABLE} must be 1 (check every call), every:N (check each N-th) or 0, got "
+            f"{variable} must be 1 (check every call), every:N (check each N-th) or 0, got "
             f"{setting!r}"
         )
     return int(number)

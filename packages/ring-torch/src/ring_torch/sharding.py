@@ -37,7 +37,9 @@ UNSHARD_GRADS: tuple[str, ...] = get_args(UnshardGrad)
 class _Thread(threading.local):
     """Lengths of a thread's padded sequences, by T_local, while a forward collects them."""
 
-    padded: dict[int, int] | None = None
+    def __init__(self) -> None:
+        # One of the class would be found in another place once it is set, which graphs see.
+        self.padded: dict[int, int] | None = None
 
 
 class Sharding:

@@ -86,7 +86,7 @@ def main(
     except (ValueError, ImportError, OSError, RuntimeError) as error:
         sys.stderr.write(f"{package}: error: {' '.join(str(error).split())}\n")
         return 1 if isinstance(error, failures) else command.failure
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(text and f"{text}\n")
     return code
 
 

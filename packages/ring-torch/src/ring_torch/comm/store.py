@@ -30,6 +30,7 @@ _SAME = b"the same"
 _DIGEST_BYTES = 8
 _NUMBER_FACTOR, _SEED_FACTOR = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F  # odd, of 64 random bits
 LONGEST_FIELD = 96  # characters
+_MOMENT = timedelta(seconds=2)  # that a rank that failed waits for the others
 _PATIENCE = timedelta(seconds=5)  # a store that is there answers within milliseconds
 _UNLIKE_SHARDS = (
     " (ranks hold unlike numbers of tokens: pad every shard to the longest, and give the padding "
@@ -116,7 +117,7 @@ class StoreAgreement:
             # reached.
             if self.store.add(self._count(digest), 1) == size:
                 self.store.set(self._key, _SAME)
-            _poll(self.store, self._key, timeout)
+            _poll(self.store, self._key, timeout, _gone_key(self.nonce))
 
         try:
             _with_timeout(wait, timeout + _PATIENCE)
@@ -141,6 +142,65 @@ class StoreAgreement:
     def _count(self, digest: bytes) -> str:
         """Return the key under which ranks are counted that make the call with this digest."""
         return f"{self._key}/{digest.hex()}"
+
+
+@dataclass(frozen=True)
+class StoreMeeting:
+    """The keys by which ranks tell each other how a block of calls has ended on each."""
+
+    store: Any  # the store through which the group was made
+    key: str  # prefix of the keys
+    gone: str  # key that is set once a rank of the group has hung up
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, nonce: int, number: int) -> StoreMeeting:
+        """Make the meeting behind a block, of a group with a nonce and by the number of a call."""
+        key = f"{_base_key()}/{nonce:x}/{number}/end"
+        return cls(_store_of(group), key, _gone_key(nonce))
+
+    def end(
+        self, error: str | None, rank: int, size: int, timeout: timedelta,
+        hang_up: Callable[[str], None],
+    ) -> tuple[str | None, bool]:  # fmt: skip
+        """Wait until all ranks are here, or one has hung up, and return the first error.
+
+        Args:
+            error: Error of this rank, which it names.
+            rank: Number of this rank.
+            size: Number of ranks.
+            timeout: Time that the others have.
+            hang_up: Ends waits of the others; called with the first error if this rank failed and
+                another has not come within a moment.
+
+        Returns:
+            The first error of any rank, and True if all ranks failed by themselves or none did.
+
+        Raises:
+            RuntimeError: A rank did not come within the timeout, or the store is gone.
+        """
+        store, first, gone = self.store, f"{self.key}/first", self.gone
+        keys = [f"{self.key}/{n}" for n in range(size)]
+
+        def meet() -> tuple[str | None, bool]:
+            if error is not None:
+                store.compare_set(first, "", error)
+            store.set(keys[rank], "done" if error is None else "failed")
+            start, pause = time.monotonic(), _FIRST_PAUSE
+            while not (store.check(keys) or store.check([gone])):
+                waited = timedelta(seconds=time.monotonic() - start)
+                if error is not None and waited > min(_MOMENT, timeout / 4):
+                    store.set(gone, error)
+                    hang_up(store.get(first).decode(errors="replace"))
+                elif waited > timeout:
+                    raise RuntimeError(f"a rank of the group did not end within {timeout}")
+                time.sleep(pause)
+                pause = min(1.5 * pause, _LONGEST_PAUSE)
+            cause = _read(store, first)
+            ends = {b"gone"} if store.check([gone]) else {store.get(key) for key in keys}
+            text = None if cause is None else cause.decode(errors="replace")
+            return text, ends in ({b"done"}, {b"failed"})
+
+        return _with_timeout(meet, timeout + _PATIENCE)
 
 
 def _cut(value: Any) -> Any:
@@ -228,6 +288,11 @@ def _store_of(group: dist.ProcessGroup) -> Any:
     return groups[group][1]
 
 
+def _gone_key(nonce: int) -> str:
+    """Return the key that says that a rank of a group has hung up."""
+    return f"{_base_key()}/{nonce:x}/gone"
+
+
 def _base_key() -> str:
     """Return the prefix of all keys of this run."""
     # torchrun may keep a store, with old notes, for processes that it starts anew.
@@ -241,17 +306,19 @@ def _ask_store(request: Callable[[], Any]) -> Any:
     return None
 
 
-def _poll(store: Any, key: str, timeout: timedelta) -> None:
+def _poll(store: Any, key: str, timeout: timedelta, stop: str | None = None) -> None:
     """Wait until a key is set, by looking at it again and again.
 
     ``store.wait`` would block the store's connection: other threads of this process, whose peers
     wait for what they have to write, could not use it.
 
     Raises:
-        RuntimeError: The key was not set within the timeout.
+        RuntimeError: The key was not set within the timeout, or ``stop`` was.
     """
     end, pause = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE
     while not store.check([key]):
+        if stop is not None and store.check([stop]):
+            raise RuntimeError("a rank has failed and waits for nobody")
         if time.monotonic() > end:
             raise RuntimeError(f"{key} was not set within {timeout}")
         time.sleep(pause)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FunctionType
@@ -13,9 +14,12 @@ import torch
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ring_core.base.arguments import check_size, numbers_as_python
+from ring_core.tripwire import every_of
+from ring_torch import attention
 from ring_torch.context import ContextParallel
 from ring_torch.debugging import mistakes
-from ring_torch.debugging.records import ASKING, is_eager
+from ring_torch.debugging.records import ASKING, BLOCKS, Block, is_eager
 from ring_torch.training import loss
 
 VARIABLE = "RING_DEBUG"
@@ -37,7 +41,6 @@ class _Asked(NamedTuple):
 
 
 _asked: dict[str, _Asked] = {}
-_blocks = 0
 
 
 def _functions() -> dict[str, tuple[Any, Any]]:
@@ -47,6 +50,7 @@ def _functions() -> dict[str, tuple[Any, Any]]:
         for name in ("shard", "shift", "attention")
     }
     return methods | {
+        "ring_attention": (attention.ring_attention, mistakes.ring_attention),
         "cross_entropy": (loss.cross_entropy, mistakes.loss),
         "linear_cross_entropy": (loss.linear_cross_entropy, mistakes.loss),
         "torch.cross_entropy": (torch.nn.functional.cross_entropy, mistakes.torchs_loss),
@@ -54,8 +58,9 @@ def _functions() -> dict[str, tuple[Any, Any]]:
     }
 
 
+@numbers_as_python
 @contextmanager
-def debug() -> Iterator[None]:
+def debug(every: int = 1) -> Iterator[None]:
     """Find the commonest mistakes within the block, at the call that makes them.
 
     Shards and their views remember layout and length, and the results of other operations nothing:
@@ -63,14 +68,19 @@ def debug() -> Iterator[None]:
     another length, or forgotten where every token sees the padding; labels in natural order, or
     in another layout; torch's mean of ``cross_entropy`` over shards of labels; what is sharded and
     differs between ranks; gradients that are clipped, or taken by an optimizer, before they are
-    summed. For the last two a digest is exchanged in each call. Calls in graphs of
-    ``torch.compile`` are not looked at.
+    summed; weights that differ between ranks, which take the same gradients. For the last three
+    digests of 24 bytes are exchanged. Calls in graphs of ``torch.compile`` are not looked at.
 
-    ``RING_DEBUG=1`` in the environment does the same for the process. All ranks need the same.
+    ``RING_DEBUG`` in the environment, ``1`` or ``every:100``, does the same for the process. All
+    ranks need the same.
+
+    Args:
+        every: Interval of the digests: of what is sharded, of gradients that are clipped, and of
+            the steps of optimizers each ``every``-th is compared, the first one included.
 
     Raises:
-        ValueError: By the call that is wrong, on its rank; the message names the line. Or
-            ``RING_DEBUG`` has an unknown value.
+        ValueError: By the call that is wrong, on its rank; the message names the line. Or ``every``
+            is no integer from 1 on, or ``RING_DEBUG`` has an unknown value.
         RankMismatchError: What is sharded differs between ranks.
 
     Example::
@@ -78,20 +88,15 @@ def debug() -> Iterator[None]:
         with ring_torch.debug():
             train(steps=3)
     """
-    global _blocks  # noqa: PLW0603 - of the process, as are the functions
+    check_size("every", every)
     with ExitStack() as undo:
-        if not _blocks:
+        if not BLOCKS:
             for name, (function, look) in _functions().items():
                 undo.callback(_let_ask(name, inspect.unwrap(function), look))
             undo.callback(register_optimizer_step_pre_hook(mistakes.step).remove)
-        _blocks += 1
-        undo.callback(_leave)
+        BLOCKS.append(Block(every, Counter()))
+        undo.callback(BLOCKS.pop)
         yield
-
-
-def _leave() -> None:
-    global _blocks  # noqa: PLW0603 - likewise
-    _blocks -= 1
 
 
 def _let_ask(name: str, function: Any, look: Any) -> Callable[[], None]:
@@ -143,11 +148,8 @@ def begin() -> None:
     Raises:
         ValueError: ``RING_DEBUG`` has an unknown value.
     """
-    value = os.environ.get(VARIABLE, "0")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{VARIABLE} must be 1 or 0, got {value!r}")
-    if value == "1":
-        debug().__enter__()
+    if every := every_of(os.environ.get(VARIABLE), VARIABLE):
+        debug(every).__enter__()
 
 
 begin()

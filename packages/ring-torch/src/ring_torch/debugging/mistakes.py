@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ring_core import RankMismatchError
+from ring_core.base.arguments import not_none
 from ring_torch.comm.ranks import OneRank, Ranks
 from ring_torch.context import ContextParallel, check_context
 from ring_torch.debugging.records import (
+    BLOCKS,
     Record,
     live_records,
     record_of,
@@ -29,9 +31,9 @@ from ring_torch.verification.equality import check_equal
 
 After = Callable[[Any], None] | None
 Arguments = dict[str, Any]
-#: Ranks that have attended together, and so have gradients to sum. They stay, in one order, so that
+#: Ranks that have split a sequence, and so have gradients to sum. They stay, in one order, so that
 #: all ranks compare for the same groups.
-_attended: dict[Ranks, None] = {}
+_splitting: dict[Ranks, None] = {}
 
 
 def _wrong(text: str) -> Never:
@@ -54,7 +56,9 @@ def shard(call: Arguments) -> After:
     if (sharding := _split(cp)) is None or not isinstance(x, Tensor) or isinstance(x, DTensor):
         return None
     line, is_ours = users_line()
-    if not is_ours and not x.requires_grad and x.grad_fn is None:
+    _splitting[sharding.ranks] = None
+    is_input = not is_ours and not x.requires_grad and x.grad_fn is None
+    if is_input and BLOCKS[-1].is_due(sharding.ranks, "shard"):
         try:
             check_equal(cp, x, what="what is sharded")
         except RankMismatchError as error:
@@ -74,12 +78,31 @@ def shift(call: Arguments) -> After:
     return None if record is None else lambda result: remember(result, record)
 
 
+def ring_attention(call: Arguments) -> After:
+    """Remember its ranks; check a call of the user's own."""
+    try:
+        sharding = Sharding(call["group"], call["layout"])
+        size = sharding.ranks.size
+    except ValueError:  # which the call itself says
+        return None
+    if size > 1:
+        _splitting[sharding.ranks] = None
+        if not users_line()[1]:
+            _check_lengths(sharding, call["q"], call)
+    return None
+
+
 def attention(call: Arguments) -> After:
     """Check the order of dimensions, and the length."""
-    q, options = call["q"], call["options"]
-    if (sharding := _split(call["self"])) is None or not isinstance(q, Tensor) or q.ndim != 4:
-        return None
-    _attended[sharding.ranks] = None
+    if (sharding := _split(call["self"])) is not None:
+        _check_lengths(sharding, call["q"], call["options"])
+    return None
+
+
+def _check_lengths(sharding: Sharding, q: Any, options: Arguments) -> None:
+    """Check the order of dimensions of queries, and the length, by shards that live."""
+    if not isinstance(q, Tensor) or q.ndim != 4:
+        return
     records = live_records(sharding)
     lengths = {x.local_len: x for x in records}
     if q.shape[2] in lengths and q.shape[1] not in lengths:
@@ -92,7 +115,7 @@ def attention(call: Arguments) -> After:
     seq_len = options.get("seq_len")
     seq_len = seq_len[0] if isinstance(seq_len, tuple) else seq_len
     if not own or (seq_len is None and not all(x.is_padded for x in own)):
-        return None
+        return
     if seq_len is not None and all(x.seq_len != seq_len for x in own):
         _wrong(
             f"seq_len={seq_len}, and the sequence has {own[0].seq_len} tokens, sharded at {own[0].line}"
@@ -105,7 +128,6 @@ def attention(call: Arguments) -> After:
             f"the sequence has {own[0].seq_len} tokens, padded to {own[0].local_len * own[0].ranks} at {own[0].line}, "
             f"and without seq_len={own[0].seq_len} every token sees the padding"
         )
-    return None
 
 
 def loss(call: Arguments) -> After:
@@ -159,30 +181,41 @@ def clip(call: Arguments) -> After:
 
 
 def step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Check that gradients are whole before an optimizer takes them."""
+    """Check that gradients are whole before an optimizer takes them, and weights are equal."""
     parameters = (x for group in optimizer.param_groups for x in group["params"])
-    _check_reduced(parameters, "a step of the optimizer with gradients")
+    _check_reduced(parameters, "a step of the optimizer with gradients", has_weights=True)
 
 
-def _check_reduced(parameters: Iterable[Tensor], what: str) -> None:
-    """Check that gradients of equal weights are equal on the ranks that have attended together."""
+def _check_reduced(parameters: Iterable[Tensor], what: str, *, has_weights: bool = False) -> None:
+    """Check that gradients of equal weights are equal on ranks that have split a sequence.
+
+    With ``has_weights`` weights whose gradients are equal have to be equal, too.
+    """
     own = [x for x in parameters if x.grad is not None and not isinstance(x, DTensor)]
-    for ranks in [*_attended]:
+    for ranks in [*_splitting]:
         try:
             cp = ContextParallel(ranks.group)
         except (RuntimeError, ValueError):  # the group was destroyed
-            del _attended[ranks]
+            del _splitting[ranks]
             continue
-        if _split(cp) is None or not own:
+        if _split(cp) is None or not own or not BLOCKS[-1].is_due(ranks, what):
             continue
-        try:
-            check_equal(cp, [x.grad for x in own], what="gradients")
-        except RankMismatchError as error:
-            try:
-                check_equal(cp, [x.detach() for x in own], what="weights")
-            except RankMismatchError:
-                continue  # each rank has its own, as of experts
+        if (error := _unlike(cp, [x.grad for x in own], "gradients")) is None:
+            # Weights that nobody has used, as of experts, have equal gradients of zeros.
+            used = [x for x in own if has_weights and not_none(x.grad).any()]
+            if error := _unlike(cp, [x.detach() for x in used], "weights"):
+                _wrong(f"{what} that are equal for weights that differ: {error}")
+        elif not _unlike(cp, [x.detach() for x in own], "weights"):  # else each rank has its own
             _wrong(
                 f"{what} that differ between the ranks of a sequence: call cp.reduce_gradients(model) after backward, "
                 f"before them. {error}"
             )
+
+
+def _unlike(cp: ContextParallel, tensors: list[Any], what: str) -> RankMismatchError | None:
+    """Return how tensors differ between ranks; ``None`` if they are equal."""
+    try:
+        check_equal(cp, tensors, what=what)
+    except RankMismatchError as error:
+        return error
+    return None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import linecache
 import weakref
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,27 @@ from ring_torch.sharding import Sharding
 ASKING = "<ring_torch.debug>"
 _RECORD = "_ring_shard"
 _LIVE: dict[int, weakref.ref[Tensor]] = {}
+
+
+class Block(NamedTuple):
+    """A block of ``debug`` under way.
+
+    Attributes:
+        every: Interval of the calls that are compared between ranks.
+        calls: Number of calls that could have been, by what they are.
+    """
+
+    every: int
+    calls: Counter[Any]
+
+    def is_due(self, *call: Any) -> bool:
+        """Count a call, and return True if it is to be compared."""
+        self.calls[call] += 1
+        return (self.calls[call] - 1) % self.every == 0
+
+
+#: Blocks of ``debug`` under way, the innermost last.
+BLOCKS: list[Block] = []
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Never, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,11 @@ from ring_torch.sharding import Sharding, padded_of
 #: Holders of a module's keys: ranks hold parts of the queries' own sequence, or of another one;
 #: every rank holds all keys; or the rank's own tokens are all that its queries attend to.
 Keys = Literal["own", "sharded", "whole", "local"]
+
+
+_numbers = itertools.count()
+#: All scopes by their number.
+scopes: WeakValueDictionary[str, Scope] = WeakValueDictionary()
 
 
 class _Context(Protocol):
@@ -152,11 +159,16 @@ class Scope:
         state: State that all modules share.
         keys: Holder of their keys.
         others: Another name of the module, and the holder of keys that it stands for.
+        number: Name by which graphs know it.
     """
 
     state: Replacement
     keys: Keys
     others: str = ""
+    number: str = field(default_factory=lambda: str(next(_numbers)))
+
+    def __post_init__(self) -> None:
+        scopes[self.number] = self
 
     @property
     def is_split(self) -> bool:

@@ -22,6 +22,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.overrides import _get_current_function_mode_stack
 
 from ring_core import Mask
+from ring_torch.capture import constant_in_graphs
 from ring_torch.options import AttentionOptions
 from ring_torch.replaced.calls import (
     Call,
@@ -33,6 +34,15 @@ from ring_torch.replaced.calls import (
     module_of,
     refuse,
     refuse_padding,
+    scopes,
+)
+from ring_torch.replaced.flex_graph import (
+    Template,
+    attend_in_graph,
+    check_mods,
+    collect,
+    is_full_graph,
+    remember,
 )
 from ring_torch.replaced.mode import RingMode, refuse_hidden
 from ring_torch.replaced.mods import (
@@ -46,6 +56,7 @@ from ring_torch.replaced.mods import (
     options_of,
 )
 
+_MOST_SCORES = 1 << 24  # that are computed together
 _NO_BLOCKS = 1 << 30  # size of the blocks of a block mask that has none
 _FLEX: types.FunctionType = flex.flex_attention  # type: ignore[assignment]
 _TORCHS_CODE = _FLEX.__code__
@@ -111,7 +122,90 @@ def flex_attention(*arguments: Any) -> Any:
     modes = [x for x in _get_current_function_mode_stack() if isinstance(x, RingMode)]
     if not modes:
         return _by_torch(*arguments[:-1], return_aux=arguments[-1])
-    return _attend(modes[-1].operator, modes[-1].scope, *arguments)
+    operator, scope = modes[-1].operator, modes[-1].scope
+    if torch.compiler.is_compiling() and scope.is_split and not operator and is_full_graph():
+        return _attend_in_graph(scope, *arguments)
+    return _attend(operator, scope, *arguments)
+
+
+def _attend_in_graph(
+    scope: Scope, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any,
+    scale: float | None, enable_gqa: bool, return_lse: bool, kernel_options: Any, return_aux: Any,
+) -> Any:  # fmt: skip
+    """Answer a call on the ring in a graph that may not break; it is traced."""
+    del kernel_options  # of torch's kernel
+    _check_returns(return_lse, return_aux)
+    words = ["block_mask"] * (block_mask is not None) + ["score_mod"] * (score_mod is not None)
+    module = module_of(scope, query, key, words)
+    tensors: list[Tensor] = [query, key, value]
+    mask_mod, numbers = None, [0] * 4
+    if block_mask is not None:
+        mask_mod = block_mask.mask_mod
+        numbers = [*block_mask.BLOCK_SIZE, *block_mask.seq_lengths]
+        tensors += [block_mask.kv_num_blocks, block_mask.kv_indices]
+        if block_mask.full_kv_num_blocks is not None:
+            tensors += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
+    lists = len(tensors) - 3
+    constants: list[Any] = []
+    unknown: list[str] = []
+    collect(score_mod, tensors, numbers, constants, unknown)
+    collect(mask_mod, tensors, numbers, constants, unknown)
+    most = return_aux is not None and return_aux.max_scores
+    name = _remember(
+        scope.number, module, score_mod, mask_mod, tuple(constants), tuple(unknown), lists, scale,
+        enable_gqa, most,
+    )  # fmt: skip
+    out, lse, max_scores = attend_in_graph(name, tensors, numbers)
+    if return_aux is not None:
+        aux = return_aux
+        return out, flex.AuxOutput(lse if aux.lse else None, max_scores if most else None)
+    return (out, lse) if return_lse else out
+
+
+@constant_in_graphs
+def _remember(
+    number: str, module: str, score_mod: Any, mask_mod: Any, constants: Any, unknown: Any,
+    lists: int, scale: float | None, enable_gqa: bool, has_most: bool,
+) -> str:  # fmt: skip
+    """Keep a call that is traced by a name; the graph is for these constants alone."""
+    del constants
+    check_mods((score_mod, mask_mod), unknown)
+    attend = partial(_attend_traced, number, module, scale, enable_gqa, has_most)
+    return remember(Template(attend, (score_mod, mask_mod), lists, has_most))
+
+
+def _attend_traced(
+    number: str, module: str, scale: float | None, enable_gqa: bool, has_most: bool, query: Tensor,
+    key: Tensor, value: Tensor, score_mod: Any, blocks: Any,
+) -> Any:  # fmt: skip
+    """Answer a call that a graph holds, when it runs."""
+    call = Call(query, key, value, None, 0.0, False, scale, enable_gqa, module)
+    return _on_ring(scopes[number], call, score_mod, blocks, has_lse=True, has_most=has_most)
+
+
+def _on_ring(
+    scope: Scope, call: Call, score_mod: Any, block_mask: Any, *, has_lse: bool, has_most: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return ``out``, ``lse`` and the largest scores of a call on the ring."""
+    state, is_own = scope.state, scope.keys == "own"
+    if any(x.ndim != 4 for x in call[:3] if isinstance(x, Tensor)):
+        raise ValueError(
+            f"replace_sdpa: {call.module}: flex_attention takes [B, H, T_local, D], got {tuple(call.query.shape)}"
+        )
+    call = checked(scope, call)
+    options = _options(state, call, score_mod, block_mask, is_own=is_own)
+    result = attend_on_ring(state, call, options, return_lse=has_lse)
+    out, lse = result if has_lse else (result, None)
+    arguments = state, call, score_mod, block_mask, options, is_own
+    return out, lse, _max_scores(*arguments) if has_most else None
+
+
+def _check_returns(return_lse: bool, return_aux: Any) -> None:
+    """Refuse both ``return_lse`` and ``return_aux``, as torch does."""
+    if return_lse and return_aux is not None:
+        raise ValueError(
+            "replace_sdpa: flex_attention takes return_lse=True or return_aux, not both"
+        )
 
 
 @partial(
@@ -127,31 +221,19 @@ def _attend(
     """Answer a call in a mode of ours."""
     if operator:
         refuse_hidden(operator)
-    if return_lse and return_aux is not None:
-        raise ValueError(
-            "replace_sdpa: flex_attention takes return_lse=True or return_aux, not both"
-        )
+    _check_returns(return_lse, return_aux)
     words = ["block_mask"] * (block_mask is not None) + ["score_mod"] * (score_mod is not None)
     module = module_of(scope, query, key, words)
     call = Call(query, key, value, None, 0.0, False, scale, enable_gqa, module)
     state = scope.state
     if state.computes == "shards" and scope.keys in ("own", "sharded"):
-        if any(x.ndim != 4 for x in (query, key, value)):
-            raise ValueError(
-                f"replace_sdpa: {module}: flex_attention takes [B, H, T_local, D], got {tuple(query.shape)}"
-            )
-        if return_aux is not None and return_aux.max_scores:
-            refuse(
-                module,
-                "return_aux asks for max_scores, which ring attention does not have: ask for lse",
-            )
-        call = checked(scope, call)
-        has_lse = return_lse or (return_aux is not None and return_aux.lse)
-        options = _options(state, call, score_mod, block_mask, is_own=scope.keys == "own")
-        result = attend_on_ring(state, call, options, return_lse=has_lse)
-        out, lse = result if has_lse else (result, None)
-        if return_aux is not None:
-            return out, flex.AuxOutput(lse=lse, max_scores=None)
+        has_aux = return_aux is not None
+        out, lse, most = _on_ring(
+            scope, call, score_mod, block_mask, has_lse=return_lse or (has_aux and return_aux.lse),
+            has_most=has_aux and return_aux.max_scores,
+        )  # fmt: skip
+        if has_aux:
+            return out, flex.AuxOutput(lse=lse, max_scores=most)
         return (out, lse) if return_lse else out
     state.watch.call(0, 0, on_ring=False)
     if state.computes == "shards" and scope.keys == "whole" and words:
@@ -174,9 +256,10 @@ def _attend(
                 kernel_options,
                 return_aux=return_aux,
             )
-    out, lse = _plainly(call, score_mod, block_mask, documents)
+    out, lse, most = _plainly(call, score_mod, block_mask, documents)
     if return_aux is not None:
-        return out, flex.AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
+        aux = return_aux
+        return out, flex.AuxOutput(lse if aux.lse else None, most if aux.max_scores else None)
     return (out, lse) if return_lse else out
 
 
@@ -291,19 +374,18 @@ def _length_of(
 
 def _plainly(
     call: Call, score_mod: Any, block_mask: Any, documents: tuple[int, ...] | None
-) -> tuple[Tensor, Tensor]:
-    """Return ``out`` and ``lse`` of a whole sequence, which torch cannot differentiate on a CPU."""
-    query, (key, value) = (
-        call.query,
-        (x.repeat_interleave(call.query.shape[1] // x.shape[1], 1) for x in call[1:3]),
-    )
-    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
-    scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * scale
-    places = [torch.arange(n, device=query.device) for n in scores.shape]
-    if score_mod is not None:
-        scores = _over_pairs(score_mod, scores, *places)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``out``, ``lse`` and the largest scores of a whole sequence.
+
+    Torch cannot differentiate it on a CPU.
+    """
+    places = [
+        torch.arange(n, device=call.query.device)
+        for n in (*call.query.shape[:3], call.key.shape[2])
+    ]
+    mask_mod = None if block_mask is None else block_mask.mask_mod
+    shown = _shown_by(mask_mod, documents, places)
     if block_mask is not None:
-        shown = _over_pairs(lambda _, *at: block_mask.mask_mod(*at), scores, *places)
         sizes, lengths = block_mask.BLOCK_SIZE, block_mask.seq_lengths
         number = -(-lengths[1] // sizes[1])
         blocks = [
@@ -314,20 +396,75 @@ def _plainly(
             False
             if counts is None
             else torch.from_numpy(listed(counts, columns, number))
-            .to(query.device)
+            .to(call.query.device)
             .repeat_interleave(sizes[0], 2)
-            .repeat_interleave(sizes[1], 3)[..., : scores.shape[2], : scores.shape[3]]
+            .repeat_interleave(sizes[1], 3)[..., : len(places[2]), : len(places[3])]
             for counts, columns in blocks
         ]
-        scores = scores.masked_fill(~(partial_blocks & shown | full), -torch.inf)
-    if documents is not None:
-        document = torch.bucketize(
-            places[2], torch.tensor(documents[1:], device=query.device), right=True
-        )
-        scores = scores.masked_fill(document[:, None] != document, -torch.inf)
+        shown = partial_blocks & shown | full & _shown_by(None, documents, places)
+    scores = _scores(call, score_mod, shown, places)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
-    return weights.to(value.dtype) @ value, lse
+    value = call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], 1)
+    return weights.to(value.dtype) @ value, lse, scores.detach().amax(-1)
+
+
+@torch.no_grad()
+def _max_scores(
+    state: Replacement, call: Call, score_mod: Any, block_mask: Any,
+    options: AttentionOptions | None, is_own: bool,
+) -> Tensor:  # fmt: skip
+    """Return the largest score of each of this rank's queries ``[B, H, T_local]``, over all keys.
+
+    The keys of all ranks are gathered for that. ``options`` are those of the call.
+    """
+    length, own_keys = call.query.shape[2], call.key.shape[2]
+    # Of another sequence all keys are seen, in any order.
+    keys = (state.cp if is_own else state.unordered).unshard(call.key, dim=2)
+    seq_len = (options or {}).get("seq_len", own_keys * state.ranks)
+    assert isinstance(seq_len, int)
+    documents = documents_of(state, call, seq_len) if is_own else None
+    device = call.query.device
+    q_at = (
+        state.cp.positions(length * state.ranks, device=device)
+        if is_own
+        else torch.arange(length, device=device)
+    )
+    at = [torch.arange(n, device=device) for n in call.query.shape[:2]]
+    mask_mod = None if block_mask is None else block_mask.mask_mod
+    largest = []
+    for rows in torch.arange(length, device=device).split(
+        max(1, _MOST_SCORES // (seq_len * call.query.shape[1]))
+    ):
+        places = [*at, q_at[rows].clamp(max=seq_len - 1), torch.arange(seq_len, device=device)]
+        part = call._replace(query=call.query[:, :, rows], key=keys[:, :, :seq_len])
+        shown = _shown_by(mask_mod, documents, places)
+        largest.append(_scores(part, score_mod, shown, places).amax(-1))
+    return torch.cat(largest, -1)
+
+
+def _scores(call: Call, score_mod: Any, shown: Tensor, places: list[Tensor]) -> Tensor:
+    """Return scores ``[B, H, T_q, T_k]`` behind ``score_mod``, ``-inf`` where not shown."""
+    query, key = call.query, call.key
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * scale
+    if score_mod is not None:
+        scores = _over_pairs(score_mod, scores, *places)
+    return scores.masked_fill(~shown, -torch.inf)
+
+
+def _shown_by(mask_mod: Any, documents: tuple[int, ...] | None, places: list[Tensor]) -> Tensor:
+    """Return where keys are seen by a function and in documents, ``[B, H, T_q, T_k]`` or ones."""
+    shown = places[2].new_ones(1, 1, 1, 1, dtype=torch.bool)
+    if mask_mod is not None:
+        scores = shown.expand([len(x) for x in places])
+        shown = _over_pairs(lambda _, *at: mask_mod(*at), scores, *places)
+    if documents is not None:
+        ends = torch.tensor(documents[1:], device=places[2].device)
+        q, k = (torch.bucketize(x, ends, right=True) for x in places[2:])
+        shown = shown & (q[:, None] == k)
+    return shown
 
 
 def _over_pairs(function: Callable[..., Tensor], scores: Tensor, *places: Tensor) -> Tensor:

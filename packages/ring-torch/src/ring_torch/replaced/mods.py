@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,7 @@ _MADE = {
     _aten.new_ones, _aten.new_zeros, _aten.new_full, _aten.ones_like, _aten.zeros_like,
     _aten.full_like,
 }  # fmt: skip
+_MOST_PAIRS = 1 << 24  # pairs of positions that are looked at together
 
 
 class ModError(Exception):
@@ -684,15 +685,19 @@ def options_of(
         tokens: Number of keys of all ranks.
 
     Raises:
-        ModError: An operation is not known, or reads a tensor beyond its end.
+        ModError: An operation is not known, or reads a tensor beyond its end, for a query of any
+            rank.
     """
     options: dict[str, Any] = {} if scores.softcap is None else {"softcap": scores.softcap}
     device = trace.device
+    at = torch.arange(tokens, device=device)
     grids = {
         "b": torch.arange(rows, device=device)[:, None, None, None],
         "h": torch.arange(heads, device=device)[None, :, None, None],
-        "q": q[None, None, :, None], "k": torch.arange(tokens, device=device)[None, None, None],
+        "q": q[None, None, :, None], "k": at[None, None, None],
     }  # fmt: skip
+    for _, term in scores.terms:
+        _check_reads(trace, term, grids, at)
     is_causal = mask is not None and mask.band[1] == 0
     bias: Tensor | None = None
     for sign, term in scores.terms:
@@ -706,6 +711,23 @@ def options_of(
         dtype = next(_dtype(x) for x, name in trace.names.items() if name == "score")
         options["bias"] = bias.to(dtype).expand(-1, -1, len(q), tokens)
     return options
+
+
+def _check_reads(trace: Trace, root: Any, grids: dict[str, Tensor], at: Tensor) -> None:
+    """Check what a node reads for the queries of all ranks, so that no rank is alone in refusing.
+
+    Raises:
+        ModError: It reads a tensor beyond its end.
+    """
+    for node in trace.nodes(root):
+        if _packet(node) is not _aten.index:
+            continue
+        table, indices = cast("tuple[Node, list[Any]]", node.args)
+        is_by_query = any("q" in trace.reads(x) for x in indices)
+        for queries in at.split(max(1, _MOST_PAIRS // len(at)) if is_by_query else len(at)):
+            here = grids | {"q": queries[None, None, :, None]}
+            values = [None if x is None else _on_grid(trace, x, here) for x in indices]
+            _check_index(table.meta["val"], values, node)
 
 
 def _on_grid(trace: Trace, root: Any, grids: dict[str, Tensor]) -> Tensor:

@@ -156,32 +156,19 @@ def ring_test(names: Sequence[Sequence[str]], *, cuda: bool) -> Iterator[Check]:
     with LocalRanks(RANKS, patience=300, cuda=cuda) as ranks:
         for strategy, transport in names:
             layout = next(x for x in ("zigzag", *LAYOUTS) if takes_layout(strategy, x))
-            yield from ring_checks(
-                ranks,
-                Case(
-                    RANKS,
-                    RANKS * doctor.TOKENS,
-                    4,
-                    2,
-                    64,
-                    dtype,
-                    layout=layout,
-                    strategy=strategy,
-                    transport=transport,
-                ),
-                cuda=cuda,
-            )
+            case = Case(
+                RANKS, RANKS * doctor.TOKENS, 4, 2, 64, dtype, layout=layout, strategy=strategy,
+                transport=transport,
+            )  # fmt: skip
+            yield from ring_checks(ranks, case, cuda=cuda)
 
 
 def ring_checks(ranks: LocalRanks, case: Case, *, cuda: bool) -> Iterator[Check]:
     """Check the results of a call on a short sequence, between the given ranks."""
     name, device = f"{case.strategy}/{case.transport}", "cuda" if cuda else "cpu"
+    where = f"{len(ranks)} {device} ranks"
     yield from _compared(
-        name,
-        f"{len(ranks)} {device} ranks",
-        case,
-        "cpu",
-        lambda x: ranks.run(_results, x, case, device)[0],
+        name, where, case, "cpu", lambda x: ranks.run(_results, x, case, device)[0]
     )
 
 
@@ -208,14 +195,10 @@ def _compared(
     inputs = [_tensor(x, case).to(device) for x in doctor.inputs_for(case.ranks, case.head_dim)]
     arrays = [_array(x) for x in inputs]
     yield from doctor.compared(
-        name,
-        where,
-        arrays,
-        lambda: run(arrays),
+        name, where, arrays, lambda: run(arrays),
         lambda: [_array(x) for x in out_and_grads(partial(_dense, case.mask), *inputs)],
-        torch.finfo(inputs[0].dtype).eps,
-        mask=case.mask,
-    )
+        torch.finfo(inputs[0].dtype).eps, mask=case.mask,
+    )  # fmt: skip
 
 
 def _tensor(x: npt.NDArray[Any], case: Case) -> Tensor:

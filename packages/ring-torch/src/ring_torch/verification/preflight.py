@@ -9,9 +9,10 @@ the difference goes away.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -86,6 +87,8 @@ class _Comparison(NamedTuple):
 class _StepRunner(Runner):
     """Runs a user's step, split and whole."""
 
+    caller, traces_split = "preflight", False
+
     def __init__(
         self,
         model: nn.Module,
@@ -101,9 +104,14 @@ class _StepRunner(Runner):
         self.sharding, self.step, self.batch, self.loss = sharding, step, batch, loss
         self.after_backward = after_backward
 
-    def unhooked(self) -> AbstractContextManager[None]:
-        """Let each rank compute whole sequences alone within the block."""
-        return self.sharding.whole()
+    @contextmanager
+    def unhooked(self) -> Iterator[None]:
+        """Let each rank compute whole sequences alone within the block, without compiled graphs.
+
+        Those would break at the hooks of a trace, and refuse that with ``fullgraph=True``.
+        """
+        with torch.compiler.set_stance("force_eager"), self.sharding.whole():
+            yield
 
     def compute(self, attention: str | None) -> tuple[Tensor | None, Tensor]:
         """Run the step; return the loss of all ranks, and this rank's."""
@@ -201,7 +209,8 @@ def preflight(
     gradients of the step. Where they differ, the report names the first parameter in the order of
     the forward, and the likeliest cause, found by experiments: other runs of the step with one
     thing undone. Gradients, buffers, modes, hooks and random generators are put back; dropout is
-    off, and no optimizer steps. It takes the memory of whole sequences: give a short batch.
+    off, and no optimizer steps. It takes the memory of whole sequences: give a short batch. What is
+    compiled runs compiled on shards, and is not on whole sequences.
 
     Args:
         cp: The ``ContextParallel`` that the step uses.
@@ -226,6 +235,7 @@ def preflight(
         ValueError: An argument is malformed; the step returns no loss, or another in each run; or
             weights have changed.
         UnsupportedError: There is too little memory.
+        RuntimeError: The step raised an error on another rank, which the message names with it.
 
     Example::
 
@@ -256,10 +266,23 @@ def preflight(
                 f"one (loss {comparison.loss}). Let it draw random numbers of torch's default generators "
                 f"alone, and keep nothing from run to run"
             )
-        findings = () if comparison.is_within else (
-            _first_difference(comparison), *_causes(cp, runner, comparison, split, rtol),
-        )  # fmt: skip
+        findings = (
+            ()
+            if comparison.is_within
+            else (
+                f"{_first_difference(comparison)} in {_place_of(step)}",
+                *_causes(cp, runner, comparison, split, rtol),
+            )
+        )
     return PreflightReport(not findings, findings, comparison.loss, comparison.gradients)
+
+
+def _place_of(step: Step) -> str:
+    """Return the name and line of a function."""
+    function: Any = inspect.unwrap(step)
+    code = getattr(function, "__code__", None) or getattr(type(step).__call__, "__code__", None)
+    name = getattr(function, "__qualname__", type(step).__name__)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
 
 
 def _first_difference(comparison: _Comparison) -> str:

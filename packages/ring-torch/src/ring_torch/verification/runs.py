@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from ring_core import UnsupportedError
 from ring_torch.comm.exchange import collective
 from ring_torch.comm.groups import default_device
 from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.together import failing_together
 from ring_torch.gradients.guards import local_shard
 from ring_torch.verification.trace import Recorder, Tokens, Trace
 
@@ -50,6 +51,9 @@ class Runner(ABC):
         batch: Shape ``[B, T]`` of the whole batch.
         factor: Factor of the gradients of a split run, by which their sum over ranks is divided.
     """
+
+    caller = "verify"  # name of the public function, for messages
+    traces_split = True  # False if a split run needs no trace, whose hooks break compiled graphs
 
     def __init__(
         self,
@@ -96,38 +100,35 @@ class Runner(ABC):
             perturbs: Change modules' outputs by a unit in the last place, at random.
 
         Raises:
-            UnsupportedError: A rank has too little memory. It is raised on all ranks of the ring,
-                but with FSDP on that rank alone.
+            UnsupportedError: This rank has too little memory.
+            RuntimeError: Another rank failed.
         """
-        run: ModelRun | None = None
-        try:
-            # The backward is outside of the trace: checkpointed modules run a second time there.
-            with self.recorder.recording(perturbs=perturbs) as trace:
-                loss, total = self.compute(attention)
-            if total.requires_grad:
-                total.backward()
-            gradients = {name: x.grad for name, x in self.parameters.items() if x.grad is not None}
-            gradients = self.reduced(gradients, is_split=attention is None)
-            run = ModelRun(trace, None if loss is None else float(loss.detach()), gradients)
-        except (RuntimeError, MemoryError) as error:
-            is_memory_error = isinstance(error, torch.OutOfMemoryError | MemoryError)
-            if not is_memory_error and "allocate memory" not in str(error):
-                raise
-        # The next run needs the memory, and must not add to these.
-        self.model.zero_grad(set_to_none=True)
-        is_full = torch.tensor(float(run is None), device=default_device(self.ranks))
-        # Tell the other ranks if this one ran out of memory. With FSDP they are waiting in one of
-        # its own collectives instead, and would never meet this one.
-        if not self.fsdp_names:
-            self._all_reduce(is_full, dist.ReduceOp.MAX)
-        if run is None or is_full:
-            raise UnsupportedError(
-                f"verify: a {'split' if attention is None else 'whole'} run of "
-                f"{'x'.join(map(str, self.shape))} tokens does not fit into the memory of "
-                f"{'this' if run is None else 'another'} rank, as every rank runs the whole batch: "
-                f"give a shorter batch, or one row of it"
-            ) from None
-        return run
+        what = f"{self.caller}: a {'split' if attention is None else 'whole'} run"
+        with failing_together(self.ranks, what):
+            try:
+                # The backward is outside of the trace: checkpoints run modules again there.
+                is_traced = self.traces_split or attention is not None
+                hooks = self.recorder.recording(perturbs=perturbs)
+                with hooks if is_traced else nullcontext(Trace()) as trace:
+                    loss, total = self.compute(attention)
+                if total.requires_grad:
+                    total.backward()
+                gradients = {
+                    name: x.grad for name, x in self.parameters.items() if x.grad is not None
+                }
+                gradients = self.reduced(gradients, is_split=attention is None)
+                return ModelRun(trace, None if loss is None else float(loss.detach()), gradients)
+            except (RuntimeError, MemoryError) as error:
+                is_memory_error = isinstance(error, torch.OutOfMemoryError | MemoryError)
+                if not is_memory_error and "allocate memory" not in str(error):
+                    raise
+                raise UnsupportedError(
+                    f"{what} of {'x'.join(map(str, self.shape))} tokens does not fit into the memory of this "
+                    f"rank, as every rank runs the whole batch: give a shorter batch, or one row of it"
+                ) from None
+            finally:
+                # The next run needs the memory, and must not add to these.
+                self.model.zero_grad(set_to_none=True)
 
     def reduced(self, gradients: dict[str, Tensor], *, is_split: bool) -> dict[str, Tensor]:
         """Return the gradients of a run as they are compared: of a split one summed over ranks."""
