@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import pytest
 from backends import jax_devices
 from backends.jax_devices import JaxBackend
 from backends.triton_compiler import STEPS, pretend
-from cases import RINGS, Case
+from cases import RINGS, Case, Segments
 from tolerances import assert_close, findings
 
 from ring_core import KernelConfig, Mask
@@ -47,6 +47,16 @@ ALONE = [
     Case("documents-poison-k", DOCUMENTS, **USUAL, poison="k"),
     Case("documents-poison-v", DOCUMENTS, **USUAL, poison="v"), Case("chunks", CHUNKS, **USUAL),
     Case("chunks-narrow", CHUNKS, **{**USUAL, "dims": (64, 64), "heads": (2, 2)}),
+    Case("softcap", CAUSAL, **USUAL, softcap=20.0, lse_grad=True),
+    Case("softcap-alibi", Mask(), **USUAL, softcap=5.0, alibi=2, batch=2),
+    Case("softcap-poison-k", CAUSAL, **USUAL, softcap=20.0, poison="k"),
+    Case("alibi", CAUSAL, **USUAL, alibi=1, batch=2), Case("alibi-keys", Mask(), **USUAL, alibi=1, kv_seq_len=605),
+    Case("alibi-narrow", CAUSAL, **{**USUAL, "dims": (64, 64), "seq_len": 261}, alibi=2),
+    *(Case(f"segments-{x}", CAUSAL, **USUAL, segments=x, batch=2) for x in get_args(Segments)),
+    Case("segments-poison-v", CAUSAL, **USUAL, segments="documents", poison="v"),
+    Case("dropout", CAUSAL, **USUAL, dropout_p=0.3, batch=2, lse_grad=True),
+    Case("dropout-narrow", Mask(), **{**USUAL, "dims": (64, 64)}, dropout_p=0.1, softcap=9.0),
+    Case("dropout-segments", CAUSAL, **USUAL, dropout_p=0.2, segments="documents", alibi=1, batch=2),
 ]  # fmt: skip
 
 
@@ -67,11 +77,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return called
 
 
+def kernels_of(case: Case) -> set[str]:
+    """Return the passes that have a kernel for Hopper."""
+    return {"bwd_dkv"} if case.dropout_p > 0 else {"fwd", "bwd_dkv"}
+
+
 @pytest.mark.parametrize("case", ALONE, ids=lambda case: case.name)
 def test_one_step(case: Case, calls: list[str]) -> None:
     case = replace(case, name=f"hopper-{case.name}")
     assert_close(case, JaxBackend(ring_attention).run(case, kernel="triton"))
-    assert set(calls) == {"fwd", "bwd_dkv"}
+    assert set(calls) == kernels_of(case)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -79,7 +94,8 @@ def test_one_step(case: Case, calls: list[str]) -> None:
     "name",
     [
         "causal", "window-both", "odd-length", "narrow", "poison-v", "parts", "poison-parts",
-        "chunks", "chunks-narrow",
+        "chunks", "chunks-narrow", "softcap-alibi", "alibi", "segments-documents",
+        "segments-scattered", "dropout",
     ],
 )  # fmt: skip
 def test_a_step_of_several(
@@ -90,7 +106,7 @@ def test_a_step_of_several(
     length = case.seq_len + 1 + [*STEPS].index(step)  # avoids another step's cached program
     case = replace(case, name=f"{length}-{case.name}", seq_len=length)
     assert_close(case, JaxBackend(ring_attention).run(case, kernel="triton"))
-    assert set(calls) == {"fwd", "bwd_dkv"}
+    assert set(calls) == kernels_of(case)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -14,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from ring_core import Mask, Plan, balanced_layout, make_plan
 from ring_core.layouts.layout import LayoutName
 from ring_core.plan.item import WorkItem
+from ring_jax_gpu.block_index import segment_cells
 from ring_jax_gpu.hopper import common
 
 Ints = npt.NDArray[np.int64]
@@ -123,7 +126,7 @@ def test_against_a_dense_mask(name: str, rows_outside: bool, kernel: Any) -> Non
         items = plan.items(q_rank, kv_rank)
         # The last item is empty, as on ranks with fewer items than others.
         bounds = np.array([*map(bounds_of, items), (0,) * 6])
-        bands = kernel.Bands(Pointer(bounds), Pointer(ranges), outer.size)
+        bands = kernel.Bands(Pointer(bounds), Pointer(ranges), outer.size, 0)
         dense = [shown(item, *cells) for item in items]
         dense.append(np.zeros((cells[0].size, cells[1].size), bool))
         for n, mask in enumerate(dense):
@@ -153,3 +156,35 @@ def check_item(kernel: Any, bands: Any, n: int, dense: Flags, rows_outside: bool
             assert high == np.flatnonzero(some)[-1] // size + 1
         full = whole[: inner_len // size * size].reshape(-1, size).all(axis=1)
         assert [*np.flatnonzero(full)] == [*range(whole_low, whole_high)]
+
+
+@pytest.mark.parametrize("order", ["ascending", "negative-last", "zero-last", "scattered"])
+def test_segments_as_documents(order: str) -> None:
+    rng = np.random.default_rng(len(order))
+    for lengths in product((1, 7, 40), repeat=2):
+        least = {"ascending": 0, "negative-last": -1}.get(order, 0)
+        sides = [np.sort(rng.integers(least, 6, (2, n)), axis=1).astype(np.int32) for n in lengths]
+        if order == "scattered":
+            sides = [rng.permuted(x, axis=1) for x in sides]
+        elif order != "ascending":  # the least number comes last
+            sides = [
+                np.take_along_axis(x, np.argsort(x == least, axis=1, kind="stable"), axis=1)
+                for x in sides
+            ]
+        outer, inner = sides
+        (first, stop), ascend = (np.asarray(x) for x in _segment_cells(outer, inner))
+        keys = np.arange(lengths[1])
+        seen = (keys >= first[..., None]) & (keys < stop[..., None])
+        if order != "scattered" or ascend[0]:
+            assert ascend[0]
+            assert (np.diff(first) >= 0).all()
+            assert (np.diff(stop) >= 0).all()
+            equal = (outer[:, :, None] == inner[:, None]) & (outer[:, :, None] >= 0)
+            np.testing.assert_array_equal(seen, equal)
+        else:
+            assert not seen.any()
+
+
+def _segment_cells(outer: Any, inner: Any) -> tuple[Any, Any]:
+    cells, ascend = jax.jit(segment_cells)(jnp.asarray(outer), jnp.asarray(inner))
+    return cells.swapaxes(0, 1), ascend

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax import lax
 
 from ring_core.base.arguments import EMPTY, FULL, PARTIAL, TILE
 from ring_core.triton.tile_configs import parts_of_tiles
 from ring_jax.kernels.block_index import Flags
+from ring_jax.positions import searchsorted
 from ring_jax.records import Array
 
 
@@ -40,6 +44,33 @@ def block_index(kinds: Array) -> tuple[Array, Array]:
     blocks = jnp.argsort(kind_order, axis=2, stable=True).astype(jnp.int32)
     counts = [(kinds == kind).sum(axis=2, dtype=jnp.int32) for kind in (PARTIAL, FULL)]
     return blocks, jnp.stack(counts, axis=2)
+
+
+def segment_cells(outer: Array, inner: Array) -> tuple[Array, Array]:
+    """Return where the segment of each outer token starts and stops among the inner tokens.
+
+    A segment lies in one piece if ids ascend on both sides, as those of packed documents do; 0,
+    which may be padding, then may come after all others. Negative ids see nothing.
+
+    Args:
+        outer, inner: Segment ids, int32 ``[B, n]`` and ``[B, m]``.
+
+    Returns:
+        ``cells``, int32 ``[B, 2, n]``, zeros unless ids ascend; and whether they do, int32 ``[1]``.
+    """
+    sides = [lax.bitcast_convert_type(x, jnp.uint32) for x in (outer, inner)]  # -1 comes last
+    zero_last = [x - 1 for x in sides]
+    ascend, zero_last_ascend = (
+        jnp.array([(x[:, 1:] >= x[:, :-1]).all() for x in order]).all()
+        for order in (sides, zero_last)
+    )
+    tokens, table = (jnp.where(ascend, x, y) for x, y in zip(sides, zero_last, strict=True))
+    first, stop = (
+        jax.vmap(partial(searchsorted, side=side))(table, tokens) for side in ("left", "right")
+    )
+    cells = jnp.stack([first, jnp.where(outer < 0, first, stop)], axis=1)
+    any_order = ascend | zero_last_ascend
+    return cells * any_order, any_order.astype(jnp.int32)[None]
 
 
 def in_tiles(tiles: PredicateTiles, lengths: tuple[int, int], block_q: int, block_k: int) -> Flags:

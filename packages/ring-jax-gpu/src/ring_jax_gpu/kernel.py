@@ -39,7 +39,7 @@ from ring_jax_gpu.primitive import GLUON
 #: the same of a launch.
 ON_HOPPER = Capabilities(
     "hopper", dtypes=("bfloat16", "float16"), mixed_head_dims=True, bands="any", documents=True,
-    deterministic=True, lse_grad=True, fused_backward=True,
+    segment_ids=True, softcap=True, alibi=True, dropout=True, deterministic=True, lse_grad=True, fused_backward=True,
 )  # fmt: skip
 
 
@@ -47,8 +47,8 @@ ON_HOPPER = Capabilities(
 class TritonKernel(Kernel):
     """Flash attention in Triton, which computes only the blocks that a mask does not hide.
 
-    A backward in one kernel (``fused_backward=True``; by default on Hopper, for masks of bands and
-    documents, and calls without further options) adds to dQ in an order that differs from run to
+    A backward in one kernel (``fused_backward=True``; by default on Hopper, where
+    ``StepWork.suits_hopper`` says so) adds to dQ in an order that differs from run to
     run.
 
     Attributes:
@@ -144,7 +144,7 @@ class TritonKernel(Kernel):
         key_grads = step.split_kv(dkv.astype(dtype), "dk", "dv")
         # By default one kernel on Hopper, two elsewhere: which GPU it is, is known when the program
         # is lowered, so the launch has both forms.
-        only_on_hopper = fused is None and not call.deterministic and step.suits_hopper
+        only_on_hopper = fused is None and not call.deterministic and step.suits_hopper("bwd_fused")
         if fused or only_on_hopper:
             dq, key_grads = step.bwd_fused(upstream, dq, key_grads, only_on_hopper=only_on_hopper)
         else:

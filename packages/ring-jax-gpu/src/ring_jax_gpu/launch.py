@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,11 +14,21 @@ from ring_jax.records import Array, Item
 Arrays = dict[str, Array]
 KernelName = Literal["fwd", "bwd_dq", "bwd_dkv", "bwd_dbias"]
 ITEM_NUMBER = "item_number"  # of the rank's item in `rectangles`; only kernels for Hopper take it
+#: int32 [B, 2, outer length]: where the segment of each outer token starts and stops among the
+#: inner tokens, if segment ids ascend on both sides, else zeros. Only kernels for Hopper take it.
+SEGMENT_CELLS = "segment_cells"
+#: int32 [1]: if it is not 0, kernels for Hopper have done the launch, and plain Triton does not.
+UNLESS = "unless"
 
 # The documents of each kernel's outer tokens, int32 [2, outer length]: where they start and stop
 # among the inner tokens. A launch and its fallback may have different outer sides.
 CELLS: dict[KernelName, str] = {
     "fwd": "q_cells", "bwd_dq": "q_cells", "bwd_dkv": "k_cells", "bwd_dbias": "q_cells",
+}  # fmt: skip
+# The blocks that each kernel visits, by the outer block, and their counts.
+LISTS: dict[KernelName, tuple[str, str]] = {
+    "fwd": ("q_block_index", "q_counts"), "bwd_dq": ("q_block_index", "q_counts"),
+    "bwd_dkv": ("k_block_index", "k_counts"),
 }  # fmt: skip
 # Parameters of kernels that are further views of an array. Arrays that the copy engine fetches are
 # also passed as pointers, for blocks that are computed NaN-safe; keys and values that lie side by
@@ -25,6 +36,7 @@ CELLS: dict[KernelName, str] = {
 _VIEWS = {
     "q_pointer": ("q",), "dout_pointer": ("dout",), "k": ("kv",), "v": ("kv",),
     "k_pointer": ("kv", "k"), "v_pointer": ("kv", "v"), "cells": ("q_cells", "k_cells"),
+    "block_index": ("q_block_index", "k_block_index"), "counts": ("q_counts", "k_counts"),
 }  # fmt: skip
 
 
@@ -62,8 +74,9 @@ def arrays_of(launch: Launch, arrays: Arrays, changed: tuple[str, ...]) -> Array
 
     ``changed`` are the arrays that some launch changes; each launch has parameters for its own.
     """
-    optional = {*changed, ITEM_NUMBER, *CELLS.values()}
-    own = {*kernel_of(launch).arg_names, CELLS[launch.kernel]}
+    by_outer = {*CELLS.values(), *itertools.chain(*LISTS.values())}
+    optional = {*changed, ITEM_NUMBER, SEGMENT_CELLS, *by_outer}
+    own = {*kernel_of(launch).arg_names, CELLS[launch.kernel], *LISTS.get(launch.kernel, ())}
     return {name: x for name, x in arrays.items() if name not in optional or name in own}
 
 
@@ -101,7 +114,7 @@ def arguments_of(kernel: Any, launch: Launch, arrays: Arrays, *, has_tma: bool) 
         **{name: arrays[x] for name, views in _VIEWS.items() for x in views if x in arrays},
         **(_descriptors(consts, arrays) if uses_tma else {}),
     }  # fmt: skip
-    views = {"kv", "k", "v", CELLS[launch.kernel]}
+    views = {"kv", "k", "v", CELLS[launch.kernel], *LISTS.get(launch.kernel, ())}
     unknown = {*arrays, *dict(launch.numbers)} - {*kernel.arg_names, *views}
     assert not unknown, f"{launch.kernel} has no parameters {sorted(unknown)}"
     return {name: arguments.get(name) for name in kernel.arg_names}

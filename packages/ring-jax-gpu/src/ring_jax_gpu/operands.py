@@ -42,11 +42,23 @@ from ring_jax.records import (
     LaunchSpec,
     QueryBlock,
 )
-from ring_jax_gpu.block_index import PredicateTiles, block_index, in_tiles
-from ring_jax_gpu.launch import CELLS, ITEM_NUMBER, Arrays, KernelName, Launch
+from ring_jax_gpu.block_index import PredicateTiles, block_index, in_tiles, segment_cells
+from ring_jax_gpu.launch import (
+    CELLS,
+    ITEM_NUMBER,
+    LISTS,
+    SEGMENT_CELLS,
+    UNLESS,
+    Arrays,
+    KernelName,
+    Launch,
+)
 from ring_jax_gpu.primitive import launch_kernel
 
 HOPPER_DIMS = (64, 128)
+#: Soft caps and positions below these lose less in the kernels for Hopper than 16 bits do: they
+#: take ``tanh`` from exponentials, and its rounding is times the cap; positions are float32.
+LARGEST_CAP, POSITIONS = 1024.0, 2**24
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,11 +122,12 @@ class StepWork:
         """
         launch, arrays = self._plan("bwd_fused", upstream)
         if only_on_hopper:
-            (dq_launch, of_dq), (dkv_launch, _) = (
+            (dq_launch, of_dq), (dkv_launch, of_dkv) = (
                 self._plan("bwd_dq", upstream), self._plan("bwd_dkv", upstream)
             )  # fmt: skip
             launch = replace(launch, fallback=(dq_launch, dkv_launch))
-            arrays |= of_dq  # its documents are those of queries
+            # Documents of queries, and lists of blocks of their sizes.
+            arrays |= of_dq | of_dkv
         changed = launch_kernel(launch, arrays, {"dq": dq, **dkv})
         return changed.pop("dq"), changed
 
@@ -123,21 +136,35 @@ class StepWork:
         planned = self._plan("bwd_dbias", upstream, dbias=dbias)
         return launch_kernel(*planned, {"dbias": dbias})["dbias"]
 
-    @property
-    def suits_hopper(self) -> bool:
-        """Return True if the kernels for Hopper can do the step.
+    def suits_hopper(self, name: KernelPass) -> bool:
+        """Return True if a pass has a kernel for Hopper that can do the step.
 
-        They do bands and documents without further options, a positive scale, 16-bit dtypes, and
-        one head dim of 64 or 128, in blocks of their own choice. Which GPU it is, is known only
-        when it is lowered.
+        They do bands, documents or segment ids, ALiBi, soft caps, dropout in the backward, a
+        positive scale, 16-bit dtypes, and one head dim of 64 or 128, in blocks of their own choice.
+        Which GPU it is, is known only when it is lowered.
         """
-        rows, call, config = self.rows, self.call, self.call.config
-        options = (rows.ids, rows.bias, rows.slopes, rows.seed, call.softcap, self.work.kinds)
+        rows, call, plan = self.rows, self.call, self.call.plan
+        config, length = call.config, max(plan.seq_len, plan.kv_seq_len)
+        absent = (rows.bias, self.work.kinds, config.block_q, config.block_k)
         return (
-            self.roles and all(x is None for x in options) and (config.block_q, config.block_k) == (None, None)
-            and call.scale > 0 and rows.q.size > 0
-            and call.head_dim == self._v_dim in HOPPER_DIMS and rows.q.dtype.itemsize == 2
-        )  # fmt: skip
+            self.roles
+            and all(x is None for x in absent)
+            and (rows.ids is None or rows.cells is None)
+            and (call.softcap is None or call.softcap <= LARGEST_CAP)
+            and (rows.slopes is None or length <= POSITIONS)
+            and (rows.seed is None or (name != "fwd" and self._suits_philox))
+            and call.scale > 0
+            and rows.q.size > 0
+            and call.head_dim == self._v_dim in HOPPER_DIMS
+            and rows.q.dtype.itemsize == 2
+        )
+
+    @property
+    def _suits_philox(self) -> bool:
+        """Return True if four keys share a call of Philox, and some words keep a weight."""
+        return (
+            _positions_aligned8(self.call.plan) and dropout_threshold(self.call.dropout_p) < 2**32
+        )
 
     def _kinds(self, blocks: Blocks) -> Array:
         """Return the kind of each block, int32 ``[1 or B, I, J]``.
@@ -193,8 +220,9 @@ class StepWork:
             # Lists are by outer block. Where all batch rows see alike they share one: stride 0.
             kinds = self._kinds(blocks)
             kinds = kinds if is_q_major else kinds.swapaxes(1, 2)
-            arrays["block_index"], arrays["counts"] = block_index(kinds)
-            num_lists, *list_shape = arrays["block_index"].shape
+            blocks_of_list, counts = block_index(kinds)
+            arrays |= dict(zip(LISTS[kernel], (blocks_of_list, counts), strict=True))
+            num_lists, *list_shape = blocks_of_list.shape
             numbers["block_index_batch"] = math.prod(list_shape) if num_lists > 1 else 0
         consts = {
             "INDEXED": is_indexed or kernel == "bwd_dbias", "FUSED": name == "bwd_fused",
@@ -222,7 +250,11 @@ class StepWork:
             q_programs, k_programs = num_q_blocks * batch * heads, num_k_blocks * batch * kv_heads
             grid = (q_programs if is_q_major else k_programs, 1, 1)
         # What Hopper's kernels can do is marked: which GPU it is, is known when this is lowered.
-        hopper = name in ("fwd", "bwd_fused") and self.suits_hopper
+        hopper = name in ("fwd", "bwd_fused") and self.suits_hopper(name)
+        if hopper and self.rows.ids is not None:
+            ids = not_none(self.rows.ids), not_none(self.columns.ids)
+            cells, ascend = segment_cells(*(ids if is_q_major else ids[::-1]))
+            arrays |= {SEGMENT_CELLS: cells, UNLESS: ascend}
         launch = Launch(
             kernel, tuple(numbers.items()), tuple(consts.items()), grid, blocks.warps,
             blocks.stages, hopper=hopper, rectangles=self.spec.rectangles if hopper else (),

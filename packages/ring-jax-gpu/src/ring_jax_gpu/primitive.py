@@ -22,6 +22,7 @@ from ring_jax.kernels import compute_capability
 from ring_jax.kernels.absent import wrong_platform
 from ring_jax.records import Array
 from ring_jax_gpu.launch import (
+    UNLESS,
     Arrays,
     Launch,
     arguments_of,
@@ -81,10 +82,14 @@ def _call_triton(
         from ring_jax_gpu.hopper.run import run as run_on_hopper
 
         by_name |= run_on_hopper(launch, by_name)
+        # Whether segment ids ascend is known on the device alone: both are launched, one computes.
+        plain_launches = launches_of(launch) if UNLESS in by_name else ()
     else:
-        # In plain Triton one launch follows another, each on the arrays it has parameters for.
-        for plain in launches_of(launch):
-            by_name |= _call_plain(plain, arrays_of(plain, by_name, changed), changed, capability)
+        by_name.pop(UNLESS, None)
+        plain_launches = launches_of(launch)
+    # In plain Triton one launch follows another, each on the arrays it has parameters for.
+    for plain in plain_launches:
+        by_name |= _call_plain(plain, arrays_of(plain, by_name, changed), changed, capability)
     return [by_name[name] for name in changed]
 
 

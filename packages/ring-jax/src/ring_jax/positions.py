@@ -17,6 +17,8 @@ from jax import Array
 
 from ring_core import Layout
 
+DIGIT_BITS = 4  # of a search
+
 
 def local_positions(layout: Layout, rank: Array) -> Array:
     """Return the global index of each token of a rank, int32 ``[T_local]``."""
@@ -78,11 +80,14 @@ def searchsorted(table: Array, x: Array, side: Literal["left", "right"]) -> Arra
     """
     size = table.shape[0]
     counts = jnp.zeros(x.shape, jnp.int32)
-    # The count is found from its highest bit on: a bit is set if the entry that it would count last
-    # comes before x. Indices beyond the table are clamped, and their bit not set.
-    for bit in reversed(range(size.bit_length())):
-        with_bit = counts + (1 << bit)
-        entry = table[jnp.minimum(with_bit, size) - 1]
-        before = entry < x if side == "left" else entry <= x
-        counts = jnp.where((with_bit <= size) & before, with_bit, counts)
+    digits = jnp.arange(1, 1 << DIGIT_BITS, dtype=jnp.int32).reshape((1,) * x.ndim + (-1,))
+    # The count is found from its highest digit on, in base 16: a digit is the number of entries
+    # that come before x among those that larger digits would count last. What all ask for of a
+    # digit is one kernel. Indices beyond the table are clamped, and do not count.
+    for shift in reversed(range(0, size.bit_length(), DIGIT_BITS)):
+        larger = counts[..., None] + (digits << shift)
+        entries = table[jnp.minimum(larger, size) - 1]
+        before = entries < x[..., None] if side == "left" else entries <= x[..., None]
+        digit = ((larger <= size) & before).sum(axis=-1, dtype=jnp.int32)
+        counts += digit << shift
     return counts

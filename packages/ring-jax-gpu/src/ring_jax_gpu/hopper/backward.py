@@ -29,13 +29,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ring_jax_gpu.hopper.common import (
-    LOG2E,
     Bands,
     Sizes,
     columns_of,
+    of_batch_row,
     seen_by,
     swizzled_block_and_head,
     visited,
+)
+from ring_jax_gpu.hopper.dropout import (
+    CALLS,
+    kept_of_calls,
+    kept_scores,
+    packed_calls,
+    seed_of,
+)
+from ring_jax_gpu.hopper.scores import (
+    Options,
+    capped,
+    keep_rate,
+    positions_of,
+    slope_of,
+    unit_of,
 )
 from ring_jax_gpu.hopper.stream_k import StreamKBackward
 
@@ -50,8 +65,9 @@ FIRST, BUSY, SPLIT, OWN, HELPERS, Q_FIRST, Q_MANY = (
 
 @gluon.jit
 def bwd_hopper(
-    q, k, v, dout, neg_lse, neg_delta, dq, items, cells, stream_k, marks, parts, dk, dv, flags,
-    q_len, k_len, batch, heads, group, heads_per_swizzle, consts: gl.constexpr,
+    q, k, v, dout, neg_lse, neg_delta, dq, items, cells, cells_batch, slopes, slopes_batch, q_at,
+    k_at, dropout, q_index, k_groups, stream_k, marks, parts, dk, dv, flags, q_len, k_len, batch, heads, group,
+    heads_per_swizzle, consts: gl.constexpr,
 ):  # fmt: skip
     """Add the gradients of blocks of 128 keys of one head to ``dq``, ``dk`` and ``dv``.
 
@@ -63,8 +79,11 @@ def bwd_hopper(
     - ``neg_lse``, ``neg_delta``: descriptors of ``[B * H * T]``, each head padded to whole blocks,
       which hold even tokens first, too: ``-lse / scale``, ``-inf`` for queries that see nothing,
       and ``-delta``. Products of Q and K, which are not scaled yet, and of dO and V start from
-      these.
-    - ``items``, ``cells``: the bounds of the work items and the documents, see ``Bands``.
+      these; but with a soft cap the former are ``(cap - lse) log2(e)``, to be added
+      to exponents.
+    - ``items``, ``cells``, ``cells_batch``: the bounds of the work items and the documents, see
+      ``Bands``.
+    - ``slopes`` to ``k_groups``: see ``Options``.
     - ``dk``, ``dv``: ``[B, S, K, D]``; or ``dk`` is ``[B, S, K, 2 D]`` and there is no ``dv``.
     - ``flags [B * K, blocks]``: set to 1 where dK and dV are left out because of NaN, and to 2
       where dQ is left out, too, because of keys that are not finite. ``run`` launches a plain
@@ -99,12 +118,16 @@ def bwd_hopper(
         mbarrier.init(g_free.index(n), count=1)
     tiles = (k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles)
     bars = (kv_full, kv_free, q_full, q_free, g_full, g_free)
-    bands = Bands(items, cells, k_len if cells is not None else None)
+    bands = Bands(items, cells, k_len if cells is not None else None, cells_batch)
+    options = Options(slopes, slopes_batch, q_at, k_at, dropout, q_index, k_groups)
     sizes = Sizes(q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k)
     outputs = (dk, dk if consts.KV_PACKED else dv, flags, marks, parts)
     gl.warp_specialize(
         [
-            (bwd_consumer, (tiles, s_tile, dq_tiles, dq, bars, bands, outputs, sizes, consts)),
+            (
+                bwd_consumer,
+                (tiles, s_tile, dq_tiles, dq, bars, bands, options, outputs, sizes, consts),
+            ),
             (bwd_producer, (q, k, v, dout, neg_lse, neg_delta, tiles, bars, bands, sizes, consts)),
         ],
         [1],
@@ -257,6 +280,7 @@ def bwd_producer(
     for n in range(pieces):
         block, flat, part, part_stop = piece_of(n, tile, begin, end, skipped, length, sizes, consts)
         b, kv_head = flat // kv_heads, flat % kv_heads
+        row_bands = of_batch_row(bands, b)
         start = block * KEYS
         of_keys, of_values = columns_of(kv_head, consts)
         # The consumers are done with the piece before: its keys and values may be overwritten.
@@ -268,7 +292,7 @@ def bwd_producer(
             head = kv_head * sizes.group + member
             for item in range(consts.ITEMS):
                 low, whole_low, whole_high, high = seen_in_part(
-                    bands, item, start, part, part_stop, member, sizes, consts
+                    row_bands, item, start, part, part_stop, member, sizes, consts
                 )
                 turn = turn_of(block, whole_low, whole_high, consts)
                 for i in range(high - low):
@@ -298,7 +322,9 @@ def bwd_producer(
 
 
 @gluon.jit
-def bwd_consumer(tiles, s_tile, dq_tiles, dq, bars, bands, outputs, sizes, consts: gl.constexpr):
+def bwd_consumer(
+    tiles, s_tile, dq_tiles, dq, bars, bands, options, outputs, sizes, consts: gl.constexpr,
+):  # fmt: skip
     """Run the consumer warps: compute dK and dV of each piece, and add to dQ in memory."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
     kv_full, kv_free, q_full, q_free, g_full, g_free = bars
@@ -310,6 +336,7 @@ def bwd_consumer(tiles, s_tile, dq_tiles, dq, bars, bands, outputs, sizes, const
     for n in range(pieces):
         block, flat, part, part_stop = piece_of(n, tile, begin, end, skipped, length, sizes, consts)
         b, kv_head = flat // kv_heads, flat % kv_heads
+        row_bands = of_batch_row(bands, b)
         start = block * KEYS
         cols = start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
         dk = gl.zeros([KEYS, consts.D], gl.float32, layout=o_layout)
@@ -318,28 +345,35 @@ def bwd_consumer(tiles, s_tile, dq_tiles, dq, bars, bands, outputs, sizes, const
         # have one slot, so the n-th piece has the parity n & 1.
         mbarrier.wait(kv_full, n & 1)
         nonfinite = has_nonfinite(k_tile, consts)
+        k_at = positions_of(options.k_at, cols, sizes.k_len, consts)
+        groups = start // 4 + gl.arange(0, KEYS // 4, layout=gl.SliceLayout(1, CALLS))
+        if consts.DROPPED is not None:
+            groups = gl.load(options.k_groups + groups, mask=groups * 4 < sizes.k_len, other=0)
         # dK and dV stay in registers over all query heads of the group.
         for member in range(sizes.group):
             head = kv_head * sizes.group + member
+            slope = slope_of(options, b * sizes.heads + head, sizes.heads, consts)
+            seed = seed_of(options.dropout, b, head, consts)
             for item in range(consts.ITEMS):
                 low, whole_low, whole_high, high = seen_in_part(
-                    bands, item, start, part, part_stop, member, sizes, consts
+                    row_bands, item, start, part, part_stop, member, sizes, consts
                 )
-                first, stop = seen_by(bands, item, cols, ROWS_OUTSIDE=False)
+                first, stop = seen_by(row_bands, item, cols, ROWS_OUTSIDE=False)
+                of_keys = (options, slope, k_at, seed, groups, sizes.q_len, first, stop)
                 partial = high - low - (whole_high - whole_low)
                 for i in range(partial):
                     row = nth_block(i, low, whole_low, whole_high, high, 0) * consts.BLOCK
                     dk, dv = add_grads_of_block(
-                        tiles, s_tile, dq_tiles, dq, bars, count, dk, dv, nonfinite, row, b * sizes.q_len,
-                        head, first, stop, True, consts,
+                        tiles, s_tile, dq_tiles, dq, bars, count, dk, dv, nonfinite, row,
+                        b * sizes.q_len, head, of_keys, True, consts,
                     )  # fmt: skip
                     count += 1
                 turn = turn_of(block, whole_low, whole_high, consts)
                 for i in range(whole_high - whole_low):
                     row = turned(i, whole_low, whole_high, turn) * consts.BLOCK
                     dk, dv = add_grads_of_block(
-                        tiles, s_tile, dq_tiles, dq, bars, count, dk, dv, nonfinite, row, b * sizes.q_len,
-                        head, first, stop, False, consts,
+                        tiles, s_tile, dq_tiles, dq, bars, count, dk, dv, nonfinite, row,
+                        b * sizes.q_len, head, of_keys, False, consts,
                     )  # fmt: skip
                     count += 1
         # The producer may fetch the next piece's keys and values.
@@ -410,7 +444,7 @@ def store_key_grads(
         offsets = ((b * sizes.k_len + rows).to(gl.int64) * (kv_heads * step))[:, None] + dims[
             None, :
         ]
-        new_k, new_v = dk * consts.SCALE, dv
+        new_k, new_v = dk * consts.SCALE, dv * (1.0 / keep_rate(consts))
         if not consts.OVERWRITE:
             new_k += gl.load(to_k + of_keys + offsets, mask=real, other=0.0)
             new_v += gl.load(to_v + of_values + offsets, mask=real, other=0.0)
@@ -449,7 +483,7 @@ def in_order(x, consts: gl.constexpr):
 
 @gluon.jit
 def add_grads_of_block(
-    tiles, s_tile, dq_tiles, dq, bars, count, dk, dv, nonfinite, row, first_row, head, first, stop,
+    tiles, s_tile, dq_tiles, dq, bars, count, dk, dv, nonfinite, row, first_row, head, of_keys,
     MASKED: gl.constexpr, consts: gl.constexpr,
 ):  # fmt: skip
     """Add the gradients of the block of queries at ``row``: to ``dk``, ``dv``, and dQ in memory.
@@ -473,19 +507,49 @@ def add_grads_of_block(
     # need no further registers then.
     minus_lse = gl.expand_dims(m_tiles.index(slot).load(numbers), 0).broadcast_to(block)
     minus_delta = gl.expand_dims(d_tiles.index(slot).load(numbers), 0).broadcast_to(block)
-    products = warpgroup_mma(k_tile, queries.permute((1, 0)), minus_lse, is_async=True)
-    dweights = warpgroup_mma(v_tile, gradient.permute((1, 0)), minus_delta, is_async=True)
+    options, slope, k_at, seed, groups, q_len, first, stop = of_keys
+    rows = row + offset_of(gl.arange(0, consts.BLOCK, layout=numbers), consts)
+    bias = gl.zeros(block, gl.float32, layout=s_layout)
+    if consts.ALIBI:
+        q_at = positions_of(options.q_at, rows, q_len, consts)
+        bias = gl.abs(q_at[None, :] - k_at[:, None]) * slope
+    if consts.SOFTCAP is None:
+        products = warpgroup_mma(k_tile, queries.permute((1, 0)), minus_lse + bias, is_async=True)
+    else:
+        products = warpgroup_mma(
+            k_tile, queries.permute((1, 0)), bias, use_acc=False, is_async=True
+        )
+    # With dropout -delta is added later: it is no part of what is dropped.
+    dweights = warpgroup_mma(
+        v_tile, gradient.permute((1, 0)), minus_delta, use_acc=consts.DROPPED is None, is_async=True
+    )
+    if consts.DROPPED is not None:
+        place = gl.arange(0, consts.BLOCK, layout=gl.SliceLayout(0, CALLS))
+        index = row + offset_of(place, consts)
+        index = gl.load(options.q_index + index, mask=index < q_len, other=0)
+        words = packed_calls(kept_of_calls(seed, index[None, :], groups[:, None], consts))
     products = warpgroup_mma_wait(1, [products])
-    weights = gl.exp2(products * (consts.SCALE * LOG2E))
+    if consts.SOFTCAP is None:
+        weights = gl.exp2(products * unit_of(consts))
+        factors = weights
+    else:
+        scores = capped(products, consts)
+        weights = gl.exp2((scores + bias) * unit_of(consts) + minus_lse)
+        # The derivative of the cap is part of the scores' gradient.
+        factors = weights * (-4.0 * scores * (1.0 + scores))
     if MASKED:
-        rows = row + offset_of(gl.arange(0, consts.BLOCK, layout=numbers), consts)
         visible = (rows[None, :] >= first[:, None]) & (rows[None, :] < stop[:, None])
         weights = gl.where(visible, weights, 0.0)
+    if consts.DROPPED is not None:
+        weights = gl.where(kept_scores(words, s_layout) > 0, weights, 0.0)
     narrow = gl.convert_layout(weights.to(q_tiles.dtype), p_layout)
     # dV is in flight while the gradients of the scores are computed.
     dv = warpgroup_mma(narrow, gradient, dv, is_async=True)
     dweights = warpgroup_mma_wait(1, [dweights])
-    dscores = weights * dweights
+    if consts.DROPPED is not None:
+        dweights = gl.where(kept_scores(words, s_layout) > 0, dweights, 0.0)
+        dweights = dweights * (1.0 / keep_rate(consts)) + minus_delta
+    dscores = factors * dweights
     if MASKED:
         dscores = gl.where(visible, dscores, 0.0)
     dscores = dscores.to(q_tiles.dtype)

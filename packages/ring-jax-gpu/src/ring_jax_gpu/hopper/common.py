@@ -29,6 +29,9 @@ class HopperConstexprs(NamedTuple):
         KV_PACKED: Each row holds a key and its value after it; so do the gradients' rows.
         PINGPONG: Groups of warps issue their matrix products alternately, as in FlashAttention-3.
         STREAM_K: The last tiles are split over thread blocks, as in Stream-K.
+        SOFTCAP: Soft cap of the scores, or ``None``.
+        ALIBI: Scores have ALiBi's bias.
+        DROPPED: The probability to drop a weight, times 2**32; ``None`` is no dropout.
     """
 
     D: gl.constexpr
@@ -40,6 +43,9 @@ class HopperConstexprs(NamedTuple):
     KV_PACKED: gl.constexpr
     PINGPONG: gl.constexpr
     STREAM_K: gl.constexpr
+    SOFTCAP: gl.constexpr
+    ALIBI: gl.constexpr
+    DROPPED: gl.constexpr
 
 
 class Bands(NamedTuple):
@@ -52,13 +58,15 @@ class Bands(NamedTuple):
         items: int32 ``[ITEMS, 6]``: ``q_start, q_stop, k_start, k_stop, lo, hi`` of each item.
         cells: int32 ``[2, outer_len]``: where the document of each outer token starts and stops
             among the inner tokens. Both ascend, as all layouts hold tokens in their order. ``None``
-            where no item spans several documents.
+            where no item spans several documents. Where batch rows differ it is of the row at hand.
         outer_len: Number of outer tokens of a batch row; ``None`` without ``cells``.
+        cells_batch: Stride of batch rows in ``cells``, 0 where they share it.
     """
 
     items: Any
     cells: Any
     outer_len: Any
+    cells_batch: Any
 
 
 class Sizes(NamedTuple):
@@ -110,6 +118,17 @@ def columns_of(kv_head, consts: gl.constexpr):
         column = kv_head * consts.D
         values = column
     return column, values
+
+
+@gluon.jit
+def of_batch_row(bands, b):
+    """Return the bands with the documents of a batch row."""
+    if bands.cells is None:
+        row = bands
+    else:
+        cells = bands.cells + b * bands.cells_batch
+        row = Bands(bands.items, cells, bands.outer_len, bands.cells_batch)
+    return row
 
 
 @gluon.jit

@@ -153,7 +153,7 @@ def type_name(parameter: Parameter) -> str:
     kind = _TYPES[str(dtype)]
     if isinstance(parameter, OutArray) or parameter.tiles is None:
         return f"*{kind}"
-    block, bits = parameter.tiles.block, 32 if kind == "fp32" else 16
+    block, bits = parameter.tiles.block, 32 if kind.endswith("32") else 16
     layout = NVMMASharedLayout(128 if len(block) > 1 else 0, bits, len(block))
     return f"tensordesc<{kind}[{','.join(map(str, block))}],{layout!r}>"
 

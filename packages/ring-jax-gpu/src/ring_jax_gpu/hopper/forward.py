@@ -1,7 +1,7 @@
 """The warp-specialised forward kernel for Hopper: a producer warp and two groups of consumers.
 
-It is FlashAttention-3 (Shah et al., arXiv 2407.08608) for masks of bands and documents, and calls
-without options but the scale. It is written in Gluon, where synchronisation is explicit, and
+It is FlashAttention-3 (Shah et al., arXiv 2407.08608) for masks of bands, documents and segments,
+with soft cap and ALiBi. It is written in Gluon, where synchronisation is explicit, and
 imports no JAX; Triton's interpreter does not run it. A block whose result has NaN is left to the
 kernel in plain Triton: masked weights are 0, and ``0 * nan`` is ``nan``, so the NaN may come from
 values that no query sees.
@@ -36,9 +36,18 @@ from ring_jax_gpu.hopper.common import (
     Bands,
     Sizes,
     columns_of,
+    of_batch_row,
     seen_by,
     swizzled_block_and_head,
     visited,
+)
+from ring_jax_gpu.hopper.scores import (
+    Options,
+    capped,
+    offset_of_lse,
+    positions_of,
+    slope_of,
+    unit_of,
 )
 from ring_jax_gpu.hopper.stream_k import StreamK
 
@@ -112,15 +121,18 @@ def seen_in_part(bands, n, row, row_stop, part, split_index, sizes, consts: gl.c
 
 @gluon.jit
 def fwd_hopper(
-    q, k, v, items, cells, stream_k, marks, before, lse, out, parts, sums, q_len, k_len, batch,
-    heads, group, heads_per_swizzle, consts: gl.constexpr,
+    q, k, v, k_at, items, cells, cells_batch, slopes, slopes_batch, q_at, stream_k, marks, before,
+    lse, out, parts, sums, q_len, k_len, batch, heads, group, heads_per_swizzle,
+    consts: gl.constexpr,
 ):  # fmt: skip
     """Compute attention by blocks of 128 queries of one head; persistent programs share them.
 
     - ``q``: descriptor of ``[B * T, H * D]``.
     - ``k``, ``v``: descriptors of ``[B * S, K * D]``, or both of ``[B * S, K * 2 D]``, where a
       head's values lie beside its keys.
-    - ``items``, ``cells``: the bounds of the work items and the documents, see ``Bands``.
+    - ``items``, ``cells``, ``cells_batch``: the bounds of the work items and the documents, see
+      ``Bands``.
+    - ``slopes``, ``slopes_batch``, ``q_at``, ``k_at``: see ``Options``; ``k_at`` is a descriptor.
     - ``stream_k``: the fields of a ``StreamK``, with ``consts.STREAM_K``.
     - ``marks``: int32, zeros at first. ``[B * H, blocks, 2]`` flags of 64 queries each, set to 1 if
       they are left out because of NaN; then the shared counter of tiles; then ``[split, 2]``
@@ -136,6 +148,9 @@ def fwd_hopper(
     q_tiles = gl.allocate_shared_memory(q.dtype, [HELD * GROUPS, ROWS, consts.D], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [stages, consts.BLOCK, consts.D], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [stages, consts.BLOCK, consts.D], v.layout)
+    at_tiles = k_tiles
+    if consts.ALIBI:
+        at_tiles = gl.allocate_shared_memory(gl.float32, [stages, consts.BLOCK], k_at.layout)
     tile_ids = gl.allocate_shared_memory(gl.int32, [HELD, 1], number)
     # The producer waits for `free` before it overwrites a tile: both groups of consumers have read
     # it. They wait for `full` before they read. By `pingpong` they take turns on the tensor cores.
@@ -155,16 +170,23 @@ def fwd_hopper(
         mbarrier.init(v_free.index(n), count=GROUPS)
     for n in gl.static_range(GROUPS):
         mbarrier.init(pingpong.index(n), count=1)
-    tiles = (q_tiles, k_tiles, v_tiles, tile_ids)
+    tiles = (q_tiles, k_tiles, v_tiles, at_tiles, tile_ids)
     bars = (q_full, q_free, k_full, k_free, v_full, v_free, pingpong)
-    bands = Bands(items, cells, q_len if cells is not None else None)
+    bands = Bands(items, cells, q_len if cells is not None else None, cells_batch)
+    options = Options(slopes, slopes_batch, q_at, None, None, None, None)
     sizes = Sizes(q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k)
     outputs = (before, out, lse, parts, sums)
     gl.warp_specialize(
         [
-            (consumer, (tiles, bars, bands, marks, outputs, sizes, gl.constexpr(0), consts)),
-            (consumer, (tiles, bars, bands, marks, outputs, sizes, gl.constexpr(1), consts)),
-            (producer, (q, k, v, tiles, bars, bands, marks, before, sizes, consts)),
+            (
+                consumer,
+                (tiles, bars, bands, options, marks, outputs, sizes, gl.constexpr(0), consts),
+            ),
+            (
+                consumer,
+                (tiles, bars, bands, options, marks, outputs, sizes, gl.constexpr(1), consts),
+            ),
+            (producer, (q, k, v, k_at, tiles, bars, bands, marks, before, sizes, consts)),
         ],
         [4, 1],
         [240, 24],
@@ -178,9 +200,9 @@ def tile_counter(marks, q_len, all_heads):
 
 
 @gluon.jit
-def producer(q, k, v, tiles, bars, bands, marks, before, sizes, consts: gl.constexpr):
+def producer(q, k, v, k_at, tiles, bars, bands, marks, before, sizes, consts: gl.constexpr):
     """Run the producer warp: fetch the queries of each tile, then the keys and values they see."""
-    q_tiles, k_tiles, v_tiles, tile_ids = tiles
+    q_tiles, k_tiles, v_tiles, at_tiles, tile_ids = tiles
     q_full, q_free, k_full, k_free, v_full, v_free, pingpong = bars
     all_heads = sizes.batch * sizes.heads
     blocks = (sizes.q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
@@ -193,8 +215,9 @@ def producer(q, k, v, tiles, bars, bands, marks, before, sizes, consts: gl.const
         block, flat, part, split_index = decode_tile(tile_id, sizes, consts)
         row = block * (ROWS * GROUPS)
         b, head = flat // sizes.heads, flat % sizes.heads
+        row_bands = of_batch_row(bands, b)
         row_stop = gl.minimum(row + ROWS * GROUPS, sizes.q_len)
-        if has_work(bands, row, row_stop, before, consts):
+        if has_work(row_bands, row, row_stop, before, consts):
             # Both groups have finished the tile that was in this slot. Its queries are overwritten
             # while the consumers still compute the tile in the other slot.
             slot = done % HELD
@@ -207,10 +230,10 @@ def producer(q, k, v, tiles, bars, bands, marks, before, sizes, consts: gl.const
                     q_tiles.index(slot * GROUPS + n),
                 )  # fmt: skip
             done += 1
-            of_keys, of_values = columns_of(head // sizes.group, consts)
+            key_column, value_column = columns_of(head // sizes.group, consts)
             for item in range(consts.ITEMS):
                 low, _, _, high = seen_in_part(
-                    bands, item, row, row_stop, part, split_index, sizes, consts
+                    row_bands, item, row, row_stop, part, split_index, sizes, consts
                 )
                 for i in range(high - low):
                     key_row = b * sizes.k_len + (high - 1 - i) * consts.BLOCK
@@ -219,11 +242,20 @@ def producer(q, k, v, tiles, bars, bands, marks, before, sizes, consts: gl.const
                     # Both groups have multiplied the keys in this slot, and later its values: each
                     # is overwritten as soon as it is free, up to STAGES blocks ahead.
                     mbarrier.wait(k_free.index(slot), phase)
-                    mbarrier.expect(k_full.index(slot), k.nbytes_per_cta)
-                    tma.async_load(k, [key_row, of_keys], k_full.index(slot), k_tiles.index(slot))
+                    with_keys: gl.constexpr = k.nbytes_per_cta + (
+                        k_at.nbytes_per_cta if consts.ALIBI else 0
+                    )
+                    full = k_full.index(slot)
+                    mbarrier.expect(full, with_keys)
+                    tma.async_load(k, [key_row, key_column], full, k_tiles.index(slot))
+                    if consts.ALIBI:
+                        first_key = key_row - b * sizes.k_len
+                        tma.async_load(k_at, [first_key], full, at_tiles.index(slot))
                     mbarrier.wait(v_free.index(slot), phase)
                     mbarrier.expect(v_full.index(slot), v.nbytes_per_cta)
-                    tma.async_load(v, [key_row, of_values], v_full.index(slot), v_tiles.index(slot))
+                    tma.async_load(
+                        v, [key_row, value_column], v_full.index(slot), v_tiles.index(slot)
+                    )
                     count += 1
         # Take the next tile: each program began with that of its own number, others are counted.
         tile_id = gl.num_programs(0) + gl.atomic_add(tile_counter(marks, sizes.q_len, all_heads), 1)
@@ -272,9 +304,11 @@ def load_tile_id(tile_slot):
 
 
 @gluon.jit
-def consumer(tiles, bars, bands, marks, outputs, sizes, WHICH: gl.constexpr, consts: gl.constexpr):
+def consumer(
+    tiles, bars, bands, options, marks, outputs, sizes, WHICH: gl.constexpr, consts: gl.constexpr,
+):  # fmt: skip
     """Run a group of consumer warps, which computes 64 of each tile's 128 queries."""
-    q_tiles, _, _, tile_ids = tiles
+    q_tiles, _, _, _, tile_ids = tiles
     q_full, q_free, _, _, _, _, _ = bars
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, consts.BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, consts.D, 16])
@@ -300,10 +334,13 @@ def consumer(tiles, bars, bands, marks, outputs, sizes, WHICH: gl.constexpr, con
         )
         slot = done % HELD
         queries = q_tiles.index(slot * GROUPS + WHICH)
+        row_bands = of_batch_row(bands, flat // sizes.heads)
+        slope = slope_of(options, flat, sizes.heads, consts)
         for n in range(consts.ITEMS):
-            seen = seen_in_part(bands, n, row, row_stop, part, split_index, sizes, consts)
+            seen = seen_in_part(row_bands, n, row, row_stop, part, split_index, sizes, consts)
             row_max, total, acc, count = consume_item(
-                queries, tiles, bars, bands, n, seen, rows, count, row_max, total, acc, WHICH, consts,
+                queries, tiles, bars, row_bands, options, slope, n, seen, rows, count, row_max, total,
+                acc, sizes.q_len, WHICH, consts,
             )  # fmt: skip
         if not consts.OVERWRITE:
             # Decoded again, so that addresses need not stay in registers during the loop.
@@ -342,15 +379,15 @@ def consumer(tiles, bars, bands, marks, outputs, sizes, WHICH: gl.constexpr, con
 
 @gluon.jit
 def consume_item(
-    queries, tiles, bars, bands, n, seen, rows, count, row_max, total, acc, WHICH: gl.constexpr,
-    consts: gl.constexpr,
+    queries, tiles, bars, bands, options, slope, n, seen, rows, count, row_max, total, acc, q_len,
+    WHICH: gl.constexpr, consts: gl.constexpr,
 ):  # fmt: skip
     """Add the blocks of keys that a group's queries see of an item to the running softmax.
 
     Blocks are visited from the last to the first: some that need a mask, those that need none, some
     that need a mask. The products with values trail those with keys by one block.
     """
-    _, k_tiles, v_tiles, _ = tiles
+    _, k_tiles, v_tiles, at_tiles, _ = tiles
     _, _, k_full, k_free, v_full, v_free, pingpong = bars
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, consts.BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, consts.D, 16])
@@ -358,14 +395,18 @@ def consume_item(
     low, whole_low, whole_high, high = seen
     if high > low:
         first, stop = seen_by(bands, n, rows, ROWS_OUTSIDE=True)
+        of_rows = (slope, positions_of(options.q_at, rows, q_len, consts), first, stop)
         # The last block of keys comes first: there is no block before it whose values could be
         # multiplied meanwhile. Its keys' slot is free as soon as its scores are there.
-        products = scores_of(queries, k_tiles, k_full, pingpong, count, WHICH, s_layout, consts)
+        products = scores_of(
+            queries, k_tiles, at_tiles, k_full, pingpong, count, of_rows, WHICH, s_layout, consts
+        )  # fmt: skip
         pass_turn(pingpong, WHICH, consts)
         products = warpgroup_mma_wait(0, [products])
+        k_at = key_positions(at_tiles, count, s_layout, consts)
         mbarrier.arrive(k_free.index(count % consts.STAGES), count=1)
         row_max, total, shrink, weights = online_softmax(
-            products, row_max, total, first, stop, (high - 1) * consts.BLOCK, True, s_layout,
+            products, row_max, total, of_rows, k_at, (high - 1) * consts.BLOCK, True, s_layout,
             consts,
         )  # fmt: skip
         acc *= gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
@@ -376,20 +417,20 @@ def consume_item(
         middle = gl.maximum(high - whole_low, 1)
         for i in range(1, right):
             row_max, total, acc, weights = attend_block(
-                queries, k_tiles, v_tiles, bars, count, row_max, total, acc, weights, first,
-                stop, (high - 1 - i) * consts.BLOCK, WHICH, True, consts,
+                queries, k_tiles, v_tiles, at_tiles, bars, count, row_max, total, acc, weights, of_rows,
+                (high - 1 - i) * consts.BLOCK, WHICH, True, consts,
             )  # fmt: skip
             count += 1
         for i in range(right, middle):
             row_max, total, acc, weights = attend_block(
-                queries, k_tiles, v_tiles, bars, count, row_max, total, acc, weights, first,
-                stop, (high - 1 - i) * consts.BLOCK, WHICH, False, consts,
+                queries, k_tiles, v_tiles, at_tiles, bars, count, row_max, total, acc, weights, of_rows,
+                (high - 1 - i) * consts.BLOCK, WHICH, False, consts,
             )  # fmt: skip
             count += 1
         for i in range(middle, high - low):
             row_max, total, acc, weights = attend_block(
-                queries, k_tiles, v_tiles, bars, count, row_max, total, acc, weights, first,
-                stop, (high - 1 - i) * consts.BLOCK, WHICH, True, consts,
+                queries, k_tiles, v_tiles, at_tiles, bars, count, row_max, total, acc, weights, of_rows,
+                (high - 1 - i) * consts.BLOCK, WHICH, True, consts,
             )  # fmt: skip
             count += 1
         # The values of the last block are still to be multiplied; then their slot is free.
@@ -425,7 +466,7 @@ def initial_state(
             pointers = source + offsets_of(rows, flat, heads, q_len, layout, consts)
             acc = gl.load(pointers, mask=(old > -_INF)[:, None], other=0.0).to(gl.float32)
             old = gl.convert_layout(old, s_rows)
-            row_max = old * (1.0 / consts.SCALE)
+            row_max = (old * LOG2E - offset_of_lse(consts)) / unit_of(consts)
             total = gl.where(old == -_INF, 0.0, 1.0)
     return row_max, total, acc
 
@@ -469,7 +510,7 @@ def merge_parts(
 ):  # fmt: skip
     """Merge the parts of a tile from ``index`` on, in their order, so that results repeat."""
     _, _, _, parts, sums = outputs
-    scale: gl.constexpr = consts.SCALE * LOG2E
+    scale = unit_of(consts)
     rows = gl.arange(0, ROWS, layout=s_rows)
     row_max = gl.full([ROWS], -_INF, gl.float32, layout=s_rows)
     total = gl.zeros([ROWS], gl.float32, layout=s_rows)
@@ -492,18 +533,42 @@ def merge_parts(
 
 
 @gluon.jit
-def scores_of(queries, k_tiles, k_full, pingpong, count, WHICH: gl.constexpr,
-              layout: gl.constexpr, consts: gl.constexpr):  # fmt: skip
+def key_positions(at_tiles, count, layout: gl.constexpr, consts: gl.constexpr):
+    """Return the positions of block ``count`` of the keys, for ALiBi; their slot may then go."""
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    if consts.ALIBI:
+        k_at = at_tiles.index(count % consts.STAGES).load(columns)
+    else:
+        k_at = gl.zeros([consts.BLOCK], gl.float32, layout=columns)
+    return k_at
+
+
+@gluon.jit
+def alibi_of(of_rows, k_at):
+    """Return ALiBi's bias of a block of scores, in their units."""
+    slope, q_at, _, _ = of_rows
+    return gl.abs(q_at[:, None] - k_at[None, :]) * slope
+
+
+@gluon.jit
+def scores_of(
+    queries, k_tiles, at_tiles, k_full, pingpong, count, of_rows, WHICH: gl.constexpr,
+    layout: gl.constexpr, consts: gl.constexpr,
+):  # fmt: skip
     """Start the products with block ``count`` of the keys, when it is this group's turn."""
     slot = count % consts.STAGES
     mbarrier.wait(k_full.index(slot), (count // consts.STAGES) & 1)
+    starts: gl.constexpr = consts.ALIBI and consts.SOFTCAP is None  # from the bias
+    if starts:
+        bias = alibi_of(of_rows, key_positions(at_tiles, count, layout, consts))
+    else:
+        bias = gl.zeros([ROWS, consts.BLOCK], gl.float32, layout=layout)
     # Group 0 begins, as the parity that it waits for counts as done. From then on each group waits
     # until the other one has issued its products of the turn before.
     if consts.PINGPONG:
         mbarrier.wait(pingpong.index(WHICH), (count & 1) ^ (1 - WHICH))
-    zero = gl.zeros([ROWS, consts.BLOCK], gl.float32, layout=layout)
     return warpgroup_mma(
-        queries, k_tiles.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True
+        queries, k_tiles.index(slot).permute((1, 0)), bias, use_acc=starts, is_async=True
     )
 
 
@@ -516,7 +581,7 @@ def pass_turn(pingpong, WHICH: gl.constexpr, consts: gl.constexpr):
 
 @gluon.jit
 def attend_block(
-    queries, k_tiles, v_tiles, bars, count, row_max, total, acc, weights, first, stop, start,
+    queries, k_tiles, v_tiles, at_tiles, bars, count, row_max, total, acc, weights, of_rows, start,
     WHICH: gl.constexpr, MASKED: gl.constexpr, consts: gl.constexpr,
 ):  # fmt: skip
     """Compute the weights of a block of keys, and add the values of the block before to ``acc``.
@@ -528,7 +593,9 @@ def attend_block(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, consts.D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     # In flight: this block's products with keys, and the block before's with values.
-    products = scores_of(queries, k_tiles, k_full, pingpong, count, WHICH, s_layout, consts)
+    products = scores_of(
+        queries, k_tiles, at_tiles, k_full, pingpong, count, of_rows, WHICH, s_layout, consts
+    )
     before = (count - 1) % consts.STAGES
     mbarrier.wait(v_full.index(before), ((count - 1) // consts.STAGES) & 1)
     acc = warpgroup_mma(weights, v_tiles.index(before), acc, is_async=True)
@@ -536,9 +603,10 @@ def attend_block(
     # The scores are there, and the producer may overwrite these keys. The softmax runs beside the
     # products with values, and beside the other group's products.
     products = warpgroup_mma_wait(1, [products])
+    k_at = key_positions(at_tiles, count, s_layout, consts)
     mbarrier.arrive(k_free.index(count % consts.STAGES), count=1)
     row_max, total, shrink, new = online_softmax(
-        products, row_max, total, first, stop, start, MASKED, s_layout, consts
+        products, row_max, total, of_rows, k_at, start, MASKED, s_layout, consts
     )
     new = gl.convert_layout(new.to(k_tiles.dtype), p_layout)
     # This wait passes at once. ptxas moves no wait for products across a branch, and without one it
@@ -553,14 +621,19 @@ def attend_block(
 
 @gluon.jit
 def online_softmax(
-    products, row_max, total, first, stop, start, MASKED: gl.constexpr, layout: gl.constexpr,
+    products, row_max, total, of_rows, k_at, start, MASKED: gl.constexpr, layout: gl.constexpr,
     consts: gl.constexpr,
 ):  # fmt: skip
-    """Do one step of the running softmax; ``row_max`` is of products before the scale.
+    """Do one step of the running softmax; ``row_max`` is of scores in the unit of ``unit_of``.
 
     Return the new maximum and sum, the factor of what was accumulated, and the block's weights.
     """
-    scale: gl.constexpr = consts.SCALE * LOG2E
+    scale = unit_of(consts)
+    _, _, first, stop = of_rows
+    if consts.SOFTCAP is not None:
+        products = capped(products, consts)
+        if consts.ALIBI:
+            products += alibi_of(of_rows, k_at)
     if MASKED:
         cols = start + gl.arange(0, consts.BLOCK, layout=gl.SliceLayout(0, layout))
         visible = (cols[None, :] >= first[:, None]) & (cols[None, :] < stop[:, None])
@@ -589,7 +662,7 @@ def store_result(
     has_nan = gl.max(gl.max(gl.where(is_nan, 1, 0), 1), 0)
     if has_nan == 0:
         mean = acc * (1.0 / gl.where(total == 0, 1.0, total))[:, None]
-        merged = (row_max * (consts.SCALE * LOG2E) + gl.log2(total)) * LN2
+        merged = (row_max * unit_of(consts) + offset_of_lse(consts) + gl.log2(total)) * LN2
         merged = gl.where(total == 0, -_INF, merged)
         gl.store(lse + flat.to(gl.int64) * q_len + rows, merged, mask=real)
         if out.dtype.element_ty == gl.float32:  # as the products lie: 32 bytes of a row at a time

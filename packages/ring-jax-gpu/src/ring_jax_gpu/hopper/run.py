@@ -5,6 +5,7 @@ They leave out blocks whose results have NaN, which may come from keys that nobo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,8 @@ from ring_jax_gpu.hopper.stream_k import (
 from ring_jax_gpu.launch import (
     CELLS,
     ITEM_NUMBER,
+    SEGMENT_CELLS,
+    UNLESS,
     Arrays,
     Launch,
     arguments_of,
@@ -83,12 +86,15 @@ def _fwd(launch: Launch, arrays: Arrays, call: Call) -> Arrays:
     parts = max((x.split * x.each for x in stream_k.values()), default=0)
     hopper_consts = common.HopperConstexprs(
         D=dim, ITEMS=consts["ITEMS"], SCALE=consts["SCALE"], BLOCK=KEYS_A_BLOCK, STAGES=_STAGES,
-        OVERWRITE=consts["OVERWRITE"], KV_PACKED=consts["KV_PACKED"], PINGPONG=True, STREAM_K=split > 0,
+        OVERWRITE=consts["OVERWRITE"], KV_PACKED=consts["KV_PACKED"], PINGPONG=consts["SOFTCAP"] is None, STREAM_K=split > 0,
+        SOFTCAP=consts["SOFTCAP"], ALIBI="slopes" in arrays,
+        DROPPED=consts["DROPPED"],
     )  # fmt: skip
     before = arrays.get("before")
     parameters: dict[str, Parameter] = {
         "q": _tiles(q, _HALF, dim), **_key_tiles(arrays, hopper_consts.BLOCK, dim),
-        "items": InArray(arrays["items"]), "cells": _cells(launch, arrays),
+        "k_at": _key_positions(arrays, hopper_consts.BLOCK),
+        "items": InArray(arrays["items"]), **_cells(launch, arrays), **_slopes(launch, arrays),
         "stream_k": _row_of_item(launch, stream_k, arrays) if split else None,
         "marks": InArray(jnp.zeros(num_flags + 1 + 2 * split, jnp.int32), changed=True),
         "before": None if before is None else InArray(before, layout=BTHD),
@@ -126,19 +132,18 @@ def _bwd(launch: Launch, arrays: Arrays, call: Call) -> Arrays:
     hopper_consts = common.HopperConstexprs(
         D=dim, ITEMS=consts["ITEMS"], SCALE=consts["SCALE"], BLOCK=QUERIES_A_BLOCK,
         STAGES=_STAGES, OVERWRITE=consts["OVERWRITE"], KV_PACKED=consts["KV_PACKED"], PINGPONG=False,
-        STREAM_K=split > 0,
+        STREAM_K=split > 0, SOFTCAP=consts["SOFTCAP"], ALIBI="slopes" in arrays,
+        DROPPED=consts["DROPPED"],
     )  # fmt: skip
     dv, parts = arrays.get("dv"), (split, 2, KEYS, dim)
     parameters: dict[str, Parameter] = {
         "q": _row_pairs(q, hopper_consts.BLOCK, dim), **_key_tiles(arrays, KEYS, dim),
         "dout": _row_pairs(arrays["dout"], hopper_consts.BLOCK, dim),
-        "neg_lse": _row_tiles(
-            jnp.where(lse == -jnp.inf, lse, lse * (-1.0 / hopper_consts.SCALE)),
-            hopper_consts.BLOCK,
-        ),
+        "neg_lse": _row_tiles(_negative_lse(lse, consts), hopper_consts.BLOCK),
         "neg_delta": _row_tiles(-arrays["delta"], hopper_consts.BLOCK),
         "dq": replace(_tiles(arrays["dq"], hopper_consts.BLOCK, dim), changed=True),
-        "items": InArray(arrays["items"]), "cells": _cells(launch, arrays),
+        "items": InArray(arrays["items"]), **_cells(launch, arrays), **_slopes(launch, arrays),
+        "k_at": _key_positions(arrays), **_dropout(arrays),
         "stream_k": _row_of_item(launch, stream_k, arrays) if split else None,
         "marks": InArray(jnp.zeros(split, jnp.int32), changed=True) if split else None,
         "parts": InArray(jnp.zeros(parts, jnp.float32), changed=True) if split else None,
@@ -178,10 +183,52 @@ def _row_of_item(
     return InArray(jnp.asarray(table)[arrays[ITEM_NUMBER]])
 
 
-def _cells(launch: Launch, arrays: Arrays) -> Parameter:
-    """Pass the documents of the kernel's outer tokens; ``None`` if items are within documents."""
-    cells = arrays.get(CELLS[launch.kernel])
-    return None if cells is None else InArray(cells)
+def _negative_lse(lse: Any, consts: Mapping[str, Any]) -> Any:
+    """Return what the backward adds to scores: minus ``lse`` in its units, ``-inf`` stays."""
+    cap = consts["SOFTCAP"]
+    negative = lse * (-1.0 / consts["SCALE"]) if cap is None else (cap - lse) * math.log2(math.e)
+    return jnp.where(lse == -jnp.inf, lse, negative)
+
+
+def _slopes(launch: Launch, arrays: Arrays) -> dict[str, Parameter]:
+    """Pass ALiBi's slopes and the positions of queries."""
+    if "slopes" not in arrays:
+        return {"slopes": None, "slopes_batch": 0, "q_at": None}
+    return {
+        "slopes": InArray(arrays["slopes"]), "slopes_batch": dict(launch.numbers)["slopes_batch"],
+        "q_at": InArray(arrays["q_at"].astype(jnp.float32)),
+    }  # fmt: skip
+
+
+def _key_positions(arrays: Arrays, length: int | None = None) -> Parameter:
+    """Pass the positions of keys for ALiBi, for fetches of ``[length]``, or as a pointer."""
+    if "slopes" not in arrays:
+        return None
+    positions = arrays["k_at"].astype(jnp.float32)
+    if length is None:
+        return InArray(positions)
+    padded = jnp.pad(positions, (0, -positions.size % length))
+    return InArray(padded, TileDescriptor((padded.size,), (length,), (1,)))
+
+
+def _dropout(arrays: Arrays) -> dict[str, Parameter]:
+    """Pass dropout's seed, the indices of queries, and those of groups of four keys."""
+    if "dropout" not in arrays:
+        return dict.fromkeys(("dropout", "q_index", "k_groups"))
+    parts = {"dropout": arrays["dropout"], "q_index": arrays["q_index"]}
+    return {
+        name: InArray(x) for name, x in (parts | {"k_groups": arrays["k_at"][::4] >> 2}).items()
+    }
+
+
+def _cells(launch: Launch, arrays: Arrays) -> dict[str, Parameter]:
+    """Pass the documents of the kernel's outer tokens; ``None`` if items are within documents.
+
+    Those of segment ids differ between batch rows.
+    """
+    cells = arrays.get(SEGMENT_CELLS, arrays.get(CELLS[launch.kernel]))
+    stride = 0 if cells is None or cells.ndim == 2 else cells.shape[1] * cells.shape[2]
+    return {"cells": None if cells is None else InArray(cells), "cells_batch": stride}
 
 
 def _run_left_out(
@@ -193,7 +240,7 @@ def _run_left_out(
         The arrays that the launch changed.
     """
     kernel = kernel_of(launch)
-    arrays = arrays_of(launch, arrays, ())
+    arrays = arrays_of(launch, {name: x for name, x in arrays.items() if name != UNLESS}, ())
     strides, steps = _bthd_strides(launch, arrays)
     consts = dict(launch.consts) | steps | {"BLOCK_Q": _HALF, "BLOCK_K": block_k} | _NOT_MULTIPLES
     left_out = replace(
