@@ -89,12 +89,12 @@ class TritonKernel(Kernel):
         if not (self.roles and has_dims) or refusals(ON_HOPPER, request, program):
             return ()
         is_split = request.deterministic or config.fused_backward is False
-        passes = "the forward" if is_split else "forward and backward"
+        passes = [*["the forward"] * (not request.dropout), *["the backward"] * (not is_split)]
         note = (
-            f"triton on Hopper, with Triton {'.'.join(map(str, GLUON))} or newer: {passes} by kernels for "
-            f"Hopper, in Gluon; on other GPUs plain Triton"
+            f"triton on Hopper, with Triton {'.'.join(map(str, GLUON))} or newer: {' and '.join(passes)} "
+            f"by kernels for Hopper, in Gluon; on other GPUs plain Triton"
         )
-        return (note,)
+        return (note,) if passes else ()
 
     def constant_bytes(self, program: RingProgram, /) -> int:
         """Return the bytes of a predicate's partial tiles, and of their numbers."""
