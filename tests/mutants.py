@@ -279,8 +279,10 @@ HEAD_MUTANTS: dict[str, Edits] = {
 #: Mutants that only messages of several tensors show.
 BUFFER_MUTANTS: dict[str, Edits] = {
     "rounded-down": {
-        "ring_torch.buffers:BufferSpec.of": {
+        "ring_torch.buffers:aligned_bytes": {
             "-(-math.prod(shape) * dtype.itemsize // _ALIGNED_BYTES)": "math.prod(shape) * dtype.itemsize // _ALIGNED_BYTES",
+        },
+        "ring_torch.buffers:BufferSpec.of": {
             "        size,\n": "        size + 16,\n",
         },
     },

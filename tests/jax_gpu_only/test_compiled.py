@@ -103,7 +103,7 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
 
 def test_no_roles_for_options() -> None:
     calls: list[dict[str, Any]] = [
-        {"options": {"causal": True, "softcap": 5.0}},
+        {"options": {"causal": True, "softcap": 2000.0}},
         {"predicate": True},
         {"dims": [160, 160]},
         {"dtype": "float32"},
