@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 from contextlib import nullcontext
@@ -259,19 +260,18 @@ def _others(rank: int) -> None:
 
 
 def test_the_environment_turns_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ring_torch.debugging import debug as module
+    from ring_torch.debugging import debug as module, records
 
-    begun: list[int] = []
-
-    def begin(every: int) -> Any:
-        begun.append(every)
-        return nullcontext()
-
-    monkeypatch.setattr(module, "debug", begin)
-    for value in ("0", "", "1", "every:20"):
+    ends: list[Any] = []
+    monkeypatch.setattr(module.atexit, "register", lambda *call: ends.append(partial(*call)))
+    for value, every in {"0": [], "": [], "1": [1], "every:20": [20]}.items():
         monkeypatch.setenv("RING_DEBUG", value)
         module.begin()
-    assert begun == [1, 20]
+        gc.collect()
+        assert [x.every for x in records.BLOCKS] == every
+        for _ in every:
+            ends.pop()()
+        assert not records.BLOCKS
     monkeypatch.setenv("RING_DEBUG", "yes")
     with pytest.raises(ValueError, match=r"RING_DEBUG must be 1 .*, got 'yes'"):
         module.begin()

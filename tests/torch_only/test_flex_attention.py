@@ -51,6 +51,17 @@ def same_document(b: Any, h: Any, q: Any, k: Any) -> Any:
     return DOCUMENT[q] == DOCUMENT[k]
 
 
+LEARNED = nn.Parameter(torch.rand(HEADS, T, dtype=torch.float64))
+
+
+def learned(h: Any, i: Any) -> Any:
+    return LEARNED[h, i]
+
+
+def scaled(bias: Callable[..., Any]) -> Mod:
+    return lambda s, b, h, i, j: s + bias(h, i) / 2
+
+
 def within_document(inner: Mod) -> Mod:
     """Return a rule over places in a document, for tokens of one."""
 
@@ -660,6 +671,9 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
     holder = Weighted()
     with pytest.raises(RuntimeError, match=r"reads a Weighted, .* compile without fullgraph=True"):
         whole(q, k, v, {"score_mod": lambda s, b, h, i, j: s + holder.bias[h, i, j]})
+    for score in (lambda s, b, h, i, j: s + learned(h, i), scaled(learned)):
+        with pytest.raises(RuntimeError, match=r"reads a trained tensor, .* compile without"):
+            whole(q, k, v, {"score_mod": score})
     roles = nn.ModuleDict({"text": Attend(), "other": Attend(), "near": Attend()})
     replace_sdpa(roles, cp, whole_keys=("text",), sharded_keys=("other",), local=("near",))
     for name, words in (

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ring_torch import ContextParallel
 from ring_torch.training import part, softmax_kernel, token_log_probs
@@ -79,3 +80,16 @@ def test_what_rows_hold() -> None:
     torch.testing.assert_close(logits[0], torch.tensor([1 - p[0], -p[1]]))
     assert (logits[1] == 0).all()
     assert log_probs[2].isnan()
+
+
+@pytest.mark.parametrize("hip", [None, "7.0"])
+def test_rocm_has_no_products_of_another_dtype(hip: str | None) -> None:
+    with FakeTensorMode(), patch.object(torch.version, "hip", hip), patch("torch.addmm") as wide:
+        hidden, head, logits = (
+            torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+            for shape in ((4, 16), (70, 16), (4, 70))
+        )
+        part._Gradients(hidden, head, torch.float32, trains_hidden=False, trains_head=True).add(
+            logits, None, hidden, slice(4)
+        )
+    assert wide.called == (hip is None)

@@ -236,10 +236,15 @@ def _run_left_out(
 ) -> Arrays:
     """Run the blocks that the flags ``only`` name in plain Triton.
 
+    None if a whole launch follows, which would add to them once more: keys that are not finite set
+    flags though nobody sees them.
+
     Returns:
         The arrays that the launch changed.
     """
     kernel = kernel_of(launch)
+    if UNLESS in arrays:
+        arrays = arrays | {"only": arrays["only"] * arrays[UNLESS]}
     arrays = arrays_of(launch, {name: x for name, x in arrays.items() if name != UNLESS}, ())
     strides, steps = _bthd_strides(launch, arrays)
     consts = dict(launch.consts) | steps | {"BLOCK_Q": _HALF, "BLOCK_K": block_k} | _NOT_MULTIPLES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import os
 from collections import Counter
@@ -149,7 +150,9 @@ def begin() -> None:
         ValueError: ``RING_DEBUG`` has an unknown value.
     """
     if every := every_of(os.environ.get(VARIABLE), VARIABLE):
-        debug(every).__enter__()
+        block = debug(every)
+        block.__enter__()
+        atexit.register(block.__exit__, None, None, None)  # a block that nobody holds ends at once
 
 
 begin()

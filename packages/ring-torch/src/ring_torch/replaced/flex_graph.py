@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -119,17 +119,35 @@ def check_mods(mods: Sequence[Any], unknown: Sequence[str]) -> None:
     """
     held = {*unknown}
     for mod in mods:
-        if isinstance(mod, FunctionType):
-            read = [mod.__globals__.get(x) for x in mod.__code__.co_names]
-            held |= {type(x).__name__ for x in read if isinstance(x, nn.Module)}
-            held |= {"trained tensor" for x in read if isinstance(x, Tensor) and x.requires_grad}
-            held |= {"keyword" for _ in mod.__kwdefaults__ or ()}
+        for x in _read_of_modules(mod, set()):
+            held |= {type(x).__name__} if isinstance(x, nn.Module) else set()
+            held |= {"trained tensor"} if isinstance(x, Tensor) and x.requires_grad else set()
+        held |= {"keyword" for _ in getattr(mod, "__kwdefaults__", None) or ()}
     if held:
         raise UnsupportedError(
             f"replace_sdpa: a function that flex_attention is given reads a {min(held)}, which a graph does not see: "
             f"make it outside of the graph, in a function whose variables it reads: tensors, numbers or such "
             f"functions; or compile without fullgraph=True"
         )
+
+
+def _read_of_modules(x: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield the global variables that a function reads, itself and in functions that it calls."""
+    if isinstance(x, tuple | list):
+        for inner in x:
+            yield from _read_of_modules(inner, seen)
+    if not isinstance(x, FunctionType) or id(x) in seen:
+        return
+    seen.add(id(x))
+    codes, names = [x.__code__], set[str]()
+    for code in codes:
+        names.update(code.co_names)
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    read = [x.__globals__[name] for name in names if name in x.__globals__]
+    yield from read
+    held = [cell.cell_contents for cell in x.__closure__ or ()]
+    called = [y for y in read if not str(getattr(y, "__module__", "")).startswith("torch")]
+    yield from _read_of_modules([*held, *(x.__defaults__ or ()), *called], seen)
 
 
 def remember(template: Template) -> str:

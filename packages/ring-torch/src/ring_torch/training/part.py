@@ -103,8 +103,8 @@ class _Gradients:
             return
         if self._has_bias:
             self.bias += d_logits.sum(0, dtype=self.bias.dtype)
-        if in_dtype.is_cuda and self.head.dtype != in_dtype.dtype:
-            # The product is added before it is rounded, while it is written.
+        if in_dtype.is_cuda and not torch.version.hip and self.head.dtype != in_dtype.dtype:
+            # The product is added before it is rounded, while it is written; ROCm cannot.
             dtype = self.head.dtype
             torch.addmm(self.head, in_dtype.T, hidden, out_dtype=dtype, out=self.head)
         else:
