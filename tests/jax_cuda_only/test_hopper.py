@@ -53,6 +53,7 @@ ALONE = [
     Case("alibi", CAUSAL, **USUAL, alibi=1, batch=2), Case("alibi-keys", Mask(), **USUAL, alibi=1, kv_seq_len=605),
     Case("alibi-narrow", CAUSAL, **{**USUAL, "dims": (64, 64), "seq_len": 261}, alibi=2),
     *(Case(f"segments-{x}", CAUSAL, **USUAL, segments=x, batch=2) for x in get_args(Segments)),
+    Case("scattered-poison-k", CAUSAL, **USUAL, segments="scattered", poison="k", batch=2),
     Case("segments-poison-v", CAUSAL, **USUAL, segments="documents", poison="v"),
     Case("dropout", CAUSAL, **USUAL, dropout_p=0.3, batch=2, lse_grad=True),
     Case("dropout-narrow", Mask(), **{**USUAL, "dims": (64, 64)}, dropout_p=0.1, softcap=9.0),

@@ -83,11 +83,11 @@ def searchsorted(table: Array, x: Array, side: Literal["left", "right"]) -> Arra
     digits = jnp.arange(1, 1 << DIGIT_BITS, dtype=jnp.int32).reshape((1,) * x.ndim + (-1,))
     # The count is found from its highest digit on, in base 16: a digit is the number of entries
     # that come before x among those that larger digits would count last. What all ask for of a
-    # digit is one kernel. Indices beyond the table are clamped, and do not count.
+    # digit is one kernel. Indices beyond the table, or beyond int32, do not count.
     for shift in reversed(range(0, size.bit_length(), DIGIT_BITS)):
         larger = counts[..., None] + (digits << shift)
         entries = table[jnp.minimum(larger, size) - 1]
         before = entries < x[..., None] if side == "left" else entries <= x[..., None]
-        digit = ((larger <= size) & before).sum(axis=-1, dtype=jnp.int32)
+        digit = ((larger > 0) & (larger <= size) & before).sum(axis=-1, dtype=jnp.int32)
         counts += digit << shift
     return counts
