@@ -29,6 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ring_core import reference
+from ring_core.base.caches import MOST_KEPT
 from ring_core.plan import plan as _plan
 from ring_torch import ContextParallel, prepare
 from ring_torch.comm import handshake, ranks as _ranks
@@ -62,7 +63,7 @@ class Held:
             files=len(list(Path("/proc/self/fd").iterdir())),
             threads=max(threading.active_count(), len(list(Path("/proc/self/task").iterdir()))),
             plans=_plan._make_plan.cache_info().currsize,
-            calls=prepare._prepare.cache_info().currsize,
+            calls=max(x.cache_info().currsize for x in prepare._prepare.values()),
             agreed=max((len(ring.state.agreed) for ring in _ranks._ranks_of.values()), default=0),
         )
 
@@ -133,7 +134,7 @@ def growth(warm: Held, end: Held) -> list[str]:
     ]
     limits = {
         "plans": _plan._make_plan.cache_info().maxsize,
-        "calls": prepare._prepare.cache_info().maxsize,
+        "calls": MOST_KEPT,
         "agreed": handshake._MOST_AGREED,
     }
     for name, limit in limits.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +28,7 @@ from ring_core import (
     refusals,
     ring_program,
 )
+from ring_core.base.caches import LengthCaches
 from ring_torch import ContextParallel, kernels, prepare, ring_attention, strategies, transports
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import fa4, flash_attn, sdpa
@@ -431,7 +431,7 @@ def test_an_order_of_ones_own(
 ) -> None:
     path = measure(tmp_path / "rates.json", "cpu", ("causal", 16, fastest))
     monkeypatch.setenv("RING_RATES", path)
-    monkeypatch.setattr(prepare, "_prepare", lru_cache(_prepare.__wrapped__))
+    monkeypatch.setattr(prepare, "_prepare", LengthCaches(_prepare.__wrapped__))
     x = torch.zeros(1, 64, 2, 16)
     lines = ContextParallel().explain(x, x, x, causal=True).splitlines()
     assert lines[0] == f"kernel {fastest}"
@@ -472,7 +472,7 @@ def test_a_table_that_is_none_is_an_error(
     if text is not None:
         path.write_text(text)
     monkeypatch.setenv("RING_RATES", str(path))
-    monkeypatch.setattr(prepare, "_prepare", lru_cache(_prepare.__wrapped__))
+    monkeypatch.setattr(prepare, "_prepare", LengthCaches(_prepare.__wrapped__))
     x = torch.zeros(1, 8, 2, 16)
     with pytest.raises(
         ValueError, match=r"nothing\.json is no table of rates: .*bench --rates FILE"

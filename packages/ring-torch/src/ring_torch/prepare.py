@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +29,12 @@ from ring_core import (
     ring_program,
 )
 from ring_core.base.arguments import not_none
+from ring_core.base.caches import LengthCaches
 from ring_core.base.config import kernel_config, strategy_config
 from ring_core.masks.mask import snapshot
 from ring_core.programs.grid import RankGrid
 from ring_core.tripwire import VARIABLE, every_of
-from ring_core.viz.text import figure
+from ring_core.viz.text import found_again
 from ring_torch.buffers import KVPayload
 from ring_torch.call import UNRESOLVED, Call, Transport, agreed_fields
 from ring_torch.capture import ASSUMED_CAPABILITY, on_device
@@ -168,7 +169,9 @@ def check_call(
     )
     # A call with options that have no hash is prepared anew each time.
     is_known_again = keep and ((is_plain and isinstance(layout, str)) or _is_hashable(arguments))
-    prepare = _prepare if is_known_again else _prepare.__wrapped__
+    tokens = int(math.prod(q.shape[1:2])) * ranks.size
+    # A power of two belongs to the lengths below it.
+    prepare = _prepare[(tokens - 1).bit_length()] if is_known_again else _prepare.__wrapped__
     call = prepare(*arguments)
     return call.numbered(
         number,
@@ -226,7 +229,7 @@ def _in_normal_form(options: CallOptions) -> CallOptions:
     )
 
 
-@lru_cache(maxsize=256)
+@LengthCaches
 def _prepare(
     ranks: Ranks,
     layout: LayoutSpec,
@@ -363,11 +366,7 @@ def _prepare(
 
 def prepared_figure() -> str:
     """Return a line for ``explain``: how many calls of this process were known again."""
-    found, made, most, _ = _prepare.cache_info()
-    return figure(
-        "prepared calls",
-        f"{found:,} found again, {made:,} made anew (other lengths or cu_seqlens); {most} are kept",
-    )
+    return found_again("prepared calls", _prepare.by_length())
 
 
 def _inner_call(

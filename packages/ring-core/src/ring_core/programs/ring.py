@@ -31,10 +31,11 @@ import numpy.typing as npt
 from ring_core.base.arguments import Ints, check_choice, check_index, check_kind, not_none
 from ring_core.base.config import RING_STRATEGIES, RingStrategy
 from ring_core.base.errors import UnsupportedError
+from ring_core.masks.band import UNBOUNDED
 from ring_core.plan.geometry import RectangleTable
 from ring_core.plan.item import WorkItem
 from ring_core.plan.plan import Plan
-from ring_core.programs.steps import Offload, Step, active_steps, ring_of, step_rectangles
+from ring_core.programs.steps import Offload, Step, active_steps, chunks, ring_of, step_rectangles
 
 _MOST_PIECES = 4  # in which offloaded queries travel
 _PIECE_ROWS = 256  # least query rows of a shard for each of them: smaller launches are mostly cost
@@ -120,6 +121,18 @@ def _table_of(rectangles: RectangleTable, q_rank: Ints, kv_rank: Ints) -> StepRo
     ranks = [np.broadcast_to(x[:, None], rect.lo.shape) for x in (q_rank, kv_rank, q_rank)]
     columns = [*ranks, *rect[:4], bounds[..., 0], bounds[..., 1], *rectangles[1:]]
     return np.stack(columns, axis=-1).astype(np.int32)
+
+
+def _counts(rectangles: RectangleTable) -> list[int]:
+    """Return the numbers of :class:`ItemCounts` of some rectangles."""
+    rect, live = rectangles.rect, rectangles.rect.live
+    no_hi = live & (rect.hi == UNBOUNDED)
+    # A square that shows i >= j is what kernels call causal; every other cut is a band.
+    full = no_hi & (rect.lo == -UNBOUNDED)
+    causal = no_hi & (rect.lo == 0) & (rect.q_stop - rect.q_start == rect.k_stop - rect.k_start)
+    several = live & (rectangles.doc_stop > 0)
+    all_live, *rest = (int(np.count_nonzero(x)) for x in (live, full, causal, several))
+    return [*rest[:2], all_live - rest[0] - rest[1], rest[2]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,16 +278,15 @@ class RingProgram:
     def item_counts(self) -> ItemCounts:
         """Numbers of items of each kind, over all ranks and steps."""
         counts = np.zeros(4, dtype=np.int64)
-        for step in range(self.num_steps):
-            rows = self.table(step).reshape(-1, len(TABLE_COLUMNS)).astype(np.int64)
-            q_start, q_stop, k_start, k_stop, lo, hi, _, doc_stop = rows[:, 3:].T
-            live, same_len = q_stop > q_start, q_stop - q_start == k_stop - k_start
-            no_hi = hi == TABLE_UNBOUNDED
-            # A square that shows i >= j is what kernels call causal; every other cut is a band.
-            full, causal = no_hi & (lo == -TABLE_UNBOUNDED), no_hi & same_len & (lo == 0)
-            counts += [
-                x.sum() for x in (live & full, live & causal, live & ~full & ~causal, doc_stop > 0)
-            ]
+        plan, ranks = self.plan, np.arange(self.plan.cp_size)
+        for offload in get_args(Offload):
+            of_kind = np.array(
+                [x.shift for x in self.steps if x.offload == offload], dtype=np.int64
+            )
+            for shifts in chunks(of_kind, plan.cp_size * plan.q_layout.num_runs**2):
+                kv_ranks = (ranks - shifts[:, None]) % plan.cp_size
+                for table in step_rectangles(offload, plan.geometry, ranks, kv_ranks):
+                    counts += 0 if table is None else _counts(table)
         return ItemCounts(*counts.tolist())
 
     def work(self) -> Ints:

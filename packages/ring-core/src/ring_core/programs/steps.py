@@ -80,7 +80,7 @@ def step_rectangles(
 def _ring_steps(geometry: Geometry, cp_size: int, num_runs: int) -> Iterator[tuple[Step, Ints]]:
     """Yield a step for every shift, with the visible pairs of each rank in it, ``[cp_size]``."""
     ranks = np.arange(cp_size)
-    for shifts in _chunks(ranks, cp_size * num_runs**2):
+    for shifts in chunks(ranks, cp_size * num_runs**2):
         # [shift, rank]: the rank whose K/V each rank holds after so many hops.
         kv_ranks = (ranks - shifts[:, None]) % cp_size
         yield from zip(map(Step, shifts.tolist()), geometry.count(ranks, kv_ranks), strict=True)
@@ -101,7 +101,7 @@ def _balanced_steps(
     yield Step(0), geometry.count(ranks, ranks)
     # Half the shifts are enough: shift `cp_size - s` is the mirror of shift `s`, with the roles of
     # each pair of ranks exchanged.
-    for shifts in _chunks(np.arange(1, cp_size // 2 + 1), cp_size):
+    for shifts in chunks(np.arange(1, cp_size // 2 + 1), cp_size):
         kv_ranks = (ranks - shifts[:, None]) % cp_size
         own, mirrored = geometry.count(ranks, kv_ranks), geometry.count(kv_ranks, ranks)
         for n, shift in enumerate(shifts.tolist()):
@@ -174,7 +174,7 @@ def pairs_of[Name: str](layouts: Sequence[Name]) -> Iterator[tuple[Name, RingStr
     return ((layout, x.name) for layout in layouts for x in RINGS if x.takes_layout(layout))
 
 
-def _chunks(shifts: Ints, pairs: int) -> Iterator[Ints]:
+def chunks(shifts: Ints, pairs: int) -> Iterator[Ints]:
     """Yield shifts a few at a time, so that arrays over all their pairs of runs stay in cache.
 
     ``pairs`` is the number of these that a shift has.

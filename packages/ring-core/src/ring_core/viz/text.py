@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping
 from itertools import islice
 
 import numpy as np
@@ -23,6 +24,7 @@ from ring_core.viz.cells import (
 
 WIDEST = 1024
 SHOWN_CELLS, SHOWN_RANKS, SHOWN_STEPS = 32, 16, 16
+_MOST_LENGTHS = 3
 _SYMBOLS = string.digits + string.ascii_letters
 _COLORS = (75, 114, 179, 209, 140, 80, 222, 168, 110, 150, 216, 183)  # of 256 ANSI colours
 
@@ -189,6 +191,21 @@ def figure(name: str, text: object) -> str:
     'steps with work    2 of 2'
     """
     return f"{name:<18} {text}"
+
+
+def found_again(name: str, by_length: Mapping[int, tuple[int, int]]) -> str:
+    """Return a line with hits and misses of a cache by lengths, of most calls first.
+
+    >>> found_again("prepared calls", {4096: (7, 1), 8192: (90, 2)})
+    'prepared calls     found again/made by length: <=8,192 90/2, <=4,096 7/1'
+    """
+    most = sorted(by_length.items(), key=lambda item: -sum(item[1]))
+    rows = [(f"<={length:,}", *counts) for length, counts in most[:_MOST_LENGTHS]]
+    if rest := [counts for _, counts in most[_MOST_LENGTHS:]]:
+        hits, made = (sum(x) for x in zip(*rest, strict=True))
+        rows.append(("others", hits, made))
+    text = ", ".join(f"{label} {hits:,}/{made:,}" for label, hits, made in rows) or "none"
+    return figure(name, f"found again/made by length: {text}")
 
 
 def imbalance_line(program: RingProgram) -> str:
