@@ -86,8 +86,8 @@ def token_log_probs(
         hidden: ``[..., T_local, dim]``, what the head is applied to, times a scale of the logits if
             there is one.
         head_weight: Weight of the head, ``[V, dim]``, as of :class:`torch.nn.Linear`.
-        labels: Integers ``[..., T_local]``, shifted before they were sharded. One that is no class is
-            an error of torch's, or gets NaN on a GPU.
+        labels: Integers ``[..., T_local]``, shifted before they were sharded. One that is no class
+            is an error of torch's, or gets NaN on a GPU.
         bias: Bias of the head, ``[V]``.
         temperature: Divisor of the logits.
         softcap: Bound of the logits, as of the head of Gemma 2.
