@@ -87,7 +87,7 @@ AFTER: dict[str, Callable[[ContextParallel, nn.Module], None]] = {
 #: What is said of each mistake.
 MISTAKES = {
     "labels": "in the layout 'contiguous' it is right",
-    "positions": "the loss differs .* first that of",
+    "positions": "the loss differs .* first that of.*the first module whose output differs is Model by",
     "denominator": "the loss is 2 times the whole step's",
     "convolution": "in the layout 'contiguous', which has fewer edges of shards, it differs less",
     "clipped first": "it is after_backward: clip",

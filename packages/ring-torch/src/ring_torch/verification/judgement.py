@@ -22,7 +22,7 @@ _SMALL_GRADIENT = 1e-2
 
 #: Order of a fault that only gradients show, and of one in the model itself. Faults that outputs
 #: show have smaller ones: the index of the output.
-_GRADIENT_ORDER, _MODEL_ORDER = 1 << 40, 1 << 41
+_GRADIENT_ORDER, MODEL_ORDER = 1 << 40, 1 << 41
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,14 @@ def compare_with_whole(runner: Runner, attention: str, other_attention: str | No
             f"verify: the whole model's loss is {whole.loss}, with which nothing can be compared; "
             f"give a batch whose loss is finite"
         )
-    outputs = _output_differences(runner, split, whole, other)
+    outputs = output_differences(runner, split, whole, other)
     gradients = gradient_differences(runner, errors, noise, sizes, whole.trace.floor)
     logits = _worst(
         [x for (name, _, kind, _), x in outputs.items() if not name and kind == "returned"]
     )
     loss = _loss_difference(runner, (split, whole, other), logits)
     local = loss, logits, _worst([*gradients.values()])
-    order, culprit, difference = _first_fault(split, outputs, gradients)
+    order, culprit, difference = first_fault(split, outputs, gradients)
     names = [name for name, _ in runner.model.named_modules()]
     # Ranks exchange numbers: order, module and difference of their first fault, and three numbers
     # each of the differences to report.
@@ -139,7 +139,7 @@ def compare_with_whole(runner: Runner, attention: str, other_attention: str | No
     return report
 
 
-def _output_differences(
+def output_differences(
     runner: Runner, split: ModelRun, whole: ModelRun, other: ModelRun
 ) -> dict[Key, Difference]:
     """Compare this rank's part of a split run with a whole run, and that with a second whole run.
@@ -302,7 +302,7 @@ def _loss_difference(
     return Difference.of(abs(split - whole) / size, noise, floor)
 
 
-def _first_fault(
+def first_fault(
     split: ModelRun, outputs: Mapping[Key, Difference], gradients: Mapping[str, Difference]
 ) -> tuple[int, str, Difference | None]:
     """Return the module to blame if anything is wrong: its order among faults, name, difference.
@@ -319,7 +319,7 @@ def _first_fault(
         returns = {name: n for n, name in enumerate(split.trace.calls)}
         culprit = max(wrong, key=lambda name: returns.get(name.rpartition(".")[0], -1))
         return _GRADIENT_ORDER, culprit.rpartition(".")[0], wrong[culprit]
-    return _MODEL_ORDER, "", None
+    return MODEL_ORDER, "", None
 
 
 def _check_comparable(model: str, report: VerifyReport) -> None:
@@ -344,7 +344,7 @@ def _message(
     module = runner.model.get_submodule(culprit)
     name = f"{culprit} ({class_name(module)})" if culprit else class_name(module)
     text = f"the first module whose output differs is {name}, by {difference} of its size"
-    if order >= _MODEL_ORDER:
+    if order >= MODEL_ORDER:
         text = (
             f"the outputs of its modules agree, and {name} makes another loss or gradient of them"
         )

@@ -19,16 +19,22 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ring_core import RankMismatchError
+from ring_core import RankMismatchError, divisor_of
 from ring_core.base.arguments import check_choice, numbers_as_python
 from ring_torch.gradients.guards import local_shard
 from ring_torch.gradients.reduce import reduce_gradients
 from ring_torch.recurrent.arguments import sharding_of
 from ring_torch.sharding import Sharding
 from ring_torch.verification.equality import check_equal
-from ring_torch.verification.judgement import Difference, gradient_differences
-from ring_torch.verification.runs import ModelRun, Runner, unchanged
-from ring_torch.verification.trace import LEAST_FLOOR, seed_generators, tensors_in
+from ring_torch.verification.judgement import (
+    MODEL_ORDER,
+    Difference,
+    first_fault,
+    gradient_differences,
+    output_differences,
+)
+from ring_torch.verification.runs import ModelRun, Runner, class_name, unchanged
+from ring_torch.verification.trace import LEAST_FLOOR, Tokens, seed_generators, tensors_in
 
 #: A step of training: splits the whole batch, and returns the loss of this rank's part.
 Step = Callable[[Any, Any], Tensor]
@@ -98,9 +104,9 @@ class _StepRunner(Runner):
         after_backward: AfterBackward | None,
         loss: LossKind,
     ) -> None:
-        first = next((x for _, x in tensors_in(batch) if x.ndim > 1), None)
-        shape = (0, 0) if first is None else (first.shape[0], first.shape[1])
-        super().__init__(model, sharding.ranks, [], shape, factor=1)
+        rows = [x for _, x in tensors_in(batch) if x.ndim > 1]
+        shape = (rows[0].shape[0], rows[0].shape[1]) if rows else (0, 0)
+        super().__init__(model, sharding.ranks, _sequences_of(rows, sharding), shape, factor=1)
         self.sharding, self.step, self.batch, self.loss = sharding, step, batch, loss
         self.after_backward = after_backward
 
@@ -178,6 +184,33 @@ class _StepRunner(Runner):
         )
         return comparison, split
 
+    def first_module(self) -> str | None:
+        """Return the module that makes the first tensor of the forward that differs on any rank.
+
+        ``None`` if all that could be compared agree. The step runs again, split without compiled
+        graphs too, as the modules' hooks would break them.
+        """
+        self.traces_split = True
+        with torch.compiler.set_stance("force_eager"):
+            split = self.run()
+        self.traces_split = False
+        with self.unhooked():
+            whole, other = self.run("torch"), self.run("torch", perturbs=True)
+        order, culprit, difference = first_fault(
+            split, output_differences(self, split, whole, other), {}
+        )
+        names = [name for name, _ in self.model.named_modules()]
+        numbers = (
+            [difference.error, difference.noise, difference.limit] if difference else [0.0] * 3
+        )
+        rows = self.gather([float(order), float(names.index(culprit)), *numbers])
+        first, index, *worst = min(rows)
+        if first == MODEL_ORDER:
+            return None
+        name, found = names[int(index)], Difference(*worst)
+        kind = class_name(self.model.get_submodule(name))
+        return f"{name} ({kind}) by {found}" if name else f"{kind} by {found}"
+
     def _gradient_ratio(self, split: ModelRun, whole: ModelRun) -> float:
         """Return the multiple of the whole gradients that the split ones are; NaN if of none."""
         dots = [0.0, 0.0, 0.0]
@@ -190,6 +223,23 @@ class _StepRunner(Runner):
         both, whole_size, split_size = (sum(x) for x in zip(*self.gather(dots), strict=True))
         is_multiple = both * abs(both) > _ALIKE * whole_size * split_size
         return both / whole_size if is_multiple else math.nan
+
+
+def _sequences_of(rows: list[Tensor], sharding: Sharding) -> list[Tokens]:
+    """Return the sequences of a batch that the ring splits evenly.
+
+    They are as long as tensors ``[B, T, ...]``, or shorter by the token that only labels have.
+    """
+    sequences, size = {}, sharding.ranks.size
+    divisor = divisor_of(sharding.layout, size)
+    for x in rows:
+        for length in (x.shape[1], x.shape[1] - 1):
+            if length > 0 and length % divisor == 0:
+                local = torch.arange(length // size, device=x.device)
+                real = torch.ones(len(x), length, dtype=torch.bool, device=x.device)
+                positions = sharding.positions(length, device=x.device)
+                sequences[length] = Tokens(length, length // size, positions, local, real)
+    return [*sequences.values()]
 
 
 @numbers_as_python
@@ -208,9 +258,10 @@ def preflight(
     Compared are weights and buffers between ranks, the batch between ranks, then the loss and the
     gradients of the step. Where they differ, the report names the first parameter in the order of
     the forward, and the likeliest cause, found by experiments: other runs of the step with one
-    thing undone. Gradients, buffers, modes, hooks and random generators are put back; dropout is
-    off, and no optimizer steps. It takes the memory of whole sequences: give a short batch. What is
-    compiled runs compiled on shards, and is not on whole sequences.
+    thing undone, and one that compares what modules are given and return, where the ring splits the
+    batch's lengths evenly. Gradients, buffers, modes, hooks and random generators are put back;
+    dropout is off, and no optimizer steps. It takes the memory of whole sequences: give a short
+    batch. What is compiled runs compiled on shards, and is not on whole sequences.
 
     Args:
         cp: The ``ContextParallel`` that the step uses.
@@ -342,6 +393,8 @@ def _causes(
                 "a shift of labels or a difference of neighbours may not see the next rank's tokens. Use "
                 "cp.halo, cp.shift, or shift labels before they are split"
             )
+    if (module := runner.first_module()) is not None:
+        yield f"the first module whose output differs is {module}"
 
 
 @contextmanager
