@@ -12,6 +12,7 @@ import functools
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -52,6 +53,7 @@ def same_document(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 LEARNED = nn.Parameter(torch.rand(HEADS, T, dtype=torch.float64))
+HOLDER, TABLES = SimpleNamespace(bias=LEARNED), {"bias": LEARNED}
 
 
 def learned(h: Any, i: Any) -> Any:
@@ -671,7 +673,10 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
     holder = Weighted()
     with pytest.raises(RuntimeError, match=r"reads a Weighted, .* compile without fullgraph=True"):
         whole(q, k, v, {"score_mod": lambda s, b, h, i, j: s + holder.bias[h, i, j]})
-    for score in (lambda s, b, h, i, j: s + learned(h, i), scaled(learned)):
+    for score in (
+        lambda s, b, h, i, j: s + learned(h, i), scaled(learned),
+        lambda s, b, h, i, j: s + HOLDER.bias[h, i], lambda s, b, h, i, j: s + TABLES["bias"][h, i],
+    ):  # fmt: skip
         with pytest.raises(RuntimeError, match=r"reads a trained tensor, .* compile without"):
             whole(q, k, v, {"score_mod": score})
     roles = nn.ModuleDict({"text": Attend(), "other": Attend(), "near": Attend()})

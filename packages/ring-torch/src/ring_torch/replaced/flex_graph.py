@@ -143,11 +143,21 @@ def _read_of_modules(x: Any, seen: set[int]) -> Iterator[Any]:
     for code in codes:
         names.update(code.co_names)
         codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-    read = [x.__globals__[name] for name in names if name in x.__globals__]
-    yield from read
     held = [cell.cell_contents for cell in x.__closure__ or ()]
+    variables = [x.__globals__[name] for name in names if name in x.__globals__]
+    read = [y for z in variables for y in _within(z, names)]
+    yield from read
     called = [y for y in read if not str(getattr(y, "__module__", "")).startswith("torch")]
     yield from _read_of_modules([*held, *(x.__defaults__ or ()), *called], seen)
+
+
+def _within(x: Any, names: set[str]) -> Iterator[Any]:
+    """Yield a variable, and what a function with these names may read of it."""
+    yield x
+    if isinstance(x, dict):
+        yield from x.values()
+    elif not isinstance(x, Tensor | nn.Module | FunctionType | type) and hasattr(x, "__dict__"):
+        yield from (vars(x)[name] for name in names if name in vars(x))
 
 
 def remember(template: Template) -> str:
