@@ -263,7 +263,7 @@ def test_the_environment_turns_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from ring_torch.debugging import debug as module, records
 
     ends: list[Any] = []
-    monkeypatch.setattr(module.atexit, "register", lambda *call: ends.append(partial(*call)))
+    monkeypatch.setattr("atexit.register", lambda *call: ends.append(partial(*call)))
     for value, every in {"0": [], "": [], "1": [1], "every:20": [20]}.items():
         monkeypatch.setenv("RING_DEBUG", value)
         module.begin()
