@@ -77,7 +77,7 @@ def test_what_rows_hold() -> None:
     log_probs = softmax_kernel.log_probs_(logits, torch.tensor([0, 1, 2]), own, 1.0, None)
     p = torch.tensor([1.0, 2.0]).softmax(0)
     torch.testing.assert_close(log_probs[0], p[0].log())
-    torch.testing.assert_close(logits[0], torch.tensor([1 - p[0], -p[1]]))
+    torch.testing.assert_close(logits[0], torch.stack([1 - p[0], -p[1]]))
     assert (logits[1] == 0).all()
     assert log_probs[2].isnan()
 
