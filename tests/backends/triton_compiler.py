@@ -56,7 +56,7 @@ def compiled(calls: list[dict[str, Any]], arch: int, **more: str) -> list[dict[s
     """
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(_HERE.parents[1]), *sys.path])
-    environment["JAX_PLATFORMS"] = "cpu"
+    environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUMPY_RANK_PROMOTION": "raise"}
     return asked(_HERE, environment | more, {"calls": calls, "arch": arch})
 
 

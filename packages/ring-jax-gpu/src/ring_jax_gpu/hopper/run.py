@@ -244,7 +244,7 @@ def _run_left_out(
     """
     kernel = kernel_of(launch)
     if UNLESS in arrays:
-        arrays = arrays | {"only": arrays["only"] * arrays[UNLESS]}
+        arrays = arrays | {"only": arrays["only"] * arrays[UNLESS][0]}
     arrays = arrays_of(launch, {name: x for name, x in arrays.items() if name != UNLESS}, ())
     strides, steps = _bthd_strides(launch, arrays)
     consts = dict(launch.consts) | steps | {"BLOCK_Q": _HALF, "BLOCK_K": block_k} | _NOT_MULTIPLES
