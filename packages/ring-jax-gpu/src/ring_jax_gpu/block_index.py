@@ -56,7 +56,7 @@ def segment_cells(outer: Array, inner: Array) -> tuple[Array, Array]:
         outer, inner: Segment ids, int32 ``[B, n]`` and ``[B, m]``.
 
     Returns:
-        ``cells``, int32 ``[B, 2, n]``, zeros unless ids ascend; and whether they do, int32 ``[1]``.
+        ``cells``, int32 ``[B, 2, n]``, of any use if ids ascend; and True if they do, bool ``[]``.
     """
     sides = [lax.bitcast_convert_type(x, jnp.uint32) for x in (outer, inner)]  # -1 comes last
     zero_last = [x - 1 for x in sides]
@@ -69,8 +69,7 @@ def segment_cells(outer: Array, inner: Array) -> tuple[Array, Array]:
         jax.vmap(partial(searchsorted, side=side))(table, tokens) for side in ("left", "right")
     )
     cells = jnp.stack([first, jnp.where(outer < 0, first, stop)], axis=1)
-    any_order = ascend | zero_last_ascend
-    return cells * any_order, any_order.astype(jnp.int32)[None]
+    return cells, ascend | zero_last_ascend
 
 
 def in_tiles(tiles: PredicateTiles, lengths: tuple[int, int], block_q: int, block_k: int) -> Flags:

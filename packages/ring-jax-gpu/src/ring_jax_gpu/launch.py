@@ -17,8 +17,8 @@ ITEM_NUMBER = "item_number"  # of the rank's item in `rectangles`; only kernels 
 #: int32 [B, 2, outer length]: where the segment of each outer token starts and stops among the
 #: inner tokens, if segment ids ascend on both sides, else zeros. Only kernels for Hopper take it.
 SEGMENT_CELLS = "segment_cells"
-#: int32 [1]: if it is not 0, kernels for Hopper have done the launch, and plain Triton does not.
-UNLESS = "unless"
+#: bool []: True if they ascend. Where they do not, plain Triton does the launch on Hopper, too.
+IDS_ASCEND = "ids_ascend"
 
 # The documents of each kernel's outer tokens, int32 [2, outer length]: where they start and stop
 # among the inner tokens. A launch and its fallback may have different outer sides.
@@ -75,7 +75,7 @@ def arrays_of(launch: Launch, arrays: Arrays, changed: tuple[str, ...]) -> Array
     ``changed`` are the arrays that some launch changes; each launch has parameters for its own.
     """
     by_outer = {*CELLS.values(), *itertools.chain(*LISTS.values())}
-    optional = {*changed, ITEM_NUMBER, SEGMENT_CELLS, *by_outer}
+    optional = {*changed, ITEM_NUMBER, SEGMENT_CELLS, IDS_ASCEND, *by_outer}
     own = {*kernel_of(launch).arg_names, CELLS[launch.kernel], *LISTS.get(launch.kernel, ())}
     return {name: x for name, x in arrays.items() if name not in optional or name in own}
 

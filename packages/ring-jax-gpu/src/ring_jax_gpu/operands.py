@@ -45,10 +45,10 @@ from ring_jax.records import (
 from ring_jax_gpu.block_index import PredicateTiles, block_index, in_tiles, segment_cells
 from ring_jax_gpu.launch import (
     CELLS,
+    IDS_ASCEND,
     ITEM_NUMBER,
     LISTS,
     SEGMENT_CELLS,
-    UNLESS,
     Arrays,
     KernelName,
     Launch,
@@ -254,7 +254,7 @@ class StepWork:
         if hopper and self.rows.ids is not None:
             ids = not_none(self.rows.ids), not_none(self.columns.ids)
             cells, ascend = segment_cells(*(ids if is_q_major else ids[::-1]))
-            arrays |= {SEGMENT_CELLS: cells, UNLESS: ascend}
+            arrays |= {SEGMENT_CELLS: cells, IDS_ASCEND: ascend}
         launch = Launch(
             kernel, tuple(numbers.items()), tuple(consts.items()), grid, blocks.warps,
             blocks.stages, hopper=hopper, rectangles=self.spec.rectangles if hopper else (),

@@ -7,10 +7,12 @@ imported, and only then is it known whether the GPU has a copy engine for tiles.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
 import jax
+from jax import lax
 from jax.custom_batching import sequential_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -22,7 +24,7 @@ from ring_jax.kernels import compute_capability
 from ring_jax.kernels.absent import wrong_platform
 from ring_jax.records import Array
 from ring_jax_gpu.launch import (
-    UNLESS,
+    IDS_ASCEND,
     Arrays,
     Launch,
     arguments_of,
@@ -78,19 +80,46 @@ def _call_triton(
             "kernel 'triton': is compiled for the GPU of this machine, and JAX finds none. Instead: "
             "lower the program where it runs, or use kernel='xla'"
         )
-    if launch.hopper and capability == HOPPER and has_gluon():
-        from ring_jax_gpu.hopper.run import run as run_on_hopper
-
-        by_name |= run_on_hopper(launch, by_name)
-        # Whether segment ids ascend is known on the device alone: both are launched, one computes.
-        plain_launches = launches_of(launch) if UNLESS in by_name else ()
+    by_plain = partial(_run_plain, launch, changed, capability)
+    if not (launch.hopper and capability == HOPPER and has_gluon()):
+        results = by_plain(by_name)
+    elif IDS_ASCEND in by_name:
+        ascend = by_name.pop(IDS_ASCEND)
+        results = _run_either(ascend, partial(_run_on_hopper, launch, changed), by_plain, by_name)
     else:
-        by_name.pop(UNLESS, None)
-        plain_launches = launches_of(launch)
-    # In plain Triton one launch follows another, each on the arrays it has parameters for.
-    for plain in plain_launches:
-        by_name |= _call_plain(plain, arrays_of(plain, by_name, changed), changed, capability)
-    return [by_name[name] for name in changed]
+        results = _run_on_hopper(launch, changed, by_name)
+    return [results[name] for name in changed]
+
+
+def _run_on_hopper(launch: Launch, changed: tuple[str, ...], arrays: Arrays) -> Arrays:
+    """Run a launch by the kernels for Hopper; return the changed arrays."""
+    from ring_jax_gpu.hopper.run import run
+
+    arrays = arrays | run(launch, arrays)
+    return {name: arrays[name] for name in changed}
+
+
+def _run_plain(launch: Launch, changed: tuple[str, ...], capability: int, arrays: Arrays) -> Arrays:
+    """Run a launch in plain Triton, where one kernel may follow another; return likewise."""
+    for plain in launches_of(launch):
+        arrays = arrays | _call_plain(plain, arrays_of(plain, arrays, changed), changed, capability)
+    return {name: arrays[name] for name in changed}
+
+
+def _run_either(
+    first: Array, a: Callable[[Arrays], Arrays], b: Callable[[Arrays], Arrays], arrays: Arrays
+) -> Arrays:
+    """Run ``a`` if ``first``, which only the device knows, or else ``b``.
+
+    Tensors go in and come out as ``[B, T, H, D]``, as they lie in memory: XLA would transpose them
+    to the order that plain Triton reads before it knows which branch is taken.
+    """
+
+    def turned(arrays: Arrays) -> Arrays:
+        return {name: x.swapaxes(1, 2) if x.ndim == 4 else x for name, x in arrays.items()}
+
+    branches = (lambda x, run=run: turned(run(turned(x))) for run in (a, b))
+    return turned(lax.cond(first, *branches, turned(arrays)))
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
@@ -115,7 +144,8 @@ def _call_plain(
     operands = [
         x.name for x in kernel.params if not x.is_constexpr and arguments[x.name] is not None
     ]
-    with warnings.catch_warnings():
+    # jax-triton asks JAX for the type of each argument, strides of 2^31 and more among them.
+    with jax.enable_x64(True), warnings.catch_warnings():
         # References, which are to replace these aliases, cannot be lowered here.
         warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)
         updated = jax_triton.triton_call(

@@ -26,7 +26,6 @@ from ring_core.triton.scores import (
     indexed_blocks,
     inner_blocks,
     interval,
-    is_done,
     load_bias,
     load_gradient,
     load_keys,
@@ -63,7 +62,7 @@ def bwd_dq(
     bias_batch, bias_head, bias_row, bias_shift, bias_shift_batch, bias_shift_head, any_shift, slopes,
     slopes_batch, dropout, q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head,
     lse_batch, lse_head, dq_batch, dq_head, q_len, k_len, heads, group, heads_per_swizzle,
-    unless, consts: tl.constexpr, nan_safe: tl.constexpr,
+    consts: tl.constexpr, nan_safe: tl.constexpr,
 ):  # fmt: skip
     """Add to ``dq [B, H, T, D]``, or write it, for one block of queries of one head.
 
@@ -74,8 +73,6 @@ def bwd_dq(
     :func:`is_of_other_launch`.
     """
     if is_of_other_launch(any_shift, bias_shift):
-        return
-    if is_done(unless):
         return
     x = Options(
         items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias, bias_batch, bias_head,
@@ -195,7 +192,7 @@ def bwd_dkv(
     bits, bias, bias_batch, bias_head, bias_row, bias_shift, bias_shift_batch, bias_shift_head,
     any_shift, slopes, slopes_batch, dropout, q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch,
     out_head, lse_batch, lse_head, dq_batch, dq_head, dk_batch, dk_head, dv_batch, dv_head, q_len,
-    k_len, heads, group, heads_per_swizzle, only, only_per_head, unless, consts: tl.constexpr,
+    k_len, heads, group, heads_per_swizzle, only, only_per_head, consts: tl.constexpr,
     nan_safe: tl.constexpr,
 ):  # fmt: skip
     """Add to ``dk [B, K, S, D]`` and ``dv [B, K, S, DV]``, or write them, for one block of keys.
@@ -207,8 +204,6 @@ def bwd_dkv(
     selects the blocks to compute, NaN-safe: 0 for none, 1 for dK and dV, 2 for dQ as well.
     """
     if is_of_other_launch(any_shift, bias_shift):
-        return
-    if is_done(unless):
         return
     x = Options(
         items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias, bias_batch, bias_head,

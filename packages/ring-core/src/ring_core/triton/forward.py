@@ -23,7 +23,6 @@ from ring_core.triton.scores import (
     indexed_blocks,
     inner_blocks,
     interval,
-    is_done,
     load_bias,
     load_keys,
     load_queries,
@@ -45,7 +44,7 @@ def fwd(
     bias_batch, bias_head, bias_row, bias_shift, bias_shift_batch, bias_shift_head, slopes,
     slopes_batch, dropout, q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head,
     lse_batch, lse_head, q_len, k_len, heads, group, heads_per_swizzle, only, only_per_head,
-    only_many, unless, consts: tl.constexpr, nan_safe: tl.constexpr,
+    only_many, consts: tl.constexpr, nan_safe: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of queries of one head, and merge it into ``out`` and ``lse``.
 
@@ -62,13 +61,10 @@ def fwd(
         counts: ``[1 or B, I, 2]``, how many of either kind.
         only: ``[B * H, only_per_head]``, ``only_many`` in all: flags of the blocks to compute,
             NaN-safe; by default all.
-        unless: int32 ``[1]``: if it is not 0, another kernel has done all, and nothing is done.
         consts, nan_safe: Constants, and those of blocks that are computed again: masked weights are
             0, and ``0 * nan`` is ``nan``, so NaN in a result may come from values that no query
             sees.
     """
-    if is_done(unless):
-        return
     x = Options(
         items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias, bias_batch, bias_head,
         bias_row, bias_shift, bias_shift_batch, bias_shift_head, slopes, slopes_batch, dropout,

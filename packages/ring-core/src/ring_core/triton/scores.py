@@ -187,16 +187,6 @@ def swizzled_block_and_head(blocks, heads_per_swizzle):
 
 
 @triton.jit
-def is_done(unless):
-    """Return True if another kernel has done this one's work: ``unless [1]``, if any, is not 0."""
-    if unless is None:
-        done: tl.constexpr = False
-    else:
-        done = tl.load(unless) != 0
-    return done
-
-
-@triton.jit
 def of_head(x, batch, head, batch_stride, head_stride, TMA: tl.constexpr):
     """Return the pointer to one head of a tensor; a descriptor (``TMA``) is of all heads."""
     if not TMA:

@@ -40,7 +40,6 @@ from ring_jax_gpu.launch import (
     CELLS,
     ITEM_NUMBER,
     SEGMENT_CELLS,
-    UNLESS,
     Arrays,
     Launch,
     arguments_of,
@@ -234,18 +233,8 @@ def _cells(launch: Launch, arrays: Arrays) -> dict[str, Parameter]:
 def _run_left_out(
     launch: Launch, arrays: Arrays, flags: dict[str, int], programs: int, block_k: int, call: Call
 ) -> Arrays:
-    """Run the blocks that the flags ``only`` name in plain Triton.
-
-    None if a whole launch follows, which would add to them once more: keys that are not finite set
-    flags though nobody sees them.
-
-    Returns:
-        The arrays that the launch changed.
-    """
-    kernel = kernel_of(launch)
-    if UNLESS in arrays:
-        arrays = arrays | {"only": arrays["only"] * arrays[UNLESS][0]}
-    arrays = arrays_of(launch, {name: x for name, x in arrays.items() if name != UNLESS}, ())
+    """Run the blocks that the flags ``only`` name in plain Triton; return what that changed."""
+    kernel, arrays = kernel_of(launch), arrays_of(launch, arrays, ())
     strides, steps = _bthd_strides(launch, arrays)
     consts = dict(launch.consts) | steps | {"BLOCK_Q": _HALF, "BLOCK_K": block_k} | _NOT_MULTIPLES
     left_out = replace(

@@ -197,8 +197,9 @@ def _sum_all(ranks: Ranks, gradients: Iterable[Tensor]) -> None:
 
 def sum_over(ranks: Ranks, x: Tensor) -> Tensor:
     """Return the sum of the ranks' tensors, in float32 or wider; it may be written into ``x``."""
-    # Summed in 16 bits it would lose digits with each rank. Backends know no lazy conjugates.
-    wide = as_stored(x).to(torch.promote_types(x.dtype, torch.float32))
+    # Summed in 16 bits it would lose digits with each rank. Backends know no lazy conjugates, and
+    # gloo no gaps between rows.
+    wide = as_stored(x).to(torch.promote_types(x.dtype, torch.float32)).contiguous()
     run_collective(ranks, lambda: dist.all_reduce(wide, group=ranks.group, async_op=True))
     return wide
 

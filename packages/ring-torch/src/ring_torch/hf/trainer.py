@@ -299,10 +299,13 @@ class TrainerHooks:
         from accelerate.utils import recursively_apply
 
         ranks = self.accelerator.num_processes
+        gathered = self._original(self.accelerator, "gather")(tensors)
+        if ranks == 1:  # then a number stays one, without rows
+            return gathered
         # Gathered tensors are [ranks * n, ...]: keep the n rows of each ring's first rank.
         return recursively_apply(
             lambda x: x.unflatten(0, (ranks, -1))[self.firsts].flatten(0, 1),
-            self._original(self.accelerator, "gather")(tensors),
+            gathered,
         )
 
     @staticmethod

@@ -145,7 +145,8 @@ class Runner(ABC):
                 continue
             # A rank without a gradient takes part with zeros: all ranks must call the collective.
             local = local_shard(torch.zeros_like(weight) if gradient is None else gradient)
-            total = local.to(torch.promote_types(local.dtype, torch.float32))
+            # gloo knows no gaps between rows.
+            total = local.to(torch.promote_types(local.dtype, torch.float32)).contiguous()
             self._all_reduce(total)
             summed[name] = total.div_(self.factor).to(local.dtype)
         return summed
