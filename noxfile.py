@@ -194,7 +194,7 @@ def nightly(session: nox.Session) -> None:
 #: Tests beside the table, by backend, that run its cases under each strategy that ``auto`` leaves.
 UNDER_STRATEGIES = {
     "torch": ["tests/torch_only/test_strategies.py"],
-    "jax": ["tests/jax_only/test_gather.py", "tests/jax_only/test_ulysses.py"],
+    "jax": ["tests/jax_only/test_strategies.py"],
 }
 
 
@@ -308,8 +308,8 @@ def hosts(session: nox.Session, backend: str) -> None:
 def processes(session: nox.Session) -> None:
     """Run JAX on 2 and 4 processes with every strategy, and restore on other rings with Orbax."""
     install(session, BACKENDS["jax"], [*GROUPS["jax"], "processes"], *CONSTRAINED)
-    files = (f"tests/jax_only/test_{name}processes.py" for name in ("", "lost_"))
-    session.run("pytest", *files, "--backend=jax", "--all", *session.posargs)
+    file = "tests/jax_only/test_processes.py"
+    session.run("pytest", file, "--backend=jax", "--all", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)
@@ -464,7 +464,7 @@ def bench_jax_gpus(session: nox.Session) -> None:
 
 @nox.session(python="3.12", default=False)
 def bench_jax_options(session: nox.Session) -> None:
-    """Time head dims, a window and a bias beside cuDNN in JAX on one GPU; arguments go to it."""
+    """Time head dims, masks and options in JAX on one GPU, beside cuDNN; arguments go to it."""
     install(session, ["ring-core", "ring-jax", "ring-jax-gpu[cuda13]"], ["examples"], *CONSTRAINED)
     session.run("python", "-m", "benchmarks.jax.options", *session.posargs)
 

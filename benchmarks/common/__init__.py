@@ -1,7 +1,6 @@
-"""Code that the benchmarks of both frameworks share; it needs no framework and no GPU.
+"""The harness that benchmarks of both frameworks share; it needs no framework and no GPU.
 
-``cases`` has the settings and rows to time. ``turns`` times methods in rounds, selects those whose
-results are right, and makes the rows of options. ``report`` has command-line options, result files
-and descriptions of environments. ``tables`` and ``chart`` show a result file, and ``pages`` writes
-them into the docs.
+``cases`` has the settings and rows to time. ``turns`` selects methods whose results are right, and
+times them in rounds. ``report`` has command lines, result files and descriptions of environments.
+``tables`` show a result file, and ``pages`` writes them, and charts, into the docs.
 """

@@ -15,49 +15,80 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.chart import chart, legend
-from benchmarks.common.report import parts_of, rows_of
+from benchmarks.common.report import parts_of
 from benchmarks.common.tables import table
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 
-MARKED = re.compile(r"(<!-- (table|chart) of (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- (table|chart) of (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 
-#: Functions that make the text of a mark, from the rows of its file.
-MAKERS: dict[str, Callable[[Sequence[dict[str, Any]]], str]] = {
-    "table": table,
-    "chart": lambda rows: f"```text\n{chart(rows)}\n```\n\n{legend(rows)}",
-}
+
+#: Settings in the order of the chart, as the file names them: mask, length, query and key heads.
+SETTINGS = (
+    "causal 8k 32/8", "causal 32k 32/8", "causal 32k 32/32", "causal 128k 32/8", "window 128k 32/8",
+    "documents 128k 32/8",
+)  # fmt: skip
+
+#: Names of methods in the chart. If several have one name, the first that was timed is drawn:
+#: `auto`, or the strategy that `auto` has chosen since the file was made. On two GPUs JAX's `auto`
+#: takes the ring.
+METHODS = {
+    "zigzag/auto/auto/auto": "Ring", "zigzag/auto/ulysses/auto": "Ring", "ring": "Ring",
+    "ulysses": "Ulysses", "torch-cp": "torch", "ring-flash-attn": "ring-flash-attn",
+    "yunchang": "yunchang", "all-gather cudnn": "all-gather", "zigzag cudnn": "zigzag",
+}  # fmt: skip
+
+WIDTH = 40  # characters of a bar of 1.00
+EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def chart(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a bar of scaling efficiency for each method that was timed in a setting.
+
+    A bar of 1.00 has ``WIDTH`` block characters, and is drawn to an eighth of one.
+    """
+    rates = {
+        (row["setting"], row["method"]): row["both"]["tflops"] for row in rows if "both" in row
+    }
+    lines = []
+    for setting in SETTINGS:
+        head, drawn = setting, set[str]()
+        for method, name in METHODS.items():
+            if (setting, method) in rates and name not in drawn:
+                drawn.add(name)
+                efficiency = rates[setting, method] / rates[setting, "one"]
+                whole, eighths = divmod(round(efficiency * WIDTH * 8), 8)
+                bar = ("█" * whole + EIGHTHS[eighths]).rstrip()
+                lines.append(f"{head:19}  {name:15}  {bar:{WIDTH}}  {efficiency:.2f}")
+                head = ""
+    return "\n".join(["```text", *lines, "```"])
 
 
 def rendered(page: str) -> str:
     """Return the text of a page with every marked table and chart made anew."""
 
     def made(mark: re.Match[str]) -> str:
-        begin, what, file, end = mark.groups()
+        begin, kind, file, end = mark.groups()
         name, _, part = file.partition("#")
-        return f"{begin}{MAKERS[what](rows_of(ROOT / name, part))}\n{end}"
+        rows = parts_of(ROOT / name)[part]["rows"]
+        return f"{begin}{table(rows) if kind == 'table' else chart(rows)}\n{end}"
 
-    return MARKED.sub(made, page)
-
-
-def files_shown() -> set[str]:
-    """Return the files of results that some page shows."""
-    marks = (mark for page in PAGES for mark in MARKED.findall(page.read_text()))
-    return {file.partition("#")[0] for _, _, file, _ in marks}
+    return _MARKED.sub(made, page)
 
 
 def printed(path: Path) -> str:
     """Return how each part of a file of results was measured, and its table."""
-    return "\n\n".join(
-        f"{path.name} {part}\n$ {x['about']['command']}\n{x['about']['note']}\n\n{table(x['rows'])}"
-        for part, x in parts_of(path).items()
-    )
+    texts = []
+    for part, content in parts_of(path).items():
+        about = content.get("about") or content["environment"]  # of a run that nobody described
+        head = f"{path.name} {part}\n$ {about['command']}\n{about.get('note', '')}"
+        texts.append(f"{head}\n\n{table(content['rows'])}")
+    return "\n\n".join(texts)
 
 
 def main(files: Sequence[str]) -> None:

@@ -1,10 +1,9 @@
 """Run cases in one source tree and answer with digests: the process that ``same_bits`` starts.
 
-It imports Ring from the tree that is in ``PYTHONPATH``, and nothing else of that tree: older trees
-answer, too, from the first with ``StrategyConfig`` on. Cases are a line of JSON each on stdin. The
-answer to one is a line on stdout that begins with :data:`ANSWER`: for each rank digests of its
-tensors and the bytes that it sent, or the reason why the call was refused. The tensors are in the
-folder that the first argument names.
+It imports Ring from the tree that is in ``PYTHONPATH``, and of that tree else only how ranks share
+a GPU. A case is a line of JSON on stdin. The answer has for each rank digests of its tensors and
+the bytes that it sent, or the reason why the call was refused. The tensors are in the folder that
+the first argument names.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ import hashlib
 import json
 import sys
 import zlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,10 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ring_core import StrategyConfig
 from ring_torch import ring_attention
 from ring_torch.local import LocalRankError, LocalRanks
+from ring_torch.strategies import gather
 
-ANSWER = "bits: "
 HEADER = b"RING"  # how a header begins; its fields may differ between trees
 PASSES = ("forward", "backward")
+
+
+class Refused(Exception):  # noqa: N818 - no error: an answer
+    """A case is refused."""
 
 
 class SentBytes(TorchDispatchMode):
@@ -104,26 +105,15 @@ def inputs_of(case: dict[str, Any], rank: int) -> dict[str, Tensor]:
     return made
 
 
-def results_of(rank: int, case: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, int]] | str:
-    """Run a case on this rank; return its tensors and its bytes by pass, or why it is refused.
-
-    Calls after the first have tensors of their own and equal numbers; names of what they give end
-    in their number. Keys and values of the last lie head by head.
-    """
-    results: dict[str, Tensor] = {}
-    sent: dict[str, int] = {}
-    for n in range(count := case.get("calls", 1)):
-        found = _call(rank, case, heads_first=0 < n == count - 1)
-        if isinstance(found, str):
-            return found
-        tensors, sent = found
-        results |= {f"{name}{n + 1 if n else ''}": x for name, x in tensors.items()}
-    return results, sent
-
-
-def _call(
+def results_of(
     rank: int, case: dict[str, Any], *, heads_first: bool
-) -> tuple[dict[str, Tensor], dict[str, int]] | str:
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Run a case on this rank, with K and V head by head if asked; return tensors, bytes by pass.
+
+    Raises:
+        Refused: Ring refuses the call. It does so before anything is sent; what a rank meets later
+            ends all of them.
+    """
     tensors = inputs_of(case, rank)
     if heads_first:
         for name in "kv":
@@ -134,14 +124,14 @@ def _call(
     options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
     returns_lse, on_cpu = case.get("returns_lse", True), dout.device.type == "cpu"
     counters = {name: SentBytes() for name in PASSES}
-    try:  # a refusal comes before anything is sent; what a rank meets later ends all of them
+    try:
         with counters["forward"] if on_cpu else nullcontext():
             outputs = ring_attention(
                 **options, layout=case["layout"], kernel=case["kernel"],
                 strategy=StrategyConfig(**case["strategy"]), return_lse=returns_lse,
             )  # fmt: skip
     except (ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
+        raise Refused(f"{type(error).__name__}: {error}") from error
     out, *lse = outputs if returns_lse else (outputs,)
     leaves = {name: x for name, x in tensors.items() if x.requires_grad}
     ends = {out: dout, **(dict.fromkeys(lse, dlse) if case["lse_grad"] else {})}
@@ -160,74 +150,60 @@ def digest_of(x: Tensor) -> str:
     return hashlib.sha256(f"{x.dtype}{tuple(x.shape)}".encode() + contents).hexdigest()
 
 
-@contextmanager
-def _heads_cut(is_cut: bool) -> Iterator[None]:
-    """Let calls inside cut their heads into groups, which only long ones do."""
-    with ExitStack() as stack:
-        for name in ("head_groups", "gather"):  # older trees have a file of their own
-            with suppress(ModuleNotFoundError):
-                module = import_module(f"ring_torch.strategies.{name}")
-                if is_cut and hasattr(module, "GROUP_FLOPS"):
-                    for limit in ("GROUP_FLOPS", "MIN_BYTES_PER_FLOP", "EARLY_RETURN_FLOPS"):
-                        stack.enter_context(patch.object(module, limit, 1e-9))
-        yield
-
-
 def bits_of(rank: int, case: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Run a case on this rank, keep its tensors in a folder and return their digests."""
-    with _heads_cut(case.get("head_groups", False)):
-        found = results_of(rank, case)
-    if isinstance(found, str):
-        return {"refused": found}
-    tensors, sent = found
-    torch.save(tensors, path_of(folder, case, rank))
+    """Run a case on this rank, keep its tensors in a folder and return their digests.
+
+    Calls after the first have tensors of their own and equal numbers; names of what they give end
+    in their number. Keys and values of the last lie head by head.
+    """
+    tensors: dict[str, Tensor] = {}
+    sent: dict[str, int] = {}
+    with ExitStack() as stack:
+        if case.get("head_groups", False):  # heads are cut into groups in long calls alone
+            for limit in ("GROUP_FLOPS", "MIN_BYTES_PER_FLOP", "EARLY_RETURN_FLOPS"):
+                stack.enter_context(patch.object(gather, limit, 1e-9))
+        for n in range(count := case.get("calls", 1)):
+            try:
+                results, sent = results_of(rank, case, heads_first=0 < n == count - 1)
+            except Refused as refusal:
+                return {"refused": str(refusal)}
+            tensors |= {f"{name}{n + 1 if n else ''}": x for name, x in results.items()}
+    torch.save(tensors, path_of(folder, case["number"], rank))
     return {"digests": {name: digest_of(x) for name, x in tensors.items()}, "sent": sent}
 
 
-def path_of(folder: str, case: dict[str, Any], rank: int) -> Path:
-    """Return the file of a rank's tensors."""
-    return Path(folder) / f"{case['number']}-{rank}.pt"
-
-
-def _started(case: dict[str, Any]) -> LocalRanks:
-    """Start the ranks of a case: those on a GPU share the first one."""
-    if case.get("device") != "cuda":
-        return LocalRanks(case["ranks"], timeout=20.0, patience=120.0)
-    ranks = LocalRanks(case["ranks"], patience=600.0)
-    ranks.run(_share)
-    return ranks
+def path_of(folder: str | Path, number: int, rank: int) -> Path:
+    """Return the file of a rank's tensors of a case."""
+    return Path(folder) / f"{number}-{rank}.pt"
 
 
 def _share(rank: int) -> None:
-    """Let ranks share the first GPU, as tests of the tree do, or benchmarks of older ones."""
+    """Let ranks share the first GPU, as tests of the tree do."""
     sys.path.insert(0, "tests")
-    older = "benchmarks.torch.one_gpu"
-    import_module(older if find_spec(older) else "backends.on_one_gpu").share(rank)
-
-
-def answers(cases: list[dict[str, Any]], folder: str) -> Iterator[dict[str, Any]]:
-    """Yield the answer to each case; start new ranks after a call has failed."""
-    ranks: LocalRanks | None = None
-    for case in cases:
-        if ranks is None or len(ranks) != case["ranks"]:
-            if ranks is not None:
-                ranks.close()
-            ranks = _started(case)
-        try:
-            yield {"ranks": ranks.run(bits_of, case, folder)}
-        except LocalRankError as error:
-            yield {"failed": str(error).strip().splitlines()[-1]}
-            ranks.close()
-            ranks = None
-    if ranks is not None:
-        ranks.close()
+    import_module("backends.on_one_gpu").share(rank)
 
 
 def main() -> None:
-    """Answer all cases on stdin; the argument is the folder for tensors."""
-    cases = [json.loads(line) for line in sys.stdin]
-    for answer in answers(cases, sys.argv[1]):
-        print(f"{ANSWER}{json.dumps(answer)}", flush=True)
+    """Answer cases until stdin ends; start new ranks after a call has failed."""
+    ranks: LocalRanks | None = None
+    for case in map(json.loads, sys.stdin):
+        if ranks is None or len(ranks) != case["ranks"]:
+            if ranks is not None:
+                ranks.close()
+            on_gpu = case.get("device") == "cuda"
+            limits: Any = {"patience": 600.0} if on_gpu else {"timeout": 20.0, "patience": 120.0}
+            ranks = LocalRanks(case["ranks"], **limits)
+            if on_gpu:
+                ranks.run(_share)
+        try:
+            answer: dict[str, Any] = {"ranks": ranks.run(bits_of, case, sys.argv[1])}
+        except LocalRankError as error:
+            answer = {"failed": str(error).strip().splitlines()[-1]}
+            ranks.close()
+            ranks = None
+        print(f"answer: {json.dumps(answer)}", flush=True)
+    if ranks is not None:
+        ranks.close()
 
 
 if __name__ == "__main__":

@@ -15,13 +15,14 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import product
 from statistics import median
 from types import GeneratorType
-from typing import Any, Final
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -32,7 +33,7 @@ from benchmarks.common.cases import SHORT_SETTINGS, K, Setting, mask_of
 from benchmarks.common.report import Report, command
 from benchmarks.development.host_stubs import as_stubbed_rank
 from benchmarks.development.host_time import finish
-from benchmarks.torch.methods import check_gpus, described
+from benchmarks.torch import check_gpus, described
 from ring_torch import accumulate, attention, autograd, prepare, ring_attention
 from ring_torch.call import Call
 from ring_torch.kernels import fa4
@@ -42,7 +43,6 @@ from ring_torch.local import LocalRanks
 from ring_torch.transports.one_kernel import ExchangeState, OneKernel
 from ring_torch.transports.peer_copies import PeerCopies
 
-LAYOUT: Final = "zigzag"
 SETTINGS = SHORT_SETTINGS[:2]  # 8k causal, and a layer of gpt-oss
 STUBBED_TOKENS = 2 * K  # length without a GPU: buffers are cheap, work items whole tiles
 WARM_UP, ROUNDS, AT_ONCE = 30, 40, 8  # calls, rounds, calls of a round
@@ -125,6 +125,21 @@ class Clock:
     @contextmanager
     def marks(self) -> Iterator[None]:
         """Replace the functions that begin causes, for calls that are prepared inside."""
+
+        def preparing(prepare_launch: Any) -> Any:  # what is prepared begins a cause
+            def prepared(*args: Any) -> Any:
+                launch = prepare_launch(*args)
+                return None if launch is None else self.marked(FLASH, launch)
+
+            return prepared
+
+        @lru_cache
+        def split(*args: Any, make: Any = library.split_functions) -> library.SplitFunctions:
+            functions: library.SplitFunctions = make(*args)
+            names = "prepare", "main", "round_dq", "round_dkv"
+            marked = {name: self.marked(FLASH, getattr(functions, name)) for name in names}
+            return functions._replace(**marked)
+
         prepare._prepare.cache_clear()  # noqa: SLF001  # calls keep launches, which are replaced
         with ExitStack() as stack:
             for cause, place, names in _BEGIN:
@@ -132,27 +147,11 @@ class Clock:
                     marked = self.marked(cause, getattr(place, name))
                     stack.enter_context(patch.object(place, name, marked))
             for name in ("repeated_forward", "repeated_backward"):
-                preparing = self._preparing(getattr(fa4.Flash4, name))
-                stack.enter_context(patch.object(fa4.Flash4, name, preparing))
-            functions = lru_cache(partial(self._split_functions, library.split_functions))
-            stack.enter_context(patch.object(library, "split_functions", functions))
+                launches = preparing(getattr(fa4.Flash4, name))
+                stack.enter_context(patch.object(fa4.Flash4, name, launches))
+            stack.enter_context(patch.object(library, "split_functions", split))
             yield
         prepare._prepare.cache_clear()  # noqa: SLF001 - likewise
-
-    def _preparing(self, prepare_launch: Any) -> Any:
-        """Return a wrapper of a function that prepares launches: each launch begins a cause."""
-
-        def prepared(*args: Any) -> Any:
-            launch = prepare_launch(*args)
-            return None if launch is None else self.marked(FLASH, launch)
-
-        return prepared
-
-    def _split_functions(self, make: Any, *args: Any) -> library.SplitFunctions:
-        """Return compiled functions of a split backward, each of which begins a cause."""
-        functions: library.SplitFunctions = make(*args)
-        names = "prepare", "main", "round_dq", "round_dkv"
-        return functions._replace(**{x: self.marked(FLASH, getattr(functions, x)) for x in names})
 
 
 class Repeated:
@@ -166,15 +165,12 @@ class Repeated:
             for shape in setting.shapes
         )
         self.inputs = [x.requires_grad_() for x in (q, k, v)]
-        self.sinks = (
-            torch.zeros(setting.heads, device=device).requires_grad_() if setting.sinks else None
-        )
-        self.leaves = [*self.inputs, *([] if self.sinks is None else [self.sinks])]
-        mask = mask_of(setting.mask, setting.seq_len)
-        options: dict[str, Any] = {"strategy": "gather", "transport": "symm_mem"}
+        sinks = [torch.zeros(setting.heads, device=device).requires_grad_()] * setting.sinks
+        self.leaves = [*self.inputs, *sinks]
         self.attend = partial(
-            ring_attention, layout=LAYOUT, mask=mask, kernel="fa4", sinks=self.sinks, **options
-        )
+            ring_attention, layout="zigzag", mask=mask_of(setting.mask, setting.seq_len),
+            kernel="fa4", sinks=sinks[0] if sinks else None, strategy="gather", transport="symm_mem",
+        )  # fmt: skip
 
     def forward(self) -> Tensor:
         """Run the forward, for autograd to differentiate."""
@@ -186,56 +182,44 @@ class Repeated:
         return torch.autograd.grad(out, self.leaves, self.dout)
 
 
-def _plain(call: Repeated, device: str) -> Times:
-    """Return seconds of each pass, the mean of a few calls that the device can queue."""
-    finish(device)
-    times: Times = dict.fromkeys(((name, "in all") for name in PASSES), 0.0)
-    for _ in range(AT_ONCE):
-        start = time.perf_counter()
-        out = call.forward()
-        middle = time.perf_counter()
-        call.backward(out)
-        times["forward", "in all"] += (middle - start) / AT_ONCE
-        times["backward", "in all"] += (time.perf_counter() - middle) / AT_ONCE
-    return times
+def causes(_: int, setting: Setting, device: str) -> dict[str, dict[str, float]]:
+    """Return microseconds by pass, in all and by cause: medians of this rank's rounds.
 
-
-def _by_cause(call: Repeated, clock: Clock, device: str) -> Times:
-    """Return seconds by pass and cause, the mean of a few calls, as :func:`_plain` makes."""
-    finish(device)
+    A round is the mean of a few calls that the device can queue.
+    """
+    call, clock = Repeated(setting, device), Clock()
     forward = clock.marked(ARGUMENTS, call.forward, outermost=True)
     backward = clock.marked(AUTOGRAD, call.backward, outermost=True)
-    taken: Times = dict.fromkeys(((name, cause) for name in PASSES for cause in CAUSES), 0.0)
-    for _ in range(AT_ONCE):
-        out = None
-        for name in PASSES:
-            out = forward() if name == "forward" else backward(out)
-            for cause in CAUSES:
-                taken[name, cause] += clock.seconds[cause] / AT_ONCE
-                clock.seconds[cause] = 0.0
-    return taken
 
+    def timed() -> Times:
+        finish(device)
+        times: Times = dict.fromkeys(product(PASSES, CAUSES), 0.0)
+        for _ in range(AT_ONCE):
+            out = None
+            for name in PASSES:
+                out = forward() if name == "forward" else backward(out)
+                for cause in CAUSES:
+                    times[name, cause] += clock.seconds[cause] / AT_ONCE
+                    clock.seconds[cause] = 0.0
+        return times
 
-def causes(_: int, setting: Setting, device: str) -> dict[str, dict[str, float]]:
-    """Return microseconds by pass, in all and by cause: medians of this rank's rounds."""
-    call, clock = Repeated(setting, device), Clock()
-
-    def rounds(timed: Callable[[], Times]) -> list[Times]:
+    def rounds() -> list[Times]:
         for _ in range(WARM_UP):
             call.backward(call.forward())
         return [timed() for _ in range(ROUNDS)]
 
     gc.disable()
-    plain = rounds(partial(_plain, call, device))
+    plain = rounds()
     with clock.marks():
-        marked = rounds(partial(_by_cause, call, clock, device))
-    plain += rounds(partial(_plain, call, device))  # a machine that slows down slows both
+        marked = rounds()
+    plain += rounds()  # a machine that slows down slows both
     gc.enable()
     found: dict[str, dict[str, float]] = {}
     for name in PASSES:
-        by_cause = {cause: 1e6 * median(times[name, cause] for times in marked) for cause in CAUSES}
-        took = 1e6 * median(times[name, "in all"] for times in plain)
-        found[name] = by_cause | {MARKS: sum(by_cause.values()) - took, "in all": took}
+        parts = {cause: 1e6 * median(times[name, cause] for times in marked) for cause in CAUSES}
+        # Without marks all of a pass is one cause.
+        took = 1e6 * median(sum(times[name, cause] for cause in CAUSES) for times in plain)
+        found[name] = parts | {MARKS: sum(parts.values()) - took, "in all": took}
     return found
 
 
@@ -252,10 +236,16 @@ def rows_of(setting: Setting, by_rank: list[dict[str, dict[str, float]]]) -> lis
     ]  # fmt: skip
 
 
-def body(options: Any) -> int:
+@command(
+    __doc__,
+    {
+        "--gpus": torch.cuda.device_count(),
+        "--stubs": {"type": int, "metavar": "P", "help": "no GPU: each of P ranks in turn"},
+    },
+)
+def main(options: Any) -> int:
     """Print, and write, the host's time by cause; return the exit code."""
-    count = options.stubs or options.gpus
-    report = Report(options.json, partial(described, gpus=count, stubs=options.stubs or "none"))
+    report, count = Report(options, described()), options.stubs or options.gpus
     if options.stubs:
         for setting in SETTINGS:
             short = replace(setting, seq_len=STUBBED_TOKENS)
@@ -268,15 +258,6 @@ def body(options: Any) -> int:
         for setting in SETTINGS:
             report.add(*rows_of(setting, ranks.run(causes, setting, "cuda")))
     return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Time repeated calls by cause; return the exit code."""
-    arguments: dict[str, dict[str, Any]] = {
-        "--gpus": {"type": int, "default": torch.cuda.device_count(), "help": "ranks"},
-        "--stubs": {"type": int, "metavar": "P", "help": "no GPU: each of P ranks in turn"},
-    }
-    return command(__doc__, arguments, body, argv)
 
 
 if __name__ == "__main__":

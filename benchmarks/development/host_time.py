@@ -23,7 +23,8 @@ import torch.distributed as dist
 from benchmarks.common.cases import CAUSAL, Setting
 from benchmarks.common.report import Report, command
 from benchmarks.common.turns import take_turns
-from benchmarks.torch.methods import check_gpus, described, method
+from benchmarks.torch import check_gpus, described
+from benchmarks.torch.methods import method
 from benchmarks.torch.scaling import gate, inputs, wrong
 from ring_torch.local import LocalRanks
 
@@ -44,17 +45,6 @@ def finish(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def microseconds(call: Call, count: int) -> float:
-    """Return the host's microseconds per call, over a few calls that the GPU can queue."""
-    finish("cuda")
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    taken = (time.perf_counter() - start) / count
-    torch.cuda.synchronize()
-    return taken * 1e6
-
-
 def rows(rank: int, size: int) -> list[dict[str, Any]]:
     """Time all ways in turns; return a row for each, of this rank.
 
@@ -69,14 +59,23 @@ def rows(rank: int, size: int) -> list[dict[str, Any]]:
         if off := wrong(gate(rank, setting, of_name)):
             raise ValueError(f"results of {of_name} are wrong: {off}")
         way = method(of_name, CAUSAL, setting.seq_len)
-        assert way.attend is not None
         calls[name, "forward"] = partial(way.attend, *leaves)
         calls[name, "forward + backward"] = partial(way.both, *leaves, dout)
     for call in calls.values():
         for _ in range(WARM_UP):
             call()
+
+    def microseconds(call: Call, count: int) -> float:
+        finish("cuda")
+        start = time.perf_counter()
+        for _ in range(count):  # few enough for the GPU to queue
+            call()
+        taken = (time.perf_counter() - start) / count
+        torch.cuda.synchronize()
+        return taken * 1e6
+
     gc.disable()
-    taken = take_turns(calls, ROUNDS, lambda _: AT_ONCE, microseconds, shuffled=False)
+    taken = take_turns(calls, ROUNDS, lambda _: AT_ONCE, microseconds)
     gc.enable()
     return [
         {
@@ -88,19 +87,14 @@ def rows(rank: int, size: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def body(options: Any) -> int:
+@command(__doc__, {"--gpus": torch.cuda.device_count()})
+def main(options: Any) -> int:
     """Time all ways, and write their rows; return the exit code."""
     check_gpus(options.gpus, least=2)
-    report = Report(options.json, partial(described, gpus=options.gpus))
+    report = Report(options, described())
     with LocalRanks(options.gpus, cuda=True, patience=300.0) as ranks:
         report.add(*ranks.run(rows, options.gpus)[0])
     return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Time all ways; return the exit code."""
-    gpus = {"type": int, "default": torch.cuda.device_count(), "help": "ranks"}
-    return command(__doc__, {"--gpus": gpus}, body, argv)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,55 +26,52 @@ from benchmarks.common.cases import PASSES, ROWS
 from benchmarks.common.report import Report, UsageError, command, reason_of
 from benchmarks.common.turns import quartiles
 from benchmarks.development import timed_rows
-from benchmarks.torch.methods import described
+from benchmarks.torch import described
 
 HERE = Path(__file__).parents[2]
-OVER_GPUS = ("causal 8k 32/8", "causal 32k 32/8", "causal 128k 32/8")
+OVER_GPUS = ["causal 8k 32/8", "causal 32k 32/8", "causal 128k 32/8"]
 METHOD = "zigzag/auto/auto/auto"
-Timed = Callable[[dict[str, Any]], dict[str, float]]
 
 
-def process_of(path: Path, script: str, argument: str) -> subprocess.Popen[str]:
-    """Start a script of this tree, with the sources of another in ``PYTHONPATH``.
+class Tree:
+    """A source tree, and a process that runs a script of this tree with the sources of that one.
+
+    A request is a line of JSON on its stdin. The answer is one on its stdout that begins with
+    ``answer: ``, as libraries may print there, too.
 
     Raises:
         UsageError: The path is no checkout.
     """
-    sources = [str(x) for x in sorted(path.glob("packages/*/src"))]
-    if not sources:
-        raise UsageError(f"--old: {path} is no checkout: it has no packages/*/src")
-    others = filter(None, [os.environ.get("PYTHONPATH")])  # paths of libraries come last
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sources, str(path), *others])}
-    return subprocess.Popen(
-        [sys.executable, "-P", script, argument], env=environment, cwd=path,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
 
+    def __init__(self, path: Path, script: str, argument: str) -> None:
+        sources = [str(x) for x in sorted(path.glob("packages/*/src"))]
+        if not sources:
+            raise UsageError(f"--old: {path} is no checkout: it has no packages/*/src")
+        others = filter(None, [os.environ.get("PYTHONPATH")])  # paths of libraries come last
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sources, str(path), *others])}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", script, argument], env=environment, cwd=path,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
 
-class Tree:
-    """A source tree and the process that times its rows."""
-
-    def __init__(self, path: Path, ranks: int) -> None:
-        self._process = process_of(path, timed_rows.__file__, str(ranks))
-
-    def time(self, request: dict[str, Any]) -> dict[str, float]:
-        """Return milliseconds of the passes of a row.
-
-        Raises:
-            RuntimeError: The process has ended, or could not time the row.
-            OSError: The process had ended before.
-        """
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def send(self, request: dict[str, Any]) -> None:
+        """Send a request; :meth:`answer` waits for its answer."""
+        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        for line in self._process.stdout:  # libraries may print there, too
-            if line.startswith(timed_rows.ANSWER):
-                result = json.loads(line.removeprefix(timed_rows.ANSWER))
-                if "failed" in result:
-                    raise RuntimeError(result["failed"])
-                times: dict[str, float] = result["ms"]
-                return times
-        raise RuntimeError("the process has ended")
+
+    def answer(self) -> dict[str, Any]:
+        """Return the answer to the oldest request that has none.
+
+        Raises:
+            RuntimeError: The process has ended.
+        """
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("answer: "):
+                answer: dict[str, Any] = json.loads(line.removeprefix("answer: "))
+                return answer
+        raise RuntimeError(f"{self._process.args!r} has ended")
 
     def close(self) -> None:
         """End the process: it has no more requests."""
@@ -91,15 +86,27 @@ def commit_of(path: Path) -> str:
     return commit if commit and Path(top) == path.resolve() else "no commit"
 
 
-def in_turns(old: Timed, new: Timed, request: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Time a row in both trees; return quartiles of each one's times and of their ratios."""
-    trees = {"old": old, "new": new}
-    with ThreadPoolExecutor() as pool:  # kernels are compiled, and results compared
-        list(pool.map(lambda timed: timed(request | {"first": True}), trees.values()))
+def in_turns(trees: Mapping[str, Tree], request: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Time a row in both trees; return quartiles of each one's times and of their ratios.
+
+    Raises:
+        RuntimeError: A tree could not time the row.
+        OSError: A process had ended before.
+    """
+
+    def answers(asked: Mapping[str, Tree], **more: bool) -> dict[str, Any]:
+        for tree in asked.values():
+            tree.send(request | more)
+        by_tree = {name: tree.answer() for name, tree in asked.items()}
+        if failed := [x["failed"] for x in by_tree.values() if "failed" in x]:
+            raise RuntimeError(failed[0])
+        return by_tree
+
+    answers(trees, first=True)  # both at once: kernels are compiled, and results compared
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
     for n in range(rounds):
-        for name in trees if n % 2 == 0 else reversed(trees):
-            taken[name].append(trees[name](request | {"first": False}))
+        for name in trees if n % 2 == 0 else reversed([*trees]):
+            taken[name].append(answers({name: trees[name]}, first=False)[name]["ms"])
     row: dict[str, Any] = {"row_in_turns": request["row"], "rounds": rounds}
     for way in PASSES:
         times = {name: [x[way] for x in by_round] for name, by_round in taken.items()}
@@ -109,37 +116,35 @@ def in_turns(old: Timed, new: Timed, request: dict[str, Any], rounds: int) -> di
     return row
 
 
-def body(options: Any) -> int:
-    """Time each row; return the exit code, 1 if a row could not be timed."""
+@command(
+    __doc__,
+    {
+        "--old": {"type": Path, "required": True, "help": "a checkout of the old code"},
+        "--gpus": torch.cuda.device_count() or 2,
+        "--rows": {"nargs": "*", "metavar": "NAME"},
+        "--one-gpu": {"action": "store_true", "help": "the table of options, too"},
+        "--rounds": 12,
+        "--seconds": 0.4,  # for each figure of a round
+    },
+)
+def main(options: Any) -> int:
+    """Time each row; return how many could not be timed."""
     paths = {"old": options.old.resolve(), "new": HERE}
     commits = {name: commit_of(path) for name, path in paths.items()}
-    report = Report(options.json, partial(described, gpus=options.gpus, **commits))
-    trees = {name: Tree(path, options.gpus) for name, path in paths.items()}
-    for name in (*options.rows, *(row.name for row in ROWS if options.one_gpu)):
-        request = {"row": name, "method": options.method, "seconds": options.seconds}
+    report = Report(options, described(**commits))
+    script, gpus = timed_rows.__file__, str(options.gpus)
+    trees = {name: Tree(path, script, gpus) for name, path in paths.items()}
+    default = OVER_GPUS if torch.cuda.is_available() else [timed_rows.ON_CPU]
+    for name in (options.rows or default) + [row.name for row in ROWS if options.one_gpu]:
+        request = {"row": name, "method": METHOD, "seconds": options.seconds}
         try:
-            row = in_turns(trees["old"].time, trees["new"].time, request, options.rounds)
+            row = in_turns(trees, request, options.rounds)
         except (RuntimeError, OSError) as error:
             row = {"row_in_turns": name, "failed": reason_of(error)}
         report.add(row)
     for tree in trees.values():
         tree.close()
-    return int(any("failed" in row for row in report.rows))
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Time the rows asked for; return the exit code."""
-    default = OVER_GPUS if torch.cuda.is_available() else (timed_rows.ON_CPU,)
-    arguments: dict[str, dict[str, Any]] = {
-        "--old": {"type": Path, "required": True, "help": "a checkout of the old code"},
-        "--gpus": {"type": int, "default": torch.cuda.device_count() or 2, "help": "ranks"},
-        "--rows": {"nargs": "*", "default": default, "metavar": "NAME"},
-        "--one-gpu": {"action": "store_true", "help": "the table of options, too"},
-        "--method": {"default": METHOD},
-        "--rounds": {"type": int, "default": 12},
-        "--seconds": {"type": float, "default": 0.4, "help": "for each figure of a round"},
-    }
-    return command(__doc__, arguments, body, argv)
+    return report.failed
 
 
 if __name__ == "__main__":

@@ -12,24 +12,23 @@ each rank sends in a pass. Differences are shown; the exit code is 1 if there is
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from benchmarks.common.report import Report, UsageError, command
 from benchmarks.development import case_bits
-from benchmarks.development.old_and_new import HERE, commit_of, process_of
+from benchmarks.development.old_and_new import HERE, Tree, commit_of
 
-Answer = dict[str, Any]  # a line of `case_bits`
+Answer = dict[str, Any]  # of `case_bits`
+Case = dict[str, Any]  # as `case_bits` takes it
 LAYOUTS = ("contiguous", "zigzag", "striped")
 #: Strategies as ``StrategyConfig`` takes them, and their layouts.
 STRATEGIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -40,14 +39,14 @@ STRATEGIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "hybrid-ring": ({"name": "hybrid", "ulysses_size": 2, "outer": "ring"}, LAYOUTS),
     "hybrid-gather": ({"name": "hybrid", "ulysses_size": 2, "outer": "gather"}, LAYOUTS),
 }
-
-
-Case = dict[str, Any]  # as `case_bits` takes it
 #: What cases have unless their option says otherwise: arguments that are no tensors, names of
 #: tensors beside q, k and v, heads of queries and keys, head dims of keys and values, numbers of
 #: queries and keys of the whole sequence.
 DEFAULTS: Case = {
     "options": {}, "tensors": (), "heads": (8, 4), "dims": (16, 16), "lengths": (64, 64), "lse_grad": False,
+}  # fmt: skip
+_ON_GPU: Case = {
+    "heads": (8, 2), "dims": (64, 64), "lengths": (2048, 2048), "batch": 1, "calls": 3, "device": "cuda",
 }  # fmt: skip
 
 
@@ -83,11 +82,6 @@ OPTIONS: dict[str, Case] = {
         "segment_ids", "bias", "sinks", window=(30, 0), softcap=5.0, dropout_p=0.1, dropout_seed=3
     ) | {"lse_grad": True},
 }  # fmt: skip
-NUMERICS = (("auto", "float32"), ("eager", "float32"), ("auto", "bfloat16"))  # kernels and dtypes
-RANKS = (2, 4)
-
-
-_GPU: Case = {"heads": (8, 2), "dims": (64, 64), "lengths": (2048, 2048), "batch": 1, "calls": 3}
 #: What kernels of GPUs bind in the first call, and repeat.
 GPU_OPTIONS: dict[str, Case] = {
     "full": {},
@@ -103,89 +97,76 @@ GPU_OPTIONS: dict[str, Case] = {
     "sinks": causal("sinks") | {"returns_lse": False},
     "segments": causal("segment_ids"),
 }
-GPU_KERNELS = ("fa4", "cudnn", "triton")
+RANKS = (2, 4)
+NUMERICS = (("auto", "float32"), ("eager", "float32"), ("auto", "bfloat16"))  # kernels and dtypes
+GPU_NUMERICS = (("fa4", "bfloat16"), ("cudnn", "bfloat16"), ("triton", "bfloat16"))
 
 
-def gpu_cases() -> dict[str, Case]:
-    """Return the cases of two ranks that share a GPU, each of three calls, by name."""
+def all_cases(*, one_gpu: bool = False) -> dict[str, Case]:
+    """Return the cases by name, as ``case_bits`` takes them; names end in ranks x local tokens.
+
+    With ``one_gpu`` those of two ranks that share it, without hybrids: the inner call of one is
+    another case.
+    """
+    counts, strategies, options, numerics = (
+        (RANKS[:1], [*STRATEGIES][:4], GPU_OPTIONS, GPU_NUMERICS)
+        if one_gpu
+        else (RANKS, [*STRATEGIES], OPTIONS, NUMERICS)
+    )
     made: dict[str, Case] = {}
-    for kernel, strategy, option in product(GPU_KERNELS, STRATEGIES, GPU_OPTIONS):
+    for ranks, strategy, option, (kernel, dtype) in product(counts, strategies, options, numerics):
         config, layouts = STRATEGIES[strategy]
-        if config["name"] == "hybrid":
-            continue  # its inner call is one of the others
-        case = DEFAULTS | _GPU | GPU_OPTIONS[option]
-        # Some gradients are added up in any order: there the forwards alone are compared.
-        is_loose = kernel == "cudnn" or (kernel == "fa4" and option == "segments")
-        case |= {"grad": False} if is_loose else {}
-        case["options"] = case["options"] | {"deterministic": kernel == "fa4" and not is_loose}
-        layout = "zigzag" if "zigzag" in layouts else layouts[0]
-        made[f"{strategy}/{layout}/{option}/{kernel}/bfloat16/2x1024"] = case | {
-            "option": option, "strategy": config, "layout": layout, "kernel": kernel,
-            "dtype": "bfloat16", "ranks": 2, "number": len(made), "device": "cuda",
-        }  # fmt: skip
-    return made
-
-
-def all_cases() -> dict[str, Case]:
-    """Return the cases by name, as ``case_bits`` takes them; names end in ranks x local tokens."""
-    made: dict[str, Case] = {}
-    for ranks, strategy, option, (kernel, dtype) in product(RANKS, STRATEGIES, OPTIONS, NUMERICS):
-        config, layouts = STRATEGIES[strategy]
-        case = DEFAULTS | OPTIONS[option]
+        case = DEFAULTS | options[option]
+        if one_gpu:
+            layouts = layouts[1:2] or layouts
+            # Some gradients are added up in any order: there the forwards alone are compared.
+            is_loose = kernel == "cudnn" or (kernel == "fa4" and option == "segments")
+            case = DEFAULTS | _ON_GPU | options[option] | ({"grad": False} if is_loose else {})
+            exact = {"deterministic": kernel == "fa4" and not is_loose}
+            case["options"] = case["options"] | exact
         for layout in layouts:
-            name = f"{strategy}/{layout}/{option}/{kernel}/{dtype}/{ranks}x{case['lengths'][0] // ranks}"
-            made[name] = case | {
+            tokens = case["lengths"][0] // ranks
+            made[f"{strategy}/{layout}/{option}/{kernel}/{dtype}/{ranks}x{tokens}"] = case | {
                 "option": option, "strategy": config, "layout": layout, "kernel": kernel,
                 "dtype": dtype, "ranks": ranks, "number": len(made),
             }  # fmt: skip
     return made
 
 
-class Difference(NamedTuple):
-    """A part of a case's results that differs, on some rank, and by how much at most.
-
-    ``part`` is the name of a tensor, ``sent`` for bytes, ``refused`` or ``failed``.
-    """
-
-    part: str
-    text: str
-    largest: float = 0.0
-
-
-def differences(old: Answer, new: Answer, folders: Sequence[Path], number: int) -> list[Difference]:
-    """Return what differs in the answers of two trees to a case.
+def row_of(name: str, number: int, old: Answer, new: Answer, folders: Sequence[Path]) -> Answer:
+    """Return what is shown of a case: its result, and what differs or why it is not compared.
 
     If only the old tree refuses a call, there is nothing to compare, and so no difference.
     """
-    by_tree = {"old": old, "new": new}
-    failed = [f"{name} failed: {x['failed']}" for name, x in by_tree.items() if "failed" in x]
-    if failed:
-        return [Difference("failed", "; ".join(failed))]
-    if refusal := refusal_of(new):
-        return [] if refusal_of(old) else [Difference("refused", f"new refuses: {refusal}")]
-    if refusal_of(old):
-        return []
-    found: dict[str, Difference] = {}
+    trees = {"old": old, "new": new}
+    differs = {"case": name, "result": "differs"}
+    if failed := [f"{tree} failed: {x['failed']}" for tree, x in trees.items() if "failed" in x]:
+        return differs | {"text": "; ".join(failed)}
+    refused = {
+        tree: next(x["refused"] for x in answer["ranks"] if "refused" in x).splitlines()[0]
+        for tree, answer in trees.items()
+        if any("refused" in x for x in answer["ranks"])
+    }
+    if [*refused] == ["new"]:
+        return differs | {"text": f"new refuses: {refused['new']}"}
+    if refused:
+        result, text = f"{' and '.join(refused)} refused", [*refused.values()][-1]
+        return differs | {"result": result, "text": text}
+    parts: dict[str, tuple[float, str]] = {}  # of each part that differs, where it does so most
     for rank, (a, b) in enumerate(zip(old["ranks"], new["ranks"], strict=True)):
-        for name in sorted(a["digests"].keys() | b["digests"].keys()):
-            if a["digests"].get(name) != b["digests"].get(name):
-                largest = _largest([x / f"{number}-{rank}.pt" for x in folders], name)
-                if name not in found or largest > found[name].largest:
-                    text = f"{name} of rank {rank} by {largest:.2g}"
-                    found[name] = Difference(name, text, largest)
+        for part in sorted(a["digests"].keys() | b["digests"].keys()):
+            if a["digests"].get(part) != b["digests"].get(part):
+                gap = _gap([case_bits.path_of(x, number, rank) for x in folders], part)
+                if part not in parts or gap > parts[part][0]:
+                    parts[part] = gap, f"{part} of rank {rank} by {gap:.2g}"
         if a["sent"] != b["sent"]:
             text = f"bytes sent by rank {rank}: {a['sent']} before, {b['sent']} now"
-            found.setdefault("sent", Difference("sent", text))
-    return list(found.values())
+            parts.setdefault("sent", (0.0, text))
+    texts = [text for _, text in parts.values()]
+    return differs | {"text": "; ".join(texts)} | ({} if texts else {"result": "equal"})
 
 
-def refusal_of(answer: Answer) -> str | None:
-    """Return the first line of the reason why a tree refuses a case, or ``None``."""
-    refusals = [x["refused"] for x in answer.get("ranks", ()) if "refused" in x]
-    return str(refusals[0]).splitlines()[0] if refusals else None
-
-
-def _largest(paths: Sequence[Path], name: str) -> float:
+def _gap(paths: Sequence[Path], name: str) -> float:
     """Return the largest difference of a tensor in two files; infinite if it cannot be compared."""
     old, new = (torch.load(path).get(name) for path in paths)
     if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
@@ -196,82 +177,46 @@ def _largest(paths: Sequence[Path], name: str) -> float:
     return float(gaps.nan_to_num(float("inf")).max())
 
 
-def ask(process: subprocess.Popen[str], cases: dict[str, Case]) -> Iterator[Answer]:
-    """Yield the answers of a tree's process to cases, in their order, as they come.
-
-    Raises:
-        RuntimeError: The process ended before it had answered all.
-    """
-    assert process.stdin is not None and process.stdout is not None
-    count = 0
-    with process:
-        process.stdin.write("\n".join(map(json.dumps, cases.values())))
-        process.stdin.close()
-        for line in process.stdout:  # libraries may print there, too
-            if line.startswith(case_bits.ANSWER):
-                count += 1
-                yield json.loads(line.removeprefix(case_bits.ANSWER))
-    if count < len(cases):
-        raise RuntimeError(f"{process.args!r} ended at case {[*cases][count]}")
-
-
-def row_of(name: str, old: Answer, new: Answer, found: list[Difference]) -> Answer:
-    """Return what is shown of a case: its result, and what differs or why it is not compared."""
-    if found:
-        return {"case": name, "result": "differs", "text": "; ".join(x.text for x in found)}
-    by_tree = {"old": refusal_of(old), "new": refusal_of(new)}
-    refused = [tree for tree, refusal in by_tree.items() if refusal]
-    result = f"{' and '.join(refused)} refused" if refused else "equal"
-    return {"case": name, "result": result, "text": by_tree[refused[-1]] if refused else ""}
-
-
-def body(options: Any) -> int:
+@command(
+    __doc__,
+    {
+        "--old": {"type": Path, "required": True, "help": "a checkout of the old code"},
+        "--cases": "*",
+        "--one-gpu": {"action": "store_true"},
+    },
+)
+def main(options: Any) -> int:
     """Compare the cases; return the exit code, 1 if something differs."""
-    named = gpu_cases() if options.one_gpu else all_cases()
+    named = all_cases(one_gpu=options.one_gpu)
     cases = {name: x for name, x in named.items() if fnmatchcase(name, options.cases)}
     if not cases:
         raise UsageError(
             f"--cases {options.cases}: no case has such a name, as {next(iter(named))}"
         )
     paths = {"old": options.old.resolve(), "new": HERE}
-    commits = {name: commit_of(path) for name, path in paths.items()}
-    report = Report(
-        options.json, lambda: commits, lambda x: f"{x['case']} {x['result']}: {x['text']}"
-    )
-    rows: list[Answer] = []
-    with tempfile.TemporaryDirectory() as made:
-        folders = [Path(made) / name for name in paths]
-        for folder in folders:
-            folder.mkdir()
-        processes = [
-            process_of(path, case_bits.__file__, str(folder))
-            for path, folder in zip(paths.values(), folders, strict=True)
+    report = Report(options, {name: commit_of(path) for name, path in paths.items()})
+    counts = dict[str, Counter[str]]()
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [Path(folder) / name for name in paths]
+        for made in folders:
+            made.mkdir()
+        trees = [
+            Tree(path, case_bits.__file__, str(made))
+            for path, made in zip(paths.values(), folders, strict=True)
         ]
-        for (name, case), a, b in zip(
-            cases.items(), *(ask(x, cases) for x in processes), strict=True
-        ):
-            rows.append(row_of(name, a, b, differences(a, b, folders, case["number"])))
-            if options.all or rows[-1]["result"] == "differs":
-                report.add(rows[-1])
-    counts = Counter((x["case"].partition("/")[0], x["result"]) for x in rows)
-    for strategy in dict.fromkeys(name for name, _ in counts):
-        of_it = (f"{n} {result}" for (name, result), n in counts.items() if name == strategy)
-        print(f"{strategy:14} {', '.join(of_it)}")
-    return int(any(x["result"] == "differs" for x in rows))
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Compare the cases asked for; return the exit code."""
-    arguments: dict[str, dict[str, Any]] = {
-        "--old": {"type": Path, "required": True, "help": "a checkout of the old code"},
-        "--cases": {"default": "*", "metavar": "PATTERN", "help": "names of cases to compare"},
-        "--one-gpu": {
-            "action": "store_true",
-            "help": "kernels of GPUs, on two ranks that share one",
-        },
-        "--all": {"action": "store_true", "help": "show and keep equal and refused cases, too"},
-    }
-    return command(__doc__, arguments, body, argv)
+        for name, case in cases.items():
+            for tree in trees:
+                tree.send(case)
+            old, new = (tree.answer() for tree in trees)
+            row = row_of(name, case["number"], old, new, folders)
+            counts.setdefault(name.partition("/")[0], Counter())[row["result"]] += 1
+            if row["result"] == "differs":
+                report.add(row)
+        for tree in trees:
+            tree.close()
+    for strategy, results in counts.items():
+        print(f"{strategy:14} {', '.join(f'{n} {result}' for result, n in results.items())}")
+    return int(bool(report.rows))
 
 
 if __name__ == "__main__":

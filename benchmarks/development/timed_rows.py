@@ -1,9 +1,9 @@
 """Time rows in one source tree on request: the process that ``old_and_new`` starts.
 
 It imports Ring, and the benchmarks below, from the tree that is in ``PYTHONPATH``; runs over GPUs
-are timed by the code of this file's tree, for both. A request is a line of JSON on stdin,
-``{"row": "causal 8k 32/8", "method": ..., "seconds": ...}``. The answer is a line on stdout that
-begins with :data:`ANSWER`: milliseconds of each pass, or what went wrong.
+are timed by the code of this file's tree, for both. A request is ``{"row": "causal 8k 32/8",
+"method": ..., "seconds": ..., "first": ...}``, the answer milliseconds of each pass, or what went
+wrong.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 from unittest.mock import patch
 
@@ -26,10 +26,9 @@ from benchmarks.torch import options, scaling
 from ring_torch import ring_attention
 from ring_torch.local import LocalRanks
 
-ANSWER = "timed: "
 ON_CPU = "causal 1k on CPUs"  # a row for machines without GPUs
-PASSES = tuple(cases.PASSES)
 TOLERANCE = 3e-2  # of results in bfloat16: root mean square, relative to float32's
+MOST_OFF = 0.1  # of any number of a row over GPUs
 Milliseconds = dict[str, float]
 
 
@@ -40,21 +39,16 @@ def _over_gpus(ranks: LocalRanks, request: dict[str, Any]) -> Milliseconds:
     setting, method = settings[request["row"]], request["method"]
     if request["first"]:
         errors = ranks.run(scaling.gate, setting, method)[0]
-        wrong = {key: x for key, x in errors.items() if key.endswith("max") and not x < 0.1}
-        if wrong:
-            raise ValueError(f"results are wrong: {wrong}")
+        if not all(x < MOST_OFF for name, x in errors.items() if name.endswith("max")):
+            raise ValueError(f"results are wrong: {errors}")
     times = ranks.run(_measured, setting, method, request["seconds"])[0]
-    return {name: times[name]["ms"] for name in PASSES}
+    return {name: times[name]["ms"] for name in cases.PASSES}
 
 
 def _measured(rank: int, setting: cases.Setting, method: str, seconds: float) -> dict[str, Any]:
     """Return what the tree's ``scaling`` measures, timed by this tree's ``timing``."""
-    spec = spec_from_file_location("timing", Path(__file__).parents[1] / "torch" / "timing.py")
-    assert spec is not None and spec.loader is not None
-    timing = module_from_spec(spec)
-    spec.loader.exec_module(timing)
-    name = "timed" if hasattr(scaling, "timed") else "_timed"  # the latter in older trees
-    with patch.object(scaling, name, timing.timed):
+    timing = run_path(str(Path(__file__).parents[1] / "torch" / "timing.py"))
+    with patch.object(scaling, "timed", timing["timed"]):
         measured: dict[str, Any] = scaling.measure(rank, setting, method, seconds)
     return measured
 
@@ -70,7 +64,7 @@ def _on_one_gpu(request: dict[str, Any]) -> Milliseconds:
     tensors, ring = case.inputs(torch.bfloat16), options.METHODS["ring"](case)
     runs: dict[str, Any]
     runs = {"forward": partial(ring.forward, *tensors[:3]), "both": partial(ring.both, *tensors)}
-    return {name: options.rounds({name: runs[name]}, 1)[name][0] for name in PASSES}
+    return {name: options.rounds({name: run}, 1)[name][0] for name, run in runs.items()}
 
 
 def _on_a_cpu(_: int) -> Milliseconds:
@@ -87,11 +81,11 @@ def _on_a_cpu(_: int) -> Milliseconds:
     return {"forward": 1e3 * forward, "both": 1e3 * (time.perf_counter() - start)}
 
 
-def answer(ranks: LocalRanks, request: dict[str, Any]) -> Milliseconds:
+def milliseconds(ranks: LocalRanks, request: dict[str, Any]) -> Milliseconds:
     """Time the requested row; return milliseconds by pass."""
     if request["row"] == ON_CPU:
         by_rank = ranks.run(_on_a_cpu)
-        return {name: max(times[name] for times in by_rank) for name in PASSES}
+        return {name: max(times[name] for times in by_rank) for name in cases.PASSES}
     if request["row"] in {row.name for row in cases.ROWS}:
         return _on_one_gpu(request)
     return _over_gpus(ranks, request)
@@ -103,10 +97,10 @@ def main() -> None:
     with LocalRanks(int(sys.argv[1]), cuda=cuda, patience=300.0) as ranks:
         for line in sys.stdin:
             try:
-                result: dict[str, Any] = {"ms": answer(ranks, json.loads(line))}
+                answer: dict[str, Any] = {"ms": milliseconds(ranks, json.loads(line))}
             except Exception as error:  # noqa: BLE001 - whatever a tree raises is told to whom it asked
-                result = {"failed": f"{type(error).__name__}: {error}"}
-            print(f"{ANSWER}{json.dumps(result)}", flush=True)
+                answer = {"failed": f"{type(error).__name__}: {error}"}
+            print(f"answer: {json.dumps(answer)}", flush=True)
 
 
 if __name__ == "__main__":

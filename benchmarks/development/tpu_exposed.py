@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -128,6 +128,11 @@ def _of_body(name: str, bodies: Mapping[str, list[str]], group: int) -> tuple[fl
         if match is None:
             continue
         result, types, operation, operands = match.groups()
+        sizes = [  # bytes of each array of the result
+            math.prod(int(n) for n in shape.split(",") if n) * _WIDTH[dtype]
+            for dtype, shape in re.findall(r"\b(bf16|f32|s32)\[([\d,]*)\]", types)
+        ]
+        size, alone = 0.0, True  # of a transfer that ends here
         if "tpu_custom_call" in line:
             kernels += 1
         elif operation == "while":
@@ -137,41 +142,30 @@ def _of_body(name: str, bodies: Mapping[str, list[str]], group: int) -> tuple[fl
             moved, exposed = moved + int(times) * of_loop[0], exposed + int(times) * of_loop[1]
             kernels += any("tpu_custom_call" in x for x in bodies[body])
         elif operation == "collective-permute-start":
-            begun[result] = kernels, next(_sizes(types))
+            begun[result] = kernels, sizes[0]
         elif operation == "collective-permute-done":
             before, size = begun.pop(operands.strip(" %"))
-            moved, exposed = moved + size, exposed + size * (kernels == before)
+            alone = kernels == before
         elif operation in ("all-to-all", "collective-permute"):
-            size = sum(_sizes(types)) * (1 - 1 / group if operation == "all-to-all" else 1)
-            moved, exposed = moved + size, exposed + size
+            size = sum(sizes) * (1 - 1 / group if operation == "all-to-all" else 1)
         else:
             assert not re.match(r"all-|reduce-scatter|collective|async", operation), line
+        moved, exposed = moved + size, exposed + size * alone
     assert not begun
     return moved, exposed
 
 
-def _sizes(types: str) -> Iterator[int]:
-    """Yield the bytes of each array of an operation's result."""
-    for dtype, shape in re.findall(r"\b(bf16|f32|s32)\[([\d,]*)\]", types):
-        yield math.prod(int(n) for n in shape.split(",") if n) * _WIDTH[dtype]
-
-
-def body(options: Any) -> int:
+@command(__doc__, {"--topology": {"nargs": "*", "default": TOPOLOGIES, "help": "of these alone"}})
+def main(options: Any) -> int:
     """Compile everything and print the figures."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", CHIPS)  # as many as MaxText's settings ask for
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    report = Report(options.json, dict)
+    report = Report(options, {})
     each = list(product(options.topology, STRATEGIES, ("Ring", "MaxText")))
     for topology, strategy, who in watched(each, len(each), "program"):
         report.add(measure(topology, who, strategy))
     return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Compile for the generations asked for; return the exit code."""
-    choices = {"--topology": {"nargs": "*", "default": TOPOLOGIES, "help": "of these alone"}}
-    return command(__doc__, choices, body, argv)
 
 
 if __name__ == "__main__":

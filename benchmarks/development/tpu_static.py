@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -41,42 +42,20 @@ LENGTH, HEADS, KV_HEADS, DIM = 8192, 8, 2, 128
 WINDOW = 1024
 SPLASH_SIZES = ((512, 512), (512, 1024), (1024, 1024), (1024, 2048))
 
-#: Steps of a plain ring as ``(mask, offset of the queries)``; all shards but the first run these.
+#: Bands ``low <= i - j <= high`` of masks, and steps of a plain ring as ``(mask, offset of the
+#: queries)``; all shards but the first run these.
+BANDS = {"full": (-LENGTH, LENGTH), "causal": (0, LENGTH), "window": (0, WINDOW - 1)}
 MASKS: dict[str, tuple[tuple[str, int], ...]] = {
     "full": (("full", 0),),
     "causal": (("causal", 0),),
     "window over a ring": (("window", 0), ("window", LENGTH)),
 }
 
-#: Masks that programs are compiled for: blocks without a mask are a branch of every program.
-PROGRAMS = {"full": "causal", "causal": "causal", "window over a ring": "window"}
-
 Pass = Literal["forward", "backward"]
 DIRECTIONS: tuple[Pass, Pass] = ("forward", "backward")
-
-
-class Blocks(NamedTuple):
-    """Numbers of blocks that a kernel visits: full, partly masked and empty; and of rows."""
-
-    full: int
-    partial: int
-    empty: int  # visited all the same
-    rows: int
-
-
-class Loop(NamedTuple):
-    """Bundles of a kernel's loop: of every visit, of a row, of a full and a partial block."""
-
-    always: int
-    rare: int
-    full: int
-    partial: int
-
-    def total(self, blocks: Blocks) -> int:
-        """Return how many bundles are issued for these blocks."""
-        visits = blocks.full + blocks.partial + blocks.empty
-        products = self.full * blocks.full + self.partial * blocks.partial
-        return self.always * visits + self.rare * blocks.rows + products
+#: Four numbers: bundles of a kernel's loop for every visit, for a row of blocks, for a full block
+#: and for a partly masked one; or how many of these a kernel has.
+Loop = tuple[int, int, int, int]
 
 
 class Program(NamedTuple):
@@ -90,10 +69,16 @@ class Program(NamedTuple):
 
 def measure(topology: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of one generation."""
-    own = {
-        (direction, name): Program(direction, compiled, *chosen(topology, direction, name))
-        for (name, compiled), direction in product(PROGRAMS.items(), DIRECTIONS)
-    }
+    from ring_jax_tpu.block_sizes import GENERATIONS, Shape, default_sizes
+
+    generation = next(x for x in GENERATIONS.values() if x.name == topology.partition(":")[0])
+    shape = Shape(DIM, DIM, 2, has_bias=False, has_dropout=False)
+    own: dict[tuple[str, str], Program] = {}
+    for (name, steps), direction in product(MASKS.items(), DIRECTIONS):
+        is_window = steps[0][0] == "window"
+        sizes = default_sizes(direction, shape, WINDOW if is_window else math.inf, generation)
+        # Blocks without a mask are a branch of every program.
+        own[direction, name] = Program(direction, "window" if is_window else "causal", *sizes)
     splash = [
         Program(direction, "causal", *sizes)
         for direction, sizes in product(DIRECTIONS, SPLASH_SIZES)
@@ -109,7 +94,7 @@ def measure(topology: str) -> Iterator[dict[str, Any]]:
             for who, candidates in (("ours", [own[direction, name]]), ("splash", splash)):
                 costs = {
                     program: sum(
-                        loop.total(visited(who, kernel, (program.q, program.k), *step))
+                        math.sumprod(loop, visited(who, kernel, (program.q, program.k), *step))
                         for (kernel, loop), step in product(code[who][program].items(), steps)
                     )
                     for program in candidates
@@ -118,49 +103,35 @@ def measure(topology: str) -> Iterator[dict[str, Any]]:
                 best = min(costs, key=lambda program: costs[program])
                 row[f"{direction} {who}"] = round(1000 * costs[best] / pairs, 2)
                 row[f"{direction} {who} blocks"] = best[2:]
-            row[f"{direction} ratio"] = round(
-                row[f"{direction} ours"] / row[f"{direction} splash"], 3
-            )
+            ratio = row[f"{direction} ours"] / row[f"{direction} splash"]
+            row[f"{direction} ratio"] = round(ratio, 3)
         yield row
-
-
-def chosen(topology: str, direction: Pass, name: str) -> tuple[int, int]:
-    """Return the block sizes of queries and keys that our kernels choose for a mask."""
-    from ring_jax_tpu.block_sizes import GENERATIONS, Shape, default_sizes
-
-    generations = (row for row in GENERATIONS.values() if row.name == topology.partition(":")[0])
-    shape = Shape(DIM, DIM, 2, has_bias=False, has_dropout=False)
-    span = WINDOW if name.startswith("window") else math.inf
-    return default_sizes(direction, shape, span, next(generations))
 
 
 def visible(mask: str, offset: int) -> int:
     """Return the visible pairs of a step, per head."""
-    if mask != "window":
-        return LENGTH * (LENGTH if mask == "full" else LENGTH + 1) // (1 + (mask == "causal"))
-    rows = np.arange(LENGTH) + offset
-    seen = np.minimum(rows, LENGTH - 1) - np.maximum(0, rows - WINDOW + 1) + 1
+    (low, high), rows = BANDS[mask], np.arange(LENGTH) + offset
+    seen = np.minimum(rows - low, LENGTH - 1) - np.maximum(0, rows - high) + 1
     return int(np.maximum(0, seen).sum())
 
 
-def visited(who: str, kernel: str, sizes: tuple[int, int], mask: str, offset: int) -> Blocks:
-    """Return the blocks that a kernel visits in a step.
+def visited(who: str, kernel: str, sizes: tuple[int, int], mask: str, offset: int) -> Loop:
+    """Return how many blocks a kernel visits in a step, rows of them, full and partly masked ones.
 
     Ours visits live blocks alone; splash visits as many in each row as in the fullest.
     """
-    q, k = sizes
-    low, high = {"full": (-LENGTH, LENGTH), "causal": (0, LENGTH), "window": (0, WINDOW - 1)}[mask]
+    (q, k), (low, high) = sizes, BANDS[mask]
     top, key = np.arange(0, LENGTH, q)[:, None] + offset, np.arange(0, LENGTH, k)
     nearest, furthest = top - (key + k - 1), top + q - 1 - key
     shown = (furthest >= low) & (nearest <= high)
-    full = (shown & (nearest >= low) & (furthest <= high)).sum()
+    full = int((shown & (nearest >= low) & (furthest <= high)).sum())
     # The outer loop of these kernels runs over blocks of keys.
     by_row = shown.sum(0 if "dkv" in kernel or "fused" in kernel else 1)
-    rows, visits = int((by_row > 0).sum()), int(shown.sum())
-    empty = 0
+    rows, live = int((by_row > 0).sum()), int(shown.sum())
+    visits = live
     if who == "splash":
-        rows, empty = by_row.size, by_row.size * int(by_row.max()) - visits
-    return Blocks(*(HEADS * int(n) for n in (full, visits - full, empty, rows)))
+        rows, visits = by_row.size, by_row.size * int(by_row.max())
+    return HEADS * visits, HEADS * rows, HEADS * full, HEADS * (live - full)
 
 
 def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dict[str, Loop]]:
@@ -184,25 +155,20 @@ def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dic
         )  # fmt: skip
         if process.returncode != 0:
             raise RuntimeError(process.stderr[-3000:])
-        loops_found = {
-            program: kernels_in(folder / str(n), program.direction)
+        found = {
+            program: {
+                match[1]: parse(path.read_text())
+                for path in (folder / str(n)).glob("*-final_bundles.txt")
+                if "analysis" not in path.name
+                # Programs of a backward run the forward, too.
+                and (program.direction == "forward") == ("fwd" in path.name)
+                and (match := re.match(r"\d+-(\w*(?:ring|splash)_\w+)[.\d]*-\d+-final", path.name))
+            }
             for n, program in enumerate(programs)
             if (folder / str(n)).exists()
         }
-    assert all(loops_found.values()), f"a kernel was not dumped for {task}"
-    return loops_found
-
-
-def kernels_in(folder: Path, direction: Pass) -> dict[str, Loop]:
-    """Return the loops of a pass's kernels in a folder of dumps, by kernel name."""
-    return {
-        match[1]: parse(path.read_text())
-        for path in folder.glob("*-final_bundles.txt")
-        if "analysis" not in path.name
-        # Programs of a backward run the forward, too.
-        and (direction == "forward") == ("fwd" in path.name)
-        and (match := re.match(r"\d+-(\w*(?:ring|splash)_\w+)[.\d]*-\d+-final", path.name))
-    }
+    assert all(found.values()), f"a kernel was not dumped for {task}"
+    return found
 
 
 class Branch(NamedTuple):
@@ -210,11 +176,6 @@ class Branch(NamedTuple):
 
     start: int
     stop: int
-
-    @property
-    def size(self) -> int:
-        """Return the number of bundles."""
-        return self.stop - self.start
 
     def holds(self, addresses: list[int]) -> bool:
         """Return True if one of the addresses lies inside."""
@@ -228,6 +189,11 @@ class Branch(NamedTuple):
 def largest(branches: list[Branch]) -> list[Branch]:
     """Return the branches that lie in no other."""
     return [b for b in branches if not any(o != b and o.covers(b) for o in branches)]
+
+
+def bundles(branches: list[Branch]) -> int:
+    """Return the number of bundles in branches that lie beside each other."""
+    return sum(branch.stop - branch.start for branch in branches)
 
 
 def parse(text: str) -> Loop:
@@ -250,7 +216,7 @@ def parse(text: str) -> Loop:
     computing = of_kinds([b for b in jumps if b.holds(products)], products)
     # Of a kind of block, what branches inside jump over is not counted.
     kinds = [
-        b.size - sum(x.size for x in largest([x for x in jumps if x != b and b.covers(x)]))
+        bundles([b]) - bundles(largest([x for x in jumps if x != b and b.covers(x)]))
         for b in sorted(computing)
     ]
     beside = [
@@ -258,9 +224,9 @@ def parse(text: str) -> Loop:
         if not any(c.start <= b.start < c.stop or b.start <= c.start < b.stop for c in computing)
     ]  # fmt: skip
     always = [b for b in beside if b.holds(copies)]
-    rare = sum(b.size for b in largest([b for b in beside if not any(c.covers(b) for c in always)]))
-    within = sum(b.size for b in computing)
-    return Loop(len(body) - rare - within, rare, kinds[0], kinds[min(1, len(kinds) - 1)])
+    rare = bundles(largest([b for b in beside if not any(c.covers(b) for c in always)]))
+    rest = len(body) - rare - bundles(computing)
+    return rest, rare, kinds[0], kinds[min(1, len(kinds) - 1)]
 
 
 def of_kinds(heavy: list[Branch], products: list[int]) -> list[Branch]:
@@ -288,22 +254,18 @@ def compile_all(folder: str, topology: str, who: str, programs: list[list[Any]])
         jax.ShapeDtypeStruct((1, heads, LENGTH, DIM), jnp.bfloat16, sharding=sharding)
         for heads in (HEADS, KV_HEADS)
     )
+
+    def one_pass(attend: Any, q: Any, k: Any, v: Any, *dout: Any) -> Any:
+        out, pull = jax.vjp(attend, q, k, v)
+        return pull(*dout) if dout else out
+
     now = Path(folder, "now")
     for n, (direction, mask, *sizes) in enumerate(programs):
-        attend = _ours(mask) if who == "ours" else _splash(sizes)
-
-        def forward(q: Any, k: Any, v: Any, attend: Any = attend) -> Any:
-            return jax.vjp(attend, q, k, v)[0]
-
-        def backward(q: Any, k: Any, v: Any, dout: Any, attend: Any = attend) -> Any:
-            return jax.vjp(attend, q, k, v)[1](dout)
-
-        is_forward = direction == "forward"
-        function, arrays = (forward, (q, k, k)) if is_forward else (backward, (q, k, k, q))
+        run = partial(one_pass, _ours(mask) if who == "ours" else _splash(sizes))
         shutil.rmtree(now, ignore_errors=True)
         now.mkdir()
         try:
-            jax.jit(function).lower(*arrays).compile()
+            jax.jit(run).lower(q, k, k, *[q] * (direction == "backward")).compile()
         except jax.errors.JaxRuntimeError as error:
             if who == "ours" or "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -346,7 +308,15 @@ def _splash(sizes: list[int]) -> Any:
     return attend
 
 
-def body(options: Any) -> int:
+@command(
+    __doc__,
+    {
+        "--topology": {"nargs": "*", "default": TOPOLOGIES, "help": "of these alone"},
+        # Compilations run in a process of their own, which is started with this.
+        "--child": {"help": argparse.SUPPRESS},
+    },
+)
+def main(options: Any) -> int:
     """Compile everything and print the figures."""
     if options.child:
         compile_all(**json.loads(options.child))
@@ -355,20 +325,10 @@ def body(options: Any) -> int:
         f"bundles per thousand visible pairs and heads, T = {LENGTH} per device, H = {HEADS}, "
         f"K = {KV_HEADS}, D = {DIM}, bfloat16"
     )
-    report = Report(options.json, dict)
+    report = Report(options, {})
     for topology in watched(options.topology, len(options.topology), "topology"):
         report.add(*measure(topology))
     return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Compile for the generations asked for; return the exit code."""
-    arguments: dict[str, dict[str, Any]] = {
-        "--topology": {"nargs": "*", "default": TOPOLOGIES, "help": "of these alone"},
-        # Compilations run in a process of their own, which is started with this.
-        "--child": {"help": argparse.SUPPRESS},
-    }
-    return command(__doc__, arguments, body, argv)
 
 
 if __name__ == "__main__":

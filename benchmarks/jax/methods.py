@@ -11,9 +11,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,33 +25,35 @@ from benchmarks.common.cases import CAUSAL
 from ring_core import Layout, LayoutSpec, Mask, balanced_layout
 
 AXIS = "cp"
+_BLOCK = 128  # tokens; lengths that kernels get are multiples of it
 Attend = Callable[..., Any]
 Implementation = Literal["xla", "cudnn"]  # the first for tests without a GPU
-StepTable = tuple[Any, Any]  # out [B, T, H, D] and lse [B, T, H], float32
-
-_BLOCK = 128  # tokens; lengths that kernels get are multiples of it
+Part = tuple[Any, Any]  # out [B, T, H, D] and lse [B, T, H], float32
 
 
-def kernel(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask, name: str = "auto") -> Any:
+def kernel(
+    q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask, name: str = "auto", **options: Any
+) -> Any:
     """Run our kernels on one device, those that ``auto`` takes or of a name."""
     return ring_jax_gpu.ring_attention(
-        q, k, v, axis_name=None, causal=mask.causal, window=mask.window, bias=bias, kernel=name
+        q, k, v, axis_name=None, mask=mask, bias=bias, kernel=name, **options
     )
 
 
 def cudnn(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask) -> Any:
     """Run cuDNN as JAX calls it; V is zero-padded to the head dim of Q and K."""
     padded = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[3] - v.shape[3])])
-    window = cast("Any", mask.window)
+    window: Any = mask.window
     out = jax.nn.dot_product_attention(
-        q, k, padded, bias, is_causal=mask.causal, local_window_size=window,
-        implementation="cudnn",
-    )  # fmt: skip
+        q, k, padded, bias, is_causal=mask.causal, local_window_size=window, implementation="cudnn"
+    )
     return out[..., : v.shape[3]]
 
 
-def exact(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask) -> Any:
-    """Compute attention by its definition; inputs are float32."""
+def exact(q: Any, k: Any, v: Any, bias: Any = None, *, mask: Mask, **options: Any) -> Any:
+    """Compute attention by its definition, or with options by the kernel ``xla``, in float32."""
+    if options:
+        return kernel(q, k, v, bias, mask=mask, name="xla", **options)
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bihd,bjhd->bhij", q, k, precision="highest") * q.shape[3] ** -0.5
     scores = scores if bias is None else scores + bias
@@ -92,19 +93,12 @@ def mesh_of(gpus: int) -> Mesh:
     return jax.make_mesh((gpus,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 
-@dataclass(frozen=True)
-class Method:
-    """An attention method over a mesh, for a mask.
+class Method(NamedTuple):
+    """An attention method over a mesh, for a mask."""
 
-    Attributes:
-        attend: A function of ``q``, ``k`` and ``v`` over all devices, in the order of the layout.
-        layout: The order of tokens over devices.
-        chosen: Returns the strategy that ``auto`` takes for arrays and the kernel, if it is ours.
-    """
-
-    attend: Attend
-    layout: LayoutSpec = "zigzag"
-    chosen: Callable[..., dict[str, str]] = lambda *_: {}
+    attend: Attend  # of q, k and v over all devices, in the order of the layout
+    layout: LayoutSpec = "zigzag"  # the order of tokens over devices
+    chosen: Callable[..., dict[str, str]] = lambda *_: {}  # what `auto` takes, if it is ours
 
 
 Maker = Callable[[Mesh, Mask, int], Method]  # the last is the number of tokens
@@ -115,26 +109,22 @@ def ours(
     kernel: str = "auto",
 ) -> Method:  # fmt: skip
     """Return ``ring_jax`` over the zigzag layout, or over ``chunks`` balanced for the mask."""
-    layout: LayoutSpec = "zigzag"
-    if chunks:
-        layout = balanced_layout(mask, seq_len=seq_len, cp_size=mesh.size)
+    layout: LayoutSpec = (
+        balanced_layout(mask, seq_len=seq_len, cp_size=mesh.size) if chunks else "zigzag"
+    )
     cp = ring_jax_gpu.ContextParallel(mesh, axis_name=AXIS, layout=layout)
     attend = partial(cp.attention, mask=mask, kernel=kernel, strategy=strategy)
 
     def chosen(*qkv: Any) -> dict[str, str]:
         text = cp.explain(*qkv, mask=mask, kernel=kernel)
-        names = {
-            key: re.search(rf"^{line} (\w+)", text, re.MULTILINE)
-            for key, line in (("auto", "strategy"), ("kernel", "kernel"))
-        }
-        return {key: name[1] for key, name in names.items() if name}
+        lines = re.findall(r"^(strategy|kernel) (\w+)", text, re.MULTILINE)
+        return {key.replace("strategy", "auto"): name for key, name in reversed(lines)}
 
     return Method(attend, layout, chosen)
 
 
-def one(mesh: Mesh, mask: Mask, seq_len: int, *, kernel: str = "auto") -> Method:
+def one(_: Mesh, mask: Mask, _seq_len: int, *, kernel: str = "auto") -> Method:
     """Return attention over the whole sequence on one GPU."""
-    del mesh, seq_len
     run = partial(ring_jax_gpu.ring_attention, axis_name=None, mask=mask, kernel=kernel)
     return Method(run, "contiguous")
 
@@ -172,10 +162,10 @@ def zigzag(mesh: Mesh, mask: Mask, _: int, *, implementation: Implementation) ->
     def local(q: Any, k: Any, v: Any) -> Any:
         rank, half = lax.axis_index(AXIS), q.shape[1] // 2
 
-        def from_before(k: Any, v: Any) -> StepTable:
+        def from_before(k: Any, v: Any) -> Part:
             return _part(q, k[:, :half], v[:, :half], implementation)
 
-        def from_behind(k: Any, v: Any) -> StepTable:
+        def from_behind(k: Any, v: Any) -> Part:
             out, lse = _part(q[:, half:], k, v, implementation)
             edges = ((0, 0), (half, 0), (0, 0))
             return (jnp.pad(out, (*edges, (0, 0))), jnp.pad(lse, edges, constant_values=-jnp.inf))
@@ -228,25 +218,21 @@ def _in_order(gathered: Any, size: int) -> Any:
     return jnp.concatenate(chunks, axis=1)
 
 
-def _two_chunks(
-    rank: int, size: int, implementation: Implementation, q: Any, k: Any, v: Any
-) -> Any:
+def _two_chunks(rank: int, size: int, by: Implementation, q: Any, k: Any, v: Any) -> Any:
     """Attend with both chunks of a rank's queries: to all before, and causally to itself."""
     half = q.shape[1] // 2
     outs = []
     for n, chunk in enumerate((rank, 2 * size - 1 - rank)):
         rows, k_stop = q[:, n * half : (n + 1) * half], chunk * half
         own = slice(k_stop, k_stop + half)
-        whole = _part(rows, k[:, own], v[:, own], implementation, is_causal=True)
+        whole = _part(rows, k[:, own], v[:, own], by, is_causal=True)
         if k_stop:
-            whole = _merged(whole, _part(rows, k[:, :k_stop], v[:, :k_stop], implementation))
+            whole = _merged(whole, _part(rows, k[:, :k_stop], v[:, :k_stop], by))
         outs.append(whole[0].astype(q.dtype))
     return jnp.concatenate(outs, axis=1)
 
 
-def _behind_earlier_rows(
-    start: int, mask: Mask, implementation: Implementation, q: Any, k: Any, v: Any
-) -> Any:
+def _behind_earlier_rows(start: int, mask: Mask, by: Implementation, q: Any, k: Any, v: Any) -> Any:
     """Attend with a shard's queries, the first at ``start``, to all keys that they see.
 
     Rows of zeros before the queries make a square of it, so that ``is_causal`` and
@@ -266,25 +252,23 @@ def _behind_earlier_rows(
     window: Any = mask.window
     out = jax.nn.dot_product_attention(
         rows, k[:, first:stop], v[:, first:stop], mask=visible, is_causal=True,
-        local_window_size=window, implementation=implementation,
+        local_window_size=window, implementation=by,
     )  # fmt: skip
     return out[:, start - first :]
 
 
-def _part(
-    q: Any, k: Any, v: Any, implementation: Implementation, *, is_causal: bool = False
-) -> StepTable:
+def _part(q: Any, k: Any, v: Any, by: Implementation, *, is_causal: bool = False) -> Part:
     """Attend on one device, by a kernel of ours that gives the lse in float32, and its gradient.
 
     ``jax.nn.dot_product_attention`` rounds the lse to bfloat16, and drops its gradient.
     """
     out, lse = ring_jax_gpu.ring_attention(
-        q, k, v, axis_name=None, causal=is_causal, kernel=implementation, return_lse=True
+        q, k, v, axis_name=None, causal=is_causal, kernel=by, return_lse=True
     )
     return out.astype("float32"), lse.swapaxes(1, 2)
 
 
-def _merged(a: StepTable, b: StepTable) -> StepTable:
+def _merged(a: Part, b: Part) -> Part:
     lse = jnp.logaddexp(a[1], b[1])
     weights = (jnp.exp(x[1] - lse)[..., None] for x in (a, b))
     out = sum(x[0] * weight for x, weight in zip((a, b), weights, strict=True))

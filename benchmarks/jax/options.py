@@ -1,11 +1,12 @@
-"""Time head dims, window and bias on one GPU in JAX, beside cuDNN: ``nox -s bench_jax_options``.
+"""Time head dims, masks and options on one GPU in JAX: ``nox -s bench_jax_options``.
 
 Batch 1, causal, bfloat16. Methods are the kernel that ``kernel="auto"`` takes, our Triton kernels,
 and cuDNN as ``jax.nn.dot_product_attention`` calls it, with V zero-padded to the head dim of Q and
-K. A bias is one for all heads, and has a gradient. First the output and all gradients of each are
-compared with float32 attention at 1,024 tokens: a method that errs more than twice as much as the
-best of the others gets no time. Times are of queued calls, in rounds in which all take turns, each
-round in a random order; a ratio is of two times of one round, and each is kept as its quartiles.
+K; of options that change scores, or hide them, ours without the option. A bias is one for all
+heads, and has a gradient. First the output and all gradients of each are compared with float32
+attention at 1,024 tokens: a method that errs more than twice as much as the best of the others gets
+no time. Times are of queued calls, in rounds in which all take turns, each round in a random order;
+a ratio is of two times of one round, and each is kept as its quartiles.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.common import turns
 from benchmarks.common.cases import (
@@ -25,24 +27,36 @@ from benchmarks.common.cases import (
     JAX_ROWS,
     OPTIONS_GATE as GATE_LENGTH,
     OURS,
+    Rival,
     Row,
     windowed,
 )
-from benchmarks.common.report import environment, reason_of
+from benchmarks.common.report import command, environment
 from benchmarks.common.turns import Errors, Run
 from benchmarks.jax.methods import Attend, both, cudnn, exact, kernel, random_arrays, seconds
 from ring_core import Mask
+from ring_jax.tools.doctor import versions
 
 TURN = 0.03  # seconds of calls in a turn
-WINDOW = 1024
+WINDOW, DOCUMENTS = 1024, 16
 METHODS: dict[str, Attend] = {
     OURS: kernel, "triton": partial(kernel, name="triton"), "cudnn": cudnn,
 }  # fmt: skip
 
 
-def mask_of(row: Row) -> Mask:
-    """Return the mask of a row."""
-    return windowed(WINDOW) if row.option == "window" else CAUSAL
+def options_of(row: Row, length: int) -> dict[str, Any]:
+    """Return a row's mask and arguments; documents are alike in all options that have them."""
+    ends = np.sort(np.random.default_rng(0).choice(length - 1, DOCUMENTS - 1, replace=False) + 1)
+    ids = np.searchsorted(ends, np.arange(length), side="right")
+    by_option: dict[str, dict[str, Any]] = {
+        "window": {"mask": windowed(WINDOW)},
+        "cu_seqlens": {"mask": Mask(causal=True, cu_seqlens=(0, *ends.tolist(), length))},
+        "segment_ids": {"segment_ids": jnp.asarray(ids[None], jnp.int32)},
+        "softcap": {"softcap": 50.0},
+        "alibi": {"alibi_slopes": 2.0 ** -(jnp.arange(1.0, row.heads + 1) / 4)},
+        "dropout": {"dropout_p": 0.1, "dropout_seed": 7},
+    }
+    return {"mask": CAUSAL} | by_option.get(row.option, {})
 
 
 def inputs(row: Row, length: int) -> list[Any]:
@@ -52,35 +66,27 @@ def inputs(row: Row, length: int) -> list[Any]:
     return random_arrays([*qkv, *bias, dout], seed=length)
 
 
-def compiled(way: str, row: Row, names: Sequence[str], x: Sequence[Any]) -> dict[str, Run | str]:
-    """Return each method's compiled run of a pass, or why there is none.
-
-    Methods are compiled in parallel: cuDNN and Triton take seconds for each.
-    """
+def run_of(row: Row, x: Sequence[Any], way: str, rival: Rival) -> Run:
+    """Return a method's compiled run of a pass."""
     arguments = x if way == "both" else x[:-1]
-
-    def run_of(name: str) -> Run | str:
-        try:
-            attend = partial(METHODS[name], mask=mask_of(row))
-            function = partial(both, attend) if way == "both" else attend
-            return partial(jax.jit(function).lower(*arguments).compile(), *arguments)
-        except Exception as error:  # noqa: BLE001 - a library's own; the row says so
-            return reason_of(error)
-
-    with ThreadPoolExecutor(len(METHODS)) as pool:
-        return dict(zip(names, pool.map(run_of, names), strict=True))
+    attend = partial(METHODS[rival.method], **options_of(row.of(rival), x[0].shape[1]))
+    function = partial(both, attend) if way == "both" else attend
+    return partial(jax.jit(function).lower(*arguments).compile(), *arguments)
 
 
 def errors(row: Row) -> Errors:
-    """Return the largest relative RMS error of out and gradients, or why a method has none."""
+    """Return each method's largest relative RMS error of out and gradients, or why it has none."""
     x = inputs(row, GATE_LENGTH)
-    wide = [y.astype("float32") for y in x]
-    expected = jax.jit(partial(both, partial(exact, mask=mask_of(row))))(*wide)
-    runs = compiled("both", row, [rival.name for rival in row.entrants], x)
-    return {
-        name: run if isinstance(run, str) else max(map(_error, run(), expected))
-        for name, run in runs.items()
-    }
+
+    def error(rival: Rival) -> float:
+        definition = partial(exact, **options_of(row.of(rival), GATE_LENGTH))
+        expected = jax.jit(partial(both, definition))(*(y.astype("float32") for y in x))
+        results = run_of(row, x, "both", rival)()
+        return max(map(_error, results, expected))
+
+    with ThreadPoolExecutor(len(METHODS)) as pool:
+        errors = turns.attempted(row.entrants, error, pool.map)
+    return {rival.name: x for rival, x in errors.items()}
 
 
 def _error(result: Any, expected: Any) -> float:
@@ -101,23 +107,20 @@ def _milliseconds(run: Run, calls: int) -> float:
 def measured(row: Row, length: int, count: int) -> dict[str, Any]:
     """Measure a row, and return it with the kernel that ours took."""
     x = inputs(row, length)
-    rounds = partial(turns.take_turns, count=count, calls_of=_calls, time_of=_milliseconds)
-    programs = partial(compiled, row=row, x=x)
-    lowered = jax.jit(partial(METHODS[OURS], mask=mask_of(row))).lower(*x[:-1])
+    lowered = jax.jit(partial(METHODS[OURS], **options_of(row, length))).lower(*x[:-1])
     taken = "cudnn" if "__cudnn$" in str(lowered.as_text()) else "triton"
-    result = turns.timed_row(
-        row, errors(row), lambda way, names: programs(way, names=names), rounds
-    )
-    return result | {"kernel": taken}
+    rounds = partial(turns.take_turns, count=count, calls_of=_calls, time_of=_milliseconds)
+    # Compiled in parallel: cuDNN and Triton take seconds for each.
+    with ThreadPoolExecutor(len(METHODS)) as pool:
+        timed = turns.timed_row(row, errors(row), partial(run_of, row, x), rounds, pool.map)
+    return timed | {"kernel": taken}
 
 
-def _environment() -> dict[str, Any]:
-    return environment(jax.devices()[0].device_kind, jax=jax.__version__)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+@command(__doc__, turns.ARGUMENTS)
+def main(options: Any) -> int:
     """Compare results, then time each row; return the exit code."""
-    return turns.run_rows(__doc__, JAX_ROWS, measured, _environment, argv)
+    described = environment(jax.devices()[0].device_kind, versions())
+    return turns.run_rows(options, JAX_ROWS, measured, described)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import jax
@@ -23,17 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-import ring_jax_gpu
-from benchmarks.common.cases import JAX_SETTINGS, PASSES, SCALING_GATE, K, Setting, mask_of
-from benchmarks.common.report import Report, command, environment, reason_of
-from benchmarks.common.tables import scaling_line
-from benchmarks.common.turns import Run, take_turns
+from benchmarks.common.cases import JAX_SETTINGS, SCALING_GATE, K, Setting, mask_of
+from benchmarks.common.report import Report, command, environment, selected
+from benchmarks.common.turns import Run, attempted, take_turns
 from benchmarks.jax import methods
-from benchmarks.jax.methods import METHODS, Method, both, mesh_of, sharding_of
+from benchmarks.jax.methods import METHODS, Method, both, mesh_of, seconds, sharding_of
 from ring_core.tools.bench import watched
+from ring_jax.tools.doctor import versions
 
 GATE_LENGTH = SCALING_GATE
-DEFAULT = ("one", "ring", "gather", "all-gather cudnn", "zigzag cudnn")
+DEFAULT = ["one", "ring", "gather", "all-gather cudnn", "zigzag cudnn"]
 WRONG = 0.1  # a method is right if its largest error is below this
 LONG = 256 * K  # tokens above which there are fewer rounds
 RESULTS = ("out", "dq", "dk", "dv")
@@ -84,79 +83,67 @@ def enter(name: str, setting: Setting, mesh: Mesh, short: list[Any], expected: A
     return Entrant(method, mesh, passes, errors)
 
 
-def _environment() -> dict[str, Any]:
-    libraries = ("jax", "jaxlib", "triton", "jax-triton")
-    gpu, flags = jax.devices()[0].device_kind, os.environ.get("XLA_FLAGS", "")
-    return environment(gpu, *libraries, XLA_FLAGS=flags)
-
-
-def seconds_each[Key](runs: dict[Key, Run], rounds: int = 5) -> dict[Key, float]:
-    """Return medians of the times per call, over rounds in which all take turns.
-
-    A GPU's clock changes with its warmth, so each turn begins with a rest, and no run begins at the
-    clock that another one left.
-    """
-    took = take_turns(runs, rounds, _calls, _rested, shuffled=False)
-    return {key: sorted(times)[rounds // 2] for key, times in took.items()}
-
-
 def _calls(run: Run) -> int:
     """Return how many calls fill a turn; the run has been called before."""
-    once = methods.seconds(run)
+    once = seconds(run)
     return 1 if once > SLOW else max(2, min(60, int(TURN / max(once, 1e-5))))
 
 
-def _rested(run: Run, calls: int) -> float:
-    """Return seconds per call, after a rest."""
+def _milliseconds(run: Run, calls: int) -> float:
+    """Return milliseconds per call.
+
+    A GPU's clock changes with its warmth, so a turn begins with a rest, and no run begins at the
+    clock that another one left.
+    """
     time.sleep(REST)
-    return methods.seconds(run, calls) / calls
+    return 1e3 * seconds(run, calls) / calls
 
 
 def rows_of_setting(
     setting: Setting, names: list[str], mesh: Mesh, pool: ThreadPoolExecutor
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each method: all are compared first, then timed in turns."""
-    key = {"gpus": mesh.size, "setting": setting.name}
+    rows: dict[str, dict[str, Any]] = {
+        name: {"gpus": mesh.size, "setting": setting.name, "method": name} for name in names
+    }
     *short, dout = arrays_of(setting, GATE_LENGTH, mesh_of(1))
     defined = partial(methods.exact, mask=mask_of(setting.mask, GATE_LENGTH))
     wide = [x.astype("float32") for x in short]
     expected = jax.device_get(jax.jit(partial(both, defined))(*wide, dout))
-    coming = {
-        name: pool.submit(enter, name, setting, mesh, [*short, dout], expected) for name in names
-    }
-    rows: dict[str, dict[str, Any]] = {}
-    runs: dict[tuple[str, str], Run] = {}
+    entered = partial(enter, setting=setting, mesh=mesh, short=[*short, dout], expected=expected)
+    entrants = attempted(names, entered, pool.map)
     on_mesh: dict[int, list[Any]] = {}
-    entrants: dict[str, Entrant] = {}
-    for name, future in coming.items():
-        row = {**key, "method": name}
-        try:
-            entrant = entrants[name] = future.result()
-            if not max(entrant.errors.values()) < WRONG:
-                yield row | {"wrong": entrant.errors}
-                continue
-            if entrant.mesh.size not in on_mesh:
-                on_mesh[entrant.mesh.size] = arrays_of(setting, setting.seq_len, entrant.mesh)
-            arrays = on_mesh[entrant.mesh.size]
-            passes = {
-                way: partial(program, *(arrays if way == "both" else arrays[:3]))
-                for way, program in entrant.passes.items()
-            }
-            for run in passes.values():
-                jax.block_until_ready(run())
-        except Exception as error:  # noqa: BLE001  # whatever it is, others go on
-            yield row | {"failed": reason_of(error)}
-            continue
-        runs |= {(name, way): run for way, run in passes.items()}
-        rows[name] = row | {"errors": entrant.errors} | entrant.method.chosen(*arrays[:3])
-    took = seconds_each(runs, rounds=3 if setting.seq_len > LONG else 5)
+
+    def passes_of(name: str) -> dict[str, Run]:
+        size = entrants[name].mesh.size
+        if size not in on_mesh:
+            on_mesh[size] = arrays_of(setting, setting.seq_len, entrants[name].mesh)
+        rows[name] |= entrants[name].method.chosen(*on_mesh[size][:3])
+        passes: dict[str, Run] = {
+            way: partial(program, *(on_mesh[size] if way == "both" else on_mesh[size][:3]))
+            for way, program in entrants[name].passes.items()
+        }
+        for run in passes.values():
+            jax.block_until_ready(run())
+        return passes
+
+    for name, entrant in entrants.items():
+        if isinstance(entrant, str):
+            yield rows.pop(name) | {"failed": entrant}
+        elif not max(entrant.errors.values()) < WRONG:
+            yield rows.pop(name) | {"wrong": entrant.errors}
+    passes = attempted([*rows], passes_of)
+    for name in [name for name, runs in passes.items() if isinstance(runs, str)]:
+        yield rows.pop(name) | {"failed": passes.pop(name)}
+    runs = {(name, way): run for name, of in passes.items() for way, run in of.items()}
+    took = take_turns(runs, 3 if setting.seq_len > LONG else 5, _calls, _milliseconds)
     for name, row in rows.items():
         entrant = entrants[name]
         times = {
-            way: {"ms": 1e3 * took[name, way], "peak_gib": _set_aside(entrant.passes[way])}
-            for way in PASSES
+            way: {"ms": median(took[name, way]), "peak_gib": _set_aside(program)}
+            for way, program in entrant.passes.items()
         }
-        yield row | setting.rates(times, entrant.mesh.size)
+        yield row | {"errors": entrant.errors} | setting.rates(times, entrant.mesh.size)
 
 
 def _set_aside(program: Any) -> float:
@@ -166,33 +153,27 @@ def _set_aside(program: Any) -> float:
     return size / 2**30
 
 
-def body(options: Any) -> int:
-    """Run the settings asked for, one after the other; rows already in the JSON are kept."""
-    if options.xla_flags:
-        ring_jax_gpu.set_xla_flags()
-    report = Report(options.json, _environment, scaling_line, keep=True)
+@command(
+    __doc__,
+    {
+        "--gpus": {"type": int, "help": "how many; by default all"},
+        "--settings": {"nargs": "+", "metavar": "NAME"},
+        "--methods": {"nargs": "+", "default": DEFAULT},
+    },
+)
+def main(options: Any) -> int:
+    """Time the settings asked for, one after the other; rows already in the JSON are kept."""
+    gpu, flags = jax.devices()[0].device_kind, os.environ.get("XLA_FLAGS", "")
+    report = Report(options, environment(gpu, versions(), XLA_FLAGS=flags), keep=True)
     mesh = mesh_of(options.gpus or len(jax.devices()))
-    chosen = [x for x in JAX_SETTINGS if x.name in (options.settings or [x.name])]
-    with ThreadPoolExecutor(options.threads) as pool:
+    chosen = selected(JAX_SETTINGS, options.settings)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         for setting in watched(chosen, len(chosen), "setting"):
             key = {"gpus": mesh.size, "setting": setting.name}
             left = [name for name in options.methods if not report.has(**key, method=name)]
             for row in rows_of_setting(setting, left, mesh, pool):
                 report.add(row)
     return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Time the settings asked for; return the exit code."""
-    names = [setting.name for setting in JAX_SETTINGS]
-    arguments: dict[str, dict[str, Any]] = {
-        "--gpus": {"type": int, "help": "how many; by default all"},
-        "--settings": {"nargs": "+", "choices": names},
-        "--methods": {"nargs": "+", "choices": METHODS, "default": list(DEFAULT)},
-        "--threads": {"type": int, "default": os.cpu_count(), "help": "that compile"},
-        "--xla-flags": {"action": "store_true", "help": "ring_jax_gpu.set_xla_flags()"},
-    }
-    return command(__doc__, arguments, body, argv, Path("out/bench_jax_gpus.json"))
 
 
 if __name__ == "__main__":

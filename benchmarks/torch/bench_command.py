@@ -15,14 +15,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common.report import Report, command
-from benchmarks.common.tables import table
-from benchmarks.torch.methods import described
+from benchmarks.torch import described
 
 
 def rows_of(printed: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each pass."""
-    setting = printed["setting"]
-    tokens = {"tokens": setting["seq_len"], "setting": setting}
+    tokens = {"tokens": printed["setting"]["seq_len"], "setting": printed["setting"]}
     rows = []
     for timing in printed["timings"]:
         alone, ring = timing["alone"], timing["ring"]
@@ -34,10 +32,16 @@ def rows_of(printed: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def body(options: Any) -> int:
+@command(
+    __doc__,
+    {
+        "--lengths": {"nargs": "+", "default": ["8k", "32k"], "metavar": "N"},
+        "rest": {"nargs": "*", "help": "options of the command, behind --"},
+    },
+)
+def main(options: Any) -> int:
     """Run the command for each length; returns the exit code."""
-    libraries = dict[str, Any]()
-    report = Report(options.json, lambda: described() | libraries)
+    report = Report(options, described())
     for length in options.lengths:
         words = [sys.executable, "-m", "ring_torch", "bench", "--json", "--seq-len", length]
         done = subprocess.run(
@@ -47,17 +51,9 @@ def body(options: Any) -> int:
             print(done.stdout)
             return done.returncode
         printed = json.loads(done.stdout[done.stdout.index("{") :])
-        libraries |= {"gpus": printed["setting"]["ranks"], "versions": printed["versions"]}
+        report.environment |= {"gpus": printed["setting"]["ranks"], "versions": printed["versions"]}
         report.add(*rows_of(printed))
-    print(table(report.rows))
     return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command for each length; returns the exit code."""
-    lengths = {"nargs": "+", "default": ["8k", "32k"], "metavar": "N"}
-    rest = {"nargs": "*", "help": "options of the command, behind --"}
-    return command(__doc__, {"--lengths": lengths, "rest": rest}, body, argv)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.report import Report, command
-from benchmarks.torch.methods import described
-from benchmarks.torch.timing import median_ms
+from benchmarks.torch import described
+from benchmarks.torch.timing import Run, event_ms, median_ms
 from ring_core import Mask
 from ring_torch import ContextParallel, KVCache
 from ring_torch.kernels.fa4 import FA4
@@ -40,21 +40,15 @@ MOST_ERROR = 0.01
 PREFILLS = (512, 1024, 2048, 8192)  # new tokens
 _SAMPLED = 16  # queries of a prefill that are compared
 FLUSHED = 256 << 20  # bytes that are written before each run, so that none are in the cache
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Row(NamedTuple):
-    """Row of the table.
-
-    Attributes:
-        name: Its name.
-        shares: Tokens of each request, as parts of all of them.
-        new: New tokens of each.
-        page_size: Tokens of a page.
-    """
+    """Row of decode steps."""
 
     name: str
-    shares: Sequence[float]
-    new: int = 1
+    shares: Sequence[float]  # tokens of each request, as parts of all of them
+    new: int = 1  # tokens of each
     page_size: int = 128
 
 
@@ -65,7 +59,18 @@ ROWS = (
 )
 
 
-def call_of(row: Row, options: Any, device: str) -> tuple[Tensor, Tensor, PagedKeys, range, Rules]:
+def rules_of(options: Any) -> Rules:
+    """Return the rules of causal attention."""
+    return Rules(Mask(causal=True), options.width**-0.5, None, None)
+
+
+def kernel_of(q: Tensor, options: Any) -> kernels.Attend:
+    """Return the kernel that a decode step of these queries takes."""
+    rules = rules_of(options)
+    return kernels.attend_by(kernels.chosen("auto", "decode", q, options.width, rules)[0])
+
+
+def call_of(row: Row, options: Any) -> tuple[Tensor, Tensor, PagedKeys, range, Rules]:
     """Return the arguments of a kernel: queries at the ends of requests, on scattered pages."""
     torch.manual_seed(0)
     lengths = [int(options.tokens * share) for share in row.shares]
@@ -75,24 +80,36 @@ def call_of(row: Row, options: Any, device: str) -> tuple[Tensor, Tensor, PagedK
     for request, part in enumerate(order.split(pages)):
         table[request, : len(part)] = part
     shape = sum(pages), row.page_size, options.kv_heads, options.width
-    k, v = (torch.randn(shape, device=device).to(torch.bfloat16) for _ in range(2))
-    q = torch.randn(len(lengths), row.new, options.heads, options.width, device=device)
+    k, v = (torch.randn(shape, device=DEVICE).to(torch.bfloat16) for _ in range(2))
+    q = torch.randn(len(lengths), row.new, options.heads, options.width, device=DEVICE)
     ends = torch.tensor(lengths, device="cpu")[:, None]
     positions = ends + torch.arange(-row.new, 0, device="cpu")
-    keys = PagedKeys(k, v, table.to(device), 0, 1)
-    rules = Rules(Mask(causal=True), options.width**-0.5, None, None)
-    return q.to(torch.bfloat16), positions.int().to(device), keys, range(max(pages)), rules
+    keys = PagedKeys(k, v, table.to(DEVICE), 0, 1)
+    columns, rules = range(max(pages)), rules_of(options)
+    return q.to(torch.bfloat16), positions.int().to(DEVICE), keys, columns, rules
 
 
-def error(attend: kernels.Attend, call: tuple[Tensor, Tensor, PagedKeys, range, Rules]) -> float:
-    """Return how far a kernel's output is from float64, relative to its norm."""
-    q, positions, keys, columns, rules = call
+def compared(
+    name: str, out: Tensor, q: Tensor, positions: Tensor, keys: PagedKeys, columns: range, rules: Rules
+) -> dict[str, Any]:  # fmt: skip
+    """Return a row with how far an output is from float64, and that it is wrong if it is."""
     wide = keys._replace(k=keys.k.double(), v=keys.v.double())
     exact, _ = paged.attend(q.double(), positions, wide, columns, rules)
-    return float((attend(*call)[0].double() - exact).norm() / exact.norm())
+    error = float((out.double() - exact).norm() / exact.norm())
+    wrong = {"failed": f"{name} is WRONG: its error may be {MOST_ERROR}"}
+    return {"row": name, "error": error} | ({} if error <= MOST_ERROR else wrong)
 
 
-def timed(run: Callable[[], object], repeats: int) -> float:
+def beside(
+    others: Sequence[Run], ours: Run, turns: int, ms: Callable[[Run], float]
+) -> dict[str, Any]:
+    """Time ours and others in turns; return milliseconds and ratios of the fastest other's."""
+    taken = [(min(map(ms, others)), ms(ours)) for _ in range(turns)]
+    ratios = [other / own for other, own in taken]
+    return {"turns_ms": taken, "ratios": ratios, "ratio": statistics.median(ratios)}
+
+
+def timed(run: Run, repeats: int) -> float:
     """Return the median of a run's milliseconds: on a GPU of its graph, with cold caches."""
     replay = run
     if torch.cuda.is_available():
@@ -103,163 +120,117 @@ def timed(run: Callable[[], object], repeats: int) -> float:
         replay = graph.replay
         flushed = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda")
 
-    def cold(run: Callable[[], object]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    def cold(run: Run) -> float:
         flushed.zero_()
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end))
+        return event_ms(run)
 
     return median_ms(replay, repeats, cold)
 
 
-def measured(row: Row, options: Any, device: str) -> dict[str, Any]:
+def measured(row: Row, options: Any) -> dict[str, Any]:
     """Compare and time a row; without times if its results are wrong."""
-    call = call_of(row, options, device)
-    q, _, keys, *_ = call
-    attend = kernels.attend_by(kernels.chosen("auto", "decode", q, q.shape[3], call[4])[0])
-    found: dict[str, Any] = {"row": row.name, "error": error(attend, call)}
-    if not found["error"] <= MOST_ERROR:
-        return found | {"failed": f"{row.name} is WRONG: its error may be {MOST_ERROR}"}
+    call = call_of(row, options)
+    attend, keys = kernel_of(call[0], options), call[2]
+    result = compared(row.name, attend(*call)[0], *call)
+    if "failed" in result:
+        return result
     read = torch.cat([keys.k.flatten(), keys.v.flatten()])
     add = partial(torch.sum, read, dtype=torch.float32)
     top = partial(torch.amax, read.view(torch.float32))
-    turns = [
-        (
-            min(timed(x, options.repeats) for x in (add, top)),
-            timed(partial(attend, *call), options.repeats),
-        )
-        for _ in range(options.turns)
-    ]
-    ratios = [plain / ours for plain, ours in turns]
-    found |= {"bytes": read.nbytes, "turns_ms": turns, "ratios": ratios}
-    return found | {"ratio": statistics.median(ratios)}
+    ms = partial(timed, repeats=options.repeats)
+    figures = beside((add, top), partial(attend, *call), options.turns, ms)
+    return result | {"bytes": read.nbytes} | figures
 
 
-def filled(
-    options: Any, device: str, new: int, *, is_row: bool
-) -> tuple[ContextParallel, KVCache, int, tuple[Tensor, ...]]:
+def filled(options: Any, new: int) -> tuple[ContextParallel, KVCache, int, list[Tensor]]:
     """Return a cache whose first request is full but for ``new`` tokens, and q, k, v of these.
 
-    Its pages lie in a row, or alternate with another request's.
+    Its pages alternate with another request's.
     """
     torch.manual_seed(0)
     cp = ContextParallel()
     sizes = options.kv_heads, options.width
     cache = KVCache(
         cp, num_layers=1, num_kv_heads=sizes[0], head_dim=sizes[1], max_requests=2,
-        max_tokens=2 * options.tokens + 256, dtype=torch.bfloat16, device=device,
+        max_tokens=2 * options.tokens + 256, dtype=torch.bfloat16, device=DEVICE,
     )  # fmt: skip
     first, second = cache.add(2)
     left = options.tokens - new
     while left:
-        step = left if is_row else min(left, cache.page_size)
-        for request in (first,) if is_row else (first, second):
+        step = min(left, cache.page_size)
+        for request in (first, second):
             cache.extend([request], step)
-            kv = torch.randn(2, 1, step, *sizes, device=device).to(torch.bfloat16)
+            kv = torch.randn(2, 1, step, *sizes, device=DEVICE).to(torch.bfloat16)
             cache.write(kv[0], kv[1], layer=0)
         left -= step
     cache.extend([first], new)
     heads = options.heads + 2 * options.kv_heads
-    qkv = torch.randn(1, new, heads, options.width, device=device).to(torch.bfloat16)
-    q, k, v = qkv.split([options.heads, *[options.kv_heads] * 2], dim=2)
-    return cp, cache, first, (q.contiguous(), k.contiguous(), v.contiguous())
+    qkv = torch.randn(1, new, heads, options.width, device=DEVICE).to(torch.bfloat16)
+    split = qkv.split([options.heads, *[options.kv_heads] * 2], dim=2)
+    return cp, cache, first, [x.contiguous() for x in split]
 
 
-def several(run: Callable[[], object], repeats: int) -> float:
-    """Return the median of a run's milliseconds, one run behind the other."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def five(run: Callable[[], object]) -> float:
-        start.record()
-        for _ in range(5):
-            run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 5
-
-    return median_ms(run, repeats, five)
-
-
-def measured_prefill(new: int, options: Any, device: str, *, is_row: bool) -> dict[str, Any]:
+def measured_prefill(new: int, options: Any) -> dict[str, Any]:
     """Compare and time a prefill beside flash-attn-4; without times if it is wrong."""
-    cp, cache, request, (q, k, v) = filled(options, device, new, is_row=is_row)
+    cp, cache, request, (q, k, v) = filled(options, new)
     run = partial(cp.prefill, q, k, v, cache, layer=0, request=request)
-    state = state_of(cache)
+    state, rules = state_of(cache), rules_of(options)
     keys, _ = state.keys_of(0, (request,), 1, is_last=False)
-    rules = Rules(Mask(causal=True), options.width**-0.5, None, None)
-    rows = torch.arange(0, new, max(1, new // _SAMPLED), device=device)
+    rows = torch.arange(0, new, max(1, new // _SAMPLED), device=DEVICE)
     columns = range(len(state.page_numbers(request)))
-    out = run()[:, rows].double()
-    wide = keys._replace(k=keys.k.double(), v=keys.v.double())
     positions = (rows + options.tokens - new)[None]
-    exact, _ = paged.attend(q[:, rows].double(), positions, wide, columns, rules)
-    name = f"prefill of {new}, {'in a row' if is_row else 'scattered'}"
-    found: dict[str, Any] = {"row": name, "error": float((out - exact).norm() / exact.norm())}
-    if not found["error"] <= MOST_ERROR:
-        return found | {"failed": f"{name} is WRONG: its error may be {MOST_ERROR}"}
-    found["kernel"] = kernels.chosen("auto", "prefill", q, options.width, rules)[0]
-    del wide, exact
+    out = run()[:, rows]
+    result = compared(f"prefill of {new}", out, q[:, rows], positions, keys, columns, rules)
+    if "failed" in result:
+        return result
+    result["kernel"] = kernels.chosen("auto", "prefill", q, options.width, rules)[0]
+    # Queued, as layers of a model are: the host runs ahead.
+    queued = partial(event_ms, calls=20)
     if not q.is_cuda or FA4.unavailable_reason() is not None:
-        return found | {"ms": several(run, options.repeats)}
+        return result | {"ms": median_ms(run, options.repeats, queued)}
     from flash_attn.cute import flash_attn_func
 
-    whole = [x[keys.table[0, : len(columns)].long()].flatten(0, 1)[None, : options.tokens] for x in keys[:2]]  # fmt: skip
+    table = keys.table[0, : len(columns)].long()
+    whole = [x[table].flatten(0, 1)[None, : options.tokens] for x in keys[:2]]
     rival = partial(flash_attn_func, q, *whole, causal=True)
-    turns = [
-        (several(rival, options.repeats // 3), several(run, options.repeats // 3))
-        for _ in range(options.turns)
-    ]
-    ratios = [fa4 / ours for fa4, ours in turns]
-    return found | {"turns_ms": turns, "ratios": ratios, "ratio": statistics.median(ratios)}
+    ms = partial(median_ms, repeats=options.repeats // 3, on_gpu=queued)
+    return result | beside([rival], run, options.turns, ms)
 
 
-def measured_step(options: Any, device: str) -> dict[str, Any]:
+def measured_step(options: Any) -> dict[str, Any]:
     """Time a whole step of a layer over its kernel, and its host time."""
-    cp, cache, request, (q, k, v) = filled(options, device, 1, is_row=False)
-    state = state_of(cache)
-    rules = Rules(Mask(causal=True), options.width**-0.5, None, None)
-    attend = kernels.attend_by(kernels.chosen("auto", "decode", q, options.width, rules)[0])
-    keys, ends = state.keys_of(0, (request,), 1, is_last=True)
-    positions = positions_of(ends, 1)
+    cp, cache, request, (q, k, v) = filled(options, 1)
+    keys, ends = state_of(cache).keys_of(0, (request,), 1, is_last=True)
     columns = range(keys.table.shape[1])
+    call = q, positions_of(ends, 1), keys, columns, rules_of(options)
 
     def step() -> None:
         cache.write(k, v, layer=0)
         cp.decode(q, cache, layer=0)
 
     host = 1e6 * statistics.median(timeit.repeat(step, number=1, repeat=options.repeats))
-    turns = [
-        tuple(timed(x, options.repeats) for x in (step, partial(attend, q, positions, keys, columns, rules)))
-        for _ in range(options.turns)
-    ]  # fmt: skip
+    ms = partial(timed, repeats=options.repeats)
+    turns = beside([step], partial(kernel_of(q, options), *call), options.turns, ms)["turns_ms"]
     rest = statistics.median(1e3 * (whole - kernel) for whole, kernel in turns)
     return {"row": "a step", "turns_ms": turns, "rest_us": rest, "host_us": host}
 
 
-def body(options: Any) -> int:
+@command(
+    __doc__,
+    {
+        "--tokens": 131072, "--heads": 32, "--kv-heads": 8, "--width": 128, "--repeats": 30, "--turns": 3,
+    },
+)  # fmt: skip
+def main(options: Any) -> int:
     """Compare, measure, print, and write the figures; return how many rows were wrong."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = {name: x for name, x in vars(options).items() if isinstance(x, int)}
-    report = Report(options.json, partial(described, **sizes), keep=True)
+    report = Report(options, described(), keep=True)
     for row in ROWS:
         if not report.has(row=row.name):
-            report.add(measured(row, options, device))
-    report.add(measured_step(options, device))
+            report.add(measured(row, options))
+    report.add(measured_step(options))
     for new in (x for x in PREFILLS if x < options.tokens):
-        for is_row in (True, False):
-            report.add(measured_prefill(new, options, device, is_row=is_row))
-    return sum("failed" in row for row in report.rows)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Time each row; return the exit code."""
-    sizes = {"--tokens": 131072, "--heads": 32, "--kv-heads": 8, "--width": 128}
-    counts = {"--repeats": 30, "--turns": 3}
-    arguments = {name: {"type": int, "default": x} for name, x in (sizes | counts).items()}
-    return command(__doc__, arguments, body, argv)
+        report.add(measured_prefill(new, options))
+    return report.failed
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.common.report import Report, command, reason_of
 from benchmarks.common.turns import take_turns
-from benchmarks.torch.methods import described
+from benchmarks.torch import described
 from ring_torch import ContextParallel, linear_cross_entropy
 from ring_torch.training import token_log_probs
 
@@ -86,11 +86,11 @@ def row_of(run: Callable[[], list[Tensor]], expected: Sequence[Tensor]) -> dict[
     return {"error": far, "peak_bytes": peak} | ({} if far <= MOST_ERROR else {"failed": "WRONG"})
 
 
-def body(options: Any) -> int:
+@command(__doc__, {"--tokens": 32768, "--dim": 4096, "--classes": 152_064, "--rounds": 7})
+def main(options: Any) -> int:
     """Compare, measure, print, and write the figures; return how many rows of ours were wrong."""
     torch.manual_seed(0)
-    sizes = {name: x for name, x in vars(options).items() if isinstance(x, int)}
-    report = Report(options.json, partial(described, "liger-kernel", "nvidia-cutlass-dsl", **sizes))
+    report = Report(options, described("liger-kernel", "nvidia-cutlass-dsl"))
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         hidden = torch.randn(options.tokens, options.dim)
         weight = torch.randn(options.classes, options.dim) * 2 / options.dim**0.5
@@ -107,13 +107,6 @@ def body(options: Any) -> int:
         times = {name: {"seconds": statistics.median(x), "rounds": x} for name, x in took.items()}
         report.add(*({"kind": kind, "name": x} | times.get(x, {}) | rows[x] for x in runs))
     return sum("failed" in row and row["name"] == "ring" for row in report.rows)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure all; return the exit code."""
-    sizes = {"--tokens": 32768, "--dim": 4096, "--classes": 152_064, "--rounds": 7}
-    arguments = {name: {"type": int, "default": x} for name, x in sizes.items()}
-    return command(__doc__, arguments, body, argv)
 
 
 if __name__ == "__main__":

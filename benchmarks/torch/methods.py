@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
 import ring_core
-from benchmarks.common.report import UsageError, environment
 from ring_core import Mask, StrategyConfig
 from ring_torch import ContextParallel
 
@@ -23,62 +22,42 @@ Attend = Callable[..., Tensor]  # of q, k, v and, in rows that have them, sinks
 
 
 class Method(NamedTuple):
-    """An attention method: its forward, and its forward + backward.
+    """An attention method: a function that autograd differentiates, and how it runs.
 
     Attributes:
-        forward: Returns ``out`` of q, k, v and, in rows that have them, sinks; without gradients.
-        both: Returns ``[out, dq, dk, dv]``, then gradients of sinks and of parameters.
+        attend: Returns ``out`` of q, k, v and, in rows that have them, sinks.
+        parameters: Tensors that get gradients beside the arguments.
         shard: Cuts a rank's slice ``[B, T_local, heads, D]`` out of ``[B, T, heads, D]``.
         around: Makes the context in which forward and backward both run.
-        chosen: Returns the strategy and transport that Ring takes, as ``gather/symm_mem``.
-        attend: The function of both passes, if autograd differentiates it.
+        chosen: Returns what Ring takes of the same arguments, as ``gather/symm_mem``.
+        layers: Calls in a row, as a model's layers make: the output of one is the next one's q.
+            They read the same numbers for k and v, which get a gradient in each of them.
+        in_graph: True if a CUDA graph is captured and replayed.
     """
 
-    forward: Attend
-    both: Callable[..., list[Tensor]]
+    attend: Attend
+    parameters: tuple[Tensor, ...] = ()
     shard: Callable[[Tensor], Tensor] = lambda x: x
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     chosen: Callable[..., str] = lambda *_: ""
-    attend: Attend | None = None
+    layers: int = 1
+    in_graph: bool = False
 
-
-def through_autograd(attend: Attend, *parameters: Tensor) -> Method:
-    """Return the method of a function that autograd differentiates."""
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        """Return the output, without gradients."""
         with torch.no_grad():
-            return attend(q, k, v, *sinks)
-
-    def both(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *sinks: Tensor) -> list[Tensor]:
-        out = attend(q, k, v, *sinks)
-        return [out.detach(), *torch.autograd.grad(out, (q, k, v, *sinks, *parameters), dout)]
-
-    return Method(forward, both, attend=attend)
-
-
-def in_layers(way: Method, number: int) -> Method:
-    """Return a method as ``number`` layers of a model: the output of one is the next one's q.
-
-    The layers read the same numbers for k and v, which get a gradient in each of them.
-    """
-    attend = way.attend
-    assert attend is not None
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
-        with torch.no_grad():
-            for _ in range(number):
-                q = attend(q, k, v, *sinks)
+            for _ in range(self.layers):
+                q = self.attend(q, k, v, *sinks)
         return q
 
-    def both(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *sinks: Tensor) -> list[Tensor]:
+    def both(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *sinks: Tensor) -> list[Tensor]:
+        """Return ``[out, dq, dk, dv]``, then gradients of sinks, other layers and parameters."""
         out, leaves = q, [q]
-        for _ in range(number):
-            of_layer = [x.detach().requires_grad_() for x in (k, v, *sinks)]
-            out = attend(out, *of_layer)
+        for n in range(self.layers):
+            of_layer = [x.detach().requires_grad_() if n else x for x in (k, v, *sinks)]
+            out = self.attend(out, *of_layer)
             leaves += of_layer
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-    return way._replace(forward=forward, both=both)
+        return [out.detach(), *torch.autograd.grad(out, [*leaves, *self.parameters], dout)]
 
 
 def dense(
@@ -132,7 +111,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 def _over_zigzag(attend: Attend) -> Method:
     """Return the method of a function that takes shards in the zigzag layout."""
-    return through_autograd(attend)._replace(shard=ContextParallel(layout="zigzag").shard)
+    return Method(attend, shard=ContextParallel(layout="zigzag").shard)
 
 
 def _contiguous(x: Tensor) -> Tensor:
@@ -153,64 +132,51 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.forward(ctx, grad)
 
 
-def _to_heads(x: Tensor) -> Tensor:
-    """Trade tokens for heads: return ``[B, T / P, H, D]`` as ``[B, T, H / P, D]``."""
-    parts = x.unflatten(2, (dist.get_world_size(), -1)).permute(2, 0, 1, 3, 4)
-    received: Tensor = _Exchange.apply(parts)
-    return received.transpose(0, 1).flatten(1, 2)
-
-
-def _to_tokens(x: Tensor) -> Tensor:
-    """Trade heads for tokens: the reverse of :func:`_to_heads`."""
-    parts = x.unflatten(1, (dist.get_world_size(), -1)).transpose(0, 1)
-    received: Tensor = _Exchange.apply(parts)
-    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-
 def _ulysses(mask: Mask) -> Method:
     """Return Ulysses (arXiv 2309.14509), which splits heads; too few K/V heads are repeated."""
     local = flash(mask)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        copies = max(1, dist.get_world_size() // k.shape[2])
+        world = dist.get_world_size()
+        copies = max(1, world // k.shape[2])
         k, v = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
-        return _to_tokens(local(*(_to_heads(x) for x in (q, k, v))))
+        # [B, T / P, H, D] becomes [B, T, H / P, D] ...
+        parts = (x.unflatten(2, (world, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v))
+        out = local(*(_Exchange.apply(x).transpose(0, 1).flatten(1, 2) for x in parts))
+        # ... and back.
+        received: Tensor = _Exchange.apply(out.unflatten(1, (world, -1)).transpose(0, 1))
+        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
-    return through_autograd(attend)._replace(shard=_contiguous)
+    return Method(attend, shard=_contiguous)
 
 
 def _ring_flash_attn(mask: Mask) -> Method:
     """Return ring-flash-attn 0.1.8 over FlashAttention-2: its zigzag ring, or Llama 3's all-gather.
 
-    The zigzag ring is for causal masks alone; the all-gather takes documents, and windows.
+    The zigzag ring is for causal masks alone; the all-gather takes documents, and windows, over
+    contiguous shards, and gathers a few heads' keys at a time.
     """
     if not mask.causal:
         raise ValueError("ring-flash-attn: its zigzag ring is causal only")
-    if mask.window is not None or mask.cu_seqlens is not None:
-        return _llama3(mask)
-    from ring_flash_attn import zigzag_ring_flash_attn_func
+    if mask.window is None and mask.cu_seqlens is None:
+        from ring_flash_attn import zigzag_ring_flash_attn_func
 
-    return _over_zigzag(padded(partial(zigzag_ring_flash_attn_func, causal=True)))
-
-
-def _llama3(mask: Mask) -> Method:
-    """Return ring-flash-attn's ``llama3_flash_attn_varlen_func``, over contiguous shards.
-
-    It gathers a few heads' keys at a time.
-    """
+        return _over_zigzag(padded(partial(zigzag_ring_flash_attn_func, causal=True)))
     from ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens, llama3_flash_attn_varlen_func
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    slices: dict[int, tuple[Any, ...]] = {}  # by sequence length
+    left = -1 if mask.window is None or mask.window[0] is None else mask.window[0]
+
+    @cache
+    def slices(length: int, device: torch.device) -> tuple[Any, ...]:
+        documents = torch.tensor(mask.cu_seqlens or (0, length), dtype=torch.int32, device=device)
+        prepared: tuple[Any, ...] = llama3_flash_attn_prepare_cu_seqlens(
+            documents, True, rank, world
+        )
+        return prepared
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        length = world * q.shape[1]
-        if length not in slices:
-            ends = mask.cu_seqlens or (0, length)
-            documents = torch.tensor(ends, dtype=torch.int32, device=q.device)
-            slices[length] = llama3_flash_attn_prepare_cu_seqlens(documents, True, rank, world)
-        cu_q, cu_k, longest_q, longest_k, keys = slices[length]
-        left = -1 if mask.window is None or mask.window[0] is None else mask.window[0]
+        cu_q, cu_k, longest_q, longest_k, keys = slices(world * q.shape[1], q.device)
         out: Tensor = llama3_flash_attn_varlen_func(
             q[0], k[0], v[0], cu_q, cu_k, longest_q, longest_k,
             heads_k_stride=min(4, k.shape[2]),  # as in its own benchmark
@@ -218,7 +184,7 @@ def _llama3(mask: Mask) -> Method:
         )  # fmt: skip
         return out[None]
 
-    return through_autograd(padded(attend))._replace(shard=_contiguous)
+    return Method(padded(attend), shard=_contiguous)
 
 
 @cache
@@ -258,7 +224,7 @@ def _yunchang(mask: Mask) -> Method:
         out: Tensor = attention(q, k, v, causal=True, window_size=window)
         return out
 
-    return through_autograd(padded(attend))._replace(shard=shard)
+    return Method(padded(attend), shard=shard)
 
 
 def _torch_cp(mask: Mask) -> Method:
@@ -284,23 +250,9 @@ def _torch_cp(mask: Mask) -> Method:
     return _over_zigzag(partial(sdpa, is_causal=mask.causal))._replace(around=around)
 
 
-def described(*libraries: str, **more: Any) -> dict[str, Any]:
-    """Return the environment: the GPU, torch, what its kernels are of, and other libraries."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    of_torch = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    return environment(gpu, "flash-attn-4", "triton", *libraries, **of_torch, **more)
-
-
-def check_gpus(asked: int, least: int = 1) -> None:
-    """Raise a :class:`UsageError` if this machine has fewer GPUs, or too few are asked for."""
-    if not least <= asked <= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise UsageError(f"--gpus {asked}: there are {count}, {least} or more are needed")
-
-
 #: Methods over several GPUs beside ours, by name.
 OTHERS: dict[str, Callable[[Mask], Method]] = {
-    "one": lambda mask: through_autograd(flash(mask)), "ulysses": _ulysses,
+    "one": lambda mask: Method(flash(mask)), "ulysses": _ulysses,
     "ring-flash-attn": _ring_flash_attn, "yunchang": _yunchang, "torch-cp": _torch_cp,
 }  # fmt: skip
 OVER_GPUS = (
@@ -319,8 +271,16 @@ EVERY_STRATEGY = (
 )  # fmt: skip
 
 
+#: What may stand at the end of a method's name, and how it then runs.
+ENDS: dict[str, dict[str, Any]] = {
+    "graph": {"in_graph": True},
+    "layers": {"layers": 8},
+    "one-thread": {"around": partial(torch.autograd.set_multithreading_enabled, False)},
+}
+
+
 def method(name: str, mask: Mask, seq_len: int) -> Method:
-    """Return a method by its name, as ``zigzag/fa4/gather/symm_mem``, ``ulysses`` or ``one``.
+    """Return a method by its name, as ``zigzag/fa4/gather/symm_mem/graph``, ``ulysses`` or ``one``.
 
     The layout ``chunks`` is balanced for the mask and the length; strategies are those of
     ``STRATEGIES``.
@@ -328,21 +288,21 @@ def method(name: str, mask: Mask, seq_len: int) -> Method:
     Raises:
         ValueError: It does not support this mask, or there is no such method.
     """
+    *parts, end = name.split("/")
+    if parts and end in ENDS:
+        return method("/".join(parts), mask, seq_len)._replace(**ENDS[end])
     if "/" not in name:
         return OTHERS[name](mask)
-    parts = name.split("/")
-    if len(parts) != 4:
-        raise ValueError(
-            f"{name}: a method is layout/kernel/strategy/transport, and behind these one of "
-            f"'graph', 'layers' and 'one-thread'"
-        )
+    if len(parts) != 3:
+        ends = f"behind these one of {[*ENDS]}"
+        raise ValueError(f"{name}: a method is layout/kernel/strategy/transport, and {ends}")
     layout: Any = parts[0]
     if layout == "chunks":
         world = dist.get_world_size()
         layout = ring_core.balanced_layout(mask, seq_len=seq_len, cp_size=world)
     cp = ContextParallel(layout=layout)
     options: dict[str, Any] = {
-        "kernel": parts[1], "strategy": STRATEGIES[parts[2]], "transport": parts[3],
+        "kernel": parts[1], "strategy": STRATEGIES[parts[2]], "transport": end,
         "causal": mask.causal, "window": mask.window, "cu_seqlens": mask.cu_seqlens,
     }  # fmt: skip
 
@@ -355,4 +315,4 @@ def method(name: str, mask: Mask, seq_len: int) -> Method:
         (choice,) = re.findall(r"^strategy (\w+), transport (\w+)", text, re.MULTILINE)
         return "/".join(choice)
 
-    return through_autograd(attend)._replace(shard=cp.shard, chosen=chosen)
+    return Method(attend, shard=cp.shard, chosen=chosen)

@@ -25,8 +25,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.common.report import Report, command
-from benchmarks.torch.methods import check_gpus, described, sdpa
+from benchmarks.common.report import Report, command, selected
+from benchmarks.torch import check_gpus, described
+from benchmarks.torch.methods import sdpa
 from ring_torch import ContextParallel, linear_cross_entropy
 from ring_torch.local import LocalRanks
 
@@ -38,10 +39,16 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Widths:
-    """Sizes of a decoder; those of Qwen3-8B unless they are given (its public config)."""
+class Setting:
+    """A decoder and how it is trained; if ``alone``, one GPU can hold it and is timed, too.
+
+    Its widths are those of Qwen3-8B unless they are given (its public config).
+    """
 
     layers: int
+    tokens: int
+    recompute: bool = True
+    alone: bool = False
     dim: int = 4096
     heads: int = 32
     kv_heads: int = 8
@@ -49,21 +56,11 @@ class Widths:
     mlp: int = 12_288
     vocabulary: int = 151_936
 
-
-@dataclass(frozen=True)
-class Setting:
-    """A model and how it is trained; if ``alone``, one GPU can hold it and is timed, too."""
-
-    widths: Widths
-    tokens: int
-    recompute: bool
-    alone: bool = False
-
     @property
     def name(self) -> str:
         """Name of its row, as ``36 layers 128k recomputed``."""
-        layers, length = self.widths.layers, f"{self.tokens // 1024}k"
-        return f"{layers} layers {length}{' recomputed' if self.recompute else ''}"
+        recomputed = " recomputed" if self.recompute else ""
+        return f"{self.layers} layers {self.tokens // 1024}k{recomputed}"
 
     @property
     def flops(self) -> float:
@@ -72,21 +69,22 @@ class Setting:
         Attention takes 4 per visible pair, head and column of the head dim in the forward, and 2.5
         times as many in the backward.
         """
-        w = self.widths
-        projections = w.dim * w.head_dim * (2 * w.heads + 2 * w.kv_heads)
-        weights = w.layers * (projections + 3 * w.dim * w.mlp) + w.dim * w.vocabulary
+        projections = self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        of_layer = projections + 3 * self.dim * self.mlp
+        weights = self.layers * of_layer + self.dim * self.vocabulary
         pairs = self.tokens * (self.tokens + 1) / 2
-        return 6 * weights * self.tokens + 3.5 * 4 * pairs * w.heads * w.head_dim * w.layers
+        products = 4 * pairs * self.heads * self.head_dim * self.layers
+        return 6 * weights * self.tokens + 3.5 * products
 
 
 SETTINGS = (
-    Setting(Widths(4), 1 << 17, recompute=False, alone=True),
-    Setting(Widths(36), 1 << 17, recompute=True),
-    Setting(Widths(4), 1 << 20, recompute=True),
-    Setting(Widths(36), 1 << 20, recompute=True),
+    Setting(4, 1 << 17, recompute=False, alone=True),
+    Setting(36, 1 << 17),
+    Setting(4, 1 << 20),
+    Setting(36, 1 << 20),
 )
 #: A small model for the comparison, which runs the same kernels as the others.
-SMALL = Setting(Widths(2, 512, 4, 1, 128, 1024, 4096), 4096, recompute=True)
+SMALL = Setting(2, 4096, dim=512, heads=4, kv_heads=1, mlp=1024, vocabulary=4096)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -98,9 +96,9 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Block(nn.Module):
     """A layer: attention with normalized queries and keys, and a gated MLP."""
 
-    def __init__(self, widths: Widths, attend: Attend) -> None:
+    def __init__(self, w: Setting, attend: Attend) -> None:
         super().__init__()
-        w, linear = widths, partial(nn.Linear, bias=False)
+        linear = partial(nn.Linear, bias=False)
         self.head_dim, self.attend = w.head_dim, attend
         self.norm, self.mlp_norm = nn.RMSNorm(w.dim, eps=1e-6), nn.RMSNorm(w.dim, eps=1e-6)
         self.q_norm, self.k_norm = (nn.RMSNorm(w.head_dim, eps=1e-6) for _ in range(2))
@@ -126,10 +124,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A language model whose loss is that of this rank's tokens."""
 
-    def __init__(self, setting: Setting, cp: ContextParallel, attend: Attend) -> None:
+    def __init__(self, w: Setting, cp: ContextParallel, attend: Attend) -> None:
         super().__init__()
-        w = setting.widths
-        self.cp, self.recompute, self.half_dim = cp, setting.recompute, w.head_dim // 2
+        self.cp, self.recompute, self.half_dim = cp, w.recompute, w.head_dim // 2
         self.embedding = nn.Embedding(w.vocabulary, w.dim)
         self.blocks = nn.ModuleList(Block(w, attend) for _ in range(w.layers))
         self.norm = nn.RMSNorm(w.dim, eps=1e-6)
@@ -142,26 +139,27 @@ class Decoder(nn.Module):
         angles = positions[:, None, None] * ROPE_BASE ** (-places / self.half_dim)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in self.blocks:
-            if self.recompute:
-                x = checkpoint(block, x, cos, sin, use_reentrant=False)
-            else:
-                x = block(x, cos, sin)
+            run = partial(checkpoint, block, use_reentrant=False) if self.recompute else block
+            x = run(x, cos, sin)
         return linear_cross_entropy(self.cp, self.norm(x), self.head.weight, labels)
 
 
 def batch(setting: Setting, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels of the whole sequence, int64 ``[1, T]``, equal on all ranks.
-
-    They are drawn by the CPU's generator.
-    """
-    generator = torch.Generator().manual_seed(1)
+    """Return tokens and labels of the whole sequence, int64 ``[1, T]``, equal on all ranks."""
+    generator = torch.Generator().manual_seed(1)  # the CPU's
     size = (1, setting.tokens + 1)
-    tokens = torch.randint(setting.widths.vocabulary, size, generator=generator).to(device)
+    tokens = torch.randint(setting.vocabulary, size, generator=generator).to(device)
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def sharded(setting: Setting, device: torch.device) -> tuple[Decoder, tuple[Tensor, ...]]:
-    """Return a model in FSDP2's shards, and this rank's tokens, labels and positions."""
+def shards(cp: ContextParallel, setting: Setting, device: torch.device) -> tuple[Tensor, ...]:
+    """Return this rank's tokens, labels and positions."""
+    tokens, labels = (cp.shard(x, dim=1) for x in batch(setting, device))
+    return tokens, labels, cp.positions(setting.tokens, device=device)
+
+
+def sharded(setting: Setting, device: torch.device) -> Decoder:
+    """Return a model in FSDP2's shards."""
     cp = ContextParallel(layout="zigzag")
     with torch.device("meta"):
         model = Decoder(setting, cp, partial(cp.attention, causal=True))
@@ -174,8 +172,7 @@ def sharded(setting: Setting, device: torch.device) -> tuple[Decoder, tuple[Tens
     with torch.no_grad():  # shards draw their part of the same numbers
         for name, weight in model.named_parameters():
             weight.fill_(1) if "norm" in name else weight.normal_(std=0.02)
-    tokens, labels = (cp.shard(x, dim=1) for x in batch(setting, device))
-    return model, (tokens, labels, cp.positions(setting.tokens, device=device))
+    return model
 
 
 def backward(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -197,32 +194,31 @@ def check(_: int, setting: Setting, device_type: str) -> None:
         AssertionError: Loss or gradients differ.
     """
     device = torch.device(device_type)
-    model, inputs = sharded(setting, device)
-    loss = backward(model, inputs)
-    shards: dict[str, Any] = dict(model.named_parameters())
+    model = sharded(setting, device)
+    loss = backward(model, shards(model.cp, setting, device))
+    weights: dict[str, Any] = dict(model.named_parameters())
 
     alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     with torch.device(device):
         whole = Decoder(setting, ContextParallel(group=alone), partial(sdpa, is_causal=True))
     with torch.no_grad():
         for name, weight in whole.named_parameters():
-            weight.copy_(shards[name].full_tensor())
+            weight.copy_(weights[name].full_tensor())
     tokens, labels = batch(setting, device)
     expected: Tensor = whole(tokens, labels, torch.arange(setting.tokens, device=device))
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=TOLERANCE, atol=0)
     for name, weight in whole.named_parameters():
         assert weight.grad is not None
-        error = (shards[name].grad.full_tensor() - weight.grad).norm() / weight.grad.norm()
+        error = (weights[name].grad.full_tensor() - weight.grad).norm() / weight.grad.norm()
         assert error < 3 * TOLERANCE, (name, float(error))
 
 
 def timed(_: int, setting: Setting, steps: int) -> dict[str, Any]:
     """Train some steps; return a row with the seconds of each and the most memory of all ranks."""
     device, size = torch.device("cuda", torch.cuda.current_device()), dist.get_world_size()
-    model, inputs = sharded(setting, device)
+    model = sharded(setting, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-
     losses: list[float] = []
 
     def step(inputs: tuple[Tensor, ...]) -> float:
@@ -237,10 +233,9 @@ def timed(_: int, setting: Setting, steps: int) -> dict[str, Any]:
         return time.perf_counter() - start
 
     short = replace(setting, tokens=min(setting.tokens, SHORT))
-    cp = ContextParallel(layout="zigzag")
-    tokens, labels = (cp.shard(x, dim=1) for x in batch(short, device))
-    step((tokens, labels, cp.positions(short.tokens, device=device)))  # compiles kernels
+    step(shards(model.cp, short, device))  # compiles kernels
     losses.clear()
+    inputs = shards(model.cp, setting, device)
     torch.cuda.reset_peak_memory_stats()
     taken = [step(inputs) for _ in range(steps)]
     most = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=device)
@@ -253,11 +248,19 @@ def timed(_: int, setting: Setting, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def body(options: Any) -> int:
+@command(
+    __doc__,
+    {
+        "--gpus": torch.cuda.device_count(),
+        "--steps": 3,  # timed, after a short one
+        "--settings": {"nargs": "+", "metavar": "NAME"},
+    },
+)
+def main(options: Any) -> int:
     """Time each setting, and write its row; return the exit code."""
     check_gpus(options.gpus)
-    report = Report(options.json, described, keep=True)
-    chosen = [setting for setting in SETTINGS if setting.name in options.settings]
+    report = Report(options, described(), keep=True)
+    chosen = selected(SETTINGS, options.settings)
     runs = [(options.gpus, chosen), (1, [x for x in chosen if x.alone and options.gpus > 1])]
     for size, settings in runs:
         left = [x for x in settings if not report.has(gpus=size, setting=x.name)]
@@ -267,17 +270,6 @@ def body(options: Any) -> int:
                 for setting in left:
                     report.add(ranks.run(timed, setting, options.steps)[0])
     return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Time the settings asked for; return the exit code."""
-    names = [setting.name for setting in SETTINGS]
-    arguments: dict[str, dict[str, Any]] = {
-        "--gpus": {"type": int, "default": torch.cuda.device_count(), "help": "ranks"},
-        "--steps": {"type": int, "default": 3, "help": "timed, after a short one"},
-        "--settings": {"nargs": "+", "choices": names, "default": names, "metavar": "NAME"},
-    }
-    return command(__doc__, arguments, body, argv)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,17 @@
 
     python -m benchmarks.torch.recurrent --json recurrent.json
     python -m benchmarks.torch.recurrent --layer ssd --kernel eager
-    python -m benchmarks.torch.recurrent --layer all --kernel fla --configs 2  # one check of a GPU
+    python -m benchmarks.torch.recurrent --layer all --kernel fla
     python -m benchmarks.torch.recurrent --layer selective_scan --kernel triton
 
 Ranks' messages are exchanged beforehand, so that work alone is timed, on a GPU that of its kernels:
-forward and backward of each rank, medians of ``--repeats``, whose sum is compared with the whole
-layer's on one rank, and with flash-linear-attention's own call, if it is installed. Errors are of a
-shorter sequence, against the recurrence in float64 of the same inputs, split and on one rank;
-memory is the most that forward and backward hold beside their inputs, and what a forward keeps.
+forward and backward of each zigzag rank, medians of ``--repeats``, whose sum is compared with the
+whole layer's on one rank. Errors are of a shorter sequence, against the recurrence in float64 of
+the same inputs, split and on one rank; memory is the most that forward and backward hold beside
+their inputs, and what a forward keeps.
 
 Results are compared first: where a library's are not those of float64 but for rounding, the command
-fails before anything is timed. flash-linear-attention tries up to 100 configurations of each kernel
-when it first meets heads and channels, whatever the length; ``--configs`` bounds them, so that the
-comparison, with few tokens, has them all compiled in a minute or two.
+fails before anything is timed.
 """
 
 from __future__ import annotations
@@ -23,9 +21,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
-from math import log2
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -34,7 +29,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.report import Report, command
-from benchmarks.torch.methods import described
+from benchmarks.torch import described
 from benchmarks.torch.timing import median_ms
 from ring_core import Layout, LayoutSpec
 from ring_torch.recurrent import calls, libraries
@@ -43,20 +38,8 @@ from ring_torch.recurrent.kernels import Kernel, LinearAttention, SelectiveScan
 
 RANKS, SHORT = 4, 2048  # ranks; tokens that are compared with float64
 STATE = 16  # numbers of a channel of the selective scan
-LAYOUTS: tuple[LayoutSpec, ...] = ("contiguous", "zigzag")
-#: Layers, with flash-linear-attention's own calls.
-LAYERS = {
-    "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
-    "kda": ("fla.ops.kda", "chunk_kda"), "simple_gla": ("fla.ops.simple_gla", "chunk_simple_gla"),
-    "ssd": ("fla.ops.simple_gla", "chunk_simple_gla"),
-}  # fmt: skip
-#: Most that results in 16 bits may be off, relative to their norms.
-MOST_ERROR = 0.02
-#: Most that ratios may be.
-GOALS = {
-    "gated_delta_rule": 1.25, "ssd": 1.2, "zigzag over contiguous": 1.05, "kept": 0.27,
-    "error": 1.1,
-}  # fmt: skip
+LAYERS = ["gated_delta_rule", "kda", "simple_gla", "ssd"]
+MOST_ERROR = 0.02  # of results in 16 bits, relative to their norms
 
 
 class Group:
@@ -71,24 +54,23 @@ class Group:
     ) -> None:  # fmt: skip
         dtype = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
         spread = Layout(layout, seq_len=inputs[0].shape[1], cp_size=size)
-        self.size = size
-        self.positions = [
-            torch.from_numpy(spread.positions(n)).to(grad.device) for n in range(size)
-        ]
-        self.is_shared = [fill is None for fill in kernel.fills]
-        self.inputs = [
-            [
-                x if shared else x[:, at].contiguous()
-                for x, shared in zip(inputs, self.is_shared, strict=True)
-            ]
-            for at in self.positions
-        ]
-        self.grads = [grad[:, at].contiguous() for at in self.positions]
-        ranks: list[Any] = [SimpleNamespace(rank=n, size=size, group=None) for n in range(size)]
-        self.calls = [
-            RecurrentCall(x, layout, kernel, None, None, dtype, False, False, True, 0, library)
-            for x in ranks
-        ]
+        self.size, self.kernel = size, kernel
+        self.positions: list[Tensor] = []
+        self.inputs: list[list[Tensor]] = []
+        self.grads: list[Tensor] = []
+        self.calls: list[RecurrentCall] = []
+        for rank in range(size):
+            at = torch.from_numpy(spread.positions(rank)).to(grad.device)
+            pairs = zip(inputs, kernel.fills, strict=True)  # without a fill all tokens share it
+            self.inputs.append([x if fill is None else x[:, at].contiguous() for x, fill in pairs])
+            self.grads.append(grad[:, at].contiguous())
+            self.positions.append(at)
+            ranks: Any = SimpleNamespace(rank=rank, size=size, group=None)
+            self.calls.append(
+                RecurrentCall(
+                    ranks, layout, kernel, None, None, dtype, False, False, True, 0, library
+                )
+            )
         self.sent: dict[tuple[str, int], Tensor] = {}  # what each rank sends in a pass
         self.gathered: dict[str, Tensor] = {}  # what all of them send, once that is known
         self.way = "forward"  # the pass under way
@@ -97,9 +79,8 @@ class Group:
                 for rank in range(size):
                     run(rank)
                 if size > 1:
-                    self.gathered[self.way] = torch.stack(
-                        [self.sent[self.way, n] for n in range(size)]
-                    )
+                    sent = [self.sent[self.way, n] for n in range(size)]
+                    self.gathered[self.way] = torch.stack(sent)
 
     @contextmanager
     def without_messages(self) -> Iterator[None]:
@@ -139,32 +120,27 @@ class Group:
             parts = [self.both(rank) for rank in range(self.size)]
         order = torch.cat(self.positions).argsort()
         return [  # of what ranks share each has its part of the gradient
-            torch.stack(of_ranks).sum(0) if shared else torch.cat(of_ranks, dim=1)[:, order]
-            for shared, *of_ranks in zip([False, *self.is_shared], *parts, strict=True)
+            torch.stack(of_ranks).sum(0) if fill is None else torch.cat(of_ranks, dim=1)[:, order]
+            for fill, *of_ranks in zip([0, *self.kernel.fills], *parts, strict=True)
         ]
 
     def figures(self, repeats: int) -> dict[str, Any]:
-        """Return times and memory of each rank, in milliseconds and bytes."""
+        """Return each rank's milliseconds, the most bytes of one, and what a forward keeps."""
+        peak, kept = [0], []
         with self.without_messages():
             ms = [median_ms(partial(self.both, n), repeats, kernel_ms) for n in range(self.size)]
-            memory = [self._memory(rank) for rank in range(self.size)]
-        return {
-            "ms": ms, "sum_ms": sum(ms), "peak_bytes": max(x[0] for x in memory),
-            "kept_bytes": max(x[1] for x in memory),
-        }  # fmt: skip
-
-    def _memory(self, rank: int) -> tuple[int, int]:
-        """Return the most bytes beside the inputs, and those that a forward keeps with them."""
-        done = self.forward(rank)
-        kept = sum(x.nbytes for x in (done.out, done.entries, done.transitions, *self.inputs[rank]))
-        del done
-        if not self.grads[rank].is_cuda:
-            return 0, kept
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self.both(rank)
-        return torch.cuda.max_memory_allocated() - before, kept
+            for rank, inputs in enumerate(self.inputs):
+                done = self.forward(rank)
+                tensors = done.out, done.entries, done.transitions, *inputs
+                kept.append(sum(x.nbytes for x in tensors))
+                del done, tensors
+                if self.grads[rank].is_cuda:
+                    torch.cuda.synchronize()
+                    torch.cuda.reset_peak_memory_stats()
+                    before = torch.cuda.memory_allocated()
+                    self.both(rank)
+                    peak.append(torch.cuda.max_memory_allocated() - before)
+        return {"ms": ms, "sum_ms": sum(ms), "peak_bytes": max(peak), "kept_bytes": max(kept)}
 
 
 def kernel_ms(run: Callable[[], object]) -> float:
@@ -205,65 +181,25 @@ def layer_of(
     return kernel, [*rows, g, *beta], grad.to(dtype)
 
 
-def library_call(
-    kernel: LinearAttention | SelectiveScan, inputs: Sequence[Tensor], grad: Tensor, repeats: int
-) -> float | None:
-    """Return the milliseconds of flash-linear-attention's own call of a whole layer."""
-    if find_spec("fla") is None or not grad.is_cuda or isinstance(kernel, SelectiveScan):
-        return None
-    module, name = LAYERS[kernel.name]
-    function = getattr(import_module(module), name)
-    options = {"use_qk_l2norm_in_kernel": True} if kernel.normalizes else {}
-    leaves = [x.detach().requires_grad_() for x in inputs]
-
-    def run() -> None:
-        out, _ = function(*leaves, scale=kernel.scale, **options)
-        torch.autograd.grad(out, leaves, grad)
-
-    return median_ms(run, repeats, kernel_ms)
-
-
 def errors(name: str, library: str, *sizes: Any) -> dict[str, Any]:
-    """Return how far results are from float64, split in both layouts over those of one rank."""
+    """Return how far results are from float64, split in zigzag and on one rank."""
     kernel, inputs, grad = layer_of(name, SHORT, *sizes)
     wide = [x.double() for x in inputs]
     exact = Group(kernel, "eager", wide, grad.double(), 1, "contiguous").results()
 
-    def off(results: Sequence[Tensor]) -> list[float]:
-        return [
-            float((x.double() - y).norm() / y.norm()) for x, y in zip(results, exact, strict=True)
-        ]
+    def off(size: int, layout: LayoutSpec) -> list[float]:
+        results = Group(kernel, library, inputs, grad, size, layout).results()
+        pairs = zip(results, exact, strict=True)
+        return [float((x.double() - y).norm() / y.norm()) for x, y in pairs]
 
-    alone = off(Group(kernel, library, inputs, grad, 1, "contiguous").results())
-    groups = {str(x): Group(kernel, library, inputs, grad, RANKS, x) for x in LAYOUTS}
-    split = {name: off(group.results()) for name, group in groups.items()}
-    worst = max(a / max(b, 1e-12) for of in split.values() for a, b in zip(of, alone, strict=True))
+    alone, split = off(1, "contiguous"), off(RANKS, "zigzag")
+    worst = max(a / max(b, 1e-12) for a, b in zip(split, alone, strict=True))
     names = ["out", *kernel.inputs]
-    return {"results": names, "one_rank": alone, "split": split, "worst_ratio": worst}
-
-
-@contextmanager
-def bounded(most: int | None) -> Iterator[None]:
-    """Let Triton try the most usual configurations of a kernel alone, so many."""
-    if most is None:
-        yield
-        return
-    tuner = import_module("triton.runtime.autotuner").Autotuner
-    prune = tuner.prune_configs
-
-    def usual(config: Any) -> tuple[float, ...]:
-        sizes = sum(x for x in config.kwargs.values() if isinstance(x, int))
-        return abs(log2(config.num_warps) - 2), abs(config.num_stages - 2), -sizes
-
-    def few(self: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        return sorted(prune(self, *args, **kwargs), key=usual)[:most]
-
-    with patch.object(tuner, "prune_configs", few):
-        yield
+    return {"results": names, "one_rank": alone, "zigzag": split, "worst_ratio": worst}
 
 
 def measured(name: str, options: Any) -> Iterator[dict[str, Any]]:
-    """Compare and measure a layer; yield its errors, then figures by layout, and ratios."""
+    """Compare and measure a layer; yield its errors, figures of it whole and split, and ratios."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = options.heads, options.width, getattr(torch, options.dtype), device
     kernel, inputs, grad = layer_of(name, options.tokens, *sizes)
@@ -275,58 +211,42 @@ def measured(name: str, options: Any) -> Iterator[dict[str, Any]]:
         yield row | {"failed": f"--kernel {options.kernel}: {reason}"}
         return
     far = errors(name, library, *sizes)
-    if library != "eager" and not max(*far["one_rank"], *far["split"]["zigzag"]) <= MOST_ERROR:
+    if library != "eager" and not max(*far["one_rank"], *far["zigzag"]) <= MOST_ERROR:
         yield row | far | {"failed": f"WRONG: errors may be {MOST_ERROR}"}
         return
     yield row | far
-    took: dict[str, dict[str, Any]] = {}
-    splits = ("whole", 1, LAYOUTS[0]), *((str(x), RANKS, x) for x in LAYOUTS)
-    for shown, size, layout in splits:
-        group = Group(kernel, library, inputs, grad, size, layout)
-        took[shown] = figures = group.figures(options.repeats)
+    took: list[dict[str, Any]] = []
+    for size in (1, RANKS):
+        group = Group(kernel, library, inputs, grad, size, "zigzag")
+        figures = group.figures(options.repeats)
         sent = group.calls[0].traffic(group.inputs[0])
         figures["sent_bytes"] = {"forward": sent[1], "backward": sent[2]}
-        yield row | {"layout": shown, "ranks": size} | figures
+        took.append(figures)
+        yield row | {"ranks": size} | figures
         del group
-    whole, contiguous, zigzag = took.values()
-    ratios = {
-        "contiguous over whole": contiguous["sum_ms"] / whole["sum_ms"],
-        "zigzag over whole": zigzag["sum_ms"] / whole["sum_ms"],
-        "zigzag over contiguous": zigzag["sum_ms"] / contiguous["sum_ms"],
-        "kept, zigzag rank over whole": zigzag["kept_bytes"] / whole["kept_bytes"],
-        "peak, zigzag rank over whole": zigzag["peak_bytes"] / max(whole["peak_bytes"], 1),
+    whole, split = took
+    yield row | {
+        "all ranks over whole": split["sum_ms"] / whole["sum_ms"],
+        "kept, rank over whole": split["kept_bytes"] / whole["kept_bytes"],
+        "peak, rank over whole": split["peak_bytes"] / max(whole["peak_bytes"], 1),
     }
-    if (of_library := library_call(kernel, inputs, grad, options.repeats)) is not None:
-        ratios["zigzag over fla's own call"] = zigzag["sum_ms"] / of_library
-        ratios["whole over fla's own call"] = whole["sum_ms"] / of_library
-    yield row | {"fla_ms": of_library, "ratios": ratios, "goals": GOALS}
 
 
-def body(options: Any) -> int:
+@command(
+    __doc__,
+    {
+        "--tokens": 32768, "--heads": 32, "--width": 128, "--repeats": 10, "--dtype": "bfloat16",
+        "--layer": {"default": LAYERS[0], "choices": [*LAYERS, "selective_scan", "all"]},
+        "--kernel": {"default": "auto", "choices": ["auto", "eager", "fla", "triton"]},
+    },
+)  # fmt: skip
+def main(options: Any) -> int:
     """Compare and measure, print, and write the figures; return how many layers were wrong."""
-    sizes = {name: x for name, x in vars(options).items() if isinstance(x, int)}
-    report = Report(options.json, partial(described, "fla-core", dtype=options.dtype, **sizes))
-    with bounded(options.configs):
-        for name in LAYERS if options.layer == "all" else (options.layer,):
-            for row in measured(name, options):
-                report.add(row)
-    return sum("failed" in row for row in report.rows)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Time the layers asked for; return the exit code."""
-    sizes = {"--tokens": 32768, "--heads": 32, "--width": 128, "--repeats": 10, "--configs": None}
-    layers = (*LAYERS, "selective_scan", "all")
-    choices = {
-        "--layer": ("gated_delta_rule", layers),
-        "--kernel": ("auto", ("auto", "eager", "fla", "triton")),
-        "--dtype": ("bfloat16", ("bfloat16", "float16", "float32")),
-    }
-    arguments: dict[str, dict[str, Any]] = {
-        **{name: {"type": int, "default": x} for name, x in sizes.items()},
-        **{name: {"default": x, "choices": several} for name, (x, several) in choices.items()},
-    }
-    return command(__doc__, arguments, body, argv)
+    report = Report(options, described("fla-core"))
+    for name in LAYERS if options.layer == "all" else [options.layer]:
+        for row in measured(name, options):
+            report.add(row)
+    return report.failed
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -30,38 +28,20 @@ import torch.distributed as dist
 
 from benchmarks.common import cases
 from benchmarks.common.cases import K, Setting, mask_of
-from benchmarks.common.report import Report, command
-from benchmarks.common.tables import IN_LAYERS, scaling_line
-from benchmarks.torch import methods
-from benchmarks.torch.methods import Method, dense, described, in_layers, method
+from benchmarks.common.report import Report, command, selected
+from benchmarks.torch import described, methods
+from benchmarks.torch.methods import dense, method
 from benchmarks.torch.timing import timed
-from ring_core import Mask, RingProgram, make_plan, ring_program
+from ring_core import RingProgram, make_plan, ring_program
 from ring_core.tools.bench import watched
 from ring_torch import prepare
 from ring_torch.buffers import HeadGroups, KVPayload
 from ring_torch.local import LocalRankError, LocalRanks
-from ring_torch.strategies import gather as gather_strategy
+from ring_torch.strategies import gather
 from ring_torch.transports import peer_copies, symm_buffer
 
-# At the end of a method's name: as a CUDA graph, replayed; the backward in the forward's thread.
-GRAPH, ONE_THREAD = "/graph", "/one-thread"
-LAYERS = 8  # calls in a row
 GATE_LENGTH = cases.SCALING_GATE
 WRONG = 0.1  # a method is right if its largest errors are below this
-SETTINGS = {x.name: x for x in (*cases.SETTINGS, *cases.SHORT_SETTINGS, *cases.STRATEGY_SETTINGS)}
-
-
-def without_end(name: str) -> tuple[str, str]:
-    """Return a method's name without its end, and the end: how the calls are made, or nothing."""
-    end = next((x for x in (GRAPH, IN_LAYERS, ONE_THREAD) if name.endswith(x)), "")
-    return name.removesuffix(end), end
-
-
-@contextmanager
-def running(way: Method, end: str) -> Iterator[None]:
-    """Enter the context in which a method's forward and backward run."""
-    with way.around(), torch.autograd.set_multithreading_enabled(end != ONE_THREAD):
-        yield
 
 
 def inputs(setting: Setting, length: int, seed: int) -> list[torch.Tensor]:
@@ -77,52 +57,42 @@ def inputs(setting: Setting, length: int, seed: int) -> list[torch.Tensor]:
     return made
 
 
-def gate(_: int, setting: Setting, name: str) -> dict[str, float]:
-    """Return the largest and the RMS errors of a method on a short sequence, over all ranks.
-
-    Of ``layers`` one call is checked.
-    """
-    plain, end = without_end(name)
-    if setting.sinks and "/" not in plain:
-        raise ValueError(f"{name} takes no sinks")
-    mask = mask_of(setting.mask, GATE_LENGTH)
-    way = method(plain, mask, GATE_LENGTH)
-    tensors = inputs(setting, GATE_LENGTH, seed=1)
-    with _as_long(setting):
-        return _errors(way, mask, tensors, end)
-
-
 @contextmanager
 def _as_long(setting: Setting) -> Iterator[None]:
     """Make a short call run as the setting's would: the same head groups and kinds of copies."""
-    rule = mask_of(setting.mask, setting.seq_len)
-
-    head_groups_of = gather_strategy.head_groups_of
+    head_groups_of, fits_one_kernel = gather.head_groups_of, peer_copies.fits_one_kernel
 
     def groups_of(program: RingProgram, keys: KVPayload, q_heads: int) -> HeadGroups:
-        world = program.plan.cp_size
-        plan = make_plan(rule, seq_len=setting.seq_len, cp_size=world, layout="zigzag")
-        length = setting.seq_len // world
-        return head_groups_of(ring_program(plan), replace(keys, length=length), q_heads)
-
-    fits_one_kernel, least = peer_copies.fits_one_kernel, symm_buffer.LEAST_COPY
+        world, mask = program.plan.cp_size, mask_of(setting.mask, setting.seq_len)
+        plan = make_plan(mask, seq_len=setting.seq_len, cp_size=world, layout="zigzag")
+        long = replace(keys, length=setting.seq_len // world)
+        return head_groups_of(ring_program(plan), long, q_heads)
 
     def fits(*x: Any) -> bool:
         return setting.seq_len <= 8 * K and fits_one_kernel(*x)
 
+    least = symm_buffer.LEAST_COPY * GATE_LENGTH // setting.seq_len
     prepare._prepare.cache_clear()  # noqa: SLF001 - calls are prepared anew
     with (
-        patch.object(gather_strategy, "head_groups_of", groups_of),
+        patch.object(gather, "head_groups_of", groups_of),
         patch.object(peer_copies, "fits_one_kernel", fits),
-        patch.object(symm_buffer, "LEAST_COPY", least * GATE_LENGTH // setting.seq_len),
+        patch.object(symm_buffer, "LEAST_COPY", least),
     ):
         yield
     prepare._prepare.cache_clear()  # noqa: SLF001 - calls are prepared anew
 
 
-def _errors(way: Method, mask: Mask, tensors: list[torch.Tensor], end: str) -> dict[str, float]:
-    """Return the errors of the output and the gradients, against those of float32 attention."""
-    q, k, v, dout, *sinks = tensors
+def gate(_: int, setting: Setting, name: str) -> dict[str, float]:
+    """Return the largest and the RMS errors of a method on a short sequence, over all ranks.
+
+    They are those of the output and the gradients, against float32 attention. Of ``layers`` one
+    call is checked.
+    """
+    if setting.sinks and name.count("/") < 2:
+        raise ValueError(f"{name} takes no sinks")
+    mask = mask_of(setting.mask, GATE_LENGTH)
+    way = method(name, mask, GATE_LENGTH)._replace(layers=1)
+    q, k, v, dout, *sinks = inputs(setting, GATE_LENGTH, seed=1)
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     position = np.arange(q.shape[1])
     visible = torch.tensor(mask.dense(position, position), device="cuda")
@@ -135,8 +105,8 @@ def _errors(way: Method, mask: Mask, tensors: list[torch.Tensor], end: str) -> d
     def both() -> None:
         results[:] = way.both(*local, upstream, *own_sinks)
 
-    with running(way, end):
-        run = _captured(both) if end == GRAPH else both
+    with _as_long(setting), way.around():
+        run = _captured(both) if way.in_graph else both
         for _ in range(3):  # what is timed is a repeated call
             run()
     errors = {}
@@ -158,6 +128,11 @@ def _errors(way: Method, mask: Mask, tensors: list[torch.Tensor], end: str) -> d
     return errors
 
 
+def shares_of(name: str, world: int) -> int:
+    """Return over how many GPUs a method splits a sequence."""
+    return 1 if name.split("/", maxsplit=1)[0] == "one" else world
+
+
 def wrong(errors: dict[str, float]) -> dict[str, float]:
     """Return those of the errors that are too large for a time to be printed."""
     return {key: x for key, x in errors.items() if key.endswith("max") and not x < WRONG}
@@ -165,13 +140,8 @@ def wrong(errors: dict[str, float]) -> dict[str, float]:
 
 def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
     """Return milliseconds of both passes, their spread, the host's time and peak memory."""
-    mask = mask_of(setting.mask, setting.seq_len)
-    plain, end = without_end(name)
-    way, layers = method(plain, mask, setting.seq_len), 1
-    if end == IN_LAYERS:
-        way, layers = in_layers(way, LAYERS), LAYERS
-    world = dist.get_world_size()
-    length = setting.seq_len if plain == "one" else setting.seq_len // world
+    way = method(name, mask_of(setting.mask, setting.seq_len), setting.seq_len)
+    length = setting.seq_len // shares_of(name, dist.get_world_size())
     q, k, v, dout, *sinks = inputs(setting, length, seed=rank)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     before = torch.cuda.memory_allocated()
@@ -182,13 +152,11 @@ def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str,
     }
     for key, once in passes.items():
         torch.cuda.reset_peak_memory_stats()
-        with running(way, end):
-            run = _captured(once) if end == GRAPH else once
-            results[key] = timed(run, seconds, layers)
-        peak = torch.cuda.max_memory_allocated() - before
-        results[key]["peak_gib"] = peak / 2**30
-    results["chosen"] = way.chosen(*leaves, *sinks)
-    return results
+        with way.around():
+            run = _captured(once) if way.in_graph else once
+            results[key] = timed(run, seconds, way.layers)
+        results[key]["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return results | {"chosen": way.chosen(*leaves, *sinks)}
 
 
 def _captured(run: Callable[[], Any]) -> Callable[[], None]:
@@ -205,34 +173,6 @@ def _captured(run: Callable[[], Any]) -> Callable[[], None]:
     return graph.replay
 
 
-def body(options: Any) -> int:
-    """Time the settings row by row; rows already in the JSON are kept."""
-    report = Report(options.json, described, scaling_line, keep=True)
-    default = cases.STRATEGY_SETTINGS if options.strategies else cases.SETTINGS
-    names = options.methods or (methods.EVERY_STRATEGY if options.strategies else methods.OVER_GPUS)
-    chosen = options.settings or [setting.name for setting in default]
-    pairs = [
-        (SETTINGS[setting], name) for setting, name in product(chosen, names)
-        # Chunks balanced for a mask are worth a row where shares of documents are uneven.
-        if not (options.strategies and name.startswith("chunks/") and "documents" not in setting)
-    ]  # fmt: skip
-    for world in options.gpus:
-        left = [x for x in pairs if not report.has(gpus=world, setting=x[0].name, method=x[1])]
-        waiting, started = watched(left, len(left), "row"), True
-        while started:  # once, and again after a failure that ranks do not share
-            started = False
-            with LocalRanks(world, cuda=True, patience=options.patience) as ranks:
-                for setting, name in waiting:
-                    row = {"gpus": world, "setting": setting.name, "method": name}
-                    row |= {"every_strategy": True} if options.strategies else {}
-                    result = _row(ranks, setting, name, options.seconds)
-                    report.add(row | result)
-                    started = "failed" in result and not result["by_all"]
-                    if started:
-                        break
-    return 0
-
-
 def _row(ranks: LocalRanks, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
     """Compare a method with float32 attention, then time it; return a row, or why there is none."""
     try:
@@ -246,21 +186,46 @@ def _row(ranks: LocalRanks, setting: Setting, name: str, seconds: float) -> dict
         shared = str(error).count(f"\n{reason}") == len(ranks)
         broken = any(word in str(error) for word in ("CUDA error", "NCCL", "DistBackendError"))
         return {"failed": reason, "by_all": shared and not broken}
-    shares = 1 if without_end(name)[0] == "one" else len(ranks)
-    return {"errors": errors, **times, **setting.rates(times, shares)}
+    return {"errors": errors, **times, **setting.rates(times, shares_of(name, len(ranks)))}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Time the settings asked for; return the exit code."""
-    arguments: dict[str, dict[str, Any]] = {
+@command(
+    __doc__,
+    {
         "--gpus": {"type": int, "nargs": "+", "default": [torch.cuda.device_count()]},
         "--strategies": {"action": "store_true", "help": "the table of every strategy"},
-        "--settings": {"nargs": "+", "choices": SETTINGS, "metavar": "NAME"},
+        "--settings": {"nargs": "+", "metavar": "NAME"},
         "--methods": {"nargs": "+", "metavar": "NAME"},
-        "--seconds": {"type": float, "default": 10.0, "help": "for each figure"},
-        "--patience": {"type": float, "default": 300.0, "help": "seconds a row may take"},
-    }
-    return command(__doc__, arguments, body, argv, Path("out/bench_gpu.json"))
+        "--seconds": 10.0,  # for each figure
+    },
+)
+def main(options: Any) -> int:
+    """Time the settings row by row; rows already in the JSON are kept."""
+    report = Report(options, described(), keep=True)
+    every = (*cases.SETTINGS, *cases.SHORT_SETTINGS, *cases.STRATEGY_SETTINGS)
+    default = cases.STRATEGY_SETTINGS if options.strategies else cases.SETTINGS
+    settings = selected(every, options.settings) if options.settings else default
+    names = options.methods or (methods.EVERY_STRATEGY if options.strategies else methods.OVER_GPUS)
+    for world in options.gpus:
+        left = [
+            (setting, name) for setting in settings for name in names
+            if not report.has(gpus=world, setting=setting.name, method=name)
+            # Chunks balanced for a mask are worth a row where shares of documents are uneven.
+            and not (options.strategies and "chunks/" in name and setting.mask != "documents")
+        ]  # fmt: skip
+        waiting, started = watched(left, len(left), "row"), True
+        while started:  # once, and again after a failure that ranks do not share
+            started = False
+            with LocalRanks(world, cuda=True, patience=300.0) as ranks:
+                for setting, name in waiting:
+                    row = {"gpus": world, "setting": setting.name, "method": name}
+                    row |= {"every_strategy": True} if options.strategies else {}
+                    result = _row(ranks, setting, name, options.seconds)
+                    report.add(row | result)
+                    started = "failed" in result and not result["by_all"]
+                    if started:
+                        break
+    return 0
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 MOST_ROUNDS = 50  # rounds of a short run
+Run = Callable[[], object]
 
 
-def timed(run: Callable[[], object], seconds: float, layers: int = 1) -> dict[str, Any]:
+def timed(run: Run, seconds: float, layers: int = 1) -> dict[str, Any]:
     """Return milliseconds of the slowest rank, and of this rank's host, for one layer of a run.
 
     All ranks call it at once, for about ``seconds``.
@@ -59,9 +60,18 @@ def timed(run: Callable[[], object], seconds: float, layers: int = 1) -> dict[st
     }  # fmt: skip
 
 
-def median_ms(
-    run: Callable[[], object], repeats: int, on_gpu: Callable[[Callable[[], object]], float]
-) -> float:
+def event_ms(run: Run, calls: int = 1) -> float:
+    """Return a GPU's milliseconds for each of ``calls`` queued calls of a run."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        run()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / calls
+
+
+def median_ms(run: Run, repeats: int, on_gpu: Callable[[Run], float] = event_ms) -> float:
     """Return the median of a run's milliseconds, after two that compile kernels.
 
     ``on_gpu`` times one where there is a GPU.
