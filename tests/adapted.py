@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+import pytest
+from jax_meshes import close, random
 
-from ring_core import reference
-from ring_jax import ContextParallel, ring_attention
+from ring_core import UnsupportedError, reference
+from ring_jax import ring_attention
 
 B, T, H, K, D = 2, 16, 4, 2, 8
 ONE = partial(ring_attention, axis_name=None)
@@ -24,29 +25,8 @@ HIDDEN = {"bias": np.where(SHOWN, 0, -np.inf)[:, None, None].repeat(T, axis=2)}
 KEY = jax.random.key(3)
 
 
-def random(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
-
-
-QKV = [random(B, T, heads, D, seed=seed) for seed, heads in enumerate((H, K, K))]
+QKV = (random(B, T, H, D), random(B, T, K, D, seed=1), random(B, T, K, D, seed=2))
 BIAS = random(1, H, T, T, seed=4)
-
-
-def mesh_of(size: int) -> Mesh:
-    return jax.make_mesh((size,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:size])
-
-
-def context(size: int = 2, layout: Any = "zigzag") -> ContextParallel:
-    return ContextParallel(mesh_of(size), "cp", layout=layout)
-
-
-def close(actual: Any, expected: Any) -> None:
-    np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), rtol=2e-5, atol=2e-5)
-
-
-def all_close(actual: Any, expected: Any) -> None:
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        close(a, b)
 
 
 def dense(**options: Any) -> Any:
@@ -59,6 +39,48 @@ def compiled(function: Callable[..., Any], **arguments: Any) -> Any:
 
 def program(function: Callable[..., Any], **arguments: Any) -> str:
     return str(jax.make_jaxpr(partial(function, **arguments))(*QKV))
+
+
+class Honoured(NamedTuple):
+    """Supported arguments, and the oracle's names for them; ``None`` if they change no numbers."""
+
+    arguments: dict[str, Any]
+    oracle: dict[str, Any] | None
+
+
+class Same(NamedTuple):
+    """Supported arguments, and options of ours that give the same program."""
+
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+class Refused(NamedTuple):
+    """Refused arguments, a word of advice that the error must contain, and their name in it."""
+
+    arguments: dict[str, Any]
+    advice: str
+    name: str | None = None  # if it differs from the argument's
+
+
+Row = Honoured | Same | Refused
+
+
+def check_row(function: Callable[..., Any], name: str, row: Row, **defaults: Any) -> None:
+    """Check that an argument changes the result as the oracle's does, or raises."""
+    if isinstance(row, Refused):
+        with pytest.raises(UnsupportedError, match=row.name or name) as caught:
+            function(*QKV, **row.arguments)
+        assert row.advice in str(caught.value)
+    elif isinstance(row, Same):
+        assert program(function, **row.arguments) == program(ONE, **row.options)
+    else:
+        expected = dense(**(defaults | (row.oracle or {})))
+        close(function(*QKV, **row.arguments), expected)
+        if row.oracle is None:
+            assert program(function, **row.arguments) != program(function)
+        else:
+            assert np.abs(expected - dense(**defaults)).max() > 1e-3
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:

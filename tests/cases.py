@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -196,11 +197,9 @@ class Case:
 
     def _as_viewed(self, name: str, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return an input with the values that its view shows, where that has strides of 0."""
-        if self.view_of(name) == "expanded":
-            return np.broadcast_to(x[..., :1], x.shape)
-        if self.view_of(name) == "broadcast":
-            return np.broadcast_to(x[(slice(0, 1),) * (x.ndim - 1)], x.shape)
-        return x
+        shown = {"expanded": x[..., :1], "broadcast": x[(slice(0, 1),) * (x.ndim - 1)]}
+        part = shown.get(self.view_of(name) or "")
+        return x if part is None else np.broadcast_to(part, x.shape)
 
     def view_of(self, name: str) -> str | None:
         """Return the kind of view that an input is given as, where a framework has views."""
@@ -238,12 +237,9 @@ class Case:
                 arrays[name] *= TINY[self.dtype]
 
     def _bias(self, rng: np.random.Generator) -> npt.NDArray[Any]:
-        shape = (
-            1 if self.bias in ("shared", "heads", "very-negative") else self.batch,
-            1 if self.bias in ("shared", "batch", "very-negative") else self.heads[0],
-            self.seq_len,
-            self.keys,
-        )
+        batch = 1 if self.bias in ("shared", "heads", "very-negative") else self.batch
+        heads = 1 if self.bias in ("shared", "batch", "very-negative") else self.heads[0]
+        shape = (batch, heads, self.seq_len, self.keys)
         bias = rng.standard_normal(shape)
         if self.bias == "masked":
             bias[rng.random(shape) < 0.3] = -np.inf
@@ -277,10 +273,8 @@ class Case:
             q_ids[:, self.seq_len // 3] = -7
         k_ids = q_ids
         if self.segments == "scattered":
-            q_ids, k_ids = (
-                rng.integers(-1, 3, (self.batch, n)).astype(np.int32)
-                for n in (self.seq_len, self.keys)
-            )
+            lengths = (self.seq_len, self.keys)
+            q_ids, k_ids = (rng.integers(-1, 3, (self.batch, n)).astype(np.int32) for n in lengths)
         if self.segments == "pair":
             k_ids = rng.integers(0, 5, (self.batch, self.keys)).astype(np.int32)
         return {"q_ids": q_ids, "k_ids": k_ids}
@@ -290,10 +284,8 @@ class Case:
         """Return the oracle's keyword arguments."""
         arrays = self.inputs
         by_name = {name: arrays.get(name) for name in ("sinks", "bias", "alibi_slopes")}
-        if self.shown is not None:  # the oracle knows no such mask
-            shown = arrays["shown"].reshape(
-                (1,) * (4 - arrays["shown"].ndim) + arrays["shown"].shape
-            )
+        if (shown := arrays.get("shown")) is not None:  # the oracle knows no such mask
+            shown = shown.reshape((1,) * (4 - shown.ndim) + shown.shape)
             by_name["bias"] = np.where(shown, arrays.get("bias", 0.0), -np.inf)
         ids = (arrays["q_ids"], arrays["k_ids"]) if self.segments else None
         return {
@@ -310,18 +302,16 @@ class Case:
             x["dout"], x["q"], x["k"], x["v"], dlse=x.get("dlse"), mask=self.mask, **self.options
         )
         results = {"out": out, "lse": lse, **grads._asdict()}
-        drop = {"dbias"} if self.bias is None else set()
-        return {name: x for name, x in results.items() if x is not None and name not in drop}
+        if self.bias is None:  # of a mask that is an array
+            del results["dbias"]
+        return {name: x for name, x in results.items() if x is not None}
 
     @property
     def rules(self) -> dict[str, Any]:
         """Return the options of a call for what is visible: the mask, or an array and its rules."""
-        if self.shown is None:
-            return {"mask": self.mask}
-        return {
-            name: getattr(self.mask, name)
-            for name in ("causal", "window", "chunk_size", "cu_seqlens")
-        }
+        rules = ("causal", "window", "chunk_size", "cu_seqlens")
+        has_array = self.shown is not None
+        return {x: getattr(self.mask, x) for x in rules} if has_array else {"mask": self.mask}
 
 
 def round_to(x: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
@@ -388,96 +378,90 @@ def masks(seq_len: int, cp_size: int) -> dict[str, Mask]:
     }
 
 
-RING_SIZES = (1, 2, 3, 4, 8)
+RING_SIZES = {1: 46, 2: 52, 3: 54, 4: 48, 8: 64}  # and the tokens of their mask cases
 EVERY_RING = tuple(RINGS)
-RINGS_ALONE = ("contiguous",)  # on one rank all rings are equal
 
-#: Rings in which a mask runs per change, in three columns: JAX on 3 ranks; torch on 2 and 4; torch
-#: on 8. On 3 ranks torch runs all rings. The other combinations run nightly.
-MASK_RINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
-    "full": ((), ("contiguous",), ("balanced",)),  # JAX runs `k-inf-full`
-    "causal": ((), EVERY_RING, EVERY_RING),  # JAX runs it on 8 ranks
-    "window-small": ((), ("contiguous",), ("balanced",)),
-    "window-shard": ((), EVERY_RING, EVERY_RING),  # like `window-self`
-    "window-large": ((), ("striped",), ("zigzag",)),
-    "window-both": ((), ("striped",), ("zigzag",)),
-    "window-right": ((), ("contiguous",), ("balanced",)),
-    "window-left": ((), ("contiguous",), ("balanced",)),
-    "window-self": ((), ("striped",), ("zigzag",)),
-    "chunks": ((), ("balanced",), ("contiguous",)),
-    "chunks-full": (("balanced",), ("striped",), ("zigzag",)),
-    "documents": ((), EVERY_RING, EVERY_RING),  # JAX runs it on 1 rank
-    "documents-full": ((), ("contiguous",), ("balanced",)),
-    "documents-window": ((), ("striped",), ("zigzag",)),
-    "documents-chunks": (("zigzag",), ("zigzag",), ("striped",)),
-    "predicate": ((), ("striped",), ("zigzag",)),  # JAX runs `padded299-tiles`
-    "predicate-documents": ((), ("contiguous",), ("balanced",)),
-}
-#: Mask cases that JAX runs per change on other ring sizes; few, as compiling one takes seconds.
-OTHER_SIZES_IN_JAX = ("documents-contiguous-cp1", "causal-zigzag-cp8")
-
-
-def _mask_nightly(mask: str, ring: str, cp_size: int) -> frozenset[Run]:
-    """Return the runs that leave a mask's case to nightly builds."""
-    in_jax, on_4, on_8 = MASK_RINGS[mask]
-    often = on_4 == EVERY_RING
-    again, on_gpus = (EVERY_RING if often else ()), (("zigzag",) if often else ())
-    per_change: dict[Run, dict[int, tuple[str, ...]]] = {
-        "torch": {1: RINGS_ALONE, 2: on_4, 3: EVERY_RING, 4: on_4, 8: on_8},
-        "again": {2: on_4, 3: on_4, 4: again, 8: again},
-        "jax": {3: in_jax},
-        "jax-cuda": {1: RINGS_ALONE, 2: on_gpus, 3: (*in_jax, *on_4), 4: on_gpus, 8: on_gpus},
-    }
-    if f"{mask}-{ring}-cp{cp_size}" in OTHER_SIZES_IN_JAX:
-        per_change["jax"] = per_change["jax-cuda"] = {cp_size: (ring,)}
-    return frozenset(run for run, rings in per_change.items() if ring not in rings.get(cp_size, ()))
+#: Rings in which masks run per change in torch on 2 and 4 ranks; those that are not named run in
+#: all, and so do all masks on 3 ranks. On 8 ranks masks run in another ring. The rest is nightly.
+MASKS_OF_RINGS = {
+    "contiguous": "full window-small window-right window-left documents-full predicate-documents",
+    "striped": "window-large window-both window-self chunks-full documents-window predicate",
+    "balanced": "chunks", "zigzag": "documents-chunks",
+}  # fmt: skip
+RINGS_ON_8 = {
+    "contiguous": "balanced", "striped": "zigzag", "balanced": "contiguous", "zigzag": "striped",
+}  # fmt: skip
+#: Cases that JAX runs per change; few, as compiling one takes seconds. Of options those in
+#: `everything`, and of masks those in other cases, are not among them.
+IN_JAX = (
+    "documents-contiguous-cp1", "documents-chunks-zigzag-cp3", "chunks-full-balanced-cp3", "causal-zigzag-cp8",
+    "float64-balanced", "float16-zigzag", "v-dim-striped", "sinks-many-contiguous", "sinks-many-zigzag",
+    "poison-padding-striped", "spread-contiguous", "batch-0-contiguous", "everything-balanced", "poison-bias-zigzag",
+    "shown-bias-balanced", "shown-sinks-striped", "shown-documents-zigzag", "shortest-balanced-cp2",
+    "k-inf-full-contiguous", "nothing-float16-contiguous", "documents-window-chunks-cp3",
+    "padded45-keys-alone-contiguous", "padded299-tiles-zigzag", "views1-few-contiguous",
+)  # fmt: skip
+#: Cases that JAX runs on GPUs besides, and besides the options in the contiguous ring.
+ON_GPUS = (
+    "keys16-causal-contiguous", "keys16-window-zigzag", "keys80-causal-striped", "keys80-chunks-zigzag",
+    "keys80-predicate-balanced", "shortest-zigzag-cp8", "large-float16-contiguous", "softcap-large-contiguous",
+    "k-inf-alone-contiguous", "documents-random-cp3", "options-random-cp2", "padded45-dropout-contiguous",
+    "padded6-predicate-zigzag-cp4", "views2-few-contiguous",
+)  # fmt: skip
 
 
-def _mask_cases() -> list[Case]:
-    """Return cases of every mask in every ring of every size."""
+def _mask_cases() -> Iterator[Case]:
+    """Yield cases of every mask in every ring of every size."""
+    for (cp_size, seq_len), (ring, (layout, strategy)) in product(
+        RING_SIZES.items(), RINGS.items()
+    ):
+        for name, mask in masks(seq_len, cp_size).items():
+            on_4 = tuple(x for x, of_it in MASKS_OF_RINGS.items() if name in of_it.split())
+            often = not on_4
+            on_8 = EVERY_RING if often else tuple(RINGS_ON_8[x] for x in on_4)
+            on_4 = on_4 or EVERY_RING
+            again, on_gpus = EVERY_RING * often, ("zigzag",) * often
+            alone = ("contiguous",)  # on one rank all rings are equal
+            per_change: dict[Run, dict[int, tuple[str, ...]]] = {
+                "torch": {1: alone, 2: on_4, 3: EVERY_RING, 4: on_4, 8: on_8},
+                "again": {1: (), 2: on_4, 3: on_4, 4: again, 8: again},
+                "jax-cuda": {1: alone, 2: on_gpus, 3: on_4, 4: on_gpus, 8: on_gpus},
+            }
+            nightly = frozenset(
+                run for run, rings in per_change.items() if ring not in rings[cp_size]
+            )
+            yield Case(
+                f"{name}-{ring}-cp{cp_size}", mask, layout, cp_size, seq_len,
+                strategy=strategy, lse_grad=cp_size == 3, nightly=nightly | {"jax"},
+            )  # fmt: skip
+
+
+def _on_rings(name: str, number: int, *gpus: str, **fields: Any) -> list[Case]:
+    """Return a case in every ring; on GPUs JAX runs the rings ``gpus`` per change.
+
+    The two torch runs alternate over rings and numbers. ``balanced`` always belongs to the first,
+    the only one in which ranks help each other.
+    """
     cases = []
-    for cp_size in RING_SIZES:
-        seq_len = 2 * cp_size * {1: 23, 2: 13, 3: 9, 4: 6, 8: 4}[cp_size]
-        for ring, (layout, strategy) in RINGS.items():
-            for name, mask in masks(seq_len, cp_size).items():
-                case = Case(f"{name}-{ring}-cp{cp_size}", mask, layout, cp_size, seq_len)
-                nightly = _mask_nightly(name, ring, cp_size)
-                cases.append(
-                    replace(case, strategy=strategy, lse_grad=cp_size == 3, nightly=nightly)
-                )
+    for n, (ring, (layout, strategy)) in enumerate(RINGS.items(), number):
+        nightly: set[Run] = {"again" if ring == "balanced" or n % 2 == 0 else "torch", "jax"}
+        nightly |= set() if ring in gpus else {"jax-cuda"}
+        case = Case(
+            f"{name}-{ring}", layout=layout, strategy=strategy, nightly=frozenset(nightly), **fields
+        )
+        cases.append(case)
     return cases
 
 
-#: Rings in which JAX runs an option per change, where others do not have it (`gqa` most cases have,
-#: `softcap`, `sinks` and more are in `everything`). Torch runs all rings, each in one of its runs.
-OPTION_RINGS_IN_JAX: dict[str, tuple[str, ...]] = {
-    "float64": ("balanced",), "float16": ("zigzag",), "v-dim": ("striped",), "spread": ("contiguous",),
-    "sinks-many": ("contiguous", "zigzag"), "poison-padding": ("striped",), "poison-bias": ("zigzag",),
-    "batch-0": ("contiguous",), "everything": ("balanced",), "shown-bias": ("balanced",),
-    "shown-sinks": ("striped",), "shown-documents": ("zigzag",),
+#: All options together.
+EVERYTHING: dict[str, Any] = {
+    "softcap": 2.0, "sinks": 0, "bias": "masked", "alibi": 1, "dropout_p": 0.1, "segments": "padded",
+    "heads": (4, 2), "dims": (8, 6), "batch": 2, "lse_grad": True,
 }  # fmt: skip
 
 
-def _nightly_in_jax(ring: str, rings: tuple[str, ...]) -> frozenset[Run]:
-    """Return the JAX runs that leave a case to nightly builds, unless its ring is in ``rings``.
-
-    JAX on GPUs runs at least the contiguous ring.
-    """
-    nightly: set[Run] = set() if ring in rings else {"jax"}
-    return frozenset(nightly | (set() if ring in (rings or RINGS_ALONE) else {"jax-cuda"}))
-
-
-def _nightly_in_torch(number: int, ring: str) -> frozenset[Run]:
-    """Return the torch run that leaves a case to nightly builds: the two runs alternate over rings.
-
-    ``balanced`` always belongs to the first run, the only one in which ranks help each other.
-    """
-    in_first = ring == "balanced" or (number + EVERY_RING.index(ring)) % 2 == 0
-    return frozenset({"again" if in_first else "torch"})
-
-
-def _option_cases() -> list[Case]:
-    """Return cases of every option, alone and combined."""
+def _option_cases() -> Iterator[Case]:
+    """Yield cases of every option, alone and combined."""
     causal, window = Mask(causal=True), Mask(causal=True, window=(9, 0))
     options: dict[str, dict[str, Any]] = {
         "float64": {"dtype": "float64"},
@@ -509,10 +493,7 @@ def _option_cases() -> list[Case]:
         "spread": {"spread": 40.0},
         "batch-0": {"batch": 0},
         "bias-float64": {"bias": "full", "dtype": "float64", "alibi": 1, "dropout_p": 0.2},
-        "everything": {
-            "softcap": 2.0, "sinks": 0, "bias": "masked", "alibi": 1, "dropout_p": 0.1, "segments": "padded",
-            "softmax_scale": 0.4, "heads": (4, 2), "dims": (8, 6), "batch": 2, "lse_grad": True,
-        },
+        "everything": EVERYTHING | {"softmax_scale": 0.4},
         "bias-very-negative": {"bias": "very-negative", "heads": (4, 2), "lse_grad": True},
         "bias-very-negative-segments": {"bias": "very-negative", "segments": "padded", "batch": 2},
         "bias-very-negative-float64": {"bias": "very-negative", "dtype": "float64"},
@@ -526,117 +507,75 @@ def _option_cases() -> list[Case]:
         "shown-segments": {"shown": "each", "segments": "documents", "batch": 2},
         "shown": {"shown": "rows", "mask": Mask(), "poison": "k", "lse_grad": True},
     }  # fmt: skip
-    cases = []
     for n, (name, fields) in enumerate(options.items()):
-        for ring, (layout, strategy) in RINGS.items():
-            cp_size = (2, 4, 3)[n % 3]
-            values = {"mask": window if n % 4 == 3 else causal, "layout": layout, **fields}
-            case = Case(f"{name}-{ring}", cp_size=cp_size, seq_len=24 * cp_size, **values)
-            nightly = _nightly_in_jax(ring, OPTION_RINGS_IN_JAX.get(name, ())) | _nightly_in_torch(
-                n, ring
-            )
-            cases.append(replace(case, strategy=strategy, nightly=nightly))
-    return cases
+        cp_size = (2, 4, 3)[n % 3]
+        values = {"mask": window if n % 4 == 3 else causal, **fields}
+        in_jax = any(f"{name}-{ring}" in IN_JAX for ring in RINGS)
+        gpus = () if in_jax else ("contiguous",)
+        yield from _on_rings(name, n, *gpus, cp_size=cp_size, seq_len=24 * cp_size, **values)
 
 
-def _length_cases() -> list[Case]:
-    """Return cases with more or fewer keys than queries, and the shortest sequences."""
-    cases = []
-    for ring, (layout, strategy) in RINGS.items():
-        masks = {
-            "causal": Mask(causal=True), "window": Mask(window=(11, 3)),
-            "chunks": Mask(causal=True, chunk_size=13), "predicate": Mask(predicate=diagonals),
-        }  # fmt: skip
-        for n, (keys, (name, mask)) in enumerate(product((16, 64, 80), masks.items())):
-            case = Case(
-                f"keys{keys}-{name}-{ring}", mask, layout, 4, 48, keys,
-                alibi=1, dropout_p=0.2, bias="full", sinks=0,
+def _length_cases() -> Iterator[Case]:
+    """Yield cases with more or fewer keys than queries, and the shortest sequences."""
+    masks = {
+        "causal": Mask(causal=True), "window": Mask(window=(11, 3)),
+        "chunks": Mask(causal=True, chunk_size=13), "predicate": Mask(predicate=diagonals),
+    }  # fmt: skip
+    options: dict[str, Any] = {"alibi": 1, "dropout_p": 0.2, "bias": "full", "sinks": 0}
+    for n, (keys, (name, mask)) in enumerate(product((16, 64, 80), masks.items())):
+        sizes = {"cp_size": 4, "seq_len": 48, "kv_seq_len": keys}
+        yield from _on_rings(f"keys{keys}-{name}", n + n // 4, mask=mask, **sizes, **options)
+    for cp, (ring, (layout, strategy)) in product((2, 3, 8), RINGS.items()):
+        length = cp * (1 + (layout == "zigzag"))
+        name = f"shortest-{ring}-cp{cp}"
+        yield Case(name, Mask(causal=True), layout, cp, length, strategy=strategy, nightly=IN_TORCH)
+
+
+def _padding_cases() -> Iterator[Case]:
+    """Yield cases of lengths that the layout does not divide, from one token a rank on."""
+    for cp, (ring, (layout, strategy)) in product((2, 3, 4), RINGS.items()):
+        for length in range(1, 3 * cp + 1):
+            if length % divisor_of(layout, cp) == 0:
+                continue
+            masks = {
+                "causal": Mask(causal=True),
+                "full": Mask(),
+                "documents": Mask(causal=True, cu_seqlens=(0, length // 2, length)),
+                "window": Mask(window=(2, 1)),
+                "predicate": Mask(predicate=crossed),
+                "chunks": Mask(causal=True, chunk_size=3),
+            }
+            name, mask = [*masks.items()][(length + cp) % len(masks)]
+            nightly: frozenset[Run] = IN_TORCH | frozenset({"again"} if length % 2 else {"torch"})
+            yield Case(
+                f"padded{length}-{name}-{ring}-cp{cp}", mask, layout, cp, length,
+                strategy=strategy, lse_grad=True, nightly=nightly,
             )  # fmt: skip
-            nightly = _nightly_in_torch(n + n // 4, ring)
-            cases.append(replace(case, strategy=strategy, nightly=nightly))
-        shortest = 2 if layout == "zigzag" else 1
-        cases += [
-            Case(
-                f"shortest-{ring}-cp{cp}", Mask(causal=True), layout, cp, shortest * cp, strategy=strategy
-            )
-            for cp in (2, 3, 8)
-        ]  # fmt: skip
-    return _with_nightly(
-        cases,
-        in_jax=("shortest-balanced-cp2",),
-        on_gpus=(
-            "keys16-causal-contiguous", "keys16-window-zigzag", "keys80-causal-striped",
-            "keys80-chunks-zigzag", "keys80-predicate-balanced", "shortest-zigzag-cp8",
-        ),
-    )  # fmt: skip
-
-
-def _padding_cases() -> list[Case]:
-    """Return cases of lengths that the layout does not divide, from one token a rank on."""
-    cases = []
-    for ring, (layout, strategy) in RINGS.items():
-        for cp in (2, 3, 4):
-            for length in range(1, 3 * cp + 1):
-                if length % divisor_of(layout, cp) == 0:
-                    continue
-                masks = {
-                    "causal": Mask(causal=True),
-                    "full": Mask(),
-                    "documents": Mask(causal=True, cu_seqlens=(0, length // 2, length)),
-                    "window": Mask(window=(2, 1)),
-                    "predicate": Mask(predicate=crossed),
-                    "chunks": Mask(causal=True, chunk_size=3),
-                }
-                name, mask = [*masks.items()][(length + cp) % len(masks)]
-                case = Case(f"padded{length}-{name}-{ring}-cp{cp}", mask, layout, cp, length)
-                runs: frozenset[Run] = frozenset({"again"} if length % 2 else {"torch"})
-                cases.append(replace(case, strategy=strategy, lse_grad=True, nightly=runs))
-        options: dict[str, dict[str, Any]] = {
-            "sinks": {"sinks": 0, "lse_grad": True},
-            "bias": {"bias": "masked", "batch": 2},
-            "bias-very-negative": {"bias": "very-negative", "segments": "padded"},
-            "alibi": {"alibi": 2, "batch": 2},
-            "dropout": {"dropout_p": 0.3, "batch": 2},
-            "segments": {"segments": "documents", "lse_grad": True},
-            "keys": {"kv_seq_len": 61, "bias": "full", "dropout_p": 0.2},
-            "keys-alone": {"kv_seq_len": 64, "alibi": 1},
-            "everything": {
-                "softcap": 2.0, "sinks": 0, "bias": "masked", "alibi": 1, "dropout_p": 0.1,
-                "segments": "padded", "heads": (4, 2), "dims": (8, 6), "batch": 2, "lse_grad": True,
-            },
-            "bfloat16": {"dtype": "bfloat16", "sinks": 2},
-        }  # fmt: skip
-        for n, (name, fields) in enumerate(options.items()):
-            case = Case(f"padded45-{name}-{ring}", Mask(causal=True), layout, 4, 45, **fields)
-            cases.append(replace(case, strategy=strategy, nightly=_nightly_in_torch(n, ring)))
-        tiles = Mask(causal=True, predicate=diagonals, cu_seqlens=(0, 150, 299))
-        cases.append(Case(f"padded299-tiles-{ring}", tiles, layout, 2, 299, strategy=strategy))
-    cases.append(Case("padded41-random", Mask(causal=True, window=(11, 0)), RANDOM[3], 3, 41))
-    return _with_nightly(
-        cases,
-        in_jax=("padded45-keys-alone-contiguous", "padded299-tiles-zigzag"),
-        on_gpus=("padded45-dropout-contiguous", "padded6-predicate-zigzag-cp4"),
+    options: dict[str, dict[str, Any]] = {
+        "sinks": {"sinks": 0, "lse_grad": True},
+        "bias": {"bias": "masked", "batch": 2},
+        "bias-very-negative": {"bias": "very-negative", "segments": "padded"},
+        "alibi": {"alibi": 2, "batch": 2},
+        "dropout": {"dropout_p": 0.3, "batch": 2},
+        "segments": {"segments": "documents", "lse_grad": True},
+        "keys": {"kv_seq_len": 61, "bias": "full", "dropout_p": 0.2},
+        "keys-alone": {"kv_seq_len": 64, "alibi": 1},
+        "everything": EVERYTHING,
+        "bfloat16": {"dtype": "bfloat16", "sinks": 2},
+    }  # fmt: skip
+    sizes: dict[str, Any] = {"mask": Mask(causal=True), "cp_size": 4, "seq_len": 45}
+    for n, (name, fields) in enumerate(options.items()):
+        yield from _on_rings(f"padded45-{name}", n, **sizes, **fields)
+    tiles = Mask(causal=True, predicate=diagonals, cu_seqlens=(0, 150, 299))
+    for case in _on_rings("padded299-tiles", 0, mask=tiles, cp_size=2, seq_len=299):
+        yield replace(case, nightly=IN_TORCH)
+    yield Case(
+        "padded41-random", Mask(causal=True, window=(11, 0)), RANDOM[3], 3, 41, nightly=IN_TORCH
     )
 
 
-def _with_nightly(
-    cases: list[Case], in_jax: tuple[str, ...], on_gpus: tuple[str, ...]
-) -> list[Case]:
-    """Return the cases, all nightly in JAX but ``in_jax``, and on its GPUs also ``on_gpus``."""
-    names = {case.name for case in cases}
-    assert {*in_jax, *on_gpus} <= names, {*in_jax, *on_gpus} - names
-    per_change: dict[Run, set[str]] = {"jax": {*in_jax}, "jax-cuda": {*in_jax, *on_gpus}}
-    return [
-        replace(
-            case,
-            nightly=case.nightly | {run for run, x in per_change.items() if case.name not in x},
-        )
-        for case in cases
-    ]
-
-
-def _number_cases() -> list[Case]:
-    """Return cases of large, equal and infinite numbers, and masks that show nothing."""
+def _number_cases() -> Iterator[Case]:
+    """Yield cases of large, equal and infinite numbers, and masks that show nothing."""
     causal, nothing = Mask(causal=True), Mask(predicate=Lattice(3, 0, 8, 2))
     numbers: dict[str, dict[str, Any]] = {
         "equal": {"numbers": "equal", "lse_grad": True},
@@ -658,15 +597,9 @@ def _number_cases() -> list[Case]:
         "nothing-sinks": {"mask": nothing, "sinks": 0, "lse_grad": True},
         "nothing-float16": {"mask": nothing, "dtype": "float16"},
     }
-    cases = [
-        Case(f"{name}-contiguous", **{"mask": causal, **fields}, cp_size=4)
-        for name, fields in numbers.items()
-    ]
-    return _with_nightly(
-        cases,
-        in_jax=("k-inf-full-contiguous", "nothing-float16-contiguous"),
-        on_gpus=("large-float16-contiguous", "softcap-large-contiguous", "k-inf-alone-contiguous"),
-    )
+    for name, fields in numbers.items():
+        values = {"mask": causal, "cp_size": 4, **fields}
+        yield Case(f"{name}-contiguous", nightly=IN_TORCH, **values)
 
 
 #: Chunks assigned to ranks at random, by ring size; some ranks have neighbouring chunks.
@@ -677,59 +610,66 @@ RANDOM = {
 }
 
 
-def _chunk_cases() -> list[Case]:
-    """Return cases of chunk layouts: balanced for a mask, and random."""
-    masks_of = {n: masks(48, n) for n in RANDOM}
-    cases = [
-        Case(f"{name}-chunks-cp{n}", mask, balanced_layout(mask, seq_len=48, cp_size=n), n)
-        for n, name in ((2, "documents"), (3, "documents-window"), (4, "documents-full"))
-        for mask in (masks_of[n][name],)
-    ]
-    cases += [
-        Case(f"{name}-random-cp{n}", masks_of[n][name], RANDOM[n], n, lse_grad=n == 3)
-        for n, name in ((2, "predicate"), (3, "documents"), (4, "causal"))
-    ]
-    options: dict[str, Any] = {
-        "bias": "full", "alibi": 1, "dropout_p": 0.2, "sinks": 0, "segments": "padded",
-    }  # fmt: skip
-    window = Mask(causal=True, window=(11, 0))
-    cases += [
-        Case("options-random-cp2", window, RANDOM[2], 2, batch=2, **options),
-        Case(
-            "keys80-random-cp4", window, ChunkLayout(((0, 4), (1, 5), (2, 6), (3, 7))), 4, 48, 80,
-            bias="full", alibi=1,
-        ),
-    ]  # fmt: skip
-    return _with_nightly(
-        cases,
-        in_jax=("documents-window-chunks-cp3",),
-        on_gpus=("documents-random-cp3", "options-random-cp2"),
+def _chunk_cases() -> Iterator[Case]:
+    """Yield cases of chunk layouts: balanced for a mask, and random."""
+    for n, name, random in (
+        (2, "documents", "predicate"), (3, "documents-window", "documents"), (4, "documents-full", "causal"),
+    ):  # fmt: skip
+        mask = masks(48, n)[name]
+        layout = balanced_layout(mask, seq_len=48, cp_size=n)
+        yield Case(f"{name}-chunks-cp{n}", mask, layout, n, nightly=IN_TORCH)
+        mask = masks(48, n)[random]
+        yield Case(f"{random}-random-cp{n}", mask, RANDOM[n], n, lse_grad=n == 3, nightly=IN_TORCH)
+    window, others = (
+        Mask(causal=True, window=(11, 0)),
+        ChunkLayout(((0, 4), (1, 5), (2, 6), (3, 7))),
     )
+    options: dict[str, Any] = {"bias": "full", "alibi": 1, "nightly": IN_TORCH}
+    yield Case("keys80-random-cp4", window, others, 4, 48, 80, **options)
+    options |= {"dropout_p": 0.2, "sinks": 0, "segments": "padded", "batch": 2}
+    yield Case("options-random-cp2", window, RANDOM[2], 2, **options)
 
 
-def _view_cases() -> list[Case]:
-    """Return cases whose inputs are views: all inputs, or the few that fused kernels take.
+def _view_cases() -> Iterator[Case]:
+    """Yield cases whose inputs are views: all inputs, or the few that fused kernels take.
 
     In seven turns each input is a view of each kind.
     """
     every: dict[str, Any] = {"bias": "full", "alibi": 2, "segments": "documents", "lse_grad": True}
-    options = {"": every, "-few": dict[str, Any]()}
-    cases = [
-        Case(
-            f"views{turn}{name}-{ring}", Mask(causal=True), RINGS[ring][0], 2, 32, batch=2, heads=(4, 2),
-            sinks=0, views=turn, strategy=RINGS[ring][1], nightly=_nightly_in_torch(turn, ring), **fields,
-        )
-        for turn in range(1, 1 + len(VIEWS)) for name, fields in options.items() for ring in RINGS
-    ]  # fmt: skip
-    return _with_nightly(cases, ("views1-few-contiguous",), ("views2-few-contiguous",))
+    sizes: dict[str, Any] = {
+        "mask": Mask(causal=True),
+        "cp_size": 2,
+        "seq_len": 32,
+        "batch": 2,
+        "heads": (4, 2),
+    }
+    for turn in range(1, 1 + len(VIEWS)):
+        for name, fields in (("", every), ("-few", {})):
+            yield from _on_rings(f"views{turn}{name}", turn, sinks=0, views=turn, **sizes, **fields)
+
+
+#: The runs that leave a case to nightly builds which every run of torch has per change.
+IN_TORCH: frozenset[Run] = frozenset({"jax", "jax-cuda"})
+
+
+def _cases() -> dict[str, Case]:
+    """Return all cases by name, with those that JAX runs per change."""
+    tables = (
+        _mask_cases,
+        _option_cases,
+        _length_cases,
+        _number_cases,
+        _chunk_cases,
+        _padding_cases,
+        _view_cases,
+    )
+    cases = {case.name: case for table in tables for case in table()}
+    for name in (*IN_JAX, *ON_GPUS):
+        runs = IN_TORCH if name in IN_JAX else {"jax-cuda"}
+        cases[name] = replace(cases[name], nightly=cases[name].nightly - runs)
+    return cases
 
 
 #: All cases by name. At least two cases of each mask, option, layout, strategy, dtype and ring size
 #: run per change.
-CASES = {
-    case.name: case
-    for case in (
-        *_mask_cases(), *_option_cases(), *_length_cases(), *_number_cases(), *_chunk_cases(),
-        *_padding_cases(), *_view_cases(),
-    )
-}  # fmt: skip
+CASES = _cases()

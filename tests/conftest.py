@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -50,13 +51,21 @@ ON_ONE_GPU = "backends.on_one_gpu"
 MOST_ON_ONE_GPU = 7
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+#: What JAX reads when it is imported.
+JAX_VARIABLES = {
+    "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_NUMPY_RANK_PROMOTION": "raise",  # many users, and JAX's own tests, set this
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    "NPROC": "32",  # threads for callbacks of several devices, on machines of few cores
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # most programs are small, and many are equal
+    "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no TPU: the compiler alone is used
+}  # fmt: skip
 
-hypothesis.settings.register_profile("ci", max_examples=300, deadline=None, derandomize=True)
-hypothesis.settings.register_profile("nightly", max_examples=5000, deadline=None)
-hypothesis.settings.register_profile("fewer", max_examples=100, deadline=None, derandomize=True)
-hypothesis.settings.register_profile(
-    "mutants", max_examples=100, deadline=None, derandomize=True, phases=[hypothesis.Phase.generate]
-)
+profile = partial(hypothesis.settings.register_profile, deadline=None)
+profile("ci", max_examples=300, derandomize=True)
+profile("nightly", max_examples=5000)
+profile("fewer", max_examples=100, derandomize=True)
+profile("mutants", max_examples=100, derandomize=True, phases=[hypothesis.Phase.generate])
 hypothesis.settings.load_profile("ci")
 
 
@@ -121,34 +130,27 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", f"ignore::Warning:{others}")
         config.addinivalue_line("filterwarnings", "ignore:.torch.jit:DeprecationWarning")
     if backend.startswith("jax") or backend == "maxtext":
-        metadata = tempfile.TemporaryDirectory()
-        config.add_cleanup(metadata.cleanup)
-        distributions.show(backend, Path(metadata.name))
-    if config.getoption("--backend") == "jax-cuda":
+        distributions.show(backend, _folder(config))
+    if backend == "jax-cuda":
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # callbacks of checked calls need the CPU
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # workers share the GPUs
-        return
-    if not config.getoption("--backend").startswith("jax"):
-        return
-    gc.set_threshold(100_000, 50)  # tracing makes many objects; collecting takes 3 % of a run
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"  # many users, and JAX's own tests, set this
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-    os.environ["NPROC"] = "32"  # threads for callbacks of several devices, on machines of few cores
-    if backend == "jax" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        # A cache for this run: the processes that tests start compile each program once.
-        folder = tempfile.TemporaryDirectory()
-        config.add_cleanup(folder.cleanup)
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
-        # Most programs are small, and many are equal.
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        import jax
+    elif backend.startswith("jax"):
+        gc.set_threshold(100_000, 50)  # tracing makes many objects; collecting takes 3 % of a run
+        os.environ |= JAX_VARIABLES
+        if backend == "jax" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+            # A cache for this run: the processes that tests start compile each program once.
+            os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_folder(config))
+            import jax
 
-        # Few programs of this process are equal: looking them up takes longer than it saves.
-        jax.config.update("jax_enable_compilation_cache", False)
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no TPU: only the compiler is used
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+            # Few programs of this process are equal: looking them up takes longer than it saves.
+            jax.config.update("jax_enable_compilation_cache", False)
+
+
+def _folder(config: pytest.Config) -> Path:
+    """Return a new folder, which is deleted when pytest ends."""
+    folder = tempfile.TemporaryDirectory()
+    config.add_cleanup(folder.cleanup)
+    return Path(folder.name)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -175,7 +177,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _deselect(config, items, lambda item: runs_nightly(item, backend))
     if not backend.endswith("-cuda"):
         return
-    gpus = _gpus(backend)
+    if backend == "jax-cuda":
+        gpus = importlib.import_module("jax").local_device_count()
+    else:
+        gpus = importlib.import_module("torch.cuda").device_count()
     if gpus == 0:
         raise pytest.UsageError(f"backend {backend} was asked for, and there is no GPU")
     if config.getoption("--one-gpu"):
@@ -190,17 +195,6 @@ def _deselect(
     """Deselect the items for which ``is_left_out`` returns True."""
     config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
     items[:] = [item for item in items if not is_left_out(item)]
-
-
-def _gpus(backend: str) -> int:
-    """Return the number of GPUs."""
-    if backend == "jax-cuda":
-        import jax
-
-        return jax.local_device_count()
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _ranks(item: pytest.Item) -> int:
@@ -222,20 +216,16 @@ def pytest_report_header(config: pytest.Config) -> str:
 def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Yield the backend under test: an object with ``run(case, mutant=None)``."""
     name = request.config.getoption("--backend")
-    if name == "core":
-        from backends.simulator import SimulatorBackend
-
-        yield SimulatorBackend()
-    elif name in ("torch", "torch-cuda"):
+    if name in ("torch", "torch-cuda"):
         from backends.torch_ranks import TorchBackend
 
-        running = TorchBackend(cuda=name == "torch-cuda")
-        yield running
-        running.close()
-    elif name in ("jax", "jax-cuda"):
-        from backends.jax_devices import JaxBackend
-
-        yield JaxBackend()
+        with closing(TorchBackend(cuda=name == "torch-cuda")) as running:
+            yield running
+    elif name in ("core", "jax", "jax-cuda"):
+        module, kind = (
+            ("simulator", "SimulatorBackend") if name == "core" else ("jax_devices", "JaxBackend")
+        )
+        yield getattr(importlib.import_module(f"backends.{module}"), kind)()
     else:
         pytest.fail(f"backend {name} runs no cases")
 
@@ -254,7 +244,8 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Yield torch ranks, started for a module: as many as its ``RANKS`` says, or two."""
     from ring_torch.local import LocalRanks
 
-    with LocalRanks(getattr(request.module, "RANKS", 2)) as ranks:
+    cuda = request.config.getoption("--backend") == "torch-cuda"
+    with LocalRanks(getattr(request.module, "RANKS", 2), cuda=cuda) as ranks:
         yield ranks
 
 

@@ -12,11 +12,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 def dense(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, sinks: Tensor | None = None,
-    window: int | None = None,
+    window: int | None = None, visible: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Return ``out, dq, dk, dv`` of whole tensors, and ``dsinks``, computed in the tensors' dtype.
 
-    ``window`` is the number of keys that a query sees.
+    ``window`` is the number of keys that a query sees; ``visible`` are those of another mask.
     """
     leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not None]
     q, k, v, *logits = leaves
@@ -25,6 +25,7 @@ def dense(
     position = torch.arange(length, device=q.device)
     distance = position[:, None] - position
     hidden = (distance < 0) | (distance >= (length if window is None else window))
+    hidden = hidden if visible is None else ~visible
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5
     scores = scores.masked_fill(hidden, -torch.inf)
     columns = [scores, *(x[:, None, None].expand(len(q), -1, length, 1) for x in logits)]

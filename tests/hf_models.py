@@ -58,13 +58,7 @@ CONFIGS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}
 class Wide(TorchFunctionMode):
     """Context that keeps transformers' float32 parts in float64: norms, angles, softmax, loss."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def widened(x: Any) -> Any:
             return torch.float64 if x is torch.float32 else x
 
@@ -154,22 +148,27 @@ def whole(kind: str) -> dict[str, Tensor]:
     return batch
 
 
-def on_one_process(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return a whole batch for a model without the ring, with the masks that it does not make.
+def difference(actual: Tensor, expected: Tensor, limit: float, floor: float = 0.0) -> str:
+    """Return an empty string if two tensors agree, relative to the largest entry, or the floor."""
+    if actual.shape != expected.shape:
+        return f"has shape {[*actual.shape]}, not {[*expected.shape]}"
+    if not expected.numel():
+        return ""
+    error, size = float((actual - expected).abs().max()), float(expected.abs().max())
+    return "" if error <= limit * max(size, floor) else f"is off by {error} of {size}"
 
-    Masks of GPT-OSS do not use positions, so packed documents are given as dense masks.
-    """
-    if model.config.model_type != "gpt_oss" or "position_ids" not in batch:
-        return batch | WHOLE
-    documents, positions = (batch["position_ids"] == 0).cumsum(dim=1), torch.arange(LENGTH)
-    sees = (documents[:, :, None] == documents[:, None]) & (positions <= positions[:, None])
-    near = positions[:, None] - positions < model.config.sliding_window
-    allowed = torch.zeros(sees.shape, dtype=torch.float64)
-    masks = {
-        name: allowed.masked_fill(~mask, -torch.inf)[:, None]
-        for name, mask in (("full_attention", sees), ("sliding_attention", sees & near))
-    }
-    return batch | WHOLE | {"attention_mask": masks}
+
+def differences_of_gradients(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], limit: float, floor: float
+) -> dict[str, str]:
+    """Return how gradients differ, by name; a missing one counts as zeros."""
+    return {
+        f"gradient of {name}": difference(
+            actual[name] if name in actual else torch.zeros_like(expected[name]),
+            expected[name] if name in expected else torch.zeros_like(actual[name]), limit, floor,
+        )
+        for name in {**expected, **actual}
+    }  # fmt: skip
 
 
 def same(actual: Tensor, expected: Tensor, what: str) -> None:

@@ -14,7 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from hf_models import LENGTH, WHOLE, Wide, build, gradients, in_training, on_one_process, whole
+from hf_models import (
+    LENGTH,
+    WHOLE,
+    Wide,
+    build,
+    difference,
+    differences_of_gradients,
+    gradients,
+    in_training,
+    whole,
+)
 from sweep.compare import batch_of
 from sweep.images import image_batch
 from sweep.tiny import VOCAB
@@ -94,7 +104,7 @@ class Row:
 
 
 def rows(
-    models: str, batches: str, *, daily: Iterable[str] | None = None, refused: Sequence[str] = (),
+    models: str, batches: str, *, daily: str | None = None, refused: str | None = None,
     forms: Sequence[str] = ("",), suffix: str = "", **fields: Any,
 ) -> Iterator[Any]:  # fmt: skip
     """Yield parameters of a test: a row for each of models, batches and forms.
@@ -102,20 +112,22 @@ def rows(
     Args:
         models: Names, separated by spaces.
         batches: Names, separated by commas.
-        daily: The ids that run for each change; all without.
-        refused: Beginnings of ids that transformers 5.14 refuses.
+        daily: The ids that run for each change, separated by commas; all without.
+        refused: Beginnings of ids that transformers 5.14 refuses, separated by spaces; "" for all.
         forms: As of :class:`Row`.
         suffix: The end of their ids.
         **fields: Other fields of all rows.
     """
-    ids = set()
+    ids, of_change = set(), None if daily is None else {*filter(None, daily.split(", "))}
+    beginnings = () if refused is None else tuple(refused.split(" "))
     for model, batch, form in product(models.split(), batches.split(", "), forms):
         ids.add(name := "-".join(filter(None, (model, batch, form, suffix))))
-        marks = [pytest.mark.nightly] if daily is not None and name not in daily else []
-        marks += [pytest.mark.refused_in("5.14")] if name.startswith((*refused, "~")) else []
+        is_daily = of_change is None or name in of_change
+        marks = [] if is_daily else [pytest.mark.nightly]
+        marks += [pytest.mark.refused_in("5.14")] if name.startswith(beginnings) else []
         row = Row(model, batch, form=form, **{"trains": bool(form), **fields})
         yield pytest.param(row, id=name, marks=marks)
-    assert daily is None or {*daily} <= ids, {*daily} - ids
+    assert (of_change or set()) <= ids, of_change
 
 
 def on(ranks: int, *layouts: LayoutSpec, strategy: Any = "auto") -> tuple[Ring, ...]:
@@ -169,22 +181,21 @@ PADDING = {
 
 
 def paddings(model: Any, kind: str) -> Iterator[Batch]:
-    """Yield a batch for each of :data:`PADDING`."""
-    for hidden in PADDING.values():
-        shifted, token = "CausalLM" in type(model).__name__, model.config.pad_token_id or 0
-        batch = padded(23, hidden, rows=kind, shifted=shifted, token=token)
-        source = {name: batch[name].flip(1)[:, 3:] for name in ("input_ids", "attention_mask")}
-        yield pair_of(source, batch) if model.config.is_encoder_decoder else batch
+    """Yield a batch for each of :data:`PADDING`; of the ``first`` row alone, others beside.
 
-
-def sides(model: Any) -> Iterator[Batch]:
-    """Yield padding on no side, each, and embeddings in place of tokens."""
+    These have padding on no side, or embeddings in place of tokens.
+    """
     shifted, token = "CausalLM" in type(model).__name__, model.config.pad_token_id or 0
-    for hidden in ((), range(15, 22), range(7)):
-        yield padded(22, hidden, rows="first", shifted=shifted, token=token)
-    batch = padded(22)
-    tokens = batch.pop("input_ids")
-    yield batch | {"inputs_embeds": model.get_input_embeddings()(tokens).detach()}
+    for hidden in PADDING.values() if kind != "first" else ((), PADDING["left"], PADDING["right"]):
+        batch = padded(23, hidden, rows=kind, shifted=shifted, token=token)
+        if model.config.is_encoder_decoder:
+            source = {name: batch[name].flip(1)[:, 3:] for name in ("input_ids", "attention_mask")}
+            batch = pair_of(source, batch)
+        yield batch
+    if kind == "first":
+        tokens = batch["input_ids"]
+        embeddings = model.get_input_embeddings()(tokens).detach()
+        yield {"inputs_embeds": embeddings, "labels": tokens}
 
 
 def two(model: Any, kind: str) -> Case:
@@ -232,26 +243,24 @@ def images(model: Any, kind: str) -> Batch:
 
 
 def tagged(model: Any, kind: str) -> Batch:
-    """Return labels that are not shifted; for ``first`` a rank of a contiguous layout has none."""
+    """Return labels that are not shifted; for ``first`` a rank of a contiguous layout has none.
+
+    ESM's tokens have its mask among them, more of it on one of two ranks.
+    """
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(4, 40, (2, 23), generator=generator)
     classes = min(model.config.num_labels if "Token" in type(model).__name__ else 40, 40)
     labels = torch.randint(classes, (2, 23), generator=generator)
     hidden = torch.rand(tokens.shape, generator=generator) < 0.7
     batch = {"input_ids": tokens}
+    if model.config.model_type == "esm":
+        tokens[:, 9:13] = 5
     if kind == "first":
         hidden[:, 5:] = True
     if kind == "padded":
         real = torch.arange(23) < torch.tensor([[14], [23]])
         hidden, batch["attention_mask"] = hidden | ~real, real.long()
     return batch | {"labels": labels.masked_fill(hidden, -100)}
-
-
-def masked(model: Any, kind: str) -> Batch:
-    """Return labels that are not shifted, and tokens of ESM's mask, more on one of two ranks."""
-    batch = tagged(model, kind)
-    batch["input_ids"][:, 9:13] = 5
-    return batch
 
 
 def alone(batch: Batch) -> list[Batch]:
@@ -314,23 +323,17 @@ def invoked(_: Any) -> Iterator[Batch]:
     yield {"input_ids": tokens, "labels": tokens, "alora_offsets": [1, 0, None, LENGTH, 9]}
 
 
-def plain(model: Any, kind: str) -> Case:
-    """Return a batch of :func:`hf_models.whole`."""
-    return Case([whole(kind)], [on_one_process(model, whole(kind))])
-
-
 def _kinds(function: Callable[..., Any], kinds: str, before: str = "") -> dict[str, Any]:
     return {f"{before}{kind}": partial(function, kind=kind) for kind in kinds.split(", ")}
 
 
 #: Batches by name: what makes a case or batches for a model; these run one after another.
 BATCHES: dict[str, Callable[[Any], Case | Batch | Iterable[Batch]]] = {
-    **_kinds(plain, "plain, right, left, packed, flattened"),
+    **_kinds(lambda _, kind: whole(kind), "plain, right, left, packed, flattened"),
     **_kinds(pair, "plain, padded", "pair "), **_kinds(images, "plain, left, packed", "images "),
-    **_kinds(two, "both, crossed, accumulated"), **_kinds(paddings, "equal, unlike"),
-    **_kinds(tagged, "plain, first, padded", "tagged "), "sides": sides, "invoked": invoked,
-    **_kinds(masked, "plain, first, padded", "masked "), "between padding": between_padding,
-    **_kinds(documents, "position_ids, seq_idx, cu_seq_lens, attention_mask", "by "),
+    **_kinds(two, "both, crossed, accumulated"), **_kinds(paddings, "equal, unlike, first"),
+    **_kinds(tagged, "plain, first, padded", "tagged "), "invoked": invoked,
+    "between padding": between_padding, **_kinds(documents, "position_ids, seq_idx, cu_seq_lens, attention_mask", "by "),
     "two tokens": lambda _: {"input_ids": torch.tensor([[5, 9]]), "labels": torch.tensor([[5, 9]])},
     "three tokens": lambda _: padded(3), "row": lambda _: row(),
     "short rows": lambda _: (row(15), row(position_ids=torch.arange(LENGTH)[None] % 11)),
@@ -402,14 +405,6 @@ def summed(model: Any, case: Case, cp: ContextParallel) -> Result:
     return loss, logits, gradients(model)
 
 
-def difference(actual: Tensor, expected: Tensor, limit: float, floor: float = 0.0) -> str:
-    """Return an empty string if two tensors agree, relative to the largest entry, or the floor."""
-    if actual.shape != expected.shape:
-        return f"has shape {[*actual.shape]}, not {[*expected.shape]}"
-    error, size = float((actual - expected).abs().max()), float(expected.abs().max())
-    return "" if error <= limit * max(size, floor) else f"is off by {error} of {size}"
-
-
 def check(
     actual: Result, expected: Result, case: Case, what: str, cp: ContextParallel | None = None
 ) -> None:
@@ -428,11 +423,7 @@ def check(
         real = mask != 0 if mask is not None and mask.shape == like.shape[:2] else ...
         differences[f"logits of {[*batch]}"] = difference(local[real], like[real], limit)
     largest = max(float(x.abs().max()) for x in whole_grads.values())
-    for name in {**whole_grads, **grads}:
-        x, y = grads.get(name), whole_grads.get(name)
-        pair = (torch.zeros_like(y if z is None else z) for z in (x, y))  # type: ignore[arg-type]
-        x, y = (zeros if z is None else z for zeros, z in zip(pair, (x, y), strict=True))
-        differences[f"gradient of {name}"] = difference(x, y, limit, 1e-3 * largest)
+    differences |= differences_of_gradients(grads, whole_grads, limit, 1e-3 * largest)
     wrong = {name: text for name, text in differences.items() if text}
     assert not wrong, f"{what}: {wrong}"
 
@@ -466,6 +457,7 @@ def compared(rank: int, x: Row) -> None:
         outer, keys = wrapped(model, x.form), [*model.state_dict()]
         handle = hf.parallelize(outer, cp, **x.options)
         assert [*model.state_dict()] == keys
+        assert "strategy" not in x.options or "ring-" in model.config._attn_implementation
         call = torch.compile(model, backend="eager") if x.form == "compiled" else outer
         local = None if x.options.get("logits") == "gather" else cp
         steps = [*zip(cases, expected, strict=True)]

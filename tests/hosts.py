@@ -10,7 +10,6 @@ ranks in an error in time. ``--json PATH`` adds the results to a file.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -22,11 +21,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 from processes import Started
-from reliability import environment
+from reliability import keep
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,14 +38,9 @@ RINGS = ("all", "permuted", "subset", "two at once", "data x context")
 
 
 def run(*command: str) -> str:
-    """Run a program and return its output.
-
-    Raises:
-        RuntimeError: The program failed.
-    """
+    """Run a program and return its output; an AssertionError says that it failed."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr.strip()}"
     return done.stdout
 
 
@@ -60,7 +54,7 @@ def missing() -> str | None:
     try:
         run("ip", "netns", "add", probe)
         run("ip", "netns", "del", probe)
-    except RuntimeError as error:
+    except AssertionError as error:
         return f"the kernel refuses namespaces: {error}"
     return None
 
@@ -107,10 +101,10 @@ def hosts(count: int) -> Iterator[list[Host]]:
         yield started_hosts
     finally:
         for name in (switch, *(host.name for host in started_hosts)):
-            with suppress(RuntimeError, ProcessLookupError):
+            with suppress(AssertionError, ProcessLookupError):
                 for process in run("ip", "netns", "pids", name).split():
                     os.kill(int(process), signal.SIGKILL)
-            with suppress(RuntimeError):
+            with suppress(AssertionError):
                 run("ip", "netns", "del", name)
 
 
@@ -131,21 +125,15 @@ LINKS = (
 
 
 def shape(host: Host, link: Link) -> str:
-    """Shape a host's link, and return the setting that was taken.
-
-    Raises:
-        RuntimeError: The kernel accepts none of the settings.
-    """
-    refused = []
+    """Shape a host's link, and return the setting that was taken: the first that is accepted."""
     for setting in link.settings:
         try:
             host.link("qdisc", "add", "dev", "eth0", "root", *setting.split())
-        except RuntimeError as error:
-            refused.append(str(error))
+        except AssertionError:
+            if setting == link.settings[-1]:
+                raise
         else:
             return setting
-    if refused:
-        raise RuntimeError("; ".join(refused))
     return "as it is"
 
 
@@ -168,82 +156,66 @@ class Job:
         """Return True if a link is cut during the job."""
         return self.link.name == "cut"
 
-    def command(self, n: int, hosts_of_job: Sequence[Host]) -> list[str]:
+    def command(self, n: int, address: str) -> list[str]:
         """Return the command that host ``n`` runs, once with torchrun, otherwise once per rank."""
         program = [str(ROOT / "tests" / "on_hosts" / f"ring_{self.backend}_job.py")]
         program += ["cut"] if self.is_cut else []
         if not self.torchrun:
             return [sys.executable, *program]
         return [
-            sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.hosts}",
-            f"--node-rank={n}", f"--nproc-per-node={self.each}", f"--master-port={PORT}",
-            f"--master-addr={hosts_of_job[0].address}", *program,
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.hosts}", f"--node-rank={n}",
+            f"--nproc-per-node={self.each}", f"--master-port={PORT}", f"--master-addr={address}", *program,
         ]  # fmt: skip
-
-    def environment(self, hosts_of_job: Sequence[Host]) -> dict[str, str]:
-        """Return the environment variables of the job's ranks."""
-        timeout = TIMEOUTS[self.backend] if self.is_cut else UNDISTURBED
-        return os.environ | {
-            "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "MASTER_ADDR": hosts_of_job[0].address, "MASTER_PORT": str(PORT),
-            "WORLD_SIZE": str(self.hosts * self.each), "RING_TIMEOUT": str(timeout),
-        }  # fmt: skip
 
 
 @contextmanager
 def started(job: Job, hosts_of_job: Sequence[Host]) -> Iterator[list[Started]]:
     """Start a job, and kill what still runs of it at the end."""
-    running: list[Started] = []
+    running, address = list[Started](), hosts_of_job[0].address
+    timeout = TIMEOUTS[job.backend] if job.is_cut else UNDISTURBED
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "MASTER_ADDR": address, "MASTER_PORT": str(PORT),
+        "WORLD_SIZE": str(job.hosts * job.each), "RING_TIMEOUT": str(timeout),
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for n, host in enumerate(hosts_of_job):
-                for local in range(1 if job.torchrun else job.each):
-                    rank = n * job.each + local
-                    output = Path(folder) / f"{rank}.txt"
-                    with output.open("w") as file:
-                        process = subprocess.Popen(
-                            host.command(*job.command(n, hosts_of_job)),
-                            env=job.environment(hosts_of_job)
-                            | {"RANK": str(rank), "LOCAL_RANK": str(local)},
-                            stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-                        )  # fmt: skip
-                    running.append(Started(process, output))
+            for n, local in product(range(job.hosts), range(1 if job.torchrun else job.each)):
+                rank = n * job.each + local
+                output = Path(folder) / f"{rank}.txt"
+                with output.open("w") as file:
+                    process = subprocess.Popen(
+                        hosts_of_job[n].command(*job.command(n, address)),
+                        env=environment | {"RANK": str(rank), "LOCAL_RANK": str(local)},
+                        stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                    )  # fmt: skip
+                running.append(Started(process, output))
             yield running
         finally:
-            for process_of_rank in running:
+            for x in running:
                 with suppress(ProcessLookupError):
-                    os.killpg(process_of_rank.process.pid, signal.SIGKILL)
-                process_of_rank.process.wait()
+                    os.killpg(x.process.pid, signal.SIGKILL)
+                x.process.wait()
 
 
 def finish(running: Sequence[Started], seconds: float) -> list[int]:
-    """Wait for all programs and return their exit codes.
-
-    Raises:
-        RuntimeError: Some programs are not done in time.
-    """
+    """Wait for all programs and return their exit codes."""
     until = time.monotonic() + seconds
-    try:
-        return [
-            rank_process.process.wait(max(0.1, until - time.monotonic()))
-            for rank_process in running
-        ]
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"not done in {seconds:.0f} s\n{tails(running)}") from error
+    while any(x.process.poll() is None for x in running):
+        assert time.monotonic() < until, f"not done in {seconds:.0f} s\n{tails(running)}"
+        time.sleep(0.1)
+    return [x.process.returncode for x in running]
 
 
 def tails(running: Sequence[Started]) -> str:
     """Return the end of each program's output."""
-    return "\n".join(rank_process.text[-1500:] for rank_process in running)
+    return "\n".join(x.text[-1500:] for x in running)
 
 
 def left(hosts_of_job: Sequence[Host]) -> list[str]:
     """Return processes that are still on the hosts after five seconds."""
     for _ in range(50):
-        pids = [
-            pid for host in hosts_of_job for pid in run("ip", "netns", "pids", host.name).split()
-        ]
+        pids = [x for host in hosts_of_job for x in run("ip", "netns", "pids", host.name).split()]
         if not pids:
             break
         time.sleep(0.1)
@@ -251,53 +223,36 @@ def left(hosts_of_job: Sequence[Host]) -> list[str]:
 
 
 def undisturbed(job: Job, hosts_of_job: Sequence[Host]) -> str:
-    """Run a job to its end, and return a summary.
-
-    Raises:
-        RuntimeError: The results are not right.
-    """
+    """Run a job to its end, check its results, and return a summary."""
     shapes = {shape(host, job.link) for host in hosts_of_job}
     with started(job, hosts_of_job) as running:
-        codes = finish(running, PATIENCE)
-        texts = "".join(rank_process.text for rank_process in running)
-        expected_counts = dict.fromkeys(
-            ("equal", *(f"ring {x}" for x in RINGS)), job.hosts * job.each
-        )
-        if any(codes) or any(texts.count(f"{line}\n") != n for line, n in expected_counts.items()):
-            raise RuntimeError(f"exit codes {codes}\n{tails(running)}")
-    dropped = sum(
-        int(n)
-        for host in hosts_of_job
-        for n in re.findall(r"dropped (\d+)", host.link("-s", "qdisc", "show", "dev", "eth0"))
-    )
-    if job.link.drops and not dropped:
-        raise RuntimeError("the link dropped nothing: nothing was tested")
+        codes, lines = finish(running, PATIENCE), ("equal", *(f"ring {x}" for x in RINGS))
+        texts = "".join(x.text for x in running)
+        is_right = all(texts.count(f"{x}\n") == job.hosts * job.each for x in lines)
+        assert is_right and not any(codes), f"exit codes {codes}\n{tails(running)}"
+    counts = "".join(host.link("-s", "qdisc", "show", "dev", "eth0") for host in hosts_of_job)
+    dropped = sum(map(int, re.findall(r"dropped (\d+)", counts)))
+    assert dropped or not job.link.drops, "the link dropped nothing: nothing was tested"
     return f"{len(RINGS)} kinds of rings equal on all ranks, link {', '.join(shapes)}, {dropped} packets dropped"
 
 
 def with_a_link_cut(job: Job, hosts_of_job: Sequence[Host]) -> str:
-    """Start a job, cut a link during it, check that all ranks end in an error; return a summary.
-
-    Raises:
-        RuntimeError: A rank ended well, had a wrong result, or did not end in time.
-    """
+    """Start a job, cut a link during it, check that all ranks end in an error; return a summary."""
     with started(job, hosts_of_job) as running:
         until = time.monotonic() + PATIENCE
-        while not all("step 3\n" in rank_process.text for rank_process in running):
-            if time.monotonic() > until or any(x.process.poll() is not None for x in running):
-                raise RuntimeError(f"no steps were made\n{tails(running)}")
+        while not all("step 3\n" in x.text for x in running):
+            is_over = any(x.process.poll() is not None for x in running)
+            assert not is_over and time.monotonic() < until, f"no steps were made\n{tails(running)}"
             time.sleep(0.1)
         hosts_of_job[-1].cut()
         began = time.monotonic()
         codes = finish(running, 12 * TIMEOUTS[job.backend])
-        seconds = time.monotonic() - began
-        texts = [rank_process.text for rank_process in running]
-        if not all(codes):
-            raise RuntimeError(f"exit codes {codes}: a rank ended well without the others")
-        if any("AssertionError" in text for text in texts):
-            raise RuntimeError(f"a wrong result\n{tails(running)}")
-        if not all(re.search(ENDINGS, text) for text in texts):
-            raise RuntimeError(f"a rank does not say why it ended\n{tails(running)}")
+        seconds, texts = time.monotonic() - began, [x.text for x in running]
+        assert all(codes), f"exit codes {codes}: a rank ended well without the others"
+        is_wrong = any("AssertionError" in text for text in texts)
+        assert not is_wrong, f"a wrong result\n{tails(running)}"
+        says_why = all(re.search(ENDINGS, text) for text in texts)
+        assert says_why, f"a rank does not say why it ended\n{tails(running)}"
     ends = sorted({"an error" if n == 1 else signal.Signals(-n).name for n in codes})
     return f"all ranks ended in {seconds:.0f} s, in {' or '.join(ends)}"
 
@@ -322,43 +277,23 @@ def main() -> int:
     chosen = [job for job in jobs if options.only in str(job)]
     reports = [report(job) for job in tqdm(chosen, unit="job", disable=None)]
     if options.json is not None:
-        keep(options.json, options.backend, reports)
-    return 0 if all(job_report.ok for job_report in reports) else 1
+        keep(options.json, "backends", {options.backend: reports}, options.backend, "numpy")
+    return 0 if all(x["ok"] for x in reports) else 1
 
 
-class Report(NamedTuple):
-    """Outcome of a job."""
-
-    name: str
-    ok: bool
-    words: str
-    seconds: int
-
-
-def report(job: Job) -> Report:
+def report(job: Job) -> dict[str, object]:
     """Run a job, and print and return its outcome."""
     began = time.monotonic()
     try:
         with hosts(job.hosts) as started_hosts:
             ok, text = True, (with_a_link_cut if job.is_cut else undisturbed)(job, started_hosts)
-            if processes := left(started_hosts):
-                raise RuntimeError(f"processes stayed: {processes}")  # noqa: TRY301 - reported below
-    except RuntimeError as error:
+            assert not (processes := left(started_hosts)), f"processes stayed: {processes}"
+    except AssertionError as error:
         ok, text = False, str(error)
-    job_report = Report(str(job), ok, text, round(time.monotonic() - began))
-    sys.stdout.write(
-        f"{job.backend}, {job}: {'' if ok else 'FAILED: '}{text}; {job_report.seconds} s\n"
-    )
+    seconds = round(time.monotonic() - began)
+    sys.stdout.write(f"{job.backend}, {job}: {'' if ok else 'FAILED: '}{text}; {seconds} s\n")
     sys.stdout.flush()
-    return job_report
-
-
-def keep(path: Path, backend: str, reports: Sequence[Report]) -> None:
-    """Write the reports to a file, and keep those of other backends in it."""
-    stored = json.loads(path.read_text()) if path.exists() else {"environment": {}, "backends": {}}
-    stored["environment"] |= environment(backend, "numpy")
-    stored["backends"][backend] = [x._asdict() for x in reports]
-    path.write_text(json.dumps(stored, indent=1) + "\n")
+    return {"name": str(job), "ok": ok, "words": text, "seconds": seconds}
 
 
 if __name__ == "__main__":

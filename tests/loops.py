@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +15,10 @@ from ring_jax.strategies import ring
 
 _SHAPE: dict[str, Any] = {"cp_size": 7, "seq_len": 112}
 _HELPERS: dict[str, Any] = {**_SHAPE, "cp_size": 8, "strategy": "balanced"}
+_EVERYTHING: dict[str, Any] = {
+    "softcap": 2.0, "sinks": 0, "bias": "very-negative", "alibi": 1, "dropout_p": 0.1,
+    "segments": "padded", "heads": (4, 2), "dims": (8, 6),
+}  # fmt: skip
 CAUSAL = Mask(causal=True)
 
 #: Cases on seven devices, the fewest for which both passes have a loop: one with an odd, one with
@@ -34,15 +36,9 @@ CASES = {
         Case("segments", CAUSAL, "zigzag", **_SHAPE, segments="padded", batch=2, lse_grad=True),
         Case("bias", CAUSAL, "striped", **_SHAPE, bias="masked", batch=2, heads=(1, 1)),
         Case("dropout", CAUSAL, "zigzag", **_SHAPE, dropout_p=0.3),
-        Case(
-            "everything", CAUSAL, "zigzag", **_SHAPE, softcap=2.0, sinks=0, bias="very-negative",
-            alibi=1, dropout_p=0.1, segments="padded", heads=(4, 2), dims=(8, 6), lse_grad=True,
-        ),
+        Case("everything", CAUSAL, "zigzag", **_SHAPE, **_EVERYTHING, lse_grad=True),
         Case("helpers", CAUSAL, **_HELPERS, bias="full", heads=(1, 1), lse_grad=True),
-        Case(
-            "helpers-everything", CAUSAL, **_HELPERS, softcap=2.0, sinks=0,
-            bias="very-negative", alibi=1, dropout_p=0.1, segments="padded", heads=(4, 2), dims=(8, 6),
-        ),
+        Case("helpers-everything", CAUSAL, **_HELPERS, **_EVERYTHING),
     )
 }  # fmt: skip
 
@@ -59,17 +55,15 @@ def in_loop_and_unrolled(
     backend: JaxBackend, case: Case, kernel: str | KernelConfig
 ) -> tuple[Arrays, Arrays]:
     """Run a case with loops, and with all stages unrolled."""
-    looped = in_loop(backend, case, kernel)
-    with _unrolled():
-        return looped, backend._run(case, (kernel, case.strategy), _program)
+    return in_loop(backend, case, kernel), unrolled(backend, case, kernel)
 
 
-@contextmanager
-def _unrolled() -> Iterator[None]:
+def unrolled(backend: JaxBackend, case: Case, kernel: str | KernelConfig) -> Arrays:
+    """Run a case with all stages unrolled."""
     plan._make_plan.cache_clear()  # a new plan makes jax trace the call again
     try:
         with patch.object(ring, "_SHORTEST_LOOP", 1 << 30):
-            yield
+            return backend._run(case, (kernel, case.strategy), _program)
     finally:
         plan._make_plan.cache_clear()
 

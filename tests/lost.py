@@ -24,11 +24,12 @@ LOST, STEPS = 1, 3
 
 
 class Loss(NamedTuple):
-    """Loss of rank 1: the way, and the point in its second step."""
+    """Loss of rank 1: the way, and the point in its second step, or another."""
 
     how: str
     where: str
     when: str
+    step: int = 1
 
 
 LOSSES = [
@@ -69,6 +70,8 @@ def _cut_off() -> None:
 def _lose(how: str) -> None:
     if how == "cut off":
         _cut_off()
+    elif how == "late":
+        time.sleep(2 * TIMEOUT)
     else:
         os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
 
@@ -91,13 +94,10 @@ def _lose_while_sending(how: str) -> None:
         setattr(Ranks, name, losing(getattr(Ranks, name)))
 
 
-def _at(point: tuple[str, str], loss: Loss | None) -> None:
-    if loss is None or point != (loss.where, loss.when):
-        return
-    if loss.when == "during":
-        _lose_while_sending(loss.how)
-    else:
-        _lose(loss.how)
+def _at(loss: Loss | None, where: str, *moments: str) -> None:
+    """Be lost if it is at one of these moments."""
+    if loss is not None and loss.where == where and loss.when in moments:
+        (_lose_while_sending if loss.when == "during" else _lose)(loss.how)
 
 
 def steps(rank: int, loss: Loss | None, options: dict[str, Any]) -> Steps:
@@ -112,19 +112,17 @@ def steps(rank: int, loss: Loss | None, options: dict[str, Any]) -> Steps:
     sums: list[float] = []
     for step in range(STEPS):
         local = x.clone().requires_grad_()
-        loss_now = loss if rank == LOST and step == 1 else None
+        loss_now = loss if rank == LOST and loss is not None and step == loss.step else None
         try:
-            _at(("forward", "before"), loss_now)
-            _at(("forward", "during"), loss_now)
+            _at(loss_now, "forward", "before", "during")
             if movement is None:
                 out = ring_attention(local, local, local, **call_options)
             else:
                 out = movement(ContextParallel(), local)
-            _at(("forward", "after"), loss_now)
-            _at(("backward", "before"), loss_now)
-            _at(("backward", "during"), loss_now)
+            _at(loss_now, "forward", "after")
+            _at(loss_now, "backward", "before", "during")
             out.sum().backward()
-            _at(("backward", "after"), loss_now)
+            _at(loss_now, "backward", "after")
             assert local.grad is not None
             sums.append(local.grad.double().sum().item())  # waits for the GPU, if it is on one
         except RuntimeError as error:
@@ -164,10 +162,9 @@ def _is_gone(process: int | None) -> bool:
     """Return True if a process is gone, zombies included, within ten seconds."""
     assert process is not None
     until = time.monotonic() + 10
-    while time.monotonic() < until:
-        try:
+    with suppress(ProcessLookupError):
+        while time.monotonic() < until:
             os.kill(process, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.05)
-    return False
+            time.sleep(0.05)
+        return False
+    return True

@@ -14,7 +14,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,7 +22,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-_FENCE = re.compile(r"^( *)(`{3,})(?:\{code-block\} *)?([^`]*?) *$")
+_FRONT_MATTER = re.compile(r"\A---\n(.*?)^---$", re.MULTILINE | re.DOTALL)
+#: Indent, ticks, language, mark and code of a fenced block.
+_FENCED = re.compile(
+    r"^( *)(`{3,})(?:\{code-block\} *)?([^`\n]*?) *\n(?: *:class: *(.*?) *\n)?(.*?)^ *\2 *$",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,16 @@ class Page:
     @classmethod
     def read(cls, path: Path) -> Page:
         """Read a page."""
-        lines = path.read_text().splitlines()
-        return cls(path, dict(_front_matter(lines)), tuple(_blocks(lines)))
+        text, settings, blocks = path.read_text(), {}, []
+        if front_matter := _FRONT_MATTER.match(text):
+            for name, _, value in (line.partition(":") for line in front_matter[1].splitlines()):
+                settings[name.strip()] = value.strip()
+        for match in _FENCED.finditer(text):
+            indent, _, language, mark, code = match.groups()
+            code = "\n".join(line.removeprefix(indent) for line in code.splitlines())
+            line = text.count("\n", 0, match.start(5)) + 1
+            blocks.append(Block(language, code, line, mark or ""))
+        return cls(path, settings, tuple(blocks))
 
     @property
     def program(self) -> list[tuple[Block, str | None]]:
@@ -72,33 +85,6 @@ class Page:
         text = "\n".join(block.code for block in self.blocks if block.language == "sh")
         lines = text.replace("\\\n", " ").splitlines()
         return [line for raw in lines if (line := raw.split(" #")[0].strip()) and line[0] != "#"]
-
-
-def _front_matter(lines: list[str]) -> Iterator[tuple[str, str]]:
-    if not lines or lines[0] != "---":
-        return
-    for line in lines[1 : lines.index("---", 1)]:
-        name, _, value = line.partition(":")
-        yield name.strip(), value.strip()
-
-
-def _blocks(lines: list[str]) -> Iterator[Block]:
-    number = 0
-    while number < len(lines):
-        opening = _FENCE.match(lines[number])
-        number += 1
-        if opening is None:
-            continue
-        indent, ticks, language = opening.groups()
-        start, mark = number, ""
-        while lines[number].strip() != ticks:
-            number += 1
-        if lines[start].strip().startswith(":class:"):
-            mark = lines[start].partition(":class:")[2].strip()
-            start += 1
-        code = "\n".join(line.removeprefix(indent) for line in lines[start:number])
-        yield Block(language, code, start + 1, mark)
-        number += 1
 
 
 def run(page: Page) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,12 +14,82 @@ from ring_core import Capabilities
 from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.library import (
     BackwardLaunch,
+    Documents,
     FlashLibrary,
     ForwardLaunch,
     LaunchOptions as FlashOptions,
     rounded_to_8,
 )
 from ring_torch.records import AttentionState
+
+
+def shown(q: Tensor, k: Tensor, options: FlashOptions) -> Tensor:
+    """Return which keys each query of a batch or of documents sees, aligned bottom right."""
+    sides = []
+    rows, columns = (torch.tensor([0, x.shape[-3]], dtype=torch.int32) for x in (q, k))
+    documents = options.documents or Documents(rows, columns, q.shape[-3], k.shape[-3])
+    cu_q, cu_k, longest_q, longest_k = documents
+    for x, cu, longest in ((q, cu_q, longest_q), (k, cu_k, longest_k)):
+        token = torch.arange(x.shape[-3])
+        assert cu.dtype == torch.int32 and int(cu[-1]) == len(token)
+        assert int(cu.diff().max()) == longest
+        document = torch.bucketize(token, cu, right=True)
+        sides.append((document, token - cu[document]))
+    (q_document, row), (k_document, column) = sides
+    apart, visible = row[:, None] - column, q_document[:, None] == k_document
+    left, right = options.window
+    visible &= apart <= left if left is not None else True
+    visible &= -apart <= right if right is not None else True
+    return visible
+
+
+def scores(q: Tensor, k: Tensor, options: FlashOptions, dtype: torch.dtype | None = None) -> Tensor:
+    """Return masked scores ``[..., H, n, m]``, whose gradients are rounded to a dtype."""
+    k = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
+    every = options.scale * torch.einsum("...nhd,...mhd->...hnm", q, k)
+    if every.requires_grad:
+        every.register_hook(partial(_rounded, dtype=dtype))
+    if options.softcap is not None:
+        every = options.softcap * torch.tanh(every / options.softcap)
+    return every.masked_fill(~shown(q, k, options), -torch.inf)
+
+
+def weighted(weights: Tensor, v: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return ``[..., n, H, Dv]``, values by weights ``[..., H, n, m]`` rounded to a dtype."""
+    weights = weights + (_rounded(weights, dtype) - weights).detach()
+    v = v.repeat_interleave(weights.shape[-3] // v.shape[-2], dim=-2)
+    return torch.einsum("...hnm,...mhd->...nhd", weights, v)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x if dtype is None else x.to(dtype).to(x.dtype)
+
+
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out [..., n, H, Dv], lse [..., H, n])``, differentiable."""
+    s = scores(q, k, options)
+    lse = s.logsumexp(-1)
+    weights = (s - lse[..., None]).exp()
+    out = weighted(weights, v, dtype) / weights.sum(-1).mT[..., None]  # as lse is rounded
+    if options.sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, options.sinks[:, None])
+    return out * (lse - total).exp().mT[..., None], total
+
+
+def differentiated(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, options: FlashOptions,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the gradients of a launch by the final ``lse`` and ``delta = rowsum(out * dout)``."""
+    with torch.enable_grad():
+        leaves = q, k, v = [x.detach().requires_grad_() for x in (q, k, v)]
+        weights = (scores(q, k, options, dtype) - lse[..., None]).exp()
+        weights = weights.masked_fill(~shown(q, k, options), 0.0)
+        loss = (weighted(weights, v, dtype) * dout).sum() - (delta[..., None] * weights).sum()
+    return torch.autograd.grad(loss, leaves)
 
 
 @dataclass(frozen=True)
@@ -41,25 +111,11 @@ class PlainFlash(FlashLibrary):
         """Allocate and return ``(out, lse)``."""
         del destination
         shape, options = (*q.shape[:-1], v.shape[-1]), self._taken(options, k)
-        out = (torch.empty_like(q) if q.shape == shape else q.new_empty(shape)).fill_(torch.nan)
-        q_read, k_read, v_read = (
-            self._read(q),
-            _for_heads(self._read(k), q),
-            _for_heads(self._read(v), q),
-        )
-        lse = torch.full(q_read.shape[:-1], torch.inf, dtype=q_read.dtype)
-        for rows, columns in _sequences(q, k, options):
-            scores, visible, _ = _scores(q_read[..., rows, :], k_read[..., columns, :], options)
-            top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(())
-            safe = top.masked_fill(top == -torch.inf, 0.0)
-            weights = (scores - safe).exp()
-            total = weights.sum(-1, keepdim=True)
-            seen = visible.any(-1)[:, None]
-            part = _round(weights, q) @ v_read[..., columns, :] / total
-            part = part.masked_fill(~seen, torch.nan)
-            out[..., rows, :, :] = part.transpose(-3, -2).to(q.dtype)
-            lse[..., rows] = (safe + total.log()).masked_fill(~seen, torch.inf).squeeze(-1)
-        return out, lse
+        out, lse = attended(self._read(q), self._read(k), self._read(v), options, q.dtype)
+        unseen = ~shown(q, k, options).any(-1)
+        into = torch.empty_like(q) if q.shape == shape else q.new_empty(shape)
+        into.copy_(out.masked_fill(unseen[:, None, None], torch.nan))
+        return into, lse.masked_fill(unseen, torch.inf)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -67,28 +123,13 @@ class PlainFlash(FlashLibrary):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Allocate and return ``(dq, dk, dv)``."""
         del destination
-        options, grads = self._taken(options, k), [torch.zeros_like(x) for x in (q, k, v)]
-        wide = (
-            self._read(dout),
-            self._read(out),
-            self._read(q),
-            _for_heads(self._read(k), q),
-            _for_heads(self._read(v), q),
-        )
-        for rows, columns in _sequences(q, k, options):
-            up, local, q_read = (x[..., rows, :] for x in wide[:3])
-            k_read, v_read = (x[..., columns, :] for x in wide[3:])
-            seen = lse[..., rows].masked_fill(lse[..., rows] == -torch.inf, torch.inf)
-            scores, visible, slope = _scores(q_read, k_read, options)
-            weights = (scores - seen.unsqueeze(-1)).exp().masked_fill(~visible, 0.0)
-            delta = (up * local).sum(-1, keepdim=True)
-            dscores = (weights * (up @ v_read.mT - delta) * slope).masked_fill(~visible, 0.0)
-            dscores = _round(dscores, q)
-            dk, dv = options.scale * (dscores.mT @ q_read), _round(weights, q).mT @ up
-            parts = options.scale * (dscores @ k_read), _by_kv_head(dk, k), _by_kv_head(dv, v)
-            for grad, at, part in zip(grads, (rows, columns, columns), parts, strict=True):
-                grad[..., at, :, :] = part.transpose(-3, -2).to(grad.dtype)
-        return grads[0], grads[1], grads[2]
+        wide = [self._read(x) for x in (q, k, v, dout)]
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        delta = (wide[3] * self._read(out)).sum(-1).mT
+        options = self._taken(options, k)
+        grads = differentiated(wide[0], wide[1], wide[2], wide[3], lse, delta, options, q.dtype)
+        dq, dk, dv = (torch.empty_like(x).copy_(y) for x, y in zip((q, k, v), grads, strict=True))
+        return dq, dk, dv
 
     def _taken(self, options: FlashOptions, k: Tensor) -> FlashOptions:
         """Return the options as the library interprets them."""
@@ -101,67 +142,20 @@ class PlainFlash(FlashLibrary):
         return options._replace(window=(left, right))
 
     def _read(self, x: Tensor) -> Tensor:
-        """Return what is read of ``[..., n, H, D]``, as ``[..., H, n, D]`` in at least float32."""
+        """Return what is read of a tensor, in at least float32."""
         starts = [n * x.itemsize for n in (x.data_ptr() // x.itemsize, *x.stride()[:-1])]
         assert self.takes_any_rows or not any(start % 16 for start in starts)
         wide = torch.promote_types(x.dtype, torch.float32)
-        return x.as_strided(x.shape, (*x.stride()[:-1], 1)).transpose(-3, -2).to(wide)
-
-
-def _sequences(q: Tensor, k: Tensor, options: FlashOptions) -> Iterator[tuple[slice, slice]]:
-    """Yield the rows and columns of each document."""
-    if options.documents is None:
-        yield slice(0, q.shape[-3]), slice(0, k.shape[-3])
-        return
-    cu_q, cu_k, max_q, max_k = options.documents
-    assert cu_q.dtype == cu_k.dtype == torch.int32
-    rows, columns = cu_q.tolist(), cu_k.tolist()
-    assert (rows[-1], columns[-1]) == (q.shape[0], k.shape[0])
-    for cuts, longest in ((rows, max_q), (columns, max_k)):
-        assert max(b - a for a, b in pairwise(cuts)) == longest
-    for document in zip(pairwise(rows), pairwise(columns), strict=True):
-        yield slice(*document[0]), slice(*document[1])
-
-
-def _round(x: Tensor, like: Tensor) -> Tensor:
-    return x.to(like.dtype).to(x.dtype)
-
-
-def _for_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Repeat keys or values ``[..., K, m, D]`` for each query head."""
-    return x.repeat_interleave(q.shape[-2] // x.shape[-3], dim=-3)
-
-
-def _by_kv_head(x: Tensor, like: Tensor) -> Tensor:
-    summed: Tensor = x.unflatten(-3, (like.shape[-2], -1)).sum(-3)
-    return summed
-
-
-def _scores(q: Tensor, k: Tensor, options: FlashOptions) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Return masked scores ``[..., H, n, m]``, the mask, aligned bottom right, and the slope."""
-    scores: Tensor = options.scale * (q @ k.mT)
-    slope: Tensor | float = 1.0
-    if options.softcap is not None:
-        squashed = torch.tanh(scores / options.softcap)
-        scores, slope = options.softcap * squashed, 1 - squashed**2
-    rows, columns = scores.shape[-2:]
-    apart = torch.arange(columns) - (torch.arange(rows)[:, None] + columns - rows)
-    left, right = options.window
-    visible = torch.ones(rows, columns, dtype=torch.bool)
-    visible &= apart <= right if right is not None else True
-    visible &= -apart <= left if left is not None else True
-    return scores.masked_fill(~visible, -torch.inf), visible, slope
+        return x.as_strided(x.shape, (*x.stride()[:-1], 1)).to(wide)
 
 
 @dataclass(frozen=True)
 class Returning(PlainFlash):
     """A library that returns views of its own tensors, as cuDNN's operators do."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, destination: AttentionState | None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def forward(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)``; heads lie before tokens."""
-        out, lse = super().forward(q, k, v, options, destination)
+        out, lse = super().forward(*args, **options)
         return out.transpose(1, 2).clone().transpose(1, 2), lse.unsqueeze(3).squeeze(3)
 
 
@@ -184,22 +178,18 @@ class Writing(PlainFlash):
         """True."""
         return True
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, destination: AttentionState | None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return ``(out, lse)``, in ``destination`` if that is given."""
+    def forward(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Return ``(out, lse)``, in ``destination``, the last argument, if that is given."""
         self.events.append("forward")
-        result = super().forward(q, k, v, options, None)
-        return result if destination is None else _put(result, destination)
+        result = super().forward(*args, **options)
+        return result if args[-1] is None else _put(result, args[-1])
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: FlashOptions, destination: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def backward(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(dq, dk, dv)``, the first in ``destination`` if that is given."""
         self.events.append("backward")
-        dq, dk, dv = super().backward(dout, q, k, v, out, lse, options, None)
-        return dq if destination is None else destination.copy_(dq), dk, dv
+        assert args[5].is_contiguous(), "lse"
+        dq, dk, dv = super().backward(*args, **options)
+        return dq if args[-1] is None else args[-1].copy_(dq), dk, dv
 
     def repeated_forward(
         self, q: Tensor, k: Tensor, v: Tensor, destination: AttentionState, options: FlashOptions
@@ -257,15 +247,9 @@ def _put(result: tuple[Tensor, Tensor], destination: AttentionState) -> Attentio
 
 def flash_of(library: PlainFlash, bands: Literal["any", "causal"]) -> FlashKernel:
     """Return a kernel of ring_torch on one of these libraries."""
-    return FlashKernel(
-        library,
-        Capabilities(
-            "flash", dtypes=("float64", "float32", "bfloat16", "float16"), bands=bands,
-            mixed_head_dims=True,
-        ),
-        head_dims=rounded_to_8,
-        unavailable=lambda: None,
-    )  # fmt: skip
+    dtypes = "float64", "float32", "bfloat16", "float16"
+    can = Capabilities("flash", dtypes=dtypes, bands=bands, mixed_head_dims=True)
+    return FlashKernel(library, can, head_dims=rounded_to_8, unavailable=lambda: None)
 
 
 FLASH = flash_of(PlainFlash(), "any")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 from cases import RINGS, diagonals, prefix
@@ -67,20 +71,40 @@ def plans() -> st.SearchStrategy[Plan]:
     return programs().map(lambda program: program.plan)
 
 
+def all_items(program: RingProgram) -> Iterator[tuple[int, int, WorkItem]]:
+    """Yield the items of all ranks and steps, with the rank and the step."""
+    for rank, step in product(range(program.plan.cp_size), range(program.num_steps)):
+        yield from ((rank, step, item) for item in program.items(rank, step))
+
+
+def place(plan: Plan, item: WorkItem) -> Any:
+    """Return the index of an item's cells in an array of all queries and all keys."""
+    queries = plan.positions(item.q_rank)[item.q_slice]
+    return np.ix_(queries, plan.k_positions(item.kv_rank)[item.k_slice])
+
+
+def through(
+    window: tuple[int | None, int | None], rows: int, columns: int
+) -> npt.NDArray[np.bool_]:
+    """Return the dense mask of a flash-attn window, which is aligned bottom right."""
+    distance = np.arange(columns) - (np.arange(rows)[:, None] + columns - rows)
+    left, right = window
+    cells = np.ones((rows, columns), dtype=bool)
+    cells &= distance <= right if right is not None else True
+    cells &= -distance <= left if left is not None else True
+    return cells
+
+
 def shown(plan: Plan, item: WorkItem) -> npt.NDArray[np.bool_]:
     """Return the dense mask of an item, from its own fields."""
     rows, columns = item.q_stop - item.q_start, item.k_stop - item.k_start
     distance = np.arange(rows)[:, None] - np.arange(columns)
     cells = np.ones((rows, columns), dtype=bool)
-    if item.lo is not None:
-        cells &= distance >= item.lo
-    if item.hi is not None:
-        cells &= distance <= item.hi
+    cells &= True if item.lo is None else distance >= item.lo
+    cells &= True if item.hi is None else distance <= item.hi
     if item.cu_q is not None and item.cu_k is not None:
-        q_doc, k_doc = np.zeros(rows, int), np.zeros(columns, int)
-        for n in range(len(item.cu_q) - 1):
-            q_doc[item.cu_q[n] : item.cu_q[n + 1]] = n
-            k_doc[item.cu_k[n] : item.cu_k[n + 1]] = n
+        q_doc = np.searchsorted(item.cu_q, np.arange(rows), side="right")
+        k_doc = np.searchsorted(item.cu_k, np.arange(columns), side="right")
         cells &= q_doc[:, None] == k_doc
     if item.tiles is not None:
         positions = plan.q_positions(item.q_rank)[item.q_slice]

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,9 +52,8 @@ def started(
                 output = Path(folder) / f"{number}.txt"
                 with output.open("w") as file:
                     process = subprocess.Popen(
-                        [*command, *arguments], env=environment, stdout=file,
-                        stderr=subprocess.STDOUT,
-                    )  # fmt: skip
+                        [*command, *arguments], env=environment, stdout=file, stderr=file
+                    )
                 running.append(Started(process, output))
             yield running
         finally:
@@ -72,17 +71,13 @@ def run(
         AssertionError: A process failed, or they were not done in time.
     """
     with started(program, count, *arguments, devices=devices) as running:
+
+        def printed() -> str:
+            return "\n".join(f"process {n}:\n{x.text[-4000:]}" for n, x in enumerate(running))
+
         until = time.monotonic() + seconds
-        while any(one.process.poll() is None for one in running):
-            assert time.monotonic() < until, f"not done in {seconds} s\n{_printed(running)}"
-            failed = [n for n, one in enumerate(running) if one.process.poll()]
-            assert not failed, f"process {failed[0]} failed\n{_printed(running)}"
+        while None in (codes := [x.process.poll() for x in running]) or any(codes):
+            assert not any(codes), f"process {[*map(bool, codes)].index(True)} failed\n{printed()}"
+            assert time.monotonic() < until, f"not done in {seconds} s\n{printed()}"
             time.sleep(0.05)
-        codes = [one.process.returncode for one in running]
-        assert not any(codes), f"exit codes {codes}\n{_printed(running)}"
-        return [one.text for one in running]
-
-
-def _printed(running: Sequence[Started]) -> str:
-    """Return the end of each process's output."""
-    return "\n".join(f"process {n}:\n{one.text[-4000:]}" for n, one in enumerate(running))
+        return [x.text for x in running]

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +22,7 @@ import numpy as np
 import pytest
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax_meshes import KINDS, mesh_of, random
 
 import ring_jax
 from ring_core import RankMismatchError, StrategyConfig, UnsupportedError, reference
@@ -26,21 +30,17 @@ from ring_jax import ContextParallel
 
 Array = jax.Array
 LENGTH = 48
-SHAPE = {"q": (2, LENGTH, 8, 8), "k": (2, LENGTH, 2, 8), "v": (2, LENGTH, 2, 8)}
 OPTIONS: dict[str, Any] = {"causal": True, "dropout_p": 0.3, "dropout_seed": 5}
 
 
 def whole() -> list[np.ndarray]:
     """Return the arrays of a call, in natural order, equal in all processes."""
-    random = np.random.default_rng(0)
-    return [random.standard_normal(shape).astype(np.float32) for shape in SHAPE.values()]
+    return [np.asarray(random(2, LENGTH, heads, 8, seed=n)) for n, heads in enumerate((8, 2, 2))]
 
 
 def context(kind: str, *, layout: Any = "zigzag", batch: int = 1) -> ContextParallel:
     """Return a context over all devices, on a mesh with ``batch`` rows that split the batch."""
-    axis_type = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}[kind]
-    shape = (batch, jax.device_count() // batch)
-    mesh = jax.make_mesh(shape, ("data", "cp"), axis_types=(axis_type,) * 2)
+    mesh = mesh_of(KINDS[kind], data=batch, cp=jax.device_count() // batch)
     return ContextParallel(mesh, "cp", batch_axis="data", layout=layout)
 
 
@@ -49,13 +49,14 @@ def from_hosts(cp: ContextParallel, x: np.ndarray) -> Array:
     layout = cp.layout_of(x.shape[1])
     sharding: Any = NamedSharding(cp.mesh, P("data", "cp"))
     order = np.concatenate([layout.positions(rank) for rank in range(cp.cp_size)])
-    indices = sharding.addressable_devices_indices_map(x.shape).values()
-    rows, columns = (
-        sorted({n for index in indices for n in range(*index[dim].indices(x.shape[dim]))})
-        for dim in (0, 1)
-    )
-    own = x[rows][:, order[columns]]
-    return cast("Array", jax.make_array_from_process_local_data(sharding, own, x.shape))
+    in_order = np.asarray(x)[:, order]
+    return cast("Array", jax.make_array_from_callback(x.shape, sharding, in_order.__getitem__))
+
+
+def say(line: str) -> None:
+    """Print a line, which the test sees at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def assert_close(got: Any, expected: Any, tolerance: float = 5e-5) -> None:
@@ -64,14 +65,14 @@ def assert_close(got: Any, expected: Any, tolerance: float = 5e-5) -> None:
     np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
 
 
-def attend(kind: str, strategy: str) -> None:
+def attend(kind: str, strategy: str, checked: str = "") -> None:
     """Check a strategy on a kind of mesh against the oracle, with dropout on auto axes."""
     layout = "contiguous" if strategy == "balanced" else "zigzag"
     options = OPTIONS if kind == "auto" else {"causal": True}  # dropout is slow to compile
     x = whole()
     cp = context(kind, layout=layout)
     local = [from_hosts(cp, y) for y in x]
-    with jax.set_mesh(cp.mesh):
+    with jax.set_mesh(cp.mesh), ring_jax.check() if checked else nullcontext():
         cp.check_agreement(*local, strategy=strategy, **options)
 
         def loss(*shards: Array) -> tuple[Array, Array]:
@@ -104,58 +105,42 @@ def agreement() -> None:
     The error names the difference and its processes.
     """
     cp, last = context("auto"), jax.process_index() == jax.process_count() - 1
-    q, k, v = (from_hosts(cp, y) for y in whole())
+    x = [from_hosts(cp, y) for y in whole()]
     others = ", ".join(map(str, range(jax.process_count() - 1)))
     first = f"process{'es' * (jax.process_count() > 2)} {others}"
     one = f"process {jax.process_count() - 1}"
-    cp.check_agreement(q, k, v, causal=True)
-
-    def differs(call: Callable[[], None], kind: type[Exception], words: str) -> None:
-        with pytest.raises(kind, match=re.escape(words)):
-            call()
-
-    check = partial(cp.check_agreement, q, k, v, causal=True)
-    ends = (0, 20 + last, LENGTH)
-    differs(
-        lambda: check(cu_seqlens=ends), RankMismatchError,
-        f"cu_seqlens: (0, 20, 48) in {first}; (0, 21, 48) in {one}",
-    )  # fmt: skip
-    differs(
-        lambda: check(dropout_p=0.1, dropout_seed=int(last)), RankMismatchError,
-        f"processes disagree on dropout_seed: 0 in {first}; 1 in {one}",
-    )  # fmt: skip
-    differs(
-        lambda: check(window=(-1 if last else 1, 0)), RankMismatchError, f"refusal: none in {first}"
-    )
-    differs(
-        lambda: check(return_lse=last, dropout_p=0.1, dropout_seed=jnp.uint32(last)),
-        RankMismatchError, f"dropout_seed: 0 in {first}; 1 in {one}; on return_lse: False in {first}",
-    )  # fmt: skip
-    for wrong in ("is_causal", "no_such"):
-        options: dict[str, Any] = {wrong: 1} if last else {}
-        differs(partial(check, **options), RankMismatchError, f"refusal: none in {first}")
-    groups = StrategyConfig("hybrid")  # of a host, and which device is where is not known
-    differs(lambda: check(strategy=groups), UnsupportedError, "strategy 'hybrid'")
+    check = partial(cp.check_agreement, *x, causal=True)
+    check()
+    dropout: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": int(last)}
+    on_devices = dropout | {"dropout_seed": jnp.uint32(last)}
     sized = StrategyConfig("hybrid", ulysses_size=4 if last else 2)
-    differs(
-        lambda: check(strategy=sized), RankMismatchError,
-        f"disagree on groups: (2, 'ring') in {first}; (4, ",
-    )  # fmt: skip
-    for traced in (
-        jax.jit(check),
-        lambda: jax.eval_shape(cp.check_agreement, q, k, v),
-        lambda: jax.grad(lambda q: (cp.check_agreement(q, k, v), q.sum())[1])(q),
-    ):
-        differs(traced, UnsupportedError, "outside of jax.jit")
+    different: list[tuple[dict[str, Any], str]] = [
+        ({"cu_seqlens": (0, 20 + last, LENGTH)}, f"cu_seqlens: (0, 20, 48) in {first}; (0, 21, 48) in {one}"),
+        (dropout, f"processes disagree on dropout_seed: 0 in {first}; 1 in {one}"),
+        ({"window": (-1 if last else 1, 0)}, f"refusal: none in {first}"),
+        ({"return_lse": last, **on_devices}, f"dropout_seed: 0 in {first}; 1 in {one}; on return_lse: False in {first}"),
+        ({"is_causal": 1} if last else {}, f"refusal: none in {first}"),
+        ({"no_such": 1} if last else {}, f"refusal: none in {first}"),
+        ({"strategy": sized}, f"disagree on groups: (2, 'ring') in {first}; (4, "),
+    ]  # fmt: skip
+    for options, words in different:
+        with pytest.raises(RankMismatchError, match=re.escape(words)):
+            check(**options)
 
+    def checked(q: Array) -> Array:
+        cp.check_agreement(q, *x[1:])
+        return q.sum()
 
-def checks() -> None:
-    """Check that a call passes under ``ring_jax.check`` and is right."""
-    cp, x = context("auto"), whole()
-    local = [from_hosts(cp, y) for y in x]
-    with ring_jax.check():
-        out = jax.jit(partial(cp.attention, **OPTIONS))(*local)
-    assert_close(cp.unshard(out), reference.attention(*x, **OPTIONS)[0])
+    groups = StrategyConfig("hybrid")  # of a host, and which device is where is not known
+    refused: list[tuple[Callable[[], Any], str]] = [
+        (partial(check, strategy=groups), "strategy 'hybrid'"),
+        (jax.jit(check), "outside of jax.jit"),
+        (partial(jax.eval_shape, cp.check_agreement, *x), "outside of jax.jit"),
+        (partial(jax.grad(checked), x[0]), "outside of jax.jit"),
+    ]  # fmt: skip
+    for call, words in refused:
+        with pytest.raises(UnsupportedError, match=re.escape(words)):
+            call()
 
 
 def _loss(cp: ContextParallel, weights: dict[str, Array], tokens: Array) -> Array:
@@ -168,19 +153,14 @@ def checkpoint(folder: str) -> None:
     """Save weights on a ring over all devices, and restore them on a ring over half of them."""
     ocp: Any = import_module("orbax.checkpoint")  # only this check needs it; it has no types
 
-    random = np.random.default_rng(1)
     cp = context("auto")
+    arrays = {name: np.asarray(random(16, 2, 8, seed=n)) for n, name in enumerate("qkv")}
     weights = {
-        name: jax.make_array_from_callback(
-            (16, 2, 8), NamedSharding(cp.mesh, P("cp")), random.standard_normal((16, 2, 8)).astype(np.float32).__getitem__
-        )
-        for name in ("q", "k", "v")
-    }  # fmt: skip
-    text = random.standard_normal((2, LENGTH, 16)).astype(np.float32)
-    step = jax.jit(jax.value_and_grad(partial(_loss, cp)))
-    _, grads = step(weights, from_hosts(cp, text))
-    weights = jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
-    expected, _ = step(weights, from_hosts(cp, text))
+        name: jax.make_array_from_callback(x.shape, NamedSharding(cp.mesh, P("cp")), x.__getitem__)
+        for name, x in arrays.items()
+    }
+    text = np.asarray(random(2, LENGTH, 16, seed=3))
+    expected = jax.jit(partial(_loss, cp))(weights, from_hosts(cp, text))
     path = Path(folder) / "state"
     with ocp.StandardCheckpointer() as saver:
         saver.save(path, weights)
@@ -195,27 +175,44 @@ def checkpoint(folder: str) -> None:
     )  # fmt: skip
     with ocp.StandardCheckpointer() as saver:
         restored = saver.restore(path, target)
-    loss, _ = jax.jit(jax.value_and_grad(partial(_loss, half)))(restored, from_hosts(half, text))
+    loss = jax.jit(partial(_loss, half))(restored, from_hosts(half, text))
     np.testing.assert_allclose(float(loss), float(expected), rtol=1e-6)
-    sys.stdout.write(f"loss {float(loss)}\n")
+    say(f"loss {float(loss)}")
+
+
+def lose(how: str) -> None:
+    """Lose the last process in its third step, to a signal."""
+    cp = context("auto")
+    x = from_hosts(cp, whole()[0])
+    gradient = jax.jit(jax.grad(lambda x: cp.attention(x, x, x, causal=True).sum()))
+    for step in range(3):
+        if step == 2 and jax.process_index() == jax.process_count() - 1:
+            say("lost")
+            os.kill(os.getpid(), getattr(signal, how))
+        jax.block_until_ready(gradient(x))
+        say(f"step {step}")
 
 
 CHECKS: dict[str, Callable[..., None]] = {
-    "attend": attend, "within": within_processes, "agreement": agreement, "checks": checks,
-    "checkpoint": checkpoint,
+    "attend": attend, "within": within_processes, "agreement": agreement, "checkpoint": checkpoint,
+    "lose": lose,
 }  # fmt: skip
 
 
 def main() -> None:
     """Run the checks, which are arguments like ``name:argument:argument``."""
     address, count, number, *wanted = sys.argv[1:]
-    jax.distributed.initialize(address, num_processes=int(count), process_id=int(number))
+    timeouts: Any = {}
+    if wanted[0].startswith("lose"):
+        timeouts = {"heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 2}
+    jax.distributed.initialize(
+        address, num_processes=int(count), process_id=int(number), **timeouts
+    )
     assert jax.device_count() == 2 * jax.process_count() == 2 * int(count)
     for each in wanted:
         name, *arguments = each.split(":")
         CHECKS[name](*arguments)
-        sys.stdout.write(f"done {each}\n")
-        sys.stdout.flush()
+        say(f"done {each}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ than the host is needed.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from itertools import product
 from time import process_time
 from typing import Any, NamedTuple
 
@@ -64,27 +66,23 @@ def call_over(
     return package.ContextParallel(mesh, "cp", layout=layout), (q, k, k)
 
 
+def programs(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """Yield a traced program and all inside of it, each with how often loops run it."""
+    yield jaxpr, times
+    for equation in jaxpr.eqns:
+        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        values = [*equation.params.values()]
+        for inner in jax.tree.leaves(values, is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from programs(inner, times * turns)
+
+
 def constants_of(program: Any) -> list[Any]:
     """Return the arrays that a traced program holds, at any depth."""
     arrays: dict[int, Any] = {}
-    seen: set[int] = set()
-
-    def visit(jaxpr: Any) -> None:
-        if id(jaxpr) in seen:
-            return
-        seen.add(id(jaxpr))
-        arrays.update((id(x), x) for x in getattr(jaxpr, "consts", ()))
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            literals = [x.val for x in equation.invars if hasattr(x, "val")]
-            arrays.update((id(x), x) for x in literals)
-            for inner in jax.tree.leaves(
-                list(equation.params.values()),
-                is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
-            ):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    visit(inner)
-
-    visit(program.jaxpr)
+    for jaxpr, _ in programs(program.jaxpr):
+        literals = [x.val for e in jaxpr.eqns for x in e.invars if hasattr(x, "val")]
+        arrays.update((id(x), x) for x in [*getattr(jaxpr, "consts", ()), *literals])
     return [x for x in arrays.values() if hasattr(x, "nbytes")]
 
 
@@ -105,21 +103,13 @@ def main() -> None:
     size_of(2, causal=True)  # warms up jax's imports and caches
     print("| layout, strategy | devices | layers | bytes | seconds | of the limits |")
     print("|---|---|---|---|---|---|")
-    for layout, strategy in WAYS:
-        for devices in arguments.devices:
-            for layers in arguments.layers:
-                size = size_of(
-                    devices,
-                    layers=layers,
-                    layout=layout,
-                    strategy=strategy,
-                    causal=True,
-                    kernel="xla",
-                )
-                limit = LIMIT_OF_BALANCED if strategy == "balanced" else LIMIT
-                parts = ", ".join(f"{x / most:.0%}" for x, most in zip(size, limit, strict=True))
-                row = (devices, layers, f"{size.bytes:,}", f"{size.seconds:.1f}", parts)
-                print(f"| `{layout}`, `{strategy}` | {' | '.join(map(str, row))} |", flush=True)
+    for (layout, strategy), devices, layers in product(WAYS, arguments.devices, arguments.layers):
+        options: dict[str, Any] = {"strategy": strategy, "causal": True, "kernel": "xla"}
+        size = size_of(devices, layers=layers, layout=layout, **options)
+        limit = LIMIT_OF_BALANCED if strategy == "balanced" else LIMIT
+        parts = ", ".join(f"{x / most:.0%}" for x, most in zip(size, limit, strict=True))
+        row = (devices, layers, f"{size.bytes:,}", f"{size.seconds:.1f}", parts)
+        print(f"| `{layout}`, `{strategy}` | {' | '.join(map(str, row))} |", flush=True)
 
 
 if __name__ == "__main__":

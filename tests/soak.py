@@ -28,7 +28,7 @@ from reliability import environment
 from torch import Tensor
 from tqdm import tqdm
 
-from ring_core import reference
+from ring_core import Mask, reference
 from ring_core.base.caches import MOST_KEPT
 from ring_core.plan import plan as _plan
 from ring_torch import ContextParallel, prepare
@@ -42,30 +42,22 @@ WINDOW = 256  # attention window of the long sequence
 NEAR = 1e-4  # allowed error of the long sequence's float32 results
 
 
-@dataclass(frozen=True)
-class Held:
-    """Resources of a process: memory, files, threads and cache entries."""
+#: How much a process holds of each resource: resident bytes, open files, entries of caches.
+Held = dict[str, int]
 
-    memory: int  # resident bytes
-    files: int
-    threads: int
-    plans: int
-    calls: int
-    agreed: int
 
-    @classmethod
-    def now(cls) -> Held:
-        """Return this process's resources now."""
-        gc.collect()
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return cls(
-            memory=pages * os.sysconf("SC_PAGE_SIZE"),
-            files=len(list(Path("/proc/self/fd").iterdir())),
-            threads=max(threading.active_count(), len(list(Path("/proc/self/task").iterdir()))),
-            plans=_plan._make_plan.cache_info().currsize,
-            calls=max(x.cache_info().currsize for x in prepare._prepare.values()),
-            agreed=max((len(ring.state.agreed) for ring in _ranks._ranks_of.values()), default=0),
-        )
+def held() -> Held:
+    """Return this process's resources now."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+        "files": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": max(threading.active_count(), len(list(Path("/proc/self/task").iterdir()))),
+        "plans": _plan._make_plan.cache_info().currsize,
+        "calls": max(x.cache_info().currsize for x in prepare._prepare.values()),
+        "agreed": max((len(ring.state.agreed) for ring in _ranks._ranks_of.values()), default=0),
+    }
 
 
 @dataclass(frozen=True)
@@ -115,32 +107,30 @@ def one_call(kind: int, number: int) -> list[Tensor]:
 def many_calls(rank: int, calls: int, seed: int) -> Run:
     """Run ``calls`` calls on this rank, the same ones on every rank."""
     started, rng, digest = time.monotonic(), np.random.default_rng(seed), hashlib.blake2b()
-    warm = None
+    warm: Held = {}
     for n in tqdm(range(calls), unit="call", disable=True if rank else None):
         for x in one_call(int(rng.integers(KINDS)), n):
             digest.update(x.numpy().tobytes())
         if n == calls // 5:
-            warm = Held.now()
-    assert warm is not None
-    return Run(warm, Held.now(), digest.hexdigest()[:16], time.monotonic() - started)
+            warm = held()
+    return Run(warm, held(), digest.hexdigest()[:16], time.monotonic() - started)
 
 
 def growth(warm: Held, end: Held) -> list[str]:
     """Return a message for each resource that grew, and for each cache that did not fill up."""
+    allowed = {"memory": GROWTH, "files": 0, "threads": 0}
     wrong = [
-        f"{name} grew from {getattr(warm, name)} to {getattr(end, name)}"
-        for name, allowed in (("memory", GROWTH), ("files", 0), ("threads", 0))
-        if getattr(end, name) > getattr(warm, name) + allowed
+        f"{name} grew from {warm[name]} to {end[name]}"
+        for name, more in allowed.items()
+        if end[name] > warm[name] + more
     ]
-    limits = {
-        "plans": _plan._make_plan.cache_info().maxsize,
-        "calls": MOST_KEPT,
-        "agreed": handshake._MOST_AGREED,
-    }
-    for name, limit in limits.items():
-        if getattr(end, name) != limit:  # with fewer entries the run did not test the bound
-            wrong.append(f"{name} kept: {getattr(end, name)}, where the bound is {limit}")
-    return wrong
+    plans, agreed = _plan._make_plan.cache_info().maxsize, handshake._MOST_AGREED
+    limits = {"plans": plans, "calls": MOST_KEPT, "agreed": agreed}
+    return wrong + [
+        f"{name} kept: {end[name]}, where the bound is {limit}"
+        for name, limit in limits.items()
+        if end[name] != limit  # with fewer entries the run did not test the bound
+    ]
 
 
 def drawn(first: int, last: int, seed: int) -> Tensor:
@@ -162,22 +152,18 @@ def long_sequence(rank: int, length: int, window: int) -> tuple[float, float]:
     q, k, v = (drawn(first, first + share, seed).requires_grad_() for seed in range(3))
     out = cp.attention(q, k, v, causal=True, window=(window, 0), deterministic=True)
     out.backward(drawn(first, first + share, 3))
-    error = 0.0
-    for first_row in (first, first + share // 2, first + share - window):
-        low, high = max(0, first_row - 2 * window), min(length, first_row + 3 * window)
-        inner = slice(max(first_row, low), min(first_row + window, first + share))
-        slab = [drawn(low, high, seed).double().numpy() for seed in range(4)]
-        rule: dict[str, Any] = {"causal": True, "window": (window, 0)}
-        expected = [
-            reference.attention(*slab[:3], **rule)[0],
-            *reference.attention_grads(slab[3], *slab[:3], **rule)[:3],
-        ]
-        for x, expected_rows in zip((out, q.grad, k.grad, v.grad), expected, strict=True):
+    error, mask = 0.0, Mask(causal=True, window=(window, 0))
+    for start in (first, first + share // 2, first + share - window):
+        low, high = max(0, start - 2 * window), min(length, start + 3 * window)
+        stop = min(start + window, first + share)
+        *slab, dout = (drawn(low, high, seed).double().numpy() for seed in range(4))
+        grads = reference.attention_grads(dout, *slab, mask=mask)[:3]
+        expected = [reference.attention(*slab, mask=mask)[0], *grads]
+        for x, right in zip((out, q.grad, k.grad, v.grad), expected, strict=True):
             assert x is not None
-            local = x.detach()[:, inner.start - first : inner.stop - first].double().numpy()
+            local = x.detach()[:, start - first : stop - first].double().numpy()
             assert np.isfinite(local).all()
-            right = expected_rows[:, inner.start - low : inner.stop - low]
-            error = max(error, float(np.abs(local - right).max()))
+            error = max(error, float(np.abs(local - right[:, start - low : stop - low]).max()))
     return error, time.monotonic() - started
 
 
@@ -190,14 +176,13 @@ def say(text: str) -> None:
 def compared(first: Sequence[Run], again: Sequence[Run]) -> list[str]:
     """Print the resources of two equal runs by rank, and return what is wrong with them."""
     wrong: list[str] = []
-    for rank, (first_result, second_result) in enumerate(zip(first, again, strict=True)):
-        say(f"rank {rank}: {first_result.seconds:.0f} s, digest {first_result.digest}")
-        say(f"  after a fifth {first_result.warm}\n  at the end    {first_result.end}")
-        say(f"  again         {second_result.end}, digest {second_result.digest}")
-        for end in (first_result.end, second_result.end):
-            wrong += [f"rank {rank}: {text}" for text in growth(first_result.warm, end)]
-        if first_result.digest != second_result.digest:
-            wrong.append(f"rank {rank}: results differ from run to run, bit for bit")
+    for rank, (one, other) in enumerate(zip(first, again, strict=True)):
+        say(f"rank {rank}: {one.seconds:.0f} s, digest {one.digest}")
+        say(f"  after a fifth {one.warm}\n  at the end    {one.end}")
+        say(f"  again         {other.end}, digest {other.digest}")
+        texts = [text for end in (one.end, other.end) for text in growth(one.warm, end)]
+        texts += ["results differ from run to run, bit for bit"] * (one.digest != other.digest)
+        wrong += [f"rank {rank}: {text}" for text in texts]
     return wrong
 
 
@@ -230,12 +215,8 @@ def main() -> int:
             "tokens": arguments.tokens, "ranks": len(result), "window": WINDOW,
             "seconds": round(seconds), "error": error, "allowed": NEAR,
         }  # fmt: skip
-        report = {
-            "environment": environment("torch", "numpy"),
-            "calls": calls,
-            "long": tokens,
-            "wrong": wrong,
-        }
+        report = {"calls": calls, "long": tokens, "wrong": wrong}
+        report["environment"] = environment("torch", "numpy")
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if wrong else 0
 

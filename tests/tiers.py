@@ -15,9 +15,9 @@ tests or examples. Other releases of transformers than the pinned one are tested
 
 from __future__ import annotations
 
-import ast
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -25,56 +25,42 @@ from pathlib import Path
 import pytest
 
 #: Modules that import transformers: Ring's, and those of other packages that tests use.
-_TRANSFORMERS = ("transformers", "trl", "peft", "ring_torch.hf", "ring_torch.compat.hf")
+_TRANSFORMERS = re.compile(r"(transformers|trl|peft|ring_torch\.hf|ring_torch\.compat\.hf)(\.|$)")
+#: Imports, also within functions and in text, which tests run in other processes.
+_IMPORTS = re.compile(
+    r"^ *from ([\w.]+) import [(]?([\w, ]*)|^ *import ([\w.]+)|import_module\([\"']([\w.]+)|from (transformers) import",
+    re.MULTILINE,
+)
 #: Folders from which tests import modules of this repository.
 _IMPORT_ROOTS = (Path(__file__).parent, Path(__file__).parents[1] / "examples")
 
 
+@cache
 def imports_transformers(path: Path) -> bool:
-    """Return True if a file imports transformers, itself or by a module of the tests or examples.
-
-    Imports within functions count, and those in text, which tests run in other processes.
-    """
-    visited: set[Path] = set()
-    waiting = {path}
+    """Return True if a file imports transformers, or a module of tests or examples that does."""
+    visited, waiting = set[Path](), {path}
     while waiting:
         visited.add(current := waiting.pop())
-        names = _imported(current)
-        if any(
-            name == root or name.startswith(f"{root}.") for name in names for root in _TRANSFORMERS
-        ):
+        names: set[str] = set()
+        for module, members, *others in _IMPORTS.findall(current.read_text()):
+            names |= {module, *(f"{module}.{x.strip()}" for x in members.split(",")), *others}
+        if any(map(_TRANSFORMERS.match, names)):
             return True
         files = (root / f"{name.replace('.', '/')}.py" for name in names for root in _IMPORT_ROOTS)
         waiting |= {file for file in files if file.is_file()} - visited
     return False
 
 
-@cache
-def _imported(path: Path) -> frozenset[str]:
-    """Return names of the modules that a file imports, and of what it imports from modules."""
-    return frozenset(_imports_in(ast.parse(path.read_text())))
-
-
-def _imports_in(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        match node:
-            case ast.Import(names=aliases):
-                yield from (alias.name for alias in aliases)
-            case ast.ImportFrom(module=str(module), names=aliases):
-                yield module
-                yield from (f"{module}.{alias.name}" for alias in aliases)
-            case ast.Call(args=[ast.Constant(value=str(name)), *_]) if (
-                "import_module" in ast.unparse(node.func)
-            ):
-                yield name
-            case ast.Constant(value=str(text)) if "from transformers import" in text:
-                yield "transformers"
-
-
 def runs_nightly(item: pytest.Item, backend: str) -> bool:
     """Return True if the marks of a test leave it to nightly builds of this backend."""
+    name = _param_id(item)
     return any(
-        (not mark.args or backend in mark.args) and _names(mark, _param_id(item))
+        (not mark.args or backend in mark.args)
+        and (
+            name not in mark.kwargs["unless"]
+            if "unless" in mark.kwargs
+            else name in mark.kwargs.get("only", [name])
+        )
         for mark in item.iter_markers("nightly")
     )
 
@@ -111,14 +97,6 @@ def expect_refusals(items: Iterable[pytest.Item]) -> None:
                 # A refusal is a ValueError, or a LocalRankError about one. Others are our bugs.
                 refusals = (ValueError, AssertionError, LocalRankError)
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=True, raises=refusals))
-
-
-def _names(mark: pytest.Mark, param_id: str) -> bool:
-    unless: Collection[str] | None = mark.kwargs.get("unless")
-    only: Collection[str] | None = mark.kwargs.get("only")
-    if unless is not None:
-        return param_id not in unless
-    return only is None or param_id in only
 
 
 def _param_id(item: pytest.Item) -> str:

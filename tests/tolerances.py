@@ -51,18 +51,12 @@ def plain(case: Case) -> Arrays:
     visible, keep, added = (y[..., ::order] if y.shape else y for y in masks)
     scale = wide(case.softmax_scale if case.softmax_scale is not None else case.dims[0] ** -0.5)
     s, _ = _scores(scale * (q @ k.swapaxes(-1, -2)), case, visible, added)
-    sinks = (
-        x["sinks"].reshape(case.heads[0], -1)
-        if "sinks" in x
-        else np.zeros((case.heads[0], 0), wide)
-    )
-    logits = np.concatenate(
-        [s, np.broadcast_to(sinks[None, :, None], (*s.shape[:3], sinks.shape[1]))], axis=-1
-    )
-    top = logits.max(axis=-1, keepdims=True)
-    top = np.where(np.isneginf(top), 0, top)
+    sinks = x["sinks"] if "sinks" in x else np.zeros((case.heads[0], 0), wide)
+    sinks = sinks.reshape(case.heads[0], 1, -1 if sinks.size else 0)
+    logits = np.concatenate([s, np.broadcast_to(sinks, (*s.shape[:3], sinks.shape[-1]))], axis=-1)
+    top = _finite(logits.max(axis=-1, keepdims=True))
     lse = (top + np.log(np.exp(logits - top).sum(axis=-1, keepdims=True)))[..., 0]
-    safe = np.where(np.isneginf(lse), 0, lse)[..., None]
+    safe = _finite(lse)[..., None]
     p = np.where(visible, np.exp(s - safe), 0).astype(wide)
     out = masked_matmul(_rounded(p * keep, case, wide), visible, v)
     again, slope = _scores((scale * q) @ k.swapaxes(-1, -2), case, visible, added)
@@ -77,25 +71,23 @@ def plain(case: Case) -> Arrays:
     dv = masked_matmul(kept_weights.swapaxes(-1, -2), visible.swapaxes(-1, -2), dout)
     out, dq, dk, dv = (y[..., ::order] for y in (out, dq, dk, dv))
     dk, dv, ds = dk[:, :, ::order], dv[:, :, ::order], ds[..., ::order]
-    fold = (case.batch, case.heads[1], group)
-    results = {
-        "out": out.swapaxes(1, 2), "dq": dq.swapaxes(1, 2),
-        "dk": dk.reshape(*fold, *dk.shape[2:]).sum(2).swapaxes(1, 2),
-        "dv": dv.reshape(*fold, *dv.shape[2:]).sum(2).swapaxes(1, 2),
-    }  # fmt: skip
-    results = {name: round_to(value, case.dtype) for name, value in results.items()}
-    results["lse"] = lse + shift
+    dk, dv = (y.reshape(case.batch, case.heads[1], group, *y.shape[2:]).sum(2) for y in (dk, dv))
+    sides = {"out": out, "dq": dq, "dk": dk, "dv": dv}
+    results = {name: y.swapaxes(1, 2) for name, y in sides.items()}
     if "sinks" in x:
-        rows = sink_rows(case, out.swapaxes(1, 2), lse, wide)
+        rows = sink_rows(case, results["out"], lse, wide)
         results["dsinks"] = rows.sum((0, 2)).reshape(x["sinks"].shape)
     if "bias" in x:
         for axis in (0, 1):
             ds = ds.sum(axis=axis, keepdims=True) if x["bias"].shape[axis] == 1 else ds
         results["dbias"] = ds
-    return {
-        name: round_to(a, case.dtype) if name in ("dsinks", "dbias") else a
-        for name, a in results.items()
-    }
+    results = {name: round_to(value, case.dtype) for name, value in results.items()}
+    return results | {"lse": lse + shift}
+
+
+def _finite(x: Any) -> Any:
+    """Return numbers with 0 in the place of -inf."""
+    return np.where(np.isneginf(x), 0, x)
 
 
 def sink_rows(case: Case, out: Any, lse: Any, wide: Any) -> Any:
@@ -103,8 +95,7 @@ def sink_rows(case: Case, out: Any, lse: Any, wide: Any) -> Any:
     x = {name: array.astype(wide) for name, array in case.inputs.items() if "ids" not in name}
     delta = (x["dout"] * out).sum(-1).swapaxes(1, 2) - x.get("dlse", wide(0))
     sinks = x["sinks"].reshape(case.heads[0], -1)
-    safe = np.where(np.isneginf(lse), 0, lse)[..., None]
-    return -(np.exp(sinks[None, :, None, :] - safe) * delta[..., None])
+    return -(np.exp(sinks[None, :, None, :] - _finite(lse)[..., None]) * delta[..., None])
 
 
 def _masks(case: Case, x: Arrays, wide: Any) -> tuple[Any, Any, Any, Any]:
@@ -193,9 +184,9 @@ def assert_close(case: Case, results: Arrays) -> None:
     """Assert that all results of a backend are as close to the oracle's as the rule above asks."""
     assert_shapes(case, results)
     failures = [
-        f"{finding.name}: {finding.bad} entries not finite where they should be or the reverse; error {finding.error:.3e}, allowed {finding.bound:.3e}"
-        for finding in findings(case, results)
-        if finding.bad or finding.error > finding.bound
+        f"{x.name}: {x.bad} entries not finite where they should be or the reverse; error {x.error:.3e}, allowed {x.bound:.3e}"
+        for x in findings(case, results)
+        if x.bad or x.error > x.bound
     ]
     assert not failures, f"{case.name}: " + "; ".join(failures)
 

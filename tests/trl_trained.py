@@ -1,9 +1,11 @@
-"""Trains tiny models with TRL's trainers, and returns their logs and evaluations."""
+"""Trains tiny models with Trainers of transformers and TRL, on rings in meshes or without."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -17,10 +19,22 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from hf_models import Wide, build
 from peft import LoraConfig
-from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from trained import be_started, context
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from trained import (  # fmt: skip
+    SETTINGS,
+    Stream,
+    be_started,
+    collate,
+    context,
+    documents,
+    logged,
+    mean_of_squares,
+    model_of,
+)
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import (  # fmt: skip
     DPOConfig,
     DPOTrainer,
@@ -40,17 +54,25 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.experimental.tpo import TPOConfig, TPOTrainer
 
+import ring_torch
 from ring_torch import ContextParallel, hf
 
-#: Trainers, their configs, and options that each needs.
-TRAINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "sft": (SFTTrainer, SFTConfig, {"packing": True}), "reward": (RewardTrainer, RewardConfig, {}),
-    "gkd": (GKDTrainer, GKDConfig, {"max_new_tokens": 9}), "dpo": (DPOTrainer, DPOConfig, {}),
-    "kto": (KTOTrainer, KTOConfig, {}), "cpo": (CPOTrainer, CPOConfig, {}),
-    "orpo": (ORPOTrainer, ORPOConfig, {}), "tpo": (TPOTrainer, TPOConfig, {}),
+#: Trainers of TRL, and their configs.
+TRAINERS: dict[str, tuple[Any, Any]] = {
+    "sft": (SFTTrainer, SFTConfig), "reward": (RewardTrainer, RewardConfig),
+    "gkd": (GKDTrainer, GKDConfig), "dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig),
+    "cpo": (CPOTrainer, CPOConfig), "orpo": (ORPOTrainer, ORPOConfig), "tpo": (TPOTrainer, TPOConfig),
+}  # fmt: skip
+SAMPLERS: dict[str, tuple[Any, Any]] = {
+    "grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig),
 }  # fmt: skip
 READ_LOGITS = ("cpo", "orpo", "tpo", "gkd")
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.:()-'\n"
+#: Changes of a small model's config for :func:`tokenizer`.
+LETTER_SIZES = {"vocab_size": 3 + len(LETTERS), "pad_token_id": 0, "eos_token_id": 1}
+LORA = LoraConfig(target_modules=["q_proj", "down_proj"])
+#: Options with which experts are computed in float64.
+EAGER_EXPERTS: dict[str, dict[str, Any]] = {"Mixtral": {"experts_implementation": "eager"}}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -73,126 +95,27 @@ def texts(count: int, start: int = 0) -> list[str]:
     ]
 
 
-def pairs(count: int) -> Dataset:
-    """Return a data set of prompts with a chosen and a rejected completion, which is shorter."""
-    three = zip(texts(count), texts(count, 3000), texts(count, 7000), strict=True)
-    return Dataset.from_list([{"prompt": a, "chosen": b, "rejected": c[9:]} for a, b, c in three])
-
-
-def _chat(prompt: str, answer: str) -> dict[str, Any]:
-    turns = (("user", prompt), ("assistant", answer))
-    return {"messages": [{"role": role, "content": text} for role, text in turns]}
-
-
 def rows_of(kind: str, count: int, data: str = "text") -> Dataset:
-    """Return a data set for a trainer; for ``sft`` of texts, of completions, or a chat."""
+    """Return a data set for a trainer; for ``sft`` of texts, of completions, or a chat.
+
+    Others have prompts with a chosen and a rejected completion, which is shorter.
+    """
+    first, second, third = texts(count), texts(count, 3000), texts(count, 7000)
     if kind in ("sft", "gkd"):
-        both = zip(texts(count), texts(count, 3000), strict=True)
         makes: dict[str, Any] = {
-            "text": lambda x, y: {"text": x, "words": y}, "chat": _chat,
+            "text": lambda x, y: {"text": x, "words": y},
             "completion": lambda x, y: {"prompt": x, "completion": y},
+            "chat": lambda x, y: {"messages": [{"role": "user", "content": x}, {"role": "assistant", "content": y}]},
         }  # fmt: skip
-        return Dataset.from_list([makes["chat" if kind == "gkd" else data](*x) for x in both])
-    rows = pairs(count)
+        return Dataset.from_list([*map(makes["chat" if kind == "gkd" else data], first, second)])
     if kind == "kto":
+        both = zip(first, second, third, strict=True)
         return Dataset.from_list([
-            {"prompt": x["prompt"], "completion": x[name], "label": name == "chosen"}
-            for x in rows for name in ("chosen", "rejected")
+            {"prompt": prompt, "completion": text, "label": is_chosen}
+            for prompt, x, y in both for text, is_chosen in ((x, True), (y[9:], False))
         ])  # fmt: skip
-    return rows.add_column("reference", texts(count, 9000)) if kind == "tpo" else rows
-
-
-def trainer_of(
-    kind: str, rows: Dataset, options: dict[str, Any], dtype: Any, *, way: str = "",
-    cp: ContextParallel | None = None, ready: Callable[[Any], None] = lambda _: None, **changes: Any,
-) -> Any:  # fmt: skip
-    """Return a Trainer of TRL over a small model of this dtype, which has a reference in a way.
-
-    It is the model itself with "LoRA"; "model first" is parallelized before the Trainer is made.
-    ``ready`` is called with the arguments before that.
-    """
-    letters = tokenizer()
-    letters.chat_template = (
-        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
-        "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
-    )
-    sizes: dict[str, Any] = {"vocab_size": len(letters), "pad_token_id": 0, "eos_token_id": 1}
-    name, sizes = changes.pop("model", "Llama"), sizes | changes
-    if kind == "reward":
-        sizes |= {"head": "ForSequenceClassification", "num_labels": 1}
-    others = {"dpo": "ref_model", "kto": "ref_model", "gkd": "teacher_model"}
-    more = (
-        {others[kind]: build(name, **sizes, rms_norm_eps=0.1).to(dtype)} if kind in others else {}
-    )
-    if way == "LoRA":
-        more = {"peft_config": LoraConfig(target_modules=["q_proj", "down_proj"])}
-    model, (trainer, config, _) = build(name, **sizes).to(dtype), TRAINERS[kind]
-    if way == "model first" and cp is not None:
-        hf.parallelize(model, cp, reduction="mean")
-    args = config(**options)
-    ready(args)
-    return trainer(
-        model, **more, processing_class=letters, train_dataset=rows,
-        eval_dataset=rows.select(range(5)), args=args,
-    )  # fmt: skip
-
-
-def trl_trained(
-    rank: int, ranks: int, cp_size: int | None, kind: str, folder: str, way: str = ""
-) -> dict[str, Any]:
-    """Train with a trainer of TRL and evaluate once; return the metrics.
-
-    Logits that losses of :data:`READ_LOGITS` read are gathered, and other options refused.
-    Models of TRL's fused head learn in a ``way``: "model first", parallelized before its Trainer is
-    made; "LoRA", with the model itself as a reference; "compiled"; "no logits"; or "precomputed",
-    the reference's log-probabilities of all rows first, as of rows that are evaluated.
-    """
-    be_started(rank, ranks)
-    cp = None if cp_size is None else context(cp_size)
-    options: dict[str, Any] = {
-        "output_dir": str(Path(folder) / f"{kind}{rank}"), "max_steps": 4, "logging_steps": 1,
-        "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 1e-3,
-        "use_cpu": not torch.cuda.is_available(), "bf16": False, "report_to": "none",
-        "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False,
-        "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant", "max_length": 96,
-    } | TRAINERS[kind][2]  # fmt: skip
-    if way == "compiled":
-        options |= {"torch_compile": True, "torch_compile_backend": "eager"}
-    rows = rows_of(kind, 40 if kind == "sft" else 16)
-    if way == "precomputed":  # into a file beside the rows', which all ranks see
-        options["precompute_ref_log_probs"] = True
-        if rank == 0:
-            rows.save_to_disk(f"{folder}/rows")
-        if ranks > 1:
-            dist.barrier()
-        rows = Dataset.load_from_disk(f"{folder}/rows")
-    trainer = trainer_of(kind, rows, options, torch.float32, way=way, cp=cp)
-    if cp is not None and kind in READ_LOGITS:
-        for logits in ("local", "none"):
-            with pytest.raises(ValueError, match=r"reads logits .*give logits='gather'"):
-                hf.parallelize(trainer, cp, logits=logits)
-        handle = hf.parallelize(trainer, cp)
-        assert hf.parallelize(trainer, cp, logits="gather") is handle
-    elif cp is not None:
-        hf.parallelize(trainer, cp, logits="none" if way == "no logits" else "local")
-    trainer.train()
-    trainer.evaluate()
-    if way == "precomputed":
-        trainer.evaluate(rows.select(range(9, 14)))
-    timed = ("runtime", "per_second", "preparation_time", "flos", "lr")
-    return {
-        f"{n} {name}": value
-        for n, entry in enumerate(trainer.state.log_history)
-        for name, value in entry.items()
-        if not name.endswith(timed)
-    }
-
-
-#: Options with which experts are computed in float64.
-EAGER_EXPERTS: dict[str, dict[str, Any]] = {"Mixtral": {"experts_implementation": "eager"}}
-SAMPLERS: dict[str, tuple[Any, Any]] = {
-    "grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig),
-}  # fmt: skip
+    columns = {"prompt": first, "chosen": second, "rejected": [x[9:] for x in third]}
+    return Dataset.from_dict(columns | ({"reference": texts(count, 9000)} if kind == "tpo" else {}))
 
 
 def vowels(completions: list[str], **_: Any) -> list[float]:
@@ -277,101 +200,296 @@ def rollout_of(
     return rollout
 
 
-def parallelized(source: Path, cp: ContextParallel | None) -> Any:
-    """Return a model from a folder, on a ring if there is one."""
-    model = LlamaForCausalLM.from_pretrained(source)
+def sampler_of(
+    kind: str, options: dict[str, Any], *, model: str = "Llama", dtype: Any = torch.float64,
+    rows: int = 8, reward: Callable[..., Any] = vowels, cp: ContextParallel | None = None,
+    sizes: dict[str, Any] | None = None, **more: Any,
+) -> Any:  # fmt: skip
+    """Return a Trainer of GRPO or RLOO, of a model in a folder, of which it loads a reference.
+
+    With ``cp`` it is given a model that is parallelized before.
+    """
+    source, (trainer, config) = f"{options['output_dir']}/model", SAMPLERS[kind]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        build(model, **LETTER_SIZES | (sizes or {})).to(dtype).save_pretrained(source)
+    if dist.is_initialized():
+        dist.barrier()
+    prompts = Dataset.from_list([{"prompt": x} for x in texts(rows)])
+    loaded: Any = source
     if cp is not None:
-        hf.parallelize(model, cp, reduction="mean")
-    return model
+        hf.parallelize(loaded := LlamaForCausalLM.from_pretrained(source), cp, reduction="mean")
+    args = config(**SETTINGS | {
+        "max_completion_length": 9, "gradient_checkpointing": False,  # it would be in float32
+        "model_init_kwargs": {"dtype": "auto"} | EAGER_EXPERTS.get(model, {}),
+    } | options)  # fmt: skip
+    return trainer(
+        loaded, reward_funcs=[reward, brevity], args=args, train_dataset=prompts,
+        eval_dataset=prompts.select(range(-(-rows // 3))), processing_class=tokenizer(), **more,
+    )  # fmt: skip
 
 
-#: Options of :func:`sampled` that are not those of the trainer's config.
-OWN = ("draws", "rollout", "logits", "model first", "samples", "model", "LoRA")
+#: Sizes of accelerate's ParallelismConfig; rings beside the Trainer's own DDP have no such mesh.
+MESHES: dict[str, dict[str, int]] = {
+    "ring": {"cp_size": 2}, "ring of 3": {"cp_size": 3},
+    "data x ring": {"dp_shard_size": 2, "cp_size": 2},
+    "data x ring of 3": {"dp_shard_size": 2, "cp_size": 3},
+    "data of 4 x ring": {"dp_shard_size": 4, "cp_size": 2},
+    "HSDP": {"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 2},
+    "TP": {"cp_size": 2, "tp_size": 2},
+    "DDP": {"cp_size": 2}, "DDP of two": {"dp_replicate_size": 2, "cp_size": 2},
+}  # fmt: skip
+
+#: How torch's tensor parallelism splits the layers of Llama.
+_SPLIT = {
+    **{f"layers.*.self_attn.{x}_proj": ColwiseParallel() for x in "qkv"},
+    **{f"layers.*.mlp.{x}_proj": ColwiseParallel() for x in ("gate", "up")},
+    "layers.*.self_attn.o_proj": RowwiseParallel(), "layers.*.mlp.down_proj": RowwiseParallel(),
+}  # fmt: skip
 
 
-def sampled(
-    rank: int, ranks: int, cp_size: int | None, kind: str, folder: str, options: dict[str, Any],
-) -> dict[str, Any]:  # fmt: skip
-    """Train GRPO or RLOO in float64, and evaluate once; return metrics, completions and weights.
+def be_fsdp2(args: TrainingArguments, sizes: dict[str, int], **settings: Any) -> None:
+    """Set accelerate's state to FSDP2 on a mesh of these sizes, as it is on GPUs.
+
+    Accelerate makes FSDP for GPU kinds alone. So on CPU ranks tests set ``distributed_type`` and
+    ``fsdp_plugin`` of its state, after the arguments are made, which reset it, and before the
+    Trainer is, which reads it. No code of accelerate is replaced.
+    """
+    from accelerate import Accelerator, ParallelismConfig, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    state = Accelerator(mixed_precision=args.mixed_precision, cpu=True).state
+    state.parallelism_config = ParallelismConfig(**sizes) if sizes else None
+    # The state takes this from the PartialState each time that an Accelerator is made.
+    PartialState().distributed_type = state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        **{"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "state_dict_type": "FULL_STATE_DICT"}
+        | settings
+    )  # fmt: skip
+    if args.mixed_precision != "no":
+        state.fsdp_plugin.set_mixed_precision(args.mixed_precision)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of a Trainer: with accumulation, clipped gradients, evaluations and a checkpoint.
+
+    Attributes:
+        kind: "trainer", or a key of :data:`TRAINERS` or :data:`SAMPLERS`.
+        mesh: Key of :data:`MESHES`; or "none", for FSDP2 without a mesh, one ring of all ranks.
+        options: Options of the arguments.
+        settings: Settings of FSDP2; ``drifts`` for other weights on each rank at first.
+        model: The model's name, and changes of its config.
+        way: "LoRA", with the model itself as a reference; "model first", parallelized before the
+            Trainer is made; "precomputed", the reference's log-probabilities of all rows first, as
+            of rows that are evaluated; "samples", for a sampler that generates itself, where
+            completions are recorded otherwise; or "rollout", for a function that draws numbers.
+        logits: As of ``hf.parallelize``; of a plain Trainer "gather" has a loss that reads them.
+        data: Arguments of :func:`trained.documents`, or ``is_stream``.
+        dtype: The dtype of weights.
+        resumed: Mesh on which the second half runs again, from the checkpoint.
+        split: Ranks that hold different parts of ``layers.0.mlp.down_proj.weight``.
+        tolerance: Relative error.
+        unlike: Options and changes of the config with another first loss.
+    """
+
+    kind: str
+    mesh: str
+    options: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    model: tuple[str, dict[str, Any]] = ("Llama", {})
+    way: str = ""
+    logits: Any = "local"
+    data: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    resumed: str | None = None
+    split: int = 2
+    tolerance: float = 1e-6
+    unlike: tuple[dict[str, Any], dict[str, Any]] | None = None
+
+
+def accuracy(result: Any) -> dict[str, float]:
+    right = result.predictions.argmax(-1)[:, :-1] == result.label_ids[:, 1:]
+    return {"accuracy": float(right[result.label_ids[:, 1:] != -100].mean())}
+
+
+def trainer_of(
+    kind: str, options: dict[str, Any], *, model: tuple[str, dict[str, Any]] = ("Llama", {}),
+    dtype: Any = torch.float64, way: str = "", rows: Any = None, loss: Any = None,
+    cp: ContextParallel | None = None, ready: Callable[[Any], None] = lambda _: None,
+) -> Any:  # fmt: skip
+    """Return a Trainer over a small model, of TRL with a reference that is another model.
+
+    ``kind``, ``model``, ``dtype`` and ``way`` are those of :class:`Steps`; ``ready`` is called with
+    the arguments before the Trainer is made.
+    """
+    name, changes = model
+    if kind == "trainer":
+        args = TrainingArguments(**SETTINGS | options)
+        ready(args)
+        plain = model_of("LoRA") if way == "LoRA" else build(name, **changes)
+        metrics = None if args.prediction_loss_only or loss is not None else accuracy
+        return Trainer(
+            plain.to(dtype), args, collate, documents() if rows is None else rows, documents(5),
+            compute_loss_func=loss, compute_metrics=metrics,
+        )  # fmt: skip
+    letters, (trainer, config) = tokenizer(), TRAINERS[kind]
+    letters.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    sizes = LETTER_SIZES | changes
+    if kind == "reward":
+        sizes |= {"head": "ForSequenceClassification", "num_labels": 1}
+    others = {"dpo": "ref_model", "kto": "ref_model", "gkd": "teacher_model"}
+    more: dict[str, Any] = {}
+    if way == "LoRA":
+        more = {"peft_config": LORA}
+    elif kind in others:
+        more = {others[kind]: build(name, **sizes, rms_norm_eps=0.1).to(dtype)}
+    policy = build(name, **sizes).to(dtype)
+    if way == "model first" and cp is not None:
+        hf.parallelize(policy, cp, reduction="mean")
+    # A backward would compute what is checkpointed in float32.
+    args = config(**SETTINGS | {"gradient_checkpointing": False} | options)
+    ready(args)
+    return trainer(
+        policy, **more, processing_class=letters, train_dataset=rows,
+        eval_dataset=rows.select(range(5)), args=args,
+    )  # fmt: skip
+
+
+def _joined(trainer: Any, x: Steps, mesh: str, cp: ContextParallel | None) -> ContextParallel:
+    """Put a Trainer on the rings of a mesh: by ``hf.parallelize`` on ``cp``, or by ``hf.fsdp2``."""
+    if cp is None:
+        on_device = trainer.accelerator.torch_device_mesh
+        if "tp_size" in MESHES[mesh]:
+            parallelize_module(trainer.model.model, on_device["tp"], _SPLIT)
+        cp = ContextParallel(on_device["cp"])
+        assert hf.fsdp2(trainer, cp, logits=x.logits) is hf.fsdp2(trainer, cp, logits=x.logits)
+        return cp
+    reads, options = x.kind in READ_LOGITS, {"logits": x.logits}
+    for refused in ("local", "none") if reads else ():
+        with pytest.raises(ValueError, match=r"reads logits .*give logits='gather'"):
+            hf.parallelize(trainer, cp, logits=refused)
+    handle = hf.parallelize(trainer, cp, **({} if reads else options))
+    assert hf.parallelize(trainer, cp, **({"logits": "gather"} if reads else options)) is handle
+    return cp
+
+
+def _made(
+    rank: int, ranks: int, x: Steps, mesh: str | None, folder: str, cp: Any, patch: pytest.MonkeyPatch
+) -> Any:  # fmt: skip
+    """Return the Trainer of steps; the arguments are those of :func:`learned`."""
+    settings, is_plain = dict(x.settings), x.kind == "trainer"
+    drifts = settings.pop("drifts", False)
+    options = {
+        "output_dir": folder, "max_steps": 4, "max_grad_norm": 0.5, "save_strategy": "steps",
+        "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+        "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    if x.kind in SAMPLERS:
+        options |= {"num_generations": 4, "num_generations_eval": 2, "reward_weights": [1.0, 0.5]}
+        draws, more = x.way == "rollout", {"peft_config": LORA} if x.way == "LoRA" else {}
+        generate = recorded(x.kind, rank // (2 if cp else 1), draws=draws)
+        if draws:
+            alone: Any = [dist.new_group([n]) for n in range(ranks)][rank]
+            more["rollout_func"] = rollout_of(tokenizer(), generate, cp and cp.group, alone, patch)
+        trainer = sampler_of(
+            x.kind, options | x.options, model=x.model[0], rows=12,
+            reward=lottery if draws else vowels, cp=cp if x.way == "model first" else None, **more,
+        )  # fmt: skip
+        if x.way not in ("samples", "rollout"):
+            trainer._generate_single_turn = generate
+        return trainer
+    options |= {"include_num_input_tokens_seen": "all"} | ({} if is_plain else {"max_length": 96})
+    if is_plain:
+        rows: Any = Stream() if x.data.get("is_stream") else documents(**x.data)
+    else:
+        rows = rows_of(x.kind, 40 if x.kind == "sft" else 16)
+    if x.way == "precomputed":  # in a file that all ranks see
+        options["precompute_ref_log_probs"] = True
+        if rank == 0:
+            rows.save_to_disk(f"{folder}/rows")
+        if ranks > 1:
+            dist.barrier()
+        rows = Dataset.load_from_disk(f"{folder}/rows")
+
+    def ready(args: TrainingArguments) -> None:
+        if mesh is not None and not mesh.startswith("DDP"):
+            be_fsdp2(args, MESHES.get(mesh, {}), **settings)
+
+    trainer = trainer_of(
+        x.kind, options | x.options, model=x.model, dtype=x.dtype, way=x.way, rows=rows, cp=cp,
+        ready=ready, loss=mean_of_squares if is_plain and x.logits == "gather" else None,
+    )  # fmt: skip
+    if drifts and rank:
+        nn.init.zeros_(trainer.model.model.embed_tokens.weight)
+    if trainer.args.fp16:  # as on a GPU; accelerate makes neither for CPUs
+        trainer.accelerator.native_amp = True
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    return trainer
+
+
+def learned(
+    rank: int, ranks: int, x: Steps, mesh: str | None, folder: str, checkpoint: str | None = None
+) -> dict[str, Any]:
+    """Train a Trainer, evaluate and save; return its logs, weights and how they are split.
 
     Args:
         rank: Rank of this process.
         ranks: Number of ranks.
-        cp_size: Ranks of a ring; ``None`` without rings.
-        kind: A key of :data:`SAMPLERS`.
-        folder: Folder that each rank writes into.
-        options: Options of the trainer's config; and ``samples`` for a trainer that generates
-            itself, ``model`` for another than Llama, ``LoRA`` for an adapter, ``rollout`` for a
-            function in the place of the trainer's, ``draws`` for it and a reward to draw numbers,
-            ``logits`` of Ring, and ``model first`` to parallelize it before the trainer is made.
+        x: The steps, but for their mesh.
+        mesh: As of :class:`Steps`; "one" for FSDP2 without a ring; ``None`` for neither.
+        folder: Where checkpoints are written.
+        checkpoint: Folder to resume from.
     """
     be_started(rank, ranks)
-    own = {name: options.get(name) for name in OWN}
-    options = {name: x for name, x in options.items() if name not in own}
-    name, draws = own["model"] or "Llama", bool(own["draws"])
-    adapter = LoraConfig(target_modules=["q_proj", "down_proj"]) if own["LoRA"] else None
-    output, letters = Path(folder) / f"{kind}{rank}", tokenizer()
-    sizes: dict[str, Any] = {"vocab_size": len(letters), "pad_token_id": 0, "eos_token_id": 1}
-    source = Path(folder) / "model"  # of which the trainer loads a reference model
-    if rank == 0:
-        build(name, **sizes).save_pretrained(source)
-    if ranks > 1:
-        dist.barrier()
-    trainer_of_kind, config_of_kind = SAMPLERS[kind]
-    args = config_of_kind(**{
-        "output_dir": str(output), "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-3,
-        "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "num_generations": 4,
-        "num_generations_eval": 2, "gradient_accumulation_steps": 2, "max_completion_length": 9,
-        "use_cpu": not torch.cuda.is_available(), "bf16": False, "report_to": "none",
-        "save_strategy": "steps", "save_steps": 3, "disable_tqdm": True,
-        "dataloader_pin_memory": False, "lr_scheduler_type": "constant", "seed": 7,
-        "model_init_kwargs": {"dtype": "auto"} | EAGER_EXPERTS.get(name, {}), "reward_weights": [1.0, 0.5],
-        "gradient_checkpointing": False,  # a backward would recompute in float32
-    } | options)  # fmt: skip
-    rows = Dataset.from_list([{"prompt": x} for x in texts(12)])
-    generate = recorded(kind, rank // (cp_size or 1), draws=draws)
-
-    patch, cp = pytest.MonkeyPatch(), None if cp_size is None else context(cp_size)
-    functions: dict[str, Any] = {}
-    if own["rollout"]:
-        alone: Any = [dist.new_group([n]) for n in range(ranks)][rank]
-        functions["rollout_func"] = rollout_of(letters, generate, cp and cp.group, alone, patch)
-    trainer: Any = trainer_of_kind(
-        parallelized(source, cp) if own["model first"] else str(source), reward_funcs=[lottery if draws else vowels, brevity], args=args,
-        train_dataset=rows, eval_dataset=rows.select(range(4)), processing_class=letters,
-        peft_config=adapter, **functions,
-    )  # fmt: skip
-    if not own["samples"] and not functions:
-        trainer._generate_single_turn = generate
-    of_devices = trainer._logs
-    handle = None if cp is None else hf.parallelize(trainer, cp, logits=own["logits"] or "local")
-    completions, numbers = [], []
-    prepare = trainer._generate_and_score_completions
-
-    def kept(*inputs: Any) -> Any:
-        made = prepare(*inputs)
+    is_plain, has_ddp = x.kind == "trainer", mesh is not None and mesh.startswith("DDP")
+    cp = context(2) if has_ddp else ContextParallel() if mesh == "none" else None
+    patch = pytest.MonkeyPatch()
+    trainer = _made(rank, ranks, x, mesh, folder, cp, patch)
+    of_devices = getattr(trainer, "_logs", {})
+    if mesh not in (None, "one"):
+        cp = _joined(trainer, x, str(mesh), cp)
+    # KTO gathers the rewards of a batch that has none of a kind in torch's default dtype.
+    torch.set_default_dtype(x.dtype)
+    wide = Wide() if x.dtype is torch.float64 else nullcontext()
+    try:
+        with wide, ring_torch.check(every=5) if has_ddp and is_plain else nullcontext():
+            if has_ddp and checkpoint:  # accelerate trains without DDP what it has evaluated
+                trainer.evaluate()
+            trainer.train(resume_from_checkpoint=checkpoint)
+            if x.way == "precomputed":
+                trainer.evaluate(Dataset.load_from_disk(f"{folder}/rows").select(range(9, 14)))
+            predicts = is_plain and trainer.compute_metrics is not None
+            predicted = trainer.predict(documents(5)) if predicts else None
+    finally:
+        torch.set_default_dtype(torch.float32)
         patch.undo()
-        completions.append(made["completion_ids"].tolist())
-        numbers.append(lottery([""]))
-        return made
-
-    trainer._generate_and_score_completions = kept
-    with Wide():
-        trainer.train()
-        trainer.evaluate()
-    weights = "model.safetensors" if adapter is None else "adapter_model.safetensors"
-    saved = load_file(output / "checkpoint-3" / weights) if rank == 0 else {}
-    timed = ("runtime", "per_second", "step_time", "flos", "lr")
-    metrics = {
-        f"{n} {name}": value
-        for n, entry in enumerate(trainer.state.log_history)
-        for name, value in entry.items() if not name.endswith(timed)
-    }  # fmt: skip
-    logs = {name: [*trainer._logs[name]] for name in ("prompt", "completion", "advantages")}
-    if handle is not None:
-        handle.remove()
+    if is_plain and mesh in MESHES and cp is not None and not x.options and not has_ddp:
+        assert hf.verify(trainer, cp, collate(documents()[:2])).gradients is not None
+    weights = {
+        name.replace("_checkpoint_wrapped_module.", ""): x.detach()
+        for name, x in trainer.model.named_parameters()
+    }
+    names = ("prompt", "completion", "advantages") if of_devices else ()
+    logs = {name: [*trainer._logs[name]] for name in names}
+    if logs and cp is not None:
+        hf.parallelize(trainer, cp, logits=x.logits).remove()
         assert trainer._logs is of_devices and not of_devices["prompt"]
     return {
-        "metrics": metrics, "completions": completions, "logs": logs, "numbers": numbers,
-        "weights": {name: x.double().sum().item() for name, x in saved.items()},
+        "metrics": logged(trainer),
+        "logs": logs, "number": lottery([""]),  # drawn after what steps have drawn
+        "predictions": torch.from_numpy(predicted.predictions) if predicted else torch.zeros(0),
+        "tokens": trainer.state.num_input_tokens_seen,
+        "samples": trainer.get_total_train_batch_size(trainer.args),
+        "operations": trainer.state.total_flos,
+        "weights": {
+            name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in weights.items()
+        },
+        "split": {
+            name.removeprefix("model."): round(x.numel() / x.to_local().numel(), 1)
+            for name, x in weights.items() if isinstance(x, DTensor) and x.to_local().numel()
+        },
+        "files": sorted(x.name for x in Path(folder).glob("checkpoint-2/*")) if rank == 0 else [],
     }  # fmt: skip

@@ -42,11 +42,8 @@ class CrossAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.kv, self.out = (
-            nn.Linear(DIM, DIM),
-            nn.Linear(DIM, 2 * DIM),
-            nn.Linear(DIM, DIM),
-        )
+        self.q, self.kv = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM)
+        self.out = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor, context: Tensor, mask: Tensor | None = None) -> Tensor:
         k, v = (heads(y) for y in self.kv(context).chunk(2, dim=-1))

@@ -22,34 +22,26 @@ def assembled(ptx: str) -> bytes:
 
 def taken_by(ptx: str, cubin: bytes, shared: int) -> dict[str, Any]:
     """Return a compiled kernel's resource usage and the instructions it relies on."""
-    import triton
+    from triton.knobs import nvidia
 
+    def said(*command: str) -> str:
+        done = subprocess.run([*command, file.name], capture_output=True, text=True, check=True)
+        return done.stdout
+
+    is_warp_specialised = "setmaxnreg" in ptx
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
-        report = _said(tool, "-res-usage", file.name)
-        is_warp_specialised = "setmaxnreg" in ptx
+        report = said(nvidia.cuobjdump.path, "-res-usage")
         # Only warp-specialised kernels are disassembled: it takes a second for each.
-        code = (
-            _said(triton.knobs.nvidia.nvdisasm.path, "-c", file.name)
-            if is_warp_specialised
-            else None
-        )
+        code = said(nvidia.nvdisasm.path, "-c") if is_warp_specialised else None
     usage = {name: int(x) for name, x in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
     return {
-        "shared": shared, "registers": usage["REG"],
-        "stack": usage["STACK"] + usage["LOCAL"],
-        "ptx": "wgmma" if "wgmma" in ptx else "mma",
-        "copies": "cp.async.bulk.tensor" in ptx,
+        "shared": shared, "stack": usage["STACK"] + usage["LOCAL"],
+        "ptx": "wgmma" if "wgmma" in ptx else "mma", "copies": "cp.async.bulk.tensor" in ptx,
         "warp_specialised": is_warp_specialised,
-        "spilled": None if code is None else spilled_in_loop(code),
-        "bare": bare_arrivals(ptx),
+        "spilled": None if code is None else spilled_in_loop(code), "bare": bare_arrivals(ptx),
     }  # fmt: skip
-
-
-def _said(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def bare_arrivals(ptx: str) -> list[str]:

@@ -12,10 +12,21 @@ import jax.numpy as jnp
 import pytest
 from cases import Case
 from jax import lax
+from jax.nn import logsumexp
 
 from backends.jax_devices import Arrays, JaxBackend
+from ring_core import LayoutSpec, Mask
 from ring_jax_gpu import fmha, ring_attention
 from ring_jax_gpu.fmha import Pattern
+
+
+def case_of(
+    name: str, mask: Mask, layout: LayoutSpec = "contiguous", size: int = 1, **options: Any
+) -> Case:
+    """Return a case in bfloat16, if ``options`` don't say otherwise."""
+    return Case(
+        f"cudnn-{name}", mask, layout, size, **{"dtype": "bfloat16", "heads": (4, 2), **options}
+    )
 
 
 def run(case: Case, strategy: str = "auto") -> Arrays:
@@ -42,8 +53,8 @@ def _scores(pattern: Pattern, q: Any, k: Any, bias: Any) -> Any:
     x = _sum("btkgd,bskd->btkgs", grouped, k) * pattern.scale
     if bias:
         assert bias[0].dtype == q.dtype
-        full_bias = jnp.broadcast_to(bias[0], (q.shape[0], q.shape[2], *bias[0].shape[2:]))
-        x += full_bias.astype(x.dtype).transpose(0, 2, 1, 3).reshape(x.shape) - 0 * full_bias.min()
+        wide = jnp.broadcast_to(bias[0], (q.shape[0], q.shape[2], *bias[0].shape[2:]))
+        x += wide.astype(x.dtype).transpose(0, 2, 1, 3).reshape(x.shape) - 0 * wide.min()
     i, j = (lax.broadcasted_iota("int32", x.shape, axis) for axis in (1, 4))
     visible = (j <= i) | (not pattern.causal)
     if pattern.window is not None:
@@ -53,28 +64,27 @@ def _scores(pattern: Pattern, q: Any, k: Any, bias: Any) -> Any:
 
 def _forward(pattern: Pattern, q: Any, k: Any, v: Any, *bias: Any) -> tuple[Any, Any]:
     x = _scores(pattern, q, k, bias)
-    top = x.max(axis=-1, keepdims=True)
-    weights = jnp.exp(x - top)
-    total = weights.sum(axis=-1, keepdims=True)
-    out = _sum("btkgs,bskd->btkgd", (weights / total).astype(v.dtype), v)
-    lse = (top + jnp.log(total))[..., 0].reshape(q.shape[:3])
-    return out.reshape(*q.shape[:3], v.shape[3]).astype(q.dtype), lse.swapaxes(1, 2)
+    lse = logsumexp(x, axis=-1)
+    out = _sum("btkgs,bskd->btkgd", jnp.exp(x - lse[..., None]).astype(v.dtype), v)
+    out = out.reshape(*q.shape[:3], v.shape[3]).astype(q.dtype)
+    return out, lse.reshape(q.shape[:3]).swapaxes(1, 2)
 
 
 def _backward(
     pattern: Pattern, q: Any, k: Any, v: Any, lse: Any, out: Any, dout: Any, *bias: Any
 ) -> tuple[Any, ...]:
     x = _scores(pattern, q, k, bias)
-    p = jnp.exp(x - lse.swapaxes(1, 2).reshape(*x.shape[:4], 1))
-    groups = (*x.shape[:4], v.shape[3])
-    grad = dout.reshape(groups)
-    delta = (dout.astype(x.dtype) * out.astype(x.dtype)).sum(axis=-1).reshape(*x.shape[:4], 1)
+    rows = (*x.shape[:4], -1)
+    p = jnp.exp(x - lse.swapaxes(1, 2).reshape(rows))
+    grad = dout.reshape(rows)
+    delta = (dout.astype(x.dtype) * out.astype(x.dtype)).sum(axis=-1).reshape(rows)
     dx = p * (_sum("btkgd,bskd->btkgs", grad, v) - delta)
     scaled = (dx * pattern.scale).astype(q.dtype)
-    dq = _sum("btkgs,bskd->btkgd", scaled, k).reshape(q.shape)
-    dk = _sum("btkgs,btkgd->bskd", scaled, q.reshape(*x.shape[:4], q.shape[3]))
-    dv = _sum("btkgs,btkgd->bskd", p.astype(q.dtype), grad)
-    grads = [dq, dk, dv]
+    grads = [
+        _sum("btkgs,bskd->btkgd", scaled, k).reshape(q.shape),
+        _sum("btkgs,btkgd->bskd", scaled, q.reshape(rows)),
+        _sum("btkgs,btkgd->bskd", p.astype(q.dtype), grad),
+    ]
     if bias and pattern.bias_grad:
         dbias = dx.reshape(*q.shape[:3], -1).transpose(0, 2, 1, 3)
         shared = tuple(axis for axis in (0, 1) if bias[0].shape[axis] == 1)

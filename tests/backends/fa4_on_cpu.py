@@ -48,20 +48,17 @@ class Kernel:
 Launches = list[tuple[Kernel, tuple[Any, ...]]]
 
 
-@dataclass
-class Recorder:
+class Recorder(Launches):
     """Launches of all kernels, in order, each with its arguments."""
-
-    launches: Launches = field(default_factory=list)
 
     def compiled(self, source: Any, *_: Any, **__: Any) -> Kernel:
         """Return a kernel in place of one that the compiler would make."""
-        return Kernel(source, self.launches)
+        return Kernel(source, self)
 
     def taken(self) -> Launches:
         """Return the launches since the last call, and forget them."""
-        launches = [*self.launches]
-        self.launches.clear()
+        launches = [*self]
+        self.clear()
         return launches
 
 
@@ -94,9 +91,7 @@ def loaded() -> Iterator[Recorder]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _ENVIRONMENT.items():
             patch.setenv(name, value)
-        patch.delenv(
-            "CUTE_DSL_PTXAS_PATH", raising=False
-        )  # with it the library changes the compiler
+        patch.delenv("CUTE_DSL_PTXAS_PATH", raising=False)  # it would change the compiler
         patch.setattr(sys, "meta_path", [_Finder(), *sys.meta_path])
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         patch.setattr(torch, "zeros", zeros_on_cpu)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 import warnings
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
@@ -27,10 +26,6 @@ class _Number(int):
         return self
 
 
-def _steps(*bounds: Any) -> Iterator[_Number]:
-    return map(_Number, builtins.range(*bounds))
-
-
 def load() -> None:
     """Import the library, and let its kernels run in the interpreter.
 
@@ -41,14 +36,10 @@ def load() -> None:
     def init(self: Any, function: Any, names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
         own(self, function, names, configs[:1], *args, **kwargs)
 
-    autotuner.Autotuner.__init__ = init
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns that there is no GPU
-            modules = [import_module(name) for name in _MODULES]
-    finally:
-        autotuner.Autotuner.__init__ = own
+    with patch.object(autotuner.Autotuner, "__init__", init), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that there is no GPU
+        modules = [import_module(name) for name in _MODULES]
     for module in modules:
-        vars(module)["range"] = _steps
+        vars(module)["range"] = lambda *bounds: map(_Number, range(*bounds))
         if hasattr(module, "_check_cp_device"):
             vars(module)["_check_cp_device"] = lambda _: None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from cases import TOKEN_AXES, Bias, Case, Segments
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
+from jax_meshes import mesh_of
 from mutants import applied
 
 import ring_jax
@@ -21,12 +22,10 @@ from ring_core import KernelConfig, Layout
 Arrays = dict[str, npt.NDArray[Any]]
 Ways = tuple[str | KernelConfig, str]  # kernel and strategy
 
+TOKENS, ROWS, WHOLE = PartitionSpec(None, "cp"), PartitionSpec(None, None, "cp"), PartitionSpec()
 SPECS = {
-    "q": PartitionSpec(None, "cp"), "k": PartitionSpec(None, "cp"), "v": PartitionSpec(None, "cp"),
-    "dout": PartitionSpec(None, "cp"), "dlse": PartitionSpec(None, None, "cp"),
-    "q_ids": PartitionSpec(None, "cp"), "k_ids": PartitionSpec(None, "cp"),
-    "bias": PartitionSpec(None, None, "cp"), "sinks": PartitionSpec(),
-    "alibi_slopes": PartitionSpec(), "shown": PartitionSpec(None, None, "cp"),
+    **dict.fromkeys(("q", "k", "v", "dout", "q_ids", "k_ids"), TOKENS),
+    **dict.fromkeys(("dlse", "bias", "shown"), ROWS), **dict.fromkeys(("sinks", "alibi_slopes"), WHOLE),
 }  # fmt: skip
 GRADS = ("q", "k", "v", "sinks", "bias")
 
@@ -59,14 +58,10 @@ class JaxBackend:
         arrays = {name: value for name, value in x.items() if name not in ("dout", "dlse")}
         attention = self._attention or ring_jax.ring_attention
         results = make(_without_values(case), ways, attention)(arrays, x["dout"], x.get("dlse"))
-        return _natural_all(case, results)
-
-
-def _natural_all(case: Case, results: dict[str, Any]) -> Arrays:
-    return {
-        name: _natural(case, name, np.asarray(value, dtype=np.float64))
-        for name, value in results.items()
-    }
+        return {
+            name: _natural(case, name, np.asarray(value, dtype=np.float64))
+            for name, value in results.items()
+        }
 
 
 def _without_values(case: Case) -> Case:
@@ -74,22 +69,13 @@ def _without_values(case: Case) -> Case:
     segments: Segments | None = "pair" if case.segments else None
     bias: Bias | None = "full" if case.bias else None
     return replace(
-        case,
-        name="",
-        spread=1.0,
-        poison=None,
-        numbers=None,
-        views=None,
-        segments=segments,
-        bias=bias,
-    )
+        case, name="", spread=1.0, poison=None, numbers=None, views=None, segments=segments, bias=bias
+    )  # fmt: skip
 
 
 def _program(case: Case, ways: Ways, attention: Callable[..., Any]) -> Any:
     """Return a jitted forward and backward that takes the arrays, ``dout`` and ``dlse``."""
-    mesh = jax.make_mesh(
-        (case.cp_size,), ("cp",), axis_types=(AxisType.Auto,), devices=jax.devices()[: case.cp_size]
-    )
+    mesh = mesh_of(cp=case.cp_size)
 
     def local(x: dict[str, Any]) -> tuple[Any, Any]:
         results: tuple[Any, Any] = attention(
@@ -105,12 +91,17 @@ def _program(case: Case, ways: Ways, attention: Callable[..., Any]) -> Any:
             specs["shown"] = PartitionSpec("cp")
         out_specs = (SPECS["dout"], SPECS["dlse"])
         ring = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out_specs)
-        differentiated = {name: x[name] for name in GRADS if name in x}
-        (out, lse), pull = jax.vjp(lambda leaves: ring({**x, **leaves}), differentiated)
-        (grads,) = pull((dout, jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)))
-        return {"out": out, "lse": lse} | {f"d{name}": value for name, value in grads.items()}
+        return _passes(ring, x, dout, dlse)
 
     return forward_backward
+
+
+def _passes(call: Callable[..., Any], x: dict[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
+    """Return the results and gradients of a call that takes all arrays."""
+    differentiated = {name: x[name] for name in GRADS if name in x}
+    (out, lse), pull = jax.vjp(lambda leaves: call({**x, **leaves}), differentiated)
+    (grads,) = pull((dout, jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)))
+    return {"out": out, "lse": lse} | {f"d{name}": value for name, value in grads.items()}
 
 
 _kept = lru_cache(maxsize=4)(_program)
@@ -131,20 +122,28 @@ def alone(case: Case, config: KernelConfig, attention: Callable[..., Any]) -> Ar
     """Run a case on one device, without a ring."""
     x = {name: _array(case, value) for name, value in case.inputs.items()}
 
-    def call(some: dict[str, Any]) -> Any:
-        y = {**x, **some}
-        options = _options(case, y)
-        return attention(y["q"], y["k"], y["v"], axis_name=None, kernel=config, **options)
+    def call(x: dict[str, Any]) -> Any:
+        q, k, v = (x[name] for name in "qkv")
+        return attention(q, k, v, axis_name=None, kernel=config, **_options(case, x))
 
-    @jax.jit
-    def both(some: dict[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
-        (out, lse), pull = jax.vjp(call, some)
-        (grads,) = pull((dout, jnp.zeros_like(lse) if dlse is None else dlse))
-        return {"out": out, "lse": lse} | {f"d{name}": grad for name, grad in grads.items()}
-
-    dlse = None if "dlse" not in x else x["dlse"].astype(jnp.float32)
-    results = both({name: x[name] for name in GRADS if name in x}, x["dout"], dlse)
+    results = jax.jit(partial(_passes, call))(x, x["dout"], x.get("dlse"))
     return {name: np.asarray(value, dtype=np.float64) for name, value in results.items()}
+
+
+def assert_vmapped(attention: Callable[..., Any], config: KernelConfig, tokens: int) -> None:
+    """Assert that gradients of a vmapped call with segments are those of XLA's kernel."""
+    rng, shape = np.random.default_rng(0), (2, 1, tokens, 1, 8)
+    q, k, v = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(3))
+    ids = jnp.asarray(rng.integers(0, 2, shape[:3]).cumsum(axis=2) // 10, jnp.int32)
+
+    def loss(q: Any, k: Any, v: Any, ids: Any, kernel: KernelConfig) -> Any:
+        out = attention(q, k, v, axis_name=None, segment_ids=ids, causal=True, kernel=kernel)
+        return (out * jnp.cos(v)).sum()
+
+    grads = jax.vmap(jax.grad(loss, (0, 1, 2)), in_axes=(0, 0, 0, 0, None))
+    results, expected = (grads(q, k, v, ids, x) for x in (config, KernelConfig("xla")))
+    for result, x in zip(results, expected, strict=True):
+        np.testing.assert_allclose(result, x, atol=1e-5)
 
 
 def _array(case: Case, value: npt.NDArray[Any]) -> jax.Array:
@@ -155,11 +154,10 @@ def _order(case: Case, name: str) -> tuple[int, npt.NDArray[np.int64]] | None:
     """Return the sharded axis of an array and the token positions in layout order."""
     if name in ("sinks", "alibi_slopes", "dsinks"):
         return None
-    plan = case.plan
     is_keys = name in ("k", "v", "k_ids", "dk", "dv")
-    layout: Layout = plan.k_layout if is_keys else plan.q_layout
-    axis = TOKEN_AXES[name]
-    return axis, np.concatenate([layout.positions(r) for r in range(case.cp_size)])
+    layout: Layout = case.plan.k_layout if is_keys else case.plan.q_layout
+    ranks = range(case.cp_size)
+    return TOKEN_AXES[name], np.concatenate([layout.positions(rank) for rank in ranks])
 
 
 def _in_order(case: Case, name: str, value: npt.NDArray[Any]) -> jax.Array:

@@ -14,37 +14,35 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 
-class _OncePerLaunch:
-    """Patch of the language for a kernel, and once for each module of functions that it calls."""
+def _once_per_launch(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Patch the language for a kernel, and once for each module of functions that it calls."""
+    modules: set[str] = set()  # of the running kernel; there is one at a time
 
-    def __init__(self, patch_language: Callable[[Any], Any]) -> None:
-        self._patch_language = patch_language
-        self._modules: set[str] = set()  # of the running kernel; there is one at a time
-        self._restore: Callable[[], None] | None = None
+    def patch(function: Any) -> Any:
+        module, is_kernel = function.__globals__["__name__"], not modules
+        if module in modules:
+            return None
+        modules.add(module)
+        scope = patch_language(function)
+        if not is_kernel:
+            return None  # a device function's patch is not restored
+        restore = scope.restore
 
-    def __call__(self, function: Any) -> Any:
-        module: str = function.__globals__["__name__"]
-        if self._restore is None:  # a kernel begins, and restores the language when it ends
-            scope = self._patch_language(function)
-            self._restore, scope.restore = scope.restore, self._end
-            self._modules = {module}
-            return scope
-        if module not in self._modules:
-            self._modules.add(module)
-            self._patch_language(function)
-        return None  # a device function's patch is not restored
+        def end() -> None:
+            modules.clear()
+            restore()
 
-    def _end(self) -> None:
-        assert self._restore is not None
-        restore, self._restore = self._restore, None
-        restore()
+        scope.restore = end  # when the kernel ends
+        return scope
+
+    return patch
 
 
 def _install() -> None:
     from triton.runtime import interpreter
 
-    if not isinstance(interpreter._patch_lang, _OncePerLaunch):
-        interpreter._patch_lang = _OncePerLaunch(interpreter._patch_lang)
+    if interpreter._patch_lang.__name__ != "patch":
+        interpreter._patch_lang = _once_per_launch(interpreter._patch_lang)
 
 
 _install()

@@ -29,15 +29,9 @@ class SimulatorBackend:
 
 def simulate(case: Case) -> Arrays:
     """Return the simulator's results for a case."""
-    x = case.inputs
+    x, precision = case.inputs, cast("Precision", case.dtype)
+    options = {"dout": x["dout"], "dlse": x.get("dlse"), **case.options}
     result = reference.run(
-        case.program,
-        x["q"],
-        x["k"],
-        x["v"],
-        dout=x["dout"],
-        dlse=x.get("dlse"),
-        precision=cast("Precision", case.dtype),
-        **case.options,
+        case.program, *(x[name] for name in "qkv"), precision=precision, **options
     )
     return {name: x for name, x in vars(result).items() if name in case.expected}

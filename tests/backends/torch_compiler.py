@@ -16,11 +16,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from patched import chosen
 
 from backends.kept_process import asked, serve
-from ring_core import KernelConfig, Mask
-from ring_torch import prepare, ring_attention
-from ring_torch.kernels.api import Selection
+from ring_core import KernelConfig, Mask, WorkItem
+from ring_torch import ring_attention
 from ring_torch.kernels.triton import TritonKernel, launch as _launch
 
 _NAMES = {
@@ -36,49 +36,32 @@ CALLS: dict[str, tuple[int, dict[str, Any]]] = {
     "fused": (128, {"causal": True, "kernel": KernelConfig("triton", fused_backward=True)}),
     "wide": (256, {"causal": True}),
     "odd": (80, {"window": (100, 3), "softcap": 5.0}),
-    "documents": (128, {"causal": True, "cu_seqlens": (0, 100, 500, 1024)}),
     "predicate": (128, {"mask": Mask(predicate=lambda q, k: (q // 100 + k // 100) % 2 == 0)}),
     "segments": (128, {"causal": True, "segment_ids": torch.zeros(1, 1024, dtype=torch.int32)}),
     "dropout": (128, {"causal": True, "dropout_p": 0.1, "dropout_seed": 3}),
-    "alibi": (128, {"causal": True, "alibi_slopes": torch.ones(_HEADS)}),
     "bias": (128, {"bias": torch.zeros(1, 1, 1024, 1024, requires_grad=True)}),
 }
 
 
-def block_lists() -> dict[str, Any]:
-    """Return the launch of the kernel that lists blocks for FlashAttention-4's block sparsity."""
-    from ring_torch.kernels.fa4 import block_lists as _fa4_block_lists
+def passes() -> Iterator[dict[str, Any]]:
+    """Return launches of kernels around those of attention.
 
-    ids, kinds = torch.zeros(1, 1024, dtype=torch.int32), torch.zeros(1, 8, 11, dtype=torch.int8)
-    counts, blocks = (torch.zeros(size, dtype=torch.int32) for size in ((2, 1, 8), (2, 1, 8, 11)))
-    sizes = {
-        "OUTER_SIZE": 128, "INNER_SIZE": 96, "OUTER_PADDED": 128, "INNER_PADDED": 128,
-        "INNER": 16, "FULL": 2, "EMPTY": 0,
-    }  # fmt: skip
-    kernel: Any = _fa4_block_lists._list_blocks.kernel
-    arguments = (ids, ids, kinds, counts, blocks, 1024, 1024, 8, 11, 11, 1, *sizes.values())
-    return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, arguments, strict=True))}
-
-
-def row_dots() -> dict[str, Any]:
-    """Return the launch of the backward's preprocessing kernel, ``delta = rowsum(out * dout)``."""
+    They list blocks for FlashAttention-4's block sparsity, compute ``delta = rowsum(out * dout)``
+    and the gradient of sinks.
+    """
     from ring_torch import memory_ops
+    from ring_torch.kernels.block_index import Grid
+    from ring_torch.kernels.fa4.block_lists import block_lists
 
-    x, dots = torch.zeros(1, 1024, 4, 80, dtype=torch.bfloat16), torch.zeros(1, 4, 1024)
-    kernel: Any = memory_ops._row_dots.kernel
-    strides = (*x.stride()[:3], *x.stride()[:3], *dots.stride()[:2])
-    arguments = (x, x, dots, 1024, *strides, 80, 128, 16)
-    return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, arguments, strict=True))}
-
-
-def sink_grads() -> dict[str, Any]:
-    """Return the launch of the kernel for the gradient of sinks."""
-    from ring_torch import memory_ops
-
-    sinks, lse = torch.zeros(4, dtype=torch.bfloat16), torch.zeros(1, 4, 1024)
-    kernel: Any = memory_ops._sum_sinks.kernel
-    arguments = (sinks, lse, lse, sinks, 1, 1024, *lse.stride()[:2], *lse.stride()[:2], 4096)
-    return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, arguments, strict=True))}
+    item = WorkItem(0, 0, 0, 0, 1024, 0, 1024, None, None)
+    ids = torch.zeros(1, 1024, dtype=torch.int32)
+    grid = Grid(128, 96, False, False, torch.device("cpu"), None)
+    x, lse = torch.zeros(1, 1024, 4, 80, dtype=torch.bfloat16), torch.zeros(1, 4, 1024)
+    with kept_launches() as kept:
+        block_lists(item, grid, (ids, ids))
+        memory_ops.row_dots_on_gpu(x, x)
+        memory_ops.sink_grads_on_gpu(torch.zeros(4, dtype=torch.bfloat16), lse, lse)
+    yield from kept
 
 
 def merges() -> Iterator[dict[str, Any]]:
@@ -147,8 +130,7 @@ def exchanges() -> Iterator[dict[str, Any]]:
 
 #: Kernels that have no call of their own.
 PASSES: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
-    "block_lists": lambda: [block_lists()], "row_dots": lambda: [row_dots()],
-    "sink_grads": lambda: [sink_grads()], "merges": merges, "exchanges": exchanges,
+    "passes": passes, "merges": merges, "exchanges": exchanges,
 }  # fmt: skip
 
 
@@ -175,12 +157,8 @@ def launches(name: str, arch: int) -> Iterator[dict[str, Any]]:
         torch.zeros(1, 1024, heads, dim, dtype=torch.bfloat16, requires_grad=True)
         for heads in (_HEADS, 2, 2)
     )
-    with (
-        patch.object(_launch, "_start", keep),
-        patch.object(_launch, "_LEAST_CAPABILITY", divmod(arch, 10)),
-        patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())),
-    ):
-        prepare._prepare.cache_clear()
+    least = patch.object(_launch, "_LEAST_CAPABILITY", divmod(arch, 10))
+    with chosen(TritonKernel(), patch.object(_launch, "_start", keep), least):
         ring_attention(q, k, v, **options).sum().backward()
     yield from kept
 

@@ -59,25 +59,22 @@ class TorchBackend:
         transport: str = "auto",
     ) -> Arrays:
         """Run one case on its ring size and put the results together."""
-        ways = (kernel, case.moved(strategy), transport)
-        if mutant is None:
-            ranks = self.pool(case.cp_size)
-            try:
-                parts = ranks.run(run_rank, _bare(case), ways, None, self._cuda)
-            except LocalRankError as error:
-                if "UnsupportedError" not in str(error):  # such a call sent nothing
-                    self.discard(case.cp_size)
-                raise
-            return gather(case, case.plan, parts)
-        pool = LocalRanks(
-            case.cp_size, timeout=5, cuda=self._cuda
-        )  # a broken backend may leave messages behind
+        ways, is_right = (kernel, case.moved(strategy), transport), mutant is None
+        # A broken backend may leave messages behind: it has ranks of its own.
+        ranks = (
+            self.pool(case.cp_size) if is_right else LocalRanks(case.cp_size, timeout=5, cuda=self._cuda)
+        )  # fmt: skip
         try:
-            return gather(
-                case, case.plan, pool.run(run_rank, _bare(case), ways, mutant, self._cuda)
-            )
+            # A copy is without cached results, which would be pickled too.
+            parts = ranks.run(run_rank, replace(case), ways, mutant, self._cuda)
+        except LocalRankError as error:
+            if is_right and "UnsupportedError" not in str(error):  # such a call sent nothing
+                self.discard(case.cp_size)
+            raise
         finally:
-            pool.close()
+            if not is_right:
+                ranks.close()
+        return gather(case, case.plan, parts)
 
     def discard(self, world_size: int) -> None:
         """Stop a pool whose ranks may still have undelivered messages."""
@@ -86,11 +83,6 @@ class TorchBackend:
     def close(self) -> None:
         """End all processes."""
         self._pools.close()
-
-
-def _bare(case: Case) -> Case:
-    """Return a copy of the case without its cached results, which would be pickled too."""
-    return replace(case)
 
 
 Ways = tuple[str, str | StrategyConfig, str]  # kernel, strategy and transport
@@ -121,10 +113,8 @@ def _run_rank(rank: int, case: Case, ways: Ways, device: torch.device) -> Arrays
     slopes = tensor("alibi_slopes") if "alibi_slopes" in x else None
     ids = None
     if case.segments:
-        ids = tuple(
-            tensor(side, np.s_[:, positions], torch.int32)
-            for side, positions in (("q_ids", q_at), ("k_ids", k_at))
-        )
+        sides = ("q_ids", q_at), ("k_ids", k_at)
+        ids = tuple(tensor(side, np.s_[:, positions], torch.int32) for side, positions in sides)
     rules = case.rules
     if case.shown:
         rules["mask"] = tensor("shown", np.s_[..., q_at, :], torch.bool)

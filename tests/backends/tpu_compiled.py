@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
@@ -33,126 +32,82 @@ def devices(topology: str, many: int) -> tuple[Any, ...]:
 
 
 def compiled(
-    topology: str, layout: Any, *, backward: bool, flags: dict[str, Any] | None = None,
-    local: int = LOCAL, many: int = CP, **options: Any,
+    topology: str, layout: Any = "contiguous", *, backward: bool = True, local: int = LOCAL,
+    many: int = CP, keys: int | None = None, dims: tuple[int, int] = (DIM, DIM), dtype: str = "bfloat16",
+    flags: dict[str, Any] | None = None, arrays: dict[str, tuple[str, tuple[int, ...]]] | None = None,
+    **options: Any,
 ) -> Any:  # fmt: skip
-    """Compile a call on bfloat16 arrays with ``local`` tokens on each device."""
-    mesh = Mesh(np.array(devices(topology, many)), ("cp",))
-    tokens = P(None, "cp")
-    call = partial(ring_attention, axis_name="cp", layout=layout, **options)
-    ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
-    sharding = NamedSharding(mesh, tokens)
-    q, k, v = (
-        jax.ShapeDtypeStruct((1, many * local, heads, DIM), jnp.bfloat16, sharding=sharding)
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    """Compile a call with ``local`` tokens and ``keys`` on each of ``many`` devices.
 
-    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        out, pull = jax.vjp(ring, q, k, v)
+    ``arrays`` are dtypes and shapes of options that are arrays, the same on each device.
+    """
+    mesh = Mesh(np.array(devices(topology, many)), ("cp",))
+    tokens, everywhere = P(None, "cp"), NamedSharding(mesh, P())
+    sharding = NamedSharding(mesh, tokens)
+    q, k, v, dout = (
+        jax.ShapeDtypeStruct((1, many * length, heads, dim), dtype, sharding=sharding)
+        for length, heads, dim in (
+            (local, HEADS, dims[0]), (keys or local, KV_HEADS, dims[0]),
+            (keys or local, KV_HEADS, dims[1]), (local, HEADS, dims[1]),
+        )
+    )  # fmt: skip
+    more = {
+        name: jax.ShapeDtypeStruct(shape, kind, sharding=everywhere)
+        for name, (kind, shape) in (arrays or {}).items()
+    }
+
+    def call(q: Any, k: Any, v: Any, more: dict[str, Any]) -> Any:
+        return ring_attention(q, k, v, axis_name="cp", layout=layout, **more, **options)
+
+    ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens, tokens, tokens, P()), out_specs=tokens)
+
+    def both(q: Any, k: Any, v: Any, more: dict[str, Any], dout: Any) -> Any:
+        bias = {name: x for name, x in more.items() if name == "bias"}
+        out, pull = jax.vjp(lambda q, k, v, bias: ring(q, k, v, more | bias), q, k, v, bias)
         return out, pull(dout)
 
     # In a model the neighbouring operations use the memory layout that the kernels want.
     chosen = Format(Layout.AUTO, sharding)
-    function, inputs = (both, (q, k, v, q)) if backward else (ring, (q, k, v))
-    jitted = jax.jit(function, in_shardings=chosen, out_shardings=chosen)
+    function, inputs = (both, (q, k, v, more, dout)) if backward else (ring, (q, k, v, more))
+    formats = tuple(chosen if x is not more else None for x in inputs)
+    jitted = jax.jit(function, in_shardings=formats, out_shardings=None if more else chosen)
     return jitted.lower(*inputs).compile(compiler_options=flags)
 
 
-def schedule_of(program: Any) -> list[tuple[str, str, str]]:
-    """Return ``(kind, name, operands)`` in scheduled order; kinds are start, done and kernel.
+def schedules_of(program: Any) -> list[tuple[str, list[int]]]:
+    """Return the schedule of each computation as letters, and the bytes it copies; the last is all.
 
-    A loop of launches counts as one kernel.
+    ``S`` is the start of a transfer, ``D`` its end and ``K`` a kernel, or a loop of launches. The
+    bytes count copies of arrays, among them small ones of the kernel's block lists. Prefetches of a
+    kernel's operands into on-chip memory, ``S(1)``, do not count.
     """
     text = program.as_text()
     assert "is_scheduled=true" in text
-    entry = text[text.index("\nENTRY ") :]
-    loops = {
-        match[1]
-        for match in re.finditer(r"\n%?([\w.-]+) [^\n]*\{\n(.*?)\n\}", text, re.DOTALL)
-        if "tpu_custom_call" in match[2]
-    }
-    schedule = []
-    for line in entry.splitlines():
-        match = re.match(r"\s*(?:ROOT )?%?([\w.-]+) = .*? ([\w-]+)\((.*)", line)
-        if match is None:
-            continue
-        name, operation, rest = match.groups()
-        if operation in ("collective-permute-start", "collective-permute-done"):
-            schedule.append((operation.rsplit("-", 1)[1], name, rest))
-            continue
-        body = re.search(r"body=%?([\w.-]+)", rest)
-        launches = body is not None and body[1] in loops
-        if launches or (operation == "custom-call" and "tpu_custom_call" in line):
-            schedule.append(("kernel", name, rest))
-    return schedule
-
-
-def loops_of(program: Any) -> list[tuple[str, list[int]]]:
-    """Return the schedule of each loop with a transfer, as letters, and the bytes it copies.
-
-    The bytes count copies of arrays, among them small ones of the kernel's block lists. Prefetches
-    of a kernel's operands into on-chip memory, ``S(1)``, do not count.
-    """
-    loops = []
-    for match in re.finditer(r"\n%?[\w.-]+ [^\n]*\{\n(.*?)\n\}", program.as_text(), re.DOTALL):
-        if "collective-permute-start" not in match[1] or "\nENTRY" in match[0]:
-            continue
+    bodies = dict(re.findall(r"\n(?:ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)\n\}", text, re.DOTALL))
+    launching = {name for name, body in bodies.items() if "tpu_custom_call" in body}
+    schedules = []
+    for body in bodies.values():
         word, copied = "", []
-        for line in match[1].splitlines():
+        for line in body.splitlines():
             operation = re.search(r" = (.*?) ([\w-]+)\(", line)
             if operation is None:
                 continue
+            loop = re.search(r" while\(.*body=%?([\w.-]+)", line)
             if operation[2] in ("collective-permute-start", "collective-permute-done"):
                 word += "S" if operation[2].endswith("start") else "D"
-            elif "tpu_custom_call" in line:
+            elif (loop and loop[1] in launching) or "tpu_custom_call" in line:
                 word += "K"
             elif operation[2] in ("copy", "copy-start"):
                 dtype, shape, layout = re.findall(r"(\w+)\[([\d,]*)\](\S*)", operation[1])[0]
-                if "S(1)" in layout:
-                    continue
                 elements = math.prod(int(n) for n in shape.split(",") if n)
-                copied.append(elements * _WIDTH.get(dtype, 1))
-        loops.append((word, copied))
-    return loops
+                copied += [elements * _WIDTH.get(dtype, 1)] * ("S(1)" not in layout)
+        schedules.append((word, copied))
+    return schedules
 
 
 def letters(program: Any) -> str:
-    """Return the schedule as letters: ``S`` start, ``D`` done, ``K`` kernel."""
-    names = {"start": "S", "done": "D", "kernel": "K"}
-    return "".join(names[what] for what, _, _ in schedule_of(program))
-
-
-def exposed(program: Any) -> list[str]:
-    """Return transfers that overlap with no kernel: none runs between their start and done."""
-    begun: dict[str, int] = {}
-    kernels, alone = 0, []
-    for what, name, rest in schedule_of(program):
-        if what == "kernel":
-            kernels += 1
-        elif what == "start":
-            begun[name] = kernels
-        else:
-            start = begun_by(rest)
-            if begun[start] == kernels:
-                alone.append(start)
-    return alone
-
-
-def begun_by(operands: str) -> str:
-    """Return the start that a done waits for."""
-    names = re.findall(r"[\w.-]*collective-permute-start[\w.-]*", operands)
-    return str(names[0])
-
-
-def permuted_bytes(program: Any) -> list[int]:
-    """Return the bytes of each transfer."""
-    sizes = []
-    for line in program.as_text().splitlines():
-        match = re.search(r"= \((\w+)\[([\d,]+)\].*collective-permute-start\(", line)
-        if match:
-            dtype, shape = match.groups()
-            sizes.append(math.prod(map(int, shape.split(","))) * _WIDTH[dtype])
-    return sizes
+    """Return the schedule of the whole program as letters."""
+    return schedules_of(program)[-1][0]
 
 
 def memory_allowed() -> tuple[float, float]:

@@ -15,16 +15,7 @@ from jax._src import callback as jax_callback
 from jax.experimental.pallas import tpu as pltpu
 
 from ring_jax.collectives import match_varying, varying_axes
-from ring_jax.records import (
-    AttentionState,
-    BackwardInputs,
-    Grads,
-    ItemTable,
-    Kernel,
-    KeyBlock,
-    LaunchSpec,
-    QueryBlock,
-)
+from ring_jax.records import Kernel, LaunchSpec
 from ring_jax_tpu import PallasKernel
 
 #: Kept at a time: a process may map no more than some ten thousand pieces of memory.
@@ -66,25 +57,13 @@ class InterpretedKernel(Kernel):
         """Return :meth:`PallasKernel.refusals`."""
         return PallasKernel().refusals(*args)
 
-    def attend_into(
-        self,
-        spec: LaunchSpec,
-        rows: QueryBlock,
-        columns: KeyBlock,
-        work: ItemTable,
-        into: AttentionState,
-    ) -> AttentionState:
+    def attend_into(self, *args: Any) -> Any:
         """Run :meth:`PallasKernel.attend_into` in the interpreter."""
-        result: AttentionState = self._run(self._forward, spec, rows, columns, work, into)
-        return result
+        return self._run(self._forward, *args)
 
-    def grads_into(
-        self, spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
-        into: Grads,
-    ) -> Grads:  # fmt: skip
+    def grads_into(self, *args: Any) -> Any:
         """Run :meth:`PallasKernel.grads_into` in the interpreter."""
-        grads: Grads = self._run(self._backward, spec, rows, columns, upstream, work, into)
-        return grads
+        return self._run(self._backward, *args)
 
     def _run(self, function: Any, spec: LaunchSpec, *args: Any) -> Any:
         types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)

@@ -39,11 +39,8 @@ def pretend(patched: pytest.MonkeyPatch, step: str) -> None:
 
     overwrite, is_final = STEPS[step]
     patched.setattr(_triton, "_is_single_step", lambda _: False)
-    patched.setattr(
-        steps,
-        "LaunchSpec",
-        lambda call, **x: LaunchSpec(call, **(x | {"overwrite": overwrite, "is_final": is_final})),
-    )
+    changed = {"overwrite": overwrite, "is_final": is_final}
+    patched.setattr(steps, "LaunchSpec", lambda call, **x: LaunchSpec(call, **(x | changed)))
 
 
 def compiled(calls: list[dict[str, Any]], arch: int, **more: str) -> list[dict[str, Any]]:
@@ -65,16 +62,8 @@ def launches_in(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any
 
     ``step`` selects a step of a ring: ``only``, or a name in :data:`STEPS`.
     """
-    with pytest.MonkeyPatch.context() as patched:
-        if call.get("step", "only") != "only":
-            pretend(patched, call["step"])
-        yield from _launches_in(call)
-
-
-def _launches_in(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
     tokens, dims = call.get("tokens", [1024, 1024]), call.get("dims", [128, 128])
-    dtype = call.get("dtype", "bfloat16")
-    options = dict(call.get("options", {}))
+    dtype, options = call.get("dtype", "bfloat16"), dict(call.get("options", {}))
     config = KernelConfig("triton", fused_backward=call.get("fused"))
     if "cu_seqlens" in options:
         options["mask"] = Mask(causal=True, cu_seqlens=tuple(options.pop("cu_seqlens")))
@@ -86,27 +75,19 @@ def _launches_in(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[An
     more = {name: spec(shape, kind) for name, (kind, shape) in call.get("arrays", {}).items()}
 
     def both(q: Any, k: Any, v: Any, more: dict[str, Any]) -> Any:
-        def one(q: Any, k: Any, v: Any, bias: Any) -> Any:
-            options_of_call = {**more, "bias": bias}
-            return ring_attention(
-                q, k, v, axis_name=None, kernel=config, **options_of_call, **options
-            )
+        def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
+            arrays = {**more, "bias": bias}
+            return ring_attention(q, k, v, axis_name=None, kernel=config, **arrays, **options)
 
-        out, pull = jax.vjp(one, q, k, v, more.get("bias"))
+        out, pull = jax.vjp(attend, q, k, v, more.get("bias"))
         return out, pull(out)
 
-    for equation in _equations(jax.make_jaxpr(both)(q, k, v, more).jaxpr):
-        if equation.primitive is triton_launch_p:
-            yield equation.params, [x.aval for x in equation.invars]
-
-
-def kernels_of(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-    """Yield the parameters and the array types of every plain Triton kernel of a call."""
-    for params, types in launches_in(call):
-        avals = dict(zip(params["names"], types, strict=True))
-        for part in launches_of(params["launch"]):
-            known = arrays_of(part, avals, params["names"][-params["num_changed"] :])
-            yield {"launch": part, "names": tuple(known)}, list(known.values())
+    with pytest.MonkeyPatch.context() as patched:
+        if call.get("step", "only") != "only":
+            pretend(patched, call["step"])
+        for equation in _equations(jax.make_jaxpr(both)(q, k, v, more).jaxpr):
+            if equation.primitive is triton_launch_p:
+                yield equation.params, [x.aval for x in equation.invars]
 
 
 def _equations(program: Any) -> Iterator[Any]:
@@ -118,52 +99,56 @@ def _equations(program: Any) -> Iterator[Any]:
                 yield from _equations(inner)
 
 
-def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str, Any]:
+def compile_plain(params: dict[str, Any], types: list[Any], arch: int) -> Iterator[dict[str, Any]]:
+    """Compile the plain Triton kernels of a launch and return their resource usage."""
+    avals, names = dict(zip(params["names"], types, strict=True)), params["names"]
+    for launch in launches_of(params["launch"]):
+        arrays = arrays_of(launch, avals, names[-params["num_changed"] :])
+        yield compile_one(launch, arrays, arch)
+
+
+def compile_one(launch: Launch, arrays: dict[str, Any], arch: int) -> dict[str, Any]:
     """Compile a kernel and return its resource usage."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    launch: Launch = params["launch"]
     kernel = kernel_of(launch)
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
 
-    def describe(*arrays: Any) -> None:
-        by_name = dict(zip(params["names"], arrays, strict=True))
-        arguments = arguments_of(kernel, launch, by_name, has_tma=arch >= 90)
+    def describe(arrays: dict[str, Any]) -> None:
+        arguments = arguments_of(kernel, launch, arrays, has_tma=arch >= 90)
         for n, (name, value) in enumerate(arguments.items()):
-            if value is None or kernel.params[n].is_constexpr:
+            # As Triton does it: 1 is a constant.
+            is_one = isinstance(value, int) and value == 1
+            if value is None or kernel.params[n].is_constexpr or is_one:
                 signature[name], constants[name] = "constexpr", value
-            elif isinstance(value, int):  # as Triton does it: 1 is a constant
+                continue
+            if isinstance(value, int):
                 signature[name] = "i32"
-                if value == 1:
-                    signature[name], constants[name] = "constexpr", value
-                elif value % 16 == 0:
-                    attributes[n,] = [["tt.divisibility", 16]]
             elif hasattr(value, "block_shape"):
                 sizes = ",".join(map(str, value.block_shape))
                 signature[name] = f"tensordesc<{_NAMES[value.base.dtype.name]}[{sizes}]>"
+                continue
             else:
                 signature[name] = f"*{_NAMES[value.dtype.name]}"
+            if not isinstance(value, int) or value % 16 == 0:
                 attributes[n,] = [["tt.divisibility", 16]]
 
-    jax.eval_shape(describe, *types)
-    itemsize = types[params["names"].index("q")].dtype.itemsize
-    stages = stages_of(launch, itemsize, arch)
+    jax.eval_shape(describe, arrays)
+    stages = stages_of(launch, arrays["q"].dtype.itemsize, arch)
     result = triton.compile(
         ASTSource(kernel, signature, constants, attributes),
         target=GPUTarget("cuda", arch, 32),
-        options={
-            "num_warps": launch.warps, "num_stages": stages, "enable_fp_fusion": True,
-        },
-    )  # fmt: skip
+        options={"num_warps": launch.warps, "num_stages": stages, "enable_fp_fusion": True},
+    )
     taken = taken_by(result.asm["ptx"], result.asm["cubin"], result.metadata.shared)
-    return {"kernel": launch.kernel, "fused": dict(launch.consts)["FUSED"], **taken}
+    return {"kernel": launch.kernel, **taken}
 
 
-def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
+def compile_for_hopper(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Compile the kernels of a call's Hopper launches and return their resource usage."""
     from ring_jax_gpu.hopper import ffi, run
 
@@ -177,23 +162,18 @@ def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
         patched.setattr(ffi, "_serialized_launch", keep)
         patched.setattr(run, "_processors", lambda: 132)
         for params, types in launches_in(call):
-            if not params["launch"].hopper:
-                continue
-            names = params["names"]
-            jax.eval_shape(
-                lambda *x, names=names, launch=params["launch"]: run.run(
-                    launch, dict(zip(names, x, strict=True))
-                ),
-                *types,
-            )
-    return [
-        {
-            "kernel": module.name, "warps": module.num_warps,
-            "digest": hashlib.sha256(module.ptx.encode()).hexdigest(),
-            **taken_by(module.ptx, assembled(module.ptx), module.shared),
-        }
-        for module in modules
-    ]  # fmt: skip
+            if params["launch"].hopper:
+                launch, names = params["launch"], params["names"]
+                jax.eval_shape(
+                    lambda *x, launch=launch, names=names: run.run(
+                        launch, dict(zip(names, x, strict=True))
+                    ),
+                    *types,
+                )
+    for module in modules:
+        taken = taken_by(module.ptx, assembled(module.ptx), module.shared)
+        digest = hashlib.sha256(module.ptx.encode()).hexdigest()
+        yield {"kernel": module.name, "warps": module.num_warps, "digest": digest, **taken}
 
 
 def answer(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -203,9 +183,8 @@ def answer(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if call.get("hopper"):
             yield from compile_for_hopper(call)
             continue
-        for params, types in kernels_of(call):
-            consts = compile_one(params, types, question["arch"])
-            yield {"call": call.get("name", ""), **consts}
+        for params, types in launches_in(call):
+            yield from compile_plain(params, types, question["arch"])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -35,47 +34,33 @@ _NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i3
 
 
 class HostArray:
-    """Numpy memory with the tensor interface that Triton's interpreter expects of torch."""
+    """Numpy memory with the tensor interface that Triton's interpreter expects of torch.
+
+    It is its own storage, and on the host; strides are not needed.
+    """
 
     def __init__(self, array: Array) -> None:
         self.array = array
         self.dtype = _NAMES[array.dtype.name]
+        self.cpu = self.untyped_storage = lambda: self
+        self.new_empty = lambda *_, **__: HostArray(array)
+        self.storage_offset, self.stride = (lambda: 0), (lambda: ())
 
     def data_ptr(self) -> int:
         """Return the address."""
         return int(self.array.ctypes.data)
 
-    def untyped_storage(self) -> HostArray:
-        """Return the object itself: it is its own storage."""
-        return self
-
-    def cpu(self) -> HostArray:
-        """Return the object itself: it is on the host."""
-        return self
-
-    def copy_(self, other: HostArray) -> None:
-        """Do nothing: the kernel wrote to this memory already."""
-        assert other.data_ptr() == self.data_ptr()
-
-    def new_empty(self, *_: Any, **__: Any) -> HostArray:
-        """Return a tensor for :meth:`set_`."""
-        return HostArray(self.array)
+    def size(self) -> tuple[int, ...]:
+        """Return the shape."""
+        return self.array.shape
 
     def set_(self, storage: HostArray, *_: Any) -> None:
         """Point at some memory."""
         self.array = storage.array
 
-    def storage_offset(self) -> int:
-        """Return 0: the data begin where the storage begins."""
-        return 0
-
-    def size(self) -> tuple[int, ...]:
-        """Return the shape."""
-        return self.array.shape
-
-    def stride(self) -> tuple[int, ...]:
-        """Return the strides, which the interpreter does not need."""
-        return ()
+    def copy_(self, other: HostArray) -> None:
+        """Do nothing: the kernel wrote to this memory already."""
+        assert other.data_ptr() == self.data_ptr()
 
 
 def _repair_bfloat16() -> None:
@@ -129,14 +114,14 @@ def interpret(
     return [copies[name] for name in changed]
 
 
-def _call_interpreter(*arrays: jax.Array, num_changed: int, **params: Any) -> Any:
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[-num_changed:]]
-    call = partial(interpret, num_changed=num_changed, **params)
-    return jax.pure_callback(call, results, *arrays)
-
-
 def _lower(context: Any, *operands: Any, **params: Any) -> Any:
-    return mlir.lower_fun(partial(_call_interpreter, **params))(context, *operands)
+    def call(*arrays: Any) -> Any:
+        changed = arrays[-params["num_changed"] :]
+        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in changed]
+        # The module's function: tests replace it.
+        return jax.pure_callback(lambda *x: interpret(*x, **params), results, *arrays)
+
+    return mlir.lower_fun(call)(context, *operands)
 
 
 mlir.register_lowering(triton_launch_p, _lower, platform="cpu")

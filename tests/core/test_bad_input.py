@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import wrong
 from cases import diagonals
-from wrong import (
-    FLAG,
-    LAYOUT,
-    NAME,
-    NAN,
-    OPTIONS,
-    SIZE,
-    Subject,
-    Values,
-    checks_of,
-    subject,
-)
+from wrong import FLAG, KV, LAYOUT, NAME, NAN, OPTIONS, SIZE, Q, Subject, Values, checks_of
 
+import ring_core
 from ring_core import (
+    LAYOUTS,
     ChunkLayout,
     KernelConfig,
     Layout,
     Mask,
     StrategyConfig,
+    UnsupportedError,
     balanced_layout,
+    checks,
     divisor_of,
     finalize,
     gather_program,
@@ -42,78 +37,46 @@ from ring_core import (
     ring_program,
 )
 from ring_core.base.arguments import FOREIGN_OPTIONS, refuse_foreign_options
-from ring_core.cost import (
-    Model,
-    bytes_by_link,
-    bytes_sent,
-)
+from ring_core.base.config import strategy_config
+from ring_core.choose.balance import layout_for
+from ring_core.cost import Model, bytes_by_link, bytes_sent
+from ring_core.movement import halo, halo_ids, relayout, shift
+from ring_core.pages import PageTable
 from ring_core.philox import dropout_keep
+from ring_core.programs.grid import RankGrid, rank_grid
+from ring_core.recurrence import runs_of_documents
 from ring_core.reference import attention, attention_grads
+from ring_core.tripwire import every_of
 from ring_core.viz import describe, plot
 
-Q, KV = (2, 8, 4, 16), (2, 8, 2, 16)
+zeros = np.zeros
+core: Any = ring_core  # without its types: arguments are wrong on purpose
 
 
-def zeros(*shape: int, dtype: Any = np.float64) -> Any:
-    return np.zeros(shape, dtype)
+def without(values: Values, *words: str) -> Values:
+    return {word: value for word, value in values.items() if word not in words}
 
 
-#: Values that are no array of real numbers.
-ARRAY: Values = {
-    "none": None, "word": "q", "words": np.full(Q, "1"), "complex": zeros(*Q, dtype=np.complex128),
-    "flags": zeros(*Q, dtype=bool), "objects": np.full(Q, None), "ragged": [[1.0], [1.0, 2.0]],
-    "dates": zeros(*Q, dtype="M8[s]"), "set": {1.0},
-}  # fmt: skip
-QUERIES: Values = {
-    **ARRAY, "number": 1.0, "3 dimensions": zeros(8, 4, 16), "5 dimensions": zeros(1, *Q),
-    "batch": zeros(1, 8, 4, 16), "heads": zeros(2, 8, 3, 16), "no heads": zeros(2, 8, 0, 16),
-    "head dim": zeros(2, 8, 4, 8), "no head dim": zeros(2, 8, 4, 0), "empty": zeros(2, 0, 4, 16),
-}  # fmt: skip
-KEYS: Values = {
-    **ARRAY, "number": 1.0, "3 dimensions": zeros(8, 2, 16), "5 dimensions": zeros(1, *KV),
-    "batch": zeros(1, 8, 2, 16), "heads": zeros(2, 8, 3, 16), "no heads": zeros(2, 8, 0, 16),
-    "length": zeros(2, 9, 2, 16), "head dim": zeros(2, 8, 2, 0), "empty": zeros(2, 0, 2, 16),
-}  # fmt: skip
-VALUES: Values = {n: x for n, x in KEYS.items() if n != "head dim"} | {
-    "head dim": zeros(2, 8, 2, 0)
-}
-ids = zeros(2, 8, dtype=np.int32)
-TENSORS: dict[str, Values] = {
-    "q": QUERIES,
-    "k": KEYS,
-    "v": VALUES,
-    "segment_ids": {
-        **{n: x for n, x in ARRAY.items() if n != "none"}, "floats": zeros(2, 8), "number": 3,
-        "nan": np.full((2, 8), NAN), "shape": zeros(2, 9, dtype=np.int32), "row": ids[0],
-        "triple": (ids, ids, ids), "one of two": (ids, None), "beyond int32": np.full((2, 8), 2**40),
-    },
-    "sinks": {
-        **{n: x for n, x in ARRAY.items() if n != "none"}, "number": 1.0, "heads": zeros(3),
-        "none a head": zeros(4, 0), "3 dimensions": zeros(4, 1, 1),
-    },
-    "bias": {
-        **{n: x for n, x in ARRAY.items() if n != "none"}, "number": 1.0, "square": zeros(8, 8),
-        "batch": zeros(3, 4, 8, 8), "heads": zeros(2, 3, 8, 8), "rows": zeros(2, 4, 4, 8),
-        "columns": zeros(2, 4, 8, 9),
-    },
-    "alibi_slopes": {
-        **{n: x for n, x in ARRAY.items() if n != "none"}, "number": 1.0, "heads": zeros(2),
-        "batch": zeros(3, 4), "3 dimensions": zeros(1, 2, 4),
-    },
-}  # fmt: skip
+def bad(*shape: int) -> Values:
+    """Return values that are no array of real numbers."""
+    return {
+        "word": "q", "words": np.full(shape, "1"), "complex": zeros(shape, "complex128"),
+        "flags": zeros(shape, bool), "objects": np.full(shape, None), "ragged": [[1.0], [1.0, 2.0]],
+        "dates": zeros(shape, "M8[s]"), "set": {1.0}, "number": 1.0,
+    }  # fmt: skip
+
+
+ARRAY: Values = {"none": None, **bad(*Q)}
+TENSORS = {name: without(x, "half") for name, x in wrong.wrong_tensors(zeros, bad, "bool").items()}
 UPSTREAM: dict[str, Values] = {
-    "dout": {**ARRAY, "number": 1.0, "shape": zeros(*KV), "empty": zeros(2, 0, 4, 16)},
-    "dlse": {
-        **{n: x for n, x in ARRAY.items() if n != "none"}, "number": 1.0, "shape": zeros(2, 8, 4),
-    },
+    "dout": {**ARRAY, "shape": zeros(KV), "empty": zeros((2, 0, 4, 16))},
+    "dlse": {**bad(*Q), "shape": zeros((2, 8, 4))},
+    "segment_ids": {**TENSORS["segment_ids"], "nan": np.full((2, 8), NAN), "beyond int32": np.full((2, 8), 2**40)},
 }  # fmt: skip
-MASK_OPTIONS = {n: OPTIONS[n] for n in ("causal", "window", "chunk_size", "cu_seqlens", "mask")} | {
-    # The oracle has no layout, so there may be any padding.
-    "seq_len": {
-        n: x for n, x in OPTIONS["seq_len"].items() if n not in ("too few", "one of a pair")
-    }
-}
-NUMBERS = {n: OPTIONS[n] for n in ("softmax_scale", "softcap", "dropout_p", "dropout_seed")}
+#: The oracle has no layout, so there may be any padding.
+OF_THE_ORACLE: dict[str, Values] = {
+    "seq_len": without(OPTIONS["seq_len"], "too few", "one of a pair"), "mask": OPTIONS["mask"],
+}  # fmt: skip
 PREDICATES: Values = {
     "number": 3, "word": "causal", "mask": Mask(), "array": np.ones((8, 8), bool),
     "unhashable": type("Rule", (), {"__call__": lambda *_: True, "__hash__": None})(),
@@ -132,16 +95,12 @@ CHUNKS: Values = {
     "array": np.array([[0], [1]]), "set": {(0,), (1,)},
 }  # fmt: skip
 MASKS: Values = {"none": None, "word": "causal", "array": np.ones((8, 8)), "class": Mask}
-RANK: Values = {
-    **{n: x for n, x in SIZE.items() if n != "zero"}, "none": None, "too large": 2
-}  # fmt: skip
+RANK: Values = {**without(SIZE, "zero"), "none": None, "too large": 2}
 POSITIONS: Values = {
-    n: ARRAY[n] for n in ("none", "word", "words", "complex", "flags", "objects", "ragged", "set")
-} | {"floats": np.ones(3), "nan": np.array([NAN]), "square": zeros(2, 2, dtype=np.int64)}  # fmt: skip
-PARTS = {
-    "out_a": zeros(2, 8, 4), "lse_a": zeros(2, 8), "out_b": zeros(2, 8, 4), "lse_b": zeros(2, 8),
+    **without(ARRAY, "dates", "number"),
+    "floats": np.ones(3), "nan": np.array([NAN]), "square": zeros((2, 2), int),
 }  # fmt: skip
-PART: Values = {**ARRAY, "shape": zeros(2, 9), "number": 1.0}
+PARTS = {f"{name}_{part}": zeros((2, 8, 4)[:n]) for part in "ab" for name, n in (("out", 3), ("lse", 2))}  # fmt: skip
 PREDICATE_MASKS: Values = {
     f"a predicate that {word}": Mask(predicate=rule)  # type: ignore[arg-type]  # wrong on purpose
     for word, rule in {
@@ -153,15 +112,14 @@ PREDICATE_MASKS: Values = {
     }.items()
 }
 model = Model(4, 2, 16)
-inputs = {"q": zeros(*Q), "k": zeros(*KV), "v": zeros(*KV)}
+inputs = {"q": zeros(Q), "k": zeros(KV), "v": zeros(KV)}
 NUMBER: Values = {**SIZE, "none": None}
-PADDED: Values = {n: x for n, x in LENGTH.items() if n != "none"}
-OFFSETS = {n: x for n, x in OPTIONS["cu_seqlens"].items() if n not in ("early end", "late end")}
-TYPED = {n: x for n, x in NAME.items() if n != "typo"}
+PADDED = without(LENGTH, "none")
 SHORT = {"cu_seqlens": Mask(cu_seqlens=(0, 7))}
 #: Wrong values of the arguments that several functions have, by their names.
 BY_NAME: dict[str, Values] = {
-    **TENSORS, **MASK_OPTIONS, **NUMBERS, **UPSTREAM, **dict.fromkeys(PARTS, PART),
+    **OPTIONS, **TENSORS, **UPSTREAM, **OF_THE_ORACLE,
+    **{part: {**ARRAY, "shape": zeros((2, 9))} for part in PARTS},
     **dict.fromkeys(("rank", "q_rank", "kv_rank", "step"), RANK),
     **dict.fromkeys(("q_pos", "k_pos", "batch", "heads", "queries", "keys"), POSITIONS),
     **dict.fromkeys(("own", "splits", "backward", "fetches_again", "color", "pictures"), FLAG),
@@ -172,18 +130,20 @@ BY_NAME: dict[str, Values] = {
         NUMBER,
     ),
     "plan": PLAN, "program": PROGRAM, "layout": LAYOUT, "seq_len": LENGTH, "kv_seq_len": PADDED,
-    "model": {"none": None, "word": "llama"}, "strategy": NAME, "precision": NAME,
-    "outer": NAME, "name": TYPED, "pad_to": {**PADDED, "less": 4},
+    "model": {"none": None, "word": "llama"}, "strategy": NAME, "precision": NAME, "outer": NAME,
+    "name": without(NAME, "typo"), "pad_to": {**PADDED, "less": 4},
 }  # fmt: skip
 
 
-row = partial(subject, BY_NAME)
+row = partial(wrong.subject, BY_NAME)
 PLANNED: dict[str, Any] = {"mask": Mask(), "seq_len": 8, "cp_size": 2, "layout": "zigzag"}
 SENT: dict[str, Any] = {"plan": plan, "model": model, "strategy": "ring"}
 OF_A_RING: Values = {**NUMBER, "of a ring": 2}
 POINTS = {key: [0] for key in ("batch", "heads", "queries", "keys")}
 SUBJECTS: dict[str, Subject] = {
-    "ring_core.Mask": row(Mask, {}, cu_seqlens=OFFSETS, predicate=PREDICATES),
+    "ring_core.Mask": row(
+        Mask, {}, cu_seqlens=without(OPTIONS["cu_seqlens"], "early end", "late end"), predicate=PREDICATES
+    ),
     "ring_core.Mask.dense": row(CAUSAL.dense, {"q_pos": np.arange(3), "k_pos": np.arange(3)}),
     "ring_core.make_plan": row(
         make_plan, PLANNED, mask={**MASKS, **PREDICATE_MASKS, **SHORT},
@@ -223,32 +183,24 @@ SUBJECTS: dict[str, Subject] = {
     "ring_core.StrategyConfig": row(
         StrategyConfig, {"name": "ring"}, ulysses_size={"of another": 2}
     ),
-    "ring_core.KernelConfig": row(
-        KernelConfig, {}, fused_backward={n: x for n, x in FLAG.items() if n != "none"}
-    ),
+    "ring_core.KernelConfig": row(KernelConfig, {}, fused_backward=without(FLAG, "none")),
     "ring_core.merge": row(merge, PARTS),
     "ring_core.finalize": row(
-        finalize, {"out": zeros(2, 8, 4, 16), "lse": zeros(2, 4, 8), "sinks": zeros(4)},
-        out={**ARRAY, "number": 1.0, "shape": zeros(2, 8, 3, 16)},
-        lse={**ARRAY, "number": 1.0, "shape": zeros(2, 8, 4)},
+        finalize, {"out": zeros(Q), "lse": zeros((2, 4, 8)), "sinks": zeros(4)},
+        out={**ARRAY, "shape": zeros((2, 8, 3, 16))}, lse={**ARRAY, "shape": zeros((2, 8, 4))},
     ),
-    "ring_core.reference.attention": row(
-        reference.attention, inputs, seq_len=MASK_OPTIONS["seq_len"], mask=MASK_OPTIONS["mask"]
-    ),
+    "ring_core.reference.attention": row(attention, inputs, **OF_THE_ORACLE),
     "ring_core.reference.attention_grads": row(
-        reference.attention_grads, {"dout": zeros(*Q), **inputs}, seq_len=MASK_OPTIONS["seq_len"],
-        mask=MASK_OPTIONS["mask"],
+        attention_grads, {"dout": zeros(Q), **inputs}, **OF_THE_ORACLE
     ),
     **{
         f"ring_core.reference.{call.__name__}": row(
-            call, {"program": program, "dout": zeros(*Q), **inputs},
-            dout={n: x for n, x in UPSTREAM["dout"].items() if n != "none"},
+            call, {"program": program, "dout": zeros(Q), **inputs}, dout=without(UPSTREAM["dout"], "none")
         )
         for call in (reference.simulate, reference.run)
     },
     "ring_core.philox.dropout_keep": row(
-        dropout_keep, {"p": 0.5, "seed": 1, **POINTS},
-        p={n: x for n, x in OPTIONS["dropout_p"].items() if n != "without a seed"},
+        dropout_keep, {"p": 0.5, "seed": 1, **POINTS}, p=without(OPTIONS["dropout_p"], "without a seed"),
         seed={**OPTIONS["dropout_seed"], "none": None},
     ),
     "ring_core.cost.Model": row(
@@ -278,13 +230,7 @@ FOR_BACKENDS = {
 }  # fmt: skip
 
 
-MODULES = (
-    "ring_core",
-    "ring_core.cost",
-    "ring_core.philox",
-    "ring_core.reference",
-    "ring_core.viz",
-)
+MODULES = ("ring_core", *(f"ring_core.{x}" for x in ("cost", "philox", "reference", "viz")))
 globals().update(checks_of(SUBJECTS, MODULES, FOR_BACKENDS))
 
 
@@ -292,40 +238,219 @@ def ours(*, mask: object = None, causal: bool = False) -> tuple[object, bool]:
     return mask, causal
 
 
-def test_words_name_the_option_here() -> None:
-    call = refuse_foreign_options(ours)
-    with pytest.raises(
-        ValueError, match=r"attn_mask or is_causal.*use mask, .*; for is_causal, use causal"
-    ):
-        call(attn_mask=None, is_causal=True)  # type: ignore[call-arg]  # wrong on purpose
+def test_names_of_other_libraries_are_refused_by_the_name_here() -> None:
+    call: Any = refuse_foreign_options(ours)
     with pytest.raises(TypeError, match="nonsense"):
-        call(nonsense=1)  # type: ignore[call-arg]  # wrong on purpose
+        call(nonsense=1)
     assert call(causal=True) == (None, True)
     assert inspect.signature(call) == inspect.signature(ours)
-
-
-def test_no_name_is_an_option_here() -> None:
-    """No foreign name is an option here: a right call would be refused."""
     assert not FOREIGN_OPTIONS.keys() & inspect.signature(attention).parameters.keys()
-
-
-def test_the_oracle_refuses_them() -> None:
-    x = np.zeros((1, 4, 2, 8))
-    with pytest.raises(ValueError, match="for scale, use softmax_scale"):
-        attention(x, x, x, scale=1.0)  # type: ignore[call-arg]  # wrong on purpose
-    with pytest.raises(ValueError, match="for enable_gqa, leave it out"):
-        attention_grads(x, x, x, x, enable_gqa=True)  # type: ignore[call-arg]  # wrong on purpose
 
 
 EIGHT, SIX = np.ones((1, 8, 2, 4)), np.ones((1, 6, 2, 4))
 FEWER_KEYS = r"q has 8 tokens but k 6: .*x\.transpose\(1, 2\).*mask=Mask\(causal=True\)"
 
 
-def test_causal_with_fewer_keys_is_refused() -> None:
-    with pytest.raises(ValueError, match=FEWER_KEYS):
-        attention(EIGHT, SIX, SIX, causal=True)
-    with pytest.raises(ValueError, match=FEWER_KEYS):
-        attention_grads(EIGHT, EIGHT, SIX, SIX, causal=True)
+def planned(mask: Any = CAUSAL, **sizes: Any) -> Any:
+    return core.make_plan(mask, **{"seq_len": 64, "cp_size": 4} | sizes)
+
+
+def grid(**changed: Any) -> RankGrid:
+    return rank_grid(8, 6, **{"layout": "zigzag"} | changed)
+
+
+class Traced:
+    def __array__(self, *_: object, **__: object) -> Any:
+        raise TypeError
+
+
+OF_TWO, ON_TWO = ChunkLayout(((0, 3), (1, 2))), Layout("contiguous", 8, 2)
+TABLE: Any = PageTable(cp_size=2, page_size=4, max_requests=2, max_tokens=17)
+FIRST, _ = TABLE.add(2)
+NAMES = "known: contiguous, zigzag, striped"
+SIDE = r"each side must be an integer >= 0 and < 2\*\*40"
+OF_MASKS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"window": 4}, r"window must be a pair .* got 4"),
+    ({"window": (1, 2, 3)}, "window must be a pair"),
+    ({"window": (-1, 0)}, r"window=\(-1, 0\): each side must be an integer >= 0"),
+    ({"window": (1 << 40, 0)}, SIDE),
+    ({"window": (0, 1 << 40)}, SIDE),
+    ({"chunk_size": 0}, "chunk_size must be an integer >= 1 or None, got 0"),
+    ({"chunk_size": True}, "chunk_size"),
+    ({"chunk_size": 1 << 40}, r"chunk_size .* the largest is 2\*\*40 - 1"),
+    ({"cu_seqlens": (0, 6, 4, 10)}, "ascending; entry 2 is 4 after 6"),
+    ({"cu_seqlens": (0, -1)}, "entry 1 is -1 after 0"),
+    ({"cu_seqlens": (1, 6)}, "start at 0, got 1"),
+    ({"cu_seqlens": (0,)}, "at least two"),
+    ({"cu_seqlens": (0.0, 4.0)}, "integers"),
+    ({"cu_seqlens": 5}, "one row"),
+    ({"cu_seqlens": Traced()}, r"^cu_seqlens must be known on the host: .* only$"),
+    ({"causal": 1}, "causal must be a bool"),
+    ({"predicate": 3}, "callable"),
+)
+#: Calls that are refused, and what their errors say.
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    **{f"mask {n}": (partial(core.Mask, **fields), message) for n, (fields, message) in enumerate(OF_MASKS)},
+    "options of torch": (
+        lambda: refuse_foreign_options(ours)(attn_mask=None, is_causal=True),  # type: ignore[call-arg]  # wrong on purpose
+        r"attn_mask or is_causal.*use mask, .*; for is_causal, use causal",
+    ),
+    "scale of torch": (lambda: core.reference.attention(*[EIGHT] * 3, scale=1.0), "for scale, use softmax_scale"),
+    "groups of torch": (lambda: core.reference.attention_grads(*[EIGHT] * 4, enable_gqa=True), "for enable_gqa, leave it out"),
+    "fewer keys": (lambda: attention(EIGHT, SIX, SIX, causal=True), FEWER_KEYS),
+    "gradients of fewer keys": (lambda: attention_grads(EIGHT, EIGHT, SIX, SIX, causal=True), FEWER_KEYS),
+    "a length that is an array": (
+        lambda: core.Layout("zigzag", np.zeros((2, 512)), 2), r"got a ndarray of shape \[2, 512\]; it is the number of"
+    ),
+    "padding is told of": (
+        lambda: Layout("contiguous", 13, 4), r"pass seq_len=13, in cross attention seq_len=\(queries', keys'\)"
+    ),
+    "no layout": (lambda: core.Layout("ring", 8, 2), f"unknown layout 'ring'; {NAMES}, or a ChunkLayout"),
+    "a huge length": (lambda: Layout("contiguous", 1 << 40, 2), r"must be an integer < 2\*\*40"),
+    "a length of no zigzag": (lambda: Layout("zigzag", 2999, 8), r"2999 .* multiple of 16.*pad to 3008"),
+    "no length": (lambda: Layout("contiguous", 0, 4), "pad to 4"),
+    "chunks of other ranks": (lambda: Layout(OF_TWO, 16, 4), r"chunks\(2x2\) has chunks for 2 ranks, and there are 4"),
+    "a length of no chunks": (lambda: Layout(OF_TWO, 6, 2), r"multiple of 4, as the chunks\(2x2\) layout.*pad to 8"),
+    **{
+        f"{call.__name__} of rank {rank}": (partial(call, rank), r"^rank must be in 0\.\.1, got")
+        for call in (ON_TWO.runs, ON_TWO.positions) for rank in (-1, 2)
+    },
+    "chunks that fall": (lambda: ChunkLayout(((1, 0),)), "chunks must ascend on every rank"),
+    "chunks twice": (lambda: ChunkLayout(((0, 1), (1, 2))), r"chunks must be 0\.\.3, each once, got \[0, 1, 1, 2\]"),
+    "a length to balance": (
+        lambda: balanced_layout(Mask(), seq_len=66, cp_size=4), r"66 is not a positive multiple of 4.*pad to 68"
+    ),
+    "documents to balance": (
+        lambda: balanced_layout(Mask(cu_seqlens=(0, 60)), seq_len=64, cp_size=4), "must end at the sequence length 64, got 60"
+    ),
+    "a name of no layout": (
+        lambda: layout_for("zigzak", CAUSAL, seq_len=64, cp_size=4), f"^unknown layout 'zigzak'; {NAMES}, chunks$"
+    ),
+    "chunks by name": (lambda: planned(layout="chunks"), r"unknown layout 'chunks'; .*what ring_core\.balanced_layout returns"),
+    "documents of another length": (lambda: planned(Mask(cu_seqlens=(0, 20, 60))), "end at the sequence length 64, got 60"),
+    "documents of two lengths": (lambda: planned(Mask(cu_seqlens=(0, 64)), kv_seq_len=128), "segment_ids"),
+    "a long predicate": (lambda: planned(Mask(predicate=diagonals), seq_len=1 << 18), "pairs to classify"),
+    "a ring that gathers": (lambda: core.ring_program(planned(), "gather"), "unknown strategy 'gather'; known: ring, balanced"),
+    "a call of another plan": (
+        lambda: reference.run(ring_program(planned(Mask(), seq_len=4, kv_seq_len=8)), *[EIGHT[:, :4]] * 3),
+        "^the plan is for 4 queries and 8 keys, got q of 4 and k and v of 4$",
+    ),
+    "dlse alone": (
+        lambda: reference.run(program, *[EIGHT] * 3, dlse=np.ones((1, 2, 8))),
+        "^dlse was given without dout; pass zeros where out has no gradient$",
+    ),
+    "parts of other heads": (
+        lambda: merge(np.ones((5, 4, 3)), zeros((5, 4)), np.ones((5, 4, 2)), zeros((5, 4))),
+        r"out_a and out_b must have one shape, got \(5, 4, 3\) and \(5, 4, 2\)",
+    ),
+    "sinks of other heads": (
+        lambda: finalize(np.ones((1, 2, 4, 3)), zeros((1, 4, 2)), zeros(3)), r"sinks must have shape \[4\] or \[4, n\], got \(3,\)"
+    ),
+    "fewer heads than ranks": (lambda: head_plan(4, 2, 8), "q has 4 heads, so at most 4 ranks can split them, not 8"),
+    "heads in no groups": (lambda: head_plan(4, 3, 2), "kv_heads must divide q_heads, got 3 and 4"),
+    "more padding than the least": (
+        lambda: checks.check_seq_len(3, 4, 4, "zigzag", 2), "pads it to 4, 2 a rank, and q has 4 a rank"
+    ),
+    "a length of queries and keys": (
+        lambda: checks.check_seq_len(7, 4, 8, "zigzag", 2), r"pair \(queries', keys'\) where 4 queries meet 8 keys"
+    ),
+    "pages of 24": (
+        lambda: PageTable(cp_size=1, page_size=24, max_requests=1, max_tokens=1), "page_size must be a power of two, got 24"
+    ),
+    "more requests": (lambda: TABLE.add(1), "exceed max_requests=2"),
+    "a request twice": (lambda: TABLE.extend([FIRST, FIRST], 1), "there once each"),
+    "a request that is not there": (lambda: TABLE.extend([7], 1), r"got \[7\]"),
+    "no request": (lambda: TABLE.extend([], 1), r"got \[\]"),
+    "no token": (lambda: TABLE.extend([FIRST], 0), "n must be at least 1"),
+    "a request cut beyond its end": (lambda: TABLE.truncate(FIRST, 1), r"length must be in 0\.\.0"),
+    "more pages": (lambda: TABLE.extend([FIRST], 25), "need 4 pages of 4 tokens on rank 0, which has 3 of 3 free"),
+    **{
+        f"runs of documents {offsets}": (partial(runs_of_documents, ON_TWO, offsets), "cu_seqlens")
+        for offsets in ((0, 4), (0, 9), (1, 8), (0, 5, 3, 8))
+    },
+    "a shift that is too far": (lambda: shift(ON_TWO, 1 << 40), "n must be an integer"),
+    "a halo of no rank": (lambda: halo_ids(ON_TWO, 1, 0, 2), "rank must be in"),
+    "a relayout of another length": (lambda: relayout(ON_TWO, Layout("striped", 16, 2)), "one sequence, got 8"),
+    **{
+        f"strategy {name!r}": (partial(strategy_config, name), message)
+        for name, message in (
+            ("rdma", r"known: auto, ring, balanced, gather, ulysses, hybrid$"), ("Ring", "known: auto, ring"),
+            ("", "name must be that of a strategy, or 'auto', got ''"), (core.Mask(), "a name or a StrategyConfig, got Mask"),
+        )
+    },
+    "a strategy of others": (
+        lambda: strategy_config(StrategyConfig("ring"), ("auto", "rdma")), r"unknown strategy name 'ring'; known: auto, rdma$"
+    ),
+    **{
+        f"{name} with {field}": (partial(core.StrategyConfig, name, **{field: value}), f"^strategy '{name}' has no {field}; leave")
+        for name in ("auto", "ring", "balanced", "gather", "ulysses")
+        for field, value in (("ulysses_size", 2), ("outer", "gather"))
+    },
+    "an outer that is none": (lambda: core.StrategyConfig("ring", outer=None), "^strategy 'ring' has no outer; leave"),
+    **{
+        f"hybrid with {field}={value}": (partial(core.StrategyConfig, "hybrid", **{field: value}), message)
+        for field, values, message in (
+            ("ulysses_size", (0, -1, True, 2.0), r"^ulysses_size must be "),
+            ("outer", ("balanced", "ulysses", None), r"outer .*known: ring, gather"),
+        )
+        for value in values
+    },
+    "a grid with another outer": (lambda: grid(outer="balanced"), "outer 'balanced'"),
+    "a grid of no groups": (lambda: grid(ulysses_size=0), "ulysses_size"),
+    **{
+        f"RING_CHECK={setting}": (partial(every_of, setting), "RING_CHECK must be 1")
+        for setting in ("2", "yes", "every", "every:", "every:-1", "every:1.5", "-1")
+    },
+}  # fmt: skip
+#: Calls without a mistake that a strategy, or a layout, cannot do.
+UNSUPPORTED: dict[str, tuple[Callable[[], object], str]] = {
+    "balance for a predicate": (
+        lambda: balanced_layout(Mask(predicate=diagonals), seq_len=64, cp_size=4),
+        r"cannot count a predicate; balance for the mask without it, or give a ring_core\.ChunkLayout your own chunks$",
+    ),
+    **{
+        f"balanced over {layout}": (
+            partial(ring_program, planned(layout=layout), "balanced"),
+            f"the layout is '{layout}'. Instead: use layout='contiguous', or strategy='ring'",
+        )
+        for layout in LAYOUTS[1:]
+    },
+    "a halo of stripes": (lambda: halo(Layout("striped", 8, 2), 1, 0), r"relayout\(x, to='contiguous'\)"),
+    **{
+        f"a grid of {name}": (partial(grid, **changed), message)
+        for name, changed, message in (
+            ("3", {"ulysses_size": 3}, "ulysses_size=3: it does not divide 8 ranks.* one of 1, 2, 4$"),
+            ("8", {"ulysses_size": 8}, "8: q has 6 heads, so at most 6 ranks can split them, not 8.* 1, 2, 4$"),
+            ("unlike hosts", {"hosts": [*"aaabbbbb"]}, "unlike numbers of ranks: a 3, b 5.* by ulysses_size$"),
+            ("mixed hosts", {"hosts": [*"abababab"]}, "not consecutive: a, b, a, .* by ulysses_size$"),
+            ("stripes", {"layout": "striped"}, "'striped' gives .* outer='ring' .* use layout='zigzag'"),
+            ("stripes, gather", {"layout": "striped", "outer": "gather"}, "'striped' gives .* outer='gather'"),
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *UNSUPPORTED])
+def test_refusals_say_what_is_wrong_and_what_to_do(name: str) -> None:
+    kind = UnsupportedError if name in UNSUPPORTED else ValueError
+    call, message = (REFUSED | UNSUPPORTED)[name]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+KEY_MASKS, OTHER_MASKS = ((2, 1, 1, 8), (1, 1, 1, 8), (2, 1, 1, 4), (2, 8)), ((2, 2, 4, 9), (3, 3))
+
+
+@pytest.mark.parametrize("shape", [*KEY_MASKS, *OTHER_MASKS])
+def test_a_mask_of_keys_is_segment_ids(shape: tuple[int, ...]) -> None:
+    """A mask of keys, in the shapes of BERT and Flax, is refused with advice; others are not."""
+    advice = r"segment_ids, int32 \[B, T_local\].*-1 for padding"
+    message = advice if shape in KEY_MASKS else r"got \([0-9, ]+\)$"
+    with pytest.raises(ValueError, match=message):
+        checks.check_dense_mask(checks.Tensor(shape, "bool"), (2, 4, 2, 8), 8, "cpu")
+    sizes = checks.Sizes(2, 4, 4, 2, 2, 8, 8)
+    with pytest.raises(ValueError, match=message):
+        checks.check_bias(checks.Tensor(shape, "float32"), sizes, 8, "cpu")
 
 
 def test_a_causal_mask_with_fewer_keys_keeps_the_rule() -> None:
@@ -334,8 +459,5 @@ def test_a_causal_mask_with_fewer_keys_keeps_the_rule() -> None:
     assert np.isneginf(lse[..., :2]).all() and np.isfinite(lse[..., 2:]).all()
     assert (out[:, :2] == 0).all()
     np.testing.assert_allclose(out[:, 2:], 1)
-
-
-def test_causal_with_as_many_keys_or_more_is_right() -> None:
-    attention(EIGHT, EIGHT, EIGHT, causal=True)
-    attention(SIX, EIGHT, EIGHT, causal=True)
+    for queries in (EIGHT, SIX):  # with as many keys or more the word is enough
+        attention(queries, EIGHT, EIGHT, causal=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import cases
 import numpy as np
 import pytest
 from backends.simulator import SimulatorBackend
-from cases import Case
+from cases import RINGS, Case
 from fuzz.__main__ import main
 from fuzz.campaign import Campaign, Tally
 from fuzz.draw import LIMITS, draw
@@ -23,34 +24,29 @@ from tolerances import findings
 from ring_core import ChunkLayout, Mask, UnsupportedError
 
 
+@dataclass
 class Broken:
-    """Backend whose results are right unless a condition holds."""
+    """Backend whose results are right but with a soft cap and a window together."""
 
-    def __init__(self, wrong: Any) -> None:
-        self.wrong = wrong
+    crashes: bool
 
     def run(self, case: Case) -> Any:
         if case.dtype == "bfloat16":
             raise UnsupportedError("dtype bfloat16")
-        results = dict(case.expected)
-        if self.wrong(case):
-            results["dq"] = results["dq"] + 1
-        return results
+        if case.softcap is None or case.mask.window is None or case.batch == 0:
+            return case.expected
+        if self.crashes:
+            raise RuntimeError("message lost")
+        return case.expected | {"dq": case.expected["dq"] + 1}
 
 
 @pytest.mark.parametrize("crashes", [False, True])
 def test_faults_are_found_and_simplified(crashes: bool) -> None:
-    def wrong(case: Case) -> bool:
-        is_wrong = case.softcap is not None and case.mask.window is not None and case.batch > 0
-        if is_wrong and crashes:
-            raise RuntimeError("message lost")
-        return is_wrong
-
-    campaign = Campaign("core", Broken(wrong), Tally(0, 0))
+    campaign = Campaign("core", Broken(crashes), Tally(0, 0))
     failures = [failure for _ in range(120) if (failure := campaign.run_next())]
-    assert failures == campaign.tally.failures != []
-    assert campaign.tally.cases + campaign.tally.refused.total() + len(failures) == 120
-    assert campaign.tally.refused.total() > 0
+    tally = campaign.tally
+    assert failures == tally.failures != [] and tally.refused.total() > 0
+    assert tally.cases + tally.refused.total() + len(failures) == 120
     for failure in failures:
         simplest = eval(failure.simplest, vars(cases))
         said = "message lost" if crashes else f"fuzz-{failure.seed}: dq"
@@ -71,10 +67,8 @@ def _is_found(mutant: str, case: Case) -> bool:
         results = SimulatorBackend().run(case, mutant=mutant)
     except AssertionError:  # a message had an unexpected shape
         return True
-    return any(
-        finding.error > LUCK * (finding.bound + rounding(case)[finding.name])
-        for finding in findings(case, results)
-    )
+    least = rounding(case)
+    return any(x.error > LUCK * (x.bound + least[x.name]) for x in findings(case, results))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
@@ -98,33 +92,26 @@ def test_imprecision_is_no_luck(dtype: str) -> None:
 @pytest.mark.parametrize("limits", LIMITS)
 def test_seeds_say_what_runs(limits: str) -> None:
     values = LIMITS[limits].values
-    seeds = range(0, 300 * values, values)
-    drawn = [draw(seed, LIMITS[limits]) for seed in seeds]
-    assert drawn == [draw(seed, LIMITS[limits]) for seed in seeds]
-    found = [trial.case for trial in drawn]
+    drawn, again = (
+        [draw(seed, LIMITS[limits]).case for seed in range(0, 300 * values, values)] for _ in "ab"
+    )
+    assert drawn == again
     names = vars(cases) | {"ChunkLayout": ChunkLayout}
-    assert [eval(expression(case), names) for case in found] == found
-    rules = [
-        {f for f in ("causal", "window", "cu_seqlens", "predicate") if getattr(c.mask, f)}
-        for c in found
-    ]
-    assert max(map(len, rules)) >= 3
-    rings = {"chunks" if isinstance(x.layout, ChunkLayout) else x.ring for x in found}
-    assert rings == {"contiguous", "zigzag", "striped", "balanced", "chunks"}
-    again = [draw(seed, LIMITS[limits]).case for seed in range(values)]  # one program, many values
-    assert len({(case.mask, case.seq_len, case.cp_size, case.dtype) for case in again}) == 1
-    assert len({case.inputs["q"].tobytes() for case in again}) == values
+    assert [eval(expression(case), names) for case in drawn] == drawn
+    rules = ("causal", "window", "cu_seqlens", "predicate")
+    assert max(sum(bool(getattr(case.mask, x)) for x in rules) for case in drawn) >= 3
+    rings = {"chunks" if isinstance(x.layout, ChunkLayout) else x.ring for x in drawn}
+    assert rings == {*RINGS, "chunks"}
+    same = [draw(seed, LIMITS[limits]).case for seed in range(values)]  # one program, many values
+    assert len({(case.mask, case.seq_len, case.cp_size, case.dtype) for case in same}) == 1
+    assert len({case.inputs["q"].tobytes() for case in same}) == values
 
 
-def test_counts_of_backends_stand_beside_each_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_counts_of_backends_stand_beside_each_other(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     report.write_text('{"backends": {"torch": {"cases": 2}}}')
     assert main(["--json", str(report), "--cases", "3", "--seed", "7"]) == 0
-    assert "core: seeds 7 to 9, 3 cases" in capsys.readouterr().out
     backends = json.loads(report.read_text())["backends"]
-    kept = backends["core"]
     assert backends["torch"] == {"cases": 2}, "another backend's stays"
-    assert (kept["seeds"], kept["cases"], kept["failed"]) == ([7, 9], 3, 0)
-    assert kept["environment"]["python"] == platform.python_version()
+    assert backends["core"].items() >= {"seeds": [7, 9], "cases": 3, "failed": 0}.items()
+    assert backends["core"]["environment"]["python"] == platform.python_version()

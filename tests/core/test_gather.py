@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Sequence
-from itertools import pairwise, zip_longest
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product, zip_longest
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from plans import chunk_layouts, plans, shown
 from ring_core import (
     ChunkLayout,
     GatherProgram,
-    LayoutName,
+    LayoutSpec,
     Mask,
     Plan,
     WorkItem,
@@ -32,43 +32,69 @@ from ring_core.programs.gather import Fetch, moved_keys
 from ring_core.programs.intervals import Interval, subtract
 from ring_core.reference.item_kernel import Params, QueryRows, Side, backward, forward
 
-TILES = st.integers(1, 8)
+CAUSAL = Mask(causal=True)
 
 
-def seen(plan: Plan, gather: GatherProgram) -> npt.NDArray[np.int64]:
+def plan_of(
+    mask: Mask,
+    seq_len: int,
+    cp_size: int,
+    layout: LayoutSpec = "contiguous",
+    keys: int | None = None,
+) -> Plan:
+    return make_plan(mask, seq_len=seq_len, cp_size=cp_size, layout=layout, kv_seq_len=keys)
+
+
+@st.composite
+def ranks(draw: st.DrawFn) -> tuple[Plan, int, int]:
+    """Draw a plan that can be gathered, a rank and a tile."""
+    plan = draw(plans().filter(lambda plan: not gather_refusals(plan)))
+    return plan, draw(st.integers(0, plan.cp_size - 1)), draw(st.integers(1, 8))
+
+
+@st.composite
+def gathers(draw: st.DrawFn) -> tuple[Plan, int, GatherProgram]:
+    """Draw the gather program of a rank, with its own keys or without them."""
+    (plan, rank, tile), own = draw(ranks()), draw(st.booleans())
+    gather = gather_program(plan, rank, own=own, tile=tile)
+    assert gather.own is own
+    return plan, rank, gather
+
+
+def work_of(plan: Plan, rank: int, gather: GatherProgram) -> Iterator[tuple[WorkItem, Any]]:
+    """Yield all items, each with the positions of its keys."""
+    for items, positions in (
+        (gather.items, gather.positions),
+        (gather.in_place, plan.k_positions(rank)),
+    ):
+        for item in items:
+            yield item, positions[item.k_slice]
+
+
+def seen(plan: Plan, rank: int, gather: GatherProgram) -> npt.NDArray[np.int64]:
     """Count how often the items show each pair of a rank's queries and all keys."""
     count = np.zeros((plan.q_layout.local_len, plan.kv_seq_len), dtype=int)
-    for item in gather.items:
-        columns = gather.positions[item.k_slice]
-        count[item.q_start : item.q_stop, columns] += shown(plan, item)
-    for item in gather.in_place:
-        columns = plan.k_positions(item.kv_rank)[item.k_slice]
+    for item, columns in work_of(plan, rank, gather):
         count[item.q_start : item.q_stop, columns] += shown(plan, item)
     return count
 
 
-@given(plans(), st.data())
-def test_every_visible_pair_once(plan: Plan, data: st.DataObject) -> None:
-    if gather_refusals(plan):
-        return
-    rank = data.draw(st.integers(0, plan.cp_size - 1))
-    positions = plan.q_positions(rank)
-    dense, tile = plan.mask.dense(positions, np.arange(plan.kv_seq_len)), data.draw(TILES)
+@given(ranks())
+def test_every_visible_pair_once(case: tuple[Plan, int, int]) -> None:
+    plan, rank, tile = case
+    dense = plan.mask.dense(plan.q_positions(rank), np.arange(plan.kv_seq_len))
     dense[plan.positions(rank) >= plan.seq_len] = False  # padding
-    np.testing.assert_array_equal(seen(plan, gather_program(plan, rank, tile=tile)), dense)
+    np.testing.assert_array_equal(seen(plan, rank, gather_program(plan, rank, tile=tile)), dense)
     dense = dense.copy()
     dense[:, plan.k_positions(rank)[: plan.k_layout.num_tokens(rank)]] = False
     remote = gather_program(plan, rank, own=False, tile=tile)
-    np.testing.assert_array_equal(seen(plan, remote), dense)
+    np.testing.assert_array_equal(seen(plan, rank, remote), dense)
     assert all(fetch.rank != rank for fetch in remote.fetches)
 
 
-@given(plans(), st.data())
-def test_fetches_fill_the_buffer_in_time(plan: Plan, data: st.DataObject) -> None:
-    if gather_refusals(plan):
-        return
-    rank, own = data.draw(st.integers(0, plan.cp_size - 1)), data.draw(st.booleans())
-    gather = gather_program(plan, rank, own=own, tile=data.draw(TILES))
+@given(gathers())
+def test_fetches_fill_the_buffer_in_time(case: tuple[Plan, int, GatherProgram]) -> None:
+    plan, _, gather = case
     buffer = np.full(gather.length, -1)
     arrived = 0
     for item, waits_for in zip(gather.items, gather.waits_for, strict=True):
@@ -81,16 +107,12 @@ def test_fetches_fill_the_buffer_in_time(plan: Plan, data: st.DataObject) -> Non
     assert arrived == len(gather.fetches)
     np.testing.assert_array_equal(buffer, gather.positions)
     rows = sorted((item.q_start, item.q_stop) for item in (*gather.items, *gather.in_place))
-    assert not own or all(a[1] <= b[0] for a, b in pairwise(rows))  # nothing has to be merged
+    assert not gather.own or all(a[1] <= b[0] for a, b in pairwise(rows))  # nothing to merge
 
 
-@given(plans(), st.data())
-def test_what_is_gathered_says_what_it_is(plan: Plan, data: st.DataObject) -> None:
-    if gather_refusals(plan):
-        return
-    rank, own = data.draw(st.integers(0, plan.cp_size - 1)), data.draw(st.booleans())
-    gather = gather_program(plan, rank, own=own, tile=data.draw(TILES))
-    assert gather.own is own
+@given(gathers())
+def test_what_is_gathered_says_what_it_is(case: tuple[Plan, int, GatherProgram]) -> None:
+    _, rank, gather = case
     assert all(a.stop < b.start for a, b in pairwise(gather.spans))
     items = [*gather.items, *gather.in_place]
     assert gather.num_rows == sum(item.q_stop - item.q_start for item in items)
@@ -107,50 +129,20 @@ def test_what_is_gathered_says_what_it_is(plan: Plan, data: st.DataObject) -> No
         assert gather.is_before_last_item(fetch) != last[fetch.target].any()
 
 
-#: Two ranks of two chunks of 4 each, next to each other.
-NEXT = ChunkLayout(((0, 1), (2, 3)))
-
-
 @pytest.mark.parametrize(
-    ("mask", "layout", "rank", "expected"),
+    "plan",
     [
-        (Mask(causal=True), NEXT, 1, [(0, 8, 0, 8, None, None)]),
-        (Mask(causal=True), ChunkLayout(((0, 2), (1, 3))), 1,
-         [(0, 4, 0, 4, None, None), (4, 8, 0, 8, None, None)]),
-        (Mask(window=(None, 12)), ChunkLayout(((0, 3), (1, 2))), 1, [(0, 8, 0, 8, None, None)]),
-        (Mask(causal=True, window=(12, 0)), NEXT, 1,
-         [(0, 4, 0, 8, None, None), (4, 8, 0, 8, None, 0)]),
-        (Mask(window=(None, 12)), NEXT, 0,
-         [(0, 4, 0, 4, None, None), (0, 4, 4, 8, 0, None), (4, 8, 0, 8, None, None)]),
-        (Mask(chunk_size=8), ChunkLayout(((0, 3), (1, 2))), 1,
-         [(0, 4, 0, 4, None, None), (4, 8, 4, 8, None, None)]),
+        plan_of(Mask(window=(None, 9)), 15, 3),
+        plan_of(Mask(causal=True, window=(5, 0)), 12, 3, "zigzag"),
+        plan_of(Mask(causal=True, chunk_size=1), 12, 3, "zigzag", 6),
     ],
-)  # fmt: skip
-def test_full_items_side_by_side_are_one(
-    mask: Mask, layout: ChunkLayout, rank: int, expected: list[tuple[int | None, ...]]
-) -> None:
-    """Adjacent full items over fetched keys become one; items with a band stay separate."""
-    gather = gather_program(make_plan(mask, seq_len=16, cp_size=2, layout=layout), rank, own=False)
-    rectangles = [(i.q_start, i.q_stop, i.k_start, i.k_stop, i.lo, i.hi) for i in gather.items]
-    assert rectangles == expected
-
-
-@pytest.mark.parametrize(
-    ("mask", "seq_len", "keys", "layout"),
-    [
-        (Mask(window=(None, 9)), 15, 15, "contiguous"),
-        (Mask(causal=True, window=(5, 0)), 12, 12, "zigzag"),
-        (Mask(causal=True, chunk_size=1), 12, 6, "zigzag"),
-    ],
+    ids=["window", "causal window", "chunks"],
 )
-def test_kernels_that_can_run_the_ring_can_run_what_is_gathered(
-    mask: Mask, seq_len: int, keys: int, layout: LayoutName
-) -> None:
+def test_kernels_that_can_run_the_ring_can_run_what_is_gathered(plan: Plan) -> None:
     """Without banded items in the ring, gathered items are full or causal, too.
 
     Kernels without windows are chosen by the items of the ring.
     """
-    plan = make_plan(mask, seq_len=seq_len, cp_size=3, layout=layout, kv_seq_len=keys)
     counts = ring_program(plan).item_counts
     assert counts.banded == counts.several_documents == 0
     items = [item for rank in range(3) for item in gather_program(plan, rank, own=False).items]
@@ -163,94 +155,111 @@ def sides(items: Sequence[WorkItem]) -> list[tuple[int | None, ...]]:
     return [(i.q_start, i.q_stop, i.k_start, i.k_stop, i.lo, i.hi) for i in items]
 
 
-ZIGZAG: dict[str, Any] = {"seq_len": 16, "cp_size": 2, "layout": "zigzag"}
+#: Two ranks of two chunks of 4 each, next to each other or not.
+NEXT, TURNS, OUTER = (
+    ChunkLayout(x) for x in (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2)))
+)
 LATER = ChunkLayout(((1, 2, 3, 4, 5, 6, 7, 14), (0, 8, 9, 10, 11, 12, 13, 15)))
+SLIDING, PAIR = Mask(window=(200, 3)), Mask(causal=True, window=(1, 0))
 Rows = list[tuple[int | None, ...]]
-#: Masks, sizes and the rank; its items, `None` where they do not matter, and its rows in place.
-IN_PLACE: dict[str, tuple[Mask, dict[str, Any], int, Rows | None, Rows]] = {
+#: Plans and the rank; its items, `None` where they do not matter, and its rows in place.
+IN_PLACE: dict[str, tuple[Plan, int, Rows | None, Rows]] = {
     "the first row of each chunk needs the rank before": (
-        Mask(causal=True, window=(1, 0)), ZIGZAG, 0,
-        [(4, 5, 0, 2, None, None)], [(0, 4, 0, 4, 0, 1), (5, 8, 4, 8, -1, 0)],
+        plan_of(PAIR, 16, 2, "zigzag"), 0, [(4, 5, 0, 2, None, None)], [(0, 4, 0, 4, 0, 1), (5, 8, 4, 8, -1, 0)],
     ),
     "chunks of rank 1 are neighbours": (
-        Mask(causal=True, window=(1, 0)), ZIGZAG, 1,
-        [(0, 1, 0, 2, None, None)], [(1, 4, 0, 4, -1, 0), (4, 8, 3, 8, -1, 0)],
+        plan_of(PAIR, 16, 2, "zigzag"), 1, [(0, 1, 0, 2, None, None)], [(1, 4, 0, 4, -1, 0), (4, 8, 3, 8, -1, 0)],
     ),
     "cut at tiles, without the first and the last two": (
-        Mask(window=(200, 3)), {"seq_len": 6144, "cp_size": 3}, 1,
-        [(0, 256, 0, 459, -203, 0), (1792, 2048, 459, 918, -203, 0)], [(256, 1792, 56, 1795, -203, 0)],
+        plan_of(SLIDING, 6144, 3), 1, [(0, 256, 0, 459, -203, 0), (1792, 2048, 459, 918, -203, 0)],
+        [(256, 1792, 56, 1795, -203, 0)],
     ),
-    "no rank before": (
-        Mask(window=(200, 3)), {"seq_len": 6144, "cp_size": 3}, 0, None, [(0, 1792, 0, 1795, -3, 200)]
-    ),
+    "no rank before": (plan_of(SLIDING, 6144, 3), 0, None, [(0, 1792, 0, 1795, -3, 200)]),
     "wide on both sides": (
-        Mask(window=(300, 300)), {"seq_len": 12288, "cp_size": 3}, 1, None, [(384, 3712, 84, 4012, -600, 0)]
+        plan_of(Mask(window=(300, 300)), 12288, 3), 1, None, [(384, 3712, 84, 4012, -600, 0)]
     ),
     "two chunks": (
-        Mask(window=(0, 3)), {"seq_len": 4096, "cp_size": 2, "layout": "zigzag"}, 1, None,
+        plan_of(Mask(window=(0, 3)), 4096, 2, "zigzag"), 1, None,
         [(0, 1024, 0, 1027, -3, 0), (1024, 1792, 1024, 1795, -3, 0)],
     ),
     "queries are no whole tiles: from row 768 on there are 255 left": (
-        Mask(window=(0, 3)), {"seq_len": 2046, "kv_seq_len": 2048, "cp_size": 2}, 0, None,
-        [(0, 640, 2, 645, -3, 0)],
+        plan_of(Mask(window=(0, 3)), 2046, 2, keys=2048), 0, None, [(0, 640, 2, 645, -3, 0)],
     ),
-    "exact without tiles, first": (
-        Mask(window=(2, 3)), {"seq_len": 96, "cp_size": 3}, 0, None, [(0, 29, 0, 32, -3, 2)]
-    ),
+    "exact without tiles, first": (plan_of(Mask(window=(2, 3)), 96, 3), 0, None, [(0, 29, 0, 32, -3, 2)]),
     "exact without tiles: two rows see before, three after": (
-        Mask(window=(2, 3)), {"seq_len": 96, "cp_size": 3}, 1, None, [(2, 29, 0, 32, -5, 0)]
+        plan_of(Mask(window=(2, 3)), 96, 3), 1, None, [(2, 29, 0, 32, -5, 0)]
     ),
-    "exact without tiles, last": (
-        Mask(window=(2, 3)), {"seq_len": 96, "cp_size": 3}, 2, None, [(2, 32, 0, 32, -5, 0)]
-    ),
+    "exact without tiles, last": (plan_of(Mask(window=(2, 3)), 96, 3), 2, None, [(2, 32, 0, 32, -5, 0)]),
     "half of the own keys is gathered whole": (
-        Mask(causal=True, window=(2, 0)), ZIGZAG, 0, [(4, 8, 0, 6, -2, 0)], [(0, 4, 0, 4, 0, 2)]
+        plan_of(Mask(causal=True, window=(2, 0)), 16, 2, "zigzag"), 0, [(4, 8, 0, 6, -2, 0)], [(0, 4, 0, 4, 0, 2)]
     ),
-    "and the other half, with a token to the right": (Mask(window=(2, 1)), ZIGZAG, 0, None, []),
+    "and the other half, with a token to the right": (plan_of(Mask(window=(2, 1)), 16, 2, "zigzag"), 0, None, []),
     "windows that begin before the first key": (
-        Mask(causal=True, window=(1, 0)),
-        {"seq_len": 128, "kv_seq_len": 16, "cp_size": 2, "layout": LATER}, 0,
-        [(56, 58, 0, 2, 0, None)], [(58, 64, 0, 7, -1, 0)],
+        plan_of(PAIR, 128, 2, LATER, 16), 0, [(56, 58, 0, 2, 0, None)], [(58, 64, 0, 7, -1, 0)],
     ),
-    "most own keys are needed beside others: causal": (
-        Mask(causal=True), {"seq_len": 32, "cp_size": 2}, 1, None, []
-    ),
-    "window": (Mask(causal=True, window=(9, 0)), {"seq_len": 32, "cp_size": 2}, 1, None, []),
-    "documents": (Mask(cu_seqlens=(0, 15, 25, 32)), {"seq_len": 32, "cp_size": 2}, 1, None, []),
-    "a document for each rank": (
-        Mask(cu_seqlens=(0, 8, 16)), {"seq_len": 16, "cp_size": 2}, 1, [], [(0, 8, 0, 8, None, None)]
-    ),
+    "most own keys are needed beside others: causal": (plan_of(CAUSAL, 32, 2), 1, None, []),
+    "window": (plan_of(Mask(causal=True, window=(9, 0)), 32, 2), 1, None, []),
+    "documents": (plan_of(Mask(cu_seqlens=(0, 15, 25, 32)), 32, 2), 1, None, []),
+    "a document for each rank": (plan_of(Mask(cu_seqlens=(0, 8, 16)), 16, 2), 1, [], [(0, 8, 0, 8, None, None)]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_rows_that_see_own_keys_only_are_in_place(name: str) -> None:
-    mask, sizes, rank, items, in_place = IN_PLACE[name]
-    gather = gather_program(make_plan(mask, **sizes), rank)
+    plan, rank, items, in_place = IN_PLACE[name]
+    gather = gather_program(plan, rank)
     assert sides(gather.in_place) == in_place
     assert items is None or sides(gather.items) == items
 
 
-def test_documents_are_not_cut_for_rows_in_place() -> None:
-    """Documents stay whole: one of 4 tokens begins on the rank before, the others are in place."""
-    plan = make_plan(Mask(cu_seqlens=(0, 14, 18, 24, 32)), seq_len=32, cp_size=2)
-    gather = gather_program(plan, 1)
+#: Full items over fetched keys that are side by side become one; items with a band stay separate.
+REMOTE: dict[str, tuple[Plan, int, Rows]] = {
+    "two chunks of two": (plan_of(CAUSAL, 16, 2, NEXT), 1, [(0, 8, 0, 8, None, None)]),
+    "chunks in turns": (
+        plan_of(CAUSAL, 16, 2, TURNS), 1, [(0, 4, 0, 4, None, None), (4, 8, 0, 8, None, None)]
+    ),
+    "a wide window": (plan_of(Mask(window=(None, 12)), 16, 2, OUTER), 1, [(0, 8, 0, 8, None, None)]),
+    "a band below": (
+        plan_of(Mask(causal=True, window=(12, 0)), 16, 2, NEXT), 1, [(0, 4, 0, 8, None, None), (4, 8, 0, 8, None, 0)]
+    ),
+    "a band above": (
+        plan_of(Mask(window=(None, 12)), 16, 2, NEXT), 0,
+        [(0, 4, 0, 4, None, None), (0, 4, 4, 8, 0, None), (4, 8, 0, 8, None, None)],
+    ),
+    "two documents": (
+        plan_of(Mask(chunk_size=8), 16, 2, OUTER), 1, [(0, 4, 0, 4, None, None), (4, 8, 4, 8, None, None)]
+    ),
+    "the last query does not see the first key": (
+        plan_of(Mask(window=(9, None)), 18, 3), 1, [(0, 6, 0, 6, None, 3), (0, 6, 6, 12, None, None)]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REMOTE)
+def test_full_items_side_by_side_are_one(name: str) -> None:
+    plan, rank, expected = REMOTE[name]
+    assert sides(gather_program(plan, rank, own=False).items) == expected
+
+
+def offsets(item: WorkItem) -> tuple[list[int], list[int]]:
+    assert item.cu_q is not None and item.cu_k is not None
+    return item.cu_q.tolist(), item.cu_k.tolist()
+
+
+def test_documents_are_cut_at_columns_and_not_for_rows_in_place() -> None:
+    """Offsets are clipped to the columns: query 8 sees from key 5, inside the first document."""
+    # One document of 4 tokens begins on the rank before, the others are in place.
+    gather = gather_program(plan_of(Mask(cu_seqlens=(0, 14, 18, 24, 32)), 32, 2), 1)
     assert sides(gather.items) == [(0, 2, 0, 4, None, None)]
     (item,) = gather.in_place
-    assert item.cu_q is not None and (item.q_slice, item.k_slice) == (slice(2, 16), slice(2, 16))
-    assert item.cu_q.tolist() == [0, 6, 14]
-
-
-def test_documents_are_cut_where_the_columns_begin_and_end() -> None:
-    """Offsets are clipped to the columns: query 8 sees from key 5, inside the first document."""
+    assert (item.q_slice, item.k_slice) == (slice(2, 16), slice(2, 16))
+    assert offsets(item) == ([0, 6, 14], [0, 6, 14])
     mask = Mask(causal=True, window=(3, 0), cu_seqlens=(0, 12, 16))
-    (item,) = gather_program(make_plan(mask, seq_len=16, cp_size=2), 1).items
-    assert item.cu_q is not None and item.cu_k is not None
-    assert (item.cu_q.tolist(), item.cu_k.tolist()) == ([0, 4, 8], [0, 7, 11])
+    (item,) = gather_program(plan_of(mask, 16, 2), 1).items
+    assert offsets(item) == ([0, 4, 8], [0, 7, 11])
     mask = Mask(causal=True, cu_seqlens=(0, 3, 12, 16))
-    (item,) = gather_program(make_plan(mask, seq_len=16, cp_size=2), 0).in_place
-    assert item.cu_q is not None and item.cu_k is not None
-    assert (item.cu_q.tolist(), item.cu_k.tolist()) == ([0, 3, 8], [0, 3, 8])
+    (item,) = gather_program(plan_of(mask, 16, 2), 0).in_place
+    assert offsets(item) == ([0, 3, 8], [0, 3, 8])
 
 
 def test_parts_outside_others() -> None:
@@ -265,7 +274,7 @@ def test_parts_outside_others() -> None:
 
 @pytest.mark.parametrize("rank", range(4))
 def test_a_causal_zigzag_is_one_launch_a_run(rank: int) -> None:
-    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag")
+    plan = plan_of(CAUSAL, 64, 4, "zigzag")
     gather = gather_program(plan, rank)
     assert [item.window for item in gather.items] == [(None, 0), (None, 0)]
     assert [item.k_stop for item in gather.items] == [8 * (rank + 1), 8 * (8 - rank)]
@@ -274,11 +283,9 @@ def test_a_causal_zigzag_is_one_launch_a_run(rank: int) -> None:
     assert sum((item.q_stop - item.q_start) * item.k_stop for item in remote.items) == 8 * 8 * 6
 
 
-@given(plans(), st.data())
-def test_a_backward_writes_each_column_once_first(plan: Plan, data: st.DataObject) -> None:
-    if gather_refusals(plan):
-        return
-    rank, tile = data.draw(st.integers(0, plan.cp_size - 1)), data.draw(TILES)
+@given(ranks())
+def test_a_backward_writes_each_column_once_first(case: tuple[Plan, int, int]) -> None:
+    plan, rank, tile = case
     gather = gather_program(plan, rank, tile=tile)
     written = np.zeros(gather.length, dtype=bool)
     for item, overwritten in reversed(list(zip(gather.items, gather.overwritten, strict=True))):
@@ -292,23 +299,22 @@ def test_a_backward_writes_each_column_once_first(plan: Plan, data: st.DataObjec
     assert written.all()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_ranks_read_from_different_peers_at_a_time(ranks: int) -> None:
-    plan = make_plan(Mask(causal=True), seq_len=16 * ranks, cp_size=ranks, layout="zigzag")
-    programs = [gather_program(plan, rank) for rank in range(ranks)]
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_ranks_read_from_different_peers_at_a_time(size: int) -> None:
+    plan = plan_of(CAUSAL, 16 * size, size, "zigzag")
     order = [
-        [fetch.rank for fetch in program.fetches if fetch.rank != rank]
-        for rank, program in enumerate(programs)
+        [fetch.rank for fetch in gather_program(plan, rank).fetches if fetch.rank != rank]
+        for rank in range(size)
     ]
     for at_a_time in zip_longest(*order):
         sources = [rank for rank in at_a_time if rank is not None]
         assert len({*sources}) == len(sources)
-    full = gather_program(make_plan(Mask(), seq_len=16 * ranks, cp_size=ranks), 1)
-    assert [fetch.rank for fetch in full.fetches] == [(1 - n) % ranks for n in range(ranks)]
+    full = gather_program(plan_of(Mask(), 16 * size, size), 1)
+    assert [fetch.rank for fetch in full.fetches] == [(1 - n) % size for n in range(size)]
 
 
 def test_a_window_fetches_its_halo() -> None:
-    plan = make_plan(Mask(causal=True, window=(5, 0)), seq_len=64, cp_size=4, layout="contiguous")
+    plan = plan_of(Mask(causal=True, window=(5, 0)), 64, 4)
     remote = gather_program(plan, 2, own=False)
     assert [(fetch.rank, fetch.source) for fetch in remote.fetches] == [(1, slice(11, 16))]
     assert gather_program(plan, 2).length == 5 + 5
@@ -316,12 +322,13 @@ def test_a_window_fetches_its_halo() -> None:
 
 def test_memory_grows_with_what_is_seen() -> None:
     def memory(mask: Mask, cp_size: int) -> float:
-        plan = make_plan(mask, seq_len=64 * cp_size, cp_size=cp_size)
-        return gather_memory(plan, q_width=32, kv_width=16, itemsize=2)
+        return gather_memory(
+            plan_of(mask, 64 * cp_size, cp_size), q_width=32, kv_width=16, itemsize=2
+        )
 
     # By hand: of 64 tokens a rank, (64 P + 64) * 16 * 6 bytes over 64 * 16 * 16 + 64 * 32 * 4.
     assert memory(Mask(), 4) == pytest.approx(5 * 96 / 384)
-    assert memory(Mask(causal=True), 8) == pytest.approx(9 * 96 / 384)
+    assert memory(CAUSAL, 8) == pytest.approx(9 * 96 / 384)
     halo = Mask(causal=True, window=(16, 0))
     assert memory(halo, 4) == memory(halo, 64) < memory(Mask(), 2)
 
@@ -330,10 +337,7 @@ def test_what_striped_would_launch_and_fetch() -> None:
     """The page on layouts has these numbers: 2 launches for 8, and 3.5 and 14 times the keys."""
     documents = Mask(causal=True, cu_seqlens=tuple(range(0, 32769, 4096)))
     for mask, most in ((Mask(causal=True, window=(4095, 0)), 8190), (documents, 2048)):
-        zigzag, striped = (
-            make_plan(mask, seq_len=32768, cp_size=8, layout=layout)
-            for layout in ("zigzag", "striped")
-        )
+        zigzag, striped = plan_of(mask, 32768, 8, "zigzag"), plan_of(mask, 32768, 8, "striped")
         program = gather_program(zigzag, 0)
         assert len(program.items) + len(program.in_place) == 2
         assert moved_keys(zigzag, like=program).sum(0).max() == most
@@ -345,21 +349,18 @@ def test_what_striped_would_launch_and_fetch() -> None:
 
 def test_what_cannot_be_gathered_says_why() -> None:
     reason = "layout 'striped' assigns tokens one by one"
-    sizes: Any = {"seq_len": 64, "cp_size": 2, "layout": "striped"}
-    plan = make_plan(Mask(causal=True), **sizes)
-    assert gather_refusals(plan) == (reason,)
-    mask = Mask(predicate=lambda q, k: q >= k)
-    plan = make_plan(mask, **sizes)
     tiles = "a predicate mask is planned in tiles of each rank's own keys"
-    assert gather_refusals(plan) == (reason, tiles)
+    assert gather_refusals(plan_of(CAUSAL, 64, 2, "striped")) == (reason,)
+    predicate = plan_of(Mask(predicate=lambda q, k: q >= k), 64, 2, "striped")
+    assert gather_refusals(predicate) == (reason, tiles)
 
 
 @st.composite
 def windowed(draw: st.DrawFn) -> tuple[Plan, int, int]:
     """Draw a plan, a tile and a rank: most plans have windows whose runs are whole tiles."""
     if draw(st.integers(0, 3)) == 0:
-        plan, tile = draw(plans().filter(lambda plan: not gather_refusals(plan))), 2
-        return plan, tile, draw(st.integers(0, plan.cp_size - 1))
+        plan, rank, _ = draw(ranks())
+        return plan, 2, rank
     cp_size, tile = draw(st.integers(1, 4)), draw(st.sampled_from([2, 4, 8]))
     layout: Any = draw(st.sampled_from(["contiguous", "zigzag"]) | chunk_layouts(cp_size))
     unit = tile * divisor_of(layout, cp_size)
@@ -372,7 +373,7 @@ def windowed(draw: st.DrawFn) -> tuple[Plan, int, int]:
         window=(draw(st.integers(1, 3 * tile)), draw(st.none() | st.integers(0, 2 * tile))),
         cu_seqlens=None if cuts is None else (0, *sorted(cuts), seq_len),
     )
-    plan = make_plan(mask, seq_len=seq_len, cp_size=cp_size, layout=layout, kv_seq_len=kv_seq_len)
+    plan = plan_of(mask, seq_len, cp_size, layout, kv_seq_len)
     return plan, tile, draw(st.integers(0, cp_size - 1))
 
 
@@ -386,16 +387,10 @@ def computed(plan: Plan, rank: int, gather: GatherProgram, x: Arrays) -> list[np
     q_positions = plan.positions(rank)
     rows = QueryRows(Side(q_positions, plan.q_positions(rank), None), None, None, None)
     q, dout = x["q"][:, q_positions], x["dout"][:, q_positions]
-    out, dq, lse = (
-        np.zeros_like(q),
-        np.zeros_like(q),
-        np.full((1, HEADS, q_positions.size), -np.inf),
-    )
-    dk, dv = np.zeros_like(x["k"]), np.zeros_like(x["v"])
-    work = [(gather.positions, item) for item in gather.items]
-    work += [(plan.k_positions(rank), item) for item in gather.in_place]
-    for positions, item in work:
-        keys, part = positions[item.k_slice], item.q_slice
+    lse = np.full((1, HEADS, q_positions.size), -np.inf)
+    out, dq, dk, dv = (np.zeros_like(part) for part in (q, q, x["k"], x["v"]))
+    for item, keys in work_of(plan, rank, gather):
+        part = item.q_slice
         columns, item_rows = Side(keys, keys, None), rows.take(part)
         k, v = x["k"][:, keys], x["v"][:, keys]
         out[:, part], lse[:, :, part] = forward(q[:, part], k, v, item_rows, columns, item, params)
@@ -460,28 +455,20 @@ def test_tiles_cost_less_than_a_tile_for_an_item(
     if plan.k_layout.run_length % tile:  # positions would not match indices
         assert (tiled.spans, tiled.fetches) == (plain.spans, plain.fetches)
         return
-    works = [(tiled.items, tiled.positions), (tiled.in_place, plan.k_positions(rank))]
-    for items, positions in works:
-        for item in items:
-            first = int(positions[item.k_start])
-            assert first % tile == 0 or item.hi != 0 or item.cu_q is not None
+    for item, keys in work_of(plan, rank, tiled):
+        assert keys[0] % tile == 0 or item.hi != 0 or item.cu_q is not None
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_a_window_of_128_fetches_a_key_more(layout: Any) -> None:
     """A window of 128, as in gpt-oss, fetches 128 keys of each run, not the 127 that it needs."""
-    plan = make_plan(Mask(causal=True, window=(127, 0)), seq_len=32768, cp_size=4, layout=layout)
+    plan = plan_of(Mask(causal=True, window=(127, 0)), 32768, 4, layout)
+    for rank, width in product(range(4), (127, 128)):
+        tiled = gather_program(plan, rank, splits=False, tile=1 if width == 127 else 128)
+        sources = [fetch.source for fetch in tiled.fetches if fetch.rank != rank]
+        assert {source.stop - source.start for source in sources} <= {width}
     for rank in range(4):
-        plain, tiled = (gather_program(plan, rank, splits=False, tile=n) for n in (1, 128))
-        sizes = [
-            [
-                fetch.source.stop - fetch.source.start
-                for fetch in gather.fetches
-                if fetch.rank != rank
-            ]
-            for gather in (plain, tiled)
-        ]
-        assert sizes == [[n] * len(sizes[0]) for n in (127, 128)]
+        tiled = gather_program(plan, rank, splits=False, tile=128)
         spans = [span for fetch in tiled.fetches for span in (fetch.source, fetch.target)]
         spans += [item.k_slice for item in tiled.items]
         assert all(span.start % 128 == span.stop % 128 == 0 for span in spans)
@@ -490,16 +477,15 @@ def test_a_window_of_128_fetches_a_key_more(layout: Any) -> None:
 
 def test_what_no_window_can_hide_is_not_fetched() -> None:
     """Keys do not fill a tile if a document border, and no window, would have to hide them."""
-    for mask in (Mask(cu_seqlens=(0, 13, 32)), Mask(causal=True, cu_seqlens=(0, 13, 32))):
-        plan = make_plan(mask, seq_len=32, cp_size=2)
-        plain, tiled = (gather_program(plan, 1, tile=n) for n in (1, 8))
-        assert tiled.spans == plain.spans == ((13, 32),)
+    for causal, tile in product((False, True), (1, 8)):
+        plan = plan_of(Mask(causal=causal, cu_seqlens=(0, 13, 32)), 32, 2)
+        assert gather_program(plan, 1, tile=tile).spans == ((13, 32),)
 
 
 def test_it_takes_little_memory() -> None:
     """A million tokens on 256 ranks take less than a byte per token, and no lists of fetches."""
     tokens = 1 << 20
-    plan = make_plan(Mask(causal=True), seq_len=tokens, cp_size=256, layout="zigzag")
+    plan = plan_of(CAUSAL, tokens, 256, "zigzag")
     tracemalloc.start()
     try:
         gather_memory(plan, q_width=1, kv_width=1, itemsize=2)
@@ -516,19 +502,9 @@ def test_keys_on_either_side_of_the_last_item_are_early() -> None:
     assert [gather.is_before_last_item(fetch) for fetch in fetches] == [True, False, False, True]
 
 
-def test_a_band_is_not_continued() -> None:
-    """A band is not extended over full keys: the last query does not see the first key."""
-    plan = make_plan(Mask(window=(9, None)), seq_len=18, cp_size=3)
-    items = gather_program(plan, 1, own=False).items
-    assert [(i.q_slice, i.k_start, i.k_stop, i.is_full) for i in items] == [
-        (slice(0, 6), 0, 6, False), (slice(0, 6), 6, 12, True),
-    ]  # fmt: skip
-
-
 def test_touching_spans_are_one() -> None:
     """Adjacent spans become one: each rank has one chunk of each pair, and sees both pairs."""
-    layout = ChunkLayout(((0, 2), (1, 3)))
-    gather = gather_program(make_plan(Mask(chunk_size=8), seq_len=16, cp_size=2, layout=layout), 1)
+    gather = gather_program(plan_of(Mask(chunk_size=8), 16, 2, TURNS), 1)
     assert gather.spans == ((0, 16),)
     assert gather.fetches == (
         (1, slice(0, 4), slice(4, 8)), (0, slice(0, 4), slice(0, 4)),

@@ -31,11 +31,10 @@ def test_one_pair_of_ranks_is_counted_as_among_many(
         alone = columns_of(each.rectangles(q_rank, kv_rank, half))
         count = each.count(q_rank, kv_rank, half)
     table = columns_of(geometry.rectangles(ranks[:, None], ranks, half))
-    for alone_count, same_count in zip(alone, table, strict=True):
-        assert alone_count.dtype == same_count.dtype == np.int64
-        padded = np.zeros(same_count.shape[-1], dtype=int)
-        padded[: alone_count.size] = alone_count
-        np.testing.assert_array_equal(padded, same_count[*pair])
+    for own, many in zip(alone, table, strict=True):
+        assert own.dtype == many.dtype == np.int64
+        padded = np.pad(own, (0, many.shape[-1] - own.size))
+        np.testing.assert_array_equal(padded, many[*pair])
     assert count == geometry.count(q_rank, kv_rank, half)
     assert count == geometry.count(ranks[:, None], ranks, half)[*pair]
     assert half is not None or count == seen_in(program.plan, q_rank, kv_rank).sum()
@@ -143,13 +142,12 @@ def test_tiles_are_counted(layout: Any, q_len: int, k_len: int) -> None:
             counted = np.concatenate(columns_of(blocks.rectangles(q_rank, kv_rank, half)))
             many = columns_of(blocks.rectangles([[0], [1]], [0, 1], half))
             np.testing.assert_array_equal(counted, np.concatenate(many, axis=-1)[q_rank, kv_rank])
-            q_at, k_at = np.flatnonzero(part.any(axis=1)), np.flatnonzero(part.any(axis=0))
-            if not part.any():
-                assert not counted.any()
-                continue
-            box = q_at[0] * TILE, (q_at[-1] + 1) * TILE, k_at[0] * TILE, (k_at[-1] + 1) * TILE
-            sides = np.minimum(box, np.repeat(dense.shape, 2))
-            assert counted.tolist() == [*sides, -UNBOUNDED, UNBOUNDED, 0, 0]
+            box: list[int] = []
+            for axis, size in zip((1, 0), dense.shape, strict=True):
+                at = np.flatnonzero(part.any(axis=axis))
+                box += [at[0] * TILE, min((at[-1] + 1) * TILE, size)] if at.size else [0, 0]
+            band = [-UNBOUNDED, UNBOUNDED] if part.any() else [0, 0]
+            assert counted.tolist() == [*box, *band, 0, 0]
 
 
 def in_tiles(dense: Any) -> Any:
@@ -159,11 +157,11 @@ def in_tiles(dense: Any) -> Any:
 
 def test_tiles_are_halved_where_they_are_even() -> None:
     mask = Mask(predicate=lambda q_pos, k_pos: q_pos - k_pos < 1 << 20)
-    blocks = make_plan(mask, seq_len=4 * TILE, cp_size=2, layout="contiguous").blocks
+    blocks = make_plan(mask, seq_len=4 * TILE, cp_size=2).blocks
     assert blocks is not None
-    for half, start in ((0, 0), (1, TILE)):
+    for half in (0, 1):
         rect = blocks.rectangles(0, 1, half).rect
-        assert (rect.q_start.item(), rect.q_stop.item()) == (start, start + TILE)
+        assert [rect.q_start.item(), rect.q_stop.item()] == [half * TILE, (half + 1) * TILE]
 
 
 def test_predicates_are_asked_of_tokens_that_there_are() -> None:
@@ -177,22 +175,14 @@ def test_predicates_are_asked_of_tokens_that_there_are() -> None:
 
 
 def test_predicate_tiles() -> None:
-    seq_len, cp_size = 4 * TILE, 2
-    plan = make_plan(Mask(causal=True, predicate=prefix), seq_len=seq_len, cp_size=cp_size)
+    plan = make_plan(Mask(causal=True, predicate=prefix), seq_len=4 * TILE, cp_size=2)
     blocks = plan.blocks
     assert blocks is not None and blocks.tiles is not None
     bits, index = blocks.tiles
-    for q_rank in range(cp_size):
-        for kv_rank in range(cp_size):
-            q, k = plan.positions(q_rank), plan.k_positions(kv_rank)
-            dense = plan.mask.dense(q, k)
-            for a in range(2):
-                for b in range(2):
-                    tile = dense[a * TILE : (a + 1) * TILE, b * TILE : (b + 1) * TILE]
-                    kind = blocks.kinds[q_rank, kv_rank, a, b]
-                    assert kind == (2 if tile.all() else 1 if tile.any() else 0)
-                    if kind == 1:
-                        packed = bits[index[q_rank, kv_rank, a, b]]
-                        kept = np.unpackbits(packed, axis=1, bitorder="little").astype(bool)
-                        np.testing.assert_array_equal(kept, tile)
+    for where in np.ndindex(2, 2, 2, 2):
+        dense = plan.mask.dense(plan.positions(where[0]), plan.k_positions(where[1]))
+        rows, columns = (slice(n * TILE, (n + 1) * TILE) for n in where[2:])
+        if blocks.kinds[where] == 1:
+            kept = np.unpackbits(bits[index[where]], axis=1, bitorder="little").astype(bool)
+            np.testing.assert_array_equal(kept, dense[rows, columns])
     assert len(bits) == 1, "all diagonal tiles of a causal mask are one tile"

@@ -1,14 +1,17 @@
-"""Head plans of Ulysses: every head gets its slots, and all ranks together are exact."""
+"""Head plans and rank grids of Ulysses: every head gets its slots, and groups share tokens."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import gcd
 from typing import Any
 
 import numpy as np
 import pytest
+from cases import Case
 
-from ring_core import Mask, head_plan, make_plan, reference
+from ring_core import Layout, Mask, balanced_layout, head_plan, make_plan, ring_program
+from ring_core.programs.grid import RankGrid, rank_grid
 from ring_core.programs.heads import PADDING
 from ring_core.reference.heads import run_heads
 
@@ -40,24 +43,19 @@ def test_every_head_has_its_places(ranks: int) -> None:
             assert len({*row} - {PADDING}) == np.count_nonzero(row != PADDING), "no copy twice"
 
 
-def test_heads_that_ranks_divide_stay_side_by_side() -> None:
-    for q_heads, kv_heads, ranks in ALL:
-        if kv_heads % ranks == 0:
-            plan = head_plan(q_heads, kv_heads, ranks)
-            assert (plan.q.ravel() == np.arange(q_heads)).all()
-            assert (plan.kv.ravel() == np.arange(kv_heads)).all()
-            assert plan.describe() == ""
-            assert plan.padding_share == 0
-
-
 def test_padding_is_never_more_than_that_of_copies_to_a_common_multiple() -> None:
     """Padding is also at most that of whole groups if there are more K/V heads than ranks."""
     for q_heads, kv_heads, ranks in ALL:
-        group, copies = q_heads // kv_heads, ranks // gcd(ranks, kv_heads)
+        plan, group = head_plan(q_heads, kv_heads, ranks), q_heads // kv_heads
+        copies = ranks // gcd(ranks, kv_heads)
         most = kv_heads * copies * -(-group // copies)
         if kv_heads > ranks:
             most = -(-kv_heads // ranks) * ranks * group
-        assert head_plan(q_heads, kv_heads, ranks).q.size <= most
+        assert plan.q.size <= most
+        if kv_heads % ranks == 0:  # heads that ranks divide stay side by side
+            assert (plan.q.ravel() == np.arange(q_heads)).all()
+            assert (plan.kv.ravel() == np.arange(kv_heads)).all()
+            assert (plan.describe(), plan.padding_share) == ("", 0)
 
 
 @pytest.mark.parametrize(
@@ -71,15 +69,6 @@ def test_some(heads: Any, q_places: int, copies: int, first: list[int]) -> None:
     plan = head_plan(*heads)
     assert (plan.q.size, plan.copies, plan.q[0].tolist()) == (q_places, copies, first)
     assert plan.padding_share == pytest.approx(1 - heads[0] / q_places)
-
-
-def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="q has 4 heads, so at most 4 ranks can split them, not 8"):
-        head_plan(4, 2, 8)
-    with pytest.raises(ValueError, match="kv_heads must divide q_heads, got 3 and 4"):
-        head_plan(4, 3, 2)
-    with pytest.raises(ValueError, match="ranks"):
-        head_plan(4, 2, 0)
 
 
 def test_equal_plans_are_one_that_nobody_can_change() -> None:
@@ -103,23 +92,85 @@ SOME = [
 @pytest.mark.parametrize("heads", ALL, ids=lambda heads: "-".join(map(str, heads)))
 def test_ranks_are_exact(heads: tuple[int, int, int]) -> None:
     """Results and all gradients are exact with every option that belongs to single heads."""
-    q_heads, kv_heads, ranks = heads
-    rng, length, keys = np.random.default_rng(sum(heads)), 2 * ranks, 4 * ranks
-    q, dout = (rng.standard_normal((2, length, q_heads, dim)) for dim in (3, 2))
-    k, v = (rng.standard_normal((2, keys, kv_heads, dim)) for dim in (3, 2))
-    dlse = rng.standard_normal((2, q_heads, length))
-    bias_heads = q_heads if sum(heads) % 2 else 1
-    options: Any = {
-        "sinks": rng.standard_normal((q_heads, 2)), "alibi_slopes": rng.random((2, q_heads)),
-        "bias": rng.standard_normal((1, bias_heads, length, keys)), "dropout_p": 0.3, "dropout_seed": 2**40 + 7,
-        "segment_ids": tuple(rng.integers(-1, 2, (2, n)) for n in (length, keys)),
-    }  # fmt: skip
-    plan = make_plan(
-        Mask(causal=True), seq_len=length, kv_seq_len=keys, cp_size=ranks, layout="zigzag"
-    )
-    results = run_heads(plan, head_plan(*heads), q, k, v, dout=dout, dlse=dlse, **options)
-    options["causal"] = True
-    out, lse = reference.attention(q, k, v, **options)
-    expected = reference.attention_grads(dout, q, k, v, dlse=dlse, **options)
-    for name, x in {"out": out, "lse": lse, **expected._asdict()}.items():
-        np.testing.assert_allclose(getattr(results, name), x, rtol=1e-11, atol=1e-12, err_msg=name)
+    ranks = heads[2]
+    case = Case(
+        "-".join(map(str, heads)), Mask(causal=True), "zigzag", ranks, 2 * ranks, 4 * ranks, 2,
+        heads[:2], (3, 2), sinks=2, alibi=2, bias="heads" if sum(heads) % 2 else "shared",
+        dropout_p=0.3, segments="scattered", lse_grad=True,
+    )  # fmt: skip
+    x: Any = case.inputs
+    options = case.options | {name: x[name] for name in ("dout", "dlse")}
+    results = run_heads(case.plan, head_plan(*heads), x["q"], x["k"], x["v"], **options)
+    for name, expected in case.expected.items():
+        result = getattr(results, name)
+        np.testing.assert_allclose(result, expected, rtol=1e-11, atol=1e-12, err_msg=name)
+
+
+GRIDS = [(2, 1), (2, 2), (4, 2), (6, 2), (6, 3), (8, 4), (12, 4)]
+MASK = Mask(causal=True, window=(20, 0))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_each_pair_of_ranks_has_one_way(grid: tuple[int, int]) -> None:
+    """Groups are consecutive, and a rank communicates with exactly one rank of each other group."""
+    ranks, size = grid
+    grid_of = RankGrid(ranks, size)
+    for rank in range(ranks):
+        inner, outer = grid_of.inner_ranks(rank), grid_of.outer_ranks(rank)
+        assert len(inner) == size and len(outer) == grid_of.outer_size
+        assert {*inner} & {*outer} == {rank}
+        assert all(b - a == 1 for a, b in pairwise(inner))
+        assert all(grid_of.inner_ranks(peer) == inner for peer in inner)
+        assert all(grid_of.outer_ranks(peer) == outer for peer in outer)
+        assert outer.index(rank) == rank // size and inner.index(rank) == rank % size
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "chunks"])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_a_group_has_the_tokens_of_one_rank_of_the_layout_over_groups(
+    grid: tuple[int, int], layout: Any, padding: int
+) -> None:
+    ranks, size = grid
+    length, grid_of, spec = 16 * ranks, RankGrid(ranks, size), layout
+    if spec == "chunks":
+        spec = balanced_layout(MASK, seq_len=length, cp_size=ranks)
+    pad_to = length if padding else None
+    of_ranks = Layout(spec, length - padding, ranks, pad_to)
+    of_groups = Layout(grid_of.outer_layout(spec), length - padding, grid_of.outer_size, pad_to)
+    for rank in range(ranks):
+        positions = np.concatenate([of_ranks.positions(n) for n in grid_of.inner_ranks(rank)])
+        in_group = of_groups.positions(rank // size)
+        np.testing.assert_array_equal(in_group[grid_of.scatter_indices(of_ranks, rank)], positions)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_causal_work_in_zigzag_is_even_over_all_ranks(grid: tuple[int, int]) -> None:
+    ranks, size = grid
+    length, q_heads = 32 * ranks, 12
+    grid_of, heads = RankGrid(ranks, size), head_plan(q_heads, 3, size)
+    plan = make_plan(Mask(causal=True), seq_len=length, cp_size=grid_of.outer_size, layout="zigzag")
+    pairs = ring_program(plan).work().sum(axis=0)
+    work = [pairs[n // size] * np.count_nonzero(heads.q[n % size] >= 0) for n in range(ranks)]
+    assert len({*work}) == 1
+    assert sum(work) == q_heads * length * (length + 1) // 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "q_heads", "hosts", "size"),
+    [
+        (8, 32, None, 8), (8, 6, None, 4), (8, 1, None, 1), (8, 32, "aaaabbbb", 4),
+        (8, 3, "aaaabbbb", 2), (8, 32, "abcdefgh", 1), (6, 32, "aaabbb", 3), (6, 2, "aaabbb", 1),
+    ],
+)  # fmt: skip
+def test_the_largest_group_within_a_host_is_taken(
+    ranks: int, q_heads: int, hosts: str | None, size: int
+) -> None:
+    grid = rank_grid(ranks, q_heads, "zigzag", hosts=None if hosts is None else [*hosts])
+    assert grid == RankGrid(ranks, size)
+
+
+def test_a_size_that_is_named_is_taken_whatever_the_hosts() -> None:
+    for size in (1, 2, 4, 8):
+        grid = rank_grid(8, 8, "contiguous", ulysses_size=size, hosts=[*"aaabbbbb"])
+        assert grid.ulysses_size == size

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from hypothesis import given, strategies as st
-from plans import programs, shown
+from plans import all_items, programs, shown, through
 
 from ring_core import Mask, Plan, WorkItem, gather_program, gather_refusals, make_plan, ring_program
 
@@ -20,9 +20,7 @@ def items(draw: st.DrawFn) -> tuple[Plan, list[WorkItem]]:
     program = draw(programs())
     plan = program.plan
     rank = draw(st.integers(0, plan.cp_size - 1))
-    items_of_rank = [
-        item for step in range(program.num_steps) for item in program.items(rank, step)
-    ]
+    items_of_rank = [item for of, _, item in all_items(program) if of == rank]
     if not gather_refusals(plan):
         gather = gather_program(plan, rank, own=draw(st.booleans()))
         items_of_rank += [*gather.items, *gather.in_place]
@@ -31,22 +29,10 @@ def items(draw: st.DrawFn) -> tuple[Plan, list[WorkItem]]:
 
 def within(whole: Cells, plan: Plan, part: WorkItem, corner: tuple[int, int]) -> Cells:
     """Return the dense mask of a part, placed in that of the whole, which begins at ``corner``."""
-    cells = np.zeros_like(whole)
-    q, k = corner
-    cells[part.q_start - q : part.q_stop - q, part.k_start - k : part.k_stop - k] = shown(
-        plan, part
-    )
-    return cells
-
-
-def through(window: Any, rows: int, columns: int) -> Cells:
-    """Return the dense mask of a flash-attn window, which is aligned bottom right."""
-    distance = np.arange(columns) - (np.arange(rows)[:, None] + columns - rows)
-    left, right = window
-    cells = np.ones((rows, columns), dtype=bool)
-    cells &= distance <= right if right is not None else True
-    cells &= -distance <= left if left is not None else True
-    return cells
+    q, k = part.q_start - corner[0], part.k_start - corner[1]
+    own = shown(plan, part)
+    below, right = whole.shape[0] - q - own.shape[0], whole.shape[1] - k - own.shape[1]
+    return np.pad(own, ((q, below), (k, right)))
 
 
 def packed(items: list[WorkItem]) -> list[WorkItem]:
@@ -71,23 +57,22 @@ def test_a_window_for_all_documents(plan_and_items: tuple[Plan, list[WorkItem]])
         np.testing.assert_array_equal(cells, shown(plan, item))
 
 
-def test_documents_that_end_alike_share_a_window() -> None:
+CUTS = np.array([0, 3, 6])
+
+
+def test_documents_that_end_alike_share_a_window_and_others_none() -> None:
     """Items whose documents end alike get a common window, so that one launch computes them."""
     mask = Mask(causal=True, window=(5, 0), cu_seqlens=(0, 7, 7, 14, 30, 32))
     (item,) = ring_program(make_plan(mask, seq_len=32, cp_size=1)).items(0, 0)
-    assert item.documents_window == (5, 0)
     (second,) = gather_program(make_plan(mask, seq_len=32, cp_size=2), 1).items
-    assert second.documents_window == (5, 0)
-
-
-def test_documents_that_end_apart_share_none() -> None:
-    item = WorkItem(0, 0, 0, 0, 6, 0, 8, -2, None, np.array([0, 3, 6]), np.array([0, 5, 8]))
-    assert item.documents_window == (None, 0)
-    apart = WorkItem(0, 0, 0, 0, 6, 0, 8, -2, None, np.array([0, 3, 6]), np.array([0, 4, 8]))
-    assert apart.documents_window is None
-    cuts = np.array([0, 3, 6])
-    below = WorkItem(0, 0, 0, 0, 6, 0, 6, 1, None, cuts, cuts)  # no query sees its own position
-    assert below.documents_window is None
+    assert item.documents_window == second.documents_window == (5, 0)
+    for columns, lo, cu_k, window in (
+        (8, -2, np.array([0, 5, 8]), (None, 0)),
+        (8, -2, np.array([0, 4, 8]), None),
+        (6, 1, CUTS, None),  # no query sees its own position
+    ):
+        item = WorkItem(0, 0, 0, 0, 6, 0, columns, lo, None, CUTS, cu_k)
+        assert item.documents_window == window
 
 
 @given(items())
@@ -143,18 +128,18 @@ def plain(item: WorkItem | None) -> tuple[Any, ...]:
 
 def test_rows_by_hand() -> None:
     """Cutting rows keeps the documents that the rows touch, and all columns of a rectangle."""
-    nothing = None, None, None, None, None
+    cuts, docs = np.array([0, 4, 8, 12]), ([0, 2, 5], [0, 4, 8], None)
     full = WorkItem(0, 0, 0, 0, 8, 3, 7, None, None)
-    assert plain(full.rows(2, 4)) == (2, 4, 3, 7, *nothing)
-    cuts = np.array([0, 4, 8, 12])
     packed_up = WorkItem(0, 0, 0, 10, 22, 20, 32, None, None, cuts, cuts)
-    assert plain(packed_up.rows(15, 17)) == (15, 17, 24, 28, *nothing)
-    assert plain(packed_up.rows(14, 18)) == (14, 18, 24, 28, *nothing)
-    two = (12, 17, 20, 28, None, None, [0, 2, 5], [0, 4, 8], None)
-    assert plain(packed_up.rows(12, 17)) == two
     banded = WorkItem(0, 0, 0, 10, 22, 20, 32, 0, 3, cuts, cuts)
-    assert plain(banded.rows(12, 17)) == (12, 17, 20, 28, -2, 1, [0, 2, 5], [0, 4, 8], None)
-    assert plain(banded.rows(15, 17)) == (15, 17, 24, 27, -1, None, None, None, None)
+    none = (None,) * 5
+    for item, start, stop, expected in (
+        (full, 2, 4, (3, 7, *none)),
+        (packed_up, 15, 17, (24, 28, *none)), (packed_up, 14, 18, (24, 28, *none)),
+        (packed_up, 12, 17, (20, 28, None, None, *docs)),
+        (banded, 12, 17, (20, 28, -2, 1, *docs)), (banded, 15, 17, (24, 27, -1, *none[1:])),
+    ):  # fmt: skip
+        assert plain(item.rows(start, stop)) == (start, stop, *expected)
     below = WorkItem(0, 0, 0, 0, 4, 0, 4, 2, None)  # the first two rows see nothing
     assert below.rows(0, 2) is None
 
@@ -174,18 +159,15 @@ def test_what_rows_see() -> None:
 
     assert seen(WorkItem(0, 0, 0, 4, 7, 8, 10, None, None)) == [(0, 2)] * 3
     assert seen(WorkItem(0, 0, 0, 0, 4, 0, 6, -2, 1)) == [(0, 3), (0, 4), (1, 5), (2, 6)]
-    cuts = np.array([0, 3, 6])
-    assert seen(WorkItem(0, 0, 0, 0, 6, 0, 6, 0, 1, cuts, cuts)) == [
-        (0, 1), (0, 2), (1, 3), (3, 4), (3, 5), (4, 6),
-    ]  # fmt: skip
-    fewer = WorkItem(0, 0, 0, 0, 6, 0, 3, None, None, cuts, np.array([0, 0, 3]))
+    documents = [(0, 1), (0, 2), (1, 3), (3, 4), (3, 5), (4, 6)]
+    assert seen(WorkItem(0, 0, 0, 0, 6, 0, 6, 0, 1, CUTS, CUTS)) == documents
+    fewer = WorkItem(0, 0, 0, 0, 6, 0, 3, None, None, CUTS, np.array([0, 0, 3]))
     first, stop = fewer.seen
     assert (stop > first).tolist() == [False] * 3 + [True] * 3
 
 
 def test_pieces_by_hand() -> None:
-    cuts = np.array([0, 3, 6])
-    first, second = WorkItem(0, 1, 0, 10, 16, 20, 26, -1, 2, cuts, cuts).cut(2)
+    first, second = WorkItem(0, 1, 0, 10, 16, 20, 26, -1, 2, CUTS, CUTS).cut(2)
     assert plain(first) == (10, 13, 20, 26, -1, 2, [0, 3, 3], [0, 3, 6], None)
     assert plain(second) == (13, 16, 20, 26, -4, -1, [0, 0, 3], [0, 3, 6], None)
     tiles = np.arange(6, dtype=np.uint8).reshape(3, 2)

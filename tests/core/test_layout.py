@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import RANDOM
 from hypothesis import given, strategies as st
 from plans import chunk_layouts
 
-from ring_core import ChunkLayout, Layout
+from ring_core import ChunkLayout, Layout, LayoutSpec, Mask, make_plan
 
 
 @given(st.data(), st.integers(1, 16), st.integers(1, 20))
@@ -17,12 +18,9 @@ def test_a_partition(data: st.DataObject, cp_size: int, units: int) -> None:
     name: Any = data.draw(
         st.sampled_from(["contiguous", "zigzag", "striped"]) | chunk_layouts(cp_size)
     )
-    runs = (
-        name.chunks_per_rank
-        if isinstance(name, ChunkLayout)
-        else 1 + (name == "zigzag" and cp_size > 1)
-    )
-    divisor = runs * cp_size
+    divisor = cp_size * (1 + (name == "zigzag" and cp_size > 1))
+    if isinstance(name, ChunkLayout):
+        divisor = cp_size * name.chunks_per_rank
     layout = Layout(name, divisor * units, cp_size)
     assert layout.divisor == divisor
     whole = np.concatenate([layout.positions(rank) for rank in range(cp_size)])
@@ -44,28 +42,20 @@ def test_by_hand() -> None:
     assert Layout(ChunkLayout(((1, 2), (0, 3))), 8, 2).positions(0).tolist() == [2, 3, 4, 5]
 
 
-def test_refused() -> None:
-    with pytest.raises(
-        ValueError,
-        match="unknown layout 'ring'; known: contiguous, zigzag, striped, or a ChunkLayout",
-    ):
-        Layout("ring", 8, 2)  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(ValueError, match=r"must be an integer < 2\*\*40"):
-        Layout("contiguous", 1 << 40, 2)
-    with pytest.raises(ValueError, match=r"2999 .* multiple of 16.*pad to 3008"):
-        Layout("zigzag", 2999, 8)
-    with pytest.raises(ValueError, match="pad to 4"):
-        Layout("contiguous", 0, 4)
-    of_two = ChunkLayout(((0, 3), (1, 2)))
-    with pytest.raises(ValueError, match=r"chunks\(2x2\) has chunks for 2 ranks, and there are 4"):
-        Layout(of_two, 16, 4)
-    with pytest.raises(ValueError, match=r"multiple of 4, as the chunks\(2x2\) layout.*pad to 8"):
-        Layout(of_two, 6, 2)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", RANDOM[3]])
+@pytest.mark.parametrize("seq_len", range(1, 19))
+def test_padding_is_least_and_behind_the_tokens(layout: LayoutSpec, seq_len: int) -> None:
+    padded = Layout.padded(layout, seq_len, 3)
+    assert 0 <= padded.padded_len - seq_len < padded.divisor
+    whole = Layout(layout, padded.padded_len, 3)
+    for rank in range(3):
+        positions, tokens = padded.positions(rank), padded.num_tokens(rank)
+        np.testing.assert_array_equal(positions, whole.positions(rank))
+        assert (positions[:tokens] < seq_len).all() and (positions[tokens:] >= seq_len).all()
 
 
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_ranks_it_does_not_have(rank: int) -> None:
-    layout = Layout("zigzag", 8, 2)
-    for asked in (layout.runs, layout.positions):
-        with pytest.raises(ValueError, match=r"^rank must be in 0\.\.1, got"):
-            asked(rank)
+def test_no_padding_is_the_layout_itself() -> None:
+    assert Layout.padded("zigzag", 8, 2) == Layout("zigzag", 8, 2)
+    sizes = ((8, None), (8, 8), (7, 8), (7, 10))
+    plain, *digests = (make_plan(Mask(), seq_len=n, cp_size=2, pad_to=to).digest for n, to in sizes)
+    assert plain == digests[0] and len({*digests}) == 3

@@ -16,23 +16,19 @@ from ring_core.plan.tile_mask import BlockGeometry
 
 def test_every_part_by_hand() -> None:
     i, j = np.arange(12)[:, None], np.arange(12)
-    dense = {
-        "causal": j <= i, "window": (i - 2 <= j) & (j <= i + 1), "left": i - 3 <= j,
-        "chunks": i // 5 == j // 5, "documents": (i < 4) == (j < 4),
-        "predicate": (j < 20) | (j <= i),
-    }  # fmt: skip
-    masks = {
-        "causal": Mask(causal=True), "window": Mask(window=(2, 1)), "left": Mask(window=(3, None)),
-        "chunks": Mask(chunk_size=5), "documents": Mask(cu_seqlens=(0, 4, 12)),
-        "predicate": Mask(predicate=prefix),
-    }  # fmt: skip
-    for name, mask in masks.items():
-        np.testing.assert_array_equal(mask.dense(np.arange(12), np.arange(12)), dense[name])
-    everything = Mask(
-        causal=True, window=(2, 1), chunk_size=5, cu_seqlens=(0, 4, 12), predicate=prefix
-    )
-    combined = np.logical_and.reduce([value for name, value in dense.items() if name != "left"])
-    np.testing.assert_array_equal(everything.dense(np.arange(12), np.arange(12)), combined)
+    parts: dict[str, tuple[Any, Any]] = {
+        "causal": (True, j <= i),
+        "window": ((2, 1), (i - 2 <= j) & (j <= i + 1)),
+        "chunk_size": (5, i // 5 == j // 5),
+        "cu_seqlens": ((0, 4, 12), (i < 4) == (j < 4)),
+        "predicate": (prefix, (j < 20) | (j <= i)),
+    }
+    for name, (value, dense) in parts.items():
+        np.testing.assert_array_equal(Mask(**{name: value}).dense(j, j), dense)
+    np.testing.assert_array_equal(Mask(window=(3, None)).dense(j, j), i - 3 <= j)
+    everything = Mask(**{name: value for name, (value, _) in parts.items()})
+    combined = np.logical_and.reduce([dense for _, dense in parts.values()])
+    np.testing.assert_array_equal(everything.dense(j, j), combined)
 
 
 def test_masks_are_values() -> None:
@@ -41,29 +37,6 @@ def test_masks_are_values() -> None:
     assert hash(mask) == hash(equal_mask) != hash(Mask())
     assert Mask(cu_seqlens=np.array([0, 3])) == Mask(cu_seqlens=(0, 3))  # type: ignore[arg-type]  # an array is taken, too
     assert len({mask, equal_mask, Mask()}) == 2
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"window": 4}, r"window must be a pair .* got 4"),
-        ({"window": (1, 2, 3)}, "window must be a pair"),
-        ({"window": (-1, 0)}, r"window=\(-1, 0\): each side must be an integer >= 0"),
-        ({"window": (1.5, 0)}, "integer >= 0"),
-        ({"chunk_size": 0}, "chunk_size must be an integer >= 1 or None, got 0"),
-        ({"chunk_size": True}, "chunk_size"),
-        ({"cu_seqlens": (0, 6, 4, 10)}, "ascending; entry 2 is 4 after 6"),
-        ({"cu_seqlens": (1, 6)}, "start at 0, got 1"),
-        ({"cu_seqlens": (0,)}, "at least two"),
-        ({"cu_seqlens": (0.0, 4.0)}, "integers"),
-        ({"cu_seqlens": 5}, "one row"),
-        ({"causal": 1}, "causal must be a bool"),
-        ({"predicate": 3}, "callable"),
-    ],
-)
-def test_malformed(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Mask(**fields)
 
 
 def test_described_part_by_part() -> None:
@@ -90,22 +63,6 @@ def test_the_largest_and_smallest_sizes() -> None:
     assert Mask(window=(largest, 0), chunk_size=largest).window == (largest, 0)
     assert Mask(window=(0, largest), chunk_size=1).chunk_size == 1
     assert Mask(cu_seqlens=(0, 0)).cu_seqlens == (0, 0)
-    for window in ((largest + 1, 0), (0, largest + 1)):
-        with pytest.raises(ValueError, match=r"each side must be an integer >= 0 and < 2\*\*40"):
-            Mask(window=window)
-    with pytest.raises(ValueError, match=r"chunk_size .* the largest is 2\*\*40 - 1"):
-        Mask(chunk_size=largest + 1)
-    with pytest.raises(ValueError, match="entry 1 is -1 after 0"):
-        Mask(cu_seqlens=(0, -1))
-
-
-def test_offsets_that_are_not_on_the_host() -> None:
-    class Traced:
-        def __array__(self, *_: object, **__: object) -> Any:
-            raise TypeError
-
-    with pytest.raises(ValueError, match=r"^cu_seqlens must be known on the host: .* only$"):
-        Mask(cu_seqlens=Traced())  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_parts_are_kept_as_plain_values() -> None:

@@ -17,33 +17,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import Lattice, crossed, diagonals, prefix
 
 from ring_core import Mask, Plan, UnsupportedError, make_plan
 from ring_core.base.arguments import check_dropout, not_none
+from ring_core.masks.expression import Expression, evaluated
+from ring_core.masks.mask import rule_of
 from ring_core.plan.tile_mask import BlockGeometry
 
 T, WIDTH = 24, 3
 SETTINGS = types.ModuleType("settings")
 
 
-@dataclass(frozen=True)
-class Frozen:
-    width: int
-
-    def __call__(self, i: Any, j: Any) -> Any:
-        return abs(i - j) < self.width
-
-
+@dataclass(slots=True)
 class Slotted:
-    __slots__ = ("width",)
-
-    def __init__(self) -> None:
-        self.width = 3
+    width: int = 3
 
 
 class Holder:
     width = 3
-    limits: Any
 
     def rule(self, i: Any, j: Any) -> Any:
         return abs(i - j) < self.width
@@ -77,8 +69,8 @@ def _by_another(i: Any, j: Any) -> Any:
     return inner()
 
 
-def _changing(kind: str) -> Any:
-    """Return a predicate of a band 3 wide, and what makes it another width."""
+def _changing() -> dict[str, tuple[Any, Any]]:
+    """Return predicates of a band 3 wide by what they read, and what makes it another width."""
     holder, slotted, values, array = Holder(), Slotted(), [3], np.array([3])
     names, width = types.SimpleNamespace(width=3), 3
     table = np.arange(T) // 3
@@ -87,48 +79,37 @@ def _changing(kind: str) -> Any:
         nonlocal width
         width = n
 
-    def set_table(n: int) -> None:
-        table[:] = np.arange(T) // n
-
     def by_default(i: Any, j: Any, limits: Any = values, *, scale: int = 1) -> Any:
         return abs(i - j) < limits[0] * scale
 
+    def of(owner: Any) -> Any:
+        return lambda n: setattr(owner, "width", n)
+
+    def first(owner: Any) -> Any:
+        return lambda n: owner.__setitem__(0, n)
+
+    def set_global(n: int) -> None:
+        globals().update(WIDTH=n)
+
     return {
         "a cell": (lambda i, j: abs(i - j) < width, set_cell),
-        "a slot": (
-            lambda i, j: abs(i - j) < slotted.width, lambda n: setattr(slotted, "width", n)
-        ),
-        "a list": (lambda i, j: abs(i - j) < values[0], lambda n: values.__setitem__(0, n)),
-        "a default": (by_default, lambda n: values.__setitem__(0, n)),
+        "a slot": (lambda i, j: abs(i - j) < slotted.width, of(slotted)),
+        "a list": (lambda i, j: abs(i - j) < values[0], first(values)),
+        "a default": (by_default, first(values)),
         "a keyword's default": (by_default, lambda n: not_none(by_default.__kwdefaults__).update(scale=n)),
-        "an array": (lambda i, j: abs(i - j) < array[0], lambda n: array.__setitem__(0, n)),
-        "a table": (lambda i, j: table[i] == table[j], set_table),
-        "a global": (by_global, lambda n: globals().update(WIDTH=n)),
-        "a global of a function that it calls": (
-            functools.partial(_by_another), lambda n: globals().update(WIDTH=n)
-        ),
-        "a method's object": (holder.rule, lambda n: setattr(holder, "width", n)),
-        "a method's class": (holder.rule, lambda n: setattr(Holder, "width", n)),
-        "an object that a function gets": (
-            holder.by_helper, lambda n: setattr(holder, "width", n)
-        ),
-        "a property": (holder.by_property, lambda n: setattr(holder, "width", n)),
-        "an attribute by name": (
-            lambda i, j: abs(i - j) < getattr(holder, "width"),  # noqa: B009 - that is the test
-            lambda n: setattr(holder, "width", n),
-        ),
-        "a subscript": (lambda i, j: abs(i - j) < holder[0], lambda n: setattr(holder, "width", n)),
-        "a namespace": (lambda i, j: abs(i - j) < names.width, lambda n: vars(names).update(width=n)),
-        "a module": (lambda i, j: abs(i - j) < SETTINGS.width, lambda n: vars(SETTINGS).update(width=n)),
-    }[kind]  # fmt: skip
-
-
-KINDS = (
-    "a cell", "a slot", "a list", "a default", "a keyword's default", "an array", "a table", "a global",
-    "a global of a function that it calls", "a method's object", "a method's class",
-    "an object that a function gets", "a property", "an attribute by name", "a subscript",
-    "a namespace", "a module",
-)  # fmt: skip
+        "an array": (lambda i, j: abs(i - j) < array[0], first(array)),
+        "a table": (lambda i, j: table[i] == table[j], lambda n: np.copyto(table, np.arange(T) // n)),
+        "a global": (by_global, set_global),
+        "a global of a function that it calls": (functools.partial(_by_another), set_global),
+        "a method's object": (holder.rule, of(holder)),
+        "a method's class": (holder.rule, of(Holder)),
+        "an object that a function gets": (holder.by_helper, of(holder)),
+        "a property": (holder.by_property, of(holder)),
+        "an attribute by name": (lambda i, j: abs(i - j) < getattr(holder, "width"), of(holder)),  # noqa: B009 - that is the test
+        "a subscript": (lambda i, j: abs(i - j) < holder[0], of(holder)),
+        "a namespace": (lambda i, j: abs(i - j) < names.width, of(names)),
+        "a module": (lambda i, j: abs(i - j) < SETTINGS.width, of(SETTINGS)),
+    }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -138,9 +119,9 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     vars(SETTINGS).update(width=3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", _changing())
 def test_plans_are_of_what_predicates_read_now(kind: str) -> None:
-    predicate, change = _changing(kind)
+    predicate, change = _changing()[kind]
     mask, pairs = Mask(predicate=predicate), []
     for width in (3, 5, 3):
         change(width)
@@ -159,33 +140,30 @@ def test_functions_that_read_the_same_share_a_plan() -> None:
 
     plans = [make_plan(band(n), seq_len=T, cp_size=2) for n in (3, 3, 4)]
     assert plans[0] is plans[1] is not plans[2]
-    objects = [make_plan(Mask(predicate=Frozen(3)), seq_len=T, cp_size=2) for _ in range(2)]
+    frozen = [Mask(predicate=Lattice(7, 3, 16, 5)) for _ in range(2)]
+    objects = [make_plan(mask, seq_len=T, cp_size=2) for mask in frozen]
     assert objects[0] is objects[1]
-    assert band(3) == band(3) != band(4) != Mask(predicate=Frozen(4))
+    assert band(3) == band(3) != band(4) != frozen[0]
 
 
 def test_a_plan_is_used_for_what_it_was_made_for() -> None:
     """An expression stays; a function is not evaluated again once it reads something else."""
-    (plain, widen), (table, change) = _changing("a cell"), _changing("a table")
-
-    def plan_of(predicate: Any) -> Plan:
-        return make_plan(Mask(predicate=predicate), seq_len=T - 2, cp_size=2)
-
-    traced, looked_up = plan_of(plain), plan_of(table)
+    changing = (_changing()[kind] for kind in ("a cell", "a table"))
+    masks, changes = zip(
+        *((Mask(predicate=rule), change) for rule, change in changing), strict=True
+    )
+    traced, looked_up = (make_plan(mask, seq_len=T - 2, cp_size=2) for mask in masks)
     before = traced.rule.expression
-    widen(7)
-    change(7)
-    assert traced.rule.expression == before != plan_of(plain).rule.expression
+    for change in changes:
+        change(7)
+    again = make_plan(masks[0], seq_len=T - 2, cp_size=2)
+    assert traced.rule.expression == before != again.rule.expression
     assert looked_up.blocks is not None
     with pytest.raises(UnsupportedError, match="has changed since the call was planned"):
         _ = looked_up.blocks.tiles
 
 
-def _endless() -> Any:
-    yield from iter(int, 1)
-
-
-_GENERATOR = _endless()
+_GENERATOR = (n for n in range(1))
 OPAQUE: dict[str, tuple[Any, str]] = {
     "a generator": (lambda i, j: i - j < next(_GENERATOR), "a builtins.generator as '_GENERATOR'"),
     "random numbers": (lambda i, j: i * random.random() < j, "as 'random.random'"),
@@ -244,20 +222,15 @@ def test_tiles_say_what_the_predicate_says(name: str, layout: Any) -> None:
 @pytest.mark.parametrize("counts", [1, 2])
 def test_hashes_of_plans_see_each_pair(counts: int) -> None:
     """Predicates that show equally many pairs of each tile are told apart."""
-    one, other = (
-        make_plan(Mask(predicate=Lattice(n)), seq_len=16 * counts, cp_size=counts) for n in (1, 3)
-    )
+
+    def plan_without(n: int) -> Plan:
+        mask = Mask(predicate=lambda i, j: (i - j) % 4 != n)
+        return make_plan(mask, seq_len=16 * counts, cp_size=counts)
+
+    one, other = plan_without(1), plan_without(3)
     assert one.blocks is not None and other.blocks is not None
     assert (one.blocks.pairs == other.blocks.pairs).all()
     assert one.digest != other.digest
-
-
-@dataclass(frozen=True)
-class Lattice:
-    without: int
-
-    def __call__(self, i: Any, j: Any) -> Any:
-        return (i - j) % 4 != self.without
 
 
 def test_kernels_evaluate_no_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,3 +247,62 @@ def test_dropout_that_drops_all_is_refused(p: float) -> None:
     with pytest.raises(ValueError, match=r"dropout_p=0\.9+.* the largest is 1 - 2\*\*-32"):
         check_dropout(p, 1)
     check_dropout(1 - 2**-32, 1)
+
+
+def expression_of(mask: Mask, q: tuple[int, int], k: tuple[int, int]) -> Expression | None:
+    return rule_of(mask, q, k).short
+
+
+Q, K = (-7, 900), (0, 1000)
+TABLE = np.arange(4096) % 3 == 0
+
+RULES: dict[str, Any] = {
+    "diagonals": diagonals,
+    "prefix": prefix,
+    "lattice": Lattice(7, 3, 16, 5),
+    "stripes": lambda i, j: (i >= j) & ((i - j < 512) | (j % 512 < 64)),
+    "reversed": lambda i, j: (3 - i < j) | (j < 5) ^ (2 * i == -j),
+    "odd": lambda i, j: ((i - 2 * j) // 7 - (j - i) % 12 != 3) & ~(abs(i - j) <= 4),
+    "known": lambda i, j: (i >= j) & True | False,
+    "numpy": lambda i, j: (i % np.int64(5) == j % np.int32(3)) ^ np.True_,
+}
+
+
+def again(i: Any, j: Any) -> Any:
+    """Rule whose subexpressions stay shared: written out it has 2^60 operators."""
+    return functools.reduce(lambda far, n: abs(far - n), range(60), i - j) < 5
+
+
+NONE: dict[str, Any] = {
+    "an if": lambda i, j: 0 <= i - j < 30 if np.ndim(i) == 0 else (i >= j) & (i - j < 30),
+    "another thing of arrays": lambda i, j: i >= j if isinstance(i, np.ndarray) else i > j,
+    "the same again and again": again,
+    "table": lambda i, j: TABLE[i] & TABLE[j],
+    "where": lambda i, j: np.where(i > j, i % 2 == 0, j % 2 == 0),
+    "a sum of truths": lambda i, j: (i > j) + (j > 3),
+    "a divisor that varies": lambda i, j: i % (j + 1) == 0,
+    "large": lambda i, j: i * j * 10_000 > 5,
+    "bits": crossed,
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_says_what_the_mask_says(name: str) -> None:
+    for mask in (
+        Mask(predicate=RULES[name]),
+        Mask(causal=True, window=(90, None), chunk_size=48, predicate=RULES[name]),
+    ):
+        expression = expression_of(mask, Q, K)
+        assert expression is not None
+        q, k = np.arange(*Q), np.arange(*K)
+        assert np.array_equal(evaluated(expression, q[:, None], k), mask.dense(q, k))
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_has_none(name: str) -> None:
+    assert expression_of(Mask(predicate=NONE[name]), Q, K) is None
+
+
+@pytest.mark.parametrize("span", [(0, 2**31 + 1), (4, 4)])
+def test_spans_that_do_not_fit_have_none(span: tuple[int, int]) -> None:
+    assert expression_of(Mask(causal=True), span, K) is None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, strategies as st
+from plans import chunk_layouts
 
-from ring_core import ChunkLayout, Layout, LayoutSpec
+from ring_core import LAYOUTS, Layout
 from ring_core.recurrence import DocumentRuns, runs_of_documents
 
 PRIME = 10_007  # maps of integers modulo a prime are exact
@@ -18,11 +19,8 @@ PRIME = 10_007  # maps of integers modulo a prime are exact
 def sequences(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...] | None]:
     """Draw a layout, with padding or without, and documents, empty ones and single tokens too."""
     size = draw(st.integers(1, 5))
-    chunks = draw(st.integers(1, 4))
-    order = draw(st.permutations(range(size * chunks)))
-    shares = [tuple(sorted(order[n::size])) for n in range(size)]
-    names: list[LayoutSpec] = ["contiguous", "zigzag", "striped", ChunkLayout(tuple(shares))]
-    layout = Layout.padded(draw(st.sampled_from(names)), draw(st.integers(1, 60)), size)
+    layout: Any = draw(st.sampled_from(LAYOUTS) | chunk_layouts(size))
+    layout = Layout.padded(layout, draw(st.integers(1, 60)), size)
     inner = draw(st.lists(st.integers(0, layout.seq_len), max_size=8))
     offsets = (0, *sorted(inner), layout.seq_len)
     return layout, draw(st.sampled_from([None, offsets]))
@@ -138,9 +136,3 @@ def test_a_zigzag_rank_sends_two_maps_however_long_the_sequence() -> None:
         runs = runs_of_documents(Layout("zigzag", seq_len, 4))
         assert len(runs.rank) == 7  # the last rank's two chunks lie side by side
         assert runs.slots(runs.continues)[1] == 2
-
-
-@pytest.mark.parametrize("offsets", [(0, 4), (0, 9), (1, 8), (0, 5, 3, 8)])
-def test_documents_must_end_with_the_sequence(offsets: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        runs_of_documents(Layout("contiguous", 8, 2), offsets)

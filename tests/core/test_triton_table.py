@@ -1,11 +1,13 @@
-"""The table of Triton block sizes: valid files, and the row that a call gets."""
+"""Launchers of Triton compute block sizes, from files, and parts of tiles on the host."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from ring_core import KernelConfig
@@ -44,57 +46,70 @@ def test_the_first_row_that_fits_counts() -> None:
 def test_another_file_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mine.json"
     path.write_text(table.to_text(replace(row, q=32, warps=2) for row in OURS))
-    usual = choose_blocks(KernelConfig(), "fwd", 128, 2, per_score_inputs=False)
+
+    def chosen(**asked: Any) -> Blocks:
+        own = asked.pop("table", None)
+        config = KernelConfig(**asked)
+        return choose_blocks(config, "fwd", 128, 2, per_score_inputs=False, table=own)
+
+    usual = chosen()
     monkeypatch.setenv(table.BLOCKS_VARIABLE, str(path))
-    blocks = choose_blocks(KernelConfig(), "fwd", 128, 2, per_score_inputs=False)
-    assert blocks == replace(usual, q=32, warps=2)
-    asked = KernelConfig(block_q=64, block_k=16)
-    assert choose_blocks(asked, "fwd", 128, 2, per_score_inputs=False) == replace(
-        blocks, q=64, k=16
-    )
-    monkeypatch.setenv(table.BLOCKS_VARIABLE, "")
-    assert choose_blocks(KernelConfig(), "fwd", 128, 2, per_score_inputs=False) == usual
-
-
-def test_a_table_of_the_call_comes_first() -> None:
+    assert chosen() == replace(usual, q=32, warps=2)
+    assert chosen(block_q=64, block_k=16) == replace(usual, q=64, k=16, warps=2)
     row = Row("fwd", 2, 256, per_score_inputs=False, q=16, k=16, warps=1, stages=1)
-    assert choose_blocks(
-        KernelConfig(), "fwd", 8, 2, per_score_inputs=False, table=(row,)
-    ) == Blocks(16, 16, 1, 1)
+    assert chosen(table=(row,)) == Blocks(16, 16, 1, 1)  # a table of the call comes first
+    monkeypatch.setenv(table.BLOCKS_VARIABLE, "")
+    assert chosen() == usual
 
 
-GOOD = asdict(OURS[0])
-BAD: dict[str, tuple[str, str]] = {
-    "no-json": ("{", "no table of blocks"),
-    "no-list": ("3", "no table of blocks"),
-    "short": (json.dumps([{"kernel": "fwd"}]), "a row has kernel, itemsize"),
-    "more": (json.dumps([{**GOOD, "best": 1}]), "a row has kernel, itemsize"),
-    "kernel": (json.dumps([{**GOOD, "kernel": "fwd_hopper"}]), "kernels are fwd"),
-    "size": (json.dumps([{**GOOD, "q": 96}]), "powers of two from 16 to 256"),
-    "small": (json.dumps([{**GOOD, "k": 8}]), "powers of two from 16 to 256"),
-    "text": (json.dumps([{**GOOD, "k": "64"}]), "powers of two"),
-    "warps": (json.dumps([{**GOOD, "warps": 3}]), "warps"),
-    "stages": (json.dumps([{**GOOD, "stages": 0}]), "stages 1 to 8"),
-    "itemsize": (json.dumps([{**GOOD, "itemsize": 8}]), "itemsize 2 or 4"),
-    "head-dim": (json.dumps([{**GOOD, "head_dim": 0}]), "head_dim >= 1"),
-    "true": (json.dumps([{**GOOD, "stages": True}]), "stages 1 to 8"),
-    "per-score-inputs": (json.dumps([{**GOOD, "per_score_inputs": 1}]), "got"),
-    "few": (json.dumps([GOOD]), "has no row for fwd of 2 bytes"),
-    "empty": ("[]", "has no row for fwd of 2 bytes"),
-}
+#: Rows, or a change of a good one, and what the error says of their file.
+BAD: tuple[tuple[Any, str], ...] = (
+    (3, "no table of blocks"), ([{"kernel": "fwd"}], "a row has kernel, itemsize"), ({"best": 1}, "a row has kernel, itemsize"),
+    ({"kernel": "fwd_hopper"}, "kernels are fwd"), ({"q": 96}, "powers of two from 16 to 256"),
+    ({"k": 8}, "powers of two from 16 to 256"), ({"k": "64"}, "powers of two"), ({"warps": 3}, "warps"),
+    ({"stages": 0}, "stages 1 to 8"), ({"itemsize": 8}, "itemsize 2 or 4"), ({"head_dim": 0}, "head_dim >= 1"),
+    ({"stages": True}, "stages 1 to 8"), ({"per_score_inputs": 1}, "got"), ({}, "has no row for fwd of 2 bytes"),
+    ([], "has no row for fwd of 2 bytes"),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_file_that_is_no_table(name: str, tmp_path: Path) -> None:
-    text, message = BAD[name]
-    path = tmp_path / f"{name}.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message) as error:
-        table.read_table(str(path))
-    assert str(path) in str(error.value)
+def test_a_file_that_is_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mine.json"
+    monkeypatch.setenv(table.BLOCKS_VARIABLE, str(path))
+    with pytest.raises(ValueError, match=r"mine.json is no table.*python -m ring_jax_gpu tune"):
+        table.default_table()  # there is none
+    good = asdict(OURS[0])
+    texts = [("{", "no table of blocks")]
+    texts += [(json.dumps([good | x] if isinstance(x, dict) else x), message) for x, message in BAD]
+    for text, message in texts:
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message) as error:
+            table.read_table(str(path))
+        assert str(path) in str(error.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(table.BLOCKS_VARIABLE, str(tmp_path / "none.json"))
-    with pytest.raises(ValueError, match=r"none.json is no table.*python -m ring_jax_gpu tune"):
-        table.default_table()
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [
+        (range(16), True),
+        (range(20), True),
+        ([*range(40, 48), *range(8)], True),
+        (range(4, 20), False),
+        (range(0, 32, 2), False),
+        ([*range(8), *range(8, 10), 12], False),
+        ([*range(12), *range(16, 28)], False),
+    ],
+)
+def test_positions_that_come_in_eights(positions: list[int], expected: bool) -> None:
+    assert table.positions_aligned8(np.array(positions)) is expected
+
+
+def test_parts_of_tiles() -> None:
+    """Blocks of a tile are classified: the upper left one is full, the one below has one cell."""
+    tile = np.zeros((128, 128), dtype=bool)
+    tile[:64, :64] = tile[127, 0] = True
+    packed = np.packbits(tile, axis=1, bitorder="little")[None]
+    any_visible, all_visible = table.parts_of_tiles(packed, 64, 64)
+    rest = [[[False] * 2] * 2, [[True] * 2] * 2]  # an empty tile and a full one
+    assert any_visible.tolist() == [[[True, False], [True, False]], *rest]
+    assert all_visible.tolist() == [[[True, False], [False] * 2], *rest]

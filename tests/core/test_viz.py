@@ -11,26 +11,12 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pytest
+from cases import diagonals
 from matplotlib.image import imread
+from plans import all_items, place, shown
 
-from ring_core import (
-    LayoutSpec,
-    Mask,
-    Plan,
-    RingProgram,
-    WorkItem,
-    balanced_layout,
-    make_plan,
-    ring_program,
-    viz,
-)
-from ring_core.base.arguments import EMPTY, FULL, TILE
+from ring_core import LayoutSpec, Mask, RingProgram, balanced_layout, make_plan, ring_program, viz
 from ring_core.base.config import RingStrategy
-
-
-def every_third(q_pos: Any, k_pos: Any) -> Any:
-    return (q_pos - k_pos) % 3 == 0
-
 
 PACKED = Mask(causal=True, cu_seqlens=(0, 5, 29, 48))
 
@@ -56,7 +42,7 @@ PROGRAMS = [
     ring(PACKED, 48, 4, strategy="balanced"),
     ring(PACKED, 48, 4, layout=balanced_layout(PACKED, seq_len=48, cp_size=4)),
     ring(Mask(chunk_size=10), 48, 4, layout="striped"),
-    ring(Mask(True, predicate=every_third), 600, 2, strategy="balanced"),
+    ring(Mask(True, predicate=diagonals), 600, 2, strategy="balanced"),
 ]
 NAMES = [
     f"{x.plan.q_layout.name}-{x.strategy}-{x.plan.cp_size}-{x.plan.mask.describe()}"
@@ -64,48 +50,16 @@ NAMES = [
 ]
 
 
+@pytest.mark.parametrize("program", PROGRAMS, ids=NAMES)
 def test_the_picture_is_what_the_ranks_compute(program: RingProgram) -> None:
-    q, k = np.arange(program.plan.seq_len), np.arange(program.plan.kv_seq_len)
-    np.testing.assert_array_equal(viz.computing_ranks(program, q, k), computed_by_items(program))
+    plan = program.plan
+    ranks = np.full((plan.seq_len, plan.kv_seq_len), viz.NOBODY)
+    for rank, _, item in all_items(program):
+        where = place(plan, item)
+        ranks[where] = np.where(shown(plan, item), rank, ranks[where])
+    q, k = np.arange(plan.seq_len), np.arange(plan.kv_seq_len)
+    np.testing.assert_array_equal(viz.computing_ranks(program, q, k), ranks)
     assert "!" not in viz.describe(program), "no cell is in doubt"
-
-
-@pytest.fixture(params=PROGRAMS, ids=NAMES)
-def program(request: pytest.FixtureRequest) -> RingProgram:
-    chosen: RingProgram = request.param
-    return chosen
-
-
-def computed_by_items(program: RingProgram) -> np.ndarray[Any, Any]:
-    """Return the rank that computes each pair, ``[T_q, T_kv]``, from all ranks' items."""
-    ranks = np.full((program.plan.seq_len, program.plan.kv_seq_len), viz.NOBODY)
-    for rank in range(program.plan.cp_size):
-        for step in range(program.num_steps):
-            for item in program.items(rank, step):
-                q = program.plan.positions(item.q_rank)[item.q_slice]
-                k = program.plan.k_positions(item.kv_rank)[item.k_slice]
-                shown = shown_by_item(program.plan, item)
-                where = np.ix_(q, k)
-                assert not (shown & (ranks[where] != viz.NOBODY)).any()
-                ranks[where] = np.where(shown, rank, ranks[where])
-    return ranks
-
-
-def shown_by_item(plan: Plan, item: WorkItem) -> np.ndarray[Any, Any]:
-    rows, columns = item.q_stop - item.q_start, item.k_stop - item.k_start
-    i, j = np.arange(rows)[:, None], np.arange(columns)[None, :]
-    shown = np.ones((rows, columns), dtype=bool)
-    shown &= True if item.lo is None else i - j >= item.lo
-    shown &= True if item.hi is None else i - j <= item.hi
-    if item.cu_q is not None and item.cu_k is not None:
-        q_document = np.searchsorted(item.cu_q, i, side="right")
-        shown &= q_document == np.searchsorted(item.cu_k, j, side="right")
-    if item.tiles is not None:
-        kinds = item.tiles.repeat(TILE, axis=0).repeat(TILE, axis=1)[:rows, :columns]
-        q = plan.q_positions(item.q_rank)[item.q_slice]
-        visible = plan.mask.dense(q, plan.k_positions(item.kv_rank)[item.k_slice])
-        shown &= (kinds == FULL) | ((kinds != EMPTY) & visible)
-    return shown
 
 
 BALANCED = """\
@@ -140,22 +94,18 @@ offloaded steps    1: queries travel to idle ranks, results travel back"""
 def test_describe_says_it_all() -> None:
     program = ring(Mask(causal=True), 8, 2, strategy="balanced")
     assert viz.describe(program, width=16) == BALANCED
+    lines = viz.describe(ring(Mask(causal=True), 65536, 64), pictures=False).splitlines()
+    assert len(lines) <= 8 and max(map(len, lines)) <= 80
 
 
 def test_work_shows_idle_ranks_shares_and_dropped_steps() -> None:
-    # Four keys a rank, a window of one: each rank needs one key of the rank before it.
-    program = ring(Mask(window=(1, 0)), 16, 4)
-    lines = viz.describe(program).splitlines()
-    row = lines.index("step      0   1  total")
-    # 7 pairs of its own each, 1 of the neighbour's: the mean of 8 cells is 31 / 8.
-    assert lines[row + 1 : row + 5] == [
-        "rank  0 181   -     90",
-        "rank  1 181  26    103",
-        "rank  2 181  26    103",
-        "rank  3 181  26    103",
-    ]
-    assert "steps with work    2 of 4; others are skipped" in lines
-    assert "K/V messages       1 per rank in the forward" in lines
+    # Four keys a rank, a window of one: each rank needs one key of the rank before it. 7 pairs of
+    # its own each, 1 of the neighbour's: the mean of 8 cells is 31 / 8.
+    text = viz.describe(ring(Mask(window=(1, 0)), 16, 4))
+    rows = ["rank  0 181   -     90", *(f"rank  {n} 181  26    103" for n in (1, 2, 3))]
+    assert "\n".join(["step      0   1  total", *rows]) in text
+    assert "\nsteps with work    2 of 4; others are skipped\n" in text
+    assert "\nK/V messages       1 per rank in the forward" in text
 
 
 def test_a_thin_band_is_not_lost() -> None:
@@ -192,38 +142,30 @@ def test_color_changes_nothing_but_color() -> None:
     assert "\x1b" not in viz.describe(program)
 
 
-def wrong_programs() -> dict[str, RingProgram]:
-    right = ring(Mask(causal=True), 64, 4)
-    other = ring(Mask(causal=True, window=(9, 0)), 64, 4)
-    zigzag = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag")
-    return {
-        "a step dropped": changed(right, right.steps[:-1], right.work()[:-1]),
-        "a step twice": changed(right, (*right.steps, right.steps[1])),
-        "window off by one": replanned(other, mask=Mask(causal=True, window=(10, 0))),
-        "bands of another layout": replanned(right, geometry=zigzag.geometry),
-        "no help where it is due": changed(
-            ring(Mask(causal=True), 64, 4, strategy="balanced"), right.steps[:3]
-        ),
-    }
-
-
 def changed(program: RingProgram, *live: Any, **changes: Any) -> RingProgram:
-    """Return a program with other live steps, other work in them, or other fields."""
-    wrong = replace(program, _items={}, **changes)
+    """Return a program with other live steps, other work in them, or changes in its plan."""
+    wrong = replace(program, _items={}, plan=replace(program.plan, **changes))
     vars(wrong)["_live"] = *live, *(program.steps, program.work())[len(live) :]
     return wrong
 
 
-def replanned(program: RingProgram, **changes: Any) -> RingProgram:
-    return changed(program, plan=replace(program.plan, **changes))
+RIGHT, HELPED = PROGRAMS[1], PROGRAMS[4]
+ZIGZAG, WIDER = PROGRAMS[2].plan.geometry, Mask(causal=True, window=(10, 0))
+WRONG = {
+    "a step dropped": changed(RIGHT, RIGHT.steps[:-1], RIGHT.work()[:-1]),
+    "a step twice": changed(RIGHT, (*RIGHT.steps, RIGHT.steps[1])),
+    "window off by one": changed(ring(Mask(causal=True, window=(9, 0)), 64, 4), mask=WIDER),
+    "bands of another layout": changed(RIGHT, geometry=ZIGZAG),
+    "no help where it is due": changed(HELPED, RIGHT.steps[:3]),
+}
 
 
-@pytest.mark.parametrize("fault", wrong_programs())
+@pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_plan_looks_wrong(fault: str, tmp_path: Path) -> None:
-    text = viz.describe(wrong_programs()[fault])
+    text = viz.describe(WRONG[fault])
     assert "! marks cells where the plan and the mask disagree" in text
     assert any("!" in row for row in mask_rows(text))
-    assert "black: plan and mask disagree" in plotted_text(wrong_programs()[fault], tmp_path)
+    assert "black: plan and mask disagree" in plotted_text(WRONG[fault], tmp_path)
 
 
 def mask_rows(text: str) -> list[str]:
@@ -234,10 +176,8 @@ def mask_rows(text: str) -> list[str]:
 
 def test_plot_says_what_the_plan_says(tmp_path: Path) -> None:
     text = plotted_text(ring(Mask(causal=True), 4096, 4), tmp_path)
-    assert "contiguous, 4 ranks, 4,096 tokens, causal" in text
-    message = "imbalance 1.750, by step 1.750, 4 of 4 steps with work, 3 K/V messages per rank"
-    assert message in text
-    assert "hatched: idle" in text
+    assert "contiguous, 4 ranks, 4,096 tokens, causal" in text and "hatched: idle" in text
+    assert "imbalance 1.750, by step 1.750, 4 of 4 steps with work, 3 K/V messages per rank" in text
     assert "disagree" not in text and "<dc:date>" not in text
     zigzag = ring(Mask(causal=True), 4096, 4, layout="zigzag")
     assert "hatched: idle" not in plotted_text(zigzag, tmp_path)
@@ -256,7 +196,13 @@ def plotted_text(program: RingProgram, folder: Path) -> str:
 def test_plot_needs_no_pyplot_and_leaves_settings_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without matplotlib it says how to install it from a clone, as no index has the packages."""
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     before = mpl.rcParams["font.size"], mpl.rcParams["svg.hashsalt"]
     viz.plot(PROGRAMS[1], tmp_path / "plan.pdf")
     assert (mpl.rcParams["font.size"], mpl.rcParams["svg.hashsalt"]) == before
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    advice = r"pip install matplotlib.*'packages/ring-core\[viz\]'"
+    with pytest.raises(ImportError, match=advice):
+        viz.plot(PROGRAMS[1], tmp_path / "plan.pdf")
+    assert (Path(__file__).parents[2] / "packages/ring-core/pyproject.toml").exists()

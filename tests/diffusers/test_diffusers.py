@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 from diffusers import ContextParallelConfig, ParallelConfig
+from on_ranks import on_ranks
 
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, replace_sdpa
@@ -42,11 +43,11 @@ def test_a_model_is_that_of_one_process(
         assert gradients < 1e-5
 
 
-def _both(_: int) -> None:
-    """Turn on diffusers' own context parallelism before, and after."""
+@on_ranks
+def test_diffusers_own_context_parallelism_is_refused() -> None:
+    """Turn it on before, and after."""
     example = importlib.import_module("diffusers_models")
-    cp, batch = ContextParallel(), example.batch_of("wan")
-    before, after = example.wan(), example.wan()
+    cp, before, after = ContextParallel(), example.wan(), example.wan()
     config = ParallelConfig(context_parallel_config=ContextParallelConfig(ring_degree=2))
     before._parallel_config = config  # as enable_parallelism does, which needs GPUs
     with pytest.raises(UnsupportedError, match="diffusers' own context parallelism"):
@@ -54,8 +55,4 @@ def _both(_: int) -> None:
     replace_sdpa(after, cp, whole_keys=("blocks.*.attn2",))
     after._parallel_config = config
     with pytest.raises(UnsupportedError, match="diffusers' own context parallelism"):
-        after(**batch)
-
-
-def test_diffusers_own_context_parallelism_is_refused(pool: LocalRanks) -> None:
-    pool.run(_both)
+        after(**example.batch_of("wan"))

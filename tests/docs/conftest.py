@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ONLY = {
-    "test_docstrings.py": "core", "test_pages.py": "core", "test_performance.py": "torch",
-    "test_versions.py": "core", "test_gallery.py": "core",
-}  # fmt: skip
+ONLY = {"test_pages.py": "core", "test_performance.py": "torch"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

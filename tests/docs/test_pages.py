@@ -1,59 +1,60 @@
-"""Pages are consistent: front matter, commands, and the names on API pages exist."""
+"""Pages are consistent: commands, links, API pages, versions, masks and examples in docstrings."""
 
 from __future__ import annotations
 
 import ast
+import doctest
+import importlib
 import re
+import tomllib
+from datetime import date
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from pages import Page
+from packaging.requirements import Requirement
+from pages import ROOT, Page, columns_of
 
-ROOT = Path(__file__).parents[2]
+from ring_core import Mask
+
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 INITS = sorted(ROOT.glob("packages/*/src/*/__init__.py"))
 READMES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "benchmarks" / "NOTES.md",
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/NOTES.md")),
     *sorted(ROOT.glob("packages/*/README.md")),
 ]
-RUNS = ("core", "torch", "jax", "none")
 
-#: Python blocks that no test runs, by the reason that marks them.
-MARKED: dict[str, dict[str, int]] = {
-    "coming-from-ring-flash-attn.md": {"needs-ring-flash-attn": 1},
-    "coming-from-transformer-engine.md": {"needs-transformer-engine": 1},
-    "coming-from-maxtext.md": {"needs-maxtext": 1},
-    "jax-trainers.md": {"needs-maxtext": 1, "needs-tunix": 1},
-    "transformers.md": {"needs-gpus": 1},
-}
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
-def test_page_says_what_runs_it(path: Path) -> None:
-    page = Page.read(path)
-    runs = page.settings.get("runs", "none")
-    assert runs in RUNS
-    assert bool(page.program) == (runs != "none"), "front matter: runs: core, torch, jax or none"
-    assert runs == "torch" or "ranks" not in page.settings
+#: Python blocks that no test runs: page, and the reason that marks them.
+MARKED = [
+    ("coming-from-maxtext.md", "needs-maxtext"),
+    ("coming-from-ring-flash-attn.md", "needs-ring-flash-attn"),
+    ("coming-from-transformer-engine.md", "needs-transformer-engine"),
+    ("jax-trainers.md", "needs-maxtext"), ("jax-trainers.md", "needs-tunix"),
+    ("transformers.md", "needs-gpus"),
+]  # fmt: skip
 
 
 def test_blocks_that_no_test_runs() -> None:
-    blocks: dict[str, dict[str, int]] = {}
-    for path in PAGES:
-        for block in Page.read(path).marked:
-            compile(block.code, str(path), "exec")
-            reasons = blocks.setdefault(str(path.relative_to(DOCS)), {})
-            reasons[block.mark] = reasons.get(block.mark, 0) + 1
-    assert blocks == MARKED
+    blocks = [(path, block) for path in PAGES for block in Page.read(path).marked]
+    for path, block in blocks:
+        compile(block.code, str(path), "exec")
+    assert sorted((str(path.relative_to(DOCS)), block.mark) for path, block in blocks) == MARKED
 
 
 @pytest.mark.parametrize("path", [*PAGES, *READMES], ids=lambda path: str(path.relative_to(ROOT)))
-def test_commands_name_what_there_is(path: Path) -> None:
-    noxfile = (ROOT / "noxfile.py").read_text()
-    for line in Page.read(path).commands:
+def test_page_says_what_runs_it_and_names_what_there_is(path: Path) -> None:
+    page, noxfile = Page.read(path), (ROOT / "noxfile.py").read_text()
+    runs = page.settings.get("runs", "none")
+    assert runs in ("core", "torch", "jax", "none")
+    assert runs == "torch" or "ranks" not in page.settings
+    if path in PAGES:
+        assert bool(page.program) == (runs != "none"), (
+            "front matter: runs: core, torch, jax or none"
+        )
+    for line in page.commands:
         for named in re.findall(r"\b(?:packages|examples|benchmarks)/[\w/.-]+", line):
             assert (ROOT / named).exists(), line
         for module in re.findall(r"\bpython -m (benchmarks[\w.]+)", line):
@@ -69,13 +70,24 @@ def test_links_lead_somewhere(path: Path) -> None:
     for file, anchor in links:
         target = path.parent / file
         assert target.exists(), file
-        assert not anchor or anchor in anchors(target), f"{file}#{anchor}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-") for x in headings]
+            assert anchor in anchors, f"{file}#{anchor}"
 
 
-def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+def public(init: Path) -> set[str]:
+    """Return the public names of a module: those it defines or imports with ``as``."""
+    names: set[str | None] = set()
+    for node in ast.parse(init.read_text()).body:
+        match node:
+            case ast.ImportFrom(names=aliases) | ast.Import(names=aliases):
+                names |= {alias.asname for alias in aliases}
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                names.add(name)
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+    return {name for name in names if name and not name.startswith("_")}
 
 
 @pytest.mark.parametrize("init", INITS, ids=lambda init: init.parent.name)
@@ -84,8 +96,7 @@ def test_api_page_names_all_that_is_public(init: Path) -> None:
     page = (DOCS / "api" / f"{module.replace('_', '-')}.md").read_text()
     documented = set(re.findall(rf"^\.\. auto\w+:: {module}\.(\w+)$", page, re.MULTILINE))
     elsewhere = rf"\{{py:\w+\}}`(?!{module}\.)ring_\w+\.(\w+)`"  # on the page of another package
-    named = set(re.findall(elsewhere, page))
-    assert public(init) <= documented | named
+    assert public(init) <= documented | set(re.findall(elsewhere, page))
     for extra in documented - public(init):
         assert (init.parent / f"{extra}.py").exists() or (init.parent / extra).is_dir(), extra
 
@@ -95,31 +106,110 @@ def test_members_that_are_listed_are_all_there_are(path: Path) -> None:
     """API pages list every public function and class that a documented module defines."""
     listed = re.findall(r"automodule:: ([\w.]+)\n   :members: (.+)", path.read_text())
     for module, members in listed:
+        name = module.replace(".", "/")
         (file,) = (
-            folder
-            for name in (
-                f"{module.replace('.', '/')}.py",
-                f"{module.replace('.', '/')}/__init__.py",
-            )
-            for folder in ROOT.glob(f"packages/*/src/{name}")
+            x for end in (".py", "/__init__.py") for x in ROOT.glob(f"packages/*/src/{name}{end}")
         )
-        defined = {
-            node.name
-            for node in ast.parse(file.read_text()).body
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
-        }
-        assert defined <= set(members.split(", ")), module
+        nodes = ast.parse(file.read_text()).body
+        defined = {x.name for x in nodes if isinstance(x, ast.ClassDef | ast.FunctionDef)}
+        assert {x for x in defined if x[0] != "_"} <= set(members.split(", ")), module
 
 
-def public(init: Path) -> set[str]:
-    """Return the public names of a module: those it defines or imports with ``as``."""
-    names: set[str] = set()
-    for node in ast.parse(init.read_text()).body:
-        if isinstance(node, ast.ImportFrom | ast.Import):
-            names |= {alias.asname for alias in node.names if alias.asname}
-        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return {name for name in names if not name.startswith("_")}
+def test_examples_in_docstrings_show_what_they_return() -> None:
+    (source,), report = ROOT.glob("packages/*/src/ring_core"), list[str]()
+    runner, finder = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS), doctest.DocTestFinder()
+    for path in source.rglob("*.py"):
+        if ">>> " in path.read_text():
+            name = ".".join(path.relative_to(source.parent).with_suffix("").parts)
+            module = importlib.import_module(name.removesuffix(".__init__"))
+            for test in finder.find(module):
+                runner.run(test, out=report.append)
+    assert runner.summarize().attempted > 0
+    assert not report, "\n".join(report)
+
+
+#: The masks that the gallery's pictures show: expressions below their ``:alt:``.
+GALLERY: list[Mask] = [
+    eval(block.code.partition("\n")[2], {"Mask": Mask})
+    for block in Page.read(DOCS / "masks-and-options.md").blocks
+    if block.language == "{picture}"
+]
+
+
+def test_all_masks_of_the_gallery_differ_and_no_query_is_blind() -> None:
+    """They are of the kinds that the table of cases has, in every layout."""
+    seen = [mask.dense(np.arange(32), np.arange(32)) for mask in GALLERY]
+    assert len({dense.tobytes() for dense in seen}) == len(seen) > 10
+    assert all(dense.any(axis=1).all() for dense in seen)
+
+
+PROJECTS: list[dict[str, Any]] = [
+    tomllib.loads(path.read_text())["project"]
+    for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
+]
+_TABLE = re.findall(r"^\| what .*(?:\n\|.*)*", (DOCS / "reliability.md").read_text(), re.MULTILINE)
+COLUMNS = columns_of(_TABLE[0])
+#: Rows of the table of versions, and the package of each.
+VERSIONS = [dict(zip(COLUMNS, row, strict=True)) for row in zip(*COLUMNS.values(), strict=True)]
+PACKAGE = {row["what"]: row["what"].partition(" ")[0] for row in VERSIONS}
+
+
+def pins(path: Path) -> dict[str, list[str]]:
+    """Return each package's versions in a constraints file; Python 3.13 may have another one."""
+    versions: dict[str, list[str]] = {}
+    for name, version in re.findall(r"^(\S+)==(\S+)", path.read_text(), re.MULTILINE):
+        versions.setdefault(name, []).append(version)
+    return versions
+
+
+PINNED = pins(ROOT / "constraints.txt")
+LOWEST = {path.stem: pins(path) for path in sorted(ROOT.glob("constraints-lowest-*.txt"))}
+
+
+def minor(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def test_the_oldest_versions_are_those_that_the_packages_ask_for() -> None:
+    asked: dict[str, set[str]] = {}
+    for project in PROJECTS:
+        hf = project.get("optional-dependencies", {}).get("hf", [])
+        for requirement in map(Requirement, (*project["dependencies"], *hf)):
+            if not requirement.name.startswith("ring-"):
+                on = re.search(r"python_version >= \"(3\.\d+)\"", str(requirement.marker or ""))
+                name = requirement.name + (f" on Python {on[1]}" if on else "")
+                bounds = {x.version for x in requirement.specifier if x.operator == ">="}
+                asked[name] = asked.get(name, set()) | bounds
+    shown = {row["what"]: {row["oldest"]} for row in VERSIONS if PACKAGE[row["what"]] != "Python"}
+    assert shown == asked
+    pythons = [row["oldest"] for row in VERSIONS if PACKAGE[row["what"]] == "Python"]
+    for project in PROJECTS:
+        named = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+        assert named == pythons
+        assert project["requires-python"] == f">={pythons[0]}"
+
+
+def test_rows_of_the_table_of_versions() -> None:
+    """Dates are counted as SPEC 0 does; what is tested is pinned, and so is the oldest version."""
+    for row in VERSIONS:
+        what, released = row["what"], date.fromisoformat(row["released"])
+        until = released.replace(year=released.year + (3 if PACKAGE[what] == "Python" else 2))
+        assert row["supported at least until"] == until.isoformat(), what
+        (version,) = PINNED.get(PACKAGE[what], [row["oldest"]])
+        first = row["tested with"].partition(", ")[0]  # others have sessions of their own
+        assert minor(version) == first.split("."), what
+        lowest = [minor(x) for pinned in LOWEST.values() for x in pinned.get(PACKAGE[what], ())]
+        assert PACKAGE[what] == "Python" or minor(row["oldest"]) in lowest, what
+
+
+def test_the_oldest_versions_are_those_that_are_asked_for() -> None:
+    """Pinned oldest versions satisfy the requirements. If not, run `nox -s constraints`."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    asked = [x for project in PROJECTS for x in project["dependencies"]]
+    asked += [x for name in ("test", "test-torch", "test-jax") for x in groups[name]]
+    for text, (side, pinned) in product(asked, LOWEST.items()):
+        requirement = Requirement(text)
+        if "python_version" not in str(requirement.marker or ""):
+            for version in pinned.get(requirement.name, ()):
+                is_triton_of_torch = requirement.name == "triton" and "torch" in side
+                assert version in requirement.specifier or is_triton_of_torch, (side, text)

@@ -11,15 +11,14 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
-from pages import Page, run
+from pages import ROOT, Page, run
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 SLOW = ("bench", "doctor")
@@ -30,12 +29,8 @@ NIGHTLY = (
     "docs/layers-beside-attention-jax.md", "docs/training-loop-jax.md",
 )  # fmt: skip
 
-#: Prefix of the commands that are run here; slow ones have tests of their own.
-COMMANDS = {
-    "core": "python -m ring_core ",
-    "torch": "python -m ring_torch ",
-    "jax": "python -m ring_jax ",
-}
+#: Backends whose commands, ``python -m ring_BACKEND``, run here; slow ones have tests of their own.
+COMMANDS = ("core", "torch", "jax")
 
 
 @dataclass(frozen=True)
@@ -118,9 +113,7 @@ for name, grad in grads.items():
 """
 
 READMES = (
-    Readme(
-        "README.md", "torch", "ring_torch", 2, TORCH_GIVEN + MODEL_GIVEN, TORCH_THEN + MODEL_THEN
-    ),
+    Readme("README.md", "torch", "ring_torch", 2, TORCH_GIVEN + MODEL_GIVEN, TORCH_THEN + MODEL_THEN),
     Readme("README.md", "jax", "ring_jax", 1, LAYER_GIVEN, LAYER_THEN),
     Readme("packages/ring-core/README.md", "core", "ring_core"),
     Readme(
@@ -133,29 +126,20 @@ READMES = (
 )  # fmt: skip
 
 
-def pages() -> list[Page]:
-    """Return the pages of the documentation."""
-    return [Page.read(path) for path in sorted(DOCS.rglob("*.md"))]
-
-
-def commands(backend: str) -> Iterator[str]:
-    """Yield the commands on the pages and READMEs that this backend runs."""
-    paths = [*DOCS.rglob("*.md"), ROOT / "README.md", *ROOT.glob("packages/*/README.md")]
-    for line in dict.fromkeys(line for path in sorted(paths) for line in Page.read(path).commands):
-        if line.startswith(COMMANDS.get(backend, "-")) and line.split()[3] not in SLOW:
-            yield line
-
-
 def snippets(backend: str) -> dict[str, Callable[[Path], None]]:
     """Return what this backend runs, by name: functions that take a working directory."""
     functions: dict[str, Callable[[Path], None]] = {}
-    for page in pages():
+    pages = [Page.read(path) for path in sorted(DOCS.rglob("*.md"))]
+    for page in pages:
         if page.settings.get("runs") == backend:
             functions[str(page.path.relative_to(ROOT))] = partial(run_page, page)
-    for readme in READMES:
-        if readme.backend == backend:
-            functions[readme.path] = partial(run_readme, readme)
-    return functions | {line: partial(run_command, line) for line in commands(backend)}
+    functions |= {x.path: partial(run_readme, x) for x in READMES if x.backend == backend}
+    paths = (ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")))
+    for page in (*pages, *map(Page.read, paths)):
+        for line in page.commands if backend in COMMANDS else ():
+            if line.startswith(f"python -m ring_{backend} ") and line.split()[3] not in SLOW:
+                functions[line] = partial(run_command, line)
+    return functions
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -169,9 +153,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def start(command: list[str], folder: Path) -> str:
     """Run a command as a user would, without this suite's JAX settings; return its output."""
-    paths = [
-        str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(":") if path
-    ]
+    paths = [str(Path(x).resolve()) for x in os.environ.get("PYTHONPATH", "").split(":") if x]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": ":".join(paths), "JAX_NUM_CPU_DEVICES": "8", "NPROC": "32"}
     done = subprocess.run(
@@ -183,14 +165,10 @@ def start(command: list[str], folder: Path) -> str:
 
 
 def run_blocks(path: Path, backend: str, ranks: int, folder: Path) -> None:
-    if backend == "torch":
-        run_on_ranks(path, ranks)
-    else:
+    """Run a page; with torch on ranks, as ``torchrun`` does, but importing torch only once."""
+    if backend != "torch":
         start([sys.executable, str(ROOT / "tests" / "pages.py"), str(path)], folder)
-
-
-def run_on_ranks(path: Path, ranks: int) -> None:
-    """Run a page on ranks as ``torchrun`` does, but with torch imported once for all pages."""
+        return
     from torch._C._distributed_c10d import TCPStore
 
     from ring_torch.local import LocalRanks
@@ -208,19 +186,16 @@ def run_on_rank(rank: int, path: str, ranks: int, port: int) -> None:
     os.environ |= {
         **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already
-    }
+    }  # fmt: skip
     warnings.simplefilter("error")
     run(Page.read(Path(path)))
 
 
 def run_page(page: Page, folder: Path) -> None:
     assert page.program
-    ranks = int(page.settings.get("ranks", "1"))
-    run_blocks(page.path, page.settings["runs"], ranks, folder)
+    run_blocks(page.path, page.settings["runs"], int(page.settings.get("ranks", "1")), folder)
 
 
 def run_readme(readme: Readme, folder: Path) -> None:

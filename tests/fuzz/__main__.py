@@ -7,16 +7,18 @@ name of its own. ``--json`` names a file of counts by backend, to which this one
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+BACKENDS = {
+    "core": "simulator:SimulatorBackend", "torch": "torch_ranks:TorchBackend",
+    "jax": "jax_devices:JaxBackend", "jax-gpu": "triton_interpreter:TritonBackend",
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--backend", choices=("core", "torch", "jax", "jax-gpu"), default="core")
+    parser.add_argument("--backend", choices=BACKENDS, default="core")
     parser.add_argument("--cases", type=int, default=2000, help="how many seeds (2000)")
     parser.add_argument("--seconds", type=float, default=600.0, help="for how long at most (600)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (0)")
@@ -40,12 +42,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(options: Any) -> int:
+    from reliability import environment, keep
     from tqdm import tqdm
 
     from fuzz.campaign import Campaign, Tally
 
     tally = Tally(options.seed, options.seed)
-    backend = _backend(options.backend)
+    module, _, name = BACKENDS[options.backend].partition(":")
+    backend = getattr(import_module(f"backends.{module}"), name)()
     campaign = Campaign(options.backend, backend, tally)
     began = time.monotonic()
     try:
@@ -61,48 +65,15 @@ def _run(options: Any) -> int:
             backend.close()
     print(f"{options.backend}: seeds {tally.first} to {tally.next - 1}, {tally.line()}")
     if options.json is not None:
-        _keep(options.json, options.backend, tally)
+        counts = {
+            "seeds": [tally.first, tally.next - 1], "cases": tally.cases,
+            "refused": tally.refused.total(), "failed": len(tally.failures),
+            "seconds": round(tally.seconds), "worst_error_over_tolerance": round(tally.worst, 3),
+            "judged_over_several_draws": tally.redrawn,
+            "environment": environment("numpy", "torch", "jax", "triton"),
+        }  # fmt: skip
+        keep(options.json, "backends", {options.backend: counts})
     return 1 if tally.failures else 0
-
-
-def _backend(name: str) -> Any:
-    if name == "torch":
-        from backends.torch_ranks import TorchBackend
-
-        return TorchBackend()
-    if name == "jax":
-        from backends.jax_devices import JaxBackend
-
-        return JaxBackend()
-    if name == "jax-gpu":
-        from backends.triton_interpreter import TritonBackend
-
-        return TritonBackend()
-    from backends.simulator import SimulatorBackend
-
-    return SimulatorBackend()
-
-
-def _keep(path: Path, name: str, tally: Any) -> None:
-    """Write a backend's tally to a file, and keep those of other backends in it."""
-    kept = json.loads(path.read_text()) if path.exists() else {"backends": {}}
-    kept["backends"][name] = {
-        "seeds": [tally.first, tally.next - 1], "cases": tally.cases,
-        "refused": tally.refused.total(), "failed": len(tally.failures),
-        "seconds": round(tally.seconds), "worst_error_over_tolerance": round(tally.worst, 3),
-        "judged_over_several_draws": tally.redrawn, "environment": _environment(),
-    }  # fmt: skip
-    path.write_text(json.dumps(kept, indent=1) + "\n")
-
-
-def _environment() -> dict[str, str]:
-    environment = {"python": platform.python_version(), "machine": platform.machine()}
-    for package in ("numpy", "torch", "jax", "triton"):
-        try:
-            environment[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return environment
 
 
 if __name__ == "__main__":

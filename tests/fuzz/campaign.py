@@ -13,8 +13,7 @@ from tolerances import assert_shapes, findings
 from fuzz import draw
 from fuzz.draw import LIMITS
 from fuzz.judge import Compared, Verdict, judge
-from fuzz.shrink import shrink
-from fuzz.trial import Trial
+from fuzz.trial import Trial, shrink
 from ring_core import UnsupportedError
 
 _SHRINK_SECONDS = 60.0
@@ -41,7 +40,6 @@ class Tally:
     redrawn: int = 0  # number of cases that were judged over several draws of the arrays
     seconds: float = 0.0
     worst: float = 0.0  # largest error over tolerance of the results that passed
-    worst_trial: str = ""
     failures: list[Failure] = field(default_factory=list)
 
     def line(self) -> str:
@@ -63,28 +61,24 @@ class Campaign:
 
     def run_next(self) -> Failure | None:
         """Run the next seed and return its failure, if it failed."""
-        began = time.monotonic()
-        trial = draw.draw(self.tally.next, self._limits)
-        failure = self._tallied(self.tally.next, trial)
-        self.tally.next += 1
-        self.tally.seconds += time.monotonic() - began
-        return failure
-
-    def _tallied(self, seed: int, trial: Trial) -> Failure | None:
+        began, tally, failure = time.monotonic(), self.tally, None
+        trial = draw.draw(tally.next, self._limits)
         try:
             verdict = self._attempt(trial)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
             if is_refusal(error):
-                self.tally.refused[" ".join(str(value) for _, value in trial.way) or "auto"] += 1
-                return None
-            failure = Failure(seed, str(trial), _described(error), str(self._shrunk(trial, error)))
-            self.tally.failures.append(failure)
-            return failure
-        self.tally.cases += 1
-        self.tally.redrawn += verdict.drawn_again
-        if verdict.ratio > self.tally.worst:
-            self.tally.worst, self.tally.worst_trial = verdict.ratio, str(trial)
-        return None
+                tally.refused[" ".join(str(value) for _, value in trial.way) or "auto"] += 1
+            else:
+                simplest = str(self._shrunk(trial, error))
+                failure = Failure(tally.next, str(trial), _described(error), simplest)
+                tally.failures.append(failure)
+        else:
+            tally.cases += 1
+            tally.redrawn += verdict.drawn_again
+            tally.worst = max(tally.worst, verdict.ratio)
+        tally.next += 1
+        tally.seconds += time.monotonic() - began
+        return failure
 
     def _attempt(self, trial: Trial) -> Verdict:
         return judge(trial.case, lambda case: self._compared(replace(trial, case=case)))
@@ -97,35 +91,30 @@ class Campaign:
         """
         results = self._backend.run(trial.case, **dict(trial.way))
         assert_shapes(trial.case, results)
-        results_found = list(findings(trial.case, results))
-        bad = [f"{finding.name}: {finding.bad} entries" for finding in results_found if finding.bad]
+        compared = list(findings(trial.case, results))
+        bad = [f"{x.name}: {x.bad} entries" for x in compared if x.bad]
         assert not bad, f"{trial.case.name}: not finite, or finite, unlike the oracle's: {bad}"
-        return {finding.name: (finding.error, finding.bound) for finding in results_found}
+        return {x.name: (x.error, x.bound) for x in compared}
 
     def _shrunk(self, trial: Trial, error: Exception) -> Trial:
         """Return the simplest trial found that fails with the same type of error."""
         until = time.monotonic() + _SHRINK_SECONDS
-        return shrink(
-            trial,
-            lambda candidate: time.monotonic() < until and self._fails(candidate, type(error)),
-        )
 
-    def _fails(self, trial: Trial, kind: type[Exception]) -> bool:
-        try:
-            self._attempt(trial)
-        except Exception as error:  # noqa: BLE001 - compared with what it was before
-            return type(error) is kind and not is_refusal(error)
-        return False
+        def fails(candidate: Trial) -> bool:
+            try:
+                if time.monotonic() < until:
+                    self._attempt(candidate)
+            except Exception as other:  # noqa: BLE001 - compared with what it was before
+                return type(other) is type(error) and not is_refusal(other)
+            return False
+
+        return shrink(trial, fails)
 
 
 def is_refusal(error: Exception) -> bool:
     """Return True for an UnsupportedError, also in the traceback text that a rank sent."""
-    if isinstance(error, AssertionError):
-        return False
-    lines = str(error).splitlines()
-    return isinstance(error, UnsupportedError) or any(
-        "UnsupportedError: " in line for line in lines
-    )
+    is_sent = not isinstance(error, AssertionError) and "UnsupportedError: " in str(error)
+    return isinstance(error, UnsupportedError) or is_sent
 
 
 def _described(error: Exception) -> str:

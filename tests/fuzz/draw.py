@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from cases import RINGS, Case, Lattice, Segments, diagonals, prefix
 
-from fuzz.trial import Choice, Trial
-from ring_core import ChunkLayout, LayoutSpec, Mask, StrategyConfig
+from fuzz.trial import Choice, Trial, unit_of
+from ring_core import ChunkLayout, Mask, StrategyConfig
 
 Rng = np.random.Generator
 
@@ -90,13 +90,6 @@ def draw(seed: int, limits: Limits) -> Trial:
     )  # fmt: skip
     way = tuple((name, pick(rng, values)) for name, values in limits.ways.items())
     return Trial(_values(np.random.default_rng([seed, 1]), case), way)
-
-
-def unit_of(layout: LayoutSpec, cp_size: int) -> int:
-    """Return the number that sequence lengths have to be multiples of."""
-    if isinstance(layout, ChunkLayout):
-        return sum(map(len, layout.chunks))
-    return 2 * cp_size if layout == "zigzag" else cp_size
 
 
 def _chunks(rng: Rng, cp_size: int) -> ChunkLayout:

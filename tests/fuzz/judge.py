@@ -41,36 +41,35 @@ def judge(case: Case, compare: Callable[[Case], Compared]) -> Verdict:
     Raises:
         AssertionError: An error is beyond its tolerance, and not by bad luck.
     """
-    first = compare(case)
-    if _worst(first) <= 1:
-        return Verdict(_worst(first), drawn_again=False)
-    first = _with_rounding(case, first)
-    _assert_within(case, first, allowed=LUCK)
-    pooled = dict.fromkeys(first, (0.0, 0.0))
-    for other in (replace(case, name=f"{case.name}-{n}") for n in range(DRAWS)):
-        for name, (error, bound) in _with_rounding(other, compare(other)).items():
-            pooled[name] = max(pooled[name][0], error), max(pooled[name][1], bound)
-    _assert_within(case, pooled, allowed=1)
-    return Verdict(_worst(first), drawn_again=True)
+
+    def with_rounding(case: Case) -> Compared:
+        least = rounding(case)
+        return {x: (error, bound + least[x]) for x, (error, bound) in compare(case).items()}
+
+    if (worst := _worst(case, compare(case), np.inf)) <= 1:
+        return Verdict(worst, drawn_again=False)
+    worst = _worst(case, with_rounding(case), LUCK)
+    pooled: Compared = {}
+    for n in range(DRAWS):
+        for x, (error, bound) in with_rounding(replace(case, name=f"{case.name}-{n}")).items():
+            before = pooled.get(x, (0.0, 0.0))
+            pooled[x] = max(before[0], error), max(before[1], bound)
+    _worst(case, pooled, 1)
+    return Verdict(worst, drawn_again=True)
 
 
-def _worst(compared: Compared) -> float:
-    exceeded = [error / bound if bound else np.inf for error, bound in compared.values() if error]
-    return float(max(exceeded, default=0.0))
-
-
-def _assert_within(case: Case, compared: Compared, *, allowed: float) -> None:
+def _worst(case: Case, compared: Compared, allowed: float) -> float:
+    """Return the largest error over its tolerance; assert that it is at most ``allowed``."""
+    ratios = {
+        x: error / bound if bound else np.inf for x, (error, bound) in compared.items() if error
+    }
     failures = [
-        f"{name}: error {error:.3e}, allowed {bound:.3e}"
-        for name, (error, bound) in compared.items()
-        if error > allowed * bound
+        f"{x}: error {compared[x][0]:.3e}, allowed {compared[x][1]:.3e}"
+        for x, ratio in ratios.items()
+        if ratio > allowed
     ]
     assert not failures, f"{case.name}: {'; '.join(failures)}"
-
-
-def _with_rounding(case: Case, compared: Compared) -> Compared:
-    least = rounding(case)
-    return {name: (error, bound + least[name]) for name, (error, bound) in compared.items()}
+    return float(max(ratios.values(), default=0.0))
 
 
 @np.errstate(all="ignore")
@@ -91,19 +90,18 @@ def rounding(case: Case) -> dict[str, float]:
     ds = p * (dp + delta[..., None])
     # The slope of a soft cap, ``1 - tanh**2``, has an error of a few ulps of 1, even where small.
     dx = np.nan_to_num(ds * abs(scale), posinf=0.0)
-    clean = {
-        name: np.nan_to_num(np.abs(y), posinf=0.0)
-        for name, y in zip("qkvd", (q, k, v, dout), strict=True)
-    }
+    q, k, v, dout = (np.nan_to_num(np.abs(y), posinf=0.0) for y in (q, k, v, dout))
     kept = np.nan_to_num(p * keep)
-    rows = np.nan_to_num(delta)
+    dk, dv = (
+        y.reshape(case.batch, case.heads[1], group, *y.shape[2:]).sum(axis=2)
+        for y in (dx.swapaxes(-1, -2) @ q, kept.swapaxes(-1, -2) @ dout)
+    )
+    shared = tuple(axis for axis in (0, 1) if case.bias and case.inputs["bias"].shape[axis] == 1)
     terms = {
-        "out": kept @ clean["v"], "dq": dx @ clean["k"],
+        "out": kept @ v, "dq": dx @ k, "dk": dk, "dv": dv,
         "lse": np.array(_size(case.expected["lse"]) / _size(lse)),
-        "dk": _by_kv_head(dx.swapaxes(-1, -2) @ clean["q"], case),
-        "dv": _by_kv_head(kept.swapaxes(-1, -2) @ clean["d"], case),
-        "dbias": np.nan_to_num(ds).sum(axis=_summed(case), keepdims=True),
-        "dsinks": rows.sum(axis=(0, 2)),
+        "dbias": np.nan_to_num(ds).sum(axis=shared, keepdims=True),
+        "dsinks": np.nan_to_num(delta).sum(axis=(0, 2)),
     }  # fmt: skip
     unit = ULPS["float64" if case.dtype == "float64" else "float32"]
     cost = FEW * unit * _size(lse)
@@ -113,13 +111,3 @@ def rounding(case: Case) -> dict[str, float]:
 def _size(x: Any) -> float:
     """Return the largest finite magnitude, at least 1."""
     return max(1.0, float(np.abs(x[np.isfinite(x)]).max(initial=0)))
-
-
-def _by_kv_head(x: Any, case: Case) -> Any:
-    return x.reshape(case.batch, case.heads[1], -1, *x.shape[2:]).sum(axis=2)
-
-
-def _summed(case: Case) -> tuple[int, ...]:
-    """Return the dimensions that the bias broadcasts over."""
-    shape = case.inputs["bias"].shape if case.bias else (0, 0)
-    return tuple(axis for axis in (0, 1) if shape[axis] == 1)

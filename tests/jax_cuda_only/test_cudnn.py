@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from itertools import product
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from backends import cudnn
-from cases import Case
+from cases import Bias, Case
 from tolerances import assert_close
 
 from ring_core import Mask, reference
@@ -21,43 +23,41 @@ from ring_jax_gpu import fmha, ring_attention
 CAUSAL = Mask(causal=True)
 HOPPER = 90
 #: Head dims of Q and K and of V, and query and key heads.
-SHAPES: dict[str, dict[str, Any]] = {
-    "64": {"dims": (64, 64), "heads": (4, 1)}, "80": {"dims": (80, 80), "heads": (4, 2)},
-    "96": {"dims": (96, 96), "heads": (2, 2)}, "128": {"dims": (128, 128), "heads": (8, 2)},
-    "160": {"dims": (160, 160), "heads": (4, 2)}, "192-128": {"dims": (192, 128), "heads": (4, 4)},
-    "192-128-grouped": {"dims": (192, 128), "heads": (4, 1)},
-    "128-64": {"dims": (128, 64), "heads": (4, 2)}, "64-96": {"dims": (64, 96), "heads": (4, 2)},
-    "256": {"dims": (256, 256), "heads": (4, 1)}, "100": {"dims": (100, 100), "heads": (4, 2)},
-    "250": {"dims": (250, 250), "heads": (4, 2)}, "190-121": {"dims": (190, 121), "heads": (4, 2)},
-    "33-130": {"dims": (33, 130), "heads": (2, 1)},
-}  # fmt: skip
-USUAL: dict[str, Any] = {"dims": (64, 64), "heads": (4, 2), "dtype": "bfloat16", "seq_len": 256}
-OTHERS = [
-    Case("cudnn-float16", CAUSAL, **{**USUAL, "dtype": "float16"}, batch=2),
-    Case("cudnn-float16-256", CAUSAL, **{**USUAL, "dtype": "float16", "dims": (256, 256)}),
-    Case("cudnn-short", CAUSAL, **{**USUAL, "seq_len": 3}),
-    Case("cudnn-one-query", Mask(), **{**USUAL, "seq_len": 1, "dims": (256, 256)}, kv_seq_len=300),
-    Case("cudnn-one-key", Mask(), **{**USUAL, "dims": (192, 128)}, kv_seq_len=1),
-    Case("cudnn-window", Mask(causal=True, window=(100, 0)), **{**USUAL, "dims": (256, 256)}),
-    Case("cudnn-window-odd", Mask(causal=True, window=(33, 0)), **{**USUAL, "seq_len": 261}),
-    Case("cudnn-fewer-keys", CAUSAL, **USUAL, kv_seq_len=133),
-    Case("cudnn-more-keys", Mask(), **USUAL, kv_seq_len=605),
-    Case("cudnn-sinks", CAUSAL, **USUAL, sinks=0),
-    Case("cudnn-scale", CAUSAL, **USUAL, softmax_scale=0.3),
-    Case("cudnn-spread", CAUSAL, **USUAL, spread=40.0),
-    Case("cudnn-bias", CAUSAL, **USUAL, bias="full", batch=2),
-    Case("cudnn-bias-full-mask", Mask(), **USUAL, bias="full", batch=2),
-    Case("cudnn-bias-heads", CAUSAL, **USUAL, bias="heads", batch=2),
-    Case("cudnn-bias-batch", CAUSAL, **USUAL, bias="batch", batch=2),
-    Case("cudnn-bias-shared", CAUSAL, **USUAL, bias="shared", batch=2),
-    Case("cudnn-bias-keys", Mask(), **USUAL, bias="full", kv_seq_len=130),
-    Case("cudnn-bias-256", CAUSAL, **{**USUAL, "dims": (256, 256)}, bias="shared"),
-    Case("cudnn-bias-mixed", CAUSAL, **{**USUAL, "dims": (192, 128)}, bias="full"),
-    Case("cudnn-bias-masked", CAUSAL, **USUAL, bias="masked", batch=2),
-    Case("cudnn-bias-masked-full", Mask(), **USUAL, bias="masked"),
-    Case("cudnn-bias-very-negative", CAUSAL, **USUAL, bias="very-negative", batch=2),
-    Case("cudnn-bias-very-negative-full", Mask(), **USUAL, bias="very-negative"),
-    Case("cudnn-bias-float16", Mask(), **{**USUAL, "dtype": "float16"}, bias="masked"),
+SHAPES = [
+    ((64, 64), (4, 1)), ((80, 80), (4, 2)), ((96, 96), (2, 2)), ((128, 128), (8, 2)),
+    ((160, 160), (4, 2)), ((192, 128), (4, 4)), ((192, 128), (4, 1)), ((128, 64), (4, 2)),
+    ((64, 96), (4, 2)), ((256, 256), (4, 1)), ((100, 100), (4, 2)), ((250, 250), (4, 2)),
+    ((190, 121), (4, 2)), ((33, 130), (2, 1)),
+]  # fmt: skip
+usual = partial(cudnn.case_of, dims=(64, 64), seq_len=256)
+CASES = [
+    *(
+        usual(f"{dims}-{heads}-{mask.causal}-{length}", mask, dims=dims, heads=heads, seq_len=length)
+        for (dims, heads), mask, length in product(SHAPES, (CAUSAL, Mask()), (256, 261))
+    ),
+    usual("float16", CAUSAL, dtype="float16", batch=2),
+    usual("float16-256", CAUSAL, dtype="float16", dims=(256, 256)),
+    usual("short", CAUSAL, seq_len=3),
+    usual("one-query", Mask(), seq_len=1, dims=(256, 256), kv_seq_len=300),
+    usual("one-key", Mask(), dims=(192, 128), kv_seq_len=1),
+    usual("window", Mask(causal=True, window=(100, 0)), dims=(256, 256)),
+    usual("window-odd", Mask(causal=True, window=(33, 0)), seq_len=261),
+    usual("fewer-keys", CAUSAL, kv_seq_len=133), usual("more-keys", Mask(), kv_seq_len=605),
+    usual("sinks", CAUSAL, sinks=0), usual("scale", CAUSAL, softmax_scale=0.3),
+    usual("spread", CAUSAL, spread=40.0),
+    *(usual(f"bias-{bias}", CAUSAL, bias=bias, batch=2) for bias in get_args(Bias)),
+    usual("bias-full-mask", Mask(), bias="full", batch=2),
+    usual("bias-keys", Mask(), bias="full", kv_seq_len=130),
+    usual("bias-256", CAUSAL, dims=(256, 256), bias="shared"),
+    usual("bias-mixed", CAUSAL, dims=(192, 128), bias="full"),
+    usual("bias-masked-full", Mask(), bias="masked"),
+    usual("bias-very-negative-full", Mask(), bias="very-negative"),
+    usual("bias-float16", Mask(), dtype="float16", bias="masked"),
+]  # fmt: skip
+#: With a bias, squares must have even sizes.
+RING = [
+    *product(["contiguous", "zigzag", "striped"], [None]),
+    *product(["contiguous", "zigzag"], ["full"]),
 ]
 
 
@@ -67,33 +67,18 @@ def _hopper() -> None:
         pytest.skip("head dims above 128 are for Hopper")
 
 
-@pytest.mark.parametrize("length", [256, 261])
-@pytest.mark.parametrize("mask", [CAUSAL, Mask()], ids=["causal", "full"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_head_dims(shape: str, mask: Mask, length: int) -> None:
-    name = f"cudnn-{shape}-{mask.causal}-{length}"
-    case = Case(name, mask, **SHAPES[shape], dtype="bfloat16", seq_len=length)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cases(case: Case) -> None:
     assert_close(case, cudnn.run(case))
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
-def test_options(case: Case) -> None:
-    assert_close(case, cudnn.run(case))
-
-
-@pytest.mark.parametrize(
-    ("layout", "bias"),
-    [
-        ("contiguous", None), ("zigzag", None), ("striped", None),
-        ("contiguous", "full"), ("zigzag", "full"),  # with a bias, squares must have even sizes
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("layout", "bias"), RING)
 @pytest.mark.parametrize(
     "size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 4)]
 )
 def test_in_the_ring(layout: Any, size: int, bias: Any) -> None:
-    usual = {**USUAL, "seq_len": 1024, "dims": (192, 128)}
-    case = Case(f"cudnn-{layout}-cp{size}-{bias}", CAUSAL, layout, size, **usual, bias=bias)
+    options = {"seq_len": 1024, "dims": (192, 128), "bias": bias}
+    case = usual(f"{layout}-cp{size}-{bias}", CAUSAL, layout, size, **options)
     assert_close(case, cudnn.run(case))
 
 

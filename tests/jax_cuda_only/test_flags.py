@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -51,13 +52,9 @@ print(json.dumps([added, off, "COLLECTIVES_PEER_MEMORY" in text, text.count("col
 @pytest.mark.ranks(2)
 def test_a_ring_with_the_flags() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=240,
-        check=False,
-    )  # fmt: skip
+    options: dict[str, Any] = {"env": environment, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", CODE], timeout=240, check=False, **options)
     assert done.returncode == 0, done.stderr
     added, off, by_peers, transfers = json.loads(done.stdout.splitlines()[-1])
-    assert len(added) == 2
-    assert off < 0.02
-    assert by_peers
-    assert transfers >= 2
+    assert len(added) == 2 and off < 0.02
+    assert by_peers and transfers >= 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,22 @@ HAS_GLUON = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
 #: Bytes of shared memory that a block may have.
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
+#: Calls of plain Triton kernels for Hopper.
 CALLS: dict[str, dict[str, Any]] = {
-    "fused": {"options": {"causal": True}, "fused": True},
-    "wide": {"dims": [256, 256]},
-    "odd": {"tokens": [1004, 500], "dims": [80, 24]},
-    "float32": {"dims": [64, 64], "dtype": "float32"},
+    "causal": {"options": {"causal": True}}, "fused": {"options": {"causal": True}, "fused": True}, "wide": {"dims": [256, 256]},
+    "odd": {"tokens": [1004, 500], "dims": [80, 24]}, "float32": {"dims": [64, 64], "dtype": "float32"},
     "predicate": {"predicate": True},
     "dropout": {
         "options": {"causal": True, "dropout_p": 0.1, "dropout_seed": 3},
         "arrays": {"alibi_slopes": ["float32", [4]]},
     },
     "predicate-bias": {
-        "predicate": True,
-        "dtype": "float32",
-        "dims": [8, 8],
-        "tokens": [12, 16],
+        "predicate": True, "dtype": "float32", "dims": [8, 8], "tokens": [12, 16],
         "arrays": {"bias": ["float32", [1, 4, 12, 16]]},
     },
     "bias": {"arrays": {"bias": ["float32", [1, 1, 1024, 1024]]}},
     "last": {"options": {"causal": True, "softcap": 5.0}, "step": "last"},
-}
+}  # fmt: skip
 
 #: Calls of the kernels for Hopper. Where all is seen the last tiles are shared.
 HOPPER_CALLS: dict[str, dict[str, Any]] = {
@@ -50,23 +47,20 @@ HOPPER_CALLS: dict[str, dict[str, Any]] = {
 SPILLED = {"softcap": 24, "alibi": 16, "dropout": 80}
 
 
-@pytest.mark.nightly(unless=["80"])  # the next test, and torch, compile for 90 per change
-@pytest.mark.parametrize("arch", SHARED)
-def test_causal(arch: int) -> None:
-    kernels = compiled([{"options": {"causal": True}}], arch)
-    assert [x["kernel"] for x in kernels] == ["fwd", "bwd_dq", "bwd_dkv"]
+# For 90 other tests, and torch, compile causal calls per change.
+@pytest.mark.nightly(unless=["causal-80", "fused-90"])
+@pytest.mark.parametrize(
+    ("name", "arch"), [*product(["causal"], SHARED), *((name, 90) for name in CALLS if name != "causal")]
+)  # fmt: skip
+def test_plain_kernels(name: str, arch: int) -> None:
+    kernels = compiled([CALLS[name]], arch)
     assert all(x["shared"] <= SHARED[arch] for x in kernels), kernels
-    assert all(x["copies"] == (arch >= 90) for x in kernels)
-    if arch == 90:
-        assert all(x["ptx"] == "wgmma" for x in kernels)
-        assert all(x["stack"] <= 32 for x in kernels), kernels  # bytes a thread keeps in memory
-
-
-@pytest.mark.nightly(unless=["fused"])
-@pytest.mark.parametrize("name", CALLS)
-def test_options(name: str) -> None:
-    kernels = compiled([CALLS[name]], 90)
-    assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
+    if name == "causal":
+        assert [x["kernel"] for x in kernels] == ["fwd", "bwd_dq", "bwd_dkv"]
+        assert all(x["copies"] == (arch >= 90) for x in kernels)
+        if arch == 90:
+            assert all(x["ptx"] == "wgmma" for x in kernels)
+            assert all(x["stack"] <= 32 for x in kernels), kernels  # bytes a thread keeps in memory
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="without Gluon Hopper gets the kernels of plain Triton")
@@ -103,9 +97,7 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
 
 def test_no_roles_for_options() -> None:
     calls: list[dict[str, Any]] = [
-        {"options": {"causal": True, "softcap": 2000.0}},
-        {"predicate": True},
-        {"dims": [160, 160]},
+        {"options": {"causal": True, "softcap": 2000.0}}, {"predicate": True}, {"dims": [160, 160]},
         {"dtype": "float32"},
-    ]
+    ]  # fmt: skip
     assert compiled([call | {"hopper": True} for call in calls], 90) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,47 +27,31 @@ from ring_jax_gpu import ContextParallel, cudnn as _cudnn, fmha, ring_attention
 
 CAUSAL = Mask(causal=True)
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "jax-options-h200.json"
-HALF: dict[str, Any] = {"dtype": "bfloat16", "dims": (16, 16), "heads": (4, 2)}
+half = partial(cudnn.case_of, dims=(16, 16))
+
 CASES = [
-    Case("cudnn-causal", CAUSAL, **HALF),
-    Case("cudnn-full", Mask(), **HALF, batch=2),
-    Case("cudnn-float16", CAUSAL, **{**HALF, "dtype": "float16"}),
-    Case("cudnn-window", Mask(causal=True, window=(9, 0)), **HALF),
-    Case("cudnn-window-of-one", Mask(causal=True, window=(0, 0)), **HALF),
-    Case("cudnn-fewer-keys", CAUSAL, **HALF, kv_seq_len=20),
-    Case("cudnn-more-keys", Mask(), **HALF, kv_seq_len=80),
-    Case("cudnn-wider-k", CAUSAL, **{**HALF, "dims": (24, 16)}),
-    Case("cudnn-wider-v", CAUSAL, **{**HALF, "dims": (8, 40)}, seq_len=47),
-    Case("cudnn-mixed", CAUSAL, **{**HALF, "dims": (192, 128)}),
-    Case("cudnn-odd", CAUSAL, **{**HALF, "dims": (13, 13)}),
-    Case("cudnn-odd-mixed", Mask(), **{**HALF, "dims": (189, 121)}),
-    Case("cudnn-odd-wider-v", CAUSAL, "zigzag", 2, **{**HALF, "dims": (7, 18)}),
-    Case("cudnn-sinks", CAUSAL, **HALF, sinks=0),
-    Case("cudnn-scale", CAUSAL, **HALF, softmax_scale=0.7),
-    Case("cudnn-bias", CAUSAL, **HALF, bias="full", batch=2),
-    Case("cudnn-bias-batch", Mask(), **HALF, bias="batch", batch=2),
-    Case("cudnn-bias-heads", CAUSAL, **HALF, bias="heads", batch=2),
-    Case("cudnn-bias-shared", Mask(), **HALF, bias="shared", batch=2),
-    Case("cudnn-bias-masked", CAUSAL, **HALF, bias="masked", batch=2),
-    Case("cudnn-bias-very-negative", CAUSAL, **HALF, bias="very-negative", batch=2),
-    Case("cudnn-bias-very-negative-cp2", CAUSAL, "zigzag", 2, **HALF, bias="very-negative"),
-    Case(
-        "cudnn-bias-very-negative-float16",
-        Mask(),
-        **{**HALF, "dtype": "float16"},
-        bias="very-negative",
-    ),
-    Case("cudnn-bias-masked-float16", Mask(), **{**HALF, "dtype": "float16"}, bias="masked"),
-    Case("cudnn-batch-0", CAUSAL, **HALF, batch=0),
-    Case("cudnn-contiguous-cp3", CAUSAL, "contiguous", 3, **HALF),
-    Case("cudnn-zigzag-cp2", CAUSAL, "zigzag", 2, **HALF),
-    Case("cudnn-zigzag-cp4", CAUSAL, "zigzag", 4, **HALF, batch=2),
-    Case("cudnn-striped-cp3", CAUSAL, "striped", 3, **HALF),
-    Case("cudnn-full-cp4", Mask(), "zigzag", 4, **HALF),
-    Case("cudnn-mixed-cp2", CAUSAL, "zigzag", 2, **{**HALF, "dims": (24, 16)}),
-    Case("cudnn-bias-cp2", CAUSAL, "zigzag", 2, **HALF, bias="full"),
-    Case("cudnn-bias-masked-cp2", CAUSAL, "zigzag", 2, **HALF, bias="masked"),
-]
+    half("causal", CAUSAL), half("full", Mask(), batch=2), half("float16", CAUSAL, dtype="float16"),
+    half("window", Mask(causal=True, window=(9, 0))),
+    half("window-of-one", Mask(causal=True, window=(0, 0))),
+    half("fewer-keys", CAUSAL, kv_seq_len=20), half("more-keys", Mask(), kv_seq_len=80),
+    half("wider-v", CAUSAL, dims=(8, 40), seq_len=47), half("mixed", CAUSAL, dims=(192, 128)),
+    half("odd", CAUSAL, dims=(13, 13)), half("odd-mixed", Mask(), dims=(189, 121)),
+    half("odd-wider-v", CAUSAL, "zigzag", 2, dims=(7, 18)),
+    half("sinks", CAUSAL, sinks=0), half("scale", CAUSAL, softmax_scale=0.7),
+    half("bias", CAUSAL, bias="full", batch=2), half("bias-batch", Mask(), bias="batch", batch=2),
+    half("bias-heads", CAUSAL, bias="heads", batch=2),
+    half("bias-shared", Mask(), bias="shared", batch=2),
+    half("bias-masked", CAUSAL, bias="masked", batch=2),
+    half("bias-very-negative", CAUSAL, bias="very-negative", batch=2),
+    half("bias-very-negative-float16", Mask(), dtype="float16", bias="very-negative"),
+    half("bias-masked-float16", Mask(), dtype="float16", bias="masked"),
+    half("batch-0", CAUSAL, batch=0), half("contiguous-cp3", CAUSAL, "contiguous", 3),
+    half("zigzag-cp2", CAUSAL, "zigzag", 2), half("striped-cp3", CAUSAL, "striped", 3),
+    half("full-cp4", Mask(), "zigzag", 4, batch=2),
+    half("bias-cp2", CAUSAL, "zigzag", 2, bias="full"),
+    half("bias-masked-cp2", CAUSAL, "zigzag", 2, bias="masked"),
+    half("gathered-contiguous", CAUSAL, "contiguous", 2), half("gathered-zigzag", CAUSAL, "zigzag", 2),
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -74,33 +59,15 @@ def formula(monkeypatch: pytest.MonkeyPatch) -> None:
     cudnn.stand_in(monkeypatch)
 
 
-@pytest.mark.nightly(
-    only=[
-        "cudnn-window-of-one",
-        "cudnn-wider-k",
-        "cudnn-odd-mixed",
-        "cudnn-bias-batch",
-        "cudnn-bias-heads",
-        "cudnn-bias-masked-float16",
-        "cudnn-zigzag-cp4",
-        "cudnn-full-cp4",
-        "cudnn-mixed-cp2",
-        "cudnn-bias-very-negative-cp2",  # `bias-cp2` and `bias-very-negative` run
-        "cudnn-bias-very-negative-float16",
-    ]
-)
+@pytest.mark.nightly(only=[f"cudnn-{name}" for name in (
+    "window-of-one", "odd-mixed", "bias-batch", "bias-heads", "bias-masked-float16", "full-cp4",
+    "bias-very-negative-float16", "gathered-contiguous",
+)])  # fmt: skip
 @pytest.mark.usefixtures("formula")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cases(case: Case) -> None:
-    assert_close(case, cudnn.run(case))
-
-
-@pytest.mark.nightly(only=["contiguous"])
-@pytest.mark.usefixtures("formula")
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_over_gathered_keys(layout: Any) -> None:
-    case = Case(f"cudnn-gathered-{layout}", CAUSAL, layout, 2, **HALF)
-    assert_close(case, cudnn.run(case, strategy="gather"))
+    strategy = "gather" if "gathered" in case.name else "auto"
+    assert_close(case, cudnn.run(case, strategy=strategy))
 
 
 @pytest.mark.usefixtures("formula")
@@ -117,9 +84,9 @@ def test_vmap() -> None:
         np.testing.assert_array_equal(mapped.astype("float32"), jnp.stack(alone).astype("float32"))
 
 
-def _refused(q_dim: int = 16, v_dim: int = 16, length: int = 64, **options: Any) -> str:
+def refused(q_dim: int = 16, v_dim: int = 16, length: int = 64, **options: Any) -> str:
     q = jnp.zeros((1, length, 2, q_dim), options.pop("dtype", "bfloat16"))
-    v = jnp.zeros((1, length, 2, v_dim), q.dtype)
+    v = q if q_dim == v_dim else jnp.zeros((1, length, 2, v_dim), q.dtype)
     with pytest.raises(UnsupportedError) as error:
         ring_attention(q, q, v, axis_name=None, kernel="cudnn", **options)
     return str(error.value)
@@ -151,7 +118,12 @@ def _refused(q_dim: int = 16, v_dim: int = 16, length: int = 64, **options: Any)
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_refusals(options: dict[str, Any], reason: str) -> None:
-    assert reason in _refused(**options)
+    assert reason in refused(**options)
+
+
+def over(size: int, layout: Any = "zigzag") -> ContextParallel:
+    mesh = jax.make_mesh((size,), ("cp",), devices=jax.devices()[:size])
+    return ContextParallel(mesh, axis_name="cp", layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -165,10 +137,8 @@ def test_refusals(options: dict[str, Any], reason: str) -> None:
 )
 def test_refusals_of_a_plan(layout: Any, options: dict[str, Any], reason: str) -> None:
     x = jnp.zeros((1, 64, 2, 256), "bfloat16")
-    mesh = jax.make_mesh((4,), ("cp",), devices=jax.devices()[:4])
-    cp = ContextParallel(mesh, axis_name="cp", layout=layout)
     with pytest.raises(UnsupportedError, match=reason):
-        cp.attention(x, x, x, causal=True, kernel="cudnn", **options)
+        over(4, layout).attention(x, x, x, causal=True, kernel="cudnn", **options)
 
 
 @pytest.mark.parametrize(
@@ -185,77 +155,130 @@ def test_refusals_of_a_gpu(
 ) -> None:
     monkeypatch.setattr(_cudnn, "compute_capability", lambda: capability)
     monkeypatch.setattr(fmha, "cudnn_version", lambda: version)
-    assert reason in _refused(256, 256)
+    assert reason in refused(256, 256)
 
 
-def _explained(dims: tuple[int, int], bias: bool, **options: Any) -> list[str]:
-    cp = ContextParallel(jax.make_mesh((1,), ("cp",), devices=jax.devices()[:1]), axis_name="cp")
+def explained(dims: tuple[int, int] = (256, 256), **options: Any) -> list[str]:
     q, v = (jnp.zeros((1, 8, 2, dim), "bfloat16") for dim in dims)
-    if bias:
-        options["bias"] = jnp.zeros((1, 2, 8, 8), "bfloat16")
-    return cp.explain(q, q, v, causal=True, **options).splitlines()
+    return over(1).explain(q, q, v, causal=True, **options).splitlines()
+
+
+BIAS = {"bias": jnp.zeros((1, 2, 8, 8), "bfloat16")}
+WINDOW = {"window": (3, 0)}
 
 
 @pytest.mark.parametrize(
-    ("dims", "option", "name"),
+    ("dims", "options", "name", "reason"),
     [
-        ((128, 128), "", "triton"), ((64, 64), "", "cudnn"), ((96, 96), "", "triton"),
-        ((136, 136), "", "cudnn"), ((192, 128), "", "cudnn"), ((256, 256), "", "cudnn"),
-        ((64, 192), "", "cudnn"), ((64, 64), "bias", "cudnn"), ((256, 256), "bias", "cudnn"),
-        ((64, 64), "window", "triton"), ((128, 128), "window", "triton"),
-        ((192, 192), "window", "cudnn"), ((256, 256), "window", "cudnn"),
+        ((128, 128), {}, "triton", ""), ((64, 64), {}, "cudnn", ""), ((96, 96), {}, "triton", ""),
+        ((136, 136), {}, "cudnn", ""), ((192, 128), {}, "cudnn", ""), ((256, 256), {}, "cudnn", ""),
+        ((64, 192), {}, "cudnn", ""), ((64, 64), BIAS, "cudnn", ""), ((256, 256), BIAS, "cudnn", ""),
+        ((64, 64), WINDOW, "triton", ""), ((128, 128), WINDOW, "triton", ""),
+        ((192, 192), WINDOW, "cudnn", ""), ((256, 256), WINDOW, "cudnn", ""),
+        ((256, 256), {"softcap": 3.0}, "triton", "  not cudnn (cuda): has no softcap"),
+        ((256, 256), {"kernel": KernelConfig(block_q=64)}, "triton", "has no choice of block_q and block_k"),
     ],
 )  # fmt: skip
-def test_what_auto_takes(dims: tuple[int, int], option: str, name: str) -> None:
-    options: dict[str, Any] = {"window": (3, 0)} if option == "window" else {}
-    first, second, *_ = _explained(dims, option == "bias", **options)
-    assert first == f"kernel {name} (cuda)"
-    assert second == "kernel xla (any other device)"
-
-
-def test_auto_says_why_not() -> None:
-    _, _, line, *_ = _explained((256, 256), bias=False, softcap=3.0)
-    assert line == "  not cudnn (cuda): has no softcap"
-    assert _explained((256, 256), False, kernel="triton")[0] == "kernel triton (cuda)"
-    settings = KernelConfig(block_q=64)
-    assert (
-        "has no choice of block_q and block_k" in _explained((256, 256), False, kernel=settings)[2]
-    )
-
-
-@pytest.mark.parametrize("capability", [80, 100])
-def test_cudnn_leads_on_one_generation_of_gpus(
-    capability: int, monkeypatch: pytest.MonkeyPatch
+def test_what_auto_takes(
+    dims: tuple[int, int], options: dict[str, Any], name: str, reason: str
 ) -> None:
-    monkeypatch.setattr(kernels, "compute_capability", lambda: capability)
-    first, second, *rest = _explained((256, 256), bias=False)
-    assert (first, second) == ("kernel triton (cuda)", "kernel xla (any other device)")
-    assert "cudnn" not in " ".join(rest)
+    first, second, third, *_ = explained(dims, **options)
+    assert [first, second] == [f"kernel {name} (cuda)", "kernel xla (any other device)"]
+    assert reason in third
 
 
-def _lowered(dims: tuple[int, int], **options: Any) -> str:
+@pytest.mark.parametrize("change", [80, 100, "kernel", "jax"])
+def test_where_cudnn_does_not_lead(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cudnn leads on one generation of GPUs, where JAX's binding is known and none is named."""
+    if change == "jax":
+        reason = "jax 9 calls cuDNN with other arguments"
+        monkeypatch.setattr(fmha, "found_binding", lambda: reason)
+        assert "jax 9 calls cuDNN" in refused()
+    elif change != "kernel":
+        monkeypatch.setattr(kernels, "compute_capability", lambda: change)
+        assert "cudnn" not in " ".join(explained())
+    assert explained(kernel="triton" if change == "kernel" else "auto")[0] == "kernel triton (cuda)"
+
+
+def lowered(dims: tuple[int, int] = (256, 256), **options: Any) -> str:
     """Lower forward and backward for a GPU without having one."""
-    q, k, v = (
-        jax.ShapeDtypeStruct((2, 64, *shape), "bfloat16")
-        for shape in ((4, dims[0]), (2, dims[0]), (2, dims[1]))
-    )
-    bias = options.pop("bias", None)
+    spec = partial(jax.ShapeDtypeStruct, dtype="bfloat16")
+    q, k, v = (spec((2, 64, *x)) for x in ((4, dims[0]), (2, dims[0]), (2, dims[1])))
+    bias = [spec(options.pop("bias"))] if "bias" in options else []
 
     def both(*x: Any) -> Any:
         def call(q: Any, k: Any, v: Any, *bias: Any) -> Any:
-            bias_option = {"bias": bias[0]} if bias else {}
-            return ring_attention(q, k, v, axis_name=None, **bias_option, **options)
+            more = {"bias": bias[0]} if bias else {}
+            return ring_attention(q, k, v, axis_name=None, **more, **options)
 
         out, pull = jax.vjp(call, *x)
         return out, pull(out)
 
-    arrays = [q, k, v, *([] if bias is None else [jax.ShapeDtypeStruct(bias, "bfloat16")])]
-    return str(jax.jit(both).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text())
+    traced = jax.jit(both).trace(q, k, v, *bias)
+    return str(traced.lower(lowering_platforms=("cuda",)).as_text())
 
 
-def _calls(text: str) -> list[tuple[str, str]]:
+def calls(text: str) -> list[tuple[str, str]]:
     """Return the cuDNN calls in a program: their names and the types of operands and results."""
     return re.findall(r"custom_call @(__cudnn\$\w+)\(.*?: (\(.*?\) -> .*)", text)
+
+
+HEADS_BEHIND = "tensor<2x64x4x256xbf16>, tensor<2x64x2x256xbf16>"  # behind tokens
+
+
+@pytest.mark.parametrize(
+    ("dims", "options", "kind", "types"),
+    [
+        # Types of operands of the forward and of the backward: lse is float32.
+        ((256, 256), {"causal": True}, "Softmax", (HEADS_BEHIND, "tensor<2x4x64xf32>")),
+        ((64, 64), {"bias": (1, 4, 64, 64)}, "ScaleBiasSoftmax", ("tensor<1x4x64x64xbf16>",) * 2),
+        # DeepSeek's 192/128 is passed on if cuDNN can run it; other dims are padded with zeros.
+        ((192, 128), {"causal": True}, "Softmax", ("2x192xbf16>, tensor<2x64x2x128xbf16>",) * 2),
+        ((136, 72), {"causal": True}, "Softmax", ("2x136xbf16>, tensor<2x64x2x136xbf16>",) * 2),
+        ((192, 128), {"version": 90900}, "Softmax", ("2x192xbf16>, tensor<2x64x2x192xbf16>",) * 2),
+    ],
+)  # fmt: skip
+def test_lowered_for_a_gpu(
+    dims: tuple[int, int], options: dict[str, Any], kind: str, types: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    options = dict(options)
+    if (version := options.pop("version", None)) is not None:
+        monkeypatch.setattr(fmha, "cudnn_version", lambda: version)
+    text = lowered(dims, kernel="cudnn", **options)
+    (forward, of_forward), (backward, of_backward) = calls(text)
+    assert (forward, backward) == (f"__cudnn$fmha{kind}", f"__cudnn$fmha{kind}Backward")
+    assert types[0] in of_forward.partition("->")[0] and types[1] in of_backward.partition("->")[0]
+    assert "tensor<2x4x64xf32>" in of_forward.partition("->")[2]  # lse
+    if "bias" in options:
+        assert "tensor<1x4x64x64xbf16>" in of_backward.partition("->")[2]
+        assert "gather" not in text and "scatter" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "mask", "window"),
+    [
+        ({"causal": True}, "CAUSAL", "0"), ({}, "NO_MASK", "0"),
+        ({"causal": True, "window": (9, 0)}, "CAUSAL", "10"),
+    ],
+)  # fmt: skip
+def test_lowered_masks(options: dict[str, Any], mask: str, window: str) -> None:
+    text = lowered(**options).replace("\\22", '"')
+    assert set(re.findall(r'"mask_type": "(\w+)"', text)) == {mask}
+    assert set(re.findall(r'"sliding_window_length": (\d+)', text)) == {window}
+
+
+def test_a_ring_lowered_for_a_gpu() -> None:
+    x = jnp.zeros((1, 64, 2, 256), "bfloat16")
+
+    def both(*x: Any) -> Any:
+        out, pull = jax.vjp(lambda *x: over(4).attention(*x, causal=True), *x)
+        return out, pull(out)
+
+    text = jax.jit(both).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    names = [name for name, _ in calls(text)]
+    assert names.count("__cudnn$fmhaSoftmax") == names.count("__cudnn$fmhaSoftmaxBackward") == 7
+    assert "ring_triton" not in text
 
 
 @pytest.mark.parametrize("platforms", [("cpu",), ("tpu",), ("cpu", "cuda")])
@@ -264,10 +287,8 @@ def test_exports_for_other_platforms(kernel: str, platforms: tuple[str, ...]) ->
     x = jax.ShapeDtypeStruct((1, 64, 2, 64), "bfloat16")
     call = jax.jit(lambda q: ring_attention(q, q, q, axis_name=None, kernel=kernel))
     # JAX promises nothing of what cuDNN's calls mean in other versions, and asks for this.
-    checks = [
-        jax.export.DisabledSafetyCheck.custom_call(f"__cudnn$fmhaSoftmax{x}")
-        for x in ("", "Backward")
-    ]
+    names = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
     for function in (call, jax.jit(jax.grad(lambda q: call(q).sum()))):
         export = jax.export.export(function, platforms=platforms, disabled_checks=checks)
         if kernel == "auto":
@@ -275,107 +296,11 @@ def test_exports_for_other_platforms(kernel: str, platforms: tuple[str, ...]) ->
             assert exported.platforms == platforms
             assert ("@__cudnn$" in exported.mlir_module()) == ("cuda" in platforms)
             continue
-        with pytest.raises(UnsupportedError, match="'cudnn': runs on NVIDIA GPUs, and this"):
+        message = "'cudnn': runs on NVIDIA GPUs, and this"
+        with pytest.raises(UnsupportedError, match=message):
             export(x)
-
-
-def test_without_programs() -> None:
-    x = jnp.ones((1, 64, 2, 64), "bfloat16")
-    with (
-        jax.disable_jit(),
-        pytest.raises(UnsupportedError, match="'cudnn': runs on NVIDIA GPUs, and this"),
-    ):
-        ring_attention(x, x, x, axis_name=None, kernel="cudnn")
-
-
-def test_lowered_for_a_gpu() -> None:
-    (forward, of_forward), (backward, of_backward) = _calls(_lowered((256, 256), causal=True))
-    assert (forward, backward) == ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
-    assert "tensor<2x64x4x256xbf16>, tensor<2x64x2x256xbf16>" in of_forward  # heads behind tokens
-    assert "tensor<2x4x64xf32>" in of_forward.partition("->")[2]  # lse
-    assert "tensor<2x4x64xf32>" in of_backward.partition("->")[0]
-
-
-def test_lowered_with_a_bias() -> None:
-    text = _lowered((64, 64), bias=(1, 4, 64, 64))
-    names = [name for name, _ in _calls(text)]
-    assert names == ["__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"]
-    assert "tensor<1x4x64x64xbf16>" in _calls(text)[1][1].partition("->")[2]
-    assert "gather" not in text and "scatter" not in text
-
-
-def test_lowered_masks() -> None:
-    for options, attributes in (
-        ({"causal": True}, ("CAUSAL", 0)),
-        ({}, ("NO_MASK", 0)),
-        ({"causal": True, "window": (9, 0)}, ("CAUSAL", 10)),
-    ):
-        text = _lowered((256, 256), **options).replace("\\22", '"')
-        assert set(re.findall(r'"mask_type": "(\w+)"', text)) == {attributes[0]}
-        assert set(re.findall(r'"sliding_window_length": (\d+)', text)) == {str(attributes[1])}
-
-
-def test_head_dims_that_are_unequal() -> None:
-    """DeepSeek's 192/128 is passed on if cuDNN can run it; other dims are padded with zeros."""
-    for dims, shown_dims in (((192, 128), ("192", "128")), ((136, 72), ("136", "136"))):
-        for _, types in _calls(_lowered(dims, causal=True)):
-            assert f"2x64x2x{shown_dims[0]}xbf16>, tensor<2x64x2x{shown_dims[1]}xbf16>" in types
-
-
-def test_zeros_where_cudnn_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fmha, "cudnn_version", lambda: 90900)
-    for _, types in _calls(_lowered((192, 128), kernel="cudnn")):
-        assert "2x64x2x192xbf16>, tensor<2x64x2x192xbf16>" in types
-
-
-def test_a_ring_lowered_for_a_gpu() -> None:
-    mesh = jax.make_mesh((4,), ("cp",), devices=jax.devices()[:4])
-    cp = ContextParallel(mesh, axis_name="cp", layout="zigzag")
-    x = jnp.zeros((1, 64, 2, 256), "bfloat16")
-
-    def both(*x: Any) -> Any:
-        out, pull = jax.vjp(lambda *x: cp.attention(*x, causal=True), *x)
-        return out, pull(out)
-
-    text = jax.jit(both).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
-    names = [name for name, _ in _calls(text)]
-    assert names.count("__cudnn$fmhaSoftmax") == names.count("__cudnn$fmhaSoftmaxBackward") == 7
-    assert "ring_triton" not in text
-
-
-def test_what_jax_calls_it_with() -> None:
-    """The binding fits this jax and jax 0.11; an unknown signature is refused with a reason."""
-    module: Any = fused_attention_stablehlo
-    name = "_dot_product_attention_fwd_cuda_lowering"
-    signature = inspect.signature(getattr(module, name))
-    find = fmha.found_binding.__wrapped__
-    binding = find()
-    assert isinstance(binding, fmha.Binding)
-    assert set(binding.unused) == set(signature.parameters) & {"score_mod_name", "score_mod_jaxpr"}
-
-    def changed(*drop: str, **more: Any) -> Any:
-        kept = [x for x in signature.parameters.values() if x.name not in drop]
-        added = [inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY) for x in more]
-        kept = [x.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in kept]
-        with pytest.MonkeyPatch.context() as patched:
-            other: Any = lambda: None  # noqa: E731 - another object each time
-            other.__signature__ = signature.replace(parameters=[*kept, *added])
-            patched.setattr(module, name, other)
-            return find()
-
-    older = changed("score_mod_args", "score_mod_name", "score_mod_jaxpr")
-    assert isinstance(older, fmha.Binding) and older.unused == ()
-    for unknown in (changed("seed"), changed(sink=1), changed("kv_offsets")):
-        assert unknown == f"jax {jax.__version__} calls cuDNN with other arguments"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.delattr(module, name)
-        assert "calls cuDNN in another way" in find()
-
-
-def test_an_unknown_jax_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fmha, "found_binding", lambda: "jax 9 calls cuDNN with other arguments")
-    assert "jax 9 calls cuDNN" in _refused()
-    assert _explained((256, 256), bias=False)[0] == "kernel triton (cuda)"
+        with jax.disable_jit(), pytest.raises(UnsupportedError, match=message):  # no program
+            ring_attention(*[jnp.ones(x.shape, x.dtype)] * 3, axis_name=None, kernel=kernel)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -388,9 +313,8 @@ def test_programs_over_an_abstract_mesh(strategy: str, kind: AxisType) -> None:
     """
     mesh: Any = AbstractMesh((4,), ("cp",), axis_types=(kind,))
     split = NamedSharding(mesh, PartitionSpec(None, "cp"))
-    q, k = (
-        jax.ShapeDtypeStruct((1, 512, heads, 64), jnp.bfloat16, sharding=split) for heads in (4, 2)
-    )
+    spec = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16, sharding=split)
+    q, k = (spec((1, 512, heads, 64)) for heads in (4, 2))
     cp = ContextParallel(mesh, "cp", layout="zigzag")
 
     def loss(q: Any, k: Any, v: Any) -> Any:
@@ -405,6 +329,33 @@ def test_programs_over_an_abstract_mesh(strategy: str, kind: AxisType) -> None:
         assert "cudnn" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+def test_what_jax_calls_it_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The binding fits this jax and jax 0.11; an unknown signature is refused with a reason."""
+    module: Any = fused_attention_stablehlo
+    name = "_dot_product_attention_fwd_cuda_lowering"
+    signature = inspect.signature(getattr(module, name))
+    find = fmha.found_binding.__wrapped__
+    binding = find()
+    assert isinstance(binding, fmha.Binding)
+    assert set(binding.unused) == set(signature.parameters) & {"score_mod_name", "score_mod_jaxpr"}
+
+    def changed(*drop: str, more: tuple[str, ...] = ()) -> Any:
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        names = [name for name in signature.parameters if name not in drop]
+        parameters = [inspect.Parameter(name, kind) for name in (*names, *more)]
+        other: Any = lambda: None  # noqa: E731 - another object each time
+        other.__signature__ = signature.replace(parameters=parameters)
+        monkeypatch.setattr(module, name, other)
+        return find()
+
+    older = changed("score_mod_args", "score_mod_name", "score_mod_jaxpr")
+    assert isinstance(older, fmha.Binding) and older.unused == ()
+    for unknown in (changed("seed"), changed(more=("sink",)), changed("kv_offsets")):
+        assert unknown == f"jax {jax.__version__} calls cuDNN with other arguments"
+    monkeypatch.delattr(module, name)
+    assert "calls cuDNN in another way" in find()
+
+
 def test_it_leads_where_it_was_measured_to_be_faster() -> None:
     """Both passes count, and by less than 5 % nothing is faster: there ``triton`` comes first.
 
@@ -416,10 +367,9 @@ def test_it_leads_where_it_was_measured_to_be_faster() -> None:
     assert rows
     for row in rows:
         took, call = row["milliseconds"]["both"], by_name[row["setting"]]
-        cudnn = took["ring" if row["setting"].startswith("192/128") else "cudnn"][1]
-        request = Request(
-            "cuda", "bfloat16", call.dim, call.v_dim, bias=call.option == "bias", grad=True,
-        )  # fmt: skip
+        own = took["ring" if row["setting"].startswith("192/128") else "cudnn"][1]
+        options = {"bias": call.option == "bias", "grad": True}
+        request = Request("cuda", "bfloat16", call.dim, call.v_dim, **options)
         mask = Mask(causal=True, window=(1024, 0) if call.option == "window" else None)
-        assert _cudnn.CudnnKernel().leads(90, request, mask) is (1.05 * cudnn < took["triton"][1])
+        assert _cudnn.CudnnKernel().leads(90, request, mask) is (1.05 * own < took["triton"][1])
         assert not _cudnn.CudnnKernel().leads(100, request, mask)

@@ -1,13 +1,14 @@
-"""Flax, Equinox and ``jax.nn`` on the ring agree with their own functions and with the oracle."""
+"""Flax, Equinox, ``jax.nn`` and MaxText on the ring: their own functions, and the oracle."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -24,26 +25,27 @@ from adapted import (
     QKV,
     SHOWN,
     B,
-    D,
     H,
-    K,
+    Honoured,
+    Refused,
+    Row,
+    Same,
     T,
-    all_close,
-    close,
+    check_row,
     compiled,
-    context,
     dense,
     parameters,
     program,
-    random,
 )
 from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
+from jax_meshes import TOKENS, close, context, in_ring, mesh_of, random
 
 import ring_jax.equinox
-from ring_core import KernelConfig, Mask, StrategyConfig, UnsupportedError
-from ring_jax import Segments, ring_attention
+from ring_core import KernelConfig, LayoutSpec, Mask, UnsupportedError
+from ring_jax import ContextParallel, Segments, ring_attention
 from ring_jax.flax import make_attention_fn
+from ring_jax.maxtext import with_ring
 from ring_jax.nn import make_dot_product_attention
 
 
@@ -66,111 +68,26 @@ def test_one_module_imports_a_framework() -> None:
     assert importing == ["equinox.py"]
 
 
-def nnx_loss(attention_fn: Callable[..., Any], x: jax.Array, weight: jax.Array) -> Any:
-    """Return the loss and gradient of an NNX module with grouped heads."""
-    layer = nnx.MultiHeadAttention(
-        H, 12, H * D, num_kv_heads=K, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0)
-    )
-
-    @nnx.jit
-    @nnx.value_and_grad
-    def loss(layer: nnx.MultiHeadAttention) -> jax.Array:
-        return jnp.sum(layer(x, is_causal=True) * weight)
-
-    return loss(layer)
-
-
-#: Strategies, which are bound like any option, each with a number of devices.
-BOUND: dict[str, tuple[int, str | StrategyConfig]] = {
-    "auto": (2, "auto"),
-    "ulysses": (2, "ulysses"),
-    "hybrid": (4, StrategyConfig("hybrid", ulysses_size=2)),
-}
-
-
-@pytest.mark.nightly(only=["ulysses"])
-@pytest.mark.parametrize("name", BOUND)
-def test_nnx(name: str) -> None:
-    x, weight = random(B, T, 12, seed=5), random(B, T, 12, seed=6)
-    expected = nnx_loss(nnx.dot_product_attention, x, weight)
-    size, strategy = BOUND[name]
-    cp = context(size)
-    attend = make_attention_fn(partial(cp.attention, strategy=strategy))
-    all_close(nnx_loss(attend, cp.shard(x), cp.shard(weight)), expected)
-
-
-@pytest.mark.nightly(
-    unless=["auto-global arrays"]
-)  # per change docs/jax-adapters.md runs the other
-@pytest.mark.parametrize("where", ["global arrays", "shard_map"])
-@pytest.mark.parametrize("name", BOUND)
-def test_linen(name: str, where: str) -> None:
-    x, weight = random(B, T, 12, seed=5), random(B, T, 12, seed=6)
-    module = partial(linen.MultiHeadDotProductAttention, num_heads=H, qkv_features=H * D)
-    params = module().init(jax.random.key(0), x)
-    size, strategy = BOUND[name]
-    cp = context(size)
-    local = partial(ring_attention, axis_name="cp", layout="zigzag")
-    attention = local if where == "shard_map" else cp.attention
-    bound = partial(attention, causal=True, strategy=strategy)
-    ring = module(attention_fn=make_attention_fn(bound))
-
-    def forward(params: Any, x: jax.Array) -> Any:
-        if where == "global arrays":
-            return ring.apply(params, x)
-        tokens = P(None, "cp")
-        return jax.shard_map(
-            ring.apply, mesh=cp.mesh, in_specs=(P(), tokens), out_specs=tokens
-        )(params, x)  # fmt: skip
-
-    def loss(params: Any) -> Any:
-        return jnp.sum(forward(params, cp.shard(x)) * cp.shard(weight))
-
-    def single(params: Any) -> Any:
-        out: Any = module().apply(params, x, mask=CAUSAL[None, None])
-        return jnp.sum(out * weight)
-
-    actual, expected = (
-        jax.jit(jax.value_and_grad(function))(params) for function in (loss, single)
-    )
-    all_close(actual, expected)
-
-
-class Honoured(NamedTuple):
-    """Supported arguments, the oracle's names for them, and options that give the same program."""
-
-    arguments: dict[str, Any]
-    oracle: dict[str, Any]
-    translated: bool = True
-
-
-class Refused(NamedTuple):
-    """Refused arguments, and a word of advice that the error must contain."""
-
-    arguments: dict[str, Any]
-    advice: str
-
-
 def seed_of(key: jax.Array) -> int:
     low, high = np.asarray(jax.random.bits(key, (2,), jnp.uint32)).tolist()
     return int(low + (high << 32))
 
 
 DROPPING = {"dropout_rng": KEY, "dropout_rate": 0.25, "broadcast_dropout": False}
-DROPPED = Honoured(DROPPING, {"dropout_p": 0.25, "dropout_seed": seed_of(KEY)}, translated=False)
-FLAX: dict[str, Honoured | Refused] = {
-    "bias": Honoured({"bias": BIAS[0]}, {"bias": BIAS}, translated=False),
-    "mask": Honoured({"mask": SHOWN[:, None, None]}, HIDDEN, translated=False),
+DROPPED = {"dropout_p": 0.25, "dropout_seed": seed_of(KEY)}
+FLAX: dict[str, Row] = {
+    "bias": Honoured({"bias": BIAS[0]}, {"bias": BIAS}),
+    "mask": Honoured({"mask": SHOWN[:, None, None]}, HIDDEN),
     "broadcast_dropout": Refused(DROPPING | {"broadcast_dropout": True}, "pass False"),
-    "dropout_rng": DROPPED,
-    "dropout_rate": Honoured(DROPPING | {"dropout_rate": 0.0}, {}),
-    "deterministic": Honoured(DROPPING | {"deterministic": True}, {}),
-    "dtype": Honoured({"dtype": jnp.float32}, {}),
+    "dropout_rng": Honoured(DROPPING, DROPPED),
+    "dropout_rate": Same(DROPPING | {"dropout_rate": 0.0}, {}),
+    "deterministic": Same(DROPPING | {"deterministic": True}, {}),
+    "dtype": Same({"dtype": jnp.float32}, {}),
     "precision": Refused({"precision": "high"}, "cast the inputs to bfloat16"),
     "module": Refused({"module": object()}, "sow_weights"),
-    "promote_dtype": Honoured({"promote_dtype": nnx.nn.dtypes.promote_dtype}, {}),
-    "is_causal": Honoured({"is_causal": True}, {"causal": True}),
-    "force_fp32_for_softmax": Honoured({"force_fp32_for_softmax": True}, {}),
+    "promote_dtype": Same({"promote_dtype": nnx.nn.dtypes.promote_dtype}, {}),
+    "is_causal": Same({"is_causal": True}, {"causal": True}),
+    "force_fp32_for_softmax": Same({"force_fp32_for_softmax": True}, {}),
     "einsum_dot_general": Refused({"einsum_dot_general": jax.lax.dot_general}, "quantise"),
     "qk_attn_weights_einsum": Refused({"qk_attn_weights_einsum": jnp.einsum}, "quantise"),
     "attn_weights_value_einsum": Refused({"attn_weights_value_einsum": jnp.einsum}, "quantise"),
@@ -180,18 +97,7 @@ FLAX: dict[str, Honoured | Refused] = {
 
 @pytest.mark.parametrize("name", FLAX)
 def test_every_argument_of_flax_is_honoured_or_refused(name: str) -> None:
-    attend, row = make_attention_fn(ONE), FLAX[name]
-    if isinstance(row, Refused):
-        with pytest.raises(UnsupportedError, match=f"^{name}: ") as caught:
-            attend(*QKV, **row.arguments)
-        assert row.advice in str(caught.value)
-        return
-    if row.translated:
-        assert program(attend, **row.arguments) == program(ONE, **row.oracle)
-        return
-    expected = dense(**row.oracle)
-    close(compiled(attend, **row.arguments), expected)
-    assert np.abs(expected - dense()).max() > 1e-3
+    check_row(make_attention_fn(ONE), name, FLAX[name])
 
 
 def test_the_table_holds_every_argument_of_flax() -> None:
@@ -212,7 +118,6 @@ def test_flax_on_two_devices(where: str) -> None:
     cp = context()
     local = partial(ring_attention, axis_name="cp", layout="zigzag")
     attend = make_attention_fn(cp.attention if where == "global arrays" else local)
-    tokens, rows = P(None, "cp"), P(None, None, "cp")
 
     def call(q: Any, k: Any, v: Any, ids: Any, shown: Any, bias: Any, key: Any) -> Any:
         dropping = DROPPING | {"dropout_rng": key}
@@ -220,12 +125,11 @@ def test_flax_on_two_devices(where: str) -> None:
         return packed, attend(q, k, v, mask=shown[:, None, None])
 
     if where == "shard_map":
-        specs = (*(tokens,) * 5, rows, P())
-        call = jax.shard_map(call, mesh=cp.mesh, in_specs=specs, out_specs=(tokens, tokens))
+        call = in_ring(call, in_specs=(*[TOKENS] * 5, P(None, None, "cp"), P()))
     arrays = [cp.shard(jnp.asarray(x)) for x in (*QKV, IDS, SHOWN)]
     packed, padded = jax.jit(call)(*arrays, cp.shard(BIAS, dim=2), KEY)
-    arguments_of_call = DROPPED.oracle | {"segment_ids": IDS, "bias": BIAS, "causal": True}
-    close(cp.unshard(packed), dense(**arguments_of_call))
+    packing = {"segment_ids": IDS, "bias": BIAS, "causal": True}
+    close(cp.unshard(packed), dense(**DROPPED, **packing))
     close(cp.unshard(padded), dense(**HIDDEN))
 
 
@@ -249,56 +153,6 @@ def test_batches_of_flax() -> None:
 def test_a_rule_may_be_the_mask() -> None:
     rule = Mask(predicate=lambda i, j: (i + j) % 3 != 1)
     assert program(make_attention_fn(ONE), mask=rule) == program(ONE, mask=rule)
-
-
-@pytest.mark.parametrize(
-    ("bound", "arguments", "message"),
-    [
-        ({}, {"is_causal": True, "query": QKV[0][:, :4]}, "^is_causal: with 4 queries and 16 keys"),
-        (
-            {"window": (3, 0)},
-            {"query": QKV[0][:, :1], "mask": SHOWN[:, None, None]},
-            "^window: 1 queries meet 16 keys",
-        ),
-        (  # one query with a cache is allowed: test_batches_of_flax
-            {"causal": True},
-            {"query": QKV[0][:, :2], "mask": SHOWN[:, None, None]},
-            "^causal: 2 queries meet 16 keys",
-        ),
-    ],
-)
-def test_refusals_of_flax(bound: Any, arguments: dict[str, Any], message: str) -> None:
-    arguments_of_call = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
-    with pytest.raises(UnsupportedError, match=message):
-        make_attention_fn(partial(ONE, **bound))(**arguments_of_call)
-
-
-@pytest.mark.parametrize(
-    ("bound", "arguments", "message"),
-    [
-        ({"segment_ids": IDS}, {"mask": Segments(jnp.asarray(IDS))}, "segment_ids: bound"),
-        ({"dropout_p": 0.1, "dropout_seed": 1}, DROPPING, "dropout_p, dropout_seed: bound"),
-        ({"mask": Mask()}, {"is_causal": True}, "together with causal"),
-        ({}, {"mask": SHOWN[:, None, None, :4]}, "column for each of 16 keys"),
-        ({}, {"mask": np.ones((3, 1, 1, T))}, "does not fit a batch"),
-        ({}, {"mask": CAUSAL[:, 1:]}, r"^mask must have shape \[16, 16\] or"),
-        ({}, {"mask": Segments(jnp.ones((B, T)))}, "Segments must be integers"),
-        ({}, {"mask": Segments(jnp.asarray(IDS[:1]))}, "segment_ids of the queries must have"),
-        ({}, {"dropout_rate": 0.5, "broadcast_dropout": False}, "needs dropout_rng"),
-        ({}, {"key": QKV[1][0]}, "share batch dimensions"),
-        (
-            {},
-            dict.fromkeys(("query", "key", "value"), QKV[1][0, 0]),
-            r"be \[batch\.\.\., sequence, heads",
-        ),
-        ({}, {"is_causal": 1}, "is_causal must be True or False"),
-    ],
-)
-def test_malformed_calls_of_flax(bound: Any, arguments: dict[str, Any], message: str) -> None:
-    arguments_of_call = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
-    with pytest.raises(ValueError, match=message) as caught:
-        make_attention_fn(partial(ONE, **bound))(**arguments_of_call)
-    assert not isinstance(caught.value, UnsupportedError)
 
 
 @pytest.mark.parametrize("make", [make_attention_fn, make_dot_product_attention])
@@ -333,6 +187,17 @@ JAX_NN: dict[str, dict[str, Any]] = {
 }
 
 
+OPTIONS_OF_JAX_NN: list[Same] = [
+    Same({"scale": 0.7}, {"softmax_scale": 0.7}),
+    Same({"is_causal": True}, {"causal": True}),
+    Same({"local_window_size": 3}, {"window": (3, 3)}),
+    Same({"local_window_size": np.int64(3)}, {"window": (3, 3)}),
+    Same({"implementation": None}, {}),
+    Same({"implementation": "xla"}, {"kernel": "xla"}),
+    Same({"implementation": KernelConfig("xla", block_q=4)}, {"kernel": KernelConfig("xla", 4)}),
+]
+
+
 @pytest.mark.parametrize("name", JAX_NN)
 def test_arguments_of_jax_nn(name: str) -> None:
     arguments = JAX_NN[name]
@@ -341,19 +206,9 @@ def test_arguments_of_jax_nn(name: str) -> None:
     assert np.abs(expected - dense()).max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options"),
-    [
-        ({"scale": 0.7}, {"softmax_scale": 0.7}),
-        ({"is_causal": True}, {"causal": True}),
-        ({"local_window_size": 3}, {"window": (3, 3)}),
-        ({"implementation": None}, {}),
-        ({"implementation": "xla"}, {"kernel": "xla"}),
-        ({"implementation": KernelConfig("xla", block_q=4)}, {"kernel": KernelConfig("xla", 4)}),
-    ],
-)
-def test_options_by_another_name(arguments: dict[str, Any], options: dict[str, Any]) -> None:
-    assert program(make_dot_product_attention(ONE), **arguments) == program(ONE, **options)
+@pytest.mark.parametrize("row", OPTIONS_OF_JAX_NN)
+def test_options_by_another_name(row: Same) -> None:
+    check_row(make_dot_product_attention(ONE), "", row)
 
 
 def test_the_table_holds_every_argument_of_jax_nn() -> None:
@@ -369,45 +224,9 @@ def test_jax_nn_without_a_batch_and_with_a_residual() -> None:
     theirs = partial(jax.nn.dot_product_attention, return_residual=True)
     actual, expected = (jax.jit(function)(q, k, v, BIAS[0]) for function in (attend, theirs))
     assert [x.shape for x in actual] == [x.shape for x in expected]
-    all_close(actual, expected)
+    close(actual, expected)
     narrow = [x.astype(jnp.bfloat16) for x in QKV]
     assert jax.eval_shape(attend, *narrow) == jax.eval_shape(theirs, *narrow)
-
-
-def test_implementation_names_kernels() -> None:
-    with pytest.raises(UnsupportedError, match=r"^kernel 'cudnn': needs ring-jax-gpu"):
-        make_dot_product_attention(ONE)(*QKV, implementation="cudnn")
-    with pytest.raises(ValueError, match="kernel: bound"):
-        make_dot_product_attention(partial(ONE, kernel="xla"))(*QKV, implementation="auto")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message", "kind"),
-    [
-        ({"mask": CAUSAL[:4]}, "^mask must have shape", ValueError),
-        (
-            {"query": QKV[0][:, :4], "is_causal": True, "local_window_size": 2},
-            "^is_causal, local_window_size: with 4",
-            UnsupportedError,
-        ),
-        ({"mask": SHOWN[:, None, None] * 1}, "mask must be boolean", ValueError),
-        ({"query_seq_lengths": LENGTHS[:1]}, r"query_seq_lengths must be integers \[2\]", ValueError),
-        (
-            {"mask": Segments(jnp.asarray(IDS)), "query_seq_lengths": LENGTHS},
-            "both say what is hidden",
-            ValueError,
-        ),
-        ({"query": QKV[0][0]}, "all without batch", ValueError),
-        ({"local_window_size": -1}, "window", ValueError),
-    ],
-)  # fmt: skip
-def test_wrong_calls_of_jax_nn(
-    arguments: dict[str, Any], message: str, kind: type[ValueError]
-) -> None:
-    arguments_of_call = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
-    with pytest.raises(kind, match=message) as caught:
-        make_dot_product_attention(ONE)(**arguments_of_call)
-    assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize("method", ["__init__", "__call__"])
@@ -425,39 +244,6 @@ def module_of(dropout_p: float = 0.0) -> eqx.nn.MultiheadAttention:
     )  # fmt: skip
 
 
-def equinox_loss(model: Any, x: jax.Array, weight: jax.Array, mask: Any = None) -> Any:
-    """Return the loss and gradient of a model that contains an attention module."""
-
-    @eqx.filter_jit
-    @eqx.filter_value_and_grad
-    def loss(model: Any) -> Any:
-        out = jax.vmap(lambda row: model["attention"](row, row, row, mask))(x)
-        return jnp.sum(out * weight)
-
-    return loss(model)
-
-
-@cache
-def equinox_expected() -> Any:
-    x, weight = random(B, T, 12, seed=5), random(B, T, 7, seed=6)
-    return equinox_loss({"attention": module_of(), "name": "one"}, x, weight, CAUSAL)
-
-
-@pytest.mark.nightly(unless=["zigzag-auto"])
-@pytest.mark.parametrize("name", BOUND)
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_equinox(layout: str, name: str) -> None:
-    model: dict[str, Any] = {"attention": module_of(), "name": "one"}
-    x, weight = random(B, T, 12, seed=5), random(B, T, 7, seed=6)
-    size, strategy = BOUND[name]
-    cp = context(size, layout)
-    bound = partial(cp.attention, causal=True, strategy=strategy)
-    ring = ring_jax.equinox.convert(model, bound)
-    assert isinstance(ring["attention"], ring_jax.equinox.MultiheadAttention)
-    assert ring["attention"].query_proj is model["attention"].query_proj
-    all_close(equinox_loss(ring, cp.shard(x), cp.shard(weight)), equinox_expected())
-
-
 def test_equinox_inside_shard_map() -> None:
     x, module = random(T, 12, seed=5), module_of(dropout_p=0.3)
     cp = context()
@@ -467,13 +253,10 @@ def test_equinox_inside_shard_map() -> None:
         def moved(q: Any, k: Any, v: Any) -> Any:
             return q + places[:, None, None], k, v
 
-        converted: Any = ring_jax.equinox.convert(module, attention)
-        return converted(x, x, x, Segments(ids), process_heads=moved, **options)
+        ring: Any = ring_jax.equinox.convert(module, attention)
+        return ring(x, x, x, Segments(ids), process_heads=moved, **options)
 
-    tokens = P("cp")
-    ring = jax.shard_map(
-        partial(call, local, key=KEY), mesh=cp.mesh, in_specs=(tokens,) * 3, out_specs=tokens
-    )
+    ring = in_ring(partial(call, local, key=KEY), in_specs=P("cp"), out_specs=P("cp"))
     inputs = [x, jnp.asarray(IDS[0]), jnp.linspace(0, 1, T)]
     single = partial(call, partial(ONE, causal=True))
     expected, nothing = (
@@ -506,31 +289,205 @@ class Peculiar(eqx.nn.MultiheadAttention):
 
 
 @pytest.mark.parametrize(
-    ("model", "message", "kind"),
+    ("model", "attention", "message", "kind"),
     [
-        ([jnp.ones(3)], "there is no equinox.nn.MultiheadAttention", ValueError),
-        ([object.__new__(Peculiar)], "^Peculiar is a subclass", UnsupportedError),
+        ([jnp.ones(3)], ONE, "there is no equinox.nn.MultiheadAttention", ValueError),
+        ([object.__new__(Peculiar)], ONE, "^Peculiar is a subclass", UnsupportedError),
+        ([module_of()], jax.nn.dot_product_attention, "attention must be", ValueError),
     ],
 )
-def test_models_that_cannot_be_converted(model: Any, message: str, kind: type[ValueError]) -> None:
+def test_models_that_cannot_be_converted(
+    model: Any, attention: Any, message: str, kind: type[ValueError]
+) -> None:
     with pytest.raises(kind, match=message):
-        ring_jax.equinox.convert(model, ONE)
-    with pytest.raises(ValueError, match="attention must be"):
-        ring_jax.equinox.convert([module_of()], jax.nn.dot_product_attention)
+        ring_jax.equinox.convert(model, attention)
+
+
+WRITTEN = SHOWN[:, None, None]
+#: Options bound to the attention, wrong arguments of the call, and what the error says.
+OF_FLAX: list[tuple[dict[str, Any], dict[str, Any], str, type[ValueError]]] = [
+    ({}, {"is_causal": True, "query": QKV[0][:, :4]}, "^is_causal: with 4 queries and 16 keys", UnsupportedError),
+    ({"window": (3, 0)}, {"query": QKV[0][:, :1], "mask": WRITTEN}, "^window: 1 queries meet 16 keys", UnsupportedError),
+    # One query with a cache is allowed: test_batches_of_flax.
+    ({"causal": True}, {"query": QKV[0][:, :2], "mask": WRITTEN}, "^causal: 2 queries meet 16 keys", UnsupportedError),
+    ({"segment_ids": IDS}, {"mask": Segments(jnp.asarray(IDS))}, "segment_ids: bound", ValueError),
+    ({"dropout_p": 0.1, "dropout_seed": 1}, DROPPING, "dropout_p, dropout_seed: bound", ValueError),
+    ({"mask": Mask()}, {"is_causal": True}, "together with causal", ValueError),
+    ({}, {"mask": WRITTEN[..., :4]}, "column for each of 16 keys", ValueError),
+    ({}, {"mask": np.ones((3, 1, 1, T))}, "does not fit a batch", ValueError),
+    ({}, {"mask": CAUSAL[:, 1:]}, r"^mask must have shape \[16, 16\] or", ValueError),
+    ({}, {"mask": Segments(jnp.ones((B, T)))}, "Segments must be integers", ValueError),
+    ({}, {"mask": Segments(jnp.asarray(IDS[:1]))}, "segment_ids of the queries must have", ValueError),
+    ({}, {"dropout_rate": 0.5, "broadcast_dropout": False}, "needs dropout_rng", ValueError),
+    ({}, {"key": QKV[1][0]}, "share batch dimensions", ValueError),
+    ({}, dict.fromkeys(("query", "key", "value"), QKV[1][0, 0]), r"be \[batch\.\.\., sequence, heads", ValueError),
+    ({}, {"is_causal": 1}, "is_causal must be True or False", ValueError),
+]  # fmt: skip
+OF_JAX_NN: list[tuple[dict[str, Any], dict[str, Any], str, type[ValueError]]] = [
+    ({}, {"mask": CAUSAL[:4]}, "^mask must have shape", ValueError),
+    ({}, {"query": QKV[0][:, :4], "is_causal": True, "local_window_size": 2}, "^is_causal, local_window_size: with 4", UnsupportedError),
+    ({}, {"mask": WRITTEN * 1}, "mask must be boolean", ValueError),
+    ({}, {"query_seq_lengths": LENGTHS[:1]}, r"query_seq_lengths must be integers \[2\]", ValueError),
+    ({}, {"mask": Segments(jnp.asarray(IDS)), "query_seq_lengths": LENGTHS}, "both say what is hidden", ValueError),
+    ({}, {"query": QKV[0][0]}, "all without batch", ValueError),
+    ({}, {"local_window_size": -1}, "window", ValueError),
+    ({}, {"implementation": "cudnn"}, "^kernel 'cudnn': needs ring-jax-gpu", UnsupportedError),
+    ({"kernel": "xla"}, {"implementation": "auto"}, "kernel: bound", ValueError),
+]  # fmt: skip
+OF_EQUINOX: list[tuple[dict[str, Any], dict[str, Any], str, type[ValueError]]] = [
+    ({}, {"mask": CAUSAL[:, 1:], "inference": True}, "^mask must have shape", ValueError),
+    ({}, {"deterministic": True}, "^deterministic: pass inference=True", UnsupportedError),
+    ({}, {}, "dropout of 0.5 needs key", ValueError),
+    ({}, {"process_heads": lambda q, k, v: (q[:1], k, v)}, "must not change", ValueError),
+]  # fmt: skip
+
+
+def converted(attention: Any) -> Any:
+    """Return a call of a module of Equinox with dropout, on inputs of its own."""
+    module = ring_jax.equinox.convert(module_of(dropout_p=0.5), attention)
+    return lambda *_, **arguments: module(*[random(T, 12)] * 3, **arguments)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message", "kind"),
+    ("make", "bound", "arguments", "message", "kind"),
     [
-        ({"mask": CAUSAL[:, 1:], "inference": True}, "^mask must have shape", ValueError),
-        ({"deterministic": True}, "^deterministic: pass inference=True", UnsupportedError),
-        ({}, "dropout of 0.5 needs key", ValueError),
-        ({"process_heads": lambda q, k, v: (q[:1], k, v)}, "must not change", ValueError),
+        *((make_attention_fn, *row) for row in OF_FLAX),
+        *((make_dot_product_attention, *row) for row in OF_JAX_NN),
+        *((converted, *row) for row in OF_EQUINOX),
     ],
 )
-def test_wrong_calls_of_equinox(
-    arguments: dict[str, Any], message: str, kind: type[ValueError]
+def test_wrong_calls_are_refused(
+    make: Any, bound: Any, arguments: dict[str, Any], message: str, kind: type[ValueError]
 ) -> None:
-    module, x = ring_jax.equinox.convert(module_of(dropout_p=0.5), ONE), random(T, 12)
-    with pytest.raises(kind, match=message):
-        module(x, x, x, **arguments)
+    call = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
+    inputs = [call.pop(name) for name in ("query", "key", "value")]
+    with pytest.raises(ValueError, match=message) as caught:
+        make(partial(ONE, **bound))(*inputs, **call)
+    assert type(caught.value) is kind
+
+
+def member(value: str) -> SimpleNamespace:
+    """Return a stand-in for a member of one of MaxText's enumerations."""
+    return SimpleNamespace(value=value)
+
+
+SCALE = 8**-0.5  # MaxText scales its queries itself
+CONFIG: dict[str, Any] = {
+    "context_sharding": "context", "context_parallel_load_balance": True,
+    "context_parallel_reorder_strategy": member("auto"), "context_parallel_strategy": "all_gather",
+    "hardware": "cpu", "packing": False, "moba": False, "enable_dropout": True,
+}  # fmt: skip
+
+
+class Operation(SimpleNamespace):
+    """Stand-in for MaxText's ``AttentionOp``; ``nox -s maxtext`` trains with the real one."""
+
+    def _logical_to_mesh_axes(self, names: tuple[str, ...]) -> tuple[str | None, ...]:
+        axes = {"batch": "data", "heads": None, "length": "context", "kv": None}
+        return tuple(axes[name] for name in names)
+
+
+def operation(kind: str = "global", **settings: Any) -> Operation:
+    own = {name: settings.pop(name) for name in list(settings) if name not in CONFIG}
+    arguments: dict[str, Any] = {
+        "attention_kernel": "ring", "mesh": mesh_of(data=2, context=2), "attention_type": member(kind),
+        "kv_quant": None, "sliding_window_size": None, "chunk_attn_window_size": None,
+        "attn_logits_soft_cap": 0.0, "dropout_rate": 0.0,
+        "flash_axis_names_q": ("batch", "heads", "length", "kv"),
+        "config": SimpleNamespace(**(CONFIG | settings)),
+    }  # fmt: skip
+    return Operation(**(arguments | own))
+
+
+def theirs(
+    self: Any, query: Any, key: Any, value: Any, decoder_segment_ids: Any, segment_positions: Any,
+    lengths: Any, model_mode: Any, **others: Any,
+) -> Any:  # fmt: skip
+    """Stand-in for MaxText's own attention: return its arguments."""
+    arguments = dict(locals())
+    return arguments.pop("self"), arguments.pop("others") | arguments
+
+
+APPLY = with_ring(theirs)
+
+
+def call(op: Operation, q: Any, k: Any, v: Any, ids: Any = None, **options: Any) -> Any:
+    einsums = {"qk_product_einsum": jnp.einsum, "wv_product_einsum": jnp.einsum}
+    mode = options.pop("model_mode", "train")
+    return APPLY(op, q * SCALE, k, v, ids, None, None, mode, **einsums, **options)
+
+
+SINKS, IDS_OF_KEYS = random(H, seed=7), jnp.roll(jnp.asarray(IDS), 4, axis=1)
+WINDOW: dict[str, Any] = {"kind": "local_sliding", "sliding_window_size": 5}
+#: MaxText's settings and arguments, options of ours, and the layout of its input pipeline.
+HONOURED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], LayoutSpec]] = {
+    "global": ({"kind": "global"}, {}, {"causal": True}, "zigzag"),
+    "mla": ({"kind": "mla"}, {}, {"causal": True}, "zigzag"),
+    "full": ({"kind": "full"}, {}, {}, "contiguous"),
+    "window": (WINDOW, {}, {"causal": True, "window": (4, 0)}, "zigzag"),
+    "chunk": ({"kind": "chunk", "chunk_attn_window_size": 6}, {}, {"causal": True, "chunk_size": 6}, "zigzag"),
+    "softcap and sinks": ({"attn_logits_soft_cap": 2.0}, {"sinks": SINKS}, {"causal": True, "softcap": 2.0, "sinks": SINKS}, "zigzag"),
+    "ids of keys": ({"kind": "full"}, {"decoder_segment_ids_kv": IDS_OF_KEYS}, {"segment_ids": (jnp.asarray(IDS), IDS_OF_KEYS)}, "contiguous"),
+    "natural order": ({"context_parallel_load_balance": False}, {}, {"causal": True}, "contiguous"),
+    "striped": ({"context_parallel_reorder_strategy": member("striped")}, {}, {"causal": True}, "striped"),
+    "striped by itself": (
+        {"hardware": "gpu", "packing": True, "context_parallel_strategy": "ring"}, {}, {"causal": True}, "striped",
+    ),
+    "dropout that is off": ({"dropout_rate": 0.1, "enable_dropout": False}, {}, {"causal": True}, "zigzag"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_what_maxtext_says_is_honoured(name: str) -> None:
+    settings, arguments, options, layout = HONOURED[name]
+    op, ids = operation(**settings), jnp.asarray(IDS)
+    attend = ContextParallel(op.mesh, "context", "data", layout=layout).attention
+    call_of_ours: Any = partial(attend, **{"segment_ids": ids, "softmax_scale": 1.0} | options)
+    expected = program(lambda q, k, v: call_of_ours(q * SCALE, k, v))
+    assert program(lambda q, k, v: call(op, q, k, v, ids, **arguments)[0]) == expected
+
+
+def test_maxtexts_order_on_a_mesh() -> None:
+    op = operation(**WINDOW)
+    cp = ContextParallel(op.mesh, "context", "data")
+
+    def whole(*arrays: Any) -> Any:
+        out, *rest = call(op, *map(cp.shard, (*arrays, jnp.asarray(IDS))))
+        assert rest == [None, None]
+        return cp.unshard(out)
+
+    close(compiled(whole), dense(segment_ids=IDS, causal=True, window=(4, 0)))
+
+
+def test_another_attention_is_maxtexts() -> None:
+    op, names = operation(attention_kernel="flash"), signature(APPLY, follow_wrapped=False)
+    arguments = {name: object() for name in names.parameters if name != "self"}
+    assert len(arguments) == 19
+    assert APPLY(op, **arguments) == (op, arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "name"),
+    [
+        ({"kind": "compressed"}, {}, "attention_type"),
+        ({"kind": "block_diffusion"}, {}, "attention_type"),
+        ({"moba": True}, {}, "moba"),
+        ({"kv_quant": object()}, {}, "kv_quant"),
+        ({"dropout_rate": 0.1}, {}, "dropout_rate"),
+        ({"context_parallel_strategy": "usp"}, {}, "context_parallel_strategy"),
+        ({"context_parallel_strategy": "ulysses"}, {}, "context_parallel_strategy"),
+        ({}, {"model_mode": "prefill"}, "model_mode"),
+        ({}, {"previous_chunk": QKV[1]}, "previous_chunk"),
+        ({}, {"bidirectional_mask": IDS > 0}, "bidirectional_mask"),
+        ({}, {"indexer_mask": IDS > 0}, "indexer_mask"),
+        ({}, {"compressed_mask": IDS > 0}, "compressed_mask"),
+        ({}, {"record_max_logits": True}, "record_max_logits"),
+        ({}, {"q": QKV[0][:, :8]}, "causal"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused(
+    settings: dict[str, Any], options: dict[str, Any], name: str
+) -> None:
+    arguments = dict(zip("qkv", QKV, strict=True)) | options
+    with pytest.raises(UnsupportedError, match=f"^{name}: "):
+        call(operation(**settings), **arguments)

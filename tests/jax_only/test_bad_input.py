@@ -1,19 +1,21 @@
-"""Bad input raises an error that names the argument when the call is traced."""
+"""Every public function refuses wrong values, with an error that names the argument."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
-from wrong import KV, Q, bad_calls
+import wrong
+from jax_meshes import close, context, in_ring, mesh_of, random
+from wrong import KV, NAME, OPTIONS, SIZE, Q, Subject, Values, bad_calls, subject
 
+import ring_jax
 from ring_core import Mask, UnsupportedError, reference
 from ring_core.base.arguments import FOREIGN_OPTIONS
 from ring_jax import ContextParallel, KernelConfig, Segments, compat, flax, nn, ring_attention
@@ -84,36 +86,25 @@ def test_auto_names_all_reasons_when_nothing_fits() -> None:
 
 
 def test_context_parallel() -> None:
-    mesh = jax.make_mesh(
-        (2, 2), ("cp", "dp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
-    )
-    with pytest.raises(ValueError, match="unknown layout 'ring'"):
-        ContextParallel(mesh, "cp", layout="ring")  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(ValueError, match="unknown axis_name 'sp'; known: cp, dp"):
-        ContextParallel(mesh, "sp")
-    with pytest.raises(ValueError, match="must be three axes"):
-        ContextParallel(mesh, "cp", batch_axis="cp")
+    mesh, good = mesh_of(cp=2, dp=2), jnp.zeros((2, 8, 4, 16))
     cp = ContextParallel(mesh, "cp", batch_axis="dp", head_axis=None)
-    with pytest.raises(ValueError, match="pad to 8"):
-        cp.shard(jnp.zeros((1, 7, 2)), dim=1)
-    good = jnp.zeros((2, 8, 4, 16))
-    with pytest.raises(
-        ValueError, match=r"the batch of k, 1, must be a multiple of the 2 devices along 'dp'"
-    ):
-        cp.attention(good, jnp.zeros((1, 8, 4, 16)), good)
-    with pytest.raises(ValueError, match="q must have 4 dimensions"):
-        cp.attention(good[0], good, good)
-    with pytest.raises(ValueError, match=r"k must be a jax\.Array, got NoneType"):
-        cp.attention(good, None, good)  # type: ignore[call-overload]  # wrong on purpose
-    with pytest.raises(ValueError, match=r"sequence length 6 .* pad to 8"):
-        cp.attention(good, jnp.zeros((2, 6, 4, 16)), good)
+    refused: list[tuple[Callable[[], Any], str]] = [
+        (lambda: ContextParallel(mesh, "cp", layout=cast("Any", "ring")), "unknown layout 'ring'"),
+        (lambda: ContextParallel(mesh, "sp"), "unknown axis_name 'sp'; known: cp, dp"),
+        (lambda: ContextParallel(mesh, "cp", batch_axis="cp"), "must be three axes"),
+        (lambda: cp.shard(jnp.zeros((1, 7, 2)), dim=1), "pad to 8"),
+        (lambda: cp.attention(good, good[:1], good), "the batch of k, 1, must be a multiple of the 2 devices along 'dp'"),
+        (lambda: cp.attention(good[0], good, good), "q must have 4 dimensions"),
+        (lambda: cp.attention(good, cast("Any", None), good), r"k must be a jax\.Array, got NoneType"),
+        (lambda: cp.attention(good, good[:, :6], good), r"sequence length 6 .* pad to 8"),
+    ]  # fmt: skip
+    for call, message in refused:
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 SMALL, WIDE, TOP = 9, (5 << 32) + 9, (1 << 63) + 5
-INTEGERS = (
-    np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64,
-)  # fmt: skip
-WITH_X64 = {"x64": True, "x32": False}
+INTEGERS = (np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64)
 
 
 def _words(seed: Any) -> int:
@@ -121,162 +112,120 @@ def _words(seed: Any) -> int:
     return int(low + (high << 32))
 
 
-@pytest.mark.parametrize("x64", WITH_X64.values(), ids=WITH_X64)
-@pytest.mark.parametrize("seed", [SMALL, WIDE, TOP])
-@pytest.mark.parametrize("kind", [int, *INTEGERS], ids=lambda kind: str(kind.__name__))
-def test_integers_of_the_host(kind: Any, seed: int, *, x64: bool) -> None:
-    if kind is not int and seed > np.iinfo(kind).max:
-        seed = int(np.iinfo(kind).max)
-    with jax.enable_x64() if x64 else nullcontext():
-        assert _words(kind(seed)) == seed
-        assert _words(np.array(seed, kind if kind is not int else np.uint64)) == seed
+@pytest.mark.parametrize("x64", [True, False], ids=["x64", "x32"])
+def test_seeds(*, x64: bool) -> None:
+    """Integers of the host, whatever their width, and of JAX are seeds as they are."""
+    with jax.enable_x64(x64):
+        for seed in (SMALL, WIDE, TOP):
+            assert _words(seed) == _words(np.array(seed, np.uint64)) == seed
+            for kind in INTEGERS:
+                held = min(seed, int(np.iinfo(kind).max))
+                assert _words(kind(held)) == _words(np.array(held, kind)) == held
+        of_jax = [jnp.uint32(SMALL), jnp.int32(SMALL)]
+        for array in of_jax + ([jnp.int64(WIDE), jnp.uint64(TOP)] if x64 else []):
+            assert _words(array) == int(array)
+            low, high = jax.jit(seed_words)(array).tolist()
+            assert low + (high << 32) == int(array)
 
 
-@pytest.mark.parametrize("x64", WITH_X64.values(), ids=WITH_X64)
-def test_arrays_of_jax(*, x64: bool) -> None:
-    with jax.enable_x64() if x64 else nullcontext():
-        seeds = [jnp.uint32(SMALL), jnp.int32(SMALL)]
-        seeds += [jnp.int64(WIDE), jnp.uint64(TOP)] if x64 else []
-        for seed in seeds:
-            assert _words(seed) == int(seed)
-            traced = jax.jit(seed_words)(seed).tolist()
-            assert traced[0] + (traced[1] << 32) == int(seed)
-
-
-@pytest.mark.parametrize("x64", WITH_X64.values(), ids=WITH_X64)
+@pytest.mark.parametrize("x64", [True, False], ids=["x64", "x32"])
 @pytest.mark.parametrize(
     "seed", [-1, 1 << 64, np.int8(-1), np.int64(-1), np.array(-5), np.bool_(1), True, jnp.int32(-1),
         jax.random.key(0)],
     ids=repr,
 )  # fmt: skip
 def test_what_is_no_seed(seed: Any, *, x64: bool) -> None:
-    x = jnp.ones((1, 4, 2, 8))
-    with (
-        jax.enable_x64() if x64 else nullcontext(),
-        pytest.raises(ValueError, match=r"dropout_seed must be an integer in \[0, 2\*\*64\)"),
-    ):
-        ring_attention(x, x, x, axis_name=None, dropout_p=0.5, dropout_seed=seed)
+    words = r"dropout_seed must be an integer in \[0, 2\*\*64\)"
+    with jax.enable_x64(x64), pytest.raises(ValueError, match=words):
+        ring_attention(**arrays(dropout_p=0.5, dropout_seed=seed))
 
 
-MESH = jax.make_mesh((2,), ("cp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-CP = ContextParallel(MESH, "cp", layout="contiguous")
-EIGHT, SIX = (jax.random.normal(jax.random.key(n), (1, n, 2, 4)) for n in (8, 6))
+CP = context(layout="contiguous")
+EIGHT, SIX = random(1, 8, 2, 4, seed=8), random(1, 6, 2, 4, seed=6)
 FEWER_KEYS = r"q has \d tokens but k \d: .*x\.transpose\(1, 2\).*mask=Mask\(causal=True\)"
-
-
-def in_shard_map(call: Callable[..., Any]) -> Callable[..., Any]:
-    spec = PartitionSpec(None, "cp")
-    return jax.shard_map(call, mesh=MESH, in_specs=spec, out_specs=spec)
+attention = partial(ring_attention, axis_name=None)
 
 
 def sharded(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    return in_shard_map(partial(ring_attention, axis_name="cp", **options))(q, k, v)
+    return in_ring(partial(ring_attention, axis_name="cp", **options))(q, k, v)
 
 
 OURS: dict[str, Callable[..., Any]] = {
-    "one device": partial(ring_attention, axis_name=None), "shard_map": sharded,
-    "ContextParallel": CP.attention, "explain": CP.explain,
+    "one device": attention, "shard_map": sharded, "ContextParallel": CP.attention, "explain": CP.explain,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("call", OURS.values(), ids=OURS)
 def test_causal_with_fewer_keys_is_refused(call: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=FEWER_KEYS):
-        call(EIGHT, SIX, SIX, causal=True)
-    with pytest.raises(ValueError, match=FEWER_KEYS):
-        jax.jit(partial(call, causal=True, mask=jnp.ones((4 if call is sharded else 8, 6), bool)))(
-            EIGHT, SIX, SIX
-        )
+    shown = jnp.ones((4 if call is sharded else 8, 6), bool)
+    for run in (partial(call, causal=True), jax.jit(partial(call, causal=True, mask=shown))):
+        with pytest.raises(ValueError, match=FEWER_KEYS):
+            run(EIGHT, SIX, SIX)
 
 
-def expected(causal_queries: Any = EIGHT) -> Any:
-    return reference.attention(
-        *map(np.asarray, (causal_queries, SIX, SIX)), mask=Mask(causal=True)
-    )[0]
-
-
-@pytest.mark.parametrize(
-    "call", [OURS["one device"], sharded, CP.attention], ids=["one", "shard_map", "cp"]
-)
-def test_a_causal_mask_with_fewer_keys_keeps_the_rule(call: Callable[..., Any]) -> None:
-    np.testing.assert_allclose(call(EIGHT, SIX, SIX, mask=Mask(causal=True)), expected(), atol=2e-6)
-
-
-OPERATION = compat.RingAttn(compat.OperationMetadata(sequence_axis_name="cp", mesh=MESH))
-COMPAT: dict[str, Callable[..., Any]] = {
+RULE = Mask(causal=True)
+OPERATION = compat.RingAttn(compat.OperationMetadata(sequence_axis_name="cp", mesh=CP.mesh))
+KEEPING: dict[str, Callable[..., Any]] = {
+    **{name: partial(call, mask=RULE) for name, call in OURS.items() if name != "explain"},
+    # Calls of other libraries keep their meaning, ...
     "flash_attention": partial(compat.flash_attention, causal=True),
-    "ring_attention": in_shard_map(partial(compat.ring_attention, axis_name="cp", causal=True)),
+    "compat": in_ring(partial(compat.ring_attention, axis_name="cp", causal=True)),
     "RingAttn": lambda *x: OPERATION(*x).attention_outputs,
+    # ... and the adapter for ``jax.nn`` runs with the mask that its error says to bind.
+    "jax.nn": nn.make_dot_product_attention(partial(CP.attention, mask=RULE)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("call", COMPAT.values(), ids=COMPAT)
-def test_calls_of_other_libraries_keep_their_meaning(call: Callable[..., Any]) -> None:
-    np.testing.assert_allclose(call(EIGHT, SIX, SIX), expected(), atol=2e-6)
+@pytest.mark.parametrize("call", KEEPING.values(), ids=KEEPING)
+def test_a_causal_mask_with_fewer_keys_keeps_the_rule(call: Callable[..., Any]) -> None:
+    expected, _ = reference.attention(*map(np.asarray, (EIGHT, SIX, SIX)), mask=RULE)
+    close(call(EIGHT, SIX, SIX), expected)
 
 
-def test_an_adapter_takes_the_mask() -> None:
-    """The adapter for ``jax.nn`` runs with the mask that its error says to bind."""
+def test_what_is_bound_to_an_adapter_is_refused_by_name() -> None:
     attend = nn.make_dot_product_attention(CP.attention)
     with pytest.raises(ValueError, match=r"bind mask=ring_core\.Mask\(causal=True\)"):
         attend(EIGHT, SIX, SIX, is_causal=True)
-    bound = nn.make_dot_product_attention(partial(CP.attention, mask=Mask(causal=True)))
-    np.testing.assert_allclose(bound(EIGHT, SIX, SIX), expected(), atol=2e-6)
+    with pytest.raises(ValueError, match="for is_causal, use causal"):
+        flax.make_attention_fn(partial(CP.attention, is_causal=True))
 
 
-ALONE = ContextParallel(jax.make_mesh((1,), ("cp",)), "cp")
-WITH_OPTIONS: dict[str, Callable[..., Any]] = {
-    "ring_attention": partial(ring_attention, axis_name=None), "attention": ALONE.attention, "explain": ALONE.explain,
+NAMED: dict[str, Callable[..., Any]] = {
+    "__call__": attention, "attention": CP.attention, "explain": CP.explain, "check_agreement": CP.check_agreement,
 }  # fmt: skip
-ZEROS = jnp.zeros((1, 8, 2, 4))
 
 
-@pytest.mark.parametrize("call", WITH_OPTIONS.values(), ids=WITH_OPTIONS)
+@pytest.mark.parametrize("call", [attention, CP.attention, CP.explain])
 @pytest.mark.parametrize("name", FOREIGN_OPTIONS)
 def test_options_of_other_libraries_are_refused_by_their_names_here(
     name: str, call: Callable[..., Any]
 ) -> None:
     with pytest.raises(ValueError, match=rf"no option is called {name}\. Instead: for {name}, "):
-        call(ZEROS, ZEROS, ZEROS, **{name: None})
+        call(EIGHT, EIGHT, EIGHT, **{name: None})
 
 
-def test_foreign_options_bound_to_an_adapter_are_refused() -> None:
-    with pytest.raises(ValueError, match="for is_causal, use causal"):
-        flax.make_attention_fn(partial(ALONE.attention, is_causal=True))
-
-
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [
-        (ALONE.attention, "attention"), (ALONE.explain, "explain"), (ALONE.check_agreement, "check_agreement"),
-        (WITH_OPTIONS["ring_attention"], "__call__"),
-    ],
-)  # fmt: skip
-def test_a_misspelt_option_is_named_with_the_function_that_was_called(
-    call: Callable[..., Any], name: str
-) -> None:
+@pytest.mark.parametrize("name", NAMED)
+def test_a_misspelt_option_is_named_with_the_function_that_was_called(name: str) -> None:
     """Methods pass options on to a record, whose own error would name it."""
     said = rf"^{name}\(\) got an unexpected keyword argument 'sofcap'. Did you mean 'softcap'\?"
     with pytest.raises(TypeError, match=said):
-        call(ZEROS, ZEROS, ZEROS, sofcap=1.0)
+        NAMED[name](EIGHT, EIGHT, EIGHT, sofcap=1.0)
     with pytest.raises(TypeError, match=rf"^{name}\(\) .* argument 'xyz'$"):
-        call(ZEROS, ZEROS, ZEROS, softcap=1.0, xyz=2)
+        NAMED[name](EIGHT, EIGHT, EIGHT, softcap=1.0, xyz=2)
 
 
-TOKENS = 8
-RANDOM = jax.random.normal(jax.random.key(0), (1, TOKENS, 1, 4))
 IDS: Any = np.array([[0] * 4 + [1] * 3 + [7]])
-attention = partial(ring_attention, axis_name=None)
+RIGHT, SAME = IDS.astype(np.int32), (EIGHT, EIGHT, EIGHT)
 in_flax = flax.make_attention_fn(attention)
 
 WITH_IDS: dict[str, Callable[[Any], Any]] = {
-    "ring_attention": lambda ids: attention(RANDOM, RANDOM, RANDOM, segment_ids=ids),
-    "a pair": lambda ids: attention(RANDOM, RANDOM, RANDOM, segment_ids=(ids, IDS.astype(np.int32))),
-    "Segments": lambda ids: in_flax(RANDOM, RANDOM, RANDOM, mask=Segments(ids)),
-    "Segments of keys": lambda ids: in_flax(RANDOM, RANDOM, RANDOM, mask=Segments(IDS.astype(np.int32), ids)),
-    "compat": lambda ids: compat.ring_attention(RANDOM, RANDOM, RANDOM, q_segment_ids=ids),
+    "ring_attention": lambda ids: attention(*SAME, segment_ids=ids),
+    "a pair": lambda ids: attention(*SAME, segment_ids=(ids, RIGHT)),
+    "Segments": lambda ids: in_flax(*SAME, mask=Segments(ids)),
+    "Segments of keys": lambda ids: in_flax(*SAME, mask=Segments(RIGHT, ids)),
+    "compat": lambda ids: compat.ring_attention(*SAME, q_segment_ids=ids),
     "compat, keys": lambda ids: compat.flash_attention(
-        RANDOM, RANDOM, RANDOM, q_segment_ids=IDS.astype(np.int32), kv_segment_ids=ids
+        *SAME, q_segment_ids=RIGHT, kv_segment_ids=ids
     ),
 }  # fmt: skip
 
@@ -284,36 +233,218 @@ WITH_IDS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("dtype", ["int64", "uint64", "uint32"])
 @pytest.mark.parametrize("call", WITH_IDS)
 def test_ids_that_int32_does_not_hold(call: str, dtype: str) -> None:
-    ids = IDS.astype(dtype)
     with pytest.raises(ValueError, match=rf"must be int32, or integers that it holds, got {dtype}"):
-        WITH_IDS[call](ids)
+        WITH_IDS[call](IDS.astype(dtype))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "uint8", "uint16"])
 @pytest.mark.parametrize("call", WITH_IDS)
 def test_ids_that_it_holds(call: str, dtype: str) -> None:
-    right = attention(RANDOM, RANDOM, RANDOM, segment_ids=jnp.asarray(IDS, jnp.int32))
+    right = attention(*SAME, segment_ids=jnp.asarray(RIGHT))
     for array in (IDS.astype(dtype), jnp.asarray(IDS, dtype)):
-        np.testing.assert_allclose(WITH_IDS[call](array), right, atol=1e-6)
+        close(WITH_IDS[call](array), right)
 
 
 def test_ids_of_64_bits_that_are_traced() -> None:
-    with jax.enable_x64(True):
-        ids = jnp.asarray(IDS, jnp.int64)
-        with pytest.raises(ValueError, match="got int64"):
-            jax.jit(WITH_IDS["Segments"])(ids)
+    with jax.enable_x64(True), pytest.raises(ValueError, match="got int64"):
+        jax.jit(WITH_IDS["Segments"])(jnp.asarray(IDS, jnp.int64))
 
 
 @pytest.mark.parametrize("length", [2**31 + 3, 2**40])
 def test_lengths_beyond_int32_hide_nothing(length: int) -> None:
     offsets: Any = np.array([0, length])
-    outs = [
-        nn.make_dot_product_attention(attention)(
-            RANDOM, RANDOM, RANDOM, key_value_seq_lengths=offsets[1:]
+    attend = nn.make_dot_product_attention(attention)
+    close(attend(*SAME, key_value_seq_lengths=offsets[1:]), attention(*SAME))
+    documents: Any = {"cum_seqlens_q": offsets, "cum_seqlens_k": offsets}
+    close(compat.flash_attention(*SAME, **documents), attention(*SAME))
+
+
+TOKENS = 24
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "ndarray": lambda values: np.array(values, np.array(values).dtype.kind + "4"),
+    "list": list,
+    "tuple of arrays": lambda values: tuple(np.array(value) for value in values),
+}
+#: Two values of each argument that can be changed in place.
+VALUES: dict[str, tuple[Any, Any]] = {
+    "cu_seqlens": ((0, 6, TOKENS), (0, 16, TOKENS)),
+    "window": ((3, 0), (5, 0)),
+    "segment_ids": ([[0] * TOKENS], [[0] * 9 + [1] * 15]),
+    "bias": ([[[[0.0] * TOKENS] * TOKENS]], [[[[0.0, 1.0] * (TOKENS // 2)] * TOKENS]]),
+    "sinks": ([0.0, 0.0], [1.0, 2.0]),
+    "alibi_slopes": ([0.0, 0.0], [0.5, 0.25]),
+    "dropout_seed": (3, 4),
+}
+STATIC = {"cu_seqlens": tuple(KINDS), "window": ("list",)}
+CHANGED = STATIC | dict.fromkeys(
+    ("segment_ids", "bias", "sinks", "alibi_slopes", "dropout_seed"), ("ndarray",)
+)
+
+
+ROWS: Any = [random(1, TOKENS, 2, 8, seed=n) for n in range(3)]
+EXPLICIT, flash = context(kind="explicit"), cast("Any", compat.flash_attention)
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, tuple[str, ...]]]] = {
+    "ring_attention": (partial(ring_attention, *ROWS, axis_name=None), CHANGED),
+    "ContextParallel.attention": (partial(EXPLICIT.attention, *ROWS, causal=True), CHANGED),
+    "ContextParallel.explain": (partial(EXPLICIT.explain, *ROWS), STATIC),
+    "Mask": (lambda **rule: ring_attention(*ROWS, axis_name=None, mask=Mask(**rule)), STATIC),
+    "compat.flash_attention": (
+        lambda cu_seqlens=None, window=None: flash(
+            *ROWS, cum_seqlens_q=cu_seqlens, cum_seqlens_k=cu_seqlens, sliding_window=window
         ),
-        compat.flash_attention(
-            RANDOM, RANDOM, RANDOM, cum_seqlens_q=offsets, cum_seqlens_k=offsets
-        ),
+        {"cu_seqlens": ("ndarray",), "window": ("list",)},
+    ),
+    "nn": (partial(nn.make_dot_product_attention(EXPLICIT.attention), *ROWS), {"bias": ("ndarray",)}),
+}  # fmt: skip
+CASES = [
+    (name, argument, kind)
+    for name, (_, arguments) in FUNCTIONS.items()
+    for argument, kinds in arguments.items()
+    for kind in kinds
+]
+
+
+def _change(value: Any, values: Any) -> None:
+    if isinstance(value, tuple):
+        for array, new in zip(value, values, strict=True):
+            array[...] = new
+    else:
+        value[... if isinstance(value, np.ndarray) else slice(None)] = values
+
+
+@pytest.mark.nightly(  # calls of the function change the other arguments per change
+    only=[
+        f"ContextParallel.attention-{x}-ndarray" for x in ("bias", "alibi_slopes", "dropout_seed")
     ]
-    for out in outs:
-        np.testing.assert_allclose(out, attention(RANDOM, RANDOM, RANDOM), atol=1e-6)
+)
+@pytest.mark.parametrize(("name", "argument", "kind"), CASES)
+def test_changed_in_place(name: str, argument: str, kind: str) -> None:
+    """An argument is changed in place between two calls: the second sees the new values."""
+    (first, second), dropping = VALUES[argument], {"dropout_p": 0.5} if "seed" in argument else {}
+
+    def call(value: Any) -> Any:
+        return np.asarray(FUNCTIONS[name][0](**{argument: value}, **dropping))
+
+    given = KINDS[kind](first)
+    results = [call(given)]
+    _change(given, second)
+    results.append(call(given))
+    for result, value in zip(results, (first, second), strict=True):
+        np.testing.assert_array_equal(result, call(KINDS[kind](value)))
+    is_text = results[0].dtype.kind == "U"  # numbers are the same
+    assert is_text or not np.array_equal(results[0], results[1])
+
+
+def bad_arrays(*shape: int) -> Values:
+    """Return arrays of the right shape that are wrong otherwise, and values that are no arrays."""
+    good = jnp.zeros(shape)
+    return {
+        "word": "q", "number": 1.0, "flag": True, "list": good.tolist(), "class": jax.Array,
+        "complex": good.astype(jnp.complex64), "integers": good.astype(jnp.int32),
+        "flags": good.astype(bool), "8 bits": good.astype(jnp.float8_e4m3fn),
+        "objects": np.full(shape, None), "words": np.full(shape, "1"),
+        "shape alone": jax.ShapeDtypeStruct(shape, jnp.float32),
+        "keys": jax.random.split(jax.random.key(0), shape),
+    }  # fmt: skip
+
+
+zeros = jnp.zeros
+TENSORS = wrong.wrong_tensors(zeros, bad_arrays, "uint32")
+#: Options that are static, as arrays.
+ARRAYS: dict[str, Any] = {
+    "seq_len": 8, "window": (jnp.array(1), 0), "chunk_size": 4, "cu_seqlens": [0, 8], "mask": zeros((8, 8)),
+    **dict.fromkeys(("softmax_scale", "softcap", "dropout_p"), 0.5),
+    **dict.fromkeys(("causal", "deterministic", "return_lse"), True),
+    **dict.fromkeys(("kernel", "strategy", "transport"), 1),
+}  # fmt: skip
+OPTION_ARRAYS: dict[str, Values] = {
+    **{n: {"jax": x if isinstance(x, tuple) else jnp.array(x)} for n, x in ARRAYS.items()},
+    "dropout_seed": {"floats": jnp.array(0.5), "flags": jnp.array(True), "two": zeros(2, "int32"), "three": zeros(3, "int32")},
+}  # fmt: skip
+CALL: dict[str, Values] = {
+    **TENSORS,
+    **{n: {**x, **OPTION_ARRAYS.get(n, {})} for n, x in OPTIONS.items() if n != "layout"},
+}
+#: ``explain`` accepts shapes in place of arrays.
+EXPLAINED: dict[str, Values] = TENSORS | {
+    name: {n: x for n, x in values.items() if n != "shape alone"}
+    for name, values in TENSORS.items() if name != "segment_ids"
+}  # fmt: skip
+inputs = {"q": zeros(Q), "k": zeros(KV), "v": zeros(KV)}
+mesh = mesh_of(cp=2, dp=2)
+cp = ContextParallel(mesh, "cp")
+AXIS: Values = {n: x for n, x in NAME.items() if n != "none"}
+SHARD: Values = {
+    "none": None, "list": [1.0], "word": "x", "number": 3.0, "scalar": zeros(()), "class": jax.Array,
+}  # fmt: skip
+
+
+def entered(every: Any) -> None:
+    """Enter the context, which checks its arguments only then."""
+    with ring_jax.check(every):
+        pass
+
+
+#: Wrong values of arguments by their names.
+BY_NAME: dict[str, Values] = CALL | {
+    "layout": OPTIONS["layout"], "to": OPTIONS["layout"], "dim": wrong.DIM, "pad": wrong.FLAG,
+    "fill": wrong.FILL, "n": wrong.STEPS, "left": wrong.ROWS, "right": wrong.ROWS, "x": SHARD, "y": SHARD, "axis_name": AXIS,
+}  # fmt: skip
+LENGTH: Values = {**SIZE, "none": None}
+HALF, ALONE = {"x": zeros(Q, jnp.float16), "n": 1}, {"axis_name": None}
+row = partial(subject, BY_NAME)
+moved = partial(row, cu_seqlens=OPTIONS["cu_seqlens"])
+
+SUBJECTS: dict[str, Subject] = {
+    "ring_jax.ring_attention": row(ring_attention, inputs | ALONE),
+    "ring_jax.check": row(
+        entered, {"every": 1}, every={n: x for n, x in LENGTH.items() if n != "zero"}
+    ),
+    "ring_jax.ContextParallel": row(
+        ContextParallel, {"mesh": mesh, "axis_name": "cp"},
+        mesh={"none": None, "word": "cp", "number": 4, "devices": jax.devices(), "class": type(mesh)},
+        axis_name={**NAME, "tuple": ("cp",)}, batch_axis={**AXIS, "the same": "cp"},
+        head_axis={**AXIS, "the same": "cp"},
+    ),
+    "ring_jax.ContextParallel.attention": row(cp.attention, inputs),
+    "ring_jax.ContextParallel.explain": row(cp.explain, inputs, **EXPLAINED),
+    "ring_jax.ContextParallel.check_agreement": Subject(cp.check_agreement, inputs, CALL),
+    "ring_jax.ContextParallel.layout_of": row(
+        cp.layout_of, {"seq_len": 8}, seq_len={**LENGTH, "indivisible": 7}
+    ),
+    "ring_jax.ContextParallel.positions": row(cp.positions, {"seq_len": 8}, seq_len=LENGTH),
+    "ring_jax.ContextParallel.shard": row(
+        cp.shard, {"x": zeros(Q)}, fill={**wrong.FILL, "without pad": 1.0}
+    ),
+    "ring_jax.ContextParallel.unshard": row(cp.unshard, {"x": zeros(Q)}),
+    "ring_jax.ContextParallel.shift": moved(cp.shift, HALF),
+    "ring_jax.ContextParallel.halo": moved(cp.halo, {"x": zeros(Q), "left": 1, "right": 0}),
+    "ring_jax.ContextParallel.join": row(cp.join, {"y": zeros((8, 2, 4, 16))}),
+    "ring_jax.ContextParallel.relayout": row(cp.relayout, {"x": zeros(Q), "to": "contiguous"}),
+    "ring_jax.shift": moved(ring_jax.shift, HALF | ALONE),
+    "ring_jax.halo": moved(ring_jax.halo, {"x": zeros(Q), "left": 1, "right": 0} | ALONE),
+    "ring_jax.preflight": Subject(
+        ring_jax.preflight,
+        {
+            "cp": cp, "step": lambda cp, params, batch: (cp.shard(batch) * params).sum(),
+            "params": jnp.ones(2), "batch": jnp.ones((1, 8, 2)),
+        },
+        {
+            "cp": {"none": None, "word": "x", "mesh": mesh}, "step": {"none": None, "word": "x"},
+            "params": {"none": None, "word": "x", "integers": zeros(2, "int32"), "object": object()},
+            "batch": {"word": "x", "object": object()},
+            "rtol": {"word": "x", "negative": -1.0, "nan": math.nan},
+        },
+    ),
+    "ring_jax.join": row(ring_jax.join, {"y": zeros(Q)} | ALONE),
+    "ring_jax.relayout": row(ring_jax.relayout, {"x": zeros(Q), "to": "contiguous"} | ALONE),
+}  # fmt: skip
+#: Names that ring_core's tests check, or that this package's functions return.
+ELSEWHERE = {
+    "ring_jax.Halo", "ring_jax.KernelConfig", "ring_jax.Mask", "ring_jax.PreflightReport",
+    "ring_jax.Segments",
+}  # fmt: skip
+
+globals().update(wrong.checks_of(SUBJECTS, ("ring_jax",), ELSEWHERE, ContextParallel))

@@ -3,49 +3,42 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapted import (
+    BIAS,
+    IDS,
+    QKV,
+    B,
+    D,
+    H,
+    Honoured,
+    K,
+    Refused,
+    Row,
+    T,
+    check_row,
+    dense,
+    parameters,
+)
 from jax import lax
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
+from jax_meshes import close, context, in_ring, random
 
 from ring_core import KernelConfig, UnsupportedError, reference
 from ring_jax import compat
 from ring_jax.compat import OperationMetadata, RingAttn, flash_attention, ring_attention
 
-B, T, H, K, D = 2, 16, 4, 2, 8
-PACKED = np.repeat([[0, 1, 2, -1], [5, 5, 7, 9]], 4, axis=1).astype(np.int32)
 BLOCKS = {"q_blocksize": 4, "kv_blocksize": 8}
-
-
-def random(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(seed).standard_normal(shape)
-
-
-QKV = [random(B, T, heads, D, seed=seed) for seed, heads in enumerate((H, K, K))]
-SINKS, BIAS = random(H, 3, seed=3), random(1, H, T, T, seed=4)
-SHOWN = random(B, 1, T, T, seed=5) > 0
-
-
-class Honoured(NamedTuple):
-    """Supported arguments and the oracle's names for them; ``None`` if they change nothing."""
-
-    arguments: dict[str, Any]
-    oracle: dict[str, Any] | None
-
-
-class Refused(NamedTuple):
-    """Refused arguments, a word of advice that the error must contain, and their name in it."""
-
-    arguments: dict[str, Any]
-    advice: str
-    name: str | None = None  # if it differs from the argument's
+SINKS = np.asarray(random(H, 3, seed=3))
+SHOWN = np.asarray(random(B, 1, T, T, seed=5)) > 0
 
 
 def alone(name: str, value: Any, **oracle: Any) -> tuple[str, Honoured]:
@@ -56,11 +49,11 @@ def no(name: str, value: Any, advice: str) -> tuple[str, Refused]:
     return name, Refused({name: value}, advice)
 
 
-SHARED: dict[str, Honoured | Refused] = dict([
-    alone("q_segment_ids", PACKED, segment_ids=PACKED),
-    alone("kv_segment_ids", PACKED, segment_ids=PACKED),
+SHARED: dict[str, Row] = dict([
+    alone("q_segment_ids", IDS, segment_ids=IDS),
+    alone("kv_segment_ids", IDS, segment_ids=IDS),
     alone("softmax_aux", SINKS, sinks=SINKS),
-    alone("bias", BIAS, bias=BIAS),
+    alone("bias", np.asarray(BIAS), bias=BIAS),
     alone("sliding_window", (3, 1), window=(3, 1)),
     alone("causal", True, causal=True),
     alone("logits_soft_cap", 0.5, softcap=0.5),
@@ -78,8 +71,8 @@ RING = SHARED | dict([
     alone("chunk_size", 5, chunk_size=5),
     no("mask_builder", lambda *_: None, "ring_core.Mask"),
     no("fused_backward", True, "no choice of fused_backward"),
-    no("q_position_ids", PACKED, "layout="),
-    no("kv_position_ids", PACKED, "layout="),
+    no("q_position_ids", IDS, "layout="),
+    no("kv_position_ids", IDS, "layout="),
 ])  # fmt: skip
 DROPPED = {"dropout_p": 0.3, "dropout_seed": 5}
 DROPOUT = Honoured({"dropout_prob": 0.3, "dropout_seed": 5}, DROPPED)
@@ -98,7 +91,7 @@ FLASH = SHARED | dict([
     no("normalize_output", False, "return_lse"),
     no("precision", lax.Precision.HIGH, "cast the inputs to bfloat16"),
     no("logits_dtype", jnp.bfloat16, "scores are float32"),
-    no("block_tables", PACKED, "gather"),
+    no("block_tables", IDS, "gather"),
 ])  # fmt: skip
 OPERATION = {name: SHARED[name] for name in (
     "q_segment_ids", "kv_segment_ids", "softmax_aux", "bias", "sliding_window", "logits_soft_cap",
@@ -108,19 +101,9 @@ OPERATION = {name: SHARED[name] for name in (
 ])  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
-
-
 def operation(*args: Any, **arguments: Any) -> jax.Array:
     """Return the operation on one device as a function."""
     return RingAttn(OperationMetadata())(*args, **arguments).attention_outputs
-
-
-def mesh_of(size: int) -> Mesh:
-    return jax.make_mesh((size,), ("sp",), (AxisType.Auto,), devices=jax.devices()[:size])
 
 
 def split(call: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
@@ -128,39 +111,17 @@ def split(call: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
     arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
     others = {name: x for name, x in arguments.items() if name not in arrays}
     specs = {
-        name: P() if name == "softmax_aux" else P(*[None] * (x.ndim // 2), "sp")
+        name: P() if name == "softmax_aux" else P(*[None] * (x.ndim // 2), "cp")
         for name, x in arrays.items()
     }
 
     def local(args: Any, arrays: dict[str, Any]) -> Any:
-        return call(*args, axis_name="sp", **arrays, **others)
+        return call(*args, axis_name="cp", **arrays, **others)
 
-    tokens = P(None, "sp")
-    ring = jax.shard_map(local, mesh=mesh_of(2), in_specs=(tokens, specs), out_specs=tokens)
-    return jax.jit(ring)([jnp.asarray(x) for x in args], jax.tree.map(jnp.asarray, arrays))
+    return jax.jit(in_ring(local, in_specs=(P(None, "cp"), specs)))(args, arrays)
 
 
-def dense(**options: Any) -> np.ndarray[Any, Any]:
-    return reference.attention(*QKV, **options)[0]
-
-
-def jax_qkv() -> tuple[jax.Array, jax.Array, jax.Array]:
-    q, k, v = map(jnp.asarray, QKV)
-    return q, k, v
-
-
-def close(actual: Any, expected: Any) -> None:
-    np.testing.assert_allclose(np.asarray(actual), expected, rtol=1e-12, atol=1e-12)
-
-
-def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    by_name = dict(inspect.signature(function).parameters)
-    return {
-        name: by_name[name] for name in by_name if name not in ("self", "query", "key", "value")
-    }
-
-
-CALLS: dict[str, tuple[Callable[..., Any], dict[str, Honoured | Refused], dict[str, Any]]] = {
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Row], dict[str, Any]]] = {
     "ring": (ring_attention, RING, {}),
     "ring of two": (partial(split, ring_attention), RING, {}),
     "flash": (flash_attention, FLASH, {}),
@@ -169,49 +130,27 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Honoured | Refused], dict[s
 EVERY = [(call, name) for call, (_, table, _) in CALLS.items() for name in table]
 
 
-@pytest.mark.nightly(
-    only=[
-        f"ring of two-{name}"
-        for name in (
-            "fwd_params", "chunk_size", "sliding_window", "softmax_scale", "q_segment_ids",
-            "logits_soft_cap",
-        )
-    ]
-)  # fmt: skip
+@pytest.mark.nightly(only=[f"ring of two-{name}" for name in (
+    "fwd_params", "chunk_size", "sliding_window", "softmax_scale", "q_segment_ids",
+    "logits_soft_cap",
+)])  # fmt: skip
 @pytest.mark.parametrize(("call", "name"), EVERY, ids=[f"{call}-{name}" for call, name in EVERY])
 def test_every_argument_is_honoured_or_refused(call: str, name: str) -> None:
     function, table, defaults = CALLS[call]
-    row = table[name]
-    if isinstance(row, Refused):
-        with pytest.raises(UnsupportedError, match=row.name or name) as caught:
-            function(*QKV, **row.arguments)
-        assert row.advice in str(caught.value)
-        return
-    arguments = {key: _jax(function, x) for key, x in row.arguments.items()}
-    expected = dense(**(defaults | (row.oracle or {})))
-    close(function(*jax_qkv(), **arguments), expected)
-    if row.oracle is not None:
-        assert np.abs(expected - dense(**defaults)).max() > 1e-3
-    else:
-        program, default = (
-            str(jax.make_jaxpr(partial(function, **kwargs))(*QKV)) for kwargs in (arguments, {})
-        )
-        assert program != default
-
-
-def _jax(function: Callable[..., Any], x: Any) -> Any:
-    arrives = isinstance(x, np.ndarray) and not isinstance(function, partial)
-    return jnp.asarray(x) if arrives else x
+    check_row(function, name, table[name], **defaults)
 
 
 def test_the_tables_hold_every_argument() -> None:
-    own = {"axis_name"}  # which the ring of two passes
-    assert parameters(ring_attention).keys() == RING.keys() | own
-    assert parameters(flash_attention).keys() == FLASH.keys()
-    assert parameters(RingAttn.__call__).keys() == OPERATION.keys()
-    for function in (ring_attention, flash_attention, RingAttn.__call__):
-        kinds = {parameter.kind for parameter in parameters(function).values()}
-        assert inspect.Parameter.VAR_KEYWORD not in kinds
+    inputs = {"query", "key", "value"}
+    tables: dict[Callable[..., Any], Any] = {
+        ring_attention: RING.keys() | {"axis_name"},
+        flash_attention: FLASH.keys(),
+    }
+    tables[RingAttn(OperationMetadata()).__call__] = OPERATION.keys()
+    for function, names in tables.items():
+        held = parameters(function)
+        assert held.keys() == names | inputs
+        assert inspect.Parameter.VAR_KEYWORD not in {kind for kind, _ in held.values()}
 
 
 def test_names_order_and_defaults_are_those_of_ejkernel() -> None:
@@ -220,86 +159,72 @@ def test_names_order_and_defaults_are_those_of_ejkernel() -> None:
         "chunk_size", "causal", "logits_soft_cap", "softmax_scale", "axis_name", "fwd_params",
         "bwd_params", "fused_backward",
     ]  # fmt: skip
-    assert list(parameters(ring_attention))[: len(names)] == names
-    assert parameters(ring_attention)["causal"].default is False
-    assert parameters(RingAttn.__call__)["causal"].default is True
+    assert list(parameters(ring_attention))[3 : 3 + len(names)] == names
+    assert parameters(ring_attention)["causal"][1] is False
+    assert parameters(RingAttn.__call__)["causal"][1] is True
 
 
 def test_an_integer_window_is_symmetric_and_causal_cuts_it() -> None:
-    q, k, v = jax_qkv()
-    close(ring_attention(q, k, v, sliding_window=2), dense(window=(2, 2)))
-    both = split(ring_attention, q, k, v, sliding_window=2, causal=True)
+    close(ring_attention(*QKV, sliding_window=2), dense(window=(2, 2)))
+    both = split(ring_attention, *QKV, sliding_window=2, causal=True)
     close(both, dense(window=(2, 0)))
 
 
 def test_packed_documents_of_one_row() -> None:
-    q, k, v = (jnp.asarray(x[:1]) for x in QKV)
-    offsets = jnp.array([0, 3, 9, 14])  # two tokens of padding
+    q, k, v = (x[:1] for x in QKV)
     ids = np.repeat([[0, 1, 2, -1]], [3, 6, 5, 2], axis=1)
-    call = jax.jit(partial(flash_attention, causal=True))
-    expected = reference.attention(q, k, v, segment_ids=ids, causal=True)[0]
-    eager = flash_attention(q, k, v, causal=True, cum_seqlens_q=offsets, cum_seqlens_k=offsets)
-    close(eager, expected)
+    offsets = jnp.array([0, 3, 9, 14])  # two tokens of padding
+    call: Any = partial(flash_attention, cum_seqlens_q=offsets, cum_seqlens_k=offsets)
+    expected = reference.attention(*map(np.asarray, (q, k, v)), segment_ids=ids, causal=True)[0]
+    close(call(q, k, v, causal=True), expected)
+    traced = {"cum_seqlens_q": offsets, "cum_seqlens_k": offsets}  # are they equal?
     with pytest.raises(UnsupportedError, match="cum_seqlens_k: with causal"):
-        call(q, k, v, cum_seqlens_q=offsets, cum_seqlens_k=offsets)  # traced: are they equal?
-    full = jax.jit(flash_attention)(q, k, v, cum_seqlens_q=offsets, cum_seqlens_k=offsets)
-    close(full, reference.attention(q, k, v, segment_ids=ids)[0])
+        jax.jit(partial(flash_attention, causal=True))(q, k, v, **traced)
+    full = jax.jit(flash_attention)(q, k, v, **traced)
+    close(full, reference.attention(*map(np.asarray, (q, k, v)), segment_ids=ids)[0])
 
 
 def test_mask_and_bias_add_up() -> None:
-    q, k, v, mask, bias = map(jnp.asarray, (*QKV, SHOWN.astype(np.int32), BIAS))
-    actual = flash_attention(q, k, v, attention_mask=mask, bias=bias)
+    actual = flash_attention(*QKV, attention_mask=jnp.asarray(SHOWN.astype(np.int32)), bias=BIAS)
     close(actual, dense(bias=np.where(SHOWN, BIAS, -np.inf)))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"softmax_aux": np.zeros(3)}, r"softmax_aux must be \[4, n\].*reshape\(1, -1\)"),
-        ({"fwd_params": BLOCKS, "bwd_params": {"q_blocksize": 8}}, "bwd_params: its block_q"),
-        ({"fwd_params": {"num_warps": 4}}, "fwd_params: kernels of this package have no num_warps"),
-        ({"mask_builder": len, "cfg": 1}, "mask_builder: .*; cfg: "),
-    ],
-)  # fmt: skip
-def test_refusals_name_the_argument(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        ring_attention(*jax_qkv(), **arguments)
+WRONG: list[tuple[Callable[..., Any], dict[str, Any], str, type[ValueError]]] = [
+    (ring_attention, {"sliding_window": -1}, "sliding_window must be", ValueError),
+    (ring_attention, {"sliding_window": (1, 2, 3)}, "sliding_window must be", ValueError),
+    (ring_attention, {"q_segment_ids": np.zeros((B, T))}, "q_segment_ids must be integers", ValueError),
+    (ring_attention, {"fwd_params": 3}, "fwd_params must have fields", ValueError),
+    (ring_attention, {"fwd_params": {"block_q": 1, "q_blocksize": 2}}, "several sizes for block_q", ValueError),
+    (flash_attention, {"cum_seqlens_q": LENGTHS}, "cum_seqlens_k must be given too", ValueError),
+    (flash_attention, {"cum_seqlens_q": IDS[0], "cum_seqlens_k": IDS[0]}, "shape", ValueError),
+    (flash_attention, {"attention_mask": IDS}, "attention_mask must be", ValueError),
+    (flash_attention, {"dropout_prob": 0.5}, "needs dropout_seed", ValueError),
+    (ring_attention, {"softmax_aux": np.zeros(3)}, r"softmax_aux must be \[4, n\].*reshape\(1, -1\)", UnsupportedError),
+    (ring_attention, {"fwd_params": BLOCKS, "bwd_params": {"q_blocksize": 8}}, "bwd_params: its block_q", UnsupportedError),
+    (ring_attention, {"fwd_params": {"num_warps": 4}}, "fwd_params: kernels of this package have no num_warps", UnsupportedError),
+    (ring_attention, {"mask_builder": len, "cfg": 1}, "mask_builder: .*; cfg: ", UnsupportedError),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "message"),
-    [
-        (ring_attention, {"sliding_window": -1}, "sliding_window must be"),
-        (ring_attention, {"sliding_window": (1, 2, 3)}, "sliding_window must be"),
-        (ring_attention, {"q_segment_ids": np.zeros((B, T))}, "q_segment_ids must be integers"),
-        (ring_attention, {"fwd_params": 3}, "fwd_params must have fields"),
-        (ring_attention, {"fwd_params": {"block_q": 1, "q_blocksize": 2}}, "several sizes for block_q"),
-        (flash_attention, {"cum_seqlens_q": LENGTHS}, "cum_seqlens_k must be given too"),
-        (flash_attention, {"cum_seqlens_q": PACKED[0], "cum_seqlens_k": PACKED[0]}, "shape"),
-        (flash_attention, {"attention_mask": PACKED}, "attention_mask must be"),
-        (flash_attention, {"dropout_prob": 0.5}, "needs dropout_seed"),
-    ],
-)  # fmt: skip
-def test_malformed_arguments(
-    function: Callable[..., Any], arguments: dict[str, Any], message: str
+@pytest.mark.parametrize(("function", "arguments", "message", "kind"), WRONG)
+def test_refusals_name_the_argument(
+    function: Callable[..., Any], arguments: dict[str, Any], message: str, kind: type[ValueError]
 ) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        function(*jax_qkv(), **arguments)
-    assert not isinstance(caught.value, UnsupportedError)
+        function(*QKV, **arguments)
+    assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize("strategy", ["auto", "balanced"])
 def test_operation_on_global_arrays(strategy: str) -> None:
     metadata = OperationMetadata(
-        mesh=mesh_of(2), sequence_axis_name="sp", strategy=strategy, softmax_scale=0.7,
+        mesh=context().mesh, sequence_axis_name="cp", strategy=strategy, softmax_scale=0.7,
         blocksize_q=4, blocksize_k=4,
     )  # fmt: skip
-    attend = jax.jit(RingAttn(metadata))
-    result = attend(*jax_qkv(), q_segment_ids=jnp.asarray(PACKED))
+    result = jax.jit(RingAttn(metadata))(*QKV, q_segment_ids=jnp.asarray(IDS))
     assert isinstance(result, compat.AttentionOutput)
     assert result.attention_weights is None
-    expected = dense(causal=True, softmax_scale=0.7, segment_ids=PACKED)
-    close(result.attention_outputs, expected)
+    close(result.attention_outputs, dense(causal=True, softmax_scale=0.7, segment_ids=IDS))
 
 
 def test_operation_inside_shard_map() -> None:
@@ -312,9 +237,10 @@ def test_operation_inside_shard_map() -> None:
 
 def test_operation_reads_its_metadata() -> None:
     config = SimpleNamespace(fwd_params=BLOCKS, bwd_params=None, platform="auto")
-    ring = RingAttn(OperationMetadata(jnp.float32, operation_configs={"ring": config}))
+    ring = RingAttn(OperationMetadata(jnp.bfloat16, operation_configs={"ring": config}))
     assert ring._kernel == KernelConfig("auto", 4, 8)
-    assert ring(*jax_qkv()).attention_outputs.dtype == jnp.float32
+    q, k, v = QKV
+    assert ring(q, k, v).attention_outputs.dtype == jnp.bfloat16
     assert ring.get_impl_name() == "ring"
 
 
@@ -332,3 +258,109 @@ def test_metadata_is_checked(fields: dict[str, Any], message: str) -> None:
         RingAttn(OperationMetadata(**fields))
     with pytest.raises(ValueError, match="metadata must be a"):
         RingAttn(SimpleNamespace(**fields))  # type: ignore[arg-type]  # wrong on purpose
+
+
+#: Offsets and batch size: documents packed into one row, or one per row.
+ONE_ROW, ROWS_OF_TWO = (np.array([0, 7, 16, 30]), 1), (np.array([0, 30, 47]), 2)
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"sliding_window": (5, 2)},
+    "causal window": {"causal": True, "sliding_window": (5, 0)},
+    "none": {},
+}
+LENGTHS_OF = {"keys longer": (34, 48), "queries longer": (48, 34), "equal": (48, 48)}
+
+
+def _ids(offsets: Any, batch: int, length: int) -> Any:
+    tokens = np.arange(length)
+    if batch > 1:
+        return np.where(tokens < np.diff(offsets)[:, None], 0, -1)
+    return np.where(tokens < offsets[-1], np.searchsorted(offsets, tokens, "right") - 1, -1)[None]
+
+
+def _shown(mask: dict[str, Any], ids: tuple[Any, Any]) -> Any:
+    """Return the keys that a query sees; both are counted from the start of their rows."""
+    rows, columns = np.arange(ids[0].shape[1])[:, None], np.arange(ids[1].shape[1])
+    left, right = mask.get("sliding_window", (10**6, 10**6))
+    shown = (columns >= rows - left) & (columns <= rows + right)
+    if mask.get("causal"):
+        shown &= columns <= rows
+    same = (ids[0][:, :, None] == ids[1][:, None, :]) & (ids[0] >= 0)[:, :, None]
+    return (shown & same)[:, None]
+
+
+@pytest.mark.nightly(
+    unless=["causal-packed-keys longer", "window-rows-equal", "none-packed-queries longer"]
+)
+@pytest.mark.parametrize("lengths", LENGTHS_OF.values(), ids=LENGTHS_OF)
+@pytest.mark.parametrize("documents", [ONE_ROW, ROWS_OF_TWO], ids=["packed", "rows"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_padded_to_different_lengths(
+    mask: dict[str, Any], documents: Any, lengths: tuple[int, int]
+) -> None:
+    """Documents of queries and keys that are padded to different lengths."""
+    (offsets, batch), (queries, keys) = documents, lengths
+    shapes = ((queries, H), (keys, K), (keys, K), (queries, H))
+    *qkv, dout = (np.asarray(random(batch, *shape, D, seed=n)) for n, shape in enumerate(shapes))
+    inputs = [*qkv, np.asarray(random(1, H, *lengths, seed=4))]
+    shown = _shown(mask, (_ids(offsets, batch, queries), _ids(offsets, batch, keys)))
+    options: Any = {"dropout_seed": 11, "dropout_p": 0.25}
+    options["bias"] = np.where(shown, inputs[3], -np.inf)
+
+    def loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        out = flash_attention(
+            q, k, v, bias=bias, cum_seqlens_q=offsets, cum_seqlens_k=offsets, dropout_prob=0.25,
+            dropout_seed=11, **mask,
+        )  # fmt: skip
+        return (out * dout).sum(), out
+
+    grads, out = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))(*inputs)
+    close(out, reference.attention(*qkv, **options)[0])
+    expected: Any = reference.attention_grads(dout, *qkv, **options)
+    close(grads, (*expected[:3], expected.dbias.sum(0, keepdims=True)))
+
+
+HIGHEST = (lax.Precision.HIGHEST, "highest", "float32", (lax.Precision.HIGHEST, "highest"))
+ONES = jnp.ones((1, 4, 2, 8))
+
+
+@pytest.mark.parametrize("precision", HIGHEST, ids=str)
+def test_the_highest_precision(precision: Any) -> None:
+    np.testing.assert_array_equal(flash_attention(ONES, ONES, ONES, precision=precision), ONES)
+    narrow = ONES.astype(jnp.bfloat16)
+    with pytest.raises(UnsupportedError, match=r"precision: .* cast the inputs to bfloat16"):
+        flash_attention(narrow, narrow, narrow, precision=precision)
+
+
+@pytest.mark.parametrize("precision", [lax.Precision.HIGH, "bfloat16", "tensorfloat32"], ids=str)
+def test_other_precisions(precision: Any) -> None:
+    with pytest.raises(UnsupportedError, match="products of float32 have the highest precision"):
+        flash_attention(ONES, ONES, ONES, precision=precision)
+
+
+SINKED: dict[str, Callable[..., Any]] = {
+    "flash": flash_attention, "ring": ring_attention, "operation": partial(operation, causal=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(H, 1), (H, 3), (1, 1), (1, 3), (1, H)], ids=str)
+@pytest.mark.parametrize("call", SINKED.values(), ids=SINKED)
+def test_sinks_that_say_what_they_are(call: Any, shape: tuple[int, ...]) -> None:
+    sinks = random(*shape, seed=3)
+    wide = np.broadcast_to(np.asarray(sinks), (H, shape[1]))
+    close(call(*QKV, softmax_aux=sinks), dense(sinks=wide))
+
+
+@pytest.mark.parametrize("call", SINKED.values(), ids=SINKED)
+def test_sinks_that_could_be_either(call: Any) -> None:
+    with pytest.raises(ValueError, match=r"softmax_aux\[:, None\] is the former, .*\[None\]"):
+        call(*QKV, softmax_aux=jnp.zeros(H))
+    one_head = [x[:, :, :1] for x in QKV]  # which has one reading
+    expected = reference.attention(*map(np.asarray, one_head), sinks=np.ones((1, 3)))[0]
+    close(call(*one_head, softmax_aux=jnp.ones(3)), expected)
+
+
+def test_float64_of_numpy_is_what_jax_makes_of_it() -> None:
+    """Without x64, float64 of numpy runs as float32, without a warning of JAX."""
+    q: Any = np.zeros((1, 8, 2, 4))
+    assert jax.eval_shape(lambda: ring_attention(q, q, q, platform="xla")).dtype == jnp.float32

@@ -1,9 +1,9 @@
-"""Meshes with other axes: exact, and nothing is sent along them."""
+"""Meshes with other axes: exact, and nothing is sent along them; where calls may stand in JAX."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -14,28 +14,25 @@ import numpy as np
 import pytest
 from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from jax_meshes import mesh_of
+from jax_meshes import KINDS, TOKENS, close, context, mesh_of, random
 
 import ring_jax
-from ring_core import UnsupportedError, reference
+from ring_core import StrategyConfig, UnsupportedError, reference
 from ring_jax import ContextParallel, ring_attention
 
-Q, KV = (2, 8, 4, 4), (2, 8, 2, 4)
-TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+Q, KV = (4, 8, 4, 4), (4, 8, 2, 4)
 #: Sizes of the axes, and the call's axis names of batch and heads.
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "cp": ({"cp": 2}, {}),
     "dp-cp": ({"dp": 2, "cp": 2}, {"batch_axis": "dp"}),
     "dp-cp-tp": ({"dp": 2, "cp": 2, "tp": 2}, {"batch_axis": "dp", "head_axis": "tp"}),
-    "pod-cp": ({"pod": 2, "cp": 2}, {"batch_axis": ("pod",)}),
+    "pod-fsdp-cp": ({"pod": 2, "fsdp": 2, "cp": 2}, {"batch_axis": ("pod", "fsdp")}),
 }
-AXES = {"dp-cp": ("dp", None), "dp-cp-tp": ("dp", "tp"), "pod-cp": ("pod", None)}
 
 
 def _inputs() -> list[np.ndarray[Any, Any]]:
     """Return q, k, v and the gradient of the result."""
-    rng = np.random.default_rng(0)
-    return [rng.standard_normal(shape).astype(np.float32) for shape in (Q, KV, KV, Q)]
+    return [np.asarray(random(*shape, seed=n)) for n, shape in enumerate((Q, KV, KV, Q))]
 
 
 def _groups(text: str) -> Iterator[list[list[int]]]:
@@ -66,16 +63,6 @@ def _travelled(text: str, mesh: Mesh) -> set[str]:
     }  # fmt: skip
 
 
-def test_axes_that_a_program_sends_along() -> None:
-    """Sends are found in compiled programs in both forms that list device groups."""
-    mesh = mesh_of(dp=2, cp=2)
-    assert _travelled("x, replica_groups={{0,1},{2,3}}, y", mesh) == {"cp"}
-    assert _travelled("x, replica_groups={{0,1,2,3}}", mesh) == {"dp", "cp"}
-    assert _travelled("x, replica_groups=[2,2]<=[4], y", mesh) == {"cp"}
-    assert _travelled("x, replica_groups=[2,2]<=[2,2]T(1,0)", mesh) == {"dp"}
-    assert _travelled("x, source_target_pairs={{0,2},{2,0}}", mesh) == {"dp"}
-
-
 def _check(call: Any, arrays: list[Any]) -> str:
     """Compare a program, forward and gradients, with dense attention; return its compiled text."""
 
@@ -88,138 +75,94 @@ def _check(call: Any, arrays: list[Any]) -> str:
 
     program = jax.jit(both).lower(*arrays).compile()
     expected = reference.attention_grads(*[_inputs()[n] for n in (3, 0, 1, 2)], causal=True)
-    expected_value = (reference.attention(*_inputs()[:3], causal=True)[0], *expected[:3])
-    for actual, exact in zip(program(*arrays), expected_value, strict=True):
-        np.testing.assert_allclose(actual, exact, rtol=2e-5, atol=2e-5)
+    out, _ = reference.attention(*_inputs()[:3], causal=True)
+    close(program(*arrays), (out, *expected[:3]))
     return str(program.as_text())
 
 
-def _of_the_class(mesh: Mesh, told: dict[str, Any]) -> Any:
-    cp = ContextParallel(mesh, "cp", **told)
-
-    def call(q: Any, k: Any, v: Any) -> Any:
-        return cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)), causal=True))
-
-    return call
+def _of_the_class(cp: ContextParallel, q: Any, k: Any, v: Any, **options: Any) -> Any:
+    return cp.unshard(cp.attention(*map(cp.shard, (q, k, v)), causal=True, **options))
 
 
-def _of_the_function(mesh: Mesh, spec: P) -> Any:
-    """Return ``ring_attention`` under ``shard_map``, on tokens in a contiguous layout."""
-
-    def local(q: Any, k: Any, v: Any) -> Any:
-        return ring_attention(q, k, v, axis_name="cp", layout="contiguous", causal=True)
-
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
-    explicit = AxisType.Explicit in mesh.axis_types
-
-    def call(*args: Any) -> Any:
-        along = NamedSharding(mesh, spec)
-        return mapped(*(jax.reshard(x, along) if explicit else x for x in args))
-
-    return call
+def _of_the_function(along: NamedSharding, *arrays: Any, **options: Any) -> Any:
+    """Call ``ring_attention`` under ``shard_map``, on tokens in a contiguous layout."""
+    local = partial(ring_attention, axis_name="cp", layout="contiguous", causal=True, **options)
+    named = {*jax.tree.leaves(tuple(along.spec))}
+    call: Any = jax.shard_map(
+        local, mesh=along.mesh, in_specs=along.spec, out_specs=along.spec, axis_names=named
+    )
+    explicit = AxisType.Explicit in along.mesh.axis_types
+    return call(*(jax.reshard(x, along) if explicit else x for x in arrays))
 
 
 @pytest.mark.nightly(unless=[
     "auto-cp-class-set_mesh-split", "auto-dp-cp-tp-function-no set_mesh-split",
-    "auto-pod-cp-class-set_mesh-whole", "explicit-pod-cp-class-set_mesh-split",
+    "auto-pod-fsdp-cp-class-set_mesh-whole", "explicit-pod-fsdp-cp-class-set_mesh-split",
 ])  # fmt: skip
 @pytest.mark.parametrize("placement", ["split", "whole"])
 @pytest.mark.parametrize("within", [True, False], ids=["set_mesh", "no set_mesh"])
 @pytest.mark.parametrize("of", ["class", "function"])
 @pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
-def test_every_mesh(
-    axis_type: AxisType, name: str, of: str, *, within: bool, placement: str
-) -> None:
-    sizes, told = MESHES[name]
-    mesh, (batch, heads) = mesh_of(axis_type, **sizes), AXES.get(name, (None, None))
-    call = (
-        _of_the_class(mesh, told) if of == "class"
-        else _of_the_function(mesh, P(batch, "cp", heads))
-    )  # fmt: skip
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_mesh(kind: str, name: str, of: str, *, within: bool, placement: str) -> None:
+    sizes, axes = MESHES[name]
+    mesh = mesh_of(KINDS[kind], **sizes)
+    along = NamedSharding(mesh, P(axes.get("batch_axis"), "cp", axes.get("head_axis")))
+    call: Any = partial(_of_the_function, along)
+    if of == "class":
+        call = partial(_of_the_class, ContextParallel(mesh, "cp", **axes))
     arrays: list[Any] = _inputs()
     if placement != "whole":
-        along = NamedSharding(mesh, P(batch, "cp", heads))
-        arrays = [jax.device_put(x, along) for x in arrays]
+        arrays = jax.device_put(arrays, along)
     with jax.set_mesh(mesh) if within else nullcontext():
-        text = _check(call, arrays)
-    travelled = _travelled(text, mesh)
+        travelled = _travelled(_check(call, arrays), mesh)
     assert "cp" in travelled
     assert placement == "whole" or travelled == {"cp"}
 
 
 @pytest.mark.nightly(only=["explicit"])
-@pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
-def test_an_axis_that_is_not_named(axis_type: AxisType) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_axis_that_is_not_named(kind: str) -> None:
     """Arrays are not copied along an unnamed axis: auto axes sum flags and scalars at most."""
-    mesh = mesh_of(axis_type, pod=2, cp=2)
-    arrays = [jax.device_put(x, NamedSharding(mesh, P("pod"))) for x in _inputs()]
-    text = _check(_of_the_class(mesh, {}), arrays)
-    if axis_type == AxisType.Explicit:
-        assert _travelled(text, mesh) == {"cp"}
-    summed = [line for line in text.splitlines() if " all-reduce(" in line]
-    rest = [line for line in text.splitlines() if " all-reduce(" not in line]
-    assert _travelled("\n".join(rest), mesh) == {"cp"}
-    large = [
-        line for line in summed
-        if _travelled(line, mesh) != {"cp"} and re.search(r"\[(?!1(,1)*\])\d[\d,]*\]", line.split(" all-")[0])
-    ]  # fmt: skip
-    assert not large
+    mesh = mesh_of(KINDS[kind], pod=2, cp=2)
+    arrays = jax.device_put(_inputs(), NamedSharding(mesh, P("pod")))
+    text = _check(partial(_of_the_class, ContextParallel(mesh, "cp")), arrays)
+    assert kind == "auto" or _travelled(text, mesh) == {"cp"}
+    for line in text.splitlines():
+        result, is_sum, _ = line.partition(" all-reduce(")
+        if not is_sum or re.search(r"\[(?!1(,1)*\])\d[\d,]*\]", result):
+            assert _travelled(line, mesh) <= {"cp"}
 
 
 @pytest.mark.parametrize("name", ["bias", "mask"])
 def test_heads_of_a_bias_stay_split_along_an_axis_that_is_not_named(name: str) -> None:
     mesh = mesh_of(cp=2, tp=2)
-    cp, x = ContextParallel(mesh, "cp", layout="contiguous"), _inputs()
-    bias = np.random.default_rng(1).standard_normal((1, 4, 8, 8)).astype(np.float32)
-    extra = {name: bias if name == "bias" else (bias > 0) | np.eye(8, dtype=bool)}
-    q, k, v = (jax.device_put(a, NamedSharding(mesh, P(None, "cp", "tp"))) for a in x[:3])
-    split = jax.device_put(extra[name], NamedSharding(mesh, P(None, "tp", "cp")))
-
-    def call(q: Any, k: Any, v: Any, split: Any) -> Any:
-        return cp.attention(q, k, v, **{name: split})
-
-    program = jax.jit(call).lower(q, k, v, split).compile()
-    bias = bias if name == "bias" else np.where(extra[name], 0, -np.inf)
-    expected = reference.attention(*x[:3], bias=bias)[0]
-    np.testing.assert_allclose(program(q, k, v, split), expected, rtol=2e-5, atol=2e-5)
+    cp, x = ContextParallel(mesh, "cp", layout="contiguous"), _inputs()[:3]
+    array: Any = np.asarray(random(1, 4, 8, 8, seed=4))
+    array = array if name == "bias" else (array > 0) | np.eye(8, dtype=bool)
+    arrays = jax.device_put([*x, array], [NamedSharding(mesh, P(None, "cp", "tp"))] * 3
+                            + [NamedSharding(mesh, P(None, "tp", "cp"))])  # fmt: skip
+    program = jax.jit(lambda *x: cp.attention(*x[:3], **{name: x[3]})).lower(*arrays).compile()
+    bias = array if name == "bias" else np.where(array, 0, -np.inf)
+    close(program(*arrays), reference.attention(*x, bias=bias)[0])
     text = "\n".join(x for x in str(program.as_text()).splitlines() if " all-reduce(" not in x)
     assert _travelled(text, mesh) == {"cp"}
 
 
-@pytest.mark.nightly(unless=["auto"])  # there the compiler decides what is sent
-@pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
-def test_several_axes_of_the_batch(axis_type: AxisType) -> None:
-    """A batch over two axes is right, with split heads too; dropout counts rows over all axes."""
-    mesh = mesh_of(axis_type, data=2, fsdp=2, cp=2)
-    cp = ContextParallel(mesh, "cp", batch_axis=("data", "fsdp"))
-    q, k, v, _ = (np.concatenate([x, x[::-1]]) for x in _inputs())
-    along = NamedSharding(mesh, P(("data", "fsdp")))
-    arrays = [jax.device_put(x, along) for x in (q, k, v)]
-    dropout: dict[str, Any] = {"dropout_p": 0.25, "dropout_seed": 7}
-
-    def call(*args: Any) -> Any:
-        return cp.unshard(cp.attention(*(cp.shard(x) for x in args), causal=True, **dropout))
-
-    program = jax.jit(call).lower(*arrays).compile()
-    expected = reference.attention(q, k, v, causal=True, **dropout)[0]
-    np.testing.assert_allclose(program(*arrays), expected, rtol=2e-5, atol=2e-5)
-    assert _travelled(str(program.as_text()), mesh) == {"cp"}
-
-
 @pytest.mark.parametrize("spec", [P("dp"), P(None, None, "dp"), P("dp", "cp"), P()], ids=str)
-@pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
-def test_arrays_stay_split(axis_type: AxisType, spec: P) -> None:
-    mesh = mesh_of(axis_type, dp=2, cp=2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_stay_split(kind: str, spec: P) -> None:
+    mesh = mesh_of(KINDS[kind], dp=2, cp=2)
     cp, x = ContextParallel(mesh, "cp"), _inputs()[0]
     split_array = jax.device_put(x, NamedSharding(mesh, spec))
+    batch = spec[0] if spec else None
     for wrap in (jax.jit, lambda function: function):
         shard = wrap(cp.shard)(split_array)
-        expected = NamedSharding(mesh, P(spec[0] if spec else None, "cp", *spec[2:]))
-        assert shard.sharding.is_equivalent_to(expected, 4)
+        along = NamedSharding(mesh, P(batch, "cp", *spec[2:]))
+        assert shard.sharding.is_equivalent_to(along, 4)
         np.testing.assert_array_equal(shard, x[:, np.asarray(cp.positions(8))])
         back = wrap(cp.unshard)(shard)
-        whole = NamedSharding(mesh, P(expected.spec[0], None, *spec[2:]))
+        whole = NamedSharding(mesh, P(batch, None, *spec[2:]))
         assert back.sharding.is_equivalent_to(whole, 4)
         np.testing.assert_array_equal(back, x)
         (slope,) = jax.vjp(wrap(cp.shard), split_array)[1](shard)
@@ -227,47 +170,41 @@ def test_arrays_stay_split(axis_type: AxisType, spec: P) -> None:
 
 
 def test_axes_of_two_types_are_refused() -> None:
-    types = (AxisType.Explicit, AxisType.Auto)
-    mesh = jax.make_mesh((2, 2), ("dp", "cp"), axis_types=types, devices=jax.devices()[:4])
+    grid, types = np.array(jax.devices()[:4]).reshape(2, 2), (AxisType.Explicit, AxisType.Auto)
+    mesh = Mesh(grid, ("dp", "cp"), axis_types=types)
     with pytest.raises(ValueError, match=r"must be all explicit or all auto, got .*make_mesh"):
         ContextParallel(mesh, "cp")
+    for axes in ((), ("dp", "dp"), ("dp", "no"), ("dp", "cp")):
+        with pytest.raises(ValueError, match="batch_axis"):
+            ContextParallel(mesh_of(dp=2, cp=2), "cp", batch_axis=axes)
 
 
-@pytest.mark.parametrize("axes", [(), ("dp", "dp"), ("dp", "no"), ("dp", "cp")], ids=str)
-def test_axes_of_the_batch_that_are_none(axes: Any) -> None:
-    with pytest.raises(ValueError, match=r"batch_axis"):
-        ContextParallel(mesh_of(dp=2, cp=2), "cp", batch_axis=axes)
-
-
-@pytest.mark.parametrize("of", ["auto", "explicit"])
-def test_another_mesh_that_is_set_is_refused(of: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_mesh_that_is_set_is_refused(kind: str) -> None:
     """Another mesh set by ``jax.set_mesh`` is refused if either has explicit axes.
 
     JAX's own errors were about its primitives.
     """
-    cp = ContextParallel(mesh_of(TYPES[of], cp=2), "cp")
-    other = mesh_of(AxisType.Explicit, x=2)
-    x: Any = _inputs()[0]
-    text = re.escape(f"has the axes cp=2 ({TYPES[of].name}), and jax.set_mesh has set one with x=2")
-    with jax.set_mesh(other):
-        with pytest.raises(UnsupportedError, match=text):
-            cp.shard(x)
-        with pytest.raises(UnsupportedError, match=text):
-            cp.attention(x, x, x)
-        with pytest.raises(UnsupportedError, match=text):
-            ContextParallel(other, "x").relayout(x, to=cp)
+    cp, other, x = context(kind=kind), mesh_of(AxisType.Explicit, x=2), jnp.asarray(_inputs()[0])
+    text = f"has the axes cp=2 ({KINDS[kind].name}), and jax.set_mesh has set one with x=2"
+    calls: list[Callable[[], Any]] = [
+        lambda: cp.shard(x), lambda: cp.attention(x, x, x),
+        lambda: ContextParallel(other, "x").relayout(x, to=cp),
+    ]  # fmt: skip
+    for call in calls:
+        with jax.set_mesh(other), pytest.raises(UnsupportedError, match=re.escape(text)):
+            call()
 
 
 def test_eager_gradients_on_explicit_axes_need_the_mesh() -> None:
-    mesh = mesh_of(AxisType.Explicit, cp=2)
-    cp, natural = ContextParallel(mesh, "cp"), jnp.asarray(_inputs()[0])
-    x = cp.shard(natural)
+    cp = context(kind="explicit")
+    x = cp.shard(jnp.asarray(_inputs()[0]))
     grad = jax.grad(lambda x: cp.attention(x, x, x).sum())
     with pytest.raises(UnsupportedError, match=re.escape("with jax.set_mesh(mesh):")):
         grad(x)
     expected = jax.jit(grad)(x)
-    with jax.set_mesh(mesh):
-        np.testing.assert_allclose(grad(x), expected, atol=1e-6)
+    with jax.set_mesh(cp.mesh):
+        close(grad(x), expected)
 
 
 #: Axes of a mesh, and those of the sequence in another order.
@@ -278,77 +215,84 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["ring", "balanced", "gather"])
+STRATEGIES: dict[str, Any] = {
+    "ring": "ring", "balanced": "balanced", "gather": "gather", "ulysses": "ulysses",
+    "hybrid": StrategyConfig("hybrid", 2, "ring"), "hybrid-gather": StrategyConfig("hybrid", 2, "gather"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.nightly(unless=["two-ring", "two-balanced", "two of three-gather"])
+@pytest.mark.nightly(unless=["two-ring", "two-balanced", "two of three-gather", "two-hybrid"])
 def test_axes_in_another_order_than_the_meshs(order: str, strategy: str) -> None:
     """Ranks count by the axes as they are named; JAX sends in the order of the mesh alone."""
     sizes, names = ORDERS[order]
-    mesh, length = mesh_of(AxisType.Auto, **sizes), 24
-    x, _, _, dout = (np.repeat(y[:1, :1, :2], length, 1) for y in _inputs())
-    x = x + np.sin(np.arange(x.size)).reshape(x.shape).astype(np.float32)
+    mesh = mesh_of(AxisType.Auto, **sizes)
+    x, dout = random(1, 24, 8, 4), random(1, 24, 8, 4, seed=1)
 
     def loss(q: Any, axes: Any) -> Any:
         call: Any = partial(ring_attention, axis_name=axes, causal=True)
         if axes is not None:
-            spec, call = P(None, axes), partial(call, strategy=strategy)
-            call = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+            spec = P(None, axes)
+            call = partial(call, strategy=STRATEGIES[strategy], layout="contiguous")
+            call = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)
         return (call(q, q, q) * dout).sum()
 
     sharded = jax.device_put(x, NamedSharding(mesh, P(None, names)))
+    of_axes = partial(jax.value_and_grad(loss), axes=names)
     with ring_jax.check(1):
-        out, grad = jax.jit(partial(jax.value_and_grad(loss), axes=names))(sharded)
-    right, right_grad = jax.value_and_grad(loss)(x, None)
-    np.testing.assert_allclose(out, right, rtol=1e-5)
-    np.testing.assert_allclose(np.asarray(grad), right_grad, atol=1e-4)
+        actual = jax.jit(of_axes)(sharded)
+    close(actual, jax.value_and_grad(loss)(x, None), 1e-4)
+    if strategy not in ("ring", "balanced", "gather"):
+        several = jax.jit(jax.vmap(of_axes))(jnp.stack([x, 2 * x]))
+        close(jax.tree.map(lambda y: y[0], several), actual, 1e-4)
 
 
 SHAPE = (1, 16, 2, 4)
 
 
 def _ring_mesh(kind: str, devices: slice = slice(4)) -> Mesh:
-    return Mesh(jax.devices()[devices], ("cp",), axis_types=(TYPES[kind],))
+    return Mesh(jax.devices()[devices], ("cp",), axis_types=(KINDS[kind],))
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_shapes_are_explained_like_arrays(kind: str) -> None:
-    mesh = _ring_mesh(kind)
-    cp, split = ContextParallel(mesh, "cp"), NamedSharding(mesh, P(None, "cp"))
-    x, ids = jnp.zeros(SHAPE), jnp.zeros(SHAPE[:2], jnp.int32)
-    mask, seed = jnp.ones(SHAPE[1:2] * 2, bool), jnp.uint32(0)
-    options: dict[str, Any] = {"dropout_p": 0.5}
-    expected = cp.explain(x, x, x, segment_ids=ids, mask=mask, dropout_seed=seed, **options)
-    for sharding in (None, split):
-        struct: Any = jax.ShapeDtypeStruct(SHAPE, x.dtype, sharding=sharding)
-        arrays = {"segment_ids": ids, "mask": mask, "dropout_seed": seed}
-        structs: dict[str, Any] = {
-            n: jax.ShapeDtypeStruct(y.shape, y.dtype) for n, y in arrays.items()
-        }
-        assert cp.explain(struct, struct, struct, **structs, **options) == expected
-    elsewhere = NamedSharding(_ring_mesh(kind, slice(4, 8)), P(None, "cp"))
-    struct = jax.ShapeDtypeStruct(SHAPE, x.dtype, sharding=elsewhere)
+    cp, x = ContextParallel(_ring_mesh(kind), "cp"), jnp.zeros(SHAPE)
+    arrays: dict[str, Any] = {
+        "segment_ids": jnp.zeros(SHAPE[:2], jnp.int32), "mask": jnp.ones(SHAPE[1:2] * 2, bool),
+        "dropout_seed": jnp.uint32(0),
+    }  # fmt: skip
+    structs: dict[str, Any] = {n: jax.ShapeDtypeStruct(y.shape, y.dtype) for n, y in arrays.items()}
+    expected = cp.explain(x, x, x, dropout_p=0.5, **arrays)
+
+    def shape_over(mesh: Mesh | None) -> Any:
+        sharding = None if mesh is None else NamedSharding(mesh, TOKENS)
+        return jax.ShapeDtypeStruct(SHAPE, x.dtype, sharding=sharding)
+
+    for struct in (shape_over(None), shape_over(cp.mesh)):
+        assert cp.explain(struct, struct, struct, dropout_p=0.5, **structs) == expected
     with pytest.raises(UnsupportedError, match="q lies on the devices"):
-        cp.explain(struct, x, x)
+        cp.explain(shape_over(_ring_mesh(kind, slice(4, 8))), x, x)
     with pytest.raises(ValueError, match=r"q must be a jax.Array, got ShapeDtypeStruct"):
-        cp.attention(cast("Any", jax.ShapeDtypeStruct(SHAPE, x.dtype)), x, x)
+        cp.attention(cast("Any", shape_over(None)), x, x)
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("devices", [slice(3, None, -1), slice(4, 8)], ids=["reversed", "others"])
 def test_other_devices_are_refused(devices: slice, kind: str) -> None:
     cp, other = ContextParallel(_ring_mesh(kind), "cp"), _ring_mesh(kind, devices)
     x = jnp.zeros(SHAPE)
-    elsewhere = jax.device_put(x, NamedSharding(other, P(None, "cp")))
+    on_one = partial(jax.device_put, device=jax.devices()[5])
+    words = "lies on the devices" + r".*relayout\(x, to=" * (devices.step is not None)
     for call in (cp.shard, lambda x: cp.attention(x, x, x)):
+        with pytest.raises(UnsupportedError, match=words):
+            call(jax.device_put(x, NamedSharding(other, TOKENS)))
         with pytest.raises(UnsupportedError, match="lies on the devices"):
-            call(elsewhere)
-        with pytest.raises(UnsupportedError, match="lies on the devices"):
-            call(jax.device_put(x, jax.devices()[5]))
+            call(on_one(x))
         for run in (call, partial(jax.eval_shape, call)):
             message = r"jax\.set_mesh has set one with \["
             with jax.set_mesh(other), pytest.raises(UnsupportedError, match=message):
                 run(x)
-    on_one = partial(jax.device_put, device=jax.devices()[5])
     with pytest.raises(UnsupportedError, match="sinks lies on the devices"):
         cp.attention(x, x, x, sinks=on_one(jnp.zeros(2)))
     for static in ({"cu_seqlens": on_one(jnp.array([0, 16]))}, {"softmax_scale": on_one(1.0)}):
@@ -373,12 +317,90 @@ def test_exports_with_a_symbolic_batch() -> None:
     def exported(call: Any, *shape: Any) -> Any:
         return export.export(jax.jit(call))(jax.ShapeDtypeStruct(shape, jnp.float32))
 
-    x = jax.random.normal(jax.random.key(0), SHAPE)
-    program = exported(call, batch, *SHAPE[1:])
-    np.testing.assert_allclose(program.call(x), call(x), rtol=1e-5, atol=1e-6)
-    with pytest.raises(UnsupportedError, match="symbolic dimension b, and over a mesh XLA"):
-        exported(lambda x: cp.attention(x, x, x), batch, *SHAPE[1:])
-    with pytest.raises(UnsupportedError, match="symbolic dimension b, and over a mesh XLA"):
-        exported(lambda x: cp.shift(x, 1), batch, *SHAPE[1:])
+    x = random(*SHAPE)
+    close(exported(call, batch, *SHAPE[1:]).call(x), call(x))
+    for over_mesh in (lambda x: cp.attention(x, x, x), lambda x: cp.shift(x, 1)):
+        with pytest.raises(UnsupportedError, match="symbolic dimension b, and over a mesh XLA"):
+            exported(over_mesh, batch, *SHAPE[1:])
     with pytest.raises(UnsupportedError, match="planned for numbers of tokens"):
         exported(call, 1, batch, *SHAPE[2:])
+
+
+#: A mesh with an axis, ``tp``, that is left to the compiler.
+MESH = mesh_of(cp=2, tp=2)
+CP = ContextParallel(MESH, "cp")
+ROWS = [random(*SHAPE, seed=n) for n in range(4)]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "documents": {"cu_seqlens": tuple(np.array([0, 5, 9, 16], np.int32))},
+    "chunks": {"chunk_size": np.int64(3)},
+    "both": {"cu_seqlens": np.array([0, 9, 16]), "chunk_size": 3, "window": (np.int32(4), 0)},
+    "gathered": {"cu_seqlens": (0, 5, 9, 16), "strategy": "gather"},
+}
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "class": partial(_of_the_class, CP),
+    "function": partial(_of_the_function, NamedSharding(MESH, TOKENS)),
+}  # fmt: skip
+
+
+@pytest.mark.nightly(unless=["class-chunks", "class-gathered", "function-documents"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("call", CALLS)
+def test_documents_and_chunks(call: str, name: str) -> None:
+    *x, dout = ROWS
+    attend = partial(CALLS[call], **OPTIONS[name])
+    with ring_jax.check(int(name in ("both", "documents"))):
+        grads = jax.jit(jax.grad(lambda *x: (attend(*x) * dout).sum(), (0, 1, 2)))(*x)
+        jax.block_until_ready(grads)
+    rule = {name: option for name, option in OPTIONS[name].items() if name != "strategy"}
+    expected = reference.attention_grads(*map(np.asarray, (dout, *x)), causal=True, **rule)
+    close(grads, expected[:3], 1e-5)
+
+
+INSIDE: dict[str, Callable[[Any], Any]] = {
+    "attention": lambda q: CP.attention(q, q, q), "shard": CP.shard, "unshard": CP.unshard,
+    "explain": lambda q: (CP.explain(q, q, q), q)[1],
+    "positions": lambda q: q + CP.positions(16)[:, None, None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_inside_shard_map(axis: str, name: str) -> None:
+    spec = P(None, None, axis)
+    outer = jax.shard_map(INSIDE[name], mesh=MESH, in_specs=spec, out_specs=spec, axis_names={axis})
+    words = (
+        rf"inside a jax\.shard_map over {axis}\. Instead: .*ring_attention\(axis_name='cp'\) here"
+    )
+    with pytest.raises(UnsupportedError, match=words):
+        jax.jit(outer)(ROWS[0])
+
+
+def test_inside_vmap() -> None:
+    attend = INSIDE["attention"]
+    close(jax.vmap(attend)(jnp.stack(ROWS[:2]))[0], attend(ROWS[0]))
+
+
+def test_vmap_over_a_mask() -> None:
+    """Under ``vmap``, branches over blocks become selects, whose operands vary over all axes."""
+    cp = ContextParallel(
+        mesh_of(AxisType.Explicit, data=2, cp=2), "cp", "data", layout="contiguous"
+    )
+    q, masks = jnp.concatenate(ROWS[:2]), np.random.default_rng(0).random((2, 16, 16)) < 0.6
+    with jax.set_mesh(cp.mesh):
+        actual = jax.vmap(lambda mask: cp.attention(q, q, q, mask=mask))(masks)
+    for out, mask in zip(actual, masks, strict=True):
+        bias = np.where(mask, 0.0, -np.inf)[None, None]
+        close(out, reference.attention(*[np.asarray(q)] * 3, bias=bias)[0])
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_inside_vmap_along_an_axis_of_each_kind(kind: str, strategy: Any) -> None:
+    mesh = mesh_of(KINDS[kind], tp=2, cp=2)
+    cp = ContextParallel(mesh, "cp")
+    call = jax.vmap(lambda q: cp.attention(q, q, q, strategy=strategy), spmd_axis_name="tp")
+    rows = jax.device_put(jnp.stack(ROWS[:2]), NamedSharding(mesh, P("tp", None, "cp")))
+    with jax.set_mesh(mesh), pytest.raises(UnsupportedError, match=r"vmap\(spmd_axis_name="):
+        jax.eval_shape(call, rows)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import pytest
 from jax import export
 from jax.experimental import checkify
-from jax.sharding import AxisType, PartitionSpec as P
+from jax_meshes import context, in_ring
 
 import ring_jax
 from ring_core import KernelConfig, UnsupportedError
@@ -85,17 +85,11 @@ UNLIKE = f"needs ring-jax-gpu {VERSION}, and 9.0 is installed. Programs for cuda
 
 
 class Setup(NamedTuple):
-    """Set of installed packages, and what is expected of it.
-
-    Attributes:
-        offers: The installed packages.
-        runs: The kernel of each platform, or the reason why a program for it is refused.
-        absent: Kernels that ``explain`` says are absent, with the reasons.
-    """
+    """Set of installed packages, and what is expected of it."""
 
     offers: tuple[Offer, ...]
-    runs: dict[str, str]
-    absent: dict[str, str]
+    runs: dict[str, str]  # the kernel of each platform, or why a program for it is refused
+    absent: dict[str, str]  # kernels that ``explain`` says are absent, with the reasons
 
 
 PLAIN = {"cpu": "xla", "cuda": "xla", "tpu": "xla"}
@@ -107,10 +101,6 @@ SETUPS = {
     "broken-gpu": Setup(
         (GPU._replace(module="broken"), TPU), PLAIN | {"tpu": "pallas", "cuda": NOT_LOADED},
         dict.fromkeys(NO_GPU, f"ring-jax-gpu {NOT_LOADED} cuda"),
-    ),
-    "broken-tpu": Setup(
-        (TPU._replace(module="broken"),), PLAIN | {"tpu": NOT_LOADED},
-        {"pallas": f"ring-jax-tpu {NOT_LOADED} tpu", **NO_GPU},
     ),
     "of another version": Setup(
         (GPU._replace(module="wrong", version="9.0"),), PLAIN | {"cuda": UNLIKE},
@@ -127,19 +117,26 @@ SETUPS = {
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Return a function that installs packages instead of the real ones."""
 
-    def installed(*offers: Offer) -> None:
-        for name, source in MODULES.items():
+    def forget() -> None:
+        for name in (*MODULES, "rubbish"):
+            sys.modules.pop(name, None)
+        invalidate_caches()
+        installed_kernels.cache_clear()
+
+    def installed(*offers: Offer, rubbish: str = "") -> None:
+        for name, source in (MODULES | {"rubbish": rubbish}).items():
             (tmp_path / f"{name}.py").write_text(source)
+        if rubbish:
+            offers = (GPU._replace(module="rubbish"),)
         for offer in offers:
             kernels = {offer.platform: f"{offer.module}:KERNELS"}
             distributions.write(tmp_path, offer.name, offer.version, kernels)
         monkeypatch.syspath_prepend(tmp_path)
+        forget()
 
-    installed_kernels.cache_clear()
+    forget()
     yield installed
-    installed_kernels.cache_clear()
-    for name in (*MODULES, "rubbish"):
-        sys.modules.pop(name, None)
+    forget()
 
 
 @pytest.fixture(params=SETUPS)
@@ -156,27 +153,25 @@ def one_device(q: Any, **options: Any) -> Any:
 
 def gradient(q: Any, **options: Any) -> Any:
     """Return the gradient of a vmapped call in ``shard_map`` over a ring of two."""
-    mesh = jax.make_mesh((2,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:2])
-    ring = partial(ring_jax.ring_attention, axis_name="cp", layout="zigzag", causal=True, **options)
-    tokens = P(None, "cp")
-    over = jax.shard_map(ring, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
+    over = in_ring(partial(ring_jax.ring_attention, axis_name="cp", causal=True, **options))
     return jax.grad(lambda q: jax.vmap(over)(q[None], q[None], q[None]).sum())(q)
 
 
 def on_a_mesh(q: Any, **options: Any) -> Any:
-    mesh = jax.make_mesh((2,), ("cp",), devices=jax.devices()[:2])
-    return ring_jax.ContextParallel(mesh, "cp").attention(q, q, q, causal=True, **options)
+    return context(kind="explicit").attention(q, q, q, causal=True, **options)
+
+
+ONES = jnp.ones((1, 16, 2, 8))
 
 
 def lowered(call: Callable[..., Any], **options: Any) -> Callable[[str], str]:
     """Return a function that lowers a traced call for a platform and names its kernel."""
-    x = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
-    traced = jax.jit(partial(call, **options)).trace(x)
+    traced = jax.jit(partial(call, **options)).trace(ONES)
 
     def kernel_on(platform: str) -> str:
         text = traced.lower(lowering_platforms=(platform,)).as_text()
-        (found,) = [name for name, mark in MARKS.items() if mark in text] or ["xla"]
-        return found
+        (name,) = [name for name, mark in MARKS.items() if mark in text] or ["xla"]
+        return name
 
     return kernel_on
 
@@ -199,34 +194,27 @@ def test_each_platform_takes_its_kernels(setup: Setup, call: Callable[..., Any])
 
 def test_nothing_stops_a_cpu(setup: Setup) -> None:
     del setup
-    x = jnp.ones((1, 8, 2, 4))
     for _ in range(2):
-        assert jnp.allclose(one_device(x), 1.0)
+        assert jnp.allclose(one_device(ONES), 1.0)
     assert installed_kernels.cache_info().misses == 1
 
 
-def test_explain_says_which_and_why(setup: Setup) -> None:
-    x = jnp.zeros((1, 16, 2, 8))
-    cp = ring_jax.ContextParallel(jax.make_mesh((2,), ("cp",), devices=jax.devices()[:2]), "cp")
-    lines = cp.explain(x, x, x, causal=True).partition("\nstrategy")[0].splitlines()
-    for platform, name in setup.runs.items():
-        assert name not in MARKS or f"kernel {name} ({platform})" in lines
+def test_absent_kernels_are_explained_and_never_replaced(setup: Setup) -> None:
+    """Absent kernels are named with the reason, and one that is asked for never falls back."""
+    cp = context(kind="explicit")
+    explained = cp.explain(ONES, ONES, ONES, causal=True).partition("\nstrategy")[0].splitlines()
     absent = dict(
-        line.removeprefix("  not ").split(" (", 1) for line in lines if line.startswith("  not ")
+        line.removeprefix("  not ").split(" (", 1) for line in explained if line[:6] == "  not "
     )
     assert absent.keys() == setup.absent.keys()
     for name, reason in setup.absent.items():
-        platform = "tpu" if name == "pallas" else "cuda"
-        assert absent[name].startswith(f"{platform}): {reason}")
-
-
-def test_a_kernel_that_is_named_never_falls_back(setup: Setup) -> None:
-    for name, reason in setup.absent.items():
+        assert absent[name].startswith(f"{'tpu' if name == 'pallas' else 'cuda'}): {reason}")
         for config in (name, KernelConfig(name, block_q=8)):
             with pytest.raises(UnsupportedError, match=f"kernel '{name}': {reason}"):
-                one_device(jnp.zeros((1, 8, 2, 4)), kernel=config)
+                one_device(ONES, kernel=config)
     for platform, name in setup.runs.items():
         if name in MARKS:
+            assert f"kernel {name} ({platform})" in explained
             assert lowered(one_device, kernel=name)(platform) == name
 
 
@@ -287,45 +275,30 @@ RUBBISH = {
 }
 
 
-def test_what_is_no_kernel_is_broken(install: Callable[..., None], tmp_path: Path) -> None:
-    install(GPU._replace(module="rubbish"))
-    for source, reason in RUBBISH.items():
-        (tmp_path / "rubbish.py").write_text(source)
-        sys.modules.pop("rubbish", None)
-        invalidate_caches()
-        installed_kernels.cache_clear()
-        kernels = broken_kernels(installed_kernels())
-        assert [kernel.name for kernel in kernels] == ["triton", "cudnn"], source
-        assert f"does not load, {reason}" in kernels[0].reason, source
-    assert jnp.allclose(one_device(jnp.ones((1, 8, 2, 4))), 1.0)
-
-
-class Damage(NamedTuple):
-    """Fault of a plug-in.
-
-    Attributes:
-        method: The method of its kernel that raises, if one does.
-        files: Bytes in place of those of the metadata of a distribution, if they are damaged.
-        reason: What a program for its platform, ``explain`` and the doctor say; empty for other
-            projects' metadata.
-    """
-
-    reason: str
-    method: str = ""
-    files: tuple[str, str, bytes] = ("", "", b"")
+@pytest.mark.parametrize("source", RUBBISH)
+def test_what_is_no_kernel_is_broken(source: str, install: Callable[..., None]) -> None:
+    install(rubbish=source)
+    kernels = broken_kernels(installed_kernels())
+    assert [kernel.name for kernel in kernels] == ["triton", "cudnn"]
+    assert f"does not load, {RUBBISH[source]}" in kernels[0].reason
+    assert jnp.allclose(one_device(ONES), 1.0)
 
 
 UNDECODABLE = b"Name: ring-jax-gpu\nVersion: \xff\n"
 ENTRIES = b"[ring_jax.kernels]\n"
-DAMAGES = {
-    "metadata": Damage("UnicodeDecodeError", files=("ring-jax-gpu", "METADATA", UNDECODABLE)),
-    "no line": Damage("register no kernels", files=("ring-jax-gpu", "entry_points.txt", b"")),
-    "own line": Damage("TypeError", files=("ring-jax-gpu", "entry_points.txt", ENTRIES + b"cuda")),
-    "line of others": Damage("", files=("their-rings", "entry_points.txt", ENTRIES + b"cuda")),
-    "bytes of others": Damage("", files=("their-rings", "entry_points.txt", ENTRIES + b"a=\xff")),
-    "refusals": Damage("PanicException: refusals", "refusals"),
-    "forward": Damage("PanicException: attend_into", "attend_into"),
-    "backward": Damage("PanicException: grads_into", "grads_into"),
+NOTHING = ("", "", b"")
+#: Faults of a plug-in: what programs, ``explain`` and the doctor say, empty for other projects'
+#: metadata; the method of its kernel that raises; or bytes in a file of a distribution's metadata.
+DAMAGES: dict[str, tuple[str, str, tuple[str, str, bytes]]] = {
+    "metadata": ("UnicodeDecodeError", "", ("ring-jax-gpu", "METADATA", UNDECODABLE)),
+    "no line": ("register no kernels", "", ("ring-jax-gpu", "entry_points.txt", b"")),
+    "own line": ("TypeError", "", ("ring-jax-gpu", "entry_points.txt", ENTRIES + b"cuda")),
+    "line of others": ("", "", ("their-rings", "entry_points.txt", ENTRIES + b"cuda")),
+    "bytes of others": ("", "", ("their-rings", "entry_points.txt", ENTRIES + b"a=\xff")),
+    "refusals": ("PanicException: refusals", "refusals", NOTHING),
+    "forward": ("PanicException: attend_into", "attend_into", NOTHING),
+    "backward": ("PanicException: grads_into", "grads_into", NOTHING),
+    "notes": ("", "notes", NOTHING),
 }
 
 
@@ -348,62 +321,39 @@ def test_a_fault_stops_its_own_platform_alone(
         (info / file).write_bytes(content)
     if method:
         monkeypatch.setattr(type(installed_kernels()[0]), method, panic)
-    x = jnp.ones((1, 16, 2, 8))
-    assert jnp.allclose(one_device(x), 1.0)
+    assert jnp.allclose(one_device(ONES), 1.0)
     for call in (on_a_mesh, one_device) if method else (one_device,):
         kernel_on = lowered(jax.grad(lambda q, call=call: call(q).sum()))
         assert (kernel_on("cpu"), kernel_on("tpu")) == ("xla", "pallas")
+    explained = context(1).explain(ONES, ONES, ONES, causal=True)
     if not reason:
         assert kernel_on("cuda") == "triton"
+        line = "triton has no notes, PanicException: notes"
+        assert (f"\n  {line}\n" in explained) == (method == "notes")
+        assert (line in doctor._report(installed_kernels()[0], "cuda").notes) == (method == "notes")
         return
     with pytest.raises(UnsupportedError, match=f"kernel '(triton|cudnn)': .*{reason}"):
         kernel_on("cuda")
     with pytest.raises((UnsupportedError, PanicException), match=method or reason):
-        jax.grad(lambda q: one_device(q, kernel="triton").sum())(x)
-    mesh = jax.make_mesh((1,), ("cp",), devices=jax.devices()[:1])
-    explained = ring_jax.ContextParallel(mesh, "cp").explain(x, x, x, causal=True)
+        jax.grad(lambda q: one_device(q, kernel="triton").sum())(ONES)
     assert any(reason in line for line in explained.splitlines() if "triton" in line)
     reports = [doctor._report(kernel, "cpu") for kernel in installed_kernels()]
     assert any(reason in report.why for report in reports if report.name == "triton")
     assert ("ring-jax-gpu" in doctor.versions()) == (name != "metadata")
 
 
-def test_notes_that_fail_are_a_line_of_text(
-    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def panic(*_: Any) -> Any:
-        raise PanicException("notes")
-
-    install(GPU)
-    monkeypatch.setattr(type(installed_kernels()[0]), "notes", panic)
-    x, mesh = jnp.ones((1, 16, 2, 8)), jax.make_mesh((1,), ("cp",), devices=jax.devices()[:1])
-    assert lowered(one_device, kernel="triton")("cuda") == "triton"
-    line = "triton has no notes, PanicException: notes"
-    assert f"\n  {line}\n" in ring_jax.ContextParallel(mesh, "cp").explain(x, x, x, causal=True)
-    assert line in doctor._report(installed_kernels()[0], "cuda").notes
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_ends_a_program_passes(
-    error: type[BaseException], install: Callable[..., None], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("where", ["", "refusals", "attend_into"])
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit"])
+def test_what_ends_a_program_passes(error: str, where: str, install: Callable[..., None]) -> None:
     """KeyboardInterrupt and SystemExit propagate: a signal handler may raise them at any time.
 
     SystemExit in an import counts as a fault of the plug-in.
     """
-    install(GPU._replace(module="rubbish"))
-    kernel = MODULES["for_cuda"] + "\ndef stop(*_):\n    raise {error}\nMarked.{method} = stop\n"
-    for source in (
-        f"raise {error.__name__}",
-        *(kernel.format(error=error.__name__, method=x) for x in ("refusals", "attend_into")),
-    ):
-        (tmp_path / "rubbish.py").write_text(source)
-        sys.modules.pop("rubbish", None)
-        invalidate_caches()
-        installed_kernels.cache_clear()
-        is_fault = error is SystemExit and source == "raise SystemExit"
-        with nullcontext() if is_fault else pytest.raises(error):
-            one_device(jnp.ones((1, 8, 2, 4)))
+    kernel = f"{MODULES['for_cuda']}\ndef stop(*_):\n    raise {error}\nMarked.{where} = stop\n"
+    install(rubbish=kernel if where else f"raise {error}")
+    is_fault = error == "SystemExit" and not where
+    with nullcontext() if is_fault else pytest.raises((KeyboardInterrupt, SystemExit)):
+        one_device(ONES)
 
 
 def test_a_finder_that_fails(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +367,7 @@ def test_a_finder_that_fails(install: Callable[..., None], monkeypatch: pytest.M
 
     install(TPU)
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    assert jnp.allclose(one_device(jnp.ones((1, 8, 2, 4))), 1.0)
+    assert jnp.allclose(one_device(ONES), 1.0)
 
 
 def test_a_symbolic_batch_takes_plain_xla(install: Callable[..., None]) -> None:
@@ -449,38 +399,20 @@ def test_damaged_and_older_metadata(install: Callable[..., None], tmp_path: Path
 
 def test_importing_loads_nothing(install: Callable[..., None]) -> None:
     install(GPU, TPU)
-    cp = ring_jax.ContextParallel(jax.make_mesh((1,), ("cp",), devices=jax.devices()[:1]), "cp")
-    attend = make_dot_product_attention(cp.attention)
+    attend = make_dot_product_attention(context(1).attention)
     assert not {"for_cuda", "for_tpu"} & sys.modules.keys()
-    x = jnp.ones((1, 8, 2, 4))
-    assert jnp.allclose(attend(x, x, x), 1.0)
+    assert jnp.allclose(attend(ONES, ONES, ONES), 1.0)
     assert {"for_cuda", "for_tpu"} <= sys.modules.keys()
 
 
 def test_threads_at_the_first_call(install: Callable[..., None]) -> None:
     install(GPU, TPU)
     barrier = Barrier(8)
-
-    def first_call(_: int) -> tuple[Any, ...]:
-        barrier.wait()
-        return installed_kernels()
-
     with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(first_call, range(8)))
+        results = list(pool.map(lambda _: (barrier.wait(), installed_kernels())[1], range(8)))
     assert [kernel.capabilities.name for kernel in results[0]] == ["triton", "pallas", "xla"]
     # Compiled programs are cached by their kernels, so that threads compile none twice.
     assert len({results[0][:2], *(kernels[:2] for kernels in results)}) == 1
-
-
-def test_adapters_name_kernels(install: Callable[..., None]) -> None:
-    install(GPU)
-    attend = make_dot_product_attention(partial(ring_jax.ring_attention, axis_name=None))
-    assert lowered(lambda q: attend(q, q, q, implementation="triton"))("cuda") == "triton"
-    flash = ring_jax.compat.flash_attention
-    assert lowered(lambda q: flash(q, q, q, platform="triton"))("cuda") == "triton"
-    assert lowered(lambda q: flash(q, q, q, platform="xla"))("cuda") == "xla"
-    with pytest.raises(UnsupportedError, match=f"kernel 'pallas': {NO_TPU['pallas']}"):
-        lowered(lambda q: flash(q, q, q, platform="pallas"))("cuda")
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

@@ -1,10 +1,8 @@
-"""Transfers and memory of traced programs, read from the programs themselves."""
+"""Transfers, memory and size of programs, read from the programs themselves."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -12,50 +10,61 @@ from unittest.mock import patch
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from backends.jax_devices import JaxBackend
+from jax.sharding import NamedSharding
+from jax_meshes import TOKENS, context, in_ring, mesh_of
+from loops import CASES, in_loop
+from program_size import (
+    LIMIT,
+    LIMIT_OF_BALANCED,
+    LOCAL,
+    call_over,
+    constants_of,
+    programs,
+    size_of,
+    traced,
+)
+from tolerances import assert_close
 
 import ring_jax
-from ring_core import LAYOUTS, Mask, StrategyConfig, make_plan, ring_program
-from ring_jax import ContextParallel, ring_attention, tripwire
+from ring_core import (
+    LAYOUTS,
+    Mask,
+    StrategyConfig,
+    UnsupportedError,
+    balanced_layout,
+    make_plan,
+    ring_program,
+)
+from ring_jax import ring_attention, tripwire
+from ring_jax.rank_view import Launches, step_table
 
-CP, HEADS, KV_HEADS, DIM = 8, 4, 2, 64
+CP, DIM = 8, 16
 
 
-def traced(length: int, layout: Any, *, backward: bool, **options: Any) -> Any:
-    """Trace a call on bfloat16 arrays, for 8 host devices."""
-    mesh = jax.make_mesh((CP,), ("cp",), axis_types=(AxisType.Auto,))
+def passes(
+    length: int, layout: Any, heads: tuple[int, int] = (4, 2), dtype: Any = jnp.bfloat16, **options: Any
+) -> Any:  # fmt: skip
+    """Return a call over 8 host devices, its forward and backward, and shapes of q, k and v."""
     call = partial(ring_attention, axis_name="cp", layout=layout, **options)
-    tokens = P(None, "cp")
-    ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
-    sharding = jax.sharding.NamedSharding(mesh, tokens)
-    q, k, v = (
-        jax.ShapeDtypeStruct((1, length, heads, DIM), jnp.bfloat16, sharding=sharding)
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    ring, sharding = in_ring(call, CP), NamedSharding(mesh_of(cp=CP), TOKENS)
+    q, k = (jax.ShapeDtypeStruct((1, length, n, DIM), dtype, sharding=sharding) for n in heads)
 
     def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
         out, pull = jax.vjp(ring, q, k, v)
         return out, pull(dout)
 
-    return jax.jit(both).trace(q, k, v, q) if backward else jax.jit(ring).trace(q, k, v)
+    return ring, both, (q, k, k)
 
 
-def permutes(program: Any) -> list[int]:
-    """Return the bytes of each transfer of a traced program, in order, with loops unrolled."""
-    return list(_permutes(program.jaxpr.jaxpr))
-
-
-def _permutes(jaxpr: Any) -> Iterator[int]:
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "ppermute":
-            yield from (x.aval.size * x.aval.dtype.itemsize for x in equation.invars)
-        times = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for inner in jax.tree.leaves(
-            list(equation.params.values()),
-            is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
-        ):
-            if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
-                yield from list(_permutes(getattr(inner, "jaxpr", inner))) * times
+def permutes(function: Any, *arrays: Any) -> list[int]:
+    """Return the bytes of each transfer of a program, smallest first, with loops unrolled."""
+    return sorted(
+        sum(x.aval.size * x.aval.dtype.itemsize for x in equation.invars)
+        for program, times in programs(jax.make_jaxpr(function)(*arrays))
+        for equation in program.eqns if equation.primitive.name == "ppermute"
+        for _ in range(times)
+    )  # fmt: skip
 
 
 MASKS: dict[str, dict[str, Any]] = {
@@ -73,30 +82,32 @@ MASKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", MASKS)
 def test_transfers_are_the_plans(name: str, layout: Any) -> None:
     """Only live hops are sent, K and V in one message; dK/dV return in one hop."""
-    length = 8192
-    program = ring_program(
-        make_plan(Mask(**MASKS[name]), seq_len=length, cp_size=CP, layout=layout)
-    )
-    kv = length // CP * KV_HEADS * 2 * DIM * 2
+    length, options = 8192, MASKS[name]
+    ring, both, x = passes(length, layout, **options)
+    program = ring_program(make_plan(Mask(**options), seq_len=length, cp_size=CP, layout=layout))
+    kv = length // CP * 2 * 2 * DIM * 2
     forward = [kv for stage in program.forward if stage.kv_hop is not None]
-    assert permutes(traced(length, layout, backward=False, **MASKS[name])) == forward
+    assert permutes(ring, *x) == forward
     backward = [kv for stage in program.backward if stage.kv_hop is not None]
     backward += [2 * kv for stage in program.backward if stage.grad_hop is not None]
-    both = permutes(traced(length, layout, backward=True, **MASKS[name]))
-    assert sorted(both) == sorted(forward + backward)
+    assert permutes(both, *x, x[0]) == sorted(forward + backward)
 
 
 def test_helpers_alone_receive() -> None:
-    program = traced(1024, "contiguous", backward=False, strategy="balanced", causal=True)
-    text = program.lower().as_text()
+    ring, _, x = passes(1024, "contiguous", strategy="balanced", causal=True)
+    text = jax.jit(ring).lower(*x).as_text()
     pairs = re.findall(r"source_target_pairs = dense<(\[\[.*?\]\])>", text)
     sizes = {len(re.findall(r"\[\d+, \d+\]", pair)) for pair in pairs}
     assert sizes == {CP, 1, 2, 3, 4}
 
 
-def hybrid(size: int, outer: Any) -> StrategyConfig:
-    """Return the strategy of groups of ``size`` devices."""
-    return StrategyConfig("hybrid", ulysses_size=size, outer=outer)
+def test_steps_of_a_causal_ring_are_rectangles() -> None:
+    """After the first step kernels have no mask to apply."""
+    program = ring_program(make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag"))
+    parts = [step_table(program, step) for step in range(4)]
+    assert [part.has_rectangles for part in parts] == [False, True, True, True]
+    items = Launches.of(*parts[1:]).items or ()
+    assert {tuple(x)[:4] for x in items} == {(8, 16, 0, 16), (0, 16, 0, 8)}
 
 
 CAUSAL: dict[str, Any] = {"causal": True}
@@ -108,97 +119,62 @@ SENT: dict[str, tuple[Any, Any, dict[str, Any], tuple[int, int]]] = {
     "gather": ("gather", "striped", CAUSAL, (4, 2)),
     "ulysses": ("ulysses", "zigzag", CAUSAL, (16, 8)),
     "ulysses-copied": ("ulysses", "striped", {}, (12, 3)),
-    "hybrid-ring": (hybrid(2, "ring"), "zigzag", CAUSAL, (4, 2)),
-    "hybrid-gather": (hybrid(4, "gather"), "zigzag", CAUSAL, (4, 2)),
-    "hybrid-copied": (hybrid(4, "ring"), "contiguous", CAUSAL, (6, 1)),
+    "hybrid-ring": (StrategyConfig("hybrid", 2), "zigzag", CAUSAL, (4, 2)),
+    "hybrid-gather": (StrategyConfig("hybrid", 4, "gather"), "zigzag", CAUSAL, (4, 2)),
+    "hybrid-copied": (StrategyConfig("hybrid", 4), "contiguous", CAUSAL, (6, 1)),
 }
 
 
 @pytest.mark.nightly(unless=["hybrid-ring"])
 @pytest.mark.parametrize("name", SENT)
-def test_compiled_programs_carry_the_bytes_of_the_formula(name: str) -> None:
-    """Each pass by itself, counted in what XLA compiled, with every turn of a loop."""
+def test_programs_carry_the_bytes_of_the_formula(name: str) -> None:
+    """Each pass by itself, with every turn of a loop."""
     strategy, layout, options, heads = SENT[name]
-    mesh, tokens = jax.make_mesh((CP,), ("cp",), axis_types=(AxisType.Auto,)), P(None, "cp")
-    call = partial(ring_attention, axis_name="cp", layout=layout, strategy=strategy, **options)
-    attend = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
-    sharding = NamedSharding(mesh, tokens)
-    q, k = (
-        jax.ShapeDtypeStruct((1, CP * 32, n, 16), jnp.float32, sharding=sharding) for n in heads
-    )
+    attend, _, (q, k, v) = passes(CP * 32, layout, heads, jnp.float32, strategy=strategy, **options)
     stated: dict[str, int] = {}  # of each pass; a forward is traced once more without gradients
 
     def check(_call: Any, _inputs: Any, direction: str, expected: int, *_: Any) -> None:
         stated[direction] = expected
 
     with ring_jax.check(), patch.object(tripwire, "check_traffic", check):
-        jax.eval_shape(lambda *x: jax.vjp(attend, *x)[1](x[0]), q, k, k)
-    pull = jax.eval_shape(lambda *x: jax.vjp(attend, *x)[1], q, k, k)
-    programs = {
-        "forward": jax.jit(attend).lower(q, k, k),
-        "backward": jax.jit(lambda pull, dout: pull(dout)).lower(pull, q),
-    }
-    assert stated == {name: carried(lowered.compile()) for name, lowered in programs.items()}
+        jax.eval_shape(lambda *x: jax.vjp(attend, *x)[1](x[0]), q, k, v)
+    pull = jax.eval_shape(lambda *x: jax.vjp(attend, *x)[1], q, k, v)
+    sent = {"forward": carried(attend, q, k, v), "backward": carried(lambda p, d: p(d), pull, q)}
+    assert stated == sent
 
 
-def carried(program: Any) -> int:
-    """Return the bytes that leave all devices together in a compiled program."""
-    text = str(program.as_text())
-    bodies = dict(re.findall(r"\n(?:ENTRY )?%([\w.-]+) [^\n]*\{\n(.*?)\n\}", text, re.DOTALL))
-
-    def in_computation(name: str) -> int:
-        return sum(map(in_line, bodies[name].splitlines()))
-
-    def in_line(line: str) -> int:
-        called = re.findall(r"(?:to_apply|body|calls)=%([\w.-]+)", line)
-        inside = sum(map(in_computation, called))
-        if inside and " while(" in line:  # loops of kernels, of unknown length, move nothing
-            (condition,) = re.findall(r"condition=%([\w.-]+)", line)
-            (turns,) = re.findall(r"constant\((\d+)\)", bodies[condition])
-            inside *= int(turns)
-        return inside + carried_by(line)
-
-    (entry,) = re.findall(r"\nENTRY %([\w.-]+)", text)
-    return in_computation(entry)
-
-
-def carried_by(line: str) -> int:
-    """Return the bytes that leave all devices in an operation of a program."""
-    operation = re.search(r" = (.*?) (collective-permute|all-\w[\w-]*|reduce-scatter)\(", line)
-    if operation is None:
-        return 0
-    size = sum(
-        4 * math.prod(int(n) for n in shape.split(",") if n)
-        for shape in re.findall(r"[fsu]32\[([\d,]*)\]", operation[1])
-    )
-    if operation[2] == "collective-permute":
-        (pairs,) = re.findall(r"source_target_pairs=\{(.*?)\}\}", line)
-        return size * str(pairs).count("{")
-    # Results are all that is gathered or traded, and the one piece of a scattered sum.
-    groups = re.search(
-        r"replica_groups=(?:\[\d+,(\d+)\]|mesh\['cp'=(\d)\] \{'cp'\}|\{\{([\d,]+)\})", line
-    )
-    assert groups is not None, line
-    members = int(groups[1] or groups[2] or groups[3].count(",") + 1)
-    pieces = {"all-gather": members, "all-to-all": members, "reduce-scatter": 1}[operation[2]]
-    return CP * size * (members - 1) // pieces
+def carried(function: Any, *arrays: Any) -> int:
+    """Return the bytes that leave all devices together in a program, with loops unrolled."""
+    total = 0
+    for program, times in programs(jax.make_jaxpr(function)(*arrays)):
+        for equation in program.eqns:
+            name, parameters = equation.primitive.name, equation.params
+            size = times * sum(x.aval.size * x.aval.dtype.itemsize for x in equation.outvars)
+            # Results are all that is gathered or traded, and the one piece of a scattered sum.
+            members = len((parameters.get("axis_index_groups") or [range(CP)])[0])
+            if name == "ppermute":
+                total += size * len(parameters["perm"])
+            elif name.startswith(("all_gather", "all_to_all")):
+                total += CP * size * (members - 1) // members
+            elif name == "reduce_scatter":
+                total += CP * size * (members - 1)
+    return total
 
 
 @pytest.mark.nightly
 def test_memory_is_linear_in_the_length() -> None:
-    sizes = [
-        traced(length, "zigzag", backward=True, causal=True).lower().compile().memory_analysis()
-        for length in (1 << 14, 1 << 15)
-    ]
-    small, large = (size.temp_size_in_bytes for size in sizes)
-    assert large < 2.2 * small
-    assert large < (1 << 12) ** 2 * HEADS * 4 / 2
+    sizes = []
+    for length in (1 << 14, 1 << 15):
+        _, both, x = passes(length, "zigzag", causal=True)
+        memory: Any = jax.jit(both).lower(*x, x[0]).compile().memory_analysis()
+        sizes.append(memory.temp_size_in_bytes)
+    assert sizes[1] < 2.2 * sizes[0]
+    assert sizes[1] < (1 << 12) ** 2 * 4 * 4 / 2  # of the scores of a rank
 
 
 @pytest.mark.parametrize("x64", [True, False])
 def test_strict_promotion(x64: bool) -> None:
-    mesh = jax.make_mesh((2,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:2])
-    cp = ContextParallel(mesh, "cp")
+    cp = context()
     with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
         x = jnp.ones((1, 16, 2, 8), jnp.float32)
 
@@ -206,3 +182,105 @@ def test_strict_promotion(x64: bool) -> None:
             return cp.attention(x, x, x, causal=True, dropout_p=0.1, dropout_seed=3).sum()
 
         jax.jit(jax.grad(loss)).lower(x)
+
+
+SIZED: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "full": {},
+    "window": {"causal": True, "window": (4000, 0)},
+    "chunks": {"causal": True, "chunk_size": 8192},
+    "documents": {"causal": True, "cu_seqlens": (0, 5000, 40000, 100000, 131072)},
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "heads"),
+    [("ring", 8), ("gather", 8), ("balanced", 8), ("ulysses", 256),
+     (StrategyConfig("hybrid", 8), 8), (StrategyConfig("hybrid", 8, "gather"), 8)],
+    ids=["ring", "gather", "balanced", "ulysses", "hybrid", "hybrid-gather"],
+)  # fmt: skip
+def test_256_devices(strategy: str, heads: int) -> None:
+    size_of(2, causal=True)  # warms up jax's imports and caches
+    layout: Any = "contiguous" if strategy == "balanced" else "zigzag"
+    size = size_of(256, layout=layout, causal=True, strategy=strategy, heads=(heads, 2))
+    limit = LIMIT_OF_BALANCED if strategy == "balanced" else LIMIT
+    assert size.bytes <= limit.bytes
+    assert size.seconds <= limit.seconds
+
+
+@pytest.mark.parametrize("devices", [8, pytest.param(256, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+def test_equal_layers_are_one_function(devices: int, strategy: str) -> None:
+    one, four = (
+        size_of(devices, layers=layers, causal=True, strategy=strategy) for layers in (1, 4)
+    )
+    assert four.bytes <= 1.3 * one.bytes
+
+
+@pytest.mark.nightly(unless=["ring-zigzag-window"])
+@pytest.mark.parametrize("mask", SIZED)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+def test_other_masks(strategy: str, layout: Any, mask: str) -> None:
+    options = {"layout": layout, "strategy": strategy, **SIZED[mask]}
+    if strategy == "gather" and layout == "striped" and mask in ("chunks", "documents"):
+        with pytest.raises(UnsupportedError, match="documents and chunks have to lie in natural"):
+            size_of(256, **options)
+    else:
+        assert size_of(256, **options).bytes <= LIMIT.bytes
+
+
+LENGTH = 8 * LOCAL
+CUTS = (0, *range(700, LENGTH, 130), LENGTH)
+
+
+def every_third_block(i: Any, j: Any) -> Any:
+    return (i - j) % 900 < 300
+
+
+PREDICATE = Mask(causal=True, predicate=every_third_block)
+CONSTANTS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": (1000, 0)},
+    "documents": {"causal": True, "cu_seqlens": CUTS},
+    "gather": {"causal": True, "cu_seqlens": CUTS, "strategy": "gather", "layout": "contiguous"},
+    "predicate": {"mask": PREDICATE},
+    "predicate, documents": {"mask": Mask(predicate=every_third_block, cu_seqlens=CUTS)},
+    "balanced": {"causal": True, "strategy": "balanced", "layout": "contiguous"},
+    "ulysses": {"causal": True, "cu_seqlens": CUTS, "strategy": "ulysses"},
+    "hybrid": {"causal": True, "cu_seqlens": CUTS, "strategy": StrategyConfig("hybrid", 4)},
+    "balanced, predicate": {"mask": PREDICATE, "strategy": "balanced", "layout": "contiguous"},
+}
+
+
+def explained(*, layout: Any, **options: Any) -> tuple[int, str]:
+    """Return the bytes of constants that ``explain`` states, and all that it says."""
+    cp, shapes = call_over(8, layout)
+    text = cp.explain(*shapes, **options)
+    stated = re.search(r"([\d,]+) bytes of constants", text)
+    assert stated is not None
+    return int(stated[1].replace(",", "")), text
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_explain_states_all_constants(name: str) -> None:
+    options = {"layout": "zigzag", "kernel": "xla", **CONSTANTS[name]}
+    tables = [x for x in constants_of(traced(8, **options)) if x.ndim > 1 or x.size == len(CUTS)]
+    assert explained(**options)[0] == sum(x.nbytes for x in tables) > 500
+
+
+def test_explain_states_positions_that_are_looked_up() -> None:
+    """``explain`` counts position tables, too; XLA may drop some, so the counts are close."""
+    mask = Mask(causal=True, cu_seqlens=CUTS)
+    options: dict[str, Any] = {"layout": balanced_layout(mask, seq_len=LENGTH, cp_size=8)}
+    options |= {"mask": mask, "kernel": "xla"}
+    held = sum(x.nbytes for x in constants_of(traced(8, **options)) if x.ndim > 0)
+    stated, text = explained(**options)
+    assert 0.9 * held <= stated <= 1.2 * held
+    assert "positions of all ranks" in text
+
+
+@pytest.mark.nightly(unless=["everything", "helpers"])
+@pytest.mark.parametrize("name", CASES)
+def test_in_a_loop(name: str) -> None:
+    assert_close(CASES[name], in_loop(JaxBackend(), CASES[name], "auto"))

@@ -1,9 +1,10 @@
-"""``ring_jax.check``: right calls pass, and each injected fault raises on all devices."""
+"""``ring_jax.check`` and ``preflight``: right calls and steps pass, and each fault is found."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -12,26 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AbstractMesh, PartitionSpec as P
+from jax_meshes import KINDS, TOKENS, context, in_ring, mesh_of, random
 from mutants import Edits, changed
 
 import ring_jax
-from ring_core import hops as plans
+from ring_core import LayoutName, UnsupportedError, WrongResultError, hops as plans
 from ring_core.hops import Hop
-from ring_jax import (
-    ContextParallel,
-    UnsupportedError,
-    WrongResultError,
-    autodiff,
-    movement,
-    ring_attention,
-)
+from ring_jax import ContextParallel, autodiff, movement, preflight, ring_attention
 from ring_jax.collectives import Ranks
 from ring_jax.records import Item
-from ring_jax.tripwire import traffic as tripwire_traffic
-
-Patches = list[tuple[Any, str, Any]]
-
+from ring_jax.tripwire import traffic
 
 ATTEND, GRADS = (f"ring_jax.kernels.xla:XlaKernel.{x}_into" for x in ("attend", "grads"))
 STEP = "ring_jax.strategies.steps:StepRunner.attend"
@@ -44,19 +36,14 @@ IN_KERNELS: dict[str, dict[str, str]] = {
         f".at[:, {LO}].set(-work.items[:, {HI}]).at[:, {HI}].set(-work.items[:, {LO}])))",
     },
 }  # fmt: skip
+SCALED = "return (lambda x: x._replace({0}=x.{0}.at[:, {1}].multiply(1.01)))(ScoreBlocks"
 FAULTS: dict[str, Edits] = {
     **{name: dict.fromkeys((ATTEND, GRADS), edits) for name, edits in IN_KERNELS.items()},
     "one_head_wrong": {
-        ATTEND: {
-            "return ScoreBlocks": "return (lambda x: x._replace(out=x.out.at[:, -1].multiply(1.01)))(ScoreBlocks",
-            "block, into\n    )": "block, into\n    ))",
-        },
+        ATTEND: {"return ScoreBlocks": SCALED.format("out", -1), "block, into\n    )": "block, into\n    ))"},
     },
     "one_head_of_dk_wrong": {
-        GRADS: {
-            "return ScoreBlocks": "return (lambda x: x._replace(dkv=x.dkv.at[:, 0].multiply(1.01)))(ScoreBlocks",
-            "upstream), into\n    )": "upstream), into\n    ))",
-        },
+        GRADS: {"return ScoreBlocks": SCALED.format("dkv", 0), "upstream), into\n    )": "upstream), into\n    ))"},
     },
     "keys_one_hop_late": {STEP: {"work, q, held)": "work, q, own_message(self.inputs))"}},
     "stale_keys_in_the_backward": {
@@ -104,48 +91,21 @@ def broken(fault: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def patched(patches: Patches) -> Iterator[None]:
-    """Replace functions."""
-    with ExitStack() as stack:
-        for target, attribute, replacement in patches:
-            stack.enter_context(patch.object(target, attribute, replacement))
-        stack.enter_context(recompiled())
-        yield
-
-
 def grads(seed: int = 0, *, backward: bool = True, size: int = 3, **options: Any) -> Any:
     """Return the gradients of a call with a window over parts of several shards."""
-    mesh = jax.make_mesh((size,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:size])
     kwargs: Any = {"window": (20, 3), "softmax_scale": 0.4} | options
-
-    def call(q: Any, k: Any, v: Any) -> Any:
-        return ring_attention(q, k, v, axis_name="cp", **kwargs)
-
-    tokens, rows = P(None, "cp"), P(None, None, "cp")
-    out_specs = (tokens, rows) if kwargs.get("return_lse") else tokens
-    ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=out_specs)
-    keys = jax.random.split(jax.random.key(seed), 3)
-    q, k, v = (
-        jax.random.normal(key, (2, 12 * size, heads, 16))
-        for key, heads in zip(keys, (4, 2, 2), strict=True)
-    )
+    out_specs = (TOKENS, P(None, None, "cp")) if "return_lse" in options else TOKENS
+    ring = in_ring(partial(ring_attention, axis_name="cp", **kwargs), size, out_specs=out_specs)
+    x = [random(2, 12 * size, n, 16, seed=3 * seed + m) for m, n in enumerate((4, 2, 2))]
 
     def loss(*args: Any) -> Any:
         return sum((x**2).sum() for x in jax.tree.leaves(ring(*args)))
 
-    run = jax.jit(jax.grad(loss, (0, 1, 2)) if backward else ring)
-    return jax.block_until_ready(run(q, k, v))
+    return jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1, 2)) if backward else ring)(*x))
 
 
 #: Pattern of errors that this package raises, while tracing or in a callback.
 TEXT = r"WrongResult|carry"
-
-
-def three_steps(size: int) -> None:
-    """Run three calls with their backward on ``size`` devices."""
-    for seed in range(3):
-        grads(seed, sinks=jnp.zeros(4), size=size)
 
 
 @pytest.mark.nightly(
@@ -154,9 +114,10 @@ def three_steps(size: int) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_trips(fault: str) -> None:
     of_backward = fault in ("one_head_of_dk_wrong", "stale_keys_in_the_backward")
+    # A backward's fault trips after the whole program is compiled: two devices are quicker.
+    size = 2 if of_backward else 3
     with ring_jax.check(), broken(fault), pytest.raises(Exception, match=TEXT) as raised:
-        # A backward's fault trips after the whole program is compiled: two devices are quicker.
-        three_steps(2 if of_backward else 3)
+        jax.tree.map(partial(grads, sinks=jnp.zeros(4), size=size), [0, 1, 2])
     text = str(raised.value)
     if fault in IN_TRACES:
         assert isinstance(raised.value, WrongResultError)
@@ -176,11 +137,10 @@ def test_a_fault_trips(fault: str) -> None:
 )  # fmt: skip
 def test_right_calls_pass(strategy: str, layout: str, size: int) -> None:
     """Checked calls, with a gradient through ``lse``, pass and give the same bits."""
-    plain = grads(strategy=strategy, layout=layout, return_lse=True, size=size)
+    call = partial(grads, strategy=strategy, layout=layout, return_lse=True, size=size)
+    plain = call()
     with ring_jax.check():
-        checked = grads(strategy=strategy, layout=layout, return_lse=True, size=size)
-    for result, checked_result in zip(plain, checked, strict=True):
-        np.testing.assert_array_equal(result, checked_result)
+        jax.tree.map(np.testing.assert_array_equal, plain, call())
 
 
 @pytest.mark.nightly
@@ -196,33 +156,25 @@ def test_one_in_so_many_is_checked() -> None:
     assert 1 <= len(messages) <= 8
 
 
+Q = random(1, 16, 2, 8)
+
+
 def test_a_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = jax.random.normal(jax.random.key(0), (1, 16, 2, 8))
+    """The context overrides the variable, and a program compiled before is compiled anew."""
+    call = jax.jit(lambda x: ring_attention(x, x, x, axis_name=None))
+    with broken("one_head_wrong"):
+        jax.block_until_ready(call(Q))
+        with ring_jax.check(), pytest.raises(jax.errors.JaxRuntimeError, match="1 ranks"):
+            jax.block_until_ready(call(Q))
+        jax.block_until_ready(call(Q))
     monkeypatch.setenv("RING_CHECK", "1")
     with broken("one_head_wrong"), pytest.raises(jax.errors.JaxRuntimeError, match="1 ranks"):
-        jax.block_until_ready(ring_attention(q, q, q, axis_name=None))
-    # The context overrides the environment variable.
+        jax.block_until_ready(ring_attention(Q, Q, Q, axis_name=None))
     with ring_jax.check(0), broken("one_head_wrong"):
-        jax.block_until_ready(ring_attention(q, q, q, axis_name=None))
+        jax.block_until_ready(ring_attention(Q, Q, Q, axis_name=None))
     monkeypatch.setenv("RING_CHECK", "sometimes")
     with pytest.raises(ValueError, match="RING_CHECK must be 1"):
-        ring_attention(q, q, q, axis_name=None)
-
-
-def test_a_program_compiled_before_is_compiled_anew() -> None:
-    q = jax.random.normal(jax.random.key(0), (1, 16, 2, 8))
-    with broken("one_head_wrong"):
-        call = jax.jit(lambda x: ring_attention(x, x, x, axis_name=None))
-        jax.block_until_ready(call(q))
-        with ring_jax.check(), pytest.raises(jax.errors.JaxRuntimeError):
-            jax.block_until_ready(call(q))
-        jax.block_until_ready(call(q))
-
-
-@pytest.mark.parametrize("every", [-1, 1.5, "1", True])
-def test_wrong_numbers_are_refused(every: Any) -> None:
-    with pytest.raises(ValueError, match="every must be at least 0"), ring_jax.check(every):
-        pass
+        ring_attention(Q, Q, Q, axis_name=None)
 
 
 def loss_of(x: Any) -> Any:
@@ -241,7 +193,7 @@ TRANSFORMED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.nightly(unless=["checkpoint"])
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_under_transformations(name: str) -> None:
-    x = jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 8))
+    x = random(3, 1, 16, 2, 8)
     with ring_jax.check():
         jax.block_until_ready(TRANSFORMED[name](x))
         # jax 0.11 does not compile a bare checkpoint: the error is then raised as it is.
@@ -251,39 +203,30 @@ def test_under_transformations(name: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
-def test_rings_beside_each_other_are_checked_each_by_itself(kind: AxisType) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_rings_beside_each_other_are_checked_each_by_itself(kind: str) -> None:
     """Parallel rings decide separately, from their own numbers, if a call is checked."""
-    mesh = jax.make_mesh((2, 2), ("dp", "cp"), (kind, kind), devices=jax.devices()[:4])
-    cp = ring_jax.ContextParallel(mesh, axis_name="cp", batch_axis="dp", layout="zigzag")
+    cp = ContextParallel(mesh_of(KINDS[kind], dp=2, cp=2), "cp", batch_axis="dp")
     run = jax.jit(jax.grad(lambda q: (cp.attention(q, q, q, causal=True) ** 2).sum()))
     with ring_jax.check(2):
         for seed in range(4):
-            q = cp.shard(jax.random.normal(jax.random.key(seed), (2, 16, 2, 8)))
-            jax.block_until_ready(run(q))
-
-
-def device_of(tflops: float) -> Patches:
-    """Return patches for a device with this peak rate."""
-    return [(tripwire_traffic, "peak_tflops", lambda name: tflops if name == "cpu" else None)]
+            jax.block_until_ready(run(cp.shard(random(2, 16, 2, 8, seed=seed))))
 
 
 @pytest.mark.nightly(unless=["2"])
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_rate_that_no_device_has(every: int) -> None:
-    def calls(count: int) -> None:
-        run = jax.jit(jax.grad(loss_of))
-        for seed in range(count):
-            jax.block_until_ready(run(jax.random.normal(jax.random.key(seed), (1, 16, 2, 8))))
+    def calls(count: int, peak: float) -> None:
+        with patch.object(traffic, "peak_tflops", {"cpu": peak}.get), recompiled():
+            run = jax.jit(jax.grad(loss_of))
+            for seed in range(count):
+                jax.block_until_ready(run(random(1, 16, 2, 8, seed=seed)))
 
-    with patched(device_of(1e6)), ring_jax.check(every):
-        calls(2 * every)
-    with (
-        patched(device_of(1e-9)),
-        ring_jax.check(every),
-        pytest.raises(jax.errors.JaxRuntimeError, match=r"TFLOP/s, and the device has 0: work"),
-    ):
-        calls(8)
+    words = r"TFLOP/s, and the device has 0: work"
+    with ring_jax.check(every):
+        calls(2 * every, 1e6)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+            calls(8, 1e-9)
 
 
 def test_without_a_cpu_device_a_checked_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,12 +237,9 @@ def test_without_a_cpu_device_a_checked_call_is_refused(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(jax, "local_devices", none)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    x = jnp.ones((1, 4, 1, 8))
-    with (
-        ring_jax.check(),
-        pytest.raises(UnsupportedError, match=r"JAX_PLATFORMS=.cuda.\. Instead: add .,cpu."),
-    ):
-        ring_jax.ring_attention(x, x, x, axis_name=None)
+    words = r"JAX_PLATFORMS=.cuda.\. Instead: add .,cpu."
+    with ring_jax.check(), pytest.raises(UnsupportedError, match=words):
+        ring_attention(Q, Q, Q, axis_name=None)
 
 
 T, SIZE = 40, 4
@@ -311,101 +251,65 @@ MOVES: dict[str, Callable[[ContextParallel, jax.Array], jax.Array]] = {
 }
 
 
-def context(kind: AxisType = AxisType.Auto) -> ContextParallel:
-    return ContextParallel(jax.make_mesh((SIZE,), ("cp",), axis_types=(kind,)), "cp")
-
-
-@contextmanager
-def longest_for_all() -> Iterator[None]:
+def longest_for_all(*args: Any) -> tuple[Hop, ...]:
     """Let every rank send as many rows as the longest message has."""
-
-    def uncut(*args: Any) -> tuple[Hop, ...]:
-        everyone = tuple(range(SIZE))
-        return tuple(hop._replace(pieces=((0, hop.rows, everyone),)) for hop in plans.hops(*args))
-
-    with patch.object(movement, "hops", uncut):
-        yield
+    everyone = tuple(range(SIZE))
+    return tuple(hop._replace(pieces=((0, hop.rows, everyone),)) for hop in plans.hops(*args))
 
 
-@contextmanager
-def more_comes_back() -> Iterator[None]:
+right = Ranks.move
+
+
+def more_comes_back(ranks: Ranks, x: Any, *args: Any) -> Any:
     """Let the backward send each message twice."""
-    right = Ranks.move
 
-    def wrong(ranks: Ranks, x: Any, *args: Any) -> Any:
-        @jax.custom_vjp
-        def send(x: jax.Array) -> jax.Array:
-            return right(ranks, x, *args)
+    @jax.custom_vjp
+    def send(x: jax.Array) -> jax.Array:
+        return right(ranks, x, *args)
 
-        def back(_: None, grad: jax.Array) -> tuple[jax.Array]:
-            once, again = (jax.vjp(lambda y: right(ranks, y, *args), grad)[1](grad) for _ in "12")
-            return (jnp.where(once[0] == 0, again[0], once[0]),)
+    def back(_: None, grad: jax.Array) -> tuple[jax.Array]:
+        once, again = (jax.vjp(lambda y: right(ranks, y, *args), grad)[1](grad) for _ in "12")
+        return (jnp.where(once[0] == 0, again[0], once[0]),)
 
-        send.defvjp(lambda x: (send(x), None), back)
-        return send(x)
-
-    with patch.object(Ranks, "move", wrong):
-        yield
+    send.defvjp(lambda x: (send(x), None), back)
+    return send(x)
 
 
-@pytest.mark.parametrize("name", ["shift", "halo"])
-def test_more_bytes_than_those_of_rows_that_move_are_an_error(name: str) -> None:
-    cp, x = context(), jnp.ones((2, T, 3))
+ADDED: dict[str, tuple[Any, str, Any, str]] = {
+    "forward": (movement, "hops", longest_for_all,
+                r"a movement carry [\d,]+ bytes between 4 ranks, and the rows that change"),
+    "backward": (Ranks, "move", more_comes_back,
+                 "a backward of a movement carry"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [(way, name) for way in ADDED for name in MOVES if (way, name) != ("forward", "relayout")],
+)
+def test_more_bytes_than_those_of_rows_that_move_are_an_error(way: str, name: str) -> None:
+    cp, x, (target, attribute, fault, words) = context(SIZE), jnp.ones((2, T, 3)), ADDED[way]
     MOVES[name](cp, x)  # an unchecked program is not reused for a checked call
-    words = (
-        r"collectives of a movement carry [\d,]+ bytes between 4 ranks, and the rows that change"
-    )
-    with ring_jax.check(), longest_for_all(), pytest.raises(WrongResultError, match=words):
+    with (
+        ring_jax.check(),
+        patch.object(target, attribute, fault),
+        pytest.raises(WrongResultError, match=f"collectives of {words}"),
+    ):
         MOVES[name](cp, x)
-
-
-@pytest.mark.parametrize("name", MOVES)
-def test_more_bytes_in_the_backward_are_an_error(name: str) -> None:
-    cp, x = context(), jnp.ones((2, T, 3))
-    words = "collectives of a backward of a movement carry"
-    with ring_jax.check(), more_comes_back(), pytest.raises(WrongResultError, match=words):
-        MOVES[name](cp, x)
-
-
-@pytest.mark.nightly(unless=["auto"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_right_movements_pass(kind: AxisType) -> None:
-    cp, x = context(kind), jnp.arange(2 * T * 3.0).reshape(2, T, 3)
-
-    def every(x: jax.Array) -> list[Any]:
-        results: list[Any] = []
-        for move in MOVES.values():
-            run = partial(move, cp)
-            results += [*jax.vjp(run, x)[1](run(x) ** 3), *jax.jvp(run, (x,), (x,))]
-            results.append(run(x.astype(jnp.int8)))
-            if kind is AxisType.Auto:
-                results.append(jax.vmap(run)(x[None]))
-        return results
-
-    with jax.set_mesh(cp.mesh):
-        y = cp.shard(x)
-        expected = jax.jit(every)(y)
-        with ring_jax.check():
-            moved = jax.jit(every)(y)
-    jax.tree.map(np.testing.assert_array_equal, moved, expected)
 
 
 def test_replicated_shards_pass() -> None:
     """Gradients of replicated shards are summed over devices, which the check does not count."""
-    mesh = jax.make_mesh((SIZE,), ("cp",))
 
     def local(x: jax.Array) -> jax.Array:
         grad: jax.Array = jax.grad(lambda x: (ring_jax.shift(x, 1, axis_name="cp") ** 2).sum())(x)
         return grad
 
-    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P()))
+    run = jax.jit(in_ring(local, SIZE, in_specs=P(), out_specs=P()))
     x = jnp.ones((1, 5))
     expected = run(x)
     with ring_jax.check():
         np.testing.assert_array_equal(run(x), expected)
-
-
-SMALL_CALLS = 60
 
 
 @pytest.mark.nightly(unless=["bfloat16"])  # it has the fewest digits
@@ -419,7 +323,85 @@ def test_right_small_calls_pass(dtype: str) -> None:
 
     with ring_jax.check():
         grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-        for seed in range(SMALL_CALLS):
+        for seed in range(60):
             rng = np.random.default_rng(seed)
             x = [rng.standard_normal((2, 6, 4, 8)) * size for size in (6, 1, 1, 1)]
             jax.block_until_ready(grads(*(jnp.asarray(y, dtype) for y in x)))
+
+
+LENGTH, H, D, WORDS = 16, 2, 8, 11
+WORDS_OF_ROWS = np.random.default_rng(0).integers(0, WORDS, (2, LENGTH))
+BATCH = {"tokens": WORDS_OF_ROWS, "labels": np.roll(WORDS_OF_ROWS, -1, 1)}
+PARAMS = {
+    "words": random(WORDS, H * D), "places": random(LENGTH, H * D), "head": random(H * D, WORDS, seed=1),
+}  # fmt: skip
+
+
+def step(cp: Any, params: Any, batch: Any, fault: str = "") -> Any:
+    """Return the loss of a model of one layer, with one of the faults."""
+    labels, positions = cp.shard(batch["labels"]), cp.positions(LENGTH)
+    if fault == "labels":
+        labels = jnp.asarray(batch["labels"])
+    elif fault == "positions":
+        positions = jnp.arange(LENGTH)
+    elif fault == "shift":
+        labels = jnp.roll(cp.shard(batch["tokens"]), -1, 1)
+    words = jax.nn.one_hot(cp.shard(batch["tokens"]), WORDS) @ params["words"]
+    x = words + jax.nn.one_hot(positions, LENGTH)[None] @ params["places"]
+    if fault == "edges":
+        roll, tokens = partial(jnp.roll, shift=1, axis=1), P(None, "cp")
+        x = x + jax.shard_map(roll, mesh=cp.mesh, in_specs=tokens, out_specs=tokens)(x)
+    elif fault == "noise":
+        x = x * jnp.where(params["head"][0, 0] == PARAMS["head"][0, 0], 1.0, 2.0)
+    heads = x.reshape(*x.shape[:2], H, D)
+    logits = cp.attention(heads, heads, heads, causal=True).reshape(x.shape) @ params["head"]
+    losses = -(jax.nn.log_softmax(logits) * jax.nn.one_hot(labels, WORDS)).sum(-1)
+    return losses if fault == "vector" else losses.mean()
+
+
+NATURAL = "in the layout 'contiguous' it is right, so something is in natural order"
+FOUND: dict[str, tuple[LayoutName, str]] = {
+    "labels": ("zigzag", NATURAL), "positions": ("striped", NATURAL), "shift": ("zigzag", NATURAL),
+    "edges": ("contiguous", "may not see the next device's tokens"),
+}  # fmt: skip
+checked = partial(preflight, params=PARAMS, batch=BATCH)
+
+
+@pytest.mark.nightly(unless=["auto-zigzag"])
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_steps_pass(kind: str, layout: Any) -> None:
+    mesh = mesh_of(KINDS[kind], dp=2, cp=2)
+    report = checked(ContextParallel(mesh, "cp", "dp", layout=layout), step)
+    assert report.passed, str(report)
+    assert [*report.gradients] == ["['head']", "['places']", "['words']"]
+    assert "preflight passed: loss" in str(report)
+
+
+@pytest.mark.nightly(unless=["edges", "positions"])
+@pytest.mark.parametrize("fault", FOUND)
+def test_wrong_steps_are_named(fault: str) -> None:
+    layout, words = FOUND[fault]
+    call = partial(checked, context(4, layout), partial(step, fault=fault))
+    report = call()
+    assert not report.passed
+    assert "3 of 3 gradients differ, first that of params['head']" in report.findings[0]
+    assert words in report.findings[1]
+    assert str(report) == "preflight failed: " + ". ".join(report.findings)
+    assert fault != "labels" or call(rtol=1e3).passed
+
+
+ABSTRACT: Any = AbstractMesh((2,), ("cp",))
+REFUSED: dict[str, tuple[dict[str, Any], str, type[ValueError]]] = {
+    "vector": ({"step": partial(step, fault="vector")}, "a floating-point scalar, got float32 [2, 16]", ValueError),
+    "noise": ({"step": partial(step, fault="noise")}, "a unit in the last place turn them into others", ValueError),
+    "devices": ({"cp": ContextParallel(ABSTRACT, "cp")}, "devices of other processes, or none. Instead:", UnsupportedError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    wrong, words, kind = REFUSED[name]
+    arguments: Any = {"cp": context(), "step": step} | wrong
+    with pytest.raises(kind, match=re.escape(words)):
+        checked(**arguments)

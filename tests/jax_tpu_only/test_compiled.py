@@ -1,89 +1,69 @@
-"""TPU schedules of the ring, from programs compiled without a TPU."""
+"""Programs compiled without a TPU: what Mosaic accepts, schedules, copies, memory and size."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from backends.tpu_compiled import (
-    CP,
-    DIM,
-    KV_HEADS,
-    LARGER,
-    LOCAL,
-    TOPOLOGIES,
-    compiled,
-    exposed,
-    letters,
-    loops_of,
-    memory_allowed,
-    permuted_bytes,
-)
-from cases import RINGS
+from backends import tpu_compiled as tpu
+from cases import RINGS, diagonals
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from program_size import size_of
 
+import ring_jax_tpu
 from benchmarks.development.tpu_exposed import traffic
-from ring_core import KernelConfig, Mask, StrategyConfig, make_plan, ring_program
-from ring_jax import ring_attention
+from ring_core import KernelConfig, Mask, StrategyConfig, UnsupportedError, make_plan, ring_program
+from ring_jax_tpu import ContextParallel, block_sizes, ring_attention
 
 CAUSAL: dict[str, Any] = {"causal": True}
-KV = LOCAL * KV_HEADS * 2 * DIM * 2  # bytes of a K/V message; dK/dV take twice as many
+KV = tpu.LOCAL * tpu.KV_HEADS * 2 * tpu.DIM * 2  # bytes of a K/V message; dK/dV take twice as many
 
 
-def transfers(layout: Any, **mask: Any) -> tuple[list[int], list[int]]:
-    """Return the bytes of each transfer that the plan has, of the forward and of both passes."""
-    program = ring_program(make_plan(Mask(**mask), seq_len=CP * LOCAL, cp_size=CP, layout=layout))
-    forward = [KV for stage in program.forward if stage.kv_hop is not None]
-    backward = [KV for stage in program.backward if stage.kv_hop is not None]
-    backward += [2 * KV for stage in program.backward if stage.grad_hop is not None]
-    return forward, sorted(forward + backward)
+def transfers(layout: Any, **mask: Any) -> tuple[int, int]:
+    """Return the bytes of the transfers that the plan has, of the forward and of both passes."""
+    program = ring_program(
+        make_plan(Mask(**mask), seq_len=tpu.CP * tpu.LOCAL, cp_size=tpu.CP, layout=layout)
+    )
+    hops = [sum(x.kv_hop is not None for x in y) for y in (program.forward, program.backward)]
+    grad_hops = sum(stage.grad_hop is not None for stage in program.backward)
+    return KV * hops[0], KV * (sum(hops) + 2 * grad_hops)
 
 
 @pytest.mark.nightly  # per change `test_dead_steps_are_not_run` looks for exposed transfers
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_forward(topology: str) -> None:
-    """Every transfer starts before the kernel it hides behind and is waited for after it."""
-    program = compiled(topology, "zigzag", backward=False, **CAUSAL)
-    assert letters(program) == "SKD" * (CP - 1) + "K"
-    assert permuted_bytes(program) == transfers("zigzag", **CAUSAL)[0]
-    assert program.memory_analysis().temp_size_in_bytes <= 1.15 * memory_allowed()[0]
+@pytest.mark.parametrize("way", ["forward", "both", "fused", "two kernels"])
+@pytest.mark.parametrize("topology", tpu.TOPOLOGIES)
+def test_schedule(topology: str, way: str) -> None:
+    """Every transfer starts before the kernel it hides behind and is waited for after it.
+
+    Even where the compiler is told to drop barriers, with a fused backward kernel and with two.
+    """
+    more: dict[str, Any] = {} if way in ("forward", "both") else {
+        "flags": {"xla_tpu_aggressive_opt_barrier_removal": True},
+        "kernel": KernelConfig("pallas", fused_backward=None if way == "fused" else False),
+    }  # fmt: skip
+    backward = way != "forward"
+    program = tpu.compiled(topology, "zigzag", backward=backward, **more, **CAUSAL)
+    letters = tpu.letters(program)
+    assert backward or letters == "SKD" * (tpu.CP - 1) + "K"
+    assert letters.count("K") == {"forward": 1, "two kernels": 3}.get(way, 2) * tpu.CP
+    assert traffic(program.as_text(), 1) == (transfers("zigzag", **CAUSAL)[backward], 0)
+    temporary = program.memory_analysis().temp_size_in_bytes
+    assert temporary <= 1.15 * tpu.memory_allowed()[backward]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_forward_and_backward(topology: str) -> None:
-    """Every transfer of K/V and dK/dV overlaps with a kernel, in both passes."""
-    program = compiled(topology, "zigzag", backward=True, **CAUSAL)
-    assert exposed(program) == []
-    assert sorted(permuted_bytes(program)) == transfers("zigzag", **CAUSAL)[1]
-    assert program.memory_analysis().temp_size_in_bytes <= 1.15 * memory_allowed()[1]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("fused", [None, False])
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_where_the_compiler_is_told_to_drop_barriers(topology: str, fused: bool | None) -> None:
-    """Transfers overlap with kernels even so, with a fused backward kernel and with two."""
-    flags: dict[str, Any] = {"xla_tpu_aggressive_opt_barrier_removal": True}
-    kernel = KernelConfig("pallas", fused_backward=fused)
-    program = compiled(topology, "zigzag", backward=True, flags=flags, kernel=kernel, **CAUSAL)
-    assert letters(program).count("K") == (2 * CP if fused is None else 3 * CP)
-    assert exposed(program) == []
-    assert sorted(permuted_bytes(program)) == transfers("zigzag", **CAUSAL)[1]
-    assert program.memory_analysis().temp_size_in_bytes <= 1.15 * memory_allowed()[1]
-
-
-@pytest.mark.nightly  # per change `test_loops` runs a loop, and other tests read a schedule
-@pytest.mark.parametrize("topology", LARGER)
-def test_in_a_loop(topology: str) -> None:
+@pytest.mark.nightly  # per change `test_in_a_loop` runs one, and other tests read a schedule
+@pytest.mark.parametrize("topology", tpu.LARGER)
+def test_loops(topology: str) -> None:
     """An iteration is two stages in the same order, and copies neither K/V nor dK/dV."""
-    local = 2048
-    program = compiled(topology, "zigzag", backward=True, local=local, many=8, **CAUSAL)
-    forward, backward = loops_of(program)
-    assert forward[0] == "SKD" * 2
-    assert backward[0] == "SSKDD" * 2
-    assert max([*forward[1], *backward[1], 0]) < local * KV_HEADS * DIM * 2
+    program = tpu.compiled(topology, "zigzag", local=2048, many=8, **CAUSAL)
+    forward, backward = [x for x in tpu.schedules_of(program)[:-1] if "S" in x[0]]
+    assert (forward[0], backward[0]) == ("SKD" * 2, "SSKDD" * 2)
+    assert max([*forward[1], *backward[1], 0]) < 2048 * tpu.KV_HEADS * tpu.DIM * 2
 
 
 TRADED = {"ulysses": "ulysses", "hybrid": StrategyConfig("hybrid", ulysses_size=2)}
@@ -91,36 +71,133 @@ TRADED = {"ulysses": "ulysses", "hybrid": StrategyConfig("hybrid", ulysses_size=
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", TRADED)
-@pytest.mark.parametrize("topology", LARGER)
+@pytest.mark.parametrize("topology", tpu.LARGER)
 def test_exchanges_of_heads_are_exposed_and_nothing_else(topology: str, name: str) -> None:
     """XLA runs an all-to-all beside no kernel, and hops between groups beside one each."""
-    program = compiled(
-        topology, "zigzag", backward=True, local=2048, many=8, strategy=TRADED[name], **CAUSAL
-    )
-    assert len(permuted_bytes(program)) == (0 if name == "ulysses" else 3 + 2 + 3)
-    assert exposed(program) == []
+    program = tpu.compiled(topology, "zigzag", local=2048, many=8, strategy=TRADED[name], **CAUSAL)
     text = str(program.as_text())
     assert " all-to-all(" in text
     assert "all-to-all-start" not in text
-    moved, alone = traffic(text, 8 if name == "ulysses" else 2)
-    assert moved - alone == sum(permuted_bytes(program))
-    assert alone > 0
+    hops, exposed = traffic(text, 1)  # without exchanges of heads, of which all is each one's own
+    assert (hops > 0, exposed) == (name == "hybrid", 0)
 
 
 def test_dead_steps_are_not_run() -> None:
-    """A window over a contiguous ring needs one hop, whatever the number of devices."""
+    """A window over a contiguous ring needs one hop, whatever the number of tpu.devices."""
     window: dict[str, Any] = {"causal": True, "window": (1023, 0)}
-    program = compiled("v5e:2x2", "contiguous", backward=True, **window)
-    assert sorted(permuted_bytes(program)) == transfers("contiguous", **window)[1] == [KV, 2 * KV]
-    assert exposed(program) == []
+    program = tpu.compiled("v5e:2x2", **window)
+    assert traffic(program.as_text(), 1) == (transfers("contiguous", **window)[1], 0) == (3 * KV, 0)
+
+
+#: Programs that Mosaic has to accept: of other layouts, and on one device of all options.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "narrow": {"dims": (64, 64)}, "v-dim": {"dims": (192, 128)},
+    "float32": {"dims": (256, 256), "dtype": "float32"}, "odd": {"local": 2004, "keys": 1000},
+    "tiny": {"local": 6, "keys": 6, "dims": (8, 8)},
+    "documents": {"mask": Mask(causal=True, cu_seqlens=(0, 5, 700, 2048))},
+    "predicate": {"mask": Mask(causal=True, predicate=diagonals)},
+    "segments": {"softcap": 30.0, "arrays": {"segment_ids": ("int32", (1, 2048))}},
+    "dropout": {"dropout_p": 0.1, "dropout_seed": 3, "arrays": {"alibi_slopes": ("float32", (8,))}},
+    "bias": {"arrays": {"bias": ("float32", (1, 1, 2048, 2048))}},
+    "mask": {"arrays": {"mask": ("bool", (2048, 2048))}},
+}  # fmt: skip
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("ring", ["contiguous", "striped", "balanced"])
-def test_other_layouts_compile(ring: str) -> None:
-    layout, strategy = RINGS[ring]
-    program = compiled("v6e:2x2", layout, backward=True, local=1024, strategy=strategy, **CAUSAL)
-    assert letters(program).count("K") >= 2
+@pytest.mark.parametrize("name", ["contiguous", "striped", "balanced", *OPTIONS])
+def test_accepted(name: str) -> None:
+    if name in OPTIONS:
+        call: dict[str, Any] = {"local": 2048, "many": 1, "kernel": "pallas"} | OPTIONS[name]
+        assert "tpu_custom_call" in tpu.compiled("v5e:2x2", **call).as_text()
+        return
+    layout, strategy = RINGS[name]
+    program = tpu.compiled("v6e:2x2", layout, local=1024, strategy=strategy, **CAUSAL)
+    assert tpu.letters(program).count("K") >= 2
+
+
+#: Shards of more blocks than a list holds: tokens per device, devices, batch, True for segment ids,
+#: and options.
+LONG: dict[str, tuple[int, int, int, bool, dict[str, Any]]] = {
+    "causal": (1 << 19, 1, 1, False, CAUSAL),
+    "window": (1 << 20, 1, 1, False, CAUSAL | {"window": (4095, 0)}),
+    "large-batch": (1 << 17, 1, 16, True, CAUSAL),
+    "larger-batch": (1 << 15, 1, 64, True, CAUSAL | {"window": (1023, 0)}),
+    "gather": (1 << 17, 4, 1, False, CAUSAL | {"window": (4095, 0), "strategy": "gather"}),
+}
+
+
+def lowered(name: str, topology: str, *, backward: bool) -> tuple[Any, str]:
+    """Return a long call's program, and what ``explain`` says of it."""
+    local, size, batch, has_ids, options = LONG[name]
+    mesh = Mesh(np.array(tpu.devices(topology, size)), ("cp",))
+    tokens = NamedSharding(mesh, PartitionSpec(None, "cp"))
+    spec = partial(jax.ShapeDtypeStruct, sharding=tokens)
+    arrays = [spec((batch, local * size, heads, 128), jnp.bfloat16) for heads in (2, 1, 1)]
+    arrays += [spec((batch, local * size), jnp.int32)] if has_ids else []
+    cp = ContextParallel(mesh, "cp", layout="contiguous")
+    said: list[str] = []
+
+    def attend(q: Any, k: Any, v: Any, ids: Any = None) -> Any:
+        said.append(cp.explain(q, k, v, segment_ids=ids, **options))
+        return cp.attention(q, k, v, segment_ids=ids, **options)
+
+    def both(q: Any, k: Any, v: Any, *ids: Any) -> Any:
+        out, pull = jax.vjp(lambda *qkv: attend(*qkv, *ids), q, k, v)
+        return out, pull(out)
+
+    return jax.jit(both if backward else attend).lower(*arrays), said[0]
+
+
+@pytest.mark.nightly(unless=[
+    "causal-v5e:2x2", "window-tpu7x:2x2x1", "large-batch-v5e:2x2", "larger-batch-tpu7x:2x2x1",
+    "gather-v5e:2x2",
+])  # fmt: skip
+@pytest.mark.parametrize("topology", ["v5e:2x2", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("name", LONG)
+def test_long_shards_run_in_pallas(name: str, topology: str) -> None:
+    """A long call has one Pallas kernel per pass and part of the keys, however many pieces.
+
+    It used to fall back to XLA silently, by the number of all blocks, visible or not.
+    """
+    program, said = lowered(name, topology, backward=True)
+    assert said.startswith("kernel pallas (tpu)\nkernel xla (any other device)\n")
+    assert "not the backward" not in said
+    assert program.as_text().count("tpu_custom_call") == 2 * (2 if name == "gather" else 1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("topology", ["v5e:2x2", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("name", ["causal", "window"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_long_shards_compile(name: str, topology: str, *, backward: bool) -> None:
+    """Compiled programs do not copy the buffers that a loop of launches works on."""
+    program = lowered(name, topology, backward=backward)[0].compile().as_text()
+    assert program.count("tpu_custom_call") >= 1 + backward
+    wide = f"f32[1,2,{LONG[name][0]},128]"
+    assert not [line for line in program.splitlines() if " copy(" in line and f"= {wide}" in line]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backward", [False, True])
+def test_transfers_beside_pieces(monkeypatch: pytest.MonkeyPatch, *, backward: bool) -> None:
+    """K/V are sent while a loop of launches runs, as they are with a single launch."""
+    jax.clear_caches()  # programs traced with another limit
+    monkeypatch.setattr(block_sizes, "MAX_WORDS", 32)
+    program = tpu.compiled("v5e:2x2", "zigzag", backward=backward, **CAUSAL)
+    jax.clear_caches()
+    assert tpu.letters(program).count("K") == (8 if backward else 4)
+    assert " while(" in program.as_text()
+    assert traffic(program.as_text(), 1)[1] == 0
+
+
+@pytest.mark.nightly(unless=["ring"])
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+def test_256_devices_take_at_most_twice_the_code_of_4(strategy: str) -> None:
+    few, many = (
+        size_of(n, package=ring_jax_tpu, platform="tpu", strategy=strategy, **CAUSAL)
+        for n in (4, 256)
+    )
+    assert many.bytes <= 2 * few.bytes
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -134,3 +211,35 @@ def test_traced_with_x64(dtype: type) -> None:
         x = jnp.ones((1, 32, 2, 8), dtype)
         assert jax.jit(jax.grad(loss)).lower(x).out_info.dtype == dtype
         assert jax.jit(loss).lower(x).out_info.dtype == jnp.float32
+
+
+def test_a_program_keeps_no_arrays_of_its_trace() -> None:
+    """Tracing leaks no arrays: the cached function for ``vmap`` must not hold those around it."""
+    x = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.float32)
+    bias = jax.ShapeDtypeStruct((1, 1, 256, 256), jnp.float32)
+
+    def loss(x: jax.Array, bias: jax.Array) -> jax.Array:
+        return ring_attention(x, x, x, axis_name=None, kernel="pallas", bias=bias).sum()
+
+    with jax.checking_leaks():
+        assert jax.eval_shape(jax.grad(loss), x, bias).shape == x.shape
+
+
+@pytest.mark.parametrize("platforms", [("cpu",), ("cuda",), ("tpu",), ("cpu", "tpu")])
+@pytest.mark.parametrize("kernel", ["pallas", "auto"])
+def test_exports(kernel: str, platforms: tuple[str, ...]) -> None:
+    """Exports with ``pallas`` raise unless for TPUs alone; ``auto`` has each platform's kernel."""
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), "float32")
+    call = jax.jit(lambda q: ring_attention(q, q, q, axis_name=None, kernel=kernel))
+    for function in (call, jax.jit(jax.grad(lambda q: call(q).sum()))):
+        export = jax.export.export(function, platforms=platforms)
+        if kernel == "pallas" and platforms != ("tpu",):
+            with pytest.raises(UnsupportedError, match="lower it for each platform alone"):
+                export(x)
+            continue
+        exported = export(x)
+        assert exported.platforms == platforms
+        assert ("tpu_custom_call" in exported.mlir_module()) == ("tpu" in platforms)
+        if "cpu" in platforms:
+            q = jax.random.normal(jax.random.key(0), x.shape)
+            np.testing.assert_allclose(exported.call(q), function(q), rtol=1e-5, atol=1e-6)

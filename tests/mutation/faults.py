@@ -77,7 +77,7 @@ FAULTS = {
     ),
     "checks-see-sinks-in-padding": Fault(
         f"{TORCH}/tripwire/samples.py", "(rows >= tokens)[:, None]", "(rows < 0)[:, None]",
-        "torch", f"{PADDED} -k sinks-gather",
+        "torch", f"{PADDED} -k gather",
     ),
     "padding-is-advised-wrongly": Fault(
         "ring-core/src/ring_core/layouts/layout.py", "; pad to {padded}", "; pad to {padded + self.divisor}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shutil
@@ -40,17 +39,11 @@ def sources(name: str) -> Path:
     return ROOT / "packages" / name / "src" / module(name)
 
 
-def requirements(name: str) -> list[Requirement]:
-    """Return the requirements of a package, without extras."""
-    return [Requirement(text) for text in PACKAGES[name].get("dependencies", [])]
-
-
 def reachable(name: str) -> set[str]:
-    """Return the packages and frameworks that installing a package installs."""
-    names = {name} | BROUGHT_ALONG.get(name, set())
-    for requirement in requirements(name) if name in PACKAGES else []:
-        names |= reachable(requirement.name)
-    return names
+    """Return the packages and frameworks that installing a package, without extras, installs."""
+    asked = PACKAGES.get(name, {}).get("dependencies", [])
+    below = (reachable(Requirement(text).name) for text in asked)
+    return {name}.union(BROUGHT_ALONG.get(name, ()), *below)
 
 
 def run(*command: str | Path) -> str:
@@ -78,45 +71,18 @@ def wheel(built: Path, name: str) -> Path:
     return path
 
 
-def metadata(built: Path, name: str) -> PathDistribution:
-    entries = zipfile.Path(wheel(built, name)).iterdir()
-    (folder,) = (entry for entry in entries if entry.name.endswith(".dist-info"))
-    return PathDistribution(folder)
-
-
-def environment(folder: Path, *installs: str | Path) -> Path:
+def environment(folder: Path, built: Path, *installs: str) -> Path:
     """Make an empty environment, install into it, and return its Python."""
     uv("venv", "--quiet", "--python", sys.executable, folder)
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
-    uv("pip", "install", "--quiet", "--python", python, "-c", "constraints.txt", *installs)
+    wheels = (wheel(built, name) if name in PACKAGES else name for name in installs)
+    uv("pip", "install", "--quiet", "--python", python, "-c", "constraints.txt", *wheels)
     return python
 
 
-@pytest.fixture(scope="session")
-def numpy_only(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the Python of an environment with ring-core and numpy only."""
-    folder = tmp_path_factory.mktemp("numpy") / "venv"
-    return environment(folder, "--no-deps", "numpy", wheel(built, "ring-core"))
-
-
-@pytest.fixture(scope="session")
-def torch_only(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the Python of an environment with ring-torch and its requirements."""
-    wheels = [wheel(built, name) for name in ["ring-core", "ring-torch"]]
-    return environment(tmp_path_factory.mktemp("torch") / "venv", *wheels)
-
-
-@pytest.fixture(scope="session")
-def jax_only(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the Python of an environment with ring-jax, ring-jax-tpu and their requirements.
-
-    It also has ring-jax-gpu, without its requirements: only machines with a GPU need Triton.
-    """
-    wheels = [wheel(built, name) for name in ["ring-core", "ring-jax", "ring-jax-tpu"]]
-    python = environment(tmp_path_factory.mktemp("jax") / "venv", *wheels)
-    own = wheel(built, "ring-jax-gpu")
-    uv("pip", "install", "--quiet", "--python", python, "--no-deps", own)
-    return python
+def installed(python: Path) -> set[str]:
+    listed = uv("pip", "list", "--quiet", "--python", python, "--format", "json")
+    return {entry["name"] for entry in json.loads(listed)}
 
 
 # Prints the top-level names that anything tried to import, found or not. Names with an underscore
@@ -189,32 +155,19 @@ for found in pkgutil.walk_packages({package}.__path__, "{package}."):
 KERNELS = {f"ring_core.triton.{name}" for name in ("backward", "forward", "scores")}
 
 
-def tried_imports(python: Path, code: str) -> set[str]:
-    return set(json.loads(run(python, "-I", "-W", "error", "-c", WATCH.format(code=code))))
-
-
 @each_package
-def test_wheel_holds_all_sources_types_and_licence(built: Path, name: str) -> None:
+def test_distributions_hold_all_sources_types_and_licence(built: Path, name: str) -> None:
     with zipfile.ZipFile(wheel(built, name)) as archive:
-        names = set(archive.namelist())
+        names = {entry for entry in archive.namelist() if not entry.endswith("/")}
         (licence,) = (entry for entry in names if entry.endswith("dist-info/licenses/LICENSE"))
         assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
-    expected = {
-        path.relative_to(sources(name).parent).as_posix()
-        for pattern in ("*.py", "*.json")
-        for path in sources(name).rglob(pattern)
-    }
-    assert expected | {f"{module(name)}/py.typed"} == {
-        entry for entry in names if ".dist-info/" not in entry and not entry.endswith("/")
-    }
-
-
-@each_package
-def test_source_distribution_holds_licence_and_readme(built: Path, name: str) -> None:
+    files = [path for kind in ("*.py", "*.json") for path in sources(name).rglob(kind)]
+    expected = {path.relative_to(sources(name).parent).as_posix() for path in files}
+    assert expected | {f"{module(name)}/py.typed"} == {x for x in names if ".dist-info/" not in x}
     (path,) = built.glob(f"{module(name)}-*.tar.gz")
-    with tarfile.open(path) as archive:
-        names = {entry.partition("/")[2] for entry in archive.getnames()}
-    assert {"LICENSE", "README.md", f"src/{module(name)}/py.typed"} <= names
+    with tarfile.open(path) as sdist:
+        held = {entry.partition("/")[2] for entry in sdist.getnames()}
+    assert {"LICENSE", "README.md", f"src/{module(name)}/py.typed"} <= held
 
 
 @each_package
@@ -222,7 +175,10 @@ def test_metadata(built: Path, name: str) -> None:
     """Versions agree, siblings are pinned to this minor version, and the index knows the rest."""
     project, core = PACKAGES[name], PACKAGES["ring-core"]
     text = (sources(name) / "__init__.py").read_text()
-    assert metadata(built, name).version == core["version"]
+    entries = zipfile.Path(wheel(built, name)).iterdir()
+    (folder,) = (entry for entry in entries if entry.name.endswith(".dist-info"))
+    metadata = PathDistribution(folder)
+    assert metadata.version == core["version"]
     assert re.findall(r'^__version__ = "(.*)"$', text, flags=re.MULTILINE) == [core["version"]]
     assert project["requires-python"] == core["requires-python"]
     assert project.get("urls") == core.get("urls"), "none as long as the project is not public"
@@ -230,7 +186,7 @@ def test_metadata(built: Path, name: str) -> None:
     assert named == sorted(set(named)) and set(named) <= classifiers
     major, minor, _ = project["version"].split(".")
     expected = Requirement(f"x>={major}.{minor},<{major}.{int(minor) + 1}").specifier
-    asked = [Requirement(text) for text in metadata(built, name).requires or []]
+    asked = [Requirement(text) for text in metadata.requires or []]
     siblings = {r.name: r for r in asked if r.name in PACKAGES}
     assert (name == "ring-core") == (not siblings)
     assert all(r.specifier == expected and r.url is None for r in siblings.values())
@@ -245,73 +201,61 @@ def test_the_citation_is_of_this_version() -> None:
 
 
 def test_frameworks_of_each_package() -> None:
-    framework = {name: reachable(name) & FRAMEWORKS for name in PACKAGES}
-    assert framework == {
-        "ring-core": set(),
-        "ring-torch": {"torch", "triton"},
-        "ring-jax": {"jax", "jaxlib"},
-        "ring-jax-gpu": {"jax", "jaxlib", "jax-triton", "triton"},
-        "ring-jax-tpu": {"jax", "jaxlib"},
-    }
+    jax = {"jax", "jaxlib"}
+    assert {name: reachable(name) & FRAMEWORKS for name in PACKAGES} == {
+        "ring-core": set(), "ring-torch": {"torch", "triton"}, "ring-jax": jax,
+        "ring-jax-gpu": {*jax, "jax-triton", "triton"}, "ring-jax-tpu": jax,
+    }  # fmt: skip
+
+
+IMPORT = re.compile(r"^ *(?:from ([\w.]+) import|import ([\w.]+))", re.MULTILINE)
 
 
 @each_package
 def test_sources_import_no_other_framework_or_backend(name: str) -> None:
     foreign = {module(n) for n in (FRAMEWORKS | set(PACKAGES)) - reachable(name)}
-    offending = []
     for path in sources(name).rglob("*.py"):
         is_kernel = f"{module(name)}.{path.parent.name}.{path.stem}" in KERNELS
-        own = KERNELS if name == "ring-core" else set()
-        others = foreign - {"triton"} if is_kernel else foreign | own
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                imported = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                imported = [node.module]
-            else:
-                continue
-            offending += [
-                f"{path.name}: {i}" for i in imported if {i, i.partition(".")[0]} & others
-            ]
-    assert not offending
+        kernels = KERNELS if name == "ring-core" else set()
+        others = foreign - {"triton"} if is_kernel else foreign | kernels
+        imported = {x or y for x, y in IMPORT.findall(path.read_text())}
+        assert not (imported | {x.partition(".")[0] for x in imported}) & others, path
 
 
-def test_every_module_of_core_needs_numpy_only(numpy_only: Path) -> None:
+def test_every_module_of_core_needs_numpy_only(built: Path, tmp_path: Path) -> None:
     """Every module of core but the kernels imports with numpy alone; none imports kernels."""
+    python = environment(tmp_path / "venv", built, "--no-deps", "numpy", "ring-core")
     code = MODULES_OF.format(package="ring_core", but=sorted(KERNELS))
-    assert tried_imports(numpy_only, code) <= {"ring_core", "numpy"}
+    tried = json.loads(run(python, "-I", "-W", "error", "-c", WATCH.format(code=code)))
+    assert {*tried} <= {"ring_core", "numpy"}
 
 
-def installed(python: Path) -> set[str]:
-    listed = uv("pip", "list", "--quiet", "--python", python, "--format", "json")
-    return {entry["name"] for entry in json.loads(listed)}
-
-
-def test_torch_installs_without_jax_and_asks_for_no_device(torch_only: Path) -> None:
-    names = installed(torch_only)
+def test_torch_installs_without_jax_and_asks_for_no_device(built: Path, tmp_path: Path) -> None:
+    python = environment(tmp_path / "venv", built, "ring-core", "ring-torch")
+    names = installed(python)
     assert {"ring-core", "ring-torch", "torch"} <= names
     assert not names & {"jax", "jaxlib", "jax-triton", "matplotlib", *JAX_PACKAGES}
-    run(torch_only, "-I", "-c", NO_DEVICE)
+    run(python, "-I", "-c", NO_DEVICE)
 
 
-def test_jax_installs_without_torch_asks_for_no_device_and_runs(jax_only: Path) -> None:
-    names = installed(jax_only)
+def test_jax_installs_without_torch_asks_for_no_device_and_runs(
+    built: Path, tmp_path: Path
+) -> None:
+    """ring-jax-gpu is there without its requirements: only machines with a GPU need Triton."""
+    python = environment(tmp_path / "venv", built, "ring-core", "ring-jax", "ring-jax-tpu")
+    own = wheel(built, "ring-jax-gpu")
+    uv("pip", "install", "--quiet", "--python", python, "--no-deps", own)
+    names = installed(python)
     assert {"ring-core", *JAX_PACKAGES, "jax"} <= names
     assert not names & {"torch", "triton", "jax-triton", "flax", "libtpu", "matplotlib"}
-    run(jax_only, "-I", "-c", NO_JAX_DEVICE)
+    run(python, "-I", "-c", NO_JAX_DEVICE)
 
 
 def test_constraints_pin_every_requirement_and_nothing_local() -> None:
-    text = (ROOT / "constraints.txt").read_text()
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    lines = [x for x in (ROOT / "constraints.txt").read_text().splitlines() if x[0] != "#"]
     assert not [line for line in lines if not re.match(r"^[a-z0-9-]+==[0-9][^/@]*$", line)]
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
-    lists: list[list[str]] = list(groups.values())
-    for project in PACKAGES.values():
-        lists += [
-            project.get("dependencies", []),
-            *project.get("optional-dependencies", {}).values(),
-        ]
-    pinned, asked = {line.partition("==")[0] for line in lines}, [x for some in lists for x in some]
-    names = {Requirement(text).name for text in asked} - set(PACKAGES)
-    assert names <= pinned
+    lists = [*groups.values(), *(x.get("dependencies", []) for x in PACKAGES.values())]
+    lists += [x for p in PACKAGES.values() for x in p.get("optional-dependencies", {}).values()]
+    names = {Requirement(text).name for some in lists for text in some} - set(PACKAGES)
+    assert names <= {line.partition("==")[0] for line in lines}

@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
 from multiprocessing import forkserver
@@ -32,7 +33,7 @@ from sweep import switches
 from sweep.compare import Outcome, compare
 from sweep.entries import Entry, entries
 from sweep.page import BAD, RESULTS, Result, of_release, read, written
-from sweep.switches import TABLE, Row
+from sweep.switches import Row
 
 SECONDS = 60.0  # limit for a class
 WAIT = 8.0  # limit for a rank that waits for another
@@ -48,7 +49,14 @@ class Pair:
         """Run a class on both ranks, and combine their answers into one outcome."""
         self.ranks = self.ranks or LocalRanks(2, timeout=WAIT, patience=SECONDS)
         answers = self.ranks.answers(compare, entry.name, entry.model_type, changes, grace=WAIT + 4)
-        outcome = combined(answers)
+        texts = [str(x).strip().splitlines()[-1][:300] for ok, x in answers if not ok]
+        if texts:
+            outcome = Outcome("hanging", "; ".join(texts))
+        else:
+            outcome, second = (x for _, x in answers)
+            if replace(outcome, reason="") != replace(second, reason=""):
+                result = "hanging" if "error" in (outcome.result, second.result) else "wrong"
+                outcome = Outcome(result, f"ranks differ: {outcome} and {second}")
         if outcome.result in BAD:
             self.close()
         return outcome
@@ -60,109 +68,79 @@ class Pair:
         self.ranks = None
 
 
-def combined(answers: list[tuple[bool, Any]]) -> Outcome:
-    """Combine the answers of both ranks into one outcome."""
-    if texts := [str(x).strip().splitlines()[-1][:300] for ok, x in answers if not ok]:
-        return Outcome("hanging", "; ".join(texts))
-    outcomes: list[Outcome] = [x for _, x in answers]
-    first, second = outcomes
-    if replace(first, reason="") == replace(second, reason=""):
-        return first
-    result = "hanging" if "error" in (first.result, second.result) else "wrong"
-    return Outcome(result, f"ranks differ: {first} and {second}")
+def progress(entries: list[Entry]) -> Iterator[tuple[tqdm[Entry], Entry]]:
+    """Yield entries, each shown while it runs."""
+    bar = tqdm(entries, unit="class", file=sys.stdout, mininterval=5)
+    for entry in bar:
+        bar.set_postfix_str(entry.name, refresh=False)
+        yield bar, entry
 
 
-def run(chosen: list[Entry], results: Path) -> None:
+def run(ranks: Pair, chosen: list[Entry]) -> None:
     """Run entries and append results."""
-    bar = tqdm(chosen, unit="class", file=sys.stdout, mininterval=5)
-    with closing(Pair()) as ranks:
-        for entry in bar:
-            bar.set_postfix_str(entry.name, refresh=False)
-            outcome = ranks.compare(entry)
-            own = {"version": transformers.__version__, "name": entry.name, "kind": entry.kind}
-            result = Result(**own, model_type=entry.model_type, **asdict(outcome))
-            with results.open("a") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
-            if result.is_bad:
-                bar.write(f"{outcome.result.upper()} {entry.name}: {outcome.reason}")
+    for bar, entry in progress(chosen):
+        outcome = ranks.compare(entry)
+        own = {"version": transformers.__version__, "name": entry.name, "kind": entry.kind}
+        result = Result(**own, model_type=entry.model_type, **asdict(outcome))
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+        if result.is_bad:
+            bar.write(f"{outcome.result.upper()} {entry.name}: {outcome.reason}")
 
 
-def run_switches(
-    chosen: list[Entry], results: list[Result], table: Path, *, again: bool
-) -> list[Row]:
-    """Run the switches of classes that are exact without them, and return the rows of the table.
+def run_switches(ranks: Pair, chosen: list[Entry], *, again: bool) -> int:
+    """Run the switches of classes that are exact without them; return how many are bad.
 
     A class is run again if it has another set of switches than in the table.
     """
-    defaults = of_release(results, transformers.__version__)
-    rows = switches.read(table)
+    defaults, rows = of_release(read(), transformers.__version__), switches.read()
     exact = [x for x in chosen if x.name in defaults and defaults[x.name].result == "exact"]
-    bar = tqdm(exact, unit="class", file=sys.stdout, mininterval=5)
-    with closing(Pair()) as ranks:
-        for entry in bar:
-            bar.set_postfix_str(entry.name, refresh=False)
-            own = {x.label: x for x in switches.switches_of(entry)}
-            if not own:
-                rows.pop(entry.name, None)
-                continue
-            row = rows.get(entry.name)
-            if row is not None and row.labels == own.keys() and not row.bad and not again:
-                continue
+    for bar, entry in progress(exact):
+        own = {x.label: x for x in switches.switches_of(entry)}
+        row = rows.pop(entry.name, None)
+        if row is not None and row.labels == own.keys() and not row.bad and not again:
+            rows[entry.name] = row
+        elif own:
             row = rows[entry.name] = Row(transformers.__version__, entry.name)
             for label, switch in own.items():
                 outcome = ranks.compare(entry, kind=switch.kind, values=switch.values)
                 row.add(label, outcome, defaults[entry.name])
                 if label in row.bad:
                     bar.write(f"{entry.name} {label}: {row.bad[label]}")
-            switches.write(table, rows.values())
-    names = {x.name for x in exact}
-    return [row for row in rows.values() if row.name in names]
-
-
-def results_of(results: list[Result], names: set[str]) -> tuple[list[Result], list[Result]]:
-    """Return the installed version's latest results, alone and with other releases' results."""
-    version = transformers.__version__
-    by_name = {x.name: x for x in results if x.version == version and x.name in names}
-    release = version.rpartition(".")[0]
-    other_results = [x for x in results if x.release != release]
-    return [*by_name.values()], [*other_results, *by_name.values()]
+            switches.write(rows.values())
+    done = [rows[x.name] for x in exact if x.name in rows]
+    bad = {row.name: row.bad for row in done if row.bad}
+    print(f"{sum(len(x.labels) for x in done)} switches, neither exact nor refused: {bad}")
+    return len(bad)
 
 
 def main() -> int:
     """Run the chosen classes, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="+", default=[], help="words in the names of classes")
-    parser.add_argument("--auto", nargs="+", default=[], help="words in the names of auto classes")
+    parser.add_argument("--only", nargs="+", default=[""], help="words in the names of classes")
     parser.add_argument("--again", action="store_true", help="also what was run before")
     parser.add_argument("--switches", action="store_true", help="switches of classes instead")
-    parser.add_argument("--table", type=Path, default=TABLE, help="of switches")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         [*PRELOADED, "transformers.modeling_utils", "transformers.masking_utils"]
     )
     forkserver.ensure_running()
-    all_entries = entries()
-    chosen = [
-        entry
-        for entry in all_entries
-        if (not options.only or any(w.lower() in entry.name.lower() for w in options.only))
-        and (not options.auto or any(w in a for w in options.auto for a in entry.autos))
-    ]
-    earlier = read(options.results)
-    if options.switches:
-        rows = run_switches(chosen, earlier, options.table, again=options.again)
-        bad_rows = {row.name: row.bad for row in rows if row.bad}
-        print(f"{sum(len(x.labels) for x in rows)} switches, neither exact nor refused: {bad_rows}")
-        return 1 if bad_rows else 0
-    before = {x.name for x in earlier if x.version == transformers.__version__}
-    run([x for x in chosen if options.again or x.name not in before], options.results)
-    done_before, results = results_of(read(options.results), {entry.name for entry in all_entries})
-    options.results.write_text(written(results))
-    bad = [x.name for x in done_before if x.is_bad]
-    print(
-        f"{len(done_before)} of {len(all_entries)} classes, {len(bad)} neither exact nor refused: {bad}"
-    )
+    installed = {entry.name: entry for entry in entries()}
+    words = [word.lower() for word in options.only]
+    chosen = [x for name, x in installed.items() if any(word in name.lower() for word in words)]
+    version = transformers.__version__
+    with closing(Pair()) as ranks:
+        if options.switches:
+            return int(run_switches(ranks, chosen, again=options.again) > 0)
+        before = {x.name for x in read() if x.version == version}
+        run(ranks, [x for x in chosen if options.again or x.name not in before])
+    # Of this version the latest results are kept, and those of other releases.
+    latest = {x.name: x for x in read() if x.version == version and x.name in installed}
+    release = version.rpartition(".")[0]
+    RESULTS.write_text(written([*(x for x in read() if x.release != release), *latest.values()]))
+    bad = [x.name for x in latest.values() if x.is_bad]
+    count = f"{len(latest)} of {len(installed)} classes"
+    print(f"{count}, {len(bad)} neither exact nor refused: {bad}")
     return 1 if bad else 0
 
 

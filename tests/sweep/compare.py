@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from hf_models import Wide, build_class, gradients
+from hf_models import Wide, build_class, difference, differences_of_gradients, gradients
 from torch import Tensor
 
 from ring_core import UnsupportedError
@@ -101,28 +100,6 @@ def compare(
         return Outcome("error", words(error))
 
 
-Split = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-@contextmanager
-def ring(cp: ContextParallel, model: Any, *, hooks: bool) -> Iterator[Split]:
-    """Put a model on a ring; yield the function that splits its batches, or leaves it to hooks."""
-    if hooks:
-        # The model is small, and "auto" would run its recurrent layers whole.
-        way: Any = "auto" if hf.check_model(model).whole_layers else "split"
-        handle = hf.parallelize(model, cp, recurrent=way)
-        try:
-            yield dict
-        finally:
-            handle.remove()
-    else:
-        model.set_attn_implementation(hf.register())
-        try:
-            yield lambda batch: hf.shard_batch(cp, batch, model=model)
-        finally:
-            model.set_attn_implementation("eager")
-
-
 def _judged(
     cp: ContextParallel, model: Any, batch: dict[str, Any], real: Tensor = REAL, *, hooks: bool | None = None
 ) -> Outcome:  # fmt: skip
@@ -143,14 +120,24 @@ def _judged(
         failure = words(error)
         if not is_first:
             return Outcome("does not run", failure)
+    handle: Any = None
     try:
-        with ring(cp, model, hooks=hooks) as split:
-            shard = split(batch)
-            split_run = None if expected is None else run(model, shard, real, cp, hooks=hooks)
+        if hooks:  # the model is small, and "auto" would run its recurrent layers whole
+            way: Any = "auto" if report.whole_layers else "split"
+            handle = hf.parallelize(model, cp, recurrent=way)
+        else:
+            model.set_attn_implementation(hf.register())
+        shard = batch if hooks else hf.shard_batch(cp, batch, model=model)
+        split_run = None if expected is None else run(model, shard, real, cp, hooks=hooks)
     except Exception as error:
         if not is_refusal(error):
             raise
         return Outcome("refused", words(error))
+    finally:
+        if handle is not None:
+            handle.remove()
+        elif not hooks:
+            model.set_attn_implementation("eager")
     if expected is None:
         return Outcome("does not run", failure)
     check(cp, split_run, expected, real)
@@ -232,8 +219,10 @@ def run(
     """
     model.zero_grad()
     has_labels = bool(LABELS & batch.keys())
+    takes = inspect.signature(model.forward).parameters
+    uses_no_cache = {"use_cache": False} if "use_cache" in takes else {}
     with Wide():
-        out = model(**batch, **(_whole(model) if cp is None or not has_labels else {}))
+        out = model(**batch, **(uses_no_cache if cp is None or not has_labels else {}))
     if has_labels:
         out.loss.backward()
         total = out.loss.detach().clone()
@@ -285,46 +274,20 @@ def check(cp: ContextParallel, split_run: Any, expected: Any, real: Tensor) -> N
         DifferentError: Some differ.
     """
     (outs, grads), (whole_outs, whole_grads) = split_run, expected
-    differences_found = [] if whole_outs else ["the model has no output to compare"]
-    if outs.keys() != whole_outs.keys():
-        differences_found.append(f"outputs {sorted(outs)} for {sorted(whole_outs)}")
-    for name in sorted(outs.keys() & whole_outs.keys()):
+    differences = {"outputs": "" if outs.keys() == whole_outs.keys() else f"are {sorted(outs)}"}
+    differences |= {} if whole_outs else {"the model": "has no output to compare"}
+    for name in outs.keys() & whole_outs.keys():
         x, whole = outs[name], whole_outs[name]
         if whole.shape[:2] == (ROWS, LENGTH) and x.shape[:2] == (ROWS, _length(cp)):
             x = cp.unshard(x.detach())[:, :LENGTH]
-        differences_found += _difference(name, _of_tokens(x, real), _of_tokens(whole, real))
-    for name in sorted(grads.keys() | whole_grads.keys()):  # a missing gradient counts as zeros
-        gradient = grads.get(name, whole_grads.get(name))
-        assert gradient is not None
-        pair = [x.get(name, torch.zeros_like(gradient)) for x in (grads, whole_grads)]
-        differences_found += _difference(f"gradient of {name}", *pair)
-    flag = torch.tensor(len(differences_found))
+        x, whole = _of_tokens(x, real), _of_tokens(whole, real)
+        differences[name] = difference(x, whole, LIMIT, 1e-6)
+    differences |= differences_of_gradients(grads, whole_grads, LIMIT, 1e-6)
+    texts = [f"{name} {text}" for name, text in differences.items() if text]
+    flag = torch.tensor(len(texts))
     dist.all_reduce(flag)
     if flag:
-        raise DifferentError("; ".join(differences_found[:4]) or "on the other rank")
-
-
-def _difference(name: str, x: Tensor, whole: Tensor) -> list[str]:
-    if x.shape != whole.shape:
-        return [f"{name} {tuple(x.shape)} for {tuple(whole.shape)}"]
-    scale = max(float(whole.abs().max()), 1e-6) if whole.numel() else 1.0
-    error = float((x - whole).abs().max()) if whole.numel() else 0.0
-    return [] if error <= LIMIT * scale else [f"{name} off by {error / scale:.1e}"]
-
-
-def labels_of(model: Any, tokens: Tensor) -> dict[str, Tensor]:
-    """Return labels for this kind of model, or nothing."""
-    generator = torch.Generator().manual_seed(7)
-    takes = inspect.signature(model.forward).parameters
-    if "start_positions" in takes:
-        return {"start_positions": torch.tensor([3, 11]), "end_positions": torch.tensor([5, 17])}
-    if "labels" not in takes:
-        return {}
-    labels = tokens
-    if "TokenClassification" in type(model).__name__:
-        labels = torch.randint(model.config.num_labels, tokens.shape, generator=generator)
-    hidden = torch.rand(tokens.shape, generator=generator) < 0.4
-    return {"labels": torch.where(hidden, -100, labels)}
+        raise DifferentError("; ".join(texts[:4]) or "on the other rank")
 
 
 def _with_labels(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
@@ -334,15 +297,20 @@ def _with_labels(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
     if tokens is not batch["input_ids"]:
         # Decoder inputs are made of labels, and some models take ignored labels for padding.
         batch["decoder_attention_mask"] = torch.ones_like(tokens)
-    if not (labels := labels_of(model, tokens)):
-        return "none"
-    outcome = _judged(cp, model, batch | labels)
-    return {"exact": "exact", "refused": outcome.reason}.get(outcome.result, "none")
-
-
-def _whole(model: Any) -> dict[str, Any]:
     takes = inspect.signature(model.forward).parameters
-    return {"use_cache": False} if "use_cache" in takes else {}
+    if "start_positions" in takes:
+        batch |= {"start_positions": torch.tensor([3, 11]), "end_positions": torch.tensor([5, 17])}
+    elif "labels" in takes:
+        generator = torch.Generator().manual_seed(7)
+        labels = tokens
+        if "TokenClassification" in type(model).__name__:
+            labels = torch.randint(model.config.num_labels, tokens.shape, generator=generator)
+        hidden = torch.rand(tokens.shape, generator=generator) < 0.4
+        batch |= {"labels": torch.where(hidden, -100, labels)}
+    else:
+        return "none"
+    outcome = _judged(cp, model, batch)
+    return {"exact": "exact", "refused": outcome.reason}.get(outcome.result, "none")
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -16,34 +16,27 @@ class Entry:
     Attributes:
         name: Name of the class.
         model_type: Model type of the config that it is built from.
-        autos: The ``AutoModelFor*`` classes that make it.
+        kind: The first of :data:`KINDS` that makes it, or an empty string.
     """
 
     name: str
     model_type: str
-    autos: tuple[str, ...]
-
-    @property
-    def kind(self) -> str:
-        """Return the first of :data:`KINDS` that makes it, or an empty string."""
-        return next((kind for kind in KINDS if kind in self.autos), "")
+    kind: str
 
 
 def entries() -> list[Entry]:
     """Return all model classes, sorted by model type and name."""
-    by_class: dict[str, tuple[str, list[str]]] = {}
-    for auto, mapping in sorted(_mappings().items()):
-        for model_type, names in mapping.items():
+    by_class: dict[str, tuple[str, set[str]]] = {}
+    for auto, value in sorted(vars(modeling_auto).items()):
+        if not auto.startswith("AutoModelFor") or not hasattr(value, "_model_mapping"):
+            continue
+        for model_type, names in value._model_mapping._model_mapping.items():
             for name in (names,) if isinstance(names, str) else names:
-                by_class.setdefault(name, (model_type, []))[1].append(auto)
-    all_entries = [Entry(name, kind, tuple(autos)) for name, (kind, autos) in by_class.items()]
-    return sorted(all_entries, key=lambda entry: (entry.model_type, entry.name))
-
-
-def _mappings() -> dict[str, dict[str, str | tuple[str, ...]]]:
-    """Return the names of classes by model type, for each auto class."""
-    return {
-        name: dict(auto._model_mapping._model_mapping)
-        for name, auto in vars(modeling_auto).items()
-        if name.startswith("AutoModelFor") and hasattr(auto, "_model_mapping")
-    }
+                by_class.setdefault(name, (model_type, set()))[1].add(auto)
+    return sorted(
+        (
+            Entry(name, model_type, next((kind for kind in KINDS if kind in autos), ""))
+            for name, (model_type, autos) in by_class.items()
+        ),
+        key=lambda entry: (entry.model_type, entry.name),
+    )

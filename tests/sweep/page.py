@@ -41,83 +41,24 @@ _WHOLE = "run it whole on each device"
 
 #: Reasons by the numbers that the page gives them. Kept reasons may be cut off in their last words.
 REASONS = (
-    Reason(
-        "has no sequence of tokens",
-        "it takes neither `input_ids` nor `inputs_embeds`, as models of images or sounds: there is no sequence of tokens to split",
-        _WHOLE,
-    ),
-    Reason(
-        r"pools \(",
-        "it makes one output of a whole sequence, of which a rank holds a part (classification, retrieval)",
-        "take `hf.parallelize`, if it is the `ForSequenceClassification` of a causal model; else run the model "
-        "without that head, pool `ContextParallel.unshard(hidden_states, grad='sum')`, divide the loss by `cp_size`",
-    ),
-    Reason(
-        "makes a pooler_output",
-        "its `pooler_output` is of one token, which one rank has",
-        "build it with `add_pooling_layer=False`, or take the hidden states",
-    ),
-    Reason(
-        "no attention func|calls no att|in a way of their own",
-        "its layers attend in code of their own, not by an attention function of transformers' registry, so a rank would see its own tokens only",
-        "take a class whose layers call the registry's attention function",
-    ),
-    Reason(
-        "mix tok|recurrent or convolutional layers",
-        "convolutions or recurrent layers mix tokens that lie on other ranks, and no hook exchanges them",
-        _WHOLE,
-    ),
-    Reason(
-        "layers of type",
-        "layers of a type other than full and sliding attention would see a rank's tokens only",
-        _WHOLE,
-    ),
-    Reason(
-        "makes its masks itself|masks of its own|asks for a mask|another mask over|reads the att|no mask that could be read",
-        "it makes, reads or changes a mask itself, not through `transformers.masking_utils`, and the mask of a split batch cannot be read",
-        "call `ring_torch.ring_attention` with the mask as [an option](masks-and-options.md)",
-    ),
-    Reason(
-        "it would count|would count from 0|nor module that makes pos|create_position_ids",
-        "it counts positions itself, and would count a rank's tokens from 0",
-        "its code has to take `position_ids`",
-    ),
-    Reason(
-        "of transformers [0-9.]+ has no|get_seq_length",
-        "this release lacks a name, or an argument, that a hook needs",
-        "take a release on which the class is exact, or report it",
-    ),
-    Reason(
-        "position bias of its own",
-        "its attention adds a position bias that cannot be split",
-        _WHOLE,
-    ),
-    Reason(
-        "encoder and a decoder|takes no encoder_attention_mask",
-        "it is an encoder and a decoder, and not of tokens alone",
-        "split its decoder or its encoder alone",
-    ),
-    Reason(
-        "trigram_input|cuts its sequence into patches",
-        "an embedding is made of neighbouring tokens, which may lie on other ranks",
-        "of MobileBERT, set `config.trigram_input` to False before it is built",
-    ),
-    Reason(
-        "experts take as many tokens as fit",
-        "its experts take as many tokens as fit, counted among a rank's own",
-        "take a model whose experts drop no tokens",
-    ),
+    Reason("has no sequence of tokens", "it takes neither `input_ids` nor `inputs_embeds`, as models of images or sounds: there is no sequence of tokens to split", _WHOLE),
+    Reason(r"pools \(", "it makes one output of a whole sequence, of which a rank holds a part (classification, retrieval)", "take `hf.parallelize`, if it is the `ForSequenceClassification` of a causal model; else run the model without that head, pool `ContextParallel.unshard(hidden_states, grad='sum')`, divide the loss by `cp_size`"),
+    Reason("makes a pooler_output", "its `pooler_output` is of one token, which one rank has", "build it with `add_pooling_layer=False`, or take the hidden states"),
+    Reason("no attention func|calls no att|in a way of their own", "its layers attend in code of their own, not by an attention function of transformers' registry, so a rank would see its own tokens only", "take a class whose layers call the registry's attention function"),
+    Reason("mix tok|recurrent or convolutional layers", "convolutions or recurrent layers mix tokens that lie on other ranks, and no hook exchanges them", _WHOLE),
+    Reason("layers of type", "layers of a type other than full and sliding attention would see a rank's tokens only", _WHOLE),
+    Reason("makes its masks itself|masks of its own|asks for a mask|another mask over|reads the att|no mask that could be read", "it makes, reads or changes a mask itself, not through `transformers.masking_utils`, and the mask of a split batch cannot be read", "call `ring_torch.ring_attention` with the mask as [an option](masks-and-options.md)"),
+    Reason("it would count|would count from 0|nor module that makes pos|create_position_ids", "it counts positions itself, and would count a rank's tokens from 0", "its code has to take `position_ids`"),
+    Reason("of transformers [0-9.]+ has no|get_seq_length", "this release lacks a name, or an argument, that a hook needs", "take a release on which the class is exact, or report it"),
+    Reason("position bias of its own", "its attention adds a position bias that cannot be split", _WHOLE),
+    Reason("encoder and a decoder|takes no encoder_attention_mask", "it is an encoder and a decoder, and not of tokens alone", "split its decoder or its encoder alone"),
+    Reason("trigram_input|cuts its sequence into patches", "an embedding is made of neighbouring tokens, which may lie on other ranks", "of MobileBERT, set `config.trigram_input` to False before it is built"),
+    Reason("experts take as many tokens as fit", "its experts take as many tokens as fit, counted among a rank's own", "take a model whose experts drop no tokens"),
     Reason("looks for one token", "it looks for one token of the whole sequence", _WHOLE),
-    Reason(
-        "ImportError",
-        "not run: it needs a library that the sweep does not install",
-        "ask `check_model`",
-    ),
+    Reason("ImportError", "not run: it needs a library that the sweep does not install", "ask `check_model`"),
     Reason("does not build", "not run: the small config does not build it", "ask `check_model`"),
-    Reason(
-        "does not run", "not run: the whole model does not run on tokens alone", "ask `check_model`"
-    ),
-)
+    Reason("does not run", "not run: the whole model does not run on tokens alone", "ask `check_model`"),
+)  # fmt: skip
 
 #: Notes of exact classes, by their letters.
 NOTES = {
@@ -163,11 +104,9 @@ class Result:
         return self.reason.startswith(REFUSED)
 
 
-def read(path: Path = RESULTS) -> list[Result]:
-    """Return all results of a file."""
-    if not path.exists():
-        return []
-    return [Result(**json.loads(line)) for line in path.read_text().splitlines()]
+def read() -> list[Result]:
+    """Return all results of the file."""
+    return [Result(**json.loads(line)) for line in RESULTS.read_text().splitlines()]
 
 
 def written(results: Iterable[Result]) -> str:
@@ -188,9 +127,20 @@ def summary(results: list[Result]) -> str:
     """Return how many classes each release has, by result, and what is exact on the newest."""
     releases = _releases(results)
     newest = [x for x in results if x.release == releases[-1] and x.result == "exact"]
-    sums = [_sums([x for x in results if x.release == release], release) for release in releases]
+    sums = []
+    for release in releases:
+        counts = Counter(x.result for x in results if x.release == release)
+        numbers = counts.total(), counts["exact"], counts["refused"]
+        others = numbers[0] - numbers[1] - numbers[2]
+        sums.append((release, *map(str, (*numbers, others))))
     table = _table(("release", "classes", "exact", "refused", "not run"), sums)
-    return f"{table}\n\nExact on {releases[-1]} are {_counts(newest)}."
+    kinds = [
+        f"{len({x.model_type for x in newest if x.kind == kind})} types of {described}"
+        for kind, described in KINDS.items()
+    ]
+    images = sum(x.images == "exact" for x in newest)
+    counted = f"{', '.join(kinds)}; {images} classes with images among their tokens"
+    return f"{table}\n\nExact on {releases[-1]} are {counted}."
 
 
 def classes(results: list[Result]) -> str:
@@ -241,12 +191,6 @@ def _number(release: str) -> tuple[int, ...]:
     return tuple(map(int, release.split(".")))
 
 
-def _sums(results: list[Result], release: str) -> tuple[str, ...]:
-    counts = Counter(x.result for x in results)
-    others = len(results) - counts["exact"] - counts["refused"]
-    return (release, *(str(n) for n in (len(results), counts["exact"], counts["refused"], others)))
-
-
 def _releases(results: list[Result]) -> list[str]:
     return sorted({x.release for x in results}, key=_number)
 
@@ -275,32 +219,16 @@ def _difference(result: Result, best: Result) -> str:
     return (", ".join(letters) or "none of these") if letters != _letters(best) else ""
 
 
-def _letters(result: Result) -> list[str]:
+def _letters(x: Result) -> list[str]:
     """Return the letters of :data:`NOTES` that an exact class has on a release."""
-    letters = []
-    if result.loss != "exact":
-        start = "start_positions" in result.loss
-        letters.append("c" if result.loss == "none" else "b" if start else "a")
-    if result.images != "none":
-        refused = result.images.startswith("refused")
-        letters.append("d" if result.images == "exact" else "e" if refused else "f")
-    if result.padding not in ("exact", "none"):
-        letters.append("g")
-    if result.by != "shard_batch":
-        letters.append("h")
-    if result.recurrent != "none":
-        letters.append("i" if result.recurrent == "split" else "j")
-    return letters
-
-
-def _counts(exact: list[Result]) -> str:
-    """Return how many types of each kind are exact."""
-    kinds = [
-        f"{len({x.model_type for x in exact if x.kind == kind})} types of {described}"
-        for kind, described in KINDS.items()
-    ]
-    images = sum(x.images == "exact" for x in exact)
-    return f"{', '.join(kinds)}; {images} classes with images among their tokens"
+    by_letter = {
+        "a": x.loss not in ("exact", "none") and "start_positions" not in x.loss,
+        "b": "start_positions" in x.loss, "c": x.loss == "none", "d": x.images == "exact",
+        "e": x.images.startswith("refused"), "f": x.images.startswith("not run"),
+        "g": x.padding not in ("exact", "none"), "h": x.by != "shard_batch",
+        "i": x.recurrent == "split", "j": x.recurrent == "whole",
+    }  # fmt: skip
+    return [letter for letter, has in by_letter.items() if has]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

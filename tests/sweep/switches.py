@@ -56,73 +56,47 @@ _SHARED = {"num_hidden_layers": 4, "layer_types": _BOTH * 2, "num_kv_shared_laye
 
 #: Fields that released checkpoints set together, by model type.
 RELEASED: Mapping[str, tuple[Mapping[str, Any], ...]] = {
-    # Gemma 4 E2B and E4B; 31B and 26B-A4B.
+    # Gemma 4 E2B and E4B; 31B and 26B-A4B. EmbeddingGemma. ModernBERT, as it was trained.
     "gemma4_text": (
         {**_SHARED, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0},
-        {
-            "attention_k_eq_v": True, "use_bidirectional_attention": "vision",
-            "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 4,
-            "moe_intermediate_size": 48, "top_k_experts": 2,
-        },
+        {"attention_k_eq_v": True, "use_bidirectional_attention": "vision", "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 48, "top_k_experts": 2},
     ),
-    "gemma4_unified_text": (_SHARED,),
-    "gemma3n_text": (_SHARED,),
-    # EmbeddingGemma.
+    "gemma4_unified_text": (_SHARED,), "gemma3n_text": (_SHARED,),
     "gemma3_text": ({"use_bidirectional_attention": True, "num_hidden_layers": 2, "layer_types": _BOTH},),
-    # ModernBERT, as it was trained.
     "modernbert": ({"sparse_prediction": True},),
     # ESM-2; ESM-1b.
     "esm": (
         {"position_embedding_type": "rotary", "token_dropout": True},
         {"position_embedding_type": "absolute", "token_dropout": True, "emb_layer_norm_before": True},
     ),
-    # Qwen2.5 with its window; Qwen1.5-MoE.
+    # Qwen2.5 with its window; Qwen1.5-MoE. Falcon 40B; Falcon RW. OPT 350m.
     "qwen2": ({"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},),
     "qwen2_moe": ({"decoder_sparse_step": 2, "mlp_only_layers": [0]},),
-    # Falcon 40B; Falcon RW.
-    "falcon": (
-        {"new_decoder_architecture": True, "num_kv_heads": 2},
-        {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
-    ),
-    # OPT 350m.
+    "falcon": ({"new_decoder_architecture": True, "num_kv_heads": 2}, {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
     "opt": ({"do_layer_norm_before": False, "word_embed_proj_dim": 16},),
-    # GPT-2 of Mistral (Stanford); Pythia's other residual.
+    # GPT-2 of Mistral (Stanford); Pythia's other residual. StableLM 2 12B; Persimmon; Phi-1.
     "gpt2": ({"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False},),
     "gpt_neox": ({"use_parallel_residual": False, "attention_bias": False},),
-    # StableLM 2 12B; Persimmon; Phi-1.
     "stablelm": ({"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True},),
     "phi": ({"qk_layernorm": True, "partial_rotary_factor": 0.5},),
-    # DeepSeek V2 Lite and V3.
+    # DeepSeek V2 Lite and V3. Llama 4 Scout and Maverick.
     "deepseek_v2": ({"q_lora_rank": None}, {"topk_method": "group_limited_greedy", "n_group": 2}),
     "deepseek_v3": ({"q_lora_rank": None}, {"norm_topk_prob": False, "rope_interleave": False}),
-    # Llama 4 Scout and Maverick.
     "llama4_text": (
-        {
-            "attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 0.5,
-            "num_hidden_layers": 2, "no_rope_layers": [1, 0],
-        },
+        {"attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 0.5, "num_hidden_layers": 2, "no_rope_layers": [1, 0]},
         {"use_qk_norm": False, "interleave_moe_layer_step": 2, "moe_layers": [1]},
     ),
     # SmolLM3; Exaone 4; Granite; OLMo.
-    "smollm3": (
-        {
-            "num_hidden_layers": 2, "no_rope_layers": [1, 0], "use_sliding_window": True,
-            "sliding_window": WINDOW,
-        },
-    ),
-    "exaone4": (
-        {"sliding_window": None, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
-    ),
+    "smollm3": ({"num_hidden_layers": 2, "no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": WINDOW},),
+    "exaone4": ({"sliding_window": None, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},),
     "granite": ({"attention_multiplier": 0.5, "residual_multiplier": 0.5, "logits_scaling": 2.0},),
     "olmo": ({"clip_qkv": 0.5, "attention_bias": True},),
-    # T5 1.1 and mT5; NLLB, M2M-100 and Marian scale embeddings.
+    # T5 1.1 and mT5; NLLB, M2M-100 and Marian scale embeddings. BLOOM, MPT, RoFormer, Electra.
     "t5": ({"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},),
     "marian": ({"scale_embedding": True, "static_position_embeddings": True},),
     "mbart": ({"scale_embedding": True, "normalize_before": True, "add_final_layer_norm": True},),
-    # BLOOM, MPT, RoFormer, Electra.
     "bloom": ({"apply_residual_connection_post_layernorm": True, "slow_but_exact": True},),
-    "mpt": ({"no_bias": False},),
-    "roformer": ({"rotary_value": True, "embedding_size": 16},),
+    "mpt": ({"no_bias": False},), "roformer": ({"rotary_value": True, "embedding_size": 16},),
     "electra": ({"embedding_size": 16, "is_decoder": True},),
 }  # fmt: skip
 
@@ -174,11 +148,8 @@ class Row:
     def add(self, label: str, outcome: Outcome, default: Result) -> None:
         """Add the verdict of a switch, given the outcome with it and the result without it."""
         if outcome.result == "exact":
-            differing = [
-                f"{name} {getattr(outcome, name)}"
-                for name in ("loss", "padding", "images")
-                if getattr(default, name) == "exact" != getattr(outcome, name)
-            ]
+            parts = (x for x in ("loss", "padding", "images") if getattr(default, x) == "exact")
+            differing = [f"{x} {y}" for x in parts if (y := getattr(outcome, x)) != "exact"]
             if differing:
                 self.bad[label] = "; ".join(differing)
             else:
@@ -242,13 +213,13 @@ def _choices(annotation: Any) -> Iterator[Any]:
             yield from _choices(inner)
 
 
-def read(table: Path = TABLE) -> dict[str, Row]:
-    """Return a table, by the names of the classes."""
-    lines = table.read_text().splitlines() if table.exists() else []
-    return {row.name: row for row in (Row(**json.loads(line)) for line in lines)}
+def read() -> dict[str, Row]:
+    """Return the table, by the names of the classes."""
+    rows = (Row(**json.loads(line)) for line in TABLE.read_text().splitlines())
+    return {row.name: row for row in rows}
 
 
-def write(table: Path, rows: Iterable[Row]) -> None:
-    """Write a table, sorted by the names of the classes."""
+def write(rows: Iterable[Row]) -> None:
+    """Write the table, sorted by the names of the classes."""
     ordered = sorted(rows, key=lambda row: row.name)
-    table.write_text("".join(json.dumps(asdict(row)) + "\n" for row in ordered))
+    TABLE.write_text("".join(json.dumps(asdict(row)) + "\n" for row in ordered))

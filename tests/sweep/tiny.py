@@ -151,12 +151,8 @@ def bare_config(
 
 
 def config_of(
-    model_type: str,
-    cls: Any,
-    kind: str = "",
-    values: Mapping[str, Any] = MappingProxyType({}),
-    **changes: Any,
-) -> PreTrainedConfig:
+    model_type: str, cls: Any, kind: str = "", values: Mapping[str, Any] = MappingProxyType({}), **changes: Any,
+) -> PreTrainedConfig:  # fmt: skip
     """Return a small config of this type for a model class; sub-configs are shrunk, too.
 
     The config of type ``kind`` keeps ``values`` as they are.
@@ -169,11 +165,9 @@ def config_of(
                 setattr(each, name, value)
         for name, value in values.items() if each.model_type == kind else ():
             _set(each, name, value)
-        if model_type.startswith(_MROPE) and isinstance(
-            getattr(each, "rope_parameters", None), dict
-        ):
-            sections = [1, 1, 0] if model_type == "glm4v_moe" else [2, 1, 1]
-            each.rope_parameters["mrope_section"] = sections
+        rope = getattr(each, "rope_parameters", None)
+        if model_type.startswith(_MROPE) and isinstance(rope, dict):
+            rope["mrope_section"] = [1, 1, 0] if model_type == "glm4v_moe" else [2, 1, 1]
     for name, value in changes.items():
         setattr(config, name, value)
     config._experts_implementation = "eager"
@@ -188,6 +182,9 @@ def configs_in(config: PreTrainedConfig) -> Iterable[PreTrainedConfig]:
             yield from configs_in(value)
 
 
+DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+
+
 def _shrink(config: PreTrainedConfig) -> None:
     had = dict(vars(config))
     kinds = _layers(had)
@@ -195,22 +192,14 @@ def _shrink(config: PreTrainedConfig) -> None:
         if name.endswith(("_token_id", "_token_index")):
             _set(config, name, _token(value, name))
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            is_depth = name.lstrip("_") in [
-                "num_hidden_layers",
-                "num_layers",
-                "n_layer",
-                "n_layers",
-            ]
-            size = len(kinds) if is_depth and kinds else SIZES.get(name.lstrip("_"), value)
-            _set(config, name, size if is_depth and kinds else min(value, size))
+            is_depth = kinds and name.lstrip("_") in DEPTHS
+            size = SIZES.get(name.lstrip("_"), value)
+            _set(config, name, len(kinds) if is_depth else min(value, size))
     for name in ("head_dim", "num_key_value_heads"):
         if name in had and had[name] is None:
             _set(config, name, SIZES[name])
     for name in ("num_key_value_heads", "n_kv_heads", "num_kv_heads"):
-        if (
-            had.get("num_attention_heads") is not None
-            and had.get(name) == had["num_attention_heads"]
-        ):
+        if had.get(name) == had.get("num_attention_heads") is not None:
             _set(config, name, SIZES["num_attention_heads"])
     for name in _LAYERS:
         if isinstance(had.get(name), list | tuple) and kinds:
@@ -219,26 +208,20 @@ def _shrink(config: PreTrainedConfig) -> None:
         if had.get(name) is None:
             _set(config, name, 2)
     _set(config, "use_cache", False)
-    _shrink_rope(had.get("rope_parameters"))
     _complete(config, had)
 
 
 def _complete(config: PreTrainedConfig, had: dict[str, Any]) -> None:
-    """Set what a model needs to run: the decoder's start token and a small image size."""
+    """Set what a model needs to run: short angles, the decoder's start token, a small image."""
+    rope = had.get("rope_parameters")
+    for parameters in (rope, *rope.values()) if isinstance(rope, dict) else ():
+        if isinstance(parameters, dict):
+            own = {"original_max_position_embeddings": POSITIONS, "mrope_section": [2, 1, 1]}
+            parameters |= {name: own[name] for name in own.keys() & parameters.keys()}
     if isinstance(had.get("image_size"), list | tuple):
         _set(config, "image_size", [SIZES["image_size"]] * 2)
     if getattr(config, "is_encoder_decoder", False) and not had.get("decoder_start_token_id"):
         _set(config, "decoder_start_token_id", 2)
-
-
-def _shrink_rope(rope: object) -> None:
-    if not isinstance(rope, dict):
-        return
-    for parameters in (rope, *(x for x in rope.values() if isinstance(x, dict))):
-        if "mrope_section" in parameters:
-            parameters["mrope_section"] = [2, 1, 1]
-        if "original_max_position_embeddings" in parameters:
-            parameters["original_max_position_embeddings"] = POSITIONS
 
 
 def _set(config: PreTrainedConfig, name: str, value: object) -> None:

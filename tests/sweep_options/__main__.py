@@ -19,7 +19,8 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERB
 from tqdm import tqdm
 
 from sweep_options.options import entries
-from sweep_options.table import RESULTS, Pools, judged, read, written
+from sweep_options.table import Pools, judged, read, written
+from sweep_options.values import RESULTS
 
 
 def main() -> int:
@@ -35,7 +36,7 @@ def main() -> int:
         is_chosen = not options.only or {*options.only} & {entry.kind, entry.owner, entry.option}
         row = rows.get(entry.key)
         if is_chosen and (options.again or row is None or row.is_bad):
-            rows[entry.key] = row = judged(pools, entry)
+            rows[entry.key] = row = judged(pools, entry, rows)
             if row.is_bad:
                 tqdm.write(
                     f"{row.verdict.upper()} {row.owner}.{row.option}={row.value}: {row.reason}"

@@ -1,17 +1,19 @@
 """Fields of TrainingArguments, of TRL's configs and of PEFT's, each with a value to try.
 
-A value follows from a field's type; :data:`VALUES` has those that do not.
+A value is that of the table's rows, where a person may have written another; of a new field it
+follows from its default. :data:`VALUES` has those that need other options, or are objects.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import typing
+import json
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
-from types import UnionType
-from typing import Any, Literal
+from typing import Any
 
 import peft
 import transformers
@@ -66,14 +68,24 @@ def installed() -> Iterator[tuple[str, str, str]]:
             yield from ((kind, owner, name) for name in fields_of(cls))
 
 
+def _of_rows() -> dict[tuple[str, str], list[Try]]:
+    """Return the values of the table's rows by owner and option, but for objects."""
+    by_option: defaultdict[tuple[str, str], list[Try]] = defaultdict(list)
+    for row in map(json.loads, values.RESULTS.read_text().splitlines()):
+        with suppress(ValueError, SyntaxError):
+            by_option[row["owner"], row["option"]].append(Try(ast.literal_eval(row["value"])))
+    return by_option
+
+
 def entries() -> Iterator[Entry]:
     """Yield every option of the installed packages with each of its values."""
+    of_rows = _of_rows()
     for kind, owner, name in installed():
         cls = (TRAINERS | ADAPTERS)[owner]
         table = adapters.VALUES if kind == "peft" else values.VALUES
         chosen = table.get(f"{owner}.{name}", table.get(name, ...))
         if chosen is ...:
-            chosen = other_value(cls, name)
+            chosen = of_rows.get((owner, name)) or other_value(cls, name)
         several = isinstance(chosen, list) and isinstance(chosen[0], Try)
         for value in chosen if several else [chosen]:
             attempt = value if isinstance(value, Try) else Try(value)
@@ -83,28 +95,13 @@ def entries() -> Iterator[Entry]:
 
 
 def other_value(cls: type, name: str) -> Any:
-    """Return a value of a field's type that is not its default; ``None`` if none follows."""
+    """Return a value that is not a field's default; ``None`` if none follows from this."""
     option = fields_of(cls)[name]
     default = option.default
     if default is dataclasses.MISSING and option.default_factory is not dataclasses.MISSING:
         default = option.default_factory()
-    hints = _kinds(typing.get_type_hints(cls)[name])
     if isinstance(default, bool):
         return not default
-    for hint in hints:
-        if typing.get_origin(hint) is Literal:
-            return next((x for x in typing.get_args(hint) if x != default), None)
-        if isinstance(hint, type) and issubclass(hint, Enum):
-            return next(x.value for x in hint if default not in (x, x.value))
     if isinstance(default, int):
         return default * 2 or 1
-    if isinstance(default, float):
-        return default / 2 or 0.3
-    return True if bool in hints else None
-
-
-def _kinds(hint: Any) -> list[Any]:
-    """Return the types of a union, or the one type."""
-    if typing.get_origin(hint) in (typing.Union, UnionType):
-        return [y for x in typing.get_args(hint) for y in _kinds(x)]
-    return [hint]
+    return default / 2 or 0.3 if isinstance(default, float) else None

@@ -11,26 +11,15 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-import torch.distributed as dist
 import transformers
-from hf_models import BYTES, LENGTH, Wide, build
+from hf_models import BYTES, LENGTH, Wide, build, gradients
 from sweep.compare import is_refusal, words
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from trained import arguments, be_started, collate, documents
-from transformers import Trainer
-from trl_trained import (
-    EAGER_EXPERTS,
-    SAMPLERS,
-    brevity,
-    recorded,
-    rows_of,
-    texts,
-    tokenizer,
-    trainer_of,
-    vowels,
-)
+from trained import SETTINGS, be_started, collate, documents, logged
+from transformers import Trainer, TrainingArguments
+from trl_trained import SAMPLERS, recorded, rows_of, sampler_of, trainer_of
 
 from ring_torch import ContextParallel, hf
 from ring_torch.hf.models.hooks import hooks_of
@@ -38,8 +27,6 @@ from sweep_options.adapters import adapted
 
 Results = dict[str, Any]
 
-#: Parts of names of metrics that tell of time and memory.
-TIMED = ("runtime", "per_second", "_time", "flos", "mem_")
 BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
 
 
@@ -109,36 +96,30 @@ def _trainer(
     draws: Draws, owner: str, options: dict[str, Any], cp: Any, folder: str, is_wide: bool
 ) -> Results:  # fmt: skip
     """Train, evaluate and, with a plain Trainer, predict; return logs, weights and predictions."""
-    options = dict(options)
+    common = {"output_dir": folder, "max_steps": 3, "lr_scheduler_type": "linear"}
+    options = {**common, "learning_rate": 1e-2, **options}
     name, data = options.pop("_model", "Llama"), options.pop("_data", "text")
-    common: dict[str, Any] = {
-        "max_steps": 3, "learning_rate": 1e-2, "lr_scheduler_type": "linear", "logging_steps": 1,
-    }  # fmt: skip
+    dtype, sizes = torch.float64 if is_wide else torch.float32, BIASES if name == "Llama" else {}
+    kind = owner.removesuffix("Config").lower()
     if owner == "TrainingArguments":
-        settings = arguments(folder, **common | options)
-        model = build(name, **BIASES if name == "Llama" else {})
-        rows = documents(13)
         trainer: Any = Trainer(
-            model.double() if is_wide else model.float(),
-            settings,
-            collate,
-            rows,
-            documents(7),
-            compute_metrics=_metrics,
-        )
+            build(name, **sizes).to(dtype), TrainingArguments(**SETTINGS | options), collate,
+            documents(13), documents(7), compute_metrics=_metrics,
+        )  # fmt: skip
+    elif kind in SAMPLERS:  # completions are recorded, as sampling flips on rounding
+        options = {"num_generations": 2} | options
+        trainer = sampler_of(kind, options, model=name, dtype=dtype, sizes=sizes)
+        trainer._generate_single_turn = recorded(kind, 0)
     else:
-        trainer = _trl(owner, name, data, arguments(folder).to_dict(), common | options, is_wide)
+        options = ({"max_new_tokens": 7} if kind == "gkd" else {}) | options
+        rows = rows_of(kind, 13, data)
+        trainer = trainer_of(kind, options, model=(name, sizes), dtype=dtype, rows=rows)
     draws.model = trainer.model
     if cp is not None:
         hf.parallelize(trainer, cp)
     trainer.train()
     trainer.evaluate()
-    results: Results = {
-        f"{n} {name}": float(x)
-        for n, entry in enumerate(trainer.state.log_history)
-        for name, x in entry.items()
-        if not any(x in name for x in TIMED)
-    }
+    results: Results = {n: float(x) for n, x in logged(trainer).items()}
     if owner == "TrainingArguments":
         predicted = trainer.predict(documents(5))
         if predicted.predictions is not None:
@@ -162,49 +143,12 @@ def _metrics(result: Any, compute_result: bool = True) -> dict[str, float]:
     }
 
 
-def _trl(
-    owner: str, name: str, data: str, defaults: dict[str, Any], options: dict[str, Any], is_wide: bool
-) -> Any:  # fmt: skip
-    """Return a Trainer of TRL that is built of a small model."""
-    kept = ("output_dir", "per_device_train_batch_size", "per_device_eval_batch_size", "use_cpu", "report_to",
-            "save_strategy", "disable_tqdm", "dataloader_pin_memory", "seed")  # fmt: skip
-    own = {n: defaults[n] for n in kept} | {"bf16": False, "gradient_checkpointing": False}
-    kind, dtype = owner.removesuffix("Config").lower(), torch.float64 if is_wide else torch.float32
-    biases = BIASES if name == "Llama" else {}
-    own |= {"max_new_tokens": 7} if kind == "gkd" else {}
-    if kind not in SAMPLERS:
-        return trainer_of(kind, rows_of(kind, 13, data), own | options, dtype, model=name, **biases)
-    # Completions are recorded, as sampling flips on rounding; a reference model is loaded.
-    letters, source = tokenizer(), f"{options['output_dir']}/model"
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        sizes: dict[str, Any] = {"vocab_size": len(letters), "pad_token_id": 0, "eos_token_id": 1}
-        build(name, **sizes | biases).to(dtype).save_pretrained(source)
-    if dist.is_initialized():
-        dist.barrier()
-    trainer_of_kind, config_of_kind = SAMPLERS[kind]
-    options = own | {
-        "num_generations": 2, "max_completion_length": 9,
-        "model_init_kwargs": {"dtype": "auto"} | EAGER_EXPERTS.get(name, {}),
-    } | options  # fmt: skip
-    prompts = datasets.Dataset.from_list([{"prompt": x} for x in texts(8)])
-    sampler = trainer_of_kind(
-        source, reward_funcs=[vowels, brevity], processing_class=letters, train_dataset=prompts,
-        eval_dataset=prompts.select(range(3)), args=config_of_kind(**options),
-    )  # fmt: skip
-    sampler._generate_single_turn = recorded(kind, 0)
-    return sampler
-
-
 def _adapter(
     draws: Draws, owner: str, options: dict[str, Any], cp: Any, folder: str, is_wide: bool
 ) -> Results:  # fmt: skip
     """Return the loss, logits and gradients of an adapted model in training."""
     model, more = adapted(owner, build("Llama", **BIASES), options, folder)
-    draws.model = model.double() if is_wide else model
-    return _forward(draws.model, cp, more)
-
-
-def _forward(model: Any, cp: Any, more: dict[str, Any]) -> Results:
+    draws.model = model = model.double() if is_wide else model
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(4, BYTES, (2, LENGTH), generator=generator)
     tokens[0, 20:22] = tokens[1, 11:13] = torch.tensor([1, 2])  # invokes activated LoRA
@@ -216,8 +160,7 @@ def _forward(model: Any, cp: Any, more: dict[str, Any]) -> Results:
     output.loss.backward()
     if cp is not None:
         cp.reduce_gradients(model)
-    grads = {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
-    return {"loss": output.loss.detach(), "logits": output.logits.detach()} | grads
+    return {"loss": output.loss.detach(), "logits": output.logits.detach()} | gradients(model)
 
 
 RUNS = {"trainer": _trainer, "peft": _adapter}

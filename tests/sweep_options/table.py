@@ -1,4 +1,12 @@
-"""The table of options: how a row is judged, read and written."""
+"""The table of options: how a row is judged, read and written.
+
+Why an option has no effect, or is not run here, is a word that a person has written into its row: a
+new option of that kind is "unexplained" until then. Of these words "sampling" says that completions
+are recorded, "files" that TRL computes before there is a ring, "collator" that GKD's reads chats
+alone, "adapters" that several trained ones are needed, "single" that a type has one value, "unused"
+that this class does not read it, "precision" that the head is in float32 or wider, "model" that it
+has no dropout, "TRL" that one device fails.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +22,8 @@ import torch
 from ring_torch.local import LocalRanks
 from sweep_options.options import Entry
 from sweep_options.runs import Results, run
-from sweep_options.values import REASONS, SINGLE
+from sweep_options.values import RESULTS, SINGLE
 
-RESULTS = Path(__file__).parent / "results.jsonl"
 SECONDS = 120.0  # limit for a run
 VERDICTS = ("exact", "refused", "no effect", "not run")
 Key = tuple[str, str, str]
@@ -89,8 +96,8 @@ class Pools:
             pool.close()
 
 
-def judged(pools: Pools, entry: Entry) -> Row:
-    """Run an option on one rank and on two, and judge it."""
+def judged(pools: Pools, entry: Entry, rows: Mapping[Key, Row]) -> Row:
+    """Run an option on one rank and on two, and judge it, with the reasons of the table's rows."""
 
     def row(verdict: str, reason: str = "") -> Row:
         value = repr(entry.attempt.value)
@@ -98,29 +105,26 @@ def judged(pools: Pools, entry: Entry) -> Row:
             entry.kind, entry.owner, entry.option, value, verdict, " ".join(reason.split())[:300]
         )
 
-    names = (f"{entry.owner}.{entry.option}", entry.option, entry.owner)
-    word = next((REASONS[x] for x in names if x in REASONS), "")
-    if entry.attempt.value is None and entry.option not in entry.attempt.given:
-        return row("not run" if word else "unexplained", word)
     options = entry.attempt.given | {entry.option: entry.attempt.value}
+    words = (x.reason for x in rows.values() if (x.owner, x.option) == (entry.owner, entry.option)
+             and x.verdict in ("no effect", "not run"))  # fmt: skip
+    word = next(words, "")
+    if options[entry.option] is None and entry.option not in entry.attempt.given:
+        return row("not run" if word else "unexplained", word)
     whole, without = pools.run(1, entry, options)[0], pools.without(entry)
     split = pools.run(2, entry, options)
     errors = [x["error"] for x in split if "error" in x]
     ran = [] if errors or "error" in whole else split
     wrong = [x for each in ran for x in differences(each, whole, entry.attempt.limit)]
     if len(errors) == len(split) and all(x["is refusal"] for x in split):
-        verdict = row("refused", errors[0])
-    elif "error" in whole:
-        verdict = row("not run" if word else "unexplained", word or f"alone: {whole['error']}")
-    elif errors:
-        verdict = row("error", errors[0])
-    elif wrong:
-        verdict = row("wrong", "; ".join(wrong[:4]))
-    elif "error" in without or [*differences(whole, without, 1e-9)]:
-        verdict = row("exact", "each rank draws for its own tokens" if whole["draws"] else "")
-    else:
-        verdict = row("no effect" if word else "unexplained", word or "it changes nothing")
-    return verdict
+        return row("refused", errors[0])
+    if "error" in whole:
+        return row("not run" if word else "unexplained", word or f"alone: {whole['error']}")
+    if errors or wrong:
+        return row("error" if errors else "wrong", errors[0] if errors else "; ".join(wrong[:4]))
+    if "error" in without or [*differences(whole, without, 1e-9)]:
+        return row("exact", "each rank draws for its own tokens" if whole["draws"] else "")
+    return row("no effect" if word else "unexplained", word or "it changes nothing")
 
 
 def differences(results: Results, whole: Results, limit: float) -> Iterable[str]:

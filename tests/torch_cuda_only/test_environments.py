@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,100 +11,73 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dense import sdpa
+from on_ranks import on_ranks
 from torch import Tensor
 
 from ring_torch import ContextParallel, ring_attention
-from ring_torch.local import LocalRanks
-
-pytestmark = pytest.mark.nccl
 
 RANKS = 2
+pytestmark = [pytest.mark.nccl, pytest.mark.ranks(RANKS)]
 HEADS, DIM = 4, 64
 LENGTHS = {"short": 512, "long": 98_304}  # tokens of all ranks: keys of the long one exceed 64 MiB
 MOVES: dict[str, dict[str, Any]] = {
     "ring": {"strategy": "ring"}, "symm_mem": {"transport": "symm_mem"},
     "messages": {"strategy": "gather", "transport": "p2p"},
 }  # fmt: skip
-CLOSE: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_gpus() -> None:
-    """Require two GPUs."""
-    assert torch.cuda.device_count() >= RANKS, "these tests are of two GPUs"
-
-
-@pytest.fixture(scope="module")
-def pool(two_gpus: None) -> Iterator[LocalRanks]:
-    del two_gpus
-    with LocalRanks(RANKS, cuda=True) as ranks:
-        yield ranks
 
 
 def _whole(length: int, device: torch.device) -> list[Tensor]:
     """Return q, k, v and the gradient of the result, the same on all ranks."""
-    made = torch.Generator(device).manual_seed(0)
-    shape = (1, length, HEADS, DIM)
-    return [
-        torch.randn(shape, device=device, dtype=torch.bfloat16, generator=made) for _ in range(4)
-    ]
-
-
-def _new_group() -> Any:
-    return dist.new_group(list(range(RANKS)))
+    generator = torch.Generator(device).manual_seed(0)
+    options: Any = {"device": device, "dtype": torch.bfloat16, "generator": generator}
+    return [torch.randn(1, length, HEADS, DIM, **options) for _ in range(4)]
 
 
 def _check(cp: ContextParallel, length: int, device: torch.device, **options: Any) -> None:
     """Compare the result and gradients with torch's attention over the whole sequence."""
     *qkv, dout = _whole(length, device)
     with torch.cuda.device(device):
-        leaves = q, k, v = [x.transpose(1, 2).detach().requires_grad_() for x in qkv]
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        grads = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
-        expected = [cp.shard(x.transpose(1, 2).detach()) for x in (out, *grads)]
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        out = sdpa(*leaves, is_causal=True)
+        expected = [cp.shard(x.detach()) for x in (out, *torch.autograd.grad(out, leaves, dout))]
     local = [cp.shard(x).requires_grad_() for x in qkv]
     results = cp.attention(*local, causal=True, **options)
     actual = (results, *torch.autograd.grad(results, local, cp.shard(dout)))
     for x, y in zip(actual, expected, strict=True):
-        torch.testing.assert_close(x.float(), y.float(), **CLOSE)
+        torch.testing.assert_close(x.float(), y.float(), rtol=2e-2, atol=2e-2)
 
 
-def _inference_first(rank: int, length: int, move: Any) -> None:
-    device = torch.device("cuda", rank)
-    cp = ContextParallel(_new_group())  # has no peer memory yet
-    with torch.inference_mode():
-        shards = [cp.shard(x) for x in _whole(length, device)[:3]]
-        cp.attention(*shards, causal=True, **move)
-    _check(cp, length, device, **move)
-    with torch.inference_mode():
-        cp.attention(*shards, causal=True, **move)
-    _check(cp, length, device, **move)
+def _new_context() -> ContextParallel:
+    """Return a context of a new group, which has no peer memory yet."""
+    group: Any = dist.new_group(list(range(RANKS)))
+    return ContextParallel(group)
 
 
 @pytest.mark.parametrize("move", [{}, *MOVES.values()], ids=["auto", *MOVES])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_inference_before_training(pool: LocalRanks, length: str, move: Any) -> None:
-    pool.run(_inference_first, LENGTHS[length], move)
-
-
-def _elsewhere(rank: int, length: int, move: Any, kernel: str) -> None:
-    local = torch.device("cuda", rank)
-    cp = ContextParallel(_new_group())
-    torch.cuda.set_device(1 - rank)
-    try:
-        _check(cp, length, local, **move, kernel=kernel)
-        assert torch.cuda.current_device() == 1 - rank
-    finally:
-        torch.cuda.set_device(rank)
+@on_ranks
+def test_inference_before_training(rank: int, length: str, move: Any) -> None:
+    device, cp = torch.device("cuda", rank), _new_context()
+    for _turn in range(2):
+        with torch.inference_mode():
+            shards = [cp.shard(x) for x in _whole(LENGTHS[length], device)[:3]]
+            cp.attention(*shards, causal=True, **move)
+        _check(cp, LENGTHS[length], device, **move)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "triton"])
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_the_current_device_is_another(
-    pool: LocalRanks, length: str, move: Any, kernel: str
-) -> None:
-    pool.run(_elsewhere, LENGTHS[length], move, kernel)
+@on_ranks
+def test_the_current_device_is_another(rank: int, length: str, move: Any, kernel: str) -> None:
+    cp = _new_context()
+    torch.cuda.set_device(1 - rank)
+    try:
+        _check(cp, LENGTHS[length], torch.device("cuda", rank), **move, kernel=kernel)
+        assert torch.cuda.current_device() == 1 - rank
+    finally:
+        torch.cuda.set_device(rank)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -169,9 +141,7 @@ def test_every_rank_sees_one_gpu(
         process.join(80)
         process.kill()
     answers = [(tmp_path / f"answer {rank}").read_text() for rank in range(RANKS)]
-    for rank in range(RANKS):
-        if overlapping == "1":
-            assert "transport symm_mem" in answers[rank], answers[rank]
-        else:
-            assert "transport p2p" in answers[rank], answers[rank]
-            assert "ALLOW_OVERLAPPING_DEVICES" in answers[rank]
+    transport = "symm_mem" if overlapping == "1" else "p2p"
+    for answer in answers:
+        assert f"transport {transport}" in answer, answer
+        assert ("ALLOW_OVERLAPPING_DEVICES" in answer) or overlapping == "1"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -32,6 +32,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     },
 }
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Both = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, move: Any) -> Tensor:
@@ -80,47 +81,49 @@ def _captured(
     return graph, results
 
 
-def in_one_graph(_: int, move: Any) -> list[float]:
-    """Capture both passes together, replay with new inputs and eager calls between replays."""
-    attend, held = partial(_attend, move=move), _shards(0)
-    with patch.object(symm_buffer, "LEAST_COPY", 0):  # heads arrive in two parts
-        graph, results = _captured(partial(_both, attend, held))
-    replayed = []
-    for seed in range(10, 16):
+def _replayed(
+    graph: torch.cuda.CUDAGraph, held: Sequence[Tensor], results: Sequence[Tensor], run: Both,
+    seeds: Iterable[int],
+) -> list[float]:  # fmt: skip
+    """Replay a graph with new inputs; return the differences from eager calls before and after."""
+    differences = []
+    for seed in seeds:
         fresh = _shards(seed)
-        expected = _both(attend, fresh)
+        if len(held) > len(fresh):  # segment ids
+            places = torch.arange(held[0].shape[1], device="cuda", dtype=torch.int32)
+            fresh.append(places[None] // (50 * seed))
+        expected = run(fresh)
         with torch.no_grad():
             for static_input, x in zip(held, fresh, strict=True):
                 static_input.copy_(x)
         graph.replay()
-        replayed.append(_differences(results, expected))
+        replayed = [x.clone() for x in results]
+        differences += [_differences(replayed, x) for x in (expected, run(fresh))]
         if seed == 12:  # a longer call reallocates the memory that peers read
-            _both(attend, _shards(seed, 4 * LENGTH))
-    return replayed
+            run(_shards(seed, 4 * LENGTH))
+    return differences
+
+
+def in_one_graph(_: int, move: Any) -> list[float]:
+    """Capture both passes together, replay with new inputs and eager calls between replays."""
+    run, held = partial(_both, partial(_attend, move=move)), _shards(0)
+    with patch.object(symm_buffer, "LEAST_COPY", 0):  # heads arrive in two parts
+        graph, results = _captured(partial(run, held))
+    return _replayed(graph, held, results, run, range(10, 16))
 
 
 def after_one_call(_: int, move: Any) -> list[float]:
     """Capture a call after one eager call, which is the least that a capture needs."""
     attend: Attend = partial(ContextParallel(layout="zigzag").attention, causal=True, **move)
-    held = _shards(0)
-    graph, results = _captured(partial(_both, attend, held), before=1)
-    replayed = []
-    for seed in range(30, 33):
-        fresh = _shards(seed)
-        with torch.no_grad():
-            for static_input, x in zip(held, fresh, strict=True):
-                static_input.copy_(x)
-        graph.replay()
-        again = [x.clone() for x in results]
-        replayed.append(_differences(again, _both(attend, fresh)))
-    return replayed
+    run, held = partial(_both, attend), _shards(0)
+    graph, results = _captured(partial(run, held), before=1)
+    return _replayed(graph, held, results, run, range(30, 33))
 
 
 def as_graphed_callable(_: int, move: Any) -> list[float]:
     """Capture a graph for each pass by ``torch.cuda.make_graphed_callables``."""
     attend = partial(_attend, move=move)
-    inputs = tuple(_shards(0)[:3])
-    graphed: Any = torch.cuda.make_graphed_callables(attend, inputs)
+    graphed: Any = torch.cuda.make_graphed_callables(attend, tuple(_shards(0)[:3]))
     replayed = []
     for seed in range(20, 26):
         fresh = _shards(seed)
@@ -129,28 +132,19 @@ def as_graphed_callable(_: int, move: Any) -> list[float]:
     return replayed
 
 
-def with_segments(_: int) -> list[float]:
+def with_segments(_: int, kernel: str) -> list[float]:
     """Replay with other segment ids than were captured."""
+    cp = ContextParallel(layout="zigzag")
 
-    def both(tensors: Sequence[Tensor], ids: Tensor) -> list[Tensor]:
-        cp = ContextParallel(layout="zigzag")
-        attend = partial(cp.attention, segment_ids=ids, causal=True, kernel="triton")
-        return _both(attend, tensors)
+    def both(tensors: Sequence[Tensor]) -> list[Tensor]:
+        *shards, ids = tensors
+        attend = partial(cp.attention, segment_ids=ids, causal=True, kernel=kernel)
+        return _both(attend, shards)
 
     held = _shards(0)
-    places = torch.arange(held[0].shape[1], device="cuda", dtype=torch.int32)[None]
-    ids = torch.zeros_like(places)
-    graph, results = _captured(partial(both, held, ids))
-    replayed = []
-    for seed in range(5, 9):
-        fresh, new = _shards(seed), places // (50 * seed)
-        expected = both(fresh, new)
-        with torch.no_grad():
-            for static_input, x in zip((*held, ids), (*fresh, new), strict=True):
-                static_input.copy_(x)
-        graph.replay()
-        replayed.append(_differences(results, expected))
-    return replayed
+    held.append(torch.zeros(1, held[0].shape[1], device="cuda", dtype=torch.int32))
+    graph, results = _captured(partial(both, held))
+    return _replayed(graph, held, results, both, range(5, 9))
 
 
 def too_early(_: int, move: Any) -> str:
@@ -188,7 +182,8 @@ def test_results_are_those_of_calls_as_usual(size: int, move: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_segment_ids_may_change() -> None:
+@pytest.mark.parametrize("kernel", ["triton", "fa4"])
+def test_segment_ids_may_change(kernel: str) -> None:
     with LocalRanks(2, cuda=True) as ranks:
-        for differences in ranks.run(with_segments):
+        for differences in ranks.run(with_segments, kernel):
             assert max(differences) < 1e-2, differences

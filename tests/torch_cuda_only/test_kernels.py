@@ -46,27 +46,6 @@ def as_kernels_take_it(name: str) -> Case:
     return replace(case, dtype="bfloat16", dims=(8 * dim, 8 * v_dim))
 
 
-@pytest.mark.parametrize(("kernel", "strategy", "transport"), [*WAYS, ("sdpa", "gather", "p2p")])
-@pytest.mark.parametrize("case", RING, ids=[case.name for case in RING])
-def test_case(
-    case: Case, kernel: str, strategy: str, transport: str, backend: Any, tally: Any
-) -> None:
-    case = as_kernels_take_it(case.name)
-    count = tally.setdefault(f"{kernel}/{strategy}/{transport}", {"passed": 0, "refused": 0})
-    try:
-        results = backend.run(case, kernel=kernel, strategy=strategy, transport=transport)
-    except LocalRankError as error:
-        if not _is_refusal(str(error), kernel, case.moved(strategy)):
-            raise
-        count["refused"] += 1
-        return
-    if case.poison and not exact_nan(kernel):
-        pick = finite if case.poison.endswith("-inf") else near
-        results = {name: pick(results[name], x) for name, x in case.expected.items()}
-    assert_close(case, results)
-    count["passed"] += 1
-
-
 #: Heads in groups with gradients in two parts, and keys fetched one by one, by copy engines.
 OTHER_WAYS = {
     "in-groups": ("causal-zigzag-cp4", "window-both-contiguous-cp3", "documents-chunks-cp2"),
@@ -77,26 +56,46 @@ OTHER_WAYS = {
         "sinks-many-zigzag", "bias-masked-zigzag", "window-both-contiguous-cp3", "causal-zigzag-cp4",
     ),
 }  # fmt: skip
-OTHERS = [(how, CASES[name]) for how, names in OTHER_WAYS.items() for name in names]
+ROWS = [
+    *(("", case, way) for way in (*WAYS, ("sdpa", "gather", "p2p")) for case in RING),
+    *(
+        (how, CASES[name], (kernel, "gather", "symm_mem"))
+        for kernel in ("fa4", "cudnn", "fa2", "triton", "eager")
+        for how, names in OTHER_WAYS.items()
+        for name in names
+    ),
+]
 
 
-@pytest.mark.parametrize("kernel", ["fa4", "cudnn", "fa2", "triton", "eager"])
 @pytest.mark.parametrize(
-    ("how", "case"), OTHERS, ids=[f"{how}-{case.name}" for how, case in OTHERS]
+    ("how", "case", "way"), ROWS, ids=["-".join((case.name, *way, how)) for how, case, way in ROWS]
 )
-def test_other_ways_to_the_same(how: str, case: Case, kernel: str, backend: Any) -> None:
-    case = as_kernels_take_it(case.name)
+def test_case(how: str, case: Case, way: tuple[str, str, str], backend: Any, tally: Any) -> None:
+    kernel, (case, count) = way[0], (as_kernels_take_it(case.name), {"passed": 0, "refused": 0})
     if how == "in-groups":
         case = replace(case, heads=(8, 4))
-    try:
-        results = backend.run(
-            case, mutant=how, kernel=kernel, strategy="gather", transport="symm_mem"
-        )
-    except LocalRankError as error:
-        if not _is_refusal(str(error), kernel, case.moved("gather")):
-            raise
+    if not how:
+        count = tally.setdefault("/".join(way), count)
+    if (results := _run(backend, case, way, how or None)) is None:
+        count["refused"] += 1
         return
+    if case.poison and not exact_nan(kernel):
+        pick = finite if case.poison.endswith("-inf") else near
+        results = {name: pick(results[name], x) for name, x in case.expected.items()}
     assert_close(case, results)
+    count["passed"] += 1
+
+
+def _run(backend: Any, case: Case, way: tuple[str, str, str], how: str | None) -> Any:
+    """Return the results of a case, or ``None`` if its kernel or strategy is refused by name."""
+    kernel, strategy, transport = way
+    try:
+        return backend.run(case, how, kernel, strategy, transport)
+    except LocalRankError as error:
+        names = f"kernel '{kernel}'", f"strategy '{case.moved(strategy)}'"
+        if "UnsupportedError" in str(error) and any(name in str(error) for name in names):
+            return None
+        raise
 
 
 def exact_nan(kernel: str) -> bool:
@@ -115,9 +114,3 @@ def near(actual: npt.NDArray[Any], expected: npt.NDArray[Any]) -> npt.NDArray[An
 def finite(actual: npt.NDArray[Any], expected: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return results, with the expected number where either is not finite: libraries differ."""
     return np.where(np.isfinite(expected) & np.isfinite(actual), actual, expected)
-
-
-def _is_refusal(text: str, kernel: str, strategy: str) -> bool:
-    """Return True if a failure is a refusal that names the kernel or the strategy."""
-    names = (f"kernel '{kernel}'", f"strategy '{strategy}'")
-    return "UnsupportedError" in text and any(name in text for name in names)

@@ -30,20 +30,22 @@ WAYS = {
 }  # fmt: skip
 
 
-def cases(way: str) -> list[Case]:
-    """Return cases of two ranks that a strategy supports."""
-    two = [case for case in CASES.values() if case.cp_size == 2]
-    return two if way == "p2p" else [case for case in two if case.strategy == "ring"]
-
-
-TWO = [(way, case) for way in WAYS for case in cases(way)]
-
-
-#: Cases of four ranks, in two groups of two; every other one gathers between the groups.
-GRIDS = [
-    case for case in CASES.values()
-    if (case.cp_size, case.strategy) == (4, "ring") and case.layout != "striped"
-]  # fmt: skip
+#: Cases of two ranks under each that supports them, and cases of four in two groups of two, of
+#: which every other one gathers between the groups.
+ROWS: dict[str, tuple[Case, tuple[str | StrategyConfig, str]]] = {
+    **{
+        f"{name}-{case.name}": (case, (case.moved(strategy), transport))
+        for name, (strategy, transport) in WAYS.items()
+        for case in CASES.values()
+        if case.cp_size == 2 and (name == "p2p" or case.strategy == "ring")
+    },
+    **{
+        f"hybrid-{case.name}": (case, (StrategyConfig("hybrid", ulysses_size=2, outer=outer), "p2p"))
+        for n, case in enumerate(CASES.values())
+        if (case.cp_size, case.strategy) == (4, "ring") and case.layout != "striped"
+        for outer in ("gather" if n % 2 and case.mask.predicate is None else "ring",)
+    },
+}  # fmt: skip
 
 
 def checked(rank: int, case: Case, way: tuple[str | StrategyConfig, str]) -> Arrays | str:
@@ -65,22 +67,14 @@ def parts_of(backend: Any, case: Case, *way: str | StrategyConfig) -> list[Any]:
     return parts
 
 
-@pytest.mark.parametrize(("way", "case"), TWO, ids=[f"{way}-{case.name}" for way, case in TWO])
-def test_case(way: str, case: Case, backend: Any) -> None:
-    strategy, transport = WAYS[way]
-    parts = parts_of(backend, case, case.moved(strategy), transport)
+@pytest.mark.parametrize(("case", "way"), ROWS.values(), ids=ROWS)
+def test_case(case: Case, way: tuple[str | StrategyConfig, str], backend: Any) -> None:
+    parts = parts_of(backend, case, *way)
     if any(isinstance(x, str) for x in parts):
-        assert "gather" in strategy, parts
-        assert all(isinstance(x, str) and f"{strategy!r}" in x for x in parts), parts
+        assert way[0] == "gather", parts
+        assert all(isinstance(x, str) and "'gather'" in x for x in parts), parts
     else:
         assert_close(case, gather(case, case.plan, parts))
-
-
-@pytest.mark.parametrize("case", GRIDS, ids=[case.name for case in GRIDS])
-def test_hybrid(case: Case, backend: Any) -> None:
-    gathers = GRIDS.index(case) % 2 == 1 and case.mask.predicate is None
-    way = StrategyConfig("hybrid", ulysses_size=2, outer="gather" if gathers else "ring")
-    assert_close(case, gather(case, case.plan, parts_of(backend, case, way, "p2p")))
 
 
 #: Query and K/V heads by number of ranks: copied, padded, or both, and divided.

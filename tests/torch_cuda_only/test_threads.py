@@ -5,7 +5,7 @@ Calls begin in one order on all ranks, as NCCL requires of communicators that ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Condition
@@ -47,35 +47,13 @@ class Caller:
     def _sharded(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self.cp.shard(x) for x in tensors]
 
-    def forward(self, n: int) -> tuple[Tensor, list[Tensor]]:
-        """Attend to the inputs of one length, in the calling thread."""
+    def both(self, n: int) -> list[Tensor]:
+        """Run both passes over the inputs of one length, in the calling thread."""
         torch.cuda.set_device(self.device)
         with torch.cuda.stream(self.stream):
             qkv = [x.detach().requires_grad_() for x in self.shards[n][:3]]
-            return self.cp.attention(*qkv, causal=True, **self.options), qkv
-
-    def both(self, n: int) -> list[Tensor]:
-        """Run both passes."""
-        out, qkv = self.forward(n)
-        with torch.cuda.stream(self.stream):
-            grads = torch.autograd.grad(out, qkv, self.shards[n][3])
-        return [out.detach(), *grads]
-
-
-class Turns:
-    """A lock that lets threads run something in turns."""
-
-    def __init__(self) -> None:
-        self.next, self.changed = 0, Condition()
-
-    def take(self, number: int, run: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Run a function after all turns before ``number``; the GPU continues meanwhile."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.next == number)
-            results = run()
-            self.next += 1
-            self.changed.notify_all()
-        return results
+            out = self.cp.attention(*qkv, causal=True, **self.options)
+            return [out.detach(), *torch.autograd.grad(out, qkv, self.shards[n][3])]
 
 
 def at_once(_: int, options: dict[str, Any]) -> list[tuple[bool, float]]:
@@ -83,19 +61,22 @@ def at_once(_: int, options: dict[str, Any]) -> list[tuple[bool, float]]:
 
     Errors are those of ``out`` and gradients, relative to those of dense attention in bfloat16.
     """
-    callers, turns = [Caller(n, options) for n in range(NUM_THREADS)], Turns()
+    callers = [Caller(n, options) for n in range(NUM_THREADS)]
+    taken, changed = list[int](), Condition()
+
+    def is_turn(turn: int) -> bool:
+        return len(taken) == turn
 
     def repeated(number: int) -> list[list[list[Tensor]]]:
-        caller = callers[number]
-        return [
-            [
-                turns.take(
-                    (length * REPEATS + n) * NUM_THREADS + number, partial(caller.both, length)
-                )
-                for n in range(REPEATS)
-            ]
-            for length in range(len(LENGTHS))
-        ]
+        """Make a thread's calls, each after that of the other; the GPU continues meanwhile."""
+        results: list[list[list[Tensor]]] = [[] for _ in LENGTHS]
+        for n in range(len(LENGTHS) * REPEATS):
+            with changed:
+                changed.wait_for(partial(is_turn, n * NUM_THREADS + number))
+                results[n // REPEATS].append(callers[number].both(n // REPEATS))
+                taken.append(number)
+                changed.notify_all()
+        return results
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         results = list(pool.map(repeated, range(NUM_THREADS)))

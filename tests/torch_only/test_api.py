@@ -8,12 +8,12 @@ import weakref
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from dense import numbers
 from on_ranks import on_ranks
 from patched import replaced
+from refused import refused
 from torch import Tensor
 
 from ring_core import Mask, reference
@@ -42,65 +42,52 @@ def test_subgroups(rank: int) -> None:
     """Check two rings at once, one whose ranks are in another order, and a rank outside of it."""
     pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     turned: Any = dist.new_group([3, 1, 0])
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    refused(r"mesh\['cp'\]", ContextParallel, mesh)
     q, k, v = qkv()
-    cp = ContextParallel(pairs[rank // 2])
-    assert cp.cp_size == 2
     scale = 1.0 + rank // 2  # the two rings have different inputs
-    out = cp.unshard(cp.attention(*(cp.shard(x * scale) for x in (q, k, v)), causal=True))
-    same(out, dense(q * scale, k * scale, v * scale, causal=True))
+    for group in (pairs[rank // 2], mesh["cp"]):
+        cp = ContextParallel(group)
+        assert (cp.cp_size, cp.cp_rank) == (2, rank % 2)
+        out = cp.unshard(cp.attention(*(cp.shard(x * scale) for x in (q, k, v)), causal=True))
+        same(out, dense(q * scale, k * scale, v * scale, causal=True))
     if rank == 2:
         for call in (
             lambda: ContextParallel(turned),
             lambda: ring_attention(q, k, v, group=turned),
         ):
-            with pytest.raises(ValueError, match="not in"):
-                call()
-        with pytest.raises(ValueError, match="group must be a process group"):
-            ring_attention(q, k, v, group="cp")  # type: ignore[call-overload]  # wrong on purpose
+            refused("not in", call)
+        refused("group must be a process group", ring_attention, q, k, v, group="cp")
         return
     cp = ContextParallel(turned, "contiguous")
     same(cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)))), dense(q, k, v))
 
 
-@on_ranks
-def test_device_mesh(rank: int) -> None:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    with pytest.raises(ValueError, match=r"mesh\['cp'\]"):
-        ContextParallel(mesh)
-    cp, (q, k, v) = ContextParallel(mesh["cp"]), qkv()
-    assert (cp.cp_size, cp.cp_rank) == (2, rank % 2)
-    same(cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)))), dense(q, k, v))
-
-
-def _recorded(_: int, layout: Any, mask: Mask) -> tuple[list[str], list[str]]:
+def _recorded(_: int, layout: Any, mask: Mask) -> list[list[str]]:
     """Return the sends and kernel calls of a forward and of its backward, in order."""
     events: list[str] = []
-    start, forward, backward = Ranks.start, EagerKernel.attend, EagerKernel.differentiate
+    start = Ranks.start
 
     def start_(ranks: Ranks, sends: Any, receives: Any) -> Any:
-        moved = [tensor.numel() for tensor, _ in sends]
-        events.extend(f"send {n}" for n in moved if n != 2048)
+        events.extend(f"send {x.numel()}" for x, _ in sends if x.numel() != 2048)
         return start(ranks, sends, receives)
 
-    def forward_(self: Any, *args: Any) -> Any:
-        events.append("kernel")
-        return forward(self, *args)
+    def noted(method: Any) -> Any:
+        def call(*args: Any) -> Any:
+            events.append("kernel")
+            return method(*args)
 
-    def backward_(self: Any, *args: Any) -> None:
-        events.append("kernel")
-        backward(self, *args)
+        return call
 
-    cp, (q, k, v) = ContextParallel(layout=layout), qkv()
-    local = [cp.shard(x).requires_grad_() for x in (q, k, v)]
-    with (
-        patch.object(Ranks, "start", start_),
-        replaced(EagerKernel, attend=forward_, differentiate=backward_),
-    ):
+    kernel = {name: noted(getattr(EagerKernel, name)) for name in ("attend", "differentiate")}
+    cp, passes = ContextParallel(layout=layout), []
+    local = [cp.shard(x).requires_grad_() for x in qkv()]
+    with patch.object(Ranks, "start", start_), replaced(EagerKernel, **kernel):
         out = cp.attention(*local, mask=mask, kernel="eager")
-        first = events.copy()
+        passes.append(events.copy())
         events.clear()
         out.sum().backward()
-    return first, events
+    return [*passes, events]
 
 
 def test_transfers_start_before_kernels_and_the_last_step_sends_nothing(pool: LocalRanks) -> None:
@@ -116,27 +103,21 @@ def test_transfers_start_before_kernels_and_the_last_step_sends_nothing(pool: Lo
 
 
 def test_dead_steps_cost_nothing(pool: LocalRanks) -> None:
-    for forward, backward in pool.run(_recorded, "contiguous", Mask(causal=True, window=(3, 0))):
-        assert sum(event.startswith("send") for event in forward) == 1
-        assert sum(event.startswith("send") for event in backward) == 1
-    for forward, backward in pool.run(
-        _recorded, "contiguous", Mask(cu_seqlens=(0, 12, 24, 36, 48))
-    ):
-        assert forward == backward == ["kernel"]
+    for passes in pool.run(_recorded, "contiguous", Mask(causal=True, window=(3, 0))):
+        assert [sum(x.startswith("send") for x in events) for events in passes] == [1, 1]
+    documents = Mask(cu_seqlens=(0, 12, 24, 36, 48))
+    for passes in pool.run(_recorded, "contiguous", documents):
+        assert passes == [["kernel"]] * 2
 
 
 def test_blocks_are_a_choice() -> None:
-    q, k, v = qkv()
-    config = KernelConfig("eager", block_q=7, block_k=5)
-    ids = torch.arange(48, dtype=torch.int32)[None] // 10
-    for options in (
+    (q, k, v), config = qkv(), KernelConfig("eager", block_q=7, block_k=5)
+    options: list[dict[str, Any]] = [
         {"causal": True, "window": (9, 0)},
-        {"segment_ids": ids},
-        {"cu_seqlens": (0, 11, 30, 48)},
-    ):
-        kwargs = {n: x.numpy() if isinstance(x, Tensor) else x for n, x in options.items()}
-        same(ring_attention(q, k, v, kernel=config, **options), dense(q, k, v, **kwargs))
-    same(ring_attention(q, k, v, kernel=KernelConfig(block_q=16)), dense(q, k, v))
+        {"cu_seqlens": (0, 11, 48)},
+    ]
+    for given in options:
+        same(ring_attention(q, k, v, kernel=config, **given), dense(q, k, v, **given))
 
 
 def test_one_call_in_both_forms() -> None:
@@ -149,33 +130,23 @@ def test_one_call_in_both_forms() -> None:
     assert options[5 : 5 + len(oracle) - 3] == oracle[3:]
 
 
-LENGTH = 16
-
-
-@pytest.mark.parametrize("expected", ["q", "k", "v", "sinks", "bias"])
 @on_ranks
-def test_one_input_alone_asks_for_a_gradient(expected: str) -> None:
-    cp = ContextParallel()
-    generator = torch.Generator().manual_seed(1)
-    made = {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64)
-        for name, shape in {
-            "q": (1, LENGTH, 2, 8), "k": (1, LENGTH, 2, 8), "v": (1, LENGTH, 2, 8), "sinks": (2,),
-            "bias": (1, 1, LENGTH, LENGTH),
-        }.items()
-    }  # fmt: skip
+def test_one_input_alone_asks_for_a_gradient() -> None:
+    cp, (q, k, v) = ContextParallel(), qkv()
+    made = {name: cp.shard(x) for name, x in zip("qkv", (q, k, v), strict=True)}
+    made |= {"sinks": numbers(3, 4), "bias": cp.shard(numbers(4, 1, 1, 48, 48), dim=2)}
 
-    def gradients(names: tuple[str, ...]) -> dict[str, Tensor]:
+    def gradients(*names: str) -> dict[str, Tensor]:
         leaves = {name: x.clone().requires_grad_(name in names) for name, x in made.items()}
-        q, k, v = (cp.shard(leaves[name]) for name in ("q", "k", "v"))
-        bias = cp.shard(leaves["bias"], dim=2)
-        out = cp.attention(q, k, v, sinks=leaves["sinks"], bias=bias, causal=True)
+        out: Any = cp.attention(**leaves, causal=True)  # type: ignore[call-overload]
         out.square().sum().backward()
         return {name: x.grad for name, x in leaves.items() if x.grad is not None}
 
-    all_grads, some_grads = gradients(tuple(made)), gradients((expected,))
-    assert set(some_grads) == {expected}
-    torch.testing.assert_close(some_grads[expected], all_grads[expected], rtol=1e-10, atol=1e-10)
+    every = gradients(*made)
+    for name in made:
+        some = gradients(name)
+        assert set(some) == {name}
+        torch.testing.assert_close(some[name], every[name], rtol=1e-10, atol=1e-10)
 
 
 @on_ranks

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from on_ranks import on_ranks
+from refused import refused
 from wrong import KV, Q, bad_calls
 
 from ring_core import Mask, UnsupportedError, reference
@@ -42,8 +43,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = bad_calls(zeros, "torch.Tensor") | 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name: str) -> None:
     replaced, message = BAD[name]
-    with pytest.raises(ValueError, match=message):
-        ring_attention(**tensors(**replaced))
+    refused(message, ring_attention, **tensors(**replaced))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -88,10 +88,8 @@ def test_auto_names_all_reasons_when_nothing_fits() -> None:
 def test_nothing_is_sent_before_the_error() -> None:
     """Both ranks raise at once: neither waits for the other."""
     x = torch.zeros(1, 3, 2, 8)
-    with pytest.raises(ValueError, match=r"sequence length 6 .* pad to 8"):
-        ring_attention(x, x, x, layout="zigzag")
-    with pytest.raises(ValueError, match="pad to 8"):
-        ContextParallel().shard(torch.zeros(1, 6, 2))
+    refused(r"sequence length 6 .* pad to 8", ring_attention, x, x, x, layout="zigzag")
+    refused("pad to 8", ContextParallel().shard, torch.zeros(1, 6, 2))
 
 
 CONTIGUOUS = ContextParallel(layout="contiguous")
@@ -141,8 +139,7 @@ def test_an_equal_mask_before_does_not_decide(mask_first: bool) -> None:
     for _ in range(2):
         if mask_first:
             ring_attention(q, k, k, mask=Mask(causal=True))
-        with pytest.raises(ValueError, match=FEWER_KEYS):
-            ring_attention(q, k, k, causal=True)
+        refused(FEWER_KEYS, ring_attention, q, k, k, causal=True)
         ring_attention(q, k, k, mask=Mask(causal=True))
 
 
@@ -169,5 +166,4 @@ def test_options_of_other_libraries_are_refused_by_their_names_here(
 
 def test_other_names_stay_a_type_error() -> None:
     for call in WITH_OPTIONS.values():
-        with pytest.raises(TypeError, match="nonsense"):
-            call(ZEROS, ZEROS, ZEROS, nonsense=1)
+        refused("nonsense", call, ZEROS, ZEROS, ZEROS, nonsense=1, error=TypeError)

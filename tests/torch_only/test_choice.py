@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from ring_core import (
     refusals,
     ring_program,
 )
+from ring_core.base.arguments import not_none
 from ring_core.base.caches import LengthCaches
 from ring_torch import ContextParallel, kernels, prepare, ring_attention, strategies, transports
 from ring_torch.comm.ranks import Ranks
@@ -43,6 +45,7 @@ from ring_torch.transports import symm_buffer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CAUSAL = Mask(causal=True)
+Move = tuple[str, str]  # strategy and transport
 BFLOAT16 = Request("cuda", "bfloat16", 64, 64, grad=True)
 
 
@@ -51,52 +54,35 @@ def program(mask: Mask = CAUSAL, cp_size: int = 4, **layout: Any) -> RingProgram
 
 
 def chosen(
-    move: tuple[str, str],
-    over: RingProgram,
-    device: torch.device = CPU,
-    *,
-    size: int = 4,
-    probe: bool = True,
-) -> tuple[str, str]:
+    move: Move, over: RingProgram, device: torch.device = CPU, *, size: int = 4,
+    probe: bool = True, **changes: Any,
+) -> Move:  # fmt: skip
     """Return the chosen strategy and transport for bfloat16, with 4 query heads per K/V head."""
-    ring = Ranks(None, 0, size)
-    request = Request(device.type, "bfloat16", 8, 8, q_heads=4, kv_heads=1)
-    spec, way = choose_strategy(*move, ring, over, device, request=request, probe=probe)
+    request = Request(device.type, "bfloat16", 8, 8, **{"q_heads": 4, "kv_heads": 1} | changes)
+    spec, way = choose_strategy(
+        *move, Ranks(None, 0, size), over, device, request=request, probe=probe
+    )
     return spec.name, way.name
 
 
-@pytest.mark.parametrize("dim", [192, 256])
-def test_fa3_is_deterministic_for_some_head_dims(dim: int) -> None:
-    request = replace(BFLOAT16, head_dim=dim, v_head_dim=dim, deterministic=True)
-    reasons = refusals(flash_attn.FA3.capabilities, request, program())
-    expected = () if dim == 192 else ("is deterministic for head dims up to 192, not 256",)
-    assert reasons == expected
-    assert not refusals(
-        flash_attn.FA3.capabilities, replace(request, deterministic=False), program()
-    )
-
-
 UNGATHERED = {
-    "striped": (program(layout="striped"), "layout 'striped' assigns tokens one by one"),
-    "predicate": (
-        program(Mask(predicate=lambda q, k: q >= k)),
-        "a predicate mask is planned in tiles",
-    ),
+    "layout 'striped' assigns tokens one by one": program(layout="striped"),
+    "a predicate mask is planned in tiles": program(Mask(predicate=lambda q, k: q >= k)),
 }
 AUTO, RING = ("auto", "auto"), ("ring", "p2p")
 MESSAGES, COPIES = ("gather", "p2p"), ("gather", "symm_mem")
 
 
-@pytest.mark.parametrize("name", UNGATHERED)
+@pytest.mark.parametrize("reason", UNGATHERED)
 @pytest.mark.parametrize("move", [MESSAGES, COPIES, ("gather", "auto"), ("auto", "symm_mem")])
-def test_a_named_strategy_never_falls_back(move: tuple[str, str], name: str) -> None:
+def test_a_named_strategy_never_falls_back(move: Move, reason: str) -> None:
     """The error lists every reason, and what would work instead."""
-    refused, expected_message = UNGATHERED[name]
+    refused = UNGATHERED[reason]
     with pytest.raises(UnsupportedError) as caught:
         chosen(move, refused)
     message = str(caught.value)
     assert message.startswith(f"strategy '{move[0]}' over transport '")
-    assert expected_message in message
+    assert reason in message
     assert ("need CUDA tensors and a nccl group" in message) == (move[1] == "symm_mem")
     assert message.endswith("use strategy='ring' or 'auto' and transport='p2p' or 'auto'")
     for works in (RING, AUTO, ("ring", "auto"), ("auto", "p2p")):
@@ -132,92 +118,60 @@ def test_a_field_that_means_nothing_is_refused() -> None:
 
 
 REASON = "the ranks' GPUs do not reach each other's memory"
+TRADED = ("ulysses", "symm_mem")
+MANY = program(cp_size=32), program(Mask(window=(3, 3)), cp_size=32)
+EVEN: dict[str, Any] = {"q_heads": 4, "kv_heads": 4}
+#: Moves over GPUs of NCCL, where they reach each other's memory and where not; the ring, more of
+#: the request, and True where Triton is installed.
+MOVES: tuple[tuple[Move, Move, Move, RingProgram, dict[str, Any], bool], ...] = (
+    (AUTO, COPIES, RING, program(), {}, True), (("gather", "auto"), COPIES, MESSAGES, program(), {}, True),
+    # Gathering whole sequences of many ranks takes memory; a halo does not.
+    (AUTO, RING, RING, MANY[0], {}, True), (AUTO, COPIES, RING, MANY[1], {}, True),
+    (("gather", "auto"), COPIES, MESSAGES, MANY[0], {}, True),
+    # Trading heads moves few bytes, but needs Triton; and a bias travels, too.
+    (AUTO, TRADED, RING, program(), EVEN, True), (AUTO, COPIES, RING, program(), EVEN, False),
+    (AUTO, COPIES, RING, program(), EVEN | {"bias": True}, True),
+    (("gather", "auto"), COPIES, MESSAGES, program(), EVEN, True),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("reaches", [True, False])
-def test_copies_need_gpus_that_reach_each_other(
-    reaches: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moves_between_gpus(reaches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = SimpleNamespace(refusals=() if reaches else (REASON,))
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
-    monkeypatch.setattr(
-        symm_buffer,
-        "symm_buffer_of",
-        lambda _: SimpleNamespace(refusals=() if reaches else (REASON,)),
-    )
+    monkeypatch.setattr(symm_buffer, "symm_buffer_of", lambda _: buffer)
+    for move, there, otherwise, over, changes, triton in MOVES:
+        monkeypatch.setattr(transports, "has_triton", lambda has=triton: has)
+        took = chosen(move, over, GPU, size=over.plan.cp_size, **changes)
+        assert took == (there if reaches else otherwise), (move, changes)
     assert chosen(COPIES, program(), GPU, probe=False) == COPIES  # no probe
-    assert chosen(AUTO, program(), GPU) == (COPIES if reaches else RING)
-    assert chosen(("gather", "auto"), program(), GPU) == (COPIES if reaches else MESSAGES)
-    if not reaches:
-        with pytest.raises(UnsupportedError, match=REASON):
-            chosen(COPIES, program(), GPU)
-
-
-def test_auto_gathers_no_more_than_memory_bears(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``auto`` gathers no whole sequences on many ranks, as that takes memory; a halo it does."""
-    monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
-    monkeypatch.setattr(symm_buffer, "symm_buffer_of", lambda _: SimpleNamespace(refusals=()))
-    many, halo = program(cp_size=32), program(Mask(window=(3, 3)), cp_size=32)
-    assert chosen(AUTO, many, GPU, size=32) == RING
-    assert chosen(COPIES, many, GPU, size=32) == COPIES
-    assert chosen(AUTO, halo, GPU, size=32) == COPIES
-
-
-def test_auto_trades_heads_where_that_moves_few_bytes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Ulysses needs Triton and peers' memory, and is not chosen with a bias: that travels, too."""
-    monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
-    reasons: list[str] = []
-    monkeypatch.setattr(symm_buffer, "symm_buffer_of", lambda _: SimpleNamespace(refusals=reasons))
-    monkeypatch.setattr(transports, "has_triton", lambda: True)
-    equal = replace(BFLOAT16, q_heads=4, kv_heads=4)
-
-    def taken(request: Request = equal, move: tuple[str, str] = AUTO) -> tuple[str, str]:
-        ring = Ranks(None, 0, 4)
-        spec, way = choose_strategy(*move, ring, program(), GPU, request=request, probe=True)
-        return spec.name, way.name
-
-    traded = ("ulysses", "symm_mem")
-    assert taken() == taken(equal, ("auto", "symm_mem")) == traded
-    assert taken(replace(equal, kv_heads=1)) == taken(replace(equal, bias=True)) == COPIES
-    assert taken(equal, ("gather", "auto")) == COPIES
-    monkeypatch.setattr(transports, "has_triton", lambda: False)
-    assert taken() == COPIES
-    reasons.append(REASON)
-    assert taken() == RING
+    with nullcontext() if reaches else pytest.raises(UnsupportedError, match=REASON):
+        assert chosen(COPIES, program(), GPU) == COPIES
+        assert chosen(("auto", "symm_mem"), program(), GPU, **EVEN) == TRADED
 
 
 @on_four_ranks
-def test_auto_runs_the_trade_that_it_chose(rank: int) -> None:
+def test_auto_runs_what_it_chose(rank: int) -> None:
+    """It trades heads; a compiled call with a window gathers: that leaves out what it hides."""
     torch.manual_seed(rank)
-    q, k, v = (torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3))
-    anywhere = replace(ULYSSES, is_automatic=lambda _: True)
-    results = []
-    with patch.object(strategies, "STRATEGIES", (anywhere, *strategies.STRATEGIES[1:])):
-        for way in ("auto", "ulysses"):
-            cp = ContextParallel()
-            assert "55 % of the bytes of a gather" in cp.explain(q, k, v, causal=True, strategy=way)
-            out = cp.attention(q, k, v, causal=True, strategy=way)
-            results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@on_four_ranks
-def test_a_compiled_call_with_a_window_gathers(rank: int) -> None:
-    """Only a gather leaves out what the window hides."""
-    torch.manual_seed(rank)
-    q, k, v = (torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3))
+    leaves = [torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3)]
+    cp = ContextParallel()
+    compiled = torch.compile(cp.attention, backend="eager", fullgraph=True)
     anywhere = [replace(spec, is_automatic=lambda _: True) for spec in (ULYSSES, GATHER)]
-    cp, results = ContextParallel(), []
-    with (
-        patch.object(strategies, "STRATEGIES", (*anywhere, *strategies.STRATEGIES[2:])),
-        patch.object(Ulysses, "forward", None),
-    ):
-        compiled = torch.compile(cp.attention, backend="eager", fullgraph=True)
-        for call, way in ((compiled, "auto"), (cp.attention, "gather")):
-            out = call(q, k, v, causal=True, window=(3, 0), strategy=way)
-            results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with patch.object(strategies, "STRATEGIES", (*anywhere, *strategies.STRATEGIES[2:])):
+        for calls, ways, window in (
+            ((cp.attention, cp.attention), ("auto", "ulysses"), None),
+            ((compiled, cp.attention), ("auto", "gather"), (3, 0)),
+        ):
+            results = []
+            for call, way in zip(calls, ways, strict=True):
+                options: Any = {"causal": True, "window": window, "strategy": way}
+                trades = "55 % of the bytes of a gather" in cp.explain(*leaves, **options)
+                with nullcontext() if window is None else patch.object(Ulysses, "forward", None):
+                    assert trades is (window is None)
+                    out = call(*leaves, **options)
+                results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @on_ranks
@@ -261,42 +215,31 @@ def _absent(name: str) -> str:
     raise PackageNotFoundError(name)
 
 
+#: Kernels, what they find where they look for their library, and their reason.
+MISSING: tuple[tuple[str, Any, str, Any, str], ...] = (
+    ("fa4", fa4, "version", _absent, "flash-attn-4 is not installed; pip install flash-attn-4"),
+    ("fa2", flash_attn, "version", _absent, "flash-attn is not installed.*pip install flash-attn"),
+    (
+        "fa4", fa4.library, "public_module", lambda: SimpleNamespace(flash_attn_func=lambda q: q),
+        "flash-attn 2.8 has put an older flash_attn/cute over it; .* --no-deps flash-attn-4",
+    ),
+    (
+        "fa4", fa4.library, "public_module", Mock(side_effect=ImportError("no cutlass")),
+        "flash-attn-4 4.1 does not load: no cutlass",
+    ),
+)  # fmt: skip
+
+
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(
-    ("module", "name", "package"),
-    [(fa4, "fa4", "flash-attn-4"), (flash_attn, "fa2", "flash-attn")],
-)
-def test_what_is_not_installed_says_how_to(
-    module: Any, name: str, package: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "module", "function", "finds", "reason"), MISSING)
+def test_what_is_missing_says_how_to_mend_it(
+    name: str, module: Any, function: str, finds: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "version", _absent)
-    with pytest.raises(UnsupportedError) as caught:
+    monkeypatch.setattr(fa4, "version", lambda _: "4.1")
+    monkeypatch.setattr(module, function, finds)
+    wanted = rf"^kernel '{name}': .*{reason}\. Instead: use kernel='auto'$"
+    with pytest.raises(UnsupportedError, match=wanted):
         kernels.choose(KernelConfig(name), BFLOAT16, program())
-    message = str(caught.value)
-    assert message.startswith(f"kernel '{name}': {package} is not installed")
-    assert message.endswith(f"pip install {package}. Instead: use kernel='auto'")
-
-
-@pytest.mark.usefixtures("gpu")
-def test_flash_attn_4_under_an_older_one_says_how_to_mend_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(fa4, "version", lambda _: "4.1")
-    older = SimpleNamespace(flash_attn_func=lambda q: q)
-    monkeypatch.setattr(fa4.library, "public_module", lambda: older)
-    message = fa4.FA4.unavailable_reason()
-    assert message is not None and "flash-attn 2.8 has put an older flash_attn/cute" in message
-    assert message.endswith("pip install --force-reinstall --no-deps flash-attn-4")
-
-
-@pytest.mark.usefixtures("gpu")
-def test_flash_attn_4_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
-        raise ImportError("no cutlass")
-
-    monkeypatch.setattr(fa4, "version", lambda _: "4.1")
-    monkeypatch.setattr(fa4.library, "public_module", broken)
-    assert fa4.FA4.unavailable_reason() == "flash-attn-4 4.1 does not load: no cutlass"
 
 
 @pytest.mark.usefixtures("gpu")
@@ -327,55 +270,25 @@ def test_the_order_of_kernels(major: int, minor: int, dim: int, gpu: Any) -> Non
     assert " ".join(names) == ORDERS[major, minor, dim]
 
 
-def test_equal_calls_are_prepared_once() -> None:
-    x = torch.zeros(1, 8, 2, 16)
-    _prepare.cache_clear()
-    for _ in range(3):
-        ring_attention(x, x, x, causal=True, window=(3, 0))
-    assert (_prepare.cache_info().misses, _prepare.cache_info().hits) == (1, 2)
-    ring_attention(x, x, x, causal=True, window=(2, 0))
-    assert _prepare.cache_info().misses == 2
+EQUAL: tuple[tuple[str, Any, Any, str], ...] = (
+    ("causal", True, 1, "causal must be a bool"), ("window", (1, 0), (True, 0), "window"),
+    ("cu_seqlens", (0, 5, 8), (0.0, 5.0, 8.0), "cu_seqlens must be one row"),
+    ("chunk_size", 2, 2.0, "chunk_size must be an integer"),
+    ("deterministic", False, 0, "deterministic must be True or False"),
+    ("dropout_p", 0.0, False, "dropout_p must be in"),
+    ("return_lse", True, 1, "return_lse must be True or False"),
+    ("softcap", 1.0, True, "softcap must be a finite number"),
+)  # fmt: skip
 
 
-EQUAL = {
-    "causal": (True, 1, "causal must be a bool"),
-    "window": ((1, 0), (True, 0), "window"),
-    "cu_seqlens": ((0, 5, 8), (0.0, 5.0, 8.0), "cu_seqlens must be one row"),
-    "chunk_size": (2, 2.0, "chunk_size must be an integer"),
-    "deterministic": (False, 0, "deterministic must be True or False"),
-    "dropout_p": (0.0, False, "dropout_p must be in"),
-    "return_lse": (True, 1, "return_lse must be True or False"),
-    "softcap": (1.0, True, "softcap must be a finite number"),
-}
-
-
-@pytest.mark.parametrize("name", EQUAL)
-def test_an_equal_value_of_another_type_is_another_call(name: str) -> None:
+def test_an_equal_value_of_another_type_is_another_call() -> None:
     """A call prepared for ``True`` is not reused for ``1``, which is refused."""
-    good, bad, message = EQUAL[name]
     x = torch.zeros(1, 8, 2, 16)
     call: Any = ring_attention
-    call(x, x, x, **{name: good})
-    with pytest.raises(ValueError, match=message):
-        call(x, x, x, **{name: bad})
-
-
-@pytest.fixture
-def installed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let GPU kernels count as installed, on a GPU of a given major compute capability."""
-
-    def show(*names: str, major: int = 9) -> None:
-        gpu(major, 0)
-        missing = "is not there"
-        monkeypatch.setattr(
-            FlashKernel, "unavailable_reason",
-            lambda kernel: None if kernel.capabilities.name in names else missing,
-        )  # fmt: skip
-        monkeypatch.setattr(TritonKernel, "unavailable_reason", lambda _: None)
-
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    monkeypatch.setattr(fa4.library, "is_known", lambda: True)
-    return show
+    for name, good, bad, message in EQUAL:
+        call(x, x, x, **{name: good})
+        with pytest.raises(ValueError, match=message):
+            call(x, x, x, **{name: bad})
 
 
 STRIPES = Mask(predicate=lambda q, k: (q >= k) & (k % 2 == 0))
@@ -391,8 +304,7 @@ CHOSEN: dict[str, tuple[Request, Mask, str, str]] = {
     "window": (BFLOAT16, WINDOW, "fa4", "triton"),
     "wide window": (WIDE, WINDOW, "fa4", "sdpa"),
     "documents": (BFLOAT16, Mask(causal=True, cu_seqlens=(0, 7, 16)), "fa4", "triton"),
-    "predicate, both passes": (BFLOAT16, STRIPES, "fa4", "triton"),
-    "predicate, forward": (replace(BFLOAT16, grad=False), STRIPES, "fa4", "triton"),
+    "predicate": (BFLOAT16, STRIPES, "fa4", "triton"),
     **{
         name: (replace(BFLOAT16, **dict[str, Any]({name: True})), CAUSAL,
             "triton" if name in ("bias", "dropout") else "fa4", "triton")
@@ -401,40 +313,24 @@ CHOSEN: dict[str, tuple[Request, Mask, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("name", CHOSEN)
-def test_auto_takes_the_fastest_on_hopper(name: str, grad: bool, installed: Any) -> None:
+def test_auto_takes_the_fastest_on_hopper(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     request, mask, *expected = CHOSEN[name]
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(fa4.library, "is_known", lambda: True)
+    monkeypatch.setattr(TritonKernel, "unavailable_reason", lambda _: None)
     for libraries, kernel in zip(
         (("fa4", "cudnn", "sdpa"), ("cudnn", "sdpa")), expected, strict=True
     ):
-        installed(*libraries)
-        choice = kernels.choose(
-            KernelConfig(), replace(request, grad=grad), program(mask, cp_size=1)
-        )
-        assert choice.kernel.capabilities.name == kernel
-
-
-def measure(path: Path, device: str, *orders: tuple[str, int, str]) -> str:
-    """Write orders of kernels as if they had been measured, by option and head dim."""
-    rows = [
-        {"option": option, "head_dim": dim, "milliseconds": {x: 1.0 + n for n, x in enumerate(names.split())}}
-        for option, dim, names in orders
-    ]  # fmt: skip
-    path.write_text(json.dumps({"device": device, "rows": rows}))
-    return str(path)
-
-
-@pytest.mark.parametrize("fastest", ["sdpa", "eager"])
-def test_an_order_of_ones_own(
-    fastest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = measure(tmp_path / "rates.json", "cpu", ("causal", 16, fastest))
-    monkeypatch.setenv("RING_RATES", path)
-    monkeypatch.setattr(prepare, "_prepare", LengthCaches(_prepare.__wrapped__))
-    x = torch.zeros(1, 64, 2, 16)
-    lines = ContextParallel().explain(x, x, x, causal=True).splitlines()
-    assert lines[0] == f"kernel {fastest}"
+        monkeypatch.setattr(
+            FlashKernel, "unavailable_reason",
+            lambda x, names=libraries: None if x.capabilities.name in names else "is not there",
+        )  # fmt: skip
+        for grad in (True, False):
+            asked = replace(request, grad=grad)
+            choice = kernels.choose(KernelConfig(), asked, program(mask, cp_size=1))
+            assert choice.kernel.capabilities.name == kernel
 
 
 ORDERS_OF_ONES_OWN = {  # by option and head dim of the call: the order of the file
@@ -443,23 +339,25 @@ ORDERS_OF_ONES_OWN = {  # by option and head dim of the call: the order of the f
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("option", "dim"), ORDERS_OF_ONES_OWN)
-def test_the_measured_order_of_a_call(
-    option: str, dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    orders = ("causal", 16, "a"), ("causal", 64, "b"), ("causal", 128, "c"), ("window", 128, "d")
-    path = measure(tmp_path / "x", "sm_90", *orders, ("documents", 32, "e"), ("bias", 64, "f"))
-    monkeypatch.setenv("RING_RATES", path)
-    request = replace(
-        BFLOAT16, head_dim=dim, v_head_dim=8, bias="bias" in option, alibi=option == "alibi"
-    )
-    mask = Mask(
-        causal=True, window=(3, 0) if "window" in option else None,
-        chunk_size=4 if option == "documents" else None,
+def test_the_measured_order_of_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = (
+        ("causal", 16, "a"), ("causal", 64, "b"), ("causal", 128, "c"), ("window", 128, "d"),
+        ("documents", 32, "e"), ("bias", 64, "f"),
     )  # fmt: skip
-    expected = ORDERS_OF_ONES_OWN[option, dim]
-    assert measured().order("sm_90", request, mask) == [*expected]
-    assert measured().order("cpu", request, mask) == []
+    rows = [{"option": x, "head_dim": dim, "milliseconds": {name: 1.0}} for x, dim, name in orders]
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps({"device": "sm_90", "rows": rows}))
+    monkeypatch.setenv("RING_RATES", str(path))
+    for (option, dim), expected in ORDERS_OF_ONES_OWN.items():
+        request = replace(
+            BFLOAT16, head_dim=dim, v_head_dim=8, bias="bias" in option, alibi=option == "alibi"
+        )
+        mask = Mask(
+            causal=True, window=(3, 0) if "window" in option else None,
+            chunk_size=4 if option == "documents" else None,
+        )  # fmt: skip
+        assert measured().order("sm_90", request, mask) == [*expected]
+        assert measured().order("cpu", request, mask) == []
 
 
 @pytest.mark.parametrize(
@@ -480,37 +378,40 @@ def test_a_table_that_is_none_is_an_error(
         ring_attention(x, x, x)
 
 
-CALL = Request(device="cuda", dtype="bfloat16", head_dim=128, v_head_dim=128, grad=True)
 DOCUMENTS = Mask(causal=True, cu_seqlens=(0, 100, 300, 512))
-PREDICATE = Mask(predicate=prefix)
-REFUSED: dict[str, tuple[Mask, dict[str, Any], tuple[int, int], str]] = {
-    "segments on Blackwell": (CAUSAL, {"segment_ids": True}, (10, 0), "on Hopper only"),
-    "a predicate on Blackwell": (PREDICATE, {}, (10, 0), "on Hopper only"),
-    "ALiBi on Blackwell": (CAUSAL, {"alibi": True}, (10, 0), "on Hopper only"),
-    "segments that repeat": (
-        CAUSAL, {"segment_ids": True, "deterministic": True}, (9, 0), "is not deterministic"
+PREDICATE, SEGMENTS = Mask(predicate=prefix), {"segment_ids": True}
+#: Kernels, compute capabilities, masks, requests, and why not; `None` where they are taken.
+LIMITS: tuple[tuple[Any, tuple[int, int], Mask, dict[str, Any], str | None], ...] = (
+    (fa4.FA4, (10, 0), CAUSAL, SEGMENTS, "on Hopper only"),
+    (fa4.FA4, (10, 0), PREDICATE, {}, "on Hopper only"),
+    (fa4.FA4, (10, 0), CAUSAL, {"alibi": True}, "on Hopper only"),
+    (fa4.FA4, (9, 0), CAUSAL, SEGMENTS | {"deterministic": True}, "is not deterministic"),
+    (fa4.FA4, (9, 0), PREDICATE, {"deterministic": True}, "not deterministic"),
+    (fa4.FA4, (9, 0), DOCUMENTS, SEGMENTS, "no segment_ids together"),
+    (fa4.FA4, (9, 0), DOCUMENTS, {"alibi": True}, "no alibi_slopes together"),
+    (flash_attn.FA3, (9, 0), CAUSAL, {"head_dim": 192, "deterministic": True}, None),
+    (flash_attn.FA3, (9, 0), CAUSAL, {"head_dim": 256}, None),
+    (
+        flash_attn.FA3, (9, 0), CAUSAL, {"head_dim": 256, "deterministic": True},
+        "is deterministic for head dims up to 192, not 256",
     ),
-    "a predicate that repeats": (PREDICATE, {"deterministic": True}, (9, 0), "not deterministic"),
-    "segments and documents": (DOCUMENTS, {"segment_ids": True}, (9, 0), "no segment_ids together"),
-    "ALiBi and documents": (DOCUMENTS, {"alibi": True}, (9, 0), "no alibi_slopes together"),
-}  # fmt: skip
+)  # fmt: skip
 
 
-def _limits(
-    monkeypatch: pytest.MonkeyPatch, mask: Mask, options: dict[str, Any], gpu: tuple[int, int]
-) -> tuple[str, ...]:
+@pytest.mark.parametrize(("kernel", "gpu", "mask", "options", "why"), LIMITS)
+def test_what_a_kernel_has_not(
+    kernel: Any, gpu: tuple[int, int], mask: Mask, options: dict[str, Any], why: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(fa4, "capability", lambda: gpu)
     monkeypatch.setattr(fa4.library, "is_known", lambda: True)
-    program = ring_program(make_plan(mask, seq_len=512, cp_size=1))
-    assert fa4.FA4.limits is not None
-    return fa4.FA4.limits(replace(CALL, **options), program)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_fa4_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mask, options, gpu, why = REFUSED[name]
-    (reason,) = _limits(monkeypatch, mask, options, gpu)
-    assert why in reason
+    over = ring_program(make_plan(mask, seq_len=512, cp_size=1))
+    request = replace(BFLOAT16, **options)
+    request = replace(request, v_head_dim=request.head_dim)
+    limits = () if kernel.limits is None else kernel.limits(request, over)
+    reasons = *refusals(kernel.capabilities, request, over), *limits
+    assert [why in reason for reason in reasons if why] == [True] * (why is not None)
+    assert bool(reasons) is (why is not None)
 
 
 @pytest.mark.parametrize(
@@ -526,7 +427,6 @@ def test_cudnn(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(sdpa, "capability", lambda: gpu)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    request = replace(CALL, head_dim=dims[0], v_head_dim=dims[1])
-    program = ring_program(make_plan(CAUSAL, seq_len=512, cp_size=1))
-    limits = sdpa.CUDNN.limits
-    assert limits is not None and (limits(request, program) == ()) is takes
+    request = replace(BFLOAT16, head_dim=dims[0], v_head_dim=dims[1])
+    reasons = not_none(sdpa.CUDNN.limits)(request, program(cp_size=1))
+    assert (reasons == ()) is takes

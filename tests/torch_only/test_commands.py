@@ -7,19 +7,20 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from patched import replaced
 
 from ring_core import StrategyConfig
-from ring_core.tools.doctor import RESULTS, report
+from ring_core.base.caches import LengthCaches
+from ring_core.tools.doctor import RESULTS
 from ring_core.tripwire import CAPABILITIES, peak_tflops
-from ring_torch import ContextParallel, cross_entropy, kernels, ring_attention
+from ring_torch import ContextParallel, cross_entropy, kernels, prepare, ring_attention
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import KERNELS, fa4
 from ring_torch.kernels.api import Kernel
@@ -35,7 +36,6 @@ from ring_torch.records import AttentionState
 from ring_torch.strategies import explained
 from ring_torch.tools import doctor, rates as torch_rates
 from ring_torch.tools.cli import main
-from ring_torch.transports import TRANSPORTS
 
 WIDTH, HEIGHT = 80, 24
 ON_THE_HOST = pytest.mark.skipif(
@@ -62,40 +62,31 @@ def test_explain_counts_calls_that_were_prepared() -> None:
     assert line == f"prepared calls     found again/made by length: {counts}"
 
 
-def right() -> dict[str, Any]:
-    """Return arguments of a preflight that passes; those of :func:`wrong` and others do not."""
+def right(step: Any = lambda _, loss: loss) -> dict[str, Any]:
+    """Return arguments of a preflight that passes; those of the functions below do not."""
     cp, model = ContextParallel(), torch.nn.Linear(8, 5)
     for weight in model.parameters():
         torch.nn.init.constant_(weight, 0.1)
 
-    def step(model: Any, batch: Any) -> torch.Tensor:
-        logits = model(cp.shard(batch))
-        return cross_entropy(cp, logits, cp.shard(batch[..., 0].long().abs()))
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        labels = cp.shard(batch[..., 0].long().abs())
+        changed: torch.Tensor = step(cp, cross_entropy(cp, model(cp.shard(batch)), labels))
+        return changed
 
     batch = torch.linspace(-4, 4, 2 * 24 * 8).view(2, 24, 8)
-    return {"cp": cp, "step": step, "model": model, "batch": batch}
+    return {"cp": cp, "step": loss, "model": model, "batch": batch}
 
 
 def wrong() -> dict[str, Any]:
-    arguments = right()
-    return arguments | {"step": lambda *x: arguments["cp"].cp_size * arguments["step"](*x)}
+    return right(lambda cp, loss: cp.cp_size * loss)
 
 
 def failing() -> dict[str, Any]:
-    arguments = right()
-
-    def step(*x: Any) -> Any:
-        if arguments["cp"].cp_rank == 1:
-            raise KeyError("mine")
-        return arguments["step"](*x)
-
-    return arguments | {"step": step}
+    return right(lambda cp, loss: dict[str, Any]()["mine"] if cp.cp_rank == 1 else loss)
 
 
 def without_a_batch() -> dict[str, Any]:
-    arguments = right()
-    del arguments["batch"]
-    return arguments
+    return {name: x for name, x in right().items() if name != "batch"}
 
 
 #: What the command says of each function, and its exit code.
@@ -116,13 +107,15 @@ def test_preflight_of_a_function(function: str, capsys: pytest.CaptureFixture[st
     assert re.search(words, printed.out or printed.err), printed
 
 
-def test_preflight_under_torchrun() -> None:
-    command = "torch.distributed.run --standalone --nproc-per-node 3 -m ring_torch preflight test_commands:failing"
+def torchrun(arguments: str) -> subprocess.CompletedProcess[str]:
     here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    got = subprocess.run(
-        [sys.executable, "-m", *command.split()], env=os.environ | here, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments.split()]
+    options: Any = {"capture_output": True, "text": True, "timeout": 240}
+    return subprocess.run(command, env=os.environ | here, check=False, **options)
+
+
+def test_preflight_under_torchrun() -> None:
+    got = torchrun("--nproc-per-node 3 -m ring_torch preflight test_commands:failing")
     assert got.returncode == 1
     assert got.stdout.count("KeyError: 'mine'") == 3, got.stdout + got.stderr
 
@@ -155,6 +148,7 @@ MISTAKES = (
     (f"{ASKED} --heads 4 --strategy hybrid", "no process group to ask. Instead: "),
     (f"{ASKED} --heads 4 --device a100 --kernel fa4", "kernel 'fa4'"),
     *((f"{ASKED} --heads={x}", "is no H/K such as 32/8") for x in ("8/3", "x", "8/4/2", "0", "-8")),
+    *((f"{ASKED} --heads 4 --device voodoo2", name) for name in ("cpu", *CAPABILITIES)),
     ("bench --seq-len 255", "255 is not a positive multiple of 4"),
     ("bench --ranks 0", "--ranks must be at least 1"),
     (f"{TIMED} --seq-len 0", "--seq-len must be at least 1, got 0"),
@@ -162,14 +156,16 @@ MISTAKES = (
 )
 
 
-@pytest.mark.parametrize(("command", "words"), MISTAKES)
-def test_mistakes(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        code: object = main(command.split())
-    except SystemExit as stop:
-        code = stop.code
-    printed = capsys.readouterr()
-    assert (code, printed.out) == (2, "") and words in printed.err
+def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, words in MISTAKES:
+        try:
+            code: object = main(command.split())
+        except SystemExit as stop:
+            code = stop.code
+        printed = capsys.readouterr()
+        assert (code, printed.out) == (2, "") and words in printed.err, command
+    for name in CAPABILITIES:  # those whose peak is known, too
+        assert peak_tflops(f"NVIDIA {name.upper()}") is not None
 
 
 LONG = "--cp 4 --seq-len 64k --heads 32/8"
@@ -206,98 +202,56 @@ def test_another_device_is_explained_as_on_a_machine_that_has_it(
     assert capsys.readouterr().out == texts["h200"].replace(" (h200)", "")
 
 
-def test_devices_that_are_not_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["explain", *LONG.split(), "--device", "voodoo2"])
-    printed = capsys.readouterr().err
-    assert all(name in printed for name in ("cpu", *CAPABILITIES))
-    for name in CAPABILITIES:  # those whose peak is known, too
-        assert peak_tflops(f"NVIDIA {name.upper()}") is not None
-
-
-def test_gpus_that_are_not_there_are_to_be_asked() -> None:
-    absent = Ranks(None, 0, 4)
-    by_name = {transport.name: transport for transport in TRANSPORTS}
-    assert by_name["symm_mem"].refusals(absent, torch.device("cuda"), False) is None
-
-
-def _figures(strategy: str | StrategyConfig, **options: Any) -> list[str]:
-    """The lines of ``explain`` below the plan's, on rank 1 of 4 whose shards are contiguous."""
-    q, k = (torch.empty(1, 256, n, 16, requires_grad=True) for n in (8, 4))
-    record = CallOptions(strategy=strategy, causal=True, **options)
-    text = explained(*check_call(Ranks(None, 1, 4), 0, "contiguous", q, k, k, record))
-    _, _, figures = text.partition("\nseq_len=1024 cp_size=4 layout=contiguous ")
-    return figures.splitlines()[1:]
-
-
 _IMBALANCE = "busiest rank's (query, key) pairs over the mean"
 _WAITS = "of each step's busiest rank: a ring waits for it"
 _EXCHANGES = "2 in the forward, 2 in the backward: tokens for heads among"
-
-
-@pytest.mark.parametrize(
-    ("strategy", "figures"),
-    [
-        (
-            "ring",
-            [
-                f"imbalance          1.749  {_IMBALANCE}", f"imbalance by step  1.749  {_WAITS}",
-                "steps with work    4 of 4; others are skipped",
-                "K/V messages       3 per rank in the forward",
-            ],
+_LAUNCHES = "over gathered keys, {} over own in place, in the forward"
+_ONE = "fetches 1 by this rank: 256 keys from 1 of 3 other ranks"
+#: Strategies with options, and the lines of ``explain`` below the plan's.
+FIGURES: dict[str, tuple[str | StrategyConfig, dict[str, Any], tuple[str, ...]]] = {
+    "ring": ("ring", {}, (
+        f"imbalance 1.749 {_IMBALANCE}", f"imbalance by step 1.749 {_WAITS}",
+        "steps with work 4 of 4; others are skipped", "K/V messages 3 per rank in the forward",
+    )),
+    "gather": ("gather", {}, (
+        f"imbalance 1.749 {_IMBALANCE}", _ONE, f"launches 1 {_LAUNCHES.format(1)}",
+    )),
+    # A kernel of all bands sees own keys in one launch with the others.
+    "gather, eager": ("gather", {"kernel": "eager"}, (
+        f"imbalance 1.749 {_IMBALANCE}", _ONE, f"launches 1 {_LAUNCHES.format(0)}",
+    )),
+    "ulysses": ("ulysses", {}, (f"imbalance 1.000 {_IMBALANCE}", f"exchanges {_EXCHANGES} 4 ranks")),
+    "ulysses, options": (
+        "ulysses", {
+            "segment_ids": torch.zeros(1, 256, dtype=torch.int32),
+            "bias": torch.empty(1, 8, 256, 1024, requires_grad=True),
+        }, (
+            f"imbalance 1.000 {_IMBALANCE}",
+            f"exchanges {_EXCHANGES} 4 ranks".replace("2 in the f", "5 in the f").replace("2 in the b", "3 in the b"),
         ),
-        (
-            "gather",
-            [
-                f"imbalance          1.749  {_IMBALANCE}",
-                "fetches            1 by this rank: 256 keys from 1 of 3 other ranks",
-                "launches           1 over gathered keys, 1 over own in place, in the forward",
-            ],
-        ),
-        (
-            "ulysses",
-            [f"imbalance          1.000  {_IMBALANCE}", f"exchanges          {_EXCHANGES} 4 ranks"],
-        ),
-        (
-            StrategyConfig("hybrid", ulysses_size=2),
-            [
-                f"exchanges          {_EXCHANGES} 2 ranks",
-                "between groups     ring over 2 groups of 2 ranks:",
-                f"imbalance          1.500  {_IMBALANCE}", f"imbalance by step  1.500  {_WAITS}",
-                "steps with work    2 of 2; others are skipped",
-                "K/V messages       1 per rank in the forward",
-            ],
-        ),
-        (
-            StrategyConfig("hybrid", ulysses_size=2, outer="gather"),
-            [
-                f"exchanges          {_EXCHANGES} 2 ranks",
-                "between groups     gather over 2 groups of 2 ranks:",
-                f"imbalance          1.500  {_IMBALANCE}",
-                "fetches            none, as no query of this rank sees keys of another",
-                "launches           0 over gathered keys, 1 over own in place, in the forward",
-            ],
-        ),
-    ],
-)  # fmt: skip
-def test_figures_are_those_of_the_strategy_that_runs(
-    strategy: str | StrategyConfig, figures: list[str]
-) -> None:
-    assert _figures(strategy) == figures
+    ),
+    "hybrid, ring": (StrategyConfig("hybrid", ulysses_size=2), {}, (
+        f"exchanges {_EXCHANGES} 2 ranks", "between groups ring over 2 groups of 2 ranks:",
+        f"imbalance 1.500 {_IMBALANCE}", f"imbalance by step 1.500 {_WAITS}",
+        "steps with work 2 of 2; others are skipped", "K/V messages 1 per rank in the forward",
+    )),
+    "hybrid, gather": (StrategyConfig("hybrid", ulysses_size=2, outer="gather"), {}, (
+        f"exchanges {_EXCHANGES} 2 ranks", "between groups gather over 2 groups of 2 ranks:",
+        f"imbalance 1.500 {_IMBALANCE}", "fetches none, as no query of this rank sees keys of another",
+        f"launches 0 {_LAUNCHES.format(1)}",
+    )),
+}  # fmt: skip
 
 
-def test_own_keys_may_be_gathered_too() -> None:
-    """A kernel of all bands sees them in one launch with the others."""
-    *_, fetches, launches = _figures("gather", kernel="eager")
-    assert "1 by this rank: 256 keys" in fetches
-    assert "1 over gathered keys, 0 over own in place" in launches
-
-
-def test_exchanges_are_those_that_run() -> None:
-    bias = torch.empty(1, 8, 256, 1024, requires_grad=True)
-    ids = torch.zeros(1, 256, dtype=torch.int32)
-    _, exchanges = _figures("ulysses", segment_ids=ids, bias=bias)
-    assert "5 in the forward, 3 in the backward" in exchanges
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_are_those_of_the_strategy_that_runs(name: str) -> None:
+    """On rank 1 of 4 whose shards are contiguous."""
+    strategy, options, figures = FIGURES[name]
+    q, k = (torch.empty(1, 256, n, 16, requires_grad=True) for n in (8, 4))
+    record = CallOptions(strategy=strategy, causal=True, **options)
+    text = explained(*check_call(Ranks(None, 1, 4), 0, "contiguous", q, k, k, record))
+    lines = text.partition("\nseq_len=1024 cp_size=4 layout=contiguous ")[2].splitlines()[1:]
+    assert tuple(" ".join(line.split()) for line in lines) == figures
 
 
 EAGER = EagerKernel()
@@ -310,25 +264,9 @@ def found_by(capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any
     return diagnosis
 
 
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let torch report two GPUs, which cannot compute."""
-
-    def show(*, reach: bool = True, capability: tuple[int, int] = (9, 0)) -> None:
-        for name, value in {
-            "is_available": True, "device_count": 2, "get_device_name": "H200",
-            "get_device_capability": capability, "can_device_access_peer": reach,
-        }.items():  # fmt: skip
-            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-        monkeypatch.setattr(doctor, "accelerator", lambda: "cuda")
-        for test in ("self_test", "ring_test"):
-            monkeypatch.setattr(doctor, test, lambda *_, **__: iter(()))
-
-    return show
-
-
 @ON_THE_HOST
 def test_a_machine_without_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """People are told what the page shows."""
     diagnosis = found_by(capsys)
     assert diagnosis["healthy"]
     assert (diagnosis["device"], diagnosis["devices"]) == ("cpu", [])
@@ -342,22 +280,16 @@ def test_a_machine_without_gpu(capsys: pytest.CaptureFixture[str]) -> None:
             assert kernel["available"] and not kernel["why"]
     ways = {way["name"]: way["available"] for way in diagnosis["strategies"]}
     messages = ["ulysses/p2p", "gather/p2p", "ring/p2p", "balanced/p2p", "hybrid/p2p"]
-    assert ways == {
-        "gather/symm_mem": False,
-        "ulysses/symm_mem": False,
-        **dict.fromkeys(messages, True),
-    }
+    copies = ["gather/symm_mem", "ulysses/symm_mem"]
+    assert ways == dict.fromkeys(messages, True) | dict.fromkeys(copies, False)
     checks = [(check["name"], check["where"], check["result"]) for check in diagnosis["checks"]]
     tested = [("sdpa", "cpu"), ("eager", "cpu"), *((way, "2 cpu ranks") for way in messages)]
     assert checks == [(*kernel_and_pass, what) for kernel_and_pass in tested for what in RESULTS]
     assert all(0 < check["error"] <= check["limit"] < 1e-4 for check in diagnosis["checks"])
-
-
-def _check_text(printed: str) -> None:
-    """Check the printed text against the documentation page."""
-    rows = [line.split() for line in printed.splitlines()]
-    assert ["eager", "any", "available"] in rows
-    assert ["ring/p2p", "any", "available"] in rows
+    assert main(["doctor"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for row in (["eager", "any", "available"], ["ring/p2p", "any", "available"]):
+        assert row in rows
     assert ["gather/symm_mem", "cuda", "no:"] in [line[:3] for line in rows]
     assert rows[-1] == ["all", "is", "well"]
     page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
@@ -365,52 +297,47 @@ def _check_text(printed: str) -> None:
     assert [line for line in shown.splitlines() if line.split() not in rows] == []
 
 
-@ON_THE_HOST
-def test_what_people_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
-    _check_text(capsys.readouterr().out)
-
-
-def test_gpus_and_the_order_of_kernels(two_gpus: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    two_gpus(capability=(8, 0))
-    diagnosis = found_by(capsys, code=1)  # no kernel has yet shown that it runs on these GPUs
-    assert diagnosis["devices"] == [
-        f"H200, compute capability 8.0, reaches {other}" for other in (1, 0)
-    ]
+@pytest.mark.parametrize("reaches", [True, False])
+def test_two_gpus(
+    reaches: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch reports GPUs that cannot compute: no kernel has yet shown that it runs on them."""
+    for name, value in {
+        "is_available": True, "device_count": 2, "get_device_name": "H200",
+        "get_device_capability": (8, 0), "can_device_access_peer": reaches,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(doctor, "accelerator", lambda: "cuda")
+    for test in ("self_test", "ring_test"):
+        monkeypatch.setattr(doctor, test, lambda *_, **__: iter(()))
+    diagnosis = found_by(capsys, code=1)
+    reached = ("1", "0") if reaches else ("no other",) * 2
+    assert diagnosis["devices"] == [f"H200, compute capability 8.0, reaches {x}" for x in reached]
     assert [kernel["name"] for kernel in diagnosis["kernels"]][:2] == ["fa2", "fa4"]
     assert diagnosis["strategies"][0] == {
-        "name": "ulysses/symm_mem", "where": "cuda", "available": True, "why": "", "notes": []
+        "name": "ulysses/symm_mem", "where": "cuda", "available": reaches, "notes": [],
+        "why": "" if reaches else "GPUs do not reach each other's memory: 0 and 1",
     }  # fmt: skip
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.endswith("something is wrong\n")
 
 
-def test_gpus_that_do_not_reach_each_other(two_gpus: Any) -> None:
-    two_gpus(reach=False)
-    diagnosis = doctor.diagnose()
-    assert diagnosis.strategies[0].why == "GPUs do not reach each other's memory: 0 and 1"
-    text = report(diagnosis, as_json=False)
-    assert "H200, compute capability 9.0, reaches no other" in text
-    assert text.endswith("something is wrong")
-
-
-def test_a_kernel_that_cannot_even_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: Any) -> None:
-        raise RuntimeError("undefined symbol")
-
+def test_what_fails_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Mock(side_effect=RuntimeError("no such instruction"))
+    with replaced(EagerKernel, attend=broken):
+        of_kernel = [*doctor.self_test(EAGER, "cpu")]
+    of_ring = [*doctor.ring_test([("gather", "symm_mem")], cuda=False)]
+    for checks, name, words in (
+        (of_kernel, "eager", "no such instruction"),
+        (of_ring, "gather/symm_mem", "UnsupportedError"),
+    ):
+        (check,) = checks
+        assert (check.name, check.result, check.passed) == (name, "runs", False)
+        assert check.error is None and words in check.trace
     monkeypatch.setattr(FlashKernel, "unavailable_reason", broken)
-    assert doctor.kernel_report(FA4, "cuda").why == (
-        "looking for it failed: RuntimeError('undefined symbol')"
-    )
+    why = "looking for it failed: RuntimeError('no such instruction')"
+    assert doctor.kernel_report(FA4, "cuda").why == why
     assert "finds no such device" in doctor.kernel_report(FA4, "cpu").why  # not asked
-
-
-def test_a_kernel_that_fails() -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("no such instruction")
-
-    with replaced(EagerKernel, attend=fail):
-        (check,) = doctor.self_test(EAGER, "cpu")
-    assert (check.result, check.passed, check.error) == ("runs", False, None)
-    assert "no such instruction" in check.trace
 
 
 @pytest.mark.parametrize("factor", [1.001, float("nan"), float("inf")])
@@ -422,21 +349,13 @@ def test_a_wrong_result_is_found(factor: float, monkeypatch: pytest.MonkeyPatch)
         result.out.mul_(factor)
         return result
 
-    with replaced(EagerKernel, attend=wrong):
-        checks = {check.result: check for check in doctor.self_test(EAGER, "cpu")}
-    assert not checks["out"].passed
-    assert (checks["out"].error is None) == (factor != 1.001)
-    assert checks["dv"].passed
     monkeypatch.setattr(doctor, "in_order", lambda _: (EAGER,))
     monkeypatch.setattr(doctor, "all_ways", lambda: ())
     with replaced(EagerKernel, attend=wrong):
+        checks = {check.result: check for check in doctor.self_test(EAGER, "cpu")}
         assert main(["doctor"]) == 1
-
-
-def test_a_ring_that_fails() -> None:
-    (check,) = doctor.ring_test([("gather", "symm_mem")], cuda=False)
-    assert (check.name, check.result, check.passed) == ("gather/symm_mem", "runs", False)
-    assert "UnsupportedError" in check.trace
+    assert not checks["out"].passed and checks["dv"].passed
+    assert (checks["out"].error is None) == (factor != 1.001)
 
 
 SMALL = ("--seq-len", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "16")
@@ -459,51 +378,53 @@ def test_no_speed_without_right_results(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = LocalRanks.run
-
-    def wrong(*args: Any) -> list[Any]:
-        return [[1.01 * x for x in results] for results in right(*args)]
-
-    monkeypatch.setattr(LocalRanks, "run", wrong)
+    monkeypatch.setattr(
+        LocalRanks, "run", lambda *args: [[1.01 * x for x in y] for y in right(*args)]
+    )
     assert main(["bench", *SMALL, "--ranks", "1"]) == 1
     text = capsys.readouterr().out
     assert "FAILED" in text and text.endswith("something is wrong\n")
     assert "efficiency" not in text
 
 
-FEW = (("causal", 16), ("window", 16))
+@ON_THE_HOST
+@pytest.mark.parametrize("fault", ["", "raises", "rough"])
+def test_rates_are_written_and_read(
+    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that fails has no time: where it raises, or in the doctor's test before."""
+    right: Any = ring_attention
 
+    def wrong(*tensors: Any, kernel: str, **options: Any) -> Any:
+        if kernel == "sdpa" and fault == "raises":
+            raise RuntimeError("not today\nnor tomorrow")
+        return right(*tensors, kernel=kernel, **options) * (1.001 if kernel == "sdpa" else 1)
 
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``bench --rates`` time two cases with few heads, in one round."""
-    monkeypatch.setattr(torch_rates.renew, "__defaults__", (FEW,))
+    if fault:
+        module = torch_rates if fault == "raises" else doctor
+        monkeypatch.setattr(module, "ring_attention", wrong)
+    # Two cases with few heads, in one round.
+    monkeypatch.setattr(torch_rates.renew, "__defaults__", ((("causal", 16), ("window", 16)),))
     monkeypatch.setattr(torch_rates, "ROUNDS", 1)
     monkeypatch.setattr(torch_rates, "HEADS", (4, 2))
-
-
-def _orders(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], list[str]]:
-    monkeypatch.setenv(RATES_VARIABLE, str(path))
-    return dict(measured().orders)
-
-
-@ON_THE_HOST
-@pytest.mark.usefixtures("few")
-def test_rates_are_written_and_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     path = tmp_path / "rates.json"
     path.write_text("of another run")
     assert main(["bench", "--rates", str(path), "--seq-len", "64"]) == 0
     said = capsys.readouterr()
-    assert f"RING_RATES={path} uses it" in said.out and "no time" not in said.err
-    orders = _orders(path, monkeypatch)
-    assert {case: {*names} for case, names in orders.items()} == {
-        ("causal", 16): {"sdpa", "eager"}, ("window", 16): {"eager"},
-    }  # fmt: skip
+    assert f"RING_RATES={path} uses it" in said.out
+    assert ("no time of sdpa: not today\n" in said.err) is (fault == "raises")
+    monkeypatch.setenv(RATES_VARIABLE, str(path))
     assert measured().device == "cpu"
+    assert {case: {*names} for case, names in measured().orders.items()} == {
+        ("causal", 16): {"eager"} if fault else {"sdpa", "eager"}, ("window", 16): {"eager"},
+    }  # fmt: skip
     for row in json.loads(path.read_text())["rows"]:
         times = [*row["milliseconds"].values()]
         assert times == sorted(times) and times[0] > 0
+    # From now on calls take the fastest: with a fault it is another one than without the file.
+    x, (fastest, *_) = torch.zeros(1, 64, 4, 16), measured().orders["causal", 16]
+    monkeypatch.setattr(prepare, "_prepare", LengthCaches(_prepare.__wrapped__))
+    assert ContextParallel().explain(x, x, x, causal=True).startswith(f"kernel {fastest}\n")
 
 
 @ON_THE_HOST
@@ -516,36 +437,11 @@ def test_every_option_can_be_timed(option: str, monkeypatch: pytest.MonkeyPatch)
     assert all(x.isfinite().all() for x in (out, *grads))
 
 
-@ON_THE_HOST
-@pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("fault", ["raises", "rough"])
-def test_a_kernel_that_fails_has_no_time(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    right: Any = ring_attention
-
-    def wrong(*tensors: Any, kernel: str, **options: Any) -> Any:
-        if kernel == "sdpa" and fault == "raises":
-            raise RuntimeError("not today\nnor tomorrow")
-        return right(*tensors, kernel=kernel, **options) * (1.001 if kernel == "sdpa" else 1)
-
-    # One that raises does so when it is timed; one that errs, in the doctor's test before.
-    monkeypatch.setattr(torch_rates if fault == "raises" else doctor, "ring_attention", wrong)
-    path = tmp_path / "rates.json"
-    assert main(["bench", "--rates", str(path), "--seq-len", "64"]) == 0
-    assert ("no time of sdpa: not today\n" in capsys.readouterr().err) is (fault == "raises")
-    assert all(names == ["eager"] for names in _orders(path, monkeypatch).values())
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("command", ["bench", "doctor"])
 def test_a_launcher_is_refused_once(command: str) -> None:
     """Under ``torchrun`` only rank 0 prints that the command starts its own ranks."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, "-m", "ring_torch", command], capture_output=True, text=True, timeout=240,
-        check=False,
-    )  # fmt: skip
+    done = torchrun(f"--nproc-per-node 2 -m ring_torch {command}")
     assert done.returncode != 0
     assert done.stdout == ""
     assert done.stderr.count(f"python -m ring_torch {command} starts its ranks itself") == 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from views import VIEWS
 
 from ring_core import ChunkLayout, Mask, StrategyConfig, UnsupportedError
 from ring_torch import ContextParallel, KernelConfig, compat, cross_entropy, ring_attention
@@ -77,19 +79,12 @@ def tensors(cp: ContextParallel, options: dict[str, Any]) -> tuple[list[Tensor],
     return leaves, options | made
 
 
-def results(
-    cp: ContextParallel, options: dict[str, Any], wrap: Callable[[Any], Any]
-) -> list[Tensor]:
-    """Return outputs and gradients of a function that calls attention."""
-    leaves, options_of_call = tensors(cp, options)
-
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        out = cp.attention(q * 1.5, k, v, **options_of_call)
-        return out if isinstance(out, tuple) else (out,)
-
-    out = wrap(function)(*leaves[:3])
-    loss = sum((x.sin().sum() for x in out), start=torch.zeros(()))
-    return [*out, *torch.autograd.grad(loss, leaves)]
+def outcome(call: Any, leaves: Sequence[Tensor], *rest: Any, others: Any = ()) -> list[Tensor]:
+    """Return outputs of a call on leaves, and gradients of these and of others that it reads."""
+    out = call(*leaves, *rest)
+    outs = out if isinstance(out, tuple) else (out,)
+    loss = sum((x.sin().sum() for x in outs), start=torch.zeros(()))
+    return [*outs, *torch.autograd.grad(loss, (*leaves, *others))]
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -110,10 +105,22 @@ CHUNKS = ChunkLayout(((0, 3, 5, 6), (1, 2, 4, 7)))
 )  # fmt: skip
 @on_ranks
 def test_in_one_graph(name: str, layout: Any, strategy: str | None) -> None:
+    """Each input is a view of another kind: a graph expects strides of what a call returns."""
     cp, options = ContextParallel(layout=layout), CALLS[name]
-    options = options if strategy is None else options | {"strategy": strategy}
-    wraps: tuple[Any, ...] = (lambda f: f, compiled)
-    same_bits(*(results(cp, options, wrap) for wrap in wraps))
+    leaves, options = tensors(cp, options if strategy is None else options | {"strategy": strategy})
+    first = [*CALLS].index(name)
+    for n, x in enumerate(leaves[:3]):
+        view = [*VIEWS.values()][(first + n) % len(VIEWS)]
+        leaves[n] = view(x.detach()).requires_grad_()
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        outputs = cp.attention(q, k, v, **options)
+        out, *lse = outputs if isinstance(outputs, tuple) else (outputs,)
+        # A model's output projection flattens the heads like this.
+        return (out.flatten(2) * 1.5, *lse)
+
+    calls = function, compiled(function)
+    same_bits(*(outcome(call, leaves[:3], others=leaves[3:]) for call in calls))
 
 
 def same_bits(actual: object, expected: object) -> None:
@@ -121,31 +128,23 @@ def same_bits(actual: object, expected: object) -> None:
 
 
 @on_ranks
-def test_other_chunks_are_another_graph() -> None:
-    def function(cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return cp.attention(q, k, v, causal=True)
-
-    call = compiled(function)
-    for chunks in (((0, 3), (1, 2)), ((0, 2), (1, 3)), ((0, 3), (1, 2))):
-        cp = ContextParallel(layout=ChunkLayout(chunks))
-        q, k, v = (x.detach() for x in tensors(cp, {})[0])
-        same_bits(call(cp, q, k, v), function(cp, q, k, v))
-
-
-@on_ranks
-def test_other_blocks_are_another_graph() -> None:
-    cp = ContextParallel()
-    q, k, v = (x.detach() for x in tensors(cp, {})[0])
-
-    def function(config: KernelConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def test_other_chunks_and_blocks_are_other_graphs() -> None:
+    def function(cp: ContextParallel, config: KernelConfig, q: Tensor, k: Tensor, v: Tensor) -> Any:
         return cp.attention(q, k, v, causal=True, kernel=config)
 
     call = compiled(function)
-    for block in (16, 32, 48):
-        config = KernelConfig("eager", block_q=block)
+    for chunks, block in (
+        (((0, 3), (1, 2)), 16), (((0, 2), (1, 3)), 16), (((0, 3), (1, 2)), 16),
+        (((0, 3), (1, 2)), 32), (((0, 3), (1, 2)), 48),
+    ):  # fmt: skip
+        cp, config = (
+            ContextParallel(layout=ChunkLayout(chunks)),
+            KernelConfig("eager", block_q=block),
+        )
+        qkv = [x.detach() for x in tensors(cp, {})[0]]
         with patch.object(_compiled, "_static_call", wraps=_compiled._static_call) as read:
-            out = call(config, q, k, v)
-        same_bits(out, function(config, q, k, v))
+            out = call(cp, config, *qkv)
+        same_bits(out, function(cp, config, *qkv))
         texts = [json.loads(call.args[0])["options"] for call in read.call_args_list]
         kernels: list[Any] = [CallOptions(*options).kernel for options in texts]
         assert kernels and all(kernel["kernel"][:2] == ["eager", block] for kernel in kernels)
@@ -219,7 +218,7 @@ def test_few_graphs_for_all_lengths(
     def with_gradient(loss: Tensor) -> Tensor:
         return torch.cat([loss.detach()[None], torch.autograd.grad(loss, weight)[0].flatten()])
 
-    functions: tuple[Any, ...] = (compiled(step), step)
+    calls: tuple[Any, ...] = (compiled(step), step)
     for n in range(12):
         length = 48 + 16 * (5 * n % 12) - n % 3
         x, position = numbers(n, 1, length, 8), torch.arange(length)
@@ -227,11 +226,10 @@ def test_few_graphs_for_all_lengths(
         ends = np.random.default_rng(n).choice(range(1, length), n % 5 + 1, replace=False)
         offsets = torch.tensor([0, *sorted(ends), length] if packed else [0, length])
         document = torch.bucketize(position, offsets, right=True).int()
-        ids = cp.shard(document[None], pad=True)
-        options = {"segment_ids": ids, "cu_seqlens": offsets}
-        options = {name: option for name, option in options.items() if name == packed}
+        given = {"segment_ids": cp.shard(document[None], pad=True), "cu_seqlens": offsets}
+        options = {packed: given[packed]} if packed else {}
         shards = cp.shard(x, pad=True), cp.shard(labels, pad=True)
-        results = [with_gradient(call(*shards, length, options)) for call in functions]
+        results = [with_gradient(call(*shards, length, options)) for call in calls]
         same_bits(*results)
         if dtype == torch.float64:
             visible = (position[:, None] >= position) & (document[:, None] == document)
@@ -243,35 +241,31 @@ def test_few_graphs_for_all_lengths(
 
 
 @pytest.mark.parametrize(
-    ("options", "keys", "graphs"),
+    ("options", "heads", "keys", "graphs"),
     [
-        ({"causal": True}, 1, 2), ({"return_lse": True, "strategy": "ulysses"}, 1, 2),
-        ({"strategy": "gather"}, 2, 2),
-        ({}, 2, 4),  # `auto` may choose by how many keys there are for a query
+        ({"causal": True}, (4, 2), 1, 2), ({"strategy": "gather"}, (4, 2), 2, 2),
+        ({"return_lse": True, "strategy": "ulysses"}, (5, 1), 1, 2),  # with padded heads
+        ({}, (4, 2), 2, 4),  # `auto` may choose by how many keys there are for a query
     ],
 )  # fmt: skip
 @on_ranks
-def test_other_sizes(options: dict[str, Any], keys: int, graphs: int) -> None:
+def test_other_sizes(
+    options: dict[str, Any], heads: tuple[int, int], keys: int, graphs: int
+) -> None:
     """Batch size, lengths of queries and keys, and sizes of a bias are symbols of one graph."""
     torch._dynamo.utils.counters.clear()
     cp = ContextParallel()
 
-    def step(q: Tensor, k: Tensor, bias: Tensor, ids: Tensor | None) -> list[Tensor]:
-        out = cp.attention(q, k, k * 2, bias=bias, segment_ids=ids, **options)
-        return [*out] if isinstance(out, tuple) else [out]
+    def step(q: Tensor, k: Tensor, bias: Tensor, ids: Tensor | None) -> Any:
+        return cp.attention(q, k, k * 2, bias=bias, segment_ids=ids, **options)
 
-    functions: tuple[Any, ...] = (compiled(step), step)
+    calls = compiled(step), step
     for batch, length in ((2, 8), (3, 12), (5, 16), (4, 20)):
-        columns = keys * length
-        shapes = (batch, length, 4, 8), (batch, columns, 2, 8), (1, 4, length, columns * cp.cp_size)
+        q, k = ((batch, n * length, h, 8) for n, h in zip((1, keys), heads, strict=True))
+        shapes = q, k, (1, heads[0], length, keys * length * cp.cp_size)
         ids = None if keys > 1 else (torch.arange(length) // 5).int().expand(batch, -1)
-        results = []
-        for function in functions:
-            leaves = [numbers(n, *shape).requires_grad_() for n, shape in enumerate(shapes)]
-            out = function(*leaves, ids)
-            loss = sum((x.sin().sum() for x in out), start=torch.zeros(()))
-            results.append([*out, *torch.autograd.grad(loss, leaves)])
-        same_bits(*results)
+        leaves = [numbers(n, *shape).requires_grad_() for n, shape in enumerate(shapes)]
+        same_bits(*(outcome(call, leaves, ids) for call in calls))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
@@ -327,20 +321,25 @@ def _offsets(n: int, documents: int) -> tuple[int, ...]:
     return (0, *sorted(inner.tolist()), T)
 
 
-def _refilled(n: int) -> Tensor:
-    return _BUFFER.copy_(torch.tensor(_offsets(n, 5)))
+#: Containers that are filled anew for each call.
+_REFILLED: tuple[Any, ...] = ([0] * 6, np.zeros(6, int), torch.zeros(6, dtype=torch.int32))
 
 
-_BUFFER = torch.zeros(6, dtype=torch.int32)
+def _refilled(n: int, kind: int) -> Any:
+    for place, offset in enumerate(_offsets(n, 5)):
+        _REFILLED[kind][place] = offset
+    return _REFILLED[kind]
+
 
 VARIED: dict[str, Callable[[int], dict[str, Any]]] = {
     "window": lambda n: {"causal": True, "window": (2 + n % 23, 0)},
     "two-sided window": lambda n: {"window": (2 + n % 7, 3 + n % 5)},
     "chunk_size": lambda n: {"chunk_size": 2 + n % 29},
     "tuple": lambda n: {"causal": True, "cu_seqlens": _offsets(n, 5)},
-    "list": lambda n: {"causal": True, "cu_seqlens": list(_offsets(n, 5))},
+    "refilled list": lambda n: {"causal": True, "cu_seqlens": _refilled(n, 0)},
+    "refilled ndarray": lambda n: {"cu_seqlens": _refilled(n, 1)},
     "tensor": lambda n: {"causal": True, "cu_seqlens": torch.tensor(_offsets(n, 2 + n % 9))},
-    "refilled tensor": lambda n: {"cu_seqlens": _refilled(n)},
+    "refilled tensor": lambda n: {"cu_seqlens": _refilled(n, 2)},
     "ndarray": lambda n: {"cu_seqlens": np.array(_offsets(n, 2 + n % 9))},
     "mask": lambda n: {"mask": Mask(window=(2 + n % 23, 0), cu_seqlens=_offsets(n, 5))},
     "seed": lambda n: {"dropout_p": 0.3, "dropout_seed": n * BIG % 2**64},
@@ -348,42 +347,36 @@ VARIED: dict[str, Callable[[int], dict[str, Any]]] = {
         "window": (3 + n % 11, 0), "cu_seqlens": torch.tensor(_offsets(n, 2 + n % 9)),
         "dropout_p": 0.3, "dropout_seed": n * BIG % 2**64,
     },
-}  # fmt: skip
-FLOATS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "softmax_scale": lambda n: {"softmax_scale": 0.1 + n / 16},
-    "softcap": lambda n: {"softcap": 2.0 + n},
+    "softmax_scale": lambda n: {"softmax_scale": 0.1 + n / 16}, "softcap": lambda n: {"softcap": 2.0 + n},
     "dropout_p": lambda n: {"dropout_p": n / 16, "dropout_seed": 1},
-}
+}  # fmt: skip
+#: How often each is called, if not six times. A float has a graph for each of its values.
+TIMES = {"all": 20, "softmax_scale": 1 + MOST, "softcap": 1 + MOST, "dropout_p": 1 + MOST}
 
 
-def _graphs(_: int, name: str, strategy: str, calls: int) -> int:
+def _graphs(_: int, name: str, strategy: str, times: int) -> int:
     """Compare compiled and eager results and gradients; return the number of graphs compiled."""
     torch._dynamo.utils.counters.clear()
     cp = ContextParallel()
     torch.manual_seed(0)
-    shards = [cp.shard(torch.randn(1, T, 2, 8)) for _ in range(3)]
+    leaves = [cp.shard(torch.randn(1, T, 2, 8)).requires_grad_() for _ in range(3)]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
         return cp.attention(q, k, v, strategy=strategy, **options) * 2.0
 
-    functions: tuple[Any, ...] = (compiled(attend), attend)
-    for n in range(calls):
-        outcomes = []
-        for function in functions:
-            leaves = [x.clone().requires_grad_() for x in shards]
-            out = function(*leaves, (VARIED | FLOATS)[name](n))
-            out.square().sum().backward()
-            outcomes.append((out, *(x.grad for x in leaves)))
-        same_bits(*outcomes)
+    calls = compiled(attend), attend
+    for n in range(times):
+        same_bits(*(outcome(call, leaves, VARIED[name](n)) for call in calls))
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-#: Per change each case runs one strategy, in turn. Left out are a list, which is read as a tuple,
-#: a two-sided window, which is read like a one-sided one, and what `all` has: window, tensor, seed.
+#: Per change each case runs one strategy, in turn. Left out are an array of any length, a two-sided
+#: window, which is read like a one-sided one, two floats, and what `all` has: window, tensor, seed.
 PER_CHANGE = [
     f"{name}-{('auto', 'gather')[n % 2]}"
     for n, name in enumerate(VARIED)
-    if name not in ("list", "window", "two-sided window", "tensor", "seed")
+    if name
+    not in ("ndarray", "window", "two-sided window", "tensor", "seed", "softmax_scale", "dropout_p")
 ]
 
 
@@ -391,14 +384,8 @@ PER_CHANGE = [
 @pytest.mark.parametrize("strategy", ["auto", "gather"])
 @pytest.mark.parametrize("name", VARIED)
 def test_one_graph_for_all(name: str, strategy: str, pool: LocalRanks) -> None:
-    calls = 20 if name == "all" else 6  # dynamo gives up after 8 graphs
-    assert max(pool.run(_graphs, name, strategy, calls)) <= 1 + MOST
-
-
-@pytest.mark.nightly(unless=["softcap"])
-@pytest.mark.parametrize("name", FLOATS)
-def test_every_float_has_its_graph(name: str, pool: LocalRanks) -> None:
-    assert set(pool.run(_graphs, name, "auto", 3)) == {3}
+    # Dynamo gives up after 8 graphs.
+    assert max(pool.run(_graphs, name, strategy, TIMES.get(name, 6))) <= 1 + MOST
 
 
 @on_ranks
@@ -407,14 +394,12 @@ def test_prepared_documents(rank: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(T // 2, 2, 8)
     function: Any = compat.llama3_flash_attn_varlen_func
+    prepare = compat.llama3_flash_attn_prepare_cu_seqlens
 
     def attend(offsets: Tensor) -> Tensor:
-        *cu, most_q, most_k, part = compat.llama3_flash_attn_prepare_cu_seqlens(
-            offsets, True, rank, 2
-        )
-        out: Tensor = function(
-            x, x, x, *cu, most_q, most_k, heads_k_stride=1, local_k_slice=part, causal=True
-        )
+        *documents, part = prepare(offsets, True, rank, 2)
+        options = {"heads_k_stride": 1, "local_k_slice": part, "causal": True}
+        out: Tensor = function(x, x, x, *documents, **options)
         return out * 2.0
 
     call = torch.compile(attend, backend="aot_eager")
@@ -448,48 +433,40 @@ def _attend_once(*qkv: Tensor, **options: Any) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize(
-    ("options", "message"), WRONG, ids=[f"{[*x][-1]}-{n}" for n, (x, _) in enumerate(WRONG)]
-)
-def test_what_is_wrong_is_refused_in_words(options: dict[str, Any], message: str) -> None:
+def test_what_is_wrong_is_refused_in_words() -> None:
     qkv = torch.randn(3, 1, TOKENS, TWO_HEADS, 8)
-    with pytest.raises(Exception, match=message) as caught:
-        compiled(_attend_once)(*qkv, **options)
-    assert isinstance(caught.value, ValueError) or "ValueError" in str(caught.value)
+    for options, message in WRONG:
+        with pytest.raises(Exception, match=message) as caught:
+            compiled(_attend_once)(*qkv, **options)
+        assert isinstance(caught.value, ValueError) or "ValueError" in str(caught.value)
 
 
-#: Options with a bias, and True if it needs a gradient.
-BIASES: dict[str, tuple[dict[str, Any], bool]] = {
-    "a mask of booleans": ({"mask": torch.ones(TOKENS, TOKENS).tril().bool()}, False),
-    "a constant bias": ({"bias": torch.randn(1, 1, TOKENS, TOKENS)}, False),
-    "a bias that is trained": ({"bias": torch.randn(1, 1, TOKENS, TOKENS, requires_grad=True)}, True),
-}  # fmt: skip
+#: Options with a bias.
+BIASES: dict[str, dict[str, Any]] = {
+    "a mask of booleans": {"mask": torch.ones(TOKENS, TOKENS).tril().bool()},
+    "a constant bias": {"bias": torch.randn(1, 1, TOKENS, TOKENS)},
+    "a bias that is trained": {"bias": torch.randn(1, 1, TOKENS, TOKENS, requires_grad=True)},
+}
 
 
 @pytest.mark.parametrize("name", BIASES)
 def test_gradients_that_a_graph_computes(name: str) -> None:
-    options, is_trained = BIASES[name]
+    """They are dQ, dK, dV, and dbias where it is trained."""
+    options, counts = BIASES[name], list[int]()
     torch.compiler.reset()
-    counts: list[int] = []
 
     def backward_compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
-        counts.extend(
-            len(node.meta["val"])
-            for node in graph.graph.nodes
-            if "attention_backward" in str(node.target)
-        )
+        backwards = [x for x in graph.graph.nodes if "attention_backward" in str(x.target)]
+        counts.extend(len(node.meta["val"]) for node in backwards)
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(
         fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward_compiler
     )
     graph: Any = torch.compile(_attend_once, backend=backend, fullgraph=True)
-    grads = []
-    for call in (graph, _attend_once):
-        numbers = torch.arange(3 * TOKENS * TWO_HEADS * 8).sin().view(3, 1, TOKENS, TWO_HEADS, 8)
-        qkv = [x.clone().requires_grad_() for x in numbers]
-        leaves = [*qkv, *(x for x in options.values() if x.requires_grad)]
-        out = call(*qkv, **options)
-        grads.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    same_bits(*grads)
-    assert counts == [4 if is_trained else 3]  # dQ, dK, dV, and dbias where it is trained
+    waves = torch.arange(3 * TOKENS * TWO_HEADS * 8).sin().view(3, 1, TOKENS, TWO_HEADS, 8)
+    leaves = [x.clone().requires_grad_() for x in waves]
+    trained = [x for x in options.values() if x.requires_grad]
+    calls = (partial(call, **options) for call in (graph, _attend_once))
+    same_bits(*(outcome(call, leaves, others=trained) for call in calls))
+    assert counts == [3 + len(trained)]

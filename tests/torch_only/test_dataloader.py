@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,9 +58,19 @@ class Counted:
         self.at = state["at"]
 
 
-def _rings() -> tuple[ContextParallel, Any]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    return ContextParallel(mesh["cp"]), mesh["dp"]
+def _rings(dp_size: int = 2) -> tuple[ContextParallel, Any]:
+    mesh = init_device_mesh("cpu", (dp_size, RANKS // dp_size), mesh_dim_names=("dp", "cp"))
+    return ContextParallel(mesh["cp"]), mesh["dp"] if dp_size > 1 else None
+
+
+def refused(message: str, call: Callable[[], Any], error: type[Exception] = ValueError) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def first_of(*items: Any, **options: Any) -> Callable[[], Any]:
+    """Return a call that reads the first batch of a loader."""
+    return lambda: next(iter(dataloader(ContextParallel(), [*items], **options)))
 
 
 @on_ranks
@@ -73,14 +84,13 @@ def test_documents_are_packed_for_each_ring(rank: int) -> None:
         lengths = [len(x) for x in docs]
         assert batch.seq_len == sum(lengths)
         assert batch.cu_seqlens == (0, *torch.tensor(lengths).cumsum(0).tolist())
-        rows = {
-            name: cp.unshard(getattr(batch, name), dim=dim, seq_len=batch.seq_len)
-            for name, dim in (("tokens", 1), ("labels", 1), ("positions", 0))
-        }
-        assert rows["tokens"].tolist() == [torch.cat(docs).tolist()]
-        assert rows["positions"].tolist() == [n for x in lengths for n in range(x)]
         shifted = [y for x in docs for y in (*x[1:].tolist(), IGNORED)]
-        assert rows["labels"].tolist() == [shifted]
+        for name, dim, expected in (
+            ("tokens", 1, [torch.cat(docs).tolist()]), ("labels", 1, [shifted]),
+            ("positions", 0, [n for x in lengths for n in range(x)]),
+        ):  # fmt: skip
+            row = cp.unshard(getattr(batch, name), dim=dim, seq_len=batch.seq_len)
+            assert row.tolist() == expected, name
         both = whole[2 * step] + whole[2 * step + 1]
         assert batch.count == sum(len(x) - 1 for x in both)
         counted = (batch.labels != IGNORED).sum()
@@ -106,8 +116,8 @@ def test_each_batch_has_a_balanced_layout() -> None:
         for name, layout in (("zigzag", cp.layout), ("balanced", batch.cp.layout))
     }  # fmt: skip
     assert imbalance["balanced"] < 1.1 < imbalance["zigzag"]
-    with pytest.raises(ValueError, match="balanced=True is for batches of documents"):
-        next(iter(dataloader(cp, [torch.ones(1, 8).long()], balanced=True)))
+    of_rows = first_of(torch.ones(1, 8).long(), balanced=True)
+    refused("balanced=True is for batches of documents", of_rows)
 
 
 @on_ranks
@@ -144,8 +154,7 @@ def test_a_run_that_was_cut_off_goes_on() -> None:
             assert len([*second]) == 3
     other = dataloader(cp, shuffled(seed=1), dp=dp)
     other.load_state_dict(first.state_dict() | {"loader": None, "batches": 1, "digest": "00"})
-    with pytest.raises(ValueError, match="yields other batches than when this state was saved"):
-        next(iter(other))
+    refused("yields other batches than when this state was saved", lambda: next(iter(other)))
 
 
 @pytest.mark.parametrize("seeds", [[0, 1, 0, 0], [0, 0, 1, 1]], ids=["of a ring", "of rings"])
@@ -161,61 +170,57 @@ def test_ranks_that_read_other_batches_are_told(rank: int, seeds: list[int]) -> 
 @on_ranks
 def test_more_ranks_than_those_of_a_ring_need_dp() -> None:
     cp, dp = _rings()
-    with pytest.raises(ValueError, match=r"dp is missing: the ring has 2 of 4 ranks.*mesh\['dp'\]"):
-        dataloader(cp, [])
-    with pytest.raises(ValueError, match="no other rank than this one in common"):
-        dataloader(ContextParallel(), [], dp=dp)
+    refused(r"dp is missing: the ring has 2 of 4 ranks.*mesh\['dp'\]", lambda: dataloader(cp, []))
+    everyone = ContextParallel()
+    refused("no other rank than this one in common", lambda: dataloader(everyone, [], dp=dp))
 
 
-@pytest.mark.parametrize(
-    ("item", "words"),
-    [
-        (torch.zeros(3, dtype=torch.int64), "input_ids of a batch must be int64"),
-        (torch.zeros(1, 3), "input_ids of a batch must be int64"),
-        ([], "a list of documents"),
-        ([torch.zeros(0, dtype=torch.int64)], "a list of documents"),
-        ("text", "a list of documents"),
-        ({"tokens": torch.zeros(1, 3)}, "has input_ids and may have labels"),
-        (
-            {"input_ids": torch.ones(1, 3).long(), "labels": torch.ones(1, 2).long()},
-            "labels of a batch must be of the lengths of its input_ids",
-        ),
-    ],
-)
-def test_batches_of_another_form_are_refused(item: object, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        next(iter(dataloader(ContextParallel(), [item])))
+ONES, NOTHING = torch.ones(1, 3).long(), {"batches": 1, "digest": "", "loader": None}
 
 
-@pytest.mark.parametrize("state", [None, {}, {"batches": -1, "digest": "", "loader": None}])
-def test_states_of_something_else_are_refused(state: Any) -> None:
-    with pytest.raises(ValueError, match=r"state( must be what|\['batches'\])"):
-        dataloader(ContextParallel(), []).load_state_dict(state)
-    with pytest.raises(ValueError, match="the same kind of loader"):
-        dataloader(ContextParallel(), Counted()).load_state_dict(
-            {"batches": 1, "digest": "", "loader": None}
-        )
+def loaded(state: Any, loader: Any = ()) -> Callable[[], Any]:
+    """Return a call that loads a state."""
+    return lambda: dataloader(ContextParallel(), loader).load_state_dict(state)
+
+
+#: Batches of another form, and states of something else: a call, and the error's words.
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a row": (first_of(ONES[0]), "input_ids of a batch must be int64"),
+    "floats": (first_of(ONES.float()), "input_ids of a batch must be int64"),
+    "no document": (first_of([]), "a list of documents"),
+    "an empty document": (first_of([ONES[0, :0]]), "a list of documents"),
+    "text": (first_of("text"), "a list of documents"),
+    "tokens": (first_of({"tokens": ONES}), "has input_ids and may have labels"),
+    "few labels": (first_of({"input_ids": ONES, "labels": ONES[:, 1:]}), "labels of a batch must be of the lengths of its input_ids"),
+    "no state": (loaded(None), "state must be what"),
+    "an empty state": (loaded({}), "state must be what"),
+    "batches": (loaded(NOTHING | {"batches": -1}), r"state\['batches'\]"),
+    "another loader": (loaded(NOTHING, Counted()), "the same kind of loader"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_of_another_form_is_refused(case: str) -> None:
+    call, words = REFUSED[case]
+    refused(words, call)
 
 
 @on_ranks
 def test_a_state_is_loaded_during_a_pass() -> None:
-    cp = ContextParallel()
-    loader = dataloader(cp, list(shuffled()))  # the same in each epoch
+    loader = dataloader(ContextParallel(), list(shuffled()))  # the same in each epoch
     running = iter(loader)
     next(running)
     state = loader.state_dict()
     for wrong in (5, "zz", "abc"):
-        with pytest.raises(ValueError, match="state\\['digest'\\] must be hexadecimal digits"):
-            loader.load_state_dict({**state, "digest": wrong})
+        load = partial(loader.load_state_dict, {**state, "digest": wrong})
+        refused(r"state\['digest'\] must be hexadecimal digits", load)
     next(running)  # nothing was loaded
     loader.load_state_dict(state)
-    with pytest.raises(RuntimeError, match="this pass over the loader has ended"):
-        next(running)
+    refused("this pass over the loader has ended", running.__next__, RuntimeError)
     assert len(list(loader)) == len(loader) - 1
     first, second = iter(loader), iter(loader)
     next(first), next(second)
-    with pytest.raises(RuntimeError, match="another one began"):
-        next(first)
+    refused("another one began", first.__next__, RuntimeError)
 
 
 VOCAB, DIM = 13, 8
@@ -257,44 +262,31 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-def _contexts(dp_size: int) -> tuple[ContextParallel, Any]:
-    mesh = init_device_mesh("cpu", (dp_size, RANKS // dp_size), mesh_dim_names=("dp", "cp"))
-    return ContextParallel(mesh["cp"]), mesh["dp"] if dp_size > 1 else None
-
-
 def _compare(_: int, dp_size: int, count: int, tokens: int) -> tuple[int, int]:
-    cp, dp = _contexts(dp_size)
+    cp, dp = _rings(dp_size)
     prompts, completions, old, advantages = samples(count)
     # One process, a sequence at a time.
-    model = Policy()
+    model, mine = Policy(), Policy()
     expected, log_probs_of = torch.zeros((), dtype=torch.float64), []
     count_of_tokens = sum(map(len, completions))
-    for prompt, completion, old_, advantage in zip(
-        prompts, completions, old, advantages, strict=True
-    ):
-        row = torch.cat([prompt, completion])
+    for n, completion in enumerate(completions):
+        row = torch.cat([prompts[n], completion])
         hidden = model(row[None], torch.arange(len(row)), whole_attention)[0]
-        log_p = model.head(hidden).log_softmax(-1)[len(prompt) - 1 : -1]
+        log_p = model.head(hidden).log_softmax(-1)[len(prompts[n]) - 1 : -1]
         own = log_p.gather(-1, completion[:, None])[:, 0]
         log_probs_of.append(own.detach())
-        expected = expected - ((own - old_).exp() * advantage).sum() / count_of_tokens
+        expected = expected - ((own - old[n]).exp() * advantages[n]).sum() / count_of_tokens
     expected.backward()
     # Rings, a row at a time.
-    mine = Policy()
     loader = RolloutLoader(cp, prompts, completions, tokens=tokens, dp=dp, hidden_size=DIM)
     assert loader.count == count_of_tokens
     total, sums, of_tokens, empty = torch.zeros_like(expected), [], [], 0
     for batch in loader:
         empty += not batch.index
-
-        def attend(*qkv: Tensor, batch: Any = batch) -> Tensor:
-            out: Tensor = batch.cp.attention(*qkv, causal=True, cu_seqlens=batch.cu_seqlens)
-            return out
-
-        hidden = mine(batch.tokens, batch.positions, attend)
-        log_probs = token_log_probs(
-            batch.cp, hidden, mine.head.weight, batch.labels, bias=mine.head.bias
-        )
+        options = {"causal": True, "cu_seqlens": batch.cu_seqlens}
+        hidden = mine(batch.tokens, batch.positions, partial(batch.cp.attention, **options))
+        head = mine.head
+        log_probs = token_log_probs(batch.cp, hidden, head.weight, batch.labels, bias=head.bias)
         ratio = (log_probs - batch.shard(old)).exp()
         values = ratio * advantages[batch.owner] * (batch.labels != -100)
         part = -batch.sum(values, grad="slice").sum() / loader.count
@@ -302,13 +294,12 @@ def _compare(_: int, dp_size: int, count: int, tokens: int) -> tuple[int, int]:
         total += part.detach()
         sums.append(batch.sum(log_probs.detach()))
         of_tokens.append(log_probs)
-    for weight in mine.parameters():
-        assert weight.grad is not None
-        dist.all_reduce(weight.grad)
     if dp is not None:
         dist.all_reduce(total, group=dp.get_group())
     torch.testing.assert_close(total, expected.detach())
     for weight, plain in zip(mine.parameters(), model.parameters(), strict=True):
+        assert weight.grad is not None
+        dist.all_reduce(weight.grad)
         torch.testing.assert_close(weight.grad, plain.grad)
     torch.testing.assert_close(loader.restore(sums), torch.stack([x.sum() for x in log_probs_of]))
     restored = loader.restore_tokens(of_tokens)
@@ -330,7 +321,7 @@ def test_losses_gradients_and_order_are_those_of_one_process(
 
 @on_ranks
 def test_ranks_and_rings_have_equally_much_work() -> None:
-    cp, dp = _contexts(2)
+    cp, dp = _rings(2)
     lengths = [800, 60, 780, 400, 390, 40, 400, 128]
     prompts = [torch.ones(n // 2).long() for n in lengths]
     completions = [torch.ones(n - n // 2).long() for n in lengths]
@@ -346,47 +337,37 @@ def test_ranks_and_rings_have_equally_much_work() -> None:
 
 @on_ranks
 def test_mistakes_are_named(rank: int) -> None:
-    cp, dp = _contexts(2)
+    cp, dp = _rings(2)
     prompts, completions, old, _ = samples(4)
 
-    def refused(error: type[Exception], message: str, *arguments: Any, **options: Any) -> None:
-        with pytest.raises(error, match=message):
-            RolloutLoader(cp, *arguments, **{"tokens": 400, "dp": dp} | options)
+    def loader_of(*arguments: Any, **options: Any) -> Callable[[], Any]:
+        return lambda: RolloutLoader(cp, *arguments, **{"tokens": 400, "dp": dp} | options)
 
-    refused(ValueError, "prompts and completions must be as many", prompts, completions[1:])
-    refused(
-        ValueError, "prompts must be a list of int64", [x.float() for x in prompts], completions
-    )
-    refused(ValueError, "prompts must be .* 1 token or more", [x[:0] for x in prompts], completions)
-    refused(
-        ValueError, "completions.* has a token", prompts, completions,
-        ignore_index=int(completions[0][0]),
-    )  # fmt: skip
-    refused(ValueError, "a row has at most tokens=9", prompts, completions, tokens=9)
-    refused(ValueError, "dp is missing: the ring has 2 of 4", prompts, completions, dp=None)
-    refused(
-        ValueError,
-        "dp must be a process group, a DeviceMesh or None",
-        prompts,
-        completions,
-        dp="own",
-    )
-    changed = [x + (rank == 2) for x in completions]
-    refused(RankMismatchError, "different sequences", prompts, changed)
-    refused(RankMismatchError, "different sequences", prompts, completions, tokens=400 + rank // 2)
-    loader = RolloutLoader(cp, prompts, completions, tokens=400, dp=dp)
+    changed, floats = [x + (rank == 2) for x in completions], [x.float() for x in prompts]
+    both = (prompts, completions)
+    loader = RolloutLoader(cp, *both, tokens=400, dp=dp)
     batch = next(iter(loader))
-    first = batch.index[0]
-    with pytest.raises(ValueError, match=rf"numbers\[{first}\] must be \[{len(old[first])}\]"):
-        batch.shard([x.repeat(2)[: len(x) + 1] if len(x) else torch.ones(1) for x in old])
-    with pytest.raises(ValueError, match="a tensor for each of the 4 sequences"):
-        batch.shard(old[:1])
-    for restore, wrong in (
-        (loader.restore, [1]),
-        (loader.restore_tokens, [1, batch.tokens.shape[1] + 1]),
-    ):
-        with pytest.raises(ValueError, match="for each of the loader's"):
-            restore([])
-        with pytest.raises(ValueError, match=r"numbers\[0\] must be"):
-            restore([torch.zeros(*wrong, 1)] * len(loader))
+    first, longer = batch.index[0], [torch.ones(len(x) + 1) for x in old]
+    wrong_rows: Any = [torch.zeros(1, batch.tokens.shape[1] + 1, 1)] * len(loader)
+    wrong_sums: Any = [torch.zeros(1, 1)] * len(loader)
+    mistakes: list[tuple[Callable[[], Any], str]] = [
+        (loader_of(prompts, completions[1:]), "prompts and completions must be as many"),
+        (loader_of(floats, completions), "prompts must be a list of int64"),
+        (loader_of([x[:0] for x in prompts], completions), "prompts must be .* 1 token or more"),
+        (loader_of(*both, ignore_index=int(completions[0][0])), "completions.* has a token"),
+        (loader_of(*both, tokens=9), "a row has at most tokens=9"),
+        (loader_of(*both, dp=None), "dp is missing: the ring has 2 of 4"),
+        (loader_of(*both, dp="own"), "dp must be a process group, a DeviceMesh or None"),
+        (partial(batch.shard, longer), rf"numbers\[{first}\] must be \[{len(old[first])}\]"),
+        (partial(batch.shard, old[:1]), "a tensor for each of the 4 sequences"),
+        (partial(loader.restore, []), "for each of the loader's"),
+        (partial(loader.restore_tokens, []), "for each of the loader's"),
+        (partial(loader.restore, wrong_sums), r"numbers\[0\] must be"),
+        (partial(loader.restore_tokens, wrong_rows), r"numbers\[0\] must be"),
+    ]  # fmt: skip
+    for call, message in mistakes:
+        refused(message, call)
+    refused("different sequences", loader_of(prompts, changed), RankMismatchError)
+    of_rings = loader_of(*both, tokens=400 + rank // 2)
+    refused("different sequences", of_rings, RankMismatchError)
     assert batch.to("meta").owner.is_meta

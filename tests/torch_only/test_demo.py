@@ -1,4 +1,4 @@
-"""The training demonstration: ring and single process agree, and it reports when they do not."""
+"""Examples: ring and single process agree, and it is reported when they do not."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from operator import ge
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch.distributed as dist
@@ -24,84 +23,90 @@ from torch._C._distributed_c10d import TCPStore
 
 from ring_torch.local import LocalRanks
 
-DEMO = Path(__file__).parents[2] / "examples" / "train_bytes.py"
+ROOT = Path(__file__).parents[2]
 SMALL = [
     "--device=cpu", "--cp=2", "--seq-len=256", "--steps=4", "--layers=1", "--dim=64", "--out=none",
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def demo() -> Iterator[ModuleType]:
-    """Return the example as a module that its ranks can import, too."""
+@pytest.fixture(scope="module", autouse=True)
+def examples() -> Iterator[None]:
+    """Let examples be imported, by their ranks, too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(DEMO.parent)
-        yield importlib.import_module("train_bytes")
+        patch.syspath_prepend(ROOT / "examples")
+        yield
 
 
-def agrees(printed: str) -> None:
-    """Check that the printed losses agree as closely as the text says."""
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run an example that succeeds, and return what it prints."""
+
+    def run(name: str, *options: str) -> str:
+        assert importlib.import_module(name).main([*options]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def table_of(printed: str) -> list[list[float]]:
+    """Return the numbers of lines that begin with that of a step."""
+    lines = [line.replace(",", "").split() for line in printed.splitlines()]
+    return [[*map(float, line)] for line in lines if line and line[0].isdigit()]
+
+
+def test_documents_of_a_window(run: Callable[..., str]) -> None:
+    options = ("--packed", "--window=20", "--layout=contiguous", "--strategy=balanced")
+    printed = run("train_bytes", *SMALL, *options)
     assert "largest relative difference" in printed
     assert "In float64 ring and single process agree" in printed
     table = [line.split() for line in printed.splitlines()]
-    losses = [row for row in table if len(row) == 4 and row[0].isdigit()]
+    losses = [row[1:3] for row in table if len(row) == 4 and row[0].isdigit()]
     assert len(losses) == 4
-    assert all(
-        float(ring) == pytest.approx(float(single), rel=1e-5) for _, ring, single, _ in losses
-    )
+    assert all(float(ring) == pytest.approx(float(one), rel=1e-5) for ring, one in losses)
 
 
-def test_documents_of_a_window(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        demo.main([*SMALL, "--packed", "--window=20", "--layout=contiguous", "--strategy=balanced"])
-        == 0
-    )
-    agrees(capsys.readouterr().out)
-
-
-def test_wrong_losses_are_reported(demo: ModuleType) -> None:
-    report = sys.modules[demo.report.__module__]
+def test_wrong_losses_are_reported() -> None:
+    report = sys.modules[importlib.import_module("train_bytes").report.__module__]
     config = report.Config(
         cp=2, layout="zigzag", strategy="auto", seq_len=256, window=None, packed=False, steps=60, dtype="float32",
         device="cpu", layers=1, dim=64, lr=1e-3, seed=0,
     )  # fmt: skip
-    good = report.Run(
-        losses=tuple(5.0 - n / 30 for n in range(60)), seconds=1.0, tokens=1, grown=0, peak=0
-    )
+    falling = tuple(5.0 - n / 30 for n in range(60))
+    good = report.Run(losses=falling, seconds=1.0, tokens=1, grown=0, peak=0)
     assert list(report.failures(config, good, good)) == []
-    off = replace(good, losses=(good.losses[0] * (1 + 2e-5), *good.losses[1:]))
+    off = replace(good, losses=(falling[0] * (1 + 2e-5), *falling[1:]))
     assert "differ by" in next(report.failures(config, off, good))
     flat = replace(good, losses=(5.0,) * 60)
     assert "the loss fell by 0.000" in next(report.failures(config, flat, flat))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [(["--seq-len=257"], "pad to"), (["--window=-1"], "--window must be"), (["--dim=65"], "--dim")],
-)
+    ("name", "options", "message"),
+    [
+        ("train_bytes", [*SMALL, "--seq-len=257"], "pad to"),
+        ("train_bytes", [*SMALL, "--window=-1"], "--window must be"),
+        ("train_bytes", [*SMALL, "--dim=65"], "--dim"), ("generate", ["--cp=1"], ""),
+        ("generate", ["--new=0"], ""), ("generate", ["--dim=12"], ""),
+    ],
+)  # fmt: skip
 def test_wrong_arguments_get_one_line(
-    demo: ModuleType, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    name: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        demo.main([*SMALL, *options])
+        importlib.import_module(name).main(options)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("demo")
-def test_the_longest_sequence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        importlib.import_module("long_context").main(
-            ["--device=cpu", "--cp=2", "--first=64", "--most=256"]
-        )
-        == 0
-    )
-    last = capsys.readouterr().out.splitlines()[-1]  # of this process; ranks print their own lines
+def test_the_longest_sequence(run: Callable[..., str]) -> None:
+    printed = run("long_context", "--device=cpu", "--cp=2", "--first=64", "--most=256")
+    last = printed.splitlines()[-1]  # of this process; ranks print their own lines
     assert last == "the longest: 256 tokens on 2 processes. 512: --most 256 was asked for."
 
 
 @pytest.mark.nightly
 def test_the_lines_that_start_jobs_on_several_hosts() -> None:
-    page = Page.read(DEMO.parents[1] / "docs" / "launching.md")
+    page = Page.read(ROOT / "docs" / "launching.md")
     (line,) = (line for line in page.commands if "--nnodes" in line)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -113,7 +118,7 @@ def test_the_lines_that_start_jobs_on_several_hosts() -> None:
     started = [
         subprocess.Popen(
             [*launcher, *local.replace("node-rank 0", f"node-rank {n}").split()[1:]],
-            cwd=DEMO.parents[1], env=environment, stdout=subprocess.PIPE, text=True,
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
         )
         for n in range(2)
     ]  # fmt: skip
@@ -124,24 +129,20 @@ def test_the_lines_that_start_jobs_on_several_hosts() -> None:
 
 
 def test_the_script_for_slurm_is_bash() -> None:
-    page = Page.read(DEMO.parents[1] / "docs" / "launching.md")
+    page = Page.read(ROOT / "docs" / "launching.md")
     scripts = [block.code for block in page.blocks if block.language == "bash"]
     assert len(scripts) == 2
-    for script in scripts:
-        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     (inner,) = re.findall(r"bash -c '(.*?)'", scripts[0], re.DOTALL)
-    subprocess.run(["bash", "-n"], input=inner, text=True, check=True)
+    for script in (*scripts, inner):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
-@pytest.mark.usefixtures("demo")
-def test_packed_documents_train_alike_on_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    packed = importlib.import_module("train_packed")  # next to the demonstration
+def test_packed_documents_train_alike_on_one_process(run: Callable[..., str]) -> None:
     losses = []
     options = ["--device=cpu", "--steps=3", "--layers=1", "--longest=700", "--out=none"]
     for cp in (2, 1):
-        assert packed.main([*options, f"--cp={cp}"]) == 0
-        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-        steps = [[float(x.replace(",", "")) for x in line] for line in lines if line[0].isdigit()]
+        printed = run("train_packed", *options, f"--cp={cp}")
+        steps, lines = table_of(printed), [line.split() for line in printed.splitlines()]
         losses.append([step[2] for step in steps])
         # Below them the means, and the step that the picture shows, the worst of zigzag's.
         worst = max(steps, key=lambda step: step[3])
@@ -149,8 +150,7 @@ def test_packed_documents_train_alike_on_one_process(capsys: pytest.CaptureFixtu
         waits, means, waits_there, there = (
             [float(x) for x in line[-2:]] for line in lines if line[0] in ("if", "in")
         )
-        mean = [sum(step[n] for step in steps) / len(steps) for n in (3, 4)]
-        assert means == pytest.approx(mean, abs=1e-3)
+        assert means == pytest.approx([sum(x) / len(steps) for x in zip(*steps)][3:], abs=1e-3)  # noqa: B905 - of equal lengths
         assert there == worst[3:]
         assert all(map(ge, waits + waits_there, means + there))
     assert len(losses[0]) == 3
@@ -159,54 +159,32 @@ def test_packed_documents_train_alike_on_one_process(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.refused_in("5.14")
-@pytest.mark.usefixtures("demo")
-def test_recurrent_layers_train_alike_on_one_process(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    hybrid = importlib.import_module("train_hybrid")  # next to the demonstration
-    options = ["--cp=2", "--steps=2", "--seq-len=255", "--longest=90", "--dim=32"]
-    assert hybrid.main([*options, "--out=none"]) == 0
-    printed = capsys.readouterr().out
-    losses = [line.split() for line in printed.splitlines() if line.split()[0].isdigit()]
+def test_recurrent_layers_train_alike_on_one_process(run: Callable[..., str]) -> None:
+    sizes = ("--cp=2", "--steps=2", "--seq-len=255", "--longest=90", "--dim=32", "--out=none")
+    printed = run("train_hybrid", *sizes)
+    losses = table_of(printed)
     assert len(losses) == 2
     for _, split, one in losses:
-        assert float(split) == pytest.approx(float(one), rel=1e-5)
-    share = re.search(r"([0-9.]+) of it", printed)
-    assert share is not None
-    assert float(share[1]) < 0.6
+        assert split == pytest.approx(one, rel=1e-5)
+    (share,) = re.findall(r"([0-9.]+) of it", printed)
+    assert float(share) < 0.6
     assert "gated_delta_rule over 2 ranks, zigzag" in printed
 
 
-@pytest.mark.usefixtures("demo")
-def test_tokens_generated_over_processes_are_those_of_one(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    generate = importlib.import_module("generate")  # next to the demonstration
-    assert generate.main(["--cp=2", "--tokens=700", "--new=4", "--chunk=256"]) == 0
-    printed = capsys.readouterr().out
+def test_tokens_generated_over_processes_are_those_of_one(run: Callable[..., str]) -> None:
+    printed = run("generate", "--cp=2", "--tokens=700", "--new=4", "--chunk=256")
     kept = [float(x) for x in re.findall(r"keeps ([0-9.]+) MiB of keys", printed)]
     assert kept[0] < 0.8 * kept[1]
     assert "the tokens are the same" in printed
-    run = generate.Run((1, 2), 1.0, 1, 1)
-    options = generate.arguments([])
-    assert generate.report(run, run, options) == ""
-    assert generate.report(generate.Run((1, 3), 1.0, 1, 1), run, options) == "the tokens differ"
-    for wrong in ("--cp=1", "--new=0", "--dim=12"):
-        with pytest.raises(SystemExit):
-            generate.main([wrong])
+    generate = importlib.import_module("generate")
+    one, other = (generate.Run(tokens, 1.0, 1, 1) for tokens in ((1, 2), (1, 3)))
+    assert generate.report(one, one, generate.arguments([])) == ""
+    assert generate.report(other, one, generate.arguments([])) == "the tokens differ"
 
 
 OPTIONS = [
     "--device=cpu", "--steps=3", "--seq-len=301", "--layers=1", "--layout=contiguous", "--strategy=balanced",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def example() -> Iterator[ModuleType]:
-    """Return the example as a module that ranks can import, too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "examples")
-        yield importlib.import_module("finetune_hf")
 
 
 def started(rank: int, ranks: int, port: int, more: list[str]) -> tuple[int, str]:
@@ -225,7 +203,6 @@ def started(rank: int, ranks: int, port: int, more: list[str]) -> tuple[int, str
     return code, printed.getvalue()
 
 
-@pytest.mark.usefixtures("example")
 def test_ring_and_one_process_agree(tmp_path: Path) -> None:
     file = tmp_path / "losses.json"
     with LocalRanks(1) as one_rank:

@@ -16,13 +16,15 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import RANDOM
 from on_ranks import on_ranks, on_two_ranks
+from patched import replaced
 from torch import Tensor
 
 from ring_core import ChunkLayout, Mask, RankMismatchError
@@ -33,75 +35,55 @@ from ring_torch.comm.ranks import ranks_of
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels.measured import RATES_VARIABLE
 from ring_torch.local import LocalRanks
-from ring_torch.prepare import _prepare
 
 TIMEOUT = 2.0
 ODD = 1  # the rank that differs
 
 
-class Difference(NamedTuple):
-    """Options of one rank and of the others, and the name in the error."""
-
-    others: dict[str, Any]
-    odd: dict[str, Any]
-    word: str
-
-
-DIFFERENCES = {
-    "length": Difference({}, {"shape": (1, 16, 2, 8)}, "q"),
-    "batch": Difference({}, {"shape": (2, 8, 2, 8)}, "q"),
-    "heads": Difference({}, {"shape": (1, 8, 4, 8)}, "q"),
-    "head dim": Difference({}, {"shape": (1, 8, 2, 16)}, "q"),
-    "dtype": Difference({}, {"dtype": torch.float64}, "q"),
-    "shapes of equal size": Difference({}, {"shape": (1, 4, 4, 8)}, "q"),
-    "a larger message": Difference({}, {"shape": (1, 64, 2, 8)}, "q"),
-    "layout": Difference({"causal": True}, {"causal": True, "layout": "zigzag"}, "layout"),
-    "chunks of a layout": Difference(
-        {"layout": RANDOM[3]}, {"layout": ChunkLayout(RANDOM[3].chunks[::-1])}, "chunks"
-    ),
-    "causal": Difference({}, {"causal": True}, "mask"),
-    "window": Difference({"window": (3, 0)}, {"window": (4, 0)}, "mask"),
-    "chunks": Difference({"chunk_size": 4}, {"chunk_size": 5}, "mask"),
-    "documents": Difference({"cu_seqlens": (0, 5, 24)}, {"cu_seqlens": (0, 6, 24)}, "cu_seqlens"),
-    "many documents": Difference(
-        {"cu_seqlens": (0, *range(1, 13), 24)}, {"cu_seqlens": (0, *range(1, 12), 13, 24)}, "cu_seqlens"
-    ),
-    "a mask's documents": Difference(
-        {"mask": Mask(cu_seqlens=(0, 5, 24))}, {"mask": Mask(cu_seqlens=(0, 6, 24))}, "cu_seqlens"
-    ),
-    "tokens before padding": Difference({"seq_len": 22}, {"seq_len": 23}, "seq_len"),
-    "predicate": Difference({"odd": 2}, {"odd": 3}, "plan"),
-    "scale": Difference({}, {"softmax_scale": 0.3}, "softmax_scale"),
-    "cap": Difference({}, {"softcap": 3.0}, "softcap"),
-    "sinks": Difference({}, {"sinks": torch.zeros(2)}, "sinks"),
-    "bias": Difference({}, {"bias": torch.zeros(1, 1, 8, 24)}, "bias"),
-    "slopes": Difference({}, {"alibi_slopes": torch.zeros(2)}, "alibi_slopes"),
-    "segments": Difference({}, {"segment_ids": torch.zeros(1, 8, dtype=torch.int32)}, "segment_ids"),
-    "probability": Difference(
-        {"dropout_p": 0.1, "dropout_seed": 1}, {"dropout_p": 0.2, "dropout_seed": 1}, "dropout_p"
-    ),
-    "seed": Difference(
-        {"dropout_p": 0.1, "dropout_seed": 1}, {"dropout_p": 0.1, "dropout_seed": 2}, "dropout_seed"
-    ),
-    "deterministic": Difference({}, {"deterministic": True}, "deterministic"),
-    "lse": Difference({}, {"return_lse": True}, "return_lse"),
-    "kernel": Difference({"kernel": "sdpa"}, {"kernel": "eager"}, "kernel"),
-    "strategy": Difference({"strategy": "ring"}, {"strategy": "gather"}, "strategy"),
-    "gradient": Difference({}, {"grad": False}, "needs_grad"),
-    "rates": Difference({}, {"rates": True}, "rates"),
+#: Options of the other ranks and of the odd one, and the name in the error.
+DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "length": ({}, {"shape": (1, 16, 2, 8)}, "q"),
+    "batch": ({}, {"shape": (2, 8, 2, 8)}, "q"),
+    "heads": ({}, {"shape": (1, 8, 4, 8)}, "q"),
+    "head dim": ({}, {"shape": (1, 8, 2, 16)}, "q"),
+    "dtype": ({}, {"dtype": torch.float64}, "q"),
+    "shapes of equal size": ({}, {"shape": (1, 4, 4, 8)}, "q"),
+    "a larger message": ({}, {"shape": (1, 64, 2, 8)}, "q"),
+    "layout": ({"causal": True}, {"causal": True, "layout": "zigzag"}, "layout"),
+    "chunks of a layout": ({"layout": RANDOM[3]}, {"layout": ChunkLayout(RANDOM[3].chunks[::-1])}, "chunks"),
+    "causal": ({}, {"causal": True}, "mask"),
+    "window": ({"window": (3, 0)}, {"window": (4, 0)}, "mask"),
+    "chunks": ({"chunk_size": 4}, {"chunk_size": 5}, "mask"),
+    "documents": ({"cu_seqlens": (0, 5, 24)}, {"cu_seqlens": (0, 6, 24)}, "cu_seqlens"),
+    "many documents": ({"cu_seqlens": (0, *range(1, 13), 24)}, {"cu_seqlens": (0, *range(1, 12), 13, 24)}, "cu_seqlens"),
+    "a mask's documents": ({"mask": Mask(cu_seqlens=(0, 5, 24))}, {"mask": Mask(cu_seqlens=(0, 6, 24))}, "cu_seqlens"),
+    "tokens before padding": ({"seq_len": 22}, {"seq_len": 23}, "seq_len"),
+    "predicate": ({"odd": 2}, {"odd": 3}, "plan"),
+    "scale": ({}, {"softmax_scale": 0.3}, "softmax_scale"),
+    "cap": ({}, {"softcap": 3.0}, "softcap"),
+    "sinks": ({}, {"sinks": torch.zeros(2)}, "sinks"),
+    "bias": ({}, {"bias": torch.zeros(1, 1, 8, 24)}, "bias"),
+    "slopes": ({}, {"alibi_slopes": torch.zeros(2)}, "alibi_slopes"),
+    "segments": ({}, {"segment_ids": torch.zeros(1, 8, dtype=torch.int32)}, "segment_ids"),
+    "probability": ({"dropout_p": 0.1, "dropout_seed": 1}, {"dropout_p": 0.2, "dropout_seed": 1}, "dropout_p"),
+    "seed": ({"dropout_p": 0.1, "dropout_seed": 1}, {"dropout_p": 0.1, "dropout_seed": 2}, "dropout_seed"),
+    "deterministic": ({}, {"deterministic": True}, "deterministic"),
+    "lse": ({}, {"return_lse": True}, "return_lse"),
+    "kernel": ({"kernel": "sdpa"}, {"kernel": "eager"}, "kernel"),
+    "strategy": ({"strategy": "ring"}, {"strategy": "gather"}, "strategy"),
+    "gradient": ({}, {"grad": False}, "needs_grad"),
+    "rates": ({}, {"rates": True}, "rates"),
 }  # fmt: skip
 
 
 def attend(options: dict[str, Any]) -> Tensor:
     options = dict(options)
-    if options.pop("rates", False):
-        with a_table_of_its_own():
-            return attend(options)
-    x = torch.ones(options.pop("shape", (1, 8, 2, 8)), dtype=options.pop("dtype", torch.float32))
-    if (n := options.pop("odd", None)) is not None:
-        options["mask"] = Mask(predicate=lambda i, j: (i - j) % n == 0)
-    x.requires_grad_(options.pop("grad", True))
-    out: Any = ring_attention(x, x, x, **options)
+    with a_table_of_its_own() if options.pop("rates", False) else nullcontext():
+        x = torch.ones(options.pop("shape", (1, 8, 2, 8)), dtype=options.pop("dtype", None))
+        if (n := options.pop("odd", None)) is not None:
+            options["mask"] = Mask(predicate=lambda i, j: (i - j) % n == 0)
+        x.requires_grad_(options.pop("grad", True))
+        out: Any = ring_attention(x, x, x, **options)
     first: Tensor = out[0] if isinstance(out, tuple) else out
     return first
 
@@ -109,15 +91,11 @@ def attend(options: dict[str, Any]) -> Tensor:
 @contextmanager
 def a_table_of_its_own() -> Iterator[None]:
     """Let calls inside choose kernels by a measured order."""
-    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as variables, replaced():
         path = Path(folder) / "rates.json"
         path.write_text('{"device": "cpu", "rows": []}')
-        patch.setenv(RATES_VARIABLE, str(path))
-        _prepare.cache_clear()
-        try:
-            yield
-        finally:
-            _prepare.cache_clear()
+        variables.setenv(RATES_VARIABLE, str(path))
+        yield
 
 
 def ends(function: Callable[[], Any]) -> tuple[str, str]:
@@ -181,24 +159,20 @@ def test_a_missing_call_is_an_error_within_the_timeout() -> None:
     for rank in (0, 2):
         kind, message = answers[rank]
         assert kind == "RuntimeError"
-        assert f"rank {rank} waited in vain for ranks" in message
-        assert "call 2 (forward)" in message
+        assert f"rank {rank} waited in vain for ranks" in message and "call 2 (forward)" in message
 
 
 @on_ranks
 def test_a_store_that_does_not_answer_keeps_nobody_waiting() -> None:
     """Its link is down."""
-    never, patch = threading.Event(), pytest.MonkeyPatch()
+    never = threading.Event()
     silent = SimpleNamespace(check=lambda _: not never.wait(), set=lambda *_: never.wait())
-    patch.setattr(store, "_PATIENCE", timedelta(seconds=0.1))
-    try:
+    with patch.object(store, "_PATIENCE", timedelta(seconds=0.1)):
         agreement = store.StoreAgreement(silent, 0, 1, "forward")
         agreement.report_mismatch("words")
         assert agreement.read_report() is None
         assert not never.is_set()
-    finally:
-        patch.undo()
-        never.set()
+    never.set()
 
 
 FIELDS = {"mask": "causal", "q": [1, 8, 2, 8, "float32"], "softmax_scale": 0.25}
@@ -208,26 +182,14 @@ def _header(number: int = 3, seed: int = 0, **fields: Any) -> Header:
     return Header.of(CallSignature.of(FIELDS | fields, "forward"), number, seed)
 
 
-def test_what_is_sent_is_what_arrives() -> None:
-    header = _header(7, 2**64 - 1)
-    message = header.bytes()
-    assert len(message) == 2048
-    assert message[:4] == b"RING"
-    assert Header.read(bytes(message)) == header
-
-
 @pytest.mark.parametrize(
     "message", [bytes(2048), bytes(range(256)) * 8, b"RING" + bytes(2044), b"RING\3" + bytes(2043)]
 )
 def test_tensors_are_no_header(message: bytes) -> None:
+    sent = _header(7, 2**64 - 1).bytes()
+    assert Header.read(bytes(sent)) == _header(7, 2**64 - 1) and len(sent) == 2048
     assert Header.read(message) is None
     assert "is no header" in _header().mismatch(None)
-
-
-@pytest.mark.parametrize("text", [b"[1, 2]", b"3", b"null", b"{", b"\xff", b""])
-def test_fields_that_cannot_be_read_are_no_error_of_ours(text: bytes) -> None:
-    theirs = _header()._replace(fields=text)
-    assert "mask is None there and 'causal' here" in _header().mismatch(theirs)
 
 
 @pytest.mark.parametrize(
@@ -237,12 +199,12 @@ def test_fields_that_cannot_be_read_are_no_error_of_ours(text: bytes) -> None:
         (_header(seed=2**63), f"dropout_seed is {2**63} there and 0 here"),
         (_header(mask="full"), "mask is 'full' there and 'causal' here"),
         (_header(mask="m" * 5000), "mask is"),
-        (
-            _header()._replace(kind=_COMPARED, number=0, fields=b""),
-            "status is 'a call like an earlier one' there",
-        ),
+        (_header()._replace(kind=_COMPARED, number=0, fields=b""), "status is 'a call like an earlier one' there"),
+        # Fields that cannot be read are no error of ours.
+        *((_header()._replace(fields=x), "mask is None there and 'causal' here")
+          for x in (b"[1, 2]", b"3", b"null", b"{", b"\xff", b"")),
     ],
-)
+)  # fmt: skip
 def test_a_difference_has_a_name(theirs: Header, word: str) -> None:
     assert word in _header().mismatch(Header.read(bytes(theirs.bytes())))
 

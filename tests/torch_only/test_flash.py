@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
-from unittest.mock import Mock, patch
+from typing import Any
+from unittest.mock import patch
 from weakref import ref
 
 import numpy as np
@@ -14,16 +13,17 @@ import pytest
 import torch
 from backends.torch_ranks import Arrays, gather as put_together, run_rank
 from cases import CASES, Case
+from dense import dense
 from hypothesis import given, settings, strategies as st
 from patched import chosen
-from plain_flash import PlainFlash
+from plain_flash import Returning, Writing
 from plans import programs, shown
 from tiled import KEYS, TiledKernel
 from tolerances import assert_close
 from torch import Tensor
-from views import offset
+from torch._subclasses.fake_tensor import FakeTensorMode
+from views import strided
 
-from benchmarks.common.cases import SHORT_SETTINGS, Setting, mask_of
 from ring_core import (
     Capabilities,
     KernelConfig,
@@ -46,15 +46,17 @@ from ring_torch.accumulate import (
     unseen_state,
 )
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload
-from ring_torch.call import UNRESOLVED, Call, Transport
+from ring_torch.capture import ASSUMED_CAPABILITY
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import fa4
-from ring_torch.kernels.api import Kernel, OwnSpans, Selection
+from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.fa4 import library
 from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.library import Direction, HeadDims, LaunchOptions
 from ring_torch.launches.cache import KeptViews
+from ring_torch.options import CallOptions
+from ring_torch.prepare import check_call
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -63,64 +65,33 @@ from ring_torch.records import (
     QueryBlock,
     aligned,
 )
-from ring_torch.strategies import gather, gather as gather_strategy
-from ring_torch.strategies.gather import GATHER, Gather
+from ring_torch.strategies import gather as gather_strategy
+from ring_torch.strategies.gather import Gather
+from ring_torch.transports import peer_copies
 
-
-@dataclass(frozen=True)
-class Plain(PlainFlash):
-    """The library, where a destination is written to, and rows may begin anywhere."""
-
-    takes_any_rows: bool = True
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, destination: AttentionState | None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        result = super().forward(q, k, v, options, None)
-        if destination is None:
-            return result
-        for x, into in zip(result, destination, strict=True):
-            into.copy_(x)
-        return destination
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: LaunchOptions, destination: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        assert lse.is_contiguous()
-        dq, dk, dv = super().backward(dout, q, k, v, out, lse, options, None)
-        return dq if destination is None else destination.copy_(dq), dk, dv
-
-    @property
-    def writes(self) -> bool:
-        return True
-
-
+LENGTH = 128
 CAN = Capabilities(
     "plain", dtypes=("float32",), bands="any", documents=True, softcap=True, mixed_head_dims=True
 )
 PLAIN, FORGETFUL = (
-    FlashKernel(Plain(drops), CAN, clips_right_window=drops) for drops in (False, True)
+    FlashKernel(Writing(drops, takes_any_rows=True), CAN, clips_right_window=drops)
+    for drops in (False, True)
 )
+RETURNING = FlashKernel(Returning(takes_any_rows=True), CAN)
 
 
 @dataclass(frozen=True)
-class Narrow(Plain):
+class Narrow(Writing):
     """A library that supports two pairs of head dims, and is wrong at others."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, destination: AttentionState | None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        assert (q.shape[-1], k.shape[-1], v.shape[-1]) in {(8, 8, 8), (12, 12, 8)}
-        return super().forward(q, k, v, options, destination)
+    def forward(self, *args: Any, **options: Any) -> Any:
+        assert tuple(x.shape[-1] for x in args[:3]) in {(8, 8, 8), (12, 12, 8)}
+        return super().forward(*args, **options)
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: LaunchOptions, destination: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        assert (q.shape[-1], v.shape[-1]) in {(8, 8), (12, 8)}
-        assert dout.shape[-1] == out.shape[-1] == v.shape[-1]
-        return super().backward(dout, q, k, v, out, lse, options, destination)
+    def backward(self, *args: Any, **options: Any) -> Any:
+        dout, q, _, v, out, *_ = (x.shape[-1] for x in args[:5])
+        assert (q, v) in {(8, 8), (12, 8)} and dout == out == v
+        return super().backward(*args, **options)
 
 
 def _padded_back(direction: Direction, head_dim: int, v_head_dim: int) -> HeadDims | None:
@@ -130,10 +101,12 @@ def _padded_back(direction: Direction, head_dim: int, v_head_dim: int) -> HeadDi
 
 
 NARROW = FlashKernel(
-    Narrow(), CAN, head_dims=lambda _, *dims: HeadDims(8, 8) if max(dims) <= 8 else None
+    Narrow(takes_any_rows=True),
+    CAN,
+    head_dims=lambda _, *dims: HeadDims(8, 8) if max(dims) <= 8 else None,
 )
-BACK = FlashKernel(Plain(), CAN, head_dims=_padded_back)
-UNLIKE = FlashKernel(Narrow(), CAN, head_dims=lambda *_: HeadDims(12, 8))
+BACK = FlashKernel(Writing(takes_any_rows=True), CAN, head_dims=_padded_back)
+UNLIKE = FlashKernel(Narrow(takes_any_rows=True), CAN, head_dims=lambda *_: HeadDims(12, 8))
 
 
 @st.composite
@@ -195,17 +168,15 @@ def test_any_item_is_its_dense_mask(
 
 
 @dataclass(frozen=True)
-class Silent(Plain):
+class Silent(Writing):
     """A library whose ``lse`` of rows with NaN scores is minus infinity, as FlashAttention-3's."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, destination: AttentionState | None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse = super().forward(q, k, v, options, destination)
+    def forward(self, *args: Any, **options: Any) -> Any:
+        out, lse = super().forward(*args, **options)
         return out, lse.masked_fill_(lse.isnan(), -torch.inf)
 
 
-SILENT = FlashKernel(Silent(), CAN)
+SILENT = FlashKernel(Silent(takes_any_rows=True), CAN)
 
 
 def test_documents_keep_their_right_side() -> None:
@@ -228,16 +199,9 @@ def test_nan_in_documents_stays(cu_k: tuple[int, ...], batch: int) -> None:
     q, k, v = (torch.randn(batch, n, 2, 4) for n in (6, cu_k[-1], cu_k[-1]))
     q[-1, 4, 1] = torch.nan
     first, stop = item.seen
-    unseen, dst = (
-        torch.tensor(stop <= first),
-        AttentionState(torch.empty_like(q), torch.empty(batch, 2, 6)),
-    )
-    arguments = (
-        QueryBlock(q),
-        KeyBlock(k, v),
-        item,
-        KernelParams(Mask(), 1.0),
-    )
+    unseen = torch.tensor(stop <= first)
+    dst = AttentionState(torch.empty_like(q), torch.empty(batch, 2, 6))
+    arguments = QueryBlock(q), KeyBlock(k, v), item, KernelParams(Mask(), 1.0)
     for result in (_attended(SILENT, *arguments), _attended(SILENT, *arguments, dst)):
         expected = torch.zeros(batch, 2, 6, dtype=torch.bool)
         expected[-1, 1, 4] = not unseen[4]
@@ -255,18 +219,13 @@ def test_results_are_written_in_place_where_they_fit(
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 6, 2, dim) for dim in (5, 5, 8))
     item = WorkItem(0, 0, 0, 0, 6, 0, 6, None, None, documents, documents)
-    arguments = (
-        QueryBlock(q), KeyBlock(k, v), item, KernelParams(Mask(), 1.0),
-    )  # fmt: skip
+    rows, columns, params = QueryBlock(q), KeyBlock(k, v), KernelParams(Mask(), 1.0)
     dst = AttentionState(torch.empty(1, 6, 2, 8), torch.empty(1, 2, 6))
-    result = kernel._attend(arguments[0], arguments[1], item, arguments[3], dst)
-    _same(result.out, _attended(kernel, *arguments).out)
+    result = kernel._attend(rows, columns, item, params, dst)
+    _same(result.out, _attended(kernel, rows, columns, item, params).out)
     assert result.out.data_ptr() == dst.out.data_ptr()  # V's head dim is as it was
-    upstream, dq = (
-        BackwardInputs(torch.randn_like(v), result.out, result.lse, None),
-        torch.empty_like(q),
-    )
-    rows, columns, _, params = arguments
+    upstream = BackwardInputs(torch.randn_like(v), result.out, result.lse, None)
+    dq = torch.empty_like(q)
     grads = kernel._backward_of(item, params)(rows, columns, upstream, dq, None)
     assert grads.dq.is_contiguous()
     assert (grads.dq.data_ptr() == dq.data_ptr()) == (kernel is PLAIN)
@@ -293,6 +252,8 @@ def test_rows_begin_at_multiples_of_16_bytes() -> None:
     assert aligned(shifted).data_ptr() % 16 == 0
     fitting = torch.randn(2, 5, 4, 64).bfloat16()[:, 1:, :2]
     assert aligned(fitting) is fitting
+    with pytest.raises(AssertionError):
+        aligned(strided(fitting))
 
 
 def _dense(
@@ -329,20 +290,13 @@ def test_a_batch_of_documents_is_one_launch() -> None:
     params = KernelParams(Mask(), 1.0)
     x = torch.zeros(3, 6, 1, 4)
     rows, columns = QueryBlock(x), KeyBlock(x, x)
-    calls: list[LaunchOptions] = []
-    forward = Plain.forward
-
-    def watched(*args: Any) -> tuple[Tensor, Tensor]:
-        calls.append(args[4])
-        return forward(*args)
-
-    with patch.object(Plain, "forward", watched):
+    with patch.object(Writing, "forward", autospec=True, side_effect=Writing.forward) as forward:
         _attended(PLAIN, rows, columns, item, params)
-        (options,) = calls
+        options: LaunchOptions = forward.call_args.args[4]
         assert options.window == (None, 0) and options.documents is not None
         assert options.documents.cu_q.tolist() == [0, 2, 2, 6, 8, 8, 12, 14, 14, 18]
         _attended(PLAIN, rows, columns, replace(item, cu_k=np.array([0, 1, 1, 6])), params)
-        assert len(calls) == 3  # no window suits both: one launch each
+    assert forward.call_count == 3  # no window suits both: one launch each
 
 
 def can_do(case: Case) -> bool:
@@ -354,29 +308,33 @@ def can_do(case: Case) -> bool:
     return not (options or case.mask.predicate or case.poison) and case.dtype == "float32"
 
 
-#: Rings of two and four, and gathered keys, where the plan can be gathered.
-RING = [
-    (case, strategy)
-    for case in CASES.values()
+#: One rank, rings of two and four, and gathered keys, where the plan can be gathered; and keys that
+#: are fewer or that nothing sees, on one rank, where a kernel without documents may return results.
+RING = {
+    f"{case.name}-{strategy}": (case, strategy)
     for strategy in ("ring", "gather")
-    if case.cp_size in (2, 4) and can_do(case) and case.ring not in ("striped", "balanced")
-]
+    for case in (
+        *CASES.values(), Case("few-keys", Mask(causal=True), kv_seq_len=20),
+        Case("unseen-keys", Mask(window=(4, 0)), kv_seq_len=78),
+    )
+    if can_do(case) and case.ring not in ("striped", "balanced")
+    if case.cp_size in (2, 4) or (case.cp_size == 1 and strategy == "ring")
+}  # fmt: skip
 
 
-@pytest.mark.nightly(only=[f"{c.name}-{t}" for c, t in RING if "again" in c.nightly])
-@pytest.mark.parametrize(("case", "strategy"), RING, ids=[f"{c.name}-{t}" for c, t in RING])
-def test_in_the_ring(case: Case, strategy: str, backend: Any) -> None:
-    parts = backend.pool(case.cp_size).run(_on_a_rank, replace(case), strategy)
+@pytest.mark.nightly(only=[name for name, (case, _) in RING.items() if "again" in case.nightly])
+@pytest.mark.parametrize("name", RING)
+def test_in_the_ring(name: str, backend: Any) -> None:
+    case, strategy = RING[name]
+    returns = case.cp_size == 1 and not (case.mask.cu_seqlens or case.mask.chunk_size)
+    parts = backend.pool(case.cp_size).run(_on_a_rank, replace(case), strategy, returns)
     assert_close(case, put_together(case, case.plan, parts))
 
 
-def _on_a_rank(rank: int, case: Case, strategy: str) -> Arrays:
-    """Return a rank's part of a case, computed with this kernel."""
-    with chosen(PLAIN):
+def _on_a_rank(rank: int, case: Case, strategy: str, returns: bool) -> Arrays:
+    """Return a rank's part of a case, by a kernel that returns its results or writes them."""
+    with chosen(RETURNING if returns else PLAIN):
         return run_rank(rank, case, ("auto", case.moved(strategy), "auto"), None, cuda=False)
-
-
-LENGTH, HEADS, DIM = 128, (4, 2, 2), 8
 
 
 def on_a_rank(
@@ -384,24 +342,14 @@ def on_a_rank(
 ) -> tuple[list[bool], float, Tensor]:
     """Return which passes summed in tiles, the largest gradient error, and the error of dsinks."""
     torch.manual_seed(0)
-    whole = [torch.randn(1, LENGTH, heads, DIM).requires_grad_() for heads in HEADS]
-    sinks = torch.randn(HEADS[0]).requires_grad_()
-    dout = torch.randn(1, LENGTH, HEADS[0], DIM)
-    k, v = (x.repeat_interleave(HEADS[0] // HEADS[1], dim=2) for x in whole[1:])
-    scores = torch.einsum("bqhd,bkhd->bhqk", whole[0], k) * DIM**-0.5
-    position = torch.arange(LENGTH).numpy()
-    hidden = ~torch.from_numpy(mask.dense(position, position))
-    scores = scores.masked_fill(hidden, -torch.inf)
-    logits = torch.cat([scores, sinks[:, None, None].expand(1, -1, LENGTH, 1)], dim=3)
-    weights = logits.softmax(-1)[..., :-1]
-    out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
-    *expected, dsinks = torch.autograd.grad(out, (*whole, sinks), dout)
-    cp = ContextParallel(layout=layout)
-    local = [cp.shard(x.detach()).requires_grad_() for x in whole]
-    used: list[bool] = []
-    kernel: Kernel = TiledKernel(used)
+    q, k, v, dout = (torch.randn(1, LENGTH, heads, 8) for heads in (4, 2, 2, 4))
+    sinks, position = torch.randn(4).requires_grad_(), np.arange(LENGTH)
+    visible = torch.from_numpy(mask.dense(position, position))
+    _out, *expected, dsinks = dense(q, k, v, dout, sinks=sinks, visible=visible)
+    cp, used = ContextParallel(layout=layout), list[bool]()
+    local = [cp.shard(x).requires_grad_() for x in (q, k, v)]
     with chosen(
-        kernel,
+        TiledKernel(used),
         patch.object(gather_strategy, "head_groups_of", lambda *_: groups),
         patch.object(fa4, "KEYS", KEYS),
         patch.object(gather_work, "TILE", KEYS),
@@ -427,12 +375,11 @@ def on_a_rank(
 @pytest.mark.parametrize(
     ("layout", "groups"),
     [
-        ("contiguous", ONE_GROUP),
-        ("zigzag", ONE_GROUP),
+        ("contiguous", ONE_GROUP), ("zigzag", ONE_GROUP),
         ("contiguous", HeadGroups(1, 2, before_last_item=True)),
         ("zigzag", HeadGroups(2, 2, before_last_item=True)),
     ],
-)
+)  # fmt: skip
 def test_tiles_of_all_launches_are_the_same(
     layout: Any, groups: HeadGroups, mask: Mask, tiled: bool, backend: Any
 ) -> None:
@@ -442,95 +389,6 @@ def test_tiles_of_all_launches_are_the_same(
         assert used[0] == tiled
         assert (len(used) > 1) == tiled and all(used[1:])
         assert error < 1e-5
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_sums_are_passed_to_compiled_functions_as_they_lie(batch: int) -> None:
-    """Launches over different columns get views of the sums; own keys are rounded in two spans."""
-    heads, columns, dim, tile = 2, 12, 4, 8
-    spans = OwnSpans(2, 3, 1, 4, 2, 5, columns)  # keys 1-3 and 5-7 in columns 2-4 and 7-9
-    sums = torch.randn(5 + 2 * batch * heads * columns * dim)[5:]  # not at the start of the storage
-    totals = sums.view(2, batch, heads, columns, dim)
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def nothing(*_: object) -> None:
-        pass
-
-    def prepare(
-        _out: Tensor, _dout: Tensor, _delta: Tensor, lse_of_launches: Tensor, *_: object
-    ) -> None:
-        runs = len(used)
-        for n in range(runs):
-            expected = lse[..., n * 16 // runs : (n + 1) * 16 // runs]
-            assert torch.equal(lse_of_launches[n * batch : (n + 1) * batch], expected)
-
-    def main(*arguments: Any) -> None:
-        seen.append(arguments[7:9])  # after q, k, v, dout, lse, delta and the sums of dQ
-
-    def round_dkv(x: Tensor, grad: Tensor, scale: float, *_: object) -> None:
-        grad.copy_(scale * x.unflatten(2, (-1, dim)).transpose(1, 2))
-
-    functions = library.SplitFunctions(prepare, main, (), nothing, round_dkv, tile, dim)
-    launches = [
-        library.SplitLaunch(a, n, 0.5, (None, None), functions) for a, n in ((0, 4), (3, 9))
-    ]
-    used = launches if batch == 1 else launches[1:]
-    run = library.AllLaunches(slice(0, 16), used, (batch, columns, heads, dim))
-    rows, lse = torch.randn(batch, 16, 4, dim), torch.randn(batch, 4, 16)
-    keys, upstream = KeyBlock(rows, rows), BackwardInputs(rows, rows, lse, None)
-    for _ in range(2):
-        seen.clear()
-        run(rows, [keys], upstream, sums, rows.clone, is_last=True)
-        for launch, pair in zip(reversed(used), seen, strict=True):
-            span = slice(launch.k_start, launch.k_start + launch.keys)
-            for x, expected in zip(pair, totals, strict=True):
-                assert torch.equal(x, expected[:, :, span].flatten(2))
-    shape = batch, 9, heads, dim
-    payload = KVPayload.of(batch, 9, heads, dim, dim, torch.float32, False)
-    rounding = library.RoundAll(spans, 0.5, payload)
-    for _ in range(2):
-        dk, dv = torch.zeros(shape), torch.zeros(shape)
-        with patch.object(library, "split_functions", lambda *_: functions):
-            rounding(sums, dk, dv)
-        for grad, total, scale in ((dk, totals[0], 0.5), (dv, totals[1], 1.0)):
-            expected = torch.zeros(shape)
-            for own, gathered in ((1, 2), (5, 7)):
-                part = total[:, :, gathered : gathered + 3].transpose(1, 2)
-                expected[:, own : own + 3] = scale * part
-            assert torch.equal(grad, expected)
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "out"])
-def test_a_split_backward_gets_aligned_tensors(name: str) -> None:
-    """Compiled functions read 16 bytes at once; hooks may return ``out`` at any address."""
-    tensors = {x: torch.randn(1, 16, 2, DIM) for x in ("q", "k", "v", "dout", "out")}
-    q, k, v, dout, out = (tensors | {name: offset(tensors[name])}).values()
-    passed: list[Tensor] = []
-
-    def launched(
-        q: Tensor, held: list[KeyBlock], upstream: BackwardInputs, *_: Any, **__: Any
-    ) -> None:
-        passed.extend((q, held[0].k, held[0].v, upstream.dout, upstream.out))
-
-    split_backward = fa4.FA4.split_backward
-    assert split_backward is not None
-    item, layout = (
-        WorkItem(0, 0, 0, 0, 16, 0, 16, None, None),
-        KeyGradBuffer(KVPayload.of(1, 16, 2, DIM, DIM, torch.float32, False), head_major=True),
-    )
-    backward = split_backward.backward([item], KernelParams(Mask(), 1.0))
-    launch = Mock(rows=slice(0, 16), side_effect=launched)
-    with patch.object(fa4, "_split_launches", lambda *_: [launch]):
-        for _ in range(2):
-            passed.clear()
-            held, sums = [KeyBlock(k, v)], Columns(layout, torch.zeros(0), 16, {})
-            backward.run(
-                QueryBlock(q), held,
-                BackwardInputs(dout, out, torch.zeros(1, 2, 16), None), Rows(q.clone, "write"), sums,
-            )  # fmt: skip
-            assert all(x.data_ptr() % 16 == 0 for x in passed)
-            in_order = [tensors[x] for x in ("q", "k", "v", "dout", "out")]
-            assert all(map(torch.equal, passed, in_order))
 
 
 def test_kept_views_end_with_their_buffer() -> None:
@@ -552,99 +410,73 @@ def test_kept_views_end_with_their_buffer() -> None:
     assert view() is None
 
 
-OSS = SHORT_SETTINGS[1]  # a layer of gpt-oss with a window
+TOKENS = 32768
 
 
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "is_known", lambda: True)
-    monkeypatch.setattr(fa4, "capability", lambda: (9, 0))
-
-
-def resolved(
-    setting: Setting, rank: int = 0, *, mask: Mask | None = None, layout: Any = "zigzag",
-    kernel: Kernel = fa4.FA4, returns_lse: bool = False, **options: Any,
-) -> Gather:  # fmt: skip
-    """Return the strategy of a setting over four ranks, with few K/V heads.
+def resolved(rank: int, mask: Mask, layout: Any = "zigzag", **options: Any) -> Gather:
+    """Return the strategy of a layer of gpt-oss over four ranks.
 
     There is no GPU and no flash-attn-4: that must not matter until something is launched.
     """
-    mask = mask or mask_of(setting.mask, setting.seq_len)
-    plan = make_plan(mask, seq_len=setting.seq_len, cp_size=4, layout=layout)
-    tokens, dim = setting.seq_len // 4, setting.dim
-    heads = setting.heads, setting.kv_heads
-    request = Request(
-        "cuda",
-        "bfloat16",
-        dim,
-        dim,
-        q_heads=heads[0],
-        kv_heads=heads[1],
-        **{"grad": True} | options,
+    kernel: Kernel = options.pop("kernel", fa4.FA4)
+    grad, hopper = options.pop("grad", True), ASSUMED_CAPABILITY.set((9, 0))
+    patches = (
+        patch.object(library, "is_known", lambda: True),
+        patch.object(peer_copies, "fits_one_kernel", lambda *_: True),
     )
-    transport: Any = SimpleNamespace(is_short=lambda *_: True)
-    signature: Any = None
-    half, device = torch.bfloat16, torch.device("cuda")
-    keys = KVPayload.of(setting.batch, tokens, heads[1], dim, dim, half, False)
-    params = KernelParams(mask, dim**-0.5, needs_lse=True)
-    call = Call(
-        Ranks(None, rank, 4), plan, ring_program(plan), keys, request, params, kernel, Selection(kernel, ()),
-        half, torch.float32, device, False, request.grad, UNRESOLVED, cast("Transport", transport),
-        signature, signature, 0, False, returns_lse,
-    )  # fmt: skip
-    strategy = GATHER.resolve(call, None, None)
-    assert isinstance(strategy, Gather)
-    return strategy
+    try:
+        with FakeTensorMode(), chosen(kernel, *patches):
+            shapes = ((1, TOKENS // 4, heads, 64) for heads in (64, 8))
+            q, k = (torch.empty(x, device="cuda", dtype=torch.bfloat16) for x in shapes)
+            asked = CallOptions(mask=mask, strategy="gather", transport="symm_mem", **options)
+            call, _ = check_call(Ranks(None, rank, 4), 0, layout, q, k, k, asked, grad=grad)
+    finally:
+        ASSUMED_CAPABILITY.reset(hopper)
+    assert isinstance(call.strategy, Gather)
+    return call.strategy
 
 
-def _by_head(strategy: Gather) -> bool:
-    """Return True if backwards are split: sums of dK/dV are in the kernel's order."""
-    return strategy.backward_spec.sums.head_major
-
-
-def _tile(strategy: Gather) -> int:
+def _split(strategy: Gather) -> tuple[bool, int]:
+    """Return True if sums of dK/dV are in the kernel's order, and the tile of fetches."""
     assert strategy.forward_spec.gather == strategy.backward_spec.gather
-    return strategy.forward_spec.gather.tile
+    return strategy.backward_spec.sums.head_major, strategy.forward_spec.gather.tile
 
 
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("rank", range(4))
-def test_a_layer_of_gpt_oss_has_one(rank: int, layout: Any) -> None:
-    strategy = resolved(OSS, rank, layout=layout)
-    assert _by_head(strategy) and not strategy.own_work.launches and _tile(strategy) == fa4.KEYS
-    assert strategy.rounding is not None
-    assert len(gather._own_spans(strategy.own_fetches, strategy.forward_spec.gather.length)) == 1
-    assert len({item.q_stop - item.q_start for item in strategy.forward_spec.gather.items}) == 1
+def _windowed(keys: int, **rules: Any) -> Mask:
+    return Mask(causal=True, window=(keys - 1, 0), **rules)
 
 
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("keys", [130, 200, 513, 1000])
-def test_so_have_other_causal_windows(keys: int) -> None:
-    mask = Mask(causal=True, window=(keys - 1, 0))
-    assert all(_by_head(resolved(OSS, rank, mask=mask)) for rank in range(4))
-
-
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"returns_lse": True},  # another kernel may compute lse's gradient, by what was saved
-        {"grad": False},
-        {"softcap": True},
-        {"deterministic": True},
-        {"kernel": EagerKernel()},
-        {"mask": Mask(causal=True, window=(127, 0), cu_seqlens=(0, 1000, OSS.seq_len))},
-        {"mask": Mask(window=(127, 100))},  # it would end inside a tile that the next rows need
-    ],
-    ids=["returns_lse", "grad", "softcap", "deterministic", "kernel", "documents", "right"],
+    ("keys", "layout"),
+    [(128, "contiguous"), *((keys, "zigzag") for keys in (128, 130, 200, 513, 1000))],
 )
-def test_others_fetch_what_they_see(options: dict[str, Any]) -> None:
-    strategy = resolved(OSS, 1, **options)
-    assert not _by_head(strategy) and _tile(strategy) == 1
+def test_a_layer_with_a_causal_window_has_one(keys: int, layout: Any) -> None:
+    for rank in range(4):
+        strategy = resolved(rank, _windowed(keys), layout)
+        assert _split(strategy) == (True, fa4.KEYS)
+        if keys == 128:
+            gathered = strategy.forward_spec.gather
+            assert not strategy.own_work.launches and strategy.rounding is not None
+            assert len(gather_strategy._own_spans(strategy.own_fetches, gathered.length)) == 1
+            assert len({item.q_stop - item.q_start for item in gathered.items}) == 1
 
 
-@pytest.mark.usefixtures("hopper")
-def test_calls_that_return_lse_keep_that_of_whole_tiles() -> None:
-    strategy = resolved(OSS, 1, mask=Mask(causal=True), returns_lse=True)
-    assert _by_head(strategy) and _tile(strategy) == 1
+#: Masks and options, and True where the backward is split, though no tile of fetches is.
+OTHERS: dict[str, tuple[Mask, dict[str, Any], bool]] = {
+    # Another kernel may compute the gradient of lse, by what was saved.
+    "return_lse": (_windowed(128), {"return_lse": True}, False),
+    "grad": (_windowed(128), {"grad": False}, False),
+    "softcap": (_windowed(128), {"softcap": 5.0}, False),
+    "deterministic": (_windowed(128), {"deterministic": True}, False),
+    "kernel": (_windowed(128), {"kernel": EagerKernel()}, False),
+    "documents": (_windowed(128, cu_seqlens=(0, 1000, TOKENS)), {}, False),
+    # The window would end inside a tile that the next rows need.
+    "right": (Mask(window=(127, 100)), {}, False),
+    "lse of whole tiles": (Mask(causal=True), {"return_lse": True}, True),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_fetch_what_they_see(name: str) -> None:
+    mask, options, splits = OTHERS[name]
+    assert _split(resolved(1, mask, **options)) == (splits, 1)

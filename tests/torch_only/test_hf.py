@@ -1,9 +1,14 @@
-"""Models of transformers on a ring: loss, logits and gradients equal those of the whole model."""
+"""Models of transformers on a ring: loss, logits and gradients equal those of the whole model.
+
+Each is a row of a table. What is no row stands below it: dropout and noise, copies, users' heads,
+and recurrent layers that are asked for what they do not have.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import RANDOM, RINGS
-from hf_models import BYTES, LENGTH, Wide, build, gradients, same, whole
+from hf_models import BYTES, LENGTH, WHOLE, Wide, build, gradients, run, same, whole
 from hf_rows import (
     FAMILIES,
     SCANS_ALONE,
@@ -23,12 +28,15 @@ from hf_rows import (
     compared,
     on,
     padded,
+    reduce,
     result,
     rows,
     summed,
 )
+from on_ranks import on_four_ranks, on_ranks
 from torch import Tensor, nn
 from transformers.integrations.neftune import neftune_post_forward_hook
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from ring_core import (
     ChunkLayout,
@@ -38,227 +46,224 @@ from ring_core import (
     UnsupportedError,
 )  # fmt: skip
 from ring_torch import ContextParallel, hf
-from ring_torch.call import Strategy
+from ring_torch.hf import mixers
+from ring_torch.hf.models.code import forward_of
 from ring_torch.hf.register import _layer_seed
 from ring_torch.local import LocalRankError, LocalRanks
-from ring_torch.strategies.hybrid import Hybrid
-from ring_torch.strategies.ulysses import Ulysses
-
-ANY = nn.Identity()  # for batches of no particular model
-MEAN: dict[str, Any] = {"reduction": "mean"}
-GATHER: dict[str, Any] = {"logits": "gather"}
-SPLIT: dict[str, Any] = {"recurrent": "split"}
 
 
-def by_hand() -> Iterator[Any]:
-    """Yield models whose own attention function is the ring, given batches that are sharded."""
-    every = tuple((*ring, 4) for ring in RINGS.values())
-    few: tuple[Ring, ...] = (*every, (*RINGS["zigzag"], 2), (*RINGS["balanced"], 2))
+def hide_signatures(model: Any) -> Any:
+    """Decorate recurrent layers as transformers 5.14 does, which hides the wrapped signature."""
+
+    def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, *args, **kwargs)
+
+        return wrapped
+
+    for layer in model.modules():
+        if type(layer).__name__ in ("Qwen3NextGatedDeltaNet", "Lfm2ShortConv"):
+            own = {"forward": decorated(type(layer).forward)}
+            layer.__class__ = type(type(layer).__name__, (type(layer),), own)
+    return model
+
+
+def rings_of(*sizes: int) -> tuple[Ring, ...]:
+    """Return every ring of these sizes, and Ulysses, groups and random layouts."""
     in_groups = StrategyConfig("hybrid", ulysses_size=2)
-    many = tuple(
+    others: tuple[tuple[Any, Any], ...] = (("striped", "ulysses"), ("zigzag", in_groups))
+    return tuple(
         (layout, strategy, size)
-        for size in (4, 2)
-        for layout, strategy in (
-            *RINGS.values(), (RANDOM[size], "ring"), ("striped", "ulysses"), ("zigzag", in_groups),
-        )
-    )  # fmt: skip
-    kinds = "plain, right, left, packed, flattened"
-    given: dict[str, Any] = {"by": "shard_batch", "ranks": 4}
-    yield from rows("Llama", kinds, rings=many, daily=["Llama-packed"], **given)
-    yield from rows(
-        "Qwen3 Mistral Gemma2 Gemma3 GptOss", kinds, rings=few, **given,
-        daily=["Qwen3-left", "Mistral-flattened", "Gemma2-packed", "Gemma3-left", "GptOss-right"],
-    )  # fmt: skip
-    yield from rows("ModernBertForMaskedLM", "plain, left, right", **given)  # bidirectional
-    given = {"by": "shard_batch", "rings": on(0, "zigzag", "contiguous")}
-    # Losses whose labels are not shifted.
-    yield from rows(
-        "BertForMaskedLM RobertaForMaskedLM XLMRobertaForMaskedLM DistilBertForMaskedLM"
-        " ModernBertForMaskedLM BertForTokenClassification LlamaForTokenClassification",
-        "tagged plain, tagged first, tagged padded", **given,
-    )  # fmt: skip
-    # Positions begin where the model begins.
-    yield from rows(
-        "RobertaForMaskedLM CamembertForMaskedLM XLMRobertaForMaskedLM Data2VecTextForMaskedLM"
-        " XLMRobertaXLForMaskedLM XmodForMaskedLM RobertaPreLayerNormForMaskedLM BertForMaskedLM"
-        " OPTForCausalLM BioGptForCausalLM",
-        "sides", by="shard_batch",
-    )  # fmt: skip
-
-
-def hooked() -> Iterator[Any]:
-    """Yield a model for each kind of hook, of ``hf.parallelize``."""
-    # Own attention code, in GPT-Neo with windows and masks, in Bloom with ALiBi; positions computed
-    # from the length; chunks; recurrent layers. Two tell documents by their positions whole, too.
-    names = (
-        "FalconForCausalLM GPTNeoForCausalLM BloomForCausalLM XGLMForCausalLM BartForCausalLM"
-        " Llama4ForCausalLM Qwen3NextForCausalLM"
+        for size in sizes
+        for layout, strategy in (*RINGS.values(), (RANDOM[size], "ring"), *others)
     )
-    both: dict[str, Any] = {"forms": ("", "checkpointed"), "options": MEAN}
-    yield from rows(
-        names, "plain, left", refused=("XGLM", "Bloom"), **both,
-        daily=[
-            "FalconForCausalLM-plain", "XGLMForCausalLM-left-checkpointed", "BartForCausalLM-left",
-            "Llama4ForCausalLM-plain-checkpointed", "Qwen3NextForCausalLM-plain",
-        ],
-    )  # fmt: skip
-    yield from rows(
-        names, "right", refused=("XGLM", "Bloom"), rings=on(0, "striped"), **both,
-        daily=["BartForCausalLM-right-checkpointed", "Llama4ForCausalLM-right"],
-    )  # fmt: skip
-    yield from rows("GPTNeoForCausalLM Llama4ForCausalLM", "packed", daily=[], **both)
-    yield from rows(
-        "BartForConditionalGeneration T5ForConditionalGeneration M2M100ForConditionalGeneration",
-        "pair plain, pair padded", refused=["T5"], **both,
-        daily=[
-            "BartForConditionalGeneration-pair plain",
-            "M2M100ForConditionalGeneration-pair padded-checkpointed",
-        ],
-    )  # fmt: skip
+
+
+MEAN, GATHER, SPLIT = {"reduction": "mean"}, {"logits": "gather"}, {"recurrent": "split"}
+HYBRID = StrategyConfig("hybrid", ulysses_size=2, outer="gather")
+RECOMPUTED: dict[str, Any] = {"forms": ("", "checkpointed"), "options": MEAN}
+COMPILED: dict[str, Any] = {"forms": ("compiled",), "options": MEAN}
+FEW: tuple[Ring, ...] = (
+    *((*ring, 4) for ring in RINGS.values()),
+    (*RINGS["zigzag"], 2),
+    (*RINGS["balanced"], 2),
+)
+TWO, STRIPED = on(0, "zigzag", "contiguous"), on(0, "striped")
+THREE = (*TWO, *STRIPED)
+BY_HAND: dict[str, Any] = {"by": "shard_batch", "rings": TWO}
+FOUR: dict[str, Any] = {"by": "shard_batch", "ranks": 4}
+RECURRENT: dict[str, Any] = {"options": SPLIT, "trains": True, "refused": ""}
+SCANNED: dict[str, Any] = {**RECURRENT, "suffix": "split", "rings": TWO}
+ESM: dict[str, Any] = {"token_dropout": True, "position_embedding_type": "rotary"}
+ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+FULL = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]}
+CHUNKS = ChunkLayout(((0, 3, 5), (1, 2, 4)))
+KINDS, TAGGED = "plain, right, left, packed, flattened", "tagged plain, tagged first, tagged padded"
+IMAGES = "images plain, images left, images packed"
+BART, T5, M2M = (f"{x}ForConditionalGeneration" for x in ("Bart", "T5", "M2M100"))
+OWN = "FalconForCausalLM GPTNeoForCausalLM BloomForCausalLM XGLMForCausalLM BartForCausalLM Llama4ForCausalLM Qwen3NextForCausalLM"
+
+Group = tuple[str, str, dict[str, Any]] | tuple[str, str, dict[str, Any], str]
+#: Arguments of :func:`hf_rows.rows`: models, batches, fields, and the ids that run for each change.
+GROUPS: list[Group] = [
+    # Models whose own attention function is the ring, given batches that are sharded. GPT-OSS's own
+    # masks do not use positions.
+    ("Llama", KINDS, FOUR | {"rings": rings_of(4, 2)}, "Llama-packed"),
+    ("Qwen3 Mistral Gemma2 Gemma3", KINDS, FOUR | {"rings": FEW}, "Qwen3-left, Mistral-flattened, Gemma2-packed, Gemma3-left"),
+    ("GptOss", "plain, right, left, by position_ids", FOUR | {"rings": FEW}, "GptOss-right"),
+    ("ModernBertForMaskedLM", "plain, left, right", FOUR),  # bidirectional
+    # Losses whose labels are not shifted; and positions that begin where the model begins.
+    ("BertForMaskedLM RobertaForMaskedLM XLMRobertaForMaskedLM DistilBertForMaskedLM ModernBertForMaskedLM BertForTokenClassification LlamaForTokenClassification", TAGGED, BY_HAND),
+    ("RobertaForMaskedLM CamembertForMaskedLM XLMRobertaForMaskedLM Data2VecTextForMaskedLM XLMRobertaXLForMaskedLM XmodForMaskedLM RobertaPreLayerNormForMaskedLM BertForMaskedLM OPTForCausalLM BioGptForCausalLM", "first", {"by": "shard_batch"}),
+    # For each kind of hook: own attention code, in GPT-Neo with windows and masks, in Bloom with
+    # ALiBi; positions computed from the length; chunks; recurrent layers. Two tell documents by
+    # their positions whole, too.
+    (OWN, "plain, left", RECOMPUTED | {"refused": "XGLM Bloom"}, "FalconForCausalLM-plain, XGLMForCausalLM-left-checkpointed, BartForCausalLM-left, Llama4ForCausalLM-plain-checkpointed, Qwen3NextForCausalLM-plain"),
+    (OWN, "right", RECOMPUTED | {"refused": "XGLM Bloom", "rings": STRIPED}, "BartForCausalLM-right-checkpointed, Llama4ForCausalLM-right"),
+    ("GPTNeoForCausalLM Llama4ForCausalLM", "packed", RECOMPUTED, ""),
+    (f"{BART} {T5} {M2M}", "pair plain, pair padded", RECOMPUTED | {"refused": "T5"}, f"{BART}-pair plain, {M2M}-pair padded-checkpointed"),
     # Three-dimensional positions, in Qwen3-VL with deepstack; and images as tokens like others.
-    yield from rows(
-        "Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration",
-        "images plain, images left, images packed", refused=["Qwen3VL"], options=MEAN,
-        daily=[
-            "Qwen2_5_VLForConditionalGeneration-images plain",
-            "Qwen3VLForConditionalGeneration-images left",
-            "Qwen2_5_VLForConditionalGeneration-images packed",
-        ],
-    )  # fmt: skip
-    yield from rows(
-        "LlavaForConditionalGeneration", "images plain, images left", options=MEAN,
-        daily=["LlavaForConditionalGeneration-images plain"],
-    )  # fmt: skip
+    ("Qwen2_5_VLForConditionalGeneration", IMAGES, {"options": MEAN}, "Qwen2_5_VLForConditionalGeneration-images plain, Qwen2_5_VLForConditionalGeneration-images packed"),
+    ("Qwen3VLForConditionalGeneration", IMAGES, {"options": MEAN, "refused": ""}, "Qwen3VLForConditionalGeneration-images left"),
+    ("LlavaForConditionalGeneration", "images plain, images left", {"options": MEAN}, "LlavaForConditionalGeneration-images plain"),
     # Recomputed layers get the batch of the forward that made them. By their hooks: none; own
     # attention code; ALiBi slopes; positions; within an encoder; chunks; convolutions; recurrent
     # layers, beside attention, and given the mask; position biases; positions of pairs, counted
     # without padding; images.
-    yield from rows(
-        "LlamaForCausalLM GPTJForCausalLM BloomForCausalLM BartForCausalLM RoFormerForMaskedLM"
-        " Llama4ForCausalLM Lfm2ForCausalLM Qwen3NextForCausalLM FalconH1ForCausalLM"
-        " RecurrentGemmaForCausalLM T5ForConditionalGeneration BartForConditionalGeneration"
-        " M2M100ForConditionalGeneration Qwen2_5_VLForConditionalGeneration"
-        " Qwen3_5ForConditionalGeneration",
-        "both, crossed, accumulated", forms=("", "reentrant", "checkpointed"), trains=True,
-        refused=("T5ForConditionalGeneration", "Qwen3_5", "Bloom"),
-        daily=[
-            "GPTJForCausalLM-crossed-checkpointed", "BartForCausalLM-both-reentrant",
-            "Llama4ForCausalLM-both-checkpointed", "Lfm2ForCausalLM-both-checkpointed",
-            "Qwen3NextForCausalLM-crossed-reentrant", "RecurrentGemmaForCausalLM-both-reentrant",
-            "T5ForConditionalGeneration-both-checkpointed", "M2M100ForConditionalGeneration-accumulated",
-            "Qwen3_5ForConditionalGeneration-both-checkpointed",
-        ],
-    )  # fmt: skip
-    # Batches of every kind: local logits and sums, gathered ones and means. Losses of routers.
-    for suffix, options in (("local", {}), ("gathered", GATHER | MEAN)):
-        yield from rows(
-            "Llama Gemma3", "plain, right, packed, flattened", options=options, suffix=suffix,
-            rings=on(0, "zigzag", "striped"),
-            daily=[f"{x}-{suffix}" for x in ("Llama-packed", "Gemma3-flattened")],
-        )  # fmt: skip
-    yield from rows("Llama", "packed", forms=("ddp", "fsdp"), options=MEAN)
-    routers = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    yield from rows("Mixtral GptOss", "right", changes=routers, unlike={}, suffix="routers")
-    yield from rows("Llama", "by position_ids, by seq_idx, by cu_seq_lens, by attention_mask")
-    compiled: dict[str, Any] = {"batches": "right", "forms": ["compiled"], "options": MEAN}
-    yield from rows("LlamaForCausalLM GPTJForCausalLM", **compiled, daily=[])
-    yield from rows("Qwen3NextForCausalLM", **compiled)
-
-
-def in_the_row() -> Iterator[Any]:
-    """Yield padding anywhere in a row, and what else depends on all of its tokens."""
-    # Positions may be counted without padding, in the mask, or ALiBi's, with padding.
-    yield from rows(
-        "Llama Mistral Llama4 BertForMaskedLM ModernBertForMaskedLM RobertaForMaskedLM"
-        " OPTForCausalLM XGLMForCausalLM GPTNeoForCausalLM MptForCausalLM RecurrentGemmaForCausalLM"
-        " Lfm2ForCausalLM Qwen3NextForCausalLM FalconH1ForCausalLM NemotronHForCausalLM"
-        " BartForConditionalGeneration T5ForConditionalGeneration M2M100ForConditionalGeneration",
-        "equal, unlike", options=GATHER, rings=on(0, "zigzag", "contiguous"),
-        daily=[
-            "Llama-equal", "Llama4-unlike", "ModernBertForMaskedLM-unlike",
-            "RobertaForMaskedLM-unlike", "OPTForCausalLM-unlike",
-            "RecurrentGemmaForCausalLM-unlike", "BartForConditionalGeneration-equal",
-        ],
-    )  # fmt: skip
+    (f"LlamaForCausalLM GPTJForCausalLM BloomForCausalLM BartForCausalLM RoFormerForMaskedLM Llama4ForCausalLM Lfm2ForCausalLM Qwen3NextForCausalLM FalconH1ForCausalLM RecurrentGemmaForCausalLM {T5} {BART} {M2M} Qwen2_5_VLForConditionalGeneration Qwen3_5ForConditionalGeneration",
+     "both, crossed, accumulated", {"forms": ("", "reentrant", "checkpointed"), "trains": True, "refused": f"{T5} Qwen3_5 Bloom"},
+     f"GPTJForCausalLM-crossed-checkpointed, BartForCausalLM-both-reentrant, Llama4ForCausalLM-both-checkpointed, Lfm2ForCausalLM-both-checkpointed, Qwen3NextForCausalLM-crossed-reentrant, RecurrentGemmaForCausalLM-both-reentrant, {T5}-both-checkpointed, {M2M}-accumulated, Qwen3_5ForConditionalGeneration-both-checkpointed"),
+    # Batches of every kind: local logits and sums, gathered ones and means. Wrappers, strategies,
+    # losses of routers.
+    ("Llama Gemma3", "plain, right, packed, flattened", {"suffix": "local", "rings": on(0, "zigzag", "striped")}, "Llama-packed-local, Gemma3-flattened-local"),
+    ("Llama Gemma3", "plain, right, packed, flattened", {"options": GATHER | MEAN, "suffix": "gathered", "rings": on(0, "zigzag", "striped")}, "Llama-packed-gathered, Gemma3-flattened-gathered"),
+    ("Llama", "packed", {"forms": ("ddp", "fsdp"), "options": MEAN}),
+    ("Llama Gemma3", "packed", {"options": {"strategy": "ulysses"}, "suffix": "ulysses", "ranks": 4}, "Gemma3-packed-ulysses"),
+    ("Llama Gemma3", "packed", {"options": {"strategy": HYBRID}, "suffix": "hybrid", "ranks": 4}, "Gemma3-packed-hybrid"),
+    ("Llama4ForCausalLM", "plain", {"changes": FULL, "suffix": "without chunks"}),
+    ("Mixtral GptOss", "right", {"changes": ROUTERS, "unlike": {}, "suffix": "routers"}),
+    ("Llama", "by position_ids, by seq_idx, by cu_seq_lens, by attention_mask", {}),
+    ("LlamaForCausalLM GPTJForCausalLM", "right", COMPILED, ""), ("Qwen3NextForCausalLM", "right", COMPILED),
+    # Padding anywhere in a row: positions may be counted without padding, in the mask, or ALiBi's,
+    # with padding.
+    (f"Llama Mistral Llama4 BertForMaskedLM ModernBertForMaskedLM RobertaForMaskedLM OPTForCausalLM XGLMForCausalLM GPTNeoForCausalLM MptForCausalLM RecurrentGemmaForCausalLM Lfm2ForCausalLM Qwen3NextForCausalLM FalconH1ForCausalLM NemotronHForCausalLM {BART} {T5} {M2M}",
+     "equal, unlike", {"options": GATHER, "rings": TWO},
+     f"Llama-equal, Llama4-unlike, ModernBertForMaskedLM-unlike, RobertaForMaskedLM-unlike, OPTForCausalLM-unlike, RecurrentGemmaForCausalLM-unlike, {BART}-equal"),
     # Heads that make logits of labelled tokens alone, embeddings scaled by how many tokens of a row
-    # are masked, as ModernBERT and ESM-2 were trained, and losses that ask for the labels' shape.
-    batches = "masked plain, masked first, masked padded"
-    given: dict[str, Any] = {"options": GATHER, "rings": on(0, "zigzag", "contiguous", "striped")}
-    for model, changes in (
-        ("ModernBertForMaskedLM", {"sparse_prediction": True}),
-        ("EsmForMaskedLM", {"position_embedding_type": "rotary", "token_dropout": True}),
-        ("EsmForMaskedLM", {"position_embedding_type": "absolute", "token_dropout": True}),
-        ("BloomForTokenClassification", {"num_labels": 40}),
-        ("MptForTokenClassification", {"num_labels": 40}),
-    ):
-        suffix = str(next(iter(changes.values()))) if "Esm" in model else ""
-        yield from rows(model, batches, changes=changes, suffix=suffix, **given)
-    yield from rows(
-        "Llama", "invoked", prepare=activated, forms=("", "checkpointed"), trains=True,
-        rings=on(0, "zigzag", "contiguous", "striped"), suffix="LoRA",
-        daily=["Llama-invoked-checkpointed-LoRA"],
-    )  # fmt: skip
-
-
-def recurrent() -> Iterator[Any]:
-    """Yield models with recurrent layers, those of packed rows compared with each document."""
-    given: dict[str, Any] = {
-        "options": SPLIT, "trains": True, "suffix": "split", "refused": [""],
-        "rings": on(0, "zigzag", "contiguous"),
-    }  # fmt: skip
-    yield from rows(
-        f"{FAMILIES} {SCANS_ALONE}", "plain, right, left", **given,
-        daily=[f"Qwen3NextForCausalLM-{x}-split" for x in ("right", "left")],
-    )  # fmt: skip
-    packed = [f"{x}-by position_ids-split" for x in FAMILIES.split() if "Moe" not in x]
-    yield from rows(FAMILIES, "by position_ids", **given, daily=packed)
-    yield from rows(SCANS_ALONE, "by seq_idx", **given)
-    given = {"refused": [""], "trains": True, "options": SPLIT}
-    yield from rows(
-        "Qwen3NextForCausalLM", "by cu_seq_lens, by seq_idx, by attention_mask", **given
-    )
-    yield from rows("BambaForCausalLM", "between padding", **given)
-    yield from rows(
-        "Qwen3NextForCausalLM KimiLinearForCausalLM NemotronHForCausalLM Lfm2ForCausalLM",
-        "by position_ids", forms=("checkpointed", "reentrant"), **given,
-        daily=[
-            "Qwen3NextForCausalLM-by position_ids-reentrant",
-            "NemotronHForCausalLM-by position_ids-checkpointed",
-        ],
-    )  # fmt: skip
-    yield from rows(
-        "Qwen3NextForCausalLM",
-        "by position_ids",
-        forms=("ddp", "fsdp"),
-        **given | {"options": SPLIT | MEAN},
-    )
-    yield from rows("FalconH1ForCausalLM", "left", options=SPLIT)
-    # Layers run whole where asked for, or where a layout cannot be scanned; convolutions need not.
-    yield from rows("Zamba2ForCausalLM", "right", options={"recurrent": "whole"}, suffix="whole")
-    yield from rows("Zamba2ForCausalLM", "right", rings=on(0, "striped"), suffix="striped")
-    yield from rows(
-        "Lfm2ForCausalLM", "by position_ids", rings=on(0, "striped"), suffix="striped", **given,
-    )  # fmt: skip
-    # The convolution's activation is a function that the operation does not have.
-    gelu = {"hidden_act": "gelu"}
-    yield from rows(
-        "Qwen3NextForCausalLM", "plain", changes=gelu, unlike={}, options=SPLIT, suffix="gelu"
-    )
+    # are masked, as ModernBERT and ESM-2 were trained, losses that ask for the labels' shape, and
+    # adapters that begin where tokens invoke them.
+    ("ModernBertForMaskedLM", TAGGED, {"options": GATHER, "rings": THREE, "changes": {"sparse_prediction": True}, "suffix": "sparse"}),
+    ("EsmForMaskedLM", TAGGED, {"options": GATHER, "rings": THREE, "changes": ESM, "suffix": "rotary"}),
+    ("EsmForMaskedLM", TAGGED, {"options": GATHER, "rings": THREE, "changes": ESM | {"position_embedding_type": "absolute"}, "suffix": "absolute"}),
+    ("BloomForTokenClassification MptForTokenClassification", TAGGED, {"options": GATHER, "rings": THREE, "changes": {"num_labels": 40}}),
+    ("Llama", "invoked", {"prepare": activated, "forms": ("", "checkpointed"), "trains": True, "rings": THREE, "suffix": "LoRA"}, "Llama-invoked-checkpointed-LoRA"),
+    # Recurrent layers, those of packed rows compared with each document.
+    (f"{FAMILIES} {SCANS_ALONE}", "plain, right, left", SCANNED, "Qwen3NextForCausalLM-right-split, Qwen3NextForCausalLM-left-split"),
+    (FAMILIES, "by position_ids", SCANNED, ", ".join(f"{x}-by position_ids-split" for x in FAMILIES.split() if "Moe" not in x)),
+    (SCANS_ALONE, "by seq_idx", SCANNED),
+    ("Qwen3NextForCausalLM", "by cu_seq_lens, by seq_idx, by attention_mask", RECURRENT), ("BambaForCausalLM", "between padding", RECURRENT),
+    ("Qwen3NextForCausalLM KimiLinearForCausalLM NemotronHForCausalLM Lfm2ForCausalLM", "by position_ids", RECURRENT | {"forms": ("checkpointed", "reentrant")},
+     "Qwen3NextForCausalLM-by position_ids-reentrant, NemotronHForCausalLM-by position_ids-checkpointed"),
+    ("Qwen3NextForCausalLM", "by position_ids", RECURRENT | {"forms": ("ddp", "fsdp"), "options": SPLIT | MEAN}),
+    ("FalconH1ForCausalLM", "left", {"options": SPLIT}),
+    # They run whole where asked for, or where a layout cannot be scanned; convolutions need not.
+    ("Zamba2ForCausalLM", "right", {"options": {"recurrent": "whole"}, "suffix": "whole"}), ("Zamba2ForCausalLM", "right", {"rings": STRIPED, "suffix": "striped"}),
+    ("Lfm2ForCausalLM", "by position_ids", RECURRENT | {"rings": STRIPED, "suffix": "striped"}),
+    # The convolution's activation is a function that the operation does not have; signatures are
+    # hidden.
+    ("Qwen3NextForCausalLM", "plain", {"changes": {"hidden_act": "gelu"}, "unlike": {}, "options": SPLIT, "suffix": "gelu"}),
+    ("Qwen3NextForCausalLM Lfm2ForCausalLM", "plain", {"prepare": hide_signatures, "suffix": "hidden"}),
     # On a rank there may be one token: recurrent layers get no mask then, as in decoding.
-    yield from rows("Lfm2ForCausalLM", "two tokens", rings=on(0, "contiguous"), trains=True)
+    ("Lfm2ForCausalLM", "two tokens", {"rings": on(0, "contiguous"), "trains": True}),
     # Kernels reach across a whole chunk; with biases the output for padding is not zero.
-    chunks = ChunkLayout(((0, 3, 5), (1, 2, 4)))
-    for kernel in (3, 6):
-        yield from rows(
-            "Lfm2", "plain, unlike, three tokens", changes={"conv_L_cache": kernel}, trains=True,
-            rings=on(0, "zigzag", "contiguous", "striped", chunks), suffix=f"kernel of {kernel}",
-        )  # fmt: skip
+    *(("Lfm2", "plain, unlike, three tokens", {"changes": {"conv_L_cache": n}, "trains": True, "rings": (*THREE, *on(0, CHUNKS)), "suffix": f"kernel of {n}"}) for n in (3, 6)),
+]  # fmt: skip
+
+MIDDLE = 38  # a limit between the two ranks' last positions in zigzag: 42 and 32
+LIMIT = 16  # positions of the whole model, beyond which `dynamic` changes its angles
+
+#: Fields that each type needs, and a value of each of its fields that is not the one before. The
+#: verdict is the same for all: exact, by ``hf.parallelize``.
+LONG: dict[str, Any] = {"short_factor": [1.0] * 4, "long_factor": [2.0, 4.0, 8.0, 16.0], "original_max_position_embeddings": MIDDLE}  # fmt: skip
+YARN: dict[str, Any] = {"rope_theta": 10.0, "factor": 4.0, "original_max_position_embeddings": 128, "mscale": 1.0, "mscale_all_dim": 0.5}  # fmt: skip
+LLAMA3: dict[str, Any] = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
+TYPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({}, {"rope_theta": 50.0}),
+    "linear": ({"factor": 2.0}, {"factor": 4.0}),
+    "dynamic": ({"factor": 2.0}, {"factor": 4.0}),
+    "yarn": (YARN, {"factor": 8.0, "original_max_position_embeddings": 64, "attention_factor": 0.5, "beta_fast": 2.0, "beta_slow": 0.25, "mscale": 2.0, "mscale_all_dim": 0.25, "truncate": False}),
+    "longrope": (LONG, {"long_factor": [3.0] * 4, "short_factor": [3.0] * 4, "attention_factor": 0.5, "factor": 8.0, "original_max_position_embeddings": LENGTH + 1}),
+    "llama3": (LLAMA3, {"factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_max_position_embeddings": 32}),
+    "proportional": ({"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 1.0, "factor": 2.0}),
+}  # fmt: skip
+
+#: Fields that other fields hide: the short factors in a long sequence.
+BESIDE = {("longrope", "short_factor"): {"original_max_position_embeddings": LENGTH + 1}}
+
+#: Models whose rotary embeddings return angles of other shapes, or look at positions themselves:
+#: the type of the config within theirs, its parameters, and a batch.
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+_DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, **LONG}
+MODELS: dict[str, tuple[str, Any, str]] = {
+    "Phi3ForCausalLM": ("phi3", _LONGROPE, "row and packed"),
+    "PhimoeForCausalLM": ("phimoe", {**_LONGROPE, "short_mscale": 1.2, "long_mscale": 1.7}, "row and packed"),
+    "Gemma3ForCausalLM": ("gemma3_text", {"full_attention": _LONGROPE, "sliding_attention": _DYNAMIC}, "row"),
+    "Gemma4ForConditionalGeneration": ("gemma4_text", {"full_attention": _DYNAMIC, "sliding_attention": _DEFAULT}, "row"),
+    "ModernBertForMaskedLM": ("modernbert", {"full_attention": _DYNAMIC, "sliding_attention": _LONGROPE}, "row"),
+    "Llama4ForCausalLM": ("llama4_text", _DYNAMIC, "row"),
+    "Qwen2VLForConditionalGeneration": ("qwen2_vl_text", {**_DYNAMIC, "mrope_section": [2, 1, 1]}, "row and images"),
+    "T5GemmaForConditionalGeneration": ("t5_gemma_module", _DYNAMIC, "row and pair"),
+}  # fmt: skip
 
 
-TABLE = [*by_hand(), *hooked(), *in_the_row(), *recurrent()]
+def changes(kind: str, rope: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return changes of a config of this type with other rotary embeddings."""
+    values = {"rope_parameters": rope, "max_position_embeddings": LIMIT}
+    if kind != "llama" and "original_max_position_embeddings" in rope:
+        values["original_max_position_embeddings"] = MIDDLE
+    if kind == "phi3":  # its config checks the number of factors
+        values |= {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return {"kind": kind, "values": values | more}
 
 
-@pytest.mark.parametrize("row", TABLE)
+def llama(rope_type: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return changes of a small Llama; those of other types have the same weights."""
+    rope = {"rope_theta": 1e4, **parameters, "rope_type": rope_type}
+    return changes("llama", rope, head_dim=8)
+
+
+def rotary() -> Iterator[Any]:
+    """Yield rotary embeddings: each field, which has to have an effect, and each of the models."""
+    for rope_type, (needed, others) in TYPES.items():
+        for name, value in others.items():
+            before = {**needed, **BESIDE.get((rope_type, name), {})}
+            own: dict[str, Any] = {
+                "changes": llama(rope_type, {**before, name: value}),
+                "unlike": llama(rope_type, before),
+            }
+            yield from rows("LlamaForCausalLM", "row", suffix=f"{rope_type}-{name}", **own)
+    for model, (kind, rope, batch) in MODELS.items():
+        yield from rows(model, batch, changes=changes(kind, rope))
+    for rope_type in ("dynamic", "longrope"):
+        given: dict[str, Any] = {
+            "changes": llama(rope_type, TYPES[rope_type][0]),
+            "suffix": rope_type,
+        }
+        # Scaling of a longer sequence stays until a short one comes, on all ranks alike.
+        yield from rows("LlamaForCausalLM", "lengths", **given)
+        # Below the limit, or with equal last positions, ranks choose alike without hooks, too.
+        yield from rows("LlamaForCausalLM", "short rows", by="shard_batch", **given)
+
+
+def table() -> Iterator[Any]:
+    """Yield the rows of all groups, and those of rotary embeddings."""
+    for models, batches, fields, *daily in GROUPS:
+        yield from rows(models, batches, daily=daily[0] if daily else None, **fields)
+    yield from rotary()
+
+
+@pytest.mark.parametrize("row", [*table()])
 def test_whole_and_split_are_alike(pools: dict[int, LocalRanks], row: Row) -> None:
     try:
         pools[row.ranks].run(compared, row)
@@ -267,11 +272,9 @@ def test_whole_and_split_are_alike(pools: dict[int, LocalRanks], row: Row) -> No
         raise
 
 
-def test_rows_have_ids_of_their_own() -> None:
-    assert len({x.id for x in TABLE}) == len(TABLE)
-
-
-def _checkpointed(_: int, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_four_ranks
+def test_recomputed_layers_drop_the_same(reentrant: bool) -> None:
     batch, cp, grads = whole("packed"), ContextParallel(), []
     for checkpointing in (False, True):
         model = build("Mistral", hf.register(), use_cache=False, attention_dropout=0.3).train()
@@ -282,7 +285,9 @@ def _checkpointed(_: int, reentrant: bool) -> None:
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-14)
 
 
-def _dropout(rank: int) -> None:
+@on_four_ranks
+def test_dropout(rank: int) -> None:
+    """It is drawn by a seed, the same of any number of ranks, and other in each layer."""
     batch, outs = whole("packed"), {}
     alone: list[Any] = [dist.new_group([n]) for n in range(4)]
     model = build("Llama", hf.register(), attention_dropout=0.4)
@@ -300,9 +305,25 @@ def _dropout(rank: int) -> None:
     with Wide(), torch.no_grad():
         still = model.eval()(**shard).logits
     assert not torch.allclose(still[:, :LENGTH], outs[3, 1])
+    shard = hf.shard_batch(cp, batch, model=model, dropout_seed=2**64 - 1)
+    layers = model.model.layers
+    seeds = {_layer_seed(layer.self_attn, shard["attention_mask"]) for layer in layers}
+    assert len(seeds) == len(layers) and all(0 <= seed < 2**64 for seed in seeds)
 
 
-def _dropout_of_attention(rank: int, name: str, rates: dict[str, Any]) -> None:
+GPTJ_RATES = {"attn_pdrop": 0.3, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+
+
+@pytest.mark.refused_in("5.14", "T5")
+@pytest.mark.parametrize(
+    ("name", "rates"),
+    [
+        ("Llama", {"attention_dropout": 0.4}), ("GPTJForCausalLM", GPTJ_RATES),
+        ("T5ForConditionalGeneration", {"dropout_rate": 0.3}),
+    ],
+)  # fmt: skip
+@on_ranks
+def test_dropout_of_attention(rank: int, name: str, rates: dict[str, Any]) -> None:
     model = build(name, **rates)
     for part in model.modules():
         if isinstance(part, nn.Dropout) and "attn_pdrop" not in rates:
@@ -320,8 +341,9 @@ def _dropout_of_attention(rank: int, name: str, rates: dict[str, Any]) -> None:
     assert float(outputs[0][0]) != float(result(model.eval(), case.whole, case)[0])
 
 
-def _two_rings(rank: int) -> None:
-    """Run one model on two rings in turn, and two models with different options side by side."""
+@on_four_ranks
+def test_two_models_side_by_side(rank: int) -> None:
+    """Run two models with different options on two rings in turn; ranks have the same batch."""
     pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = build("Mistral", hf.register())
     other = build("Mistral", hf.register("ring-eager", kernel=KernelConfig("eager", block_q=8)))
@@ -332,22 +354,31 @@ def _two_rings(rank: int) -> None:
             outs += [cp.unshard(m(**shard).logits)[:, :LENGTH] for m in (model, other)]
     for out in outs[1:]:
         same(out, outs[0], "logits")
-
-
-def _unlike_batches(rank: int) -> None:
     batch = whole("plain")
+    with pytest.raises(RankMismatchError, match="same samples"):
+        hf.shard_batch(ContextParallel(), batch, model=model, dropout_seed=rank // 2)
     batch["input_ids"][0, 7] = rank == 2
     with pytest.raises(RankMismatchError, match="rank"):
-        hf.shard_batch(ContextParallel(), batch, model=ANY)
-    with pytest.raises(RankMismatchError, match="same samples"):
-        hf.shard_batch(ContextParallel(), whole("plain"), model=ANY, dropout_seed=rank // 2)
+        hf.shard_batch(ContextParallel(), batch, model=model)
 
 
-def _copied(_: int, name: str) -> None:
+COPIED = (
+    "T5ForConditionalGeneration",
+    "BloomForCausalLM",
+    "Qwen3NextForCausalLM",
+    "JambaForCausalLM",
+)
+
+
+@pytest.mark.refused_in("5.14", "T5", "Bloom")
+@pytest.mark.parametrize("name", COPIED)
+@on_ranks
+def test_a_copy_computes_with_its_own_weights(name: str) -> None:
     """Change a copy's weights: it computes with its own, also between its original's calls."""
     model, unsplit, cp = build(name), build(name), ContextParallel()
-    (case,) = cases_of(model, "pair padded" if model.config.is_encoder_decoder else "right")
-    (other,) = cases_of(model, "pair plain" if model.config.is_encoder_decoder else "plain")
+    is_pair = model.config.is_encoder_decoder
+    (case,) = cases_of(model, "pair padded" if is_pair else "right")
+    (other,) = cases_of(model, "pair plain" if is_pair else "plain")
     hf.parallelize(model, cp)
     result(model, other.split, other)
     twin, expected = copy.deepcopy(model), [result(unsplit, case.whole, case)]
@@ -360,12 +391,16 @@ def _copied(_: int, name: str) -> None:
         check(summed(each, case, cp), like, case, name, cp)
 
 
-def _noise_by_hand(_: int) -> None:
+@on_ranks
+def test_noise_by_hand() -> None:
+    """NEFTune's noise is that of the whole sequence, in a ring, a copy and another layout."""
     cp, model = ContextParallel(), build("Llama").train()
     tokens = torch.arange(2 * LENGTH).view(2, -1) % BYTES
-    embeddings = model.get_input_embeddings()
-    embeddings.neftune_noise_alpha = 5.0
-    handle = embeddings.register_forward_hook(neftune_post_forward_hook)
+
+    def noisy(model: Any) -> Any:
+        embeddings = model.get_input_embeddings()
+        embeddings.neftune_noise_alpha = 5.0
+        return embeddings.register_forward_hook(neftune_post_forward_hook)
 
     def loss(model: nn.Module) -> Tensor:
         torch.manual_seed(3)
@@ -373,15 +408,13 @@ def _noise_by_hand(_: int) -> None:
             out: Tensor = model(input_ids=tokens, labels=tokens).loss
         return out
 
-    expected = loss(model)
-    parallel = hf.parallelize(model, cp)
-    torch.testing.assert_close(loss(model), expected)
-    torch.testing.assert_close(loss(copy.deepcopy(model)), expected)
-    parallel.remove()
-    torch.testing.assert_close(loss(model), expected)
-    parallel = hf.parallelize(model, ContextParallel(layout="striped"))
-    torch.testing.assert_close(loss(model), expected)
-    parallel.remove()
+    handle, expected = noisy(model), loss(model)
+    for ring in (cp, ContextParallel(layout="striped")):
+        parallel = hf.parallelize(model, ring)
+        torch.testing.assert_close(loss(model), expected)
+        torch.testing.assert_close(loss(copy.deepcopy(model)), expected)
+        parallel.remove()
+        torch.testing.assert_close(loss(model), expected)
     with pytest.raises(UnsupportedError, match="neftune_noise_alpha"):
         hf.shard_batch(cp, {"input_ids": tokens}, model=model)
     hf.shard_batch(cp, {"input_ids": tokens}, model=model.eval())
@@ -389,8 +422,7 @@ def _noise_by_hand(_: int) -> None:
     hf.shard_batch(cp, {"input_ids": tokens}, model=model.train())
     pair = build("BartForConditionalGeneration").train()
     hf.parallelize(pair, cp)
-    pair.get_input_embeddings().neftune_noise_alpha = 5.0
-    pair.get_input_embeddings().register_forward_hook(neftune_post_forward_hook)
+    noisy(pair)
     with pytest.raises(UnsupportedError, match="two sequences"):
         pair(input_ids=tokens, labels=tokens)
 
@@ -407,8 +439,11 @@ class Critic(nn.Module):
         return values
 
 
-def _valued(_: int, name: str, head: str, reduction: Any) -> None:
-    """Check a head of hidden states: joined outputs are all that it may read, not logits alone."""
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize(("name", "head"), [("Llama", "Model"), ("Gemma3", "TextModel")])
+@on_ranks
+def test_heads_of_hidden_states(name: str, head: str, reduction: Any) -> None:
+    """Joined outputs are all that a user's head may read, not logits alone."""
     torch.manual_seed(2)
     unsplit = Critic(build(name, head=head))
     split, cp = copy.deepcopy(unsplit), ContextParallel()
@@ -423,79 +458,9 @@ def _valued(_: int, name: str, head: str, reduction: Any) -> None:
     if reduction == "sum":
         with pytest.raises(ValueError, match=r"head\.weight, head\.bias got hidden states"):
             cp.reduce_gradients(split)
-        cp.reduce_gradients(split.base)
+    reduce(split if reduction == "mean" else split.base, cp, reduction)
     own, expected = gradients(split), gradients(unsplit)
-    for gradient in own.values() if reduction == "mean" else ():
-        dist.all_reduce(gradient)
-        gradient.div_(cp.cp_size)
     torch.testing.assert_close({n: own[n] for n in expected}, expected, rtol=1e-8, atol=1e-10)
-
-
-def _of_strategies(_: int, name: str) -> None:
-    """Check that a strategy computes a model, and that it is asked for once."""
-    cp, model, unsplit = ContextParallel(), build(name), build(name)
-    (case,) = cases_of(model, "packed")
-    expected = result(unsplit, case.whole, case)
-    hybrid = StrategyConfig("hybrid", ulysses_size=2, outer="gather")
-    ways: tuple[tuple[str, Any, type[Strategy]], ...] = (
-        ("ring-ulysses", "ulysses", Ulysses), ("ring-hybrid-2-gather", hybrid, Hybrid),
-    )  # fmt: skip
-    for attention, strategy, kind in ways:
-        handle = hf.parallelize(model, cp, strategy=strategy)
-        assert hf.parallelize(model, cp, strategy=strategy) is handle
-        assert model.config._attn_implementation == attention
-        with pytest.raises(ValueError, match="parallelized already, with"):
-            hf.parallelize(model, cp)
-        with patch.object(kind, "backward", autospec=True, side_effect=kind.backward) as backward:
-            actual = summed(model, case, cp)
-        assert backward.call_count == model.config.num_hidden_layers
-        check(actual, expected, case, attention, cp)
-        handle.remove()
-    assert model.config._attn_implementation == "eager"
-
-
-def jobs() -> Iterator[Any]:
-    """Yield what several ranks compute that is no row of the table."""
-    old, gptj = (
-        [pytest.mark.refused_in("5.14")],
-        {"attn_pdrop": 0.3, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-    )
-    for ranks, job, arguments, ids, marks in (
-        (4, _checkpointed, [False], "not reentrant", []), (4, _checkpointed, [True], "reentrant", []),
-        (4, _dropout, [], "", []), (4, _two_rings, [], "", []),
-        (4, _unlike_batches, [], "", []),
-        (4, _of_strategies, ["Llama"], "Llama", [pytest.mark.nightly]),
-        (4, _of_strategies, ["Gemma3"], "Gemma3", []),
-        (4, _of_strategies, ["GptOss"], "GptOss", [pytest.mark.nightly]),
-        (2, _dropout_of_attention, ["Llama", {"attention_dropout": 0.4}], "Llama", []),
-        (2, _dropout_of_attention, ["GPTJForCausalLM", gptj], "GPTJ", []),
-        (2, _dropout_of_attention, ["T5ForConditionalGeneration", {"dropout_rate": 0.3}], "T5", old),
-        (2, _copied, ["T5ForConditionalGeneration"], "T5", old),
-        (2, _copied, ["BloomForCausalLM"], "Bloom", old),
-        (2, _copied, ["Qwen3NextForCausalLM"], "Qwen3Next", []), (2, _copied, ["JambaForCausalLM"], "Jamba", []),
-        (2, _noise_by_hand, [], "", []),
-        (2, _valued, ["Llama", "Model", "sum"], "Llama-sum", []),
-        (2, _valued, ["Llama", "Model", "mean"], "Llama-mean", []),
-        (2, _valued, ["Gemma3", "TextModel", "sum"], "Gemma3-sum", []),
-        (2, _valued, ["Gemma3", "TextModel", "mean"], "Gemma3-mean", []),
-    ):  # fmt: skip
-        name = job.__name__[1:] + (f"-{ids}" if ids else "")
-        yield pytest.param(ranks, job, arguments, id=name, marks=marks)
-
-
-@pytest.mark.parametrize(("ranks", "job", "arguments"), [*jobs()])
-def test_on_several_ranks(
-    pools: dict[int, LocalRanks], ranks: int, job: Callable[..., None], arguments: list[Any]
-) -> None:
-    pools[ranks].run(job, *arguments)
-
-
-def test_layers_drop_different_elements() -> None:
-    model = build("Llama")
-    shard = hf.shard_batch(ContextParallel(), whole("plain"), model=model, dropout_seed=2**64 - 1)
-    mask, layers = shard["attention_mask"], model.model.layers
-    seeds = {_layer_seed(layer.self_attn, mask) for layer in layers}
-    assert len(seeds) == len(layers) and all(0 <= seed < 2**64 for seed in seeds)
 
 
 def test_labels_of_several_batches_count_together() -> None:
@@ -517,3 +482,94 @@ def test_compiled_in_one_graph() -> None:
     shard = hf.shard_batch(ContextParallel(), case.split[0], model=model)
     compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(**shard).loss, model(**shard).loss, rtol=1e-12, atol=0)
+
+
+@pytest.mark.refused_in("5.14")
+@on_ranks
+def test_short_batches_run_whole() -> None:
+    """Run a short batch whole, and a longer one split, whose hidden states have more bytes."""
+    model, long = build("Qwen3NextForCausalLM"), whole("plain")
+    short = {name: x[:, :8] for name, x in long.items()}
+    batches, gather = (short, long, short), mixers.WholeLayer.gather
+    with Wide():
+        expected = [model(**batch, use_cache=False).loss for batch in batches]
+    hf.parallelize(model, ContextParallel())
+    layer = model.model.layers[0].linear_attn
+    for batch, loss, is_whole in zip(batches, expected, (True, False, True), strict=True):
+        spy = patch.object(mixers.WholeLayer, "gather", autospec=True, side_effect=gather)
+        with spy as seen, Wide():
+            torch.testing.assert_close(model(**batch).loss, loss)
+        assert is_whole == any(layer in call.args for call in seen.call_args_list)
+
+
+@pytest.mark.refused_in("5.14")
+@on_ranks
+def test_the_choice_draws_no_random_numbers() -> None:
+    """With dropout before the scan a first forward draws what later ones do."""
+    model, batch = build("Qwen3NextForCausalLM"), whole("plain")
+    projection = model.model.layers[0].linear_attn.in_proj_qkvz
+    projection.register_forward_hook(lambda _module, _args, x: torch.dropout(x, 0.5, train=True))
+    hf.parallelize(model, ContextParallel())
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        with Wide():
+            losses.append(model(**batch).loss)
+    torch.testing.assert_close(*losses, rtol=0, atol=0)
+
+
+@pytest.mark.refused_in("5.14")
+def test_a_function_that_may_mix_tokens() -> None:
+    """Let a layer's forward call a function that the table does not know."""
+    model = build("Qwen3NextForCausalLM")
+    layer = model.model.layers[0].linear_attn
+    own = forward_of(type(layer))
+    assert own is not None
+    code = own.__code__
+    names = tuple("mixed" if x == "apply_mask_to_padding_states" else x for x in code.co_names)
+    other = FunctionType(
+        code.replace(co_names=names), own.__globals__ | {"mixed": lambda x, _: x.flip(1)}, "forward",
+        own.__defaults__,
+    )  # fmt: skip
+    layer.__class__ = type("OtherDeltaNet", (type(layer),), {"forward": other})
+    assert hf.check_model(model).whole_layers == (
+        "OtherDeltaNet calls mixed, which may mix tokens",
+    )
+    with pytest.raises(UnsupportedError, match="calls mixed"):
+        hf.parallelize(model, ContextParallel(), recurrent="split")
+
+
+@pytest.mark.refused_in("5.14")
+def test_a_forward_that_was_replaced() -> None:
+    model = build("Lfm2ForCausalLM")
+    layer = model.model.layers[0].conv
+    handle = hf.parallelize(model, ContextParallel(), recurrent="split")
+    assert hf.check_model(model).whole_layers == ()
+    handle.remove()
+    assert "forward" not in vars(layer)
+    layer.forward = layer.forward
+    assert "was replaced" in hf.check_model(model).whole_layers[0]
+
+
+def test_other_models_keep_their_functions() -> None:
+    """Parallelize one model: another of its class, in the same process, computes whole."""
+    model, other, batch = build("Lfm2ForCausalLM"), build("Lfm2ForCausalLM"), whole("right") | WHOLE
+    expected = run(model, batch)
+    hf.parallelize(other, ContextParallel())
+    assert all(map(torch.equal, run(model, batch), expected))
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+@on_ranks
+def test_a_batch_is_refused_without_hooks_where_ranks_would_differ(rope_type: str) -> None:
+    """It is refused before anything is sent."""
+    model = build("LlamaForCausalLM", hf.register(), **llama(rope_type, TYPES[rope_type][0]))
+    with pytest.raises(UnsupportedError, match=r"hf\.parallelize, and whole batches"):
+        hf.shard_batch(ContextParallel(), padded(LENGTH, count=1), model=model)
+
+
+def test_every_type_and_field_is_tried() -> None:
+    assert {"default", *ROPE_INIT_FUNCTIONS} == TYPES.keys()
+    tried = {name for _, others in TYPES.values() for name in others}
+    known = {*RopeParameters.__annotations__} - {"rope_type", "mrope_section"}  # of Qwen2-VL above
+    assert known <= tried

@@ -41,22 +41,20 @@ WAYS: dict[str, Way] = {
 }
 
 
-@pytest.fixture(params=[3], ids="{} ranks".format)
-def pool(request: Any, pools: dict[int, LocalRanks]) -> LocalRanks:
-    return pools[request.param]
-
-
-def prompt_of(rows: int, *, repeats: bool = False) -> Tensor:
-    generator = torch.Generator().manual_seed(7)
-    if repeats:  # so that a prompt can be looked up
-        return torch.randint(1, BYTES, (rows, 5), generator=generator).repeat(1, 8)[:, :PROMPT]
-    return torch.randint(1, BYTES, (rows, PROMPT), generator=generator)
+RANKS = 3
 
 
 def batch_of(padding: tuple[int, ...], *, repeats: bool = False) -> dict[str, Tensor]:
-    ids = prompt_of(len(padding), repeats=repeats)
+    """Return prompts with padding to their left, which ``repeats`` so that it can be looked up."""
+    length, generator = 5 if repeats else PROMPT, torch.Generator().manual_seed(7)
+    ids = torch.randint(1, BYTES, (len(padding), length), generator=generator)
+    ids = ids.repeat(1, -(-PROMPT // length))[:, :PROMPT]
     mask = torch.arange(PROMPT) >= torch.tensor(padding)[:, None]
     return {"input_ids": ids.where(mask, 0), "attention_mask": mask.long()}
+
+
+def prompt_of(rows: int) -> Tensor:
+    return batch_of((0,) * rows)["input_ids"]
 
 
 def ready(name: str, **changes: Any) -> Any:
@@ -64,20 +62,9 @@ def ready(name: str, **changes: Any) -> Any:
     return build(name, "eager" if name == "GptOss" else "sdpa", **changes).eval()
 
 
-def both(model: Any, run: Callable[[dict[str, Any]], Any], **cache: Any) -> tuple[Any, Any]:
-    """Return what ``run`` returns for one device, and then with a sharded cache."""
-    expected = run({})
-    cp = ContextParallel()
-    handle = hf.parallelize(model, cp)
-    with torch.no_grad():
-        got = run({"past_key_values": hf.ShardedCache(cp, **{"page_size": 4, **cache})})
-    handle.remove()
-    return got, expected
-
-
 @pytest.mark.nightly(unless=[
-    *(f"3 ranks-Llama-{way}" for way in WAYS), *(f"3 ranks-{name}-greedy" for name in NAMES[1:]),
-    "3 ranks-Gemma3-beams", "3 ranks-Mistral-prompt lookup",
+    *(f"Llama-{way}" for way in WAYS), *(f"{name}-greedy" for name in NAMES[1:]),
+    "Gemma3-beams", "Mistral-prompt lookup",
 ])  # fmt: skip
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMES)
@@ -98,7 +85,9 @@ def test_tokens_are_those_of_one_device(name: str, way: str) -> None:
             output_scores=True,
         )  # fmt: skip
 
-    got, expected = both(model, run, **cache)
+    expected, cp = run({}), ContextParallel()
+    hf.parallelize(model, cp)
+    got = run({"past_key_values": hf.ShardedCache(cp, **{"page_size": 4, **cache})})
     assert torch.equal(got.sequences, expected.sequences)
     for a, b in zip(got.scores, expected.scores, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # of logits, in float32
@@ -156,63 +145,43 @@ def test_a_forward_that_fails_leaves_the_cache_as_it_was() -> None:
     assert torch.equal(model.generate(input_ids=ids, past_key_values=cache, **options), expected)
 
 
+def generated(name: str = "Llama", model: Any = None, **changes: Any) -> Any:
+    """Generate with a sharded cache, by a model of this name or a given one."""
+    cp = ContextParallel()
+    if model is None:
+        hf.parallelize(model := build(name, **changes.pop("config", {})).eval(), cp)
+    options = {"input_ids": prompt_of(1), "past_key_values": hf.ShardedCache(cp), **SOME, **changes}
+    return model.generate(**{name: x for name, x in options.items() if x is not None})
+
+
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+#: What is refused: arguments of :func:`generated`, and the error's words.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no cache": ({"past_key_values": None}, "past_key_values=ring_torch.hf.ShardedCache"),
     "another cache": ({"past_key_values": DynamicCache()}, "past_key_values=ring_torch.hf.ShardedCache"),
     "max_time": ({"max_time": 3.0}, "max_time: ranks would end at unlike tokens"),
     "synced_gpus": ({"synced_gpus": True}, "synced_gpus: ranks"),
-    "a criterion of time": (
-        {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(3.0)])}, "max_time: ranks",
-    ),
-    "padding on the right": (
-        {"attention_mask": torch.arange(PROMPT)[None] < 30}, "padding has to be to the left",
-    ),
-    "hidden states": (
-        {"output_hidden_states": True, "return_dict_in_generate": True}, "got output_hidden_states",
-    ),
+    "a criterion of time": ({"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(3.0)])}, "max_time: ranks"),
+    "padding on the right": ({"attention_mask": torch.arange(PROMPT)[None] < 30}, "padding has to be to the left"),
+    "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "got output_hidden_states"),
     "another tensor": ({"token_type_ids": torch.zeros(1, PROMPT).long()}, "token_type_ids"),
-    "embeddings": (
-        {"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 32, dtype=torch.float64)}, "takes input_ids alone",
-    ),
+    "embeddings": ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 32).double()}, "takes input_ids alone"),
+    # Models, before anything is computed.
+    **({"DeepseekV3": ({"name": "DeepseekV3"}, "DeepseekV3Attention caches latents")} if HAS_LATENTS else {}),
+    "Lfm2": ({"name": "Lfm2"}, "Lfm2ShortConv is recurrent"),
+    "Qwen3Next": ({"name": "Qwen3NextForCausalLM"}, "Qwen3NextGatedDeltaNet is recurrent"),
+    "GlmMoeDsa": ({"name": "GlmMoeDsaForCausalLM"}, r"\(DSA\), which reads all keys|cannot be split"),
+    "dynamic": ({"config": DYNAMIC}, "turns keys by the length of the sequence"),
+    "Llama4": ({"name": "Llama4"}, "layers of type chunked_attention"),
+    "Bloom": ({"name": "BloomForCausalLM"}, "BloomAttention writes out its own attention"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_generate_refuses(name: str) -> None:
-    changes, message = REFUSED[name]
-    model, cp = ready("Llama"), ContextParallel()
-    hf.parallelize(model, cp)
-    options = {"input_ids": prompt_of(1), "past_key_values": hf.ShardedCache(cp), **SOME, **changes}
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_generate_refuses(case: str) -> None:
+    arguments, message = REFUSED[case]
     with pytest.raises((ValueError, UnsupportedError), match=message):
-        model.generate(**{name: x for name, x in options.items() if x is not None})
-
-
-#: Models that are refused before anything is computed.
-MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    **({"DeepseekV3": ({}, "DeepseekV3Attention caches latents")} if HAS_LATENTS else {}),
-    "Lfm2": ({}, "Lfm2ShortConv is recurrent"),
-    "Qwen3NextForCausalLM": ({}, "Qwen3NextGatedDeltaNet is recurrent"),
-    "GlmMoeDsaForCausalLM": ({}, r"\(DSA\), which reads all keys|cannot be split"),
-    "Llama": (
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        "turns keys by the length of the sequence",
-    ),
-    "Llama4": ({}, "layers of type chunked_attention"),
-    "BloomForCausalLM": ({}, "BloomAttention writes out its own attention"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_that_are_refused_by_name(name: str) -> None:
-    changes, message = MODELS[name]
-    model, cp = build(name, **changes).eval(), ContextParallel()
-
-    def run() -> None:
-        hf.parallelize(model, cp)
-        model.generate(input_ids=prompt_of(1), past_key_values=hf.ShardedCache(cp), **SOME)
-
-    with pytest.raises(UnsupportedError, match=message):
-        run()
+        generated(**arguments)
 
 
 # (Since transformers 5.24 it is called `cache`.)
@@ -220,15 +189,13 @@ def test_models_that_are_refused_by_name(name: str) -> None:
 def test_only_rings_attention_reads_a_sharded_cache() -> None:
     model, cp = ready("Llama"), ContextParallel()
     with pytest.raises(ValueError, match=r"call hf.parallelize\(model, cp\) first"):
-        model.generate(input_ids=prompt_of(1), past_key_values=hf.ShardedCache(cp), **SOME)
+        generated(model=model)
     hf.parallelize(model, cp)
     model.set_attn_implementation("sdpa")
     with pytest.raises(UnsupportedError, match=r"could be read|only Ring's attention reads"):
-        model.generate(input_ids=prompt_of(1), past_key_values=hf.ShardedCache(cp), **SOME)
+        generated(model=model, past_key_values=hf.ShardedCache(cp))
     with pytest.raises(ValueError, match="another ContextParallel"):
-        model.generate(
-            input_ids=prompt_of(1), past_key_values=hf.ShardedCache(ContextParallel()), **SOME
-        )
+        generated(model=model)
 
 
 UNLIKE: dict[str, tuple[Callable[[int], Any], str]] = {
@@ -245,10 +212,10 @@ def test_ranks_that_drift_are_told(name: str) -> None:
 
 def _drift(rank: int, name: str) -> None:
     change, message = UNLIKE[name]
-    torch.manual_seed(0)
-    model, cp, ids = ready("Llama"), ContextParallel(), prompt_of(1)
+    cp, model, ids = ContextParallel(), build("Llama").eval(), prompt_of(1)
     hf.parallelize(model, cp)
+    torch.manual_seed(0)
     changed = change(rank)
     ids[0, 3] += changed if name == "tokens" else 0
     with pytest.raises(RankMismatchError, match=message):
-        model.generate(input_ids=ids, past_key_values=hf.ShardedCache(cp), **SOME)
+        generated(model=model, input_ids=ids, past_key_values=hf.ShardedCache(cp))

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from hf_models import Wide, build
-from hf_rows import Row, compared, padded
+from hf_rows import padded
 from sweep.compare import batch_of
 from torch import nn
 from transformers import AttentionMaskInterface, Trainer, TrainingArguments, masking_utils
@@ -25,7 +25,6 @@ from ring_torch import ContextParallel, hf
 from ring_torch.hf.models import classes, missing, recurrent
 from ring_torch.hf.models.code import _undecorated
 from ring_torch.hf.models.releases import TESTED_RELEASES
-from ring_torch.local import LocalRanks
 
 LLAMA, LLAMA4, ROBERTA = "LlamaForCausalLM", "Llama4ForCausalLM", "RobertaForMaskedLM"
 BART, BART_PAIR = "BartForCausalLM", "BartForConditionalGeneration"
@@ -34,6 +33,7 @@ BLOOM, MPT, NEO = "BloomForCausalLM", "MptForCausalLM", "GPTNeoForCausalLM"
 NEXT, GRIFFIN = "Qwen3NextForCausalLM", "RecurrentGemmaForCausalLM"
 
 CACHES = ("past_key_values", "cache")
+CACHE = CACHES[transformers.__version__ >= "5.24"]
 LENGTHS = ("past_key_values_length", "cache_length")
 
 
@@ -153,45 +153,19 @@ CHANGED: dict[str, tuple[str, Change, str]] = {
 def test_code_that_is_another_is_refused(case: str) -> None:
     name, change, message = CHANGED[case]
     model = build(name)
-    if name == T5_PAIR and not (report := hf.check_model(model)).exact:  # before transformers 5.20
-        assert (
-            "T5Attention" in report.reasons[0]
-            and "attend in a way of their own" in report.reasons[0]
-        )
-        return
     assert change(model) != 0
     report = hf.check_model(model)
     assert not report.exact
-    assert re.search(message, "; ".join(report.reasons)), report.reasons
+    reasons = "; ".join(report.reasons)
+    assert re.search(message, reasons), reasons
+    if case == "cache":  # which names releases, too
+        assert f"of transformers {transformers.__version__} has no argument" in reasons
+        assert f"(tested: {', '.join(TESTED_RELEASES)})" in reasons
     with pytest.raises(UnsupportedError, match=message):
         hf.parallelize(model, ContextParallel())
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("LlamaForSequenceClassification", lambda x: delattr(x, "score"), r"LlamaForSequenceClassification .* has no score"),
-        (LLAMA, lambda x: setattr(x, "set_attn_implementation", lambda _: None), "no attention that set_attn_implementation sets"),
-    ],
-    ids=["head", "attention"],
-)  # fmt: skip
-def test_what_parallelize_alone_needs(name: str, change: Change, message: str) -> None:
-    model = build(name)
-    change(model)
-    with pytest.raises(UnsupportedError, match=message):
-        hf.parallelize(model, ContextParallel())
-
-
-def test_a_reason_names_the_releases() -> None:
-    name, change, _ = CHANGED["cache"]
-    model = build(name)
-    change(model)
-    (reason,) = hf.check_model(model).reasons
-    assert f"of transformers {transformers.__version__} has no argument" in reason
-    assert f"(tested: {', '.join(TESTED_RELEASES)})" in reason
-
-
-def given(owner: str, **values: Any) -> Callable[[Any], None]:
+def given(owner: str, **values: Any) -> Change:
     """Return what gives modules of a class other arguments."""
 
     def give(_module: object, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -204,27 +178,11 @@ def given(owner: str, **values: Any) -> Callable[[Any], None]:
     return change
 
 
-def with_other_rows(model: Any) -> None:
-    """Let a recurrent layer that runs whole return another number of rows than it is given."""
-    layer = next(x for x in model.modules() if type(x).__name__ == "RecurrentGemmaRecurrentBlock")
-    layer.register_forward_hook(lambda _module, _args, output: output[0][:, 1:], prepend=True)
-
-
-def _other_output(**names: str) -> Change:
-    """Return what gives a model's output other names."""
-
-    def rename(_module: object, _args: object, output: Any) -> Any:
-        return {names.get(n, n): x for n, x in output.items()}
-
-    return lambda model: model.register_forward_hook(rename)
-
-
-def _without_router_logits(model: Any) -> None:
-    def rename(_module: object, _args: object, output: Any) -> Any:
-        output["router_logits"] = None
-        return output
-
-    model.model.register_forward_hook(rename)
+def returns(change: Callable[[Any], Any], part: str = "") -> Change:
+    """Return what changes the output of a module."""
+    return lambda model: model.get_submodule(part).register_forward_hook(
+        lambda _module, _args, output: change(output), prepend=True
+    )
 
 
 def _without_coefficient(model: Any) -> None:
@@ -239,21 +197,33 @@ def _other_loss(model: Any) -> None:
     model.forward = lambda *args, **kwargs: {"total_loss": forward(*args, **kwargs).loss}
 
 
-#: What a hook is not given in a forward: models, what is changed before they are parallelized, and
-#: after, and the error.
+def _without_router_logits(output: Any) -> Any:
+    output["router_logits"] = None
+    return output
+
+
+#: What ``hf.parallelize`` alone needs, and what a hook is not given in a forward: models, what is
+#: changed before they are parallelized, and after, and the error.
 CALLED: dict[str, tuple[str, Change | None, Change | None, str]] = {
+    "head": ("LlamaForSequenceClassification", lambda x: delattr(x, "score"), None, r"LlamaForSequenceClassification .* has no score"),
+    "attention": (LLAMA, lambda x: setattr(x, "set_attn_implementation", lambda _: None), None, "no attention that set_attn_implementation sets"),
     "loss": (LLAMA, None, _other_loss, "the output of LlamaForCausalLM .* has no loss"),
     # Each rank would count its own router's loss.
-    "router-loss": ("Mixtral", _other_output(aux_loss="other_loss"), None, "output of MixtralForCausalLM .* has no aux_loss"),
-    "router-logits": ("Mixtral", _without_router_logits, None, "MixtralModel has no router_logits of every token"),
+    "router-loss": ("Mixtral", returns(lambda x: {"other" * (n == "aux_loss") + n: y for n, y in x.items()}), None, "output of MixtralForCausalLM .* has no aux_loss"),
+    "router-logits": ("Mixtral", returns(_without_router_logits, "model"), None, "MixtralModel has no router_logits of every token"),
     "coefficient": ("Mixtral", _without_coefficient, None, "a router's loss and no router_aux_loss_coef"),
     # No mask for a decoder of the encoder's tokens; for a recurrent layer, which finds its batch by
     # it; for attention that counts its queries.
     "encoder": (BART_PAIR, None, given("BartDecoder", encoder_attention_mask=None), "BartDecoder is given ShardedMask and NoneType"),
-    "rows": (GRIFFIN, None, with_other_rows, "RecurrentGemmaRecurrentBlock must return"),
+    "rows": (GRIFFIN, None, returns(lambda x: x[0][:, 1:], "model.layers.0.temporal_block"), "RecurrentGemmaRecurrentBlock must return"),
+    "state": ("Lfm2ForCausalLM", None, lambda x: given("Lfm2ShortConv", **{CACHE: transformers.DynamicCache(config=x.config)})(x), r"Lfm2ShortConv is split .* there is no cache"),
     "layer": (NEXT, None, given("Qwen3NextGatedDeltaNet", attention_mask=None), "without the mask of a split batch"),
     "queries": (LLAMA4, None, given("Llama4TextAttention", attention_mask=None), "Llama4TextAttention is given a cache, or no mask"),
 }  # fmt: skip
+
+
+if transformers.__version__ < "5.20":  # there this layer runs on whole sequences
+    del CALLED["state"]
 
 
 @pytest.mark.parametrize("case", CALLED)
@@ -265,11 +235,15 @@ def test_what_a_hook_is_not_given_in_a_forward(case: str) -> None:
     labels = {"labels": batch["input_ids"]} if name in (LLAMA, "Mixtral") else {}
     if before is not None:
         before(model)
-    hf.parallelize(model, ContextParallel(), recurrent="whole" if name == GRIFFIN else "auto")
-    if after is not None:
-        after(model)
-    with Wide(), pytest.raises(UnsupportedError, match=message):
+
+    def run() -> None:
+        hf.parallelize(model, ContextParallel(), recurrent="whole" if name == GRIFFIN else "auto")
+        if after is not None:
+            after(model)
         model(**batch, **labels)
+
+    with Wide(), pytest.raises(UnsupportedError, match=message):
+        run()
 
 
 @pytest.mark.parametrize("name", ["Lfm2ForCausalLM", "BartForCausalLM"])
@@ -285,10 +259,19 @@ def test_a_part_that_is_not_told_its_batch_is_refused(name: str) -> None:
     module(hidden)
 
 
-@pytest.mark.parametrize("name", ["floating_point_ops", "_track_num_input_tokens", "get_tp_size"])
-def test_a_method_of_the_trainer(
+METHODS = ("floating_point_ops", "_track_num_input_tokens", "get_tp_size")
+MASKS = ("bidirectional_mask_function", "sliding_window_causal_mask_function")
+
+
+@pytest.mark.parametrize("name", [*METHODS, *MASKS])
+def test_a_function_of_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if name in MASKS:
+        monkeypatch.delattr(masking_utils, name)
+        with pytest.raises(UnsupportedError, match=f"masking_utils .* has no {name}"):
+            hf.register()
+        return
     trainer = Trainer(build(LLAMA), TrainingArguments(str(tmp_path), report_to="none"))
     if name == "get_tp_size":  # found in the code of the method that calls it
         monkeypatch.setattr(Trainer, "compute_loss", lambda *_: None)
@@ -300,48 +283,10 @@ def test_a_method_of_the_trainer(
         hf.parallelize(trainer, ContextParallel())
 
 
-@pytest.mark.parametrize(
-    "name", ["bidirectional_mask_function", "sliding_window_causal_mask_function"]
-)
-def test_a_function_of_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(masking_utils, name)
-    with pytest.raises(UnsupportedError, match=f"masking_utils .* has no {name}"):
-        hf.register()
-
-
 def test_an_argument_of_masks() -> None:
     function = AttentionMaskInterface()[hf.register()]
     with pytest.raises(UnsupportedError, match="no known use of blocks"):
         function(batch_size=1, q_length=4, kv_length=4, blocks=2)
-
-
-def hide_signatures(model: Any) -> Any:
-    """Decorate recurrent layers as transformers 5.14 does, which hides the wrapped signature."""
-
-    def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return forward(self, *args, **kwargs)
-
-        return wrapped
-
-    for owner in ("Qwen3NextGatedDeltaNet", "Lfm2ShortConv"):
-        with_class(model, owner, lambda cls: {"forward": decorated(vars(cls)["forward"])})
-    return model
-
-
-FULL = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]}
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(Row(LLAMA4, "plain", changes=FULL), id="temperature-without-chunks"),
-        pytest.param(Row(NEXT, "plain", prepare=hide_signatures), id="hidden-signatures"),
-        pytest.param(Row("Lfm2ForCausalLM", "plain", prepare=hide_signatures), id="hidden-convolutions"),
-    ],
-)  # fmt: skip
-def test_two_ranks_are_as_one(pool: LocalRanks, row: Row) -> None:
-    pool.run(compared, row)
 
 
 #: Names missing in a release: the models that use them are newer, or older.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import inspect
-import re
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -21,7 +21,7 @@ from on_ranks import on_ranks
 from sweep.tiny import config_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from transformers import masking_utils
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
@@ -29,50 +29,56 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as REGISTRY
 
 from ring_core import ChunkLayout, UnsupportedError
 from ring_torch import ContextParallel, hf
-from ring_torch.hf import batch as batch_by_hand
-from ring_torch.hf.batch import _REPORTS
+from ring_torch.hf import batch as batch_by_hand, mixers
 from ring_torch.hf.masks import ring_mask
 from ring_torch.hf.models.check import report_of
 from ring_torch.hf.models.documents import stated_documents
 
 ANY = torch.nn.Identity()  # for batches of no particular model
-EVEN = ChunkLayout(((0, 1),))  # a layout that pads odd lengths, on one rank
+EVEN = ChunkLayout(((0, 1),))  # it pads odd lengths, on one rank
+TOKENS = torch.ones(2, 8, dtype=torch.int64)
+PADDED = pad(torch.ones(2, 7, dtype=torch.int64), (0, 1))
+
+
+def shard(batch: dict[str, Any], model: Any = ANY, layout: Any = "zigzag") -> Any:
+    return hf.shard_batch(ContextParallel(layout=layout), batch, model=model)
+
+
+def refused(message: str, call: Callable[[], Any], error: type = UnsupportedError) -> None:
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_labels_are_shifted_before_the_split() -> None:
-    batch, cp = whole("right"), ContextParallel(layout=EVEN)
-    shard = hf.shard_batch(cp, batch, model=ANY)
+    batch = whole("right")
+    split = shard(batch, layout=EVEN)
     expected = pad(batch["labels"][:, 1:], (0, 2), value=-100)  # with one token of padding
-    assert torch.equal(shard["shift_labels"], expected)
-    assert shard["num_items_in_batch"] == int((expected != -100).sum())
-    assert torch.equal(shard["position_ids"][:, :LENGTH], torch.arange(LENGTH).expand(2, -1))
+    assert torch.equal(split["shift_labels"], expected)
+    assert split["num_items_in_batch"] == int((expected != -100).sum())
+    assert torch.equal(split["position_ids"][:, :LENGTH], torch.arange(LENGTH).expand(2, -1))
     for misuse in (lambda x: x[:, 1:], lambda x: pad(x, (0, 1)), lambda x: x.view(-1), torch.ravel):
-        with pytest.raises(UnsupportedError, match="shift_labels"):
-            misuse(shard["labels"])
+        refused("shift_labels", partial(misuse, split["labels"]))
     model_inputs = {"input_ids": batch["input_ids"], "shift_labels": batch["labels"]}
     assert torch.equal(
-        hf.shard_batch(cp, model_inputs, model=ANY)["shift_labels"][:, :LENGTH], batch["labels"]
+        shard(model_inputs, layout=EVEN)["shift_labels"][:, :LENGTH], batch["labels"]
     )
     embeddings = torch.ones(2, LENGTH, 32, requires_grad=True)
-    model_inputs = {"inputs_embeds": embeddings, "token_type_ids": batch["input_ids"]}
-    shard = hf.shard_batch(cp, model_inputs, model=ANY)
-    assert (
-        shard["inputs_embeds"].shape == (2, LENGTH + 1, 32) and shard["inputs_embeds"].requires_grad
-    )
-    assert "labels" not in shard and shard["token_type_ids"].shape == (2, LENGTH + 1)
+    split = shard({"inputs_embeds": embeddings, "token_type_ids": batch["input_ids"]}, layout=EVEN)
+    assert split["inputs_embeds"].shape == (2, LENGTH + 1, 32)
+    assert split["inputs_embeds"].requires_grad and "labels" not in split
+    assert split["token_type_ids"].shape == (2, LENGTH + 1)
 
 
 def test_documents_cost_nothing_where_they_say_nothing() -> None:
-    cp = ContextParallel(layout=EVEN)
-    masks = {kind: hf.shard_batch(cp, whole(kind), model=ANY)["attention_mask"] for kind in
-             ("contiguous", "right", "left", "packed", "flattened")}  # fmt: skip
-    assert masks["contiguous"].single and masks["contiguous"].segment_ids is None
-    assert masks["contiguous"].cu_seqlens == (0, LENGTH, LENGTH + 1)
-    assert masks["right"].single and not masks["left"].single
-    assert masks["flattened"].cu_seqlens == (0, 5, 6, 23, 43, 44)
-    assert masks["flattened"].segment_ids is None
-    assert masks["packed"].cu_seqlens is None and masks["packed"].segment_ids is not None
-    assert (masks["packed"].segment_ids[:, -1] == -1).all()
+    kinds = ("contiguous", "right", "left", "packed", "flattened")
+    contiguous, right, left, packed, flattened = (
+        shard(whole(kind), layout=EVEN)["attention_mask"] for kind in kinds
+    )
+    assert contiguous.single and contiguous.segment_ids is None
+    assert contiguous.cu_seqlens == (0, LENGTH, LENGTH + 1)
+    assert right.single and not left.single
+    assert flattened.cu_seqlens == (0, 5, 6, 23, 43, 44) and flattened.segment_ids is None
+    assert packed.cu_seqlens is None and (packed.segment_ids[:, -1] == -1).all()
 
 
 def test_a_document_that_is_numbered_goes_on_after_padding() -> None:
@@ -87,7 +93,6 @@ _NEAR: Any = lambda size: lambda _b, _h, q, k: abs(q - k) < size  # noqa: E731
 _CAUSAL = masking_utils.causal_mask_function
 _BLOCKS = torch.full((2, LENGTH), -1)
 _overlay: Any = masking_utils.blockwise_overlay  # without types
-
 
 _OWN_MASKS: list[tuple[Any, Any]] = [
     (masking_utils.or_masks(_CAUSAL, _ALL), (False, None)),
@@ -108,14 +113,11 @@ _OWN_MASKS: list[tuple[Any, Any]] = [
 def test_masks_of_a_models_own(case: int) -> None:
     """A mask function of positions alone is taken where it is a band, and refused elsewhere."""
     function, pattern = _OWN_MASKS[case]
-    shard = hf.shard_batch(ContextParallel(), {"input_ids": TOKENS.repeat(1, 6)}, model=ANY)
+    of_batch = shard({"input_ids": TOKENS.repeat(1, 6)})["attention_mask"]
     sizes: dict[str, Any] = {"batch_size": 2, "q_length": 48, "kv_length": 48}
-    mask_of = partial(
-        ring_mask, **sizes, mask_function=function, attention_mask=shard["attention_mask"]
-    )
+    mask_of = partial(ring_mask, **sizes, mask_function=function, attention_mask=of_batch)
     if pattern is None:
-        with pytest.raises(UnsupportedError, match="other than causal, bidirectional or sliding"):
-            mask_of()
+        refused("other than causal, bidirectional or sliding", mask_of)
         return
     mask: Any = mask_of()
     assert (mask.causal, mask.window) == pattern
@@ -123,12 +125,7 @@ def test_masks_of_a_models_own(case: int) -> None:
     assert ring_mask(**sizes, attention_mask=mask) is mask
     assert mask[:, :, slice(-0, None), :] is mask is mask[:, :, :, :48]
     for cut in ((..., slice(1, None)), (slice(None), 0), (slice(None),) * 3 + (slice(0, 47),)):
-        with pytest.raises(UnsupportedError, match="read or changed"):
-            mask[cut]
-
-
-TOKENS = torch.ones(2, 8, dtype=torch.int64)
-PADDED = torch.nn.functional.pad(torch.ones(2, 7, dtype=torch.int64), (0, 1))
+        refused("read or changed", partial(mask.__getitem__, cut))
 
 
 GIVEN = {"input_ids": TOKENS}
@@ -163,76 +160,55 @@ BATCHES: list[tuple[dict[str, Any], str] | tuple[dict[str, Any], str, type]] = [
 @pytest.mark.parametrize("case", range(len(BATCHES)))
 def test_batches_that_cannot_be_split(case: int) -> None:
     batch, message, *error = BATCHES[case]
-    refused(message, lambda: hf.shard_batch(ContextParallel(), batch, model=ANY), *error)
-
-
-def refused(message: str, call: Callable[[], Any], error: type = UnsupportedError) -> None:
-    with pytest.raises(error, match=message):
-        call()
-
-
-def test_half_of_the_change_is_an_error() -> None:
-    batch = whole("right")
-    shard = hf.shard_batch(ContextParallel(None, "contiguous"), batch, model=ANY)
-    for implementation in ("eager", "sdpa", "flex_attention"):
-        with pytest.raises(UnsupportedError, match=r"hf\.register"):
-            build("Llama", implementation)(**shard)
-    model = build("Llama", hf.register())
-    del batch["labels"]
-    refused("shard_batch", lambda: model(**batch), ValueError)
-    refused("shard_batch", lambda: model(input_ids=batch["input_ids"]), ValueError)
-    four = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)
-    refused("no mask of shape", lambda: model(input_ids=batch["input_ids"], attention_mask=four))
-    generate = {"max_new_tokens": 2, "do_sample": False}
-    refused("shard_batch", lambda: model.generate(**batch, **generate), ValueError)
+    refused(message, partial(shard, batch), *error)
 
 
 def test_models_that_would_answer_wrong() -> None:
-    cp = ContextParallel()
-    shard = hf.shard_batch(cp, whole("contiguous"), model=ANY)
-    name = hf.register()
+    """A sharded batch in a model of another attention, a whole one in a ring, or half of either."""
+    split, batch, name = shard(whole("contiguous")), whole("right"), hf.register()
+    del batch["labels"]
+    tokens = {"input_ids": batch["input_ids"]}
+    four = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)
     model = build("Llama", name)
-    refused("output_attentions", lambda: model(**shard, output_attentions=True))
-    refused("head_mask", lambda: model(**shard, head_mask=TOKENS))
     takes = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
     (argument,) = {"cache", "past_key_values"} & takes.keys()  # transformers 5.24 renamed it
     cache = {argument: transformers.DynamicCache(config=model.config)}
-    model(**shard, **cache)
-    refused("KV cache", lambda: model(**shard, **cache))
-    refused("chunked", lambda: build("Llama4", name)(**shard))
-    refused("router", lambda: build("GptOss", name)(**shard, output_router_logits=True))
-    blocks = torch.zeros(2, LENGTH + 1, dtype=torch.int64)
-    embeddings = model.get_input_embeddings()(shard["input_ids"])
-    arguments = (model.config, embeddings, shard["attention_mask"], None)
-    refused(
-        "images", lambda: masking_utils.create_causal_mask(*arguments, block_sequence_ids=blocks)
-    )
+    model(**split, **cache)
+    blocks, heads = torch.zeros(2, LENGTH + 1, dtype=torch.int64), torch.zeros(2, 1, LENGTH + 1, 8)
+    embeddings = model.get_input_embeddings()(split["input_ids"])
+    arguments = (model.config, embeddings, split["attention_mask"], None)
     mask: Any = masking_utils.create_causal_mask(*arguments)
-    refused("read or changed", lambda: mask[:, :, :4])
+    attend = partial(REGISTRY[name], torch.nn.Module(), heads)
+    whole_batch: list[tuple[Callable[[], Any], str] | tuple[Callable[[], Any], str, type]] = [
+        *((partial(build("Llama", x), **split), r"hf\.register") for x in ("eager", "sdpa", "flex_attention")),
+        (partial(model, **batch), "shard_batch", ValueError),
+        (partial(model, **tokens), "shard_batch", ValueError),
+        (partial(model, **tokens, attention_mask=four), "no mask of shape"),
+        (partial(model.generate, **batch, max_new_tokens=2, do_sample=False), "shard_batch", ValueError),
+        (partial(model, **split, output_attentions=True), "output_attentions"),
+        (partial(model, **split, head_mask=TOKENS), "head_mask"),
+        (partial(model, **split, **cache), "KV cache"),
+        (partial(build("Llama4", name), **split), "chunked"),
+        (partial(build("GptOss", name), **split, output_router_logits=True), "router"),
+        (partial(masking_utils.create_causal_mask, *arguments, block_sequence_ids=blocks), "images"),
+        (lambda: mask[:, :, :4], "read or changed"),
+        (partial(masking_utils.create_recurrent_attention_mask, *arguments), "recurrent"),
+        (partial(attend, heads, heads, mask, sliding_window=4), "sliding_window=4"),
+        (partial(attend, heads, heads, mask, is_causal=False), "is_causal"),
+        (partial(attend, heads, heads, mask, position_bias=heads), "position_bias"),
+        (partial(attend, heads[:, :, :4], heads[:, :, :4], mask), "cross"),
+        (partial(attend, heads, heads, None), "no attention_mask", ValueError),
+        (partial(attend, heads, heads, split["attention_mask"]), "itself"),
+        # Names are not taken twice.
+        (partial(hf.register, kernel="eager"), "choose another name", ValueError),
+        (partial(hf.register, "my_flash"), "mean something", ValueError),
+        (partial(hf.register, "ring-none", kernel="none"), "kernel", ValueError),
+    ]  # fmt: skip
+    for call, message, *error in whole_batch:
+        refused(message, call, *error)
     model.config.layer_types = ["full_attention", "linear_attention"]
-    refused("linear_attention", lambda: masking_utils.create_causal_mask(*arguments))
-    refused("recurrent", lambda: masking_utils.create_recurrent_attention_mask(*arguments))
-    function = transformers.AttentionInterface()[name]
-    heads = torch.zeros(2, 1, LENGTH + 1, 8)
-    layer = torch.nn.Module()
-    refused(
-        "sliding_window=4", lambda: function(layer, heads, heads, heads, mask, sliding_window=4)
-    )
-    refused("is_causal", lambda: function(layer, heads, heads, heads, mask, is_causal=False))
-    refused(
-        "position_bias", lambda: function(layer, heads, heads, heads, mask, position_bias=heads)
-    )
-    refused("cross", lambda: function(layer, heads, heads[:, :, :4], heads[:, :, :4], mask))
-    refused("no attention_mask", lambda: function(layer, heads, heads, heads, None), ValueError)
-    refused("itself", lambda: function(layer, heads, heads, heads, shard["attention_mask"]))
-
-
-def test_names_are_not_taken_twice() -> None:
-    assert hf.register() == hf.register() == "ring"
-    refused("choose another name", lambda: hf.register(kernel="eager"), ValueError)
-    refused("mean something", lambda: hf.register("my_flash"), ValueError)
-    refused("kernel", lambda: hf.register("ring-none", kernel="none"), ValueError)
-    assert "ring-none" not in transformers.AttentionInterface()
+    refused("linear_attention", partial(masking_utils.create_causal_mask, *arguments))
+    assert hf.register() == "ring" and "ring-none" not in transformers.AttentionInterface()
 
 
 def parallel(
@@ -248,23 +224,22 @@ def call(name: str, batch: dict[str, Any], **options: Any) -> Callable[[], objec
     return lambda: parallel(name, **options)[0](**{"input_ids": ROW, **batch})
 
 
-def verified(change: Any, name: str = "Llama") -> Callable[[], object]:
+def verified(batch: Any, name: str = "Llama") -> Callable[[], object]:
     """Return a comparison of a parallelized model on a batch."""
-    return lambda: parallel(name)[1].verify(change)
+    return lambda: parallel(name)[1].verify(batch)
 
 
-def adapted(config: str, reduction: str, **options: Any) -> Callable[[], object]:
+def adapted(config: str, reduction: Any, **options: Any) -> Callable[[], object]:
     """Return the parallelization of adapters of a classifier, which see the whole batch."""
 
     def parallelize() -> None:
         import peft
 
         base = build("Llama", head="ForSequenceClassification", num_labels=2).float()
-        model: Any = peft.get_peft_model(
-            base, getattr(peft, config)(target_modules=["q_proj"], **options)
-        )
+        adapter = getattr(peft, config)(target_modules=["q_proj"], **options)
+        model: Any = peft.get_peft_model(base, adapter)
         try:
-            hf.parallelize(model, ContextParallel(), reduction=reduction)  # type: ignore[arg-type]
+            hf.parallelize(model, ContextParallel(), reduction=reduction)
         finally:
             assert not model.base_model._forward_hooks
 
@@ -278,6 +253,12 @@ def with_scores(name: str, part: str, attribute: str, value: Any) -> Any:
     return model(input_ids=ROW)
 
 
+def scan(**states: Any) -> Any:
+    """Scan a layer's tokens, given or asked for a state."""
+    layer = mixers.SplitLayer(ANY)
+    return mixers._OPERATIONS["torch_chunk_gated_delta_rule"](layer, *[torch.ones(1)] * 5, **states)
+
+
 def lora() -> Any:
     """Return a parallelized model with activated LoRA."""
     model = activated(build("Llama"))
@@ -285,10 +266,29 @@ def lora() -> Any:
     return model
 
 
+def on_meta(name: str, **changes: Any) -> Any:
+    """Build a model on the meta device, which cannot run."""
+    cls = getattr(transformers, name)
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # about empty weights
+        return cls._from_config(config_of(cls.config_class.model_type, cls, **changes))
+
+
+def switched(name: str, **changes: Any) -> Callable[[], object]:
+    """Return the split of a batch for a model that a switch of the config makes impossible."""
+
+    def split() -> None:
+        assert hf.check_model(on_meta(name)).exact
+        shard({"input_ids": TOKENS}, on_meta(name, **changes))
+
+    return split
+
+
 ROW = torch.full((1, 8), 5)
 HOLE = padded(23, [9, 10, 11, 12])
 T5, NEXT = "T5ForConditionalGeneration", "Qwen3NextForCausalLM"
 SPLIT: dict[str, Any] = {"recurrent": "split"}
+GPT_NEO = ("GPTNeoForCausalLM", "transformer.h.0.attn.attention", "attn_dropout")
+ALIBI = ("BloomForCausalLM", "transformer.h.0.self_attention", "inv_norm_factor")
 
 #: What is refused: the call, the error's words, and its class if it is no UnsupportedError.
 CALLS: dict[str, tuple[Callable[[], Any], str] | tuple[Callable[[], Any], str, type]] = {
@@ -303,6 +303,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str] | tuple[Callable[[], Any], str, t
     "kept logits beside labels": (call("Llama", {"labels": ROW, "logits_to_keep": 5}, logits="gather"), "logits_to_keep beside labels"),
     "kept logits of another model": (call("BertForMaskedLM", {"logits_to_keep": 5}, logits="gather"), "cannot split logits_to_keep"),
     "offsets of no row": (lambda: lora()(input_ids=ROW.expand(2, -1), alora_offsets=[3]), "one a row"),
+    "a first state": (lambda: scan(initial_state=torch.zeros(1)), "state of a cache"),
+    "a last state": (lambda: scan(output_final_state=True), "state of a cache"),
     # What is asked of parallelized models.
     "scan striped": (lambda: parallel(NEXT, **SPLIT, layout="striped"), "recurrent='split': striped layout"),
     "unknown recurrent": (lambda: parallel(NEXT, recurrent="halves"), "unknown recurrent 'halves'", ValueError),
@@ -321,15 +323,16 @@ CALLS: dict[str, tuple[Callable[[], Any], str] | tuple[Callable[[], Any], str, t
     "activated classifier": (adapted("LoraConfig", "mean", alora_invocation_tokens=[1]), "activated"),
     "Lily": (adapted("LilyConfig", "mean"), "mean over the tokens"),
     # Unknown operations on scores, and a learned scale: a ring takes a number, without a gradient.
-    "scores are read": (
-        lambda: with_scores("GPTNeoForCausalLM", "transformer.h.0.attn.attention", "attn_dropout", torch.nn.GELU()),
-        "does more with its scores",
-    ),
-    "a learned scale": (
-        lambda: with_scores("BloomForCausalLM", "transformer.h.0.self_attention", "inv_norm_factor",
-                            torch.tensor(0.25, requires_grad=True)),
-        "does more with its scores",
-    ),
+    "scores are read": (lambda: with_scores(*GPT_NEO, nn.GELU()), "does more with its scores"),
+    "a learned scale": (lambda: with_scores(*ALIBI, torch.tensor(0.25, requires_grad=True)), "does more with its scores"),
+    # Switches of a config, which are reasons of ``check_model``.
+    "prompts": (switched("MvpForConditionalGeneration", use_prompt=True), "use_prompt.*set it to"),
+    "sparse labels": (switched("ModernBertForMaskedLM", sparse_prediction=True, sparse_pred_ignore_index=-1), "sparse_pred_ignore_index.*set it to"),
+    "routers": (switched("MixtralForCausalLM", output_router_logits=True), "output_router_logits"),
+    # What needs hooks, and what is no model.
+    "by hand": (lambda: shard(GIVEN, on_meta("BloomForCausalLM")), r"hf\.parallelize"),
+    "no module": (lambda: hf.check_model("llama"), r"must be a torch\.nn\.Module", ValueError),  # type: ignore[arg-type]  # wrong on purpose
+    "no model": (lambda: hf.shard_batch(ContextParallel(), GIVEN), "model", TypeError),  # type: ignore[call-arg]  # wrong on purpose
 }  # fmt: skip
 
 
@@ -342,15 +345,14 @@ def test_what_is_refused(case: str) -> None:
 
 
 def test_scores_that_are_passed_on_are_served() -> None:
-    out = with_scores("GPTNeoForCausalLM", "transformer.h.0.attn.attention", "attn_dropout", ANY)
-    assert out.logits.shape[:2] == ROW.shape
+    assert with_scores(*GPT_NEO, ANY).logits.shape[:2] == ROW.shape
 
 
 def test_losses_other_than_cross_entropy() -> None:
     """Labels that are not shifted are for cross entropy alone, divided by the batch's number."""
-    model, cp = build("BertForMaskedLM", hf.register()), ContextParallel()
+    model = build("BertForMaskedLM", hf.register())
     batch = tagged(model, "plain")
-    labels = hf.shard_batch(cp, batch, model=model)["labels"]
+    labels = shard(batch, model)["labels"]
     flat = labels.to("cpu").view(-1)
     logits = torch.randn(batch["labels"].numel(), 40)
     assert cross_entropy(logits, flat).isfinite()
@@ -368,13 +370,20 @@ def test_losses_other_than_cross_entropy() -> None:
         ({"shift_labels": batch["labels"]}, "give labels instead"),
         ({"start_positions": torch.ones(2)}, "start_logits and end_logits"),
     ):
-        refused(message, partial(hf.shard_batch, cp, tokens | more, model=model), ValueError)
+        refused(message, partial(shard, tokens | more, model), ValueError)
 
 
 def test_a_strategy_of_the_models_own_attention() -> None:
     model, cp = build("Llama", hf.register("ring-gather", strategy="gather")), ContextParallel()
     hf.parallelize(model, cp).remove()
-    hf.parallelize(model, cp, strategy="gather").remove()
+    handle = hf.parallelize(model, cp, strategy="gather")
+    assert hf.parallelize(model, cp, strategy="gather") is handle
+    refused(
+        "parallelized already, with",
+        partial(hf.parallelize, model, cp, strategy="ring"),
+        ValueError,
+    )
+    handle.remove()
     for strategy, message in (
         ("ulysses", "'ring-gather' was registered with strategy='gather'"),
         ("a2a", "strategy name"),
@@ -383,175 +392,72 @@ def test_a_strategy_of_the_models_own_attention() -> None:
     assert model.config._attn_implementation == "ring-gather"
 
 
-RANDOM_TOKENS = torch.randint(4, 40, (2, 22), generator=torch.Generator().manual_seed(5))
-
-#: Models by what their report says: they pool, mix tokens by other means, are exact with the hooks
-#: of ``hf.parallelize`` only, not with a sharded batch, or with both.
-MODELS = {
-    "pooled": (
-        "LlamaForSequenceClassification BertForSequenceClassification"
-        " ModernBertForSequenceClassification BertForMultipleChoice"
-        " BertForNextSentencePrediction BertForPreTraining BertModel"
-        " RobertaForSequenceClassification CLIPTextModel"
-    ),
-    "mixing": (
-        "RwkvForCausalLM FNetForMaskedLM CpmAntForCausalLM MobileBertForMaskedLM"
-        " T5EncoderModel ViTForImageClassification BltForCausalLM"
-    ),
-    "hooked": (
-        "FalconH1ForCausalLM Qwen3NextForCausalLM BloomForCausalLM BartForCausalLM"
-        " T5ForConditionalGeneration Llama4ForCausalLM EsmForMaskedLM FalconForCausalLM"
-        " GPTNeoForCausalLM XGLMForCausalLM BartForConditionalGeneration"
-        " M2M100ForConditionalGeneration"
-    ),
-    "exact": (
-        "LlamaForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM MistralForCausalLM"
-        " Gemma2ForCausalLM Gemma3ForCausalLM GptOssForCausalLM MixtralForCausalLM"
-        " DeepseekV3ForCausalLM BertLMHeadModel BertForMaskedLM RobertaForMaskedLM"
-        " XLMRobertaForMaskedLM ModernBertForMaskedLM LlamaForQuestionAnswering"
-    ),
-}  # fmt: skip
-NAMES = [f"{name}-{kind}" for kind, names in MODELS.items() for name in names.split()]
-REFUSALS = {"pooled": "cannot be split", "mixing": "cannot be split", "hooked": r"hf\.parallelize"}
-
-
-def on_meta(name: str, **changes: Any) -> Any:
-    """Build a model on the meta device, which cannot run."""
-    cls = getattr(transformers, name)
-    with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # about empty weights
-        model = cls._from_config(config_of(cls.config_class.model_type, cls, **changes))
-    model.register_forward_pre_hook(_must_not_run)
-    return model
-
-
-def _must_not_run(*_: object) -> None:
-    raise AssertionError("a forward was run")
-
-
-@pytest.mark.refused_in("5.14", "T5ForConditionalGeneration", "XGLM")
-@pytest.mark.parametrize("case", NAMES)
-def test_what_a_report_says(case: str) -> None:
-    name, kind = case.split("-")
-    model = on_meta(name)
-    report = hf.check_model(model)
-    assert report.exact is (kind in ("hooked", "exact"))
-    assert bool(report.reasons) is not report.exact
-    assert report.pooling is not None or kind != "pooled"
-    if kind in REFUSALS:
-        assert report.hooks or kind != "hooked"
-        with pytest.raises(UnsupportedError, match=REFUSALS[kind]):
-            hf.shard_batch(ContextParallel(), {"input_ids": RANDOM_TOKENS}, model=model)
-        return
-    assert report.pooling is None
-    assert len(report.layers) >= 2
-    assert report.position_offset == (2 if "oberta" in name.lower() else 0)
-    assert report.shifts_labels is not name.endswith("MaskedLM")
-
-
-def test_what_pools_nothing_is_exact() -> None:
-    config: Any = config_of("bert", transformers.BertModel)
-    model = transformers.BertModel(config, add_pooling_layer=False)
-    report = hf.check_model(model)
-    assert report.exact and report.pooling is None
-
-
 class PooledOutput(transformers.LlamaForCausalLM):
-    """A user's model with one output per sequence."""
+    """A user's model with one output per sequence; it never runs, only this code is read."""
 
     def forward(self, input_ids: Tensor, **_: Any) -> SequenceClassifierOutputWithPast:
-        """Never run; only this code is read."""
         raise NotImplementedError(input_ids)
 
 
-class OwnAttention(nn.Module):
-    """Attention that does not use transformers' registry."""
+@pytest.mark.parametrize("add_pooling_layer", [False, True])
+def test_what_pools_nothing_is_exact(add_pooling_layer: bool) -> None:
+    config: Any = config_of("bert", transformers.BertModel)
+    model = transformers.BertModel(config, add_pooling_layer=add_pooling_layer)
+    report = hf.check_model(model)
+    assert report.exact is (report.pooling is None) is not add_pooling_layer
+    own = PooledOutput(config_of("llama", transformers.LlamaForCausalLM))  # type: ignore[arg-type]
+    assert hf.check_model(own).pooling == "SequenceClassifierOutputWithPast"
 
-    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
-        """Never run; only this code is read."""
-        return torch.nn.functional.scaled_dot_product_attention(
-            hidden_states, hidden_states, hidden_states
-        )
+
+class OwnAttention(nn.Module):
+    """Attention that does not use transformers' registry; only this code is read."""
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        return scaled_dot_product_attention(x, x, x)
 
 
 class AliasedAttention(nn.Module):
     """Attention that uses transformers' registry by another name."""
 
-    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
-        """Never run; only this code is read."""
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
         return _attend(hidden_states)
 
 
-def _attend(x: Tensor) -> Tensor:
-    out: Tensor = REGISTRY["sdpa"](x)
-    return out
+def _attend(x: Tensor) -> Any:
+    return REGISTRY["sdpa"](x)
 
 
 @pytest.mark.parametrize(
-    ("part", "is_exact"),
+    ("place", "part", "is_exact"),
     [
-        (nn.Conv1d(32, 32, 3, padding=1), False), (nn.Conv1d(32, 32, 1), True),
-        (nn.LSTM(32, 32), False), (nn.Linear(32, 32), True),
+        ("mlp.extra", partial(nn.Conv1d, 32, 32, 3, padding=1), False),
+        ("mlp.extra", partial(nn.Conv1d, 32, 32, 1), True),
+        ("mlp.extra", partial(nn.LSTM, 32, 32), False), ("mlp.extra", partial(nn.Linear, 32, 32), True),
+        ("self_attn", OwnAttention, False), ("self_attn", AliasedAttention, True),
     ],
 )  # fmt: skip
-def test_parts_that_users_add(part: nn.Module, is_exact: bool) -> None:
-    model: Any = build("LlamaForCausalLM")
-    model.model.layers[0].mlp.extra = part
-    assert hf.check_model(model).exact is is_exact
-
-
-@pytest.mark.parametrize(("kind", "is_exact"), [(OwnAttention, False), (AliasedAttention, True)])
-@pytest.mark.parametrize("all_layers", [False, True])
-def test_attention_that_users_write(
-    kind: type[nn.Module], is_exact: bool, all_layers: bool
+@pytest.mark.parametrize("layers", [1, 2])
+def test_parts_that_users_add(
+    place: str, part: Callable[[], nn.Module], is_exact: bool, layers: int
 ) -> None:
     model: Any = build("LlamaForCausalLM")
-    for layer in model.model.layers if all_layers else model.model.layers[:1]:
-        layer.self_attn = kind()
+    for layer in model.model.layers[:layers]:
+        layer.set_submodule(place, part())
     assert hf.check_model(model).exact is is_exact
-
-
-def test_heads_that_users_write() -> None:
-    model = PooledOutput(config_of("llama", transformers.LlamaForCausalLM))  # type: ignore[arg-type]
-    assert hf.check_model(model).pooling == "SequenceClassifierOutputWithPast"
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("MvpForConditionalGeneration", {"use_prompt": True}, "use_prompt.*set it to"),
-        (
-            "ModernBertForMaskedLM", {"sparse_prediction": True, "sparse_pred_ignore_index": -1},
-            "sparse_pred_ignore_index.*set it to",
-        ),
-        ("MixtralForCausalLM", {"output_router_logits": True}, "output_router_logits"),
-    ],
-)  # fmt: skip
-def test_switches_that_a_call_would_refuse(
-    name: str, changes: dict[str, Any], message: str
-) -> None:
-    """A switch of the config that makes splitting impossible is a reason of ``check_model``."""
-    assert hf.check_model(on_meta(name)).exact
-    (reason,) = hf.check_model(on_meta(name, **changes)).reasons
-    assert re.search(message, reason)
 
 
 def test_the_routers_loss_within_a_users_module() -> None:
     model = on_meta("MixtralForCausalLM", output_router_logits=True)
-    wrapped = nn.ModuleDict({"inner": model})
-    assert hf.check_model(wrapped).reasons == hf.check_model(model).reasons != ()
-    assert report_of(wrapped, joins_router=True).exact
-    with pytest.raises(ValueError, match="must be a model of transformers"):
-        hf.parallelize(wrapped, ContextParallel())
-    with pytest.raises(UnsupportedError, match="output_router_logits"):
-        hf.shard_batch(ContextParallel(), {"input_ids": RANDOM_TOKENS}, model=wrapped)
-
-
-def test_modules_that_are_none_of_transformers() -> None:
+    outer = nn.ModuleDict({"inner": model})
+    assert hf.check_model(outer).reasons == hf.check_model(model).reasons != ()
+    assert report_of(outer, joins_router=True).exact
+    refused(
+        "must be a model of transformers",
+        partial(hf.parallelize, outer, ContextParallel()),
+        ValueError,
+    )
+    refused("output_router_logits", partial(shard, GIVEN, outer))
     assert hf.check_model(nn.Linear(2, 2)) == hf.ModelReport()
-    with pytest.raises(ValueError, match=r"must be a torch\.nn\.Module"):
-        hf.check_model("llama")  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(TypeError, match="model"):
-        hf.shard_batch(ContextParallel(), {"input_ids": RANDOM_TOKENS})  # type: ignore[call-arg]  # wrong on purpose
 
 
 class Peft(nn.Module):
@@ -573,31 +479,19 @@ def test_prompts_that_peft_puts_before_a_sequence_are_refused() -> None:
     assert not hf.check_model(model).exact
 
 
-class Task(nn.Module):
-    """A user's module around a model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.ModuleDict({"model": model})
-
-
-@pytest.mark.parametrize("name", ["RobertaForMaskedLM", "RobertaForSequenceClassification"])
-@pytest.mark.parametrize("wrap", [Peft, Task, torch.compile, lambda x: torch.compile(Peft(x))])
-def test_wrapped_models_count_as_what_is_wrapped(name: str, wrap: Any) -> None:
-    model = build(name)
-    expected = hf.check_model(model)
-    assert expected.position_offset == 2
-    assert hf.check_model(wrap(model)) == expected
-
-
 @on_ranks
-def test_models_wrapped_for_data_parallelism() -> None:
-    for name in ("RobertaForMaskedLM", "RobertaForSequenceClassification"):
-        expected = hf.check_model(build(name))
-        assert hf.check_model(DistributedDataParallel(build(name))) == expected
+def test_wrapped_models_count_as_what_is_wrapped() -> None:
+    wraps: dict[str, Any] = {
+        "peft": Peft, "module": lambda x: nn.ModuleDict({"inner": nn.ModuleDict({"model": x})}),
+        "compiled": torch.compile, "compiled peft": lambda x: torch.compile(Peft(x)),
+        "ddp": DistributedDataParallel, "fsdp": fully_shard,
+    }  # fmt: skip
+    names = ("RobertaForMaskedLM", "RobertaForSequenceClassification")
+    for name, (kind, wrap) in product(names, wraps.items()):
         model = build(name)
-        fully_shard(model)
-        assert hf.check_model(model) == expected
+        expected = hf.check_model(model)
+        assert expected.position_offset == 2
+        assert hf.check_model(wrap(model)) == expected, kind
 
 
 def test_a_model_is_checked_once_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -608,10 +502,10 @@ def test_a_model_is_checked_once_and_not_kept(monkeypatch: pytest.MonkeyPatch) -
         return hf.check_model(model)
 
     monkeypatch.setattr(batch_by_hand, "check_model", counted)
-    cp, model = ContextParallel(), build("BertForMaskedLM")
+    model = build("BertForMaskedLM")
     for _ in range(3):
-        hf.shard_batch(cp, {"input_ids": RANDOM_TOKENS}, model=model)
-    assert calls == [model] and model in _REPORTS
+        shard(GIVEN, model)
+    assert calls == [model]
     kept = ref(model)
     del model
     calls.clear()
@@ -632,11 +526,10 @@ def test_it_is_refused_before_anything_is_sent(rank: int, name: str) -> None:
     """Refuse a batch on one rank alone: if it sent anything, it would wait for the other."""
     message = "leave labels out" if name in NO_LABELS else "pools"
     model = build(name)
-    report, labels = hf.check_model(model), {} if message == "pools" else {"labels": RANDOM_TOKENS}
+    report, labels = hf.check_model(model), {} if message == "pools" else {"labels": TOKENS}
     assert message in (report.no_labels or "; ".join(report.reasons))
     assert report.exact == bool(labels)
     if rank == 0:
-        with pytest.raises(UnsupportedError, match=message):
-            hf.shard_batch(ContextParallel(), {"input_ids": RANDOM_TOKENS, **labels}, model=model)
+        refused(message, partial(shard, GIVEN | labels, model))
     if labels:  # the model itself is exact
-        hf.shard_batch(ContextParallel(), {"input_ids": RANDOM_TOKENS}, model=model)
+        shard(GIVEN, model)

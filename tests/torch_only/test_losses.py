@@ -1,188 +1,308 @@
-"""Cross entropy of a rank's tokens: the ranks' parts add up to torch's, in value and gradients."""
+"""Losses of tokens and of sequences: the ranks' parts add up to torch's, in value and gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_four_ranks, on_ranks
-from torch import Tensor, nn
+from on_ranks import on_ranks, on_two_ranks
+from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
-from ring_core import ChunkLayout, UnsupportedError
+from ring_core import ChunkLayout, LayoutSpec, RankMismatchError
 from ring_torch import ContextParallel, cross_entropy, linear_cross_entropy
-from ring_torch.training import token_log_probs
+from ring_torch.sharding import UnshardGrad
+from ring_torch.training import sum_by_sequence, token_log_probs
 
-RANKS, VOCAB, DIM, LENGTH = 2, 11, 6, 16
-IGNORED = -100
+RANKS = 4
+VOCAB, DIM, IGNORED = 11, 6, -100
 
-#: Options with the same meaning as in torch.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "smooth": {"label_smoothing": 0.2},
-    "weights": {"weight": True},
-    "weights, smooth": {"weight": True, "label_smoothing": 0.3},
-    "class 3 is ignored": {"ignore_index": 3, "label_smoothing": 0.1},
-    "sum": {"reduction": "sum", "weight": True},
-}
-#: Labels that are ignored: none on any rank, some, all of rank 0, or all.
-IGNORES = ("few", "rank 0", "all")
+
+@dataclass(frozen=True)
+class Case:
+    """A function of the tokens of some sequences, and how it runs."""
+
+    of: str = "sequences"  # or a loss, of "logits" or "hidden"
+    ranks: int = 2
+    layout: LayoutSpec = "zigzag"
+    rows: int = 2
+    length: int = 16
+    documents: str | None = None  # "cu_seqlens" or "segment_ids"
+    bounds: tuple[int, ...] = (0, 3, 3, 9, 14, 16)  # of documents; the second is empty
+    ends: tuple[int, ...] = ()  # of ranks' tokens, where they are not alike
+    grad: UnshardGrad = "slice"
+    options: dict[str, Any] = field(default_factory=dict)  # as torch's, or of token_log_probs
+    bias: bool = True
+    ignored: str = "few"  # or "rank 0": all labels that it has; or "all"
+    dtype: torch.dtype = torch.float64
+    mode: str = "eager"
+
+
+CAPPED: dict[str, Any] = {"softcap": 1.5, "temperature": 0.7}
+PACKED = Case(rows=1, documents="cu_seqlens")
+UNLIKE = Case(ranks=4, length=9, ends=(0, 5, 5, 8, 9), layout="contiguous", bounds=(0, 2, 2, 6, 9))
+
+CASES = {
+    "one rank, all options": Case(ranks=1, options=CAPPED, documents="segment_ids", rows=1),
+    "plain": Case(),
+    "without a bias": Case(bias=False),
+    "class 3 is ignored": Case(options={**CAPPED, "ignore_index": 3}),
+    "all labels are ignored": Case(ignored="all"),
+    "padded": Case(length=13, options=CAPPED),
+    "three ranks": Case(ranks=3, length=18, layout="contiguous"),
+    "four ranks, striped": Case(ranks=4, layout="striped", grad="sum"),
+    "documents": PACKED,
+    "documents, gradients summed": replace(PACKED, grad="sum", ranks=4),
+    "documents by ids": replace(PACKED, documents="segment_ids", ranks=4, layout="striped"),
+    "documents by ids, padded": replace(PACKED, documents="segment_ids", ranks=3),
+    "float32": Case(dtype=torch.float32, options=CAPPED),
+    "bfloat16": Case(dtype=torch.bfloat16),
+    "autocast": Case(dtype=torch.float32, mode="autocast"),
+    "checkpoint": replace(PACKED, mode="checkpoint", options=CAPPED),
+    "compiled": Case(mode="compiled", options=CAPPED),
+    "compiled, padded, gradients summed": Case(mode="compiled", length=13, grad="sum"),
+    "compiled documents": replace(PACKED, mode="compiled", ranks=4),
+    "compiled checkpoint": replace(PACKED, mode="compiled checkpoint"),
+    "unlike numbers, gradients summed": replace(UNLIKE, grad="sum"),
+    "unlike numbers, documents": replace(UNLIKE, rows=1, documents="cu_seqlens"),
+    "unlike numbers, documents by ids": replace(UNLIKE, rows=1, documents="segment_ids", grad="sum"),
+    "unlike numbers, compiled": replace(UNLIKE, mode="compiled"),
+    "unlike numbers, compiled documents": replace(UNLIKE, rows=1, documents="cu_seqlens", mode="compiled"),
+}  # fmt: skip
+#: Options of losses with the same meaning as in torch.
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"label_smoothing": 0.2}, {"weight": True}, {"weight": True, "label_smoothing": 0.3},
+    {"ignore_index": 3, "label_smoothing": 0.1}, {"reduction": "sum", "weight": True},
+]  # fmt: skip
 MODES = ("eager", "compiled", "autocast", "checkpoint", "compiled checkpoint")
+LOSSES = ("logits", "hidden")
+
+
+def losses(mode: str, of: Any) -> list[Case]:
+    """Return cases of a loss."""
+    plain = Case(of=of, mode=mode)
+    unlike = replace(plain, length=9, layout="contiguous")
+    ignores, ends = ("few", "rank 0", "all"), ((0, 5, 9), (0, 9, 9), (0, 0, 9)) * 2
+    if mode == "autocast":
+        return [replace(plain, dtype=torch.float32, options=options) for options in OPTIONS[:4]]
+    cases = [replace(plain, length=7, options=options) for options in OPTIONS]
+    cases += [replace(unlike, options=x, ends=end) for x, end in zip(OPTIONS, ends, strict=True)]
+    if "compiled" in mode:
+        return [replace(plain, options=options) for options in OPTIONS[3:5]] + cases[4:10]
+    cases += [replace(plain, ignored=x, options=options) for x in ignores for options in OPTIONS]
+    return cases + [replace(plain, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
 
 
 class Whole:
     """Whole sequences, equal on all ranks, and a head."""
 
-    def __init__(
-        self, dtype: torch.dtype, ignored: str, length: int, options: dict[str, Any]
-    ) -> None:
+    def __init__(self, case: Case) -> None:
         random = torch.Generator().manual_seed(0)
         draw = partial(torch.randn, generator=random, dtype=torch.float64)
-        self.hidden = draw(2, length, DIM).to(dtype)
-        self.head, self.bias = draw(VOCAB, DIM).to(dtype), draw(VOCAB).to(dtype)
-        self.labels = torch.randint(VOCAB, (2, length), generator=random)
-        self.options = dict(options)
-        if self.options.get("weight"):
-            wide = torch.promote_types(dtype, torch.float32)
-            self.options["weight"] = torch.rand(VOCAB, generator=random).to(wide)
+        self.case, self.options, shape = case, dict(case.options), (case.rows, case.length)
+        self.hidden, self.head = draw(*shape, DIM).to(case.dtype), draw(VOCAB, DIM).to(case.dtype)
+        self.bias = draw(VOCAB).to(case.dtype) if case.bias else None
+        self.wide = torch.promote_types(case.dtype, torch.float32)
+        self.of_entropy = draw(*shape).to(self.wide)
+        if "weight" in self.options:
+            self.options["weight"] = torch.rand(VOCAB, generator=random).to(self.wide)
+        self.labels = torch.randint(VOCAB, shape, generator=random)
         drop = self.options.get("ignore_index", IGNORED)
         self.labels[0, :5] = drop
-        if ignored == "rank 0":  # in zigzag rank 0 holds the first and the last quarter
-            self.labels[:, : length // 4] = self.labels[:, -(length // 4) :] = drop
-        if ignored == "all":
+        if case.ignored == "rank 0":  # in zigzag it holds the first and the last quarter
+            self.labels[:, : case.length // 4] = self.labels[:, -(case.length // 4) :] = drop
+        if case.ignored == "all":
             self.labels[:] = drop
+        self.kept = self.labels != drop
+        self.ids = torch.arange(case.rows)[:, None].expand(shape)
+        if case.documents is not None:
+            positions = torch.arange(case.length)
+            self.ids = (
+                torch.searchsorted(torch.tensor(case.bounds), positions, right=True)[None] - 1
+            )
+        self.sequences = len(case.bounds) - 1 if case.documents else case.rows
 
-    def expected(self) -> tuple[Tensor, list[Tensor]]:
-        """Return torch's loss on one process, and the gradients of hidden, head and bias."""
-        leaves = [x.clone().requires_grad_() for x in (self.hidden, self.head, self.bias)]
-        logits = functional.linear(*leaves)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = functional.cross_entropy(wide.flatten(0, 1), self.labels.flatten(), **self.options)
-        return loss.detach(), list(torch.autograd.grad(loss, leaves))
+    def leaves(self) -> list[Tensor]:
+        """Return what has a gradient: hidden, head and, if there is one, the bias."""
+        tensors = [self.hidden, self.head, *([] if self.bias is None else [self.bias])]
+        return [x.clone().requires_grad_() for x in tensors]
+
+    def expected(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Return plain torch's loss, gradients, and log-probabilities and entropies if wanted."""
+        leaves = self.leaves()
+        z = functional.linear(*leaves).to(self.wide)
+        of_tokens: list[Tensor] = []
+        if self.case.of == "sequences":
+            if (softcap := self.options.get("softcap")) is not None:
+                z = softcap * (z / softcap).tanh()
+            log_p = (z / self.options.get("temperature", 1.0)).log_softmax(-1)
+            own = log_p.gather(-1, self.labels.where(self.kept, 0)[..., None])[..., 0] * self.kept
+            of_tokens = [own, -(log_p.exp() * log_p).sum(-1) * self.kept]
+            loss = _of_sequences(
+                *(_by_sequence(x, self.ids, self.sequences) for x in (own, self.kept))
+            )
+            loss = loss + (self.of_entropy * of_tokens[1]).sum()
+        else:
+            loss = functional.cross_entropy(z.flatten(0, 1), self.labels.flatten(), **self.options)
+        return loss.detach(), [*torch.autograd.grad(loss, leaves)], [x.detach() for x in of_tokens]
+
+
+def _by_sequence(x: Tensor, ids: Tensor, count: int) -> Tensor:
+    return torch.einsum("bt,bts->s", x.double(), functional.one_hot(ids, count).double())
+
+
+def _of_sequences(sums: Tensor, counts: Tensor) -> Tensor:
+    """Return a loss that takes its sequences unlike, not linear in the sums."""
+    weight = torch.arange(1, len(sums) + 1)
+    return (weight * (sums / counts.clamp(min=1)).sin()).sum()
 
 
 def _loss(
-    cp: ContextParallel, is_linear: bool, seq_len: int | None, options: dict[str, Any],
-    hidden: Tensor, labels: Tensor, head: Tensor, bias: Tensor,
+    of: str, cp: ContextParallel, hidden: Tensor, labels: Tensor, head: Tensor,
+    bias: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    if is_linear:
-        return linear_cross_entropy(
-            cp, hidden, head, labels, bias=bias, seq_len=seq_len, tokens_at_once=3, **options
-        )
-    return cross_entropy(
-        cp, functional.linear(hidden, head, bias), labels, seq_len=seq_len, **options
+    if of == "logits":
+        return cross_entropy(cp, functional.linear(hidden, head, bias), labels, **options)
+    return linear_cross_entropy(cp, hidden, head, labels, bias=bias, tokens_at_once=3, **options)
+
+
+def _run(
+    cp: ContextParallel, case: Case, options: dict[str, Any], documents: dict[str, Any],
+    hidden: Tensor, labels: Tensor, of_entropy: Tensor, kept: Tensor, *head: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return a loss to differentiate, this rank's part of its value, and results of tokens."""
+    if case.of != "sequences":
+        part = _loss(case.of, cp, hidden, labels, *head, **options)
+        return part, part
+    bias, seq_len = (*head[1:], None)[0], options["seq_len"]
+    own, entropies = token_log_probs(
+        cp, hidden, head[0], labels, bias=bias, entropy=True, tokens_at_once=3, **options
     )
+    sums = sum_by_sequence(cp, own, seq_len=seq_len, grad=case.grad, **documents)
+    total = _of_sequences(sums, sum_by_sequence(cp, kept, seq_len=seq_len, **documents))
+    of_tokens, share = (of_entropy * entropies).sum(), total / cp.cp_size
+    return (share if case.grad == "sum" else total) + of_tokens, share + of_tokens, own, entropies
 
 
-def _compare(
-    is_linear: bool, mode: str, dtype: torch.dtype, ignored: str, length: int,
-    options: dict[str, Any],
-) -> None:  # fmt: skip
+def _compare(case: Case) -> None:
     """Compare the sum of the ranks' losses, and the gradients of all tensors, with torch's."""
-    cp = ContextParallel()
-    whole = Whole(dtype, ignored, length, options)
-    value, grads = whole.expected()
-    padded = length % 4 != 0
-    hidden = cp.shard(whole.hidden, pad=padded).requires_grad_()
-    labels = cp.shard(whole.labels, pad=padded)  # its padding is class 0, which is not ignored
-    head, bias = whole.head.clone().requires_grad_(), whole.bias.clone().requires_grad_()
-    function: Any = partial(_loss, cp, is_linear, length if padded else None, whole.options)
-    if "compiled" in mode:
+    is_all = case.ranks == dist.get_world_size()
+    group: Any = None if is_all else dist.new_group(range(case.ranks))
+    if dist.get_rank() >= case.ranks:
+        return
+    cp, whole = ContextParallel(group, case.layout), Whole(case)
+    value, grads, of_tokens = whole.expected()
+    is_padded = cp.layout_of(case.length, pad=True).padded_len > case.length
+    seq_len = case.length if is_padded else None
+    shard: Callable[..., Tensor] = partial(cp.shard, pad=True)
+    if case.ends:
+        own, seq_len = slice(*case.ends[cp.cp_rank : cp.cp_rank + 2]), None
+        shard = lambda x: x[:, own].clone()  # noqa: E731 - of any tokens
+    documents: dict[str, Any] = (
+        {"cu_seqlens": case.bounds} if case.documents == "cu_seqlens" else {}
+    )
+    if case.documents == "segment_ids":  # padding is of the first document, unless seq_len tells
+        documents = {"segment_ids": shard(whole.ids)}
+    hidden, *head = whole.leaves()
+    hidden = shard(hidden.detach()).requires_grad_()
+    # Padding of labels is class 0, which is not ignored.
+    tensors = [hidden, *(shard(x) for x in (whole.labels, whole.of_entropy, whole.kept)), *head]
+    function: Any = partial(_run, cp, case, {**whole.options, "seq_len": seq_len}, documents)
+    if "compiled" in case.mode:
         torch.compiler.reset()
         function = torch.compile(function, fullgraph=True, backend="aot_eager")
-    if "checkpoint" in mode:
+    if "checkpoint" in case.mode:
         function = partial(checkpoint, function, use_reentrant=False)
-    with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
-        part = function(hidden, labels, head, bias)
+    with torch.autocast("cpu", torch.bfloat16, enabled=case.mode == "autocast"):
+        part, share, *mine = function(*tensors)
     part.backward()
-    total = part.detach().clone()
-    dist.all_reduce(total)
-    assert hidden.grad is not None and head.grad is not None and bias.grad is not None
-    for x in (head, bias):
-        assert x.grad is not None
-        dist.all_reduce(x.grad)
-    coarse = dtype == torch.bfloat16 or mode == "autocast"
     close: Any = partial(torch.testing.assert_close, equal_nan=True, check_dtype=False)
-    if coarse:
-        close = partial(close, rtol=2e-2, atol=2e-2 * max(1.0, float(grads[0].abs().max())))
-    elif dtype == torch.float64:
+    if case.dtype == torch.bfloat16 or case.mode == "autocast":
+        coarse = 5e-2 if mine else 2e-2
+        close = partial(close, rtol=2e-2, atol=coarse * max(1.0, float(grads[0].abs().max())))
+    elif case.dtype == torch.float64:
         close = partial(close, rtol=1e-10, atol=1e-12)  # no factor is rounded to float32
+    for x, expected in zip(mine, of_tokens, strict=True):
+        assert x.dtype == whole.wide
+        tokens = cp.positions(case.length) < case.length if not case.ends else slice(None)
+        close(x.detach()[:, tokens], shard(expected)[:, tokens])
+    total = share.detach().clone()
+    for x in (total, *(y.grad for y in head)):
+        dist.all_reduce(x, group=group)
     close(total, value)
-    close(hidden.grad, cp.shard(grads[0], pad=padded))
-    close(head.grad, grads[1])
-    close(bias.grad, grads[2])
+    close(hidden.grad, shard(grads[0]))
+    close([x.grad for x in head], grads[1:])
 
 
-@pytest.mark.nightly(unless=[
-    "eager-logits", "eager-hidden", "checkpoint-logits", "autocast-hidden",
-    "compiled checkpoint-hidden",
+@pytest.mark.nightly(only=[
+    "compiled-logits", "compiled-hidden", "autocast-logits", "checkpoint-hidden",
+    "compiled checkpoint-logits",
 ])  # fmt: skip
-@pytest.mark.parametrize("is_linear", [False, True], ids=["logits", "hidden"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [*CASES, *(f"{mode}-{of}" for mode in MODES for of in LOSSES)])
 @on_ranks
-def test_parts_add_up_to_the_loss_of_one_process(mode: str, is_linear: bool) -> None:
-    cases: list[tuple[Any, ...]] = [
-        (torch.float64, ignored, LENGTH, options)
-        for ignored in IGNORES for options in OPTIONS.values()
-    ]  # fmt: skip
-    cases += [(torch.float64, "few", 7, options) for options in OPTIONS.values()]
-    cases += [(dtype, "few", LENGTH, {}) for dtype in (torch.float32, torch.bfloat16)]
-    if "compiled" in mode:
-        cases = [*cases[3:5], *cases[-4:]]
-    if mode == "autocast":
-        cases = [(torch.float32, ignored, LENGTH, x) for _, ignored, _, x in cases[:4]]
-    for case in cases:
+def test_of_one_process(name: str) -> None:
+    for case in [CASES[name]] if name in CASES else losses(*name.split("-")):
         try:
-            _compare(is_linear, mode, *case)
+            _compare(case)
         except BaseException as error:
             raise AssertionError(f"{case}: {error}") from error
 
 
-@on_ranks
+@on_two_ranks
 def test_with_a_count_nothing_is_sent(rank: int) -> None:
-    cp = ContextParallel()
-    logits, labels = torch.randn(1, 8, VOCAB), torch.zeros(1, 8, dtype=torch.int64)
-    if rank == 0:
-        part = cross_entropy(cp, logits, labels, count=torch.tensor(4))
-        torch.testing.assert_close(part, functional.cross_entropy(logits[0], labels[0]) * 2)
+    """And a loss is float32 whatever the dtype of the count, and may be transformed."""
+    cp, hidden, head = ContextParallel(), torch.randn(1, 8, DIM), torch.randn(VOCAB, DIM)
+    labels = torch.zeros(1, 8, dtype=torch.int64)
+
+    def whole(x: Tensor) -> Tensor:
+        return functional.cross_entropy((x @ head.T)[0], labels[0]) * 2
+
+    for dtype in (torch.int64, torch.float64, torch.bfloat16, torch.int32) if rank == 0 else ():
+        options: Any = {"labels": labels, "head": head, "count": torch.tensor(4, dtype=dtype)}
+        for of in LOSSES:
+            torch.testing.assert_close(_loss(of, cp, hidden, **options), whole(hidden))
+        grads = [
+            torch.func.grad(x)(hidden) for x in (partial(_loss, "logits", cp, **options), whole)
+        ]
+        torch.testing.assert_close(*grads)
+
+
+def _largest(function: Callable[[], object]) -> int:
+    """Return the bytes of the largest allocation."""
+    with profile(profile_memory=True, acc_events=True) as profiled:
+        function()
+    return max(int(event.self_cpu_memory_usage) for event in profiled.events())
 
 
 def test_logits_of_many_tokens_are_never_whole() -> None:
     tokens, classes, dim = 131_072, 256, 8
-    cp = ContextParallel()
+    cp, labels = ContextParallel(), torch.full((1, tokens), 3)
     hidden = torch.randn(1, tokens, dim, requires_grad=True)
-    head = nn.Linear(dim, classes, bias=False)
-    labels = torch.full((1, tokens), 3)
-    with profile(profile_memory=True, acc_events=True) as profiled:
-        linear_cross_entropy(cp, hidden, head.weight, labels).backward()
-    largest = max(event.self_cpu_memory_usage for event in profiled.events())
-    whole = 4 * tokens * classes
-    assert 4 * tokens * dim <= largest <= 8 * tokens * dim < whole / 8  # hidden's, labels'
-    with profile(
-        profile_memory=True, acc_events=True
-    ) as profiled:  # a loss of logits does hold them
-        cross_entropy(cp, head(hidden), labels).backward()
-    assert max(event.self_cpu_memory_usage for event in profiled.events()) >= whole
+    head = torch.randn(classes, dim, requires_grad=True)
+    whole, of_hidden = 4 * tokens * classes, 4 * tokens * dim
+    largest = _largest(lambda: linear_cross_entropy(cp, hidden, head, labels).backward())
+    assert of_hidden <= largest <= 2 * of_hidden < whole / 8  # hidden's, labels'
+    # A loss of logits does hold them.
+    assert _largest(lambda: cross_entropy(cp, hidden @ head.T, labels).backward()) >= whole
 
+    def step() -> None:
+        options: Any = {"softcap": 9.0, "temperature": 0.5, "entropy": True}
+        results = token_log_probs(cp, hidden, head, labels, **options)
+        (results[0].sum() + results[1].sum()).backward()
 
-@pytest.mark.parametrize("follows", [lambda x: x, torch.square], ids=["alone", "squared"])
-def test_second_derivatives_of_a_loss_in_pieces_are_refused(follows: Any) -> None:
-    cp = ContextParallel()
-    hidden, head = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
-    loss = follows(linear_cross_entropy(cp, hidden, head, torch.zeros(4, dtype=torch.int64)))
-    grads = torch.autograd.grad(loss, (hidden, head), create_graph=True)
-    for grad in grads:
-        with pytest.raises(UnsupportedError, match="no second derivative"):
-            torch.autograd.grad(grad.sum(), hidden, retain_graph=True)
+    assert of_hidden <= _largest(step) <= 2 * of_hidden
+    head.requires_grad_(False).grad = None
+    assert of_hidden <= _largest(step) <= 2 * of_hidden and head.grad is None
 
 
 def _products(function: Any) -> int:
@@ -195,56 +315,46 @@ def _products(function: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("trains", "forward", "token_by_token"),
-    [((), 1, 1), (("hidden",), 2, 3), (("head",), 2, 4), (("hidden", "head"), 3, 4)],
-    ids=str,
+    ("trains", "forward", "both"), [("hidden", 2, 3), ("head", 2, 4), ("hidden, head", 3, 4)]
 )
-def test_the_backward_of_a_loss_computes_no_logits(
-    trains: tuple[str, ...], forward: int, token_by_token: int
-) -> None:
-    cp, labels = ContextParallel(), torch.zeros(6, dtype=torch.int64)
+def test_the_backward_of_a_loss_computes_no_logits(trains: str, forward: int, both: int) -> None:
+    """Token by token the backward computes them again."""
     hidden = torch.randn(6, 3, requires_grad="hidden" in trains)
     head = torch.randn(5, 3, requires_grad="head" in trains)
+    arguments: Any = ContextParallel(), hidden, head, torch.zeros(6, dtype=torch.int64)
     pieces, losses = 3, []
-    assert pieces * forward == _products(
-        lambda: losses.append(linear_cross_entropy(cp, hidden, head, labels, tokens_at_once=2))
-    )
+
+    def loss() -> None:
+        losses.append(linear_cross_entropy(*arguments, tokens_at_once=2))
+
+    assert _products(loss) == pieces * forward
+    assert _products(losses[0].backward) == 0
     with torch.no_grad():
-        assert pieces == _products(
-            lambda: linear_cross_entropy(cp, hidden, head, labels, tokens_at_once=2)
-        )
-
-    def log_probs() -> None:
-        total = token_log_probs(cp, hidden, head, labels, tokens_at_once=2).sum()
-        if trains:
-            total.backward()
-
-    assert _products(log_probs) == pieces * token_by_token
-    if trains:
-        assert _products(losses[0].backward) == 0
+        assert _products(loss) == pieces
+    log_probs = partial(token_log_probs, *arguments, tokens_at_once=2)
+    assert _products(lambda: log_probs().sum().backward()) == pieces * both
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gradients_of_a_loss_are_as_exact_as_those_of_tokens(dtype: torch.dtype) -> None:
     """The factor of a loss is not rounded to 16 bits, and a second backward adds the same."""
-    cp, whole = ContextParallel(), Whole(torch.float64, "few", 512, {})
-    labels, kept = whole.labels, whole.labels != IGNORED
+    whole = Whole(Case(length=512))
 
     def of(in_dtype: torch.dtype, function: Any) -> tuple[Tensor, list[Tensor]]:
-        rounded = [x.to(dtype) for x in (whole.hidden, whole.head, whole.bias)]
-        leaves = [x.to(in_dtype, copy=True).requires_grad_() for x in rounded]
+        leaves = [x.detach().to(dtype).to(in_dtype).requires_grad_() for x in whole.leaves()]
         hidden, head, bias = leaves
-        loss = function(cp, hidden, head, labels, bias=bias, tokens_at_once=100)
+        loss = function(
+            ContextParallel(), hidden, head, whole.labels, bias=bias, tokens_at_once=100
+        )
         (loss * 0.37).backward(retain_graph=True)
         once = [x.grad.clone() for x in leaves if x.grad is not None]
         (loss * 0.37).backward()
-        for x, grad in zip(leaves, once, strict=True):
-            torch.testing.assert_close(x.grad, 2 * grad)
+        torch.testing.assert_close([x.grad for x in leaves], [2 * grad for grad in once])
         return loss.detach(), once
 
     def by_tokens(*arguments: Any, **options: Any) -> Tensor:
-        log_probs: Tensor = token_log_probs(*arguments, **options)
-        return -log_probs.sum() / kept.sum()
+        log_probs: Tensor = -token_log_probs(*arguments, **options).sum() / whole.kept.sum()
+        return log_probs
 
     _, exact = of(torch.float64, linear_cross_entropy)
     loss, grads = of(dtype, linear_cross_entropy)
@@ -256,12 +366,11 @@ def test_gradients_of_a_loss_are_as_exact_as_those_of_tokens(dtype: torch.dtype)
         assert abs(factor - 1) < 8e-4, factor  # 1.7e-3 if bfloat16 held what multiplies it
 
 
-@pytest.mark.parametrize("is_linear", [False, True], ids=["logits", "hidden"])
+@pytest.mark.parametrize("of", ["logits", "hidden"])
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("kind", ["uint8", "int8", "int16", "uint16", "int32", "uint32", "uint64"])
-def test_labels_of_every_integer_dtype(kind: str, weights: bool, is_linear: bool) -> None:
+def test_labels_of_every_integer_dtype(kind: str, weights: bool, of: str) -> None:
     """A class that equals ``ignore_index`` only after wrapping to the labels' dtype is counted."""
-    dtype = getattr(torch, kind)
     ignored, classes = (300, 44) if kind == "int8" else (IGNORED, 157)  # 300 is 44 in 8 bits
     random = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(n, DIM, generator=random) for n in (8, classes + 1))
@@ -270,81 +379,98 @@ def test_labels_of_every_integer_dtype(kind: str, weights: bool, is_linear: bool
     options: dict[str, Any] = {"ignore_index": ignored}
     if weights:
         options["weight"] = torch.rand(classes + 1, generator=random)
-    value = _loss(
-        ContextParallel(layout=ChunkLayout(((0, 1),))), is_linear, 7, options, hidden, whole.to(dtype), head,
-        torch.zeros(classes + 1),
-    )  # fmt: skip
+    cp, labels = ContextParallel(layout=ChunkLayout(((0, 1),))), whole.to(getattr(torch, kind))
     torch.testing.assert_close(
-        value, functional.cross_entropy((hidden @ head.T)[:7], whole[:7], **options)
+        _loss(of, cp, hidden, labels, head, seq_len=7, **options),
+        functional.cross_entropy((hidden @ head.T)[:7], whole[:7], **options),
     )
 
 
-@pytest.mark.parametrize("is_linear", [False, True], ids=["logits", "hidden"])
-def test_a_loss_is_float32_whatever_the_dtype_of_count(is_linear: bool) -> None:
-    hidden, head, labels = torch.randn(4, DIM), torch.randn(5, DIM), torch.zeros(4).long()
-    for dtype in (torch.float64, torch.bfloat16, torch.int32):
-        options = {"count": torch.tensor(4, dtype=dtype)}
-        value = _loss(
-            ContextParallel(), is_linear, None, options, hidden, labels, head, torch.zeros(5)
-        )
-        assert value.dtype == torch.float32
+@on_ranks
+def test_unlike_numbers_of_tokens_and_offsets(rank: int) -> None:
+    own = torch.ones(1, 3)[:, : 3 * (rank != 1)]
+    with pytest.raises(ValueError, match="must end at the sequence length 9, got 8"):
+        sum_by_sequence(ContextParallel(None, "contiguous"), own, cu_seqlens=(0, 8))
+    with pytest.raises(RankMismatchError, match="unlike numbers take segment_ids"):
+        sum_by_sequence(ContextParallel(), own, cu_seqlens=(0, 9))
 
 
 @on_ranks
-def test_transforms_of_a_loss_need_a_count() -> None:
-    cp, head, labels = ContextParallel(), torch.randn(5, 3), torch.tensor([[0, -100, 3, 1]])
-    x = torch.randn(1, 4, 3, requires_grad=True)
+def test_a_graph_serves_other_documents() -> None:
+    """Offsets change without a new graph, as does the number of documents once."""
+    torch.compiler.reset()
+    cp, frames = ContextParallel(), []
 
-    def loss(x: Tensor, **count: Any) -> Tensor:
-        return cross_entropy(cp, x @ head.T, labels, **count)
+    def backend(graph: Any, _: Any) -> Any:
+        frames.append(graph)
+        return graph.forward
 
-    with pytest.raises(UnsupportedError, match=r"torch\.func.* pass count="):
-        torch.func.grad(loss)(x.detach())
-    with pytest.raises(UnsupportedError, match=r"torch\.func.* cross_entropy with count="):
-        torch.func.grad(lambda x: linear_cross_entropy(cp, x, head, labels, count=6))(x.detach())
-    functions: list[Callable[..., Any]] = [partial(linear_cross_entropy, count=6), token_log_probs]
-    for function in functions:
-        with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="a dual_level"):
-            function(cp, forward_ad.make_dual(x.detach(), x.detach()), head, labels)
-    (expected,) = torch.autograd.grad(loss(x), x)  # two ranks with three labels each
-    torch.testing.assert_close(torch.func.grad(loss)(x.detach(), count=6), expected)
+    function = torch.compile(sum_by_sequence, fullgraph=True, backend=backend)
+    whole = torch.arange(16.0)[None]
+    for cut in (2, 7, 1, 3):
+        sums = function(cp, cp.shard(whole), cu_seqlens=(0, cut, 16))
+        assert sums.tolist() == [whole[0, :cut].sum(), whole[0, cut:].sum()]
+    assert len(frames) == 2  # of constants, then of symbols
 
 
-class Head(nn.Module):
-    """A module whose loss never holds all logits."""
-
-    def __init__(self, cp: ContextParallel) -> None:
-        super().__init__()
-        self.cp, self.body, self.head = cp, nn.Linear(DIM, DIM), nn.Linear(DIM, VOCAB)
-        generator = torch.Generator().manual_seed(0)
-        for weight in self.parameters():
-            nn.init.normal_(weight, std=0.3, generator=generator)
-
-    def forward(self, hidden: Tensor, labels: Tensor, count: Tensor) -> Tensor:
-        return linear_cross_entropy(
-            self.cp, self.body(hidden), self.head.weight, labels, bias=self.head.bias, count=count,
-            tokens_at_once=3,
-        )  # fmt: skip
+def _second_derivative(follows: Callable[[Tensor], Tensor], n: int) -> None:
+    hidden, head = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    labels = torch.zeros(4, dtype=torch.int64)
+    loss = follows(linear_cross_entropy(ContextParallel(), hidden, head, labels))
+    grads = torch.autograd.grad(loss, (hidden, head), create_graph=True)
+    torch.autograd.grad(grads[n].sum(), hidden)
 
 
-@on_four_ranks
-def test_a_loss_in_pieces_under_fully_shard(rank: int) -> None:
-    """Check FSDP2 over two rings of two ranks, with the head's weight split over all four."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    cp, whole = ContextParallel(mesh["cp"]), Whole(torch.float32, "few", LENGTH, {})
-    model, like = Head(cp), Head(cp)
-    logits = like.head(like.body(whole.hidden))
-    functional.cross_entropy(logits.flatten(0, 1), whole.labels.flatten()).backward()
-    fully_shard(model.head)
-    with pytest.raises(UnsupportedError, match="head_weight is a DTensor"):
-        model(whole.hidden, whole.labels, torch.tensor(1))  # the head's own forward does not run
-    model = Head(cp)
-    fully_shard(model.body)
-    fully_shard(model)  # gathers the head's weight for the model's forward
-    row = slice(rank // 2, rank // 2 + 1)
-    shards = cp.shard(whole.hidden[row]), cp.shard(whole.labels[row])
-    count = (whole.labels != IGNORED).sum()
-    (model(*shards, count) * 4).backward()  # FSDP takes the mean over 4 ranks
-    for weight, expected in zip(model.parameters(), like.parameters(), strict=True):
-        assert isinstance(weight.grad, DTensor)
-        torch.testing.assert_close(weight.grad.full_tensor(), expected.grad)
+def _dual(function: Callable[[Tensor], Any]) -> None:
+    with forward_ad.dual_level():
+        function(forward_ad.make_dual(TOKENS, TOKENS))
+
+
+X, TOKENS, HEAD = torch.ones(1, 8), torch.ones(1, 4, 3), torch.ones(5, 3)
+LABELS = torch.tensor([[0, -100, 3, 1]])
+REFUSED: tuple[tuple[Callable[[ContextParallel], Any], str], ...] = (
+    (lambda cp: sum_by_sequence(cp, X, cu_seqlens=(0, 4), segment_ids=torch.zeros(1, 8).long()), "give one"),
+    (lambda cp: sum_by_sequence(cp, X, cu_seqlens=(0, 4)), "must end at the sequence length 16, got 4"),
+    (lambda cp: sum_by_sequence(cp, X, seq_len=17), "without padding"),
+    (lambda cp: sum_by_sequence(cp, X.clone().requires_grad_()), "sum_by_sequence: x requires a gradient"),
+    (lambda cp: sum_by_sequence(cp, torch.ones(2, 8), cu_seqlens=(0, 16)), "x has 2: give documents of all rows in one"),
+    (lambda cp: torch.func.grad(lambda x: sum_by_sequence(cp, x, grad="slice").sum())(X), r"torch\.func"),
+    (lambda cp: torch.func.vmap(partial(token_log_probs, cp, head_weight=HEAD))(TOKENS[None], labels=LABELS[None]), "token_log_probs cannot run"),
+    (lambda cp: torch.func.grad(lambda x: cross_entropy(cp, x @ HEAD.T, LABELS))(TOKENS), r"torch\.func.* pass count="),
+    (lambda cp: torch.func.grad(lambda x: linear_cross_entropy(cp, x, HEAD, LABELS, count=6))(TOKENS), r"torch\.func.* cross_entropy with count="),
+    (lambda cp: _dual(partial(linear_cross_entropy, cp, head_weight=HEAD, labels=LABELS, count=6)), "a dual_level"),
+    (lambda cp: _dual(partial(token_log_probs, cp, head_weight=HEAD, labels=LABELS)), "a dual_level"),
+    (lambda cp: linear_cross_entropy(cp, TOKENS, distribute_tensor(HEAD, init_device_mesh("cpu", (2,))), LABELS), "head_weight is a DTensor"),
+    *((lambda _, n=n, f=f: _second_derivative(f, n), "no second derivative") for n in (0, 1) for f in (lambda x: x, torch.square)),
+)  # fmt: skip
+
+
+@on_two_ranks
+def test_refusals() -> None:
+    cp = ContextParallel()
+    for call, message in REFUSED:
+        with pytest.raises(ValueError, match=message):
+            call(cp)
+
+
+def test_classes_that_cannot_be_drawn_have_no_entropy() -> None:
+    """A bias of -inf forbids a class: torch's product of 0 and log(0) would be NaN."""
+    hidden, head = torch.randn(1, 4, 2, requires_grad=True), torch.randn(3, 2)
+    bias, labels = torch.tensor([0.0, float("-inf"), 0.5]), torch.tensor([[0, 2, 0, 2]])
+    results = []
+    for classes, of_classes in (([0, 1, 2], labels), ([0, 2], labels // 2)):
+        own, entropies = token_log_probs(
+            ContextParallel(), hidden, head[classes], of_classes, bias=bias[classes], entropy=True
+        )
+        grad = torch.autograd.grad(own.sum() + entropies.square().sum(), hidden)
+        results.append((own, entropies, *grad))
+    torch.testing.assert_close(*results)
+
+
+def test_sums_of_long_documents_are_exact() -> None:
+    x, length = -3 * torch.rand(1, 1 << 16, generator=torch.Generator().manual_seed(0)), 1 << 16
+    for options in (
+        {}, {"cu_seqlens": (0, length)}, {"segment_ids": torch.zeros(1, length, dtype=torch.int32)},
+    ):  # fmt: skip
+        total = sum_by_sequence(ContextParallel(), x, **options)
+        torch.testing.assert_close(total.double(), x.double().sum(1), rtol=1e-6, atol=0)

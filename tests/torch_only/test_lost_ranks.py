@@ -12,18 +12,19 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from lost import LONGEST, LOSSES, MOVEMENTS, STEPS, Loss, Outcome, Steps, lose, steps
+from lost import LONGEST, LOSSES, MOVEMENTS, STEPS, Loss, Steps, lose, steps
 from on_ranks import on_ranks
 from patched import replaced
 from torch import Tensor
@@ -47,100 +48,38 @@ def right() -> list[Steps]:
         return pool.run(steps, None, {})
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids="-".join)
-def test_others_end_in_an_error_in_time(loss: Loss, right: list[Steps]) -> None:
-    outcome = lose(loss, 3, {})
-    assert outcome.seconds < LONGEST
-    assert outcome.staying == []
+#: The number of ranks, and options of a step. Of `hybrid` both Ulysses groups end: the lost rank's
+#: own, and the one that it exchanges with.
+STEPS_OF: dict[str, tuple[int, dict[str, Any]]] = {
+    "": (3, {}), "-hybrid": (4, {"strategy": StrategyConfig("hybrid", ulysses_size=2)}),
+    **{f"-{name}": (3, {"movement": name}) for name in MOVEMENTS},
+}  # fmt: skip
+RUNS = {"-".join(loss[:3]) + end: (loss, *run) for loss in LOSSES for end, run in STEPS_OF.items()}
+RUNS["late"] = Loss("late", "forward", "before", step=0), 3, {}  # not there for the first call
+PER_CHANGE = (
+    *("-".join(loss[:3]) for loss in LOSSES), "late", "killed-forward-during-hybrid",
+    "killed-backward-during-hybrid", "killed-forward-during-shift", "killed-backward-during-halo",
+)  # fmt: skip
+
+
+@pytest.mark.nightly(unless=PER_CHANGE)
+@pytest.mark.parametrize("name", RUNS)
+def test_others_end_in_an_error_in_time(name: str, right: list[Steps]) -> None:
+    loss, ranks, options = RUNS[name]
+    outcome = lose(loss, ranks, options)
+    assert outcome.seconds < LONGEST and outcome.staying == []
     for rank, (ok, answer) in outcome.survivors.items():
         assert ok, answer
-        assert 1 <= len(answer.sums) < STEPS
-        assert answer.sums == right[rank].sums[: len(answer.sums)]
-        assert answer.error is not None
+        assert min(loss.step, 1) <= len(answer.sums) < STEPS and answer.error is not None
+        if not options:
+            assert answer.sums == right[rank].sums[: len(answer.sums)]
     ok, answer = outcome.lost
-    if loss.how != "cut off":
+    if loss.how in ("killed", "stopped"):
         assert (ok, answer) == (False, f"died with exit code {-signal.SIGKILL}")
     elif ok:
         assert answer.error is not None
     else:  # gloo aborts
         assert answer == f"died with exit code {-signal.SIGABRT}"
-
-
-def assert_ended(outcome: Outcome) -> None:
-    """Check that every survivor made a step, then raised in time, and that no process is left."""
-    assert outcome.seconds < LONGEST
-    assert outcome.staying == []
-    for ok, answer in outcome.survivors.values():
-        assert ok, answer
-        assert 1 <= len(answer.sums) < STEPS
-        assert answer.error is not None
-
-
-@pytest.mark.nightly(unless=["killed-forward-during", "killed-backward-during"])
-@pytest.mark.parametrize("loss", LOSSES, ids="-".join)
-def test_groups_end_in_an_error_in_time(loss: Loss) -> None:
-    """Both Ulysses groups of ``hybrid`` end: the lost rank's own, and the one it exchanges with."""
-    assert_ended(lose(loss, 4, {"strategy": StrategyConfig("hybrid", ulysses_size=2)}))
-
-
-@pytest.mark.nightly(unless=["killed-forward-during-shift", "killed-backward-during-halo"])
-@pytest.mark.parametrize("movement", MOVEMENTS)
-@pytest.mark.parametrize("loss", LOSSES, ids="-".join)
-def test_movements_end_in_an_error_in_time(loss: Loss, movement: str) -> None:
-    assert_ended(lose(loss, 3, {"movement": movement}))
-
-
-def call(**options: Any) -> None:
-    shape = options.pop("shape", (1, 8, 2, 8))
-    dtype = options.pop("dtype", torch.float32)
-    x = torch.ones(shape, dtype=dtype)
-    ring_attention(x, x, x, **options)
-
-
-def _missing(rank: int, what: str) -> tuple[str, float]:
-    start = time.monotonic()
-    x = torch.ones(1, 8, 2, 8, requires_grad=True)
-    if rank == 1 and what == "never calls":
-        time.sleep(4)  # twice as long as the others wait
-        return "", 0.0
-    if rank == 1 and what == "dies":
-        os._exit(7)
-    try:
-        out = ring_attention(x, x, x)
-        if rank == 1 and what == "dies between the passes":
-            os._exit(7)
-        out.sum().backward()
-    except RuntimeError as error:
-        return str(error), time.monotonic() - start
-    raise AssertionError("a result without the peer")
-
-
-@pytest.mark.parametrize("what", ["never calls", "dies", "dies between the passes"])
-def test_missing_peer_ends_in_an_error(what: str) -> None:
-    pool = LocalRanks(3, timeout=2)
-    try:
-        answers = pool.answers(_missing, what)
-    finally:
-        pool.close()
-    for rank in (0, 2):
-        ok, (message, seconds) = answers[rank]
-        assert ok, answers[rank]
-        assert message
-        assert seconds < 30
-
-
-def _one_fails(rank: int) -> None:
-    if rank == 1:
-        raise KeyError("what went wrong")
-    dist.barrier()
-
-
-def test_a_failing_rank_ends_the_run_of_all() -> None:
-    """A failing rank ends the run at once: the others would wait for it for ten minutes."""
-    with LocalRanks(3, timeout=600) as ranks, pytest.raises(LocalRankError) as caught:
-        ranks.run(_one_fails)
-    assert "what went wrong" in str(caught.value)
-    assert "rank 0: no answer in time" in str(caught.value)
 
 
 def _slowly(rank: int, seconds: float) -> tuple[int, float]:
@@ -151,7 +90,8 @@ def _slowly(rank: int, seconds: float) -> tuple[int, float]:
 
 
 def test_an_answer_that_comes_too_late_is_not_taken_for_that_of_the_next_call() -> None:
-    with LocalRanks(2) as ranks:
+    """A failing rank ends the run of all at once, which would wait for it for ten minutes."""
+    with LocalRanks(2, timeout=600) as ranks:
         answers = ranks.answers(_slowly, 3.0, grace=0.2)
         assert "rank 0 refuses" in answers[0][1]
         assert answers[1] == (False, "no answer in time")
@@ -176,11 +116,10 @@ def _words(function: Any) -> str:
     return "a result"
 
 
-def _no_memory(*_: object, **__: object) -> None:
-    raise torch.OutOfMemoryError("played: out of memory")
+_no_memory: Any = Mock(side_effect=torch.OutOfMemoryError("played: out of memory"))
 
 
-def _fail_once(rank: int, where: str, length: int, strategy: str) -> list[str]:
+def _fail_once(rank: int, where: str, length: int, strategy: Any) -> list[str]:
     """Return the errors of a failing call, the next one and its backward; then use a new group."""
     x, out = _attend(length, strategy=strategy)  # imports everything before the failure
     out.sum().backward()
@@ -216,16 +155,31 @@ def _fail_once(rank: int, where: str, length: int, strategy: str) -> list[str]:
     return messages
 
 
+#: Strategies, and the number of ranks.
+STRATEGIES: dict[str, tuple[Any, int]] = {
+    "ring": ("ring", 2), "gather": ("gather", 2),
+    "hybrid-ring": (StrategyConfig("hybrid", ulysses_size=2), 4),
+    "hybrid-gather": (StrategyConfig("hybrid", ulysses_size=2, outer="gather"), 4),
+}  # fmt: skip
+
+
 @pytest.mark.nightly(unless=[
     "forward-short-ring", "forward-long-gather", "backward-long-ring", "agreement-long-gather",
+    "backward-short-hybrid-ring",
 ])  # fmt: skip
-@pytest.mark.parametrize("strategy", ["ring", "gather"])
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("where", ["forward", "backward", "agreement"])
+@pytest.mark.parametrize(
+    ("where", "length", "strategy"),
+    [
+        (where, length, strategy)
+        for where in ("forward", "backward", "agreement") for length in LENGTHS for strategy in STRATEGIES
+        if "hybrid" not in strategy or (where, length) in (("forward", "short"), ("backward", "short"))
+    ],
+)  # fmt: skip
 def test_a_failed_pass_is_named_on_all_ranks(
-    where: str, length: str, strategy: str, pool: LocalRanks
+    where: str, length: str, strategy: str, pools: dict[int, LocalRanks]
 ) -> None:
-    answers = pool.run(_fail_once, where, LENGTHS[length], strategy)
+    config, ranks = STRATEGIES[strategy]
+    answers = pools[ranks].run(_fail_once, where, LENGTHS[length], config)
     name = "backward" if where == "backward" else "forward"
     said = f"({name}) failed on rank {BROKEN} of the group: OutOfMemoryError: played: out of memory"
     for rank, (first, second, *later) in enumerate(answers):
@@ -274,40 +228,29 @@ def test_a_forked_child_refuses_the_groups_of_its_parent(pool: LocalRanks) -> No
         assert shard == "a result"
 
 
-class _Kept(logging.Handler):
-    """A handler that keeps log records as lines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-class _Played:
-    """A stand-in for the event of a pass that ends, or does not."""
-
-    def __init__(self, *, ended: bool) -> None:
-        self._ended = ended
-
-    def query(self) -> bool:
-        return self._ended
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    """Yield the lines that are logged meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ring_torch").addHandler(handler)
+    yield lines
+    logging.getLogger("ring_torch").removeHandler(handler)
 
 
 def _stuck(rank: int, ended: bool) -> list[str]:
-    ring, kept = ranks_of(None), _Kept()
-    logging.getLogger("ring_torch").addHandler(kept)
+    ring, since = ranks_of(None), time.monotonic() + (-100 if rank else 100)
     ring.watch(timedelta(seconds=1))
-    since = time.monotonic() + (-100 if rank else 100)
-    ring.state.queued = QueuedPass("call 7 (backward)", since, _Played(ended=ended))
-    until = time.monotonic() + 15
-    while rank and not ended and not kept.lines and time.monotonic() < until:
-        time.sleep(0.05)
-    time.sleep(0.6)  # time for repeated or wrong lines
-    dist.barrier()
-    logging.getLogger("ring_torch").removeHandler(kept)
-    return kept.lines
+    with _logged() as lines:
+        event: Any = SimpleNamespace(query=lambda: ended)  # of a pass that ends, or does not
+        ring.state.queued = QueuedPass("call 7 (backward)", since, event)
+        until = time.monotonic() + 15
+        while rank and not ended and not lines and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.6)  # time for repeated or wrong lines
+        dist.barrier()
+    return lines
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -325,21 +268,20 @@ def test_a_pass_that_does_not_end_is_named(ended: bool) -> None:
 
 
 def _watched(rank: int, ends: str) -> tuple[list[str], str | None]:
-    ring, kept = ranks_of(None), _Kept()
-    logging.getLogger("ring_torch").addHandler(kept)
-    _attend(8)
-    thread = ring.watch(timedelta(seconds=1))
-    state = ring.state
-    if ends == "destroyed":
-        dist.destroy_process_group()
-    elif rank == BROKEN:
-        handshake.fail(ring, "played")
-    thread.join(20)
-    assert not thread.is_alive()
-    if ends == "failed" and rank != BROKEN:
-        assert "played" in _words(lambda: _attend(8))
-    time.sleep(0.5)  # one of the ranks serves the store
-    return kept.lines, state.failure
+    ring = ranks_of(None)
+    with _logged() as lines:
+        _attend(8)
+        thread, state = ring.watch(timedelta(seconds=1)), ring.state
+        if ends == "destroyed":
+            dist.destroy_process_group()
+        elif rank == BROKEN:
+            handshake.fail(ring, "played")
+        thread.join(20)
+        assert not thread.is_alive()
+        if ends == "failed" and rank != BROKEN:
+            assert "played" in _words(lambda: _attend(8))
+        time.sleep(0.5)  # one of the ranks serves the store
+    return lines, state.failure
 
 
 @pytest.mark.parametrize(("ends", "said"), [("failed", ["played"]), ("destroyed", [])])
@@ -365,12 +307,8 @@ OWN_ERRORS = (
 def test_an_own_error_is_not_blamed_on_a_peer(error: RuntimeError) -> None:
     """Check that only what ends the wait is a peer's: a start is refused for this rank's fault."""
     ranks = Ranks(None, 0, 2)
-
-    def refused() -> Any:
-        raise error
-
     with pytest.raises(type(error), match=re.escape(str(error))) as caught:
-        run_collective(ranks, refused)
+        run_collective(ranks, Mock(side_effect=error))
     assert caught.value is error
     if type(error) is not RuntimeError:
         with pytest.raises(type(error)) as caught, peer_errors(ranks.peers):
@@ -378,36 +316,30 @@ def test_an_own_error_is_not_blamed_on_a_peer(error: RuntimeError) -> None:
         assert caught.value is error
 
 
-@pytest.mark.parametrize("when", ["start", "wait"])
-def test_an_error_of_a_peer_names_it(when: str) -> None:
-    class Work:
-        def wait(self) -> None:
-            raise RuntimeError("Connection closed by peer")
-
-    def start() -> Any:
-        if when == "start":  # NCCL connects there
-            raise dist.DistBackendError("Connection closed by peer")
-        return Work()
-
-    with pytest.raises(PeerError, match="in vain for rank 1 of the group: Connection closed"):
-        run_collective(Ranks(None, 0, 2), start)
+def test_an_error_of_a_peer_names_it() -> None:
+    words = "Connection closed by peer"
+    waits = SimpleNamespace(wait=Mock(side_effect=RuntimeError(words)))
+    for start in (Mock(side_effect=dist.DistBackendError(words)), Mock(return_value=waits)):
+        with pytest.raises(PeerError, match="in vain for rank 1 of the group: Connection closed"):
+            run_collective(Ranks(None, 0, 2), start)
 
 
 def test_only_what_waits_for_peers_is_blamed_on_them() -> None:
     """Blocks of ``peer_errors`` hold one call: arguments are made before, as that may fail here."""
+    folder = Path(ring_torch.__file__).parent
+    texts = {path.name: path.read_text() for path in folder.rglob("*.py")}
     blocks = [
-        (path.name, item)
-        for path in sorted(Path(ring_torch.__file__).parent.rglob("*.py"))
-        for item in ast.walk(ast.parse(path.read_text()))
-        if isinstance(item, ast.With)
-        and any(ast.unparse(x.context_expr).startswith("peer_errors(") for x in item.items)
+        (name, block)
+        for name, text in texts.items()
+        for block in ast.walk(ast.parse(text))
+        if isinstance(block, ast.With)
+        and any("peer_errors(" in ast.unparse(x) for x in block.items)
     ]
     assert blocks
     for name, block in blocks:
-        calls = {
-            ast.unparse(x.func) for x in ast.walk(block) if isinstance(x, ast.Call)
-        } - {"peer_errors", "not_none"}  # fmt: skip
-        assert len(block.body) == len(calls) == 1, (name, calls)
+        calls = [ast.unparse(x.func) for x in ast.walk(block) if isinstance(x, ast.Call)]
+        others = {*calls} - {"peer_errors", "not_none"}
+        assert len(block.body) == len(others) == 1, (name, calls)
 
 
 @pytest.mark.parametrize("where", ["unshard", "unshard backward", "reduce_gradients"])

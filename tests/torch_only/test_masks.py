@@ -16,8 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from cases import Case
-from negative_biases import NEGATIVE, NegativeCase
+from negative_biases import NEGATIVE
 from on_ranks import on_ranks, on_two_ranks
 from predicates import PREDICATES, T, expected, inputs, very_negative_bias
 from tolerances import assert_close
@@ -38,42 +37,31 @@ B, LENGTH, H, D = 2, 48, 2, 8
 RANKS = 3
 
 
-def _assert_right(case: Case, results: dict[str, Any]) -> None:
-    """Check results, and each ``lse`` relative to its own size, not to the largest."""
-    assert_close(case, results)
-    tolerance = 1e-12 if case.dtype == "float64" else 1e-5
-    np.testing.assert_allclose(
-        results["lse"], case.expected["lse"], rtol=tolerance, atol=tolerance, err_msg=case.name
+WAYS = {
+    f"{case.name}-{strategy}": (case, strategy)
+    for strategy in ("ring", "gather") for case in NEGATIVE
+    if strategy == "ring" or (
+        case.cp_size > 1 and case.layout != "striped" and case.strategy == "ring"
+        and case.mask.predicate is None
     )
-
-
-WAYS = [(case, "ring") for case in NEGATIVE] + [
-    (case, "gather")
-    for case in NEGATIVE
-    if case.cp_size > 1
-    and case.layout != "striped"
-    and case.strategy == "ring"
-    and case.mask.predicate is None
-]
+}  # fmt: skip
 
 
 @pytest.mark.nightly(unless=[
     "zigzag-ring", "ids-ring", "helpers-ring", "float64-ring", "mixed-gather", "bfloat16-gather",
 ])  # fmt: skip
-@pytest.mark.parametrize(
-    ("case", "strategy"), WAYS, ids=[f"{case.name}-{strategy}" for case, strategy in WAYS]
-)
-def test_they_agree_with_real_numbers(case: NegativeCase, strategy: str, backend: Any) -> None:
-    """Results, ``lse`` and gradients are right; biased are parts of rows, whole rows, padding."""
+@pytest.mark.parametrize("name", WAYS)
+def test_they_agree_with_real_numbers(name: str, backend: Any) -> None:
+    """Biased are parts of rows, whole rows, padding; each ``lse`` is right relative to its size."""
+    case, strategy = WAYS[name]
     for variant in case.everywhere():
-        _assert_right(variant, backend.run(variant, strategy=strategy))
-
-
-def _by_hand(q: Tensor, k: Tensor, v: Tensor, *, shown: Tensor) -> tuple[Tensor, Tensor]:
-    """Return attention without a bias: a constant bias over all that a row sees changes nothing."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    scores = (q @ k.mT * D**-0.5).masked_fill(~shown, -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1)
+        results = backend.run(variant, strategy=strategy)
+        assert_close(variant, results)
+        tolerance = 1e-12 if case.dtype == "float64" else 1e-5
+        np.testing.assert_allclose(
+            results["lse"], variant.expected["lse"], rtol=tolerance, atol=tolerance,
+            err_msg=variant.name,
+        )  # fmt: skip
 
 
 def _padded(low: float) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -91,16 +79,13 @@ def _padded(low: float) -> tuple[list[Tensor], Tensor, Tensor]:
 @pytest.mark.parametrize("way", ["compiled", "checkpoint", "checked"])
 @on_ranks
 def test_ways_to_call(way: str, strategy: str) -> None:
-    """Calls of each way are right; the check counts the shift, the helpers' part of it, and ids."""
+    """They give what a plain call does; the check counts the shift, the helpers' part, and ids."""
     torch._dynamo.reset()
     cp = ContextParallel(layout="contiguous")
-    qkv, bias, seen = _padded(-1e10)
-    whole = [x.double().requires_grad_() for x in qkv]
-    expected, expected_lse = _by_hand(*whole, shown=seen)
-    weights = torch.linspace(-1, 1, LENGTH)
-    (expected.square().sum() + (expected_lse * weights).sum()).backward()
-    leaves, rows = [cp.shard(x).requires_grad_() for x in qkv], cp.shard(bias, dim=2)
-    rows.requires_grad_()
+    qkv, bias, _ = _padded(-1e10)
+    leaves = [cp.shard(x).requires_grad_() for x in qkv]
+    rows = cp.shard(bias, dim=2).requires_grad_()
+    weights = cp.shard(torch.linspace(-1, 1, LENGTH), dim=0)
     ids = cp.shard(torch.zeros(B, LENGTH, dtype=torch.int32)) if way != "checkpoint" else None
 
     def attend(*x: Tensor) -> Any:
@@ -108,56 +93,45 @@ def test_ways_to_call(way: str, strategy: str) -> None:
             *x, bias=rows, causal=True, segment_ids=ids, strategy=strategy, return_lse=True
         )
 
-    call: Any = attend
-    if way == "compiled":
-        call = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    if way == "checkpoint":
-
-        def call(*x: Tensor) -> Any:
-            return checkpoint(attend, *x, use_reentrant=False)
-
-    with ring_torch.check() if way == "checked" else nullcontext():
-        out, lse = call(*leaves)
-        torch.autograd.backward(
-            [out, lse], [2 * out.detach(), cp.shard(weights, dim=0).expand_as(lse)]
-        )
-    torch.testing.assert_close(out.double(), cp.shard(expected.detach()), rtol=1e-5, atol=1e-5)
-    for leaf, x in zip(leaves, whole, strict=True):
-        assert leaf.grad is not None
-        assert x.grad is not None
-        torch.testing.assert_close(leaf.grad.double(), cp.shard(x.grad), rtol=1e-5, atol=1e-5)
-    assert rows.grad is not None
+    call: Any = {
+        "compiled": torch.compile(attend, backend="aot_eager", fullgraph=True),
+        "checkpoint": partial(checkpoint, attend, use_reentrant=False),
+        "checked": attend,
+    }[way]
+    results = []
+    for function, checked in ((attend, False), (call, way == "checked")):
+        with ring_torch.check() if checked else nullcontext():
+            out, lse = function(*leaves)
+            loss = out.square().sum() + (lse * weights).sum()
+            results.append([out, lse, *torch.autograd.grad(loss, (*leaves, rows))])
+    torch.testing.assert_close(*results)
     # A constant added to a whole row changes nothing but its ``lse``.
-    added = cp.shard(weights, dim=0) * B * H
-    torch.testing.assert_close(rows.grad.sum(dim=-1)[0, 0], added, rtol=1e-4, atol=1e-4)
+    added = results[0][-1].sum(dim=-1)[0, 0]
+    torch.testing.assert_close(added, weights * B * H, rtol=1e-4, atol=1e-4)
 
 
-def _never(options: dict[str, Any]) -> None:
-    cp, kwargs = ContextParallel(layout="contiguous"), dict(options)
-    qkv, _, seen = _padded(-1e10)
-    q, k, v = (cp.shard(x) for x in qkv)
-    if "mask" in kwargs:
-        kwargs["mask"] = cp.shard(seen, dim=0)
-    if "bias" in kwargs:
-        kwargs["bias"] = cp.shard(torch.zeros(1, 1, LENGTH, LENGTH), dim=2)
-    with patch.object(autograd, "bias_shift", side_effect=AssertionError("rows were looked at")):
-        cp.attention(q, k, v, **kwargs)
-
-
-NO_SHIFT: dict[str, dict[str, Any]] = {
-    "no bias": {}, "a mask alone": {"mask": True}, "sinks": {"bias": True, "sinks": torch.zeros(H)},
+#: Arguments of calls, and True if rows are looked at for a shift.
+SHIFTED: dict[str, tuple[tuple[str, ...], bool]] = {
+    "no bias": ((), False), "a mask alone": (("mask",), False), "sinks": (("bias", "sinks"), False),
+    "a mask beside a bias": (("mask", "bias"), True),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NO_SHIFT)
+@pytest.mark.parametrize("name", SHIFTED)
 @on_ranks
 def test_what_needs_no_shift_has_none(name: str) -> None:
-    _never(NO_SHIFT[name])
-
-
-def test_a_mask_beside_a_bias_has_one() -> None:
-    with pytest.raises(AssertionError, match="rows were looked at"):
-        _never({"mask": True, "bias": True})
+    arguments, shifts = SHIFTED[name]
+    cp = ContextParallel(layout="contiguous")
+    qkv, bias, seen = _padded(0.0)
+    given: Any = {
+        "mask": cp.shard(seen, dim=0),
+        "bias": cp.shard(bias, dim=2),
+        "sinks": torch.zeros(H),
+    }
+    with patch.object(autograd, "bias_shift", side_effect=AssertionError) as looked:
+        with pytest.raises(AssertionError) if shifts else nullcontext():
+            cp.attention(*map(cp.shard, qkv), **{name: given[name] for name in arguments})
+        assert looked.called is shifts
 
 
 def test_rows_are_looked_at_in_blocks() -> None:
@@ -236,11 +210,11 @@ def test_a_rule_that_layers_set_anew() -> None:
                 mine, lse = cp.attention(
                     mine, mine, mine, mask=mask or Mask(predicate=predicate), return_lse=True
                 )
-                shown = torch.from_numpy(
-                    Mask(predicate=predicate).dense(np.arange(T), np.arange(T))
-                )
+                dense = Mask(predicate=predicate).dense(np.arange(T), np.arange(T))
                 heads = theirs.transpose(1, 2)
-                scores = (heads @ heads.mT / 8**0.5).masked_fill(~shown, -torch.inf)
+                scores = (heads @ heads.mT * D**-0.5).masked_fill(
+                    ~torch.from_numpy(dense), -torch.inf
+                )
                 theirs, lse_right = (
                     (scores.softmax(-1) @ heads).transpose(1, 2),
                     scores.logsumexp(-1),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from dense import sdpa
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
@@ -28,120 +27,28 @@ Move = Callable[[Tensor], Tensor]
 
 
 class Layer(nn.Module):
-    """A layer of projections around a movement and around its inverse."""
+    """A layer of projections around a movement."""
 
     def __init__(self, move: Move, dtype: torch.dtype) -> None:
         super().__init__()
         self.move = move
+        torch.manual_seed(7)
         self.before, self.behind = (nn.Linear(DIM, DIM, dtype=dtype) for _ in range(2))
-        generator = torch.Generator().manual_seed(7)
-        for weight in self.parameters():
-            nn.init.normal_(weight, std=0.4, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
         moved: Tensor = self.behind(self.move(self.before(x)).tanh())
         return moved
 
 
-def _taps(rows: Tensor, size: int) -> Tensor:
-    """Return a weighted sum of each token and the two before it; rows begin two tokens earlier."""
-    return sum(((n + 1) * rows[:, n : n + size] for n in range(3)), torch.zeros(()))
-
-
-def _convolve(cp: ContextParallel) -> Move:
-    def move(x: Tensor) -> Tensor:
-        rows = cp.halo(x, 2, 0).rows
-        return cp.join(_taps(rows, rows.shape[1] - 2))
-
-    return move
-
-
-def _return(cp: ContextParallel) -> Move:
-    plain = ContextParallel(cp.group, "contiguous")
-    return lambda x: plain.relayout(cp.relayout(x, to=plain).sin(), to=cp)
-
-
-class Scan(nn.Module):
-    """A short convolution and Mamba-2's scan, with weights of their own; whole without ranks."""
-
-    def __init__(self, cp: ContextParallel | None) -> None:
-        super().__init__()
-        self.cp = cp
-        self.taps, self.rate, self.skip, self.bias = (
-            nn.Parameter(torch.empty(shape, dtype=torch.float64)) for shape in ((DIM, 3), 2, 2, 2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.cp is None:
-            rows = nn.functional.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1)
-            x = (rows.to(self.taps) * self.taps).sum(-1).to(x.dtype)
-        else:
-            x = self.cp.causal_conv1d(x, self.taps)
-        values, keys, queries = (
-            part.unsqueeze(n) for part, n in zip(x.split(2, -1), (3, 2, 2), strict=True)
-        )
-        options: dict[str, Any] = {"D": self.skip, "dt_bias": self.bias, "dt_softplus": True}
-        inputs = values, x[..., :2], -self.rate.exp(), keys, queries
-        y = (self.cp.ssd if self.cp else _by_token)(*inputs, **options)
-        return torch.cat([y.flatten(2), x[..., 2:]], -1)
-
-
-def _by_token(
-    x: Tensor, dt: Tensor, rate: Tensor, keys: Tensor, queries: Tensor, *, D: Tensor,  # noqa: N803
-    dt_bias: Tensor, dt_softplus: bool,
-) -> Tensor:  # fmt: skip
-    """Return Mamba-2's scan of a whole sequence, token by token."""
-    assert dt_softplus
-    wide = torch.promote_types(x.dtype, D.dtype)
-    steps = nn.functional.softplus(dt.to(wide) + dt_bias)
-    state, out = x.new_zeros(1, 2, 1, 2, dtype=wide), []
-    for t in range(T):
-        added = (steps[:, t, :, None] * x[:, t])[..., None] * keys[:, t, :, None]
-        state = (steps[:, t] * rate).exp()[..., None, None] * state + added
-        out.append((state * queries[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
-    return torch.stack(out, 1).to(x.dtype)
-
-
-def _attend(attention: Any) -> Move:
-    """Return causal attention of three heads, whose queries are keys and values, too."""
-    return lambda x: attention(*(x.unflatten(-1, (3, -1)),) * 3).flatten(2)
-
-
-#: Movements of a rank's slice, and the equivalent on whole sequences.
-MOVES: dict[str, tuple[Callable[[ContextParallel], Move], Move]] = {
-    "shift": (
-        lambda cp: lambda x: cp.shift(x, 3, fill=0.5),
-        lambda x: torch.cat([torch.full_like(x[:, :3], 0.5), x[:, :-3]], 1),
-    ),
-    "halo": (_convolve, lambda x: _taps(nn.functional.pad(x, (0, 0, 2, 0)), T)),
-    "relayout": (lambda cp: lambda x: cp.relayout(x, to="contiguous"), lambda x: x),
-    "there and back": (_return, torch.sin),
-    "recurrence": (Scan, Scan(None)),
-    "attention": (
-        lambda cp: _attend(lambda *qkv: cp.attention(*qkv, causal=True)),
-        _attend(lambda *qkv: sdpa(*qkv, is_causal=True)),
-    ),
+#: Movements. Those of one rank are compared with definitions in the tests of each.
+MOVES: dict[str, Callable[[ContextParallel], Move]] = {
+    "shift": lambda cp: lambda x: cp.shift(x, 3, fill=0.5),
+    "halo": lambda cp: lambda x: cp.join(cp.halo(x, 2, 0).rows.unfold(1, 3, 1).sum(-1)),
+    "relayout": lambda cp: lambda x: cp.relayout(x, to="contiguous"),
+    "recurrence": lambda cp: lambda x: cp.linear_recurrence(x.sigmoid(), x),
+    # Three heads, whose queries are keys and values, too.
+    "attention": lambda cp: lambda x: cp.attention(*(x.unflatten(-1, (3, -1)),) * 3, causal=True).flatten(2),
 }  # fmt: skip
-
-
-def _plain(layer: nn.Module, x: Tensor) -> Tensor:
-    result: Tensor = layer(x)
-    return result
-
-
-def _compiled(layer: nn.Module, x: Tensor) -> Tensor:
-    torch._dynamo.reset()
-    result: Tensor = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
-    return result
-
-
-def _compiled_checkpoint(layer: nn.Module, x: Tensor) -> Tensor:
-    torch._dynamo.reset()
-    run = torch.compile(
-        lambda x: checkpoint(layer, x, use_reentrant=False), backend="aot_eager", fullgraph=True
-    )
-    result: Tensor = run(x)
-    return result
 
 
 def _autocast(layer: nn.Module, x: Tensor) -> Tensor:
@@ -151,23 +58,26 @@ def _autocast(layer: nn.Module, x: Tensor) -> Tensor:
     return result
 
 
-WAYS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
-    "plain": _plain, "compiled": _compiled, "compiled checkpoint": _compiled_checkpoint,
+def _compiled(function: Any, x: Tensor) -> Tensor:
+    torch._dynamo.reset()
+    run: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
+    return _plain(run, x)
+
+
+def _plain(layer: Any, x: Tensor) -> Tensor:
+    result: Tensor = layer(x)
+    return result
+
+
+WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    **dict.fromkeys(("plain", "compiled autograd", "fsdp", "ddp"), _plain),
+    "compiled": _compiled, "autocast": _autocast,
+    "compiled checkpoint": lambda layer, x: _compiled(lambda x: checkpoint(layer, x, use_reentrant=False), x),
     "checkpoint": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
     "reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=True),
-    "autocast": _autocast, "compiled autograd": _plain, "fsdp": _plain, "ddp": _plain,
 }  # fmt: skip
 
 
-def _backward(loss: Tensor, way: str) -> None:
-    if way != "compiled autograd":
-        loss.backward()
-        return
-    with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="aot_eager")):
-        loss.backward()
-
-
-# Compiled movements are in test_movement: of predictions, of convolutions, of a relayout.
 @pytest.mark.nightly(unless=[
     "zigzag-autocast", "zigzag-fsdp", "zigzag-ddp", "zigzag-reentrant", "contiguous-checkpoint",
 ])  # fmt: skip
@@ -179,12 +89,14 @@ def test_a_layer_has_the_results_and_gradients_of_one_process(
 ) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     cp = ContextParallel(mesh["cp"], layout)
+    groups: list[Any] = [dist.new_group([n]) for n in range(RANKS)]
+    alone = ContextParallel(groups[rank], layout)
     dtype = torch.float32 if way == "autocast" else torch.float64
     generator = torch.Generator().manual_seed(3)
     batches = torch.randn(2, 1, T, DIM, generator=generator, dtype=dtype)
     near: Any = {"rtol": 0.05, "atol": 0.05} if way == "autocast" else {}
-    for name, (move, of_whole) in MOVES.items():
-        whole = Layer(copy.deepcopy(of_whole), dtype)
+    for name, move in MOVES.items():
+        whole = Layer(move(alone), dtype)
         expected = [WAYS["autocast" if way == "autocast" else "plain"](whole, x) for x in batches]
         torch.stack([y.to(dtype).square().mean() for y in expected]).sum().backward()
         layer = Layer(move(cp), dtype)
@@ -199,15 +111,20 @@ def test_a_layer_has_the_results_and_gradients_of_one_process(
         out = WAYS[way](run, x.requires_grad_(way == "reentrant"))
         target = ContextParallel(mesh["cp"], "contiguous") if name == "relayout" else cp
         torch.testing.assert_close(out, target.shard(expected[rank // 2].detach()), **near)
-        _backward(out.to(dtype).square().sum() / (T * DIM), way)
+        by = compiled_autograd._enable(lambda graph: torch.compile(graph, backend="aot_eager"))
+        with by if way == "compiled autograd" else nullcontext():
+            (out.to(dtype).square().sum() / (T * DIM)).backward()
         if way not in ("fsdp", "ddp"):
             cp.reduce_gradients(layer)
         for weight, like in zip(layer.parameters(), whole.parameters(), strict=True):
             assert weight.grad is not None and like.grad is not None
-            grad = weight.grad
+            grad = (
+                weight.grad.full_tensor()
+                if isinstance(weight.grad, DTensor)
+                else weight.grad.clone()
+            )
             if way in ("fsdp", "ddp"):  # they take the mean over all four ranks
-                grad = 4 * (grad.full_tensor() if isinstance(grad, DTensor) else grad / 2)
+                grad *= 4 if way == "fsdp" else 2
             else:
-                grad = grad.clone()
                 dist.all_reduce(grad, group=mesh["dp"].get_group())
             torch.testing.assert_close(grad, like.grad, msg=f"{name}: {way}", **near)

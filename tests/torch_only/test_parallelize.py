@@ -6,22 +6,21 @@ Calls that keep logits, generate or evaluate; losses without logits; FSDP1 aroun
 from __future__ import annotations
 
 import copy
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import BYTES, LENGTH, WHOLE, Wide, build, gradients, run, same, same_gradients, whole
+from hf_models import LENGTH, WHOLE, Wide, build, gradients, run, same, same_gradients, whole
 from hf_rows import reduce, wrapped
 from on_ranks import on_ranks
+from refused import refused
 from sweep.compare import build as build_any
-from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 from trained import arguments, be_started, collate, documents, model_of, trained
 from transformers import Trainer
@@ -54,31 +53,21 @@ def test_mistakes_are_named(rank: int) -> None:
     model = build("Llama")
     handle = hf.parallelize(model, cp)
     for options in ({"logits": "gather"}, {"reduction": "mean"}):
-        with pytest.raises(ValueError, match="parallelized already"):
-            hf.parallelize(model, cp, **options)  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(ValueError, match="another ContextParallel"):
-        hf.parallelize(model, ContextParallel())
-    with pytest.raises(ValueError, match="whole batch"):
-        model(**hf.shard_batch(cp, batch, model=model))
-    with pytest.raises(UnsupportedError, match="use_cache"):
-        model(**batch, use_cache=True)
-    with pytest.raises(UnsupportedError, match="return_dict"):
-        model(**batch, return_dict=False)
-    with pytest.raises(TypeError, match="one twice"):
-        model(batch["input_ids"], **batch)
-    with pytest.raises(RankMismatchError, match="same samples"):
-        model(batch["input_ids"] * (rank + 1) % 61)
+        refused("parallelized already", hf.parallelize, model, cp, **options)
+    refused("another ContextParallel", hf.parallelize, model, ContextParallel())
+    refused("whole batch", model, **hf.shard_batch(cp, batch, model=model))
+    refused("return_dict", model, **batch, return_dict=False, error=UnsupportedError)
+    refused("one twice", model, batch["input_ids"], **batch, error=TypeError)
+    refused("same samples", model, batch["input_ids"] * (rank + 1) % 61, error=RankMismatchError)
     same(run(model, batch)[1], run(build("Llama"), batch)[1], "loss after mistakes")
     handle.remove()
     hf.parallelize(model, cp, reduction="mean")
     run(model, batch)
-    with pytest.raises(ValueError, match="reduction='mean'"):
-        cp.reduce_gradients(model)
+    refused("reduction='mean'", cp.reduce_gradients, model)
     for kind in ("ddp", "fsdp"):  # a wrapper takes the mean
         outer = wrapped(model := build("Llama"), kind)
         hf.parallelize(model, cp)
-        with pytest.raises(ValueError, match="reduction='mean'"):
-            outer(**batch)
+        refused("reduction='mean'", outer, **batch)
 
 
 def _drifts(_: int, reduction: Reduction, forgets: bool) -> None:
@@ -98,50 +87,38 @@ def _drifts(_: int, reduction: Reduction, forgets: bool) -> None:
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_gradients_that_are_not_reduced_are_found(pool: LocalRanks, reduction: Reduction) -> None:
     pool.run(_drifts, reduction, False)
-    with pytest.raises(LocalRankError, match="gradients were not reduced"):
-        pool.run(_drifts, reduction, True)
+    refused("gradients were not reduced", pool.run, _drifts, reduction, True, error=LocalRankError)
 
 
 def test_what_is_refused() -> None:
     cp = ContextParallel()
-    with pytest.raises(ValueError, match="model of transformers"):
-        hf.parallelize(torch.nn.Linear(2, 2), cp)
-    with pytest.raises(ValueError, match="cp must be"):
-        hf.parallelize(build("Llama"), None)  # type: ignore[arg-type]  # wrong on purpose
+    refused("model of transformers", hf.parallelize, torch.nn.Linear(2, 2), cp)
+    refused("cp must be", hf.parallelize, build("Llama"), None)
     for option in ("logits", "reduction"):
-        with pytest.raises(ValueError, match=option):
-            hf.parallelize(build("Llama"), cp, **{option: "all"})  # type: ignore[arg-type]  # wrong on purpose
+        refused(option, hf.parallelize, build("Llama"), cp, **{option: "all"})
     with pytest.raises(UnsupportedError, match=r"of type (indexed|deepseek_sparse)_attention"):
         hf.parallelize(build_any("DeepseekV32ForCausalLM", "deepseek_v32"), cp)
     with pytest.raises(UnsupportedError, match="RwkvForCausalLM"):
         hf.parallelize(build_any("RwkvForCausalLM", "rwkv"), cp)
-
-
-def stated(kind: str) -> dict[str, Any]:
-    """Return documents of 5, 1, 17 and 20 tokens, described as a collator does."""
-    batch = whole("flattened")
-    positions = batch.pop("position_ids")
-    offsets = torch.tensor([0, 5, 6, 23, LENGTH], dtype=torch.int32)
-    ids = torch.arange(4).repeat_interleave(offsets.diff())[None]
-    more: dict[str, dict[str, Any]] = {
-        "numbers": {"attention_mask": ids + 1},
-        "offsets": {
-            "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 20,
-            "max_length_k": 20, "position_ids": positions,
-        },
-    }  # fmt: skip
-    return batch | more[kind]
+    model, tokens = build("Llama"), whole("plain")["input_ids"]
+    handle = hf.parallelize(model, cp)
+    with pytest.raises(UnsupportedError, match=r"generate\(\) is served .* remove\(\)"):
+        model.generate(tokens, max_new_tokens=3)
+    with pytest.raises(UnsupportedError, match=r"use_cache=True: .* remove\(\) of the handle"):
+        model(tokens, use_cache=True)
+    handle.remove()
+    assert "generate" not in vars(model)
 
 
 @pytest.mark.parametrize("name", ["max_length_q", "max_length_k"])
 def test_lengths_that_contradict_documents_are_refused(name: str) -> None:
     cp, model = ContextParallel(), torch.nn.Linear(1, 1)
-    with pytest.raises(
-        ValueError, match=f"{name} is 19, and a document of cu_seq_lens_q is longer"
-    ):
-        hf.shard_batch(cp, stated("offsets") | {name: 19}, model=model)
-    with pytest.raises(ValueError, match=f"{name} says nothing without"):
-        hf.shard_batch(cp, stated("numbers") | {name: 20}, model=model)
+    tokens = {"input_ids": whole("flattened")["input_ids"]}
+    offsets = torch.tensor([0, 5, 6, 23, LENGTH], dtype=torch.int32)
+    stated = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), offsets)
+    message = f"{name} is 19, and a document of cu_seq_lens_q is longer"
+    refused(message, hf.shard_batch, cp, tokens | stated | {name: 19}, model=model)
+    refused(f"{name} says nothing without", hf.shard_batch, cp, tokens | {name: 20}, model=model)
 
 
 @pytest.mark.parametrize(
@@ -157,45 +134,29 @@ def test_sequences_are_classified(side: str, reduction: Reduction) -> None:
         )
     for name, labels in (("Llama", 3), ("Mistral", 3), ("Qwen3", 1)):
         options: dict[str, Any] = {"head": "ForSequenceClassification", "num_labels": labels}
-        model_inputs = batch if labels == 3 else {k: x for k, x in batch.items() if k != "labels"}
+        own = batch if labels == 3 else {k: x for k, x in batch.items() if k != "labels"}
 
-        def loss_of(out: Any) -> Tensor:
-            reward: Tensor = out.loss if out.loss is not None else out.logits.sigmoid().prod()
-            return reward
+        def computed(model: Any, own: Any = own) -> tuple[Tensor, Tensor]:
+            with Wide():
+                out = model(**own, use_cache=False)
+                loss = out.loss if out.loss is not None else out.logits.sigmoid().prod()
+                loss.backward()
+            return out.logits, loss
 
         model = build(name, **options)
-        with Wide():
-            out = model(**model_inputs, **WHOLE)
-            loss_of(out).backward()
-        expected = gradients(model)
-        model = build(name, **options)
-        cp = ContextParallel()
-        with pytest.raises(UnsupportedError, match="pools"):
-            hf.shard_batch(cp, model_inputs, model=model)
+        expected, grads = computed(model), gradients(model)
+        model, cp = build(name, **options), ContextParallel()
+        refused("pools", hf.shard_batch, cp, own, model=model, error=UnsupportedError)
         keys = list(model.state_dict())
         handle = hf.parallelize(model, cp, reduction=reduction)
         assert hf.parallelize(model, cp, reduction=reduction) is handle
         assert list(model.state_dict()) == keys
-        with Wide():
-            local = model(**model_inputs)
-            loss_of(local).backward()
-        same(local.logits, out.logits, "pooled logits")
-        same(loss_of(local), loss_of(out), "loss")
+        for x, y, what in zip(computed(model), expected, ("logits", "loss"), strict=True):
+            same(x, y, what)
         reduce(model, cp, reduction)
-        same_gradients(gradients(model), expected, name)
+        same_gradients(gradients(model), grads, name)
         handle.remove()
         assert not model.score._forward_hooks and not model.base_model._forward_pre_hooks
-
-
-def test_generation_is_refused_until_the_handle_is_removed() -> None:
-    model, tokens = build("Llama"), whole("plain")["input_ids"]
-    handle = hf.parallelize(model, ContextParallel())
-    with pytest.raises(UnsupportedError, match=r"generate\(\) is served .* remove\(\)"):
-        model.generate(tokens, max_new_tokens=3)
-    with pytest.raises(UnsupportedError, match=r"use_cache=True: .* remove\(\) of the handle"):
-        model(tokens, use_cache=True)
-    handle.remove()
-    assert "generate" not in vars(model)
 
 
 def _objective(model: Any, batch: dict[str, Tensor], kept: Any) -> tuple[Tensor, Tensor]:
@@ -213,13 +174,10 @@ def _objective(model: Any, batch: dict[str, Tensor], kept: Any) -> tuple[Tensor,
     "kept", [13, 1, torch.tensor([42, 17, 30])], ids=["some", "the last", "by number"]
 )
 @on_ranks
-def test_logits_to_keep_are_those_of_the_whole_sequence(rank: int, kept: Any) -> None:
-    del rank
-    model = build("Llama")
+def test_logits_to_keep_are_those_of_the_whole_sequence(kept: Any) -> None:
+    model, cp = build("Llama"), ContextParallel()
     batch = {name: x for name, x in whole("left").items() if name != "labels"}
-    expected = _objective(model, batch, kept)
-    grads = {name: x.grad.clone() for name, x in model.named_parameters()}
-    cp = ContextParallel()
+    expected, grads = _objective(model, batch, kept), gradients(model)
     handle = hf.parallelize(model, cp, logits="gather")
     own = _objective(model, batch, kept)
     cp.reduce_gradients(model)
@@ -227,10 +185,8 @@ def test_logits_to_keep_are_those_of_the_whole_sequence(rank: int, kept: Any) ->
     for local, x in zip(own, expected, strict=True):
         real = batch["attention_mask"][:, -x.shape[1] :] == 1
         shown = real if isinstance(kept, int) else slice(None)
-        torch.testing.assert_close(local[shown], x[shown], rtol=1e-9, atol=1e-10)
-    for name, x in model.named_parameters():
-        atol = 1e-9 * float(grads[name].abs().max()) + 1e-12
-        torch.testing.assert_close(x.grad, grads[name], rtol=1e-8, atol=atol)
+        same(local[shown], x[shown], "logits and log-probabilities")
+    same_gradients(gradients(model), grads, "an objective")
 
 
 @on_ranks
@@ -242,47 +198,11 @@ def test_logits_to_keep_of_parts_are_refused() -> None:
         model(tokens, logits_to_keep=5)
 
 
-class OwnLoss(Trainer):
-    """A Trainer that computes a loss from logits."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        del num_items_in_batch
-        outputs = model(input_ids=inputs["input_ids"])
-        loss = cross_entropy(outputs.logits.flatten(0, 1), inputs["labels"].flatten())
-        return (loss, outputs) if return_outputs else loss
-
-
 class LoggedLoss(Trainer):
     """A Trainer that only reads the model's loss."""
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs)
-
-
-@on_ranks
-def test_an_own_loss_of_logits_needs_whole_ones(rank: int, tmp_path: Path) -> None:
-    be_started(rank, 2)
-    model, cp = build("Llama"), ContextParallel()
-    args, batch = arguments(tmp_path), collate(documents(2))
-    expected = OwnLoss(model, args).compute_loss(model, batch)
-    expected.backward()
-    grads = [x.grad.clone() for x in model.parameters()]
-    model.zero_grad()
-    trainer = OwnLoss(model, args, collate, documents(2))
-    with pytest.raises(ValueError, match=r"OwnLoss\.compute_loss.* logits='gather'"):
-        hf.parallelize(trainer, cp)
-    handle = hf.parallelize(trainer, cp, logits="gather")
-    loss = trainer.compute_loss(model, batch)
-    loss.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    for x, grad in zip(model.parameters(), grads, strict=True):
-        dist.all_reduce(x.grad)
-        atol = 1e-5 * float(grad.abs().max())
-        torch.testing.assert_close(x.grad / 2, grad, rtol=1e-5, atol=atol)
-    handle.remove()
-    hf.parallelize(LoggedLoss(model, args), cp).remove()
 
 
 @on_ranks
@@ -294,60 +214,41 @@ def test_steps_a_second_are_those_of_a_ring(rank: int, tmp_path: Path) -> None:
         eval_dataset=rows,
     )  # fmt: skip
     hf.parallelize(trainer, ContextParallel())
-    by_kind: dict[str, Any] = {"eval": trainer.evaluate(), "test": trainer.predict(rows).metrics}
-    by_kind["logged"] = trainer.state.log_history[-1]
-    for name, metrics in by_kind.items():
-        prefix = "test" if name == "test" else "eval"
+    evaluated, logged = trainer.evaluate(), trainer.state.log_history[-1]
+    predicted: Any = trainer.predict(rows).metrics
+    for prefix, metrics in (("eval", evaluated), ("eval", logged), ("test", predicted)):
         steps, samples, seconds = (
             metrics[f"{prefix}_{x}"] for x in ("steps_per_second", "samples_per_second", "runtime")
         )
-        assert steps / samples == pytest.approx(4 / 7, rel=0.02), name
-        assert samples * seconds == pytest.approx(7, rel=0.02), name
+        assert steps / samples == pytest.approx(4 / 7, rel=0.02), prefix
+        assert samples * seconds == pytest.approx(7, rel=0.02), prefix
 
 
-ATTENTION = [
-    {"text_config": "eager", "vision_config": "sdpa"},
-    {"text_config": "sdpa", "vision_config": "eager"},
-    {"": "eager", "text_config": "sdpa", "vision_config": "sdpa"},
-]
+QWEN, LLAVA = "Qwen2VLForConditionalGeneration", "LlavaForConditionalGeneration"
+#: Models and the attention of all, of their text and of their towers.
+ATTENTION: list[tuple[str, Any]] = [
+    (QWEN, {"text_config": "eager", "vision_config": "sdpa"}),
+    (QWEN, {"text_config": "sdpa", "vision_config": "eager"}),
+    (QWEN, {"": "eager", "text_config": "sdpa", "vision_config": "sdpa"}), (QWEN, None), (LLAVA, None),
+]  # fmt: skip
 
 
-def _names(model: Any) -> list[str]:
+@pytest.mark.parametrize(("name", "attention"), ATTENTION)
+def test_removal_gives_each_part_its_own_attention(name: str, attention: Any) -> None:
+    """Also where the model was loaded with the ring, which towers do not take."""
+    model, ring = build(name), hf.register()
     configs = model.config, model.config.text_config, model.config.vision_config
-    return [x._attn_implementation for x in configs]
-
-
-@pytest.mark.parametrize("attention", ATTENTION, ids=["text", "vision", "all"])
-def test_removal_gives_each_part_its_own_attention(attention: dict[str, str]) -> None:
-    model = build("Qwen2VLForConditionalGeneration")
-    model.set_attn_implementation(attention)
-    before = _names(model)
+    model.set_attn_implementation(attention or ring)
+    if attention is None:
+        configs[2]._attn_implementation = ring
+    before = [x._attn_implementation for x in configs]
     handle = hf.parallelize(model, ContextParallel())
-    assert _names(model)[1:] == ["ring", before[2]]
+    tower = "sdpa" if attention is None else before[2]
+    assert [x._attn_implementation for x in configs][1:] == [ring, tower]
     copied = copy.deepcopy(model.config)
     handle.remove()
-    assert _names(model) == before
-    assert copied.text_config._attn_implementation == "ring"
-
-
-@pytest.mark.parametrize(
-    "name", ["Qwen2VLForConditionalGeneration", "LlavaForConditionalGeneration"]
-)
-def test_towers_of_a_model_loaded_with_the_ring(name: str) -> None:
-    model = build(name)
-    model.set_attn_implementation(hf.register())
-    model.config.vision_config._attn_implementation = "ring"
-    before = _names(model)
-    assert before == ["ring"] * 3
-    handle = hf.parallelize(model, ContextParallel())
-    assert _names(model) == ["ring", "ring", "sdpa"]
-    handle.remove()
-    assert _names(model) == before
-
-
-def scaled(name: str, model_type: str, **changes: Any) -> Any:
-    """Build a model whose logits are of a size at which a cap and a scale show."""
-    return build_any(name, model_type, **changes)
+    assert [x._attn_implementation for x in configs] == before
+    assert copied.text_config._attn_implementation == ring
 
 
 #: Models whose heads differ, and their batches.
@@ -356,10 +257,10 @@ MODELS: dict[str, tuple[Any, str]] = {
     "packed": (lambda: build("Qwen3"), "packed"),
     "padded": (lambda: build("Llama"), "left"),
     "soft cap": (lambda: build("Gemma2", final_logit_softcapping=1.5), "right"),
-    "scale": (lambda: scaled("CohereForCausalLM", "cohere", logit_scale=0.3), "plain"),
-    "divisor": (lambda: scaled("GraniteForCausalLM", "granite", logits_scaling=3.0), "plain"),
+    "scale": (lambda: build_any("CohereForCausalLM", "cohere", logit_scale=0.3), "plain"),
+    "divisor": (lambda: build_any("GraniteForCausalLM", "granite", logits_scaling=3.0), "plain"),
     "routers": (lambda: build("Mixtral", output_router_logits=True), "plain"),
-    "masked": (lambda: scaled("BertForMaskedLM", "bert"), "plain"),
+    "masked": (lambda: build_any("BertForMaskedLM", "bert"), "plain"),
 }
 
 
@@ -382,37 +283,32 @@ def test_loss_and_gradients_are_one_devices(name: str) -> None:
         assert out.logits is None
         same(out.loss.detach(), loss, "loss")
         ours = gradients(model)
-        for key in [
-            x for x in ours if x.endswith(".key.bias")
-        ]:  # its gradient is 0 but for rounding
+        # This gradient is 0 but for rounding.
+        for key in [x for x in ours if x.endswith(".key.bias")]:
             assert max(float(x.pop(key).abs().max()) for x in (ours, expected)) < 1e-15
         same_gradients(ours, expected, name)
         if not more:
             with Wide():
                 handle.verify(batch)
+            with cp.whole(), Wide():
+                same(model(**batch).loss, loss, "loss of the whole")
         handle.remove()
     run(model, batch | WHOLE)  # which makes logits again
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fully_shard", "compiled"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "compiled"])
 @on_ranks
 def test_in_wrappers(kind: str) -> None:
     model, batch, cp = build("Gemma2"), whole("packed"), ContextParallel()
     loss = run(model, batch | WHOLE)[1]
     expected = gradients(model)
     model.zero_grad()
-    wrapped: Any = model
-    if kind == "fully_shard":
-        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-        for part in (*model.model.layers, model):
-            fully_shard(part, mesh=mesh)
+    outer: Any = wrapped(model, kind)
     hf.parallelize(model, cp, logits="none", reduction="sum" if kind == "compiled" else "mean")
-    if kind == "ddp":
-        wrapped = DistributedDataParallel(model)
     if kind == "compiled":
-        wrapped = torch.compile(model, backend="eager")
+        outer = torch.compile(model, backend="eager")
     with Wide():
-        out = wrapped(**batch)
+        out = outer(**batch)
     out.loss.backward()
     if kind == "compiled":
         cp.reduce_gradients(model)
@@ -446,8 +342,7 @@ def test_what_needs_logits_is_refused(rank: int, tmp_path: Path) -> None:
     cp, batch = ContextParallel(), whole("plain")
     model = build("Llama")
     handle = hf.parallelize(model, cp, logits="none")
-    with pytest.raises(ValueError, match="makes a loss and nothing else: give labels"):
-        model(batch["input_ids"])
+    refused("makes a loss and nothing else: give labels", model, batch["input_ids"])
     with pytest.raises(UnsupportedError, match="logits_to_keep"):
         model(batch["input_ids"], labels=batch["labels"], logits_to_keep=3)
     handle.remove()
@@ -458,8 +353,7 @@ def test_what_needs_logits_is_refused(rank: int, tmp_path: Path) -> None:
         (build_any("LlamaForSequenceClassification", "llama"), "models of one sequence"),
         (build_any("T5ForConditionalGeneration", "t5"), "models of one sequence"),
     ):
-        with pytest.raises(UnsupportedError, match=message):
-            hf.parallelize(other, cp, logits="none")
+        refused(message, hf.parallelize, other, cp, logits="none", error=UnsupportedError)
         assert not other._forward_pre_hooks
 
     def built(**options: Any) -> Any:
@@ -474,14 +368,14 @@ def test_what_needs_logits_is_refused(rank: int, tmp_path: Path) -> None:
             hf.parallelize(built(**{option: value}), cp, logits="none")
     trainer = built()
     trainer.compute_loss_func = lambda *_, **__: None
-    with pytest.raises(ValueError, match="compute_loss_func reads logits"):
-        hf.parallelize(trainer, cp, logits="none")
+    refused("compute_loss_func reads logits", hf.parallelize, trainer, cp, logits="none")
+    logged = LoggedLoss(build("Llama").float(), arguments(tmp_path), collate)
+    hf.parallelize(logged, cp).remove()
     trainer = built()
     expected = trainer.evaluate()["eval_loss"]
     hf.parallelize(trainer, cp, logits="none")
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(ValueError, match="prediction needs logits"):
-        trainer.predict(documents()[:2])
+    refused("prediction needs logits", trainer.predict, documents()[:2])
 
 
 @pytest.mark.parametrize("name", ["Llama", "LoRA"])
@@ -496,7 +390,7 @@ def test_a_trainer(pools: dict[int, LocalRanks], name: str) -> None:
 def test_a_copy_computes_with_its_own_head() -> None:
     model, batch = build("Llama"), whole("plain") | WHOLE
     hf.parallelize(model, ContextParallel(), logits="none")
-    other = deepcopy(model)
+    other = copy.deepcopy(model)
     with torch.no_grad():
         other.lm_head.weight.mul_(2.0)
     losses = []
@@ -511,42 +405,27 @@ def test_a_copy_computes_with_its_own_head() -> None:
     assert not torch.equal(*losses)
 
 
-def wrap(model: nn.Module, *, use_orig_params: bool, nested: bool) -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(
-        model, device_id=torch.device("cpu"), use_orig_params=use_orig_params,
-        auto_wrap_policy=_is_layer if nested else None,
-    )  # fmt: skip
-
-
-def _is_layer(module: nn.Module, recurse: bool, **_: Any) -> bool:
-    return recurse or "DecoderLayer" in type(module).__name__
-
-
 def norm_of_gradients(model: Any) -> float:
-    tokens = torch.randint(BYTES, (1, LENGTH), generator=torch.Generator().manual_seed(5))
-    with Wide():
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    loss.backward()
-    square = torch.zeros((), dtype=torch.float64)
-    for weight in model.parameters():
-        square += 0 if weight.grad is None else weight.grad.square().sum()
+    run(model, whole("plain") | WHOLE)
+    grads = [x.grad.square().sum() for x in model.parameters() if x.grad is not None]
+    square = torch.stack(grads).sum()
     if isinstance(model, FullyShardedDataParallel):  # each rank holds other shards
         dist.all_reduce(square)
     return float(square.sqrt())
 
 
-def _trained_by_fsdp1(
-    rank: int, reduction: Any, first: str, orig: bool, nested: bool
-) -> float | str:
-    del rank
+def _trained_by_fsdp1(_: int, reduction: Any, first: str, orig: bool, nested: bool) -> float | str:
     model: Any = build("Llama")
+    policy = ModuleWrapPolicy({type(model.model.layers[0])}) if nested else None
     if first == "ring":
         hf.parallelize(model, ContextParallel(), reduction=reduction)
-    wrapped = wrap(model, use_orig_params=orig, nested=nested)
+    outer = FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), use_orig_params=orig, auto_wrap_policy=policy
+    )
     if first == "fsdp":
-        hf.parallelize(wrapped, ContextParallel(), reduction=reduction)
+        hf.parallelize(outer, ContextParallel(), reduction=reduction)
     try:
-        return norm_of_gradients(wrapped)
+        return norm_of_gradients(outer)
     except ValueError as error:
         return str(error)
 
@@ -560,6 +439,6 @@ def test_a_sum_is_refused_and_a_mean_is_the_whole_models(
     for message in pools[2].run(_trained_by_fsdp1, "sum", first, orig, nested):
         assert "FullyShardedDataParallel takes the mean" in message, message
         assert "reduction='mean'" in message
-    whole = norm_of_gradients(build("Llama"))
+    expected = norm_of_gradients(build("Llama"))
     for norm in pools[2].run(_trained_by_fsdp1, "mean", first, orig, nested):
-        assert norm == pytest.approx(whole, rel=1e-9)
+        assert norm == pytest.approx(expected, rel=1e-9)

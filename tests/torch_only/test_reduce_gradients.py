@@ -1,35 +1,39 @@
-"""``reduce_gradients`` counts each gradient once, for any shards, and ranks must agree."""
+"""Gradients are summed once, in the backward or after it, for any shards, and ranks must agree."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import math
 import pickle
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
-from typing import Any
+from itertools import permutations
+from typing import Any, cast
 from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
-from dense import sdpa
-from on_ranks import on_ranks
+from dense import numbers, sdpa
+from on_ranks import on_ranks, on_three_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+import ring_torch
 from ring_core import RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel
 
-RANKS = 4
-
-SIZE = 2
+RANKS, SIZE = 4, 2
 
 
 def _pair(rank: int) -> Any:
@@ -43,23 +47,25 @@ class Step:
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(0)
-        self.rank = rank
-        self.cp = ContextParallel(_pair(rank))
+        self.rank, self.cp = rank, ContextParallel(_pair(rank))
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2, bias=False))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.x = torch.randn(5, 3)
 
     @property
     def grads(self) -> list[Tensor]:
-        grads_of_parameters = [weight.grad for weight in self.model.parameters()]
-        return [x for x in grads_of_parameters if x is not None]
+        return [x.grad for x in self.model.parameters() if x.grad is not None]
 
-    def loss(self) -> Tensor:
-        part: Tensor = self.model(self.x).square().sum() * (self.cp.cp_rank + 1)
+    def loss(self, run: Any = None) -> Tensor:
+        part: Tensor = (run or self.model)(self.x).square().sum() * (self.cp.cp_rank + 1)
         return part
 
     def backward(self, **options: Any) -> None:
         self.loss().backward(**options)
+
+    def fill(self, value: float) -> None:
+        for weight in self.model.parameters():
+            weight.grad = torch.full_like(weight, value)
 
     def reduce(self) -> None:
         self.cp.reduce_gradients(self.model)
@@ -74,13 +80,10 @@ class Step:
 
 #: Tensors that programs put in the place of a gradient, made of that.
 MADE_OF: dict[str, Callable[[Tensor], Tensor]] = {
-    "itself": lambda grad: grad,
-    "scaled": lambda grad: grad * 0.5,
-    "detached": lambda grad: grad.detach(),
-    "cloned": lambda grad: grad.clone(),
-    "copied": copy.deepcopy,
+    "itself": lambda grad: grad, "scaled": lambda grad: grad * 0.5,
+    "detached": lambda grad: grad.detach(), "cloned": lambda grad: grad.clone(), "copied": copy.deepcopy,
     "flat": lambda grad: torch.cat([grad.flatten()] * 2)[: grad.numel()].view_as(grad),
-}
+}  # fmt: skip
 
 
 def _replace_by(step: Step, made: str) -> None:
@@ -88,13 +91,12 @@ def _replace_by(step: Step, made: str) -> None:
         weight.grad = MADE_OF[made](weight.grad)  # type: ignore[arg-type]  # there after a backward
 
 
-def _read_others(step: Step) -> None:
-    """Look at other gradients of the parameters, after sums were scaled by new tensors."""
-    _replace_by(step, "scaled")
-    _read_gradients(step)
+def _all(*changes: Callable[[Step], object]) -> Callable[[Step], object]:
+    return lambda step: [change(step) for change in changes]
 
 
 def _read_gradients(step: Step) -> None:
+    """Look at other gradients of the parameters."""
     torch.autograd.grad(step.loss(), list(step.model.parameters()))
 
 
@@ -116,7 +118,7 @@ STILL_SUMS: dict[str, Callable[[Step], Any]] = {
     "summed over replicas": lambda step: dist.all_reduce(step.grads[0], group=step.cp.group),  # type: ignore[arg-type]  # there
     "over another group": lambda step: setattr(step, "cp", ContextParallel(_pair(step.rank))),
     "in another dtype": lambda step: step.model.double().float(),
-    "beside others": _read_others,
+    "beside others": _all(partial(_replace_by, made="scaled"), _read_gradients),
     **{f"made {made}": partial(_replace_by, made=made) for made in MADE_OF},
 }
 
@@ -142,30 +144,25 @@ def test_a_sum_is_neither_added_to_nor_summed_again(
     STILL_SUMS[then](step)
     again = ContextParallel(step.cp.group)  # the group counts, not the object
     summed = "the gradient of 0.weight is summed over the 2 ranks of the group already"
-    with pytest.raises(ValueError, match=summed) as twice:
-        again.reduce_gradients(step.model)
     adds = r"adds to the gradient of [02]\.(weight|bias), which reduce"
-    with pytest.raises(ValueError, match=adds) as added:
-        step.backward(**options)
-    for error in (twice, added):
-        assert "once a step, after the last backward; then step, then zero_grad()" in str(
-            error.value
-        )
+    calls: dict[str, Callable[[], Any]] = {
+        summed: lambda: again.reduce_gradients(step.model), adds: lambda: step.backward(**options),
+    }  # fmt: skip
+    way_out = re.escape("once a step, after the last backward; then step, then zero_grad()")
+    for message, call in calls.items():
+        with pytest.raises(ValueError, match=f"(?s){message}.*{way_out}"):
+            call()
     step.model.zero_grad()
     step.backward()
     step.reduce()
     step.check()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [(_copy, _copy), (_read_gradients, partial(_replace_by, made="scaled"))],
-    ids=["copied", "replaced"],
-)
+@pytest.mark.parametrize("changes", [
+    (_copy, _copy), (_read_gradients, partial(_replace_by, made="scaled")),
+], ids=["copied", "replaced"])  # fmt: skip
 @on_ranks
-def test_sums_that_are_copied_or_replaced_are_sums(
-    rank: int, changes: tuple[Callable[[Step], None], ...]
-) -> None:
+def test_sums_that_are_copied_or_replaced_are_sums(rank: int, changes: Any) -> None:
     """A copy's parameters have no history: the gradient itself bears a mark, which is copied."""
     step = Step(rank)
     step.backward()
@@ -190,22 +187,23 @@ def _keep_elsewhere(step: Step, times: float, only: str = "") -> None:
             setattr(weight, "main_grad", torch.full_like(weight, times))  # noqa: B010 - torch's types have none
 
 
-def _keep_beside_others(step: Step) -> None:
-    step.backward()
-    _keep_elsewhere(step, 1, "2.weight")
+def _be(step: Step, model: nn.Module, *inputs: Tensor) -> None:
+    """Let the step have another model, with gradients of these inputs, or of ones."""
+    step.model = nn.Sequential(model)
+    if inputs:
+        step.model(*inputs).sum().backward()
+    else:
+        step.fill(1)
 
 
-#: Models without a gradient to sum on any rank, and a word of the way out.
-NOTHING: dict[str, tuple[Callable[[Step], None], type[ValueError], str]] = {
+#: Models without a gradient to sum on any rank, or with one that cannot be, and words of the error.
+NOTHING: dict[str, tuple[Callable[[Step], object], type[ValueError], str]] = {
     "no backward": (lambda _: None, ValueError, r"cp\.reduce_each_gradient\(model\)"),
     "main_grad": (lambda step: _keep_elsewhere(step, 1), UnsupportedError, "all_reduce.*main_grad"),
-    "main_grad on one rank": (
-        lambda step: _keep_elsewhere(step, step.cp.cp_rank), UnsupportedError, "main_grad",
-    ),
-    "main_grad beside others": (
-        _keep_beside_others, UnsupportedError,
-        "that of 2.weight is in main_grad",
-    ),
+    "main_grad on one rank": (lambda step: _keep_elsewhere(step, step.cp.cp_rank), UnsupportedError, "main_grad"),
+    "main_grad beside others": (_all(Step.backward, partial(_keep_elsewhere, times=1, only="2.weight")), UnsupportedError, "that of 2.weight is in main_grad"),
+    "sparse": (lambda step: _be(step, nn.Embedding(4, 2, sparse=True), torch.tensor([1])), UnsupportedError, "sparse"),
+    "of a device": (lambda step: _be(step, nn.Linear(2, 2, device="meta")), ValueError, "sends no tensors of device 'meta'"),
 }  # fmt: skip
 
 
@@ -220,6 +218,7 @@ def test_nothing_to_sum_is_an_error_on_all_ranks(rank: int, name: str) -> None:
         step.reduce()
     step = Step(rank)  # nothing was sent but the kinds of gradients: a new group of these goes on
     _keep_elsewhere(step, 0, "2.weight")
+    step.model.append(nn.Linear(2, 2, device="meta"))  # it has no gradient there
     (step.model[0](step.x).sum() * (rank % 2)).backward()
     step.reduce()  # a parameter without any beside others with one
     assert step.model.get_parameter("2.weight").grad is None
@@ -229,17 +228,6 @@ def _replace(step: Step, every: int = 1) -> None:
     """Replace gradients by zeros; those between every so many by None."""
     for n, weight in enumerate(step.model.parameters()):
         weight.grad = None if n % every else torch.zeros_like(weight)
-
-
-def _set_all(step: Step, value: float) -> None:
-    for weight in step.model.parameters():
-        weight.grad = torch.full_like(weight, value)
-
-
-def _clip_and_zero(step: Step) -> None:
-    STILL_SUMS["clipped"](step)
-    step.optimizer.step()
-    step.model.zero_grad(set_to_none=False)
 
 
 def _of_autograd(step: Step) -> None:
@@ -252,43 +240,30 @@ def _of_autograd(step: Step) -> None:
     step.model.zero_grad()
 
 
-def _by_hand(step: Step) -> None:
-    """Set gradients of each rank's own, that no backward has made, and without a step between."""
-    _set_all(step, step.cp.cp_rank + 1)
-    step.reduce()
-    assert all((grad == 1 + SIZE).all() for grad in step.grads)
-    step.model.zero_grad()
+def _by_hand(value: Callable[[Step], float], total: float, times: int = 1) -> Any:
+    """Set gradients that no backward has made."""
 
+    def freshen(step: Step) -> None:
+        for _ in range(times):
+            step.fill(value(step))
+            step.reduce()
+        assert all(x.isnan().all() if math.isnan(total) else (x == total).all() for x in step.grads)
+        step.model.zero_grad()
 
-def _not_finite(step: Step) -> None:
-    """Set gradients that are NaN on all ranks, for steps that are left out."""
-    for _ in range(2):
-        _set_all(step, torch.nan)
-        step.reduce()
-    step.model.zero_grad()
-
-
-def _of_master_weights(step: Step) -> None:
-    """Step, and set gradients that no backward of these parameters has made."""
-    step.optimizer.step()
-    _set_all(step, 1)
-    step.reduce()
-    assert all((grad == SIZE).all() for grad in step.grads)
-    step.model.zero_grad()
+    return freshen
 
 
 FRESH: dict[str, Callable[[Step], Any]] = {
     "set to none": lambda step: step.optimizer.zero_grad(set_to_none=True),
-    "of autograd": _of_autograd, "by hand": _by_hand,
-    "not finite": _not_finite, "of master weights": _of_master_weights,
+    "of autograd": _of_autograd, "by hand": _by_hand(lambda step: step.cp.cp_rank + 1, 1 + SIZE),
+    "not finite": _by_hand(lambda _: math.nan, math.nan, times=2),
+    "of master weights": _all(STILL_SUMS["stepped"], _by_hand(lambda _: 1, SIZE)),
+    "clipped and zeroed": _all(STILL_SUMS["clipped"], STILL_SUMS["stepped"], lambda step: step.model.zero_grad(set_to_none=False)),
     "zeroed": lambda step: step.model.zero_grad(set_to_none=False),
-    "zeroed by foreach": lambda step: torch.optim.SGD(
-        step.model.parameters(), lr=0.0, foreach=True
-    ).zero_grad(set_to_none=False),
+    "zeroed by foreach": lambda step: torch.optim.SGD(step.model.parameters(), foreach=True).zero_grad(set_to_none=False),
     # Version counters do not notice what is written through ``.data``.
-    "zeroed unseen": lambda step: [grad.data.zero_() for grad in step.grads], "replaced": _replace,
-    "each other replaced": partial(_replace, every=2),
-    "clipped and zeroed": _clip_and_zero,
+    "zeroed unseen": lambda step: [grad.data.zero_() for grad in step.grads],
+    "replaced": _replace, "each other replaced": partial(_replace, every=2),
 }  # fmt: skip
 
 
@@ -321,7 +296,7 @@ def test_buckets_of_ddp_are_no_sums_in_the_next_step(rank: int) -> None:
             step.optimizer.zero_grad(set_to_none=to_none)
             for context in (ddp.no_sync(), nullcontext()):
                 with context:
-                    (ddp(step.x).square().sum() * (step.cp.cp_rank + 1)).backward()
+                    step.loss(ddp).backward()
             step.reduce()
             step.check(6)
     with pytest.raises(ValueError, match="already"):
@@ -352,22 +327,18 @@ def test_nothing_outlives_gradients_and_models(rank: int) -> None:
     step = Step(rank)
     step.backward()
     step.reduce()
-    first = step.model[0]
-    assert isinstance(first, nn.Linear)
-    assert first.weight.grad is not None
-    grad = ref(first.weight.grad)
+    weight = step.model.get_parameter("0.weight")
+    grad = ref(weight.grad)
     step.model.zero_grad()
     assert grad() is None
     step.backward()
     step.reduce()
-    twin = copy.deepcopy(step.model)
-    read = pickle.loads(pickle.dumps(step.model))
+    twin, read = copy.deepcopy(step.model), pickle.loads(pickle.dumps(step.model))
     assert all(not x._backward_hooks for model in (twin, read) for x in model.parameters())
-    hooks = [len(x._backward_hooks or {}) for x in step.model.parameters()]
-    assert hooks == [1] * len(hooks)  # of two steps
-    weight = ref(first.weight)
-    del first, step, twin, read
-    assert weight() is None
+    assert all(len(x._backward_hooks or {}) == 1 for x in step.model.parameters())  # of two steps
+    kept = ref(weight)
+    del weight, step, twin, read
+    assert kept() is None
 
 
 #: Gradients that programs may set, into which no sum can be written, for a weight ``[4, 3]``.
@@ -381,32 +352,42 @@ UNWRITABLE: tuple[Callable[[], Tensor], ...] = (
 
 @on_ranks
 def test_gradients_that_cannot_be_written_are_replaced(rank: int) -> None:
-    cp, weight = ContextParallel(), nn.Parameter(torch.zeros(4, 3))
-    model = nn.ParameterList([weight])
-    given = weight.grad = UNWRITABLE[rank]()
+    """And that of an expert that others do not use is summed; one that no rank has stays none."""
+    cp, dtypes = ContextParallel(), (torch.float32, torch.float64, torch.float32)
+    weight, expert, unused = (nn.Parameter(torch.zeros(4, 3, dtype=dtype)) for dtype in dtypes)
+    given, model = UNWRITABLE[rank](), nn.ParameterList([weight, expert, unused])
+    weight.grad, expert.grad = given, torch.ones_like(expert) if rank == 3 else None
     cp.reduce_gradients(model)
     torch.testing.assert_close(weight.grad, sum((make() for make in UNWRITABLE), torch.zeros(4, 3)))
     assert (weight.grad is given) == (rank == len(UNWRITABLE) - 1)
     assert not weight.grad.is_inference()
+    torch.testing.assert_close(expert.grad, torch.ones_like(expert))
+    assert unused.grad is None
     with pytest.raises(ValueError, match="already"):
         cp.reduce_gradients(model)
 
 
-@on_ranks
-def test_a_gradient_of_one_rank_is_summed_and_a_sparse_one_refused(rank: int) -> None:
-    """A gradient of an expert that others do not use is summed; one that no rank has stays none."""
-    cp, layers = ContextParallel(), [nn.Linear(3, 2, bias=False) for _ in range(3)]
-    layers[1].double()
-    layers[0].weight.grad = torch.full((2, 3), float(rank))
-    if rank == 3:
-        layers[1].weight.grad = torch.ones(2, 3, dtype=torch.float64)
-    cp.reduce_gradients(nn.ModuleList(layers))
-    sums = [None if x.weight.grad is None else float(x.weight.grad.mean()) for x in layers]
-    assert sums == [6.0, 1.0, None]
-    embedding = nn.Embedding(4, 2, sparse=True)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(UnsupportedError, match="sparse"):
-        cp.reduce_gradients(embedding)
+#: Each rank's gradient. The first two sum to a tie, which rounds down to 1; the next breaks the
+#: tie, but adds nothing to either of them in their dtype.
+HALVES = {torch.bfloat16: (1.0, 2**-8, 2**-17), torch.float16: (1.0, 2**-11, 2**-23)}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@on_three_ranks
+def test_half_precision_gradients_are_summed_in_float32(rank: int, dtype: torch.dtype) -> None:
+    """A sum in the own dtype is 1 in any order; in float32 it is the next larger number."""
+    gradients = torch.tensor(HALVES[dtype], dtype=dtype)
+    assert all(a + b + c == 1 for a, b, c in permutations(gradients))
+    model = nn.Linear(1, 1, bias=False, dtype=dtype)
+    model.weight.grad = torch.full((1, 1), HALVES[dtype][rank], dtype=dtype)
+    ContextParallel().reduce_gradients(model)
+    sums = 1 + torch.finfo(dtype).eps
+    assert float(model.weight.grad) == sums
+    grads: list[tuple[Any, float]] = [("sum", sums), ("slice", float(gradients[rank]))]
+    for grad, expected in grads:
+        x = torch.zeros(1, 2, dtype=dtype, requires_grad=True)
+        (ContextParallel().unshard(x, grad=grad) * gradients[rank]).sum().backward()
+        assert x.grad is not None and float(x.grad[0, 0]) == expected
 
 
 @on_ranks
@@ -416,7 +397,7 @@ def test_compiled_models_are_compiled_once(rank: int) -> None:
     run: Any = torch.compile(step.model, backend="aot_eager", fullgraph=True)
     for n in range(3):
         with torch.compiler.set_stance("fail_on_recompile" if n else "default"):
-            (run(step.x).square().sum() * (step.cp.cp_rank + 1)).backward()
+            step.loss(run).backward()
         step.reduce()
         step.check()
         if n < 2:
@@ -425,90 +406,32 @@ def test_compiled_models_are_compiled_once(rank: int) -> None:
         run(step.x).sum().backward()
 
 
-def _model(*sizes: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    layers = [nn.Linear(width, next_width, dtype=dtype) for width, next_width in pairwise(sizes)]
-    return nn.Sequential(*layers)
+WIDTH, DIM = 16, 4
 
 
-@on_ranks
-def test_gradients_of_a_device_that_sends_none_are_refused(rank: int) -> None:
-    cp, model = ContextParallel(), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
-    model[0](torch.ones(1, 2)).sum().backward()
-    cp.reduce_gradients(model)  # it has no gradient there
-    model.zero_grad()
-    for weight in model.parameters():
-        weight.grad = torch.full_like(weight, rank)
-    with pytest.raises(ValueError, match="sends no tensors of device 'meta'"):
-        cp.reduce_gradients(model)
+class Heads(nn.Module):
+    """Projections, and a norm of heads whose weights tensor parallelism does not split."""
 
-
-def _frozen() -> nn.Module:
-    model = _model(3, 4)
-    model.get_parameter("0.bias").requires_grad = False
-    return model
-
-
-#: Models of the last rank; the others have ``Linear(3, 4)``.
-UNLIKE: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "shape": (partial(_model, 3, 5), r"0\.weight \[[45], 3\] float32"),
-    "dtype": (partial(_model, 3, 4, dtype=torch.float64), r"0\.weight \[4, 3\] float(32|64)"),
-    "more": (partial(_model, 3, 4, 4), r"parameters is [24] there and [24] here"),
-    "frozen": (_frozen, r"parameters is [12] there and [12] here"),
-    "none": (nn.Module, r"parameters is [02] there and [02] here"),
-    "deep": (partial(_model, *[4] * 40, 5), r"parameters 70 to 79 is '.?35\.weight"),
-}
-
-
-@pytest.mark.parametrize("name", UNLIKE)
-@on_ranks
-def test_unlike_parameters_are_named_on_all_ranks(rank: int, name: str) -> None:
-    group: Any = dist.new_group(timeout=timedelta(seconds=20))
-    cp, last = ContextParallel(group), rank == dist.get_world_size() - 1
-    make, message = UNLIKE[name]
-    like = _model(*[4] * 41) if name == "deep" else _model(3, 4)
-    model = make() if last else like
-    for weight in model.parameters():
-        weight.grad = torch.ones_like(weight)
-    with pytest.raises(RankMismatchError, match=message):
-        cp.reduce_gradients(model)
-    assert all(x.grad is None or bool((x.grad == 1).all()) for x in model.parameters())
-    cp.reduce_gradients(like)  # nothing was sent: the group stays usable
-
-
-WIDTH, HEADS, KV_HEADS, DIM, TOKENS = 16, 4, 2, 4, 32
-
-
-class Attention(nn.Module):
-    """A layer of attention, with a norm whose weights tensor parallelism does not split."""
-
-    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        wide, narrow = HEADS * DIM, KV_HEADS * DIM
-        self.q = nn.Linear(WIDTH, wide, dtype=torch.float64)
-        self.k = nn.Linear(WIDTH, narrow, dtype=torch.float64)
-        self.v = nn.Linear(WIDTH, narrow, dtype=torch.float64)
-        self.o = nn.Linear(wide, WIDTH, dtype=torch.float64)
-        self.norm, self.attend = nn.RMSNorm(DIM, dtype=torch.float64), attend
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.RMSNorm(DIM)
+        self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, DIM)) for p in (self.q, self.k, self.v))
-        out: Tensor = self.o(self.attend(self.norm(q), self.norm(k), v).flatten(2))
+        out: Tensor = self.o(self.norm(self.q(x).unflatten(-1, (-1, DIM))).flatten(2))
         return out
 
 
-def _mesh(*names: str) -> DeviceMesh:
-    return dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+_mesh = partial(init_device_mesh, "cpu", (2, 2))
 
 
-def _whole(x: Tensor) -> Attention:
-    whole = Attention(partial(sdpa, is_causal=True))
+def _whole() -> tuple[Tensor, Heads]:
+    """Return tokens, and a model with their gradients."""
+    x, whole = numbers(0, 2, 32, WIDTH), Heads()
     whole(x).square().sum().backward()
-    return whole
-
-
-def _input() -> Tensor:
-    return torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator())
+    return x, whole
 
 
 def _full(grad: Tensor | None) -> Tensor:
@@ -519,11 +442,9 @@ def _full(grad: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("names", [("cp", "tp"), ("tp", "cp")], ids=str)
 @on_ranks
 def test_shards_of_tensor_parallelism_are_summed_over_the_ring(names: tuple[str, str]) -> None:
-    x, mesh = _input(), _mesh(*names)
-    whole, cp = _whole(x), ContextParallel(mesh["cp"])
-    local = Attention(lambda *qkv: cp.attention(*qkv, causal=True))
-    column, row = ColwiseParallel, RowwiseParallel
-    parallelize_module(local, mesh["tp"], {"q": column(), "k": column(), "v": column(), "o": row()})
+    (x, whole), mesh, local = _whole(), _mesh(mesh_dim_names=names), Heads()
+    cp = ContextParallel(mesh["cp"])
+    parallelize_module(local, mesh["tp"], {"q": ColwiseParallel(), "o": RowwiseParallel()})
     for in_backward in (False, True):
         local.zero_grad()
         handle = cp.reduce_each_gradient(local) if in_backward else None
@@ -543,30 +464,205 @@ def test_shards_of_tensor_parallelism_are_summed_over_the_ring(names: tuple[str,
 
 
 @on_ranks
-def test_shards_over_other_ranks_are_summed_over_the_ring() -> None:
-    x, mesh = _input(), _mesh("dp", "cp")
+def test_shards_over_other_ranks_are_summed_and_what_fsdp_reduces_is_refused() -> None:
+    (x, whole), mesh, local = _whole(), _mesh(mesh_dim_names=("dp", "cp")), Heads()
     cp, size = ContextParallel(mesh["cp"]), mesh["dp"].size()
-    whole, local = _whole(x), Attention(lambda *qkv: cp.attention(*qkv, causal=True))
     fully_shard(local, mesh=mesh["dp"])
     local(cp.shard(x.chunk(size)[mesh["dp"].get_local_rank()])).square().sum().mul(size).backward()
     cp.reduce_gradients(local)
     for weight, like in zip(local.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(_full(weight.grad), like.grad)
+    cpu, both = torch.device("cpu"), mesh["dp", "cp"]._flatten()
+    wrapped: list[Any] = [FullyShardedDataParallel(Heads(), dist.group.WORLD, device_id=cpu)]
+    for other in (*wrapped, fully_shard(Heads(), mesh=both)):
+        other(cp.shard(x)).square().sum().backward()
+        with pytest.raises(UnsupportedError, match="FSDP reduces such gradients itself") as error:
+            cp.reduce_gradients(other)
+        for words in ("as a mean", "multiply the loss by the number of ranks", "reduction='mean'"):
+            assert words in str(error.value)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@on_ranks
-def test_what_fsdp_reduces_is_refused(version: int) -> None:
-    x, mesh = _input(), _mesh("dp", "cp")
-    cp = ContextParallel(mesh["cp"])
-    local: nn.Module = Attention(lambda *qkv: cp.attention(*qkv, causal=True))
-    if version == 1:
-        cpu = torch.device("cpu")
-        local = FullyShardedDataParallel(local, dist.group.WORLD, device_id=cpu)
-    else:
-        fully_shard(local, mesh=mesh["dp", "cp"]._flatten())
-    local(cp.shard(x)).square().sum().backward()
-    with pytest.raises(UnsupportedError, match="FSDP reduces such gradients itself") as error:
-        cp.reduce_gradients(local)
-    for words in ("as a mean", "multiply the loss by the number of ranks", "reduction='mean'"):
-        assert words in str(error.value)
+# Sums in the backward.
+
+EXPERTS, LAYERS, VOCAB = 4, 2, 16
+
+
+class Model(nn.Module):
+    """A language model of attention and experts, of which a token takes the one of its number."""
+
+    def __init__(self, attend: Callable[..., Tensor], kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        layers = [[nn.Linear(WIDTH, WIDTH) for _ in range(1 + EXPERTS)] for _ in range(LAYERS)]
+        self.layers = nn.ModuleList(map(nn.ModuleList, layers[: 1 if kind == "shared" else None]))
+        self.unused, self.attend, self.kind = nn.Linear(2, 2), attend, kind
+        self.double()
+        # Then the first gradient of a backward is an expert's, which other ranks may not have.
+        self.head.requires_grad_(kind != "frozen head")
+
+    def layer(self, x: Tensor, tokens: Tensor, n: int) -> Tensor:
+        first, *experts = cast("nn.ModuleList", self.layers[n % len(self.layers)])
+        x = x + self.attend(*(first(x).unflatten(-1, (2, -1)),) * 3).flatten(2)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(experts):
+            if (chosen := tokens % EXPERTS == number).any():
+                result[chosen] = expert(x[chosen])
+        return x + result
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        run: Any = self.layer
+        x = self.embedding(tokens)
+        if "checkpoint" in self.kind:
+            run = partial(checkpoint, run, use_reentrant="reentrant" in self.kind)
+        for n in range(LAYERS):
+            x = run(x, tokens, n)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def step_in_backward(model: nn.Module, steps: dict[str, int]) -> None:
+    """Give each parameter an optimizer that steps as soon as its gradient is made."""
+
+    def step(name: str, optimizer: torch.optim.Optimizer, _: Tensor) -> None:
+        steps[name] = steps.get(name, 0) + 1
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            made = torch.optim.SGD([weight], lr=0.1, momentum=0.9, weight_decay=0.1)
+            weight.register_post_accumulate_grad_hook(partial(step, name, made))
+
+
+@pytest.mark.nightly(only=["compiled", "two backwards"])
+@pytest.mark.parametrize("kind", [
+    "plain", "plain, optimizers first", "frozen head", "checkpoint",
+    "reentrant checkpoint, optimizers first", "shared", "two backwards", "compiled",
+])  # fmt: skip
+@on_three_ranks
+def test_optimizers_in_the_backward_are_those_of_one_rank(kind: str) -> None:
+    cp = ContextParallel(layout="contiguous")
+    whole = Model(partial(sdpa, is_causal=True), kind)
+    model = Model(lambda *qkv: cp.attention(*qkv, causal=True), kind)
+    counts: list[dict[str, int]] = [{}, {}]
+    step_in_backward(whole, counts[0])
+    makes: list[Callable[[], Any]] = [
+        lambda: cp.reduce_each_gradient(model),
+        lambda: step_in_backward(model, counts[1]),
+    ]
+    made = [make() for make in (makes[::-1] if "optimizers first" in kind else makes)]
+    torch.manual_seed(1)
+    tokens, labels = torch.randint(VOCAB, (2, 2, 36))
+    expert = torch.arange(3).repeat_interleave(12)  # most get tokens of one rank alone
+    expert[[0, -1]] = EXPERTS - 1  # of the first and the last
+    tokens += expert - tokens % EXPERTS
+    torch._dynamo.reset()
+    run: Any = torch.compile(model, backend="aot_eager") if kind == "compiled" else model
+    for _ in range(3):
+        for part in range(2) if kind == "two backwards" else (0,):
+            x, y = tokens.roll(part, 0), labels.roll(part, 0)
+            cross_entropy(whole(x).flatten(0, 1), y.flatten()).backward()
+            ring_torch.cross_entropy(cp, run(cp.shard(x)), cp.shard(y)).backward()
+    assert counts[0] == counts[1]  # hooks ran as often as on one rank
+    for (name, weight), like in zip(model.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(weight, like, rtol=1e-9, atol=1e-11, msg=f"{name} of {kind}")
+        ranks = cp.unshard(weight.detach()[None], dim=0)
+        assert all(torch.equal(weight, x) for x in ranks)  # the same bits
+        assert weight.grad is None
+    with pytest.raises(ValueError, match="leave reduce_gradients out"):
+        cp.reduce_gradients(model)
+    for handle in made:
+        if handle is not None:
+            handle.remove()
+    assert not cp._sharding.ranks.state.before_passes
+    with pytest.raises(ValueError, match=r"cp\.reduce_each_gradient"):
+        cp.reduce_gradients(model)
+
+
+class Two(nn.Module):
+    """Two layers beside each other, which some ranks compute in another order."""
+
+    def __init__(self, *, swapped: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.swapped = swapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.b, self.a) if self.swapped else (self.a, self.b)
+        out: Tensor = first(x).tanh() + second(x).sin()
+        return out
+
+
+@pytest.mark.nightly(only=["True"])
+@pytest.mark.parametrize("late", [False, True])
+@on_three_ranks
+def test_another_order_is_a_mismatch_on_all_ranks(rank: int, late: bool) -> None:
+    group: Any = dist.new_group(timeout=timedelta(seconds=4))
+    model = Two()
+    ContextParallel(group).reduce_each_gradient(model)
+    if late:  # after ranks have compared the same sums before
+        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+    model.swapped = rank == 2
+    with pytest.raises(RankMismatchError, match=r"reduce_each_gradient\[1\] [ab]\."):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@on_three_ranks
+def test_what_cannot_be_summed_is_refused(rank: int) -> None:
+    cp, model, x = ContextParallel(), Two(), torch.ones(2, 4)
+    each = cp.reduce_each_gradient
+
+    def run() -> None:
+        model(x).sum().backward()
+
+    def refused(call: Callable[[], Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+    handle = each(model)
+    run()  # nobody steps: gradients stay
+    sums = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+    refused(run, "which is there already")
+    torch.testing.assert_close([w.grad for w in model.parameters()], sums, rtol=0, atol=0)
+    refused(lambda: cp.reduce_gradients(model), "already")  # they are sums
+    part = torch.autograd.grad(model(x).sum(), list(model.parameters()))  # adds to nothing
+    torch.testing.assert_close([y / cp.cp_size for y in sums], list(part))
+    model.zero_grad(set_to_none=False)
+    run()
+    torch.testing.assert_close([w.grad for w in model.parameters()], sums)
+    model.zero_grad()
+    refused(lambda: each(model), "summed by such hooks already")
+    model.c = nn.Linear(4, 4)
+    refused(run, r"c\.weight requires a gradient and has no hook")
+    handle.remove()
+    handle.remove()
+    each(model).remove()
+    setattr(model.a.weight, "main_grad", torch.zeros(4, 4))  # noqa: B010 - torch's types have none
+    refused(lambda: each(model), "main_grad")
+    alone = init_device_mesh("cpu", (3, 1), mesh_dim_names=("cp", "dp"))["dp"]
+    wrapped: list[Any] = [DistributedDataParallel(Two()), fully_shard(Two(), mesh=alone)]
+    for other in wrapped:
+        refused(partial(each, other), "behind the hooks of parameters")
+    refused(lambda: each(nn.Linear(4, 4, device="meta")), "sends no tensors of device 'meta'")
+    sparse = nn.Embedding(4, 4, sparse=True)
+    each(sparse)
+    loss = sparse(torch.tensor([1])).sum()
+    refused(loss.backward, "sparse=False")
+    kept = ref(unheld := Two())
+    each(unheld)
+    del unheld
+    gc.collect()
+    assert kept() is None
+    group: Any = dist.new_group(timeout=timedelta(seconds=4))
+    with pytest.raises(RankMismatchError, match="weight"):
+        ContextParallel(group).reduce_each_gradient(nn.Linear(4, 4 + rank))
+
+
+def test_one_rank_has_nothing_to_sum() -> None:
+    model = Two()
+    handle = ContextParallel().reduce_each_gradient(model)
+    assert not any(weight._post_accumulate_grad_hooks for weight in model.parameters())
+    handle.remove()

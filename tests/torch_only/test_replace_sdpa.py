@@ -6,11 +6,13 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from dense import numbers
 from on_ranks import on_four_ranks, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -31,9 +33,7 @@ def modes_left() -> int:
     return len(torch.overrides._get_current_function_mode_stack())
 
 
-def _run(
-    model: Any, batch: dict[str, Tensor], mode: str, weigh: Callable[[Tensor], Tensor]
-) -> Tensor:
+def _run(model: Any, batch: dict[str, Tensor], mode: str) -> Tensor:
     """Run a model forward and, unless it is inference, backward; return its output."""
     if mode == "blocks compiled":
         for block in model.modules():
@@ -48,7 +48,7 @@ def _run(
     with torch.inference_mode() if mode == "inference" else nullcontext(), autocast:
         out: Tensor = call(**batch)
         if mode != "inference":
-            (out * weigh(out)).sum().backward()
+            out.square().sum().backward()
     return out.detach()
 
 
@@ -81,37 +81,27 @@ def test_a_model_is_that_of_one_process(name: str, mode: str, layout: Any) -> No
     batch, whole, model = batch_of(name), model_of(name), model_of(name)
     handle = replace_sdpa(model, cp, **options)
     shards = {key: cp.shard(x, dim=dims[key]) if key in dims else x for key, x in batch.items()}
-
-    def weights(out: Tensor, length: int) -> Tensor:
-        draw = torch.Generator().manual_seed(2)
-        return torch.randn(out.shape[0], length, out.shape[2], generator=draw)
-
-    expected = _run(
-        whole,
-        batch,
-        "eager" if "compiled" in mode else mode,
-        lambda out: weights(out, out.shape[1]),
-    )
-    out = _run(model, shards, mode, lambda out: cp.shard(weights(out, expected.shape[1])))
-    limits: Any = (
-        {"rtol": 3e-2, "atol": 3e-2} if mode == "autocast" else {"rtol": 1e-4, "atol": 2e-5}
-    )
-    torch.testing.assert_close(cp.unshard(out), expected, **limits)
+    expected = _run(whole, batch, "eager" if "compiled" in mode else mode)
+    out = _run(model, shards, mode)
+    rtol, atol = (3e-2, 3e-2) if mode == "autocast" else (1e-4, 2e-5)
+    torch.testing.assert_close(cp.unshard(out), expected, rtol=rtol, atol=atol)
     if mode != "inference":
         cp.reduce_gradients(model)
         for (key, a), b in zip(model.named_parameters(), whole.parameters(), strict=True):
             assert a.grad is not None and b.grad is not None, key
-            size = float(b.grad.norm()) if mode == "autocast" else 1.0
-            torch.testing.assert_close(a.grad / size, b.grad / size, **limits)
+            size = float(b.grad.norm())
+            torch.testing.assert_close(a.grad / size, b.grad / size, rtol=rtol, atol=atol)
     assert modes_left() == 0
     if mode == "eager":
         handle.verify(batch, dims=dims)
         assert LISTED[name] in str(handle).splitlines()
+        with cp.whole():
+            torch.testing.assert_close(model(**batch), expected)
     if "compiled" in mode:
         assert "torch.compile" in str(handle)
     handle.remove()
     handle.remove()
-    run_alone = _run(model, batch, "inference", lambda out: out)
+    run_alone = _run(model, batch, "inference")
     with torch.inference_mode():
         torch.testing.assert_close(run_alone, model_of(name)(**batch))  # never replaced
     assert type(model) is MODELS[name][0]
@@ -125,12 +115,9 @@ class Attend(nn.Module):
         return out
 
 
-def _qkv(
-    length: int = 16, heads: int = 2, kv_heads: int = 2, keys: int | None = None
-) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(3)
-    sizes = (heads, length), (kv_heads, keys or length), (kv_heads, keys or length)
-    return [torch.randn(2, h, n, 8, generator=draw, dtype=torch.float64) for h, n in sizes]
+def _qkv(length: int = 16, heads: int = 2, keys: int | None = None) -> list[Tensor]:
+    sizes = (heads, length), (2, keys or length), (2, keys or length)
+    return [numbers(seed, 2, *size, 8) for seed, size in enumerate(sizes)]
 
 
 def _compare(
@@ -165,23 +152,17 @@ def test_masks_and_options_mean_what_they_do_on_one_process(rank: int) -> None:
     added = torch.randn(2, 2, 1, 16, generator=draw, dtype=torch.float64)
     bias = torch.randn(1, 1, 16, 16, generator=draw, dtype=torch.float64)
     own = cp.shard(shown, dim=3)
-    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"attn_mask": shown}, {"attn_mask": own}),
-        ({"attn_mask": shown}, {"attn_mask": own.expand(2, 2, 8, 8)}),
-        ({"attn_mask": shown}, {"attn_mask": shown}),
-        ({"attn_mask": added}, {"attn_mask": cp.shard(added, dim=3)}),
-        ({"attn_mask": square}, {"attn_mask": cp.shard(square, dim=2)}),
-        ({"attn_mask": square}, {"attn_mask": square}),
-        ({"attn_mask": bias}, {"attn_mask": cp.shard(bias, dim=2)}),
-        ({"attn_mask": bias[0, 0]}, {"attn_mask": bias[0, 0]}),
-        ({"attn_mask": shown}, {"attn_mask": shown.expand(2, 1, 16, 16)}),
-        ({"is_causal": True, "scale": 0.3}, {"is_causal": True, "scale": 0.3}),
-    ]
-    for whole, split in cases:
-        _compare(cp, attend, _qkv(), whole, split)
+    for whole, *splits in (
+        (shown, own, own.expand(2, 2, 8, 8), shown, shown.expand(2, 1, 16, 16)),
+        (added, cp.shard(added, dim=3)), (square, cp.shard(square, dim=2), square),
+        (bias, cp.shard(bias, dim=2)), (bias[0, 0], bias[0, 0]),
+    ):  # fmt: skip
+        for split in splits:
+            _compare(cp, attend, _qkv(), {"attn_mask": whole}, {"attn_mask": split})
+    _compare(cp, attend, _qkv(), *[{"is_causal": True, "scale": 0.3}] * 2)
     q, k, v = _qkv()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    compiled(*(cp.shard(x, dim=2) for x in _qkv(heads=4, kv_heads=4)))
+    compiled(*(cp.shard(x.repeat(1, 2, 1, 1), dim=2) for x in (q, k, v)))
     torch.testing.assert_close(  # the number of heads has changed: it is symbolic in this graph
         compiled(*(cp.shard(x, dim=2) for x in _qkv()), attn_mask=square),
         cp.shard(functional.scaled_dot_product_attention(q, k, v, attn_mask=square), dim=2),
@@ -203,19 +184,16 @@ def test_masks_and_options_mean_what_they_do_on_one_process(rank: int) -> None:
     _compare(cp, attend, _qkv(), {"attn_mask": weights[0]}, {"attn_mask": weights[1]})
     assert weights[0].grad is not None and weights[1].grad is not None
     torch.testing.assert_close(weights[1].grad, cp.shard(weights[0].grad, dim=3))
-    # Documents, and padding after the last one.
-    handle.documents = (0, 5, 13)
-    q, k, v = _qkv(13)
-    document = torch.bucketize(torch.arange(13), torch.tensor([5]), right=True)
-    out = attend(*(cp.shard(x, dim=2, pad=True) for x in (q, k, v)), is_causal=True)
-    same = (document[:, None] == document) & torch.ones(13, 13).tril().bool()
-    expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=same)
-    torch.testing.assert_close(cp.unshard(out, dim=2, seq_len=13), expected)
-    handle.documents = (0, 5)  # shorter than the shards
-    out = attend(*(cp.shard(x, dim=2) for x in _qkv()), is_causal=True)
-    q, k, v = (x[:, :, :5] for x in _qkv())
-    expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(cp.unshard(out, dim=2)[:, :, :5], expected)
+    # Documents, padding after the last one, and shards that are longer than these.
+    for offsets, length in (((0, 5, 13), 13), ((0, 5), 16)):
+        handle.documents = offsets
+        out = attend(*(cp.shard(x, dim=2, pad=True) for x in _qkv(length)), is_causal=True)
+        end = offsets[-1]
+        document = torch.bucketize(torch.arange(end), torch.tensor([5]), right=True)
+        same = (document[:, None] == document) & torch.ones(end, end).tril().bool()
+        q, k, v = (x[:, :, :end] for x in _qkv(length))
+        expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=same)
+        torch.testing.assert_close(cp.unshard(out, dim=2)[:, :, :end], expected)
     handle.documents = (0, 5, 13)
     attend.register_parameter("unused", nn.Parameter(torch.ones(1)))  # all gradients are zeros
     report = handle.verify(dict(zip("qkv", _qkv(), strict=True)), dims=dict.fromkeys("qkv", 2))
@@ -236,15 +214,10 @@ def _dropout(_: int) -> tuple[Tensor, Tensor]:
     expected = plain.attention(q, k, v, dropout_p=0.5, dropout_seed=seed)
     torch.testing.assert_close(out, expected.transpose(1, 2))
     # A checkpoint restores the generator, so recomputation drops the same weights.
-    x = shards[0].clone().requires_grad_()
-    results = []
-    for is_checkpointed in (False, True):
+    x, results = shards[0].clone().requires_grad_(), []
+    for call in (attend, partial(checkpoint, attend, use_reentrant=False)):
         torch.manual_seed(5)
-        out = (
-            checkpoint(attend, x, *shards[1:], dropout_p=0.5, use_reentrant=False)
-            if is_checkpointed
-            else attend(x, *shards[1:], dropout_p=0.5)
-        )
+        out = call(x, *shards[1:], dropout_p=0.5)
         results.append(torch.autograd.grad(out.sum(), x)[0])
     torch.testing.assert_close(*results)
     handle.remove()
@@ -263,21 +236,6 @@ def test_dropout_has_a_seed_that_ranks_share(pool: LocalRanks) -> None:
     assert not torch.equal(first, second)  # ranks hold different queries, so drop different weights
 
 
-class Checkpointing(nn.Module):
-    """A module that checkpoints its own attention, so it is recomputed outside of its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = Attend()
-        self.use_reentrant = True
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = checkpoint(
-            functional.scaled_dot_product_attention, q, k, v, use_reentrant=self.use_reentrant
-        )
-        return out
-
-
 class Other(nn.Module):
     """A module whose attention is not torch's SDPA."""
 
@@ -287,10 +245,6 @@ class Other(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Any:
         return self.attend(*tensors)
-
-
-def _by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT).softmax(-1) @ v
 
 
 def _heads_by_function(q: Tensor, *_: Tensor) -> Any:
@@ -316,13 +270,6 @@ def _flex_operator(*tensors: Tensor) -> Any:
     return torch.ops.higher_order.flex_attention(*tensors, None, (), 1.0, {})
 
 
-def attend_on(cp: ContextParallel) -> nn.Module:
-    """Return a module whose attention runs on the ring."""
-    attend = Attend()
-    replace_sdpa(attend, cp)
-    return attend
-
-
 @on_ranks
 def test_what_cannot_be_exact_is_refused_by_name() -> None:
     """All refusals are raised before anything is sent."""
@@ -334,8 +281,6 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
     gpt = model_of("gpt")
     own = copy.deepcopy(gpt)
     own.blocks[0].forward = own.blocks[0].forward
-    reentrant, other = Checkpointing(), Checkpointing()
-    other.use_reentrant = False
 
     def inner(**options: Any) -> object:
         return attend["inner"](q, k, v, **options)
@@ -377,33 +322,19 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
         (f"{wrong}blocks.0 has a forward of its own", lambda: replace_sdpa(own, cp)),
         ("ValueError local: no module is named 'block'", lambda: replace_sdpa(gpt, cp, local=("block",))),
         ("ValueError local must be names", lambda: replace_sdpa(gpt, cp, local="blocks")),
-        (
-            f"{wrong}blocks.0.attention is named in more",
-            lambda: replace_sdpa(gpt, cp, local=("blocks.*",), whole_keys=("blocks.0.attention",)),
-        ),
-        (f"{unsupported}Checkpointing: it calls attention inside", lambda: replaced(reentrant)),
-        (f"{unsupported}Checkpointing: it calls attention inside", lambda: replaced(other)),
-        (f"{unsupported}the forward of Other called no", lambda: replaced(Other(_by_hand))),
-        (
-            f"{unsupported}multi_head_attention_forward attends inside torch",
-            lambda: replaced(Other(_heads_by_function)),
-        ),
+        (f"{wrong}blocks.0.attention is named in more", lambda: replace_sdpa(gpt, cp, local=("blocks.*",), whole_keys=("blocks.0.attention",))),
+        (f"{unsupported}the forward of Other called no", lambda: replaced(Other(lambda q, k, v: (q @ k.mT).softmax(-1) @ v))),
+        (f"{unsupported}multi_head_attention_forward attends inside torch", lambda: replaced(Other(_heads_by_function))),
         (f"{unsupported}flex_attention attends inside torch", lambda: replaced(Other(_flex_operator))),
         (f"{wrong}inner: attn_mask of (3, 1, 1, 8)", lambda: inner(attn_mask=square.new_ones(3, 1, 1, 8))),
         (f"{wrong}inner: attn_mask must be boolean", lambda: inner(attn_mask=square.int())),
         (f"{wrong}inner: attn_mask of (1, 1, 5, 8)", lambda: inner(attn_mask=square[:1].expand(5, 8))),
         (f"{wrong}inner: documents end at 20", lambda: with_documents("inner", 0, 20)),
-        (
-            f"{wrong}a MultiheadAttention was given attn_mask of 16 keys",
-            lambda: heads(x, x, x, square[:2], attn_mask=square.repeat(1, 2)),
-        ),
+        (f"{wrong}a MultiheadAttention was given attn_mask of 16 keys", lambda: heads(x, x, x, square[:2], attn_mask=square.repeat(1, 2))),
         (f"{unsupported}a MultiheadAttention was given a nested tensor", lambda: heads(*[nested] * 3)),
         (f"{unsupported}a is a MultiheadAttention with add_bias_kv", lambda: replace_sdpa(biased, cp)),
         ("ValueError local must be names", lambda: replace_sdpa(gpt, cp, local=iter(["no"]))),  # type: ignore[arg-type]  # no strings, on purpose
-        (
-            f"{unsupported}multi_head_attention_forward attends inside torch",
-            lambda: replaced(OwnHeads(16, 2), x, x, x),
-        ),
+        (f"{unsupported}multi_head_attention_forward attends inside torch", lambda: replaced(OwnHeads(16, 2), x, x, x)),
         (f"{unsupported}the forward of Sequential called no", lambda: replaced(nn.Sequential(Other(lambda x: x)), x)),
         (f"{unsupported}_varlen_attn attends inside torch", lambda: replaced(Other(_varlen))),
         ("ValueError dims names 'x'", lambda: handle.verify({"q": q}, dims={"x": 1})),
@@ -420,7 +351,8 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
     assert type(gpt.blocks[0]) is Block
     # The group is still usable, as nothing was sent, and SDPA is torch's function again.
     torch.testing.assert_close(inner(), functional.scaled_dot_product_attention(q, k, v))
-    _compare(cp, attend_on(cp), _qkv(), {}, {})
+    replace_sdpa(again := Attend(), cp)
+    _compare(cp, again, _qkv(), {}, {})
 
 
 @on_ranks

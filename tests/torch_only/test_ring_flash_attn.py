@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
+from dense import numbers
+from hf_models import BYTES, build
 from on_ranks import on_four_ranks, on_ranks
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -23,6 +22,7 @@ from ring_core import RankMismatchError, UnsupportedError, reference
 from ring_torch.comm.ranks import Ranks
 from ring_torch.compat import (
     documents as _documents,
+    hf,
     substitute_hf_flash_attn,
     update_ring_flash_attn_params,
 )
@@ -32,36 +32,38 @@ from ring_torch.local import LocalRanks
 from ring_torch.movement.rows import MoveCall
 
 B, H, K, D = 2, 4, 2, 8
-BOTH, LLAMA3 = "documents", "stream"
-
+#: How documents lie in the tensors of a family: none, each split on its own, or one stream split.
+BATCH, EACH, STREAM = "batch", "each", "stream"
 FAMILIES = {
-    "ring_flash_attn": "", "zigzag_ring_flash_attn": "", "stripe_flash_attn": "",
-    "ring_flash_attn_varlen": BOTH, "zigzag_ring_flash_attn_varlen": BOTH,
-    "llama3_flash_attn_varlen": LLAMA3,
+    "ring_flash_attn": BATCH, "zigzag_ring_flash_attn": BATCH, "stripe_flash_attn": BATCH,
+    "ring_flash_attn_varlen": EACH, "zigzag_ring_flash_attn_varlen": EACH,
+    "llama3_flash_attn_varlen": STREAM,
 }  # fmt: skip
-FEW = ("causal", "window")  # on two ranks only these; four ranks run all
-
-
-class Option(NamedTuple):
-    """Arguments of a call, and the oracle's names for them."""
-
-    given: dict[str, Any]
-    oracle: dict[str, Any]
-
-
-SLOPES = torch.linspace(0.1, 0.8, H, dtype=torch.float64)
-ANSWERS = {
-    "defaults": Option({}, {}),
-    "causal": Option({"causal": True}, {"causal": True}),
-    "causal window": Option({"causal": True, "window_size": (9, -1)}, {"causal": True, "window": (9, None)}),
-    "window": Option({"window_size": (5, 3)}, {"window": (5, 3)}),
-    "left only": Option({"window_size": (6, -1)}, {"window": (6, None)}),
-    "right only": Option({"window_size": (-1, 2)}, {"window": (None, 2)}),
-    "scale": Option({"softmax_scale": 0.7, "causal": True}, {"softmax_scale": 0.7, "causal": True}),
-    "slopes": Option({"alibi_slopes": SLOPES, "causal": True}, {"alibi_slopes": SLOPES, "causal": True}),
-    "dropout": Option({"dropout_p": 0.3, "causal": True}, {"dropout_p": 0.3, "causal": True}),
-    "deterministic": Option({"deterministic": True}, {}),
-    "ulysses": Option({"causal": True, "strategy": "ulysses"}, {"causal": True}),
+ANSWERS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "causal": {"causal": True},
+    "causal window": {"causal": True, "window_size": (9, -1)},
+    "window": {"window_size": (5, 3)},
+    "left only": {"window_size": (6, -1)},
+    "right only": {"window_size": (-1, 2)},
+    "scale": {"softmax_scale": 0.7, "causal": True},
+    "slopes": {"alibi_slopes": torch.linspace(0.1, 0.8, H, dtype=torch.float64), "causal": True},
+    "dropout": {"dropout_p": 0.3, "causal": True},
+    "deterministic": {"deterministic": True},
+    "ulysses": {"causal": True, "strategy": "ulysses"},
+}
+FEW = ("causal", "window")
+#: Ranks, documents of the whole sequence, and what is asked there of each function.
+RUNS: dict[str, list[tuple[int, tuple[int, ...], Any]]] = {
+    BATCH: [(4, (0, 32), ANSWERS), (2, (0, 32), FEW)],
+    EACH: [
+        (4, (0, 24, 32, 72), ANSWERS), (2, (0, 12, 16, 36), FEW), (4, (0, 40), FEW),
+        (2, (0, 8, 8, 24), FEW), (4, (0, 16, 32), FEW),
+    ],
+    STREAM: [
+        (4, (0, 5, 19, 32), ANSWERS), (2, (0, 5, 19, 32), FEW), (2, (0, 32), FEW),
+        (4, (0, 8, 16, 32), FEW), (4, tuple(range(0, 33, 2)), FEW),
+    ],
 }  # fmt: skip
 
 
@@ -74,21 +76,22 @@ def seeds(state: int, count: int) -> list[int]:
 
 def tensors(batch: int, tokens: int, heads: int = K) -> list[Tensor]:
     """Return global q, k, v and the output's gradient, the same on all ranks."""
-    generator = torch.Generator().manual_seed(tokens)
-    shapes = ((H, D), (heads, D), (heads, D), (H, D))
-    return [
-        torch.randn(batch, tokens, *s, generator=generator, dtype=torch.float64) for s in shapes
-    ]
+    shapes = (H, heads, heads, H)
+    return [numbers(seed, batch, tokens, n, D) for seed, n in enumerate(shapes)]
 
 
-def expected(batch: int, tokens: int, option: Option, **more: Any) -> list[Any]:
+def expected(whole: list[Any], given: dict[str, Any], seed: int, **more: Any) -> list[Any]:
     """Return ``out``, ``lse`` and gradients of dense attention."""
-    q, k, v, dout = (x.numpy() for x in tensors(batch, tokens))
-    options = option.oracle | more
-    if "dropout_p" in options:
-        (options["dropout_seed"],) = seeds(5, 1)
-    grads = reference.attention_grads(dout, q, k, v, **options)
-    return [*reference.attention(q, k, v, **options), *grads[:3]]
+    q, k, v, dout = (np.asarray(x) for x in whole)
+    options = {
+        n: x for n, x in given.items() if n not in ("window_size", "deterministic", "strategy")
+    }
+    if "window_size" in given:
+        options["window"] = tuple(None if x < 0 else x for x in given["window_size"])
+    if "dropout_p" in given:
+        options["dropout_seed"] = seed
+    grads = reference.attention_grads(dout, q, k, v, **options, **more)
+    return [*reference.attention(q, k, v, **options, **more), *grads[:3]]
 
 
 def same(actual: Any, expected: Any) -> None:
@@ -108,86 +111,81 @@ def attended(function: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *args
     return [out.detach(), lse, *(x.grad for x in leaves)]
 
 
-def same_parts(results: list[Any], expected: list[Any], own: Any, *, varlen: bool = True) -> None:
+def tokens_of(family: str, documents: tuple[int, ...], size: int, rank: int) -> list[int]:
+    """Return the tokens of a rank, by the definition of each layout."""
+    local: list[int] = []
+    for start, stop in pairwise(documents if FAMILIES[family] == EACH else (0, documents[-1])):
+        positions = torch.arange(start, stop)
+        if stop == start:
+            continue
+        if family.startswith("zigzag"):
+            chunks = positions.chunk(2 * size)
+            local += [*chunks[rank].tolist(), *chunks[2 * size - 1 - rank].tolist()]
+        elif family.startswith("stripe"):
+            local += positions[rank::size].tolist()
+        else:
+            local += positions.chunk(size)[rank].tolist()
+    return local
+
+
+def shards_of(family: str, documents: tuple[int, ...], **more: Any) -> list[Tensor]:
+    """Return this rank's part of tensors, without a batch where documents are given."""
+    local = tokens_of(family, documents, dist.get_world_size(), dist.get_rank())
+    if FAMILIES[family] == BATCH:
+        return [x[:, local] for x in tensors(B, documents[-1], **more)]
+    return [x[0, local] for x in tensors(1, documents[-1], **more)]
+
+
+def arguments_of(family: str, documents: tuple[int, ...], *, causal: bool) -> tuple[Any, ...]:
+    """Return the arguments of a function behind its tensors."""
+    size, offsets = dist.get_world_size(), torch.tensor(documents, dtype=torch.int32)
+    if FAMILIES[family] == EACH:
+        return offsets // size, int(offsets.diff().max()) // size
+    if FAMILIES[family] == BATCH:
+        return ()
+    *prepared, keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
+        offsets, causal, dist.get_rank(), size
+    )
+    return *prepared, 1, keys
+
+
+def called(
+    _: int, family: str, documents: tuple[int, ...], kwargs: dict[str, Any], long: int | None = None
+) -> list[Any]:
+    """Return the results of a rank; documents from ``long`` on have calls of their own."""
+    arguments = arguments_of(family, documents, causal=kwargs.get("causal", False))
+    with patch.object(_documents, "LONG", long or _documents.LONG):
+        shards = shards_of(family, documents)
+        return attended(getattr(ring_flash_attn, f"{family}_func"), *shards, *arguments, **kwargs)
+
+
+def same_parts(
+    results: list[Any], expected: list[Any], family: str, documents: tuple[int, ...]
+) -> None:
     """Compare the results of all ranks with their tokens' parts of the whole results."""
     for rank, actual in enumerate(results):
+        local = tokens_of(family, documents, len(results), rank)
         for n, (x, y) in enumerate(zip(actual, expected, strict=True)):
-            y, local = (y[0] if varlen else y), own(rank)  # noqa: PLW2901 - a part of it
-            same(x, y[..., local] if n == 1 else y[local] if varlen else y[:, local])
+            part = y[..., local] if n == 1 else y[:, local]
+            same(x, part if FAMILIES[family] == BATCH else part[0])
 
 
-def tokens_of(family: str, tokens: int, size: int, rank: int) -> list[int]:
-    """Return the tokens of a rank, by the definition of each layout."""
-    positions = torch.arange(tokens)
-    if family.startswith("zigzag"):
-        chunks = positions.chunk(2 * size)
-        return [*chunks[rank].tolist(), *chunks[2 * size - 1 - rank].tolist()]
-    if family.startswith("stripe"):
-        return positions[rank::size].tolist()
-    return positions.chunk(size)[rank].tolist()
-
-
-def _batch(rank: int, family: str, kwargs: dict[str, Any]) -> list[Any]:
-    local = tokens_of(family, 32, dist.get_world_size(), rank)
-    shards = [x[:, local] for x in tensors(B, 32)]
-    return attended(getattr(ring_flash_attn, f"{family}_func"), *shards, **kwargs)
-
-
-@pytest.mark.parametrize("family", [name for name, more in FAMILIES.items() if not more])
-@pytest.mark.parametrize(("size", "option"), [(4, o) for o in ANSWERS] + [(2, o) for o in FEW])
-def test_batch(pools: dict[int, LocalRanks], size: int, family: str, option: str) -> None:
-    results = pools[size].run(_batch, family, ANSWERS[option].given)
-    own = lambda rank: tokens_of(family, 32, size, rank)  # noqa: E731
-    same_parts(results, expected(B, 32, ANSWERS[option]), own, varlen=False)
-
-
-LOCAL = {"three": (0, 6, 8, 18), "one": (0, 10), "empty": (0, 4, 4, 12), "equal": (0, 4, 8)}
-
-
-def tokens_of_documents(family: str, local: tuple[int, ...], size: int, rank: int) -> list[int]:
-    """Return the tokens of a rank where each document is split on its own."""
-    return [
-        size * start + token
-        for start, stop in pairwise(local)
-        for token in tokens_of(family, size * (stop - start), size, rank)
-        if stop > start
-    ]
-
-
-def _varlen(rank: int, family: str, local: tuple[int, ...], kwargs: dict[str, Any]) -> list[Any]:
-    size = dist.get_world_size()
-    own = tokens_of_documents(family, local, size, rank)
-    shards = [x[0, own] for x in tensors(1, size * local[-1])]
-    offsets = torch.tensor(local, dtype=torch.int32)
-    function = getattr(ring_flash_attn, f"{family}_func")
-    return attended(function, *shards, offsets, int(offsets.diff().max()), **kwargs)
-
-
-VARLEN = [(4, "three", option) for option in ANSWERS] + [
-    (size, local, option)
-    for size, local in ((2, "three"), (4, "one"), (2, "empty"), (4, "equal"))
-    for option in FEW
-]
-
-
-@pytest.mark.parametrize(("size", "local", "option"), VARLEN)
-@pytest.mark.parametrize("family", ["ring_flash_attn_varlen", "zigzag_ring_flash_attn_varlen"])
-def test_documents_split_each(
-    pools: dict[int, LocalRanks], size: int, family: str, local: str, option: str
+@pytest.mark.parametrize(
+    ("family", "size", "documents", "option"),
+    [
+        (family, size, documents, option)
+        for family, kind in FAMILIES.items()
+        for size, documents, options in RUNS[kind]
+        for option in options
+    ],
+)
+def test_results_are_the_oracles(
+    pools: dict[int, LocalRanks], family: str, size: int, documents: tuple[int, ...], option: str
 ) -> None:
-    offsets = LOCAL[local]
-    documents = tuple(size * offset for offset in offsets)
-    results = pools[size].run(_varlen, family, offsets, ANSWERS[option].given)
-    whole = expected(1, documents[-1], ANSWERS[option], cu_seqlens=documents)
-    same_parts(results, whole, lambda rank: tokens_of_documents(family, offsets, size, rank))
-
-
-MIXED = (0, 8, 10, 20, 22)  # long, short, long, short
-
-
-def _mixed(rank: int, family: str, kwargs: dict[str, Any]) -> list[Any]:
-    with patch.object(_documents, "LONG", 8):
-        return _varlen(rank, family, MIXED, kwargs)
+    results = pools[size].run(called, family, documents, ANSWERS[option])
+    whole = tensors(B if FAMILIES[family] == BATCH else 1, documents[-1])
+    right = expected(whole, ANSWERS[option], *seeds(5, 1), cu_seqlens=documents)
+    same_parts(results, right, family, documents)
 
 
 @pytest.mark.parametrize("option", ["causal window", "window", "dropout"])
@@ -195,84 +193,50 @@ def _mixed(rank: int, family: str, kwargs: dict[str, Any]) -> list[Any]:
 def test_long_documents_have_calls_of_their_own(
     pools: dict[int, LocalRanks], family: str, option: str
 ) -> None:
-    tokens, options = 4 * MIXED[-1], ANSWERS[option].oracle
-    q, k, v, dout = (x.numpy() for x in tensors(1, tokens))
-    expected = [np.zeros_like(x) for x in (q, q[..., 0].swapaxes(1, 2), q, k, v)]
-    shared = np.r_[32:40, 80:88]
-    calls = ((np.r_[0:32], (0, 32)), (np.r_[40:80], (0, 40)), (shared, (0, 8, 16)))
-    for (rows, documents), seed in zip(calls, seeds(5, len(calls)), strict=True):
-        x, y, z = q[:, rows], k[:, rows], v[:, rows]
-        more: dict[str, Any] = {"cu_seqlens": documents} | (
-            {"dropout_seed": seed} if option == "dropout" else {}
+    documents = (0, 32, 40, 80, 88)  # long, short, long, short
+    rows = np.r_[0:32], np.r_[40:80], np.r_[32:40, 80:88]
+    parts = [
+        expected([x[:, own] for x in tensors(1, 88)], ANSWERS[option], seed, cu_seqlens=offsets)
+        for own, offsets, seed in zip(
+            rows, ((0, 32), (0, 40), (0, 8, 16)), seeds(5, 3), strict=True
         )
-        out, lse = reference.attention(x, y, z, **options, **more)
-        grads = reference.attention_grads(dout[:, rows], x, y, z, **options, **more)[:3]
-        expected[1][:, :, rows] = lse
-        for whole, part in zip((expected[0], *expected[2:]), (out, *grads), strict=True):
-            whole[:, rows] = part
-    results = pools[4].run(_mixed, family, ANSWERS[option].given)
-    same_parts(results, expected, lambda rank: tokens_of_documents(family, MIXED, 4, rank))
-
-
-STREAMS = {
-    "crossing": (0, 5, 19, 32), "one": (0, 32), "at borders": (0, 8, 16, 32), "short": tuple(range(0, 33, 2)),
-}  # fmt: skip
-
-
-def _llama3(rank: int, documents: tuple[int, ...], kwargs: dict[str, Any]) -> list[Any]:
-    size = dist.get_world_size()
-    shards = [x[0].chunk(size)[rank] for x in tensors(1, 32)]
-    q, k, longest_q, longest_k, keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
-        torch.tensor(documents, dtype=torch.int32), kwargs.get("causal", False), rank, size
+    ]
+    order = np.argsort(np.concatenate(rows))
+    right = [
+        np.concatenate(x, axis=2 if n == 1 else 1).take(order, axis=2 if n == 1 else 1)
+        for n, x in enumerate(zip(*parts, strict=True))
+    ]
+    same_parts(
+        pools[4].run(called, family, documents, ANSWERS[option], 8), right, family, documents
     )
-    function = ring_flash_attn.llama3_flash_attn_varlen_func
-    return attended(function, *shards, q, k, longest_q, longest_k, 1, keys, **kwargs)
-
-
-LLAMA3_CASES = [(4, "crossing", option) for option in ANSWERS] + [
-    (size, stream, option)
-    for size, stream in ((2, "crossing"), (2, "one"), (4, "at borders"), (4, "short"))
-    for option in FEW
-]
-
-
-@pytest.mark.parametrize(("size", "stream", "option"), LLAMA3_CASES)
-def test_one_stream(pools: dict[int, LocalRanks], size: int, stream: str, option: str) -> None:
-    results = pools[size].run(_llama3, STREAMS[stream], ANSWERS[option].given)
-    whole, part = expected(1, 32, ANSWERS[option], cu_seqlens=STREAMS[stream]), 32 // size
-    same_parts(results, whole, lambda rank: slice(rank * part, (rank + 1) * part))
 
 
 @on_ranks
-def test_packed_tensors(rank: int) -> None:
-    size = dist.get_world_size()
-    local = torch.tensor([0, 6, 8, 18])
-    whole = torch.tensor([0, 5, 20, 18 * size])
-    prepared = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(whole, True, rank, size)
-    stream = (*prepared[:4], 2, prepared[4])
-    for family, more in FAMILIES.items():
-        shards = [x.chunk(size, dim=1)[rank] for x in tensors(B, 18 * size, heads=H)]
-        q, k, v, dout = (x[0] for x in shards) if more else shards
-        arguments = {"": (), BOTH: (local, 10), LLAMA3: stream}[more]
-        expected = attended(getattr(ring_flash_attn, f"{family}_func"), q, k, v, dout, *arguments, causal=True)  # fmt: skip
-        for count, name in ((2, "kvpacked"), (3, "qkvpacked")):
+def test_packed_tensors() -> None:
+    for family, kind in FAMILIES.items():
+        documents = RUNS[kind][1][1]
+        arguments = arguments_of(family, documents, causal=True)
+        q, k, v, dout = shards_of(family, documents, heads=H)
+        right = attended(
+            getattr(ring_flash_attn, f"{family}_func"), q, k, v, dout, *arguments, causal=True
+        )
+        for first, name in ((1, "kvpacked"), (0, "qkvpacked")):
             function = getattr(ring_flash_attn, f"{family}_{name}_func")
-            qkv = [q, k, v][: 3 - count]
-            packed = torch.stack([q, k, v][3 - count :], dim=-3)
-            leaves = [x.clone().requires_grad_() for x in (*qkv, packed)]
+            packed = [*[q][:first], torch.stack([q, k, v][first:], dim=-3)]
+            leaves = [x.clone().requires_grad_() for x in packed]
             out, lse, _ = function(*leaves, *arguments, causal=True, return_attn_probs=True)
             *firsts, last = torch.autograd.grad(out, leaves, dout)
-            grads = [*firsts, *last.unbind(-3)]
-            for x, y in zip([out, lse, *grads], expected, strict=True):
+            for x, y in zip([out, lse, *firsts, *last.unbind(-3)], right, strict=True):
                 assert torch.equal(x, y), (family, name)
 
 
 @on_four_ranks
 def test_group(rank: int) -> None:
     groups: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    q, k, v = (x[:, tokens_of("zigzag", 32, 2, rank % 2)] for x in tensors(B, 32)[:3])
+    local = tokens_of("zigzag_ring_flash_attn", (0, 32), 2, rank % 2)
+    q, k, v = (x[:, local] for x in tensors(B, 32)[:3])
     out = ring_flash_attn.zigzag_ring_flash_attn_func(q, k, v, causal=True, group=groups[rank // 2])
-    same(out, expected(B, 32, ANSWERS["causal"])[0][:, tokens_of("zigzag", 32, 2, rank % 2)])
+    same(out, expected(tensors(B, 32), ANSWERS["causal"], 0)[0][:, local])
 
 
 @pytest.mark.parametrize(("local", "count"), [((0, 6, 8, 18), 2), ((0, 10), 0)])
@@ -287,14 +251,15 @@ def test_one_exchange_there_and_one_back(local: tuple[int, ...], count: int) -> 
 
 
 def test_compiled_code_calls_it() -> None:
-    q, k, v, _ = tensors(1, 16)
+    q, k, v, dout = tensors(1, 16)
     function = ring_flash_attn.ring_flash_attn_varlen_func
 
     def twice(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return 2 * function(q[0], k[0], v[0], (0, 6, 16), 10, causal=True)
 
     compiled = torch.compile(twice, backend="eager")(q, k, v)
-    same(compiled, 2 * expected(1, 16, ANSWERS["causal"], cu_seqlens=(0, 6, 16))[0][0])
+    right = expected([q, k, v, dout], ANSWERS["causal"], 0, cu_seqlens=(0, 6, 16))
+    same(compiled, 2 * right[0][0])
 
 
 @pytest.mark.parametrize(
@@ -310,55 +275,6 @@ def test_ranks_that_differ_are_told(rank: int, what: str, word: str) -> None:
             q, q, q, (0, 2 if what == "documents" and rank else 4, 8), 8, group=group,
             dropout_p=0.1 if what == "seed" else 0.0,
         )  # fmt: skip
-
-
-QKV, KV, ALL = ("q", "k", "v"), ("q", "kv"), ("qkv",)
-OFFSETS = ("cu_seqlens", "max_seqlen")
-PREPARED_NAMES = (
-    "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "heads_k_stride",
-    "local_k_slice",
-)  # fmt: skip
-ARGUMENTS = {
-    "ring_flash_attn": (), "zigzag_ring_flash_attn": (), "stripe_flash_attn": (),
-    "ring_flash_attn_varlen": OFFSETS, "zigzag_ring_flash_attn_varlen": OFFSETS,
-    "llama3_flash_attn_varlen": PREPARED_NAMES,
-}  # fmt: skip
-OPTIONS = {
-    "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1),
-    "alibi_slopes": None, "deterministic": False, "return_attn_probs": False, "group": None,
-}  # fmt: skip
-NONE = inspect.Parameter.empty
-#: Argument names in order, and their defaults, in version 0.1.8.
-SIGNATURES: dict[str, dict[str, Any]] = {
-    f"{family}_{packing}func": dict.fromkeys(tensors + more, NONE) | OPTIONS
-    for family, more in ARGUMENTS.items()
-    for packing, tensors in (("", QKV), ("kvpacked_", KV), ("qkvpacked_", ALL))
-} | {
-    "llama3_flash_attn_prepare_cu_seqlens": dict.fromkeys(("cu_seqlens", "causal", "rank", "world_size"), NONE),
-    "substitute_hf_flash_attn": dict.fromkeys(("process_group", "heads_k_stride"), NONE),
-    "update_ring_flash_attn_params": dict.fromkeys(("cu_seqlens", "process_group"), NONE),
-}  # fmt: skip
-
-
-def test_all_names_are_there_and_no_others() -> None:
-    public = {
-        name
-        for name, value in vars(ring_flash_attn).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
-    }
-    assert public == set(SIGNATURES)
-    assert len(SIGNATURES) == 21
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_arguments_are_the_same(name: str) -> None:
-    parameters = {**inspect.signature(getattr(ring_flash_attn, name)).parameters}
-    if name not in ("llama3_flash_attn_prepare_cu_seqlens", "update_ring_flash_attn_params"):
-        strategy = parameters.pop("strategy")
-        assert (strategy.kind, strategy.default) == (inspect.Parameter.KEYWORD_ONLY, "auto")
-    assert {p.name: p.default for p in parameters.values()} == SIGNATURES[name]
-    assert list(parameters) == list(SIGNATURES[name])
-    assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters.values())
 
 
 #: Results of version 0.1.8 for documents (0, 3, 10, 16) on four ranks.
@@ -382,12 +298,12 @@ def test_prepare(causal: bool, rank: int) -> None:
     assert q.dtype == k.dtype == torch.int32
 
 
-def llama3_arguments(rank: int = 0, size: int = 2, *, causal: bool = False) -> dict[str, Any]:
-    documents = torch.tensor([0, 5, 16])
-    prepared = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(documents, causal, rank, size)
-    return dict(zip((*PREPARED_NAMES[:4], PREPARED_NAMES[5]), prepared, strict=True)) | {
-        "heads_k_stride": 2
-    }
+def llama3_arguments(rank: int = 0, size: int = 2) -> dict[str, Any]:
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice"
+    prepared = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
+        torch.tensor([0, 5, 16]), False, rank, size
+    )
+    return dict(zip(names, prepared, strict=True)) | {"heads_k_stride": 2}
 
 
 def odd(**replaced: Any) -> dict[str, Any]:
@@ -422,6 +338,15 @@ BAD: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "other rank": ("llama3_flash_attn_varlen", TOKENS, llama3_arguments(1), "rank=1 there and 0 here"),
     "other size": ("llama3_flash_attn_varlen", TOKENS, llama3_arguments(0, 4), "world_size=4 there and"),
 }  # fmt: skip
+PREPARE = "llama3_flash_attn_prepare_cu_seqlens"
+#: Arguments of other functions, the tensors one by one.
+OTHERS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
+    "packed keys": ("ring_flash_attn_kvpacked_func", (BATCHED, torch.zeros(1, 8, 3, H, D)), {}, r"kv must be a tensor \[B, T_local, 2, heads, D\]"),
+    "all packed": ("ring_flash_attn_qkvpacked_func", (TOKENS,), {}, r"qkv must be a tensor \[B, T_local, 3, heads, D\]"),
+    "length": (PREPARE, (torch.tensor([0, 6]), True, 0, 4), {}, "document of 2 tokens of padding"),
+    "rank": (PREPARE, (torch.tensor([0, 8]), True, 4, 4), {}, r"rank must be in \[0, 4\)"),
+    "no ranks": (PREPARE, (torch.tensor([0, 8]), True, 0, 0), {}, r"rank must be in \[0, 0\)"),
+}  # fmt: skip
 REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "slopes by document": ("ring_flash_attn_varlen", TOKENS, {"cu_seqlens": (0, 4, 8), "max_seqlen": 4, "alibi_slopes": torch.ones(2, H)}, "alibi_slopes"),
     "slopes by document of a stream": ("llama3_flash_attn_varlen", TOKENS, odd(alibi_slopes=torch.ones(2, H)), "alibi_slopes"),
@@ -435,33 +360,12 @@ def test_bad_arguments_are_named_before_anything_is_sent(rank: int) -> None:
     if rank:
         return
     with patch.object(Ranks, "start", None), patch.object(dist, "all_to_all_single", None):
-        for name, (family, x, kwargs, message) in (BAD | REFUSED).items():
+        for name, (family, x, kwargs, message) in (BAD | REFUSED | OTHERS).items():
+            function = family if name in OTHERS else f"{family}_func"
+            tensors = x if name in OTHERS else (x,) * 3
             with pytest.raises(ValueError, match=message) as error:
-                getattr(ring_flash_attn, f"{family}_func")(x, x, x, **kwargs)
+                getattr(ring_flash_attn, function)(*tensors, **kwargs)
             assert type(error.value) is (UnsupportedError if name in REFUSED else ValueError), name
-
-
-@pytest.mark.parametrize(
-    ("function", "x", "message"),
-    [
-        ("ring_flash_attn_kvpacked_func", torch.zeros(1, 8, 3, H, D), r"kv must be a tensor \[B, T_local, 2, heads, D\]"),
-        ("ring_flash_attn_qkvpacked_func", TOKENS, r"qkv must be a tensor \[B, T_local, 3, heads, D\]"),
-    ],
-)  # fmt: skip
-def test_packed_shapes(function: str, x: Tensor, message: str) -> None:
-    more = (x,) if "qkv" in function else (BATCHED, x)
-    with pytest.raises(ValueError, match=message):
-        getattr(ring_flash_attn, function)(*more)
-
-
-def test_lengths_that_ranks_cannot_share() -> None:
-    with pytest.raises(ValueError, match="document of 2 tokens of padding"):
-        ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 6]), True, 0, 4)
-    for size in (4, 0):
-        with pytest.raises(ValueError, match=rf"rank must be in \[0, {size}\)"):
-            ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
-                torch.tensor([0, 8]), True, size, size
-            )
 
 
 def test_a_cast_by_position_keeps_documents_apart() -> None:
@@ -475,80 +379,44 @@ def test_a_cast_by_position_keeps_documents_apart() -> None:
 
 
 DOCUMENTS = (0, 5, 26, 32)
-SIZES: dict[str, Any] = {
-    "vocab_size": 29, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
-    "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 0, "sliding_window": 7,
-}  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {
-    "Mistral": {},
-    "Gemma2": {"attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 11},
-    "GptOss": {
-        "num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    },
-}  # fmt: skip
-
-
-def build(name: str, **changes: Any) -> Any:
-    """Build a small float64 model with random weights, the same on all ranks."""
-    config = getattr(transformers, f"{name}Config")(**SIZES | MODELS[name] | changes)
-    torch.manual_seed(1)
-    model = getattr(transformers, f"{name}ForCausalLM")._from_config(
-        config, attn_implementation="eager"
-    )
-    with torch.no_grad():  # initial sinks are too small to show in results
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.1)
-    return model.double().train()
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, their positions in the documents, and a gradient of the logits."""
-    generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(29, (1, 32), generator=generator)
+    tokens = torch.randint(BYTES, (1, 32), generator=torch.Generator().manual_seed(2))
     places = torch.cat([torch.arange(stop - start) for start, stop in pairwise(DOCUMENTS)])
-    return tokens, places[None], torch.randn(1, 32, 29, generator=generator).double()
+    return tokens, places[None], numbers(2, 1, 32, BYTES)
 
 
-def ring_group(size: int) -> Any:
-    """Return this rank's group of ``size`` ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
-    return groups[rank // size]
-
-
-def _ring(_: int, name: str, size: int) -> tuple[Tensor, list[Tensor]]:
-    group = ring_group(size)
-    model = build(name)
-    model.config._attn_implementation = "flash_attention_2"
-    strategy = "ulysses" if size == 4 else "auto"
-    substitute_hf_flash_attn(group, heads_k_stride=1, strategy=strategy)
-    update_ring_flash_attn_params(torch.tensor(DOCUMENTS, dtype=torch.int32), group)
-    local = (x.chunk(size, dim=1)[dist.get_rank(group)] for x in batch())
-    tokens, places, weight = local
-    logits = model(input_ids=tokens, position_ids=places, use_cache=False).logits
-    logits.backward(weight)
-    return logits.detach(), [x.grad for x in model.parameters()]
-
-
-def whole(name: str) -> tuple[Tensor, list[Tensor]]:
-    """Return logits and gradients of the model on one document at a time."""
-    model, (tokens, places, weight) = build(name), batch()
+def run(model: Any, parts: list[slice]) -> tuple[Tensor, list[Tensor]]:
+    """Return logits and gradients of a model on parts of the tokens, one after another."""
+    tokens, places, weight = batch()
     logits = [
-        model(input_ids=tokens[:, a:b], position_ids=places[:, a:b], use_cache=False).logits
-        for a, b in pairwise(DOCUMENTS)
+        model(input_ids=tokens[:, x], position_ids=places[:, x], use_cache=False).logits
+        for x in parts
     ]
     joined = torch.cat(logits, dim=1)
-    joined.backward(weight)
+    joined.backward(torch.cat([weight[:, x] for x in parts], dim=1))
     return joined.detach(), [x.grad for x in model.parameters()]
 
 
+def _ring(rank: int, name: str, size: int) -> tuple[Tensor, list[Tensor]]:
+    groups = [dist.new_group(range(first, first + size)) for first in range(0, 4, size)]
+    group: Any = groups[rank // size]
+    strategy = "ulysses" if size == 4 else "auto"
+    substitute_hf_flash_attn(group, heads_k_stride=1, strategy=strategy)
+    update_ring_flash_attn_params(torch.tensor(DOCUMENTS, dtype=torch.int32), group)
+    model = build(name)
+    model.config._attn_implementation = "flash_attention_2"
+    tokens = 32 // size
+    return run(model, [slice(rank % size * tokens, (rank % size + 1) * tokens)])
+
+
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["Mistral", "Gemma2", "GptOss"])
 def test_models(pools: dict[int, LocalRanks], name: str, size: int) -> None:
     """Results differ only by the softmax, which eager attention computes in float32."""
-    logits, grads = whole(name)
+    logits, grads = run(build(name), [slice(*x) for x in pairwise(DOCUMENTS)])
     results = pools[4].run(_ring, name, size)[:size]
     actual = torch.cat([part for part, _ in results], dim=1)
     torch.testing.assert_close(actual, logits, rtol=1e-5, atol=1e-5)
@@ -559,28 +427,20 @@ def test_models(pools: dict[int, LocalRanks], name: str, size: int) -> None:
         torch.testing.assert_close(torch.stack(parts).sum(0), expected, rtol=0, atol=1e-5 * scale)
 
 
-@pytest.fixture
-def registry() -> Iterator[None]:
-    """Restore transformers' registry and flash attention afterwards."""
-    from transformers import modeling_flash_attention_utils as flash
-
-    shared, own = (
-        dict(AttentionInterface._global_mapping),
-        dict(ALL_ATTENTION_FUNCTIONS._local_mapping),
-    )
-    forward = flash._flash_attention_forward
-    yield
-    AttentionInterface._global_mapping.clear()
-    AttentionInterface._global_mapping.update(shared)
-    ALL_ATTENTION_FUNCTIONS._local_mapping = own
-    flash._flash_attention_forward = forward
-
-
-@pytest.mark.usefixtures("registry")
-def test_all_flash_attention_is_substituted() -> None:
+def test_all_flash_attention_is_substituted(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import modeling_flash_attention_utils as flash
     from transformers.integrations.flash_attention import flash_attention_forward
 
+    monkeypatch.setattr(
+        AttentionInterface, "_global_mapping", {**AttentionInterface._global_mapping}
+    )
+    own = {**ALL_ATTENTION_FUNCTIONS._local_mapping}
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", own)
+    monkeypatch.setattr(flash, "_flash_attention_forward", flash._flash_attention_forward)
+    with pytest.raises(ValueError, match="call substitute_hf_flash_attn"):
+        update_ring_flash_attn_params(torch.tensor([0, 8]), None)
+    with pytest.raises(ValueError, match="heads_k_stride"):
+        substitute_hf_flash_attn(None, 0)
     others = {name: ALL_ATTENTION_FUNCTIONS[name] for name in ("sdpa", "flex_attention")}
     substitute_hf_flash_attn(None, 1)
     names = [f"flash_attention_{version}" for version in (2, 3, 4)]
@@ -599,22 +459,12 @@ def test_all_flash_attention_is_substituted() -> None:
     assert ALL_ATTENTION_FUNCTIONS["some/kernel"] is ours and ours.documents == (0, 8)
 
 
-@pytest.mark.usefixtures("registry")
-def test_params_need_the_substitution() -> None:
-    with pytest.raises(ValueError, match="call substitute_hf_flash_attn"):
-        update_ring_flash_attn_params(torch.tensor([0, 8]), None)
-    with pytest.raises(ValueError, match="heads_k_stride"):
-        substitute_hf_flash_attn(None, 0)
-
-
 def module(**config: Any) -> Any:
     return SimpleNamespace(config=SimpleNamespace(**config), is_causal=True)
 
 
 def inputs() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    shapes = ((1, 4, 16, 8), (1, 2, 16, 8), (1, 2, 16, 8))
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [numbers(3, 1, heads, 16, 8) for heads in (4, 2, 2)]
 
 
 SINKS = torch.linspace(-1, 1, 4, dtype=torch.float64)
@@ -651,51 +501,38 @@ def test_what_a_model_asks_for(name: str) -> None:
 
 
 def test_environment_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ring_torch.compat import hf
-
-    asked = []
-
-    def attention(q: Tensor, *_: Tensor, deterministic: bool, **__: Any) -> Tensor:
-        asked.append(deterministic)
-        return q
-
-    monkeypatch.setattr(hf, "ring_attention", attention)
+    asked = Mock(side_effect=lambda q, *_, **__: q)
+    monkeypatch.setattr(hf, "ring_attention", asked)
+    q, k, v = inputs()
     for value in ("1", "0"):
         monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", value)
-        q, k, v = inputs()
         RingFlashAttention(None, 1, (0, 16))(module(), q, k, v, None)
-    assert asked == [True, False]
+    assert [call.kwargs["deterministic"] for call in asked.call_args_list] == [True, False]
 
 
-REFUSED_OF_MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    "padding": ({"attention_mask": torch.ones(1, 16)}, "attention_mask: .*padding"),
-    "documents": ({"cu_seq_lens_q": torch.tensor([0, 16])}, "cu_seq_lens_q: documents are those of"),
-    "weights": ({"output_attentions": True}, "output_attentions: weights are never formed"),
-    "cache": ({"cache": object()}, "cache: "),
-    "bias": ({"position_bias": torch.zeros(1)}, "position_bias: "),
-    "unknown": ({"alibi": torch.zeros(4)}, "alibi: this argument is not known"),
-    "several": ({"alibi": 1, "block_table": 2}, "alibi: .*block_table: "),
+#: What is not as it should be: an argument, the config, documents or their stride, or the queries.
+REFUSED_OF_MODELS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "padding": ({"attention_mask": torch.ones(1, 16)}, UnsupportedError, "attention_mask: .*padding"),
+    "documents": ({"cu_seq_lens_q": torch.tensor([0, 16])}, UnsupportedError, "cu_seq_lens_q: documents are those of"),
+    "weights": ({"output_attentions": True}, UnsupportedError, "output_attentions: weights are never formed"),
+    "cache": ({"cache": object()}, UnsupportedError, "cache: "),
+    "bias": ({"position_bias": torch.zeros(1)}, UnsupportedError, "position_bias: "),
+    "unknown": ({"alibi": torch.zeros(4)}, UnsupportedError, "alibi: this argument is not known"),
+    "several": ({"alibi": 1, "block_table": 2}, UnsupportedError, "alibi: .*block_table: "),
+    "chunks": ({"config": {"attention_chunk_size": 4}}, UnsupportedError, "attention_chunk_size"),
+    "no documents": ({"given": None}, ValueError, "call update_ring_flash_attn_params"),
+    "cached keys": ({"queries": 1}, ValueError, "no cached keys"),
+    "stride": ({"stride": 3}, ValueError, "heads_k_stride"),
+    "end": ({"given": (0, 12)}, ValueError, "cu_seqlens must end at"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED_OF_MODELS)
 def test_refusals(name: str) -> None:
-    kwargs, message = REFUSED_OF_MODELS[name]
-    arguments: dict[str, Any] = {"attention_mask": None} | kwargs
-    q, k, v = inputs()
-    with pytest.raises(UnsupportedError, match=message):
-        RingFlashAttention(None, 1, (0, 16))(module(), q, k, v, **arguments)
-
-
-def test_what_cannot_be_known_is_asked_for() -> None:
-    q, k, v = inputs()
-    with pytest.raises(UnsupportedError, match="attention_chunk_size"):
-        RingFlashAttention(None, 1, (0, 16))(module(attention_chunk_size=4), q, k, v, None)
-    with pytest.raises(ValueError, match="call update_ring_flash_attn_params"):
-        RingFlashAttention(None, 1)(module(), q, k, v, None)
-    with pytest.raises(ValueError, match="no cached keys"):
-        RingFlashAttention(None, 1, (0, 16))(module(), q[:, :, :1], k, v, None)
-    with pytest.raises(ValueError, match="heads_k_stride"):
-        RingFlashAttention(None, 3, (0, 16))(module(), q, k, v, None)
-    with pytest.raises(ValueError, match="cu_seqlens must end at"):
-        RingFlashAttention(None, 1, (0, 12))(module(), q, k, v, None)
+    kwargs, error, message = REFUSED_OF_MODELS[name]
+    more: dict[str, Any] = {"attention_mask": None} | kwargs
+    documents, stride = more.pop("given", (0, 16)), more.pop("stride", 1)
+    layer, (q, k, v) = module(**more.pop("config", {})), inputs()
+    q = q[:, :, : more.pop("queries", None)]
+    with pytest.raises(error, match=message):
+        RingFlashAttention(None, stride, documents)(layer, q, k, v, **more)

@@ -1,4 +1,4 @@
-"""Prefill and decode over a sharded K/V cache, compared with dense attention in float64.
+"""Prefill and decode over a sharded K/V cache, compared with the oracle.
 
 And faults around it: of callers, of ranks, of kernels, and those of others.
 """
@@ -6,28 +6,38 @@ And faults around it: of callers, of ranks, of kernels, and those of others.
 from __future__ import annotations
 
 import gc
+import re
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from random import Random
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks, on_two_ranks
-from served import PAGE, SIZES, World, dense
+from plain_flash import PlainFlash
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ring_torch
-from ring_core import RankMismatchError, UnsupportedError, WrongResultError
+from ring_core import LayoutName, Mask, RankMismatchError, WrongResultError
+from ring_core.reference import attention
 from ring_torch import ContextParallel, KVCache
+from ring_torch.kernels.fa4 import library
+from ring_torch.kernels.library import LaunchOptions
 from ring_torch.local import LocalRanks
-from ring_torch.serving import decoding, merging, paged, prefilling, state
+from ring_torch.serving import decoding, flash_pages, kernels, merging, paged, prefilling, state
 
 H, K, D = 4, 2, 8
+PAGE, LAYERS = 4, 2
+LAYOUTS: tuple[LayoutName, ...] = ("contiguous", "zigzag", "striped")
 
 
 @pytest.fixture(params=[1, 2, 3], ids="{} ranks".format)
@@ -56,119 +66,89 @@ def filled(cp: ContextParallel, n: int = 13, rows: int = 2) -> tuple[KVCache, Te
     return cache, k, v
 
 
+def dense(q: Tensor, kv: Sequence[Tensor], row: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
+    """Attend with the last queries ``[n, H, D]`` of a request to all its keys ``[L, K, D]``."""
+    if (slopes := options.get("alibi_slopes")) is not None and slopes.ndim == 2:
+        options["alibi_slopes"] = slopes[row]
+    options = {n: x.double().numpy() if isinstance(x, Tensor) else x for n, x in options.items()}
+    arrays = [x.double().numpy()[None] for x in (q, *kv)]
+    out, lse = attention(arrays[0], arrays[1], arrays[2], causal=True, **options)
+    return torch.from_numpy(out[0]), torch.from_numpy(lse[0])
+
+
+def close(actual: Tensor, expected: Tensor, limit: float = 1e-12) -> None:
+    torch.testing.assert_close(actual.double(), expected, rtol=limit, atol=limit)
+
+
 # What callers do wrong.
 
 
-def refused(cp: ContextParallel, cache: KVCache, k: Tensor, v: Tensor) -> dict[str, Any]:
+def refused(cp: Any, cache: KVCache, k: Tensor, v: Tensor) -> dict[str, Any]:
     """Return wrong calls, by the text of their errors."""
-    q, one, fork = randn(2, 1, H, D), k[:, :1], cache.fork
+    q, one = randn(2, 1, H, D), k[:, :1]
+    shards: Any = [cp.shard(x[:1], pad=True) for x in (randn(2, 13, H, D), k, v)]
+
+    def decode(q: Tensor = q, **options: Any) -> None:
+        cp.decode(q, cache, layer=0, **options)
+
+    def after(*changes: Callable[[], object], requests: int = 1) -> Callable[[], None]:
+        def write() -> None:
+            for change in changes:
+                change()
+            cache.write(one[:requests], one[:requests], layer=0)
+
+        return write
 
     def unwritten() -> None:
         cache.extend([0, 1], 1)
-        cp.decode(q, cache, layer=0)
+        decode()
 
-    def forked() -> None:
-        cache.extend([0], 1)
-        fork(0)
-        cache.write(one[:1], one[:1], layer=0)
-
-    def truncated() -> None:
-        cache.extend([0], 2)
-        cache.truncate(0, cache.lengths[0] - 1)
-        cache.write(one[:1], one[:1], layer=0)
+    def full() -> None:
+        try:
+            cache.extend([0, 1], 200)
+        finally:
+            assert cache.lengths == {0: 13, 1: 13}
 
     def evicted() -> None:
         cache.evict(0)
-        cp.decode(q, cache, layer=0)
+        decode()
 
     def alone() -> None:
-        with cp.whole():
-            cp.decode(q, cache, layer=0)
+        cp_of_call = cp if cp.cp_size > 1 else ContextParallel()  # there a block alone is another
+        with cp_of_call.whole():
+            cp_of_call.decode(q, cache, layer=0)
 
     return {
         "layer 0 of request 0 was not written since the last extend": unwritten,
-        "what one extend has reserved, before the request is truncated or forked": forked,
-        r"have \[0\] reserved positions": truncated,
+        "what one extend has reserved, before the request is truncated or forked": after(lambda: cache.extend([0], 1), lambda: cache.fork(0)),
+        r"have \[0\] reserved positions": after(lambda: cache.extend([0], 2), lambda: cache.truncate(0, cache.lengths[0] - 1)),
         "v=None says that values are the first 8 of 8 numbers": lambda: cache.write(k, layer=0),
+        "nothing was reserved": full,
         "of which one was evicted: name the requests": evicted,
-        "q has 99 tokens, and request 0 only 13": lambda: cp.decode(randn(2, 99, H, D), cache, layer=0),
-        "q must have a row for each of 2 requests, and up to 4 with padding, got 1 rows": (
-            lambda: cp.decode(q[:1], cache, layer=0)
-        ),
-        "q must have a row for each of 1 requests, got 2 rows": (
-            lambda: cp.decode(q, cache, layer=0, requests=[0])
-        ),
-        r"k must be \[2, 13, 2, 8\], a row for each reserved position": (
-            lambda: cache.write(one, one, layer=0)
-        ),
-        "decode has no backward, and q requires a gradient": (
-            lambda: cp.decode(q.clone().requires_grad_(), cache, layer=0)
-        ),
-        "decode has no backward, and sinks requires a gradient": (
-            lambda: cp.decode(q, cache, layer=0, sinks=torch.zeros(H, requires_grad=True))
-        ),
-        "write has no backward, and k requires a gradient": (
-            lambda: cache.write(k.clone().requires_grad_(), v, layer=0)
-        ),
-        "merge_partials has no backward, and out requires a gradient": (
-            lambda: cp.merge_partials(q.clone().requires_grad_(), randn(2, H, 1))
-        ),
-        "q is torch.float32 on cpu, and the cache torch.float64": (
-            lambda: cp.decode(q.float(), cache, layer=0)
-        ),
-        r"q must be \[1, \d+, H, D\], this rank's part of the 13 reserved tokens": (
-            lambda: cp.prefill(q[:1], one[:1], one[:1], cache, layer=0, request=0)
-        ),
-        "no option is called scale. Instead: for scale, use softmax_scale": (
-            lambda: cp.decode(q, cache, layer=0, scale=1.0)  # type: ignore[call-overload]  # wrong
-        ),
-        "the cache is of . ranks, and cp of another group": (
-            alone if cp.cp_size > 1 else lambda: alone_elsewhere(cache, q)
-        ),
+        "q has 99 tokens, and request 0 only 13": lambda: decode(randn(2, 99, H, D)),
+        "q must have a row for each of 2 requests, and up to 4 with padding, got 1 rows": lambda: decode(q[:1]),
+        "q must have a row for each of 1 requests, got 2 rows": lambda: decode(requests=[0]),
+        r"k must be \[2, 13, 2, 8\], a row for each reserved position": after(requests=2),
+        "decode has no backward, and q requires a gradient": lambda: decode(q.clone().requires_grad_()),
+        "decode has no backward, and sinks requires a gradient": lambda: decode(sinks=torch.zeros(H, requires_grad=True)),
+        "write has no backward, and k requires a gradient": lambda: cache.write(k.clone().requires_grad_(), v, layer=0),
+        "merge_partials has no backward, and out requires a gradient": lambda: cp.merge_partials(q.clone().requires_grad_(), randn(2, H, 1)),
+        "q is torch.float32 on cpu, and the cache torch.float64": lambda: decode(q.float()),
+        r"q must be \[1, \d+, H, D\], this rank's part of the 13 reserved tokens": lambda: cp.prefill(q[:1], one[:1], one[:1], cache, layer=0, request=0),
+        "no option is called scale. Instead: for scale, use softmax_scale": lambda: decode(scale=1.0),
+        "the cache is of . ranks, and cp of another group": alone,
+        "'symm_mem' has no exchange of partial results": lambda: decode(transport="symm_mem"),
+        "kernel='fa4': flash-attn-4 needs CUDA": lambda: cp.prefill(*shards, cache, layer=0, request=0, kernel="fa4"),
+        "kernel='fa4': it is for prefill": lambda: decode(kernel="fa4"),
     }  # fmt: skip
-
-
-def alone_elsewhere(cache: KVCache, q: Tensor) -> None:
-    """Call a cache of this process alone from a block in which ranks act alone."""
-    cp = ContextParallel()
-    with cp.whole():
-        cp.decode(q, cache, layer=0)
 
 
 @on_ranks
 def test_what_is_refused_before_anything_is_sent() -> None:
     cp = ContextParallel()
-    count = len(refused(cp, *filled(cp)))
-    for n in range(count):
-        text, call = list(refused(cp, *filled(cp)).items())[n]
+    for text in refused(cp, *filled(cp)):
         with pytest.raises(ValueError, match=text):
-            call()
-    cache, *_ = filled(cp)
-    with pytest.raises(UnsupportedError, match="'symm_mem' has no exchange of partial results"):
-        cp.decode(randn(2, 1, H, D), cache, layer=0, transport="symm_mem")
-
-
-@on_ranks
-def test_requests_may_come_in_any_form(rank: int) -> None:
-    cp = ContextParallel()
-    cache, *_ = filled(cp)
-    forms: list[Any] = [[1, 0], (1, 0), [np.int64(1), np.int32(0)], range(1, -1, -1)]
-    q = randn(2, 1, H, D)
-    outs = [cp.decode(q, cache, layer=0, requests=forms[(n + rank) % len(forms)]) for n in range(4)]
-    assert all(torch.equal(outs[0], x) for x in outs)
-
-
-@on_ranks
-def test_what_runs_out_changes_nothing() -> None:
-    cp = ContextParallel()
-    cache, k, v = filled(cp)
-    before = cp.decode(q := randn(2, 3, H, D), cache, layer=0)
-    with pytest.raises(ValueError, match="nothing was reserved"):
-        cache.extend([0, 1], 200)
-    assert cache.lengths == {0: 13, 1: 13}
-    assert torch.equal(cp.decode(q, cache, layer=0), before)
-    expected = dense(q[1], (k[1], v[1]), 0, {})[0]
-    torch.testing.assert_close(before[1], expected, rtol=1e-12, atol=1e-12)
+            refused(cp, *filled(cp))[text]()
 
 
 @on_ranks
@@ -189,37 +169,34 @@ def test_tables_are_those_that_torch_takes() -> None:
 # Ranks that disagree, or are lost.
 
 
-def extended(cache: KVCache, request: int) -> None:
-    cache.extend([request], 4)
-    cache.write(randn(1, 4, K, D), randn(1, 4, K, D), layer=0)
-
-
 DISAGREE: dict[str, tuple[Callable[[KVCache, int], Any], str]] = {
     "a fork more": (lambda cache, rank: rank and cache.fork(1), "state of the cache"),
     "shorter": (lambda cache, rank: rank and cache.truncate(1, 5), "state of the cache"),
-    "other requests": (extended, "state of the cache"),
+    "other requests": (
+        lambda cache, rank: (cache.extend([rank], 4), cache.write(*randn(2, 1, 4, K, D), layer=0)), "state of the cache",
+    ),
     "grown": (lambda cache, rank: rank and cache.grow(PAGE), "pages is"),
-}
+}  # fmt: skip
 
 
-def in_time(seconds: int) -> ContextParallel:
-    """Return context parallelism over a group of its own with this timeout."""
+def decoded(seconds: int) -> tuple[ContextParallel, KVCache]:
+    """Return a cache over a group of its own with this timeout, behind a call that was compared."""
     group: Any = dist.new_group(timeout=timedelta(seconds=seconds))
-    return ContextParallel(group)
+    cp = ContextParallel(group)
+    cache, *_ = filled(cp)
+    cp.decode(randn(2, 1, H, D), cache, layer=0)
+    return cp, cache
 
 
 @pytest.mark.parametrize("name", DISAGREE)
 @pytest.mark.parametrize("call", ["decode", "prefill"])
 @on_two_ranks
 def test_caches_that_disagree(rank: int, call: str, name: str) -> None:
-    (change, message), cp = DISAGREE[name], in_time(10)
-    cache, *_ = filled(cp)
-    cp.decode(randn(2, 1, H, D), cache, layer=0)  # a call that was compared before
+    (change, message), (cp, cache) = DISAGREE[name], decoded(10)
     if call == "prefill":
         cache.extend([0], 4)
     change(cache, rank)
-    q, k = randn(1, 2, H, D), randn(1, 2, K, D)
-    request = rank if name == "other requests" else 0
+    q, k, request = randn(1, 2, H, D), randn(1, 2, K, D), rank * (name == "other requests")
     calls: dict[str, Callable[[], Any]] = {
         "decode": lambda: cp.decode(q[:, :1], cache, layer=0, requests=[0]),
         "prefill": lambda: cp.prefill(q, k, k, cache, layer=0, request=request),
@@ -230,29 +207,14 @@ def test_caches_that_disagree(rank: int, call: str, name: str) -> None:
 
 @on_two_ranks
 def test_a_lost_rank_ends_decode_on_the_others(rank: int) -> None:
-    cp = in_time(3)
-    cache, *_ = filled(cp)
-    cp.decode(randn(2, 1, H, D), cache, layer=0)
-    if rank == 1:
-        return
-    with pytest.raises(
-        RuntimeError, match=r"call \d+ \(decode\): rank 0 waited in vain for rank 1"
-    ):
-        cp.decode(randn(2, 1, H, D), cache, layer=0)
+    cp, cache = decoded(3)
+    message = r"call \d+ \(decode\): rank 0 waited in vain for rank 1"
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=message):
+            cp.decode(randn(2, 1, H, D), cache, layer=0)
 
 
 # What the tripwire sees.
-
-
-@contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, value)
-        yield
-
-
-def wrong_by(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[..., Any]:
-    return lambda *args: change(*ATTEND(*args))
 
 
 def last_query_for_all(q: Tensor, positions: Tensor, *rest: Any) -> Any:
@@ -266,53 +228,40 @@ def merged_as_base_2(ranks: Any, out: Tensor, lse: Tensor) -> tuple[Tensor, Tens
     return out, lse / 0.6931471805599453
 
 
-def gathered_twice(ranks: Any, packed: Tensor) -> Tensor:
-    GATHERED(ranks, packed)
-    return GATHERED(ranks, packed)
-
-
 GATHERED, ATTEND = merging._gathered, paged.attend
 FAULTS: dict[str, tuple[Any, str, Any, str]] = {
-    "no fault": (paged, "_BLOCK_SCORES", 1, ""),
-    "values": (paged, "attend", wrong_by(lambda out, lse: (out * 1.001, lse)), r"out\["),
-    "lse": (paged, "attend", wrong_by(lambda out, lse: (out, lse + 0.01)), r"lse\["),
+    "values": (paged, "attend", lambda *x: (ATTEND(*x)[0] * 1.001, ATTEND(*x)[1]), r"out\["),
+    "lse": (paged, "attend", lambda *x: (ATTEND(*x)[0], ATTEND(*x)[1] + 0.01), r"lse\["),
     "the last query's length": (paged, "attend", last_query_for_all, r"out\["),
     "base 2": (decoding, "merge_over_ranks", merged_as_base_2, r"out\["),
-    "more bytes": (merging, "_gathered", gathered_twice, "bytes were sent, and the call states"),
+    "more bytes": (merging, "_gathered", lambda *x: (GATHERED(*x), GATHERED(*x))[1], "bytes were sent, and the call states"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
-@on_ranks
-def test_the_tripwire(name: str) -> None:
-    cp = ContextParallel()
-    if cp.cp_size == 1 and name != "no fault":  # one rank alone is not checked: nothing is merged
-        return
-    owner, attribute, value, message = FAULTS[name]
+def _tripped(_: int, name: str) -> str:
+    """Return the error of calls under a fault."""
+    (owner, attribute, value, _message), cp = FAULTS[name], ContextParallel()
     cache, k, v = filled(cp, n=21)
     cache.extend([0], 11)
     q = randn(1, 11, H, D)
-
-    def run() -> None:
-        shards = [cp.shard(x, pad=True) for x in (q, k[:1, :11], v[:1, :11])]
-        cp.prefill(
-            shards[0], shards[1], shards[2], cache, layer=0, request=0, sinks=randn(H), softcap=2.0
-        )
-        for _ in range(4):
-            cp.decode(q, cache, layer=0, requests=[0], window=(9, 0), alibi_slopes=randn(H).abs())
-
-    with ring_torch.check(), patched(owner, attribute, value):
-        if not message:
-            run()
-            return
-        with pytest.raises(WrongResultError, match=message):
-            run()
+    shards: Any = [cp.shard(x, pad=True) for x in (q, k[:1, :11], v[:1, :11])]
+    more: Any = {"window": (9, 0), "alibi_slopes": randn(H).abs()}
+    scores: Any = {"sinks": randn(H), "softcap": 2.0}
+    with ring_torch.check(), patch.object(owner, attribute, value):
+        try:
+            cp.prefill(shards[0], shards[1], shards[2], cache, layer=0, request=0, **scores)
+            for _ in range(4):
+                cp.decode(q, cache, layer=0, requests=[0], **more)
+        except WrongResultError as error:
+            return str(error)
+    return ""
 
 
-@on_ranks
-def test_random_schedules_under_the_tripwire() -> None:
-    with ring_torch.check(every=3):
-        World(ContextParallel(), SIZES["groups"], 77).run(12)
+@pytest.mark.parametrize("ranks", [2, 3], ids="{} ranks".format)  # one has nothing to merge
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_tripwire(name: str, ranks: int, pools: dict[int, LocalRanks]) -> None:
+    for error in pools[ranks].run(_tripped, name):
+        assert re.search(FAULTS[name][3], error)
 
 
 # Partial results alone, and faults of others.
@@ -323,55 +272,50 @@ def test_random_schedules_under_the_tripwire() -> None:
 @pytest.mark.parametrize("base", ["e", "2"])
 @on_ranks
 def test_merge_partials(heads: int, limit: int, base: Any) -> None:
-    cp, (n, keys) = ContextParallel(), (3, 12)
-    q, k, v = randn(n, heads, D), randn(keys, heads, D), randn(keys, heads, D, seed=1)
-    expected = torch.einsum("nhd,mhd->hnm", q, k)
-    out = torch.einsum("hnm,mhd->nhd", expected.softmax(-1), v)
-    ranks = cp.cp_size
-    own = slice(cp.cp_rank, None, max(1, ranks - 1))  # the last rank has no key that is not ...
-    if ranks > 1 and cp.cp_rank == ranks - 1:
-        own = slice(0, 0)  # ... another's: it is empty, and says NaN
-    scores = torch.einsum("nhd,mhd->hnm", q, k[own])
-    lse = scores.logsumexp(-1) if k[own].numel() else torch.full((heads, n), -torch.inf).double()
-    part = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v[own])
-    part = part if k[own].numel() else torch.full_like(part, torch.nan)
+    cp, q = ContextParallel(), randn(3, heads, D)
+    k, v = randn(12, heads, D), randn(12, heads, D, seed=1)
+
+    def part(own: slice) -> tuple[Tensor, Tensor]:
+        scores = torch.einsum("nhd,mhd->hnm", q, k[own])
+        return torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v[own]), scores.logsumexp(-1)
+
+    out, lse = part(slice(None))
+    if cp.cp_rank and cp.cp_rank == cp.cp_size - 1:  # without a key, of which it says NaN
+        own, own_lse = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
+    else:
+        own, own_lse = part(slice(cp.cp_rank, None, max(1, cp.cp_size - 1)))
     factor = 1.4426950408889634 if base == "2" else 1.0
-    with patched(merging, "BY_HEAD", limit):
-        got, got_lse = cp.merge_partials(part[None], lse[None] * factor, lse_base=base)
-        low, low_lse = cp.merge_partials(
-            part[None].float(), (lse[None] * factor).float(), lse_base=base
-        )
+    own, own_lse = own[None], own_lse[None] * factor
+    with patch.object(merging, "BY_HEAD", limit):
+        got, got_lse = cp.merge_partials(own, own_lse, lse_base=base)
+        low, low_lse = cp.merge_partials(own.float(), own_lse.float(), lse_base=base)
         nothing, nowhere = cp.merge_partials(
-            torch.full_like(part[None], torch.nan), torch.full_like(lse[None], -torch.inf)
+            torch.full_like(own, torch.nan), torch.full_like(own_lse, -torch.inf)
         )
-    torch.testing.assert_close(got[0], out, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(got_lse[0] / factor, expected.logsumexp(-1), rtol=1e-12, atol=1e-12)
+    close(got[0], out)
+    close(got_lse[0] / factor, lse)
     assert low.dtype == low_lse.dtype == torch.float32
-    torch.testing.assert_close(low[0].double(), out, rtol=1e-5, atol=1e-5)
-    assert not nothing.any()
-    assert bool((nowhere == -torch.inf).all())
+    close(low[0], out, 1e-5)
+    assert not nothing.any() and bool((nowhere == -torch.inf).all())
     # All ranks have the same bits, so they choose the same tokens (vllm 41623).
-    whole = ContextParallel(layout="contiguous").unshard(
-        torch.cat([got.flatten(), low.double().flatten()])[None], dim=1
-    )
-    assert all(torch.equal(x, whole.chunk(ranks, 1)[0]) for x in whole.chunk(ranks, 1))
+    bits = torch.cat([got.flatten(), low.double().flatten()])[None]
+    of_ranks = ContextParallel(layout="contiguous").unshard(bits, dim=0)
+    assert all(torch.equal(x, bits[0]) for x in of_ranks)
 
 
 @on_ranks
 def test_nan_reaches_only_those_that_see_it() -> None:
     """A key or value that is not finite is seen by later queries alone."""
     cp = ContextParallel()
-    for where in ("k", "v"):
-        cache, k, v = filled(cp, n=10)
-        (k if where == "k" else v)[0, 8] = torch.nan
-        cache.write(k, v, layer=0)
+    for where in (0, 1):
+        cache, *kv = filled(cp, n=10)
+        kv[where][0, 8] = torch.nan
+        cache.write(kv[0], kv[1], layer=0)
         out = cp.decode(q := randn(2, 4, H, D), cache, layer=0)  # queries at 6, 7, 8 and 9
         assert bool(out[0, 2:].isnan().all())
-        assert not out[0, :2].isnan().any()
-        assert not out[1].isnan().any()
         for row, keys in ((0, 8), (1, 10)):
-            expected = dense(q[row, : keys - 6], (k[row, :keys], v[row, :keys]), 0, {})[0]
-            torch.testing.assert_close(out[row, : keys - 6], expected, rtol=1e-12, atol=1e-12)
+            seen = slice(keys - 6)
+            close(out[row, seen], dense(q[row, seen], [x[row, :keys] for x in kv])[0])
 
 
 # Memory, and graphs.
@@ -424,85 +368,331 @@ class Graph(TorchDispatchMode):
 def test_a_graph_serves_other_steps() -> None:
     """A recorded step is right after forks, evictions and for fewer requests than its bucket."""
     cp = ContextParallel()
-    cache, (k, v, q) = new_cache(cp), (randn(3, 1, K, D), randn(3, 1, K, D), randn(3, 1, H, D))
-    history: dict[int, list[Tensor]] = {}
-
-    def new(requests: list[int], seed: int) -> None:
-        for x, draw in ((k, 0), (v, 1), (q, 2)):
-            x.copy_(randn(*x.shape, seed=seed * 3 + draw))
-        cache.extend(requests, 1)
-        for row, request in enumerate(requests):
-            pair = history.setdefault(request, [torch.zeros(0, K, D).double()] * 2)
-            history[request] = [torch.cat([a, b[row]]) for a, b in zip(pair, (k, v), strict=True)]
+    cache, rows = new_cache(cp), [randn(3, 1, heads, D) for heads in (K, K, H)]
 
     def step() -> Tensor:
-        cache.write(k, v, layer=0)
-        return cp.decode(q, cache, layer=0, window=(6, 0))
+        cache.write(rows[0], rows[1], layer=0)
+        return cp.decode(rows[2], cache, layer=0, window=(6, 0))
 
-    def check(out: Tensor, requests: list[int]) -> None:
-        for row, request in enumerate(requests):
-            expected = dense(q[row], history[request], 0, {"window": (6, 0)})[0]
-            torch.testing.assert_close(out[row], expected, rtol=1e-12, atol=1e-12)
-        assert not out[len(requests) :].any()
+    def new(requests: list[int], n: int) -> None:
+        for seed, x in enumerate(rows):
+            x.copy_(randn(*x.shape, seed=3 * n + seed))
+        cache.extend(requests, 1)
 
     first, second = cache.add(2)
     new([first, second], 0)
     step()
     new([first, second], 1)
-    with (
-        patched(state, "is_capturing", lambda: True), patched(decoding, "is_capturing", lambda: True),
-        patched(paged, "is_capturing", lambda: True), Graph() as graph,
-    ):  # fmt: skip
+    with pytest.MonkeyPatch.context() as patched, Graph() as graph:
+        for module in (state, decoding, paged):
+            patched.setattr(module, "is_capturing", lambda: True)
         out = step()
-    check(out, [first, second])
     for n in range(2, 30):
         requests = [[first], [second, first], [second]][n % 3]
         if n == 9:
             third = cache.fork(first)
-            history[third] = [*history[first]]
         if n > 9:
             requests = [*requests, third]
         if n == 20:
             cache.truncate(second, 3)
-            history[second] = [x[:3] for x in history[second]]
         new(requests, n)
         graph.replay()
-        check(out, requests)
+        assert not out[len(requests) :].any()
+        close(out, step())  # as a step that was not recorded
     version = cache.version
     cache.grow(PAGE)
     assert cache.version == version + 1
-    new([first, third], 40)
-    check(step(), [first, third])
 
 
-WAYS = ("False-None", "True-True", "False-False")
+# Random schedules.
+
+
+class Sizes(NamedTuple):
+    """Heads and dims of a model, and whether its values are a part of its keys."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 8
+    v_dim: int = 6
+    is_latent: bool = False
+
+
+SIZES = {
+    "groups": Sizes(), "one K/V head": Sizes(3, 1, v_dim=8), "latents": Sizes(5, 1, is_latent=True),
+}  # fmt: skip
+
+
+@dataclass
+class World:
+    """A cache with what every request should hold, and a schedule of random changes of both."""
+
+    cp: ContextParallel
+    sizes: Sizes
+    seed: int
+    dtype: torch.dtype = torch.float64
+    without: tuple[str, ...] = ()  # options that no call is given
+    history: dict[int, list[list[Tensor]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.random = Random(self.seed)
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.cache = new_cache(
+            self.cp, num_layers=LAYERS, num_kv_heads=self.sizes.kv_heads, head_dim=self.sizes.dim,
+            v_head_dim=self.sizes.v_dim, max_requests=6, max_tokens=220, dtype=self.dtype,
+        )  # fmt: skip
+        self.poison()
+
+    def poison(self) -> None:
+        """Fill pages that nobody holds, and what is behind tokens, with NaN."""
+        for pool in (*self.cache._state._k, *(self.cache._state._v or [])):
+            held = torch.zeros(pool.shape[:2], dtype=torch.bool)
+            for request, length in self.cache.lengths.items():
+                pages = self.cache._state._table.pages_of(request, self.cp.cp_rank)
+                for column, page in enumerate(pages):
+                    first = (column * self.cp.cp_size + self.cp.cp_rank) * PAGE
+                    held[page, : max(0, length - first)] = True
+            pool[~held] = torch.nan
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+
+    def rows(self, batch: int, n: int) -> list[Tensor]:
+        """Return new keys and values."""
+        sizes = self.sizes
+        k, v = (self.randn(batch, n, sizes.kv_heads, dim) for dim in (sizes.dim, sizes.v_dim))
+        return [k, k[..., : sizes.v_dim] if sizes.is_latent else v]
+
+    def options(self, batch: int) -> dict[str, Any]:
+        pick, heads = self.random.choice, self.sizes.heads
+        options: dict[str, Any] = {
+            "window": pick([None, None, (0, 0), (PAGE, 0), (7, None)]),
+            "chunk_size": pick([None, None, 3, 2 * PAGE]),
+            "softmax_scale": pick([None, 0.3]),
+            "softcap": pick([None, 2.0]),
+            "sinks": pick([None, self.randn(heads), self.randn(heads, 2)]),
+            "alibi_slopes": pick([None, self.randn(heads).abs(), self.randn(batch, heads).abs()]),
+        }
+        return {n: x for n, x in options.items() if x is not None and n not in self.without}
+
+    def length(self) -> int:
+        turn = PAGE * self.cp.cp_size
+        return self.random.choice([1, 1, 2, PAGE - 1, PAGE, PAGE + 1, turn - 1, turn, turn + 1, 17])
+
+    def request(self) -> int:
+        return self.random.choice(sorted(self.history))
+
+    def keep(self, request: int, layer: int, start: int, new: Sequence[Tensor]) -> None:
+        """Note what a layer holds from a position on."""
+        pair = zip(self.history[request][layer], new, strict=True)
+        self.history[request][layer] = [torch.cat([old[:start], x]) for old, x in pair]
+
+    def check(
+        self, out: Tensor, lse: Tensor, q: Tensor, request: int, layer: int, row: int, options: Any
+    ) -> None:
+        limits = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2}
+        expected, expected_lse = dense(q, self.history[request][layer], row, **options)
+        close(out, expected, limits[self.dtype])
+        close(lse, expected_lse, max(limits[self.dtype], 2e-5))
+
+    def extend(self, requests: list[int], n: int) -> bool:
+        """Reserve positions; evict a request instead if there is no room."""
+        before = self.cache.lengths
+        with suppress(ValueError):
+            self.cache.extend(requests, n)
+            return True
+        assert self.cache.lengths == before
+        self.drop()
+        return False
+
+    def decode_step(self) -> None:
+        """Extend some requests, write all layers, and attend with some of the last tokens."""
+        count = self.random.randint(1, min(3, len(self.history)))
+        requests = self.random.sample(sorted(self.history), count)
+        n = self.random.choice([1, 1, 2, 3, PAGE + 1, 17])
+        before = {x: self.cache.lengths[x] for x in requests}
+        if not self.extend(requests, n):
+            return
+        layout: LayoutName | None = self.random.choice([None, None, *LAYOUTS])
+        for layer in range(LAYERS):
+            for _ in range(self.random.choice([1, 1, 2])):  # written twice: the last one counts
+                new = parts = self.rows(count, n)
+                if layout is not None:
+                    cp = ContextParallel(layout=layout)
+                    parts = [cp.shard(x, pad=True) for x in new]
+                v = None if self.sizes.is_latent else parts[1]
+                self.cache.write(parts[0], v, layer=layer, layout=layout)
+                for row, request in enumerate(requests):
+                    self.keep(request, layer, before[request], [x[row] for x in new])
+            self.attend(requests, layer)
+
+    def attend(self, requests: list[int], layer: int) -> None:
+        """Attend with new queries, maybe of other requests beside, named in any form."""
+        given = self.random.choice([None, requests[::-1]])
+        padding = self.random.randint(0, 1) if given is None else 0
+        asked = requests if given is None else given
+        n = min(self.cache.lengths[x] for x in asked)
+        n = self.random.choice([x for x in (1, 2, PAGE, 18) if x <= n])
+        q = self.randn(len(asked) + padding, n, self.sizes.heads, self.sizes.dim)
+        options = self.options(len(q))
+        names: Any = tuple(map(np.int64, given)) if given and self.cp.cp_rank % 2 else given
+        decode: Any = self.cp.decode
+        out, lse = decode(q, self.cache, layer=layer, requests=names, return_lse=True, **options)
+        for row, request in enumerate(asked):
+            self.check(out[row], lse[row], q[row], request, layer, row, options)
+        assert not out[len(asked) :].any()
+
+    def prefill_step(self) -> None:
+        """Add tokens to one request, sharded."""
+        request, n = self.request(), self.length()
+        start = self.cache.lengths[request]
+        if not self.extend([request], n):
+            return
+        cp = ContextParallel(layout=self.random.choice(LAYOUTS))
+        for layer in range(LAYERS):
+            new, q = self.rows(1, n), self.randn(1, n, self.sizes.heads, self.sizes.dim)
+            options, prefill = self.options(1), cast("Any", cp.prefill)
+            parts: Any = [cp.shard(x, pad=True, fill=torch.nan) for x in (q, *new)]
+            if self.sizes.is_latent:
+                parts[2] = None
+            where: Any = {"layer": layer, "request": request, "return_lse": True}
+            out, lse = prefill(*parts, self.cache, **where, **options)
+            self.keep(request, layer, start, [x[0] for x in new])
+            out, lse = cp.unshard(out, seq_len=n), cp.unshard(lse, dim=2, seq_len=n)
+            self.check(out[0], lse[0], q[0], request, layer, 0, options)
+
+    def fork(self) -> None:
+        request = self.request()
+        if len(self.history) < 6:
+            forked = self.cache.fork(request)
+            self.history[forked] = [[*layer] for layer in self.history[request]]
+
+    def truncate(self) -> None:
+        request = self.request()
+        length = max(0, self.cache.lengths[request] - self.length())
+        self.cache.truncate(request, length)
+        self.history[request] = [[x[:length] for x in layer] for layer in self.history[request]]
+
+    def add(self) -> None:
+        if len(self.history) < 6:
+            (request,) = self.cache.add()
+            self.history[request] = [[x[0] for x in self.rows(1, 0)] for _ in range(LAYERS)]
+
+    def drop(self) -> None:
+        request = self.request()
+        self.cache.evict(request)
+        del self.history[request]
+        self.add()
+
+    def grow(self) -> None:
+        if self.cache.version < 2:
+            self.cache.grow(PAGE * 3)
+
+    def run(self, steps: int) -> None:
+        for _ in range(3):
+            self.add()
+        changes = [self.decode_step] * 4 + [self.prefill_step] * 2
+        changes += [self.fork] * 2 + [self.truncate] * 2 + [self.add, self.drop, self.grow]
+        for _ in range(steps):
+            self.random.choice(changes)()
+            self.poison()
+            assert self.cache.lengths == {x: len(y[0][0]) for x, y in self.history.items()}
+
+
+#: Schedules: what is patched, dtypes, and how often calls are checked. By head each rank merges a
+#: part of the heads, of which there may be fewer than ranks.
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {}, "by head, queries travel": {"BY_HEAD": 0, "queries_travel": True}, "keys travel": {"queries_travel": False},
+    "float32": {"dtype": torch.float32}, "bfloat16": {"dtype": torch.bfloat16}, "checked": {"every": 3},
+}  # fmt: skip
 SCHEDULES = [
-    (name, seed, by_head, queries)
-    for seed, (name, by_head, queries) in enumerate(
-        (name, by_head, queries)
-        for name in SIZES
-        for by_head, queries in ((False, None), (True, True), (False, False))
-    )
+    (name, way) for name in SIZES for n, way in enumerate(WAYS) if n < 3 or name == "groups"
 ]
 
 
 @pytest.mark.nightly(unless=[
-    *(f"{ranks} ranks-groups-{n}-{way}" for ranks in (2, 3) for n, way in enumerate(WAYS)),
-    "1 ranks-groups-0-False-None", "3 ranks-one K/V head-4-True-True", "3 ranks-latents-6-False-None",
-    "2 ranks-latents-8-False-False",
+    *(f"{ranks} ranks-groups-{way}" for ranks in (2, 3) for way in WAYS),
+    *(f"1 ranks-groups-{way}" for way in WAYS if "travel" not in way),
+    "3 ranks-one K/V head-by head, queries travel", "3 ranks-latents-plain", "2 ranks-latents-keys travel",
 ])  # fmt: skip
-@pytest.mark.parametrize(("name", "seed", "by_head", "queries"), SCHEDULES)
+@pytest.mark.parametrize(("name", "way"), SCHEDULES)
 @on_ranks
-def test_random_schedules(name: str, seed: int, by_head: bool, queries: bool | None) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if by_head:  # each rank merges a part of the heads, of which there may be fewer than ranks
-            patch.setattr(merging, "BY_HEAD", 0)
-        if queries is not None:
-            patch.setattr(prefilling._Part, "queries_travel", queries)
-        World(ContextParallel(), SIZES[name], seed).run(25)
+def test_random_schedules(name: str, way: str) -> None:
+    options = dict(WAYS[way])
+    with pytest.MonkeyPatch.context() as patched:
+        for owner, attribute in ((merging, "BY_HEAD"), (prefilling._Part, "queries_travel")):
+            if attribute in options:
+                patched.setattr(owner, attribute, options.pop(attribute))
+        with ring_torch.check(every=options.pop("every", 0)):
+            steps = 25 if way in [*WAYS][:3] else 12
+            World(ContextParallel(), SIZES[name], len(name + way), **options).run(steps)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+# Prefill by flash-attn-4 over pages, with its functions in plain torch.
+
+CALLS: list[str] = []
+
+
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool,
+    window_size: tuple[int | None, int | None], return_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    assert return_lse
+    window = (None, 0) if causal else window_size
+    CALLS.append("all" if window == (None, None) else "band")
+    options = LaunchOptions(softmax_scale, None, window, None, deterministic=False)
+    return PlainFlash(takes_any_rows=True).forward(q, k, v, options, None)
+
+
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, *, page_table: Tensor, seqused_k: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    CALLS.append("table")
+    pages = page_table[0].long()
+    behind = torch.cat([x[pages].flatten(0, 1)[int(seqused_k) :] for x in (k, v)], -1)
+    assert behind.isfinite().all()
+    k, v = (x[pages].flatten(0, 1)[None, : int(seqused_k)] for x in (k, v))
+    return flash_attn_func(q, k, v, **options)
+
+
+LIBRARY = SimpleNamespace(
+    flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func
+)
+
+
+@pytest.mark.parametrize("queries", [True, False], ids=["queries travel", "keys travel"])
+@pytest.mark.parametrize("name", SIZES)
 @on_ranks
-def test_schedules_in_other_dtypes(dtype: torch.dtype) -> None:
-    World(ContextParallel(), SIZES["groups"], 31, dtype).run(12)
+def test_random_schedules_by_flash_attention(name: str, queries: bool) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        for owner, attribute, value in (
+            (flash_pages, "reason_against", lambda _q, _dim, rules: flash_pages.reason_against_rules(rules)),
+            (kernels, "reason_against_triton", lambda _: ""), (library, "public_module", lambda: LIBRARY),
+            (decoding, "attend_by", lambda _: paged.attend), (prefilling, "attend_by", lambda _: paged.attend),
+            (prefilling._Part, "queries_travel", queries), (prefilling, "_ROWS_OF_FLASH", 8),
+        ):  # fmt: skip
+            patched.setattr(owner, attribute, value)
+        for refused in (("alibi_slopes", "chunk_size", "softcap"), ()):
+            CALLS.clear()
+            cp = ContextParallel()
+            World(cp, SIZES[name], len(name), without=refused).run(30)
+            # Bands are of one rank alone, and pages in a row are read where they lie.
+            assert not refused or ("all" if cp.cp_size > 1 else "band") in CALLS
+            assert "band" not in CALLS or cp.cp_size == 1
+            assert not refused or cp.cp_size > 1 or ("table" in CALLS) == queries
+
+
+@pytest.mark.parametrize(("flash", "triton", "kernel"), [
+    ("", "", "fa4"), ("few", "", "triton"), ("", "no Triton", "eager"), ("few", "no Triton", "eager"),
+])  # fmt: skip
+def test_what_flash_attention_leaves_needs_triton(
+    flash: str, triton: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_pages, "reason_against", lambda *_: flash)
+    monkeypatch.setattr(kernels, "reason_against_triton", lambda _: triton)
+    rules = paged.Rules(Mask(causal=True), 1.0, None, None)
+    for heads, least in ((32, 384), (8, 1536)):  # few queries are of split-KV
+        few, many = (torch.empty(1, n, heads, 64) for n in (least - 1, least))
+        assert "no split-KV" in flash_pages.reason_against_few(few)
+        assert not flash_pages.reason_against_few(many)
+    taken, reason = kernels.chosen("auto", "prefill", torch.empty(1, 1, 1, 64), 64, rules)
+    assert (taken, reason) == (kernel, "; ".join(x for x in (flash, triton) if x))

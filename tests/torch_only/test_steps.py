@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from backends.peer_memory import BufferOnFiles, Now, OnFiles
 from backends.torch_ranks import gather, run_rank
 from cases import CASES, Case
+from patched import chosen
 from tolerances import assert_close
 
 import ring_torch
@@ -25,13 +27,13 @@ from ring_core import Mask, StrategyConfig, cost
 from ring_core.choose.gathering import MAX_SAVED_BYTES
 from ring_torch import ContextParallel, prepare
 from ring_torch.buffers import ONE_GROUP, HeadGroups
-from ring_torch.call import Traffic
+from ring_torch.call import Call, Traffic
 from ring_torch.comm.ranks import DONE, PeerError, Ranks
-from ring_torch.kernels.api import Selection
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRankError
 from ring_torch.options import CallOptions
-from ring_torch.prepare import _prepare, check_call
+from ring_torch.prepare import check_call
+from ring_torch.records import Inputs
 from ring_torch.strategies import describe_strategy, gather as gather_strategy
 from ring_torch.strategies.balanced import Balanced, OffloadPiece, offload_pieces_of, remote_queries
 from ring_torch.strategies.gather import GATHER
@@ -94,6 +96,16 @@ SPLIT: list[tuple[Any, str, tuple[int, int]]] = [
 ]
 
 
+def calls_of(
+    size: int, layout: Any, heads: tuple[int, int], tokens: int, mask: Mask, strategy: Any
+) -> Iterator[tuple[Call, Inputs]]:
+    """Yield the call of each rank, which has so many tokens, and its inputs."""
+    q, k = (torch.zeros(1, tokens, n, 16, requires_grad=True) for n in heads)
+    options = CallOptions(mask=mask, strategy=strategy)
+    for rank in range(size):
+        yield check_call(Ranks(None, rank, size), 0, layout, q, k, k, options)
+
+
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
@@ -103,17 +115,14 @@ SPLIT: list[tuple[Any, str, tuple[int, int]]] = [
 def test_bytes_are_those_of_the_model_and_what_is_sent_arrives(
     strategy: Any, layout: Any, heads: tuple[int, int], mask: str, backward: bool
 ) -> None:
-    q, k = (torch.zeros(1, T // 4, n, 16, requires_grad=True) for n in heads)
-    options = CallOptions(mask=MASKS[mask], strategy=strategy)
     ranks: list[Traffic] = []
-    for rank in range(4):
-        call, inputs = check_call(Ranks(None, rank, 4), 0, layout, q, k, k, options)
+    for call, inputs in calls_of(4, layout, heads, T // 4, MASKS[mask], strategy):
         saved = bool(call.strategy.saved_shapes(call, inputs, plan_known=True))
         passes = [
             call.strategy.traffic(call, inputs, forward=forward, saved=saved)
             for forward in ([True, False] if backward else [True])
         ]
-        ranks.append(Traffic(*(sum(x) for x in zip(*passes, strict=True))))
+        ranks.append(Traffic(*map(sum, zip(*passes, strict=True))))
     assert sum(x.sent for x in ranks) == sum(x.received for x in ranks) > 0
     model = cost.Model(*heads, 16, bytes_per_element=4)
     expected = cost.bytes_sent(call.plan, model, strategy, backward=backward)
@@ -150,27 +159,20 @@ OUTER_GATHER = StrategyConfig("hybrid", ulysses_size=2, outer="gather")
 def test_bytes_in_whole_tiles_are_those_of_the_model(
     left: int | None, layout: Any, strategy: Any, size: int, saves: bool
 ) -> None:
-    tile, tokens = 128, 512
-    mask = Mask(causal=True, window=None if left is None else (left, 0))
-    q, k = (torch.zeros(1, tokens, n, 16, requires_grad=True) for n in EVEN)
-    options = CallOptions(mask=mask, strategy=strategy)
+    tile, mask = 128, Mask(causal=True, window=None if left is None else (left, 0))
     sent: list[int] = []
     with (
-        patch.object(prepare, "choose", lambda *_: Selection(WholeTiles(tile), ())),
+        chosen(WholeTiles(tile)),
         patch.object(gather_strategy, "MAX_SAVED_BYTES", MAX_SAVED_BYTES if saves else 0),
     ):
-        _prepare.cache_clear()
-        for rank in range(size):
-            call, inputs = check_call(Ranks(None, rank, size), 0, layout, q, k, k, options)
+        for call, inputs in calls_of(size, layout, EVEN, 512, mask, strategy):
             inner: Any = getattr(call.strategy, "inner", call)
             assert (inner.strategy.forward_spec.gather.tile, inner.strategy.saves) == (tile, saves)
-            sent.append(
-                sum(
-                    call.strategy.traffic(call, inputs, forward=forward, saved=saves).sent
-                    for forward in (True, False)
-                )
+            passes = (
+                call.strategy.traffic(call, inputs, forward=forward, saved=saves).sent
+                for forward in (True, False)
             )
-        _prepare.cache_clear()
+            sent.append(sum(passes))
     model = cost.Model(*EVEN, 16, bytes_per_element=4)
     counted = partial(cost.bytes_sent, call.plan, model, strategy, fetches_again=not saves)
     assert sent == list(counted(tile=tile))
@@ -178,7 +180,6 @@ def test_bytes_in_whole_tiles_are_those_of_the_model(
     assert (sent == list(counted())) == (left is None)
 
 
-Arrays = dict[str, npt.NDArray[Any]]
 GROUPS = {
     "one": ONE_GROUP,
     "early": HeadGroups(1, 1, before_last_item=True),
@@ -186,47 +187,46 @@ GROUPS = {
     "two early": HeadGroups(2, 2, before_last_item=True),
 }
 NAMES = (
-    "causal-zigzag-cp3",
-    "window-both-contiguous-cp2",
-    "documents-contiguous-cp2",
+    "causal-zigzag-cp3", "window-both-contiguous-cp2", "documents-contiguous-cp2",
     "segments-pair-zigzag",
-)
+)  # fmt: skip
 
 
 def on_a_rank(
     rank: int, folder: Path, case: Case, groups: HeadGroups, kernel: str, triton: bool, lost: bool
-) -> Arrays:
+) -> dict[str, npt.NDArray[Any]]:
     """Return a rank's part of a case; if ``lost``, reads of gradients are not counted as bytes."""
     OnFiles.folder = folder
-    buffers: list[BufferOnFiles] = []
-
-    def buffer_of(ranks: Ranks) -> BufferOnFiles:
-        if not buffers:
-            buffers.append(BufferOnFiles(ranks))
-        return buffers[0]
-
+    buffer_of = cache(BufferOnFiles)
+    changes: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "current_stream", lambda *_: Now()),
+        (torch.cuda, "set_stream", lambda _: None),
+        (peer_copies, "on_stream", lambda _: nullcontext()),
+        (symm_buffer, "_cuda", lambda: None),
+        (peer_copies, "has_triton", lambda: triton),
+        (symm_buffer, "symm_buffer_of", buffer_of),
+        (peer_copies, "fits_one_kernel", lambda *_: False),
+        (prepare, "choose_strategy", lambda *_, **__: (GATHER, SYMM_MEM)),
+        (gather_strategy, "head_groups_of", lambda *_: groups),
+    ]
+    if lost:
+        changes.append((peer_copies, "note_reads", lambda _: None))
     prepare._prepare.cache_clear()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cuda, "current_stream", lambda *_: Now())
-        patched.setattr(torch.cuda, "set_stream", lambda _: None)
-        patched.setattr(peer_copies, "on_stream", lambda _: nullcontext())
-        patched.setattr(symm_buffer, "_cuda", lambda: None)
-        patched.setattr(peer_copies, "has_triton", lambda: triton)
-        patched.setattr(symm_buffer, "symm_buffer_of", buffer_of)
-        patched.setattr(peer_copies, "fits_one_kernel", lambda *_: False)
-        patched.setattr(prepare, "choose_strategy", lambda *_, **__: (GATHER, SYMM_MEM))
-        patched.setattr(gather_strategy, "head_groups_of", lambda *_: groups)
-        if lost:
-            patched.setattr(peer_copies, "note_reads", lambda _: None)
-        with ring_torch.check():
-            results = run_rank(rank, case, (kernel, "gather", "auto"), None, cuda=False)
+    with pytest.MonkeyPatch.context() as patched, ring_torch.check():
+        for change in changes:
+            patched.setattr(*change)
+        results = run_rank(rank, case, (kernel, "gather", "auto"), None, cuda=False)
     prepare._prepare.cache_clear()
     return results
 
 
-def cut(case: Case, groups: HeadGroups) -> Case:
-    """Return the case, with two K/V heads if they are to be cut into groups."""
-    return replace(case, heads=(4, 2)) if groups.forward > 1 else replace(case)
+def run_case(
+    backend: Any, folder: Path, case: Case, groups: HeadGroups = ONE_GROUP,
+    kernel: str = "eager", *, triton: bool = True, lost: bool = False,
+) -> None:  # fmt: skip
+    ranks = backend.pool(case.cp_size)
+    results = ranks.run(on_a_rank, folder, case, groups, kernel, triton, lost)
+    assert_close(case, gather(case, case.plan, results))
 
 
 @pytest.mark.nightly(unless=[
@@ -239,55 +239,45 @@ def cut(case: Case, groups: HeadGroups) -> Case:
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("name", NAMES)
 def test_case(name: str, groups: str, triton: bool, backend: Any, tmp_path: Path) -> None:
-    case = cut(CASES[name], GROUPS[groups])
-    arguments = (tmp_path, case, GROUPS[groups], "eager", triton, False)
-    assert_close(
-        case, gather(case, case.plan, backend.pool(case.cp_size).run(on_a_rank, *arguments))
-    )
+    case = CASES[name]
+    if GROUPS[groups].forward > 1:  # two K/V heads, to be cut into groups
+        case = replace(case, heads=(4, 2))
+    run_case(backend, tmp_path, case, GROUPS[groups], triton=triton)
 
 
 def test_in_two_stages(backend: Any, tmp_path: Path) -> None:
     """A kernel without band masks gathers in two stages."""
-    case = CASES["causal-zigzag-cp2"]
-    arguments = (tmp_path, case, ONE_GROUP, "sdpa", True, False)
-    assert_close(case, gather(case, case.plan, backend.pool(2).run(on_a_rank, *arguments)))
+    run_case(backend, tmp_path, CASES["causal-zigzag-cp2"], kernel="sdpa")
 
 
 def test_reads_that_are_missing_are_seen(backend: Any, tmp_path: Path) -> None:
     with pytest.raises(LocalRankError, match="0 bytes were read from peers, and the program reads"):
-        backend.pool(2).run(
-            on_a_rank, tmp_path, CASES["causal-zigzag-cp2"], ONE_GROUP, "eager", True, True
-        )
+        run_case(backend, tmp_path, CASES["causal-zigzag-cp2"], lost=True)
 
 
 ONE, OTHER = 7, 8  # hosts
-ALL = [[1, 1], [1, 1]]
+ALL, NOT_BACK = [[1, 1], [1, 1]], [[1, 1], [0, 1]]
 
 
 @pytest.mark.parametrize(
     ("places", "reaches", "overlapping", "word"),
     [
-        ([DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 2, 1)], ALL, False, None),
-        ([DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 2, 0)], ALL, False, "ALLOW_OVERLAPPING"),
-        ([DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 2, 0)], ALL, True, None),
-        ([DeviceLocation(ONE, 1, 0), DeviceLocation(OTHER, 2, 1)], ALL, True, "several hosts"),
-        ([DeviceLocation(ONE, 1, 0), DeviceLocation(OTHER, 2, 0)], ALL, False, "several hosts"),
-        ([DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 1, 0)], ALL, True, "share a GPU"),
-        ([DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 1, 1)], ALL, False, "share a GPU"),
-        (
-            [DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 2, 1)],
-            [[1, 1], [0, 1]],
-            False,
-            "do not reach",
-        ),
+        ([(ONE, 1, 0), (ONE, 2, 1)], ALL, False, None),
+        ([(ONE, 1, 0), (ONE, 2, 0)], ALL, False, "ALLOW_OVERLAPPING"),
+        ([(ONE, 1, 0), (ONE, 2, 0)], ALL, True, None),
+        ([(ONE, 1, 0), (OTHER, 2, 1)], ALL, True, "several hosts"),
+        ([(ONE, 1, 0), (OTHER, 2, 0)], ALL, False, "several hosts"),
+        ([(ONE, 1, 0), (ONE, 1, 0)], ALL, True, "share a GPU"),
+        ([(ONE, 1, 0), (ONE, 1, 1)], ALL, False, "share a GPU"),
+        ([(ONE, 1, 0), (ONE, 2, 1)], NOT_BACK, False, "do not reach"),
     ],
 )
 def test_gpus_are_told_apart_by_what_they_are(
-    places: list[DeviceLocation], reaches: list[list[int]], overlapping: bool, word: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    places: list[tuple[int, int, int]], reaches: list[list[int]], overlapping: bool,
+    word: str | None, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1" if overlapping else "0")
-    reasons = list(refusals(places, reaches))
+    reasons = list(refusals([DeviceLocation(*x) for x in places], reaches))
     assert (reasons == []) == (word is None)
     assert word is None or word in reasons[0]
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-import ring_torch
 from benchmarks.common.cases import Setting
 from benchmarks.development.host_causes import Repeated
 from benchmarks.development.host_stubs import as_stubbed_rank
 from ring_core import Mask, StrategyConfig, UnsupportedError
+from ring_torch import ring_attention
 from ring_torch.comm.ranks import Ranks
 from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
@@ -71,19 +71,14 @@ def of_kernels(matrix: str, kernels: tuple[str, ...]) -> str:
     return "\n".join(lines).replace("|  |", "| |", 1)
 
 
-@pytest.mark.parametrize(("name", "kernels"), TABLES.items())
-def test_support_matrix_is_current(
-    name: str, kernels: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_support_matrix_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     """If not, paste what ``python -m ring_torch matrix`` prints of these kernels into the page."""
     assert main(["matrix"]) == 0
-    assert shown(name) == of_kernels(capsys.readouterr().out.strip(), kernels)
-
-
-def test_the_page_has_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["matrix"]) == 0
-    header = capsys.readouterr().out.splitlines()[0]
-    assert {x.strip() for x in header.split("|")[2:-1]} == {x for of in TABLES.values() for x in of}
+    printed = capsys.readouterr().out.strip()
+    for name, kernels in TABLES.items():
+        assert shown(name) == of_kernels(printed, kernels)
+    header = {x.strip() for x in printed.splitlines()[0].split("|")[2:-1]}
+    assert header == {x for kernels in TABLES.values() for x in kernels}
 
 
 def takes(option: str, strategy: str | StrategyConfig) -> bool:
@@ -107,26 +102,24 @@ def test_every_strategy_takes_every_option_with_the_exceptions_on_the_page() -> 
     assert page.count(EXCEPTIONS) == 1
 
 
-ARCHITECTURE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
-#: Rows of the table, by their numbers, and what a call runs there: ``file.py: name``.
-RING = {
+ARCHITECTURE = (PAGE.parent / "architecture.md").read_text()
+#: Rows of the table, by their numbers, and what a call runs there, forward and backward.
+BOTH = {
     "1": "attention.py: ring_attention", "2": "prepare.py: check_call",
-    "3": "autograd.py: AttentionFunction.forward", "5": "strategies/ring.py: Ring.forward",
-    "4": "comm/handshake.py: agree", "6": "comm/ranks.py: Ranks.rotate",
-    "8": "accumulate.py: Accumulator.attend",
+    "3": "autograd.py: AttentionFunction.forward",
 }  # fmt: skip
-RING_BACK = {
-    "11": "autograd.py: AttentionFunction.backward", "12": "strategies/ring.py: Ring.backward",
-    "13": "accumulate.py: one_by_one", "14": "strategies/ring.py: RotatingKeyGrads.hop",
+END = {"8": "accumulate.py: Accumulator.attend"}
+BACK = {"11": "autograd.py: AttentionFunction.backward"}
+RING = BOTH | {
+    "5": "strategies/ring.py: Ring.forward", "4": "comm/handshake.py: agree",
+    "6": "comm/ranks.py: Ranks.rotate",
+} | END  # fmt: skip
+RING_BACK = BACK | {
+    "12": "strategies/ring.py: Ring.backward", "13": "accumulate.py: one_by_one",
+    "14": "strategies/ring.py: RotatingKeyGrads.hop",
 }  # fmt: skip
-GATHER = {
-    "1": "attention.py: ring_attention", "2": "prepare.py: check_call",
-    "3": "autograd.py: AttentionFunction.forward", "5": "strategies/gather.py: Gather.forward",
-    "8": "accumulate.py: Accumulator.attend",
-}  # fmt: skip
-GATHER_BACK = {
-    "11": "autograd.py: AttentionFunction.backward", "12": "strategies/gather.py: Gather.backward",
-}  # fmt: skip
+GATHER = BOTH | {"5": "strategies/gather.py: Gather.forward"} | END
+GATHER_BACK = BACK | {"12": "strategies/gather.py: Gather.backward"}
 #: Words of the picture, in its order, and the functions that they stand for.
 PICTURE = {
     "ring_attention(": "ring_attention", "check_call": "check_call",
@@ -153,29 +146,25 @@ def followed(run: Callable[[], Any]) -> tuple[Any, list[str]]:
     return result, [*seen]
 
 
-def over_gloo(_: int) -> list[list[str]]:
-    """Return what the third of some calls of a ring runs, forward and backward."""
-    q, k, v = (torch.randn(1, 32, n, 16).requires_grad_() for n in (4, 2, 2))
-
-    def call() -> torch.Tensor:
-        return ring_torch.ring_attention(q, k, v, causal=True, layout="zigzag", strategy="ring")
-
+def third(call: Callable[[], Any], differentiate: Callable[[Any], Any]) -> list[list[str]]:
+    """Return what the third of some calls runs, forward and backward."""
     for _ in range(2):
-        call().sum().backward()
+        differentiate(call())
     out, forward = followed(call)
     # Autograd runs a backward in the thread that asks for it, on a CPU.
-    _, backward = followed(lambda: out.sum().backward())
-    return [forward, backward]
+    return [forward, followed(lambda: differentiate(out))[1]]
+
+
+def over_gloo(_: int) -> list[list[str]]:
+    q, k, v = (torch.randn(1, 32, n, 16).requires_grad_() for n in (4, 2, 2))
+    options: Any = {"causal": True, "layout": "zigzag", "strategy": "ring"}
+    return third(lambda: ring_attention(q, k, v, **options), lambda out: out.sum().backward())
 
 
 def on_stubs() -> list[list[str]]:
-    """Return what a repeated call over peers' memory runs with flash-attn-4's code for Hopper."""
+    """Return what a call over peers' memory runs with flash-attn-4's code for Hopper."""
     repeated = Repeated(Setting(2048, heads=8, kv_heads=2), "cpu")
-    for _ in range(2):
-        repeated.backward(repeated.forward())
-    out, forward = followed(repeated.forward)
-    _, backward = followed(lambda: repeated.backward(out))
-    return [forward, backward]
+    return third(repeated.forward, repeated.backward)
 
 
 def assert_in_order(names: list[str], calls: list[str]) -> None:
@@ -185,22 +174,19 @@ def assert_in_order(names: list[str], calls: list[str]) -> None:
     assert places == sorted(places), names
 
 
-@pytest.mark.parametrize("way", [RING | RING_BACK, GATHER | GATHER_BACK])
-def test_the_table_has_its_rows(way: dict[str, str]) -> None:
+def test_the_table_has_its_rows() -> None:
     lines = [line.split(" | ") for line in ARCHITECTURE.splitlines() if line.startswith("| ")]
-    rows = {
-        first.split()[1]: torch_column for first, torch_column, *_ in lines if first[2:3].isdigit()
-    }
-    for number, name in way.items():
-        file, _, function = name.partition(": ")
-        assert file.rpartition("/")[2] in rows[number] and function in rows[number], name
+    rows = {x.split()[1]: in_torch for x, in_torch, *_ in lines if x[2:3].isdigit()}
+    for way in (RING, RING_BACK, GATHER, GATHER_BACK):
+        for number, name in way.items():
+            file, _, function = name.partition(": ")
+            assert file.rpartition("/")[2] in rows[number] and function in rows[number], name
 
 
 def test_the_picture_is_the_order_over_gloo(backend: Any) -> None:
-    picture = ARCHITECTURE.partition("```text\nring_attention")[2].partition("```")[0]
-    picture = f"ring_attention{picture}"
-    places = [picture.index(words) for words in PICTURE]
-    assert places == sorted(places)
+    start = ARCHITECTURE.index("```text\nring_attention")
+    places = [ARCHITECTURE.index(words, start) for words in PICTURE]
+    assert places == sorted(places) and "```" not in ARCHITECTURE[start + 3 : places[-1]]
     for forward, backward in backend.pool(2).run(over_gloo):
         assert_in_order([*RING.values()], forward)
         names = [name.partition(": ")[2] for name in forward]

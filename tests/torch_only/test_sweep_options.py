@@ -9,7 +9,8 @@ import pytest
 import transformers
 from packaging.version import Version
 from sweep_options.options import Entry, entries, installed
-from sweep_options.table import RESULTS, VERDICTS, Pools, judged, read, written
+from sweep_options.table import VERDICTS, Pools, judged, read, written
+from sweep_options.values import RESULTS
 
 from ring_torch.hf.models.releases import TESTED_RELEASES
 from ring_torch.hf.trainer_settings import TESTED_OF_TRL
@@ -69,5 +70,5 @@ def _sample() -> Iterator[object]:
 
 @pytest.mark.parametrize("entry", [*_sample()])
 def test_it_is_as_the_table_says(started: Pools, entry: Entry) -> None:
-    row, listed = judged(started, entry), ROWS[entry.key]
+    row, listed = judged(started, entry, ROWS), ROWS[entry.key]
     assert (row.verdict, row.reason) == (listed.verdict, listed.reason)

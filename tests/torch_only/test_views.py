@@ -1,87 +1,30 @@
 """Tensors as callers give them: views, arguments changed in place, masks as arrays.
 
-What is a view is right compiled and in libraries that read by strides (others: the table); the
-second of two calls sees what has changed in place; masks are refused as other options are.
+Views are not copied where kernels can read them (that results are right: the table, compiled calls
+and repeated launches); the second of two calls sees what has changed in place; masks are refused as
+other options are.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from backends.torch_ranks import Arrays, gather, run_rank
-from cases import CASES, Case
-from patched import chosen, replaced
+from patched import chosen
 from plain_flash import FLASH, PlainFlash
-from tolerances import assert_close
 from torch import Tensor
 from views import VIEWS, strided
 
 import ring_torch
 from ring_core import ChunkLayout, KernelConfig, Mask, checks, reference
-from ring_core.base.config import RingStrategy
 from ring_torch import ContextParallel, compat, hf, ring_attention
-from ring_torch.kernels.eager import EagerKernel, ScoreBlocks
-from ring_torch.records import aligned
-
-#: Number of ranks, layout and strategy.
-WAYS: dict[str, tuple[int, Any, Any]] = {
-    "alone": (1, "zigzag", "ring"), "ring": (2, "zigzag", "ring"),
-    "balanced": (2, "contiguous", "balanced"), "gather": (2, "zigzag", "gather"),
-    "ulysses": (2, "zigzag", "ulysses"),
-}  # fmt: skip
-#: A kernel, which inputs it takes, and whether calls are compiled; the table has `auto` in eager.
-HOW = {
-    "flash": ("flash", "-few", False), "flash compiled": ("flash", "-few", True),
-    "sdpa compiled": ("sdpa", "-few", True), "eager compiled": ("eager", "", True),
-}  # fmt: skip
-
-
-def _on_a_rank(rank: int, case: Case, strategy: str, how: str) -> Arrays:
-    kernel, _, is_compiled = HOW[how]
-    attention: Any = ring_torch.ring_attention
-
-    def attend(*qkv: Tensor, **options: Any) -> Any:
-        outputs: Any = attention(*qkv, **options)
-        out, *lse = outputs if isinstance(outputs, tuple) else (outputs,)
-        # A model's output projection flattens the heads like this.
-        out = out.flatten(2).unflatten(2, out.shape[2:])
-        return (out, *lse) if lse else out
-
-    torch._dynamo.reset()
-    call = torch.compile(attend, backend="aot_eager", fullgraph=True) if is_compiled else attend
-    is_flash = kernel == "flash"
-    with (
-        chosen(FLASH) if is_flash else nullcontext(),
-        patch.object(ring_torch, "ring_attention", call),
-    ):
-        ways = "auto" if is_flash else kernel, strategy, "auto"
-        return run_rank(rank, case, ways, None, cuda=False)
-
-
-@pytest.mark.nightly(
-    unless=[f"{how}-{way}-{1 + (n + m) % 7}" for n, how in enumerate(HOW) for m, way in enumerate(WAYS)]
-)  # fmt: skip
-@pytest.mark.parametrize("turn", range(1, 8))
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("how", HOW)
-def test_a_view_is_what_it_shows(how: str, way: str, turn: int, backend: Any) -> None:
-    """Also in graphs, which expect strides of what a call returns."""
-    (size, layout, strategy), inputs = WAYS[way], HOW[how][1]
-    ring: RingStrategy = "balanced" if strategy == "balanced" else "ring"
-    case = CASES[f"views{turn}{inputs}-zigzag"]
-    case = replace(case, layout=layout, cp_size=size, strategy=ring)
-    if how.startswith("flash"):
-        case = replace(case, sinks=None)
-    parts = backend.pool(size).run(_on_a_rank, replace(case), strategy, how)
-    assert_close(case, gather(case, case.plan, parts))
+from ring_torch.kernels.eager import ScoreBlocks
 
 
 def _inputs(view: Any = lambda x: x) -> tuple[list[Tensor], Tensor]:
@@ -90,64 +33,33 @@ def _inputs(view: Any = lambda x: x) -> tuple[list[Tensor], Tensor]:
     return [x.requires_grad_() for x in qkv], torch.randn(2, 24, 4, 8, dtype=torch.float64)
 
 
-def _run(qkv: list[Tensor], dout: Tensor, **options: Any) -> None:
-    q, k, v = qkv
-    ring_attention(q, k, v, causal=True, **options).backward(dout)
-
-
 def _narrowed(x: Tensor) -> Tensor:
     """Return the first half of a tensor that is twice as wide."""
     return torch.cat([x, -x], dim=-1)[..., : x.shape[-1]]
 
 
 @pytest.mark.parametrize("view", [VIEWS["heads_first"], _narrowed])
-def test_what_kernels_can_read_is_not_copied(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_kernels_can_read_is_not_copied(view: Any) -> None:
     """The kernel gets the caller's tensors without a copy, and so does the backward."""
-    read: list[tuple[int, ...]] = []
-    for name, tensors in (("forward", 3), ("backward", 4)):
-        method = getattr(PlainFlash, name)
-
-        def spy(self: Any, *args: Any, method: Any = method, tensors: int = tensors) -> Any:
-            read.append(tuple(x.data_ptr() for x in args[:tensors]))
-            return method(self, *args)
-
-        monkeypatch.setattr(PlainFlash, name, spy)
     leaves, dout = _inputs(view)
-    with chosen(FLASH):
-        _run(leaves, dout)
-    places = tuple(leaf.data_ptr() for leaf in leaves)
-    assert read == [places, (dout.data_ptr(), *places)]
+    forward, backward = (
+        patch.object(PlainFlash, name, autospec=True, side_effect=getattr(PlainFlash, name))
+        for name in ("forward", "backward")
+    )
+    with chosen(FLASH), forward as attended, backward as differentiated:
+        ring_attention(*leaves, causal=True).backward(dout)
+    places = [x.data_ptr() for x in leaves]
+    assert [x.data_ptr() for x in attended.call_args.args[1:4]] == places
+    read = differentiated.call_args.args[1:5]
+    assert [x.data_ptr() for x in read] == [dout.data_ptr(), *places]
 
 
 def test_saved_tensors_are_the_callers_own() -> None:
-    qkv, dout = _inputs(strided)
-    packed: list[int] = []
-
-    def pack(saved: Tensor) -> Tensor:
-        packed.append(saved.data_ptr())
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-        _run(qkv, dout)
-    assert {x.data_ptr() for x in qkv} <= set(packed)
-
-
-def test_kernels_refuse_what_they_cannot_read() -> None:
-    with pytest.raises(AssertionError):
-        aligned(strided(torch.zeros(2, 24, 4, 8)))
-
-
-def test_accumulators_are_contiguous() -> None:
-    recorded: list[Tensor] = []
-    differentiate = EagerKernel.differentiate
-
-    def spy(self: Any, *args: Any) -> None:
-        recorded.extend(x for grads in args[-2:] for x in grads if x is not None)
-        differentiate(self, *args)
-
-    with replaced(EagerKernel, differentiate=spy):
-        _run(*_inputs(VIEWS["permuted"]), kernel="eager")
-    assert len(recorded) == 3 and all(y.is_contiguous() for y in recorded)
+    qkv, _ = _inputs(strided)
+    packed: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda saved: saved):
+        ring_attention(*qkv, causal=True)
+    assert {x.data_ptr() for x in qkv} <= {x.data_ptr() for x in packed}
 
 
 T, HEADS = 24, 2
@@ -165,7 +77,6 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "list": list,
     "tuple of arrays": lambda values: tuple(np.array(value) for value in values),
 }
-DOCUMENTS, IN_COMPAT = tuple(KINDS), ("tensor", "list")
 #: Two values of each argument that can be changed in place.
 VALUES: dict[str, tuple[Any, Any]] = {
     "cu_seqlens": ((0, 6, T), (0, 16, T)),
@@ -176,82 +87,59 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "alibi_slopes": ([0.0, 0.0], [0.5, 0.25]),
     "mask": ([[True] * T] * T, [[True, False] * (T // 2)] * T),
 }
-OURS = {
-    "cu_seqlens": DOCUMENTS, "window": ("list",), "segment_ids": ("tensor",), "bias": ("tensor",),
-    "sinks": ("tensor",), "alibi_slopes": ("tensor",), "mask": ("tensor",),
-}  # fmt: skip
-BATCH: dict[str, tuple[str, ...]] = {"window": ("list",), "alibi_slopes": ("tensor",)}
-VARLEN = BATCH | {"cu_seqlens": IN_COMPAT}
+Kinds = dict[str, tuple[str, ...]]
+RULES: Kinds = {"cu_seqlens": tuple(KINDS), "window": ("list",)}
+OURS: Kinds = RULES | dict.fromkeys(
+    ("segment_ids", "bias", "sinks", "alibi_slopes", "mask"), ("tensor",)
+)
+BATCH: Kinds = {"window": ("list",), "alibi_slopes": ("tensor",)}
 
 
 def _qkv(*lead: int) -> Any:
     torch.manual_seed(0)
-    return tuple(torch.randn(*lead, T, 2, 8) for _ in range(3))
+    return tuple(torch.randn(*lead, T, HEADS, 8) for _ in range(3))
 
 
-def _ours(argument: str, argument_value: Any) -> Any:
-    return attend(*_qkv(1), **{argument: argument_value})
-
-
-def _of_an_object(argument: str, argument_value: Any) -> Any:
-    call: Any = ContextParallel().attention
-    return call(*_qkv(1), causal=argument != "mask", **{argument: argument_value})
-
-
-def _explained(argument: str, argument_value: Any) -> str:
-    call: Any = ContextParallel().explain
-    text: str = call(*_qkv(1), **{argument: argument_value})
-    return text
-
-
-def _of_a_mask(argument: str, argument_value: Any) -> Any:
-    mask: Any = Mask
-    return attend(*_qkv(1), mask=mask(**{argument: argument_value}))
-
-
-def _of_the_oracle(argument: str, argument_value: Any) -> Any:
-    q, k, v = (x.numpy() for x in _qkv(1))
-    options: Any = {argument: argument_value}
-    return torch.as_tensor(reference.attention(q, k, v, **options)[0])
-
-
-def _as_there(name: str) -> Callable[[str, Any], Any]:
-    """Return a function of the ring_flash_attn drop-in, which may take packed inputs."""
+def _as_there(name: str, **options: Any) -> Any:
+    """Call a function of the ring_flash_attn drop-in, which may take packed inputs."""
     call: Any = getattr(compat, name)
-
-    def function(argument: str, argument_value: Any) -> Any:
-        is_varlen, is_llama3 = "varlen" in name, name.startswith("llama3")
-        q, k, v = _qkv() if is_varlen else _qkv(1)
-        dim = 1 if is_varlen else 2
-        inputs = [q, k, v]
-        if "qkvpacked" in name:
-            inputs = [torch.stack([q, k, v], dim=dim)]
-        elif "kvpacked" in name:
-            inputs = [q, torch.stack([k, v], dim=dim)]
-        options = {{"window": "window_size"}.get(argument, argument): argument_value}
-        documents = [options.pop("cu_seqlens", torch.tensor([0, T], dtype=torch.int32)), T]
-        if is_llama3:
-            *documents, part = compat.llama3_flash_attn_prepare_cu_seqlens(documents[0], True, 0, 1)
-            options |= {"heads_k_stride": 1, "local_k_slice": part}
-        return call(*inputs, *(documents if is_varlen else []), causal=True, **options)
-
-    return function
+    is_varlen = "varlen" in name
+    inputs: Any = _qkv() if is_varlen else _qkv(1)
+    q, *kv = inputs
+    if "qkvpacked" in name:
+        inputs = [torch.stack([q, *kv], dim=q.ndim - 2)]
+    elif "kvpacked" in name:
+        inputs = [q, torch.stack(kv, dim=q.ndim - 2)]
+    options = {{"window": "window_size"}.get(key, key): x for key, x in options.items()}
+    documents = [options.pop("cu_seqlens", torch.tensor([0, T], dtype=torch.int32)), T]
+    if name.startswith("llama3"):
+        *documents, part = compat.llama3_flash_attn_prepare_cu_seqlens(documents[0], True, 0, 1)
+        options |= {"heads_k_stride": 1, "local_k_slice": part}
+    return call(*inputs, *(documents if is_varlen else []), causal=True, **options)
 
 
-Function = Callable[[str, Any], Any]
-OF_COMPAT = [name for name in vars(compat) if name.endswith("_func")]
+def _kinds_there(name: str) -> Kinds:
+    """Return the arguments of a function of the drop-in that can be changed in place."""
+    documents = ("tensor",) if name.startswith("llama3") else ("tensor", "list")
+    return BATCH | ({"cu_seqlens": documents} if "varlen" in name else {})
+
+
+Function = Callable[..., Any]
+CP: Any = ContextParallel
 #: Every public function with arguments that can be changed in place, and their containers.
-FUNCTIONS: dict[str, tuple[Function, dict[str, tuple[str, ...]]]] = {
-    "ring_attention": (_ours, OURS),
-    "ContextParallel.attention": (_of_an_object, OURS),
-    "ContextParallel.explain": (_explained, {name: OURS[name] for name in ("cu_seqlens", "window")}),
-    "Mask": (_of_a_mask, {name: OURS[name] for name in ("cu_seqlens", "window")}),
-    "reference.attention": (_of_the_oracle, {"cu_seqlens": DOCUMENTS, "window": ("list",)}),
-    **{name: (_as_there(name), BATCH) for name in OF_COMPAT if "varlen" not in name},
-    **{name: (_as_there(name), VARLEN) for name in OF_COMPAT if "varlen" in name},
+FUNCTIONS: dict[str, tuple[Function, Kinds]] = {
+    "ring_attention": (lambda **x: attend(*_qkv(1), **x), OURS),
+    "ContextParallel.attention": (
+        lambda **x: CP().attention(*_qkv(1), causal="mask" not in x, **x), OURS
+    ),
+    "ContextParallel.explain": (lambda **x: CP().explain(*_qkv(1), **x), RULES),
+    "Mask": (lambda **x: attend(*_qkv(1), mask=Mask(**x)), RULES),
+    "reference.attention": (
+        lambda **x: torch.as_tensor(reference.attention(*(y.numpy() for y in _qkv(1)), **x)[0]), RULES
+    ),
     **{
-        name: (_as_there(name), BATCH | {"cu_seqlens": ("tensor",)})
-        for name in OF_COMPAT if name.startswith("llama3")
+        name: (partial(_as_there, name), _kinds_there(name))
+        for name in vars(compat) if name.endswith("_func")
     },
 }  # fmt: skip
 CHANGES = [
@@ -260,7 +148,6 @@ CHANGES = [
     for argument, kinds in arguments.items()
     for kind in kinds
 ]
-COMPILED = [case for case in CHANGES if case[0] in {"ring_attention", "ContextParallel.attention"}]
 
 
 def _change(argument_value: Any, values: Any) -> None:
@@ -282,11 +169,11 @@ def _check(function: Function, argument: str, kind: str) -> None:
     """Compare two calls with an argument changed between them, and two with fresh ones."""
     first, second = VALUES[argument]
     argument_value = KINDS[kind](first)
-    results = [function(argument, argument_value)]
+    results = [function(**{argument: argument_value})]
     _change(argument_value, second)
-    results.append(function(argument, argument_value))
+    results.append(function(**{argument: argument_value}))
     for result, value in zip(results, (first, second), strict=True):
-        assert _same(result, function(argument, KINDS[kind](value)))
+        assert _same(result, function(**{argument: KINDS[kind](value)}))
     assert isinstance(results[0], str) or not _same(*results)  # numbers are the same
 
 
@@ -296,38 +183,13 @@ def test_every_function_that_takes_documents_is_here() -> None:
         if inspect.isfunction(function) and "cu_seqlens" in str(inspect.signature(function))
     }  # fmt: skip
     others = {"llama3_flash_attn_prepare_cu_seqlens", "update_ring_flash_attn_params"}
-    assert taken - others == {name for name, (_, argument_value) in FUNCTIONS.items() if "cu_seqlens" in argument_value} - {
-        "ContextParallel.attention", "ContextParallel.explain", "Mask", "reference.attention",
-    }  # fmt: skip
+    here = {name for name, (_, kinds) in FUNCTIONS.items() if "cu_seqlens" in kinds}
+    assert taken - others == {x for x in here if "." not in x and x != "Mask"}
 
 
 @pytest.mark.parametrize(("name", "argument", "kind"), CHANGES)
 def test_changed_in_place(name: str, argument: str, kind: str) -> None:
     _check(FUNCTIONS[name][0], argument, kind)
-
-
-@pytest.mark.nightly(  # per change calls of the function cover all arguments
-    only=[
-        f"ContextParallel.attention-{argument}-{kind}"
-        for name, argument, kind in COMPILED
-        if name == "ContextParallel.attention" and kind != "list"
-    ]
-)
-@pytest.mark.parametrize(("name", "argument", "kind"), COMPILED)
-def test_changed_in_place_under_the_compiler(name: str, argument: str, kind: str) -> None:
-    torch._dynamo.reset()
-    call: Any = attend if name == "ring_attention" else ContextParallel().attention
-
-    def function(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        out: Tensor = call(q, k, v, **options)
-        return out * 2.0
-
-    compiled: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
-    _check(
-        lambda argument, argument_value: compiled(*_qkv(1), {argument: argument_value}),
-        argument,
-        kind,
-    )
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels", "position_ids", "attention_mask"])
@@ -368,14 +230,12 @@ def test_prepared_offsets_changed_in_place_are_refused(inference: bool) -> None:
     attend: Any = compat.llama3_flash_attn_varlen_func
     with torch.inference_mode(inference):
         offsets = torch.tensor(VALUES["cu_seqlens"][0], dtype=torch.int32)
-        prepared: Any = compat.llama3_flash_attn_prepare_cu_seqlens(offsets, True, 0, 1)
-        cu_q, cu_k, most_q, most_k, part = prepared
-        cu_q[1] = 16
+        prepared: list[Any]
+        *prepared, part = compat.llama3_flash_attn_prepare_cu_seqlens(offsets, True, 0, 1)
+        prepared[0][1] = 16
+        options = {"heads_k_stride": 1, "local_k_slice": part, "causal": True}
         with pytest.raises(ValueError, match="cu_seqlens_q is"):
-            attend(
-                *_qkv(), cu_q, cu_k, most_q, most_k, heads_k_stride=1, local_k_slice=part,
-                causal=True,
-            )  # fmt: skip
+            attend(*_qkv(), *prepared, **options)
 
 
 def _in_double() -> list[Tensor]:
@@ -417,15 +277,13 @@ REFUSED: tuple[tuple[str, Any, str], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value", "message"), REFUSED)
-def test_what_is_wrong_is_refused_beside_a_mask_as_without_one(
-    name: str, value: Any, message: str
-) -> None:
-    options: list[dict[str, Any]] = [{}, {"mask": MASK}]
-    for beside in options:
-        call: Any = dict(zip("qkv", _in_double(), strict=True)) | beside | {name: value}
-        with pytest.raises(ValueError, match=message):
-            ring_attention(**call)
+def test_what_is_wrong_is_refused_beside_a_mask_as_without_one() -> None:
+    for name, value, message in REFUSED:
+        options: list[dict[str, Any]] = [{}, {"mask": MASK}]
+        for beside in options:
+            call: Any = dict(zip("qkv", _in_double(), strict=True)) | beside | {name: value}
+            with pytest.raises(ValueError, match=message):
+                ring_attention(**call)
 
 
 def test_what_is_too_large_is_told_what_to_use() -> None:

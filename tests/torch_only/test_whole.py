@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,19 +15,20 @@ from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from unchanged_models import MODELS, batch_of, model_of
 
 import ring_torch
 from ring_core import LayoutSpec, Mask, UnsupportedError, WrongResultError, balanced_layout
 from ring_core.layouts.layout import WHOLE_LAYOUT
-from ring_torch import ContextParallel, hf, replace_sdpa
+from ring_torch import ContextParallel
 from ring_torch.comm.ranks import Ranks
-from ring_torch.local import LocalRanks
 
 T, D, V = 24, 8, 11
 LAYOUTS: tuple[LayoutSpec, ...] = (
     "zigzag", "contiguous", "striped", balanced_layout(Mask(causal=True), seq_len=768, cp_size=2)
 )  # fmt: skip
+
+
+TOKENS = torch.arange(2 * T).reshape(2, T) * 7 % V
 
 
 def numbers(*shape: int) -> Tensor:
@@ -69,19 +70,19 @@ class Layers(nn.Module):
             x = checkpoint(self.mix, x, seq_len, use_reentrant=again == "reentrant")
         else:
             x = self.mix(x, seq_len)
-        loss = ring_torch.linear_cross_entropy if self.halos else None
-        if loss is not None:
-            return loss(self.cp, x, self.head.weight, labels, bias=self.head.bias, seq_len=seq_len)
-        return ring_torch.cross_entropy(self.cp, self.head(x), labels, seq_len=seq_len)
+        if not self.halos:
+            return ring_torch.cross_entropy(self.cp, self.head(x), labels, seq_len=seq_len)
+        return ring_torch.linear_cross_entropy(
+            self.cp, x, self.head.weight, labels, bias=self.head.bias, seq_len=seq_len
+        )
 
 
-def pair(layout: LayoutSpec, *, halos: bool | None = None) -> tuple[ContextParallel, Layers]:
+def layers(layout: LayoutSpec = "zigzag") -> tuple[ContextParallel, Layers]:
     cp = ContextParallel(layout=layout)
-    plain = ContextParallel(layout="contiguous")
-    return cp, Layers(cp, plain, halos=layout != "striped" if halos is None else halos)
+    return cp, Layers(cp, ContextParallel(layout="contiguous"), halos=layout != "striped")
 
 
-def expected(halos: bool, tokens: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+def expected(halos: bool = True, tokens: Tensor = TOKENS) -> tuple[Tensor, list[Tensor | None]]:
     """Return the loss and gradients of one process, whose attention and layers are torch's."""
     model = Layers(ContextParallel(), ContextParallel(), halos=halos)
     x = model.embed(tokens) + torch.arange(tokens.shape[1])[:, None].sin()
@@ -97,14 +98,9 @@ def expected(halos: bool, tokens: Tensor) -> tuple[Tensor, list[Tensor | None]]:
     return loss.detach(), [p.grad for p in model.parameters()]
 
 
-def trained() -> tuple[ContextParallel, Layers, Tensor, tuple[Tensor, list[Tensor | None]]]:
-    """Return a model, tokens, and the loss and gradients of one process."""
-    tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
-    return *pair("zigzag"), tokens, expected(True, tokens)
-
-
-def silent() -> ExitStack:
-    """Return a context in which every collective and message of a group is an error."""
+@contextmanager
+def silent() -> Iterator[None]:
+    """Let every collective and message of a group be an error."""
     start = Ranks.start
 
     def refuse(*args: Any, **_: Any) -> Any:
@@ -112,13 +108,12 @@ def silent() -> ExitStack:
             return start(*args)
         raise AssertionError("something was sent")
 
-    stack = ExitStack()
-    patch = stack.enter_context(pytest.MonkeyPatch.context())
-    for name in ("all_reduce", "all_gather", "reduce_scatter_tensor", "broadcast", "send", "recv"):
-        patch.setattr(dist, name, refuse)
-    for name in ("start", "_all_to_all"):
-        patch.setattr(Ranks, name, refuse)
-    return stack
+    collectives = "all_reduce all_gather reduce_scatter_tensor broadcast send recv"
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, names in ((dist, collectives), (Ranks, "start _all_to_all")):
+            for name in names.split():
+                patch.setattr(owner, name, refuse)
+        yield
 
 
 def own_group() -> dist.ProcessGroup:
@@ -128,118 +123,100 @@ def own_group() -> dist.ProcessGroup:
     return group
 
 
-def check(loss: Tensor, model: nn.Module, want: tuple[Tensor, list[Tensor | None]]) -> None:
-    torch.testing.assert_close(loss.detach(), want[0])
+def check(
+    loss: Tensor, model: Layers, want: tuple[Tensor, list[Tensor | None]], *, is_part: bool = False
+) -> None:
+    """Compare a loss, of all ranks together if it is a part, and gradients, which are cleared."""
+    total = loss.detach().clone()
+    if is_part:
+        model.cp.reduce_gradients(model)
+        dist.all_reduce(total)
+    torch.testing.assert_close(total, want[0])
     for p, grad in zip(model.parameters(), want[1], strict=True):
         torch.testing.assert_close(p.grad, grad)
+    model.zero_grad()
 
 
 @on_ranks
 def test_every_method_acts_on_whole_sequences() -> None:
     for layout in LAYOUTS:
-        cp, model = pair(layout)
-        tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
-        want = expected(model.halos, tokens)
+        cp, model = layers(layout)
+        want = expected(model.halos)
         with silent(), cp.whole():
             assert (cp.cp_size, cp.cp_rank, cp.layout) == (1, 0, WHOLE_LAYOUT)
             x = numbers(2, 13, 3)
             assert cp.shard(x, pad=True) is x and cp.unshard(x, seq_len=13) is x
             assert cp.layout_of(13).positions(0).tolist() == [*range(13)]
-            loss = model(tokens)
+            loss = model(TOKENS)
             loss.backward()
             cp.reduce_gradients(model)
-            batch = next(iter(ring_torch.dataloader(cp, [tokens])))
-            assert torch.equal(batch.tokens, tokens)
+            batch = next(iter(ring_torch.dataloader(cp, [TOKENS])))
+            assert torch.equal(batch.tokens, TOKENS)
             assert "kernel" in cp.explain(*(numbers(1, T, 2, 4),) * 3)
         check(loss, model, want)
-        # Behind the block all ranks compute again, and agree.
-        model.zero_grad()
-        part = model(cp.shard(tokens)) if T % cp.layout_of(768).divisor == 0 else None
-        if part is not None:
+        if (
+            T % cp.layout_of(768).divisor == 0
+        ):  # behind the block all ranks compute again, and agree
+            part = model(cp.shard(TOKENS))
             part.backward()
-            cp.reduce_gradients(model)
-            total = part.detach().clone()
-            dist.all_reduce(total)
-            check(total, model, want)
+            check(part, model, want, is_part=True)
 
 
 @on_ranks
 def test_padding_that_tensors_have_is_padding_still() -> None:
     """Compare sequences with padding that callers added themselves, which ``seq_len`` names."""
-    cp, model = pair("zigzag")
+    cp, model = layers()
     tokens = torch.arange(2 * 13).reshape(2, 13) * 7 % V
-    want = expected(True, tokens)
-    for padded in (tokens, functional.pad(tokens, (0, 3))):
-        model.zero_grad()
-        with silent(), cp.whole():
+    with silent(), cp.whole():
+        for padded in (tokens, functional.pad(tokens, (0, 3))):
             labels = cp.shift(padded, -1, fill=-100, seq_len=13)
             assert (labels[:, 12:] == -100).all()
             assert cp.unshard(padded, seq_len=13).shape == (2, 13)
             q = numbers(2, padded.shape[1], 2, 4)
             out = cp.attention(q, q, q, seq_len=13)[:, :13]
             torch.testing.assert_close(out, cp.attention(*(q[:, :13],) * 3))
-    with silent(), cp.whole():
-        model.zero_grad()
         loss = model(tokens, seq_len=13)
         loss.backward()
-    check(loss, model, want)
+    check(loss, model, expected(tokens=tokens))
 
 
-CHECKPOINTS = ("", "reentrant", "checkpoint", "nested", "nested re")
-
-
-def in_thread(function: Callable[[], None]) -> None:
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
-
-
-@pytest.mark.parametrize("again", CHECKPOINTS)
-@on_ranks
-def test_a_backward_elsewhere_follows_its_forward(again: str) -> None:
-    """Another thread, or the graph of a backward, has no history of blocks."""
-    cp, model = pair("zigzag")
-    tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
-    with silent():
-        with cp.whole():
-            loss = model(tokens, again=again)
-        in_thread(loss.backward)
-    check(loss, model, expected(True, tokens))
-    x = numbers(1, T, 3).requires_grad_()
-    moved = functional.pad(x.sin(), (0, 0, 1, 0))[:, :-1].sin()
-    (want,) = torch.autograd.grad(moved.sum(), x)
-    with silent():
-        with cp.whole():
-            reentrant = again in ("reentrant", "nested re")
-            y = checkpoint(lambda x: cp.shift(x.sin(), 1).sin(), x, use_reentrant=reentrant).sum()
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-            if reentrant:  # its function is compiled, for the side that the backward is on
-                with pytest.raises(Exception, match="other side of whole"):
-                    y.backward()
-            else:
-                y.backward()
-                torch.testing.assert_close(x.grad, want)
-
-
-@pytest.mark.parametrize("again", CHECKPOINTS)
+@pytest.mark.parametrize("again", ["", "reentrant", "checkpoint", "nested", "nested re"])
 @on_ranks
 def test_a_backward_follows_its_forward(again: str) -> None:
-    cp, model, tokens, want = trained()
-    for _repeat in range(2):
+    """Whatever block it is in, and in another thread, which has no history of blocks."""
+    (cp, model), want = layers(), expected()
+    for is_in_thread in (False, True):
         with cp.whole(), silent():
-            whole = model(tokens, again=again)
-        part = model(cp.shard(tokens), again=again)
+            whole = model(TOKENS, again=again)
+        part = model(cp.shard(TOKENS), again=again)
         with silent():
-            whole.backward()
+            if is_in_thread:
+                thread = threading.Thread(target=whole.backward)
+                thread.start()
+                thread.join()
+            else:
+                whole.backward()
         check(whole, model, want)
-        model.zero_grad()
         with cp.whole():
             part.backward()
-        cp.reduce_gradients(model)
-        total = part.detach().clone()
-        dist.all_reduce(total)
-        check(total, model, want)
-        model.zero_grad()
+        check(part, model, want, is_part=True)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@on_ranks
+def test_the_graph_of_a_backward_follows_its_forward(use_reentrant: bool) -> None:
+    cp, x = ContextParallel(), numbers(1, T, 3).requires_grad_()
+    moved = functional.pad(x.sin(), (0, 0, 1, 0))[:, :-1].sin()
+    (want,) = torch.autograd.grad(moved.sum(), x)
+    with silent(), cp.whole():
+        y = checkpoint(lambda x: cp.shift(x.sin(), 1).sin(), x, use_reentrant=use_reentrant).sum()
+    with silent(), torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        if use_reentrant:  # its function is compiled, for the side that the backward is on
+            with pytest.raises(Exception, match="other side of whole"):
+                y.backward()
+        else:
+            y.backward()
+            torch.testing.assert_close(x.grad, want)
 
 
 @on_ranks
@@ -293,10 +270,8 @@ def test_hooks_of_gradients_sum_nothing(rank: int) -> None:
 @on_ranks
 def test_a_block_belongs_to_its_thread() -> None:
     """Compute whole in one thread while another one splits."""
-    cp, model = pair("zigzag")
-    other = Layers(cp, cp, halos=True)
-    tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
-    want, entered, done = expected(True, tokens), threading.Event(), threading.Event()
+    (cp, model), other = layers(), layers()[1]
+    entered, done = threading.Event(), threading.Event()
     losses: list[Tensor] = []
 
     def alone() -> None:
@@ -304,20 +279,18 @@ def test_a_block_belongs_to_its_thread() -> None:
             assert cp.cp_size == 1
             entered.set()
             assert done.wait(60)
-            losses.append(model(tokens, again="checkpoint"))
+            losses.append(model(TOKENS, again="checkpoint"))
         losses[0].backward()
 
     thread = threading.Thread(target=alone)
     thread.start()
     assert entered.wait(60)
-    part = other(cp.shard(tokens), again="checkpoint")
+    part = other(cp.shard(TOKENS), again="checkpoint")
     part.backward()
-    cp.reduce_gradients(other)
-    dist.all_reduce(total := part.detach().clone())
-    check(total, other, want)
+    check(part, other, expected(), is_part=True)
     done.set()
     thread.join()
-    check(losses[0], model, want)
+    check(losses[0], model, expected())
 
 
 @on_ranks
@@ -376,40 +349,6 @@ def test_compiled_functions_that_are_computed_again_follow_or_are_refused() -> N
     assert refusals and all("other side of whole()" in error for error in refusals), refusals
 
 
-@on_ranks
-def test_models_follow() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    cp = ContextParallel()
-    for name in ("gpt", "dit"):
-        _class, dims, options = MODELS[name]
-        batch, model = batch_of(name), model_of(name)
-        want = model(**batch)
-        handle = replace_sdpa(model, cp, **options)
-        shards = {key: cp.shard(x, dim=dims[key]) if key in dims else x for key, x in batch.items()}
-        before = cp.unshard(model(**shards).detach())
-        with cp.whole():
-            torch.testing.assert_close(model(**batch), want)
-        torch.testing.assert_close(before, want)
-        handle.remove()
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
-    torch.manual_seed(0)
-    llama = LlamaForCausalLM(config)
-    tokens = torch.arange(2 * T).reshape(2, T) * 7 % V
-    want = llama(input_ids=tokens, labels=tokens)
-    hf.parallelize(llama, cp)
-    with cp.whole():
-        got = llama(input_ids=tokens, labels=tokens)
-    torch.testing.assert_close(got.logits, want.logits)
-    torch.testing.assert_close(got.loss, want.loss)
-
-
 class Rank(nn.Module):
     """A layer that adds a number of the rank that holds the tokens."""
 
@@ -424,8 +363,7 @@ class Rank(nn.Module):
 @on_ranks
 def test_plain_models_are_verified() -> None:
     """A right model is, and one that asks which rank it is on is found."""
-    cp, model = pair("zigzag")
-    batch = {"tokens": torch.arange(2 * T).reshape(2, T) % V}
+    (cp, model), batch = layers(), {"tokens": TOKENS}
     report = cp.verify(model, batch)
     assert report.loss is not None and report.gradients is not None and report.logits is None
     assert report.modules == 2 and report.loss.is_within and report.gradients.is_within
@@ -435,7 +373,8 @@ def test_plain_models_are_verified() -> None:
         cp.verify(model, batch, dims={"tokens": 1})
 
 
-def in_backward(_: int) -> None:
+@on_ranks
+def test_a_block_in_a_backward_is_refused() -> None:
     cp = ContextParallel()
 
     def within(x: Tensor) -> Tensor:
@@ -448,8 +387,9 @@ def in_backward(_: int) -> None:
         y.sum().backward()
 
 
-def other_ranks(_: int) -> None:
-    """Relayout to ranks that do not act alone is refused; made inside, an object acts alone."""
+@on_ranks
+def test_relayout_to_ranks_that_do_not_act_alone_is_refused() -> None:
+    """And an object that is made inside acts alone."""
     cp, alone = (ContextParallel(), ContextParallel(own_group()))
     x = numbers(1, T, 3)
     with alone.whole():
@@ -461,8 +401,3 @@ def other_ranks(_: int) -> None:
         inside = ContextParallel(cp.group, "striped")
         assert ring_torch.ring_attention(*(numbers(1, T, 2, 4),) * 3, group=cp.group).shape[1] == T
     assert (inside.cp_size, cp.cp_size) == (1, 2)
-
-
-@pytest.mark.parametrize("case", [in_backward, other_ranks], ids=lambda case: case.__name__)
-def test_what_is_refused(pool: LocalRanks, case: Callable[[int], None]) -> None:
-    pool.run(case)

@@ -149,8 +149,6 @@ def like(*shape: int, but: tuple[str, ...] = ()) -> Values:
     return {name: x for name, x in values.items() if name not in but}
 
 
-#: Its size is that of others, and another is right, too; so is one more axis.
-SIZE_IS_FREE, AXES_ARE_FREE = ("size",), ("size", "one axis more")
 MODULE: Values = {"none": None, "tensor": zeros(1), "list": [nn.Linear(1, 1)], "class": nn.Linear}
 
 
@@ -162,16 +160,13 @@ ssd: dict[str, Tensor] = {
     "x": zeros(VALUES), "dt": zeros(HEADS), "A": zeros(4), "B": zeros(KEYS), "C": zeros(KEYS),
 }  # fmt: skip
 #: A cache of two requests, whose tokens are written, and whose positions may be written again.
-cache = ring_torch.KVCache(
-    cp, num_layers=1, num_kv_heads=2, head_dim=16, max_requests=2, max_tokens=512,
-    dtype=torch.float32,
-)  # fmt: skip
+cache_of = functools.partial(
+    ring_torch.KVCache, cp, num_layers=1, num_kv_heads=2, head_dim=16, dtype=torch.float32
+)
+cache = cache_of(max_requests=2, max_tokens=512)
 cache.extend(cache.add(2), 8)
 cache.write(zeros(KV), zeros(KV), layer=0)
-first = ring_torch.KVCache(
-    cp, num_layers=1, num_kv_heads=2, head_dim=16, max_requests=1, max_tokens=8,
-    dtype=torch.float32,
-)  # fmt: skip
+first = cache_of(max_requests=1, max_tokens=8)
 first.extend(first.add(), 8)
 ROW = {"q": (1, 8, 4, 16), "k": (1, 8, 2, 16), "v": (1, 8, 2, 16)}
 POSITIVE: Values = {n: x for n, x in SIZE.items() if n != "zero"} | {"none": None}
@@ -205,18 +200,31 @@ BY_NAME: dict[str, Values] = {
     ), FLAG),
     "fill": FILL, "grad": GRAD, "group": GROUP, "dp": optional(GROUP), "scale": REAL,
     "tokens_at_once": {**LENGTH, "none": None},
-    # Of linear attention.
-    "initial_state": optional(like(1, 4, 4, 3)), "beta": like(*HEADS),
+    "initial_state": optional(like(1, 4, 4, 3)),  # of linear attention
 }  # fmt: skip
 #: Wrong prompts and completions of a loader of rollouts.
 sequences: Values = {
     "none": None, "word": "x", "number": 1, "rows": [ids(1, 3).long()], "floats": [zeros(3)],
     "of more": [ids(3).long()] * 2,
 }  # fmt: skip
-row = functools.partial(subject, BY_NAME)
-linear = functools.partial(
-    row, q=like(*KEYS, but=SIZE_IS_FREE), k=like(*KEYS), v=like(*VALUES, but=SIZE_IS_FREE)
-)
+
+
+def row(call: Any, right: dict[str, Any], free: str = "", /, **wrong: Values) -> Subject:
+    """Return a row, in which tensors have the wrong values of their shapes if no other.
+
+    ``free`` are those of which another last size is right, too.
+    """
+    shaped = {
+        name: like(*x.shape, but=("size",) if name in free.split() else ())
+        for name, x in right.items()
+        if isinstance(x, Tensor) and x.ndim
+    }
+    return subject(shaped | BY_NAME, call, right, **wrong)
+
+
+of_tokens: dict[str, Any] = {
+    "cp": cp, "hidden": zeros(2, 8, 3), "head_weight": zeros(5, 3), "labels": ids(2, 8),
+}  # fmt: skip
 OF_TOKENS: dict[str, Values] = {
     "hidden": {"none": None, **bad_tensors(2, 8, 3), "of no token": zeros(2, 7, 3)},
     "head_weight": {"none": None, **bad_tensors(5, 3), "transposed": zeros(3, 5)},
@@ -224,41 +232,33 @@ OF_TOKENS: dict[str, Values] = {
 }  # fmt: skip
 
 SUBJECTS: dict[str, Subject] = {
-    "ring_torch.ContextParallel.gated_delta_rule": linear(
-        cp.gated_delta_rule, recurrent, g=like(*HEADS)
-    ),
-    "ring_torch.ContextParallel.kda": linear(
-        cp.kda, {**recurrent, "g": zeros(*HEADS, 4)}, g=like(*HEADS, 4)
-    ),
-    "ring_torch.ContextParallel.simple_gla": linear(
-        cp.simple_gla, {name: recurrent[name] for name in "qkvg"},
+    "ring_torch.ContextParallel.gated_delta_rule": row(cp.gated_delta_rule, recurrent, "q v"),
+    "ring_torch.ContextParallel.kda": row(cp.kda, {**recurrent, "g": zeros(*HEADS, 4)}, "q v"),
+    "ring_torch.ContextParallel.simple_gla": row(
+        cp.simple_gla, {name: recurrent[name] for name in "qkvg"}, "q v",
         g=optional(like(*HEADS)), g_gamma=optional(like(4)),
     ),
     "ring_torch.ContextParallel.ssd": row(
-        cp.ssd, ssd, x=like(*VALUES, but=SIZE_IS_FREE), dt=like(*HEADS), A=like(4),
-        B=like(*KEYS, but=SIZE_IS_FREE), C=like(*KEYS), D=optional(like(4, but=("one axis more",))),
-        z=optional(like(*VALUES)), dt_bias=optional(like(4)),
+        cp.ssd, ssd, "B", x=like(*VALUES, but=("size",)), D=optional(like(4, but=("one axis more",))),
+        z=optional(like(*VALUES)), dt_bias=optional(like(4)), initial_states=optional(like(1, 4, 3, 4)),
         dt_limit={
             "number": 1.0, "none": None, "falling": (1.0, 0.5), "words": ("0", "1"), "nan": (0.0, float("nan")),
             "flags": (False, True), "three": (0.0, 1.0, 2.0),
         },
-        initial_states=optional(like(1, 4, 3, 4)),
     ),
     "ring_torch.ContextParallel.selective_scan": row(
         cp.selective_scan,
         {"u": zeros(HEADS), "delta": zeros(HEADS), "A": zeros(4, 3), "B": zeros(1, 8, 3), "C": zeros(1, 8, 3)},
-        u=like(*HEADS, but=SIZE_IS_FREE), delta=like(*HEADS), A=like(4, 3, but=SIZE_IS_FREE),
-        B=like(1, 8, 3, but=("one axis more",)), C=like(1, 8, 3), D=optional(like(4)),
+        "u A", B=like(1, 8, 3, but=("one axis more",)), D=optional(like(4)),
         z=optional(like(*HEADS)), delta_bias=optional(like(4)),
     ),
     "ring_torch.ContextParallel.linear_recurrence": row(
         cp.linear_recurrence, {"a": zeros(VALUES), "b": zeros(VALUES)},
-        a=like(*VALUES, but=AXES_ARE_FREE), b=like(*VALUES), initial_state=optional(like(1, 4, 3)),
+        a=like(*VALUES, but=("size", "one axis more")), initial_state=optional(like(1, 4, 3)),
     ),
     "ring_torch.ContextParallel.causal_conv1d": row(
-        cp.causal_conv1d, {"x": zeros(HEADS), "weight": zeros(4, 3)},
-        x=like(*HEADS, but=SIZE_IS_FREE), weight=like(4, 3, but=SIZE_IS_FREE), bias=optional(like(4)),
-        activation=optional(OPTIONS["kernel"]),
+        cp.causal_conv1d, {"x": zeros(HEADS), "weight": zeros(4, 3)}, x=like(*HEADS, but=("size",)),
+        weight=like(4, 3, but=("size",)), bias=optional(like(4)), activation=optional(OPTIONS["kernel"]),
     ),
     "ring_torch.ring_attention": row(ring_attention, inputs, **CALL),
     "ring_torch.ContextParallel": row(first_used, {}),
@@ -267,7 +267,7 @@ SUBJECTS: dict[str, Subject] = {
     "ring_torch.ContextParallel.explain_recurrent": row(
         lambda layer, a, b: cp.explain_recurrent(layer, a=a, b=b),
         {"layer": "linear_recurrence", "a": zeros(VALUES), "b": zeros(VALUES)},
-        layer=optional(OPTIONS["kernel"]), a=like(*VALUES, but=AXES_ARE_FREE), b=like(*VALUES),
+        layer=optional(OPTIONS["kernel"]), a=like(*VALUES, but=("size", "one axis more")),
     ),
     "ring_torch.KVCache": row(
         ring_torch.KVCache,
@@ -285,10 +285,10 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "ring_torch.ContextParallel.prefill": row(
         cp.prefill, {**{n: zeros(x) for n, x in ROW.items()}, "cache": first, "layer": 0, "request": 0},
-        **SERVED, request=INDEX, q=like(*ROW["q"]), k=like(*ROW["k"]), v=optional(like(*ROW["v"])),
+        **SERVED, request=INDEX, v=optional(like(*ROW["v"])),
     ),
     "ring_torch.ContextParallel.merge_partials": row(
-        cp.merge_partials, {"out": zeros(Q), "lse": zeros(2, 4, 8)}, out=like(*Q, but=SIZE_IS_FREE),
+        cp.merge_partials, {"out": zeros(Q), "lse": zeros(2, 4, 8)}, "out",
         lse={**like(2, 4, 8), "half": zeros(2, 4, 8).half()}, lse_base={**NAME, "ten": "10"},
     ),
     "ring_torch.ContextParallel.explain_serving": row(
@@ -336,15 +336,10 @@ SUBJECTS: dict[str, Subject] = {
         ring_torch.cross_entropy, {"cp": cp, "logits": zeros(2, 8, 5), "labels": ids(2, 8)},
         logits={"none": None, **bad_tensors(2, 8, 5), "of no token": zeros(2, 7, 5)},
     ),
-    "ring_torch.linear_cross_entropy": row(
-        ring_torch.linear_cross_entropy,
-        {"cp": cp, "hidden": zeros(2, 8, 3), "head_weight": zeros(5, 3), "labels": ids(2, 8)},
-        **OF_TOKENS,
-    ),
+    "ring_torch.linear_cross_entropy": row(ring_torch.linear_cross_entropy, of_tokens, **OF_TOKENS),
     "ring_torch.training.token_log_probs": row(
-        training.token_log_probs,
-        {"cp": cp, "hidden": zeros(2, 8, 3), "head_weight": zeros(5, 3), "labels": ids(2, 8)},
-        **OF_TOKENS, temperature={**REAL, "none": None, "zero": 0.0, "negative": -1.0},
+        training.token_log_probs, of_tokens, **OF_TOKENS,
+        temperature={**REAL, "none": None, "zero": 0.0, "negative": -1.0},
     ),
     "ring_torch.training.sum_by_sequence": row(
         training.sum_by_sequence, {"cp": cp, "x": zeros(1, 8)},

@@ -6,9 +6,12 @@ map.
 
 from __future__ import annotations
 
+import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,26 +32,22 @@ from ring_core import Mask, gather_refusals
 from ring_torch import prepare
 from ring_torch.buffers import BufferSpec, HeadCarrier, KVPayload
 from ring_torch.call import Call, GatherSession, SessionSpec
-from ring_torch.comm import ranks as _comm
-from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.ranks import Ranks, ranks_of
 from ring_torch.comm.store import CallSignature
 from ring_torch.local import LocalRankError, LocalRanks
-from ring_torch.prepare import _prepare
 from ring_torch.strategies import choose_strategy
 from ring_torch.strategies.gather import GATHER
 from ring_torch.strategies.ulysses import ULYSSES
 from ring_torch.transports import (
     SYMM_MEM,
-    exchange_kernel,
     exchange_kernel as kernels,
     one_kernel,
     peer_copies,
     symm_buffer,
 )
-from ring_torch.transports.api import counted_by
+from ring_torch.transports.api import counted_by, note_reads
 from ring_torch.transports.one_kernel import HeadTrade
 from ring_torch.transports.p2p import P2P
-from ring_torch.transports.peer_copies import grad_bytes_of
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -62,46 +61,68 @@ def _is_short(case: Case) -> bool:
     return peer_copies.fits_one_kernel(case.plan, keys, 1, False)
 
 
-SHORT = [case for case in CASES.values() if _is_short(case)]
+SHORT = {name: case for name, case in CASES.items() if _is_short(case)}
 
 
-def on_a_rank(
-    rank: int, folder: Path, case: Case, wrong: str | None, checked: bool = False,
-    captured: bool | None = None,
-) -> tuple[Arrays, list[str]]:  # fmt: skip
+@contextmanager
+def by_one_kernel(
+    folder: Path, strategy: Any, *names: str, wrong: str | None, **opened: Any
+) -> Iterator[tuple[pytest.MonkeyPatch, list[str]]]:
+    """Let calls exchange by kernels of these names; yield a list of those that ran.
+
+    Calls are checked if ``wrong`` is the function whose reads from peers are not counted, or none.
+    """
+    ran, is_checked = list[str](), wrong not in {None, "digest"}
+
+    def noted(name: str, kernel: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            ran.append(name)
+            return kernel(*args, **options)
+
+        return run
+
+    def count(reads: Any) -> None:
+        if sys._getframe(1).f_code.co_name != wrong:
+            note_reads(reads)
+
+    with pytest.MonkeyPatch.context() as patched:
+        interpret_one_kernel(patched, folder)
+        # Checked like a transport over GPUs that reach each other's memory.
+        chosen = strategy, replace(SYMM_MEM if is_checked else P2P, **opened)
+
+        def choose(*args: Any, **named: Any) -> Any:
+            return choose_strategy(*args, **named) if args[2].size == 1 else chosen
+
+        patched.setattr(prepare, "choose_strategy", choose)
+        prepare._prepare.cache_clear()
+        patched.setattr(one_kernel, "note_reads", count)
+        for name in names:
+            patched.setattr(kernels, name, noted(name, getattr(kernels, name)))
+        with ring_torch.check(int(is_checked)):
+            yield patched, ran
+
+
+def gathered(
+    rank: int, folder: Path, case: Case, wrong: str | None = None, captured: bool | None = None
+) -> tuple[Arrays, list[str]]:
     """Return a rank's part of a case, and the names of the kernels that ran."""
-    ran: list[str] = []
 
     def opened(call: Call, spec: SessionSpec, signature: CallSignature) -> GatherSession:
         call.agree(call.ranks, signature)
         options = spec.gather.splits, spec.gather.tile
         assert peer_copies.fits_one_kernel(call.plan, spec.keys, spec.groups, *options)
-        digest = signature.for_call(call.number, call.seed)
-        digest += rank if wrong == "digest" else 0
-        size = grad_bytes_of(call.plan, spec.keys, call.acc_dtype, *options)
+        digest = signature.for_call(call.number, call.seed) + rank * (wrong == "digest")
+        size = peer_copies.grad_bytes_of(call.plan, spec.keys, call.acc_dtype, *options)
         size += spec.keys.message.size
         exchange = one_kernel.exchange_state_of(call.ranks).begin_pass(size, digest)
         return one_kernel.OneKernel(call, spec._replace(by_parts=captured is not None), exchange)
 
-    def noted(name: str) -> Any:
-        kernel = getattr(kernels, name)
-
-        def run(*args: Any, **options: Any) -> None:
-            ran.append(name)
-            kernel(*args, **options)
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patched:
-        interpret_one_kernel(patched, folder)
-        # Checked like a transport over GPUs that reach each other's memory.
-        transport = replace(SYMM_MEM if checked else P2P, open=opened)
-        patched.setattr(prepare, "choose_strategy", lambda *_, **__: (GATHER, transport))
-        _prepare.cache_clear()
+    names = "exchange_keys", "finish_reading", "wait_reusable", "reduce_from_peers"
+    with by_one_kernel(folder, GATHER, *names, wrong=wrong, open=opened) as (patched, ran):
         # Split even these small tensors into several pieces.
         patched.setattr(one_kernel, "CHUNK", 64)
-        patched.setattr(one_kernel, "NUMBERS", 32)
-        patched.setattr(kernels, "NUMBERS", 32)
+        for module in (one_kernel, kernels):
+            patched.setattr(module, "NUMBERS", 32)
         if captured is not None:  # by blocks; in a graph, copies run at once, row by row
             patched.setattr(one_kernel, "comes_in_parts", lambda *_: True)
             patched.setattr(one_kernel, "is_capturing", lambda: captured)
@@ -109,58 +130,16 @@ def on_a_rank(
             patched.setattr(one_kernel.ExchangeState, "side_streams", lambda _, n: [Now()] * n)
             patched.setattr(torch.cuda, "current_stream", Now)
             patched.setattr(torch.cuda, "stream", lambda _: nullcontext())
-        for name in ("exchange_keys", "finish_reading", "wait_reusable", "reduce_from_peers"):
-            patched.setattr(kernels, name, noted(name))
-        with ring_torch.check(int(checked)):
-            return run_rank(rank, case, ("eager", "gather", "p2p"), None, cuda=False), ran
-
-
-@pytest.mark.nightly(
-    unless=[
-        "causal-zigzag-cp2", "window-both-zigzag-cp3", "mqa-zigzag", "v-dim-zigzag",
-        "keys80-causal-zigzag", "causal-random-cp4",
-    ]
-)  # fmt: skip
-@pytest.mark.parametrize("case", SHORT, ids=[case.name for case in SHORT])
-def test_case(case: Case, pools: dict[int, LocalRanks], tmp_path: Path) -> None:
-    parts = pools[case.cp_size].run(on_a_rank, tmp_path, case, None)
-    assert all(len(ran) >= 3 for _, ran in parts)
-    assert_close(case, gather(case, case.plan, [part for part, _ in parts]))
+        return run_rank(rank, case, ("eager", "gather", "p2p"), None, cuda=False), ran
 
 
 def test_heads_arrive_in_parts(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
     """The kernel moves all parts, or in a graph half of them, and copies after it the rest."""
     case = CASES["v-dim-zigzag"]
     for captured in (False, True):
-        parts = pools[case.cp_size].run(on_a_rank, tmp_path, case, None, False, captured)
+        parts = pools[case.cp_size].run(gathered, tmp_path, case, None, captured)
         assert all(ran.count("finish_reading") >= 1 for _, ran in parts)
         assert_close(case, gather(case, case.plan, [part for part, _ in parts]))
-
-
-@pytest.mark.parametrize("name", ["causal-zigzag-cp2", "causal-random-cp4"])
-def test_a_check_counts_what_kernels_read_from_peers(name: str, tmp_path: Path) -> None:
-    with LocalRanks(CASES[name].cp_size) as ranks:
-        for _, ran in ranks.run(on_a_rank, tmp_path, CASES[name], None, True):
-            assert len(ran) >= 3
-        for kernel in ("exchange_keys", "reduce_from_peers"):
-            with pytest.raises(LocalRankError, match="bytes were read from peers, and the program"):
-                ranks.run(uncounted, tmp_path, CASES[name], kernel)
-
-
-def uncounted(rank: int, folder: Path, case: Case, kernel: str) -> None:
-    """Run a rank's part of a case in which one kernel reads nothing."""
-    which = "fetch" if kernel == "exchange_keys" else "_add"
-    right = getattr(one_kernel.OneKernel, which)
-
-    def silent(*args: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(one_kernel, "note_reads", lambda _: None)
-            result = right(*args)
-            return iter(list(result)) if which == "fetch" else result
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(one_kernel.OneKernel, which, silent)
-        on_a_rank(rank, folder, case, None, checked=True)
 
 
 def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
@@ -170,20 +149,17 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
     """
     size, width = dist.get_world_size(), 8
     OnFiles.folder = folder
-    memory = OnFiles(_comm.ranks_of(None), 1024)
+    memory = OnFiles(ranks_of(None), 1024)
     packing = BufferSpec.of(((1, 1, 2 * width), torch.float32))
     memory.reserve(packing.size)
     addresses = [x.data_ptr() for x in memory.headers()]
     memory.headers()[rank][2] = 1
     dist.barrier()
-    setup = kernels.ExchangeSetup(
-        torch.tensor(addresses), addresses[rank], rank, 1, 1, (1 if wrong else 10) * 10**9
-    )
+    patience = (1 if wrong else 10) * 10**9
+    setup = kernels.ExchangeSetup(torch.tensor(addresses), addresses[rank], rank, 1, 1, patience)
     own = [memory.views(r, 0, packing)[0] for r in range(size)]
-    table = torch.tensor(
-        [[x.data_ptr(), n * x.nbytes, 1, x.nbytes] for n, x in enumerate(own) if n != rank]
-    )
-    places = torch.tensor([[rank]])
+    rows = [(x.data_ptr(), n * x.nbytes, 1, x.nbytes) for n, x in enumerate(own) if n != rank]
+    table, places = torch.tensor(rows), torch.tensor([[rank]])
     everybody_came = kernels.await_all
 
     def late(*args: Any) -> None:
@@ -238,18 +214,13 @@ def test_room_is_cleared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         kernels.wait_reusable(setup._replace(patience=10**6), memory_to_clear, zero=True)
 
 
-def test_other_calls_are_found_out(tmp_path: Path) -> None:
-    with LocalRanks(2, timeout=5) as ranks, pytest.raises(LocalRankError, match="different calls"):
-        ranks.run(on_a_rank, tmp_path, CASES["causal-zigzag-cp2"], "digest")
-
-
 def test_tables_of_a_pass_live_as_long_as_its_launches(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A pass keeps its own tables, whose addresses its cached launches hold."""
     interpret_one_kernel(monkeypatch, tmp_path)
     monkeypatch.setattr(one_kernel, "_MOST", 1)
-    memory: Any = SimpleNamespace(reserve=lambda _: False, ranks=_comm.Ranks(None, 0, 2))
+    memory: Any = SimpleNamespace(reserve=lambda _: False, ranks=Ranks(None, 0, 2))
     setup = kernels.ExchangeSetup(torch.zeros(1, dtype=torch.int64), 0, 0, 1, 1, 1)
     state, cpu = one_kernel.ExchangeState(memory, setup), torch.device("cpu")
     launches = state.begin_pass(0, 0).launches
@@ -276,81 +247,78 @@ def _with_a_head_a_rank(case: Case) -> Case:
     return replace(case, heads=(heads * -(-case.cp_size // heads), kv_heads))
 
 
-def _can_trade(case: Case) -> bool:
-    return case.cp_size in {2, 4} and case.dtype == "float32"
-
-
-TRADED = {case.name: _with_a_head_a_rank(case) for case in CASES.values() if _can_trade(case)}
+TRADED = {
+    case.name: _with_a_head_a_rank(case)
+    for case in CASES.values()
+    if case.cp_size in {2, 4} and case.dtype == "float32"
+}
 #: Heads that two ranks do not divide, with all that travels and all per-head options.
 _ALL = Case(
     "heads-3-3", Mask(causal=True), "zigzag", 2, 16, None, 2, (3, 3), (8, 6), bias="heads", alibi=2,
     dropout_p=0.2, segments="padded", lse_grad=True,
 )  # fmt: skip
-for _case in (_ALL, replace(_ALL, name="heads-3-1", heads=(3, 1), bias="shared")):
-    TRADED[_case.name] = _case
+TRADED |= {x.name: x for x in (_ALL, replace(_ALL, name="heads-3-1", heads=(3, 1), bias="shared"))}
 
 
-def traded_on_a_rank(
-    rank: int, folder: Path, case: Case, wrong: str | None, checked: bool = False
-) -> tuple[Arrays, int]:
-    """Return a rank's part of a case, and the number of kernels that ran."""
-    ran = []
+def traded(
+    rank: int, folder: Path, case: Case, wrong: str | None = None
+) -> tuple[Arrays, list[str]]:
+    """Return a rank's part of a case, and the names of the kernels that ran."""
 
     def opened(call: Call, ranks: Ranks, signature: CallSignature, size: int) -> HeadCarrier:
         call.agree(ranks, signature)
-        digest = signature.for_call(call.number, call.seed) + (rank if wrong == "digest" else 0)
+        digest = signature.for_call(call.number, call.seed) + rank * (wrong == "digest")
         return HeadTrade(one_kernel.exchange_state_of(ranks).begin_pass(size, digest))
 
-    trade_heads = exchange_kernel.trade_heads
-
-    def noted(*args: Any, **options: Any) -> Any:
-        ran.append(1)
-        return trade_heads(*args, **options)
-
-    with pytest.MonkeyPatch.context() as patched:
-        interpret_one_kernel(patched, folder)
-        # Checked like a transport over GPUs that reach each other's memory.
-        transport = replace(SYMM_MEM if checked else P2P, open_heads=opened)
-        chosen, traded = choose_strategy, (ULYSSES, transport)
-        patched.setattr(
-            prepare,
-            "choose_strategy",
-            lambda *args, **named: chosen(*args, **named) if args[2].size == 1 else traded,
-        )
-        _prepare.cache_clear()
-        patched.setattr(exchange_kernel, "_MOVED", 64)  # several blocks even for such small tensors
-        patched.setattr(exchange_kernel, "trade_heads", noted)
-        if wrong == "uncounted":
-            patched.setattr(one_kernel, "note_reads", lambda _: None)
-        with ring_torch.check(int(checked)):
-            return run_rank(rank, case, ("eager", "ulysses", "p2p"), None, cuda=False), len(ran)
+    with by_one_kernel(
+        folder, ULYSSES, "trade_heads", wrong=wrong, open_heads=opened
+    ) as (patched, ran):  # fmt: skip
+        patched.setattr(kernels, "_MOVED", 64)  # several blocks even for such small tensors
+        return run_rank(rank, case, ("eager", "ulysses", "p2p"), None, cuda=False), ran
 
 
-@pytest.mark.nightly(
-    unless=["causal-zigzag-cp2", "v-dim-zigzag", "batch-0-zigzag", "heads-3-3", "heads-3-1"]
-)
-@pytest.mark.parametrize("case", TRADED.values(), ids=TRADED)
-def test_traded_case(case: Case, pools: dict[int, LocalRanks], tmp_path: Path) -> None:
-    parts = pools[case.cp_size].run(traded_on_a_rank, tmp_path, case, None)
-    assert all(ran >= 4 for _, ran in parts)  # one kernel each way, in two passes
+@pytest.mark.nightly(unless=[
+    *(f"{name}-gathered" for name in (
+        "causal-zigzag-cp2", "window-both-zigzag-cp3", "mqa-zigzag", "v-dim-zigzag",
+        "keys80-causal-zigzag", "causal-random-cp4",
+    )),
+    *(f"{name}-traded" for name in (
+        "causal-zigzag-cp2", "v-dim-zigzag", "batch-0-zigzag", "heads-3-3", "heads-3-1",
+    )),
+])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "run"), [*product(SHORT, [gathered]), *product(TRADED, [traded])]
+)  # fmt: skip
+def test_case(name: str, run: Any, pools: dict[int, LocalRanks], tmp_path: Path) -> None:
+    case, least = (SHORT[name], 3) if run is gathered else (TRADED[name], 4)  # twice each way
+    parts = pools[case.cp_size].run(run, tmp_path, case)
+    assert all(len(ran) >= least for _, ran in parts)
     assert_close(case, gather(case, case.plan, [part for part, _ in parts]))
 
 
-def test_a_check_counts_what_the_kernel_reads_from_peers(tmp_path: Path) -> None:
-    case = TRADED["causal-zigzag-cp2"]
-    with LocalRanks(case.cp_size) as ranks:
-        assert all(ran >= 4 for _, ran in ranks.run(traded_on_a_rank, tmp_path, case, None, True))
-        with pytest.raises(LocalRankError, match="bytes were read from peers, and the program"):
-            ranks.run(traded_on_a_rank, tmp_path, case, "uncounted", True)
+@pytest.mark.parametrize(
+    ("run", "name", "kinds"),
+    [
+        (gathered, "causal-zigzag-cp2", ("fetch", "_add")),
+        (gathered, "causal-random-cp4", ("fetch", "_add")), (traded, "causal-zigzag-cp2", ("__call__",)),
+    ],
+)  # fmt: skip
+def test_a_check_counts_what_kernels_read_from_peers(
+    run: Any, name: str, kinds: tuple[str, ...], tmp_path: Path
+) -> None:
+    with LocalRanks(CASES[name].cp_size) as ranks:
+        for _, ran in ranks.run(run, tmp_path, CASES[name], "nothing"):
+            assert len(ran) >= 3
+        for wrong in kinds:
+            with pytest.raises(LocalRankError, match="bytes were read from peers, and the program"):
+                ranks.run(run, tmp_path, CASES[name], wrong)
 
 
-def test_ranks_of_unlike_calls_end(tmp_path: Path) -> None:
-    case = TRADED["causal-zigzag-cp2"]
-    with (
-        LocalRanks(case.cp_size) as ranks,
-        pytest.raises(LocalRankError, match="ranks of a ring make different calls"),
-    ):
-        ranks.run(traded_on_a_rank, tmp_path, case, "digest")
+@pytest.mark.parametrize("run", [gathered, traded])
+def test_ranks_of_unlike_calls_end(run: Any, tmp_path: Path) -> None:
+    case, match = CASES["causal-zigzag-cp2"], "ranks of a ring make different calls"
+    with LocalRanks(2, timeout=5) as ranks, pytest.raises(LocalRankError, match=match):
+        ranks.run(run, tmp_path, case, "digest")
 
 
 def test_what_is_refused() -> None:

@@ -7,50 +7,33 @@ from backends.torch_compiler import compiled
 
 #: Bytes of shared memory per thread block, by compute capability.
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-BACKWARD = ["bwd_dq", "bwd_dkv"]
+CALL = ["fwd", "bwd_dq", "bwd_dkv"]
+#: Kernels of a call, or of passes, by the names of calls.
+KERNELS = {
+    "causal": CALL, "fused": ["fwd", "bwd_dkv"], **dict.fromkeys(("wide", "odd", "predicate"), CALL),
+    **dict.fromkeys(("segments", "dropout"), CALL), "bias": [*CALL, "bwd_dbias"],
+    "passes": ["_list_blocks", "_row_dots", "_sum_sinks"], "merges": ["_merge_results"] * 7,
+    "exchanges": [
+        *["_exchange_keys"] * 2, "_finish_reading", "_wait_reusable", "_add_peers", "_assert_words",
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.nightly(unless=["90"])
-@pytest.mark.parametrize("arch", SHARED)
-def test_causal(arch: int) -> None:
-    kernels = compiled(["causal"], arch)
-    assert [x["kernel"] for x in kernels] == ["fwd", *BACKWARD]
-    assert all(x["shared"] <= SHARED[arch] for x in kernels), kernels
-    if arch == 90:
-        assert all(x["ptx"] == "wgmma" for x in kernels)
-        assert all(x["stack"] <= 256 for x in kernels), kernels  # bytes: addresses, not tiles
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["fused", "wide", "odd", "predicate", "segments", "dropout"])
-def test_options(name: str) -> None:
-    kernels = compiled([name], 90)
-    assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
-    assert len(kernels) == (2 if name == "fused" else 3)
-
-
-@pytest.mark.nightly
-def test_bias() -> None:
-    kernels = compiled(["bias"], 90)
-    assert [x["kernel"] for x in kernels] == ["fwd", *BACKWARD, "bwd_dbias"]
-    assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
-
-
-def test_exchanges() -> None:
-    kernels = compiled(["exchanges"], 90)
-    keys, others = ["_exchange_keys"] * 2, ["_wait_reusable", "_add_peers", "_assert_words"]
-    assert [x["kernel"] for x in kernels] == [*keys, "_finish_reading", *others]
-    assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
-
-
-def test_passes() -> None:
-    kernels = compiled(["block_lists", "row_dots", "sink_grads"], 90)
-    assert [x["kernel"] for x in kernels] == ["_list_blocks", "_row_dots", "_sum_sinks"]
-    assert all(x["stack"] == 0 for x in kernels), kernels
-
-
-def test_merges_read_lse_before_they_write_it() -> None:
-    """A barrier lets all warps read a row's lse before one of them writes it."""
-    kernels = compiled(["merges"], 90)
-    assert [x["kernel"] for x in kernels] == ["_merge_results"] * 7
-    assert all(x["barriers"] > 0 for x in kernels), kernels
+@pytest.mark.nightly(unless=[
+    f"{name}-90" for name in ("causal", "exchanges", "passes", "merges")
+])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "arch"), [("causal", 80), ("causal", 100), *((name, 90) for name in KERNELS)]
+)
+def test_kernels(name: str, arch: int) -> None:
+    kernels = compiled([name], arch)
+    assert [x["kernel"] for x in kernels] == KERNELS[name]
+    for x in kernels:
+        assert x["shared"] <= SHARED[arch], x
+        if name == "causal" and arch == 90:
+            assert x["ptx"] == "wgmma"
+            assert x["stack"] <= 256, x  # bytes: addresses, not tiles
+        if name == "passes":
+            assert x["stack"] == 0, x
+        # A barrier lets all warps read a row's lse before one of them writes it.
+        assert name != "merges" or x["barriers"] > 0, x

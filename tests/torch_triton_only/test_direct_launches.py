@@ -12,7 +12,10 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from ring_torch.launches import direct as launches
 from ring_torch.launches.direct import VERSIONS, DirectKernel
+
+X = torch.zeros(4, 16)
 
 
 class Kernel(JITFunction):  # type: ignore[misc]  # Triton has no types
@@ -33,75 +36,54 @@ class Kernel(JITFunction):  # type: ignore[misc]  # Triton has no types
         return launch
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stand in for the current device and its stream."""
-    launch_state = SimpleNamespace(device=0, stream=5)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: launch_state.device)
-    monkeypatch.setattr(
-        torch._C, "_cuda_getCurrentRawStream", lambda _: launch_state.stream, raising=False
-    )
+    current = SimpleNamespace(device=0, stream=5)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current.device)
+    stream = "_cuda_getCurrentRawStream"
+    monkeypatch.setattr(torch._C, stream, lambda _: current.stream, raising=False)
     monkeypatch.setattr(triton, "__version__", VERSIONS[0])
-    return launch_state
+    return current
 
 
 def test_a_repeat_calls_what_was_compiled(state: SimpleNamespace) -> None:
-    kernel = Kernel()
-    direct = DirectKernel(kernel)
-    x = torch.zeros(2, 16)
-    direct[3, 2](x, None, 7, ROWS=4, SIZE=8, num_warps=2)
-    assert kernel.asked == [((3, 2), (x, None, 7), {"ROWS": 4, "SIZE": 8, "num_warps": 2})]
-    fresh, state.stream = torch.zeros(4, 16), 6
-    direct[9,](fresh, None, 7, ROWS=4, SIZE=8, num_warps=2)
-    assert len(kernel.asked) == 1
-    launch = (9, 1, 1, 6, 1, "packed", None, None, None)
-    assert kernel.direct == [(*launch, fresh.data_ptr(), None, 7, 8, 4)]
-
-
-def test_numbers_of_a_kind_share_what_was_compiled(state: SimpleNamespace) -> None:
     """Integers of one kind share a compiled kernel, as digests do, which differ in each call."""
-    del state
     kernel = Kernel()
     direct = DirectKernel(kernel)
-    for number in (7, 9, -5):
-        direct[1,](X, None, number, SIZE=8, ROWS=4)
+    direct[3, 2](X, None, 7, ROWS=4, SIZE=8, num_warps=2)
+    assert kernel.asked == [((3, 2), (X, None, 7), {"ROWS": 4, "SIZE": 8, "num_warps": 2})]
+    fresh, state.stream = torch.zeros(4, 16), 6
+    for number in (9, -5):
+        direct[9,](fresh, None, number, ROWS=4, SIZE=8, num_warps=2)
     assert len(kernel.asked) == 1
-    assert [launch[-3] for launch in kernel.direct] == [9, -5]
+    launch = (9, 1, 1, 6, 1, "packed", None, None, None, fresh.data_ptr(), None)
+    assert kernel.direct == [(*launch, 9, 8, 4), (*launch, -5, 8, 4)]
 
 
-def test_a_flag_is_no_integer(state: SimpleNamespace) -> None:
-    """The key tells ``False`` from the integer 0, by which it marks odd 64-bit integers."""
-    del state
-    kernel = Kernel()
-    direct = DirectKernel(kernel)
-    direct[1,](X, None, (1 << 40) + 1, SIZE=8, ROWS=4)
-    direct[1,](X, None, False, SIZE=8, ROWS=4)
-    assert len(kernel.asked) == 2
-
-
-X = torch.zeros(4, 16)
-Given = tuple[Tensor | None, Tensor | None, int]
-UNLIKE: dict[str, tuple[Given, dict[str, int]]] = {
-    "one": ((X, None, 1), {}), "a multiple of 16": ((X, None, 32), {}),
-    "a wider number": ((X, None, 1 << 40), {}),
-    "an unsigned number": ((X, None, (1 << 64) - 1), {}),
-    "an alignment": ((X.view(-1)[1:], None, 7), {}), "a dtype": ((X.half(), None, 7), {}),
-    "a tensor more": ((X, X, 7), {}), "a tensor less": ((None, None, 7), {}),
-    "a constant": ((X, None, 7), {"SIZE": 16}), "an option": ((X, None, 7), {"num_warps": 4}),
+Launch = tuple[tuple[Tensor | None, Tensor | None, int], dict[str, int]]
+USUAL: Launch = ((X, None, 7), {})
+#: Launches of which each needs a kernel of its own.
+UNLIKE: dict[str, tuple[Launch, Launch]] = {
+    "one": (USUAL, ((X, None, 1), {})), "a multiple of 16": (USUAL, ((X, None, 32), {})),
+    "a wider number": (USUAL, ((X, None, 1 << 40), {})),
+    "an unsigned number": (USUAL, ((X, None, (1 << 64) - 1), {})),
+    "an alignment": (USUAL, ((X.view(-1)[1:], None, 7), {})),
+    "a dtype": (USUAL, ((X.half(), None, 7), {})), "a tensor more": (USUAL, ((X, X, 7), {})),
+    "a tensor less": (USUAL, ((None, None, 7), {})),
+    "a constant": (USUAL, ((X, None, 7), {"SIZE": 16})),
+    "an option": (USUAL, ((X, None, 7), {"num_warps": 4})),
+    # The key tells a flag from the integer 0, by which it marks odd 64-bit integers.
+    "a flag": (((X, None, (1 << 40) + 1), {}), ((X, None, False), {})),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNLIKE)
-@pytest.mark.usefixtures("state")
 def test_unlike_launches_ask_triton(name: str) -> None:
-    kernel = Kernel()
+    kernel, (first, second) = Kernel(), UNLIKE[name]
     direct = DirectKernel(kernel)
-    same = {"SIZE": 8, "ROWS": 4, "num_warps": 2}
-    direct[1,](X, None, 7, **same)
-    args, named = UNLIKE[name]
-    for _ in range(2):
-        direct[1,](*args, **{**same, **named})
-    direct[1,](X, None, 7, **same)
+    for args, named in (first, second, second, first):
+        direct[1,](*args, **{"SIZE": 8, "ROWS": 4, "num_warps": 2, **named})
     assert len(kernel.asked) == 2
     assert [actual[4] for actual in kernel.direct] == [2, 1]
 
@@ -114,33 +96,73 @@ def test_each_device_has_its_own(state: SimpleNamespace) -> None:
     assert len(kernel.asked) == 2 and [actual[4] for actual in kernel.direct] == [1, 2]
 
 
-@pytest.mark.usefixtures("state")
-def test_profilers_see_launches() -> None:
-    kernel = Kernel()
-    direct, hook = DirectKernel(kernel), triton.knobs.runtime.launch_enter_hook
-    hook.add(print)
-    try:
-        for _ in range(2):
-            direct[1,](X, None, 7, SIZE=8, ROWS=4)
-    finally:
-        hook.remove(print)
-    assert len(kernel.asked) == 2 and not kernel.direct
-
-
-@pytest.mark.usefixtures("state")
-def test_other_versions_launch_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "__version__", "3.99.0")
-    kernel = Kernel()
+@pytest.mark.parametrize("case", ["a profiler's hook", "another version of Triton"])
+def test_triton_launches(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook, kernel = triton.knobs.runtime.launch_enter_hook, Kernel()
+    if case == "another version of Triton":
+        monkeypatch.setattr(triton, "__version__", "3.99.0")
+    else:
+        monkeypatch.setattr(hook, "calls", [print])
     direct = DirectKernel(kernel)
     for _ in range(2):
         direct[1,](X, None, 7, SIZE=8, ROWS=4)
     assert len(kernel.asked) == 2 and not kernel.direct
 
 
-@pytest.mark.usefixtures("state")
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ring_torch.launches.direct._MOST_LAUNCHES", 4)
+    monkeypatch.setattr(launches, "_MOST_LAUNCHES", 4)
     direct = DirectKernel(Kernel())
     for n in range(20):
         direct[1,](X, None, n, SIZE=8, ROWS=4)
         assert len(direct._compiled) <= 4
+
+
+DIGEST = 1 << 40 | 12345
+
+
+@pytest.mark.parametrize("word", [None, 0, 1, 100, 255])
+@pytest.mark.parametrize("other", [DIGEST ^ 1, -DIGEST, (1 << 63) - 1, -(1 << 63)])
+def test_words_that_differ_are_an_error(
+    word: int | None, other: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel that compares the digests of two ranks' calls accepts equal words only."""
+    # Imported here, as Triton reads TRITON_INTERPRET when it is imported.
+    from triton.runtime import interpreter
+    from triton.runtime.errors import InterpreterError
+
+    from ring_torch.comm.digest_kernel import assert_words
+
+    # Triton's interpreter runs device asserts, for which launches have no option there.
+    checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", checking)
+    words = torch.full((256,), other, dtype=torch.int64)
+    assert assert_words(words, other) is None  # the interpreter makes no direct launches
+    if word is not None:
+        words[word] = DIGEST
+        with pytest.raises(InterpreterError, match="ranks of a ring make different calls"):
+            assert_words(words, other)
+
+
+def test_later_messages_are_compared_with_their_own_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ring_torch.comm import digest_kernel
+
+    launched: list[tuple[Any, ...]] = []
+    compiled: Any = SimpleNamespace(
+        launch=lambda _grid, _device, values: launched.append((*values,))
+    )
+    first, later = (torch.zeros(256, dtype=torch.int64) for _ in range(2))
+    prepared = launches.PreparedLaunch(compiled, (1,), 0, (first.data_ptr(), DIGEST))
+    monkeypatch.setattr(DirectKernel, "launch", lambda *_, **__: prepared)
+    check = digest_kernel.assert_words(first, DIGEST)
+    assert check is not None
+    check(later, -DIGEST)
+    assert launched == [(later.data_ptr(), -DIGEST)]
+    # With a launch hook installed, Triton itself launches, so that the hook is called.
+    monkeypatch.setattr(digest_kernel, "has_launch_hooks", lambda: True)
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        DirectKernel, "__getitem__", lambda *_: lambda *args, **_options: asked.append(args)
+    )
+    check(later, DIGEST)
+    assert launched[1:] == []
+    assert asked == [(later, DIGEST)]

@@ -236,12 +236,8 @@ def test_attention_that_is_no_causal_one_of_documents_is_refused() -> None:
 
 MISTAKES = {
     "another load balancer": (Case(balancer=None), "positions do not follow each other"),
-    "no load balancer": (
-        Case(options=(("layout", "contiguous"),)), "positions do not follow each other",
-    ),
-    "a backend without meshes": (
-        Case(backend="partial_dtensor"), "not supported for RingAttention",
-    ),
+    "no load balancer": (Case(options=(("layout", "contiguous"),)), "positions do not follow each other"),
+    "a backend without meshes": (Case(backend="partial_dtensor"), "not supported for RingAttention"),
 }  # fmt: skip
 
 

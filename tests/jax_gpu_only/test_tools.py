@@ -1,0 +1,192 @@
+"""The autotuner, on interpreted kernels, the benchmarks of JAX on GPUs, and XLA's flags."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import backends.triton_interpreter  # noqa: F401 - imported for its effect: it interprets the kernels
+import pytest
+
+from ring_core.triton import tile_configs
+from ring_core.triton.tile_configs import Row
+from ring_jax_gpu import tune
+from ring_jax_gpu.tune import main
+from ring_jax_gpu.xla_flags import XLA_FLAGS
+
+ROW = Row("fwd", 2, 64, per_score_inputs=False, q=128, k=128, warps=8, stages=3)
+
+
+@pytest.fixture(autouse=True)
+def _few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "HEADS", 4)
+    monkeypatch.setattr(tune, "KV_HEADS", 1)
+
+
+def test_sizes_first_then_stages() -> None:
+    asked: list[Row] = []
+
+    def seconds(row: Row) -> float:
+        asked.append(row)
+        if row.q * row.k > 64 * 64:
+            return math.inf  # no room
+        return abs(row.q - 64) + abs(row.k - 32) + 10 / row.warps + row.stages
+
+    best = replace(ROW, q=64, k=32, stages=1)
+    assert tune.tuned(ROW, seconds) == (best, math.inf)
+    assert len(asked) == 18 + len(tune.STAGES) + 2
+    assert asked[0] == ROW and asked[-2:] == [ROW, best]
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "gain"),
+    [
+        ([1.0] * 9, 1.0, 1.0), ([1.0] * 9, math.inf, 1.0),
+        # What is there was slow once, by chance or not: a winner has to win twice.
+        ([3.0, 1.0], 1.0, 1.0), ([3.0, 0.5], 1.0, 1.0), ([3.0, 2.5], 1.0, 2.5),
+    ],
+)  # fmt: skip
+def test_what_is_there_stays_where_nothing_is_faster(
+    own: list[float], others: float, gain: float
+) -> None:
+    times = iter(own)
+    best, faster = tune.tuned(ROW, lambda row: next(times) if row == ROW else others)
+    assert (best == ROW, faster) == (gain == 1.0, gain)
+
+
+KERNELS = [row for row in tile_configs.default_table() if row.itemsize == 2 and row.head_dim == 128]
+
+
+@pytest.mark.nightly(unless=["fwd, 2 bytes, head dims up to 128, per-score inputs"])
+@pytest.mark.parametrize("row", KERNELS, ids=tune.name_of)
+def test_calls_of_each_kernel_use_their_row(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(tune, "_seconds", lambda *_: 1.0)
+    seconds = tune.timer(tile_configs.default_table(), row, 48, 1, said.append)
+    assert seconds(replace(row, q=16, k=32)) == 1.0
+    assert seconds(replace(row, q=7)) == math.inf
+    assert "16 x 32" in said[0] and "1000.000 ms" in said[0]
+
+
+def test_wrong_results_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, said = tune._call, list[str]()
+
+    def broken(known: Any, row: Row, tokens: int) -> Any:
+        run = call(known, row, tokens)
+        wrong = any(x.q == 16 for x in known)
+        return (lambda: tuple(2 * x for x in run())) if wrong else run
+
+    monkeypatch.setattr(tune, "_call", broken)
+    seconds = tune.timer(tile_configs.default_table(), ROW, 48, 1, said.append)
+    assert seconds(replace(ROW, q=32)) < math.inf
+    assert seconds(replace(ROW, q=16)) == math.inf
+    assert "wrong by 1 of the norm" in said[-1]
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    path, timer = tmp_path / "blocks.json", tune.timer
+    values = {"SIZES": (16, 32), "WARPS": (4,), "STAGES": (2,), "_seconds": lambda *_: 2.0}
+    for name, value in {**values, "device": lambda: "a GPU"}.items():
+        monkeypatch.setattr(tune, name, value)
+    arguments = ["tune", str(path), "--kernels", "fwd", "--tokens", "32", "--head-dims"]
+    assert main([*arguments, "64", "--verbose"]) == 0
+    assert tile_configs.read_table(str(path)) == tile_configs.default_table(), "nothing was faster"
+    out = capsys.readouterr().out
+    assert "fwd, 2 bytes, head dims up to 64, on a GPU" in out
+    assert "16 x 32, 4 warps" in out and f"RING_TRITON_BLOCKS={path}" in out
+
+    def timed(*args: Any) -> Any:
+        seconds = timer(*args)
+        return lambda row: seconds(row) * (1.0 if row.q == row.k == 16 else 1.5)
+
+    monkeypatch.setattr(tune, "timer", timed)
+    assert main([*arguments, "64"]) == 0
+    assert "1.50 times as fast" in capsys.readouterr().out
+    before = path.read_text()
+    changed = [x for x in json.loads(before) if x["q"] == x["k"] == 16]
+    assert [(x["kernel"], x["head_dim"]) for x in changed] == [("fwd", 64)]
+    monkeypatch.setattr(tune, "timer", timer)
+    assert main([*arguments, "128"]) == 0
+    assert path.read_text() == before, "what was tuned before stays"
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("none/x.json", (), "No such file"), ("x.json", ("--head-dims", "96"), "no such rows"),
+        ("mine.txt", (), "is no table of blocks"), ("x.json", ("--rounds", "0"), "at least 1, got 0"),
+        ("x.json", (), "jax runs on cpu here"),
+    ],
+)  # fmt: skip
+def test_refusals(
+    path: str, options: tuple[str, ...], message: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: Any,
+) -> None:  # fmt: skip
+    if message != "jax runs on cpu here":
+        monkeypatch.setattr(tune, "device", lambda: "a GPU")
+    (tmp_path / "mine.txt").write_text("not a table")
+    try:
+        assert main(["tune", str(tmp_path / path), *options]) == 2
+    except SystemExit as error:
+        assert error.code == 2  # noqa: PT017 - of the parser of arguments
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "x.json").exists()
+    assert (tmp_path / "mine.txt").read_text() == "not a table"
+
+
+MODE, LIMIT = XLA_FLAGS
+WRITTEN = " ".join(f"--{name}={value}" for name, value in XLA_FLAGS.items())
+OF_USER = f"--xla_force_host_platform_device_count=2 --{LIMIT}=3"
+
+#: What happens to XLA_FLAGS, before and after the call, and what JAX then says of it.
+REPORT = """
+import json, os
+before = os.environ.get("XLA_FLAGS")
+import jax
+import ring_jax_gpu
+imported = os.environ.get("XLA_FLAGS")
+{earlier}
+try:
+    added = ring_jax_gpu.set_xla_flags()
+except ValueError as error:
+    added = str(error)
+{later}
+print(json.dumps([before == imported, added, os.environ.get("XLA_FLAGS")]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "earlier", "later", "expected", "written"),
+    [
+        # The installed jaxlib knows the flags: it ends a process that sets unknown ones.
+        (None, "", "jax.jit(lambda x: x + 1)(1.0)", XLA_FLAGS, WRITTEN),
+        (OF_USER, "", "assert len(jax.devices()) == 2", {MODE: "peer"}, f"{OF_USER} --{MODE}=peer"),
+        (None, "ring_jax_gpu.set_xla_flags()", "", {}, WRITTEN),
+        (f" --{MODE}=private --{LIMIT}=2 ", "", "", {}, f" --{MODE}=private --{LIMIT}=2 "),
+        (None, "jax.devices()", "", ("JAX has started", WRITTEN), None),
+        ("flags.txt", "", "os.environ.pop('XLA_FLAGS')", ("'flags.txt' names a file",), None),
+    ],
+    ids=["none", "of-the-user", "twice", "all-of-the-user", "too-late", "a-file"],
+)  # fmt: skip
+def test_flags(flags: str | None, earlier: str, later: str, expected: Any, written: Any) -> None:
+    """A call returns what it adds to XLA_FLAGS, or raises an error with these words."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu"} | ({} if flags is None else {"XLA_FLAGS": flags})
+    code = REPORT.format(earlier=earlier, later=later)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    import_kept, added, in_environment = json.loads(done.stdout.splitlines()[-1])
+    assert import_kept and in_environment == written
+    if isinstance(expected, dict):
+        assert added == expected
+    else:
+        assert all(words in added for words in expected)
