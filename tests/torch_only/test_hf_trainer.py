@@ -482,6 +482,14 @@ def test_what_fails_on_the_first_rank_fails_on_all(rank: int) -> None:
     dist.barrier()
 
 
+def test_one_rank_gathers_numbers_as_they_are(tmp_path: Path) -> None:
+    """TRL's trainers gather metrics without a dimension, which stay so in a single process."""
+    trainer: Any = Trainer(build("Llama").float(), arguments(tmp_path), collate, documents())
+    hf.parallelize(trainer, ContextParallel())
+    gathered = trainer.accelerator.gather({"loss": torch.tensor(3.0), "rows": torch.ones(2)})
+    assert gathered["loss"].item() == 3 and gathered["rows"].shape == (2,)
+
+
 def test_a_trainer_of_trl_is_tested_or_refused_by_name() -> None:
     """Each class of the installed TRL's sources is, and what derives from it."""
     (folder,), tested, count = trl.__path__, set(), 0

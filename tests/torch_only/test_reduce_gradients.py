@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import numbers, sdpa
-from on_ranks import on_ranks, on_three_ranks
+from on_ranks import on_ranks, on_three_ranks, on_two_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -32,6 +32,8 @@ from torch.utils.checkpoint import checkpoint
 import ring_torch
 from ring_core import RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel
+from ring_torch.comm.ranks import ranks_of
+from ring_torch.gradients.reduce import sum_over
 
 RANKS, SIZE = 4, 2
 
@@ -666,3 +668,10 @@ def test_one_rank_has_nothing_to_sum() -> None:
     handle = ContextParallel().reduce_each_gradient(model)
     assert not any(weight._post_accumulate_grad_hooks for weight in model.parameters())
     handle.remove()
+
+
+@on_two_ranks
+def test_numbers_with_gaps_between_rows_are_summed() -> None:
+    """Backends reduce memory from the first number on, gaps included, and miss the last numbers."""
+    x = numbers(0, 2, 3, 49)[..., :48].mT
+    torch.testing.assert_close(sum_over(ranks_of(dist.group.WORLD), x), 2 * x)
