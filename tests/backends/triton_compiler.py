@@ -70,8 +70,9 @@ def launches_in(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any
     if call.get("predicate"):
         options["mask"] = Mask(predicate=lambda q, k: (q // 100 + k // 100) % 2 == 0)
     spec: Any = jax.ShapeDtypeStruct
-    q = spec((1, tokens[0], 4, dims[0]), dtype)
-    k, v = (spec((1, tokens[1], 2, dim), dtype) for dim in dims)
+    heads, kv_heads = call.get("heads", [4, 2])
+    q = spec((1, tokens[0], heads, dims[0]), dtype)
+    k, v = (spec((1, tokens[1], kv_heads, dim), dtype) for dim in dims)
     more = {name: spec(shape, kind) for name, (kind, shape) in call.get("arrays", {}).items()}
 
     def both(q: Any, k: Any, v: Any, more: dict[str, Any]) -> Any:

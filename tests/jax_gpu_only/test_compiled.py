@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -101,3 +104,27 @@ def test_no_roles_for_options() -> None:
         {"dtype": "float32"},
     ]  # fmt: skip
     assert compiled([call | {"hopper": True} for call in calls], 90) == []
+
+
+#: Traces both passes of 524,288 tokens of 32 heads, down to what jax-triton is called with.
+LONG = """
+import jax
+from backends.triton_compiler import launches_in
+from ring_jax_gpu.primitive import _run_plain
+
+call = {"tokens": [1 << 19] * 2, "heads": [32, 8], "options": {"causal": True}}
+for params, types in launches_in(call):
+    launch, names = params["launch"], params["names"]
+    assert max(dict(launch.numbers).values()) == 1 << 31
+    changed = names[-params["num_changed"] :]
+    run = lambda *x: _run_plain(launch, changed, 80, dict(zip(names, x)))
+    print([x.shape for x in jax.eval_shape(run, *types).values()])
+"""
+
+
+def test_strides_may_exceed_32_bits() -> None:
+    others = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = others | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", LONG]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert len(done.stdout.splitlines()) == 2, done.stdout

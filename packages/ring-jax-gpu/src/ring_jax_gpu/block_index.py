@@ -56,7 +56,7 @@ def segment_cells(outer: Array, inner: Array) -> tuple[Array, Array]:
         outer, inner: Segment ids, int32 ``[B, n]`` and ``[B, m]``.
 
     Returns:
-        ``cells``, int32 ``[B, 2, n]``, of any use if ids ascend; and True if they do, bool ``[]``.
+        ``cells``, int32 ``[B, 2, n]``, right only if ids ascend; and True if they do, bool ``[]``.
     """
     sides = [lax.bitcast_convert_type(x, jnp.uint32) for x in (outer, inner)]  # -1 comes last
     zero_last = [x - 1 for x in sides]

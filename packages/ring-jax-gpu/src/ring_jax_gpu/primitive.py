@@ -85,7 +85,7 @@ def _call_triton(
         results = by_plain(by_name)
     elif IDS_ASCEND in by_name:
         ascend = by_name.pop(IDS_ASCEND)
-        results = _run_either(ascend, partial(_run_on_hopper, launch, changed), by_plain, by_name)
+        results = _run_by_ids(ascend, partial(_run_on_hopper, launch, changed), by_plain, by_name)
     else:
         results = _run_on_hopper(launch, changed, by_name)
     return [results[name] for name in changed]
@@ -106,10 +106,11 @@ def _run_plain(launch: Launch, changed: tuple[str, ...], capability: int, arrays
     return {name: arrays[name] for name in changed}
 
 
-def _run_either(
-    first: Array, a: Callable[[Arrays], Arrays], b: Callable[[Arrays], Arrays], arrays: Arrays
-) -> Arrays:
-    """Run ``a`` if ``first``, which only the device knows, or else ``b``.
+def _run_by_ids(
+    ascend: Array, on_hopper: Callable[[Arrays], Arrays], by_plain: Callable[[Arrays], Arrays],
+    arrays: Arrays,
+) -> Arrays:  # fmt: skip
+    """Run the kernels for Hopper if segment ids ascend, or else plain Triton; the GPU decides.
 
     Tensors go in and come out as ``[B, T, H, D]``, as they lie in memory: XLA would transpose them
     to the order that plain Triton reads before it knows which branch is taken.
@@ -118,8 +119,8 @@ def _run_either(
     def turned(arrays: Arrays) -> Arrays:
         return {name: x.swapaxes(1, 2) if x.ndim == 4 else x for name, x in arrays.items()}
 
-    branches = (lambda x, run=run: turned(run(turned(x))) for run in (a, b))
-    return turned(lax.cond(first, *branches, turned(arrays)))
+    branches = (lambda x, run=run: turned(run(turned(x))) for run in (on_hopper, by_plain))
+    return turned(lax.cond(ascend, *branches, turned(arrays)))
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
@@ -144,7 +145,7 @@ def _call_plain(
     operands = [
         x.name for x in kernel.params if not x.is_constexpr and arguments[x.name] is not None
     ]
-    # jax-triton asks JAX for the type of each argument, strides of 2^31 and more among them.
+    # jax-triton asks JAX for each argument's type; strides of 2^31 and more have one of 64 bits.
     with jax.enable_x64(True), warnings.catch_warnings():
         # References, which are to replace these aliases, cannot be lowered here.
         warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)
