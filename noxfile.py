@@ -48,10 +48,8 @@ ALSO = {"torch": ["torch-triton"]}
 WORKERS = {"torch": "2"}
 
 #: Tests of core that are the same on another Python: of many numbers, or of what files say.
-NUMBERS_ALONE = (
-    "plan", "gather", "item", "geometry", "balance", "fuzz", "numerics",
-)  # fmt: skip
-TEXT_ALONE = ("structure", "supply_chain", "tiers")
+NUMBERS_ALONE = ("plan", "gather", "geometry", "balance", "fuzz", "numerics")
+TEXT_ALONE = ("sources", "tiers")
 
 #: What shows in a minute that the oldest versions work: the compiler, views and the public names.
 QUICK_ON_LOWEST = (

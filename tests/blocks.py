@@ -1,7 +1,7 @@
 """Cases of several blocks on one device, with lengths that no block size divides.
 
 Kernels with blocks of their own run them alone, without a ring. Each backend takes the names whose
-masks and options it has.
+masks and options it has. Cases of very negative biases are run with each number in each region.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cases import Case, crossed, diagonals, prefix
-from negative_biases import NegativeCase
+from cases import EVERYTHING, Case, crossed, diagonals, prefix
 
 from ring_core import Mask
 
@@ -57,9 +56,9 @@ def several_blocks(length: int, longer: int, *left_out: str) -> dict[str, Case]:
         Case("bias-very-negative", CAUSAL, bias="very-negative", batch=2, segments="padded"),
         Case("shown-heads", Mask(), shown="by-head", poison="k", lse_grad=True),
         Case("shown-rows", Mask(), shown="by-sequence", batch=2, bias="full"),
-        NegativeCase("negative-left", CAUSAL, bias="shared", region="left padding", segments="documents", **_LOW),
-        NegativeCase("negative-part", CAUSAL, bias="heads", region="part of a row", **_LOW),
-        NegativeCase("negative-rows", CAUSAL, bias="batch", region="whole rows", segments="documents", **_LOW),
+        Case("negative-left", CAUSAL, bias="shared", region="left padding", segments="documents", **_LOW),
+        Case("negative-part", CAUSAL, bias="heads", region="part of a row", **_LOW),
+        Case("negative-rows", CAUSAL, bias="batch", region="whole rows", segments="documents", **_LOW),
         Case("spread", CAUSAL, spread=40.0),
         Case("poison-q", CAUSAL, poison="q"),
         Case("poison-k", CAUSAL, poison="k"),
@@ -67,10 +66,7 @@ def several_blocks(length: int, longer: int, *left_out: str) -> dict[str, Case]:
         Case("v-inf", CAUSAL, poison="v-inf"),
         Case("bias-nan", CAUSAL, bias="shared", poison="bias"),
         Case("poison-padding", Mask(), segments="padded", poison="padding"),
-        Case(
-            "everything", CAUSAL, softcap=2.0, sinks=0, bias="masked", alibi=1, dropout_p=0.1,
-            segments="padded", softmax_scale=0.4, heads=(4, 2), dims=(8, 6), batch=2, lse_grad=True,
-        ),
+        Case("everything", CAUSAL, **EVERYTHING, softmax_scale=0.4),
     ]  # fmt: skip
     usual = Case("", CAUSAL).seq_len
     return {
@@ -78,3 +74,21 @@ def several_blocks(length: int, longer: int, *left_out: str) -> dict[str, Case]:
         for case in cases
         if case.name not in left_out
     }
+
+
+_MIXED = Mask(window=(25, 3), chunk_size=30)
+_DOCUMENTS = Mask(causal=True, cu_seqlens=(0, 7, 31, 48), predicate=diagonals)
+NEGATIVE = [
+    Case("one device", CAUSAL, bias="full", lse_grad=True),
+    Case("zigzag", CAUSAL, "zigzag", 2, bias="full", lse_grad=True),
+    Case("full", Mask(), cp_size=4, bias="shared", batch=2, lse_grad=True),
+    Case("sinks", CAUSAL, cp_size=2, bias="heads", sinks=0, lse_grad=True),
+    Case("ids", Mask(), "striped", 2, bias="shared", batch=2, segments="scattered"),
+    Case("helpers", CAUSAL, cp_size=4, bias="full", strategy="balanced"),
+    Case("mixed", _MIXED, "zigzag", 2, kv_seq_len=80, bias="masked", softcap=5.0, alibi=1),
+    Case("documents", _DOCUMENTS, "zigzag", 2, bias="batch", batch=2, dropout_p=0.3),
+    *(
+        Case(dtype, CAUSAL, "zigzag", 2, bias="full", dtype=dtype, lse_grad=True)
+        for dtype in ("float64", "bfloat16", "float16")
+    ),
+]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, Literal
@@ -59,6 +59,14 @@ VERY_NEGATIVE = {
     "float16": (-1e4, float(np.finfo(np.float16).min)),
 }
 
+#: Regions of queries ``i`` and keys ``j`` with very negative scores, as additive masks have.
+REGIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "part of a row": lambda i, j: (i + j) % 3 == 0,
+    "whole rows": lambda i, j: (i >= i.max() * 3 // 4) & (j >= 0),
+    "all rows": lambda i, j: (i >= 0) & (j >= 0),
+    "left padding": lambda i, j: (j <= j.max() // 3) & (i >= 0),
+    "right padding": lambda i, j: (j >= j.max() * 2 // 3) & (i >= 0),
+}
 
 #: Token (or query) dimension of the inputs and results that have one.
 TOKEN_AXES = {
@@ -99,6 +107,8 @@ class Case:
     views: int | None = None  # turn, from 1 to 7: inputs are views of kinds that differ by turn
     numbers: Numbers | None = None  # equal keys; one key per row; logits beyond 10,000; denormals
     nightly: frozenset[Run] = frozenset()  # runs that leave it to nightly builds
+    low: float = field(default=0.0, compare=False)  # lowers the bias in this region
+    region: str = field(default="all rows", compare=False)
 
     @property
     def keys(self) -> int:
@@ -249,7 +259,20 @@ class Case:
             bias[:, :, self.seq_len // 2, 1::2] = low  # part of a row
             bias[:, :, -(self.seq_len // 4) :] = low  # whole rows, as padding on the right has
             bias[..., : self.keys // 8] = least  # all that the first rows see, if causal
+        if self.low:
+            lowered = np.maximum(VERY_NEGATIVE[self.dtype][1], bias + self.low)
+            i, j = np.ogrid[: self.seq_len, : self.keys]
+            bias = np.where(REGIONS[self.region](i, j), lowered, bias)
         return bias
+
+    def everywhere(self) -> list[Case]:
+        """Return the case with each low number that its dtype holds, in each region of its bias."""
+        least = VERY_NEGATIVE[self.dtype][1]
+        lows = (low for low in (-1e4, -1e6, -1e10, least) if low >= least)
+        return [
+            replace(self, name=f"{self.name}: {low:.3g} in {region}", low=low, region=region)
+            for low, region in product(lows, REGIONS)
+        ]
 
     def _shown(self, rng: np.random.Generator) -> npt.NDArray[Any]:
         """Return a mask with a row that sees nothing, and that hides a key which is poisoned."""
@@ -379,18 +402,8 @@ def masks(seq_len: int, cp_size: int) -> dict[str, Mask]:
 
 
 RING_SIZES = {1: 46, 2: 52, 3: 54, 4: 48, 8: 64}  # and the tokens of their mask cases
-EVERY_RING = tuple(RINGS)
-
-#: Rings in which masks run per change in torch on 2 and 4 ranks; those that are not named run in
-#: all, and so do all masks on 3 ranks. On 8 ranks masks run in another ring. The rest is nightly.
-MASKS_OF_RINGS = {
-    "contiguous": "full window-small window-right window-left documents-full predicate-documents",
-    "striped": "window-large window-both window-self chunks-full documents-window predicate",
-    "balanced": "chunks", "zigzag": "documents-chunks",
-}  # fmt: skip
-RINGS_ON_8 = {
-    "contiguous": "balanced", "striped": "zigzag", "balanced": "contiguous", "zigzag": "striped",
-}  # fmt: skip
+#: Masks that run per change in all rings. Others do in one ring in turn, but on three ranks in all.
+OFTEN = ("causal", "window-shard", "documents")
 #: Cases that JAX runs per change; few, as compiling one takes seconds. Of options those in
 #: `everything`, and of masks those in other cases, are not among them.
 IN_JAX = (
@@ -412,24 +425,19 @@ ON_GPUS = (
 
 def _mask_cases() -> Iterator[Case]:
     """Yield cases of every mask in every ring of every size."""
-    for (cp_size, seq_len), (ring, (layout, strategy)) in product(
-        RING_SIZES.items(), RINGS.items()
+    for (size, (cp_size, seq_len)), (turn, (ring, (layout, strategy))) in product(
+        enumerate(RING_SIZES.items()), enumerate(RINGS.items())
     ):
-        for name, mask in masks(seq_len, cp_size).items():
-            on_4 = tuple(x for x, of_it in MASKS_OF_RINGS.items() if name in of_it.split())
-            often = not on_4
-            on_8 = EVERY_RING if often else tuple(RINGS_ON_8[x] for x in on_4)
-            on_4 = on_4 or EVERY_RING
-            again, on_gpus = EVERY_RING * often, ("zigzag",) * often
-            alone = ("contiguous",)  # on one rank all rings are equal
-            per_change: dict[Run, dict[int, tuple[str, ...]]] = {
-                "torch": {1: alone, 2: on_4, 3: EVERY_RING, 4: on_4, 8: on_8},
-                "again": {1: (), 2: on_4, 3: on_4, 4: again, 8: again},
-                "jax-cuda": {1: alone, 2: on_gpus, 3: on_4, 4: on_gpus, 8: on_gpus},
+        for n, (name, mask) in enumerate(masks(seq_len, cp_size).items(), turn):
+            often, first = name in OFTEN, ring == "contiguous"  # on one rank all rings are equal
+            in_turn, next_turn = often or n % 4 == 1, often or n % 4 == 2
+            on_gpus = often and ring == "zigzag"
+            per_change: dict[Run, tuple[bool, ...]] = {  # by the sizes of rings
+                "torch": (first, in_turn, True, in_turn, next_turn),
+                "again": (False, in_turn, in_turn, often, often),
+                "jax-cuda": (first, on_gpus, in_turn, on_gpus, on_gpus),
             }
-            nightly = frozenset(
-                run for run, rings in per_change.items() if ring not in rings[cp_size]
-            )
+            nightly = frozenset(run for run, on in per_change.items() if not on[size])
             yield Case(
                 f"{name}-{ring}-cp{cp_size}", mask, layout, cp_size, seq_len,
                 strategy=strategy, lse_grad=cp_size == 3, nightly=nightly | {"jax"},
@@ -654,20 +662,13 @@ IN_TORCH: frozenset[Run] = frozenset({"jax", "jax-cuda"})
 
 def _cases() -> dict[str, Case]:
     """Return all cases by name, with those that JAX runs per change."""
-    tables = (
-        _mask_cases,
-        _option_cases,
-        _length_cases,
-        _number_cases,
-        _chunk_cases,
-        _padding_cases,
-        _view_cases,
-    )
-    cases = {case.name: case for table in tables for case in table()}
+    cases = [*_mask_cases(), *_option_cases(), *_length_cases(), *_number_cases()]
+    cases += [*_chunk_cases(), *_padding_cases(), *_view_cases()]
+    by_name = {case.name: case for case in cases}
     for name in (*IN_JAX, *ON_GPUS):
         runs = IN_TORCH if name in IN_JAX else {"jax-cuda"}
-        cases[name] = replace(cases[name], nightly=cases[name].nightly - runs)
-    return cases
+        by_name[name] = replace(by_name[name], nightly=by_name[name].nightly - runs)
+    return by_name
 
 
 #: All cases by name. At least two cases of each mask, option, layout, strategy, dtype and ring size

@@ -18,6 +18,7 @@ import distributions
 import hypothesis
 import numpy.typing as npt
 import pytest
+from fuzz.__main__ import BACKENDS
 from tiers import check_marks, expect_refusals, imports_transformers, runs_nightly
 
 #: Folders that every framework runs.
@@ -31,6 +32,8 @@ FOLDERS = {
     "jax-tpu": {"api", "docs", "jax_tpu_only"}, "maxtext": {"maxtext"}, "diffusers": {"diffusers"}, "torchtitan": {"torchtitan"},
     "fa4": {"fa4_only"}, "fla": {"fla_only"}, "none": {"packaging"},
 }  # fmt: skip
+#: Files of those folders that one backend alone runs.
+ONLY = {"docs/test_pages.py": "core", "docs/test_performance.py": "torch"}
 #: Modules imported by the fork server of the ranks, besides those of `ring_torch.local`. Otherwise
 #: each rank would import them itself: torch's compiler alone takes two seconds.
 PRELOADED = {
@@ -155,10 +158,10 @@ def _folder(config: pytest.Config) -> Path:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Ignore folders of other backends, which may not import here, and files not asked for."""
-    expected = FOLDERS[config.getoption("--backend")]
+    backend = config.getoption("--backend")
     parts = collection_path.relative_to(HERE).parts if collection_path.is_relative_to(HERE) else ()
-    others = set().union(*FOLDERS.values()) - expected
-    if {"/".join(parts[:n]) for n in (1, 2)} & others:
+    others = set().union(*FOLDERS.values()) - FOLDERS[backend]
+    if {*parts[:1]} & others or ONLY.get("/".join(parts), backend) != backend:
         return True
     is_test = collection_path.match("test_*.py")
     if is_test and config.getoption("--transformers") and not imports_transformers(collection_path):
@@ -216,18 +219,12 @@ def pytest_report_header(config: pytest.Config) -> str:
 def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Yield the backend under test: an object with ``run(case, mutant=None)``."""
     name = request.config.getoption("--backend")
-    if name in ("torch", "torch-cuda"):
-        from backends.torch_ranks import TorchBackend
-
-        with closing(TorchBackend(cuda=name == "torch-cuda")) as running:
-            yield running
-    elif name in ("core", "jax", "jax-cuda"):
-        module, kind = (
-            ("simulator", "SimulatorBackend") if name == "core" else ("jax_devices", "JaxBackend")
-        )
-        yield getattr(importlib.import_module(f"backends.{module}"), kind)()
-    else:
-        pytest.fail(f"backend {name} runs no cases")
+    module, _, kind = BACKENDS[name.removesuffix("-cuda")].partition(":")
+    options = {"cuda": True} if name == "torch-cuda" else {}
+    running = getattr(importlib.import_module(f"backends.{module}"), kind)(**options)
+    yield running
+    if hasattr(running, "close"):
+        running.close()
 
 
 @pytest.fixture(scope="module")

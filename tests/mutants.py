@@ -46,21 +46,15 @@ def changed(functions: Edits) -> Iterator[None]:
         yield
 
 
-def _function(path: str) -> FunctionType:
-    """Return the plain function of a path, without decorators."""
-    module, _, names = path.partition(":")
-    found: Any = importlib.import_module(module)
-    for name in names.split("."):
-        found = inspect.getattr_static(found, name)
-    function = inspect.unwrap(getattr(found, "__func__", found))
-    if not isinstance(function, FunctionType):
-        raise LookupError(f"{path} is no function")
-    return function
-
-
 def edited(path: str, edits: dict[str, str]) -> tuple[FunctionType, CodeType]:
     """Return a function, and its code with pieces of its source, each there once, replaced."""
-    function = _function(path)
+    module, _, names = path.partition(":")
+    function: Any = importlib.import_module(module)
+    for name in names.split("."):
+        function = inspect.getattr_static(function, name)
+    function = inspect.unwrap(getattr(function, "__func__", function))  # the plain one
+    if not isinstance(function, FunctionType):
+        raise LookupError(f"{path} is no function")
     source = textwrap.dedent(inspect.getsource(function))
     for right, wrong in edits.items():
         if source.count(right) != 1:  # no AssertionError, which is what a mutant is to cause

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ring_core import (
     ChunkLayout,
     Layout,
+    LayoutSpec,
     Mask,
     Plan,
     RingProgram,
@@ -23,6 +24,17 @@ from ring_core import (
     ring_program,
 )
 from ring_core.base.config import RingStrategy
+
+
+def plan_of(
+    mask: Mask,
+    seq_len: int,
+    cp_size: int,
+    layout: LayoutSpec = "contiguous",
+    keys: int | None = None,
+) -> Plan:
+    """Return the plan of a mask and sizes, in the order in which tests name them."""
+    return make_plan(mask, seq_len=seq_len, cp_size=cp_size, layout=layout, kv_seq_len=keys)
 
 
 @st.composite

@@ -36,8 +36,13 @@ MODULES = {
 
 def described(backend: str) -> str:
     """Return a line for each public name of a backend's public modules."""
-    modules = [importlib.import_module(name) for name in MODULES[backend]]
-    return "".join(f"{line}\n" for module in modules for line in _of_module(module))
+    lines: list[str] = []
+    for module in map(importlib.import_module, MODULES[backend]):
+        values = {name: getattr(module, name) for name in sorted(_public_names(module))}
+        for name, value in values.items():
+            if not isinstance(value, ModuleType):
+                lines += _of_value(f"{module.__name__}.{name}", value)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def file_of(backend: str) -> Path:
@@ -45,43 +50,33 @@ def file_of(backend: str) -> Path:
     return FOLDER / f"{MODULES[backend][0]}.txt"
 
 
-def _of_module(module: ModuleType) -> Iterator[str]:
-    for name in sorted(_public_names(module)):
-        value = getattr(module, name)
-        if not isinstance(value, ModuleType):
-            yield from _of_value(f"{module.__name__}.{name}", value)
-
-
 def _public_names(module: ModuleType) -> set[str]:
-    """Return the names that type checkers regard as public.
-
-    These are the names in ``__all__`` or, without it, those defined or imported ``as`` themselves.
-    """
-    if hasattr(module, "__all__"):
-        return set(module.__all__)
-    names: set[str] = set()
+    """Return the names that type checkers regard as public."""
     assert module.__file__ is not None
-    for node in ast.parse(Path(module.__file__).read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.ImportFrom):
-            names |= {alias.name for alias in node.names if alias.asname == alias.name}
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.add(node.target.id)
+    return public_names(Path(module.__file__))
+
+
+def public_names(path: Path) -> set[str]:
+    """Return what is in ``__all__`` of a file or, without it, what it defines or imports ``as``."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        match node:
+            case ast.ImportFrom(names=aliases) | ast.Import(names=aliases):
+                names |= {alias.name for alias in aliases if alias.asname == alias.name}
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                names.add(name)
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                return set(ast.literal_eval(value))
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
     return {name for name in names if not name.startswith("_")}
-
-
-def is_union(value: Any) -> bool:
-    """Return True for `X | Y`, whatever its class."""
-    return get_origin(value) in (Union, UnionType)
 
 
 def _of_value(name: str, value: Any) -> Iterator[str]:
     if not callable(value) or get_origin(value) is not None:  # an alias of a type
         # The class of a union depends on its members (numpy's types): write one name for all.
-        yield f"{name}: {'Union' if is_union(value) else type(value).__name__}"
+        is_union = get_origin(value) in (Union, UnionType)
+        yield f"{name}: {'Union' if is_union else type(value).__name__}"
         return
     yield f"{name}{_signature(value)}"
     if not inspect.isclass(value):

@@ -85,7 +85,7 @@ PROMISES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "offline": (
         "importing and running opens no connection; nothing from outside is unpickled or evaluated",
         (
-            ("core", "core/test_supply_chain.py"), ("torch", "torch_only/test_offline.py"),
+            ("core", "core/test_sources.py"), ("torch", "torch_only/test_offline.py"),
             ("jax", "jax_only/test_offline.py"),
         ),
     ),

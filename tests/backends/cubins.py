@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable, Mapping
 from typing import Any
+
+#: Dtypes as Triton abbreviates them.
+NAMES = {
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64",
+    "uint8": "u8", "int8": "i8",
+}  # fmt: skip
 
 
 def assembled(ptx: str) -> bytes:
@@ -18,6 +25,47 @@ def assembled(ptx: str) -> bytes:
     backend.add_stages(stages, backend.parse_options({"enable_fp_fusion": True}), Language.TRITON)
     cubin: bytes = stages["cubin"](ptx, {})
     return cubin
+
+
+Described = tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], Any]]
+
+
+def described(
+    kernel: Any, arguments: Mapping[str, Any], type_of: Callable[[Any], str | None]
+) -> Described:
+    """Return a launch's signature, constants and alignment hints, as Triton would derive them.
+
+    ``type_of`` returns the type of an argument that is memory, or ``None``.
+    """
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    aligned: dict[tuple[int, ...], Any] = {}
+    for n, (name, value) in enumerate(arguments.items()):
+        parameter = kernel.params[n]
+        is_general = parameter.do_not_specialize
+        if (memory := type_of(value)) is not None:
+            signature[name], is_aligned = memory, memory[0] == "*"
+        elif isinstance(value, int) and not parameter.is_constexpr and (value != 1 or is_general):
+            signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+            is_aligned = value % 16 == 0 and not is_general
+        else:
+            signature[name], constants[name], is_aligned = "constexpr", value, False
+        if is_aligned:
+            aligned[n,] = [["tt.divisibility", 16]]
+    return signature, constants, aligned
+
+
+def compiled(kernel: Any, described: Described, arch: int, **options: Any) -> dict[str, Any]:
+    """Compile a kernel for a compute capability and return its resource usage."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(kernel, *described)
+    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    ptx = result.asm["ptx"]
+    barriers = {"barriers": ptx.count("bar.sync")}
+    return taken_by(ptx, result.asm["cubin"], result.metadata.shared) | barriers
 
 
 def taken_by(ptx: str, cubin: bytes, shared: int) -> dict[str, Any]:

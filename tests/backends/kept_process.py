@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import subprocess
 import sys
 import traceback
@@ -15,10 +16,16 @@ from typing import Any
 Answer = list[dict[str, Any]]
 
 
-def asked(program: Path, environment: dict[str, str], question: Any) -> Answer:
-    """Send a JSON question to a program that runs :func:`serve`, and return its answer."""
+def asked(program: Path, question: Any, **environment: str) -> Answer:
+    """Send a JSON question to a program that runs :func:`serve`, and return its answer.
+
+    The program compiles kernels, which a process that interprets them cannot. Another value of a
+    variable of its environment starts another process.
+    """
     # PYTEST_CURRENT_TEST differs in each test: it would start a new process for each.
-    kept = {name: x for name, x in environment.items() if name != "PYTEST_CURRENT_TEST"}
+    left_out = ("PYTEST_CURRENT_TEST", "TRITON_INTERPRET")
+    kept = {name: x for name, x in os.environ.items() if name not in left_out} | environment
+    kept["PYTHONPATH"] = os.pathsep.join([str(program.parents[1]), *sys.path])
     process = _started(program, tuple(sorted(kept.items())))
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(question) + "\n")
@@ -37,12 +44,8 @@ def _started(program: Path, environment: tuple[tuple[str, str], ...]) -> subproc
         [sys.executable, str(program)],
         env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-
-    def end() -> None:
-        process.kill()  # at a regular exit its libraries would print warnings about leaks
-        process.communicate()
-
-    atexit.register(end)
+    atexit.register(process.communicate)
+    atexit.register(process.kill)  # before; at a regular exit its libraries would warn of leaks
     return process
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -50,11 +52,9 @@ class Now:
     def record_event(self) -> Now:
         return self
 
-    def wait_event(self, event: Now) -> None:
-        del event
+    def wait_event(self, _: Now) -> None: ...
 
-    def wait_stream(self, stream: Now) -> None:
-        del stream
+    def wait_stream(self, _: Now) -> None: ...
 
 
 @dataclass
@@ -72,24 +72,38 @@ class BufferOnFiles:
     def reserve(self, size: int) -> None:
         self.memory.reserve(size)
 
-    def barrier_with_signature(self, digest: int) -> Now:
-        del digest
+    def barrier_with_signature(self, _: int) -> Now:
         return self.barrier()
 
     def barrier(self) -> Now:
         dist.barrier()
         return self.stream
 
-    def stream_for(self, rank: int, *, after: Now) -> Now:
-        del rank
+    def stream_for(self, _: int, *, after: Now) -> Now:
         return after
 
-    def release(self, after: Sequence[Now]) -> None:
-        del after
+    def release(self, _: Sequence[Now]) -> None:
         dist.barrier()  # nobody writes before all have read
 
-    def join(self, stream: Now) -> None:
-        del stream
+    def join(self, _: Now) -> None: ...
 
-    def wait_reusable(self) -> None:
-        pass
+    def wait_reusable(self) -> None: ...
+
+
+def interpret_one_kernel(patched: pytest.MonkeyPatch, folder: Path) -> None:
+    """Patch the one-kernel transport: interpreted, one program per rank, memory in files."""
+    from triton.runtime import interpreter
+
+    from ring_torch.transports import exchange_kernel, one_kernel
+
+    def now() -> int:
+        time.sleep(1e-3)  # lets the awaited ranks run
+        return time.monotonic_ns()
+
+    OnFiles.folder = folder
+    patched.setattr(one_kernel, "SymmetricMemory", OnFiles)
+    patched.setattr(one_kernel, "_programs", lambda _: (1, 1))
+    patched.setattr(one_kernel.ExchangeState, "_wait_last", lambda _: None)
+    patched.setattr(exchange_kernel, "_now", now)
+    checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
+    patched.setattr(interpreter.interpreter_builder, "options", checking)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy.typing as npt
 from cases import Case
 from mutants import applied
 
 from ring_core import reference
-from ring_core.reference.item_kernel import Precision
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -23,15 +22,8 @@ class SimulatorBackend:
     def run(self, case: Case, mutant: str | None = None) -> Arrays:
         """Run one case."""
         _ = case.expected  # computed and cached before the mutant breaks anything
+        x: dict[str, Any] = case.inputs
+        options = {"precision": case.dtype, "dlse": x.get("dlse"), **case.options}
         with applied(mutant):
-            return simulate(case)
-
-
-def simulate(case: Case) -> Arrays:
-    """Return the simulator's results for a case."""
-    x, precision = case.inputs, cast("Precision", case.dtype)
-    options = {"dout": x["dout"], "dlse": x.get("dlse"), **case.options}
-    result = reference.run(
-        case.program, *(x[name] for name in "qkv"), precision=precision, **options
-    )
-    return {name: x for name, x in vars(result).items() if name in case.expected}
+            result = reference.run(case.program, x["q"], x["k"], x["v"], dout=x["dout"], **options)
+        return {name: x for name, x in vars(result).items() if name in case.expected}

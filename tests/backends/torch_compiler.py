@@ -6,8 +6,6 @@ them. A question names calls; the answer is the resource usage of each kernel of
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,17 +16,14 @@ from unittest.mock import patch
 import torch
 from patched import chosen
 
+from backends import cubins
+from backends.cubins import NAMES, described
 from backends.kept_process import asked, serve
 from ring_core import KernelConfig, Mask, WorkItem
 from ring_torch import ring_attention
 from ring_torch.kernels.triton import TritonKernel, launch as _launch
 
-_NAMES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
-    torch.int64: "i64", torch.uint8: "u8", torch.int8: "i8",
-}  # fmt: skip
 _HERE = Path(__file__).resolve()
-_HEADS = 4
 
 #: Head dims and options of calls of 1,024 tokens.
 CALLS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -136,9 +131,7 @@ PASSES: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
 
 def compiled(names: list[str], arch: int) -> list[dict[str, Any]]:
     """Compile the kernels of calls, in another process, for a compute capability."""
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(_HERE.parents[1]), *sys.path])
-    return asked(_HERE, environment, {"names": names, "arch": arch})
+    return asked(_HERE, {"names": names, "arch": arch})
 
 
 def launches(name: str, arch: int) -> Iterator[dict[str, Any]]:
@@ -155,7 +148,7 @@ def launches(name: str, arch: int) -> Iterator[dict[str, Any]]:
     dim, options = CALLS[name]
     q, k, v = (
         torch.zeros(1, 1024, heads, dim, dtype=torch.bfloat16, requires_grad=True)
-        for heads in (_HEADS, 2, 2)
+        for heads in (4, 2, 2)
     )
     least = patch.object(_launch, "_LEAST_CAPABILITY", divmod(arch, 10))
     with chosen(TritonKernel(), patch.object(_launch, "_start", keep), least):
@@ -163,50 +156,20 @@ def launches(name: str, arch: int) -> Iterator[dict[str, Any]]:
     yield from kept
 
 
-def described(
-    kernel: Any, arguments: Mapping[str, Any]
-) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], Any]]:
-    """Return a launch's signature, constants and alignment hints, as Triton would derive them."""
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    aligned: dict[tuple[int, ...], Any] = {}
-    for n, (name, value) in enumerate(arguments.items()):
-        parameter = kernel.params[n]
-        is_general = parameter.do_not_specialize
-        if isinstance(value, torch.Tensor):
-            signature[name] = f"*{_NAMES[value.dtype]}"
-        elif isinstance(value, int) and not parameter.is_constexpr and (value != 1 or is_general):
-            signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-        else:
-            signature[name], constants[name] = "constexpr", value
-        if signature[name][0] == "*" or (
-            signature[name][0] == "i" and value % 16 == 0 and not is_general
-        ):
-            aligned[n,] = [["tt.divisibility", 16]]
-    return signature, constants, aligned
-
-
-def compile_one(arch: int, kernel: Any, arguments: Mapping[str, Any], **options: int) -> Any:
-    """Compile one kernel."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    source = ASTSource(kernel, *described(kernel, arguments))
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+def type_of(value: Any) -> str | None:
+    """Return the type of a pointer."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return f"*{NAMES[str(value.dtype).removeprefix('torch.')]}" if is_tensor else None
 
 
 def answer(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Compile the calls that a question names."""
-    from backends.cubins import taken_by
-
     for name in question["names"]:
         for launch in launches(name, question["arch"]):
-            kernel = compile_one(question["arch"], **launch)
-            facts = taken_by(kernel.asm["ptx"], kernel.asm["cubin"], kernel.metadata.shared) | {
-                "barriers": kernel.asm["ptx"].count("bar.sync")
-            }
-            yield {"call": name, "kernel": launch["kernel"].fn.__name__, **facts}
+            kernel, arguments = launch.pop("kernel"), launch.pop("arguments")
+            facts = described(kernel, arguments, type_of)
+            usage = cubins.compiled(kernel, facts, question["arch"], **launch)
+            yield {"call": name, "kernel": kernel.fn.__name__, **usage}
 
 
 if __name__ == "__main__":

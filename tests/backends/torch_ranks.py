@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from cases import Case
+from cases import TOKEN_AXES, Case
 from mutants import applied
 from views import VIEWS
 
@@ -69,16 +69,12 @@ class TorchBackend:
             parts = ranks.run(run_rank, replace(case), ways, mutant, self._cuda)
         except LocalRankError as error:
             if is_right and "UnsupportedError" not in str(error):  # such a call sent nothing
-                self.discard(case.cp_size)
+                self._pools.pop(case.cp_size).close()  # its ranks may have undelivered messages
             raise
         finally:
             if not is_right:
                 ranks.close()
         return gather(case, case.plan, parts)
-
-    def discard(self, world_size: int) -> None:
-        """Stop a pool whose ranks may still have undelivered messages."""
-        self._pools.pop(world_size).close()
 
     def close(self) -> None:
         """End all processes."""
@@ -142,16 +138,13 @@ def _run_rank(rank: int, case: Case, ways: Ways, device: torch.device) -> Arrays
 
 def gather(case: Case, plan: Plan, parts: list[Arrays]) -> Arrays:
     """Assemble the results of all ranks into global arrays."""
-    queries, keys = ("out", "dq"), ("dk", "dv")
     results: Arrays = {}
     for name in parts[0]:
-        if name == "dsinks":
+        if (axis := TOKEN_AXES.get(name)) is None:
             results[name] = np.sum([part[name] for part in parts], axis=0)
             continue
-        axis = 1 if name in queries + keys else 2
-        positions = [
-            plan.k_positions(r) if name in keys else plan.positions(r) for r in range(case.cp_size)
-        ]
+        of_rank = plan.k_positions if name in ("dk", "dv") else plan.positions
+        positions = [of_rank(rank) for rank in range(case.cp_size)]
         whole = np.concatenate([part[name] for part in parts], axis=axis)
         whole = np.take(whole, np.argsort(np.concatenate(positions)), axis=axis)
         results[name] = case.without_padding(name, whole)

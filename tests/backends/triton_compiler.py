@@ -7,8 +7,6 @@ them. A question lists calls; the answer is the resource usage of each kernel of
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,14 @@ from typing import Any
 import jax
 import pytest
 
-from backends.cubins import assembled, taken_by
+from backends import cubins
+from backends.cubins import NAMES, Described, assembled, described, taken_by
 from backends.kept_process import asked, serve
 from ring_core import KernelConfig, Mask
 from ring_jax_gpu import ring_attention
 from ring_jax_gpu.launch import Launch, arguments_of, arrays_of, kernel_of, launches_of, stages_of
 from ring_jax_gpu.primitive import triton_launch_p
 
-_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint8": "u8"}
 _HERE = Path(__file__).resolve()
 
 
@@ -51,10 +49,8 @@ def compiled(calls: list[dict[str, Any]], arch: int, **more: str) -> list[dict[s
     A call is ``options`` of :func:`ring_attention` and, where they differ from the defaults,
     ``tokens``, ``dims``, ``dtype``, ``step`` and ``arrays`` (name to dtype and shape).
     """
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(_HERE.parents[1]), *sys.path])
-    environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUMPY_RANK_PROMOTION": "raise"}
-    return asked(_HERE, environment | more, {"calls": calls, "arch": arch})
+    more = {"JAX_PLATFORMS": "cpu", "JAX_NUMPY_RANK_PROMOTION": "raise", **more}
+    return asked(_HERE, {"calls": calls, "arch": arch}, **more)
 
 
 def launches_in(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
@@ -108,45 +104,26 @@ def compile_plain(params: dict[str, Any], types: list[Any], arch: int) -> Iterat
         yield compile_one(launch, arrays, arch)
 
 
+def type_of(value: Any) -> str | None:
+    """Return the type of a pointer, or of a descriptor of a tensor."""
+    if hasattr(value, "block_shape"):
+        sizes = ",".join(map(str, value.block_shape))
+        return f"tensordesc<{NAMES[value.base.dtype.name]}[{sizes}]>"
+    return f"*{NAMES[value.dtype.name]}" if hasattr(value, "dtype") else None
+
+
 def compile_one(launch: Launch, arrays: dict[str, Any], arch: int) -> dict[str, Any]:
     """Compile a kernel and return its resource usage."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = kernel_of(launch)
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
+    kernel, facts = kernel_of(launch), list[Described]()
 
     def describe(arrays: dict[str, Any]) -> None:
         arguments = arguments_of(kernel, launch, arrays, has_tma=arch >= 90)
-        for n, (name, value) in enumerate(arguments.items()):
-            # As Triton does it: 1 is a constant.
-            is_one = isinstance(value, int) and value == 1
-            if value is None or kernel.params[n].is_constexpr or is_one:
-                signature[name], constants[name] = "constexpr", value
-                continue
-            if isinstance(value, int):
-                signature[name] = "i32"
-            elif hasattr(value, "block_shape"):
-                sizes = ",".join(map(str, value.block_shape))
-                signature[name] = f"tensordesc<{_NAMES[value.base.dtype.name]}[{sizes}]>"
-                continue
-            else:
-                signature[name] = f"*{_NAMES[value.dtype.name]}"
-            if not isinstance(value, int) or value % 16 == 0:
-                attributes[n,] = [["tt.divisibility", 16]]
+        facts.append(described(kernel, arguments, type_of))
 
     jax.eval_shape(describe, arrays)
     stages = stages_of(launch, arrays["q"].dtype.itemsize, arch)
-    result = triton.compile(
-        ASTSource(kernel, signature, constants, attributes),
-        target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": launch.warps, "num_stages": stages, "enable_fp_fusion": True},
-    )
-    taken = taken_by(result.asm["ptx"], result.asm["cubin"], result.metadata.shared)
-    return {"kernel": launch.kernel, **taken}
+    options = {"num_warps": launch.warps, "num_stages": stages, "enable_fp_fusion": True}
+    return {"kernel": launch.kernel, **cubins.compiled(kernel, facts[0], arch, **options)}
 
 
 def compile_for_hopper(call: dict[str, Any]) -> Iterator[dict[str, Any]]:

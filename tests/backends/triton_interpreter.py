@@ -21,6 +21,7 @@ from jax.interpreters import mlir
 
 import backends.quick_interpreter  # noqa: F401 - sets the environment, too
 from backends import jax_devices
+from backends.cubins import NAMES
 from backends.jax_devices import Arrays, JaxBackend, Ways
 from ring_core import KernelConfig
 from ring_jax_gpu import ring_attention
@@ -30,7 +31,6 @@ from ring_jax_gpu.primitive import triton_launch_p
 Array = npt.NDArray[Any]
 
 _ONE_AT_A_TIME = threading.Lock()
-_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint8": "u8"}
 
 
 class HostArray:
@@ -41,7 +41,7 @@ class HostArray:
 
     def __init__(self, array: Array) -> None:
         self.array = array
-        self.dtype = _NAMES[array.dtype.name]
+        self.dtype = NAMES[array.dtype.name]
         self.cpu = self.untyped_storage = lambda: self
         self.new_empty = lambda *_, **__: HostArray(array)
         self.storage_offset, self.stride = (lambda: 0), (lambda: ())

@@ -18,21 +18,13 @@ import ring_core
 from ring_core import (
     LAYOUTS,
     ChunkLayout,
-    KernelConfig,
     Layout,
     Mask,
     StrategyConfig,
     UnsupportedError,
     balanced_layout,
     checks,
-    divisor_of,
-    finalize,
-    gather_program,
-    head_plan,
-    longest_gather,
     make_plan,
-    merge,
-    pack_sequences,
     reference,
     ring_program,
 )
@@ -157,10 +149,10 @@ SUBJECTS: dict[str, Subject] = {
         f"ring_core.RingProgram.{call.__name__}": row(call, {"rank": 0, "step": 0})
         for call in (program.items, program.remote_items)
     },
-    "ring_core.gather_program": row(gather_program, {"plan": plan, "rank": 0}),
-    "ring_core.longest_gather": row(longest_gather, {"plan": plan}),
+    "ring_core.gather_program": row(core.gather_program, {"plan": plan, "rank": 0}),
+    "ring_core.longest_gather": row(core.longest_gather, {"plan": plan}),
     "ring_core.head_plan": row(
-        head_plan, {"q_heads": 4, "kv_heads": 2, "ranks": 2}, q_heads={**NUMBER, "odd": 5},
+        core.head_plan, {"q_heads": 4, "kv_heads": 2, "ranks": 2}, q_heads={**NUMBER, "odd": 5},
         kv_heads={**NUMBER, "no divisor": 3}, ranks={**NUMBER, "more than heads": 5},
     ),
     "ring_core.RingProgram.table": row(program.table, {"step": 0}),
@@ -170,23 +162,23 @@ SUBJECTS: dict[str, Subject] = {
     },
     "ring_core.Layout": row(Layout, {"name": "zigzag", "seq_len": 8, "cp_size": 2}, name=NAME),
     "ring_core.Layout.runs": row(plan.q_layout.runs, {"rank": 0}),
-    "ring_core.divisor_of": row(divisor_of, {"layout": "contiguous", "cp_size": 2}),
+    "ring_core.divisor_of": row(core.divisor_of, {"layout": "contiguous", "cp_size": 2}),
     "ring_core.ChunkLayout": row(ChunkLayout, {}, chunks=CHUNKS),
     "ring_core.balanced_layout": row(
         balanced_layout, {"mask": CAUSAL, "seq_len": 8, "cp_size": 2},
         mask={**MASKS, "predicate": Mask(predicate=diagonals), **SHORT},
     ),
     "ring_core.pack_sequences": row(
-        pack_sequences, {"lengths": [3, 5], "rings": 2, "tokens": 8},
+        core.pack_sequences, {"lengths": [3, 5], "rings": 2, "tokens": 8},
         lengths={"none": None, "number": 8, "empty": [], "zero": [3, 0], "floats": [2.5], "longer": [9]},
     ),
     "ring_core.StrategyConfig": row(
         StrategyConfig, {"name": "ring"}, ulysses_size={"of another": 2}
     ),
-    "ring_core.KernelConfig": row(KernelConfig, {}, fused_backward=without(FLAG, "none")),
-    "ring_core.merge": row(merge, PARTS),
+    "ring_core.KernelConfig": row(core.KernelConfig, {}, fused_backward=without(FLAG, "none")),
+    "ring_core.merge": row(core.merge, PARTS),
     "ring_core.finalize": row(
-        finalize, {"out": zeros(Q), "lse": zeros((2, 4, 8)), "sinks": zeros(4)},
+        core.finalize, {"out": zeros(Q), "lse": zeros((2, 4, 8)), "sinks": zeros(4)},
         out={**ARRAY, "shape": zeros((2, 8, 3, 16))}, lse={**ARRAY, "shape": zeros((2, 8, 4))},
     ),
     "ring_core.reference.attention": row(attention, inputs, **OF_THE_ORACLE),
@@ -268,15 +260,11 @@ OF_TWO, ON_TWO = ChunkLayout(((0, 3), (1, 2))), Layout("contiguous", 8, 2)
 TABLE: Any = PageTable(cp_size=2, page_size=4, max_requests=2, max_tokens=17)
 FIRST, _ = TABLE.add(2)
 NAMES = "known: contiguous, zigzag, striped"
-SIDE = r"each side must be an integer >= 0 and < 2\*\*40"
 OF_MASKS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"window": 4}, r"window must be a pair .* got 4"),
-    ({"window": (1, 2, 3)}, "window must be a pair"),
     ({"window": (-1, 0)}, r"window=\(-1, 0\): each side must be an integer >= 0"),
-    ({"window": (1 << 40, 0)}, SIDE),
-    ({"window": (0, 1 << 40)}, SIDE),
+    ({"window": (1 << 40, 0)}, r"each side must be an integer >= 0 and < 2\*\*40"),
     ({"chunk_size": 0}, "chunk_size must be an integer >= 1 or None, got 0"),
-    ({"chunk_size": True}, "chunk_size"),
     ({"chunk_size": 1 << 40}, r"chunk_size .* the largest is 2\*\*40 - 1"),
     ({"cu_seqlens": (0, 6, 4, 10)}, "ascending; entry 2 is 4 after 6"),
     ({"cu_seqlens": (0, -1)}, "entry 1 is -1 after 0"),
@@ -308,7 +296,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no layout": (lambda: core.Layout("ring", 8, 2), f"unknown layout 'ring'; {NAMES}, or a ChunkLayout"),
     "a huge length": (lambda: Layout("contiguous", 1 << 40, 2), r"must be an integer < 2\*\*40"),
     "a length of no zigzag": (lambda: Layout("zigzag", 2999, 8), r"2999 .* multiple of 16.*pad to 3008"),
-    "no length": (lambda: Layout("contiguous", 0, 4), "pad to 4"),
     "chunks of other ranks": (lambda: Layout(OF_TWO, 16, 4), r"chunks\(2x2\) has chunks for 2 ranks, and there are 4"),
     "a length of no chunks": (lambda: Layout(OF_TWO, 6, 2), r"multiple of 4, as the chunks\(2x2\) layout.*pad to 8"),
     **{
@@ -329,7 +316,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "chunks by name": (lambda: planned(layout="chunks"), r"unknown layout 'chunks'; .*what ring_core\.balanced_layout returns"),
     "documents of another length": (lambda: planned(Mask(cu_seqlens=(0, 20, 60))), "end at the sequence length 64, got 60"),
     "documents of two lengths": (lambda: planned(Mask(cu_seqlens=(0, 64)), kv_seq_len=128), "segment_ids"),
-    "a long predicate": (lambda: planned(Mask(predicate=diagonals), seq_len=1 << 18), "pairs to classify"),
+    "a long predicate": (lambda: planned(Mask(predicate=diagonals), seq_len=1 << 18), "^a predicate mask over 262144 x 262144 tokens has .* pairs to classify, more than .*; use causal"),
     "a ring that gathers": (lambda: core.ring_program(planned(), "gather"), "unknown strategy 'gather'; known: ring, balanced"),
     "a call of another plan": (
         lambda: reference.run(ring_program(planned(Mask(), seq_len=4, kv_seq_len=8)), *[EIGHT[:, :4]] * 3),
@@ -340,14 +327,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "^dlse was given without dout; pass zeros where out has no gradient$",
     ),
     "parts of other heads": (
-        lambda: merge(np.ones((5, 4, 3)), zeros((5, 4)), np.ones((5, 4, 2)), zeros((5, 4))),
+        lambda: core.merge(np.ones((5, 4, 3)), zeros((5, 4)), np.ones((5, 4, 2)), zeros((5, 4))),
         r"out_a and out_b must have one shape, got \(5, 4, 3\) and \(5, 4, 2\)",
     ),
     "sinks of other heads": (
-        lambda: finalize(np.ones((1, 2, 4, 3)), zeros((1, 4, 2)), zeros(3)), r"sinks must have shape \[4\] or \[4, n\], got \(3,\)"
+        lambda: core.finalize(np.ones((1, 2, 4, 3)), zeros((1, 4, 2)), zeros(3)), r"sinks must have shape \[4\] or \[4, n\], got \(3,\)"
     ),
-    "fewer heads than ranks": (lambda: head_plan(4, 2, 8), "q has 4 heads, so at most 4 ranks can split them, not 8"),
-    "heads in no groups": (lambda: head_plan(4, 3, 2), "kv_heads must divide q_heads, got 3 and 4"),
+    "fewer heads than ranks": (lambda: core.head_plan(4, 2, 8), "q has 4 heads, so at most 4 ranks can split them, not 8"),
+    "heads in no groups": (lambda: core.head_plan(4, 3, 2), "kv_heads must divide q_heads, got 3 and 4"),
     "more padding than the least": (
         lambda: checks.check_seq_len(3, 4, 4, "zigzag", 2), "pads it to 4, 2 a rank, and q has 4 a rank"
     ),
@@ -386,7 +373,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         for name in ("auto", "ring", "balanced", "gather", "ulysses")
         for field, value in (("ulysses_size", 2), ("outer", "gather"))
     },
-    "an outer that is none": (lambda: core.StrategyConfig("ring", outer=None), "^strategy 'ring' has no outer; leave"),
     **{
         f"hybrid with {field}={value}": (partial(core.StrategyConfig, "hybrid", **{field: value}), message)
         for field, values, message in (
@@ -451,13 +437,3 @@ def test_a_mask_of_keys_is_segment_ids(shape: tuple[int, ...]) -> None:
     sizes = checks.Sizes(2, 4, 4, 2, 2, 8, 8)
     with pytest.raises(ValueError, match=message):
         checks.check_bias(checks.Tensor(shape, "float32"), sizes, 8, "cpu")
-
-
-def test_a_causal_mask_with_fewer_keys_keeps_the_rule() -> None:
-    """An explicit mask aligns the last query with the last key; here the first two see nothing."""
-    out, lse = attention(EIGHT, SIX, SIX, mask=Mask(causal=True))
-    assert np.isneginf(lse[..., :2]).all() and np.isfinite(lse[..., 2:]).all()
-    assert (out[:, :2] == 0).all()
-    np.testing.assert_allclose(out[:, 2:], 1)
-    for queries in (EIGHT, SIX):  # with as many keys or more the word is enough
-        attention(queries, EIGHT, EIGHT, causal=True)

@@ -183,7 +183,10 @@ def test_picture_and_color(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     text = printed(capsys, *SMALL, "--png", str(file))
     assert "layout=zigzag" in text and "\x1b[" not in text  # captured output is no terminal
     assert file.read_bytes().startswith(b"\x89PNG")
-    assert "\x1b[" in printed(capsys, *SMALL, "--color", "always")
+    colored = printed(capsys, *SMALL, "--color", "always")
+    assert "\x1b[30;48;5;75m0 \x1b[0m" in colored
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", colored)
+    assert [line.rstrip() for line in plain.splitlines()] == printed(capsys, *SMALL).splitlines()
 
 
 MISTAKES = (
@@ -191,7 +194,6 @@ MISTAKES = (
     ("--window=-1,0", "never -1"),
     ("--cu-seqlens 0,32 --layout all", "must end at the sequence length 64"),
     ("--kv-seq-len 66 --layout all", "66 is not a positive multiple of 4"),
-    ("--kv-seq-len 66 --advise", "66 is not a positive multiple of 8"),
     ("--heads 32", "--heads has no effect without --advise; add that, or leave --heads out"),
     ("--ranks-per-host 2", "--ranks-per-host has no effect without --advise"),
     ("--advise --ranks-per-host 3", "ranks_per_host must divide the plan's 4 ranks, got 3"),
@@ -200,9 +202,7 @@ MISTAKES = (
     ("--layout all --png plan.png", "--png and --strategy are of one plan"),
     ("--advise --strategy balanced", "--png and --strategy are of one plan"),
     ("--cp 2,4", "a plan has one number of ranks"),
-    ("--cp 2,4 --advise --layout contiguous", "a plan has one number"),
     ("--cp 0 --layout all", "cp_size must be at least 1"),
-    ("--cp 2,0 --advise", "cp_size must be at least 1"),
     ("--cp 3,5 --advise", "64 is not a positive multiple of 6"),
     ("--png plan.nonsense", "not supported"),
 )
@@ -253,17 +253,11 @@ def test_every_command_has_a_version_and_an_example_that_runs(
 
 
 def test_as_a_module() -> None:
-    def run(*argv: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ring_core", *argv]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="contiguous")
-    right = run(*SMALL, "--layout", "contiguous", "--strategy", "balanced")
-    assert (right.returncode, right.stderr) == (0, "")
-    assert right.stdout == viz.describe(ring_program(plan, "balanced")) + "\n"
-    wrong = run("plan", "--seq-len", "7", "--cp", "2")
-    assert wrong.returncode == 2
-    assert wrong.stderr == (
+    """The code of a process is that of its command. Those that end well are run by pages."""
+    command = [sys.executable, "-m", "ring_core", "plan", "--seq-len", "7", "--cp", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
         "ring_core: error: sequence length 7 is not a positive multiple of 4, as the zigzag "
         "layout over 2 ranks needs; pad to 8 with zeros at the end, as shard(x, pad=True) does, and "
         "pass seq_len=7, in cross attention seq_len=(queries', keys'), by which no token sees them\n"
@@ -342,7 +336,6 @@ def test_what_is_given_replaces_the_defaults() -> None:
         ("--head-dim -8", "--head-dim must be at least 1"),
         ("--heads 3", "--heads must be a multiple of --kv-heads, got 3 and 2"),
         ("--seq-len 4100", "4100 is not a positive multiple of 8"),
-        ("--window=-1,0", "never -1"),
     ],
 )
 def test_mistakes(command_line: str, message: str) -> None:

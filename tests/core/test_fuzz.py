@@ -1,4 +1,4 @@
-"""The fuzzer finds and simplifies faults."""
+"""The fuzzer finds faults."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from typing import Any
 import cases
 import numpy as np
 import pytest
-from backends.simulator import SimulatorBackend
 from cases import RINGS, Case
 from fuzz.__main__ import main
 from fuzz.campaign import Campaign, Tally
-from fuzz.draw import LIMITS, draw
-from fuzz.judge import LUCK, Compared, judge, rounding
-from fuzz.trial import expression
-from mutants import MUTANTS
+from fuzz.draw import LIMITS, draw, expression
+from fuzz.judge import Compared, judge
 from tolerances import findings
 
 from ring_core import ChunkLayout, Mask, UnsupportedError
@@ -41,34 +38,15 @@ class Broken:
 
 
 @pytest.mark.parametrize("crashes", [False, True])
-def test_faults_are_found_and_simplified(crashes: bool) -> None:
+def test_faults_are_found(crashes: bool) -> None:
     campaign = Campaign("core", Broken(crashes), Tally(0, 0))
     failures = [failure for _ in range(120) if (failure := campaign.run_next())]
     tally = campaign.tally
     assert failures == tally.failures != [] and tally.refused.total() > 0
     assert tally.cases + tally.refused.total() + len(failures) == 120
     for failure in failures:
-        simplest = eval(failure.simplest, vars(cases))
-        said = "message lost" if crashes else f"fuzz-{failure.seed}: dq"
-        assert simplest.softcap is not None and said in failure.error
-        sizes = simplest.seq_len, simplest.heads, simplest.dims, simplest.dtype
-        assert sizes == (1, (1, 1), (1, 1), "float32")
-        assert simplest.mask == Mask(window=simplest.mask.window)
-
-
-@pytest.mark.nightly(only=["ring-reversed"])
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutants_are_found(mutant: str) -> None:
-    assert any(_is_found(mutant, draw(seed, LIMITS["core"]).case) for seed in range(200))
-
-
-def _is_found(mutant: str, case: Case) -> bool:
-    try:
-        results = SimulatorBackend().run(case, mutant=mutant)
-    except AssertionError:  # a message had an unexpected shape
-        return True
-    least = rounding(case)
-    return any(x.error > LUCK * (x.bound + least[x.name]) for x in findings(case, results))
+        assert "softcap=" in failure.trial and "window=" in failure.trial
+        assert ("message lost" if crashes else f"fuzz-{failure.seed}: dq") in failure.error
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])

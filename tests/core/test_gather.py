@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise, product, zip_longest
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
-from plans import chunk_layouts, plans, shown
+from plans import chunk_layouts, plan_of, plans, shown
 
 from ring_core import (
     ChunkLayout,
     GatherProgram,
-    LayoutSpec,
     Mask,
     Plan,
     WorkItem,
@@ -25,39 +23,42 @@ from ring_core import (
     gather_program,
     gather_refusals,
     longest_gather,
-    make_plan,
     ring_program,
 )
-from ring_core.programs.gather import Fetch, moved_keys
-from ring_core.programs.intervals import Interval, subtract
-from ring_core.reference.item_kernel import Params, QueryRows, Side, backward, forward
+from ring_core.programs.gather import moved_keys
 
 CAUSAL = Mask(causal=True)
-
-
-def plan_of(
-    mask: Mask,
-    seq_len: int,
-    cp_size: int,
-    layout: LayoutSpec = "contiguous",
-    keys: int | None = None,
-) -> Plan:
-    return make_plan(mask, seq_len=seq_len, cp_size=cp_size, layout=layout, kv_seq_len=keys)
+#: Rows, columns, band and offsets of documents.
+Rows = list[tuple[Any, ...]]
 
 
 @st.composite
-def ranks(draw: st.DrawFn) -> tuple[Plan, int, int]:
-    """Draw a plan that can be gathered, a rank and a tile."""
-    plan = draw(plans().filter(lambda plan: not gather_refusals(plan)))
-    return plan, draw(st.integers(0, plan.cp_size - 1)), draw(st.integers(1, 8))
+def windowed(draw: st.DrawFn) -> tuple[Plan, int]:
+    """Draw a plan with a window, and a tile of which its runs are whole ones."""
+    cp_size, tile = draw(st.integers(1, 4)), draw(st.sampled_from([2, 4, 8]))
+    layout: Any = draw(st.sampled_from(["contiguous", "zigzag"]) | chunk_layouts(cp_size))
+    unit = tile * divisor_of(layout, cp_size)
+    seq_len = kv_seq_len = unit * draw(st.integers(1, 4))
+    cuts = draw(st.none() | st.lists(st.integers(0, seq_len), max_size=3))
+    if cuts is None:
+        kv_seq_len = unit * draw(st.integers(1, 4))
+    mask = Mask(
+        causal=draw(st.booleans()),
+        window=(draw(st.integers(1, 3 * tile)), draw(st.none() | st.integers(0, 2 * tile))),
+        cu_seqlens=None if cuts is None else (0, *sorted(cuts), seq_len),
+    )
+    return plan_of(mask, seq_len, cp_size, layout, kv_seq_len), tile
 
 
 @st.composite
 def gathers(draw: st.DrawFn) -> tuple[Plan, int, GatherProgram]:
-    """Draw the gather program of a rank, with its own keys or without them."""
-    (plan, rank, tile), own = draw(ranks()), draw(st.booleans())
-    gather = gather_program(plan, rank, own=own, tile=tile)
-    assert gather.own is own
+    """Draw the gather program of a rank: with its own keys, work in place and tiles, or without."""
+    others = st.tuples(plans().filter(lambda plan: not gather_refusals(plan)), st.integers(1, 8))
+    plan, tile = draw(others | windowed())
+    options: Any = {"own": draw(st.booleans()), "splits": draw(st.booleans()), "tile": tile}
+    rank = draw(st.integers(0, plan.cp_size - 1))
+    gather = gather_program(plan, rank, **options)
+    assert options.items() <= vars(gather).items()
     return plan, rank, gather
 
 
@@ -71,25 +72,19 @@ def work_of(plan: Plan, rank: int, gather: GatherProgram) -> Iterator[tuple[Work
             yield item, positions[item.k_slice]
 
 
-def seen(plan: Plan, rank: int, gather: GatherProgram) -> npt.NDArray[np.int64]:
-    """Count how often the items show each pair of a rank's queries and all keys."""
+@given(gathers())
+def test_every_visible_pair_once(case: tuple[Plan, int, GatherProgram]) -> None:
+    """Items show each pair that the mask shows once, whatever fills their tiles, and no other."""
+    plan, rank, gather = case
     count = np.zeros((plan.q_layout.local_len, plan.kv_seq_len), dtype=int)
     for item, columns in work_of(plan, rank, gather):
         count[item.q_start : item.q_stop, columns] += shown(plan, item)
-    return count
-
-
-@given(ranks())
-def test_every_visible_pair_once(case: tuple[Plan, int, int]) -> None:
-    plan, rank, tile = case
-    dense = plan.mask.dense(plan.q_positions(rank), np.arange(plan.kv_seq_len))
+    dense = plan.mask.dense(plan.q_positions(rank), np.arange(plan.kv_seq_len)).copy()
     dense[plan.positions(rank) >= plan.seq_len] = False  # padding
-    np.testing.assert_array_equal(seen(plan, rank, gather_program(plan, rank, tile=tile)), dense)
-    dense = dense.copy()
-    dense[:, plan.k_positions(rank)[: plan.k_layout.num_tokens(rank)]] = False
-    remote = gather_program(plan, rank, own=False, tile=tile)
-    np.testing.assert_array_equal(seen(plan, rank, remote), dense)
-    assert all(fetch.rank != rank for fetch in remote.fetches)
+    if not gather.own:
+        dense[:, plan.k_positions(rank)[: plan.k_layout.num_tokens(rank)]] = False
+        assert all(fetch.rank != rank for fetch in gather.fetches)
+    np.testing.assert_array_equal(count, dense)
 
 
 @given(gathers())
@@ -129,39 +124,29 @@ def test_what_is_gathered_says_what_it_is(case: tuple[Plan, int, GatherProgram])
         assert gather.is_before_last_item(fetch) != last[fetch.target].any()
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
+def test_kernels_that_can_run_the_ring_can_run_what_is_gathered() -> None:
+    """Without banded items in the ring, by which kernels are chosen, gathered ones have none."""
+    for plan in (
         plan_of(Mask(window=(None, 9)), 15, 3),
         plan_of(Mask(causal=True, window=(5, 0)), 12, 3, "zigzag"),
         plan_of(Mask(causal=True, chunk_size=1), 12, 3, "zigzag", 6),
-    ],
-    ids=["window", "causal window", "chunks"],
-)
-def test_kernels_that_can_run_the_ring_can_run_what_is_gathered(plan: Plan) -> None:
-    """Without banded items in the ring, gathered items are full or causal, too.
-
-    Kernels without windows are chosen by the items of the ring.
-    """
-    counts = ring_program(plan).item_counts
-    assert counts.banded == counts.several_documents == 0
-    items = [item for rank in range(3) for item in gather_program(plan, rank, own=False).items]
-    assert items
-    assert all(item.is_full or item.is_causal for item in items)
+    ):
+        counts = ring_program(plan).item_counts
+        assert counts.banded == counts.several_documents == 0
+        items = [item for rank in range(3) for item in gather_program(plan, rank, own=False).items]
+        assert items and all(item.is_full or item.is_causal for item in items)
 
 
-def sides(items: Sequence[WorkItem]) -> list[tuple[int | None, ...]]:
-    """Return rows, columns and band of each item."""
-    return [(i.q_start, i.q_stop, i.k_start, i.k_stop, i.lo, i.hi) for i in items]
+def side(item: WorkItem) -> tuple[Any, ...]:
+    """Return rows, columns and band of an item and, if it has several, its documents' offsets."""
+    offsets = [x.tolist() for x in (item.cu_q, item.cu_k) if x is not None]
+    return item.q_start, item.q_stop, item.k_start, item.k_stop, item.lo, item.hi, *offsets
 
 
 #: Two ranks of two chunks of 4 each, next to each other or not.
-NEXT, TURNS, OUTER = (
-    ChunkLayout(x) for x in (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2)))
-)
+NEXT, OUTER = ChunkLayout(((0, 1), (2, 3))), ChunkLayout(((0, 3), (1, 2)))
 LATER = ChunkLayout(((1, 2, 3, 4, 5, 6, 7, 14), (0, 8, 9, 10, 11, 12, 13, 15)))
 SLIDING, PAIR = Mask(window=(200, 3)), Mask(causal=True, window=(1, 0))
-Rows = list[tuple[int | None, ...]]
 #: Plans and the rank; its items, `None` where they do not matter, and its rows in place.
 IN_PLACE: dict[str, tuple[Plan, int, Rows | None, Rows]] = {
     "the first row of each chunk needs the rank before": (
@@ -174,10 +159,6 @@ IN_PLACE: dict[str, tuple[Plan, int, Rows | None, Rows]] = {
         plan_of(SLIDING, 6144, 3), 1, [(0, 256, 0, 459, -203, 0), (1792, 2048, 459, 918, -203, 0)],
         [(256, 1792, 56, 1795, -203, 0)],
     ),
-    "no rank before": (plan_of(SLIDING, 6144, 3), 0, None, [(0, 1792, 0, 1795, -3, 200)]),
-    "wide on both sides": (
-        plan_of(Mask(window=(300, 300)), 12288, 3), 1, None, [(384, 3712, 84, 4012, -600, 0)]
-    ),
     "two chunks": (
         plan_of(Mask(window=(0, 3)), 4096, 2, "zigzag"), 1, None,
         [(0, 1024, 0, 1027, -3, 0), (1024, 1792, 1024, 1795, -3, 0)],
@@ -185,11 +166,9 @@ IN_PLACE: dict[str, tuple[Plan, int, Rows | None, Rows]] = {
     "queries are no whole tiles: from row 768 on there are 255 left": (
         plan_of(Mask(window=(0, 3)), 2046, 2, keys=2048), 0, None, [(0, 640, 2, 645, -3, 0)],
     ),
-    "exact without tiles, first": (plan_of(Mask(window=(2, 3)), 96, 3), 0, None, [(0, 29, 0, 32, -3, 2)]),
     "exact without tiles: two rows see before, three after": (
         plan_of(Mask(window=(2, 3)), 96, 3), 1, None, [(2, 29, 0, 32, -5, 0)]
     ),
-    "exact without tiles, last": (plan_of(Mask(window=(2, 3)), 96, 3), 2, None, [(2, 32, 0, 32, -5, 0)]),
     "half of the own keys is gathered whole": (
         plan_of(Mask(causal=True, window=(2, 0)), 16, 2, "zigzag"), 0, [(4, 8, 0, 6, -2, 0)], [(0, 4, 0, 4, 0, 2)]
     ),
@@ -198,9 +177,19 @@ IN_PLACE: dict[str, tuple[Plan, int, Rows | None, Rows]] = {
         plan_of(PAIR, 128, 2, LATER, 16), 0, [(56, 58, 0, 2, 0, None)], [(58, 64, 0, 7, -1, 0)],
     ),
     "most own keys are needed beside others: causal": (plan_of(CAUSAL, 32, 2), 1, None, []),
-    "window": (plan_of(Mask(causal=True, window=(9, 0)), 32, 2), 1, None, []),
     "documents": (plan_of(Mask(cu_seqlens=(0, 15, 25, 32)), 32, 2), 1, None, []),
     "a document for each rank": (plan_of(Mask(cu_seqlens=(0, 8, 16)), 16, 2), 1, [], [(0, 8, 0, 8, None, None)]),
+    "one document of 4 tokens begins on the rank before, the others are not cut": (
+        plan_of(Mask(cu_seqlens=(0, 14, 18, 24, 32)), 32, 2), 1, [(0, 2, 0, 4, None, None)],
+        [(2, 16, 2, 16, None, None, [0, 6, 14], [0, 6, 14])],
+    ),
+    "offsets are cut at columns: query 8 sees from key 5, inside the first document": (
+        plan_of(Mask(causal=True, window=(3, 0), cu_seqlens=(0, 12, 16)), 16, 2), 1,
+        [(0, 8, 0, 11, -3, 0, [0, 4, 8], [0, 7, 11])], [],
+    ),
+    "a causal zigzag is a launch a run": (
+        plan_of(CAUSAL, 64, 4, "zigzag"), 1, [(0, 8, 0, 16, -8, None), (8, 16, 0, 56, -48, None)], []
+    ),
 }  # fmt: skip
 
 
@@ -208,15 +197,15 @@ IN_PLACE: dict[str, tuple[Plan, int, Rows | None, Rows]] = {
 def test_rows_that_see_own_keys_only_are_in_place(name: str) -> None:
     plan, rank, items, in_place = IN_PLACE[name]
     gather = gather_program(plan, rank)
-    assert sides(gather.in_place) == in_place
-    assert items is None or sides(gather.items) == items
+    assert [*map(side, gather.in_place)] == in_place
+    assert items is None or [*map(side, gather.items)] == items
 
 
 #: Full items over fetched keys that are side by side become one; items with a band stay separate.
 REMOTE: dict[str, tuple[Plan, int, Rows]] = {
     "two chunks of two": (plan_of(CAUSAL, 16, 2, NEXT), 1, [(0, 8, 0, 8, None, None)]),
-    "chunks in turns": (
-        plan_of(CAUSAL, 16, 2, TURNS), 1, [(0, 4, 0, 4, None, None), (4, 8, 0, 8, None, None)]
+    "a causal zigzag": (
+        plan_of(CAUSAL, 64, 4, "zigzag"), 1, [(0, 8, 0, 8, None, None), (8, 16, 0, 40, None, None)]
     ),
     "a wide window": (plan_of(Mask(window=(None, 12)), 16, 2, OUTER), 1, [(0, 8, 0, 8, None, None)]),
     "a band below": (
@@ -238,55 +227,12 @@ REMOTE: dict[str, tuple[Plan, int, Rows]] = {
 @pytest.mark.parametrize("name", REMOTE)
 def test_full_items_side_by_side_are_one(name: str) -> None:
     plan, rank, expected = REMOTE[name]
-    assert sides(gather_program(plan, rank, own=False).items) == expected
+    assert [*map(side, gather_program(plan, rank, own=False).items)] == expected
 
 
-def offsets(item: WorkItem) -> tuple[list[int], list[int]]:
-    assert item.cu_q is not None and item.cu_k is not None
-    return item.cu_q.tolist(), item.cu_k.tolist()
-
-
-def test_documents_are_cut_at_columns_and_not_for_rows_in_place() -> None:
-    """Offsets are clipped to the columns: query 8 sees from key 5, inside the first document."""
-    # One document of 4 tokens begins on the rank before, the others are in place.
-    gather = gather_program(plan_of(Mask(cu_seqlens=(0, 14, 18, 24, 32)), 32, 2), 1)
-    assert sides(gather.items) == [(0, 2, 0, 4, None, None)]
-    (item,) = gather.in_place
-    assert (item.q_slice, item.k_slice) == (slice(2, 16), slice(2, 16))
-    assert offsets(item) == ([0, 6, 14], [0, 6, 14])
-    mask = Mask(causal=True, window=(3, 0), cu_seqlens=(0, 12, 16))
-    (item,) = gather_program(plan_of(mask, 16, 2), 1).items
-    assert offsets(item) == ([0, 4, 8], [0, 7, 11])
-    mask = Mask(causal=True, cu_seqlens=(0, 3, 12, 16))
-    (item,) = gather_program(plan_of(mask, 16, 2), 0).in_place
-    assert offsets(item) == ([0, 3, 8], [0, 3, 8])
-
-
-def test_parts_outside_others() -> None:
-    """Intervals to subtract may lie on either side, touch, overlap or cover everything."""
-    span = Interval(3, 9)
-    assert subtract(span, [Interval(0, 2), Interval(11, 12)]) == [span]
-    assert subtract(span, [Interval(0, 3), Interval(9, 12)]) == [span]
-    assert subtract(span, [Interval(8, 12), Interval(0, 4)]) == [Interval(4, 8)]
-    assert subtract(span, [Interval(4, 5), Interval(6, 9)]) == [Interval(3, 4), Interval(5, 6)]
-    assert subtract(span, [Interval(3, 9)]) == []
-
-
-@pytest.mark.parametrize("rank", range(4))
-def test_a_causal_zigzag_is_one_launch_a_run(rank: int) -> None:
-    plan = plan_of(CAUSAL, 64, 4, "zigzag")
-    gather = gather_program(plan, rank)
-    assert [item.window for item in gather.items] == [(None, 0), (None, 0)]
-    assert [item.k_stop for item in gather.items] == [8 * (rank + 1), 8 * (8 - rank)]
-    remote = gather_program(plan, rank, own=False)
-    assert all(item.is_full for item in remote.items)
-    assert sum((item.q_stop - item.q_start) * item.k_stop for item in remote.items) == 8 * 8 * 6
-
-
-@given(ranks())
-def test_a_backward_writes_each_column_once_first(case: tuple[Plan, int, int]) -> None:
-    plan, rank, tile = case
-    gather = gather_program(plan, rank, tile=tile)
+@given(gathers())
+def test_a_backward_writes_each_column_once_first(case: tuple[Plan, int, GatherProgram]) -> None:
+    *_, gather = case
     written = np.zeros(gather.length, dtype=bool)
     for item, overwritten in reversed(list(zip(gather.items, gather.overwritten, strict=True))):
         new = np.zeros_like(written)
@@ -311,13 +257,6 @@ def test_ranks_read_from_different_peers_at_a_time(size: int) -> None:
         assert len({*sources}) == len(sources)
     full = gather_program(plan_of(Mask(), 16 * size, size), 1)
     assert [fetch.rank for fetch in full.fetches] == [(1 - n) % size for n in range(size)]
-
-
-def test_a_window_fetches_its_halo() -> None:
-    plan = plan_of(Mask(causal=True, window=(5, 0)), 64, 4)
-    remote = gather_program(plan, 2, own=False)
-    assert [(fetch.rank, fetch.source) for fetch in remote.fetches] == [(1, slice(11, 16))]
-    assert gather_program(plan, 2).length == 5 + 5
 
 
 def test_memory_grows_with_what_is_seen() -> None:
@@ -348,110 +287,25 @@ def test_what_striped_would_launch_and_fetch() -> None:
 
 
 def test_what_cannot_be_gathered_says_why() -> None:
-    reason = "layout 'striped' assigns tokens one by one"
-    tiles = "a predicate mask is planned in tiles of each rank's own keys"
-    assert gather_refusals(plan_of(CAUSAL, 64, 2, "striped")) == (reason,)
     predicate = plan_of(Mask(predicate=lambda q, k: q >= k), 64, 2, "striped")
-    assert gather_refusals(predicate) == (reason, tiles)
-
-
-@st.composite
-def windowed(draw: st.DrawFn) -> tuple[Plan, int, int]:
-    """Draw a plan, a tile and a rank: most plans have windows whose runs are whole tiles."""
-    if draw(st.integers(0, 3)) == 0:
-        plan, rank, _ = draw(ranks())
-        return plan, 2, rank
-    cp_size, tile = draw(st.integers(1, 4)), draw(st.sampled_from([2, 4, 8]))
-    layout: Any = draw(st.sampled_from(["contiguous", "zigzag"]) | chunk_layouts(cp_size))
-    unit = tile * divisor_of(layout, cp_size)
-    seq_len = kv_seq_len = unit * draw(st.integers(1, 4))
-    cuts = draw(st.none() | st.lists(st.integers(0, seq_len), max_size=3))
-    if cuts is None:
-        kv_seq_len = unit * draw(st.integers(1, 4))
-    mask = Mask(
-        causal=draw(st.booleans()),
-        window=(draw(st.integers(1, 3 * tile)), draw(st.none() | st.integers(0, 2 * tile))),
-        cu_seqlens=None if cuts is None else (0, *sorted(cuts), seq_len),
+    assert gather_refusals(predicate) == (
+        "layout 'striped' assigns tokens one by one",
+        "a predicate mask is planned in tiles of each rank's own keys",
     )
-    plan = plan_of(mask, seq_len, cp_size, layout, kv_seq_len)
-    return plan, tile, draw(st.integers(0, cp_size - 1))
 
 
-Arrays = dict[str, npt.NDArray[Any]]
-HEADS, DIM = 2, 4
-
-
-def computed(plan: Plan, rank: int, gather: GatherProgram, x: Arrays) -> list[npt.NDArray[Any]]:
-    """Return ``(out, lse, dq, dk, dv)`` of a rank's rows, item by item; dK/dV at all keys."""
-    params = Params(plan.mask, 0.5, None, 0.0, None, "float64")
-    q_positions = plan.positions(rank)
-    rows = QueryRows(Side(q_positions, plan.q_positions(rank), None), None, None, None)
-    q, dout = x["q"][:, q_positions], x["dout"][:, q_positions]
-    lse = np.full((1, HEADS, q_positions.size), -np.inf)
-    out, dq, dk, dv = (np.zeros_like(part) for part in (q, q, x["k"], x["v"]))
-    for item, keys in work_of(plan, rank, gather):
-        part = item.q_slice
-        columns, item_rows = Side(keys, keys, None), rows.take(part)
-        k, v = x["k"][:, keys], x["v"][:, keys]
-        out[:, part], lse[:, :, part] = forward(q[:, part], k, v, item_rows, columns, item, params)
-        dead = np.isneginf(lse[:, :, part]).swapaxes(1, 2)
-        out[:, part][dead] = 0
-        delta = (dout[:, part] * out[:, part]).sum(-1).swapaxes(1, 2)
-        grads = backward(
-            dout[:, part], q[:, part], k, v, lse[:, :, part], delta, item_rows, columns, item,
-            params,
-        )  # fmt: skip
-        dq[:, part] = grads[0]
-        dk[:, keys] += grads[1]
-        dv[:, keys] += grads[2]
-    return [out, lse, dq, dk, dv]
-
-
-def poisoned(plan: Plan, rank: int, seed: int) -> tuple[Arrays, npt.NDArray[np.bool_]]:
-    """Return tensors, and a mask of the keys that no row of the rank sees: NaN or infinite."""
-    rng = np.random.default_rng(seed)
-    q_len, k_len = (plan.cp_size * x.local_len for x in (plan.q_layout, plan.k_layout))
-    sizes = {"q": q_len, "dout": q_len, "k": k_len, "v": k_len}
-    x = {name: rng.standard_normal((1, size, HEADS, DIM)) for name, size in sizes.items()}
-    tokens = int(plan.q_layout.num_tokens(rank))  # a rank's padding follows its tokens
-    rule = plan.mask.dense(plan.q_positions(rank)[:tokens], np.arange(plan.kv_seq_len))
-    unseen = np.ones(k_len, np.bool_)
-    unseen[: plan.kv_seq_len] = ~rule.any(axis=0)
-    x["k"][:, unseen] = np.resize([np.nan, np.inf, -np.inf], (unseen.sum(), 1, 1))
-    x["v"][:, unseen] = np.nan
-    return x, unseen
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@given(windowed(), st.booleans())
-def test_results_are_those_of_programs_without_tiles(
-    case: tuple[Plan, int, int], splits: bool
-) -> None:
-    """Results equal those without tiles, also if keys that only fill a tile are NaN or infinite."""
-    plan, tile, rank = case
-    x, unseen = poisoned(plan, rank, seed=plan.seq_len)
-    expected = computed(plan, rank, gather_program(plan, rank, splits=splits), x)
-    actual = computed(plan, rank, gather_program(plan, rank, splits=splits, tile=tile), x)
-    for a, b in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
-    for grad in actual[3:]:
-        assert (grad[:, unseen] == 0).all()
-
-
-@given(windowed(), st.booleans(), st.booleans())
-def test_tiles_cost_less_than_a_tile_for_an_item(
-    case: tuple[Plan, int, int], own: bool, splits: bool
-) -> None:
+@given(gathers())
+def test_tiles_cost_less_than_a_tile_for_an_item(case: tuple[Plan, int, GatherProgram]) -> None:
     """Tiles add less than a tile per item, and only where a window begins inside of one."""
-    plan, tile, rank = case
-    plain = gather_program(plan, rank, own=own, splits=splits)
-    tiled = gather_program(plan, rank, own=own, splits=splits, tile=tile)
+    plan, rank, tiled = case
+    tile, splits = tiled.tile, tiled.splits
+    plain = gather_program(plan, rank, own=tiled.own, splits=splits)
     assert plain.length <= tiled.length <= plain.length + (tile - 1) * len(plain.items)
-    if own:
-        gathers = [gather_program(plan, n, splits=splits, tile=tile) for n in range(plan.cp_size)]
+    if tiled.own:
+        programs = [gather_program(plan, n, splits=splits, tile=tile) for n in range(plan.cp_size)]
         longest = longest_gather(plan, splits=splits, tile=tile)
-        assert longest.length == max(gather.length for gather in gathers)
-        assert longest.in_place == any(gather.in_place for gather in gathers)
+        assert longest.length == max(program.length for program in programs)
+        assert longest.in_place == any(program.in_place for program in programs)
     if plan.k_layout.run_length % tile:  # positions would not match indices
         assert (tiled.spans, tiled.fetches) == (plain.spans, plain.fetches)
         return
@@ -492,25 +346,3 @@ def test_it_takes_little_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < tokens
     finally:
         tracemalloc.stop()
-
-
-def test_keys_on_either_side_of_the_last_item_are_early() -> None:
-    item = WorkItem(0, 0, 0, 0, 4, 4, 8, None, None)
-    targets = slice(0, 4), slice(2, 5), slice(7, 9), slice(8, 9)
-    fetches = tuple(Fetch(1, target, target) for target in targets)
-    gather = GatherProgram(True, fetches, (item,), (4,), (Interval(0, 9),))
-    assert [gather.is_before_last_item(fetch) for fetch in fetches] == [True, False, False, True]
-
-
-def test_touching_spans_are_one() -> None:
-    """Adjacent spans become one: each rank has one chunk of each pair, and sees both pairs."""
-    gather = gather_program(plan_of(Mask(chunk_size=8), 16, 2, TURNS), 1)
-    assert gather.spans == ((0, 16),)
-    assert gather.fetches == (
-        (1, slice(0, 4), slice(4, 8)), (0, slice(0, 4), slice(0, 4)),
-        (1, slice(4, 8), slice(12, 16)), (0, slice(4, 8), slice(8, 12)),
-    )  # fmt: skip
-    assert gather.overwritten == ((slice(0, 8),), (slice(8, 16),))
-    assert gather.waits_for == (2, 4)
-    assert gather.num_rows == 8
-    assert gather.in_place == ()

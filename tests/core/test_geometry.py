@@ -8,11 +8,10 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from cases import prefix
 from hypothesis import given, strategies as st
 from plans import programs
 
-from ring_core import ChunkLayout, Mask, Plan, RingProgram, make_plan, ring_program
+from ring_core import Mask, Plan, RingProgram, make_plan, ring_program
 from ring_core.base.arguments import TILE
 from ring_core.masks.band import UNBOUNDED
 from ring_core.plan import geometry as geometries
@@ -52,25 +51,6 @@ def seen_in(plan: Plan, q_rank: int, kv_rank: int) -> Any:
     return visible
 
 
-def pairs_by_row(rows: RectangleTable, plan: Plan, q_rank: int, kv_rank: int) -> Any:
-    """Count the keys that each query of a rank sees in the rectangles, which are disjoint."""
-    visible = np.zeros((plan.q_layout.local_len, plan.k_layout.local_len), dtype=int)
-    for q_start, q_stop, k_start, k_stop, *_ in np.stack(columns_of(rows), axis=-1).tolist():
-        visible[q_start:q_stop, k_start:k_stop] = 1
-    return (visible * seen_in(plan, q_rank, kv_rank)).sum(axis=1)
-
-
-def test_tokens_assigned_one_by_one_of_chunks() -> None:
-    """Striped rectangles span all chunks at once, as each rank has two tokens of every chunk."""
-    sizes: Any = {"seq_len": 16, "cp_size": 2, "layout": "striped"}
-    geometry = make_plan(Mask(causal=True, chunk_size=4), **sizes).geometry
-    rows = geometry.rectangles(0, 0)
-    assert (rows.doc_start.tolist(), rows.doc_stop.tolist()) == ([0], [4])
-    assert geometry.count([[0], [1]], [0, 1]).tolist() == [[12, 4], [12, 12]]
-    # With chunks of one token no rank sees another: the rectangles are empty.
-    assert not np.any(columns_of(make_plan(Mask(chunk_size=1), **sizes).geometry.rectangles(0, 1)))
-
-
 @given(st.integers(1, 12), st.integers(1, 24), st.none() | st.integers(1, 30), st.data())
 def test_halves_are_cut_at_the_row_that_halves_the_pairs(
     q_len: int, k_len: int, chunk: int | None, data: st.DataObject
@@ -81,33 +61,16 @@ def test_halves_are_cut_at_the_row_that_halves_the_pairs(
     sizes = {"seq_len": 4 * q_len, "kv_seq_len": 4 * k_len, "cp_size": 4}
     plan = make_plan(mask, **sizes, layout="contiguous")
     q_rank, kv_rank = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
-    pairs = seen_in(plan, q_rank, kv_rank).sum(axis=1)
+    seen = seen_in(plan, q_rank, kv_rank)
+    pairs = seen.sum(axis=1)
     upto = pairs.cumsum()
     rows = np.arange(q_len) <= np.argmax(2 * upto >= upto[-1])
     for half, expected in enumerate((rows * pairs, ~rows * pairs)):
-        half_rows = plan.geometry.rectangles(q_rank, kv_rank, half)
-        np.testing.assert_array_equal(pairs_by_row(half_rows, plan, q_rank, kv_rank), expected)
+        half_rows, visible = plan.geometry.rectangles(q_rank, kv_rank, half), 0 * seen
+        for q_start, q_stop, k_start, k_stop, *_ in np.stack(columns_of(half_rows), -1).tolist():
+            visible[q_start:q_stop, k_start:k_stop] = 1
+        np.testing.assert_array_equal((visible * seen).sum(axis=1), expected)
         assert plan.geometry.count(q_rank, kv_rank, half) == expected.sum()
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(3, 5), st.data())
-def test_chunks_side_by_side_are_one_run(
-    cp_size: int, chunks: int, length: int, data: st.DataObject
-) -> None:
-    """Adjacent chunks of a rank merge again, so the program is that of one chunk per rank.
-
-    Bands that leave a single cell of a chunk are excluded: a corner does not show how they go on.
-    """
-    side = st.none() | st.integers(0, cp_size * chunks * length).filter(lambda n: n % length != 1)
-    mask = Mask(data.draw(st.booleans()), (data.draw(side), data.draw(side)))
-    sizes: Any = {"seq_len": cp_size * chunks * length, "cp_size": cp_size}
-    cut = ChunkLayout(tuple(tuple(range(n * chunks, (n + 1) * chunks)) for n in range(cp_size)))
-    one_chunk, neighbours = (
-        ring_program(make_plan(mask, **sizes, layout=layout)) for layout in ("contiguous", cut)
-    )
-    assert one_chunk.steps == neighbours.steps
-    for step in range(one_chunk.num_steps):
-        np.testing.assert_array_equal(one_chunk.table(step), neighbours.table(step))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
@@ -155,15 +118,6 @@ def in_tiles(dense: Any) -> Any:
     return np.add.reduceat(np.add.reduceat(dense.astype(int), rows), columns, axis=1)
 
 
-def test_tiles_are_halved_where_they_are_even() -> None:
-    mask = Mask(predicate=lambda q_pos, k_pos: q_pos - k_pos < 1 << 20)
-    blocks = make_plan(mask, seq_len=4 * TILE, cp_size=2).blocks
-    assert blocks is not None
-    for half in (0, 1):
-        rect = blocks.rectangles(0, 1, half).rect
-        assert [rect.q_start.item(), rect.q_stop.item()] == [half * TILE, (half + 1) * TILE]
-
-
 def test_predicates_are_asked_of_tokens_that_there_are() -> None:
     def inside(q_pos: Any, k_pos: Any) -> Any:
         assert (q_pos >= 8).all() and (q_pos < 16).all()
@@ -172,17 +126,3 @@ def test_predicates_are_asked_of_tokens_that_there_are() -> None:
 
     program = ring_program(make_plan(Mask(predicate=inside), seq_len=8, kv_seq_len=16, cp_size=2))
     assert program.work().sum() == sum(range(9, 17))
-
-
-def test_predicate_tiles() -> None:
-    plan = make_plan(Mask(causal=True, predicate=prefix), seq_len=4 * TILE, cp_size=2)
-    blocks = plan.blocks
-    assert blocks is not None and blocks.tiles is not None
-    bits, index = blocks.tiles
-    for where in np.ndindex(2, 2, 2, 2):
-        dense = plan.mask.dense(plan.positions(where[0]), plan.k_positions(where[1]))
-        rows, columns = (slice(n * TILE, (n + 1) * TILE) for n in where[2:])
-        if blocks.kinds[where] == 1:
-            kept = np.unpackbits(bits[index[where]], axis=1, bitorder="little").astype(bool)
-            np.testing.assert_array_equal(kept, dense[rows, columns])
-    assert len(bits) == 1, "all diagonal tiles of a causal mask are one tile"

@@ -1,4 +1,4 @@
-"""Every token lies on exactly one rank, where the layout says."""
+"""Every token lies on exactly one rank, where the layout says; strategies are names or configs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from cases import RANDOM
 from hypothesis import given, strategies as st
 from plans import chunk_layouts
 
-from ring_core import ChunkLayout, Layout, LayoutSpec, Mask, make_plan
+from ring_core import (
+    LAYOUTS,
+    STRATEGIES,
+    ChunkLayout,
+    Layout,
+    LayoutSpec,
+    Mask,
+    StrategyConfig,
+    make_plan,
+)
+from ring_core.base.config import strategy_config
+from ring_core.programs.steps import pairs_of
 
 
 @given(st.data(), st.integers(1, 16), st.integers(1, 20))
@@ -59,3 +70,16 @@ def test_no_padding_is_the_layout_itself() -> None:
     sizes = ((8, None), (8, 8), (7, 8), (7, 10))
     plain, *digests = (make_plan(Mask(), seq_len=n, cp_size=2, pad_to=to).digest for n, to in sizes)
     assert plain == digests[0] and len({*digests}) == 3
+
+
+def test_a_name_stands_for_its_record() -> None:
+    for name in ("auto", *STRATEGIES):
+        config = strategy_config(name)
+        assert config == StrategyConfig(name, outer="ring") == strategy_config(config)
+        assert hash(config) == hash(StrategyConfig(name))
+        assert config.ring_strategy == ("balanced" if name == "balanced" else "ring")
+    assert strategy_config("rdma", ("auto", "rdma")) == StrategyConfig("rdma")
+    config = StrategyConfig("hybrid", ulysses_size=4, outer="gather")
+    assert (config.ulysses_size, config.outer, config.ring_strategy) == (4, "gather", "ring")
+    expected = [("contiguous", "ring"), ("contiguous", "balanced")]
+    assert [*pairs_of(LAYOUTS)] == [*expected, *((name, "ring") for name in LAYOUTS[1:])]

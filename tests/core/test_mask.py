@@ -1,17 +1,17 @@
-"""Masks show what their rules define, and malformed ones are refused."""
+"""Masks show what their rules define; bands are trimmed like their dense masks."""
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 from cases import prefix
 
-from ring_core import Layout, Mask
-from ring_core.plan import tile_mask
-from ring_core.plan.tile_mask import BlockGeometry
+from ring_core import Mask
+from ring_core.masks.band import UNBOUNDED, Rectangles, count, trim
 
 
 def test_every_part_by_hand() -> None:
@@ -49,15 +49,6 @@ def test_described_part_by_part() -> None:
     assert Mask(predicate=partial(prefix)).describe() == "predicate=function"
 
 
-def test_boundaries_are_those_of_chunks_and_documents() -> None:
-    assert Mask(causal=True).boundaries(0, 9) is None
-    chunks = Mask(chunk_size=4).boundaries(-3, 9)
-    assert chunks is not None and chunks.tolist() == [-4, 0, 4, 8, 12]
-    both = Mask(chunk_size=4, cu_seqlens=(0, 3, 3, 9)).boundaries(0, 9)
-    assert both is not None and both.tolist() == [0, 3, 4, 8, 9, 12]
-    assert Mask(cu_seqlens=(0, 3)).rule(np.arange(3), np.arange(3)) is True
-
-
 def test_the_largest_and_smallest_sizes() -> None:
     largest = (1 << 40) - 1
     assert Mask(window=(largest, 0), chunk_size=largest).window == (largest, 0)
@@ -71,16 +62,39 @@ def test_parts_are_kept_as_plain_values() -> None:
     assert [type(x) for x in (mask.causal, mask.window, mask.chunk_size)] == [bool, tuple, int]
 
 
-def test_as_many_pairs_as_are_classified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit of classified pairs is allowed; one token more raises and says what to do."""
-    monkeypatch.setattr(tile_mask, "MAX_PAIRS", 48 * 50)
-    mask, queries = Mask(predicate=lambda q, k: q >= k), Layout("contiguous", 48, 1)
-    at_most = BlockGeometry(mask, queries, Layout("contiguous", 50, 1), 2)
-    assert at_most.count(0, 0) == 48 * 49 // 2 + 48 * 2
-    with pytest.raises(
-        ValueError,
-        match=r"^a predicate mask over 48 x 51 tokens has 2448 pairs to classify, more than 2400; use "
-        "causal, window, chunk_size or cu_seqlens, which need no classification, or a shorter "
-        "sequence$",
-    ):
-        BlockGeometry(mask, queries, Layout("contiguous", 51, 1), 3)
+SIZE = 5
+
+
+def cells(rect: Rectangles) -> Any:
+    """Return the dense mask of a rectangle, ``[SIZE, SIZE]``."""
+    i, j = np.arange(SIZE)[:, None], np.arange(SIZE)
+    inside = (rect.q_start <= i) & (i < rect.q_stop) & (rect.k_start <= j) & (j < rect.k_stop)
+    distance = (i - rect.q_start) - (j - rect.k_start)
+    return inside & (rect.lo <= distance) & (distance <= rect.hi)
+
+
+def test_trimmed() -> None:
+    """Trimming gives the smallest box and drops band sides that hide nothing; or all zeros."""
+    sides, sizes = range(-3, 4), range(4)
+    for q_len, k_len, lo, hi in product(sizes, sizes, (-UNBOUNDED, *sides), (*sides, UNBOUNDED)):
+        rect = Rectangles(*map(np.asarray, (1, 1 + q_len, 2, 2 + k_len, lo, hi)))
+        seen, trimmed = cells(rect), trim(rect)
+        assert trimmed.live == seen.any()
+        if not seen.any():
+            assert not any(trimmed)
+            continue
+        np.testing.assert_array_equal(cells(trimmed), seen)
+        for axis, start, stop in ((1, *trimmed[:2]), (0, *trimmed[2:4])):
+            shown = np.flatnonzero(seen.any(axis=axis))
+            assert (start, stop - 1) == (shown[0], shown[-1])
+        for open_side in ({"lo": np.asarray(-UNBOUNDED)}, {"hi": np.asarray(UNBOUNDED)}):
+            opened = trimmed._replace(**open_side)
+            assert (opened == trimmed) == bool((cells(opened) == seen).all())
+
+
+@pytest.mark.parametrize("n", [1 << 22, (1 << 30) - 3])
+def test_long_rectangles_are_counted_exactly(n: int) -> None:
+    """Counts are int64: they do not overflow, and do not round as floats would."""
+    for lo, hi, pairs in ((-UNBOUNDED, UNBOUNDED, n * n), (0, UNBOUNDED, n * (n + 1) // 2)):
+        counted = count(n, n, lo, hi)
+        assert counted == pairs and counted.dtype == np.int64

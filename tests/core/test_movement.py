@@ -1,4 +1,7 @@
-"""Movements (shift, halo, relayout) put rows where the definition on whole sequences does."""
+"""Movements (shift, halo, relayout) put rows where the definition on whole sequences does.
+
+Those of JAX, by hops of an SPMD program, run in `tests/jax_only/test_movement.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from cases import RANDOM
 from hypothesis import given, strategies as st
 
 from ring_core import LAYOUTS, Layout, LayoutSpec
-from ring_core.hops import hops
 from ring_core.layouts.run_table import RowCopy
 from ring_core.movement import Movement, halo, halo_ids, pack_documents, relayout, shift
 from ring_core.pages import own_positions, to_pages
@@ -72,32 +74,10 @@ def shifted(whole: Rows, n: int, offsets: tuple[int, ...]) -> Rows:
     return out
 
 
-def move_by_hops(movement: Movement, parts: list[Rows]) -> list[Rows]:
-    """Run a movement by hops, as an SPMD program does."""
-    size = len(parts)
-    results = [np.full(movement.target_rows, FILL) for _ in parts]
-    for hop in hops(movement, size):
-        assert hop.rows == max(hop.written.rows)
-        for receiver in range(size):
-            sender = (receiver - hop.distance) % size
-            rows = hop.written.rows[receiver]
-            gets = [stop - start for start, stop, ranks in hop.pieces if receiver in ranks]
-            assert rows == hop.read.rows[sender] == sum(gets)
-            i, index = np.arange(rows), []
-            for table, rank in ((hop.read, sender), (hop.written, receiver)):
-                piece = np.searchsorted(table.offset[rank], i, side="right") - 1
-                index.append(
-                    table.start[rank][piece] + table.step * (i - table.offset[rank][piece])
-                )
-            results[receiver][index[1]] = parts[sender][index[0]]
-    return results
-
-
-def check(movement: Movement, held: list[Rows], expected: list[Rows], *, hops: bool = True) -> int:
+def check(movement: Movement, held: list[Rows], expected: list[Rows]) -> int:
     """Check what a movement makes of all ranks' rows; return how many rows leave a rank."""
-    for run in (move, move_by_hops)[: 1 + hops]:
-        for out, like in zip(run(movement, held), expected, strict=True):
-            np.testing.assert_array_equal(out, like)
+    for out, like in zip(move(movement, held), expected, strict=True):
+        np.testing.assert_array_equal(out, like)
     return sum(movement.exchange(rank).pack.rows for rank in range(len(held)))
 
 
@@ -156,7 +136,7 @@ def test_a_relayout_goes_to_other_layouts_and_other_ranks(name: str) -> None:
                 parts[rank] = rows
         as_many = name.startswith("all")
         movement = relayout(source, target, *(() if as_many else ranks))
-        leaving = check(movement, held, expected, hops=as_many)
+        leaving = check(movement, held, expected)
         stay = map(len, map(np.intersect1d, held, expected))
         assert leaving == T - sum(stay)
 
@@ -174,7 +154,7 @@ def test_documents_that_all_ranks_share_move_to_the_layout_of_their_pack(
     ]  # fmt: skip
     pack = Layout(name, cp_size * offsets[-1], cp_size)
     held, expected = [np.concatenate(x) for x in pieces], shards(pack, np.arange(pack.seq_len))
-    check(pack_documents(pack, offsets), held, expected, hops=False)
+    check(pack_documents(pack, offsets), held, expected)
 
 
 @pytest.mark.parametrize("skipped", [0, 3])
@@ -190,7 +170,7 @@ def test_each_token_goes_to_the_rank_of_its_page(
     held = [rows.positions(rank) for rank in range(size)]  # rows by their number
     positions = [own_positions(start, start + n, page, rank, size) for rank in range(size)]
     expected = [x - start + skipped for x in positions]
-    check(to_pages(rows, start, page, skipped), held, expected, hops=False)
+    check(to_pages(rows, start, page, skipped), held, expected)
     assert all(t // page % size == rank for rank, x in enumerate(positions) for t in x)
 
 

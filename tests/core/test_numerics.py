@@ -6,7 +6,6 @@ Inputs are numbers that the precision holds exactly, so that rounding them costs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +32,9 @@ def errors(
             make_plan(Mask(causal=True), seq_len=SEQ_LEN, cp_size=cp_size, layout=layout)
         )
         actual, _, *grads = reference.simulate(program, q, k, v, dout=dout, precision=precision)
-        rows.append([_rms(a - b) for a, b in zip([actual, *grads], exact, strict=True)])
+        pairs = zip([actual, *grads], exact, strict=True)
+        rows.append([np.sqrt(np.mean(np.square(a - b))) for a, b in pairs])
     return np.array(rows)
-
-
-def _rms(x: Any) -> float:
-    return float(np.sqrt(np.mean(np.square(x))))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])

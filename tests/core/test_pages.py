@@ -94,7 +94,3 @@ def test_no_request_changes_what_another_holds(size: int, seed: int) -> None:
         assert one.table.state == other.table.state  # ranks that make the same changes
     other.table.add(1) if len(other.tokens) < 5 else other.table.evict(min(other.tokens))
     assert one.table.state != other.table.state
-
-
-def test_pages_are_rounded_up_and_as_many_on_each_rank() -> None:
-    assert PageTable(cp_size=2, page_size=PAGE, max_requests=2, max_tokens=17).num_pages == 3

@@ -21,7 +21,7 @@ from cases import Lattice, crossed, diagonals, prefix
 
 from ring_core import Mask, Plan, UnsupportedError, make_plan
 from ring_core.base.arguments import check_dropout, not_none
-from ring_core.masks.expression import Expression, evaluated
+from ring_core.masks.expression import evaluated
 from ring_core.masks.mask import rule_of
 from ring_core.plan.tile_mask import BlockGeometry
 
@@ -194,31 +194,6 @@ def test_other_packages_are_not_looked_into() -> None:
     assert Mask(predicate=checked) == Mask(predicate=checked)
 
 
-SPOTS = np.random.default_rng(0).integers(0, 3, 1000)
-SHOWN: dict[str, Any] = {
-    "a table": lambda i, j: SPOTS[i] == SPOTS[j],
-    "fractions": lambda i, j: (j >= 0.6 * i) & (j <= i),
-    "64 bits": lambda i, j: ((i * 73856093) ^ (j * 19349663)) % 7 < 3,
-    "nothing": lambda i, j: np.logical_and(i < 0, j < 0),
-}
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("name", SHOWN)
-def test_tiles_say_what_the_predicate_says(name: str, layout: Any) -> None:
-    for q_len, k_len, pad in ((512, 512, None), (300, 700, (512, 768))):
-        mask = Mask(predicate=SHOWN[name], cu_seqlens=(0, 130, 512) if pad is None else None)
-        plan = make_plan(
-            mask, seq_len=q_len, cp_size=2, layout=layout, kv_seq_len=k_len, pad_to=pad
-        )
-        assert plan.rule.expression is None and plan.blocks is not None
-        lookup, i, j = plan.blocks.lookup, np.arange(q_len), np.arange(k_len)
-        assert lookup is not None
-        dense = mask.dense(i + plan.q_offset, j)
-        np.testing.assert_array_equal(lookup.shown(i[:, None], j[None]), dense)
-        assert lookup.shown(np.array([[q_len + 5]]), j[None]).shape == (1, k_len)  # padding
-
-
 @pytest.mark.parametrize("counts", [1, 2])
 def test_hashes_of_plans_see_each_pair(counts: int) -> None:
     """Predicates that show equally many pairs of each tile are told apart."""
@@ -233,24 +208,12 @@ def test_hashes_of_plans_see_each_pair(counts: int) -> None:
     assert one.digest != other.digest
 
 
-def test_kernels_evaluate_no_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With too many tiles a predicate is still what its expression says, or it has none."""
-    monkeypatch.setattr(BlockGeometry, "tiles", None)
-    plan = make_plan(Mask(predicate=SHOWN["fractions"]), seq_len=16, cp_size=2)
-    assert plan.blocks is not None and plan.blocks.lookup is None
-    assert plan.rule.reason == "computes with fractions, which devices round differently"
-
-
 @pytest.mark.parametrize("p", [1 - 1e-11, 1 - 2**-33, float(np.nextafter(1, 0))])
 def test_dropout_that_drops_all_is_refused(p: float) -> None:
     """Kernels compare 32-bit words with ``round(p * 2**32)``, which these cannot reach."""
     with pytest.raises(ValueError, match=r"dropout_p=0\.9+.* the largest is 1 - 2\*\*-32"):
         check_dropout(p, 1)
     check_dropout(1 - 2**-32, 1)
-
-
-def expression_of(mask: Mask, q: tuple[int, int], k: tuple[int, int]) -> Expression | None:
-    return rule_of(mask, q, k).short
 
 
 Q, K = (-7, 900), (0, 1000)
@@ -282,6 +245,9 @@ NONE: dict[str, Any] = {
     "a sum of truths": lambda i, j: (i > j) + (j > 3),
     "a divisor that varies": lambda i, j: i % (j + 1) == 0,
     "large": lambda i, j: i * j * 10_000 > 5,
+    "64 bits": lambda i, j: ((i * 73856093) ^ (j * 19349663)) % 7 < 3,
+    "fractions": lambda i, j: (j >= 0.6 * i) & (j <= i),
+    "nothing": lambda i, j: np.logical_and(i < 0, j < 0),
     "bits": crossed,
 }
 
@@ -292,7 +258,7 @@ def test_says_what_the_mask_says(name: str) -> None:
         Mask(predicate=RULES[name]),
         Mask(causal=True, window=(90, None), chunk_size=48, predicate=RULES[name]),
     ):
-        expression = expression_of(mask, Q, K)
+        expression = rule_of(mask, Q, K).short
         assert expression is not None
         q, k = np.arange(*Q), np.arange(*K)
         assert np.array_equal(evaluated(expression, q[:, None], k), mask.dense(q, k))
@@ -300,9 +266,33 @@ def test_says_what_the_mask_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", NONE)
 def test_has_none(name: str) -> None:
-    assert expression_of(Mask(predicate=NONE[name]), Q, K) is None
+    assert rule_of(Mask(predicate=NONE[name]), Q, K).short is None
 
 
 @pytest.mark.parametrize("span", [(0, 2**31 + 1), (4, 4)])
 def test_spans_that_do_not_fit_have_none(span: tuple[int, int]) -> None:
-    assert expression_of(Mask(causal=True), span, K) is None
+    assert rule_of(Mask(causal=True), span, K).short is None
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("name", ["table", "fractions", "64 bits", "nothing"])
+def test_tiles_say_what_the_predicate_says(name: str, layout: Any) -> None:
+    for q_len, k_len, pad in ((512, 512, None), (300, 700, (512, 768))):
+        mask = Mask(predicate=NONE[name], cu_seqlens=(0, 130, 512) if pad is None else None)
+        plan = make_plan(
+            mask, seq_len=q_len, cp_size=2, layout=layout, kv_seq_len=k_len, pad_to=pad
+        )
+        assert plan.rule.expression is None and plan.blocks is not None
+        lookup, i, j = plan.blocks.lookup, np.arange(q_len), np.arange(k_len)
+        assert lookup is not None
+        dense = mask.dense(i + plan.q_offset, j)
+        np.testing.assert_array_equal(lookup.shown(i[:, None], j[None]), dense)
+        assert lookup.shown(np.array([[q_len + 5]]), j[None]).shape == (1, k_len)  # padding
+
+
+def test_kernels_evaluate_no_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With too many tiles a predicate is still what its expression says, or it has none."""
+    monkeypatch.setattr(BlockGeometry, "tiles", None)
+    plan = make_plan(Mask(predicate=NONE["fractions"]), seq_len=16, cp_size=2)
+    assert plan.blocks is not None and plan.blocks.lookup is None
+    assert plan.rule.reason == "computes with fractions, which devices round differently"

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from plans import chunk_layouts
 
 from ring_core import LAYOUTS, Layout
-from ring_core.recurrence import DocumentRuns, runs_of_documents
+from ring_core.recurrence import runs_of_documents
 
 PRIME = 10_007  # maps of integers modulo a prime are exact
 
@@ -30,40 +30,6 @@ def documents_of(layout: Layout, offsets: tuple[int, ...] | None) -> list[range]
     return [range(*ends) for ends in pairwise(offsets or (0, layout.seq_len))]
 
 
-def expected_runs(layout: Layout, offsets: tuple[int, ...] | None) -> list[tuple[int, ...]]:
-    """Return rank, local index, start, length and document of each run, token by token."""
-    holder = {
-        int(position): (rank, local)
-        for rank in range(layout.cp_size) for local, position in enumerate(layout.positions(rank))
-    }  # fmt: skip
-    runs: list[list[int]] = []
-    for number, document in enumerate(documents_of(layout, offsets)):
-        for token in document:
-            rank, local = holder[token]
-            if token > document.start and holder[token - 1] == (rank, local - 1):
-                runs[-1][3] += 1
-            else:
-                runs.append([rank, local, token, 1, number])
-    return [tuple(run) for run in runs]
-
-
-def columns(runs: DocumentRuns) -> list[tuple[int, ...]]:
-    fields = (runs.rank, runs.local, runs.start, runs.length, runs.document)
-    return list(zip(*(x.tolist() for x in fields), strict=True))
-
-
-@given(sequences())
-def test_runs_are_those_found_token_by_token(case: tuple[Layout, tuple[int, ...] | None]) -> None:
-    runs = runs_of_documents(*case)
-    assert columns(runs) == expected_runs(*case)
-    assert runs.documents == len(documents_of(*case))
-    for rank in range(case[0].cp_size):
-        own = runs.of_rank(rank)
-        assert (runs.rank[own] == rank).all()
-        assert (np.diff(runs.local[own]) > 0).all()
-        assert runs.length[own].sum() == case[0].num_tokens(rank)
-
-
 @given(sequences(), st.integers(0, 2**32 - 1))
 def test_folding_the_maps_of_runs_is_the_recurrence(
     case: tuple[Layout, tuple[int, ...] | None], seed: int
@@ -80,10 +46,14 @@ def test_folding_the_maps_of_runs_is_the_recurrence(
             entry[token] = state
             state = (a[token] * state + b[token]) % PRIME
     runs = runs_of_documents(layout, offsets)
+    assert runs.documents == len(initial)
     slot, slots = runs.slots(runs.continues)
     # What is in no slot must not be read.
     gathered: list[list[tuple[int, int] | None]] = [[None] * slots for _ in range(layout.cp_size)]
-    for n, (rank, _, start, length, number) in enumerate(columns(runs)):
+    columns = (runs.rank, runs.local, runs.start, runs.length, runs.document)
+    for n, (rank, local, start, length, number) in enumerate(np.stack(columns, axis=1).tolist()):
+        held = layout.positions(rank)[local : local + length]
+        np.testing.assert_array_equal(held, np.arange(start, start + length))
         transition, left = 1, 0 if runs.follows[n] else initial[number]
         for token in range(start, start + length):
             transition, left = transition * a[token] % PRIME, (a[token] * left + b[token]) % PRIME
@@ -99,36 +69,12 @@ def test_folding_the_maps_of_runs_is_the_recurrence(
             assert carried is not None
             transition, left = carried
             exits[n] = (transition * exits[n - 1] + left) % PRIME if runs.follows[n] else left
-        for n in runs.of_rank(rank).tolist():
+        own = runs.of_rank(rank)
+        assert (runs.rank[own] == rank).all() and (np.diff(runs.local[own]) > 0).all()
+        assert runs.length[own].sum() == layout.num_tokens(rank)
+        for n in own.tolist():
             state = exits[n - 1] if runs.follows[n] else initial[runs.document[n]]
             assert state == entry[int(runs.start[n])]
-
-
-@given(sequences())
-def test_gradients_come_from_the_runs_behind(case: tuple[Layout, tuple[int, ...] | None]) -> None:
-    runs = runs_of_documents(*case)
-    for rank in range(case[0].cp_size):
-        own = runs.of_rank(rank).tolist()
-        for name, numbers in (("before", runs.before(rank)), ("behind", runs.behind(rank))):
-            sign = 1 if name == "before" else -1
-            expected = [
-                n for n in range(len(runs.rank))
-                if any(runs.document[n] == runs.document[m] and sign * n < sign * m for m in own)
-            ]  # fmt: skip
-            assert numbers.tolist() == expected[::sign]
-
-
-@given(sequences())
-def test_slots_are_as_many_as_the_rank_with_most_needs(
-    case: tuple[Layout, tuple[int, ...] | None],
-) -> None:
-    runs = runs_of_documents(*case)
-    for travels in (runs.continues, runs.follows, np.ones(len(runs.rank), dtype=bool)):
-        slot, slots = runs.slots(travels)
-        per_rank = [slot[(runs.rank == rank) & travels].tolist() for rank in range(runs.cp_size)]
-        assert per_rank == [list(range(len(x))) for x in per_rank]
-        assert slots == max(map(len, per_rank))
-        assert (slot[~travels] == -1).all()
 
 
 def test_a_zigzag_rank_sends_two_maps_however_long_the_sequence() -> None:

@@ -5,13 +5,14 @@ It reads what is seen alone: no padding, and no number of a key that is hidden.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 from cases import CASES
 
-from ring_core import Mask, philox, reference
+from ring_core import philox, reference
 from ring_core.reference.item_kernel import masked_matmul
 
 
@@ -27,19 +28,6 @@ from ring_core.reference.item_kernel import masked_matmul
 )  # fmt: skip
 def test_philox(counter: Any, key: Any, words: Any) -> None:
     assert tuple(int(word) for word in philox.philox(counter, key)) == words
-
-
-def test_dropout_depends_on_global_indices_alone() -> None:
-    def kept(seed: int, queries: slice, keys: slice) -> Any:
-        n = np.arange(64)
-        sides = {"queries": n[queries], "keys": n[keys]}
-        return philox.dropout_keep(0.25, seed, batch=n[:2], heads=n[:3], **sides)
-
-    every, rows, columns = slice(None), slice(5, 60, 3), slice(1, None, 4)
-    whole = kept(7, every, every)
-    np.testing.assert_array_equal(kept(7, rows, columns), whole[:, :, rows, columns])
-    assert abs(whole.mean() - 0.75) < 0.01
-    assert (kept(7 + (1 << 32), every, every) != whole).any()
 
 
 def test_dropout_element_by_element() -> None:
@@ -81,64 +69,42 @@ def test_two_keys_by_hand(options: dict[str, Any], value: float, total: float) -
 )
 def test_gradients_by_finite_differences(name: str) -> None:
     """Gradients of all inputs agree with finite differences along a random direction."""
-    case = CASES[name]
-    x, rng = dict(case.inputs), np.random.default_rng(1)
-    dlse = np.where(
-        np.isneginf(case.expected["lse"]), 0, rng.standard_normal(case.expected["lse"].shape)
-    )
+    case, h, rng = CASES[name], 1e-6, np.random.default_rng(1)
 
     def loss(**changed: Any) -> float:
-        q, k, v, *_ = (inputs := x | changed).values()
-        options = case.options | {n: inputs[n] for n in ("sinks", "bias") if n in inputs}
-        out, lse = reference.attention(q, k, v, mask=case.mask, **options)
-        return float((out * x["dout"]).sum() + (np.where(np.isneginf(lse), 0, lse) * dlse).sum())
+        x = case.inputs | changed
+        options = case.options | {n: x[n] for n in ("sinks", "bias") if n in x}
+        out, lse = reference.attention(x["q"], x["k"], x["v"], mask=case.mask, **options)
+        seen = np.where(np.isneginf(lse), 0, lse)
+        return float((out * x["dout"]).sum() + (seen * x.get("dlse", 0)).sum())
 
-    grads = reference.attention_grads(
-        x["dout"], x["q"], x["k"], x["v"], dlse=dlse, mask=case.mask, **case.options
-    )
-    for argument, grad in zip(("q", "k", "v", "sinks", "bias"), grads, strict=True):
-        if grad is None:
-            continue
-        direction, h = rng.standard_normal(grad.shape), 1e-6
+    for argument in [x for x in ("q", "k", "v", "sinks", "bias") if x in case.inputs]:
+        x, grad = case.inputs[argument], case.expected[f"d{argument}"]
+        direction = rng.standard_normal(grad.shape)
         with np.errstate(invalid="ignore"):
-            ahead, behind = (loss(**{argument: x[argument] + s * h * direction}) for s in (1, -1))
+            ahead, behind = (loss(**{argument: x + s * h * direction}) for s in (1, -1))
         slope = (ahead - behind) / (2 * h)
         assert slope == pytest.approx(float((grad * direction).sum()), rel=1e-6, abs=1e-7), argument
 
 
-PADDED: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": {"causal": True},
-    "documents": {"cu_seqlens": (0, 4, 9)},
-    "dropout": {"dropout_p": 0.4, "dropout_seed": 3},
-    "predicate": {"mask": Mask(predicate=lambda i, j: (i + j) % 3 > 0)},
-}
-
-
-@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize(
+    "name", [x for x in CASES if re.match("padded(45|299|41).*-(cont|rand)", x)]
+)
 def test_padding_is_left_out(name: str) -> None:
-    rng = np.random.default_rng(0)
-    x = dict(zip(("q", "k", "v", "dout"), rng.standard_normal((4, 1, 12, 2, 4)), strict=True))
-    rows = {"bias": rng.standard_normal((1, 2, 12, 9)), "dlse": rng.standard_normal((1, 2, 12))}
-    for padded in (x["q"], x["k"], x["v"], rows["bias"].swapaxes(1, 2)):
-        padded[:, 9:] = np.nan
-    sinks = rng.standard_normal(2)
-
-    def results(length: int, **options: Any) -> dict[str, Any]:
-        tokens = {key: part[:, :length] for key, part in x.items()}
-        bias, dlse = (part[:, :, :length] for part in rows.values())
-        options |= {"sinks": sinks, "bias": bias, **PADDED[name]}
-        dout = tokens.pop("dout")
-        out, lse = reference.attention(**tokens, **options)
-        grads = reference.attention_grads(dout, **tokens, dlse=dlse, **options)
-        return {"out": out, "lse": lse, **grads._asdict()}
-
-    expected = results(9)
-    for key, result in results(12, seq_len=9).items():
-        axis = {"lse": 2, "dbias": 2, "dsinks": 0}.get(key, 1)
-        tokens, padding = np.split(result, [expected[key].shape[axis]], axis=axis)
-        np.testing.assert_array_equal(tokens, expected[key])
-        np.testing.assert_array_equal(padding, -np.inf if key == "lse" else 0.0)
+    """Numbers behind the length change no result, and results there are zero."""
+    case = CASES[name]
+    x = {key: case.padded(key) for key in case.inputs}
+    ids = (x["q_ids"], x["k_ids"]) if case.segments else None
+    options = case.options | {"bias": x.get("bias"), "segment_ids": ids}
+    options |= {"mask": case.mask, "seq_len": (case.seq_len, case.keys)}
+    out, lse = reference.attention(x["q"], x["k"], x["v"], **options)
+    grads = reference.attention_grads(
+        x["dout"], x["q"], x["k"], x["v"], dlse=x.get("dlse"), **options
+    )
+    results = {"out": out, "lse": lse, **grads._asdict()}
+    for key, expected in case.expected.items():
+        tokens = case.without_padding(key, results[key])
+        np.testing.assert_allclose(tokens, expected, rtol=1e-12, atol=1e-12, err_msg=key)
 
 
 def test_what_is_finite_in_a_row_that_is_not_counts_as_it_is() -> None:

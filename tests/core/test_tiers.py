@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from cases import CASES, Case
@@ -52,15 +51,3 @@ def test_every_file_that_imports_transformers_is_found() -> None:
     marked = {path for path in files if imports_transformers(path)}
     assert len(named) > 12 and named <= marked
     assert {path.name for path in marked - named} == {"test_demo.py"}  # an example imports it
-
-
-@pytest.mark.parametrize(("asked", "most"), [(None, 7), (4, 4), (20, 7)])
-def test_workers_that_share_a_gpu_are_few(
-    pytestconfig: pytest.Config, asked: int | None, most: int
-) -> None:
-    """``--one-gpu`` bounds what xdist starts, before it counts, also where ``-n`` names more."""
-    bound = pytestconfig.hook.pytest_cmdline_main.get_hookimpls()[-1]  # the first to be called
-    options = {"--one-gpu": True, "maxprocesses": asked}
-    config = SimpleNamespace(getoption=options.get, option=SimpleNamespace())
-    bound.function(config)
-    assert config.option.maxprocesses == most

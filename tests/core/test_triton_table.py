@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,13 @@ def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel", table.KERNEL_PASSES)
-@pytest.mark.parametrize("per_score_inputs", [False, True])
-@pytest.mark.parametrize("itemsize", [2, 4, 8])
-@pytest.mark.parametrize("dim", [1, 64, 65, 128, 129, 256, 300])
-def test_every_call_has_a_row(
-    kernel: table.KernelPass, per_score_inputs: bool, itemsize: int, dim: int
-) -> None:
-    row = table.find_row(OURS, kernel, itemsize, dim, per_score_inputs=per_score_inputs)
-    assert row.kernel == kernel and row.itemsize == min(itemsize, 4)
-    assert row.head_dim >= min(dim, 256)
-    assert row.per_score_inputs == (per_score_inputs and itemsize == 2 and dim <= 128)
+def test_every_call_has_a_row(kernel: table.KernelPass) -> None:
+    dims = 1, 64, 65, 128, 129, 256, 300
+    for more, itemsize, dim in product((False, True), (2, 4, 8), dims):
+        row = table.find_row(OURS, kernel, itemsize, dim, per_score_inputs=more)
+        assert row.kernel == kernel and row.itemsize == min(itemsize, 4)
+        assert row.head_dim >= min(dim, 256)
+        assert row.per_score_inputs == (more and itemsize == 2 and dim <= 128)
 
 
 def test_the_first_row_that_fits_counts() -> None:
@@ -102,14 +100,3 @@ def test_a_file_that_is_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )
 def test_positions_that_come_in_eights(positions: list[int], expected: bool) -> None:
     assert table.positions_aligned8(np.array(positions)) is expected
-
-
-def test_parts_of_tiles() -> None:
-    """Blocks of a tile are classified: the upper left one is full, the one below has one cell."""
-    tile = np.zeros((128, 128), dtype=bool)
-    tile[:64, :64] = tile[127, 0] = True
-    packed = np.packbits(tile, axis=1, bitorder="little")[None]
-    any_visible, all_visible = table.parts_of_tiles(packed, 64, 64)
-    rest = [[[False] * 2] * 2, [[True] * 2] * 2]  # an empty tile and a full one
-    assert any_visible.tolist() == [[[True, False], [True, False]], *rest]
-    assert all_visible.tolist() == [[[True, False], [False] * 2], *rest]

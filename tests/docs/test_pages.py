@@ -1,4 +1,4 @@
-"""Pages are consistent: commands, links, API pages, versions, masks and examples in docstrings."""
+"""Pages are consistent: commands, links, API pages, versions and examples in docstrings."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import importlib
 import re
 import tomllib
 from datetime import date
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from packaging.requirements import Requirement
 from pages import ROOT, Page, columns_of
-
-from ring_core import Mask
+from public_api import public_names
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -76,28 +73,14 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert anchor in anchors, f"{file}#{anchor}"
 
 
-def public(init: Path) -> set[str]:
-    """Return the public names of a module: those it defines or imports with ``as``."""
-    names: set[str | None] = set()
-    for node in ast.parse(init.read_text()).body:
-        match node:
-            case ast.ImportFrom(names=aliases) | ast.Import(names=aliases):
-                names |= {alias.asname for alias in aliases}
-            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
-                names.add(name)
-            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                names.add(name)
-    return {name for name in names if name and not name.startswith("_")}
-
-
 @pytest.mark.parametrize("init", INITS, ids=lambda init: init.parent.name)
 def test_api_page_names_all_that_is_public(init: Path) -> None:
     module = init.parent.name
     page = (DOCS / "api" / f"{module.replace('_', '-')}.md").read_text()
     documented = set(re.findall(rf"^\.\. auto\w+:: {module}\.(\w+)$", page, re.MULTILINE))
     elsewhere = rf"\{{py:\w+\}}`(?!{module}\.)ring_\w+\.(\w+)`"  # on the page of another package
-    assert public(init) <= documented | set(re.findall(elsewhere, page))
-    for extra in documented - public(init):
+    assert public_names(init) <= documented | set(re.findall(elsewhere, page))
+    for extra in documented - public_names(init):
         assert (init.parent / f"{extra}.py").exists() or (init.parent / extra).is_dir(), extra
 
 
@@ -126,21 +109,6 @@ def test_examples_in_docstrings_show_what_they_return() -> None:
                 runner.run(test, out=report.append)
     assert runner.summarize().attempted > 0
     assert not report, "\n".join(report)
-
-
-#: The masks that the gallery's pictures show: expressions below their ``:alt:``.
-GALLERY: list[Mask] = [
-    eval(block.code.partition("\n")[2], {"Mask": Mask})
-    for block in Page.read(DOCS / "masks-and-options.md").blocks
-    if block.language == "{picture}"
-]
-
-
-def test_all_masks_of_the_gallery_differ_and_no_query_is_blind() -> None:
-    """They are of the kinds that the table of cases has, in every layout."""
-    seen = [mask.dense(np.arange(32), np.arange(32)) for mask in GALLERY]
-    assert len({dense.tobytes() for dense in seen}) == len(seen) > 10
-    assert all(dense.any(axis=1).all() for dense in seen)
 
 
 PROJECTS: list[dict[str, Any]] = [
@@ -200,16 +168,3 @@ def test_rows_of_the_table_of_versions() -> None:
         assert minor(version) == first.split("."), what
         lowest = [minor(x) for pinned in LOWEST.values() for x in pinned.get(PACKAGE[what], ())]
         assert PACKAGE[what] == "Python" or minor(row["oldest"]) in lowest, what
-
-
-def test_the_oldest_versions_are_those_that_are_asked_for() -> None:
-    """Pinned oldest versions satisfy the requirements. If not, run `nox -s constraints`."""
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
-    asked = [x for project in PROJECTS for x in project["dependencies"]]
-    asked += [x for name in ("test", "test-torch", "test-jax") for x in groups[name]]
-    for text, (side, pinned) in product(asked, LOWEST.items()):
-        requirement = Requirement(text)
-        if "python_version" not in str(requirement.marker or ""):
-            for version in pinned.get(requirement.name, ()):
-                is_triton_of_torch = requirement.name == "triton" and "torch" in side
-                assert version in requirement.specifier or is_triton_of_torch, (side, text)

@@ -132,7 +132,9 @@ def snippets(backend: str) -> dict[str, Callable[[Path], None]]:
     pages = [Page.read(path) for path in sorted(DOCS.rglob("*.md"))]
     for page in pages:
         if page.settings.get("runs") == backend:
-            functions[str(page.path.relative_to(ROOT))] = partial(run_page, page)
+            ranks = int(page.settings.get("ranks", "1"))
+            path = str(page.path.relative_to(ROOT))
+            functions[path] = partial(run_blocks, page.path, backend, ranks)
     functions |= {x.path: partial(run_readme, x) for x in READMES if x.backend == backend}
     paths = (ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")))
     for page in (*pages, *map(Page.read, paths)):
@@ -191,11 +193,6 @@ def run_on_rank(rank: int, path: str, ranks: int, port: int) -> None:
     }  # fmt: skip
     warnings.simplefilter("error")
     run(Page.read(Path(path)))
-
-
-def run_page(page: Page, folder: Path) -> None:
-    assert page.program
-    run_blocks(page.path, page.settings["runs"], int(page.settings.get("ranks", "1")), folder)
 
 
 def run_readme(readme: Readme, folder: Path) -> None:

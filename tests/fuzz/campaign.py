@@ -11,22 +11,18 @@ from typing import Any
 from tolerances import assert_shapes, findings
 
 from fuzz import draw
-from fuzz.draw import LIMITS
-from fuzz.judge import Compared, Verdict, judge
-from fuzz.trial import Trial, shrink
+from fuzz.draw import LIMITS, Trial
+from fuzz.judge import Compared, judge
 from ring_core import UnsupportedError
-
-_SHRINK_SECONDS = 60.0
 
 
 @dataclass
 class Failure:
-    """Failed seed: its trial, the error and the simplest trial that fails alike."""
+    """Failed seed: its trial, as Python, and the error."""
 
     seed: int
     trial: str
     error: str
-    simplest: str = ""
 
 
 @dataclass
@@ -64,13 +60,14 @@ class Campaign:
         began, tally, failure = time.monotonic(), self.tally, None
         trial = draw.draw(tally.next, self._limits)
         try:
-            verdict = self._attempt(trial)
+            verdict = judge(trial.case, lambda case: self._compared(replace(trial, case=case)))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
             if is_refusal(error):
                 tally.refused[" ".join(str(value) for _, value in trial.way) or "auto"] += 1
             else:
-                simplest = str(self._shrunk(trial, error))
-                failure = Failure(tally.next, str(trial), _described(error), simplest)
+                is_found = isinstance(error, AssertionError) and str(error).startswith("fuzz-")
+                text = str(error) if is_found else "".join(traceback.format_exception(error))
+                failure = Failure(tally.next, str(trial), text[-4000:])
                 tally.failures.append(failure)
         else:
             tally.cases += 1
@@ -79,9 +76,6 @@ class Campaign:
         tally.next += 1
         tally.seconds += time.monotonic() - began
         return failure
-
-    def _attempt(self, trial: Trial) -> Verdict:
-        return judge(trial.case, lambda case: self._compared(replace(trial, case=case)))
 
     def _compared(self, trial: Trial) -> Compared:
         """Return the error and the bound of each result.
@@ -96,28 +90,8 @@ class Campaign:
         assert not bad, f"{trial.case.name}: not finite, or finite, unlike the oracle's: {bad}"
         return {x.name: (x.error, x.bound) for x in compared}
 
-    def _shrunk(self, trial: Trial, error: Exception) -> Trial:
-        """Return the simplest trial found that fails with the same type of error."""
-        until = time.monotonic() + _SHRINK_SECONDS
-
-        def fails(candidate: Trial) -> bool:
-            try:
-                if time.monotonic() < until:
-                    self._attempt(candidate)
-            except Exception as other:  # noqa: BLE001 - compared with what it was before
-                return type(other) is type(error) and not is_refusal(other)
-            return False
-
-        return shrink(trial, fails)
-
 
 def is_refusal(error: Exception) -> bool:
     """Return True for an UnsupportedError, also in the traceback text that a rank sent."""
     is_sent = not isinstance(error, AssertionError) and "UnsupportedError: " in str(error)
     return isinstance(error, UnsupportedError) or is_sent
-
-
-def _described(error: Exception) -> str:
-    if isinstance(error, AssertionError) and str(error).startswith("fuzz-"):
-        return str(error)
-    return "".join(traceback.format_exception(error))[-4000:]

@@ -7,16 +7,47 @@ differ only in the values of their arrays, so a compiling backend compiles once 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from cases import RINGS, Case, Lattice, Segments, diagonals, prefix
 
-from fuzz.trial import Choice, Trial, unit_of
-from ring_core import ChunkLayout, Mask, StrategyConfig
+from ring_core import ChunkLayout, Mask, StrategyConfig, divisor_of
 
 Rng = np.random.Generator
+Choice = str | StrategyConfig
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Case and the options of the backend's ``run``."""
+
+    case: Case
+    way: tuple[tuple[str, Choice], ...] = ()  # keyword arguments of the backend's ``run``
+
+    def __str__(self) -> str:
+        """Return the case as Python for the table of cases, and the options."""
+        return expression(self.case) + "".join(f" {name}={value!r}" for name, value in self.way)
+
+
+def given(record: Case | Mask) -> dict[str, Any]:
+    """Return what is unlike its default, without a name and a mask."""
+    every = (x for x in fields(record) if x.init and x.name not in ("name", "mask"))
+    return {x.name: value for x in every if (value := getattr(record, x.name)) != x.default}
+
+
+def expression(case: Case) -> str:
+    """Return Python code that makes the case."""
+    rules = (
+        f"{x}={getattr(value, '__name__', None) or repr(value)}"
+        for x, value in given(case.mask).items()
+    )
+    parts = [repr(case.name), f"Mask({', '.join(rules)})"]
+    for name, value in given(case).items():
+        text = f"ChunkLayout({value.chunks})" if isinstance(value, ChunkLayout) else repr(value)
+        parts.append(f"{name}={text}")
+    return f"Case({', '.join(parts)})"
 
 
 @dataclass(frozen=True)
@@ -79,7 +110,7 @@ def draw(seed: int, limits: Limits) -> Trial:
     rng = np.random.default_rng([seed // limits.values, 0])
     cp_size = pick(rng, limits.ring_sizes)
     layout, strategy = pick(rng, (*RINGS.values(), (_chunks(rng, cp_size), "ring")))
-    unit = unit_of(layout, cp_size)
+    unit = divisor_of(layout, cp_size)
     long = limits.values == 1 and rng.random() < 0.04  # several tiles of a predicate a rank
     tokens = 6 * limits.tokens if long else limits.tokens
     seq_len, keys = _lengths(rng, unit, tokens)
@@ -188,18 +219,9 @@ def _values(rng: Rng, case: Case) -> Case:
         values |= {"spread": 1.0, "numbers": None}
         values |= {"poison": "v"} if case.softcap is not None else {}
     if case.dtype in ("bfloat16", "float16"):
-        values |= _without_cancellation(case, values)
+        # A backward knows `out`, and therefore `delta`, only rounded. If keys are equal, or a query
+        # sees one key, `delta` cancels in dQ, and its rounding error exceeds the whole gradient.
+        is_alike = values.get("numbers") in ("equal", "one-hot")
+        values["numbers"] = None if is_alike else values.get("numbers")
+        values["dropout_p"] = 0.5 if case.dropout_p else 0.0  # 1 / (1 - p) = 2 does not round
     return replace(case, **values)
-
-
-def _without_cancellation(case: Case, values: dict[str, Any]) -> dict[str, Any]:
-    """Avoid values whose gradients cancel in half precision.
-
-    A backward knows ``out``, and therefore ``delta``, only rounded. If keys are equal, or a query
-    sees one key, ``delta`` cancels in dQ, and its rounding error exceeds the whole gradient.
-    """
-    is_alike = values.get("numbers") in ("equal", "one-hot")
-    return {
-        "numbers": None if is_alike else values.get("numbers"),
-        "dropout_p": 0.5 if case.dropout_p else 0.0,  # 1 / (1 - p) = 2 does not round
-    }

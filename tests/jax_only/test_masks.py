@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from blocks import NEGATIVE
+from cases import Case
 from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 from jax_meshes import KINDS, TOKENS, close, context, in_ring, mesh_of, random
-from negative_biases import NEGATIVE, NegativeCase
 from predicates import PREDICATES, TRACED, T as LENGTH, expected, inputs, very_negative_bias
 from tolerances import assert_close
 
@@ -28,7 +29,7 @@ from ring_jax.kernels.scores import ScoreBlocks
 from ring_jax.nn import make_dot_product_attention
 from ring_jax.records import CallOptions
 
-GATHERED = NegativeCase(
+GATHERED = Case(
     "gathered", Mask(causal=True), "zigzag", 2, bias="shared", batch=2, segments="documents"
 )
 
@@ -36,7 +37,7 @@ GATHERED = NegativeCase(
 #: Sinks with such biases are in the loops of test_program.
 @pytest.mark.nightly(unless=["helpers", "gathered"])
 @pytest.mark.parametrize("case", [*NEGATIVE, GATHERED], ids=lambda case: case.name)
-def test_rings_agree_with_real_numbers(case: NegativeCase, backend: Any) -> None:
+def test_rings_agree_with_real_numbers(case: Case, backend: Any) -> None:
     """With segment ids and gathered keys only devices know what a row sees."""
     strategy = "gather" if case is GATHERED else "auto"
     for variant in case.everywhere():
@@ -45,7 +46,7 @@ def test_rings_agree_with_real_numbers(case: NegativeCase, backend: Any) -> None
 
 def test_rows_are_looked_at_in_groups(backend: Any) -> None:
     """The last group of rows, which is shorter, begins within the one before."""
-    case = NegativeCase("groups", Mask(causal=True), seq_len=24, bias="full", lse_grad=True)
+    case = Case("groups", Mask(causal=True), seq_len=24, bias="full", lse_grad=True)
     with mock.patch.object(bias_shift, "_MAX_ELEMENTS", 5 * case.heads[0] * case.seq_len):
         for variant in case.everywhere():
             assert_close(variant, backend.run(variant))

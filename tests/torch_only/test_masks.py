@@ -16,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from negative_biases import NEGATIVE
+from blocks import NEGATIVE
 from on_ranks import on_ranks, on_two_ranks
 from predicates import PREDICATES, T, expected, inputs, very_negative_bias
 from tolerances import assert_close

@@ -20,8 +20,7 @@ import numpy.typing as npt
 import pytest
 import torch
 import torch.distributed as dist
-from backends.one_kernel import interpret_one_kernel
-from backends.peer_memory import Now, OnFiles
+from backends.peer_memory import Now, OnFiles, interpret_one_kernel
 from backends.torch_ranks import gather, run_rank
 from cases import CASES, Case
 from tolerances import assert_close
