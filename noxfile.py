@@ -229,16 +229,16 @@ def sweep(session: nox.Session, release: str) -> None:
     On the pinned release also with each switch of its config.
     """
     install_release(session, release)
-    session.run("python", "tests/sweep", *session.posargs)
+    session.run("python", "tests/sweep", "models", *session.posargs)
     if release == "pinned":
-        session.run("python", "tests/sweep", "--switches", *session.posargs)
+        session.run("python", "tests/sweep", "switches", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)
 def sweep_options(session: nox.Session) -> None:
     """Try every option of Trainers and adapters on two ranks; skip rows of the table."""
     install(session, BACKENDS["torch"], GROUPS["torch"], *CONSTRAINED)
-    session.run("python", "tests/sweep_options", *session.posargs)
+    session.run("python", "tests/sweep", "options", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)

@@ -18,38 +18,25 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
     "initializer_range": 0.3, "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 0,
 }  # fmt: skip
+_ROUTED = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen3": {"head_dim": 8},
     "Mistral": {"sliding_window": 7},
-    "Gemma2": {
-        "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 11,
-        "attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0,
-    },
+    "Gemma2": {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 11, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0},
     "Gemma3": {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
-    "GptOss": {
-        "head_dim": 8, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2,
-        "experts_implementation": "eager",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    },
+    "GptOss": {"head_dim": 8, "sliding_window": 9, "num_local_experts": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, **_ROUTED},
     "Llama4": {"attention_chunk_size": 10, "num_local_experts": 2, "intermediate_size_mlp": 24},
-    "Lfm2": {
-        "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
-        "conv_bias": True, "block_auto_adjust_ff_dim": False,
-    },
+    "Lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "block_auto_adjust_ff_dim": False},
+}  # fmt: skip
+#: Dimensions of latents.
+_LATENTS = {
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
 }  # fmt: skip
 #: Further models, with mixture-of-experts layers.
 EXPERTS: dict[str, dict[str, Any]] = {
-    "Mixtral": {
-        "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.3,
-        "experts_implementation": "eager",
-    },
-    "DeepseekV3": {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-        "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4, "v_head_dim": 8, "moe_intermediate_size": 16, "n_shared_experts": 1,
-        "num_key_value_heads": 4, "experts_implementation": "eager",
-    },
+    "Mixtral": {"num_local_experts": 4, "router_aux_loss_coef": 0.3, **_ROUTED},
+    "DeepseekV3": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 16, "n_shared_experts": 1, "num_key_value_heads": 4, **_LATENTS, **_ROUTED},
 }  # fmt: skip
 WHOLE: dict[str, Any] = {"use_cache": False}  # a cache disables packed documents
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}

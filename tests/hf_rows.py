@@ -25,8 +25,7 @@ from hf_models import (
     in_training,
     whole,
 )
-from sweep.compare import batch_of
-from sweep.images import image_batch
+from sweep.compare import batch_of, image_batch
 from sweep.tiny import VOCAB
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard

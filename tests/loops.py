@@ -51,13 +51,6 @@ def in_loop(backend: JaxBackend, case: Case, kernel: str | KernelConfig) -> Arra
     return backend._run(case, (kernel, case.strategy), _program)
 
 
-def in_loop_and_unrolled(
-    backend: JaxBackend, case: Case, kernel: str | KernelConfig
-) -> tuple[Arrays, Arrays]:
-    """Run a case with loops, and with all stages unrolled."""
-    return in_loop(backend, case, kernel), unrolled(backend, case, kernel)
-
-
 def unrolled(backend: JaxBackend, case: Case, kernel: str | KernelConfig) -> Arrays:
     """Run a case with all stages unrolled."""
     plan._make_plan.cache_clear()  # a new plan makes jax trace the call again

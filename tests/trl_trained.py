@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import trained
 from accelerate.utils import gather_object
 from datasets import Dataset
 from hf_models import Wide, build
@@ -23,17 +24,6 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from trained import (  # fmt: skip
-    SETTINGS,
-    Stream,
-    be_started,
-    collate,
-    context,
-    documents,
-    logged,
-    mean_of_squares,
-    model_of,
-)
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import (  # fmt: skip
     DPOConfig,
@@ -71,8 +61,6 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz ,.:()-'\n"
 #: Changes of a small model's config for :func:`tokenizer`.
 LETTER_SIZES = {"vocab_size": 3 + len(LETTERS), "pad_token_id": 0, "eos_token_id": 1}
 LORA = LoraConfig(target_modules=["q_proj", "down_proj"])
-#: Options with which experts are computed in float64.
-EAGER_EXPERTS: dict[str, dict[str, Any]] = {"Mixtral": {"experts_implementation": "eager"}}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -218,9 +206,9 @@ def sampler_of(
     loaded: Any = source
     if cp is not None:
         hf.parallelize(loaded := LlamaForCausalLM.from_pretrained(source), cp, reduction="mean")
-    args = config(**SETTINGS | {
+    args = config(**trained.SETTINGS | {
         "max_completion_length": 9, "gradient_checkpointing": False,  # it would be in float32
-        "model_init_kwargs": {"dtype": "auto"} | EAGER_EXPERTS.get(model, {}),
+        "model_init_kwargs": {"dtype": "auto"} | ({"experts_implementation": "eager"} if model == "Mixtral" else {}),
     } | options)  # fmt: skip
     return trainer(
         loaded, reward_funcs=[reward, brevity], args=args, train_dataset=prompts,
@@ -324,12 +312,12 @@ def trainer_of(
     """
     name, changes = model
     if kind == "trainer":
-        args = TrainingArguments(**SETTINGS | options)
+        args = TrainingArguments(**trained.SETTINGS | options)
         ready(args)
-        plain = model_of("LoRA") if way == "LoRA" else build(name, **changes)
+        plain = trained.model_of("LoRA") if way == "LoRA" else build(name, **changes)
         metrics = None if args.prediction_loss_only or loss is not None else accuracy
         return Trainer(
-            plain.to(dtype), args, collate, documents() if rows is None else rows, documents(5),
+            plain.to(dtype), args, trained.collate, trained.documents() if rows is None else rows, trained.documents(5),
             compute_loss_func=loss, compute_metrics=metrics,
         )  # fmt: skip
     letters, (trainer, config) = tokenizer(), TRAINERS[kind]
@@ -350,30 +338,12 @@ def trainer_of(
     if way == "model first" and cp is not None:
         hf.parallelize(policy, cp, reduction="mean")
     # A backward would compute what is checkpointed in float32.
-    args = config(**SETTINGS | {"gradient_checkpointing": False} | options)
+    args = config(**trained.SETTINGS | {"gradient_checkpointing": False} | options)
     ready(args)
     return trainer(
         policy, **more, processing_class=letters, train_dataset=rows,
         eval_dataset=rows.select(range(5)), args=args,
     )  # fmt: skip
-
-
-def _joined(trainer: Any, x: Steps, mesh: str, cp: ContextParallel | None) -> ContextParallel:
-    """Put a Trainer on the rings of a mesh: by ``hf.parallelize`` on ``cp``, or by ``hf.fsdp2``."""
-    if cp is None:
-        on_device = trainer.accelerator.torch_device_mesh
-        if "tp_size" in MESHES[mesh]:
-            parallelize_module(trainer.model.model, on_device["tp"], _SPLIT)
-        cp = ContextParallel(on_device["cp"])
-        assert hf.fsdp2(trainer, cp, logits=x.logits) is hf.fsdp2(trainer, cp, logits=x.logits)
-        return cp
-    reads, options = x.kind in READ_LOGITS, {"logits": x.logits}
-    for refused in ("local", "none") if reads else ():
-        with pytest.raises(ValueError, match=r"reads logits .*give logits='gather'"):
-            hf.parallelize(trainer, cp, logits=refused)
-    handle = hf.parallelize(trainer, cp, **({} if reads else options))
-    assert hf.parallelize(trainer, cp, **({"logits": "gather"} if reads else options)) is handle
-    return cp
 
 
 def _made(
@@ -403,7 +373,7 @@ def _made(
         return trainer
     options |= {"include_num_input_tokens_seen": "all"} | ({} if is_plain else {"max_length": 96})
     if is_plain:
-        rows: Any = Stream() if x.data.get("is_stream") else documents(**x.data)
+        rows: Any = trained.Stream() if x.data.get("is_stream") else trained.documents(**x.data)
     else:
         rows = rows_of(x.kind, 40 if x.kind == "sft" else 16)
     if x.way == "precomputed":  # in a file that all ranks see
@@ -420,7 +390,7 @@ def _made(
 
     trainer = trainer_of(
         x.kind, options | x.options, model=x.model, dtype=x.dtype, way=x.way, rows=rows, cp=cp,
-        ready=ready, loss=mean_of_squares if is_plain and x.logits == "gather" else None,
+        ready=ready, loss=trained.mean_of_squares if is_plain and x.logits == "gather" else None,
     )  # fmt: skip
     if drifts and rank:
         nn.init.zeros_(trainer.model.model.embed_tokens.weight)
@@ -443,14 +413,25 @@ def learned(
         folder: Where checkpoints are written.
         checkpoint: Folder to resume from.
     """
-    be_started(rank, ranks)
+    trained.be_started(rank, ranks)
     is_plain, has_ddp = x.kind == "trainer", mesh is not None and mesh.startswith("DDP")
-    cp = context(2) if has_ddp else ContextParallel() if mesh == "none" else None
+    cp = trained.context(2) if has_ddp else ContextParallel() if mesh == "none" else None
     patch = pytest.MonkeyPatch()
     trainer = _made(rank, ranks, x, mesh, folder, cp, patch)
     of_devices = getattr(trainer, "_logs", {})
-    if mesh not in (None, "one"):
-        cp = _joined(trainer, x, str(mesh), cp)
+    if mesh not in (None, "one") and cp is None:
+        on_device = trainer.accelerator.torch_device_mesh
+        if "tp_size" in MESHES[str(mesh)]:
+            parallelize_module(trainer.model.model, on_device["tp"], _SPLIT)
+        cp = ContextParallel(on_device["cp"])
+        assert hf.fsdp2(trainer, cp, logits=x.logits) is hf.fsdp2(trainer, cp, logits=x.logits)
+    elif cp is not None:
+        reads, options = x.kind in READ_LOGITS, {"logits": x.logits}
+        for refused in ("local", "none") if reads else ():
+            with pytest.raises(ValueError, match=r"reads logits .*give logits='gather'"):
+                hf.parallelize(trainer, cp, logits=refused)
+        handle = hf.parallelize(trainer, cp, **({} if reads else options))
+        assert hf.parallelize(trainer, cp, **({"logits": "gather"} if reads else options)) is handle
     # KTO gathers the rewards of a batch that has none of a kind in torch's default dtype.
     torch.set_default_dtype(x.dtype)
     wide = Wide() if x.dtype is torch.float64 else nullcontext()
@@ -462,12 +443,14 @@ def learned(
             if x.way == "precomputed":
                 trainer.evaluate(Dataset.load_from_disk(f"{folder}/rows").select(range(9, 14)))
             predicts = is_plain and trainer.compute_metrics is not None
-            predicted = trainer.predict(documents(5)) if predicts else None
+            predicted = trainer.predict(trained.documents(5)) if predicts else None
     finally:
         torch.set_default_dtype(torch.float32)
         patch.undo()
     if is_plain and mesh in MESHES and cp is not None and not x.options and not has_ddp:
-        assert hf.verify(trainer, cp, collate(documents()[:2])).gradients is not None
+        assert (
+            hf.verify(trainer, cp, trained.collate(trained.documents()[:2])).gradients is not None
+        )
     weights = {
         name.replace("_checkpoint_wrapped_module.", ""): x.detach()
         for name, x in trainer.model.named_parameters()
@@ -478,7 +461,7 @@ def learned(
         hf.parallelize(trainer, cp, logits=x.logits).remove()
         assert trainer._logs is of_devices and not of_devices["prompt"]
     return {
-        "metrics": logged(trainer),
+        "metrics": trained.logged(trainer),
         "logs": logs, "number": lottery([""]),  # drawn after what steps have drawn
         "predictions": torch.from_numpy(predicted.predictions) if predicted else torch.zeros(0),
         "tokens": trainer.state.num_input_tokens_seen,

@@ -98,63 +98,32 @@ class GPT(nn.Module):
         return y
 
 
-class ViT(nn.Module):
-    """Vision transformer of torch's own layers, which use ``MultiheadAttention``."""
+class EncoderDecoder(nn.Module):
+    """Torch's own encoder of video and padded text; a decoder attends to it, then to a prompt."""
 
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(DIM, HEADS, 32, 0.0, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.patches, self.head = nn.Linear(12, DIM), nn.Linear(DIM, 5)
-        self.places = nn.Embedding(64, DIM)
-
-    def forward(self, patches: Tensor, positions: Tensor) -> Tensor:
-        y: Tensor = self.head(self.encoder(self.patches(patches) + self.places(positions)))
-        return y
-
-
-class DiT(nn.Module):
-    """Diffusion transformer: video and padded text attend jointly, then to an unsplit prompt."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.time = Block(is_causal=False), nn.Linear(1, DIM)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.decoder = Block(is_causal=True, has_context=True)
         self.last = Block(is_causal=False, has_context=True)
 
     def forward(
-        self, video: Tensor, text: Tensor, is_text: Tensor, time: Tensor, prompt: Tensor
+        self, video: Tensor, text: Tensor, is_text: Tensor, target: Tensor, prompt: Tensor
     ) -> Tensor:
-        x = torch.cat([video + self.time(time)[:, None], text], dim=1)
         is_seen = torch.cat([torch.ones_like(video[..., 0], dtype=torch.bool), is_text], dim=1)
-        x = self.block(x, is_seen[:, None, None])[:, : video.shape[1]]
-        y: Tensor = self.last(x, None, prompt)
-        return y
-
-
-class EncoderDecoder(nn.Module):
-    """Causal decoder with cross attention to an encoder's tokens, some of them padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Block(is_causal=False)
-        self.decoder = Block(is_causal=True, has_context=True)
-
-    def forward(self, source: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
-        added = hidden[:, None, None]  # 0 or -inf for each key
-        length = source.shape[1]
-        source = self.encoder(source, added.expand(-1, 1, length, -1))
-        y: Tensor = self.decoder(target, None, source, added)
+        source = self.encoder(torch.cat([video, text], dim=1), src_key_padding_mask=~is_seen)
+        added = torch.zeros(is_seen.shape).masked_fill(~is_seen, -torch.inf)[:, None, None]
+        y: Tensor = self.last(self.decoder(target, None, source, added), None, prompt)
         return y
 
 
 #: For each model, the sequence dimensions of its inputs, and options of ``replace_sdpa``.
 MODELS: dict[str, tuple[type[nn.Module], dict[str, int], dict[str, Any]]] = {
     "gpt": (GPT, {"tokens": 1, "positions": 0}, {}),
-    "vit": (ViT, {"patches": 1, "positions": 0}, {}),
-    "dit": (DiT, {"video": 1, "text": 1, "is_text": 1}, {"whole_keys": ("*.cross",)}),
     "pair": (
-        EncoderDecoder, {"source": 1, "hidden": 1, "target": 1},
-        {"sharded_keys": ("decoder.cross",)},
+        EncoderDecoder, {"video": 1, "text": 1, "is_text": 1, "target": 1},
+        {"whole_keys": ("last.cross",), "sharded_keys": ("decoder.cross",)},
     ),
 }  # fmt: skip
 
@@ -174,15 +143,10 @@ def batch_of(name: str) -> dict[str, Tensor]:
 
     positions = torch.arange(16)
     is_text = torch.arange(8) < torch.tensor([[3], [8]])
-    hidden = torch.zeros(2, 24).masked_fill(
-        torch.arange(24) >= torch.tensor([[24], [17]]), -torch.inf
-    )
     return {
         "gpt": {"tokens": torch.randint(VOCAB, (2, 16), generator=draw), "positions": positions},
-        "vit": {"patches": random(2, 16, 12), "positions": positions},
-        "dit": {
+        "pair": {
             "video": random(2, 12, DIM), "text": random(2, 8, DIM), "is_text": is_text,
-            "time": random(2, 1), "prompt": random(2, 5, DIM),
+            "target": random(2, 16, DIM), "prompt": random(2, 5, DIM),
         },
-        "pair": {"source": random(2, 24, DIM), "hidden": hidden, "target": random(2, 16, DIM)},
     }[name]  # fmt: skip

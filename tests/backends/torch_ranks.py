@@ -20,14 +20,14 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 class Pools(dict[int, LocalRanks]):
-    """Pools of rank processes by world size, each started at its first use."""
+    """Pools of rank processes by world size, each started at its first use with these options."""
 
-    def __init__(self, *, cuda: bool = False) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self._cuda = cuda
+        self._options = options
 
     def __missing__(self, world_size: int) -> LocalRanks:
-        self[world_size] = LocalRanks(world_size, cuda=self._cuda)
+        self[world_size] = LocalRanks(world_size, **self._options)
         return self[world_size]
 
     def close(self) -> None:

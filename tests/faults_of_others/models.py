@@ -203,163 +203,27 @@ class Fault:
 
 #: What went wrong, where it was reported, and what Ring does.
 FAULTS = (
-    Fault(
-        "no_communication", no_communication,
-        "Ulysses and ring were combined without their group sizes, and no rank sent anything. "
-        "Each rank attended to its own tokens, at an impossible rate and with a smooth loss. "
-        "Reported as NVIDIA-NeMo/Megatron-Bridge#2665.",
-        "Bytes are counted, and must be the program's; rows must be right.",
-    ),
-    Fault(
-        "kernel_upgrade_bypasses_the_ring", no_communication,
-        "A newer kernel was selected by another name than the one that the ring had replaced. "
-        "Every rank attended to its own shard alone, with a plausible loss. Reported as "
-        "axolotl-ai-cloud/axolotl#3928.",
-        "A sharded batch carries a mask that no other attention can read.", ring="refused",
-    ),
-    Fault(
-        "replicated_tokens_counted_twice", replicated_tokens_counted_twice,
-        "Text tokens that all ranks hold were sent round the ring as if each rank's were "
-        "different. Their softmax weight is as many times too large as there are ranks. Reported "
-        "as sgl-project/sglang#33327.",
-        "Tokens are sharded, every one on one rank, and counted once.", mask=Mask(),
-    ),
-    Fault(
-        "stale_keys_in_the_backward", stale_keys_in_the_backward,
-        "The backward read the keys that had arrived last, not those of its step. The forward is "
-        "right. Reported as huggingface/diffusers#14265.",
-        "Keys travel again, or those that arrived are saved.", mask=Mask(),
-    ),
-    Fault(
-        "layouts_that_differ", layouts_that_differ,
-        "Tokens were cut in zigzag, and attention took them for contiguous. The mask is right for"
-        " other tokens; training diverged without an error. Reported as miles#885.",
-        "Shards and attention have one layout, which all ranks compare before they send.",
-    ),
-    Fault(
-        "heads_of_another_model", heads_of_another_model,
-        "The number of heads of a process's first model was used for the second. Heads were dealt"
-        " out as 4, 4, 4 and 0: the last rank had none. Reported as deepspeedai/DeepSpeed#8316 "
-        "(and #8291).",
-        "Nothing is kept between models; each call's heads are dealt out anew, to any ranks.",
-        heads=(6, 2),
-    ),
-    Fault(
-        "ratio_of_heads_broken_by_padding", ratio_of_heads_broken_by_padding,
-        "Key heads were padded to a multiple of the ranks, and query heads kept their old ratio. "
-        "Query heads meet other key heads than their own. Reported as "
-        "vllm-project/vllm-omni#5716.",
-        "`ulysses` pads so that each K/V head of a rank keeps equally many query heads of its "
-        "own.",
-    ),
-    Fault(
-        "key_heads_fewer_than_ranks", key_heads_fewer_than_ranks,
-        "A key head that several ranks share was looked up by the rank, not by the head. Rank "
-        "``r`` of the heads' owners read head ``r % K``. Named, for decoding, in "
-        "sgl-project/sglang#34355.",
-        "Rings and gathers split tokens, never heads, so one key head will do.", heads=(4, 2),
-    ),
-    Fault(
-        "empty_shards", with_lse(lambda lse: np.where(np.isneginf(lse), 0.0, lse)),
-        "A rank without keys handed on NaN, or a weight of one, for what it had not seen. Output "
-        "drifts with the length until it is gibberish; reported, without a known cause, as "
-        "vllm-project/vllm#41623, and as a fault of empty shards in "
-        "vllm-project/vllm-ascend#14126.",
-        "A row that sees nothing has `out = 0` and `lse = -inf`, the identity.",
-    ),
-    Fault(
-        "window_inverted", window_inverted,
-        "Left and right of a window were exchanged on the way to the kernel. Reported as "
-        "lm-engine#447.",
-        "`window=(left, right)` is one rule over positions, for every kernel.",
-        mask=Mask(window=(6, 0)),
-    ),
-    Fault(
-        "window_dropped", options_dropped,
-        "A layer's window did not reach attention once sequences were split. Reported as "
-        "PrimeIntellect-ai/prime-rl#2828.",
-        "No argument is ignored: a layer's window is compared with its mask.",
-        mask=Mask(causal=True, window=(LEFT, 0)),
-    ),
-    Fault(
-        "window_of_each_block", window_of_each_block,
-        "The window was passed to each step's kernel, which counts from the block's own start. "
-        "Every step but the first is wrong. In zhuzilin/ring-flash-attention, whose README says "
-        "that windows are not supported and whose code does not refuse them.",
-        "The plan cuts the window for each pair of shards.",
-        mask=Mask(causal=True, window=(LEFT, 0)),
-    ),
-    Fault(
-        "scale_dropped", options_dropped,
-        "The model's own scale was lost in keyword arguments, and the default was used. Reported "
-        "as PrimeIntellect-ai/prime-rl#2681.",
-        "`softmax_scale` is an argument.", options={"softmax_scale": 0.1},
-    ),
-    Fault(
-        "sinks_dropped", options_dropped,
-        "Sinks were lost in keyword arguments. Reported as PrimeIntellect-ai/prime-rl#3397.",
-        "`sinks` are added once, at the end.", options={"sinks": 0},
-    ),
-    Fault(
-        "sinks_added_every_hop", lambda x: {"dsinks": x.expected["dsinks"] * 4},
-        "The gradient of sinks was added in each hop, and summed over the mesh again. Four times "
-        "too large on two devices. Found in erfanzar/ejkernel 0.0.80.3.",
-        "The gradient is this rank's part, summed over ranks once.",
-        options={"sinks": 0},
-    ),
-    Fault(
-        "mask_dropped_for_causal", options_dropped,
-        "Hooks removed the attention mask of packed documents, and asked for causal attention. "
-        "Documents see those before them. In huggingface/accelerate's hooks for context "
-        "parallelism; as an inflated loss in axolotl-ai-cloud/axolotl#4002.",
-        "Documents are part of the mask; a mask that is not understood is refused.",
-        mask=Mask(causal=True, cu_seqlens=(0, 5, 24)),
-    ),
-    Fault(
-        "lengths_rounded_down", lengths_rounded_down,
-        "Lengths of documents were divided by the ranks, and rounded down. A document of 7 tokens"
-        " on 2 ranks has 6. Reported as NVIDIA/TransformerEngine#1930.",
-        "Documents have any length, and may cross the borders of shards.",
-        mask=Mask(causal=True, cu_seqlens=(0, 7, 24)),
-    ),
-    Fault(
-        "causal_by_local_positions", lambda x: x.merged(lambda q, k: x.attend(x.shard(q), x.shard(k), causal=True)),
-        "The mask of each step counted positions from the block's own start. A rank saw half of "
-        "every other rank's keys, also of later ones. Found in erfanzar/ejkernel 0.0.31.",
-        "Masks are rules over global positions.",
-    ),
-    Fault(
-        "lse_of_zeros", with_lse(np.zeros_like),
-        "A kernel returned zeros in place of its log-sum-exp, and steps were merged by these. All"
-        " steps weigh the same. In feifeibear/long-context-attention (yunchang), with torch's "
-        "math and cuDNN kernels.",
-        "Each kernel's `lse` is part of its contract, and tested.", mask=Mask(),
-    ),
-    Fault(
-        "lse_in_base_2", with_lse(lambda lse: lse / np.log(2)),
-        "A kernel's log-sum-exp has base 2, and was merged as a natural one. Reported as "
-        "sgl-project/sglang#33325.",
-        "Each kernel's `lse` is part of its contract, and tested.", mask=Mask(),
-    ),
-    Fault(
-        "strides_ignored", strides_ignored,
-        "A kernel read keys that are a view as if their memory were contiguous. Numbers are "
-        "wrong, or NaN, without an error. Said of torch's context parallelism in its own source, "
-        "and reported as NeMo Automodel#2384.",
-        "Views are packed before they are sent, or read by their strides.",
-    ),
-    Fault(
-        "dropout_drawn_anew", dropout_drawn_anew,
-        "The backward dropped other weights than the forward: the random state was not saved. "
-        "Reported as zhuzilin/ring-flash-attention#36.",
-        "What drops follows from a seed and global indices alone, in both passes.",
-        options={"dropout_p": 0.3},
-    ),
-    Fault(
-        "mask_forgotten_in_the_backward", mask_forgotten_in_the_backward,
-        "The backward was told neither ``causal`` nor offsets, and masked each hop by itself. "
-        "Norms of gradients were 1.5 times too large. Found in erfanzar/ejkernel 0.0.80.3, "
-        "Pallas.",
-        "Both passes run the items of one plan.",
-    ),
+    Fault("no_communication", no_communication, text="Ulysses and ring were combined without their group sizes, and no rank sent anything. Each rank attended to its own tokens, at an impossible rate and with a smooth loss. Reported as NVIDIA-NeMo/Megatron-Bridge#2665.", how="Bytes are counted, and must be the program's; rows must be right."),
+    Fault("kernel_upgrade_bypasses_the_ring", no_communication, ring="refused", text="A newer kernel was selected by another name than the one that the ring had replaced. Every rank attended to its own shard alone, with a plausible loss. Reported as axolotl-ai-cloud/axolotl#3928.", how="A sharded batch carries a mask that no other attention can read."),
+    Fault("replicated_tokens_counted_twice", replicated_tokens_counted_twice, mask=Mask(), text="Text tokens that all ranks hold were sent round the ring as if each rank's were different. Their softmax weight is as many times too large as there are ranks. Reported as sgl-project/sglang#33327.", how="Tokens are sharded, every one on one rank, and counted once."),
+    Fault("stale_keys_in_the_backward", stale_keys_in_the_backward, mask=Mask(), text="The backward read the keys that had arrived last, not those of its step. The forward is right. Reported as huggingface/diffusers#14265.", how="Keys travel again, or those that arrived are saved."),
+    Fault("layouts_that_differ", layouts_that_differ, text="Tokens were cut in zigzag, and attention took them for contiguous. The mask is right for other tokens; training diverged without an error. Reported as miles#885.", how="Shards and attention have one layout, which all ranks compare before they send."),
+    Fault("heads_of_another_model", heads_of_another_model, heads=(6, 2), text="The number of heads of a process's first model was used for the second. Heads were dealt out as 4, 4, 4 and 0: the last rank had none. Reported as deepspeedai/DeepSpeed#8316 (and #8291).", how="Nothing is kept between models; each call's heads are dealt out anew, to any ranks."),
+    Fault("ratio_of_heads_broken_by_padding", ratio_of_heads_broken_by_padding, text="Key heads were padded to a multiple of the ranks, and query heads kept their old ratio. Query heads meet other key heads than their own. Reported as vllm-project/vllm-omni#5716.", how="`ulysses` pads so that each K/V head of a rank keeps equally many query heads of its own."),
+    Fault("key_heads_fewer_than_ranks", key_heads_fewer_than_ranks, heads=(4, 2), text="A key head that several ranks share was looked up by the rank, not by the head. Rank ``r`` of the heads' owners read head ``r % K``. Named, for decoding, in sgl-project/sglang#34355.", how="Rings and gathers split tokens, never heads, so one key head will do."),
+    Fault("empty_shards", with_lse(lambda lse: np.where(np.isneginf(lse), 0.0, lse)), text="A rank without keys handed on NaN, or a weight of one, for what it had not seen. Output drifts with the length until it is gibberish; reported, without a known cause, as vllm-project/vllm#41623, and as a fault of empty shards in vllm-project/vllm-ascend#14126.", how="A row that sees nothing has `out = 0` and `lse = -inf`, the identity."),
+    Fault("window_inverted", window_inverted, mask=Mask(window=(6, 0)), text="Left and right of a window were exchanged on the way to the kernel. Reported as lm-engine#447.", how="`window=(left, right)` is one rule over positions, for every kernel."),
+    Fault("window_dropped", options_dropped, mask=Mask(causal=True, window=(LEFT, 0)), text="A layer's window did not reach attention once sequences were split. Reported as PrimeIntellect-ai/prime-rl#2828.", how="No argument is ignored: a layer's window is compared with its mask."),
+    Fault("window_of_each_block", window_of_each_block, mask=Mask(causal=True, window=(LEFT, 0)), text="The window was passed to each step's kernel, which counts from the block's own start. Every step but the first is wrong. In zhuzilin/ring-flash-attention, whose README says that windows are not supported and whose code does not refuse them.", how="The plan cuts the window for each pair of shards."),
+    Fault("scale_dropped", options_dropped, options={"softmax_scale": 0.1}, text="The model's own scale was lost in keyword arguments, and the default was used. Reported as PrimeIntellect-ai/prime-rl#2681.", how="`softmax_scale` is an argument."),
+    Fault("sinks_dropped", options_dropped, options={"sinks": 0}, text="Sinks were lost in keyword arguments. Reported as PrimeIntellect-ai/prime-rl#3397.", how="`sinks` are added once, at the end."),
+    Fault("sinks_added_every_hop", lambda x: {"dsinks": x.expected["dsinks"] * 4}, options={"sinks": 0}, text="The gradient of sinks was added in each hop, and summed over the mesh again. Four times too large on two devices. Found in erfanzar/ejkernel 0.0.80.3.", how="The gradient is this rank's part, summed over ranks once."),
+    Fault("mask_dropped_for_causal", options_dropped, mask=Mask(causal=True, cu_seqlens=(0, 5, 24)), text="Hooks removed the attention mask of packed documents, and asked for causal attention. Documents see those before them. In huggingface/accelerate's hooks for context parallelism; as an inflated loss in axolotl-ai-cloud/axolotl#4002.", how="Documents are part of the mask; a mask that is not understood is refused."),
+    Fault("lengths_rounded_down", lengths_rounded_down, mask=Mask(causal=True, cu_seqlens=(0, 7, 24)), text="Lengths of documents were divided by the ranks, and rounded down. A document of 7 tokens on 2 ranks has 6. Reported as NVIDIA/TransformerEngine#1930.", how="Documents have any length, and may cross the borders of shards."),
+    Fault("causal_by_local_positions", lambda x: x.merged(lambda q, k: x.attend(x.shard(q), x.shard(k), causal=True)), text="The mask of each step counted positions from the block's own start. A rank saw half of every other rank's keys, also of later ones. Found in erfanzar/ejkernel 0.0.31.", how="Masks are rules over global positions."),
+    Fault("lse_of_zeros", with_lse(np.zeros_like), mask=Mask(), text="A kernel returned zeros in place of its log-sum-exp, and steps were merged by these. All steps weigh the same. In feifeibear/long-context-attention (yunchang), with torch's math and cuDNN kernels.", how="Each kernel's `lse` is part of its contract, and tested."),
+    Fault("lse_in_base_2", with_lse(lambda lse: lse / np.log(2)), mask=Mask(), text="A kernel's log-sum-exp has base 2, and was merged as a natural one. Reported as sgl-project/sglang#33325.", how="Each kernel's `lse` is part of its contract, and tested."),
+    Fault("strides_ignored", strides_ignored, text="A kernel read keys that are a view as if their memory were contiguous. Numbers are wrong, or NaN, without an error. Said of torch's context parallelism in its own source, and reported as NeMo Automodel#2384.", how="Views are packed before they are sent, or read by their strides."),
+    Fault("dropout_drawn_anew", dropout_drawn_anew, options={"dropout_p": 0.3}, text="The backward dropped other weights than the forward: the random state was not saved. Reported as zhuzilin/ring-flash-attention#36.", how="What drops follows from a seed and global indices alone, in both passes."),
+    Fault("mask_forgotten_in_the_backward", mask_forgotten_in_the_backward, text="The backward was told neither ``causal`` nor offsets, and masked each hop by itself. Norms of gradients were 1.5 times too large. Found in erfanzar/ejkernel 0.0.80.3, Pallas.", how="Both passes run the items of one plan."),
 )  # fmt: skip

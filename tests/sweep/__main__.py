@@ -1,21 +1,20 @@
-"""Run every model class of transformers on two ranks, and record if it is exact or refused.
+"""Run models of transformers, their switches, or options of Trainers and adapters on two ranks.
 
-Results go to a file, a line of JSON each, of which a page of the documentation is made. Classes
-that the file has for the installed version of transformers are not run again, and results of other
-releases are kept::
+Each row of a table says if one is exact or refused. Rows that a table has for the installed version
+are not run again, and those of other releases are kept::
 
     nox -s sweep
     nox -s "sweep-3.12(5.24)" -- --only llama bert --again
+    nox -s sweep_options -- --only LoraConfig peft
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
 from multiprocessing import forkserver
@@ -26,122 +25,114 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 import transformers  # after the environment variables above, which it reads
+from backends.torch_ranks import Pools
 from tqdm import tqdm
 
-from ring_torch.local import PRELOADED, LocalRanks
-from sweep import switches
-from sweep.compare import Outcome, compare
-from sweep.entries import Entry, entries
-from sweep.page import BAD, RESULTS, Result, of_release, read, written
-from sweep.switches import Row
+from ring_torch.local import PRELOADED
+from sweep import page, switches
+from sweep.compare import compare, entries
 
+VERSION = transformers.__version__
 SECONDS = 60.0  # limit for a class
 WAIT = 8.0  # limit for a rank that waits for another
 
 
-class Pair:
-    """Two ranks, which are started anew once they may be out of step."""
-
-    def __init__(self) -> None:
-        self.ranks: LocalRanks | None = None
-
-    def compare(self, entry: Entry, **changes: Any) -> Outcome:
-        """Run a class on both ranks, and combine their answers into one outcome."""
-        self.ranks = self.ranks or LocalRanks(2, timeout=WAIT, patience=SECONDS)
-        answers = self.ranks.answers(compare, entry.name, entry.model_type, changes, grace=WAIT + 4)
-        texts = [str(x).strip().splitlines()[-1][:300] for ok, x in answers if not ok]
-        if texts:
-            outcome = Outcome("hanging", "; ".join(texts))
-        else:
-            outcome, second = (x for _, x in answers)
-            if replace(outcome, reason="") != replace(second, reason=""):
-                result = "hanging" if "error" in (outcome.result, second.result) else "wrong"
-                outcome = Outcome(result, f"ranks differ: {outcome} and {second}")
-        if outcome.result in BAD:
-            self.close()
-        return outcome
-
-    def close(self) -> None:
-        """End the ranks."""
-        if self.ranks is not None:
-            self.ranks.close()
-        self.ranks = None
+def outcome_of(pools: Pools, entry: page.Result, **changes: Any) -> page.Result:
+    """Run a class on two ranks, and combine their answers into one result."""
+    answers = pools[2].answers(compare, entry.name, entry.model_type, changes, grace=WAIT + 4)
+    texts = [str(x).strip().splitlines()[-1][:300] for ok, x in answers if not ok]
+    if texts:
+        outcome = replace(entry, result="hanging", reason="; ".join(texts))
+    else:
+        outcome, second = (replace(x, kind=entry.kind) for _, x in answers)
+        if replace(outcome, reason="") != replace(second, reason=""):
+            result = "hanging" if "error" in (outcome.result, second.result) else "wrong"
+            reason = f"ranks differ: {outcome} and {second}"
+            outcome = replace(entry, result=result, reason=reason)
+    if outcome.is_bad:
+        pools.pop(2).close()  # ranks may be out of step
+    return outcome
 
 
-def progress(entries: list[Entry]) -> Iterator[tuple[tqdm[Entry], Entry]]:
-    """Yield entries, each shown while it runs."""
-    bar = tqdm(entries, unit="class", file=sys.stdout, mininterval=5)
-    for entry in bar:
-        bar.set_postfix_str(entry.name, refresh=False)
-        yield bar, entry
+def row_of_switches(pools: Pools, entry: page.Result, default: page.Result) -> switches.Row:
+    """Run a class with each of its switches; ``default`` is its result without any."""
+    verdicts = {}
+    for switch in switches.switches_of(entry):
+        outcome = outcome_of(pools, entry, kind=switch.kind, values=switch.values)
+        verdicts[switch.label] = switches.verdict(outcome, default)
+    return switches.Row(VERSION, entry.name, verdicts)
 
 
-def run(ranks: Pair, chosen: list[Entry]) -> None:
-    """Run entries and append results."""
-    for bar, entry in progress(chosen):
-        outcome = ranks.compare(entry)
-        own = {"version": transformers.__version__, "name": entry.name, "kind": entry.kind}
-        result = Result(**own, model_type=entry.model_type, **asdict(outcome))
-        with RESULTS.open("a") as file:
-            file.write(json.dumps(asdict(result)) + "\n")
-        if result.is_bad:
-            bar.write(f"{outcome.result.upper()} {entry.name}: {outcome.reason}")
+def swept(
+    chosen: Mapping[Any, Any], rows: dict[Any, Any], judge: Callable[[Any], Any], path: Path,
+    others: Any = (), *, again: bool,
+) -> bool:  # fmt: skip
+    """Judge the entries whose rows a table lacks, or which are bad; return True if some are.
 
-
-def run_switches(ranks: Pair, chosen: list[Entry], *, again: bool) -> int:
-    """Run the switches of classes that are exact without them; return how many are bad.
-
-    A class is run again if it has another set of switches than in the table.
+    The table, with the rows of others, is written after each.
     """
-    defaults, rows = of_release(read(), transformers.__version__), switches.read()
-    exact = [x for x in chosen if x.name in defaults and defaults[x.name].result == "exact"]
-    for bar, entry in progress(exact):
-        own = {x.label: x for x in switches.switches_of(entry)}
-        row = rows.pop(entry.name, None)
-        if row is not None and row.labels == own.keys() and not row.bad and not again:
-            rows[entry.name] = row
-        elif own:
-            row = rows[entry.name] = Row(transformers.__version__, entry.name)
-            for label, switch in own.items():
-                outcome = ranks.compare(entry, kind=switch.kind, values=switch.values)
-                row.add(label, outcome, defaults[entry.name])
-                if label in row.bad:
-                    bar.write(f"{entry.name} {label}: {row.bad[label]}")
-            switches.write(rows.values())
-    done = [rows[x.name] for x in exact if x.name in rows]
-    bad = {row.name: row.bad for row in done if row.bad}
-    print(f"{sum(len(x.labels) for x in done)} switches, neither exact nor refused: {bad}")
-    return len(bad)
+    bar = tqdm(chosen.items(), file=sys.stdout, mininterval=5)
+    for key, entry in bar:
+        bar.set_postfix_str(str(key), refresh=False)
+        if again or key not in rows or rows[key].is_bad:
+            rows[key] = row = judge(entry)
+            path.write_text(page.written([*rows.values(), *others]))
+            if row.is_bad:
+                bar.write(f"BAD {asdict(row)}")
+    bad = [key for key, row in rows.items() if row.is_bad]
+    print(f"{len(rows)} rows, {len(bad)} neither exact nor refused: {bad}")
+    return bool(bad)
 
 
 def main() -> int:
-    """Run the chosen classes, and return the exit code."""
+    """Run what is chosen, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="+", default=[""], help="words in the names of classes")
+    parser.add_argument("table", choices=("models", "switches", "options"))
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of names")
     parser.add_argument("--again", action="store_true", help="also what was run before")
-    parser.add_argument("--switches", action="store_true", help="switches of classes instead")
     options = parser.parse_args()
+
+    def chosen(names: Mapping[Any, str]) -> list[Any]:
+        words = [word.lower() for word in options.only]
+        return [x for x, name in names.items() if any(word in name.lower() for word in words)]
+
+    own: dict[Any, Any]
+    rows: dict[Any, Any]
+    judge: Callable[[Any], Any]
+    if options.table == "options":
+        from sweep_options import table
+
+        rows, tried = table.read(), {x.key: x for x in table.entries()}
+        names = {x: f"{y.kind} {y.owner} {y.option}" for x, y in tried.items()}
+        with closing(table.Ranks()) as ranks:
+            judge = lambda x: table.judged(ranks, x)  # noqa: E731
+            own = {key: tried[key] for key in chosen(names)}
+            return int(swept(own, rows, judge, table.RESULTS, again=options.again))
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         [*PRELOADED, "transformers.modeling_utils", "transformers.masking_utils"]
     )
     forkserver.ensure_running()
-    installed = {entry.name: entry for entry in entries()}
-    words = [word.lower() for word in options.only]
-    chosen = [x for name, x in installed.items() if any(word in name.lower() for word in words)]
-    version = transformers.__version__
-    with closing(Pair()) as ranks:
-        if options.switches:
-            return int(run_switches(ranks, chosen, again=options.again) > 0)
-        before = {x.name for x in read() if x.version == version}
-        run(ranks, [x for x in chosen if options.again or x.name not in before])
-    # Of this version the latest results are kept, and those of other releases.
-    latest = {x.name: x for x in read() if x.version == version and x.name in installed}
-    release = version.rpartition(".")[0]
-    RESULTS.write_text(written([*(x for x in read() if x.release != release), *latest.values()]))
-    bad = [x.name for x in latest.values() if x.is_bad]
-    count = f"{len(latest)} of {len(installed)} classes"
-    print(f"{count}, {len(bad)} neither exact nor refused: {bad}")
-    return 1 if bad else 0
+    installed, results = {x.name: x for x in entries()}, page.read()
+    own = {name: installed[name] for name in chosen({x: x for x in installed})}
+    with closing(Pools(timeout=WAIT, patience=SECONDS)) as pools:
+        if options.table == "models":
+            rows = {x.name: x for x in results if x.version == VERSION and x.name in installed}
+            others = [x for x in results if x.release != VERSION.rpartition(".")[0]]
+            judge = lambda x: outcome_of(pools, x)  # noqa: E731
+            return int(swept(own, rows, judge, page.RESULTS, others, again=options.again))
+        defaults = page.of_release(results, VERSION)
+        labels = {
+            name: {switch.label for switch in switches.switches_of(entry)}
+            for name, entry in own.items() if name in defaults and defaults[name].result == "exact"
+        }  # fmt: skip
+        # A class is run again if it has another set of switches than in the table.
+        rows = {
+            x.name: x for x in page.read(switches.TABLE, switches.Row)
+            if labels.get(x.name, {*x.verdicts}) == {*x.verdicts}
+        }  # fmt: skip
+        judge = lambda x: row_of_switches(pools, x, defaults[x.name])  # noqa: E731
+        own = {name: own[name] for name, has in labels.items() if has}
+        return int(swept(own, rows, judge, switches.TABLE, again=options.again))
 
 
 if __name__ == "__main__":

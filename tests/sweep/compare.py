@@ -1,11 +1,11 @@
-"""Runs one model class on two ranks and on one, and compares them."""
+"""Lists the model classes of transformers, runs one on two ranks and on one, and compares them."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,10 +14,11 @@ import torch.distributed as dist
 import transformers
 from hf_models import Wide, build_class, difference, differences_of_gradients, gradients
 from torch import Tensor
+from transformers.models.auto import modeling_auto
 
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
-from sweep.images import image_batch
+from sweep.page import KINDS, Result
 from sweep.tiny import VOCAB
 
 ROWS, LENGTH = 2, 21
@@ -32,31 +33,24 @@ LABELS = {"labels", "start_positions"}
 GIVEN_MASKS = ("moshi",)
 
 build = build_class
+BEFORE = (3, 5)  # tokens before the image, in each of the two rows
 NO_CHANGES: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of a model class.
-
-    Attributes:
-        result: ``exact``, ``refused``, ``wrong``, ``error``, ``does not build``, ``does not run``.
-        reason: Why, in words; empty where exact.
-        loss: ``exact``, ``none`` or why it was refused.
-        padding: ``exact``, ``none``, or why it was refused, for rows with padding on either side.
-        images: ``exact``, ``none``, or why it was refused, for a batch with an image in each row.
-        by: Function that splits batches: ``shard_batch``, or only ``hf.parallelize``.
-        recurrent: ``split`` or ``whole``, as ``hf.parallelize`` runs recurrent layers; ``none``
-            where there are none, or the class is not exact.
-    """
-
-    result: str
-    reason: str = ""
-    loss: str = "none"
-    padding: str = "none"
-    images: str = "none"
-    by: str = "shard_batch"
-    recurrent: str = "none"
+def entries() -> list[Result]:
+    """Return every class that an ``AutoModelFor*`` makes, without a result, by type and name."""
+    by_class: dict[str, tuple[str, set[str]]] = {}
+    for auto, value in sorted(vars(modeling_auto).items()):
+        if not auto.startswith("AutoModelFor") or not hasattr(value, "_model_mapping"):
+            continue
+        for model_type, names in value._model_mapping._model_mapping.items():
+            for name in (names,) if isinstance(names, str) else names:
+                by_class.setdefault(name, (model_type, set()))[1].add(auto)
+    made = (
+        Result(transformers.__version__, name, of, kind=next((x for x in KINDS if x in autos), ""))
+        for name, (of, autos) in by_class.items()
+    )
+    return sorted(made, key=lambda x: x.key)
 
 
 class DifferentError(Exception):
@@ -65,7 +59,7 @@ class DifferentError(Exception):
 
 def compare(
     rank: int, name: str, model_type: str, changes: Mapping[str, Any] = NO_CHANGES
-) -> Outcome:
+) -> Result:
     """Run a model class whole and on the ranks of the default group, and compare.
 
     ``changes`` are those of :func:`sweep.tiny.config_of`.
@@ -73,39 +67,43 @@ def compare(
     del rank
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+    outcome = partial(Result, transformers.__version__, name, model_type)
     try:
         model = build(name, model_type, **changes)
     except Exception as error:  # noqa: BLE001 - whatever a constructor may raise
-        return Outcome("does not build", words(error))
+        return outcome("does not build", words(error))
     try:
         batch = batch_of(model)
     except Exception:  # noqa: BLE001 - it is no model of tokens; such are refused
         batch = {"input_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64)}
     cp = ContextParallel()
     try:
-        outcome = _judged(cp, model, batch)
-        if outcome.result != "exact" or "input_ids" not in batch:
-            return outcome
+        result, reason = _judged(cp, model, batch)
+        if result != "exact" or "input_ids" not in batch:
+            return outcome(result, reason)
         report = hf.check_model(model)
         ran = "whole" if report.whole_layers else "split"
-        return Outcome(
+        return outcome(
             "exact", padding=_with_padding(cp, model, batch), loss=_with_labels(cp, model, batch),
             images=_with_images(cp, model, batch),
             by="hf.parallelize" if report.hooks else "shard_batch",
             recurrent=ran if "recurrent" in report.hooks else "none",
         )  # fmt: skip
     except DifferentError as error:
-        return Outcome("wrong", str(error))
+        return outcome("wrong", str(error))
     except Exception as error:  # noqa: BLE001 - to be told from what is refused by name
-        return Outcome("error", words(error))
+        return outcome("error", words(error))
 
 
 def _judged(
     cp: ContextParallel, model: Any, batch: dict[str, Any], real: Tensor = REAL, *, hooks: bool | None = None
-) -> Outcome:  # fmt: skip
+) -> tuple[str, str]:  # fmt: skip
     """Compare one batch, whole and split, with hooks or as the model needs it.
 
     A model that does not run on its tokens alone may still refuse to be split.
+
+    Returns:
+        The result and its reason, as of :class:`sweep.page.Result`.
 
     Raises:
         DifferentError: Outputs or gradients differ.
@@ -119,7 +117,7 @@ def _judged(
     except Exception as error:  # noqa: BLE001 - the error of the whole model itself
         failure = words(error)
         if not is_first:
-            return Outcome("does not run", failure)
+            return "does not run", failure
     handle: Any = None
     try:
         if hooks:  # the model is small, and "auto" would run its recurrent layers whole
@@ -132,27 +130,34 @@ def _judged(
     except Exception as error:
         if not is_refusal(error):
             raise
-        return Outcome("refused", words(error))
+        return "refused", words(error)
     finally:
         if handle is not None:
             handle.remove()
         elif not hooks:
             model.set_attn_implementation("eager")
     if expected is None:
-        return Outcome("does not run", failure)
-    check(cp, split_run, expected, real)
-    return Outcome("exact")
+        return "does not run", failure
+    check(split_run, expected, real)
+    return "exact", ""
 
 
 def _with_padding(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
-    """Compare rows with padding on the right, and on the left; return the outcome in words."""
+    """Compare rows with padding on the right, and on the left, of both sequences of a pair."""
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         return "none"
     right = (torch.arange(LENGTH) < torch.tensor([[13], [LENGTH]])).long()
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
     for real in (right, right.flip(1)):
-        outcome = _judged(cp, model, _padded(model, batch, real), real)
-        if outcome.result != "exact":
-            return f"{outcome.result}: {outcome.reason}"
+        padded = {"input_ids": batch["input_ids"], "attention_mask": real}
+        if "decoder_input_ids" in batch:
+            tokens = batch["decoder_input_ids"].where(real == 1, padding)
+            padded["attention_mask"] = real[:, :SOURCE] if real[0, 0] else real[:, -SOURCE:]
+            padded |= {"decoder_input_ids": tokens, "decoder_attention_mask": real}
+        padded["input_ids"] = batch["input_ids"].where(padded["attention_mask"] == 1, padding)
+        result, reason = _judged(cp, model, padded, real)
+        if result != "exact":
+            return f"{result}: {reason}"
     return "exact"
 
 
@@ -166,27 +171,11 @@ def _with_images(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
     if images is None:
         return "none"
     labels = torch.where(images["input_ids"] < VOCAB - 16, images["input_ids"], -100)
-    outcome = _judged(cp, model, images, hooks=True)
-    if outcome.result == "exact":
-        outcome = _judged(cp, model, images | {"labels": labels}, hooks=True)
-    if outcome.result == "refused":
-        return f"refused: {outcome.reason}"
-    return "exact" if outcome.result == "exact" else f"not run: {outcome.reason}"
-
-
-def _padded(model: Any, batch: dict[str, Any], real: Tensor) -> dict[str, Any]:
-    """Pad a batch; of an encoder-decoder both sequences."""
-    padding = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
-    if "decoder_input_ids" not in batch:
-        tokens = batch["input_ids"].where(real == 1, padding)
-        return {"input_ids": tokens, "attention_mask": real}
-    source = real[:, :SOURCE] if real[0, 0] else real[:, -SOURCE:]
-    return {
-        "input_ids": batch["input_ids"].where(source == 1, padding),
-        "attention_mask": source,
-        "decoder_input_ids": batch["decoder_input_ids"].where(real == 1, padding),
-        "decoder_attention_mask": real,
-    }
+    for more in ({}, {"labels": labels}):
+        result, reason = _judged(cp, model, images | more, hooks=True)
+        if result != "exact":
+            return f"{'refused' if result == 'refused' else 'not run'}: {reason}"
+    return "exact"
 
 
 def batch_of(model: Any) -> dict[str, Any]:
@@ -207,10 +196,79 @@ def batch_of(model: Any) -> dict[str, Any]:
     return {model.main_input_name: tokens}
 
 
+def image_batch(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return the batch with an image in each row, or None if the kind of images is unknown."""
+    takes = inspect.signature(model.forward).parameters
+    config = model.config
+    vision = getattr(config, "vision_config", None)
+    token = getattr(config, "image_token_id", None)
+    token = getattr(config, "image_token_index", None) if token is None else token
+    if vision is None or not isinstance(token, int) or "pixel_values" not in takes:
+        return None
+    generator = torch.Generator().manual_seed(11)
+    images = (_patches if "image_grid_thw" in takes else _squares)(vision, generator)
+    if images is None:
+        return None
+    kind = config.model_type
+    if kind.startswith(("mistral3", "lighton")):
+        images["image_sizes"] = torch.tensor([images["pixel_values"].shape[-2:]] * 2)
+    if kind.startswith(("idefics", "smolvlm")):
+        images["pixel_values"] = images["pixel_values"][:, None]
+    images = {name: x for name, x in images.items() if name in takes}
+    count = _tokens_of_image(model, images, len(batch["input_ids"]))
+    tokens = batch["input_ids"].clone()
+    if not 0 < count <= tokens.shape[1] - max(BEFORE):
+        return None
+    for row, start in enumerate(BEFORE):
+        tokens[row, start : start + count] = token
+    is_image = (tokens == token).long()
+    if "mm_token_type_ids" in takes:
+        images["mm_token_type_ids"] = is_image
+    return {**batch, **images, "input_ids": tokens}
+
+
+def _patches(vision: Any, generator: torch.Generator) -> dict[str, Tensor] | None:
+    """Return patches of two images, as Qwen's processors make them."""
+    size = getattr(vision, "patch_size", None)
+    channels = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
+    if not isinstance(size, int):
+        return None
+    merge = getattr(vision, "spatial_merge_size", 1)
+    side = 2 * merge
+    width = channels * getattr(vision, "temporal_patch_size", 1) * size**2
+    return {
+        "pixel_values": torch.randn(2 * side**2, width, generator=generator).double(),
+        "image_grid_thw": torch.tensor([[1, side, side]] * 2),
+    }
+
+
+def _squares(vision: Any, generator: torch.Generator) -> dict[str, Tensor] | None:
+    """Return two square images."""
+    size = getattr(vision, "image_size", None)
+    size = size[0] if isinstance(size, list | tuple) else size
+    channels = getattr(vision, "num_channels", 3)
+    if not isinstance(size, int):
+        return None
+    return {"pixel_values": torch.randn(2, channels, size, size, generator=generator).double()}
+
+
+def _tokens_of_image(model: Any, images: dict[str, Tensor], rows: int) -> int:
+    """Return the number of tokens per image."""
+    with torch.no_grad():
+        features = model.get_image_features(**images)
+    for name in ("pooler_output", "last_hidden_state"):
+        if not isinstance(features, Tensor | list | tuple):
+            features = getattr(features, name) if getattr(features, name) is not None else features
+    if isinstance(features, list | tuple):
+        features = torch.cat([x.flatten(0, -2) for x in features])
+    assert isinstance(features, Tensor)
+    return features.shape[:-1].numel() // rows
+
+
 def run(
     model: Any, batch: dict[str, Any], real: Tensor, cp: ContextParallel | None = None, *, hooks: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
-    """Return this rank's outputs, and gradients of a weighted sum of those of real tokens.
+    """Return outputs of the whole sequence, and gradients of a weighted sum of real tokens'.
 
     Of a batch with labels, the loss over all ranks, and its gradients.
 
@@ -232,10 +290,11 @@ def run(
     else:
         outs = {n: x for n, x in out.items() if isinstance(x, Tensor) and x.is_floating_point()}
         outs = {n: x for n, x in outs.items() if n != "loss" and not n.startswith("encoder_")}
+        outs = outs if cp is None else {n: _joined(cp, x) for n, x in outs.items()}
         parts = [
-            (x * _weights(x, real, cp)).sum()
+            (x * _weights(x, real)).sum()
             for x in outs.values()
-            if x.ndim > 1 and x.shape[:2] == (ROWS, _length(cp)) and x.requires_grad
+            if x.shape[:2] == real.shape and x.requires_grad
         ]
         if parts:
             sum(parts).backward()
@@ -246,20 +305,16 @@ def run(
     return {n: x.detach() for n, x in outs.items()}, gradients(model)
 
 
-def _length(cp: ContextParallel | None) -> int:
-    """Return the tokens of a row, or of a rank's part of it."""
-    return LENGTH if cp is None else -(-LENGTH // (2 * cp.cp_size)) * 2
+def _joined(cp: ContextParallel, x: Tensor) -> Tensor:
+    """Return the output of a whole sequence of which ranks have parts."""
+    is_part = x.shape[:2] == (ROWS, -(-LENGTH // (2 * cp.cp_size)) * 2)
+    return cp.unshard(x, grad="slice")[:, :LENGTH] if is_part else x
 
 
-def _weights(x: Tensor, real: Tensor, cp: ContextParallel | None) -> Tensor:
+def _weights(x: Tensor, real: Tensor) -> Tensor:
     """Return random weights for an output's entries, 0 for padding tokens."""
-    size = (ROWS, LENGTH, *x.shape[2:])
-    weights = torch.randn(size, generator=torch.Generator().manual_seed(3)).to(x.dtype)
-    weights = weights * real.reshape(ROWS, LENGTH, *(1 for _ in x.shape[2:]))
-    if cp is None:
-        return weights
-    padding = weights.new_zeros((ROWS, _length(cp) * cp.cp_size - LENGTH, *x.shape[2:]))
-    return cp.shard(torch.cat([weights, padding], dim=1))
+    weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(x.dtype)
+    return weights * real.reshape(*real.shape, *(1 for _ in x.shape[2:]))
 
 
 def _of_tokens(x: Tensor, real: Tensor) -> Tensor:
@@ -267,7 +322,7 @@ def _of_tokens(x: Tensor, real: Tensor) -> Tensor:
     return x[real == 1] if x.shape[:2] == real.shape else x
 
 
-def check(cp: ContextParallel, split_run: Any, expected: Any, real: Tensor) -> None:
+def check(split_run: Any, expected: Any, real: Tensor) -> None:
     """Compare outputs and gradients.
 
     Raises:
@@ -277,10 +332,7 @@ def check(cp: ContextParallel, split_run: Any, expected: Any, real: Tensor) -> N
     differences = {"outputs": "" if outs.keys() == whole_outs.keys() else f"are {sorted(outs)}"}
     differences |= {} if whole_outs else {"the model": "has no output to compare"}
     for name in outs.keys() & whole_outs.keys():
-        x, whole = outs[name], whole_outs[name]
-        if whole.shape[:2] == (ROWS, LENGTH) and x.shape[:2] == (ROWS, _length(cp)):
-            x = cp.unshard(x.detach())[:, :LENGTH]
-        x, whole = _of_tokens(x, real), _of_tokens(whole, real)
+        x, whole = _of_tokens(outs[name], real), _of_tokens(whole_outs[name], real)
         differences[name] = difference(x, whole, LIMIT, 1e-6)
     differences |= differences_of_gradients(grads, whole_grads, LIMIT, 1e-6)
     texts = [f"{name} {text}" for name, text in differences.items() if text]
@@ -309,8 +361,8 @@ def _with_labels(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
         batch |= {"labels": torch.where(hidden, -100, labels)}
     else:
         return "none"
-    outcome = _judged(cp, model, batch)
-    return {"exact": "exact", "refused": outcome.reason}.get(outcome.result, "none")
+    result, reason = _judged(cp, model, batch)
+    return {"exact": "exact", "refused": reason}.get(result, "none")
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 PAGE = Path(__file__).parents[2] / "docs" / "transformers-models.md"
@@ -23,41 +23,29 @@ KINDS = {
 }
 
 
-class Reason(NamedTuple):
-    """Reason why classes are refused or not run.
-
-    Attributes:
-        found: Pattern of the text of :func:`ring_torch.hf.check_model`, or of an error.
-        why: The reason in a sentence.
-        todo: Advice for users.
-    """
-
-    found: str
-    why: str
-    todo: str
-
-
 _WHOLE = "run it whole on each device"
 
-#: Reasons by the numbers that the page gives them. Kept reasons may be cut off in their last words.
+#: Reasons by the numbers that the page gives them: a pattern of the text of
+#: :func:`ring_torch.hf.check_model` or of an error, which may be cut off in its last words; why a
+#: class is refused or not run; and advice.
 REASONS = (
-    Reason("has no sequence of tokens", "it takes neither `input_ids` nor `inputs_embeds`, as models of images or sounds: there is no sequence of tokens to split", _WHOLE),
-    Reason(r"pools \(", "it makes one output of a whole sequence, of which a rank holds a part (classification, retrieval)", "take `hf.parallelize`, if it is the `ForSequenceClassification` of a causal model; else run the model without that head, pool `ContextParallel.unshard(hidden_states, grad='sum')`, divide the loss by `cp_size`"),
-    Reason("makes a pooler_output", "its `pooler_output` is of one token, which one rank has", "build it with `add_pooling_layer=False`, or take the hidden states"),
-    Reason("no attention func|calls no att|in a way of their own", "its layers attend in code of their own, not by an attention function of transformers' registry, so a rank would see its own tokens only", "take a class whose layers call the registry's attention function"),
-    Reason("mix tok|recurrent or convolutional layers", "convolutions or recurrent layers mix tokens that lie on other ranks, and no hook exchanges them", _WHOLE),
-    Reason("layers of type", "layers of a type other than full and sliding attention would see a rank's tokens only", _WHOLE),
-    Reason("makes its masks itself|masks of its own|asks for a mask|another mask over|reads the att|no mask that could be read", "it makes, reads or changes a mask itself, not through `transformers.masking_utils`, and the mask of a split batch cannot be read", "call `ring_torch.ring_attention` with the mask as [an option](masks-and-options.md)"),
-    Reason("it would count|would count from 0|nor module that makes pos|create_position_ids", "it counts positions itself, and would count a rank's tokens from 0", "its code has to take `position_ids`"),
-    Reason("of transformers [0-9.]+ has no|get_seq_length", "this release lacks a name, or an argument, that a hook needs", "take a release on which the class is exact, or report it"),
-    Reason("position bias of its own", "its attention adds a position bias that cannot be split", _WHOLE),
-    Reason("encoder and a decoder|takes no encoder_attention_mask", "it is an encoder and a decoder, and not of tokens alone", "split its decoder or its encoder alone"),
-    Reason("trigram_input|cuts its sequence into patches", "an embedding is made of neighbouring tokens, which may lie on other ranks", "of MobileBERT, set `config.trigram_input` to False before it is built"),
-    Reason("experts take as many tokens as fit", "its experts take as many tokens as fit, counted among a rank's own", "take a model whose experts drop no tokens"),
-    Reason("looks for one token", "it looks for one token of the whole sequence", _WHOLE),
-    Reason("ImportError", "not run: it needs a library that the sweep does not install", "ask `check_model`"),
-    Reason("does not build", "not run: the small config does not build it", "ask `check_model`"),
-    Reason("does not run", "not run: the whole model does not run on tokens alone", "ask `check_model`"),
+    ("has no sequence of tokens", "it takes neither `input_ids` nor `inputs_embeds`, as models of images or sounds: there is no sequence of tokens to split", _WHOLE),
+    (r"pools \(", "it makes one output of a whole sequence, of which a rank holds a part (classification, retrieval)", "take `hf.parallelize`, if it is the `ForSequenceClassification` of a causal model; else run the model without that head, pool `ContextParallel.unshard(hidden_states, grad='sum')`, divide the loss by `cp_size`"),
+    ("makes a pooler_output", "its `pooler_output` is of one token, which one rank has", "build it with `add_pooling_layer=False`, or take the hidden states"),
+    ("no attention func|calls no att|in a way of their own", "its layers attend in code of their own, not by an attention function of transformers' registry, so a rank would see its own tokens only", "take a class whose layers call the registry's attention function"),
+    ("mix tok|recurrent or convolutional layers", "convolutions or recurrent layers mix tokens that lie on other ranks, and no hook exchanges them", _WHOLE),
+    ("layers of type", "layers of a type other than full and sliding attention would see a rank's tokens only", _WHOLE),
+    ("makes its masks itself|masks of its own|asks for a mask|another mask over|reads the att|no mask that could be read", "it makes, reads or changes a mask itself, not through `transformers.masking_utils`, and the mask of a split batch cannot be read", "call `ring_torch.ring_attention` with the mask as [an option](masks-and-options.md)"),
+    ("it would count|would count from 0|nor module that makes pos|create_position_ids", "it counts positions itself, and would count a rank's tokens from 0", "its code has to take `position_ids`"),
+    ("of transformers [0-9.]+ has no|get_seq_length", "this release lacks a name, or an argument, that a hook needs", "take a release on which the class is exact, or report it"),
+    ("position bias of its own", "its attention adds a position bias that cannot be split", _WHOLE),
+    ("encoder and a decoder|takes no encoder_attention_mask", "it is an encoder and a decoder, and not of tokens alone", "split its decoder or its encoder alone"),
+    ("trigram_input|cuts its sequence into patches", "an embedding is made of neighbouring tokens, which may lie on other ranks", "of MobileBERT, set `config.trigram_input` to False before it is built"),
+    ("experts take as many tokens as fit", "its experts take as many tokens as fit, counted among a rank's own", "take a model whose experts drop no tokens"),
+    ("looks for one token", "it looks for one token of the whole sequence", _WHOLE),
+    ("ImportError", "not run: it needs a library that the sweep does not install", "ask `check_model`"),
+    ("does not build", "not run: the small config does not build it", "ask `check_model`"),
+    ("does not run", "not run: the whole model does not run on tokens alone", "ask `check_model`"),
 )  # fmt: skip
 
 #: Notes of exact classes, by their letters.
@@ -74,19 +62,39 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a class on a version; fields as in :class:`sweep.compare.Outcome`."""
+    """Outcome of a model class on a version of transformers.
+
+    Attributes:
+        version: Version of transformers.
+        name: Name of the class.
+        model_type: Model type of the config that it is built from.
+        result: ``exact``, ``refused``, ``wrong``, ``error``, ``does not build``, ``does not run``.
+        reason: Why, in words; empty where exact.
+        loss: ``exact``, ``none`` or why it was refused.
+        padding: ``exact``, ``none``, or why it was refused, for rows with padding on either side.
+        images: ``exact``, ``none``, or why it was refused, for a batch with an image in each row.
+        by: Function that splits batches: ``shard_batch``, or only ``hf.parallelize``.
+        kind: The first of :data:`KINDS` that makes it, or an empty string.
+        recurrent: ``split`` or ``whole``, as ``hf.parallelize`` runs recurrent layers; ``none``
+            where there are none, or the class is not exact.
+    """
 
     version: str
     name: str
     model_type: str
-    result: str
-    reason: str
-    loss: str
-    padding: str
+    result: str = ""
+    reason: str = ""
+    loss: str = "none"
+    padding: str = "none"
     images: str = "none"
     by: str = "shard_batch"
     kind: str = ""
     recurrent: str = "none"
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Order of the table's rows."""
+        return _number(self.release), self.model_type, self.name
 
     @property
     def release(self) -> str:
@@ -104,15 +112,14 @@ class Result:
         return self.reason.startswith(REFUSED)
 
 
-def read() -> list[Result]:
-    """Return all results of the file."""
-    return [Result(**json.loads(line)) for line in RESULTS.read_text().splitlines()]
+def read(path: Path = RESULTS, row: Any = Result) -> list[Any]:
+    """Return the rows of a table, each a line of JSON."""
+    return [row(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
-def written(results: Iterable[Result]) -> str:
-    """Return the results as lines of JSON, sorted by release, model type and name."""
-    ordered = sorted(results, key=lambda x: (_number(x.release), x.model_type, x.name))
-    return "".join(json.dumps(asdict(x)) + "\n" for x in ordered)
+def written(rows: Iterable[Any]) -> str:
+    """Return rows as lines of JSON, in the order of their keys."""
+    return "".join(json.dumps(asdict(x)) + "\n" for x in sorted(rows, key=lambda x: x.key))
 
 
 def of_release(results: Iterable[Result], version: str) -> dict[str, Result]:
@@ -166,7 +173,7 @@ def notes() -> str:
 
 def reasons() -> str:
     """Return the table of reasons why classes are refused or not run."""
-    rows = ((str(n), x.why, x.todo) for n, x in enumerate(REASONS, 1))
+    rows = ((str(n), why, todo) for n, (_, why, todo) in enumerate(REASONS, 1))
     return _table(("reason", "why it is refused", "what to do"), rows)
 
 
@@ -177,13 +184,13 @@ def reasons_of(result: Result) -> list[int]:
         ValueError: The text matches none of :data:`REASONS`.
     """
     text = result.reason if result.result == "refused" else f"{result.result}: {result.reason}"
-    places = [(re.search(x.found, text), n) for n, x in enumerate(REASONS, 1)]
+    places = [(re.search(pattern, text), n) for n, (pattern, *_) in enumerate(REASONS, 1)]
     numbers = [n for match, n in sorted((m.start(), n) for m, n in places if m)]
     if result.result == "refused":
         if not numbers:
             raise ValueError(f"no number for the reason of {result.name}: {text}")
         return numbers
-    library = next(n for n, x in enumerate(REASONS, 1) if x.found == "ImportError")
+    library = next(n for n, x in enumerate(REASONS, 1) if x[0] == "ImportError")
     return [library] if library in numbers else numbers[:1]
 
 

@@ -11,16 +11,14 @@ from __future__ import annotations
 import json
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig
 
-from sweep.compare import Outcome
-from sweep.entries import Entry
 from sweep.page import REFUSED, Result
 from sweep.tiny import WINDOW, bare_config, configs_in
 
@@ -132,42 +130,38 @@ class Row:
     Attributes:
         version: Version of transformers.
         name: Name of the class.
-        exact: Switches with which it is as exact as without them.
-        refused: Reasons of ``check_model`` by switch.
-        not_run: Errors of the whole model by switch: it does not build, or not run.
-        bad: All other outcomes by switch; there must be none.
+        verdicts: By switch: ``exact`` as without it, ``refused: `` with the reason of
+            ``check_model``, ``not run: `` with the error of the whole model; others are bad.
     """
 
     version: str
     name: str
-    exact: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-    not_run: dict[str, str] = field(default_factory=dict)
-    bad: dict[str, str] = field(default_factory=dict)
-
-    def add(self, label: str, outcome: Outcome, default: Result) -> None:
-        """Add the verdict of a switch, given the outcome with it and the result without it."""
-        if outcome.result == "exact":
-            parts = (x for x in ("loss", "padding", "images") if getattr(default, x) == "exact")
-            differing = [f"{x} {y}" for x in parts if (y := getattr(outcome, x)) != "exact"]
-            if differing:
-                self.bad[label] = "; ".join(differing)
-            else:
-                self.exact.append(label)
-        elif outcome.result == "refused" and outcome.reason.startswith(REFUSED):
-            self.refused[label] = outcome.reason.removeprefix(REFUSED)
-        elif outcome.result.startswith("does not"):
-            self.not_run[label] = f"{outcome.result}: {outcome.reason}"[:160]
-        else:
-            self.bad[label] = f"{outcome.result}: {outcome.reason}"
+    verdicts: dict[str, str]
 
     @property
-    def labels(self) -> set[str]:
-        """Names of all its switches."""
-        return {*self.exact, *self.refused, *self.not_run, *self.bad}
+    def key(self) -> str:
+        """Order of the table's rows."""
+        return self.name
+
+    @property
+    def is_bad(self) -> bool:
+        """Return True if a switch is neither exact nor refused nor not run."""
+        return not all(map(re.compile("exact$|refused: |not run: ").match, self.verdicts.values()))
 
 
-def switches_of(entry: Entry) -> list[Switch]:
+def verdict(outcome: Result, default: Result) -> str:
+    """Return the verdict of a switch, given the result with it and the one without it."""
+    if outcome.result == "exact":
+        parts = (x for x in ("loss", "padding", "images") if getattr(default, x) == "exact")
+        differing = [f"{x} {y}" for x in parts if (y := getattr(outcome, x)) != "exact"]
+        return "; ".join(differing) or "exact"
+    if outcome.result == "refused" and outcome.reason.startswith(REFUSED):
+        return f"refused: {outcome.reason.removeprefix(REFUSED)}"
+    text = f"{outcome.result}: {outcome.reason}"
+    return f"not run: {text[:160]}" if outcome.result.startswith("does not") else text
+
+
+def switches_of(entry: Result) -> list[Switch]:
     """Return the switches of the configs of a model class, towers left out."""
     config = bare_config(entry.model_type, getattr(transformers, entry.name))
     by_label = {
@@ -211,15 +205,3 @@ def _choices(annotation: Any) -> Iterator[Any]:
     elif typing.get_origin(annotation) is not dict:
         for inner in typing.get_args(annotation):
             yield from _choices(inner)
-
-
-def read() -> dict[str, Row]:
-    """Return the table, by the names of the classes."""
-    rows = (Row(**json.loads(line)) for line in TABLE.read_text().splitlines())
-    return {row.name: row for row in rows}
-
-
-def write(rows: Iterable[Row]) -> None:
-    """Write the table, sorted by the names of the classes."""
-    ordered = sorted(rows, key=lambda row: row.name)
-    TABLE.write_text("".join(json.dumps(asdict(row)) + "\n" for row in ordered))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
@@ -97,10 +98,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 1, 1]}},
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8},
-    "zamba2": {
-        "n_mamba_heads": 8, "attention_hidden_size": 64, "attention_head_dim": 16,
-        "hybrid_layer_ids": [1],
-    },
+    "zamba2": {"n_mamba_heads": 8, "attention_hidden_size": 64, "attention_head_dim": 16, "hybrid_layer_ids": [1]},
     "bailing_hybrid": {"num_group": 2, "n_group": 2, "topk_group": 1},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "mamba2": {"num_heads": 8},
@@ -108,10 +106,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     **{kind: {"window_size": 56} for kind in _WINDOWED},
     "gemma3": {"mm_tokens_per_image": 1},
-    "llama4": {
-        "no_rope_layers": [1, 0], "floor_scale": 4, "intermediate_size": 128,
-        "projector_input_dim": 32,
-    },
+    "llama4": {"no_rope_layers": [1, 0], "floor_scale": 4, "intermediate_size": 128, "projector_input_dim": 32},
     **{kind: {"patch_size": 14} for kind in ("idefics2", "idefics3", "smolvlm", "aria")},
     "llama4_text": {"no_rope_layers": [1, 0], "floor_scale": 4},
     "bigbird_pegasus": {"attention_type": "original_full"},
@@ -225,10 +220,9 @@ def _complete(config: PreTrainedConfig, had: dict[str, Any]) -> None:
 
 
 def _set(config: PreTrainedConfig, name: str, value: object) -> None:
-    try:
+    # It may be a property, or the config's own checks refuse the value.
+    with suppress(AttributeError, TypeError, ValueError):
         setattr(config, name, value)
-    except (AttributeError, TypeError, ValueError):
-        return  # it is a property, or the config's own checks refuse the value
 
 
 def _layers(had: dict[str, Any]) -> list[int]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import peft
 import torch
 import transformers
 from hf_models import BYTES, LENGTH, Wide, build, gradients
@@ -23,10 +26,28 @@ from trl_trained import SAMPLERS, recorded, rows_of, sampler_of, trainer_of
 
 from ring_torch import ContextParallel, hf
 from ring_torch.hf.models.hooks import hooks_of
-from sweep_options.adapters import adapted
 
 Results = dict[str, Any]
 
+#: Options without which a class of PEFT makes no adapter of a small model, or one too large for it.
+NEEDED: dict[str, dict[str, Any]] = {
+    "AdaLoraConfig": {"total_step": 10, "init_r": 4, "target_r": 2},
+    "AdamssConfig": {"r": 4, "num_subspaces": 2},
+    "AdaptionPromptConfig": {"adapter_len": 3, "adapter_layers": 1, "target_modules": "self_attn"},
+    "C3AConfig": {"block_size": 8}, "FourierFTConfig": {"n_frequency": 20},
+    "CPTConfig": {"cpt_token_ids": [5, 6, 7], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 3]},
+    "FrodConfig": {"progressbar": False},
+    "IA3Config": {"feedforward_modules": ["down_proj"]},
+    "LNTuningConfig": {"target_modules": ["input_layernorm"]},
+    "MultitaskPromptTuningConfig": {"num_tasks": 2}, "PolyConfig": {"n_tasks": 2},
+    "OFTConfig": {"r": 0, "oft_block_size": 8}, "RoadConfig": {"group_size": 8},
+    "ShadowConfig": {"target_modules": None, "shadow_dropout": 0.0},
+    "TrainableTokensConfig": {"token_indices": [1, 2, 9], "target_modules": ["embed_tokens"]},
+    "VBLoRAConfig": {"vector_length": 8, "num_vectors": 6}, "WaveFTConfig": {"n_frequency": 20},
+    "XLoraConfig": {"hidden_size": 32, "xlora_dropout_p": 0.0, "xlora_depth": 2, "xlora_size": 8},
+}  # fmt: skip
+#: Adapters whose calls are told the task of each row.
+_PAIR = ("PolyConfig", "MultitaskPromptTuningConfig")
 BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
 
 
@@ -143,12 +164,41 @@ def _metrics(result: Any, compute_result: bool = True) -> dict[str, float]:
     }
 
 
+def _adapted(owner: str, base: Any, options: dict[str, Any], folder: str) -> Any:
+    """Return a model with an adapter, its weights random."""
+    cls = peft.LoraConfig if owner == "PeftConfig" else getattr(peft, owner)
+    fields = {x.name for x in dataclasses.fields(cls)}
+    needed = {
+        "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj", "down_proj"], "r": 4,
+        "num_virtual_tokens": 3, **NEEDED.get(owner, {}), **options,
+    }  # fmt: skip
+    base = base.float()
+    base.config.use_cache = False
+    torch.manual_seed(0)
+    if owner == "XLoraConfig":
+        needed["adapters"] = {name: str(Path(folder) / name) for name in ("0", "1")}
+        lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+        for path in needed["adapters"].values():  # as PEFT numbers them
+            one = peft.get_peft_model(base, lora)
+            one.save_pretrained(path)
+            base = one.unload()
+    config = cls(**{n: x for n, x in needed.items() if n in fields})
+    model = peft.get_peft_model(base, config).train()
+    with torch.no_grad():  # adapters begin as nothing, which would hide that they are unused
+        for weight in model.parameters():
+            if weight.requires_grad and weight.is_floating_point():
+                weight.add_(torch.randn_like(weight), alpha=0.05)
+    return model
+
+
 def _adapter(
     draws: Draws, owner: str, options: dict[str, Any], cp: Any, folder: str, is_wide: bool
 ) -> Results:  # fmt: skip
     """Return the loss, logits and gradients of an adapted model in training."""
-    model, more = adapted(owner, build("Llama", **BIASES), options, folder)
+    with torch._C.DisableTorchFunction():  # adapters begin in float32, whatever the run is in
+        model = _adapted(owner, build("Llama", **BIASES), options, folder)
     draws.model = model = model.double() if is_wide else model
+    more = {"task_ids": torch.tensor([0, 1])} if owner in _PAIR else {}
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(4, BYTES, (2, LENGTH), generator=generator)
     tokens[0, 20:22] = tokens[1, 11:13] = torch.tensor([1, 2])  # invokes activated LoRA

@@ -7,8 +7,7 @@ and recurrent layers that are asked for what they do not have.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from types import FunctionType
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import RANDOM, RINGS
-from hf_models import BYTES, LENGTH, WHOLE, Wide, build, gradients, run, same, whole
+from hf_models import BYTES, LENGTH, Wide, build, gradients, same, whole
 from hf_rows import (
     FAMILIES,
     SCANS_ALONE,
@@ -34,51 +33,26 @@ from hf_rows import (
     summed,
 )
 from on_ranks import on_four_ranks, on_ranks
+from refused import refused
 from torch import Tensor, nn
 from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from ring_core import (
-    ChunkLayout,
-    KernelConfig,
-    RankMismatchError,
-    StrategyConfig,
-    UnsupportedError,
-)  # fmt: skip
+from ring_core import ChunkLayout, RankMismatchError, StrategyConfig, UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.hf import mixers
-from ring_torch.hf.models.code import forward_of
 from ring_torch.hf.register import _layer_seed
 from ring_torch.local import LocalRankError, LocalRanks
 
-
-def hide_signatures(model: Any) -> Any:
-    """Decorate recurrent layers as transformers 5.14 does, which hides the wrapped signature."""
-
-    def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return forward(self, *args, **kwargs)
-
-        return wrapped
-
-    for layer in model.modules():
-        if type(layer).__name__ in ("Qwen3NextGatedDeltaNet", "Lfm2ShortConv"):
-            own = {"forward": decorated(type(layer).forward)}
-            layer.__class__ = type(type(layer).__name__, (type(layer),), own)
-    return model
-
-
-def rings_of(*sizes: int) -> tuple[Ring, ...]:
-    """Return every ring of these sizes, and Ulysses, groups and random layouts."""
-    in_groups = StrategyConfig("hybrid", ulysses_size=2)
-    others: tuple[tuple[Any, Any], ...] = (("striped", "ulysses"), ("zigzag", in_groups))
-    return tuple(
-        (layout, strategy, size)
-        for size in sizes
-        for layout, strategy in (*RINGS.values(), (RANDOM[size], "ring"), *others)
+#: Every ring of four ranks and of two, and Ulysses, groups and random layouts.
+EVERY: tuple[Ring, ...] = tuple(
+    (layout, strategy, size)
+    for size in (4, 2)
+    for layout, strategy in (
+        *RINGS.values(), (RANDOM[size], "ring"), ("striped", "ulysses"),
+        ("zigzag", StrategyConfig("hybrid", ulysses_size=2)),
     )
-
-
+)  # fmt: skip
 MEAN, GATHER, SPLIT = {"reduction": "mean"}, {"logits": "gather"}, {"recurrent": "split"}
 HYBRID = StrategyConfig("hybrid", ulysses_size=2, outer="gather")
 RECOMPUTED: dict[str, Any] = {"forms": ("", "checkpointed"), "options": MEAN}
@@ -108,7 +82,7 @@ Group = tuple[str, str, dict[str, Any]] | tuple[str, str, dict[str, Any], str]
 GROUPS: list[Group] = [
     # Models whose own attention function is the ring, given batches that are sharded. GPT-OSS's own
     # masks do not use positions.
-    ("Llama", KINDS, FOUR | {"rings": rings_of(4, 2)}, "Llama-packed"),
+    ("Llama", KINDS, FOUR | {"rings": EVERY}, "Llama-packed"),
     ("Qwen3 Mistral Gemma2 Gemma3", KINDS, FOUR | {"rings": FEW}, "Qwen3-left, Mistral-flattened, Gemma2-packed, Gemma3-left"),
     ("GptOss", "plain, right, left, by position_ids", FOUR | {"rings": FEW}, "GptOss-right"),
     ("ModernBertForMaskedLM", "plain, left, right", FOUR),  # bidirectional
@@ -169,10 +143,8 @@ GROUPS: list[Group] = [
     # They run whole where asked for, or where a layout cannot be scanned; convolutions need not.
     ("Zamba2ForCausalLM", "right", {"options": {"recurrent": "whole"}, "suffix": "whole"}), ("Zamba2ForCausalLM", "right", {"rings": STRIPED, "suffix": "striped"}),
     ("Lfm2ForCausalLM", "by position_ids", RECURRENT | {"rings": STRIPED, "suffix": "striped"}),
-    # The convolution's activation is a function that the operation does not have; signatures are
-    # hidden.
+    # The convolution's activation is a function that the operation does not have.
     ("Qwen3NextForCausalLM", "plain", {"changes": {"hidden_act": "gelu"}, "unlike": {}, "options": SPLIT, "suffix": "gelu"}),
-    ("Qwen3NextForCausalLM Lfm2ForCausalLM", "plain", {"prepare": hide_signatures, "suffix": "hidden"}),
     # On a rank there may be one token: recurrent layers get no mask then, as in decoding.
     ("Lfm2ForCausalLM", "two tokens", {"rings": on(0, "contiguous"), "trains": True}),
     # Kernels reach across a whole chunk; with biases the output for padding is not zero.
@@ -233,34 +205,22 @@ def llama(rope_type: str, parameters: dict[str, Any]) -> dict[str, Any]:
     return changes("llama", rope, head_dim=8)
 
 
-def rotary() -> Iterator[Any]:
-    """Yield rotary embeddings: each field, which has to have an effect, and each of the models."""
-    for rope_type, (needed, others) in TYPES.items():
-        for name, value in others.items():
-            before = {**needed, **BESIDE.get((rope_type, name), {})}
-            own: dict[str, Any] = {
-                "changes": llama(rope_type, {**before, name: value}),
-                "unlike": llama(rope_type, before),
-            }
-            yield from rows("LlamaForCausalLM", "row", suffix=f"{rope_type}-{name}", **own)
-    for model, (kind, rope, batch) in MODELS.items():
-        yield from rows(model, batch, changes=changes(kind, rope))
-    for rope_type in ("dynamic", "longrope"):
-        given: dict[str, Any] = {
-            "changes": llama(rope_type, TYPES[rope_type][0]),
-            "suffix": rope_type,
-        }
-        # Scaling of a longer sequence stays until a short one comes, on all ranks alike.
-        yield from rows("LlamaForCausalLM", "lengths", **given)
-        # Below the limit, or with equal last positions, ranks choose alike without hooks, too.
-        yield from rows("LlamaForCausalLM", "short rows", by="shard_batch", **given)
+SCALED = {x: {"changes": llama(x, TYPES[x][0]), "suffix": x} for x in ("dynamic", "longrope")}
+#: Rotary embeddings: each field, which has to have an effect, and each of the models.
+ROTARY: list[Group] = [
+    *(("LlamaForCausalLM", "row", {"changes": llama(x, {**(before := needed | BESIDE.get((x, name), {})), name: value}), "unlike": llama(x, before), "suffix": f"{x}-{name}"})
+      for x, (needed, others) in TYPES.items() for name, value in others.items()),
+    *((model, batch, {"changes": changes(kind, rope)}) for model, (kind, rope, batch) in MODELS.items()),
+    # Scaling of a longer sequence stays until a short one comes, on all ranks alike.
+    *(("LlamaForCausalLM", "lengths", x) for x in SCALED.values()),
+    # Below the limit, or with equal last positions, ranks choose alike without hooks, too.
+    *(("LlamaForCausalLM", "short rows", {"by": "shard_batch", **x}) for x in SCALED.values()),
+]  # fmt: skip
 
 
 def table() -> Iterator[Any]:
-    """Yield the rows of all groups, and those of rotary embeddings."""
-    for models, batches, fields, *daily in GROUPS:
+    for models, batches, fields, *daily in GROUPS + ROTARY:
         yield from rows(models, batches, daily=daily[0] if daily else None, **fields)
-    yield from rotary()
 
 
 @pytest.mark.parametrize("row", [*table()])
@@ -270,19 +230,6 @@ def test_whole_and_split_are_alike(pools: dict[int, LocalRanks], row: Row) -> No
     except LocalRankError:
         pools.pop(row.ranks).close()  # ranks may be out of step
         raise
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@on_four_ranks
-def test_recomputed_layers_drop_the_same(reentrant: bool) -> None:
-    batch, cp, grads = whole("packed"), ContextParallel(), []
-    for checkpointing in (False, True):
-        model = build("Mistral", hf.register(), use_cache=False, attention_dropout=0.3).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model(**hf.shard_batch(cp, batch, model=model, dropout_seed=9)).loss.backward()
-        grads.append(gradients(model))
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-14)
 
 
 @on_four_ranks
@@ -309,6 +256,16 @@ def test_dropout(rank: int) -> None:
     layers = model.model.layers
     seeds = {_layer_seed(layer.self_attn, shard["attention_mask"]) for layer in layers}
     assert len(seeds) == len(layers) and all(0 <= seed < 2**64 for seed in seeds)
+    with pytest.raises(RankMismatchError, match="same samples"):
+        hf.shard_batch(ContextParallel(), batch, model=model, dropout_seed=rank // 2)
+    grads, shard = [], hf.shard_batch(ContextParallel(), batch, model=model, dropout_seed=9)
+    for recomputes in ({}, {"use_reentrant": False}, {"use_reentrant": True}):
+        model = build("Mistral", hf.register(), use_cache=False, attention_dropout=0.3).train()
+        if recomputes:
+            model.gradient_checkpointing_enable(recomputes)
+        model(**shard).loss.backward()
+        grads.append(gradients(model))
+        torch.testing.assert_close(grads[-1], grads[0], rtol=1e-12, atol=1e-14)
 
 
 GPTJ_RATES = {"attn_pdrop": 0.3, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -339,27 +296,6 @@ def test_dropout_of_attention(rank: int, name: str, rates: dict[str, Any]) -> No
         handle.remove()
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-7, atol=1e-9)
     assert float(outputs[0][0]) != float(result(model.eval(), case.whole, case)[0])
-
-
-@on_four_ranks
-def test_two_models_side_by_side(rank: int) -> None:
-    """Run two models with different options on two rings in turn; ranks have the same batch."""
-    pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model = build("Mistral", hf.register())
-    other = build("Mistral", hf.register("ring-eager", kernel=KernelConfig("eager", block_q=8)))
-    outs = []
-    for cp in (ContextParallel(None, "zigzag"), ContextParallel(pairs[rank // 2], "contiguous")):
-        shard = hf.shard_batch(cp, whole("packed"), model=model)
-        with Wide(), torch.no_grad():
-            outs += [cp.unshard(m(**shard).logits)[:, :LENGTH] for m in (model, other)]
-    for out in outs[1:]:
-        same(out, outs[0], "logits")
-    batch = whole("plain")
-    with pytest.raises(RankMismatchError, match="same samples"):
-        hf.shard_batch(ContextParallel(), batch, model=model, dropout_seed=rank // 2)
-    batch["input_ids"][0, 7] = rank == 2
-    with pytest.raises(RankMismatchError, match="rank"):
-        hf.shard_batch(ContextParallel(), batch, model=model)
 
 
 COPIED = (
@@ -423,8 +359,7 @@ def test_noise_by_hand() -> None:
     pair = build("BartForConditionalGeneration").train()
     hf.parallelize(pair, cp)
     noisy(pair)
-    with pytest.raises(UnsupportedError, match="two sequences"):
-        pair(input_ids=tokens, labels=tokens)
+    refused("two sequences", pair, input_ids=tokens, labels=tokens, error=UnsupportedError)
 
 
 class Critic(nn.Module):
@@ -456,8 +391,7 @@ def test_heads_of_hidden_states(name: str, head: str, reduction: Any) -> None:
             values = model(**batch)
         ((values - wanted).square() * batch["attention_mask"]).sum().backward()
     if reduction == "sum":
-        with pytest.raises(ValueError, match=r"head\.weight, head\.bias got hidden states"):
-            cp.reduce_gradients(split)
+        refused(r"head\.weight, head\.bias got hidden states", cp.reduce_gradients, split)
     reduce(split if reduction == "mean" else split.base, cp, reduction)
     own, expected = gradients(split), gradients(unsplit)
     torch.testing.assert_close({n: own[n] for n in expected}, expected, rtol=1e-8, atol=1e-10)
@@ -516,47 +450,6 @@ def test_the_choice_draws_no_random_numbers() -> None:
         with Wide():
             losses.append(model(**batch).loss)
     torch.testing.assert_close(*losses, rtol=0, atol=0)
-
-
-@pytest.mark.refused_in("5.14")
-def test_a_function_that_may_mix_tokens() -> None:
-    """Let a layer's forward call a function that the table does not know."""
-    model = build("Qwen3NextForCausalLM")
-    layer = model.model.layers[0].linear_attn
-    own = forward_of(type(layer))
-    assert own is not None
-    code = own.__code__
-    names = tuple("mixed" if x == "apply_mask_to_padding_states" else x for x in code.co_names)
-    other = FunctionType(
-        code.replace(co_names=names), own.__globals__ | {"mixed": lambda x, _: x.flip(1)}, "forward",
-        own.__defaults__,
-    )  # fmt: skip
-    layer.__class__ = type("OtherDeltaNet", (type(layer),), {"forward": other})
-    assert hf.check_model(model).whole_layers == (
-        "OtherDeltaNet calls mixed, which may mix tokens",
-    )
-    with pytest.raises(UnsupportedError, match="calls mixed"):
-        hf.parallelize(model, ContextParallel(), recurrent="split")
-
-
-@pytest.mark.refused_in("5.14")
-def test_a_forward_that_was_replaced() -> None:
-    model = build("Lfm2ForCausalLM")
-    layer = model.model.layers[0].conv
-    handle = hf.parallelize(model, ContextParallel(), recurrent="split")
-    assert hf.check_model(model).whole_layers == ()
-    handle.remove()
-    assert "forward" not in vars(layer)
-    layer.forward = layer.forward
-    assert "was replaced" in hf.check_model(model).whole_layers[0]
-
-
-def test_other_models_keep_their_functions() -> None:
-    """Parallelize one model: another of its class, in the same process, computes whole."""
-    model, other, batch = build("Lfm2ForCausalLM"), build("Lfm2ForCausalLM"), whole("right") | WHOLE
-    expected = run(model, batch)
-    hf.parallelize(other, ContextParallel())
-    assert all(map(torch.equal, run(model, batch), expected))
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])

@@ -16,6 +16,7 @@ import torch
 import transformers
 from hf_models import Wide, build
 from hf_rows import padded
+from refused import refused
 from sweep.compare import batch_of
 from torch import nn
 from transformers import AttentionMaskInterface, Trainer, TrainingArguments, masking_utils
@@ -117,7 +118,7 @@ def _another_scan(model: Any) -> None:
 
 #: Models, what is changed in their code, and the error: names of methods that are others, classes
 #: of other names, attributes that are gone.
-CHANGED: dict[str, tuple[str, Change, str]] = {
+CHANGED: dict[str, Any] = {
     "cache": (LLAMA4, lacks("Llama4TextAttention", *CACHES), "Llama4TextAttention .* no argument cache"),
     "counted-queries": (LLAMA4, lacks("Llama4TextAttention", "get_seq_length"), "no get_seq_length"),
     "mask-of-queries": (LLAMA4, lacks("Llama4TextAttention", "attention_mask"), "no attention_mask"),
@@ -147,22 +148,6 @@ CHANGED: dict[str, tuple[str, Change, str]] = {
     "window_size": (NEO, has_no("config", "GPTNeoSelfAttention"), r"no config\.window_size"),
     "attention_chunk_size": (LLAMA4, has_no("config", "Llama4TextModel"), r"no config\.attention_chunk_size"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CHANGED)
-def test_code_that_is_another_is_refused(case: str) -> None:
-    name, change, message = CHANGED[case]
-    model = build(name)
-    assert change(model) != 0
-    report = hf.check_model(model)
-    assert not report.exact
-    reasons = "; ".join(report.reasons)
-    assert re.search(message, reasons), reasons
-    if case == "cache":  # which names releases, too
-        assert f"of transformers {transformers.__version__} has no argument" in reasons
-        assert f"(tested: {', '.join(TESTED_RELEASES)})" in reasons
-    with pytest.raises(UnsupportedError, match=message):
-        hf.parallelize(model, ContextParallel())
 
 
 def given(owner: str, **values: Any) -> Change:
@@ -197,6 +182,22 @@ def _other_loss(model: Any) -> None:
     model.forward = lambda *args, **kwargs: {"total_loss": forward(*args, **kwargs).loss}
 
 
+def _unknown_call(model: Any) -> int:
+    """Let a layer call a function that no table knows."""
+
+    def change(cls: Any) -> dict[str, Any]:
+        own = renamed(cls.forward, ("apply_mask_to_padding_states",))
+        known = own.__globals__ | {"renamed": lambda x, _: x.flip(1)}
+        return {"forward": FunctionType(own.__code__, known, "forward", own.__defaults__)}
+
+    return with_class(model, "Qwen3NextGatedDeltaNet", change)
+
+
+def _own_forward(model: Any) -> None:
+    layer = model.model.layers[0].conv
+    layer.forward = layer.forward
+
+
 def _without_router_logits(output: Any) -> Any:
     output["router_logits"] = None
     return output
@@ -204,7 +205,7 @@ def _without_router_logits(output: Any) -> Any:
 
 #: What ``hf.parallelize`` alone needs, and what a hook is not given in a forward: models, what is
 #: changed before they are parallelized, and after, and the error.
-CALLED: dict[str, tuple[str, Change | None, Change | None, str]] = {
+CALLED: dict[str, Any] = {
     "head": ("LlamaForSequenceClassification", lambda x: delattr(x, "score"), None, r"LlamaForSequenceClassification .* has no score"),
     "attention": (LLAMA, lambda x: setattr(x, "set_attn_implementation", lambda _: None), None, "no attention that set_attn_implementation sets"),
     "loss": (LLAMA, None, _other_loss, "the output of LlamaForCausalLM .* has no loss"),
@@ -218,27 +219,38 @@ CALLED: dict[str, tuple[str, Change | None, Change | None, str]] = {
     "rows": (GRIFFIN, None, returns(lambda x: x[0][:, 1:], "model.layers.0.temporal_block"), "RecurrentGemmaRecurrentBlock must return"),
     "state": ("Lfm2ForCausalLM", None, lambda x: given("Lfm2ShortConv", **{CACHE: transformers.DynamicCache(config=x.config)})(x), r"Lfm2ShortConv is split .* there is no cache"),
     "layer": (NEXT, None, given("Qwen3NextGatedDeltaNet", attention_mask=None), "without the mask of a split batch"),
+    # Layers that are asked to be split.
+    "mixer": (NEXT, _unknown_call, None, "Qwen3NextGatedDeltaNet calls renamed, which may mix tokens"),
+    "forward": ("Lfm2ForCausalLM", _own_forward, None, "was replaced"),
     "queries": (LLAMA4, None, given("Llama4TextAttention", attention_mask=None), "Llama4TextAttention is given a cache, or no mask"),
 }  # fmt: skip
 
 
-if transformers.__version__ < "5.20":  # there this layer runs on whole sequences
-    del CALLED["state"]
+RECURRENT: dict[str, Any] = {"rows": "whole", "mixer": "split", "forward": "split"}
+if transformers.__version__ < "5.20":  # there these layers run on whole sequences
+    for case in ("state", "mixer", "forward"):
+        del CALLED[case]
 
 
-@pytest.mark.parametrize("case", CALLED)
-def test_what_a_hook_is_not_given_in_a_forward(case: str) -> None:
-    name, before, after, message = CALLED[case]
+@pytest.mark.parametrize("case", [*CHANGED, *CALLED])
+def test_code_that_is_another_is_refused(case: str) -> None:
+    name, before, *afterwards, message = (CHANGED | CALLED)[case]
     changes: dict[str, Any] = {"output_router_logits": True} if name == "Mixtral" else {}
     model = build(name, **changes)
     batch = batch_of(model)
     labels = {"labels": batch["input_ids"]} if name in (LLAMA, "Mixtral") else {}
     if before is not None:
-        before(model)
+        assert before(model) != 0
+    if case in CHANGED:
+        reasons = "; ".join(hf.check_model(model).reasons)
+        assert re.search(message, reasons), reasons
+        if case == "cache":  # which names releases, too
+            assert f"of transformers {transformers.__version__} has no argument" in reasons
+            assert f"(tested: {', '.join(TESTED_RELEASES)})" in reasons
 
     def run() -> None:
-        hf.parallelize(model, ContextParallel(), recurrent="whole" if name == GRIFFIN else "auto")
-        if after is not None:
+        hf.parallelize(model, ContextParallel(), recurrent=RECURRENT.get(case, "auto"))
+        for after in filter(None, afterwards):
             after(model)
         model(**batch, **labels)
 
@@ -249,12 +261,13 @@ def test_what_a_hook_is_not_given_in_a_forward(case: str) -> None:
 @pytest.mark.parametrize("name", ["Lfm2ForCausalLM", "BartForCausalLM"])
 def test_a_part_that_is_not_told_its_batch_is_refused(name: str) -> None:
     model = build(name)
+    before = hf.check_model(model)
     handle = hf.parallelize(model, ContextParallel())
+    assert hf.check_model(model) == before
     model(**padded(12)).loss.backward()
     part = "model.layers.0.conv" if "Lfm2" in name else "model.decoder.embed_positions"
     module, hidden = model.get_submodule(part), torch.zeros(1, 12, 32).double()
-    with pytest.raises(UnsupportedError, match="without the mask of a split batch"):
-        module(hidden)
+    refused("without the mask of a split batch", module, hidden, error=UnsupportedError)
     handle.remove()
     module(hidden)
 
@@ -269,8 +282,7 @@ def test_a_function_of_transformers(
 ) -> None:
     if name in MASKS:
         monkeypatch.delattr(masking_utils, name)
-        with pytest.raises(UnsupportedError, match=f"masking_utils .* has no {name}"):
-            hf.register()
+        refused(f"masking_utils .* has no {name}", hf.register, error=UnsupportedError)
         return
     trainer = Trainer(build(LLAMA), TrainingArguments(str(tmp_path), report_to="none"))
     if name == "get_tp_size":  # found in the code of the method that calls it

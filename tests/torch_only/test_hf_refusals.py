@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 from weakref import ref
 
 import pytest
@@ -18,6 +18,7 @@ import transformers
 from hf_models import LENGTH, build, whole
 from hf_rows import activated, padded, tagged
 from on_ranks import on_ranks
+from refused import refused
 from sweep.tiny import config_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -44,40 +45,27 @@ def shard(batch: dict[str, Any], model: Any = ANY, layout: Any = "zigzag") -> An
     return hf.shard_batch(ContextParallel(layout=layout), batch, model=model)
 
 
-def refused(message: str, call: Callable[[], Any], error: type = UnsupportedError) -> None:
-    with pytest.raises(error, match=message):
-        call()
+unsupported = partial(refused, error=UnsupportedError)
 
 
-def test_labels_are_shifted_before_the_split() -> None:
+def test_inputs_beside_tokens_are_split() -> None:
     batch = whole("right")
-    split = shard(batch, layout=EVEN)
-    expected = pad(batch["labels"][:, 1:], (0, 2), value=-100)  # with one token of padding
-    assert torch.equal(split["shift_labels"], expected)
-    assert split["num_items_in_batch"] == int((expected != -100).sum())
-    assert torch.equal(split["position_ids"][:, :LENGTH], torch.arange(LENGTH).expand(2, -1))
-    for misuse in (lambda x: x[:, 1:], lambda x: pad(x, (0, 1)), lambda x: x.view(-1), torch.ravel):
-        refused("shift_labels", partial(misuse, split["labels"]))
-    model_inputs = {"input_ids": batch["input_ids"], "shift_labels": batch["labels"]}
-    assert torch.equal(
-        shard(model_inputs, layout=EVEN)["shift_labels"][:, :LENGTH], batch["labels"]
-    )
+    own = {"input_ids": batch["input_ids"], "shift_labels": batch["labels"]}
+    assert torch.equal(shard(own, layout=EVEN)["shift_labels"][:, :LENGTH], batch["labels"])
     embeddings = torch.ones(2, LENGTH, 32, requires_grad=True)
     split = shard({"inputs_embeds": embeddings, "token_type_ids": batch["input_ids"]}, layout=EVEN)
-    assert split["inputs_embeds"].shape == (2, LENGTH + 1, 32)
     assert split["inputs_embeds"].requires_grad and "labels" not in split
-    assert split["token_type_ids"].shape == (2, LENGTH + 1)
+    assert split["token_type_ids"].shape == split["inputs_embeds"].shape[:2] == (2, LENGTH + 1)
 
 
 def test_documents_cost_nothing_where_they_say_nothing() -> None:
-    kinds = ("contiguous", "right", "left", "packed", "flattened")
-    contiguous, right, left, packed, flattened = (
-        shard(whole(kind), layout=EVEN)["attention_mask"] for kind in kinds
+    plain, right, left, packed, flattened = (
+        shard(whole(kind), layout=EVEN)["attention_mask"]
+        for kind in ("plain", "right", "left", "packed", "flattened")
     )
-    assert contiguous.single and contiguous.segment_ids is None
-    assert contiguous.cu_seqlens == (0, LENGTH, LENGTH + 1)
-    assert right.single and not left.single
-    assert flattened.cu_seqlens == (0, 5, 6, 23, 43, 44) and flattened.segment_ids is None
+    assert plain.single and right.single and not left.single
+    assert plain.segment_ids is None and plain.cu_seqlens == (0, LENGTH, LENGTH + 1)
+    assert flattened.segment_ids is None and flattened.cu_seqlens == (0, 5, 6, 23, 43, 44)
     assert packed.cu_seqlens is None and (packed.segment_ids[:, -1] == -1).all()
 
 
@@ -117,7 +105,7 @@ def test_masks_of_a_models_own(case: int) -> None:
     sizes: dict[str, Any] = {"batch_size": 2, "q_length": 48, "kv_length": 48}
     mask_of = partial(ring_mask, **sizes, mask_function=function, attention_mask=of_batch)
     if pattern is None:
-        refused("other than causal, bidirectional or sliding", mask_of)
+        unsupported("other than causal, bidirectional or sliding", mask_of)
         return
     mask: Any = mask_of()
     assert (mask.causal, mask.window) == pattern
@@ -125,7 +113,7 @@ def test_masks_of_a_models_own(case: int) -> None:
     assert ring_mask(**sizes, attention_mask=mask) is mask
     assert mask[:, :, slice(-0, None), :] is mask is mask[:, :, :, :48]
     for cut in ((..., slice(1, None)), (slice(None), 0), (slice(None),) * 3 + (slice(0, 47),)):
-        refused("read or changed", partial(mask.__getitem__, cut))
+        unsupported("read or changed", mask.__getitem__, cut)
 
 
 GIVEN = {"input_ids": TOKENS}
@@ -155,12 +143,6 @@ BATCHES: list[tuple[dict[str, Any], str] | tuple[dict[str, Any], str, type]] = [
     ({**GIVEN, "use_cache": True}, "no cache"),
     ({**GIVEN, "output_attentions": True}, "never held"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", range(len(BATCHES)))
-def test_batches_that_cannot_be_split(case: int) -> None:
-    batch, message, *error = BATCHES[case]
-    refused(message, partial(shard, batch), *error)
 
 
 def test_models_that_would_answer_wrong() -> None:
@@ -205,9 +187,9 @@ def test_models_that_would_answer_wrong() -> None:
         (partial(hf.register, "ring-none", kernel="none"), "kernel", ValueError),
     ]  # fmt: skip
     for call, message, *error in whole_batch:
-        refused(message, call, *error)
+        refused(message, call, error=(*error, UnsupportedError)[0])
     model.config.layer_types = ["full_attention", "linear_attention"]
-    refused("linear_attention", partial(masking_utils.create_causal_mask, *arguments))
+    unsupported("linear_attention", masking_utils.create_causal_mask, *arguments)
     assert hf.register() == "ring" and "ring-none" not in transformers.AttentionInterface()
 
 
@@ -290,8 +272,15 @@ SPLIT: dict[str, Any] = {"recurrent": "split"}
 GPT_NEO = ("GPTNeoForCausalLM", "transformer.h.0.attn.attention", "attn_dropout")
 ALIBI = ("BloomForCausalLM", "transformer.h.0.self_attention", "inv_norm_factor")
 
+MISUSES: list[Any] = [
+    lambda x: x[:, 1:],
+    lambda x: pad(x, (0, 1)),
+    lambda x: x.view(-1),
+    torch.ravel,
+]
 #: What is refused: the call, the error's words, and its class if it is no UnsupportedError.
-CALLS: dict[str, tuple[Callable[[], Any], str] | tuple[Callable[[], Any], str, type]] = {
+CALLS: dict[str, Any] = {
+    **{f"{n} {message}": (partial(shard, batch), message, *error) for n, (batch, message, *error) in enumerate(BATCHES)},
     # Batches of parallelized models.
     "no decoder": (call(T5, {}), "decoder_input_ids .* or labels", ValueError),
     "encoder's outputs": (call(T5, {"labels": ROW, "encoder_outputs": (ROW,)}), "encoder_outputs"),
@@ -331,6 +320,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str] | tuple[Callable[[], Any], str, t
     "routers": (switched("MixtralForCausalLM", output_router_logits=True), "output_router_logits"),
     # What needs hooks, and what is no model.
     "by hand": (lambda: shard(GIVEN, on_meta("BloomForCausalLM")), r"hf\.parallelize"),
+    **{f"shifted labels {n}": (lambda x=x: x(shard(whole("right"), layout=EVEN)["labels"]), "shift_labels") for n, x in enumerate(MISUSES)},
     "no module": (lambda: hf.check_model("llama"), r"must be a torch\.nn\.Module", ValueError),  # type: ignore[arg-type]  # wrong on purpose
     "no model": (lambda: hf.shard_batch(ContextParallel(), GIVEN), "model", TypeError),  # type: ignore[call-arg]  # wrong on purpose
 }  # fmt: skip
@@ -341,7 +331,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str] | tuple[Callable[[], Any], str, t
 @pytest.mark.parametrize("case", CALLS)
 def test_what_is_refused(case: str) -> None:
     call_of_case, message, *error = CALLS[case]
-    refused(message, call_of_case, *error)
+    refused(message, call_of_case, error=(*error, UnsupportedError)[0])
 
 
 def test_scores_that_are_passed_on_are_served() -> None:
@@ -364,13 +354,11 @@ def test_losses_other_than_cross_entropy() -> None:
         lambda: cross_entropy(logits, flat, ignore_index=0),
         lambda: cross_entropy(logits, flat, reduction="none"),
     ):  # fmt: skip
-        refused("cross entropy of logits", misuse)
+        unsupported("cross entropy of logits", misuse)
     tokens = {"input_ids": batch["input_ids"]}
-    for more, message in (
-        ({"shift_labels": batch["labels"]}, "give labels instead"),
-        ({"start_positions": torch.ones(2)}, "start_logits and end_logits"),
-    ):
-        refused(message, partial(shard, tokens | more, model), ValueError)
+    refused("give labels instead", shard, tokens | {"shift_labels": batch["labels"]}, model)
+    positions = {"start_positions": torch.ones(2)}
+    refused("start_logits and end_logits", shard, tokens | positions, model)
 
 
 def test_a_strategy_of_the_models_own_attention() -> None:
@@ -378,17 +366,11 @@ def test_a_strategy_of_the_models_own_attention() -> None:
     hf.parallelize(model, cp).remove()
     handle = hf.parallelize(model, cp, strategy="gather")
     assert hf.parallelize(model, cp, strategy="gather") is handle
-    refused(
-        "parallelized already, with",
-        partial(hf.parallelize, model, cp, strategy="ring"),
-        ValueError,
-    )
+    refused("parallelized already, with", hf.parallelize, model, cp, strategy="ring")
     handle.remove()
-    for strategy, message in (
-        ("ulysses", "'ring-gather' was registered with strategy='gather'"),
-        ("a2a", "strategy name"),
-    ):
-        refused(message, partial(hf.parallelize, model, cp, strategy=strategy), ValueError)
+    message = "'ring-gather' was registered with strategy='gather'"
+    refused(message, hf.parallelize, model, cp, strategy="ulysses")
+    refused("strategy name", hf.parallelize, model, cp, strategy="a2a")
     assert model.config._attn_implementation == "ring-gather"
 
 
@@ -436,13 +418,10 @@ def _attend(x: Tensor) -> Any:
         ("self_attn", OwnAttention, False), ("self_attn", AliasedAttention, True),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("layers", [1, 2])
-def test_parts_that_users_add(
-    place: str, part: Callable[[], nn.Module], is_exact: bool, layers: int
-) -> None:
+def test_parts_that_users_add(place: str, part: Callable[[], nn.Module], is_exact: bool) -> None:
+    """Ask about a model of two layers, of which the first has a part that users add."""
     model: Any = build("LlamaForCausalLM")
-    for layer in model.model.layers[:layers]:
-        layer.set_submodule(place, part())
+    model.model.layers[0].set_submodule(place, part())
     assert hf.check_model(model).exact is is_exact
 
 
@@ -451,39 +430,19 @@ def test_the_routers_loss_within_a_users_module() -> None:
     outer = nn.ModuleDict({"inner": model})
     assert hf.check_model(outer).reasons == hf.check_model(model).reasons != ()
     assert report_of(outer, joins_router=True).exact
-    refused(
-        "must be a model of transformers",
-        partial(hf.parallelize, outer, ContextParallel()),
-        ValueError,
-    )
-    refused("output_router_logits", partial(shard, GIVEN, outer))
+    refused("must be a model of transformers", hf.parallelize, outer, ContextParallel())
+    unsupported("output_router_logits", shard, GIVEN, outer)
     assert hf.check_model(nn.Linear(2, 2)) == hf.ModelReport()
-
-
-class Peft(nn.Module):
-    """A wrapper like PEFT's."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.base_model = model
-
-    def get_base_model(self) -> Any:
-        """Return the model that has the adapters."""
-        return self.base_model
-
-
-def test_prompts_that_peft_puts_before_a_sequence_are_refused() -> None:
-    model: Any = Peft(build("LlamaForCausalLM"))
-    assert hf.check_model(model).exact
-    model.active_peft_config = SimpleNamespace(is_prompt_learning=True)
-    assert not hf.check_model(model).exact
 
 
 @on_ranks
 def test_wrapped_models_count_as_what_is_wrapped() -> None:
+    import peft
+
+    adapted = partial(peft.get_peft_model, peft_config=peft.LoraConfig(target_modules=["query"]))
     wraps: dict[str, Any] = {
-        "peft": Peft, "module": lambda x: nn.ModuleDict({"inner": nn.ModuleDict({"model": x})}),
-        "compiled": torch.compile, "compiled peft": lambda x: torch.compile(Peft(x)),
+        "peft": adapted, "module": lambda x: nn.ModuleDict({"inner": nn.ModuleDict({"model": x})}),
+        "compiled": torch.compile, "compiled peft": lambda x: torch.compile(adapted(x)),
         "ddp": DistributedDataParallel, "fsdp": fully_shard,
     }  # fmt: skip
     names = ("RobertaForMaskedLM", "RobertaForSequenceClassification")
@@ -494,21 +453,14 @@ def test_wrapped_models_count_as_what_is_wrapped() -> None:
         assert hf.check_model(wrap(model)) == expected, kind
 
 
-def test_a_model_is_checked_once_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[nn.Module] = []
-
-    def counted(model: nn.Module) -> hf.ModelReport:
-        calls.append(model)
-        return hf.check_model(model)
-
-    monkeypatch.setattr(batch_by_hand, "check_model", counted)
+def test_a_model_is_checked_once_and_not_kept() -> None:
     model = build("BertForMaskedLM")
-    for _ in range(3):
-        shard(GIVEN, model)
-    assert calls == [model]
+    with patch.object(batch_by_hand, "check_model", side_effect=hf.check_model) as spy:
+        for _ in range(3):
+            shard(GIVEN, model)
+        spy.assert_called_once_with(model)
     kept = ref(model)
-    del model
-    calls.clear()
+    del model, spy
     gc.collect()
     assert kept() is None
 
@@ -530,6 +482,6 @@ def test_it_is_refused_before_anything_is_sent(rank: int, name: str) -> None:
     assert message in (report.no_labels or "; ".join(report.reasons))
     assert report.exact == bool(labels)
     if rank == 0:
-        refused(message, partial(shard, GIVEN | labels, model))
+        unsupported(message, shard, GIVEN | labels, model)
     if labels:  # the model itself is exact
         shard(GIVEN, model)

@@ -27,6 +27,7 @@ from accelerate import ParallelismConfig
 from hf_models import build
 from on_ranks import on_two_ranks
 from packaging.version import Version
+from refused import refused
 from trained import arguments, be_started, collate, documents
 from transformers import Trainer
 from trl_trained import MESHES, TRAINERS, Steps, be_fsdp2, learned, trainer_of
@@ -57,140 +58,101 @@ DAILY = {
 }  # fmt: skip
 
 
-def rows_on_rings() -> Iterator[tuple[str, Steps]]:
-    """Yield steps on rings in the Trainer's own DDP, with their ids."""
-    plain, mesh_of = partial(Steps, "trainer"), {1: "DDP", 2: "DDP of two"}
+COMPILED: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
+EACH: dict[str, Any] = {"average_tokens_across_devices": False}
+ONLY_LOSSES: dict[str, Any] = {"prediction_loss_only": True}
+NOISE: dict[str, Any] = {"neftune_noise_alpha": 5.0}
+SINGLE: dict[str, Any] = {"dtype": torch.float32, "tolerance": 1e-3}
+ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+CLASSIFIER = {"head": "ForTokenClassification", "num_labels": 61, "classifier_dropout": 0.0}
+OPTIONS: dict[str, Any] = {"sft": {"packing": True}, "gkd": {"max_new_tokens": 9}}
+PARTS = {"state_dict_type": "SHARDED_STATE_DICT"}
+plain, ddp = partial(Steps, "trainer"), partial(Steps, "trainer", "DDP")
+MESH_OF = {1: "DDP", 2: "DDP of two"}
+#: Older versions resume on CPUs in one process only: they look for "cpu:0".
+RESUMES = Version(transformers.__version__) >= Version("5.20")
 
-    def averages(x: bool) -> dict[str, Any]:
-        return {"average_tokens_across_devices": x}
 
-    def accumulated(steps: int) -> dict[str, Any]:
-        return {"gradient_accumulation_steps": steps}
+def averaged(across: bool, steps: int) -> dict[str, Any]:
+    return {"average_tokens_across_devices": across, "gradient_accumulation_steps": steps}
 
-    for count, x, smoothing, n in product((1, 4), (True, False), (0.0, 0.1), (1, 2)):
-        options = accumulated(count) | averages(x) | {"label_smoothing_factor": smoothing}
-        yield f"matrix-{count}-{x}-{smoothing}-{n}", plain(mesh_of[n], options)
-    yield "no labels", plain("DDP", averages(False), data={"masked_tail": True})
-    for name in ("Qwen3", "Gemma3", "GptOss", "Mixtral", "DeepseekV3", "LoRA"):
-        way, model = ("LoRA", "Llama") if name == "LoRA" else ("", name)
-        yield f"family-{name}", plain("DDP", accumulated(4), way=way, model=(model, {}))
-    for n, mesh in mesh_of.items():
-        yield f"stream-{n}", plain(mesh, data={"is_stream": True})
-        yield f"whole logits-{n}", plain(mesh, logits="gather")
-        # Older versions resume on CPUs in one process only: they look for "cpu:0".
-        resumed = mesh if Version(transformers.__version__) >= Version("5.20") else None
-        yield f"session-{n}", plain(mesh, {"label_smoothing_factor": 0.1}, resumed=resumed)
-    for x, count in product((True, False), (1, 2)):
-        head = {"head": "ForTokenClassification", "num_labels": 61, "classifier_dropout": 0.0}
-        options = averages(x) | accumulated(count)
-        yield f"token classifier-{x}-{count}", plain("DDP", options, model=("Llama", head))
-    routers = ("Mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.5})
-    for x in (True, False):
-        options = averages(x) | {"prediction_loss_only": True}
-        yield f"router-{x}", plain("DDP", options, model=routers, unlike=(options, {}))
+
+#: Steps on rings in the Trainer's own DDP.
+ON_RINGS: dict[str, Steps] = {
+    **{f"matrix-{steps}-{x}-{smooth}-{n}": plain(MESH_OF[n], averaged(x, steps) | {"label_smoothing_factor": smooth})
+       for steps, x, smooth, n in product((1, 4), (True, False), (0.0, 0.1), (1, 2))},
+    "no labels": ddp(EACH, data={"masked_tail": True}),
+    **{f"family-{x}": ddp({"gradient_accumulation_steps": 4}, model=(x, {})) for x in ("Qwen3", "Gemma3", "GptOss", "Mixtral", "DeepseekV3")},
+    "family-LoRA": ddp({"gradient_accumulation_steps": 4}, way="LoRA"),
+    **{f"stream-{n}": plain(mesh, data={"is_stream": True}) for n, mesh in MESH_OF.items()},
+    **{f"whole logits-{n}": plain(mesh, logits="gather") for n, mesh in MESH_OF.items()},
+    **{f"session-{n}": plain(mesh, {"label_smoothing_factor": 0.1}, resumed=mesh if RESUMES else None) for n, mesh in MESH_OF.items()},
+    **{f"token classifier-{x}-{n}": ddp(averaged(x, n), model=("Llama", CLASSIFIER)) for x, n in product((True, False), (1, 2))},
+    **{f"router-{x}": ddp(y := ONLY_LOSSES | {"average_tokens_across_devices": x}, model=("Mixtral", ROUTERS), unlike=(y, {})) for x in (True, False)},
     # NEFTune's strength is that of the whole odd length, its numbers are those of one device.
-    for suffix, mesh, more in (
-        ("", "DDP", {}), ("-LoRA", "DDP", {"way": "LoRA"}), ("-gather", "DDP", {"logits": "gather"}),
-        ("-Qwen3", "DDP", {"model": ("Qwen3", {})}), ("-two rings", "DDP of two", {}),
-    ):  # fmt: skip
-        noise = {"neftune_noise_alpha": 5.0}
-        yield f"noise{suffix}", plain(mesh, noise, unlike=({}, {}), **more)
+    "noise": ddp(NOISE, unlike=({}, {})), "noise-LoRA": ddp(NOISE, unlike=({}, {}), way="LoRA"),
+    "noise-gather": ddp(NOISE, unlike=({}, {}), logits="gather"),
+    "noise-Qwen3": ddp(NOISE, unlike=({}, {}), model=("Qwen3", {})),
+    "noise-two rings": plain("DDP of two", NOISE, unlike=({}, {})),
     # A Trainer is trusted by class, not package: a loss that reads logits needs whole ones.
-    for kind in TRAINERS:
-        options = {"packing": True} if kind == "sft" else {}
-        options |= {"max_new_tokens": 9} if kind == "gkd" else {}
-        yield kind, Steps(kind, "DDP", options)
+    **{x: Steps(x, "DDP", OPTIONS.get(x, {})) for x in TRAINERS},
     # TRL replaces the model's forward when a Trainer is made: before the hooks or after them.
-    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    for kind in ("dpo", "kto", "sft"):
-        yield f"model first-{kind}", Steps(kind, "DDP", way="model first")
-        yield f"LoRA-{kind}", Steps(kind, "DDP", way="LoRA")
-        yield f"compiled-{kind}", Steps(kind, "DDP", compiled, dtype=torch.float32, tolerance=1e-3)
-        yield f"no logits-{kind}", Steps(kind, "DDP", logits="none")
-        if kind != "sft":
-            yield f"precomputed-{kind}", Steps(kind, "DDP", way="precomputed")
+    **{f"model first-{x}": Steps(x, "DDP", way="model first") for x in ("dpo", "kto", "sft")},
+    **{f"LoRA-{x}": Steps(x, "DDP", way="LoRA") for x in ("dpo", "kto", "sft")},
+    **{f"compiled-{x}": Steps(x, "DDP", COMPILED, **SINGLE) for x in ("dpo", "kto", "sft")},
+    **{f"no logits-{x}": Steps(x, "DDP", logits="none") for x in ("dpo", "kto", "sft")},
+    **{f"precomputed-{x}": Steps(x, "DDP", way="precomputed") for x in ("dpo", "kto")},
+}  # fmt: skip
 
-
+grpo, rloo = partial(Steps, "grpo", "DDP of two"), partial(Steps, "rloo", "DDP of two")
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
-
-
-def rows_of_samplers() -> Iterator[tuple[str, Steps]]:
-    """Yield steps that sample on each of two rings, with their ids."""
-    grpo, rloo = partial(Steps, "grpo", "DDP of two"), partial(Steps, "rloo", "DDP of two")
-    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    adaptive = {"use_adaptive_entropy": True, "entropy_target": 2.0, "entropy_coef": 0.01}
-    yield from ((f"loss of {name}", grpo({"loss_type": name})) for name in LOSSES)
-    yield "sequences", grpo({"importance_sampling_level": "sequence", "steps_per_generation": 4})
-    yield "a reference", grpo({"beta": 0.1, "temperature": 0.7, "scale_rewards": "batch"})
-    yield "entropy", grpo({"entropy_coef": 0.05, "top_entropy_quantile": 0.5})
-    yield "adaptive entropy", grpo(adaptive)
-    yield "grpo with LoRA", grpo({"beta": 0.1}, way="LoRA")
-    yield "routers", grpo(model=("Mixtral", {}))
-    yield "grpo compiled", grpo(compiled)
-    yield "grpo without logits", grpo({"beta": 0.1}, logits="none")
-    yield "grpo model first", grpo(way="model first")
-    yield "old samples", grpo({"num_iterations": 2, "mask_truncated_completions": True})
-    yield "random numbers in a rollout function", grpo(way="rollout")
-    yield "rloo", rloo(compiled)
-    yield "rloo with LoRA", rloo({"beta": 0.1}, way="LoRA", logits="none")
-    yield "rloo with a reference", rloo({"beta": 0.2, "temperature": 0.7, "num_iterations": 2})
-
+#: Steps that sample on each of two rings.
+OF_SAMPLERS: dict[str, Steps] = {
+    **{f"loss of {x}": grpo({"loss_type": x}) for x in LOSSES},
+    "sequences": grpo({"importance_sampling_level": "sequence", "steps_per_generation": 4}),
+    "a reference": grpo({"beta": 0.1, "temperature": 0.7, "scale_rewards": "batch"}),
+    "entropy": grpo({"entropy_coef": 0.05, "top_entropy_quantile": 0.5}),
+    "adaptive entropy": grpo({"use_adaptive_entropy": True, "entropy_target": 2.0, "entropy_coef": 0.01}),
+    "grpo with LoRA": grpo({"beta": 0.1}, way="LoRA"), "routers": grpo(model=("Mixtral", {})),
+    "grpo compiled": grpo(COMPILED), "grpo without logits": grpo({"beta": 0.1}, logits="none"),
+    "grpo model first": grpo(way="model first"),
+    "old samples": grpo({"num_iterations": 2, "mask_truncated_completions": True}),
+    "random numbers in a rollout function": grpo(way="rollout"),
+    "rloo": rloo(COMPILED), "rloo with LoRA": rloo({"beta": 0.1}, way="LoRA", logits="none"),
+    "rloo with a reference": rloo({"beta": 0.2, "temperature": 0.7, "num_iterations": 2}),
+}  # fmt: skip
 
 KINDS = ("trainer", "sft", "dpo", "kto", "reward")
-
-
-def rows_on_meshes() -> Iterator[tuple[str, Steps]]:
-    """Yield steps whose weights FSDP2 shards over data x ring, with their ids."""
-    others = {
-        "ring": "ring of 3", "TP": "TP", "HSDP": "data of 4 x ring", "data x ring": "data x ring of 3",
-    }  # fmt: skip
-    for kind, (mesh, other) in product(KINDS, others.items()):
-        resumed = None if f"{kind} on {mesh}" in DAILY else other
-        split = 2 if mesh == "ring" else 4
-        yield f"{kind} on {mesh}", Steps(kind, mesh, resumed=resumed, split=split)
-    parts = {"state_dict_type": "SHARDED_STATE_DICT"}
-    yield (
-        "parts in files",
-        Steps("sft", "data x ring", settings=parts, resumed="data x ring of 3", split=4),
-    )
-    yield (
-        "loaded once",
-        Steps("sft", "ring", settings={"cpu_ram_efficient_loading": True, "drifts": True}),
-    )
-    single: dict[str, Any] = {"dtype": torch.float32}
-    for kind, name in product(KINDS, ("bf16", "fp16")):
-        key = {"bf16": "bfloat16", "fp16": "float16"}[name]
-        yield f"{key}-{kind}", Steps(kind, "ring", {name: True}, **single)
-    single |= {"tolerance": 1e-3}
-    layers = {"activation_checkpointing": True}
-    yield (
-        "checkpointed layers",
-        Steps("sft", "ring", settings=layers, resumed="ring of 3", **single),
-    )
-    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    yield "compiled", Steps("sft", "ring", compiled, **single)
-    each = {"average_tokens_across_devices": False}
-    yield "each rank's own mean", Steps("sft", "data x ring", each, split=4)
-    yield "each rank's own mean beside TP", Steps("trainer", "TP", each, split=4)
-    for kind in ("sft", "dpo"):
-        yield f"LoRA on ring-{kind}", Steps(kind, "ring", way="LoRA", resumed="ring of 3")
-    only_losses = {"prediction_loss_only": True}
-    for logits in ("gather", "none"):
-        yield f"logits-{logits}", Steps("trainer", "ring", only_losses, logits=logits)
-    smooth = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
-    yield "smooth labels and noise", Steps("trainer", "data x ring", smooth, split=4)
-    for key, name, changes in (
-        ("a router's loss", "Mixtral", {"output_router_logits": True}),
-        ("tied embeddings", "Llama", {"tie_word_embeddings": True}),
-        ("recurrent layers", "Qwen3NextForCausalLM", {}),
-    ):
-        yield key, Steps("trainer", "ring", only_losses, model=(name, changes), resumed="ring of 3")
-    yield "without a mesh", Steps("sft", "none", {"packing": True})
+#: Meshes, and those on which the second half runs again.
+OTHERS = {
+    "ring": "ring of 3", "TP": "TP", "HSDP": "data of 4 x ring", "data x ring": "data x ring of 3",
+}  # fmt: skip
+sft, on_ring = partial(Steps, "sft"), partial(Steps, "trainer", "ring")
+#: Steps whose weights FSDP2 shards over data x ring.
+ON_MESHES: dict[str, Steps] = {
+    **{(key := f"{x} on {mesh}"): Steps(x, mesh, resumed=None if key in DAILY else other, split=2 if mesh == "ring" else 4)
+       for x, (mesh, other) in product(KINDS, OTHERS.items())},
+    "parts in files": sft("data x ring", settings=PARTS, resumed="data x ring of 3", split=4),
+    "loaded once": sft("ring", settings={"cpu_ram_efficient_loading": True, "drifts": True}),
+    **{f"bfloat16-{x}": Steps(x, "ring", {"bf16": True}, dtype=torch.float32) for x in KINDS},
+    **{f"float16-{x}": Steps(x, "ring", {"fp16": True}, dtype=torch.float32) for x in KINDS},
+    "checkpointed layers": sft("ring", settings={"activation_checkpointing": True}, resumed="ring of 3", **SINGLE),
+    "compiled": sft("ring", COMPILED, **SINGLE),
+    "each rank's own mean": sft("data x ring", EACH, split=4),
+    "each rank's own mean beside TP": plain("TP", EACH, split=4),
+    **{f"LoRA on ring-{x}": Steps(x, "ring", way="LoRA", resumed="ring of 3") for x in ("sft", "dpo")},
+    **{f"logits-{x}": on_ring(ONLY_LOSSES, logits=x) for x in ("gather", "none")},
+    "smooth labels and noise": plain("data x ring", NOISE | {"label_smoothing_factor": 0.1}, split=4),
+    "a router's loss": on_ring(ONLY_LOSSES, model=("Mixtral", {"output_router_logits": True}), resumed="ring of 3"),
+    "tied embeddings": on_ring(ONLY_LOSSES, model=("Llama", {"tie_word_embeddings": True}), resumed="ring of 3"),
+    "recurrent layers": on_ring(ONLY_LOSSES, model=("Qwen3NextForCausalLM", {}), resumed="ring of 3"),
+    "without a mesh": sft("none", {"packing": True}),
+}  # fmt: skip
 
 
 def table() -> Iterator[Any]:
     """Yield all steps, and marks of those that run at night or are refused."""
-    for key, x in (*rows_on_rings(), *rows_on_meshes(), *rows_of_samplers()):
+    for key, x in (ON_RINGS | ON_MESHES | OF_SAMPLERS).items():
         marks = [] if key in DAILY else [pytest.mark.nightly]
         if key.startswith("token classifier-True") or not x.mesh.startswith(("DDP", "none")):
             marks.append(pytest.mark.refused_in("5.14"))
@@ -373,12 +335,10 @@ def test_models_that_are_set_later_are_never_computed_whole(rank: int, tmp_path:
     trainer.ref_model = build("Llama").float()
     verify = partial(handle.verify, batch), partial(hf.verify, trainer, ring, batch)
     for call in (trainer.train, *verify):
-        with pytest.raises(ValueError, match="ref_model was set after"):
-            call()
+        refused("ref_model was set after", call)
     assert hf.parallelize(trainer, ring) is handle and trainer.ref_model._forward_pre_hooks
     trainer.model, model = build("Llama").float(), trainer.model
-    with pytest.raises(ValueError, match=r"not the one that hf\.parallelize has split"):
-        trainer.train()
+    refused(r"not the one that hf\.parallelize has split", trainer.train)
     trainer.model = model
     handle.remove()
     assert not trainer.ref_model._forward_pre_hooks
@@ -522,9 +482,6 @@ def test_settings_that_sample_on_each_rank_are_refused() -> None:
         check_rollouts(trainer, 1, cp_size)
 
     check()
-    with pytest.raises(UnsupportedError, match="use_vllm, which samples on each rank"):
-        check(use_vllm=True)
-    with pytest.raises(ValueError, match="generation_batch_size: 1 rings of 4 ranks take 2"):
-        check(4, steps_per_generation=1)
-    with pytest.raises(ValueError, match="per_device_eval_batch_size: 1 rings of 2 ranks take 2"):
-        check(eval_strategy="steps")
+    refused("use_vllm, which samples on each rank", check, use_vllm=True, error=UnsupportedError)
+    refused("generation_batch_size: 1 rings of 4 ranks take 2", check, 4, steps_per_generation=1)
+    refused("per_device_eval_batch_size: 1 rings of 2 ranks take 2", check, eval_strategy="steps")

@@ -1,12 +1,22 @@
-"""``replace_sdpa``: plain models compute on a ring what they compute on one process."""
+"""``replace_sdpa``: plain models compute on a ring what they compute on one process.
+
+Attention that a model reaches by another way than a plain call of torch's SDPA is exact or refused
+by name: another name of torch's function; a module that writes attention out, or attends to
+windows, next to one that calls it; code that is run again in the backward; modules that torch or
+the user compiled; masks of torch's own layers.
+"""
 
 from __future__ import annotations
 
 import copy
+import operator
+import re
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -52,23 +62,18 @@ def _run(model: Any, batch: dict[str, Tensor], mode: str) -> Tensor:
     return out.detach()
 
 
-SLOW = [
-    ("gpt", "blocks compiled", "zigzag"), ("dit", "compiled", "zigzag"),
-    ("pair", "blocks compiled", "contiguous"),
-]  # fmt: skip
+SLOW = [("gpt", "blocks compiled", "zigzag"), ("pair", "compiled", "contiguous")]
 RUNS = [
     *((name, "eager", "zigzag") for name in MODELS),
     *(("gpt", mode, "zigzag") for mode in MODES if mode != "eager"),
-    ("gpt", "eager", "striped"), ("vit", "inference", "zigzag"), *SLOW[1:],
+    ("gpt", "eager", "striped"), ("pair", "inference", "zigzag"), *SLOW[1:],
 ]  # fmt: skip
 
 
 #: A line of each model's list of modules.
 LISTED = {
     "gpt": "blocks.1.attention: own keys, causal, 8 queries, 8 keys of this rank",
-    "vit": "encoder.layers.0.self_attn: own keys, 8 queries, 8 keys of this rank",
-    "dit": "last.cross: whole keys, 6 queries, 5 keys of this rank",
-    "pair": "decoder.cross: sharded keys, attn_mask, 8 queries, 12 keys of this rank",
+    "pair": "decoder.cross: sharded keys, attn_mask, 8 queries, 10 keys of this rank",
 }
 
 
@@ -105,6 +110,17 @@ def test_a_model_is_that_of_one_process(name: str, mode: str, layout: Any) -> No
     with torch.inference_mode():
         torch.testing.assert_close(run_alone, model_of(name)(**batch))  # never replaced
     assert type(model) is MODELS[name][0]
+
+
+class Of(nn.Module):
+    """A module that computes a function of its part and its inputs."""
+
+    def __init__(self, function: Callable[..., Any], part: Any = None) -> None:
+        super().__init__()
+        self.function, self.part = function, part
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.function(self.part, *tensors)
 
 
 class Attend(nn.Module):
@@ -236,18 +252,7 @@ def test_dropout_has_a_seed_that_ranks_share(pool: LocalRanks) -> None:
     assert not torch.equal(first, second)  # ranks hold different queries, so drop different weights
 
 
-class Other(nn.Module):
-    """A module whose attention is not torch's SDPA."""
-
-    def __init__(self, attend: Callable[..., Any]) -> None:
-        super().__init__()
-        self.attend = attend
-
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.attend(*tensors)
-
-
-def _heads_by_function(q: Tensor, *_: Tensor) -> Any:
+def _heads_by_function(_: object, q: Tensor, *__: Tensor) -> Any:
     x, weight = q[0].transpose(0, 1).flatten(1)[:, None], torch.eye(16, dtype=q.dtype)
     return functional.multi_head_attention_forward(
         x, x, x, 16, 2, weight.repeat(3, 1), None, None, None, False, 0.0, weight, None
@@ -261,12 +266,12 @@ class OwnHeads(nn.MultiheadAttention):
         return super().forward(2 * query, query, query)
 
 
-def _varlen(q: Tensor, *_: Tensor) -> Any:
+def _varlen(_: object, q: Tensor, *__: Tensor) -> Any:
     x, offsets = q[0].transpose(0, 1).bfloat16(), torch.tensor([0, 8], dtype=torch.int32)
     return varlen_attn(x, x, x, offsets, offsets, 8, 8)
 
 
-def _flex_operator(*tensors: Tensor) -> Any:
+def _flex_operator(_: object, *tensors: Tensor) -> Any:
     return torch.ops.higher_order.flex_attention(*tensors, None, (), 1.0, {})
 
 
@@ -323,9 +328,9 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
         ("ValueError local: no module is named 'block'", lambda: replace_sdpa(gpt, cp, local=("block",))),
         ("ValueError local must be names", lambda: replace_sdpa(gpt, cp, local="blocks")),
         (f"{wrong}blocks.0.attention is named in more", lambda: replace_sdpa(gpt, cp, local=("blocks.*",), whole_keys=("blocks.0.attention",))),
-        (f"{unsupported}the forward of Other called no", lambda: replaced(Other(lambda q, k, v: (q @ k.mT).softmax(-1) @ v))),
-        (f"{unsupported}multi_head_attention_forward attends inside torch", lambda: replaced(Other(_heads_by_function))),
-        (f"{unsupported}flex_attention attends inside torch", lambda: replaced(Other(_flex_operator))),
+        (f"{unsupported}the forward of Of called no", lambda: replaced(Of(lambda _, q, k, v: (q @ k.mT).softmax(-1) @ v))),
+        (f"{unsupported}multi_head_attention_forward attends inside torch", lambda: replaced(Of(_heads_by_function))),
+        (f"{unsupported}flex_attention attends inside torch", lambda: replaced(Of(_flex_operator))),
         (f"{wrong}inner: attn_mask of (3, 1, 1, 8)", lambda: inner(attn_mask=square.new_ones(3, 1, 1, 8))),
         (f"{wrong}inner: attn_mask must be boolean", lambda: inner(attn_mask=square.int())),
         (f"{wrong}inner: attn_mask of (1, 1, 5, 8)", lambda: inner(attn_mask=square[:1].expand(5, 8))),
@@ -335,8 +340,8 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
         (f"{unsupported}a is a MultiheadAttention with add_bias_kv", lambda: replace_sdpa(biased, cp)),
         ("ValueError local must be names", lambda: replace_sdpa(gpt, cp, local=iter(["no"]))),  # type: ignore[arg-type]  # no strings, on purpose
         (f"{unsupported}multi_head_attention_forward attends inside torch", lambda: replaced(OwnHeads(16, 2), x, x, x)),
-        (f"{unsupported}the forward of Sequential called no", lambda: replaced(nn.Sequential(Other(lambda x: x)), x)),
-        (f"{unsupported}_varlen_attn attends inside torch", lambda: replaced(Other(_varlen))),
+        (f"{unsupported}the forward of Sequential called no", lambda: replaced(nn.Sequential(Of(lambda _, x: x)), x)),
+        (f"{unsupported}_varlen_attn attends inside torch", lambda: replaced(Of(_varlen))),
         ("ValueError dims names 'x'", lambda: handle.verify({"q": q}, dims={"x": 1})),
         ("ValueError dims['q'] must be", lambda: handle.verify({"q": q}, dims={"q": 4})),
         ("ValueError verify: no argument", lambda: handle.verify({"q": 3})),
@@ -360,11 +365,11 @@ def test_verify_finds_positions_that_a_model_counts_itself() -> None:
     """And modules that mix tokens: models that are wrong on shards."""
     cp, first = ContextParallel(), "the first module whose output differs is "
     mean = nn.Sequential(
-        SelfAttention(is_causal=False), Other(lambda x: x - x.mean(1, keepdim=True))
+        SelfAttention(is_causal=False), Of(lambda _, x: x - x.mean(1, keepdim=True))
     )
     models: tuple[tuple[nn.Module, dict[str, Tensor], tuple[str, ...]], ...] = (
         (GPT(), {"tokens": batch_of("gpt")["tokens"]}, (f"{first}GPT", "arange")),
-        (mean, {"input": torch.randn(2, 16, DIM)}, (f"{first}1 (Other)",)),
+        (mean, {"input": torch.randn(2, 16, DIM)}, (f"{first}1 (Of)",)),
     )
     for module, batch, words in models:
         handle = replace_sdpa(module, cp)
@@ -441,3 +446,562 @@ def test_fully_shard_goes_round_replaced_modules_and_inside(rank: int) -> None:
         with pytest.raises(UnsupportedError, match="fully_shard"):
             handle.verify(batch, dims={"tokens": 1, "positions": 0})
         handle.remove()
+
+
+# Other ways to attention -----------------------------------------------------------------------
+
+BATCH, T, WIDTH, HEADS = 2, 32, 12, 2
+OWN = T // 2  # tokens of a rank
+EXACT = "exact"
+
+
+class Layer(nn.Module):
+    """Attention layer that computes attention by a function it is given."""
+
+    def __init__(self, attend: Any = functional.scaled_dot_product_attention) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.attend = attend
+
+    def mix(self, x: Tensor) -> Tensor:
+        q, k, v = [
+            f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        ]
+        out: Tensor = self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mix(x)
+
+
+class Model(nn.Module):
+    """A layer on the ring if ``has_own``, a tested one, and one that attends within a rank."""
+
+    def __init__(self, tested: nn.Module, *, has_own: bool) -> None:
+        super().__init__()
+        self.own, self.tested, self.text = Layer() if has_own else nn.Identity(), tested, Layer()
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        out: Tensor = self.tested(self.own(x)) + self.text(text).mean()
+        return out
+
+
+def _outcome(
+    make: Callable[[ContextParallel | None], nn.Module], *, has_own: bool, how: str
+) -> str:
+    """Compare a model on the ring with one process; return ``exact``, or the error's message."""
+    cp = ContextParallel(layout="contiguous")
+    models = []
+    for context in (None, cp):
+        torch.manual_seed(0)
+        models.append(Model(make(context), has_own=has_own).double())
+    whole, model = models
+    x, text = (torch.randn(BATCH, n, WIDTH, dtype=torch.float64) for n in (T, 5))
+    call: Any = model
+    try:
+        replace_sdpa(model, cp, local=("text",))
+        if how == "compiled":
+            torch.compiler.reset()
+            call = torch.compile(model, backend="aot_eager")
+        with torch.inference_mode() if how == "inference" else nullcontext():
+            out = call(cp.shard(x), text)
+        expected = whole(x, text)
+        if how != "inference":
+            out.square().sum().backward()
+            expected.square().sum().backward()
+            cp.reduce_gradients(model)
+    except Exception as error:  # noqa: BLE001 - whatever a user would get
+        return f"{type(error).__name__}: {error}"
+    finally:
+        assert not torch.overrides._get_current_function_mode_stack()
+    torch.testing.assert_close(cp.unshard(out.detach().clone()), expected.detach())
+    if how != "inference":
+        for (name, a), b in zip(model.named_parameters(), whole.parameters(), strict=True):
+            if not name.startswith("text"):
+                torch.testing.assert_close(a.grad, b.grad, msg=name)
+    return EXACT
+
+
+# Other names ----------------------------------------------------------------------------------
+
+
+def _script(function: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates scripts
+        return torch.jit.script(function)
+
+
+@_script
+def scripted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+@_script
+def scripted_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.matmul(torch.softmax(torch.matmul(q, k.mT), -1), v)
+
+
+@_script
+def scripted_gelu(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x)
+
+
+def plainly_named(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v)
+
+
+def calling_on(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return plainly_named(q, k, v)
+
+
+own_operator = torch.library.custom_op("ring_tests::mix", plainly_named, mutates_args=())
+deep_operator = torch.library.custom_op("ring_tests::deep", calling_on, mutates_args=())
+
+
+@torch.library.custom_op("ring_tests::doubled", mutates_args=())
+def other_operator(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+other_operator.register_fake(torch.empty_like)
+other_operator.register_autograd(lambda _, grad: 2 * grad)
+
+
+def _registered(name: str, key: str, function: Any) -> Any:
+    """Return a call of an operator of a library with a kernel in Python."""
+    torch.library.define(f"ring_tests_{name}", "(Tensor q, Tensor k, Tensor v) -> Tensor")
+    torch.library.impl(f"ring_tests_{name}", key)(function)
+    return operator.attrgetter(f"ring_tests_{name.replace('::', '.')}")(torch.ops)
+
+
+IMPLICIT = "CompositeImplicitAutograd"
+_registered("flash_attn::fwd", IMPLICIT, plainly_named)
+halves = _registered("lib::e", IMPLICIT, lambda q, *_: q / 2)
+aten = torch.ops.aten
+UNSEEN, INSIDE = "whose attention Python does not see", "attends inside torch"
+
+NAMES: dict[str, tuple[Any, str]] = {
+    "an operator": (aten.scaled_dot_product_attention, EXACT),
+    "an overload": (aten.scaled_dot_product_attention.default, EXACT),
+    "by torch._C": (lambda *x: torch._C._nn.scaled_dot_product_attention(*x), EXACT),  # noqa: PLW0108 - looked up when called
+    "a fused one": (lambda *x: aten._scaled_dot_product_flash_attention_for_cpu(*x)[0], INSIDE),
+    "the plain one": (lambda *x: torch._scaled_dot_product_attention_math(*x)[0], UNSEEN),
+    "another library's": (lambda *x: torch.ops.ring_tests_flash_attn.fwd(*x), INSIDE),  # noqa: PLW0108 - looked up when called
+    "a script": (scripted, UNSEEN),
+    "a script, by a global name": (lambda *x: scripted(*x), UNSEEN),  # noqa: PLW0108 - looked up when called
+    "a script in a list": ([scripted], UNSEEN),
+    "a script that writes it out": (scripted_by_hand, UNSEEN),
+    "an operator of one's own": (own_operator, UNSEEN),
+    "an operator by a global name": (lambda *x: own_operator(*x), UNSEEN),  # noqa: PLW0108 - looked up when called
+    "an operator by torch.ops": (lambda *x: torch.ops.ring_tests.mix(*x), UNSEEN),  # noqa: PLW0108 - looked up when called
+    "an operator whose kernel calls on": (lambda *x: torch.ops.ring_tests.deep(*x), INSIDE),  # noqa: PLW0108 - looked up when called
+    "a library's": (_registered("lib::a", IMPLICIT, plainly_named), INSIDE),
+    "a library's, explicit": (_registered("lib::b", "CompositeExplicitAutograd", plainly_named), INSIDE),
+    "a library's, of a device": (_registered("lib::c", "CPU", plainly_named), INSIDE),
+    "a library's that writes it out": (_registered("lib::d", IMPLICIT, lambda q, k, v: (q @ k.mT).softmax(-1) @ v), "writes attention out"),
+    "beside operators of another thing": (lambda q, k, v: functional.scaled_dot_product_attention(torch.ops.ring_tests.doubled(q), k, halves(v, q, k)), EXACT),
+    "beside a script of another thing": (lambda q, k, v: functional.scaled_dot_product_attention(scripted_gelu(q), k, v), EXACT),
+}  # fmt: skip
+
+
+def _layer(attend: Any, _: object) -> nn.Module:
+    """Return a layer that attends by a function, or by one that is also kept in a list."""
+    if not isinstance(attend, list):
+        return Layer(attend)
+    vars(layer := Layer(attend[0]))["kept"] = attend
+    return layer
+
+
+# Attention that is written out ------------------------------------------------------------------
+
+
+def _einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k), dim=-1)
+    return torch.einsum("bhqk,bhkd->bhqd", weights, v)
+
+
+def _bmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    scores = torch.baddbmm(torch.zeros(1, 1, 1, dtype=q.dtype), flat[0], flat[1].mT)
+    return torch.bmm(functional.softmax(scores, -1), flat[2]).view(q.shape)
+
+
+def _sequence_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
+    scores = torch.einsum("ibnd,jbnd->ijbn", q, k).softmax(1)
+    return torch.einsum("ijbn,jbnd->ibnd", scores, v).permute(1, 2, 0, 3)
+
+
+def _additive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q[:, :, :, None] + k[:, :, None]).tanh().sum(-1).softmax(-1)
+    return (weights[..., None] * v[:, :, None]).sum(3)
+
+
+WRITTEN: dict[str, Callable[[object], nn.Module]] = {
+    "matmul": lambda _: Layer(lambda q, k, v: (q @ k.mT).softmax(-1) @ v),
+    "einsum": lambda _: Layer(_einsum),
+    "bmm": lambda _: Layer(_bmm),
+    "sequence first": lambda _: Layer(_sequence_first),
+    "additive": lambda _: Layer(_additive),
+    "without softmax": lambda _: Layer(lambda q, k, v: (q @ k.mT).sigmoid() @ v),
+    "by operators": lambda _: Layer(lambda q, k, v: aten.matmul(aten._softmax.default(aten.matmul.default(q, k.mT), -1, False), v)),
+    "a graph": lambda _: torch.fx.symbolic_trace(Layer(_einsum)),
+}  # fmt: skip
+
+
+def _router(logits: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    """Return a router with as many experts as a rank has tokens."""
+
+    def forward(weights: Any, x: Tensor) -> Tensor:
+        gates = logits(x.flatten(0, 1), weights["experts"]).softmax(-1)
+        out: Tensor = x * (gates @ weights["scales"]).view_as(x)
+        return out
+
+    return Of(
+        forward, nn.ParameterDict({n: torch.randn(OWN, WIDTH) for n in ("experts", "scales")})
+    )
+
+
+def _in_windows(layer: Any, x: Tensor) -> Tensor:
+    """Attend within windows that a rank holds whole."""
+    y = layer(x.unflatten(1, (-1, 8)).flatten(0, 1))
+    out: Tensor = y.unflatten(0, (x.shape[0], -1)).flatten(1, 2)
+    return out
+
+
+def _of_token(_: Any, x: Tensor) -> Tensor:
+    """Attend between the parts of each token, as between its heads or its frames."""
+    q: Tensor = x.unflatten(-1, (6, -1))
+    return x + ((q @ q.mT).softmax(-1) @ q).flatten(2)
+
+
+def _angles(product: Any, x: Tensor) -> Tensor:
+    """Multiply positions by as many frequencies as a rank has tokens, as rotary angles."""
+    angles: Tensor = product(x.new_zeros(x.shape[1]), torch.arange(OWN).to(x))
+    return x * angles[:, :WIDTH].cos()
+
+
+def _to_prompt(prompt: Tensor, x: Tensor) -> Tensor:
+    """Attend to keys that every rank holds whole."""
+    keys = prompt.expand(x.shape[0], -1, -1) * 1.0
+    return x + (x @ keys.mT).softmax(-1) @ keys
+
+
+def _towers(images: Any, x: Tensor) -> Tensor:
+    """Attend to several sequences of a batch, each of them split, beside one that is longer."""
+    out: Tensor = x + images(torch.cat([x[:, : OWN // 4]] * 3)).mean() * 0
+    return out
+
+
+def _by_itself(cp: ContextParallel | None, *, in_chunks: bool) -> nn.Module:
+    """Return a module that uses Ring itself: attention, or the keys of all ranks, in chunks."""
+
+    def forward(_: Any, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (HEADS, -1))
+        if cp is None:
+            q = q.transpose(1, 2)
+            out = functional.scaled_dot_product_attention(q, q, q, scale=1.0)
+        elif in_chunks:
+            k, q = cp.unshard(q, grad="sum").transpose(1, 2), q.transpose(1, 2)
+            scores = torch.cat([q @ part.mT for part in k.chunk(2, dim=2)], dim=-1)
+            out = scores.softmax(-1) @ k
+        else:
+            return x + cp.attention(q, q, q, softmax_scale=1.0).flatten(2)
+        return x + out.transpose(1, 2).flatten(2)
+
+    return Of(forward)
+
+
+EXACT_MODULES: dict[str, Callable[[ContextParallel | None], nn.Module]] = {
+    "router": lambda _: _router(functional.linear),
+    "router by matmul": lambda _: _router(lambda x, w: x @ w.mT),
+    "router by einsum": lambda _: _router(lambda x, w: torch.einsum("td,ed->te", x, w)),
+    "router by a computed weight": lambda _: _router(lambda x, w: x @ (2 * w).T),
+    "windows": lambda _: Of(_in_windows, WRITTEN["matmul"](None)), "of a token": lambda _: Of(_of_token),
+    "angles": lambda _: Of(_angles, lambda t, f: (f[None, :, None] @ t[None, None]).mT[0]),
+    "angles by einsum": lambda _: Of(_angles, lambda t, f: torch.einsum("i,j->ij", t, f)),
+    "prompt": lambda _: Of(_to_prompt, nn.Parameter(torch.randn(5, WIDTH))),
+    "towers": lambda _: Of(_towers, Layer()),
+    "by itself": lambda cp: _by_itself(cp, in_chunks=False),
+    "by itself, in chunks": lambda cp: _by_itself(cp, in_chunks=True),
+}  # fmt: skip
+
+
+def _both(layers: Any, x: Tensor) -> Tensor:
+    out: Tensor = layers["near"](x) + layers["far"](x)
+    return out
+
+
+def _shared(near: nn.Module | None = None) -> nn.Module:
+    """Return a module with one layer in two places, or with another one in the first."""
+    layer = Layer()
+    places = {"near": nn.Sequential(near or layer), "far": nn.Sequential(layer)}
+    return Of(_both, nn.ModuleDict(places))
+
+
+def _folded(*folds: int) -> Callable[[], nn.Module]:
+    """Return what makes a module of windows that are folded into the batch, or frames."""
+
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        for size in folds:
+            x = layer(x.view(-1, size, WIDTH)).view_as(x)
+        return x
+
+    return lambda: Of(forward, Layer())
+
+
+#: Models, their local modules, and what becomes of them.
+MEANINGS: tuple[tuple[Callable[[], nn.Module], tuple[str, ...], str], ...] = (
+    (_shared, ("part.near",), "it is also part.far.0, of own keys"),
+    (_shared, ("part.near", "part.far"), EXACT), (_shared, ("*",), EXACT),
+    *((_folded(*folds), (), "windows or frames") for folds in ((OWN, 4), (4,), (4, 8))),
+    (_folded(OWN), (), EXACT),
+    # A module within a rank may call a script.
+    (lambda: _shared(Layer(scripted)), ("part.near",), EXACT),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("n", range(len(MEANINGS)))
+@on_ranks
+def test_modules_of_two_meanings(n: int) -> None:
+    """A module whose names fall into two scopes, and calls of two lengths of the same tokens."""
+    (make, local, expected), cp = MEANINGS[n], ContextParallel(layout="contiguous")
+    model = make()
+    with nullcontext() if expected == EXACT else pytest.raises(ValueError, match=expected):
+        replace_sdpa(model, cp, local=local)
+        model(cp.shard(torch.randn(BATCH, T, WIDTH)))
+
+
+# Code that is run again, and operators that run functions ----------------------------------------
+
+
+class Again(torch.autograd.Function):
+    """A checkpoint of one's own, as DeepSpeed's and Megatron's."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, x: Tensor, *parameters: Tensor) -> Any:
+        ctx.function, ctx.parameters = function, parameters
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        return None, *torch.autograd.grad(y, (x, *ctx.parameters), grad)
+
+
+class Reversible(Again):
+    """Runs its function twice in the backward, once without gradients."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with torch.no_grad():
+            ctx.function(ctx.saved_tensors[0])
+        return Again.backward(ctx, grad)
+
+
+class WithContext(Again):
+    """The newer form, whose forward is not given its node."""
+
+    @staticmethod
+    def forward(function: Any, x: Tensor, *parameters: Tensor) -> Any:  # type: ignore[override]
+        del parameters
+        return function(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        ctx.function, x, *parameters = inputs
+        ctx.parameters = parameters
+        ctx.save_for_backward(x)
+
+
+def _hooks(function: Any, x: Tensor, *_: Tensor) -> Any:
+    """Compute saved tensors again when the first of them is asked for."""
+    saved: list[Tensor] = []
+    count = iter(range(100))
+
+    def unpack(index: int) -> Tensor:
+        if not saved:
+            keep = torch.autograd.graph.saved_tensors_hooks(
+                lambda t: saved.__iadd__([t])[-1], lambda t: t
+            )
+            with torch.enable_grad(), keep:
+                function(x.detach().requires_grad_())
+        return saved[index]
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: next(count), unpack):
+        return function(x)
+
+
+def _scan(function: Any, x: Tensor, *_: Tensor) -> Any:
+    def step(carry: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return carry + 1, function(y)
+
+    return torch._higher_order_ops.scan(step, torch.zeros(1), torch.stack([x, x]))[1][1]
+
+
+def _while(function: Any, x: Tensor, *_: Tensor) -> Any:
+    start = torch.tensor(0), x.detach()
+    body = torch.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, function(y)), start)[1]
+    return x + body
+
+
+INSIDE_CHECKPOINT = "inside torch.utils.checkpoint within its own forward"
+#: For each way to run a function: what it comes to, in graphs too if not said below.
+RERUNS: dict[str, tuple[Any, str]] = {
+    "own checkpoint": (Again.apply, EXACT),
+    "reversible": (Reversible.apply, EXACT),
+    "nested": (lambda f, x, *p: Again.apply(lambda y: Again.apply(f, y, *p), x, *p), EXACT),
+    "setup_context": (WithContext.apply, "with setup_context"),
+    "own hooks": (_hooks, EXACT),
+    "checkpoint": (lambda f, x, *_: checkpoint(f, x, use_reentrant=False), INSIDE_CHECKPOINT),
+    "reentrant": (lambda f, x, *_: checkpoint(f, x, use_reentrant=True), INSIDE_CHECKPOINT),
+    "without gradients": (lambda f, x, *_: torch.no_grad()(f)(x), EXACT),
+    "cond": (lambda f, x, *_: torch.cond(x.sum() > -1e9, f, lambda y: y * 1.0, (x,)), EXACT),
+    "scan": (_scan, "scan runs a function"),
+    "while_loop": (_while, EXACT),
+    "map": (lambda f, x, *_: torch._higher_order_ops.map(f, torch.stack([x, x]))[1], EXACT),
+}
+#: Torch's graphs save other tensors than eager code, so hooks of one's own may mean anything.
+IN_GRAPHS = {"checkpoint": EXACT, "reentrant": EXACT, "own hooks": ""}
+
+
+class Runs(Layer):
+    """A layer whose attention is run by another function; ``closure`` hides the method in one."""
+
+    def __init__(self, run: Any, *, closure: bool) -> None:
+        super().__init__()
+        self.run, self.closure = run, closure
+
+    def forward(self, x: Tensor) -> Tensor:
+        function = (lambda y: self.mix(y)) if self.closure else self.mix  # noqa: PLW0108 - looked up when called
+        out: Tensor = self.run(function, x, *self.parameters())
+        return x + out
+
+
+def _runs(run: Any, closure: bool, _: object) -> nn.Module:
+    return Runs(run, closure=closure)
+
+
+# Graphs and compiled functions -------------------------------------------------------------------
+
+
+def _exported() -> torch.export.ExportedProgram:
+    shapes = {1: torch.export.Dim("tokens", min=2, max=64)}
+    return torch.export.export(
+        Layer().double(), (torch.randn(2, T, WIDTH).double(),), dynamic_shapes=(shapes,)
+    )
+
+
+GRAPHS: dict[str, Callable[[object], nn.Module]] = {
+    "traced": lambda _: torch.fx.symbolic_trace(Layer()),
+    "traced and copied": lambda _: copy.deepcopy(torch.fx.symbolic_trace(Layer())),
+    "exported": lambda _: _exported().module(),
+    "unflattened": lambda _: torch.export.unflatten(_exported()),
+    "compiled inside": lambda _: Layer(torch.compile(plainly_named, backend="aot_eager")),
+}
+BOTH = ("eager", "compiled")
+Make = Callable[[ContextParallel | None], nn.Module]
+#: By its name and how it runs: a model, if a layer on the ring is beside it, and what it comes to.
+WAYS: dict[str, tuple[Make, bool, str]] = {
+    **{f"{x}-{how}": (partial(_layer, attend), True, expected)
+       for (x, (attend, expected)), how in product(NAMES.items(), BOTH)},
+    **{f"{x}{' beside the ring' * has_own}-{how}": (make, has_own, "UnsupportedError: replace_sdpa: .*writes attention out")
+       for (x, make), has_own, how in product(WRITTEN.items(), (False, True), (*BOTH, "inference"))},
+    **{f"{x}-{how}": (make, True, EXACT) for (x, make), how in product(EXACT_MODULES.items(), BOTH)},
+    **{f"{x}{' in a closure' * closure}-{how}": (partial(_runs, run, closure), True, IN_GRAPHS.get(x, expected) if how == "compiled" else expected)
+       for (x, (run, expected)), closure, how in product(RERUNS.items(), (False, True), BOTH)},
+    **{f"{x}-eager": (make, True, EXACT) for x, make in GRAPHS.items()},
+}  # fmt: skip
+
+
+@pytest.mark.nightly(unless=[
+    "an operator-eager", "an overload-compiled", "a script-eager", "a fused one-eager",
+    "matmul-eager", "einsum beside the ring-compiled", "additive beside the ring-eager",
+    "router by matmul-eager", "by itself-eager", "by itself, in chunks-eager", "windows-compiled",
+    "own checkpoint-eager", "own hooks in a closure-eager", "checkpoint-compiled", "cond-eager",
+    *(f"{x}-eager" for x in GRAPHS),
+])  # fmt: skip
+@pytest.mark.parametrize("case", WAYS)
+@on_ranks
+def test_every_way_to_attention_is_exact_or_refused(case: str) -> None:
+    make, has_own, expected = WAYS[case]
+    outcome = _outcome(make, has_own=has_own, how=case.rpartition("-")[2])
+    assert re.search(expected, outcome, re.DOTALL) if expected != EXACT else outcome == EXACT
+
+
+@on_ranks
+def test_a_graph_that_is_written_anew_stays_on_the_ring() -> None:
+    cp, x = ContextParallel(), torch.randn(BATCH, T, WIDTH)
+    graph = torch.fx.symbolic_trace(Layer())
+    expected = cp.shard(graph(x).detach())
+    replace_sdpa(graph, cp)
+    graph.recompile()
+    for module in (graph, copy.deepcopy(graph)):
+        torch.testing.assert_close(module(cp.shard(x)), expected)
+        shard = cp.shard(x).requires_grad_()
+        grads = [
+            torch.autograd.grad(out.square().sum(), shard)[0]
+            for out in (module(shard), checkpoint(module, shard, use_reentrant=False))
+        ]
+        torch.testing.assert_close(*grads)
+
+
+# Torch's own layers -----------------------------------------------------------------------------
+
+
+@on_ranks
+def test_masks_of_torchs_own_layers() -> None:
+    """``is_causal`` is a hint to torch, which reads the mask in all branches but one."""
+    cp, x = ContextParallel(), torch.randn(BATCH, T, WIDTH)
+    index = torch.arange(T)
+    window = (index[:, None] - index >= 4) | (index > index[:, None])
+    causal = torch.triu(torch.ones(T, T, dtype=torch.bool), 1)
+    padding = (index >= 30).expand(BATCH, T)
+    torch.manual_seed(0)
+    whole = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    model = copy.deepcopy(whole)
+    replace_sdpa(model, cp)
+    shard, own = cp.shard(x), causal[:OWN, :OWN]
+    numbers = torch.zeros(T, T).masked_fill(window, -torch.inf)
+    options: dict[str, Any]
+    for training in (True, False):
+        whole.train(training)
+        model.train(training)
+        for mask, need_weights, pad in (
+            (window, True, None), (window, False, padding), (window, False, None),
+            (causal, True, padding), (causal, False, None), (numbers, True, padding),
+        ):  # fmt: skip
+            options = {"attn_mask": mask, "need_weights": need_weights, "key_padding_mask": pad}
+            with torch.set_grad_enabled(training):
+                expected = cp.shard(whole(x, x, x, is_causal=True, **options)[0])
+                out = model(shard, shard, shard, is_causal=True, **options)[0]
+            torch.testing.assert_close(out, expected)
+    # A mask of a rank's own tokens can only be causal, and then is that of the whole sequence.
+    options = {"is_causal": True, "key_padding_mask": padding}
+    expected = cp.shard(whole(x, x, x, attn_mask=causal, **options)[0])
+    options = {"is_causal": True, "key_padding_mask": cp.shard(padding)}
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for call in (model, compiled):
+        torch.testing.assert_close(call(shard, shard, shard, attn_mask=own, **options)[0], expected)
+    with pytest.raises(ValueError, match="a row for each"):
+        model(shard, shard, shard, attn_mask=window[:OWN, :OWN], **options)
+    # Within a rank torch's meaning is kept.
+    near = nn.ModuleDict({"local": copy.deepcopy(whole)})
+    replace_sdpa(near, cp, local=("local",))
+    for mask in (own, window[:OWN, :OWN]):
+        outs = [
+            f(shard, shard, shard, attn_mask=mask, **options)[0] for f in (whole, near["local"])
+        ]
+        torch.testing.assert_close(*outs)
+    # Torch's encoder looks at the padding before it looks at the mask.
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, 0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1).eval()
+    expected = encoder(x, mask=causal, src_key_padding_mask=padding)
+    replace_sdpa(encoder, cp)
+    out = cp.unshard(encoder(shard, mask=causal, src_key_padding_mask=padding).detach())
+    torch.testing.assert_close(out[:, :30], expected[:, :30])
