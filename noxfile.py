@@ -55,7 +55,7 @@ TEXT_ALONE = ("sources", "tiers")
 QUICK_ON_LOWEST = (
     "torch_only/test_compile",
     "torch_only/test_api",
-    "torch_only/test_movement_wrapped",
+    "torch_only/test_whole",
     "torch_only/test_views",
     "torch_only/test_hf_names",
 )
@@ -298,7 +298,7 @@ def soak(session: nox.Session) -> None:
 @nox.parametrize("backend", [nox.param(backend, id=backend) for backend in ("torch", "jax")])
 def hosts(session: nox.Session, backend: str) -> None:
     """Run rings over hosts made of network namespaces; needs Linux and root."""
-    install(session, BACKENDS[backend], ["examples"], *CONSTRAINED)
+    install(session, BACKENDS[backend], [*GROUPS[backend], "examples"], *CONSTRAINED)
     session.run("python", "tests/hosts.py", backend, *session.posargs)
 
 

@@ -570,10 +570,11 @@ def _padding_cases() -> Iterator[Case]:
         "keys-alone": {"kv_seq_len": 64, "alibi": 1},
         "everything": EVERYTHING,
         "bfloat16": {"dtype": "bfloat16", "sinks": 2},
+        "shown": {"shown": "by-head", "mask": Mask()},
     }  # fmt: skip
     sizes: dict[str, Any] = {"mask": Mask(causal=True), "cp_size": 4, "seq_len": 45}
     for n, (name, fields) in enumerate(options.items()):
-        yield from _on_rings(f"padded45-{name}", n, **sizes, **fields)
+        yield from _on_rings(f"padded45-{name}", n, **sizes | fields)
     tiles = Mask(causal=True, predicate=diagonals, cu_seqlens=(0, 150, 299))
     for case in _on_rings("padded299-tiles", 0, mask=tiles, cp_size=2, seq_len=299):
         yield replace(case, nightly=IN_TORCH)

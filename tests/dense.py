@@ -1,13 +1,14 @@
-"""Dense attention in plain torch, random numbers for it, and errors as multiples of its own."""
+"""Dense attention in plain torch, random numbers for it, its errors and its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import profile
 
 
 def dense(
@@ -40,6 +41,19 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return scaled_dot_product_attention(q, k, v, enable_gqa=True, **options).transpose(1, 2)
 
 
+def is_exact(
+    cp: Any, attention: Any = None, *, seed: int = 0, tokens: int = 24, **options: Any
+) -> bool:
+    """Return True if causal attention of a ring, and its gradients, are those of full attention."""
+    leaves = [numbers(seed + n, 1, tokens, 2, 8).requires_grad_() for n in range(3)]
+    expected = sdpa(*leaves, is_causal=True, scale=options.get("softmax_scale"))
+    shards = [cp.shard(x.detach()).requires_grad_() for x in leaves]
+    out = (attention or cp.attention)(*shards, causal=True, **options)
+    wholes = expected, *torch.autograd.grad(expected.square().sum(), leaves)
+    parts = out, *torch.autograd.grad(out.square().sum(), shards)
+    return all(torch.allclose(cp.shard(x), y) for x, y in zip(wholes, parts, strict=True))
+
+
 def numbers(seed: int, *shape: int) -> Tensor:
     """Return random float64 numbers, the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
@@ -59,3 +73,10 @@ def errors(
         float((x.float() - y).norm() / (z.float() - y).norm())
         for x, y, z in zip(results, exact, plain, strict=True)
     ]
+
+
+def largest_allocation(function: Callable[[], object]) -> int:
+    """Return the bytes of the largest allocation of a call."""
+    with profile(profile_memory=True, acc_events=True) as profiled:
+        function()
+    return max(int(event.self_cpu_memory_usage) for event in profiled.events())

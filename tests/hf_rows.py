@@ -386,7 +386,7 @@ def result(model: Any, batches: Sequence[Batch], case: Case, call: Any = None) -
             out = (model if call is None else call)(**batch)
             losses.append(share * out.loss)
             total += losses[-1].detach()
-            logits.append(out.logits.detach())
+            logits += [] if out.logits is None else [out.logits.detach()]
             if case.way == "accumulated" and losses[-1].requires_grad:
                 losses[-1].backward()
         if case.way == "both":
@@ -414,7 +414,7 @@ def check(
     (loss, logits, grads), (whole_loss, whole_logits, whole_grads) = actual, expected
     limit = LIMITS[next(iter(whole_grads.values())).dtype]
     differences = {"loss": difference(loss, whole_loss, limit)}
-    if len(whole_logits) > len(logits):  # those of each document
+    if len(whole_logits) > len(logits) > 0:  # those of each document
         whole_logits = [torch.cat(whole_logits, 1).view(len(case.split[0]["labels"]), LENGTH, -1)]
     for batch, own, like in zip(case.split, logits, whole_logits, strict=len(logits) == 1):
         local = own if cp is None else cp.unshard(own)[:, : like.shape[1]]
@@ -463,6 +463,10 @@ def compared(rank: int, x: Row) -> None:
         for case, like in steps if len(steps) > 1 else steps * 2:  # a call finds what one has left
             loss, logits, _ = result(model, case.split, case, call)
             check((loss, logits, reduced(model, cp, x)), like, case, what, local)
+            if x.options.get("logits") == "none":
+                assert not logits
+                with Wide():
+                    handle.verify(case.split[0])
         handle.remove()
         if not x.form:
             last = result(model, cases[-1].whole, serial[-1])

@@ -1,10 +1,10 @@
 """Emulates several hosts on one machine: network namespaces with a link each, on one bridge.
 
-``python tests/hosts.py torch`` (or ``jax``) runs the jobs of ``on_hosts`` on 2 hosts with 2 ranks
-each and on 4 with one each, over a good link, a slow one, one that drops packets, and one that is
-cut. It needs Linux, root, and the programs ``ip`` and ``tc``; without them it says so and exits
-with 2. It exits with 1 if a result differs from dense attention, or if a cut link does not end all
-ranks in an error in time. ``--json PATH`` adds the results to a file.
+``python tests/hosts.py torch`` (or ``jax``) runs jobs on 2 hosts with 2 ranks each and on 4 with
+one each, over a good link, a slow one, one that drops packets, and one that is cut. It needs Linux,
+root, and the programs ``ip`` and ``tc``; without them it says so and exits with 2. It exits with 1
+if a result differs from dense attention, or if a cut link does not end all ranks in an error in
+time. ``--json PATH`` adds the results to a file.
 """
 
 from __future__ import annotations
@@ -156,9 +156,13 @@ class Job:
         """Return True if a link is cut during the job."""
         return self.link.name == "cut"
 
-    def command(self, n: int, address: str) -> list[str]:
+    def command(self, n: int, address: str, rank: int) -> list[str]:
         """Return the command that host ``n`` runs, once with torchrun, otherwise once per rank."""
-        program = [str(ROOT / "tests" / "on_hosts" / f"ring_{self.backend}_job.py")]
+        if self.backend == "jax":
+            job, ranks = ROOT / "tests" / "processes_job.py", self.hosts * self.each
+            check = "steps" if self.is_cut else "rings"
+            return [sys.executable, str(job), f"{address}:{PORT}", str(ranks), str(rank), check]
+        program = [str(ROOT / "tests" / "hosts_job.py")]
         program += ["cut"] if self.is_cut else []
         if not self.torchrun:
             return [sys.executable, *program]
@@ -185,7 +189,7 @@ def started(job: Job, hosts_of_job: Sequence[Host]) -> Iterator[list[Started]]:
                 output = Path(folder) / f"{rank}.txt"
                 with output.open("w") as file:
                     process = subprocess.Popen(
-                        hosts_of_job[n].command(*job.command(n, address)),
+                        hosts_of_job[n].command(*job.command(n, address, rank)),
                         env=environment | {"RANK": str(rank), "LOCAL_RANK": str(local)},
                         stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                     )  # fmt: skip
@@ -291,8 +295,7 @@ def report(job: Job) -> dict[str, object]:
     except AssertionError as error:
         ok, text = False, str(error)
     seconds = round(time.monotonic() - began)
-    sys.stdout.write(f"{job.backend}, {job}: {'' if ok else 'FAILED: '}{text}; {seconds} s\n")
-    sys.stdout.flush()
+    print(f"{job.backend}, {job}: {'' if ok else 'FAILED: '}{text}; {seconds} s", flush=True)
     return {"name": str(job), "ok": ok, "words": text, "seconds": seconds}
 
 

@@ -1,6 +1,7 @@
 """Process of a JAX job: runs the checks that its arguments after the first three name.
 
-``processes.py`` starts it with the coordinator's address, the number of processes and its own.
+``processes.py`` starts it with the coordinator's address, the number of processes and its own, and
+``hosts.py`` on several hosts, as one of four.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jax_meshes import KINDS, mesh_of, random
 
@@ -53,38 +53,67 @@ def from_hosts(cp: ContextParallel, x: np.ndarray) -> Array:
     return cast("Array", jax.make_array_from_callback(x.shape, sharding, in_order.__getitem__))
 
 
-def say(line: str) -> None:
-    """Print a line, which the test sees at once."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+def assert_close(got: Array, expected: Any, tolerance: float = 5e-5) -> None:
+    """Compare an array over the devices of a mesh with a whole one."""
+    sharding: Any = got.sharding
+    everywhere = jax.jit(lambda x: x, out_shardings=NamedSharding(sharding.mesh, P()))
+    shown = np.asarray(everywhere(got).addressable_data(0))
+    np.testing.assert_allclose(shown, expected, rtol=tolerance, atol=tolerance)
 
 
-def assert_close(got: Any, expected: Any, tolerance: float = 5e-5) -> None:
-    """Compare a global array with a whole one."""
-    got = process_allgather(got, tiled=True)
-    np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+def checks(cp: ContextParallel, **options: Any) -> Callable[[], None]:
+    """Return a function that compares attention and gradients on a ring with the oracle."""
+    x = whole()
+    local = [from_hosts(cp, y) for y in x]
+    expected, _ = reference.attention(*x, **options)
+    exact = reference.attention_grads(2 * expected, *x, **options)
+
+    def loss(*shards: Array, strategy: str) -> tuple[Array, Array]:
+        out = cp.attention(*shards, strategy=strategy, **options)
+        return (out * out).sum(), out
+
+    run = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), static_argnames="strategy")
+
+    def check(strategy: str = "auto") -> None:
+        grads, out = run(*local, strategy=strategy)
+        for got, correct in zip((out, *grads), (expected, *exact[:3]), strict=True):
+            assert_close(cp.unshard(got), correct)
+
+    return check
 
 
 def attend(kind: str, strategy: str, checked: str = "") -> None:
     """Check a strategy on a kind of mesh against the oracle, with dropout on auto axes."""
-    layout = "contiguous" if strategy == "balanced" else "zigzag"
+    cp = context(kind, layout="contiguous" if strategy == "balanced" else "zigzag")
     options = OPTIONS if kind == "auto" else {"causal": True}  # dropout is slow to compile
-    x = whole()
-    cp = context(kind, layout=layout)
-    local = [from_hosts(cp, y) for y in x]
+    local = [from_hosts(cp, y) for y in whole()]
     with jax.set_mesh(cp.mesh), ring_jax.check() if checked else nullcontext():
         cp.check_agreement(*local, strategy=strategy, **options)
+        checks(cp, **options)(strategy)
 
-        def loss(*shards: Array) -> tuple[Array, Array]:
-            out = cp.attention(*shards, strategy=strategy, **options)
-            return (out * out).sum(), out
 
-        grads, out = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*local)
-        results = [cp.unshard(y) for y in (out, *grads)]
-    expected, _ = reference.attention(*x, **options)
-    exact = reference.attention_grads(2 * expected, *x, **options)
-    for got, correct in zip(results, (expected, *exact[:3]), strict=True):
-        assert_close(got, correct)
+def rings() -> None:
+    """Check rings of a device of each of four processes, of which some may have no part."""
+    devices = np.array(jax.devices())[:: jax.local_device_count()]
+    for name, order, rows in (
+        ("all", [0, 1, 2, 3], 1), ("permuted", [3, 1, 0, 2], 1), ("subset", [1, 2, 3], 1),
+        ("two at once", [0, 2, 3, 1], 2), ("data x context", [0, 1, 2, 3], 2),
+    ):  # fmt: skip
+        mesh = Mesh(
+            devices[order].reshape(rows, -1), ("data", "cp"), axis_types=(AxisType.Auto,) * 2
+        )
+        if jax.process_index() in {device.process_index for device in mesh.devices.flat}:
+            checks(ContextParallel(mesh, "cp", batch_axis="data"), causal=True)()
+        print(f"ring {name}", flush=True)
+    print("equal", flush=True)
+
+
+def steps() -> None:
+    """Make steps on a ring over all devices until a link is cut."""
+    check = checks(context("auto"), causal=True)
+    for step in range(100_000):
+        check()
+        print(f"step {step}", flush=True)
 
 
 def within_processes() -> None:
@@ -177,7 +206,7 @@ def checkpoint(folder: str) -> None:
         restored = saver.restore(path, target)
     loss = jax.jit(partial(_loss, half))(restored, from_hosts(half, text))
     np.testing.assert_allclose(float(loss), float(expected), rtol=1e-6)
-    say(f"loss {float(loss)}")
+    print(f"loss {float(loss)}", flush=True)
 
 
 def lose(how: str) -> None:
@@ -187,15 +216,15 @@ def lose(how: str) -> None:
     gradient = jax.jit(jax.grad(lambda x: cp.attention(x, x, x, causal=True).sum()))
     for step in range(3):
         if step == 2 and jax.process_index() == jax.process_count() - 1:
-            say("lost")
+            print("lost", flush=True)
             os.kill(os.getpid(), getattr(signal, how))
         jax.block_until_ready(gradient(x))
-        say(f"step {step}")
+        print(f"step {step}", flush=True)
 
 
 CHECKS: dict[str, Callable[..., None]] = {
     "attend": attend, "within": within_processes, "agreement": agreement, "checkpoint": checkpoint,
-    "lose": lose,
+    "lose": lose, "rings": rings, "steps": steps,
 }  # fmt: skip
 
 
@@ -205,14 +234,18 @@ def main() -> None:
     timeouts: Any = {}
     if wanted[0].startswith("lose"):
         timeouts = {"heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 2}
+    elif seconds := os.environ.get("RING_TIMEOUT"):
+        timeouts = dict.fromkeys(
+            ("heartbeat_timeout_seconds", "shutdown_timeout_seconds"), int(seconds)
+        )
     jax.distributed.initialize(
         address, num_processes=int(count), process_id=int(number), **timeouts
     )
-    assert jax.device_count() == 2 * jax.process_count() == 2 * int(count)
+    assert jax.device_count() == jax.local_device_count() * int(count)
     for each in wanted:
         name, *arguments = each.split(":")
         CHECKS[name](*arguments)
-        say(f"done {each}")
+        print(f"done {each}", flush=True)
 
 
 if __name__ == "__main__":

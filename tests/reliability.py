@@ -64,7 +64,7 @@ PROMISES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     ),
     "restart": (
         "training that torchrun starts anew goes on from its checkpoint with the same losses",
-        (("torch", "torch_only/test_restart.py --all"),),
+        (("torch", "torch_only/test_demo.py --all -krestarted"),),
     ),
     "numbers": (
         ("logits of 10,000, NaN, infinity, denormals, ties and rows that see nothing come out as from "
@@ -78,7 +78,7 @@ PROMISES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         ("compiled, under autocast, checkpointing, FSDP2, DDP, hooks, vmap, scan, remat and with donated"
          " buffers the results are the same, or the refusal is clear"),
         (
-            ("torch", "torch_only/test_movement_wrapped.py torch_only/test_compile.py"),
+            ("torch", "torch_only/test_whole.py torch_only/test_compile.py"),
             ("jax", "jax_only/test_api.py jax_only/test_program.py"),
         ),
     ),

@@ -104,9 +104,9 @@ def one_call(kind: int, number: int) -> list[Tensor]:
     return [out.detach(), *(x for x in grads if x is not None)]
 
 
-def many_calls(rank: int, calls: int, seed: int) -> Run:
+def many_calls(rank: int, calls: int) -> Run:
     """Run ``calls`` calls on this rank, the same ones on every rank."""
-    started, rng, digest = time.monotonic(), np.random.default_rng(seed), hashlib.blake2b()
+    started, rng, digest = time.monotonic(), np.random.default_rng(0), hashlib.blake2b()
     warm: Held = {}
     for n in tqdm(range(calls), unit="call", disable=True if rank else None):
         for x in one_call(int(rng.integers(KINDS)), n):
@@ -167,19 +167,13 @@ def long_sequence(rank: int, length: int, window: int) -> tuple[float, float]:
     return error, time.monotonic() - started
 
 
-def say(text: str) -> None:
-    """Print a line and flush."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-
-
 def compared(first: Sequence[Run], again: Sequence[Run]) -> list[str]:
     """Print the resources of two equal runs by rank, and return what is wrong with them."""
     wrong: list[str] = []
     for rank, (one, other) in enumerate(zip(first, again, strict=True)):
-        say(f"rank {rank}: {one.seconds:.0f} s, digest {one.digest}")
-        say(f"  after a fifth {one.warm}\n  at the end    {one.end}")
-        say(f"  again         {other.end}, digest {other.digest}")
+        print(f"rank {rank}: {one.seconds:.0f} s, digest {one.digest}", flush=True)
+        print(f"  after a fifth {one.warm}\n  at the end    {one.end}", flush=True)
+        print(f"  again         {other.end}, digest {other.digest}", flush=True)
         texts = [text for end in (one.end, other.end) for text in growth(one.warm, end)]
         texts += ["results differ from run to run, bit for bit"] * (one.digest != other.digest)
         wrong += [f"rank {rank}: {text}" for text in texts]
@@ -191,32 +185,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=10_000, help="forward and backward passes")
     parser.add_argument("--tokens", type=int, default=1 << 20, help="of the long sequence")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the numbers here, too")
     arguments = parser.parse_args()
     with LocalRanks(3, patience=None) as ranks:
-        first, again = (ranks.run(many_calls, arguments.calls, arguments.seed) for _ in range(2))
+        first, again = (ranks.run(many_calls, arguments.calls) for _ in range(2))
     wrong = compared(first, again)
     with LocalRanks(4, patience=None) as ranks:
         result = ranks.run(long_sequence, arguments.tokens, WINDOW)
     error, seconds = (max(column) for column in zip(*result, strict=True))
-    say(f"{arguments.tokens} tokens, forward and backward: {seconds:.0f} s, error {error:.1e}")
+    print(
+        f"{arguments.tokens} tokens, forward and backward: {seconds:.0f} s, error {error:.1e}",
+        flush=True,
+    )
     if not error <= NEAR:
         wrong.append(f"{arguments.tokens} tokens: an error of {error:.1e}")
     for text in wrong:
-        say(f"wrong: {text}")
+        print(f"wrong: {text}", flush=True)
     if arguments.json is not None:
         both = zip(map(asdict, first), map(asdict, again), strict=True)
-        calls = {
-            "calls": arguments.calls, "times": 2, "kinds": KINDS,
-            "ranks": [{"first": before, "again": repeated} for before, repeated in both],
+        report = {
+            "calls": {
+                "calls": arguments.calls, "times": 2, "kinds": KINDS,
+                "ranks": [{"first": before, "again": repeated} for before, repeated in both],
+            },
+            "long": {
+                "tokens": arguments.tokens, "ranks": len(result), "window": WINDOW,
+                "seconds": round(seconds), "error": error, "allowed": NEAR,
+            },
+            "wrong": wrong, "environment": environment("torch", "numpy"),
         }  # fmt: skip
-        tokens = {
-            "tokens": arguments.tokens, "ranks": len(result), "window": WINDOW,
-            "seconds": round(seconds), "error": error, "allowed": NEAR,
-        }  # fmt: skip
-        report = {"calls": calls, "long": tokens, "wrong": wrong}
-        report["environment"] = environment("torch", "numpy")
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if wrong else 0
 

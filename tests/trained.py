@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from hf_models import Wide, build
+from hf_models import build
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
-import ring_torch
-from ring_torch import ContextParallel, hf
+from ring_torch import ContextParallel
 
 LENGTH, ROWS = 45, 64
 
@@ -111,25 +108,3 @@ def logged(trainer: Any) -> dict[str, float]:
         for name, x in entry.items()
         if not any(part in name for part in TIMED)
     }
-
-
-def trained(
-    rank: int, ranks: int, cp_size: int | None, name: str, dtype: str, data: dict[str, Any],
-    options: dict[str, Any],
-) -> list[tuple[float, float]]:  # fmt: skip
-    """Train with a plain Trainer, parallelized if ``cp_size`` is given.
-
-    Returns the loss and gradient norm of each step.
-    """
-    be_started(rank, ranks)
-    options = dict(options)
-    logits = options.pop("logits", "local")
-    model = model_of(name).to(getattr(torch, dtype))
-    dtypes = Wide() if dtype == "float64" else nullcontext()
-    with tempfile.TemporaryDirectory() as folder, dtypes, ring_torch.check(every=5):
-        rows: Any = documents(**data)
-        trainer = Trainer(model, arguments(folder, **options), collate, rows)
-        if cp_size is not None:
-            hf.parallelize(trainer, context(cp_size), logits=logits)
-        trainer.train()
-    return [(x["loss"], x["grad_norm"]) for x in trainer.state.log_history if "loss" in x]

@@ -33,7 +33,7 @@ TORCH, JAX, PALLAS = (
 )
 TRITON = "ring-core/src/ring_core/triton"
 TABLE = "tests/conformance/test_table.py -k shown-bias"
-PADDED = "tests/torch_only/test_padding.py"
+PADDED = "tests/torch_only/test_movement.py"
 FLEX = "tests/torch_only/test_flex_attention.py"
 KERNELS = "tests/jax_tpu_only/test_kernels.py"
 FAULTS = {
@@ -77,7 +77,7 @@ FAULTS = {
     ),
     "checks-see-sinks-in-padding": Fault(
         f"{TORCH}/tripwire/samples.py", "(rows >= tokens)[:, None]", "(rows < 0)[:, None]",
-        "torch", f"{PADDED} -k gather",
+        "torch", f"{PADDED} -k sinks",
     ),
     "padding-is-advised-wrongly": Fault(
         "ring-core/src/ring_core/layouts/layout.py", "; pad to {padded}", "; pad to {padded + self.divisor}",

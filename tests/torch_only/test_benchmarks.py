@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from on_ranks import on_ranks
+from refused import refused
 
 from benchmarks.common import pages, turns
 from benchmarks.common.cases import CAUSAL, FA4, ROWS, Rival, Row
@@ -183,30 +184,25 @@ def test_layers_take_the_output_before_as_their_q() -> None:
     attend = partial(dense, visible=torch.ones(8, 8, dtype=torch.bool))
     expected = attend(attend(attend(q, k, v), k, v), k, v)
     out, dq, *of_layers = Method(attend, layers=3).both(q, k, v, dout)
-    dq_expected, *kv_expected = torch.autograd.grad(expected, (q, k, v), dout)
-    assert torch.equal(out, expected)
-    torch.testing.assert_close(dq, dq_expected)
     # Each layer has its own k and v: their gradients add up to that of a shared pair.
-    for n, grad in enumerate(kv_expected):
-        torch.testing.assert_close(sum(of_layers[n::2]), grad)
+    results = out, dq, *(sum(of_layers[n::2]) for n in (0, 1))
+    grads = torch.autograd.grad(expected, (q, k, v), dout)
+    torch.testing.assert_close(results, (expected, *grads))
 
 
-def test_the_end_of_a_name_says_how_its_calls_are_made() -> None:
-    with patch.object(methods, "flash", lambda _: sdpa):
-        ways = [
-            method(f"one{end}", CAUSAL, 128) for end in ("", "/graph", "/layers", "/one-thread")
-        ]
-    assert [(way.in_graph, way.layers) for way in ways] == [
-        (False, 1),
-        (True, 1),
-        (False, 8),
-        (False, 1),
-    ]
-    for way in ways:
+def test_the_end_of_a_name_says_how_its_calls_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "flash", lambda _: sdpa)
+    for end, made in (
+        ("", (False, 1, True)),
+        ("/graph", (True, 1, True)),
+        ("/layers", (False, 8, True)),
+        ("/one-thread", (False, 1, False)),
+    ):
+        way = method(f"one{end}", CAUSAL, 128)
         with way.around():
-            assert torch._C._is_multithreading_enabled() == (way is not ways[3])
-    with pytest.raises(ValueError, match="layout/kernel/strategy/transport"):
-        method("zigzag/eager/gather/p2p/alone", CAUSAL, 128)
+            assert (way.in_graph, way.layers, torch._C._is_multithreading_enabled()) == made
+    message = "layout/kernel/strategy/transport"
+    refused(message, method, "zigzag/eager/gather/p2p/alone", CAUSAL, 128)
 
 
 def test_what_bench_prints_becomes_a_table(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,21 +216,6 @@ def test_what_bench_prints_becomes_a_table(path: Path, monkeypatch: pytest.Monke
 
 
 # Two source trees: times in turns, and results bit for bit.
-
-
-def test_trees_take_turns() -> None:
-    asked: list[str] = []
-    times = {"old": [2.0, 8.0, 8.0], "new": [1.0, 8.0, 4.0]}
-
-    def tree(name: str) -> Any:
-        def answer() -> dict[str, Any]:
-            return {"ms": {"forward": len(name), "both": times[name].pop(0)}}
-
-        return SimpleNamespace(send=lambda x: asked.append(name + "!" * x["first"]), answer=answer)
-
-    row = old_and_new.in_turns({x: tree(x) for x in times}, {"row": "causal 8k 32/8"}, 2)
-    assert asked == ["old!", "new!", "old", "new", "new", "old"]
-    assert row["forward"]["ratio"] == [1.0, 1.0, 1.0] and row["both"]["ratios"] == [0.5, 1.0]
 
 
 @pytest.mark.nightly
@@ -251,16 +232,18 @@ def test_differences_are_found(tmp_path: Path) -> None:
     for n, folder in enumerate(folders):
         folder.mkdir()
         torch.save({"dk": torch.full((3,), n / 2)}, case_bits.path_of(folder, 7, 0))
-    old, changed = ({"ranks": [{"digests": {"dk": x}, "sent": 4}]} for x in "ab")
-    sent = {"ranks": [{"digests": {"dk": "a"}, "sent": 8}]}
-    refused = {"ranks": [{"refused": "ValueError: no"}]}
+
+    def ran(digest: str, sent: int = 4) -> dict[str, Any]:
+        return {"ranks": [{"digests": {"dk": digest}, "sent": sent}]}
+
+    refusal = {"ranks": [{"refused": "ValueError: no"}]}
     for before, after, result, text in (
-        (old, old, "equal", ""),
-        (old, changed, "differs", "dk of rank 0 by 0.5"),
-        (old, sent, "differs", "bytes sent by rank 0: 4 before, 8 now"),
-        (old, refused, "differs", "new refuses: ValueError: no"),
-        (old, {"failed": "died"}, "differs", "new failed: died"),
-        (refused, old, "old refused", "ValueError: no"),
+        (ran("a"), ran("a"), "equal", ""),
+        (ran("a"), ran("b"), "differs", "dk of rank 0 by 0.5"),
+        (ran("a"), ran("a", 8), "differs", "bytes sent by rank 0: 4 before, 8 now"),
+        (ran("a"), refusal, "differs", "new refuses: ValueError: no"),
+        (ran("a"), {"failed": "died"}, "differs", "new failed: died"),
+        (refusal, ran("a"), "old refused", "ValueError: no"),
     ):
         row = same_bits.row_of("a case", 7, before, after, folders)
         assert row == {"case": "a case", "result": result, "text": text}

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dense import sdpa
 from on_ranks import on_ranks
+from refused import refused
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from ring_core import Mask, RankMismatchError, make_plan, ring_program
 from ring_torch import ContextParallel, dataloader
-from ring_torch.local import LocalRanks
 from ring_torch.training import RolloutLoader, token_log_probs
 
 RANKS = 4
@@ -61,11 +62,6 @@ class Counted:
 def _rings(dp_size: int = 2) -> tuple[ContextParallel, Any]:
     mesh = init_device_mesh("cpu", (dp_size, RANKS // dp_size), mesh_dim_names=("dp", "cp"))
     return ContextParallel(mesh["cp"]), mesh["dp"] if dp_size > 1 else None
-
-
-def refused(message: str, call: Callable[[], Any], error: type[Exception] = ValueError) -> None:
-    with pytest.raises(error, match=message):
-        call()
 
 
 def first_of(*items: Any, **options: Any) -> Callable[[], Any]:
@@ -216,11 +212,11 @@ def test_a_state_is_loaded_during_a_pass() -> None:
         refused(r"state\['digest'\] must be hexadecimal digits", load)
     next(running)  # nothing was loaded
     loader.load_state_dict(state)
-    refused("this pass over the loader has ended", running.__next__, RuntimeError)
+    refused("this pass over the loader has ended", running.__next__, error=RuntimeError)
     assert len(list(loader)) == len(loader) - 1
     first, second = iter(loader), iter(loader)
     next(first), next(second)
-    refused("another one began", first.__next__, RuntimeError)
+    refused("another one began", first.__next__, error=RuntimeError)
 
 
 VOCAB, DIM = 13, 8
@@ -257,12 +253,13 @@ def samples(count: int) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tenso
     return prompts, completions, old, torch.randn(count, generator=draw).double()
 
 
-def whole_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-
-def _compare(_: int, dp_size: int, count: int, tokens: int) -> tuple[int, int]:
+@pytest.mark.parametrize(
+    ("dp_size", "count", "tokens"), [(1, 9, 300), (2, 9, 200), (2, 3, 180), (4, 5, 1000)]
+)
+@on_ranks
+def test_losses_gradients_and_order_are_those_of_one_process(
+    dp_size: int, count: int, tokens: int
+) -> None:
     cp, dp = _rings(dp_size)
     prompts, completions, old, advantages = samples(count)
     # One process, a sequence at a time.
@@ -271,7 +268,7 @@ def _compare(_: int, dp_size: int, count: int, tokens: int) -> tuple[int, int]:
     count_of_tokens = sum(map(len, completions))
     for n, completion in enumerate(completions):
         row = torch.cat([prompts[n], completion])
-        hidden = model(row[None], torch.arange(len(row)), whole_attention)[0]
+        hidden = model(row[None], torch.arange(len(row)), partial(sdpa, is_causal=True))[0]
         log_p = model.head(hidden).log_softmax(-1)[len(prompts[n]) - 1 : -1]
         own = log_p.gather(-1, completion[:, None])[:, 0]
         log_probs_of.append(own.detach())
@@ -302,37 +299,11 @@ def _compare(_: int, dp_size: int, count: int, tokens: int) -> tuple[int, int]:
         dist.all_reduce(weight.grad)
         torch.testing.assert_close(weight.grad, plain.grad)
     torch.testing.assert_close(loader.restore(sums), torch.stack([x.sum() for x in log_probs_of]))
-    restored = loader.restore_tokens(of_tokens)
-    torch.testing.assert_close([*restored], log_probs_of)
-    return len(loader), empty
-
-
-@pytest.mark.parametrize(
-    ("dp_size", "count", "tokens"), [(1, 9, 300), (2, 9, 200), (2, 3, 180), (4, 5, 1000)]
-)
-def test_losses_gradients_and_order_are_those_of_one_process(
-    pool: LocalRanks, dp_size: int, count: int, tokens: int
-) -> None:
-    results = pool.run(_compare, dp_size, count, tokens)
-    assert len({rows for rows, _ in results}) == 1  # rings take equally many steps
-    if count == 3:
-        assert sum(empty for _, empty in results) == 2  # a ring of two has no sequence in one
-
-
-@on_ranks
-def test_ranks_and_rings_have_equally_much_work() -> None:
-    cp, dp = _rings(2)
-    lengths = [800, 60, 780, 400, 390, 40, 400, 128]
-    prompts = [torch.ones(n // 2).long() for n in lengths]
-    completions = [torch.ones(n - n // 2).long() for n in lengths]
-    work = torch.zeros(2, dtype=torch.int64)
-    for batch in RolloutLoader(cp, prompts, completions, tokens=1400, dp=dp, hidden_size=16):
-        mask, length = Mask(causal=True, cu_seqlens=batch.cu_seqlens), batch.cu_seqlens[-1]
-        program = ring_program(make_plan(mask, seq_len=length, cp_size=2, layout=batch.cp.layout))
-        assert program.imbalance < 1.1
-        work[dp.get_local_rank()] += sum(lengths[n] * (lengths[n] + 193) for n in batch.index)
-    dist.all_reduce(work, group=dp.get_group())
-    assert work.max() < 1.2 * work.min()
+    torch.testing.assert_close([*loader.restore_tokens(of_tokens)], log_probs_of)
+    steps: list[Any] = [None] * RANKS
+    dist.all_gather_object(steps, (len(loader), empty))
+    assert len({rows for rows, _ in steps}) == 1  # rings take equally many steps
+    assert count != 3 or sum(x for _, x in steps) == 2  # a ring of two has no sequence in one
 
 
 @on_ranks
@@ -367,7 +338,7 @@ def test_mistakes_are_named(rank: int) -> None:
     ]  # fmt: skip
     for call, message in mistakes:
         refused(message, call)
-    refused("different sequences", loader_of(prompts, changed), RankMismatchError)
+    refused("different sequences", loader_of(prompts, changed), error=RankMismatchError)
     of_rings = loader_of(*both, tokens=400 + rank // 2)
-    refused("different sequences", of_rings, RankMismatchError)
+    refused("different sequences", of_rings, error=RankMismatchError)
     assert batch.to("meta").owner.is_meta

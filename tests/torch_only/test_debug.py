@@ -295,8 +295,7 @@ def test_each_nth_digest_is_exchanged(rank: int) -> None:
     with ring_torch.debug(every=2):
         cp.shard(torch.zeros(1, T))
         cp.shard(torch.full((1, T), rank))
-        with pytest.raises(RankMismatchError):
-            cp.shard(torch.full((1, T), rank))
+        refused(".", cp.shard, torch.full((1, T), rank), error=RankMismatchError)
     with ring_torch.debug(every=2), pytest.raises(RankMismatchError):  # it begins again
         cp.shard(torch.full((1, T), rank))
     with pytest.raises(ValueError, match="every must be at least 1"), ring_torch.debug(every=0):
@@ -326,7 +325,6 @@ def test_models_of_transformers_are_not_judged(name: str) -> None:
         refused(r"call cp\.reduce_gradients", optimizer.step)
 
 
-LOSSES: dict[str, Any] = {"whole loss": "whole", "ddp": "mean", "fsdp2": "mean"}
 WAYS = (
     "whole loss", "ddp", "fsdp2", "compiled", "compiled in place", "compiled step", "inductor",
     "bfloat16", "contiguous", "float64", "random", "pops",
@@ -339,7 +337,7 @@ WAYS = (
 def test_other_right_ways_pass(way: str) -> None:
     cp = ContextParallel(layout="contiguous" if way == "contiguous" else "zigzag")
     model: Any = Model(cp).to(getattr(torch, way, torch.float32) if "float" in way else None)
-    batch = {"x": torch.randint(VOCAB, (2, T))}
+    batch, is_mean = {"x": torch.randint(VOCAB, (2, T))}, way in ("ddp", "fsdp2")
     if way == "ddp":
         model = DistributedDataParallel(model)
     elif way == "fsdp2":
@@ -347,8 +345,7 @@ def test_other_right_ways_pass(way: str) -> None:
     elif way == "compiled":
         model = torch.compile(model, backend="aot_eager", fullgraph=True)
     elif way in ("compiled in place", "inductor"):
-        backend = way if way == "inductor" else "aot_eager"
-        model.compile(backend=backend, fullgraph=True)
+        model.compile(backend=way if way == "inductor" else "aot_eager", fullgraph=True)
 
     def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         tokens = batch["x"]
@@ -359,42 +356,34 @@ def test_other_right_ways_pass(way: str) -> None:
             return ring_torch.cross_entropy(cp, logits, cp.shard(batch.pop("x")))
         if way == "whole loss":
             return cp.unshard(logits, grad="slice").square().mean()
-        factor = cp.cp_size if way in ("ddp", "fsdp2") else 1
-        return factor * ring_torch.cross_entropy(cp, logits, cp.shard(batch["x"]))
+        loss = ring_torch.cross_entropy(cp, logits, cp.shard(batch["x"]))
+        return loss * cp.cp_size if is_mean else loss
 
     if way == "compiled step":
         step = torch.compile(step, backend="aot_eager", fullgraph=True)
+    kind: Any = "mean" if is_mean else "whole" if way == "whole loss" else "sum"
+    after = (lambda _: None) if is_mean else None
     report = ring_torch.preflight(
-        cp, step, model=model, batch=batch, loss=LOSSES.get(way, "sum"),
-        after_backward=(lambda _: None) if way in ("ddp", "fsdp2") else None,
-    )  # fmt: skip
+        cp, step, model=model, batch=batch, loss=kind, after_backward=after
+    )
     assert report.passed, str(report)
     assert all(x.noise < 0.01 for x in report.gradients.values()) or way == "bfloat16"
 
 
 @on_ranks
-def test_gradients_in_buckets_of_ddp_are_compared(rank: int) -> None:
-    step = Step(rank)
+def test_steps_that_preflight_fails_or_refuses(rank: int) -> None:
+    step, runs = Step(rank), iter(range(9))
     model = DistributedDataParallel(step.model, gradient_as_bucket_view=True)
-    # Means over the ring of parts of a sum.
+    # Gradients in buckets are means over the ring of parts of a sum.
     report = step.preflight(model=model, after_backward=lambda _: None)
     assert "first that of module" in str(report)
-
-
-@on_ranks
-def test_a_step_that_changes_or_draws_is_refused(rank: int) -> None:
-    step, runs = Step(rank), iter(range(9))
+    step = Step(rank)
     with pytest.raises(ValueError, match="has changed the weights"):
         step.preflight(after_backward=lambda _: step.optimizer.step())
     step = Step(rank)  # the optimizer made the weights of each rank others
     with pytest.raises(ValueError, match="nothing can be told"):
         step.preflight(lambda *x: step.loss(*x) * (-1.0 if next(runs) % 2 else 1.0))
     refused(r"step must return the loss, .* got \[2\]", step.preflight, lambda *_: torch.ones(2))
-
-
-@on_ranks
-def test_a_loss_that_is_not_finite_on_one_rank_fails(rank: int) -> None:
-    step = Step(rank)
 
     def last_is_nan(*args: Any) -> Tensor:
         # Whole, and on the last rank alone: its gradients are right.
@@ -419,55 +408,44 @@ def test_a_step_that_fails_on_one_rank_fails_on_all(rank: int, where: str) -> No
     cp = ContextParallel(group)
     torch.manual_seed(0)
     batch = {"x": torch.randint(VOCAB, (2, 18))}
-    is_failing = rank == 1 or where == "alike"
+    is_failing, place = rank == 1 or where == "alike", "split" if where == "alike" else where
 
-    def fail(*_: object) -> Any:
-        raise KeyError("mine")
+    def reach(here: str) -> None:
+        if is_failing and here == place:
+            raise KeyError("mine")
 
     def step(model: Model, batch: dict[str, Tensor]) -> Tensor:
         is_split = cp.cp_size > 1
-        if is_failing and (where in ("split", "alike") if is_split else where == "whole"):
-            fail()
+        reach("split" if is_split else "whole")
         if where == "behind a collective" and is_split:
-            torch.distributed.all_reduce(torch.ones(3) if not is_failing else fail(), group=group)
+            reach(where)
+            torch.distributed.all_reduce(torch.ones(3), group=group)
         x = model(cp.shard(batch["x"])[:, :, None].float())
         x = cp.attention(*[x[..., None, :]] * 3)
-        if is_failing and where == "backward":
-            x.register_hook(fail)
+        x.register_hook(lambda _: reach("backward"))
         loss = ring_torch.cross_entropy(cp, x.flatten(2), cp.shard(batch["x"]))
-        return fail() if is_failing and where == "loss" and is_split else loss
+        reach("loss" if is_split else "")
+        return loss
 
-    def after(_: object) -> None:
-        if where == "late" and is_failing and cp.cp_size > 1:
-            fail()
-
-    error = KeyError if is_failing else RuntimeError
-    start = time.monotonic()
-    with pytest.raises(error) as raised:
-        ring_torch.preflight(cp, step, model=nn.Linear(1, VOCAB), batch=batch, after_backward=after)
+    options: Any = {"model": nn.Linear(1, VOCAB), "batch": batch}
+    options["after_backward"] = lambda _: reach("late" if cp.cp_size > 1 else "")
+    kind, start = "whole" if where == "whole" else "split", time.monotonic()
+    message = f"preflight: a {kind} run failed on rank 1: KeyError: 'mine'"
+    error, message = (KeyError, "mine") if is_failing else (RuntimeError, message)
+    refused(message, ring_torch.preflight, cp, step, error=error, **options)
     assert time.monotonic() - start < 15
-    kind = "whole" if where == "whole" else "split"
-    if not is_failing:
-        assert f"preflight: a {kind} run failed on rank 1: KeyError: 'mine'" in str(raised.value)
     closed = pytest.raises(RuntimeError, match=r"an earlier call .* failed on rank 1: KeyError")
     with closed if FAILING[where] else nullcontext():
         cp.check_equal(0, what="x")
 
 
-def _model(_: int) -> nn.Sequential:
+def _model(rank: int, changed: str = "") -> nn.Sequential:
+    """Return a model, of which one number of a weight or buffer may be other on rank 1."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-
-
-def _changed(name: str) -> Callable[[int], nn.Module]:
-    """Return what makes a model of which one number of a weight or buffer is other on rank 1."""
-
-    def make(rank: int) -> nn.Module:
-        model = _model(rank)
-        model.state_dict()[name].view(-1)[-1:] += rank
-        return model
-
-    return make
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    if changed:
+        model.state_dict()[changed].view(-1)[-1:] += rank
+    return model
 
 
 def _optimizer(rank: int) -> torch.optim.Optimizer:
@@ -486,8 +464,8 @@ CASES: dict[str, tuple[Callable[[int], Any], str | None]] = {
     "empty": (lambda _: torch.empty(0, 3), None),
     "bool": (lambda _: {"mask": torch.tensor([True, False]), "seed": 3, "name": "x"}, None),
     "view": (lambda rank: torch.zeros(3, 4).t() if rank else torch.zeros(4, 3), None),
-    "weight": (_changed("0.weight"), r"rank 1: x.0.weight: float32 \[3, 4\], 1 of 12 numbers differ from rank 0's, the first at \[2, 3\]"),
-    "buffer": (_changed("1.num_batches_tracked"), r"x.1.num_batches_tracked: int64 \[\], 1 of 1"),
+    "weight": (partial(_model, changed="0.weight"), r"rank 1: x.0.weight: float32 \[3, 4\], 1 of 12 numbers differ from rank 0's, the first at \[2, 3\]"),
+    "buffer": (partial(_model, changed="1.num_batches_tracked"), r"x.1.num_batches_tracked: int64 \[\], 1 of 1"),
     "optimizer": (_optimizer, r"\['exp_avg'\]"),
     "rows swapped": (lambda rank: torch.arange(4.0).view(2, 2)[[rank, 1 - rank]], r"4 of 4 numbers"),
     "sign of zero": (lambda rank: torch.zeros(2) * (1 - 2 * rank), r"2 of 2 numbers"),
@@ -513,54 +491,23 @@ def test_the_first_difference_is_named(rank: int, case: str) -> None:
 
 
 @on_ranks
-def test_each_nth_call_is_compared(rank: int) -> None:
-    cp = ContextParallel()
-    cp.check_equal(0, what="of some calls", every=2)
-    cp.check_equal(rank, what="of some calls", every=2)
-    with pytest.raises(RankMismatchError):
-        cp.check_equal(rank, what="of some calls", every=2)
-    with cp.whole():
-        cp.check_equal(rank, what="x")
-
-
-@on_ranks
-def test_shards_are_compared_along_cp(rank: int) -> None:
+def test_each_nth_call_is_compared_along_cp(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "cp"))
     cp = ContextParallel(mesh["cp"])
+    check, of_some = partial(cp.check_equal, what="x"), partial(cp.check_equal, what="y", every=2)
+    of_some(0)
+    of_some(rank)
+    refused(".", of_some, rank, error=RankMismatchError)
+    with cp.whole():
+        check(rank)
     over_tp: Tensor = DTensor.from_local(torch.full((2,), float(rank)), mesh["tp"], [Shard(0)])
-    refused(r"placed .*2 of 2 numbers", cp.check_equal, over_tp, what="x", error=RankMismatchError)
-    cp.check_equal(distribute_tensor(torch.arange(4.0), mesh["cp"], [Shard(0)]), what="x")
-
-
-def test_what_has_no_bits_is_refused() -> None:
-    cp = ContextParallel()
-    refused(r"x\['a'\]\[0\] is a object", cp.check_equal, {"a": [object()]}, what="x")
-    with pytest.raises(ring_torch.UnsupportedError, match="meta"):
-        cp.check_equal(torch.empty(2, device="meta"), what="x")
+    refused(r"placed .*2 of 2 numbers", check, over_tp, error=RankMismatchError)
+    check(distribute_tensor(torch.arange(4.0), mesh["cp"], [Shard(0)]))
+    refused(r"x\['a'\]\[0\] is a object", check, {"a": [object()]})
+    refused("meta", check, torch.empty(2, device="meta"), error=ring_torch.UnsupportedError)
 
 
 def test_the_digest_sees_every_place() -> None:
-    torch.manual_seed(0)
-    x = torch.randint(-3, 3, (5000,), dtype=torch.int8)
-    digests = {int(digest_of(x))}
-    for n in range(0, 4999, 50):
-        y = x.clone()
-        y[n] += 1
-        digests.add(int(digest_of(y)))
-    assert len(digests) == 101
+    x, places = torch.randint(-3, 3, (5000,), dtype=torch.int8), torch.arange(5000)
+    assert len({int(digest_of(x + (places == n))) for n in range(-1, 4999, 50)}) == 100
     assert digest_of(x) == digest_of(x.view(50, 100).t().contiguous().t())
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@on_ranks
-def test_the_whole_length_of_a_slice(layout: Any) -> None:
-    cp = ContextParallel(layout=layout)
-    x = torch.zeros(1, 10, 3)
-    shard = cp.shard(x, pad=True)
-    assert cp.whole_length(shard) == 10
-    assert cp.whole_length(shard * 1) == 2 * shard.shape[1]
-    assert cp.whole_length(shard.shape[1], seq_len=10) == 10
-    assert cp.whole_length(shard[0], dim=0, seq_len=10) == 10
-    refused("seq_len=30 is the length of the whole sequence", cp.whole_length, shard, seq_len=30)
-    with cp.whole():
-        assert cp.whole_length(x) == 10

@@ -1,4 +1,7 @@
-"""Examples: ring and single process agree, and it is reported when they do not."""
+"""Examples: ring and single process agree, and it is reported when they do not.
+
+A rank that dies is restarted with the others, and training continues as if nothing happened.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,8 @@ ROOT = Path(__file__).parents[2]
 SMALL = [
     "--device=cpu", "--cp=2", "--seq-len=256", "--steps=4", "--layers=1", "--dim=64", "--out=none",
 ]  # fmt: skip
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+LOOPBACK = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,9 +54,9 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def table_of(printed: str) -> list[list[float]]:
-    """Return the numbers of lines that begin with that of a step."""
-    lines = [line.replace(",", "").split() for line in printed.splitlines()]
-    return [[*map(float, line)] for line in lines if line and line[0].isdigit()]
+    """Return the numbers of lines that have nothing else, of which the first is that of a step."""
+    lines = re.findall(r"^ *\d+(?: +[-+.,e\d]+)+ *$", printed, re.MULTILINE)
+    return [[float(x.replace(",", "")) for x in line.split()] for line in lines]
 
 
 def test_documents_of_a_window(run: Callable[..., str]) -> None:
@@ -59,10 +64,50 @@ def test_documents_of_a_window(run: Callable[..., str]) -> None:
     printed = run("train_bytes", *SMALL, *options)
     assert "largest relative difference" in printed
     assert "In float64 ring and single process agree" in printed
-    table = [line.split() for line in printed.splitlines()]
-    losses = [row[1:3] for row in table if len(row) == 4 and row[0].isdigit()]
+    losses = [row[1:3] for row in table_of(printed)]
     assert len(losses) == 4
-    assert all(float(ring) == pytest.approx(float(one), rel=1e-5) for ring, one in losses)
+    assert all(ring == pytest.approx(one, rel=1e-5) for ring, one in losses)
+
+
+#: The demonstration, with rank 1 killed at a step of its first run.
+KILLED = f"""
+import faulthandler, os, signal, sys
+faulthandler.enable()
+sys.path.insert(0, {str(ROOT / "examples")!r})
+import train_bytes
+
+drawn = train_bytes.sequence
+
+def sequence(config, step):
+    first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first_life and os.environ["RANK"] == "1" and step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return drawn(config, step)
+
+train_bytes.sequence = sequence
+sys.exit(train_bytes.main())
+"""
+
+
+@pytest.mark.nightly
+def test_a_run_restarted_by_torchrun_has_the_losses_of_an_undisturbed_one(
+    tmp_path: Path, run: Callable[..., str]
+) -> None:
+    options = [*SMALL, "--seq-len=128", "--steps=8", "--no-compare"]
+    undisturbed = table_of(run("train_bytes", *options))
+    assert len(undisturbed) == 8
+    program, kept = tmp_path / "killed.py", tmp_path / "kept"
+    program.write_text(KILLED)
+    done = subprocess.run(
+        [
+            *TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1", str(program),
+            *options, f"--checkpoint={kept}", "--save-every=2",
+        ],
+        env=LOOPBACK | {"RING_CHECK": "1"}, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert table_of(done.stdout) == undisturbed
+    assert [file.name for file in kept.iterdir()] == ["2-float32.pt"]
 
 
 def test_wrong_losses_are_reported() -> None:
@@ -80,22 +125,18 @@ def test_wrong_losses_are_reported() -> None:
     assert "the loss fell by 0.000" in next(report.failures(config, flat, flat))
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("train_bytes", [*SMALL, "--seq-len=257"], "pad to"),
-        ("train_bytes", [*SMALL, "--window=-1"], "--window must be"),
-        ("train_bytes", [*SMALL, "--dim=65"], "--dim"), ("generate", ["--cp=1"], ""),
-        ("generate", ["--new=0"], ""), ("generate", ["--dim=12"], ""),
-    ],
-)  # fmt: skip
-def test_wrong_arguments_get_one_line(
-    name: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        importlib.import_module(name).main(options)
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+def test_wrong_arguments_get_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, option, message in (
+        ("train_bytes", "--seq-len=257", "pad to"),
+        ("train_bytes", "--window=-1", "--window must be"),
+        ("train_bytes", "--dim=65", "--dim"),
+        ("generate", "--cp=1", ""),
+        ("generate", "--new=0", ""),
+        ("generate", "--dim=12", ""),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            importlib.import_module(name).main([*SMALL, option] if "bytes" in name else [option])
+        assert message in capsys.readouterr().err
 
 
 def test_the_longest_sequence(run: Callable[..., str]) -> None:
@@ -113,12 +154,10 @@ def test_the_lines_that_start_jobs_on_several_hosts() -> None:
     local = re.sub(r"--dtype .*", "--device cpu --first 64 --most 256", line)
     for old, new in (("host0", "127.0.0.1"), ("29500", str(port)), ("per-node 8", "per-node 1")):
         local = local.replace(old, new)
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run"]
     started = [
         subprocess.Popen(
-            [*launcher, *local.replace("node-rank 0", f"node-rank {n}").split()[1:]],
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
+            [*TORCHRUN, *local.replace("node-rank 0", f"node-rank {n}").split()[1:]],
+            cwd=ROOT, env=LOOPBACK, stdout=subprocess.PIPE, text=True,
         )
         for n in range(2)
     ]  # fmt: skip

@@ -7,7 +7,6 @@ such call, later when the message they wait for does not come within the group's
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from cases import RANDOM
 from on_ranks import on_ranks, on_two_ranks
 from patched import replaced
+from refused import refused
 from torch import Tensor
 
 from ring_core import ChunkLayout, Mask, RankMismatchError
@@ -43,8 +43,6 @@ ODD = 1  # the rank that differs
 #: Options of the other ranks and of the odd one, and the name in the error.
 DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "length": ({}, {"shape": (1, 16, 2, 8)}, "q"),
-    "batch": ({}, {"shape": (2, 8, 2, 8)}, "q"),
-    "heads": ({}, {"shape": (1, 8, 4, 8)}, "q"),
     "head dim": ({}, {"shape": (1, 8, 2, 16)}, "q"),
     "dtype": ({}, {"dtype": torch.float64}, "q"),
     "shapes of equal size": ({}, {"shape": (1, 4, 4, 8)}, "q"),
@@ -98,15 +96,6 @@ def a_table_of_its_own() -> Iterator[None]:
         yield
 
 
-def ends(function: Callable[[], Any]) -> tuple[str, str]:
-    """Return the type and the message of the error that a function raises."""
-    try:
-        function()
-    except RuntimeError as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("a result in spite of disagreement")
-
-
 @pytest.fixture(scope="module")
 def pool() -> Iterator[LocalRanks]:
     """Start three ranks, which stay usable after a disagreement that all of them learn of."""
@@ -119,8 +108,7 @@ def pool() -> Iterator[LocalRanks]:
 def test_a_difference_is_an_error_on_all(rank: int, name: str) -> None:
     """The error is also raised on a rank that receives nothing from the one that differs."""
     others, odd, word = DIFFERENCES[name]
-    with pytest.raises(RankMismatchError, match=rf"\b{word} is "):
-        attend(odd if rank == ODD else others)
+    refused(rf"\b{word} is ", attend, odd if rank == ODD else others, error=RankMismatchError)
 
 
 @pytest.mark.parametrize(("what", "word"), [("another call", "call"), ("no backward", "pass")])
@@ -130,36 +118,28 @@ def test_a_difference_in_backward_is_an_error_on_all(rank: int, what: str, word:
     call: Callable[[], Any] = (second if rank == ODD else first).sum().backward
     if what == "no backward" and rank == ODD:
         call = partial(attend, {})
-    with pytest.raises(RankMismatchError, match=rf"\b{word} is "):
-        call()
+    refused(rf"\b{word} is ", call, error=RankMismatchError)
 
 
-def _differ_after_agreeing(rank: int) -> tuple[str, str]:
+def _differ_after_agreeing(rank: int) -> None:
     for _ in range(2):
         attend({}).sum().backward()
-    return ends(lambda: attend({"causal": True} if rank == ODD else {}))
+    options, message = {"causal": True} if rank == ODD else {}, "mask is '(full|causal)' there"
+    refused(message, attend, options, error=RankMismatchError)
 
 
-def test_a_difference_after_equal_calls_is_an_error_on_all() -> None:
-    """Ranks that learn of the difference late raise the same error; one of four is no neighbour."""
-    with LocalRanks(4, timeout=TIMEOUT) as pool:
-        for kind, message in pool.run(_differ_after_agreeing):
-            assert kind == "RankMismatchError"
-            assert re.search(r"mask is '(full|causal)' there", message), message
-
-
-def _one_call_less(rank: int) -> tuple[str, str]:
+def _one_call_less(rank: int) -> None:
     attend({}).sum().backward()
-    return ("", "") if rank == ODD else ends(lambda: attend({}))
+    message = rf"(?s)(?=.*call 2 \(forward\)).*rank {rank} waited in vain for ranks"
+    if rank != ODD:
+        refused(message, attend, {}, error=RuntimeError)
 
 
-def test_a_missing_call_is_an_error_within_the_timeout() -> None:
-    with LocalRanks(3, timeout=TIMEOUT) as pool:
-        answers = pool.run(_one_call_less)
-    for rank in (0, 2):
-        kind, message = answers[rank]
-        assert kind == "RuntimeError"
-        assert f"rank {rank} waited in vain for ranks" in message and "call 2 (forward)" in message
+@pytest.mark.parametrize(("ranks", "calls"), [(4, _differ_after_agreeing), (3, _one_call_less)])
+def test_a_difference_after_equal_calls_is_an_error_on_all(ranks: int, calls: Any) -> None:
+    """Ranks that learn of it late raise it within the timeout; one of four is no neighbour."""
+    with LocalRanks(ranks, timeout=TIMEOUT) as pool:
+        pool.run(calls)
 
 
 @on_ranks
@@ -210,56 +190,45 @@ def test_a_difference_has_a_name(theirs: Header, word: str) -> None:
 
 
 def test_long_fields_leave_room_and_still_differ() -> None:
-    header, other_header = (
-        Header.of(
-            CallSignature.of({f"field {n}": "x" * 4000 + end for n in range(12)}, "forward"), 3, 0
-        )
-        for end in ("a", "b")
-    )
-    assert len(header.bytes()) == len(other_header.bytes()) == 2048
-    assert json.loads(header.fields).keys() == json.loads(other_header.fields).keys()
-    assert header.mismatch(other_header).count("there and") == 12
+    long: dict[str, Any] = {f"field {n}": "x" * 4000 for n in range(12)}
+    header, other = (_header(**{name: x + end for name, x in long.items()}) for end in "ab")
+    assert len(header.bytes()) == len(other.bytes()) == 2048
+    assert json.loads(header.fields).keys() == json.loads(other.fields).keys()
+    assert header.mismatch(other).count("there and") == 12
 
 
 @pytest.mark.parametrize("what", ["nothing", "number", "seed", "fields"])
 @on_two_ranks
 def test_calls_compared_before_are_compared_by_digest(rank: int, what: str) -> None:
-    signature = CallSignature.of(FIELDS, "forward")
+    """On a stream a launch compares each of them with its own digest."""
+    mask = "full" if what == "fields" and rank else "causal"
+    signature, seen = CallSignature.of(FIELDS | {"mask": mask}, "forward"), list[Any]()
     number, seed = 3 + rank * (what == "number"), 5 + rank * (what == "seed")
-    if what == "fields" and rank:
-        signature = CallSignature.of(FIELDS | {"mask": "full"}, "forward")
     group: Any = dist.new_group()
+    ranks, cpu = ranks_of(group), torch.device("cpu")
     with nullcontext() if what == "nothing" else pytest.raises(RuntimeError):
-        _check_on_stream(ranks_of(group), number, seed, signature, torch.device("cpu"))
-
-
-@on_two_ranks
-def test_a_launch_compares_each_call_with_its_own_digest() -> None:
-    group: Any = dist.new_group()
-    ranks, signature, seen = ranks_of(group), CallSignature.of(FIELDS, "forward"), []
-    ranks.state.digest_checks[torch.device("cpu")] = lambda words, digest: seen.append(
-        (len(words), words.unique().tolist(), digest)
-    )
-    for number in (3, 4):
-        _check_on_stream(ranks, number, 5, signature, torch.device("cpu"))
-    digests = [signature.for_call(number, 5) for number in (3, 4)]
-    assert seen == [(256, [digest], digest) for digest in digests]
+        _check_on_stream(ranks, number, seed, signature, cpu)
+    ranks.state.digest_checks[cpu] = lambda words, digest: seen.append((words.tolist(), digest))
+    if what == "nothing":
+        for number in (4, 5):
+            _check_on_stream(ranks, number, seed, signature, cpu)
+            digest = signature.for_call(number, seed)
+            assert seen[-1] == ([digest] * 256, digest)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
 @on_two_ranks
 def test_unlike_shards_are_told_how_to_be_padded(rank: int, strategy: str) -> None:
     q, k = torch.ones(1, 5 + rank, 2, 8), torch.ones(1, 6 + 2 * rank, 2, 8)
-    with pytest.raises(RuntimeError, match="make different calls") as error:
-        ring_attention(q, k, k, strategy=strategy)
-    assert "pad every shard to the longest" in str(error.value)
-    assert "negative segment_ids" in str(error.value)
+    message = "(?s)make different calls.*pad every shard to the longest.*negative segment_ids"
+    call = partial(ring_attention, strategy=strategy)
+    refused(message, call, q, k, k, error=RuntimeError)
 
 
-@pytest.mark.parametrize("shape", [[2, 8, 2, 8, "float32"], [1, 8, 4, 8, "float32"]])
-def test_other_differences_are_not_padded(shape: list[Any]) -> None:
-    assert "segment_ids" not in _header().mismatch(_header(q=shape))
-    assert "segment_ids" in _header().mismatch(_header(q=[1, 9, 2, 8, "float32"]))
+def test_other_differences_are_not_padded() -> None:
+    for shape, is_told in (([2, 8, 2, 8], False), ([1, 8, 4, 8], False), ([1, 9, 2, 8], True)):
+        said = _header().mismatch(_header(q=[*shape, "float32"]))
+        assert ("segment_ids" in said) == is_told
 
 
 NUMBER, SEED, NONCE = 7, 0, 1

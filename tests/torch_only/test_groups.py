@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import re
 import time
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -18,8 +16,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from dense import numbers, sdpa
+from dense import is_exact, numbers
 from on_ranks import on_ranks
+from refused import refused
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -128,48 +127,33 @@ def _qkv() -> list[Tensor]:
     return [numbers(seed, 1, T, 2, 8) for seed in range(3)]
 
 
-def _is_exact(cp: ContextParallel, attention: Any = None, **options: Any) -> bool:
-    """Return True if a call's results are those of full attention, and its gradients, too."""
-    leaves = [x.requires_grad_() for x in _qkv()]
-    expected = sdpa(*leaves, is_causal=True, scale=options.get("softmax_scale"))
-    shards = [cp.shard(x.detach()).requires_grad_() for x in leaves]
-    out = (attention or cp.attention)(*shards, causal=True, **options)
-    grads = torch.autograd.grad(expected.sum(), leaves), torch.autograd.grad(out.sum(), shards)
-    pairs = [(expected.detach(), out), *zip(*grads, strict=True)]
-    return all(torch.allclose(cp.shard(whole), mine) for whole, mine in pairs)
-
-
-def _refused(function: Callable[[], Any]) -> None:
-    with pytest.raises((ValueError, RuntimeError), match=OTHER):
-        function()
+_refused = partial(refused, OTHER, error=(ValueError, RuntimeError))
 
 
 def _before(rank: int, folder: str) -> None:
     """Make objects before the group, and use one of them."""
     _destroy()
     unused, cp = ContextParallel(), ContextParallel()
-    assert _is_exact(cp)
+    assert is_exact(cp)
     _init(folder, "first", rank, 2)
-    assert _is_exact(unused) and unused.cp_size == 2
-    uses: list[Callable[[], Any]] = [
-        lambda: cp.attention(*_qkv(), causal=True), lambda: cp.unshard(_qkv()[0]),
-        lambda: cp.shard(_qkv()[0]), lambda: cp.positions(T), lambda: cp.explain(*_qkv()),
-    ]  # fmt: skip
-    for use in uses:
-        _refused(use)
+    assert is_exact(unused) and unused.cp_size == 2
+    for use in (cp.unshard, cp.shard, lambda _: cp.positions(T)):
+        _refused(use, _qkv()[0])
+    for call in (cp.attention, cp.explain):
+        _refused(call, *_qkv(), causal=True)
 
 
 def _destroyed(rank: int, folder: str) -> None:
     contexts = ContextParallel(), ContextParallel(cast("Any", dist.new_group([0, 1])))
-    assert all(map(_is_exact, contexts))
+    assert all(map(is_exact, contexts))
     _destroy()
     for cp in contexts:
-        _refused(partial(cp.attention, *_qkv()))
+        _refused(cp.attention, *_qkv())
     for size, name in ((2, "again"), (1, f"alone {rank}")):
         _init(folder, name, rank % size, size)
         for cp in contexts:
-            _refused(partial(cp.shard, _qkv()[0]))
-        assert _is_exact(ContextParallel())
+            _refused(cp.shard, _qkv()[0])
+        assert is_exact(ContextParallel())
         dist.barrier()  # a rank that leaves now would cut off one that still connects to it
         _destroy()
 
@@ -182,7 +166,7 @@ def _chunks_first(rank: int, folder: str) -> None:
     wrong = ContextParallel(layout=layout)
     dist.barrier()  # a rank that leaves now would cut off one that still connects to it
     _destroy()
-    _refused(lambda: wrong.shard(_qkv()[0]))
+    _refused(wrong.shard, _qkv()[0])
 
 
 def _compiled_first(rank: int, folder: str) -> None:
@@ -193,13 +177,13 @@ def _compiled_first(rank: int, folder: str) -> None:
         return cp.attention(q, k, v, causal=causal)
 
     attend: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
-    assert _is_exact(cp, attend)
+    assert is_exact(cp, attend)
     _init(folder, "compiled", rank, 2)
     for x in ([y.requires_grad_() for y in _qkv()], _qkv()):
-        _refused(partial(attend, *x, causal=True))
+        _refused(attend, *x, causal=True)
     torch.compiler.reset()
     cp = ContextParallel()
-    assert _is_exact(cp, attend)
+    assert is_exact(cp, attend)
 
 
 @pytest.mark.parametrize("order", [_before, _destroyed, _chunks_first, _compiled_first])
@@ -209,28 +193,21 @@ def test_shards_and_attention_are_of_one_group(order: Any, tmp_path: Any) -> Non
         pool.run(order, str(tmp_path))
 
 
-class _Model(nn.Module):
-    def __init__(self, cp: ContextParallel) -> None:
-        super().__init__()
-        self.weight, self.cp = nn.Linear(2, 2), cp
-
-
 @on_ranks
 def test_it_is_copied_and_over_the_default_group_pickled() -> None:
     layouts: list[Any] = ["zigzag", "striped", balanced_layout(CAUSAL, seq_len=T, cp_size=2)]
     groups: list[Any] = [dist.new_group(), init_device_mesh("cpu", (2,))]
-    contexts = [ContextParallel(layout=layout) for layout in layouts] + [
-        *map(ContextParallel, groups)
-    ]
+    contexts = [ContextParallel(layout=x) for x in layouts] + [ContextParallel(x) for x in groups]
     x = torch.arange(2.0 * T).view(1, T, 2)
     for cp in contexts:
-        copies = [copy.copy(cp), copy.deepcopy(_Model(cp)).cp]
+        model: Any = nn.Linear(2, 2)
+        model.cp = cp
+        copies = [copy.copy(cp), copy.deepcopy(model).cp]
         if cp.group is None:
             copies.append(pickle.loads(pickle.dumps(cp)))
         else:
             kind = type(cp.group).__name__
-            with pytest.raises(UnsupportedError, match=f"{kind} cannot be pickled"):
-                pickle.dumps(_Model(cp))
+            refused(f"{kind} cannot be pickled", pickle.dumps, model, error=UnsupportedError)
         for copied in copies:
             assert cp is not copied
             for name in ("group", "layout", "cp_size", "cp_rank"):
@@ -239,26 +216,22 @@ def test_it_is_copied_and_over_the_default_group_pickled() -> None:
             assert torch.equal(copied.unshard(copied.shard(x)), x)
 
 
-def _in_threads(rank: int, size: int, port: int, folder: str, count: int, strategy: Any) -> Any:
-    """Return errors of threads that use a group each, in another order on each rank."""
+def _in_threads(rank: int, size: int, port: int, folder: str, count: int, strategy: Any) -> None:
+    """Use a group in each of some threads, in another order on each rank."""
     dist.destroy_process_group()
     store = TCPStore("127.0.0.1", port, is_master=False) if port else FileStore(folder, size)
     _init_with(PrefixStore(f"threads {count} {size}", store), rank, size)
     groups: list[Any] = [None, *(dist.new_group(timeout=TIMEOUT) for _ in range(count - 1))]
 
-    def work(n: int) -> str:
+    def work(n: int) -> None:
         cp = ContextParallel(groups[n], layout="contiguous")
-        try:
-            for k in range(6):
-                # On each rank another thread is the first to wait.
-                time.sleep(0.1 * ((n + rank + k) % count))
-                assert _is_exact(cp, softmax_scale=0.1 + 0.01 * k, strategy=strategy), (n, k)
-        except (RuntimeError, ValueError, AssertionError) as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
+        for k in range(6):
+            # On each rank another thread is the first to wait.
+            time.sleep(0.1 * ((n + rank + k) % count))
+            assert is_exact(cp, softmax_scale=0.1 + 0.01 * k, strategy=strategy), (n, k)
 
     with ThreadPoolExecutor(count) as threads:
-        return [fault for fault in threads.map(work, range(count)) if fault]
+        assert len([*threads.map(work, range(count))]) == count
 
 
 #: Stores, ranks, threads and strategies.
@@ -274,32 +247,31 @@ def test_threads_on_groups_of_their_own(name: str, tmp_path: Any) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port, folder = store.port * (kind == "tcp"), f"{tmp_path}/store"
     with LocalRanks(size, timeout=20) as pool:
-        assert pool.run(_in_threads, size, port, folder, count, strategy) == [[]] * size
+        pool.run(_in_threads, size, port, folder, count, strategy)
 
 
-def _fail_in_a_group(rank: int, size: int, port: int, how: str) -> str:
-    """Return the error of a group's first calls, then destroy the group."""
+def _fail_in_a_group(rank: int, size: int, port: int, how: str) -> None:
+    """Expect the error of a group's first calls, then destroy the group."""
     if dist.is_initialized():
         dist.destroy_process_group()
     _init_with(TCPStore("127.0.0.1", port, is_master=False), rank, size)
-    x, message = torch.ones(1, 4, 2, 8), "no error"
+    x, differs = torch.ones(1, 4, 2, 8), how == "mismatch"
     with pytest.MonkeyPatch.context() as patch:
         if how == "failure":
             ring_attention(x, x, x)
             if rank == size - 1:
                 patch.setattr(handshake.Header, "of", Mock(side_effect=RuntimeError("played")))
-        try:
-            ring_attention(x, x, x, causal=how == "mismatch" and rank == 0)
-        except RuntimeError as error:
-            message = str(error)
+        message = "different calls" if differs else "played|waited in vain"
+        call = partial(ring_attention, causal=differs and rank == 0)
+        refused(message, call, x, x, x, error=RuntimeError)
     dist.destroy_process_group()
-    return message
 
 
-def _call_again(rank: int, size: int, port: int) -> list[bool]:
-    """Return True for each exact result of calls on a new default group."""
+def _call_again(rank: int, size: int, port: int) -> None:
+    """Make calls on a new default group."""
     _init_with(TCPStore("127.0.0.1", port, is_master=False), rank, size)
-    return [_is_exact(ContextParallel(layout="contiguous")) for _ in range(2)]
+    for _ in range(2):
+        assert is_exact(ContextParallel(layout="contiguous"))
 
 
 @pytest.mark.parametrize("how", ["mismatch", "failure"])
@@ -307,30 +279,24 @@ def _call_again(rank: int, size: int, port: int) -> list[bool]:
 def test_a_new_group_reads_nothing_of_the_last(size: int, how: str) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with LocalRanks(size, timeout=60) as pool:
-        said = pool.run(_fail_in_a_group, size, store.port, how)
-        message = "different calls" if how == "mismatch" else "played|waited in vain"
-        assert all(re.search(message, x) for x in said), said
+        pool.run(_fail_in_a_group, size, store.port, how)
         left = [key for key in store.list_keys() if "ring/" in key]
         assert left, "notes of the first group"
         for key in store.list_keys():
             if key not in left:  # gloo's old addresses, which the next group may take for new
                 store.delete_key(key)
-        assert pool.run(_call_again, size, store.port) == [[True, True]] * size
+        pool.run(_call_again, size, store.port)
 
 
-def _told(rank: int) -> str:
-    """Return a rank's error after a stray message arrives before the nonce."""
-    ring = ranks_of(None)
+def _is_told(rank: int) -> None:
+    """Expect an error after a stray message has arrived before the nonce."""
+    ring, x = ranks_of(None), torch.ones(1, 4, 2, 8)
     if rank == 0:
         ring.start([(torch.zeros(2048, dtype=torch.uint8), 1)], []).wait()
-        return ""
-    x: Tensor = torch.ones(1, 4, 2, 8)
-    with pytest.raises(RankMismatchError) as error:
-        ring_attention(x, x, x)
-    return str(error.value)
+    else:
+        refused("is no header", ring_attention, x, x, x, error=RankMismatchError)
 
 
 def test_a_stray_message_is_no_nonce() -> None:
     with LocalRanks(3, timeout=2) as pool:
-        for message in pool.run(_told)[1:]:
-            assert "is no header" in message
+        pool.run(_is_told)

@@ -54,6 +54,7 @@ EVERY: tuple[Ring, ...] = tuple(
     )
 )  # fmt: skip
 MEAN, GATHER, SPLIT = {"reduction": "mean"}, {"logits": "gather"}, {"recurrent": "split"}
+NONE: dict[str, Any] = {"options": {"logits": "none"}, "suffix": "no logits"}
 HYBRID = StrategyConfig("hybrid", ulysses_size=2, outer="gather")
 RECOMPUTED: dict[str, Any] = {"forms": ("", "checkpointed"), "options": MEAN}
 COMPILED: dict[str, Any] = {"forms": ("compiled",), "options": MEAN}
@@ -117,6 +118,11 @@ GROUPS: list[Group] = [
     ("Llama4ForCausalLM", "plain", {"changes": FULL, "suffix": "without chunks"}),
     ("Mixtral GptOss", "right", {"changes": ROUTERS, "unlike": {}, "suffix": "routers"}),
     ("Llama", "by position_ids, by seq_idx, by cu_seq_lens, by attention_mask", {}),
+    # Losses without logits: with caps, scales and routers, in wrappers.
+    ("Llama Qwen3", "left, packed", NONE, "Llama-left-no logits, Qwen3-packed-no logits"), ("BertForMaskedLM", "tagged plain", NONE),
+    ("Gemma2", "right", NONE | {"changes": {"final_logit_softcapping": 1.5}, "unlike": {}}), ("CohereForCausalLM", "plain", NONE | {"changes": {"logit_scale": 0.3}, "unlike": {}}),
+    ("GraniteForCausalLM", "plain", NONE | {"changes": {"logits_scaling": 3.0}, "unlike": {}}), ("Mixtral", "plain", NONE | {"changes": ROUTERS, "unlike": {}}),
+    ("Gemma2", "packed", NONE | {"forms": ("ddp", "fsdp", "compiled"), "options": NONE["options"] | MEAN}),
     ("LlamaForCausalLM GPTJForCausalLM", "right", COMPILED, ""), ("Qwen3NextForCausalLM", "right", COMPILED),
     # Padding anywhere in a row: positions may be counted without padding, in the mask, or ALiBi's,
     # with padding.
@@ -303,6 +309,7 @@ COPIED = (
     "BloomForCausalLM",
     "Qwen3NextForCausalLM",
     "JambaForCausalLM",
+    "LlamaForCausalLM",
 )
 
 
@@ -315,7 +322,7 @@ def test_a_copy_computes_with_its_own_weights(name: str) -> None:
     is_pair = model.config.is_encoder_decoder
     (case,) = cases_of(model, "pair padded" if is_pair else "right")
     (other,) = cases_of(model, "pair plain" if is_pair else "plain")
-    hf.parallelize(model, cp)
+    hf.parallelize(model, cp, logits="none" if name == "LlamaForCausalLM" else "local")
     result(model, other.split, other)
     twin, expected = copy.deepcopy(model), [result(unsplit, case.whole, case)]
     for each in (twin, unsplit):

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dense import largest_allocation
 from on_ranks import on_ranks, on_two_ranks
+from refused import refused
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
@@ -126,10 +128,8 @@ class Whole:
         self.kept = self.labels != drop
         self.ids = torch.arange(case.rows)[:, None].expand(shape)
         if case.documents is not None:
-            positions = torch.arange(case.length)
-            self.ids = (
-                torch.searchsorted(torch.tensor(case.bounds), positions, right=True)[None] - 1
-            )
+            bounds, positions = torch.tensor(case.bounds), torch.arange(case.length)
+            self.ids = torch.searchsorted(bounds, positions, right=True)[None] - 1
         self.sequences = len(case.bounds) - 1 if case.documents else case.rows
 
     def leaves(self) -> list[Tensor]:
@@ -148,17 +148,12 @@ class Whole:
             log_p = (z / self.options.get("temperature", 1.0)).log_softmax(-1)
             own = log_p.gather(-1, self.labels.where(self.kept, 0)[..., None])[..., 0] * self.kept
             of_tokens = [own, -(log_p.exp() * log_p).sum(-1) * self.kept]
-            loss = _of_sequences(
-                *(_by_sequence(x, self.ids, self.sequences) for x in (own, self.kept))
-            )
-            loss = loss + (self.of_entropy * of_tokens[1]).sum()
+            of_ids = functional.one_hot(self.ids, self.sequences).double()
+            sums = (torch.einsum("bt,bts->s", x.double(), of_ids) for x in (own, self.kept))
+            loss = _of_sequences(*sums) + (self.of_entropy * of_tokens[1]).sum()
         else:
             loss = functional.cross_entropy(z.flatten(0, 1), self.labels.flatten(), **self.options)
         return loss.detach(), [*torch.autograd.grad(loss, leaves)], [x.detach() for x in of_tokens]
-
-
-def _by_sequence(x: Tensor, ids: Tensor, count: int) -> Tensor:
-    return torch.einsum("bt,bts->s", x.double(), functional.one_hot(ids, count).double())
 
 
 def _of_sequences(sums: Tensor, counts: Tensor) -> Tensor:
@@ -208,11 +203,9 @@ def _compare(case: Case) -> None:
     if case.ends:
         own, seq_len = slice(*case.ends[cp.cp_rank : cp.cp_rank + 2]), None
         shard = lambda x: x[:, own].clone()  # noqa: E731 - of any tokens
-    documents: dict[str, Any] = (
-        {"cu_seqlens": case.bounds} if case.documents == "cu_seqlens" else {}
-    )
-    if case.documents == "segment_ids":  # padding is of the first document, unless seq_len tells
-        documents = {"segment_ids": shard(whole.ids)}
+    # Padding is of the first document, unless seq_len tells.
+    given = {"cu_seqlens": case.bounds, "segment_ids": shard(whole.ids)}
+    documents = {name: x for name, x in given.items() if name == case.documents}
     hidden, *head = whole.leaves()
     hidden = shard(hidden.detach()).requires_grad_()
     # Padding of labels is class 0, which is not ignored.
@@ -226,7 +219,8 @@ def _compare(case: Case) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=case.mode == "autocast"):
         part, share, *mine = function(*tensors)
     part.backward()
-    close: Any = partial(torch.testing.assert_close, equal_nan=True, check_dtype=False)
+    said = lambda text: f"{case}: {text}"  # noqa: E731 - one line
+    close: Any = partial(torch.testing.assert_close, equal_nan=True, check_dtype=False, msg=said)
     if case.dtype == torch.bfloat16 or case.mode == "autocast":
         coarse = 5e-2 if mine else 2e-2
         close = partial(close, rtol=2e-2, atol=coarse * max(1.0, float(grads[0].abs().max())))
@@ -252,10 +246,7 @@ def _compare(case: Case) -> None:
 @on_ranks
 def test_of_one_process(name: str) -> None:
     for case in [CASES[name]] if name in CASES else losses(*name.split("-")):
-        try:
-            _compare(case)
-        except BaseException as error:
-            raise AssertionError(f"{case}: {error}") from error
+        _compare(case)
 
 
 @on_two_ranks
@@ -277,41 +268,35 @@ def test_with_a_count_nothing_is_sent(rank: int) -> None:
         torch.testing.assert_close(*grads)
 
 
-def _largest(function: Callable[[], object]) -> int:
-    """Return the bytes of the largest allocation."""
-    with profile(profile_memory=True, acc_events=True) as profiled:
-        function()
-    return max(int(event.self_cpu_memory_usage) for event in profiled.events())
-
-
 def test_logits_of_many_tokens_are_never_whole() -> None:
     tokens, classes, dim = 131_072, 256, 8
     cp, labels = ContextParallel(), torch.full((1, tokens), 3)
     hidden = torch.randn(1, tokens, dim, requires_grad=True)
     head = torch.randn(classes, dim, requires_grad=True)
     whole, of_hidden = 4 * tokens * classes, 4 * tokens * dim
-    largest = _largest(lambda: linear_cross_entropy(cp, hidden, head, labels).backward())
+    largest = largest_allocation(lambda: linear_cross_entropy(cp, hidden, head, labels).backward())
     assert of_hidden <= largest <= 2 * of_hidden < whole / 8  # hidden's, labels'
     # A loss of logits does hold them.
-    assert _largest(lambda: cross_entropy(cp, hidden @ head.T, labels).backward()) >= whole
+    assert (
+        largest_allocation(lambda: cross_entropy(cp, hidden @ head.T, labels).backward()) >= whole
+    )
 
     def step() -> None:
         options: Any = {"softcap": 9.0, "temperature": 0.5, "entropy": True}
         results = token_log_probs(cp, hidden, head, labels, **options)
         (results[0].sum() + results[1].sum()).backward()
 
-    assert of_hidden <= _largest(step) <= 2 * of_hidden
+    assert of_hidden <= largest_allocation(step) <= 2 * of_hidden
     head.requires_grad_(False).grad = None
-    assert of_hidden <= _largest(step) <= 2 * of_hidden and head.grad is None
+    assert of_hidden <= largest_allocation(step) <= 2 * of_hidden and head.grad is None
 
 
 def _products(function: Any) -> int:
     """Return the number of matrix products."""
     with profile() as profiled:
         function()
-    return sum(
-        event.count for event in profiled.key_averages() if event.key in ("aten::mm", "aten::addmm")
-    )
+    products = ("aten::mm", "aten::addmm")
+    return sum(event.count for event in profiled.key_averages() if event.key in products)
 
 
 @pytest.mark.parametrize(
@@ -357,8 +342,7 @@ def test_gradients_of_a_loss_are_as_exact_as_those_of_tokens(dtype: torch.dtype)
         return log_probs
 
     _, exact = of(torch.float64, linear_cross_entropy)
-    loss, grads = of(dtype, linear_cross_entropy)
-    same, others = of(dtype, by_tokens)
+    (loss, grads), (same, others) = of(dtype, linear_cross_entropy), of(dtype, by_tokens)
     assert torch.equal(loss, same)
     for grad, other, x in zip(grads, others, exact, strict=True):
         assert (grad - x).norm() <= 1.5 * (other - x).norm() + 1e-7 * x.norm()
@@ -389,10 +373,10 @@ def test_labels_of_every_integer_dtype(kind: str, weights: bool, of: str) -> Non
 @on_ranks
 def test_unlike_numbers_of_tokens_and_offsets(rank: int) -> None:
     own = torch.ones(1, 3)[:, : 3 * (rank != 1)]
-    with pytest.raises(ValueError, match="must end at the sequence length 9, got 8"):
-        sum_by_sequence(ContextParallel(None, "contiguous"), own, cu_seqlens=(0, 8))
-    with pytest.raises(RankMismatchError, match="unlike numbers take segment_ids"):
-        sum_by_sequence(ContextParallel(), own, cu_seqlens=(0, 9))
+    summed = partial(sum_by_sequence, ContextParallel(None, "contiguous"), cu_seqlens=(0, 8))
+    refused("must end at the sequence length 9, got 8", summed, own)
+    summed = partial(sum_by_sequence, ContextParallel(), cu_seqlens=(0, 9))
+    refused("unlike numbers take segment_ids", summed, own, error=RankMismatchError)
 
 
 @on_ranks
@@ -449,8 +433,7 @@ REFUSED: tuple[tuple[Callable[[ContextParallel], Any], str], ...] = (
 def test_refusals() -> None:
     cp = ContextParallel()
     for call, message in REFUSED:
-        with pytest.raises(ValueError, match=message):
-            call(cp)
+        refused(message, call, cp)
 
 
 def test_classes_that_cannot_be_drawn_have_no_entropy() -> None:

@@ -7,17 +7,17 @@ kernels and exchanges have other temporaries, but a strategy keeps the same.
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext, suppress
-from types import SimpleNamespace
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from patched import replaced
+from refused import refused
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -157,26 +157,6 @@ def test_memory(name: str, backend: Any) -> None:
         assert abs(most - formula) < kv_bytes / 4, (which, most / kv_bytes, formula / kv_bytes)
 
 
-def test_a_failed_pass_lets_its_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "fail", lambda *_: None)
-    state = SimpleNamespace(before_passes={})
-    ranks: Any = SimpleNamespace(size=2, rank=0, check_open=lambda: None, state=state)
-    signature: Any = SimpleNamespace(fields={"pass": "forward"})
-    held: list[ReferenceType[Tensor]] = []
-
-    def failing_pass() -> None:
-        x = torch.ones(3)
-        held.append(ref(x))
-        with handshake.GuardedPass(ranks, 1, signature, torch.device("cpu")):
-            raise MemoryError(x.shape)
-
-    gc.disable()
-    with suppress(MemoryError):
-        failing_pass()
-    gc.enable()
-    assert held[0]() is None
-
-
 @on_ranks
 def test_a_call_leaves_no_reference_cycles(rank: int) -> None:
     """The tensors of a call are freed with its results, not at the next garbage collection."""
@@ -218,7 +198,7 @@ UNCAPTURED: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def test_what_a_graph_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_graph_holds_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1, 8, 2, 4)
 
     def call(**options: Any) -> Call:
@@ -228,22 +208,19 @@ def test_what_a_graph_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with patch.object(type(plain.kernel), "reads_on_host", new=False):
         plain.check_capture()
     for options in UNCAPTURED:
-        with pytest.raises(UnsupportedError, match="cannot be captured into a CUDA graph"):
-            call(**options).check_capture()
+        message, check = "cannot be captured into a CUDA graph", call(**options).check_capture
+        refused(message, check, error=UnsupportedError)
     monkeypatch.setattr(handshake, "is_capturing", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
-    with pytest.raises(ValueError, match="backend 'nccl'"):
-        handshake.check_graph(Ranks(None, 0, 2), CallSignature.of({}, "forward"))
-
-
-def test_a_graph_keeps_the_strategy_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured pass keeps its strategy alive, as the graph reads its index tables."""
+    signature = CallSignature.of({}, "forward")
+    refused("backend 'nccl'", handshake.check_graph, Ranks(None, 0, 2), signature)
+    # A captured pass keeps its strategy alive, as the graph reads its index tables.
     monkeypatch.setattr(handshake, "has_agreed", lambda *_: True)
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
     for captures in (True, False):
         monkeypatch.setattr(handshake, "is_capturing", lambda captures=captures: captures)
         ranks, strategy = Ranks(None, 0, 2), {1}
-        handshake.check_graph(ranks, CallSignature.of({}, "forward"), strategy)
+        handshake.check_graph(ranks, signature, strategy)
         alive = ref(strategy)
         del strategy
         assert (alive() is not None) == captures

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 from offline import run_offline
 
+WITHOUT_TRITON = """
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find_spec(name, *rest)
+sys.modules["triton"] = None  # an import of it fails
+"""
 
-def test_torch_stays_offline() -> None:
-    run_offline("""
+
+@pytest.mark.parametrize("before", ["", WITHOUT_TRITON], ids=["all", "without triton"])
+def test_torch_stays_offline(before: str) -> None:
+    run_offline(f"""{before}
 import torch
 import ring_torch
 x = torch.ones(1, 8, 2, 8, requires_grad=True)

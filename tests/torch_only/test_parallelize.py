@@ -6,29 +6,28 @@ Calls that keep logits, generate or evaluate; losses without logits; FSDP1 aroun
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from dense import largest_allocation
 from hf_models import LENGTH, WHOLE, Wide, build, gradients, run, same, same_gradients, whole
 from hf_rows import reduce, wrapped
 from on_ranks import on_ranks
 from refused import refused
-from sweep.compare import build as build_any
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
-from torch.profiler import profile
-from trained import arguments, be_started, collate, documents, model_of, trained
+from trained import arguments, be_started, collate, documents, model_of
 from transformers import Trainer
 
 from ring_core import RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.hf.models.hooks import Reduction
-from ring_torch.local import LocalRankError, LocalRanks
+from ring_torch.local import LocalRanks
 
 
 @on_ranks
@@ -70,24 +69,25 @@ def test_mistakes_are_named(rank: int) -> None:
         refused("reduction='mean'", outer, **batch)
 
 
-def _drifts(_: int, reduction: Reduction, forgets: bool) -> None:
-    """Train three steps with gradients that are reduced, or not."""
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@on_ranks
+def test_gradients_that_are_not_reduced_are_found(reduction: Reduction) -> None:
     cp, model, batch = ContextParallel(), build("Llama").train(), whole("plain")
     hf.parallelize(model, cp, reduction=reduction)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for _step in range(3):
-        losses.append(float(run(model, batch)[1]))
-        if not forgets:
-            reduce(model, cp, reduction)
-        optimizer.step()
+
+    def train(*, forgets: bool = False) -> list[float]:
+        losses = []
+        for _ in range(3):
+            losses.append(float(run(model, batch)[1]))
+            if not forgets:
+                reduce(model, cp, reduction)
+            optimizer.step()
+        return losses
+
+    losses = train()
     assert losses[2] < losses[0]
-
-
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_gradients_that_are_not_reduced_are_found(pool: LocalRanks, reduction: Reduction) -> None:
-    pool.run(_drifts, reduction, False)
-    refused("gradients were not reduced", pool.run, _drifts, reduction, True, error=LocalRankError)
+    refused("gradients were not reduced", train, error=RankMismatchError, forgets=True)
 
 
 def test_what_is_refused() -> None:
@@ -96,16 +96,15 @@ def test_what_is_refused() -> None:
     refused("cp must be", hf.parallelize, build("Llama"), None)
     for option in ("logits", "reduction"):
         refused(option, hf.parallelize, build("Llama"), cp, **{option: "all"})
-    with pytest.raises(UnsupportedError, match=r"of type (indexed|deepseek_sparse)_attention"):
-        hf.parallelize(build_any("DeepseekV32ForCausalLM", "deepseek_v32"), cp)
-    with pytest.raises(UnsupportedError, match="RwkvForCausalLM"):
-        hf.parallelize(build_any("RwkvForCausalLM", "rwkv"), cp)
+    for name, message in (
+        ("DeepseekV32ForCausalLM", "of type (indexed|deepseek_sparse)_attention"),
+        ("RwkvForCausalLM", "RwkvForCausalLM"),
+    ):
+        refused(message, hf.parallelize, build(name), cp, error=UnsupportedError)
     model, tokens = build("Llama"), whole("plain")["input_ids"]
     handle = hf.parallelize(model, cp)
-    with pytest.raises(UnsupportedError, match=r"generate\(\) is served .* remove\(\)"):
-        model.generate(tokens, max_new_tokens=3)
-    with pytest.raises(UnsupportedError, match=r"use_cache=True: .* remove\(\) of the handle"):
-        model(tokens, use_cache=True)
+    refused(r"generate\(\) is served .* remove\(\)", model.generate, tokens, max_new_tokens=3)
+    refused(r"use_cache=True: .* remove\(\) of the handle", model, tokens, use_cache=True)
     handle.remove()
     assert "generate" not in vars(model)
 
@@ -194,8 +193,7 @@ def test_logits_to_keep_of_parts_are_refused() -> None:
     model, tokens = build("Llama"), whole("plain")["input_ids"]
     hf.parallelize(model, ContextParallel())
     assert model(tokens, logits_to_keep=0).logits.shape[1] == 22  # a rank's part of all tokens
-    with pytest.raises(UnsupportedError, match=r"logits_to_keep=5 .* give logits='gather'"):
-        model(tokens, logits_to_keep=5)
+    refused("logits_to_keep=5 .* give logits='gather'", model, tokens, logits_to_keep=5)
 
 
 class LoggedLoss(Trainer):
@@ -251,82 +249,17 @@ def test_removal_gives_each_part_its_own_attention(name: str, attention: Any) ->
     assert copied.text_config._attn_implementation == ring
 
 
-#: Models whose heads differ, and their batches.
-MODELS: dict[str, tuple[Any, str]] = {
-    "plain": (lambda: build("Llama"), "plain"),
-    "packed": (lambda: build("Qwen3"), "packed"),
-    "padded": (lambda: build("Llama"), "left"),
-    "soft cap": (lambda: build("Gemma2", final_logit_softcapping=1.5), "right"),
-    "scale": (lambda: build_any("CohereForCausalLM", "cohere", logit_scale=0.3), "plain"),
-    "divisor": (lambda: build_any("GraniteForCausalLM", "granite", logits_scaling=3.0), "plain"),
-    "routers": (lambda: build("Mixtral", output_router_logits=True), "plain"),
-    "masked": (lambda: build_any("BertForMaskedLM", "bert"), "plain"),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-@on_ranks
-def test_loss_and_gradients_are_one_devices(name: str) -> None:
-    build_model, kind = MODELS[name]
-    model, batch = build_model(), whole(kind)
-    cp = ContextParallel()
-    for items in (None, 17)[: 1 if name == "masked" else 2]:
-        more: dict[str, Any] = {} if items is None else {"num_items_in_batch": items}
-        loss = run(model, batch | more | WHOLE)[1]
-        expected = gradients(model)
-        handle = hf.parallelize(model, cp, logits="none")
-        model.zero_grad()
-        with Wide():
-            out = model(**batch, **more)
-        out.loss.backward()
-        cp.reduce_gradients(model)
-        assert out.logits is None
-        same(out.loss.detach(), loss, "loss")
-        ours = gradients(model)
-        # This gradient is 0 but for rounding.
-        for key in [x for x in ours if x.endswith(".key.bias")]:
-            assert max(float(x.pop(key).abs().max()) for x in (ours, expected)) < 1e-15
-        same_gradients(ours, expected, name)
-        if not more:
-            with Wide():
-                handle.verify(batch)
-            with cp.whole(), Wide():
-                same(model(**batch).loss, loss, "loss of the whole")
-        handle.remove()
-    run(model, batch | WHOLE)  # which makes logits again
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "compiled"])
-@on_ranks
-def test_in_wrappers(kind: str) -> None:
-    model, batch, cp = build("Gemma2"), whole("packed"), ContextParallel()
-    loss = run(model, batch | WHOLE)[1]
-    expected = gradients(model)
-    model.zero_grad()
-    outer: Any = wrapped(model, kind)
-    hf.parallelize(model, cp, logits="none", reduction="sum" if kind == "compiled" else "mean")
-    if kind == "compiled":
-        outer = torch.compile(model, backend="eager")
-    with Wide():
-        out = outer(**batch)
-    out.loss.backward()
-    if kind == "compiled":
-        cp.reduce_gradients(model)
-    same(out.loss.detach(), loss, "loss")
-    for name, x in gradients(model).items():
-        same(x.full_tensor() if isinstance(x, DTensor) else x, expected[name], name)
-
-
 def _largest(_: int, logits: Any) -> tuple[int, int]:
     """Return the bytes of the largest allocation of a step, and of a rank's logits."""
     classes, length = 6000, 4096
     model = build("Llama", vocab_size=classes, num_hidden_layers=1).float()
     hf.parallelize(model, ContextParallel(), logits=logits)
     tokens = torch.arange(length)[None] % classes
-    with profile(profile_memory=True, acc_events=True) as profiled:
+
+    def step() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
-    largest = max(int(event.self_cpu_memory_usage) for event in profiled.events())
-    return largest, 4 * classes * length // 2
+
+    return largest_allocation(step), 4 * classes * length // 2
 
 
 def test_logits_are_never_whole(pool: LocalRanks) -> None:
@@ -343,15 +276,14 @@ def test_what_needs_logits_is_refused(rank: int, tmp_path: Path) -> None:
     model = build("Llama")
     handle = hf.parallelize(model, cp, logits="none")
     refused("makes a loss and nothing else: give labels", model, batch["input_ids"])
-    with pytest.raises(UnsupportedError, match="logits_to_keep"):
-        model(batch["input_ids"], labels=batch["labels"], logits_to_keep=3)
+    refused("logits_to_keep", model, batch["input_ids"], labels=batch["labels"], logits_to_keep=3)
     handle.remove()
     adapted = model_of("LoRA")
     adapted.base_model.model.lm_head = torch.nn.Sequential(adapted.base_model.model.lm_head)
     for other, message in (
         (adapted, "that of LlamaForCausalLM is Sequential"),
-        (build_any("LlamaForSequenceClassification", "llama"), "models of one sequence"),
-        (build_any("T5ForConditionalGeneration", "t5"), "models of one sequence"),
+        (build("LlamaForSequenceClassification"), "models of one sequence"),
+        (build("T5ForConditionalGeneration"), "models of one sequence"),
     ):
         refused(message, hf.parallelize, other, cp, logits="none", error=UnsupportedError)
         assert not other._forward_pre_hooks
@@ -364,8 +296,8 @@ def test_what_needs_logits_is_refused(rank: int, tmp_path: Path) -> None:
         return Trainer(build("Llama").float(), args, collate, **data)
 
     for option, value in (("compute_metrics", dict), ("label_smoothing_factor", 0.1)):
-        with pytest.raises(ValueError, match=f"{option} reads logits"):
-            hf.parallelize(built(**{option: value}), cp, logits="none")
+        other = built(**{option: value})
+        refused(f"{option} reads logits", hf.parallelize, other, cp, logits="none")
     trainer = built()
     trainer.compute_loss_func = lambda *_, **__: None
     refused("compute_loss_func reads logits", hf.parallelize, trainer, cp, logits="none")
@@ -378,33 +310,6 @@ def test_what_needs_logits_is_refused(rank: int, tmp_path: Path) -> None:
     refused("prediction needs logits", trainer.predict, documents()[:2])
 
 
-@pytest.mark.parametrize("name", ["Llama", "LoRA"])
-def test_a_trainer(pools: dict[int, LocalRanks], name: str) -> None:
-    options: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2}
-    expected = pools[1].run(trained, 1, None, name, "float32", {}, options)[0]
-    for steps in pools[2].run(trained, 2, 2, name, "float32", {}, options | {"logits": "none"}):
-        for mine, theirs in zip(steps, expected, strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-4)
-
-
-def test_a_copy_computes_with_its_own_head() -> None:
-    model, batch = build("Llama"), whole("plain") | WHOLE
-    hf.parallelize(model, ContextParallel(), logits="none")
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        other.lm_head.weight.mul_(2.0)
-    losses = []
-    for each in (model, other):
-        with Wide():
-            losses.append(each(**batch).loss)
-        losses[-1].backward()
-        assert each.lm_head.weight.grad is not None
-    plain = build("Llama")
-    plain.load_state_dict(other.state_dict())
-    same(losses[1].detach(), run(plain, batch)[1], "loss of the copy")
-    assert not torch.equal(*losses)
-
-
 def norm_of_gradients(model: Any) -> float:
     run(model, whole("plain") | WHOLE)
     grads = [x.grad.square().sum() for x in model.parameters() if x.grad is not None]
@@ -414,31 +319,26 @@ def norm_of_gradients(model: Any) -> float:
     return float(square.sqrt())
 
 
-def _trained_by_fsdp1(_: int, reduction: Any, first: str, orig: bool, nested: bool) -> float | str:
-    model: Any = build("Llama")
-    policy = ModuleWrapPolicy({type(model.model.layers[0])}) if nested else None
-    if first == "ring":
-        hf.parallelize(model, ContextParallel(), reduction=reduction)
-    outer = FullyShardedDataParallel(
-        model, device_id=torch.device("cpu"), use_orig_params=orig, auto_wrap_policy=policy
-    )
-    if first == "fsdp":
-        hf.parallelize(outer, ContextParallel(), reduction=reduction)
-    try:
-        return norm_of_gradients(outer)
-    except ValueError as error:
-        return str(error)
-
-
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("first", ["ring", "fsdp"])
+@on_ranks
 def test_a_sum_is_refused_and_a_mean_is_the_whole_models(
-    pools: dict[int, LocalRanks], first: str, orig: bool, nested: bool
+    first: str, orig: bool, nested: bool
 ) -> None:
-    for message in pools[2].run(_trained_by_fsdp1, "sum", first, orig, nested):
-        assert "FullyShardedDataParallel takes the mean" in message, message
-        assert "reduction='mean'" in message
     expected = norm_of_gradients(build("Llama"))
-    for norm in pools[2].run(_trained_by_fsdp1, "mean", first, orig, nested):
-        assert norm == pytest.approx(expected, rel=1e-9)
+    for reduction in ("sum", "mean"):
+        model, ring = build("Llama"), partial(hf.parallelize, reduction=reduction)
+        policy = ModuleWrapPolicy({type(model.model.layers[0])}) if nested else None
+        if first == "ring":
+            ring(model, ContextParallel())
+        outer = FullyShardedDataParallel(
+            model, device_id=torch.device("cpu"), use_orig_params=orig, auto_wrap_policy=policy
+        )
+        if first == "fsdp":
+            ring(outer, ContextParallel())
+        if reduction == "mean":
+            assert norm_of_gradients(outer) == pytest.approx(expected, rel=1e-9)
+        else:
+            message = "FullyShardedDataParallel takes the mean.*reduction='mean'"
+            refused(message, norm_of_gradients, outer)

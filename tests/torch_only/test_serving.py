@@ -6,12 +6,12 @@ And faults around it: of callers, of ranks, of kernels, and those of others.
 from __future__ import annotations
 
 import gc
-import re
 import tracemalloc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -21,8 +21,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from dense import numbers
 from on_ranks import on_ranks, on_two_ranks
 from plain_flash import PlainFlash
+from refused import refused
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,6 +40,7 @@ from ring_torch.serving import decoding, flash_pages, kernels, merging, paged, p
 H, K, D = 4, 2, 8
 PAGE, LAYERS = 4, 2
 LAYOUTS: tuple[LayoutName, ...] = ("contiguous", "zigzag", "striped")
+randn = partial(numbers, 0)
 
 
 @pytest.fixture(params=[1, 2, 3], ids="{} ranks".format)
@@ -53,14 +56,9 @@ def new_cache(cp: ContextParallel, **changes: Any) -> KVCache:
     return KVCache(cp, **sizes | changes)
 
 
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
 def filled(cp: ContextParallel, n: int = 13, rows: int = 2) -> tuple[KVCache, Tensor, Tensor]:
     """Return a cache of some requests of ``n`` tokens, and their keys and values."""
-    cache, k, v = new_cache(cp), randn(rows, n, K, D), randn(rows, n, K, D, seed=1)
+    cache, k, v = new_cache(cp), randn(rows, n, K, D), numbers(1, rows, n, K, D)
     cache.extend(cache.add(rows), n)
     cache.write(k, v, layer=0)
     return cache, k, v
@@ -83,7 +81,7 @@ def close(actual: Tensor, expected: Tensor, limit: float = 1e-12) -> None:
 # What callers do wrong.
 
 
-def refused(cp: Any, cache: KVCache, k: Tensor, v: Tensor) -> dict[str, Any]:
+def wrong_calls(cp: Any, cache: KVCache, k: Tensor, v: Tensor) -> dict[str, Any]:
     """Return wrong calls, by the text of their errors."""
     q, one = randn(2, 1, H, D), k[:, :1]
     shards: Any = [cp.shard(x[:1], pad=True) for x in (randn(2, 13, H, D), k, v)]
@@ -91,27 +89,11 @@ def refused(cp: Any, cache: KVCache, k: Tensor, v: Tensor) -> dict[str, Any]:
     def decode(q: Tensor = q, **options: Any) -> None:
         cp.decode(q, cache, layer=0, **options)
 
-    def after(*changes: Callable[[], object], requests: int = 1) -> Callable[[], None]:
-        def write() -> None:
-            for change in changes:
-                change()
-            cache.write(one[:requests], one[:requests], layer=0)
+    def write(rows: int = 1) -> None:
+        cache.write(one[:rows], one[:rows], layer=0)
 
-        return write
-
-    def unwritten() -> None:
-        cache.extend([0, 1], 1)
-        decode()
-
-    def full() -> None:
-        try:
-            cache.extend([0, 1], 200)
-        finally:
-            assert cache.lengths == {0: 13, 1: 13}
-
-    def evicted() -> None:
-        cache.evict(0)
-        decode()
+    def after(*calls: Callable[[], object]) -> Callable[[], object]:
+        return lambda: [call() for call in calls]
 
     def alone() -> None:
         cp_of_call = cp if cp.cp_size > 1 else ContextParallel()  # there a block alone is another
@@ -119,16 +101,16 @@ def refused(cp: Any, cache: KVCache, k: Tensor, v: Tensor) -> dict[str, Any]:
             cp_of_call.decode(q, cache, layer=0)
 
     return {
-        "layer 0 of request 0 was not written since the last extend": unwritten,
-        "what one extend has reserved, before the request is truncated or forked": after(lambda: cache.extend([0], 1), lambda: cache.fork(0)),
-        r"have \[0\] reserved positions": after(lambda: cache.extend([0], 2), lambda: cache.truncate(0, cache.lengths[0] - 1)),
+        "layer 0 of request 0 was not written since the last extend": after(lambda: cache.extend([0, 1], 1), decode),
+        "what one extend has reserved, before the request is truncated or forked": after(lambda: cache.extend([0], 1), lambda: cache.fork(0), write),
+        r"have \[0\] reserved positions": after(lambda: cache.extend([0], 2), lambda: cache.truncate(0, cache.lengths[0] - 1), write),
         "v=None says that values are the first 8 of 8 numbers": lambda: cache.write(k, layer=0),
-        "nothing was reserved": full,
-        "of which one was evicted: name the requests": evicted,
+        "nothing was reserved": lambda: cache.extend([0, 1], 200),
+        "of which one was evicted: name the requests": after(lambda: cache.evict(0), decode),
         "q has 99 tokens, and request 0 only 13": lambda: decode(randn(2, 99, H, D)),
         "q must have a row for each of 2 requests, and up to 4 with padding, got 1 rows": lambda: decode(q[:1]),
         "q must have a row for each of 1 requests, got 2 rows": lambda: decode(requests=[0]),
-        r"k must be \[2, 13, 2, 8\], a row for each reserved position": after(requests=2),
+        r"k must be \[2, 13, 2, 8\], a row for each reserved position": lambda: write(2),
         "decode has no backward, and q requires a gradient": lambda: decode(q.clone().requires_grad_()),
         "decode has no backward, and sinks requires a gradient": lambda: decode(sinks=torch.zeros(H, requires_grad=True)),
         "write has no backward, and k requires a gradient": lambda: cache.write(k.clone().requires_grad_(), v, layer=0),
@@ -146,9 +128,8 @@ def refused(cp: Any, cache: KVCache, k: Tensor, v: Tensor) -> dict[str, Any]:
 @on_ranks
 def test_what_is_refused_before_anything_is_sent() -> None:
     cp = ContextParallel()
-    for text in refused(cp, *filled(cp)):
-        with pytest.raises(ValueError, match=text):
-            refused(cp, *filled(cp))[text]()
+    for text in wrong_calls(cp, *filled(cp)):
+        refused(text, wrong_calls(cp, *filled(cp))[text])
 
 
 @on_ranks
@@ -169,6 +150,7 @@ def test_tables_are_those_that_torch_takes() -> None:
 # Ranks that disagree, or are lost.
 
 
+#: What a rank does with its cache, and a pattern of the error; the lost rank makes no call.
 DISAGREE: dict[str, tuple[Callable[[KVCache, int], Any], str]] = {
     "a fork more": (lambda cache, rank: rank and cache.fork(1), "state of the cache"),
     "shorter": (lambda cache, rank: rank and cache.truncate(1, 5), "state of the cache"),
@@ -176,42 +158,29 @@ DISAGREE: dict[str, tuple[Callable[[KVCache, int], Any], str]] = {
         lambda cache, rank: (cache.extend([rank], 4), cache.write(*randn(2, 1, 4, K, D), layer=0)), "state of the cache",
     ),
     "grown": (lambda cache, rank: rank and cache.grow(PAGE), "pages is"),
+    "lost": (lambda *_: None, r"call \d+ \((decode|prefill)\): rank 0 waited in vain for rank 1"),
 }  # fmt: skip
-
-
-def decoded(seconds: int) -> tuple[ContextParallel, KVCache]:
-    """Return a cache over a group of its own with this timeout, behind a call that was compared."""
-    group: Any = dist.new_group(timeout=timedelta(seconds=seconds))
-    cp = ContextParallel(group)
-    cache, *_ = filled(cp)
-    cp.decode(randn(2, 1, H, D), cache, layer=0)
-    return cp, cache
 
 
 @pytest.mark.parametrize("name", DISAGREE)
 @pytest.mark.parametrize("call", ["decode", "prefill"])
 @on_two_ranks
-def test_caches_that_disagree(rank: int, call: str, name: str) -> None:
-    (change, message), (cp, cache) = DISAGREE[name], decoded(10)
+def test_ranks_that_disagree_or_are_lost(rank: int, call: str, name: str) -> None:
+    group: Any = dist.new_group(timeout=timedelta(seconds=3))
+    (change, message), cp = DISAGREE[name], ContextParallel(group)
+    cache, *_ = filled(cp)
+    cp.decode(randn(2, 1, H, D), cache, layer=0)  # a call that is compared
     if call == "prefill":
         cache.extend([0], 4)
     change(cache, rank)
     q, k, request = randn(1, 2, H, D), randn(1, 2, K, D), rank * (name == "other requests")
-    calls: dict[str, Callable[[], Any]] = {
-        "decode": lambda: cp.decode(q[:, :1], cache, layer=0, requests=[0]),
-        "prefill": lambda: cp.prefill(q, k, k, cache, layer=0, request=request),
-    }
-    with pytest.raises(RankMismatchError, match=message):
-        calls[call]()
-
-
-@on_two_ranks
-def test_a_lost_rank_ends_decode_on_the_others(rank: int) -> None:
-    cp, cache = decoded(3)
-    message = r"call \d+ \(decode\): rank 0 waited in vain for rank 1"
-    if rank == 0:
-        with pytest.raises(RuntimeError, match=message):
-            cp.decode(randn(2, 1, H, D), cache, layer=0)
+    attempt: Any = partial(cp.decode, q[:, :1], cache, requests=[0])
+    if call == "prefill":
+        attempt = partial(cp.prefill, q, k, k, cache, request=request)
+    if name != "lost":
+        refused(message, attempt, error=RankMismatchError, layer=0)
+    elif rank == 0:
+        refused(message, attempt, error=RuntimeError, layer=0)
 
 
 # What the tripwire sees.
@@ -238,30 +207,29 @@ FAULTS: dict[str, tuple[Any, str, Any, str]] = {
 }  # fmt: skip
 
 
-def _tripped(_: int, name: str) -> str:
-    """Return the error of calls under a fault."""
-    (owner, attribute, value, _message), cp = FAULTS[name], ContextParallel()
+def _trip(_: int, name: str) -> None:
+    """Make calls under a fault, which has to be found."""
+    (owner, attribute, value, message), cp = FAULTS[name], ContextParallel()
     cache, k, v = filled(cp, n=21)
     cache.extend([0], 11)
     q = randn(1, 11, H, D)
     shards: Any = [cp.shard(x, pad=True) for x in (q, k[:1, :11], v[:1, :11])]
     more: Any = {"window": (9, 0), "alibi_slopes": randn(H).abs()}
     scores: Any = {"sinks": randn(H), "softcap": 2.0}
+
+    def calls() -> None:
+        cp.prefill(shards[0], shards[1], shards[2], cache, layer=0, request=0, **scores)
+        for _ in range(4):
+            cp.decode(q, cache, layer=0, requests=[0], **more)
+
     with ring_torch.check(), patch.object(owner, attribute, value):
-        try:
-            cp.prefill(shards[0], shards[1], shards[2], cache, layer=0, request=0, **scores)
-            for _ in range(4):
-                cp.decode(q, cache, layer=0, requests=[0], **more)
-        except WrongResultError as error:
-            return str(error)
-    return ""
+        refused(message, calls, error=WrongResultError)
 
 
 @pytest.mark.parametrize("ranks", [2, 3], ids="{} ranks".format)  # one has nothing to merge
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_tripwire(name: str, ranks: int, pools: dict[int, LocalRanks]) -> None:
-    for error in pools[ranks].run(_tripped, name):
-        assert re.search(FAULTS[name][3], error)
+    pools[ranks].run(_trip, name)
 
 
 # Partial results alone, and faults of others.
@@ -273,7 +241,7 @@ def test_the_tripwire(name: str, ranks: int, pools: dict[int, LocalRanks]) -> No
 @on_ranks
 def test_merge_partials(heads: int, limit: int, base: Any) -> None:
     cp, q = ContextParallel(), randn(3, heads, D)
-    k, v = randn(12, heads, D), randn(12, heads, D, seed=1)
+    k, v = randn(12, heads, D), numbers(1, 12, heads, D)
 
     def part(own: slice) -> tuple[Tensor, Tensor]:
         scores = torch.einsum("nhd,mhd->hnm", q, k[own])
@@ -376,7 +344,7 @@ def test_a_graph_serves_other_steps() -> None:
 
     def new(requests: list[int], n: int) -> None:
         for seed, x in enumerate(rows):
-            x.copy_(randn(*x.shape, seed=3 * n + seed))
+            x.copy_(numbers(3 * n + seed, *x.shape))
         cache.extend(requests, 1)
 
     first, second = cache.add(2)

@@ -14,7 +14,10 @@ from dense import numbers_of as numbers, sdpa
 from on_ranks import on_ranks
 from refused import refused
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ring_torch
@@ -188,6 +191,45 @@ def test_a_backward_follows_its_forward(again: str) -> None:
         with cp.whole():
             part.backward()
         check(part, model, want, is_part=True)
+
+
+#: What torch wraps around models.
+WRAPPED = ("compiled", "compiled checkpoint", "compiled autograd", "autocast", "fsdp", "ddp")
+
+
+@pytest.mark.nightly(unless=["zigzag-autocast", "zigzag-fsdp", "zigzag-ddp"])
+@pytest.mark.parametrize("way", WRAPPED)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@on_ranks
+def test_in_what_torch_wraps_around_models(way: str, layout: LayoutSpec) -> None:
+    """Split, each method has the results and gradients of one process."""
+    (cp, model), want = layers(layout), expected()
+    run: Any = model.float() if way == "autocast" else model
+    if way == "ddp":
+        run = DistributedDataParallel(model)
+    elif way == "fsdp":
+        run = fully_shard(model)
+    elif way in ("compiled", "compiled checkpoint"):
+        torch._dynamo.reset()
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    again = "checkpoint" if "checkpoint" in way else ""
+    by = torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager"))
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+        part = run(cp.shard(TOKENS), again=again)
+    with by if way == "compiled autograd" else nullcontext():
+        part.backward()
+    if way not in ("fsdp", "ddp"):
+        cp.reduce_gradients(model)
+    total, near = part.detach().clone(), 0.05 if way == "autocast" else 1e-7
+    dist.all_reduce(total)
+    results = [total]
+    for p in model.parameters():
+        assert p.grad is not None
+        whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        results.append(whole * (cp.cp_size if way in ("fsdp", "ddp") else 1))  # they take the mean
+    torch.testing.assert_close(
+        results, [want[0], *want[1]], rtol=near, atol=near, check_dtype=False
+    )
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
